@@ -1,0 +1,107 @@
+"""Engine settings: one strict schema, read from `engine.json` in the model's version folder.
+
+Nothing in here is in config.pbtxt and nothing of Triton's is in here. A key that does not exist or
+a value of the wrong type is an error that names the file, the key and the nearest key that exists.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+
+from inflight.errors import ConfigError, did_you_mean
+
+Device = Literal["cpu", "echo"]
+Dtype = Literal["float32", "bfloat16"]
+
+
+class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """How one engine runs one model.
+
+    Attributes:
+        model: a GGUF file, a Hugging Face folder, or `package:NAME` for a checkpoint that an
+            installed Python package carries. A relative path is relative to the file it stands in.
+        device: `cpu`; `echo` answers each prompt with itself, at no cost, to test what is around
+            an engine.
+        dtype: of weights, activations and KV cache.
+        num_threads: CPU threads of the engine; None for all cores.
+        block_size: tokens per KV block.
+        kv_cache_bytes: memory of the KV pool. num_blocks overrides it.
+        num_blocks: KV blocks in the pool; None to derive them from kv_cache_bytes.
+        max_model_len: prompt and output together, in tokens; None for the model's own limit.
+        max_num_seqs: sequences in one step.
+        max_batch_tokens: tokens in one step (the budget that prefill and decode share).
+        max_prefill_chunk: tokens of one prompt in one step; None for the whole budget.
+        max_waiting: requests that may queue; more are refused with `capacity`.
+        prefix_cache: reuse the KV blocks of equal prefixes.
+        default_max_tokens: of a request that does not say; cut to what the context leaves.
+    """
+
+    model: str
+    device: Device = "cpu"
+    dtype: Dtype = "float32"
+    num_threads: int | None = None
+    block_size: int = 16
+    kv_cache_bytes: int = 1 << 30
+    num_blocks: int | None = None
+    max_model_len: int | None = None
+    max_num_seqs: int = 64
+    max_batch_tokens: int = 512
+    max_prefill_chunk: int | None = None
+    max_waiting: int = 1024
+    prefix_cache: bool = True
+    default_max_tokens: int = 256
+
+    def __post_init__(self) -> None:
+        positive = (
+            "num_threads block_size kv_cache_bytes num_blocks max_model_len max_num_seqs "
+            "max_batch_tokens max_prefill_chunk max_waiting default_max_tokens"
+        )
+        for name in positive.split():
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError(f"{name}: {value} is out of range; allowed: 1 or more")
+        if self.max_num_seqs > self.max_batch_tokens:
+            raise ConfigError(
+                f"max_num_seqs: {self.max_num_seqs} is more than max_batch_tokens "
+                f"({self.max_batch_tokens}), but each running sequence takes at least one token"
+            )
+
+
+def load(path: Path) -> EngineConfig:
+    """Read an `engine.json`.
+
+    Raises:
+        ConfigError: naming the file, the key and what is allowed.
+    """
+    try:
+        raw = msgspec.json.decode(path.read_bytes())
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read ({error.strerror})") from None
+    except msgspec.DecodeError as error:
+        raise ConfigError(f"{path}: not valid JSON ({error})") from None
+    config = parse(raw, str(path))
+    if not config.model.startswith("package:"):
+        model = (path.parent / Path(config.model).expanduser()).resolve()
+        config = msgspec.structs.replace(config, model=str(model))
+    return config
+
+
+def parse(raw: Any, where: str) -> EngineConfig:
+    """Check settings that came as a JSON object from `where`: a file or a flag."""
+    if not isinstance(raw, dict):
+        raise ConfigError(f"{where}: settings must be a JSON object, not {type(raw).__name__}")
+    known = EngineConfig.__struct_fields__
+    for key in raw:
+        if key not in known:
+            hint = did_you_mean(key, known) or f"; known keys: {', '.join(known)}"
+            raise ConfigError(f"{where}: unknown key {key!r}{hint}")
+    try:
+        return msgspec.convert(raw, EngineConfig)
+    except msgspec.ValidationError as error:
+        # msgspec words it as "Expected `int`, got `str` - at `$.block_size`".
+        raise ConfigError(f"{where}: {error}".replace("`$.", "`")) from None
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error}") from None

@@ -1,0 +1,143 @@
+"""The frames between an engine process and what is attached to it, on a unix socket.
+
+A frame is a length (4 bytes, little endian) and a msgpack map with a type tag. Nothing is pickled,
+nothing longer than MAX_FRAME is read, an unknown tag ends the connection and nothing else.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import struct
+
+import msgspec
+
+from inflight.request import Request, TokenEvent
+
+PROTOCOL = 1
+MAX_FRAME = 64 << 20
+_LENGTH = struct.Struct("<I")
+
+
+class Hello(msgspec.Struct, tag="hello", frozen=True):
+    """First frame of a peer. role: `front` keeps the engine alive; `detokenizer` sends Delivered
+    frames; `observer` only watches. Neither of the last two keeps the engine alive."""
+
+    protocol: int
+    role: str
+    pid: int
+
+
+class Loading(msgspec.Struct, tag="loading", frozen=True):
+    """The engine is not ready yet; fraction in [0, 1]."""
+
+    what: str
+    fraction: float
+
+
+class Welcome(msgspec.Struct, tag="welcome", frozen=True):
+    """The engine is ready.
+
+    front_id is unique in this engine; a front's request ids are front_id << 32 | n.
+    """
+
+    front_id: int
+    model_name: str
+    vocab_size: int
+    max_model_len: int
+    num_blocks: int
+    block_size: int
+    eos_token_ids: list[int]
+    default_max_tokens: int
+    has_tokenizer: bool
+
+
+class LoadFailed(msgspec.Struct, tag="load_failed", frozen=True):
+    """The engine could not start: an error of errors.from_kind(kind, message)."""
+
+    kind: str
+    message: str
+
+
+class Submit(msgspec.Struct, tag="submit", frozen=True):
+    request: Request
+
+
+class Cancel(msgspec.Struct, tag="cancel", frozen=True):
+    request_id: int
+
+
+class Delivered(msgspec.Struct, tag="delivered", frozen=True):
+    """A detokenizer handed text of these requests on: (request_id, position) each."""
+
+    progress: list[tuple[int, int]]
+
+
+class GetStats(msgspec.Struct, tag="get_stats", frozen=True):
+    pass
+
+
+class Stats(msgspec.Struct, tag="stats", frozen=True):
+    """A snapshot of the engine."""
+
+    num_running: int
+    num_waiting: int
+    num_suspended: int
+    num_free_blocks: int
+    num_blocks: int
+    num_steps: int
+    num_preemptions: int
+    num_prompt_tokens: int
+    num_output_tokens: int
+    num_cached_tokens: int
+
+
+class Step(msgspec.Struct, tag="step", frozen=True):
+    """All events of one step for one front."""
+
+    events: list[TokenEvent]
+
+
+Frame = (
+    Hello | Loading | Welcome | LoadFailed | Submit | Cancel | Delivered | GetStats | Stats | Step
+)
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(Frame)
+
+
+class Connection:
+    """One end of the socket. `send` and `receive` may run in two threads, each in one only."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._sock = sock
+        self._stream = sock.makefile("rb", buffering=1 << 16)
+
+    def send(self, frame: Frame) -> None:
+        """Raises OSError when the peer has gone, ValueError when the frame is too long."""
+        body = _encoder.encode(frame)
+        if len(body) > MAX_FRAME:
+            raise ValueError(f"a frame of {len(body)} bytes; allowed: {MAX_FRAME}")
+        self._sock.sendall(_LENGTH.pack(len(body)) + body)
+
+    def receive(self) -> Frame | None:
+        """The next frame, or None when the peer has gone.
+
+        Raises:
+            ValueError: the peer sent something that is not a frame (msgspec's errors are such).
+        """
+        head = self._stream.read(_LENGTH.size)
+        if len(head) < _LENGTH.size:
+            return None
+        (length,) = _LENGTH.unpack(head)
+        if length > MAX_FRAME:
+            raise ValueError(f"a frame of {length} bytes; allowed: {MAX_FRAME}")
+        body = self._stream.read(length)
+        if len(body) < length:
+            return None
+        return _decoder.decode(body)
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):  # the peer may have closed first
+            self._sock.shutdown(socket.SHUT_RDWR)
+        self._sock.close()

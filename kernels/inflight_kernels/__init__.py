@@ -1,0 +1,1 @@
+"""The ops of a transformer, one module per family; `reference` defines what is right."""
