@@ -26,15 +26,20 @@ class Sequence:
         blocks: the block table: ids into the pool.
         block_hashes: chained hashes of the full blocks of `token_ids`, as far as known.
         max_tokens: output tokens at most, after the engine's default and the context's clamp.
+        seed: of its random draws: the request's, or one that the engine drew.
+        eos_token_ids: tokens that end it: the model's and the request's end_id.
+        bad_word_ids: token strings that must not appear in the output.
         num_cached_tokens: prompt tokens found in the prefix cache when first admitted.
         num_preemptions: how often its blocks were taken away.
         cumulative_logprob: sum over the output tokens.
     """
 
     __slots__ = (
+        "bad_word_ids",
         "block_hashes",
         "blocks",
         "cumulative_logprob",
+        "eos_token_ids",
         "finish_reason",
         "max_tokens",
         "num_cached_tokens",
@@ -46,10 +51,19 @@ class Sequence:
         "token_ids",
     )
 
-    def __init__(self, request: Request, max_tokens: int, seed: int) -> None:
+    def __init__(
+        self,
+        request: Request,
+        max_tokens: int,
+        seed: int = 0,
+        eos_token_ids: frozenset[int] = frozenset(),
+        bad_word_ids: tuple[tuple[int, ...], ...] = (),
+    ) -> None:
         self.request = request
         self.max_tokens = max_tokens
         self.seed = seed
+        self.eos_token_ids = eos_token_ids
+        self.bad_word_ids = bad_word_ids
         self.token_ids: list[int] = list(request.prompt_ids)
         self.num_computed = 0
         self.blocks: list[int] = []

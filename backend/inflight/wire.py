@@ -12,7 +12,9 @@ import struct
 
 import msgspec
 
+from inflight.errors import InflightError
 from inflight.request import Request, TokenEvent
+from inflight.stats import Stats
 
 PROTOCOL = 1
 MAX_FRAME = 64 << 20
@@ -77,19 +79,8 @@ class GetStats(msgspec.Struct, tag="get_stats", frozen=True):
     pass
 
 
-class Stats(msgspec.Struct, tag="stats", frozen=True):
-    """A snapshot of the engine."""
-
-    num_running: int
-    num_waiting: int
-    num_suspended: int
-    num_free_blocks: int
-    num_blocks: int
-    num_steps: int
-    num_preemptions: int
-    num_prompt_tokens: int
-    num_output_tokens: int
-    num_cached_tokens: int
+class Drain(msgspec.Struct, tag="drain", frozen=True):
+    """The server is about to stop: refuse new requests, finish those in flight."""
 
 
 class Step(msgspec.Struct, tag="step", frozen=True):
@@ -99,7 +90,17 @@ class Step(msgspec.Struct, tag="step", frozen=True):
 
 
 Frame = (
-    Hello | Loading | Welcome | LoadFailed | Submit | Cancel | Delivered | GetStats | Stats | Step
+    Hello
+    | Loading
+    | Welcome
+    | LoadFailed
+    | Submit
+    | Cancel
+    | Delivered
+    | Drain
+    | GetStats
+    | Stats
+    | Step
 )
 
 _encoder = msgspec.msgpack.Encoder()
@@ -124,7 +125,7 @@ class Connection:
         """The next frame, or None when the peer has gone.
 
         Raises:
-            ValueError: the peer sent something that is not a frame (msgspec's errors are such).
+            ValueError: the peer sent something that is not a frame, or a value out of its bounds.
         """
         head = self._stream.read(_LENGTH.size)
         if len(head) < _LENGTH.size:
@@ -135,9 +136,15 @@ class Connection:
         body = self._stream.read(length)
         if len(body) < length:
             return None
-        return _decoder.decode(body)
+        try:
+            frame: Frame = _decoder.decode(body)  # msgspec's errors are ValueErrors
+        except (InflightError, RecursionError) as error:
+            raise ValueError(f"not a frame: {error}") from None
+        return frame
 
     def close(self) -> None:
         with contextlib.suppress(OSError):  # the peer may have closed first
             self._sock.shutdown(socket.SHUT_RDWR)
+        # The shutdown wakes a reader in another thread, so this does not wait for it.
+        self._stream.close()
         self._sock.close()

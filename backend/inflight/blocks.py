@@ -1,0 +1,147 @@
+"""Who owns which KV block, and which blocks hold a prefix that someone may want again.
+
+Each block of the pool is in exactly one of three states:
+
+    free        ref count 0, holds nothing of use
+    evictable   ref count 0, full, known under the hash of its chain: reused or, at need, evicted
+    owned       ref count >= 1; owned by several sequences only as part of a common prefix
+
+The pool knows ids and hashes. It knows neither sequences nor the memory behind a block.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+
+from inflight.errors import EngineError
+
+
+def root_hash(cache_salt: str) -> bytes:
+    """The parent of a chain's first block: prompts of different salts never share a chain."""
+    return hashlib.sha256(cache_salt.encode("utf-8", "surrogatepass")).digest()
+
+
+def block_hash(parent: bytes, token_ids: Sequence[int]) -> bytes:
+    """The name of a full block: it tells all tokens from the start of the sequence to its end.
+
+    SHA-256, because a collision would hand one client another client's context.
+    """
+    return hashlib.sha256(parent + array("q", token_ids).tobytes()).digest()
+
+
+class BlockPool:
+    """Ref counts, free list and prefix map of `num_blocks` KV blocks. All steps are O(1) a block.
+
+    Eviction is least recently released first and happens only when no block is free. `release`
+    lets go of a table's tail first, so a chain loses its end before its beginning.
+
+    Attributes:
+        num_blocks: blocks in the pool.
+        block_size: tokens per block.
+        queries: blocks asked for in `acquire`, ever.
+        hits: blocks found in `acquire`, ever.
+    """
+
+    def __init__(self, num_blocks: int, block_size: int) -> None:
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self.queries = 0
+        self.hits = 0
+        self._ref_counts = [0] * num_blocks
+        self._hashes: list[bytes | None] = [None] * num_blocks  # of blocks in the prefix map
+        self._by_hash: dict[bytes, int] = {}
+        self._free = list(range(num_blocks - 1, -1, -1))  # a stack: the last released is warm
+        self._evictable: OrderedDict[int, None] = OrderedDict()  # oldest release first
+
+    @property
+    def num_free(self) -> int:
+        """Blocks that `allocate` can still give: free ones and evictable ones."""
+        return len(self._free) + len(self._evictable)
+
+    @property
+    def num_cached(self) -> int:
+        """Blocks in the prefix map, owned or not."""
+        return len(self._by_hash)
+
+    def ref_count(self, block: int) -> int:
+        return self._ref_counts[block]
+
+    def is_shared(self, block: int) -> bool:
+        """Whether a write into this block would be seen by more than its one owner.
+
+        True for a block with several owners, and for one in the prefix map, which may get some.
+        Whoever wants to write copies such a block first.
+        """
+        return self._ref_counts[block] > 1 or self._hashes[block] is not None
+
+    def lookup(self, hashes: Iterable[bytes]) -> list[int]:
+        """Blocks of the longest known prefix of a chain of hashes. Takes nothing."""
+        found = []
+        for key in hashes:
+            block = self._by_hash.get(key)
+            if block is None:
+                break
+            found.append(block)
+        return found
+
+    def acquire(self, hashes: Sequence[bytes]) -> list[int]:
+        """Become an owner of the blocks that `lookup` finds."""
+        blocks = self.lookup(hashes)
+        for block in blocks:
+            if self._ref_counts[block] == 0:
+                del self._evictable[block]
+            self._ref_counts[block] += 1
+        self.queries += len(hashes)
+        self.hits += len(blocks)
+        return blocks
+
+    def allocate(self) -> int:
+        """Become the only owner of a block with arbitrary content.
+
+        Raises:
+            EngineError: `num_free` is 0.
+        """
+        if self._free:
+            block = self._free.pop()
+        elif self._evictable:
+            block, _ = self._evictable.popitem(last=False)
+            self._forget(block)
+        else:
+            raise EngineError(f"all {self.num_blocks} KV blocks are in use")
+        self._ref_counts[block] = 1
+        return block
+
+    def register(self, block: int, key: bytes) -> None:
+        """Name a full block, so that others find it.
+
+        When a block of the same content is known already, that one stays: block tables only grow,
+        so the two sequences that computed the same thing at the same time keep one each.
+        """
+        if key not in self._by_hash and self._hashes[block] is None:
+            self._by_hash[key] = block
+            self._hashes[block] = key
+
+    def release(self, blocks: Sequence[int]) -> None:
+        """Give blocks of one table back, the only way to do so.
+
+        Raises:
+            EngineError: a block has no owner; the pool is then as it was before that block.
+        """
+        for block in reversed(blocks):
+            if self._ref_counts[block] < 1:
+                raise EngineError(f"KV block {block} was released twice")
+            self._ref_counts[block] -= 1
+            if self._ref_counts[block] == 0:
+                if self._hashes[block] is None:
+                    self._free.append(block)
+                else:
+                    self._evictable[block] = None
+
+    def _forget(self, block: int) -> None:
+        key = self._hashes[block]
+        if key is not None:
+            del self._by_hash[key]
+            self._hashes[block] = None

@@ -1,0 +1,298 @@
+"""How a process finds the engine of a model, starts it where it is missing, and talks to it.
+
+The socket's name follows from the model's folder and the pid of the tritonserver, so fronts,
+detokenizers and `inflight serve` find the same engine without being told.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import itertools
+import logging
+import os
+import queue
+import socket
+import stat
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from inflight.errors import CapacityError, ConfigError, EngineError, from_kind
+from inflight.request import Request, TokenEvent
+from inflight.stats import Stats
+from inflight.wire import (
+    PROTOCOL,
+    Cancel,
+    Connection,
+    Delivered,
+    Drain,
+    Frame,
+    GetStats,
+    Hello,
+    LoadFailed,
+    Loading,
+    Step,
+    Submit,
+    Welcome,
+)
+
+logger = logging.getLogger(__name__)
+
+START_TIMEOUT_S = 30.0
+STATS_TIMEOUT_S = 10.0
+
+
+def socket_path(model_directory: Path, server_pid: int) -> Path:
+    """Where the engine of this model in this tritonserver listens.
+
+    Raises:
+        ConfigError: the runtime folder belongs to somebody else.
+    """
+    name = hashlib.sha256(f"{model_directory.resolve()}|{server_pid}".encode()).hexdigest()[:16]
+    return _runtime_directory() / f"{name}.sock"
+
+
+def engine_config_path(model_directory: Path) -> Path:
+    """The engine.json of a model's highest version.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    versions = [p for p in model_directory.glob("*/engine.json") if p.parent.name.isdigit()]
+    if not versions:
+        raise ConfigError(
+            f"{model_directory}/1/engine.json does not exist; "
+            'the smallest one is {"model": "PATH"}'
+        )
+    return max(versions, key=lambda path: int(path.parent.name))
+
+
+class EngineClient:
+    """An attached engine. Methods may be called from any thread and never block on the engine,
+    except `stats`.
+
+    Attributes:
+        welcome: what the engine said of itself.
+    """
+
+    def __init__(
+        self,
+        connection: Connection,
+        welcome: Welcome,
+        on_events: Callable[[list[TokenEvent]], None],
+        on_lost: Callable[[], None],
+    ) -> None:
+        """Use `attach` or `attach_or_start`.
+
+        Args:
+            on_events: called on the reader thread with each step's events of this front.
+            on_lost: called once, on the reader thread, when the engine has gone.
+        """
+        self.welcome = welcome
+        self._connection = connection
+        self._on_events = on_events
+        self._on_lost = on_lost
+        self._counter = itertools.count(1)
+        self._outbox: queue.SimpleQueue[Frame | None] = queue.SimpleQueue()
+        self._stats: queue.SimpleQueue[Stats] = queue.SimpleQueue()
+        self._stats_lock = threading.Lock()
+        self._closed = False
+        threading.Thread(target=self._write, name="engine-write", daemon=True).start()
+        threading.Thread(target=self._read, name="engine-read", daemon=True).start()
+
+    def next_request_id(self) -> int:
+        """An id no other request of this engine has."""
+        return self.welcome.front_id << 32 | next(self._counter)
+
+    def submit(self, request: Request) -> None:
+        self._outbox.put(Submit(request))
+
+    def cancel(self, request_id: int) -> None:
+        self._outbox.put(Cancel(request_id))
+
+    def delivered(self, progress: list[tuple[int, int]]) -> None:
+        self._outbox.put(Delivered(progress))
+
+    def drain(self) -> None:
+        """Refuse new requests from now on; those in flight go on."""
+        self._outbox.put(Drain())
+
+    def stats(self) -> Stats:
+        """A snapshot, taken between two steps.
+
+        Raises:
+            EngineError: no answer came in time.
+        """
+        with self._stats_lock:
+            self._outbox.put(GetStats())
+            try:
+                return self._stats.get(timeout=STATS_TIMEOUT_S)
+            except queue.Empty:
+                raise EngineError("the engine did not answer") from None
+
+    def close(self) -> None:
+        self._closed = True
+        self._outbox.put(None)
+        self._connection.close()
+
+    def _write(self) -> None:
+        with contextlib.suppress(OSError):  # the reader thread notices that the engine has gone
+            while (frame := self._outbox.get()) is not None:
+                self._connection.send(frame)
+
+    def _read(self) -> None:
+        try:
+            while (frame := self._connection.receive()) is not None:
+                match frame:
+                    case Step(events):
+                        self._on_events(events)
+                    case Stats():
+                        self._stats.put(frame)
+                    case _:
+                        logger.warning("unexpected %s frame", type(frame).__name__)
+        except (OSError, ValueError) as error:
+            if not self._closed:
+                logger.error("the engine's connection broke: %s", type(error).__name__)
+        finally:
+            self._connection.close()
+            if not self._closed:
+                self._on_lost()
+
+
+def attach(
+    path: Path,
+    role: str,
+    on_events: Callable[[list[TokenEvent]], None] = lambda events: None,
+    on_lost: Callable[[], None] = lambda: None,
+    on_loading: Callable[[Loading], None] = lambda loading: None,
+) -> EngineClient:
+    """Attach to a running engine; waits while it loads.
+
+    Args:
+        path: of `socket_path`.
+        role: `front`, `detokenizer` or `observer` (see wire.Hello).
+
+    Raises:
+        CapacityError: nothing listens there.
+        EngineError: it went away while loading.
+        ConfigError: it could not load, and why.
+    """
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        sock.connect(str(path))
+    except OSError as error:
+        sock.close()
+        raise CapacityError(f"no engine listens ({error.strerror})") from None
+    connection = Connection(sock)
+    try:
+        connection.send(Hello(PROTOCOL, role, os.getpid()))
+        for greeting in _greetings(connection):
+            match greeting:
+                case Loading():
+                    on_loading(greeting)
+                case LoadFailed(kind, message):
+                    raise from_kind(kind, message)
+                case Welcome():
+                    return EngineClient(connection, greeting, on_events, on_lost)
+        raise EngineError("the engine went away while it was loading; its log says why")
+    except OSError:
+        connection.close()
+        raise EngineError("the engine went away while it was loading; its log says why") from None
+    except BaseException:
+        connection.close()
+        raise
+
+
+def attach_or_start(
+    model_directory: Path,
+    server_pid: int,
+    on_events: Callable[[list[TokenEvent]], None],
+    on_lost: Callable[[], None],
+) -> EngineClient:
+    """Attach a front to the model's engine; the first one starts it, the others wait for that one.
+
+    Raises:
+        ConfigError: the engine could not load, and why.
+        EngineError: it did not come up or went away while loading.
+    """
+    path = socket_path(model_directory, server_pid)
+    config = engine_config_path(model_directory)
+    with _file_lock(path.with_suffix(".lock")):
+        if not _listens(path):
+            process = _start(path, config)
+            _wait_until_it_listens(path, process)
+    return attach(path, "front", on_events, on_lost)
+
+
+def _greetings(connection: Connection) -> Iterator[Frame]:
+    while (frame := connection.receive()) is not None:
+        yield frame
+
+
+def _start(path: Path, config: Path) -> subprocess.Popen[bytes]:
+    # A session of its own: a Ctrl-C in the server's terminal is for the server, which drains.
+    return subprocess.Popen(
+        [python_executable(), "-m", "inflight.engine_process", str(path), str(config)],
+        stdin=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+
+
+def python_executable() -> str:
+    """This interpreter as a file; inside Triton's stub `sys.executable` may name the stub."""
+    for candidate in (Path(sys.prefix, "bin", "python3"), Path(sys.executable or "python3")):
+        if candidate.exists():
+            return str(candidate)
+    return "python3"
+
+
+def _wait_until_it_listens(path: Path, process: subprocess.Popen[bytes]) -> None:
+    deadline = time.monotonic() + START_TIMEOUT_S
+    while time.monotonic() < deadline:
+        if _listens(path):
+            # Reap it whenever it ends: a zombie would look like a running engine.
+            threading.Thread(target=process.wait, name="engine-reaper", daemon=True).start()
+            return
+        if process.poll() is not None:
+            raise EngineError(
+                f"the engine ended with status {process.returncode} before it listened; "
+                "its log says why"
+            )
+        time.sleep(0.02)
+    process.kill()
+    raise EngineError(f"the engine did not listen within {START_TIMEOUT_S:.0f} s")
+
+
+def _listens(path: Path) -> bool:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        try:
+            probe.connect(str(path))
+        except OSError:
+            return False
+        return True
+
+
+def _runtime_directory() -> Path:
+    base = os.environ.get("XDG_RUNTIME_DIR")
+    directory = Path(base, "inflight") if base else Path("/tmp", f"inflight-{os.getuid()}")
+    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    found = directory.lstat()
+    if found.st_uid != os.getuid() or not stat.S_ISDIR(found.st_mode) or found.st_mode & 0o077:
+        raise ConfigError(
+            f"{directory} must be a folder of mode 0700 that belongs to user {os.getuid()}; "
+            "remove it or set XDG_RUNTIME_DIR"
+        )
+    return directory
+
+
+@contextlib.contextmanager
+def _file_lock(path: Path) -> Iterator[None]:
+    with open(path, "a") as file:
+        os.chmod(path, 0o600)
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield

@@ -1,0 +1,324 @@
+"""The engine as a process of its own: `python -m inflight.engine_process SOCKET ENGINE_JSON`.
+
+It listens before it loads, so that whoever attaches sees the progress; it ends by itself when the
+last front has gone. Threads: one accepts, two per peer read and write, the main one loads the model
+and runs the loop. Only the main thread touches the engine.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import logging
+import os
+import queue
+import signal
+import socket
+import sys
+import threading
+import time
+from pathlib import Path
+
+import msgspec
+
+from inflight import config as settings
+from inflight.checkpoint import locate
+from inflight.engine import Engine
+from inflight.errors import EngineError, InflightError
+from inflight.request import TokenEvent
+from inflight.wire import (
+    PROTOCOL,
+    Cancel,
+    Connection,
+    Delivered,
+    Drain,
+    Frame,
+    GetStats,
+    Hello,
+    LoadFailed,
+    Loading,
+    Step,
+    Submit,
+    Welcome,
+)
+
+logger = logging.getLogger("inflight.engine")
+
+# A stub that died is replaced within about 2 s; the prefix cache outlives it.
+LAST_FRONT_GRACE_S = 3.0
+FIRST_FRONT_GRACE_S = 30.0
+# A peer that reads nothing for this many frames is cut: its frames would fill our memory.
+MAX_OUTBOX = 100_000
+IDLE_POLL_S = 0.05
+
+
+class Peer:
+    """One attached process. `send` never blocks."""
+
+    def __init__(self, connection: Connection, hello: Hello, number: int) -> None:
+        self.connection = connection
+        self.role = hello.role
+        self.number = number
+        self._outbox: queue.SimpleQueue[Frame | None] = queue.SimpleQueue()
+        threading.Thread(target=self._write, name=f"write-{number}", daemon=True).start()
+
+    def send(self, frame: Frame) -> None:
+        if self._outbox.qsize() > MAX_OUTBOX:
+            self.close()
+        else:
+            self._outbox.put(frame)
+
+    def close(self) -> None:
+        self._outbox.put(None)
+        self.connection.close()
+
+    def _write(self) -> None:
+        with contextlib.suppress(OSError):  # the reader thread notices that the peer has gone
+            while (frame := self._outbox.get()) is not None:
+                self.connection.send(frame)
+
+
+class Gone:
+    """In the inbox: the peer has left."""
+
+
+Command = tuple[Peer, Frame | Gone]
+
+
+class Hub:
+    """Accepts peers, reads their frames into one inbox, ends the process after the last front."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._lock = threading.Lock()
+        self._peers: dict[int, Peer] = {}
+        self._next_number = 1
+        self._greeting: Frame = Loading("starting", 0.0)
+        self._without_front_since = time.monotonic()
+        self._grace = FIRST_FRONT_GRACE_S
+        self.inbox: queue.SimpleQueue[Command] = queue.SimpleQueue()
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        with contextlib.suppress(FileNotFoundError):
+            path.unlink()
+        before = os.umask(0o177)
+        try:
+            self._listener.bind(str(path))
+        finally:
+            os.umask(before)
+        self._listener.listen(64)
+        threading.Thread(target=self._accept, name="accept", daemon=True).start()
+        threading.Thread(target=self._watch_fronts, name="watch", daemon=True).start()
+
+    def broadcast(self, frame: Loading | LoadFailed) -> None:
+        """Tell everybody, and whoever attaches from now on."""
+        with self._lock:
+            self._greeting = frame
+            for peer in self._peers.values():
+                peer.send(frame)
+
+    def welcome(self, welcome: Welcome) -> None:
+        """The engine is ready; each peer learns it with its own front_id."""
+        with self._lock:
+            self._greeting = welcome
+            for peer in self._peers.values():
+                self._greet(peer)
+
+    def peer(self, number: int) -> Peer | None:
+        return self._peers.get(number)
+
+    def has_peers(self) -> bool:
+        return bool(self._peers)
+
+    def exit(self, status: int) -> None:
+        with contextlib.suppress(FileNotFoundError):
+            self._path.unlink()
+        logging.shutdown()
+        # Not sys.exit: the main thread may be inside a kernel or a load, and need not finish it.
+        os._exit(status)
+
+    def _greet(self, peer: Peer) -> None:
+        greeting = self._greeting
+        if isinstance(greeting, Welcome):
+            greeting = msgspec.structs.replace(greeting, front_id=peer.number)
+        peer.send(greeting)
+
+    def _accept(self) -> None:
+        while True:
+            sock, _ = self._listener.accept()
+            threading.Thread(target=self._read, args=(sock,), name="read", daemon=True).start()
+
+    def _read(self, sock: socket.socket) -> None:
+        connection = Connection(sock)
+        peer = None
+        try:
+            hello = connection.receive()
+            if not isinstance(hello, Hello) or hello.protocol != PROTOCOL:
+                return
+            with self._lock:
+                peer = Peer(connection, hello, self._next_number)
+                self._next_number += 1
+                self._peers[peer.number] = peer
+                self._greet(peer)
+            while (frame := connection.receive()) is not None:
+                self.inbox.put((peer, frame))
+        except (OSError, ValueError) as error:
+            # A broken frame costs its sender the connection and nobody else anything.
+            logger.warning("a peer was cut off: %s", type(error).__name__)
+        finally:
+            connection.close()
+            if peer is not None:
+                with self._lock:
+                    del self._peers[peer.number]
+                peer.close()
+                self.inbox.put((peer, Gone()))
+
+    def _watch_fronts(self) -> None:
+        while True:
+            time.sleep(0.25)
+            now = time.monotonic()
+            with self._lock:
+                attached = any(peer.role == "front" for peer in self._peers.values())
+            if attached:
+                self._without_front_since = now
+                self._grace = LAST_FRONT_GRACE_S
+            elif now - self._without_front_since > self._grace:
+                logger.info("no front is attached any more: ending")
+                self.exit(0)
+
+
+class EngineProcess:
+    """The loop: commands in, a step, one frame of events per front out."""
+
+    def __init__(self, hub: Hub, engine: Engine) -> None:
+        self._hub = hub
+        self._engine = engine
+
+    def run(self) -> None:
+        while True:
+            self._take_commands()
+            if self._engine.has_work:
+                self._publish(self._engine.step())
+            self._publish(self._engine.sweep())
+
+    def _take_commands(self) -> None:
+        inbox = self._hub.inbox
+        if not self._engine.has_work:
+            # Suspended requests come back by a command or end by time.
+            timeout = IDLE_POLL_S if self._engine.has_suspended else None
+            with contextlib.suppress(queue.Empty):
+                self._apply(*inbox.get(timeout=timeout))
+        while not inbox.empty():
+            self._apply(*inbox.get())
+
+    def _apply(self, peer: Peer, frame: Frame | Gone) -> None:
+        match frame:
+            case Submit(request):
+                try:
+                    if request.request_id >> 32 != peer.number:
+                        raise EngineError("a front may only use request ids of its own")
+                    self._engine.submit(request)
+                except InflightError as error:
+                    peer.send(Step([TokenEvent.failed(request.request_id, error)]))
+            case Cancel(request_id):
+                self._publish(self._engine.cancel(request_id))
+            case Delivered(progress):
+                self._engine.delivered(progress)
+            case Drain():
+                self._engine.draining = True
+            case GetStats():
+                peer.send(self._engine.stats())
+            case Gone():
+                self._engine.cancel_front(peer.number)
+            case _:
+                logger.warning(
+                    "a peer sent a %s frame, which is ours to send", type(frame).__name__
+                )
+
+    def _publish(self, events: list[TokenEvent]) -> None:
+        by_front: dict[int, list[TokenEvent]] = {}
+        for event in events:
+            by_front.setdefault(event.request_id >> 32, []).append(event)
+        for number, its_events in by_front.items():
+            peer = self._hub.peer(number)
+            if peer is not None:
+                peer.send(Step(its_events))
+
+
+def load(config: settings.EngineConfig, hub: Hub) -> tuple[Engine, Welcome]:
+    """Build the engine, telling the hub how far it is.
+
+    Raises:
+        ConfigError: the checkpoint or a setting cannot work.
+    """
+    # Imported here: torch takes seconds, and peers should see progress before it is there.
+    hub.broadcast(Loading("importing torch", 0.02))
+    from inflight import runner as runners
+    from inflight.text.tokenizer import Tokenizer
+
+    checkpoint = locate(config.model)
+    hub.broadcast(Loading("reading the tokenizer", 0.05))
+    tokenizer = Tokenizer.load_if_present(checkpoint)
+    runner, model_config = runners.build(
+        config, checkpoint, lambda what, fraction: hub.broadcast(Loading(what, fraction))
+    )
+    max_model_len = model_config.max_model_len(config)
+    # Some GGUF files name the end of the text only, and their chat template ends turns otherwise.
+    ends = {*model_config.eos_token_ids, *(tokenizer.eos_ids if tokenizer else ())}
+    engine = Engine(config, runner, max_model_len, ends, tokenizer)
+    return engine, Welcome(
+        front_id=0,
+        model_name=checkpoint.name,
+        vocab_size=runner.vocab_size,
+        max_model_len=max_model_len,
+        num_blocks=runner.num_blocks,
+        block_size=runner.block_size,
+        eos_token_ids=sorted(engine.eos_token_ids),
+        default_max_tokens=config.default_max_tokens,
+        has_tokenizer=tokenizer is not None,
+    )
+
+
+def main(arguments: list[str]) -> None:
+    socket_path, config_path = Path(arguments[0]), Path(arguments[1])
+    logging.basicConfig(
+        level=os.environ.get("INFLIGHT_LOG_LEVEL", "INFO").upper(),
+        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
+    )
+    # Ctrl-C in a terminal reaches every process of the group; ours ends with its last front.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    hub = Hub(socket_path)
+    signal.signal(signal.SIGTERM, lambda *_: hub.exit(0))
+    started = time.monotonic()
+    try:
+        engine, welcome = load(settings.load(config_path), hub)
+    except InflightError as error:
+        logger.error("cannot load: %s", error)
+        hub.broadcast(LoadFailed(error.kind, str(error)))
+        return _linger_and_exit(hub)
+    except Exception as error:
+        logger.exception("cannot load")
+        text = f"the engine could not start ({type(error).__name__}); its log says more"
+        hub.broadcast(LoadFailed(EngineError.kind, text))
+        return _linger_and_exit(hub)
+    gc.collect()
+    gc.freeze()  # the model's objects live for ever: keep the collector from walking them
+    hub.welcome(welcome)
+    logger.info("ready after %.1f s: %s", time.monotonic() - started, welcome)
+    try:
+        EngineProcess(hub, engine).run()
+    except BaseException:
+        logger.exception("the engine loop ended")
+        hub.exit(1)
+
+
+def _linger_and_exit(hub: Hub) -> None:
+    # Long enough for a front that is just attaching to read why.
+    deadline = time.monotonic() + LAST_FRONT_GRACE_S
+    time.sleep(0.2)
+    while hub.has_peers() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    hub.exit(1)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,13 @@
+"""The models that can run: their settings, their weights, their forward passes.
+
+Importing this package or `model.config` does not import torch; the architectures' own modules do.
+"""
+
+from __future__ import annotations
+
+# Architecture, as a checkpoint names it (`model_type`, `general.architecture`) -> the module whose
+# class `Model` runs it. Mistral without sliding windows is Llama.
+ARCHITECTURES: dict[str, str] = {
+    "llama": "inflight.model.llama",
+    "mistral": "inflight.model.llama",
+}

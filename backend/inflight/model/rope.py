@@ -1,0 +1,125 @@
+"""Rotary frequencies with the four ways in use to stretch them beyond the trained context."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+
+RopeType = Literal["default", "linear", "dynamic", "yarn", "llama3"]
+
+
+@dataclass(frozen=True, slots=True)
+class RopeConfig:
+    """Parameters of the rotary embedding (arXiv:2104.09864).
+
+    Attributes:
+        theta: base of the geometric series of wavelengths.
+        type: how the series is changed for long contexts.
+        factor: by how much the context grows.
+        original_max_position: the trained context (dynamic, yarn, llama3).
+        low_freq_factor, high_freq_factor: llama3: wavelengths above original / low are divided by
+            the factor, those below original / high are kept, between them it is interpolated.
+        attention_factor: yarn: multiplies cos and sin; None derives it from the factor.
+        beta_fast, beta_slow: yarn: rotations over the trained context between which to interpolate.
+        mscale, mscale_all_dim: yarn: shape the derived attention factor when both are set.
+        truncate: yarn: round the bounds of the interpolation to whole columns.
+        divisors: one per frequency, when the checkpoint carries them (GGUF's rope_freqs).
+    """
+
+    theta: float = 10000.0
+    type: RopeType = "default"
+    factor: float = 1.0
+    original_max_position: int = 0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    attention_factor: float | None = None
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    mscale: float = 0.0
+    mscale_all_dim: float = 0.0
+    truncate: bool = True
+    divisors: tuple[float, ...] | None = None
+
+
+def inverse_frequencies(
+    rope: RopeConfig, head_dim: int, max_len: int
+) -> tuple[npt.NDArray[np.float32], float]:
+    """Radians per position of each column pair, and the factor of cos and sin.
+
+    Args:
+        rope: which formula, with its parameters.
+        head_dim: columns of a head; all of them rotate.
+        max_len: the longest sequence that will be run. Dynamic scaling depends on it: one table
+            for it serves all positions, since keys in the cache cannot be rotated again.
+
+    Returns:
+        ([head_dim / 2] float32, attention factor).
+    """
+    theta = rope.theta
+    if rope.type == "dynamic":
+        theta = _dynamic_theta(rope, head_dim, max_len)
+    # float32 in each step, as the models were trained with.
+    exponents = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)
+    frequencies = (1.0 / np.power(np.float32(theta), exponents)).astype(np.float32)
+    attention_factor = 1.0
+    if rope.type == "linear":
+        frequencies = frequencies / np.float32(rope.factor)
+    elif rope.type == "llama3":
+        frequencies = _llama3(rope, frequencies)
+    elif rope.type == "yarn":
+        frequencies = _yarn(rope, frequencies, head_dim)
+        attention_factor = _yarn_attention_factor(rope)
+    if rope.divisors is not None:
+        frequencies = frequencies / np.array(rope.divisors, np.float32)
+    return frequencies.astype(np.float32), attention_factor
+
+
+def _dynamic_theta(rope: RopeConfig, head_dim: int, max_len: int) -> float:
+    # NTK-aware scaling with a base that follows the length; none within the trained context.
+    length = max(max_len, rope.original_max_position)
+    stretch = rope.factor * length / rope.original_max_position - (rope.factor - 1.0)
+    return float(rope.theta * stretch ** (head_dim / (head_dim - 2)))
+
+
+def _llama3(rope: RopeConfig, frequencies: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
+    # Llama 3.1: long waves stretched, short ones kept, a linear blend between.
+    wavelengths = 2 * math.pi / frequencies
+    blend = (rope.original_max_position / wavelengths - rope.low_freq_factor) / (
+        rope.high_freq_factor - rope.low_freq_factor
+    )
+    blend = np.clip(blend, 0.0, 1.0)
+    return ((1 - blend) * frequencies / rope.factor + blend * frequencies).astype(np.float32)
+
+
+def _yarn(
+    rope: RopeConfig, frequencies: npt.NDArray[np.float32], head_dim: int
+) -> npt.NDArray[np.float32]:
+    # "NTK-by-parts" of YaRN (arXiv:2309.00071).
+    def column(rotations: float) -> float:
+        turns = rope.original_max_position / (rotations * 2 * math.pi)
+        return head_dim * math.log(turns) / (2 * math.log(rope.theta))
+
+    low, high = column(rope.beta_fast), column(rope.beta_slow)
+    if rope.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, head_dim - 1)
+    if low == high:
+        high += 0.001
+    ramp = np.clip((np.arange(head_dim // 2, dtype=np.float32) - low) / (high - low), 0.0, 1.0)
+    return (frequencies / rope.factor * ramp + frequencies * (1 - ramp)).astype(np.float32)
+
+
+def _yarn_attention_factor(rope: RopeConfig) -> float:
+    if rope.attention_factor is not None:
+        return rope.attention_factor
+    if rope.mscale and rope.mscale_all_dim:
+        return _mscale(rope.factor, rope.mscale) / _mscale(rope.factor, rope.mscale_all_dim)
+    return _mscale(rope.factor, 1.0)
+
+
+def _mscale(factor: float, weight: float) -> float:
+    return 0.1 * weight * math.log(factor) + 1.0 if factor > 1.0 else 1.0

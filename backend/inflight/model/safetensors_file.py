@@ -1,0 +1,169 @@
+"""Safetensors files, read without trust: the header is checked before any tensor is touched.
+
+Format: https://huggingface.co/docs/safetensors. Eight bytes with the header's length, a JSON
+header, the data.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from inflight.errors import ConfigError
+from inflight.model.gguf_file import check_overlap
+
+MAX_HEADER_BYTES = 100_000_000
+INDEX_NAME = "model.safetensors.index.json"
+SINGLE_NAME = "model.safetensors"
+# Of the types that the format knows, those that weights come in -> bytes each.
+_ITEM_BYTES = {"F32": 4, "F16": 2, "BF16": 2}
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """One tensor of a file.
+
+    Attributes:
+        shape: of the tensor.
+        dtype: "F32", "F16" or "BF16".
+        data: its bytes, a private view into the mapped file.
+    """
+
+    shape: tuple[int, ...]
+    dtype: str
+    data: npt.NDArray[np.uint8]
+
+
+def read_folder(folder: Path) -> dict[str, StoredTensor]:
+    """All tensors of a Hugging Face folder: one model.safetensors, or the shards of its index.
+
+    Raises:
+        ConfigError: no such file, a damaged one, a shard outside the folder, or an index that does
+            not agree with the shards.
+    """
+    index = folder / INDEX_NAME
+    if not index.is_file():
+        single = folder / SINGLE_NAME
+        if not single.is_file():
+            raise ConfigError(
+                f"{folder}: neither {SINGLE_NAME} nor {INDEX_NAME} is there; other formats of "
+                "weights are not read: convert them to safetensors"
+            )
+        return read_file(single)
+    weight_map = _read_index(index)
+    tensors: dict[str, StoredTensor] = {}
+    for shard in sorted(set(weight_map.values())):
+        path = _shard_path(folder, shard)
+        for name, tensor in read_file(path).items():
+            if weight_map.get(name) != shard:
+                raise ConfigError(
+                    f"{path}: has the tensor {name!r}, which {INDEX_NAME} does not place there; "
+                    "fetch the checkpoint again"
+                )
+            tensors[name] = tensor
+    missing = sorted(weight_map.keys() - tensors.keys())
+    if missing:
+        raise ConfigError(
+            f"{index}: names {len(missing)} tensors that no shard has, such as {missing[0]!r}; "
+            "fetch the checkpoint again"
+        )
+    return tensors
+
+
+def _read_index(index: Path) -> dict[str, str]:
+    class Index(msgspec.Struct):
+        weight_map: dict[str, str]
+
+    try:
+        return msgspec.json.decode(index.read_bytes(), type=Index).weight_map
+    except (OSError, msgspec.DecodeError) as error:
+        raise ConfigError(f"{index}: not a usable index ({error})") from None
+
+
+def _shard_path(folder: Path, shard: str) -> Path:
+    path = (folder / shard).resolve()
+    home = folder.resolve()
+    allowed = [home]
+    if home.parent.name == "snapshots":  # a download cache links its snapshots to its blobs
+        allowed.append(home.parent.parent / "blobs")
+    if not any(path.is_relative_to(parent) for parent in allowed):
+        raise ConfigError(
+            f"{folder / INDEX_NAME}: the shard {shard!r} leads out of the folder, to {path}"
+        )
+    if not path.is_file():
+        raise ConfigError(f"{path}: named in {INDEX_NAME}, but there is no such file")
+    return path
+
+
+def read_file(path: Path) -> dict[str, StoredTensor]:
+    """The tensors of one file, by name.
+
+    Raises:
+        ConfigError: the header does not fit the format or the file.
+    """
+
+    def broken(what: str) -> ConfigError:
+        return ConfigError(f"{path}: {what}; fetch the file again")
+
+    try:
+        size = path.stat().st_size
+        if size < 8:
+            raise broken(f"{size} bytes are not a safetensors file")
+        # Copy on write: torch wants writable memory, the file stays as it is.
+        everything = np.memmap(path, np.uint8, mode="c")
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read ({error.strerror})") from None
+    header_bytes = int(everything[:8].view("<u8")[0])
+    if header_bytes > min(MAX_HEADER_BYTES, size - 8):
+        raise broken(
+            f"a header of {header_bytes} bytes in a file of {size}; allowed: {MAX_HEADER_BYTES}"
+        )
+    try:
+        header = msgspec.json.decode(everything[8 : 8 + header_bytes].tobytes())
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise broken(f"its header is not valid JSON ({error})") from None
+    if not isinstance(header, dict):
+        raise broken("its header is not a JSON object")
+    data = everything[8 + header_bytes :]
+    tensors: dict[str, StoredTensor] = {}
+    spans = []
+    for name, entry in header.items():
+        if name == "__metadata__":
+            continue
+        dtype, shape, begin, end = _entry(entry, name, broken)
+        if dtype not in _ITEM_BYTES:
+            raise ConfigError(
+                f"{path}: the tensor {name!r} has the type {dtype}; allowed: "
+                f"{', '.join(_ITEM_BYTES)}"
+            )
+        if end > len(data):
+            raise broken(f"the tensor {name!r} lies outside the file: it is cut off")
+        if end - begin != math.prod(shape) * _ITEM_BYTES[dtype]:
+            raise broken(f"the tensor {name!r} of shape {list(shape)} has {end - begin} bytes")
+        spans.append((begin, end, name))
+        tensors[name] = StoredTensor(shape, dtype, data[begin:end])
+    check_overlap(path, spans)
+    return tensors
+
+
+class _Entry(msgspec.Struct):
+    dtype: str
+    shape: list[int]
+    data_offsets: tuple[int, int]
+
+
+def _entry(raw: Any, name: str, broken: Any) -> tuple[str, tuple[int, ...], int, int]:
+    try:
+        entry = msgspec.convert(raw, _Entry)
+    except msgspec.ValidationError as error:
+        raise broken(f"the entry of the tensor {name!r} is damaged ({error})") from None
+    begin, end = entry.data_offsets
+    if min(entry.shape, default=0) < 0 or not 0 <= begin <= end:
+        raise broken(f"the tensor {name!r} has the shape {entry.shape} at {begin}:{end}")
+    return entry.dtype, tuple(entry.shape), begin, end

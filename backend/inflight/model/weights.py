@@ -1,0 +1,172 @@
+"""A checkpoint's tensors by Hugging Face's names, whichever format they come in."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Protocol
+
+import gguf
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from inflight.checkpoint import Checkpoint
+from inflight.errors import ConfigError
+from inflight.model import safetensors_file
+from inflight.model.config import ModelConfig
+from inflight.model.gguf_file import GgufFile, GgufTensor
+
+Progress = Callable[[str, float], None]
+Shape = tuple[int, ...]
+
+_STORED_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+
+# Blocks that gguf's numpy code works on at once: its temporaries then stay in the CPU's cache,
+# eight times faster than its own choice of sixteen rows.
+_BLOCKS_AT_ONCE = 4096
+_ROWS_AT_ONCE = 16  # how gguf groups the rows it is given
+
+_GGUF_NAMES = {
+    "token_embd.weight": "model.embed_tokens.weight",
+    "output_norm.weight": "model.norm.weight",
+    "output.weight": "lm_head.weight",
+}
+_GGUF_LAYER_NAMES = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+_GGUF_LAYER = re.compile(r"blk\.(\d{1,6})\.(\w+)\.(weight|bias)")
+
+
+class Weights(Protocol):
+    """Tensors that are read when asked for; `read` may run in several threads."""
+
+    shapes: dict[str, Shape]
+
+    def read(self, name: str) -> Tensor:
+        """In the type it is stored in (float32 if quantised); may alias the file: never write."""
+
+
+def open_weights(
+    checkpoint: Checkpoint, config: ModelConfig, expected: Mapping[str, Shape]
+) -> Weights:
+    """Open a checkpoint and hold what is there against what the model needs.
+
+    Args:
+        checkpoint: where.
+        config: of its model.
+        expected: name -> shape of every tensor that the model will read.
+
+    Raises:
+        ConfigError: a damaged file; missing or unexpected tensors, or shapes that differ, by name.
+    """
+    weights: Weights
+    if checkpoint.format == "gguf":
+        weights = _GgufWeights(checkpoint.path, config)
+    else:
+        weights = _HuggingFaceWeights(checkpoint.path)
+    found = weights.shapes
+    ignored = {"lm_head.weight"} if config.tie_word_embeddings else set()
+    _refuse(checkpoint.path, "misses tensors", [name for name in expected if name not in found])
+    _refuse(
+        checkpoint.path,
+        "has tensors that this architecture does not use",
+        [name for name in found if name not in expected and name not in ignored],
+    )
+    _refuse(
+        checkpoint.path,
+        "has tensors of shapes that its settings do not imply",
+        [
+            f"{name} {list(found[name])} instead of {list(shape)}"
+            for name, shape in expected.items()
+            if found[name] != shape
+        ],
+    )
+    return weights
+
+
+def _refuse(path: Path, what: str, names: list[str]) -> None:
+    if names:
+        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+        raise ConfigError(f"{path}: {what}: {', '.join(names[:3])}{more}")
+
+
+class _HuggingFaceWeights:
+    def __init__(self, folder: Path) -> None:
+        stored = safetensors_file.read_folder(folder)
+        # Old checkpoints carry the rotary frequencies, which follow from the settings.
+        self._stored = {
+            name: tensor
+            for name, tensor in stored.items()
+            if not name.endswith(".rotary_emb.inv_freq")
+        }
+        self.shapes = {name: tensor.shape for name, tensor in self._stored.items()}
+
+    def read(self, name: str) -> Tensor:
+        stored = self._stored[name]
+        data = stored.data
+        if data.ctypes.data % 4:  # the format does not promise aligned data
+            data = data.copy()
+        return torch.from_numpy(data).view(_STORED_DTYPES[stored.dtype]).view(stored.shape)
+
+
+class _GgufWeights:
+    def __init__(self, path: Path, config: ModelConfig) -> None:
+        self._path = path
+        self._config = config
+        self._stored: dict[str, GgufTensor] = {}
+        for name, tensor in GgufFile(path).tensors.items():
+            if name != "rope_freqs.weight":  # part of the settings
+                self._stored[_huggingface_name(name)] = tensor
+        self.shapes = {name: tensor.shape for name, tensor in self._stored.items()}
+
+    def read(self, name: str) -> Tensor:
+        values = self._dequantize(name)
+        heads = {"q_proj": self._config.num_heads, "k_proj": self._config.num_kv_heads}
+        module = name.split(".")[-2]
+        if module in heads:
+            values = _halves_from_pairs(values, heads[module])
+        return torch.from_numpy(values)
+
+    def _dequantize(self, name: str) -> npt.NDArray[np.float32]:
+        stored = self._stored[name]
+        _, block_bytes = gguf.GGML_QUANT_SIZES[stored.type]
+        # One flat run of blocks, cut into rows so that gguf's groups have the size we want.
+        row_bytes = block_bytes * (_BLOCKS_AT_ONCE // _ROWS_AT_ONCE)
+        whole = len(stored.data) // row_bytes * row_bytes
+        parts = [stored.data[:whole].reshape(-1, row_bytes), stored.data[whole:].reshape(1, -1)]
+        try:
+            values = [gguf.dequantize(part, stored.type).ravel() for part in parts if part.size]
+        except NotImplementedError:
+            raise ConfigError(
+                f"{self._path}: the tensor {name!r} has the type {stored.type.name}, which the "
+                "`gguf` package cannot read; convert the file to another type, such as Q8_0"
+            ) from None
+        flat = values[0] if len(values) == 1 else np.concatenate(values)
+        if not flat.flags.writeable:  # float32 is a view of the file, and torch wants its own
+            flat = flat.copy()
+        return np.asarray(flat, np.float32).reshape(stored.shape)
+
+
+def _huggingface_name(name: str) -> str:
+    """The usual name of a GGUF tensor; its own where there is none."""
+    match = _GGUF_LAYER.fullmatch(name)
+    if match and match[2] in _GGUF_LAYER_NAMES:
+        return f"model.layers.{int(match[1])}.{_GGUF_LAYER_NAMES[match[2]]}.{match[3]}"
+    return _GGUF_NAMES.get(name, name)
+
+
+def _halves_from_pairs(values: npt.NDArray[np.float32], heads: int) -> npt.NDArray[np.float32]:
+    """Order a head's rows 0, 2, 4 ... 1, 3, 5 ...: GGUF rotates neighbours, `rotary` halves."""
+    pairs = values.reshape(heads, values.shape[0] // heads // 2, 2, *values.shape[1:])
+    return np.ascontiguousarray(pairs.swapaxes(1, 2)).reshape(values.shape)

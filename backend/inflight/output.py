@@ -1,0 +1,265 @@
+"""When an output ends, and which of its tokens may be shown.
+
+The stage sees each new token once. A request without stop words costs a few dictionary look-ups a
+token and no decoding. One with stop words is decoded token by token; a token whose text may be the
+beginning of a stop word is held back until the next tokens tell.
+
+A stop word is a string of the output's text, wherever the borders of tokens are. Among several,
+the one that is complete first counts, and of those complete at the same character the one that
+began first: so the result does not depend on how many tokens come at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from inflight.request import FinishReason, TokenEvent
+from inflight.sequence import Sequence
+from inflight.text.detokenize import Detokenizer
+from inflight.text.tokenizer import Tokenizer
+
+
+class OutputStage:
+    """Turns the tokens that a step appended into events.
+
+    Args:
+        detokenizer: None for a model that knows ids only: then events have no window, and no
+            sequence may have stop words (the engine refuses such requests).
+    """
+
+    def __init__(self, detokenizer: Detokenizer | None) -> None:
+        self._detokenizer = detokenizer
+        self._outputs: dict[int, _Output] = {}
+
+    def collect(self, sequences: Iterable[Sequence]) -> list[TokenEvent]:
+        """Look at the tokens that were appended since the last call.
+
+        Sets `finish_reason` of a sequence that ends, and forgets it. Where it ends before the last
+        of several new tokens, the rest is cut off `token_ids`. What ends an output, the first of:
+
+        - an end-of-sequence token, unless ignore_eos: STOP. It is released with the others; its
+          text, if it has any, is trimmed.
+        - a stop word: STOP. Its tokens are released, its text and what follows are trimmed. A stop
+          word that is the name of a special token stands for that token.
+        - max_tokens: LENGTH.
+
+        The first two count from the token after the first `min_tokens` on.
+
+        Returns:
+            At most one event per sequence; none while all its new tokens are held back.
+        """
+        events = []
+        for sequence in sequences:
+            output = self._outputs.get(sequence.request_id)
+            if output is None:
+                output = _Output(sequence, self._detokenizer)
+                self._outputs[sequence.request_id] = output
+            event = output.advance(sequence)
+            if event is not None:
+                events.append(event)
+            if sequence.finish_reason is not None:
+                del self._outputs[sequence.request_id]
+        return events
+
+    def forget(self, sequence: Sequence) -> None:
+        """Drop what is known of a sequence that ended elsewhere; idempotent."""
+        self._outputs.pop(sequence.request_id, None)
+
+
+class _Output:
+    """One sequence's output: tokens [0, released) are out, [released, seen) are held back."""
+
+    __slots__ = ("detokenizer", "ends", "min_tokens", "released", "seen", "text", "window")
+
+    def __init__(self, sequence: Sequence, detokenizer: Detokenizer | None) -> None:
+        params = sequence.request.params
+        self.detokenizer = detokenizer
+        self.min_tokens = params.min_tokens
+        self.released = 0
+        self.seen = 0
+        self.window: list[int] = []
+        self.text: _HeldText | None = None
+        self.ends = frozenset() if params.ignore_eos else sequence.eos_token_ids
+        if detokenizer is not None:
+            prompt = sequence.request.prompt_ids
+            self.window = detokenizer.window_for(prompt, len(prompt))
+            named = {detokenizer.special_ids.get(word) for word in params.stop_words}
+            self.ends |= {id_ for id_ in named if id_ is not None}
+            if params.stop_words:
+                self.text = _HeldText(detokenizer, self.window, params.stop_words)
+
+    def advance(self, sequence: Sequence) -> TokenEvent | None:
+        first = sequence.num_prompt_tokens
+        token_ids = sequence.token_ids
+        reason: FinishReason | None = None
+        stop_at: int | None = None
+        ended_by_id = False
+        for token_id in token_ids[first + self.seen :]:
+            may_stop = self.seen >= self.min_tokens
+            self.seen += 1
+            if may_stop and token_id in self.ends:
+                reason, ended_by_id = FinishReason.STOP, True
+            elif self.text is not None:
+                stop_at = self.text.append(token_id, may_stop)
+                if stop_at is not None:
+                    reason = FinishReason.STOP
+            if reason is None and self.seen >= sequence.max_tokens:
+                reason = FinishReason.LENGTH
+            if reason is not None:
+                break
+        if reason is None:
+            num_held = 0 if self.text is None else self.text.release()
+            return self._event(sequence, self.seen - num_held, 0, None)
+        del token_ids[first + self.seen :]
+        sequence.finish_reason = reason
+        trim = 0
+        if self.detokenizer is not None:
+            rest = token_ids[first + self.released :]
+            if ended_by_id:
+                trim = self._length_of_end(self.detokenizer, rest)
+            if stop_at is None and self.text is not None:
+                # A character that never got complete can complete a stop word, as U+FFFD.
+                stop_at = self.text.finish(self.seen > self.min_tokens)
+                if stop_at is not None:
+                    sequence.finish_reason = FinishReason.STOP
+            if stop_at is not None:
+                trim = len(self.detokenizer.delta(self.window, rest, final=True)) - stop_at
+        return self._event(sequence, self.seen, trim, sequence.finish_reason)
+
+    def _length_of_end(self, detokenizer: Detokenizer, ids: list[int]) -> int:
+        """Characters that the last id, an end-of-sequence token, has at the end of the text."""
+        if not detokenizer.join(ids[-1:]):
+            return 0
+        whole = detokenizer.delta(self.window, ids, final=True)
+        before = detokenizer.delta(self.window, ids[:-1], final=True)
+        if not whole.startswith(before):  # its bytes went into a character that was incomplete
+            before = detokenizer.delta(self.window, ids[:-1])
+        return len(whole) - len(before)
+
+    def _event(
+        self, sequence: Sequence, position: int, trim: int, reason: FinishReason | None
+    ) -> TokenEvent | None:
+        first = sequence.num_prompt_tokens
+        new = sequence.token_ids[first + self.released : first + position]
+        if not new and reason is None:
+            return None
+        window = self.window
+        self.released = position
+        if self.detokenizer is not None and reason is None:
+            context = window + new
+            self.window = self.detokenizer.window_for(context, len(context))
+        return TokenEvent(
+            sequence.request_id,
+            token_ids=new,
+            window=window,
+            position=position,
+            trim=trim,
+            finish_reason=reason,
+            cumulative_logprob=sequence.cumulative_logprob,
+            num_cached_tokens=sequence.num_cached_tokens,
+        )
+
+
+class _HeldText:
+    """The text of the tokens that are held back, and how far each stop word has been matched."""
+
+    def __init__(
+        self, detokenizer: Detokenizer, window: list[int], stop_words: tuple[str, ...]
+    ) -> None:
+        self._detokenizer = detokenizer
+        self._window = window
+        self._matchers = [_Matcher(word) for word in dict.fromkeys(stop_words)]
+        self._text = ""
+        self._ends: list[int] = []  # of each held token: where in _text its text ends
+
+    def append(self, token_id: int, may_stop: bool) -> int | None:
+        """Add a token. Returns where a stop word that is now complete begins in the held text."""
+        new = self._detokenizer.delta(self._window, (token_id,))
+        context = [*self._window, token_id]
+        self._window = self._detokenizer.window_for(context, len(context))
+        found = self._scan(new, may_stop)
+        self._ends.append(len(self._text))
+        return found
+
+    def finish(self, may_stop: bool) -> int | None:
+        """No token follows: as `append`, for what becomes of an incomplete character."""
+        return self._scan(self._detokenizer.delta(self._window, (), final=True), may_stop)
+
+    def release(self) -> int:
+        """Let go of the tokens that cannot be part of a stop word. Returns how many stay."""
+        safe = len(self._text) - max(matcher.matched for matcher in self._matchers)
+        num_safe = 0
+        while num_safe < len(self._ends) and self._ends[num_safe] <= safe:
+            num_safe += 1
+        if num_safe:
+            cut = self._ends[num_safe - 1]
+            self._text = self._text[cut:]
+            self._ends = [end - cut for end in self._ends[num_safe:]]
+        return len(self._ends)
+
+    def _scan(self, new: str, may_stop: bool) -> int | None:
+        base = len(self._text)
+        self._text += new
+        best: tuple[int, int] | None = None
+        for matcher in self._matchers:
+            end = matcher.feed(new, may_stop)
+            if end is not None:
+                found = (base + end, base + end - len(matcher.word))
+                best = found if best is None else min(best, found)
+        return None if best is None else best[1]
+
+
+class _Matcher:
+    """Finds one word in a text that comes in parts (Knuth, Morris and Pratt 1977).
+
+    `matched` is the length of the longest beginning of the word that the text so far ends with.
+    """
+
+    __slots__ = ("_fallback", "matched", "word")
+
+    def __init__(self, word: str) -> None:
+        self.word = word
+        self.matched = 0
+        # fallback[i]: the next shorter beginning of word[:i] that word[:i] ends with.
+        self._fallback = [0] * (len(word) + 1)
+        length = 0
+        for i in range(1, len(word)):
+            while length and word[i] != word[length]:
+                length = self._fallback[length]
+            length += word[i] == word[length]
+            self._fallback[i + 1] = length
+
+    def feed(self, text: str, may_match: bool) -> int | None:
+        """Add a part. Returns where in it the first occurrence ends, if one does and may."""
+        word, matched = self.word, self.matched
+        if not matched and word[0] not in text:
+            return None
+        for i, char in enumerate(text):
+            while matched and char != word[matched]:
+                matched = self._fallback[matched]
+            matched += char == word[matched]
+            if matched == len(word):
+                if may_match:
+                    return i + 1
+                matched = self._fallback[matched]
+        self.matched = matched
+        return None
+
+
+def bad_word_ids(tokenizer: Tokenizer, words: Iterable[str]) -> tuple[tuple[int, ...], ...]:
+    """The token strings that spell words, at the start of a text, after a space and inside one.
+
+    Raises:
+        RequestError: a word is not Unicode.
+    """
+    variants: dict[tuple[int, ...], None] = {}
+    # What follows a line break has no space put before it, whatever the tokenizer does at a start.
+    line = tokenizer.encode("\n", add_special_tokens=False)
+    for word in words:
+        for text in (word, f" {word}"):
+            ids = tokenizer.encode(text, add_special_tokens=False, param="bad_words")
+            variants[tuple(ids)] = None
+        ids = tokenizer.encode(f"\n{word}", add_special_tokens=False, param="bad_words")
+        if ids[: len(line)] == line:
+            variants[tuple(ids[len(line) :])] = None
+    return tuple(ids for ids in variants if ids)

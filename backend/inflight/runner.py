@@ -1,0 +1,98 @@
+"""How a batch runs on a device: the seam between the scheduler's counts and a model's numbers.
+
+Importing this module does not import torch; the runner that needs it is loaded when it is built.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Protocol
+
+from inflight.batch import Batch, StepOutput
+from inflight.checkpoint import Checkpoint
+from inflight.config import EngineConfig
+from inflight.model.config import ModelConfig, read_config
+from inflight.sequence import Sequence
+
+Progress = Callable[[str, float], None]
+
+
+class Runner(Protocol):
+    """Turns batches into tokens.
+
+    Attributes:
+        num_blocks: KV blocks in its pool.
+        block_size: tokens per block.
+        vocab_size: token ids are below it.
+    """
+
+    num_blocks: int
+    block_size: int
+    vocab_size: int
+
+    def run(self, batch: Batch) -> StepOutput:
+        """Copy the batch's blocks, compute its tokens, choose the next ones.
+
+        What fails for one sequence alone is in the output's `errors`; an exception means that the
+        runner itself is broken.
+        """
+
+
+def build(
+    config: EngineConfig, checkpoint: Checkpoint, progress: Progress
+) -> tuple[Runner, ModelConfig]:
+    """Load a model onto the device that the settings name.
+
+    Args:
+        config: the engine's settings.
+        checkpoint: the model's files.
+        progress: called with what is loading and the fraction of it that is there, in [0, 1].
+
+    Raises:
+        ConfigError: the checkpoint is damaged or of an unsupported kind, or the settings ask for
+            more than it or this machine can do.
+    """
+    model = read_config(checkpoint)
+    model.max_model_len(config)  # refused before anything is loaded
+    if config.device == "echo":
+        progress("weights", 1.0)
+        return EchoRunner(config, model), model
+    # Read by OpenMP when torch is loaded. Its threads spin between two ops by default, and a core
+    # that spins is taken from tritonserver: with one busy neighbour on two cores, a step took
+    # 440 ms, with a short spin 60 ms.
+    os.environ.setdefault("GOMP_SPINCOUNT", "1000")
+    from inflight.cpu_runner import CpuRunner
+
+    return CpuRunner(config, checkpoint, model, progress), model
+
+
+class EchoRunner:
+    """Answers each prompt with itself, then an end-of-sequence token; computes nothing.
+
+    Where that token is not wanted (none is known, ignore_eos, before min_tokens) the prompt starts
+    over.
+    """
+
+    def __init__(self, config: EngineConfig, model: ModelConfig) -> None:
+        self.num_blocks = model.num_blocks(config)
+        self.block_size = config.block_size
+        self.vocab_size = model.vocab_size
+
+    def run(self, batch: Batch) -> StepOutput:
+        token_ids = [[_echo(chunk.sequence)] if chunk.samples else [] for chunk in batch.chunks]
+        return StepOutput(token_ids, [[0.0] * len(ids) for ids in token_ids])
+
+
+def _echo(sequence: Sequence) -> int:
+    index = sequence.num_output_tokens
+    prompt = sequence.request.prompt_ids
+    params = sequence.request.params
+    if (
+        index >= len(prompt)
+        and sequence.eos_token_ids
+        and not params.ignore_eos
+        and index >= params.min_tokens
+    ):
+        return min(sequence.eos_token_ids)
+    return prompt[index % len(prompt)]

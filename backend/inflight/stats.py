@@ -1,0 +1,30 @@
+"""What an engine says of itself."""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class Stats(msgspec.Struct, tag="stats", frozen=True):
+    """A snapshot, taken between two steps; the counters count from the engine's start.
+
+    Attributes:
+        num_running, num_waiting, num_suspended: requests by state.
+        num_free_blocks: KV blocks that are free or only cached.
+        num_blocks: all of them.
+        num_steps: batches computed.
+        num_preemptions: how often a sequence lost its blocks to an older one.
+        num_prompt_tokens, num_output_tokens: tokens of admitted prompts and of answers.
+        num_cached_tokens: prompt tokens that came from the prefix cache.
+    """
+
+    num_running: int
+    num_waiting: int
+    num_suspended: int
+    num_free_blocks: int
+    num_blocks: int
+    num_steps: int
+    num_preemptions: int
+    num_prompt_tokens: int
+    num_output_tokens: int
+    num_cached_tokens: int

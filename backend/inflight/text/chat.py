@@ -1,0 +1,222 @@
+"""Conversations to ids: a JSON array of messages through the model's chat template.
+
+The turns of a conversation are told apart by special tokens. Only the template may write them: a
+message that contains "<|im_end|>" contains ten characters. How that holds for any template:
+
+1. Wherever a message reads like a marker, a secret name takes the place of the marker's first
+   character, so the rendered text has no marker that a message wrote. All else of a message
+   passes through the template, its filters and its conditions, as it is.
+2. The rendered text is cut at the markers in it, and the secret names are undone.
+3. A template could still make a marker of harmless parts (join them, change their case). So the
+   markers found must be the same, in number and order, as those of a rendering with a harmless
+   word for each message; else the request is refused.
+4. `Tokenizer.encode_pieces` makes ids of it: a marker is an id and never text, and text that
+   reads like a marker is never an id.
+
+A conversation without markers in its messages yields what `transformers` yields
+(`apply_chat_template`): step 1 changes nothing then, and pieces are tokenized as one text.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import re
+import secrets
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from inflight.errors import RequestError, did_you_mean
+from inflight.text.template import render
+from inflight.text.tokenizer import Tokenizer, check_unicode
+
+__all__ = ["encode_chat", "parse_messages", "render"]
+
+MAX_MESSAGES = 512
+MAX_JSON_CHARACTERS = 4 << 20
+_ROLES = {
+    "system": "system",
+    "developer": "system",
+    "user": "user",
+    "assistant": "assistant",
+    "tool": "tool",
+}
+_ALLOWED = f"an array of 1 to {MAX_MESSAGES} objects with role and content"
+
+
+def parse_messages(text: str) -> list[dict[str, str]]:
+    """Check messages that came as JSON.
+
+    Args:
+        text: an array of {"role", "content"}. role: system, developer (which is system), user,
+            assistant or tool. content: a string, or an array of {"type": "text", "text"}, whose
+            texts are joined by line breaks.
+
+    Returns:
+        One {"role", "content"} each, both strings.
+
+    Raises:
+        RequestError: names the message at fault and what is allowed.
+    """
+    if len(text) > MAX_JSON_CHARACTERS:
+        raise _error(f"{len(text)} characters are too many; allowed: {MAX_JSON_CHARACTERS}")
+    try:
+        parsed = json.loads(text, object_pairs_hook=_unique, parse_constant=_no_constant)
+    except RecursionError:
+        raise _error(f"nested too deeply; allowed: {_ALLOWED}") from None
+    except ValueError as error:
+        # Its message quotes at most one key or a position.
+        raise _error(f"not valid JSON ({error}); allowed: {_ALLOWED}") from None
+    if not isinstance(parsed, list):
+        raise _error(f"{_kind(parsed)}; allowed: {_ALLOWED}")
+    if not 1 <= len(parsed) <= MAX_MESSAGES:
+        raise _error(f"{len(parsed)} messages; allowed: {_ALLOWED}")
+    return [_message(message, index) for index, message in enumerate(parsed)]
+
+
+def encode_chat(
+    tokenizer: Tokenizer,
+    messages: list[dict[str, str]],
+    add_generation_prompt: bool = True,
+    now: datetime.datetime | None = None,
+) -> list[int]:
+    """Token ids of the prompt that the model's template makes of messages.
+
+    Args:
+        tokenizer: of a model with a chat template.
+        messages: as `parse_messages` returns them.
+        add_generation_prompt: end with the beginning of the assistant's turn.
+        now: what a template that tells the date takes for it.
+
+    Raises:
+        RequestError: the model has no chat template, or its template cannot take the messages.
+        ConfigError: the template is not valid.
+    """
+    template = tokenizer.chat_template
+    if template is None:
+        raise _error("this model has no chat template; send a prompt as text_input instead")
+    for index, message in enumerate(messages):
+        check_unicode(message["content"], f"messages[{index}].content")
+
+    def rendered(contents: list[str]) -> str:
+        turns = [
+            {**message, "content": content}
+            for message, content in zip(messages, contents, strict=True)
+        ]
+        return render(
+            template, turns, tokenizer.bos_token, tokenizer.eos_token, add_generation_prompt, now
+        )
+
+    disguise = _disguise(tokenizer)
+    contents = [message["content"] for message in messages]
+    pieces = disguise.cut(rendered([disguise.put_on(content) for content in contents]))
+    # Blank stays blank: templates ask whether there is any content.
+    harmless = disguise.cut(rendered(["x" if text.strip() else text for text in contents]))
+    if _markers(pieces) != _markers(harmless):
+        raise _error("the chat template of this model would make special tokens of their text")
+    return tokenizer.encode_pieces(pieces)
+
+
+class _Disguise:
+    """Hides markers in messages from a template, and finds the template's own."""
+
+    def __init__(self, markers: dict[str, int]) -> None:
+        self._markers = markers
+        # The longest first, as the tokenizer prefers it; (?!) matches nowhere.
+        texts = "|".join(map(re.escape, sorted(markers, key=len, reverse=True))) or "(?!)"
+        self._marker = re.compile(f"({texts})")
+        self._first_character = re.compile(f"(?={texts})(.)", re.DOTALL)
+
+    def put_on(self, content: str) -> str:
+        return self._first_character.sub(
+            lambda match: f"\ue000{_SECRET}:{ord(match[1]):x}\ue001", content
+        )
+
+    def cut(self, text: str) -> list[str | int]:
+        """Pieces of a rendered text: strings, with what they hid, and ids of markers."""
+        pieces: list[str | int] = []
+        for i, part in enumerate(self._marker.split(text)):
+            if i % 2:
+                pieces.append(self._markers[part])
+            elif part:
+                pieces.append(_HIDDEN.sub(lambda match: chr(int(match[1], 16)), part))
+        return pieces
+
+
+_SECRET = secrets.token_hex(16)
+_HIDDEN = re.compile(f"\ue000{_SECRET}:([0-9a-f]+)\ue001")
+_disguises: WeakKeyDictionary[Tokenizer, _Disguise] = WeakKeyDictionary()
+
+
+def _disguise(tokenizer: Tokenizer) -> _Disguise:
+    found = _disguises.get(tokenizer)
+    if found is None:
+        found = _disguises[tokenizer] = _Disguise(tokenizer.markers)
+    return found
+
+
+def _markers(pieces: list[str | int]) -> list[int]:
+    return [piece for piece in pieces if isinstance(piece, int)]
+
+
+def _message(message: Any, index: int) -> dict[str, str]:
+    where = f"messages[{index}]"
+    if not isinstance(message, dict):
+        raise RequestError(f"{_kind(message)}; allowed: an object with role and content", where)
+    for key in message:
+        if key not in ("role", "content"):
+            hint = did_you_mean(key, ("role", "content"))
+            raise RequestError(f"unknown key {key[:64]!r}{hint}; allowed: role, content", where)
+    for key in ("role", "content"):
+        if key not in message:
+            raise RequestError(f"{key} is missing; allowed: an object with role and content", where)
+    role = message["role"]
+    if not isinstance(role, str) or role not in _ROLES:
+        what = repr(role[:64]) if isinstance(role, str) else _kind(role)
+        raise RequestError(f"{what}; allowed: {', '.join(_ROLES)}", f"{where}.role")
+    return {"role": _ROLES[role], "content": _content(message["content"], f"{where}.content")}
+
+
+def _content(content: Any, where: str) -> str:
+    allowed = 'allowed: a string, or an array of {"type": "text", "text": string}'
+    if isinstance(content, str):
+        check_unicode(content, where)
+        return content
+    if not isinstance(content, list):
+        raise RequestError(f"{_kind(content)}; {allowed}", where)
+    if not content:
+        raise RequestError(f"an empty array; {allowed}", where)
+    texts = []
+    for number, part in enumerate(content):
+        if (
+            not isinstance(part, dict)
+            or set(part) != {"type", "text"}
+            or part["type"] != "text"
+            or not isinstance(part["text"], str)
+        ):
+            raise RequestError(f"not a text part; {allowed}", f"{where}[{number}]")
+        check_unicode(part["text"], f"{where}[{number}].text")
+        texts.append(part["text"])
+    return "\n".join(texts)
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"the key {twice[:64]!r} stands twice in an object")
+    return found
+
+
+def _no_constant(name: str) -> None:
+    raise ValueError(f"{name} is not JSON")
+
+
+def _kind(value: Any) -> str:
+    names = {dict: "an object", list: "an array", str: "a string", bool: "a boolean"}
+    return "null" if value is None else names.get(type(value), "a number")
+
+
+def _error(message: str) -> RequestError:
+    return RequestError(message, "messages")

@@ -1,0 +1,174 @@
+"""Ids to text, as a pure function: any process, any instance, no state between calls.
+
+What the text of an output is, for every family of tokenizers:
+
+    text = what the output ids add to the text of the prompt
+
+that is: the bytes of all output ids, decoded as UTF-8 with U+FFFD for what is not UTF-8, after the
+prompt. So the prompt matters in two places only. Where it ends inside a character (a prompt given
+as ids may), that character belongs to the output. And a SentencePiece decoder strips one space at
+the very start of a text: the output starts a text only if the prompt has none, so a reply " Paris"
+keeps its space after "The capital is" and loses it after "<s>".
+
+A stream is cut anywhere. `delta` gets the ids that are new and a short `window` of ids that stand
+before them, and returns the text they add. Bytes of an incomplete character at the end are
+withheld, unless `final`, and come with a later delta, whose window reaches back over them. The
+deltas of any split of an output, the last one `final`, add up to the one decode:
+
+    delta(w0, ids, final=True) == "".join(delta(w[i], ids[i], final=i == last) for each part i)
+
+UTF-8 makes that possible with three bytes of memory: a lead byte is never a continuation byte, so
+the bytes after the last lead byte say alone whether a character is incomplete.
+"""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from inflight.errors import ConfigError
+from inflight.text.tokenizer import Tokenizer
+
+# An incomplete UTF-8 character has three bytes at most.
+_MAX_PENDING = 3
+
+
+class Detokenizer:
+    """The inverse of a tokenizer.
+
+    Special tokens (end of turn, begin of text) have no text. Ids outside the vocabulary have none
+    either: a model's embedding is often padded beyond its tokenizer.
+
+    Args:
+        tokenizer: with a byte-level decoder (GPT-2's alphabet), or a SentencePiece-like one
+            (Replace, ByteFallback, Fuse and perhaps Strip).
+
+    Attributes:
+        special_ids: text of each special token -> its id.
+
+    Raises:
+        ConfigError: the decoder is of another kind; names it.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        spell, self._strips_space = _family(tokenizer.decoder)
+        special = tokenizer.special_ids
+        self._bytes = {
+            id_: b"" if id_ in special else spell(token)
+            for token, id_ in tokenizer.vocabulary().items()
+        }
+        self.special_ids = {token: id_ for id_, token in special.items()}
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """The text of ids that stand at the start of a text."""
+        return self.delta((), ids, final=True)
+
+    def delta(
+        self, window: Iterable[int], new: Iterable[int], *, final: bool = False, trim: int = 0
+    ) -> str:
+        """The text that `new` adds after `window`.
+
+        Args:
+            window: ids just before `new`, as `window_for` gives them.
+            new: ids.
+            final: nothing follows: give out an incomplete character as U+FFFD.
+            trim: characters to cut from the end of the text.
+        """
+        before = self.join(window)
+        pending = incomplete(before)
+        text, _ = codecs.utf_8_decode(pending + self.join(new), "replace", final)
+        if self._strips_space and not before and text.startswith(" "):
+            text = text[1:]
+        return text[:-trim] if trim > 0 else text
+
+    def window_for(self, ids: Sequence[int], start: int) -> list[int]:
+        """The ids before position `start` that the next `delta` needs: three at most.
+
+        Ids without text are left out, so the result is bounded whatever stands there. It is enough
+        to know the last window: window_for(window + new, len(window + new)) is the same.
+        """
+        window: list[int] = []
+        num_bytes = 0
+        for position in range(start - 1, -1, -1):
+            piece = self._bytes.get(ids[position])
+            if not piece:
+                continue
+            window.append(ids[position])
+            num_bytes += len(piece)
+            if num_bytes >= _MAX_PENDING or not _only_continues(piece):
+                break
+        window.reverse()
+        return window
+
+    def join(self, ids: Iterable[int]) -> bytes:
+        """The bytes of ids, one after the other."""
+        get = self._bytes.get
+        return b"".join([get(id_, b"") for id_ in ids])
+
+
+def incomplete(data: bytes) -> bytes:
+    """The end of `data` that is the beginning of a UTF-8 character, 0 to 3 bytes."""
+    tail = data[-_MAX_PENDING:]
+    if not tail or tail[-1] < 0x80:
+        return b""
+    _, consumed = codecs.utf_8_decode(tail, "replace", False)
+    return tail[consumed:]
+
+
+def _only_continues(piece: bytes) -> bool:
+    return all(byte & 0xC0 == 0x80 for byte in piece)
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """Character -> byte of GPT-2's alphabet.
+
+    Bytes that print in Latin-1 stand for themselves, the others for the characters from U+0100 on,
+    in order (Radford et al. 2019, `bytes_to_unicode`).
+    """
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(0x100) if byte not in set(printable)]
+    alphabet = {chr(byte): byte for byte in printable}
+    alphabet.update({chr(0x100 + i): byte for i, byte in enumerate(others)})
+    return alphabet
+
+
+_ALPHABET = _byte_alphabet()
+
+
+def _spell_byte_level(token: str) -> bytes:
+    try:
+        return bytes([_ALPHABET[char] for char in token])
+    except KeyError:  # an added token is written as it reads
+        return token.encode("utf-8")
+
+
+def _spell_sentencepiece(token: str) -> bytes:
+    # <0x0A>: one byte of a character that has no token of its own.
+    if len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
+        try:
+            return bytes([int(token[3:5], 16)])
+        except ValueError:
+            pass
+    return token.replace("\u2581", " ").encode("utf-8")
+
+
+_REPLACE = {"type": "Replace", "pattern": {"String": "\u2581"}, "content": " "}
+_STRIP = {"type": "Strip", "content": " ", "start": 1, "stop": 0}
+_SENTENCEPIECE = [_REPLACE, {"type": "ByteFallback"}, {"type": "Fuse"}]
+
+
+def _family(decoder: dict[str, Any] | None) -> tuple[Any, bool]:
+    """How to spell a token in bytes, and whether a text's first space is stripped."""
+    steps = [] if decoder is None else decoder.get("decoders", [decoder])
+    if [step.get("type") for step in steps] == ["ByteLevel"]:
+        return _spell_byte_level, False
+    if steps == _SENTENCEPIECE:
+        return _spell_sentencepiece, False
+    if steps == [*_SENTENCEPIECE, _STRIP]:
+        return _spell_sentencepiece, True
+    name = " + ".join(str(step.get("type")) for step in steps) or "none"
+    raise ConfigError(
+        f"tokenizer: the decoder {name} is not supported; known: ByteLevel, and "
+        "Replace(\u2581) + ByteFallback + Fuse with or without Strip(1 space)"
+    )

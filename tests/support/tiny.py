@@ -1,0 +1,140 @@
+"""Llama checkpoints of a few kilobytes with random weights, and sequences to run them on."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+from inflight.batch import Batch, Chunk
+from inflight.checkpoint import Checkpoint
+from inflight.config import EngineConfig
+from inflight.request import Request
+from inflight.runner import Runner, build
+from inflight.sampling import SamplingParams
+from inflight.sequence import Sequence
+
+SETTINGS: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 160,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "max_position_embeddings": 256,
+    "tie_word_embeddings": False,
+    "attention_bias": False,
+    "mlp_bias": False,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+
+
+def random_weights(settings: dict[str, Any], seed: int = 0) -> dict[str, torch.Tensor]:
+    """All tensors of a Hugging Face llama checkpoint, large enough that logits differ clearly."""
+    random = torch.Generator().manual_seed(seed)
+    hidden, inner = settings["hidden_size"], settings["intermediate_size"]
+    q_width = settings["num_attention_heads"] * settings["head_dim"]
+    kv_width = settings["num_key_value_heads"] * settings["head_dim"]
+    vocab = settings["vocab_size"]
+    attention = {"q": (q_width, hidden), "k": (kv_width, hidden), "v": (kv_width, hidden)}
+    attention["o"] = (hidden, q_width)
+    mlp = {"gate": (inner, hidden), "up": (inner, hidden), "down": (hidden, inner)}
+    shapes: dict[str, tuple[int, ...]] = {
+        "model.embed_tokens.weight": (vocab, hidden),
+        "model.norm.weight": (hidden,),
+    }
+    if not settings["tie_word_embeddings"]:
+        shapes["lm_head.weight"] = (vocab, hidden)
+    for layer in range(settings["num_hidden_layers"]):
+        prefix = f"model.layers.{layer}"
+        shapes[f"{prefix}.input_layernorm.weight"] = (hidden,)
+        shapes[f"{prefix}.post_attention_layernorm.weight"] = (hidden,)
+        for group, members, bias in (
+            ("self_attn", attention, settings["attention_bias"]),
+            ("mlp", mlp, settings["mlp_bias"]),
+        ):
+            for name, shape in members.items():
+                shapes[f"{prefix}.{group}.{name}_proj.weight"] = shape
+                if bias:
+                    shapes[f"{prefix}.{group}.{name}_proj.bias"] = shape[:1]
+    weights = {}
+    for name, shape in shapes.items():
+        values = torch.randn(shape, generator=random)
+        weights[name] = 1 + 0.1 * values if "norm" in name else 0.2 * values
+    return weights
+
+
+def write_llama(
+    folder: Path,
+    weights: dict[str, torch.Tensor] | None = None,
+    shards: int = 1,
+    dtype: torch.dtype = torch.float32,
+    **changes: Any,
+) -> Checkpoint:
+    """Write a checkpoint: config.json with SETTINGS and changes, and its weights."""
+    folder.mkdir(parents=True, exist_ok=True)
+    settings = SETTINGS | changes
+    (folder / "config.json").write_text(json.dumps(settings))
+    if weights is None:
+        weights = random_weights(settings)
+    weights = {name: tensor.to(dtype).contiguous() for name, tensor in weights.items()}
+    if shards == 1:
+        save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+        return Checkpoint(folder, "huggingface")
+    weight_map = {}
+    for shard in range(shards):
+        file = f"model-{shard + 1:05d}-of-{shards:05d}.safetensors"
+        names = list(weights)[shard::shards]
+        save_file({name: weights[name] for name in names}, folder / file, {"format": "pt"})
+        weight_map |= dict.fromkeys(names, file)
+    index = {"metadata": {}, "weight_map": weight_map}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    return Checkpoint(folder, "huggingface")
+
+
+def make_runner(checkpoint: Checkpoint, **settings: Any) -> Runner:
+    """A runner with few and small blocks, so that they matter."""
+    defaults: dict[str, Any] = {"block_size": 4, "num_blocks": 64, "num_threads": 1}
+    config = EngineConfig(model=str(checkpoint.path), **(defaults | settings))
+    return build(config, checkpoint, lambda what, fraction: None)[0]
+
+
+def make_sequence(
+    prompt: list[int], blocks: list[int], params: SamplingParams | None = None, **fields: Any
+) -> Sequence:
+    """A sequence that owns these blocks."""
+    sequence = Sequence(Request(0, prompt, params or SamplingParams()), 1 << 20, **fields)
+    sequence.blocks = blocks
+    return sequence
+
+
+def next_chunk(sequence: Sequence, most: int = 1 << 20) -> Chunk:
+    """The sequence's tokens that are not computed yet, or the first few of them."""
+    return Chunk(sequence, sequence.num_computed, min(most, sequence.num_uncomputed))
+
+
+def step(runner: Runner, chunks: list[Chunk]) -> list[list[int]]:
+    """Run one batch and append what it chose; the tokens of each chunk."""
+    output = runner.run(Batch(chunks))
+    assert not output.errors
+    for chunk, token_ids in zip(chunks, output.token_ids, strict=True):
+        chunk.sequence.num_computed = chunk.end
+        chunk.sequence.token_ids.extend(token_ids)
+    return output.token_ids
+
+
+def generate(runner: Runner, sequences: list[Sequence], num_tokens: int) -> list[list[int]]:
+    """Prefill all in one step, then decode them together; the output tokens of each."""
+    for _ in range(num_tokens):
+        step(runner, [next_chunk(sequence) for sequence in sequences])
+    return [sequence.token_ids[sequence.num_prompt_tokens :] for sequence in sequences]

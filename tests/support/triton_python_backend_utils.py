@@ -1,0 +1,132 @@
+"""A stand-in for the module that Triton's stub gives to a Python model: the part that we use.
+
+It is stricter than the real one where a mistake would crash or hang the server: a sender that has
+sent its final response refuses everything that follows.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from typing import Any
+
+import numpy as np
+
+TRITONSERVER_RESPONSE_COMPLETE_FINAL = 1
+
+
+class TritonModelException(Exception):
+    pass
+
+
+class TritonError:
+    UNKNOWN, INTERNAL, NOT_FOUND, INVALID_ARG, UNAVAILABLE, UNSUPPORTED, ALREADY_EXISTS = range(7)
+    CANCELLED = 7
+
+    def __init__(self, message: str, code: int = INTERNAL) -> None:
+        self._message = message
+        self._code = code
+
+    def message(self) -> str:
+        return self._message
+
+    def code(self) -> int:
+        return self._code
+
+
+class Tensor:
+    def __init__(self, name: str, array: np.ndarray[Any, Any]) -> None:
+        self._name = name
+        self._array = array
+
+    def name(self) -> str:
+        return self._name
+
+    def as_numpy(self) -> np.ndarray[Any, Any]:
+        return self._array
+
+
+class InferenceResponse:
+    def __init__(
+        self, output_tensors: list[Tensor] | None = None, error: TritonError | None = None
+    ) -> None:
+        self.tensors = {tensor.name(): tensor.as_numpy() for tensor in output_tensors or []}
+        self._error = error
+
+    def error(self) -> TritonError | None:
+        return self._error
+
+
+class ResponseSender:
+    """Keeps what was sent."""
+
+    def __init__(self) -> None:
+        self.responses: list[InferenceResponse] = []
+        self.cancelled = False
+        self.closed = threading.Event()
+        self.misuses: list[str] = []
+        self.failures = 0  # so many of the next sends fail
+
+    def send(self, response: InferenceResponse | None = None, flags: int = 0) -> None:
+        if self.closed.is_set():
+            self.misuses.append("send")
+            raise TritonModelException("Response sender has been closed.")
+        if self.failures > 0:
+            self.failures -= 1
+            raise TritonModelException("Failed to increase the shared memory pool size.")
+        if response is not None:
+            self.responses.append(response)
+        if flags & TRITONSERVER_RESPONSE_COMPLETE_FINAL:
+            self.closed.set()
+
+    def is_cancelled(self) -> bool:
+        if self.closed.is_set():
+            self.misuses.append("is_cancelled")
+        return self.cancelled
+
+    def wait(self, timeout: float = 5.0) -> list[InferenceResponse]:
+        """The responses, once the final one is there."""
+        assert self.closed.wait(timeout), "no final response came"
+        return self.responses
+
+    def wait_for(self, num_responses: int, timeout: float = 5.0) -> list[InferenceResponse]:
+        deadline = time.monotonic() + timeout
+        while len(self.responses) < num_responses:
+            assert time.monotonic() < deadline, f"only {len(self.responses)} responses came"
+            time.sleep(0.002)
+        return self.responses
+
+
+class InferenceRequest:
+    def __init__(
+        self,
+        inputs: dict[str, np.ndarray[Any, Any]],
+        parameters: dict[str, Any] | None = None,
+        outputs: tuple[str, ...] = (),
+        correlation_id: int = 0,
+    ) -> None:
+        self._inputs = [Tensor(name, array) for name, array in inputs.items()]
+        self._parameters = parameters or {}
+        self._outputs = outputs
+        self._correlation_id = correlation_id
+        self.sender = ResponseSender()
+
+    def inputs(self) -> list[Tensor]:
+        return self._inputs
+
+    def parameters(self) -> str:
+        return json.dumps(self._parameters)
+
+    def requested_output_names(self) -> set[str]:
+        return set(self._outputs)
+
+    def correlation_id(self) -> int:
+        return self._correlation_id
+
+    def get_response_sender(self) -> ResponseSender:
+        return self.sender
+
+
+def get_input_tensor_by_name(request: InferenceRequest, name: str) -> Tensor | None:
+    return next((tensor for tensor in request.inputs() if tensor.name() == name), None)
