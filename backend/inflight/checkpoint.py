@@ -34,7 +34,10 @@ def locate(model: str) -> Checkpoint:
     Raises:
         ConfigError: nothing usable is there; says what was looked for.
     """
-    path = _in_package(model) if model.startswith(PACKAGE_PREFIX) else Path(model).expanduser()
+    try:
+        path = _in_package(model) if model.startswith(PACKAGE_PREFIX) else Path(model).expanduser()
+    except RuntimeError as error:  # an unknown ~user
+        raise ConfigError(f"model: {model!r} is no path ({error})") from None
     if path.is_file():
         if path.suffix != ".gguf":
             raise ConfigError(
@@ -55,6 +58,8 @@ def locate(model: str) -> Checkpoint:
 def _in_package(model: str) -> Path:
     # Read from the distribution's file list: importing such a package may need what it wraps.
     package = model.removeprefix(PACKAGE_PREFIX)
+    if not package:
+        raise ConfigError(f"model: {model!r} names no package; allowed: {PACKAGE_PREFIX}NAME")
     try:
         files = importlib.metadata.files(package) or []
     except importlib.metadata.PackageNotFoundError:

@@ -7,7 +7,7 @@ a value of the wrong type is an error that names the file, the key and the neare
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import msgspec
 
@@ -80,11 +80,14 @@ def load(path: Path) -> EngineConfig:
         raw = msgspec.json.decode(path.read_bytes())
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read ({error.strerror})") from None
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ConfigError(f"{path}: not valid JSON ({error})") from None
     config = parse(raw, str(path))
     if not config.model.startswith("package:"):
-        model = (path.parent / Path(config.model).expanduser()).resolve()
+        try:
+            model = (path.parent / Path(config.model).expanduser()).resolve()
+        except (ValueError, RuntimeError) as error:  # a null byte, an unknown ~user
+            raise ConfigError(f"{path}: model: {config.model!r} is no path ({error})") from None
         config = msgspec.structs.replace(config, model=str(model))
     return config
 
@@ -98,6 +101,12 @@ def parse(raw: Any, where: str) -> EngineConfig:
         if key not in known:
             hint = did_you_mean(key, known) or f"; known keys: {', '.join(known)}"
             raise ConfigError(f"{where}: unknown key {key!r}{hint}")
+    for key, choices in (("device", get_args(Device)), ("dtype", get_args(Dtype))):
+        if key in raw and raw[key] not in choices:
+            hint = did_you_mean(str(raw[key]), choices)
+            raise ConfigError(
+                f"{where}: {key}: {raw[key]!r} is unknown; allowed: {', '.join(choices)}{hint}"
+            )
     try:
         return msgspec.convert(raw, EngineConfig)
     except msgspec.ValidationError as error:

@@ -18,14 +18,16 @@ from collections import deque
 
 # Below this, a pause is a hiccup of an operating system: a garbage collection, a scheduler's slice.
 MIN_PATIENCE = 0.020
-# An emission is overdue after this many steps and delays. Two steps: an acknowledgement is looked
-# for between two steps, so it is seen up to one late, and steps differ. Four delays: the mean of a
-# skewed distribution has to stand for its tail.
-PATIENCE_STEPS = 2.0
+# An emission is overdue after this many steps and delays. One step: an acknowledgement is looked
+# for between two steps, so it is seen up to one late. Four delays: the mean of a skewed
+# distribution has to stand for its tail.
+PATIENCE_STEPS = 1.0
 PATIENCE_LATENCIES = 4.0
-# The first response of a request travels cold paths (connections, tokenizer tables, pages not
-# touched yet), and when all fall silent at once the cause is most often a pause of the server.
+# The first response of a request travels cold paths: connections, tokenizer tables, pages not
+# touched yet.
 GRACE = 1.0
+# When all fall silent at once, the cause may be a pause of the server as well.
+STALL_GRACE = 0.15
 # Each time a request proves to have been suspected wrongly, its patience doubles, up to 2**this.
 MAX_DOUBLINGS = 6
 # Silence of this length is final, in seconds: longer than any pause that a server lives through.
@@ -161,8 +163,10 @@ class DeliveryWatch:
                 continue
             patience = usual * 2 ** min(stream.num_returns, MAX_DOUBLINGS)
             overtaken = self._latest_heard > emitted_at
-            if not stream.heard or (len(waiting) > 1 and not overtaken):
+            if not stream.heard:
                 patience = max(patience, GRACE)
+            elif len(waiting) > 1 and not overtaken:
+                patience = max(patience, STALL_GRACE)
             if now - emitted_at > patience:
                 found.append(request_id)
         for request_id in found:

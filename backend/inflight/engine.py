@@ -205,7 +205,12 @@ class Engine:
                 "this model has no tokenizer, so it knows ids only",
                 "stop_words" if params.stop_words else "bad_words",
             )
-        wanted = params.max_tokens or max(self.config.default_max_tokens, params.min_tokens)
+        wanted = params.max_tokens
+        if wanted is None:
+            wanted = max(self.config.default_max_tokens, params.min_tokens)
+            # Nobody asked for more than a small pool holds; who asks in so many words is refused.
+            pool = self.runner.num_blocks * self.runner.block_size
+            wanted = max(1, min(wanted, pool - length))
         ends = self.eos_token_ids if params.end_id is None else self.eos_token_ids | {params.end_id}
         banned = bad_word_ids(self.tokenizer, params.bad_words) if self.tokenizer else ()
         return Sequence(

@@ -196,9 +196,10 @@ class EngineProcess:
     def run(self) -> None:
         while True:
             self._take_commands()
+            # Right after the acknowledgements that came during the last step were taken in.
+            self._publish(self._engine.sweep())
             if self._engine.has_work:
                 self._publish(self._engine.step())
-            self._publish(self._engine.sweep())
 
     def _take_commands(self) -> None:
         inbox = self._hub.inbox

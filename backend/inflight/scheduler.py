@@ -171,7 +171,7 @@ class Scheduler:
             The sequences that got tokens, in batch order.
 
         Raises:
-            EngineError: the runner owes a sequence its token.
+            EngineError: the runner chose no token for a sequence, or several.
         """
         advanced = []
         for index, chunk in enumerate(batch.chunks):
@@ -184,8 +184,11 @@ class Scheduler:
                 self._register(sequence, chunk)
             if not samples:
                 continue
-            if not output.token_ids[index]:
-                raise EngineError(f"the runner chose no token for request {sequence.request_id}")
+            if len(output.token_ids[index]) != 1:
+                raise EngineError(
+                    f"the runner chose {len(output.token_ids[index])} tokens for request "
+                    f"{sequence.request_id}; allowed: 1"
+                )
             sequence.token_ids += output.token_ids[index]
             sequence.cumulative_logprob += sum(output.logprobs[index])
             advanced.append(sequence)

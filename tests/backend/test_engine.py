@@ -111,6 +111,12 @@ def test_a_request_larger_than_the_pool_is_refused():
         engine.submit(request(1, [1] * 10, max_tokens=20))
 
 
+def test_a_default_length_is_cut_to_the_pool():
+    engine = make_engine(CountingRunner(num_blocks=4))
+    engine.submit(request(1, [1] * 10, ignore_eos=True))
+    assert run(engine)[1][-1].position == 6
+
+
 def test_the_queue_has_an_end():
     engine = make_engine(max_waiting=2)
     engine.submit(request(1, [1]))

