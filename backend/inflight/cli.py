@@ -1,0 +1,354 @@
+"""The command `inflight`. Each command imports what it needs when it runs: `--help` stays quick."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from inflight_client import Options
+
+# Repeated here because importing serve for them would cost what --help should not.
+HTTP_PORT, GRPC_PORT, METRICS_PORT = 8000, 8001, 8002
+HOST = "127.0.0.1"
+DRAIN_S = 30.0
+URL = f"{HOST}:{GRPC_PORT}"
+
+EXIT_FAILED = 1
+EXIT_USAGE = 2
+
+DEMO_QUESTION = "Write one sentence about why the sky is blue."
+
+
+def _sort(error: Exception) -> tuple[int | None, str]:
+    """Exit status and hint of an error of ours; None for one that is not."""
+    from inflight.errors import InflightError, RequestError
+
+    if isinstance(error, InflightError):
+        return (EXIT_USAGE if isinstance(error, RequestError) else EXIT_FAILED), ""
+    if "inflight_client" not in sys.modules:
+        return None, ""
+    from inflight_client import ClientError, ConnectionFailed, InvalidRequest
+
+    if isinstance(error, InvalidRequest):
+        return EXIT_USAGE, ""
+    if isinstance(error, ConnectionFailed):
+        return EXIT_FAILED, "start a server with `inflight serve`, or name one with --url"
+    return (EXIT_FAILED if isinstance(error, ClientError) else None), ""
+
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=True,
+    pretty_exceptions_enable=False,
+    help="An LLM backend for NVIDIA Triton Inference Server.",
+)
+repo = typer.Typer(no_args_is_help=True, help="Model repositories.")
+tokenizer = typer.Typer(no_args_is_help=True, help="The tokenizer of a served model.")
+app.add_typer(repo, name="repo")
+app.add_typer(tokenizer, name="tokenizer")
+
+Model = Annotated[
+    str, typer.Option(help="A .gguf file, a Hugging Face folder, or package:NAME of a package.")
+]
+Url = Annotated[str, typer.Option(envvar="INFLIGHT_URL", help="host:port of gRPC.")]
+Timeout = Annotated[float | None, typer.Option(help="Seconds per request; none by default.")]
+MaxTokens = Annotated[int | None, typer.Option(help="Output tokens at most.")]
+Temperature = Annotated[float | None, typer.Option(help="0 is greedy.")]
+TopK = Annotated[int | None, typer.Option(help="Draw from the k likeliest tokens.")]
+TopP = Annotated[float | None, typer.Option(help="Draw from the likeliest of this probability.")]
+MinP = Annotated[float | None, typer.Option(help="Least share of the likeliest's probability.")]
+Seed = Annotated[int | None, typer.Option(help="The same seed gives the same text.")]
+Stop = Annotated[list[str] | None, typer.Option(help="A string that ends the output; repeatable.")]
+Settings = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="KEY=VALUE", help="A setting of engine.json; repeatable."),
+]
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        from importlib.metadata import version
+
+        typer.echo(f"inflight {version('inflight-triton')}")
+        raise typer.Exit
+
+
+@app.callback()
+def root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version.")
+    ] = False,
+) -> None:
+    pass
+
+
+@app.command()
+def serve(
+    http_port: Annotated[int, typer.Option(help="0 picks a free one.")] = HTTP_PORT,
+    grpc_port: Annotated[int, typer.Option(help="0 picks a free one.")] = GRPC_PORT,
+    metrics_port: Annotated[int, typer.Option(help="0 picks a free one.")] = METRICS_PORT,
+    host: Annotated[
+        str, typer.Option(help="Address to listen on. Triton has no authentication.")
+    ] = HOST,
+    model: Annotated[
+        str | None,
+        typer.Option(help="Serve this model: a .gguf file, a Hugging Face folder, package:NAME."),
+    ] = None,
+    set_: Settings = None,
+    repository: Annotated[
+        list[Path] | None,
+        typer.Option(help="A model repository; repeatable. By default the ones that come along."),
+    ] = None,
+    log_file: Annotated[Path | None, typer.Option(help="Where tritonserver's log goes.")] = None,
+    drain: Annotated[float, typer.Option(help="Seconds for requests in flight.")] = DRAIN_S,
+    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Show the log.")] = False,
+) -> None:
+    """Start tritonserver with the ensembles and serve until Ctrl-C, which drains."""
+    import contextlib
+    import tempfile
+
+    from inflight import repository as repositories
+    from inflight import serve as serving
+
+    if model is not None and repository:
+        raise typer.BadParameter("--model and --repository exclude each other")
+    if set_ and model is None:
+        raise typer.BadParameter("--set needs --model; settings of a repository are in engine.json")
+    with contextlib.ExitStack() as stack:
+        if model is not None:
+            folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="inflight-"))
+            made = repositories.init(model, Path(folder), settings=_settings(set_))
+            for note in made.notes:
+                typer.echo(note, err=True)
+            repository = [made.path]
+        status = serving.run(
+            repository or repositories.shipped(),
+            host=host,
+            ports=(http_port, grpc_port, metrics_port),
+            log_file=log_file,
+            drain_s=drain,
+            verbose=verbose,
+        )
+    raise typer.Exit(status)
+
+
+@app.command()
+def generate(
+    prompt: Annotated[str, typer.Argument(help="The text to continue; - reads it from stdin.")],
+    max_tokens: MaxTokens = None,
+    temperature: Temperature = None,
+    top_k: TopK = None,
+    top_p: TopP = None,
+    min_p: MinP = None,
+    seed: Seed = None,
+    stop: Stop = None,
+    url: Url = URL,
+    model: Annotated[str, typer.Option(help="Name of the ensemble.")] = "generate",
+    timeout: Timeout = None,
+    stats: Annotated[bool, typer.Option("--stats", help="Latency and speed, to stderr.")] = False,
+    json_: Annotated[bool, typer.Option("--json", help="One JSON object, at the end.")] = False,
+) -> None:
+    """Continue a prompt; the text streams to stdout."""
+    import json
+
+    from inflight.repl import Answer, write_stdout
+    from inflight_client import Client
+
+    options = _options(max_tokens, temperature, top_k, top_p, min_p, seed, stop)
+    text = sys.stdin.read() if prompt == "-" else prompt
+    answer = Answer()
+    with (
+        Client(url, generate_model=model, timeout=timeout) as client,
+        client.stream(text, **options) as stream,
+    ):
+        answer.read(stream, (lambda text: None) if json_ else write_stdout)
+    if json_:
+        figures = ("text", "finish_reason", "num_input_tokens", "num_output_tokens")
+        result = {name: getattr(answer, name) for name in (*figures, "ttft_s", "duration_s")}
+        typer.echo(json.dumps(result, ensure_ascii=False))
+    else:
+        typer.echo()
+    if stats:
+        typer.echo(answer.summary(), err=True)
+
+
+@app.command()
+def chat(
+    system: Annotated[str | None, typer.Option(help="A system message to begin with.")] = None,
+    max_tokens: MaxTokens = None,
+    temperature: Temperature = None,
+    top_k: TopK = None,
+    top_p: TopP = None,
+    min_p: MinP = None,
+    seed: Seed = None,
+    stop: Stop = None,
+    url: Url = URL,
+    model: Annotated[str, typer.Option(help="Name of the ensemble.")] = "chat",
+    timeout: Timeout = None,
+) -> None:
+    """Talk to the model. /help lists the commands; Ctrl-C cancels the running answer."""
+    from inflight import repl
+    from inflight_client import Client
+
+    options = _options(max_tokens, temperature, top_k, top_p, min_p, seed, stop)
+    with Client(url, chat_model=model, timeout=timeout) as client:
+        repl.run(client, options, system)
+
+
+@app.command()
+def demo(
+    question: Annotated[str, typer.Argument(help="What to ask.")] = DEMO_QUESTION,
+    max_tokens: Annotated[int, typer.Option(help="Output tokens at most.")] = 64,
+) -> None:
+    """Start a server on free ports, ask one question, show the answer, stop."""
+    import tempfile
+
+    from inflight import repository
+    from inflight.display import Display
+    from inflight.repl import Answer, write_stdout
+    from inflight.serve import Server
+    from inflight_client import Client
+
+    display = Display()
+    with tempfile.TemporaryDirectory(prefix="inflight-demo-") as folder:
+        server = Server(
+            repository.shipped(), ports=(0, 0, 0), log_file=Path(folder, "tritonserver.log")
+        )
+        server.start()
+        try:
+            with display.loading() as on_progress:
+                server.wait_ready(on_progress=on_progress)
+            typer.echo(f"> {question}")
+            answer = Answer()
+            with (
+                Client(server.endpoints.grpc) as client,
+                client.chat_stream(
+                    [{"role": "user", "content": question}], max_tokens=max_tokens
+                ) as stream,
+            ):
+                answer.read(stream, write_stdout)
+            typer.echo(f"\n\n{answer.summary()}")
+            server.stop()
+        finally:
+            server.kill()
+
+
+@app.command()
+def doctor(
+    http_port: Annotated[int, typer.Option(help="To check whether it is free.")] = HTTP_PORT,
+    grpc_port: Annotated[int, typer.Option(help="To check whether it is free.")] = GRPC_PORT,
+    metrics_port: Annotated[int, typer.Option(help="To check whether it is free.")] = METRICS_PORT,
+    json_: Annotated[bool, typer.Option("--json", help="A JSON list of the checks.")] = False,
+) -> None:
+    """Check whether this machine can serve, and say how to mend what is wrong."""
+    import json
+
+    from inflight import doctor as checks
+
+    results = checks.examine((http_port, grpc_port, metrics_port))
+    if json_:
+        typer.echo(json.dumps([checks.as_json(check) for check in results], indent=2))
+    else:
+        checks.show(results)
+    broken = any(check.status == "broken" for check in results)
+    raise typer.Exit(EXIT_FAILED if broken else 0)
+
+
+@repo.command("init")
+def repo_init(
+    directory: Annotated[Path, typer.Argument(help="Where to write it.")],
+    model: Model,
+    name: Annotated[
+        str, typer.Option(help="Prefix of the models' names, for several models in one server.")
+    ] = "",
+    set_: Settings = None,
+) -> None:
+    """Write a model repository that serves a checkpoint."""
+    from inflight import repository
+
+    made = repository.init(model, directory, name=name, settings=_settings(set_))
+    typer.echo(f"wrote {made.path}: {', '.join(made.models)}")
+    for note in made.notes:
+        typer.echo(note, err=True)
+    typer.echo(f"next: inflight serve --repository {made.path}", err=True)
+
+
+@tokenizer.command("export")
+def tokenizer_export(
+    directory: Annotated[Path, typer.Argument(help="Where to write it.")],
+    model: Annotated[
+        str | None, typer.Option(help="As for `serve`; by default the model that comes along.")
+    ] = None,
+) -> None:
+    """Write the tokenizer as a Hugging Face folder, for tools that count tokens themselves."""
+    from inflight import config, repository
+    from inflight.checkpoint import locate
+    from inflight.text.tokenizer import export
+
+    if model is None:
+        model = config.load(repository.shipped()[0] / "llm" / "1" / "engine.json").model
+    export(locate(model), directory)
+    typer.echo(f"wrote {directory}")
+
+
+def _options(
+    max_tokens: int | None,
+    temperature: float | None,
+    top_k: int | None,
+    top_p: float | None,
+    min_p: float | None,
+    seed: int | None,
+    stop: list[str] | None,
+) -> Options:
+    """The options that were given."""
+    options: Options = {}
+    if max_tokens is not None:
+        options["max_tokens"] = max_tokens
+    if temperature is not None:
+        options["temperature"] = temperature
+    if top_k is not None:
+        options["top_k"] = top_k
+    if top_p is not None:
+        options["top_p"] = top_p
+    if min_p is not None:
+        options["min_p"] = min_p
+    if seed is not None:
+        options["seed"] = seed
+    if stop:
+        options["stop_words"] = stop
+    return options
+
+
+def _settings(pairs: list[str] | None) -> dict[str, Any]:
+    """KEY=VALUE pairs; a VALUE that is JSON is taken as such, else as a string."""
+    import json
+
+    settings: dict[str, Any] = {}
+    for pair in pairs or []:
+        key, equals, text = pair.partition("=")
+        if not equals:
+            raise typer.BadParameter(f"--set {pair}: KEY=VALUE is expected")
+        try:
+            settings[key] = json.loads(text)
+        except ValueError:
+            settings[key] = text
+    return settings
+
+
+def main() -> None:
+    """Runs the command; shows our errors as one line and a hint, and exits with 1 or 2."""
+    try:
+        app()
+    except Exception as error:
+        status, hint = _sort(error)
+        if status is None:
+            raise
+        typer.secho("error: ", fg="red", bold=True, nl=False, err=True)
+        typer.echo(str(error), err=True)
+        if hint:
+            typer.echo(f"hint: {hint}", err=True)
+        sys.exit(status)

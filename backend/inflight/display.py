@@ -1,0 +1,99 @@
+"""What `inflight serve` shows: bars and a table on a terminal, plain lines elsewhere."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+from inflight.wire import Loading
+
+# Where the output is not a terminal, a line at each of these fractions is enough.
+PLAIN_STEPS = 4
+
+
+class Display:
+    """Writes for people, to standard error: standard output is for results."""
+
+    def __init__(self, console: Console | None = None) -> None:
+        self._console = console or Console(stderr=True)
+
+    @contextlib.contextmanager
+    def loading(self) -> Iterator[Callable[[str, Loading], None]]:
+        """A callback that shows how far each model is."""
+        if self._console.is_terminal:
+            with self._bars() as show:
+                yield show
+        else:
+            self._console.print("starting tritonserver")
+            yield self._lines()
+
+    def ready(self, http: str, grpc: str, metrics: str, models: list[str], log_file: Path) -> None:
+        """Where it listens, and what to type next."""
+        rows = {
+            "HTTP": f"http://{http}",
+            "gRPC": grpc,
+            "metrics": f"http://{metrics}/metrics",
+            "models": ", ".join(models),
+            "log": str(log_file),
+        }
+        self._console.print("[bold green]READY[/]")
+        for name, value in rows.items():
+            self._line(f"[bold]{name:<9}[/]{value}")
+        if "chat" in models:
+            self._line(f"next: inflight chat --url {grpc}")
+        elif "generate" in models:
+            self._line(f'next: inflight generate --url {grpc} "The capital of France is"')
+        self._line("Ctrl-C drains and stops")
+
+    def stopping(self) -> None:
+        self._console.print("stopping: new requests are refused; Ctrl-C again stops at once")
+
+    def waiting(self, num_in_flight: int) -> None:
+        if num_in_flight:
+            self._console.print(f"in flight: {num_in_flight}", highlight=False)
+
+    def stopped(self, num_cut: int) -> None:
+        self._console.print(f"stopped; cut off: {num_cut}" if num_cut else "stopped")
+
+    def stopped_at_once(self) -> None:
+        self._console.print("stopped at once; what was in flight is cut off")
+
+    def error(self, text: str) -> None:
+        self._line(f"[bold red]error:[/] {text}")
+
+    def _line(self, text: str) -> None:
+        # Not wrapped: these lines are copied to other terminals.
+        self._console.print(text, highlight=False, soft_wrap=True)
+
+    @contextlib.contextmanager
+    def _bars(self) -> Iterator[Callable[[str, Loading], None]]:
+        columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+        with Progress(*columns, console=self._console, transient=True) as progress:
+            tasks = {"": progress.add_task("starting tritonserver", total=None)}
+
+            def show(model: str, loading: Loading) -> None:
+                if model not in tasks:
+                    progress.update(tasks[""], visible=False)
+                    tasks[model] = progress.add_task(model, total=1.0)
+                progress.update(
+                    tasks[model],
+                    completed=loading.fraction,
+                    description=f"{model}: {loading.what}",
+                )
+
+            yield show
+
+    def _lines(self) -> Callable[[str, Loading], None]:
+        shown: dict[str, int] = {}
+
+        def show(model: str, loading: Loading) -> None:
+            step = int(loading.fraction * PLAIN_STEPS)
+            if step > shown.get(model, -1):
+                shown[model] = step
+                self._console.print(f"{model}: {loading.what} ({loading.fraction:.0%})")
+
+        return show

@@ -1,0 +1,266 @@
+"""`inflight doctor`: whether this machine can serve, and how to mend what is wrong."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from rich.console import Console
+
+from inflight import config, installation, repository
+from inflight.checkpoint import locate
+from inflight.errors import ConfigError
+from inflight.ports import choose_ports
+
+Status = Literal["ok", "note", "broken"]
+
+SUPPORTED_PYTHON = ((3, 11), (3, 12))
+# Docker gives a container 64 MB; each instance of a Python model takes 1 MB to begin with and more
+# with long prompts.
+SMALL_SHM_BYTES = 128 << 20
+# The demo model in float32, its KV cache of 1 GiB, and the processes around it.
+SMALL_MEMORY_BYTES = 3 << 30
+COMMAND_TIMEOUT_S = 20
+MARKS: dict[Status, str] = {
+    "ok": "[green]ok[/]    ",
+    "note": "[yellow]note[/]  ",
+    "broken": "[red]broken[/]",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """One finding.
+
+    Attributes:
+        name: what was looked at.
+        status: `broken` stops the server from working; `note` is worth knowing.
+        found: what there is.
+        mend: what to do; empty when all is well.
+    """
+
+    name: str
+    status: Status
+    found: str
+    mend: str = ""
+
+
+def examine(ports: tuple[int, int, int]) -> list[Check]:
+    """All checks, in the order in which to mend what they find.
+
+    Args:
+        ports: of HTTP, gRPC and metrics, which should be free.
+    """
+    return [
+        check_python(sys.version_info[:2]),
+        check_numpy(_numpy_of_the_stub()),
+        *check_triton(),
+        _version_of("torch", "pip install torch"),
+        check_model(),
+        check_ports(ports),
+        check_shm(_shm_bytes()),
+        check_memory(_memory_bytes()),
+        _threads(),
+        _glibc(),
+        _perf_analyzer(),
+    ]
+
+
+def check_python(version: tuple[int, ...]) -> Check:
+    found = f"{version[0]}.{version[1]} in {sys.prefix}"
+    if version in SUPPORTED_PYTHON:
+        return Check("Python", "ok", found)
+    return Check("Python", "broken", found, "use Python 3.11 or 3.12")
+
+
+def check_numpy(version: str) -> Check:
+    """The numpy that Triton's stub will import."""
+    if not version[:1].isdigit():
+        return Check("numpy", "broken", version, "run: pip install 'numpy>=1.26,<2'")
+    try:
+        installation.check_numpy(version)
+    except ConfigError as error:
+        return Check("numpy", "broken", version, str(error))
+    return Check("numpy", "ok", f"{version}, as Triton's stub will see it")
+
+
+def check_triton() -> Iterator[Check]:
+    """The server starts, and the stub finds its libraries."""
+    try:
+        found = installation.find()
+        installation.check_python(found)
+        backends = installation.backend_directory(found)
+    except ConfigError as error:
+        yield Check("tritonserver", "broken", "not usable", str(error))
+        return
+    environment = installation.environment(found, backends)
+    yield _runs(
+        "tritonserver",
+        [str(found.server), "--help"],
+        environment,
+        f"{found.server} ({found.origin})",
+        "reinstall it: pip install --force-reinstall --no-deps nvidia-pytriton==0.7.0",
+    )
+    yield check_stub(backends / "python" / installation.STUB, environment)
+
+
+def check_stub(stub: Path, environment: dict[str, str]) -> Check:
+    """The dynamic loader resolves all that the stub needs, libpython above all."""
+    name = f"stub for Python {installation.PYTHON_VERSION}"
+    output = _output(["ldd", str(stub)], environment)
+    linked = re.search(r"libpython(\d+\.\d+)", output)
+    if linked and linked[1] != installation.PYTHON_VERSION:
+        return Check(name, "broken", f"{stub} is for Python {linked[1]}", f"use Python {linked[1]}")
+    missing = [line.split()[0] for line in output.splitlines() if "not found" in line]
+    if not missing:
+        return Check(name, "ok", str(stub))
+    mend = "install the libraries it lacks"
+    if any(library.startswith("libpython") for library in missing):
+        mend = (
+            "use a Python that was built with a shared library (distributions' and conda's are), "
+            f"or install the package that has it: apt-get install lib"
+            f"python{installation.PYTHON_VERSION}"
+        )
+    return Check(name, "broken", f"{stub} lacks {', '.join(missing)}", mend)
+
+
+def check_model() -> Check:
+    """The checkpoint that the shipped repository serves."""
+    try:
+        engine = config.load(repository.shipped()[0] / "llm" / "1" / "engine.json")
+        checkpoint = locate(engine.model)
+    except ConfigError as error:
+        return Check(
+            "model", "note", str(error), "without it, serve your own: inflight serve --model PATH"
+        )
+    return Check("model", "ok", f"{checkpoint.name} ({engine.model})")
+
+
+def check_ports(ports: tuple[int, int, int]) -> Check:
+    try:
+        choose_ports("127.0.0.1", ports)
+    except ConfigError as error:
+        return Check("ports", "note", "taken", str(error))
+    return Check("ports", "ok", f"{', '.join(map(str, ports))} are free")
+
+
+def check_shm(size: int) -> Check:
+    found = f"{size >> 20} MiB"
+    if size >= SMALL_SHM_BYTES:
+        return Check("/dev/shm", "ok", found)
+    return Check(
+        "/dev/shm",
+        "broken",
+        f"{found}: tensors travel through it, and requests fail when it is full",
+        "start the container with --shm-size=1g, or: mount -o remount,size=1g /dev/shm",
+    )
+
+
+def check_memory(available: int) -> Check:
+    found = f"{available / (1 << 30):.1f} GiB available"
+    if available >= SMALL_MEMORY_BYTES:
+        return Check("memory", "ok", found)
+    mend = "free some, or lower kv_cache_bytes in engine.json (1 GiB by default)"
+    return Check("memory", "note", found, mend)
+
+
+def as_json(check: Check) -> dict[str, Any]:
+    return asdict(check)
+
+
+def show(checks: list[Check]) -> None:
+    """Print them for people."""
+    console = Console(highlight=False)
+    for check in checks:
+        # Paths and lists of libraries are data: no markup in them.
+        console.print(f"{MARKS[check.status]} {check.name}: ", end="")
+        console.print(check.found, markup=False, soft_wrap=True)
+        if check.mend:
+            console.print(f"         {check.mend}", markup=False, soft_wrap=True)
+
+
+def _numpy_of_the_stub() -> str:
+    # The stub ignores PYTHONPATH, so that the numpy this process has may be another one.
+    code = "import numpy; print(numpy.__version__)"
+    python = installation.python_directory() / "python3"
+    lines = _output([str(python), "-E", "-c", code], dict(os.environ)).strip().splitlines()
+    return lines[-1] if lines else "not installed"
+
+
+def _version_of(package: str, mend: str) -> Check:
+    try:
+        return Check(package, "ok", importlib.metadata.version(package))
+    except importlib.metadata.PackageNotFoundError:
+        return Check(package, "broken", "not installed", f"run: {mend}")
+
+
+def _threads() -> Check:
+    usable, all_cores = len(os.sched_getaffinity(0)), os.cpu_count() or 1
+    found = f"{usable} of {all_cores} cores"
+    if usable > 1:
+        return Check("threads", "ok", found)
+    return Check("threads", "note", found, "the engine and tritonserver share one core: it is slow")
+
+
+def _glibc() -> Check:
+    name, version = platform.libc_ver()
+    if name == "glibc" and tuple(map(int, version.split("."))) >= (2, 34):
+        return Check("libc", "ok", f"glibc {version}")
+    found = f"{name or 'unknown'} {version}"
+    return Check("libc", "note", found, "the tritonserver of nvidia-pytriton needs glibc 2.34")
+
+
+def _perf_analyzer() -> Check:
+    path = shutil.which("perf_analyzer")
+    if path:
+        return Check("perf_analyzer", "ok", path)
+    return Check("perf_analyzer", "note", "not on PATH", "only load tests need it; see README.md")
+
+
+def _shm_bytes() -> int:
+    try:
+        return shutil.disk_usage("/dev/shm").total
+    except OSError:
+        return 0
+
+
+def _memory_bytes() -> int:
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) << 10
+    return 0
+
+
+def _runs(
+    name: str, command: list[str], environment: dict[str, str], found: str, mend: str
+) -> Check:
+    output = _output(command, environment)
+    if "Usage" in output:
+        return Check(name, "ok", found)
+    reason = (output.strip().splitlines() or ["no output"])[-1]
+    return Check(name, "broken", f"{found} does not run: {reason}", mend)
+
+
+def _output(command: list[str], environment: dict[str, str]) -> str:
+    """What a command prints, or why it cannot run."""
+    try:
+        return subprocess.run(
+            command,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            timeout=COMMAND_TIMEOUT_S,
+            text=True,
+            errors="replace",
+        ).stdout
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return str(error)

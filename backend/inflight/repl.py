@@ -1,0 +1,144 @@
+"""`inflight chat`: a conversation in the terminal, and how answers are shown and timed."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from rich.console import Console
+
+from inflight_client import Cancelled, Client, ClientError, Message, Options, TextStream
+
+HELP = """\
+/clear  forget the conversation     /stats  the last answer's latency and speed
+/help   this list                   /quit   leave (or Ctrl-D)
+Ctrl-C cancels a running answer."""
+
+
+@dataclass(slots=True)
+class Answer:
+    """A streamed answer and when its parts came; times are seconds since the request.
+
+    Attributes:
+        ttft_s: time to the first text; None while there is none.
+        duration_s: time to the last response.
+        finish_reason: None when it was cancelled.
+    """
+
+    text: str = ""
+    finish_reason: str | None = None
+    num_input_tokens: int = 0
+    num_output_tokens: int = 0
+    ttft_s: float | None = None
+    duration_s: float = 0.0
+    _first_tokens: int = field(default=0, repr=False)
+
+    @property
+    def tokens_per_s(self) -> float | None:
+        """Output tokens per second after the first response: the speed of decoding."""
+        if self.ttft_s is None or self.duration_s <= self.ttft_s:
+            return None
+        return (self.num_output_tokens - self._first_tokens) / (self.duration_s - self.ttft_s)
+
+    def read(self, stream: TextStream, show: Callable[[str], None]) -> None:
+        """Take in a stream to its end, showing each piece of text.
+
+        Raises:
+            ClientError: the request failed; what came before it is kept.
+        """
+        started = time.monotonic()
+        for delta in stream:
+            self.duration_s = time.monotonic() - started
+            self.num_input_tokens = delta.num_input_tokens
+            self.num_output_tokens += delta.num_output_tokens
+            self.finish_reason = delta.finish_reason
+            self.text += delta.text
+            if self.ttft_s is None and delta.num_output_tokens:
+                self.ttft_s = self.duration_s
+                self._first_tokens = delta.num_output_tokens
+            show(delta.text)
+
+    def summary(self) -> str:
+        parts = [f"{self.num_input_tokens} tokens in", f"{self.num_output_tokens} out"]
+        if self.ttft_s is not None:
+            parts.append(f"first token after {self.ttft_s * 1000:.0f} ms")
+        if self.tokens_per_s is not None:
+            parts.append(f"{self.tokens_per_s:.1f} tokens/s")
+        parts.append(self.finish_reason or "cancelled")
+        return ", ".join(parts)
+
+
+def write_stdout(text: str) -> None:
+    sys.stdout.write(text)
+    sys.stdout.flush()
+
+
+def run(client: Client, options: Options, system: str | None) -> None:
+    """Read turns from standard input until /quit or its end.
+
+    Raises:
+        ClientError: the server cannot be reached at the start.
+    """
+    client.is_ready()
+    with contextlib.suppress(ImportError):
+        import readline  # noqa: F401  - gives input() editing and a history
+    console = Console(stderr=True, highlight=False)
+    console.print(f"connected to {client.url}; /help lists the commands")
+    start: list[Message] = [{"role": "system", "content": system}] if system else []
+    messages = list(start)
+    last: Answer | None = None
+    prompt = "> " if sys.stdin.isatty() else ""
+    while True:
+        try:
+            line = input(prompt).strip()
+        except EOFError:
+            return
+        except KeyboardInterrupt:
+            console.print("\n/quit or Ctrl-D leaves")
+            continue
+        match line:
+            case "":
+                pass
+            case "/quit" | "/exit":
+                return
+            case "/clear":
+                messages = list(start)
+                console.print("the conversation starts anew")
+            case "/stats":
+                console.print(last.summary() if last else "no answer yet")
+            case "/help":
+                console.print(HELP)
+            case _ if line.startswith("/"):
+                console.print(f"{line} is no command; /help lists them")
+            case _:
+                answer = _turn(client, [*messages, _said("user", line)], options, console)
+                if answer is not None:
+                    # A cancelled answer stays: the next turn may refer to it.
+                    messages += [_said("user", line), _said("assistant", answer.text)]
+                    last = answer
+
+
+def _turn(
+    client: Client, messages: list[Message], options: Options, console: Console
+) -> Answer | None:
+    """One answer, or None when the request failed."""
+    answer = Answer()
+    with client.chat_stream(messages, **options) as stream:
+        try:
+            answer.read(stream, write_stdout)
+        except (KeyboardInterrupt, Cancelled):
+            stream.close()
+            console.print("\n(cancelled)")
+        except ClientError as error:
+            console.print(f"error: {error}")
+            return None
+        else:
+            write_stdout("\n")
+    return answer
+
+
+def _said(role: str, content: str) -> Message:
+    return {"role": role, "content": content}

@@ -1,0 +1,138 @@
+"""Model repositories: the ones that come with this package, and new ones for other checkpoints."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+import inflight
+from inflight import config
+from inflight.checkpoint import PACKAGE_PREFIX, Checkpoint, locate
+from inflight.errors import ConfigError
+from inflight.model.config import read_config
+from inflight.text.tokenizer import Tokenizer
+
+FOLDERS = ("model_repository", "ensembles")
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
+# What is left out for a checkpoint that lacks what they need.
+_NEED_TOKENIZER = ("tokenizer", "chat_tokenizer", "detokenizer", "generate", "chat")
+_NEED_CHAT_TEMPLATE = ("chat_tokenizer", "chat")
+
+
+@dataclass(frozen=True, slots=True)
+class Repository:
+    """A repository that `init` wrote.
+
+    Attributes:
+        path: the folder to serve.
+        models: names of the models that were written, ensembles included.
+        notes: what was left out, and why.
+    """
+
+    path: Path
+    models: tuple[str, ...]
+    notes: tuple[str, ...]
+
+
+def shipped() -> list[Path]:
+    """The repositories that come with this package: the models, and the ensembles of them.
+
+    Raises:
+        ConfigError: the installation is not complete.
+    """
+    # Links in a checkout, files in a wheel.
+    root = Path(inflight.__file__).resolve().parent / "_repository"
+    folders = [(root / name).resolve() for name in FOLDERS]
+    for folder, model in zip(folders, ("llm", "chat"), strict=True):
+        if not (folder / model).is_dir():
+            raise ConfigError(f"{folder / model} does not exist; reinstall inflight-triton")
+    return folders
+
+
+def init(
+    model: str, directory: Path, *, name: str = "", settings: Mapping[str, Any] | None = None
+) -> Repository:
+    """Write a repository that serves `model`.
+
+    Args:
+        model: see `checkpoint.locate`.
+        directory: where to write; it may hold other models, but none of these.
+        name: prefix of the models' names, NAME_llm and so on, for several models in one server.
+        settings: further keys of engine.json.
+
+    Raises:
+        ConfigError: the model or a setting cannot work, or something is in the way. Nothing has
+            been written then.
+    """
+    if name and not _NAME.fullmatch(name):
+        raise ConfigError(
+            f"name {name!r} is not allowed; letters, digits, '_', '-' and '.', 64 at most"
+        )
+    checkpoint = locate(model)
+    where = model if model.startswith(PACKAGE_PREFIX) else str(Path(model).expanduser().resolve())
+    engine = {"model": where, **(settings or {})}
+    checked = config.parse(engine, "settings")
+    read_config(checkpoint).max_model_len(checked)
+    left_out, notes = _left_out(checkpoint)
+    sources = {
+        source.name: source
+        for folder in shipped()
+        for source in sorted(folder.iterdir())
+        if source.is_dir() and source.name not in left_out
+    }
+    names = {source: f"{name}_{source}" if name else source for source in sources}
+    for target in names.values():
+        if (directory / target).exists():
+            raise ConfigError(f"{directory / target} exists; choose another folder or a --name")
+    try:
+        _write(directory, sources, names, engine)
+    except OSError as error:
+        raise ConfigError(
+            f"{error.filename or directory}: cannot be written ({error.strerror})"
+        ) from None
+    return Repository(directory, tuple(sorted(names.values())), notes)
+
+
+def _left_out(checkpoint: Checkpoint) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    tokenizer = Tokenizer.load_if_present(checkpoint)
+    if tokenizer is None:
+        return _NEED_TOKENIZER, (f"{checkpoint.path} has no tokenizer: it is served by ids alone",)
+    if tokenizer.chat_template is None:
+        return _NEED_CHAT_TEMPLATE, (f"{checkpoint.path} has no chat template: no chat",)
+    return (), ()
+
+
+def _write(
+    directory: Path, sources: Mapping[str, Path], names: Mapping[str, str], engine: Any
+) -> None:
+    directory.mkdir(parents=True, exist_ok=True)
+    # Whole folders appear by rename: a tritonserver that polls never sees half a model.
+    with tempfile.TemporaryDirectory(prefix=".new-", dir=directory) as scratch:
+        for source, path in sources.items():
+            copy = Path(scratch, names[source])
+            shutil.copytree(path, copy, ignore=shutil.ignore_patterns("__pycache__"))
+            text = (path / "config.pbtxt").read_text()
+            (copy / "config.pbtxt").write_text(rename_models(text, names))
+            if (copy / "1" / "engine.json").exists():
+                encoded = msgspec.json.format(msgspec.json.encode(engine))
+                (copy / "1" / "engine.json").write_bytes(encoded + b"\n")
+        for target in names.values():
+            Path(scratch, target).rename(directory / target)
+
+
+def rename_models(text: str, names: Mapping[str, str]) -> str:
+    """A config.pbtxt with the models it refers to renamed: the steps of an ensemble, and the `llm`
+    that a tokenizer or detokenizer belongs to."""
+
+    def renamed(match: re.Match[str]) -> str:
+        return f'{match[1]}"{names.get(match[2], match[2])}"'
+
+    text = re.sub(r'(\bmodel_name:\s*)"([^"]+)"', renamed, text)
+    return re.sub(r'(key:\s*"llm"\s*value:?\s*{\s*string_value:\s*)"([^"]+)"', renamed, text)

@@ -1,0 +1,1 @@
+"""What runs inside Triton's stub processes: thin fronts between tensors and the engine."""

@@ -1,0 +1,122 @@
+"""Ids to text: a pure function of its inputs, so that any instance may take any response.
+
+What it delivered, it tells the engine: the only sign that an ensemble's client is still there.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import triton_python_backend_utils as pb_utils
+from inflight.engine_client import EngineClient, attach, socket_path
+from inflight.errors import EngineError, InflightError, RequestError
+from inflight.text.detokenize import Detokenizer
+from inflight.triton import tensors
+from inflight.triton.errors import triton_error
+from inflight.triton.sibling import load_tokenizer, sibling
+
+logger = logging.getLogger(__name__)
+
+ATTACH_PAUSE_S = 0.2
+
+
+class DetokenizerFront:
+    """Triton's model `detokenizer`.
+
+    Args:
+        directory: the model's folder; its sibling `llm` is in the same repository.
+        parameters: of config.pbtxt; `llm` names the sibling.
+
+    Raises:
+        ConfigError: the sibling or its tokenizer is missing.
+    """
+
+    def __init__(self, directory: Path, parameters: Mapping[str, str]) -> None:
+        llm = sibling(directory, parameters)
+        self._detokenizer = Detokenizer(load_tokenizer(llm))
+        self._reports = DeliveryReports(llm)
+
+    def execute(self, requests: list[Any]) -> list[Any]:
+        responses = []
+        progress = []
+        for request in requests:
+            try:
+                text, delivered = self._text(request)
+            except InflightError as error:
+                responses.append(pb_utils.InferenceResponse(error=triton_error(error)))
+                continue
+            except Exception:
+                logger.exception("a response could not be detokenized")
+                failure = EngineError("the answer could not be turned into text")
+                responses.append(pb_utils.InferenceResponse(error=triton_error(failure)))
+                continue
+            output = pb_utils.Tensor("text_output", np.array([[text.encode()]], object))
+            responses.append(pb_utils.InferenceResponse([output]))
+            progress.append(delivered)
+        self._reports.send(progress)
+        return responses
+
+    def finalize(self) -> None:
+        self._reports.close()
+
+    def _text(self, request: Any) -> tuple[str, tuple[int, int]]:
+        ids = _row(request, tensors.DETOKENIZE_IDS)
+        width, trim, final, request_id, position = _row(request, tensors.DETOKENIZE_STATE)
+        if not 0 <= width <= len(ids) or trim < 0:
+            raise RequestError("does not fit detokenize_ids", tensors.DETOKENIZE_STATE.name)
+        text = self._detokenizer.delta(ids[:width], ids[width:], final=bool(final), trim=trim)
+        return text, (request_id, position)
+
+
+class DeliveryReports:
+    """Tells the engine what was delivered. Never blocks; silent while there is no engine."""
+
+    def __init__(self, llm: Path) -> None:
+        self._path = socket_path(llm, os.getppid())
+        self._client: EngineClient | None = None
+        self._lost = threading.Event()
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._keep_attached, name="reports", daemon=True)
+        self._thread.start()
+
+    def send(self, progress: list[tuple[int, int]]) -> None:
+        client = self._client
+        if client is not None and progress:
+            client.delivered(progress)
+
+    def close(self) -> None:
+        self._closing.set()
+        self._lost.set()
+        client = self._client
+        if client is not None:
+            client.close()
+
+    def _keep_attached(self) -> None:
+        # The model `llm` may load after this one, and its engine may be replaced.
+        while not self._closing.wait(ATTACH_PAUSE_S):
+            self._lost.clear()
+            try:
+                self._client = attach(self._path, "detokenizer", on_lost=self._lost.set)
+            except InflightError:
+                continue
+            self._lost.wait()
+            self._client = None
+
+
+def _row(request: Any, tensor: tensors.Tensor) -> list[int]:
+    """A tensor of shape [1, N]: the model takes batches, each request is a batch of one."""
+    found = pb_utils.get_input_tensor_by_name(request, tensor.name)
+    if found is None:
+        raise RequestError("is missing", tensor.name)
+    array = found.as_numpy()
+    if array.ndim != 2 or array.shape[0] != 1:
+        raise RequestError(f"has shape {list(array.shape)}; allowed: [1, N]", tensor.name)
+    values: list[int] = array[0].tolist()
+    return values

@@ -1,0 +1,162 @@
+"""The tensor `sampling_parameters`: options as a JSON object, in vLLM's names.
+
+Benchmark tools and gateways that were made for vLLM's backend send it, so numbers may come as
+strings, null means the default, and what this version does not do is accepted at the value that
+asks for nothing.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+from inflight.errors import RequestError, did_you_mean
+from inflight.text.tokenizer import check_unicode
+
+PARAM = "sampling_parameters"
+MAX_BYTES = 1 << 16
+
+
+def parse(text: str) -> dict[str, Any]:
+    """Options of a JSON object, under the names of our tensors.
+
+    Raises:
+        RequestError: not JSON, an unknown key, or a value of the wrong type.
+    """
+    if len(text) > MAX_BYTES:
+        raise RequestError(f"{len(text)} characters are too many; allowed: {MAX_BYTES}", PARAM)
+    options: dict[str, Any] = {}
+    for key, value in _object(text).items():
+        if key in _IGNORED:
+            if value not in _IGNORED[key]:
+                allowed = ", ".join(json.dumps(choice) for choice in _IGNORED[key])
+                raise RequestError(
+                    f"{key} is {_shown(value)}, which is not supported in this version; "
+                    f"allowed: {allowed}",
+                    PARAM,
+                )
+        elif key in _KEYS:
+            name, convert = _KEYS[key]
+            if value is not None:
+                options[name] = convert(key, value)
+        else:
+            raise RequestError(
+                f"{key[:64]!r} is not a key{did_you_mean(key, [*_KEYS, *_IGNORED])}", PARAM
+            )
+    return options
+
+
+def _object(text: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text, parse_constant=_no_constant, object_pairs_hook=_no_twins)
+    except RecursionError:
+        raise RequestError("is nested too deeply", PARAM) from None
+    except json.JSONDecodeError as error:
+        raise RequestError(f"is not valid JSON ({error.msg} at {error.pos})", PARAM) from None
+    except ValueError:  # an integer of thousands of digits
+        raise RequestError("holds a number that is too long", PARAM) from None
+    if not isinstance(value, dict):
+        raise RequestError(f"must be a JSON object, not {_shown(value)}", PARAM)
+    return value
+
+
+def _no_constant(name: str) -> NoReturn:
+    raise RequestError(f"{name} is not a number in JSON", PARAM)
+
+
+def _no_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise RequestError("a key stands there twice", PARAM)
+    return found
+
+
+def _integer(key: str, value: Any) -> int:
+    if isinstance(value, str):
+        try:
+            return int(value)
+        except ValueError:
+            pass
+    elif isinstance(value, int) and not isinstance(value, bool):
+        return value
+    raise RequestError(f"{key} is {_shown(value)}; allowed: an integer", PARAM)
+
+
+def _number(key: str, value: Any) -> float:
+    if isinstance(value, str | int | float) and not isinstance(value, bool):
+        try:
+            return float(value)
+        except (ValueError, OverflowError):
+            pass
+    raise RequestError(f"{key} is {_shown(value)}; allowed: a number", PARAM)
+
+
+def _flag(key: str, value: Any) -> bool:
+    if isinstance(value, bool):
+        return value
+    raise RequestError(f"{key} is {_shown(value)}; allowed: true, false", PARAM)
+
+
+def _strings(key: str, value: Any) -> list[str]:
+    values = value if isinstance(value, list) else [value]
+    if not all(isinstance(one, str) for one in values):
+        raise RequestError(f"{key} is {_shown(value)}; allowed: a string or a list of them", PARAM)
+    for one in values:
+        # JSON can spell what UTF-8 cannot.
+        check_unicode(one, PARAM)
+    return values
+
+
+def _one_id(key: str, value: Any) -> int | None:
+    if value == []:
+        return None
+    if not isinstance(value, list) or len(value) != 1:
+        raise RequestError(f"{key} is {_shown(value)}; allowed: a list of one token id", PARAM)
+    return _integer(key, value[0])
+
+
+def _shown(value: Any) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 40 else text[:37] + "..."
+
+
+# vLLM's key -> our tensor's name, and the reader of its value.
+_KEYS: dict[str, tuple[str, Callable[[str, Any], Any]]] = {
+    "max_tokens": ("max_tokens", _integer),
+    "min_tokens": ("min_tokens", _integer),
+    "temperature": ("temperature", _number),
+    "top_p": ("top_p", _number),
+    "top_k": ("top_k", _integer),
+    "min_p": ("min_p", _number),
+    "repetition_penalty": ("repetition_penalty", _number),
+    "presence_penalty": ("presence_penalty", _number),
+    "frequency_penalty": ("frequency_penalty", _number),
+    "seed": ("seed", _integer),
+    "stop": ("stop_words", _strings),
+    "bad_words": ("bad_words", _strings),
+    "stop_token_ids": ("end_id", _one_id),
+    "ignore_eos": ("ignore_eos", _flag),
+    "n": ("n", _integer),
+}
+
+# Accepted at these values only: they ask for what happens anyway.
+_IGNORED: dict[str, tuple[Any, ...]] = {
+    "best_of": (1, None),
+    "logprobs": (None, False, 0),
+    "top_logprobs": (None, 0),
+    "prompt_logprobs": (None, 0),
+    "detokenize": (True, None),
+    "skip_special_tokens": (True, None),
+    "spaces_between_special_tokens": (True, None),
+    "include_stop_str_in_output": (False, None),
+    "use_beam_search": (False, None),
+    "length_penalty": (1.0, None),
+    "early_stopping": (False, None),
+    "truncate_prompt_tokens": (None,),
+    "logit_bias": (None, {}),
+    "logits_processors": (None, []),
+    "allowed_token_ids": (None,),
+    "guided_decoding": (None,),
+    "structured_outputs": (None,),
+}

@@ -1,0 +1,30 @@
+"""Our errors as Triton's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import triton_python_backend_utils as pb_utils
+from inflight.errors import (
+    CancelledError,
+    CapacityError,
+    ConfigError,
+    EngineError,
+    InflightError,
+    RequestError,
+)
+
+# Both CapacityError and EngineError say: not your fault, worth another try.
+_CODES: dict[type[InflightError], str] = {
+    RequestError: "INVALID_ARG",
+    CapacityError: "UNAVAILABLE",
+    EngineError: "UNAVAILABLE",
+    CancelledError: "CANCELLED",
+    ConfigError: "INTERNAL",
+}
+
+
+def triton_error(error: InflightError) -> Any:
+    """The TritonError with the code that belongs to an error's class."""
+    code = getattr(pb_utils.TritonError, _CODES.get(type(error), "INTERNAL"))
+    return pb_utils.TritonError(str(error), code)

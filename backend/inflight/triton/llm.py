@@ -1,0 +1,245 @@
+"""The front of the engine: requests in, responses out; it computes nothing.
+
+`execute` checks and forwards. What the engine answers goes through mailboxes to the sender threads.
+A sweep asks Triton now and then which requests were cancelled, never on the way of a token.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import triton_python_backend_utils as pb_utils
+from inflight.engine_client import EngineClient, attach_or_start
+from inflight.errors import (
+    CapacityError,
+    ConfigError,
+    EngineError,
+    InflightError,
+    RequestError,
+    from_kind,
+)
+from inflight.request import TokenEvent
+from inflight.triton import protocol
+from inflight.triton.errors import triton_error
+from inflight.triton.mailbox import Mailbox, Senders, Sweep
+
+logger = logging.getLogger(__name__)
+
+DEFAULT_SENDER_THREADS = 8
+CANCEL_INTERVAL_S = 0.02
+RESTART_PAUSES_S = (0.0, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
+# Triton 2.51 never lets go of an ensemble's request that fails while an earlier response of it is
+# on its way through a later step, and then cannot shut down in order. So an error waits for those.
+ERROR_DISTANCE_S = 0.05
+
+
+class Answer:
+    """One request's way back to its client.
+
+    Args:
+        sender: Triton's.
+        wanted: names of the outputs that the client, or the ensemble, asked for.
+        asked: what was asked; None where it could not be read.
+
+    Attributes:
+        cancel: ends the request in the engine.
+        detokenized: a detokenizer takes the responses.
+    """
+
+    def __init__(
+        self, sender: Any, wanted: frozenset[str], asked: protocol.Generation | None
+    ) -> None:
+        self._sender = sender
+        self._wanted = wanted
+        self._prompt_length = len(asked.prompt_ids) if asked else 0
+        self._echo = asked.prompt_ids if asked and asked.echo else []
+        self._sent_at = 0.0
+        self.cancel: Callable[[], None] = _nothing
+        self.detokenized = asked is not None and asked.detokenized
+
+    def send(self, event: TokenEvent) -> None:
+        flags = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL if event.is_last else 0
+        if event.error is not None:
+            if self.detokenized:
+                time.sleep(max(0.0, self._sent_at + ERROR_DISTANCE_S - time.monotonic()))
+            error = triton_error(from_kind(event.error_kind or "", event.error))
+            self._sender.send(pb_utils.InferenceResponse(error=error), flags=flags)
+            return
+        echo, self._echo = self._echo, []
+        arrays = protocol.outputs(event, self._prompt_length, echo)
+        response = pb_utils.InferenceResponse(
+            [pb_utils.Tensor(name, array) for name, array in arrays.items() if name in self._wanted]
+        )
+        self._sender.send(response, flags=flags)
+        self._sent_at = time.monotonic()
+
+    def abandon(self) -> None:
+        self.cancel()
+        error = triton_error(EngineError("the answer could not be sent"))
+        final = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
+        # If it was the final response that failed half-way, the sender is closed already.
+        with contextlib.suppress(Exception):
+            self._sender.send(pb_utils.InferenceResponse(error=error), flags=final)
+
+    def is_cancelled(self) -> bool:
+        return bool(self._sender.is_cancelled())
+
+
+class LlmFront:
+    """Triton's model `llm`.
+
+    Args:
+        directory: the model's folder, whose engine.json says what to run.
+        parameters: of config.pbtxt; `sender_threads` is known here.
+
+    Raises:
+        InflightError: the engine cannot load, and why.
+    """
+
+    def __init__(self, directory: Path, parameters: Mapping[str, str]) -> None:
+        self._directory = directory
+        self._lock = threading.Lock()
+        self._client: EngineClient | None = None
+        self._attachment = 0
+        self._in_flight: dict[int, tuple[Mailbox, Answer]] = {}
+        self._closing = threading.Event()
+        self._senders = Senders(_sender_threads(parameters))
+        self._connect()
+        self._sweep = Sweep(self._cancel_cancelled, CANCEL_INTERVAL_S)
+
+    def execute(self, requests: list[Any]) -> None:
+        """Take requests over; each gets its final response later, from a sender thread."""
+        for request in requests:
+            sender = request.get_response_sender()
+            wanted = frozenset(request.requested_output_names())
+            try:
+                self._accept(request, sender, wanted)
+            except InflightError as error:
+                self._refuse(sender, wanted, error)
+            except Exception:
+                logger.exception("a request could not be read")
+                self._refuse(sender, wanted, EngineError("the request could not be read"))
+
+    def finalize(self) -> None:
+        self._closing.set()
+        self._sweep.close()
+        with self._lock:
+            client, self._client = self._client, None
+        if client is not None:
+            client.close()
+        self._fail_all()
+        self._senders.close()
+
+    def _accept(self, request: Any, sender: Any, wanted: frozenset[str]) -> None:
+        if request.correlation_id():
+            raise RequestError("sequences are not supported; leave it out", "sequence_id")
+        inputs = {tensor.name(): tensor.as_numpy() for tensor in request.inputs()}
+        parameters = protocol.request_parameters(request.parameters())
+        client = self._client
+        if client is None:
+            raise CapacityError("the engine is starting again; try again in a moment")
+        welcome = client.welcome
+        limits = protocol.Limits(welcome.vocab_size, welcome.max_model_len)
+        asked = protocol.parse(inputs, parameters, limits)
+        answer = Answer(sender, wanted, asked)
+        mailbox = self._senders.mailbox(answer, asked.stream)
+        # Under the lock: either the loss of this engine finds the request and fails it, or the
+        # request finds the engine lost.
+        with self._lock:
+            if self._client is not client:
+                raise CapacityError("the engine is starting again; try again in a moment")
+            request_id = client.next_request_id()
+            answer.cancel = functools.partial(self._forget, client, request_id)
+            self._in_flight[request_id] = (mailbox, answer)
+            client.submit(asked.request(request_id))
+
+    def _forget(self, client: EngineClient, request_id: int) -> None:
+        self._in_flight.pop(request_id, None)
+        client.cancel(request_id)
+
+    def _refuse(self, sender: Any, wanted: frozenset[str], error: InflightError) -> None:
+        answer = Answer(sender, wanted, None)
+        self._senders.mailbox(answer, stream=True).post(TokenEvent.failed(0, error))
+
+    def _on_events(self, events: list[TokenEvent]) -> None:
+        for event in events:
+            if event.is_last:
+                entry = self._in_flight.pop(event.request_id, None)
+            else:
+                entry = self._in_flight.get(event.request_id)
+            if entry is not None:
+                entry[0].post(event)
+
+    def _cancel_cancelled(self) -> None:
+        # An ensemble's cancellation never shows in its running steps: asking would be for nothing.
+        # There, the detokenizer's silence tells the engine.
+        client = self._client
+        for request_id, (mailbox, answer) in list(self._in_flight.items()):
+            if answer.detokenized or client is None:
+                continue
+            if mailbox.lock.acquire(blocking=False):
+                try:
+                    if not mailbox.closed and answer.is_cancelled():
+                        client.cancel(request_id)
+                finally:
+                    mailbox.lock.release()
+
+    def _connect(self) -> None:
+        with self._lock:
+            self._attachment += 1
+            attachment = self._attachment
+        client = attach_or_start(
+            self._directory, os.getppid(), self._on_events, lambda: self._on_lost(attachment)
+        )
+        with self._lock:
+            if self._attachment != attachment:
+                client.close()
+                raise EngineError("the engine went away as soon as it was there")
+            self._client = client
+
+    def _on_lost(self, attachment: int) -> None:
+        with self._lock:
+            if self._attachment != attachment or self._closing.is_set():
+                return
+            self._attachment += 1
+            was_attached, self._client = self._client is not None, None
+        self._fail_all()
+        if was_attached:
+            threading.Thread(target=self._reconnect, name="reconnect", daemon=True).start()
+
+    def _reconnect(self) -> None:
+        attempt = 0
+        while not self._closing.wait(RESTART_PAUSES_S[min(attempt, len(RESTART_PAUSES_S) - 1)]):
+            try:
+                return self._connect()
+            except InflightError as error:
+                logger.error("the engine could not be started again: %s", error)
+            attempt += 1
+
+    def _fail_all(self) -> None:
+        error = CapacityError("the engine ended while it held this request; send it again")
+        while self._in_flight:
+            try:
+                request_id, (mailbox, _) = self._in_flight.popitem()
+            except KeyError:
+                return
+            mailbox.post(TokenEvent.failed(request_id, error))
+
+
+def _nothing() -> None:
+    """There is nothing to cancel yet."""
+
+
+def _sender_threads(parameters: Mapping[str, str]) -> int:
+    text = parameters.get("sender_threads", str(DEFAULT_SENDER_THREADS))
+    if not text.isdecimal() or not 1 <= int(text) <= 64:
+        raise ConfigError(f"config.pbtxt: sender_threads is {text!r}; allowed: 1 to 64")
+    return int(text)

@@ -1,0 +1,147 @@
+"""From token events to responses: a mailbox per request, and the threads that empty them.
+
+Sending one response takes about 0.1 ms, in which the sender waits for Triton. So whatever came for
+a request in the meantime goes out in its next response: one token each when there is little to do,
+more by itself when there is much.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Protocol
+
+from inflight.request import TokenEvent
+from inflight.triton.protocol import merge
+
+logger = logging.getLogger(__name__)
+
+
+class Outlet(Protocol):
+    """Where a mailbox empties to."""
+
+    def send(self, event: TokenEvent) -> None:
+        """Send one response; it is the last where `event.is_last`."""
+
+    def abandon(self) -> None:
+        """A response could not be sent: end the request somehow, and do not raise."""
+
+
+class Mailbox:
+    """What one request still has to be told.
+
+    `post` may be called from any thread; events leave in that order, from one thread at a time.
+    The last one leaves once, and nothing after it.
+
+    Args:
+        outlet: takes the events.
+        stream: False to keep everything for one response at the end.
+    """
+
+    __slots__ = ("_held", "_outlet", "_pending", "_queued", "_shard", "_stream", "closed", "lock")
+
+    def __init__(
+        self, outlet: Outlet, stream: bool, shard: queue.SimpleQueue[Mailbox | None]
+    ) -> None:
+        self._outlet = outlet
+        self._stream = stream
+        self._shard = shard
+        self._pending: deque[TokenEvent] = deque()
+        self._queued = False
+        self._held: TokenEvent | None = None
+        self.closed = False
+        # Held while something is sent: afterwards a closed request's sender must not be touched.
+        self.lock = threading.Lock()
+
+    def post(self, event: TokenEvent) -> None:
+        self._pending.append(event)
+        # No lock needed: a sender clears `_queued` before it empties `_pending`, so an event that
+        # finds it set is still seen, and one that finds it clear at worst queues an empty mailbox.
+        if not self._queued:
+            self._queued = True
+            self._shard.put(self)
+
+    def flush(self) -> None:
+        """Send what is pending as one event."""
+        self._queued = False
+        event = self._held
+        while self._pending:
+            later = self._pending.popleft()
+            event = later if event is None else merge(event, later)
+            if event.is_last:
+                break
+        if event is None or self.closed:
+            return
+        if not self._stream and not event.is_last:
+            self._held = event
+            return
+        self._held = None
+        with self.lock:
+            self.closed = event.is_last
+            try:
+                self._outlet.send(event)
+            except Exception:
+                logger.exception("a response could not be sent")
+                self.closed = True
+                self._outlet.abandon()
+
+
+class Senders:
+    """Threads that flush mailboxes. A mailbox belongs to one thread, which keeps its order."""
+
+    def __init__(self, num_threads: int) -> None:
+        self._shards: list[queue.SimpleQueue[Mailbox | None]] = [
+            queue.SimpleQueue() for _ in range(num_threads)
+        ]
+        self._next_shard = itertools.cycle(self._shards)
+        self._threads = [
+            threading.Thread(target=self._run, args=(shard,), name=f"send-{i}", daemon=True)
+            for i, shard in enumerate(self._shards)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def mailbox(self, outlet: Outlet, stream: bool) -> Mailbox:
+        return Mailbox(outlet, stream, next(self._next_shard))
+
+    def close(self) -> None:
+        """Send what is pending, then end the threads."""
+        for shard in self._shards:
+            shard.put(None)
+        for thread in self._threads:
+            thread.join(timeout=5.0)
+
+    def _run(self, shard: queue.SimpleQueue[Mailbox | None]) -> None:
+        while (mailbox := shard.get()) is not None:
+            mailbox.flush()
+
+
+class Sweep:
+    """Calls `look` again and again from a thread of its own: at most every `interval` seconds, and
+    no more than a tenth of the time."""
+
+    def __init__(self, look: Callable[[], None], interval: float) -> None:
+        self._look = look
+        self._interval = interval
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="sweep", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        self._stopped.set()
+        self._thread.join(timeout=5.0)
+
+    def _run(self) -> None:
+        pause = self._interval
+        while not self._stopped.wait(pause):
+            started = time.monotonic()
+            try:
+                self._look()
+            except Exception:
+                logger.exception("looking for cancelled requests failed")
+            pause = max(self._interval, 9 * (time.monotonic() - started))

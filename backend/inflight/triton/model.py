@@ -1,0 +1,99 @@
+"""The class that Triton's Python backend loads; config.pbtxt says which front it is."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+import triton_python_backend_utils as pb_utils
+from inflight.errors import ConfigError, InflightError, did_you_mean
+from inflight.text.chat import encode_chat, parse_messages
+from inflight.text.tokenizer import Tokenizer
+from inflight.triton import tensors
+from inflight.triton.detokenizer import DetokenizerFront
+from inflight.triton.llm import LlmFront
+from inflight.triton.tokenizer import TokenizerFront
+
+
+class Front(Protocol):
+    """What each role does with Triton's requests."""
+
+    def execute(self, requests: list[Any]) -> list[Any] | None: ...
+
+    def finalize(self) -> None: ...
+
+
+def _tokenizer(directory: Path, parameters: Mapping[str, str]) -> Front:
+    return TokenizerFront(directory, parameters, tensors.TEXT_INPUT, Tokenizer.encode)
+
+
+def _chat_tokenizer(directory: Path, parameters: Mapping[str, str]) -> Front:
+    return TokenizerFront(
+        directory,
+        parameters,
+        tensors.MESSAGES,
+        lambda tokenizer, text: encode_chat(tokenizer, parse_messages(text)),
+    )
+
+
+_ROLES: dict[str, Callable[[Path, Mapping[str, str]], Front]] = {
+    "llm": LlmFront,
+    "tokenizer": _tokenizer,
+    "chat_tokenizer": _chat_tokenizer,
+    "detokenizer": DetokenizerFront,
+}
+
+
+class TritonPythonModel:
+    """One instance of a model with `backend: "inflight"`; its parameter `role` picks the front."""
+
+    _front: Front | None = None
+
+    @staticmethod
+    def auto_complete_config(config: Any) -> Any:
+        # The config.pbtxt files are complete.
+        return config
+
+    def initialize(self, args: dict[str, str]) -> None:
+        """Load.
+
+        Raises:
+            TritonModelException: the model cannot load; Triton reports why.
+        """
+        _log_to_the_servers_log()
+        config = json.loads(args["model_config"])
+        parameters = {
+            name: value["string_value"] for name, value in config.get("parameters", {}).items()
+        }
+        try:
+            role = parameters.get("role", "")
+            if role not in _ROLES:
+                raise ConfigError(
+                    f"config.pbtxt: the parameter 'role' is {role!r}; "
+                    f"allowed: {', '.join(_ROLES)}{did_you_mean(role, _ROLES)}"
+                )
+            self._front = _ROLES[role](Path(args["model_repository"]), parameters)
+        except InflightError as error:
+            raise pb_utils.TritonModelException(str(error)) from None
+
+    def execute(self, requests: list[Any]) -> list[Any] | None:
+        assert self._front is not None  # Triton calls initialize first
+        return self._front.execute(requests)
+
+    def finalize(self) -> None:
+        if self._front is not None:
+            self._front.finalize()
+
+
+def _log_to_the_servers_log() -> None:
+    # A stub's standard error is the server's.
+    logging.basicConfig(
+        level=os.environ.get("INFLIGHT_LOG_LEVEL", "INFO").upper(),
+        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
+        stream=sys.stderr,
+    )

@@ -1,0 +1,41 @@
+"""How the text models find the checkpoint: through the model `llm` beside them, which names it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from inflight import config
+from inflight.checkpoint import locate
+from inflight.engine_client import engine_config_path
+from inflight.errors import ConfigError
+from inflight.text.tokenizer import Tokenizer
+
+
+def sibling(directory: Path, parameters: Mapping[str, str]) -> Path:
+    """The folder of the model that the parameter `llm` names, in the same repository.
+
+    Raises:
+        ConfigError: there is no such parameter or no such folder.
+    """
+    name = parameters.get("llm", "")
+    llm = directory.parent / name
+    if not name or name != Path(name).name or not llm.is_dir():
+        raise ConfigError(
+            f"{directory / 'config.pbtxt'}: the parameter 'llm' is {name!r}; it must name the "
+            f"folder of the llm model in {directory.parent}"
+        )
+    return llm
+
+
+def load_tokenizer(llm: Path) -> Tokenizer:
+    """The tokenizer of an llm model's checkpoint.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    settings = config.load(engine_config_path(llm))
+    tokenizer = Tokenizer.load_if_present(locate(settings.model))
+    if tokenizer is None:
+        raise ConfigError(f"{settings.model}: has no tokenizer, so the model speaks ids only")
+    return tokenizer

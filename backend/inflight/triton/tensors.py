@@ -1,0 +1,179 @@
+"""The tensors of every model, as one table: for reading them, for error messages, and for the test
+that holds the config.pbtxt files to it.
+
+Knows nothing of Triton's Python API: a tensor is a name and a numpy array.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from inflight.errors import RequestError, did_you_mean
+
+Array = npt.NDArray[Any]
+Datatype = Literal["STRING", "BOOL", "INT32", "INT64", "UINT32", "UINT64", "FP32"]
+
+NUMPY: dict[Datatype, np.dtype[Any]] = {
+    "STRING": np.dtype(object),
+    "BOOL": np.dtype(np.bool_),
+    "INT32": np.dtype(np.int32),
+    "INT64": np.dtype(np.int64),
+    "UINT32": np.dtype(np.uint32),
+    "UINT64": np.dtype(np.uint64),
+    "FP32": np.dtype(np.float32),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Tensor:
+    """One named tensor.
+
+    Attributes:
+        dims: [dims]; -1 is any length.
+        meaning: one sentence for people.
+        required: whether the model cannot do without it. Where the tokenizers are concerned it is
+            optional for Triton all the same: an ensemble whose first step lacks its only input
+            ends with an empty success, where the step itself can say what is missing.
+    """
+
+    name: str
+    datatype: Datatype
+    meaning: str
+    dims: int = 1
+    required: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Contract:
+    """Inputs and outputs of a model."""
+
+    inputs: tuple[Tensor, ...]
+    outputs: tuple[Tensor, ...]
+
+
+OPTIONS = (
+    Tensor("max_tokens", "INT32", "Output tokens at most."),
+    Tensor("min_tokens", "INT32", "No end-of-sequence token before this many output tokens."),
+    Tensor("min_length", "INT32", "Another name of min_tokens."),
+    Tensor("stream", "BOOL", "Answer as the text grows, not once at the end."),
+    Tensor("temperature", "FP32", "0 is greedy."),
+    Tensor("top_k", "INT32", "Draw from the k likeliest tokens; 0 and -1 mean all."),
+    Tensor("top_p", "FP32", "Draw from the likeliest tokens that together have this probability."),
+    Tensor("min_p", "FP32", "Draw from tokens with this share of the likeliest one's probability."),
+    Tensor("repetition_penalty", "FP32", "Above 1 makes tokens of prompt and output less likely."),
+    Tensor("presence_penalty", "FP32", "Subtracted once from tokens that stand in the output."),
+    Tensor("frequency_penalty", "FP32", "Subtracted per occurrence in the output."),
+    Tensor("seed", "UINT64", "The same seed gives the same text."),
+    Tensor("stop_words", "STRING", "Strings that end the output and are not part of it.", dims=-1),
+    Tensor("bad_words", "STRING", "Strings that are never generated.", dims=-1),
+    Tensor("end_id", "INT32", "A further end-of-sequence token."),
+    Tensor("ignore_eos", "BOOL", "Go on past the end-of-sequence token."),
+    Tensor("exclude_input_in_output", "BOOL", "False puts the prompt in front of the output."),
+    Tensor("return_num_input_tokens", "BOOL", "Accepted; the count is always there."),
+    Tensor("return_num_output_tokens", "BOOL", "Accepted; the count is always there."),
+    Tensor("sampling_parameters", "STRING", "Options as a JSON object, in vLLM's names."),
+    Tensor("cache_salt", "STRING", "Cached prefixes are shared only under the same salt."),
+    Tensor("n", "INT32", "Outputs per prompt: 1 in this version."),
+    Tensor("num_logprobs", "INT32", "Alternatives with log-probabilities: 0 in this version."),
+    Tensor("guided_decoding_guide_type", "STRING", "Not in this version."),
+    Tensor("guided_decoding_guide", "STRING", "Not in this version."),
+    Tensor("priority_class", "STRING", "Not in this version."),
+    Tensor("deadline_ms", "INT32", "Not in this version."),
+)
+
+# Every response carries all of them.
+ANSWER = (
+    Tensor("finish_reason", "STRING", "stop, length or cancelled; empty until the end."),
+    Tensor("num_input_tokens", "UINT32", "Tokens of the prompt."),
+    Tensor("num_output_tokens", "UINT32", "Tokens of this response: a stream's sum is the total."),
+    Tensor("cumulative_logprob", "FP32", "Sum of the output tokens' log-probabilities so far."),
+    Tensor("logprobs", "STRING", "Empty in this version."),
+)
+
+TEXT_INPUT = Tensor("text_input", "STRING", "The prompt.", required=True)
+MESSAGES = Tensor("messages", "STRING", "A chat as a JSON list of messages.", required=True)
+TEXT_OUTPUT = Tensor("text_output", "STRING", "New text: valid UTF-8, always.")
+
+INPUT_IDS = Tensor("input_ids", "INT32", "Token ids of the prompt.", dims=-1, required=True)
+PROMPT_TENSOR = Tensor(
+    "prompt_tensor",
+    "STRING",
+    "Set by our tokenizers alone: the tensor that the prompt came from. It also says that a "
+    "detokenizer follows, which reports what it delivered.",
+)
+DETOKENIZE_IDS = Tensor("detokenize_ids", "INT32", "A window of ids, then the new ones.", dims=-1)
+DETOKENIZE_STATE = Tensor(
+    "detokenize_state",
+    "INT64",
+    "Length of the window, characters to trim, 1 at the end, request id, position.",
+    dims=5,
+)
+
+_PROMPT = (INPUT_IDS, PROMPT_TENSOR)
+_DETOKENIZE = (DETOKENIZE_IDS, DETOKENIZE_STATE)
+
+MODELS = {
+    "llm": Contract(
+        (*_PROMPT, *OPTIONS),
+        (Tensor("output_ids", "INT32", "New token ids.", dims=-1), *_DETOKENIZE, *ANSWER),
+    ),
+    "tokenizer": Contract((TEXT_INPUT,), _PROMPT),
+    "chat_tokenizer": Contract((MESSAGES,), _PROMPT),
+    "detokenizer": Contract(_DETOKENIZE, (TEXT_OUTPUT,)),
+    "generate": Contract((TEXT_INPUT, *OPTIONS), (TEXT_OUTPUT, *ANSWER)),
+    "chat": Contract((MESSAGES, *OPTIONS), (TEXT_OUTPUT, *ANSWER)),
+}
+
+_BY_NAME = {tensor.name: tensor for tensor in (*_PROMPT, *OPTIONS)}
+
+
+def read(tensor: Tensor, array: Array) -> Any:
+    """The checked content of a tensor as Python values of its own: `array` may be a view of shared
+    memory that Triton takes back.
+
+    Returns:
+        int, float, bool or str where dims is 1; a list of them otherwise.
+
+    Raises:
+        RequestError: datatype, shape or a value is not allowed.
+    """
+    if array.dtype != NUMPY[tensor.datatype]:
+        raise RequestError(f"has dtype {array.dtype}; allowed: {tensor.datatype}", tensor.name)
+    if array.ndim != 1 or tensor.dims not in (-1, array.size):
+        allowed = "[N]" if tensor.dims < 0 else f"[{tensor.dims}]"
+        raise RequestError(f"has shape {list(array.shape)}; allowed: {allowed}", tensor.name)
+    values = array.tolist()
+    if tensor.datatype == "STRING":
+        values = [_text(value, tensor.name) for value in values]
+    elif tensor.datatype == "FP32" and not np.isfinite(array).all():
+        raise RequestError(f"{values[0]} is not a finite number", tensor.name)
+    return values[0] if tensor.dims == 1 else values
+
+
+def read_request(tensors: Mapping[str, Array]) -> dict[str, Any]:
+    """Checked values of the `llm` model's inputs, by name.
+
+    Raises:
+        RequestError: an input is unknown, or not allowed as it is.
+    """
+    values = {}
+    for name, array in tensors.items():
+        tensor = _BY_NAME.get(name)
+        if tensor is None:
+            raise RequestError(f"is not an input{did_you_mean(name, _BY_NAME)}", name)
+        values[name] = read(tensor, array)
+    return values
+
+
+def _text(value: object, name: str) -> str:
+    if not isinstance(value, bytes):
+        raise RequestError("holds something that is not bytes", name)
+    try:
+        return value.decode()
+    except UnicodeDecodeError as error:
+        raise RequestError(f"is not valid UTF-8 (at byte {error.start})", name) from None

@@ -1,0 +1,108 @@
+"""Every error that a client raises, in one tree.
+
+    ClientError
+    ├── InvalidRequest     the server refused what was asked: mend the request
+    ├── Unavailable        the server cannot take it now: try again later
+    ├── Cancelled          it was cancelled, by us or by the server
+    ├── TimedOut           the timeout that the caller gave has passed
+    ├── ServerError        the server failed: the request was not at fault
+    └── ConnectionFailed   no server, or the connection to it broke
+
+gRPC's status codes and Triton's messages are mapped to them here and nowhere else.
+"""
+
+from __future__ import annotations
+
+import re
+
+import grpc
+
+
+class ClientError(Exception):
+    """Base of all of them."""
+
+
+class InvalidRequest(ClientError):
+    pass
+
+
+class Unavailable(ClientError):
+    pass
+
+
+class Cancelled(ClientError):
+    pass
+
+
+class TimedOut(ClientError):
+    pass
+
+
+class ServerError(ClientError):
+    pass
+
+
+class ConnectionFailed(ClientError):
+    pass
+
+
+BY_CODE: dict[grpc.StatusCode, type[ClientError]] = {
+    grpc.StatusCode.OK: ServerError,  # an error with this code is no error of ours
+    grpc.StatusCode.CANCELLED: Cancelled,
+    grpc.StatusCode.UNKNOWN: ServerError,
+    grpc.StatusCode.INVALID_ARGUMENT: InvalidRequest,
+    grpc.StatusCode.DEADLINE_EXCEEDED: TimedOut,
+    grpc.StatusCode.NOT_FOUND: InvalidRequest,
+    grpc.StatusCode.ALREADY_EXISTS: InvalidRequest,
+    grpc.StatusCode.PERMISSION_DENIED: InvalidRequest,
+    grpc.StatusCode.UNAUTHENTICATED: InvalidRequest,
+    grpc.StatusCode.RESOURCE_EXHAUSTED: Unavailable,
+    grpc.StatusCode.FAILED_PRECONDITION: InvalidRequest,
+    grpc.StatusCode.ABORTED: ServerError,
+    grpc.StatusCode.UNIMPLEMENTED: InvalidRequest,
+    grpc.StatusCode.OUT_OF_RANGE: InvalidRequest,
+    grpc.StatusCode.INTERNAL: ServerError,
+    grpc.StatusCode.UNAVAILABLE: Unavailable,
+    grpc.StatusCode.DATA_LOSS: ServerError,
+}
+
+# gRPC reports a lost connection as UNAVAILABLE too, in words of its own.
+_TRANSPORT = re.compile(
+    r"failed to connect|socket closed|connection (?:reset|refused|closed|timed out)|broken pipe"
+    r"|stream removed|goaway|endpoint closing|transport closed|dns resolution|recvmsg"
+    r"|name resolution|keepalive|channel closed|failed parsing http/2",
+    re.IGNORECASE,
+)
+
+# Triton sends some errors inside a stream that ends well, without a code.
+_MESSAGES: tuple[tuple[re.Pattern[str], type[ClientError]], ...] = (
+    (
+        re.compile(r"no available versions|[Ss]erver is stopping|not ready|[Uu]navailable"),
+        Unavailable,
+    ),
+    (
+        re.compile(r"unknown model|unexpected (?:inference )?(?:input|shape|datatype)"),
+        InvalidRequest,
+    ),
+    (re.compile(r"expected \d+ inputs|missing|must have|expects"), InvalidRequest),
+    (re.compile(r"[Cc]ancell?ed"), Cancelled),
+)
+
+
+def from_rpc(error: grpc.RpcError) -> ClientError:
+    """The error that a failed call stands for."""
+    if not isinstance(error, grpc.Call):
+        return ConnectionFailed(str(error))
+    code = error.code()
+    details = error.details() or code.name
+    if code is grpc.StatusCode.UNAVAILABLE and _TRANSPORT.search(details):
+        return ConnectionFailed(details)
+    return BY_CODE.get(code, ServerError)(details)
+
+
+def from_message(message: str) -> ClientError:
+    """The error that a message inside a stream stands for."""
+    for pattern, kind in _MESSAGES:
+        if pattern.search(message):
+            return kind(message)
+    return ServerError(message)

@@ -1,0 +1,17 @@
+"""What several tests of the backend start from."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import tiny
+from inflight.checkpoint import Checkpoint
+
+
+@pytest.fixture(scope="session")
+def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
+    """A two-layer llama with random weights and a vocabulary of 160 tokens."""
+    folder: Path = tmp_path_factory.mktemp("tiny_llama")
+    return tiny.write_llama(folder)

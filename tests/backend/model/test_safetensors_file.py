@@ -1,0 +1,156 @@
+"""A safetensors file is believed only where its header and its bytes agree."""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+import tiny
+from inflight.errors import ConfigError
+from inflight.model import safetensors_file
+from inflight.model.safetensors_file import read_file, read_folder
+
+
+def write(path: Path, header: Any, data: bytes = b"\0" * 64, length: int | None = None) -> Path:
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    path.write_bytes(struct.pack("<Q", len(text) if length is None else length) + text + data)
+    return path
+
+
+def entry(begin: int, end: int, shape: list[int], dtype: str = "F32") -> dict[str, Any]:
+    return {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
+
+
+def test_a_file_of_the_official_writer_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "x.safetensors"
+    save_file({"a": torch.arange(6.0).view(2, 3), "b": torch.ones(5).bfloat16()}, path)
+    tensors = read_file(path)
+    assert {name: (t.shape, t.dtype) for name, t in tensors.items()} == {
+        "a": ((2, 3), "F32"),
+        "b": ((5,), "BF16"),
+    }
+    assert tensors["a"].data.view("<f4").tolist() == [0, 1, 2, 3, 4, 5]
+
+
+@pytest.mark.parametrize(
+    ("header", "named"),
+    [
+        (b"{", "not valid JSON"),
+        (b"[" * 100_000, "not valid JSON"),
+        ([], "not a JSON object"),
+        ({"a": entry(0, 64, [17])}, "of shape [17] has 64 bytes"),
+        ({"a": entry(0, 65, [16])}, "lies outside the file"),
+        ({"a": entry(0, 1 << 62, [1 << 60])}, "lies outside the file"),
+        ({"a": entry(8, 4, [0])}, "at 8:4"),
+        ({"a": entry(-4, 0, [1])}, "at -4:0"),
+        ({"a": entry(0, 8, [-2, -1])}, "shape [-2, -1]"),
+        ({"a": entry(0, 8, [2], "I64")}, "type I64; allowed: F32, F16, BF16"),
+        ({"a": {"dtype": "F32", "shape": [1]}}, "is damaged"),
+        ({"a": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4, 8]}}, "is damaged"),
+        ({"a": [1]}, "is damaged"),
+        ({"a": entry(0, 8, [2]), "b": entry(4, 12, [2])}, "'a' and 'b' overlap"),
+        ({"a": entry(0, 32, [8]), "b": entry(8, 12, [1])}, "'a' and 'b' overlap"),
+    ],
+)
+def test_a_header_that_does_not_fit_is_refused(tmp_path: Path, header: Any, named: str) -> None:
+    path = write(tmp_path / "x.safetensors", header)
+    with pytest.raises(ConfigError) as caught:
+        read_file(path)
+    assert named in str(caught.value)
+    assert str(path) in str(caught.value)
+
+
+@pytest.mark.parametrize("length", [1000, safetensors_file.MAX_HEADER_BYTES + 1, (1 << 64) - 1])
+def test_a_header_longer_than_the_file_or_the_limit_is_not_read(
+    tmp_path: Path, length: int
+) -> None:
+    with pytest.raises(ConfigError, match=f"a header of {length} bytes"):
+        read_file(write(tmp_path / "x.safetensors", {}, length=length))
+
+
+@pytest.mark.parametrize("size", [0, 7])
+def test_a_file_too_short_for_a_header_is_refused(tmp_path: Path, size: int) -> None:
+    path = tmp_path / "x.safetensors"
+    path.write_bytes(b"\0" * size)
+    with pytest.raises(ConfigError, match=f"{size} bytes are not a safetensors file"):
+        read_file(path)
+
+
+def test_a_truncated_file_is_refused(tmp_path: Path) -> None:
+    checkpoint = tiny.write_llama(tmp_path)
+    file = tmp_path / "model.safetensors"
+    os.truncate(file, file.stat().st_size - 1)
+    with pytest.raises(ConfigError, match="it is cut off; fetch the file again"):
+        read_folder(checkpoint.path)
+
+
+def test_shards_are_read_as_one(tmp_path: Path) -> None:
+    tiny.write_llama(tmp_path / "whole")
+    tiny.write_llama(tmp_path / "shards", shards=3)
+    whole, shards = read_folder(tmp_path / "whole"), read_folder(tmp_path / "shards")
+    assert whole.keys() == shards.keys()
+    assert all(whole[name].data.tobytes() == shards[name].data.tobytes() for name in whole)
+
+
+def index(folder: Path, weight_map: Any) -> Path:
+    folder.mkdir(exist_ok=True)
+    (folder / safetensors_file.INDEX_NAME).write_text(json.dumps({"weight_map": weight_map}))
+    return folder
+
+
+@pytest.mark.parametrize("through", ["..", "absolute", "link"])
+def test_a_shard_outside_the_folder_is_refused(tmp_path: Path, through: str) -> None:
+    outside = write(tmp_path / "outside.safetensors", {"a": entry(0, 64, [16])})
+    folder = tmp_path / "model"
+    folder.mkdir()
+    shard = {"..": "../outside.safetensors", "absolute": str(outside), "link": "link"}[through]
+    (folder / "link").symlink_to(outside)
+    with pytest.raises(ConfigError, match="leads out of the folder"):
+        read_folder(index(folder, {"a": shard}))
+
+
+def test_a_download_caches_links_to_its_blobs_are_followed(tmp_path: Path) -> None:
+    blobs = tmp_path / "models--a--b" / "blobs"
+    blobs.mkdir(parents=True)
+    write(blobs / "0123", {"a": entry(0, 64, [16])})
+    folder = tmp_path / "models--a--b" / "snapshots" / "main"
+    folder.mkdir(parents=True)
+    (folder / "model-1.safetensors").symlink_to(blobs / "0123")
+    assert list(read_folder(index(folder, {"a": "model-1.safetensors"}))) == ["a"]
+
+
+@pytest.mark.parametrize(
+    ("weight_map", "named"),
+    [
+        ({"a": "missing.safetensors"}, "no such file"),
+        ({"a": "x.safetensors", "b": "x.safetensors"}, "'b'"),
+        ({"a": 5}, "not a usable index"),
+    ],
+)
+def test_an_index_that_does_not_agree_is_refused(
+    tmp_path: Path, weight_map: Any, named: str
+) -> None:
+    write(tmp_path / "x.safetensors", {"a": entry(0, 64, [16])})
+    with pytest.raises(ConfigError, match=named):
+        read_folder(index(tmp_path, weight_map))
+
+
+def test_a_folder_with_other_formats_only_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "pytorch_model.bin").write_bytes(b"")
+    with pytest.raises(ConfigError, match="convert them to safetensors"):
+        read_folder(tmp_path)
+
+
+def test_a_tensor_in_two_shards_is_refused(tmp_path: Path) -> None:
+    write(tmp_path / "x.safetensors", {"a": entry(0, 64, [16])})
+    write(tmp_path / "y.safetensors", {"a": entry(0, 32, [8]), "b": entry(32, 64, [8])})
+    index(tmp_path, {"a": "x.safetensors", "b": "y.safetensors"})
+    with pytest.raises(ConfigError, match="has the tensor 'a', which"):
+        read_folder(tmp_path)

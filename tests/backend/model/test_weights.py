@@ -1,0 +1,251 @@
+"""Weights arrive as they were written, from either format, and a wrong set is refused by name."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from gguf import GGMLQuantizationType as Kind
+
+import tiny
+import tiny_gguf
+from inflight.checkpoint import Checkpoint
+from inflight.errors import ConfigError
+from inflight.model.config import read_config
+from inflight.model.llama import weight_shapes
+from inflight.model.rope import RopeConfig, inverse_frequencies
+from inflight.model.weights import Weights, open_weights
+
+
+def open_all(checkpoint: Checkpoint) -> Weights:
+    config = read_config(checkpoint)
+    return open_weights(checkpoint, config, weight_shapes(config))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_safetensors_of_each_type_are_read(tmp_path: Path, dtype: torch.dtype) -> None:
+    expected = tiny.random_weights(tiny.SETTINGS)
+    weights = open_all(tiny.write_llama(tmp_path, expected, shards=2, dtype=dtype))
+    for name, tensor in expected.items():
+        got = weights.read(name)
+        assert got.dtype == dtype
+        assert torch.equal(got, tensor.to(dtype))
+
+
+def test_data_at_an_odd_place_is_read(tmp_path: Path) -> None:
+    """The format promises no alignment."""
+    expected = tiny.random_weights(tiny.SETTINGS)
+    checkpoint = tiny.write_llama(tmp_path, expected)
+    path = tmp_path / "model.safetensors"
+    content = path.read_bytes()
+    size = int.from_bytes(content[:8], "little")
+    path.write_bytes(
+        (size + 1).to_bytes(8, "little") + content[8 : 8 + size] + b" " + content[8 + size :]
+    )
+    weights = open_all(checkpoint)
+    assert all(torch.equal(weights.read(name), tensor) for name, tensor in expected.items())
+
+
+@pytest.mark.parametrize(
+    "kind", [Kind.F32, Kind.F16, Kind.BF16, Kind.Q4_0, Kind.Q4_1, Kind.Q5_0, Kind.Q5_1, Kind.Q8_0]
+)
+def test_gguf_of_each_type_is_read(tmp_path: Path, kind: Kind) -> None:
+    original = tiny.random_weights(tiny.SETTINGS | {"attention_bias": True, "mlp_bias": True})
+    weights = open_all(tiny_gguf.write_gguf(tmp_path / "x.gguf", kind, original))
+    for name, tensor in tiny_gguf.rounded(original, kind).items():
+        assert torch.equal(weights.read(name), tensor), name
+
+
+@pytest.mark.parametrize(
+    "kind", [Kind.Q2_K, Kind.Q3_K, Kind.Q4_K, Kind.Q5_K, Kind.Q6_K, Kind.IQ4_NL]
+)
+def test_gguf_types_that_only_llama_cpp_writes_are_read(tmp_path: Path, kind: Kind) -> None:
+    """Random bytes: each is some number in these types."""
+    changes = {"hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 1}
+    original = tiny.random_weights(tiny.SETTINGS | changes)
+    path = tiny_gguf.write_gguf(tmp_path / "x.gguf", weights=original, **changes).path
+    config = read_config(Checkpoint(path, "gguf"))
+    block, size = gguf.GGML_QUANT_SIZES[kind]
+    data = np.random.default_rng(0).integers(0, 60, (256, 256 // block * size), dtype=np.uint8)
+    reader = gguf.GGUFReader(path)
+    writer = gguf.GGUFWriter(tmp_path / "y.gguf", "llama")
+    for tensor in reader.tensors:
+        if tensor.name == "blk.0.ffn_up.weight":
+            writer.add_tensor(tensor.name, data, raw_dtype=kind)
+        else:
+            writer.add_tensor(tensor.name, np.array(tensor.data))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    weights = open_weights(Checkpoint(tmp_path / "y.gguf", "gguf"), config, weight_shapes(config))
+    got = weights.read("model.layers.0.mlp.up_proj.weight")
+    np.testing.assert_array_equal(got.numpy(), gguf.dequantize(data, kind))
+    assert got.unique().numel() > 10
+
+
+def test_a_gguf_type_that_nobody_reads_is_refused_by_name(tmp_path: Path) -> None:
+    values = np.zeros((96, 64), np.float64)
+    original = tiny.random_weights(tiny.SETTINGS)
+    name = "model.layers.1.mlp.up_proj.weight"
+    del original[name]
+    checkpoint = tiny_gguf.write_gguf(
+        tmp_path / "x.gguf", weights=original, extra={"blk.1.ffn_up.weight": values}
+    )
+    with pytest.raises(ConfigError, match="the type F64"):
+        open_all(checkpoint).read(name)
+
+
+def test_the_demo_formats_give_one_text(tmp_path: Path) -> None:
+    """The same weights as GGUF and as safetensors: the same tokens, biases and all."""
+    biased = {"attention_bias": True, "mlp_bias": True}
+    original = tiny.random_weights(tiny.SETTINGS | biased)
+    kept = tiny_gguf.rounded(original, Kind.Q8_0)
+    folder = tiny.write_llama(tmp_path / "hf", kept, **biased)
+    file = tiny_gguf.write_gguf(tmp_path / "x.gguf", Kind.Q8_0, original)
+    texts = [
+        tiny.generate(
+            tiny.make_runner(checkpoint), [tiny.make_sequence([5, 9, 77], list(range(12)))], 30
+        )
+        for checkpoint in (folder, file)
+    ]
+    assert texts[0] == texts[1]
+
+
+def test_llama3_scaling_in_a_gguf_file_is_that_of_the_settings(tmp_path: Path) -> None:
+    llama3 = RopeConfig(10000.0, "llama3", 8.0, 64)
+    plain, _ = inverse_frequencies(RopeConfig(10000.0), 16, 256)
+    scaled, _ = inverse_frequencies(llama3, 16, 256)
+    checkpoint = tiny_gguf.write_gguf(
+        tmp_path / "x.gguf", extra={"rope_freqs.weight": (plain / scaled).astype(np.float32)}
+    )
+    rope = read_config(checkpoint).rope
+    np.testing.assert_allclose(inverse_frequencies(rope, 16, 256)[0], scaled, rtol=1e-6)
+    open_all(checkpoint)  # and is not an unexpected tensor
+
+
+@pytest.mark.parametrize(
+    ("metadata", "rope"),
+    [
+        (
+            {"rope.scaling.type": "linear", "rope.scaling.factor": 2.0},
+            RopeConfig(1e4, "linear", 2.0),
+        ),
+        ({"rope.scale_linear": 4.0}, RopeConfig(1e4, "linear", 4.0)),
+        ({"rope.scaling.type": "none"}, RopeConfig(1e4)),
+        (
+            {
+                "rope.scaling.type": "yarn",
+                "rope.scaling.factor": 4.0,
+                "rope.scaling.original_context_length": 64,
+            },
+            RopeConfig(1e4, "yarn", 4.0, 64, attention_factor=1.1386294361119891),
+        ),
+    ],
+)
+def test_scaling_in_a_gguf_file_is_read(
+    tmp_path: Path, metadata: dict[str, Any], rope: RopeConfig
+) -> None:
+    assert read_config(tiny_gguf.write_gguf(tmp_path / "x.gguf", metadata=metadata)).rope == rope
+
+
+def test_a_gguf_file_is_read_in_full(tmp_path: Path) -> None:
+    config = read_config(tiny_gguf.write_gguf(tmp_path / "x.gguf"))
+    assert (config.vocab_size, config.num_layers, config.head_dim) == (160, 2, 16)
+    assert (config.eos_token_ids, config.bos_token_id) == ((2, 3), 1)
+    assert not config.tie_word_embeddings
+    assert not config.attention_bias
+
+
+@pytest.mark.parametrize(
+    ("metadata", "named"),
+    [
+        ({"expert_count": 8}, "expert_count"),
+        ({"attention.sliding_window": 64}, "sliding_window"),
+        ({"rope.dimension_count": 8}, "rope.dimension_count"),
+        ({"attention.value_length": 32}, "attention.value_length"),
+        ({"attention.head_count_kv": [2, 1]}, "attention.head_count_kv: differs by layer"),
+        ({"rope.scaling.type": "longrope"}, "'longrope'"),
+        ({"block_count": None}, "block_count"),
+    ],
+)
+def test_a_gguf_file_of_another_kind_is_refused_by_name(
+    tmp_path: Path, metadata: dict[str, Any], named: str
+) -> None:
+    with pytest.raises(ConfigError, match=named):
+        read_config(tiny_gguf.write_gguf(tmp_path / "x.gguf", metadata=metadata))
+
+
+@pytest.mark.parametrize(
+    ("extra", "named"),
+    [
+        ({"rope_freqs.weight": np.ones(5, np.float32)}, "5 values for 8"),
+        ({"rope_freqs.weight": np.zeros(8, np.float32)}, "not above 0"),
+        ({"rope_freqs.weight": np.ones(8, np.float16)}, "F16; allowed: F32"),
+        ({"rope_factors_long.weight": np.ones(8, np.float32)}, "rope_factors_long"),
+    ],
+)
+def test_bad_rotary_factors_are_refused(
+    tmp_path: Path, extra: dict[str, np.ndarray], named: str
+) -> None:
+    with pytest.raises(ConfigError, match=named):
+        read_config(tiny_gguf.write_gguf(tmp_path / "x.gguf", extra=extra))
+
+
+def test_missing_tensors_are_named(tmp_path: Path) -> None:
+    weights = tiny.random_weights(tiny.SETTINGS)
+    for layer in (0, 1):
+        for name in ("q", "k"):
+            del weights[f"model.layers.{layer}.self_attn.{name}_proj.weight"]
+    with pytest.raises(ConfigError) as caught:
+        open_all(tiny.write_llama(tmp_path, weights))
+    assert "misses tensors: model.layers.0.self_attn.q_proj.weight" in str(caught.value)
+    assert "and 1 more" in str(caught.value)
+
+
+def test_unexpected_tensors_are_named(tmp_path: Path) -> None:
+    weights = tiny.random_weights(tiny.SETTINGS)
+    weights["model.layers.0.self_attn.q_norm.weight"] = torch.ones(16)
+    with pytest.raises(ConfigError, match=r"does not use: model\.layers\.0\.self_attn\.q_norm"):
+        open_all(tiny.write_llama(tmp_path, weights))
+
+
+def test_wrong_shapes_are_named(tmp_path: Path) -> None:
+    weights = tiny.random_weights(tiny.SETTINGS)
+    weights["model.norm.weight"] = torch.ones(63)
+    with pytest.raises(ConfigError, match=r"model\.norm\.weight \[63\] instead of \[64\]"):
+        open_all(tiny.write_llama(tmp_path, weights))
+
+
+def test_more_layers_than_settings_say_are_refused(tmp_path: Path) -> None:
+    weights = tiny.random_weights(tiny.SETTINGS)
+    with pytest.raises(ConfigError, match=r"does not use: model\.layers\.1\."):
+        open_all(tiny.write_llama(tmp_path, weights, num_hidden_layers=1))
+
+
+def test_what_follows_from_the_settings_may_stand_in_the_file(tmp_path: Path) -> None:
+    """Rotary frequencies of old checkpoints; an output layer that is tied all the same."""
+    weights = tiny.random_weights(tiny.SETTINGS)
+    weights["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(8)
+    checkpoint = tiny.write_llama(tmp_path, weights, tie_word_embeddings=True)
+    assert "lm_head.weight" in open_all(checkpoint).shapes
+
+
+def test_weights_stay_when_their_file_goes(tmp_path: Path) -> None:
+    """A file that is overwritten under a running engine must not change what it answers."""
+    checkpoint = tiny.write_llama(tmp_path)
+    runner = tiny.make_runner(checkpoint)
+    path = tmp_path / "model.safetensors"
+    with path.open("r+b") as file:
+        size = int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(size))
+        file.seek(8 + size)
+        file.write(b"\0" * max(e["data_offsets"][1] for n, e in header.items() if n[0] != "_"))
+    (text,) = tiny.generate(runner, [tiny.make_sequence([5, 9, 77], list(range(12)))], 10)
+    fresh = tiny.make_runner(tiny.write_llama(tmp_path / "again"))
+    assert text == tiny.generate(fresh, [tiny.make_sequence([5, 9, 77], list(range(12)))], 10)[0]

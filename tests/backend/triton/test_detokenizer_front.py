@@ -1,0 +1,167 @@
+"""Ids become text in any batch and any order, and the engine hears of it."""
+
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import triton_python_backend_utils as pb_utils
+from inflight.errors import CapacityError
+from inflight.request import FinishReason, TokenEvent
+from inflight.triton import detokenizer, protocol
+from inflight.triton.detokenizer import DeliveryReports, DetokenizerFront
+from inflight.triton.sibling import load_tokenizer
+from texts import TEXTS
+
+REPOSITORY = Path(__file__).parents[3] / "model_repository"
+
+
+class FakeClient:
+    def __init__(self, on_lost):
+        self.on_lost = on_lost
+        self.frames = []
+        self.closed = False
+
+    def delivered(self, progress):
+        self.frames.append(progress)
+
+    def close(self):
+        self.closed = True
+
+
+@pytest.fixture
+def clients(monkeypatch):
+    """Attached clients, newest last; an engine is there from the second attempt on."""
+    attached = []
+    attempts = []
+
+    def attach(path, role, on_lost):
+        assert role == "detokenizer"
+        attempts.append(path)
+        if len(attempts) == 1:
+            raise CapacityError("no engine listens")
+        attached.append(FakeClient(on_lost))
+        return attached[-1]
+
+    monkeypatch.setattr(detokenizer, "attach", attach)
+    monkeypatch.setattr(detokenizer, "ATTACH_PAUSE_S", 0.005)
+    return attached
+
+
+@pytest.fixture
+def front(clients):
+    front = DetokenizerFront(REPOSITORY / "detokenizer", {"llm": "llm"})
+    yield front
+    front.finalize()
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return load_tokenizer(REPOSITORY / "llm")
+
+
+def request(event, echo=()):
+    """As it arrives: a batch of one, because the model takes batches."""
+    arrays = protocol.outputs(event, 3, list(echo))
+    return pb_utils.InferenceRequest(
+        {name: arrays[name][None] for name in ("detokenize_ids", "detokenize_state")}
+    )
+
+
+def texts_of(responses):
+    assert [response.error() for response in responses] == [None] * len(responses)
+    assert all(response.tensors["text_output"].shape == (1, 1) for response in responses)
+    return [response.tensors["text_output"][0, 0].decode() for response in responses]
+
+
+def wait_until(condition):
+    import time
+
+    deadline = time.monotonic() + 5
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+def test_any_split_of_any_text_adds_up_in_any_order(front, tokenizer):
+    """The responses of all streams in one shuffled batch: nothing depends on what came before."""
+    rng = random.Random(7)
+    parts = []
+    for number, text in enumerate(TEXTS):
+        ids = tokenizer.encode(text)
+        start = 0
+        while start < len(ids):
+            end = min(len(ids), start + rng.randint(1, 4))
+            window = front._detokenizer.window_for(ids, start)
+            reason = FinishReason.STOP if end == len(ids) else None
+            event = TokenEvent(number, ids[start:end], window, end, finish_reason=reason)
+            parts.append((number, event))
+            start = end
+    order = list(range(len(parts)))
+    rng.shuffle(order)
+    shuffled = texts_of(front.execute([request(parts[i][1]) for i in order]))
+    pieces = dict(zip(order, shuffled, strict=True))
+    for number, text in enumerate(TEXTS):
+        found = "".join(pieces[i] for i, part in enumerate(parts) if part[0] == number)
+        assert found == text
+
+
+def test_what_a_stop_string_cuts_is_trimmed(front, tokenizer):
+    event = TokenEvent(1, tokenizer.encode("one two END"), [], 3, 4, FinishReason.STOP)
+    assert texts_of(front.execute([request(event)])) == ["one two"]
+
+
+def test_a_response_without_new_ids_has_no_text(front):
+    event = TokenEvent(1, [], [], 3, finish_reason=FinishReason.CANCELLED)
+    assert texts_of(front.execute([request(event)])) == [""]
+
+
+def test_the_engine_hears_once_per_batch(front, clients):
+    wait_until(lambda: front._reports._client is not None)
+    front.execute([request(TokenEvent(7, [5], [], 1)), request(TokenEvent(8, [5, 6], [], 9))])
+    assert clients[0].frames == [[(7, 1), (8, 9)]]
+
+
+def test_a_new_engine_is_found(front, clients):
+    wait_until(lambda: front._reports._client is not None)
+    clients[0].on_lost()
+    wait_until(lambda: len(clients) == 2 and front._reports._client is clients[1])
+    front.execute([request(TokenEvent(7, [5], [], 1))])
+    assert clients[1].frames == [[(7, 1)]]
+    assert clients[0].frames == []
+
+
+def test_closing_ends_the_attachment(clients):
+    reports = DeliveryReports(REPOSITORY / "llm")
+    wait_until(lambda: reports._client is not None)
+    reports.close()
+    reports._thread.join(5)
+    assert clients[0].closed
+    assert not reports._thread.is_alive()
+
+
+@pytest.mark.parametrize(
+    ("inputs", "message"),
+    [
+        ({}, "detokenize_ids: is missing"),
+        ({"detokenize_ids": np.zeros((1, 1), np.int32)}, "detokenize_state: is missing"),
+        (
+            {
+                "detokenize_ids": np.zeros((1, 1), np.int32),
+                "detokenize_state": np.array([[2, 0, 0, 1, 1]]),
+            },
+            "detokenize_state: does not fit detokenize_ids",
+        ),
+        (
+            {"detokenize_ids": np.zeros(1, np.int32), "detokenize_state": np.zeros((1, 5))},
+            "detokenize_ids: has shape [1]; allowed: [1, N]",
+        ),
+    ],
+)
+def test_a_malformed_request_fails_alone(front, tokenizer, inputs, message):
+    good = TokenEvent(1, tokenizer.encode("fine"), [], 1)
+    bad, fine = front.execute([pb_utils.InferenceRequest(inputs), request(good)])
+    assert bad.error().code() == pb_utils.TritonError.INVALID_ARG
+    assert bad.error().message() == message
+    assert fine.error() is None

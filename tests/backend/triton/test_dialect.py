@@ -1,0 +1,102 @@
+"""The JSON of sampling_parameters says the same as tensors, or is refused with the key's name."""
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from inflight.errors import RequestError
+from inflight.triton import dialect
+
+
+def test_vllm_names_become_ours():
+    text = json.dumps(
+        {
+            "max_tokens": 5,
+            "temperature": 0,
+            "top_p": 0.9,
+            "top_k": 40,
+            "stop": "END",
+            "stop_token_ids": [7],
+            "bad_words": ["no"],
+            "ignore_eos": True,
+            "seed": 2**64 - 1,
+        }
+    )
+    assert dialect.parse(text) == {
+        "max_tokens": 5,
+        "temperature": 0.0,
+        "top_p": 0.9,
+        "top_k": 40,
+        "stop_words": ["END"],
+        "end_id": 7,
+        "bad_words": ["no"],
+        "ignore_eos": True,
+        "seed": 2**64 - 1,
+    }
+
+
+def test_numbers_may_come_as_strings():
+    """GenAI-Perf writes them so."""
+    text = '{"max_tokens": "16", "min_tokens": "16", "temperature": "0.5"}'
+    assert dialect.parse(text) == {"max_tokens": 16, "min_tokens": 16, "temperature": 0.5}
+
+
+def test_null_means_the_default():
+    assert dialect.parse('{"temperature": null, "seed": null, "stop": null}') == {}
+
+
+def test_what_asks_for_nothing_is_accepted():
+    """Triton's OpenAI frontend sends every field that has a default."""
+    text = '{"logprobs": false, "top_logprobs": 0, "best_of": 1, "logit_bias": null, "n": 1}'
+    assert dialect.parse(text) == {"n": 1}
+
+
+def test_stop_may_be_a_list():
+    assert dialect.parse('{"stop": ["a", "b"]}') == {"stop_words": ["a", "b"]}
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "is not valid JSON"),
+        ("{", "is not valid JSON"),
+        ("[]", "must be a JSON object, not []"),
+        ("null", "must be a JSON object, not null"),
+        ('{"temperature": NaN}', "NaN is not a number in JSON"),
+        ('{"temperature": Infinity}', "Infinity is not a number in JSON"),
+        ('{"max_tokens": 1, "max_tokens": 2}', "a key stands there twice"),
+        ('{"max_token": 1}', "'max_token' is not a key; did you mean 'max_tokens'?"),
+        ('{"max_tokens": 1.5}', "max_tokens is 1.5; allowed: an integer"),
+        ('{"max_tokens": true}', "max_tokens is true; allowed: an integer"),
+        ('{"max_tokens": "many"}', 'max_tokens is "many"; allowed: an integer'),
+        ('{"temperature": "hot"}', 'temperature is "hot"; allowed: a number'),
+        ('{"temperature": [1]}', "temperature is [1]; allowed: a number"),
+        ('{"ignore_eos": "yes"}', 'ignore_eos is "yes"; allowed: true, false'),
+        ('{"stop": [1]}', "stop is [1]; allowed: a string or a list of them"),
+        ('{"stop": "\\ud800"}', "lone surrogate"),
+        ('{"stop_token_ids": [1, 2]}', "allowed: a list of one token id"),
+        ('{"logprobs": 5}', "logprobs is 5, which is not supported in this version"),
+        ('{"best_of": 2}', "best_of is 2, which is not supported"),
+        ('{"include_stop_str_in_output": true}', "allowed: false, null"),
+        ('{"logit_bias": {"1": 2}}', "logit_bias is"),
+        ('{"max_tokens": ' + "9" * 5000 + "}", "a number that is too long"),
+        ("[" * 30_000, "nested too deeply"),
+        (" " * (dialect.MAX_BYTES + 1), "characters are too many"),
+    ],
+)
+def test_what_is_not_allowed_is_refused(text, message):
+    with pytest.raises(RequestError) as caught:
+        dialect.parse(text)
+    assert str(caught.value).startswith("sampling_parameters: ")
+    assert message in str(caught.value)
+
+
+@given(st.recursive(st.none() | st.booleans() | st.floats() | st.text(), st.lists, max_leaves=5))
+def test_any_value_of_any_key_is_read_or_refused(value):
+    for key in [*dialect._KEYS, *dialect._IGNORED]:
+        try:
+            dialect.parse(json.dumps({key: value}))
+        except RequestError as error:
+            assert str(error).startswith("sampling_parameters: ")

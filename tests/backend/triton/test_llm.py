@@ -1,0 +1,299 @@
+"""The llm front with a fake engine: each request ends once, whatever happens."""
+
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import triton_python_backend_utils as pb_utils
+from inflight.errors import CapacityError, ConfigError, EngineError, RequestError
+from inflight.request import FinishReason, TokenEvent
+from inflight.triton import llm
+from inflight.triton.tensors import MODELS
+from inflight.wire import Welcome
+
+OUTPUTS = tuple(tensor.name for tensor in MODELS["llm"].outputs)
+
+
+class FakeEngine:
+    """What attach_or_start returns."""
+
+    def __init__(self, number, on_events, on_lost):
+        self.welcome = Welcome(number, "fake", 100, 64, 8, 16, [2], 16, True)
+        self.on_events = on_events
+        self.on_lost = on_lost
+        self.submitted = []
+        self.cancelled = []
+        self.closed = False
+        self.has_work = threading.Semaphore(0)
+
+    def next_request_id(self):
+        return self.welcome.front_id << 32 | len(self.submitted) + 1
+
+    def submit(self, request):
+        self.submitted.append(request)
+        self.has_work.release()
+
+    def cancel(self, request_id):
+        self.cancelled.append(request_id)
+        self.has_work.release()
+
+    def close(self):
+        self.closed = True
+
+    def say(self, ids, index=-1, **fields):
+        request_id = self.submitted[index].request_id
+        self.on_events([TokenEvent(request_id, ids, **fields)])
+
+
+@pytest.fixture
+def engines(monkeypatch):
+    """The engines that were started, newest last; `engines.errors` makes the next starts fail."""
+
+    class Engines(list):
+        def __init__(self):
+            super().__init__()
+            self.errors = []
+            self.started = threading.Semaphore(0)
+
+    started = Engines()
+
+    def attach_or_start(directory, server_pid, on_events, on_lost):
+        if started.errors:
+            raise started.errors.pop(0)
+        started.append(FakeEngine(len(started) + 1, on_events, on_lost))
+        started.started.release()
+        return started[-1]
+
+    monkeypatch.setattr(llm, "attach_or_start", attach_or_start)
+    monkeypatch.setattr(llm, "RESTART_PAUSES_S", (0.0, 0.01))
+    return started
+
+
+@pytest.fixture
+def front(engines):
+    front = llm.LlmFront(Path("/models/llm"), {"sender_threads": "2"})
+    yield front
+    front.finalize()
+
+
+def ask(front, parameters=None, outputs=OUTPUTS, correlation_id=0, **inputs):
+    inputs = {"input_ids": np.array([1, 2, 3], np.int32), **inputs}
+    request = pb_utils.InferenceRequest(inputs, parameters, outputs, correlation_id)
+    assert front.execute([request]) is None
+    return request.sender
+
+
+def true():
+    return np.array([True])
+
+
+def test_a_stream_is_sent_as_it_comes(front, engines):
+    sender = ask(front, stream=true())
+    engine = engines[0]
+    engine.say([7], position=1)
+    first = sender.wait_for(1)[0]
+    assert first.tensors["output_ids"].tolist() == [7]
+    assert first.tensors["finish_reason"].tolist() == [b""]
+    engine.say([8, 9], position=3, finish_reason=FinishReason.STOP)
+    last = sender.wait()[-1]
+    assert last.tensors["output_ids"].tolist() == [8, 9]
+    assert last.tensors["finish_reason"].tolist() == [b"stop"]
+    assert last.tensors["num_input_tokens"].tolist() == [3]
+    assert not front._in_flight
+
+
+def test_without_a_stream_the_answer_is_one_response(front, engines):
+    sender = ask(front)
+    for position in range(1, 6):
+        engines[0].say([position], position=position)
+    engines[0].say([], position=5, trim=2, finish_reason=FinishReason.LENGTH)
+    (response,) = sender.wait()
+    assert response.tensors["output_ids"].tolist() == [1, 2, 3, 4, 5]
+    assert response.tensors["num_output_tokens"].tolist() == [5]
+    assert response.tensors["detokenize_state"].tolist()[:3] == [0, 2, 1]
+
+
+def test_the_prompt_is_echoed_once(front, engines):
+    sender = ask(front, stream=true(), exclude_input_in_output=np.array([False]))
+    engines[0].say([7], position=1)
+    sender.wait_for(1)
+    engines[0].say([8], position=2, finish_reason=FinishReason.STOP)
+    ids = [response.tensors["output_ids"].tolist() for response in sender.wait()]
+    assert ids == [[1, 2, 3, 7], [8]]
+
+
+def test_only_wanted_outputs_are_sent(front, engines):
+    sender = ask(front, outputs=("output_ids", "finish_reason"))
+    engines[0].say([7], position=1, finish_reason=FinishReason.STOP)
+    (response,) = sender.wait()
+    assert set(response.tensors) == {"output_ids", "finish_reason"}
+
+
+def test_a_bad_request_ends_alone(front, engines):
+    good = ask(front)
+    bad = ask(front, top_p=np.array([7], np.float32))
+    (response,) = bad.wait()
+    assert response.error().code() == pb_utils.TritonError.INVALID_ARG
+    assert response.error().message().startswith("top_p: 7.0 is out of range")
+    assert len(engines[0].submitted) == 1
+    engines[0].say([7], position=1, finish_reason=FinishReason.STOP)
+    assert good.wait()[0].error() is None
+
+
+def test_a_request_of_a_sequence_is_refused(front):
+    (response,) = ask(front, correlation_id=7).wait()
+    assert response.error().message() == "sequence_id: sequences are not supported; leave it out"
+
+
+def test_a_request_that_cannot_be_read_is_answered(front, caplog):
+    class Broken(pb_utils.InferenceRequest):
+        def inputs(self):
+            raise pb_utils.TritonModelException("Unexpected shared memory at 0x7f00")
+
+    request = Broken({}, outputs=OUTPUTS)
+    front.execute([request])
+    (response,) = request.sender.wait()
+    assert response.error().message() == "the request could not be read"
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (RequestError("no", "input_ids"), "INVALID_ARG"),
+        (CapacityError("full"), "UNAVAILABLE"),
+        (EngineError("the step failed"), "UNAVAILABLE"),
+        (ConfigError("odd"), "INTERNAL"),
+    ],
+)
+def test_an_engines_error_keeps_its_kind_and_text(front, engines, error, code):
+    sender = ask(front, stream=true())
+    engines[0].on_events([TokenEvent.failed(engines[0].submitted[0].request_id, error)])
+    (response,) = sender.wait()
+    assert response.error().code() == getattr(pb_utils.TritonError, code)
+    assert response.error().message() == str(error)
+
+
+def test_a_cancelled_request_is_cancelled_in_the_engine(front, engines):
+    sender = ask(front, stream=true())
+    other = ask(front, stream=true())
+    sender.cancelled = True
+    engine = engines[0]
+    for _ in range(3):
+        assert engine.has_work.acquire(timeout=5)
+    assert set(engine.cancelled) == {engine.submitted[0].request_id}
+    engine.say([], index=0, position=0, finish_reason=FinishReason.CANCELLED)
+    assert sender.wait()[-1].tensors["finish_reason"].tolist() == [b"cancelled"]
+    assert not other.closed.is_set()
+
+
+def test_a_detokenized_request_is_not_asked_for_its_cancellation(front, engines):
+    """An ensemble's cancellation never shows in a step that runs."""
+    sender = ask(front, stream=true(), prompt_tensor=np.array([b"text_input"], object))
+    sender.cancelled = True
+    assert not threading.Event().wait(5 * llm.CANCEL_INTERVAL_S)
+    assert engines[0].cancelled == []
+    assert engines[0].submitted[0].acknowledged
+
+
+def test_a_closed_sender_is_never_touched_again(front, engines):
+    """Triton has freed what stands behind it: a look at it could crash the server."""
+    senders = []
+    for _ in range(300):
+        senders.append(ask(front, stream=true()))
+        engines[0].say([1], position=1)
+        engines[0].say([2], position=2, finish_reason=FinishReason.STOP)
+    for sender in senders:
+        sender.wait()
+    assert not threading.Event().wait(3 * llm.CANCEL_INTERVAL_S)
+    assert [sender.misuses for sender in senders] == [[]] * 300
+
+
+def test_a_response_that_cannot_be_sent_ends_the_request(front, engines, caplog):
+    sender = ask(front, stream=true())
+    sender.failures = 1
+    engines[0].say([7], position=1)
+    (response,) = sender.wait()
+    assert response.error().message() == "the answer could not be sent"
+    assert engines[0].cancelled == [engines[0].submitted[0].request_id]
+    engines[0].say([8], position=2, finish_reason=FinishReason.CANCELLED)
+    assert len(sender.responses) == 1
+    assert sender.misuses == []
+
+
+def test_a_lost_engine_ends_each_request_with_one_error(front, engines):
+    senders = [ask(front, stream=true()) for _ in range(20)]
+    engines[0].say([7], position=1)
+    senders[-1].wait_for(1)
+    engines[0].on_lost()
+    for sender in senders:
+        error = sender.wait()[-1].error()
+        assert error.code() == pb_utils.TritonError.UNAVAILABLE
+        assert error.message() == "the engine ended while it held this request; send it again"
+        assert sender.misuses == []
+
+
+def test_a_lost_engine_is_started_again(front, engines):
+    engines.started.acquire(timeout=5)
+    engines.errors.append(EngineError("it did not come up"))
+    engines[0].on_lost()
+    assert engines.started.acquire(timeout=5)
+    for _ in range(500):
+        if front._client is engines[1]:
+            break
+        threading.Event().wait(0.01)
+    sender = ask(front)
+    engines[1].say([7], position=1, finish_reason=FinishReason.STOP)
+    assert sender.wait()[0].error() is None
+
+
+def test_without_an_engine_requests_are_refused_at_once(front, engines, monkeypatch):
+    monkeypatch.setattr(llm, "RESTART_PAUSES_S", (60.0,))
+    engines[0].on_lost()
+    (response,) = ask(front).wait()
+    assert response.error().code() == pb_utils.TritonError.UNAVAILABLE
+    assert "starting again" in response.error().message()
+
+
+def test_late_events_of_a_lost_engine_are_ignored(front, engines):
+    sender = ask(front, stream=true())
+    engines[0].on_lost()
+    sender.wait()
+    engines[0].say([7], position=1)
+    engines[0].on_lost()
+    assert len(sender.responses) == 1
+
+
+def test_an_error_of_a_detokenized_stream_keeps_its_distance(front, engines):
+    """A step of an ensemble that fails beside another one leaks the request in Triton 2.51."""
+    import time
+
+    sender = ask(front, stream=true(), prompt_tensor=np.array([b"text_input"], object))
+    engines[0].say([7], position=1)
+    sender.wait_for(1)
+    sent = time.monotonic()
+    error = TokenEvent.failed(engines[0].submitted[0].request_id, EngineError("x"))
+    engines[0].on_events([error])
+    sender.wait()
+    assert time.monotonic() - sent > llm.ERROR_DISTANCE_S * 0.8
+
+
+def test_finalize_ends_what_is_in_flight(engines):
+    front = llm.LlmFront(Path("/models/llm"), {})
+    sender = ask(front, stream=true())
+    front.finalize()
+    assert sender.wait()[-1].error().code() == pb_utils.TritonError.UNAVAILABLE
+    assert engines[0].closed
+
+
+def test_an_engine_that_cannot_load_is_reported(engines):
+    engines.errors.append(ConfigError("block_size: 0 is out of range"))
+    with pytest.raises(ConfigError, match="block_size"):
+        llm.LlmFront(Path("/models/llm"), {})
+
+
+@pytest.mark.parametrize("text", ["0", "65", "many", "-1", "1.5"])
+def test_sender_threads_is_checked(engines, text):
+    with pytest.raises(ConfigError, match=r"sender_threads is .*; allowed: 1 to 64"):
+        llm.LlmFront(Path("/models/llm"), {"sender_threads": text})

