@@ -86,17 +86,20 @@ class EngineClient:
         welcome: Welcome,
         on_events: Callable[[list[TokenEvent]], None],
         on_lost: Callable[[], None],
+        on_delivered: Callable[[list[tuple[int, int]]], None],
     ) -> None:
         """Use `attach` or `attach_or_start`.
 
         Args:
             on_events: called on the reader thread with each step's events of this front.
+            on_delivered: called there with what detokenizers handed on: (request_id, position).
             on_lost: called once, on the reader thread, when the engine has gone.
         """
         self.welcome = welcome
         self._connection = connection
         self._on_events = on_events
         self._on_lost = on_lost
+        self._on_delivered = on_delivered
         self._counter = itertools.count(1)
         self._outbox: queue.SimpleQueue[Frame | None] = queue.SimpleQueue()
         self._stats: queue.SimpleQueue[Stats] = queue.SimpleQueue()
@@ -151,6 +154,8 @@ class EngineClient:
                 match frame:
                     case Step(events):
                         self._on_events(events)
+                    case Delivered(progress):
+                        self._on_delivered(progress)
                     case Stats():
                         self._stats.put(frame)
                     case _:
@@ -170,6 +175,7 @@ def attach(
     on_events: Callable[[list[TokenEvent]], None] = lambda events: None,
     on_lost: Callable[[], None] = lambda: None,
     on_loading: Callable[[Loading], None] = lambda loading: None,
+    on_delivered: Callable[[list[tuple[int, int]]], None] = lambda progress: None,
 ) -> EngineClient:
     """Attach to a running engine; waits while it loads.
 
@@ -198,7 +204,7 @@ def attach(
                 case LoadFailed(kind, message):
                     raise from_kind(kind, message)
                 case Welcome():
-                    return EngineClient(connection, greeting, on_events, on_lost)
+                    return EngineClient(connection, greeting, on_events, on_lost, on_delivered)
         raise EngineError("the engine went away while it was loading; its log says why")
     except OSError:
         connection.close()
@@ -213,6 +219,7 @@ def attach_or_start(
     server_pid: int,
     on_events: Callable[[list[TokenEvent]], None],
     on_lost: Callable[[], None],
+    on_delivered: Callable[[list[tuple[int, int]]], None] = lambda progress: None,
 ) -> EngineClient:
     """Attach a front to the model's engine; the first one starts it, the others wait for that one.
 
@@ -226,7 +233,7 @@ def attach_or_start(
         if not _listens(path):
             process = _start(path, config)
             _wait_until_it_listens(path, process)
-    return attach(path, "front", on_events, on_lost)
+    return attach(path, "front", on_events, on_lost, on_delivered=on_delivered)
 
 
 def _greetings(connection: Connection) -> Iterator[Frame]:

@@ -160,6 +160,8 @@ class Hub:
                 self._peers[peer.number] = peer
                 self._greet(peer)
             while (frame := connection.receive()) is not None:
+                if isinstance(frame, Delivered):
+                    self._pass_on(frame)
                 self.inbox.put((peer, frame))
         except (OSError, ValueError) as error:
             # A broken frame costs its sender the connection and nobody else anything.
@@ -169,19 +171,29 @@ class Hub:
             if peer is not None:
                 with self._lock:
                     del self._peers[peer.number]
+                    if peer.role == "front":
+                        self._without_front_since = time.monotonic()
+                        self._grace = LAST_FRONT_GRACE_S
                 peer.close()
                 self.inbox.put((peer, Gone()))
+
+    def _pass_on(self, delivered: Delivered) -> None:
+        # From here and not from the loop: a front should not wait for the end of a step.
+        by_front: dict[int, list[tuple[int, int]]] = {}
+        for request_id, position in delivered.progress:
+            by_front.setdefault(request_id >> 32, []).append((request_id, position))
+        for number, progress in by_front.items():
+            front = self.peer(number)
+            if front is not None:
+                front.send(Delivered(progress))
 
     def _watch_fronts(self) -> None:
         while True:
             time.sleep(0.25)
-            now = time.monotonic()
             with self._lock:
                 attached = any(peer.role == "front" for peer in self._peers.values())
-            if attached:
-                self._without_front_since = now
-                self._grace = LAST_FRONT_GRACE_S
-            elif now - self._without_front_since > self._grace:
+                alone_for = time.monotonic() - self._without_front_since
+            if not attached and alone_for > self._grace:
                 logger.info("no front is attached any more: ending")
                 self.exit(0)
 

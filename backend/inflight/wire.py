@@ -70,7 +70,10 @@ class Cancel(msgspec.Struct, tag="cancel", frozen=True):
 
 
 class Delivered(msgspec.Struct, tag="delivered", frozen=True):
-    """A detokenizer handed text of these requests on: (request_id, position) each."""
+    """A detokenizer handed text of these requests on: (request_id, position) each.
+
+    The engine passes it on to the fronts whose requests they are.
+    """
 
     progress: list[tuple[int, int]]
 

@@ -64,8 +64,10 @@ class Triton:
         return str(ask(self.grpc, message)[0]["text_output"])
 
 
-def serve(folder: Path, device: str) -> Iterator[Triton]:
-    """A server of its own, with the shipped repositories on a device."""
+def serve(
+    folder: Path, device: str, prepare: Callable[[Path], None] = lambda models: None
+) -> Iterator[Triton]:
+    """A server of its own, with the shipped repositories on a device; `prepare` may edit them."""
     models = folder / "models"
     for source in repository.shipped():
         shutil.copytree(source, models, dirs_exist_ok=True)
@@ -76,6 +78,7 @@ def serve(folder: Path, device: str) -> Iterator[Triton]:
         "num_blocks": 1024,
     }
     (models / "llm" / "1" / "engine.json").write_text(json.dumps(settings))
+    prepare(models)
     log = folder / "tritonserver.log"
     with Server([models], ports=(0, 0, 0), log_file=log, drain_s=2.0) as server:
         path = engine_client.socket_path(models / "llm", server.pid)

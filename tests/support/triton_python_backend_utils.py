@@ -111,6 +111,12 @@ class InferenceRequest:
         self._outputs = outputs
         self._correlation_id = correlation_id
         self.sender = ResponseSender()
+        self.cancelled = False
+        self.num_questions = 0
+
+    def is_cancelled(self) -> bool:
+        self.num_questions += 1
+        return self.cancelled
 
     def inputs(self) -> list[Tensor]:
         return self._inputs

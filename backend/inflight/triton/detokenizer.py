@@ -1,6 +1,8 @@
 """Ids to text: a pure function of its inputs, so that any instance may take any response.
 
-What it delivered, it tells the engine: the only sign that an ensemble's client is still there.
+It also tells the engine what became of an ensemble's client, which Triton tells no running step:
+what was delivered, and who is seen to have cancelled. With dynamic batching a cancelled request's
+responses are dropped before they come here; then the missing deliveries speak.
 """
 
 from __future__ import annotations
@@ -8,6 +10,8 @@ from __future__ import annotations
 import logging
 import os
 import threading
+import time
+from collections import OrderedDict
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -25,6 +29,10 @@ from inflight.triton.sibling import load_tokenizer, sibling
 logger = logging.getLogger(__name__)
 
 ATTACH_PAUSE_S = 0.2
+# Asking Triton is a round trip through its shared memory, so a fast stream is not asked each time.
+CANCEL_INTERVAL_S = 0.02
+# Streams whose last question is remembered; a forgotten one is merely asked again at once.
+MAX_REMEMBERED = 4096
 
 
 class DetokenizerFront:
@@ -42,6 +50,7 @@ class DetokenizerFront:
         llm = sibling(directory, parameters)
         self._detokenizer = Detokenizer(load_tokenizer(llm))
         self._reports = DeliveryReports(llm)
+        self._asked_at: OrderedDict[int, float] = OrderedDict()  # oldest question first
 
     def execute(self, requests: list[Any]) -> list[Any]:
         responses = []
@@ -49,6 +58,7 @@ class DetokenizerFront:
         for request in requests:
             try:
                 text, delivered = self._text(request)
+                self._look_for_cancel(request, delivered[0])
             except InflightError as error:
                 responses.append(pb_utils.InferenceResponse(error=triton_error(error)))
                 continue
@@ -74,6 +84,17 @@ class DetokenizerFront:
         text = self._detokenizer.delta(ids[:width], ids[width:], final=bool(final), trim=trim)
         return text, (request_id, position)
 
+    def _look_for_cancel(self, request: Any, request_id: int) -> None:
+        now = time.monotonic()
+        if now - self._asked_at.get(request_id, 0.0) < CANCEL_INTERVAL_S:
+            return
+        self._asked_at[request_id] = now
+        self._asked_at.move_to_end(request_id)
+        if len(self._asked_at) > MAX_REMEMBERED:
+            self._asked_at.popitem(last=False)
+        if request.is_cancelled():
+            self._reports.cancel(request_id)
+
 
 class DeliveryReports:
     """Tells the engine what was delivered. Never blocks; silent while there is no engine."""
@@ -90,6 +111,11 @@ class DeliveryReports:
         client = self._client
         if client is not None and progress:
             client.delivered(progress)
+
+    def cancel(self, request_id: int) -> None:
+        client = self._client
+        if client is not None:
+            client.cancel(request_id)
 
     def close(self) -> None:
         self._closing.set()

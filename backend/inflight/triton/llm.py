@@ -35,6 +35,9 @@ logger = logging.getLogger(__name__)
 
 DEFAULT_SENDER_THREADS = 8
 CANCEL_INTERVAL_S = 0.02
+# One that is being detokenized and one that waits for it: the detokenizer never idles, and what
+# comes in the meantime goes out together.
+MAX_ON_THE_WAY = 2
 RESTART_PAUSES_S = (0.0, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
 # Triton 2.51 never lets go of an ensemble's request that fails while an earlier response of it is
 # on its way through a later step, and then cannot shut down in order. So an error waits for those.
@@ -150,7 +153,8 @@ class LlmFront:
         limits = protocol.Limits(welcome.vocab_size, welcome.max_model_len)
         asked = protocol.parse(inputs, parameters, limits)
         answer = Answer(sender, wanted, asked)
-        mailbox = self._senders.mailbox(answer, asked.stream)
+        watched = asked.detokenized and asked.stream
+        mailbox = self._senders.mailbox(answer, asked.stream, MAX_ON_THE_WAY if watched else None)
         # Under the lock: either the loss of this engine finds the request and fails it, or the
         # request finds the engine lost.
         with self._lock:
@@ -178,6 +182,12 @@ class LlmFront:
             if entry is not None:
                 entry[0].post(event)
 
+    def _on_delivered(self, progress: list[tuple[int, int]]) -> None:
+        for request_id, position in progress:
+            entry = self._in_flight.get(request_id)
+            if entry is not None:
+                entry[0].delivered(position)
+
     def _cancel_cancelled(self) -> None:
         # An ensemble's cancellation never shows in its running steps: asking would be for nothing.
         # There, the detokenizer's silence tells the engine.
@@ -197,7 +207,11 @@ class LlmFront:
             self._attachment += 1
             attachment = self._attachment
         client = attach_or_start(
-            self._directory, os.getppid(), self._on_events, lambda: self._on_lost(attachment)
+            self._directory,
+            os.getppid(),
+            self._on_events,
+            lambda: self._on_lost(attachment),
+            self._on_delivered,
         )
         with self._lock:
             if self._attachment != attachment:

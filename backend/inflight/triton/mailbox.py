@@ -2,7 +2,8 @@
 
 Sending one response takes about 0.1 ms, in which the sender waits for Triton. So whatever came for
 a request in the meantime goes out in its next response: one token each when there is little to do,
-more by itself when there is much.
+more by itself when there is much. Where a later step of an ensemble is the slower one, responses
+would pile up before it instead; so a request has only a few on their way there at a time.
 """
 
 from __future__ import annotations
@@ -41,12 +42,29 @@ class Mailbox:
     Args:
         outlet: takes the events.
         stream: False to keep everything for one response at the end.
+        max_on_the_way: responses that may be sent but not delivered yet; the last one goes in any
+            case. None where nobody reports deliveries.
     """
 
-    __slots__ = ("_held", "_outlet", "_pending", "_queued", "_shard", "_stream", "closed", "lock")
+    __slots__ = (
+        "_held",
+        "_max_on_the_way",
+        "_on_the_way",
+        "_outlet",
+        "_pending",
+        "_queued",
+        "_shard",
+        "_stream",
+        "closed",
+        "lock",
+    )
 
     def __init__(
-        self, outlet: Outlet, stream: bool, shard: queue.SimpleQueue[Mailbox | None]
+        self,
+        outlet: Outlet,
+        stream: bool,
+        shard: queue.SimpleQueue[Mailbox | None],
+        max_on_the_way: int | None = None,
     ) -> None:
         self._outlet = outlet
         self._stream = stream
@@ -54,12 +72,23 @@ class Mailbox:
         self._pending: deque[TokenEvent] = deque()
         self._queued = False
         self._held: TokenEvent | None = None
+        self._max_on_the_way = max_on_the_way
+        self._on_the_way: deque[int] = deque()  # positions of the responses
         self.closed = False
         # Held while something is sent: afterwards a closed request's sender must not be touched.
         self.lock = threading.Lock()
 
     def post(self, event: TokenEvent) -> None:
         self._pending.append(event)
+        self._queue()
+
+    def delivered(self, position: int) -> None:
+        """Responses up to this position have passed the later step."""
+        while self._on_the_way and self._on_the_way[0] <= position:
+            self._on_the_way.popleft()
+        self._queue()
+
+    def _queue(self) -> None:
         # No lock needed: a sender clears `_queued` before it empties `_pending`, so an event that
         # finds it set is still seen, and one that finds it clear at worst queues an empty mailbox.
         if not self._queued:
@@ -77,10 +106,12 @@ class Mailbox:
                 break
         if event is None or self.closed:
             return
-        if not self._stream and not event.is_last:
+        if not event.is_last and (not self._stream or self._is_full()):
             self._held = event
             return
         self._held = None
+        if self._max_on_the_way is not None:
+            self._on_the_way.append(event.position)
         with self.lock:
             self.closed = event.is_last
             try:
@@ -89,6 +120,9 @@ class Mailbox:
                 logger.exception("a response could not be sent")
                 self.closed = True
                 self._outlet.abandon()
+
+    def _is_full(self) -> bool:
+        return self._max_on_the_way is not None and len(self._on_the_way) >= self._max_on_the_way
 
 
 class Senders:
@@ -106,8 +140,8 @@ class Senders:
         for thread in self._threads:
             thread.start()
 
-    def mailbox(self, outlet: Outlet, stream: bool) -> Mailbox:
-        return Mailbox(outlet, stream, next(self._next_shard))
+    def mailbox(self, outlet: Outlet, stream: bool, max_on_the_way: int | None = None) -> Mailbox:
+        return Mailbox(outlet, stream, next(self._next_shard), max_on_the_way)
 
     def close(self) -> None:
         """Send what is pending, then end the threads."""

@@ -21,10 +21,14 @@ class FakeClient:
     def __init__(self, on_lost):
         self.on_lost = on_lost
         self.frames = []
+        self.cancelled = []
         self.closed = False
 
     def delivered(self, progress):
         self.frames.append(progress)
+
+    def cancel(self, request_id):
+        self.cancelled.append(request_id)
 
     def close(self):
         self.closed = True
@@ -121,6 +125,21 @@ def test_the_engine_hears_once_per_batch(front, clients):
     wait_until(lambda: front._reports._client is not None)
     front.execute([request(TokenEvent(7, [5], [], 1)), request(TokenEvent(8, [5, 6], [], 9))])
     assert clients[0].frames == [[(7, 1), (8, 9)]]
+
+
+def test_the_engine_hears_of_a_cancel(front, clients):
+    wait_until(lambda: front._reports._client is not None)
+    gone = request(TokenEvent(7, [5], [], 1))
+    gone.cancelled = True
+    front.execute([gone, request(TokenEvent(8, [5], [], 1))])
+    assert clients[0].cancelled == [7]
+
+
+def test_a_fast_stream_is_not_asked_each_time(front, clients):
+    wait_until(lambda: front._reports._client is not None)
+    asked = [request(TokenEvent(7, [5], [], n)) for n in range(1, 50)]
+    front.execute(asked)
+    assert sum(one.num_questions for one in asked) == 1
 
 
 def test_a_new_engine_is_found(front, clients):

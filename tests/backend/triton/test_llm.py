@@ -19,10 +19,11 @@ OUTPUTS = tuple(tensor.name for tensor in MODELS["llm"].outputs)
 class FakeEngine:
     """What attach_or_start returns."""
 
-    def __init__(self, number, on_events, on_lost):
+    def __init__(self, number, on_events, on_lost, on_delivered):
         self.welcome = Welcome(number, "fake", 100, 64, 8, 16, [2], 16, True)
         self.on_events = on_events
         self.on_lost = on_lost
+        self.on_delivered = on_delivered
         self.submitted = []
         self.cancelled = []
         self.closed = False
@@ -59,10 +60,10 @@ def engines(monkeypatch):
 
     started = Engines()
 
-    def attach_or_start(directory, server_pid, on_events, on_lost):
+    def attach_or_start(directory, server_pid, on_events, on_lost, on_delivered):
         if started.errors:
             raise started.errors.pop(0)
-        started.append(FakeEngine(len(started) + 1, on_events, on_lost))
+        started.append(FakeEngine(len(started) + 1, on_events, on_lost, on_delivered))
         started.started.release()
         return started[-1]
 

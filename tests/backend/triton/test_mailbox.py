@@ -68,6 +68,31 @@ def test_without_a_stream_there_is_one_response_at_the_end():
     assert outlet.events == [TokenEvent(1, [1, 2, 3], [0], 3, finish_reason=FinishReason.STOP)]
 
 
+def test_undelivered_responses_hold_the_next_ones_back_together():
+    shard, outlet = queue.SimpleQueue(), Outlet()
+    mailbox = Mailbox(outlet, True, shard, max_on_the_way=1)
+    for position in (1, 2, 3):
+        mailbox.post(token(position))
+        mailbox.flush()
+    assert [e.token_ids for e in outlet.events] == [[1]]
+    mailbox.delivered(1)
+    assert shard.qsize() > 0
+    mailbox.flush()
+    assert [e.token_ids for e in outlet.events] == [[1], [2, 3]]
+
+
+def test_the_last_response_waits_for_no_delivery():
+    outlet = Outlet()
+    mailbox = Mailbox(outlet, True, queue.SimpleQueue(), max_on_the_way=1)
+    mailbox.post(token(1))
+    mailbox.flush()
+    mailbox.post(token(2))
+    mailbox.flush()
+    mailbox.post(token(3, last=True))
+    mailbox.flush()
+    assert [e.token_ids for e in outlet.events] == [[1], [2, 3]]
+
+
 def test_nothing_follows_the_last_event():
     outlet = Outlet()
     mailbox = Mailbox(outlet, True, queue.SimpleQueue())

@@ -1,0 +1,153 @@
+"""A request whose client has gone ends within two steps and gives its blocks back, on whatever way
+the engine learns of it. The small model needs minutes for what is asked here."""
+
+import contextlib
+import http.client
+import json
+import threading
+
+import pytest
+
+from kserve import Stream, ask, request, tensor, text
+from serving import serve
+
+pytestmark = pytest.mark.integration
+
+ENDLESS = (
+    tensor("stream", "BOOL", True),
+    tensor("ignore_eos", "BOOL", True),
+    tensor("max_tokens", "INT32", 8000),
+)
+DIRECT = request("llm", tensor("input_ids", "INT32", [504, 3575, 282]), *ENDLESS)
+ENSEMBLE = request("generate", text("The capital of"), *ENDLESS)
+# Two steps, the one that is running when the client leaves, and one for a slow machine's scheduler.
+MAX_STEPS = 4
+IDLE_S = 2.0
+SILENT_S = 15.0
+
+
+@pytest.fixture(autouse=True)
+def the_canary_sings(cpu):
+    before = cpu.canary()
+    cpu.wait_until_idle()
+    yield
+    assert cpu.canary() == before
+    cpu.wait_until_idle()
+
+
+def started(cpu, message, num_responses=3):
+    stream = Stream(cpu.grpc, message)
+    for _ in range(num_responses):
+        stream.next()
+    assert cpu.stats().num_running >= 1
+    return stream
+
+
+def over_http(cpu, model, **inputs):
+    """An open generate_stream of which some events were read."""
+    connection = http.client.HTTPConnection(cpu.http, timeout=30)
+    body = json.dumps({"stream": True, "ignore_eos": True, "max_tokens": 8000, **inputs})
+    connection.request("POST", f"/v2/models/{model}/generate_stream", body)
+    response = connection.getresponse()
+    for _ in range(3):
+        assert response.readline().startswith(b"data: ")
+        response.readline()
+    assert cpu.stats().num_running >= 1
+    return connection, response
+
+
+def close(connection, response):
+    response.close()
+    connection.close()
+
+
+def steps_until_idle(cpu, leave):
+    before = cpu.stats().num_steps
+    leave()
+    cpu.wait_until_idle(IDLE_S)
+    return cpu.stats().num_steps - before
+
+
+@pytest.mark.parametrize("message", [DIRECT, ENSEMBLE], ids=["llm", "ensemble"])
+@pytest.mark.parametrize("how", ["cancel", "hang_up"])
+def test_a_lost_client_frees_its_blocks_within_two_steps(cpu, message, how):
+    stream = started(cpu, message)
+    assert steps_until_idle(cpu, getattr(stream, how)) <= MAX_STEPS
+
+
+@pytest.mark.parametrize(
+    ("model", "prompt"),
+    [("llm", {"input_ids": [504, 3575, 282]}), ("generate", {"text_input": "The capital of"})],
+)
+def test_a_closed_generate_stream_frees_its_blocks_within_two_steps(cpu, model, prompt):
+    connection, response = over_http(cpu, model, **prompt)
+    assert steps_until_idle(cpu, lambda: close(connection, response)) <= MAX_STEPS
+
+
+def test_several_lost_at_once_end_within_two_steps(cpu):
+    streams = [started(cpu, ENSEMBLE) for _ in range(4)]
+
+    def leave():
+        for stream in streams:
+            stream.cancel()
+
+    assert steps_until_idle(cpu, leave) <= MAX_STEPS + len(streams)
+
+
+def test_a_cancel_ends_only_its_own_request(cpu):
+    """Two streams on two connections; the ids of the other one go on without a gap."""
+    cancelled = started(cpu, DIRECT)
+    prompt = tensor("input_ids", "INT32", [504, 3575, 282])
+    bounded = request("llm", prompt, ENDLESS[0], ENDLESS[1], tensor("max_tokens", "INT32", 30))
+    found = []
+    other = threading.Thread(
+        target=lambda: found.extend(answer["output_ids"] for answer in ask(cpu.grpc, bounded))
+    )
+    other.start()
+    cancelled.cancel()
+    other.join(30)
+    flat = [id_ for part in found for id_ in (part if isinstance(part, list) else [part])]
+    (alone,) = ask(cpu.grpc, request("llm", prompt, ENDLESS[1], tensor("max_tokens", "INT32", 30)))
+    assert flat == alone["output_ids"]
+
+
+def test_cancels_before_the_first_token_leave_nothing_behind(cpu):
+    for _ in range(10):
+        Stream(cpu.grpc, DIRECT).cancel()
+        Stream(cpu.grpc, ENSEMBLE).cancel()
+    cpu.wait_until_idle(SILENT_S)
+
+
+def test_a_living_ensemble_stream_is_never_set_aside(cpu):
+    """Beside streams that were cancelled, the survivor's text is what it is alone."""
+    tokens = tensor("max_tokens", "INT32", 60)
+    message = request("generate", text("Once upon a time"), ENDLESS[0], ENDLESS[1], tokens)
+    (alone,) = ask(cpu.grpc, request("generate", text("Once upon a time"), ENDLESS[1], tokens))
+    gone = [started(cpu, ENSEMBLE, 1) for _ in range(3)]
+    survivor = Stream(cpu.grpc, message)
+    first = survivor.next()["text_output"]
+    for stream in gone:
+        stream.cancel()
+    rest = "".join(answer["text_output"] for answer in survivor)
+    assert first + rest == alone["text_output"]
+    cpu.wait_until_idle(IDLE_S)
+
+
+def batch_the_detokenizer(models):
+    path = models / "detokenizer" / "config.pbtxt"
+    batching = "max_batch_size: 256\ndynamic_batching { preserve_ordering: true }"
+    config = path.read_text().replace("max_batch_size: 256", batching)
+    path.write_text(config.replace("count: 1", "count: 2"))
+
+
+def test_the_silence_of_a_batched_detokenizer_speaks(tmp_path):
+    """Triton drops what was cancelled before a batched detokenizer: nobody tells the engine."""
+    with contextlib.contextmanager(serve)(tmp_path, "cpu", batch_the_detokenizer) as triton:
+        stream = started(triton, ENSEMBLE, num_responses=10)
+        before = triton.stats()
+        stream.cancel()
+        triton.wait_for(lambda stats: stats.num_running == 0, IDLE_S)
+        set_aside = triton.stats()
+        assert set_aside.num_free_blocks == set_aside.num_blocks
+        assert set_aside.num_steps - before.num_steps <= 2 * MAX_STEPS
+        triton.wait_until_idle(SILENT_S)

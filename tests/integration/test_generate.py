@@ -1,0 +1,227 @@
+"""What a client gets from a real server, over gRPC and HTTP."""
+
+import json
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from kserve import Refused, Stream, ask, generate, generate_stream, post, request, tensor, text
+from prompts import PROMPTS
+from texts import TEXTS
+
+pytestmark = pytest.mark.integration
+
+STREAM = tensor("stream", "BOOL", True)
+ANSWER = {
+    "text_output",
+    "finish_reason",
+    "num_input_tokens",
+    "num_output_tokens",
+    "cumulative_logprob",
+    "logprobs",
+}
+
+
+def test_the_models_are_loaded(echo):
+    assert echo.server.models() == [
+        "chat",
+        "chat_tokenizer",
+        "detokenizer",
+        "generate",
+        "llm",
+        "tokenizer",
+    ]
+
+
+def test_one_response_over_grpc(echo):
+    (answer,) = ask(echo.grpc, request("generate", text("Hello, world")))
+    assert set(answer) == ANSWER
+    assert answer["text_output"] == "Hello, world"
+    assert answer["finish_reason"] == "stop"
+    assert answer["num_input_tokens"] == 3
+    assert answer["logprobs"] == ""
+
+
+def test_a_stream_over_grpc_adds_up(echo):
+    prompt = "one two three four five six seven eight"
+    answers = ask(echo.grpc, request("generate", text(prompt), STREAM))
+    assert all(set(answer) == ANSWER for answer in answers)
+    assert "".join(answer["text_output"] for answer in answers) == prompt
+    assert [answer["finish_reason"] for answer in answers[:-1]] == [""] * (len(answers) - 1)
+    assert answers[-1]["finish_reason"] == "stop"
+    (whole,) = ask(echo.grpc, request("generate", text(prompt)))
+    total = sum(answer["num_output_tokens"] for answer in answers)
+    assert total == whole["num_output_tokens"]
+
+
+def test_generate_over_http(echo):
+    answer = generate(echo.http, "generate", text_input="Grüße aus Köln 🎉", max_tokens=50)
+    assert answer["text_output"] == "Grüße aus Köln 🎉"
+    assert answer["finish_reason"] == "stop"
+
+
+def test_generate_stream_over_http(echo):
+    events = generate_stream(echo.http, "generate", text_input="a b c d e f g 🎉🎉 h")
+    assert "".join(event["text_output"] for event in events) == "a b c d e f g 🎉🎉 h"
+    assert events[-1]["finish_reason"] == "stop"
+
+
+def test_http_takes_integers_for_floats_and_members_of_parameters(echo):
+    """As LiteLLM's triton provider sends it."""
+    answer = generate(
+        echo.http,
+        "generate",
+        text_input="x y z",
+        temperature=0,
+        top_p=1,
+        parameters={"max_tokens": 2, "stop_words": [""], "bad_words": [""]},
+        stream=False,
+    )
+    assert answer["num_output_tokens"] == 2
+    assert answer["finish_reason"] == "length"
+
+
+def test_what_benchmark_clients_send_is_accepted(echo):
+    answer = generate(
+        echo.http,
+        "generate",
+        text_input="x y z",
+        accumulate_tokens=True,
+        pad_id=0,
+        end_id=2,
+        min_length=5,
+        max_tokens=5,
+        ignore_eos=True,
+        stream=False,
+    )
+    assert answer["num_output_tokens"] == 5
+    answer = generate(
+        echo.http,
+        "generate",
+        text_input="x y z",
+        exclude_input_in_output=True,
+        sampling_parameters='{"max_tokens": "6", "min_tokens": "6"}',
+    )
+    assert answer["num_output_tokens"] == 6
+
+
+def test_the_prompt_can_lead_the_output(echo):
+    answer = generate(echo.http, "generate", text_input="Köln 🎉", exclude_input_in_output=False)
+    assert answer["text_output"] == "Köln 🎉Köln 🎉"
+    inputs = (text("Köln 🎉"), STREAM, tensor("exclude_input_in_output", "BOOL", False))
+    answers = ask(echo.grpc, request("generate", *inputs))
+    assert "".join(answer["text_output"] for answer in answers) == "Köln 🎉Köln 🎉"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_stop_string_is_never_shown(echo, stream):
+    inputs = (text("one two END three"), tensor("stop_words", "BYTES", ["END"]))
+    answers = ask(echo.grpc, request("generate", *inputs, tensor("stream", "BOOL", stream)))
+    assert "".join(answer["text_output"] for answer in answers) == "one two "
+    assert answers[-1]["finish_reason"] == "stop"
+
+
+def test_ids_in_and_ids_out(echo):
+    ids = tensor("input_ids", "INT32", [10, 11, 12, 13])
+    answers = ask(echo.grpc, request("llm", ids, tensor("max_tokens", "INT32", 4), STREAM))
+    found = [answer["output_ids"] for answer in answers]
+    flat = [id_ for part in found for id_ in (part if isinstance(part, list) else [part])]
+    assert flat == [10, 11, 12, 13]
+    assert answers[-1]["finish_reason"] == "length"
+
+
+def test_an_answer_holds_only_the_outputs_asked_for(echo):
+    message = request("generate", text("Hello"))
+    message.outputs.add(name="text_output")
+    assert ask(echo.grpc, message) == [{"text_output": "Hello"}]
+
+
+def test_a_chat_goes_through_the_template(echo):
+    messages = json.dumps([{"role": "user", "content": "Which way?"}])
+    # The template's own end-of-turn tokens are in the prompt, and so in its echo.
+    answer = generate(echo.http, "chat", messages=messages, max_tokens=40, ignore_eos=True)
+    prompt = "system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face\n"
+    assert answer["text_output"].startswith(prompt + "user\nWhich way?\nassistant\n")
+
+
+def test_the_small_model_writes_text(cpu):
+    answer = generate(cpu.http, "generate", text_input=PROMPTS[0], max_tokens=3)
+    assert answer["text_output"].startswith(" Paris")
+    messages = json.dumps([{"role": "user", "content": "What is the capital of France?"}])
+    answer = generate(cpu.http, "chat", messages=messages, max_tokens=20)
+    assert "Paris" in answer["text_output"]
+    assert answer["finish_reason"] == "stop"
+    assert answer["cumulative_logprob"] < 0
+
+
+def test_greedy_text_is_the_same_streamed_batched_and_alone(cpu):
+    inputs = (text(PROMPTS[1]), tensor("max_tokens", "INT32", 12))
+    (alone,) = ask(cpu.grpc, request("generate", *inputs))
+    with ThreadPoolExecutor(4) as pool:
+        runs = pool.map(lambda _: ask(cpu.grpc, request("generate", *inputs, STREAM)), range(4))
+        for answers in runs:
+            found = "".join(answer["text_output"] for answer in answers)
+            assert found == alone["text_output"]
+
+
+def test_three_hundred_texts_over_64_streams_come_back_whole(echo):
+    """Every script, emoji and combining mark, in order, whatever the coalescing."""
+    results = {}
+
+    def client(number):
+        for index in range(number, len(TEXTS), 64):
+            message = request("generate", text(TEXTS[index]), STREAM)
+            answers = ask(echo.grpc, message)
+            results[index] = "".join(answer["text_output"] for answer in answers)
+
+    threads = [threading.Thread(target=client, args=(number,)) for number in range(64)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    wrong = [TEXTS[index] for index in range(len(TEXTS)) if results.get(index) != TEXTS[index]]
+    assert wrong == []
+    echo.wait_until_idle()
+
+
+def test_long_streams_side_by_side_keep_their_order(echo):
+    """2 000 tokens each: enough for thousands of responses of one detokenizer batch each."""
+    prompts = [f"{number} apples and {number + 1} pears. " for number in range(16)]
+    inputs = (STREAM, tensor("ignore_eos", "BOOL", True), tensor("max_tokens", "INT32", 2000))
+
+    def client(prompt):
+        return ask(echo.grpc, request("generate", text(prompt), *inputs))
+
+    with ThreadPoolExecutor(16) as pool:
+        for prompt, answers in zip(prompts, pool.map(client, prompts), strict=True):
+            found = "".join(answer["text_output"] for answer in answers)
+            assert found == (prompt * 1000)[: len(found)]
+            assert sum(answer["num_output_tokens"] for answer in answers) == 2000
+            assert answers[-1]["finish_reason"] == "length"
+
+
+def test_a_unary_call_says_what_to_call_instead(echo):
+    import grpc
+    from tritonclient.grpc import service_pb2_grpc
+
+    with grpc.insecure_channel(echo.grpc) as channel:
+        stub = service_pb2_grpc.GRPCInferenceServiceStub(channel)
+        with pytest.raises(grpc.RpcError) as caught:
+            stub.ModelInfer(request("generate", text("x")), timeout=5)
+    assert "doesn't support models with decoupled transaction policy" in caught.value.details()
+
+
+def test_a_stream_asked_of_generate_is_refused_by_the_server(cpu):
+    """/generate takes exactly one response."""
+    body = {"text_input": "a b c", "stream": True, "ignore_eos": True, "max_tokens": 20}
+    _, reply = post(cpu.http, "generate", "generate", body)
+    assert "generate expects model to produce exactly 1 response" in json.loads(reply)["error"]
+    assert (
+        generate(cpu.http, "generate", text_input="a b c", max_tokens=1)["num_output_tokens"] == 1
+    )
+
+
+def test_a_refused_stream_names_the_cause(echo):
+    with pytest.raises(Refused, match="max_tokens: -1 is out of range"):
+        list(Stream(echo.grpc, request("generate", text("x"), tensor("max_tokens", "INT32", -1))))
