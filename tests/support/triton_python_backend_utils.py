@@ -113,8 +113,10 @@ class InferenceRequest:
         self.sender = ResponseSender()
         self.cancelled = False
         self.num_questions = 0
+        self.answer_takes = 0.0
 
     def is_cancelled(self) -> bool:
+        time.sleep(self.answer_takes)
         self.num_questions += 1
         return self.cancelled
 

@@ -1,6 +1,7 @@
 """Ids become text in any batch and any order, and the engine hears of it."""
 
 import random
+import time
 from pathlib import Path
 
 import numpy as np
@@ -80,8 +81,6 @@ def texts_of(responses):
 
 
 def wait_until(condition):
-    import time
-
     deadline = time.monotonic() + 5
     while not condition():
         assert time.monotonic() < deadline
@@ -140,6 +139,18 @@ def test_a_fast_stream_is_not_asked_each_time(front, clients):
     asked = [request(TokenEvent(7, [5], [], n)) for n in range(1, 50)]
     front.execute(asked)
     assert sum(one.num_questions for one in asked) == 1
+
+
+def test_questions_take_a_tenth_of_the_time_at_most(front, clients):
+    wait_until(lambda: front._reports._client is not None)
+    streams = [request(TokenEvent(number, [5], [], 1)) for number in range(200)]
+    for one in streams:
+        one.answer_takes = 0.001
+    started = time.monotonic()
+    front.execute(streams)
+    elapsed = time.monotonic() - started
+    asked = sum(one.num_questions for one in streams)
+    assert 1 <= asked <= 1 + elapsed / 0.01
 
 
 def test_a_new_engine_is_found(front, clients):
