@@ -210,7 +210,7 @@ def demo(
     from inflight import repository
     from inflight.display import Display
     from inflight.repl import Answer, write_stdout
-    from inflight.serve import Server
+    from inflight.server import Server
     from inflight_client import Client
 
     display = Display()

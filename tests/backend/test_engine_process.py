@@ -40,8 +40,13 @@ class Front:
 
     def __init__(self, model_directory: Path) -> None:
         self.events: queue.Queue[TokenEvent | None] = queue.Queue()
+        self.delivered: queue.Queue[tuple[int, int]] = queue.Queue()
         self.client: EngineClient = engine_client.attach_or_start(
-            model_directory, os.getpid(), self._take, lambda: self.events.put(None)
+            model_directory,
+            os.getpid(),
+            self._take,
+            lambda: self.events.put(None),
+            lambda progress: [self.delivered.put(one) for one in progress],
         )
 
     def _take(self, events: list[TokenEvent]) -> None:
@@ -124,6 +129,35 @@ def test_cancel_ends_a_request_and_frees_its_blocks(front: Front):
     assert front.finish(request_id)[-1].finish_reason == FinishReason.CANCELLED
     stats = front.client.stats()
     assert (stats.num_running, stats.num_free_blocks) == (0, stats.num_blocks)
+
+
+def test_a_front_hears_what_was_delivered_of_its_requests(front: Front, model_directory: Path):
+    other = Front(model_directory)
+    path = engine_client.socket_path(model_directory, os.getpid())
+    detokenizer = engine_client.attach(path, "detokenizer")
+    mine, theirs = front.client.next_request_id(), other.client.next_request_id()
+    detokenizer.delivered([(theirs, 5), (mine, 7)])
+    assert front.delivered.get(timeout=5) == (mine, 7)
+    assert other.delivered.get(timeout=5) == (theirs, 5)
+    assert front.delivered.empty()
+    detokenizer.close()
+    other.client.close()
+
+
+def test_a_draining_engine_refuses_the_new_and_finishes_the_old(front: Front):
+    old = front.submit([1] * 20, max_tokens=2000, ignore_eos=True)
+    front.events.get(timeout=20)
+    front.client.drain()
+    new = front.submit([5], max_tokens=1)
+    ended: list[TokenEvent] = []
+    while len(ended) < 2:
+        event = front.events.get(timeout=30)
+        assert event is not None
+        if event.is_last:
+            ended.append(event)
+    found = {event.request_id: event for event in ended}
+    assert found[new].error_kind == "capacity"
+    assert found[old].finish_reason == FinishReason.LENGTH
 
 
 def test_a_front_that_dies_takes_its_requests_along(front: Front, model_directory: Path):

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from inflight import engine_client, repository
 from inflight.engine_client import EngineClient
-from inflight.serve import Server
+from inflight.server import Server
 from inflight.stats import Stats
 from kserve import ask, request, tensor, text
 

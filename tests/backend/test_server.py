@@ -1,4 +1,5 @@
-"""Starting, draining and stopping, with a program that looks like tritonserver from outside."""
+"""Starting, draining and stopping, by program and by `inflight serve`; what is started looks like
+tritonserver from outside."""
 
 from __future__ import annotations
 
@@ -17,10 +18,10 @@ from typing import Any
 import pytest
 
 import fake_tritonserver
-from inflight import engine_client, installation, serve
+from inflight import engine_client, installation, server
 from inflight.errors import CapacityError, ConfigError, EngineError
 from inflight.ports import choose_ports
-from inflight.serve import Server, load_failures
+from inflight.server import Server, load_failures
 
 WAIT_S = 15.0
 FREE = (0, 0, 0)
@@ -29,8 +30,8 @@ FREE = (0, 0, 0)
 @pytest.fixture
 def make(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Server]:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(serve, "TRITON_EXIT_S", 0.5)
-    monkeypatch.setattr(serve, "SETTLE_S", 0.05)
+    monkeypatch.setattr(server, "TRITON_EXIT_S", 0.5)
+    monkeypatch.setattr(server, "SETTLE_S", 0.05)
 
     def build(*, drain_s: float = 5.0, **behaviour: Any) -> Server:
         program = fake_tritonserver.install(tmp_path / "triton", **behaviour)
@@ -239,7 +240,7 @@ def test_a_server_does_not_outlive_the_process_that_started_it(
 ) -> None:
     make()  # lays out the installation and sets the environment
     code = (
-        "import time; from pathlib import Path; from inflight.serve import Server\n"
+        "import time; from pathlib import Path; from inflight.server import Server\n"
         f"server = Server([Path({str(tmp_path / 'repository')!r})], ports=(0, 0, 0),"
         f" log_file=Path({str(tmp_path / 'log')!r}))\n"
         "server.start(); server.wait_ready(); print(server.pid, flush=True); time.sleep(60)"
@@ -270,7 +271,7 @@ def test_serve_ends_well_at_a_signal(
 
 def test_a_second_signal_stops_at_once(make: Callable[..., Server], tmp_path: Path) -> None:
     make(stubborn=True)
-    process = _serve(tmp_path, patch="serve.TRITON_EXIT_S = 60")
+    process = _serve(tmp_path, patch="server.TRITON_EXIT_S = 60")
     wait_until(lambda: "READY" in (tmp_path / "shown").read_text())
     process.send_signal(signal.SIGINT)
     wait_until(lambda: "stopping" in (tmp_path / "shown").read_text())
@@ -315,7 +316,7 @@ def test_load_failures_leave_out_what_follows_from_another() -> None:
 
 def _serve(tmp_path: Path, patch: str = "", arguments: str = "") -> subprocess.Popen[bytes]:
     code = (
-        "import sys; from pathlib import Path; from inflight import serve\n"
+        "import sys; from pathlib import Path; from inflight import serve, server\n"
         f"{patch}\n"
         f"sys.exit(serve.run([Path({str(tmp_path / 'repository')!r})], ports=(0, 0, 0),"
         f" log_file=Path({str(tmp_path / 'log')!r}){arguments}))"

@@ -1,0 +1,425 @@
+"""A tritonserver of our own: start it, see its models load, drain it, stop it."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import os
+import re
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+
+import msgspec
+
+from inflight import engine_client, installation
+from inflight.errors import CapacityError, ConfigError, EngineError, InflightError
+from inflight.ports import choose_ports
+from inflight.wire import Loading
+
+DEFAULT_HOST = "127.0.0.1"
+DEFAULT_PORTS = (8000, 8001, 8002)
+DEFAULT_DRAIN_S = 30.0
+
+# Tokens the engine has handed out still pass the front, the detokenizer and the network.
+SETTLE_S = 0.7
+# An idle tritonserver ends within 2 s; one with an open idle gRPC stream never does.
+TRITON_EXIT_S = 4.0
+CHILDREN_EXIT_S = 5.0
+POLL_S = 0.1
+
+# Runs instead of a preexec_fn, which is not safe in a process with threads. PR_SET_PDEATHSIG is 1:
+# the kernel kills tritonserver when the thread that started it ends, however it ends.
+_LAUNCHER = """\
+import ctypes, os, signal, sys
+ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+if os.getppid() != int(sys.argv[1]):
+    sys.exit("the starting process has gone")
+os.execv(sys.argv[2], sys.argv[2:])
+"""
+
+OnProgress = Callable[[str, Loading], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoints:
+    """Where a server listens, each as host:port."""
+
+    http: str
+    grpc: str
+    metrics: str
+
+
+class Server:
+    """One tritonserver with our backend, as a child that does not outlive the starting thread.
+
+    As a context manager it starts, waits until every model is ready, and stops at the end:
+
+        with Server(repository.shipped(), ports=(0, 0, 0)) as server:
+            client = Client(server.endpoints.grpc)
+
+    Args:
+        repositories: model repositories; a model's name must be unique over all of them.
+        ports: of HTTP, gRPC and metrics; 0 picks a free one.
+        log_file: what tritonserver and the models print; None for a file in ~/.local/state.
+        drain_s: how long `stop` waits for requests in flight.
+    """
+
+    def __init__(
+        self,
+        repositories: Sequence[Path],
+        *,
+        host: str = DEFAULT_HOST,
+        ports: tuple[int, int, int] = DEFAULT_PORTS,
+        log_file: Path | None = None,
+        drain_s: float = DEFAULT_DRAIN_S,
+    ) -> None:
+        self.repositories = [Path(path).resolve() for path in repositories]
+        self.host = host
+        self.drain_s = drain_s
+        self._ports = ports
+        self._log_file = log_file
+        self._process: subprocess.Popen[bytes] | None = None
+        self._failures: dict[str, InflightError] = {}
+
+    def __enter__(self) -> Server:
+        self.start()
+        try:
+            self.wait_ready()
+        except BaseException:
+            self.kill()
+            raise
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if kind is None:
+            self.stop()
+        else:
+            self.kill()
+
+    @property
+    def endpoints(self) -> Endpoints:
+        http_port, grpc_port, metrics_port = self._ports
+        return Endpoints(
+            http=f"{self.host}:{http_port}",
+            grpc=f"{self.host}:{grpc_port}",
+            metrics=f"{self.host}:{metrics_port}",
+        )
+
+    @property
+    def log_file(self) -> Path:
+        return self._log_file or _state_directory() / f"tritonserver-{self._ports[0]}.log"
+
+    @property
+    def pid(self) -> int:
+        """Of tritonserver.
+
+        Raises:
+            EngineError: it was not started.
+        """
+        return self._running().pid
+
+    def start(self) -> None:
+        """Start tritonserver; returns at once.
+
+        Raises:
+            ConfigError: no tritonserver, an unusable Python, a taken port, a bad repository.
+        """
+        if self._process is not None:
+            raise EngineError("the server was started before")
+        for path in self.repositories:
+            if not path.is_dir():
+                raise ConfigError(f"repository {path} is not a folder")
+        found = installation.find()
+        installation.check_python(found)
+        backends = installation.backend_directory(found)
+        self._ports = choose_ports(self.host, self._ports)
+        self.log_file.parent.mkdir(parents=True, exist_ok=True)
+        with open(self.log_file, "wb") as log:
+            self._process = subprocess.Popen(
+                [
+                    *(sys.executable, "-I", "-S", "-c", _LAUNCHER, str(os.getpid())),
+                    str(found.server),
+                    *self._arguments(backends),
+                ],
+                env=installation.environment(found, backends),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                # A Ctrl-C in our terminal is for us: we drain first.
+                start_new_session=True,
+            )
+
+    def wait_ready(
+        self, timeout: float | None = None, on_progress: OnProgress = lambda model, loading: None
+    ) -> list[str]:
+        """Wait until every model is ready; the names of the models.
+
+        Args:
+            timeout: seconds; None waits as long as tritonserver lives.
+            on_progress: called with a model's name and how far its engine is, on other threads.
+
+        Raises:
+            ConfigError: a model cannot be loaded, and why.
+            EngineError: tritonserver ended for another reason, or not ready in time.
+        """
+        process = self._running()
+        stop_watching = threading.Event()
+        for model in self._models_with_engine():
+            arguments = (model, stop_watching, on_progress)
+            threading.Thread(target=self._watch, args=arguments, name="watch", daemon=True).start()
+        deadline = None if timeout is None else time.monotonic() + timeout
+        try:
+            while not self.is_ready():
+                if process.poll() is not None:
+                    raise self._why_it_ended()
+                if deadline is not None and time.monotonic() > deadline:
+                    raise EngineError(f"not ready within {timeout:g} s; log: {self.log_file}")
+                time.sleep(POLL_S)
+        finally:
+            stop_watching.set()
+        return self.models()
+
+    def is_ready(self) -> bool:
+        """Whether tritonserver answers and all its models are loaded."""
+        status, _ = self._ask("GET", "/v2/health/ready")
+        return status == 200
+
+    def is_running(self) -> bool:
+        return self._process is not None and self._process.poll() is None
+
+    def models(self) -> list[str]:
+        """Names of the models that are ready."""
+        status, body = self._ask("POST", "/v2/repository/index", b"{}")
+        if status != 200:
+            return []
+        return sorted(entry["name"] for entry in msgspec.json.decode(body))
+
+    def drain(self, on_waiting: Callable[[int], None] = lambda num_in_flight: None) -> int:
+        """Refuse new requests and wait for those in flight, for `drain_s` at most.
+
+        This must come before SIGTERM: tritonserver 2.51 refuses the next step of an ensemble that
+        is in flight as soon as it gets the signal, and the stream then hangs.
+
+        Args:
+            on_waiting: called with the number of requests in flight whenever it changes.
+
+        Returns:
+            How many requests were still in flight at the end.
+        """
+        deadline = time.monotonic() + self.drain_s
+        engines = self._attach_engines()
+        for engine in engines:
+            engine.drain()
+        before, now = -1, 0
+        try:
+            while engines and self.is_running():
+                now = sum(_num_in_flight(engine) for engine in engines)
+                if now != before:
+                    on_waiting(now)
+                if now == 0 or time.monotonic() > deadline:
+                    break
+                before = now
+                time.sleep(POLL_S)
+        except InflightError:
+            pass  # an engine died, and what was in flight there has failed
+        finally:
+            for engine in engines:
+                engine.close()
+        if before > 0 and now == 0:
+            time.sleep(SETTLE_S)
+        return now
+
+    def stop(self, on_waiting: Callable[[int], None] = lambda num_in_flight: None) -> int:
+        """Drain and end tritonserver and its engines; returns how many requests were cut off."""
+        if self._process is None:
+            return 0
+        num_cut = self.drain(on_waiting)
+        if self.is_running():
+            self._process.send_signal(signal.SIGTERM)
+            # All that can hold it up now are clients that keep a stream open without a request.
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(TRITON_EXIT_S)
+        self.kill()
+        return num_cut
+
+    def kill(self) -> None:
+        """End tritonserver, its stubs and its engines at once, if they run."""
+        process = self._process
+        if process is None:
+            return
+        children = _children(process.pid)
+        if process.poll() is None:
+            process.kill()
+        process.wait()
+        for model in self._models_with_engine():
+            _end_engine(engine_client.socket_path(model, process.pid))
+        # The stubs see that their server has gone, remove their shared memory and end.
+        deadline = time.monotonic() + CHILDREN_EXIT_S
+        while time.monotonic() < deadline and any(_is_running(*child) for child in children):
+            time.sleep(0.05)
+
+    def wait(self, timeout: float | None = None) -> int | None:
+        """Wait until tritonserver ends by itself; its exit status, or None after `timeout`."""
+        try:
+            return self._running().wait(timeout)
+        except subprocess.TimeoutExpired:
+            return None
+
+    def _arguments(self, backends: Path) -> Iterator[str]:
+        http_port, grpc_port, metrics_port = self._ports
+        for path in self.repositories:
+            yield f"--model-repository={path}"
+        yield f"--backend-directory={backends}"
+        yield f"--http-address={self.host}"
+        yield f"--http-port={http_port}"
+        yield f"--grpc-address={self.host}"
+        yield f"--grpc-port={grpc_port}"
+        yield f"--metrics-address={self.host}"
+        yield f"--metrics-port={metrics_port}"
+        yield "--allow-gpu-metrics=false"
+        yield "--model-control-mode=none"
+        # Our config.pbtxt files are complete; completing them would start every stub twice.
+        yield "--disable-auto-complete-config"
+        yield "--log-format=ISO8601"
+        # No --grpc-max-connection-age: it would cut healthy streams that run longer. What it is
+        # for, ending with idle streams open, `stop` does.
+
+    def _running(self) -> subprocess.Popen[bytes]:
+        if self._process is None:
+            raise EngineError("the server was not started")
+        return self._process
+
+    def _models_with_engine(self) -> list[Path]:
+        return [
+            model
+            for path in self.repositories
+            for model in sorted(path.iterdir())
+            if any(model.glob("*/engine.json"))
+        ]
+
+    def _watch(self, model: Path, stop: threading.Event, on_progress: OnProgress) -> None:
+        path = engine_client.socket_path(model, self.pid)
+        while not stop.wait(POLL_S):
+            try:
+                engine = engine_client.attach(
+                    path,
+                    "observer",
+                    on_loading=lambda loading: on_progress(model.name, loading),
+                )
+            except CapacityError:
+                continue  # the front has not started it yet
+            except InflightError as error:
+                self._failures[model.name] = error
+            else:
+                engine.close()
+            return
+
+    def _attach_engines(self) -> list[engine_client.EngineClient]:
+        engines = []
+        for model in self._models_with_engine():
+            with contextlib.suppress(InflightError):  # one that is not up has nothing in flight
+                path = engine_client.socket_path(model, self.pid)
+                engines.append(engine_client.attach(path, "observer", on_loading=_refuse))
+        return engines
+
+    def _ask(self, method: str, path: str, body: bytes | None = None) -> tuple[int, bytes]:
+        connection = http.client.HTTPConnection(self.host, self._ports[0], timeout=5)
+        try:
+            connection.request(method, path, body)
+            response = connection.getresponse()
+            return response.status, response.read()
+        except (OSError, http.client.HTTPException):
+            return 0, b""
+        finally:
+            connection.close()
+
+    def _why_it_ended(self) -> InflightError:
+        for name, error in self._failures.items():
+            return ConfigError(f"model {name}: {error}")
+        log = self.log_file.read_text(errors="replace")
+        reasons = load_failures(log)
+        if reasons:
+            return ConfigError("\n".join(reasons))
+        status = self._running().returncode
+        return EngineError(f"tritonserver ended with status {status}; log: {self.log_file}")
+
+
+def load_failures(log: str) -> list[str]:
+    """Why models failed to load, one line each, from what tritonserver printed.
+
+    A model that fails only because another one did is left out.
+    """
+    reasons: dict[str, None] = {}
+    pattern = r"failed to load '([^']+)' version \d+: (?:[A-Z][a-z]+(?: [a-z]+)*: )?(.+)"
+    for model, reason in re.findall(pattern, log):
+        # The rest is a traceback; it stays in the log.
+        text = reason.split("\\n")[0].rstrip('" ')
+        text = re.sub(r"^(?:\w+\.)*\w*(?:Error|Exception): ", "", text)
+        reasons[f"model {model}: {text}"] = None
+    for text in re.findall(r"(?:Poll failed for model directory|failed to start) .+", log):
+        reasons[text.split("\\n")[0].rstrip('" ')] = None
+    return list(reasons)
+
+
+def _refuse(loading: Loading) -> None:
+    raise CapacityError("the engine is loading")
+
+
+def _num_in_flight(engine: engine_client.EngineClient) -> int:
+    stats = engine.stats()
+    return stats.num_running + stats.num_waiting + stats.num_suspended
+
+
+def _state_directory() -> Path:
+    base = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
+    return Path(base, "inflight")
+
+
+def _end_engine(path: Path) -> None:
+    """Ask the engine that listens at `path` to end; it would wait a while for new fronts."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
+        try:
+            sock.connect(str(path))
+            credentials = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
+            pid, user, _ = struct.unpack("3i", credentials)
+            if user == os.getuid():
+                os.kill(pid, signal.SIGTERM)
+        except OSError:
+            pass  # it has gone already
+
+
+def _children(pid: int) -> list[tuple[int, str]]:
+    """(pid, start time) of the processes whose parent is `pid`."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit() and (fields := _stat(int(entry.name))) and fields[1] == str(pid):
+            found.append((int(entry.name), fields[19]))
+    return found
+
+
+def _is_running(pid: int, start_time: str) -> bool:
+    fields = _stat(pid)
+    return bool(fields) and fields[0] != "Z" and fields[19] == start_time
+
+
+def _stat(pid: int) -> list[str]:
+    """The fields of /proc/PID/stat from the state on (number 3 in proc(5)); none if it has gone."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return []
+    return text[text.rindex(")") + 2 :].split()
