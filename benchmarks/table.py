@@ -13,16 +13,20 @@ BEGIN, END = "<!-- tables: begin -->\n", "<!-- tables: end -->\n"
 def table(result: dict[str, Any]) -> str:
     """One result file as a heading, where it comes from, and its rows."""
     rows = result["rows"]
-    columns = list(rows[0])
-    machine = ", ".join(str(value) for value in result["machine"].values())
+    columns = list(dict.fromkeys(name for row in rows for name in row))
+    machine = ", ".join(
+        f"{value} {name}" if isinstance(value, int) else value
+        for name, value in result["machine"].items()
+    )
     versions = ", ".join(f"{name} {value}" for name, value in result["versions"].items())
     lines = [f"### {result['benchmark']}", ""]
     if "workload" in result:
         lines += [result["workload"] + ".", ""]
-    lines += [f"Commit {result['commit']}; {machine} cores; {versions}.", ""]
+    lines += [f"Commit {result['commit']}; {machine}; {versions}.", ""]
     lines.append("| " + " | ".join(columns) + " |")
     lines.append("|---" + "|---:" * (len(columns) - 1) + "|")
-    lines += ["| " + " | ".join(str(row[name]) for name in columns) + " |" for row in rows]
+    for row in rows:
+        lines.append("| " + " | ".join(str(row.get(name, "")) for name in columns) + " |")
     return "\n".join(lines) + "\n"
 
 

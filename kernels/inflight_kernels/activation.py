@@ -1,0 +1,41 @@
+"""The gate between the two projections of an MLP. Shapes: n rows of `width` values."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from inflight_kernels.compile import Instantiation
+from inflight_kernels.launch import STORAGE_TYPES, check, kernel, name_of, vectors_in
+
+_THREADS = 256
+
+
+def silu_mul(x: Tensor, *, out: Tensor, pdl: bool = False) -> None:
+    """SwiGLU's gate (arXiv:2002.05202): silu(gate) * up -> out.
+
+    Args:
+        x: [n, 2 * width] = gate | up.
+        out: [n, width].
+        pdl: see `Kernel`.
+
+    Raises:
+        ValueError: for operands of other shapes or types.
+    """
+    storage = name_of(STORAGE_TYPES, "x", x)
+    num_rows, width = out.shape
+    check("x", x, (num_rows, 2 * width), x.dtype)
+    check("out", out, (num_rows, width), x.dtype)
+    vectors = vectors_in("width", width, x.dtype)
+    total = num_rows * vectors
+    if total >= 2**31:
+        raise ValueError(f"out has {total} vectors of 16 bytes; at most 2**31 - 1 in a launch")
+    if not total:
+        return
+    kernel("activation", f"silu_mul<{storage}>")(
+        -(-total // _THREADS), _THREADS, x, out, total, vectors, pdl=pdl
+    )
+
+
+def instantiations() -> list[Instantiation]:
+    """What this module may launch."""
+    return [("activation", tuple(f"silu_mul<{name}>" for name in STORAGE_TYPES.values()), ())]

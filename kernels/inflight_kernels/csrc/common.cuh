@@ -1,0 +1,129 @@
+// What kernels share: 16-byte vectors of any storage type, reductions, dependent launch.
+//
+// Values are stored as float, half or bfloat16 and computed with in float.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+constexpr unsigned FULL_WARP = 0xffffffffu;
+
+// ---------------------------------------------------------------- storage types
+
+// A 32-bit word of a storage type, and the floats in it.
+template <typename T>
+struct Word;
+
+template <>
+struct Word<float> {
+    static constexpr int size = 1;
+    static __device__ void unpack(unsigned word, float* values) { values[0] = __uint_as_float(word); }
+    static __device__ unsigned pack(const float* values) { return __float_as_uint(values[0]); }
+};
+
+template <>
+struct Word<__half> {
+    static constexpr int size = 2;
+    static __device__ void unpack(unsigned word, float* values) {
+        values[0] = __half2float(__ushort_as_half(static_cast<unsigned short>(word & 0xffffu)));
+        values[1] = __half2float(__ushort_as_half(static_cast<unsigned short>(word >> 16)));
+    }
+    static __device__ unsigned pack(const float* values) {
+        return static_cast<unsigned>(__half_as_ushort(__float2half_rn(values[0]))) |
+               static_cast<unsigned>(__half_as_ushort(__float2half_rn(values[1]))) << 16;
+    }
+};
+
+template <>
+struct Word<__nv_bfloat16> {
+    static constexpr int size = 2;
+    static __device__ void unpack(unsigned word, float* values) {
+        values[0] = __uint_as_float(word << 16);
+        values[1] = __uint_as_float(word & 0xffff0000u);
+    }
+    static __device__ unsigned pack(const float* values) {
+        const __nv_bfloat162 both = __floats2bfloat162_rn(values[0], values[1]);
+        return static_cast<unsigned>(__bfloat16_as_ushort(both.x)) |
+               static_cast<unsigned>(__bfloat16_as_ushort(both.y)) << 16;
+    }
+};
+
+// Values of T in a vector of 16 bytes, the widest that a thread moves at once.
+template <typename T>
+constexpr int VECTOR = 16 / sizeof(T);
+
+template <typename T>
+__device__ void unpack(const uint4& raw, float (&values)[VECTOR<T>]) {
+    constexpr int size = Word<T>::size;
+    Word<T>::unpack(raw.x, values);
+    Word<T>::unpack(raw.y, values + size);
+    Word<T>::unpack(raw.z, values + 2 * size);
+    Word<T>::unpack(raw.w, values + 3 * size);
+}
+
+// Rounds to nearest even.
+template <typename T>
+__device__ uint4 pack(const float (&values)[VECTOR<T>]) {
+    constexpr int size = Word<T>::size;
+    return make_uint4(Word<T>::pack(values), Word<T>::pack(values + size),
+                      Word<T>::pack(values + 2 * size), Word<T>::pack(values + 3 * size));
+}
+
+// Pointers to 16-byte vectors are not marked __restrict__ const: the compiler would then take them
+// for constant during the whole kernel and might move a load before wait_for_previous().
+template <typename T>
+__device__ uint4 load_vector(const T* address) {
+    return *reinterpret_cast<const uint4*>(address);
+}
+
+template <typename T>
+__device__ void store_vector(T* address, const uint4& raw) {
+    *reinterpret_cast<uint4*>(address) = raw;
+}
+
+// ---------------------------------------------------------------- reductions
+
+// Sum over each aligned group of WIDTH lanes, a power of two; every lane gets it. All lanes of the
+// warp must call it.
+template <int WIDTH = 32>
+__device__ float warp_sum(float value) {
+#pragma unroll
+    for (int distance = WIDTH / 2; distance > 0; distance /= 2)
+        value += __shfl_xor_sync(FULL_WARP, value, distance);
+    return value;
+}
+
+template <int WIDTH = 32>
+__device__ float warp_max(float value) {
+#pragma unroll
+    for (int distance = WIDTH / 2; distance > 0; distance /= 2)
+        value = fmaxf(value, __shfl_xor_sync(FULL_WARP, value, distance));
+    return value;
+}
+
+// Sum over the block, whose size is a multiple of 32; every thread gets it. One barrier; `partial`
+// must not be used again before another.
+__device__ inline float block_sum(float value, float (&partial)[32]) {
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, num_warps = blockDim.x / 32;
+    value = warp_sum(value);
+    if (lane == 0) partial[warp] = value;
+    __syncthreads();
+    return warp_sum(lane < num_warps ? partial[lane] : 0.0f);
+}
+
+// ---------------------------------------------------------------- programmatic dependent launch
+
+// Wait until the kernels before have ended and their writes are seen. Nothing that they write may
+// be read before, nothing that they read may be written before. No-op for a plain launch.
+__device__ inline void wait_for_previous() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+// Let the next kernel start, up to its own wait_for_previous(), once all blocks have said so.
+__device__ inline void launch_next() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}

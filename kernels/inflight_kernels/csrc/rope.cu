@@ -1,0 +1,111 @@
+// Between the qkv projection and attention: per-head norm, rotation, and the way into the cache.
+#include "common.cuh"
+
+__device__ constexpr int power_of_two_from(int n) {
+    return n <= 1 ? 1 : 2 * power_of_two_from((n + 1) / 2);
+}
+
+// One block per token. A row of qkv is num_heads heads of q, then num_kv_heads of k and of v.
+//
+// A head is the work of GROUP lanes of a warp. Each holds a vector of the first half and its
+// partner of the second, so a rotation stays in a thread; cosines and sines are loaded once for all
+// heads of a thread. cos and sin are rows of D per position, of which the second half of `sin` has
+// the plain sign. A slot below 0 is not written.
+template <typename T, int D, bool NORM>
+__global__ void __launch_bounds__(512)
+    rope_write_kv(const T* qkv, long long qkv_stride, T* q_out, long long q_stride, T* k_cache,
+                  T* v_cache, long long block_stride, long long slot_stride, long long head_stride,
+                  int block_size, const long long* slots, const long long* positions,
+                  const float* cos, const float* sin, const T* q_weight, const T* k_weight,
+                  float eps, int num_heads, int num_kv_heads) {
+    constexpr int N = VECTOR<T>;
+    constexpr int HALF = D / 2;
+    constexpr int LANES = HALF / N;
+    constexpr int GROUP = power_of_two_from(LANES);
+    static_assert(HALF % N == 0, "a half of a head is whole vectors of 16 bytes");
+    static_assert(GROUP <= 32, "a head is the work of one warp at most");
+
+    const int lane = threadIdx.x % GROUP;
+    const int first = threadIdx.x / GROUP;
+    const int heads_at_once = blockDim.x / GROUP;
+    const int all_heads = num_heads + 2 * num_kv_heads;
+    const int column = lane * N;
+    const long long token = blockIdx.x;
+
+    launch_next();
+    wait_for_previous();
+
+    const long long slot = slots[token], position = positions[token];
+    const T* row = qkv + token * qkv_stride + column;
+    // The vectors of the next turn are on their way during this one.
+    uint4 low = {}, high = {};
+    if (lane < LANES && first < all_heads) {
+        low = load_vector(row + first * D);
+        high = load_vector(row + first * D + HALF);
+    }
+    float c[N], s[N];
+    if (lane < LANES) {
+        const float* cosines = cos + position * D + column;
+        const float* sines = sin + position * D + HALF + column;
+#pragma unroll
+        for (int j = 0; j < N; j += 4) {
+            unpack<float>(load_vector(cosines + j), *reinterpret_cast<float(*)[4]>(c + j));
+            unpack<float>(load_vector(sines + j), *reinterpret_cast<float(*)[4]>(s + j));
+        }
+    }
+    const long long place = slot < 0 ? -1
+                                     : static_cast<int>(slot) / block_size * block_stride +
+                                           static_cast<int>(slot) % block_size * slot_stride;
+
+    // Each warp goes round equally often: the reduction of NORM needs all its lanes.
+    for (int base = 0; base < all_heads; base += heads_at_once) {
+        const int head = base + first;
+        const bool mine = lane < LANES && head < all_heads;
+        const bool rotated = head < num_heads + num_kv_heads;
+        float a[N], b[N];
+        unpack<T>(low, a);
+        unpack<T>(high, b);
+        const int next = head + heads_at_once;
+        if (lane < LANES && next < all_heads) {
+            low = load_vector(row + next * D);
+            high = load_vector(row + next * D + HALF);
+        }
+        if (NORM) {
+            float squares = 0.0f;
+#pragma unroll
+            for (int j = 0; j < N; j++) squares += a[j] * a[j] + b[j] * b[j];
+            const float scale = rsqrtf(warp_sum<GROUP>(squares) / D + eps);
+            if (mine && rotated) {
+                const T* weight = (head < num_heads ? q_weight : k_weight) + column;
+                float w[N];
+                unpack<T>(load_vector(weight), w);
+#pragma unroll
+                for (int j = 0; j < N; j++) a[j] *= scale * w[j];
+                unpack<T>(load_vector(weight + HALF), w);
+#pragma unroll
+                for (int j = 0; j < N; j++) b[j] *= scale * w[j];
+            }
+        }
+        if (!mine) continue;
+        if (rotated) {
+#pragma unroll
+            for (int j = 0; j < N; j++) {
+                const float turned = a[j] * c[j] - b[j] * s[j];
+                b[j] = b[j] * c[j] + a[j] * s[j];
+                a[j] = turned;
+            }
+        }
+        T* target;
+        if (head < num_heads) {
+            target = q_out + token * q_stride + head * D;
+        } else if (place < 0) {
+            continue;
+        } else if (rotated) {
+            target = k_cache + place + (head - num_heads) * head_stride;
+        } else {
+            target = v_cache + place + (head - num_heads - num_kv_heads) * head_stride;
+        }
+        store_vector(target + column, pack<T>(a));
+        store_vector(target + column + HALF, pack<T>(b));
+    }
+}

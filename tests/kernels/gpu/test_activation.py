@@ -1,0 +1,39 @@
+"""SwiGLU's gate against the reference in float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from guarded import ROUNDING, Guarded, relative_error
+from inflight_kernels import reference
+from inflight_kernels.activation import silu_mul
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("width", [8, 1536, 14336, 28672])
+@pytest.mark.parametrize("rows", [1, 7, 300])
+def test_a_gate_is_that_of_the_reference(dtype: torch.dtype, width: int, rows: int) -> None:
+    x = (torch.randn(rows, 2 * width, device="cuda") * 4).to(dtype)
+    out = Guarded(rows, width, dtype=dtype)
+    silu_mul(x, out=out.tensor)
+    assert relative_error(out.check(), reference.silu_mul(x.double())) < ROUNDING[dtype]
+
+
+def test_gates_far_from_zero_are_closed_or_open() -> None:
+    gate = torch.tensor([-1e30, -200.0, -88.0, 0.0, 88.0, 200.0, 1e30, 3.0], device="cuda")
+    out = torch.empty(1, 8, device="cuda")
+    silu_mul(torch.cat((gate, torch.full_like(gate, 2.0))).unsqueeze(0), out=out)
+    wanted = torch.where(gate > 0, 2 * gate, 0.0)
+    wanted[7] = 6 * torch.sigmoid(gate[7])
+    assert torch.allclose(out[0], wanted, rtol=1e-6, atol=1e-30)
+
+
+def test_a_nan_stays_one() -> None:
+    x = torch.ones(1, 16, device="cuda")
+    x[0, 1], x[0, 10] = torch.nan, torch.nan
+    out = torch.empty(1, 8, device="cuda")
+    silu_mul(x, out=out)
+    assert out[0].isnan().nonzero().flatten().tolist() == [1, 2]

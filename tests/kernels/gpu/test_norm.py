@@ -1,0 +1,92 @@
+"""RMSNorm against the reference in float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from guarded import ROUNDING, Guarded, relative_error
+from inflight_kernels import reference
+from inflight_kernels.norm import rms_norm
+
+pytestmark = pytest.mark.gpu
+
+EPS = 1e-5
+DTYPES = [torch.bfloat16, torch.float16, torch.float32]
+
+
+def _random(*shape: int, dtype: torch.dtype, scale: float = 1.0) -> torch.Tensor:
+    return (torch.randn(*shape, device="cuda") * scale).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("hidden", [8, 64, 576, 2048, 4096, 4104, 5120, 8192, 14336, 16384])
+@pytest.mark.parametrize("rows", [1, 3, 257])
+def test_a_norm_is_that_of_the_reference(dtype: torch.dtype, hidden: int, rows: int) -> None:
+    x = _random(rows, hidden, dtype=dtype, scale=3.0)
+    weight = _random(hidden, dtype=dtype)
+    out = Guarded(rows, hidden, dtype=dtype)
+    rms_norm(x, weight, EPS, out=out.tensor)
+    expected, _ = reference.rms_norm(x.double(), weight.double(), EPS)
+    assert relative_error(out.check(), expected) < ROUNDING[dtype]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("hidden", [8, 576, 4096, 8192, 16384])
+@pytest.mark.parametrize("rows", [1, 3, 257])
+def test_the_sum_is_rounded_once_and_then_normalised(
+    dtype: torch.dtype, hidden: int, rows: int
+) -> None:
+    x = _random(rows, hidden, dtype=dtype)
+    residual = _random(rows, hidden, dtype=dtype, scale=10.0)
+    weight = _random(hidden, dtype=dtype)
+    out, total = Guarded(rows, hidden, dtype=dtype), Guarded(rows, hidden, dtype=dtype)
+    rms_norm(x, weight, EPS, residual, out=out.tensor, total=total.tensor)
+    assert torch.equal(total.check(), (x.float() + residual.float()).to(dtype))
+    expected, _ = reference.rms_norm(total.tensor.double(), weight.double(), EPS)
+    assert relative_error(out.check(), expected) < ROUNDING[dtype]
+
+
+@pytest.mark.parametrize("hidden", [4096, 16384])
+def test_results_may_lie_where_the_operands_were(hidden: int) -> None:
+    x, residual = (_random(70, hidden, dtype=torch.bfloat16) for _ in range(2))
+    weight = _random(hidden, dtype=torch.bfloat16)
+    out, total = torch.empty_like(x), torch.empty_like(x)
+    rms_norm(x, weight, EPS, residual, out=out, total=total)
+    rms_norm(x, weight, EPS, residual, out=x, total=residual)
+    assert torch.equal(x, out)
+    assert torch.equal(residual, total)
+
+
+def test_small_and_large_rows_keep_their_scale() -> None:
+    """The mean of squares neither overflows half nor vanishes beside eps."""
+    x = torch.full((2, 4096), 60000.0, dtype=torch.float16, device="cuda")
+    x[1] = 6e-5
+    weight = torch.ones(4096, dtype=torch.float16, device="cuda")
+    out = torch.empty_like(x)
+    rms_norm(x, weight, 1e-12, out=out)
+    expected, _ = reference.rms_norm(x.double(), weight.double(), 1e-12)
+    assert relative_error(out[0], expected[0]) < 1e-3
+    assert relative_error(out[1], expected[1]) < 1e-3
+
+
+def test_a_row_does_not_depend_on_its_neighbours() -> None:
+    x = _random(33, 4096, dtype=torch.bfloat16)
+    weight = _random(4096, dtype=torch.bfloat16)
+    together, alone = torch.empty_like(x), torch.empty_like(x[:1])
+    rms_norm(x, weight, EPS, out=together)
+    rms_norm(x[20:21], weight, EPS, out=alone)
+    assert torch.equal(together[20:21], alone)
+
+
+def test_no_rows_are_no_launch() -> None:
+    x = torch.empty(0, 4096, dtype=torch.bfloat16, device="cuda")
+    rms_norm(x, x.new_ones(4096), EPS, out=torch.empty_like(x))
+
+
+def test_total_and_out_need_memory_of_their_own() -> None:
+    x = _random(2, 64, dtype=torch.float32)
+    with pytest.raises(ValueError, match="same memory"):
+        rms_norm(x, x[0], EPS, x, out=x, total=x)
+    with pytest.raises(ValueError, match="come together"):
+        rms_norm(x, x[0], EPS, x, out=torch.empty_like(x))
