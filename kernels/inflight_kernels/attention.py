@@ -1,0 +1,441 @@
+"""Causal attention over a paged KV cache, for any mix of decode rows and chunks of prompts.
+
+Shapes: T tokens in n chunks, H query heads, G KV heads, D values per head; caches
+[num_blocks, block_size, G, D]. A step is planned once, on the device, from the chunks' lengths;
+each layer then works the plan off. Both have fixed grids, so a CUDA graph may hold them and be
+replayed with other lengths.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from inflight_kernels.compile import Instantiation
+from inflight_kernels.launch import Int64, check, check_place, kernel, name_of, num_multiprocessors
+
+HEAD_DIMS = (64, 96, 128, 256)
+BLOCK_SIZES = (16, 32, 64)
+
+_STORAGE_TYPES = {torch.bfloat16: "__nv_bfloat16", torch.float16: "__half"}
+
+_PLAN_THREADS = 1024
+_NO_WINDOW = 1 << 30
+_NO_LIMIT = 2**31 - 1
+# Shared memory that the driver keeps of each block.
+_RESERVED_SHARED = 1024
+_ALIGNMENT = 256
+_SHARE_BYTES = 16
+_ITEM_BYTES = 32
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """How a block is laid over its work; the same in attention.cu, which explains the fields."""
+
+    head_dim: int
+    warps_m: int
+    warps_n: int
+    fragments: int
+    keys: int
+    stages: int
+    max_blocks: int  # on a multiprocessor, by their registers
+
+    @property
+    def rows(self) -> int:
+        return self.warps_m * self.fragments * 16
+
+    @property
+    def threads(self) -> int:
+        return self.warps_m * self.warps_n * 32
+
+    @property
+    def shared_bytes(self) -> int:
+        row = (self.head_dim + 8) * 2
+        states = self.warps_n * self.rows * 8
+        return self.rows * row + self.stages * 2 * self.keys * row + states
+
+    def name(self, storage: str) -> str:
+        """The kernel's name expression."""
+        return (
+            f"attend<attention::Shape<{storage}, {self.head_dim}, {self.warps_m}, {self.warps_n}, "
+            f"{self.fragments}, {self.keys}, {self.stages}>>"
+        )
+
+
+def shapes(head_dim: int) -> tuple[Shape, Shape, Shape]:
+    """For few, some and many rows per chunk.
+
+    With 16 rows reading the cache is all the time there is: the warps share the keys of a tile out,
+    and as many tiles as fit are on their way. With more, each warp has rows of its own.
+    """
+    if head_dim == 256:
+        some = Shape(head_dim, 4, 1, 1, 32, 2, 2)
+        return Shape(head_dim, 1, 4, 1, 64, 2, 2), some, some
+    return (
+        Shape(head_dim, 1, 4, 1, 64, 3, 3),
+        Shape(head_dim, 4, 1, 1, 64, 2, 2),
+        Shape(head_dim, 4, 1, 2, 64, 2, 2),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Chunks of a step that one launch takes, and where its plan is in the workspace.
+
+    Attributes:
+        shape: of its blocks.
+        min_rows, max_rows: takes chunks with more than min_rows, at most max_rows rows, where a
+            chunk of q_len tokens has q_len * H / G.
+        num_shares: blocks.
+        arrivals, shares, first_item, items, slots: offsets in bytes.
+        end: of the part in the workspace.
+    """
+
+    shape: Shape
+    min_rows: int
+    max_rows: int
+    num_shares: int
+    arrivals: int
+    shares: int
+    first_item: int
+    items: int
+    slots: int
+    end: int
+
+
+@functools.lru_cache(maxsize=4096)
+def parts(
+    num_chunks: int,
+    num_tokens: int,
+    max_q_len: int,
+    group: int,
+    head_dim: int,
+    num_multiprocessors: int,
+    shared_bytes: int,
+) -> tuple[Part, ...]:
+    """How to split a step: a pure function of what the host knows of it.
+
+    Args:
+        num_chunks: n.
+        num_tokens: T.
+        max_q_len: no chunk has more tokens.
+        group: H / G.
+        head_dim: D.
+        num_multiprocessors: of the device.
+        shared_bytes: shared memory of a multiprocessor.
+    """
+    few, some, many = shapes(head_dim)
+    rows = max_q_len * group
+    if rows <= few.rows:
+        chosen = [(few, 0, _NO_LIMIT)]
+    elif rows <= some.rows:
+        chosen = [(some, 0, _NO_LIMIT)]
+    elif num_chunks == 1:
+        chosen = [(many, 0, _NO_LIMIT)]
+    else:
+        chosen = [(few, 0, few.rows), (many, few.rows, _NO_LIMIT)]
+    found = []
+    end = 0
+    for shape, min_rows, max_rows in chosen:
+        blocks = shared_bytes // (shape.shared_bytes + _RESERVED_SHARED)
+        num_shares = num_multiprocessors * max(1, min(blocks, shape.max_blocks))
+        num_items = num_chunks + num_tokens * group // shape.rows
+        sizes = (
+            num_shares * 4,
+            num_shares * _SHARE_BYTES,
+            (num_chunks + 1) * 4,
+            num_items * _ITEM_BYTES,
+            2 * num_shares * shape.rows * (head_dim + 2) * 4,
+        )
+        places = [end]
+        for size in sizes:
+            places.append(places[-1] + -(-size // _ALIGNMENT) * _ALIGNMENT)
+        arrivals, shares, first_item, items, slots, end = places
+        found.append(
+            Part(
+                shape,
+                min_rows,
+                max_rows,
+                num_shares,
+                arrivals=arrivals,
+                shares=shares,
+                first_item=first_item,
+                items=items,
+                slots=slots,
+                end=end,
+            )
+        )
+    return tuple(found)
+
+
+@functools.cache
+def _shared_bytes() -> int:
+    """Shared memory of a multiprocessor of the current device."""
+    properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+    return int(properties.shared_memory_per_multiprocessor)
+
+
+def _parts(
+    num_chunks: int, num_tokens: int, max_q_len: int | None, group: int, head_dim: int
+) -> tuple[Part, ...]:
+    if max_q_len is None:
+        max_q_len = num_tokens - num_chunks + 1
+    return parts(
+        num_chunks, num_tokens, max_q_len, group, head_dim, num_multiprocessors(), _shared_bytes()
+    )
+
+
+def workspace_size(
+    num_chunks: int,
+    num_tokens: int,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    max_q_len: int | None = None,
+) -> int:
+    """Bytes that `plan` and `attend` need on the current device; more is fine.
+
+    A workspace made for the largest step with max_q_len=None, and for the largest with one token
+    per chunk, serves all smaller ones too.
+
+    Args:
+        num_chunks: n.
+        num_tokens: T, at least n.
+        num_heads, num_kv_heads, head_dim: H, G and D.
+        max_q_len: no chunk has more tokens; None if each has at least one and nothing else is
+            known.
+    """
+    _check_heads(num_heads, num_kv_heads, head_dim)
+    if not num_chunks:
+        return 0
+    return _parts(num_chunks, num_tokens, max_q_len, num_heads // num_kv_heads, head_dim)[-1].end
+
+
+def plan(
+    query_start: Tensor,
+    seq_lens: Tensor,
+    workspace: Tensor,
+    num_tokens: int,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    window: int = 0,
+    *,
+    max_q_len: int | None = None,
+    pdl: bool = False,
+) -> None:
+    """Plan a step; `attend` with planned=True then serves each layer that has this window.
+
+    Args:
+        query_start: [n + 1] int32, chunk i owns rows query_start[i]:query_start[i + 1] of q.
+        seq_lens: [n] int32, keys of chunk i, its own tokens included.
+        workspace: uint8, at least `workspace_size` of it; holds the plan afterwards.
+        num_tokens: T, rows of q.
+        num_heads, num_kv_heads, head_dim: H, G and D.
+        window: a token sees the last `window` keys, its own included; 0 for all.
+        max_q_len: no chunk has more tokens; None if each has at least one and nothing else is
+            known.
+        pdl: see `Kernel`.
+
+    Raises:
+        ValueError: for operands of other shapes or types, or a workspace that is too small.
+    """
+    _check_heads(num_heads, num_kv_heads, head_dim)
+    num_chunks = _check_lengths(query_start, seq_lens)
+    if not num_chunks or not num_tokens:
+        return
+    group = num_heads // num_kv_heads
+    found = _parts(num_chunks, num_tokens, max_q_len, group, head_dim)
+    _check_workspace(workspace, found[-1].end)
+    base = workspace.data_ptr()
+    for part in found:
+        kernel("attention", "plan")(
+            1,
+            _PLAN_THREADS,
+            query_start,
+            seq_lens,
+            num_chunks,
+            group,
+            num_kv_heads,
+            part.shape.rows,
+            part.shape.keys,
+            window or _NO_WINDOW,
+            part.min_rows,
+            part.max_rows,
+            part.num_shares,
+            Int64(base + part.first_item),
+            Int64(base + part.items),
+            Int64(base + part.shares),
+            Int64(base + part.arrivals),
+            pdl=pdl,
+        )
+
+
+def attend(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_tables: Tensor,
+    query_start: Tensor,
+    seq_lens: Tensor,
+    out: Tensor,
+    workspace: Tensor,
+    scale: float,
+    window: int = 0,
+    soft_cap: float = 0.0,
+    *,
+    max_q_len: int | None = None,
+    planned: bool = False,
+    pdl: bool = False,
+) -> None:
+    """Attention of q over a layer's cache -> out.
+
+    The last token of a chunk sees all seq_lens[i] keys, the one before it one less, and so on. A
+    token that sees none gets zeros; tokens of no chunk, past query_start[n], are left alone.
+    Storage of blocks past a chunk's keys is not read, so it may hold anything.
+
+    Args:
+        q: [T, H, D]; its tokens may be apart, as in a slice of [T, (H + 2 * G) * D].
+        k_cache, v_cache: [num_blocks, block_size, G, D], laid out alike; their blocks may be apart.
+        block_tables: [n, B] int32; entries past a chunk's keys are not read.
+        query_start, seq_lens: see `plan`.
+        out: [T, H, D] or [T, H * D].
+        workspace: see `plan`; not shared by steps that run at the same time.
+        scale: of the scores, > 0.
+        window: see `plan`.
+        soft_cap: scores become soft_cap * tanh(score / soft_cap); 0 leaves them.
+        max_q_len: see `plan`.
+        planned: the workspace holds the plan of this step, made with the same shapes, window and
+            max_q_len. Otherwise it is made here.
+        pdl: see `Kernel`.
+
+    Raises:
+        ValueError: for operands of other shapes or types, or a workspace that is too small.
+    """
+    storage = name_of(_STORAGE_TYPES, "q", q)
+    num_tokens, num_heads, head_dim = q.shape
+    _, block_size, num_kv_heads, _ = k_cache.shape
+    _check_heads(num_heads, num_kv_heads, head_dim)
+    num_chunks = _check_lengths(query_start, seq_lens)
+    if q.stride()[1:] != (head_dim, 1) or q.stride(0) % 8:
+        raise ValueError(
+            f"q has strides {q.stride()}; its heads must lie one after the other, and its tokens "
+            "a multiple of 8 values apart"
+        )
+    check_place("q", q)
+    _check_caches(k_cache, v_cache, q)
+    check("block_tables", block_tables, (num_chunks, block_tables.shape[-1]), torch.int32, False)
+    check("out", out.view(q.shape), (num_tokens, num_heads, head_dim), q.dtype)
+    if not scale > 0.0 or window < 0 or soft_cap < 0.0:
+        raise ValueError(
+            f"scale {scale}, window {window}, soft_cap {soft_cap}: the first must be positive, "
+            "the others positive or 0"
+        )
+    if not num_chunks or not num_tokens:
+        return
+    if not planned:
+        plan(
+            query_start,
+            seq_lens,
+            workspace,
+            num_tokens,
+            num_heads,
+            num_kv_heads,
+            head_dim,
+            window,
+            max_q_len=max_q_len,
+            pdl=pdl,
+        )
+    group = num_heads // num_kv_heads
+    found = _parts(num_chunks, num_tokens, max_q_len, group, head_dim)
+    _check_workspace(workspace, found[-1].end)
+    base = workspace.data_ptr()
+    for part in found:
+        kernel("attention", part.shape.name(storage))(
+            part.num_shares,
+            part.shape.threads,
+            q,
+            k_cache,
+            v_cache,
+            out,
+            block_tables,
+            Int64(q.stride(0)),
+            Int64(k_cache.stride(0)),
+            block_tables.shape[1],
+            block_size.bit_length() - 1,
+            num_heads,
+            num_kv_heads,
+            float(scale),
+            float(soft_cap),
+            window or _NO_WINDOW,
+            Int64(base + part.items),
+            Int64(base + part.shares),
+            Int64(base + part.arrivals),
+            Int64(base + part.slots),
+            shared=part.shape.shared_bytes,
+            pdl=pdl,
+        )
+
+
+def instantiations() -> list[Instantiation]:
+    """What this module may launch."""
+    names = ["plan"]
+    for storage in _STORAGE_TYPES.values():
+        for head_dim in HEAD_DIMS:
+            names += dict.fromkeys(shape.name(storage) for shape in shapes(head_dim))
+    return [("attention", tuple(names), ())]
+
+
+# ---------------------------------------------------------------- checks
+
+
+def _check_heads(num_heads: int, num_kv_heads: int, head_dim: int) -> None:
+    if head_dim not in HEAD_DIMS:
+        raise ValueError(f"head_dim is {head_dim}; it may be {', '.join(map(str, HEAD_DIMS))}")
+    if num_kv_heads < 1 or num_heads % num_kv_heads or not num_heads:
+        raise ValueError(
+            f"{num_heads} query heads for {num_kv_heads} KV heads; each KV head needs as many"
+        )
+
+
+def _check_lengths(query_start: Tensor, seq_lens: Tensor) -> int:
+    """The number of chunks."""
+    num_chunks = len(seq_lens)
+    check("query_start", query_start, (num_chunks + 1,), torch.int32, False)
+    check("seq_lens", seq_lens, (num_chunks,), torch.int32, False)
+    return num_chunks
+
+
+def _check_workspace(workspace: Tensor, needed: int) -> None:
+    check("workspace", workspace, (workspace.numel(),), torch.uint8)
+    if workspace.numel() < needed:
+        raise ValueError(
+            f"workspace has {workspace.numel()} bytes; this step needs {needed} (workspace_size)"
+        )
+
+
+def _check_caches(k_cache: Tensor, v_cache: Tensor, q: Tensor) -> None:
+    _, block_size, num_kv_heads, head_dim = k_cache.shape
+    if block_size not in BLOCK_SIZES:
+        raise ValueError(
+            f"block_size is {block_size}; it may be {', '.join(map(str, BLOCK_SIZES))}"
+        )
+    inner = (num_kv_heads * head_dim, head_dim, 1)
+    for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
+        if (
+            cache.dtype != q.dtype
+            or cache.shape != k_cache.shape
+            or head_dim != q.shape[-1]
+            or cache.stride() != (k_cache.stride(0), *inner)
+            or cache.stride(0) % 8
+        ):
+            raise ValueError(
+                f"{name} is {tuple(cache.shape)} of {cache.dtype} with strides {cache.stride()}; "
+                f"both caches must be alike, of {q.dtype}, with {q.shape[-1]} values per head, "
+                "each block without gaps"
+            )
+        check_place(name, cache)

@@ -1,0 +1,278 @@
+"""Paged attention against its definition in float64, on fresh random inputs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor
+
+from inflight_kernels import reference
+from inflight_kernels.attention import HEAD_DIMS, attend, plan, workspace_size
+
+pytestmark = pytest.mark.gpu
+
+DTYPES = (torch.bfloat16, torch.float16)
+# Weights and results are rounded to the storage type: a few units in its last place.
+BOUND = {torch.bfloat16: 6e-3, torch.float16: 8e-4}
+
+
+@dataclass
+class Step:
+    """Inputs on the GPU; what attention must not read is NaN, or a block that does not exist."""
+
+    q: Tensor
+    k_cache: Tensor
+    v_cache: Tensor
+    block_tables: Tensor
+    query_start: Tensor
+    seq_lens: Tensor
+    scale: float
+
+    @property
+    def heads(self) -> tuple[int, int, int]:
+        return self.q.shape[1], self.k_cache.shape[2], self.q.shape[2]
+
+    def workspace(self, max_q_len: int | None = None) -> Tensor:
+        size = workspace_size(len(self.seq_lens), len(self.q), *self.heads, max_q_len)
+        return torch.full((size,), 0xFF, dtype=torch.uint8, device="cuda")
+
+    def run(self, workspace: Tensor | None = None, **options) -> Tensor:
+        if workspace is None:
+            workspace = self.workspace(options.get("max_q_len"))
+        out = torch.full(self.q.shape, float("nan"), dtype=self.q.dtype, device="cuda")
+        attend(
+            self.q,
+            self.k_cache,
+            self.v_cache,
+            self.block_tables,
+            self.query_start,
+            self.seq_lens,
+            out,
+            workspace,
+            self.scale,
+            **options,
+        )
+        return out
+
+    def definition(self, window: int = 0, soft_cap: float = 0.0) -> Tensor:
+        """One chunk after the other, every score, in float64."""
+        num_heads, num_kv_heads, _ = self.heads
+        block_size = self.k_cache.shape[1]
+        out = torch.zeros(self.q.shape, dtype=torch.float64, device="cuda")
+        starts = self.query_start.tolist()
+        for i, kv_len in enumerate(self.seq_lens.tolist()):
+            rows = slice(starts[i], starts[i + 1])
+            q_len = starts[i + 1] - starts[i]
+            if not q_len or not kv_len:
+                continue
+            blocks = self.block_tables[i, : -(-kv_len // block_size)].long()
+            k, v = (
+                cache[blocks]
+                .flatten(0, 1)[:kv_len]
+                .double()
+                .repeat_interleave(num_heads // num_kv_heads, 1)
+                for cache in (self.k_cache, self.v_cache)
+            )
+            scores = torch.einsum("qhd,khd->hqk", self.q[rows].double(), k) * self.scale
+            if soft_cap:
+                scores = soft_cap * torch.tanh(scores / soft_cap)
+            last = torch.arange(kv_len - q_len, kv_len, device="cuda")[:, None]
+            keys = torch.arange(kv_len, device="cuda")
+            seen = keys <= last
+            if window:
+                seen &= keys > last - window
+            weights = scores.masked_fill(~seen, float("-inf")).softmax(-1)
+            out[rows] = torch.einsum("hqk,khd->qhd", weights, v)
+        return out
+
+
+def make_step(
+    q_lens,
+    kv_lens,
+    *,
+    num_heads=8,
+    num_kv_heads=2,
+    head_dim=128,
+    block_size=16,
+    dtype=torch.bfloat16,
+    seed=0,
+) -> Step:
+    generator = torch.Generator("cuda").manual_seed(seed)
+
+    def normal(*shape):
+        return torch.randn(*shape, generator=generator, device="cuda").to(dtype)
+
+    needed = [-(-kv_len // block_size) for kv_len in kv_lens]
+    num_blocks = sum(needed) + 3
+    order = torch.randperm(num_blocks, generator=generator, device="cuda").int()
+    tables = torch.full((len(kv_lens), max(needed) + 2), 10**8, dtype=torch.int32, device="cuda")
+    shape = (num_blocks, block_size, num_kv_heads, head_dim)
+    k_cache, v_cache = (
+        torch.full(shape, float("nan"), dtype=dtype, device="cuda") for _ in range(2)
+    )
+    used = 0
+    for i, kv_len in enumerate(kv_lens):
+        tables[i, : needed[i]] = order[used : used + needed[i]]
+        slots = torch.arange(kv_len, device="cuda")
+        slots = tables[i].long()[slots // block_size] * block_size + slots % block_size
+        for cache in (k_cache, v_cache):
+            cache.flatten(0, 1)[slots] = normal(kv_len, num_kv_heads, head_dim)
+        used += needed[i]
+    starts = torch.tensor([0, *q_lens], device="cuda").cumsum(0).int()
+    return Step(
+        normal(sum(q_lens), num_heads, head_dim),
+        k_cache,
+        v_cache,
+        tables,
+        starts,
+        torch.tensor(kv_lens, dtype=torch.int32, device="cuda"),
+        head_dim**-0.5,
+    )
+
+
+def error(out: Tensor, expected: Tensor) -> float:
+    return float((out.double() - expected).norm() / expected.norm())
+
+
+STEPS = {
+    "decode": ([1] * 5, [1, 17, 64, 300, 2000]),
+    "decode, many": ([1] * 300, list(range(1, 301))),
+    "decode, one long": ([1], [20_000]),
+    "decode, ragged": ([1] * 4, [128, 30_000, 16, 5000]),
+    "verify": ([5] * 6, [5, 70, 64, 1000, 333, 4000]),
+    "prefill": ([300, 64, 1000], [300, 64, 1000]),
+    "one chunk": ([700], [4096]),
+    "short chunk of a long prompt": ([40], [9000]),
+    "mixed": ([1, 513, 1, 3, 200], [900, 513, 4000, 77, 3000]),
+}
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+@pytest.mark.parametrize("step", STEPS)
+def test_attention_is_right_for_every_head_dim(step, head_dim, dtype):
+    made = make_step(*STEPS[step], head_dim=head_dim, dtype=dtype)
+    assert error(made.run(), made.definition()) < BOUND[dtype]
+
+
+@pytest.mark.parametrize("heads", [(4, 4), (8, 2), (32, 8), (28, 4), (9, 3), (16, 1), (71, 1)])
+@pytest.mark.parametrize("step", ["decode", "verify", "mixed"])
+def test_any_number_of_query_heads_may_share_a_kv_head(step, heads):
+    made = make_step(*STEPS[step], num_heads=heads[0], num_kv_heads=heads[1])
+    assert error(made.run(), made.definition()) < BOUND[torch.bfloat16]
+
+
+@pytest.mark.parametrize("block_size", [16, 32, 64])
+@pytest.mark.parametrize("step", STEPS)
+def test_any_block_size(step, block_size):
+    made = make_step(*STEPS[step], block_size=block_size, num_heads=32, num_kv_heads=8)
+    assert error(made.run(), made.definition()) < BOUND[torch.bfloat16]
+
+
+@pytest.mark.parametrize("window", [1, 63, 64, 1000])
+@pytest.mark.parametrize("step", STEPS)
+def test_a_window_hides_older_keys(step, window):
+    made = make_step(*STEPS[step])
+    out = made.run(window=window)
+    assert error(out, made.definition(window=window)) < BOUND[torch.bfloat16]
+
+
+@pytest.mark.parametrize("soft_cap", [0.5, 30.0])
+@pytest.mark.parametrize("step", STEPS)
+def test_scores_are_capped_softly(step, soft_cap):
+    made = make_step(*STEPS[step], head_dim=256)
+    made.scale = 1.0
+    out = made.run(soft_cap=soft_cap)
+    assert error(out, made.definition(soft_cap=soft_cap)) < 2 * BOUND[torch.bfloat16]
+
+
+def test_the_definition_here_is_that_of_the_reference():
+    made = make_step(*STEPS["mixed"])
+    made.k_cache.nan_to_num_()
+    made.v_cache.nan_to_num_()
+    host = reference.paged_attention(
+        made.q.double().cpu(),
+        made.k_cache.double().cpu(),
+        made.v_cache.double().cpu(),
+        made.block_tables.long().cpu(),
+        made.query_start.long().cpu(),
+        made.seq_lens.long().cpu(),
+        made.scale,
+    )
+    assert error(host.view(made.q.shape).cuda(), made.definition()) < 1e-12
+
+
+def test_a_row_without_keys_gets_zeros_and_rows_of_no_chunk_stay():
+    made = make_step([1, 0, 1, 2], [10, 0, 0, 300])
+    made.q = torch.cat((made.q, made.q[:2]))
+    out = made.run(max_q_len=2)
+    assert (out[1] == 0).all()
+    assert out[4:].isnan().all()
+    assert error(out[:4], made.definition()[:4]) < BOUND[torch.bfloat16]
+
+
+def test_queries_may_be_a_slice_of_a_projection():
+    made = make_step(*STEPS["mixed"])
+    num_tokens, num_heads, head_dim = made.q.shape
+    wide = torch.full((num_tokens, num_heads + 4, head_dim), float("nan")).to(made.q)
+    wide[:, :num_heads] = made.q
+    expected = made.run()
+    made.q = wide[:, :num_heads]
+    assert torch.equal(made.run(), expected)
+
+
+def test_blocks_of_the_cache_may_be_apart():
+    """Keys and values of a layer in one tensor [num_blocks, 2, block_size, G, D]."""
+    made = make_step(*STEPS["mixed"])
+    expected = made.run()
+    both = torch.stack((made.k_cache, made.v_cache), 1)
+    made.k_cache, made.v_cache = both[:, 0], both[:, 1]
+    assert torch.equal(made.run(), expected)
+
+
+def test_a_plan_serves_each_layer_and_leaves_the_workspace_ready():
+    made = make_step(*STEPS["decode, ragged"])
+    workspace = made.workspace()
+    plan(made.query_start, made.seq_lens, workspace, len(made.q), *made.heads)
+    expected = made.definition()
+    for _ in range(5):
+        assert error(made.run(workspace, planned=True), expected) < BOUND[torch.bfloat16]
+
+
+def test_the_same_plan_gives_the_same_bits():
+    """Partial sums are merged in the order of their keys, whichever block comes last."""
+    made = make_step(*STEPS["decode, ragged"])
+    first = made.run()
+    assert all(torch.equal(made.run(), first) for _ in range(10))
+
+
+@pytest.mark.parametrize("pdl", [False, True])
+def test_a_graph_replays_with_other_lengths(pdl):
+    long = make_step([1] * 6, [4000, 33, 900, 64, 1, 2500])
+    made = make_step([1] * 6, [4000, 33, 900, 64, 1, 2500])
+    made.seq_lens.copy_(torch.tensor([1, 33, 64, 10, 1, 20], dtype=torch.int32))
+    workspace = made.workspace()
+    made.run(workspace)  # compiles
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = made.run(workspace, pdl=pdl)
+    for seq_lens in (long.seq_lens, torch.tensor([7, 1, 900, 64, 1, 77]).int().cuda()):
+        made.seq_lens.copy_(seq_lens)
+        graph.replay()
+        assert error(out, made.definition()) < BOUND[torch.bfloat16]
+
+
+def test_what_the_kernels_cannot_take_is_refused():
+    made = make_step([1], [20])
+    workspace = made.workspace()
+    with pytest.raises(ValueError, match="workspace has"):
+        made.run(workspace[: len(workspace) // 2])
+    with pytest.raises(ValueError, match="scale 0"):
+        made.scale = 0.0
+        made.run(workspace)
+    made.scale = 1.0
+    made.k_cache = made.k_cache.half()
+    with pytest.raises(ValueError, match="k_cache is"):
+        made.run(workspace)
