@@ -3,32 +3,45 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import chain
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from inflight.sequence import Sequence
 
+# What a runner says in `StepOutput.errors`.
+NOT_FINITE = "numerical: the model's output is not finite for this sequence"
+NOTHING_LEFT = "numerical: bad_words and min_tokens leave no token to choose from"
 
-@dataclass(frozen=True, slots=True)
-class Chunk:
+
+class Chunk(msgspec.Struct, frozen=True, gc=False):
     """Compute tokens [start, start + length) of a sequence.
 
-    A prompt, a part of one, and a decode step (length 1) are the same thing.
+    A prompt, a part of one, and a decode step (length 1) are the same thing. A decode step may be
+    scheduled before the host knows its token: then start >= len(sequence.token_ids), and the runner
+    takes the token that an earlier step chose from the device.
+
+    Attributes:
+        samples: whether the chunk reaches the last token of its sequence, so that the next follows.
+        generation: of the sequence when the chunk was scheduled. Once they differ, the sequence has
+            lost the blocks that the chunk writes to, and what it chooses is nobody's.
     """
 
     sequence: Sequence
     start: int
     length: int
+    samples: bool
+    generation: int = 0
 
     @property
     def end(self) -> int:
         return self.start + self.length
 
     @property
-    def samples(self) -> bool:
-        """Whether this chunk reaches the last known token, so that the next one follows."""
-        return self.end == len(self.sequence.token_ids)
+    def is_stale(self) -> bool:
+        return self.generation != self.sequence.generation
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,32 +80,36 @@ class Batch:
         return sum(chunk.length for chunk in self.chunks)
 
     def arrays(self, block_size: int) -> BatchArrays:
-        lengths = np.array([chunk.length for chunk in self.chunks], np.int64)
-        query_start = np.zeros(len(self.chunks) + 1, np.int64)
+        """The batch as flat arrays; the host must know all its tokens.
+
+        Raises:
+            ValueError: a chunk's token is not known yet.
+        """
+        num_chunks = len(self.chunks)
+        starts = _int64([chunk.start for chunk in self.chunks])
+        lengths = _int64([chunk.length for chunk in self.chunks])
+        query_start = np.zeros(num_chunks + 1, np.int64)
         np.cumsum(lengths, out=query_start[1:])
         num_tokens = int(query_start[-1])
-        token_ids = np.empty(num_tokens, np.int64)
-        positions = np.empty(num_tokens, np.int64)
-        slot_mapping = np.empty(num_tokens, np.int64)
-        width = max((len(chunk.sequence.blocks) for chunk in self.chunks), default=0)
-        block_tables = np.zeros((len(self.chunks), width), np.int64)
-        for i, chunk in enumerate(self.chunks):
-            rows = slice(query_start[i], query_start[i + 1])
-            table = chunk.sequence.blocks
-            block_tables[i, : len(table)] = table
-            token_ids[rows] = chunk.sequence.token_ids[chunk.start : chunk.end]
-            positions[rows] = np.arange(chunk.start, chunk.end)
-            slot_mapping[rows] = (
-                block_tables[i, positions[rows] // block_size] * block_size
-                + positions[rows] % block_size
-            )
+        positions = np.arange(num_tokens) + np.repeat(starts - query_start[:-1], lengths)
+        known = (chunk.sequence.token_ids[chunk.start : chunk.end] for chunk in self.chunks)
+        token_ids = np.fromiter(chain.from_iterable(known), np.int64, num_tokens)
+
+        tables = [chunk.sequence.blocks for chunk in self.chunks]
+        widths = _int64([len(table) for table in tables])
+        block_tables = np.zeros((num_chunks, max(widths, default=0)), np.int64)
+        filled = np.arange(block_tables.shape[1]) < widths[:, np.newaxis]
+        block_tables[filled] = np.fromiter(chain.from_iterable(tables), np.int64, int(widths.sum()))
+        rows = np.repeat(np.arange(num_chunks), lengths)
+        slot_mapping = block_tables[rows, positions // block_size] * block_size
+        slot_mapping += positions % block_size
         samples = np.array([chunk.samples for chunk in self.chunks], bool)
         return BatchArrays(
             token_ids=token_ids,
             positions=positions,
             slot_mapping=slot_mapping,
             query_start=query_start,
-            seq_lens=np.array([chunk.end for chunk in self.chunks], np.int64),
+            seq_lens=starts + lengths,
             block_tables=block_tables,
             sample_rows=query_start[1:][samples] - 1,
         )
@@ -112,3 +129,17 @@ class StepOutput:
     token_ids: list[list[int]]
     logprobs: list[list[float]]
     errors: dict[int, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """A step that was computed while it was launched (see `runner.PendingStep`)."""
+
+    output: StepOutput
+
+    def result(self) -> StepOutput:
+        return self.output
+
+
+def _int64(values: list[int]) -> npt.NDArray[np.int64]:
+    return np.array(values, np.int64)

@@ -14,10 +14,17 @@ PACKAGE_PREFIX = "package:"
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A model on disk: one GGUF file, or a Hugging Face folder with a config.json."""
+    """A model on disk: one GGUF file, or a Hugging Face folder with a config.json.
+
+    Attributes:
+        path: of the file or folder.
+        format: which of the two.
+        random_weights: its weights are drawn, whatever is there.
+    """
 
     path: Path
     format: Literal["gguf", "huggingface"]
+    random_weights: bool = False
 
     @property
     def name(self) -> str:

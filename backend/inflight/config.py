@@ -13,8 +13,18 @@ import msgspec
 
 from inflight.errors import ConfigError, did_you_mean
 
-Device = Literal["cpu", "echo"]
-Dtype = Literal["float32", "bfloat16"]
+Device = Literal["cpu", "cuda", "echo"]
+Dtype = Literal["auto", "float32", "bfloat16"]
+
+# What 0 and "auto" stand for.
+_CPU_DEFAULTS = {"dtype": "float32", "max_num_seqs": 64, "max_batch_tokens": 512}
+_DEFAULTS = {
+    "cpu": _CPU_DEFAULTS,
+    "echo": _CPU_DEFAULTS,
+    # Enough tokens to keep the matrix units busy, and no more: those that decode wait for them.
+    "cuda": {"dtype": "bfloat16", "max_num_seqs": 256, "max_batch_tokens": 8192},
+}
+_GPU_BLOCK_SIZES = (16, 32, 64)
 
 
 class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -23,16 +33,25 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     Attributes:
         model: a GGUF file, a Hugging Face folder, or `package:NAME` for a checkpoint that an
             installed Python package carries. A relative path is relative to the file it stands in.
-        device: `cpu`; `echo` answers each prompt with itself, at no cost, to test what is around
-            an engine.
-        dtype: of weights, activations and KV cache.
+        device: `cpu`; `cuda`, one NVIDIA GPU; `echo` answers each prompt with itself, at no cost,
+            to test what is around an engine.
+        dtype: of weights, activations and KV cache; `auto` is float32 on a CPU and bfloat16, the
+            only one there, on a GPU.
         num_threads: CPU threads of the engine; None for all cores.
         block_size: tokens per KV block.
-        kv_cache_bytes: memory of the KV pool. num_blocks overrides it.
+        kv_cache_bytes: memory of the KV pool; None for 1 GiB on a CPU, and on a GPU for what
+            gpu_memory leaves. num_blocks overrides it.
         num_blocks: KV blocks in the pool; None to derive them from kv_cache_bytes.
+        gpu_memory: share of a GPU's memory that is used, by whoever.
+        cuda_graphs: record decode steps when starting; without, each costs its kernels' launches.
+        batch_invariant: compute a request's tokens to the same bits whatever else is in the batch;
+            slower.
+        random_weights: draw the weights instead of reading them: for benchmarks. The model's
+            folder then needs a config.json only.
         max_model_len: prompt and output together, in tokens; None for the model's own limit.
-        max_num_seqs: sequences in one step.
-        max_batch_tokens: tokens in one step (the budget that prefill and decode share).
+        max_num_seqs: sequences in one step; 0 for 64 on a CPU and 256 on a GPU.
+        max_batch_tokens: tokens in one step (the budget that prefill and decode share); 0 for 512
+            on a CPU and 8192 on a GPU.
         max_prefill_chunk: tokens of one prompt in one step; None for the whole budget.
         max_waiting: requests that may queue; more are refused with `capacity`.
         prefix_cache: reuse the KV blocks of equal prefixes.
@@ -41,20 +60,27 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
 
     model: str
     device: Device = "cpu"
-    dtype: Dtype = "float32"
+    dtype: Dtype = "auto"
     num_threads: int | None = None
     block_size: int = 16
-    kv_cache_bytes: int = 1 << 30
+    kv_cache_bytes: int | None = None
     num_blocks: int | None = None
+    gpu_memory: float = 0.95
+    cuda_graphs: bool = True
+    batch_invariant: bool = False
+    random_weights: bool = False
     max_model_len: int | None = None
-    max_num_seqs: int = 64
-    max_batch_tokens: int = 512
+    max_num_seqs: int = 0
+    max_batch_tokens: int = 0
     max_prefill_chunk: int | None = None
     max_waiting: int = 1024
     prefix_cache: bool = True
     default_max_tokens: int = 256
 
     def __post_init__(self) -> None:
+        for name, value in _DEFAULTS[self.device].items():
+            if getattr(self, name) in (0, "auto"):
+                msgspec.structs.force_setattr(self, name, value)
         positive = (
             "num_threads block_size kv_cache_bytes num_blocks max_model_len max_num_seqs "
             "max_batch_tokens max_prefill_chunk max_waiting default_max_tokens"
@@ -63,6 +89,17 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"{name}: {value} is out of range; allowed: 1 or more")
+        if not 0.1 <= self.gpu_memory <= 0.99:
+            raise ConfigError(
+                f"gpu_memory: {self.gpu_memory} is out of range; allowed: 0.1 to 0.99"
+            )
+        if self.device == "cuda" and self.dtype != "bfloat16":
+            raise ConfigError(f"dtype: {self.dtype} is not there on a GPU; allowed: bfloat16")
+        if self.device == "cuda" and self.block_size not in _GPU_BLOCK_SIZES:
+            raise ConfigError(
+                f"block_size: {self.block_size} is not there on a GPU; allowed: "
+                f"{', '.join(map(str, _GPU_BLOCK_SIZES))}"
+            )
         if self.max_num_seqs > self.max_batch_tokens:
             raise ConfigError(
                 f"max_num_seqs: {self.max_num_seqs} is more than max_batch_tokens "

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from inflight.batch import Batch, BatchArrays, Chunk, StepOutput
+from inflight.batch import NOT_FINITE, NOTHING_LEFT, Batch, BatchArrays, Chunk, Done, StepOutput
 from inflight.checkpoint import Checkpoint
 from inflight.config import EngineConfig
 from inflight.model import ARCHITECTURES
@@ -20,8 +20,6 @@ from inflight_kernels import reference as ops
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
-NOT_FINITE = "numerical: the model's output is not finite for this sequence"
-NOTHING_LEFT = "numerical: bad_words and min_tokens leave no token to choose from"
 UNKNOWN_TOKEN = "numerical: a token id is outside the model's vocabulary"
 
 
@@ -44,6 +42,7 @@ class CpuRunner:
         self.num_blocks = model.num_blocks(config)
         self.block_size = config.block_size
         self.vocab_size = model.vocab_size
+        self.steps_ahead = 0
         self._dtype = _DTYPES[config.dtype]
         self._cache = KVCache(model, self.num_blocks, self.block_size, self._dtype)
         architecture = importlib.import_module(ARCHITECTURES[model.architecture])
@@ -51,8 +50,11 @@ class CpuRunner:
             checkpoint, model, self._dtype, model.max_model_len(config), progress
         )
 
+    def launch(self, batch: Batch) -> Done:
+        return Done(self._run(batch))
+
     @torch.inference_mode()
-    def run(self, batch: Batch) -> StepOutput:
+    def _run(self, batch: Batch) -> StepOutput:
         output = StepOutput([[] for _ in batch.chunks], [[] for _ in batch.chunks])
         if batch.copies:
             sources, targets = torch.tensor(batch.copies).unbind(1)
@@ -152,28 +154,11 @@ def _shape(row: Tensor, sequence: Sequence) -> bool:
             params.presence_penalty,
             params.frequency_penalty,
         )
-    banned = _finished_bad_words(sequence)
-    if sequence.num_output_tokens < params.min_tokens:
-        banned.extend(sequence.eos_token_ids)
+    banned = sequence.banned_tokens(sequence.num_output_tokens)
     banned = [token_id for token_id in banned if 0 <= token_id < vocab_size]
     if banned:
         ops.ban_tokens(row, banned)
     return bool(banned)
-
-
-def _finished_bad_words(sequence: Sequence) -> list[int]:
-    """Tokens that would complete a bad word, all of whose other tokens end the output."""
-    if not sequence.bad_word_ids:
-        return []
-    num_output = sequence.num_output_tokens
-    banned = []
-    for word in sequence.bad_word_ids:
-        before = len(word) - 1
-        if 0 <= before <= num_output:
-            tail = sequence.token_ids[len(sequence.token_ids) - before :]
-            if tail == list(word[:-1]):
-                banned.append(word[-1])
-    return banned
 
 
 def _draw(logits: Tensor, chunks: list[Chunk]) -> Tensor:

@@ -53,9 +53,9 @@ class _Smoothed:
             self.value = sample
         elif sample > self.value:
             self.value += RISE * (sample - self.value)
-        else:
+        elif now > self._updated:
             # By time, not by samples: a hundred acknowledgements in one frame are one observation.
-            kept = math.exp(-max(0.0, now - self._updated) / DECAY)
+            kept = math.exp((self._updated - now) / DECAY)
             self.value = sample + (self.value - sample) * kept
         self.num_samples += 1
         self._updated = now
@@ -191,6 +191,7 @@ class DeliveryWatch:
         oldest = newest = stream.pending.popleft()[1]
         while stream.pending and stream.pending[0][0] <= stream.position:
             newest = stream.pending.popleft()[1]
-        self._latest_heard = max(self._latest_heard, newest)
+        if newest > self._latest_heard:
+            self._latest_heard = newest
         if stream.heard or self._latency.num_samples == 0:
             self._latency.add(max(0.0, now - oldest - self._last_step), now)

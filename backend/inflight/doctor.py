@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+import msgspec
 from rich.console import Console
 
 from inflight import config, installation, repository
@@ -29,6 +30,7 @@ SUPPORTED_PYTHON = ((3, 11), (3, 12))
 SMALL_SHM_BYTES = 128 << 20
 # The demo model in float32, its KV cache of 1 GiB, and the processes around it.
 SMALL_MEMORY_BYTES = 3 << 30
+MIN_CAPABILITY = (8, 0)
 COMMAND_TIMEOUT_S = 20
 MARKS: dict[Status, str] = {
     "ok": "[green]ok[/]    ",
@@ -54,6 +56,28 @@ class Check:
     mend: str = ""
 
 
+class GpuFacts(msgspec.Struct, frozen=True):
+    """What torch says of the first GPU; no name if there is none."""
+
+    name: str = ""
+    memory_bytes: int = 0
+    capability: tuple[int, int] = (0, 0)
+    has_kernels: bool = False
+
+
+_GPU_CODE = """
+import importlib.util, json, torch
+if torch.cuda.is_available():
+    device = torch.cuda.get_device_properties(0)
+    print(json.dumps({
+        "name": device.name,
+        "memory_bytes": device.total_memory,
+        "capability": [device.major, device.minor],
+        "has_kernels": all(importlib.util.find_spec(name) for name in ("cuda", "cuda.core")),
+    }))
+"""
+
+
 def examine(ports: tuple[int, int, int]) -> list[Check]:
     """All checks, in the order in which to mend what they find.
 
@@ -69,6 +93,7 @@ def examine(ports: tuple[int, int, int]) -> list[Check]:
         check_ports(ports),
         check_shm(_shm_bytes()),
         check_memory(_memory_bytes()),
+        check_gpu(_gpu()),
         _threads(),
         _glibc(),
         _perf_analyzer(),
@@ -186,6 +211,31 @@ def show(checks: list[Check]) -> None:
         console.print(check.found, markup=False, soft_wrap=True)
         if check.mend:
             console.print(f"         {check.mend}", markup=False, soft_wrap=True)
+
+
+def check_gpu(found: GpuFacts) -> Check:
+    """Whether `"device": "cuda"` would work; a machine without a GPU is fine."""
+    if not found.name:
+        return Check("GPU", "note", "none that torch sees", 'the engine runs with "device": "cpu"')
+    shown = f"{found.name}, {found.memory_bytes / (1 << 30):.0f} GiB"
+    if found.capability < MIN_CAPABILITY:
+        capability = ".".join(map(str, found.capability))
+        return Check(
+            "GPU", "note", f"{shown}, compute capability {capability}", "the kernels need 8.0"
+        )
+    if not found.has_kernels:
+        mend = "to use it: pip install 'inflight-triton[cuda]'"
+        return Check("GPU", "note", f"{shown}; the compiler of the kernels is missing", mend)
+    return Check("GPU", "ok", f'{shown}; use it with "device": "cuda"')
+
+
+def _gpu() -> GpuFacts:
+    # In a process of its own: torch takes seconds, and a driver that hangs would hang us.
+    output = _output([sys.executable, "-c", _GPU_CODE], dict(os.environ)).strip().splitlines()
+    try:
+        return msgspec.json.decode(output[-1] if output else "", type=GpuFacts)
+    except msgspec.DecodeError:
+        return GpuFacts()
 
 
 def _numpy_of_the_stub() -> str:

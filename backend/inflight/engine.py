@@ -1,10 +1,15 @@
 """The engine: requests in, token events out. One thread calls it; it knows no process, no socket
 and no Triton.
 
-    batch  = scheduler.schedule()            admit, budget, allocate: counts only
-    output = runner.run(batch)               all device work: forward, sample -> ids
-    moved  = scheduler.commit(batch, output) append, register full blocks
-    events = outputs.collect(moved)          text, stop strings, what may be released
+    batch   = scheduler.schedule()            admit, budget, allocate: counts only
+    pending = runner.launch(batch)            all device work: forward, sample -> ids
+    output  = pending.result()                of an earlier batch, if the runner works ahead
+    moved   = scheduler.commit(batch, output) append, register full blocks
+    events  = outputs.collect(moved)          text, stop strings, what may be released
+
+A runner that works ahead computes one batch while the results of the one before it are taken in.
+The next batch then carries tokens that the host does not know yet, of sequences that may turn out
+to have ended: what it computes for these is dropped.
 """
 
 from __future__ import annotations
@@ -12,7 +17,9 @@ from __future__ import annotations
 import logging
 import secrets
 import time
+from collections import deque
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 
 from inflight.batch import Batch, StepOutput
 from inflight.config import EngineConfig
@@ -20,7 +27,7 @@ from inflight.delivery import DeliveryWatch
 from inflight.errors import CapacityError, EngineError, InflightError, RequestError
 from inflight.output import OutputStage, bad_word_ids
 from inflight.request import FinishReason, Request, TokenEvent
-from inflight.runner import Runner
+from inflight.runner import PendingStep, Runner
 from inflight.scheduler import Scheduler
 from inflight.sequence import Sequence
 from inflight.stats import Stats
@@ -28,6 +35,15 @@ from inflight.text.detokenize import Detokenizer
 from inflight.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class _Launched:
+    """A step whose result has not been taken yet."""
+
+    batch: Batch
+    pending: PendingStep
+    time: float  # just before its launch
 
 
 class Engine:
@@ -72,11 +88,13 @@ class Engine:
         self._num_output_tokens = 0
         self._clock = clock
         self._sequences: dict[int, Sequence] = {}
+        self._in_flight: deque[_Launched] = deque()  # oldest first
+        self._last_result = 0.0  # when it was taken
 
     @property
     def has_work(self) -> bool:
-        """Whether `step` would compute something."""
-        return bool(self.scheduler.running or self.scheduler.waiting)
+        """Whether `step` would launch a batch or take a result."""
+        return bool(self._in_flight or self.scheduler.running or self.scheduler.waiting)
 
     @property
     def has_suspended(self) -> bool:
@@ -124,31 +142,22 @@ class Engine:
         """A detokenizer handed on the text up to (request_id, position) each."""
         now = self._clock()
         for request_id, position in progress:
-            sequence = self._sequences.get(request_id)
-            if sequence is not None and self.delivery.delivered(request_id, position, now):
-                self.scheduler.resume(sequence)
+            if self.delivery.delivered(request_id, position, now):
+                self.scheduler.resume(self._sequences[request_id])
 
     def step(self) -> list[TokenEvent]:
-        """Compute one batch. Returns what it did for each request that it touched."""
+        """Launch the next batch, if there is one, then take the oldest result if it is due.
+
+        It is when the runner works no further ahead, or when there was nothing to launch.
+
+        Returns:
+            What the result, or a failed launch, did for each request that it touched.
+        """
         batch = self.scheduler.schedule()
-        if not batch.chunks:
-            return []
-        started = self._clock()
-        try:
-            output = self.runner.run(batch)
-        except Exception:
-            logger.exception("the step of %d sequences failed", len(batch.chunks))
-            return self._fail_batch(batch)
-        failed = self._fail_some(batch, output)
-        advanced = self.scheduler.commit(batch, output)
-        events = self.outputs.collect(advanced)
-        for sequence in advanced:
-            if sequence.finish_reason is not None:
-                self._close(sequence)
-        self.num_steps += 1
-        self._num_output_tokens += len(advanced)
-        self._watch(events, self._clock() - started)
-        return events + failed
+        events = self._launch(batch) if batch.chunks else []
+        if len(self._in_flight) > (self.runner.steps_ahead if batch.chunks else 0):
+            events += self._take(self._in_flight.popleft())
+        return events
 
     def sweep(self) -> list[TokenEvent]:
         """Set aside requests whose consumer fell silent, end those that stay silent."""
@@ -221,28 +230,61 @@ class Engine:
             bad_word_ids=banned,
         )
 
-    def _watch(self, events: list[TokenEvent], step_time: float) -> None:
+    def _launch(self, batch: Batch) -> list[TokenEvent]:
+        """Put a batch in flight; the events of its failure if that fails."""
         now = self._clock()
-        self.delivery.stepped(step_time)
+        try:
+            pending = self.runner.launch(batch)
+        except Exception:
+            return self._fail_batch(batch)
+        self._in_flight.append(_Launched(batch, pending, now))
+        return []
+
+    def _take(self, launched: _Launched) -> list[TokenEvent]:
+        """Wait for a step and take in what it computed."""
+        batch = launched.batch
+        try:
+            output = launched.pending.result()
+        except Exception:
+            return self._fail_batch(batch)
+        failed = self._fail_some(batch, output)
+        advanced = self.scheduler.commit(batch, output)
+        events = self.outputs.collect(advanced)
+        for sequence in advanced:
+            if sequence.finish_reason is not None:
+                self._close(sequence)
+        self.num_steps += 1
+        self._num_output_tokens += len(advanced)
+        now = self._clock()
+        # Of two steps in flight, the second one starts when the first one ends.
+        self.delivery.stepped(now - max(launched.time, self._last_result))
+        self._last_result = now
+        self._watch(events, now)
+        return events + failed
+
+    def _watch(self, events: list[TokenEvent], now: float) -> None:
         for event in events:
             sequence = self._sequences.get(event.request_id)
             if sequence is not None and sequence.request.acknowledged and event.token_ids:
                 self.delivery.emitted(event.request_id, event.position, now)
 
     def _fail_some(self, batch: Batch, output: StepOutput) -> list[TokenEvent]:
-        events = []
-        for index, text in output.errors.items():
-            sequence = batch.chunks[index].sequence
-            self._close(sequence)
-            events.append(TokenEvent.failed(sequence.request_id, EngineError(text)))
-        return events
+        return [
+            self._fail(batch.chunks[index].sequence, EngineError(text))
+            for index, text in output.errors.items()
+            if not batch.chunks[index].is_stale
+        ]
 
     def _fail_batch(self, batch: Batch) -> list[TokenEvent]:
+        """End what a failed step held; call it where the exception is handled."""
+        logger.exception("the step of %d sequences failed", len(batch.chunks))
         # The message is fixed: an exception's own text may hold addresses or other users' data.
         error = EngineError("the step that held this request failed; it is safe to send it again")
-        for chunk in batch.chunks:
-            self._close(chunk.sequence)
-        return [TokenEvent.failed(chunk.sequence.request_id, error) for chunk in batch.chunks]
+        return [self._fail(chunk.sequence, error) for chunk in batch.chunks if not chunk.is_stale]
+
+    def _fail(self, sequence: Sequence, error: EngineError) -> TokenEvent:
+        self._close(sequence)
+        return TokenEvent.failed(sequence.request_id, error)
 
     def _close(self, sequence: Sequence) -> None:
         """The one place where a request leaves the engine."""

@@ -17,6 +17,7 @@ import socket
 import sys
 import threading
 import time
+from collections import defaultdict
 from pathlib import Path
 
 import msgspec
@@ -248,9 +249,9 @@ class EngineProcess:
                 )
 
     def _publish(self, events: list[TokenEvent]) -> None:
-        by_front: dict[int, list[TokenEvent]] = {}
+        by_front: defaultdict[int, list[TokenEvent]] = defaultdict(list)
         for event in events:
-            by_front.setdefault(event.request_id >> 32, []).append(event)
+            by_front[event.request_id >> 32].append(event)
         for number, its_events in by_front.items():
             peer = self._hub.peer(number)
             if peer is not None:

@@ -29,6 +29,7 @@ class OutputStage:
 
     def __init__(self, detokenizer: Detokenizer | None) -> None:
         self._detokenizer = detokenizer
+        self._whole = _WholePieces(detokenizer) if detokenizer else None
         self._outputs: dict[int, _Output] = {}
 
     def collect(self, sequences: Iterable[Sequence]) -> list[TokenEvent]:
@@ -52,7 +53,7 @@ class OutputStage:
         for sequence in sequences:
             output = self._outputs.get(sequence.request_id)
             if output is None:
-                output = _Output(sequence, self._detokenizer)
+                output = _Output(sequence, self._detokenizer, self._whole)
                 self._outputs[sequence.request_id] = output
             event = output.advance(sequence)
             if event is not None:
@@ -69,11 +70,14 @@ class OutputStage:
 class _Output:
     """One sequence's output: tokens [0, released) are out, [released, seen) are held back."""
 
-    __slots__ = ("detokenizer", "ends", "min_tokens", "released", "seen", "text", "window")
+    __slots__ = ("detokenizer", "ends", "min_tokens", "released", "seen", "text", "whole", "window")
 
-    def __init__(self, sequence: Sequence, detokenizer: Detokenizer | None) -> None:
+    def __init__(
+        self, sequence: Sequence, detokenizer: Detokenizer | None, whole: _WholePieces | None
+    ) -> None:
         params = sequence.request.params
         self.detokenizer = detokenizer
+        self.whole = whole
         self.min_tokens = params.min_tokens
         self.released = 0
         self.seen = 0
@@ -91,6 +95,12 @@ class _Output:
     def advance(self, sequence: Sequence) -> TokenEvent | None:
         first = sequence.num_prompt_tokens
         token_ids = sequence.token_ids
+        if self.text is None:
+            new = token_ids[first + self.seen :]
+            seen = self.seen + len(new)
+            if seen < sequence.max_tokens and self.ends.isdisjoint(new):
+                self.seen = seen
+                return self._event(sequence, new, seen)
         reason: FinishReason | None = None
         stop_at: int | None = None
         ended_by_id = False
@@ -109,12 +119,13 @@ class _Output:
                 break
         if reason is None:
             num_held = 0 if self.text is None else self.text.release()
-            return self._event(sequence, self.seen - num_held, 0, None)
+            new = token_ids[first + self.released : first + self.seen - num_held]
+            return self._event(sequence, new, self.seen - num_held) if new else None
         del token_ids[first + self.seen :]
         sequence.finish_reason = reason
         trim = 0
+        rest = token_ids[first + self.released :]
         if self.detokenizer is not None:
-            rest = token_ids[first + self.released :]
             if ended_by_id:
                 trim = self._length_of_end(self.detokenizer, rest)
             if stop_at is None and self.text is not None:
@@ -124,7 +135,7 @@ class _Output:
                     sequence.finish_reason = FinishReason.STOP
             if stop_at is not None:
                 trim = len(self.detokenizer.delta(self.window, rest, final=True)) - stop_at
-        return self._event(sequence, self.seen, trim, sequence.finish_reason)
+        return self._event(sequence, rest, self.seen, trim)
 
     def _length_of_end(self, detokenizer: Detokenizer, ids: list[int]) -> int:
         """Characters that the last id, an end-of-sequence token, has at the end of the text."""
@@ -137,27 +148,46 @@ class _Output:
         return len(whole) - len(before)
 
     def _event(
-        self, sequence: Sequence, position: int, trim: int, reason: FinishReason | None
-    ) -> TokenEvent | None:
-        first = sequence.num_prompt_tokens
-        new = sequence.token_ids[first + self.released : first + position]
-        if not new and reason is None:
-            return None
+        self, sequence: Sequence, new: list[int], position: int, trim: int = 0
+    ) -> TokenEvent:
+        """Release new tokens, up to a position."""
         window = self.window
+        reason = sequence.finish_reason
         self.released = position
-        if self.detokenizer is not None and reason is None:
-            context = window + new
-            self.window = self.detokenizer.window_for(context, len(context))
+        if self.whole is not None and reason is None:
+            self.window = self.whole.window_after(window, new)
         return TokenEvent(
             sequence.request_id,
-            token_ids=new,
-            window=window,
-            position=position,
-            trim=trim,
-            finish_reason=reason,
-            cumulative_logprob=sequence.cumulative_logprob,
-            num_cached_tokens=sequence.num_cached_tokens,
+            new,
+            window,
+            position,
+            trim,
+            reason,
+            sequence.cumulative_logprob,
+            sequence.num_cached_tokens,
         )
+
+
+class _WholePieces(dict[int, bool]):
+    """Token id -> whether its bytes begin with a character; filled when asked.
+
+    After such a token none of the characters before it is incomplete: it is the whole window.
+    """
+
+    def __init__(self, detokenizer: Detokenizer) -> None:
+        super().__init__()
+        self._detokenizer = detokenizer
+
+    def __missing__(self, token_id: int) -> bool:
+        piece = self._detokenizer.join((token_id,))
+        return self.setdefault(token_id, bool(piece) and piece[0] & 0xC0 != 0x80)
+
+    def window_after(self, window: list[int], new: list[int]) -> list[int]:
+        """`Detokenizer.window_for` what follows the window and the new ids, mostly at less cost."""
+        if self[new[-1]]:
+            return new[-1:]
+        context = window + new
+        return self._detokenizer.window_for(context, len(context))
 
 
 class _HeldText:

@@ -37,7 +37,7 @@ class Request(msgspec.Struct, frozen=True):
     acknowledged: bool = False
 
 
-class TokenEvent(msgspec.Struct, frozen=True, omit_defaults=True):
+class TokenEvent(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     """What one step did for one request. The last one has `finish_reason` or `error`.
 
     Attributes:

@@ -5,17 +5,29 @@ Importing this module does not import torch; the runner that needs it is loaded 
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Callable
 from typing import Protocol
 
-from inflight.batch import Batch, StepOutput
+from inflight.batch import Batch, Done, StepOutput
 from inflight.checkpoint import Checkpoint
 from inflight.config import EngineConfig
 from inflight.model.config import ModelConfig, read_config
 from inflight.sequence import Sequence
 
 Progress = Callable[[str, float], None]
+
+
+class PendingStep(Protocol):
+    """A batch that was launched."""
+
+    def result(self) -> StepOutput:
+        """Wait for the step and return what it chose; called once, oldest step first.
+
+        What fails for one sequence alone is in the output's `errors`; an exception means that the
+        runner itself is broken.
+        """
 
 
 class Runner(Protocol):
@@ -25,17 +37,23 @@ class Runner(Protocol):
         num_blocks: KV blocks in its pool.
         block_size: tokens per block.
         vocab_size: token ids are below it.
+        steps_ahead: steps that may be launched before the result of the one before them is taken.
+            With 0 the host knows all tokens of a batch that it launches.
     """
 
     num_blocks: int
     block_size: int
     vocab_size: int
+    steps_ahead: int
 
-    def run(self, batch: Batch) -> StepOutput:
+    def launch(self, batch: Batch) -> PendingStep:
         """Copy the batch's blocks, compute its tokens, choose the next ones.
 
-        What fails for one sequence alone is in the output's `errors`; an exception means that the
-        runner itself is broken.
+        Batches are computed in the order of their launches. All that a step needs of its sequences
+        (tokens, block tables) is read here: the host goes on to change them.
+
+        Raises:
+            Exception: the runner is broken, as in `PendingStep.result`.
         """
 
 
@@ -55,6 +73,7 @@ def build(
     """
     model = read_config(checkpoint)
     model.max_model_len(config)  # refused before anything is loaded
+    checkpoint = dataclasses.replace(checkpoint, random_weights=config.random_weights)
     if config.device == "echo":
         progress("weights", 1.0)
         return EchoRunner(config, model), model
@@ -62,6 +81,10 @@ def build(
     # that spins is taken from tritonserver: with one busy neighbour on two cores, a step took
     # 440 ms, with a short spin 60 ms.
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")
+    if config.device == "cuda":
+        from inflight.cuda_runner import CudaRunner
+
+        return CudaRunner(config, checkpoint, model, progress), model
     from inflight.cpu_runner import CpuRunner
 
     return CpuRunner(config, checkpoint, model, progress), model
@@ -78,10 +101,11 @@ class EchoRunner:
         self.num_blocks = model.num_blocks(config)
         self.block_size = config.block_size
         self.vocab_size = model.vocab_size
+        self.steps_ahead = 0
 
-    def run(self, batch: Batch) -> StepOutput:
+    def launch(self, batch: Batch) -> Done:
         token_ids = [[_echo(chunk.sequence)] if chunk.samples else [] for chunk in batch.chunks]
-        return StepOutput(token_ids, [[0.0] * len(ids) for ids in token_ids])
+        return Done(StepOutput(token_ids, [[0.0] * len(ids) for ids in token_ids]))
 
 
 def _echo(sequence: Sequence) -> int:

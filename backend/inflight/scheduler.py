@@ -8,9 +8,17 @@ The scheduler counts tokens and never looks at one. It knows no device and no te
               ^  ^--preemption-----'  |
               '---resume--- SUSPENDED <--suspend
 
+Steps may be scheduled ahead: the next one while the tokens of the last ones are not known yet. As
+steps run in the order in which they are scheduled, a sequence counts as computed, and a block that
+it loses as free, from the moment of scheduling: who gets the block next writes to it later. The
+results come with `commit`. Those of a sequence that has lost its blocks meanwhile are dropped, told
+by its generation; they will be computed again. Only committed blocks get a name in the prefix
+cache, so no step in flight writes to a block that has one.
+
 Why it cannot get stuck: no request is accepted that does not fit into the whole pool. Sequences
 run in order of admission, and who needs a block takes it from the last admitted, himself at worst.
-So the first of the running sequences always advances; when it has finished, the next is the first.
+So the first of the running sequences always advances, or a commit is due that lets it; when it has
+finished, the next is the first.
 """
 
 from __future__ import annotations
@@ -27,8 +35,9 @@ from inflight.sequence import Sequence, Status
 class Scheduler:
     """Plans steps and owns the KV blocks. One thread calls it.
 
-    Each batch from `schedule` must be computed and handed to `commit` before the next one is made,
-    or its sequences must be finished: the copies of a batch are asked for once.
+    Batches from `schedule` must be computed in their order and handed to `commit` in their order,
+    or their sequences must be finished: the copies of a batch are asked for once. How many may be
+    scheduled before the first of them is committed is the caller's choice.
 
     Args:
         num_blocks: KV blocks in the pool.
@@ -61,7 +70,8 @@ class Scheduler:
         self.num_cached_tokens = 0
         self._pool = BlockPool(num_blocks, block_size)
         self._max_batch_tokens = max_batch_tokens
-        self._max_num_seqs = max_num_seqs
+        # Each running sequence may ask for a token in the same step.
+        self._max_num_seqs = min(max_num_seqs, max_batch_tokens)
         self._max_chunk = max_prefill_chunk or max_batch_tokens
         self._max_waiting = max_waiting
         self._prefix_cache = prefix_cache
@@ -69,6 +79,9 @@ class Scheduler:
         self._running: OrderedDict[int, Sequence] = OrderedDict()  # in order of admission
         self._suspended: dict[int, Sequence] = {}
         self._admitted: set[int] = set()  # known requests that have run before
+        # Running sequences that will need more blocks, with one of which each admission leaves
+        # them: a new sequence would take the last ones and lose them in the next step.
+        self._num_growing = 0
 
     @property
     def waiting(self) -> Collection[Sequence]:
@@ -129,13 +142,20 @@ class Scheduler:
         chunks: list[Chunk] = []
         prefills: list[Sequence] = []
         preempted = self.num_preemptions
+        size = self._pool.block_size
         for sequence in list(self._running.values()):
             if sequence.status is not Status.RUNNING:
                 continue  # an older one has taken its blocks in this very loop
-            if sequence.num_uncomputed > 1:
+            start, num_in_flight = sequence.num_computed, sequence.num_in_flight
+            num_tokens = len(sequence.token_ids) + num_in_flight
+            if num_tokens - start > 1:
                 prefills.append(sequence)  # has all blocks that its known tokens need
-            elif self._grow(sequence):
-                chunks.append(Chunk(sequence, sequence.num_computed, 1))
+            elif num_in_flight and (sequence.needs_host or num_tokens >= sequence.max_length):
+                continue  # waits for its commit
+            elif start < len(sequence.blocks) * size or self._grow(sequence):
+                chunks.append(Chunk(sequence, start, 1, True, sequence.generation))
+                sequence.num_computed = start + 1
+                sequence.num_in_flight = num_in_flight + 1
 
         budget = self._max_batch_tokens - len(chunks)
         lengths = []
@@ -143,8 +163,7 @@ class Scheduler:
             lengths.append(self._share(sequence, budget))
             budget -= lengths[-1]
         copies: list[tuple[int, int]] = []
-        # Budget is left only when each running sequence has a token of it, so decode steps alone
-        # never exceed it. Whoever was preempted just now heads the queue: nobody passes the head.
+        # Whoever was preempted just now heads the queue: nobody passes the head.
         while self._waiting and budget and self.num_preemptions == preempted:
             sequence = next(iter(self._waiting.values()))
             if len(self._running) >= self._max_num_seqs or not self._admit(sequence, copies):
@@ -152,20 +171,23 @@ class Scheduler:
             prefills.append(sequence)
             lengths.append(self._share(sequence, budget))
             budget -= lengths[-1]
+        # Only now: no block is both read and written by the copies of one step.
+        self._pool.release([source for source, _ in copies])
         for index in reversed(range(len(prefills))):
             wanted = min(prefills[index].num_uncomputed, self._max_chunk) - lengths[index]
             lengths[index] += min(wanted, budget)
             budget -= min(wanted, budget)
         for sequence, length in zip(prefills, lengths, strict=True):
             if length:
-                chunks.append(Chunk(sequence, sequence.num_computed, length))
+                chunks.append(self._prefill(sequence, length))
         return Batch(chunks, copies)
 
     def commit(self, batch: Batch, output: StepOutput) -> list[Sequence]:
         """Take over what a step computed.
 
-        A sequence that was finished or suspended since `schedule` is passed over, and so is one in
-        `output.errors`: it stays where it was until somebody finishes it.
+        A sequence that has lost its blocks since `schedule` (it was finished, suspended, preempted)
+        is passed over, even if it runs again. So is one in `output.errors`: whoever sees the error
+        finishes it before the next `schedule`.
 
         Returns:
             The sequences that got tokens, in batch order.
@@ -174,23 +196,25 @@ class Scheduler:
             EngineError: the runner chose no token for a sequence, or several.
         """
         advanced = []
+        size = self._pool.block_size
+        errors = output.errors
         for index, chunk in enumerate(batch.chunks):
             sequence = chunk.sequence
-            if sequence.status is not Status.RUNNING or index in output.errors:
+            if chunk.generation != sequence.generation or index in errors:
                 continue
-            samples = chunk.samples
-            sequence.num_computed = chunk.end
-            if self._prefix_cache:
+            if self._prefix_cache and (chunk.start + chunk.length) % size < chunk.length:
                 self._register(sequence, chunk)
-            if not samples:
+            if not chunk.samples:
                 continue
-            if len(output.token_ids[index]) != 1:
+            token_ids = output.token_ids[index]
+            if len(token_ids) != 1:
                 raise EngineError(
-                    f"the runner chose {len(output.token_ids[index])} tokens for request "
+                    f"the runner chose {len(token_ids)} tokens for request "
                     f"{sequence.request_id}; allowed: 1"
                 )
-            sequence.token_ids += output.token_ids[index]
-            sequence.cumulative_logprob += sum(output.logprobs[index])
+            sequence.token_ids.append(token_ids[0])
+            sequence.num_in_flight -= 1
+            sequence.cumulative_logprob += output.logprobs[index][0]
             advanced.append(sequence)
         return advanced
 
@@ -222,20 +246,27 @@ class Scheduler:
         half = max((budget + 1) // 2, self._pool.block_size)
         return min(half, budget, self._max_chunk, sequence.num_uncomputed)
 
+    def _prefill(self, sequence: Sequence, length: int) -> Chunk:
+        start, end = sequence.num_computed, sequence.num_computed + length
+        samples = end == sequence.num_tokens
+        sequence.num_computed = end
+        sequence.num_in_flight += samples
+        return Chunk(sequence, start, length, samples, sequence.generation)
+
     def _grow(self, sequence: Sequence) -> bool:
-        """Give a decoding sequence the block of its next token; False if it had to yield.
+        """Give a decoding sequence the next block, as its last one is full; False if it had to
+        yield.
 
         Its last block is its own: `_admit` hands out no other, and a block is named only when it
         is full. So a decode step never has to copy.
         """
-        if sequence.num_computed < len(sequence.blocks) * self._pool.block_size:
-            return True
         while not self._pool.num_free:
             youngest = next(reversed(self._running.values()))
             self._preempt(youngest)
             if youngest is sequence:
                 return False
         sequence.blocks.append(self._pool.allocate())
+        self._num_growing -= not self._is_growing(sequence)
         return True
 
     def _preempt(self, sequence: Sequence) -> None:
@@ -255,22 +286,21 @@ class Scheduler:
         num_shared = computed // pool.block_size
         num_new = -(-num_tokens // pool.block_size) - num_shared
         revived = sum(pool.ref_count(block) == 0 for block in cached)
-        if revived + num_new + self._num_growing() > pool.num_free:
+        if revived + num_new + self._num_growing > pool.num_free:
             return False
 
         sequence.blocks = pool.acquire(hashes)
         new = [pool.allocate() for _ in range(num_new)]
         if len(cached) > num_shared:
-            # All is cached, and the last token goes where others read: into a copy then. The
-            # source may be evicted from now on, but a copy comes before any write of its step.
-            source = sequence.blocks.pop()
-            copies.append((source, new[0]))
-            pool.release([source])
+            # All is cached, and the last token goes where others read: into a copy then. We own
+            # the source until all of this step is planned; a copy comes before its step's writes.
+            copies.append((sequence.blocks.pop(), new[0]))
         sequence.blocks += new
         sequence.num_computed = computed
         del self._waiting[sequence.request_id]
         self._running[sequence.request_id] = sequence
         sequence.status = Status.RUNNING
+        self._num_growing += self._is_growing(sequence)
         if sequence.request_id not in self._admitted:
             self._admitted.add(sequence.request_id)
             sequence.num_cached_tokens = computed
@@ -278,27 +308,24 @@ class Scheduler:
             self.num_prompt_tokens += sequence.num_prompt_tokens
         return True
 
-    def _num_growing(self) -> int:
-        """Blocks to leave alone on admission: one for each running sequence that will need more.
-
-        Without them a new sequence would take the last blocks and lose them in the next step.
-        """
-        size = self._pool.block_size
-        return sum(
-            len(sequence.blocks) * size < sequence.num_prompt_tokens + sequence.max_tokens - 1
-            for sequence in self._running.values()
-        )
+    def _is_growing(self, sequence: Sequence) -> bool:
+        """Whether it may need more blocks than it has. Its last token is never computed."""
+        return len(sequence.blocks) * self._pool.block_size < sequence.max_length - 1
 
     def _withdraw(self, sequence: Sequence) -> None:
         """Take a sequence out of where it is, with nothing in the KV cache: the one release point.
 
         Its tokens stay: should it run again, they are computed like a prompt.
         """
-        for place in (self._running, self._waiting, self._suspended):
-            place.pop(sequence.request_id, None)
+        if self._running.pop(sequence.request_id, None) is not None:
+            self._num_growing -= self._is_growing(sequence)
+        self._waiting.pop(sequence.request_id, None)
+        self._suspended.pop(sequence.request_id, None)
         self._pool.release(sequence.blocks)
         sequence.blocks = []
         sequence.num_computed = 0
+        sequence.num_in_flight = 0
+        sequence.generation += 1
 
     def _queue_first(self, sequence: Sequence) -> None:
         sequence.status = Status.WAITING
@@ -306,12 +333,10 @@ class Scheduler:
         self._waiting.move_to_end(sequence.request_id, last=False)
 
     def _register(self, sequence: Sequence, chunk: Chunk) -> None:
+        """Name the blocks that a chunk has filled. All its tokens are known: it is committed."""
         size = self._pool.block_size
-        first, end = chunk.start // size, chunk.end // size
-        if first == end:
-            return
         hashes = self._hashes_of(sequence, chunk.end)
-        for index in range(first, end):
+        for index in range(chunk.start // size, chunk.end // size):
             self._pool.register(sequence.blocks[index], hashes[index])
 
     def _hashes_of(self, sequence: Sequence, num_tokens: int) -> list[bytes]:

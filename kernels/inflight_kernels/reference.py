@@ -99,6 +99,7 @@ def rotary_tables(
     num_positions: int,
     attention_factor: float = 1.0,
     dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
 ) -> tuple[Tensor, Tensor]:
     """Tables of `rotary`, both [num_positions, D] for D/2 inverse frequencies.
 
@@ -106,7 +107,8 @@ def rotary_tables(
     of the sine table is negated: the minus of the rotation lives there.
     """
     angles = torch.outer(
-        torch.arange(num_positions, dtype=torch.float32), torch.from_numpy(inverse_frequencies)
+        torch.arange(num_positions, dtype=torch.float32, device=device),
+        torch.from_numpy(inverse_frequencies).to(device),
     )
     cos = angles.cos() * attention_factor
     sin = angles.sin() * attention_factor

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from inflight.batch import Batch, Chunk
+from inflight.batch import Batch
 from inflight.request import Request
 from inflight.sampling import SamplingParams
 from inflight.sequence import Sequence
+from tiny import chunk
 
 
 def sequence(token_ids: list[int], blocks: list[int]) -> Sequence:
@@ -21,7 +23,7 @@ def sequence(token_ids: list[int], blocks: list[int]) -> Sequence:
 def test_a_prompt_and_a_decode_step_side_by_side() -> None:
     prompt = sequence([10, 11, 12, 13, 14], blocks=[3, 1, 7])
     decode = sequence([20, 21, 22], blocks=[5, 2])
-    arrays = Batch([Chunk(prompt, 1, 3), Chunk(decode, 2, 1)]).arrays(block_size=2)
+    arrays = Batch([chunk(prompt, 1, 3), chunk(decode, 2, 1)]).arrays(block_size=2)
     assert arrays.token_ids.tolist() == [11, 12, 13, 22]
     assert arrays.positions.tolist() == [1, 2, 3, 2]
     assert arrays.slot_mapping.tolist() == [7, 2, 3, 4]
@@ -38,16 +40,15 @@ def test_a_batch_without_chunks_has_empty_arrays() -> None:
     assert len(arrays.token_ids) == len(arrays.sample_rows) == len(arrays.seq_lens) == 0
 
 
-def test_a_chunk_samples_only_at_the_last_known_token() -> None:
+def test_arrays_of_a_token_that_the_host_does_not_know_are_refused() -> None:
     one = sequence([1, 2, 3], blocks=[0])
-    assert Chunk(one, 0, 3).samples
-    assert Chunk(one, 2, 1).samples
-    assert not Chunk(one, 0, 2).samples
+    with pytest.raises(ValueError):
+        Batch([chunk(one, 3, 1)]).arrays(block_size=4)
 
 
 def test_num_tokens_is_the_sum_of_the_chunks() -> None:
     one = sequence([1, 2, 3], blocks=[0])
-    assert Batch([Chunk(one, 0, 2), Chunk(one, 2, 1)]).num_tokens == 3
+    assert Batch([chunk(one, 0, 2), chunk(one, 2, 1)]).num_tokens == 3
     assert Batch([]).num_tokens == 0
 
 
@@ -61,22 +62,22 @@ def test_the_arrays_agree_with_the_chunks(data: st.DataObject, block_size: int) 
         blocks = [ids.pop() for _ in range(-(-len(token_ids) // block_size))]
         start = data.draw(st.integers(0, len(token_ids) - 1))
         length = data.draw(st.integers(1, len(token_ids) - start))
-        chunks.append(Chunk(sequence(token_ids, blocks), start, length))
+        chunks.append(chunk(sequence(token_ids, blocks), start, length))
     arrays = Batch(chunks).arrays(block_size)
     row = 0
     sampled = []
-    for index, chunk in enumerate(chunks):
+    for index, one in enumerate(chunks):
         assert arrays.query_start[index] == row
-        assert arrays.seq_lens[index] == chunk.end
-        for position in range(chunk.start, chunk.end):
-            assert arrays.token_ids[row] == chunk.sequence.token_ids[position]
+        assert arrays.seq_lens[index] == one.end
+        for position in range(one.start, one.end):
+            assert arrays.token_ids[row] == one.sequence.token_ids[position]
             assert arrays.positions[row] == position
             block, offset = divmod(int(arrays.slot_mapping[row]), block_size)
-            assert block == chunk.sequence.blocks[position // block_size]
+            assert block == one.sequence.blocks[position // block_size]
             assert block == arrays.block_tables[index, position // block_size]
             assert offset == position % block_size
             row += 1
-        if chunk.samples:
+        if one.samples:
             sampled.append(row - 1)
     assert arrays.query_start[-1] == row == Batch(chunks).num_tokens
     assert arrays.sample_rows.tolist() == sampled

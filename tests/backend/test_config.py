@@ -22,6 +22,21 @@ def test_a_model_is_all_that_is_needed() -> None:
     assert parse({"model": "m.gguf"}, "here") == EngineConfig(model="m.gguf")
 
 
+@pytest.mark.parametrize(
+    ("device", "dtype", "max_num_seqs", "max_batch_tokens"),
+    [("cpu", "float32", 64, 512), ("cuda", "bfloat16", 256, 8192)],
+)
+def test_what_is_left_open_follows_the_device(
+    device: str, dtype: str, max_num_seqs: int, max_batch_tokens: int
+) -> None:
+    config = parse({"model": "m", "device": device}, "here")
+    assert config.dtype == dtype
+    assert config.max_num_seqs == max_num_seqs
+    assert config.max_batch_tokens == max_batch_tokens
+    mine = parse({"model": "m", "device": device, "max_num_seqs": 3}, "here")
+    assert mine.max_num_seqs == 3
+
+
 def test_each_setting_is_taken_over() -> None:
     raw = {
         "model": "m.gguf",
@@ -31,6 +46,10 @@ def test_each_setting_is_taken_over() -> None:
         "block_size": 8,
         "kv_cache_bytes": 1000,
         "num_blocks": 7,
+        "gpu_memory": 0.5,
+        "cuda_graphs": False,
+        "batch_invariant": True,
+        "random_weights": True,
         "max_model_len": 100,
         "max_num_seqs": 5,
         "max_batch_tokens": 50,
@@ -57,9 +76,18 @@ def test_each_setting_is_taken_over() -> None:
         ({"model": "m", "block_size": True}, "here: .*`block_size`"),
         ({"model": "m", "block_size": None}, "here: .*`block_size`"),
         ({"model": "m", "prefix_cache": 1}, "here: .*`prefix_cache`"),
-        ({"model": "m", "device": "cuda"}, "here: device: 'cuda' is unknown; allowed: cpu, echo"),
+        ({"model": "m", "device": "cudo"}, "here: device: 'cudo' is unknown; allowed: cpu, cuda, "),
+        ({"model": "m", "gpu_memory": 1.5}, "here: gpu_memory: 1.5 is out of range; allowed: 0.1"),
+        (
+            {"model": "m", "device": "cuda", "dtype": "float32"},
+            "here: dtype: float32 is not there on a GPU; allowed: bfloat16",
+        ),
+        (
+            {"model": "m", "device": "cuda", "block_size": 8},
+            "here: block_size: 8 is not there on a GPU; allowed: 16, 32, 64",
+        ),
         ({"model": "m", "device": []}, r"here: device: \[\] is unknown"),
-        ({"model": "m", "dtype": "float23"}, "allowed: float32, bfloat16.*mean 'float32'"),
+        ({"model": "m", "dtype": "float23"}, "allowed: auto, float32, bfloat16.*mean 'float32'"),
         (
             {"model": "m", "max_num_seqs": 20, "max_batch_tokens": 19},
             r"here: max_num_seqs: 20 is more than max_batch_tokens \(19\)",
@@ -76,8 +104,13 @@ NUMBERS = [
 ]
 
 
-@pytest.mark.parametrize("name", NUMBERS)
-@pytest.mark.parametrize("value", [0, -1])
+BY_DEVICE = {"max_num_seqs", "max_batch_tokens"}  # 0 is the device's default
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [(name, value) for name in NUMBERS for value in (0, -1) if value or name not in BY_DEVICE],
+)
 def test_a_number_below_one_is_refused(name: str, value: int) -> None:
     with pytest.raises(ConfigError, match=f"here: {name}: {value} is out of range; allowed: 1"):
         parse({"model": "m", name: value}, "here")

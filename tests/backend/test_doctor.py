@@ -93,3 +93,13 @@ def test_this_machine_is_examined_to_the_end() -> None:
     assert [check.name for check in checks if check.status == "broken"] == []
     assert all(check.mend for check in checks if check.status != "ok")
     assert doctor.as_json(checks[0])["name"] == "Python"
+
+
+def test_a_gpu_is_no_must_and_says_what_it_lacks() -> None:
+    assert doctor.check_gpu(doctor.GpuFacts()).status == "note"
+    fine = doctor.GpuFacts("H200", 140 << 30, (9, 0), has_kernels=True)
+    assert doctor.check_gpu(fine).status == "ok"
+    without = doctor.check_gpu(doctor.GpuFacts("H200", 140 << 30, (9, 0)))
+    assert "inflight-triton[cuda]" in without.mend
+    old = doctor.check_gpu(doctor.GpuFacts("T4", 15 << 30, (7, 5), has_kernels=True))
+    assert "7.5" in old.found

@@ -14,7 +14,6 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import tiny
-from inflight.batch import Batch, Chunk
 from inflight.checkpoint import Checkpoint
 from inflight.config import EngineConfig
 from inflight.cpu_runner import CpuRunner
@@ -83,14 +82,14 @@ def test_sequences_together_say_what_each_says_alone(runner: Runner) -> None:
 def test_a_chunk_that_does_not_reach_the_end_chooses_nothing(runner: Runner) -> None:
     one = tiny.make_sequence(PROMPT, [0, 1])
     two = tiny.make_sequence(PROMPT, [2, 3])
-    output = runner.run(Batch([Chunk(one, 0, 4), Chunk(two, 0, 6)]))
+    output = tiny.run(runner, [tiny.chunk(one, 0, 4), tiny.chunk(two, 0, 6)])
     assert output.token_ids[0] == output.logprobs[0] == []
     assert len(output.token_ids[1]) == len(output.logprobs[1]) == 1
-    assert runner.run(Batch([Chunk(one, 4, 1)])).token_ids == [[]]
+    assert tiny.run(runner, [tiny.chunk(one, 4, 1)]).token_ids == [[]]
 
 
 def test_an_empty_batch_is_no_work(runner: Runner) -> None:
-    output = runner.run(Batch([]))
+    output = tiny.run(runner, [])
     assert (output.token_ids, output.logprobs, output.errors) == ([], [], {})
 
 
@@ -100,7 +99,7 @@ def test_blocks_are_copied_before_the_step(runner: Runner) -> None:
     (expected,) = tiny.generate(runner, [whole], 8 - len(PROMPT))
     copy = tiny.make_sequence(PROMPT, [20, 21])
     copy.num_computed = 5
-    output = runner.run(Batch([Chunk(copy, 5, 1)], copies=[(8, 20), (9, 21)]))
+    output = tiny.run(runner, [tiny.chunk(copy, 5, 1)], copies=[(8, 20), (9, 21)])
     assert output.token_ids[0] == expected[:1]
 
 
@@ -116,7 +115,7 @@ def test_logprobs_are_the_models_own(runner: Runner, tiny_llama: Checkpoint) -> 
         sequence = tiny.make_sequence(
             PROMPT, [0, 1], params, seed=4, eos_token_ids=frozenset({int(expected.argmax())})
         )
-        output = runner.run(Batch([Chunk(sequence, 0, len(PROMPT))]))
+        output = tiny.run(runner, [tiny.chunk(sequence, 0, len(PROMPT))])
         token = output.token_ids[0][0]
         assert output.logprobs[0][0] == pytest.approx(float(expected[token]), abs=1e-4)
 
@@ -204,9 +203,9 @@ def fragile(tmp_path_factory: pytest.TempPathFactory) -> Runner:
 @pytest.mark.parametrize("bad", [77, 78])
 def test_a_sequence_without_numbers_fails_alone(fragile: Runner, bad: int) -> None:
     healthy = tiny.make_sequence(PROMPT, [0, 1])
-    expected = fragile.run(Batch([Chunk(healthy, 0, 6)]))
+    expected = tiny.run(fragile, [tiny.chunk(healthy, 0, 6)])
     broken = tiny.make_sequence([5, bad, 9], [2])
-    output = fragile.run(Batch([Chunk(broken, 0, 3), Chunk(healthy, 0, 6)]))
+    output = tiny.run(fragile, [tiny.chunk(broken, 0, 3), tiny.chunk(healthy, 0, 6)])
     assert list(output.errors) == [0]
     assert output.errors[0].startswith("numerical: ")
     assert output.token_ids == [[], expected.token_ids[0]]
@@ -219,7 +218,7 @@ def test_blocks_of_a_broken_sequence_do_not_break_the_next(fragile: Runner, copi
     fresh = tiny.make_sequence(PROMPT[:2], [9])
     expected = tiny.generate(fragile, [fresh], 2)[0]
     broken = tiny.make_sequence([77] * 16, [0, 1, 2, 3])
-    assert 0 in fragile.run(Batch([Chunk(broken, 0, 16)])).errors
+    assert 0 in tiny.run(fragile, [tiny.chunk(broken, 0, 16)]).errors
     after = tiny.make_sequence(PROMPT[:2], [2])
     # A longer row beside it, so that it is padded and masked.
     long = tiny.make_sequence(PROMPT, [6, 7])
@@ -228,10 +227,12 @@ def test_blocks_of_a_broken_sequence_do_not_break_the_next(fragile: Runner, copi
     if copied:
         # The first token's KV is right, the rest of the block it is copied from is not.
         shared = tiny.make_sequence([PROMPT[0], 77, 77, 77], [5])
-        fragile.run(Batch([Chunk(shared, 0, 1)]))
-        fragile.run(Batch([Chunk(shared, 1, 3)]))
+        tiny.run(fragile, [tiny.chunk(shared, 0, 1)])
+        tiny.run(fragile, [tiny.chunk(shared, 1, 3)])
         after.num_computed = 1
-        output = fragile.run(Batch([Chunk(after, 1, 1), Chunk(long, 6, 1)], copies=[(5, 2)]))
+        output = tiny.run(
+            fragile, [tiny.chunk(after, 1, 1), tiny.chunk(long, 6, 1)], copies=[(5, 2)]
+        )
         assert output.token_ids[0] == expected[:1]
     else:
         assert tiny.generate(fragile, [after, long], 2)[0] == expected
@@ -244,7 +245,7 @@ def test_nothing_left_to_choose_from_is_an_error_of_that_sequence(runner: Runner
         PROMPT, [2, 3], SamplingParams(temperature=1.0), bad_word_ids=everything
     )
     healthy = tiny.make_sequence(PROMPT, [4, 5])
-    output = runner.run(Batch([Chunk(s, 0, 6) for s in (stuck, healthy, drawn)]))
+    output = tiny.run(runner, [tiny.chunk(s, 0, 6) for s in (stuck, healthy, drawn)])
     assert set(output.errors) == {0, 2}
     assert all("leave no token" in error for error in output.errors.values())
     assert [len(ids) for ids in output.token_ids] == [0, 1, 0]
@@ -256,11 +257,11 @@ def test_a_token_outside_the_vocabulary_is_an_error_of_that_sequence(
 ) -> None:
     healthy = tiny.make_sequence(PROMPT, [4, 5])
     chunks = [
-        Chunk(tiny.make_sequence([1, 2], [0]), 0, 1),
-        Chunk(tiny.make_sequence([1, unknown, 2], [1]), 0, 3),
-        Chunk(healthy, 0, 6),
+        tiny.chunk(tiny.make_sequence([1, 2], [0]), 0, 1),
+        tiny.chunk(tiny.make_sequence([1, unknown, 2], [1]), 0, 3),
+        tiny.chunk(healthy, 0, 6),
     ]
-    output = runner.run(Batch(chunks))
+    output = tiny.run(runner, chunks)
     assert list(output.errors) == [1]
     assert "outside the model's vocabulary" in output.errors[1]
     assert [len(ids) for ids in output.token_ids] == [0, 0, 1]
@@ -333,8 +334,8 @@ def test_echo_answers_the_prompt_and_then_ends(echo: Runner) -> None:
 
 def test_echo_speaks_only_when_a_chunk_reaches_the_end(echo: Runner) -> None:
     sequence = tiny.make_sequence([7, 8, 9], [0])
-    assert echo.run(Batch([Chunk(sequence, 0, 2)])).token_ids == [[]]
-    output = echo.run(Batch([Chunk(sequence, 2, 1)]))
+    assert tiny.run(echo, [tiny.chunk(sequence, 0, 2)]).token_ids == [[]]
+    output = tiny.run(echo, [tiny.chunk(sequence, 2, 1)])
     assert (output.token_ids, output.logprobs) == ([[7]], [[0.0]])
 
 
@@ -355,7 +356,7 @@ def test_seeds_spread_first_tokens_as_the_model_says(runner: Runner) -> None:
         tiny.make_sequence([5], [0], SamplingParams(temperature=1.0), seed=seed)
         for seed in range(300)
     ]
-    output = runner.run(Batch([Chunk(sequence, 0, 1) for sequence in sequences]))
+    output = tiny.run(runner, [tiny.chunk(sequence, 0, 1) for sequence in sequences])
     tokens = np.array([ids[0] for ids in output.token_ids])
     logprobs = {t: p[0] for t, p in zip(tokens.tolist(), output.logprobs, strict=True)}
     for token, logprob in logprobs.items():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import zlib
+from collections import deque
 from collections.abc import Callable
 
 import pytest
@@ -16,76 +16,13 @@ from hypothesis.stateful import (
     rule,
 )
 
-from inflight.batch import Batch, StepOutput
+from fake_runner import LateStep, PagedRunner, alone
+from inflight.batch import Batch, Chunk, StepOutput
 from inflight.errors import CapacityError, EngineError, RequestError
 from inflight.request import Request
 from inflight.sampling import SamplingParams
 from inflight.scheduler import Scheduler
 from inflight.sequence import Sequence, Status
-
-VOCAB_SIZE = 3
-
-
-def next_token(token_ids: list[int]) -> int:
-    """A model: any token before decides about the next one."""
-    return zlib.crc32(bytes(token_ids)) % VOCAB_SIZE
-
-
-def alone(prompt_ids: list[int], max_tokens: int) -> list[int]:
-    """What a request with this prompt generates when nothing else runs."""
-    token_ids = list(prompt_ids)
-    for _ in range(max_tokens):
-        token_ids.append(next_token(token_ids))
-    return token_ids[len(prompt_ids) :]
-
-
-class PagedFake:
-    """A model of two layers over a paged pool: every slot remembers what was written into it.
-
-    Like a real one it copies blocks, then writes each layer for the whole batch before it reads.
-    Layer one holds a token, layer two a digest of what layer one showed of all positions before:
-    a slot that is stale, overwritten or another sequence's is told by the first read.
-    """
-
-    def __init__(self, block_size: int) -> None:
-        self.block_size = block_size
-        self.tokens: dict[int, tuple[int, int]] = {}
-        self.digests: dict[int, int] = {}
-
-    def run(self, batch: Batch) -> StepOutput:
-        size = self.block_size
-        for source, target in batch.copies:
-            for offset in range(size):
-                for layer in (self.tokens, self.digests):
-                    layer.pop(target * size + offset, None)
-                    if source * size + offset in layer:
-                        layer[target * size + offset] = layer[source * size + offset]
-        arrays = batch.arrays(size)
-        assert len(set(arrays.slot_mapping)) == len(arrays.slot_mapping), "one slot, two writers"
-        for token, position, slot in zip(
-            arrays.token_ids.tolist(),
-            arrays.positions.tolist(),
-            arrays.slot_mapping.tolist(),
-            strict=True,
-        ):
-            self.tokens[slot] = (position, token)
-        slots = [
-            [int(table[position // size]) * size + position % size for position in range(chunk.end)]
-            for chunk, table in zip(batch.chunks, arrays.block_tables, strict=True)
-        ]
-        for chunk, own in zip(batch.chunks, slots, strict=True):
-            seen = [self.tokens[slot] for slot in own]
-            assert [position for position, _ in seen] == list(range(chunk.end)), "wrong positions"
-            for position in range(chunk.start, chunk.end):
-                history = bytes(token for _, token in seen[: position + 1])
-                self.digests[own[position]] = zlib.crc32(history)
-        token_ids: list[list[int]] = []
-        for chunk, own in zip(batch.chunks, slots, strict=True):
-            known = bytes(chunk.sequence.token_ids[: chunk.end])
-            expected = [zlib.crc32(known[: i + 1]) for i in range(chunk.end)]
-            assert [self.digests[slot] for slot in own] == expected, "read another's KV"
-            token_ids.append([self.digests[own[-1]] % VOCAB_SIZE] if chunk.samples else [])
-        return StepOutput(token_ids, [[-0.5] * len(ids) for ids in token_ids])
 
 
 def sequence(
@@ -109,16 +46,16 @@ def prompt(length: int, start: int = 0) -> list[int]:
     return [(start + i * i) % 251 for i in range(length)]
 
 
-def step(scheduler: Scheduler, fake: PagedFake) -> Batch:
+def step(scheduler: Scheduler, fake: PagedRunner) -> Batch:
     """One turn of the engine's loop, which ends sequences at max_tokens."""
     batch = scheduler.schedule()
-    for moved in scheduler.commit(batch, fake.run(batch)):
+    for moved in scheduler.commit(batch, fake.launch(batch).result()):
         if moved.num_output_tokens == moved.max_tokens:
             scheduler.finish(moved)
     return batch
 
 
-def run_all(scheduler: Scheduler, fake: PagedFake, max_steps: int = 1000) -> int:
+def run_all(scheduler: Scheduler, fake: PagedRunner, max_steps: int = 1000) -> int:
     """Steps until nothing runs or waits."""
     for num_steps in range(max_steps):
         if not scheduler.running and not scheduler.waiting:
@@ -132,11 +69,11 @@ def lengths(batch: Batch) -> dict[int, int]:
 
 
 @pytest.fixture
-def fake() -> PagedFake:
-    return PagedFake(block_size=4)
+def fake() -> PagedRunner:
+    return PagedRunner(block_size=4)
 
 
-def test_a_request_runs_to_its_end_and_gives_everything_back(fake: PagedFake) -> None:
+def test_a_request_runs_to_its_end_and_gives_everything_back(fake: PagedRunner) -> None:
     plan = scheduler()
     one = sequence(1, prompt(10), max_tokens=5)
     plan.add(one)
@@ -147,19 +84,19 @@ def test_a_request_runs_to_its_end_and_gives_everything_back(fake: PagedFake) ->
     assert plan.num_free_blocks == 16
 
 
-def test_a_prompt_is_cut_to_the_budget(fake: PagedFake) -> None:
+def test_a_prompt_is_cut_to_the_budget(fake: PagedRunner) -> None:
     plan = scheduler()
     plan.add(sequence(1, prompt(40)))
     assert [lengths(step(plan, fake))[1] for _ in range(4)] == [16, 16, 8, 1]
 
 
-def test_a_prompt_is_cut_to_max_prefill_chunk(fake: PagedFake) -> None:
+def test_a_prompt_is_cut_to_max_prefill_chunk(fake: PagedRunner) -> None:
     plan = scheduler(max_prefill_chunk=5)
     plan.add(sequence(1, prompt(12)))
     assert [lengths(step(plan, fake))[1] for _ in range(4)] == [5, 5, 2, 1]
 
 
-def test_decode_goes_on_while_a_long_prompt_is_read(fake: PagedFake) -> None:
+def test_decode_goes_on_while_a_long_prompt_is_read(fake: PagedRunner) -> None:
     plan = scheduler()
     plan.add(sequence(1, prompt(4), max_tokens=8))
     step(plan, fake)
@@ -171,7 +108,7 @@ def test_decode_goes_on_while_a_long_prompt_is_read(fake: PagedFake) -> None:
     ]
 
 
-def test_a_short_prompt_does_not_wait_for_a_long_one(fake: PagedFake) -> None:
+def test_a_short_prompt_does_not_wait_for_a_long_one(fake: PagedRunner) -> None:
     plan = scheduler()
     plan.add(sequence(1, prompt(40)))
     plan.add(sequence(2, prompt(6, start=9)))
@@ -179,14 +116,14 @@ def test_a_short_prompt_does_not_wait_for_a_long_one(fake: PagedFake) -> None:
     assert lengths(step(plan, fake)) == {2: 1, 1: 15}
 
 
-def test_budget_that_a_blocked_head_cannot_use_goes_to_the_first(fake: PagedFake) -> None:
+def test_budget_that_a_blocked_head_cannot_use_goes_to_the_first(fake: PagedRunner) -> None:
     plan = scheduler(num_blocks=11)
     plan.add(sequence(1, prompt(36)))
     plan.add(sequence(2, prompt(36, start=9)))
     assert lengths(step(plan, fake)) == {1: 16}
 
 
-def test_nobody_passes_the_head_of_the_queue(fake: PagedFake) -> None:
+def test_nobody_passes_the_head_of_the_queue(fake: PagedRunner) -> None:
     plan = scheduler(num_blocks=8)
     plan.add(sequence(1, prompt(20)))
     plan.add(sequence(2, prompt(20, start=9)))
@@ -195,7 +132,7 @@ def test_nobody_passes_the_head_of_the_queue(fake: PagedFake) -> None:
     assert [waiting.request_id for waiting in plan.waiting] == [2, 3]
 
 
-def test_no_more_sequences_run_than_there_are_seats(fake: PagedFake) -> None:
+def test_no_more_sequences_run_than_there_are_seats(fake: PagedRunner) -> None:
     plan = scheduler(max_num_seqs=2)
     for request_id in range(5):
         plan.add(sequence(request_id, prompt(2, start=request_id)))
@@ -204,7 +141,7 @@ def test_no_more_sequences_run_than_there_are_seats(fake: PagedFake) -> None:
     assert len(plan.waiting) == 3
 
 
-def test_a_budget_smaller_than_the_seats_starves_nobody(fake: PagedFake) -> None:
+def test_a_budget_smaller_than_the_seats_starves_nobody(fake: PagedRunner) -> None:
     plan = scheduler(max_num_seqs=8, max_batch_tokens=2)
     for request_id in range(4):
         plan.add(sequence(request_id, prompt(3, start=request_id)))
@@ -229,7 +166,7 @@ def test_a_prompt_without_tokens_is_refused() -> None:
         scheduler().add(sequence(1, []))
 
 
-def test_a_full_queue_refuses_and_keeps_what_it_has(fake: PagedFake) -> None:
+def test_a_full_queue_refuses_and_keeps_what_it_has(fake: PagedRunner) -> None:
     plan = scheduler(max_waiting=2)
     plan.add(sequence(1, prompt(3)))
     plan.add(sequence(2, prompt(3)))
@@ -241,7 +178,9 @@ def test_a_full_queue_refuses_and_keeps_what_it_has(fake: PagedFake) -> None:
 
 
 @pytest.mark.parametrize("length", range(1, 8))
-def test_a_request_that_fills_the_pool_to_the_last_slot_ends(fake: PagedFake, length: int) -> None:
+def test_a_request_that_fills_the_pool_to_the_last_slot_ends(
+    fake: PagedRunner, length: int
+) -> None:
     plan = scheduler(num_blocks=2)
     for request_id in (1, 2):  # the second finds its prompt in the cache
         one = sequence(request_id, prompt(length), max_tokens=8 - length)
@@ -250,7 +189,7 @@ def test_a_request_that_fills_the_pool_to_the_last_slot_ends(fake: PagedFake, le
         assert one.token_ids[length:] == alone(prompt(length), 8 - length)
 
 
-def test_a_common_prefix_is_computed_once(fake: PagedFake) -> None:
+def test_a_common_prefix_is_computed_once(fake: PagedRunner) -> None:
     plan = scheduler(max_batch_tokens=32)
     plan.add(sequence(1, prompt(14)))
     run_all(plan, fake)
@@ -261,7 +200,7 @@ def test_a_common_prefix_is_computed_once(fake: PagedFake) -> None:
     assert (plan.num_prompt_tokens, plan.num_cached_tokens) == (30, 12)
 
 
-def test_generated_tokens_are_found_by_the_next_turn_of_a_chat(fake: PagedFake) -> None:
+def test_generated_tokens_are_found_by_the_next_turn_of_a_chat(fake: PagedRunner) -> None:
     plan = scheduler(max_batch_tokens=32)
     one = sequence(1, prompt(6), max_tokens=8)
     plan.add(one)
@@ -273,7 +212,7 @@ def test_generated_tokens_are_found_by_the_next_turn_of_a_chat(fake: PagedFake) 
     assert two.token_ids[16:] == alone(two.request.prompt_ids, 4)
 
 
-def test_a_prompt_that_is_cached_whole_writes_into_a_copy(fake: PagedFake) -> None:
+def test_a_prompt_that_is_cached_whole_writes_into_a_copy(fake: PagedRunner) -> None:
     plan = scheduler()
     one, two = sequence(1, prompt(8)), sequence(2, prompt(8))
     plan.add(one)
@@ -284,13 +223,13 @@ def test_a_prompt_that_is_cached_whole_writes_into_a_copy(fake: PagedFake) -> No
     assert batch.copies == [(one.blocks[1], two.blocks[1])]
     assert one.blocks[0] == two.blocks[0]
     assert one.blocks[1] != two.blocks[1]
-    plan.commit(batch, fake.run(batch))
+    plan.commit(batch, fake.launch(batch).result())
     run_all(plan, fake)
     assert one.token_ids == two.token_ids
     assert two.num_cached_tokens == 7
 
 
-def test_another_salt_shares_nothing(fake: PagedFake) -> None:
+def test_another_salt_shares_nothing(fake: PagedRunner) -> None:
     plan = scheduler()
     plan.add(sequence(1, prompt(8), cache_salt="a"))
     run_all(plan, fake)
@@ -300,7 +239,7 @@ def test_another_salt_shares_nothing(fake: PagedFake) -> None:
     assert two.num_cached_tokens == 0
 
 
-def test_without_the_prefix_cache_nothing_is_shared(fake: PagedFake) -> None:
+def test_without_the_prefix_cache_nothing_is_shared(fake: PagedRunner) -> None:
     plan = scheduler(prefix_cache=False)
     for request_id in (1, 2):
         plan.add(sequence(request_id, prompt(8)))
@@ -317,7 +256,7 @@ def crowded() -> tuple[Scheduler, list[Sequence]]:
     return plan, crowd
 
 
-def test_the_youngest_yields_and_still_gets_its_tokens(fake: PagedFake) -> None:
+def test_the_youngest_yields_and_still_gets_its_tokens(fake: PagedRunner) -> None:
     plan, crowd = crowded()
     run_all(plan, fake)
     for one in crowd:
@@ -327,7 +266,7 @@ def test_the_youngest_yields_and_still_gets_its_tokens(fake: PagedFake) -> None:
     assert plan.num_preemptions == sum(one.num_preemptions for one in crowd)
 
 
-def test_a_preempted_sequence_heads_the_queue_and_sits_out_the_step(fake: PagedFake) -> None:
+def test_a_preempted_sequence_heads_the_queue_and_sits_out_the_step(fake: PagedRunner) -> None:
     plan, crowd = crowded()
     while not plan.num_preemptions:
         batch = step(plan, fake)
@@ -337,7 +276,7 @@ def test_a_preempted_sequence_heads_the_queue_and_sits_out_the_step(fake: PagedF
     assert crowd[2].num_output_tokens > 0, "its tokens are kept"
 
 
-def test_a_preempted_sequence_sits_out_the_step_even_if_it_would_fit(fake: PagedFake) -> None:
+def test_a_preempted_sequence_sits_out_the_step_even_if_it_would_fit(fake: PagedRunner) -> None:
     """Twins own a copy each of the same content, so the one that yields could share at once."""
     plan = scheduler(num_blocks=9, max_batch_tokens=32)
     one, twin = sequence(1, prompt(8), max_tokens=20), sequence(2, prompt(8), max_tokens=20)
@@ -352,14 +291,14 @@ def test_a_preempted_sequence_sits_out_the_step_even_if_it_would_fit(fake: Paged
     assert one.token_ids == twin.token_ids == prompt(8) + alone(prompt(8), 20)
 
 
-def test_prompt_tokens_are_counted_once_however_often_one_runs(fake: PagedFake) -> None:
+def test_prompt_tokens_are_counted_once_however_often_one_runs(fake: PagedRunner) -> None:
     plan, crowd = crowded()
     run_all(plan, fake)
     assert plan.num_prompt_tokens == 9
     assert plan.num_cached_tokens == sum(one.num_cached_tokens for one in crowd) == 0
 
 
-def test_admission_leaves_each_growing_sequence_a_block(fake: PagedFake) -> None:
+def test_admission_leaves_each_growing_sequence_a_block(fake: PagedRunner) -> None:
     plan = scheduler(num_blocks=4, max_batch_tokens=32)
     plan.add(sequence(1, prompt(4), max_tokens=12))
     plan.add(sequence(2, prompt(12, start=9), max_tokens=1))
@@ -367,7 +306,7 @@ def test_admission_leaves_each_growing_sequence_a_block(fake: PagedFake) -> None
 
 
 @pytest.mark.parametrize("after", [0, 1, 2, 5])
-def test_finish_frees_in_every_state_and_twice_is_once(fake: PagedFake, after: int) -> None:
+def test_finish_frees_in_every_state_and_twice_is_once(fake: PagedRunner, after: int) -> None:
     plan = scheduler(max_batch_tokens=4)
     one = sequence(1, prompt(10), max_tokens=8)
     plan.add(one)
@@ -390,7 +329,7 @@ def test_finishing_an_ended_sequence_leaves_a_namesake_alone() -> None:
     assert list(plan.waiting) == [new]
 
 
-def test_a_namesake_of_an_ended_sequence_counts_anew(fake: PagedFake) -> None:
+def test_a_namesake_of_an_ended_sequence_counts_anew(fake: PagedRunner) -> None:
     plan = scheduler()
     for _ in range(2):
         plan.add(sequence(1, prompt(3)))
@@ -398,7 +337,7 @@ def test_a_namesake_of_an_ended_sequence_counts_anew(fake: PagedFake) -> None:
     assert plan.num_prompt_tokens == 6
 
 
-def test_a_suspended_sequence_returns_with_its_prefix_from_the_cache(fake: PagedFake) -> None:
+def test_a_suspended_sequence_returns_with_its_prefix_from_the_cache(fake: PagedRunner) -> None:
     plan = scheduler()
     one = sequence(1, prompt(10), max_tokens=6)
     plan.add(one)
@@ -443,29 +382,29 @@ def test_suspending_or_resuming_a_finished_sequence_does_nothing() -> None:
 
 @pytest.mark.parametrize("leave", [Scheduler.finish, Scheduler.suspend])
 def test_results_of_a_sequence_that_left_meanwhile_are_ignored(
-    fake: PagedFake, leave: Callable[[Scheduler, Sequence], None]
+    fake: PagedRunner, leave: Callable[[Scheduler, Sequence], None]
 ) -> None:
     plan = scheduler()
     one, two = sequence(1, prompt(3)), sequence(2, prompt(3, start=5))
     plan.add(one)
     plan.add(two)
     batch = plan.schedule()
-    output = fake.run(batch)
+    output = fake.launch(batch).result()
     leave(plan, one)
     assert plan.commit(batch, output) == [two]
     assert (one.num_output_tokens, one.num_computed) == (0, 0)
 
 
-def test_a_failed_sequence_stays_where_it_was(fake: PagedFake) -> None:
+def test_a_failed_sequence_stays_where_it_was(fake: PagedRunner) -> None:
     plan = scheduler()
     one, two = sequence(1, prompt(3)), sequence(2, prompt(3, start=5))
     plan.add(one)
     plan.add(two)
     batch = plan.schedule()
-    output = fake.run(batch)
+    output = fake.launch(batch).result()
     output.errors[0] = "numerical"
     assert plan.commit(batch, output) == [two]
-    assert (one.num_output_tokens, one.num_computed) == (0, 0)
+    assert one.num_output_tokens == 0
     plan.finish(one)
     run_all(plan, fake)
     assert two.token_ids[3:] == alone(two.request.prompt_ids, 4)
@@ -491,11 +430,132 @@ def test_a_storm_of_cancels_costs_the_same_for_each() -> None:
     assert not plan.waiting
 
 
+# ---------------------------------------------------------------- steps ahead
+
+
+def lockstep(request_id: int, prompt_ids: list[int], max_tokens: int) -> Sequence:
+    """A sequence whose next choice needs a host that knows all tokens."""
+    request = Request(request_id, prompt_ids, SamplingParams())
+    return Sequence(request, max_tokens, bad_word_ids=((250, 251),))
+
+
+def test_a_token_in_flight_counts_for_the_next_step() -> None:
+    plan = scheduler()
+    one = sequence(1, prompt(6))
+    plan.add(one)
+    first, second = plan.schedule(), plan.schedule()
+    assert [(c.start, c.length, c.samples) for c in first.chunks] == [(0, 6, True)]
+    assert [(c.start, c.length, c.samples) for c in second.chunks] == [(6, 1, True)]
+    assert (one.num_in_flight, one.num_tokens, one.num_uncomputed) == (2, 8, 1)
+    plan.commit(first, StepOutput([[5]], [[-1.0]]))
+    assert (one.num_in_flight, one.num_tokens, one.num_output_tokens) == (1, 8, 1)
+
+
+def test_a_sequence_with_its_last_token_in_flight_waits() -> None:
+    plan = scheduler()
+    one = sequence(1, prompt(6), max_tokens=2)
+    plan.add(one)
+    batches = [plan.schedule(), plan.schedule()]
+    assert plan.schedule() == Batch([])
+    for batch in batches:
+        plan.commit(batch, StepOutput([[5]], [[-1.0]]))
+    assert one.num_output_tokens == 2
+
+
+def test_only_multi_token_bad_words_need_the_host() -> None:
+    request = Request(1, [1], SamplingParams())
+    assert not Sequence(request, 4, bad_word_ids=((1,), (2,))).needs_host
+    assert Sequence(request, 4, bad_word_ids=((1,), (2, 3))).needs_host
+
+
+def test_a_sequence_that_needs_the_host_runs_every_other_step_and_delays_nobody() -> None:
+    plan = scheduler(max_num_seqs=3)
+    plan.add(lockstep(1, prompt(3), max_tokens=9))
+    plan.add(sequence(2, prompt(3, start=5), max_tokens=9))
+    fake = PagedRunner(steps_ahead=1)
+    batch = plan.schedule()
+    pending = fake.launch(batch)
+    ran = []
+    for _ in range(4):
+        following = plan.schedule()
+        ran.append(list(lengths(following)))
+        late = fake.launch(following)
+        plan.commit(batch, pending.result())
+        batch, pending = following, late
+    assert ran == [[2], [1, 2], [2], [1, 2]]
+
+
+def test_waiting_sequences_keep_their_place_in_the_budget() -> None:
+    """Those that sit out a step may all want a token in the next one."""
+    plan = scheduler(max_num_seqs=8, max_batch_tokens=2)
+    for request_id in range(4):
+        plan.add(lockstep(request_id, [request_id], max_tokens=3))
+    assert plan.schedule().num_tokens == 2
+    assert plan.schedule() == Batch([])
+    assert len(plan.running) == 2
+
+
+def test_results_of_an_earlier_life_are_ignored_even_if_it_runs_again(fake: PagedRunner) -> None:
+    plan = scheduler()
+    one = sequence(1, prompt(6))
+    plan.add(one)
+    old = plan.schedule()
+    plan.suspend(one)
+    plan.resume(one)
+    new = plan.schedule()
+    assert lengths(new) == {1: 6}
+    assert plan.commit(old, StepOutput([[9]], [[-1.0]])) == []
+    assert (one.num_output_tokens, one.num_in_flight) == (0, 1)
+    assert plan.commit(new, fake.launch(new).result()) == [one]
+    assert one.token_ids[6:] == alone(prompt(6), 1)
+
+
+def test_a_block_that_a_dropped_step_filled_gets_no_name() -> None:
+    plan = scheduler()
+    one = sequence(1, prompt(7), max_tokens=9)
+    plan.add(one)
+    first, stale = plan.schedule(), plan.schedule()  # the second fills the second block
+    plan.commit(first, StepOutput([[5]], [[-1.0]]))
+    plan.finish(one)
+    plan.commit(stale, StepOutput([[6]], [[-1.0]]))
+    two = sequence(2, [*prompt(7), 5, 1, 1])
+    plan.add(two)
+    assert plan.schedule().chunks[0].start == 4
+
+
+def test_no_block_is_read_and_written_by_the_copies_of_one_step(fake: PagedRunner) -> None:
+    """The pool's last free block is the one that the first of two admissions copies from."""
+    plan = scheduler(num_blocks=5)
+    first, second = prompt(4), prompt(4, start=9)
+    for request_id, prompt_ids in enumerate([first, second]):
+        plan.add(sequence(request_id, prompt_ids, max_tokens=1))
+    run_all(plan, fake)
+    holder = sequence(2, [*second, *prompt(7, start=3)], max_tokens=1)
+    plan.add(holder)
+    batch = plan.schedule()
+    plan.commit(batch, fake.launch(batch).result())
+    plan.add(sequence(3, first, max_tokens=1))
+    plan.add(sequence(4, second, max_tokens=1))
+    copies = plan.schedule().copies
+    assert len(copies) == 1
+    assert not {source for source, _ in copies} & {target for _, target in copies}
+
+
 PROMPTS = st.lists(st.integers(0, 1), min_size=1, max_size=14)
+STOP = 2
+
+
+def waits(one: Sequence) -> bool:
+    """Whether a running sequence cannot go on before a commit."""
+    last_is_in_flight = one.num_output_tokens + one.num_in_flight == one.max_tokens
+    return one.num_in_flight > 0 and (one.needs_host or last_is_in_flight)
 
 
 class EngineMachine(RuleBasedStateMachine):
-    """Random arrivals, cancels, suspensions and failures over random small pools."""
+    """Random arrivals, cancels, suspensions and failures over random small pools.
+
+    Steps are taken in as late as the runner allows.
+    """
 
     @initialize(
         num_blocks=st.integers(2, 10),
@@ -504,12 +564,14 @@ class EngineMachine(RuleBasedStateMachine):
         max_batch_tokens=st.integers(1, 12),
         max_prefill_chunk=st.none() | st.integers(1, 6),
         prefix_cache=st.sampled_from([True, True, True, False]),
+        steps_ahead=st.sampled_from([0, 1, 1, 2]),
     )
-    def start(self, **config: int) -> None:
+    def start(self, steps_ahead: int, **config: int) -> None:
         self.config = config
         self.plan = Scheduler(**config)
         self.pool = self.plan._pool
-        self.fake = PagedFake(config["block_size"])
+        self.fake = PagedRunner(config["num_blocks"], config["block_size"], steps_ahead)
+        self.in_flight: deque[tuple[Batch, LateStep, set[int]]] = deque()  # with blocks written
         self.num_added = 0
         self.alive: dict[int, Sequence] = {}
 
@@ -517,10 +579,22 @@ class EngineMachine(RuleBasedStateMachine):
         prompt_ids=PROMPTS,
         max_tokens=st.integers(1, 10),
         cache_salt=st.sampled_from(["", "", "x"]),
+        stops=st.booleans(),
+        needs_host=st.sampled_from([False, False, True]),
     )
-    def add(self, prompt_ids: list[int], max_tokens: int, cache_salt: str) -> None:
+    def add(
+        self,
+        prompt_ids: list[int],
+        max_tokens: int,
+        cache_salt: str,
+        stops: bool = False,
+        needs_host: bool = False,
+    ) -> None:
         self.num_added += 1
-        one = sequence(self.num_added, prompt_ids, max_tokens, cache_salt)
+        request = Request(self.num_added, prompt_ids, SamplingParams(), cache_salt)
+        ends = frozenset({STOP}) if stops else frozenset()
+        one = Sequence(request, max_tokens, eos_token_ids=ends)
+        one.needs_host = needs_host
         limit = self.config["num_blocks"] * self.config["block_size"]
         try:
             self.plan.add(one)
@@ -571,9 +645,14 @@ class EngineMachine(RuleBasedStateMachine):
 
     def _step(self, victim: Sequence | None = None, what: str = "") -> None:
         before = list(self.plan.running)
+        first_waits = bool(before) and waits(before[0])
         batch = self.plan.schedule()
-        self._check(batch, before)
-        output = self.fake.run(batch)
+        self._check(batch, before, first_waits)
+        if batch.chunks:
+            written = {target for _, target in batch.copies}
+            for chunk in batch.chunks:
+                written.update(self._blocks_of(chunk))
+            self.in_flight.append((batch, self.fake.launch(batch), written))
         if victim is not None:
             if what in ("suspend", "back and forth"):
                 self.plan.suspend(victim)
@@ -582,28 +661,40 @@ class EngineMachine(RuleBasedStateMachine):
             if what == "finish":
                 self.plan.finish(victim)
                 del self.alive[victim.request_id]
-            if what == "fail":
-                for index, chunk in enumerate(batch.chunks):
-                    if chunk.sequence is victim:
-                        output.errors[index] = "numerical"
+        if len(self.in_flight) > (self.fake.steps_ahead if batch.chunks else 0):
+            self._take(victim if what == "fail" else None)
+
+    def _take(self, failing: Sequence | None) -> None:
+        batch, pending, _ = self.in_flight.popleft()
+        output = pending.result()
+        for index, chunk in enumerate(batch.chunks):
+            if chunk.sequence is failing:
+                output.errors[index] = "numerical"
+        ours = [chunk.sequence for chunk in batch.chunks if not chunk.is_stale]
         moved = self.plan.commit(batch, output)
         for index in output.errors:
             failed = batch.chunks[index].sequence
             assert failed not in moved
-            self.plan.finish(failed)
-            del self.alive[failed.request_id]
+            if failed in ours:
+                self.plan.finish(failed)
+                del self.alive[failed.request_id]
         for one in moved:
+            assert one in ours
             prompt_ids = one.request.prompt_ids
             assert one.token_ids[len(prompt_ids) :] == alone(prompt_ids, one.num_output_tokens)
-            if one.num_output_tokens == one.max_tokens:
+            if one.num_output_tokens == one.max_tokens or one.token_ids[-1] in one.eos_token_ids:
                 self.plan.finish(one)
                 del self.alive[one.request_id]
 
-    def _check(self, batch: Batch, before: list[Sequence]) -> None:
+    def _blocks_of(self, chunk: Chunk) -> list[int]:
+        """The blocks that a chunk writes to."""
         size = self.config["block_size"]
+        return chunk.sequence.blocks[chunk.start // size : (chunk.end - 1) // size + 1]
+
+    def _check(self, batch: Batch, before: list[Sequence], first_waits: bool) -> None:
         running = list(self.plan.running)
         if running or self.plan.waiting:
-            assert batch.chunks, "work, but no progress"
+            assert batch.chunks or self.in_flight, "work, but no progress"
         assert batch.num_tokens <= self.config["max_batch_tokens"]
         assert len(running) <= self.config["max_num_seqs"]
         stayed = [one for one in running if one in before]
@@ -612,13 +703,15 @@ class EngineMachine(RuleBasedStateMachine):
         scheduled = [chunk.sequence for chunk in batch.chunks]
         assert len(scheduled) == len(set(scheduled))
         if before:
-            assert before[0] in scheduled, "the first does not advance"
+            assert (before[0] in scheduled) != first_waits, "the first does not advance"
         for chunk in batch.chunks:
             one = chunk.sequence
             assert one.status is Status.RUNNING
-            assert chunk.start == one.num_computed
+            assert chunk.end == one.num_computed
             assert 1 <= chunk.length <= (self.config["max_prefill_chunk"] or chunk.length)
-            for block in one.blocks[chunk.start // size : (chunk.end - 1) // size + 1]:
+            assert one.num_in_flight <= (1 if one.needs_host else self.fake.steps_ahead + 1)
+            assert one.num_tokens <= one.max_length
+            for block in self._blocks_of(chunk):
                 assert not self.pool.is_shared(block), "a write that others see"
                 assert self.pool.ref_count(block) == 1
         targets = [target for _, target in batch.copies]
@@ -634,11 +727,18 @@ class EngineMachine(RuleBasedStateMachine):
             for block in one.blocks:
                 owners[block] += 1
         assert owners == [self.pool.ref_count(block) for block in range(len(owners))]
+        growing = [one for one in self.plan.running if self.plan._is_growing(one)]
+        assert self.plan._num_growing == len(growing)
         for one in [*self.plan.waiting, *self.plan.suspended]:
             assert one.blocks == [] and one.num_computed == 0
         places = [*self.plan.running, *self.plan.waiting, *self.plan.suspended]
         assert {one.request_id: one for one in places} == self.alive
         assert len(places) == len(self.alive)
+
+    @invariant()
+    def no_step_in_flight_writes_what_others_may_find(self) -> None:
+        for _, _, written in getattr(self, "in_flight", ()):
+            assert not written & set(self.pool._by_hash.values())
 
     def teardown(self) -> None:
         if not hasattr(self, "plan"):
@@ -646,12 +746,14 @@ class EngineMachine(RuleBasedStateMachine):
         self.resume_all()
         bound = 1 + sum(
             one.num_prompt_tokens + 2 * one.max_tokens for one in self.alive.values()
-        ) * (1 + len(self.alive))
+        ) * (1 + len(self.alive)) * (1 + self.fake.steps_ahead)
         for _ in range(bound):
             if not self.alive:
                 break
             self._step()
         assert not self.alive, "some request never ends"
+        while self.in_flight:
+            self._step()
         assert self.plan.num_free_blocks == self.config["num_blocks"]
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from inflight.batch import Batch, Chunk
+from inflight.batch import Batch, Chunk, StepOutput
 from inflight.checkpoint import Checkpoint
 from inflight.config import EngineConfig
 from inflight.request import Request
@@ -120,16 +120,28 @@ def make_sequence(
 
 def next_chunk(sequence: Sequence, most: int = 1 << 20) -> Chunk:
     """The sequence's tokens that are not computed yet, or the first few of them."""
-    return Chunk(sequence, sequence.num_computed, min(most, sequence.num_uncomputed))
+    return chunk(sequence, sequence.num_computed, min(most, sequence.num_uncomputed))
+
+
+def chunk(sequence: Sequence, start: int, length: int) -> Chunk:
+    """A chunk that samples if it reaches the sequence's end."""
+    return Chunk(sequence, start, length, start + length == sequence.num_tokens)
+
+
+def run(
+    runner: Runner, chunks: list[Chunk], copies: list[tuple[int, int]] | None = None
+) -> StepOutput:
+    """What one batch chooses."""
+    return runner.launch(Batch(chunks, copies or [])).result()
 
 
 def step(runner: Runner, chunks: list[Chunk]) -> list[list[int]]:
     """Run one batch and append what it chose; the tokens of each chunk."""
-    output = runner.run(Batch(chunks))
+    output = run(runner, chunks)
     assert not output.errors
-    for chunk, token_ids in zip(chunks, output.token_ids, strict=True):
-        chunk.sequence.num_computed = chunk.end
-        chunk.sequence.token_ids.extend(token_ids)
+    for one, token_ids in zip(chunks, output.token_ids, strict=True):
+        one.sequence.num_computed = one.end
+        one.sequence.token_ids.extend(token_ids)
     return output.token_ids
 
 

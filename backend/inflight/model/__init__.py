@@ -6,8 +6,12 @@ Importing this package or `model.config` does not import torch; the architecture
 from __future__ import annotations
 
 # Architecture, as a checkpoint names it (`model_type`, `general.architecture`) -> the module whose
-# class `Model` runs it. Mistral without sliding windows is Llama.
+# class `Model` runs it on a CPU, and that for a GPU. Mistral without sliding windows is Llama.
 ARCHITECTURES: dict[str, str] = {
     "llama": "inflight.model.llama",
     "mistral": "inflight.model.llama",
+}
+CUDA_ARCHITECTURES: dict[str, str] = {
+    "llama": "inflight.model.llama_cuda",
+    "mistral": "inflight.model.llama_cuda",
 }

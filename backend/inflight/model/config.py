@@ -23,6 +23,9 @@ from inflight.model.rope import RopeConfig
 
 _ITEM_BYTES = {"float32": 4, "bfloat16": 2}
 
+DEFAULT_KV_BYTES = 1 << 30
+"""Of a pool on a CPU."""
+
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
@@ -84,21 +87,27 @@ class ModelConfig:
         per_token = 2 * self.num_layers * self.num_kv_heads * self.head_dim
         return per_token * config.block_size * _ITEM_BYTES[config.dtype]
 
-    def num_blocks(self, config: EngineConfig) -> int:
+    def num_blocks(self, config: EngineConfig, free_bytes: int = DEFAULT_KV_BYTES) -> int:
         """KV blocks in the pool of an engine with these settings.
 
+        Args:
+            config: the engine's settings.
+            free_bytes: memory for the pool where the settings do not say.
+
         Raises:
-            ConfigError: kv_cache_bytes is too small for one block.
+            ConfigError: there is no memory for one block.
         """
         if config.num_blocks is not None:
             return config.num_blocks
         block_bytes = self.kv_block_bytes(config)
-        if config.kv_cache_bytes < block_bytes:
+        pool_bytes = free_bytes if config.kv_cache_bytes is None else config.kv_cache_bytes
+        if pool_bytes < block_bytes:
+            key = "gpu_memory" if config.kv_cache_bytes is None else "kv_cache_bytes"
             raise ConfigError(
-                f"kv_cache_bytes: {config.kv_cache_bytes} is too small; one block of this model "
-                f"takes {block_bytes} bytes"
+                f"{key}: {max(0, pool_bytes)} bytes for the KV cache are too few; one block of "
+                f"this model takes {block_bytes} bytes"
             )
-        return config.kv_cache_bytes // block_bytes
+        return pool_bytes // block_bytes
 
 
 def read_config(checkpoint: Checkpoint) -> ModelConfig:

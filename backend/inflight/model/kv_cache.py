@@ -10,6 +10,7 @@ from inflight.errors import ConfigError
 from inflight.model.config import ModelConfig
 
 _NUMPY_DTYPES = {torch.float32: np.float32, torch.bfloat16: np.uint16}
+_Shape = tuple[int, ...]
 
 
 class KVCache:
@@ -21,9 +22,18 @@ class KVCache:
     """
 
     def __init__(
-        self, config: ModelConfig, num_blocks: int, block_size: int, dtype: torch.dtype
+        self,
+        config: ModelConfig,
+        num_blocks: int,
+        block_size: int,
+        dtype: torch.dtype,
+        device: torch.device | None = None,
     ) -> None:
-        """Raises ConfigError when there is not that much address space."""
+        """On the CPU without a device.
+
+        Raises:
+            ConfigError: there is not that much memory.
+        """
         shape = (
             config.num_layers,
             2,
@@ -33,13 +43,18 @@ class KVCache:
             config.head_dim,
         )
         try:
-            # Zeroed lazily by the system: a block costs memory once a sequence writes to it.
-            # torch.zeros would touch all of it here.
-            zeros = np.zeros(shape, _NUMPY_DTYPES[dtype])
-        except (MemoryError, ValueError):
+            if device is None:
+                self.data = _lazy_zeros(shape, dtype)
+            else:
+                self.data = torch.zeros(shape, dtype=dtype, device=device)
+        except (MemoryError, ValueError, torch.OutOfMemoryError):
             raise ConfigError(
                 f"num_blocks: no memory for {num_blocks} KV blocks; lower num_blocks or "
                 "kv_cache_bytes"
             ) from None
-        self.data: Tensor = torch.from_numpy(zeros).view(dtype)
         self.layers: list[tuple[Tensor, Tensor]] = [(pair[0], pair[1]) for pair in self.data]
+
+
+def _lazy_zeros(shape: _Shape, dtype: torch.dtype) -> Tensor:
+    """Zeroed by the system when first touched: a block costs memory once it is written to."""
+    return torch.from_numpy(np.zeros(shape, _NUMPY_DTYPES[dtype])).view(dtype)

@@ -16,12 +16,12 @@ from inflight.checkpoint import Checkpoint
 from inflight.model.config import ModelConfig
 from inflight.model.kv_cache import KVCache
 from inflight.model.rope import inverse_frequencies
-from inflight.model.weights import Progress, Shape, Weights, open_weights
+from inflight.model.weights import Place, Progress, Shape, Weights, open_weights
 from inflight_kernels import reference as ops
 
 
 @dataclass(frozen=True, slots=True)
-class _Layer:
+class Layer:
     """One block's weights; q | k | v and gate | up are one product each."""
 
     attention_norm: Tensor
@@ -34,6 +34,33 @@ class _Layer:
     gate_up_bias: Tensor | None
     down: Tensor
     down_bias: Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class LlamaWeights:
+    """All weights of a model, where its forward pass wants them."""
+
+    embedding: Tensor
+    layers: list[Layer]
+    norm: Tensor
+    head: Tensor
+
+
+class HostPlace:
+    """In this machine's memory, linear layers in the layout that its CPU multiplies with."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self._dtype = dtype
+
+    def vector(self, stored: Tensor) -> Tensor:
+        # A copy even in the same type: what stays in memory must not depend on the file any more.
+        return stored.to(self._dtype, copy=True)
+
+    def joined(self, stored: list[Tensor]) -> Tensor:
+        return torch.cat([self.vector(part) for part in stored])
+
+    def matrix(self, stored: list[Tensor]) -> Tensor:
+        return ops.pack(self.joined(stored))
 
 
 class Model:
@@ -59,29 +86,11 @@ class Model:
         progress: Progress,
     ) -> None:
         self.config = config
-        self._dtype = dtype
         self._scale = config.head_dim**-0.5
         frequencies, attention_factor = inverse_frequencies(config.rope, config.head_dim, max_len)
         self._cos, self._sin = ops.rotary_tables(frequencies, max_len, attention_factor, dtype)
-        weights = open_weights(checkpoint, config, weight_shapes(config))
-
-        def layer(index: int) -> _Layer:
-            return _read_layer(weights, config, index, dtype)
-
-        self._layers: list[_Layer] = []
-        # Reading is decompression in numpy, on one core each.
-        with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
-            embedding = pool.submit(_read, weights, "model.embed_tokens.weight", dtype)
-            for done in pool.map(layer, range(config.num_layers)):
-                self._layers.append(done)
-                progress("weights", len(self._layers) / (config.num_layers + 1))
-            self._embedding = embedding.result()
-        self._norm = _read(weights, "model.norm.weight", dtype)
-        head = self._embedding
-        if not config.tie_word_embeddings:
-            head = _read(weights, "lm_head.weight", dtype)
-        self._head = ops.pack(head)
-        progress("weights", 1.0)
+        stored = open_weights(checkpoint, config, weight_shapes(config))
+        self._weights = load_weights(stored, config, HostPlace(dtype), progress)
 
     def forward(
         self,
@@ -107,9 +116,10 @@ class Model:
         num_qk = config.num_heads + config.num_kv_heads
         cos = self._cos.index_select(0, positions)
         sin = self._sin.index_select(0, positions)
-        x = ops.embedding(token_ids, self._embedding)
+        weights = self._weights
+        x = ops.embedding(token_ids, weights.embedding)
         residual = None
-        for layer, (k_cache, v_cache) in zip(self._layers, cache.layers, strict=True):
+        for layer, (k_cache, v_cache) in zip(weights.layers, cache.layers, strict=True):
             x, residual = ops.rms_norm(x, layer.attention_norm, config.rms_norm_eps, residual)
             heads = ops.linear(x, layer.qkv, layer.qkv_bias).view(len(x), -1, config.head_dim)
             qk = ops.rotary(heads[:, :num_qk], cos, sin)
@@ -125,8 +135,8 @@ class Model:
         x = x.index_select(0, sample_rows)
         if residual is not None:
             residual = residual.index_select(0, sample_rows)
-        x, _ = ops.rms_norm(x, self._norm, config.rms_norm_eps, residual)
-        return ops.linear(x, self._head).float()
+        x, _ = ops.rms_norm(x, weights.norm, config.rms_norm_eps, residual)
+        return ops.linear(x, weights.head).float()
 
 
 def weight_shapes(config: ModelConfig) -> dict[str, Shape]:
@@ -162,39 +172,63 @@ def weight_shapes(config: ModelConfig) -> dict[str, Shape]:
     return shapes
 
 
-def _read(weights: Weights, name: str, dtype: torch.dtype) -> Tensor:
-    tensor = weights.read(name)
-    # A copy even in the same type: what stays in memory must not depend on the file any more.
-    return tensor.to(dtype, copy=True)
+def load_weights(
+    stored: Weights, config: ModelConfig, place: Place, progress: Progress
+) -> LlamaWeights:
+    """Read all weights of a model into a place.
+
+    Args:
+        stored: what `open_weights` found.
+        config: of the model.
+        place: where to.
+        progress: called with ("weights", fraction) as layers arrive.
+    """
+
+    def layer(index: int) -> Layer:
+        return _load_layer(stored, config, index, place)
+
+    layers: list[Layer] = []
+    # Reading is decompression in numpy, on one core each.
+    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
+        embedding = pool.submit(lambda: place.vector(stored.read("model.embed_tokens.weight")))
+        for done in pool.map(layer, range(config.num_layers)):
+            layers.append(done)
+            progress("weights", len(layers) / (config.num_layers + 1))
+        table = embedding.result()
+    tied = config.tie_word_embeddings
+    head = place.matrix([table if tied else stored.read("lm_head.weight")])
+    norm = place.vector(stored.read("model.norm.weight"))
+    progress("weights", 1.0)
+    return LlamaWeights(embedding=table, layers=layers, norm=norm, head=head)
 
 
-def _read_layer(weights: Weights, config: ModelConfig, index: int, dtype: torch.dtype) -> _Layer:
+def _load_layer(stored: Weights, config: ModelConfig, index: int, place: Place) -> Layer:
     prefix = f"model.layers.{index}"
 
-    def one(name: str) -> Tensor:
-        return _read(weights, f"{prefix}.{name}", dtype)
+    def norm(name: str) -> Tensor:
+        return place.vector(stored.read(f"{prefix}.{name}.weight"))
 
-    def joined(group: str, names: tuple[str, ...], kind: str) -> Tensor:
-        return torch.cat([one(f"{group}.{name}.{kind}") for name in names])
+    def parts(group: str, names: tuple[str, ...], kind: str) -> list[Tensor]:
+        return [stored.read(f"{prefix}.{group}.{name}.{kind}") for name in names]
 
     def product(group: str, *names: str) -> tuple[Tensor, Tensor | None]:
         bias = config.attention_bias if group == "self_attn" else config.mlp_bias
         return (
-            ops.pack(joined(group, names, "weight")),
-            joined(group, names, "bias") if bias else None,
+            place.matrix(parts(group, names, "weight")),
+            place.joined(parts(group, names, "bias")) if bias else None,
         )
 
     qkv, qkv_bias = product("self_attn", "q_proj", "k_proj", "v_proj")
     out, out_bias = product("self_attn", "o_proj")
     gate_up, gate_up_bias = product("mlp", "gate_proj", "up_proj")
     down, down_bias = product("mlp", "down_proj")
-    return _Layer(
-        attention_norm=one("input_layernorm.weight"),
+    return Layer(
+        attention_norm=norm("input_layernorm"),
         qkv=qkv,
         qkv_bias=qkv_bias,
         out=out,
         out_bias=out_bias,
-        mlp_norm=one("post_attention_layernorm.weight"),
+        mlp_norm=norm("post_attention_layernorm"),
         gate_up=gate_up,
         gate_up_bias=gate_up_bias,
         down=down,

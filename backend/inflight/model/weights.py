@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import zlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Protocol
@@ -57,8 +58,24 @@ class Weights(Protocol):
         """In the type it is stored in (float32 if quantised); may alias the file: never write."""
 
 
+class Place(Protocol):
+    """Where weights stay, and in which layout. What it returns does not depend on the file."""
+
+    def vector(self, stored: Tensor) -> Tensor:
+        """A table, or a vector: as it is."""
+
+    def joined(self, stored: list[Tensor]) -> Tensor:
+        """Several, one below the other."""
+
+    def matrix(self, stored: list[Tensor]) -> Tensor:
+        """The same, as the weight of a linear layer."""
+
+
 def open_weights(
-    checkpoint: Checkpoint, config: ModelConfig, expected: Mapping[str, Shape]
+    checkpoint: Checkpoint,
+    config: ModelConfig,
+    expected: Mapping[str, Shape],
+    device: torch.device | str = "cpu",
 ) -> Weights:
     """Open a checkpoint and hold what is there against what the model needs.
 
@@ -66,10 +83,13 @@ def open_weights(
         checkpoint: where.
         config: of its model.
         expected: name -> shape of every tensor that the model will read.
+        device: where weights are drawn, if they are.
 
     Raises:
         ConfigError: a damaged file; missing or unexpected tensors, or shapes that differ, by name.
     """
+    if checkpoint.random_weights:
+        return _RandomWeights(expected, device)
     weights: Weights
     if checkpoint.format == "gguf":
         weights = _GgufWeights(checkpoint.path, config)
@@ -99,6 +119,25 @@ def _refuse(path: Path, what: str, names: list[str]) -> None:
     if names:
         more = f" and {len(names) - 3} more" if len(names) > 3 else ""
         raise ConfigError(f"{path}: {what}: {', '.join(names[:3])}{more}")
+
+
+class _RandomWeights:
+    """Normal with a deviation of 0.02, as models begin their training; norms 1, biases 0."""
+
+    def __init__(self, shapes: Mapping[str, Shape], device: torch.device | str) -> None:
+        self.shapes = dict(shapes)
+        self._device = torch.device(device)
+
+    def read(self, name: str) -> Tensor:
+        shape = self.shapes[name]
+        if name.endswith(".bias"):
+            return torch.zeros(shape, device=self._device)
+        if len(shape) == 1:
+            return torch.ones(shape, device=self._device)
+        # By name: the same weights in whatever order, and from however many threads, they are read.
+        generator = torch.Generator(self._device).manual_seed(zlib.crc32(name.encode()))
+        drawn = torch.empty(shape, dtype=torch.bfloat16, device=self._device)
+        return drawn.normal_(0.0, 0.02, generator=generator)
 
 
 class _HuggingFaceWeights:
