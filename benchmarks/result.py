@@ -24,12 +24,25 @@ def spread(values: Sequence[float], digits: int = 3) -> dict[str, float]:
 
 
 def commit(checkout: Path = ROOT) -> str:
+    """What is measured; $BENCHMARK_COMMIT says it where the checkout came without its history."""
     command = ["git", "-C", str(checkout), "describe", "--always", "--dirty"]
-    return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+    except FileNotFoundError:
+        return os.environ.get("BENCHMARK_COMMIT", "unknown")
+    return done.stdout.strip() or os.environ.get("BENCHMARK_COMMIT", "unknown")
 
 
 def cpu() -> dict[str, Any]:
     return {"cpu": _cpu_name(), "cores": os.cpu_count()}
+
+
+def gpu() -> dict[str, Any]:
+    """The first GPU, its driver, and the CPU beside it."""
+    query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader", "--id=0"]
+    done = subprocess.run(query, capture_output=True, text=True, check=True)
+    name, driver = (text.strip() for text in done.stdout.split(","))
+    return {"gpu": name, "driver": f"driver {driver}", **cpu()}
 
 
 def write(path: Path, benchmark: str, rows: list[dict[str, Any]], **facts: Any) -> None:
@@ -40,6 +53,7 @@ def write(path: Path, benchmark: str, rows: list[dict[str, Any]], **facts: Any) 
         "versions": {"python": platform.python_version()},
         "commit": commit(),
     }
+    path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps({**found, **facts, "rows": rows}, indent=1) + "\n")
 
 

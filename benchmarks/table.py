@@ -6,14 +6,16 @@ import json
 from pathlib import Path
 from typing import Any
 
+from inflight.bench import show
+
 HERE = Path(__file__).resolve().parent
 BEGIN, END = "<!-- tables: begin -->\n", "<!-- tables: end -->\n"
 
 
 def table(result: dict[str, Any]) -> str:
     """One result file as a heading, where it comes from, and its rows."""
-    rows = result["rows"]
-    columns = list(dict.fromkeys(name for row in rows for name in row))
+    rows = [cells(result["benchmark"], row) for row in result["rows"]]
+    columns = list(dict.fromkeys(name for row in rows for name, text in row.items() if text))
     machine = ", ".join(
         f"{value} {name}" if isinstance(value, int) else value
         for name, value in result["machine"].items()
@@ -23,11 +25,22 @@ def table(result: dict[str, Any]) -> str:
     if "workload" in result:
         lines += [result["workload"] + ".", ""]
     lines += [f"Commit {result['commit']}; {machine}; {versions}.", ""]
+    if "facts" in result:
+        lines += ["; ".join(show.facts(result["facts"], result["start"])) + ".", ""]
     lines.append("| " + " | ".join(columns) + " |")
     lines.append("|---" + "|---:" * (len(columns) - 1) + "|")
     for row in rows:
-        lines.append("| " + " | ".join(str(row.get(name, "")) for name in columns) + " |")
+        lines.append("| " + " | ".join(row.get(name, "") for name in columns) + " |")
+    if result.get("peer"):
+        lines += ["", f"Peer: {result['peer']}."]
     return "\n".join(lines) + "\n"
+
+
+def cells(benchmark: str, row: dict[str, Any]) -> dict[str, str]:
+    """A row's texts. Lists and objects, such as the times of all runs, stay in the file."""
+    if benchmark.startswith("engine"):
+        return show.cells(row)
+    return {name: str(value) for name, value in row.items() if not isinstance(value, list | dict)}
 
 
 def main() -> None:

@@ -48,8 +48,10 @@ app = typer.Typer(
 )
 repo = typer.Typer(no_args_is_help=True, help="Model repositories.")
 tokenizer = typer.Typer(no_args_is_help=True, help="The tokenizer of a served model.")
+bench = typer.Typer(no_args_is_help=True, help="Measurements on this machine.")
 app.add_typer(repo, name="repo")
 app.add_typer(tokenizer, name="tokenizer")
+app.add_typer(bench, name="bench")
 
 Model = Annotated[
     str, typer.Option(help="A .gguf file, a Hugging Face folder, or package:NAME of a package.")
@@ -295,6 +297,68 @@ def tokenizer_export(
     typer.echo(f"wrote {directory}")
 
 
+@bench.command("engine")
+def bench_engine(
+    model: Annotated[
+        str, typer.Option(help="As for `serve`; a folder without weights gets random ones.")
+    ],
+    rows: Annotated[
+        str,
+        typer.Option(help="bs1, bs64, chat256, ..., start, all, or REQUESTSxINPUT/OUTPUT; by ','."),
+    ] = "all",
+    device: Annotated[str, typer.Option(help="cuda or cpu.")] = "cuda",
+    scale: Annotated[float, typer.Option(help="Multiplies requests and lengths of the rows.")] = 1,
+    runs: Annotated[int | None, typer.Option(help="Of each row; the best one counts.")] = None,
+    set_: Settings = None,
+    bars: Annotated[Path | None, typer.Option(help="Figures to compare with, as JSON.")] = None,
+    profile: Annotated[
+        Path | None, typer.Option(help="Profile steps of the rows, in place of timing, into this.")
+    ] = None,
+    steps: Annotated[int, typer.Option(help="Decode steps to profile.")] = 20,
+    json_: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
+) -> None:
+    """Run the engine alone, in this process: throughput, latency, start; or a step's kernels."""
+    import dataclasses
+    import json
+
+    from inflight.bench import bars as figures
+    from inflight.bench import engine, show
+    from inflight.bench.rows import select
+
+    chosen, start = select(rows)
+    if scale <= 0 or (runs is not None and runs < 1) or steps < 1:
+        raise typer.BadParameter("--scale, --runs and --steps must be above 0")
+    chosen = [row.scaled(scale) for row in chosen]
+    settings = engine.engine_settings(model, device, chosen, _settings(set_))
+    if profile is not None:
+        from inflight.bench import profile as profiling
+
+        if not chosen:
+            raise typer.BadParameter("--profile needs a row with requests")
+        profiles = profiling.run(settings, chosen, steps, profile, on_progress=_note)
+        if json_:
+            typer.echo(json.dumps([found.as_json() for found in profiles]))
+        else:
+            show.Show().profiles(profiles)
+        return
+    report = engine.run(
+        settings,
+        chosen,
+        start=start,
+        num_runs=runs,
+        bars=figures.load(bars) if bars else None,
+        on_progress=_note,
+    )
+    if json_:
+        typer.echo(json.dumps(dataclasses.asdict(report)))
+    else:
+        show.Show().report(report)
+
+
+def _note(what: str) -> None:
+    typer.echo(what, err=True)
+
+
 def _options(
     max_tokens: int | None,
     temperature: float | None,
@@ -352,3 +416,7 @@ def main() -> None:
         if hint:
             typer.echo(f"hint: {hint}", err=True)
         sys.exit(status)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Benchmarks that users run: `inflight bench`."""

@@ -1,0 +1,215 @@
+"""`inflight bench engine`: the engine alone, in this process, on fixed workloads.
+
+Random token ids, greedy, the end-of-sequence token ignored, no prefix cache. All requests of a row
+are submitted at once; its time ends with the last token. A short run of the same shape comes before
+each row, unmeasured; of the measured runs the best one counts, and all are kept.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from inflight import config as settings
+from inflight.bench import start as starting
+from inflight.bench.bars import Bars
+from inflight.bench.rows import START, Row
+from inflight.checkpoint import locate
+from inflight.engine import Engine, generate
+from inflight.errors import ConfigError
+
+MAX_BATCH_TOKENS = 8192
+MIN_SEQS, MAX_SEQS = 256, 1024
+UNQUANTISED = "none"
+# Enough to compile what is compiled on first use and to raise the clocks.
+_WARM_UP_TOKENS = 16384
+_WARM_UP_OUTPUT = 4
+
+OnProgress = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What was measured.
+
+    Attributes:
+        device: name of the GPU, or `cpu`.
+        versions: of what runs there.
+        settings: of the engine, as in engine.json.
+        start: phases of the start in this process -> seconds.
+        facts: KV blocks; on a GPU, free memory and the share in use after the start.
+        peer: who the column `peer` is.
+        rows: flat, one per workload, then those of `start`.
+    """
+
+    device: str
+    versions: dict[str, str]
+    settings: dict[str, Any]
+    start: dict[str, float]
+    facts: dict[str, Any]
+    peer: str
+    rows: list[dict[str, Any]]
+
+
+def engine_settings(
+    model: str, device: str, rows: Sequence[Row], changes: dict[str, Any]
+) -> dict[str, Any]:
+    """Settings as in engine.json that suit the rows; `changes` go over them.
+
+    A folder without weights gets random ones.
+    """
+    most = max((row.num_requests for row in rows), default=1)
+    found: dict[str, Any] = {
+        "model": model,
+        "device": device,
+        "max_num_seqs": min(MAX_SEQS, max(MIN_SEQS, 1 << (most - 1).bit_length())),
+        "max_batch_tokens": MAX_BATCH_TOKENS,
+        "max_waiting": max(1024, most),
+        "prefix_cache": False,
+    }
+    if not has_weights(model):
+        found["random_weights"] = True
+    return {**found, **changes}
+
+
+def has_weights(model: str) -> bool:
+    """Whether weights lie beside a model's config.json; a GGUF file always has some.
+
+    Raises:
+        ConfigError: there is no such model.
+    """
+    checkpoint = locate(model)
+    if checkpoint.format == "gguf":
+        return True
+    return any(checkpoint.path.glob("*.safetensors"))
+
+
+def run(
+    raw: dict[str, Any],
+    rows: Sequence[Row],
+    *,
+    start: bool = False,
+    num_runs: int | None = None,
+    bars: Bars | None = None,
+    on_progress: OnProgress = lambda what: None,
+) -> Report:
+    """Measure.
+
+    Args:
+        raw: settings as in engine.json; see `engine_settings`.
+        rows: the workloads.
+        start: measure the start in processes of its own, too.
+        num_runs: of every row, in place of its own number.
+        bars: what to compare with.
+        on_progress: called with what comes next.
+
+    Raises:
+        ConfigError: a setting cannot work, or a row does not fit into the model's context.
+        InflightError: a request failed.
+    """
+    config = settings.parse(raw, "settings")
+    quant = str(raw.get("quantization") or UNQUANTISED)
+    bars = bars or Bars()
+    found: list[dict[str, Any]] = []
+    if start:  # first: afterwards this process holds the card's memory
+        on_progress("starting an engine in a new process, twice")
+        found = list(_start_rows(raw, quant, bars))
+    on_progress("starting the engine")
+    started = starting.build(config)
+    for row in rows:
+        check_fits(row, started.engine)
+    bench = EngineBench(started.engine)
+    measured = []
+    for row in rows:
+        on_progress(f"{row.name}: {row.workload}")
+        times = bench.measure(row, num_runs or row.num_runs)
+        measured.append(_row(row, quant, row.figures(times), bars))
+    return Report(
+        device=started.device,
+        versions=started.versions,
+        settings=dict(raw),
+        start=started.phases,
+        facts=started.facts,
+        peer=bars.peer,
+        rows=measured + found,
+    )
+
+
+class EngineBench:
+    """Runs workloads on an engine, one after the other."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self._next_id = 1
+
+    def requests(self, row: Row) -> list[Any]:
+        """The row's requests, with ids that were not used before."""
+        made = row.requests(self.engine.runner.vocab_size, self._next_id)
+        self._next_id += len(made)
+        return made
+
+    def measure(self, row: Row, num_runs: int) -> list[float]:
+        """Seconds of each run, from the first submission to the last token."""
+        self.run(warm_up(row))
+        return [self.run(row) for _ in range(num_runs)]
+
+    def run(self, row: Row) -> float:
+        requests = self.requests(row)
+        started = time.perf_counter()
+        generate(self.engine, requests)
+        return time.perf_counter() - started
+
+
+def warm_up(row: Row) -> Row:
+    """A short run of the same shape."""
+    return dataclasses.replace(
+        row,
+        num_requests=max(1, min(row.num_requests, _WARM_UP_TOKENS // row.input_len)),
+        output_len=min(row.output_len, _WARM_UP_OUTPUT),
+    )
+
+
+def check_fits(row: Row, engine: Engine) -> None:
+    """
+    Raises:
+        ConfigError: the row's requests are longer than the engine's context.
+    """
+    needed = row.input_len + row.output_len
+    if needed > engine.max_model_len:
+        raise ConfigError(
+            f"row {row.name}: {needed} tokens are more than the context of {engine.max_model_len}; "
+            "choose other rows with --rows, or shorter ones with --scale"
+        )
+
+
+def _row(row: Row, quant: str, figures: dict[str, Any], bars: Bars) -> dict[str, Any]:
+    head = {"row": row.name, "workload": row.workload, "quant": quant}
+    return {**head, **figures, **_compared(row.metric, figures[row.metric], row.name, quant, bars)}
+
+
+def _start_rows(raw: dict[str, Any], quant: str, bars: Bars) -> Iterator[dict[str, Any]]:
+    for cache, startup in starting.measure(raw).items():
+        yield {
+            "row": START,
+            "workload": f"{cache} kernel cache",
+            "quant": quant,
+            **dataclasses.asdict(startup),
+            **_compared("ready_s", startup.ready_s, START, quant, bars),
+        }
+
+
+def _compared(metric: str, value: float, row: str, quant: str, bars: Bars) -> dict[str, Any]:
+    bar = bars.of(row, quant)
+    found: dict[str, Any] = {"metric": metric}
+    for name in ("peer", "must", "goal", "limit"):
+        wanted = getattr(bar, name)
+        if wanted is not None:
+            found[name] = wanted
+    if bar.peer is not None:
+        # Above 1 is better than the peer, for seconds too.
+        ratio = bar.peer / value if metric == "ready_s" else value / bar.peer
+        found["of_peer"] = round(ratio, 3)
+    return found

@@ -1,0 +1,159 @@
+"""`inflight bench engine --profile`: a step under torch.profiler, kernel by kernel.
+
+On a GPU only the device is traced: tracing the host as well would slow it down, and what it does is
+in the gap. Nothing here imports torch before the engine is built (see `runner.build`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from inflight import config as settings
+from inflight.bench import picture, start, trace
+from inflight.bench.engine import EngineBench, OnProgress, check_fits
+from inflight.bench.rows import Row
+from inflight.bench.trace import Profile, StepProfile
+from inflight.engine import Engine
+from inflight.errors import ConfigError, EngineError
+from inflight.request import TokenEvent
+
+# Steps before the traced ones, with all requests decoding: graphs and clocks settle.
+_SETTLE_STEPS = 4
+
+
+def run(
+    raw: dict[str, Any],
+    rows: Sequence[Row],
+    num_steps: int,
+    folder: Path,
+    on_progress: OnProgress = lambda what: None,
+) -> list[Profile]:
+    """Profile steady decode steps and a full prefill step of each row.
+
+    Of a row, its requests decode together, as many as run at once, and its prompts fill the prefill
+    step. Writes two traces, profile.json and profile.svg into `folder`; for several rows, into one
+    folder in it for each.
+
+    Args:
+        raw: settings as in engine.json; see `engine.engine_settings`.
+        num_steps: decode steps to average over.
+
+    Raises:
+        ConfigError: a setting cannot work, or a row leaves the context no room for the steps.
+        EngineError: a request failed.
+    """
+    on_progress("starting the engine")
+    started = start.build(settings.parse(raw, "settings"))
+    bench = EngineBench(started.engine)
+    found = []
+    for row in rows:
+        on_progress(f"{row.name}: {row.workload}")
+        target = folder if len(rows) == 1 else folder / row.name.replace("/", "_")
+        target.mkdir(parents=True, exist_ok=True)
+        check_fits(row, started.engine)
+        steps = [_decode(bench, row, num_steps, target), _prefill(bench, row, target)]
+        found.append(Profile(row.name, row.workload, started.device, steps))
+        text = json.dumps(found[-1].as_json(), indent=1)
+        (target / "profile.json").write_text(text + "\n")
+        title = f"A step of {row.workload} on {started.device}"
+        (target / "profile.svg").write_text(picture.svg(title, steps))
+    return found
+
+
+def _prefill(bench: EngineBench, row: Row, folder: Path) -> StepProfile:
+    """One step that is as full of prompts as the settings allow."""
+    engine = bench.engine
+    prompts = dataclasses.replace(
+        row,
+        num_requests=max(1, min(_at_once(row, engine), _budget(engine) // row.input_len)),
+        output_len=1,
+    )
+    untraced_us = min(bench.run(prompts) for _ in range(3)) * 1e6
+    for request in bench.requests(prompts):
+        engine.submit(request)
+    events = _trace(folder / "prefill.trace.json", lambda: _step(engine))
+    while engine.has_work:
+        _step(engine)
+    return trace.aggregate(events, "prefill", 1, round(untraced_us, 1))
+
+
+def _decode(bench: EngineBench, row: Row, num_steps: int, folder: Path) -> StepProfile:
+    """Steps in which every request of the row gets a token."""
+    engine = bench.engine
+    room = engine.max_model_len - row.input_len
+    count = _at_once(row, engine)
+    # While the last prompts are computed, the first requests decode already.
+    prefill_steps = -(-count * row.input_len // max(1, _budget(engine) - count))
+    needed = 2 * prefill_steps + _SETTLE_STEPS + 2 * num_steps
+    if room < needed:
+        raise ConfigError(
+            f"row {row.name}: {num_steps} decode steps need room for {needed} tokens after the "
+            f"prompt, and the context of {engine.max_model_len} leaves {room}"
+        )
+    requests = bench.requests(dataclasses.replace(row, num_requests=count, output_len=room))
+    for request in requests:
+        engine.submit(request)
+    waiting = {request.request_id for request in requests}
+    while waiting:
+        waiting -= {event.request_id for event in _step(engine)}
+
+    def decode(steps: int) -> None:
+        for _ in range(steps):
+            _step(engine)
+
+    decode(_SETTLE_STEPS)
+    _wait_for_device()
+    started = time.perf_counter()
+    decode(num_steps)
+    _wait_for_device()
+    untraced_us = (time.perf_counter() - started) / num_steps * 1e6
+    events = _trace(folder / "decode.trace.json", lambda: decode(num_steps))
+    for request in requests:
+        engine.cancel(request.request_id)
+    while engine.has_work:
+        engine.step()
+    return trace.aggregate(events, "decode", num_steps, round(untraced_us, 1))
+
+
+def _at_once(row: Row, engine: Engine) -> int:
+    return min(row.num_requests, engine.config.max_num_seqs)
+
+
+def _budget(engine: Engine) -> int:
+    return engine.config.max_batch_tokens
+
+
+def _step(engine: Engine) -> list[TokenEvent]:
+    events = engine.step()
+    for event in events:
+        if event.error is not None:
+            raise EngineError(event.error)
+    return events
+
+
+def _trace(path: Path, call: Callable[[], object]) -> list[dict[str, Any]]:
+    """The events of a call and of what it left to the device; `path` keeps the trace."""
+    import torch
+    from torch.profiler import ProfilerActivity
+
+    activity = ProfilerActivity.CUDA if torch.cuda.is_available() else ProfilerActivity.CPU
+    # The first session sets the tracing up, which takes the device a while.
+    with torch.profiler.profile(activities=[activity]):
+        _wait_for_device()
+    with torch.profiler.profile(activities=[activity]) as session:
+        call()
+        _wait_for_device()
+    session.export_chrome_trace(str(path))
+    return trace.read(path)
+
+
+def _wait_for_device() -> None:
+    import torch
+
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()

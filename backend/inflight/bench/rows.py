@@ -1,0 +1,131 @@
+"""The workloads: how many requests of which lengths at once, and what is read off their time."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from inflight.bench.bars import Metric
+from inflight.errors import ConfigError, did_you_mean
+from inflight.request import Request
+from inflight.sampling import SamplingParams
+
+_CUSTOM = re.compile(r"([1-9]\d*)x([1-9]\d*)/([1-9]\d*)")
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """Requests that are submitted at once and run to their end.
+
+    Attributes:
+        input_len, output_len: tokens of each request.
+        num_runs: how often it is measured; the best run counts.
+    """
+
+    name: str
+    num_requests: int
+    input_len: int
+    output_len: int
+    num_runs: int = 2
+
+    @property
+    def workload(self) -> str:
+        return f"{self.num_requests} x {self.input_len}/{self.output_len}"
+
+    @property
+    def metric(self) -> Metric:
+        """What the row is about."""
+        return "prompt_tok_s" if self.output_len == 1 else "out_tok_s"
+
+    def scaled(self, factor: float) -> Row:
+        """The same shape, smaller or larger in all three numbers; a single output token stays."""
+        return dataclasses.replace(
+            self,
+            num_requests=max(1, round(self.num_requests * factor)),
+            input_len=max(1, round(self.input_len * factor)),
+            output_len=1 if self.output_len == 1 else max(2, round(self.output_len * factor)),
+        )
+
+    def requests(self, vocab_size: int, first_id: int) -> list[Request]:
+        """Random prompts, the same for the same row; greedy, the end-of-sequence token ignored.
+
+        Args:
+            vocab_size: token ids are below it.
+            first_id: request ids start there.
+        """
+        random = np.random.default_rng(self.num_requests)
+        shape = (self.num_requests, self.input_len)
+        prompts = random.integers(vocab_size, size=shape).tolist()
+        params = SamplingParams(max_tokens=self.output_len, temperature=0.0, ignore_eos=True)
+        return [Request(first_id + i, prompt, params) for i, prompt in enumerate(prompts)]
+
+    def figures(self, seconds: Sequence[float]) -> dict[str, Any]:
+        """What the times of the runs come to.
+
+        Returns:
+            Tokens per second and milliseconds per token of each request, of the best run; `spread`,
+            what the slowest run took longer, in percent; `seconds` of all runs.
+        """
+        best = min(seconds)
+        num_out, num_in = (
+            self.num_requests * length for length in (self.output_len, self.input_len)
+        )
+        found: dict[str, Any] = {"out_tok_s": round(num_out / best, 2)}
+        if self.output_len > 1:
+            found["ms_per_token"] = round(best * 1e3 / self.output_len, 4)
+        else:
+            found["prompt_tok_s"] = round(num_in / best, 1)
+        found["total_tok_s"] = round((num_in + num_out) / best, 1)
+        found["spread"] = round((max(seconds) / best - 1) * 100, 2)
+        found["seconds"] = [round(value, 4) for value in seconds]
+        return found
+
+
+ROWS = (
+    Row("bs1", 1, 128, 512),
+    Row("bs64", 64, 16, 500),
+    Row("chat256", 256, 512, 256),
+    Row("chat1000", 1000, 512, 256),
+    Row("decode256", 256, 128, 2048, num_runs=1),
+    Row("prefill", 32, 4096, 1),
+    Row("long", 16, 8192, 256, num_runs=1),
+)
+START = "start"
+"""Not a workload: the seconds from nothing to an engine that is ready."""
+
+
+def select(names: str) -> tuple[list[Row], bool]:
+    """The rows of a comma-separated list, and whether `start` is among them.
+
+    Args:
+        names: of ROWS, `start`, `all`, or a workload of one's own: REQUESTSxINPUT/OUTPUT.
+
+    Raises:
+        ConfigError: a name is unknown.
+    """
+    known = {row.name: row for row in ROWS}
+    rows: list[Row] = []
+    start = False
+    for name in names.split(","):
+        custom = _CUSTOM.fullmatch(name)
+        if name == "all":
+            rows += ROWS
+            start = True
+        elif name == START:
+            start = True
+        elif name in known:
+            rows.append(known[name])
+        elif custom is not None:
+            rows.append(Row(name, *(int(number) for number in custom.groups())))
+        else:
+            names_known = (*known, START, "all")
+            raise ConfigError(
+                f"rows: {name!r} is unknown; allowed: {', '.join(names_known)} and "
+                f"REQUESTSxINPUT/OUTPUT{did_you_mean(name, names_known)}"
+            )
+    return rows, start

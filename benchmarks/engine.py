@@ -1,0 +1,88 @@
+"""The engine alone on fixed workloads, against figures that another engine had on such a machine.
+
+    python benchmarks/engine.py [--result FILE] [any option of `inflight bench engine`]
+
+That command measures; backend/inflight/bench/engine.py says how. Without --model it gets the shape
+of Llama-3.1-8B and random weights, and the figures that vLLM had with it on an H200. The result
+goes to results/engine-GPU.json, with a quantisation to results/engine-GPU-QUANTISATION.json. With
+--profile DIR, nothing is timed and all that is written is in DIR.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import result
+from inflight.bench.engine import Report
+from inflight.bench.show import Show
+
+MODEL = result.ROOT / "benchmarks/models/llama-3.1-8b"
+BARS = MODEL / "bars-h200.json"
+COMMAND = [sys.executable, "-m", "inflight.cli", "bench", "engine"]
+
+
+def measure(arguments: Sequence[str]) -> Report:
+    """`inflight bench engine`, in a process that is gone, with its GPU memory, afterwards."""
+    command = [*COMMAND, "--json", *arguments]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
+    if done.returncode != 0:
+        sys.exit(done.returncode)
+    return Report(**json.loads(done.stdout.splitlines()[-1]))
+
+
+def machine(device: str) -> dict[str, Any]:
+    return result.cpu() if device == "cpu" else result.gpu()
+
+
+def default_path(report: Report) -> Path:
+    """results/engine-h200.json for an `NVIDIA H200`."""
+    words = ["engine", report.device.removeprefix("NVIDIA ").lower().replace(" ", "-")]
+    if report.settings.get("quantization"):
+        words.append(str(report.settings["quantization"]))
+    return result.ROOT / "benchmarks/results" / f"{'-'.join(words)}.json"
+
+
+def settings(report: Report) -> dict[str, Any]:
+    """The engine's settings; of the model, its name: a path says nothing on another machine."""
+    return {**report.settings, "model": Path(report.settings["model"]).name}
+
+
+def write(path: Path, report: Report) -> None:
+    quantization = report.settings.get("quantization")
+    result.write(
+        path,
+        f"engine, {quantization}" if quantization else "engine",
+        report.rows,
+        workload="Requests x input/output tokens, random ids, greedy, no prefix cache, in process",
+        machine=machine(report.device),
+        versions=report.versions,
+        settings=settings(report),
+        start=report.start,
+        facts=report.facts,
+        peer=report.peer,
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--result", type=Path, help="where to write it")
+    options, arguments = parser.parse_known_args()
+    if "--model" not in arguments:
+        arguments = ["--model", str(MODEL), "--bars", str(BARS), *arguments]
+    if "--profile" in arguments:  # which writes its own files
+        sys.exit(subprocess.run([*COMMAND, *arguments], check=False).returncode)
+    report = measure(arguments)
+    Show().report(report)
+    path = options.result or default_path(report)
+    write(path, report)
+    print(f"wrote {path}", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    main()

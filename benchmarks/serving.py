@@ -1,0 +1,394 @@
+"""What Triton leaves of the engine's speed: alone, through `llm`, through the ensemble `generate`.
+
+    python benchmarks/serving.py [--set KEY=VALUE ...] [--result FILE]
+
+It needs a perf_analyzer that can count requests (2.60 does), and no installation but PYTHONPATH.
+One machine, one run: first the engine alone, in a process that ends before the next one starts;
+then one tritonserver under Triton's perf_analyzer, with a gRPC stream per request. Everywhere the
+same load: as many requests as there are streams, sent at once, and its time ends with the last
+token; the best of some runs counts. Random weights; greedy, the end-of-sequence token ignored, no
+prefix cache. The tokenizer is made up: its words are one token each, so that prompts of text have
+an exact length. That the engine made as many tokens as were asked for is checked for each run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import itertools
+import json
+import os
+import random
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import engine as alone
+import result
+from inflight import engine_client, repository
+from inflight.errors import InflightError
+from inflight.server import Server
+
+STREAMS, INPUT_LEN, OUTPUT_LEN = 256, 512, 256
+MUST = {"llm": 0.95, "generate": 0.90}
+GOAL = {"generate": 0.97}
+MAX_EXTRA_US = 300.0
+# tritonserver 2.51 with vllm_backend and vLLM 0.22.1, measured earlier on the same kind of machine
+# with this load and the default model, one run: tokens/s at 256 streams, ms per token at one.
+PEER = {256: 5041.0, 1: 4.92}
+START_TIMEOUT_S = 600.0
+RUN_TIMEOUT_S = 300.0
+
+
+# ---------------------------------------------------------------- model
+
+
+def make_model(source: Path, target: Path) -> list[str]:
+    """A model folder with the files of `source` and a tokenizer for its vocabulary.
+
+    Returns:
+        Words that are one token each, with the space that leads them.
+    """
+    target.mkdir()
+    for file in source.iterdir():
+        if file.name != "tokenizer.json":
+            (target / file.name).symlink_to(file.resolve())
+    vocab_size = json.loads((source / "config.json").read_text())["vocab_size"]
+    tokenizer, words = make_tokenizer(vocab_size)
+    (target / "tokenizer.json").write_text(json.dumps(tokenizer))
+    return words
+
+
+def make_tokenizer(vocab_size: int) -> tuple[dict[str, Any], list[str]]:
+    """A byte-level BPE whose tokens are the bytes, syllables, and words of up to three syllables.
+
+    A consonant and a vowel make a syllable and nothing else merges, so there is one way to read a
+    word. `Ġ` is the byte-level alphabet's space.
+    """
+    from tokenizers.pre_tokenizers import ByteLevel
+
+    syllables = ["".join(pair) for pair in itertools.product("bcdfghjklmnpqrstvwxyz", "aeiou")]
+    merges = [(syllable[0], syllable[1]) for syllable in syllables]
+    merges += [("Ġ", syllable) for syllable in syllables]
+    merges += [(f"Ġ{a}", b) for a, b in itertools.product(syllables, syllables)]
+    triples = [(f"Ġ{a}{b}", c) for a, b, c in itertools.product(syllables, repeat=3)]
+    random.Random(0).shuffle(triples)
+    vocabulary = sorted(ByteLevel.alphabet())
+    merges = [*merges, *triples][: vocab_size - len(vocabulary)]
+    vocabulary += [a + b for a, b in merges]
+    if len(vocabulary) != vocab_size or len(merges) <= 2 * len(syllables):
+        sys.exit(f"no tokenizer can be made up for a vocabulary of {vocab_size} tokens")
+    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "use_regex": True}
+    tokenizer = {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": [],
+        "normalizer": None,
+        "pre_tokenizer": {**byte_level, "trim_offsets": True},
+        "post_processor": None,
+        "decoder": {**byte_level, "trim_offsets": True},
+        "model": {
+            "type": "BPE",
+            "dropout": None,
+            "unk_token": None,
+            "continuing_subword_prefix": None,
+            "end_of_word_suffix": None,
+            "fuse_unk": False,
+            "byte_fallback": False,
+            "ignore_merges": False,
+            "vocab": {token: index for index, token in enumerate(vocabulary)},
+            "merges": [f"{a} {b}" for a, b in merges],
+        },
+    }
+    words = [token.replace("Ġ", " ") for token in vocabulary if len(token) > 1 and token[0] == "Ġ"]
+    return tokenizer, words
+
+
+# ---------------------------------------------------------------- server
+
+
+@dataclass(frozen=True, slots=True)
+class Fronts:
+    """How many of what Triton runs; None for what the repository says."""
+
+    llm: int | None = None
+    tokenizer: int | None = None
+    detokenizer: int | None = None
+    sender_threads: int | None = None
+
+    def apply(self, models: Path) -> None:
+        for name in ("llm", "tokenizer", "detokenizer"):
+            count = getattr(self, name)
+            if count is None:
+                continue
+            path = models / name / "config.pbtxt"
+            text, found = re.subn(
+                r"(instance_group\b.*count: )\d+", rf"\g<1>{count}", path.read_text()
+            )
+            if not found:
+                sys.exit(f"{path} has no instance_group")
+            if name == "detokenizer" and count > 1:  # else a stream's responses change places
+                text += "dynamic_batching { preserve_ordering: true }\n"
+            path.write_text(text)
+        if self.sender_threads is not None:
+            with open(models / "llm" / "config.pbtxt", "a") as file:
+                value = f'{{ string_value: "{self.sender_threads}" }}'
+                file.write(f'parameters {{ key: "sender_threads" value {value} }}\n')
+
+
+@contextlib.contextmanager
+def serve(models: Path, log: Path) -> Iterator[tuple[str, engine_client.EngineClient]]:
+    """A server on free ports of 127.0.0.1: its gRPC address, and its engine, to observe."""
+    server = Server([models], ports=(0, 0, 0), log_file=log)
+    try:
+        server.start()
+        server.wait_ready(START_TIMEOUT_S)
+        path = engine_client.socket_path(models / "llm", server.pid)
+        engine = engine_client.attach(path, "observer")
+        yield server.endpoints.grpc, engine
+        engine.close()
+        server.stop()
+    except InflightError:
+        if log.exists():
+            sys.stderr.write("".join(log.read_text(errors="replace").splitlines(True)[-60:]))
+        raise
+    finally:
+        server.kill()
+
+
+# ---------------------------------------------------------------- load
+
+
+def find_perf_analyzer(named: str | None) -> str:
+    """The named perf_analyzer, or the first one on PATH that runs and can count requests.
+
+    A script on PATH may name a Python of another machine, and a wheel may need a newer glibc.
+    """
+    found = [Path(folder, "perf_analyzer") for folder in os.get_exec_path()]
+    for path in [Path(named)] if named else found:
+        with contextlib.suppress(OSError):
+            command = [str(path), "--request-count", "1", "--version"]
+            if subprocess.run(command, capture_output=True, check=False).returncode == 0:
+                return str(path)
+    sys.exit(
+        f"{named or 'PATH'}: no perf_analyzer that runs and knows --request-count; "
+        "with glibc 2.38 or newer: pip install perf-analyzer==2.60.0"
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Requests of one shape, the program that sends them, and a folder for its files."""
+
+    input_len: int
+    output_len: int
+    program: str
+    folder: Path
+
+    def prompts(self, model: str, count: int, words: list[str], vocab_size: int) -> Path:
+        """perf_analyzer's input: `count` prompts of random words, or for `llm` of random ids."""
+        rng = random.Random(count)
+        options = {"max_tokens": [self.output_len], "ignore_eos": [True], "stream": [True]}
+        data: list[dict[str, Any]] = []
+        for _ in range(count):
+            if model == "llm":
+                ids = [rng.randrange(vocab_size) for _ in range(self.input_len)]
+                prompt = {"input_ids": {"content": ids, "shape": [self.input_len]}}
+            else:
+                prompt = {"text_input": ["".join(rng.choices(words, k=self.input_len))]}
+            data.append({**prompt, **options})
+        path = self.folder / f"{model}-{count}.json"
+        path.write_text(json.dumps({"data": data}))
+        return path
+
+    def run(self, model: str, url: str, data: Path, streams: int) -> dict[str, float]:
+        """Send one request per stream, all at once.
+
+        Returns:
+            seconds: from the first request to the last response.
+            ttft_ms: from a request to its first response, the median.
+        """
+        export = self.folder / "export.json"
+        export.unlink(missing_ok=True)  # perf_analyzer refuses to write over it
+        done = subprocess.run(
+            [
+                *(self.program, "-m", model, "-u", url, "-i", "grpc", "--streaming", "--async"),
+                *("--concurrency-range", str(streams), "--request-count", str(streams)),
+                *("--input-data", str(data), "--profile-export-file", str(export)),
+            ],
+            cwd=self.folder,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=RUN_TIMEOUT_S,
+            check=False,
+        )
+        if done.returncode != 0 or re.search(r"\b(error|failed)\b", done.stdout, re.IGNORECASE):
+            # Of its two ends, one has the error and the other the usage; which one, varies.
+            text = (
+                done.stdout if len(done.stdout) < 3000 else done.stdout[:999] + done.stdout[-999:]
+            )
+            sys.exit(f"perf_analyzer ended with {done.returncode}:\n{text}")
+        return read_export(export, streams)
+
+
+def read_export(path: Path, streams: int) -> dict[str, float]:
+    """See `Load.run`."""
+    # The export holds outputs as raw bytes.
+    profile = json.loads(path.read_text(encoding="latin-1"))
+    requests = profile["experiments"][0]["requests"]
+    if len(requests) != streams:
+        sys.exit(f"perf_analyzer reports {len(requests)} requests, not {streams}")
+    first = min(request["timestamp"] for request in requests)
+    last = max(request["response_timestamps"][-1] for request in requests)
+    waits = [request["response_timestamps"][0] - request["timestamp"] for request in requests]
+    return {"seconds": (last - first) * 1e-9, "ttft_ms": statistics.median(waits) * 1e-6}
+
+
+def wait_until_idle(engine: engine_client.EngineClient) -> int:
+    """Output tokens that the engine has made since it started, once nothing runs."""
+    while True:
+        stats = engine.stats()
+        if stats.num_running + stats.num_waiting + stats.num_suspended == 0:
+            return stats.num_output_tokens
+        time.sleep(0.01)
+
+
+# ---------------------------------------------------------------- figures
+
+
+def row(name: str, streams: int, load: Load, runs: list[dict[str, float]]) -> dict[str, Any]:
+    seconds = [run["seconds"] for run in runs]
+    best = min(seconds)
+    found: dict[str, Any] = {"row": name, "streams": streams}
+    found["out_tok_s"] = round(streams * load.output_len / best, 1)
+    found["ms_per_token"] = round(best * 1e3 / load.output_len, 4)
+    if "ttft_ms" in runs[0]:
+        found["ttft_ms"] = round(min(run["ttft_ms"] for run in runs), 2)
+    found["spread"] = round((max(seconds) / best - 1) * 100, 2)
+    found["seconds"] = [round(value, 4) for value in seconds]
+    return found
+
+
+def compare(rows: list[dict[str, Any]], with_peer: bool) -> None:
+    """Add to each row its share of what the engine does alone, or what a token pays more."""
+    own = {found["streams"]: found for found in rows if found["row"] == "engine"}
+    for found in rows:
+        name, streams = found["row"], found["streams"]
+        if name == "engine":
+            continue
+        if streams == 1:
+            extra = (found["ms_per_token"] - own[1]["ms_per_token"]) * 1e3
+            found["extra_us"] = round(extra, 1)
+            found["must"] = f"+{MAX_EXTRA_US:g} us"
+            found["verdict"] = "must" if extra <= MAX_EXTRA_US else "below"
+        else:
+            share = found["out_tok_s"] / own[streams]["out_tok_s"]
+            found["share"] = round(share, 4)
+            found["must"] = f"{MUST[name]:.0%}"
+            found["verdict"] = "must" if share >= MUST[name] else "below"
+            if name in GOAL:
+                found["goal"] = f"{GOAL[name]:.0%}"
+                found["verdict"] = "goal" if share >= GOAL[name] else found["verdict"]
+        if with_peer and name == "generate" and streams in PEER:
+            found["vllm_backend"] = PEER[streams]
+
+
+def show(rows: list[dict[str, Any]]) -> None:
+    for found in rows:
+        figures = [f"{found['row']:9} {found['streams']:4} streams"]
+        figures.append(f"{found['out_tok_s']:10,.1f} tok/s {found['ms_per_token']:8.3f} ms/token")
+        for name, text in (("share", "{:.1%} of the engine"), ("extra_us", "{:+.0f} us a token")):
+            if name in found:
+                figures.append(text.format(found[name]))
+        for name in ("must", "goal", "verdict", "vllm_backend"):
+            if name in found:
+                figures.append(f"{name} {found[name]}")
+        print("  ".join(figures))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", type=Path, default=alone.MODEL, help="folder with a config.json")
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--streams", type=int, default=STREAMS)
+    parser.add_argument("--input-len", type=int, default=INPUT_LEN)
+    parser.add_argument("--output-len", type=int, default=OUTPUT_LEN)
+    parser.add_argument("--runs", type=int, default=3)
+    parser.add_argument("--set", action="append", metavar="KEY=VALUE", default=[])
+    parser.add_argument("--llm-fronts", type=int, help="instances of the model llm")
+    parser.add_argument("--tokenizers", type=int, help="instances of the model tokenizer")
+    parser.add_argument("--detokenizers", type=int, help="instances of the model detokenizer")
+    parser.add_argument("--sender-threads", type=int, help="of each instance of llm")
+    parser.add_argument("--perf-analyzer", help="the program; by default the first that works")
+    parser.add_argument("--log", type=Path, help="where tritonserver's log goes")
+    parser.add_argument("--result", type=Path, help="where to write the result")
+    options = parser.parse_args()
+
+    program = find_perf_analyzer(options.perf_analyzer)
+    fronts = Fronts(
+        options.llm_fronts, options.tokenizers, options.detokenizers, options.sender_threads
+    )
+    with tempfile.TemporaryDirectory(prefix="inflight-serving-") as temporary:
+        folder = Path(temporary)
+        model, models = folder / "model", folder / "models"
+        load = Load(options.input_len, options.output_len, program, folder)
+        words = make_model(options.model, model)
+
+        sizes = [1, options.streams]
+        lengths = f"{options.input_len}/{options.output_len}"
+        names = [f"{streams}x{lengths}" for streams in sizes]
+        report = alone.measure(
+            [
+                *("--model", str(model), "--device", options.device, "--rows", ",".join(names)),
+                *("--runs", str(options.runs)),
+                *(word for pair in options.set for word in ("--set", pair)),
+            ]
+        )
+        rows = [
+            row("engine", streams, load, [{"seconds": value} for value in found["seconds"]])
+            for streams, found in zip(sizes, report.rows, strict=True)
+        ]
+        settings = {key: value for key, value in report.settings.items() if key != "model"}
+        repository.init(str(model), models, settings=settings)
+        fronts.apply(models)
+        log = options.log or folder / "tritonserver.log"
+        with serve(models, log) as (url, engine):
+            for name, streams in itertools.product(("llm", "generate"), sizes):
+                print(f"{name}, {streams} streams", file=sys.stderr, flush=True)
+                data = load.prompts(name, streams, words, engine.welcome.vocab_size)
+                load.run(name, url, data, streams)
+                runs = []
+                for _ in range(options.runs):
+                    before = wait_until_idle(engine)
+                    runs.append(load.run(name, url, data, streams))
+                    made = wait_until_idle(engine) - before
+                    if made != streams * load.output_len:
+                        sys.exit(f"{made} tokens came out, not {streams * load.output_len}")
+                rows.append(row(name, streams, load, runs))
+    rows.sort(key=lambda found: -found["streams"])
+    compare(rows, with_peer=options.model.resolve() == alone.MODEL)
+    show(rows)
+    if options.result:
+        result.write(
+            options.result,
+            "serving",
+            rows,
+            workload=f"{lengths} tokens per request, gRPC streams, all sent at once",
+            machine=alone.machine(report.device),
+            versions=report.versions,
+            settings={"model": options.model.name, **settings},
+            fronts={name: getattr(fronts, name) for name in Fronts.__slots__},
+        )
+
+
+if __name__ == "__main__":
+    main()

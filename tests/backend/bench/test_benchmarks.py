@@ -1,0 +1,153 @@
+"""The scripts in benchmarks/ that put results together."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import tokenizers
+
+import table
+from inflight.checkpoint import locate
+from inflight.model.config import read_config
+from inflight.text.tokenizer import Tokenizer
+
+ROOT = Path(table.__file__).parents[1]
+MODEL = ROOT / "benchmarks/models/llama-3.1-8b"
+
+
+def load_script(name: str) -> ModuleType:
+    """By path: a module of the tests has the same name."""
+    spec = importlib.util.spec_from_file_location(f"bench_{name}", ROOT / f"benchmarks/{name}.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # where dataclasses look for it
+    spec.loader.exec_module(module)
+    return module
+
+
+serving = load_script("serving")
+
+
+@pytest.mark.parametrize("vocab_size", [512, 20_000, 128_256])
+def test_words_of_the_made_up_tokenizer_are_one_token_each(vocab_size: int):
+    made, words = serving.make_tokenizer(vocab_size)
+    tokenizer = tokenizers.Tokenizer.from_str(json.dumps(made))
+    assert tokenizer.get_vocab_size() == vocab_size
+    prompt = words[:: max(1, len(words) // 500)]
+    ids = tokenizer.encode("".join(prompt)).ids
+    assert len(ids) == len(prompt)
+    assert tokenizer.decode(ids) == "".join(prompt)
+
+
+def test_a_vocabulary_too_small_for_words_is_refused():
+    with pytest.raises(SystemExit, match="160 tokens"):
+        serving.make_tokenizer(160)
+
+
+def test_a_model_gets_a_tokenizer_beside_its_files(tmp_path: Path):
+    words = serving.make_model(MODEL, tmp_path / "model")
+    checkpoint = locate(str(tmp_path / "model"))
+    tokenizer = Tokenizer.load(checkpoint)
+    assert tokenizer.vocab_size == read_config(checkpoint).vocab_size == 128256
+    assert len(tokenizer.encode("".join(words[-512:]))) == 512
+
+
+def test_the_fronts_options_change_the_repository(tmp_path: Path):
+    for name in ("llm", "detokenizer"):
+        (tmp_path / name).mkdir()
+        source = ROOT / "model_repository" / name / "config.pbtxt"
+        (tmp_path / name / "config.pbtxt").write_text(source.read_text())
+    serving.Fronts(llm=3, detokenizer=2, sender_threads=16).apply(tmp_path)
+    llm = (tmp_path / "llm/config.pbtxt").read_text()
+    assert "KIND_CPU count: 3" in llm
+    assert 'key: "sender_threads" value { string_value: "16" }' in llm
+    assert "preserve_ordering: true }\n" in (tmp_path / "detokenizer/config.pbtxt").read_text()
+
+
+def rows(llm: float, generate: float, extra_us: float) -> list[dict[str, Any]]:
+    found = []
+    speeds = {"engine": 1000.0, "llm": llm, "generate": generate}
+    for name, speed in speeds.items():
+        found.append({"row": name, "streams": 256, "out_tok_s": speed, "ms_per_token": 1.0})
+        ms = 4.0 if name == "engine" else 4.0 + extra_us / 1e3
+        found.append({"row": name, "streams": 1, "out_tok_s": 1e3 / ms, "ms_per_token": ms})
+    serving.compare(found, with_peer=True)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("llm", "generate", "extra_us", "verdicts"),
+    [
+        (949, 899, 301, ["below", "below", "below", "below"]),
+        (950, 900, 299, ["must", "must", "must", "must"]),
+        (990, 970, 100, ["must", "must", "goal", "must"]),
+    ],
+)
+def test_serving_is_judged_by_its_share_and_by_what_a_token_pays(
+    llm: float, generate: float, extra_us: float, verdicts: list[str]
+):
+    found = [row for row in rows(llm, generate, extra_us) if row["row"] != "engine"]
+    assert [row["verdict"] for row in found] == verdicts
+    assert found[2]["share"] == generate / 1000
+    assert found[3]["extra_us"] == pytest.approx(extra_us)
+    assert found[2]["vllm_backend"] == 5041.0
+
+
+def test_an_export_gives_the_time_of_all_and_the_wait_for_the_first_response(tmp_path: Path):
+    requests = [
+        {"timestamp": 1_000_000_000, "response_timestamps": [1_050_000_000, 2_000_000_000]},
+        {"timestamp": 1_001_000_000, "response_timestamps": [1_071_000_000, 3_000_000_000]},
+    ]
+    path = tmp_path / "export.json"
+    path.write_text(json.dumps({"experiments": [{"requests": requests}]}))
+    assert serving.read_export(path, 2) == {"seconds": 2.0, "ttft_ms": 60.0}
+    with pytest.raises(SystemExit, match="2 requests, not 3"):
+        serving.read_export(path, 3)
+
+
+ENGINE = {
+    "benchmark": "engine",
+    "machine": {"gpu": "a GPU", "cores": 16},
+    "versions": {"torch": "2.11"},
+    "commit": "abc",
+    "start": {"imports": 2.0, "graphs": 1.0},
+    "facts": {"num_blocks": 5, "block_size": 16, "in_use": 0.9, "free_gib": 14.0},
+    "peer": "vLLM",
+    "rows": [
+        {
+            "row": "bs64",
+            "workload": "64 x 16/500",
+            "quant": "none",
+            "metric": "out_tok_s",
+            "out_tok_s": 12000.0,
+            "seconds": [1.0],
+            "must": 10792,
+            "peer": 10792,
+            "of_peer": 1.11,
+        }
+    ],
+}
+
+
+def test_a_table_of_the_engine_shows_bars_and_facts():
+    lines = table.table(ENGINE).splitlines()
+    assert lines[0] == "### engine"
+    assert "Commit abc; a GPU, 16 cores; torch 2.11." in lines
+    assert any("90.0% in use" in line and "3.00 s" in line for line in lines)
+    assert (
+        "| bs64 | 64 x 16/500 | none | 12,000 | out tok/s | 10,792 | 10,792 | 1.11 x | must |"
+        in (lines)
+    )
+    assert lines[-1] == "Peer: vLLM."
+
+
+def test_a_table_leaves_lists_in_the_file():
+    result = ENGINE | {"benchmark": "serving", "rows": [{"row": "llm", "share": 0.9, "s": [1]}]}
+    del result["facts"]
+    assert "| row | share |" in table.table(result).splitlines()
