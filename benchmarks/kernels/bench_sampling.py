@@ -1,0 +1,169 @@
+"""Sampling from a vocabulary of 128256, for 1 to 256 rows, against torch's own operations.
+
+    PYTHONPATH=benchmarks python benchmarks/kernels/bench_sampling.py [--json FILE]
+
+`tb_per_s` counts one read of the logits, the least there is, and `of_ceiling` is its share of what
+a pass over 1 GiB moves; with few rows the logits come from the L2 cache, in a model too. Logits are
+normal with a deviation of 3; `flat` ones have 1, where a nucleus of 0.9 keeps tens of thousands of
+tokens. `torch_us` is an argmax for greedy rows, a softmax and an exponential race for plain draws,
+and a sort with two masks in front of it for the others: captured alike, but of those with a sort,
+which take milliseconds, a single call and a few replays. See timing.py for the method.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import timing
+import torch
+
+import result
+from inflight_kernels.sampling import Workspace, greedy_wishes, prompt_words, sample
+
+VOCAB = 128256
+ROWS = (1, 16, 64, 256)
+DTYPES = (torch.bfloat16, torch.float32)
+# name: (deviation of the logits, what is wished)
+CASES: dict[str, tuple[float, dict[str, float]]] = {
+    "greedy": (3.0, {}),
+    "greedy, penalties": (3.0, {"repetition": 1.1, "frequency": 0.1}),
+    "plain": (3.0, {"temperature": 0.8}),
+    "top_k 50": (3.0, {"temperature": 0.8, "top_k": 50}),
+    "top_k 50, top_p 0.9": (3.0, {"temperature": 0.8, "top_k": 50, "top_p": 0.9}),
+    "top_k 50, top_p 0.9, flat": (1.0, {"temperature": 1.0, "top_k": 50, "top_p": 0.9}),
+    "top_p 0.9": (3.0, {"temperature": 0.7, "top_p": 0.9}),
+    "min_p 0.05": (3.0, {"temperature": 0.8, "min_p": 0.05}),
+    "top_p 0.9, flat": (1.0, {"temperature": 1.0, "top_p": 0.9}),
+}
+
+FILTERS = {"top_k", "top_p", "min_p"}
+
+_PEER_REPLAYS = 5
+
+Call = Callable[[], object]
+
+
+def ours(n: int, dtype: torch.dtype, case: str) -> Callable[[], Call]:
+    deviation, wished = CASES[case]
+    rows = greedy_wishes(n)
+    for name, value in wished.items():
+        rows[name] = value
+    rows["seed"] = np.arange(n)
+    rows["slot"] = np.arange(n)
+    wishes = torch.from_numpy(rows.view(np.uint8).reshape(n, -1)).cuda()
+    positions = torch.arange(n, device="cuda")
+    workspace = Workspace(n, VOCAB, "cuda")
+    state = {}
+    if "repetition" in wished:
+        state["counts"] = torch.zeros(n, VOCAB, dtype=torch.int16, device="cuda")
+        state["prompt"] = torch.zeros(n, prompt_words(VOCAB), dtype=torch.int32, device="cuda")
+
+    def make() -> Call:
+        logits = (torch.randn(n, VOCAB, device="cuda") * deviation).to(dtype)
+        token_ids = torch.empty(n, dtype=torch.int64, device="cuda")
+        logprobs = torch.empty(n, dtype=torch.float32, device="cuda")
+        statuses = torch.empty(n, dtype=torch.int32, device="cuda")
+        return lambda: sample(
+            logits,
+            wishes,
+            positions,
+            workspace,
+            token_ids=token_ids,
+            logprobs=logprobs,
+            statuses=statuses,
+            **state,
+            filters=bool(wished.keys() & FILTERS),
+            pdl=True,
+        )
+
+    return make
+
+
+def torchs(n: int, dtype: torch.dtype, case: str) -> Callable[[], Call]:
+    deviation, wished = CASES[case]
+
+    def race(scores: torch.Tensor) -> torch.Tensor:
+        probabilities = torch.softmax(scores, -1, dtype=torch.float32)
+        return probabilities.div_(torch.empty_like(probabilities).exponential_()).argmax(-1)
+
+    def filtered(logits: torch.Tensor) -> torch.Tensor:
+        scores, ids = torch.sort(logits.float() / wished["temperature"], -1, descending=True)
+        if "top_k" in wished:
+            scores[:, int(wished["top_k"]) :] = -torch.inf
+        masses = torch.softmax(scores, -1)
+        kept = masses.cumsum(-1) - masses < wished.get("top_p", 1.0)
+        kept &= masses >= wished.get("min_p", 0.0) * masses[:, :1]
+        picks = race(scores.masked_fill_(~kept, -torch.inf))
+        return ids.gather(1, picks.unsqueeze(1))
+
+    def make() -> Call:
+        logits = (torch.randn(n, VOCAB, device="cuda") * deviation).to(dtype)
+        if "temperature" not in wished:
+            return lambda: logits.argmax(-1)
+        if case == "plain":
+            return lambda: race(logits.float() / wished["temperature"])
+        return lambda: filtered(logits)
+
+    return make
+
+
+def _torch_us(n: int, dtype: torch.dtype, case: str, num_bytes: int) -> float:
+    make = torchs(n, dtype, case)
+    if not CASES[case][1].keys() & FILTERS:
+        return timing.measure(make, num_bytes).median
+    call = make()
+    call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call()
+    times = []
+    for _ in range(_PEER_REPLAYS):
+        started, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        started.record()
+        graph.replay()
+        ended.record()
+        ended.synchronize()
+        times.append(started.elapsed_time(ended) * 1e3)
+    return statistics.median(times)
+
+
+def _rows() -> Iterator[dict[str, Any]]:
+    ceiling = timing.copy_ceiling()
+    yield ceiling
+    for dtype in DTYPES:
+        for case in CASES:
+            for n in ROWS:
+                num_bytes = n * VOCAB * dtype.itemsize
+                found = timing.measure(ours(n, dtype, case), num_bytes)
+                fields = found.row(num_bytes)
+                yield {
+                    "op": case,
+                    "n": n,
+                    "dtype": str(dtype),
+                    **fields,
+                    "of_ceiling": round(fields["tb_per_s"] / ceiling["tb_per_s"], 3),
+                    "torch_us": round(_torch_us(n, dtype, case, num_bytes), 2),
+                }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--json", type=Path, help="where to write the rows")
+    path = parser.parse_args().json
+    rows = []
+    for row in _rows():
+        print(json.dumps(row), flush=True)
+        rows.append(row)
+    if path is not None:
+        result.write(path, "kernels, sampling", rows, machine=timing.machine())
+
+
+if __name__ == "__main__":
+    main()

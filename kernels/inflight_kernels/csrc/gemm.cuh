@@ -1,0 +1,232 @@
+// Hopper's bulk tensor copies, the barriers that they complete on, and its warpgroup products.
+#pragma once
+
+#include "common.cuh"
+
+// CUtensorMap: how a matrix lies in memory, and the box of it that a copy takes.
+struct alignas(64) TensorMap {
+    char opaque[128];
+};
+
+__device__ inline unsigned shared_address(const void* pointer) {
+    return static_cast<unsigned>(__cvta_generic_to_shared(pointer));
+}
+
+// ---------------------------------------------------------------- barriers in shared memory
+
+typedef unsigned long long Barrier;
+
+__device__ inline void init_barrier(Barrier* barrier, int arrivals) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)),
+                 "r"(arrivals)
+                 : "memory");
+}
+
+// Make initialized barriers known to the copy engine.
+__device__ inline void publish_barriers() {
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+
+__device__ inline void arrive(Barrier* barrier) {
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(barrier))
+                 : "memory");
+}
+
+// Arrive, and let the phase not end before copies have brought so many bytes.
+__device__ inline void arrive_expecting(Barrier* barrier, int bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(
+                     shared_address(barrier)),
+                 "r"(bytes)
+                 : "memory");
+}
+
+// Wait for the end of the phase of this parity.
+__device__ inline void wait_for(Barrier* barrier, int parity) {
+    asm volatile(
+        "{\n"
+        ".reg .pred done;\n"
+        "again:\n"
+        "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+        "@!done bra again;\n"
+        "}" ::"r"(shared_address(barrier)),
+        "r"(parity)
+        : "memory");
+}
+
+// ---------------------------------------------------------------- copies of boxes
+
+__device__ inline void prefetch_map(const TensorMap* map) {
+    asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
+}
+
+// Bring the box at (row, column) to shared memory, swizzled as the map says; zeros past the matrix.
+__device__ inline void copy_box(void* shared, const TensorMap* map, int row, int column,
+                                Barrier* barrier) {
+    asm volatile(
+        "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes "
+        "[%0], [%1, {%2, %3}], [%4];" ::"r"(shared_address(shared)),
+        "l"(map), "r"(column), "r"(row), "r"(shared_address(barrier))
+        : "memory");
+}
+
+// The same as copy_box, of values that are used once: they leave the L2 cache before others.
+__device__ inline void copy_box_once(void* shared, const TensorMap* map, int row, int column,
+                                     Barrier* barrier) {
+    constexpr unsigned long long EVICT_FIRST = 0x12f0000000000000;  // as createpolicy encodes it
+    asm volatile(
+        "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes"
+        ".L2::cache_hint [%0], [%1, {%2, %3}], [%4], %5;" ::"r"(shared_address(shared)),
+        "l"(map), "r"(column), "r"(row), "r"(shared_address(barrier)), "l"(EVICT_FIRST)
+        : "memory");
+}
+
+// Ask for the box to be brought to L2.
+__device__ inline void prefetch_box(const TensorMap* map, int row, int column) {
+    asm volatile("cp.async.bulk.prefetch.tensor.2d.L2.global.tile [%0, {%1, %2}];" ::"l"(map),
+                 "r"(column), "r"(row)
+                 : "memory");
+}
+
+// ---------------------------------------------------------------- products of a warpgroup
+
+// Have the registers of a product at rest here: nothing that is done to them moves past.
+template <int N>
+__device__ void pin(float (&acc)[N]) {
+#pragma unroll
+    for (int i = 0; i < N; i++) asm volatile("" : "+f"(acc[i])::"memory");
+}
+
+// Before products, with all of their registers pinned.
+__device__ inline void begin_products() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+
+// Wait for all products given so far. Their registers are to be pinned before they are used.
+__device__ inline void finish_products() {
+    asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+    asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
+}
+
+// A matrix in shared memory whose rows are 64 16-bit values, swizzled in units of 8 rows, 1024
+// bytes. Add 2 for the next 16 columns.
+__device__ inline unsigned long long describe(const void* shared) {
+    constexpr unsigned long long SWIZZLE_128B = 1ull << 62, NEXT_UNIT = 1024 / 16;
+    return SWIZZLE_128B | NEXT_UNIT << 32 | 1ull << 16 | (shared_address(shared) & 0x3ffff) >> 4;
+}
+
+// acc[64 x TOKENS] += a[64 x 16] @ b[TOKENS x 16]^T. Thread t of the warpgroup holds, with
+// w = t / 32, g = t % 32 / 4 and q = t % 4, of tokens 8j + 2q and 8j + 2q + 1: in acc[4j] and
+// acc[4j + 1] row 16w + g, in acc[4j + 2] and acc[4j + 3] row 16w + g + 8.
+template <typename T, int TOKENS>
+__device__ void multiply_add(float (&acc)[TOKENS / 2], unsigned long long a, unsigned long long b);
+
+template <>
+__device__ inline void multiply_add<__nv_bfloat16, 8>(float (&acc)[4], unsigned long long a,
+                                                      unsigned long long b) {
+    asm volatile(
+        "wgmma.mma_async.sync.aligned.m64n8k16.f32.bf16.bf16 "
+        "{%0, %1, %2, %3}, "
+        "%4, %5, 1, 1, 1, 0, 0;"
+        : "+f"(acc[0]), "+f"(acc[1]), "+f"(acc[2]), "+f"(acc[3])
+        : "l"(a), "l"(b));
+}
+
+template <>
+__device__ inline void multiply_add<__nv_bfloat16, 16>(float (&acc)[8], unsigned long long a,
+                                                       unsigned long long b) {
+    asm volatile(
+        "wgmma.mma_async.sync.aligned.m64n16k16.f32.bf16.bf16 "
+        "{%0, %1, %2, %3, %4, %5, %6, %7}, "
+        "%8, %9, 1, 1, 1, 0, 0;"
+        : "+f"(acc[0]), "+f"(acc[1]), "+f"(acc[2]), "+f"(acc[3]),
+          "+f"(acc[4]), "+f"(acc[5]), "+f"(acc[6]), "+f"(acc[7])
+        : "l"(a), "l"(b));
+}
+
+template <>
+__device__ inline void multiply_add<__nv_bfloat16, 32>(float (&acc)[16], unsigned long long a,
+                                                       unsigned long long b) {
+    asm volatile(
+        "wgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16 "
+        "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15}, "
+        "%16, %17, 1, 1, 1, 0, 0;"
+        : "+f"(acc[0]), "+f"(acc[1]), "+f"(acc[2]), "+f"(acc[3]),
+          "+f"(acc[4]), "+f"(acc[5]), "+f"(acc[6]), "+f"(acc[7]),
+          "+f"(acc[8]), "+f"(acc[9]), "+f"(acc[10]), "+f"(acc[11]),
+          "+f"(acc[12]), "+f"(acc[13]), "+f"(acc[14]), "+f"(acc[15])
+        : "l"(a), "l"(b));
+}
+
+template <>
+__device__ inline void multiply_add<__nv_bfloat16, 64>(float (&acc)[32], unsigned long long a,
+                                                       unsigned long long b) {
+    asm volatile(
+        "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 "
+        "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+        "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, "
+        "%32, %33, 1, 1, 1, 0, 0;"
+        : "+f"(acc[0]), "+f"(acc[1]), "+f"(acc[2]), "+f"(acc[3]),
+          "+f"(acc[4]), "+f"(acc[5]), "+f"(acc[6]), "+f"(acc[7]),
+          "+f"(acc[8]), "+f"(acc[9]), "+f"(acc[10]), "+f"(acc[11]),
+          "+f"(acc[12]), "+f"(acc[13]), "+f"(acc[14]), "+f"(acc[15]),
+          "+f"(acc[16]), "+f"(acc[17]), "+f"(acc[18]), "+f"(acc[19]),
+          "+f"(acc[20]), "+f"(acc[21]), "+f"(acc[22]), "+f"(acc[23]),
+          "+f"(acc[24]), "+f"(acc[25]), "+f"(acc[26]), "+f"(acc[27]),
+          "+f"(acc[28]), "+f"(acc[29]), "+f"(acc[30]), "+f"(acc[31])
+        : "l"(a), "l"(b));
+}
+
+template <>
+__device__ inline void multiply_add<__half, 8>(float (&acc)[4], unsigned long long a,
+                                               unsigned long long b) {
+    asm volatile(
+        "wgmma.mma_async.sync.aligned.m64n8k16.f32.f16.f16 "
+        "{%0, %1, %2, %3}, "
+        "%4, %5, 1, 1, 1, 0, 0;"
+        : "+f"(acc[0]), "+f"(acc[1]), "+f"(acc[2]), "+f"(acc[3])
+        : "l"(a), "l"(b));
+}
+
+template <>
+__device__ inline void multiply_add<__half, 16>(float (&acc)[8], unsigned long long a,
+                                                unsigned long long b) {
+    asm volatile(
+        "wgmma.mma_async.sync.aligned.m64n16k16.f32.f16.f16 "
+        "{%0, %1, %2, %3, %4, %5, %6, %7}, "
+        "%8, %9, 1, 1, 1, 0, 0;"
+        : "+f"(acc[0]), "+f"(acc[1]), "+f"(acc[2]), "+f"(acc[3]),
+          "+f"(acc[4]), "+f"(acc[5]), "+f"(acc[6]), "+f"(acc[7])
+        : "l"(a), "l"(b));
+}
+
+template <>
+__device__ inline void multiply_add<__half, 32>(float (&acc)[16], unsigned long long a,
+                                                unsigned long long b) {
+    asm volatile(
+        "wgmma.mma_async.sync.aligned.m64n32k16.f32.f16.f16 "
+        "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15}, "
+        "%16, %17, 1, 1, 1, 0, 0;"
+        : "+f"(acc[0]), "+f"(acc[1]), "+f"(acc[2]), "+f"(acc[3]),
+          "+f"(acc[4]), "+f"(acc[5]), "+f"(acc[6]), "+f"(acc[7]),
+          "+f"(acc[8]), "+f"(acc[9]), "+f"(acc[10]), "+f"(acc[11]),
+          "+f"(acc[12]), "+f"(acc[13]), "+f"(acc[14]), "+f"(acc[15])
+        : "l"(a), "l"(b));
+}
+
+template <>
+__device__ inline void multiply_add<__half, 64>(float (&acc)[32], unsigned long long a,
+                                                unsigned long long b) {
+    asm volatile(
+        "wgmma.mma_async.sync.aligned.m64n64k16.f32.f16.f16 "
+        "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+        "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, "
+        "%32, %33, 1, 1, 1, 0, 0;"
+        : "+f"(acc[0]), "+f"(acc[1]), "+f"(acc[2]), "+f"(acc[3]),
+          "+f"(acc[4]), "+f"(acc[5]), "+f"(acc[6]), "+f"(acc[7]),
+          "+f"(acc[8]), "+f"(acc[9]), "+f"(acc[10]), "+f"(acc[11]),
+          "+f"(acc[12]), "+f"(acc[13]), "+f"(acc[14]), "+f"(acc[15]),
+          "+f"(acc[16]), "+f"(acc[17]), "+f"(acc[18]), "+f"(acc[19]),
+          "+f"(acc[20]), "+f"(acc[21]), "+f"(acc[22]), "+f"(acc[23]),
+          "+f"(acc[24]), "+f"(acc[25]), "+f"(acc[26]), "+f"(acc[27]),
+          "+f"(acc[28]), "+f"(acc[29]), "+f"(acc[30]), "+f"(acc[31])
+        : "l"(a), "l"(b));
+}

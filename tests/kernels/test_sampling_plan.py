@@ -1,0 +1,137 @@
+"""What of the sampler can be held against the reference without a GPU: its layout and its numbers.
+
+`choose` does in numpy and Python's integers what sampling.cu does: fixed-point scores, integer
+masses, and cuts and a draw that are exact from there on.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+
+from inflight_kernels import reference, sampling
+
+CSRC = Path(sampling.__file__).parent / "csrc"
+SOURCE = (CSRC / "sampling.cu").read_text()
+
+Scores = npt.NDArray[np.int64]
+
+# (top_k, top_p, min_p)
+FILTERS = [
+    (0, 1.0, 0.0),
+    (1, 1.0, 0.0),
+    (40, 1.0, 0.0),
+    (1500, 1.0, 0.0),
+    (0, 0.5, 0.0),
+    (0, 0.9, 0.0),
+    (0, 0.999, 0.0),
+    (50, 0.9, 0.0),
+    (0, 1.0, 0.05),
+    (0, 0.95, 0.02),
+    (300, 0.95, 0.001),
+]
+
+
+def scores_of(logits: npt.NDArray[np.float32], temperature: float) -> Scores:
+    """Distance below the likeliest, over the temperature, in units of 2**-27."""
+    scaled = (logits.max() - logits) / np.float32(temperature) * np.float32(2**27)
+    return np.minimum(np.rint(scaled.astype(np.float64)), 2**32 - 1).astype(np.int64)
+
+
+def masses_of(scores: Scores) -> Scores:
+    weights = np.exp(-(scores.astype(np.float32) / 2**27).astype(np.float64))
+    return np.rint(weights.astype(np.float32).astype(np.float64) * 2**40).astype(np.int64)
+
+
+def choose(
+    logits: npt.NDArray[np.float32],
+    temperature: float,
+    top_k: int,
+    top_p: float,
+    min_p: float,
+    uniform: float,
+) -> int:
+    scores = scores_of(logits, temperature)
+    cuts_rank = 0 < top_k < len(logits)
+    order = np.lexsort((np.arange(len(logits)), scores))
+    masses = masses_of(scores[order])
+    kept = min(top_k, len(logits)) if cuts_rank else len(logits)
+    ranked = cuts_rank
+    if top_p < 1.0:
+        before = np.cumsum(masses) - masses
+        kept = int((before[:kept] < top_p * int(masses[:kept].sum())).sum())
+        ranked |= kept <= 256
+    kept = int((np.exp(-scores[order][:kept] / 2**27) >= min_p).sum())
+    ids = order[:kept] if ranked else np.sort(order[:kept])
+    sums = np.cumsum(masses_of(scores[ids]))
+    target = int(uniform * 2**52) * int(sums[-1]) >> 52
+    return int(ids[np.searchsorted(sums, target, side="right")])
+
+
+@pytest.mark.parametrize("filters", FILTERS, ids=str)
+@pytest.mark.parametrize("temperature", [0.3, 1.0, 5.0])
+@pytest.mark.parametrize("spread", [0.5, 3.0])
+def test_integers_choose_what_the_reference_chooses(
+    filters: tuple[int, float, float], temperature: float, spread: float
+) -> None:
+    rng = np.random.default_rng(1)
+    rows, vocab_size = 40, 5000
+    logits = (rng.standard_normal((rows, vocab_size)) * spread).astype(np.float32)
+    uniforms = np.array([reference.uniform(7, position) for position in range(rows)])
+    top_k, top_p, min_p = filters
+    expected = reference.draw(
+        torch.from_numpy(logits),
+        np.full(rows, temperature),
+        np.full(rows, top_k),
+        np.full(rows, top_p),
+        np.full(rows, min_p),
+        uniforms,
+    )
+    for row, u, token_id in zip(logits, uniforms, expected.tolist(), strict=True):
+        found = choose(row, temperature, top_k, top_p, min_p, u)
+        # The order of tokens whose weights are a rounding apart is the reference's own.
+        weights = np.exp((row[[found, token_id]] - row.max()) / np.float32(temperature))
+        assert found == token_id or math.isclose(*weights.tolist(), rel_tol=3e-7)
+
+
+def test_the_masses_of_the_largest_vocabulary_fit_64_bits() -> None:
+    assert sampling.MAX_VOCAB_SIZE * 2**40 < 2**63
+
+
+def test_a_wish_lies_in_memory_as_the_kernel_reads_it() -> None:
+    body = re.search(r"struct Wish \{(.*?)\};", SOURCE, re.DOTALL)
+    assert body is not None
+    fields = []
+    for line in re.sub(r"//.*", "", body[1]).split(";"):
+        words = re.findall(r"\w+", line)
+        fields.extend((name, words[0]) for name in words[1:])
+    types = {"u64": "<u8", "float": "<f4", "int": "<i4"}
+    assert np.dtype([(name, types[kind]) for name, kind in fields]) == sampling.WISH
+    assert f"sizeof(Wish) == {sampling.WISH.itemsize}" in SOURCE
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("CAPACITY", sampling._CAPACITY), ("RUN", 8), ("RUNS", 4)]
+)
+def test_constants_are_the_same_on_both_sides(name: str, value: int) -> None:
+    assert re.search(rf"constexpr int {name} = {value};", SOURCE)
+    assert f"constexpr int THREADS = {sampling._THREADS};" in (CSRC / "sampling.cuh").read_text()
+    assert sampling._SLICE == sampling._THREADS * 8 * 4
+
+
+def test_rows_of_scratch_stay_aligned() -> None:
+    for vocab_size in (1, 8192, 8193, 128256, sampling.MAX_VOCAB_SIZE):
+        assert sampling.scratch_bytes(vocab_size) % 16 == 0
+
+
+def test_a_fresh_wish_is_greedy_and_changes_nothing() -> None:
+    (wish,) = sampling.greedy_wishes(1)
+    assert wish["temperature"] == 0 and wish["slot"] == -1
+    assert wish["top_p"] == wish["repetition"] == 1
+    assert wish["min_p"] == wish["presence"] == wish["frequency"] == wish["top_k"] == 0
