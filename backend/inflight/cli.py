@@ -306,7 +306,7 @@ def bench_engine(
         str,
         typer.Option(help="bs1, bs64, chat256, ..., start, all, or REQUESTSxINPUT/OUTPUT; by ','."),
     ] = "all",
-    device: Annotated[str, typer.Option(help="cuda or cpu.")] = "cuda",
+    device: Annotated[str, typer.Option(help="auto, cuda or cpu.")] = "auto",
     scale: Annotated[float, typer.Option(help="Multiplies requests and lengths of the rows.")] = 1,
     runs: Annotated[int | None, typer.Option(help="Of each row; the best one counts.")] = None,
     set_: Settings = None,

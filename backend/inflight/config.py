@@ -13,18 +13,27 @@ import msgspec
 
 from inflight.errors import ConfigError, did_you_mean
 
-Device = Literal["cpu", "cuda", "echo"]
+Device = Literal["auto", "cpu", "cuda", "echo"]
 Dtype = Literal["auto", "float32", "bfloat16"]
 
-# What 0 and "auto" stand for.
-_CPU_DEFAULTS = {"dtype": "float32", "max_num_seqs": 64, "max_batch_tokens": 512}
-_DEFAULTS = {
+# What 0 and "auto" stand for, once the device is known.
+_CPU_DEFAULTS: dict[str, int | str] = {
+    "dtype": "float32",
+    "max_num_seqs": 64,
+    "max_batch_tokens": 512,
+}
+_DEFAULTS: dict[Device, dict[str, int | str]] = {
+    "auto": {},
     "cpu": _CPU_DEFAULTS,
     "echo": _CPU_DEFAULTS,
     # Enough tokens to keep the matrix units busy, and no more: those that decode wait for them.
     "cuda": {"dtype": "bfloat16", "max_num_seqs": 256, "max_batch_tokens": 8192},
 }
-_GPU_BLOCK_SIZES = (16, 32, 64)
+
+# What the kernels are there for.
+GPU_CAPABILITY = (8, 0)  # at least: Ampere
+GPU_BLOCK_SIZES = (16, 32, 64)
+GPU_HEAD_DIMS = (64, 96, 128, 256)
 
 
 class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -33,7 +42,8 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     Attributes:
         model: a GGUF file, a Hugging Face folder, or `package:NAME` for a checkpoint that an
             installed Python package carries. A relative path is relative to the file it stands in.
-        device: `cpu`; `cuda`, one NVIDIA GPU; `echo` answers each prompt with itself, at no cost,
+        device: `cpu`; `cuda`, one NVIDIA GPU; `auto`, the GPU if there is one that can run the
+            model (see `runner.place`); `echo` answers each prompt with itself, at no cost,
             to test what is around an engine.
         dtype: of weights, activations and KV cache; `auto` is float32 on a CPU and bfloat16, the
             only one there, on a GPU.
@@ -85,9 +95,10 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
             "num_threads block_size kv_cache_bytes num_blocks max_model_len max_num_seqs "
             "max_batch_tokens max_prefill_chunk max_waiting default_max_tokens"
         )
+        by_device = ("max_num_seqs", "max_batch_tokens") if self.device == "auto" else ()
         for name in positive.split():
             value = getattr(self, name)
-            if value is not None and value < 1:
+            if value is not None and value < 1 and not (value == 0 and name in by_device):
                 raise ConfigError(f"{name}: {value} is out of range; allowed: 1 or more")
         if not 0.1 <= self.gpu_memory <= 0.99:
             raise ConfigError(
@@ -95,12 +106,12 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
             )
         if self.device == "cuda" and self.dtype != "bfloat16":
             raise ConfigError(f"dtype: {self.dtype} is not there on a GPU; allowed: bfloat16")
-        if self.device == "cuda" and self.block_size not in _GPU_BLOCK_SIZES:
+        if self.device == "cuda" and self.block_size not in GPU_BLOCK_SIZES:
             raise ConfigError(
                 f"block_size: {self.block_size} is not there on a GPU; allowed: "
-                f"{', '.join(map(str, _GPU_BLOCK_SIZES))}"
+                f"{', '.join(map(str, GPU_BLOCK_SIZES))}"
             )
-        if self.max_num_seqs > self.max_batch_tokens:
+        if self.max_num_seqs > self.max_batch_tokens > 0:
             raise ConfigError(
                 f"max_num_seqs: {self.max_num_seqs} is more than max_batch_tokens "
                 f"({self.max_batch_tokens}), but each running sequence takes at least one token"

@@ -30,7 +30,6 @@ SUPPORTED_PYTHON = ((3, 11), (3, 12))
 SMALL_SHM_BYTES = 128 << 20
 # The demo model in float32, its KV cache of 1 GiB, and the processes around it.
 SMALL_MEMORY_BYTES = 3 << 30
-MIN_CAPABILITY = (8, 0)
 COMMAND_TIMEOUT_S = 20
 MARKS: dict[Status, str] = {
     "ok": "[green]ok[/]    ",
@@ -216,9 +215,9 @@ def show(checks: list[Check]) -> None:
 def check_gpu(found: GpuFacts) -> Check:
     """Whether `"device": "cuda"` would work; a machine without a GPU is fine."""
     if not found.name:
-        return Check("GPU", "note", "none that torch sees", 'the engine runs with "device": "cpu"')
+        return Check("GPU", "note", "none that torch sees", "engines run on the CPU")
     shown = f"{found.name}, {found.memory_bytes / (1 << 30):.0f} GiB"
-    if found.capability < MIN_CAPABILITY:
+    if found.capability < config.GPU_CAPABILITY:
         capability = ".".join(map(str, found.capability))
         return Check(
             "GPU", "note", f"{shown}, compute capability {capability}", "the kernels need 8.0"
@@ -226,7 +225,7 @@ def check_gpu(found: GpuFacts) -> Check:
     if not found.has_kernels:
         mend = "to use it: pip install 'inflight-triton[cuda]'"
         return Check("GPU", "note", f"{shown}; the compiler of the kernels is missing", mend)
-    return Check("GPU", "ok", f'{shown}; use it with "device": "cuda"')
+    return Check("GPU", "ok", shown)
 
 
 def _gpu() -> GpuFacts:

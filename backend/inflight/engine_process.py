@@ -272,6 +272,7 @@ def load(config: settings.EngineConfig, hub: Hub) -> tuple[Engine, Welcome]:
     checkpoint = locate(config.model)
     hub.broadcast(Loading("reading the tokenizer", 0.05))
     tokenizer = Tokenizer.load_if_present(checkpoint)
+    config = runners.place(config, checkpoint)
     runner, model_config = runners.build(
         config, checkpoint, lambda what, fraction: hub.broadcast(Loading(what, fraction))
     )

@@ -77,7 +77,7 @@ def init(
         )
     checkpoint = locate(model)
     where = model if model.startswith(PACKAGE_PREFIX) else str(Path(model).expanduser().resolve())
-    engine = {"model": where, **(settings or {})}
+    engine = {"model": where, "device": "auto", **(settings or {})}
     checked = config.parse(engine, "settings")
     read_config(checkpoint).max_model_len(checked)
     left_out, notes = _left_out(checkpoint)

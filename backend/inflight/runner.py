@@ -6,13 +6,16 @@ Importing this module does not import torch; the runner that needs it is loaded 
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import os
 from collections.abc import Callable
 from typing import Protocol
 
+import msgspec
+
 from inflight.batch import Batch, Done, StepOutput
 from inflight.checkpoint import Checkpoint
-from inflight.config import EngineConfig
+from inflight.config import GPU_BLOCK_SIZES, GPU_CAPABILITY, GPU_HEAD_DIMS, EngineConfig
 from inflight.model.config import ModelConfig, read_config
 from inflight.sequence import Sequence
 
@@ -57,13 +60,47 @@ class Runner(Protocol):
         """
 
 
+def place(config: EngineConfig, checkpoint: Checkpoint) -> EngineConfig:
+    """The settings with a device in the place of `auto`, and what follows from it.
+
+    A GPU is taken if torch sees one, the kernels run on it, they can be compiled, and there are some
+    for the model.
+
+    Raises:
+        ConfigError: the checkpoint is damaged or of an unsupported kind, or the settings do not go
+            together on that device.
+    """
+    if config.device != "auto":
+        return config
+    _prepare_openmp()
+    import torch
+
+    usable = (
+        torch.cuda.is_available()
+        and torch.cuda.get_device_capability() >= GPU_CAPABILITY
+        and config.dtype in ("auto", "bfloat16")
+        and config.block_size in GPU_BLOCK_SIZES
+        and importlib.util.find_spec("cuda") is not None
+        and importlib.util.find_spec("cuda.core") is not None
+        and read_config(checkpoint).head_dim in GPU_HEAD_DIMS
+    )
+    return msgspec.structs.replace(config, device="cuda" if usable else "cpu")
+
+
+def _prepare_openmp() -> None:
+    # Read by OpenMP when torch is loaded. Its threads spin between two ops by default, and a core
+    # that spins is taken from tritonserver: with one busy neighbour on two cores, a step took
+    # 440 ms, with a short spin 60 ms.
+    os.environ.setdefault("GOMP_SPINCOUNT", "1000")
+
+
 def build(
     config: EngineConfig, checkpoint: Checkpoint, progress: Progress
 ) -> tuple[Runner, ModelConfig]:
     """Load a model onto the device that the settings name.
 
     Args:
-        config: the engine's settings.
+        config: the engine's settings, after `place`.
         checkpoint: the model's files.
         progress: called with what is loading and the fraction of it that is there, in [0, 1].
 
@@ -77,10 +114,7 @@ def build(
     if config.device == "echo":
         progress("weights", 1.0)
         return EchoRunner(config, model), model
-    # Read by OpenMP when torch is loaded. Its threads spin between two ops by default, and a core
-    # that spins is taken from tritonserver: with one busy neighbour on two cores, a step took
-    # 440 ms, with a short spin 60 ms.
-    os.environ.setdefault("GOMP_SPINCOUNT", "1000")
+    _prepare_openmp()
     if config.device == "cuda":
         from inflight.cuda_runner import CudaRunner
 

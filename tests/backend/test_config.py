@@ -76,7 +76,7 @@ def test_each_setting_is_taken_over() -> None:
         ({"model": "m", "block_size": True}, "here: .*`block_size`"),
         ({"model": "m", "block_size": None}, "here: .*`block_size`"),
         ({"model": "m", "prefix_cache": 1}, "here: .*`prefix_cache`"),
-        ({"model": "m", "device": "cudo"}, "here: device: 'cudo' is unknown; allowed: cpu, cuda, "),
+        ({"model": "m", "device": "cudo"}, "here: device: 'cudo' is unknown; allowed: auto, cpu, "),
         ({"model": "m", "gpu_memory": 1.5}, "here: gpu_memory: 1.5 is out of range; allowed: 0.1"),
         (
             {"model": "m", "device": "cuda", "dtype": "float32"},

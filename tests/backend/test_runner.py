@@ -18,7 +18,7 @@ from inflight.checkpoint import Checkpoint
 from inflight.config import EngineConfig
 from inflight.cpu_runner import CpuRunner
 from inflight.errors import ConfigError
-from inflight.runner import EchoRunner, Runner, build
+from inflight.runner import EchoRunner, Runner, build, place
 from inflight.sampling import SamplingParams
 
 PROMPT = [5, 17, 99, 3, 150, 42]
@@ -342,7 +342,7 @@ def test_echo_speaks_only_when_a_chunk_reaches_the_end(echo: Runner) -> None:
 def test_echo_never_loads_torch(tiny_llama: Checkpoint) -> None:
     code = (
         "import sys; from pathlib import Path; from inflight.checkpoint import Checkpoint;"
-        "from inflight.config import EngineConfig; from inflight.runner import build;"
+        "from inflight.config import EngineConfig; from inflight.runner import build, place;"
         f"c = Checkpoint(Path({str(tiny_llama.path)!r}), 'huggingface');"
         "build(EngineConfig(model='.', device='echo'), c, lambda what, done: None);"
         "sys.exit('torch' in sys.modules)"
@@ -363,3 +363,30 @@ def test_seeds_spread_first_tokens_as_the_model_says(runner: Runner) -> None:
         expected = 300 * np.exp(logprob)
         if expected > 8:
             assert abs((tokens == token).sum() - expected) < 4.5 * np.sqrt(expected)
+
+
+def test_auto_is_the_cpu_where_no_gpu_can_run_the_model(
+    tiny_llama: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = EngineConfig(model=".", device="auto", max_num_seqs=3)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    placed = place(config, tiny_llama)
+    assert (placed.device, placed.dtype, placed.max_num_seqs) == ("cpu", "float32", 3)
+    assert placed.max_batch_tokens == EngineConfig(model=".").max_batch_tokens
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    assert place(config, tiny_llama).device == "cpu"  # no kernel has its head_dim
+
+
+def test_auto_is_the_gpu_that_can_run_the_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoint = tiny.write_llama(tmp_path, head_dim=64)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    for capability, device in {(9, 0): "cuda", (8, 0): "cuda", (7, 5): "cpu"}.items():
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda found=capability: found)
+        assert place(EngineConfig(model=".", device="auto"), checkpoint).device == device
+    exact = EngineConfig(model=".", device="auto", dtype="float32")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    assert place(exact, checkpoint).device == "cpu"
