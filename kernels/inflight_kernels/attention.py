@@ -4,6 +4,9 @@ Shapes: T tokens in n chunks, H query heads, G KV heads, D values per head; cach
 [num_blocks, block_size, G, D]. A step is planned once, on the device, from the chunks' lengths;
 each layer then works the plan off. Both have fixed grids, so a CUDA graph may hold them and be
 replayed with other lengths.
+
+On Hopper, chunks with many rows have a kernel of their own (attention_hopper.cu) where heads have
+64 or 128 values; everything else, heads of 96 and 256 included, goes to attention.cu.
 """
 
 from __future__ import annotations
@@ -12,12 +15,17 @@ import functools
 from dataclasses import dataclass
 
 import torch
+from cuda.core import TensorMapDescriptor
+from cuda.core._tensor_map import TensorMapL2Promotion, TensorMapSwizzle  # public only as values
+from cuda.core.utils import StridedMemoryView
 from torch import Tensor
 
 from inflight_kernels.compile import Instantiation
 from inflight_kernels.launch import Int64, check, check_place, kernel, name_of, num_multiprocessors
 
 HEAD_DIMS = (64, 96, 128, 256)
+HOPPER_HEAD_DIMS = (64, 128)
+"""Those with a kernel for Hopper alone."""
 BLOCK_SIZES = (16, 32, 64)
 
 _STORAGE_TYPES = {torch.bfloat16: "__nv_bfloat16", torch.float16: "__half"}
@@ -30,6 +38,7 @@ _RESERVED_SHARED = 1024
 _ALIGNMENT = 256
 _SHARE_BYTES = 16
 _ITEM_BYTES = 32
+_QUEUE_BYTES = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +52,8 @@ class Shape:
     keys: int
     stages: int
     max_blocks: int  # on a multiprocessor, by their registers
+
+    stem = "attention"
 
     @property
     def rows(self) -> int:
@@ -64,6 +75,28 @@ class Shape:
             f"attend<attention::Shape<{storage}, {self.head_dim}, {self.warps_m}, {self.warps_n}, "
             f"{self.fragments}, {self.keys}, {self.stages}>>"
         )
+
+
+@dataclass(frozen=True, slots=True)
+class HopperShape:
+    """The same for attention_hopper.cu, where only the head dimension is free."""
+
+    head_dim: int
+
+    stem = "attention_hopper"
+    max_blocks = 1
+    rows = 128
+    keys = 128
+    threads = 384
+
+    @property
+    def shared_bytes(self) -> int:
+        """Queries of two units, three tiles of keys and two of values; aligned to 1024 bytes."""
+        return 7 * 128 * self.head_dim * 2 + 1024
+
+    def name(self, storage: str) -> str:
+        """The kernel's name expression."""
+        return f"attend<attention::HopperShape<{storage}, {self.head_dim}>>"
 
 
 def shapes(head_dim: int) -> tuple[Shape, Shape, Shape]:
@@ -91,15 +124,16 @@ class Part:
         min_rows, max_rows: takes chunks with more than min_rows, at most max_rows rows, where a
             chunk of q_len tokens has q_len * H / G.
         num_shares: blocks.
-        arrivals, shares, first_item, items, slots: offsets in bytes.
+        arrivals, queue, shares, first_item, items, slots: offsets in bytes.
         end: of the part in the workspace.
     """
 
-    shape: Shape
+    shape: Shape | HopperShape
     min_rows: int
     max_rows: int
     num_shares: int
     arrivals: int
+    queue: int
     shares: int
     first_item: int
     items: int
@@ -116,6 +150,7 @@ def parts(
     head_dim: int,
     num_multiprocessors: int,
     shared_bytes: int,
+    hopper: bool,
 ) -> tuple[Part, ...]:
     """How to split a step: a pure function of what the host knows of it.
 
@@ -127,9 +162,14 @@ def parts(
         head_dim: D.
         num_multiprocessors: of the device.
         shared_bytes: shared memory of a multiprocessor.
+        hopper: whether the device has sm_90a.
     """
-    few, some, many = shapes(head_dim)
+    few, some, many_anywhere = shapes(head_dim)
+    many: Shape | HopperShape = many_anywhere
+    if hopper and head_dim in HOPPER_HEAD_DIMS:
+        many = HopperShape(head_dim)
     rows = max_q_len * group
+    chosen: list[tuple[Shape | HopperShape, int, int]]
     if rows <= few.rows:
         chosen = [(few, 0, _NO_LIMIT)]
     elif rows <= some.rows:
@@ -145,7 +185,8 @@ def parts(
         num_shares = num_multiprocessors * max(1, min(blocks, shape.max_blocks))
         num_items = num_chunks + num_tokens * group // shape.rows
         sizes = (
-            num_shares * 4,
+            2 * num_shares * 4,
+            _QUEUE_BYTES,
             num_shares * _SHARE_BYTES,
             (num_chunks + 1) * 4,
             num_items * _ITEM_BYTES,
@@ -154,7 +195,7 @@ def parts(
         places = [end]
         for size in sizes:
             places.append(places[-1] + -(-size // _ALIGNMENT) * _ALIGNMENT)
-        arrivals, shares, first_item, items, slots, end = places
+        arrivals, queue, shares, first_item, items, slots, end = places
         found.append(
             Part(
                 shape,
@@ -162,6 +203,7 @@ def parts(
                 max_rows,
                 num_shares,
                 arrivals=arrivals,
+                queue=queue,
                 shares=shares,
                 first_item=first_item,
                 items=items,
@@ -179,13 +221,26 @@ def _shared_bytes() -> int:
     return int(properties.shared_memory_per_multiprocessor)
 
 
+@functools.cache
+def _is_hopper() -> bool:
+    """Whether the current device runs code for sm_90a."""
+    return torch.cuda.get_device_capability() == (9, 0)
+
+
 def _parts(
     num_chunks: int, num_tokens: int, max_q_len: int | None, group: int, head_dim: int
 ) -> tuple[Part, ...]:
     if max_q_len is None:
         max_q_len = num_tokens - num_chunks + 1
     return parts(
-        num_chunks, num_tokens, max_q_len, group, head_dim, num_multiprocessors(), _shared_bytes()
+        num_chunks,
+        num_tokens,
+        max_q_len,
+        group,
+        head_dim,
+        num_multiprocessors(),
+        _shared_bytes(),
+        _is_hopper(),
     )
 
 
@@ -271,6 +326,7 @@ def plan(
             Int64(base + part.items),
             Int64(base + part.shares),
             Int64(base + part.arrivals),
+            Int64(base + part.queue if isinstance(part.shape, HopperShape) else 0),
             pdl=pdl,
         )
 
@@ -355,12 +411,16 @@ def attend(
     _check_workspace(workspace, found[-1].end)
     base = workspace.data_ptr()
     for part in found:
-        kernel("attention", part.shape.name(storage))(
+        caches: tuple[object, ...] = (k_cache, v_cache)
+        queue: tuple[object, ...] = ()
+        if isinstance(part.shape, HopperShape):
+            caches = (_tensor_map(k_cache), _tensor_map(v_cache), v_cache)
+            queue = (Int64(base + part.queue),)
+        kernel(part.shape.stem, part.shape.name(storage))(
             part.num_shares,
             part.shape.threads,
             q,
-            k_cache,
-            v_cache,
+            *caches,
             out,
             block_tables,
             Int64(q.stride(0)),
@@ -376,6 +436,7 @@ def attend(
             Int64(base + part.shares),
             Int64(base + part.arrivals),
             Int64(base + part.slots),
+            *queue,
             shared=part.shape.shared_bytes,
             pdl=pdl,
         )
@@ -384,10 +445,56 @@ def attend(
 def instantiations() -> list[Instantiation]:
     """What this module may launch."""
     names = ["plan"]
+    hopper_names = []
     for storage in _STORAGE_TYPES.values():
         for head_dim in HEAD_DIMS:
             names += dict.fromkeys(shape.name(storage) for shape in shapes(head_dim))
-    return [("attention", tuple(names), ())]
+        hopper_names += [HopperShape(head_dim).name(storage) for head_dim in HOPPER_HEAD_DIMS]
+    return [("attention", tuple(names), ()), ("attention_hopper", tuple(hopper_names), ())]
+
+
+# ---------------------------------------------------------------- what the copy engine sees
+
+
+class _Memory:
+    """Elements of 16 bits somewhere on the device."""
+
+    def __init__(self, pointer: int, shape: tuple[int, ...], strides: tuple[int, ...]) -> None:
+        self.__cuda_array_interface__ = {
+            "version": 3,
+            "typestr": "<f2",
+            "data": (pointer, False),
+            "shape": shape,
+            "strides": tuple(2 * stride for stride in strides),
+        }
+
+
+def _tensor_map(cache: Tensor) -> TensorMapDescriptor:
+    """[num_blocks, block_size / 8, G * D / 64, 8, 64], in boxes of a KV head's rows of a block."""
+    num_blocks, block_size, num_kv_heads, head_dim = cache.shape
+    return _encode(
+        cache.data_ptr(), num_blocks, block_size, num_kv_heads, head_dim, cache.stride(0)
+    )
+
+
+@functools.lru_cache(maxsize=4096)
+def _encode(
+    pointer: int,
+    num_blocks: int,
+    block_size: int,
+    num_kv_heads: int,
+    head_dim: int,
+    block_stride: int,
+) -> TensorMapDescriptor:
+    row = num_kv_heads * head_dim
+    shape = (num_blocks, block_size // 8, row // 64, 8, 64)
+    memory = _Memory(pointer, shape, (block_stride, 8 * row, 64, row, 1))
+    view = StridedMemoryView.from_cuda_array_interface(memory, -1)
+    return view.as_tensor_map(
+        (1, block_size // 8, head_dim // 64, 8, 64),
+        swizzle=TensorMapSwizzle.SWIZZLE_128B,
+        l2_promotion=TensorMapL2Promotion.L2_256B,
+    )
 
 
 # ---------------------------------------------------------------- checks

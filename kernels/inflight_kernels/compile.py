@@ -51,6 +51,11 @@ class Cubin:
     symbols: dict[str, str]
 
 
+def architectures(stem: str) -> tuple[str, ...]:
+    """What csrc/<stem>.cu is compiled for: sources named *_hopper.cu for Hopper alone."""
+    return ("sm_90a",) if stem.endswith("_hopper") else ARCHITECTURES
+
+
 def cubin(
     stem: str,
     names: Sequence[str],

@@ -1,4 +1,5 @@
-"""The index maps of attention.cu, written a second time in numpy, and what they must satisfy.
+"""The index maps of attention.cu and attention_hopper.cu, written a second time in numpy, and what
+they must satisfy.
 
 The kernel itself needs a GPU (tests/kernels/gpu); that each key meets each row once, that lanes
 hold what the matrix instructions take, and that shared memory has no bank conflicts does not.
@@ -6,14 +7,24 @@ hold what the matrix instructions take, and that shared memory has no bank confl
 
 from __future__ import annotations
 
+import heapq
 import itertools
 
 import numpy as np
 import pytest
 
-from inflight_kernels.attention import HEAD_DIMS, Shape, instantiations, parts, shapes
+from inflight_kernels.attention import (
+    HEAD_DIMS,
+    HOPPER_HEAD_DIMS,
+    HopperShape,
+    Shape,
+    instantiations,
+    parts,
+    shapes,
+)
 
-H200 = {"num_multiprocessors": 132, "shared_bytes": 228 * 1024}
+H200 = {"num_multiprocessors": 132, "shared_bytes": 228 * 1024, "hopper": True}
+A100 = {"num_multiprocessors": 108, "shared_bytes": 164 * 1024, "hopper": False}
 LANES = np.arange(32)
 
 all_shapes = pytest.mark.parametrize(
@@ -26,8 +37,16 @@ all_shapes = pytest.mark.parametrize(
 # ---------------------------------------------------------------- the plan
 
 
-def plan_items(q_lens, kv_lens, group, shape, window, min_rows, max_rows):
-    """(chunk, first row, first key tile, key tiles) of each item, in order."""
+def plan_items(q_lens, kv_lens, group, part, window):
+    """(chunk, first row, first key tile, key tiles) of each item, in the order of the plan."""
+    items = list(unsorted_items(q_lens, kv_lens, group, part, window))
+    if isinstance(part.shape, HopperShape):
+        items.sort(key=lambda item: -item[-1])
+    return items
+
+
+def unsorted_items(q_lens, kv_lens, group, part, window):
+    shape, min_rows, max_rows = part.shape, part.min_rows, part.max_rows
     for i, (q_len, kv_len) in enumerate(zip(q_lens, kv_lens, strict=True)):
         rows = q_len * group
         if not min_rows < rows <= max_rows:
@@ -63,19 +82,17 @@ STEPS = {
 
 
 @pytest.mark.parametrize("group", [1, 4, 7])
-@pytest.mark.parametrize("head_dim", [128, 256])
+@pytest.mark.parametrize(("device", "head_dim"), [(H200, 128), (H200, 256), (A100, 128)])
 @pytest.mark.parametrize("step", STEPS)
-def test_each_row_meets_each_key_that_it_sees_exactly_once(step, head_dim, group):
+def test_each_row_meets_each_key_that_it_sees_exactly_once(step, device, head_dim, group):
     q_lens, kv_lens, window = STEPS[step]
     window = window or 1 << 30
     num_kv_heads = 2
     met = [np.zeros((q * group, k), np.int32) for q, k in zip(q_lens, kv_lens, strict=True)]
-    chosen = parts(len(q_lens), sum(q_lens), max(q_lens), group, head_dim, **H200)
+    chosen = parts(len(q_lens), sum(q_lens), max(q_lens), group, head_dim, **device)
     for part in chosen:
         shape = part.shape
-        items = list(
-            plan_items(q_lens, kv_lens, group, shape, window, part.min_rows, part.max_rows)
-        )
+        items = plan_items(q_lens, kv_lens, group, part, window)
         assert len(items) * 32 <= part.slots - part.items, "the list fits its place"
         first = np.cumsum([0] + [tiles * num_kv_heads for *_, tiles in items])
         total = int(first[-1])
@@ -139,6 +156,82 @@ def test_a_cut_unit_has_slots_and_a_counter_of_its_own(num_shares):
                 slots.add(slot)
 
 
+# ---------------------------------------------------------------- the queue of whole units
+
+
+def queue_time(tiles, num_kv_heads, num_blocks):
+    """Tiles of the busiest block, as `plan` guesses them; items from long to short."""
+    turns = sum(
+        tiles[unit // num_kv_heads] for unit in range(0, len(tiles) * num_kv_heads, num_blocks)
+    )
+    return max(tiles[0], turns - tiles[0] // 2)
+
+
+def heads_at_once(tiles, num_kv_heads, num_blocks):
+    turns = sum(tiles) * num_kv_heads // (2 * tiles[0] * num_blocks)
+    return -(-num_kv_heads // min(max(turns, 1), num_kv_heads))
+
+
+def queue_unit(taken, num_items, heads, num_kv_heads):
+    """(item, head) of a unit of the queue."""
+    first_head = taken // (num_items * heads) * heads
+    heads = min(heads, num_kv_heads - first_head)
+    item, head = divmod(taken - first_head * num_items, heads)
+    return item, first_head + head
+
+
+QUEUES = {
+    "8 prompts": ([1024] * 8, [1024] * 8),
+    "4 prompts": ([4096] * 4, [4096] * 4),
+    "a long prompt": ([16384], [16384]),
+    "a chunk": ([2048], [2048]),
+    "a late chunk": ([2048], [10240]),
+    "a small chunk": ([640], [8192]),
+    "a tiny chunk": ([40], [9000]),
+    "many": ([100] * 40 + [3000], [5000] * 40 + [3000]),
+}
+
+
+@pytest.mark.parametrize("step", QUEUES)
+def test_whole_units_are_taken_where_that_is_not_slower_than_shares(step):
+    q_lens, kv_lens = QUEUES[step]
+    num_kv_heads, num_blocks, cut = 8, 132, 6
+    (part, *_) = reversed(parts(len(q_lens), sum(q_lens), max(q_lens), 4, 128, **H200))
+    tiles = [tiles for *_, tiles in plan_items(q_lens, kv_lens, 4, part, 1 << 30)]
+    heads = heads_at_once(tiles, num_kv_heads, num_blocks)
+    blocks = [0] * num_blocks
+    for unit in range(len(tiles) * num_kv_heads):
+        item, _ = queue_unit(unit, len(tiles), heads, num_kv_heads)
+        heapq.heapreplace(blocks, blocks[0] + tiles[item])
+    shares = sum(tiles) * num_kv_heads / num_blocks + cut
+    guess = queue_time(tiles, num_kv_heads, num_blocks)
+    chosen = max(blocks) if guess <= shares else shares
+    assert chosen <= 1.1 * min(max(blocks), shares)
+
+
+@pytest.mark.parametrize("num_kv_heads", [1, 2, 3, 8])
+@pytest.mark.parametrize("num_items", [1, 5, 512])
+def test_the_queue_has_each_unit_once(num_items, num_kv_heads):
+    for heads in range(1, num_kv_heads + 1):
+        units = {
+            queue_unit(taken, num_items, heads, num_kv_heads)
+            for taken in range(num_items * num_kv_heads)
+        }
+        assert units == set(itertools.product(range(num_items), range(num_kv_heads)))
+
+
+@pytest.mark.parametrize("group", [1, 3, 4, 7, 71])
+def test_rows_are_divided_by_the_group_through_a_product(group):
+    rows = np.unique(np.geomspace(1, (1 << 32) // group - 1, 5000).astype(np.uint64))
+    rows = np.concatenate([rows, rows // group * group, rows // group * group - 1])
+    rows = rows[rows < 1 << 31]
+    if group > 1:
+        assert (rows * np.uint64(0xFFFFFFFF // group + 1) >> 32 == rows // group).all()
+
+
+# ---------------------------------------------------------------- launches
+
+
 def test_small_steps_use_one_launch_and_mixed_ones_two():
     def rows(*args):
         return [part.shape.rows for part in parts(*args, 128, **H200)]
@@ -149,9 +242,25 @@ def test_small_steps_use_one_launch_and_mixed_ones_two():
     assert rows(9, 2056, 2048, 4) == [16, 128]
 
 
+def test_hopper_has_a_kernel_of_its_own_for_many_rows():
+    def stems(head_dim, device):
+        return [part.shape.stem for part in parts(9, 2056, 2048, 4, head_dim, **device)]
+
+    assert stems(128, H200) == stems(64, H200) == ["attention", "attention_hopper"]
+    assert stems(256, H200) == stems(96, H200) == stems(128, A100) == ["attention", "attention"]
+
+
 def test_parts_lie_behind_each_other_and_aligned():
     for part in (found := parts(9, 2056, 2048, 4, 128, **H200)):
-        places = [part.arrivals, part.shares, part.first_item, part.items, part.slots, part.end]
+        places = [
+            part.arrivals,
+            part.queue,
+            part.shares,
+            part.first_item,
+            part.items,
+            part.slots,
+            part.end,
+        ]
         assert places == sorted(set(places))
         assert all(place % 256 == 0 for place in places)
     assert found[0].end == found[1].arrivals
@@ -288,6 +397,45 @@ def test_the_rows_that_a_lane_masks_are_those_it_holds():
 
 
 def test_every_shape_of_every_type_is_instantiated():
-    ((stem, names, defines),) = instantiations()
-    assert stem == "attention" and not defines
-    assert len(names) == len(set(names)) == 1 + 2 * (3 * 3 + 2)
+    counts = {stem: len(set(names)) for stem, names, _ in instantiations()}
+    assert counts == {"attention": 1 + 2 * (3 * 3 + 2), "attention_hopper": 2 * 2}
+
+
+# ---------------------------------------------------------------- tiles on Hopper
+
+
+def place(row, chunk, head_dim):
+    """Where 16 bytes of a tile are."""
+    piece = row // 8 * head_dim * 16 + chunk // 8 * 1024
+    return piece + row % 8 * 128 + ((chunk % 8) ^ (row % 8)) * 16
+
+
+@pytest.mark.parametrize("block_size", [16, 32, 64])
+@pytest.mark.parametrize("head_dim", HOPPER_HEAD_DIMS)
+def test_boxes_land_where_the_products_look(head_dim, block_size):
+    """A box (block_size / 8, D / 64, 8, 64) is written in order, the 128-byte rows swizzled."""
+    keys = HopperShape(head_dim).keys
+    tile = np.full(keys * head_dim * 2 // 16, -1)
+    for page in range(keys // block_size):
+        box = np.arange(block_size * head_dim * 2 // 16)
+        target = page * block_size * head_dim * 2 + box * 16
+        target ^= (target >> 7 & 7) << 4  # what the copy engine does to addresses
+        row = page * block_size + box // (head_dim // 64 * 64) * 8 + box // 8 % 8
+        chunk = box // 64 % (head_dim // 64) * 8 + box % 8
+        assert (target == place(row, chunk, head_dim)).all()
+        tile[target // 16] = row
+    assert (tile >= 0).all()
+
+
+@pytest.mark.parametrize("head_dim", HOPPER_HEAD_DIMS)
+def test_hopper_tiles_have_no_bank_conflicts(head_dim):
+    # Results are stored as 4 bytes per lane: rows lane / 4, 8 columns in a chunk.
+    lane_places = place(LANES // 4, 3, head_dim) + LANES % 4 * 4
+    assert len(set(banks(lane_places, 4))) == 32
+    # And loaded as 16: eight lanes at a time, chunks of one row.
+    assert len(set(banks(place(5, np.arange(8), head_dim), 16))) == 32
+
+
+@pytest.mark.parametrize("head_dim", HOPPER_HEAD_DIMS)
+def test_a_hopper_block_fits(head_dim):
+    assert HopperShape(head_dim).shared_bytes + 1024 <= 227 * 1024

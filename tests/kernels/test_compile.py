@@ -13,7 +13,7 @@ import pytest
 
 import inflight_kernels
 from inflight_kernels import compile as compiler
-from inflight_kernels.compile import ARCHITECTURES, CompileError, Cubin, Instantiation, cubin
+from inflight_kernels.compile import CompileError, Cubin, Instantiation, architectures, cubin
 
 SOURCES = sorted(path.stem for path in compiler._CSRC.glob("*.cu"))
 
@@ -28,7 +28,7 @@ def _instantiations() -> list[Instantiation]:
 
 
 KERNELS = _instantiations()
-CASES = [(arch, index) for arch in ARCHITECTURES for index in range(len(KERNELS))]
+CASES = [(arch, i) for i, (stem, _, _) in enumerate(KERNELS) for arch in architectures(stem)]
 
 
 # ---------------------------------------------------------------- every kernel

@@ -1,11 +1,6 @@
 // Causal attention over a paged KV cache: decode rows, chunks of prompts and any mix of them.
 //
-// The query heads that share a KV head stand below each other: row r of a chunk is its token
-// r / group, head r % group, so that one read of K and V serves the whole group.
-//
-//   unit   ROWS consecutive rows of a chunk x one KV head: a softmax over its tiles of KEYS keys
-//   item   the units of the same rows, one per KV head
-//   share  a run of consecutive tiles of the step, the same number for each block (+-1)
+// attention_units.cuh says what units, items and shares are.
 //
 // `plan` lays items end to end and cuts them into shares; `attend` works a share off. A unit cut by
 // the end of a share leaves partial sums, and the last of its blocks to arrive merges them
@@ -13,31 +8,11 @@
 // arXiv:2301.03598). The plan lives in device memory and the grid is fixed, so a CUDA graph replays
 // with other lengths.
 
-#include <math_constants.h>
-
 #include "attention_ptx.cuh"
+#include "attention_units.cuh"
 #include "common.cuh"
 
 namespace attention {
-
-constexpr float LOG2_E = 1.4426950408889634f;
-
-struct Item {
-    int first_tile;  // its place among all tiles of the step
-    int sequence;
-    int first_row;  // in the chunk
-    int query_start;
-    int query_len;
-    int kv_len;
-    int kv_begin;  // first tile of keys that a row sees
-    int kv_tiles;  // per KV head, at least 1
-};
-
-struct Share {
-    int begin, end;  // tiles
-    int item;        // that holds tile `begin`
-    int total;       // tiles of the step
-};
 
 // How a block of threads is laid over a unit.
 //   WARPS_M x WARPS_N warps; each has FRAGMENTS * 16 rows and KEYS / WARPS_N of the keys.
@@ -83,34 +58,6 @@ struct Shape {
     static_assert(PAGE_KEYS * CHUNKS % 32 == 0, "each lane copies the same number of chunks");
     // The sums of all warps go where the tiles were.
     static_assert(WARPS_N * ROWS * FLOAT_PITCH * 4 <= TILE_BYTES, "no room for the sums");
-};
-
-// What `attend` is given; the same for each block.
-template <typename T>
-struct Arguments {
-    const T* q;
-    const T* k_cache;
-    const T* v_cache;
-    T* out;
-    const int* block_tables;
-    long long q_stride;      // elements from token to token
-    long long block_stride;  // elements from block to block of the cache
-    int table_stride;
-    int block_shift;  // log2 of the block size
-    int num_heads;
-    int num_kv_heads;
-    int group;
-    float scale;     // of the scores, times log2(e) unless they are capped
-    float soft_cap;  // 0 for none
-    int window;
-};
-
-// Where a block is: a unit, and the tiles of it that are in the share.
-struct Unit {
-    Item item;
-    int head;      // KV head
-    int from, to;  // tiles of the item
-    int num_rows;  // that exist, of ROWS
 };
 
 // ---------------------------------------------------------------- loading
@@ -250,20 +197,15 @@ __device__ __forceinline__ void mma_qk(Scores<S>& scores, QueryFragments<S>& fra
     }
 }
 
-// cap * tanh(score / cap), through exp2: near 0 it errs by cap * 2^-23, not relatively.
 template <class S>
 __device__ __forceinline__ void cap_scores(Scores<S>& scores, float scale, float soft_cap) {
-    const float inner = 2.0f * LOG2_E * scale / soft_cap;
-    const float outer = soft_cap * LOG2_E;
+    const SoftCap cap(scale, soft_cap);
 #pragma unroll
     for (int f = 0; f < S::FRAGMENTS; ++f)
 #pragma unroll
         for (int n = 0; n < S::WARP_KEYS / 8; ++n)
 #pragma unroll
-            for (int e = 0; e < 4; ++e) {
-                const float power = ptx::exp2(scores[f][n][e] * inner);  // inf gives tanh = 1
-                scores[f][n][e] = outer * (1.0f - __fdividef(2.0f, 1.0f + fminf(power, 1e30f)));
-            }
+            for (int e = 0; e < 4; ++e) scores[f][n][e] = cap(scores[f][n][e]);
 }
 
 // Scores that a row does not see become -inf. A row sees the keys up to its own position; rows that
@@ -288,16 +230,6 @@ __device__ __forceinline__ void mask_scores(Scores<S>& scores,
                     if (key > last || key <= last - args.window) scores[f][n][e] = -CUDART_INF_F;
                 }
         }
-}
-
-__device__ __forceinline__ float max_of_quad(float x) {
-    x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 1));
-    return fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 2));
-}
-
-__device__ __forceinline__ float sum_of_quad(float x) {
-    x += __shfl_xor_sync(0xffffffffu, x, 1);
-    return x + __shfl_xor_sync(0xffffffffu, x, 2);
 }
 
 // Scores become weights relative to the largest score so far; what was summed before is rescaled.
@@ -388,76 +320,6 @@ __device__ __forceinline__ void store_state(float* sums, float2* states, const S
         }
 }
 
-// Sums relative to several maxima, added up relative to the largest one.
-struct Merged {
-    float4 sums;
-    float max, total;
-
-    __device__ __forceinline__ explicit Merged(float largest)
-        : sums(make_float4(0.0f, 0.0f, 0.0f, 0.0f)), max(largest), total(0.0f) {}
-
-    __device__ __forceinline__ void add(float2 state, float4 part) {
-        const float weight = ptx::exp2(state.x - (max == -CUDART_INF_F ? 0.0f : max));
-        sums.x = fmaf(part.x, weight, sums.x);
-        sums.y = fmaf(part.y, weight, sums.y);
-        sums.z = fmaf(part.z, weight, sums.z);
-        sums.w = fmaf(part.w, weight, sums.w);
-        total = fmaf(state.y, weight, total);
-    }
-};
-
-// Four columns of a row of `out`: zero for a row that sees no key.
-template <class S>
-__device__ __forceinline__ void write_out(const Arguments<typename S::Element>& args,
-                                          const Unit& unit, int row, int column,
-                                          const Merged& merged) {
-    using T = typename S::Element;
-    const int packed = unit.item.first_row + row;
-    const int token = packed / args.group;
-    const int head = unit.head * args.group + packed - token * args.group;
-    const float inverse = merged.total > 0.0f ? 1.0f / merged.total : 0.0f;
-    const long long place =
-        (static_cast<long long>(unit.item.query_start + token) * args.num_heads + head) *
-            S::HEAD_DIM +
-        column;
-    *reinterpret_cast<uint2*>(args.out + place) =
-        make_uint2(ptx::pack<T>(merged.sums.x * inverse, merged.sums.y * inverse),
-                   ptx::pack<T>(merged.sums.z * inverse, merged.sums.w * inverse));
-}
-
-// Where blocks leave partial sums: two slots each, 2b for a unit that began in an earlier block,
-// 2b + 1 for one that begins in block b and goes on.
-template <class S>
-struct Slots {
-    float* sums;     // [slots, ROWS, HEAD_DIM]
-    float2* states;  // [slots, ROWS]
-
-    __device__ __forceinline__ explicit Slots(float* base)
-        : sums(base),
-          states(reinterpret_cast<float2*>(base + 2ll * gridDim.x * S::ROWS * S::HEAD_DIM)) {}
-
-    __device__ __forceinline__ float* row(int slot, int row) const {
-        return sums + (static_cast<long long>(slot) * S::ROWS + row) * S::HEAD_DIM;
-    }
-    __device__ __forceinline__ float2* state(int slot, int row) const {
-        return states + slot * S::ROWS + row;
-    }
-};
-
-// The block whose share holds a tile; the inverse of `share_begin`.
-__device__ __forceinline__ int share_of(int tile, int total, int num_shares) {
-    const int size = total / num_shares;
-    const int longer = total - size * num_shares;  // shares of size + 1 come first
-    const int border = longer * (size + 1);
-    return tile < border ? tile / (size + 1) : longer + (tile - border) / size;
-}
-
-__device__ __forceinline__ int share_begin(int share, int total, int num_shares) {
-    const int size = total / num_shares;
-    const int longer = total - size * num_shares;
-    return share * size + min(share, longer);
-}
-
 // Adds up the warps' sums and writes the rows, to `out` or, if the unit is cut, to a slot; merges
 // the slots if this is the last block of the unit to come here.
 template <class S>
@@ -466,9 +328,8 @@ __device__ __forceinline__ void finish_unit(const Arguments<typename S::Element>
                                             const float2* states, const Slots<S>& slots,
                                             int* arrivals) {
     constexpr int QUARTERS = S::HEAD_DIM / 4;
-    const int block = blockIdx.x;
-    const bool whole = unit.from == 0 && unit.to == unit.item.kv_tiles;
-    const int own_slot = 2 * block + (unit.from == 0 ? 1 : 0);
+    const bool whole = unit.whole();
+    const int own_slot = Slots<S>::own(unit);
     for (int index = threadIdx.x; index < unit.num_rows * QUARTERS; index += S::THREADS) {
         const int row = index / QUARTERS;
         const int column = index % QUARTERS * 4;
@@ -491,36 +352,18 @@ __device__ __forceinline__ void finish_unit(const Arguments<typename S::Element>
     }
     if (whole) return;
 
-    const int first_tile = unit.item.first_tile + unit.head * unit.item.kv_tiles;
-    const int first = share_of(first_tile, share.total, gridDim.x);
-    const int last = share_of(first_tile + unit.item.kv_tiles - 1, share.total, gridDim.x);
-    // A block begins at most one unit that it does not end, so `first` names the unit.
+    const Blocks blocks(unit, share.total);
     __shared__ bool is_last;
     __threadfence();
     __syncthreads();
     if (threadIdx.x == 0) {
-        is_last = atomicAdd(arrivals + first, 1) == last - first;
-        if (is_last) arrivals[first] = 0;  // for the next launch with this plan
+        is_last = atomicAdd(arrivals + blocks.first, 1) == blocks.last - blocks.first;
+        if (is_last) arrivals[blocks.first] = 0;  // for the next launch with this plan
     }
     __syncthreads();
     if (!is_last) return;
     __threadfence();
-    for (int index = threadIdx.x; index < unit.num_rows * QUARTERS; index += S::THREADS) {
-        const int row = index / QUARTERS;
-        const int column = index % QUARTERS * 4;
-        float largest = -CUDART_INF_F;
-#pragma unroll 4
-        for (int b = first; b <= last; ++b)
-            largest = fmaxf(largest, __ldcg(slots.state(b == first ? 2 * b + 1 : 2 * b, row)).x);
-        Merged merged(largest);
-#pragma unroll 4
-        for (int b = first; b <= last; ++b) {
-            const int slot = b == first ? 2 * b + 1 : 2 * b;
-            merged.add(__ldcg(slots.state(slot, row)),
-                       __ldcg(reinterpret_cast<const float4*>(slots.row(slot, row) + column)));
-        }
-        write_out<S>(args, unit, row, column, merged);
-    }
+    merge_slots<S, S::THREADS>(args, unit, slots, blocks, 0, unit.num_rows, threadIdx.x);
 }
 
 // ---------------------------------------------------------------- a unit
@@ -662,11 +505,77 @@ __device__ __forceinline__ int last_at_most(int wanted, int count, const Start& 
     return low;
 }
 
+constexpr int PLAN_THREADS = 1024;
+
+// Puts item_at(0), ..., item_at(count - 1) from long to short, those of one length in their order:
+// a counting sort by tiles. Where the longest has more tiles than there are threads, lengths that
+// are nearly the same count as one.
+template <class ItemAt>
+__device__ __forceinline__ void sort_items(Item* items, int count, const ItemAt& item_at) {
+    __shared__ int longest, places[PLAN_THREADS];
+    const int thread = threadIdx.x;
+    places[thread] = 0;
+    if (thread == 0) longest = 0;
+    __syncthreads();
+    for (int k = thread; k < count; k += PLAN_THREADS) atomicMax(&longest, item_at(k).kv_tiles);
+    __syncthreads();
+    const int step = longest / PLAN_THREADS + 1;
+    const auto rank = [&](const Item& item) { return (longest - item.kv_tiles) / step; };
+    for (int k = thread; k < count; k += PLAN_THREADS) atomicAdd(places + rank(item_at(k)), 1);
+    __syncthreads();
+    const int number = places[thread];
+    int total;
+    places[thread] = scan<PLAN_THREADS>(number, total) - number;
+    for (int base = 0; base < count; base += PLAN_THREADS) {
+        const int k = base + thread;
+        Item item;
+        if (k < count) item = item_at(k);
+        // One warp after the other, so that the order is always the same.
+        for (int warp = 0; warp < min(PLAN_THREADS, count - base); warp += 32) {
+            __syncthreads();
+            if (thread / 32 * 32 != warp) continue;
+            const int own = k < count ? rank(item) : -1;
+            const unsigned same = __match_any_sync(0xffffffffu, own);
+            const int before = __popc(same & ((1u << thread % 32) - 1));
+            if (k < count) items[places[own] + before] = item;
+            __syncwarp();
+            if (k < count && before == 0) places[own] += __popc(same);
+        }
+        __syncthreads();
+    }
+}
+
+// What a cut costs a block, in tiles: sums that go through memory.
+constexpr int CUT_TILES = 6;
+
+// As few as give each block twice the tiles of the longest unit: so that the queue, which starts
+// again with a long one for the last heads, ends with short ones for all blocks.
+__device__ __forceinline__ int heads_at_once(int longest, int num_tiles, int num_kv_heads,
+                                             int num_blocks) {
+    const int turns = min(max(num_tiles / (2 * longest * num_blocks), 1), num_kv_heads);
+    return (num_kv_heads + turns - 1) / turns;
+}
+
+// Tiles that the busiest block has, about, when blocks take whole units, long ones first: what the
+// first would get if they took turns, less half of what taking turns is worse by.
+__device__ __forceinline__ int queue_time(const Item* items, int units, int num_kv_heads,
+                                          int num_blocks) {
+    int turns = 0;
+    for (int base = 0; base < units; base += num_blocks * PLAN_THREADS) {
+        const int unit = base + num_blocks * threadIdx.x;
+        int total;
+        scan<PLAN_THREADS>(unit < units ? items[unit / num_kv_heads].kv_tiles : 0, total);
+        turns += total;
+    }
+    const int longest = units > 0 ? items[0].kv_tiles : 0;
+    return max(longest, turns - longest / 2);
+}
+
 }  // namespace attention
 
 // ================================================================ kernels
 
-constexpr int PLAN_THREADS = 1024;
+using attention::PLAN_THREADS;
 
 // Cuts the step's chunks into items and shares. Takes only the chunks that have more than min_rows
 // and at most max_rows rows, so that small and large ones can have kernels of their own.
@@ -675,11 +584,14 @@ constexpr int PLAN_THREADS = 1024;
 //   query_start [n + 1], seq_lens [n]   as of `attend`; n chunks
 //   first_item [n + 1]                  scratch
 //   items [capacity]                    at least n + rows / unit_rows
-//   shares, arrivals [num_shares]       arrivals become 0
+//   shares [num_shares], arrivals [2 * num_shares]   arrivals become 0
+//   queue   for a kernel that can work off whole units; then items go from long to short. May be
+//           null.
 extern "C" __global__ void __launch_bounds__(PLAN_THREADS)
     plan(const int* query_start, const int* seq_lens, int n, int group, int num_kv_heads,
          int unit_rows, int unit_keys, int window, int min_rows, int max_rows, int num_shares,
-         int* first_item, attention::Item* items, attention::Share* shares, int* arrivals) {
+         int* first_item, attention::Item* items, attention::Share* shares, int* arrivals,
+         attention::Queue* queue) {
     using namespace attention;
     wait_for_previous();
     const int thread = threadIdx.x;
@@ -697,33 +609,52 @@ extern "C" __global__ void __launch_bounds__(PLAN_THREADS)
     if (thread == 0) first_item[n] = num_items;
     __syncthreads();
 
+    const auto item_at = [&](int k) {
+        Item item;
+        item.first_tile = 0;
+        // Chunks without items share their place with the next one: the last of them has items.
+        item.sequence = last_at_most(k, n, [&](int i) { return first_item[i]; });
+        item.query_start = query_start[item.sequence];
+        item.query_len = query_start[item.sequence + 1] - item.query_start;
+        item.kv_len = seq_lens[item.sequence];
+        item.first_row = (k - first_item[item.sequence]) * unit_rows;
+        const int last_row = min(item.first_row + unit_rows, item.query_len * group) - 1;
+        const int history = item.kv_len - item.query_len;
+        const int lowest = history + item.first_row / group;
+        const int highest = history + last_row / group;
+        item.kv_begin = max(0, lowest - window + 1) / unit_keys;
+        // A row that sees nothing has a tile all the same, for it must be written.
+        item.kv_tiles = max(1, highest / unit_keys + 1 - item.kv_begin);
+        return item;
+    };
+    if (queue == nullptr) {
+        for (int k = thread; k < num_items; k += PLAN_THREADS) items[k] = item_at(k);
+    } else {
+        sort_items(items, num_items, item_at);
+    }
+    __syncthreads();
+
     int num_tiles = 0;
     for (int base = 0; base < num_items; base += PLAN_THREADS) {
         const int k = base + thread;
-        Item item = {};
-        if (k < num_items) {
-            // Chunks without items share their place with the next one: the last of them has items.
-            item.sequence = last_at_most(k, n, [&](int i) { return first_item[i]; });
-            item.query_start = query_start[item.sequence];
-            item.query_len = query_start[item.sequence + 1] - item.query_start;
-            item.kv_len = seq_lens[item.sequence];
-            item.first_row = (k - first_item[item.sequence]) * unit_rows;
-            const int last_row = min(item.first_row + unit_rows, item.query_len * group) - 1;
-            const int history = item.kv_len - item.query_len;
-            const int lowest = history + item.first_row / group;
-            const int highest = history + last_row / group;
-            item.kv_begin = max(0, lowest - window + 1) / unit_keys;
-            // A row that sees nothing has a tile all the same, for it must be written.
-            item.kv_tiles = max(1, highest / unit_keys + 1 - item.kv_begin);
-        }
+        const int count = k < num_items ? items[k].kv_tiles * num_kv_heads : 0;
         int total;
-        const int count = item.kv_tiles * num_kv_heads;
-        item.first_tile = num_tiles + scan<PLAN_THREADS>(count, total) - count;
-        if (k < num_items) items[k] = item;
+        const int upto = num_tiles + scan<PLAN_THREADS>(count, total);
+        if (k < num_items) items[k].first_tile = upto - count;
         num_tiles += total;
     }
     __syncthreads();
 
+    if (queue != nullptr) {
+        const int units = num_items * num_kv_heads;
+        const int time = queue_time(items, units, num_kv_heads, num_shares);
+        const bool whole = time <= num_tiles / num_shares + CUT_TILES;
+        if (thread == 0 && units > 0)
+            *queue = {whole ? units : 0, 0, 0,
+                      heads_at_once(items[0].kv_tiles, num_tiles, num_kv_heads, num_shares)};
+        else if (thread == 0)
+            *queue = {};
+    }
     for (int share = thread; share < num_shares; share += PLAN_THREADS) {
         const int begin = share_begin(share, num_tiles, num_shares);
         const int end = share_begin(share + 1, num_tiles, num_shares);
@@ -733,6 +664,7 @@ extern "C" __global__ void __launch_bounds__(PLAN_THREADS)
                              : 0;
         shares[share] = {begin, end, item, num_tiles};
         arrivals[share] = 0;
+        arrivals[num_shares + share] = 0;
     }
 }
 

@@ -143,6 +143,7 @@ STEPS = {
     "decode, ragged": ([1] * 4, [128, 30_000, 16, 5000]),
     "verify": ([5] * 6, [5, 70, 64, 1000, 333, 4000]),
     "prefill": ([300, 64, 1000], [300, 64, 1000]),
+    "long prefill": ([2048, 1500], [2048, 3001]),
     "one chunk": ([700], [4096]),
     "short chunk of a long prompt": ([40], [9000]),
     "mixed": ([1, 513, 1, 3, 200], [900, 513, 4000, 77, 3000]),
@@ -180,9 +181,10 @@ def test_a_window_hides_older_keys(step, window):
 
 
 @pytest.mark.parametrize("soft_cap", [0.5, 30.0])
+@pytest.mark.parametrize("head_dim", [128, 256])
 @pytest.mark.parametrize("step", STEPS)
-def test_scores_are_capped_softly(step, soft_cap):
-    made = make_step(*STEPS[step], head_dim=256)
+def test_scores_are_capped_softly(step, head_dim, soft_cap):
+    made = make_step(*STEPS[step], head_dim=head_dim)
     made.scale = 1.0
     out = made.run(soft_cap=soft_cap)
     assert error(out, made.definition(soft_cap=soft_cap)) < 2 * BOUND[torch.bfloat16]
@@ -232,8 +234,9 @@ def test_blocks_of_the_cache_may_be_apart():
     assert torch.equal(made.run(), expected)
 
 
-def test_a_plan_serves_each_layer_and_leaves_the_workspace_ready():
-    made = make_step(*STEPS["decode, ragged"])
+@pytest.mark.parametrize("step", ["decode, ragged", "one chunk", "long prefill", "mixed"])
+def test_a_plan_serves_each_layer_and_leaves_the_workspace_ready(step):
+    made = make_step(*STEPS[step])
     workspace = made.workspace()
     plan(made.query_start, made.seq_lens, workspace, len(made.q), *made.heads)
     expected = made.definition()
@@ -241,9 +244,10 @@ def test_a_plan_serves_each_layer_and_leaves_the_workspace_ready():
         assert error(made.run(workspace, planned=True), expected) < BOUND[torch.bfloat16]
 
 
-def test_the_same_plan_gives_the_same_bits():
+@pytest.mark.parametrize("step", ["decode, ragged", "one chunk", "long prefill", "mixed"])
+def test_the_same_plan_gives_the_same_bits(step):
     """Partial sums are merged in the order of their keys, whichever block comes last."""
-    made = make_step(*STEPS["decode, ragged"])
+    made = make_step(*STEPS[step])
     first = made.run()
     assert all(torch.equal(made.run(), first) for _ in range(10))
 
@@ -262,6 +266,36 @@ def test_a_graph_replays_with_other_lengths(pdl):
         made.seq_lens.copy_(seq_lens)
         graph.replay()
         assert error(out, made.definition()) < BOUND[torch.bfloat16]
+
+
+def test_a_graph_replays_with_other_chunks():
+    """Long ones, whose units are taken whole, and short ones, which are cut into shares."""
+    q_lens = ([2000, 1500, 700], [40, 4000, 160], [0, 33, 4000])
+    kv_lens = [4000, 4200, 5000]
+    made = make_step(q_lens[0], kv_lens)
+    made.q = torch.cat((made.q, made.q[:100]))
+    workspace = made.workspace()
+    made.run(workspace)  # compiles
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = made.run(workspace)
+    for lens in (*q_lens, q_lens[0]):
+        made.query_start.copy_(torch.tensor([0, *lens]).cumsum(0))
+        graph.replay()
+        used = sum(lens)
+        assert error(out[:used], made.definition()[:used]) < BOUND[torch.bfloat16]
+        assert out[used:].isnan().all()
+
+
+def test_caches_at_other_places_are_told_apart():
+    """The copy engine's description of a cache is kept; it must be that of this very cache."""
+    made = make_step(*STEPS["prefill"])
+    expected = made.run()
+    k_cache, v_cache = made.k_cache, made.v_cache
+    made.k_cache, made.v_cache = k_cache.clone(), v_cache.clone()
+    k_cache.fill_(float("nan"))
+    v_cache.fill_(float("nan"))
+    assert torch.equal(made.run(), expected)
 
 
 def test_what_the_kernels_cannot_take_is_refused():
