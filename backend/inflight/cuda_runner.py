@@ -137,33 +137,40 @@ class CudaRunner:
             if is_decode and self._graphs:
                 self._graphs[num_rows].replay()
             else:
-                self._run(sent.num_tokens, num_chunks, sent.max_q_len)
+                self._forward(sent.num_tokens, num_chunks, sent.max_q_len)
+            self._choose(sent)
             ended = torch.cuda.Event()  # type: ignore[no-untyped-call]
             ended.record()
         return _Step(self._batch, batch, sent, ended)
 
-    def _run(self, num_tokens: int, num_rows: int, max_q_len: int) -> None:
-        """Launch the kernels of a step that was sent."""
-        batch = self._batch
-        step, state = batch.step, batch.state
+    def _forward(self, num_tokens: int, num_rows: int, max_q_len: int) -> None:
+        """Launch a step's kernels up to the logits of each row."""
+        step, state = self._batch.step, self._batch.state
         batch_state.begin_step(step, state, num_rows, self.block_size)
-        logits = self._model.forward(step, state, num_tokens, num_rows, max_q_len, self._cache)
+        self._model.forward(step, state, num_tokens, num_rows, max_q_len, self._cache)
+
+    def _choose(self, sent: Sent) -> None:
+        """Launch the choice of tokens; what no row asks for is left out, so no graph holds it."""
+        batch, num_rows = self._batch, sent.num_chunks
+        step, state = batch.step, batch.state
         sampling.sample(
-            logits,
+            self._model.logits[:num_rows],
             state.step_wishes[:num_rows].view(torch.uint8),
             state.sample_positions[:num_rows],
             self._sampling,
             token_ids=state.chosen[:num_rows],
             logprobs=state.logprobs[:num_rows],
             statuses=state.statuses[:num_rows],
-            counts=batch.counts,
-            prompt=batch.prompt,
-            ban_starts=step.ban_starts[: num_rows + 1],
-            bans=batch.bans,
+            counts=batch.counts if sent.has_penalties else None,
+            prompt=batch.prompt if sent.has_penalties else None,
+            ban_starts=step.ban_starts[: num_rows + 1] if sent.has_bans else None,
+            bans=batch.bans if sent.has_bans else None,
+            filters=sent.has_filters,
             pdl=True,
         )
-        counts = state.count_slots[:num_rows], state.chosen[:num_rows], batch.counts
-        sampling.note_output(*counts, pdl=True)
+        if sent.has_penalties:
+            slots, chosen = state.count_slots[:num_rows], state.chosen[:num_rows]
+            sampling.note_output(slots, chosen, batch.counts, pdl=True)
         batch_state.end_step(step, state, num_rows, pdl=True)
 
     def _free_bytes(self, share: float) -> int:
@@ -184,7 +191,8 @@ class CudaRunner:
         for rows in (1, 2, config.max_num_seqs):
             for q_len in (*_WARM_UP_LENGTHS, limit // rows):
                 if rows * q_len <= limit:
-                    self._run(rows * q_len, rows, q_len)
+                    self._forward(rows * q_len, rows, q_len)
+        self._choose(Sent(1, 1, 1, 0, has_filters=True, has_penalties=True, has_bans=True))
         torch.cuda.synchronize(self._device)
 
     def _record(self, sizes: list[int], progress: Callable[[str, float], None]) -> None:
@@ -195,13 +203,13 @@ class CudaRunner:
         recorded: dict[int, torch.cuda.CUDAGraph] = {}
         pool = torch.cuda.graph_pool_handle()
         for size in reversed(sizes):
-            self._run(size, size, 1)  # what is not compiled or loaded yet cannot be recorded
+            self._forward(size, size, 1)  # what is not compiled or loaded yet cannot be recorded
             torch.cuda.synchronize(self._device)
             # Not `torch.cuda.graph`, which collects garbage each time: seconds in all.
             graph = torch.cuda.CUDAGraph()
             graph.capture_begin(pool=pool, capture_error_mode="thread_local")
             try:
-                self._run(size, size, 1)
+                self._forward(size, size, 1)
             finally:
                 graph.capture_end()
             recorded[size] = graph

@@ -38,6 +38,8 @@ class _Resident:
     sequence: Sequence
     generation: int
     slot: int
+    has_filters: bool  # top_k, top_p or min_p cut what is drawn from
+    has_penalties: bool
     num_blocks: int = 0
 
     @property
@@ -52,12 +54,16 @@ class Sent:
     Attributes:
         num_chunks, num_tokens, max_q_len: of the step.
         ring_index: where in the ring its results will be.
+        has_filters, has_penalties, has_bans: whether a chunk's choice needs them.
     """
 
     num_chunks: int
     num_tokens: int
     max_q_len: int
     ring_index: int
+    has_filters: bool
+    has_penalties: bool
+    has_bans: bool
 
 
 class DeviceBatch:
@@ -151,6 +157,7 @@ class DeviceBatch:
         tokens: list[int] = []
         ban_starts = [0]
         width = self.state.tables.shape[1]
+        has_filters = has_penalties = False
         for chunk in batch.chunks:
             sequence = chunk.sequence
             resident = self._residents.get(sequence.request_id)
@@ -158,6 +165,8 @@ class DeviceBatch:
                 resident = self._admit(sequence, changes)
             if len(sequence.blocks) > resident.num_blocks:
                 changes.add_blocks(resident, width)
+            has_filters |= resident.has_filters
+            has_penalties |= resident.has_penalties
             slots.append(resident.slot)
             sample_slots.append(resident.slot if chunk.samples else -1)
             seq_lens.append(chunk.end)
@@ -183,7 +192,15 @@ class DeviceBatch:
         for name, values in arrays.items():
             first, _ = self._offsets[name]
             host[first : first + len(values)] = values
-        sent = Sent(len(slots), len(tokens), max(lengths), self._ring_index)
+        sent = Sent(
+            len(slots),
+            len(tokens),
+            max(lengths),
+            self._ring_index,
+            has_filters,
+            has_penalties,
+            has_bans=bool(changes.bans),
+        )
         return sent, self._offsets["tokens"][0] + len(tokens)
 
     def _admit(self, sequence: Sequence, changes: _Changes) -> _Resident:
@@ -198,11 +215,18 @@ class DeviceBatch:
                 if resident.is_gone:
                     del self._residents[request_id]
                     self._free.append(resident.slot)
-        resident = _Resident(sequence, sequence.generation, self._free.pop())
+        params = sequence.request.params
+        resident = _Resident(
+            sequence,
+            sequence.generation,
+            self._free.pop(),
+            has_filters=params.top_k > 0 or params.top_p < 1.0 or params.min_p > 0.0,
+            has_penalties=params.has_penalties,
+        )
         self._residents[sequence.request_id] = resident
         changes.slots.append(resident.slot)
         changes.wishes += _wish(sequence, resident.slot)
-        if sequence.request.params.has_penalties:
+        if params.has_penalties:
             self._count(sequence, resident.slot)
         return resident
 

@@ -63,8 +63,8 @@ class Runner(Protocol):
 def place(config: EngineConfig, checkpoint: Checkpoint) -> EngineConfig:
     """The settings with a device in the place of `auto`, and what follows from it.
 
-    A GPU is taken if torch sees one, the kernels run on it, they can be compiled, and there are some
-    for the model.
+    A GPU is taken if torch sees one, the kernels run on it, they can be compiled, and there are
+    some for the model.
 
     Raises:
         ConfigError: the checkpoint is damaged or of an unsupported kind, or the settings do not go

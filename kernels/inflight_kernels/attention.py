@@ -151,6 +151,7 @@ def parts(
     num_multiprocessors: int,
     shared_bytes: int,
     hopper: bool,
+    batch_invariant: bool = False,
 ) -> tuple[Part, ...]:
     """How to split a step: a pure function of what the host knows of it.
 
@@ -163,6 +164,7 @@ def parts(
         num_multiprocessors: of the device.
         shared_bytes: shared memory of a multiprocessor.
         hopper: whether the device has sm_90a.
+        batch_invariant: see `plan`.
     """
     few, some, many_anywhere = shapes(head_dim)
     many: Shape | HopperShape = many_anywhere
@@ -170,7 +172,9 @@ def parts(
         many = HopperShape(head_dim)
     rows = max_q_len * group
     chosen: list[tuple[Shape | HopperShape, int, int]]
-    if rows <= few.rows:
+    if batch_invariant:  # one kernel for all
+        chosen = [(some, 0, _NO_LIMIT)]
+    elif rows <= few.rows:
         chosen = [(few, 0, _NO_LIMIT)]
     elif rows <= some.rows:
         chosen = [(some, 0, _NO_LIMIT)]
@@ -228,7 +232,12 @@ def _is_hopper() -> bool:
 
 
 def _parts(
-    num_chunks: int, num_tokens: int, max_q_len: int | None, group: int, head_dim: int
+    num_chunks: int,
+    num_tokens: int,
+    max_q_len: int | None,
+    group: int,
+    head_dim: int,
+    batch_invariant: bool,
 ) -> tuple[Part, ...]:
     if max_q_len is None:
         max_q_len = num_tokens - num_chunks + 1
@@ -241,6 +250,7 @@ def _parts(
         num_multiprocessors(),
         _shared_bytes(),
         _is_hopper(),
+        batch_invariant,
     )
 
 
@@ -251,6 +261,7 @@ def workspace_size(
     num_kv_heads: int,
     head_dim: int,
     max_q_len: int | None = None,
+    batch_invariant: bool = False,
 ) -> int:
     """Bytes that `plan` and `attend` need on the current device; more is fine.
 
@@ -263,11 +274,13 @@ def workspace_size(
         num_heads, num_kv_heads, head_dim: H, G and D.
         max_q_len: no chunk has more tokens; None if each has at least one and nothing else is
             known.
+        batch_invariant: see `plan`.
     """
     _check_heads(num_heads, num_kv_heads, head_dim)
     if not num_chunks:
         return 0
-    return _parts(num_chunks, num_tokens, max_q_len, num_heads // num_kv_heads, head_dim)[-1].end
+    group = num_heads // num_kv_heads
+    return _parts(num_chunks, num_tokens, max_q_len, group, head_dim, batch_invariant)[-1].end
 
 
 def plan(
@@ -281,6 +294,7 @@ def plan(
     window: int = 0,
     *,
     max_q_len: int | None = None,
+    batch_invariant: bool = False,
     pdl: bool = False,
 ) -> None:
     """Plan a step; `attend` with planned=True then serves each layer that has this window.
@@ -294,6 +308,8 @@ def plan(
         window: a token sees the last `window` keys, its own included; 0 for all.
         max_q_len: no chunk has more tokens; None if each has at least one and nothing else is
             known.
+        batch_invariant: a token's result does not depend, to the bit, on how its sequence is cut
+            into chunks and on what else is in the step. Slower: no block helps another one.
         pdl: see `Kernel`.
 
     Raises:
@@ -304,7 +320,7 @@ def plan(
     if not num_chunks or not num_tokens:
         return
     group = num_heads // num_kv_heads
-    found = _parts(num_chunks, num_tokens, max_q_len, group, head_dim)
+    found = _parts(num_chunks, num_tokens, max_q_len, group, head_dim, batch_invariant)
     _check_workspace(workspace, found[-1].end)
     base = workspace.data_ptr()
     for part in found:
@@ -327,6 +343,7 @@ def plan(
             Int64(base + part.shares),
             Int64(base + part.arrivals),
             Int64(base + part.queue if isinstance(part.shape, HopperShape) else 0),
+            batch_invariant,
             pdl=pdl,
         )
 
@@ -345,6 +362,7 @@ def attend(
     soft_cap: float = 0.0,
     *,
     max_q_len: int | None = None,
+    batch_invariant: bool = False,
     planned: bool = False,
     pdl: bool = False,
 ) -> None:
@@ -364,9 +382,9 @@ def attend(
         scale: of the scores, > 0.
         window: see `plan`.
         soft_cap: scores become soft_cap * tanh(score / soft_cap); 0 leaves them.
-        max_q_len: see `plan`.
-        planned: the workspace holds the plan of this step, made with the same shapes, window and
-            max_q_len. Otherwise it is made here.
+        max_q_len, batch_invariant: see `plan`.
+        planned: the workspace holds the plan of this step, made with the same shapes, window,
+            max_q_len and batch_invariant. Otherwise it is made here.
         pdl: see `Kernel`.
 
     Raises:
@@ -404,10 +422,11 @@ def attend(
             head_dim,
             window,
             max_q_len=max_q_len,
+            batch_invariant=batch_invariant,
             pdl=pdl,
         )
     group = num_heads // num_kv_heads
-    found = _parts(num_chunks, num_tokens, max_q_len, group, head_dim)
+    found = _parts(num_chunks, num_tokens, max_q_len, group, head_dim, batch_invariant)
     _check_workspace(workspace, found[-1].end)
     base = workspace.data_ptr()
     for part in found:

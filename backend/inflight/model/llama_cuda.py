@@ -69,6 +69,9 @@ class Model:
         max_chunks: n at most.
         batch_invariant: a token's numbers do not depend on the other tokens of its step.
 
+    Attributes:
+        logits: [max_chunks or more, vocab_size] float32, the last step's in its first rows.
+
     Raises:
         ConfigError: the weights are damaged or do not fit the config, or no kernel is there for
             the model's shape.
@@ -118,10 +121,14 @@ class Model:
         last_rows = -(-max_chunks // _INVARIANT_ROWS) * _INVARIANT_ROWS
         self._last = buffer(config.hidden_size, last_rows)
         self._last_normed = buffer(config.hidden_size, last_rows)
-        self._logits = buffer(config.vocab_size, last_rows, torch.float32)
+        self.logits = buffer(config.vocab_size, last_rows, torch.float32)
         # For any mix of chunks, and for steps of one token each.
-        sizes = [attention.workspace_size(max_chunks, max_tokens, *heads)]
-        sizes.append(attention.workspace_size(max_chunks, max_chunks, *heads, max_q_len=1))
+        sizes = [
+            attention.workspace_size(
+                max_chunks, tokens, *heads, max_q_len, batch_invariant=batch_invariant
+            )
+            for tokens, max_q_len in ((max_tokens, None), (max_chunks, 1))
+        ]
         self._attention_workspace = torch.zeros(max(sizes), dtype=torch.uint8, device=device)
         self._gemm_workspace = gemm.Workspace(device)
 
@@ -133,8 +140,8 @@ class Model:
         num_chunks: int,
         max_q_len: int,
         cache: KVCache,
-    ) -> Tensor:
-        """Write the keys and values of a step into the cache and score what follows each chunk.
+    ) -> None:
+        """Write the keys and values of a step into the cache; what follows each chunk -> logits.
 
         Args:
             step: what the host sent.
@@ -143,9 +150,6 @@ class Model:
             num_chunks: n; T where max_q_len is 1.
             max_q_len: no chunk has more tokens.
             cache: of all layers; changed in place.
-
-        Returns:
-            Logits [n, vocab_size] float32, in a buffer that the next step overwrites.
         """
         config, weights = self.config, self._weights
         heads = (config.num_heads, config.num_kv_heads, config.head_dim)
@@ -159,7 +163,14 @@ class Model:
 
         embedding(state.token_ids[:num_tokens], weights.embedding, out=hidden, pdl=True)
         attention.plan(
-            query_start, seq_lens, workspace, num_tokens, *heads, max_q_len=max_q_len, pdl=True
+            query_start,
+            seq_lens,
+            workspace,
+            num_tokens,
+            *heads,
+            max_q_len=max_q_len,
+            batch_invariant=self._batch_invariant,
+            pdl=True,
         )
         for layer, (k_cache, v_cache) in zip(weights.layers, cache.layers, strict=True):
             rms_norm(hidden, layer.attention_norm, config.rms_norm_eps, out=normed, pdl=True)
@@ -186,6 +197,7 @@ class Model:
                 workspace,
                 self._scale,
                 max_q_len=max_q_len,
+                batch_invariant=self._batch_invariant,
                 planned=True,
                 pdl=True,
             )
@@ -199,8 +211,7 @@ class Model:
             last = self._last[:num_chunks]
             embedding(state.last_rows[:num_chunks], hidden, out=last, pdl=True)
         rms_norm(last, weights.norm, config.rms_norm_eps, out=last_normed, pdl=True)
-        self._linear(self._last_normed, weights.head, None, self._logits, num_chunks)
-        return self._logits[:num_chunks]
+        self._linear(self._last_normed, weights.head, None, self.logits, num_chunks)
 
     # ------------------------------------------------------------ linear layers
 

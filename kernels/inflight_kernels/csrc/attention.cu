@@ -587,11 +587,12 @@ using attention::PLAN_THREADS;
 //   shares [num_shares], arrivals [2 * num_shares]   arrivals become 0
 //   queue   for a kernel that can work off whole units; then items go from long to short. May be
 //           null.
+//   whole   shares end where units do, so that no sum depends on what else is in the step
 extern "C" __global__ void __launch_bounds__(PLAN_THREADS)
     plan(const int* query_start, const int* seq_lens, int n, int group, int num_kv_heads,
          int unit_rows, int unit_keys, int window, int min_rows, int max_rows, int num_shares,
          int* first_item, attention::Item* items, attention::Share* shares, int* arrivals,
-         attention::Queue* queue) {
+         attention::Queue* queue, bool whole) {
     using namespace attention;
     wait_for_previous();
     const int thread = threadIdx.x;
@@ -648,20 +649,27 @@ extern "C" __global__ void __launch_bounds__(PLAN_THREADS)
     if (queue != nullptr) {
         const int units = num_items * num_kv_heads;
         const int time = queue_time(items, units, num_kv_heads, num_shares);
-        const bool whole = time <= num_tiles / num_shares + CUT_TILES;
+        const bool uncut = time <= num_tiles / num_shares + CUT_TILES;
         if (thread == 0 && units > 0)
-            *queue = {whole ? units : 0, 0, 0,
+            *queue = {uncut ? units : 0, 0, 0,
                       heads_at_once(items[0].kv_tiles, num_tiles, num_kv_heads, num_shares)};
         else if (thread == 0)
             *queue = {};
     }
+    const auto item_of = [&](int tile) {
+        return last_at_most(tile, num_items, [&](int k) { return items[k].first_tile; });
+    };
+    const auto border = [&](int share) {
+        const int tile = share_begin(share, num_tiles, num_shares);
+        if (!whole || tile >= num_tiles) return tile;
+        const Item& item = items[item_of(tile)];
+        const int inside = tile - item.first_tile + item.kv_tiles - 1;
+        return item.first_tile + inside - inside % item.kv_tiles;
+    };
     for (int share = thread; share < num_shares; share += PLAN_THREADS) {
-        const int begin = share_begin(share, num_tiles, num_shares);
-        const int end = share_begin(share + 1, num_tiles, num_shares);
-        const int item = begin < end
-                             ? last_at_most(
-                                   begin, num_items, [&](int k) { return items[k].first_tile; })
-                             : 0;
+        const int begin = border(share);
+        const int end = border(share + 1);
+        const int item = begin < end ? item_of(begin) : 0;
         shares[share] = {begin, end, item, num_tiles};
         arrivals[share] = 0;
         arrivals[num_shares + share] = 0;

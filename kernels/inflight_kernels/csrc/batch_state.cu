@@ -10,16 +10,16 @@ constexpr int WISH_SLOT = 9;
 
 // Writes table entries: tables[places[i]] = blocks[i].
 extern "C" __global__ void write_tables(const int* places, const int* blocks, int n, int* tables) {
-    launch_next();
     wait_for_previous();
+    launch_next();
     const int i = blockIdx.x * blockDim.x + threadIdx.x;
     if (i < n) tables[places[i]] = blocks[i];
 }
 
 // Writes sequences' wishes: wishes[slots[i]] = news[i].
 extern "C" __global__ void write_wishes(const int* slots, const int* news, int n, int* wishes) {
-    launch_next();
     wait_for_previous();
+    launch_next();
     const int i = blockIdx.x * blockDim.x + threadIdx.x;
     if (i < n * WISH_WORDS)
         wishes[slots[i / WISH_WORDS] * WISH_WORDS + i % WISH_WORDS] = news[i];
@@ -35,8 +35,8 @@ extern "C" __global__ void begin_step(const int* header, const int* slots, const
                                       long long* positions, long long* slot_mapping,
                                       long long* last_rows, int* step_tables, int* step_wishes,
                                       long long* sample_positions, int* count_slots) {
-    launch_next();
     wait_for_previous();
+    launch_next();
     const int chunk = blockIdx.x;
     if (chunk >= header[NUM_CHUNKS]) {
         if (threadIdx.x == 0) {
@@ -87,8 +87,8 @@ extern "C" __global__ void end_step(const int* header, const int* sample_slots,
                                     const long long* token_ids, const float* logprobs,
                                     const int* statuses, int n, int max_chunks,
                                     long long* last_tokens, int* results) {
-    launch_next();
     wait_for_previous();
+    launch_next();
     const int i = blockIdx.x * blockDim.x + threadIdx.x;
     if (i >= n || i >= header[NUM_CHUNKS]) return;
     const int slot = sample_slots[i];

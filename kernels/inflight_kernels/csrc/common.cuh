@@ -121,7 +121,9 @@ __device__ inline void wait_for_previous() {
 #endif
 }
 
-// Let the next kernel start, up to its own wait_for_previous(), once all blocks have said so.
+// Let the next kernel start, up to its own wait_for_previous(), once all blocks have said so. Said
+// before one's own wait, it lets a whole chain of kernels in, whose blocks then stand in each
+// other's way: worth it only where the next one has much to do before its wait.
 __device__ inline void launch_next() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");

@@ -122,8 +122,8 @@ __global__ void __launch_bounds__((WARPS + 1) * 32, 1)
     Barrier* const full = reinterpret_cast<Barrier*>(ring + STAGES * STAGE);
     Barrier* const empty = full + STAGES;
 
-    // At once, while each multiprocessor has one block of this kernel and room for one of the next:
-    // said shortly before the end, it makes a chain of layers slower than no overlap at all.
+    // At once: a small kernel fits beside, and the next of this kind takes over each multiprocessor
+    // as it gets free, its weights on their way.
     launch_next();
     // Of a lane, so that the compiler sees that warps do not diverge.
     const int lane = threadIdx.x % 32, warp = __shfl_sync(FULL_WARP, threadIdx.x / 32, 0);

@@ -32,8 +32,8 @@ __global__ void __launch_bounds__(512)
     const int column = lane * N;
     const long long token = blockIdx.x;
 
-    launch_next();
     wait_for_previous();
+    launch_next();
 
     const long long slot = slots[token], position = positions[token];
     const T* row = qkv + token * qkv_stride + column;

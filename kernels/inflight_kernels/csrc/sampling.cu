@@ -824,8 +824,8 @@ __global__ void __launch_bounds__(THREADS, 4)
          const int* ban_starts, const int* bans, char* scratch, int* arrivals, int* found,
          long long* tokens, float* logprobs, int* statuses) {
     __shared__ Shared shared;
-    launch_next();
     wait_for_previous();
+    launch_next();
     const Job<T> job = {logits,     stride, vocab,   wishes,   positions, counts, prompt,  ban_starts,
                         bans,       scratch, arrivals, found,  tokens,    logprobs, statuses};
     scan_slice(job, blockIdx.y, blockIdx.x, shared);
@@ -839,8 +839,8 @@ __global__ void __launch_bounds__(THREADS, 4)
            const int* ban_starts, const int* bans, char* scratch, int* arrivals, int* found,
            long long* tokens, float* logprobs, int* statuses) {
     __shared__ Shared shared;
-    launch_next();
     wait_for_previous();
+    launch_next();
     const Job<T> job = {logits,     stride, vocab,   wishes,   positions, counts, prompt,  ban_starts,
                         bans,       scratch, arrivals, found,  tokens,    logprobs, statuses};
     gather_slice(job, blockIdx.y, blockIdx.x, shared);
@@ -850,8 +850,8 @@ __global__ void __launch_bounds__(THREADS, 4)
 // A count stays at 32767.
 __global__ void note_output(const int* slots, const long long* ids, short* counts, int n,
                             int vocab) {
-    launch_next();
     wait_for_previous();
+    launch_next();
     const int i = blockIdx.x * blockDim.x + threadIdx.x;
     if (i >= n || slots[i] < 0 || ids[i] < 0 || ids[i] >= vocab) return;
     const long long at = static_cast<long long>(slots[i]) * vocab + ids[i];
@@ -868,8 +868,8 @@ __global__ void note_output(const int* slots, const long long* ids, short* count
 // Set the bits of token ids[i] in the prompt of slots[i], for i < n.
 __global__ void note_prompt(const int* slots, const long long* ids, unsigned* prompt, int n,
                             int vocab) {
-    launch_next();
     wait_for_previous();
+    launch_next();
     const int i = blockIdx.x * blockDim.x + threadIdx.x;
     if (i >= n || slots[i] < 0 || ids[i] < 0 || ids[i] >= vocab) return;
     const long long words = (vocab + 31) / 32;

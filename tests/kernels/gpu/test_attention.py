@@ -34,13 +34,16 @@ class Step:
     def heads(self) -> tuple[int, int, int]:
         return self.q.shape[1], self.k_cache.shape[2], self.q.shape[2]
 
-    def workspace(self, max_q_len: int | None = None) -> Tensor:
-        size = workspace_size(len(self.seq_lens), len(self.q), *self.heads, max_q_len)
+    def workspace(self, max_q_len: int | None = None, batch_invariant: bool = False) -> Tensor:
+        count, num_tokens = len(self.seq_lens), len(self.q)
+        size = workspace_size(count, num_tokens, *self.heads, max_q_len, batch_invariant)
         return torch.full((size,), 0xFF, dtype=torch.uint8, device="cuda")
 
     def run(self, workspace: Tensor | None = None, **options) -> Tensor:
         if workspace is None:
-            workspace = self.workspace(options.get("max_q_len"))
+            workspace = self.workspace(
+                options.get("max_q_len"), options.get("batch_invariant", False)
+            )
         out = torch.full(self.q.shape, float("nan"), dtype=self.q.dtype, device="cuda")
         attend(
             self.q,
@@ -266,6 +269,29 @@ def test_a_graph_replays_with_other_lengths(pdl):
         made.seq_lens.copy_(seq_lens)
         graph.replay()
         assert error(out, made.definition()) < BOUND[torch.bfloat16]
+
+
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+def test_batch_invariant_results_depend_on_nothing_else_in_the_step(head_dim):
+    q_lens, kv_lens = [1, 90, 1, 300, 1, 7], [700, 90, 33, 4000, 1, 1500]
+    step = make_step(q_lens, kv_lens, head_dim=head_dim)
+    whole = step.run(batch_invariant=True)
+    assert error(whole, step.definition()) < BOUND[torch.bfloat16]
+    starts = step.query_start.tolist()
+    for i, (q_len, kv_len) in enumerate(zip(q_lens, kv_lens, strict=True)):
+        for first in range(0, q_len, 40):  # as if its prompt came in chunks of 40
+            rows = slice(starts[i] + first, min(starts[i] + first + 40, starts[i + 1]))
+            taken = rows.stop - rows.start
+            alone = Step(
+                step.q[rows],
+                step.k_cache,
+                step.v_cache,
+                step.block_tables[i : i + 1],
+                torch.tensor([0, taken], dtype=torch.int32, device="cuda"),
+                torch.tensor([kv_len - q_len + first + taken], dtype=torch.int32, device="cuda"),
+                step.scale,
+            )
+            assert torch.equal(alone.run(batch_invariant=True), whole[rows])
 
 
 def test_a_graph_replays_with_other_chunks():
