@@ -24,13 +24,16 @@ def spread(values: Sequence[float], digits: int = 3) -> dict[str, float]:
 
 
 def commit(checkout: Path = ROOT) -> str:
-    """What is measured; $BENCHMARK_COMMIT says it where the checkout came without its history."""
+    """What is measured; $BENCHMARK_COMMIT says it where a checkout has not its own history."""
+    told = os.environ.get("BENCHMARK_COMMIT")
+    if told:
+        return told
     command = ["git", "-C", str(checkout), "describe", "--always", "--dirty"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=False)
     except FileNotFoundError:
-        return os.environ.get("BENCHMARK_COMMIT", "unknown")
-    return done.stdout.strip() or os.environ.get("BENCHMARK_COMMIT", "unknown")
+        return "unknown"
+    return done.stdout.strip() or "unknown"
 
 
 def cpu() -> dict[str, Any]:
