@@ -100,7 +100,9 @@ class DeviceBatch:
         words = sampling.prompt_words(vocab_size)
         self.counts = torch.zeros(max_num_seqs, vocab_size, dtype=torch.int16, device=device)
         self.prompt = torch.zeros(max_num_seqs, words, dtype=torch.int32, device=device)
-        self._pinned = torch.zeros(RING, self._layout.size, dtype=torch.int32, pin_memory=True)
+        self._pinned = torch.zeros(
+            RING, self._layout.size, dtype=torch.int32, pin_memory=torch.cuda.is_available()
+        )
         self._host: list[_Ints] = [buffer.numpy() for buffer in self._pinned]
         self._results: _Ints = self.state.results.numpy()
         self._offsets = self._layout.offsets

@@ -14,20 +14,17 @@ from inflight.checkpoint import Checkpoint
 from inflight.config import GPU_HEAD_DIMS
 from inflight.errors import ConfigError
 from inflight.model.config import ModelConfig
+from inflight.model.cuda_linear import INVARIANT_ROWS, Linear
 from inflight.model.kv_cache import KVCache
 from inflight.model.llama import load_weights, weight_shapes
 from inflight.model.rope import inverse_frequencies
 from inflight.model.weights import Progress, open_weights
-from inflight_kernels import attention, gemm
-from inflight_kernels.activation import silu_mul
+from inflight_kernels import attention
 from inflight_kernels.batch_state import BatchState, Step
 from inflight_kernels.embedding import embedding
 from inflight_kernels.norm import rms_norm
 from inflight_kernels.reference import rotary_tables
 from inflight_kernels.rope import rope_write_kv
-
-# Rows that a linear layer computes at a time where results must not depend on the batch.
-_INVARIANT_ROWS = 128
 
 
 class DevicePlace:
@@ -105,7 +102,7 @@ class Model:
         stored = open_weights(checkpoint, config, weight_shapes(config), device)
         self._weights = load_weights(stored, config, DevicePlace(dtype, device), progress)
 
-        rows = -(-max_tokens // _INVARIANT_ROWS) * _INVARIANT_ROWS
+        rows = -(-max_tokens // INVARIANT_ROWS) * INVARIANT_ROWS
 
         def buffer(width: int, num_rows: int = rows, kind: torch.dtype = dtype) -> Tensor:
             return torch.zeros(num_rows, width, dtype=kind, device=device)
@@ -118,7 +115,7 @@ class Model:
         self._attended = buffer(q_width)
         self._gate_up = buffer(2 * config.intermediate_size)
         self._gated = buffer(config.intermediate_size)
-        last_rows = -(-max_chunks // _INVARIANT_ROWS) * _INVARIANT_ROWS
+        last_rows = -(-max_chunks // INVARIANT_ROWS) * INVARIANT_ROWS
         self._last = buffer(config.hidden_size, last_rows)
         self._last_normed = buffer(config.hidden_size, last_rows)
         self.logits = buffer(config.vocab_size, last_rows, torch.float32)
@@ -130,7 +127,7 @@ class Model:
             for tokens, max_q_len in ((max_tokens, None), (max_chunks, 1))
         ]
         self._attention_workspace = torch.zeros(max(sizes), dtype=torch.uint8, device=device)
-        self._gemm_workspace = gemm.Workspace(device)
+        self._linear = Linear(device, batch_invariant)
 
     def forward(
         self,
@@ -151,7 +148,7 @@ class Model:
             max_q_len: no chunk has more tokens.
             cache: of all layers; changed in place.
         """
-        config, weights = self.config, self._weights
+        config, weights, linear = self.config, self._weights, self._linear
         heads = (config.num_heads, config.num_kv_heads, config.head_dim)
         q_width = config.num_heads * config.head_dim
         hidden, normed = self._hidden[:num_tokens], self._normed[:num_tokens]
@@ -174,7 +171,7 @@ class Model:
         )
         for layer, (k_cache, v_cache) in zip(weights.layers, cache.layers, strict=True):
             rms_norm(hidden, layer.attention_norm, config.rms_norm_eps, out=normed, pdl=True)
-            self._linear(self._normed, layer.qkv, layer.qkv_bias, self._qkv, num_tokens)
+            linear.product(self._normed, layer.qkv, layer.qkv_bias, self._qkv, num_tokens)
             rope_write_kv(
                 qkv,
                 state.positions[:num_tokens],
@@ -201,78 +198,21 @@ class Model:
                 planned=True,
                 pdl=True,
             )
-            self._add_linear(self._attended, layer.out, layer.out_bias, num_tokens)
+            linear.add(self._attended, layer.out, layer.out_bias, self._hidden, num_tokens)
             rms_norm(hidden, layer.mlp_norm, config.rms_norm_eps, out=normed, pdl=True)
-            self._gated_linear(layer.gate_up, layer.gate_up_bias, num_tokens)
-            self._add_linear(self._gated, layer.down, layer.down_bias, num_tokens)
+            linear.gated(
+                self._normed,
+                layer.gate_up,
+                layer.gate_up_bias,
+                self._gate_up,
+                self._gated,
+                num_tokens,
+            )
+            linear.add(self._gated, layer.down, layer.down_bias, self._hidden, num_tokens)
 
         last, last_normed = hidden, self._last_normed[:num_chunks]
         if max_q_len > 1:
             last = self._last[:num_chunks]
             embedding(state.last_rows[:num_chunks], hidden, out=last, pdl=True)
         rms_norm(last, weights.norm, config.rms_norm_eps, out=last_normed, pdl=True)
-        self._linear(self._last_normed, weights.head, None, self.logits, num_chunks)
-
-    # ------------------------------------------------------------ linear layers
-
-    # Each takes whole buffers and the number of rows that count, since what must not depend on the
-    # batch is computed in tiles of one size.
-
-    def _linear(
-        self, x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, num_rows: int
-    ) -> None:
-        """out = x @ weight.T + bias"""
-        if self._streams(weight, num_rows):
-            gemm.linear(
-                x[:num_rows], weight, self._gemm_workspace, bias, out=out[:num_rows], pdl=True
-            )
-            return
-        for rows in self._tiles(num_rows):
-            if out.dtype != x.dtype:
-                torch.mm(x[rows], weight.t(), out_dtype=out.dtype, out=out[rows])
-            elif bias is None:
-                torch.mm(x[rows], weight.t(), out=out[rows])
-            else:
-                torch.addmm(bias, x[rows], weight.t(), out=out[rows])
-
-    def _add_linear(self, x: Tensor, weight: Tensor, bias: Tensor | None, num_rows: int) -> None:
-        """hidden += x @ weight.T + bias"""
-        if self._streams(weight, num_rows):
-            hidden = self._hidden[:num_rows]
-            gemm.linear(
-                x[:num_rows], weight, self._gemm_workspace, bias, hidden, out=hidden, pdl=True
-            )
-            return
-        for rows in self._tiles(num_rows):
-            self._hidden[rows].addmm_(x[rows], weight.t())
-            if bias is not None:
-                self._hidden[rows].add_(bias)
-
-    def _gated_linear(self, weight: Tensor, bias: Tensor | None, num_rows: int) -> None:
-        """gated = silu(gate) * up, where gate | up = normed @ weight.T + bias"""
-        gated = self._gated[:num_rows]
-        if self._streams(weight, num_rows):
-            gemm.linear(
-                self._normed[:num_rows],
-                weight,
-                self._gemm_workspace,
-                bias,
-                out=gated,
-                gated=True,
-                pdl=True,
-            )
-            return
-        self._linear(self._normed, weight, bias, self._gate_up, num_rows)
-        silu_mul(self._gate_up[:num_rows], out=gated, pdl=True)
-
-    def _streams(self, weight: Tensor, num_rows: int) -> bool:
-        """Whether our kernel for few rows takes it, rather than cuBLAS."""
-        n, k = weight.shape
-        return not self._batch_invariant and gemm.prefers(num_rows, n, k)
-
-    def _tiles(self, num_rows: int) -> list[slice]:
-        if not self._batch_invariant:
-            return [slice(0, num_rows)]
-        return [
-            slice(first, first + _INVARIANT_ROWS) for first in range(0, num_rows, _INVARIANT_ROWS)
-        ]
+        linear.product(self._last_normed, weights.head, None, self.logits, num_chunks)
