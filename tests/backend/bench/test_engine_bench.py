@@ -42,7 +42,9 @@ def test_rows_and_the_start_are_measured_and_compared(bench: Run, tmp_path: Path
     assert status == 0
     report = json.loads(out.splitlines()[-1])
     decode, prefill, cold, warm = report["rows"]
-    assert decode["out_tok_s"] == pytest.approx(12 / min(decode["seconds"]), rel=0.01)
+    best = min(decode["seconds"])
+    assert 12 / (best + 5e-5) <= decode["out_tok_s"] + 0.01  # seconds are rounded to 0.1 ms
+    assert decode["out_tok_s"] - 0.01 <= 12 / (best - 5e-5)
     assert len(decode["seconds"]) == 2
     assert decode["of_peer"] == pytest.approx(decode["out_tok_s"] / 0.5, rel=0.01)
     assert prefill["prompt_tok_s"] > 0
