@@ -19,6 +19,7 @@ from inflight.config import EngineConfig
 from inflight.engine import Engine, generate
 from inflight.request import Request, TokenEvent
 from inflight.sampling import SamplingParams
+from inflight_kernels import dense
 from teacher import Teacher
 
 pytestmark = pytest.mark.gpu
@@ -112,6 +113,30 @@ def test_greedy_output_is_the_model_s(
     engine = make_engine(checkpoint, **settings)
     inputs = prompts(24)
     check(teacher, inputs, generate(engine, requests(inputs)))
+
+
+def test_wide_layers_go_through_the_product_of_many_tokens(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wide = SHAPE | {"hidden_size": 2048, "intermediate_size": 14336, "num_hidden_layers": 1}
+    weights = tiny.random_weights(tiny.SETTINGS | wide)
+    for name in weights:
+        if "norm" not in name:  # as small as keeps sums over eight times the width as they were
+            weights[name] *= 0.1 if "q_proj" in name or "k_proj" in name else 0.35
+    checkpoint = tiny.write_llama(tmp_path, weights, dtype=torch.bfloat16, **wide)
+    taken: list[int] = []
+    linear = dense.linear
+
+    def counted(x: torch.Tensor, *args: object, **options: object) -> None:
+        taken.append(len(x))
+        linear(x, *args, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(dense, "linear", counted)
+    engine = make_engine(checkpoint, max_num_seqs=128, cuda_graphs=False)
+    inputs = prompts(128, most=30)
+    outputs = generate(engine, requests(inputs, max_tokens=12))
+    assert {128, 256} <= set(taken)
+    check(Teacher(checkpoint, MAX_LEN), inputs, outputs)
 
 
 def test_requests_that_come_while_others_run(checkpoint: Checkpoint, teacher: Teacher) -> None:
