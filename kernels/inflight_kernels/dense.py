@@ -10,16 +10,13 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from typing import Any
 
-import numpy as np
 import torch
-from cuda.core._tensor_map import TensorMapL2Promotion, TensorMapSwizzle  # exported nowhere
-from cuda.core.utils import StridedMemoryView
 from torch import Tensor
 
 from inflight_kernels.compile import Instantiation
 from inflight_kernels.launch import check, check_place, kernel, name_of, num_multiprocessors
+from inflight_kernels.tensor_map import matrix_map
 
 STORAGE_TYPES = {torch.bfloat16: "__nv_bfloat16", torch.float16: "__half"}
 _OUT_TYPES = {**STORAGE_TYPES, torch.float32: "float"}
@@ -219,8 +216,8 @@ def linear(
     kernel("dense_hopper", _name(shape, storage, _OUT_TYPES[out_type], gated))(
         2 * cut.clusters,
         _THREADS,
-        _map(x.data_ptr(), m, k, x.stride(0), _TOKENS if shape.share_weight else _TOKENS // 2),
-        _map(weight.data_ptr(), n, k, k, shape.rows // 2),
+        matrix_map(x, (_TOKENS if shape.share_weight else _TOKENS // 2, _DEPTH), 256),
+        matrix_map(weight, (shape.rows // 2, _DEPTH), 256),
         0 if bias is None else bias,
         0 if residual is None else residual,
         out,
@@ -229,34 +226,6 @@ def linear(
         k,
         shared=shape.shared_bytes,
         pdl=pdl,
-    )
-
-
-class _Matrix:
-    """16-bit values in device memory, as the CUDA array interface tells of them.
-
-    A tensor map made of a tensor would keep its memory.
-    """
-
-    def __init__(self, address: int, shape: tuple[int, int], row_stride: int) -> None:
-        self.__cuda_array_interface__: dict[str, Any] = {
-            "version": 3,
-            "shape": shape,
-            "strides": (2 * row_stride, 2),
-            "typestr": "<u2",
-            "data": (address, False),
-        }
-
-
-@functools.lru_cache(maxsize=4096)
-def _map(address: int, rows: int, columns: int, row_stride: int, box_rows: int) -> object:
-    """What the copy engine has to know of a matrix to copy boxes of box_rows x _DEPTH of it."""
-    matrix = _Matrix(address, (rows, columns), row_stride)
-    return StridedMemoryView.from_any_interface(matrix, stream_ptr=-1).as_tensor_map(
-        (box_rows, _DEPTH),
-        data_type=np.uint16,
-        swizzle=TensorMapSwizzle.SWIZZLE_128B,
-        l2_promotion=TensorMapL2Promotion.L2_256B,
     )
 
 

@@ -10,14 +10,12 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass
 
-import numpy as np
 import torch
-from cuda.core._tensor_map import TensorMapL2Promotion, TensorMapSwizzle  # exported nowhere
-from cuda.core.utils import StridedMemoryView
 from torch import Tensor
 
 from inflight_kernels.compile import Instantiation
 from inflight_kernels.launch import check, check_place, kernel, name_of, num_multiprocessors
+from inflight_kernels.tensor_map import matrix_map
 
 STORAGE_TYPES = {torch.bfloat16: "__nv_bfloat16", torch.float16: "__half"}
 _OUT_TYPES = {**STORAGE_TYPES, torch.float32: "float"}
@@ -181,8 +179,8 @@ def linear(
     kernel("gemm", _name(cut.tokens, storage, out_type, gated))(
         cut.blocks,
         _THREADS,
-        _map(x, cut.tokens),
-        _map(weight, _BOX_ROWS),
+        matrix_map(x, (cut.tokens, _DEPTH), 128),
+        matrix_map(weight, (_BOX_ROWS, _DEPTH), 128),
         0 if bias is None else bias,
         0 if residual is None else residual,
         out,
@@ -194,16 +192,6 @@ def linear(
         prefetch if pdl else 0,
         shared=cut.shared_bytes,
         pdl=pdl,
-    )
-
-
-def _map(matrix: Tensor, rows: int) -> object:
-    """What the copy engine has to know of a matrix to copy boxes of rows x _DEPTH of it."""
-    return StridedMemoryView.from_any_interface(matrix, stream_ptr=-1).as_tensor_map(
-        (rows, _DEPTH),
-        data_type=np.uint16,
-        swizzle=TensorMapSwizzle.SWIZZLE_128B,
-        l2_promotion=TensorMapL2Promotion.L2_128B,
     )
 
 

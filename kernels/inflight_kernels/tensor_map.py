@@ -1,0 +1,63 @@
+"""What Hopper's copy engine has to know of a matrix, to copy boxes of it to shared memory."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, Literal
+
+import numpy as np
+from cuda.core._tensor_map import TensorMapL2Promotion, TensorMapSwizzle  # exported nowhere
+from cuda.core.utils import StridedMemoryView
+from torch import Tensor
+
+L2Sector = Literal[128, 256]
+
+
+def matrix_map(matrix: Tensor, box: tuple[int, int], l2_sector: L2Sector) -> object:
+    """A tensor map of a matrix, as a kernel takes it by value.
+
+    Args:
+        matrix: [rows, columns] of 16-bit values on a GPU; a row is contiguous, rows may be apart.
+        box: rows and columns that a copy brings. 64 columns are 128 bytes, whose chunks of 16 the
+            map swizzles.
+        l2_sector: bytes that a read brings to the L2 cache at once.
+    """
+    rows, columns = matrix.shape
+    return _encode(matrix.data_ptr(), rows, columns, matrix.stride(0), box, l2_sector)
+
+
+_L2_PROMOTIONS = {128: TensorMapL2Promotion.L2_128B, 256: TensorMapL2Promotion.L2_256B}
+
+
+@functools.lru_cache(maxsize=4096)
+def _encode(
+    address: int,
+    rows: int,
+    columns: int,
+    row_stride: int,
+    box: tuple[int, int],
+    l2_sector: L2Sector,
+) -> object:
+    matrix = _Matrix(address, (rows, columns), row_stride)
+    return StridedMemoryView.from_any_interface(matrix, stream_ptr=-1).as_tensor_map(
+        box,
+        data_type=np.uint16,
+        swizzle=TensorMapSwizzle.SWIZZLE_128B,
+        l2_promotion=_L2_PROMOTIONS[l2_sector],
+    )
+
+
+class _Matrix:
+    """16-bit values in device memory, as the CUDA array interface tells of them.
+
+    A tensor map made of a tensor would keep its memory, and maps stay in the cache.
+    """
+
+    def __init__(self, address: int, shape: tuple[int, int], row_stride: int) -> None:
+        self.__cuda_array_interface__: dict[str, Any] = {
+            "version": 3,
+            "shape": shape,
+            "strides": (2 * row_stride, 2),
+            "typestr": "<u2",
+            "data": (address, False),
+        }
