@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
+import logging
 import os
 from collections.abc import Callable
 from typing import Protocol
@@ -20,6 +21,8 @@ from inflight.model.config import ModelConfig, read_config
 from inflight.sequence import Sequence
 
 Progress = Callable[[str, float], None]
+
+logger = logging.getLogger(__name__)
 
 
 class PendingStep(Protocol):
@@ -63,8 +66,7 @@ class Runner(Protocol):
 def place(config: EngineConfig, checkpoint: Checkpoint) -> EngineConfig:
     """The settings with a device in the place of `auto`, and what follows from it.
 
-    A GPU is taken if torch sees one, the kernels run on it, they can be compiled, and there are
-    some for the model.
+    A GPU is taken where nothing is in its way; what is, the log says.
 
     Raises:
         ConfigError: the checkpoint is damaged or of an unsupported kind, or the settings do not go
@@ -72,19 +74,32 @@ def place(config: EngineConfig, checkpoint: Checkpoint) -> EngineConfig:
     """
     if config.device != "auto":
         return config
+    obstacle = _obstacle_to_gpu(config, checkpoint)
+    logger.info("running on %s", f"the CPU: {obstacle}" if obstacle else "the GPU")
+    return msgspec.structs.replace(config, device="cpu" if obstacle else "cuda")
+
+
+def _obstacle_to_gpu(config: EngineConfig, checkpoint: Checkpoint) -> str | None:
+    """Why a model does not run on a GPU of this machine; None if it does."""
     _prepare_openmp()
     import torch
 
-    usable = (
-        torch.cuda.is_available()
-        and torch.cuda.get_device_capability() >= GPU_CAPABILITY
-        and config.dtype in ("auto", "bfloat16")
-        and config.block_size in GPU_BLOCK_SIZES
-        and importlib.util.find_spec("cuda") is not None
-        and importlib.util.find_spec("cuda.core") is not None
-        and read_config(checkpoint).head_dim in GPU_HEAD_DIMS
-    )
-    return msgspec.structs.replace(config, device="cuda" if usable else "cpu")
+    if not torch.cuda.is_available():
+        return "torch sees no GPU"
+    capability = torch.cuda.get_device_capability()
+    if capability < GPU_CAPABILITY:
+        needed = ".".join(map(str, GPU_CAPABILITY))
+        return f"the GPU has compute capability {'.'.join(map(str, capability))}, not {needed}"
+    if any(importlib.util.find_spec(name) is None for name in ("cuda", "cuda.core")):
+        return "the compiler of the kernels is missing; pip install 'inflight-triton[cuda]'"
+    if config.dtype not in ("auto", "bfloat16"):
+        return f"dtype is {config.dtype}, and a GPU has bfloat16 only"
+    if config.block_size not in GPU_BLOCK_SIZES:
+        return f"block_size is {config.block_size}, and on a GPU one of {GPU_BLOCK_SIZES}"
+    head_dim = read_config(checkpoint).head_dim
+    if head_dim not in GPU_HEAD_DIMS:
+        return f"no kernel is there for a head_dim of {head_dim}"
+    return None
 
 
 def _prepare_openmp() -> None:

@@ -365,28 +365,42 @@ def test_seeds_spread_first_tokens_as_the_model_says(runner: Runner) -> None:
             assert abs((tokens == token).sum() - expected) < 4.5 * np.sqrt(expected)
 
 
-def test_auto_is_the_cpu_where_no_gpu_can_run_the_model(
-    tiny_llama: Checkpoint, monkeypatch: pytest.MonkeyPatch
+def test_auto_is_the_cpu_without_a_gpu(
+    tiny_llama: Checkpoint, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    config = EngineConfig(model=".", device="auto", max_num_seqs=3)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    placed = place(config, tiny_llama)
+    with caplog.at_level("INFO"):
+        placed = place(EngineConfig(model=".", device="auto", max_num_seqs=3), tiny_llama)
     assert (placed.device, placed.dtype, placed.max_num_seqs) == ("cpu", "float32", 3)
     assert placed.max_batch_tokens == EngineConfig(model=".").max_batch_tokens
-
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
-    assert place(config, tiny_llama).device == "cpu"  # no kernel has its head_dim
+    assert caplog.messages == ["running on the CPU: torch sees no GPU"]
 
 
-def test_auto_is_the_gpu_that_can_run_the_model(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("capability", "head_dim", "settings", "obstacle"),
+    [
+        ((9, 0), 64, {}, None),
+        ((8, 0), 128, {"dtype": "bfloat16", "block_size": 64}, None),
+        ((7, 5), 64, {}, "the GPU has compute capability 7.5, not 8.0"),
+        ((9, 0), 16, {}, "no kernel is there for a head_dim of 16"),
+        ((9, 0), 64, {"dtype": "float32"}, "dtype is float32, and a GPU has bfloat16 only"),
+        ((9, 0), 64, {"block_size": 8}, "block_size is 8, and on a GPU one of (16, 32, 64)"),
+    ],
+)
+def test_auto_is_the_gpu_unless_something_is_in_its_way(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    capability: tuple[int, int],
+    head_dim: int,
+    settings: dict[str, Any],
+    obstacle: str | None,
 ) -> None:
-    checkpoint = tiny.write_llama(tmp_path, head_dim=64)
+    checkpoint = tiny.write_llama(tmp_path, head_dim=head_dim)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    for capability, device in {(9, 0): "cuda", (8, 0): "cuda", (7, 5): "cpu"}.items():
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda found=capability: found)
-        assert place(EngineConfig(model=".", device="auto"), checkpoint).device == device
-    exact = EngineConfig(model=".", device="auto", dtype="float32")
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
-    assert place(exact, checkpoint).device == "cpu"
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    with caplog.at_level("INFO"):
+        placed = place(EngineConfig(model=".", device="auto", **settings), checkpoint)
+    assert placed.device == ("cpu" if obstacle else "cuda")
+    where = f"the CPU: {obstacle}" if obstacle else "the GPU"
+    assert caplog.messages == [f"running on {where}"]
