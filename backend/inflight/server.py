@@ -248,20 +248,23 @@ class Server:
         if self._process is None:
             return 0
         num_cut = self.drain(on_waiting)
+        stubs = _children(self._process.pid)  # once it has ended they are nobody's children
         if self.is_running():
             self._process.send_signal(signal.SIGTERM)
             # All that can hold it up now are clients that keep a stream open without a request.
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(TRITON_EXIT_S)
-        self.kill()
+        self._end(stubs)
         return num_cut
 
     def kill(self) -> None:
         """End tritonserver, its stubs and its engines at once, if they run."""
+        if self._process is not None:
+            self._end(_children(self._process.pid))
+
+    def _end(self, stubs: list[tuple[int, str]]) -> None:
         process = self._process
-        if process is None:
-            return
-        children = _children(process.pid)
+        assert process is not None
         if process.poll() is None:
             process.kill()
         process.wait()
@@ -269,8 +272,12 @@ class Server:
             _end_engine(engine_client.socket_path(model, process.pid))
         # The stubs see that their server has gone, remove their shared memory and end.
         deadline = time.monotonic() + CHILDREN_EXIT_S
-        while time.monotonic() < deadline and any(_is_running(*child) for child in children):
+        while time.monotonic() < deadline and any(_is_running(*stub) for stub in stubs):
             time.sleep(0.05)
+        for stub in stubs:
+            if _is_running(*stub):  # it hangs: it would hold its memory for ever
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(stub[0], signal.SIGKILL)
 
     def wait(self, timeout: float | None = None) -> int | None:
         """Wait until tritonserver ends by itself; its exit status, or None after `timeout`."""

@@ -130,6 +130,20 @@ def test_a_server_that_does_not_end_at_sigterm_is_ended(make: Callable[..., Serv
     assert not is_running(pid)
 
 
+def test_a_stub_that_hangs_does_not_outlive_its_server(
+    make: Callable[..., Server], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server, "CHILDREN_EXIT_S", 0.2)
+    started = make(hanging_stub=True)
+    started.start()
+    started.wait_ready(WAIT_S)
+    (line,) = [line for line in started.log_file.read_text().splitlines() if "stub" in line[:4]]
+    stub = int(line.split()[1])
+    assert is_running(stub)
+    started.stop()
+    wait_until(lambda: not is_running(stub))
+
+
 def test_requests_in_flight_finish_before_sigterm(
     make: Callable[..., Server], monkeypatch: pytest.MonkeyPatch
 ) -> None:

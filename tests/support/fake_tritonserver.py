@@ -19,6 +19,11 @@ if {status!r} is not None:
     sys.exit({status!r})
 if {stubborn!r}:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
+if {hanging_stub!r}:
+    import subprocess
+
+    stub = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    print("stub", stub.pid, flush=True)
 
 
 class Handler(http.server.BaseHTTPRequestHandler):
@@ -48,6 +53,7 @@ def install(
     lines: tuple[str, ...] = (),
     status: int | None = None,
     stubborn: bool = False,
+    hanging_stub: bool = False,
 ) -> Path:
     """Lay out an installation under `root`; the path of its server.
 
@@ -55,13 +61,20 @@ def install(
         lines: what the server prints at its start.
         status: it exits with this at once; None to serve.
         stubborn: it does not end at SIGTERM, as tritonserver with an idle stream open.
+        hanging_stub: it has a child that does not notice when it ends.
     """
     server = root / "bin" / "tritonserver"
     backend = root / "backends" / "python"
     server.parent.mkdir(parents=True)
     backend.mkdir(parents=True)
     server.write_text(
-        _PROGRAM.format(python=sys.executable, lines=lines, status=status, stubborn=stubborn)
+        _PROGRAM.format(
+            python=sys.executable,
+            lines=lines,
+            status=status,
+            stubborn=stubborn,
+            hanging_stub=hanging_stub,
+        )
     )
     server.chmod(server.stat().st_mode | stat.S_IXUSR)
     for name in ("libtriton_python.so", "triton_python_backend_utils.py"):
