@@ -190,7 +190,7 @@ class CudaRunner:
         limit = min(config.max_batch_tokens, self.num_blocks * self.block_size)
         for rows in (1, 2, config.max_num_seqs):
             for q_len in (*_WARM_UP_LENGTHS, limit // rows):
-                if rows * q_len <= limit:
+                if 0 < rows * q_len <= limit:
                     self._forward(rows * q_len, rows, q_len)
         self._choose(Sent(1, 1, 1, 0, has_filters=True, has_penalties=True, has_bans=True))
         torch.cuda.synchronize(self._device)
