@@ -163,8 +163,8 @@ class CudaRunner:
             statuses=state.statuses[:num_rows],
             counts=batch.counts if sent.has_penalties else None,
             prompt=batch.prompt if sent.has_penalties else None,
-            ban_starts=step.ban_starts[: num_rows + 1] if sent.has_bans else None,
-            bans=batch.bans if sent.has_bans else None,
+            ban_starts=None if sent.bans is None else step.ban_starts[: num_rows + 1],
+            bans=sent.bans,
             filters=sent.has_filters,
             pdl=True,
         )
@@ -192,7 +192,7 @@ class CudaRunner:
             for q_len in (*_WARM_UP_LENGTHS, limit // rows):
                 if 0 < rows * q_len <= limit:
                     self._forward(rows * q_len, rows, q_len)
-        self._choose(Sent(1, 1, 1, 0, has_filters=True, has_penalties=True, has_bans=True))
+        self._choose(Sent(1, 1, 1, 0, has_filters=True, has_penalties=True, bans=None))
         torch.cuda.synchronize(self._device)
 
     def _record(self, sizes: list[int], progress: Callable[[str, float], None]) -> None:

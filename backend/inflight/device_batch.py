@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from inflight.batch import Batch
-from inflight.sampling import MAX_BAD_WORDS
 from inflight.sequence import Sequence
 from inflight_kernels import batch_state, cache, sampling
 from inflight_kernels.batch_state import FROM_DEVICE, BatchState, Step, StepLayout
@@ -23,8 +22,8 @@ from inflight_kernels.batch_state import FROM_DEVICE, BatchState, Step, StepLayo
 RING = 3
 """Steps whose host memory is in use at a time: one computes, one is read, one is written."""
 
-# Bad words are looked for in three spellings; end-of-sequence tokens are few.
-_MAX_BANS_PER_SEQUENCE = 3 * MAX_BAD_WORDS + 16
+# What changes in a step goes along with it as far as there is room: 1 MiB, which only a crowd of
+# long prompts, found in the prefix cache, exceeds.
 _UPDATE_WORDS = 1 << 18
 
 _WISH_WORDS = sampling.WISH.itemsize // 4
@@ -54,7 +53,9 @@ class Sent:
     Attributes:
         num_chunks, num_tokens, max_q_len: of the step.
         ring_index: where in the ring its results will be.
-        has_filters, has_penalties, has_bans: whether a chunk's choice needs them.
+        has_filters, has_penalties: whether a chunk's choice needs them.
+        bans: [m] int32 on the device, tokens that chunks may not choose (see `StepLayout`); None if
+            each may choose all.
     """
 
     num_chunks: int
@@ -63,7 +64,7 @@ class Sent:
     ring_index: int
     has_filters: bool
     has_penalties: bool
-    has_bans: bool
+    bans: Tensor | None
 
 
 class DeviceBatch:
@@ -78,7 +79,6 @@ class DeviceBatch:
 
     Attributes:
         step, state: what kernels read (see `inflight_kernels.batch_state`).
-        bans: [m] int32, tokens that must not be chosen.
         counts, prompt: of `sampling.sample`, a row per slot.
     """
 
@@ -95,8 +95,6 @@ class DeviceBatch:
         self._vocab_size = vocab_size
         self.step = Step(self._layout, device)
         self.state = BatchState(self._layout, max_num_seqs, table_width, RING, device)
-        num_bans = max_num_seqs * _MAX_BANS_PER_SEQUENCE
-        self.bans = torch.zeros(num_bans, dtype=torch.int32, device=device)
         words = sampling.prompt_words(vocab_size)
         self.counts = torch.zeros(max_num_seqs, vocab_size, dtype=torch.int16, device=device)
         self.prompt = torch.zeros(max_num_seqs, words, dtype=torch.int32, device=device)
@@ -121,37 +119,43 @@ class DeviceBatch:
         self._ring_index = (self._ring_index + 1) % RING
         host = self._host[self._ring_index]
         changes = _Changes()
-        sent, end = self._write_step(batch, num_rows, host, changes)
-        views = []
+        end = self._write_step(batch, num_rows, host, changes)
+        views: list[Tensor] = []
         for values in (changes.places, changes.blocks, changes.slots, changes.wishes, changes.bans):
             view = slice(end, end + len(values))
-            if view.stop > len(host):
-                raise RuntimeError(f"a step changes more than {_UPDATE_WORDS} words of state")
-            host[view] = values
-            end = view.stop
-            views.append(self.step.buffer[view])
+            if view.stop <= len(host):
+                host[view] = values
+                end = view.stop
+                views.append(self.step.buffer[view])
+            else:  # a copy of its own, for which the host waits
+                views.append(torch.tensor(values, dtype=torch.int32, device=self._device))
         pinned = self._pinned[self._ring_index]
         self.step.buffer[:end].copy_(pinned[:end], non_blocking=True)
         places, blocks, slots, wishes, bans = views
         batch_state.write_tables(places, blocks, self.state.tables)
         batch_state.write_wishes(slots, wishes.view(-1, _WISH_WORDS), self.state.wishes)
-        if len(bans):
-            self.bans[: len(bans)].copy_(bans)
         for first in range(0, len(batch.copies), cache.MAX_PAIRS):
             pairs = batch.copies[first : first + cache.MAX_PAIRS]
             sources, targets = torch.tensor(pairs, device=self._device).t().contiguous()
             cache.copy_blocks(kv_cache, sources, targets)
-        return sent
+        lengths = [chunk.length for chunk in batch.chunks]
+        return Sent(
+            len(lengths),
+            sum(lengths),
+            max(lengths),
+            self._ring_index,
+            changes.has_filters,
+            changes.has_penalties,
+            bans if len(bans) else None,
+        )
 
     def results(self, sent: Sent) -> tuple[list[int], list[float], list[int]]:
         """Tokens, log probabilities and statuses of a step that has ended, one per chunk."""
         tokens, logprobs, statuses = self._results[sent.ring_index, :, : sent.num_chunks]
         return tokens.tolist(), logprobs.view(np.float32).tolist(), statuses.tolist()
 
-    def _write_step(
-        self, batch: Batch, num_rows: int, host: _Ints, changes: _Changes
-    ) -> tuple[Sent, int]:
-        """Write a step's arrays. Returns it, and where in `host` its tokens end."""
+    def _write_step(self, batch: Batch, num_rows: int, host: _Ints, changes: _Changes) -> int:
+        """Write a step's arrays. Returns where in `host` its tokens end."""
         slots: list[int] = []
         sample_slots: list[int] = []
         seq_lens: list[int] = []
@@ -159,7 +163,6 @@ class DeviceBatch:
         tokens: list[int] = []
         ban_starts = [0]
         width = self.state.tables.shape[1]
-        has_filters = has_penalties = False
         for chunk in batch.chunks:
             sequence = chunk.sequence
             resident = self._residents.get(sequence.request_id)
@@ -167,8 +170,8 @@ class DeviceBatch:
                 resident = self._admit(sequence, changes)
             if len(sequence.blocks) > resident.num_blocks:
                 changes.add_blocks(resident, width)
-            has_filters |= resident.has_filters
-            has_penalties |= resident.has_penalties
+            changes.has_filters |= resident.has_filters
+            changes.has_penalties |= resident.has_penalties
             slots.append(resident.slot)
             sample_slots.append(resident.slot if chunk.samples else -1)
             seq_lens.append(chunk.end)
@@ -194,16 +197,7 @@ class DeviceBatch:
         for name, values in arrays.items():
             first, _ = self._offsets[name]
             host[first : first + len(values)] = values
-        sent = Sent(
-            len(slots),
-            len(tokens),
-            max(lengths),
-            self._ring_index,
-            has_filters,
-            has_penalties,
-            has_bans=bool(changes.bans),
-        )
-        return sent, self._offsets["tokens"][0] + len(tokens)
+        return self._offsets["tokens"][0] + len(tokens)
 
     def _admit(self, sequence: Sequence, changes: _Changes) -> _Resident:
         """Give a sequence a slot, and the device what it must know of it."""
@@ -245,12 +239,13 @@ class DeviceBatch:
 
 @dataclass(slots=True)
 class _Changes:
-    """What the device does not know yet, as flat lists of int32.
+    """What the device does not know yet of a step, as flat lists of int32.
 
     Attributes:
         places, blocks: entries of block tables.
         slots, wishes: of sequences that are new.
         bans: tokens that the step's chunks may not choose.
+        has_filters, has_penalties: see `Sent`.
     """
 
     places: list[int] = field(default_factory=list)
@@ -258,6 +253,8 @@ class _Changes:
     slots: list[int] = field(default_factory=list)
     wishes: list[int] = field(default_factory=list)
     bans: list[int] = field(default_factory=list)
+    has_filters: bool = False
+    has_penalties: bool = False
 
     def add_blocks(self, resident: _Resident, table_width: int) -> None:
         blocks = resident.sequence.blocks

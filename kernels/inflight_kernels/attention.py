@@ -21,7 +21,15 @@ from cuda.core.utils import StridedMemoryView
 from torch import Tensor
 
 from inflight_kernels.compile import Instantiation
-from inflight_kernels.launch import Int64, check, check_place, kernel, name_of, num_multiprocessors
+from inflight_kernels.launch import (
+    Int64,
+    check,
+    check_place,
+    is_hopper,
+    kernel,
+    name_of,
+    num_multiprocessors,
+)
 
 HEAD_DIMS = (64, 96, 128, 256)
 HOPPER_HEAD_DIMS = (64, 128)
@@ -225,12 +233,6 @@ def _shared_bytes() -> int:
     return int(properties.shared_memory_per_multiprocessor)
 
 
-@functools.cache
-def _is_hopper() -> bool:
-    """Whether the current device runs code for sm_90a."""
-    return torch.cuda.get_device_capability() == (9, 0)
-
-
 def _parts(
     num_chunks: int,
     num_tokens: int,
@@ -249,7 +251,7 @@ def _parts(
         head_dim,
         num_multiprocessors(),
         _shared_bytes(),
-        _is_hopper(),
+        is_hopper(),
         batch_invariant,
     )
 

@@ -15,7 +15,14 @@ import torch
 from torch import Tensor
 
 from inflight_kernels.compile import Instantiation
-from inflight_kernels.launch import check, check_place, kernel, name_of, num_multiprocessors
+from inflight_kernels.launch import (
+    check,
+    check_place,
+    is_hopper,
+    kernel,
+    name_of,
+    num_multiprocessors,
+)
 from inflight_kernels.tensor_map import matrix_map
 
 STORAGE_TYPES = {torch.bfloat16: "__nv_bfloat16", torch.float16: "__half"}
@@ -145,16 +152,11 @@ def prefers(m: int, n: int, k: int, gated: bool, float32_out: bool) -> bool:
         gated: whether the weight is gate | up.
         float32_out: whether the result is stored as float32.
     """
-    if m < MIN_TOKENS or k < _MIN_COLUMNS or k % 8 or n % 16 or not _is_hopper():
+    if m < MIN_TOKENS or k < _MIN_COLUMNS or k % 8 or n % 16 or not is_hopper():
         return False
     if not gated and not (float32_out and m <= _TOKENS):
         return False
     return utilization(max(m, _TOKENS), n, gated, num_multiprocessors()) >= _MIN_UTILIZATION
-
-
-@functools.cache
-def _is_hopper() -> bool:
-    return torch.cuda.get_device_capability()[0] == 9
 
 
 def linear(
@@ -209,7 +211,7 @@ def linear(
         )
     if not m or not n:
         return
-    if not _is_hopper():
+    if not is_hopper():
         raise RuntimeError("this product needs a Hopper GPU; see `prefers`")
     cut = plan(m, n, gated, num_multiprocessors())
     shape = cut.shape

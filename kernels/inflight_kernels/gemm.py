@@ -14,7 +14,14 @@ import torch
 from torch import Tensor
 
 from inflight_kernels.compile import Instantiation
-from inflight_kernels.launch import check, check_place, kernel, name_of, num_multiprocessors
+from inflight_kernels.launch import (
+    check,
+    check_place,
+    is_hopper,
+    kernel,
+    name_of,
+    num_multiprocessors,
+)
 from inflight_kernels.tensor_map import matrix_map
 
 STORAGE_TYPES = {torch.bfloat16: "__nv_bfloat16", torch.float16: "__half"}
@@ -94,12 +101,7 @@ def prefers(m: int, n: int, k: int) -> bool:
     norms and attention between them: with 1 token a layer takes 5 % less time, with 16 1 % less,
     and with 64 3 % more, for then the parts of tiles that must be added up are large.
     """
-    return 1 <= m <= _MAX_PREFERRED and k % 8 == 0 and _is_hopper()
-
-
-@functools.cache
-def _is_hopper() -> bool:
-    return torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
+    return 1 <= m <= _MAX_PREFERRED and k % 8 == 0 and is_hopper()
 
 
 class Workspace:
@@ -173,7 +175,7 @@ def linear(
         )
     if not m or not n:
         return
-    if not _is_hopper():
+    if not is_hopper():
         raise RuntimeError("this product needs a Hopper GPU; see `prefers`")
     cut = plan(m, n, k, gated, num_multiprocessors())
     kernel("gemm", _name(cut.tokens, storage, out_type, gated))(

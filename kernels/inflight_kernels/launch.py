@@ -111,6 +111,12 @@ def supports_pdl() -> bool:
 
 
 @functools.cache
+def is_hopper() -> bool:
+    """Whether there is a current device, and it runs code for sm_90a."""
+    return torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+
+
+@functools.cache
 def num_multiprocessors() -> int:
     """Of the current device."""
     return torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count

@@ -152,11 +152,34 @@ def test_tokens_that_may_not_be_chosen_are_listed_by_chunk() -> None:
         engine.submit(request)
     batch = engine.scheduler.schedule()
     sent = device.send(batch, len(batch.chunks), engine.runner.cache)  # type: ignore[attr-defined]
-    assert sent.has_bans
+    assert sent.bans is not None
     assert device.step.ban_starts[:4].tolist() == [0, 2, 4, 6]
-    assert [set(pair) for pair in device.bans[:6].view(3, 2).tolist()] == [{7, 11}] * 3
+    assert [set(pair) for pair in sent.bans.view(3, 2).tolist()] == [{7, 11}] * 3
     later = engine.scheduler.schedule()
-    assert not device.send(later, len(later.chunks), engine.runner.cache).has_bans  # type: ignore[attr-defined]
+    assert device.send(later, len(later.chunks), engine.runner.cache).bans is None  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("room", [0, 7, 40])
+def test_more_changes_than_there_is_room_for_arrive_all_the_same(
+    room: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wanted = generate(make_engine(0), requests(20))
+    monkeypatch.setattr(device_batch, "_UPDATE_WORDS", room)
+    assert generate(make_engine(1, prefix_cache=True), requests(20)) == wanted
+
+
+def test_any_number_of_tokens_may_be_banned() -> None:
+    engine = make_engine(1)
+    engine.eos_token_ids = frozenset(range(0, VOCAB_SIZE, 2))
+    device = engine.runner.device  # type: ignore[attr-defined]
+    device_room = len(device.step.tokens)
+    engine.eos_token_ids |= frozenset(range(VOCAB_SIZE, VOCAB_SIZE + device_room))
+    for request in requests(2, min_tokens=1):
+        engine.submit(request)
+    batch = engine.scheduler.schedule()
+    sent = device.send(batch, len(batch.chunks), engine.runner.cache)  # type: ignore[attr-defined]
+    assert sent.bans is not None
+    assert set(sent.bans.tolist()) == engine.eos_token_ids
 
 
 @pytest.mark.parametrize(

@@ -118,7 +118,7 @@ def test_constants_are_the_same_on_both_sides() -> None:
 
 @pytest.fixture
 def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dense, "_is_hopper", lambda: True)
+    monkeypatch.setattr(dense, "is_hopper", lambda: True)
     monkeypatch.setattr(dense, "num_multiprocessors", lambda: HOPPER)
 
 
@@ -158,5 +158,5 @@ def test_what_linear_refuses_is_not_preferred() -> None:
 
 
 def test_nothing_is_preferred_on_other_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dense, "_is_hopper", lambda: False)
+    monkeypatch.setattr(dense, "is_hopper", lambda: False)
     assert not prefers(256, 28672, 4096, True, False)

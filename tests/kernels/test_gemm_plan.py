@@ -99,9 +99,9 @@ def test_constants_are_the_same_on_both_sides() -> None:
 
 
 def test_few_tokens_on_hopper_are_preferred(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gemm, "_is_hopper", lambda: True)
+    monkeypatch.setattr(gemm, "is_hopper", lambda: True)
     assert all(gemm.prefers(m, n, k) for m in (1, 32) for n, k, _ in LAYERS.values())
     assert not any(gemm.prefers(33, n, k) for n, k, _ in LAYERS.values())
     assert not gemm.prefers(1, 4096, 4100)
-    monkeypatch.setattr(gemm, "_is_hopper", lambda: False)
+    monkeypatch.setattr(gemm, "is_hopper", lambda: False)
     assert not gemm.prefers(1, 4096, 4096)

@@ -192,7 +192,7 @@ def test_operands_that_do_not_fit_are_refused_by_name(workspace: Workspace) -> N
 
 
 def test_another_gpu_is_refused(workspace: Workspace, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gemm, "_is_hopper", lambda: False)
+    monkeypatch.setattr(gemm, "is_hopper", lambda: False)
     x, weight = (_random(size, 64, dtype=torch.bfloat16) for size in (2, 32))
     with pytest.raises(RuntimeError, match="Hopper"):
         linear(x, weight, workspace, out=torch.empty(2, 32, dtype=x.dtype, device="cuda"))
