@@ -36,6 +36,9 @@ from inflight.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
+MAX_FAILURES_IN_A_ROW = 8
+"""Steps, with none between them that worked: no bad request does that, but a lost GPU does."""
+
 
 @dataclass(frozen=True, slots=True)
 class _Launched:
@@ -86,6 +89,7 @@ class Engine:
         self.num_steps = 0
         self.draining = False  # whether new requests are refused, since the server is stopping
         self._num_output_tokens = 0
+        self._failures_in_a_row = 0
         self._clock = clock
         self._sequences: dict[int, Sequence] = {}
         self._in_flight: deque[_Launched] = deque()  # oldest first
@@ -95,6 +99,11 @@ class Engine:
     def has_work(self) -> bool:
         """Whether `step` would launch a batch or take a result."""
         return bool(self._in_flight or self.scheduler.running or self.scheduler.waiting)
+
+    @property
+    def is_broken(self) -> bool:
+        """Whether steps fail whatever is in them, as all do after an error of a GPU."""
+        return self._failures_in_a_row >= MAX_FAILURES_IN_A_ROW
 
     @property
     def has_suspended(self) -> bool:
@@ -235,7 +244,7 @@ class Engine:
         now = self._clock()
         try:
             pending = self.runner.launch(batch)
-        except Exception:
+        except Exception:  # whatever it is, it ends these requests and is logged with its trace
             return self._fail_batch(batch)
         self._in_flight.append(_Launched(batch, pending, now))
         return []
@@ -245,8 +254,9 @@ class Engine:
         batch = launched.batch
         try:
             output = launched.pending.result()
-        except Exception:
+        except Exception:  # as in _launch
             return self._fail_batch(batch)
+        self._failures_in_a_row = 0
         failed = self._fail_some(batch, output)
         advanced = self.scheduler.commit(batch, output)
         events = self.outputs.collect(advanced)
@@ -278,6 +288,7 @@ class Engine:
     def _fail_batch(self, batch: Batch) -> list[TokenEvent]:
         """End what a failed step held; call it where the exception is handled."""
         logger.exception("the step of %d sequences failed", len(batch.chunks))
+        self._failures_in_a_row += 1
         # The message is fixed: an exception's own text may hold addresses or other users' data.
         error = EngineError("the step that held this request failed; it is safe to send it again")
         return [self._fail(chunk.sequence, error) for chunk in batch.chunks if not chunk.is_stale]

@@ -213,6 +213,9 @@ class EngineProcess:
             self._publish(self._engine.sweep())
             if self._engine.has_work:
                 self._publish(self._engine.step())
+                if self._engine.is_broken:
+                    # The fronts fail what they hold and start another engine.
+                    raise EngineError("one step after the other fails: this engine is of no use")
 
     def _take_commands(self) -> None:
         inbox = self._hub.inbox
@@ -321,7 +324,7 @@ def main(arguments: list[str]) -> None:
     logger.info("ready after %.1f s: %s", time.monotonic() - started, welcome)
     try:
         EngineProcess(hub, engine).run()
-    except BaseException:
+    except BaseException:  # logged, and the process ends: without its loop it would hang
         logger.exception("the engine loop ended")
         hub.exit(1)
 

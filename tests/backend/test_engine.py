@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from fake_runner import CountingRunner, LateStep, PagedRunner, alone
 from inflight.batch import Batch, StepOutput
 from inflight.config import EngineConfig
-from inflight.engine import Engine, generate
+from inflight.engine import MAX_FAILURES_IN_A_ROW, Engine, generate
 from inflight.errors import CapacityError, RequestError
 from inflight.request import FinishReason, Request, TokenEvent
 from inflight.sampling import SamplingParams
@@ -185,6 +185,27 @@ def test_a_failed_step_ends_its_requests_and_the_engine_goes_on(caplog):
     runner.raises = None
     assert generate(engine, [request(2, [5], max_tokens=1)]) == {2: [6]}
     assert engine.stats().num_free_blocks == engine.stats().num_blocks
+
+
+def test_an_engine_of_which_step_after_step_fails_is_broken(caplog):
+    runner = CountingRunner()
+    engine = make_engine(runner)
+
+    def fail(count: int, first_id: int) -> None:
+        runner.raises = RuntimeError("the device is lost")
+        for request_id in range(first_id, first_id + count):
+            engine.submit(request(request_id, [1], max_tokens=1))
+            with caplog.at_level(logging.CRITICAL):
+                engine.step()
+        runner.raises = None
+
+    fail(MAX_FAILURES_IN_A_ROW - 1, 10)
+    assert not engine.is_broken
+    assert generate(engine, [request(1, [5], max_tokens=1)]) == {1: [6]}
+    fail(MAX_FAILURES_IN_A_ROW - 1, 20)
+    assert not engine.is_broken  # one that worked was between them
+    fail(1, 30)
+    assert engine.is_broken
 
 
 def test_a_silent_consumer_is_set_aside_and_comes_back():

@@ -16,7 +16,8 @@ import pytest
 
 from inflight import engine_client
 from inflight.engine_client import EngineClient
-from inflight.errors import CapacityError, ConfigError
+from inflight.engine_process import Command, EngineProcess
+from inflight.errors import CapacityError, ConfigError, EngineError
 from inflight.request import FinishReason, Request, TokenEvent
 from inflight.sampling import SamplingParams
 
@@ -33,6 +34,37 @@ def model_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def write_config(directory: Path, **settings: object) -> None:
     (directory / "1").mkdir(parents=True, exist_ok=True)
     (directory / "1" / "engine.json").write_text(json.dumps(settings))
+
+
+def test_the_loop_of_a_broken_engine_ends() -> None:
+    class Broken:
+        has_work, has_suspended, is_broken = True, False, True
+        num_steps = 0
+
+        def sweep(self) -> list[TokenEvent]:
+            return []
+
+        def step(self) -> list[TokenEvent]:
+            self.num_steps += 1
+            return [TokenEvent(1 << 32, error_kind="engine", error="the step failed")]
+
+    class Listening:
+        inbox: queue.SimpleQueue[Command] = queue.SimpleQueue()
+
+        def __init__(self) -> None:
+            self.sent: list[object] = []
+
+        def peer(self, number: int) -> Listening:
+            return self
+
+        def send(self, frame: object) -> None:
+            self.sent.append(frame)
+
+    engine, hub = Broken(), Listening()
+    with pytest.raises(EngineError, match="of no use"):
+        EngineProcess(hub, engine).run()  # type: ignore[arg-type]
+    assert engine.num_steps == 1
+    assert len(hub.sent) == 1, "what the step did is told before"
 
 
 class Front:
