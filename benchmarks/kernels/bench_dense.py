@@ -13,7 +13,6 @@ the method.
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,6 @@ from typing import Any
 import timing
 import torch
 
-import result
 from inflight_kernels.activation import silu_mul
 from inflight_kernels.dense import linear, prefers
 
@@ -107,12 +105,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="where to write the rows")
     parser.add_argument("--tokens", type=int, nargs="+", default=TOKENS)
     args = parser.parse_args()
-    rows = []
-    for row in _rows(tuple(args.tokens)):
-        print(json.dumps(row), flush=True)
-        rows.append(row)
-    if args.json is not None:
-        result.write(args.json, "kernels, linear layers", rows, machine=timing.machine())
+    timing.report("linear layers of many tokens", _rows(tuple(args.tokens)), args.json)
 
 
 if __name__ == "__main__":

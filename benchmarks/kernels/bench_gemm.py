@@ -13,7 +13,6 @@ timing.py for the method.
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,6 @@ import timing
 import torch
 import torch.nn.functional as F
 
-import result
 from inflight_kernels.gemm import Workspace, linear, prefers
 
 DTYPE = torch.bfloat16
@@ -152,13 +150,7 @@ def _rows() -> Iterator[dict[str, Any]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", type=Path, help="where to write the rows")
-    path = parser.parse_args().json
-    rows = []
-    for row in _rows():
-        print(json.dumps(row), flush=True)
-        rows.append(row)
-    if path is not None:
-        result.write(path, "kernels, linear layers", rows, machine=timing.machine())
+    timing.report("linear layers", _rows(), parser.parse_args().json)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ there is a short way to say it. See timing.py for the method.
 from __future__ import annotations
 
 import argparse
-import json
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -22,7 +21,6 @@ import timing
 import torch
 import torch.nn.functional as F
 
-import result
 from inflight_kernels import reference
 from inflight_kernels.activation import silu_mul
 from inflight_kernels.cache import copy_blocks
@@ -169,13 +167,7 @@ def _launch() -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", type=Path, help="where to write the rows")
-    path = parser.parse_args().json
-    rows = []
-    for row in _rows():
-        print(json.dumps(row), flush=True)
-        rows.append(row)
-    if path is not None:
-        result.write(path, "kernels, memory-bound", rows, machine=timing.machine())
+    timing.report("memory-bound", _rows(), parser.parse_args().json)
 
 
 if __name__ == "__main__":

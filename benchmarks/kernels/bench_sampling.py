@@ -13,7 +13,6 @@ which take milliseconds, a single call and a few replays. See timing.py for the 
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -23,7 +22,6 @@ import numpy as np
 import timing
 import torch
 
-import result
 from inflight_kernels.sampling import Workspace, greedy_wishes, prompt_words, sample
 
 VOCAB = 128256
@@ -156,13 +154,7 @@ def _rows() -> Iterator[dict[str, Any]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", type=Path, help="where to write the rows")
-    path = parser.parse_args().json
-    rows = []
-    for row in _rows():
-        print(json.dumps(row), flush=True)
-        rows.append(row)
-    if path is not None:
-        result.write(path, "kernels, sampling", rows, machine=timing.machine())
+    timing.report("sampling", _rows(), parser.parse_args().json)
 
 
 if __name__ == "__main__":

@@ -10,13 +10,17 @@ measured in the same process.
 
 from __future__ import annotations
 
+import json
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+
+import result
 
 COLD_BYTES = 256 * 2**20
 """What the sets of operands come to: several times the 50 MB of L2 of a Hopper GPU."""
@@ -130,3 +134,22 @@ def machine() -> dict[str, Any]:
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
     }
+
+
+# ---------------------------------------------------------------- a script's end
+
+
+def report(kind: str, rows: Iterable[dict[str, Any]], path: Path | None) -> None:
+    """Print each row as it comes, and write all of them if there is a path.
+
+    Args:
+        kind: of kernels, as the result names it.
+        rows: of the result.
+        path: of the result.
+    """
+    found = []
+    for row in rows:
+        print(json.dumps(row), flush=True)
+        found.append(row)
+    if path is not None:
+        result.write(path, f"kernels, {kind}", found, machine=machine())
