@@ -209,7 +209,7 @@ def attach(
     except OSError:
         connection.close()
         raise EngineError("the engine went away while it was loading; its log says why") from None
-    except BaseException:
+    except BaseException:  # goes on up; an interrupt should not leak the connection either
         connection.close()
         raise
 

@@ -94,7 +94,7 @@ class Server:
         self.start()
         try:
             self.wait_ready()
-        except BaseException:
+        except BaseException:  # goes on up; at a Ctrl-C no tritonserver may stay behind
             self.kill()
             raise
         return self

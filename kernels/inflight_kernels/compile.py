@@ -181,6 +181,6 @@ def _write(path: Path, entry: Cubin) -> None:
             file.write(json.dumps(header).encode() + b"\n" + entry.code)
             file.close()
             os.replace(file.name, path)
-        except BaseException:
+        except BaseException:  # goes on up, and leaves no half-written file behind
             os.unlink(file.name)
             raise

@@ -65,7 +65,7 @@ class DetokenizerFront:
             except InflightError as error:
                 responses.append(pb_utils.InferenceResponse(error=triton_error(error)))
                 continue
-            except Exception:
+            except Exception:  # costs this request an error, and the others of the batch nothing
                 logger.exception("a response could not be detokenized")
                 failure = EngineError("the answer could not be turned into text")
                 responses.append(pb_utils.InferenceResponse(error=triton_error(failure)))

@@ -127,7 +127,7 @@ class LlmFront:
                 self._accept(request, sender, wanted)
             except InflightError as error:
                 self._refuse(sender, wanted, error)
-            except Exception:
+            except Exception:  # costs its sender an error; one that left here would cost all
                 logger.exception("a request could not be read")
                 self._refuse(sender, wanted, EngineError("the request could not be read"))
 

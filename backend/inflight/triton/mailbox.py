@@ -116,7 +116,7 @@ class Mailbox:
             self.closed = event.is_last
             try:
                 self._outlet.send(event)
-            except Exception:
+            except Exception:  # Triton's: the client gets no more, so its request is given up
                 logger.exception("a response could not be sent")
                 self.closed = True
                 self._outlet.abandon()
@@ -176,6 +176,6 @@ class Sweep:
             started = time.monotonic()
             try:
                 self._look()
-            except Exception:
+            except Exception:  # logged; a thread that ended here would see no cancel any more
                 logger.exception("looking for cancelled requests failed")
             pause = max(self._interval, 9 * (time.monotonic() - started))

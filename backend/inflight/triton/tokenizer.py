@@ -57,7 +57,7 @@ class TokenizerFront:
             ids = self._ids(request)
         except InflightError as error:
             return pb_utils.InferenceResponse(error=triton_error(error))
-        except Exception:
+        except Exception:  # costs this request an error, and the others of the batch nothing
             logger.exception("a prompt could not be tokenized")
             failure = EngineError("the prompt could not be turned into tokens")
             return pb_utils.InferenceResponse(error=triton_error(failure))
