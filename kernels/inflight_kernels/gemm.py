@@ -99,9 +99,9 @@ def prefers(m: int, n: int, k: int) -> bool:
 
     Measured on an H200 in decode steps of 8 layers of an 8B Llama in bfloat16, with norms and
     attention between the products (benchmarks/notes.md): with 1 token a step took 0.5 to 4 % less
-    time, with 16 up to 1 % less, and with 64 3 % more, for then the parts of tiles that must be
-    added up are large. Between 16 and 64 only the products themselves were timed: with 32, qkv, o,
-    gate | up and down together take 7 % less.
+    time, with 16 from 0.5 % more to 1 % less, and with 64 3 % more, likely because the parts of
+    tiles that must be added up are large. Between 16 and 64 only the products themselves were
+    timed: with 32, qkv, o, gate | up and down together take 7 % less.
     """
     return 1 <= m <= _MAX_PREFERRED and k % 8 == 0 and is_hopper()
 
