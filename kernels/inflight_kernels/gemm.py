@@ -31,24 +31,15 @@ MAX_TOKENS = 64
 
 # As gemm.cu has them.
 _THREADS = 160
-_ROWS = 128
-_BOX_ROWS = 64
+_TOKENS = 64
 _DEPTH = 64
 
-# By the tokens that the kernel multiplies: steps in shared memory, as many as there is room for. So
-# a multiprocessor has one block, also of a kernel that is launched before the one before it has
-# ended: with room for two, some got both and others none.
-_STAGES = {8: 12, 16: 12, 32: 11, 64: 9}
+# Of a block, on Hopper.
+_MAX_SHARED_BYTES = 227 * 1024
 
-# See `prefers`.
-_MAX_PREFERRED = 32
-
-# A block with fewer steps than this costs more in sums of parts than it reads.
-_MIN_STEPS = 4
-
-# Of the workspace: two parts of a tile for each block, and a counter for each of its warps.
-_MAX_PARTIALS = 4 * 2**20
-_MAX_COUNTERS = 4096
+# Rows of a tile that the kernel is compiled for, of a pair of blocks and of one.
+_PAIR_ROWS = (32, 48, 64, 80, 96, 112, 128)
+_BLOCK_ROWS = (80, 96, 112, 128, 144)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,95 +47,91 @@ class Plan:
     """How a linear layer is cut into work.
 
     Attributes:
-        tokens: that the kernel multiplies, m or more.
-        stages: steps in shared memory.
-        tiles: of rows, that cover the weight.
-        steps: of each tile, along k.
-        blocks: launched; block b has steps [b * t // blocks, (b + 1) * t // blocks) of the
-            t = tiles * steps, counted tile by tile.
+        rows: of the weight, in a tile; half of them gate and half up when gated.
+        pair: whether two blocks, a cluster, take a tile together, half of its columns each.
+        tiles: that cover the weight.
+        blocks: launched; block or pair b takes tiles b, b + blocks and so on, a pair only one.
     """
 
-    tokens: int
-    stages: int
+    rows: int
+    pair: bool
     tiles: int
-    steps: int
     blocks: int
+
+    @property
+    def stages(self) -> int:
+        """Steps in shared memory: as many as there is room for.
+
+        So a multiprocessor has one block, also of a kernel that is launched before the one before
+        it has ended: with room for two, some got both and others none.
+        """
+        return (_MAX_SHARED_BYTES - self._other_bytes) // self._step_bytes
 
     @property
     def shared_bytes(self) -> int:
         """Dynamic shared memory of a block."""
-        return 1024 + self.stages * ((_ROWS + self.tokens) * _DEPTH * 2 + 16)
+        return self._other_bytes + self.stages * self._step_bytes
+
+    @property
+    def _step_bytes(self) -> int:
+        return (self.rows + _TOKENS) * _DEPTH * 2 + 16
+
+    @property
+    def _other_bytes(self) -> int:
+        return 1024 + (self.rows * 128 if self.pair else 0)  # sums of the other block
 
 
 @functools.lru_cache(maxsize=4096)
-def plan(m: int, n: int, k: int, gated: bool, num_multiprocessors: int) -> Plan:
-    """Equal shares for as many blocks as there are multiprocessors.
+def plan(n: int, num_multiprocessors: int) -> Plan:
+    """The fewest rows with which each pair of blocks has a tile at most, or else the fewest with
+    which blocks have as few tiles each as they can.
 
     Args:
-        m: tokens, at most MAX_TOKENS.
-        n, k: of the weight.
-        gated: whether the weight is gate | up.
+        n: rows of the weight.
         num_multiprocessors: of the device.
     """
-    tokens = next(tokens for tokens in _STAGES if m <= tokens)
-    width, rows = (n // 2, _ROWS // 2) if gated else (n, _ROWS)
-    tiles = -(-width // rows)
-    steps = -(-k // _DEPTH)
-    blocks = min(num_multiprocessors, max(tiles, tiles * steps // _MIN_STEPS))
-    return Plan(tokens, _STAGES[tokens], tiles, steps, blocks)
+    for rows in _PAIR_ROWS:
+        tiles = -(-n // rows)
+        if tiles <= num_multiprocessors // 2:
+            return Plan(rows, True, tiles, 2 * tiles)
+    rounds = -(-n // (_BLOCK_ROWS[-1] * num_multiprocessors))
+    rows = next(rows for rows in _BLOCK_ROWS if n <= rows * rounds * num_multiprocessors)
+    tiles = -(-n // rows)
+    return Plan(rows, False, tiles, min(num_multiprocessors, tiles))
 
 
 def prefers(m: int, n: int, k: int) -> bool:
     """Whether `linear` is faster than cuBLAS for a product of this shape, on this device.
 
-    Measured on an H200 in decode steps of 8 layers of an 8B Llama in bfloat16, with norms and
-    attention between the products (benchmarks/notes.md): with 1 token a step took 0.5 to 4 % less
-    time, with 16 from 0.5 % more to 1 % less, and with 64 3 % more, likely because the parts of
-    tiles that must be added up are large. Between 16 and 64 only the products themselves were
-    timed: with 32, qkv, o, gate | up and down together take 7 % less.
+    Measured on an H200 in chains of qkv, o, gate | up and down of an 8B Llama in bfloat16, each of
+    them launched while the one before it ends: 108 us a layer with 1 token, 110 with 16, 114 with
+    32 and 122 with 64. cuBLAS, in other runs, took 123, 130, 134 and 136 to 140. With 64 tokens the
+    device is at its power limit.
     """
-    return 1 <= m <= _MAX_PREFERRED and k % 8 == 0 and is_hopper()
-
-
-class Workspace:
-    """Where the parts of a tile meet: 16 MiB; for launches in one stream, one after the other.
-
-    Attributes:
-        partials: float32.
-        counters: int32, all 0 between launches.
-    """
-
-    def __init__(self, device: torch.device | str) -> None:
-        self.partials = torch.empty(_MAX_PARTIALS, dtype=torch.float32, device=device)
-        self.counters = torch.zeros(_MAX_COUNTERS, dtype=torch.int32, device=device)
+    return 1 <= m <= MAX_TOKENS and k % 8 == 0 and is_hopper()
 
 
 def linear(
     x: Tensor,
     weight: Tensor,
-    workspace: Workspace,
     bias: Tensor | None = None,
     residual: Tensor | None = None,
     *,
     out: Tensor,
     gated: bool = False,
     pdl: bool = False,
-    prefetch: int = 2,
 ) -> None:
     """x @ weight.T + bias, gated or not, + residual -> out, accumulated in float32.
 
     Args:
         x: [m, k], m <= MAX_TOKENS; rows may be apart, by a multiple of 8 values.
         weight: [n, k], k a multiple of 8.
-        workspace: see there.
         bias: [n].
         residual: [m, n], or [m, n / 2] when gated; may be out.
         out: of the residual's shape; of x's type or float32, float32 only when not gated.
         gated: the weight is gate | up, and out is silu(gate) * up (arXiv:2002.05202).
         pdl: see `Kernel`. The first steps of the weights are read while the kernel before runs,
             which must not write them.
-        prefetch: steps of each block, after those that shared memory holds, whose weights are
-            brought to the L2 cache meanwhile; only with pdl.
 
     Raises:
         ValueError: for operands of other shapes, types or alignment.
@@ -179,37 +166,41 @@ def linear(
         return
     if not is_hopper():
         raise RuntimeError("this product needs a Hopper GPU; see `prefers`")
-    cut = plan(m, n, k, gated, num_multiprocessors())
-    kernel("gemm", _name(cut.tokens, storage, out_type, gated))(
+    cut = plan(n, num_multiprocessors())
+    kernel("gemm", _name(cut.rows, cut.pair, storage, out_type, gated))(
         cut.blocks,
         _THREADS,
-        matrix_map(x, (cut.tokens, _DEPTH), 128),
-        matrix_map(weight, (_BOX_ROWS, _DEPTH), 128),
+        matrix_map(x, (-(-m // 8) * 8, _DEPTH), 128),
+        matrix_map(weight, (cut.rows // 2, _DEPTH), 128),
         0 if bias is None else bias,
         0 if residual is None else residual,
         out,
-        workspace.partials,
-        workspace.counters,
         m,
         n,
         k,
-        prefetch if pdl else 0,
         shared=cut.shared_bytes,
         pdl=pdl,
     )
 
 
-def _name(tokens: int, storage: str, out_type: str, gated: bool) -> str:
-    flag = "true" if gated else "false"
-    return f"skinny_gemm<{storage}, {out_type}, {tokens}, {_STAGES[tokens]}, {flag}>"
+def _name(rows: int, pair: bool, storage: str, out_type: str, gated: bool) -> str:
+    stages, flag = Plan(rows, pair, 0, 0).stages, "true" if gated else "false"
+    kind = "skinny_gemm_pairs" if pair else "skinny_gemm"
+    return f"{kind}<{storage}, {out_type}, {rows}, {stages}, {flag}>"
 
 
 def instantiations() -> list[Instantiation]:
     """What this module may launch."""
-    names = tuple(
-        _name(tokens, storage, out_type, gated)
+    shapes = [(rows, True) for rows in _PAIR_ROWS] + [(rows, False) for rows in _BLOCK_ROWS]
+    return [
+        (
+            "gemm",
+            tuple(
+                _name(rows, pair, storage, out_type, gated)
+                for out_type, gated in ((storage, False), (storage, True), ("float", False))
+            ),
+            (),
+        )
         for storage in STORAGE_TYPES.values()
-        for tokens in _STAGES
-        for out_type, gated in ((storage, False), (storage, True), ("float", False))
-    )
-    return [("gemm", names, ())]
+        for rows, pair in shapes
+    ]

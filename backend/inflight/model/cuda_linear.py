@@ -21,13 +21,11 @@ class Linear:
     """The three kinds that a transformer has.
 
     Args:
-        device: the GPU.
         batch_invariant: one kernel, and tiles of one size, whatever the number of tokens.
     """
 
-    def __init__(self, device: torch.device, batch_invariant: bool) -> None:
+    def __init__(self, batch_invariant: bool) -> None:
         self._batch_invariant = batch_invariant
-        self._workspace = gemm.Workspace(device)
 
     def product(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, num_tokens: int
@@ -37,7 +35,7 @@ class Linear:
         n, k = weight.shape
         if self._streams(weight, num_tokens):
             taken, target = x[:num_tokens], out[:num_tokens]
-            gemm.linear(taken, weight, self._workspace, bias, out=target, pdl=True)
+            gemm.linear(taken, weight, bias, out=target, pdl=True)
         elif not self._batch_invariant and dense.prefers(num_tokens, n, k, False, widens):
             dense.linear(x[:num_tokens], weight, bias, out=out[:num_tokens], pdl=True)
         else:
@@ -55,7 +53,7 @@ class Linear:
         """total += x @ weight.T + bias"""
         if self._streams(weight, num_tokens):
             target = total[:num_tokens]
-            gemm.linear(x[:num_tokens], weight, self._workspace, bias, target, out=target, pdl=True)
+            gemm.linear(x[:num_tokens], weight, bias, target, out=target, pdl=True)
             return
         for rows in self._tiles(num_tokens):
             total[rows].addmm_(x[rows], weight.t())
@@ -75,7 +73,7 @@ class Linear:
         n, k = weight.shape
         taken, target = x[:num_tokens], out[:num_tokens]
         if self._streams(weight, num_tokens):
-            gemm.linear(taken, weight, self._workspace, bias, out=target, gated=True, pdl=True)
+            gemm.linear(taken, weight, bias, out=target, gated=True, pdl=True)
         elif not self._batch_invariant and dense.prefers(num_tokens, n, k, True, False):
             dense.linear(taken, weight, bias, out=target, gated=True, pdl=True)
         else:

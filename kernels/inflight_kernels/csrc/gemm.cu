@@ -1,16 +1,15 @@
 // A linear layer for few tokens: the weights flow through once, as fast as memory gives them.
 //
-// The product is turned around: 64 rows of the weight are the tensor core's M side, the tokens its
-// N side, so that few tokens waste little. A block has one warp that keeps a ring of steps in
-// shared memory full with bulk copies, across the ends of tiles, and a warpgroup that multiplies
-// out of it, two halves of 64 rows. Blocks have equal shares of all steps of all tiles ("stream-K",
-// arXiv:2301.03598). A tile that several share is added up by whoever of them is last.
+// A block has one warp that keeps a ring of steps in shared memory full with bulk copies, across
+// the ends of tiles, and a warpgroup that multiplies out of it: 64 tokens, of which fewer may be
+// wanted, by the rows of a tile. Tiles have the number of rows that keeps all multiprocessors busy.
+// Where that would be few rows, two blocks, a cluster, take a tile together, half of its columns
+// each, and add up in each other's shared memory.
 #include "gemm.cuh"
 
-constexpr int WARPS = 4;  // that multiply
-constexpr int HALF = 64;  // rows of the weight in half a tile
-constexpr int ROWS = 2 * HALF;
-constexpr int DEPTH = 64;  // columns in a step
+constexpr int WARPS = 4;    // that multiply
+constexpr int TOKENS = 64;  // that are multiplied
+constexpr int DEPTH = 64;   // columns in a step
 
 template <typename Out>
 __device__ Out narrow(float value);
@@ -23,103 +22,29 @@ __device__ inline __nv_bfloat16 narrow<__nv_bfloat16>(float value) {
     return __float2bfloat16_rn(value);
 }
 
-// How the steps of all tiles, tile by tile, are shared among the blocks.
-struct Shares {
-    int steps;  // of a tile
-    long long total;
-
-    // First step of a block.
-    __device__ long long begin(long long block) const { return block * total / gridDim.x; }
-    // Block that has a step.
-    __device__ int owner(long long step) const {
-        return static_cast<int>(((step + 1) * gridDim.x - 1) / total);
+template <typename Out>
+__device__ void store_pair(Out* to, float a, float b) {
+    if constexpr (sizeof(Out) == 2) {
+        const float both[2] = {a, b};
+        *reinterpret_cast<unsigned*>(to) = Word<Out>::pack(both);
+    } else {
+        *reinterpret_cast<float2*>(to) = make_float2(a, b);
     }
-};
-
-// Put this warp's part of a tile with those of the other blocks; a block has at most two. True for
-// the last of them, which gets the sum of all in `acc`, added in the order of the blocks.
-template <int TOKENS>
-__device__ bool add_parts(float (&acc)[2][TOKENS / 2], const Shares& shares, int tile,
-                          float* partials, int* counters, int m) {
-    constexpr int PARTS = TOKENS / 8;
-    constexpr int AT_ONCE = 64 / TOKENS;  // blocks whose parts are on their way together
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    const long long begin = static_cast<long long>(tile) * shares.steps;
-    const int from = shares.owner(begin), to = shares.owner(begin + shares.steps - 1);
-    const auto part = [&](int block) {
-        const bool is_first = shares.begin(block) / shares.steps == tile;
-        const long long index = (2 * block + (is_first ? 0 : 1)) * WARPS + warp;
-        return reinterpret_cast<float4*>(partials) + index * (2 * PARTS * 32) + lane;
-    };
-    float4* const mine = part(blockIdx.x);
-#pragma unroll
-    for (int h = 0; h < 2; h++)
-#pragma unroll
-        for (int j = 0; j < PARTS; j++)
-            if (j * 8 < m)
-                __stcg(mine + (h * PARTS + j) * 32,
-                       make_float4(acc[h][4 * j], acc[h][4 * j + 1], acc[h][4 * j + 2],
-                                   acc[h][4 * j + 3]));
-    __threadfence();
-    __syncwarp();
-    int arrived = 0;
-    if (lane == 0) {
-        int* const counter = counters + from * WARPS + warp;
-        arrived = atomicAdd(counter, 1);
-        if (arrived == to - from) *counter = 0;  // as the next launch wants it
-    }
-    if (__shfl_sync(FULL_WARP, arrived, 0) != to - from) return false;
-    __threadfence();
-#pragma unroll
-    for (int i = 0; i < TOKENS / 2; i++) acc[0][i] = acc[1][i] = 0.0f;
-    for (int block = from; block <= to; block += AT_ONCE) {
-        float4 more[AT_ONCE][2][PARTS];
-#pragma unroll
-        for (int i = 0; i < AT_ONCE; i++) {
-            const float4* const theirs = part(min(block + i, to));
-#pragma unroll
-            for (int h = 0; h < 2; h++)
-#pragma unroll
-                for (int j = 0; j < PARTS; j++)
-                    more[i][h][j] = j * 8 < m && block + i <= to
-                                        ? __ldcg(theirs + (h * PARTS + j) * 32)
-                                        : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-        }
-#pragma unroll
-        for (int i = 0; i < AT_ONCE; i++)
-#pragma unroll
-            for (int h = 0; h < 2; h++)
-#pragma unroll
-                for (int j = 0; j < PARTS; j++) {
-                    acc[h][4 * j] += more[i][h][j].x;
-                    acc[h][4 * j + 1] += more[i][h][j].y;
-                    acc[h][4 * j + 2] += more[i][h][j].z;
-                    acc[h][4 * j + 3] += more[i][h][j].w;
-                }
-    }
-    return true;
 }
 
-// out[m, n'] = epilogue(x[m, k] @ weight[n, k]^T), k a multiple of 8, m <= TOKENS.
-// Epilogue: + bias; GATED, with a weight that is gate | up: silu(gate) * up, n' = n / 2; + residual
-// (bias and residual may be null).
-// Boxes of the maps: [TOKENS, DEPTH] of x, [HALF, DEPTH] of weight. `partials` has room for
-// 2 * blocks * ROWS * TOKENS floats, and `counters`, WARPS * blocks, are 0 before and after.
-// Dynamic shared memory: 1024 + STAGES * ((ROWS + TOKENS) * DEPTH * 2 + 16) bytes.
-// `prefetch`: steps after the first STAGES whose weights go to L2 while the kernel before runs.
-template <typename T, typename Out, int TOKENS, int STAGES, bool GATED>
-__global__ void __launch_bounds__((WARPS + 1) * 32, 1)
-    skinny_gemm(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap weight,
-                const T* bias, const T* residual, Out* out, float* partials, int* counters, int m,
-                int n, int k, int prefetch) {
+// See skinny_gemm. PAIR: by pairs of blocks.
+template <typename T, typename Out, int ROWS, int STAGES, bool GATED, bool PAIR>
+__device__ void multiply_tiles(const TensorMap& x, const TensorMap& weight, const T* bias,
+                               const T* residual, Out* out, int m, int n, int k) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
+    constexpr int HALF = ROWS / 2, COLUMNS = GATED ? HALF : ROWS;  // of out, in a tile
+    constexpr int SUMS = PAIR ? ROWS / 4 : ROWS / 2;               // of a thread, in the end
     constexpr int STAGE = (ROWS + TOKENS) * DEPTH;
-    constexpr int TILE = GATED ? HALF : ROWS;  // of the output
-    constexpr int PARTS = TOKENS / 8;
 
     extern __shared__ char memory[];
     T* const ring = reinterpret_cast<T*>(memory + (-shared_address(memory) & 1023));
-    Barrier* const full = reinterpret_cast<Barrier*>(ring + STAGES * STAGE);
+    float4* const sent = reinterpret_cast<float4*>(ring + STAGES * STAGE);
+    Barrier* const full = reinterpret_cast<Barrier*>(sent + (PAIR ? SUMS / 4 * WARPS * 32 : 0));
     Barrier* const empty = full + STAGES;
 
     // At once: a small kernel fits beside, and the next of this kind takes over each multiprocessor
@@ -127,63 +52,66 @@ __global__ void __launch_bounds__((WARPS + 1) * 32, 1)
     launch_next();
     // Of a lane, so that the compiler sees that warps do not diverge.
     const int lane = threadIdx.x % 32, warp = __shfl_sync(FULL_WARP, threadIdx.x / 32, 0);
-    if (threadIdx.x == 0) {
+    const int rank = PAIR ? blockIdx.x % 2 : 0;
+    const int width = GATED ? n / 2 : n, tiles = (width + COLUMNS - 1) / COLUMNS;
+    const int first_tile = PAIR ? blockIdx.x / 2 : blockIdx.x, next_tile = PAIR ? tiles : gridDim.x;
+    const int steps = (k + DEPTH - 1) / DEPTH;
+    const int first = PAIR ? rank * steps / 2 : 0, last = PAIR ? (rank + 1) * steps / 2 : steps;
+    const int box = (m + 7) / 8 * 8;  // tokens that are copied
+
+    // Of the thread that copies: steps of all of its tiles, and where the next is.
+    const int count = (tiles - first_tile + next_tile - 1) / next_tile * (last - first);
+    const int ahead = min(count, STAGES);
+    int tile = first_tile, step = first;
+    const auto copy_weight = [&](int slot) {
+        T* const to = ring + slot * STAGE;
+        const int row = tile * COLUMNS;
+        arrive_expecting(full + slot, (ROWS + box) * DEPTH * sizeof(T));
+        copy_box_once(to, &weight, row, step * DEPTH, full + slot);
+        // Halves follow each other, or are gate and up.
+        copy_box_once(to + HALF * DEPTH, &weight, row + (GATED ? width : HALF), step * DEPTH,
+                      full + slot);
+        if (++step == last) {
+            step = first;
+            tile += next_tile;
+        }
+    };
+    if (warp == WARPS && lane == 0) {
+        prefetch_map(&weight);
+        prefetch_map(&x);
         for (int s = 0; s < STAGES; s++) {
             init_barrier(full + s, 1);
             init_barrier(empty + s, WARPS);
         }
         publish_barriers();
+        // Weights are nobody's output: they may be fetched before the kernel before has ended.
+        for (int s = 0; s < ahead; s++) copy_weight(s);
+    } else if (warp < WARPS) {
+        // Tokens that are not copied are multiplied as well: zeros, which take the least power.
+        const int vectors = (TOKENS - box) * DEPTH / VECTOR<T>;
+        for (int s = 0; s < STAGES; s++)
+            for (int i = threadIdx.x; i < vectors; i += WARPS * 32)
+                store_vector(ring + s * STAGE + (ROWS + box) * DEPTH + i * VECTOR<T>,
+                             make_uint4(0, 0, 0, 0));
+        publish_values();
     }
-    __syncthreads();
-
-    const int width = GATED ? n / 2 : n;
-    Shares shares;
-    shares.steps = (k + DEPTH - 1) / DEPTH;
-    shares.total = static_cast<long long>((width + TILE - 1) / TILE) * shares.steps;
-    const long long first = shares.begin(blockIdx.x), last = shares.begin(blockIdx.x + 1);
-    const int first_tile = static_cast<int>(first / shares.steps);
-    const int first_step = static_cast<int>(first % shares.steps);
-    const int count = static_cast<int>(last - first);
+    if (PAIR)
+        meet_pair();  // a block must have started before it is sent anything
+    else
+        __syncthreads();
 
     if (warp == WARPS) {
         if (lane != 0) return;
-        prefetch_map(&weight);
-        prefetch_map(&x);
-        int tile = first_tile, step = first_step;
-        const auto advance = [&] {
-            if (++step == shares.steps) {
-                step = 0;
-                tile++;
-            }
-        };
-        // Halves follow each other, or are gate and up.
-        const int second_half = GATED ? width : HALF;
-        const auto copy_weight = [&](int slot) {
-            T* const to = ring + slot * STAGE;
-            const int row = tile * TILE, column = step * DEPTH;
-            arrive_expecting(full + slot, STAGE * sizeof(T));
-            copy_box_once(to, &weight, row, column, full + slot);
-            copy_box_once(to + HALF * DEPTH, &weight, row + second_half, column, full + slot);
-        };
         const auto copy_x = [&](int slot, int at) {
             copy_box(ring + slot * STAGE + ROWS * DEPTH, &x, 0, at * DEPTH, full + slot);
         };
-        // Weights are nobody's output: they may be fetched before the kernel before has ended.
-        const int ahead = min(count, STAGES);
-        for (int s = 0; s < ahead; s++, advance()) copy_weight(s);
-        const int tile_now = tile, step_now = step;
-        for (int s = ahead; s < min(count, STAGES + prefetch); s++, advance()) {
-            prefetch_box(&weight, tile * TILE, step * DEPTH);
-            prefetch_box(&weight, tile * TILE + second_half, step * DEPTH);
-        }
-        tile = tile_now;
-        step = step_now;
         wait_for_previous();
-        for (int s = 0; s < ahead; s++) copy_x(s, (first_step + s) % shares.steps);
-        for (int s = ahead, slot = 0, parity = 0; s < count; s++, advance()) {
+        for (int s = 0; s < ahead; s++) copy_x(s, first + s % (last - first));
+        for (int s = ahead, slot = 0, parity = 0; s < count; s++) {
             wait_for(empty + slot, parity);
+            const int at = step;
             copy_weight(slot);
-            copy_x(slot, step);
+            copy_x(slot, at);
             if (++slot == STAGES) {
                 slot = 0;
                 parity ^= 1;
@@ -193,68 +121,135 @@ __global__ void __launch_bounds__((WARPS + 1) * 32, 1)
     }
 
     wait_for_previous();
-    const int g = lane / 4, q = lane % 4;
-    int slot = 0, parity = 0, tile = first_tile;
-    for (int done = 0, end = shares.steps - first_step; done < count; tile++, end += shares.steps) {
-        float acc[2][TOKENS / 2];
+    const unsigned long long rows = describe(ring), tokens = describe(ring + ROWS * DEPTH);
+    int slot = 0, parity = 0;
+    for (; tile < tiles; tile += next_tile) {
+        float acc[ROWS / 2];
 #pragma unroll
-        for (int i = 0; i < TOKENS / 2; i++) acc[0][i] = acc[1][i] = 0.0f;
-        const int begin = done;
-        for (; done < min(end, count); done++) {
+        for (int i = 0; i < ROWS / 2; i++) acc[i] = 0.0f;
+        pin(acc);
+        // A step's room is given back once the next is being multiplied: there is no pause between.
+        int before = slot;
+        const auto release = [&] {
+            if (lane == 0) arrive(empty + before);
+        };
+        for (step = first; step < last; step++) {
             wait_for(full + slot, parity);
-            const T* const stage = ring + slot * STAGE;
-            const unsigned long long low = describe(stage);
-            const unsigned long long high = describe(stage + HALF * DEPTH);
-            const unsigned long long tokens = describe(stage + ROWS * DEPTH);
-            pin(acc[0]);
-            pin(acc[1]);
+            const int offset = slot * (STAGE * sizeof(T) / 16);
             begin_products();
 #pragma unroll
-            for (int d = 0; d < DEPTH / 16; d++) {
-                multiply_add<T, TOKENS>(acc[0], low + 2 * d, tokens + 2 * d);
-                multiply_add<T, TOKENS>(acc[1], high + 2 * d, tokens + 2 * d);
+            for (int d = 0; d < DEPTH / 16; d++)
+                multiply<T, ROWS>(acc, tokens + offset + 2 * d, rows + offset + 2 * d, true);
+            commit_products();
+            if (step != first) {
+                wait_products<1>();
+                release();
             }
-            finish_products();
-            pin(acc[0]);
-            pin(acc[1]);
-            if (lane == 0) arrive(empty + slot);
+            before = slot;
             if (++slot == STAGES) {
                 slot = 0;
                 parity ^= 1;
             }
         }
+        wait_products<0>();
+        pin(acc);
+        if (first < last) release();
 
-        // Warps go on by themselves from here to the next tile.
-        bool complete = true;
-        if (done - begin < shares.steps)
-            complete = add_parts<TOKENS>(acc, shares, tile, partials, counters, m);
+        // A thread has two tokens. Of a pair, each block keeps one and sends the other.
+        float sums[SUMS];
+        if constexpr (PAIR) {
+#pragma unroll
+            for (int i = 0; i < SUMS; i += 4) {
+                const int at = 2 * i;
+                const bool keeps = rank == 0;
+                sums[i] = keeps ? acc[at] : acc[at + 2];
+                sums[i + 1] = keeps ? acc[at + 1] : acc[at + 3];
+                sums[i + 2] = keeps ? acc[at + 4] : acc[at + 6];
+                sums[i + 3] = keeps ? acc[at + 5] : acc[at + 7];
+                send(sent + i / 4 * WARPS * 32 + threadIdx.x, 1 - rank,
+                     make_float4(keeps ? acc[at + 2] : acc[at], keeps ? acc[at + 3] : acc[at + 1],
+                                 keeps ? acc[at + 6] : acc[at + 4],
+                                 keeps ? acc[at + 7] : acc[at + 5]));
+            }
+            meet_pair();
+#pragma unroll
+            for (int i = 0; i < SUMS; i += 4) {
+                const float4 more = sent[i / 4 * WARPS * 32 + threadIdx.x];
+                sums[i] += more.x;
+                sums[i + 1] += more.y;
+                sums[i + 2] += more.z;
+                sums[i + 3] += more.w;
+            }
+        } else {
+#pragma unroll
+            for (int i = 0; i < SUMS; i++) sums[i] = acc[i];
+        }
 
-        const auto store = [&](float value, int token, int row) {
-            const long long target = static_cast<long long>(token) * width + row;
-            if (residual) value += static_cast<float>(residual[target]);
-            out[target] = narrow<Out>(value);
+        constexpr int OUTS = GATED ? SUMS / 2 : SUMS;
+        constexpr int PER_EIGHT = PAIR ? 2 : 4;  // of a thread, in 8 columns
+        const auto token_of = [&](int i) {
+            return warp * 16 + lane / 4 + (PAIR ? rank : i % 4 / 2) * 8;
         };
-        const int row = tile * TILE + warp * 16 + g;
+        const auto column_of = [&](int i) {
+            return tile * COLUMNS + i / PER_EIGHT * 8 + lane % 4 * 2 + i % 2;
+        };
+        // Loads before stores: the compiler cannot tell the residual from out.
 #pragma unroll
-        for (int e = 0; e < 4; e++) {
-            const int here = row + e / 2 * 8, there = GATED ? here + width : here + HALF;
-            float bias_here = 0.0f, bias_there = 0.0f;
-            if (bias && here < width) bias_here = static_cast<float>(bias[here]);
-            if (bias && (GATED ? here < width : there < width))
-                bias_there = static_cast<float>(bias[there]);
+        for (int i = 0; i < OUTS; i++) {
+            const int token = token_of(i), column = column_of(i);
+            if (token >= m || column >= width) continue;
+            if (bias) sums[i] += static_cast<float>(bias[column]);
+            if (GATED) {
+                float up = sums[SUMS - OUTS + i];
+                if (bias) up += static_cast<float>(bias[column + width]);
+                sums[i] = sums[i] / (1.0f + __expf(-sums[i])) * up;
+            }
+            if (residual)
+                sums[i] += static_cast<float>(
+                    residual[static_cast<long long>(token) * width + column]);
+        }
+        const bool pairs = width % 2 == 0 && reinterpret_cast<size_t>(out) % (2 * sizeof(Out)) == 0;
 #pragma unroll
-            for (int j = 0; j < PARTS; j++) {
-                const int token = j * 8 + q * 2 + e % 2;
-                if (token >= m || !complete) continue;
-                const float a = acc[0][4 * j + e] + bias_here, b = acc[1][4 * j + e] + bias_there;
-                if (GATED) {
-                    if (here < width) store(a / (1.0f + __expf(-a)) * b, token, here);
-                } else {
-                    if (here < width) store(a, token, here);
-                    if (there < width) store(b, token, there);
-                }
+        for (int i = 0; i < OUTS; i += 2) {
+            const int token = token_of(i), column = column_of(i);
+            if (token >= m || column >= width) continue;
+            Out* const to = out + static_cast<long long>(token) * width + column;
+            if (pairs) {
+                store_pair(to, sums[i], sums[i + 1]);
+            } else {
+                to[0] = narrow<Out>(sums[i]);
+                if (column + 1 < width) to[1] = narrow<Out>(sums[i + 1]);
             }
         }
     }
 #endif
+}
+
+// out[m, n'] = epilogue(x[m, k] @ weight[n, k]^T), k a multiple of 8, m <= TOKENS.
+// Epilogue: + bias; GATED, with a weight that is gate | up: silu(gate) * up, n' = n / 2; + residual
+// (bias and residual may be null; out may be the residual).
+// A tile has ROWS rows of the weight, half of them gate and half up when GATED; block b takes tiles
+// b, b + blocks and so on.
+// Boxes of the maps: [m rounded up to 8, DEPTH] of x, [ROWS / 2, DEPTH] of weight. Dynamic shared
+// memory: 1024 + STAGES * ((ROWS + TOKENS) * DEPTH * 2 + 16) bytes.
+template <typename T, typename Out, int ROWS, int STAGES, bool GATED>
+__global__ void __launch_bounds__((WARPS + 1) * 32, 1)
+    skinny_gemm(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap weight,
+                const T* bias, const T* residual, Out* out, int m, int n, int k) {
+    multiply_tiles<T, Out, ROWS, STAGES, GATED, false>(x, weight, bias, residual, out, m, n, k);
+}
+
+#if __CUDA_ARCH__ >= 900
+#define CLUSTERS_OF_TWO __cluster_dims__(2, 1, 1)
+#else
+#define CLUSTERS_OF_TWO
+#endif
+
+// The same, a tile by a cluster of two blocks, with ROWS * 128 bytes more of shared memory. There
+// is a cluster for each tile.
+template <typename T, typename Out, int ROWS, int STAGES, bool GATED>
+__global__ void CLUSTERS_OF_TWO __launch_bounds__((WARPS + 1) * 32, 1)
+    skinny_gemm_pairs(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap weight,
+                      const T* bias, const T* residual, Out* out, int m, int n, int k) {
+    multiply_tiles<T, Out, ROWS, STAGES, GATED, true>(x, weight, bias, residual, out, m, n, k);
 }

@@ -1,5 +1,5 @@
 // What linear layers on Hopper share: bulk copies of boxes of a matrix, the barriers that they
-// complete on, and the frame of warpgroup products. sm_90a only.
+// complete on, and the products of a warpgroup. sm_90a only.
 #pragma once
 
 #include "common.cuh"
@@ -84,3 +84,85 @@ __device__ inline unsigned long long describe(const void* shared) {
     constexpr unsigned long long SWIZZLE_128B = 1ull << 62, NEXT_UNIT = 1024 / 16;
     return SWIZZLE_128B | NEXT_UNIT << 32 | 1ull << 16 | (shared_address(shared) & 0x3ffff) >> 4;
 }
+
+__device__ inline void commit_products() {
+    asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+}
+
+// Wait until at most PENDING of the youngest groups of products are on their way.
+template <int PENDING>
+__device__ inline void wait_products() {
+    asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
+}
+
+// acc[64 x N] = a[64 x 16] @ b[N x 16]^T, or += where `add`. Thread t of the warpgroup holds,
+// with w = t / 32, g = t % 32 / 4 and q = t % 4, of columns 8j + 2q and 8j + 2q + 1: in acc[4j] and
+// acc[4j + 1] row 16w + g, in acc[4j + 2] and acc[4j + 3] row 16w + g + 8.
+template <typename T, int N>
+__device__ void multiply(float (&acc)[N / 2], unsigned long long a, unsigned long long b,
+                         bool add);
+
+// The registers %0 to %<n - 1>, and the accumulators that they stand for.
+#define PRODUCT_ACC_8(i)                                                                  \
+    "+f"(acc[i]), "+f"(acc[i + 1]), "+f"(acc[i + 2]), "+f"(acc[i + 3]), "+f"(acc[i + 4]), \
+        "+f"(acc[i + 5]), "+f"(acc[i + 6]), "+f"(acc[i + 7])
+#define PRODUCT_ACC_TO_8 PRODUCT_ACC_8(0)
+#define PRODUCT_ACC_TO_16 PRODUCT_ACC_TO_8, PRODUCT_ACC_8(8)
+#define PRODUCT_ACC_TO_24 PRODUCT_ACC_TO_16, PRODUCT_ACC_8(16)
+#define PRODUCT_ACC_TO_32 PRODUCT_ACC_TO_24, PRODUCT_ACC_8(24)
+#define PRODUCT_ACC_TO_40 PRODUCT_ACC_TO_32, PRODUCT_ACC_8(32)
+#define PRODUCT_ACC_TO_48 PRODUCT_ACC_TO_40, PRODUCT_ACC_8(40)
+#define PRODUCT_ACC_TO_56 PRODUCT_ACC_TO_48, PRODUCT_ACC_8(48)
+#define PRODUCT_ACC_TO_64 PRODUCT_ACC_TO_56, PRODUCT_ACC_8(56)
+#define PRODUCT_ACC_TO_72 PRODUCT_ACC_TO_64, PRODUCT_ACC_8(64)
+#define PRODUCT_ACC_TO_80 PRODUCT_ACC_TO_72, PRODUCT_ACC_8(72)
+#define PRODUCT_ACC_TO_88 PRODUCT_ACC_TO_80, PRODUCT_ACC_8(80)
+#define PRODUCT_ACC_TO_96 PRODUCT_ACC_TO_88, PRODUCT_ACC_8(88)
+#define PRODUCT_ACC_TO_104 PRODUCT_ACC_TO_96, PRODUCT_ACC_8(96)
+#define PRODUCT_ACC_TO_112 PRODUCT_ACC_TO_104, PRODUCT_ACC_8(104)
+#define PRODUCT_ACC_TO_120 PRODUCT_ACC_TO_112, PRODUCT_ACC_8(112)
+#define PRODUCT_ACC_TO_128 PRODUCT_ACC_TO_120, PRODUCT_ACC_8(120)
+#define PRODUCT_TO_8 "%0, %1, %2, %3, %4, %5, %6, %7"
+#define PRODUCT_TO_16 PRODUCT_TO_8 ", %8, %9, %10, %11, %12, %13, %14, %15"
+#define PRODUCT_TO_24 PRODUCT_TO_16 ", %16, %17, %18, %19, %20, %21, %22, %23"
+#define PRODUCT_TO_32 PRODUCT_TO_24 ", %24, %25, %26, %27, %28, %29, %30, %31"
+#define PRODUCT_TO_40 PRODUCT_TO_32 ", %32, %33, %34, %35, %36, %37, %38, %39"
+#define PRODUCT_TO_48 PRODUCT_TO_40 ", %40, %41, %42, %43, %44, %45, %46, %47"
+#define PRODUCT_TO_56 PRODUCT_TO_48 ", %48, %49, %50, %51, %52, %53, %54, %55"
+#define PRODUCT_TO_64 PRODUCT_TO_56 ", %56, %57, %58, %59, %60, %61, %62, %63"
+#define PRODUCT_TO_72 PRODUCT_TO_64 ", %64, %65, %66, %67, %68, %69, %70, %71"
+#define PRODUCT_TO_80 PRODUCT_TO_72 ", %72, %73, %74, %75, %76, %77, %78, %79"
+#define PRODUCT_TO_88 PRODUCT_TO_80 ", %80, %81, %82, %83, %84, %85, %86, %87"
+#define PRODUCT_TO_96 PRODUCT_TO_88 ", %88, %89, %90, %91, %92, %93, %94, %95"
+#define PRODUCT_TO_104 PRODUCT_TO_96 ", %96, %97, %98, %99, %100, %101, %102, %103"
+#define PRODUCT_TO_112 PRODUCT_TO_104 ", %104, %105, %106, %107, %108, %109, %110, %111"
+#define PRODUCT_TO_120 PRODUCT_TO_112 ", %112, %113, %114, %115, %116, %117, %118, %119"
+#define PRODUCT_TO_128 PRODUCT_TO_120 ", %120, %121, %122, %123, %124, %125, %126, %127"
+
+// HALF = N / 2; A, B and ADD are HALF, HALF + 1 and HALF + 2.
+#define PRODUCT_MULTIPLY_AS(T, TYPE, N, HALF, A, B, ADD)                                  \
+    template <>                                                                           \
+    __device__ inline void multiply<T, N>(float(&acc)[HALF], unsigned long long a,        \
+                                          unsigned long long b, bool add) {               \
+        asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, %" #ADD ", 0;\n"               \
+                     "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE " {" \
+                     PRODUCT_TO_##HALF "}, %" #A ", %" #B ", add, 1, 1, 0, 0;\n}"         \
+                     : PRODUCT_ACC_TO_##HALF                                              \
+                     : "l"(a), "l"(b), "r"(static_cast<int>(add)));                       \
+    }
+#define PRODUCT_MULTIPLY(N, HALF, A, B, ADD)                                \
+    PRODUCT_MULTIPLY_AS(__nv_bfloat16, "bf16", N, HALF, A, B, ADD)          \
+    PRODUCT_MULTIPLY_AS(__half, "f16", N, HALF, A, B, ADD)
+
+PRODUCT_MULTIPLY(32, 16, 16, 17, 18)
+PRODUCT_MULTIPLY(48, 24, 24, 25, 26)
+PRODUCT_MULTIPLY(64, 32, 32, 33, 34)
+PRODUCT_MULTIPLY(80, 40, 40, 41, 42)
+PRODUCT_MULTIPLY(96, 48, 48, 49, 50)
+PRODUCT_MULTIPLY(112, 56, 56, 57, 58)
+PRODUCT_MULTIPLY(128, 64, 64, 65, 66)
+PRODUCT_MULTIPLY(144, 72, 72, 73, 74)
+PRODUCT_MULTIPLY(224, 112, 112, 113, 114)
+PRODUCT_MULTIPLY(256, 128, 128, 129, 130)
+#undef PRODUCT_MULTIPLY
+#undef PRODUCT_MULTIPLY_AS
