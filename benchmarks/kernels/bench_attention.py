@@ -1,11 +1,15 @@
 """Paged attention at the shape of an 8B Llama: 32 query heads, 8 KV heads of 128, bfloat16.
 
-    PYTHONPATH=benchmarks python benchmarks/kernels/bench_attention.py [--peers] [--json rows.json]
+    PYTHONPATH=benchmarks python benchmarks/kernels/bench_attention.py [--peers | --in-layers]
+        [--json rows.json]
 
 Decode rows count the bytes of keys and values, against a copy; prefill rows the operations of a
 causal product, against a large matrix product. The plan is made once per step, so it is timed on
 its own. With --peers, the same inputs go to FlashInfer, if it is installed (its plan is outside the
-timing too), and, unpaged, to torch's scaled_dot_product_attention. Timing: see timing.py.
+timing too), and, unpaged, to torch's scaled_dot_product_attention. With --in-layers, decode is
+timed where it stands: in layers of norm, qkv, rotation, attention and output projection, each
+kernel let in early as in a model, less the same layers without rotation and attention. Timing: see
+timing.py.
 """
 
 from __future__ import annotations
@@ -18,13 +22,18 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import timing
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from inflight_kernels.attention import attend, plan, workspace_size
+from inflight_kernels import gemm
+from inflight_kernels.attention import attend, plan, rope_attend, workspace_size
+from inflight_kernels.norm import rms_norm
+from inflight_kernels.reference import rotary_tables
+from inflight_kernels.rope import rope_write_kv
 
 NUM_HEADS, NUM_KV_HEADS, HEAD_DIM = 32, 8, 128
 DTYPE = torch.bfloat16
@@ -46,6 +55,19 @@ DECODE = {
     "b1 ctx16384": [16384],
     "b8 ctx8192": [8192] * 8,
 }
+# Sequences and their length.
+IN_LAYERS = (
+    (1, 400),
+    (4, 500),
+    (8, 400),
+    (16, 8300),
+    (64, 300),
+    (64, 4096),
+    (256, 700),
+    (1, 16384),
+)
+NUM_LAYERS = 8
+HIDDEN = NUM_HEADS * HEAD_DIM
 PREFILL = {"8 x 1024": [1024] * 8, "4 x 4096": [4096] * 4, "1 x 16384": [16384]}
 
 
@@ -112,6 +134,124 @@ def ours(inputs: Inputs) -> tuple[Call, Call]:
 
     make_plan()
     return run, make_plan
+
+
+# ---------------------------------------------------------------- in layers
+
+
+class Layers:
+    """Decode layers with weights and caches of their own, and what they are timed with.
+
+    Args:
+        count: sequences, all of kv_len tokens.
+    """
+
+    def __init__(self, count: int, kv_len: int) -> None:
+        self.inputs = [Inputs([1] * count, [kv_len] * count, 16) for _ in range(NUM_LAYERS)]
+        width = (NUM_HEADS + 2 * NUM_KV_HEADS) * HEAD_DIM
+        shapes = ((width, HIDDEN), (HIDDEN, HIDDEN))
+        self.weights = [
+            [torch.randn(shape, device="cuda").to(DTYPE) / HIDDEN**0.5 for shape in shapes]
+            for _ in range(NUM_LAYERS)
+        ]
+        self.norm = torch.ones(HIDDEN, device="cuda", dtype=DTYPE)
+        self.hidden = torch.randn(count, HIDDEN, device="cuda").to(DTYPE)
+        self.normed = torch.empty_like(self.hidden)
+        self.attended = torch.zeros_like(self.hidden)
+        self.qkv = torch.zeros(count, width, device="cuda", dtype=DTYPE)
+        frequencies = (5e5 ** -(np.arange(0, HEAD_DIM, 2) / HEAD_DIM)).astype(np.float32)
+        self.cos, self.sin = (table.cuda() for table in rotary_tables(frequencies, kv_len))
+        self.positions = torch.full((count,), kv_len - 1, device="cuda")
+        tables = self.inputs[0].block_tables
+        self.slots = tables[:, -1].long() * 16 + (kv_len - 1) % 16
+        size = workspace_size(count, count, NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, 1)
+        self.workspace = torch.zeros(size, dtype=torch.uint8, device="cuda")
+
+    def run(self, attention: str) -> None:
+        """All layers; `attention` names the kernels, "" for none."""
+        first = self.inputs[0]
+        plan(
+            first.query_start,
+            first.seq_lens,
+            self.workspace,
+            len(self.qkv),
+            NUM_HEADS,
+            NUM_KV_HEADS,
+            HEAD_DIM,
+            max_q_len=1,
+            pdl=True,
+        )
+        for i, (qkv, out) in enumerate(self.weights):
+            rms_norm(self.hidden, self.norm, 1e-5, out=self.normed, pdl=True)
+            self._linear(self.normed, qkv, self.qkv)
+            if attention:
+                self._attend(i, attention)
+            self._linear(self.attended, out, self.hidden)
+
+    def _linear(self, x: Tensor, weight: Tensor, out: Tensor) -> None:
+        if gemm.prefers(len(x), *weight.shape):
+            gemm.linear(x, weight, out=out, pdl=True)
+        else:
+            torch.mm(x, weight.t(), out=out)
+
+    def _attend(self, layer: int, attention: str) -> None:
+        # One table and one plan for all layers, as all have sequences of the same lengths.
+        inputs, first = self.inputs[layer], self.inputs[0]
+        caches = inputs.k_cache, inputs.v_cache
+        step = (first.block_tables, first.query_start, first.seq_lens, self.attended)
+        projection = (self.qkv, self.positions, self.cos, self.sin, self.slots, *caches)
+        settled = layer > 0
+        if attention == "rope_attend":
+            rope_attend(
+                *projection,
+                *step,
+                self.workspace,
+                SCALE,
+                planned=True,
+                settled=settled,
+                pdl=True,
+            )
+            return
+        q = self.qkv[:, :HIDDEN].view(-1, NUM_HEADS, HEAD_DIM)
+        rope_write_kv(*projection, q_out=q, settled=settled, pdl=True)
+        attend(
+            q,
+            *caches,
+            *step,
+            self.workspace,
+            SCALE,
+            max_q_len=1,
+            planned=True,
+            settled=settled,
+            pdl=True,
+        )
+
+
+def rows_in_layers() -> Iterator[dict[str, Any]]:
+    yield timing.copy_ceiling()
+    for count, kv_len in IN_LAYERS:
+        layers = Layers(count, kv_len)
+        num_bytes = count * kv_len * NUM_KV_HEADS * HEAD_DIM * 2 * DTYPE.itemsize
+        times = {
+            attention: _time(functools.partial(layers.run, attention)) / NUM_LAYERS
+            for attention in ("", "rope_write_kv, attend", "rope_attend")
+        }
+        bare = times.pop("")
+        for attention, us in times.items():
+            yield {
+                "op": f"decode b{count} ctx{kv_len} in a layer",
+                "by": attention,
+                "us": round(us - bare, 2),
+                "rest_of_layer_us": round(bare, 2),
+                "tb_per_s": round(num_bytes / (us - bare) * 1e-6, 3),
+            }
+        del layers
+        torch.cuda.empty_cache()
+
+
+def _time(call: Call) -> float:
+    """Microseconds; the layers' weights together are what L2 does not hold."""
+    return timing.measure(lambda: call, timing.COLD_BYTES).median
 
 
 # ---------------------------------------------------------------- peers
@@ -214,10 +354,14 @@ def _make(
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--peers", action="store_true", help="time FlashInfer and torch too")
+    parser.add_argument("--in-layers", action="store_true", help="time decode inside of layers")
     parser.add_argument("--json", type=Path, help="where to write the rows")
     options = parser.parse_args()
     torch.manual_seed(0)
-    timing.report("attention", rows(options.peers), options.json)
+    if options.in_layers:
+        timing.report("attention in layers", rows_in_layers(), options.json)
+    else:
+        timing.report("attention", rows(options.peers), options.json)
 
 
 if __name__ == "__main__":

@@ -3,7 +3,8 @@
 Shapes: T tokens in n chunks, H query heads, G KV heads, D values per head; caches
 [num_blocks, block_size, G, D]. A step is planned once, on the device, from the chunks' lengths;
 each layer then works the plan off. Both have fixed grids, so a CUDA graph may hold them and be
-replayed with other lengths.
+replayed with other lengths. `rope_attend` takes a step of one token per chunk from the qkv
+projection on, `attend` any other, after `rope_write_kv`.
 
 On Hopper, chunks with many rows have a kernel of their own (attention_hopper.cu) where heads have
 64 or 128 values; everything else, heads of 96 and 256 included, goes to attention.cu.
@@ -30,6 +31,7 @@ from inflight_kernels.launch import (
     name_of,
     num_multiprocessors,
 )
+from inflight_kernels.rope import check_rotation, check_rows
 
 HEAD_DIMS = (64, 96, 128, 256)
 HOPPER_HEAD_DIMS = (64, 128)
@@ -44,7 +46,9 @@ _NO_LIMIT = 2**31 - 1
 # Shared memory that the driver keeps of each block.
 _RESERVED_SHARED = 1024
 _ALIGNMENT = 256
-_SHARE_BYTES = 16
+# See `prefers_rope_attend`.
+_MAX_ROPE_TOKENS = 2
+_SHARE_BYTES = 64
 _ITEM_BYTES = 32
 _QUEUE_BYTES = 16
 
@@ -75,14 +79,28 @@ class Shape:
     def shared_bytes(self) -> int:
         row = (self.head_dim + 8) * 2
         states = self.warps_n * self.rows * 8
-        return self.rows * row + self.stages * 2 * self.keys * row + states
+        in_registers = self.fragments == 1 and self.head_dim <= 128
+        queries = 0 if in_registers else self.rows * row
+        return queries + self.stages * 2 * self.keys * row + states
+
+    @property
+    def rotates(self) -> bool:
+        """Whether it has a `rope_attend`: a warp holds the queries, and the keys it has copied."""
+        return self.warps_m == self.fragments == 1 and self.head_dim <= 128
+
+    def type(self, storage: str) -> str:
+        return (
+            f"attention::Shape<{storage}, {self.head_dim}, {self.warps_m}, {self.warps_n}, "
+            f"{self.fragments}, {self.keys}, {self.stages}>"
+        )
 
     def name(self, storage: str) -> str:
         """The kernel's name expression."""
-        return (
-            f"attend<attention::Shape<{storage}, {self.head_dim}, {self.warps_m}, {self.warps_n}, "
-            f"{self.fragments}, {self.keys}, {self.stages}>>"
-        )
+        return f"attend<{self.type(storage)}>"
+
+    def rotating_name(self, storage: str, norms: bool) -> str:
+        """The same of `rope_attend`."""
+        return f"rope_attend<{self.type(storage)}, {'true' if norms else 'false'}>"
 
 
 @dataclass(frozen=True, slots=True)
@@ -366,6 +384,7 @@ def attend(
     max_q_len: int | None = None,
     batch_invariant: bool = False,
     planned: bool = False,
+    settled: bool = False,
     pdl: bool = False,
 ) -> None:
     """Attention of q over a layer's cache -> out.
@@ -387,67 +406,232 @@ def attend(
         max_q_len, batch_invariant: see `plan`.
         planned: the workspace holds the plan of this step, made with the same shapes, window,
             max_q_len and batch_invariant. Otherwise it is made here.
+        settled: an earlier `attend` or `rope_attend` of this plan is on the stream, and what this
+            one reads was written before that one was launched: all but q, and the keys and values
+            of the tokens of q, which no other chunk may see. It is then read before the kernel in
+            front has ended. A model can say so of every layer but a step's first, if no chunk's
+            history has tokens of another chunk of the step. Where nothing guarantees it, results
+            are wrong now and then, so False is the default.
         pdl: see `Kernel`.
 
     Raises:
-        ValueError: for operands of other shapes or types, or a workspace that is too small.
+        ValueError: for operands of other shapes or types, a workspace that is too small, or
+            `settled` without `planned`.
     """
-    storage = name_of(_STORAGE_TYPES, "q", q)
     num_tokens, num_heads, head_dim = q.shape
-    _, block_size, num_kv_heads, _ = k_cache.shape
-    _check_heads(num_heads, num_kv_heads, head_dim)
-    num_chunks = _check_lengths(query_start, seq_lens)
     if q.stride()[1:] != (head_dim, 1) or q.stride(0) % 8:
         raise ValueError(
             f"q has strides {q.stride()}; its heads must lie one after the other, and its tokens "
             "a multiple of 8 values apart"
         )
     check_place("q", q)
-    _check_caches(k_cache, v_cache, q)
-    check("block_tables", block_tables, (num_chunks, block_tables.shape[-1]), torch.int32, False)
-    check("out", out.view(q.shape), (num_tokens, num_heads, head_dim), q.dtype)
-    if not scale > 0.0 or window < 0 or soft_cap < 0.0:
-        raise ValueError(
-            f"scale {scale}, window {window}, soft_cap {soft_cap}: the first must be positive, "
-            "the others positive or 0"
-        )
-    if not num_chunks or not num_tokens:
+    step = _Step(
+        q, num_heads, k_cache, v_cache, block_tables, query_start, seq_lens, out, workspace
+    )
+    step.check_scores(scale, window, soft_cap)
+    step.check_settled(settled, planned)
+    if not step.num_chunks or not num_tokens:
         return
     if not planned:
+        step.plan(window, max_q_len, batch_invariant, pdl)
+    base = workspace.data_ptr()
+    for part in step.parts(max_q_len, batch_invariant):
+        caches: tuple[object, ...] = (k_cache, v_cache)
+        last: object = settled
+        if isinstance(part.shape, HopperShape):
+            caches = (_tensor_map(k_cache), _tensor_map(v_cache), v_cache)
+            last = Int64(base + part.queue)
+        kernel(part.shape.stem, part.shape.name(step.storage))(
+            part.num_shares,
+            part.shape.threads,
+            q,
+            *caches,
+            *step.arguments(part, scale, window, soft_cap),
+            last,
+            shared=part.shape.shared_bytes,
+            pdl=pdl,
+        )
+
+
+def rope_attend(
+    qkv: Tensor,
+    positions: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    slot_mapping: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_tables: Tensor,
+    query_start: Tensor,
+    seq_lens: Tensor,
+    out: Tensor,
+    workspace: Tensor,
+    scale: float,
+    window: int = 0,
+    soft_cap: float = 0.0,
+    *,
+    q_weight: Tensor | None = None,
+    k_weight: Tensor | None = None,
+    eps: float = 1e-6,
+    planned: bool = False,
+    settled: bool = False,
+    pdl: bool = False,
+) -> None:
+    """`rope_write_kv` and `attend` in one, for a step of one token per chunk.
+
+    qkv itself is left as it is. One launch less: at few sequences, a step is made of latencies. A
+    token with a negative slot is not written to the cache, but seen.
+
+    Args:
+        qkv, positions, cos, sin, slot_mapping, q_weight, k_weight, eps: see `rope_write_kv`; T = n,
+            though the last chunks may have no token.
+        k_cache, v_cache, block_tables, query_start, seq_lens, out, workspace, scale, window,
+            soft_cap: see `attend`; a plan was made with max_q_len = 1.
+        planned, settled: see `attend`; positions and slot_mapping are among what is settled.
+        pdl: see `Kernel`.
+
+    Raises:
+        ValueError: as `attend`, and for heads that `rotates` says no to.
+    """
+    _, _, num_kv_heads, head_dim = k_cache.shape
+    num_tokens = len(qkv)
+    num_heads = qkv.shape[1] // head_dim - 2 * num_kv_heads
+    check_rows("qkv", qkv, (num_tokens, (num_heads + 2 * num_kv_heads) * head_dim), qkv.dtype)
+    check_rotation(num_tokens, head_dim, qkv, positions, cos, sin, slot_mapping, q_weight, k_weight)
+    step = _Step(
+        qkv, num_heads, k_cache, v_cache, block_tables, query_start, seq_lens, out, workspace
+    )
+    step.check_scores(scale, window, soft_cap)
+    step.check_settled(settled, planned)
+    if not rotates(num_heads, num_kv_heads, head_dim):
+        raise ValueError(
+            f"{num_heads} query heads for {num_kv_heads} KV heads of {head_dim} values: "
+            "rope_attend takes up to 15 for one, of up to 128 values"
+        )
+    if step.num_chunks != num_tokens:
+        raise ValueError(f"{num_tokens} tokens in {step.num_chunks} chunks: it takes one in each")
+    if not num_tokens:
+        return
+    if not planned:
+        step.plan(window, 1, False, pdl)
+    (part,) = step.parts(1, False)
+    assert isinstance(part.shape, Shape)
+    kernel("attention", part.shape.rotating_name(step.storage, q_weight is not None))(
+        part.num_shares,
+        part.shape.threads,
+        qkv,
+        k_cache,
+        v_cache,
+        *step.arguments(part, scale, window, soft_cap),
+        settled,
+        slot_mapping,
+        positions,
+        cos,
+        sin,
+        qkv if q_weight is None else q_weight,
+        qkv if k_weight is None else k_weight,
+        eps,
+        shared=part.shape.shared_bytes,
+        pdl=pdl,
+    )
+
+
+def prefers_rope_attend(num_tokens: int, num_heads: int, num_kv_heads: int, head_dim: int) -> bool:
+    """Whether `rope_attend` takes such heads and is faster than `rope_write_kv` and `attend`.
+
+    For a step of so many chunks of one token each; measured on an H200 (benchmarks/notes.md).
+    """
+    return num_tokens <= _MAX_ROPE_TOKENS and rotates(num_heads, num_kv_heads, head_dim)
+
+
+def rotates(num_heads: int, num_kv_heads: int, head_dim: int) -> bool:
+    """Whether `rope_attend` takes such heads."""
+    _check_heads(num_heads, num_kv_heads, head_dim)
+    few, _, _ = shapes(head_dim)
+    return few.rotates and num_heads // num_kv_heads < few.rows
+
+
+class _Step:
+    """The operands that `attend` and `rope_attend` have in common, checked.
+
+    Args:
+        q: rows of queries, or of a projection that begins with them.
+        num_heads: H.
+    """
+
+    def __init__(
+        self,
+        q: Tensor,
+        num_heads: int,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        block_tables: Tensor,
+        query_start: Tensor,
+        seq_lens: Tensor,
+        out: Tensor,
+        workspace: Tensor,
+    ) -> None:
+        _, block_size, num_kv_heads, head_dim = k_cache.shape
+        self.storage = name_of(_STORAGE_TYPES, "q", q)
+        self.heads = (num_heads, num_kv_heads, head_dim)
+        self.num_tokens = len(q)
+        _check_heads(*self.heads)
+        self.num_chunks = _check_lengths(query_start, seq_lens)
+        _check_caches(k_cache, v_cache, q.dtype, q.shape[-1] if q.dim() == 3 else head_dim)
+        tables = (self.num_chunks, block_tables.shape[-1])
+        check("block_tables", block_tables, tables, torch.int32, False)
+        rows = (self.num_tokens, num_heads, head_dim)
+        check("out", out.view(rows), rows, q.dtype)
+        self._lengths = query_start, seq_lens
+        self._out, self._block_tables, self._workspace = out, block_tables, workspace
+        self._q_stride, self._block_stride = q.stride(0), k_cache.stride(0)
+        self._block_shift = block_size.bit_length() - 1
+
+    def check_scores(self, scale: float, window: int, soft_cap: float) -> None:
+        if not scale > 0.0 or window < 0 or soft_cap < 0.0:
+            raise ValueError(
+                f"scale {scale}, window {window}, soft_cap {soft_cap}: the first must be positive, "
+                "the others positive or 0"
+            )
+
+    def check_settled(self, settled: bool, planned: bool) -> None:
+        if settled and not planned:
+            raise ValueError("settled without planned: a plan that is made now is not settled")
+
+    def plan(self, window: int, max_q_len: int | None, batch_invariant: bool, pdl: bool) -> None:
         plan(
-            query_start,
-            seq_lens,
-            workspace,
-            num_tokens,
-            num_heads,
-            num_kv_heads,
-            head_dim,
+            *self._lengths,
+            self._workspace,
+            self.num_tokens,
+            *self.heads,
             window,
             max_q_len=max_q_len,
             batch_invariant=batch_invariant,
             pdl=pdl,
         )
-    group = num_heads // num_kv_heads
-    found = _parts(num_chunks, num_tokens, max_q_len, group, head_dim, batch_invariant)
-    _check_workspace(workspace, found[-1].end)
-    base = workspace.data_ptr()
-    for part in found:
-        caches: tuple[object, ...] = (k_cache, v_cache)
-        queue: tuple[object, ...] = ()
-        if isinstance(part.shape, HopperShape):
-            caches = (_tensor_map(k_cache), _tensor_map(v_cache), v_cache)
-            queue = (Int64(base + part.queue),)
-        kernel(part.shape.stem, part.shape.name(storage))(
-            part.num_shares,
-            part.shape.threads,
-            q,
-            *caches,
-            out,
-            block_tables,
-            Int64(q.stride(0)),
-            Int64(k_cache.stride(0)),
-            block_tables.shape[1],
-            block_size.bit_length() - 1,
+
+    def parts(self, max_q_len: int | None, batch_invariant: bool) -> tuple[Part, ...]:
+        num_heads, num_kv_heads, head_dim = self.heads
+        group = num_heads // num_kv_heads
+        found = _parts(
+            self.num_chunks, self.num_tokens, max_q_len, group, head_dim, batch_invariant
+        )
+        _check_workspace(self._workspace, found[-1].end)
+        return found
+
+    def arguments(
+        self, part: Part, scale: float, window: int, soft_cap: float
+    ) -> tuple[object, ...]:
+        """From `out` to `slots`."""
+        num_heads, num_kv_heads, _ = self.heads
+        base = self._workspace.data_ptr()
+        return (
+            self._out,
+            self._block_tables,
+            Int64(self._q_stride),
+            Int64(self._block_stride),
+            self._block_tables.shape[1],
+            self._block_shift,
             num_heads,
             num_kv_heads,
             float(scale),
@@ -457,9 +641,6 @@ def attend(
             Int64(base + part.shares),
             Int64(base + part.arrivals),
             Int64(base + part.slots),
-            *queue,
-            shared=part.shape.shared_bytes,
-            pdl=pdl,
         )
 
 
@@ -470,6 +651,9 @@ def instantiations() -> list[Instantiation]:
     for storage in _STORAGE_TYPES.values():
         for head_dim in HEAD_DIMS:
             names += dict.fromkeys(shape.name(storage) for shape in shapes(head_dim))
+            few, _, _ = shapes(head_dim)
+            if few.rotates:
+                names += [few.rotating_name(storage, norms) for norms in (False, True)]
         hopper_names += [HopperShape(head_dim).name(storage) for head_dim in HOPPER_HEAD_DIMS]
     return [("attention", tuple(names), ()), ("attention_hopper", tuple(hopper_names), ())]
 
@@ -546,7 +730,7 @@ def _check_workspace(workspace: Tensor, needed: int) -> None:
         )
 
 
-def _check_caches(k_cache: Tensor, v_cache: Tensor, q: Tensor) -> None:
+def _check_caches(k_cache: Tensor, v_cache: Tensor, dtype: torch.dtype, q_dim: int) -> None:
     _, block_size, num_kv_heads, head_dim = k_cache.shape
     if block_size not in BLOCK_SIZES:
         raise ValueError(
@@ -555,15 +739,15 @@ def _check_caches(k_cache: Tensor, v_cache: Tensor, q: Tensor) -> None:
     inner = (num_kv_heads * head_dim, head_dim, 1)
     for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
         if (
-            cache.dtype != q.dtype
+            cache.dtype != dtype
             or cache.shape != k_cache.shape
-            or head_dim != q.shape[-1]
+            or head_dim != q_dim
             or cache.stride() != (k_cache.stride(0), *inner)
             or cache.stride(0) % 8
         ):
             raise ValueError(
                 f"{name} is {tuple(cache.shape)} of {cache.dtype} with strides {cache.stride()}; "
-                f"both caches must be alike, of {q.dtype}, with {q.shape[-1]} values per head, "
+                f"both caches must be alike, of {dtype}, with {q_dim} values per head, "
                 "each block without gaps"
             )
         check_place(name, cache)

@@ -42,6 +42,7 @@ def rope_write_kv(
     q_weight: Tensor | None = None,
     k_weight: Tensor | None = None,
     eps: float = 1e-6,
+    settled: bool = False,
     pdl: bool = False,
 ) -> None:
     """Rotate q -> q_out and k -> its slots (arXiv:2104.09864, halves as pairs); v -> its slots.
@@ -58,6 +59,8 @@ def rope_write_kv(
         q_out: [T, H, D]; tokens may lie further apart; may be the q of qkv itself.
         q_weight, k_weight: [D] of the norm of each head before it turns; None for no norm.
         eps: of that norm.
+        settled: positions and slot_mapping were written before an `attend` that was launched since;
+            see there. They are then read before the kernel in front has ended.
         pdl: see `Kernel`.
 
     Raises:
@@ -67,26 +70,18 @@ def rope_write_kv(
     num_tokens, num_heads, head_dim = q_out.shape
     num_blocks, block_size, num_kv_heads, _ = k_cache.shape
     all_heads = num_heads + 2 * num_kv_heads
-    _check_rows("qkv", qkv, (num_tokens, all_heads * head_dim), qkv.dtype)
-    _check_rows("q_out", q_out, (num_tokens, num_heads, head_dim), qkv.dtype)
+    check_rows("qkv", qkv, (num_tokens, all_heads * head_dim), qkv.dtype)
+    check_rows("q_out", q_out, (num_tokens, num_heads, head_dim), qkv.dtype)
     if q_out.stride(1) != head_dim:
         raise ValueError(f"heads of q_out are {q_out.stride(1)} apart, not {head_dim}")
     cache_shape = (num_blocks, block_size, num_kv_heads, head_dim)
-    _check_rows("k_cache", k_cache, cache_shape, qkv.dtype)
-    _check_rows("v_cache", v_cache, cache_shape, qkv.dtype)
+    check_rows("k_cache", k_cache, cache_shape, qkv.dtype)
+    check_rows("v_cache", v_cache, cache_shape, qkv.dtype)
     if k_cache.stride() != v_cache.stride():
         raise ValueError(f"k_cache has strides {k_cache.stride()}, v_cache {v_cache.stride()}")
     if num_blocks * block_size >= 2**31:
         raise ValueError(f"a cache of {num_blocks} * {block_size} slots: at most 2**31 - 1")
-    check("positions", positions, (num_tokens,), torch.int64, vectors=False)
-    check("slot_mapping", slot_mapping, (num_tokens,), torch.int64, vectors=False)
-    check("cos", cos, (cos.shape[0], head_dim), torch.float32)
-    check("sin", sin, tuple(cos.shape), torch.float32)
-    if (q_weight is None) != (k_weight is None):
-        raise ValueError("q_weight and k_weight come together")
-    if q_weight is not None and k_weight is not None:
-        check("q_weight", q_weight, (head_dim,), qkv.dtype)
-        check("k_weight", k_weight, (head_dim,), qkv.dtype)
+    check_rotation(num_tokens, head_dim, qkv, positions, cos, sin, slot_mapping, q_weight, k_weight)
     group = _group(head_dim, qkv.dtype)
     if not num_tokens:
         return
@@ -113,6 +108,7 @@ def rope_write_kv(
         eps,
         num_heads,
         num_kv_heads,
+        settled,
         pdl=pdl,
     )
 
@@ -135,7 +131,34 @@ def _threads(num_tokens: int, all_heads: int, group: int) -> int:
     return min(32 * warps, _MAX_THREADS)
 
 
-def _check_rows(name: str, tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+def check_rotation(
+    num_tokens: int,
+    head_dim: int,
+    qkv: Tensor,
+    positions: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    slot_mapping: Tensor,
+    q_weight: Tensor | None,
+    k_weight: Tensor | None,
+) -> None:
+    """Refuse operands of `rope_write_kv` that say how and where to, if they are not as it says.
+
+    Raises:
+        ValueError: with the name of the operand.
+    """
+    check("positions", positions, (num_tokens,), torch.int64, vectors=False)
+    check("slot_mapping", slot_mapping, (num_tokens,), torch.int64, vectors=False)
+    check("cos", cos, (cos.shape[0], head_dim), torch.float32)
+    check("sin", sin, tuple(cos.shape), torch.float32)
+    if (q_weight is None) != (k_weight is None):
+        raise ValueError("q_weight and k_weight come together")
+    if q_weight is not None and k_weight is not None:
+        check("q_weight", q_weight, (head_dim,), qkv.dtype)
+        check("k_weight", k_weight, (head_dim,), qkv.dtype)
+
+
+def check_rows(name: str, tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> None:
     """As `check`, but only the last dimension is contiguous; the others keep to whole vectors."""
     if tensor.shape != shape or tensor.dtype != dtype or tensor.stride(-1) != 1:
         raise ValueError(

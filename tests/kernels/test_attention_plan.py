@@ -70,6 +70,107 @@ def share_of(tile, total, num_shares):
     return tile // (size + 1) if tile < border else longer + (tile - border) // size
 
 
+def pieces_of(tiles, size):
+    return -(-tiles // size)
+
+
+def cut_into_shares(tiles, num_kv_heads, num_shares):
+    """[(first tile, last tile + 1, blocks of its unit)] as `plan` cuts units that have `tiles` of
+    each item; blocks only where units are cut into pieces."""
+    first = np.cumsum([0] + [count * num_kv_heads for count in tiles])
+    total = int(first[-1])
+    units = len(tiles) * num_kv_heads
+    even = max(1, -(-total // num_shares))
+    tolerable = even + even // 16 + 2
+    if units <= num_shares:
+        sizes = [even + warp * (-(-even // 32)) for warp in range(32)]
+        fits = [
+            size
+            for size in sizes
+            if sum(pieces_of(count, size) for count in tiles) * num_kv_heads <= num_shares
+        ]
+        smallest = min(fits, default=None)
+        longest = max(tiles, default=1)
+        uncut = longest <= (smallest or even) + 4
+        size = longest if uncut else smallest
+        if uncut or (size is not None and size <= tolerable):
+            found = []
+            for k, count in enumerate(tiles):
+                for head in range(num_kv_heads):
+                    begin = int(first[k]) + head * count
+                    blocks = (len(found), len(found) + pieces_of(count, size) - 1)
+                    found += [
+                        (begin + at, begin + min(count, at + size), blocks)
+                        for at in range(0, count, size)
+                    ]
+            return found + [(0, 0, None)] * (num_shares - len(found))
+    borders = [share_begin(share, total, num_shares) for share in range(num_shares + 1)]
+    if units > num_shares:
+        starts = np.sort(
+            np.concatenate(
+                [first[k] + count * np.arange(num_kv_heads) for k, count in enumerate(tiles)]
+                + [[total]]
+            )
+        )
+        moved = [int(starts[np.searchsorted(starts, border)]) for border in borders]
+        if max(np.diff(moved)) <= tolerable:
+            borders = moved
+    return [(*pair, None) for pair in itertools.pairwise(borders)]
+
+
+LENGTHS = {
+    "one short": [300],
+    "one": [400],
+    "one long": [16384],
+    "one of a token": [1],
+    "eight": [400] * 8,
+    "sixteen long": [8300] * 16,
+    "ragged": [128, 30_000, 16, 5000],
+    "many": [300] * 64,
+    "many long": [4096] * 64,
+    "many ragged": [128 * (i % 60 + 1) for i in range(64)],
+}
+
+
+@pytest.mark.parametrize("num_kv_heads", [1, 2, 8])
+@pytest.mark.parametrize("lengths", LENGTHS)
+def test_shares_cover_a_step_of_decodes_and_pieces_know_their_blocks(lengths, num_kv_heads):
+    tiles = [-(-length // 64) for length in LENGTHS[lengths]]
+    shares = cut_into_shares(tiles, num_kv_heads, 264)
+    assert len(shares) == 264
+    used = [share for share in shares if share[0] < share[1]]
+    assert [share[0] for share in used] == [0] + [share[1] for share in used[:-1]]
+    assert used[-1][1] == sum(tiles) * num_kv_heads
+    starts = np.cumsum([0] + [count for count in tiles for _ in range(num_kv_heads)])
+    for block, (begin, end, blocks) in enumerate(shares):
+        if blocks is None:
+            continue
+        unit = int(np.searchsorted(starts, begin, side="right")) - 1
+        assert end <= starts[unit + 1], "a piece is of one unit"
+        assert blocks[0] <= block <= blocks[1]
+        assert shares[blocks[0]][0] == starts[unit] and shares[blocks[1]][1] == starts[unit + 1]
+
+
+@pytest.mark.parametrize(
+    ("lengths", "cut", "largest"),
+    [
+        ("one short", False, 5),  # merging costs more than four more tiles in turn
+        ("one", True, 1),
+        ("one long", True, 8),
+        ("eight", True, 2),
+        ("sixteen long", True, 66),
+        ("many", False, 10),
+        ("many long", False, 128),
+    ],
+)
+def test_units_are_cut_only_where_that_is_faster(lengths, cut, largest):
+    tiles = [-(-length // 64) for length in LENGTHS[lengths]]
+    shares = cut_into_shares(tiles, 8, 264)
+    starts = set(np.cumsum([0] + [count for count in tiles for _ in range(8)]).tolist())
+    assert any(begin < end and begin not in starts for begin, end, _ in shares) == cut
+    assert max(end - begin for begin, end, _ in shares) == largest
+
+
 STEPS = {
     "decode": ([1] * 64, [1024] * 64, 0),
     "ragged decode": ([1] * 9, [1, 128, 32_000, 5, 64, 65, 700, 0, 2], 0),
@@ -281,7 +382,8 @@ def test_a_tile_is_copied_once_each_warp_from_whole_pages(shape: Shape):
     warps = shape.threads // 32
     chunks = shape.head_dim // 8
     copy_keys = shape.keys // warps
-    page_keys = min(copy_keys, 16)
+    page_keys = copy_keys
+    assert page_keys <= 16
     seen = np.zeros((shape.keys, chunks), np.int32)
     for warp in range(warps):
         for page in range(copy_keys // page_keys):
@@ -398,7 +500,8 @@ def test_the_rows_that_a_lane_masks_are_those_it_holds():
 
 def test_every_shape_of_every_type_is_instantiated():
     counts = {stem: len(set(names)) for stem, names, _ in instantiations()}
-    assert counts == {"attention": 1 + 2 * (3 * 3 + 2), "attention_hopper": 2 * 2}
+    rotating = 2 * 2 * 3  # with and without norms, heads of 64, 96 and 128
+    assert counts == {"attention": 1 + 2 * (3 * 3 + 2) + rotating, "attention_hopper": 2 * 2}
 
 
 # ---------------------------------------------------------------- tiles on Hopper

@@ -26,7 +26,7 @@ _GROUPS: tuple[tuple[str, re.Pattern[str]], ...] = tuple(
     (group, re.compile(pattern, re.IGNORECASE))
     for group, pattern in (
         ("copies", r"memcpy|memset|copy_blocks|clear_slots|copy_kernel|aten::(copy|clone|fill)_?$"),
-        ("attention", r"^attend|^plan$|attention|flash|fmha"),
+        ("attention", r"attend|^plan$|attention|flash|fmha"),
         ("sampling", r"^(scan|gather|note_\w+)$|sampl|argmax|greedy|penalt|multinomial|softmax"),
         ("batch state", r"^(begin|end)_step$|^write_(tables|wishes)$"),
         ("linear", r"gemm|gemv|matmul|nvjet|cutlass|cublas|splitk|linear|aten::(add)?mm$"),

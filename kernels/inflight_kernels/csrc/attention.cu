@@ -7,6 +7,13 @@
 // (FlashAttention, arXiv:2205.14135; splitting keys, Flash-Decoding; even shares, Stream-K,
 // arXiv:2301.03598). The plan lives in device memory and the grid is fixed, so a CUDA graph replays
 // with other lengths.
+//
+// A small step is a chain of latencies, so as many of them as can be lie under the kernel before:
+// a step `settled` says that only q and the keys and values of this step's own tokens may still be
+// on their way, and all else is read before that kernel has ended. `rope_attend` takes the qkv
+// projection as it is, one token per chunk, and saves the kernel in between.
+
+#include <cuda/std/utility>
 
 #include "attention_ptx.cuh"
 #include "attention_units.cuh"
@@ -36,10 +43,7 @@ struct Shape {
     static constexpr int COPY_KEYS = KEYS / WARPS;    // a warp copies
     // With one row of warps these are the same keys: no warp ever waits for another one's copies.
     static constexpr bool PRIVATE = WARPS_M == 1;
-    // 16 consecutive keys are always in one block of the cache.
-    static constexpr int PAGE_KEYS = COPY_KEYS < 16 ? COPY_KEYS : 16;
-    static constexpr int PAGES = COPY_KEYS / PAGE_KEYS;
-    // Queries stay in registers where they fit.
+    // Queries stay in registers where they fit, and then go there at once.
     static constexpr bool QUERIES_IN_REGISTERS = FRAGMENTS == 1 && HEAD_DIM <= 128;
 
     static constexpr int CHUNKS = HEAD_DIM / 8;  // of 16 bytes, in a row
@@ -48,23 +52,34 @@ struct Shape {
     static constexpr int TILE = KEYS * PITCH;
     static constexpr int FLOAT_PITCH = HEAD_DIM + 8;
 
-    static constexpr int QUERY_BYTES = ROWS * PITCH * 2;
+    static constexpr int QUERY_BYTES = QUERIES_IN_REGISTERS ? 0 : ROWS * PITCH * 2;
     static constexpr int TILE_BYTES = STAGES * 2 * TILE * 2;
     static constexpr int STATE_BYTES = WARPS_N * ROWS * 8;
     static constexpr int SHARED_BYTES = QUERY_BYTES + TILE_BYTES + STATE_BYTES;
 
     static_assert(HEAD_DIM % 32 == 0, "copies and fragments take 32 columns at a time");
     static_assert(WARP_KEYS % 16 == 0, "a fragment of probabilities has 16 keys");
-    static_assert(PAGE_KEYS * CHUNKS % 32 == 0, "each lane copies the same number of chunks");
+    static_assert(COPY_KEYS <= 16, "16 consecutive keys are always in one block of the cache");
+    static_assert(COPY_KEYS * CHUNKS % 32 == 0, "each lane copies the same number of chunks");
     // The sums of all warps go where the tiles were.
     static_assert(WARPS_N * ROWS * FLOAT_PITCH * 4 <= TILE_BYTES, "no room for the sums");
 };
 
 // ---------------------------------------------------------------- loading
 
+// The row of q that is a row of a unit.
+template <class S>
+__device__ __forceinline__ const typename S::Element* query_row(
+    const Arguments<typename S::Element>& args, const Unit& unit, int row) {
+    const int packed = unit.item.first_row + row;
+    const int token = args.token_of(packed);
+    const int head = unit.head * args.group + packed - token * args.group;
+    return args.q + (unit.item.query_start + token) * args.q_stride + head * S::HEAD_DIM;
+}
+
 // Copies the unit's queries; rows past the chunk become zero.
 template <class S>
-__device__ __forceinline__ void load_queries(typename S::Element* shared,
+__device__ __forceinline__ void copy_queries(typename S::Element* shared,
                                              const Arguments<typename S::Element>& args,
                                              const Unit& unit) {
     const unsigned base = ptx::shared_address(shared);
@@ -73,65 +88,64 @@ __device__ __forceinline__ void load_queries(typename S::Element* shared,
         const int row = index / S::CHUNKS;
         const int chunk = index % S::CHUNKS;
         const bool valid = row < unit.num_rows;
-        const int packed = valid ? unit.item.first_row + row : unit.item.first_row;
-        const int token = packed / args.group;
-        const int head = unit.head * args.group + packed - token * args.group;
-        const typename S::Element* source = args.q +
-                                            (unit.item.query_start + token) * args.q_stride +
-                                            head * S::HEAD_DIM + chunk * 8;
-        ptx::copy_async(base + (row * S::PITCH + chunk * 8) * 2, source, valid);
+        ptx::copy_async(base + (row * S::PITCH + chunk * 8) * 2,
+                        query_row<S>(args, unit, valid ? row : 0) + chunk * 8, valid);
     }
 }
 
-// The cache blocks of the keys that this warp copies of a tile.
+// The cache blocks of the keys that this warp copies, of 32 tiles in a row: each lane knows one.
 template <class S>
 struct Pages {
-    int block[S::PAGES];
+    int first;  // tile
+    int block;
+
+    __device__ __forceinline__ void find(const int* table, int block_shift, int kv_end, int tile) {
+        const int key = (tile + threadIdx.x % 32) * S::KEYS + threadIdx.x / 32 * S::COPY_KEYS;
+        first = tile;
+        // The table ends with the sequence.
+        block = key < kv_end ? load_l2(table + (key >> block_shift)) : 0;
+    }
+    __device__ __forceinline__ bool knows(int tile) const { return tile - first < 32; }
+    __device__ __forceinline__ int of(int tile) const {
+        return __shfl_sync(FULL_WARP, block, tile - first);
+    }
 };
 
+// Copies this warp's part of a tile of keys and values, but only of the keys [begin, end). What
+// lies past the sequence becomes zero: its weight is 0, but the cache may hold NaN there.
 template <class S>
-__device__ __forceinline__ Pages<S> find_pages(const int* table, int block_shift, int kv_len,
-                                               int tile) {
-    const int warp = threadIdx.x / 32;
-    Pages<S> pages;
-#pragma unroll
-    for (int i = 0; i < S::PAGES; ++i) {
-        const int key = tile * S::KEYS + warp * S::COPY_KEYS + i * S::PAGE_KEYS;
-        // The table ends with the sequence.
-        pages.block[i] = key < kv_len ? __ldg(table + (key >> block_shift)) : 0;
-    }
-    return pages;
-}
-
-// Copies this warp's part of a tile of keys and values. What lies past the sequence becomes zero:
-// its weight is 0, but the cache may hold NaN there.
-template <class S>
-__device__ __forceinline__ void load_tile(typename S::Element* keys, typename S::Element* values,
-                                          const Arguments<typename S::Element>& args,
-                                          const Unit& unit, int tile, const Pages<S>& pages) {
+__device__ __forceinline__ void load_tile(typename S::Element* keys,
+                                          const Arguments<typename S::Element>& args, int kv_head,
+                                          int kv_end, int tile, int page, int begin, int end) {
     const int lane = threadIdx.x % 32;
     const int warp = threadIdx.x / 32;
     const int row_stride = args.num_kv_heads * S::HEAD_DIM;
-    const int offset_mask = (1 << args.block_shift) - 1;
-    const unsigned key_base = ptx::shared_address(keys);
-    const unsigned value_base = ptx::shared_address(values);
+    const int first_row = warp * S::COPY_KEYS;
+    const int first_key = tile * S::KEYS + first_row;
+    const long long origin = page * args.block_stride +
+                             (first_key & ((1 << args.block_shift) - 1)) * row_stride +
+                             kv_head * S::HEAD_DIM;
+    const int lane_row = lane / S::CHUNKS;
+    const int lane_chunk = lane % S::CHUNKS;
+    const typename S::Element* from_keys =
+        args.k_cache + origin + lane_row * row_stride + lane_chunk * 8;
+    const typename S::Element* from_values =
+        args.v_cache + origin + lane_row * row_stride + lane_chunk * 8;
+    const unsigned target =
+        ptx::shared_address(keys + (first_row + lane_row) * S::PITCH + lane_chunk * 8);
 #pragma unroll
-    for (int page = 0; page < S::PAGES; ++page) {
-        const int first_row = warp * S::COPY_KEYS + page * S::PAGE_KEYS;
-        const int first_key = tile * S::KEYS + first_row;
-        const long long origin = pages.block[page] * args.block_stride +
-                                 (first_key & offset_mask) * row_stride + unit.head * S::HEAD_DIM;
-#pragma unroll
-        for (int i = 0; i < S::PAGE_KEYS * S::CHUNKS / 32; ++i) {
-            const int index = i * 32 + lane;
-            const int row = index / S::CHUNKS;
-            const int chunk = index % S::CHUNKS;
-            const bool valid = first_key + row < unit.item.kv_len;
-            const long long source = origin + row * row_stride + chunk * 8;
-            const int target = ((first_row + row) * S::PITCH + chunk * 8) * 2;
-            ptx::copy_async(key_base + target, args.k_cache + source, valid);
-            ptx::copy_async(value_base + target, args.v_cache + source, valid);
-        }
+    for (int i = 0; i < S::COPY_KEYS * S::CHUNKS / 32; ++i) {
+        // Rows and chunks from that of the lane on, the same for all lanes if it comes out even.
+        const int index = i * 32 + (32 % S::CHUNKS == 0 ? 0 : lane);
+        const int row = index / S::CHUNKS - (32 % S::CHUNKS == 0 ? 0 : lane_row);
+        const int chunk = index % S::CHUNKS - (32 % S::CHUNKS == 0 ? 0 : lane_chunk);
+        const int key = first_key + lane_row + row;
+        const bool copied = key >= begin && key < end;
+        const bool valid = key < kv_end;
+        const unsigned place = target + (row * S::PITCH + chunk * 8) * 2;
+        const long long source = static_cast<long long>(row) * row_stride + chunk * 8;
+        ptx::copy_async_if(copied, place, from_keys + source, valid);
+        ptx::copy_async_if(copied, place + S::TILE * 2, from_values + source, valid);
     }
 }
 
@@ -146,7 +160,7 @@ __device__ __forceinline__ void load_query_fragment(unsigned (&fragment)[4],
     ptx::load_matrices(fragment, ptx::shared_address(queries + row * S::PITCH + column));
 }
 
-// ---------------------------------------------------------------- arithmetic
+// ---------------------------------------------------------------- registers
 
 template <class S>
 struct State {
@@ -160,6 +174,215 @@ using Scores = float[S::FRAGMENTS][S::WARP_KEYS / 8][4];
 
 template <class S>
 using QueryFragments = unsigned[S::QUERIES_IN_REGISTERS ? S::HEAD_DIM / 16 : 1][S::FRAGMENTS][4];
+
+// ---------------------------------------------------------------- queries and new keys
+
+// What a lane has of a row of a head, as in a fragment: of each 16 columns, four in two words.
+template <class S>
+struct HeadRow {
+    static constexpr int STEPS = S::HEAD_DIM / 16;
+    unsigned words[STEPS][2];
+
+    __device__ __forceinline__ void clear() {
+#pragma unroll
+        for (int step = 0; step < STEPS; ++step) words[step][0] = words[step][1] = 0;
+    }
+    __device__ __forceinline__ void load(const typename S::Element* row) {
+        load_from(reinterpret_cast<const unsigned*>(row) + threadIdx.x % 4,
+                  cuda::std::make_integer_sequence<int, STEPS>());
+    }
+
+   private:
+    template <int... STEP>
+    __device__ __forceinline__ void load_from(const unsigned* first,
+                                              cuda::std::integer_sequence<int, STEP...>) {
+        ((words[STEP][0] = load_l2<STEP * 32>(first)), ...);
+        ((words[STEP][1] = load_l2<STEP * 32 + 16>(first)), ...);
+    }
+};
+
+// q and the cache as `rope_write_kv` has left them.
+template <class S>
+struct InPlace {
+    using T = typename S::Element;
+    static constexpr bool ROTATES = false;
+
+    __device__ __forceinline__ void prepare(const Arguments<T>&, const Unit&, bool) {}
+    __device__ __forceinline__ void load(const Arguments<T>&, const Unit&) {}
+    __device__ __forceinline__ const T* key_row(const Arguments<T>&, const Unit&) const {
+        return nullptr;
+    }
+    __device__ __forceinline__ void turn(const Unit&, HeadRow<S> (&)[2]) const {}
+    __device__ __forceinline__ void place(const Arguments<T>&, const Unit&,
+                                          const QueryFragments<S>&, T*, T*) const {}
+};
+
+// What `rope_attend` knows more than `attend`; see rope.cu.
+template <typename T>
+struct Projection {
+    T* k_cache;
+    T* v_cache;
+    const long long* slots;
+    const long long* positions;
+    const float* cos;
+    const float* sin;
+    const T* q_weight;
+    const T* k_weight;
+    float eps;
+};
+
+// The rows of a qkv projection, one token per chunk: q is normed and rotated on its way into
+// registers. The token's key rides along as one more row of q, and goes from there into the tile
+// and the cache that it is of.
+template <class S, bool NORM>
+struct Rotated {
+    using T = typename S::Element;
+    static constexpr bool ROTATES = true;
+    static constexpr int HALF_STEPS = S::HEAD_DIM / 32;
+    static_assert(S::PRIVATE && S::QUERIES_IN_REGISTERS, "a warp puts a key where it reads it");
+
+    const Projection<T>& projection;
+    bool has_key;  // this warp has the token's key in one of its tiles
+    long long slot;
+    float2 cos[HALF_STEPS][2], sin[HALF_STEPS][2];
+    HeadRow<S> weights[2];  // of `rows`
+    uint4 value;
+
+    __device__ __forceinline__ explicit Rotated(const Projection<T>& all) : projection(all) {}
+
+    // What the projection does not write.
+    __device__ __forceinline__ void prepare(const Arguments<T>& args, const Unit& unit,
+                                            bool has_new) {
+        has_key = has_new;
+        const int token = unit.item.query_start;
+        slot = load_l2(projection.slots + token);
+        const long long place =
+            load_l2(projection.positions + token) * S::HEAD_DIM + threadIdx.x % 4 * 2;
+        load_angles(reinterpret_cast<const float2*>(projection.cos + place),
+                    reinterpret_cast<const float2*>(projection.sin + place),
+                    cuda::std::make_integer_sequence<int, HALF_STEPS>());
+        if constexpr (NORM) {
+#pragma unroll
+            for (int half = 0; half < 2; ++half)
+                weights[half].load(half * 8 + threadIdx.x % 32 / 4 < unit.num_rows
+                                       ? projection.q_weight
+                                       : projection.k_weight);
+        }
+    }
+
+    __device__ __forceinline__ const T* key_row(const Arguments<T>& args, const Unit& unit) const {
+        return !has_key ? nullptr
+                        : args.q + unit.item.query_start * args.q_stride +
+                              (args.num_heads + unit.head) * S::HEAD_DIM;
+    }
+
+    __device__ __forceinline__ void load(const Arguments<T>& args, const Unit& unit) {
+        const int lane = threadIdx.x % 32;
+        if (has_key && lane < S::CHUNKS)
+            value = load_l2(reinterpret_cast<const uint4*>(key_row(args, unit) +
+                                                           args.num_kv_heads * S::HEAD_DIM) +
+                            lane);
+    }
+
+    __device__ __forceinline__ void turn(const Unit& unit, HeadRow<S> (&rows)[2]) const {
+        turn(rows[0], weights[0]);
+        if (unit.num_rows >= 8) turn(rows[1], weights[1]);
+    }
+
+    // Into the tile, where this warp alone reads it, and into the cache.
+    __device__ __forceinline__ void place(const Arguments<T>& args, const Unit& unit,
+                                          const QueryFragments<S>& fragments, T* keys,
+                                          T* values) const {
+        if (!has_key) return;
+        const int lane = threadIdx.x % 32;
+        const int row = (unit.item.kv_len - 1) % S::KEYS * S::PITCH;
+        if (lane / 4 == unit.num_rows % 8) {
+            unsigned* const words = reinterpret_cast<unsigned*>(keys + row) + lane % 4;
+            const bool low = unit.num_rows < 8;  // the key is among the first 8 rows
+#pragma unroll
+            for (int step = 0; step < HeadRow<S>::STEPS; ++step)
+#pragma unroll
+                for (int half = 0; half < 2; ++half) {
+                    const unsigned* const pair = fragments[step][0] + 2 * half;
+                    words[step * 8 + half * 4] = low ? pair[0] : pair[1];
+                }
+        }
+        if (lane < S::CHUNKS) reinterpret_cast<uint4*>(values + row)[lane] = value;
+        __syncwarp();
+        if (slot < 0 || lane >= S::CHUNKS) return;
+        const int offset = static_cast<int>(slot) & ((1 << args.block_shift) - 1);
+        const long long to = (static_cast<int>(slot) >> args.block_shift) * args.block_stride +
+                             (offset * args.num_kv_heads + unit.head) * S::HEAD_DIM;
+        reinterpret_cast<uint4*>(projection.k_cache + to)[lane] =
+            reinterpret_cast<const uint4*>(keys + row)[lane];
+        reinterpret_cast<uint4*>(projection.v_cache + to)[lane] = value;
+    }
+
+   private:
+    template <int... STEP>
+    __device__ __forceinline__ void load_angles(const float2* cosines, const float2* sines,
+                                                cuda::std::integer_sequence<int, STEP...>) {
+        constexpr int SECOND = S::HEAD_DIM / 2 * 4;
+        ((cos[STEP][0] = load_l2<STEP * 64>(cosines)), ...);
+        ((cos[STEP][1] = load_l2<STEP * 64 + 32>(cosines)), ...);
+        ((sin[STEP][0] = load_l2<SECOND + STEP * 64>(sines)), ...);
+        ((sin[STEP][1] = load_l2<SECOND + STEP * 64 + 32>(sines)), ...);
+    }
+
+    __device__ __forceinline__ void turn(HeadRow<S>& row, const HeadRow<S>& weight) const {
+        float scale = 1.0f;
+        if (NORM) {
+            float squares = 0.0f;
+#pragma unroll
+            for (int step = 0; step < HeadRow<S>::STEPS; ++step)
+#pragma unroll
+                for (int half = 0; half < 2; ++half) {
+                    const float2 x = ptx::unpack<T>(row.words[step][half]);
+                    squares += x.x * x.x + x.y * x.y;
+                }
+            scale = rsqrtf(sum_of_quad(squares) / S::HEAD_DIM + projection.eps);
+        }
+#pragma unroll
+        for (int step = 0; step < HALF_STEPS; ++step)
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                unsigned& low = row.words[step][half];
+                unsigned& high = row.words[step + HALF_STEPS][half];
+                float2 a = ptx::unpack<T>(low), b = ptx::unpack<T>(high);
+                if (NORM) {
+                    const float2 w = ptx::unpack<T>(weight.words[step][half]);
+                    const float2 v = ptx::unpack<T>(weight.words[step + HALF_STEPS][half]);
+                    a = make_float2(a.x * (scale * w.x), a.y * (scale * w.y));
+                    b = make_float2(b.x * (scale * v.x), b.y * (scale * v.y));
+                }
+                const float2 c = cos[step][half], s = sin[step][half];
+                low = ptx::pack<T>(a.x * c.x - b.x * s.x, a.y * c.y - b.y * s.y);
+                high = ptx::pack<T>(b.x * c.x + a.x * s.x, b.y * c.y + a.y * s.y);
+            }
+    }
+};
+
+// The queries of this warp and, where there is one, `key` as the row behind them; other rows that
+// do not exist are zero.
+template <class S>
+__device__ __forceinline__ void load_queries(HeadRow<S> (&rows)[2],
+                                             const Arguments<typename S::Element>& args,
+                                             const Unit& unit, const typename S::Element* key,
+                                             int warp_m) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+        const int row = warp_m * S::WARP_ROWS + half * 8 + threadIdx.x % 32 / 4;
+        const typename S::Element* from = row < unit.num_rows    ? query_row<S>(args, unit, row)
+                                          : row == unit.num_rows ? key
+                                                                 : nullptr;
+        if (from != nullptr)
+            rows[half].load(from);
+        else
+            rows[half].clear();
+    }
+}
+
+// ---------------------------------------------------------------- arithmetic
 
 // scores = queries @ keys^T.
 template <class S>
@@ -221,7 +444,7 @@ __device__ __forceinline__ void mask_scores(Scores<S>& scores,
         for (int half = 0; half < 2; ++half) {
             const int row = warp_m * S::WARP_ROWS + f * 16 + half * 8 + lane / 4;
             const int packed = unit.item.first_row + min(row, unit.num_rows - 1);
-            const int last = unit.item.kv_len - unit.item.query_len + packed / args.group;
+            const int last = unit.item.kv_len - unit.item.query_len + args.token_of(packed);
 #pragma unroll
             for (int n = 0; n < S::WARP_KEYS / 8; ++n)
 #pragma unroll
@@ -304,14 +527,16 @@ __device__ __forceinline__ void mma_pv(State<S>& state, const Scores<S>& weights
 // Each warp's sums, and the maximum and total of each row, to shared memory.
 template <class S>
 __device__ __forceinline__ void store_state(float* sums, float2* states, const State<S>& state,
-                                            int warp_m, int warp_n) {
+                                            int num_rows, int warp_m, int warp_n) {
     const int lane = threadIdx.x % 32;
 #pragma unroll
     for (int f = 0; f < S::FRAGMENTS; ++f)
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-            const int row = warp_n * S::ROWS + warp_m * S::WARP_ROWS + f * 16 + half * 8 + lane / 4;
+            const int unit_row = warp_m * S::WARP_ROWS + f * 16 + half * 8 + lane / 4;
+            const int row = warp_n * S::ROWS + unit_row;
             const float total = sum_of_quad(state.total[f][half]);
+            if (unit_row >= num_rows) continue;
             if (lane % 4 == 0) states[row] = make_float2(state.max[f][half], total);
 #pragma unroll
             for (int n = 0; n < S::HEAD_DIM / 8; ++n)
@@ -330,6 +555,7 @@ __device__ __forceinline__ void finish_unit(const Arguments<typename S::Element>
     constexpr int QUARTERS = S::HEAD_DIM / 4;
     const bool whole = unit.whole();
     const int own_slot = Slots<S>::own(unit);
+#pragma unroll 1
     for (int index = threadIdx.x; index < unit.num_rows * QUARTERS; index += S::THREADS) {
         const int row = index / QUARTERS;
         const int column = index % QUARTERS * 4;
@@ -352,57 +578,76 @@ __device__ __forceinline__ void finish_unit(const Arguments<typename S::Element>
     }
     if (whole) return;
 
-    const Blocks blocks(unit, share.total);
+    const Blocks blocks(unit, share);
     __shared__ bool is_last;
-    __threadfence();
     __syncthreads();
     if (threadIdx.x == 0) {
-        is_last = atomicAdd(arrivals + blocks.first, 1) == blocks.last - blocks.first;
-        if (is_last) arrivals[blocks.first] = 0;  // for the next launch with this plan
+        int* const arrived = arrivals + blocks.first;
+        is_last = ptx::count_arrival(arrived) == blocks.last - blocks.first;
+        if (is_last) *arrived = 0;  // for the next launch with this plan
     }
     __syncthreads();
-    if (!is_last) return;
-    __threadfence();
-    merge_slots<S, S::THREADS>(args, unit, slots, blocks, 0, unit.num_rows, threadIdx.x);
+    if (is_last)
+        merge_slots<S, S::THREADS>(args, unit, slots, blocks, 0, unit.num_rows, threadIdx.x);
 }
 
 // ---------------------------------------------------------------- a unit
 
-template <class S>
+constexpr int ALL_KEYS = 1 << 30;
+
+// Keys below `ready` may be read before the kernels before have ended, if that is still to be
+// waited for (`waits`): then they are on their way while those end. What is new comes after.
+template <class S, class Source>
 __device__ __forceinline__ void attend_unit(const Arguments<typename S::Element>& args,
-                                            const Unit& unit, State<S>& state,
+                                            const Unit& unit, State<S>& state, Source& source,
                                             typename S::Element* queries,
-                                            typename S::Element* tiles) {
+                                            typename S::Element* tiles, int ready, bool waits) {
     using T = typename S::Element;
     const int warp = threadIdx.x / 32;
     const int warp_m = warp % S::WARPS_M;
     const int warp_n = warp / S::WARPS_M;
     const int begin = unit.item.kv_begin + unit.from;
     const int end = unit.item.kv_begin + unit.to;
+    const int history = unit.item.kv_len - unit.item.query_len;
+    const int lowest = history + args.token_of(unit.item.first_row);
+    const int highest = history + args.token_of(unit.item.first_row + unit.num_rows - 1);
+    // Where the cache ends, for this unit.
+    const int kv_end = Source::ROTATES ? history : unit.item.kv_len;
     const int* table =
         args.block_tables + static_cast<long long>(unit.item.sequence) * args.table_stride;
-    const auto pages_of = [&](int tile) {
-        return find_pages<S>(table, args.block_shift, unit.item.kv_len, tile);
+    Pages<S> pages;
+    pages.find(table, args.block_shift, kv_end, begin);
+    const auto load = [&](int stage, int tile, int from, int upto) {
+        load_tile<S>(tiles + 2 * stage * S::TILE, args, unit.head, kv_end, tile, pages.of(tile),
+                     from, upto);
     };
-
-    load_queries<S>(queries, args, unit);
-    ptx::commit_copies();
-    // Block numbers are read one tile ahead of the copies that need them.
-    Pages<S> pages[S::STAGES];
-#pragma unroll
-    for (int i = 0; i < S::STAGES; ++i) pages[i] = pages_of(begin + i);
-#pragma unroll
-    for (int i = 0; i < S::STAGES - 1; ++i) {
-        if (begin + i < end)
-            load_tile<S>(tiles + 2 * i * S::TILE, tiles + (2 * i + 1) * S::TILE, args, unit,
-                         begin + i, pages[i]);
-        ptx::commit_copies();
+    const int new_tile = history / S::KEYS;
+    const bool has_new = Source::ROTATES && unit.item.kv_len > 0 && new_tile >= begin &&
+                         new_tile < end && history % S::KEYS / S::COPY_KEYS == warp;
+    source.prepare(args, unit, has_new);  // before the copies, or it would come behind them
+    // Not unrolled, here and below: at few sequences, reading the instructions takes its time.
+#pragma unroll 1
+    for (int i = 0; i < S::STAGES; ++i) {
+        if (begin + i < end) load(i, begin + i, 0, ready);
+        if (i < S::STAGES - 1) ptx::commit_copies();  // the last: with what the first turn copies
     }
-    Pages<S> next_pages = pages[S::STAGES - 1];
-
-    const int history = unit.item.kv_len - unit.item.query_len;
-    const int lowest = history + unit.item.first_row / args.group;
-    const int highest = history + (unit.item.first_row + unit.num_rows - 1) / args.group;
+    if (waits) {
+        wait_for_previous();
+        launch_next();
+    }
+    HeadRow<S> rows[2];
+    if (S::QUERIES_IN_REGISTERS)
+        load_queries<S>(rows, args, unit, source.key_row(args, unit), warp_m);
+    source.load(args, unit);
+    if (!S::QUERIES_IN_REGISTERS || ready < min(end, begin + S::STAGES - 1) * S::KEYS) {
+        if (!S::QUERIES_IN_REGISTERS) copy_queries<S>(queries, args, unit);
+#pragma unroll 1
+        for (int i = 0; i < S::STAGES - 1; ++i)
+            if (begin + i < end) load(i, begin + i, ready, ALL_KEYS);
+        ptx::commit_copies();
+        ptx::wait_copies<0>();
+        if (!S::QUERIES_IN_REGISTERS) __syncthreads();
+    }
 
 #pragma unroll
     for (int f = 0; f < S::FRAGMENTS; ++f) {
@@ -416,21 +661,20 @@ __device__ __forceinline__ void attend_unit(const Arguments<typename S::Element>
 #pragma unroll
             for (int e = 0; e < 4; ++e) state.sums[f][n][e] = 0.0f;
     }
-
-    ptx::wait_copies<S::STAGES - 1>();
-    __syncthreads();
     QueryFragments<S> fragments;
-    if (S::QUERIES_IN_REGISTERS) {
+    if constexpr (S::QUERIES_IN_REGISTERS) {
+        source.turn(unit, rows);
 #pragma unroll
         for (int step = 0; step < S::HEAD_DIM / 16; ++step)
 #pragma unroll
-            for (int f = 0; f < S::FRAGMENTS; ++f)
-                load_query_fragment<S>(
-                    fragments[step % (sizeof(fragments) / sizeof(fragments[0]))][f], queries,
-                    warp_m * S::WARP_ROWS + f * 16, step);
+            for (int half = 0; half < 2; ++half) {
+                fragments[step][0][half] = rows[half].words[step][0];
+                fragments[step][0][half + 2] = rows[half].words[step][1];
+            }
     }
 
     int stage = 0;
+#pragma unroll 1
     for (int tile = begin; tile < end; ++tile) {
         ptx::wait_copies<S::STAGES - 2>();
         // The tile is there for all who read it, and all have read the one overwritten next.
@@ -441,14 +685,16 @@ __device__ __forceinline__ void attend_unit(const Arguments<typename S::Element>
         const int ahead = tile + S::STAGES - 1;
         if (ahead < end) {
             const int free = stage == 0 ? S::STAGES - 1 : stage - 1;
-            load_tile<S>(tiles + 2 * free * S::TILE, tiles + (2 * free + 1) * S::TILE, args, unit,
-                         ahead, next_pages);
-            next_pages = pages_of(ahead + 1);
+            if (!pages.knows(ahead)) pages.find(table, args.block_shift, kv_end, ahead);
+            // The stages were all filled before the first turn, as far as keys were ready.
+            load(free, ahead, tile > begin ? 0 : ready, ALL_KEYS);
         }
         ptx::commit_copies();
 
-        const T* keys = tiles + 2 * stage * S::TILE;
-        const T* values = keys + S::TILE;
+        T* const keys = tiles + 2 * stage * S::TILE;
+        T* const values = keys + S::TILE;
+        if (Source::ROTATES && tile == new_tile)
+            source.place(args, unit, fragments, keys, values);
         Scores<S> scores;
         mma_qk<S>(scores, fragments, queries, keys, warp_m, warp_n);
         float scale = args.scale;
@@ -466,35 +712,86 @@ __device__ __forceinline__ void attend_unit(const Arguments<typename S::Element>
     ptx::wait_copies<0>();
 }
 
+// The share of a block. `settled`: see the top.
+template <class S, class Source>
+__device__ __forceinline__ void work_off(const Arguments<typename S::Element>& args, Source source,
+                                         const Item* items, const Share* shares, int* arrivals,
+                                         float* slots, bool settled) {
+    using T = typename S::Element;
+    extern __shared__ __align__(16) unsigned char memory[];
+    T* queries = reinterpret_cast<T*>(memory);
+    T* tiles = reinterpret_cast<T*>(memory + S::QUERY_BYTES);
+    float* sums = reinterpret_cast<float*>(tiles);
+    float2* states = reinterpret_cast<float2*>(memory + S::QUERY_BYTES + S::TILE_BYTES);
+
+    if (!settled) wait_for_previous();
+    const Share share = load_l2(shares + blockIdx.x);
+    if (share.begin == share.end) {
+        // A kernel without a block that waits would let the next one believe that all is done.
+        wait_for_previous();
+        return;
+    }
+    int tile = share.begin;
+    int k = share.item;
+    while (true) {
+        const bool is_first = tile == share.begin;
+        Unit unit;
+        unit.item = is_first ? share.first : load_l2(items + k);
+        const int inside = tile - unit.item.first_tile;
+        unit.head = inside / unit.item.kv_tiles;
+        unit.from = inside - unit.head * unit.item.kv_tiles;
+        unit.to = min(unit.item.kv_tiles, unit.from + share.end - tile);
+        unit.num_rows = min(S::ROWS, unit.item.query_len * args.group - unit.item.first_row);
+        // What `Source` rotates, it does not look for in the cache.
+        const bool all_ready = Source::ROTATES || !settled || !is_first;
+        const int ready = all_ready ? ALL_KEYS : unit.item.kv_len - unit.item.query_len;
+
+        State<S> state;
+        attend_unit<S>(args, unit, state, source, queries, tiles, ready, is_first);
+        tile += unit.to - unit.from;
+        __syncthreads();  // all warps are done with the tiles
+        const int warp = threadIdx.x / 32;
+        store_state<S>(sums, states, state, unit.num_rows, warp % S::WARPS_M, warp / S::WARPS_M);
+        __syncthreads();
+        finish_unit<S>(args, unit, share, sums, states, Slots<S>(slots), arrivals);
+        if (tile == share.end) return;
+        __syncthreads();  // all sums are read
+        if (unit.to == unit.item.kv_tiles && unit.head == args.num_kv_heads - 1) ++k;
+    }
+}
+
 // ---------------------------------------------------------------- planning
 
 // Inclusive sum over the block's threads; every thread gets the sum of all in `total`.
 template <int THREADS>
-__device__ __forceinline__ int scan(int value, int& total) {
-    __shared__ int warp_totals[THREADS / 32];
+__device__ __noinline__ int scan(int value, int& total) {
+    static_assert(THREADS == 1024, "a warp scans the warps");
+    __shared__ int warp_totals[32];
     const int lane = threadIdx.x % 32;
     const int warp = threadIdx.x / 32;
+    const auto scan_warp = [&](int x) {
 #pragma unroll
-    for (int distance = 1; distance < 32; distance *= 2) {
-        const int other = __shfl_up_sync(0xffffffffu, value, distance);
-        if (lane >= distance) value += other;
-    }
+        for (int distance = 1; distance < 32; distance *= 2) {
+            const int other = __shfl_up_sync(FULL_WARP, x, distance);
+            if (lane >= distance) x += other;
+        }
+        return x;
+    };
+    value = scan_warp(value);
     if (lane == 31) warp_totals[warp] = value;
     __syncthreads();
-    int before = 0;
-    total = 0;
-    for (int w = 0; w < THREADS / 32; ++w) {
-        if (w < warp) before += warp_totals[w];
-        total += warp_totals[w];
-    }
+    const int upto = scan_warp(warp_totals[lane]);
+    const int before = __shfl_sync(FULL_WARP, upto, max(warp - 1, 0));
+    total = __shfl_sync(FULL_WARP, upto, 31);
     __syncthreads();
-    return before + value;
+    return value + (warp == 0 ? 0 : before);
 }
 
 // The last of `count` ascending numbers start(0) = 0, start(1), ... that is at most `wanted`.
 template <class Start>
 __device__ __forceinline__ int last_at_most(int wanted, int count, const Start& start) {
     int low = 0, high = count;
+#pragma unroll 1
     while (high - low > 1) {
         const int middle = (low + high) / 2;
         if (start(middle) <= wanted)
@@ -517,15 +814,18 @@ __device__ __forceinline__ void sort_items(Item* items, int count, const ItemAt&
     places[thread] = 0;
     if (thread == 0) longest = 0;
     __syncthreads();
+#pragma unroll 1
     for (int k = thread; k < count; k += PLAN_THREADS) atomicMax(&longest, item_at(k).kv_tiles);
     __syncthreads();
     const int step = longest / PLAN_THREADS + 1;
     const auto rank = [&](const Item& item) { return (longest - item.kv_tiles) / step; };
+#pragma unroll 1
     for (int k = thread; k < count; k += PLAN_THREADS) atomicAdd(places + rank(item_at(k)), 1);
     __syncthreads();
     const int number = places[thread];
     int total;
     places[thread] = scan<PLAN_THREADS>(number, total) - number;
+#pragma unroll 1
     for (int base = 0; base < count; base += PLAN_THREADS) {
         const int k = base + thread;
         Item item;
@@ -547,6 +847,41 @@ __device__ __forceinline__ void sort_items(Item* items, int count, const ItemAt&
 
 // What a cut costs a block, in tiles: sums that go through memory.
 constexpr int CUT_TILES = 6;
+// The same where blocks have so little to do that a tile takes as long as its arithmetic.
+constexpr int SHORT_CUT_TILES = 4;
+constexpr int NONE = 1 << 30;
+
+// The smallest pieces, in tiles, into which all units can be cut so that there are no more of them
+// than shares. Each warp tries a size, from `even`, that of equal shares, to twice that.
+__device__ __forceinline__ int piece_size(const Item* items, int num_items, int num_kv_heads,
+                                          int even, int num_shares) {
+    __shared__ int smallest;
+    if (threadIdx.x == 0) smallest = NONE;
+    __syncthreads();
+    const int size = even + threadIdx.x / 32 * ((even + 31) / 32);
+    int count = 0;
+#pragma unroll 1
+    for (int k = threadIdx.x % 32; k < num_items; k += 32)
+        count += (items[k].kv_tiles + size - 1) / size;
+    for (int distance = 16; distance > 0; distance /= 2)
+        count += __shfl_xor_sync(0xffffffffu, count, distance);
+    if (threadIdx.x % 32 == 0 && count * num_kv_heads <= num_shares) atomicMin(&smallest, size);
+    __syncthreads();
+    return smallest;
+}
+
+// The largest of a number per thread, or 0.
+__device__ __forceinline__ int block_max(int number) {
+    __shared__ int largest;
+    if (threadIdx.x == 0) largest = 0;
+    __syncthreads();
+    number = __reduce_max_sync(FULL_WARP, number);
+    if (threadIdx.x % 32 == 0) atomicMax(&largest, number);
+    __syncthreads();
+    const int found = largest;
+    __syncthreads();
+    return found;
+}
 
 // As few as give each block twice the tiles of the longest unit: so that the queue, which starts
 // again with a long one for the last heads, ends with short ones for all blocks.
@@ -561,6 +896,7 @@ __device__ __forceinline__ int heads_at_once(int longest, int num_tiles, int num
 __device__ __forceinline__ int queue_time(const Item* items, int units, int num_kv_heads,
                                           int num_blocks) {
     int turns = 0;
+#pragma unroll 1
     for (int base = 0; base < units; base += num_blocks * PLAN_THREADS) {
         const int unit = base + num_blocks * threadIdx.x;
         int total;
@@ -588,15 +924,20 @@ using attention::PLAN_THREADS;
 //   queue   for a kernel that can work off whole units; then items go from long to short. May be
 //           null.
 //   whole   shares end where units do, so that no sum depends on what else is in the step
-extern "C" __global__ void __launch_bounds__(PLAN_THREADS)
+extern "C" __global__ void __launch_bounds__(PLAN_THREADS, 1)
     plan(const int* query_start, const int* seq_lens, int n, int group, int num_kv_heads,
          int unit_rows, int unit_keys, int window, int min_rows, int max_rows, int num_shares,
          int* first_item, attention::Item* items, attention::Share* shares, int* arrivals,
          attention::Queue* queue, bool whole) {
     using namespace attention;
     wait_for_previous();
+    launch_next();
     const int thread = threadIdx.x;
+    // Where something of each chunk, and then of each item, begins; here if they are few.
+    __shared__ int begins[PLAN_THREADS];
+    const bool few_chunks = n <= PLAN_THREADS;
     int num_items = 0;
+#pragma unroll 1
     for (int base = 0; base < n; base += PLAN_THREADS) {
         const int i = base + thread;
         const int rows = i < n ? (query_start[i + 1] - query_start[i]) * group : 0;
@@ -605,6 +946,7 @@ extern "C" __global__ void __launch_bounds__(PLAN_THREADS)
         int total;
         const int upto = num_items + scan<PLAN_THREADS>(count, total);
         if (i < n) first_item[i] = upto - count;
+        if (i < n && few_chunks) begins[i] = upto - count;
         num_items += total;
     }
     if (thread == 0) first_item[n] = num_items;
@@ -614,7 +956,8 @@ extern "C" __global__ void __launch_bounds__(PLAN_THREADS)
         Item item;
         item.first_tile = 0;
         // Chunks without items share their place with the next one: the last of them has items.
-        item.sequence = last_at_most(k, n, [&](int i) { return first_item[i]; });
+        item.sequence = last_at_most(
+            k, n, [&](int i) { return few_chunks ? begins[i] : first_item[i]; });
         item.query_start = query_start[item.sequence];
         item.query_len = query_start[item.sequence + 1] - item.query_start;
         item.kv_len = seq_lens[item.sequence];
@@ -629,6 +972,7 @@ extern "C" __global__ void __launch_bounds__(PLAN_THREADS)
         return item;
     };
     if (queue == nullptr) {
+#pragma unroll 1
         for (int k = thread; k < num_items; k += PLAN_THREADS) items[k] = item_at(k);
     } else {
         sort_items(items, num_items, item_at);
@@ -636,6 +980,7 @@ extern "C" __global__ void __launch_bounds__(PLAN_THREADS)
     __syncthreads();
 
     int num_tiles = 0;
+#pragma unroll 1
     for (int base = 0; base < num_items; base += PLAN_THREADS) {
         const int k = base + thread;
         const int count = k < num_items ? items[k].kv_tiles * num_kv_heads : 0;
@@ -656,23 +1001,78 @@ extern "C" __global__ void __launch_bounds__(PLAN_THREADS)
         else if (thread == 0)
             *queue = {};
     }
+    const bool few_items = num_items <= PLAN_THREADS;
+    if (few_items && thread < num_items) begins[thread] = items[thread].first_tile;
+    const int longest = block_max(few_items && thread < num_items ? items[thread].kv_tiles : 0);
     const auto item_of = [&](int tile) {
-        return last_at_most(tile, num_items, [&](int k) { return items[k].first_tile; });
+        return last_at_most(tile, num_items,
+                            [&](int k) { return few_items ? begins[k] : items[k].first_tile; });
     };
-    const auto border = [&](int share) {
+    // Of a share that ends where a unit does.
+    const auto unit_border = [&](int share) {
         const int tile = share_begin(share, num_tiles, num_shares);
-        if (!whole || tile >= num_tiles) return tile;
+        if (tile >= num_tiles) return tile;
         const Item& item = items[item_of(tile)];
         const int inside = tile - item.first_tile + item.kv_tiles - 1;
         return item.first_tile + inside - inside % item.kv_tiles;
     };
+#pragma unroll 1
+    for (int share = thread; share < 2 * num_shares; share += PLAN_THREADS) arrivals[share] = 0;
+
+    const int even = max(1, (num_tiles + num_shares - 1) / num_shares);
+    const int tolerable = even + even / 16 + 2;
+    bool at_units = whole;
+    if (queue == nullptr && !whole && few_items) {
+        if (num_items * num_kv_heads <= num_shares) {
+            const int smallest = piece_size(items, num_items, num_kv_heads, even, num_shares);
+            const bool uncut = longest <= (smallest == NONE ? even : smallest) + SHORT_CUT_TILES;
+            const int piece = uncut ? longest : smallest;
+            if (uncut || piece <= tolerable) {
+                const int pieces =
+                    thread < num_items ? (items[thread].kv_tiles + piece - 1) / piece : 0;
+                int total;
+                const int upto = scan<PLAN_THREADS>(pieces * num_kv_heads, total);
+                if (thread < num_items) begins[thread] = upto - pieces * num_kv_heads;
+                __syncthreads();
+#pragma unroll 1
+                for (int share = thread; share < num_shares; share += PLAN_THREADS) {
+                    shares[share] = {};
+                    if (share >= total) continue;
+                    const int k = item_of(share);
+                    const Item& item = items[k];
+                    const int own_pieces = (item.kv_tiles + piece - 1) / piece;
+                    const int head = (share - begins[k]) / own_pieces;
+                    const int from = (share - begins[k]) % own_pieces * piece;
+                    const int unit = item.first_tile + head * item.kv_tiles;
+                    shares[share] = {unit + from,
+                                     unit + min(item.kv_tiles, from + piece),
+                                     k,
+                                     num_tiles,
+                                     from / piece,
+                                     own_pieces,
+                                     0,
+                                     0,
+                                     item};
+                }
+                return;
+            }
+        } else {
+            int largest = 0;
+#pragma unroll 1
+            for (int share = thread; share < num_shares; share += PLAN_THREADS)
+                largest = max(largest, unit_border(share + 1) - unit_border(share));
+            at_units = block_max(largest) <= tolerable;
+        }
+    }
+#pragma unroll 1
     for (int share = thread; share < num_shares; share += PLAN_THREADS) {
-        const int begin = border(share);
-        const int end = border(share + 1);
-        const int item = begin < end ? item_of(begin) : 0;
-        shares[share] = {begin, end, item, num_tiles};
-        arrivals[share] = 0;
-        arrivals[num_shares + share] = 0;
+        const int begin = at_units ? unit_border(share) : share_begin(share, num_tiles, num_shares);
+        const int end =
+            at_units ? unit_border(share + 1) : share_begin(share + 1, num_tiles, num_shares);
+        shares[share] = {};
+        if (begin == end) continue;
+        const int k = item_of(begin);
+        shares[share] = {begin, end, k, num_tiles, 0, 0, 0, 0, items[k]};
     }
 }
 
@@ -683,61 +1083,69 @@ extern "C" __global__ void __launch_bounds__(PLAN_THREADS)
 //   k_cache, v_cache [num_blocks, block_size, G, D], blocks block_stride elements apart
 //   block_tables [n, table_stride]
 //   slots 2 * gridDim.x * ROWS * (D + 2) floats of scratch
+//   settled   all but q, and the keys and values of the tokens in q, was written before the kernel
+//             before was launched
 template <class S>
-__global__ void __launch_bounds__(S::THREADS)
+__global__ void __launch_bounds__(S::THREADS, 2)
     attend(const typename S::Element* q, const typename S::Element* k_cache,
            const typename S::Element* v_cache, typename S::Element* out, const int* block_tables,
            long long q_stride, long long block_stride, int table_stride, int block_shift,
            int num_heads, int num_kv_heads, float scale, float soft_cap, int window,
            const attention::Item* items, const attention::Share* shares, int* arrivals,
-           float* slots) {
+           float* slots, bool settled) {
     using namespace attention;
-    using T = typename S::Element;
-    extern __shared__ __align__(16) unsigned char memory[];
-    T* queries = reinterpret_cast<T*>(memory);
-    T* tiles = reinterpret_cast<T*>(memory + S::QUERY_BYTES);
-    float* sums = reinterpret_cast<float*>(tiles);
-    float2* states = reinterpret_cast<float2*>(memory + S::QUERY_BYTES + S::TILE_BYTES);
+    const Arguments<typename S::Element> args = {q,
+                                                 k_cache,
+                                                 v_cache,
+                                                 out,
+                                                 block_tables,
+                                                 q_stride,
+                                                 block_stride,
+                                                 table_stride,
+                                                 block_shift,
+                                                 num_heads,
+                                                 num_kv_heads,
+                                                 num_heads / num_kv_heads,
+                                                 soft_cap > 0.0f ? scale : scale * LOG2_E,
+                                                 soft_cap,
+                                                 window,
+                                                 0xffffffffu / (num_heads / num_kv_heads) + 1};
+    work_off<S>(args, InPlace<S>(), items, shares, arrivals, slots, settled);
+}
 
-    const Arguments<T> args = {q,
-                               k_cache,
-                               v_cache,
-                               out,
-                               block_tables,
-                               q_stride,
-                               block_stride,
-                               table_stride,
-                               block_shift,
-                               num_heads,
-                               num_kv_heads,
-                               num_heads / num_kv_heads,
-                               soft_cap > 0.0f ? scale : scale * LOG2_E,
-                               soft_cap,
-                               window};
-
-    wait_for_previous();
-    const Share share = shares[blockIdx.x];
-    int tile = share.begin;
-    int k = share.item;
-    while (tile < share.end) {
-        Unit unit;
-        unit.item = items[k];
-        const int inside = tile - unit.item.first_tile;
-        unit.head = inside / unit.item.kv_tiles;
-        unit.from = inside - unit.head * unit.item.kv_tiles;
-        unit.to = min(unit.item.kv_tiles, unit.from + share.end - tile);
-        unit.num_rows = min(S::ROWS, unit.item.query_len * args.group - unit.item.first_row);
-
-        State<S> state;
-        attend_unit<S>(args, unit, state, queries, tiles);
-        tile += unit.to - unit.from;
-        if (tile == share.end) launch_next();
-        __syncthreads();  // all warps are done with the tiles
-        const int warp = threadIdx.x / 32;
-        store_state<S>(sums, states, state, warp % S::WARPS_M, warp / S::WARPS_M);
-        __syncthreads();
-        finish_unit<S>(args, unit, share, sums, states, Slots<S>(slots), arrivals);
-        __syncthreads();  // all sums are read
-        if (unit.to == unit.item.kv_tiles && unit.head == num_kv_heads - 1) ++k;
-    }
+// The same and, before, what `rope_write_kv` of rope.cu does, for chunks of one token each.
+//
+//   qkv [T, (H + 2 * G) * D], rows qkv_stride elements apart
+//   slots, positions [T]; cos, sin [positions, D]; q_weight, k_weight [D] if NORM
+template <class S, bool NORM>
+__global__ void __launch_bounds__(S::THREADS, 2)
+    rope_attend(const typename S::Element* qkv, typename S::Element* k_cache,
+                typename S::Element* v_cache, typename S::Element* out, const int* block_tables,
+                long long qkv_stride, long long block_stride, int table_stride, int block_shift,
+                int num_heads, int num_kv_heads, float scale, float soft_cap, int window,
+                const attention::Item* items, const attention::Share* shares, int* arrivals,
+                float* slots, bool settled, const long long* slot_mapping,
+                const long long* positions, const float* cos, const float* sin,
+                const typename S::Element* q_weight, const typename S::Element* k_weight,
+                float eps) {
+    using namespace attention;
+    const Arguments<typename S::Element> args = {qkv,
+                                                 k_cache,
+                                                 v_cache,
+                                                 out,
+                                                 block_tables,
+                                                 qkv_stride,
+                                                 block_stride,
+                                                 table_stride,
+                                                 block_shift,
+                                                 num_heads,
+                                                 num_kv_heads,
+                                                 num_heads / num_kv_heads,
+                                                 soft_cap > 0.0f ? scale : scale * LOG2_E,
+                                                 soft_cap,
+                                                 window,
+                                                 0xffffffffu / (num_heads / num_kv_heads) + 1};
+    const Projection<typename S::Element> projection = {
+        k_cache, v_cache, slot_mapping, positions, cos, sin, q_weight, k_weight, eps};
+    work_off<S>(args, Rotated<S, NORM>(projection), items, shares, arrivals, slots, settled);
 }

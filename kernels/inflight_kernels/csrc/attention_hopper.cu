@@ -689,7 +689,8 @@ __global__ void __launch_bounds__(S::THREADS, 1)
                                                  num_heads / num_kv_heads,
                                                  soft_cap > 0.0f ? scale : scale * LOG2_E,
                                                  soft_cap,
-                                                 window};
+                                                 window,
+                                                 0xffffffffu / (num_heads / num_kv_heads) + 1};
     const int warp = threadIdx.x / 32;
     if (threadIdx.x == 0) {
         constexpr int READERS = 4 * S::GROUPS;

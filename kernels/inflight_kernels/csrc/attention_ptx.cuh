@@ -21,6 +21,62 @@ __device__ __forceinline__ void copy_async(unsigned target, const void* source, 
                  : "memory");
 }
 
+// Adds 1 and returns the number before. What this thread's block wrote before its last barrier is
+// seen by whoever finds the 1, and by that one's block after a barrier. One thread's fence in place
+// of all threads' two.
+__device__ __forceinline__ int count_arrival(int* counter) {
+    int before;
+    asm volatile("atom.acq_rel.gpu.global.add.s32 %0, [%1], 1;"
+                 : "=r"(before)
+                 : "l"(__cvta_generic_to_global(counter))
+                 : "memory");
+    return before;
+}
+
+// The same only if `wanted`, without a branch.
+__device__ __forceinline__ void copy_async_if(bool wanted, unsigned target, const void* source,
+                                              bool valid) {
+    asm volatile(
+        "{\n"
+        ".reg .pred wanted;\n"
+        "setp.ne.b32 wanted, %3, 0;\n"
+        "@wanted cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;\n"
+        "}"
+        :
+        : "r"(target), "l"(__cvta_generic_to_global(source)), "r"(valid ? 16 : 0),
+          "r"(static_cast<int>(wanted))
+        : "memory");
+}
+
+// What another block has written, past L1; if not `wanted`, `other` in the first place and zeros.
+__device__ __forceinline__ float2 load_if(bool wanted, const float2* address, float other = 0.0f) {
+    float2 value = make_float2(other, 0.0f);
+    asm volatile(
+        "{\n"
+        ".reg .pred wanted;\n"
+        "setp.ne.b32 wanted, %3, 0;\n"
+        "@wanted ld.global.cg.v2.f32 {%0, %1}, [%2];\n"
+        "}"
+        : "+f"(value.x), "+f"(value.y)
+        : "l"(__cvta_generic_to_global(address)), "r"(static_cast<int>(wanted))
+        : "memory");
+    return value;
+}
+
+__device__ __forceinline__ float4 load_if(bool wanted, const float4* address) {
+    float4 value = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+    asm volatile(
+        "{\n"
+        ".reg .pred wanted;\n"
+        "setp.ne.b32 wanted, %5, 0;\n"
+        "@wanted ld.global.cg.v4.f32 {%0, %1, %2, %3}, [%4];\n"
+        "}"
+        : "+f"(value.x), "+f"(value.y), "+f"(value.z), "+f"(value.w)
+        : "l"(__cvta_generic_to_global(address)), "r"(static_cast<int>(wanted))
+        : "memory");
+    return value;
+}
+
 // Closes a group of this thread's copies; a group may be empty.
 __device__ __forceinline__ void commit_copies() {
     asm volatile("cp.async.commit_group;" ::: "memory");
@@ -88,6 +144,20 @@ template <>
 __device__ __forceinline__ unsigned pack<__half>(float low, float high) {
     const __half2 pair = __floats2half2_rn(low, high);
     return *reinterpret_cast<const unsigned*>(&pair);
+}
+
+// And back.
+template <typename T>
+__device__ __forceinline__ float2 unpack(unsigned word);
+
+template <>
+__device__ __forceinline__ float2 unpack<__nv_bfloat16>(unsigned word) {
+    return make_float2(__uint_as_float(word << 16), __uint_as_float(word & 0xffff0000u));
+}
+
+template <>
+__device__ __forceinline__ float2 unpack<__half>(unsigned word) {
+    return __half22float2(*reinterpret_cast<const __half2*>(&word));
 }
 
 // 2^x; 0 for -inf.

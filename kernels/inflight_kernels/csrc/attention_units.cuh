@@ -6,7 +6,9 @@
 //
 //   unit   ROWS consecutive rows of a chunk x one KV head: a softmax over its tiles of KEYS keys
 //   item   the units of the same rows, one per KV head
-//   share  a run of consecutive tiles of the step, the same number for each block (+-1)
+//   share  a run of consecutive tiles of the step, what one block works on. Shares are of the same
+//          number of tiles (+-1) each, or, where that costs little, end where units do; or each
+//          unit is cut into pieces of one size, and a share is a piece.
 //
 // A unit cut by the end of a share leaves partial sums, and the last of its blocks to arrive merges
 // them.
@@ -15,6 +17,7 @@
 #include <math_constants.h>
 
 #include "attention_ptx.cuh"
+#include "common.cuh"
 
 namespace attention {
 
@@ -35,6 +38,10 @@ struct Share {
     int begin, end;  // tiles
     int item;        // that holds tile `begin`
     int total;       // tiles of the step
+    int piece;       // of its unit, if units are cut into pieces
+    int pieces;      // of its unit; 0 if they are not
+    int unused[2];
+    Item first;  // the item itself, so that nobody waits for two reads
 };
 
 // For kernels that can take whole units off a common list instead of shares.
@@ -65,6 +72,12 @@ struct Arguments {
     float scale;     // of the scores, times log2(e) unless they are capped
     float soft_cap;  // 0 for none
     int window;
+    unsigned group_inverse;  // 2^32 / group, rounded up
+
+    // The token of a row, for rows below 2^32 / group.
+    __device__ __forceinline__ int token_of(int row) const {
+        return group == 1 ? row : __umulhi(row, group_inverse);
+    }
 };
 
 // Where a block is: a unit, and the tiles of it that are in the share.
@@ -123,8 +136,24 @@ struct Merged {
     __device__ __forceinline__ explicit Merged(float largest)
         : sums(make_float4(0.0f, 0.0f, 0.0f, 0.0f)), max(largest), total(0.0f) {}
 
+    __device__ __forceinline__ float weight_of(float other) const {
+        return ptx::exp2(other - (max == -CUDART_INF_F ? 0.0f : max));
+    }
+
+    // From now on relative to this maximum, at least the one so far.
+    __device__ __forceinline__ void raise(float largest) {
+        const float before = max;
+        max = largest;
+        const float weight = weight_of(before);
+        sums.x *= weight;
+        sums.y *= weight;
+        sums.z *= weight;
+        sums.w *= weight;
+        total *= weight;
+    }
+
     __device__ __forceinline__ void add(float2 state, float4 part) {
-        const float weight = ptx::exp2(state.x - (max == -CUDART_INF_F ? 0.0f : max));
+        const float weight = weight_of(state.x);
         sums.x = fmaf(part.x, weight, sums.x);
         sums.y = fmaf(part.y, weight, sums.y);
         sums.z = fmaf(part.z, weight, sums.z);
@@ -138,7 +167,7 @@ template <class S>
 __device__ __forceinline__ typename S::Element* out_row(const Arguments<typename S::Element>& args,
                                                         const Unit& unit, int row) {
     const int packed = unit.item.first_row + row;
-    const int token = packed / args.group;
+    const int token = args.token_of(packed);
     const int head = unit.head * args.group + packed - token * args.group;
     return args.out +
            (static_cast<long long>(unit.item.query_start + token) * args.num_heads + head) *
@@ -184,6 +213,12 @@ struct Slots {
 struct Blocks {
     int first, last;
 
+    __device__ __forceinline__ Blocks(const Unit& unit, const Share& share)
+        : first(blockIdx.x - share.piece), last(first + share.pieces - 1) {
+        if (share.pieces == 0) *this = Blocks(unit, share.total);
+    }
+
+    // Of shares that are even.
     __device__ __forceinline__ Blocks(const Unit& unit, int total) {
         const int first_tile = unit.item.first_tile + unit.head * unit.item.kv_tiles;
         first = share_of(first_tile, total, gridDim.x);
@@ -197,20 +232,32 @@ __device__ __forceinline__ void merge_slots(const Arguments<typename S::Element>
                                             const Unit& unit, const Slots<S>& slots,
                                             const Blocks& blocks, int begin, int end, int thread) {
     constexpr int QUARTERS = S::HEAD_DIM / 4;
+    // On their way together: a round trip to L2 takes longer than anything else here.
+    constexpr int AT_ONCE = 8;
+#pragma unroll 1
     for (int index = begin * QUARTERS + thread; index < end * QUARTERS; index += THREADS) {
         const int row = index / QUARTERS;
         const int column = index % QUARTERS * 4;
-        const auto slot_of = [&](int b) { return b == blocks.first ? 2 * b + 1 : 2 * b; };
-        float largest = -CUDART_INF_F;
-#pragma unroll 4
-        for (int b = blocks.first; b <= blocks.last; ++b)
-            largest = fmaxf(largest, __ldcg(slots.state(slot_of(b), row)).x);
-        Merged merged(largest);
-#pragma unroll 4
-        for (int b = blocks.first; b <= blocks.last; ++b)
-            merged.add(
-                __ldcg(slots.state(slot_of(b), row)),
-                __ldcg(reinterpret_cast<const float4*>(slots.row(slot_of(b), row) + column)));
+        Merged merged(-CUDART_INF_F);
+#pragma unroll 1
+        for (int b = blocks.first; b <= blocks.last; b += AT_ONCE) {
+            float2 states[AT_ONCE];
+            float4 parts[AT_ONCE];
+#pragma unroll
+            for (int i = 0; i < AT_ONCE; ++i) {
+                const int slot = 2 * (b + i) + (b + i == blocks.first ? 1 : 0);
+                const bool exists = b + i <= blocks.last;
+                states[i] = ptx::load_if(exists, slots.state(slot, row), -CUDART_INF_F);
+                parts[i] = ptx::load_if(
+                    exists, reinterpret_cast<const float4*>(slots.row(slot, row) + column));
+            }
+            float largest = merged.max;
+#pragma unroll
+            for (int i = 0; i < AT_ONCE; ++i) largest = fmaxf(largest, states[i].x);
+            merged.raise(largest);
+#pragma unroll
+            for (int i = 0; i < AT_ONCE; ++i) merged.add(states[i], parts[i]);
+        }
         write_out<S>(args, unit, row, column, merged);
     }
 }

@@ -81,6 +81,37 @@ __device__ void store_vector(T* address, const uint4& raw) {
     *reinterpret_cast<uint4*>(address) = raw;
 }
 
+// Reads past L1, where a line may be older than what another block or kernel has written. OFFSET is
+// in bytes.
+template <int OFFSET = 0, typename T>
+__device__ __forceinline__ T load_l2(const T* address) {
+    static_assert(sizeof(T) == 4 || sizeof(T) == 8 || sizeof(T) % 16 == 0, "words or vectors");
+    const auto place = __cvta_generic_to_global(address);
+    unsigned words[sizeof(T) / 4];
+    if constexpr (sizeof(T) == 4) {
+        asm volatile("ld.global.cg.u32 %0, [%1 + %2];"
+                     : "=r"(words[0])
+                     : "l"(place), "n"(OFFSET)
+                     : "memory");
+    } else if constexpr (sizeof(T) == 8) {
+        asm volatile("ld.global.cg.v2.u32 {%0, %1}, [%2 + %3];"
+                     : "=r"(words[0]), "=r"(words[1])
+                     : "l"(place), "n"(OFFSET)
+                     : "memory");
+    } else {
+#pragma unroll
+        for (int i = 0; i < sizeof(T) / 16; ++i)
+            asm volatile("ld.global.cg.v4.u32 {%0, %1, %2, %3}, [%4 + %5];"
+                         : "=r"(words[4 * i]), "=r"(words[4 * i + 1]), "=r"(words[4 * i + 2]),
+                           "=r"(words[4 * i + 3])
+                         : "l"(place + 16 * i), "n"(OFFSET)
+                         : "memory");
+    }
+    T value;
+    memcpy(&value, words, sizeof(T));
+    return value;
+}
+
 // ---------------------------------------------------------------- reductions
 
 // Sum over each aligned group of WIDTH lanes, a power of two; every lane gets it. All lanes of the
@@ -124,6 +155,10 @@ __device__ inline void wait_for_previous() {
 // Let the next kernel start, up to its own wait_for_previous(), once all blocks have said so. Said
 // before one's own wait, it lets a whole chain of kernels in, whose blocks then stand in each
 // other's way: worth it only where the next one has much to do before its wait.
+//
+// What a kernel may read before its wait, besides what no kernel writes: what was written before
+// some kernel between that calls this only after its own wait. That one let nothing in before all
+// kernels in front of it had ended. Such data is called settled, and is read with load_l2.
 __device__ inline void launch_next() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");

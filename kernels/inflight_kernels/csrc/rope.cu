@@ -10,14 +10,15 @@ __device__ constexpr int power_of_two_from(int n) {
 // A head is the work of GROUP lanes of a warp. Each holds a vector of the first half and its
 // partner of the second, so a rotation stays in a thread; cosines and sines are loaded once for all
 // heads of a thread. cos and sin are rows of D per position, of which the second half of `sin` has
-// the plain sign. A slot below 0 is not written.
+// the plain sign. A slot below 0 is not written. `settled`: slots and positions are (common.cuh),
+// and what comes next has much to do before its wait.
 template <typename T, int D, bool NORM>
 __global__ void __launch_bounds__(512)
     rope_write_kv(const T* qkv, long long qkv_stride, T* q_out, long long q_stride, T* k_cache,
                   T* v_cache, long long block_stride, long long slot_stride, long long head_stride,
                   int block_size, const long long* slots, const long long* positions,
                   const float* cos, const float* sin, const T* q_weight, const T* k_weight,
-                  float eps, int num_heads, int num_kv_heads) {
+                  float eps, int num_heads, int num_kv_heads, bool settled) {
     constexpr int N = VECTOR<T>;
     constexpr int HALF = D / 2;
     constexpr int LANES = HALF / N;
@@ -32,17 +33,9 @@ __global__ void __launch_bounds__(512)
     const int column = lane * N;
     const long long token = blockIdx.x;
 
-    wait_for_previous();
+    if (!settled) wait_for_previous();
     launch_next();
-
-    const long long slot = slots[token], position = positions[token];
-    const T* row = qkv + token * qkv_stride + column;
-    // The vectors of the next turn are on their way during this one.
-    uint4 low = {}, high = {};
-    if (lane < LANES && first < all_heads) {
-        low = load_vector(row + first * D);
-        high = load_vector(row + first * D + HALF);
-    }
+    const long long slot = load_l2(slots + token), position = load_l2(positions + token);
     float c[N], s[N];
     if (lane < LANES) {
         const float* cosines = cos + position * D + column;
@@ -52,6 +45,15 @@ __global__ void __launch_bounds__(512)
             unpack<float>(load_vector(cosines + j), *reinterpret_cast<float(*)[4]>(c + j));
             unpack<float>(load_vector(sines + j), *reinterpret_cast<float(*)[4]>(s + j));
         }
+    }
+    if (settled) wait_for_previous();
+
+    const T* row = qkv + token * qkv_stride + column;
+    // The vectors of the next turn are on their way during this one.
+    uint4 low = {}, high = {};
+    if (lane < LANES && first < all_heads) {
+        low = load_vector(row + first * D);
+        high = load_vector(row + first * D + HALF);
     }
     const long long place = slot < 0 ? -1
                                      : static_cast<int>(slot) / block_size * block_stride +

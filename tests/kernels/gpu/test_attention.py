@@ -4,12 +4,21 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from inflight_kernels import reference
-from inflight_kernels.attention import HEAD_DIMS, attend, plan, workspace_size
+from inflight_kernels import gemm, reference
+from inflight_kernels.attention import (
+    HEAD_DIMS,
+    attend,
+    plan,
+    rope_attend,
+    rotates,
+    workspace_size,
+)
+from inflight_kernels.rope import rope_write_kv
 
 pytestmark = pytest.mark.gpu
 
@@ -39,12 +48,15 @@ class Step:
         size = workspace_size(count, num_tokens, *self.heads, max_q_len, batch_invariant)
         return torch.full((size,), 0xFF, dtype=torch.uint8, device="cuda")
 
-    def run(self, workspace: Tensor | None = None, **options) -> Tensor:
+    def out(self) -> Tensor:
+        return torch.full(self.q.shape, float("nan"), dtype=self.q.dtype, device="cuda")
+
+    def run(self, workspace: Tensor | None = None, out: Tensor | None = None, **options) -> Tensor:
         if workspace is None:
             workspace = self.workspace(
                 options.get("max_q_len"), options.get("batch_invariant", False)
             )
-        out = torch.full(self.q.shape, float("nan"), dtype=self.q.dtype, device="cuda")
+        out = self.out() if out is None else out
         attend(
             self.q,
             self.k_cache,
@@ -311,6 +323,220 @@ def test_a_graph_replays_with_other_chunks():
         used = sum(lens)
         assert error(out[:used], made.definition()[:used]) < BOUND[torch.bfloat16]
         assert out[used:].isnan().all()
+
+
+# ---------------------------------------------------------------- from the projection on
+
+
+@dataclass
+class Projection:
+    """qkv of a step's tokens, and where they go. Their slots in the step's cache are NaN before."""
+
+    step: Step
+    qkv: Tensor
+    positions: Tensor
+    slots: Tensor
+    cos: Tensor
+    sin: Tensor
+    weights: tuple[Tensor, Tensor] | tuple[None, None]
+
+    def operands(self) -> tuple[Tensor, ...]:
+        return self.qkv, self.positions, self.cos, self.sin, self.slots
+
+    def rotate(self, q_out: Tensor, **options) -> None:
+        q_weight, k_weight = self.weights
+        caches = self.step.k_cache, self.step.v_cache
+        rope_write_kv(
+            *self.operands(), *caches, q_out=q_out, q_weight=q_weight, k_weight=k_weight, **options
+        )
+
+    def run(self, workspace: Tensor | None = None, out: Tensor | None = None, **options) -> Tensor:
+        step = self.step
+        out = step.out() if out is None else out
+        rope_attend(
+            *self.operands(),
+            step.k_cache,
+            step.v_cache,
+            step.block_tables,
+            step.query_start,
+            step.seq_lens,
+            out,
+            step.workspace(1) if workspace is None else workspace,
+            step.scale,
+            q_weight=self.weights[0],
+            k_weight=self.weights[1],
+            **options,
+        )
+        return out
+
+
+def make_projection(q_lens, kv_lens, *, normed=False, num_layer=0, **options) -> Projection:
+    step = make_step(q_lens, kv_lens, **options)
+    num_heads, num_kv_heads, head_dim = step.heads
+    num_tokens, block_size = len(step.q), step.k_cache.shape[1]
+    positions = torch.cat(
+        [
+            torch.arange(kv_len - q_len, kv_len)
+            for q_len, kv_len in zip(q_lens, kv_lens, strict=True)
+        ]
+    ).cuda()
+    chunk = torch.arange(len(q_lens)).repeat_interleave(torch.tensor(q_lens)).cuda()
+    blocks = step.block_tables[chunk, positions // block_size].long()
+    slots = blocks * block_size + positions % block_size
+    for cache in (step.k_cache, step.v_cache):
+        cache.flatten(0, 1)[slots] = float("nan")
+    frequencies = (1e4 ** -(np.arange(0, head_dim, 2) / head_dim)).astype(np.float32)
+    cos, sin = reference.rotary_tables(frequencies, max(kv_lens))
+    generator = torch.Generator("cuda").manual_seed(1000 + num_layer)
+    width = (num_heads + 2 * num_kv_heads) * head_dim
+    qkv = torch.randn(num_tokens, width, generator=generator, device="cuda").to(step.q.dtype)
+    weights = (None, None)
+    if normed:
+        weights = tuple(torch.randn(head_dim, device="cuda").to(step.q.dtype) for _ in "qk")
+    return Projection(step, qkv, positions, slots, cos.cuda(), sin.cuda(), weights)
+
+
+DECODES = [step for step in STEPS if step.startswith("decode")]
+ROTATED_HEADS = [(32, 8, 128), (8, 8, 64), (28, 4, 128), (15, 1, 96), (8, 1, 64)]
+
+
+@pytest.mark.parametrize("normed", [False, True], ids=["plain", "normed"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("num_heads", "num_kv_heads", "head_dim"), ROTATED_HEADS)
+@pytest.mark.parametrize("step", DECODES)
+def test_a_projection_is_rotated_written_and_attended_in_one(
+    step, num_heads, num_kv_heads, head_dim, dtype, normed
+):
+    assert rotates(num_heads, num_kv_heads, head_dim)
+    options = {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim}
+    made = make_projection(*STEPS[step], normed=normed, dtype=dtype, **options)
+    qkv = made.qkv.clone()
+    out = made.run()
+    k_cache, v_cache = made.step.k_cache.clone(), made.step.v_cache.clone()
+    assert torch.equal(made.qkv, qkv)
+    made.rotate(made.step.q)
+    assert torch.equal(v_cache.nan_to_num(7.0), made.step.v_cache.nan_to_num(7.0))
+    assert torch.equal(k_cache.isnan(), made.step.k_cache.isnan())
+    # Rounded once more where the compiler joins other products and sums.
+    assert error(k_cache.nan_to_num(0.0), made.step.k_cache.nan_to_num(0.0).double()) < 1e-4
+    assert error(out, made.step.definition()) < BOUND[dtype]
+
+
+@pytest.mark.parametrize("block_size", [16, 32, 64])
+def test_a_projection_goes_into_any_block_size_with_a_window_and_a_cap(block_size):
+    made = make_projection(*STEPS["decode"], block_size=block_size)
+    out = made.run(window=63, soft_cap=30.0)
+    made.rotate(made.step.q)
+    expected = made.step.definition(window=63, soft_cap=30.0)
+    assert error(out, expected) < BOUND[torch.bfloat16]
+
+
+def test_a_token_without_a_slot_is_seen_but_not_written():
+    made = make_projection([1] * 3, [70, 1, 4000])
+    expected = made.run()
+    slots = made.slots.clone()
+    for cache in (made.step.k_cache, made.step.v_cache):
+        cache.flatten(0, 1)[slots] = float("nan")
+    made.slots.fill_(-1)
+    assert torch.equal(made.run(), expected)
+    assert made.step.k_cache.flatten(0, 1)[slots].isnan().all()
+    assert made.step.v_cache.flatten(0, 1)[slots].isnan().all()
+
+
+def test_chunks_of_a_graph_without_a_token_do_nothing():
+    made = make_projection([1] * 4, [70, 300, 64, 65])
+    expected = made.run()
+    made.step.query_start.copy_(torch.tensor([0, 1, 2, 2, 2]))
+    made.step.seq_lens[2:] = 0
+    made.slots[2:] = -1
+    out = made.run()
+    assert torch.equal(out[:2], expected[:2])
+    assert out[2:].isnan().all()
+
+
+@pytest.mark.parametrize("kind", ["decode", "rope and decode", "verify", "chunks"])
+def test_settled_layers_read_early_and_are_right(kind):
+    """Layers of one plan behind each other, as in a model: what they read early is there, and what
+    their own step writes is not read early."""
+    q_lens, kv_lens = {
+        "decode": ([1] * 7, [1, 17, 64, 300, 2000, 65, 129]),
+        "rope and decode": ([1] * 7, [1, 17, 64, 300, 2000, 65, 129]),
+        "verify": ([5] * 6, [5, 70, 64, 1000, 333, 4000]),
+        "chunks": ([1, 513, 1, 3, 200], [900, 513, 4000, 77, 3000]),
+    }[kind]
+    heads = {"num_heads": 32, "num_kv_heads": 8}
+    layers = [make_projection(q_lens, kv_lens, num_layer=i, seed=i, **heads) for i in range(12)]
+    first = layers[0].step
+    for layer in layers:  # one table and one plan; each layer has caches of its own
+        assert torch.equal(layer.step.query_start, first.query_start)
+    fused = kind == "decode"
+    workspace = first.workspace(max(q_lens))
+    hidden, width = 4096, layers[0].qkv.shape[1]
+    weight = torch.randn(width, hidden, device="cuda", dtype=torch.bfloat16) / hidden**0.5
+    x = torch.randn(len(layers), len(first.q), hidden, device="cuda", dtype=torch.bfloat16)
+
+    def project(i: int) -> None:
+        """As in a model: a kernel that takes a while and lets its successors in at once."""
+        if gemm.prefers(len(first.q), width, hidden):
+            gemm.linear(x[i], weight, out=layers[i].qkv, pdl=True)
+        else:
+            torch.mm(x[i], weight.t(), out=layers[i].qkv)
+
+    outs = [layer.step.out() for layer in layers]
+
+    def run() -> None:
+        plan(
+            first.query_start,
+            first.seq_lens,
+            workspace,
+            len(first.q),
+            *first.heads,
+            max_q_len=max(q_lens),
+            pdl=True,
+        )
+        for i, layer in enumerate(layers):
+            options = {"planned": True, "settled": i > 0, "pdl": True}
+            project(i)
+            if fused:
+                layer.run(workspace, outs[i], **options)
+            else:
+                layer.rotate(layer.step.q, settled=i > 0, pdl=True)
+                layer.step.run(workspace, outs[i], max_q_len=max(q_lens), **options)
+
+    run()  # compiles
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    for _ in range(3):
+        for layer in layers:
+            for cache in (layer.step.k_cache, layer.step.v_cache):
+                cache.flatten(0, 1)[layer.slots] = float("nan")
+            layer.qkv.fill_(float("nan"))
+        for out in outs:
+            out.fill_(float("nan"))
+        workspace.fill_(0xFF)
+        graph.replay()
+        for layer, out in zip(layers, outs, strict=True):
+            if fused:
+                layer.rotate(layer.step.q)
+            assert error(out, layer.step.definition()) < BOUND[torch.bfloat16]
+
+
+def test_what_is_not_settled_is_refused():
+    made = make_projection([1], [20])
+    with pytest.raises(ValueError, match="settled without planned"):
+        made.run(settled=True)
+    with pytest.raises(ValueError, match="settled without planned"):
+        made.step.run(settled=True)
+
+
+def test_projections_that_rope_attend_cannot_take_are_refused():
+    assert not rotates(16, 1, 64)
+    assert not rotates(4, 1, 256)
+    with pytest.raises(ValueError, match="4 query heads for 1 KV heads of 256 values"):
+        make_projection([1], [20], num_heads=4, num_kv_heads=1, head_dim=256).run()
+    with pytest.raises(ValueError, match="3 tokens in 1 chunks"):
+        make_projection([3], [20]).run()
 
 
 def test_caches_at_other_places_are_told_apart():

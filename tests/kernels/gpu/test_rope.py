@@ -175,6 +175,24 @@ def test_q_may_be_rotated_in_place(tokens: int) -> None:
     assert torch.equal(step.caches.nan_to_num(0.0), caches.nan_to_num(0.0))
 
 
+def test_a_settled_step_waits_for_its_projection() -> None:
+    """Positions and slots are read while the kernel before runs, qkv is not."""
+    step = _step(5, 32, 8, 128, torch.bfloat16)
+    expected = torch.empty(5, 32, 128, dtype=torch.bfloat16, device="cuda")
+    step.run(expected)
+    caches, source = step.caches.clone(), -step.qkv
+    weight = torch.randn(4096, 4096, device="cuda", dtype=torch.bfloat16)
+    for _ in range(5):
+        q_out = torch.full_like(expected, torch.nan)
+        step.qkv.fill_(torch.nan)
+        step.caches.fill_(torch.nan)
+        torch.mm(weight, weight)
+        torch.neg(source, out=step.qkv)
+        step.run(q_out, settled=True, pdl=True)
+        assert torch.equal(q_out, expected)
+        assert torch.equal(step.caches.nan_to_num(0.0), caches.nan_to_num(0.0))
+
+
 def test_a_token_does_not_depend_on_the_size_of_its_step() -> None:
     step = _step(600, 32, 8, 128, torch.bfloat16)
     together = torch.empty(600, 32, 128, dtype=torch.bfloat16, device="cuda")
