@@ -1,0 +1,264 @@
+"""Guides in, grammars out, without ever holding up the thread that asks.
+
+A guide is a stranger's program. It is tried in the `sandbox`, a process with limits of time and
+memory, and only what passed there is compiled here, by a thread that does nothing else and holds
+no interpreter lock meanwhile.
+
+Nothing compiled crosses the border: the library cannot write its state down, and unpickling what a
+process that may have been taken over sends is how engines get taken over. What crosses is a
+verdict: text to compile, a refusal, and four numbers. So the work is done twice. That is sound:
+
+- The library is deterministic and both sides compile the same text (the sandbox sends back what it
+  compiled), over the same vocabulary, under the same limits. What took t seconds and b bytes there
+  takes as much here, but for what else the machine does: less than the time limit, on a thread
+  that nobody waits for, and less than the memory limit, one grammar at a time.
+- What stays in memory was measured there and is bounded (`MAX_GRAMMAR_BYTES`); the cache counts it.
+- The stack is smaller there than that of any thread here.
+- What compiles fast may still be slow to use, since automata are built as they are used. The
+  sandbox walks through it, which finds the gross cases; the library's limits on each step and on
+  the lexer bound the rest and fail the one request (`grammar`, `matcher`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable
+
+import llguidance
+
+from inflight.errors import CapacityError, EngineError, InflightError, RequestError
+from inflight.structured.cache import BoundedCache
+from inflight.structured.grammar import Grammar, Verdict
+from inflight.structured.guide import GUIDE_FIELD, StructuredOutput
+from inflight.structured.sandbox import MEMORY_LIMIT, TIME_LIMIT_S, Sandbox, SandboxLost
+from inflight.structured.vocabulary import Encode, Vocabulary
+
+logger = logging.getLogger(__name__)
+
+CACHE_BYTES = 256 << 20
+MAX_WAITING = 256
+"""Guides that may wait to be compiled; the slowest takes a second."""
+
+# What a grammar holds beside what is measured: objects, and pages that were not fresh.
+_OVERHEAD_BYTES = 64 << 10
+# A refusal may be due to a machine that was busy for a moment: it is not for ever.
+_REFUSAL_S = 60.0
+
+_Outcome = Grammar | InflightError
+
+
+class Ticket:
+    """One request's claim on a grammar.
+
+    Attributes:
+        wish: what is compiled.
+        grammar: the result, or None while it is not there.
+        error: why there is none: RequestError if the guide is at fault, else EngineError.
+    """
+
+    __slots__ = ("error", "grammar", "wish")
+
+    def __init__(self, wish: StructuredOutput) -> None:
+        self.wish = wish
+        self.grammar: Grammar | None = None
+        self.error: InflightError | None = None
+
+    @property
+    def done(self) -> bool:
+        return self.grammar is not None or self.error is not None
+
+    def _settle(self, outcome: _Outcome) -> None:
+        if isinstance(outcome, Grammar):
+            self.grammar = outcome
+        else:
+            self.error = outcome
+
+
+class _Job:
+    """A guide that is being compiled, and who waits for it."""
+
+    def __init__(self, key: bytes, wish: StructuredOutput) -> None:
+        self.key = key
+        self.wish = wish
+        self.tickets: list[Ticket] = []
+        self.abandoned = False  # by all of them; read by the thread
+
+
+class Compiler:
+    """Compiles guides on a thread of its own; one thread, the engine's, calls its methods.
+
+    Args:
+        vocabulary: of the model.
+        encode: see `Vocabulary.library_tokenizer`; called from several threads.
+        cache_bytes: bound of what is kept for later requests.
+        time_limit_s: for a guide, in the sandbox.
+        memory_limit: bytes, likewise.
+        wake: called on the compiler's thread when `poll` has something.
+        clock: seconds, monotonic.
+
+    Attributes:
+        num_compiled: guides that went through the sandbox.
+    """
+
+    def __init__(
+        self,
+        vocabulary: Vocabulary,
+        encode: Encode | None = None,
+        *,
+        cache_bytes: int = CACHE_BYTES,
+        time_limit_s: float = TIME_LIMIT_S,
+        memory_limit: int = MEMORY_LIMIT,
+        wake: Callable[[], None] = lambda: None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.num_compiled = 0
+        self._vocabulary = vocabulary
+        self._encode = encode
+        self._wake = wake
+        self._clock = clock
+        self._sandbox = Sandbox(vocabulary, time_limit_s, memory_limit)
+        self._cache: BoundedCache[bytes, tuple[_Outcome, float]] = BoundedCache(cache_bytes)
+        self._jobs: dict[bytes, _Job] = {}
+        self._inbox: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._outbox: queue.SimpleQueue[tuple[_Job, _Outcome]] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._closed = False
+
+    @property
+    def num_waiting(self) -> int:
+        """Guides that are not compiled yet."""
+        return len(self._jobs)
+
+    @property
+    def cached_bytes(self) -> int:
+        return self._cache.num_bytes
+
+    @property
+    def sandbox_pid(self) -> int | None:
+        return self._sandbox.pid
+
+    def warm(self) -> None:
+        """Start the thread and its child now, instead of with the first guide."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="grammars", daemon=True)
+            self._thread.start()
+
+    def submit(self, wish: StructuredOutput) -> Ticket:
+        """Ask for a grammar. Never waits.
+
+        Returns:
+            A ticket that is done already, if the guide is known; else `poll` returns it when it is.
+
+        Raises:
+            CapacityError: too many guides are waiting.
+        """
+        ticket = Ticket(wish)
+        key = hashlib.sha256(f"{wish.kind}\0{wish.guide}".encode()).digest()
+        found = self._cache.get(key)
+        if found is not None:
+            outcome, until = found
+            if self._clock() < until:
+                ticket._settle(outcome)
+                return ticket
+            self._cache.discard(key)
+        job = self._jobs.get(key)
+        if job is None:
+            if len(self._jobs) >= MAX_WAITING:
+                raise CapacityError(
+                    f"{len(self._jobs)} grammars wait to be compiled; send the request again later"
+                )
+            job = self._jobs[key] = _Job(key, wish)
+            self._inbox.put(job)
+            self.warm()
+        job.tickets.append(ticket)
+        return ticket
+
+    def cancel(self, ticket: Ticket) -> None:
+        """The request is gone: `poll` will not return this ticket."""
+        for job in self._jobs.values():
+            if ticket in job.tickets:
+                job.tickets.remove(ticket)
+                if not job.tickets:
+                    job.abandoned = True
+                    del self._jobs[job.key]
+                return
+
+    def poll(self) -> list[Ticket]:
+        """The tickets that got done since the last call."""
+        done: list[Ticket] = []
+        while not self._outbox.empty():
+            job, outcome = self._outbox.get()
+            self._remember(job.key, outcome)
+            if self._jobs.get(job.key) is job:
+                del self._jobs[job.key]
+            for ticket in job.tickets:
+                ticket._settle(outcome)
+                done.append(ticket)
+        return done
+
+    def close(self) -> None:
+        """End thread and child; tickets that are not done stay so."""
+        self._closed = True
+        self._inbox.put(None)
+        self._sandbox.kill()  # the thread may wait for it
+        if self._thread is not None:
+            self._thread.join()
+        self._sandbox.close()
+
+    def _remember(self, key: bytes, outcome: _Outcome) -> None:
+        if isinstance(outcome, Grammar):
+            size = outcome.num_bytes + len(outcome.source) + _OVERHEAD_BYTES
+            self._cache.put(key, (outcome, float("inf")), size)
+        elif isinstance(outcome, RequestError):
+            self._cache.put(key, (outcome, self._clock() + _REFUSAL_S), 1024 + len(str(outcome)))
+
+    def _run(self) -> None:
+        tokenizer: llguidance.LLTokenizer | None = None
+        try:
+            tokenizer = self._vocabulary.library_tokenizer(self._encode)
+            self._sandbox.start()
+        except Exception:  # the first guide meets it again, and its request is told
+            logger.exception("grammars cannot be compiled")
+        while (job := self._inbox.get()) is not None:
+            if job.abandoned:
+                continue
+            outcome: _Outcome
+            try:
+                if tokenizer is None:
+                    tokenizer = self._vocabulary.library_tokenizer(self._encode)
+                outcome = self._compile(tokenizer, job.wish)
+            except InflightError as error:
+                outcome = error
+            except BaseException as error:  # a panic in Rust is one; this thread must go on
+                logger.error("a grammar broke the compiler: %s", type(error).__name__)
+                outcome = EngineError("the grammar broke the compiler; the engine's log says more")
+            self._outbox.put((job, outcome))
+            self._wake()
+
+    def _compile(self, tokenizer: llguidance.LLTokenizer, wish: StructuredOutput) -> Grammar:
+        verdict = self._examine(wish)
+        self.num_compiled += 1
+        if verdict.source is None:
+            raise RequestError(verdict.refusal, GUIDE_FIELD)
+        return Grammar(
+            tokenizer,
+            verdict.source,
+            compile_s=verdict.compile_s,
+            num_bytes=verdict.num_bytes,
+            is_json=wish.kind in ("json", "json_schema"),
+        )
+
+    def _examine(self, wish: StructuredOutput) -> Verdict:
+        for _ in range(2):
+            try:
+                return self._sandbox.examine(wish)
+            except SandboxLost:
+                if self._closed:
+                    raise EngineError("the engine is stopping") from None
+                # Guides are survived by design, so something else ended it: once more.
+                logger.warning("the process that compiles grammars was lost; it is started again")
+        raise EngineError("the process that compiles grammars was lost twice; try again later")
