@@ -7,7 +7,9 @@ a pass over 1 GiB moves; with few rows the logits come from the L2 cache, in a m
 normal with a deviation of 3; `flat` ones have 1, where a nucleus of 0.9 keeps tens of thousands of
 tokens. `torch_us` is an argmax for greedy rows, a softmax and an exponential race for plain draws,
 and a sort with two masks in front of it for the others: captured alike, but of those with a sort,
-which take milliseconds, a single call and a few replays. See timing.py for the method.
+which take milliseconds, a single call and a few replays; null where torch has nothing like it.
+`top 5 of greedy` is a greedy choice and the naming of each row's five likeliest tokens. See
+timing.py for the method.
 """
 
 from __future__ import annotations
@@ -22,7 +24,15 @@ import numpy as np
 import timing
 import torch
 
-from inflight_kernels.sampling import Workspace, greedy_wishes, prompt_words, sample
+from inflight_kernels.sampling import (
+    MAX_TOP,
+    WISH,
+    Workspace,
+    greedy_wishes,
+    prompt_words,
+    sample,
+    top_logprobs,
+)
 
 VOCAB = 128256
 ROWS = (1, 16, 64, 256)
@@ -31,6 +41,9 @@ DTYPES = (torch.bfloat16, torch.float32)
 CASES: dict[str, tuple[float, dict[str, float]]] = {
     "greedy": (3.0, {}),
     "greedy, penalties": (3.0, {"repetition": 1.1, "frequency": 0.1}),
+    "greedy, 300 biases": (3.0, {"biases": 300}),
+    "greedy, mask": (3.0, {"mask": 1}),
+    "top 5 of greedy": (3.0, {"top": 5}),
     "plain": (3.0, {"temperature": 0.8}),
     "top_k 50": (3.0, {"temperature": 0.8, "top_k": 50}),
     "top_k 50, top_p 0.9": (3.0, {"temperature": 0.8, "top_k": 50, "top_p": 0.9}),
@@ -38,9 +51,18 @@ CASES: dict[str, tuple[float, dict[str, float]]] = {
     "top_p 0.9": (3.0, {"temperature": 0.7, "top_p": 0.9}),
     "min_p 0.05": (3.0, {"temperature": 0.8, "min_p": 0.05}),
     "top_p 0.9, flat": (1.0, {"temperature": 1.0, "top_p": 0.9}),
+    "typical_p 0.9": (3.0, {"temperature": 0.7, "typical_p": 0.9}),
+    "top_n_sigma 1": (3.0, {"temperature": 0.8, "top_n_sigma": 1.0}),
+    "min_p 0.05, xtc": (
+        3.0,
+        {"temperature": 0.8, "min_p": 0.05, "xtc_probability": 0.5, "xtc_threshold": 0.1},
+    ),
 }
 
-FILTERS = {"top_k", "top_p", "min_p"}
+RARE = {"typical_p", "top_n_sigma", "xtc_probability"}
+FILTERS = {"top_k", "top_p", "min_p", *RARE}
+# What torch is not compared with.
+SPECIAL = {"biases", "mask", "top", *RARE}
 
 _PEER_REPLAYS = 5
 
@@ -51,13 +73,24 @@ def ours(n: int, dtype: torch.dtype, case: str) -> Callable[[], Call]:
     deviation, wished = CASES[case]
     rows = greedy_wishes(n)
     for name, value in wished.items():
-        rows[name] = value
+        if name in WISH.fields:
+            rows[name] = value
     rows["seed"] = np.arange(n)
     rows["slot"] = np.arange(n)
     wishes = torch.from_numpy(rows.view(np.uint8).reshape(n, -1)).cuda()
     positions = torch.arange(n, device="cuda")
     workspace = Workspace(n, VOCAB, "cuda")
-    state = {}
+    state: dict[str, torch.Tensor] = {}
+    if "biases" in wished:
+        number = int(wished["biases"])
+        ids = np.sort(np.random.default_rng(0).choice(VOCAB, (n, number)), axis=1)
+        state["bias_starts"] = torch.arange(n + 1, dtype=torch.int32, device="cuda") * number
+        state["bias_ids"] = torch.from_numpy(ids.astype(np.int32).ravel()).cuda()
+        state["biases"] = torch.ones(n * number, device="cuda")
+    if "mask" in wished:
+        words = prompt_words(VOCAB)
+        state["masks"] = torch.full((n, words), 0x55555555, dtype=torch.int32, device="cuda")
+        state["mask_rows"] = torch.arange(n, dtype=torch.int32, device="cuda")
     if "repetition" in wished:
         state["counts"] = torch.zeros(n, VOCAB, dtype=torch.int16, device="cuda")
         state["prompt"] = torch.zeros(n, prompt_words(VOCAB), dtype=torch.int32, device="cuda")
@@ -67,18 +100,39 @@ def ours(n: int, dtype: torch.dtype, case: str) -> Callable[[], Call]:
         token_ids = torch.empty(n, dtype=torch.int64, device="cuda")
         logprobs = torch.empty(n, dtype=torch.float32, device="cuda")
         statuses = torch.empty(n, dtype=torch.int32, device="cuda")
-        return lambda: sample(
-            logits,
-            wishes,
-            positions,
-            workspace,
-            token_ids=token_ids,
-            logprobs=logprobs,
-            statuses=statuses,
-            **state,
-            filters=bool(wished.keys() & FILTERS),
-            pdl=True,
-        )
+        wanted = torch.full((n,), int(wished.get("top", -1)), dtype=torch.int32, device="cuda")
+        ids = torch.empty(n, MAX_TOP, dtype=torch.int32, device="cuda")
+        values = torch.empty(n, MAX_TOP, device="cuda")
+        ranks = torch.empty(n, dtype=torch.int32, device="cuda")
+
+        def call() -> None:
+            sample(
+                logits,
+                wishes,
+                positions,
+                workspace,
+                token_ids=token_ids,
+                logprobs=logprobs,
+                statuses=statuses,
+                **state,
+                filters=bool(wished.keys() & FILTERS),
+                rare=bool(wished.keys() & RARE),
+                pdl=True,
+            )
+            if "top" in wished:
+                top_logprobs(
+                    logits,
+                    wanted,
+                    workspace,
+                    token_ids=token_ids,
+                    statuses=statuses,
+                    ids=ids,
+                    logprobs=values,
+                    ranks=ranks,
+                    pdl=True,
+                )
+
+        return call
 
     return make
 
@@ -111,7 +165,9 @@ def torchs(n: int, dtype: torch.dtype, case: str) -> Callable[[], Call]:
     return make
 
 
-def _torch_us(n: int, dtype: torch.dtype, case: str, num_bytes: int) -> float:
+def _torch_us(n: int, dtype: torch.dtype, case: str, num_bytes: int) -> float | None:
+    if CASES[case][1].keys() & SPECIAL:
+        return None
     make = torchs(n, dtype, case)
     if not CASES[case][1].keys() & FILTERS:
         return timing.measure(make, num_bytes).median
@@ -141,13 +197,14 @@ def _rows() -> Iterator[dict[str, Any]]:
                 num_bytes = n * VOCAB * dtype.itemsize
                 found = timing.measure(ours(n, dtype, case), num_bytes)
                 fields = found.row(num_bytes)
+                torch_us = _torch_us(n, dtype, case, num_bytes)
                 yield {
                     "op": case,
                     "n": n,
                     "dtype": str(dtype),
                     **fields,
                     "of_ceiling": round(fields["tb_per_s"] / ceiling["tb_per_s"], 3),
-                    "torch_us": round(_torch_us(n, dtype, case, num_bytes), 2),
+                    "torch_us": None if torch_us is None else round(torch_us, 2),
                 }
 
 

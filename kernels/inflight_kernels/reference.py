@@ -4,7 +4,7 @@ Shapes are written with T tokens in the step, H query heads, G KV heads (H is a 
 D head_dim, V vocabulary, n rows. A KV cache of one layer is [num_blocks, block_size, G, D]; slot s
 is block s // block_size, offset s % block_size. Nothing here knows a sequence or a request.
 
-The sampling half works on logits [n, V] in float32, and in place where it says so.
+The ops of sampling are in `reference_sampling`.
 """
 
 from __future__ import annotations
@@ -17,6 +17,14 @@ import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from inflight_kernels.reference_sampling import apply_penalties as apply_penalties
+from inflight_kernels.reference_sampling import ban_tokens as ban_tokens
+from inflight_kernels.reference_sampling import draw as draw
+from inflight_kernels.reference_sampling import finite_rows as finite_rows
+from inflight_kernels.reference_sampling import greedy as greedy
+from inflight_kernels.reference_sampling import log_probs as log_probs
+from inflight_kernels.reference_sampling import uniform as uniform
 
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
@@ -349,221 +357,3 @@ def paged_attention(
         block_tables.numpy(), query_start.numpy(), seq_lens.numpy(), k_cache.shape[1], q.dtype
     )
     return attend(q, k_cache, v_cache, plan, scale)
-
-
-# ---------------------------------------------------------------- sampling: shaping the logits
-
-
-def finite_rows(logits: Tensor) -> Tensor:
-    """[n] bool: rows of logits [n, V] without NaN and infinity."""
-    # One sum finds either at a fraction of the cost of a look at each; a sum that overflows by
-    # itself is looked at again.
-    finite = torch.isfinite(logits.sum(-1))
-    if not bool(finite.all()):
-        finite = torch.isfinite(logits).all(-1)
-    return finite
-
-
-def log_probs(logits: Tensor) -> Tensor:
-    """log softmax over the vocabulary: [n, V] -> [n, V]."""
-    return torch.log_softmax(logits, -1)
-
-
-def apply_penalties(
-    row: Tensor,
-    seen_ids: Ints,
-    output_ids: Ints,
-    output_counts: Ints,
-    repetition: float,
-    presence: float,
-    frequency: float,
-) -> None:
-    """Make tokens that were there before less likely, in place.
-
-    Args:
-        row: [V] logits.
-        seen_ids: distinct tokens of prompt and output.
-        output_ids, output_counts: distinct tokens of the output and how often each stands there.
-        repetition: divides positive and multiplies negative logits of seen tokens
-            (arXiv:1909.05858).
-        presence: subtracted once from each token of the output.
-        frequency: subtracted for each occurrence in the output.
-    """
-    if repetition != 1.0 and len(seen_ids):
-        ids = torch.from_numpy(seen_ids)
-        logits = row[ids]
-        row[ids] = torch.where(logits > 0, logits / repetition, logits * repetition)
-    if (presence or frequency) and len(output_ids):
-        penalty = presence + frequency * torch.from_numpy(output_counts)
-        row[torch.from_numpy(output_ids)] -= penalty.to(row.dtype)
-
-
-def ban_tokens(row: Tensor, token_ids: list[int]) -> None:
-    """Take tokens out of the choice: their logits in row [V] become -inf, in place."""
-    row[torch.tensor(token_ids)] = float("-inf")
-
-
-# ---------------------------------------------------------------- sampling: the draw
-
-_PHILOX_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
-_PHILOX_WEYL = (0x9E3779B9, 0xBB67AE85)
-_WORD = 0xFFFFFFFF
-
-
-def philox(counter: tuple[int, int, int, int], key: tuple[int, int]) -> tuple[int, int, int, int]:
-    """Philox4x32-10: four random 32-bit words of a counter and a key (Salmon et al., SC 2011)."""
-    c0, c1, c2, c3 = counter
-    k0, k1 = key
-    for _ in range(10):
-        low = c0 * _PHILOX_MULTIPLIERS[0]
-        high = c2 * _PHILOX_MULTIPLIERS[1]
-        c0, c1, c2, c3 = (high >> 32) ^ c1 ^ k0, high & _WORD, (low >> 32) ^ c3 ^ k1, low & _WORD
-        k0 = (k0 + _PHILOX_WEYL[0]) & _WORD
-        k1 = (k1 + _PHILOX_WEYL[1]) & _WORD
-    return c0, c1, c2, c3
-
-
-def uniform(seed: int, position: int) -> float:
-    """The one random number in [0, 1) of a seed (64 bit) at a token position.
-
-    It depends on nothing else, so a sequence draws the same in any batch and after a restart.
-    52 bits: u * total is then always below total, whatever the rounding.
-    """
-    words = philox((position & _WORD, position >> 32, 0, 0), (seed & _WORD, seed >> 32))
-    return float(((words[0] << 32 | words[1]) >> 12) * 2.0**-52)
-
-
-def greedy(logits: Tensor) -> Tensor:
-    """The likeliest token of each row: [n, V] -> [n]."""
-    return logits.argmax(-1)
-
-
-# Most nuclei and nearly all top_k lie within this many likeliest tokens; finding those costs a
-# fraction of a sort.
-_PREFIX = 256
-
-
-def draw(
-    logits: Tensor,
-    temperature: Floats,
-    top_k: Ints,
-    top_p: Floats,
-    min_p: Floats,
-    uniforms: Floats,
-) -> Tensor:
-    """Draw one token per row: temperature, top_k, top_p, min_p, then the inverse of the CDF.
-
-    Rows do not influence each other. The CDF runs over the likeliest tokens first where top_k or
-    top_p cut, over the vocabulary in order elsewhere.
-
-    Args:
-        logits: [n, V]; -inf is never drawn; each row has at least one finite logit.
-        temperature: [n], > 0.
-        top_k: [n]; keep the k likeliest; 0 or less keeps all.
-        top_p: [n], in (0, 1]; keep the fewest likeliest tokens that have this probability together,
-            among what top_k kept.
-        min_p: [n], in [0, 1); keep tokens at least this likely, relative to the likeliest
-            (arXiv:2407.01082).
-        uniforms: [n], in [0, 1).
-
-    Returns:
-        [n] int64.
-    """
-    n, vocab_size = logits.shape
-    divisor = torch.from_numpy(temperature).to(logits.dtype).unsqueeze(1)
-    scores = (logits - logits.amax(-1, keepdim=True)) / divisor  # the likeliest is 0
-    weights = scores.exp()
-    keep_k = np.where((top_k <= 0) | (top_k >= vocab_size), vocab_size, top_k)
-    cuts = (keep_k < vocab_size) | (top_p < 1.0)
-    chosen = torch.empty(n, dtype=torch.int64)
-    whole = np.flatnonzero(~cuts)
-    if len(whole):
-        rows = torch.from_numpy(whole)
-        kept = weights.index_select(0, rows)
-        if min_p[whole].any():
-            kept = kept * (kept >= torch.from_numpy(min_p[whole]).unsqueeze(1))
-        chosen[rows] = _invert_cdf(kept, uniforms[whole])
-    cut = np.flatnonzero(cuts)
-    if len(cut):
-        rows = torch.from_numpy(cut)
-        some = weights.index_select(0, rows)
-        top, ids = some.topk(min(_PREFIX, vocab_size), -1)
-        ranks = torch.arange(top.shape[1])
-        masses = top.double()
-        total = torch.where(
-            torch.from_numpy(keep_k[cut]) < vocab_size,
-            (masses * (ranks < torch.from_numpy(keep_k[cut]).unsqueeze(1))).sum(-1),
-            some.sum(-1, dtype=torch.float64),
-        )
-        # top_k is covered by a long enough prefix, top_p by a heavy enough one.
-        wanted = torch.from_numpy(top_p[cut]) * total
-        covered = np.where(
-            keep_k[cut] < vocab_size,
-            keep_k[cut] <= top.shape[1],
-            (masses.sum(-1) >= wanted).numpy(),
-        )
-        inside = np.flatnonzero(covered)
-        if len(inside):
-            part = torch.from_numpy(inside)
-            where = cut[inside]
-            kept = _keep(top[part], total[part], keep_k[where], top_p[where], min_p[where])
-            picks = _invert_cdf(kept, uniforms[where])
-            chosen[rows[part]] = ids[part].gather(1, picks.unsqueeze(1)).squeeze(1)
-        for i in np.flatnonzero(~covered):
-            row = slice(cut[i], cut[i] + 1)
-            chosen[row] = _draw_wide(some[i], keep_k[row], top_p[row], min_p[row], uniforms[row])
-    return chosen
-
-
-def _keep(top: Tensor, total: Tensor, keep_k: Ints, top_p: Floats, min_p: Floats) -> Tensor:
-    """Zero what the filters cut from weights [n, m], sorted, of mass total [n] after top_k."""
-    masses = top.double()
-    before = masses.cumsum(-1) - masses
-    kept = torch.arange(top.shape[1]) < torch.from_numpy(keep_k).unsqueeze(1)
-    bounded = torch.from_numpy(top_p).unsqueeze(1)
-    kept &= (before < bounded * total.unsqueeze(1)) | (bounded >= 1.0)
-    kept &= masses >= torch.from_numpy(min_p).unsqueeze(1)
-    return masses * kept
-
-
-def _draw_wide(
-    weights: Tensor, keep_k: Ints, top_p: Floats, min_p: Floats, uniforms: Floats
-) -> Tensor:
-    """One row [V] whose filters keep more than the prefix."""
-    k = int(keep_k[0])
-    if k < len(weights):
-        top, ids = weights.topk(k)
-        total = top.sum(dtype=torch.float64).unsqueeze(0)
-        kept = _keep(top.unsqueeze(0), total, keep_k, top_p, min_p)
-        return ids[_invert_cdf(kept, uniforms)]
-    kept = weights * (_nucleus(weights, float(top_p[0])) & (weights >= float(min_p[0])))
-    return _invert_cdf(kept.unsqueeze(0), uniforms)
-
-
-def _nucleus(weights: Tensor, top_p: float) -> Tensor:
-    """[V] bool: the fewest largest of weights [V] that have top_p of the mass together.
-
-    Bits of floats that are not negative sort as integers do, so their upper half is a histogram's
-    bin. All bins above the one in which the mass is reached are in, and only that one is sorted.
-    """
-    values = weights.numpy()
-    bins = values.view(np.int32) >> 16
-    masses = np.bincount(bins, weights=values)[::-1]
-    reached = masses.cumsum()
-    wanted = top_p * reached[-1]
-    rank = int(np.searchsorted(reached, wanted))
-    boundary = len(masses) - 1 - rank
-    inside = bins > boundary
-    members = np.flatnonzero(bins == boundary)
-    members = members[np.argsort(-values[members], kind="stable")]
-    sizes = values[members].astype(np.float64)
-    before = reached[rank] - masses[rank] + sizes.cumsum() - sizes
-    inside[members[before < wanted]] = True
-    return torch.from_numpy(inside)
-
-
-def _invert_cdf(weights: Tensor, uniforms: Floats) -> Tensor:
-    """First index of each row [n, m] at which the running sum exceeds uniform * total."""
-    cdf = weights.cumsum(-1, dtype=torch.float64)
-    targets = torch.from_numpy(uniforms).unsqueeze(1) * cdf[:, -1:]
-    return torch.searchsorted(cdf, targets, right=True).squeeze(1)

@@ -1,11 +1,12 @@
 """The choice of tokens. Shapes: n rows of logits, V vocabulary, `slots` sequences with state.
 
-The steps and their order are those of `reference`: penalties, bans, temperature, top_k, top_p,
-min_p, and one draw by the inverse of the CDF with the number that `reference.uniform` gives. The
-CDF runs where the reference's does: over the likeliest tokens first where top_k cuts or top_p
-keeps at most 256, over the vocabulary in order elsewhere. Equal logits stand in order of their
-ids. Beyond the logits everything is computed in integers, so a row's token depends on nothing
-but the row; it is the reference's up to the rounding of exp.
+The steps and their order are those of `reference_sampling`: penalties, biases and the mask,
+temperature, top_n_sigma, top_k, typical_p, top_p, min_p, XTC, and one draw by the inverse of the
+CDF with the number that `reference_sampling.uniform` gives. The CDF runs where the reference's
+does: over the likeliest tokens first where top_k or a rare filter (top_n_sigma, typical_p, XTC)
+cuts or top_p keeps at most 256, over the vocabulary in order elsewhere. Equal logits stand in order
+of their ids. Beyond the logits everything is computed in integers, or in one fixed order, so a
+row's token depends on nothing but the row; it is the reference's up to the rounding of exp.
 """
 
 from __future__ import annotations
@@ -16,6 +17,9 @@ from torch import Tensor
 
 from inflight_kernels.compile import Instantiation
 from inflight_kernels.launch import STORAGE_TYPES, Int64, check, check_place, kernel, name_of
+from inflight_kernels.reference_sampling import FINE as FINE
+from inflight_kernels.reference_sampling import NOT_FINITE as NOT_FINITE
+from inflight_kernels.reference_sampling import NOTHING_LEFT as NOTHING_LEFT
 
 WISH = np.dtype(
     [
@@ -28,31 +32,35 @@ WISH = np.dtype(
         ("presence", "<f4"),
         ("frequency", "<f4"),
         ("slot", "<i4"),
+        ("typical_p", "<f4"),
+        ("top_n_sigma", "<f4"),
+        ("xtc_threshold", "<f4"),
+        ("xtc_probability", "<f4"),
     ]
 )
-"""How to choose in a row; ranges as in `reference.draw` and `reference.apply_penalties`.
+"""How to choose in a row; ranges as in `reference_sampling.Filters` and `apply_penalties`.
 
 temperature 0 is greedy. slot: the row of counts and prompt bits; negative for none, and then there
 are no penalties.
 """
 
-FINE, NOT_FINITE, NOTHING_LEFT = 0, 1, 2
-"""Statuses: a token was chosen; the logits have NaN or infinity; all tokens are banned."""
-
 MAX_VOCAB_SIZE = 2**21
 
-# As sampling.cu has them.
+MAX_TOP = 20
+"""Of the likeliest tokens that `top_logprobs` can name."""
+
+# As sampling_job.cuh has them.
 _THREADS = 256
 _SLICE = 8192
 _CAPACITY = 2048
-_BOUND_BYTES = 32
+_BOUND_BYTES = 48
 _PARTIAL_BYTES = 32
 
 
 def greedy_wishes(n: int) -> np.ndarray[tuple[int], np.dtype[np.void]]:
     """n greedy wishes without filters, penalties and slot: [n] of WISH, to be filled in."""
     rows = np.zeros(n, WISH)
-    rows["top_p"] = rows["repetition"] = 1.0
+    rows["top_p"] = rows["typical_p"] = rows["repetition"] = 1.0
     rows["slot"] = -1
     return rows
 
@@ -69,7 +77,7 @@ def scratch_bytes(vocab_size: int) -> int:
 
 
 def prompt_words(vocab_size: int) -> int:
-    """int32 words of a slot's prompt bits: token t is bit t % 32 of word t // 32."""
+    """int32 words of a bit per token: token t is bit t % 32 of word t // 32."""
     return -(-vocab_size // 32)
 
 
@@ -103,9 +111,16 @@ def sample(
     statuses: Tensor,
     counts: Tensor | None = None,
     prompt: Tensor | None = None,
-    ban_starts: Tensor | None = None,
-    bans: Tensor | None = None,
+    tokens: Tensor | None = None,
+    tail_starts: Tensor | None = None,
+    tail_lengths: Tensor | None = None,
+    bias_starts: Tensor | None = None,
+    bias_ids: Tensor | None = None,
+    biases: Tensor | None = None,
+    masks: Tensor | None = None,
+    mask_rows: Tensor | None = None,
     filters: bool = True,
+    rare: bool = True,
     pdl: bool = False,
 ) -> None:
     """Choose a token for each row of logits, which stay as they are.
@@ -122,14 +137,144 @@ def sample(
         statuses: [n] int32, written.
         counts: [slots, V] int16, how often a token is in the output; None for no penalties.
         prompt: [slots, prompt_words(V)] int32, bits of the tokens in the prompt; with counts.
-        ban_starts: [n + 1] int32; row i may not choose bans[ban_starts[i]:ban_starts[i + 1]].
-        bans: int32, token ids; those out of the vocabulary are passed over.
-        filters: False if no drawn row has top_k, top_p or min_p: saves a launch.
+        tokens: [T] int64; with counts, and with the next two.
+        tail_starts, tail_lengths: [n] int32; row i has drafted tokens, which count as output too:
+            tokens[tail_starts[i]:][:tail_lengths[i]].
+        bias_starts: [n + 1] int32; row i has biases bias_starts[i]:bias_starts[i + 1], and of these
+            the ids ascend, each once.
+        bias_ids: [m] int32, token ids; those out of the vocabulary are passed over.
+        biases: [m] float32, added to the logits after the penalties; -inf bans.
+        masks: [k, prompt_words(V)] int32, bits of the tokens that may be chosen.
+        mask_rows: [n] int32, which of these masks holds for a row; negative for none.
+        filters: False if no drawn row has a filter: saves a launch.
+        rare: False if no drawn row has typical_p, top_n_sigma or XTC: saves another one.
         pdl: see `Kernel`.
 
     Raises:
         ValueError: for operands of other shapes or types.
     """
+    storage, n, vocab_size = _check_logits(logits, workspace)
+    check("wishes", wishes, (n, WISH.itemsize), torch.uint8)
+    check("positions", positions, (n,), torch.int64, vectors=False)
+    check("token_ids", token_ids, (n,), torch.int64, vectors=False)
+    check("logprobs", logprobs, (n,), torch.float32, vectors=False)
+    check("statuses", statuses, (n,), torch.int32, vectors=False)
+    words = prompt_words(vocab_size)
+    if _come_together(counts=counts, prompt=prompt):
+        assert counts is not None and prompt is not None
+        check("counts", counts, (counts.shape[0], vocab_size), torch.int16)
+        check("prompt", prompt, (counts.shape[0], words), torch.int32)
+    if _come_together(tokens=tokens, tail_starts=tail_starts, tail_lengths=tail_lengths):
+        assert tokens is not None and tail_starts is not None and tail_lengths is not None
+        check("tokens", tokens, (tokens.numel(),), torch.int64, vectors=False)
+        check("tail_starts", tail_starts, (n,), torch.int32, vectors=False)
+        check("tail_lengths", tail_lengths, (n,), torch.int32, vectors=False)
+    if _come_together(bias_starts=bias_starts, bias_ids=bias_ids, biases=biases):
+        assert bias_starts is not None and bias_ids is not None and biases is not None
+        check("bias_starts", bias_starts, (n + 1,), torch.int32, vectors=False)
+        check("bias_ids", bias_ids, (bias_ids.numel(),), torch.int32, vectors=False)
+        check("biases", biases, (bias_ids.numel(),), torch.float32, vectors=False)
+    if _come_together(masks=masks, mask_rows=mask_rows):
+        assert masks is not None and mask_rows is not None
+        check("masks", masks, (masks.shape[0], words), torch.int32, vectors=False)
+        check("mask_rows", mask_rows, (n,), torch.int32, vectors=False)
+    if not n:
+        return
+    grid = (num_slices(vocab_size), n)
+    optional = (
+        counts,
+        prompt,
+        tokens,
+        tail_starts,
+        tail_lengths,
+        bias_starts,
+        bias_ids,
+        biases,
+        masks,
+        mask_rows,
+    )
+    arguments = (
+        logits,
+        Int64(logits.stride(0)),
+        vocab_size,
+        wishes,
+        positions,
+        *(0 if operand is None else operand for operand in optional),
+        workspace.scratch,
+        workspace.arrivals,
+        workspace.found,
+        token_ids,
+        logprobs,
+        statuses,
+    )
+    kernel("sampling_scan", f"scan<{storage}>")(grid, _THREADS, *arguments, pdl=pdl)
+    if filters and rare:
+        kernel("sampling_spread", f"spread<{storage}>")(grid, _THREADS, *arguments, pdl=pdl)
+    if filters:
+        kernel("sampling_gather", f"gather<{storage}>")(grid, _THREADS, *arguments, pdl=pdl)
+
+
+def top_logprobs(
+    logits: Tensor,
+    wanted: Tensor,
+    workspace: Workspace,
+    *,
+    token_ids: Tensor,
+    statuses: Tensor,
+    ids: Tensor,
+    logprobs: Tensor,
+    ranks: Tensor,
+    pdl: bool = False,
+) -> None:
+    """Name the likeliest tokens of rows; to be called after `sample`, with what it had and wrote.
+
+    Rows that want nothing cost nothing, and nothing is written for them. Of equal logits the
+    smaller id comes first.
+
+    Args:
+        logits: [n, V], of `sample`.
+        wanted: [n] int32, how many tokens of a row, MAX_TOP at most; negative: the row wants no
+            answer at all.
+        workspace: of `sample`, as that left it.
+        token_ids, statuses: [n] int64 and int32, from `sample`.
+        ids: [n, MAX_TOP] int32, written: the likeliest tokens in order, and -1 past those.
+        logprobs: [n, MAX_TOP] float32, written: log softmax of the logits as they came, and -inf.
+        ranks: [n] int32, written: the place of the chosen token in that order, from 1; 0 where the
+            status is not FINE.
+        pdl: see `Kernel`.
+
+    Raises:
+        ValueError: for operands of other shapes or types.
+    """
+    storage, n, vocab_size = _check_logits(logits, workspace)
+    check("wanted", wanted, (n,), torch.int32, vectors=False)
+    check("token_ids", token_ids, (n,), torch.int64, vectors=False)
+    check("statuses", statuses, (n,), torch.int32, vectors=False)
+    check("ids", ids, (n, MAX_TOP), torch.int32, vectors=False)
+    check("logprobs", logprobs, (n, MAX_TOP), torch.float32, vectors=False)
+    check("ranks", ranks, (n,), torch.int32, vectors=False)
+    if not n:
+        return
+    kernel("top_logprobs", f"top_logprobs<{storage}>")(
+        (num_slices(vocab_size), n),
+        _THREADS,
+        logits,
+        Int64(logits.stride(0)),
+        vocab_size,
+        token_ids,
+        statuses,
+        wanted,
+        workspace.scratch,
+        workspace.arrivals,
+        ids,
+        logprobs,
+        ranks,
+        pdl=pdl,
+    )
+
+
+def _check_logits(logits: Tensor, workspace: Workspace) -> tuple[str, int, int]:
+    """The C++ name of their type, their rows and their vocabulary."""
     storage = name_of(STORAGE_TYPES, "logits", logits)
     if logits.dim() != 2 or (logits.numel() and logits.stride(1) != 1):
         raise ValueError(f"logits are {list(logits.shape)}; they must be [n, V], a row contiguous")
@@ -142,45 +287,15 @@ def sample(
             f"logits are {list(logits.shape)}; the workspace is for up to {workspace.max_rows} "
             f"rows of {workspace.vocab_size}"
         )
-    check("wishes", wishes, (n, WISH.itemsize), torch.uint8)
-    check("positions", positions, (n,), torch.int64, vectors=False)
-    check("token_ids", token_ids, (n,), torch.int64, vectors=False)
-    check("logprobs", logprobs, (n,), torch.float32, vectors=False)
-    check("statuses", statuses, (n,), torch.int32, vectors=False)
-    if (counts is None) != (prompt is None):
-        raise ValueError("counts and prompt come together: repetition looks at both")
-    if counts is not None and prompt is not None:
-        check("counts", counts, (counts.shape[0], vocab_size), torch.int16)
-        shape = (counts.shape[0], prompt_words(vocab_size))
-        check("prompt", prompt, shape, torch.int32)
-    if (ban_starts is None) != (bans is None):
-        raise ValueError("ban_starts and bans come together")
-    if ban_starts is not None and bans is not None:
-        check("ban_starts", ban_starts, (n + 1,), torch.int32, vectors=False)
-        check("bans", bans, (bans.numel(),), torch.int32, vectors=False)
-    if not n:
-        return
-    grid = (num_slices(vocab_size), n)
-    arguments = (
-        logits,
-        Int64(logits.stride(0)),
-        vocab_size,
-        wishes,
-        positions,
-        0 if counts is None else counts,
-        0 if prompt is None else prompt,
-        0 if ban_starts is None else ban_starts,
-        0 if bans is None else bans,
-        workspace.scratch,
-        workspace.arrivals,
-        workspace.found,
-        token_ids,
-        logprobs,
-        statuses,
-    )
-    kernel("sampling", f"scan<{storage}>")(grid, _THREADS, *arguments, pdl=pdl)
-    if filters:
-        kernel("sampling", f"gather<{storage}>")(grid, _THREADS, *arguments, pdl=pdl)
+    return storage, n, vocab_size
+
+
+def _come_together(**operands: Tensor | None) -> bool:
+    """Whether operands are there: all of them or none."""
+    missing = [name for name, operand in operands.items() if operand is None]
+    if 0 < len(missing) < len(operands):
+        raise ValueError(f"{', '.join(operands)} come together; {', '.join(missing)} is missing")
+    return not missing
 
 
 def note_output(slots: Tensor, token_ids: Tensor, counts: Tensor, *, pdl: bool = False) -> None:
@@ -226,12 +341,23 @@ def _note(
     check("token_ids", token_ids, (n,), torch.int64, vectors=False)
     if n:
         grid = -(-n // _THREADS)
-        kernel("sampling", name)(grid, _THREADS, slots, token_ids, state, n, vocab_size, pdl=pdl)
+        kernel("sampling_counts", name)(
+            grid, _THREADS, slots, token_ids, state, n, vocab_size, pdl=pdl
+        )
 
 
 def instantiations() -> list[Instantiation]:
     """What this module may launch."""
-    names = tuple(
-        f"{name}<{storage}>" for name in ("scan", "gather") for storage in STORAGE_TYPES.values()
+    passes = (
+        ("sampling_scan", "scan"),
+        ("sampling_spread", "spread"),
+        ("sampling_gather", "gather"),
+        ("top_logprobs", "top_logprobs"),
     )
-    return [("sampling", (*names, "note_output", "note_prompt"), ())]
+    return [
+        *(
+            (stem, tuple(f"{name}<{storage}>" for storage in STORAGE_TYPES.values()), ())
+            for stem, name in passes
+        ),
+        ("sampling_counts", ("note_output", "note_prompt"), ()),
+    ]

@@ -10,7 +10,10 @@ import pytest
 
 from inflight.errors import RequestError
 from inflight.sampling import (
+    MAX_ALLOWED_TOKENS,
     MAX_BAD_WORDS,
+    MAX_DRY_BREAKERS,
+    MAX_LOGIT_BIASES,
     MAX_STOP_WORD_BYTES,
     MAX_STOP_WORDS,
     MAX_TEMPERATURE,
@@ -30,9 +33,23 @@ TINY = math.ulp(0.0)
         ("top_k", [-1, 0, 1, 2**31 - 1]),
         ("top_p", [TINY, 1.0]),
         ("min_p", [0.0, math.nextafter(1.0, 0.0)]),
+        ("typical_p", [TINY, 1.0]),
+        ("top_n_sigma", [0.0, 100.0]),
+        ("xtc_threshold", [0.0, 0.5]),
+        ("xtc_probability", [0.0, 1.0]),
         ("repetition_penalty", [TINY, 10.0]),
         ("presence_penalty", [-2.0, 2.0]),
         ("frequency_penalty", [-2.0, 2.0]),
+        ("dry_multiplier", [0.0, 100.0]),
+        ("dry_base", [1.0, 10.0]),
+        ("dry_allowed_length", [1, 64]),
+        ("dry_penalty_last_n", [-1, 0, MAX_TOKENS_LIMIT]),
+        ("dry_sequence_breakers", [None, (), ("x" * 256,), ("x",) * MAX_DRY_BREAKERS]),
+        ("no_repeat_ngram_size", [0, 2, 64]),
+        ("logit_bias", [(), ((0, -100.0), (MAX_TOKENS_LIMIT, 100.0))]),
+        ("logit_bias", [tuple((i, 1.0) for i in range(MAX_LOGIT_BIASES))]),
+        ("allowed_token_ids", [(), (0, MAX_TOKENS_LIMIT), (7,) * MAX_ALLOWED_TOKENS]),
+        ("num_logprobs", [None, 0, 20]),
         ("seed", [0, 2**64 - 1, None]),
         ("end_id", [0, None]),
         ("stop_words", [(), ("x" * MAX_STOP_WORD_BYTES,), ("x",) * MAX_STOP_WORDS, ("é" * 128,)]),
@@ -53,6 +70,21 @@ def test_the_whole_range_is_allowed(name: str, values: list[Any]) -> None:
         ("top_k", [-2, 2**31]),
         ("top_p", [0.0, -0.5, math.nextafter(1.0, 2.0)]),
         ("min_p", [-TINY, 1.0]),
+        ("typical_p", [0.0, -0.5, math.nextafter(1.0, 2.0)]),
+        ("top_n_sigma", [-TINY, 100.01]),
+        ("xtc_threshold", [-TINY, math.nextafter(0.5, 1.0)]),
+        ("xtc_probability", [-TINY, math.nextafter(1.0, 2.0)]),
+        ("dry_multiplier", [-TINY, 100.01]),
+        ("dry_base", [math.nextafter(1.0, 0.0), 10.01]),
+        ("dry_allowed_length", [0, 65]),
+        ("dry_penalty_last_n", [-2, MAX_TOKENS_LIMIT + 1]),
+        ("dry_sequence_breakers", [("",), ("x" * 257,), ("x",) * (MAX_DRY_BREAKERS + 1)]),
+        ("no_repeat_ngram_size", [-1, 1, 65]),
+        ("logit_bias", [((0, -100.01),), ((0, 100.01),), ((-1, 1.0),), ((2**31, 1.0),)]),
+        ("logit_bias", [((5, 1.0), (6, 1.0), (5, 2.0))]),
+        ("logit_bias", [tuple((i, 1.0) for i in range(MAX_LOGIT_BIASES + 1))]),
+        ("allowed_token_ids", [(-1,), (2**31,), (7,) * (MAX_ALLOWED_TOKENS + 1)]),
+        ("num_logprobs", [-1, 21]),
         ("repetition_penalty", [0.0, -1.0, 10.01]),
         ("presence_penalty", [-2.01, 2.01]),
         ("frequency_penalty", [-2.01, 2.01]),
@@ -77,12 +109,49 @@ def test_the_next_value_is_refused_by_name(name: str, values: list[Any]) -> None
         "repetition_penalty",
         "presence_penalty",
         "frequency_penalty",
+        "typical_p",
+        "top_n_sigma",
+        "xtc_threshold",
+        "xtc_probability",
+        "dry_multiplier",
+        "dry_base",
     ],
 )
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 def test_what_is_not_finite_is_refused(name: str, value: float) -> None:
     with pytest.raises(RequestError, match=f"^{name}: "):
         SamplingParams(**{name: value})
+
+
+def test_a_bias_that_is_not_finite_is_refused() -> None:
+    for value in (math.nan, math.inf, -math.inf):
+        with pytest.raises(RequestError, match=r"^logit_bias: "):
+            SamplingParams(logit_bias=((1, value),))
+
+
+@pytest.mark.parametrize("wish", [{"typical_p": 0.9}, {"xtc_probability": 0.1}])
+@pytest.mark.parametrize("temperature", [0.0, 1e-6])
+def test_what_may_drop_the_likeliest_token_does_not_go_with_greedy(
+    wish: dict[str, Any], temperature: float
+) -> None:
+    (name,) = wish
+    with pytest.raises(RequestError, match=f"^{name}: drops the likeliest token, which temperat"):
+        SamplingParams(temperature=temperature, **wish)
+    SamplingParams(temperature=1e-5, **wish)
+    SamplingParams(temperature=0.0, top_n_sigma=1.0, xtc_threshold=0.1)
+
+
+@pytest.mark.parametrize(
+    "wish",
+    [{"end_id": 100}, {"logit_bias": ((3, 1.0), (100, 1.0))}, {"allowed_token_ids": (3, 100)}],
+)
+def test_ids_are_held_against_a_vocabulary(wish: dict[str, Any]) -> None:
+    (name,) = wish
+    params = SamplingParams(**wish)
+    params.check_vocabulary(101)
+    message = rf"^{name}: 100 is not in the vocabulary; allowed: 0 to 99$"
+    with pytest.raises(RequestError, match=message):
+        params.check_vocabulary(100)
 
 
 def test_min_tokens_cannot_exceed_max_tokens() -> None:
@@ -101,6 +170,12 @@ def test_min_tokens_cannot_exceed_max_tokens() -> None:
         ({"top_p": 0.9}, 1.0),
         ({"min_p": 0.1}, 1.0),
         ({"seed": 0}, 1.0),
+        ({"typical_p": 0.9}, 1.0),
+        ({"top_n_sigma": 1.0}, 1.0),
+        ({"xtc_probability": 0.5}, 1.0),
+        ({"xtc_threshold": 0.3}, 0.0),
+        ({"dry_multiplier": 1.0, "no_repeat_ngram_size": 2, "logit_bias": ((1, 1.0),)}, 0.0),
+        ({"temperature": 0.0, "top_n_sigma": 1.0}, 0.0),
         ({"temperature": 0.0, "top_p": 0.9, "seed": 4}, 0.0),
         ({"temperature": 0.7}, 0.7),
         ({"temperature": 1e-6}, 0.0),
@@ -119,14 +194,41 @@ def test_penalties_are_told() -> None:
         assert SamplingParams(**{wish: 1.5}).has_penalties
 
 
+def test_filters_are_told() -> None:
+    assert not SamplingParams(temperature=1.0, top_k=-1, xtc_threshold=0.2).has_filters
+    for wish in ({"top_k": 3}, {"top_p": 0.9}, {"min_p": 0.1}):
+        assert SamplingParams(**wish).has_filters
+        assert not SamplingParams(**wish).has_rare_filters
+    for wish in ({"typical_p": 0.9}, {"top_n_sigma": 2.0}, {"xtc_probability": 0.1}):
+        assert SamplingParams(**wish).has_filters
+        assert SamplingParams(**wish).has_rare_filters
+
+
 def test_defaults_take_no_room_on_the_wire() -> None:
-    assert msgspec.msgpack.encode(SamplingParams()) == msgspec.msgpack.encode({})
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(SamplingParams())) == {}
 
 
 def test_bounds_hold_for_what_comes_off_the_wire() -> None:
     body = msgspec.msgpack.encode({"top_p": 1.5})
     with pytest.raises(RequestError, match=r"^top_p: 1\.5"):
         msgspec.msgpack.decode(body, type=SamplingParams)
+
+
+def test_every_wish_survives_the_wire() -> None:
+    params = SamplingParams(
+        typical_p=0.9,
+        top_n_sigma=1.5,
+        xtc_threshold=0.2,
+        xtc_probability=0.5,
+        dry_multiplier=0.8,
+        dry_sequence_breakers=("x", "é"),
+        no_repeat_ngram_size=3,
+        logit_bias=((5, -1.5), (2, 3.0)),
+        allowed_token_ids=(1, 2),
+        num_logprobs=0,
+    )
+    body = msgspec.msgpack.encode(params)
+    assert msgspec.msgpack.decode(body, type=SamplingParams) == params
 
 
 @pytest.mark.parametrize("name", ["top_k", "seed", "max_tokens", "min_tokens", "end_id"])

@@ -59,6 +59,7 @@ class Detokenizer:
             for token, id_ in tokenizer.vocabulary().items()
         }
         self.special_ids = {token: id_ for id_, token in special.items()}
+        self._special = special
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text of ids that stand at the start of a text."""
@@ -100,6 +101,12 @@ class Detokenizer:
                 break
         window.reverse()
         return window
+
+    def name(self, token_id: int) -> str:
+        """A token by itself, for people: its text with U+FFFD for what is no whole character, and
+        for a special token what it is called."""
+        special = self._special.get(token_id)
+        return self.join((token_id,)).decode("utf-8", "replace") if special is None else special
 
     def join(self, ids: Iterable[int]) -> bytes:
         """The bytes of ids, one after the other."""

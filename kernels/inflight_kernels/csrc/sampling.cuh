@@ -38,11 +38,24 @@ __device__ inline u64 mass_of(unsigned score) {
     return __float2ull_rn(weight_of(score) * MASS_ONE);
 }
 
+// Score times mass, in units of 2^-43: the sum over 2^21 tokens fits, as x exp(-x) is below 1/e.
+__device__ inline u64 moment_of(unsigned score) {
+    return __umul64hi(static_cast<u64>(score) << 32, mass_of(score) << 8);
+}
+
+// The mean score of tokens with this mass and moment.
+__device__ inline unsigned mean_score(u64 mass, u64 moment) {
+    return __double2uint_rn(static_cast<double>(moment) / static_cast<double>(mass) * 0x1p24);
+}
+
+// What a random number is for.
+enum Purpose { DRAW = 0, XTC = 1 };
+
 // The random number in [0, 1) of a seed at a position, times 2^64: the upper 52 bits of two words
 // of Philox4x32-10 (Salmon et al., SC 2011).
-__device__ inline u64 uniform(u64 seed, u64 position) {
+__device__ inline u64 uniform(u64 seed, u64 position, Purpose purpose) {
     unsigned c0 = static_cast<unsigned>(position), c1 = static_cast<unsigned>(position >> 32);
-    unsigned c2 = 0, c3 = 0;
+    unsigned c2 = purpose, c3 = 0;
     unsigned k0 = static_cast<unsigned>(seed), k1 = static_cast<unsigned>(seed >> 32);
 #pragma unroll
     for (int i = 0; i < 10; i++) {

@@ -229,3 +229,13 @@ def _ids(tokenizer: Tokenizer) -> st.SearchStrategy[int]:
 
 def _library(tokenizer: Tokenizer) -> tokenizers.Tokenizer:
     return tokenizer._backend
+
+
+def test_a_token_by_itself_has_a_name(smollm: Tokenizer, sentencepiece: Tokenizer) -> None:
+    for tokenizer in (smollm, sentencepiece):
+        detokenizer = detokenizer_of(tokenizer)
+        for id_, name in tokenizer.special_ids.items():
+            assert detokenizer.name(id_) == name
+        for id_ in tokenizer.encode("Grüße 😀", add_special_tokens=False):
+            assert detokenizer.name(id_) == detokenizer.join([id_]).decode("utf-8", "replace")
+        assert detokenizer.name(10**6) == ""

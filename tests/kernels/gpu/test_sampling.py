@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,9 +10,12 @@ import numpy.typing as npt
 import pytest
 import torch
 
-from inflight_kernels import reference, sampling
+from inflight_kernels import reference_sampling as reference
+from inflight_kernels import sampling
+from inflight_kernels.reference_sampling import XTC, Filters
 from inflight_kernels.sampling import (
     FINE,
+    MAX_TOP,
     NOT_FINITE,
     NOTHING_LEFT,
     Workspace,
@@ -22,6 +24,7 @@ from inflight_kernels.sampling import (
     note_prompt,
     prompt_words,
     sample,
+    top_logprobs,
 )
 
 pytestmark = pytest.mark.gpu
@@ -44,6 +47,31 @@ KINDS: dict[str, dict[str, list[float]]] = {
     "all": {"top_k": [50, 1500], "top_p": [0.8, 0.99], "min_p": [0.001, 0.1]},
     "top_p, min_p": {"top_p": [0.9, 0.999], "min_p": [1e-4, 0.05]},
 }
+# Filters that need another pass over the row.
+RARE: dict[str, dict[str, list[float]]] = {
+    "typical_p": {"typical_p": [0.05, 0.3, 0.8]},
+    "wide typical_p": {"typical_p": [0.97, 0.9999]},
+    "top_n_sigma": {"top_n_sigma": [0.3, 1.0, 2.0]},
+    "wide top_n_sigma": {"top_n_sigma": [3.5, 5.0, 50.0]},
+    "xtc": {"xtc_probability": [0.5, 1.0], "xtc_threshold": [0.0, 0.001, 0.1]},
+    "min_p, xtc": {"min_p": [0.02], "xtc_probability": [1.0], "xtc_threshold": [0.005, 0.1]},
+    "top_p, xtc": {"top_p": [0.8], "xtc_probability": [1.0], "xtc_threshold": [0.01, 0.1]},
+    "top_k, typical_p": {"top_k": [30, 3000], "typical_p": [0.5, 0.9]},
+    "sigma, typical_p": {"top_n_sigma": [1.0, 3.0], "typical_p": [0.5, 0.9], "min_p": [0.0, 0.3]},
+    "all and rare": {
+        "top_n_sigma": [2.0, 4.0],
+        "top_k": [200, 5000],
+        "typical_p": [0.9, 0.99],
+        "top_p": [0.9, 0.99],
+        "min_p": [0.001, 0.1],
+        "xtc_probability": [0.0, 1.0],
+        "xtc_threshold": [0.01],
+    },
+}
+ALL = KINDS | RARE
+
+LEAST_MASS = 2.0**-41
+"""Relative to the likeliest token: what is unlikelier has no mass in fixed-point numbers."""
 
 
 @dataclass
@@ -57,7 +85,7 @@ def wish(rows: int, kind: str, rng: np.random.Generator) -> Wishes:
     wishes = greedy_wishes(rows)
     wishes["temperature"] = rng.choice([0.3, 0.7, 1.0, 1.5, 5.0], rows)
     wishes["seed"] = rng.integers(0, 2**64, rows, dtype=np.uint64)
-    for name, values in KINDS[kind].items():
+    for name, values in ALL[kind].items():
         wishes[name] = rng.choice(values, rows)
     return wishes
 
@@ -98,55 +126,92 @@ def run(
 
 
 def interval(
-    logits: npt.NDArray[np.float64], wishes: np.void, token_id: int, slack: float
+    logits: torch.Tensor, wishes: np.void, token_id: int, xtc_u: float, slack: float
 ) -> tuple[float, float]:
     """The numbers in [0, 1) for which the definition draws a token; (1, 0) if it is cut.
 
     Args:
-        logits: [V].
+        logits: [V] float64.
         wishes: of the row.
         token_id: the token.
-        slack: relative to top_p and min_p; what lies on a filter's boundary may go either way.
+        xtc_u: XTC cuts where it is below xtc_probability.
+        slack: relative to the filters; what lies on a filter's boundary may go either way.
     """
     vocab_size = len(logits)
     temperature = float(wishes["temperature"])
-    weights = np.exp((logits - logits.max()) / temperature)
-    order = np.lexsort((np.arange(vocab_size), -logits))
+    values, order = logits.sort(descending=True, stable=True)
+    values = values[values > -torch.inf]
+    masses = ((values - values[0]) / temperature).exp()
+    masses[masses < LEAST_MASS * (1 + slack)] = 0
     top_k, top_p = int(wishes["top_k"]), float(wishes["top_p"])
-    ranked = 0 < top_k < vocab_size
-    kept = top_k if ranked else vocab_size
+    typical_p, sigmas = float(wishes["typical_p"]), float(wishes["top_n_sigma"])
+    xtc = float(wishes["xtc_probability"])
+    ranked = 0 < top_k < vocab_size or typical_p < 1 or sigmas > 0 or xtc > 0
+    begin, end = 0, len(values)
+    if sigmas > 0:
+        least = values[0] - sigmas * (1 + slack) * values.std(correction=0)
+        end = int((values >= least).sum())
+    if 0 < top_k < vocab_size:
+        end = min(end, top_k)
+    if typical_p < 1:
+        some = masses[:end]
+        surprise = (values[0] - values[:end]) / temperature
+        distance = (surprise - (some @ surprise) / some.sum()).abs()
+        near, nearest = distance.sort(stable=True)
+        reached = some[nearest].cumsum(0)
+        wanted = min(typical_p * (1 + slack), 1 - 1e-15) * reached[-1]
+        furthest = near[torch.searchsorted(reached, wanted)]
+        kept = (distance <= furthest * (1 + 1e-7) + 1e-7).nonzero()
+        begin, end = int(kept[0]), int(kept[-1]) + 1
     if top_p < 1.0:
-        masses = weights[order[:kept]]
-        before = np.cumsum(masses) - masses
-        kept = int((before < top_p * (1 + slack) * masses.sum()).sum())
-        ranked |= kept <= 256
-    kept = int((weights[order[:kept]] >= float(wishes["min_p"]) * (1 - slack)).sum())
-    ids = order[:kept] if ranked else np.sort(order[:kept])
-    places = np.flatnonzero(ids == token_id)
+        some = masses[begin:end]
+        end = begin + int((some.cumsum(0) - some < top_p * (1 + slack) * some.sum()).sum())
+        ranked |= end - begin <= 256
+    least = float(wishes["min_p"]) * (1 - slack) * masses[begin]
+    end = begin + max(int((masses[begin:end] >= least).sum()), 1)
+    if xtc_u < xtc:
+        least = float(wishes["xtc_threshold"]) * float(masses[begin:end].sum())
+        least = max(least, LEAST_MASS) * (1 + slack)
+        begin += max(int((masses[begin:end] >= least).sum()) - 1, 0)
+    ids = order[begin:end]
+    if not ranked:
+        ids = ids.sort().values
+    places = (ids == token_id).nonzero().squeeze(1)
     if ranked and len(places):
         # Scores less than a rounding apart may stand in order of their ids.
-        near = np.abs(logits[ids] - logits[token_id]) < 4e-7 * temperature
-        if len(np.unique(logits[ids[near]])) > 1:
-            places = np.flatnonzero(near)
+        near = (logits[ids] - logits[token_id]).abs() < 4e-7 * temperature
+        if len(logits[ids[near]].unique()) > 1:
+            places = near.nonzero().squeeze(1)
     if not len(places):
         return 1.0, 0.0
-    sums = np.cumsum(weights[ids]) / weights[ids].sum()
-    first, last = places[0], places[-1]
-    return sums[first - 1] if first else 0.0, sums[last]
+    weights = ((logits[ids] - values[0]) / temperature).exp()
+    weights[weights < LEAST_MASS * (1 + slack)] = 0
+    sums = weights.cumsum(0) / weights.sum()
+    first, last = int(places[0]), int(places[-1])
+    return float(sums[first - 1]) if first else 0.0, float(sums[last])
 
 
 def check_draws(logits: torch.Tensor, wishes: Wishes, chosen: Chosen) -> None:
     """Each token is the one that its row's number falls on, up to rounding."""
     assert (chosen.statuses == FINE).all()
-    exact = logits.double().cpu().numpy()
+    exact = logits.double().cuda()
     for row, position in enumerate(positions_of(len(exact))):
         token_id = int(chosen.token_ids[row])
         if wishes["temperature"][row] == 0:
-            assert token_id == exact[row].argmax()
+            assert token_id == int((exact[row] == exact[row].amax()).nonzero()[0])
             continue
-        u = reference.uniform(int(wishes["seed"][row]), int(position))
-        bounds = [interval(exact[row], wishes[row], token_id, slack) for slack in (0, 1e-6, -1e-6)]
+        seed = int(wishes["seed"][row])
+        u, xtc_u = (reference.uniform(seed, int(position), what) for what in (0, XTC))
+        bounds = (
+            interval(exact[row], wishes[row], token_id, xtc_u, slack) for slack in (0, 1e-6, -1e-6)
+        )
         assert any(low - 2e-5 <= u < high + 2e-5 for low, high in bounds), (row, wishes[row], u)
+
+
+def own_logprobs(logits: torch.Tensor, chosen: Chosen) -> npt.NDArray[np.float64]:
+    """Of the tokens that were chosen, by the logits as they came."""
+    token_ids = torch.from_numpy(chosen.token_ids).cuda().unsqueeze(1)
+    return reference.log_probs(logits.double()).gather(1, token_ids).squeeze(1).cpu().numpy()
 
 
 # ---------------------------------------------------------------- the right token
@@ -154,7 +219,7 @@ def check_draws(logits: torch.Tensor, wishes: Wishes, chosen: Chosen) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("vocab_size", VOCABULARIES)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ALL)
 def test_a_row_draws_what_its_number_falls_on(
     dtype: torch.dtype, vocab_size: int, kind: str
 ) -> None:
@@ -165,14 +230,13 @@ def test_a_row_draws_what_its_number_falls_on(
         wishes = wish(12, kind, rng)
         chosen = run(logits, wishes)
         check_draws(logits, wishes, chosen)
-        expected = reference.log_probs(logits.double()).cpu().numpy()
-        expected = expected[np.arange(12), chosen.token_ids]
+        expected = own_logprobs(logits, chosen)
         assert np.abs(chosen.logprobs - expected).max() < 2e-5 * (1 + np.abs(expected).max())
 
 
 def test_kinds_of_rows_share_a_launch_and_do_not_touch_each_other() -> None:
     rng = np.random.default_rng(2)
-    wishes = np.concatenate([wish(20, kind, rng) for kind in KINDS])
+    wishes = np.concatenate([wish(20, kind, rng) for kind in ALL])
     rng.shuffle(wishes)
     logits = torch.randn(len(wishes), 32000, device="cuda") * 3
     together = run(logits, wishes)
@@ -206,6 +270,23 @@ def test_the_token_is_the_cpus() -> None:
     assert (chosen == expected.numpy()).mean() > 0.995
 
 
+def test_the_token_is_the_cpus_with_rare_filters() -> None:
+    rng = np.random.default_rng(4)
+    wishes = np.concatenate([wish(20, kind, rng) for kind in RARE])
+    logits = torch.randn(len(wishes), 5000, device="cuda") * 3
+    chosen = run(logits, wishes).token_ids
+    differ = 0
+    for row, position in enumerate(positions_of(len(wishes)).tolist()):
+        fields = {name: wishes[name][row].item() for name in Filters.__dataclass_fields__}
+        numbers = (reference.uniform(int(wishes["seed"][row]), position, what) for what in (0, XTC))
+        temperature = float(wishes["temperature"][row])
+        expected = reference.draw_filtered(
+            logits[row].cpu(), temperature, Filters(**fields), *numbers
+        )
+        differ += int(chosen[row]) != expected
+    assert differ <= 2
+
+
 def test_draws_have_the_softmaxs_frequencies() -> None:
     n, vocab_size = 20000, 16
     logits = torch.linspace(-2, 1, vocab_size, device="cuda").repeat(n, 1)
@@ -231,7 +312,7 @@ def test_of_equal_logits_the_first_is_the_likeliest(vocab_size: int) -> None:
     check_draws(logits, wishes, run(logits, wishes))
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ALL)
 def test_a_flat_row_and_a_sharp_one(kind: str) -> None:
     """All of the vocabulary in one score, and all of the mass in one token."""
     wishes = wish(8, kind, np.random.default_rng(5))
@@ -242,44 +323,58 @@ def test_a_flat_row_and_a_sharp_one(kind: str) -> None:
         check_draws(logits.cuda(), wishes, run(logits.cuda(), wishes))
 
 
-# ---------------------------------------------------------------- penalties and bans
+# ---------------------------------------------------------------- penalties, biases, masks
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("vocab_size", [300, 8200, 50257, 128256])
-def test_penalties_and_bans_come_before_everything(dtype: torch.dtype, vocab_size: int) -> None:
-    rng = np.random.default_rng(vocab_size)
-    wishes = np.concatenate([wish(6, kind, rng) for kind in KINDS])
-    n, slots = len(wishes), 5
+@dataclass
+class Shaped:
+    """Rows whose logits are shaped: operands of `sample`, and what comes of it."""
+
+    operands: dict[str, torch.Tensor]
+    logits: torch.Tensor
+
+
+def shape(logits: torch.Tensor, wishes: Wishes, rng: np.random.Generator) -> Shaped:
+    """Give rows penalties (into the wishes), drafted tokens, biases, bans and masks."""
+    n, vocab_size = logits.shape
+    slots = 5
     wishes["repetition"] = rng.choice([1.0, 0.8, 1.3], n)
     wishes["presence"] = rng.choice([0.0, -1.0, 0.5], n)
     wishes["frequency"] = rng.choice([0.0, -0.1, 0.25], n)
     wishes["slot"] = rng.integers(-1, slots, n)
-    logits = (torch.randn(n, vocab_size, device="cuda") * 3).to(dtype)
-
     prompt = torch.zeros(slots, prompt_words(vocab_size), dtype=torch.int32, device="cuda")
     counts = torch.zeros(slots, vocab_size, dtype=torch.int16, device="cuda")
     told = rng.integers(0, slots, 4000).astype(np.int32), rng.integers(0, vocab_size, 4000)
     said = rng.integers(0, slots, 2000).astype(np.int32), rng.integers(0, vocab_size, 2000)
     note_prompt(on_device(told[0]), on_device(told[1]), prompt, vocab_size)
     note_output(on_device(said[0]), on_device(said[1]), counts)
-    likeliest = logits.float().argmax(-1).cpu().numpy()
-    bans = [[*rng.integers(0, vocab_size, i % 4).tolist(), likeliest[i]][: i % 5] for i in range(n)]
-    starts = np.concatenate([[0], np.cumsum([len(ids) for ids in bans])]).astype(np.int32)
 
-    chosen = run(
-        logits,
-        wishes,
-        counts=counts,
-        prompt=prompt,
-        ban_starts=on_device(starts),
-        bans=on_device(np.array([*itertools.chain(*bans)], np.int32)),
-    )
+    likeliest = logits.float().argmax(-1).cpu().numpy()
+    tokens = rng.integers(0, vocab_size, 300)
+    tokens[:n] = likeliest  # drafts that matter
+    tail_starts = rng.integers(0, 200, n).astype(np.int32)
+    tail_lengths = rng.choice([0, 0, 1, 2, 7], n).astype(np.int32)
+    tail_starts[::3] = np.arange(n, dtype=np.int32)[::3]
+    biases: list[dict[int, float]] = []
+    for row in range(n):
+        ids = [int(likeliest[row]), *rng.integers(0, vocab_size, 5).tolist(), vocab_size + 3]
+        values = rng.choice([-np.inf, -3.0, 2.5], len(ids))
+        biases.append(dict(sorted(zip(ids, values.tolist(), strict=True))) if row % 3 else {})
+    starts = np.cumsum([0, *map(len, biases)]).astype(np.int32)
+    allowed = rng.random((2, vocab_size)) < 0.5
+    allowed[:, likeliest[0]] = True
+    packed = np.zeros((2, prompt_words(vocab_size) * 4), np.uint8)
+    bits = np.packbits(allowed, axis=1, bitorder="little")
+    packed[:, : bits.shape[1]] = bits
+    mask_rows = rng.choice([-1, -1, 0, 1], n).astype(np.int32)
+
     shaped = logits.float().cpu().clone()
     for row in range(n):
         slot = wishes["slot"][row]
         if slot >= 0:
-            output_ids, output_counts = np.unique(said[1][said[0] == slot], return_counts=True)
+            tail = tokens[tail_starts[row] :][: tail_lengths[row]]
+            output = np.concatenate([said[1][said[0] == slot], tail])
+            output_ids, output_counts = np.unique(output, return_counts=True)
             reference.apply_penalties(
                 shaped[row],
                 np.union1d(output_ids, told[1][told[0] == slot]),
@@ -289,12 +384,95 @@ def test_penalties_and_bans_come_before_everything(dtype: torch.dtype, vocab_siz
                 float(wishes["presence"][row]),
                 float(wishes["frequency"][row]),
             )
-        if bans[row]:
-            reference.ban_tokens(shaped[row], bans[row])
-    check_draws(shaped, wishes, chosen)
-    expected = reference.log_probs(logits.double()).cpu().numpy()
-    expected = expected[np.arange(n), chosen.token_ids]
+        known = {id_: bias for id_, bias in biases[row].items() if id_ < vocab_size}
+        if known:
+            reference.add_biases(shaped[row], list(known), list(known.values()))
+        if mask_rows[row] >= 0:
+            reference.allow_only(
+                shaped[row], torch.from_numpy(np.flatnonzero(allowed[mask_rows[row]]))
+            )
+    operands = {
+        "counts": counts,
+        "prompt": prompt,
+        "tokens": on_device(tokens),
+        "tail_starts": on_device(tail_starts),
+        "tail_lengths": on_device(tail_lengths),
+        "bias_starts": on_device(starts),
+        "bias_ids": on_device(np.array([id_ for one in biases for id_ in one], np.int32)),
+        "biases": on_device(
+            np.array([bias for one in biases for bias in one.values()], np.float32)
+        ),
+        "masks": on_device(packed.view(np.int32)),
+        "mask_rows": on_device(mask_rows),
+    }
+    return Shaped(operands, shaped)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("vocab_size", [300, 8200, 50257, 128256])
+def test_what_shapes_the_logits_comes_before_everything(
+    dtype: torch.dtype, vocab_size: int
+) -> None:
+    rng = np.random.default_rng(vocab_size)
+    wishes = np.concatenate([wish(6, kind, rng) for kind in ALL])
+    n = len(wishes)
+    logits = (torch.randn(n, vocab_size, device="cuda") * 3).to(dtype)
+    shaped = shape(logits, wishes, rng)
+    chosen = run(logits, wishes, **shaped.operands)
+    check_draws(shaped.logits, wishes, chosen)
+    expected = own_logprobs(logits, chosen)
     assert np.abs(chosen.logprobs - expected).max() < 1e-3, "of the logits as they came"
+
+
+def test_each_way_of_shaping_works_without_the_others() -> None:
+    rng = np.random.default_rng(11)
+    wishes = wish(12, "top_k", rng)
+    logits = torch.randn(12, 20000, device="cuda") * 3
+    full = shape(logits, wishes, rng).operands
+    plain = wishes.copy()
+    for name in ("repetition", "presence", "frequency", "slot"):
+        plain[name] = greedy_wishes(12)[name]
+    for names in (
+        ("counts", "prompt"),
+        ("counts", "prompt", "tokens", "tail_starts", "tail_lengths"),
+        ("bias_starts", "bias_ids", "biases"),
+        ("masks", "mask_rows"),
+    ):
+        some = {name: full[name] for name in names}
+        row_wishes = wishes if "counts" in names else plain
+        chosen = run(logits, row_wishes, **some)
+        nothing = {
+            "tail_lengths": torch.zeros(12, dtype=torch.int32, device="cuda"),
+            "bias_starts": torch.zeros(13, dtype=torch.int32, device="cuda"),
+            "mask_rows": torch.full((12,), -1, dtype=torch.int32, device="cuda"),
+        }
+        rest = {name: nothing.get(name, value) for name, value in full.items() if name not in names}
+        assert (run(logits, row_wishes, **some, **rest).token_ids == chosen.token_ids).all()
+
+
+def test_many_biases_find_their_tokens() -> None:
+    """As many as a request may have and more, side by side in one slice and over all of them."""
+    rng = np.random.default_rng(12)
+    vocab_size = 128256
+    logits = torch.randn(3, vocab_size, device="cuda")
+    lists = [
+        np.arange(1000, 3000),
+        np.sort(rng.choice(vocab_size, 3000, replace=False)),
+        np.arange(vocab_size - 10, vocab_size),
+    ]
+    values = [rng.standard_normal(len(ids)).astype(np.float32) * 9 for ids in lists]
+    shaped = logits.cpu().clone()
+    for row, (ids, some) in enumerate(zip(lists, values, strict=True)):
+        reference.add_biases(shaped[row], ids.tolist(), some.tolist())
+    wishes = wish(3, "plain", rng)
+    chosen = run(
+        logits,
+        wishes,
+        bias_starts=on_device(np.cumsum([0, *map(len, lists)]).astype(np.int32)),
+        bias_ids=on_device(np.concatenate(lists).astype(np.int32)),
+        biases=on_device(np.concatenate(values)),
+    )
+    check_draws(shaped, wishes, chosen)
 
 
 def test_counts_are_exact_where_many_tokens_come_at_once_and_end_at_the_largest() -> None:
@@ -337,7 +515,8 @@ def test_a_row_of_bans_alone_says_so() -> None:
     wishes["temperature"] = [1.0, 0.0]
     starts = torch.tensor([0, vocab_size, 2 * vocab_size - 1], dtype=torch.int32, device="cuda")
     bans = torch.arange(2 * vocab_size - 1, dtype=torch.int32, device="cuda") % vocab_size
-    chosen = run(logits, wishes, ban_starts=starts, bans=bans)
+    never = torch.full((len(bans),), -torch.inf, device="cuda")
+    chosen = run(logits, wishes, bias_starts=starts, bias_ids=bans, biases=never)
     assert chosen.statuses.tolist() == [NOTHING_LEFT, FINE]
     assert chosen.token_ids[1] == vocab_size - 1
 
@@ -380,7 +559,7 @@ def test_it_replays_from_a_graph_with_other_wishes() -> None:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         step()
-    for kind in KINDS:
+    for kind in ALL:
         wishes = wish(n, kind, rng)
         state.copy_(on_device(wishes))
         logits.normal_().mul_(3)
@@ -398,6 +577,15 @@ def test_without_filters_one_launch_is_enough() -> None:
     assert (both.token_ids == one.token_ids).all()
 
 
+def test_without_rare_filters_their_pass_is_not_needed() -> None:
+    logits = torch.randn(8, 32000, device="cuda")
+    wishes = wish(8, "all", np.random.default_rng(9))
+    wishes["temperature"][::2] = 0
+    wishes["typical_p"][::2] = 0.5  # of a greedy row nothing is asked
+    both, two = run(logits, wishes), run(logits, wishes, rare=False)
+    assert (both.token_ids == two.token_ids).all()
+
+
 def test_operands_that_do_not_fit_are_refused_by_name() -> None:
     logits = torch.randn(2, 100, device="cuda")
     with pytest.raises(ValueError, match="workspace is for up to 1 rows"):
@@ -405,10 +593,71 @@ def test_operands_that_do_not_fit_are_refused_by_name() -> None:
     with pytest.raises(ValueError, match="wishes"):
         run(logits, greedy_wishes(3))
     with pytest.raises(ValueError, match="come together"):
-        run(logits, greedy_wishes(2), bans=torch.zeros(1, dtype=torch.int32, device="cuda"))
+        run(logits, greedy_wishes(2), bias_ids=torch.zeros(1, dtype=torch.int32, device="cuda"))
+    with pytest.raises(ValueError, match="masks, mask_rows come together; masks is missing"):
+        run(logits, greedy_wishes(2), mask_rows=torch.zeros(2, dtype=torch.int32, device="cuda"))
     with pytest.raises(ValueError, match="logits is "):
         run(logits.double(), greedy_wishes(2))
 
 
 def test_no_rows_are_no_launch() -> None:
     run(torch.empty(0, 100, device="cuda"), greedy_wishes(0), Workspace(4, 100, "cuda"))
+
+
+# ---------------------------------------------------------------- the likeliest tokens
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("vocab_size", [1, 7, 300, 8200, 128256, 262144])
+def test_the_likeliest_tokens_are_named_in_order(dtype: torch.dtype, vocab_size: int) -> None:
+    """Of bfloat16's many equal logits the first ones come first."""
+    rng = np.random.default_rng(vocab_size)
+    wanted = np.array([20, -1, 0, 1, 5, 20, 20, 19], np.int32)
+    n = len(wanted)
+    logits = (torch.randn(n, vocab_size, device="cuda") * 3).to(dtype)
+    logits[5] = 1.0
+    logits[6, vocab_size // 2] = torch.nan
+    wishes = wish(n, "plain", rng)
+    wishes["temperature"] = 30.0  # chosen from far below
+    workspace = Workspace(n, vocab_size, "cuda")
+    token_ids = torch.zeros(n, dtype=torch.int64, device="cuda")
+    statuses = torch.zeros(n, dtype=torch.int32, device="cuda")
+    sample(
+        logits,
+        on_device(wishes),
+        on_device(positions_of(n)),
+        workspace,
+        token_ids=token_ids,
+        logprobs=torch.zeros(n, device="cuda"),
+        statuses=statuses,
+    )
+    ids = torch.full((n, MAX_TOP), -7, dtype=torch.int32, device="cuda")
+    logprobs = torch.full((n, MAX_TOP), 7.0, device="cuda")
+    ranks = torch.full((n,), -7, dtype=torch.int32, device="cuda")
+    top_logprobs(
+        logits,
+        on_device(wanted),
+        workspace,
+        token_ids=token_ids,
+        statuses=statuses,
+        ids=ids,
+        logprobs=logprobs,
+        ranks=ranks,
+        pdl=True,
+    )
+    assert not workspace.arrivals.any()
+    for row, number in enumerate(wanted.tolist()):
+        if number < 0:
+            assert (ids[row] == -7).all() and ranks[row] == -7, "nothing is written"
+            continue
+        if row == 6:
+            assert (ids[row] == -1).all() and ranks[row] == 0
+            continue
+        values = logits[row].double()
+        number = min(number, vocab_size)
+        order = values.sort(descending=True, stable=True).indices
+        assert ids[row, :number].tolist() == order[:number].tolist()
+        assert (ids[row, number:] == -1).all() and (logprobs[row, number:] == -torch.inf).all()
+        expected = torch.log_softmax(values, -1)[order[:number]]
+        assert ((logprobs[row, :number].double() - expected).abs() < 1e-4).all()
+        assert int(ranks[row]) == int((order == token_ids[row]).nonzero()) + 1

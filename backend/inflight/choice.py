@@ -1,0 +1,178 @@
+"""Each row's own choice of a token, on the CPU.
+
+What is chosen in a row depends on the row alone: on its logits, on what its request wishes, and on
+the tokens before it. See `sampling.SamplingParams` for the steps and their order.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from inflight.request import Candidate
+from inflight.sampling import SamplingParams
+from inflight.sequence import Sequence
+from inflight_kernels import reference_sampling as ops
+from inflight_kernels.reference_sampling import FINE, NOT_FINITE, NOTHING_LEFT
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A row of logits: that of the token that follows sequence.token_ids + tail.
+
+    Attributes:
+        sequence: whose.
+        tail: drafted tokens; mostly none.
+        mask: [ceil(V / 32)] int32, bits of the tokens that its grammar allows; None for all.
+    """
+
+    sequence: Sequence
+    tail: list[int]
+    mask: npt.NDArray[np.int32] | None = None
+
+    @property
+    def position(self) -> int:
+        """Of the token that is chosen."""
+        return len(self.sequence.token_ids) + len(self.tail)
+
+
+@dataclass(frozen=True, slots=True)
+class Choices:
+    """What was chosen, per row. A row whose status is not FINE has token 0 and log-probability 0.
+
+    Attributes:
+        token_ids: the tokens.
+        logprobs: of these, under the model's own distribution, before penalties and temperature.
+        statuses: FINE, NOT_FINITE or NOTHING_LEFT of `inflight_kernels.reference_sampling`.
+        candidates: what the request's num_logprobs asks for (see `request.Candidate`); [] where it
+            asks for nothing.
+    """
+
+    token_ids: list[int]
+    logprobs: list[float]
+    statuses: list[int]
+    candidates: list[list[Candidate]]
+
+
+def choose(logits: Tensor, rows: list[Row]) -> Choices:
+    """Choose a token for each row.
+
+    Args:
+        logits: [s, V] float32, which may be changed.
+        rows: s, one for each row of logits.
+    """
+    logprobs = ops.log_probs(logits)
+    statuses = [FINE if finite else NOT_FINITE for finite in ops.finite_rows(logits).tolist()]
+    for index, row in enumerate(rows):
+        if statuses[index] == FINE and _shape(logits[index], row):
+            any_left = bool(logits[index].amax() > float("-inf"))
+            statuses[index] = FINE if any_left else NOTHING_LEFT
+    fine = [index for index, status in enumerate(statuses) if status == FINE]
+    wishes = [row.sequence.request.params for row in rows]
+    drawn = [index for index in fine if wishes[index].effective_temperature > 0.0]
+    chosen = torch.zeros(len(rows), dtype=torch.int64)
+    if len(drawn) < len(fine):
+        greedy = [index for index in fine if wishes[index].effective_temperature == 0.0]
+        chosen[greedy] = ops.greedy(logits)[greedy]
+    plain = [index for index in drawn if not wishes[index].has_rare_filters]
+    if plain:
+        chosen[plain] = _draw(logits[plain], [rows[index] for index in plain])
+    for index in drawn:
+        if wishes[index].has_rare_filters:
+            chosen[index] = _draw_filtered(logits[index], rows[index])
+    token_ids = chosen.tolist()
+    values = logprobs.gather(1, chosen.unsqueeze(1)).squeeze(1).tolist()
+    for index, status in enumerate(statuses):
+        if status != FINE:
+            values[index] = 0.0
+    candidates: list[list[Candidate]] = [[] for _ in rows]
+    for index in fine:
+        number = wishes[index].num_logprobs
+        if number is not None:
+            candidates[index] = _candidates(logprobs[index], token_ids[index], number)
+    return Choices(token_ids, values, statuses, candidates)
+
+
+def _shape(logits: Tensor, row: Row) -> bool:
+    """Apply penalties, biases and bans to logits [V] in place; whether any token may be banned."""
+    sequence = row.sequence
+    params = sequence.request.params
+    vocab_size = len(logits)
+    if params.has_penalties:
+        prompt_len = sequence.num_prompt_tokens
+        tokens = np.array([*sequence.token_ids, *row.tail], np.int64)
+        output_ids, counts = np.unique(tokens[prompt_len:], return_counts=True)
+        ops.apply_penalties(
+            logits,
+            np.unique(tokens),
+            output_ids,
+            counts,
+            params.repetition_penalty,
+            params.presence_penalty,
+            params.frequency_penalty,
+        )
+    if row.mask is not None:
+        bits = np.unpackbits(row.mask.view(np.uint8), bitorder="little")[:vocab_size]
+        logits[torch.from_numpy(bits == 0)] = float("-inf")
+    said = sequence.shaping.of_row(sequence.token_ids, row.tail)
+    if said.is_empty:
+        return row.mask is not None
+    known = sum(token_id < vocab_size for token_id in said.token_ids)  # they ascend
+    if known:
+        ops.add_biases(logits, said.token_ids[:known], said.biases[:known])
+    if said.allowed:
+        allowed = [id_ for id_ in said.allowed if id_ < vocab_size]
+        ops.allow_only(logits, torch.tensor(allowed, dtype=torch.int64))
+    return True
+
+
+def _draw(logits: Tensor, rows: list[Row]) -> Tensor:
+    """Draw for each row from its logits [n, V] -> [n]."""
+    params = [row.sequence.request.params for row in rows]
+    return ops.draw(
+        logits,
+        np.array([p.effective_temperature for p in params]),
+        np.array([p.top_k for p in params], np.int64),
+        np.array([p.top_p for p in params]),
+        np.array([p.min_p for p in params]),
+        # The position of the token drawn: a sequence that is preempted and computed anew, stands in
+        # another batch or has drafts, draws the same.
+        np.array([ops.uniform(row.sequence.seed, row.position) for row in rows]),
+    )
+
+
+def _draw_filtered(logits: Tensor, row: Row) -> int:
+    """Draw from a row's logits [V] with filters that few requests have."""
+    params, seed = row.sequence.request.params, row.sequence.seed
+    return ops.draw_filtered(
+        logits,
+        params.effective_temperature,
+        _filters(params),
+        ops.uniform(seed, row.position),
+        ops.uniform(seed, row.position, ops.XTC),
+    )
+
+
+def _filters(params: SamplingParams) -> ops.Filters:
+    return ops.Filters(
+        top_n_sigma=params.top_n_sigma,
+        top_k=params.top_k,
+        typical_p=params.typical_p,
+        top_p=params.top_p,
+        min_p=params.min_p,
+        xtc_threshold=params.xtc_threshold,
+        xtc_probability=params.xtc_probability,
+    )
+
+
+def _candidates(logprobs: Tensor, token_id: int, number: int) -> list[Candidate]:
+    """The chosen token, then the likeliest ones, of log-probabilities [V]."""
+    ids = ops.top(logprobs, number)
+    place = ops.rank(logprobs, token_id)
+    return Candidate.ranked(
+        token_id, float(logprobs[token_id]), place, ids.tolist(), logprobs[ids].tolist()
+    )

@@ -1,0 +1,69 @@
+"""The tokens whose text has one of some strings in it: across these, DRY sees no repetition."""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Iterable
+
+from inflight.text.detokenize import Detokenizer
+from inflight.text.tokenizer import Tokenizer
+
+# Requests that ask for the same strings, nearly always the default ones, share the answer.
+_MAX_REMEMBERED = 64
+
+
+class Breakers:
+    """Finds the tokens of a vocabulary that have strings in them.
+
+    The texts of all tokens are put into one, which is searched in microseconds; it is made when
+    first needed.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, detokenizer: Detokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._detokenizer = detokenizer
+        self._starts: list[int] = []  # of each token in _text
+        self._text = b""
+        self._remembered: dict[tuple[str, ...], frozenset[int]] = {}
+
+    def ids(self, strings: Iterable[str]) -> frozenset[int]:
+        """The tokens that have one of these strings in their text, and the special ones.
+
+        Special tokens begin and end turns: what repeats across these is a form, not a loop. A
+        string that no token has in it as a whole stands for the last token that spells it.
+        """
+        key = tuple(strings)
+        found = self._remembered.get(key)
+        if found is None:
+            found = frozenset(self._tokenizer.special_ids).union(*map(self._with, key))
+            if len(self._remembered) >= _MAX_REMEMBERED:
+                self._remembered.clear()
+            self._remembered[key] = found
+        return found
+
+    def _with(self, string: str) -> set[int]:
+        if not self._starts:
+            self._join()
+        text, wanted = self._text, string.encode()
+        found: set[int] = set()
+        at = text.find(wanted)
+        while at >= 0:
+            token_id = bisect.bisect_right(self._starts, at) - 1
+            end = self._starts[token_id + 1]
+            if at + len(wanted) <= end:
+                found.add(token_id)
+                at = text.find(wanted, end)  # one occurrence in a token is enough
+            else:
+                at = text.find(wanted, at + 1)
+        if not found:
+            found.update(self._tokenizer.encode(string, add_special_tokens=False)[-1:])
+        return found
+
+    def _join(self) -> None:
+        pieces = [self._detokenizer.join((id_,)) for id_ in range(self._tokenizer.vocab_size)]
+        position = 0
+        for piece in pieces:
+            self._starts.append(position)
+            position += len(piece)
+        self._starts.append(position)
+        self._text = b"".join(pieces)

@@ -1,0 +1,32 @@
+// What the sampler's penalties look at: which tokens stand in a prompt, and how often in an output.
+#include "common.cuh"
+
+// Count token ids[i] of the output of slots[i], for i < n; negative slots and ids are passed over.
+// A count stays at 32767.
+__global__ void note_output(const int* slots, const long long* ids, short* counts, int n,
+                            int vocab) {
+    wait_for_previous();
+    launch_next();
+    const int i = blockIdx.x * blockDim.x + threadIdx.x;
+    if (i >= n || slots[i] < 0 || ids[i] < 0 || ids[i] >= vocab) return;
+    const long long at = static_cast<long long>(slots[i]) * vocab + ids[i];
+    unsigned* const word = reinterpret_cast<unsigned*>(counts) + at / 2;
+    const int shift = at % 2 * 16;
+    for (unsigned seen = *word;;) {
+        if ((seen >> shift & 0xffffu) == 32767u) return;
+        const unsigned before = atomicCAS(word, seen, seen + (1u << shift));
+        if (before == seen) return;
+        seen = before;
+    }
+}
+
+// Set the bits of token ids[i] in the prompt of slots[i], for i < n.
+__global__ void note_prompt(const int* slots, const long long* ids, unsigned* prompt, int n,
+                            int vocab) {
+    wait_for_previous();
+    launch_next();
+    const int i = blockIdx.x * blockDim.x + threadIdx.x;
+    if (i >= n || slots[i] < 0 || ids[i] < 0 || ids[i] >= vocab) return;
+    const long long words = (vocab + 31) / 32;
+    atomicOr(prompt + slots[i] * words + ids[i] / 32, 1u << ids[i] % 32);
+}

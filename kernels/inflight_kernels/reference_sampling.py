@@ -1,0 +1,353 @@
+"""The choice of tokens in torch on the CPU: the definition of what is right, and the path of
+`device: cpu`.
+
+Shapes: n rows of logits, V vocabulary. Logits are float32, and changed where it says so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+Ints = npt.NDArray[np.int64]
+Floats = npt.NDArray[np.float64]
+
+FINE, NOT_FINITE, NOTHING_LEFT = 0, 1, 2
+"""Statuses: a token was chosen; the logits have NaN or infinity; all tokens are banned."""
+
+# ---------------------------------------------------------------- shaping the logits
+
+
+def finite_rows(logits: Tensor) -> Tensor:
+    """[n] bool: rows of logits [n, V] without NaN and infinity."""
+    # One sum finds either at a fraction of the cost of a look at each; a sum that overflows by
+    # itself is looked at again.
+    finite = torch.isfinite(logits.sum(-1))
+    if not bool(finite.all()):
+        finite = torch.isfinite(logits).all(-1)
+    return finite
+
+
+def log_probs(logits: Tensor) -> Tensor:
+    """log softmax over the vocabulary: [n, V] -> [n, V]."""
+    return torch.log_softmax(logits, -1)
+
+
+def apply_penalties(
+    row: Tensor,
+    seen_ids: Ints,
+    output_ids: Ints,
+    output_counts: Ints,
+    repetition: float,
+    presence: float,
+    frequency: float,
+) -> None:
+    """Make tokens that were there before less likely, in place.
+
+    Args:
+        row: [V] logits.
+        seen_ids: distinct tokens of prompt and output.
+        output_ids, output_counts: distinct tokens of the output and how often each stands there.
+        repetition: divides positive and multiplies negative logits of seen tokens
+            (arXiv:1909.05858).
+        presence: subtracted once from each token of the output.
+        frequency: subtracted for each occurrence in the output.
+    """
+    if repetition != 1.0 and len(seen_ids):
+        ids = torch.from_numpy(seen_ids)
+        logits = row[ids]
+        row[ids] = torch.where(logits > 0, logits / repetition, logits * repetition)
+    if (presence or frequency) and len(output_ids):
+        penalty = presence + frequency * torch.from_numpy(output_counts)
+        row[torch.from_numpy(output_ids)] -= penalty.to(row.dtype)
+
+
+def ban_tokens(row: Tensor, token_ids: list[int]) -> None:
+    """Take tokens out of the choice: their logits in row [V] become -inf, in place."""
+    row[torch.tensor(token_ids)] = float("-inf")
+
+
+def add_biases(row: Tensor, token_ids: Sequence[int], biases: Sequence[float]) -> None:
+    """Add to the logits of distinct tokens in row [V], in place; -inf bans."""
+    row[torch.tensor(token_ids)] += torch.tensor(biases, dtype=row.dtype)
+
+
+def allow_only(row: Tensor, token_ids: Tensor) -> None:
+    """Ban all tokens of row [V] but those of token_ids [m] int64, in place."""
+    kept = row[token_ids]
+    row.fill_(float("-inf"))
+    row[token_ids] = kept
+
+
+# ---------------------------------------------------------------- the draw
+
+_PHILOX_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
+_PHILOX_WEYL = (0x9E3779B9, 0xBB67AE85)
+_WORD = 0xFFFFFFFF
+
+
+def philox(counter: tuple[int, int, int, int], key: tuple[int, int]) -> tuple[int, int, int, int]:
+    """Philox4x32-10: four random 32-bit words of a counter and a key (Salmon et al., SC 2011)."""
+    c0, c1, c2, c3 = counter
+    k0, k1 = key
+    for _ in range(10):
+        low = c0 * _PHILOX_MULTIPLIERS[0]
+        high = c2 * _PHILOX_MULTIPLIERS[1]
+        c0, c1, c2, c3 = (high >> 32) ^ c1 ^ k0, high & _WORD, (low >> 32) ^ c3 ^ k1, low & _WORD
+        k0 = (k0 + _PHILOX_WEYL[0]) & _WORD
+        k1 = (k1 + _PHILOX_WEYL[1]) & _WORD
+    return c0, c1, c2, c3
+
+
+DRAW, XTC = 0, 1
+"""What a random number is for: numbers for different ends have nothing to do with each other."""
+
+
+def uniform(seed: int, position: int, purpose: int = DRAW) -> float:
+    """The one random number in [0, 1) of a seed (64 bit) at a token position.
+
+    It depends on nothing else, so a sequence draws the same in any batch and after a restart.
+    52 bits: u * total is then always below total, whatever the rounding.
+    """
+    words = philox((position & _WORD, position >> 32, purpose, 0), (seed & _WORD, seed >> 32))
+    return float(((words[0] << 32 | words[1]) >> 12) * 2.0**-52)
+
+
+def greedy(logits: Tensor) -> Tensor:
+    """The likeliest token of each row: [n, V] -> [n]."""
+    return logits.argmax(-1)
+
+
+def top(values: Tensor, n: int) -> Tensor:
+    """Ids of the n largest of values [V], in order; of equal ones the first comes first."""
+    n = min(n, len(values))
+    if n == 0:
+        return torch.empty(0, dtype=torch.int64)
+    ids = torch.nonzero(values >= values.topk(n).values[-1]).squeeze(1)
+    order = values[ids].sort(descending=True, stable=True).indices[:n]
+    return ids[order]
+
+
+def rank(values: Tensor, token_id: int) -> int:
+    """The place, from 1, of a token in that order."""
+    value = values[token_id]
+    return int((values > value).sum()) + int((values[:token_id] == value).sum()) + 1
+
+
+# Most nuclei and nearly all top_k lie within this many likeliest tokens; finding those costs a
+# fraction of a sort.
+_PREFIX = 256
+
+
+# Relative to the likeliest token. What is unlikelier has no mass in the kernels' integers, and
+# none here: it would be seen where XTC leaves the unlikeliest token.
+_LEAST_MASS = 2.0**-41
+
+
+@dataclass(frozen=True, slots=True)
+class Filters:
+    """What cuts the tokens that a row draws from; the defaults cut nothing.
+
+    Each filter looks at what those before it have left, in this order: top_n_sigma, top_k,
+    typical_p, top_p, min_p, XTC.
+
+    Attributes:
+        top_n_sigma: > 0: keep logits at most so many standard deviations, of all logits that are
+            not -inf, below the largest (arXiv:2411.07641). 0 keeps all.
+        top_k: keep the k likeliest; 0 or less keeps all.
+        typical_p: in (0, 1]; keep the tokens whose surprise is nearest to the mean, as few as have
+            this probability together, and all that are as near as the last of these
+            (arXiv:2202.00666).
+        top_p: in (0, 1]; keep the fewest likeliest tokens that have this probability together.
+        min_p: in [0, 1); keep tokens at least this likely, relative to the likeliest
+            (arXiv:2407.01082).
+        xtc_threshold, xtc_probability: with this probability, of the tokens at least as likely as
+            the threshold keep the unlikeliest alone, and all below (p-e-w, "Exclude Top Choices",
+            text-generation-webui 6335).
+    """
+
+    top_n_sigma: float = 0.0
+    top_k: int = 0
+    typical_p: float = 1.0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    xtc_threshold: float = 0.1
+    xtc_probability: float = 0.0
+
+
+def draw_filtered(
+    logits: Tensor, temperature: float, filters: Filters, u: float, xtc_u: float
+) -> int:
+    """Draw from one row of logits [V] with any filters; the CDF is over the likeliest first.
+
+    What is left after each filter is a range of the tokens in order of their likelihood.
+
+    Args:
+        logits: [V]; at least one is finite, the others may be -inf.
+        temperature: > 0.
+        filters: which tokens to keep.
+        u: in [0, 1), for the draw.
+        xtc_u: in [0, 1): XTC cuts where it is below xtc_probability.
+    """
+    order = logits.sort(descending=True, stable=True)
+    ids = order.indices.numpy()
+    values = order.values.double().numpy()
+    values = values[values > -np.inf]
+    first, end = 0, len(values)
+    if filters.top_n_sigma > 0.0:
+        end = int((values >= values[0] - filters.top_n_sigma * values.std()).sum())
+    if 0 < filters.top_k < len(logits):
+        end = min(end, filters.top_k)
+    surprise = (values[0] - values) / temperature
+    masses = np.exp(-surprise)
+    masses[masses < _LEAST_MASS] = 0.0
+    if filters.typical_p < 1.0:
+        mean = float(masses[:end] @ surprise[:end] / masses[:end].sum())
+        distance = np.abs(surprise[:end] - mean)
+        nearest = np.argsort(distance, kind="stable")
+        reached = masses[nearest].cumsum()
+        last = int(np.searchsorted(reached, filters.typical_p * reached[-1]))
+        kept = np.flatnonzero(distance <= distance[nearest[min(last, end - 1)]])
+        first, end = int(kept[0]), int(kept[-1]) + 1
+    if filters.top_p < 1.0:
+        kept = masses[first:end]
+        end = first + int((kept.cumsum() - kept < filters.top_p * kept.sum()).sum())
+    if filters.min_p > 0.0:
+        end = first + int((masses[first:end] >= filters.min_p * masses[first]).sum())
+    if xtc_u < filters.xtc_probability:
+        kept = masses[first:end]
+        least = max(filters.xtc_threshold * kept.sum(), _LEAST_MASS)
+        first += max(int((kept >= least).sum()) - 1, 0)
+    cdf = masses[first:end].cumsum()
+    return int(ids[first + np.searchsorted(cdf, u * cdf[-1], side="right")])
+
+
+def draw(
+    logits: Tensor,
+    temperature: Floats,
+    top_k: Ints,
+    top_p: Floats,
+    min_p: Floats,
+    uniforms: Floats,
+) -> Tensor:
+    """Draw one token per row: temperature, top_k, top_p, min_p, then the inverse of the CDF.
+
+    Rows do not influence each other. The CDF runs over the likeliest tokens first where top_k or
+    top_p cut, over the vocabulary in order elsewhere.
+
+    Args:
+        logits: [n, V]; -inf is never drawn; each row has at least one finite logit.
+        temperature: [n], > 0.
+        top_k: [n]; keep the k likeliest; 0 or less keeps all.
+        top_p: [n], in (0, 1]; keep the fewest likeliest tokens that have this probability together,
+            among what top_k kept.
+        min_p: [n], in [0, 1); keep tokens at least this likely, relative to the likeliest
+            (arXiv:2407.01082).
+        uniforms: [n], in [0, 1).
+
+    Returns:
+        [n] int64.
+    """
+    n, vocab_size = logits.shape
+    divisor = torch.from_numpy(temperature).to(logits.dtype).unsqueeze(1)
+    scores = (logits - logits.amax(-1, keepdim=True)) / divisor  # the likeliest is 0
+    weights = scores.exp()
+    keep_k = np.where((top_k <= 0) | (top_k >= vocab_size), vocab_size, top_k)
+    cuts = (keep_k < vocab_size) | (top_p < 1.0)
+    chosen = torch.empty(n, dtype=torch.int64)
+    whole = np.flatnonzero(~cuts)
+    if len(whole):
+        rows = torch.from_numpy(whole)
+        kept = weights.index_select(0, rows)
+        if min_p[whole].any():
+            kept = kept * (kept >= torch.from_numpy(min_p[whole]).unsqueeze(1))
+        chosen[rows] = _invert_cdf(kept, uniforms[whole])
+    cut = np.flatnonzero(cuts)
+    if len(cut):
+        rows = torch.from_numpy(cut)
+        some = weights.index_select(0, rows)
+        top, ids = some.topk(min(_PREFIX, vocab_size), -1)
+        ranks = torch.arange(top.shape[1])
+        masses = top.double()
+        total = torch.where(
+            torch.from_numpy(keep_k[cut]) < vocab_size,
+            (masses * (ranks < torch.from_numpy(keep_k[cut]).unsqueeze(1))).sum(-1),
+            some.sum(-1, dtype=torch.float64),
+        )
+        # top_k is covered by a long enough prefix, top_p by a heavy enough one.
+        wanted = torch.from_numpy(top_p[cut]) * total
+        covered = np.where(
+            keep_k[cut] < vocab_size,
+            keep_k[cut] <= top.shape[1],
+            (masses.sum(-1) >= wanted).numpy(),
+        )
+        inside = np.flatnonzero(covered)
+        if len(inside):
+            part = torch.from_numpy(inside)
+            where = cut[inside]
+            kept = _keep(top[part], total[part], keep_k[where], top_p[where], min_p[where])
+            picks = _invert_cdf(kept, uniforms[where])
+            chosen[rows[part]] = ids[part].gather(1, picks.unsqueeze(1)).squeeze(1)
+        for i in np.flatnonzero(~covered):
+            row = slice(cut[i], cut[i] + 1)
+            chosen[row] = _draw_wide(some[i], keep_k[row], top_p[row], min_p[row], uniforms[row])
+    return chosen
+
+
+def _keep(top: Tensor, total: Tensor, keep_k: Ints, top_p: Floats, min_p: Floats) -> Tensor:
+    """Zero what the filters cut from weights [n, m], sorted, of mass total [n] after top_k."""
+    masses = top.double()
+    before = masses.cumsum(-1) - masses
+    kept = torch.arange(top.shape[1]) < torch.from_numpy(keep_k).unsqueeze(1)
+    bounded = torch.from_numpy(top_p).unsqueeze(1)
+    kept &= (before < bounded * total.unsqueeze(1)) | (bounded >= 1.0)
+    kept &= masses >= torch.from_numpy(min_p).unsqueeze(1)
+    return masses * kept
+
+
+def _draw_wide(
+    weights: Tensor, keep_k: Ints, top_p: Floats, min_p: Floats, uniforms: Floats
+) -> Tensor:
+    """One row [V] whose filters keep more than the prefix."""
+    k = int(keep_k[0])
+    if k < len(weights):
+        top, ids = weights.topk(k)
+        total = top.sum(dtype=torch.float64).unsqueeze(0)
+        kept = _keep(top.unsqueeze(0), total, keep_k, top_p, min_p)
+        return ids[_invert_cdf(kept, uniforms)]
+    kept = weights * (_nucleus(weights, float(top_p[0])) & (weights >= float(min_p[0])))
+    return _invert_cdf(kept.unsqueeze(0), uniforms)
+
+
+def _nucleus(weights: Tensor, top_p: float) -> Tensor:
+    """[V] bool: the fewest largest of weights [V] that have top_p of the mass together.
+
+    Bits of floats that are not negative sort as integers do, so their upper half is a histogram's
+    bin. All bins above the one in which the mass is reached are in, and only that one is sorted.
+    """
+    values = weights.numpy()
+    bins = values.view(np.int32) >> 16
+    masses = np.bincount(bins, weights=values)[::-1]
+    reached = masses.cumsum()
+    wanted = top_p * reached[-1]
+    rank = int(np.searchsorted(reached, wanted))
+    boundary = len(masses) - 1 - rank
+    inside = bins > boundary
+    members = np.flatnonzero(bins == boundary)
+    members = members[np.argsort(-values[members], kind="stable")]
+    sizes = values[members].astype(np.float64)
+    before = reached[rank] - masses[rank] + sizes.cumsum() - sizes
+    inside[members[before < wanted]] = True
+    return torch.from_numpy(inside)
+
+
+def _invert_cdf(weights: Tensor, uniforms: Floats) -> Tensor:
+    """First index of each row [n, m] at which the running sum exceeds uniform * total."""
+    cdf = weights.cumsum(-1, dtype=torch.float64)
+    targets = torch.from_numpy(uniforms).unsqueeze(1) * cdf[:, -1:]
+    return torch.searchsorted(cdf, targets, right=True).squeeze(1)

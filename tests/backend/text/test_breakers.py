@@ -1,0 +1,39 @@
+"""A token breaks repetitions where its text has one of the strings in it."""
+
+import pytest
+
+from inflight.sampling import DRY_SEQUENCE_BREAKERS
+from inflight.text.breakers import Breakers
+from inflight.text.detokenize import Detokenizer
+from inflight.text.tokenizer import Tokenizer
+
+
+@pytest.mark.parametrize(
+    "strings",
+    [DRY_SEQUENCE_BREAKERS, ("\n",), ("ing", " the"), (" ",), ("aa", "a"), ("é",)],
+    ids=str,
+)
+def test_breakers_are_the_tokens_with_the_strings_in_them(
+    smollm: Tokenizer, sentencepiece: Tokenizer, strings: tuple[str, ...]
+) -> None:
+    for tokenizer in (smollm, sentencepiece):
+        detokenizer = Detokenizer(tokenizer)
+        texts = [detokenizer.join((id_,)) for id_ in range(tokenizer.vocab_size)]
+        expected = set(tokenizer.special_ids)
+        for string in strings:
+            whole = [i for i, text in enumerate(texts) if string.encode() in text]
+            expected |= set(whole or tokenizer.encode(string, add_special_tokens=False)[-1:])
+        breakers = Breakers(tokenizer, detokenizer)
+        assert breakers.ids(strings) == expected
+        assert breakers.ids(list(strings)) is breakers.ids(strings), "and are remembered"
+
+
+def test_a_string_that_no_token_has_stands_for_its_last_token(smollm: Tokenizer) -> None:
+    string = "zq zq Bartholomew"
+    ids = smollm.encode(string, add_special_tokens=False)
+    found = Breakers(smollm, Detokenizer(smollm)).ids([string])
+    assert found == {ids[-1], *smollm.special_ids}
+
+
+def test_no_strings_leave_the_special_tokens(smollm: Tokenizer) -> None:
+    assert Breakers(smollm, Detokenizer(smollm)).ids([]) == set(smollm.special_ids)
