@@ -9,24 +9,28 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from inflight.request import Candidate
 from inflight.sequence import Sequence
 
 # What a runner says in `StepOutput.errors`.
 NOT_FINITE = "numerical: the model's output is not finite for this sequence"
-NOTHING_LEFT = "numerical: bad_words and min_tokens leave no token to choose from"
+NOTHING_LEFT = "numerical: what the request bans and allows leaves no token to choose from"
 
 
 class Chunk(msgspec.Struct, frozen=True, gc=False):
     """Compute tokens [start, start + length) of a sequence.
 
-    A prompt, a part of one, and a decode step (length 1) are the same thing. A decode step may be
-    scheduled before the host knows its token: then start >= len(sequence.token_ids), and the runner
-    takes the token that an earlier step chose from the device.
+    A prompt, a part of one, a decode step (length 1) and the verification of k drafted tokens
+    (length 1 + k) are the same thing. The last two may be scheduled before the host knows their
+    first token: then start >= len(sequence.token_ids), and the runner takes the token that an
+    earlier step chose from the device. Where that step verified drafts, start is where the chunk
+    begins if all of them were right, and it begins earlier by as many as were not.
 
     Attributes:
         samples: whether the chunk reaches the last token of its sequence, so that the next follows.
         generation: of the sequence when the chunk was scheduled. Once they differ, the sequence has
             lost the blocks that the chunk writes to, and what it chooses is nobody's.
+        num_drafts: tokens at its end that the runner's drafter guesses, or fewer if it has no more.
     """
 
     sequence: Sequence
@@ -34,6 +38,7 @@ class Chunk(msgspec.Struct, frozen=True, gc=False):
     length: int
     samples: bool
     generation: int = 0
+    num_drafts: int = 0
 
     @property
     def end(self) -> int:
@@ -55,8 +60,8 @@ class BatchArrays:
         query_start: [n + 1] int64, chunk i owns rows query_start[i]:query_start[i + 1].
         seq_lens: [n] int64, tokens in the KV cache after this step (chunk.end).
         block_tables: [n, B] int64, padded with 0.
-        sample_rows: [s] int64, rows whose logits choose a token: the last row of each chunk
-            with `samples`, in chunk order.
+        sample_rows: [s] int64, rows whose logits choose a token, in chunk order: of each chunk
+            with `samples` the last row and, before it, one for each draft.
     """
 
     token_ids: npt.NDArray[np.int64]
@@ -79,20 +84,31 @@ class Batch:
     def num_tokens(self) -> int:
         return sum(chunk.length for chunk in self.chunks)
 
-    def arrays(self, block_size: int) -> BatchArrays:
+    def arrays(self, block_size: int, drafts: list[list[int]] | None = None) -> BatchArrays:
         """The batch as flat arrays; the host must know all its tokens.
+
+        Args:
+            block_size: tokens per block.
+            drafts: for each chunk at most num_drafts tokens that it ends with; None for no drafts.
 
         Raises:
             ValueError: a chunk's token is not known yet.
         """
         num_chunks = len(self.chunks)
+        if drafts is None:
+            drafts = [[]] * num_chunks
         starts = _int64([chunk.start for chunk in self.chunks])
-        lengths = _int64([chunk.length for chunk in self.chunks])
+        known_lengths = [chunk.length - chunk.num_drafts for chunk in self.chunks]
+        num_drafts = _int64([len(tokens) for tokens in drafts])
+        lengths = _int64(known_lengths) + num_drafts
         query_start = np.zeros(num_chunks + 1, np.int64)
         np.cumsum(lengths, out=query_start[1:])
         num_tokens = int(query_start[-1])
         positions = np.arange(num_tokens) + np.repeat(starts - query_start[:-1], lengths)
-        known = (chunk.sequence.token_ids[chunk.start : chunk.end] for chunk in self.chunks)
+        known = (
+            chunk.sequence.token_ids[chunk.start : chunk.start + length] + guessed
+            for chunk, length, guessed in zip(self.chunks, known_lengths, drafts, strict=True)
+        )
         token_ids = np.fromiter(chain.from_iterable(known), np.int64, num_tokens)
 
         tables = [chunk.sequence.blocks for chunk in self.chunks]
@@ -103,7 +119,12 @@ class Batch:
         rows = np.repeat(np.arange(num_chunks), lengths)
         slot_mapping = block_tables[rows, positions // block_size] * block_size
         slot_mapping += positions % block_size
-        samples = np.array([chunk.samples for chunk in self.chunks], bool)
+        samples = _int64([chunk.samples for chunk in self.chunks])
+        num_sampled = samples * (1 + num_drafts)
+        before = np.cumsum(num_sampled) - num_sampled
+        sample_rows = np.arange(int(num_sampled.sum())) + np.repeat(
+            query_start[1:] - num_sampled - before, num_sampled
+        )
         return BatchArrays(
             token_ids=token_ids,
             positions=positions,
@@ -111,7 +132,7 @@ class Batch:
             query_start=query_start,
             seq_lens=starts + lengths,
             block_tables=block_tables,
-            sample_rows=query_start[1:][samples] - 1,
+            sample_rows=sample_rows,
         )
 
 
@@ -120,15 +141,19 @@ class StepOutput:
     """What a runner returns: per chunk, the tokens chosen (none if the chunk does not sample).
 
     Attributes:
-        token_ids: one list per chunk.
+        token_ids: one list per chunk: the drafts that were right, and the token that follows them.
         logprobs: of those tokens, under the model's own distribution (before penalties and
             temperature).
         errors: chunk index -> what failed for that sequence alone.
+        num_drafted: chunk index -> drafts that were looked at, right or not.
+        candidates: chunk index -> for each of its tokens, what num_logprobs asks for.
     """
 
     token_ids: list[list[int]]
     logprobs: list[list[float]]
     errors: dict[int, str] = field(default_factory=dict)
+    num_drafted: dict[int, int] = field(default_factory=dict)
+    candidates: dict[int, list[list[Candidate]]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,5 +166,5 @@ class Done:
         return self.output
 
 
-def _int64(values: list[int]) -> npt.NDArray[np.int64]:
+def _int64(values: list[int] | list[bool]) -> npt.NDArray[np.int64]:
     return np.array(values, np.int64)

@@ -15,6 +15,7 @@ from inflight.errors import ConfigError, did_you_mean
 
 Device = Literal["auto", "cpu", "cuda", "echo"]
 Dtype = Literal["auto", "float32", "bfloat16"]
+Drafter = Literal["ngram", "self", "draft_model", "eagle3"]
 
 # What 0 and "auto" stand for, once the device is known.
 _CPU_DEFAULTS: dict[str, int | str] = {
@@ -34,6 +35,65 @@ _DEFAULTS: dict[Device, dict[str, int | str]] = {
 GPU_CAPABILITY = (8, 0)  # at least: Ampere
 GPU_BLOCK_SIZES = (16, 32, 64)
 GPU_HEAD_DIMS = (64, 96, 128, 256)
+
+
+MAX_DRAFTS = 16
+
+
+class SpeculationConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """How tokens are guessed, to be checked several at a time (see `drafting`).
+
+    Attributes:
+        drafter: `ngram` looks for what followed the last tokens earlier on; `self` asks the
+            model's own first layers; `draft_model` a smaller model of the same vocabulary;
+            `eagle3` a head that was trained for the model (arXiv:2503.01840).
+        model: of `draft_model` and `eagle3`: as EngineConfig.model; of eagle3 a folder.
+        num_layers: of `self`.
+        max_drafts: tokens of one sequence in a step.
+        default: of requests that do not say: `auto` drafts as far as it pays, `off` not at all; or
+            a number of tokens.
+        max_match, min_match: of `ngram`: tokens that must agree.
+    """
+
+    drafter: Drafter = "ngram"
+    model: str | None = None
+    num_layers: int | None = None
+    max_drafts: int = 5
+    default: Literal["auto", "off"] | int = "auto"
+    max_match: int = 4
+    min_match: int = 2
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.max_drafts <= MAX_DRAFTS:
+            raise ConfigError(
+                f"speculation.max_drafts: {self.max_drafts} is out of range; "
+                f"allowed: 1 to {MAX_DRAFTS}"
+            )
+        if isinstance(self.default, int) and not 0 <= self.default <= self.max_drafts:
+            raise ConfigError(
+                f"speculation.default: {self.default} is out of range; allowed: auto, off, or 0 to "
+                f"max_drafts ({self.max_drafts})"
+            )
+        if not 1 <= self.min_match <= self.max_match <= 32:
+            raise ConfigError(
+                f"speculation.min_match: {self.min_match} and max_match: {self.max_match} do not "
+                "go together; allowed: 1 <= min_match <= max_match <= 32"
+            )
+        wants_model = self.drafter in ("draft_model", "eagle3")
+        if wants_model != (self.model is not None):
+            raise ConfigError(
+                f"speculation.model: the drafter {self.drafter} "
+                f"{'needs one' if wants_model else 'has none'}"
+            )
+        if (self.drafter == "self") != (self.num_layers is not None):
+            raise ConfigError(
+                f"speculation.num_layers: the drafter {self.drafter} "
+                f"{'needs it' if self.drafter == 'self' else 'has none'}"
+            )
+        if self.num_layers is not None and self.num_layers < 1:
+            raise ConfigError(
+                f"speculation.num_layers: {self.num_layers} is out of range; allowed: 1 or more"
+            )
 
 
 class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -66,6 +126,8 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
         max_waiting: requests that may queue; more are refused with `capacity`.
         prefix_cache: reuse the KV blocks of equal prefixes.
         default_max_tokens: of a request that does not say; cut to what the context leaves.
+        speculation: draft tokens and check several in one step; None for one token a step.
+        max_draft_tokens: drafts of all sequences in one step.
     """
 
     model: str
@@ -86,6 +148,8 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     max_waiting: int = 1024
     prefix_cache: bool = True
     default_max_tokens: int = 256
+    speculation: SpeculationConfig | None = None
+    max_draft_tokens: int = 256
 
     def __post_init__(self) -> None:
         for name, value in _DEFAULTS[self.device].items():
@@ -93,7 +157,8 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
                 msgspec.structs.force_setattr(self, name, value)
         positive = (
             "num_threads block_size kv_cache_bytes num_blocks max_model_len max_num_seqs "
-            "max_batch_tokens max_prefill_chunk max_waiting default_max_tokens"
+            "max_batch_tokens max_prefill_chunk max_waiting default_max_tokens "
+            "max_draft_tokens"
         )
         by_device = ("max_num_seqs", "max_batch_tokens") if self.device == "auto" else ()
         for name in positive.split():
@@ -131,13 +196,22 @@ def load(path: Path) -> EngineConfig:
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ConfigError(f"{path}: not valid JSON ({error})") from None
     config = parse(raw, str(path))
-    if not config.model.startswith("package:"):
-        try:
-            model = (path.parent / Path(config.model).expanduser()).resolve()
-        except (ValueError, RuntimeError) as error:  # a null byte, an unknown ~user
-            raise ConfigError(f"{path}: model: {config.model!r} is no path ({error})") from None
-        config = msgspec.structs.replace(config, model=str(model))
-    return config
+    speculation = config.speculation
+    if speculation is not None and speculation.model is not None:
+        drafter = _beside(path, speculation.model, "speculation.model")
+        speculation = msgspec.structs.replace(speculation, model=drafter)
+    model = _beside(path, config.model, "model")
+    return msgspec.structs.replace(config, model=model, speculation=speculation)
+
+
+def _beside(path: Path, model: str, key: str) -> str:
+    """A model that a file names, wherever that is read from."""
+    if model.startswith("package:"):
+        return model
+    try:
+        return str((path.parent / Path(model).expanduser()).resolve())
+    except (ValueError, RuntimeError) as error:  # a null byte, an unknown ~user
+        raise ConfigError(f"{path}: {key}: {model!r} is no path ({error})") from None
 
 
 def parse(raw: Any, where: str) -> EngineConfig:

@@ -3,22 +3,39 @@
 from __future__ import annotations
 
 import importlib
+import time
 from collections.abc import Callable
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from inflight import drafting
 from inflight.batch import NOT_FINITE, NOTHING_LEFT, Batch, BatchArrays, Chunk, Done, StepOutput
 from inflight.checkpoint import Checkpoint
+from inflight.choice import Row, choose
 from inflight.config import EngineConfig
+from inflight.drafting import source as drafters
 from inflight.model import ARCHITECTURES
 from inflight.model.config import ModelConfig
 from inflight.model.kv_cache import KVCache
+from inflight.request import Request
+from inflight.row_masks import RowMasks
+from inflight.sampling import SamplingParams
 from inflight.sequence import Sequence
+from inflight.speculation import StepCosts
 from inflight_kernels import reference as ops
+from inflight_kernels.reference_sampling import FINE
+from inflight_kernels.reference_sampling import NOT_FINITE as NOT_FINITE_STATUS
+from inflight_kernels.reference_sampling import NOTHING_LEFT as NOTHING_LEFT_STATUS
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+_FAULTS = {NOT_FINITE_STATUS: NOT_FINITE, NOTHING_LEFT_STATUS: NOTHING_LEFT}
+
+# Of the steps whose cost is measured.
+_COST_TOKENS = (1, 2, 4, 8, 16)
+_TIMINGS = 3
 
 UNKNOWN_TOKEN = "numerical: a token id is outside the model's vocabulary"
 
@@ -39,35 +56,65 @@ class CpuRunner:
     ) -> None:
         if config.num_threads is not None:
             torch.set_num_threads(config.num_threads)
-        self.num_blocks = model.num_blocks(config)
+        source = drafters.find(config, checkpoint, model)
+        mirror_bytes = 0 if source is None else source.block_bytes(config)
+        self.num_blocks = model.num_blocks(config, mirror_bytes=mirror_bytes)
         self.block_size = config.block_size
         self.vocab_size = model.vocab_size
         self.steps_ahead = 0
+        self.step_costs: StepCosts | None = None
         self._dtype = _DTYPES[config.dtype]
         self._cache = KVCache(model, self.num_blocks, self.block_size, self._dtype)
         architecture = importlib.import_module(ARCHITECTURES[model.architecture])
-        self._model = architecture.Model(
-            checkpoint, model, self._dtype, model.max_model_len(config), progress
-        )
+        max_len = model.max_model_len(config)
+        self._model = architecture.Model(checkpoint, model, self._dtype, max_len, progress)
+        self.drafter: drafting.Drafter | None = None
+        self._caches = [self._cache]
+        if source is not None:
+            target = drafting.Target(
+                self._model, self._cache, config, self._dtype, max_len, self.num_blocks, progress
+            )
+            self.drafter = drafting.build(source, target)
+            self._caches += self.drafter.caches
+            self.step_costs = self._measure_costs(min(source.settings.max_drafts, max_len - 2))
 
     def launch(self, batch: Batch) -> Done:
         return Done(self._run(batch))
+
+    def forget(self, sequence: Sequence) -> None:
+        if self.drafter is not None:
+            self.drafter.forget(sequence)
 
     @torch.inference_mode()
     def _run(self, batch: Batch) -> StepOutput:
         output = StepOutput([[] for _ in batch.chunks], [[] for _ in batch.chunks])
         if batch.copies:
             sources, targets = torch.tensor(batch.copies).unbind(1)
-            ops.copy_blocks(self._cache.data, sources, targets)
+            for cache in self._caches:
+                ops.copy_blocks(cache.data, sources, targets)
         if not batch.chunks:
             return output
-        arrays = batch.arrays(self.block_size)
         self._clear_tails(batch)
+        drafts: list[list[int]] = [[] for _ in batch.chunks]
+        if self.drafter is not None:
+            drafts = self.drafter.propose(batch.chunks)
+        arrays = batch.arrays(self.block_size, drafts)
         self._refuse_unknown_tokens(arrays, output)
+        masks = RowMasks(batch, drafts)  # written while the model computes
+        logits = self._forward(arrays)
+        masks.report(output)
+        if len(logits):
+            self._choose(batch, drafts, logits, masks, output)
+        if self.drafter is not None:
+            self.drafter.follow(batch, arrays, output)
+        return output
+
+    def _forward(self, arrays: BatchArrays) -> Tensor:
+        """Logits of the rows that choose a token."""
         plan = ops.plan_attention(
             arrays.block_tables, arrays.query_start, arrays.seq_lens, self.block_size, self._dtype
         )
-        logits = self._model.forward(
+        logits: Tensor = self._model.forward(
             torch.from_numpy(arrays.token_ids),
             torch.from_numpy(arrays.positions),
             torch.from_numpy(arrays.slot_mapping),
@@ -75,9 +122,7 @@ class CpuRunner:
             torch.from_numpy(arrays.sample_rows),
             self._cache,
         )
-        if len(logits):
-            self._choose(batch, logits, output)
-        return output
+        return logits
 
     def _clear_tails(self, batch: Batch) -> None:
         """Zero what earlier users left behind a sequence's end in blocks that are new to it."""
@@ -85,15 +130,17 @@ class CpuRunner:
         size = self.block_size
         slots: list[int] = []
         for chunk in batch.chunks:
-            offset = chunk.end % size
-            if not offset:
-                continue
-            index = chunk.end // size
-            block = chunk.sequence.blocks[index]
-            if chunk.start <= index * size or block in copied:
-                slots.extend(range(block * size + offset, (block + 1) * size))
+            # A drafter comes to the places of the drafts one by one.
+            begin = chunk.end - chunk.num_drafts
+            while begin < chunk.end or begin % size:
+                index, offset = divmod(begin, size)
+                block = chunk.sequence.blocks[index]
+                if chunk.start <= index * size or block in copied:
+                    slots.extend(range(block * size + offset, (block + 1) * size))
+                begin += size - offset
         if slots:
-            ops.clear_slots(self._cache.data, torch.tensor(slots))
+            for cache in self._caches:
+                ops.clear_slots(cache.data, torch.tensor(slots))
 
     def _refuse_unknown_tokens(self, arrays: BatchArrays, output: StepOutput) -> None:
         ids = arrays.token_ids
@@ -104,73 +151,87 @@ class CpuRunner:
                 output.errors[int(index)] = UNKNOWN_TOKEN
             ids[bad] = 0
 
-    def _choose(self, batch: Batch, logits: Tensor, output: StepOutput) -> None:
-        """Choose a token for each row of logits [s, V], which it changes."""
-        rows = [index for index, chunk in enumerate(batch.chunks) if chunk.samples]
-        logprobs = ops.log_probs(logits)
-        finite = ops.finite_rows(logits).tolist()
-        shaped = []
-        for row, index in enumerate(rows):
-            if not finite[row]:
-                output.errors.setdefault(index, NOT_FINITE)
-            elif _shape(logits[row], batch.chunks[index].sequence):
-                shaped.append(row)
-        for row in shaped:
-            if bool(logits[row].amax() == float("-inf")):
-                output.errors.setdefault(rows[row], NOTHING_LEFT)
-        good = [row for row, index in enumerate(rows) if index not in output.errors]
-        drawn = [
-            row
-            for row in good
-            if batch.chunks[rows[row]].sequence.request.params.effective_temperature > 0.0
+    def _choose(
+        self,
+        batch: Batch,
+        drafts: list[list[int]],
+        logits: Tensor,
+        masks: RowMasks,
+        output: StepOutput,
+    ) -> None:
+        """Choose a token for each row of logits [s, V], which it changes, and verify the drafts.
+
+        A draft counts where the model chooses the same token after the drafts before it.
+        """
+        rows = [
+            Row(chunk.sequence, guessed[:count], masks.of_row(index, count))
+            for index, (chunk, guessed) in enumerate(zip(batch.chunks, drafts, strict=True))
+            if chunk.samples
+            for count in range(1 + len(guessed))
         ]
-        chosen = torch.zeros(len(rows), dtype=torch.int64)
-        if len(drawn) < len(good):
-            chosen = ops.greedy(logits)
-        if drawn:
-            picks = _draw(logits[drawn], [batch.chunks[rows[row]] for row in drawn])
-            chosen[drawn] = picks
-        token_ids = chosen.tolist()
-        values = logprobs.gather(1, chosen.unsqueeze(1)).squeeze(1).tolist()
-        for row in good:
-            output.token_ids[rows[row]].append(token_ids[row])
-            output.logprobs[rows[row]].append(values[row])
+        choices = choose(logits, rows)
+        row = 0
+        for index, (chunk, guessed) in enumerate(zip(batch.chunks, drafts, strict=True)):
+            if not chunk.samples:
+                continue
+            last = row
+            while last - row < len(guessed) and choices.token_ids[last] == guessed[last - row]:
+                if choices.statuses[last] != FINE:
+                    break
+                last += 1
+            if choices.statuses[last] != FINE:
+                output.errors.setdefault(index, _FAULTS[choices.statuses[last]])
+            if index not in output.errors:
+                chosen = slice(row, last + 1)
+                output.token_ids[index] = choices.token_ids[chosen]
+                output.logprobs[index] = choices.logprobs[chosen]
+                if chunk.sequence.request.params.num_logprobs is not None:
+                    output.candidates[index] = choices.candidates[chosen]
+            if guessed:
+                output.num_drafted[index] = len(guessed)
+            row += 1 + len(guessed)
 
+    def _measure_costs(self, max_drafts: int) -> StepCosts:
+        """Time steps of a few tokens, on nobody's: one sequence, read from block 0 and not kept."""
+        tokens = [count for count in _COST_TOKENS if count <= self.block_size]
+        seconds = tuple(map(self._seconds, tokens))
+        return StepCosts(tuple(tokens), seconds, self._draft_seconds(max_drafts))
 
-def _shape(row: Tensor, sequence: Sequence) -> bool:
-    """Apply penalties and masks to logits [V] in place; whether any token may be masked."""
-    params = sequence.request.params
-    vocab_size = len(row)
-    if params.has_penalties:
-        prompt_len = sequence.num_prompt_tokens
-        tokens = np.array(sequence.token_ids, np.int64)
-        output_ids, counts = np.unique(tokens[prompt_len:], return_counts=True)
-        ops.apply_penalties(
-            row,
-            np.unique(tokens),
-            output_ids,
-            counts,
-            params.repetition_penalty,
-            params.presence_penalty,
-            params.frequency_penalty,
+    @torch.inference_mode()
+    def _draft_seconds(self, max_drafts: int) -> float:
+        """Of drafting a token: the shortest of a few. As above, nobody's."""
+        drafter = self.drafter
+        assert drafter is not None
+        sequence = Sequence(Request(-1, [0], SamplingParams()), 1 << 20)
+        count = min(max_drafts, self.num_blocks * self.block_size - 2)
+        if count < 1:
+            return 0.0
+        sequence.blocks = list(range(-(-(2 + count) // self.block_size)))
+        self._run(Batch([Chunk(sequence, 0, 1, True)]))
+        sequence.token_ids.append(0)
+        times = []
+        for _ in range(_TIMINGS):
+            started = time.perf_counter()
+            drafter.propose([Chunk(sequence, 1, 1 + count, True, num_drafts=count)])
+            times.append(time.perf_counter() - started)
+        drafter.forget(sequence)
+        return min(times) / count
+
+    @torch.inference_mode()
+    def _seconds(self, num_tokens: int) -> float:
+        """Of a step: the shortest of a few. Its keys and values go where no block is."""
+        arrays = BatchArrays(
+            token_ids=np.zeros(num_tokens, np.int64),
+            positions=np.arange(num_tokens),
+            slot_mapping=np.arange(num_tokens),
+            query_start=np.array([0, num_tokens]),
+            seq_lens=np.array([num_tokens]),
+            block_tables=np.zeros((1, 1), np.int64),
+            sample_rows=np.arange(num_tokens),
         )
-    banned = sequence.banned_tokens(sequence.num_output_tokens)
-    banned = [token_id for token_id in banned if 0 <= token_id < vocab_size]
-    if banned:
-        ops.ban_tokens(row, banned)
-    return bool(banned)
-
-
-def _draw(logits: Tensor, chunks: list[Chunk]) -> Tensor:
-    """Draw for each chunk's sequence from its row of logits [n, V] -> [n]."""
-    params = [chunk.sequence.request.params for chunk in chunks]
-    return ops.draw(
-        logits,
-        np.array([p.effective_temperature for p in params]),
-        np.array([p.top_k for p in params], np.int64),
-        np.array([p.top_p for p in params]),
-        np.array([p.min_p for p in params]),
-        # The position of the token drawn: a sequence that is preempted and computed anew, or
-        # stands in another batch, draws the same.
-        np.array([ops.uniform(chunk.sequence.seed, chunk.end) for chunk in chunks]),
-    )
+        times = []
+        for _ in range(_TIMINGS):
+            started = time.perf_counter()
+            self._forward(arrays)
+            times.append(time.perf_counter() - started)
+        return min(times)

@@ -1,8 +1,9 @@
 """Runs batches on a GPU, one step ahead of the host.
 
 A step is put into the stream whole - its diffs, its forward pass, its choices - and the host goes
-on to plan the next one. Steps in which each sequence computes one token replay a CUDA graph; those
-with a chunk of a prompt are launched kernel by kernel, which takes less time than they do.
+on to plan the next one. Steps in which each sequence computes its next token, or a few more that
+are drafted, replay a CUDA graph; those with a chunk of a prompt are launched kernel by kernel,
+which takes less time than they do.
 """
 
 from __future__ import annotations
@@ -11,17 +12,27 @@ import importlib
 import logging
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from inflight.batch import NOT_FINITE, NOTHING_LEFT, Batch, StepOutput
 from inflight.checkpoint import Checkpoint
 from inflight.config import EngineConfig
-from inflight.device_batch import DeviceBatch, Sent
+from inflight.device_batch import RING, DeviceBatch, Needs, Sent
+from inflight.drafting import device as drafters
+from inflight.drafting.source import Source, find
 from inflight.errors import ConfigError
 from inflight.model import CUDA_ARCHITECTURES
 from inflight.model.config import ModelConfig
+from inflight.model.cuda_attention import Rows
+from inflight.model.cuda_graph import captured
 from inflight.model.kv_cache import KVCache
+from inflight.request import Candidate
+from inflight.row_masks import RowMasks
+from inflight.sequence import Sequence
+from inflight.speculation import StepCosts
 from inflight_kernels import batch_state, sampling
 from inflight_kernels.compile import CompileError
 
@@ -40,6 +51,13 @@ _MANY_ROW_STEP = 64
 
 # Tokens per chunk: attention has kernels for few, some and many rows.
 _WARM_UP_LENGTHS = (1, 2, 8, 64)
+
+# Of a step whose cost is measured.
+_TIMINGS = 3
+
+
+# Sequences up to which a drafting is recorded: with more, few drafts pay.
+_MOST_DRAFTING = 64
 
 
 def graph_sizes(max_num_seqs: int) -> list[int]:
@@ -78,6 +96,15 @@ class CudaRunner:
         self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
         self._max_batch_tokens = config.max_batch_tokens
         max_len = model.max_model_len(config)
+        speculation = config.speculation
+        self._max_drafts = speculation.max_drafts if speculation else 0
+        self._max_rows = config.max_num_seqs
+        if speculation is not None:
+            most = config.max_num_seqs + config.max_draft_tokens
+            self._max_rows = min(most, config.max_batch_tokens)
+        source = find(config, checkpoint, model)
+        self.drafter: drafters.DeviceDrafter | None = None
+        self.step_costs: StepCosts | None = None
         with torch.inference_mode(), torch.cuda.stream(self._stream):
             architecture = importlib.import_module(CUDA_ARCHITECTURES[model.architecture])
             try:
@@ -89,7 +116,8 @@ class CudaRunner:
                     progress,
                     device=self._device,
                     max_tokens=config.max_batch_tokens,
-                    max_chunks=config.max_num_seqs,
+                    max_rows=self._max_rows,
+                    max_drafts=self._max_drafts,
                     batch_invariant=config.batch_invariant,
                 )
                 self._batch = DeviceBatch(
@@ -98,21 +126,37 @@ class CudaRunner:
                     -(-max_len // self.block_size),
                     self.vocab_size,
                     self._device,
+                    self._max_rows,
+                    self._max_drafts,
+                    max_len if source is not None and source.looks_back else 0,
                 )
-                self._sampling = sampling.Workspace(
-                    config.max_num_seqs, self.vocab_size, self._device
+                step, state = self._batch.step, self._batch.state
+                self._rows = Rows(
+                    state.token_ids,
+                    state.positions,
+                    state.slot_mapping,
+                    step.query_start,
+                    state.seq_lens,
+                    state.step_tables,
+                    state.sample_rows,
                 )
+                self._sampling = sampling.Workspace(self._max_rows, self.vocab_size, self._device)
+                self._likeliest = Likeliest(self._max_rows, self._sampling, self._device)
+                if source is not None:
+                    self.drafter = drafters.build(source, self._target(config, max_len, progress))
                 self._done("weights")
-                self.num_blocks = model.num_blocks(config, self._free_bytes(config.gpu_memory))
-                self._cache = KVCache(model, self.num_blocks, self.block_size, _DTYPE, self._device)
+                self._allocate(config, model, source)
                 self._done("kv cache")
                 progress("kernels", 0.0)
                 self._warm_up(config)
                 self._done("kernels")
-                self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
+                self._graphs: dict[int, dict[int, _Graph]] = {}
                 if config.cuda_graphs:
-                    self._record(graph_sizes(config.max_num_seqs), progress)
+                    self._record(config.max_num_seqs, progress)
                 self._done("graphs")
+                if self.drafter is not None:
+                    self.step_costs = self._measure_costs()
+                    self._done("costs")
             except torch.OutOfMemoryError as error:
                 raise ConfigError(
                     f"gpu_memory: the model does not fit the GPU ({error}); lower max_batch_tokens "
@@ -127,51 +171,118 @@ class CudaRunner:
         )
 
     def launch(self, batch: Batch) -> _Step:
-        num_chunks = len(batch.chunks)
-        is_decode = batch.num_tokens == num_chunks
-        num_rows = num_chunks
-        if is_decode and self._graphs:
-            num_rows = next(size for size in self._graphs if size >= num_chunks)
+        graph, size = self._graph(batch)
+        masks = RowMasks(batch, [()] * len(batch.chunks))
         with torch.inference_mode(), torch.cuda.stream(self._stream):
-            sent = self._batch.send(batch, num_rows, self._cache.data)
-            if is_decode and self._graphs:
-                self._graphs[num_rows].replay()
+            sent = self._batch.send(batch, size, *self._caches)
+            if graph is not None:
+                graph.step.replay()
             else:
-                self._forward(sent.num_tokens, num_chunks, sent.max_q_len)
+                self._forward(sent.num_tokens, sent.num_chunks, sent.num_rows, sent.max_q_len)
+            if Needs.MASKS in sent.needs:
+                self._batch.send_masks(batch, masks)  # the device computes meanwhile
             self._choose(sent)
             ended = torch.cuda.Event()  # type: ignore[no-untyped-call]
             ended.record()
-        return _Step(self._batch, batch, sent, ended)
+            if self.drafter is not None:
+                if graph is not None and graph.follow is not None:
+                    graph.follow.replay()
+                elif self.drafter.follows:
+                    self.drafter.follow(sent.num_tokens, sent.num_chunks, sent.max_q_len)
+                if sent.num_drafts:
+                    self.drafter.draft(self._batch, sent.num_chunks, sent.num_drafts)
+        return _Step(self._batch, self._likeliest, masks, batch, sent, ended)
 
-    def _forward(self, num_tokens: int, num_rows: int, max_q_len: int) -> None:
+    def forget(self, sequence: Sequence) -> None:
+        """Its slot is found free when another sequence needs one."""
+
+    def _target(
+        self, config: EngineConfig, max_len: int, progress: Callable[[str, float], None]
+    ) -> drafters.DeviceTarget:
+        return drafters.DeviceTarget(
+            self._model,
+            self._rows,
+            self._batch,
+            self._sampling,
+            config,
+            _DTYPE,
+            self._device,
+            max_len,
+            self._max_rows,
+            self._max_drafts,
+            progress,
+        )
+
+    def _allocate(self, config: EngineConfig, model: ModelConfig, source: Source | None) -> None:
+        """Take the memory of the KV pool, and of what a drafter has beside it."""
+        free, mirror, num_scratch = self._free_bytes(config.gpu_memory), 0, 0
+        if source is not None:
+            free -= source.scratch_bytes(config, model)
+            mirror = source.block_bytes(config)
+            num_scratch = config.max_num_seqs if source.settings.drafter == "self" else 0
+        self.num_blocks = num_blocks = model.num_blocks(config, free, mirror)
+        with_scratch = num_blocks + num_scratch
+        self._cache = KVCache(model, with_scratch, self.block_size, _DTYPE, self._device)
+        self._caches = [self._cache.data]
+        if self.drafter is not None:
+            self.drafter.allocate(self._cache, num_blocks)
+            self._caches += [cache.data for cache in self.drafter.caches]
+
+    def _graph(self, batch: Batch) -> tuple[_Graph | None, int]:
+        """The graph that takes a batch, and its size; None and 0 if none does."""
+        num_drafts = num_tokens = 0
+        for chunk in batch.chunks:
+            if chunk.length != 1 + chunk.num_drafts:
+                return None, 0
+            num_drafts = max(num_drafts, chunk.num_drafts)
+            num_tokens += chunk.length
+        graphs = self._graphs.get(self._max_drafts if num_drafts else 0, {})
+        for size, graph in graphs.items():
+            if size >= num_tokens:
+                return graph, size
+        return None, 0
+
+    def _forward(self, num_tokens: int, num_chunks: int, num_rows: int, max_q_len: int) -> None:
         """Launch a step's kernels up to the logits of each row."""
         step, state = self._batch.step, self._batch.state
-        batch_state.begin_step(step, state, num_rows, self.block_size)
-        self._model.forward(step, state, num_tokens, num_rows, max_q_len, self._cache)
+        batch_state.begin_step(step, state, num_chunks, self.block_size)
+        self._model.forward(self._rows, num_tokens, num_chunks, num_rows, max_q_len, self._cache)
+        if self.drafter is not None:
+            self.drafter.forward(num_tokens, num_chunks, max_q_len)
 
     def _choose(self, sent: Sent) -> None:
         """Launch the choice of tokens; what no row asks for is left out, so no graph holds it."""
-        batch, num_rows = self._batch, sent.num_chunks
-        step, state = batch.step, batch.state
+        batch, num_rows, needs = self._batch, sent.num_rows, sent.needs
+        step, state, logits = batch.step, batch.state, self._model.logits[: sent.num_rows]
+        penalties, masks = Needs.PENALTIES in needs, Needs.MASKS in needs
         sampling.sample(
-            self._model.logits[:num_rows],
+            logits,
             state.step_wishes[:num_rows].view(torch.uint8),
             state.sample_positions[:num_rows],
             self._sampling,
             token_ids=state.chosen[:num_rows],
             logprobs=state.logprobs[:num_rows],
             statuses=state.statuses[:num_rows],
-            counts=batch.counts if sent.has_penalties else None,
-            prompt=batch.prompt if sent.has_penalties else None,
-            ban_starts=None if sent.bans is None else step.ban_starts[: num_rows + 1],
-            bans=sent.bans,
-            filters=sent.has_filters,
+            counts=batch.counts if penalties else None,
+            prompt=batch.prompt if penalties else None,
+            tokens=state.token_ids if penalties else None,
+            tail_starts=state.tail_starts[:num_rows] if penalties else None,
+            tail_lengths=state.tail_lengths[:num_rows] if penalties else None,
+            bias_starts=None if sent.bias_ids is None else step.bias_starts[: num_rows + 1],
+            bias_ids=sent.bias_ids,
+            biases=sent.biases,
+            masks=batch.masks if masks else None,
+            mask_rows=step.mask_rows[:num_rows] if masks else None,
+            filters=bool(needs & (Needs.FILTERS | Needs.RARE_FILTERS)),
+            rare=Needs.RARE_FILTERS in needs,
             pdl=True,
         )
-        if sent.has_penalties:
+        if Needs.LIKELIEST in needs:
+            self._likeliest.launch(logits, step, state, sent.ring_index)
+        batch_state.end_step(step, state, sent.num_chunks, pdl=True)
+        if penalties:
             slots, chosen = state.count_slots[:num_rows], state.chosen[:num_rows]
             sampling.note_output(slots, chosen, batch.counts, pdl=True)
-        batch_state.end_step(step, state, num_rows, pdl=True)
 
     def _free_bytes(self, share: float) -> int:
         """Memory for the pool: what is free, but for the share of the card that stays so."""
@@ -185,36 +296,93 @@ class CudaRunner:
 
         The largest among them proves that its memory is there.
         """
-        self._batch.step.buffer.zero_()  # a step without chunks: no block is read or written
-        self._batch.state.slot_mapping.fill_(-1)
+        self._empty_step()
         limit = min(config.max_batch_tokens, self.num_blocks * self.block_size)
-        for rows in (1, 2, config.max_num_seqs):
-            for q_len in (*_WARM_UP_LENGTHS, limit // rows):
-                if 0 < rows * q_len <= limit:
-                    self._forward(rows * q_len, rows, q_len)
-        self._choose(Sent(1, 1, 1, 0, has_filters=True, has_penalties=True, bans=None))
+        most = config.max_num_seqs
+        counts = sorted({1, min(2, most), most})
+        for chunks in counts:
+            for q_len in (*_WARM_UP_LENGTHS, limit // chunks):
+                if 0 < chunks * q_len <= limit:
+                    self._forward(chunks * q_len, chunks, chunks, q_len)
+                    if self.drafter is not None:
+                        self.drafter.follow(chunks * q_len, chunks, q_len)
+        row_start = [0, 1]
+        every = Needs(sum(need.value for need in Needs))
+        self._choose(Sent(1, 1, 1, row_start, 0, every, 0, None, None))
+        if self.drafter is not None:
+            for chunks in counts:
+                self.drafter.draft(self._batch, chunks, self._max_drafts)
         torch.cuda.synchronize(self._device)
 
-    def _record(self, sizes: list[int], progress: Callable[[str, float], None]) -> None:
-        """Record a decode step for each number of rows.
+    def _empty_step(self) -> None:
+        """Have a step on the device that has no chunk: no block is read or written."""
+        self._batch.step.buffer.zero_()
+        self._batch.state.slot_mapping.fill_(-1)
+
+    def _record(self, max_num_seqs: int, progress: Callable[[str, float], None]) -> None:
+        """Record the steps of one token for each sequence, and those with drafts, for each size.
 
         Graphs share one pool of memory: only one of them runs at a time.
         """
-        recorded: dict[int, torch.cuda.CUDAGraph] = {}
+        wanted = [(0, size) for size in reversed(graph_sizes(max_num_seqs))]
+        if self._max_drafts:
+            sizes = [size for size in graph_sizes(self._max_rows) if size > 1]
+            wanted += [(self._max_drafts, size) for size in reversed(sizes)]
         pool = torch.cuda.graph_pool_handle()
-        for size in reversed(sizes):
-            self._forward(size, size, 1)  # what is not compiled or loaded yet cannot be recorded
+        drafter = self.drafter
+        for count, (num_drafts, size) in enumerate(wanted, 1):
+            step = (size, size, size, 1 + num_drafts)
+            self._forward(*step)  # what is not compiled or loaded yet cannot be recorded
             torch.cuda.synchronize(self._device)
-            # Not `torch.cuda.graph`, which collects garbage each time: seconds in all.
-            graph = torch.cuda.CUDAGraph()
-            graph.capture_begin(pool=pool, capture_error_mode="thread_local")
-            try:
-                self._forward(size, size, 1)
-            finally:
-                graph.capture_end()
-            recorded[size] = graph
-            progress("graphs", len(recorded) / len(sizes))
-        self._graphs = {size: recorded[size] for size in sizes}
+            graph = _Graph(captured(pool, self._forward, *step))
+            if drafter is not None and drafter.follows:
+                drafter.follow(size, size, 1 + num_drafts)
+                torch.cuda.synchronize(self._device)
+                graph.follow = captured(pool, drafter.follow, size, size, 1 + num_drafts)
+            self._graphs.setdefault(num_drafts, {})[size] = graph
+            progress("graphs", count / len(wanted))
+        for num_drafts, graphs in self._graphs.items():
+            self._graphs[num_drafts] = dict(sorted(graphs.items()))
+        if drafter is not None:
+            most = min(max_num_seqs, _MOST_DRAFTING)
+            drafter.record(graph_sizes(most), pool)
+
+    def _measure_costs(self) -> StepCosts:
+        """Time a step of each size with drafts, on nobody's tokens."""
+        drafter = self.drafter
+        assert drafter is not None
+        self._empty_step()
+        sizes = list(self._graphs.get(self._max_drafts, {})) or graph_sizes(self._max_rows)
+        seconds = []
+        for size in sizes:
+            graph = self._graphs.get(self._max_drafts, {}).get(size)
+
+            def step(graph: _Graph | None = graph, size: int = size) -> None:
+                if graph is None:
+                    self._forward(size, size, size, 1 + self._max_drafts)
+                    drafter.follow(size, size, 1 + self._max_drafts)
+                else:
+                    graph.step.replay()
+                    if graph.follow is not None:
+                        graph.follow.replay()
+
+            seconds.append(self._seconds(step))
+        most = self._max_drafts
+        drafting = self._seconds(lambda: drafter.draft(self._batch, 1, most)) / most
+        return StepCosts((1, *sizes), (seconds[0], *seconds), drafting)
+
+    def _seconds(self, call: Callable[[], None]) -> float:
+        """Of a call's work on the device: the shortest of a few."""
+        times = []
+        for _ in range(_TIMINGS):
+            started = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+            ended = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+            started.record()
+            call()
+            ended.record()
+            ended.synchronize()
+            times.append(float(started.elapsed_time(ended)) * 1e-3)
+        return min(times)
 
     def _done(self, phase: str) -> None:
         now = time.perf_counter()
@@ -222,25 +390,113 @@ class CudaRunner:
         self._clock = now
 
 
+@dataclass(slots=True)
+class _Graph:
+    """A recorded step.
+
+    Attributes:
+        step: up to the logits.
+        follow: what a drafter does when the tokens are chosen; None if nothing.
+    """
+
+    step: torch.cuda.CUDAGraph
+    follow: torch.cuda.CUDAGraph | None = None
+
+
+class Likeliest:
+    """The log probabilities of other tokens than the chosen ones, for the few who ask for them.
+
+    Args:
+        max_rows: of logits.
+        workspace: of the sampler, which is free when it has chosen.
+        device: the GPU.
+    """
+
+    def __init__(self, max_rows: int, workspace: sampling.Workspace, device: torch.device) -> None:
+        self._workspace = workspace
+        shape = (max_rows, sampling.MAX_TOP)
+        self._ids = torch.zeros(shape, dtype=torch.int32, device=device)
+        self._logprobs = torch.zeros(shape, dtype=torch.float32, device=device)
+        self._ranks = torch.zeros(max_rows, dtype=torch.int32, device=device)
+        self._on_device = (self._ids, self._logprobs, self._ranks)
+        self._on_host = [
+            tuple(torch.zeros_like(values, device="cpu").pin_memory() for values in self._on_device)
+            for _ in range(RING)
+        ]
+
+    def launch(
+        self,
+        logits: Tensor,
+        step: batch_state.Step,
+        state: batch_state.BatchState,
+        ring_index: int,
+    ) -> None:
+        """Find them, and bring them to the host's memory, after `sampling.sample`."""
+        count = len(logits)
+        sampling.top_logprobs(
+            logits,
+            step.num_likeliest[:count],
+            self._workspace,
+            token_ids=state.chosen[:count],
+            statuses=state.statuses[:count],
+            ids=self._ids[:count],
+            logprobs=self._logprobs[:count],
+            ranks=self._ranks[:count],
+        )
+        for source, target in zip(self._on_device, self._on_host[ring_index], strict=True):
+            target[:count].copy_(source[:count], non_blocking=True)
+
+    def of_row(
+        self, ring_index: int, row: int, token_id: int, logprob: float, count: int
+    ) -> list[Candidate]:
+        """Of a step that has ended."""
+        ids, logprobs, ranks = self._on_host[ring_index]
+        return Candidate.ranked(
+            token_id,
+            logprob,
+            int(ranks[row]),
+            ids[row, :count].tolist(),
+            logprobs[row, :count].tolist(),
+        )
+
+
 class _Step:
     """A step in the stream (see `runner.PendingStep`)."""
 
     def __init__(
-        self, device: DeviceBatch, batch: Batch, sent: Sent, ended: torch.cuda.Event
+        self,
+        device: DeviceBatch,
+        likeliest: Likeliest,
+        masks: RowMasks,
+        batch: Batch,
+        sent: Sent,
+        ended: torch.cuda.Event,
     ) -> None:
         self._device = device
+        self._likeliest = likeliest
+        self._masks = masks
         self._batch = batch
         self._sent = sent
         self._ended = ended
 
     def result(self) -> StepOutput:
         self._ended.synchronize()
-        tokens, logprobs, statuses = self._device.results(self._sent)
         output = StepOutput([], [])
-        for index, chunk in enumerate(self._batch.chunks):
-            fine = chunk.samples and statuses[index] == sampling.FINE
-            output.token_ids.append([tokens[index]] if fine else [])
-            output.logprobs.append([logprobs[index]] if fine else [])
+        self._masks.report(output)
+        results = self._device.results(self._sent)
+        for index, (chunk, chosen) in enumerate(zip(self._batch.chunks, results, strict=True)):
+            if chunk.num_drafts:
+                output.num_drafted[index] = chunk.num_drafts
+            fine = chunk.samples and chosen.status == sampling.FINE
+            output.token_ids.append(chosen.token_ids if fine else [])
+            output.logprobs.append(chosen.logprobs if fine else [])
             if chunk.samples and not fine:
-                output.errors[index] = _FAULTS[statuses[index]]
+                output.errors.setdefault(index, _FAULTS[chosen.status])
+            count = chunk.sequence.request.params.num_logprobs
+            if fine and count is not None:
+                first = self._sent.row_start[index]
+                output.candidates[index] = [
+                    self._likeliest.of_row(self._sent.ring_index, first + i, *pair, count)
+                    for i, pair in enumerate(zip(chosen.token_ids, chosen.logprobs, strict=True))
+                ]
         return output

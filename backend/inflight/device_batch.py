@@ -6,8 +6,11 @@ sent as one copy: what it computes, and what changed since the last one.
 
 from __future__ import annotations
 
+import enum
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import accumulate
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -15,6 +18,7 @@ import torch
 from torch import Tensor
 
 from inflight.batch import Batch
+from inflight.row_masks import RowMasks
 from inflight.sequence import Sequence
 from inflight_kernels import batch_state, cache, sampling
 from inflight_kernels.batch_state import FROM_DEVICE, BatchState, Step, StepLayout
@@ -26,8 +30,39 @@ RING = 3
 # long prompts, found in the prefix cache, exceeds.
 _UPDATE_WORDS = 1 << 18
 
+END_OF_TABLE = -1
+"""Stands behind a sequence's last block, for those who write ahead of the host."""
+
 _WISH_WORDS = sampling.WISH.itemsize // 4
 _Ints = npt.NDArray[np.int32]
+
+
+class Needs(enum.Flag):
+    """What choices need beyond the logits and a temperature. Most need nothing of it."""
+
+    NOTHING = 0
+    FILTERS = enum.auto()  # top_k, top_p, min_p
+    RARE_FILTERS = enum.auto()  # typical_p, top_n_sigma, XTC
+    PENALTIES = enum.auto()
+    MASKS = enum.auto()
+    LIKELIEST = enum.auto()  # log probabilities of other tokens, too
+
+    @classmethod
+    def of(cls, sequence: Sequence) -> Needs:
+        params = sequence.request.params
+        found = cls.NOTHING
+        if params.effective_temperature > 0.0:
+            if params.has_filters:
+                found |= cls.FILTERS
+            if params.has_rare_filters:
+                found |= cls.RARE_FILTERS
+        if params.has_penalties:
+            found |= cls.PENALTIES
+        if params.allowed_token_ids or sequence.grammar is not None:
+            found |= cls.MASKS
+        if params.num_logprobs is not None:
+            found |= cls.LIKELIEST
+        return found
 
 
 @dataclass(slots=True)
@@ -37,8 +72,7 @@ class _Resident:
     sequence: Sequence
     generation: int
     slot: int
-    has_filters: bool  # top_k, top_p or min_p cut what is drawn from
-    has_penalties: bool
+    needs: Needs
     num_blocks: int = 0
 
     @property
@@ -52,19 +86,40 @@ class Sent:
 
     Attributes:
         num_chunks, num_tokens, max_q_len: of the step.
+        row_start: [num_chunks + 1] chunk i has rows of logits row_start[i]:row_start[i + 1].
+        num_drafts: that any of its sequences is to have in its next step.
         ring_index: where in the ring its results will be.
-        has_filters, has_penalties: whether a chunk's choice needs them.
-        bans: [m] int32 on the device, tokens that chunks may not choose (see `StepLayout`); None if
-            each may choose all.
+        needs: of any of its choices.
+        bias_ids: [m] int32 on the device, tokens whose logits rows add to (see `StepLayout`); None
+            if none does.
+        biases: [m] float32, what they add; -inf bans a token.
     """
 
     num_chunks: int
     num_tokens: int
     max_q_len: int
+    row_start: list[int]
     ring_index: int
-    has_filters: bool
-    has_penalties: bool
-    bans: Tensor | None
+    needs: Needs
+    num_drafts: int
+    bias_ids: Tensor | None
+    biases: Tensor | None
+
+    @property
+    def num_rows(self) -> int:
+        """Of logits."""
+        return self.row_start[-1]
+
+
+class Chosen(NamedTuple):
+    """What a step chose for one chunk: the drafts that were right, and the token after them.
+
+    Nothing, where the chunk does not sample.
+    """
+
+    token_ids: list[int]
+    logprobs: list[float]
+    status: int  # of the last one
 
 
 class DeviceBatch:
@@ -76,10 +131,14 @@ class DeviceBatch:
         table_width: blocks of the longest sequence.
         vocab_size: of the model.
         device: the GPU.
+        max_rows: rows of logits in a step: one for each sequence, and for each draft.
+        max_drafts: of a sequence.
+        history_length: tokens of each sequence that the device keeps; 0 for none.
 
     Attributes:
         step, state: what kernels read (see `inflight_kernels.batch_state`).
         counts, prompt: of `sampling.sample`, a row per slot.
+        masks: of `sampling.sample`.
     """
 
     def __init__(
@@ -89,15 +148,24 @@ class DeviceBatch:
         table_width: int,
         vocab_size: int,
         device: torch.device,
+        max_rows: int = 0,
+        max_drafts: int = 0,
+        history_length: int = 0,
     ) -> None:
-        self._layout = StepLayout(max_num_seqs, max_batch_tokens, _UPDATE_WORDS)
+        self._layout = StepLayout(max_rows or max_num_seqs, max_batch_tokens, _UPDATE_WORDS)
         self._device = device
         self._vocab_size = vocab_size
         self.step = Step(self._layout, device)
-        self.state = BatchState(self._layout, max_num_seqs, table_width, RING, device)
+        self.state = BatchState(
+            self._layout, max_num_seqs, table_width, RING, device, max_drafts, history_length
+        )
         words = sampling.prompt_words(vocab_size)
         self.counts = torch.zeros(max_num_seqs, vocab_size, dtype=torch.int16, device=device)
         self.prompt = torch.zeros(max_num_seqs, words, dtype=torch.int32, device=device)
+        # Of slots, whose requests name the tokens that they allow; then of a step's grammars.
+        self.masks = torch.zeros(2 * max_num_seqs, words, dtype=torch.int32, device=device)
+        self._grammar_masks = self.masks[max_num_seqs:]
+        self._pinned_masks: Tensor | None = None
         self._pinned = torch.zeros(
             RING, self._layout.size, dtype=torch.int32, pin_memory=torch.cuda.is_available()
         )
@@ -108,20 +176,21 @@ class DeviceBatch:
         self._free = list(range(max_num_seqs))
         self._ring_index = 0
 
-    def send(self, batch: Batch, num_rows: int, kv_cache: Tensor) -> Sent:
+    def send(self, batch: Batch, size: int, *kv_caches: Tensor) -> Sent:
         """Bring a batch to the device, on the current stream: its copies, its diffs, its arrays.
 
         Args:
             batch: at least one chunk.
-            num_rows: its chunks and, if more, rows that fill up a CUDA graph.
-            kv_cache: [..., num_blocks, block_size, G, D].
+            size: of the CUDA graph that it goes to, whose tokens, rows and chunks it fills up; 0
+                for none.
+            kv_caches: [..., num_blocks, block_size, G, D] each.
         """
         self._ring_index = (self._ring_index + 1) % RING
         host = self._host[self._ring_index]
         changes = _Changes()
-        end = self._write_step(batch, num_rows, host, changes)
+        end, row_start = self._write_step(batch, size, host, changes)
         views: list[Tensor] = []
-        for values in (changes.places, changes.blocks, changes.slots, changes.wishes, changes.bans):
+        for values in changes.arrays():
             view = slice(end, end + len(values))
             if view.stop <= len(host):
                 host[view] = values
@@ -131,37 +200,82 @@ class DeviceBatch:
                 views.append(torch.tensor(values, dtype=torch.int32, device=self._device))
         pinned = self._pinned[self._ring_index]
         self.step.buffer[:end].copy_(pinned[:end], non_blocking=True)
-        places, blocks, slots, wishes, bans = views
+        places, blocks, slots, wishes, bias_ids, biases, history_places, history = views
         batch_state.write_tables(places, blocks, self.state.tables)
         batch_state.write_wishes(slots, wishes.view(-1, _WISH_WORDS), self.state.wishes)
+        if self.state.history is not None:
+            batch_state.write_tables(history_places, history, self.state.history)
         for first in range(0, len(batch.copies), cache.MAX_PAIRS):
             pairs = batch.copies[first : first + cache.MAX_PAIRS]
             sources, targets = torch.tensor(pairs, device=self._device).t().contiguous()
-            cache.copy_blocks(kv_cache, sources, targets)
+            for kv_cache in kv_caches:
+                cache.copy_blocks(kv_cache, sources, targets)
         lengths = [chunk.length for chunk in batch.chunks]
         return Sent(
             len(lengths),
             sum(lengths),
             max(lengths),
+            row_start,
             self._ring_index,
-            changes.has_filters,
-            changes.has_penalties,
-            bans if len(bans) else None,
+            changes.needs,
+            changes.num_drafts,
+            bias_ids if len(bias_ids) else None,
+            biases.view(torch.float32) if len(bias_ids) else None,
         )
 
-    def results(self, sent: Sent) -> tuple[list[int], list[float], list[int]]:
-        """Tokens, log probabilities and statuses of a step that has ended, one per chunk."""
-        tokens, logprobs, statuses = self._results[sent.ring_index, :, : sent.num_chunks]
-        return tokens.tolist(), logprobs.view(np.float32).tolist(), statuses.tolist()
+    def send_masks(self, batch: Batch, masks: RowMasks) -> None:
+        """Bring what grammars allow to the device, after `send` and before the choice of tokens."""
+        rows = [
+            (chunk, masks.of_row(index, 0))
+            for index, chunk in enumerate(batch.chunks)
+            if chunk.sequence.grammar is not None
+        ]
+        if not rows:
+            return
+        if self._pinned_masks is None:
+            self._pinned_masks = torch.zeros(
+                RING,
+                *self._grammar_masks.shape,
+                dtype=torch.int32,
+                pin_memory=torch.cuda.is_available(),
+            )
+        pinned = self._pinned_masks[self._ring_index, : len(rows)]
+        host = pinned.numpy()
+        for place, (chunk, words) in enumerate(rows):
+            if words is None:  # a chunk of a prompt chooses nothing
+                continue
+            host[place] = words
+            allowed = chunk.sequence.request.params.allowed_token_ids
+            if allowed:
+                host[place] &= allowed_mask(allowed, self._vocab_size)
+        self._grammar_masks[: len(rows)].copy_(pinned, non_blocking=True)
 
-    def _write_step(self, batch: Batch, num_rows: int, host: _Ints, changes: _Changes) -> int:
-        """Write a step's arrays. Returns where in `host` its tokens end."""
+    def results(self, sent: Sent) -> list[Chosen]:
+        """What became of each chunk of a step that has ended."""
+        tokens, logprobs, statuses, counts = self._results[sent.ring_index]
+        num_rows, num_chunks = sent.num_rows, sent.num_chunks
+        all_tokens = tokens[:num_rows].tolist()
+        all_logprobs = logprobs[:num_rows].view(np.float32).tolist()
+        all_statuses = statuses[:num_rows].tolist()
+        found = []
+        for first, count in zip(sent.row_start, counts[:num_chunks].tolist(), strict=False):
+            end = first + count
+            status = all_statuses[end - 1] if count else sampling.FINE
+            found.append(Chosen(all_tokens[first:end], all_logprobs[first:end], status))
+        return found
+
+    def _write_step(
+        self, batch: Batch, size: int, host: _Ints, changes: _Changes
+    ) -> tuple[int, list[int]]:
+        """Write a step's arrays. Returns where in `host` its tokens end, and row_start."""
         slots: list[int] = []
         sample_slots: list[int] = []
-        seq_lens: list[int] = []
+        starts: list[int] = []
         lengths: list[int] = []
         tokens: list[int] = []
-        ban_starts = [0]
+        row_start = [0]
+        bias_starts = [0]
+        special_rows: list[tuple[int, _Resident]] = []
         width = self.state.tables.shape[1]
         for chunk in batch.chunks:
             sequence = chunk.sequence
@@ -170,34 +284,59 @@ class DeviceBatch:
                 resident = self._admit(sequence, changes)
             if len(sequence.blocks) > resident.num_blocks:
                 changes.add_blocks(resident, width)
-            changes.has_filters |= resident.has_filters
-            changes.has_penalties |= resident.has_penalties
+            num_drafts = chunk.num_drafts
+            changes.num_drafts = max(changes.num_drafts, sequence.num_drafts)
             slots.append(resident.slot)
             sample_slots.append(resident.slot if chunk.samples else -1)
-            seq_lens.append(chunk.end)
             lengths.append(chunk.length)
             known = sequence.token_ids
             if chunk.start < len(known):
-                tokens += known[chunk.start : chunk.end]
+                starts.append(chunk.start)
+                tokens += known[chunk.start : chunk.end - num_drafts]
             else:
+                starts.append(FROM_DEVICE)
                 tokens.append(FROM_DEVICE)
-            if chunk.samples:
-                changes.bans += sequence.banned_tokens(chunk.end - sequence.num_prompt_tokens)
-            ban_starts.append(len(changes.bans))
-        spare = num_rows - len(slots)
+            if num_drafts:
+                tokens += [FROM_DEVICE] * num_drafts
+            if resident.needs:
+                changes.needs |= resident.needs
+                special_rows += [(row_start[-1] + i, resident) for i in range(1 + num_drafts)]
+            row_start.append(row_start[-1] + 1 + num_drafts)
+            num_unknown = chunk.end - num_drafts - len(known)
+            for row in range(1 + num_drafts):
+                if chunk.samples:
+                    said = sequence.shaping.of_row(known, (), num_unknown + row)
+                    if said.token_ids:
+                        changes.bias_ids += said.token_ids
+                        changes.biases += said.biases
+                bias_starts.append(len(changes.bias_ids))
+        num_tokens, num_rows = len(tokens), row_start[-1]
         arrays: dict[str, list[int]] = {
-            "header": [len(slots), self._ring_index],
+            "header": [len(slots), self._ring_index, num_tokens, num_rows],
             "slots": slots,
             "sample_slots": sample_slots,
-            "seq_lens": seq_lens + [0] * spare,
-            "query_start": [0, *accumulate(lengths)] + [len(tokens)] * spare,
-            "ban_starts": ban_starts + ban_starts[-1:] * spare,
+            "starts": starts,
+            "query_start": [0, *accumulate(lengths)] + [num_tokens] * (size - len(slots)),
+            "row_start": row_start,
+            "bias_starts": bias_starts + bias_starts[-1:] * (size - num_rows),
             "tokens": tokens,
         }
+        if changes.needs & (Needs.MASKS | Needs.LIKELIEST):
+            masks, likeliest = [-1] * num_rows, [-1] * num_rows
+            num_grammars = 0
+            for row, resident in special_rows:
+                if resident.sequence.grammar is not None:
+                    masks[row] = len(self._grammar_masks) + num_grammars
+                    num_grammars += 1
+                elif resident.needs & Needs.MASKS:
+                    masks[row] = resident.slot
+                if resident.needs & Needs.LIKELIEST:
+                    likeliest[row] = resident.sequence.request.params.num_logprobs or 0
+            arrays |= {"mask_rows": masks, "num_likeliest": likeliest}
         for name, values in arrays.items():
             first, _ = self._offsets[name]
             host[first : first + len(values)] = values
-        return self._offsets["tokens"][0] + len(tokens)
+        return self._offsets["tokens"][0] + num_tokens, row_start
 
     def _admit(self, sequence: Sequence, changes: _Changes) -> _Resident:
         """Give a sequence a slot, and the device what it must know of it."""
@@ -216,14 +355,22 @@ class DeviceBatch:
             sequence,
             sequence.generation,
             self._free.pop(),
-            has_filters=params.top_k > 0 or params.top_p < 1.0 or params.min_p > 0.0,
-            has_penalties=params.has_penalties,
+            Needs.of(sequence),
         )
         self._residents[sequence.request_id] = resident
         changes.slots.append(resident.slot)
         changes.wishes += _wish(sequence, resident.slot)
+        if self.state.history is not None:
+            length = self.state.history.shape[1]
+            known = sequence.token_ids[:length]
+            first = resident.slot * length
+            changes.history_places += range(first, first + len(known))
+            changes.history += known
         if params.has_penalties:
             self._count(sequence, resident.slot)
+        if params.allowed_token_ids:
+            mask = allowed_mask(params.allowed_token_ids, self._vocab_size)
+            self.masks[resident.slot].copy_(torch.from_numpy(mask))
         return resident
 
     def _count(self, sequence: Sequence, slot: int) -> None:
@@ -244,17 +391,34 @@ class _Changes:
     Attributes:
         places, blocks: entries of block tables.
         slots, wishes: of sequences that are new.
-        bans: tokens that the step's chunks may not choose.
-        has_filters, has_penalties: see `Sent`.
+        bias_ids, biases: of the step's rows.
+        history_places, history: tokens of sequences that are new.
+        needs, num_drafts: see `Sent`.
     """
 
     places: list[int] = field(default_factory=list)
     blocks: list[int] = field(default_factory=list)
     slots: list[int] = field(default_factory=list)
     wishes: list[int] = field(default_factory=list)
-    bans: list[int] = field(default_factory=list)
-    has_filters: bool = False
-    has_penalties: bool = False
+    bias_ids: list[int] = field(default_factory=list)
+    biases: list[float] = field(default_factory=list)
+    history_places: list[int] = field(default_factory=list)
+    history: list[int] = field(default_factory=list)
+    needs: Needs = Needs.NOTHING
+    num_drafts: int = 0
+
+    def arrays(self) -> tuple[list[int], ...]:
+        """All of them, in the order in which they are sent."""
+        return (
+            self.places,
+            self.blocks,
+            self.slots,
+            self.wishes,
+            self.bias_ids,
+            np.array(self.biases, np.float32).view(np.int32).tolist(),
+            self.history_places,
+            self.history,
+        )
 
     def add_blocks(self, resident: _Resident, table_width: int) -> None:
         blocks = resident.sequence.blocks
@@ -262,6 +426,17 @@ class _Changes:
         self.places += range(first + resident.num_blocks, first + len(blocks))
         self.blocks += blocks[resident.num_blocks :]
         resident.num_blocks = len(blocks)
+        if len(blocks) < table_width:  # what follows is another sequence's
+            self.places.append(first + len(blocks))
+            self.blocks.append(END_OF_TABLE)
+
+
+def allowed_mask(token_ids: Iterable[int], vocab_size: int) -> _Ints:
+    """[prompt_words(vocab_size)] bits of the tokens that may be chosen."""
+    known = np.array([token_id for token_id in token_ids if token_id < vocab_size], np.int64)
+    mask = np.zeros(sampling.prompt_words(vocab_size), np.uint32)
+    np.bitwise_or.at(mask, known // 32, np.uint32(1) << (known % 32).astype(np.uint32))
+    return mask.view(np.int32)
 
 
 def _wish(sequence: Sequence, slot: int) -> list[int]:
@@ -273,6 +448,10 @@ def _wish(sequence: Sequence, slot: int) -> list[int]:
     wish["top_k"] = params.top_k
     wish["top_p"] = params.top_p
     wish["min_p"] = params.min_p
+    wish["typical_p"] = params.typical_p
+    wish["top_n_sigma"] = params.top_n_sigma
+    wish["xtc_threshold"] = params.xtc_threshold
+    wish["xtc_probability"] = params.xtc_probability
     wish["repetition"] = params.repetition_penalty
     wish["presence"] = params.presence_penalty
     wish["frequency"] = params.frequency_penalty

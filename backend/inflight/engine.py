@@ -1,8 +1,9 @@
 """The engine: requests in, token events out. One thread calls it; it knows no process, no socket
 and no Triton.
 
+    speculation.plan(running)                 how many tokens to draft: as many as pay
     batch   = scheduler.schedule()            admit, budget, allocate: counts only
-    pending = runner.launch(batch)            all device work: forward, sample -> ids
+    pending = runner.launch(batch)            all device work: draft, forward, sample -> ids
     output  = pending.result()                of an earlier batch, if the runner works ahead
     moved   = scheduler.commit(batch, output) append, register full blocks
     events  = outputs.collect(moved)          text, stop strings, what may be released
@@ -20,21 +21,32 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from inflight.batch import Batch, StepOutput
 from inflight.config import EngineConfig
 from inflight.delivery import DeliveryWatch
 from inflight.errors import CapacityError, EngineError, InflightError, RequestError
 from inflight.output import OutputStage, bad_word_ids
-from inflight.request import FinishReason, Request, TokenEvent
+from inflight.request import AUTO_DRAFTS, FinishReason, Request, TokenEvent
 from inflight.runner import PendingStep, Runner
+from inflight.sampling import DRY_SEQUENCE_BREAKERS
 from inflight.scheduler import Scheduler
-from inflight.sequence import Sequence
+from inflight.sequence import Sequence, Status
+from inflight.speculation import Speculation
 from inflight.stats import Stats
+from inflight.structured.guide import GUIDE_FIELD, StructuredOutput
+from inflight.text.breakers import Breakers
 from inflight.text.detokenize import Detokenizer
 from inflight.text.tokenizer import Tokenizer
 
+if TYPE_CHECKING:
+    from inflight.grammars import Grammars
+    from inflight.structured.matcher import Matcher
+
 logger = logging.getLogger(__name__)
+
+_COMPILING_POLL_S = 0.001
 
 MAX_FAILURES_IN_A_ROW = 8
 """Steps, with none between them that worked: no bad request does that, but a lost GPU does."""
@@ -83,27 +95,43 @@ class Engine:
             max_prefill_chunk=config.max_prefill_chunk,
             max_waiting=config.max_waiting,
             prefix_cache=config.prefix_cache,
+            max_draft_tokens=config.max_draft_tokens,
         )
-        self.outputs = OutputStage(Detokenizer(tokenizer) if tokenizer else None)
+        detokenizer = Detokenizer(tokenizer) if tokenizer else None
+        self.outputs = OutputStage(detokenizer)
+        self.breakers: Breakers | None = None
+        if tokenizer is not None and detokenizer is not None:
+            self.breakers = Breakers(tokenizer, detokenizer)
         self.delivery = DeliveryWatch()
+        self.speculation = _speculation(config, runner)
+        self.grammars: Grammars | None = None
         self.num_steps = 0
         self.draining = False  # whether new requests are refused, since the server is stopping
         self._num_output_tokens = 0
+        self._num_drafted_tokens = 0
+        self._num_accepted_tokens = 0
         self._failures_in_a_row = 0
         self._clock = clock
         self._sequences: dict[int, Sequence] = {}
+        self._held: dict[int, list[Sequence]] = {}  # by the sibling whose prompt they wait for
         self._in_flight: deque[_Launched] = deque()  # oldest first
         self._last_result = 0.0  # when it was taken
 
     @property
     def has_work(self) -> bool:
         """Whether `step` would launch a batch or take a result."""
-        return bool(self._in_flight or self.scheduler.running or self.scheduler.waiting)
+        scheduler = self.scheduler
+        return bool(self._in_flight or scheduler.running or scheduler.waiting or self._held)
 
     @property
     def is_broken(self) -> bool:
         """Whether steps fail whatever is in them, as all do after an error of a GPU."""
         return self._failures_in_a_row >= MAX_FAILURES_IN_A_ROW
+
+    @property
+    def is_compiling(self) -> bool:
+        """Whether some request waits for its grammar, which `sweep` finds."""
+        return self.grammars is not None and self.grammars.num_waiting > 0
 
     @property
     def has_suspended(self) -> bool:
@@ -122,8 +150,54 @@ class Engine:
         if request.request_id in self._sequences:
             raise RequestError(f"the request id {request.request_id} is in use")
         sequence = self._sequence(request)
-        self.scheduler.add(sequence)
+        if request.structured is None or self._has_grammar(sequence, request.structured):
+            self._queue(sequence)
+        if self.speculation is not None:
+            self.speculation.add(sequence)
         self._sequences[request.request_id] = sequence  # only now: a refusal leaves nothing behind
+
+    def _queue(self, sequence: Sequence) -> None:
+        """Let a sequence wait for its turn; or first for the prompt that a sibling computes.
+
+        Raises:
+            RequestError, CapacityError: see `Scheduler.add`.
+        """
+        sibling = self._sequences.get(sequence.request.sibling or 0)
+        if sibling is not None and not sibling.num_output_tokens:
+            self._held.setdefault(sibling.request_id, []).append(sequence)
+        else:
+            self.scheduler.add(sequence)
+
+    def _release(self, request_id: int) -> list[TokenEvent]:
+        """Queue those who waited for this request's prompt; the events of who is refused."""
+        refused = []
+        for sequence in self._held.pop(request_id, ()):
+            if sequence.status is Status.FINISHED:
+                continue
+            try:
+                self.scheduler.add(sequence)
+            except InflightError as reason:
+                refused.append(self._fail(sequence, reason))
+        return refused
+
+    def _has_grammar(self, sequence: Sequence, wish: StructuredOutput) -> bool:
+        """Whether a request's grammar is there already; `sweep` looks for it otherwise."""
+        if self.tokenizer is None:
+            raise RequestError("this model has no tokenizer, so it knows ids only", GUIDE_FIELD)
+        if sequence.request.params.ignore_eos:
+            raise RequestError(
+                "does not go together with a grammar, which says when it ends", "ignore_eos"
+            )
+        if self.grammars is None:
+            from inflight.grammars import Grammars  # and llguidance: not without need
+
+            self.grammars = Grammars(self.tokenizer, self.runner.vocab_size, self.eos_token_ids)
+        return self.grammars.submit(sequence, wish)
+
+    def close(self) -> None:
+        """End what runs beside the engine."""
+        if self.grammars is not None:
+            self.grammars.close()
 
     def cancel(self, request_id: int) -> list[TokenEvent]:
         """End a request and free its blocks; no events when it has ended already."""
@@ -162,22 +236,42 @@ class Engine:
         Returns:
             What the result, or a failed launch, did for each request that it touched.
         """
+        events: list[TokenEvent] = []
+        for request_id in [key for key in self._held if key not in self._sequences]:
+            events += self._release(request_id)
+        if self.speculation is not None:
+            self.speculation.plan(self.scheduler.running)
         batch = self.scheduler.schedule()
-        events = self._launch(batch) if batch.chunks else []
+        if batch.chunks:
+            events += self._launch(batch)
         if len(self._in_flight) > (self.runner.steps_ahead if batch.chunks else 0):
             events += self._take(self._in_flight.popleft())
         return events
 
     def sweep(self) -> list[TokenEvent]:
-        """Set aside requests whose consumer fell silent, end those that stay silent."""
+        """What time brings: set aside requests whose consumer fell silent, end those that stay
+        silent, begin those whose grammar has been compiled."""
         now = self._clock()
+        compiled = [] if self.grammars is None else self._begin(self.grammars)
         for request_id in self.delivery.overdue(now):
             self.scheduler.suspend(self._sequences[request_id])
-        return [
+        return compiled + [
             event
             for request_id in self.delivery.abandoned(now)
             for event in self.cancel(request_id)
         ]
+
+    def _begin(self, grammars: Grammars) -> list[TokenEvent]:
+        """Queue the requests whose grammar is there; the events of those that are refused."""
+        refused = []
+        for sequence, error in grammars.poll():
+            try:
+                if error is not None:
+                    raise error
+                self._queue(sequence)
+            except InflightError as reason:
+                refused.append(self._fail(sequence, reason))
+        return refused
 
     def stats(self) -> Stats:
         return Stats(
@@ -191,6 +285,8 @@ class Engine:
             num_prompt_tokens=self.scheduler.num_prompt_tokens,
             num_output_tokens=self._num_output_tokens,
             num_cached_tokens=self.scheduler.num_cached_tokens,
+            num_drafted_tokens=self._num_drafted_tokens,
+            num_accepted_tokens=self._num_accepted_tokens,
         )
 
     def _sequence(self, request: Request) -> Sequence:
@@ -212,17 +308,11 @@ class Engine:
                 f"your prompt has {length}; allowed: {self.max_model_len - 1} and one to generate",
                 "input_ids",
             )
-        if params.end_id is not None and params.end_id >= self.runner.vocab_size:
-            raise RequestError(
-                f"{params.end_id} is not in the vocabulary; "
-                f"allowed: 0 to {self.runner.vocab_size - 1}",
-                "end_id",
-            )
-        if self.tokenizer is None and (params.stop_words or params.bad_words):
-            raise RequestError(
-                "this model has no tokenizer, so it knows ids only",
-                "stop_words" if params.stop_words else "bad_words",
-            )
+        params.check_vocabulary(self.runner.vocab_size)
+        if self.tokenizer is None:
+            for name in ("stop_words", "bad_words", "dry_sequence_breakers"):
+                if getattr(params, name):
+                    raise RequestError("this model has no tokenizer, so it knows ids only", name)
         wanted = params.max_tokens
         if wanted is None:
             wanted = max(self.config.default_max_tokens, params.min_tokens)
@@ -231,12 +321,19 @@ class Engine:
             wanted = max(1, min(wanted, pool - length))
         ends = self.eos_token_ids if params.end_id is None else self.eos_token_ids | {params.end_id}
         banned = bad_word_ids(self.tokenizer, params.bad_words) if self.tokenizer else ()
+        breakers: frozenset[int] = frozenset()
+        if self.breakers is not None and params.has_dry:
+            wanted_breakers = params.dry_sequence_breakers
+            if wanted_breakers is None:
+                wanted_breakers = DRY_SEQUENCE_BREAKERS
+            breakers = self.breakers.ids(wanted_breakers)
         return Sequence(
             request,
             max_tokens=min(wanted, room),
             seed=secrets.randbits(64) if params.seed is None else params.seed,
             eos_token_ids=ends,
             bad_word_ids=banned,
+            breaker_ids=breakers,
         )
 
     def _launch(self, batch: Batch) -> list[TokenEvent]:
@@ -259,18 +356,44 @@ class Engine:
         self._failures_in_a_row = 0
         failed = self._fail_some(batch, output)
         advanced = self.scheduler.commit(batch, output)
+        if self.speculation is not None:
+            self.speculation.observe(batch, output)
+        for sequence in advanced:
+            if sequence.grammar is not None:
+                failed += self._walk(sequence, sequence.grammar.matcher)
+            if sequence.request_id in self._held:
+                failed += self._release(sequence.request_id)
+        advanced = [one for one in advanced if one.status is not Status.FINISHED]
         events = self.outputs.collect(advanced)
         for sequence in advanced:
             if sequence.finish_reason is not None:
                 self._close(sequence)
         self.num_steps += 1
-        self._num_output_tokens += len(advanced)
+        self._num_output_tokens += sum(len(one.last_logprobs) for one in advanced)
+        self._num_drafted_tokens += sum(output.num_drafted.values())
+        self._num_accepted_tokens += sum(
+            len(output.token_ids[index]) - 1 for index in output.num_drafted
+        )
         now = self._clock()
         # Of two steps in flight, the second one starts when the first one ends.
         self.delivery.stepped(now - max(launched.time, self._last_result))
         self._last_result = now
         self._watch(events, now)
         return events + failed
+
+    def _walk(self, sequence: Sequence, grammar: Matcher) -> list[TokenEvent]:
+        """Take what was chosen, up to the output's end; the event of the failure if it fails."""
+        taken: list[int] = []
+        for token_id in sequence.token_ids[-len(sequence.last_logprobs) :]:
+            taken.append(token_id)
+            if token_id in grammar.end_ids:
+                break
+        try:
+            grammar.advance(taken)
+            sequence.is_complete = grammar.is_finished
+        except EngineError as error:
+            return [self._fail(sequence, error)]
+        return []
 
     def _watch(self, events: list[TokenEvent], now: float) -> None:
         for event in events:
@@ -293,7 +416,7 @@ class Engine:
         error = EngineError("the step that held this request failed; it is safe to send it again")
         return [self._fail(chunk.sequence, error) for chunk in batch.chunks if not chunk.is_stale]
 
-    def _fail(self, sequence: Sequence, error: EngineError) -> TokenEvent:
+    def _fail(self, sequence: Sequence, error: InflightError) -> TokenEvent:
         self._close(sequence)
         return TokenEvent.failed(sequence.request_id, error)
 
@@ -302,7 +425,26 @@ class Engine:
         self.scheduler.finish(sequence)
         self.outputs.forget(sequence)
         self.delivery.finished(sequence.request_id)
+        self.runner.forget(sequence)
+        if self.speculation is not None:
+            self.speculation.forget(sequence)
+        if self.grammars is not None:
+            self.grammars.forget(sequence)
         self._sequences.pop(sequence.request_id, None)
+
+
+def _speculation(config: EngineConfig, runner: Runner) -> Speculation | None:
+    """None where nothing is drafted."""
+    settings = config.speculation
+    if settings is None or runner.step_costs is None:
+        return None
+    default = {"auto": AUTO_DRAFTS, "off": 0}.get(str(settings.default))
+    return Speculation(
+        runner.step_costs,
+        settings.max_drafts,
+        int(settings.default) if default is None else default,
+        with_host=runner.steps_ahead == 0,
+    )
 
 
 def generate(engine: Engine, requests: Iterable[Request]) -> dict[int, list[int]]:
@@ -315,8 +457,10 @@ def generate(engine: Engine, requests: Iterable[Request]) -> dict[int, list[int]
     for request in requests:
         engine.submit(request)
         outputs[request.request_id] = []
-    while engine.has_work:
-        for event in engine.step():
+    while engine.has_work or engine.is_compiling:
+        if not engine.has_work:
+            time.sleep(_COMPILING_POLL_S)
+        for event in engine.sweep() + engine.step():
             if event.error is not None:
                 raise InflightError(event.error)
             outputs[event.request_id] += event.token_ids

@@ -51,6 +51,7 @@ FIRST_FRONT_GRACE_S = 30.0
 # A peer that reads nothing for this many frames is cut: its frames would fill our memory.
 MAX_OUTBOX = 100_000
 IDLE_POLL_S = 0.05
+COMPILING_POLL_S = 0.002
 
 
 class Peer:
@@ -222,6 +223,8 @@ class EngineProcess:
         if not self._engine.has_work:
             # Suspended requests come back by a command or end by time.
             timeout = IDLE_POLL_S if self._engine.has_suspended else None
+            if self._engine.is_compiling:
+                timeout = COMPILING_POLL_S
             with contextlib.suppress(queue.Empty):
                 self._apply(*inbox.get(timeout=timeout))
         while not inbox.empty():

@@ -13,7 +13,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from inflight.request import FinishReason, TokenEvent
+import msgspec
+
+from inflight.request import Candidate, FinishReason, TokenEvent
 from inflight.sequence import Sequence
 from inflight.text.detokenize import Detokenizer
 from inflight.text.tokenizer import Tokenizer
@@ -43,6 +45,7 @@ class OutputStage:
         - a stop word: STOP. Its tokens are released, its text and what follows are trimmed. A stop
           word that is the name of a special token stands for that token.
         - max_tokens: LENGTH.
+        - the end of what the request's grammar allows: STOP.
 
         The first two count from the token after the first `min_tokens` on.
 
@@ -70,7 +73,17 @@ class OutputStage:
 class _Output:
     """One sequence's output: tokens [0, released) are out, [released, seen) are held back."""
 
-    __slots__ = ("detokenizer", "ends", "min_tokens", "released", "seen", "text", "whole", "window")
+    __slots__ = (
+        "candidates",
+        "detokenizer",
+        "ends",
+        "min_tokens",
+        "released",
+        "seen",
+        "text",
+        "whole",
+        "window",
+    )
 
     def __init__(
         self, sequence: Sequence, detokenizer: Detokenizer | None, whole: _WholePieces | None
@@ -82,6 +95,10 @@ class _Output:
         self.released = 0
         self.seen = 0
         self.window: list[int] = []
+        # Of the tokens from `released` on; None where nothing is asked of them.
+        self.candidates: list[list[Candidate]] | None = None
+        if params.num_logprobs is not None:
+            self.candidates = []
         self.text: _HeldText | None = None
         self.ends = frozenset() if params.ignore_eos else sequence.eos_token_ids
         if detokenizer is not None:
@@ -95,10 +112,13 @@ class _Output:
     def advance(self, sequence: Sequence) -> TokenEvent | None:
         first = sequence.num_prompt_tokens
         token_ids = sequence.token_ids
+        if self.candidates is not None:
+            self.candidates += sequence.last_candidates
         if self.text is None:
             new = token_ids[first + self.seen :]
             seen = self.seen + len(new)
-            if seen < sequence.max_tokens and self.ends.isdisjoint(new):
+            is_last = seen >= sequence.max_tokens or sequence.is_complete
+            if not is_last and self.ends.isdisjoint(new):
                 self.seen = seen
                 return self._event(sequence, new, seen)
         reason: FinishReason | None = None
@@ -117,11 +137,17 @@ class _Output:
                 reason = FinishReason.LENGTH
             if reason is not None:
                 break
+        if reason is None and sequence.is_complete:
+            reason = FinishReason.STOP
         if reason is None:
             num_held = 0 if self.text is None else self.text.release()
             new = token_ids[first + self.released : first + self.seen - num_held]
             return self._event(sequence, new, self.seen - num_held) if new else None
-        del token_ids[first + self.seen :]
+        num_cut = len(token_ids) - first - self.seen
+        if num_cut:  # drafts that were right, behind the end
+            del token_ids[-num_cut:]
+            sequence.cumulative_logprob -= sum(sequence.last_logprobs[-num_cut:])
+            del sequence.last_logprobs[-num_cut:]
         sequence.finish_reason = reason
         trim = 0
         rest = token_ids[first + self.released :]
@@ -156,6 +182,10 @@ class _Output:
         self.released = position
         if self.whole is not None and reason is None:
             self.window = self.whole.window_after(window, new)
+        candidates: list[list[Candidate]] = []
+        if self.candidates is not None:
+            candidates = [self._with_texts(one) for one in self.candidates[: len(new)]]
+            self.candidates = self.candidates[len(new) :]
         return TokenEvent(
             sequence.request_id,
             new,
@@ -165,7 +195,23 @@ class _Output:
             reason,
             sequence.cumulative_logprob,
             sequence.num_cached_tokens,
+            candidates,
+            *(_drafts(sequence) if reason is not None else ()),
         )
+
+    def _with_texts(self, candidates: list[Candidate]) -> list[Candidate]:
+        detokenizer = self.detokenizer
+        if detokenizer is None:
+            return candidates
+        return [
+            msgspec.structs.replace(one, text=detokenizer.name(one.token_id)) for one in candidates
+        ]
+
+
+def _drafts(sequence: Sequence) -> tuple[int | None, int, int]:
+    """num_drafted, num_accepted and num_steps of the last event."""
+    drafted = sequence.num_drafted or None
+    return drafted, sequence.num_accepted, sequence.num_steps
 
 
 class _WholePieces(dict[int, bool]):

@@ -8,6 +8,10 @@ import msgspec
 
 from inflight.errors import InflightError
 from inflight.sampling import SamplingParams
+from inflight.structured.guide import StructuredOutput
+
+AUTO_DRAFTS = -1
+"""Drafts as far as they pay (see `speculation`)."""
 
 
 class FinishReason(enum.StrEnum):
@@ -28,6 +32,11 @@ class Request(msgspec.Struct, frozen=True):
         cache_salt: requests share cached prefixes only with requests of the same salt.
         acknowledged: a detokenizer reports what it delivered; when it falls silent, the consumer
             is gone and the request is set aside (see `delivery`).
+        speculation: tokens to draft in each step, AUTO_DRAFTS for as many as pay, 0 for none; None
+            for the engine's default. Changes how fast an output comes, never what it is.
+        structured: what the output must match; None for any text.
+        sibling: id of another request with the same prompt, sent before this one: this one begins
+            when the prompt stands in the prefix cache.
     """
 
     request_id: int
@@ -35,6 +44,43 @@ class Request(msgspec.Struct, frozen=True):
     params: SamplingParams
     cache_salt: str = ""
     acknowledged: bool = False
+    speculation: int | None = None
+    structured: StructuredOutput | None = None
+    sibling: int | None = None
+
+
+class Candidate(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """A token that might stand at a place in the output, and what the model thinks of it.
+
+    Attributes:
+        token_id: the token.
+        logprob: log-probability under the model's own distribution, before penalties, biases and
+            temperature.
+        rank: 1 for the likeliest; of equally likely ones the smaller id comes first.
+        text: its text by itself, with U+FFFD for what is no whole character.
+    """
+
+    token_id: int
+    logprob: float
+    rank: int
+    text: str = ""
+
+    @staticmethod
+    def ranked(
+        token_id: int, logprob: float, rank: int, ids: list[int], logprobs: list[float]
+    ) -> list[Candidate]:
+        """What is reported of one output token: itself, then the likeliest ones but for itself.
+
+        Args:
+            token_id, logprob, rank: of the token that was chosen.
+            ids, logprobs: of the likeliest ones, in order.
+        """
+        likeliest = [
+            Candidate(id_, value, place)
+            for place, (id_, value) in enumerate(zip(ids, logprobs, strict=True), 1)
+            if id_ != token_id
+        ]
+        return [Candidate(token_id, logprob, rank), *likeliest]
 
 
 class TokenEvent(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
@@ -49,6 +95,10 @@ class TokenEvent(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
         finish_reason: set on the last event of a request that ended well.
         cumulative_logprob: sum of the chosen tokens' log-probabilities so far.
         num_cached_tokens: prompt tokens that came from the prefix cache.
+        candidates: of each of `token_ids` what num_logprobs asks for: the token itself, then the
+            likeliest ones; [] where nothing was asked for.
+        num_drafted, num_accepted, num_steps: at the end, drafts that were checked, those of them
+            that were right, and steps that chose tokens; num_drafted is None without drafts.
         error_kind, error: set on the last event of a request that failed (see `errors`).
     """
 
@@ -60,6 +110,10 @@ class TokenEvent(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     finish_reason: FinishReason | None = None
     cumulative_logprob: float = 0.0
     num_cached_tokens: int = 0
+    candidates: list[list[Candidate]] = []
+    num_drafted: int | None = None
+    num_accepted: int = 0
+    num_steps: int = 0
     error_kind: str | None = None
     error: str | None = None
 

@@ -19,6 +19,7 @@ from inflight.checkpoint import Checkpoint
 from inflight.config import GPU_BLOCK_SIZES, GPU_CAPABILITY, GPU_HEAD_DIMS, EngineConfig
 from inflight.model.config import ModelConfig, read_config
 from inflight.sequence import Sequence
+from inflight.speculation import StepCosts
 
 Progress = Callable[[str, float], None]
 
@@ -45,15 +46,18 @@ class Runner(Protocol):
         vocab_size: token ids are below it.
         steps_ahead: steps that may be launched before the result of the one before them is taken.
             With 0 the host knows all tokens of a batch that it launches.
+        step_costs: what steps take, if it has a drafter; None if it has none, and then no chunk may
+            have drafts.
     """
 
     num_blocks: int
     block_size: int
     vocab_size: int
     steps_ahead: int
+    step_costs: StepCosts | None
 
     def launch(self, batch: Batch) -> PendingStep:
-        """Copy the batch's blocks, compute its tokens, choose the next ones.
+        """Copy the batch's blocks, draft tokens, compute the batch's, choose the next ones.
 
         Batches are computed in the order of their launches. All that a step needs of its sequences
         (tokens, block tables) is read here: the host goes on to change them.
@@ -61,6 +65,9 @@ class Runner(Protocol):
         Raises:
             Exception: the runner is broken, as in `PendingStep.result`.
         """
+
+    def forget(self, sequence: Sequence) -> None:
+        """A sequence has ended: drop what is kept of it; idempotent."""
 
 
 def place(config: EngineConfig, checkpoint: Checkpoint) -> EngineConfig:
@@ -151,10 +158,14 @@ class EchoRunner:
         self.block_size = config.block_size
         self.vocab_size = model.vocab_size
         self.steps_ahead = 0
+        self.step_costs: StepCosts | None = None
 
     def launch(self, batch: Batch) -> Done:
         token_ids = [[_echo(chunk.sequence)] if chunk.samples else [] for chunk in batch.chunks]
         return Done(StepOutput(token_ids, [[0.0] * len(ids) for ids in token_ids]))
+
+    def forget(self, sequence: Sequence) -> None:
+        pass
 
 
 def _echo(sequence: Sequence) -> int:

@@ -47,6 +47,7 @@ class Scheduler:
         max_prefill_chunk: tokens of one prompt in one step; None for the whole budget.
         max_waiting: requests that may queue.
         prefix_cache: reuse blocks of equal prefixes.
+        max_draft_tokens: drafted tokens in one step; the first to be admitted get theirs.
 
     Attributes:
         num_preemptions: how often a running sequence lost its blocks to an older one.
@@ -64,6 +65,7 @@ class Scheduler:
         max_prefill_chunk: int | None = None,
         max_waiting: int = 1024,
         prefix_cache: bool = True,
+        max_draft_tokens: int = 256,
     ) -> None:
         self.num_preemptions = 0
         self.num_prompt_tokens = 0
@@ -75,6 +77,7 @@ class Scheduler:
         self._max_chunk = max_prefill_chunk or max_batch_tokens
         self._max_waiting = max_waiting
         self._prefix_cache = prefix_cache
+        self._max_draft_tokens = max_draft_tokens
         self._waiting: OrderedDict[int, Sequence] = OrderedDict()
         self._running: OrderedDict[int, Sequence] = OrderedDict()  # in order of admission
         self._suspended: dict[int, Sequence] = {}
@@ -135,7 +138,8 @@ class Scheduler:
     def schedule(self) -> Batch:
         """Plan one step: running sequences first, then new ones as long as there is room.
 
-        Each running sequence that decodes gets its token. Prompts share the rest of the budget:
+        Each running sequence that decodes gets its token and, as far as its limit and the pool
+        leave room, the drafts that it wants. Prompts share the rest of the budget:
         in order of admission each takes half of what is left, so that a long one delays those
         behind it but does not shut them out; what is left in the end goes to the last.
         """
@@ -143,6 +147,9 @@ class Scheduler:
         prefills: list[Sequence] = []
         preempted = self.num_preemptions
         size = self._pool.block_size
+        # Every running sequence has its token first.
+        drafts_left = min(self._max_draft_tokens, self._max_batch_tokens - len(self._running))
+        num_drafted = 0
         for sequence in list(self._running.values()):
             if sequence.status is not Status.RUNNING:
                 continue  # an older one has taken its blocks in this very loop
@@ -153,11 +160,16 @@ class Scheduler:
             elif num_in_flight and (sequence.needs_host or num_tokens >= sequence.max_length):
                 continue  # waits for its commit
             elif start < len(sequence.blocks) * size or self._grow(sequence):
-                chunks.append(Chunk(sequence, start, 1, True, sequence.generation))
-                sequence.num_computed = start + 1
-                sequence.num_in_flight = num_in_flight + 1
+                drafts = 0
+                if sequence.num_drafts:
+                    drafts = self._room_for_drafts(sequence, drafts_left - num_drafted)
+                    num_drafted += drafts
+                length = 1 + drafts
+                chunks.append(Chunk(sequence, start, length, True, sequence.generation, drafts))
+                sequence.num_computed = start + length
+                sequence.num_in_flight = num_in_flight + length
 
-        budget = self._max_batch_tokens - len(chunks)
+        budget = self._max_batch_tokens - len(chunks) - num_drafted
         lengths = []
         for sequence in prefills:
             lengths.append(self._share(sequence, budget))
@@ -193,7 +205,7 @@ class Scheduler:
             The sequences that got tokens, in batch order.
 
         Raises:
-            EngineError: the runner chose no token for a sequence, or several.
+            EngineError: the runner chose no token for a sequence, or more than it was asked for.
         """
         advanced = []
         size = self._pool.block_size
@@ -202,20 +214,31 @@ class Scheduler:
             sequence = chunk.sequence
             if chunk.generation != sequence.generation or index in errors:
                 continue
-            if self._prefix_cache and (chunk.start + chunk.length) % size < chunk.length:
-                self._register(sequence, chunk)
-            if not chunk.samples:
-                continue
-            token_ids = output.token_ids[index]
-            if len(token_ids) != 1:
-                raise EngineError(
-                    f"the runner chose {len(token_ids)} tokens for request "
-                    f"{sequence.request_id}; allowed: 1"
-                )
-            sequence.token_ids.append(token_ids[0])
-            sequence.num_in_flight -= 1
-            sequence.cumulative_logprob += output.logprobs[index][0]
-            advanced.append(sequence)
+            end, length, num_drafts = chunk.end, chunk.length, chunk.num_drafts
+            if chunk.samples:
+                token_ids = output.token_ids[index]
+                num_accepted = len(token_ids) - 1
+                if not 0 <= num_accepted <= num_drafts:
+                    raise EngineError(
+                        f"the runner chose {len(token_ids)} tokens for request "
+                        f"{sequence.request_id}; allowed: 1 to {1 + num_drafts}"
+                    )
+                # What was known, and the drafts that were right, stands in the pool.
+                end = len(sequence.token_ids) + num_accepted
+                length -= num_drafts - num_accepted
+                logprobs = output.logprobs[index]
+                sequence.token_ids += token_ids
+                sequence.num_in_flight -= 1 + num_drafts
+                sequence.num_computed -= num_drafts - num_accepted
+                sequence.num_drafted += output.num_drafted.get(index, 0) if num_drafts else 0
+                sequence.num_accepted += num_accepted
+                sequence.num_steps += 1
+                sequence.last_logprobs = logprobs
+                sequence.last_candidates = output.candidates.get(index, [])
+                sequence.cumulative_logprob += sum(logprobs)
+                advanced.append(sequence)
+            if self._prefix_cache and end % size < length:
+                self._register(sequence, end - length, end)
         return advanced
 
     def finish(self, sequence: Sequence) -> None:
@@ -268,6 +291,24 @@ class Scheduler:
         sequence.blocks.append(self._pool.allocate())
         self._num_growing -= not self._is_growing(sequence)
         return True
+
+    def _room_for_drafts(self, sequence: Sequence, budget: int) -> int:
+        """How many drafts fit into a step of a decoding sequence, which has a place for its token.
+
+        They take free blocks, but nobody else's: a guess is not worth another one's work.
+        """
+        # Up to min_tokens the host says what may not be chosen, and must know where a step stands.
+        if sequence.num_tokens - sequence.num_prompt_tokens < sequence.request.params.min_tokens:
+            return 0
+        pool, blocks = self._pool, sequence.blocks
+        start, size = sequence.num_computed, pool.block_size
+        # With all of them right, and the token after them, it is as long as it may get.
+        room = sequence.max_length - sequence.num_tokens - 1
+        wanted = max(0, min(sequence.num_drafts, budget, room))
+        while start + wanted >= len(blocks) * size and pool.num_free > self._num_growing:
+            blocks.append(pool.allocate())
+            self._num_growing -= not self._is_growing(sequence)
+        return min(wanted, len(blocks) * size - 1 - start)
 
     def _preempt(self, sequence: Sequence) -> None:
         self._withdraw(sequence)
@@ -332,11 +373,11 @@ class Scheduler:
         self._waiting[sequence.request_id] = sequence
         self._waiting.move_to_end(sequence.request_id, last=False)
 
-    def _register(self, sequence: Sequence, chunk: Chunk) -> None:
-        """Name the blocks that a chunk has filled. All its tokens are known: it is committed."""
+    def _register(self, sequence: Sequence, start: int, end: int) -> None:
+        """Name the blocks that a committed chunk has filled with tokens [start, end)."""
         size = self._pool.block_size
-        hashes = self._hashes_of(sequence, chunk.end)
-        for index in range(chunk.start // size, chunk.end // size):
+        hashes = self._hashes_of(sequence, end)
+        for index in range(start // size, end // size):
             self._pool.register(sequence.blocks[index], hashes[index])
 
     def _hashes_of(self, sequence: Sequence, num_tokens: int) -> list[bytes]:

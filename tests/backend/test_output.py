@@ -5,6 +5,7 @@ import random
 import time
 from collections.abc import Sequence as Ids
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 from inflight.checkpoint import locate
 from inflight.errors import RequestError
 from inflight.output import OutputStage, bad_word_ids
-from inflight.request import FinishReason, Request, TokenEvent
+from inflight.request import Candidate, FinishReason, Request, TokenEvent
 from inflight.sampling import SamplingParams
 from inflight.sequence import Sequence
 from inflight.text.detokenize import Detokenizer
@@ -103,6 +104,43 @@ def test_events_tell_what_the_sequence_knows() -> None:
     sequence.cumulative_logprob = -1.5
     (event,) = run(sequence, encode("a")[:1])
     assert (event.request_id, event.num_cached_tokens, event.cumulative_logprob) == (7, 3, -1.5)
+
+
+@pytest.mark.parametrize("sizes", [(1,), (2,), (3, 1), (100,)])
+@pytest.mark.parametrize(
+    "params", [{}, {"stop_words": (" never said",)}, {"stop_words": (" five",)}], ids=str
+)
+def test_candidates_come_with_their_tokens(sizes: tuple[int, ...], params: dict[str, Any]) -> None:
+    """Also where tokens are held back, or come with some that are cut off."""
+    sequence = sequence_of(SamplingParams(num_logprobs=1, **params), max_tokens=9)
+    ids = encode("one two never four five six é seven eight nine ten")
+    stage = OutputStage(detokenizer())
+    events: list[TokenEvent] = []
+    position = step = 0
+    while sequence.finish_reason is None:
+        new = ids[position : position + sizes[step % len(sizes)]]
+        position, step = position + len(new), step + 1
+        sequence.token_ids += new
+        sequence.last_logprobs = [-0.5] * len(new)
+        sequence.last_candidates = [
+            [Candidate(id_, -0.5, 2), Candidate(EOS, -0.25, 1)] for id_ in new
+        ]
+        events += stage.collect([sequence])
+    for event in events:
+        assert event.candidates == [
+            [
+                Candidate(id_, -0.5, 2, detokenizer().name(id_)),
+                Candidate(EOS, -0.25, 1, "<|im_end|>"),
+            ]
+            for id_ in event.token_ids
+        ]
+    assert sum(len(event.token_ids) for event in events) == sequence.num_output_tokens
+
+
+def test_no_candidates_come_where_none_were_asked_for() -> None:
+    sequence = sequence_of(SamplingParams())
+    sequence.last_candidates = [[Candidate(5, -0.5, 1)]]
+    assert all(event.candidates == [] for event in run(sequence, encode("a b")))
 
 
 @pytest.mark.parametrize("sizes", [(1,), (2,), (3, 1), (100,)])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections import deque
 from collections.abc import Callable
 
@@ -16,7 +17,7 @@ from hypothesis.stateful import (
     rule,
 )
 
-from fake_runner import LateStep, PagedRunner, alone
+from fake_runner import LateStep, PagedRunner, alone, next_token
 from inflight.batch import Batch, Chunk, StepOutput
 from inflight.errors import CapacityError, EngineError, RequestError
 from inflight.request import Request
@@ -541,6 +542,18 @@ def test_no_block_is_read_and_written_by_the_copies_of_one_step(fake: PagedRunne
     assert not {source for source, _ in copies} & {target for _, target in copies}
 
 
+def guess(token_ids: list[int], count: int) -> list[int]:
+    """A drafter that is mostly right, and sometimes has fewer than it was asked for."""
+    drafts: list[int] = []
+    for _ in range(count):
+        luck = zlib.crc32(bytes([*token_ids, *drafts, 7])) % 8
+        if luck == 0:
+            break
+        right = next_token([*token_ids, *drafts], 3)
+        drafts.append(right if luck > 2 else (right + 1) % 3)
+    return drafts
+
+
 PROMPTS = st.lists(st.integers(0, 1), min_size=1, max_size=14)
 STOP = 2
 
@@ -564,6 +577,7 @@ class EngineMachine(RuleBasedStateMachine):
         max_batch_tokens=st.integers(1, 12),
         max_prefill_chunk=st.none() | st.integers(1, 6),
         prefix_cache=st.sampled_from([True, True, True, False]),
+        max_draft_tokens=st.integers(1, 8),
         steps_ahead=st.sampled_from([0, 1, 1, 2]),
     )
     def start(self, steps_ahead: int, **config: int) -> None:
@@ -571,6 +585,7 @@ class EngineMachine(RuleBasedStateMachine):
         self.plan = Scheduler(**config)
         self.pool = self.plan._pool
         self.fake = PagedRunner(config["num_blocks"], config["block_size"], steps_ahead)
+        self.fake.draft = guess
         self.in_flight: deque[tuple[Batch, LateStep, set[int]]] = deque()  # with blocks written
         self.num_added = 0
         self.alive: dict[int, Sequence] = {}
@@ -581,6 +596,7 @@ class EngineMachine(RuleBasedStateMachine):
         cache_salt=st.sampled_from(["", "", "x"]),
         stops=st.booleans(),
         needs_host=st.sampled_from([False, False, True]),
+        num_drafts=st.sampled_from([0, 0, 1, 2, 5]),
     )
     def add(
         self,
@@ -589,12 +605,14 @@ class EngineMachine(RuleBasedStateMachine):
         cache_salt: str,
         stops: bool = False,
         needs_host: bool = False,
+        num_drafts: int = 0,
     ) -> None:
         self.num_added += 1
         request = Request(self.num_added, prompt_ids, SamplingParams(), cache_salt)
         ends = frozenset({STOP}) if stops else frozenset()
         one = Sequence(request, max_tokens, eos_token_ids=ends)
         one.needs_host = needs_host
+        one.num_drafts = num_drafts
         limit = self.config["num_blocks"] * self.config["block_size"]
         try:
             self.plan.add(one)
@@ -638,6 +656,11 @@ class EngineMachine(RuleBasedStateMachine):
     def suspend(self, data: st.DataObject) -> None:
         self.plan.suspend(data.draw(st.sampled_from(list(self.alive.values()))))
 
+    @precondition(lambda self: self.alive)
+    @rule(data=st.data(), num_drafts=st.integers(0, 5))
+    def draft(self, data: st.DataObject, num_drafts: int) -> None:
+        data.draw(st.sampled_from(list(self.alive.values()))).num_drafts = num_drafts
+
     @rule()
     def resume_all(self) -> None:
         for one in list(self.plan.suspended):
@@ -649,10 +672,8 @@ class EngineMachine(RuleBasedStateMachine):
         batch = self.plan.schedule()
         self._check(batch, before, first_waits)
         if batch.chunks:
-            written = {target for _, target in batch.copies}
-            for chunk in batch.chunks:
-                written.update(self._blocks_of(chunk))
-            self.in_flight.append((batch, self.fake.launch(batch), written))
+            pending = self.fake.launch(batch)
+            self.in_flight.append((batch, pending, self.fake.written))
         if victim is not None:
             if what in ("suspend", "back and forth"):
                 self.plan.suspend(victim)
@@ -682,20 +703,28 @@ class EngineMachine(RuleBasedStateMachine):
             assert one in ours
             prompt_ids = one.request.prompt_ids
             assert one.token_ids[len(prompt_ids) :] == alone(prompt_ids, one.num_output_tokens)
-            if one.num_output_tokens == one.max_tokens or one.token_ids[-1] in one.eos_token_ids:
+            assert one.num_output_tokens <= one.max_tokens
+            assert one.num_accepted <= one.num_drafted
+            assert one.num_output_tokens == one.num_steps + one.num_accepted
+            last = one.token_ids[-len(one.last_logprobs) :]
+            ended = not one.eos_token_ids.isdisjoint(last)
+            if one.num_output_tokens == one.max_tokens or ended:
                 self.plan.finish(one)
                 del self.alive[one.request_id]
 
     def _blocks_of(self, chunk: Chunk) -> list[int]:
-        """The blocks that a chunk writes to."""
+        """The blocks that a chunk may write to."""
         size = self.config["block_size"]
-        return chunk.sequence.blocks[chunk.start // size : (chunk.end - 1) // size + 1]
+        first = min(chunk.start, len(chunk.sequence.token_ids) - 1)
+        return chunk.sequence.blocks[first // size : (chunk.end - 1) // size + 1]
 
     def _check(self, batch: Batch, before: list[Sequence], first_waits: bool) -> None:
         running = list(self.plan.running)
         if running or self.plan.waiting:
             assert batch.chunks or self.in_flight, "work, but no progress"
         assert batch.num_tokens <= self.config["max_batch_tokens"]
+        num_drafts = sum(chunk.num_drafts for chunk in batch.chunks)
+        assert num_drafts <= self.config["max_draft_tokens"]
         assert len(running) <= self.config["max_num_seqs"]
         stayed = [one for one in running if one in before]
         assert stayed == before[: len(stayed)], "an older one lost its blocks to a younger one"
@@ -708,8 +737,12 @@ class EngineMachine(RuleBasedStateMachine):
             one = chunk.sequence
             assert one.status is Status.RUNNING
             assert chunk.end == one.num_computed
-            assert 1 <= chunk.length <= (self.config["max_prefill_chunk"] or chunk.length)
-            assert one.num_in_flight <= (1 if one.needs_host else self.fake.steps_ahead + 1)
+            assert chunk.num_drafts <= one.num_drafts
+            length = chunk.length - chunk.num_drafts
+            assert 1 <= length <= (self.config["max_prefill_chunk"] or length)
+            assert one.num_in_flight <= (
+                1 + chunk.num_drafts if one.needs_host else 6 * (self.fake.steps_ahead + 1)
+            )
             assert one.num_tokens <= one.max_length
             for block in self._blocks_of(chunk):
                 assert not self.pool.is_shared(block), "a write that others see"

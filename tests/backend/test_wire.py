@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from inflight import wire
-from inflight.request import FinishReason, Request, TokenEvent
+from inflight.request import Candidate, FinishReason, Request, TokenEvent
 from inflight.sampling import SamplingParams
 from inflight.wire import MAX_FRAME, Connection
 
@@ -42,6 +42,9 @@ FRAMES: list[wire.Frame] = [
             TokenEvent(1, [5], [4], 1, cumulative_logprob=-0.5),
             TokenEvent(2, position=9, trim=2, finish_reason=FinishReason.STOP),
             TokenEvent(3, error_kind="engine", error="it broke"),
+            TokenEvent(
+                4, [5], [], 1, candidates=[[Candidate(5, -0.5, 2, "é"), Candidate(1, -1, 1)]]
+            ),
         ]
     ),
 ]

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import zlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from inflight.batch import Batch, Chunk, Done, StepOutput
 from inflight.sequence import Sequence
+from inflight.speculation import StepCosts
 
 
 class CountingRunner:
@@ -20,6 +22,7 @@ class CountingRunner:
         self.block_size = block_size
         self.vocab_size = vocab_size
         self.steps_ahead = 0
+        self.step_costs: StepCosts | None = None
         self.batches: list[Batch] = []
         self.raises: Exception | None = None
         self.poisoned: set[int] = set()
@@ -37,6 +40,9 @@ class CountingRunner:
             last = chunk.sequence.token_ids[chunk.end - 1]
             tokens.append([(last + 1) % self.vocab_size] if chunk.samples else [])
         return Done(StepOutput(tokens, [[-0.5] * len(t) for t in tokens], errors))
+
+    def forget(self, sequence: Sequence) -> None:
+        pass
 
 
 def next_token(token_ids: list[int], vocab_size: int) -> int:
@@ -64,9 +70,11 @@ class PagedRunner:
     before the host does. Satisfies runner.Runner; token ids are below 256.
 
     Attributes:
+        draft: guesses the tokens after those given, as many as it is asked for or fewer.
         log: "launch n" and "result n" as they came, n from 0.
         failing_launches, failing_results: the n of those that raise.
         poisoned: ids of requests that fail alone.
+        written: blocks that the last launch wrote to.
     """
 
     def __init__(
@@ -76,12 +84,15 @@ class PagedRunner:
         self.block_size = block_size
         self.vocab_size = vocab_size
         self.steps_ahead = steps_ahead
+        self.step_costs: StepCosts | None = None
+        self.draft: Callable[[list[int], int], list[int]] = lambda ids, count: []
         self.log: list[str] = []
         self.failing_launches: set[int] = set()
         self.failing_results: set[int] = set()
         self.poisoned: set[int] = set()
         self.num_launched = 0
         self.num_taken = 0
+        self.written: set[int] = set()
         self._tokens: dict[int, tuple[int, int]] = {}  # slot -> position, token
         self._digests: dict[int, int] = {}
         # Of each sequence, as of its latest chunk: generation, all tokens with the one chosen.
@@ -97,30 +108,41 @@ class PagedRunner:
         assert self.num_launched - self.num_taken <= self.steps_ahead + 1, "too far ahead"
         return LateStep(self, number, self._compute(batch))
 
+    def forget(self, sequence: Sequence) -> None:
+        pass
+
     def _compute(self, batch: Batch) -> StepOutput:
+        self.written = {target for _, target in batch.copies}
         self._copy(batch.copies)
-        tokens = [self._tokens_of(chunk) for chunk in batch.chunks]
-        slots = [self._slots_of(chunk) for chunk in batch.chunks]
+        rows = [self._rows_of(chunk) for chunk in batch.chunks]
+        slots = [
+            self._slots_of(chunk, own.end) for chunk, own in zip(batch.chunks, rows, strict=True)
+        ]
         written: set[int] = set()
-        for chunk, own, ids in zip(batch.chunks, slots, tokens, strict=True):
-            for position in range(chunk.start, chunk.end):
-                assert own[position] not in written, "one slot, two writers"
-                written.add(own[position])
-                self._tokens[own[position]] = (position, ids[position])
-        for chunk, own in zip(batch.chunks, slots, strict=True):
-            seen = [self._tokens[slot] for slot in own]
-            assert [position for position, _ in seen] == list(range(chunk.end)), "wrong positions"
+        for chunk_slots, own in zip(slots, rows, strict=True):
+            for position in range(own.start, own.end):
+                assert chunk_slots[position] not in written, "one slot, two writers"
+                written.add(chunk_slots[position])
+                self.written.add(chunk_slots[position] // self.block_size)
+                self._tokens[chunk_slots[position]] = (position, own.ids[position])
+        for chunk_slots, own in zip(slots, rows, strict=True):
+            seen = [self._tokens[slot] for slot in chunk_slots]
+            assert [position for position, _ in seen] == list(range(own.end)), "wrong positions"
             history = bytes(token for _, token in seen)
-            for position in range(chunk.start, chunk.end):
-                self._digests[own[position]] = zlib.crc32(history[: position + 1])
+            for position in range(own.start, own.end):
+                self._digests[chunk_slots[position]] = zlib.crc32(history[: position + 1])
         output = StepOutput([], [])
-        for index, (chunk, own, ids) in enumerate(zip(batch.chunks, slots, tokens, strict=True)):
-            expected = [zlib.crc32(bytes(ids[: i + 1])) for i in range(chunk.end)]
-            assert [self._digests[slot] for slot in own] == expected, "read another's KV"
-            chosen = [next_token(ids, self.vocab_size)] if chunk.samples else []
-            self._known[chunk.sequence] = (chunk.generation, ids + chosen)
+        for index, (chunk, chunk_slots, own) in enumerate(
+            zip(batch.chunks, slots, rows, strict=True)
+        ):
+            expected = [zlib.crc32(bytes(own.ids[: i + 1])) for i in range(own.end)]
+            assert [self._digests[slot] for slot in chunk_slots] == expected, "read another's KV"
+            chosen = own.choose(self.vocab_size) if chunk.samples else []
+            self._known[chunk.sequence] = (chunk.generation, own.ids[: own.known] + chosen)
             output.token_ids.append(chosen)
             output.logprobs.append([-0.5] * len(chosen))
+            if chunk.num_drafts:
+                output.num_drafted[index] = own.end - own.known
             if chunk.sequence.request_id in self.poisoned:
                 output.errors[index] = "numerical: poisoned"
         return output
@@ -135,22 +157,47 @@ class PagedRunner:
                     self._tokens[target * size + offset] = self._tokens[source * size + offset]
                     self._digests[target * size + offset] = self._digests[source * size + offset]
 
-    def _tokens_of(self, chunk: Chunk) -> list[int]:
-        """All tokens up to the chunk's end: the host's, then the device's."""
-        ids = chunk.sequence.token_ids[: chunk.end]
-        if len(ids) < chunk.end:
+    def _rows_of(self, chunk: Chunk) -> _Rows:
+        """What a chunk computes: the host's tokens or the device's, then what is drafted."""
+        length = chunk.length - chunk.num_drafts
+        ids = chunk.sequence.token_ids[: chunk.start + length]
+        if len(ids) < chunk.start + length:
             assert self.steps_ahead, "the host must know all tokens"
-            assert chunk.length == 1, "a prompt with a token that the host does not know"
+            assert length == 1, "a prompt with a token that the host does not know"
             generation, known = self._known[chunk.sequence]
             assert generation == chunk.generation, "a token of an earlier life"
             assert known[: len(ids)] == ids
-            ids = known[: chunk.end]
-        assert len(ids) == chunk.end, "a token that nobody has chosen"
-        return ids
+            # The host counts drafts as right until it knows better.
+            assert len(ids) < len(known) <= chunk.start + length, "a token that nobody has chosen"
+            ids = known
+        drafts = self.draft(ids, chunk.num_drafts)[: chunk.num_drafts]
+        return _Rows(len(ids) - length, len(ids), ids + drafts)
 
-    def _slots_of(self, chunk: Chunk) -> list[int]:
+    def _slots_of(self, chunk: Chunk, end: int) -> list[int]:
         size, blocks = self.block_size, chunk.sequence.blocks
-        return [blocks[p // size] * size + p % size for p in range(chunk.end)]
+        return [blocks[p // size] * size + p % size for p in range(end)]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Rows:
+    """Tokens [start, end) are computed; those from `known` on are drafts."""
+
+    start: int
+    known: int
+    ids: list[int]
+
+    @property
+    def end(self) -> int:
+        return len(self.ids)
+
+    def choose(self, vocab_size: int) -> list[int]:
+        """The drafts that are right, and the token after them."""
+        chosen: list[int] = []
+        for draft in [*self.ids[self.known :], None]:
+            chosen.append(next_token(self.ids[: self.known] + chosen, vocab_size))
+            if chosen[-1] != draft:
+                break
+        return chosen
 
 
 class LateStep:

@@ -1,4 +1,5 @@
-"""Llama checkpoints of a few kilobytes with random weights, and sequences to run them on."""
+"""Llama checkpoints of a few kilobytes with random weights, heads that draft for them, and
+sequences to run them on."""
 
 from __future__ import annotations
 
@@ -99,6 +100,62 @@ def write_llama(
         weight_map |= dict.fromkeys(names, file)
     index = {"metadata": {}, "weight_map": weight_map}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    return Checkpoint(folder, "huggingface")
+
+
+def random_head(
+    settings: dict[str, Any], draft_vocab_size: int, num_taps: int = 3, seed: int = 0
+) -> dict[str, torch.Tensor]:
+    """All tensors of an EAGLE-3 head by the names of its authors, but for embed_tokens."""
+    random = torch.Generator().manual_seed(seed)
+    hidden, inner = settings["hidden_size"], settings["intermediate_size"]
+    q_width = settings["num_attention_heads"] * settings["head_dim"]
+    kv_width = settings["num_key_value_heads"] * settings["head_dim"]
+    shapes: dict[str, tuple[int, ...]] = {
+        "fc.weight": (hidden, num_taps * hidden),
+        "midlayer.input_layernorm.weight": (hidden,),
+        "midlayer.hidden_norm.weight": (hidden,),
+        "midlayer.self_attn.q_proj.weight": (q_width, 2 * hidden),
+        "midlayer.self_attn.k_proj.weight": (kv_width, 2 * hidden),
+        "midlayer.self_attn.v_proj.weight": (kv_width, 2 * hidden),
+        "midlayer.self_attn.o_proj.weight": (hidden, q_width),
+        "midlayer.post_attention_layernorm.weight": (hidden,),
+        "midlayer.mlp.gate_proj.weight": (inner, hidden),
+        "midlayer.mlp.up_proj.weight": (inner, hidden),
+        "midlayer.mlp.down_proj.weight": (hidden, inner),
+        "norm.weight": (hidden,),
+        "lm_head.weight": (draft_vocab_size, hidden),
+    }
+    head = {}
+    for name, shape in shapes.items():
+        values = torch.randn(shape, generator=random)
+        head[name] = 1 + 0.1 * values if "norm" in name else 0.2 * values
+    vocab = settings["vocab_size"]
+    targets = torch.randperm(vocab, generator=random)[:draft_vocab_size].sort().values
+    head["d2t"] = targets - torch.arange(draft_vocab_size)
+    head["t2d"] = torch.zeros(vocab, dtype=torch.bool).index_fill_(0, targets, True)
+    return head
+
+
+def write_eagle3(
+    folder: Path,
+    head: dict[str, torch.Tensor],
+    dtype: torch.dtype = torch.float32,
+    **changes: Any,
+) -> Checkpoint:
+    """Write a head in the form of its authors: config.json with SETTINGS and changes."""
+    folder.mkdir(parents=True, exist_ok=True)
+    settings = SETTINGS | {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "num_hidden_layers": 1,
+        "draft_vocab_size": len(head["lm_head.weight"]) if "lm_head.weight" in head else None,
+    }
+    (folder / "config.json").write_text(json.dumps(settings | changes))
+    stored = {
+        name: (tensor.to(dtype) if tensor.is_floating_point() else tensor).contiguous()
+        for name, tensor in head.items()
+    }
+    save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
     return Checkpoint(folder, "huggingface")
 
 

@@ -104,7 +104,7 @@ def run(
         start: measure the start in processes of its own, too.
         num_runs: of every row, in place of its own number.
         bars: what to compare with.
-        on_progress: called with what comes next.
+        on_progress: called with what comes next, and with what was found.
 
     Raises:
         ConfigError: a setting cannot work, or a row does not fit into the model's context.
@@ -126,7 +126,9 @@ def run(
     for row in rows:
         on_progress(f"{row.name}: {row.workload}")
         times = bench.measure(row, num_runs or row.num_runs)
-        measured.append(_row(row, quant, row.figures(times), bars))
+        figures = row.figures(times)
+        on_progress(f"{row.name}: {_found(figures)}")  # a run that is cut off has said so much
+        measured.append(_row(row, quant, figures, bars))
     return Report(
         device=started.device,
         versions=started.versions,
@@ -188,6 +190,11 @@ def check_fits(row: Row, engine: Engine) -> None:
 def _row(row: Row, quant: str, figures: dict[str, Any], bars: Bars) -> dict[str, Any]:
     head = {"row": row.name, "workload": row.workload, "quant": quant}
     return {**head, **figures, **_compared(row.metric, figures[row.metric], row.name, quant, bars)}
+
+
+def _found(figures: dict[str, Any]) -> str:
+    names = ("ms_per_token", "out_tok_s", "prompt_tok_s")
+    return ", ".join(f"{name} {figures[name]:,}" for name in names if name in figures)
 
 
 def _start_rows(raw: dict[str, Any], quant: str, bars: Bars) -> Iterator[dict[str, Any]]:

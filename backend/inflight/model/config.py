@@ -7,7 +7,7 @@ compute wrongly is refused here, by name, before a byte of weights is read.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -87,19 +87,22 @@ class ModelConfig:
         per_token = 2 * self.num_layers * self.num_kv_heads * self.head_dim
         return per_token * config.block_size * _ITEM_BYTES[config.dtype]
 
-    def num_blocks(self, config: EngineConfig, free_bytes: int = DEFAULT_KV_BYTES) -> int:
+    def num_blocks(
+        self, config: EngineConfig, free_bytes: int = DEFAULT_KV_BYTES, mirror_bytes: int = 0
+    ) -> int:
         """KV blocks in the pool of an engine with these settings.
 
         Args:
             config: the engine's settings.
             free_bytes: memory for the pool where the settings do not say.
+            mirror_bytes: of the block that a drafter keeps for each of these, in the same memory.
 
         Raises:
             ConfigError: there is no memory for one block.
         """
         if config.num_blocks is not None:
             return config.num_blocks
-        block_bytes = self.kv_block_bytes(config)
+        block_bytes = self.kv_block_bytes(config) + mirror_bytes
         pool_bytes = free_bytes if config.kv_cache_bytes is None else config.kv_cache_bytes
         if pool_bytes < block_bytes:
             key = "gpu_memory" if config.kv_cache_bytes is None else "kv_cache_bytes"
@@ -137,6 +140,18 @@ def from_huggingface(folder: Path) -> ModelConfig:
     names = raw.get("architectures") or []
     if names and not any(str(name).endswith("ForCausalLM") for name in names):
         raise raw.error(f"architectures: {names} do not generate text; allowed: ...ForCausalLM")
+    eos = raw.get("eos_token_id")
+    generation = folder / "generation_config.json"
+    if generation.is_file():
+        more = _read_json(generation).get("eos_token_id")
+        eos = [*_as_list(eos), *_as_list(more)]
+    return _llama_of_huggingface(raw, architecture, _token_ids(eos, raw))
+
+
+def _llama_of_huggingface(
+    raw: _Fields, architecture: str, eos_token_ids: tuple[int, ...]
+) -> ModelConfig:
+    """The shape of a model whose layers are Llama's."""
     if raw.get("quantization_config"):
         raise raw.error(
             "quantization_config: quantised Hugging Face checkpoints are not supported; "
@@ -152,11 +167,6 @@ def from_huggingface(folder: Path) -> ModelConfig:
         )
     num_heads = raw.count("num_attention_heads")
     hidden_size = raw.count("hidden_size")
-    eos = raw.get("eos_token_id")
-    generation = folder / "generation_config.json"
-    if generation.is_file():
-        more = _read_json(generation).get("eos_token_id")
-        eos = [*_as_list(eos), *_as_list(more)]
     return _checked(
         ModelConfig(
             architecture=architecture,
@@ -173,10 +183,10 @@ def from_huggingface(folder: Path) -> ModelConfig:
             tie_word_embeddings=raw.flag("tie_word_embeddings"),
             attention_bias=raw.flag("attention_bias"),
             mlp_bias=raw.flag("mlp_bias"),
-            eos_token_ids=_token_ids(eos, raw),
+            eos_token_ids=eos_token_ids,
             bos_token_id=next(iter(_token_ids(raw.get("bos_token_id"), raw)), None),
         ),
-        str(path),
+        raw.where,
     )
 
 
@@ -227,6 +237,103 @@ def _rope_of_huggingface(raw: _Fields, max_position_embeddings: int) -> RopeConf
             truncate=rope.flag("truncate", True),
         )
     raise rope.error(f"the type {kind!r}; allowed: default, linear, dynamic, yarn, llama3")
+
+
+# ---------------------------------------------------------------- EAGLE-3
+
+
+@dataclass(frozen=True, slots=True)
+class Eagle3Config:
+    """The shape of an EAGLE-3 head (see `model.eagle3`).
+
+    Attributes:
+        layer: the head's own, as a model of one layer: num_layers is 1, vocab_size the target's.
+        draft_vocab_size: tokens that it can draft.
+        target_hidden_size: of the model that it was trained for.
+        taps: the hidden states that it sees: those before these layers of the target, or after the
+            last one where that is their number.
+        norm_before_residual: whether what its norm makes of them goes around the layer, instead of
+            they themselves.
+    """
+
+    layer: ModelConfig
+    draft_vocab_size: int
+    target_hidden_size: int
+    taps: tuple[int, ...]
+    norm_before_residual: bool = False
+
+
+def read_eagle3_config(checkpoint: Checkpoint, target: ModelConfig) -> Eagle3Config:
+    """Read and check the settings of an EAGLE-3 head, in either of its public forms.
+
+    The form of its authors, and of SGLang (python/sglang/srt/models/llama_eagle3.py), is a llama's
+    config.json with draft_vocab_size, where the layers to look at may stand in `eagle_config`: by
+    the number of the layer whose output it is, one less than ours. The form of vLLM's speculators
+    (vllm/transformers_utils/configs/speculators/algos.py) has the llama's settings in
+    `transformer_layer_config`; its layers are counted as ours.
+
+    Raises:
+        ConfigError: unreadable, of another kind, or for another model than the target.
+    """
+    if checkpoint.format != "huggingface":
+        raise ConfigError(
+            f"{checkpoint.path}: a drafter eagle3 is read from a folder with a config.json"
+        )
+    path = checkpoint.path / "config.json"
+    outer = _Fields(_read_json(path), str(path))
+    nested = outer.get("transformer_layer_config")
+    raw = _Fields(nested, f"{path}: transformer_layer_config") if nested else outer
+    names = outer.get("architectures") or []
+    kind = outer.get("speculators_model_type", "eagle3")
+    if kind != "eagle3" or (names and not any("eagle3" in str(name).lower() for name in names)):
+        raise outer.error(f"{names or kind} is no EAGLE-3 head; allowed: LlamaForCausalLMEagle3")
+    _check_architecture(raw.get("model_type", "llama"), raw.where, ("llama",))
+    layer = replace(_llama_of_huggingface(raw, "llama", ()), num_layers=1)
+    for field in ("attention_bias", "mlp_bias"):
+        if getattr(layer, field):
+            raise raw.error(f"{field}: true is not supported; allowed: false")
+    if layer.vocab_size != target.vocab_size:
+        raise raw.error(
+            f"vocab_size: {layer.vocab_size}; the model's own is {target.vocab_size}, and the head "
+            "must have been trained for that one"
+        )
+    target_hidden_size = outer.count("target_hidden_size", layer.hidden_size)
+    if target_hidden_size != target.hidden_size:
+        raise outer.error(
+            f"the head is for a hidden_size of {target_hidden_size}; the model has "
+            f"{target.hidden_size}"
+        )
+    draft_vocab_size = outer.count("draft_vocab_size", layer.vocab_size)
+    if draft_vocab_size > layer.vocab_size:
+        raise outer.error(
+            f"draft_vocab_size: {draft_vocab_size}; allowed: up to vocab_size ({layer.vocab_size})"
+        )
+    return Eagle3Config(
+        layer=layer,
+        draft_vocab_size=draft_vocab_size,
+        target_hidden_size=target_hidden_size,
+        taps=_taps(outer, target.num_layers),
+        norm_before_residual=outer.flag("norm_before_residual", nested is not None),
+    )
+
+
+def _taps(raw: _Fields, num_layers: int) -> tuple[int, ...]:
+    key = "eagle_aux_hidden_state_layer_ids"
+    taps = raw.get(key)
+    if taps is None:
+        inner = raw.get("eagle_config") or {}
+        if not inner.get("use_aux_hidden_state", True):
+            raise raw.error("eagle_config: use_aux_hidden_state: false is not supported")
+        ids = inner.get(key)
+        # The default of the head's authors, who say so in code alone.
+        taps = [2, num_layers // 2, num_layers - 3] if ids is None else [i + 1 for i in ids]
+    whole = isinstance(taps, list) and all(isinstance(tap, int) for tap in taps)
+    if not whole or not taps or not all(0 <= tap <= num_layers for tap in taps):
+        raise raw.error(
+            f"{key}: the hidden states before the layers {taps} are not there; "
+            f"the model has {num_layers} layers"
+        )
+    return tuple(taps)
 
 
 # ---------------------------------------------------------------- GGUF

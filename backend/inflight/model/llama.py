@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import islice
 
 import torch
 from torch import Tensor
@@ -73,6 +74,10 @@ class Model:
         max_len: the longest sequence: the rotary tables reach that far.
         progress: called with ("weights", fraction) as layers arrive.
 
+    Attributes:
+        weights: of the model.
+        features: [T, len(taps) * hidden_size], of the last step; None where `tap` asks for none.
+
     Raises:
         ConfigError: the weights are damaged or do not fit the config.
     """
@@ -86,11 +91,19 @@ class Model:
         progress: Progress,
     ) -> None:
         self.config = config
+        self.features: Tensor | None = None
+        self._taps: tuple[int, ...] = ()
         self._scale = config.head_dim**-0.5
         frequencies, attention_factor = inverse_frequencies(config.rope, config.head_dim, max_len)
         self._cos, self._sin = ops.rotary_tables(frequencies, max_len, attention_factor, dtype)
         stored = open_weights(checkpoint, config, weight_shapes(config))
-        self._weights = load_weights(stored, config, HostPlace(dtype), progress)
+        self.weights = load_weights(stored, config, HostPlace(dtype), progress)
+
+    def tap(self, layers: tuple[int, ...]) -> None:
+        """Keep the hidden states before these layers, after the last one where that is their
+        number: side by side, in `features`.
+        """
+        self._taps = layers
 
     def forward(
         self,
@@ -100,6 +113,7 @@ class Model:
         plan: ops.AttentionPlan,
         sample_rows: Tensor,
         cache: KVCache,
+        num_layers: int | None = None,
     ) -> Tensor:
         """Write the keys and values of T tokens into the cache and score what follows some.
 
@@ -108,6 +122,7 @@ class Model:
             plan: of the attention over the cache.
             sample_rows: [s] int64, the rows to score.
             cache: of all layers; changed in place.
+            num_layers: the first so many alone, then the norm and the head; None for all.
 
         Returns:
             Logits [s, vocab_size] float32.
@@ -116,11 +131,15 @@ class Model:
         num_qk = config.num_heads + config.num_kv_heads
         cos = self._cos.index_select(0, positions)
         sin = self._sin.index_select(0, positions)
-        weights = self._weights
+        weights = self.weights
         x = ops.embedding(token_ids, weights.embedding)
         residual = None
-        for layer, (k_cache, v_cache) in zip(weights.layers, cache.layers, strict=True):
+        tapped: dict[int, Tensor] = {}
+        layers = zip(weights.layers, cache.layers, strict=True)
+        for index, (layer, (k_cache, v_cache)) in enumerate(islice(layers, num_layers)):
             x, residual = ops.rms_norm(x, layer.attention_norm, config.rms_norm_eps, residual)
+            if index in self._taps:
+                tapped[index] = residual
             heads = ops.linear(x, layer.qkv, layer.qkv_bias).view(len(x), -1, config.head_dim)
             qk = ops.rotary(heads[:, :num_qk], cos, sin)
             q, k, v = qk[:, : config.num_heads], qk[:, config.num_heads :], heads[:, num_qk:]
@@ -130,6 +149,10 @@ class Model:
             x, residual = ops.rms_norm(x, layer.mlp_norm, config.rms_norm_eps, residual)
             x = ops.silu_mul(ops.linear(x, layer.gate_up, layer.gate_up_bias))
             x = ops.linear(x, layer.down, layer.down_bias)
+        if self._taps and num_layers is None:
+            if config.num_layers in self._taps:
+                tapped[config.num_layers] = x if residual is None else x + residual
+            self.features = torch.cat([tapped[tap] for tap in self._taps], -1)
         if not len(sample_rows):
             return torch.empty(0, config.vocab_size)
         x = x.index_select(0, sample_rows)

@@ -7,6 +7,8 @@ nothing.
 
 from __future__ import annotations
 
+from itertools import islice
+
 import torch
 from torch import Tensor
 
@@ -14,17 +16,13 @@ from inflight.checkpoint import Checkpoint
 from inflight.config import GPU_HEAD_DIMS
 from inflight.errors import ConfigError
 from inflight.model.config import ModelConfig
+from inflight.model.cuda_attention import Attention, Rows
 from inflight.model.cuda_linear import INVARIANT_ROWS, Linear
 from inflight.model.kv_cache import KVCache
 from inflight.model.llama import load_weights, weight_shapes
-from inflight.model.rope import inverse_frequencies
 from inflight.model.weights import Progress, open_weights
-from inflight_kernels import attention
-from inflight_kernels.batch_state import BatchState, Step
 from inflight_kernels.embedding import embedding
 from inflight_kernels.norm import rms_norm
-from inflight_kernels.reference import rotary_tables
-from inflight_kernels.rope import rope_write_kv
 
 
 class DevicePlace:
@@ -63,11 +61,15 @@ class Model:
         progress: called with ("weights", fraction) as layers arrive.
         device: the GPU.
         max_tokens: T at most.
-        max_chunks: n at most.
+        max_rows: n and s at most.
+        max_drafts: of a chunk that verifies drafts; 0 where none does.
         batch_invariant: a token's numbers do not depend on the other tokens of its step.
 
     Attributes:
-        logits: [max_chunks or more, vocab_size] float32, the last step's in its first rows.
+        weights: of the model.
+        logits: [max_rows or more, vocab_size] float32, the last step's in its first rows.
+        features: [max_tokens or more, len(taps) * hidden_size], the last step's in its first rows;
+            None where `tap` asks for none.
 
     Raises:
         ConfigError: the weights are damaged or do not fit the config, or no kernel is there for
@@ -84,7 +86,8 @@ class Model:
         *,
         device: torch.device,
         max_tokens: int,
-        max_chunks: int,
+        max_rows: int,
+        max_drafts: int = 0,
         batch_invariant: bool = False,
     ) -> None:
         if config.head_dim not in GPU_HEAD_DIMS:
@@ -93,111 +96,83 @@ class Model:
                 f"{', '.join(map(str, GPU_HEAD_DIMS))}"
             )
         self.config = config
-        self._scale = config.head_dim**-0.5
-        self._batch_invariant = batch_invariant
-        frequencies, attention_factor = inverse_frequencies(config.rope, config.head_dim, max_len)
-        self._cos, self._sin = rotary_tables(
-            frequencies, max_len, attention_factor, torch.float32, device
-        )
+        self.features: Tensor | None = None
+        self._taps: dict[int, list[Tensor]] = {}
         stored = open_weights(checkpoint, config, weight_shapes(config), device)
-        self._weights = load_weights(stored, config, DevicePlace(dtype, device), progress)
+        self.weights = load_weights(stored, config, DevicePlace(dtype, device), progress)
 
         rows = -(-max_tokens // INVARIANT_ROWS) * INVARIANT_ROWS
 
         def buffer(width: int, num_rows: int = rows, kind: torch.dtype = dtype) -> Tensor:
             return torch.zeros(num_rows, width, dtype=kind, device=device)
 
-        heads = (config.num_heads, config.num_kv_heads, config.head_dim)
-        q_width, kv_width = (count * config.head_dim for count in heads[:2])
+        heads = (config.num_heads, config.num_kv_heads)
+        q_width, kv_width = (count * config.head_dim for count in heads)
         self._hidden = buffer(config.hidden_size)
         self._normed = buffer(config.hidden_size)
         self._qkv = buffer(q_width + 2 * kv_width)
         self._attended = buffer(q_width)
         self._gate_up = buffer(2 * config.intermediate_size)
         self._gated = buffer(config.intermediate_size)
-        last_rows = -(-max_chunks // INVARIANT_ROWS) * INVARIANT_ROWS
+        last_rows = -(-max_rows // INVARIANT_ROWS) * INVARIANT_ROWS
         self._last = buffer(config.hidden_size, last_rows)
         self._last_normed = buffer(config.hidden_size, last_rows)
         self.logits = buffer(config.vocab_size, last_rows, torch.float32)
-        # For any mix of chunks, and for steps of one token each.
-        sizes = [
-            attention.workspace_size(
-                max_chunks, tokens, *heads, max_q_len, batch_invariant=batch_invariant
-            )
-            for tokens, max_q_len in ((max_tokens, None), (max_chunks, 1))
-        ]
-        self._attention_workspace = torch.zeros(max(sizes), dtype=torch.uint8, device=device)
-        self._linear = Linear(device, batch_invariant)
+        self._attention = Attention(
+            config,
+            max_len,
+            device,
+            max_tokens=max_tokens,
+            max_rows=max_rows,
+            max_drafts=max_drafts,
+            batch_invariant=batch_invariant,
+        )
+        self._linear = Linear(batch_invariant)
+
+    def tap(self, layers: tuple[int, ...]) -> None:
+        """Keep the hidden states before these layers, after the last one where that is their
+        number: side by side, in `features`.
+        """
+        width = self.config.hidden_size
+        self.features = self._hidden.new_zeros(len(self._hidden), len(layers) * width)
+        for place, layer in enumerate(layers):
+            columns = slice(place * width, (place + 1) * width)
+            self._taps.setdefault(layer, []).append(self.features[:, columns])
 
     def forward(
         self,
-        step: Step,
-        state: BatchState,
+        rows: Rows,
         num_tokens: int,
         num_chunks: int,
+        num_rows: int,
         max_q_len: int,
         cache: KVCache,
+        num_layers: int | None = None,
     ) -> None:
-        """Write the keys and values of a step into the cache; what follows each chunk -> logits.
+        """Write the keys and values of a step into the cache; what follows its rows -> logits.
 
         Args:
-            step: what the host sent.
-            state: what `begin_step` made of it.
+            rows: of the step.
             num_tokens: T.
-            num_chunks: n; T where max_q_len is 1.
+            num_chunks: n.
+            num_rows: s; T where every token has a row of logits.
             max_q_len: no chunk has more tokens.
             cache: of all layers; changed in place.
+            num_layers: the first so many alone, then the norm and the head; None for all.
         """
-        config, weights, linear = self.config, self._weights, self._linear
-        heads = (config.num_heads, config.num_kv_heads, config.head_dim)
-        q_width = config.num_heads * config.head_dim
+        config, weights, linear = self.config, self.weights, self._linear
         hidden, normed = self._hidden[:num_tokens], self._normed[:num_tokens]
         qkv, attended = self._qkv[:num_tokens], self._attended[:num_tokens]
-        q = qkv[:, :q_width].view(num_tokens, config.num_heads, config.head_dim)
-        query_start, seq_lens = step.query_start[: num_chunks + 1], step.seq_lens[:num_chunks]
-        tables = state.step_tables[:num_chunks]
-        workspace = self._attention_workspace
 
-        embedding(state.token_ids[:num_tokens], weights.embedding, out=hidden, pdl=True)
-        attention.plan(
-            query_start,
-            seq_lens,
-            workspace,
-            num_tokens,
-            *heads,
-            max_q_len=max_q_len,
-            batch_invariant=self._batch_invariant,
-            pdl=True,
-        )
-        for layer, (k_cache, v_cache) in zip(weights.layers, cache.layers, strict=True):
+        embedding(rows.token_ids[:num_tokens], weights.embedding, out=hidden, pdl=True)
+        attention = self._attention.begin(rows, num_tokens, num_chunks, max_q_len)
+        layers = zip(weights.layers, cache.layers, strict=True)
+        for index, (layer, (k_cache, v_cache)) in enumerate(islice(layers, num_layers)):
+            for tapped in self._taps.get(index, ()):
+                tapped[:num_tokens].copy_(hidden)
             rms_norm(hidden, layer.attention_norm, config.rms_norm_eps, out=normed, pdl=True)
             linear.product(self._normed, layer.qkv, layer.qkv_bias, self._qkv, num_tokens)
-            rope_write_kv(
-                qkv,
-                state.positions[:num_tokens],
-                self._cos,
-                self._sin,
-                state.slot_mapping[:num_tokens],
-                k_cache,
-                v_cache,
-                q_out=q,
-                pdl=True,
-            )
-            attention.attend(
-                q,
-                k_cache,
-                v_cache,
-                tables,
-                query_start,
-                seq_lens,
-                attended,
-                workspace,
-                self._scale,
-                max_q_len=max_q_len,
-                batch_invariant=self._batch_invariant,
-                planned=True,
-                pdl=True,
-            )
+            attention.layer(qkv, k_cache, v_cache, attended)
             linear.add(self._attended, layer.out, layer.out_bias, self._hidden, num_tokens)
             rms_norm(hidden, layer.mlp_norm, config.rms_norm_eps, out=normed, pdl=True)
             linear.gated(
@@ -210,9 +185,13 @@ class Model:
             )
             linear.add(self._gated, layer.down, layer.down_bias, self._hidden, num_tokens)
 
-        last, last_normed = hidden, self._last_normed[:num_chunks]
-        if max_q_len > 1:
-            last = self._last[:num_chunks]
-            embedding(state.last_rows[:num_chunks], hidden, out=last, pdl=True)
+        for tapped in self._taps.get(config.num_layers, ()):
+            tapped[:num_tokens].copy_(hidden)
+        if not num_rows:
+            return
+        last, last_normed = hidden, self._last_normed[:num_rows]
+        if num_rows < num_tokens:
+            last = self._last[:num_rows]
+            embedding(rows.sample_rows[:num_rows], hidden, out=last, pdl=True)
         rms_norm(last, weights.norm, config.rms_norm_eps, out=last_normed, pdl=True)
-        linear.product(self._last_normed, weights.head, None, self.logits, num_chunks)
+        linear.product(self._last_normed, weights.head, None, self.logits, num_rows)

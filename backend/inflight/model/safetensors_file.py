@@ -23,6 +23,8 @@ INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
 # Of the types that the format knows, those that weights come in -> bytes each.
 _ITEM_BYTES = {"F32": 4, "F16": 2, "BF16": 2}
+# Those that tables of ids and bits come in.
+_TABLE_BYTES = {"I64": 8, "I32": 4, "BOOL": 1}
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +33,7 @@ class StoredTensor:
 
     Attributes:
         shape: of the tensor.
-        dtype: "F32", "F16" or "BF16".
+        dtype: "F32", "F16" or "BF16"; of a table also "I64", "I32" or "BOOL".
         data: its bytes, a private view into the mapped file.
     """
 
@@ -40,8 +42,12 @@ class StoredTensor:
     data: npt.NDArray[np.uint8]
 
 
-def read_folder(folder: Path) -> dict[str, StoredTensor]:
+def read_folder(folder: Path, tables: bool = False) -> dict[str, StoredTensor]:
     """All tensors of a Hugging Face folder: one model.safetensors, or the shards of its index.
+
+    Args:
+        folder: of the checkpoint.
+        tables: whether it may have tables of ids and bits beside its weights.
 
     Raises:
         ConfigError: no such file, a damaged one, a shard outside the folder, or an index that does
@@ -55,12 +61,12 @@ def read_folder(folder: Path) -> dict[str, StoredTensor]:
                 f"{folder}: neither {SINGLE_NAME} nor {INDEX_NAME} is there; other formats of "
                 "weights are not read: convert them to safetensors"
             )
-        return read_file(single)
+        return read_file(single, tables)
     weight_map = _read_index(index)
     tensors: dict[str, StoredTensor] = {}
     for shard in sorted(set(weight_map.values())):
         path = _shard_path(folder, shard)
-        for name, tensor in read_file(path).items():
+        for name, tensor in read_file(path, tables).items():
             if weight_map.get(name) != shard:
                 raise ConfigError(
                     f"{path}: has the tensor {name!r}, which {INDEX_NAME} does not place there; "
@@ -101,8 +107,12 @@ def _shard_path(folder: Path, shard: str) -> Path:
     return path
 
 
-def read_file(path: Path) -> dict[str, StoredTensor]:
+def read_file(path: Path, tables: bool = False) -> dict[str, StoredTensor]:
     """The tensors of one file, by name.
+
+    Args:
+        path: of the file.
+        tables: see `read_folder`.
 
     Raises:
         ConfigError: the header does not fit the format or the file.
@@ -131,20 +141,21 @@ def read_file(path: Path) -> dict[str, StoredTensor]:
     if not isinstance(header, dict):
         raise broken("its header is not a JSON object")
     data = everything[8 + header_bytes :]
+    item_bytes = _ITEM_BYTES | (_TABLE_BYTES if tables else {})
     tensors: dict[str, StoredTensor] = {}
     spans = []
     for name, entry in header.items():
         if name == "__metadata__":
             continue
         dtype, shape, begin, end = _entry(entry, name, broken)
-        if dtype not in _ITEM_BYTES:
+        if dtype not in item_bytes:
             raise ConfigError(
                 f"{path}: the tensor {name!r} has the type {dtype}; allowed: "
-                f"{', '.join(_ITEM_BYTES)}"
+                f"{', '.join(item_bytes)}"
             )
         if end > len(data):
             raise broken(f"the tensor {name!r} lies outside the file: it is cut off")
-        if end - begin != math.prod(shape) * _ITEM_BYTES[dtype]:
+        if end - begin != math.prod(shape) * item_bytes[dtype]:
             raise broken(f"the tensor {name!r} of shape {list(shape)} has {end - begin} bytes")
         spans.append((begin, end, name))
         tensors[name] = StoredTensor(shape, dtype, data[begin:end])

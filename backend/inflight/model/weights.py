@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Protocol
 
@@ -19,11 +19,19 @@ from inflight.errors import ConfigError
 from inflight.model import safetensors_file
 from inflight.model.config import ModelConfig
 from inflight.model.gguf_file import GgufFile, GgufTensor
+from inflight.model.safetensors_file import StoredTensor
 
 Progress = Callable[[str, float], None]
 Shape = tuple[int, ...]
 
-_STORED_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_STORED_DTYPES = {
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "BOOL": torch.bool,
+}
 
 # Blocks that gguf's numpy code works on at once: its temporaries then stay in the CPU's cache,
 # eight times faster than its own choice of sixteen rows.
@@ -89,22 +97,46 @@ def open_weights(
         ConfigError: a damaged file; missing or unexpected tensors, or shapes that differ, by name.
     """
     if checkpoint.random_weights:
-        return _RandomWeights(expected, device)
+        return RandomWeights(expected, device)
     weights: Weights
     if checkpoint.format == "gguf":
         weights = _GgufWeights(checkpoint.path, config)
     else:
-        weights = _HuggingFaceWeights(checkpoint.path)
-    found = weights.shapes
+        stored = safetensors_file.read_folder(checkpoint.path)
+        # Old checkpoints carry the rotary frequencies, which follow from the settings.
+        weights = StoredWeights(
+            {name: stored[name] for name in stored if not name.endswith(".rotary_emb.inv_freq")}
+        )
     ignored = {"lm_head.weight"} if config.tie_word_embeddings else set()
-    _refuse(checkpoint.path, "misses tensors", [name for name in expected if name not in found])
+    check_shapes(checkpoint.path, weights.shapes, expected, ignored)
+    return weights
+
+
+def check_shapes(
+    path: Path,
+    found: Mapping[str, Shape],
+    expected: Mapping[str, Shape],
+    ignored: Collection[str] = (),
+) -> None:
+    """Hold the tensors of a checkpoint against those that a model needs.
+
+    Args:
+        path: of the checkpoint, for the error.
+        found: name -> shape of what is there.
+        expected: the same of what is needed.
+        ignored: may be there, and is not needed.
+
+    Raises:
+        ConfigError: missing or unexpected tensors, or shapes that differ, by name.
+    """
+    _refuse(path, "misses tensors", [name for name in expected if name not in found])
     _refuse(
-        checkpoint.path,
+        path,
         "has tensors that this architecture does not use",
         [name for name in found if name not in expected and name not in ignored],
     )
     _refuse(
-        checkpoint.path,
+        path,
         "has tensors of shapes that its settings do not imply",
         [
             f"{name} {list(found[name])} instead of {list(shape)}"
@@ -112,7 +144,6 @@ def open_weights(
             if found[name] != shape
         ],
     )
-    return weights
 
 
 def _refuse(path: Path, what: str, names: list[str]) -> None:
@@ -121,7 +152,7 @@ def _refuse(path: Path, what: str, names: list[str]) -> None:
         raise ConfigError(f"{path}: {what}: {', '.join(names[:3])}{more}")
 
 
-class _RandomWeights:
+class RandomWeights:
     """Normal with a deviation of 0.02, as models begin their training; norms 1, biases 0."""
 
     def __init__(self, shapes: Mapping[str, Shape], device: torch.device | str) -> None:
@@ -140,21 +171,17 @@ class _RandomWeights:
         return drawn.normal_(0.0, 0.02, generator=generator)
 
 
-class _HuggingFaceWeights:
-    def __init__(self, folder: Path) -> None:
-        stored = safetensors_file.read_folder(folder)
-        # Old checkpoints carry the rotary frequencies, which follow from the settings.
-        self._stored = {
-            name: tensor
-            for name, tensor in stored.items()
-            if not name.endswith(".rotary_emb.inv_freq")
-        }
-        self.shapes = {name: tensor.shape for name, tensor in self._stored.items()}
+class StoredWeights:
+    """Tensors of safetensors files, by whatever names."""
+
+    def __init__(self, stored: Mapping[str, StoredTensor]) -> None:
+        self._stored = stored
+        self.shapes = {name: tensor.shape for name, tensor in stored.items()}
 
     def read(self, name: str) -> Tensor:
         stored = self._stored[name]
         data = stored.data
-        if data.ctypes.data % 4:  # the format does not promise aligned data
+        if data.ctypes.data % 8:  # the format does not promise aligned data
             data = data.copy()
         return torch.from_numpy(data).view(_STORED_DTYPES[stored.dtype]).view(stored.shape)
 

@@ -4,9 +4,10 @@
 #include "common.cuh"
 
 // As in batch_state.py.
-constexpr int NUM_CHUNKS = 0, RING_INDEX = 1;
-constexpr int WISH_WORDS = 10;
+constexpr int NUM_CHUNKS = 0, RING_INDEX = 1, NUM_TOKENS = 2, NUM_ROWS = 3;
+constexpr int WISH_WORDS = 14;
 constexpr int WISH_SLOT = 9;
+constexpr int FINE = 0;  // a status
 
 // Writes table entries: tables[places[i]] = blocks[i].
 extern "C" __global__ void write_tables(const int* places, const int* blocks, int n, int* tables) {
@@ -25,77 +26,124 @@ extern "C" __global__ void write_wishes(const int* slots, const int* news, int n
         wishes[slots[i / WISH_WORDS] * WISH_WORDS + i % WISH_WORDS] = news[i];
 }
 
-// One block per row of the step. The rows past its chunks are those that fill up a CUDA graph, where
-// each chunk has one token: they get a token that is nobody's, and go nowhere.
-extern "C" __global__ void begin_step(const int* header, const int* slots, const int* sample_slots,
-                                      const int* seq_lens, const int* query_start,
-                                      const int* tokens, const int* tables, int table_width,
-                                      int block_shift, const long long* last_tokens,
-                                      const int* wishes, long long* token_ids,
-                                      long long* positions, long long* slot_mapping,
-                                      long long* last_rows, int* step_tables, int* step_wishes,
-                                      long long* sample_positions, int* count_slots) {
+// One block per chunk of the step, and one for each token and row that fills up a CUDA graph, where
+// every token is a row: these are nobody's, and go nowhere.
+extern "C" __global__ void begin_step(
+    const int* header, const int* slots, const int* starts, const int* query_start,
+    const int* row_start, const int* tokens, const int* tables,
+    int table_width, int block_shift, const long long* last_tokens, const int* last_positions,
+    const int* drafts, int num_drafts, const int* wishes, long long* token_ids,
+    long long* positions, long long* slot_mapping, int* seq_lens, int* step_tables,
+    long long* sample_rows, int* step_wishes, long long* sample_positions, int* tail_starts,
+    int* tail_lengths) {
     wait_for_previous();
     launch_next();
     const int chunk = blockIdx.x;
-    if (chunk >= header[NUM_CHUNKS]) {
+    const int num_chunks = header[NUM_CHUNKS];
+    if (chunk >= num_chunks) {
+        const int token = header[NUM_TOKENS] + chunk - num_chunks;
+        const int row = header[NUM_ROWS] + chunk - num_chunks;
         if (threadIdx.x == 0) {
-            token_ids[chunk] = 0;
-            positions[chunk] = 0;
-            slot_mapping[chunk] = -1;
-            last_rows[chunk] = chunk;
-            sample_positions[chunk] = 0;
-            count_slots[chunk] = -1;
+            seq_lens[chunk] = 0;
+            if (token < gridDim.x) {
+                token_ids[token] = 0;
+                positions[token] = 0;
+                slot_mapping[token] = -1;
+            }
+            if (row < gridDim.x) {
+                sample_rows[row] = row;
+                sample_positions[row] = 0;
+                tail_starts[row] = 0;
+                tail_lengths[row] = 0;
+            }
         }
         // All zero is greedy, but for the slot: none.
-        if (threadIdx.x < WISH_WORDS)
-            step_wishes[chunk * WISH_WORDS + threadIdx.x] = threadIdx.x == WISH_SLOT ? -1 : 0;
+        if (row < gridDim.x && threadIdx.x < WISH_WORDS)
+            step_wishes[row * WISH_WORDS + threadIdx.x] = threadIdx.x == WISH_SLOT ? -1 : 0;
         return;
     }
     const int slot = slots[chunk];
-    const int first_row = query_start[chunk];
-    const int length = query_start[chunk + 1] - first_row;
-    const int end = seq_lens[chunk];
-    const int start = end - length;
+    const int first_token = query_start[chunk];
+    const int length = query_start[chunk + 1] - first_token;
+    const int start = starts[chunk] >= 0 ? starts[chunk] : last_positions[slot];
+    const int end = start + length;
     const int* table = tables + static_cast<long long>(slot) * table_width;
     const int offset_mask = (1 << block_shift) - 1;
     for (int i = threadIdx.x; i < length; i += blockDim.x) {
-        const int token = tokens[first_row + i];
+        int token = tokens[first_token + i];
+        // A draft that is missing is a guess like any other: token 0.
+        if (token < 0)
+            token = i == 0 ? static_cast<int>(last_tokens[slot])
+                           : max(drafts[slot * num_drafts + i - 1], 0);
         const int position = start + i;
-        token_ids[first_row + i] = token >= 0 ? token : last_tokens[slot];
-        positions[first_row + i] = position;
-        slot_mapping[first_row + i] =
+        token_ids[first_token + i] = token;
+        positions[first_token + i] = position;
+        slot_mapping[first_token + i] =
             (static_cast<long long>(table[position >> block_shift]) << block_shift) |
             (position & offset_mask);
     }
     const int num_blocks = (end + offset_mask) >> block_shift;
     int* step_table = step_tables + static_cast<long long>(chunk) * table_width;
     for (int i = threadIdx.x; i < num_blocks; i += blockDim.x) step_table[i] = table[i];
-    if (threadIdx.x < WISH_WORDS)
-        step_wishes[chunk * WISH_WORDS + threadIdx.x] = wishes[slot * WISH_WORDS + threadIdx.x];
-    if (threadIdx.x == 0) {
-        last_rows[chunk] = first_row + length - 1;
-        sample_positions[chunk] = end;
-        count_slots[chunk] = sample_slots[chunk] < 0 ? -1 : wishes[slot * WISH_WORDS + WISH_SLOT];
+    if (threadIdx.x == 0) seq_lens[chunk] = end;
+
+    const int first_row = row_start[chunk];
+    const int num_rows = row_start[chunk + 1] - first_row;
+    for (int i = threadIdx.x; i < num_rows; i += blockDim.x) {
+        const int offset = length - num_rows + i;
+        sample_rows[first_row + i] = first_token + offset;
+        sample_positions[first_row + i] = start + offset + 1;
+        tail_starts[first_row + i] = first_token + length - num_rows + 1;
+        tail_lengths[first_row + i] = i;
     }
+    for (int i = threadIdx.x; i < num_rows * WISH_WORDS; i += blockDim.x)
+        step_wishes[first_row * WISH_WORDS + i] = wishes[slot * WISH_WORDS + i % WISH_WORDS];
 }
 
-// Keeps each sequence's token for its next step, and tells the host: results is its memory.
+// Keeps of each chunk the drafts that the model chose as well and the token after them, for the next
+// step, and tells the host: results is its memory. Row i of a chunk was chosen to follow the first i
+// drafts, so it counts if these are right.
 //
-//   results [ring, 3, max_chunks]: tokens, log probabilities as bits, statuses
+//   results [ring, 4, max_rows]: tokens, log probabilities as bits, statuses; of each chunk how many
+//   history [slots, width], may be null: the sequences' tokens
 extern "C" __global__ void end_step(const int* header, const int* sample_slots,
-                                    const long long* token_ids, const float* logprobs,
-                                    const int* statuses, int n, int max_chunks,
-                                    long long* last_tokens, int* results) {
+                                    const int* row_start, const long long* sample_rows,
+                                    const long long* sample_positions, const long long* token_ids,
+                                    const long long* chosen, const float* logprobs,
+                                    const int* statuses, const int* wishes, int n, int max_rows,
+                                    long long* last_tokens, int* last_positions, int* drafts,
+                                    int num_drafts, int* count_slots, int* history,
+                                    int history_width, int* results) {
     wait_for_previous();
     launch_next();
-    const int i = blockIdx.x * blockDim.x + threadIdx.x;
-    if (i >= n || i >= header[NUM_CHUNKS]) return;
-    const int slot = sample_slots[i];
-    if (slot < 0) return;
-    last_tokens[slot] = token_ids[i];
-    int* result = results + static_cast<long long>(header[RING_INDEX]) * 3 * max_chunks + i;
-    result[0] = static_cast<int>(token_ids[i]);
-    result[max_chunks] = __float_as_int(logprobs[i]);
-    result[2 * max_chunks] = statuses[i];
+    const int chunk = blockIdx.x * blockDim.x + threadIdx.x;
+    if (chunk >= n || chunk >= header[NUM_CHUNKS]) return;
+    const int slot = sample_slots[chunk];
+    const int first = row_start[chunk], last = row_start[chunk + 1];
+    for (int row = first; row < last; row++) count_slots[row] = -1;
+    int* result = results + static_cast<long long>(header[RING_INDEX]) * 4 * max_rows;
+    if (slot < 0) {
+        result[3 * max_rows + chunk] = 0;
+        return;
+    }
+    const int count_slot = wishes[slot * WISH_WORDS + WISH_SLOT];
+    int row = first;
+    for (;; row++) {
+        const long long token = chosen[row];
+        const int position = static_cast<int>(sample_positions[row]);
+        result[row] = static_cast<int>(token);
+        result[max_rows + row] = __float_as_int(logprobs[row]);
+        result[2 * max_rows + row] = statuses[row];
+        count_slots[row] = count_slot;
+        if (history && position < history_width)
+            history[static_cast<long long>(slot) * history_width + position] =
+                static_cast<int>(token);
+        if (row + 1 == last || statuses[row] != FINE || token != token_ids[sample_rows[row] + 1])
+            break;
+    }
+    result[3 * max_rows + chunk] = row + 1 - first;
+    last_tokens[slot] = chosen[row];
+    last_positions[slot] = static_cast<int>(sample_positions[row]);
+    // They are used up: were they taken for the next ones, all would be wrong.
+    for (int i = 0; i < num_drafts; i++) drafts[slot * num_drafts + i] = -1;
 }

@@ -15,9 +15,11 @@ import torch
 import tiny
 from inflight import runner as runners
 from inflight.checkpoint import Checkpoint
-from inflight.config import EngineConfig
+from inflight.config import EngineConfig, SpeculationConfig
+from inflight.device_batch import DeviceBatch
+from inflight.drafting.device import DeviceDrafter
 from inflight.engine import Engine, generate
-from inflight.request import Request, TokenEvent
+from inflight.request import Candidate, Request, TokenEvent
 from inflight.sampling import SamplingParams
 from inflight_kernels import dense
 from teacher import Teacher
@@ -69,7 +71,11 @@ def make_engine(checkpoint: Checkpoint, **settings: object) -> Engine:
         "num_blocks": 512,
         "prefix_cache": False,
     }
-    config = EngineConfig(model=str(checkpoint.path), device="cuda", **(defaults | settings))  # type: ignore[arg-type]
+    defaults |= settings
+    if "speculation" in defaults:
+        drafting: dict[str, object] = defaults.pop("speculation")  # type: ignore[assignment]
+        defaults["speculation"] = SpeculationConfig(**drafting)  # type: ignore[arg-type]
+    config = EngineConfig(model=str(checkpoint.path), device="cuda", **defaults)  # type: ignore[arg-type]
     runner, model = runners.build(config, checkpoint, lambda what, fraction: None)
     return Engine(config, runner, model.max_model_len(config), model.eos_token_ids)
 
@@ -105,6 +111,9 @@ def check(teacher: Teacher, inputs: list[list[int]], outputs: dict[int, list[int
         pytest.param({"max_prefill_chunk": 16}, id="chunks"),
         pytest.param({"block_size": 64, "num_blocks": 128}, id="large blocks"),
         pytest.param({"batch_invariant": True}, id="batch invariant"),
+        pytest.param({"speculation": {"default": 5}}, id="drafts"),
+        pytest.param({"speculation": {}, "cuda_graphs": False}, id="drafts, launches"),
+        pytest.param({"speculation": {}, "max_batch_tokens": 30}, id="drafts, little room"),
     ],
 )
 def test_greedy_output_is_the_model_s(
@@ -198,6 +207,110 @@ def test_greedy_ids_are_the_same_alone_and_in_any_batch(checkpoint: Checkpoint) 
     together = generate(engine, requests(inputs))
     for index in range(0, len(inputs), 3):
         assert generate(engine, requests([inputs[index]], first_id=90))[90] == together[index]
+
+
+DRAWN = {"temperature": 1.3, "top_p": 0.95, "ignore_eos": True}
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        pytest.param({}, id="plain"),
+        pytest.param({"cuda_graphs": False}, id="launches"),
+        pytest.param({"num_blocks": 32}, id="preemption"),
+        pytest.param({"max_prefill_chunk": 16, "prefix_cache": True}, id="chunks, prefixes"),
+    ],
+)
+def test_drafts_leave_no_trace(checkpoint: Checkpoint, settings: dict[str, object]) -> None:
+    """Not only the same distribution: the same text, drawn with the same numbers."""
+    plain = make_engine(checkpoint, batch_invariant=True)
+    inputs = prompts(16, most=60, seed=8)
+    wanted = [
+        *requests(inputs, max_tokens=64),
+        *requests(inputs, max_tokens=64, first_id=20, seed=3, **DRAWN),
+    ]
+    expected = generate(plain, wanted)
+    whole = {one.request_id: one.prompt_ids + expected[one.request_id] for one in wanted}
+    for drafts in ({"default": 3}, {"default": 5}, {"default": "auto"}):
+        engine = make_engine(checkpoint, batch_invariant=True, speculation=drafts, **settings)
+        engine.runner.drafter = Oracle(whole)  # type: ignore[attr-defined]
+        assert generate(engine, wanted) == expected
+        stats = engine.stats()
+        assert 200 < stats.num_accepted_tokens < stats.num_drafted_tokens
+        if "num_blocks" in settings:
+            assert stats.num_preemptions > 0
+
+
+def test_what_repeats_is_drafted_from_the_text_itself(checkpoint: Checkpoint) -> None:
+    """Of the only tokens that it may choose a model soon has said all there is."""
+    params = SamplingParams(
+        max_tokens=200, temperature=0.0, ignore_eos=True, allowed_token_ids=(5, 6, 7)
+    )
+    wanted = [Request(i, prompt, params) for i, prompt in enumerate(prompts(4, seed=9))]
+    expected = generate(make_engine(checkpoint, batch_invariant=True), wanted)
+    assert set().union(*expected.values()) <= {5, 6, 7}
+    engine = make_engine(checkpoint, batch_invariant=True, speculation={})
+    assert generate(engine, wanted) == expected
+    assert engine.stats().num_accepted_tokens > 200
+
+
+def test_penalties_count_drafts(checkpoint: Checkpoint) -> None:
+    inputs = prompts(8, seed=10)
+    strong = {"presence_penalty": 1.0, "frequency_penalty": 1.0, "repetition_penalty": 1.5}
+    wanted = [
+        *requests(inputs, max_tokens=64, **strong),
+        *requests(inputs, max_tokens=64, first_id=20, seed=3, **(DRAWN | strong)),
+    ]
+    expected = generate(make_engine(checkpoint, batch_invariant=True), wanted)
+    whole = {one.request_id: one.prompt_ids + expected[one.request_id] for one in wanted}
+    engine = make_engine(checkpoint, batch_invariant=True, speculation={"default": 5})
+    engine.runner.drafter = Oracle(whole)  # type: ignore[attr-defined]
+    assert generate(engine, wanted) == expected
+    assert engine.stats().num_accepted_tokens > 200
+
+
+def test_likeliest_tokens_come_with_each_token(checkpoint: Checkpoint, teacher: Teacher) -> None:
+    inputs = prompts(6, seed=11)
+    params = SamplingParams(max_tokens=20, temperature=0.0, ignore_eos=True, num_logprobs=4)
+    found: dict[int, list[list[Candidate]]] = {i: [] for i in range(len(inputs))}
+    outputs: dict[int, list[int]] = {i: [] for i in range(len(inputs))}
+    engine = make_engine(checkpoint, speculation={"default": 3})
+    for i, prompt in enumerate(inputs):
+        engine.submit(Request(i, prompt, params))
+    while engine.has_work:
+        for event in engine.step():
+            outputs[event.request_id] += event.token_ids
+            found[event.request_id] += event.candidates
+    for i, prompt in enumerate(inputs):
+        logits = teacher.logits(prompt + outputs[i])[len(prompt) - 1 : -1]
+        expected = torch.log_softmax(torch.as_tensor(logits), -1)
+        assert len(found[i]) == 20
+        for row, token, candidates in zip(expected, outputs[i], found[i], strict=True):
+            assert candidates[0].token_id == token
+            assert len(candidates) in (4, 5)
+            for candidate in candidates:
+                assert candidate.logprob == pytest.approx(float(row[candidate.token_id]), abs=0.2)
+
+
+class Oracle(DeviceDrafter):
+    """Drafts what will be said, and now and then something else."""
+
+    def __init__(self, whole: dict[int, list[int]]) -> None:
+        super().__init__()
+        self._whole = whole
+        self._count = 0
+
+    def draft(self, batch: DeviceBatch, num_chunks: int, num_drafts: int) -> None:
+        positions = batch.state.last_positions.tolist()
+        for request_id, resident in batch._residents.items():
+            width = batch.state.drafts.shape[1]
+            first = positions[resident.slot] + 1
+            drafts = self._whole[request_id][first : first + width]
+            self._count += 1
+            if self._count % 4 == 0 and drafts:
+                drafts[self._count // 4 % len(drafts)] += 1
+            drafts += [-1] * (width - len(drafts))
+            batch.state.drafts[resident.slot] = torch.tensor(drafts, dtype=torch.int32)
 
 
 def test_penalties_count_the_prompt_and_the_output(checkpoint: Checkpoint) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 import pytest
 import torch
@@ -23,13 +25,16 @@ pytestmark = pytest.mark.gpu
 BLOCK_SIZE = 16
 WIDTH = 40
 SLOTS = 12
-LAYOUT = StepLayout(max_chunks=8, max_tokens=2048)
+NUM_DRAFTS = 5
+HISTORY = 700
+LAYOUT = StepLayout(max_rows=24, max_tokens=2048)
 WORDS = WISH.itemsize // 4
+SLOT = WISH.fields["slot"][1] // 4
 POISON = -77
 
 
-def make_state() -> BatchState:
-    state = BatchState(LAYOUT, SLOTS, WIDTH, 3, "cuda")
+def make_state(history: int = HISTORY) -> BatchState:
+    state = BatchState(LAYOUT, SLOTS, WIDTH, 3, "cuda", NUM_DRAFTS, history)
     generator = torch.Generator("cuda").manual_seed(0)
 
     def draw(tensor: torch.Tensor, high: int) -> None:
@@ -37,34 +42,48 @@ def make_state() -> BatchState:
 
     draw(state.tables, 10**6)
     draw(state.last_tokens, 128_000)
+    draw(state.last_positions, 500)
+    draw(state.drafts, 128_000)
+    state.drafts[:, 3] = -1  # missing
     draw(state.wishes, 10**9)
-    for written in (state.token_ids, state.positions, state.slot_mapping, state.last_rows):
+    for written in (state.token_ids, state.positions, state.slot_mapping, state.sample_rows):
         written.fill_(POISON)
-    for written in (state.step_tables, state.step_wishes, state.sample_positions):
+    for written in (state.step_tables, state.step_wishes, state.sample_positions, state.seq_lens):
         written.fill_(POISON)
-    state.count_slots.fill_(POISON)
+    for written in (state.count_slots, state.tail_starts, state.tail_lengths):
+        written.fill_(POISON)
     return state
 
 
-def send(
-    slots: list[int], starts: list[int], lengths: list[int], samples: list[bool], known: list[bool]
-) -> tuple[Step, np.ndarray]:
+@dataclass
+class Part:
+    """A chunk as a test means it."""
+
+    slot: int
+    start: int | None  # None: the device knows
+    length: int
+    samples: bool = True
+    num_drafts: int = 0
+
+
+def send(parts: list[Part]) -> tuple[Step, np.ndarray]:
     """A step on the device, and its tokens."""
-    random = np.random.default_rng(len(slots))
-    tokens = random.integers(0, 128_000, sum(lengths)).astype(np.int32)
-    query_start = np.cumsum([0, *lengths])
-    for first, is_known in zip(query_start, known, strict=False):
-        if not is_known:
+    random = np.random.default_rng(len(parts))
+    query_start = np.cumsum([0, *[part.length for part in parts]])
+    tokens = random.integers(0, 128_000, query_start[-1]).astype(np.int32)
+    for part, first, end in zip(parts, query_start, query_start[1:], strict=False):
+        if part.start is None:
             tokens[first] = FROM_DEVICE
+        tokens[end - part.num_drafts : end] = FROM_DEVICE
+    row_start = np.cumsum([0, *[1 + part.num_drafts for part in parts]])
     host = np.zeros(LAYOUT.size, np.int32)
-    ends = [start + length for start, length in zip(starts, lengths, strict=True)]
-    spare = LAYOUT.max_chunks - len(slots)
     arrays = {
-        "header": [len(slots), 2],
-        "slots": slots,
-        "sample_slots": [s if chosen else -1 for s, chosen in zip(slots, samples, strict=True)],
-        "seq_lens": ends,
-        "query_start": [*query_start, *[query_start[-1]] * spare],
+        "header": [len(parts), 2, query_start[-1], row_start[-1]],
+        "slots": [part.slot for part in parts],
+        "sample_slots": [part.slot if part.samples else -1 for part in parts],
+        "starts": [FROM_DEVICE if part.start is None else part.start for part in parts],
+        "query_start": [*query_start, *[query_start[-1]] * (LAYOUT.max_rows - len(parts))],
+        "row_start": row_start,
         "tokens": tokens,
     }
     for name, values in arrays.items():
@@ -76,77 +95,155 @@ def send(
 
 
 @pytest.mark.parametrize(
-    ("starts", "lengths"),
-    [([0, 37, 15, 600], [1, 1, 1, 1]), ([0, 0, 16, 5], [1, 33, 600, 250]), ([600], [40])],
+    "parts",
+    [
+        pytest.param([Part(7, None, 1), Part(0, 37, 1, False), Part(11, 15, 1)], id="decode"),
+        pytest.param([Part(7, 0, 1), Part(0, 0, 33), Part(11, 16, 600, False)], id="prompts"),
+        pytest.param(
+            [Part(7, None, 6, True, 5), Part(3, None, 1), Part(2, 9, 3, True, 2)], id="drafts"
+        ),
+        pytest.param([Part(5, 600, 40)], id="one"),
+    ],
 )
-def test_tokens_positions_and_slots(starts: list[int], lengths: list[int]) -> None:
+def test_tokens_positions_slots_and_rows(parts: list[Part]) -> None:
     state = make_state()
-    count = len(starts)
-    slots = [7, 0, 11, 3][:count]
-    samples = [True, False, True, True][:count]
-    known = [False, True, True, False][:count]
-    step, tokens = send(slots, starts, lengths, samples, known)
-    begin_step(step, state, count, BLOCK_SIZE)
+    step, tokens = send(parts)
+    begin_step(step, state, len(parts), BLOCK_SIZE)
     tables, last = state.tables.cpu().numpy(), state.last_tokens.cpu().numpy()
-    wishes = state.wishes.cpu().numpy()
-    row = 0
-    for chunk, (slot, start, length) in enumerate(zip(slots, starts, lengths, strict=True)):
-        positions = np.arange(start, start + length)
-        expected = tokens[row : row + length].astype(np.int64)
-        expected[expected == FROM_DEVICE] = last[slot]
-        rows = slice(row, row + length)
-        assert state.token_ids[rows].cpu().numpy().tolist() == expected.tolist()
-        assert state.positions[rows].tolist() == positions.tolist()
-        blocks = tables[slot, positions // BLOCK_SIZE].astype(np.int64)
-        assert (
-            state.slot_mapping[rows].tolist()
-            == (blocks * BLOCK_SIZE + positions % BLOCK_SIZE).tolist()
-        )
-        row += length
-        used = -(-(start + length) // BLOCK_SIZE)
+    wishes, drafts = state.wishes.cpu().numpy(), state.drafts.cpu().numpy()
+    token = row = 0
+    for chunk, part in enumerate(parts):
+        start = int(state.last_positions[part.slot]) if part.start is None else part.start
+        positions = np.arange(start, start + part.length)
+        own = slice(token, token + part.length)
+        expected = tokens[own].astype(np.int64)
+        if part.start is None:
+            expected[0] = last[part.slot]
+        if part.num_drafts:
+            expected[-part.num_drafts :] = np.maximum(drafts[part.slot, : part.num_drafts], 0)
+        assert state.token_ids[own].tolist() == expected.tolist()
+        assert state.positions[own].tolist() == positions.tolist()
+        blocks = tables[part.slot, positions // BLOCK_SIZE].astype(np.int64)
+        slots = blocks * BLOCK_SIZE + positions % BLOCK_SIZE
+        assert state.slot_mapping[own].tolist() == slots.tolist()
+        token += part.length
+        assert state.seq_lens[chunk] == start + part.length
+        used = -(-(start + part.length) // BLOCK_SIZE)
         table = state.step_tables[chunk].cpu().numpy()
-        assert table[:used].tolist() == tables[slot, :used].tolist()
+        assert table[:used].tolist() == tables[part.slot, :used].tolist()
         assert (table[used:] == POISON).all()
-        assert state.last_rows[chunk] == row - 1
-        assert state.sample_positions[chunk] == start + length
-        assert state.step_wishes[chunk].tolist() == wishes[slot].tolist()
-        assert state.count_slots[chunk] == (wishes[slot, -1] if samples[chunk] else -1)
-    assert (state.token_ids[row:] == POISON).all()
-    assert (state.step_wishes[count:] == POISON).all()
+        for i in range(1 + part.num_drafts):
+            place = token - part.num_drafts - 1 + i
+            assert state.sample_rows[row] == place
+            assert state.sample_positions[row] == positions[-1] - part.num_drafts + i + 1
+            assert state.step_wishes[row].tolist() == wishes[part.slot].tolist()
+            assert state.tail_lengths[row] == i
+            assert state.tail_starts[row] == token - part.num_drafts
+            row += 1
+    for untouched in (
+        state.token_ids[token:],
+        state.step_wishes[row:],
+        state.seq_lens[len(parts) :],
+    ):
+        assert (untouched == POISON).all()
 
 
-def test_rows_that_fill_up_a_graph_are_nobodys() -> None:
+@pytest.mark.parametrize(
+    "parts",
+    [
+        pytest.param([Part(4, 10, 1), Part(9, None, 1)], id="decode"),
+        pytest.param([Part(4, None, 4, True, 3), Part(9, None, 1)], id="drafts"),
+    ],
+)
+def test_what_fills_up_a_graph_is_nobodys(parts: list[Part]) -> None:
     state = make_state()
-    step, _ = send([4, 9], [10, 20], [1, 1], [True, True], [True, False])
-    begin_step(step, state, 5, BLOCK_SIZE)
-    assert state.slot_mapping[2:5].tolist() == [-1] * 3
-    assert state.token_ids[2:5].tolist() == [0] * 3
-    assert state.positions[2:5].tolist() == [0] * 3
-    assert state.count_slots[2:5].tolist() == [-1] * 3
-    wishes = state.step_wishes[2:5].cpu().numpy().view(WISH).reshape(-1)
+    step, _ = send(parts)
+    used = sum(part.length for part in parts)
+    size = used + 3
+    begin_step(step, state, size, BLOCK_SIZE)
+    spare = slice(used, size)
+    assert state.slot_mapping[spare].tolist() == [-1] * 3
+    assert state.token_ids[spare].tolist() == [0] * 3
+    assert state.positions[spare].tolist() == [0] * 3
+    assert state.sample_rows[:size].tolist() == list(range(size))
+    assert state.tail_lengths[spare].tolist() == [0] * 3
+    assert state.seq_lens[len(parts) : size].tolist() == [0] * (size - len(parts))
+    wishes = state.step_wishes[spare].cpu().numpy().view(WISH).reshape(-1)
     assert (wishes["temperature"] == 0).all()
     assert (wishes["slot"] == -1).all()
-    assert (state.token_ids[5:] == POISON).all()
+    assert (state.token_ids[size:] == POISON).all()
+    assert (state.sample_rows[size:] == POISON).all()
+    assert (state.seq_lens[size:] == POISON).all()
 
 
-def test_what_was_chosen_is_kept_and_told() -> None:
-    state = make_state()
-    step, _ = send([4, 9, 2], [10, 20, 30], [1, 1, 1], [True, False, True], [True] * 3)
+@pytest.mark.parametrize("history", [HISTORY, 0])
+def test_what_was_chosen_is_kept_and_told(history: int) -> None:
+    state = make_state(history)
+    parts = [Part(4, 10, 1), Part(9, 20, 1, False), Part(2, 30, 1)]
+    step, _ = send(parts)
+    begin_step(step, state, 3, BLOCK_SIZE)
     before = state.last_tokens.tolist()
-    state.chosen.copy_(torch.arange(100, 108))
-    state.logprobs.copy_(-torch.arange(8) / 7)
-    state.statuses.copy_(torch.arange(8))
+    state.chosen.copy_(torch.arange(100, 124))
+    state.logprobs.copy_(-torch.arange(24) / 7)
+    state.statuses[:3] = torch.tensor([0, 1, 2])
     state.results.fill_(POISON)
     end_step(step, state, 5)
     torch.cuda.synchronize()
-    expected = list(before)
-    expected[4], expected[2] = 100, 102
-    assert state.last_tokens.tolist() == expected
+    before[4], before[2] = 100, 102
+    assert state.last_tokens.tolist() == before
+    assert state.last_positions[[4, 2]].tolist() == [11, 31]
     results = state.results.numpy()
     assert (results[:2] == POISON).all()
-    assert results[2, 0].tolist() == [100, POISON, 102] + [POISON] * 5
+    assert results[2, 0].tolist() == [100, POISON, 102] + [POISON] * 21
     assert results[2, 1].view(np.float32)[[0, 2]].tolist() == pytest.approx([0, -2 / 7])
     assert results[2, 2, [0, 2]].tolist() == [0, 2]
+    assert results[2, 3, :3].tolist() == [1, 0, 1]
+    wishes = state.wishes[:, SLOT].tolist()
+    assert state.count_slots[:3].tolist() == [wishes[4], -1, wishes[2]]
+    if history:
+        assert state.history is not None
+        assert (state.history[4, 11], state.history[2, 31]) == (100, 102)
+        assert int((state.history != 0).sum()) == 2
+
+
+@pytest.mark.parametrize("right", range(6))
+def test_drafts_count_as_far_as_the_model_chose_the_same(right: int) -> None:
+    state = make_state()
+    state.drafts[6] = torch.tensor([11, 12, 13, 14, 15])
+    step, _ = send([Part(3, None, 1), Part(6, None, 6, True, 5)])
+    start = int(state.last_positions[6])
+    begin_step(step, state, 2, BLOCK_SIZE)
+    state.chosen[1:7] = torch.tensor([11, 12, 13, 14, 15, 16])
+    if right < 5:
+        state.chosen[1 + right] = 99
+    state.statuses.zero_()
+    end_step(step, state, 2)
+    torch.cuda.synchronize()
+    results = state.results[2]
+    assert results[3, :2].tolist() == [1, right + 1]
+    last = 16 if right == 5 else 99
+    assert results[0, 1 : 2 + right].tolist() == [*range(11, 11 + right), last]
+    assert state.last_tokens[6] == last
+    assert state.last_positions[6] == start + right + 1
+    assert state.drafts[6].tolist() == [-1] * NUM_DRAFTS, "they are used up"
+    assert state.history is not None
+    told = state.history[6, start + 1 : start + 2 + right].tolist()
+    assert told == [*range(11, 11 + right), last]
+    wish = int(state.wishes[6, SLOT])
+    assert state.count_slots[1:7].tolist() == [wish] * (right + 1) + [-1] * (5 - right)
+
+
+def test_nothing_counts_behind_a_row_that_failed() -> None:
+    state = make_state()
+    state.drafts[6] = torch.tensor([11, 12, 13, 14, 15])
+    step, _ = send([Part(6, None, 6, True, 5)])
+    begin_step(step, state, 1, BLOCK_SIZE)
+    state.chosen[:6] = torch.tensor([11, 12, 13, 14, 15, 16])
+    state.statuses[:6] = torch.tensor([0, 0, 1, 0, 0, 0])
+    end_step(step, state, 1)
+    torch.cuda.synchronize()
+    assert state.results[2, 3, 0] == 3
+    assert state.results[2, 2, :3].tolist() == [0, 0, 1]
 
 
 @pytest.mark.parametrize("count", [0, 1, 300])

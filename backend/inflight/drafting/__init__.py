@@ -1,0 +1,99 @@
+"""Guessing the next tokens of a sequence; the model then checks all guesses in one step.
+
+A drafter may be as wrong as it likes: a draft counts only where the model itself chooses the same
+token, with the random number that belongs to its position. So an output does not depend on whether,
+how and by whom anything was drafted; only its speed does. A drafter that chooses as the model does,
+with the same number, is right more often.
+
+This is the CPU's side; `device` is the GPU's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+from inflight.batch import Batch, BatchArrays, Chunk, StepOutput
+from inflight.config import EngineConfig
+from inflight.drafting.source import Source
+from inflight.sequence import Sequence
+
+if TYPE_CHECKING:
+    import torch
+
+    from inflight.model.kv_cache import KVCache
+    from inflight.model.llama import Model
+
+
+class Drafter(Protocol):
+    """Guesses on the host, where all tokens are known.
+
+    In each step: `propose`, the model's own pass, the choice of tokens, `follow`.
+
+    Attributes:
+        caches: keys and values of its own, in the blocks of the same ids as the model's. Whoever
+            copies a block of the one copies that of the other.
+    """
+
+    caches: list[KVCache]
+
+    def propose(self, chunks: list[Chunk]) -> list[list[int]]:
+        """The tokens that may follow each chunk's sequence: at most num_drafts; fewer is fine."""
+
+    def follow(self, batch: Batch, arrays: BatchArrays, output: StepOutput) -> None:
+        """Take in what the model has computed.
+
+        Args:
+            batch: of the step.
+            arrays: all rows that the model computed, drafts included.
+            output: what it chose.
+        """
+
+    def forget(self, sequence: Sequence) -> None:
+        """Drop what is kept of a sequence that has ended; idempotent."""
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """The model that is drafted for, and how it runs.
+
+    Attributes:
+        model: on the CPU.
+        cache: its keys and values.
+        config: the engine's settings.
+        dtype: of weights and activations.
+        max_len: the longest sequence.
+        num_blocks: of the cache.
+        progress: called with what is loading and the fraction of it that is there.
+    """
+
+    model: Model
+    cache: KVCache
+    config: EngineConfig
+    dtype: torch.dtype
+    max_len: int
+    num_blocks: int
+    progress: Callable[[str, float], None]
+
+
+def build(source: Source, target: Target) -> Drafter:
+    """The drafter on the host.
+
+    Raises:
+        ConfigError: its weights are damaged or do not fit its settings.
+    """
+    settings = source.settings
+    if settings.drafter == "ngram":
+        from inflight.drafting.ngram import NgramDrafter
+
+        return NgramDrafter(settings.max_match, settings.min_match)
+    if settings.drafter == "eagle3":
+        from inflight.drafting.eagle3 import Eagle3Drafter
+
+        return Eagle3Drafter.load(source, target)
+    from inflight.drafting.model import ModelDrafter
+
+    if settings.drafter == "self":
+        return ModelDrafter(target.model, target.cache, settings.num_layers)
+    return ModelDrafter.load(source, target)

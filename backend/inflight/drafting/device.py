@@ -1,0 +1,135 @@
+"""Guessing on the GPU, in the stream of the steps: so that nothing waits for the host."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from inflight.config import EngineConfig
+from inflight.device_batch import DeviceBatch
+from inflight.drafting.source import Source
+from inflight.model.cuda_attention import Rows
+from inflight.model.kv_cache import KVCache
+from inflight_kernels import drafting, sampling
+
+if TYPE_CHECKING:
+    from inflight.model.llama_cuda import Model
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceTarget:
+    """The model that is drafted for, and how its steps run.
+
+    Attributes:
+        model: on the GPU.
+        rows: of its steps.
+        batch: slots of sequences.
+        workspace: of the sampler, which is free when a step has chosen.
+        config: the engine's settings.
+        dtype: of weights and activations.
+        device: the GPU.
+        max_len: the longest sequence.
+        max_rows: chunks of a step at most.
+        max_drafts: of a sequence.
+        progress: called with what is loading and the fraction of it that is there.
+    """
+
+    model: Model
+    rows: Rows
+    batch: DeviceBatch
+    workspace: sampling.Workspace
+    config: EngineConfig
+    dtype: torch.dtype
+    device: torch.device
+    max_len: int
+    max_rows: int
+    max_drafts: int
+    progress: Callable[[str, float], None]
+
+
+class DeviceDrafter:
+    """Guesses what follows what a step has just chosen. This one has no guess.
+
+    In each step: `forward`, the choice of tokens, `follow`; then `draft`, if anybody wants drafts.
+
+    Attributes:
+        caches: keys and values of its own, in the blocks of the same ids as the model's.
+        follows: whether `follow` does anything.
+    """
+
+    follows = False
+
+    def __init__(self) -> None:
+        self.caches: list[KVCache] = []
+
+    def allocate(self, cache: KVCache, num_blocks: int) -> None:
+        """Take the memory for keys and values.
+
+        Args:
+            cache: the model's; after its blocks it has one for each sequence that the drafter may
+                write to, if the drafter uses this cache (see `Source.scratch_bytes`).
+            num_blocks: that sequences can have.
+
+        Raises:
+            ConfigError: there is not that much memory.
+        """
+
+    def forward(self, num_tokens: int, num_chunks: int, max_q_len: int) -> None:
+        """Launch what belongs to a step's forward pass, after the model's own."""
+
+    def follow(self, num_tokens: int, num_chunks: int, max_q_len: int) -> None:
+        """Launch what can be done when the step has chosen its tokens."""
+
+    def draft(self, batch: DeviceBatch, num_chunks: int, num_drafts: int) -> None:
+        """Launch the work that fills `BatchState.drafts` of the sequences of the last step.
+
+        Args:
+            batch: after `end_step`.
+            num_chunks: of that step.
+            num_drafts: that any of them is to have.
+        """
+
+    def record(self, sizes: list[int], pool: Any) -> None:
+        """Record `draft` for so many chunks each, on nobody's tokens; ascending."""
+
+
+class NgramDrafter(DeviceDrafter):
+    """Finds the latest earlier place of the last tokens (see `drafting.ngram`)."""
+
+    def __init__(self, max_match: int, min_match: int) -> None:
+        super().__init__()
+        self._max_match = max_match
+        self._min_match = min_match
+
+    def draft(self, batch: DeviceBatch, num_chunks: int, num_drafts: int) -> None:
+        state = batch.state
+        assert state.history is not None
+        drafting.draft_ngram(
+            batch.step.sample_slots[:num_chunks],
+            state.last_positions,
+            state.history,
+            state.drafts,
+            self._max_match,
+            self._min_match,
+            pdl=True,
+        )
+
+
+def build(source: Source, target: DeviceTarget) -> DeviceDrafter:
+    """The drafter on the GPU, with its weights.
+
+    Raises:
+        ConfigError: the weights are damaged or do not fit the settings, or no kernel is there for
+            them.
+    """
+    settings = source.settings
+    if settings.drafter == "ngram":
+        return NgramDrafter(settings.max_match, settings.min_match)
+    from inflight.drafting import device_model
+
+    if settings.drafter == "eagle3":
+        return device_model.Eagle3Drafter(source, target)
+    return device_model.ModelDrafter(source, target)

@@ -1,0 +1,107 @@
+"""Drafts by a cheaper model: a smaller one of the same vocabulary, or the model's own first layers.
+
+A model drafts token by token and chooses as the target does: with the same wishes, and the random
+number of the same position. A smaller one (speculative decoding, arXiv:2211.17192) keeps keys and
+values of its own. The first layers of the target (self-speculation, arXiv:2309.08168) use the
+target's: what they write at a draft's place is what the target writes there when it checks it.
+"""
+
+from __future__ import annotations
+
+import importlib
+
+import torch
+
+from inflight.batch import Batch, BatchArrays, Chunk, StepOutput
+from inflight.choice import Row, choose
+from inflight.drafting import Target
+from inflight.drafting.rows import Rows
+from inflight.drafting.source import Source
+from inflight.model import ARCHITECTURES
+from inflight.model.kv_cache import KVCache
+from inflight.model.llama import Model
+from inflight.sequence import Sequence
+
+_NO_ROWS = torch.empty(0, dtype=torch.int64)
+
+
+class ModelDrafter:
+    """Drafts with a model, or with its first layers.
+
+    Args:
+        model: that drafts.
+        cache: its keys and values.
+        num_layers: the first so many, of the target itself, whose cache this is then; None for a
+            model of its own.
+    """
+
+    def __init__(self, model: Model, cache: KVCache, num_layers: int | None = None) -> None:
+        self.caches = [cache] if num_layers is None else []
+        self._model = model
+        self._cache = cache
+        self._num_layers = num_layers
+
+    @classmethod
+    def load(cls, source: Source, target: Target) -> ModelDrafter:
+        """A smaller model.
+
+        Raises:
+            ConfigError: the weights are damaged or do not fit the settings.
+        """
+        own, checkpoint = source.model, source.checkpoint
+        assert own is not None and checkpoint is not None
+        architecture = importlib.import_module(ARCHITECTURES[own.architecture])
+        model = architecture.Model(
+            checkpoint,
+            own,
+            target.dtype,
+            target.max_len,
+            lambda what, fraction: target.progress("drafter", fraction),
+        )
+        size = target.config.block_size
+        return cls(model, KVCache(own, target.num_blocks, size, target.dtype))
+
+    def propose(self, chunks: list[Chunk]) -> list[list[int]]:
+        drafts: list[list[int]] = [[] for _ in chunks]
+        for depth in range(max((chunk.num_drafts for chunk in chunks), default=0)):
+            wanted = [i for i, chunk in enumerate(chunks) if chunk.num_drafts > depth]
+            active = [chunks[i] for i in wanted]
+            tokens = [
+                drafts[i][-1] if depth else chunk.sequence.token_ids[chunk.start]
+                for i, chunk in zip(wanted, active, strict=True)
+            ]
+            rows = Rows.one_each(active, tokens, depth, self._cache.data)
+            logits = self._model.forward(
+                rows.token_ids,
+                rows.positions,
+                rows.slot_mapping,
+                rows.plan,
+                torch.arange(len(active)),
+                self._cache,
+                self._num_layers,
+            )
+            asked = [
+                Row(chunk.sequence, list(drafts[i]))
+                for i, chunk in zip(wanted, active, strict=True)
+            ]
+            for i, token in zip(wanted, choose(logits, asked).token_ids, strict=True):
+                drafts[i].append(token)
+        return drafts
+
+    def follow(self, batch: Batch, arrays: BatchArrays, output: StepOutput) -> None:
+        if not self.caches:
+            return
+        rows = Rows.of(
+            arrays.token_ids,
+            arrays.positions,
+            arrays.query_start,
+            arrays.block_tables,
+            self._cache.data.shape[-3],
+            self._cache.data.dtype,
+        )
+        self._model.forward(
+            rows.token_ids, rows.positions, rows.slot_mapping, rows.plan, _NO_ROWS, self._cache
+        )
+
+    def forget(self, sequence: Sequence) -> None:
+        """All it keeps is in the blocks."""

@@ -1,0 +1,69 @@
+"""Drafts by looking back: what followed the last time that these tokens stood there.
+
+Prompt lookup decoding (Saxena, 2023; "LLMA", arXiv:2304.04487). It costs next to nothing and is
+right where an output repeats its prompt or itself: edited code, quotations, tables, names.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from inflight.batch import Batch, BatchArrays, Chunk, StepOutput
+from inflight.model.kv_cache import KVCache
+from inflight.sequence import Sequence
+from inflight_kernels.reference_drafting import latest_match
+
+_ROOM = 256  # tokens by which a history's array grows
+
+
+class NgramDrafter:
+    """Finds the latest earlier place of a sequence's last tokens, and drafts what stands behind it.
+
+    Args:
+        max_match: tokens that must agree, at first.
+        min_match: tokens that must agree, at least.
+    """
+
+    def __init__(self, max_match: int, min_match: int) -> None:
+        self._max_match = max_match
+        self._min_match = min_match
+        self.caches: list[KVCache] = []
+        self._histories: dict[int, _History] = {}
+
+    def propose(self, chunks: list[Chunk]) -> list[list[int]]:
+        return [
+            self._matches(chunk.sequence, chunk.num_drafts) if chunk.num_drafts else []
+            for chunk in chunks
+        ]
+
+    def follow(self, batch: Batch, arrays: BatchArrays, output: StepOutput) -> None:
+        """All it needs is in the sequences."""
+
+    def _matches(self, sequence: Sequence, count: int) -> list[int]:
+        history = self._histories.get(sequence.request_id)
+        if history is None:
+            history = self._histories[sequence.request_id] = _History()
+        return latest_match(
+            history.up_to_date(sequence.token_ids), self._max_match, self._min_match, count
+        )
+
+    def forget(self, sequence: Sequence) -> None:
+        self._histories.pop(sequence.request_id, None)
+
+
+class _History:
+    """A sequence's tokens as an array that grows with it."""
+
+    def __init__(self) -> None:
+        self._tokens = np.empty(0, np.int64)
+        self._length = 0
+
+    def up_to_date(self, token_ids: list[int]) -> npt.NDArray[np.int64]:
+        if len(token_ids) > len(self._tokens):
+            tokens = np.empty(len(token_ids) + _ROOM, np.int64)
+            tokens[: self._length] = self._tokens[: self._length]
+            self._tokens = tokens
+        self._tokens[self._length : len(token_ids)] = token_ids[self._length :]
+        self._length = len(token_ids)
+        return self._tokens[: self._length]

@@ -1,0 +1,79 @@
+"""The rows of one pass of a drafter: a token of each sequence."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from inflight.batch import Chunk
+from inflight_kernels import reference as ops
+
+Ints = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """What a forward pass wants to know of T tokens.
+
+    Attributes:
+        token_ids, positions, slot_mapping: [T] int64.
+        plan: of attention.
+    """
+
+    token_ids: Tensor
+    positions: Tensor
+    slot_mapping: Tensor
+    plan: ops.AttentionPlan
+
+    @classmethod
+    def of(
+        cls,
+        token_ids: Ints,
+        positions: Ints,
+        query_start: Ints,
+        block_tables: Ints,
+        block_size: int,
+        dtype: torch.dtype,
+    ) -> Rows:
+        """Rows of n chunks, of which each sees its sequence up to itself.
+
+        Args:
+            token_ids, positions: [T].
+            query_start: [n + 1] chunk i owns rows query_start[i]:query_start[i + 1]: at least one.
+            block_tables: [n, B].
+            block_size: tokens per block.
+            dtype: of activations.
+        """
+        chunks = np.repeat(np.arange(len(block_tables)), np.diff(query_start))
+        slots = block_tables[chunks, positions // block_size] * block_size
+        seq_lens = positions[query_start[1:] - 1] + 1
+        return cls(
+            torch.from_numpy(token_ids),
+            torch.from_numpy(positions),
+            torch.from_numpy(slots + positions % block_size),
+            ops.plan_attention(block_tables, query_start, seq_lens, block_size, dtype),
+        )
+
+    @classmethod
+    def one_each(cls, chunks: list[Chunk], tokens: list[int], offset: int, cache: Tensor) -> Rows:
+        """A token of each chunk's sequence, `offset` places behind the chunk's first.
+
+        Args:
+            chunks: n of them.
+            tokens: n.
+            offset: places.
+            cache: [..., num_blocks, block_size, G, D].
+        """
+        tables = [chunk.sequence.blocks for chunk in chunks]
+        block_tables = np.zeros((len(chunks), max(map(len, tables))), np.int64)
+        for row, table in zip(block_tables, tables, strict=True):
+            row[: len(table)] = table
+        positions = np.array([chunk.start + offset for chunk in chunks], np.int64)
+        token_ids = np.array(tokens, np.int64)
+        query_start = np.arange(len(chunks) + 1)
+        size = cache.shape[-3]
+        return cls.of(token_ids, positions, query_start, block_tables, size, cache.dtype)

@@ -1,0 +1,189 @@
+"""Attention of a model's layers on a GPU: the rotation, the cache's new entries, the product.
+
+Shapes: T tokens in n chunks, s rows of logits, B blocks in the longest table.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from inflight.model.config import ModelConfig
+from inflight.model.rope import inverse_frequencies
+from inflight_kernels import attention
+from inflight_kernels.reference import rotary_tables
+from inflight_kernels.rope import rope_write_kv
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Where a forward pass finds what it computes: buffers, of which it takes the first elements.
+
+    Attributes:
+        token_ids, positions, slot_mapping: [T] int64.
+        query_start: [n + 1] int32, chunk i owns tokens query_start[i]:query_start[i + 1].
+        seq_lens: [n] int32, tokens in the KV cache after the pass.
+        tables: [n, B] int32, block tables.
+        sample_rows: [s] int64, the tokens after which one is to be chosen.
+    """
+
+    token_ids: Tensor
+    positions: Tensor
+    slot_mapping: Tensor
+    query_start: Tensor
+    seq_lens: Tensor
+    tables: Tensor
+    sample_rows: Tensor
+
+
+class Attention:
+    """What the layers of a model have in common.
+
+    Args:
+        config: of the model.
+        max_len: the longest sequence: the rotary tables reach that far.
+        device: the GPU.
+        max_tokens: T at most.
+        max_rows: n at most.
+        max_drafts: of a chunk that verifies drafts; 0 where none does.
+        batch_invariant: a token's numbers do not depend on the other tokens of its step.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        max_len: int,
+        device: torch.device,
+        *,
+        max_tokens: int,
+        max_rows: int,
+        max_drafts: int,
+        batch_invariant: bool,
+    ) -> None:
+        self._heads = (config.num_heads, config.num_kv_heads, config.head_dim)
+        self._scale = config.head_dim**-0.5
+        self._batch_invariant = batch_invariant
+        frequencies, attention_factor = inverse_frequencies(config.rope, config.head_dim, max_len)
+        self._cos, self._sin = rotary_tables(
+            frequencies, max_len, attention_factor, torch.float32, device
+        )
+        # For any mix of chunks, for steps of one token each, and for those with drafts alone.
+        sizes = [
+            attention.workspace_size(
+                max_rows, tokens, *self._heads, max_q_len, batch_invariant=batch_invariant
+            )
+            for tokens, max_q_len in (
+                (max_tokens, max_tokens),
+                (max_rows, 1),
+                (max_rows, 1 + max_drafts),
+            )
+        ]
+        self._workspace = torch.zeros(max(sizes), dtype=torch.uint8, device=device)
+
+    def begin(self, rows: Rows, num_tokens: int, num_chunks: int, max_q_len: int) -> AttentionPass:
+        """Launch the plan of a pass, which all its layers follow."""
+        query_start, seq_lens = rows.query_start[: num_chunks + 1], rows.seq_lens[:num_chunks]
+        attention.plan(
+            query_start,
+            seq_lens,
+            self._workspace,
+            num_tokens,
+            *self._heads,
+            max_q_len=max_q_len,
+            batch_invariant=self._batch_invariant,
+            pdl=True,
+        )
+        # One token each: the rotation is part of attention, and q need not come apart.
+        rotates = (
+            num_tokens == num_chunks
+            and max_q_len == 1
+            and not self._batch_invariant
+            and attention.prefers_rope_attend(num_tokens, *self._heads)
+        )
+        return AttentionPass(
+            self,
+            rows.positions[:num_tokens],
+            rows.slot_mapping[:num_tokens],
+            rows.tables[:num_chunks],
+            query_start,
+            seq_lens,
+            max_q_len,
+            rotates,
+        )
+
+
+@dataclass(slots=True)
+class AttentionPass:
+    """One pass over the layers.
+
+    Attributes:
+        settled: whether what the layers have in common, and their caches as other steps left them,
+            are complete: once the first layer's attention has been let in.
+    """
+
+    shared: Attention
+    positions: Tensor
+    slots: Tensor
+    tables: Tensor
+    query_start: Tensor
+    seq_lens: Tensor
+    max_q_len: int
+    rotates: bool
+    settled: bool = False
+
+    def layer(self, qkv: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor) -> None:
+        """Launch a layer's attention: qkv [T, (H + 2 * G) * D] -> out [T, H * D]."""
+        shared = self.shared
+        if self.rotates:
+            attention.rope_attend(
+                qkv,
+                self.positions,
+                shared._cos,
+                shared._sin,
+                self.slots,
+                k_cache,
+                v_cache,
+                self.tables,
+                self.query_start,
+                self.seq_lens,
+                out,
+                shared._workspace,
+                shared._scale,
+                planned=True,
+                settled=self.settled,
+                pdl=True,
+            )
+        else:
+            num_heads, _, head_dim = shared._heads
+            q = qkv[:, : num_heads * head_dim].view(len(qkv), num_heads, head_dim)
+            rope_write_kv(
+                qkv,
+                self.positions,
+                shared._cos,
+                shared._sin,
+                self.slots,
+                k_cache,
+                v_cache,
+                q_out=q,
+                settled=self.settled,
+                pdl=True,
+            )
+            attention.attend(
+                q,
+                k_cache,
+                v_cache,
+                self.tables,
+                self.query_start,
+                self.seq_lens,
+                out,
+                shared._workspace,
+                shared._scale,
+                max_q_len=self.max_q_len,
+                batch_invariant=shared._batch_invariant,
+                planned=True,
+                settled=self.settled,
+                pdl=True,
+            )
+        self.settled = True

@@ -1,0 +1,287 @@
+"""An EAGLE-3 head (arXiv:2503.01840): one layer that drafts from what its target thought.
+
+At position t it sees the target's hidden states of token t - of a low, a middle and a high layer,
+made one by `fc` - and the embedding of token t + 1, which is known by then; it scores token t + 2.
+Beyond what the target has computed, its own hidden state of position t - 1 stands for them.
+
+    hidden = fc(features)
+    hidden += o_proj(attention(qkv_proj(input_layernorm(embedding) | hidden_norm(hidden))))
+    hidden += mlp(post_attention_layernorm(hidden))
+    logits = lm_head(norm(hidden))
+
+Format, as of yuhuili/EAGLE3-LLaMA3.1-Instruct-8B, of SGLang (python/sglang/srt/models/
+llama_eagle3.py) and vLLM (vllm/model_executor/models/llama_eagle3.py): safetensors with the names
+above, `midlayer.` or `layers.0.` before those of the layer. q, k and v read 2 * hidden_size values.
+`lm_head` scores draft_vocab_size tokens, and draft token i is token i + d2t[i] of the target; t2d
+says the same the other way round and is not read. What the head has not - embed_tokens, and lm_head
+where its vocabulary is whole - is the target's.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from inflight.checkpoint import Checkpoint
+from inflight.errors import ConfigError
+from inflight.model import safetensors_file
+from inflight.model.config import Eagle3Config
+from inflight.model.kv_cache import KVCache
+from inflight.model.llama import HostPlace, LlamaWeights
+from inflight.model.rope import inverse_frequencies
+from inflight.model.weights import (
+    Place,
+    Progress,
+    RandomWeights,
+    Shape,
+    StoredWeights,
+    Weights,
+    check_shapes,
+)
+from inflight_kernels import reference as ops
+
+UNDRAFTABLE = -1e6
+"""Logit of a token that the head cannot draft: finite, as a sampler wants it, and never drawn."""
+
+_OPTIONAL = ("embed_tokens.weight", "lm_head.weight", "d2t", "t2d")
+
+
+@dataclass(frozen=True, slots=True)
+class HeadWeights:
+    """All weights of a head, where its forward pass wants them.
+
+    Attributes:
+        embedding: [V, hidden_size].
+        fuse: fc, [hidden_size, len(taps) * target_hidden_size].
+        embedding_norm, hidden_norm: of the two halves that q, k and v read.
+        embedding_qkv, hidden_qkv: the columns of q | k | v for these halves.
+        head: [draft_vocab_size, hidden_size].
+        targets: [draft_vocab_size] int64, the target's id of each draft token; None where they are
+            the same.
+    """
+
+    embedding: Tensor
+    fuse: Tensor
+    embedding_norm: Tensor
+    hidden_norm: Tensor
+    embedding_qkv: Tensor
+    hidden_qkv: Tensor
+    out: Tensor
+    mlp_norm: Tensor
+    gate_up: Tensor
+    down: Tensor
+    norm: Tensor
+    head: Tensor
+    targets: Tensor | None
+
+
+class Model:
+    """An EAGLE-3 head on this machine's CPU.
+
+    Args:
+        checkpoint: where its weights are.
+        config: what `read_eagle3_config` said of it.
+        target: the weights of the model that it drafts for.
+        dtype: of weights and activations.
+        max_len: the longest sequence.
+        progress: called with ("weights", fraction).
+
+    Raises:
+        ConfigError: the weights are damaged or do not fit the config.
+    """
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        config: Eagle3Config,
+        target: LlamaWeights,
+        dtype: torch.dtype,
+        max_len: int,
+        progress: Progress,
+    ) -> None:
+        self.config = config
+        layer = config.layer
+        self._scale = layer.head_dim**-0.5
+        frequencies, attention_factor = inverse_frequencies(layer.rope, layer.head_dim, max_len)
+        self._cos, self._sin = ops.rotary_tables(frequencies, max_len, attention_factor, dtype)
+        self._weights = load_head(checkpoint, config, target, HostPlace(dtype))
+        progress("weights", 1.0)
+
+    def fuse(self, features: Tensor) -> Tensor:
+        """Hidden states of the target [T, len(taps) * target_hidden_size] -> [T, hidden_size]."""
+        return ops.linear(features, self._weights.fuse)
+
+    def forward(
+        self,
+        token_ids: Tensor,
+        hidden: Tensor,
+        positions: Tensor,
+        slot_mapping: Tensor,
+        plan: ops.AttentionPlan,
+        cache: KVCache,
+    ) -> Tensor:
+        """Write keys and values of T positions into the head's cache.
+
+        Args:
+            token_ids: [T] int64, the token after each position.
+            hidden: [T, hidden_size], of `fuse`, or what this gave for the position before.
+            positions, slot_mapping: [T] int64.
+            plan: of the attention over the cache.
+            cache: of one layer; changed in place.
+
+        Returns:
+            Hidden states [T, hidden_size].
+        """
+        weights, layer = self._weights, self.config.layer
+        eps, num_qk = layer.rms_norm_eps, layer.num_heads + layer.num_kv_heads
+        cos = self._cos.index_select(0, positions)
+        sin = self._sin.index_select(0, positions)
+        embedded = ops.embedding(token_ids, weights.embedding)
+        embedded, _ = ops.rms_norm(embedded, weights.embedding_norm, eps)
+        normed, _ = ops.rms_norm(hidden, weights.hidden_norm, eps)
+        residual = normed if self.config.norm_before_residual else hidden
+        qkv = ops.linear(embedded, weights.embedding_qkv) + ops.linear(normed, weights.hidden_qkv)
+        heads = qkv.view(len(qkv), -1, layer.head_dim)
+        qk = ops.rotary(heads[:, :num_qk], cos, sin)
+        q, k, v = qk[:, : layer.num_heads], qk[:, layer.num_heads :], heads[:, num_qk:]
+        ((k_cache, v_cache),) = cache.layers
+        ops.write_kv(k, v, k_cache, v_cache, slot_mapping)
+        x = ops.linear(ops.attend(q, k_cache, v_cache, plan, self._scale), weights.out)
+        x, residual = ops.rms_norm(x, weights.mlp_norm, eps, residual)
+        return residual + ops.linear(ops.silu_mul(ops.linear(x, weights.gate_up)), weights.down)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Scores of all the target's tokens [s, vocab_size] float32 from hidden states [s, ...]."""
+        weights, layer = self._weights, self.config.layer
+        normed, _ = ops.rms_norm(hidden, weights.norm, layer.rms_norm_eps)
+        logits = ops.linear(normed, weights.head).float()
+        if weights.targets is None:
+            return logits
+        whole = torch.full((len(logits), layer.vocab_size), UNDRAFTABLE)
+        return whole.index_copy_(1, weights.targets, logits)
+
+
+def load_head(
+    checkpoint: Checkpoint,
+    config: Eagle3Config,
+    target: LlamaWeights,
+    place: Place,
+    device: torch.device | str = "cpu",
+) -> HeadWeights:
+    """Read all weights of a head into a place.
+
+    Args:
+        checkpoint: where they are.
+        config: of the head.
+        target: weights of its target, there.
+        place: where to.
+        device: of the place.
+
+    Raises:
+        ConfigError: see `Model`.
+    """
+    stored = _open(checkpoint, config, device)
+
+    def vector(name: str) -> Tensor:
+        return place.vector(stored.read(f"{name}.weight"))
+
+    def matrix(*names: str, columns: slice = slice(None)) -> Tensor:
+        parts = [stored.read(f"{name}.weight") for name in names]
+        return place.matrix([part[:, columns].contiguous() for part in parts])
+
+    found, hidden = stored.shapes, config.layer.hidden_size
+    qkv = [f"midlayer.self_attn.{name}_proj" for name in "qkv"]
+    return HeadWeights(
+        embedding=vector("embed_tokens") if "embed_tokens.weight" in found else target.embedding,
+        fuse=matrix("fc"),
+        embedding_norm=vector("midlayer.input_layernorm"),
+        hidden_norm=vector("midlayer.hidden_norm"),
+        embedding_qkv=matrix(*qkv, columns=slice(hidden)),
+        hidden_qkv=matrix(*qkv, columns=slice(hidden, None)),
+        out=matrix("midlayer.self_attn.o_proj"),
+        mlp_norm=vector("midlayer.post_attention_layernorm"),
+        gate_up=matrix("midlayer.mlp.gate_proj", "midlayer.mlp.up_proj"),
+        down=matrix("midlayer.mlp.down_proj"),
+        norm=vector("norm"),
+        head=matrix("lm_head") if "lm_head.weight" in found else target.head,
+        targets=_targets(checkpoint, config, stored, device),
+    )
+
+
+def head_shapes(config: Eagle3Config) -> dict[str, Shape]:
+    """Every tensor that a head may have, by name; see `_OPTIONAL` for those it need not."""
+    layer, reduced = config.layer, config.draft_vocab_size
+    hidden, inner, vocab = layer.hidden_size, layer.intermediate_size, layer.vocab_size
+    q_width, kv_width = (heads * layer.head_dim for heads in (layer.num_heads, layer.num_kv_heads))
+    attention, mlp = "midlayer.self_attn", "midlayer.mlp"
+    return {
+        "fc.weight": (hidden, len(config.taps) * config.target_hidden_size),
+        "midlayer.input_layernorm.weight": (hidden,),
+        "midlayer.hidden_norm.weight": (hidden,),
+        f"{attention}.q_proj.weight": (q_width, 2 * hidden),
+        f"{attention}.k_proj.weight": (kv_width, 2 * hidden),
+        f"{attention}.v_proj.weight": (kv_width, 2 * hidden),
+        f"{attention}.o_proj.weight": (hidden, q_width),
+        "midlayer.post_attention_layernorm.weight": (hidden,),
+        f"{mlp}.gate_proj.weight": (inner, hidden),
+        f"{mlp}.up_proj.weight": (inner, hidden),
+        f"{mlp}.down_proj.weight": (hidden, inner),
+        "norm.weight": (hidden,),
+        "embed_tokens.weight": (vocab, hidden),
+        "lm_head.weight": (reduced, hidden),
+        "d2t": (reduced,),
+        "t2d": (vocab,),
+    }
+
+
+def _open(checkpoint: Checkpoint, config: Eagle3Config, device: torch.device | str) -> Weights:
+    shapes = head_shapes(config)
+    if checkpoint.random_weights:
+        drawn = {name: shapes[name] for name in shapes if name not in _OPTIONAL}
+        return RandomWeights(drawn | {"lm_head.weight": shapes["lm_head.weight"]}, device)
+    stored = StoredWeights(
+        {
+            _plain_name(name): tensor
+            for name, tensor in safetensors_file.read_folder(checkpoint.path, tables=True).items()
+            if not name.endswith(".rotary_emb.inv_freq")
+        }
+    )
+    absent = [name for name in _OPTIONAL if name not in stored.shapes]
+    same_width = config.layer.hidden_size == config.target_hidden_size
+    is_whole = config.draft_vocab_size == config.layer.vocab_size
+    for name, may_be_absent in (
+        ("embed_tokens.weight", same_width),
+        ("lm_head.weight", same_width and is_whole),
+        ("d2t", is_whole),
+        ("t2d", True),
+    ):
+        if name in absent and not may_be_absent:
+            absent.remove(name)
+    expected = {name: shape for name, shape in shapes.items() if name not in absent}
+    check_shapes(checkpoint.path, stored.shapes, expected)
+    return stored
+
+
+def _plain_name(name: str) -> str:
+    name = name.removeprefix("model.")
+    if name.startswith("layers.0."):
+        return "midlayer." + name.removeprefix("layers.0.")
+    return name
+
+
+def _targets(
+    checkpoint: Checkpoint, config: Eagle3Config, stored: Weights, device: torch.device | str
+) -> Tensor | None:
+    ids = torch.arange(config.draft_vocab_size)
+    if "d2t" in stored.shapes:
+        ids = ids + stored.read("d2t")
+        if int(ids.min()) < 0 or int(ids.max()) >= config.layer.vocab_size:
+            raise ConfigError(
+                f"{checkpoint.path}: d2t leads to token {int(ids.max())} and to "
+                f"{int(ids.min())}; allowed: 0 to {config.layer.vocab_size - 1}"
+            )
+    if torch.equal(ids, torch.arange(config.layer.vocab_size)):
+        return None
+    return ids.to(device, torch.int64)

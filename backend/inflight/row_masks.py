@@ -1,0 +1,67 @@
+"""What the grammars of a step's sequences allow, computed while the model computes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import cache
+
+import numpy as np
+import numpy.typing as npt
+
+from inflight.batch import Batch, StepOutput
+
+Words = npt.NDArray[np.int32]
+
+
+class RowMasks:
+    """Bits of the tokens that may be chosen in each row of a step's logits.
+
+    Args:
+        batch: of the step.
+        drafts: of each of its chunks.
+    """
+
+    def __init__(self, batch: Batch, drafts: Sequence[Sequence[int]]) -> None:
+        self._errors: dict[int, str] = {}
+        self._rows: dict[int, Words] = {}
+        self._places = [
+            index
+            for index, chunk in enumerate(batch.chunks)
+            if chunk.samples and chunk.sequence.grammar is not None
+        ]
+        self._future: Future[None] | None = None
+        if self._places:
+            self._future = _thread().submit(self._fill, batch, drafts)
+
+    def of_row(self, index: int, count: int) -> Words | None:
+        """[ceil(V / 32)] of the row after so many drafts of a chunk; None if all are allowed."""
+        self._wait()
+        rows = self._rows.get(index)
+        return None if rows is None else rows[count]
+
+    def report(self, output: StepOutput) -> None:
+        """Tell which sequences cannot go on."""
+        self._wait()
+        for index, reason in self._errors.items():
+            output.errors.setdefault(index, reason)
+
+    def _wait(self) -> None:
+        if self._future is not None:
+            self._future.result()
+            self._future = None
+
+    def _fill(self, batch: Batch, drafts: Sequence[Sequence[int]]) -> None:
+        from inflight.structured import walk
+
+        chunks = [batch.chunks[index] for index in self._places]
+        walks = [chunk.sequence.grammar for chunk in chunks if chunk.sequence.grammar is not None]
+        rows, failures = walk.fill(walks, [drafts[index] for index in self._places])
+        self._rows = dict(zip(self._places, rows, strict=True))
+        self._errors = {self._places[place]: str(error) for place, error in failures.items()}
+
+
+@cache
+def _thread() -> ThreadPoolExecutor:
+    """One that hands the work to the library's own threads."""
+    return ThreadPoolExecutor(1, "masks")

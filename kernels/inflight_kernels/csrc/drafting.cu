@@ -1,0 +1,172 @@
+// Drafts by looking back in a sequence's own tokens (prompt lookup). One block per sequence.
+
+#include "common.cuh"
+
+typedef unsigned long long u64;
+
+constexpr int THREADS = 256;
+
+// Each place of the last token is a match; the longer and, among equals, the later wins: both are
+// in one number, of which the largest is found.
+extern "C" __global__ void __launch_bounds__(THREADS)
+    draft_ngram(const int* slots, const int* last_positions, const int* history, int width,
+                int* drafts, int num_drafts, int max_match, int min_match) {
+    wait_for_previous();
+    launch_next();
+    const int slot = slots[blockIdx.x];
+    if (slot < 0) return;
+    const int last = last_positions[slot];
+    const int* const tokens = history + static_cast<long long>(slot) * width;
+    u64 best = 0;
+    if (last < width) {
+        const int wanted = tokens[last];
+        for (int end = threadIdx.x; end < last; end += THREADS) {
+            if (tokens[end] != wanted) continue;
+            int matched = 1;
+            while (matched < max_match && matched <= end &&
+                   tokens[end - matched] == tokens[last - matched])
+                matched++;
+            const u64 found = static_cast<u64>(matched) << 32 | static_cast<unsigned>(end);
+            if (matched >= min_match && found > best) best = found;
+        }
+    }
+#pragma unroll
+    for (int distance = 16; distance > 0; distance /= 2) {
+        const u64 other = __shfl_xor_sync(FULL_WARP, best, distance);
+        if (other > best) best = other;
+    }
+    __shared__ u64 bests[THREADS / 32];
+    if (threadIdx.x % 32 == 0) bests[threadIdx.x / 32] = best;
+    __syncthreads();
+    for (int warp = 0; warp < THREADS / 32; warp++)
+        if (bests[warp] > best) best = bests[warp];
+    const int start = static_cast<int>(best & 0xffffffff) + 1;
+    for (int i = threadIdx.x; i < num_drafts; i += THREADS)
+        drafts[slot * num_drafts + i] = best == 0 ? -1 : tokens[start + i % (last + 1 - start)];
+}
+
+// ---------------------------------------------------------------- drafting with a model
+
+// As in batch_state.py and sampling.py.
+constexpr int NUM_CHUNKS = 0, NUM_TOKENS = 2;
+constexpr int WISH_WORDS = 14, WISH_SLOT = 9, WISH_TYPICAL_P = 10, WISH_TOP_N_SIGMA = 11,
+              WISH_XTC_PROBABILITY = 13;
+constexpr int FINE = 0;
+
+constexpr int NOBODY = -1;
+
+// Prepares the first pass: the last token of each chunk's sequence, or, `behind` by one, the
+// position before it. One block per row; rows past the chunks, and those of chunks that chose
+// nothing, are nobody's.
+//
+// The tables of the step's chunks are continued up to the last place of a draft. A sequence's table
+// ends with a negative entry: what would stand there and after it has one scratch block per chunk.
+extern "C" __global__ void begin_drafting(
+    const int* header, const int* sample_slots, const int* query_start,
+    const long long* step_positions, const long long* last_tokens, const int* last_positions,
+    const int* tables, int table_width, int block_shift, const int* wishes, int behind,
+    int num_drafts, int max_positions, int first_scratch, int* slots, long long* rows,
+    long long* token_ids, long long* positions, long long* slot_mapping, int* seq_lens,
+    int* step_tables, int* draft_wishes, long long* sample_positions) {
+    wait_for_previous();
+    launch_next();
+    const int chunk = blockIdx.x;
+    int slot = chunk < header[NUM_CHUNKS] ? sample_slots[chunk] : NOBODY;
+    const int last = slot < 0 ? 0 : last_positions[slot];
+    if (last >= max_positions) slot = NOBODY;
+    const int word = threadIdx.x;
+    if (word < WISH_WORDS) {
+        int wish = slot < 0 ? 0 : wishes[slot * WISH_WORDS + word];
+        // Penalties and the filters that few ask for are left out.
+        if (word == WISH_SLOT) wish = -1;
+        if (word == WISH_TYPICAL_P) wish = __float_as_int(1.0f);
+        if (word == WISH_TOP_N_SIGMA || word == WISH_XTC_PROBABILITY) wish = 0;
+        draft_wishes[chunk * WISH_WORDS + word] = wish;
+    }
+    if (threadIdx.x != 0) return;
+    slots[chunk] = slot;
+    if (slot < 0) {
+        rows[chunk] = token_ids[chunk] = positions[chunk] = sample_positions[chunk] = 0;
+        slot_mapping[chunk] = -1;
+        seq_lens[chunk] = 0;
+        return;
+    }
+    const long long table = static_cast<long long>(slot) * table_width;
+    const long long step_table = static_cast<long long>(chunk) * table_width;
+    const int last_block = min((last + num_drafts - 1) >> block_shift, table_width - 1);
+    bool ended = false;
+    for (int block = ((last - 1) >> block_shift) + 1; block <= last_block; block++) {
+        const int known = tables[table + block];
+        ended |= known < 0;
+        step_tables[step_table + block] = ended ? first_scratch + chunk : known;
+    }
+    const int position = last - behind;
+    const int first = query_start[chunk];
+    rows[chunk] = first + last - 1 - step_positions[first];
+    token_ids[chunk] = last_tokens[slot];
+    positions[chunk] = position;
+    slot_mapping[chunk] =
+        (static_cast<long long>(step_tables[step_table + (position >> block_shift)])
+         << block_shift) |
+        (position & ((1 << block_shift) - 1));
+    seq_lens[chunk] = position + 1;
+    sample_positions[chunk] = last + 1;
+}
+
+// Keeps what a pass has chosen as the next draft, and makes it the token of the next pass.
+extern "C" __global__ void advance_drafting(int* slots, const long long* chosen,
+                                            const int* statuses, const int* last_positions,
+                                            const int* step_tables, int table_width,
+                                            int block_shift, int behind, int max_positions,
+                                            int num_chunks, int* drafts, int num_drafts,
+                                            long long* token_ids, long long* positions,
+                                            long long* slot_mapping, int* seq_lens,
+                                            long long* sample_positions) {
+    wait_for_previous();
+    launch_next();
+    const int chunk = blockIdx.x * blockDim.x + threadIdx.x;
+    if (chunk >= num_chunks) return;
+    const int slot = slots[chunk];
+    if (slot < 0) return;
+    const int position = static_cast<int>(positions[chunk]);
+    const int index = position - last_positions[slot] + behind;
+    const bool fine = statuses[chunk] == FINE;
+    if (fine && index < num_drafts)
+        drafts[slot * num_drafts + index] = static_cast<int>(chosen[chunk]);
+    const int next = position + 1;
+    if (!fine || index + 1 >= num_drafts || next >= max_positions) {
+        slots[chunk] = NOBODY;
+        token_ids[chunk] = positions[chunk] = 0;
+        slot_mapping[chunk] = -1;
+        seq_lens[chunk] = 0;
+        return;
+    }
+    token_ids[chunk] = chosen[chunk];
+    positions[chunk] = next;
+    const long long table = static_cast<long long>(chunk) * table_width;
+    slot_mapping[chunk] =
+        (static_cast<long long>(step_tables[table + (next >> block_shift)]) << block_shift) |
+        (next & ((1 << block_shift) - 1));
+    seq_lens[chunk] = next + 1;
+    sample_positions[chunk]++;
+}
+
+// The token after each token of a step, as far as it is known; any other where it is not. One block
+// per chunk, and one for each token that fills up a CUDA graph.
+extern "C" __global__ void next_tokens(const int* header, const int* slots, const int* query_start,
+                                       const long long* positions, const int* history, int width,
+                                       long long* token_ids) {
+    wait_for_previous();
+    launch_next();
+    const int chunk = blockIdx.x, num_chunks = header[NUM_CHUNKS];
+    if (chunk >= num_chunks) {
+        const int token = header[NUM_TOKENS] + chunk - num_chunks;
+        if (threadIdx.x == 0 && token < gridDim.x) token_ids[token] = 0;
+        return;
+    }
+    const int* const tokens = history + static_cast<long long>(slots[chunk]) * width;
+    for (int i = query_start[chunk] + threadIdx.x; i < query_start[chunk + 1]; i += blockDim.x) {
+        const long long next = positions[i] + 1;
+        token_ids[i] = next < width ? tokens[next] : 0;
+    }
+}

@@ -1,0 +1,211 @@
+"""Whatever drafts, the output is what it would have been; and a drafter that knows the answer is
+right each time, however the engine came to where it is."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+import tiny
+from eagle3_by_the_book import Head
+from inflight import runner as runners
+from inflight.batch import Chunk
+from inflight.checkpoint import Checkpoint
+from inflight.config import EngineConfig, SpeculationConfig
+from inflight.engine import Engine, generate
+from inflight.request import Request
+from inflight.sampling import SamplingParams
+
+SHAPE = {"num_hidden_layers": 5}
+SETTINGS = tiny.SETTINGS | SHAPE
+DRAFT_VOCAB_SIZE = 60
+NUM_DRAFTS = 4
+DRAFTERS = ("ngram", "self", "draft_model", "eagle3")
+WAYS = [
+    pytest.param({"max_num_seqs": 1}, id="alone"),
+    pytest.param({}, id="together"),
+    pytest.param({"max_prefill_chunk": 5, "max_batch_tokens": 24}, id="chunks"),
+    pytest.param({"num_blocks": 40}, id="preemption"),
+    pytest.param({"prefix_cache": True}, id="prefixes"),
+]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model, one that is nearly the same, and a head."""
+    folder = tmp_path_factory.mktemp("models")
+    weights = tiny.random_weights(SETTINGS)
+    for name in weights:
+        if "layers" in name and "norm" not in name:
+            weights[name] *= 0.5  # so that the first layers say what the last ones do, mostly
+    tiny.write_llama(folder / "target", weights, **SHAPE)
+    noise = torch.Generator().manual_seed(1)
+    nearly = {
+        name: value + 0.02 * torch.randn(value.shape, generator=noise)
+        for name, value in weights.items()
+    }
+    tiny.write_llama(folder / "smaller", nearly, **SHAPE)
+    tiny.write_eagle3(folder / "head", tiny.random_head(SETTINGS, DRAFT_VOCAB_SIZE))
+    return folder
+
+
+def drafting(folder: Path, drafter: str, **changes: Any) -> SpeculationConfig:
+    settings: dict[str, Any] = {"drafter": drafter, "default": NUM_DRAFTS, "min_match": 1}
+    if drafter == "self":
+        settings["num_layers"] = 3
+    elif drafter in ("draft_model", "eagle3"):
+        settings["model"] = str(folder / {"draft_model": "smaller", "eagle3": "head"}[drafter])
+    return SpeculationConfig(**(settings | changes))
+
+
+def make_engine(
+    folder: Path, speculation: SpeculationConfig | None = None, **settings: Any
+) -> Engine:
+    defaults: dict[str, Any] = {
+        "num_threads": 1,
+        "block_size": 4,
+        "num_blocks": 400,
+        "max_num_seqs": 16,
+        "prefix_cache": False,
+    }
+    config = EngineConfig(
+        model=str(folder / "target"), speculation=speculation, **(defaults | settings)
+    )
+    checkpoint = Checkpoint(folder / "target", "huggingface")
+    runner, model = runners.build(config, checkpoint, lambda what, fraction: None)
+    return Engine(config, runner, model.max_model_len(config), model.eos_token_ids)
+
+
+def requests(max_tokens: int = 24, **params: Any) -> list[Request]:
+    """24 prompts, of which some begin alike; every other one is drawn."""
+    generator = random.Random(3)
+    common = [generator.randrange(3, 160) for _ in range(16)]
+    found = []
+    for i in range(24):
+        prompt = [generator.randrange(3, 160) for _ in range(generator.randint(1, 30))]
+        if i % 3 == 0:
+            prompt = common + prompt[: i // 3]
+        wish = {"temperature": 0.0}
+        if i % 2:
+            wish = {"temperature": 0.9, "top_p": 0.95, "seed": i}
+        given = SamplingParams(max_tokens=max_tokens, ignore_eos=True, **(wish | params))
+        found.append(Request(i, prompt, given))
+    return found
+
+
+@pytest.fixture(scope="module")
+def expected(folder: Path) -> dict[int, list[int]]:
+    """What is said without drafts."""
+    return generate(make_engine(folder), requests())
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("drafter", DRAFTERS)
+def test_drafts_leave_no_trace(
+    folder: Path, expected: dict[int, list[int]], drafter: str, way: dict[str, Any]
+) -> None:
+    engine = make_engine(folder, drafting(folder, drafter), **way)
+    if drafter == "eagle3":  # a head with random weights is never right by itself
+        Spoiled(engine, expected)
+    assert generate(engine, requests()) == expected
+    stats = engine.stats()
+    assert 0 < stats.num_accepted_tokens < stats.num_drafted_tokens
+    if "num_blocks" in way:
+        assert stats.num_preemptions > 0
+    if way.get("prefix_cache"):
+        assert stats.num_cached_tokens > 0
+
+
+@pytest.mark.parametrize("drafter", DRAFTERS)
+def test_drafts_leave_no_trace_in_penalised_output(folder: Path, drafter: str) -> None:
+    wanted = requests(repetition_penalty=1.3, presence_penalty=0.4, logit_bias=((7, 2.0),))
+    plain = generate(make_engine(folder), wanted)
+    assert generate(make_engine(folder, drafting(folder, drafter)), wanted) == plain
+
+
+class Spoiled:
+    """A drafter of whose guesses some are replaced by wrong ones.
+
+    Args:
+        engine: whose drafter it takes the place of.
+        told: what will be said; where it is known, some guesses are replaced by right ones.
+
+    Attributes:
+        num_right: guesses before the first that was replaced.
+        num_spoiled: times that one was.
+        proposed: of greedy sequences, what stood there and what was guessed.
+    """
+
+    def __init__(self, engine: Engine, told: dict[int, list[int]] | None = None) -> None:
+        self._told = told
+        drafter = engine.runner.drafter  # type: ignore[attr-defined]
+        self._propose: Callable[[list[Chunk]], list[list[int]]] = drafter.propose
+        drafter.propose = self.propose
+        self.num_right = 0
+        self.num_spoiled = 0
+        self.proposed: list[tuple[list[int], list[int]]] = []
+
+    def propose(self, chunks: list[Chunk]) -> list[list[int]]:
+        proposed = self._propose(chunks)
+        for chunk, drafts in zip(chunks, proposed, strict=True):
+            assert len(drafts) == chunk.num_drafts
+            if drafts and chunk.sequence.request.params.temperature == 0.0:
+                self.proposed.append((list(chunk.sequence.token_ids), list(drafts)))
+            if self._told is not None and chunk.start % 2:
+                sequence = chunk.sequence
+                rest = self._told[sequence.request_id][sequence.num_output_tokens :]
+                drafts[:] = rest[: len(drafts)]
+            right = len(drafts)
+            if drafts and (chunk.start + chunk.sequence.request_id) % 3 == 0:
+                right = (chunk.start // 2) % len(drafts)
+                drafts[right] = (drafts[right] + 1) % 160
+                self.num_spoiled += 1
+            self.num_right += right
+        return proposed
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("drafter", ["self", "draft_model"])
+def test_a_drafter_that_is_the_model_is_right_each_time(
+    folder: Path, expected: dict[int, list[int]], drafter: str, way: dict[str, Any]
+) -> None:
+    """Its keys and values are those of the very tokens: after prompts in parts, lost blocks, found
+    prefixes, and drafts that were not taken."""
+    itself = {"self": {"num_layers": 5}, "draft_model": {"model": str(folder / "target")}}
+    engine = make_engine(folder, drafting(folder, drafter, **itself[drafter]), **way)
+    spoiled = Spoiled(engine)
+    assert generate(engine, requests()) == expected
+    assert spoiled.num_spoiled > 20
+    assert engine.stats().num_accepted_tokens == spoiled.num_right > 100
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_head_drafts_what_is_published(
+    folder: Path, expected: dict[int, list[int]], way: dict[str, Any]
+) -> None:
+    """As `transformers` and plain torch do, that see whole texts and keep nothing."""
+    engine = make_engine(folder, drafting(folder, "eagle3"), **way)
+    spoiled = Spoiled(engine, expected)
+    assert generate(engine, requests()) == expected
+    assert engine.stats().num_accepted_tokens > 100
+    assert len(spoiled.proposed) > 60
+
+    target = AutoModelForCausalLM.from_pretrained(folder / "target", dtype=torch.float32).eval()
+    embedding = target.get_input_embeddings().weight.detach()
+    head = Head(tiny.random_head(SETTINGS, DRAFT_VOCAB_SIZE), SETTINGS, embedding)
+    taps = (2, SETTINGS["num_hidden_layers"] // 2, SETTINGS["num_hidden_layers"] - 3)
+    right = 0
+    sample = random.Random(4).sample(spoiled.proposed, 60)
+    for token_ids, drafts in sample:
+        with torch.inference_mode():
+            states = target(torch.tensor([token_ids[:-1]]), output_hidden_states=True).hidden_states
+        features = torch.cat([states[tap][0] for tap in taps], -1)
+        right += head.drafts(features, token_ids, len(drafts)) == drafts
+    # Where a prefix was found, the entry of its last position may be of another next token.
+    assert right >= len(sample) * (0.8 if way.get("prefix_cache") else 1)

@@ -1,0 +1,118 @@
+"""A drafter that cannot work is refused before anything is loaded; its memory is counted."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tokenizers
+
+import tiny
+from inflight.checkpoint import Checkpoint
+from inflight.config import EngineConfig, SpeculationConfig
+from inflight.cpu_runner import CpuRunner
+from inflight.drafting.source import Source, find
+from inflight.errors import ConfigError
+from inflight.model.config import read_config
+
+
+@pytest.fixture
+def target(tmp_path: Path) -> Checkpoint:
+    return tiny.write_llama(tmp_path / "target", num_hidden_layers=4)
+
+
+def config_of(target: Checkpoint, settings: dict[str, Any], **others: Any) -> EngineConfig:
+    speculation = SpeculationConfig(**settings)
+    return EngineConfig(
+        model=str(target.path), speculation=speculation, num_threads=1, block_size=4, **others
+    )
+
+
+def found(target: Checkpoint, **settings: Any) -> Source | None:
+    return find(config_of(target, settings), target, read_config(target))
+
+
+def write_tokenizer(folder: Path, texts: list[str], special: str) -> None:
+    model = tokenizers.models.WordLevel(
+        {text: i for i, text in enumerate([*texts, special])}, unk_token=special
+    )
+    tokenizer = tokenizers.Tokenizer(model)
+    tokenizer.add_special_tokens([special])
+    tokenizer.save(str(folder / "tokenizer.json"))
+
+
+def test_no_drafter(target: Checkpoint) -> None:
+    config = EngineConfig(model=str(target.path))
+    assert find(config, target, read_config(target)) is None
+
+
+def test_layers_that_the_model_has_not(target: Checkpoint) -> None:
+    assert found(target, drafter="self", num_layers=4) is not None
+    with pytest.raises(ConfigError, match=r"speculation\.num_layers: 5 .* allowed: 1 to 4"):
+        found(target, drafter="self", num_layers=5)
+
+
+def test_a_model_that_is_not_there(target: Checkpoint, tmp_path: Path) -> None:
+    for drafter in ("draft_model", "eagle3"):
+        with pytest.raises(ConfigError, match=r"^speculation\.model: /.*/none does not exist"):
+            found(target, drafter=drafter, model=str(tmp_path / "none"))
+
+
+def test_another_vocabulary(target: Checkpoint, tmp_path: Path) -> None:
+    tiny.write_llama(tmp_path / "small", vocab_size=159)
+    with pytest.raises(
+        ConfigError, match=r"^speculation\.model: .*159 tokens; the model's has 160"
+    ):
+        found(target, drafter="draft_model", model=str(tmp_path / "small"))
+
+
+def test_another_tokenizer(target: Checkpoint, tmp_path: Path) -> None:
+    small = tiny.write_llama(tmp_path / "small", num_hidden_layers=1)
+    write_tokenizer(target.path, ["a", "b", "c"], "<|end|>")
+    assert found(target, drafter="draft_model", model=str(small.path)) is not None
+    write_tokenizer(small.path, ["a", "b", "c"], "<eot>")  # special ones may have other names
+    assert found(target, drafter="draft_model", model=str(small.path)) is not None
+    write_tokenizer(small.path, ["a", "x", "c"], "<|end|>")
+    with pytest.raises(ConfigError, match=r"another tokenizer: its token 1 is 'x', .* is 'b'"):
+        found(target, drafter="draft_model", model=str(small.path))
+
+
+def test_a_damaged_head_is_named(target: Checkpoint, tmp_path: Path) -> None:
+    head = tiny.random_head(tiny.SETTINGS, 60)
+    checkpoint = tiny.write_eagle3(tmp_path / "head", head)
+    (checkpoint.path / "config.json").write_text(json.dumps({"architectures": ["Llama"]}))
+    with pytest.raises(
+        ConfigError, match=r"^speculation\.model: .*config.json: .* no EAGLE-3 head"
+    ):
+        found(target, drafter="eagle3", model=str(checkpoint.path))
+
+
+@pytest.mark.parametrize("drafter", ["ngram", "self", "draft_model", "eagle3"])
+def test_model_and_drafter_share_the_memory(
+    target: Checkpoint, tmp_path: Path, drafter: str
+) -> None:
+    """In proportion to what their blocks take, and a pass of the drafter has its measured cost."""
+    small = tiny.write_llama(tmp_path / "small", num_hidden_layers=1)
+    head = tiny.write_eagle3(tmp_path / "head", tiny.random_head(tiny.SETTINGS, 60))
+    settings: dict[str, Any] = {"drafter": drafter}
+    if drafter == "self":
+        settings["num_layers"] = 2
+    elif drafter != "ngram":
+        settings["model"] = str((small if drafter == "draft_model" else head).path)
+    layer_bytes = 2 * 4 * 2 * 16 * 4  # keys and values of 4 tokens, 2 heads of 16 floats
+    config = config_of(target, settings, kv_cache_bytes=100 * 4 * layer_bytes)
+    runner = CpuRunner(config, target, read_config(target), lambda what, fraction: None)
+    own_layers = {"ngram": 0, "self": 0, "draft_model": 1, "eagle3": 1}[drafter]
+    assert runner.num_blocks == 100 * 4 // (4 + own_layers)
+    assert runner.drafter is not None
+    assert [cache.data.shape[:3] for cache in runner.drafter.caches] == (
+        [(1, 2, runner.num_blocks)] if own_layers else []
+    )
+    assert runner.step_costs is not None
+    whole = runner.step_costs.seconds[0]
+    if drafter == "ngram":
+        assert 0.0 <= runner.step_costs.draft_seconds < whole
+    else:
+        assert runner.step_costs.draft_seconds > 0.0

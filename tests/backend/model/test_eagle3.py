@@ -1,0 +1,233 @@
+"""A head's numbers are those of its published form, in either form of its files."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+
+import tiny
+from eagle3_by_the_book import Head
+from inflight.checkpoint import Checkpoint
+from inflight.errors import ConfigError
+from inflight.model.config import ModelConfig, read_config, read_eagle3_config
+from inflight.model.eagle3 import UNDRAFTABLE, Model
+from inflight.model.kv_cache import KVCache
+from inflight.model.llama import Model as Target
+from inflight_kernels.reference import plan_attention
+
+DRAFT_VOCAB_SIZE = 60
+LAYERS = {"num_hidden_layers": 7}
+SETTINGS = tiny.SETTINGS | LAYERS
+MAX_LEN = 32
+TAPS_KEY = "eagle_aux_hidden_state_layer_ids"
+
+
+@pytest.fixture(scope="module")
+def target_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
+    return tiny.write_llama(tmp_path_factory.mktemp("target"), **LAYERS)
+
+
+@pytest.fixture(scope="module")
+def target(target_checkpoint: Checkpoint) -> Target:
+    config = read_config(target_checkpoint)
+    return Target(target_checkpoint, config, torch.float32, MAX_LEN, lambda what, done: None)
+
+
+def speculators(folder: Path, head: dict[str, torch.Tensor], **changes: Any) -> Checkpoint:
+    """The same head in the other public form."""
+    checkpoint = tiny.write_eagle3(
+        folder, {name.replace("midlayer.", "layers.0."): value for name, value in head.items()}
+    )
+    inner = tiny.SETTINGS | {"num_hidden_layers": 1, "architectures": None}
+    outer = {
+        "architectures": ["Eagle3Speculator"],
+        "speculators_model_type": "eagle3",
+        "draft_vocab_size": DRAFT_VOCAB_SIZE,
+        "norm_before_residual": True,
+        "transformer_layer_config": inner,
+    }
+    (folder / "config.json").write_text(json.dumps(outer | changes))
+    return checkpoint
+
+
+def load(checkpoint: Checkpoint, target: Target) -> Model:
+    config = read_eagle3_config(checkpoint, target.config)
+    weights = target.weights
+    return Model(checkpoint, config, weights, torch.float32, MAX_LEN, lambda what, done: None)
+
+
+def run(model: Model, features: torch.Tensor, followers: list[int], cuts: list[int]) -> Any:
+    """A text in parts over a cache of small blocks in no order: hidden states and logits."""
+    cache = KVCache(model.config.layer, 16, 4, torch.float32)
+    table = np.array([[9, 2, 14, 0, 7]])
+    states = []
+    for first, end in zip([0, *cuts], [*cuts, len(followers)], strict=True):
+        positions = torch.arange(first, end)
+        slots = torch.from_numpy(table[0])[positions // 4] * 4 + positions % 4
+        plan = plan_attention(table, np.array([0, end - first]), np.array([end]), 4)
+        hidden = model.fuse(features[first:end])
+        tokens = torch.tensor(followers[first:end])
+        with torch.inference_mode():
+            states.append(model.forward(tokens, hidden, positions, slots, plan, cache))
+    whole = torch.cat(states)
+    return whole, model.logits(whole)
+
+
+@pytest.mark.parametrize("form", ["its authors'", "speculators"])
+@pytest.mark.parametrize("cuts", [[], [1], [3, 4, 11]])
+def test_numbers_are_those_of_the_published_form(
+    tmp_path: Path, target: Target, form: str, cuts: list[int]
+) -> None:
+    head = tiny.random_head(SETTINGS, DRAFT_VOCAB_SIZE)
+    settings = SETTINGS | {"norm_before_residual": form == "speculators"}
+    write = speculators if form == "speculators" else tiny.write_eagle3
+    model = load(write(tmp_path, head), target)
+    generator = torch.Generator().manual_seed(5)
+    features = torch.randn(17, 3 * 64, generator=generator)
+    followers = torch.randint(0, 160, (17,), generator=generator).tolist()
+    states, logits = run(model, features, followers, cuts)
+
+    book = Head(head, settings, target.weights.embedding)
+    expected = book(book.fuse(features), torch.tensor(followers))
+    torch.testing.assert_close(states.double(), expected, rtol=1e-4, atol=1e-4)
+    targets = torch.arange(DRAFT_VOCAB_SIZE) + head["d2t"]
+    scores = book.scores(expected)
+    torch.testing.assert_close(logits[:, targets].double(), scores, rtol=1e-4, atol=1e-4)
+    others = torch.ones(160, dtype=torch.bool).index_fill_(0, targets, False)
+    assert (logits[:, others] == UNDRAFTABLE).all()
+
+
+def test_what_a_head_has_not_is_its_target_s(tmp_path: Path, target: Target) -> None:
+    head = tiny.random_head(SETTINGS, 160)
+    for name in ("lm_head.weight", "d2t", "t2d"):
+        del head[name]
+    model = load(tiny.write_eagle3(tmp_path, head), target)
+    assert model._weights.head is target.weights.head
+    assert model._weights.embedding is target.weights.embedding
+    assert model._weights.targets is None
+
+
+def test_an_embedding_of_its_own_is_used(tmp_path: Path, target: Target) -> None:
+    own = torch.randn(160, 64)
+    head = tiny.random_head(SETTINGS, DRAFT_VOCAB_SIZE) | {"embed_tokens.weight": own}
+    model = load(tiny.write_eagle3(tmp_path, head), target)
+    assert torch.equal(model._weights.embedding, own)
+
+
+def test_features_are_what_goes_into_layers(target: Target, target_checkpoint: Checkpoint) -> None:
+    from transformers import AutoModelForCausalLM
+
+    tokens = [5, 17, 99, 3, 150, 42]
+    peer = AutoModelForCausalLM.from_pretrained(target_checkpoint.path, dtype=torch.float32)
+    with torch.inference_mode():
+        states = peer(torch.tensor([tokens]), output_hidden_states=True).hidden_states
+    target.tap((6, 0, 3))
+    try:
+        rows = torch.arange(6)
+        plan = plan_attention(np.array([[0, 1]]), np.array([0, 6]), np.array([6]), 4)
+        cache = KVCache(target.config, 2, 4, torch.float32)
+        with torch.inference_mode():
+            target.forward(torch.tensor(tokens), rows, rows, plan, rows[:0], cache)
+        expected = torch.cat([states[tap][0] for tap in (6, 0, 3)], -1)
+        torch.testing.assert_close(target.features, expected, rtol=1e-4, atol=1e-4)
+    finally:
+        target.tap(())
+
+
+def read(folder: Path, **changes: Any) -> Any:
+    model = ModelConfig(
+        architecture="llama",
+        vocab_size=160,
+        hidden_size=64,
+        intermediate_size=96,
+        num_layers=7,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=16,
+        rms_norm_eps=1e-5,
+        rope=read_config(tiny.write_llama(folder / "t")).rope,
+        max_position_embeddings=256,
+    )
+    head = tiny.random_head(SETTINGS, DRAFT_VOCAB_SIZE)
+    return read_eagle3_config(tiny.write_eagle3(folder / "h", head, **changes), model)
+
+
+@pytest.mark.parametrize(
+    ("changes", "taps"),
+    [
+        ({}, (2, 3, 4)),
+        ({TAPS_KEY: [1, 4, 7]}, (1, 4, 7)),
+        ({"eagle_config": {TAPS_KEY: [0, 3, 6]}}, (1, 4, 7)),  # whose output it is
+        ({TAPS_KEY: [2, 3], "eagle_config": {TAPS_KEY: [0, 3, 6]}}, (2, 3)),
+    ],
+)
+def test_the_layers_that_a_head_sees(
+    tmp_path: Path, changes: dict[str, Any], taps: tuple[int, ...]
+) -> None:
+    assert read(tmp_path, **changes).taps == taps
+
+
+def test_a_head_is_one_layer_whatever_it_says(tmp_path: Path) -> None:
+    config = read(tmp_path, num_hidden_layers=40)
+    assert config.layer.num_layers == 1
+    assert config.draft_vocab_size == DRAFT_VOCAB_SIZE
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"architectures": ["LlamaForCausalLM"]}, "is no EAGLE-3 head"),
+        ({"speculators_model_type": "eagle"}, "is no EAGLE-3 head"),
+        ({"vocab_size": 150}, "vocab_size: 150; the model's own is 160"),
+        ({"target_hidden_size": 32}, "for a hidden_size of 32; the model has 64"),
+        ({"draft_vocab_size": 161}, "draft_vocab_size: 161; allowed: up to vocab_size"),
+        ({TAPS_KEY: [1, 8]}, "before the layers .1, 8. are not there"),
+        ({TAPS_KEY: "all"}, "are not there"),
+        ({"eagle_config": {"use_aux_hidden_state": False}}, "use_aux_hidden_state"),
+        ({"attention_bias": True}, "attention_bias: true is not supported"),
+        ({"model_type": "qwen3"}, "the architecture 'qwen3' is not supported"),
+    ],
+)
+def test_what_would_draft_nonsense_is_refused(
+    tmp_path: Path, changes: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(ConfigError, match=words):
+        read(tmp_path, **changes)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "words"),
+    [
+        ("fc.weight", None, "misses tensors: fc.weight"),
+        ("d2t", None, "misses tensors: d2t"),
+        ("lm_head.weight", None, "misses tensors: lm_head.weight"),
+        ("fc.bias", torch.zeros(64), "does not use: fc.bias"),
+        ("norm.weight", torch.zeros(32), r"norm.weight \[32\] instead of \[64\]"),
+        ("d2t", torch.full((DRAFT_VOCAB_SIZE,), 150), "d2t leads to token 209"),
+    ],
+)
+def test_damaged_weights_are_refused(
+    tmp_path: Path, target: Target, name: str, value: torch.Tensor | None, words: str
+) -> None:
+    head = tiny.random_head(SETTINGS, DRAFT_VOCAB_SIZE)
+    checkpoint = tiny.write_eagle3(tmp_path, head, draft_vocab_size=DRAFT_VOCAB_SIZE)
+    if value is None:
+        del head[name]
+    else:
+        head[name] = value
+    save_file(
+        {key: each.contiguous() for key, each in head.items()}, tmp_path / "model.safetensors"
+    )
+    with pytest.raises(ConfigError, match=words):
+        load(checkpoint, target)
+
+
+def test_a_file_is_no_head(tmp_path: Path, target: Target) -> None:
+    with pytest.raises(ConfigError, match=r"a folder with a config\.json"):
+        read_eagle3_config(Checkpoint(tmp_path / "x.gguf", "gguf"), target.config)

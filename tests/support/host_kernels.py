@@ -1,0 +1,454 @@
+"""What the kernels of a step do, by their definitions in torch, and a GPU's runner on the CPU.
+
+With `install` a `CudaRunner` runs without a GPU: its launches happen at once and in order, in
+float32, and a recorded CUDA graph is a call that is made again. That the kernels themselves do the
+same is for the tests of the kernels, on a GPU.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from inflight import cuda_runner, device_batch
+from inflight.drafting import device_model
+from inflight.model import cuda_attention, eagle3_cuda, llama_cuda
+from inflight_kernels import drafting, reference, reference_sampling, sampling
+from inflight_kernels.batch_state import BatchState, Step
+from inflight_kernels.drafting import DraftPass
+
+_SLOT = 9  # words of a wish
+_TYPICAL_P, _TOP_N_SIGMA, _XTC_PROBABILITY = 10, 11, 13
+
+
+def install(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Put the definitions in the kernels' places."""
+    host_torch = _HostTorch()
+    for module in (cuda_runner, device_model):
+        monkeypatch.setattr(module, "torch", host_torch)
+        monkeypatch.setattr(module, "captured", _Recorded)
+    monkeypatch.setattr(cuda_runner, "_DTYPE", torch.float32)
+    monkeypatch.setattr(cuda_runner, "Likeliest", _NoLikeliest)
+    state = _Ops(write_tables, write_wishes, begin_step, end_step)
+    monkeypatch.setattr(cuda_runner, "batch_state", state)
+    monkeypatch.setattr(device_batch, "batch_state", state)
+    monkeypatch.setattr(device_batch, "cache", _Ops(copy_blocks, MAX_PAIRS=192))
+    for op in (begin_drafting, advance_drafting, next_tokens, draft_ngram):
+        monkeypatch.setattr(drafting, op.__name__, op)
+    monkeypatch.setattr(sampling, "sample", sample)
+    monkeypatch.setattr(sampling, "note_output", lambda *operands, pdl: None)
+    for model in (llama_cuda, eagle3_cuda):
+        monkeypatch.setattr(model, "embedding", embedding)
+        monkeypatch.setattr(model, "rms_norm", rms_norm)
+        monkeypatch.setattr(model, "Linear", HostLinear)
+    monkeypatch.setattr(cuda_attention, "rope_write_kv", rope_write_kv)
+    attention = _Ops(workspace_size, plan, attend, prefers_rope_attend=lambda *shape: False)
+    monkeypatch.setattr(cuda_attention, "attention", attention)
+
+
+class _Ops:
+    """A module's place."""
+
+    def __init__(self, *ops: Callable[..., Any], **others: Any) -> None:
+        self.__dict__.update({op.__name__: op for op in ops} | others)
+
+
+class _Recorded:
+    def __init__(self, pool: object, launch: Callable[..., None], *args: Any) -> None:
+        self.replay = lambda: launch(*args)
+
+
+class _NoLikeliest:
+    def __init__(self, *operands: object) -> None:
+        self.launch = lambda *operands: None
+
+
+class _HostTorch:
+    """torch, whose only device is the CPU."""
+
+    def __init__(self) -> None:
+        self.cuda = _HostCuda()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+    def device(self, *names: object) -> torch.device:
+        return torch.device("cpu")
+
+
+class _HostCuda:
+    class Event:
+        def __init__(self, enable_timing: bool = False) -> None:
+            pass
+
+        def record(self) -> None:
+            pass
+
+        def synchronize(self) -> None:
+            pass
+
+        def elapsed_time(self, other: object) -> float:
+            return 1.0
+
+    def is_available(self) -> bool:
+        return True
+
+    def current_device(self) -> int:
+        return 0
+
+    def Stream(self, device: object) -> None:
+        return None
+
+    @contextlib.contextmanager
+    def stream(self, stream: object) -> Iterator[None]:
+        yield
+
+    def synchronize(self, device: object = None) -> None:
+        pass
+
+    def empty_cache(self) -> None:
+        pass
+
+    def mem_get_info(self, device: object) -> tuple[int, int]:
+        return 1 << 30, 1 << 30
+
+    def graph_pool_handle(self) -> tuple[int, int]:
+        return 0, 0
+
+
+# ---------------------------------------------------------------- the batch
+
+
+def write_tables(places: Tensor, blocks: Tensor, tables: Tensor) -> None:
+    tables.view(-1)[places.long()] = blocks
+
+
+def write_wishes(slots: Tensor, news: Tensor, wishes: Tensor) -> None:
+    wishes[slots.long()] = news
+
+
+def copy_blocks(cache: Tensor, sources: Tensor, targets: Tensor) -> None:
+    reference.copy_blocks(cache, sources.long(), targets.long())
+
+
+def begin_step(step: Step, state: BatchState, num_blocks: int, block_size: int) -> None:
+    num_chunks, _, num_tokens, num_rows = step.header.tolist()
+    for chunk in range(num_chunks, num_blocks):
+        state.seq_lens[chunk] = 0
+        token, row = num_tokens + chunk - num_chunks, num_rows + chunk - num_chunks
+        if token < num_blocks:
+            state.token_ids[token] = state.positions[token] = 0
+            state.slot_mapping[token] = -1
+        if row < num_blocks:
+            state.sample_rows[row] = row
+            state.sample_positions[row] = 0
+            state.step_wishes[row] = 0
+            state.step_wishes[row, _SLOT] = -1
+    for chunk in range(num_chunks):
+        slot = int(step.slots[chunk])
+        first, end_token = step.query_start[chunk : chunk + 2].tolist()
+        start = int(step.starts[chunk])
+        start = start if start >= 0 else int(state.last_positions[slot])
+        for i, token in enumerate(step.tokens[first:end_token].tolist()):
+            if token < 0:
+                draft = int(state.drafts[slot, i - 1]) if i else int(state.last_tokens[slot])
+                token = max(draft, 0)
+            block = int(state.tables[slot, (start + i) // block_size])
+            assert block >= 0, "a block that the sequence has not"
+            state.token_ids[first + i] = token
+            state.positions[first + i] = start + i
+            state.slot_mapping[first + i] = block * block_size + (start + i) % block_size
+        end = start + end_token - first
+        blocks = -(-end // block_size)
+        state.step_tables[chunk, :blocks] = state.tables[slot, :blocks]
+        state.seq_lens[chunk] = end
+        first_row, end_row = step.row_start[chunk : chunk + 2].tolist()
+        for i in range(end_row - first_row):
+            offset = end_token - first - (end_row - first_row) + i
+            state.sample_rows[first_row + i] = first + offset
+            state.sample_positions[first_row + i] = start + offset + 1
+            state.step_wishes[first_row + i] = state.wishes[slot]
+
+
+def end_step(step: Step, state: BatchState, num_chunks: int, pdl: bool = False) -> None:
+    result = state.results[int(step.header[1])]
+    for chunk in range(min(num_chunks, int(step.header[0]))):
+        slot = int(step.sample_slots[chunk])
+        if slot < 0:
+            result[3, chunk] = 0
+            continue
+        first, end = step.row_start[chunk : chunk + 2].tolist()
+        for row in range(first, end):
+            token, position = int(state.chosen[row]), int(state.sample_positions[row])
+            result[0, row] = token
+            result[1, row] = state.logprobs[row : row + 1].view(torch.int32)[0]
+            result[2, row] = state.statuses[row]
+            if state.history is not None and position < state.history.shape[1]:
+                state.history[slot, position] = token
+            fine = int(state.statuses[row]) == sampling.FINE
+            if row + 1 == end or not fine or token != state.token_ids[state.sample_rows[row] + 1]:
+                break
+        result[3, chunk] = row + 1 - first
+        state.last_tokens[slot], state.last_positions[slot] = token, position
+        state.drafts[slot] = -1
+
+
+# ---------------------------------------------------------------- drafting
+
+
+def draft_ngram(
+    slots: Tensor,
+    last_positions: Tensor,
+    history: Tensor,
+    drafts: Tensor,
+    max_match: int,
+    min_match: int,
+    pdl: bool = False,
+) -> None:
+    from inflight_kernels.reference_drafting import latest_match
+
+    for slot in slots.tolist():
+        if slot >= 0:
+            tokens = history[slot, : int(last_positions[slot]) + 1].numpy().astype(np.int64)
+            found = latest_match(tokens, max_match, min_match, drafts.shape[1])
+            drafts[slot] = torch.tensor(found or [-1] * drafts.shape[1])
+
+
+def begin_drafting(
+    step: Step,
+    state: BatchState,
+    rows: DraftPass,
+    num_rows: int,
+    block_size: int,
+    *,
+    behind: int,
+    max_positions: int,
+    first_scratch: int,
+    pdl: bool = False,
+) -> None:
+    num_chunks, width = int(step.header[0]), state.tables.shape[1]
+    num_drafts = state.drafts.shape[1]
+    for chunk in range(num_rows):
+        slot = int(step.sample_slots[chunk]) if chunk < num_chunks else -1
+        last = int(state.last_positions[slot]) if slot >= 0 else 0
+        if slot < 0 or last >= max_positions:
+            rows.wishes[chunk] = 0
+            rows.wishes[chunk, _SLOT] = -1
+            rows.rows[chunk] = 0
+            _retire(rows, chunk)
+            continue
+        rows.wishes[chunk] = state.wishes[slot]
+        rows.wishes[chunk, _SLOT] = -1
+        rows.wishes[chunk, _TYPICAL_P] = torch.tensor([1.0]).view(torch.int32)[0]
+        rows.wishes[chunk, _TOP_N_SIGMA] = rows.wishes[chunk, _XTC_PROBABILITY] = 0
+        ended = False
+        begin = (last - 1) // block_size + 1
+        for block in range(begin, min((last + num_drafts - 1) // block_size + 1, width)):
+            known = int(state.tables[slot, block])
+            ended = ended or known < 0
+            state.step_tables[chunk, block] = first_scratch + chunk if ended else known
+        first = int(step.query_start[chunk])
+        rows.slots[chunk] = slot
+        rows.rows[chunk] = first + last - 1 - int(state.positions[first])
+        rows.sample_positions[chunk] = last + 1
+        _place(state, rows, chunk, int(state.last_tokens[slot]), last - behind, block_size)
+
+
+def advance_drafting(
+    state: BatchState,
+    rows: DraftPass,
+    num_rows: int,
+    block_size: int,
+    *,
+    behind: int,
+    max_positions: int,
+    pdl: bool = False,
+) -> None:
+    num_drafts = state.drafts.shape[1]
+    for chunk in range(num_rows):
+        slot = int(rows.slots[chunk])
+        if slot < 0:
+            continue
+        position = int(rows.positions[chunk])
+        index = position - int(state.last_positions[slot]) + behind
+        fine = int(rows.statuses[chunk]) == sampling.FINE
+        if fine and index < num_drafts:
+            state.drafts[slot, index] = rows.chosen[chunk]
+        if not fine or index + 1 >= num_drafts or position + 1 >= max_positions:
+            _retire(rows, chunk)
+            continue
+        rows.sample_positions[chunk] += 1
+        _place(state, rows, chunk, int(rows.chosen[chunk]), position + 1, block_size)
+
+
+def next_tokens(
+    step: Step, state: BatchState, token_ids: Tensor, num_blocks: int, pdl: bool = False
+) -> None:
+    assert state.history is not None
+    num_chunks, _, num_tokens, _ = step.header.tolist()
+    for chunk in range(num_chunks, num_blocks):
+        if num_tokens + chunk - num_chunks < num_blocks:
+            token_ids[num_tokens + chunk - num_chunks] = 0
+    for chunk in range(num_chunks):
+        first, end = step.query_start[chunk : chunk + 2].tolist()
+        history = state.history[int(step.slots[chunk])]
+        for i in range(first, end):
+            follows = int(state.positions[i]) + 1
+            token_ids[i] = history[follows] if follows < len(history) else 0
+
+
+def _place(
+    state: BatchState, rows: DraftPass, chunk: int, token: int, position: int, block_size: int
+) -> None:
+    block = int(state.step_tables[chunk, position // block_size])
+    rows.token_ids[chunk] = token
+    rows.positions[chunk] = position
+    rows.slot_mapping[chunk] = block * block_size + position % block_size
+    rows.seq_lens[chunk] = position + 1
+
+
+def _retire(rows: DraftPass, chunk: int) -> None:
+    rows.slots[chunk] = rows.slot_mapping[chunk] = -1
+    rows.token_ids[chunk] = rows.positions[chunk] = rows.seq_lens[chunk] = 0
+
+
+# ---------------------------------------------------------------- the choice
+
+
+def sample(
+    logits: Tensor,
+    wishes: Tensor,
+    positions: Tensor,
+    workspace: sampling.Workspace,
+    *,
+    token_ids: Tensor,
+    logprobs: Tensor,
+    statuses: Tensor,
+    **others: Any,
+) -> None:
+    """Greedy rows, and drawn ones with the filters of `reference_sampling.draw`; nothing else."""
+    found = wishes.contiguous().numpy().view(sampling.WISH)[:, 0]
+    statuses.fill_(sampling.FINE)
+    token_ids.copy_(reference_sampling.greedy(logits))
+    for row in np.flatnonzero(found["temperature"] > 0.0).tolist():
+        wish = found[row : row + 1]
+        number = reference_sampling.uniform(int(wish["seed"][0]), int(positions[row]))
+        drawn = reference_sampling.draw(
+            logits[row : row + 1],
+            wish["temperature"].astype(np.float64),
+            wish["top_k"].astype(np.int64),
+            wish["top_p"].astype(np.float64),
+            wish["min_p"].astype(np.float64),
+            np.array([number]),
+        )
+        token_ids[row] = drawn[0]
+    logprobs.copy_(reference_sampling.log_probs(logits).gather(1, token_ids[:, None])[:, 0])
+
+
+# ---------------------------------------------------------------- the model
+
+
+def embedding(token_ids: Tensor, table: Tensor, *, out: Tensor, pdl: bool = False) -> None:
+    out.copy_(reference.embedding(token_ids.long(), table))
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float, *, out: Tensor, pdl: bool = False) -> None:
+    out.copy_(reference.rms_norm(x, weight, eps)[0])
+
+
+class HostLinear:
+    """Satisfies `cuda_linear.Linear`."""
+
+    def __init__(self, *settings: object) -> None:
+        pass
+
+    def product(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, num_tokens: int
+    ) -> None:
+        out[:num_tokens] = reference.linear(x[:num_tokens], weight, bias)
+
+    def add(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, total: Tensor, num_tokens: int
+    ) -> None:
+        total[:num_tokens] += reference.linear(x[:num_tokens], weight, bias)
+
+    def gated(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        gate_up: Tensor,
+        out: Tensor,
+        num_tokens: int,
+    ) -> None:
+        out[:num_tokens] = reference.silu_mul(reference.linear(x[:num_tokens], weight, bias))
+
+
+def workspace_size(*shape: int, batch_invariant: bool) -> int:
+    return 16
+
+
+def plan(*operands: object, **settings: object) -> None:
+    pass
+
+
+def rope_write_kv(
+    qkv: Tensor,
+    positions: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    slot_mapping: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    *,
+    q_out: Tensor,
+    settled: bool,
+    pdl: bool,
+) -> None:
+    num_heads, head_dim = q_out.shape[1:]
+    groups = k_cache.shape[2]
+    heads = qkv.view(len(qkv), -1, head_dim)
+    qk = reference.rotary(heads[:, : num_heads + groups], cos[positions], sin[positions])
+    kept = slot_mapping >= 0
+    k, v = qk[kept, num_heads:], heads[kept, num_heads + groups :]
+    reference.write_kv(k, v, k_cache, v_cache, slot_mapping[kept])
+    q_out.copy_(qk[:, :num_heads])
+
+
+def attend(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    tables: Tensor,
+    query_start: Tensor,
+    seq_lens: Tensor,
+    out: Tensor,
+    workspace: Tensor,
+    scale: float,
+    **settings: object,
+) -> None:
+    groups = k_cache.shape[2]
+    out.zero_()
+    for chunk, length in enumerate(seq_lens.tolist()):
+        first, end = query_start[chunk : chunk + 2].tolist()
+        if first == end or not length:
+            continue
+        blocks = tables[chunk, : -(-length // k_cache.shape[1])].long()
+        keys, values = (
+            cache[blocks].flatten(0, 1)[:length].transpose(0, 1) for cache in (k_cache, v_cache)
+        )
+        mask = torch.ones(end - first, length, dtype=torch.bool).tril_(length - (end - first))
+        found = torch.nn.functional.scaled_dot_product_attention(
+            q[first:end].transpose(0, 1),
+            keys.repeat_interleave(q.shape[1] // groups, 0),
+            values.repeat_interleave(q.shape[1] // groups, 0),
+            attn_mask=mask,
+            scale=scale,
+        )
+        out[first:end] = found.transpose(0, 1).reshape(end - first, -1)
