@@ -11,6 +11,7 @@ It shares a wire format with the server and no code: it works from any machine t
 
 from inflight_client.client import Client as Client
 from inflight_client.client import TextStream as TextStream
+from inflight_client.completion import Candidate as Candidate
 from inflight_client.completion import Completion as Completion
 from inflight_client.completion import Delta as Delta
 from inflight_client.errors import Cancelled as Cancelled
@@ -25,6 +26,7 @@ from inflight_client.options import Options as Options
 
 __all__ = [
     "Cancelled",
+    "Candidate",
     "Client",
     "ClientError",
     "Completion",

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any, Unpack
 
@@ -12,7 +13,7 @@ import grpc
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
 from inflight_client import errors, tensors
-from inflight_client.completion import Completion, Delta
+from inflight_client.completion import Completion, Delta, joined, read_logprobs
 from inflight_client.options import DATATYPES, Message, Options
 
 DEFAULT_URL = "127.0.0.1:8001"
@@ -33,23 +34,29 @@ class TextStream:
 
     Iterating raises ClientError and its kin, among them ServerError when the stream ends before
     its last response.
+
+    Args:
+        call: gRPC's.
+        num_outputs: that were asked for.
     """
 
-    def __init__(self, call: Any) -> None:
+    def __init__(self, call: Any, num_outputs: int = 1) -> None:
         self._call = call
-        self._answered = False
+        self._num_outputs = num_outputs
+        self._num_answered = 0
+        self._ready: deque[Delta] = deque()
         self._ended = False
 
     def __iter__(self) -> TextStream:
         return self
 
     def __next__(self) -> Delta:
-        while not self._ended:
+        while not self._ready and not self._ended:
             try:
                 message = next(self._call)
             except StopIteration:
                 self._ended = True
-                if self._answered:
+                if self._num_answered >= self._num_outputs:
                     break
                 raise errors.ServerError("the stream ended before its last response") from None
             except grpc.RpcError as error:
@@ -58,19 +65,13 @@ class TextStream:
             if message.error_message:
                 self.close()
                 raise errors.from_message(message.error_message)
-            values = tensors.outputs(message.infer_response)
-            if not values:  # the empty final response, where a server sends one
-                continue
-            delta = Delta(
-                text=values.get("text_output", ""),
-                finish_reason=values.get("finish_reason") or None,
-                num_input_tokens=values.get("num_input_tokens", 0),
-                num_output_tokens=values.get("num_output_tokens", 0),
-            )
             # The next call reads on to the status, so that the call ends well on both sides.
-            self._answered = delta.finish_reason is not None
-            return delta
-        raise StopIteration
+            self._ready += _deltas(tensors.outputs(message.infer_response))
+        if not self._ready:
+            raise StopIteration
+        delta = self._ready.popleft()
+        self._num_answered += delta.finish_reason is not None
+        return delta
 
     def __enter__(self) -> TextStream:
         return self
@@ -93,16 +94,39 @@ class TextStream:
         self._call.cancel()
 
     def completion(self) -> Completion:
-        """What is left of the stream, as one."""
+        """What is left of the stream, as one: of several outputs, the first."""
+        return self.completions()[0]
+
+    def completions(self) -> list[Completion]:
+        """What is left of the stream: each of n outputs as one, in their order."""
         deltas = list(self)
         if not deltas:
             raise errors.ServerError("the stream was read to its end before")
-        return Completion(
-            text="".join(delta.text for delta in deltas),
-            finish_reason=deltas[-1].finish_reason or "",
-            num_input_tokens=deltas[-1].num_input_tokens,
-            num_output_tokens=sum(delta.num_output_tokens for delta in deltas),
+        by_output: dict[int, list[Delta]] = {}
+        for delta in deltas:
+            by_output.setdefault(delta.index, []).append(delta)
+        return [joined(own) for _, own in sorted(by_output.items())]
+
+
+def _deltas(values: dict[str, list[Any]]) -> list[Delta]:
+    """Of one response; none of the empty final one, where a server sends it."""
+    texts = values.get("text_output", [])
+
+    def of(name: str, otherwise: Any) -> list[Any]:
+        return values.get(name) or [otherwise] * len(texts)
+
+    (num_input_tokens, *_) = values.get("num_input_tokens", [0])
+    return [
+        Delta(text, reason or None, num_input_tokens, count, read_logprobs(logprobs), index)
+        for text, reason, count, logprobs, index in zip(
+            texts,
+            of("finish_reason", ""),
+            of("num_output_tokens", 0),
+            of("logprobs", ""),
+            of("index", 0),
+            strict=True,
         )
+    ]
 
 
 class Client:
@@ -167,6 +191,14 @@ class Client:
         """
         return self._send(self._generate_model, "text_input", prompt, False, options).completion()
 
+    def generate_several(self, prompt: str, **options: Unpack[Options]) -> list[Completion]:
+        """Continue a prompt in n ways; n is one of the options.
+
+        Raises:
+            ClientError: one of the tree in `inflight_client.errors`.
+        """
+        return self._send(self._generate_model, "text_input", prompt, False, options).completions()
+
     def stream(self, prompt: str, **options: Unpack[Options]) -> TextStream:
         """Continue a prompt; the request is on its way when this returns."""
         return self._send(self._generate_model, "text_input", prompt, True, options)
@@ -190,7 +222,15 @@ class Client:
         request = tensors.infer_request(model)
         tensors.add_input(request, tensor, "BYTES", text)
         tensors.add_input(request, "stream", "BOOL", stream)
-        for name, value in options.items():
+        tensors_of = dict(options)
+        if (biases := tensors_of.pop("logit_bias", None)) is not None:
+            if not isinstance(biases, Mapping):
+                raise errors.InvalidRequest(
+                    f"logit_bias: {biases!r} is not a mapping of token ids to numbers"
+                )
+            tensors_of |= {"logit_bias_ids": list(biases)}
+            tensors_of |= {"logit_bias_values": list(biases.values())}
+        for name, value in tensors_of.items():
             if name not in DATATYPES:
                 raise errors.InvalidRequest(
                     f"{name} is not an option; allowed: {', '.join(Options.__annotations__)}"
@@ -198,7 +238,8 @@ class Client:
             tensors.add_input(request, name, DATATYPES[name], value)
         # The iterator of one request half-closes the stream: the server ends it after the answer.
         return TextStream(
-            self._stub.ModelStreamInfer(iter([request]), timeout=self._timeout, metadata=_METADATA)
+            self._stub.ModelStreamInfer(iter([request]), timeout=self._timeout, metadata=_METADATA),
+            options.get("n", 1),
         )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from tritonclient.grpc import service_pb2
@@ -14,24 +14,24 @@ _FORMATS = {"INT32": "<i", "UINT32": "<I", "UINT64": "<Q", "FP32": "<f", "BOOL":
 
 
 def add_input(request: Any, name: str, datatype: str, value: Any) -> None:
-    """Append an input of shape [1], or [N] where `value` is a list of strings.
+    """Append an input of shape [1], or [N] where `value` is a list.
 
     Raises:
         InvalidRequest: the value does not fit the datatype.
     """
-    many = datatype == "BYTES" and not isinstance(value, str)
+    many = isinstance(value, Iterable) and not isinstance(value, str | bytes)
     values: Sequence[Any] = list(value) if many else [value]
     request.inputs.add(name=name, datatype=datatype, shape=[len(values)])
     request.raw_input_contents.append(b"".join(_pack(name, datatype, item) for item in values))
 
 
-def outputs(response: Any) -> dict[str, Any]:
-    """The first element of each output, by name; outputs without elements are left out.
+def outputs(response: Any) -> dict[str, list[Any]]:
+    """The values of each output, by name; outputs without any are left out.
 
     Raises:
         ServerError: an output is not what the contract says.
     """
-    values: dict[str, Any] = {}
+    values: dict[str, list[Any]] = {}
     raws = response.raw_output_contents
     for output, raw in zip(response.outputs, raws, strict=False):
         if raw:
@@ -53,11 +53,18 @@ def _pack(name: str, datatype: str, value: Any) -> bytes:
         raise InvalidRequest(f"{name}: {value!r} is not a {datatype} ({error})") from None
 
 
-def _unpack(name: str, datatype: str, raw: bytes) -> Any:
+def _unpack(name: str, datatype: str, raw: bytes) -> list[Any]:
     try:
-        if datatype == "BYTES":
-            (length,) = struct.unpack_from("<I", raw)
-            return raw[4 : 4 + length].decode()
-        return struct.unpack_from(_FORMATS[datatype], raw)[0]
+        if datatype != "BYTES":
+            return [value for (value,) in struct.iter_unpack(_FORMATS[datatype], raw)]
+        texts = []
+        first = 0
+        while first < len(raw):
+            (length,) = struct.unpack_from("<I", raw, first)
+            first += 4 + length
+            if first > len(raw):
+                raise struct.error(f"{length} bytes are announced and {len(raw)} are there")
+            texts.append(raw[first - length : first].decode())
+        return texts
     except (struct.error, KeyError, UnicodeDecodeError) as error:
         raise ServerError(f"output {name} of {datatype} cannot be read ({error})") from None

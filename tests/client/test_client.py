@@ -17,6 +17,7 @@ import inflight_client
 from fake_triton import Call, answer
 from inflight_client import (
     Cancelled,
+    Candidate,
     Client,
     Completion,
     ConnectionFailed,
@@ -69,6 +70,77 @@ def test_options_travel_as_the_tensors_of_the_contract() -> None:
     assert call.input("seed") == ("UINT64", [1], b"\xff" * 8)
     assert call.input("ignore_eos") == ("BOOL", [1], b"\1")
     assert call.input("stop_words") == ("BYTES", [2], b"\1\0\0\0a\2\0\0\0bc")
+
+
+def test_lists_and_biases_travel_as_tensors() -> None:
+    with fake_triton.serve(two_words) as server, Client(server.url) as client:
+        client.generate(
+            "Hi",
+            logit_bias={7: -2.5, 3: 1},
+            allowed_token_ids=(3, 7, 9),
+            dry_sequence_breakers=["\n"],
+            dry_multiplier=0.5,
+            no_repeat_ngram_size=3,
+            num_logprobs=2,
+        )
+        (call,) = server.calls
+    assert call.input("logit_bias_ids") == ("INT32", [2], struct.pack("<2i", 7, 3))
+    assert call.input("logit_bias_values") == ("FP32", [2], struct.pack("<2f", -2.5, 1))
+    assert call.input("allowed_token_ids") == ("INT32", [3], struct.pack("<3i", 3, 7, 9))
+    assert call.input("dry_sequence_breakers") == ("BYTES", [1], b"\1\0\0\0\n")
+    assert call.input("dry_multiplier") == ("FP32", [1], struct.pack("<f", 0.5))
+    assert call.input("no_repeat_ngram_size") == ("INT32", [1], struct.pack("<i", 3))
+    assert call.input("num_logprobs") == ("INT32", [1], struct.pack("<i", 2))
+    assert "logit_bias" not in call.input_names()
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ({"logit_bias": [1, 2]}, r"logit_bias: \[1, 2\] is not a mapping"),
+        ({"logit_bias": {"x": 1.0}}, "logit_bias_ids: 'x' is not a INT32"),
+        ({"logit_bias": {1: "x"}}, "logit_bias_values: 'x' is not a FP32"),
+        ({"allowed_token_ids": [1.5]}, "allowed_token_ids: 1.5 is not a INT32"),
+        ({"allowed_token_ids": [2**31]}, "allowed_token_ids: 2147483648 is not a INT32"),
+    ],
+)
+def test_what_is_no_tensor_is_refused_by_name(option: dict[str, Any], message: str) -> None:
+    with Client("127.0.0.1:1") as client, pytest.raises(InvalidRequest, match=message):
+        client.generate("Hi", **option)
+
+
+def test_logprobs_come_back_by_token() -> None:
+    def script(call: Call) -> Iterator[Any]:
+        first = [{"5": {"logprob": -0.5, "rank": 1, "decoded_token": "a"}}]
+        second = [
+            {
+                "6": {"logprob": -2.5, "rank": 3, "decoded_token": "b"},
+                "5": {"logprob": -0.25, "rank": 1, "decoded_token": "a"},
+            },
+            {"7": {"logprob": -0.125, "rank": 1, "decoded_token": "é"}},
+        ]
+        yield answer("a", logprobs=json.dumps(first))
+        yield answer("bé", "stop", num_output=2, logprobs=json.dumps(second))
+
+    a, b = Candidate(5, -0.5, 1, "a"), Candidate(6, -2.5, 3, "b")
+    expected = ((a,), (b, Candidate(5, -0.25, 1, "a")), (Candidate(7, -0.125, 1, "é"),))
+    with fake_triton.serve(script) as server, Client(server.url) as client:
+        deltas = list(client.stream("Hi", num_logprobs=1))
+        assert [delta.logprobs for delta in deltas] == [expected[:1], expected[1:]]
+        assert client.generate("Hi", num_logprobs=1).logprobs == expected
+
+
+@pytest.mark.parametrize("text", ["{", "[1]", '[{"x": {}}]', '[{"1": {"logprob": 1}}]'])
+def test_logprobs_that_cannot_be_read_are_the_servers_fault(text: str) -> None:
+    def script(call: Call) -> Iterator[Any]:
+        yield answer("a", "stop", logprobs=text)
+
+    with (
+        fake_triton.serve(script) as server,
+        Client(server.url) as client,
+        pytest.raises(ServerError, match="output logprobs cannot be read"),
+    ):
+        client.generate("Hi")
 
 
 def test_only_what_was_asked_for_is_sent() -> None:

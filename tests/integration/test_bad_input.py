@@ -147,8 +147,27 @@ GRPC = {
     "80-2-64": ("generate", [PROMPT, params(seed=2**64)], "seed: 18446744073709551616 is out of"),
     "80-1.5": ("generate", [PROMPT, params(seed=1.5)], "seed is 1.5; allowed: an integer"),
     "81-logit-bias": ("generate", [PROMPT, params(logit_bias={"abc": 1})], "logit_bias"),
+    "81-many": (
+        "generate",
+        [PROMPT, params(logit_bias={str(i): 1 for i in range(5000)})],
+        "logit_bias: 5000 tokens are too many; allowed: 1024",
+    ),
+    "81-vocabulary": (
+        "generate",
+        [PROMPT, params(logit_bias={"10000000": 1})],
+        "logit_bias: 10000000 is not in the vocabulary",
+    ),
+    "81-half": ("generate", [PROMPT, fp32("logit_bias_values", 1)], "logit_bias_ids: 0 ids and 1"),
+    "81-nothing": ("generate", [PROMPT, params(allowed_token_ids=[])], "allowed_token_ids: has no"),
+    "81-typical": (
+        "generate",
+        [PROMPT, fp32("typical_p", 0.5), fp32("temperature", 0)],
+        "typical_p: drops the likeliest token",
+    ),
+    "82-prompt": ("generate", [PROMPT, params(prompt_logprobs=1)], "prompt_logprobs is 1, which"),
+    "82-top-alone": ("generate", [PROMPT, params(top_logprobs=1)], "top_logprobs needs logprobs"),
     "82-negative": ("generate", [PROMPT, grpc("num_logprobs", values=-1)], "num_logprobs: -1"),
-    "82-21": ("generate", [PROMPT, grpc("num_logprobs", values=21)], "num_logprobs: 21 is not"),
+    "82-21": ("generate", [PROMPT, grpc("num_logprobs", values=21)], "num_logprobs: 21 is out"),
     "83-many": (
         "generate",
         [PROMPT, words("stop_words", *["x"] * 10_000)],

@@ -13,6 +13,7 @@ from texts import TEXTS
 pytestmark = pytest.mark.integration
 
 STREAM = tensor("stream", "BOOL", True)
+RETURN_LOG_PROBS = tensor("return_log_probs", "BOOL", True)
 ANSWER = {
     "text_output",
     "finish_reason",
@@ -153,6 +154,54 @@ def test_the_small_model_writes_text(cpu):
     assert "Paris" in answer["text_output"]
     assert answer["finish_reason"] == "stop"
     assert answer["cumulative_logprob"] < 0
+
+
+def test_logprobs_come_with_their_tokens_streamed_or_whole(cpu):
+    inputs = (
+        text(PROMPTS[0]),
+        tensor("max_tokens", "INT32", 6),
+        tensor("num_logprobs", "INT32", 3),
+    )
+    (whole,) = ask(cpu.grpc, request("generate", *inputs))
+    streamed = ask(cpu.grpc, request("generate", *inputs, STREAM))
+    tokens = json.loads(whole["logprobs"])
+    assert len(tokens) == whole["num_output_tokens"] == 6
+    assert "".join(next(iter(token.values()))["decoded_token"] for token in tokens).startswith(
+        whole["text_output"]
+    )
+    for token in tokens:
+        places = [one["rank"] for one in token.values()]
+        assert places == [1, 2, 3], "greedy: the token itself is the likeliest"
+    total = sum(next(iter(token.values()))["logprob"] for token in tokens)
+    assert total == pytest.approx(whole["cumulative_logprob"], abs=1e-3)
+    joined = [token for answer in streamed for token in json.loads(answer["logprobs"])]
+    assert [list(token) for token in joined] == [list(token) for token in tokens]
+
+
+def test_biases_and_allowed_tokens_rule_the_choice(cpu):
+    (free,) = ask(
+        cpu.grpc,
+        request("generate", text(PROMPTS[0]), tensor("max_tokens", "INT32", 1), RETURN_LOG_PROBS),
+    )
+    ((likeliest,),) = json.loads(free["logprobs"])
+
+    def first_token(*inputs):
+        message = request(
+            "generate",
+            text(PROMPTS[0]),
+            tensor("max_tokens", "INT32", 1),
+            RETURN_LOG_PROBS,
+            *inputs,
+        )
+        (answer,) = ask(cpu.grpc, message)
+        ((token_id,),) = json.loads(answer["logprobs"])
+        return token_id
+
+    ids = tensor("logit_bias_ids", "INT32", [int(likeliest), 1234])
+    assert first_token(ids, tensor("logit_bias_values", "FP32", [-100.0, 0.0])) != likeliest
+    assert first_token(ids, tensor("logit_bias_values", "FP32", [0.0, 100.0])) == "1234"
+    assert first_token(tensor("allowed_token_ids", "INT32", [77])) == "77"
+    assert first_token() == likeliest
 
 
 def test_greedy_text_is_the_same_streamed_batched_and_alone(cpu):

@@ -80,7 +80,13 @@ def serve(script: Script) -> Iterator[FakeTriton]:
         server.stop(0).wait()
 
 
-def answer(text: str, finish_reason: str = "", num_input: int = 5, num_output: int = 1) -> Any:
+def answer(
+    text: str,
+    finish_reason: str = "",
+    num_input: int = 5,
+    num_output: int = 1,
+    logprobs: str = "",
+) -> Any:
     """One response of an ensemble."""
     infer = service_pb2.ModelInferResponse(model_name="generate")
     for name, datatype, raw in (
@@ -89,6 +95,7 @@ def answer(text: str, finish_reason: str = "", num_input: int = 5, num_output: i
         ("num_input_tokens", "UINT32", struct.pack("<I", num_input)),
         ("num_output_tokens", "UINT32", struct.pack("<I", num_output)),
         ("cumulative_logprob", "FP32", struct.pack("<f", -0.5)),
+        ("logprobs", "BYTES", _string(logprobs)),
     ):
         infer.outputs.add(name=name, datatype=datatype, shape=[1])
         infer.raw_output_contents.append(raw)

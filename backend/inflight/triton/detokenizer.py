@@ -60,8 +60,8 @@ class DetokenizerFront:
         progress = []
         for request in requests:
             try:
-                text, delivered = self._text(request)
-                self._look_for_cancel(request, delivered[0])
+                texts, delivered = self._texts(request)
+                self._look_for_cancel(request, delivered[0][0])
             except InflightError as error:
                 responses.append(pb_utils.InferenceResponse(error=triton_error(error)))
                 continue
@@ -70,22 +70,39 @@ class DetokenizerFront:
                 failure = EngineError("the answer could not be turned into text")
                 responses.append(pb_utils.InferenceResponse(error=triton_error(failure)))
                 continue
-            output = pb_utils.Tensor("text_output", np.array([[text.encode()]], object))
+            encoded = np.array([[text.encode() for text in texts]], object)
+            output = pb_utils.Tensor("text_output", encoded)
             responses.append(pb_utils.InferenceResponse([output]))
-            progress.append(delivered)
+            progress += delivered
         self._reports.send(progress)
         return responses
 
     def finalize(self) -> None:
         self._reports.close()
 
-    def _text(self, request: Any) -> tuple[str, tuple[int, int]]:
+    def _texts(self, request: Any) -> tuple[list[str], list[tuple[int, int]]]:
+        """Of each output in a response its text, and which request is how far with it."""
         ids = _row(request, tensors.DETOKENIZE_IDS)
-        width, trim, final, request_id, position = _row(request, tensors.DETOKENIZE_STATE)
-        if not 0 <= width <= len(ids) or trim < 0:
-            raise RequestError("does not fit detokenize_ids", tensors.DETOKENIZE_STATE.name)
-        text = self._detokenizer.delta(ids[:width], ids[width:], final=bool(final), trim=trim)
-        return text, (request_id, position)
+        state = _row(request, tensors.DETOKENIZE_STATE)
+        size = tensors.DETOKENIZE_STATE_SIZE
+        texts = []
+        delivered = []
+        first = 0
+        if not state or len(state) % size:
+            raise RequestError(
+                f"has {len(state)} values; allowed: {size} for each output",
+                tensors.DETOKENIZE_STATE.name,
+            )
+        for place in range(0, len(state), size):
+            count, width, trim, final, request_id, position = state[place : place + size]
+            own = ids[first : first + count]
+            if not 0 <= width <= count == len(own) or trim < 0:
+                raise RequestError("does not fit detokenize_ids", tensors.DETOKENIZE_STATE.name)
+            first += count
+            new = own[width:]
+            texts.append(self._detokenizer.delta(own[:width], new, final=bool(final), trim=trim))
+            delivered.append((request_id, position))
+        return texts, delivered
 
     def _look_for_cancel(self, request: Any, request_id: int) -> None:
         now = time.monotonic()

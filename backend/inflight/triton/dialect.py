@@ -31,19 +31,25 @@ def parse(text: str) -> dict[str, Any]:
         if key in _IGNORED:
             if value not in _IGNORED[key]:
                 allowed = ", ".join(json.dumps(choice) for choice in _IGNORED[key])
+                reason = _REASONS.get(key, "is not supported in this version")
                 raise RequestError(
-                    f"{key} is {_shown(value)}, which is not supported in this version; "
-                    f"allowed: {allowed}",
-                    PARAM,
+                    f"{key} is {_shown(value)}, which {reason}; allowed: {allowed}", PARAM
                 )
         elif key in _KEYS:
             name, convert = _KEYS[key]
             if value is not None:
                 options[name] = convert(key, value)
+                if options[name] is None:  # the value asks for nothing
+                    del options[name]
         else:
             raise RequestError(
                 f"{key[:64]!r} is not a key{did_you_mean(key, [*_KEYS, *_IGNORED])}", PARAM
             )
+    top = options.pop("top_logprobs", 0)
+    if top:
+        if "num_logprobs" not in options:
+            raise RequestError("top_logprobs needs logprobs: true; allowed: both or none", PARAM)
+        options["num_logprobs"] = max(top, options["num_logprobs"])
     return options
 
 
@@ -108,6 +114,27 @@ def _strings(key: str, value: Any) -> list[str]:
     return values
 
 
+def _logprobs(key: str, value: Any) -> int | None:
+    """OpenAI's flag of the chat endpoint, or a number as everywhere else."""
+    if isinstance(value, bool):
+        return 0 if value else None
+    return _integer(key, value)
+
+
+def _ids(key: str, value: Any) -> list[int]:
+    if not isinstance(value, list):
+        raise RequestError(f"{key} is {_shown(value)}; allowed: a list of token ids", PARAM)
+    return [_integer(key, one) for one in value]
+
+
+def _biases(key: str, value: Any) -> list[tuple[int, float]]:
+    if not isinstance(value, dict):
+        raise RequestError(
+            f"{key} is {_shown(value)}; allowed: an object of token ids and numbers", PARAM
+        )
+    return [(_integer(key, one), _number(key, bias)) for one, bias in value.items()]
+
+
 def _one_id(key: str, value: Any) -> int | None:
     if value == []:
         return None
@@ -121,7 +148,8 @@ def _shown(value: Any) -> str:
     return text if len(text) <= 40 else text[:37] + "..."
 
 
-# vLLM's key -> our tensor's name, and the reader of its value.
+# vLLM's key, or llama.cpp's where vLLM has none -> our name, and the reader of its value, which may
+# find that it asks for nothing: None.
 _KEYS: dict[str, tuple[str, Callable[[str, Any], Any]]] = {
     "max_tokens": ("max_tokens", _integer),
     "min_tokens": ("min_tokens", _integer),
@@ -129,22 +157,34 @@ _KEYS: dict[str, tuple[str, Callable[[str, Any], Any]]] = {
     "top_p": ("top_p", _number),
     "top_k": ("top_k", _integer),
     "min_p": ("min_p", _number),
+    "typical_p": ("typical_p", _number),
+    "top_n_sigma": ("top_n_sigma", _number),
+    "xtc_threshold": ("xtc_threshold", _number),
+    "xtc_probability": ("xtc_probability", _number),
     "repetition_penalty": ("repetition_penalty", _number),
     "presence_penalty": ("presence_penalty", _number),
     "frequency_penalty": ("frequency_penalty", _number),
+    "dry_multiplier": ("dry_multiplier", _number),
+    "dry_base": ("dry_base", _number),
+    "dry_allowed_length": ("dry_allowed_length", _integer),
+    "dry_penalty_last_n": ("dry_penalty_last_n", _integer),
+    "dry_sequence_breakers": ("dry_sequence_breakers", _strings),
+    "no_repeat_ngram_size": ("no_repeat_ngram_size", _integer),
+    "logit_bias": ("logit_bias", _biases),
+    "allowed_token_ids": ("allowed_token_ids", _ids),
     "seed": ("seed", _integer),
     "stop": ("stop_words", _strings),
     "bad_words": ("bad_words", _strings),
     "stop_token_ids": ("end_id", _one_id),
     "ignore_eos": ("ignore_eos", _flag),
     "n": ("n", _integer),
+    "logprobs": ("num_logprobs", _logprobs),
+    "top_logprobs": ("top_logprobs", _integer),
 }
 
 # Accepted at these values only: they ask for what happens anyway.
 _IGNORED: dict[str, tuple[Any, ...]] = {
     "best_of": (1, None),
-    "logprobs": (None, False, 0),
-    "top_logprobs": (None, 0),
     "prompt_logprobs": (None, 0),
     "detokenize": (True, None),
     "skip_special_tokens": (True, None),
@@ -154,9 +194,12 @@ _IGNORED: dict[str, tuple[Any, ...]] = {
     "length_penalty": (1.0, None),
     "early_stopping": (False, None),
     "truncate_prompt_tokens": (None,),
-    "logit_bias": (None, {}),
     "logits_processors": (None, []),
-    "allowed_token_ids": (None,),
     "guided_decoding": (None,),
     "structured_outputs": (None,),
+}
+
+_REASONS = {
+    "prompt_logprobs": "the engine does not know: prompt tokens that are found in the prefix cache "
+    "are not computed",
 }

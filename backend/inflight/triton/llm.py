@@ -45,7 +45,7 @@ ERROR_DISTANCE_S = 0.05
 
 
 class Answer:
-    """One request's way back to its client.
+    """One client's request: its outputs' way back.
 
     Args:
         sender: Triton's.
@@ -53,7 +53,8 @@ class Answer:
         asked: what was asked; None where it could not be read.
 
     Attributes:
-        cancel: ends the request in the engine.
+        request_ids: in the engine, of the outputs in their order.
+        cancel: ends all of them there.
         detokenized: a detokenizer takes the responses.
     """
 
@@ -62,27 +63,39 @@ class Answer:
     ) -> None:
         self._sender = sender
         self._wanted = wanted
-        self._prompt_length = len(asked.prompt_ids) if asked else 0
-        self._echo = asked.prompt_ids if asked and asked.echo else []
+        self._asked = asked
+        self._echoed: set[int] = set()
         self._sent_at = 0.0
+        self.request_ids: list[int] = []
         self.cancel: Callable[[], None] = _nothing
         self.detokenized = asked is not None and asked.detokenized
 
-    def send(self, event: TokenEvent) -> None:
-        flags = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL if event.is_last else 0
-        if event.error is not None:
+    def send(self, events: list[TokenEvent], is_final: bool) -> None:
+        flags = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL if is_final else 0
+        error = events[0].error
+        if error is not None:
+            if len(self.request_ids) > 1:
+                self.cancel()  # the other outputs are nobody's now
             if self.detokenized:
                 time.sleep(max(0.0, self._sent_at + ERROR_DISTANCE_S - time.monotonic()))
-            error = triton_error(from_kind(event.error_kind or "", event.error))
-            self._sender.send(pb_utils.InferenceResponse(error=error), flags=flags)
+            failure = triton_error(from_kind(events[0].error_kind or "", error))
+            self._sender.send(pb_utils.InferenceResponse(error=failure), flags=flags)
             return
-        echo, self._echo = self._echo, []
-        arrays = protocol.outputs(event, self._prompt_length, echo)
+        assert self._asked is not None
+        parts = self._asked.answer([self._part(event) for event in events])
+        arrays = protocol.outputs(parts, len(self._asked.prompt_ids))
         response = pb_utils.InferenceResponse(
             [pb_utils.Tensor(name, array) for name, array in arrays.items() if name in self._wanted]
         )
         self._sender.send(response, flags=flags)
         self._sent_at = time.monotonic()
+
+    def _part(self, event: TokenEvent) -> protocol.Part:
+        assert self._asked is not None
+        output = event.request_id
+        echo = self._asked.prompt_ids if self._asked.echo and output not in self._echoed else []
+        self._echoed.add(output)
+        return protocol.Part(self.request_ids.index(output), event, echo)
 
     def abandon(self) -> None:
         self.cancel()
@@ -153,21 +166,27 @@ class LlmFront:
         limits = protocol.Limits(welcome.vocab_size, welcome.max_model_len)
         asked = protocol.parse(inputs, parameters, limits)
         answer = Answer(sender, wanted, asked)
-        watched = asked.detokenized and asked.stream
-        mailbox = self._senders.mailbox(answer, asked.stream, MAX_ON_THE_WAY if watched else None)
+        num_outputs = asked.best_of
+        watched = asked.detokenized and asked.stream and num_outputs == 1
+        mailbox = self._senders.mailbox(
+            answer, asked.stream, MAX_ON_THE_WAY if watched else None, num_outputs
+        )
         # Under the lock: either the loss of this engine finds the request and fails it, or the
         # request finds the engine lost.
         with self._lock:
             if self._client is not client:
                 raise CapacityError("the engine is starting again; try again in a moment")
-            request_id = client.next_request_id()
-            answer.cancel = functools.partial(self._forget, client, request_id)
-            self._in_flight[request_id] = (mailbox, answer)
-            client.submit(asked.request(request_id))
+            answer.request_ids = [client.next_request_id() for _ in range(num_outputs)]
+            answer.cancel = functools.partial(self._forget, client, answer.request_ids)
+            for request_id in answer.request_ids:
+                self._in_flight[request_id] = (mailbox, answer)
+            for request in asked.requests(answer.request_ids):
+                client.submit(request)
 
-    def _forget(self, client: EngineClient, request_id: int) -> None:
-        self._in_flight.pop(request_id, None)
-        client.cancel(request_id)
+    def _forget(self, client: EngineClient, request_ids: list[int]) -> None:
+        for request_id in request_ids:
+            if self._in_flight.pop(request_id, None) is not None:
+                client.cancel(request_id)
 
     def _refuse(self, sender: Any, wanted: frozenset[str], error: InflightError) -> None:
         answer = Answer(sender, wanted, None)

@@ -1,4 +1,4 @@
-"""From token events to responses: a mailbox per request, and the threads that empty them.
+"""From token events to responses: a mailbox per client's request, and the threads that empty them.
 
 Sending one response takes about 0.1 ms, in which the sender waits for Triton. So whatever came for
 a request in the meantime goes out in its next response: one token each when there is little to do,
@@ -26,29 +26,32 @@ logger = logging.getLogger(__name__)
 class Outlet(Protocol):
     """Where a mailbox empties to."""
 
-    def send(self, event: TokenEvent) -> None:
-        """Send one response; it is the last where `event.is_last`."""
+    def send(self, events: list[TokenEvent], is_final: bool) -> None:
+        """Send one response: of one output, or of all of them at their end."""
 
     def abandon(self) -> None:
         """A response could not be sent: end the request somehow, and do not raise."""
 
 
 class Mailbox:
-    """What one request still has to be told.
+    """What one client still has to be told of what it asked for, which may be several outputs.
 
-    `post` may be called from any thread; events leave in that order, from one thread at a time.
-    The last one leaves once, and nothing after it.
+    `post` may be called from any thread; events of an output leave in that order, from one thread
+    at a time. The last one leaves once, and nothing after it; an error is the last of all.
 
     Args:
         outlet: takes the events.
         stream: False to keep everything for one response at the end.
         max_on_the_way: responses that may be sent but not delivered yet; the last one goes in any
             case. None where nobody reports deliveries.
+        num_outputs: that were asked for; each has a request id of its own in the engine.
     """
 
     __slots__ = (
+        "_ended",
         "_held",
         "_max_on_the_way",
+        "_num_outputs",
         "_on_the_way",
         "_outlet",
         "_pending",
@@ -65,13 +68,16 @@ class Mailbox:
         stream: bool,
         shard: queue.SimpleQueue[Mailbox | None],
         max_on_the_way: int | None = None,
+        num_outputs: int = 1,
     ) -> None:
         self._outlet = outlet
         self._stream = stream
+        self._num_outputs = num_outputs
         self._shard = shard
         self._pending: deque[TokenEvent] = deque()
         self._queued = False
-        self._held: TokenEvent | None = None
+        self._held: dict[int, TokenEvent] = {}  # by output
+        self._ended: set[int] = set()
         self._max_on_the_way = max_on_the_way
         self._on_the_way: deque[int] = deque()  # positions of the responses
         self.closed = False
@@ -96,26 +102,39 @@ class Mailbox:
             self._shard.put(self)
 
     def flush(self) -> None:
-        """Send what is pending as one event."""
+        """Send what is pending, of each output as one event."""
         self._queued = False
-        event = self._held
         while self._pending:
             later = self._pending.popleft()
-            event = later if event is None else merge(event, later)
-            if event.is_last:
-                break
-        if event is None or self.closed:
+            output = later.request_id
+            if output in self._ended:
+                continue
+            earlier = self._held.get(output)
+            self._held[output] = later if earlier is None else merge(earlier, later)
+            if later.is_last:
+                self._ended.add(output)
+        held = list(self._held.values())
+        failed = next((event for event in held if event.error is not None), None)
+        if failed is not None:
+            self._send([failed], True)
+        elif not self._stream:
+            if len(self._ended) == self._num_outputs:
+                self._send(held, True)
+        else:
+            for event in held:
+                if event.is_last or not self._is_full():
+                    del self._held[event.request_id]
+                    self._send([event], len(self._ended) == self._num_outputs and not self._held)
+
+    def _send(self, events: list[TokenEvent], is_final: bool) -> None:
+        if self.closed:
             return
-        if not event.is_last and (not self._stream or self._is_full()):
-            self._held = event
-            return
-        self._held = None
         if self._max_on_the_way is not None:
-            self._on_the_way.append(event.position)
+            self._on_the_way.append(events[0].position)
         with self.lock:
-            self.closed = event.is_last
+            self.closed = is_final
             try:
-                self._outlet.send(event)
+                self._outlet.send(events, is_final)
             except Exception:  # Triton's: the client gets no more, so its request is given up
                 logger.exception("a response could not be sent")
                 self.closed = True
@@ -140,8 +159,14 @@ class Senders:
         for thread in self._threads:
             thread.start()
 
-    def mailbox(self, outlet: Outlet, stream: bool, max_on_the_way: int | None = None) -> Mailbox:
-        return Mailbox(outlet, stream, next(self._next_shard), max_on_the_way)
+    def mailbox(
+        self,
+        outlet: Outlet,
+        stream: bool,
+        max_on_the_way: int | None = None,
+        num_outputs: int = 1,
+    ) -> Mailbox:
+        return Mailbox(outlet, stream, next(self._next_shard), max_on_the_way, num_outputs)
 
     def close(self) -> None:
         """Send what is pending, then end the threads."""

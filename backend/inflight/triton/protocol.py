@@ -7,14 +7,17 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
 
+from inflight.config import MAX_DRAFTS
 from inflight.errors import RequestError, did_you_mean
-from inflight.request import Request, TokenEvent
+from inflight.request import AUTO_DRAFTS, Candidate, Request, TokenEvent
 from inflight.sampling import SamplingParams
+from inflight.structured.guide import StructuredOutput
+from inflight.structured.guide import parse as parse_guide
 from inflight.triton import dialect, tensors
 from inflight.triton.tensors import Array
 
@@ -29,12 +32,9 @@ HARMLESS_PARAMETERS = frozenset(
 _OPTION_NAMES = tuple(tensor.name for tensor in tensors.OPTIONS)
 _SAMPLING_TENSORS = frozenset(SamplingParams.__struct_fields__)
 _PROMPT_TENSORS = (tensors.TEXT_INPUT.name, tensors.MESSAGES.name)
-_UNSUPPORTED = (
-    "guided_decoding_guide_type",
-    "guided_decoding_guide",
-    "priority_class",
-    "deadline_ms",
-)
+_UNSUPPORTED = ("priority_class", "deadline_ms")
+
+MAX_OUTPUTS = 64
 
 
 class Limits(msgspec.Struct, frozen=True):
@@ -42,6 +42,20 @@ class Limits(msgspec.Struct, frozen=True):
 
     vocab_size: int
     max_model_len: int
+
+
+class Part(NamedTuple):
+    """What is new of one output.
+
+    Attributes:
+        output: which one it is.
+        event: of it.
+        echo: ids to put in front of the event's: the prompt's, in a first response that wants it.
+    """
+
+    output: int
+    event: TokenEvent
+    echo: list[int]
 
 
 class Generation(msgspec.Struct, frozen=True):
@@ -54,6 +68,9 @@ class Generation(msgspec.Struct, frozen=True):
         stream: answer as tokens come.
         echo: the prompt leads the output.
         detokenized: a detokenizer follows and reports what it delivered.
+        n: outputs to answer with.
+        best_of: outputs to compute; those with the likeliest tokens are the answer.
+        speculation, structured: see Request.
     """
 
     prompt_ids: list[int]
@@ -62,16 +79,48 @@ class Generation(msgspec.Struct, frozen=True):
     stream: bool
     echo: bool
     detokenized: bool
+    n: int = 1
+    best_of: int = 1
+    speculation: int | None = None
+    structured: StructuredOutput | None = None
 
-    def request(self, request_id: int) -> Request:
+    def requests(self, request_ids: list[int]) -> list[Request]:
+        """The engine's requests, one for each of `best_of` outputs.
+
+        With a seed, output i has seed + i; all but the first wait for the prompt that it computes.
+        """
         # Without a stream the detokenizer sees one response, at the end: no sign of life before.
-        return Request(
-            request_id,
-            self.prompt_ids,
-            self.params,
-            cache_salt=self.cache_salt,
-            acknowledged=self.detokenized and self.stream,
-        )
+        acknowledged = self.detokenized and self.stream
+        made = []
+        for index, request_id in enumerate(request_ids):
+            params = self.params
+            if index and params.seed is not None:
+                seed = (params.seed + index) % 2**64
+                params = msgspec.structs.replace(params, seed=seed)
+            made.append(
+                Request(
+                    request_id,
+                    self.prompt_ids,
+                    params,
+                    cache_salt=self.cache_salt,
+                    acknowledged=acknowledged,
+                    speculation=self.speculation,
+                    structured=self.structured,
+                    sibling=request_ids[0] if index else None,
+                )
+            )
+        return made
+
+    def answer(self, parts: list[Part]) -> list[Part]:
+        """Of outputs that have ended, or of the parts of a stream, what goes out."""
+        if len(parts) > self.n:
+            parts = sorted(parts, key=_logprob_per_token, reverse=True)[: self.n]
+            return [part._replace(output=output) for output, part in enumerate(parts)]
+        return sorted(parts)
+
+
+def _logprob_per_token(part: Part) -> float:
+    return part.event.cumulative_logprob / max(1, part.event.position)
 
 
 def parse(inputs: Mapping[str, Array], parameters: Mapping[str, Any], limits: Limits) -> Generation:
@@ -91,18 +140,21 @@ def parse(inputs: Mapping[str, Array], parameters: Mapping[str, Any], limits: Li
     if prompt_tensor not in (None, *_PROMPT_TENSORS):
         raise RequestError(f"allowed: {' or '.join(_PROMPT_TENSORS)}", "prompt_tensor")
     prompt_ids = _prompt(values.pop("input_ids", None), prompt_tensor or "input_ids", limits)
-    values, names = _merge_dialect(values)
+    values, names = _merge_dialect(_join_biases(values))
     _refuse_unsupported(values, names)
-    if (end_id := values.get("end_id")) is not None and end_id >= limits.vocab_size:
-        raise RequestError(
-            f"{end_id} is not in the vocabulary; allowed: 0 to {limits.vocab_size - 1}",
-            names["end_id"],
-        )
+    stream = values.get("stream", False)
+    n, best_of = _num_outputs(values, names, stream)
     return Generation(
         prompt_ids=prompt_ids,
-        params=_sampling(values, names),
+        params=_sampling(values, names, limits.vocab_size),
         cache_salt=_salt(values.get("cache_salt", "")),
-        stream=values.get("stream", False),
+        stream=stream,
+        n=n,
+        best_of=best_of,
+        speculation=_speculation(values.get("speculation")),
+        structured=parse_guide(
+            values.get("guided_decoding_guide_type"), values.get("guided_decoding_guide")
+        ),
         echo=not values.get("exclude_input_in_output", True),
         detokenized=prompt_tensor is not None,
     )
@@ -115,31 +167,74 @@ def merge(earlier: TokenEvent, later: TokenEvent) -> TokenEvent:
         token_ids=earlier.token_ids + later.token_ids,
         window=earlier.window,
         num_cached_tokens=earlier.num_cached_tokens,
+        candidates=earlier.candidates + later.candidates,
     )
 
 
-def outputs(event: TokenEvent, num_input_tokens: int, echo: list[int]) -> dict[str, Array]:
+def outputs(parts: list[Part], num_input_tokens: int) -> dict[str, Array]:
     """The tensors of one response of the model `llm`.
 
     Args:
-        event: what is new.
+        parts: of different outputs, each with what is new of it.
         num_input_tokens: tokens of the prompt.
-        echo: ids to put in front of the event's: the prompt's, in a first response that wants it.
     """
-    new = echo + event.token_ids
-    # Echoed, the prompt is part of the text, so that nothing stands before it.
-    window = [] if echo else event.window
-    state = [len(window), event.trim, int(event.is_last), event.request_id, event.position]
+    output_ids: list[int] = []
+    detokenize_ids: list[int] = []
+    state: list[int] = []
+    for _, event, echo in parts:
+        new = echo + event.token_ids
+        # Echoed, the prompt is part of the text, so that nothing stands before it.
+        window = [] if echo else event.window
+        output_ids += new
+        detokenize_ids += window + new
+        state += [len(window) + len(new), len(window), event.trim, int(event.is_last)]
+        state += [event.request_id, event.position]
+    events = [part.event for part in parts]
     return {
-        "output_ids": np.array(new, np.int32),
-        "detokenize_ids": np.array(window + new, np.int32),
+        "output_ids": np.array(output_ids, np.int32),
+        "detokenize_ids": np.array(detokenize_ids, np.int32),
         "detokenize_state": np.array(state, np.int64),
-        "finish_reason": _strings(str(event.finish_reason or "")),
+        "index": np.array([part.output for part in parts], np.uint32),
+        "finish_reason": _strings(*[str(event.finish_reason or "") for event in events]),
         "num_input_tokens": np.array([num_input_tokens], np.uint32),
-        "num_output_tokens": np.array([len(event.token_ids)], np.uint32),
-        "cumulative_logprob": np.array([event.cumulative_logprob], np.float32),
-        "logprobs": _strings(""),
+        "num_output_tokens": np.array([len(event.token_ids) for event in events], np.uint32),
+        "cumulative_logprob": np.array([event.cumulative_logprob for event in events], np.float32),
+        "logprobs": _strings(*[_logprobs(event.candidates) for event in events]),
+        "draft_stats": _strings(*[_drafts(event) for event in events]),
     }
+
+
+def _drafts(event: TokenEvent) -> str:
+    """At the end of an output that had drafts, what became of them."""
+    if not event.is_last or event.num_drafted is None:
+        return ""
+    found = {
+        "num_drafted": event.num_drafted,
+        "num_accepted": event.num_accepted,
+        "num_steps": event.num_steps,
+        "tokens_per_step": round(event.position / max(1, event.num_steps), 3),
+    }
+    return json.dumps(found)
+
+
+def _logprobs(candidates: list[list[Candidate]]) -> str:
+    """In the form of vLLM's backend for Triton."""
+    if not candidates:
+        return ""
+    return json.dumps(
+        [
+            {
+                str(one.token_id): {
+                    "logprob": one.logprob,
+                    "rank": one.rank,
+                    "decoded_token": one.text,
+                }
+                for one in of_token
+            }
+            for of_token in candidates
+        ],
+        ensure_ascii=False,
+    )
 
 
 def _strings(*texts: str) -> Array:
@@ -179,10 +274,26 @@ def _prompt(ids: list[int] | None, name: str, limits: Limits) -> list[int]:
     return ids
 
 
+def _join_biases(values: dict[str, Any]) -> dict[str, Any]:
+    """The two tensors of biases as one value."""
+    ids, biases = values.get("logit_bias_ids"), values.get("logit_bias_values")
+    if ids is None and biases is None:
+        return values
+    if ids is None or biases is None or len(ids) != len(biases):
+        num_ids, num_biases = (0 if one is None else len(one) for one in (ids, biases))
+        raise RequestError(
+            f"{num_ids} ids and {num_biases} values; allowed: as many as of logit_bias_values",
+            "logit_bias_ids",
+        )
+    rest = {name: one for name, one in values.items() if not name.startswith("logit_bias_")}
+    return rest | {"logit_bias": list(zip(ids, biases, strict=True))}
+
+
 def _merge_dialect(values: dict[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
     """Values under our names, and how the client called each of them."""
     values = dict(values)
-    names = {name: name for name in _OPTION_NAMES}
+    names = {name: name for name in _OPTION_NAMES} | {"logit_bias": "logit_bias"}
+    wants_own = values.pop("return_log_probs", False)
     if "min_length" in values:
         if "min_tokens" in values:
             raise RequestError("is another name of min_tokens; send one of them", "min_length")
@@ -197,28 +308,67 @@ def _merge_dialect(values: dict[str, Any]) -> tuple[dict[str, Any], dict[str, st
                 )
             values[name] = value
             names[name] = f"{dialect.PARAM}: {name}"
+    if wants_own:
+        values.setdefault("num_logprobs", 0)
     return values, names
 
 
 def _refuse_unsupported(values: dict[str, Any], names: dict[str, str]) -> None:
-    if (n := values.get("n", 1)) != 1:
-        raise RequestError(f"{n} outputs are not supported; allowed: 1", names["n"])
-    if num := values.get("num_logprobs", 0):
-        raise RequestError(f"{num} is not supported; allowed: 0", "num_logprobs")
     for name in _UNSUPPORTED:
         if name in values:
             raise RequestError("is not supported in this version; leave it out", name)
 
 
-def _sampling(values: dict[str, Any], names: dict[str, str]) -> SamplingParams:
+def _num_outputs(values: dict[str, Any], names: dict[str, str], stream: bool) -> tuple[int, int]:
+    """n and best_of."""
+    n: int = values.get("n", 1)
+    best_of: int = values.get("best_of", n)
+    for name, value in (("n", n), ("best_of", best_of)):
+        if not 1 <= value <= MAX_OUTPUTS:
+            raise RequestError(f"{value} is out of range; allowed: 1 to {MAX_OUTPUTS}", names[name])
+    if best_of < n:
+        raise RequestError(f"{best_of} is less than n ({n})", names["best_of"])
+    if best_of > n and stream:
+        raise RequestError(
+            "does not go together with stream: which outputs are best is known at their end",
+            names["best_of"],
+        )
+    return n, best_of
+
+
+def _speculation(text: str | None) -> int | None:
+    """auto, off or a number of drafts."""
+    if text is None:
+        return None
+    named = {"auto": AUTO_DRAFTS, "off": 0}
+    if text in named:
+        return named[text]
+    if not (text.isdecimal() and text.isascii() and int(text[:4]) <= MAX_DRAFTS):
+        raise RequestError(
+            f"{text[:32]!r} is unknown; allowed: auto, off, or 0 to {MAX_DRAFTS}", "speculation"
+        )
+    return int(text)
+
+
+def _sampling(values: dict[str, Any], names: dict[str, str], vocab_size: int) -> SamplingParams:
     chosen = {name: value for name, value in values.items() if name in _SAMPLING_TENSORS}
     for name in ("stop_words", "bad_words"):
         if name in chosen:
             # A lone empty string is how some gateways write "none".
             words = [] if chosen[name] == [""] else chosen[name]
             chosen[name] = tuple(words)
+    for name in ("dry_sequence_breakers", "logit_bias", "allowed_token_ids"):
+        if name in chosen:
+            chosen[name] = tuple(chosen[name])
+    if chosen.get("allowed_token_ids") == ():
+        raise RequestError(
+            "has no token, so that none could be chosen; leave it out to allow all",
+            names["allowed_token_ids"],
+        )
     try:
-        return SamplingParams(**chosen)
+        params = SamplingParams(**chosen)
+        params.check_vocabulary(vocab_size)
+        return params
     except RequestError as error:
         renamed = names.get(error.param or "")
         raise RequestError(str(error).removeprefix(f"{error.param}: "), renamed) from None

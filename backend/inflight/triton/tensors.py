@@ -65,9 +65,22 @@ OPTIONS = (
     Tensor("top_k", "INT32", "Draw from the k likeliest tokens; 0 and -1 mean all."),
     Tensor("top_p", "FP32", "Draw from the likeliest tokens that together have this probability."),
     Tensor("min_p", "FP32", "Draw from tokens with this share of the likeliest one's probability."),
+    Tensor("typical_p", "FP32", "Draw from tokens about as surprising as the mean, to this share."),
+    Tensor("top_n_sigma", "FP32", "Draw from logits so many deviations below the largest; 0: all."),
+    Tensor("xtc_threshold", "FP32", "XTC: from this probability on, tokens are top choices."),
+    Tensor("xtc_probability", "FP32", "XTC: how often all top choices but the last are excluded."),
     Tensor("repetition_penalty", "FP32", "Above 1 makes tokens of prompt and output less likely."),
     Tensor("presence_penalty", "FP32", "Subtracted once from tokens that stand in the output."),
     Tensor("frequency_penalty", "FP32", "Subtracted per occurrence in the output."),
+    Tensor("dry_multiplier", "FP32", "DRY: what a repeated string of tokens costs its next one."),
+    Tensor("dry_base", "FP32", "DRY: the cost grows by this factor with each repeated token."),
+    Tensor("dry_allowed_length", "INT32", "DRY: shorter strings may be repeated."),
+    Tensor("dry_penalty_last_n", "INT32", "DRY looks at so many last tokens; -1: all, 0: off."),
+    Tensor("dry_sequence_breakers", "STRING", "DRY: no string goes across one of these.", dims=-1),
+    Tensor("no_repeat_ngram_size", "INT32", "No string of so many tokens comes twice; 0: off."),
+    Tensor("logit_bias_ids", "INT32", "Tokens to make more or less likely.", dims=-1),
+    Tensor("logit_bias_values", "FP32", "What is added to the logits of these.", dims=-1),
+    Tensor("allowed_token_ids", "INT32", "Tokens that alone may be generated.", dims=-1),
     Tensor("seed", "UINT64", "The same seed gives the same text."),
     Tensor("stop_words", "STRING", "Strings that end the output and are not part of it.", dims=-1),
     Tensor("bad_words", "STRING", "Strings that are never generated.", dims=-1),
@@ -78,26 +91,63 @@ OPTIONS = (
     Tensor("return_num_output_tokens", "BOOL", "Accepted; the count is always there."),
     Tensor("sampling_parameters", "STRING", "Options as a JSON object, in vLLM's names."),
     Tensor("cache_salt", "STRING", "Cached prefixes are shared only under the same salt."),
-    Tensor("n", "INT32", "Outputs per prompt: 1 in this version."),
-    Tensor("num_logprobs", "INT32", "Alternatives with log-probabilities: 0 in this version."),
-    Tensor("guided_decoding_guide_type", "STRING", "Not in this version."),
-    Tensor("guided_decoding_guide", "STRING", "Not in this version."),
+    Tensor("n", "INT32", "Outputs per prompt; with a seed, output i has seed + i."),
+    Tensor("best_of", "INT32", "Outputs to compute, of which the n likeliest are the answer."),
+    Tensor(
+        "speculation",
+        "STRING",
+        "Drafted tokens per step: auto, off or a number. Changes the speed, never the output.",
+    ),
+    Tensor(
+        "num_logprobs", "INT32", "Likeliest tokens to report for each output token; see logprobs."
+    ),
+    Tensor("return_log_probs", "BOOL", "Report each output token, as num_logprobs 0 does."),
+    Tensor(
+        "guided_decoding_guide_type",
+        "STRING",
+        "What the output must match: json, json_schema, regex, ebnf_grammar or choice.",
+    ),
+    Tensor("guided_decoding_guide", "STRING", "The schema, expression, grammar or choices."),
     Tensor("priority_class", "STRING", "Not in this version."),
     Tensor("deadline_ms", "INT32", "Not in this version."),
 )
 
 # Every response carries all of them.
 ANSWER = (
-    Tensor("finish_reason", "STRING", "stop, length or cancelled; empty until the end."),
+    Tensor("index", "UINT32", "Which of n outputs each of the others is about.", dims=-1),
+    Tensor("finish_reason", "STRING", "stop, length or cancelled; empty until the end.", dims=-1),
     Tensor("num_input_tokens", "UINT32", "Tokens of the prompt."),
-    Tensor("num_output_tokens", "UINT32", "Tokens of this response: a stream's sum is the total."),
-    Tensor("cumulative_logprob", "FP32", "Sum of the output tokens' log-probabilities so far."),
-    Tensor("logprobs", "STRING", "Empty in this version."),
+    Tensor(
+        "num_output_tokens",
+        "UINT32",
+        "Tokens of this response: a stream's sum is the total.",
+        dims=-1,
+    ),
+    Tensor(
+        "cumulative_logprob",
+        "FP32",
+        "Sum of the output tokens' log-probabilities so far.",
+        dims=-1,
+    ),
+    Tensor(
+        "logprobs",
+        "STRING",
+        "A JSON list, of each new token {id: {logprob, rank, decoded_token}}, itself first; empty "
+        "unless num_logprobs asks for it.",
+        dims=-1,
+    ),
+    Tensor(
+        "draft_stats",
+        "STRING",
+        "At the end, where tokens were drafted: JSON of num_drafted, num_accepted, num_steps and "
+        "tokens_per_step.",
+        dims=-1,
+    ),
 )
 
 TEXT_INPUT = Tensor("text_input", "STRING", "The prompt.", required=True)
 MESSAGES = Tensor("messages", "STRING", "A chat as a JSON list of messages.", required=True)
-TEXT_OUTPUT = Tensor("text_output", "STRING", "New text: valid UTF-8, always.")
+TEXT_OUTPUT = Tensor("text_output", "STRING", "New text: valid UTF-8, always.", dims=-1)
 
 INPUT_IDS = Tensor("input_ids", "INT32", "Token ids of the prompt.", dims=-1, required=True)
 PROMPT_TENSOR = Tensor(
@@ -110,9 +160,12 @@ DETOKENIZE_IDS = Tensor("detokenize_ids", "INT32", "A window of ids, then the ne
 DETOKENIZE_STATE = Tensor(
     "detokenize_state",
     "INT64",
-    "Length of the window, characters to trim, 1 at the end, request id, position.",
-    dims=5,
+    "Of each output: ids, length of the window, characters to trim, 1 at the end, request id, "
+    "position.",
+    dims=-1,
 )
+DETOKENIZE_STATE_SIZE = 6
+"""Of one output."""
 
 _PROMPT = (INPUT_IDS, PROMPT_TENSOR)
 _DETOKENIZE = (DETOKENIZE_IDS, DETOKENIZE_STATE)
@@ -151,7 +204,8 @@ def read(tensor: Tensor, array: Array) -> Any:
     if tensor.datatype == "STRING":
         values = [_text(value, tensor.name) for value in values]
     elif tensor.datatype == "FP32" and not np.isfinite(array).all():
-        raise RequestError(f"{values[0]} is not a finite number", tensor.name)
+        broken = array[~np.isfinite(array)].tolist()
+        raise RequestError(f"{broken[0]} is not a finite number", tensor.name)
     return values[0] if tensor.dims == 1 else values
 
 

@@ -68,7 +68,7 @@ def tokenizer():
 
 def request(event, echo=()):
     """As it arrives: a batch of one, because the model takes batches."""
-    arrays = protocol.outputs(event, 3, list(echo))
+    arrays = protocol.outputs([protocol.Part(0, event, list(echo))], 3)
     return pb_utils.InferenceRequest(
         {name: arrays[name][None] for name in ("detokenize_ids", "detokenize_state")}
     )
@@ -179,12 +179,12 @@ def test_closing_ends_the_attachment(clients):
         (
             {
                 "detokenize_ids": np.zeros((1, 1), np.int32),
-                "detokenize_state": np.array([[2, 0, 0, 1, 1]]),
+                "detokenize_state": np.array([[1, 2, 0, 0, 1, 1]]),
             },
             "detokenize_state: does not fit detokenize_ids",
         ),
         (
-            {"detokenize_ids": np.zeros(1, np.int32), "detokenize_state": np.zeros((1, 5))},
+            {"detokenize_ids": np.zeros(1, np.int32), "detokenize_state": np.zeros((1, 6))},
             "detokenize_ids: has shape [1]; allowed: [1, N]",
         ),
     ],

@@ -37,6 +37,55 @@ def test_vllm_names_become_ours():
     }
 
 
+def test_rarer_names_are_vllms_or_llama_cpps() -> None:
+    text = json.dumps(
+        {
+            "logit_bias": {"50": -100, "7": "2.5"},
+            "allowed_token_ids": [1, "2"],
+            "typical_p": 0.9,
+            "top_n_sigma": 1,
+            "xtc_threshold": 0.1,
+            "xtc_probability": 0.5,
+            "dry_multiplier": 0.8,
+            "dry_base": 1.75,
+            "dry_allowed_length": 2,
+            "dry_penalty_last_n": -1,
+            "dry_sequence_breakers": ["\n", ":"],
+            "no_repeat_ngram_size": 3,
+            "logprobs": 5,
+        }
+    )
+    assert dialect.parse(text) == {
+        "logit_bias": [(50, -100.0), (7, 2.5)],
+        "allowed_token_ids": [1, 2],
+        "typical_p": 0.9,
+        "top_n_sigma": 1.0,
+        "xtc_threshold": 0.1,
+        "xtc_probability": 0.5,
+        "dry_multiplier": 0.8,
+        "dry_base": 1.75,
+        "dry_allowed_length": 2,
+        "dry_penalty_last_n": -1,
+        "dry_sequence_breakers": ["\n", ":"],
+        "no_repeat_ngram_size": 3,
+        "num_logprobs": 5,
+    }
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [
+        ('{"logprobs": true}', 0),
+        ('{"logprobs": true, "top_logprobs": 4}', 4),
+        ('{"logprobs": 3, "top_logprobs": 0}', 3),
+        ('{"logprobs": 0}', 0),
+        ('{"logprobs": "7"}', 7),
+    ],
+)
+def test_logprobs_are_openais_flag_or_a_number(text: str, number: int) -> None:
+    assert dialect.parse(text) == {"num_logprobs": number}
+
+
 def test_numbers_may_come_as_strings():
     """GenAI-Perf writes them so."""
     text = '{"max_tokens": "16", "min_tokens": "16", "temperature": "0.5"}'
@@ -51,6 +100,9 @@ def test_what_asks_for_nothing_is_accepted():
     """Triton's OpenAI frontend sends every field that has a default."""
     text = '{"logprobs": false, "top_logprobs": 0, "best_of": 1, "logit_bias": null, "n": 1}'
     assert dialect.parse(text) == {"n": 1}
+    assert (
+        dialect.parse('{"logprobs": null, "prompt_logprobs": 0, "allowed_token_ids": null}') == {}
+    )
 
 
 def test_stop_may_be_a_list():
@@ -77,10 +129,17 @@ def test_stop_may_be_a_list():
         ('{"stop": [1]}', "stop is [1]; allowed: a string or a list of them"),
         ('{"stop": "\\ud800"}', "lone surrogate"),
         ('{"stop_token_ids": [1, 2]}', "allowed: a list of one token id"),
-        ('{"logprobs": 5}', "logprobs is 5, which is not supported in this version"),
+        ('{"logprobs": 1.5}', "logprobs is 1.5; allowed: an integer"),
+        ('{"top_logprobs": 5}', "top_logprobs needs logprobs: true"),
+        ('{"logprobs": false, "top_logprobs": 5}', "top_logprobs needs logprobs: true"),
+        ('{"prompt_logprobs": 5}', "prompt_logprobs is 5, which the engine does not know: prompt"),
         ('{"best_of": 2}', "best_of is 2, which is not supported"),
         ('{"include_stop_str_in_output": true}', "allowed: false, null"),
-        ('{"logit_bias": {"1": 2}}', "logit_bias is"),
+        ('{"logit_bias": [1, 2]}', "logit_bias is [1, 2]; allowed: an object of token ids"),
+        ('{"logit_bias": {"abc": 2}}', 'logit_bias is "abc"; allowed: an integer'),
+        ('{"logit_bias": {"1": [2]}}', "logit_bias is [2]; allowed: a number"),
+        ('{"allowed_token_ids": 5}', "allowed_token_ids is 5; allowed: a list of token ids"),
+        ('{"allowed_token_ids": [1.5]}', "allowed_token_ids is 1.5; allowed: an integer"),
         ('{"max_tokens": ' + "9" * 5000 + "}", "a number that is too long"),
         ("[" * 30_000, "nested too deeply"),
         (" " * (dialect.MAX_BYTES + 1), "characters are too many"),

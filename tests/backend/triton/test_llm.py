@@ -113,7 +113,7 @@ def test_without_a_stream_the_answer_is_one_response(front, engines):
     (response,) = sender.wait()
     assert response.tensors["output_ids"].tolist() == [1, 2, 3, 4, 5]
     assert response.tensors["num_output_tokens"].tolist() == [5]
-    assert response.tensors["detokenize_state"].tolist()[:3] == [0, 2, 1]
+    assert response.tensors["detokenize_state"].tolist()[:4] == [5, 0, 2, 1]
 
 
 def test_the_prompt_is_echoed_once(front, engines):

@@ -6,6 +6,7 @@ import random
 import threading
 import time
 
+from inflight.errors import EngineError
 from inflight.request import FinishReason, TokenEvent
 from inflight.triton.mailbox import Mailbox, Senders, Sweep
 
@@ -13,27 +14,28 @@ from inflight.triton.mailbox import Mailbox, Senders, Sweep
 class Outlet:
     def __init__(self, pause=0.0):
         self.events = []
+        self.responses = []
         self.abandoned = 0
         self.pause = pause
         self.failing = False
         self.ended = threading.Event()
 
-    def send(self, event):
+    def send(self, events, is_final):
         if self.failing:
             raise RuntimeError("no shared memory left")
         time.sleep(self.pause)
-        self.events.append(event)
-        if event.is_last:
+        self.responses.append(([event.request_id for event in events], is_final))
+        self.events += events
+        if is_final:
             self.ended.set()
 
     def abandon(self):
         self.abandoned += 1
 
 
-def token(position, last=False):
-    return TokenEvent(
-        1, [position], [position - 1], position, finish_reason=FinishReason.STOP if last else None
-    )
+def token(position, last=False, output=1):
+    reason = FinishReason.STOP if last else None
+    return TokenEvent(output, [position], [position - 1], position, finish_reason=reason)
 
 
 def test_events_that_waited_leave_as_one():
@@ -101,6 +103,55 @@ def test_nothing_follows_the_last_event():
     mailbox.flush()
     mailbox.flush()
     assert [event.position for event in outlet.events] == [1]
+
+
+def test_several_outputs_stream_apart_and_end_together():
+    outlet = Outlet()
+    mailbox = Mailbox(outlet, True, queue.SimpleQueue(), num_outputs=3)
+    for event in (token(1), token(1, output=2), token(2), token(1, True, output=3)):
+        mailbox.post(event)
+    mailbox.flush()
+    assert outlet.responses == [([1], False), ([2], False), ([3], False)]
+    assert [event.token_ids for event in outlet.events] == [[1, 2], [1], [1]]
+    mailbox.post(token(3, True))
+    mailbox.flush()
+    mailbox.post(token(2, True, output=2))
+    mailbox.flush()
+    assert outlet.responses[3:] == [([1], False), ([2], True)]
+    assert mailbox.closed
+
+
+def test_outputs_that_end_together_are_final_once():
+    outlet = Outlet()
+    mailbox = Mailbox(outlet, True, queue.SimpleQueue(), num_outputs=2)
+    mailbox.post(token(1, True, output=2))
+    mailbox.post(token(1, True))
+    mailbox.flush()
+    assert outlet.responses == [([2], False), ([1], True)]
+
+
+def test_several_outputs_without_a_stream_are_one_response():
+    outlet = Outlet()
+    mailbox = Mailbox(outlet, False, queue.SimpleQueue(), num_outputs=2)
+    for event in (token(1), token(1, output=2), token(2, True, output=2), token(2)):
+        mailbox.post(event)
+        mailbox.flush()
+    assert outlet.responses == []
+    mailbox.post(token(3, True))
+    mailbox.flush()
+    assert outlet.responses == [([1, 2], True)]
+    assert [event.token_ids for event in outlet.events] == [[1, 2, 3], [1, 2]]
+
+
+def test_the_failure_of_one_output_ends_all():
+    outlet = Outlet()
+    mailbox = Mailbox(outlet, False, queue.SimpleQueue(), num_outputs=2)
+    mailbox.post(token(1, True))
+    mailbox.post(TokenEvent.failed(2, EngineError("broken")))
+    mailbox.post(token(2))
+    mailbox.flush()
+    assert outlet.responses == [([2], True)]
+    assert "broken" in outlet.events[0].error
 
 
 def test_a_failed_send_abandons_the_request_once(caplog):

@@ -1,13 +1,15 @@
 """Tensors become requests, events become tensors."""
 
+import json
+
 import numpy as np
 import pytest
 
 from inflight.errors import RequestError
-from inflight.request import FinishReason, TokenEvent
+from inflight.request import AUTO_DRAFTS, Candidate, FinishReason, TokenEvent
 from inflight.sampling import SamplingParams
 from inflight.triton import protocol
-from inflight.triton.protocol import Limits, merge, outputs, parse
+from inflight.triton.protocol import Limits, Part, merge, outputs, parse
 
 LIMITS = Limits(vocab_size=100, max_model_len=16)
 
@@ -64,6 +66,20 @@ def test_every_sampling_tensor_arrives():
         bad_words=strings("c"),
         ignore_eos=flags(True),
         end_id=ints(99),
+        typical_p=floats(0.5),
+        top_n_sigma=floats(1.5),
+        xtc_threshold=floats(0.25),
+        xtc_probability=floats(0.5),
+        dry_multiplier=floats(0.75),
+        dry_base=floats(1.5),
+        dry_allowed_length=ints(3),
+        dry_penalty_last_n=ints(64),
+        dry_sequence_breakers=strings("\n", "é"),
+        no_repeat_ngram_size=ints(4),
+        logit_bias_ids=ints(7, 3),
+        logit_bias_values=floats(-2.5, 1),
+        allowed_token_ids=ints(3, 7, 9),
+        num_logprobs=ints(5),
     )
     assert asked.params == SamplingParams(
         max_tokens=9,
@@ -80,7 +96,108 @@ def test_every_sampling_tensor_arrives():
         bad_words=("c",),
         ignore_eos=True,
         end_id=99,
+        typical_p=0.5,
+        top_n_sigma=1.5,
+        xtc_threshold=0.25,
+        xtc_probability=0.5,
+        dry_multiplier=0.75,
+        dry_base=1.5,
+        dry_allowed_length=3,
+        dry_penalty_last_n=64,
+        dry_sequence_breakers=("\n", "é"),
+        no_repeat_ngram_size=4,
+        logit_bias=((7, -2.5), (3, 1.0)),
+        allowed_token_ids=(3, 7, 9),
+        num_logprobs=5,
     )
+
+
+def test_every_field_of_the_params_has_a_tensor():
+    from inflight.triton.tensors import OPTIONS
+
+    names = {tensor.name for tensor in OPTIONS}
+    fields = set(SamplingParams.__struct_fields__) - {"logit_bias"}
+    assert fields <= names
+    assert {"logit_bias_ids", "logit_bias_values"} <= names
+
+
+@pytest.mark.parametrize(
+    ("inputs", "message"),
+    [
+        ({"logit_bias_ids": ints(1)}, "logit_bias_ids: 1 ids and 0 values; allowed: as many"),
+        ({"logit_bias_values": floats(1)}, "logit_bias_ids: 0 ids and 1 values"),
+        (
+            {"logit_bias_ids": ints(1, 2), "logit_bias_values": floats(1)},
+            "logit_bias_ids: 2 ids and 1 values",
+        ),
+        (
+            {"logit_bias_ids": ints(1, 100), "logit_bias_values": floats(1, 1)},
+            "logit_bias: 100 is not in the vocabulary; allowed: 0 to 99",
+        ),
+        (
+            {"logit_bias_ids": ints(1, 1), "logit_bias_values": floats(1, 1)},
+            "logit_bias: a token stands there twice",
+        ),
+        (
+            {"logit_bias_ids": ints(1), "logit_bias_values": floats(101)},
+            "logit_bias: 101.0 is out of range; allowed: [-100.0, 100.0]",
+        ),
+        (
+            {"logit_bias_ids": ints(1, 2), "logit_bias_values": floats(1, np.nan)},
+            "logit_bias_values: nan is not a finite number",
+        ),
+        ({"allowed_token_ids": ints()}, "allowed_token_ids: has no token"),
+        ({"allowed_token_ids": ints(5, -1)}, "allowed_token_ids: -1 is not a token id"),
+        ({"allowed_token_ids": ints(100)}, "allowed_token_ids: 100 is not in the vocabulary"),
+        ({"end_id": ints(100)}, "end_id: 100 is not in the vocabulary; allowed: 0 to 99"),
+        ({"num_logprobs": ints(21)}, "num_logprobs: 21 is out of range; allowed: [0, 20]"),
+        ({"num_logprobs": ints(-1)}, "num_logprobs: -1 is out of range; allowed: [0, 20]"),
+        (
+            {"typical_p": floats(0.5), "temperature": floats(0)},
+            "typical_p: drops the likeliest token",
+        ),
+        ({"no_repeat_ngram_size": ints(1)}, "no_repeat_ngram_size: 1 would ban every token"),
+        (
+            {
+                "logit_bias_ids": ints(1),
+                "logit_bias_values": floats(1),
+                "sampling_parameters": strings('{"logit_bias": {"1": 2}}'),
+            },
+            "sampling_parameters: logit_bias stands in the tensor logit_bias too",
+        ),
+        (
+            {"sampling_parameters": strings('{"logit_bias": {"100": 2}}')},
+            "sampling_parameters: logit_bias: 100 is not in the vocabulary",
+        ),
+        (
+            {"sampling_parameters": strings('{"allowed_token_ids": []}')},
+            "sampling_parameters: allowed_token_ids: has no token",
+        ),
+    ],
+)
+def test_wishes_about_tokens_are_checked(inputs, message):
+    assert refusal(**inputs).startswith(message)
+
+
+def test_biases_of_nothing_are_none():
+    none = {"logit_bias_ids": ints(), "logit_bias_values": floats()}
+    assert generation(**none).params == SamplingParams()
+
+
+def test_the_json_dialects_biases_arrive():
+    text = '{"logit_bias": {"7": -100, "3": 1}, "allowed_token_ids": [3, 7], "logprobs": true}'
+    assert generation(sampling_parameters=strings(text)).params == SamplingParams(
+        logit_bias=((7, -100.0), (3, 1.0)), allowed_token_ids=(3, 7), num_logprobs=0
+    )
+
+
+def test_return_log_probs_asks_for_the_tokens_own():
+    assert generation(return_log_probs=flags(True)).params.num_logprobs == 0
+    assert generation(return_log_probs=flags(False)).params.num_logprobs is None
+    both = generation(return_log_probs=flags(True), num_logprobs=ints(3))
+    assert both.params.num_logprobs == 3
+    both = generation(return_log_probs=flags(True), sampling_parameters=strings('{"logprobs": 4}'))
+    assert both.params.num_logprobs == 4
 
 
 def test_the_rest_of_the_tensors_arrives():
@@ -101,9 +218,14 @@ def test_the_rest_of_the_tensors_arrives():
 def test_only_a_streamed_and_detokenized_request_is_acknowledged():
     """An answer in one piece gives no sign of life before its end."""
     detokenized = {"prompt_tensor": strings("text_input")}
-    assert generation(stream=flags(True), **detokenized).request(5).acknowledged
-    assert not generation(**detokenized).request(5).acknowledged
-    assert not generation(stream=flags(True)).request(5).acknowledged
+
+    def acknowledged(**inputs):
+        (request,) = generation(**inputs).requests([5])
+        return request.acknowledged
+
+    assert acknowledged(stream=flags(True), **detokenized)
+    assert not acknowledged(**detokenized)
+    assert not acknowledged(stream=flags(True))
 
 
 def test_min_length_is_min_tokens():
@@ -139,8 +261,8 @@ def test_the_json_dialect_may_not_repeat_a_tensor():
 def test_an_error_in_the_json_dialect_names_it():
     message = refusal(sampling_parameters=strings('{"top_p": 7}'))
     assert message.startswith("sampling_parameters: top_p: 7.0 is out of range; allowed: (0.0")
-    assert refusal(sampling_parameters=strings('{"n": 2}')).startswith(
-        "sampling_parameters: n: 2 outputs are not supported"
+    assert refusal(sampling_parameters=strings('{"n": 65}')).startswith(
+        "sampling_parameters: n: 65 is out of range; allowed: 1 to 64"
     )
     assert refusal(sampling_parameters=strings('{"stop_token_ids": [100]}')).startswith(
         "sampling_parameters: end_id: 100 is not in the vocabulary"
@@ -150,18 +272,15 @@ def test_an_error_in_the_json_dialect_names_it():
 @pytest.mark.parametrize(
     ("inputs", "message"),
     [
-        ({"n": ints(2)}, "n: 2 outputs are not supported; allowed: 1"),
-        ({"n": ints(0)}, "n: 0 outputs are not supported; allowed: 1"),
-        ({"num_logprobs": ints(1)}, "num_logprobs: 1 is not supported; allowed: 0"),
-        ({"num_logprobs": ints(-1)}, "num_logprobs: -1 is not supported; allowed: 0"),
-        (
-            {"guided_decoding_guide": strings("")},
-            "guided_decoding_guide: is not supported in this version; leave it out",
-        ),
-        (
-            {"guided_decoding_guide_type": strings("json")},
-            "guided_decoding_guide_type: is not supported in this version; leave it out",
-        ),
+        ({"n": ints(65)}, "n: 65 is out of range; allowed: 1 to 64"),
+        ({"n": ints(0)}, "n: 0 is out of range; allowed: 1 to 64"),
+        ({"n": ints(3), "best_of": ints(2)}, "best_of: 2 is less than n (3)"),
+        ({"best_of": ints(2), "stream": flags(True)}, "best_of: does not go together with stream"),
+        ({"speculation": strings("fast")}, "speculation: 'fast' is unknown; allowed: auto, off"),
+        ({"speculation": strings("17")}, "speculation: '17' is unknown; allowed: auto, off, or 0"),
+        ({"guided_decoding_guide": strings("x")}, "guided_decoding_guide_type: is missing"),
+        ({"guided_decoding_guide_type": strings("regex")}, "guided_decoding_guide: is missing"),
+        ({"guided_decoding_guide_type": strings("pdf")}, "guided_decoding_guide_type: 'pdf'"),
         ({"priority_class": strings("high")}, "priority_class: is not supported in this version"),
         ({"deadline_ms": ints(5)}, "deadline_ms: is not supported in this version"),
     ],
@@ -229,11 +348,37 @@ def test_a_merged_event_is_what_one_step_would_have_said():
     assert merged == TokenEvent(5, [1, 2, 3, 4], [9], 4, 6, FinishReason.STOP, -3.0, 3)
 
 
+def test_a_merged_event_has_the_candidates_of_both():
+    one, two = [[Candidate(1, -0.5, 1, "a")]], [[Candidate(2, -0.25, 1, "b")]]
+    first = TokenEvent(5, [1], [], 1, candidates=one)
+    assert merge(first, TokenEvent(5, [2], [1], 2, candidates=two)).candidates == one + two
+
+
+def test_logprobs_are_json_in_vllms_form():
+    candidates = [
+        [Candidate(7, -1.5, 4, " é"), Candidate(3, -0.25, 1, '"'), Candidate(9, -0.5, 2, "\ufffd")],
+        [Candidate(8, -0.125, 1, "<|end|>")],
+    ]
+    event = TokenEvent(5, [7, 8], [], 2, candidates=candidates)
+    (text,) = outputs([Part(0, event, [1, 2, 3])], 3)["logprobs"]
+    found = json.loads(text)
+    assert found == [
+        {
+            "7": {"logprob": -1.5, "rank": 4, "decoded_token": " é"},
+            "3": {"logprob": -0.25, "rank": 1, "decoded_token": '"'},
+            "9": {"logprob": -0.5, "rank": 2, "decoded_token": "\ufffd"},
+        },
+        {"8": {"logprob": -0.125, "rank": 1, "decoded_token": "<|end|>"}},
+    ]
+    assert list(found[0]) == ["7", "3", "9"], "the token itself comes first"
+    assert outputs([Part(0, TokenEvent(5, [7], [], 1), [])], 3)["logprobs"].tolist() == [b""]
+
+
 def test_outputs_have_the_documented_tensors():
     from inflight.triton.tensors import MODELS, NUMPY
 
     event = TokenEvent(5, [7, 8], [6], 12, 3, FinishReason.LENGTH, -2.5)
-    arrays = outputs(event, num_input_tokens=4, echo=[])
+    arrays = outputs([Part(0, event, [])], num_input_tokens=4)
     documented = MODELS["llm"].outputs
     assert set(arrays) == {tensor.name for tensor in documented}
     for tensor in documented:
@@ -242,7 +387,7 @@ def test_outputs_have_the_documented_tensors():
         assert tensor.dims in (-1, arrays[tensor.name].size)
     assert arrays["output_ids"].tolist() == [7, 8]
     assert arrays["detokenize_ids"].tolist() == [6, 7, 8]
-    assert arrays["detokenize_state"].tolist() == [1, 3, 1, 5, 12]
+    assert arrays["detokenize_state"].tolist() == [3, 1, 3, 1, 5, 12]
     assert arrays["finish_reason"].tolist() == [b"length"]
     assert arrays["num_input_tokens"].tolist() == [4]
     assert arrays["num_output_tokens"].tolist() == [2]
@@ -250,9 +395,63 @@ def test_outputs_have_the_documented_tensors():
 
 
 def test_an_echoed_prompt_leads_and_is_not_counted():
-    arrays = outputs(TokenEvent(5, [7], [3], 1), num_input_tokens=3, echo=[1, 2, 3])
+    arrays = outputs([Part(0, TokenEvent(5, [7], [3], 1), [1, 2, 3])], num_input_tokens=3)
     assert arrays["output_ids"].tolist() == [1, 2, 3, 7]
     assert arrays["detokenize_ids"].tolist() == [1, 2, 3, 7]
-    assert arrays["detokenize_state"].tolist() == [0, 0, 0, 5, 1]
+    assert arrays["detokenize_state"].tolist() == [4, 0, 0, 0, 5, 1]
     assert arrays["num_output_tokens"].tolist() == [1]
     assert arrays["finish_reason"].tolist() == [b""]
+
+
+# ---------------------------------------------------------------- several outputs
+
+
+def test_outputs_of_one_prompt_are_siblings_with_seeds_in_a_row():
+    asked = generation(n=ints(3), seed=np.array([2**64 - 2], np.uint64), cache_salt=strings("x"))
+    requests = asked.requests([7, 8, 9])
+    assert [request.request_id for request in requests] == [7, 8, 9]
+    assert [request.params.seed for request in requests] == [2**64 - 2, 2**64 - 1, 0]
+    assert [request.sibling for request in requests] == [None, 7, 7]
+    assert {request.cache_salt for request in requests} == {"x"}
+
+
+def test_several_outputs_are_one_response_in_their_order():
+    asked = generation(n=ints(2))
+    ends = {"finish_reason": FinishReason.STOP}
+    first = TokenEvent(5, [7, 8], [6], 12, 3, cumulative_logprob=-2.5, **ends)
+    second = TokenEvent(6, [9], [], 1, cumulative_logprob=-0.5, num_drafted=4, num_steps=1, **ends)
+    arrays = outputs(asked.answer([Part(1, second, []), Part(0, first, [])]), 3)
+    assert arrays["index"].tolist() == [0, 1]
+    assert arrays["output_ids"].tolist() == [7, 8, 9]
+    assert arrays["num_output_tokens"].tolist() == [2, 1]
+    assert arrays["detokenize_ids"].tolist() == [6, 7, 8, 9]
+    assert arrays["detokenize_state"].tolist() == [3, 1, 3, 1, 5, 12, 1, 0, 0, 1, 6, 1]
+    assert arrays["cumulative_logprob"].tolist() == [-2.5, -0.5]
+    assert arrays["num_input_tokens"].tolist() == [3]
+    plain, drafted = arrays["draft_stats"].tolist()
+    assert plain == b""
+    assert json.loads(drafted)["num_drafted"] == 4
+
+
+def test_the_best_outputs_are_those_with_the_likeliest_tokens():
+    asked = generation(n=ints(2), best_of=ints(3))
+    events = {
+        output: TokenEvent(output, [1] * length, [], length, cumulative_logprob=logprob)
+        for output, (length, logprob) in enumerate([(4, -4.0), (10, -5.0), (1, -0.6)])
+    }
+    chosen = asked.answer([Part(output, event, []) for output, event in events.items()])
+    assert [(part.output, part.event.request_id) for part in chosen] == [(0, 1), (1, 2)]
+
+
+def test_what_else_a_request_may_wish():
+    asked = generation(
+        speculation=strings("auto"),
+        guided_decoding_guide_type=strings("regex"),
+        guided_decoding_guide=strings("a+"),
+    )
+    (request,) = asked.requests([1])
+    assert request.speculation == AUTO_DRAFTS
+    assert request.structured.guide == "a+"
+    assert generation(speculation=strings("off")).speculation == 0
+    assert generation(speculation=strings("3")).speculation == 3
+    assert generation().speculation is None

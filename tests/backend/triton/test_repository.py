@@ -90,7 +90,7 @@ def test_the_detokenizer_keeps_the_order_of_responses():
     assert not found.HasField("dynamic_batching")
     assert sum(group.count for group in found.instance_group) == 1
     ragged = {tensor.name for tensor in found.input if tensor.allow_ragged_batch}
-    assert ragged == {"detokenize_ids"}
+    assert ragged == {"detokenize_ids", "detokenize_state"}
 
 
 @pytest.mark.parametrize("name", ENSEMBLES)

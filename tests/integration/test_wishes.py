@@ -1,0 +1,211 @@
+"""Several outputs, outputs that must match, and drafts: asked for by tensors, answered by them."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import jsonschema
+import pytest
+
+from kserve import Refused, Stream, ask, generate, generate_stream, request, tensor, text
+from serving import Triton, serve
+
+pytestmark = pytest.mark.integration
+
+STREAM = tensor("stream", "BOOL", True)
+SCHEMA = {
+    "type": "object",
+    "properties": {"city": {"type": "string", "maxLength": 10}, "size": {"enum": ["S", "M", "L"]}},
+    "required": ["city", "size"],
+    "additionalProperties": False,
+}
+
+
+def max_tokens(number: int):
+    return tensor("max_tokens", "INT32", number)
+
+
+@pytest.fixture(scope="module")
+def drafting(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Triton]:
+    """Runs the small model, and drafts from the text itself."""
+
+    def prepare(models: Path) -> None:
+        path = models / "llm" / "1" / "engine.json"
+        settings = json.loads(path.read_text())
+        settings["speculation"] = {"max_drafts": 4, "default": "off"}
+        path.write_text(json.dumps(settings))
+
+    yield from serve(tmp_path_factory.mktemp("drafting"), "cpu", prepare)
+
+
+# ---------------------------------------------------------------- several outputs
+
+
+def drawn(seed: int):
+    return (tensor("temperature", "FP32", 1.0), tensor("seed", "UINT64", seed))
+
+
+def test_several_outputs_are_those_of_seeds_in_a_row(cpu):
+    prompt = text("Once upon a time, in a town by the sea,")
+    (answer,) = ask(
+        cpu.grpc,
+        request("generate", prompt, max_tokens(12), tensor("n", "INT32", 3), *drawn(70)),
+    )
+    assert answer["index"] == [0, 1, 2]
+    assert answer["finish_reason"] == ["length"] * 3
+    assert answer["num_output_tokens"] == [12] * 3
+    alone = [
+        ask(cpu.grpc, request("generate", prompt, max_tokens(12), *drawn(70 + i)))[0]
+        for i in range(3)
+    ]
+    assert answer["text_output"] == [one["text_output"] for one in alone]
+    assert answer["cumulative_logprob"] == pytest.approx(
+        [one["cumulative_logprob"] for one in alone], abs=1e-3
+    )
+    assert len(set(answer["text_output"])) == 3
+    cpu.wait_until_idle()
+
+
+def test_several_outputs_stream_beside_each_other(cpu):
+    prompt = text("Once upon a time, in a town by the sea,")
+    wishes = (max_tokens(12), tensor("n", "INT32", 3), *drawn(70))
+    (whole,) = ask(cpu.grpc, request("generate", prompt, *wishes))
+    texts = {0: "", 1: "", 2: ""}
+    ends = []
+    for answer in ask(cpu.grpc, request("generate", prompt, STREAM, *wishes)):
+        texts[answer["index"]] += answer["text_output"]
+        if answer["finish_reason"]:
+            ends.append(answer["index"])
+    assert [texts[i] for i in range(3)] == whole["text_output"]
+    assert sorted(ends) == [0, 1, 2]
+    cpu.wait_until_idle()
+
+
+def test_the_best_of_several_outputs_over_http(cpu):
+    wishes = {"temperature": 1.0, "max_tokens": 8, "text_input": "The harbour at night"}
+    every = generate(cpu.http, "generate", n=4, seed=5, **wishes)
+    best = generate(cpu.http, "generate", n=1, best_of=4, seed=5, **wishes)
+    means = [
+        logprob / count
+        for logprob, count in zip(
+            every["cumulative_logprob"], every["num_output_tokens"], strict=True
+        )
+    ]
+    assert best["text_output"] == every["text_output"][means.index(max(means))]
+    assert best["index"] == 0
+
+
+def test_the_prompt_of_several_outputs_is_computed_once(cpu):
+    words = " ".join(f"word{i}" for i in range(40))
+    before = cpu.stats().num_cached_tokens
+    ask(cpu.grpc, request("generate", text(words), max_tokens(2), tensor("n", "INT32", 4)))
+    (answer,) = ask(cpu.grpc, request("generate", text(words), max_tokens(1)))
+    length = answer["num_input_tokens"]
+    assert cpu.stats().num_cached_tokens - before >= 3 * (length - 16)
+
+
+def test_a_client_that_leaves_ends_all_of_its_outputs(cpu):
+    wishes = (max_tokens(2000), tensor("n", "INT32", 3), tensor("ignore_eos", "BOOL", True))
+    prompt = tensor("input_ids", "INT32", [1, 2, 3])
+    stream = Stream(cpu.grpc, request("llm", prompt, STREAM, *wishes))
+    stream.next()
+    assert cpu.stats().num_running >= 1
+    stream.cancel()
+    assert cpu.wait_until_idle() < 5
+
+
+# ---------------------------------------------------------------- outputs that must match
+
+
+def test_an_output_matches_its_schema_over_http(cpu):
+    answer = generate(
+        cpu.http,
+        "generate",
+        text_input="A city as JSON:",
+        max_tokens=60,
+        guided_decoding_guide_type="json_schema",
+        guided_decoding_guide=json.dumps(SCHEMA),
+    )
+    assert answer["finish_reason"] == "stop"
+    jsonschema.validate(json.loads(answer["text_output"]), SCHEMA)
+
+
+def test_a_streamed_output_matches_its_expression(cpu):
+    events = generate_stream(
+        cpu.http,
+        "generate",
+        text_input="My phone number is",
+        max_tokens=40,
+        guided_decoding_guide_type="regex",
+        guided_decoding_guide=r"\d{3}-\d{4} or \d{3}-\d{4}",
+    )
+    whole = "".join(event["text_output"] for event in events)
+    assert re.fullmatch(r"\d{3}-\d{4} or \d{3}-\d{4}", whole)
+
+
+@pytest.mark.parametrize(
+    ("kind", "guide", "named"),
+    [
+        ("regex", "(", "guided_decoding_guide"),
+        ("json_schema", '{"$ref": "http://elsewhere/x"}', "guided_decoding_guide"),
+        ("yaml", "x", "guided_decoding_guide_type"),
+        ("choice", "[]", "guided_decoding_guide"),
+    ],
+)
+def test_what_cannot_be_matched_is_refused_by_name(cpu, kind, guide, named):
+    wish = (
+        tensor("guided_decoding_guide_type", "BYTES", kind),
+        tensor("guided_decoding_guide", "BYTES", guide),
+    )
+    with pytest.raises(Refused, match=named):
+        ask(cpu.grpc, request("generate", text("x"), *wish))
+    assert cpu.canary()
+
+
+# ---------------------------------------------------------------- drafts
+
+REPEAT = "one two three four, one two three four, one two three four, one two three"
+
+
+def test_drafts_change_the_steps_and_not_the_text(drafting):
+    prompt = text(REPEAT)
+    wishes = (max_tokens(40), tensor("ignore_eos", "BOOL", True))
+    (plain,) = ask(drafting.grpc, request("generate", prompt, *wishes))
+    assert plain["draft_stats"] == ""
+    wish = tensor("speculation", "BYTES", "4")
+    (drafted,) = ask(drafting.grpc, request("generate", prompt, wish, *wishes))
+    assert drafted["text_output"] == plain["text_output"]
+    stats = json.loads(drafted["draft_stats"])
+    assert 0 < stats["num_accepted"] <= stats["num_drafted"]
+    assert stats["num_steps"] + stats["num_accepted"] == 40
+    assert stats["tokens_per_step"] == pytest.approx(40 / stats["num_steps"], abs=1e-3)
+    streamed = ask(drafting.grpc, request("generate", prompt, wish, STREAM, *wishes))
+    assert "".join(answer["text_output"] for answer in streamed) == plain["text_output"]
+    engine = drafting.stats()
+    assert engine.num_accepted_tokens >= 2 * stats["num_accepted"]
+
+
+def test_drafts_go_together_with_everything_else(drafting):
+    wishes = (
+        text(REPEAT),
+        max_tokens(30),
+        tensor("n", "INT32", 2),
+        *drawn(3),
+        tensor("repetition_penalty", "FP32", 1.1),
+        tensor("num_logprobs", "INT32", 2),
+        tensor("guided_decoding_guide_type", "BYTES", "regex"),
+        tensor("guided_decoding_guide", "BYTES", r"( (one|two|three|four),?){5,9}"),
+    )
+    (plain,) = ask(drafting.grpc, request("generate", *wishes))
+    draft = tensor("speculation", "BYTES", "3")
+    (drafted,) = ask(drafting.grpc, request("generate", *wishes, draft))
+    assert drafted["text_output"] == plain["text_output"]
+    for one, other in zip(drafted["logprobs"], plain["logprobs"], strict=True):
+        for mine, theirs in zip(json.loads(one), json.loads(other), strict=True):
+            assert mine.keys() == theirs.keys()
+            for token_id, found in mine.items():
+                assert found["logprob"] == pytest.approx(theirs[token_id]["logprob"], abs=1e-3)
+    drafting.wait_until_idle()
