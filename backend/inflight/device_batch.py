@@ -73,6 +73,7 @@ class _Resident:
     generation: int
     slot: int
     needs: Needs
+    is_plain: bool  # it has no needs, and the host has nothing to say of single tokens
     num_blocks: int = 0
 
     @property
@@ -285,7 +286,8 @@ class DeviceBatch:
             if len(sequence.blocks) > resident.num_blocks:
                 changes.add_blocks(resident, width)
             num_drafts = chunk.num_drafts
-            changes.num_drafts = max(changes.num_drafts, sequence.num_drafts)
+            if sequence.num_drafts > changes.num_drafts:
+                changes.num_drafts = sequence.num_drafts
             slots.append(resident.slot)
             sample_slots.append(resident.slot if chunk.samples else -1)
             lengths.append(chunk.length)
@@ -298,17 +300,19 @@ class DeviceBatch:
                 tokens.append(FROM_DEVICE)
             if num_drafts:
                 tokens += [FROM_DEVICE] * num_drafts
-            if resident.needs:
-                changes.needs |= resident.needs
-                special_rows += [(row_start[-1] + i, resident) for i in range(1 + num_drafts)]
-            row_start.append(row_start[-1] + 1 + num_drafts)
+            first_row = row_start[-1]
+            row_start.append(first_row + 1 + num_drafts)
+            if resident.is_plain:  # as most are; this loop is the host's share of a step
+                bias_starts += [len(changes.bias_ids)] * (1 + num_drafts)
+                continue
+            changes.needs |= resident.needs
+            special_rows += [(first_row + i, resident) for i in range(1 + num_drafts)]
             num_unknown = chunk.end - num_drafts - len(known)
             for row in range(1 + num_drafts):
                 if chunk.samples:
                     said = sequence.shaping.of_row(known, (), num_unknown + row)
-                    if said.token_ids:
-                        changes.bias_ids += said.token_ids
-                        changes.biases += said.biases
+                    changes.bias_ids += said.token_ids
+                    changes.biases += said.biases
                 bias_starts.append(len(changes.bias_ids))
         num_tokens, num_rows = len(tokens), row_start[-1]
         arrays: dict[str, list[int]] = {
@@ -351,11 +355,13 @@ class DeviceBatch:
                     del self._residents[request_id]
                     self._free.append(resident.slot)
         params = sequence.request.params
+        needs = Needs.of(sequence)
         resident = _Resident(
             sequence,
             sequence.generation,
             self._free.pop(),
-            Needs.of(sequence),
+            needs,
+            is_plain=needs is Needs.NOTHING and sequence.shaping.is_silent,
         )
         self._residents[sequence.request_id] = resident
         changes.slots.append(resident.slot)

@@ -162,7 +162,8 @@ class Engine:
         Raises:
             RequestError, CapacityError: see `Scheduler.add`.
         """
-        sibling = self._sequences.get(sequence.request.sibling or 0)
+        first = sequence.request.sibling
+        sibling = None if first is None else self._sequences.get(first)
         if sibling is not None and not sibling.num_output_tokens:
             self._held.setdefault(sibling.request_id, []).append(sequence)
         else:

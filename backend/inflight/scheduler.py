@@ -214,28 +214,33 @@ class Scheduler:
             sequence = chunk.sequence
             if chunk.generation != sequence.generation or index in errors:
                 continue
-            end, length, num_drafts = chunk.end, chunk.length, chunk.num_drafts
+            end, length = chunk.end, chunk.length
             if chunk.samples:
-                token_ids = output.token_ids[index]
-                num_accepted = len(token_ids) - 1
-                if not 0 <= num_accepted <= num_drafts:
+                token_ids, logprobs = output.token_ids[index], output.logprobs[index]
+                if not 1 <= len(token_ids) <= 1 + chunk.num_drafts:
                     raise EngineError(
                         f"the runner chose {len(token_ids)} tokens for request "
-                        f"{sequence.request_id}; allowed: 1 to {1 + num_drafts}"
+                        f"{sequence.request_id}; allowed: 1 to {1 + chunk.num_drafts}"
                     )
-                # What was known, and the drafts that were right, stands in the pool.
-                end = len(sequence.token_ids) + num_accepted
-                length -= num_drafts - num_accepted
-                logprobs = output.logprobs[index]
+                if chunk.num_drafts:
+                    num_accepted = len(token_ids) - 1
+                    num_rejected = chunk.num_drafts - num_accepted
+                    # What was known, and the drafts that were right, stands in the pool.
+                    end = len(sequence.token_ids) + num_accepted
+                    length -= num_rejected
+                    sequence.num_computed -= num_rejected
+                    sequence.num_in_flight -= chunk.num_drafts
+                    sequence.num_drafted += output.num_drafted.get(index, 0)
+                    sequence.num_accepted += num_accepted
+                else:
+                    end = len(sequence.token_ids)
                 sequence.token_ids += token_ids
-                sequence.num_in_flight -= 1 + num_drafts
-                sequence.num_computed -= num_drafts - num_accepted
-                sequence.num_drafted += output.num_drafted.get(index, 0) if num_drafts else 0
-                sequence.num_accepted += num_accepted
+                sequence.num_in_flight -= 1
                 sequence.num_steps += 1
-                sequence.last_logprobs = logprobs
-                sequence.last_candidates = output.candidates.get(index, [])
                 sequence.cumulative_logprob += sum(logprobs)
+                sequence.last_logprobs = logprobs
+                if output.candidates:
+                    sequence.last_candidates = output.candidates.get(index, [])
                 advanced.append(sequence)
             if self._prefix_cache and end % size < length:
                 self._register(sequence, end - length, end)

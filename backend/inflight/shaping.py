@@ -47,6 +47,7 @@ class Shaping:
 
     Attributes:
         needs_host: the host must have seen all tokens before it can say what the next one may be.
+        is_silent: nothing is said of any row.
     """
 
     __slots__ = (
@@ -60,6 +61,7 @@ class Shaping:
         "_ngrams",
         "_num_prompt_tokens",
         "_phrases",
+        "is_silent",
         "needs_host",
     )
 
@@ -94,6 +96,8 @@ class Shaping:
                 breaker_ids.union(eos_token_ids),
             )
         self.needs_host = needs_host(params, bad_word_ids)
+        has_early = self._min_tokens > 0 and not self._early.is_empty
+        self.is_silent = self._late.is_empty and not has_early and not self.needs_host
 
     def of_row(
         self, token_ids: list[int], tail: Sequence[int] = (), num_unknown: int = 0

@@ -116,6 +116,8 @@ class CheckingRunner:
             assert int(step.sample_slots[i]) == (slot if chunk.samples else -1)
             if chunk.samples:
                 self._end(sent, i, rows, slot, history)
+            else:
+                state.results[sent.ring_index][3, i] = 0
         return Step(self.device, batch, sent)
 
     def _check_wish(self, slot: int, chunk: Chunk) -> None:

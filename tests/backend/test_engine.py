@@ -614,6 +614,13 @@ def test_siblings_go_on_when_the_first_has_gone(how: str) -> None:
     assert not engine.has_work
 
 
+def test_who_has_no_sibling_waits_for_nobody() -> None:
+    engine = make_engine(PagedRunner(), max_batch_tokens=64)
+    for request_id in range(3):  # an id of 0 is one like any other
+        engine.submit(request(request_id, [1, 2], max_tokens=5))
+    assert len(engine.scheduler.waiting) == 3
+
+
 def test_a_sibling_that_waits_can_be_cancelled() -> None:
     engine = make_engine(PagedRunner())
     for one in siblings([1, 2], 2, max_tokens=5):

@@ -315,7 +315,8 @@ def _place(
 
 def _retire(rows: DraftPass, chunk: int) -> None:
     rows.slots[chunk] = rows.slot_mapping[chunk] = -1
-    rows.token_ids[chunk] = rows.positions[chunk] = rows.seq_lens[chunk] = 0
+    rows.token_ids[chunk] = rows.positions[chunk] = 0
+    rows.seq_lens[chunk] = 1
 
 
 # ---------------------------------------------------------------- the choice

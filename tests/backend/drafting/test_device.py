@@ -40,7 +40,7 @@ WAYS = [
     pytest.param({}, id="together"),
     pytest.param({"cuda_graphs": False}, id="launches"),
     pytest.param({"max_prefill_chunk": 16, "max_batch_tokens": 40}, id="chunks"),
-    pytest.param({"num_blocks": 14}, id="preemption"),
+    pytest.param({"num_blocks": 9}, id="preemption"),
     pytest.param({"prefix_cache": True}, id="prefixes"),
 ]
 DRAFTERS = [
