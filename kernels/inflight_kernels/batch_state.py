@@ -21,8 +21,8 @@ _THREADS = 128
 _MAX_THREADS = 256
 
 FROM_DEVICE = -1
-"""Of a step, what the host does not know: the first token of a chunk, which is the last one chosen for
-its sequence; a later one, which is drafted; where a chunk starts, which is at that token."""
+"""Of a step, what the host does not know: the first token of a chunk, which is the last one of its
+sequence; a later one, which is drafted; where a chunk starts, which is at that token."""
 
 RESULT_ROWS = 4
 """What `end_step` writes: token, log probability (bits of a float32) and status of each row that

@@ -77,7 +77,8 @@ class DraftPass:
         slots: [n] int32, of the sequences; negative where nothing is drafted (any more).
         rows: [n] int64, of the last step: the token before the last one.
         token_ids, positions, slot_mapping: [n] int64.
-        seq_lens: [n] int32, tokens in the KV cache after the pass.
+        seq_lens: [n] int32, tokens in the KV cache after the pass; 1 where the row is nobody's, for
+            attention lets each row see one.
         query_start: [n + 1] int32.
         wishes: [n, WISH words] int32, how to choose: without penalties and rare filters.
         sample_positions: [n] int64, of the tokens to be chosen.

@@ -163,6 +163,52 @@ def test_a_chat_travels_as_json_to_the_chat_model() -> None:
     assert streamed.input("stream")[2] == b"\1"
 
 
+def test_several_outputs_in_one_response_come_in_their_order() -> None:
+    def both(call: Call) -> Iterator[Any]:
+        yield fake_triton.answers([(0, "eins", "stop", 2, ""), (1, "zwei", "length", 7, "")])
+
+    with fake_triton.serve(both) as server, Client(server.url) as client:
+        found = client.generate_several("Hi", n=2, best_of=3, speculation="auto")
+        (call,) = server.calls
+    assert found == [Completion("eins", "stop", 5, 2), Completion("zwei", "length", 5, 7)]
+    assert call.input("n") == ("INT32", [1], struct.pack("<i", 2))
+    assert call.input("best_of") == ("INT32", [1], struct.pack("<i", 3))
+    assert call.input("speculation") == ("BYTES", [1], b"\4\0\0\0auto")
+
+
+def test_several_outputs_stream_beside_each_other() -> None:
+    def mixed(call: Call) -> Iterator[Any]:
+        yield answer("a", index=1)
+        yield answer("x")
+        yield answer("b", "stop", index=1)
+        yield answer("y", "stop")
+
+    with fake_triton.serve(mixed) as server, Client(server.url) as client:
+        deltas = list(client.stream("Hi", n=2))
+        assert [(d.index, d.text) for d in deltas] == [(1, "a"), (0, "x"), (1, "b"), (0, "y")]
+        assert [c.text for c in client.stream("Hi", n=2).completions()] == ["xy", "ab"]
+
+
+def test_a_stream_that_lacks_an_output_s_end_is_an_error() -> None:
+    def one_of_two(call: Call) -> Iterator[Any]:
+        yield answer("a", "stop", index=1)
+        yield answer("x")
+
+    with (
+        fake_triton.serve(one_of_two) as server,
+        Client(server.url) as client,
+        pytest.raises(ServerError, match="before its last response"),
+    ):
+        client.generate_several("Hi", n=2)
+
+
+def test_a_guide_travels_as_two_strings() -> None:
+    with fake_triton.serve(two_words) as server, Client(server.url) as client:
+        client.generate("Hi", guided_decoding_guide_type="regex", guided_decoding_guide="a+")
+        (call,) = server.calls
+    assert call.input("guided_decoding_guide") == ("BYTES", [1], b"\2\0\0\0a+")
+
+
 def test_each_request_is_a_stream_of_one_request() -> None:
     """Half-closed at once: the server can end the stream, and no idle stream delays its drain."""
     with fake_triton.serve(two_words) as server, Client(server.url) as client:

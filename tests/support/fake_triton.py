@@ -86,20 +86,30 @@ def answer(
     num_input: int = 5,
     num_output: int = 1,
     logprobs: str = "",
+    index: int = 0,
 ) -> Any:
-    """One response of an ensemble."""
+    """One response of an ensemble, about one output."""
+    return answers([(index, text, finish_reason, num_output, logprobs)], num_input)
+
+
+def answers(outputs: list[tuple[int, str, str, int, str]], num_input: int = 5) -> Any:
+    """One response of an ensemble: (index, text, finish reason, tokens, logprobs) of each output."""
     infer = service_pb2.ModelInferResponse(model_name="generate")
-    for name, datatype, raw in (
-        ("text_output", "BYTES", _string(text)),
-        ("finish_reason", "BYTES", _string(finish_reason)),
-        ("num_input_tokens", "UINT32", struct.pack("<I", num_input)),
-        ("num_output_tokens", "UINT32", struct.pack("<I", num_output)),
-        ("cumulative_logprob", "FP32", struct.pack("<f", -0.5)),
-        ("logprobs", "BYTES", _string(logprobs)),
+    count = len(outputs)
+    indexes, texts, reasons, counts, logprobs = zip(*outputs, strict=True)
+    for name, datatype, size, raw in (
+        ("text_output", "BYTES", count, b"".join(map(_string, texts))),
+        ("index", "UINT32", count, struct.pack(f"<{count}I", *indexes)),
+        ("finish_reason", "BYTES", count, b"".join(map(_string, reasons))),
+        ("num_input_tokens", "UINT32", 1, struct.pack("<I", num_input)),
+        ("num_output_tokens", "UINT32", count, struct.pack(f"<{count}I", *counts)),
+        ("cumulative_logprob", "FP32", count, struct.pack(f"<{count}f", *[-0.5] * count)),
+        ("logprobs", "BYTES", count, b"".join(map(_string, logprobs))),
+        ("draft_stats", "BYTES", count, _string("") * count),
     ):
-        infer.outputs.add(name=name, datatype=datatype, shape=[1])
+        infer.outputs.add(name=name, datatype=datatype, shape=[size])
         infer.raw_output_contents.append(raw)
-    infer.parameters["triton_final_response"].bool_param = bool(finish_reason)
+    infer.parameters["triton_final_response"].bool_param = all(reasons)
     return service_pb2.ModelStreamInferResponse(infer_response=infer)
 
 

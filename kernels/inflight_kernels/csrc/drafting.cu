@@ -53,6 +53,8 @@ constexpr int WISH_WORDS = 14, WISH_SLOT = 9, WISH_TYPICAL_P = 10, WISH_TOP_N_SI
               WISH_XTC_PROBABILITY = 13;
 constexpr int FINE = 0;
 
+// A row of nobody's has token 0 at position 0, which goes nowhere: it sees itself, or whatever stands
+// first in its table, and nobody looks at what follows it.
 constexpr int NOBODY = -1;
 
 // Prepares the first pass: the last token of each chunk's sequence, or, `behind` by one, the
@@ -88,7 +90,7 @@ extern "C" __global__ void begin_drafting(
     if (slot < 0) {
         rows[chunk] = token_ids[chunk] = positions[chunk] = sample_positions[chunk] = 0;
         slot_mapping[chunk] = -1;
-        seq_lens[chunk] = 0;
+        seq_lens[chunk] = 1;
         return;
     }
     const long long table = static_cast<long long>(slot) * table_width;
@@ -138,7 +140,7 @@ extern "C" __global__ void advance_drafting(int* slots, const long long* chosen,
         slots[chunk] = NOBODY;
         token_ids[chunk] = positions[chunk] = 0;
         slot_mapping[chunk] = -1;
-        seq_lens[chunk] = 0;
+        seq_lens[chunk] = 1;
         return;
     }
     token_ids[chunk] = chosen[chunk];

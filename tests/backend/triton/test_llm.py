@@ -24,13 +24,15 @@ class FakeEngine:
         self.on_events = on_events
         self.on_lost = on_lost
         self.on_delivered = on_delivered
+        self.num_ids = 0
         self.submitted = []
         self.cancelled = []
         self.closed = False
         self.has_work = threading.Semaphore(0)
 
     def next_request_id(self):
-        return self.welcome.front_id << 32 | len(self.submitted) + 1
+        self.num_ids += 1
+        return self.welcome.front_id << 32 | self.num_ids
 
     def submit(self, request):
         self.submitted.append(request)
@@ -114,6 +116,60 @@ def test_without_a_stream_the_answer_is_one_response(front, engines):
     assert response.tensors["output_ids"].tolist() == [1, 2, 3, 4, 5]
     assert response.tensors["num_output_tokens"].tolist() == [5]
     assert response.tensors["detokenize_state"].tolist()[:4] == [5, 0, 2, 1]
+
+
+def two():
+    return np.array([2], np.int32)
+
+
+def test_several_outputs_are_requests_of_one_answer(front, engines):
+    sender = ask(front, n=two())
+    engine = engines[0]
+    assert [one.sibling for one in engine.submitted] == [None, engine.submitted[0].request_id]
+    engine.say([7, 8], index=1, position=2, finish_reason=FinishReason.STOP)
+    engine.say([9], index=0, position=1, finish_reason=FinishReason.LENGTH)
+    (response,) = sender.wait()
+    assert response.tensors["index"].tolist() == [0, 1]
+    assert response.tensors["output_ids"].tolist() == [9, 7, 8]
+    assert response.tensors["num_output_tokens"].tolist() == [1, 2]
+    assert response.tensors["finish_reason"].tolist() == [b"length", b"stop"]
+    assert not front._in_flight
+
+
+def test_several_outputs_stream_with_their_index(front, engines):
+    sender = ask(front, n=two(), stream=true(), exclude_input_in_output=np.array([False]))
+    engine = engines[0]
+    engine.say([7], index=1, position=1)
+    sender.wait_for(1)
+    engine.say([8], index=1, position=2, finish_reason=FinishReason.STOP)
+    engine.say([9], index=0, position=1, finish_reason=FinishReason.STOP)
+    found = [
+        (int(one.tensors["index"][0]), one.tensors["output_ids"].tolist()) for one in sender.wait()
+    ]
+    assert found == [(1, [1, 2, 3, 7]), (1, [8]), (0, [1, 2, 3, 9])]
+
+
+def test_the_failure_of_one_output_ends_the_others(front, engines):
+    sender = ask(front, n=two())
+    engine = engines[0]
+    first, second = (one.request_id for one in engine.submitted)
+    engine.on_events([TokenEvent.failed(second, EngineError("broken"))])
+    (response,) = sender.wait()
+    assert "broken" in response.error().message()
+    assert first in engine.cancelled
+    assert not front._in_flight
+
+
+def test_a_request_s_other_wishes_reach_the_engine(front, engines):
+    ask(
+        front,
+        speculation=np.array([b"3"], object),
+        guided_decoding_guide_type=np.array([b"choice"], object),
+        guided_decoding_guide=np.array([b'["a", "b"]'], object),
+    )
+    (submitted,) = engines[0].submitted
+    assert submitted.speculation == 3
+    assert submitted.structured.choices() == ["a", "b"]
 
 
 def test_the_prompt_is_echoed_once(front, engines):
