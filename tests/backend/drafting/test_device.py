@@ -188,6 +188,15 @@ def test_drafts_leave_no_trace(
         assert stats.num_cached_tokens > 0
 
 
+def generate_twice(engine: Engine, expected: dict[int, list[int]]) -> None:
+    """The second time all of a prompt is in the cache, and its last block may be copied."""
+    assert generate(engine, requests()) == expected
+    if engine.config.prefix_cache:
+        again = [Request(100 + one.request_id, one.prompt_ids, one.params) for one in requests()]
+        outputs = generate(engine, again)
+        assert outputs == {100 + request_id: ids for request_id, ids in expected.items()}
+
+
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize(
     "drafter",
@@ -205,10 +214,10 @@ def test_a_drafter_that_is_the_model_is_right_each_time(
     """Also where its sequences have no blocks yet for what it drafts, and after wrong drafts."""
     engine = make_engine(folder, drafter, **way)
     watched = Watched(engine)
-    assert generate(engine, requests()) == expected
+    generate_twice(engine, expected)
     beyond = 0
     for request_id, done, drafts in watched.proposed:
-        rest = expected[request_id][done : done + NUM_DRAFTS]
+        rest = expected[request_id % 100][done : done + NUM_DRAFTS]
         assert drafts[: len(rest)] == rest, (request_id, done)
         beyond += len(rest)
     assert beyond > 100
@@ -260,3 +269,25 @@ def test_a_drafting_has_no_more_passes_than_anybody_wants(
         for num_chunks, num_drafts in ((1, 1), (2, 3), (4, 4), (3, 9), (5, 4), (1, 40)):
             drafter.draft(batch, num_chunks, num_drafts)
     assert passes == [1, 3, 5, 12, 4, 12]
+
+
+@pytest.mark.parametrize("drafter", DRAFTERS)
+def test_model_and_drafter_share_the_memory(
+    folder: Path, drafter: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In proportion to what their blocks take, and with room for the blocks that drafts lack."""
+    total = 16 << 20
+    monkeypatch.setattr(host_kernels._HostCuda, "mem_get_info", lambda *given: (total, total))
+    engine = make_engine(folder, drafter, num_blocks=None, gpu_memory=0.5)
+    runner = engine.runner
+    shapes = [cache.shape for cache in runner._caches]  # type: ignore[attr-defined]
+    own_layers = {"draft_model": 5, "eagle3": 1}.get(drafter["drafter"], 0)
+    scratch = 0 if drafter["drafter"] == "ngram" else 6
+    target = (5, 2, runner.num_blocks + (scratch if drafter["drafter"] == "self" else 0))
+    expected = [target] + [(own_layers, 2, runner.num_blocks + scratch)] * bool(own_layers)
+    assert [shape[:3] for shape in shapes] == expected
+    used = sum(2 * shape.numel() for shape in shapes)
+    block = 2 * 16 * 64 * 2  # bytes in a layer
+    assert 0 <= total // 2 - used < (5 + own_layers) * block
+    assert runner.step_costs is not None
+    assert runner.step_costs.draft_seconds > 0.0
