@@ -33,8 +33,9 @@ from inflight.request import Candidate
 from inflight.row_masks import RowMasks
 from inflight.sequence import Sequence
 from inflight.speculation import StepCosts
-from inflight_kernels import batch_state, sampling
+from inflight_kernels import attention, batch_state, gemm, launch, sampling
 from inflight_kernels.compile import CompileError
+from inflight_kernels.launch import compile_ahead
 
 logger = logging.getLogger(__name__)
 
@@ -66,6 +67,27 @@ def graph_sizes(max_num_seqs: int) -> list[int]:
     sizes += range(_ROW_STEP, min(max_num_seqs, _MANY_ROWS), _ROW_STEP)
     sizes += range(_MANY_ROWS, max_num_seqs, _MANY_ROW_STEP)
     return [*sizes, max_num_seqs]
+
+
+def slow_kernels(
+    model: ModelConfig, hopper: bool, num_multiprocessors: int
+) -> list[tuple[str, str]]:
+    """Stem and name of kernels that take seconds to compile and that every start needs."""
+    found = attention.kernels_of(model.head_dim, _DTYPE, hopper)
+    found += sampling.kernels_of(torch.float32)
+    if not hopper:
+        return found
+    hidden, q_width = model.hidden_size, model.num_heads * model.head_dim
+    qkv_width = q_width + 2 * model.num_kv_heads * model.head_dim
+    for shape, out_dtype, gated in (
+        ((qkv_width, hidden), _DTYPE, False),
+        ((hidden, q_width), _DTYPE, False),
+        ((2 * model.intermediate_size, hidden), _DTYPE, True),
+        ((hidden, model.intermediate_size), _DTYPE, False),
+        ((model.vocab_size, hidden), torch.float32, False),
+    ):
+        found += gemm.kernels_of(shape, _DTYPE, out_dtype, gated, num_multiprocessors)
+    return found
 
 
 class CudaRunner:
@@ -103,6 +125,7 @@ class CudaRunner:
             most = config.max_num_seqs + config.max_draft_tokens
             self._max_rows = min(most, config.max_batch_tokens)
         source = find(config, checkpoint, model)
+        compile_ahead(slow_kernels(model, launch.is_hopper(), launch.num_multiprocessors()))
         self.drafter: drafters.DeviceDrafter | None = None
         self.step_costs: StepCosts | None = None
         with torch.inference_mode(), torch.cuda.stream(self._stream):

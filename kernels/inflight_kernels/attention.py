@@ -646,16 +646,33 @@ class _Step:
 
 def instantiations() -> list[Instantiation]:
     """What this module may launch."""
-    names = ["plan"]
-    hopper_names = []
-    for storage in _STORAGE_TYPES.values():
+    found: dict[str, dict[str, None]] = {}
+    for dtype in _STORAGE_TYPES:
         for head_dim in HEAD_DIMS:
-            names += dict.fromkeys(shape.name(storage) for shape in shapes(head_dim))
-            few, _, _ = shapes(head_dim)
-            if few.rotates:
-                names += [few.rotating_name(storage, norms) for norms in (False, True)]
-        hopper_names += [HopperShape(head_dim).name(storage) for head_dim in HOPPER_HEAD_DIMS]
-    return [("attention", tuple(names), ()), ("attention_hopper", tuple(hopper_names), ())]
+            for hopper in (False, True):
+                for stem, name in kernels_of(head_dim, dtype, hopper):
+                    found.setdefault(stem, {})[name] = None
+    return [(stem, tuple(names), ()) for stem, names in found.items()]
+
+
+def kernels_of(head_dim: int, dtype: torch.dtype, hopper: bool) -> list[tuple[str, str]]:
+    """Stem and name of the kernels that a model with such heads needs.
+
+    Args:
+        head_dim: D.
+        dtype: of queries and caches.
+        hopper: whether the device has sm_90a.
+    """
+    storage = _STORAGE_TYPES[dtype]
+    few, some, many = shapes(head_dim)
+    found = [("attention", "plan"), *(("attention", one.name(storage)) for one in (few, some))]
+    if few.rotates:
+        found += [("attention", few.rotating_name(storage, norms)) for norms in (False, True)]
+    if hopper and head_dim in HOPPER_HEAD_DIMS:
+        found.append(("attention_hopper", HopperShape(head_dim).name(storage)))
+    else:
+        found.append(("attention", many.name(storage)))
+    return found
 
 
 # ---------------------------------------------------------------- what the copy engine sees

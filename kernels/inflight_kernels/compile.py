@@ -14,7 +14,8 @@ import json
 import os
 import re
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,6 +30,9 @@ Instantiation = tuple[str, tuple[str, ...], tuple[tuple[str, str], ...]]
 """Kernels that a module of ops may launch: stem, names and defines of `cubin`."""
 
 _CSRC = Path(__file__).parent / "csrc"
+
+# What `ahead` has begun and nobody has asked for yet.
+_coming: dict[tuple[str, tuple[str, ...], tuple[tuple[str, str], ...], str], Future[Cubin]] = {}
 
 # Raised when the layout of a cache file or the way of compiling changes.
 _FORMAT = 1
@@ -75,6 +79,13 @@ def cubin(
         CompileError: with the compiler's log.
     """
     names, defines = tuple(names), tuple(defines)
+    coming = _coming.pop((stem, names, defines, arch), None)
+    return _find(stem, names, defines, arch) if coming is None else coming.result()
+
+
+def _find(
+    stem: str, names: tuple[str, ...], defines: tuple[tuple[str, str], ...], arch: str
+) -> Cubin:
     source = (_CSRC / f"{stem}.cu").read_text()
     path = _cache_folder() / f"{stem}-{arch}-{_key(source, names, defines, arch)}.cubin"
     found = _read(path)
@@ -84,6 +95,23 @@ def cubin(
         with contextlib.suppress(OSError):
             _write(path, found)
     return found
+
+
+def ahead(kernels: Iterable[tuple[str, str]], *, arch: str) -> None:
+    """Begin to compile kernels that will be asked for one by one, on as many threads as there are
+    cores; NVRTC works without the interpreter's lock.
+
+    Args:
+        kernels: (stem, name) each.
+        arch: as of `cubin`.
+    """
+    wanted = [(stem, (name,), (), arch) for stem, name in dict.fromkeys(kernels)]
+    pool = ThreadPoolExecutor(os.cpu_count(), "compile")
+    for key in wanted:
+        if key not in _coming:
+            stem, names, defines, _ = key
+            _coming[key] = pool.submit(_find, stem, names, defines, arch)
+    pool.shutdown(wait=False)
 
 
 def _compile(

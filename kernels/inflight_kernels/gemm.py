@@ -189,6 +189,30 @@ def _name(rows: int, pair: bool, storage: str, out_type: str, gated: bool) -> st
     return f"{kind}<{storage}, {out_type}, {rows}, {stages}, {flag}>"
 
 
+def kernels_of(
+    weight_shape: tuple[int, int],
+    dtype: torch.dtype,
+    out_dtype: torch.dtype,
+    gated: bool,
+    num_multiprocessors: int,
+) -> list[tuple[str, str]]:
+    """Stem and name of the kernel that a weight [n, k] needs, on Hopper; none where it has none.
+
+    Args:
+        weight_shape: n, k.
+        dtype: of x and the weight.
+        out_dtype: of the result.
+        gated: whether the weight is gate | up.
+        num_multiprocessors: of the device.
+    """
+    n, k = weight_shape
+    if k % 8:
+        return []
+    cut = plan(n, num_multiprocessors)
+    storage, out_type = STORAGE_TYPES[dtype], _OUT_TYPES[out_dtype]
+    return [("gemm", _name(cut.rows, cut.pair, storage, out_type, gated))]
+
+
 def instantiations() -> list[Instantiation]:
     """What this module may launch."""
     shapes = [(rows, True) for rows in _PAIR_ROWS] + [(rows, False) for rows in _BLOCK_ROWS]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from ctypes import c_float
 from typing import Any
 
@@ -16,7 +16,7 @@ from cuda.bindings import driver
 from cuda.core import LEGACY_DEFAULT_STREAM, Device, LaunchConfig, ObjectCode, Stream, launch
 from torch import Tensor
 
-from inflight_kernels.compile import cubin
+from inflight_kernels.compile import ahead, cubin
 
 Extent = int | tuple[int, ...]
 """Size of a grid or of a block: (x, y, z) or fewer."""
@@ -103,6 +103,11 @@ def kernel(stem: str, name: str, defines: tuple[tuple[str, str], ...] = ()) -> K
     _enter(torch.cuda.current_device())
     code = ObjectCode.from_cubin(compiled.code, name=stem)
     return Kernel(name, code.get_kernel(compiled.symbols[name]))
+
+
+def compile_ahead(kernels: Iterable[tuple[str, str]]) -> None:
+    """Begin to compile kernels, (stem, name) each, for the current device: see `compile.ahead`."""
+    ahead(kernels, arch=_architecture())
 
 
 def supports_pdl() -> bool:

@@ -346,18 +346,25 @@ def _note(
         )
 
 
+_PASSES = (
+    ("sampling_scan", "scan"),
+    ("sampling_spread", "spread"),
+    ("sampling_gather", "gather"),
+    ("top_logprobs", "top_logprobs"),
+)
+
+
 def instantiations() -> list[Instantiation]:
     """What this module may launch."""
-    passes = (
-        ("sampling_scan", "scan"),
-        ("sampling_spread", "spread"),
-        ("sampling_gather", "gather"),
-        ("top_logprobs", "top_logprobs"),
-    )
     return [
         *(
             (stem, tuple(f"{name}<{storage}>" for storage in STORAGE_TYPES.values()), ())
-            for stem, name in passes
+            for stem, name in _PASSES
         ),
         ("sampling_counts", ("note_output", "note_prompt"), ()),
     ]
+
+
+def kernels_of(dtype: torch.dtype) -> list[tuple[str, str]]:
+    """Stem and name of the kernels that choose from logits of a type."""
+    return [(stem, f"{name}<{STORAGE_TYPES[dtype]}>") for stem, name in _PASSES]

@@ -17,6 +17,7 @@ from inflight.batch import Batch, Chunk, StepOutput
 from inflight.choice import Choices, Row, choose
 from inflight.cpu_runner import CpuRunner
 from inflight.request import Request
+from inflight.row_masks import RowMasks
 from inflight.sampling import SamplingParams
 from inflight.sequence import Sequence
 
@@ -82,7 +83,9 @@ def draws(params: SamplingParams, drafter: np.random.Generator) -> npt.NDArray[n
                 drafts.append(tail[1:])
                 contexts += tail
             output = StepOutput([[] for _ in chunks], [[] for _ in chunks])
-            runner._choose(Batch(chunks), drafts, LOGITS[contexts].clone(), output)
+            batch = Batch(chunks)
+            masks = RowMasks(batch, drafts)
+            runner._choose(batch, drafts, LOGITS[contexts].clone(), masks, output)
             assert not output.errors
             for one, chosen in zip(active, output.token_ids, strict=True):
                 one.token_ids += chosen

@@ -8,10 +8,13 @@ import pkgutil
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 import inflight_kernels
+from inflight_kernels import attention, gemm, sampling
 from inflight_kernels import compile as compiler
 from inflight_kernels.compile import CompileError, Cubin, Instantiation, architectures, cubin
 
@@ -191,3 +194,48 @@ def test_missing_headers_name_the_wheel(csrc: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(compiler, "find_nvidia_header_directory", lambda library: None)
     with pytest.raises(CompileError, match="nvidia-cuda-runtime"):
         cubin("scale", ("scale<float>",), arch="sm_80")
+
+
+# ---------------------------------------------------------------- ahead of their use
+
+
+def test_what_is_begun_ahead_is_waited_for_and_compiled_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    compiled: list[str] = []
+    compile_now = compiler._compile
+
+    def counted(stem: str, *rest: Any) -> Cubin:
+        compiled.append(stem)
+        return compile_now(stem, *rest)
+
+    monkeypatch.setattr(compiler, "_compile", counted)
+    kernels = [("batch_state", "write_tables"), ("batch_state", "end_step")]
+    compiler.ahead([*kernels, *kernels], arch="sm_80")
+    for stem, name in [*kernels, *kernels]:
+        assert name in cubin(stem, (name,), arch="sm_80").symbols
+    assert compiled == ["batch_state"] * 2
+
+
+def test_what_cannot_be_compiled_ahead_is_an_error_where_it_is_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    compiler.ahead([("cache", "no_such_kernel")], arch="sm_80")
+    with pytest.raises(CompileError, match="no_such_kernel"):
+        cubin("cache", ("no_such_kernel",), arch="sm_80")
+
+
+@pytest.mark.parametrize("hopper", [False, True])
+@pytest.mark.parametrize("head_dim", [64, 96, 128, 256])
+def test_a_model_s_kernels_are_among_those_that_there_are(head_dim: int, hopper: bool) -> None:
+    there = {(stem, name) for stem, names, _ in KERNELS for name in names}
+    found = [
+        *attention.kernels_of(head_dim, torch.bfloat16, hopper),
+        *sampling.kernels_of(torch.float32),
+        *gemm.kernels_of((6144, 4096), torch.bfloat16, torch.bfloat16, False, 132),
+        *gemm.kernels_of((28672, 4096), torch.bfloat16, torch.bfloat16, True, 132),
+        *gemm.kernels_of((128256, 4096), torch.bfloat16, torch.float32, False, 132),
+    ]
+    assert set(found) <= there
