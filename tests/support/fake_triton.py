@@ -93,7 +93,7 @@ def answer(
 
 
 def answers(outputs: list[tuple[int, str, str, int, str]], num_input: int = 5) -> Any:
-    """One response of an ensemble: (index, text, finish reason, tokens, logprobs) of each output."""
+    """One response: (index, text, finish reason, tokens, logprobs) of each output."""
     infer = service_pb2.ModelInferResponse(model_name="generate")
     count = len(outputs)
     indexes, texts, reasons, counts, logprobs = zip(*outputs, strict=True)
