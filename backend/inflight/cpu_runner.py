@@ -63,6 +63,7 @@ class CpuRunner:
         self.vocab_size = model.vocab_size
         self.steps_ahead = 0
         self.step_costs: StepCosts | None = None
+        self.drafts_for_host = True
         self._dtype = _DTYPES[config.dtype]
         self._cache = KVCache(model, self.num_blocks, self.block_size, self._dtype)
         architecture = importlib.import_module(ARCHITECTURES[model.architecture])

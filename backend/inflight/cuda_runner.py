@@ -22,6 +22,7 @@ from inflight.checkpoint import Checkpoint
 from inflight.config import EngineConfig
 from inflight.device_batch import RING, DeviceBatch, Needs, Sent
 from inflight.drafting import device as drafters
+from inflight.drafting.ngram import NgramDrafter
 from inflight.drafting.source import Source, find
 from inflight.errors import ConfigError
 from inflight.model import CUDA_ARCHITECTURES
@@ -127,6 +128,10 @@ class CudaRunner:
         source = find(config, checkpoint, model)
         compile_ahead(slow_kernels(model, launch.is_hopper(), launch.num_multiprocessors()))
         self.drafter: drafters.DeviceDrafter | None = None
+        self._host_drafter: NgramDrafter | None = None
+        if speculation is not None and speculation.drafter == "ngram":
+            self._host_drafter = NgramDrafter(speculation.max_match, speculation.min_match)
+        self.drafts_for_host = self._host_drafter is not None
         self.step_costs: StepCosts | None = None
         with torch.inference_mode(), torch.cuda.stream(self._stream):
             architecture = importlib.import_module(CUDA_ARCHITECTURES[model.architecture])
@@ -195,9 +200,10 @@ class CudaRunner:
 
     def launch(self, batch: Batch) -> _Step:
         graph, size = self._graph(batch)
-        masks = RowMasks(batch, [()] * len(batch.chunks))
+        drafts = self._host_drafts(batch)
+        masks = RowMasks(batch, drafts)
         with torch.inference_mode(), torch.cuda.stream(self._stream):
-            sent = self._batch.send(batch, size, *self._caches)
+            sent = self._batch.send(batch, size, *self._caches, drafts=drafts)
             if graph is not None:
                 graph.step.replay()
             else:
@@ -217,7 +223,29 @@ class CudaRunner:
         return _Step(self._batch, self._likeliest, masks, batch, sent, ended)
 
     def forget(self, sequence: Sequence) -> None:
-        """Its slot is found free when another sequence needs one."""
+        # Its slot is found free when another sequence needs one.
+        if self._host_drafter is not None:
+            self._host_drafter.forget(sequence)
+
+    def _host_drafts(self, batch: Batch) -> list[list[int]]:
+        """Drafts of the sequences that need the host; of the others the device has them.
+
+        The host must know them to say what may follow each of them. Where fewer are found than were
+        scheduled, token 0 is guessed.
+        """
+        drafts: list[list[int]] = [[] for _ in batch.chunks]
+        if self._host_drafter is not None:
+            places = [
+                index
+                for index, chunk in enumerate(batch.chunks)
+                if chunk.num_drafts and chunk.sequence.needs_host
+            ]
+            chunks = [batch.chunks[index] for index in places]
+            for index, chunk, found in zip(
+                places, chunks, self._host_drafter.propose(chunks), strict=True
+            ):
+                drafts[index] = found + [0] * (chunk.num_drafts - len(found))
+        return drafts
 
     def _target(
         self, config: EngineConfig, max_len: int, progress: Callable[[str, float], None]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Iterable
+from collections.abc import Sequence as Sequence_
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import NamedTuple
@@ -163,8 +164,10 @@ class DeviceBatch:
         words = sampling.prompt_words(vocab_size)
         self.counts = torch.zeros(max_num_seqs, vocab_size, dtype=torch.int16, device=device)
         self.prompt = torch.zeros(max_num_seqs, words, dtype=torch.int32, device=device)
-        # Of slots, whose requests name the tokens that they allow; then of a step's grammars.
-        self.masks = torch.zeros(2 * max_num_seqs, words, dtype=torch.int32, device=device)
+        # Of slots, whose requests name the tokens that they allow; then of a step's rows.
+        self._num_slots = max_num_seqs
+        num_masks = max_num_seqs + self._layout.max_rows
+        self.masks = torch.zeros(num_masks, words, dtype=torch.int32, device=device)
         self._grammar_masks = self.masks[max_num_seqs:]
         self._pinned_masks: Tensor | None = None
         self._pinned = torch.zeros(
@@ -177,7 +180,13 @@ class DeviceBatch:
         self._free = list(range(max_num_seqs))
         self._ring_index = 0
 
-    def send(self, batch: Batch, size: int, *kv_caches: Tensor) -> Sent:
+    def send(
+        self,
+        batch: Batch,
+        size: int,
+        *kv_caches: Tensor,
+        drafts: Sequence_[list[int]] | None = None,
+    ) -> Sent:
         """Bring a batch to the device, on the current stream: its copies, its diffs, its arrays.
 
         Args:
@@ -185,11 +194,13 @@ class DeviceBatch:
             size: of the CUDA graph that it goes to, whose tokens, rows and chunks it fills up; 0
                 for none.
             kv_caches: [..., num_blocks, block_size, G, D] each.
+            drafts: of each chunk, num_drafts tokens; none where the device has them. None if it has
+                them all.
         """
         self._ring_index = (self._ring_index + 1) % RING
         host = self._host[self._ring_index]
         changes = _Changes()
-        end, row_start = self._write_step(batch, size, host, changes)
+        end, row_start = self._write_step(batch, size, host, changes, drafts)
         views: list[Tensor] = []
         for values in changes.arrays():
             view = slice(end, end + len(values))
@@ -227,9 +238,10 @@ class DeviceBatch:
     def send_masks(self, batch: Batch, masks: RowMasks) -> None:
         """Bring what grammars allow to the device, after `send` and before the choice of tokens."""
         rows = [
-            (chunk, masks.of_row(index, 0))
+            (chunk, masks.of_row(index, count))
             for index, chunk in enumerate(batch.chunks)
             if chunk.sequence.grammar is not None
+            for count in range(1 + chunk.num_drafts)
         ]
         if not rows:
             return
@@ -266,7 +278,12 @@ class DeviceBatch:
         return found
 
     def _write_step(
-        self, batch: Batch, size: int, host: _Ints, changes: _Changes
+        self,
+        batch: Batch,
+        size: int,
+        host: _Ints,
+        changes: _Changes,
+        drafts: Sequence_[list[int]] | None,
     ) -> tuple[int, list[int]]:
         """Write a step's arrays. Returns where in `host` its tokens end, and row_start."""
         slots: list[int] = []
@@ -278,7 +295,7 @@ class DeviceBatch:
         bias_starts = [0]
         special_rows: list[tuple[int, _Resident]] = []
         width = self.state.tables.shape[1]
-        for chunk in batch.chunks:
+        for index, chunk in enumerate(batch.chunks):
             sequence = chunk.sequence
             resident = self._residents.get(sequence.request_id)
             if resident is None or resident.is_gone or resident.sequence is not sequence:
@@ -298,8 +315,11 @@ class DeviceBatch:
             else:
                 starts.append(FROM_DEVICE)
                 tokens.append(FROM_DEVICE)
+            tail: list[int] = []
             if num_drafts:
-                tokens += [FROM_DEVICE] * num_drafts
+                if drafts is not None:
+                    tail = drafts[index]
+                tokens += tail or [FROM_DEVICE] * num_drafts
             first_row = row_start[-1]
             row_start.append(first_row + 1 + num_drafts)
             if resident.is_plain:  # as most are; this loop is the host's share of a step
@@ -310,7 +330,8 @@ class DeviceBatch:
             num_unknown = chunk.end - num_drafts - len(known)
             for row in range(1 + num_drafts):
                 if chunk.samples:
-                    said = sequence.shaping.of_row(known, (), num_unknown + row)
+                    guessed = tail[:row]
+                    said = sequence.shaping.of_row(known, guessed, num_unknown + row - len(guessed))
                     changes.bias_ids += said.token_ids
                     changes.biases += said.biases
                 bias_starts.append(len(changes.bias_ids))
@@ -330,7 +351,7 @@ class DeviceBatch:
             num_grammars = 0
             for row, resident in special_rows:
                 if resident.sequence.grammar is not None:
-                    masks[row] = len(self._grammar_masks) + num_grammars
+                    masks[row] = self._num_slots + num_grammars
                     num_grammars += 1
                 elif resident.needs & Needs.MASKS:
                     masks[row] = resident.slot

@@ -444,7 +444,7 @@ def _speculation(config: EngineConfig, runner: Runner) -> Speculation | None:
         runner.step_costs,
         settings.max_drafts,
         int(settings.default) if default is None else default,
-        with_host=runner.steps_ahead == 0,
+        with_host=runner.drafts_for_host,
     )
 
 

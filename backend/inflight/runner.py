@@ -48,6 +48,7 @@ class Runner(Protocol):
             With 0 the host knows all tokens of a batch that it launches.
         step_costs: what steps take, if it has a drafter; None if it has none, and then no chunk may
             have drafts.
+        drafts_for_host: whether chunks of sequences that need the host may have drafts.
     """
 
     num_blocks: int
@@ -55,6 +56,7 @@ class Runner(Protocol):
     vocab_size: int
     steps_ahead: int
     step_costs: StepCosts | None
+    drafts_for_host: bool
 
     def launch(self, batch: Batch) -> PendingStep:
         """Copy the batch's blocks, draft tokens, compute the batch's, choose the next ones.
@@ -159,6 +161,7 @@ class EchoRunner:
         self.vocab_size = model.vocab_size
         self.steps_ahead = 0
         self.step_costs: StepCosts | None = None
+        self.drafts_for_host = False
 
     def launch(self, batch: Batch) -> Done:
         token_ids = [[_echo(chunk.sequence)] if chunk.samples else [] for chunk in batch.chunks]

@@ -6,9 +6,11 @@ that the kernels do the same is tests/kernels/gpu/test_batch_state.py.
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -60,6 +62,7 @@ class CheckingRunner:
         self.vocab_size = VOCAB_SIZE
         self.steps_ahead = steps_ahead
         self.step_costs = StepCosts((1, 64), (1.0, 1.0))
+        self.drafts_for_host = True
         self.device = DeviceBatch(
             max_num_seqs,
             64,
@@ -300,3 +303,53 @@ def test_a_step_says_what_its_choices_need(
         assert np.flatnonzero(bits).tolist() == [3, 64, 99]
     if needs & Needs.LIKELIEST:
         assert int(device.step.num_likeliest[0]) == 0
+
+
+def test_drafts_that_the_host_knows_are_sent_with_what_may_follow_each() -> None:
+    engine = make_engine(0, drafts=3)
+    (request,) = requests(1, no_repeat_ngram_size=2)
+    request = msgspec.structs.replace(request, prompt_ids=[1, 2, 1, 3])
+    engine.submit(request)
+    engine.step()
+    batch = engine.scheduler.schedule()
+    (chunk,) = batch.chunks
+    assert chunk.num_drafts == 3
+    chosen = chunk.sequence.token_ids[-1]
+    device = engine.runner.device  # type: ignore[attr-defined]
+    sent = device.send(batch, 4, engine.runner.cache, drafts=[[1, 3, 2]])  # type: ignore[attr-defined]
+    assert device.step.tokens[:4].tolist() == [chosen, 1, 3, 2]
+    starts = device.step.bias_starts[:5].tolist()
+    banned = [set(sent.bias_ids[a:b].tolist()) for a, b in itertools.pairwise(starts)]
+    # After "... chosen": nothing that ever followed it; after a draft of 1: 2 and 3; and so on.
+    assert banned[1] == {2, 3}
+    assert banned[2] == ({chosen} if chosen not in (1, 2) else set())
+    assert banned[3] == {1}
+
+
+def test_masks_stand_where_their_rows_look_for_them() -> None:
+    engine = make_engine(0, drafts=2)
+    for request in requests(3):
+        engine.submit(request)
+    engine.step()
+    batch = engine.scheduler.schedule()
+    grammatical = batch.chunks[1].sequence
+    grammatical.grammar = object()
+    device = engine.runner.device  # type: ignore[attr-defined]
+    device._residents.clear()
+    device._free = list(range(6))
+    num_drafts = batch.chunks[1].num_drafts
+    assert num_drafts > 0
+    drafts = [[], [5] * num_drafts, []]
+    sent = device.send(batch, 12, engine.runner.cache, drafts=drafts)  # type: ignore[attr-defined]
+    assert sent.needs == Needs.MASKS
+
+    class Masks:
+        def of_row(self, index: int, count: int) -> np.ndarray | None:
+            words = sampling.prompt_words(VOCAB_SIZE)
+            return np.full(words, 10 * index + count, np.int32) if index == 1 else None
+
+    device.send_masks(batch, Masks())
+    places = device.step.mask_rows[: sent.num_rows].tolist()
+    own = places[sent.row_start[1] : sent.row_start[2]]
+    assert [int(device.masks[place, 0]) for place in own] == [10, 11, 12][: 1 + num_drafts]
+    assert places.count(-1) == len(places) - len(own)

@@ -23,6 +23,7 @@ class CountingRunner:
         self.vocab_size = vocab_size
         self.steps_ahead = 0
         self.step_costs: StepCosts | None = None
+        self.drafts_for_host = True
         self.batches: list[Batch] = []
         self.raises: Exception | None = None
         self.poisoned: set[int] = set()
@@ -85,6 +86,7 @@ class PagedRunner:
         self.vocab_size = vocab_size
         self.steps_ahead = steps_ahead
         self.step_costs: StepCosts | None = None
+        self.drafts_for_host = True
         self.draft: Callable[[list[int], int], list[int]] = lambda ids, count: []
         self.log: list[str] = []
         self.failing_launches: set[int] = set()

@@ -8,6 +8,7 @@ same is for the tests of the kernels, on a GPU.
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -334,9 +335,26 @@ def sample(
     token_ids: Tensor,
     logprobs: Tensor,
     statuses: Tensor,
+    bias_starts: Tensor | None = None,
+    bias_ids: Tensor | None = None,
+    biases: Tensor | None = None,
+    masks: Tensor | None = None,
+    mask_rows: Tensor | None = None,
     **others: Any,
 ) -> None:
-    """Greedy rows, and drawn ones with the filters of `reference_sampling.draw`; nothing else."""
+    """Greedy rows, and drawn ones with the filters of `reference_sampling.draw`; biases and masks.
+    Nothing else."""
+    logits = logits.clone()
+    if bias_starts is not None and bias_ids is not None and biases is not None:
+        for row, (begin, end) in enumerate(itertools.pairwise(bias_starts.tolist())):
+            for token_id, bias in zip(bias_ids[begin:end], biases[begin:end], strict=True):
+                logits[row, token_id] += bias
+    if masks is not None and mask_rows is not None:
+        for row, place in enumerate(mask_rows.tolist()):
+            if place >= 0:
+                bits = np.unpackbits(masks[place].numpy().view(np.uint8), bitorder="little")
+                allowed = torch.from_numpy(bits[: logits.shape[1]] != 0)
+                logits[row, ~allowed] = float("-inf")
     found = wishes.contiguous().numpy().view(sampling.WISH)[:, 0]
     statuses.fill_(sampling.FINE)
     token_ids.copy_(reference_sampling.greedy(logits))

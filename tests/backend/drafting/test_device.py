@@ -8,6 +8,7 @@ import random
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
@@ -291,3 +292,25 @@ def test_model_and_drafter_share_the_memory(
     assert 0 <= total // 2 - used < (5 + own_layers) * block
     assert runner.step_costs is not None
     assert runner.step_costs.draft_seconds > 0.0
+
+
+# ---------------------------------------------------------------- who needs the host
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_who_needs_the_host_has_drafts_that_it_knows(folder: Path, way: dict[str, Any]) -> None:
+    """What may follow depends on the tokens before: on drafted ones, too."""
+    wanted = [
+        msgspec.structs.replace(
+            one, params=msgspec.structs.replace(one.params, no_repeat_ngram_size=4)
+        )
+        if i % 3
+        else one
+        for i, one in enumerate(requests())
+    ]
+    expected = generate(make_engine(folder, **way), wanted)
+    plain = generate(make_engine(folder, **way), requests())
+    assert expected != plain, "something would have been repeated"
+    engine = make_engine(folder, {"drafter": "ngram", "min_match": 1}, **way)
+    assert generate(engine, wanted) == expected
+    assert 0 < engine.stats().num_accepted_tokens < engine.stats().num_drafted_tokens

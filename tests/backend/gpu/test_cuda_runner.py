@@ -241,6 +241,22 @@ def test_drafts_leave_no_trace(checkpoint: Checkpoint, settings: dict[str, objec
             assert stats.num_preemptions > 0
 
 
+def test_who_needs_the_host_has_drafts_that_it_knows(checkpoint: Checkpoint) -> None:
+    """What may follow depends on the tokens before, also on drafted ones."""
+    few = {"allowed_token_ids": (5, 6, 7, 8, 9), "no_repeat_ngram_size": 4}
+    inputs = prompts(6, seed=12)
+    wanted = [
+        *requests(inputs, max_tokens=120, **few),
+        *requests(inputs, max_tokens=120, first_id=20, seed=3, **(DRAWN | few)),
+        *requests(inputs, max_tokens=60, first_id=40),
+    ]
+    expected = generate(make_engine(checkpoint, batch_invariant=True), wanted)
+    drafts = {"default": 3, "min_match": 1}
+    engine = make_engine(checkpoint, batch_invariant=True, speculation=drafts)
+    assert generate(engine, wanted) == expected
+    assert engine.stats().num_accepted_tokens > 50
+
+
 def test_what_repeats_is_drafted_from_the_text_itself(checkpoint: Checkpoint) -> None:
     """Of the only tokens that it may choose a model soon has said all there is."""
     params = SamplingParams(
