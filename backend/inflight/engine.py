@@ -195,11 +195,6 @@ class Engine:
             self.grammars = Grammars(self.tokenizer, self.runner.vocab_size, self.eos_token_ids)
         return self.grammars.submit(sequence, wish)
 
-    def close(self) -> None:
-        """End what runs beside the engine."""
-        if self.grammars is not None:
-            self.grammars.close()
-
     def cancel(self, request_id: int) -> list[TokenEvent]:
         """End a request and free its blocks; no events when it has ended already."""
         sequence = self._sequences.get(request_id)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 
 from inflight.errors import EngineError, InflightError
 from inflight.sequence import Sequence
@@ -12,14 +15,27 @@ from inflight.structured.grammar import Grammar
 from inflight.structured.guide import StructuredOutput
 from inflight.structured.masks import MaskFiller
 from inflight.structured.matcher import Matcher
+from inflight.structured.vocabulary import Vocabulary
 from inflight.structured.walk import Walk
 from inflight.text.tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class _Tools:
+    """What is made once, for a model."""
+
+    vocabulary: Vocabulary
+    compiler: Compiler
+    filler: MaskFiller
 
 
 class Grammars:
     """Compiles what requests ask for; the engine's thread calls it and never waits for it.
 
-    The vocabulary is made with the first such request: an engine without any has no cost.
+    The vocabulary is made with the first such request, on another thread: an engine without any has
+    no cost, and one with some does not stop for it.
 
     Args:
         tokenizer: the model's.
@@ -28,15 +44,16 @@ class Grammars:
     """
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, end_ids: Iterable[int]) -> None:
-        self._vocabulary = bridge.vocabulary(tokenizer, vocab_size, end_ids)
-        self._compiler = Compiler(self._vocabulary, bridge.encoder(tokenizer, self._vocabulary))
-        self._filler = MaskFiller(self._vocabulary)
+        maker = ThreadPoolExecutor(1, "vocabulary")
+        self._coming = maker.submit(_make, tokenizer, vocab_size, frozenset(end_ids))
+        maker.shutdown(wait=False)
+        self._early: list[tuple[Sequence, StructuredOutput]] = []  # came before the tools
         self._waiting: dict[int, tuple[Ticket, Sequence]] = {}
 
     @property
     def num_waiting(self) -> int:
         """Requests whose grammar is not there yet."""
-        return len(self._waiting)
+        return len(self._early) + len(self._waiting)
 
     def submit(self, sequence: Sequence, wish: StructuredOutput) -> bool:
         """Ask for a sequence's grammar. True if it is there, as it is if it was used lately.
@@ -44,7 +61,10 @@ class Grammars:
         Raises:
             InflightError: it was refused.
         """
-        ticket = self._compiler.submit(wish)
+        if not self._coming.done():
+            self._early.append((sequence, wish))
+            return False
+        ticket = self._tools.compiler.submit(wish)
         if ticket.error is not None:
             raise ticket.error
         if ticket.grammar is not None:
@@ -55,8 +75,17 @@ class Grammars:
 
     def poll(self) -> list[tuple[Sequence, InflightError | None]]:
         """The sequences whose grammar has been compiled since, or refused, and then why."""
+        if not self._coming.done():
+            return []
         done: list[tuple[Sequence, InflightError | None]] = []
-        for ticket in self._compiler.poll():
+        early, self._early = self._early, []
+        for sequence, wish in early:
+            try:
+                if self.submit(sequence, wish):
+                    done.append((sequence, None))
+            except InflightError as refusal:
+                done.append((sequence, refusal))
+        for ticket in self._tools.compiler.poll() if self._waiting else ():
             for request_id, (waiting, sequence) in list(self._waiting.items()):
                 if waiting is not ticket:
                     continue
@@ -72,14 +101,35 @@ class Grammars:
 
     def forget(self, sequence: Sequence) -> None:
         """A request has ended; idempotent."""
+        self._early = [early for early in self._early if early[0] is not sequence]
         found = self._waiting.pop(sequence.request_id, None)
         if found is not None:
-            self._compiler.cancel(found[0])
+            self._tools.compiler.cancel(found[0])
 
-    def close(self) -> None:
-        """End the compiler's thread and process."""
-        self._compiler.close()
+    @property
+    def _tools(self) -> _Tools:
+        """Waits for them.
+
+        Raises:
+            EngineError: they could not be made.
+        """
+        try:
+            return self._coming.result()
+        except InflightError:
+            raise
+        except Exception as error:  # of a library; the log has it, the requests get its kind
+            logger.exception("grammars cannot be compiled for this model")
+            raise EngineError(
+                f"grammars cannot be compiled for this model: {type(error).__name__}"
+            ) from None
 
     def _start(self, sequence: Sequence, grammar: Grammar) -> None:
-        matcher = Matcher(grammar, self._vocabulary, sequence.eos_token_ids)
-        sequence.grammar = Walk(matcher, self._filler)
+        tools = self._tools
+        matcher = Matcher(grammar, tools.vocabulary, sequence.eos_token_ids)
+        sequence.grammar = Walk(matcher, tools.filler)
+
+
+def _make(tokenizer: Tokenizer, vocab_size: int, end_ids: frozenset[int]) -> _Tools:
+    vocabulary = bridge.vocabulary(tokenizer, vocab_size, end_ids)
+    compiler = Compiler(vocabulary, bridge.encoder(tokenizer, vocabulary))
+    return _Tools(vocabulary, compiler, MaskFiller(vocabulary))
