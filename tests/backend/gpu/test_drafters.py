@@ -17,12 +17,11 @@ from eagle3_by_the_book import Head
 from inflight import runner as runners
 from inflight.checkpoint import Checkpoint
 from inflight.config import EngineConfig, SpeculationConfig
-from inflight.device_batch import DeviceBatch
-from inflight.drafting.device import DeviceDrafter
 from inflight.engine import Engine, generate
 from inflight.model.config import read_config
 from inflight.request import Request
 from inflight.sampling import SamplingParams
+from watched import Watched, generate_twice
 
 pytestmark = pytest.mark.gpu
 
@@ -122,53 +121,6 @@ def expected(folder: Path) -> dict[int, list[int]]:
     return generate(make_engine(folder), requests())
 
 
-class Watched(DeviceDrafter):
-    """A drafter whose drafts are looked at, and some of them replaced.
-
-    Args:
-        engine: whose drafter it takes the place of.
-        told: what will be said; where given, some drafts are replaced by right ones.
-        spoils: whether some are replaced by wrong ones.
-
-    Attributes:
-        proposed: of greedy sequences, what stood there and what was guessed.
-    """
-
-    def __init__(
-        self, engine: Engine, told: dict[int, list[int]] | None = None, spoils: bool = True
-    ) -> None:
-        self._drafter: DeviceDrafter = engine.runner.drafter  # type: ignore[attr-defined]
-        self._told = told
-        self._spoils = spoils
-        self.caches = self._drafter.caches
-        self.follows = self._drafter.follows
-        self.forward = self._drafter.forward  # type: ignore[method-assign]
-        self.follow = self._drafter.follow  # type: ignore[method-assign]
-        self.proposed: list[tuple[int, int, list[int]]] = []
-        self.count = 0
-        engine.runner.drafter = self  # type: ignore[attr-defined]
-
-    def draft(self, batch: DeviceBatch, num_chunks: int, num_drafts: int) -> None:
-        self._drafter.draft(batch, num_chunks, num_drafts)
-        slots = set(batch.step.sample_slots[:num_chunks].tolist())
-        positions = batch.state.last_positions.tolist()
-        drafts = batch.state.drafts.tolist()
-        for resident in batch._residents.values():
-            if resident.slot not in slots or resident.is_gone:
-                continue
-            sequence, own = resident.sequence, drafts[resident.slot]
-            done = positions[resident.slot] - sequence.num_prompt_tokens + 1
-            if sequence.request.params.temperature == 0.0:
-                self.proposed.append((sequence.request_id, done, list(own)))
-            self.count += 1
-            if self._told is not None and self.count % 2:
-                rest = self._told[sequence.request_id][done : done + len(own)]
-                own[: len(rest)] = rest
-            if self._spoils and self.count % 3 == 0:
-                own[self.count % len(own)] = (own[self.count % len(own)] + 1) % 1024
-            batch.state.drafts[resident.slot] = torch.tensor(own, dtype=torch.int32)
-
-
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize(
     "drafter",
@@ -196,15 +148,6 @@ def test_drafts_leave_no_trace(
         assert stats.num_cached_tokens > 0
 
 
-def generate_twice(engine: Engine, expected: dict[int, list[int]]) -> None:
-    """The second time all of a prompt is in the cache, and its last block may be copied."""
-    assert generate(engine, requests()) == expected
-    if engine.config.prefix_cache:
-        again = [Request(100 + one.request_id, one.prompt_ids, one.params) for one in requests()]
-        outputs = generate(engine, again)
-        assert outputs == {100 + request_id: ids for request_id, ids in expected.items()}
-
-
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize(
     "drafter",
@@ -222,7 +165,7 @@ def test_a_drafter_that_is_the_model_is_right_each_time(
     """Also where its sequences have no blocks yet for what it drafts, and after wrong drafts."""
     engine = make_engine(folder, drafter, **way)
     watched = Watched(engine)
-    generate_twice(engine, expected)
+    generate_twice(engine, requests(), expected)
     ends = {one.request_id: len(expected[one.request_id]) for one in requests()}
     right = total = 0
     for request_id, done, drafts in watched.proposed:
