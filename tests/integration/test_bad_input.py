@@ -139,10 +139,10 @@ GRPC = {
         [PROMPT, grpc("min_tokens", values=9), grpc("max_tokens", values=5)],
         "min_tokens: 9 is more than max_tokens (5)",
     ),
-    "79-n-0": ("generate", [PROMPT, grpc("n")], "n: 0 outputs are not supported; allowed: 1"),
-    "79-n-negative": ("generate", [PROMPT, grpc("n", values=-1)], "n: -1 outputs"),
-    "79-n-many": ("generate", [PROMPT, grpc("n", values=10**9)], "n: 1000000000 outputs"),
-    "79-best-of": ("generate", [PROMPT, params(best_of=0)], "best_of is 0"),
+    "79-n-0": ("generate", [PROMPT, grpc("n")], "n: 0 is out of range; allowed: 1 to 64"),
+    "79-n-negative": ("generate", [PROMPT, grpc("n", values=-1)], "n: -1 is out of range"),
+    "79-n-many": ("generate", [PROMPT, grpc("n", values=10**9)], "n: 1000000000 is out of range"),
+    "79-best-of": ("generate", [PROMPT, params(best_of=0)], "best_of: 0 is out of range"),
     "80-negative": ("generate", [PROMPT, params(seed=-1)], "seed: -1 is out of range"),
     "80-2-64": ("generate", [PROMPT, params(seed=2**64)], "seed: 18446744073709551616 is out of"),
     "80-1.5": ("generate", [PROMPT, params(seed=1.5)], "seed is 1.5; allowed: an integer"),
@@ -190,7 +190,7 @@ GRPC = {
     "88-guide": (
         "generate",
         [PROMPT, words("guided_decoding_guide", "x")],
-        "guided_decoding_guide:",
+        "guided_decoding_guide_type: is missing",
     ),
     "96-salt": ("generate", [PROMPT, words("cache_salt", "x" * 10**6)], "cache_salt: allowed: up"),
     "96-salt-control": (

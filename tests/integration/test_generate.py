@@ -16,11 +16,13 @@ STREAM = tensor("stream", "BOOL", True)
 RETURN_LOG_PROBS = tensor("return_log_probs", "BOOL", True)
 ANSWER = {
     "text_output",
+    "index",
     "finish_reason",
     "num_input_tokens",
     "num_output_tokens",
     "cumulative_logprob",
     "logprobs",
+    "draft_stats",
 }
 
 

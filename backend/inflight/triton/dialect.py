@@ -178,13 +178,13 @@ _KEYS: dict[str, tuple[str, Callable[[str, Any], Any]]] = {
     "stop_token_ids": ("end_id", _one_id),
     "ignore_eos": ("ignore_eos", _flag),
     "n": ("n", _integer),
+    "best_of": ("best_of", _integer),
     "logprobs": ("num_logprobs", _logprobs),
     "top_logprobs": ("top_logprobs", _integer),
 }
 
 # Accepted at these values only: they ask for what happens anyway.
 _IGNORED: dict[str, tuple[Any, ...]] = {
-    "best_of": (1, None),
     "prompt_logprobs": (None, 0),
     "detokenize": (True, None),
     "skip_special_tokens": (True, None),

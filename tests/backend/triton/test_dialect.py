@@ -99,7 +99,7 @@ def test_null_means_the_default():
 def test_what_asks_for_nothing_is_accepted():
     """Triton's OpenAI frontend sends every field that has a default."""
     text = '{"logprobs": false, "top_logprobs": 0, "best_of": 1, "logit_bias": null, "n": 1}'
-    assert dialect.parse(text) == {"n": 1}
+    assert dialect.parse(text) == {"n": 1, "best_of": 1}
     assert (
         dialect.parse('{"logprobs": null, "prompt_logprobs": 0, "allowed_token_ids": null}') == {}
     )
@@ -133,7 +133,7 @@ def test_stop_may_be_a_list():
         ('{"top_logprobs": 5}', "top_logprobs needs logprobs: true"),
         ('{"logprobs": false, "top_logprobs": 5}', "top_logprobs needs logprobs: true"),
         ('{"prompt_logprobs": 5}', "prompt_logprobs is 5, which the engine does not know: prompt"),
-        ('{"best_of": 2}', "best_of is 2, which is not supported"),
+        ('{"best_of": 1.5}', "best_of is 1.5; allowed: an integer"),
         ('{"include_stop_str_in_output": true}', "allowed: false, null"),
         ('{"logit_bias": [1, 2]}', "logit_bias is [1, 2]; allowed: an object of token ids"),
         ('{"logit_bias": {"abc": 2}}', 'logit_bias is "abc"; allowed: an integer'),
