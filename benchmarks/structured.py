@@ -92,7 +92,7 @@ class Batch:
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, threads: int) -> None:
         self.vocabulary = bridge.vocabulary(tokenizer, vocab_size, tokenizer.eos_ids)
-        self._library = self.vocabulary.library_tokenizer(
+        self._library = self.vocabulary.llguidance_tokenizer(
             bridge.encoder(tokenizer, self.vocabulary)
         )
         self._filler = MaskFiller(self.vocabulary, threads)

@@ -18,14 +18,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from inflight_kernels.reference_sampling import apply_penalties as apply_penalties
-from inflight_kernels.reference_sampling import ban_tokens as ban_tokens
-from inflight_kernels.reference_sampling import draw as draw
-from inflight_kernels.reference_sampling import finite_rows as finite_rows
-from inflight_kernels.reference_sampling import greedy as greedy
-from inflight_kernels.reference_sampling import log_probs as log_probs
-from inflight_kernels.reference_sampling import uniform as uniform
-
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
 

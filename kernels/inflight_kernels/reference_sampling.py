@@ -67,11 +67,6 @@ def apply_penalties(
         row[torch.from_numpy(output_ids)] -= penalty.to(row.dtype)
 
 
-def ban_tokens(row: Tensor, token_ids: list[int]) -> None:
-    """Take tokens out of the choice: their logits in row [V] become -inf, in place."""
-    row[torch.tensor(token_ids)] = float("-inf")
-
-
 def add_biases(row: Tensor, token_ids: Sequence[int], biases: Sequence[float]) -> None:
     """Add to the logits of distinct tokens in row [V], in place; -inf bans."""
     row[torch.tensor(token_ids)] += torch.tensor(biases, dtype=row.dtype)

@@ -718,6 +718,14 @@ class EngineMachine(RuleBasedStateMachine):
         first = min(chunk.start, len(chunk.sequence.token_ids) - 1)
         return chunk.sequence.blocks[first // size : (chunk.end - 1) // size + 1]
 
+    def _in_flight_of(self, one: Sequence) -> list[Chunk]:
+        return [
+            chunk
+            for batch, _, _ in self.in_flight
+            for chunk in batch.chunks
+            if chunk.sequence is one and not chunk.is_stale
+        ]
+
     def _check(self, batch: Batch, before: list[Sequence], first_waits: bool) -> None:
         running = list(self.plan.running)
         if running or self.plan.waiting:
@@ -740,9 +748,12 @@ class EngineMachine(RuleBasedStateMachine):
             assert chunk.num_drafts <= one.num_drafts
             length = chunk.length - chunk.num_drafts
             assert 1 <= length <= (self.config["max_prefill_chunk"] or length)
-            assert one.num_in_flight <= (
-                1 + chunk.num_drafts if one.needs_host else 6 * (self.fake.steps_ahead + 1)
-            )
+            # Exactly what its steps that are not committed may choose at most, this one included.
+            steps = [chunk, *self._in_flight_of(one)]
+            assert one.num_in_flight == sum(1 + each.num_drafts for each in steps if each.samples)
+            assert len(steps) <= self.fake.steps_ahead + 1
+            if one.needs_host and chunk.samples and chunk.start >= one.num_prompt_tokens:
+                assert not any(each.samples for each in steps[1:])
             assert one.num_tokens <= one.max_length
             for block in self._blocks_of(chunk):
                 assert not self.pool.is_shared(block), "a write that others see"

@@ -37,4 +37,4 @@ def compile_here(vocabulary: Vocabulary, kind: Kind, guide: str = "") -> Grammar
     """A grammar compiled in this process, for guides that are known to be harmless."""
     source = grammars.source(StructuredOutput(kind, guide))
     is_json = kind in ("json", "json_schema")
-    return Grammar(vocabulary.library_tokenizer(), source, is_json=is_json)
+    return Grammar(vocabulary.llguidance_tokenizer(), source, is_json=is_json)

@@ -7,6 +7,7 @@ that keeps the choice and prepares the next pass. A CUDA graph holds a whole dra
 from __future__ import annotations
 
 import importlib
+from abc import ABC, abstractmethod
 from typing import Any
 
 import torch
@@ -28,7 +29,7 @@ from inflight_kernels.drafting import DraftPass
 _PASSES = (1, 2, 3, 5, 8)
 
 
-class PassDrafter(DeviceDrafter):
+class PassDrafter(DeviceDrafter, ABC):
     """A drafting as a chain of passes.
 
     Args:
@@ -54,9 +55,9 @@ class PassDrafter(DeviceDrafter):
             sample_rows=taken.rows,
         )
 
+    @abstractmethod
     def compute(self, num_rows: int, is_first: bool) -> Tensor:
         """Launch a pass up to its logits [num_rows, vocab_size], which it returns."""
-        raise NotImplementedError
 
     def draft(self, batch: DeviceBatch, num_chunks: int, num_drafts: int) -> None:
         num_drafts = min(num_drafts, self._target.max_drafts)

@@ -93,7 +93,7 @@ class Compiler:
 
     Args:
         vocabulary: of the model.
-        encode: see `Vocabulary.library_tokenizer`; called from several threads.
+        encode: see `Vocabulary.llguidance_tokenizer`; called from several threads.
         cache_bytes: bound of what is kept for later requests.
         time_limit_s: for a guide, in the sandbox.
         memory_limit: bytes, likewise.
@@ -219,7 +219,7 @@ class Compiler:
     def _run(self) -> None:
         tokenizer: llguidance.LLTokenizer | None = None
         try:
-            tokenizer = self._vocabulary.library_tokenizer(self._encode)
+            tokenizer = self._vocabulary.llguidance_tokenizer(self._encode)
             self._sandbox.start()
         except Exception:  # the first guide meets it again, and its request is told
             logger.exception("grammars cannot be compiled")
@@ -229,7 +229,7 @@ class Compiler:
             outcome: _Outcome
             try:
                 if tokenizer is None:
-                    tokenizer = self._vocabulary.library_tokenizer(self._encode)
+                    tokenizer = self._vocabulary.llguidance_tokenizer(self._encode)
                 outcome = self._compile(tokenizer, job.wish)
             except InflightError as error:
                 outcome = error

@@ -256,7 +256,7 @@ def main() -> None:
     if frame is None:
         return
     setup = msgspec.msgpack.decode(frame, type=Setup)
-    tokenizer = setup.vocabulary.library_tokenizer()
+    tokenizer = setup.vocabulary.llguidance_tokenizer()
     examine(tokenizer, StructuredOutput("json"))  # touches what a first use would
     gc.collect()
     gc.freeze()

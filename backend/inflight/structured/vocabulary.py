@@ -51,7 +51,7 @@ class Vocabulary(msgspec.Struct, frozen=True):
         """The token that the library may take for the end: one of end_ids, if there are any."""
         return (*self.end_ids, *self.special_ids, self.size - 1)[0]
 
-    def library_tokenizer(self, encode: Encode | None = None) -> llguidance.LLTokenizer:
+    def llguidance_tokenizer(self, encode: Encode | None = None) -> llguidance.LLTokenizer:
         """llguidance's view.
 
         Args:
@@ -59,12 +59,12 @@ class Vocabulary(msgspec.Struct, frozen=True):
                 grammar leaves no choice, these are forced. None takes the longest tokens.
         """
         source = _Source(self, encode)
-        source.library = llguidance.LLTokenizer(
+        source.tokenizer = llguidance.LLTokenizer(
             source,  # type: ignore[arg-type]  # it takes whatever has these attributes
             n_vocab=self.size,
             eos_token=self.end_ids or [self.stop_id],
         )
-        return source.library
+        return source.tokenizer
 
 
 class _Source:
@@ -77,15 +77,14 @@ class _Source:
         self.tokens = vocabulary.tokens
         self.special_token_ids = vocabulary.special_ids or [vocabulary.stop_id]
         self.eos_token_id = vocabulary.stop_id
-        self.library: llguidance.LLTokenizer | None = None
+        self.tokenizer: llguidance.LLTokenizer | None = None
         self._encode = encode
 
     def __call__(self, text: str) -> list[int]:
-        # An exception in here would be a panic in there.
         try:
             ids = self._encode(text) if self._encode is not None else []
-        except Exception:
+        except Exception:  # of whatever kind, it would be a panic in the library that calls
             ids = []
-        if ids or self.library is None:
+        if ids or self.tokenizer is None:
             return ids
-        return self.library.greedy_tokenize(text)
+        return self.tokenizer.greedy_tokenize(text)

@@ -12,7 +12,7 @@ if importlib.util.find_spec("cuda") is None or importlib.util.find_spec("cuda.co
     collect_ignore_glob = ["test_*.py"]
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture(autouse=True, scope="session")
 def _device() -> None:
     if not torch.cuda.is_available():
         # Asked for with `-m gpu` on a machine without one; `make test` leaves these tests out.

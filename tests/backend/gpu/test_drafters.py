@@ -116,8 +116,6 @@ def requests() -> list[Request]:
 @pytest.fixture(scope="module")
 def expected(folder: Path) -> dict[int, list[int]]:
     """What is said without drafts."""
-    if not torch.cuda.is_available():
-        pytest.skip("needs a CUDA device")
     return generate(make_engine(folder), requests())
 
 

@@ -89,7 +89,7 @@ def test_special_tokens_and_padding_are_never_text(tokenizer: Tokenizer) -> None
 
 def test_padding_is_not_allowed_by_number_either(smollm: Tokenizer) -> None:
     vocabulary = vocabulary_of(smollm)
-    library = vocabulary.library_tokenizer()
+    library = vocabulary.llguidance_tokenizer()
     filler = MaskFiller(vocabulary)
     out = np.zeros((2, vocabulary.num_words), np.int32)
     matchers = [
@@ -156,7 +156,7 @@ class TestEncoder:
 
     def test_what_is_forced_is_what_the_model_knows(self, smollm: Tokenizer) -> None:
         vocabulary = vocabulary_of(smollm)
-        library = vocabulary.library_tokenizer(bridge.encoder(smollm, vocabulary))
+        library = vocabulary.llguidance_tokenizer(bridge.encoder(smollm, vocabulary))
         text = '{"temperature":21.5}'
         assert library.tokenize_str(text) == smollm.encode(text, add_special_tokens=False)
         assert np.array_equal(library.eos_tokens, vocabulary.end_ids)

@@ -293,4 +293,4 @@ def test_an_interrupt_is_no_panic() -> None:
 
 def test_a_source_that_the_library_refuses_is_an_engine_error(vocabulary: Vocabulary) -> None:
     with pytest.raises(EngineError, match="a grammar broke: "):
-        Grammar(vocabulary.library_tokenizer(), "start: @nowhere")
+        Grammar(vocabulary.llguidance_tokenizer(), "start: @nowhere")
