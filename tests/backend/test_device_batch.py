@@ -385,3 +385,37 @@ def test_masks_stand_where_their_rows_look_for_them() -> None:
     own = places[sent.row_start[1] : sent.row_start[2]]
     assert [int(device.masks[place, 0]) for place in own] == [10, 11, 12][: 1 + num_drafts]
     assert places.count(-1) == len(places) - len(own)
+
+
+def test_what_a_request_wishes_is_for_the_row_behind_its_prompt() -> None:
+    """Rows in which the prompt's own token is looked at have no mask and no bias."""
+    engine = make_engine(0, max_prefill_chunk=4)
+    (request,) = requests(1, num_prompt_logprobs=3, num_logprobs=1, logit_bias=((9, 1.5),))
+    engine.submit(msgspec.structs.replace(request, prompt_ids=[1, 2, 3, 4, 5, 6, 7]))
+    device, cache = engine.runner.device, engine.runner.cache  # type: ignore[attr-defined]
+    inner = engine.scheduler.schedule()
+    inner.chunks[0].sequence.grammar = object()
+    last = engine.scheduler.schedule()
+
+    class Masks:
+        def of_row(self, index: int, count: int) -> np.ndarray:
+            assert (index, count) == (0, 0)
+            return np.full(sampling.prompt_words(VOCAB_SIZE), 11, np.int32)
+
+    sent = device.send(inner, 0, cache)
+    assert (sent.row_start, sent.bias_ids) == ([0, 4], None)
+    device.send_masks(inner, Masks())
+    assert device.step.given[:4].tolist() == [2, 3, 4, 5]
+    assert device.step.mask_rows[:4].tolist() == [-1] * 4
+    assert device.step.num_likeliest[:4].tolist() == [3] * 4
+    assert not device.masks.any()
+
+    sent = device.send(last, 0, cache)
+    assert sent.row_start == [0, 3]
+    device.send_masks(last, Masks())
+    assert device.step.given[:3].tolist() == [6, 7, -1]
+    assert device.step.num_likeliest[:3].tolist() == [3, 3, 1]
+    assert device.step.bias_starts[:4].tolist() == [0, 0, 0, 1]
+    *others, place = device.step.mask_rows[:3].tolist()
+    assert others == [-1, -1]
+    assert int(device.masks[place, 0]) == 11

@@ -679,7 +679,7 @@ class EngineMachine(RuleBasedStateMachine):
         stops=st.booleans(),
         needs_host=st.sampled_from([False, False, True]),
         num_drafts=st.sampled_from([0, 0, 1, 2, 5]),
-        scores=st.sampled_from([False, False, True]),
+        scores=st.booleans(),
     )
     def add(
         self,
@@ -712,7 +712,12 @@ class EngineMachine(RuleBasedStateMachine):
         """A prompt that repeats tokens which another request has by now."""
         other = data.draw(st.sampled_from(list(self.alive.values())))
         length = data.draw(st.integers(1, len(other.token_ids)))
-        self.add(other.token_ids[:length], data.draw(st.integers(1, 6)), other.request.cache_salt)
+        self.add(
+            other.token_ids[:length],
+            data.draw(st.integers(1, 6)),
+            other.request.cache_salt,
+            scores=data.draw(st.booleans()),
+        )
 
     @rule()
     def step(self) -> None:
