@@ -70,7 +70,9 @@ def make_engine(
     if device == "cuda":
         host_kernels.install(monkeypatch)
 
-    def make(max_rows: int | None = None, **settings: Any) -> Engine:
+    def make(
+        checkpoint: Checkpoint = checkpoint, max_rows: int | None = None, **settings: Any
+    ) -> Engine:
         defaults: dict[str, Any] = {
             "num_blocks": 60,
             "max_num_seqs": 6,
@@ -274,3 +276,24 @@ def test_where_decoding_takes_all_rows_a_prompt_goes_on_token_by_token(
     assert max(rows) == 6
     assert len(told(events[9])) == 60
     assert [sum(len(event.token_ids) for event in events[i]) for i in range(5)] == [30] * 5
+
+
+def test_a_prompt_that_is_not_finite_inside_fails_alone(
+    make_engine: MakeEngine, tmp_path: Path
+) -> None:
+    """At once, not when its last token is chosen after."""
+    weights = tiny.random_weights(tiny.SETTINGS | SHAPE)
+    weights["model.embed_tokens.weight"][7] = float("nan")
+    engine = make_engine(tiny.write_llama(tmp_path, weights, **SHAPE), max_prefill_chunk=8)
+    params = SamplingParams(max_tokens=1, num_prompt_logprobs=1)
+    engine.submit(Request(1, [*range(20, 30), 7, *range(30, 60)], params))
+    engine.submit(Request(2, list(range(30, 60)), params))
+    events: list[TokenEvent] = []
+    while engine.has_work:
+        events += engine.step()
+    (failed,) = (event for event in events if event.error is not None)
+    assert failed.request_id == 1
+    assert "not finite" in str(failed.error)
+    assert len(told([event for event in events if event.request_id == 1])) <= 11
+    assert len(told([event for event in events if event.request_id == 2])) == 30
+    assert events.index(failed) < len(events) - 1

@@ -349,7 +349,7 @@ def sample(
 ) -> None:
     """Greedy rows, and drawn ones with the filters of `reference_sampling.draw`; biases and masks.
     Nothing else."""
-    logits = logits.clone()
+    raw, logits = logits, logits.clone()
     if bias_starts is not None and bias_ids is not None and biases is not None:
         for row, (begin, end) in enumerate(itertools.pairwise(bias_starts.tolist())):
             for token_id, bias in zip(bias_ids[begin:end], biases[begin:end], strict=True):
@@ -376,6 +376,8 @@ def sample(
         )
         token_ids[row] = drawn[0]
     logprobs.copy_(reference_sampling.log_probs(logits).gather(1, token_ids[:, None])[:, 0])
+    broken = ~reference_sampling.finite_rows(raw)
+    statuses[broken], token_ids[broken], logprobs[broken] = sampling.NOT_FINITE, 0, 0.0
 
 
 def top_logprobs(
