@@ -49,7 +49,8 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
     after it.) A log-probability that is reported is the model's own, before all of them.
 
     Attributes:
-        max_tokens: output tokens at most; None means the engine's default.
+        max_tokens: output tokens at most; 0 computes the prompt and chooses nothing; None means the
+            engine's default.
         min_tokens: no end-of-sequence token before this many output tokens.
         temperature: 0 is greedy. None is greedy too, unless a filter (step 5) or a seed asks for a
             draw, and 1.0 then.
@@ -85,6 +86,8 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
         end_id: a further end-of-sequence token; None for the model's own only.
         num_logprobs: report the log-probability of each output token, and of so many likeliest
             ones; None reports nothing.
+        num_prompt_logprobs: the same of each prompt token after the first. The prompt is then
+            computed, whatever of it stands in the prefix cache.
 
     Raises:
         RequestError: a value out of its bounds, or one that another one contradicts; names it.
@@ -117,10 +120,11 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
     ignore_eos: bool = False
     end_id: int | None = None
     num_logprobs: int | None = None
+    num_prompt_logprobs: int | None = None
 
     def __post_init__(self) -> None:
         if self.max_tokens is not None:
-            _check_range("max_tokens", self.max_tokens, 1, MAX_TOKENS_LIMIT)
+            _check_range("max_tokens", self.max_tokens, 0, MAX_TOKENS_LIMIT)
         _check_range("min_tokens", self.min_tokens, 0, MAX_TOKENS_LIMIT)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise RequestError(
@@ -138,8 +142,9 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
             _check_range("seed", self.seed, 0, 2**64 - 1)
         _check_words("stop_words", self.stop_words, MAX_STOP_WORDS)
         _check_words("bad_words", self.bad_words, MAX_BAD_WORDS)
-        if self.num_logprobs is not None:
-            _check_range("num_logprobs", self.num_logprobs, 0, MAX_LOGPROBS)
+        for name in ("num_logprobs", "num_prompt_logprobs"):
+            if (number := getattr(self, name)) is not None:
+                _check_range(name, number, 0, MAX_LOGPROBS)
 
     def check_vocabulary(self, vocab_size: int) -> None:
         """Hold the token ids against a model's vocabulary.

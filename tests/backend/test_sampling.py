@@ -27,7 +27,7 @@ TINY = math.ulp(0.0)
 @pytest.mark.parametrize(
     ("name", "values"),
     [
-        ("max_tokens", [1, MAX_TOKENS_LIMIT, None]),
+        ("max_tokens", [0, 1, MAX_TOKENS_LIMIT, None]),
         ("min_tokens", [0, MAX_TOKENS_LIMIT]),
         ("temperature", [0.0, MAX_TEMPERATURE, None, 1]),
         ("top_k", [-1, 0, 1, 2**31 - 1]),
@@ -50,6 +50,7 @@ TINY = math.ulp(0.0)
         ("logit_bias", [tuple((i, 1.0) for i in range(MAX_LOGIT_BIASES))]),
         ("allowed_token_ids", [(), (0, MAX_TOKENS_LIMIT), (7,) * MAX_ALLOWED_TOKENS]),
         ("num_logprobs", [None, 0, 20]),
+        ("num_prompt_logprobs", [None, 0, 20]),
         ("seed", [0, 2**64 - 1, None]),
         ("end_id", [0, None]),
         ("stop_words", [(), ("x" * MAX_STOP_WORD_BYTES,), ("x",) * MAX_STOP_WORDS, ("é" * 128,)]),
@@ -64,7 +65,7 @@ def test_the_whole_range_is_allowed(name: str, values: list[Any]) -> None:
 @pytest.mark.parametrize(
     ("name", "values"),
     [
-        ("max_tokens", [0, -1, MAX_TOKENS_LIMIT + 1]),
+        ("max_tokens", [-1, MAX_TOKENS_LIMIT + 1]),
         ("min_tokens", [-1, MAX_TOKENS_LIMIT + 1]),
         ("temperature", [-TINY, -1.0, math.nextafter(MAX_TEMPERATURE, 200)]),
         ("top_k", [-2, 2**31]),
@@ -85,6 +86,7 @@ def test_the_whole_range_is_allowed(name: str, values: list[Any]) -> None:
         ("logit_bias", [tuple((i, 1.0) for i in range(MAX_LOGIT_BIASES + 1))]),
         ("allowed_token_ids", [(-1,), (2**31,), (7,) * (MAX_ALLOWED_TOKENS + 1)]),
         ("num_logprobs", [-1, 21]),
+        ("num_prompt_logprobs", [-1, 21]),
         ("repetition_penalty", [0.0, -1.0, 10.01]),
         ("presence_penalty", [-2.01, 2.01]),
         ("frequency_penalty", [-2.01, 2.01]),

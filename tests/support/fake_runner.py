@@ -7,6 +7,7 @@ import zlib
 from collections.abc import Callable, Iterable
 
 from inflight.batch import Batch, Chunk, Done, StepOutput
+from inflight.request import Candidate
 from inflight.sequence import Sequence
 from inflight.speculation import StepCosts
 
@@ -21,6 +22,7 @@ class CountingRunner:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.vocab_size = vocab_size
+        self.max_rows = 1 << 20
         self.steps_ahead = 0
         self.step_costs: StepCosts | None = None
         self.drafts_for_host = True
@@ -49,6 +51,12 @@ class CountingRunner:
 def next_token(token_ids: list[int], vocab_size: int) -> int:
     """A model: any token before decides about the next one."""
     return zlib.crc32(bytes(token_ids)) % vocab_size
+
+
+def score(token_ids: list[int], token_id: int) -> Candidate:
+    """What that model thinks of a token after others."""
+    digest = zlib.crc32(bytes([*token_ids, token_id]))
+    return Candidate(token_id, -(digest % 1000) / 100, 1 + digest % 7)
 
 
 def alone(prompt_ids: list[int], max_tokens: int, vocab_size: int = 3) -> list[int]:
@@ -84,6 +92,7 @@ class PagedRunner:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.vocab_size = vocab_size
+        self.max_rows = 1 << 20
         self.steps_ahead = steps_ahead
         self.step_costs: StepCosts | None = None
         self.drafts_for_host = True
@@ -145,6 +154,12 @@ class PagedRunner:
             output.logprobs.append([-0.5] * len(chosen))
             if chunk.num_drafts:
                 output.num_drafted[index] = own.end - own.known
+            if chunk.num_scores:
+                first = own.end - chunk.samples - chunk.num_scores
+                output.prompt_candidates[index] = [
+                    [score(own.ids[: first + i + 1], token)]
+                    for i, token in enumerate(chunk.scored_ids)
+                ]
             if chunk.sequence.request_id in self.poisoned:
                 output.errors[index] = "numerical: poisoned"
         return output
