@@ -9,6 +9,8 @@ import pytest
 import tiny
 from inflight.checkpoint import Checkpoint
 
+pytest.register_assert_rewrite("device_drafting")
+
 
 @pytest.fixture(scope="session")
 def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
