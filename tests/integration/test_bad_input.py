@@ -171,7 +171,7 @@ GRPC = {
     ),
     "82-echo": (
         "generate",
-        [PROMPT, grpc("echo", values=True), grpc("exclude_input_in_output", values=True)],
+        [PROMPT, tensor("echo", "BOOL", True), tensor("exclude_input_in_output", "BOOL", True)],
         "echo: true contradicts exclude_input_in_output",
     ),
     "82-top-alone": ("generate", [PROMPT, params(top_logprobs=1)], "top_logprobs needs logprobs"),
