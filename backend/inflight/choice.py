@@ -48,8 +48,8 @@ class Choices:
         token_ids: the tokens.
         logprobs: of these, under the model's own distribution, before penalties and temperature.
         statuses: FINE, NOT_FINITE or NOTHING_LEFT of `inflight_kernels.reference_sampling`.
-        candidates: what the request's num_logprobs asks for (see `request.Candidate`); [] where it
-            asks for nothing.
+        candidates: what the sequence's num_candidates asks for (see `request.Candidate`); [] where
+            it asks for nothing.
     """
 
     token_ids: list[int]
@@ -91,9 +91,12 @@ def choose(logits: Tensor, rows: list[Row]) -> Choices:
             values[index] = 0.0
     candidates: list[list[Candidate]] = [[] for _ in rows]
     for index in fine:
-        number = wishes[index].num_logprobs
-        if number is not None:
-            candidates[index] = _candidates(logprobs[index], token_ids[index], number)
+        sequence = rows[index].sequence
+        if sequence.num_candidates is not None:
+            ranked = logprobs[index]
+            if sequence.head is not None:  # those that may be chosen alone
+                ranked = ranked.masked_fill(logits[index] == float("-inf"), float("-inf"))
+            candidates[index] = _candidates(ranked, token_ids[index], sequence.num_candidates)
     return Choices(token_ids, values, statuses, candidates)
 
 

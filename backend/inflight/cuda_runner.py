@@ -33,6 +33,7 @@ from inflight.model.kv_cache import KVCache
 from inflight.request import Candidate
 from inflight.row_masks import RowMasks
 from inflight.sequence import Sequence
+from inflight.shaping import BANNED
 from inflight.speculation import StepCosts
 from inflight_kernels import attention, batch_state, gemm, launch, sampling
 from inflight_kernels.compile import CompileError
@@ -329,6 +330,8 @@ class CudaRunner:
             pdl=True,
         )
         if Needs.LIKELIEST in needs:
+            if sent.bans is not None:
+                logits.index_put_(sent.bans, torch.tensor(BANNED, device=self._device))
             self._likeliest.launch(logits, step, state, sent.ring_index)
         batch_state.end_step(step, state, sent.num_chunks, pdl=True)
         if penalties:
@@ -359,7 +362,7 @@ class CudaRunner:
                         self.drafter.follow(chunks * q_len, chunks, q_len)
         row_start = [0, 1]
         every = Needs(sum(need.value for need in Needs))
-        self._choose(Sent(1, 1, 1, row_start, 0, every, 0, None, None))
+        self._choose(Sent(1, 1, 1, row_start, 0, every, 0, None, None, None))
         if self.drafter is not None:
             for chunks in counts:
                 self.drafter.draft(self._batch, chunks, self._max_drafts)
@@ -543,7 +546,7 @@ class _Step:
             output.logprobs.append(chosen.logprobs if fine else [])
             if chunk.samples and not fine:
                 output.errors.setdefault(index, _FAULTS[chosen.status])
-            count = chunk.sequence.request.params.num_logprobs
+            count = chunk.sequence.num_candidates
             if fine and count is not None:
                 first = self._sent.row_start[index]
                 output.candidates[index] = [

@@ -38,7 +38,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda_runner, "slow_kernels", lambda *shape: [])
     monkeypatch.setattr(cuda_runner, "compile_ahead", lambda kernels: None)
     monkeypatch.setattr(cuda_runner, "launch", _Ops(is_hopper=bool, num_multiprocessors=int))
-    monkeypatch.setattr(cuda_runner, "Likeliest", _NoLikeliest)
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: self)
     state = _Ops(write_tables, write_wishes, begin_step, end_step)
     monkeypatch.setattr(cuda_runner, "batch_state", state)
     monkeypatch.setattr(device_batch, "batch_state", state)
@@ -46,6 +46,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> None:
     for op in (begin_drafting, advance_drafting, next_tokens, draft_ngram):
         monkeypatch.setattr(drafting, op.__name__, op)
     monkeypatch.setattr(sampling, "sample", sample)
+    monkeypatch.setattr(sampling, "top_logprobs", top_logprobs)
     monkeypatch.setattr(sampling, "note_output", lambda *operands, pdl: None)
     for model in (llama_cuda, eagle3_cuda):
         monkeypatch.setattr(model, "embedding", embedding)
@@ -66,11 +67,6 @@ class _Ops:
 class _Recorded:
     def __init__(self, pool: object, launch: Callable[..., None], *args: Any) -> None:
         self.replay = lambda: launch(*args)
-
-
-class _NoLikeliest:
-    def __init__(self, *operands: object) -> None:
-        self.launch = lambda *operands: None
 
 
 class _HostTorch:
@@ -344,6 +340,8 @@ def sample(
 ) -> None:
     """Greedy rows, and drawn ones with the filters of `reference_sampling.draw`; biases and masks.
     Nothing else."""
+    own = reference_sampling.log_probs(logits)
+    log_sums[id(workspace)] = torch.logsumexp(logits.float(), -1)
     logits = logits.clone()
     if bias_starts is not None and bias_ids is not None and biases is not None:
         for row, (begin, end) in enumerate(itertools.pairwise(bias_starts.tolist())):
@@ -370,7 +368,32 @@ def sample(
             np.array([number]),
         )
         token_ids[row] = drawn[0]
-    logprobs.copy_(reference_sampling.log_probs(logits).gather(1, token_ids[:, None])[:, 0])
+    logprobs.copy_(own.gather(1, token_ids[:, None])[:, 0])
+
+
+# What `sample` leaves in a workspace: of each row, the logarithm of the sum of exp(logits).
+log_sums: dict[int, Tensor] = {}
+
+
+def top_logprobs(
+    logits: Tensor,
+    wanted: Tensor,
+    workspace: sampling.Workspace,
+    *,
+    token_ids: Tensor,
+    statuses: Tensor,
+    ids: Tensor,
+    logprobs: Tensor,
+    ranks: Tensor,
+) -> None:
+    sums = log_sums[id(workspace)]
+    for row, number in enumerate(wanted.tolist()):
+        if number >= 0:
+            found = reference_sampling.top(logits[row], number)
+            ids[row], logprobs[row] = -1, float("-inf")
+            ids[row, : len(found)] = found.int()
+            logprobs[row, : len(found)] = logits[row, found] - sums[row]
+            ranks[row] = reference_sampling.rank(logits[row], int(token_ids[row]))
 
 
 # ---------------------------------------------------------------- the model
