@@ -90,9 +90,7 @@ def expected(model: Any, index: int) -> list[tuple[list[int], float]]:
     )
     with warnings.catch_warnings(), torch.inference_mode():
         warnings.simplefilter("ignore")
-        found = model.generate(
-            ids, attention_mask=torch.ones_like(ids), generation_config=config
-        )
+        found = model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=config)
     outputs = []
     for sequence, score in zip(found.sequences, found.sequences_scores.tolist(), strict=True):
         tokens = sequence[ids.shape[1] :].tolist()

@@ -7,6 +7,7 @@ import zlib
 from collections.abc import Callable, Iterable
 
 from inflight.batch import Batch, Chunk, Done, StepOutput
+from inflight.request import Candidate
 from inflight.sequence import Sequence
 from inflight.speculation import StepCosts
 
@@ -57,6 +58,17 @@ def alone(prompt_ids: list[int], max_tokens: int, vocab_size: int = 3) -> list[i
     for _ in range(max_tokens):
         token_ids.append(next_token(token_ids, vocab_size))
     return token_ids[len(prompt_ids) :]
+
+
+NUM_NAMED = 8
+"""Tokens that are candidates for what follows."""
+
+
+def candidates(token_ids: list[int], count: int) -> list[Candidate]:
+    """The likeliest of them, the likeliest first; which it is, any token before decides."""
+    logprobs = [-(1 + zlib.crc32(bytes([*token_ids, one])) % 997) / 200 for one in range(NUM_NAMED)]
+    ids = sorted(range(NUM_NAMED), key=lambda one: -logprobs[one])[:count]
+    return [Candidate(one, logprobs[one], rank) for rank, one in enumerate(ids, 1)]
 
 
 class PagedRunner:
@@ -145,6 +157,9 @@ class PagedRunner:
             output.logprobs.append([-0.5] * len(chosen))
             if chunk.num_drafts:
                 output.num_drafted[index] = own.end - own.known
+            if chunk.samples and chunk.sequence.num_candidates is not None:
+                found = candidates(own.ids[: own.known], chunk.sequence.num_candidates)
+                output.candidates[index] = [found[::-1]]  # ranks say the order
             if chunk.sequence.request_id in self.poisoned:
                 output.errors[index] = "numerical: poisoned"
         return output
