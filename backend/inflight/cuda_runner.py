@@ -331,7 +331,8 @@ class CudaRunner:
         )
         if Needs.LIKELIEST in needs:
             if sent.bans is not None:
-                logits.index_put_(sent.bans, torch.tensor(BANNED, device=self._device))
+                banned = torch.full((), BANNED, dtype=logits.dtype, device=self._device)
+                logits.index_put_(sent.bans, banned)  # the sampler has had them as they came
             self._likeliest.launch(logits, step, state, sent.ring_index)
         batch_state.end_step(step, state, sent.num_chunks, pdl=True)
         if penalties:
