@@ -350,7 +350,9 @@ class Engine:
         if wanted is None:
             wanted = max(self.config.default_max_tokens, params.min_tokens)
             # Nobody asked for more than a small pool holds; who asks in so many words is refused.
-            pool = self.runner.num_blocks * self.runner.block_size
+            num_blocks, size = self.runner.num_blocks, self.runner.block_size
+            shared = length // size  # by all beams, at least
+            pool = (shared + (num_blocks - shared) // params.beam_width) * size
             wanted = max(1, min(wanted, pool - length))
         ends = self.eos_token_ids if params.end_id is None else self.eos_token_ids | {params.end_id}
         banned = bad_word_ids(self.tokenizer, params.bad_words) if self.tokenizer else ()

@@ -519,13 +519,15 @@ class Scheduler:
                 "beam_width",
             )
         # At worst they have no more than the full blocks of their prompt in common.
-        shared = head.num_prompt_tokens // size
+        prompt, num_blocks = head.num_prompt_tokens, self._pool.num_blocks
+        shared = prompt // size
         needed = shared + width * (-(-(head.max_length - 1) // size) - shared)
-        if needed > self._pool.num_blocks:
+        if needed > num_blocks:
+            most = (shared + (num_blocks - shared) // width) * size - prompt + 1
             raise RequestError(
-                f"{width} beams, a prompt of {head.num_prompt_tokens} tokens and max_tokens of "
-                f"{head.max_tokens} need {needed} blocks of KV cache, and the whole cache has "
-                f"{self._pool.num_blocks}; lower beam_width or max_tokens",
+                f"{width} beams, a prompt of {prompt} tokens and max_tokens of {head.max_tokens} "
+                f"need {needed} blocks of KV cache, and the whole cache has {num_blocks}; allowed: "
+                + (f"max_tokens of at most {most}, or fewer beams" if most > 0 else "fewer beams"),
                 "beam_width",
             )
 

@@ -492,6 +492,18 @@ def test_what_a_search_cannot_be_is_refused(
     assert not engine._sequences and not engine._searches
 
 
+@pytest.mark.parametrize("length", [1, 15, 16, 17, 40])
+def test_who_asks_for_no_length_gets_what_the_cache_holds(length: int) -> None:
+    engine = Engine(EngineConfig(model="none"), PagedRunner(num_blocks=20), 200, [])
+    params = SamplingParams(beam_width=3)
+    prompt_ids = [index % 2 for index in range(length)]
+    engine.submit(Request(1, prompt_ids, params, output_ids=(1, 2, 3)))
+    events = run(engine)
+    shared = length // 4
+    assert events[1].position == (shared + (20 - shared) // 3) * 4 - length
+    without_leak(engine)
+
+
 def test_an_output_of_a_search_has_an_id_of_its_own(
     checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -682,7 +682,8 @@ def test_a_search_yields_as_one_and_finds_the_same(fake: PagedRunner) -> None:
             {"num_blocks": 9},
             13,
             "beam_width: 3 beams, a prompt of 8 tokens and max_tokens of 13 "
-            "need 11 blocks of KV cache, and the whole cache has 9",
+            "need 11 blocks of KV cache, and the whole cache has 9; allowed: max_tokens of at "
+            "most 9, or fewer beams",
         ),
     ],
 )
