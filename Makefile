@@ -1,12 +1,13 @@
 # make demo    a server, one question, the streamed answer
 # make test    the tests
 # make check   lint, format, types, import rules
+# make sanitize   some kernel tests under compute-sanitizer, on a GPU
 #
 # Each makes what it needs: a virtual environment in .venv, once. Nothing else is installed.
 
 .POSIX:
 .SUFFIXES:
-.PHONY: demo test check format clean
+.PHONY: demo test check sanitize format clean
 
 # To use another interpreter: make test PYTHON=/path/to/python3.12
 PYTHON =
@@ -27,6 +28,14 @@ check: $(VENV)/.dev
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+# Memory errors, then races in shared memory. Errors of the API are not asked for: the bindings look
+# for entry points that a driver need not have.
+sanitize: $(VENV)/.dev
+	for tool in memcheck racecheck; do \
+	    INFLIGHT_TEST_EVERY=30 compute-sanitizer --tool $$tool --report-api-errors no \
+	        --error-exitcode 1 $(BIN)/python -m pytest -m gpu tests/kernels/gpu || exit 1; \
+	done
 
 format: $(VENV)/.dev
 	$(BIN)/ruff check --fix

@@ -31,6 +31,9 @@ class Chunk(msgspec.Struct, frozen=True, gc=False):
         generation: of the sequence when the chunk was scheduled. Once they differ, the sequence has
             lost the blocks that the chunk writes to, and what it chooses is nobody's.
         num_drafts: tokens at its end that the runner's drafter guesses, or fewer if it has no more.
+        num_scores: its last tokens, but for the one after which a token is chosen, of which the
+            next token's log-probability is wanted: that of the prompt. A chunk has drafts or
+            scores, if any, never both.
     """
 
     sequence: Sequence
@@ -39,6 +42,7 @@ class Chunk(msgspec.Struct, frozen=True, gc=False):
     samples: bool
     generation: int = 0
     num_drafts: int = 0
+    num_scores: int = 0
 
     @property
     def end(self) -> int:
@@ -47,6 +51,12 @@ class Chunk(msgspec.Struct, frozen=True, gc=False):
     @property
     def is_stale(self) -> bool:
         return self.generation != self.sequence.generation
+
+    @property
+    def scored_ids(self) -> list[int]:
+        """The prompt's tokens whose log-probabilities are wanted: num_scores of them."""
+        end = self.end + 1 - self.samples
+        return self.sequence.request.prompt_ids[end - self.num_scores : end]
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,8 +70,8 @@ class BatchArrays:
         query_start: [n + 1] int64, chunk i owns rows query_start[i]:query_start[i + 1].
         seq_lens: [n] int64, tokens in the KV cache after this step (chunk.end).
         block_tables: [n, B] int64, padded with 0.
-        sample_rows: [s] int64, rows whose logits choose a token, in chunk order: of each chunk
-            with `samples` the last row and, before it, one for each draft.
+        sample_rows: [s] int64, rows whose logits are wanted, in chunk order: the last ones of each
+            chunk. One for each score; then, with `samples`, one for each draft and the last one.
     """
 
     token_ids: npt.NDArray[np.int64]
@@ -120,10 +130,11 @@ class Batch:
         slot_mapping = block_tables[rows, positions // block_size] * block_size
         slot_mapping += positions % block_size
         samples = _int64([chunk.samples for chunk in self.chunks])
-        num_sampled = samples * (1 + num_drafts)
-        before = np.cumsum(num_sampled) - num_sampled
-        sample_rows = np.arange(int(num_sampled.sum())) + np.repeat(
-            query_start[1:] - num_sampled - before, num_sampled
+        num_wanted = samples * (1 + num_drafts)
+        num_wanted += _int64([chunk.num_scores for chunk in self.chunks])
+        before = np.cumsum(num_wanted) - num_wanted
+        sample_rows = np.arange(int(num_wanted.sum())) + np.repeat(
+            query_start[1:] - num_wanted - before, num_wanted
         )
         return BatchArrays(
             token_ids=token_ids,
@@ -147,6 +158,7 @@ class StepOutput:
         errors: chunk index -> what failed for that sequence alone.
         num_drafted: chunk index -> drafts that were looked at, right or not.
         candidates: chunk index -> for each of its tokens, what num_candidates asks for.
+        prompt_candidates: chunk index -> for each of its scores, what num_prompt_logprobs asks for.
     """
 
     token_ids: list[list[int]]
@@ -154,6 +166,7 @@ class StepOutput:
     errors: dict[int, str] = field(default_factory=dict)
     num_drafted: dict[int, int] = field(default_factory=dict)
     candidates: dict[int, list[list[Candidate]]] = field(default_factory=dict)
+    prompt_candidates: dict[int, list[list[Candidate]]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

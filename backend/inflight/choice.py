@@ -1,7 +1,8 @@
 """Each row's own choice of a token, on the CPU.
 
 What is chosen in a row depends on the row alone: on its logits, on what its request wishes, and on
-the tokens before it. See `sampling.SamplingParams` for the steps and their order.
+the tokens before it. See `sampling.SamplingParams` for the steps and their order. In a row inside
+of a prompt the next token is there already, and is only looked at.
 """
 
 from __future__ import annotations
@@ -28,16 +29,26 @@ class Row:
         sequence: whose.
         tail: drafted tokens; mostly none.
         mask: [ceil(V / 32)] int32, bits of the tokens that its grammar allows; None for all.
+        given: the prompt's token that follows, in a row inside of a prompt; None where one is to be
+            chosen.
     """
 
     sequence: Sequence
     tail: list[int]
     mask: npt.NDArray[np.int32] | None = None
+    given: int | None = None
 
     @property
     def position(self) -> int:
         """Of the token that is chosen."""
         return len(self.sequence.token_ids) + len(self.tail)
+
+    @property
+    def num_likeliest(self) -> int | None:
+        """Likeliest tokens to tell of it; None to tell nothing."""
+        if self.given is None:
+            return self.sequence.num_candidates
+        return self.sequence.request.params.num_prompt_logprobs
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,8 +59,8 @@ class Choices:
         token_ids: the tokens.
         logprobs: of these, under the model's own distribution, before penalties and temperature.
         statuses: FINE, NOT_FINITE or NOTHING_LEFT of `inflight_kernels.reference_sampling`.
-        candidates: what the sequence's num_candidates asks for (see `request.Candidate`); [] where
-            it asks for nothing.
+        candidates: what the sequence's num_candidates, or num_prompt_logprobs, asks for (see
+            `request.Candidate`); [] where it asks for nothing.
     """
 
     token_ids: list[int]
@@ -68,15 +79,17 @@ def choose(logits: Tensor, rows: list[Row]) -> Choices:
     logprobs = ops.log_probs(logits)
     statuses = [FINE if finite else NOT_FINITE for finite in ops.finite_rows(logits).tolist()]
     for index, row in enumerate(rows):
-        if statuses[index] == FINE and _shape(logits[index], row):
+        if statuses[index] == FINE and row.given is None and _shape(logits[index], row):
             any_left = bool(logits[index].amax() > float("-inf"))
             statuses[index] = FINE if any_left else NOTHING_LEFT
     fine = [index for index, status in enumerate(statuses) if status == FINE]
     wishes = [row.sequence.request.params for row in rows]
-    drawn = [index for index in fine if wishes[index].effective_temperature > 0.0]
-    chosen = torch.zeros(len(rows), dtype=torch.int64)
-    if len(drawn) < len(fine):
-        greedy = [index for index in fine if wishes[index].effective_temperature == 0.0]
+    free = [index for index in fine if rows[index].given is None]
+    drawn = [index for index in free if wishes[index].effective_temperature > 0.0]
+    # Of a row that is not fine the token is not looked at.
+    chosen = torch.tensor([row.given or 0 for row in rows], dtype=torch.int64)
+    if len(drawn) < len(free):
+        greedy = [index for index in free if wishes[index].effective_temperature == 0.0]
         chosen[greedy] = ops.greedy(logits)[greedy]
     plain = [index for index in drawn if not wishes[index].has_rare_filters]
     if plain:
@@ -88,15 +101,15 @@ def choose(logits: Tensor, rows: list[Row]) -> Choices:
     values = logprobs.gather(1, chosen.unsqueeze(1)).squeeze(1).tolist()
     for index, status in enumerate(statuses):
         if status != FINE:
-            values[index] = 0.0
+            token_ids[index], values[index] = 0, 0.0
     candidates: list[list[Candidate]] = [[] for _ in rows]
     for index in fine:
-        sequence = rows[index].sequence
-        if sequence.num_candidates is not None:
+        number = rows[index].num_likeliest
+        if number is not None:
             ranked = logprobs[index]
-            if sequence.head is not None:  # those that may be chosen alone
+            if rows[index].sequence.head is not None:  # those that may be chosen alone
                 ranked = ranked.masked_fill(logits[index] == float("-inf"), float("-inf"))
-            candidates[index] = _candidates(ranked, token_ids[index], sequence.num_candidates)
+            candidates[index] = _candidates(ranked, token_ids[index], number)
     return Choices(token_ids, values, statuses, candidates)
 
 
@@ -173,7 +186,7 @@ def _filters(params: SamplingParams) -> ops.Filters:
 
 
 def _candidates(logprobs: Tensor, token_id: int, number: int) -> list[Candidate]:
-    """The chosen token, then the likeliest ones, of log-probabilities [V]."""
+    """The token itself, then the likeliest ones, of log-probabilities [V]."""
     ids = ops.top(logprobs, number)
     place = ops.rank(logprobs, token_id)
     return Candidate.ranked(

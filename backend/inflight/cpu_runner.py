@@ -37,6 +37,9 @@ _FAULTS = {NOT_FINITE_STATUS: NOT_FINITE, NOTHING_LEFT_STATUS: NOTHING_LEFT}
 _COST_TOKENS = (1, 2, 4, 8, 16)
 _TIMINGS = 3
 
+# Of logits, for prompts whose log-probabilities are wanted: 50 MB of a vocabulary of 49152 tokens.
+_MAX_ROWS = 256
+
 UNKNOWN_TOKEN = "numerical: a token id is outside the model's vocabulary"
 
 
@@ -61,6 +64,7 @@ class CpuRunner:
         self.num_blocks = model.num_blocks(config, mirror_bytes=mirror_bytes)
         self.block_size = config.block_size
         self.vocab_size = model.vocab_size
+        self.max_rows = _MAX_ROWS
         self.steps_ahead = 0
         self.step_costs: StepCosts | None = None
         self.drafts_for_host = True
@@ -111,7 +115,7 @@ class CpuRunner:
         return output
 
     def _forward(self, arrays: BatchArrays) -> Tensor:
-        """Logits of the rows that choose a token."""
+        """Logits of the rows that choose a token, or score one."""
         plan = ops.plan_attention(
             arrays.block_tables, arrays.query_start, arrays.seq_lens, self.block_size, self._dtype
         )
@@ -160,19 +164,30 @@ class CpuRunner:
         masks: RowMasks,
         output: StepOutput,
     ) -> None:
-        """Choose a token for each row of logits [s, V], which it changes, and verify the drafts.
+        """Choose a token for each row of logits [s, V], which it changes, and verify the drafts;
+        look at the prompt's tokens in the rows that score them.
 
         A draft counts where the model chooses the same token after the drafts before it.
         """
-        rows = [
-            Row(chunk.sequence, guessed[:count], masks.of_row(index, count))
-            for index, (chunk, guessed) in enumerate(zip(batch.chunks, drafts, strict=True))
-            if chunk.samples
-            for count in range(1 + len(guessed))
-        ]
+        rows: list[Row] = []
+        for index, (chunk, guessed) in enumerate(zip(batch.chunks, drafts, strict=True)):
+            if chunk.num_scores:
+                rows += [Row(chunk.sequence, [], given=token) for token in chunk.scored_ids]
+            if chunk.samples:
+                rows += [
+                    Row(chunk.sequence, guessed[:count], masks.of_row(index, count))
+                    for count in range(1 + len(guessed))
+                ]
         choices = choose(logits, rows)
         row = 0
         for index, (chunk, guessed) in enumerate(zip(batch.chunks, drafts, strict=True)):
+            if chunk.num_scores:
+                scored = slice(row, row + chunk.num_scores)
+                row = scored.stop
+                if any(status != FINE for status in choices.statuses[scored]):
+                    output.errors.setdefault(index, NOT_FINITE)
+                if index not in output.errors:
+                    output.prompt_candidates[index] = choices.candidates[scored]
             if not chunk.samples:
                 continue
             last = row

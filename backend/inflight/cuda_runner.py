@@ -128,6 +128,7 @@ class CudaRunner:
             self._max_rows = min(most, config.max_batch_tokens)
         source = find(config, checkpoint, model)
         compile_ahead(slow_kernels(model, launch.is_hopper(), launch.num_multiprocessors()))
+        self.max_rows = self._max_rows
         self.drafter: drafters.DeviceDrafter | None = None
         self._host_drafter: NgramDrafter | None = None
         if speculation is not None and speculation.drafter == "ngram":
@@ -459,7 +460,8 @@ class _Graph:
 
 
 class Likeliest:
-    """The log probabilities of other tokens than the chosen ones, for the few who ask for them.
+    """The log probabilities of other tokens than the chosen ones, and of those with which a prompt
+    goes on, for the few who ask for them.
 
     Args:
         max_rows: of logits.
@@ -472,10 +474,14 @@ class Likeliest:
         shape = (max_rows, sampling.MAX_TOP)
         self._ids = torch.zeros(shape, dtype=torch.int32, device=device)
         self._logprobs = torch.zeros(shape, dtype=torch.float32, device=device)
+        self._own_logprobs = torch.zeros(max_rows, dtype=torch.float32, device=device)
         self._ranks = torch.zeros(max_rows, dtype=torch.int32, device=device)
-        self._on_device = (self._ids, self._logprobs, self._ranks)
+        self._on_device = (self._ids, self._logprobs, self._own_logprobs, self._ranks)
         self._on_host = [
-            tuple(torch.zeros_like(values, device="cpu").pin_memory() for values in self._on_device)
+            tuple(
+                torch.zeros(values.shape, dtype=values.dtype, pin_memory=True)
+                for values in self._on_device
+            )
             for _ in range(RING)
         ]
 
@@ -496,23 +502,38 @@ class Likeliest:
             statuses=state.statuses[:count],
             ids=self._ids[:count],
             logprobs=self._logprobs[:count],
+            own_logprobs=self._own_logprobs[:count],
             ranks=self._ranks[:count],
+            given=step.given[:count],
         )
         for source, target in zip(self._on_device, self._on_host[ring_index], strict=True):
             target[:count].copy_(source[:count], non_blocking=True)
 
-    def of_row(
-        self, ring_index: int, row: int, token_id: int, logprob: float, count: int
-    ) -> list[Candidate]:
-        """Of a step that has ended."""
-        ids, logprobs, ranks = self._on_host[ring_index]
-        return Candidate.ranked(
-            token_id,
-            logprob,
-            int(ranks[row]),
-            ids[row, :count].tolist(),
-            logprobs[row, :count].tolist(),
+    def of_rows(
+        self, ring_index: int, first: int, token_ids: list[int], count: int
+    ) -> list[list[Candidate]]:
+        """Of a step that has ended.
+
+        Args:
+            ring_index: of the step.
+            first: row of the first of these tokens; the others follow.
+            token_ids: that were chosen or given.
+            count: likeliest tokens to name.
+
+        Returns:
+            Of each token itself, then the likeliest ones. rank 0 tells logits that are not finite.
+        """
+        rows = slice(first, first + len(token_ids))
+        ids, logprobs, own_logprobs, ranks = self._on_host[ring_index]
+        found = zip(
+            token_ids,
+            own_logprobs[rows].tolist(),
+            ranks[rows].tolist(),
+            ids[rows, :count].tolist(),
+            logprobs[rows, :count].tolist(),
+            strict=True,
         )
+        return [Candidate.ranked(*row) for row in found]
 
 
 class _Step:
@@ -538,7 +559,7 @@ class _Step:
         self._ended.synchronize()
         output = StepOutput([], [])
         self._masks.report(output)
-        results = self._device.results(self._sent)
+        results = self._device.results(self._batch, self._sent)
         for index, (chunk, chosen) in enumerate(zip(self._batch.chunks, results, strict=True)):
             if chunk.num_drafts:
                 output.num_drafted[index] = chunk.num_drafts
@@ -547,11 +568,18 @@ class _Step:
             output.logprobs.append(chosen.logprobs if fine else [])
             if chunk.samples and not fine:
                 output.errors.setdefault(index, _FAULTS[chosen.status])
+            params, first = chunk.sequence.request.params, self._sent.row_start[index]
+            if chunk.num_scores:
+                found = self._told(first, chunk.scored_ids, params.num_prompt_logprobs or 0)
+                if all(own[0].rank for own in found):
+                    output.prompt_candidates[index] = found
+                else:
+                    output.errors.setdefault(index, NOT_FINITE)
             count = chunk.sequence.num_candidates
             if fine and count is not None:
-                first = self._sent.row_start[index]
-                output.candidates[index] = [
-                    self._likeliest.of_row(self._sent.ring_index, first + i, *pair, count)
-                    for i, pair in enumerate(zip(chosen.token_ids, chosen.logprobs, strict=True))
-                ]
+                first += chunk.num_scores
+                output.candidates[index] = self._told(first, chosen.token_ids, count)
         return output
+
+    def _told(self, first: int, token_ids: list[int], count: int) -> list[list[Candidate]]:
+        return self._likeliest.of_rows(self._sent.ring_index, first, token_ids, count)

@@ -18,7 +18,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from inflight.batch import Batch
+from inflight.batch import Batch, Chunk
 from inflight.row_masks import RowMasks
 from inflight.sequence import Sequence
 from inflight.shaping import Adjustment
@@ -89,7 +89,8 @@ class Sent:
 
     Attributes:
         num_chunks, num_tokens, max_q_len: of the step.
-        row_start: [num_chunks + 1] chunk i has rows of logits row_start[i]:row_start[i + 1].
+        row_start: [num_chunks + 1] chunk i has rows of logits row_start[i]:row_start[i + 1]; of
+            these the first num_scores are those of its scores.
         num_drafts: that any of its sequences is to have in its next step.
         ring_index: where in the ring its results will be.
         needs: of any of its choices.
@@ -137,7 +138,7 @@ class DeviceBatch:
         table_width: blocks of the longest sequence.
         vocab_size: of the model.
         device: the GPU.
-        max_rows: rows of logits in a step: one for each sequence, and for each draft.
+        max_rows: rows of logits in a step: one for each sequence, draft and score.
         max_drafts: of a sequence.
         history_length: tokens of each sequence that the device keeps; 0 for none.
 
@@ -246,7 +247,7 @@ class DeviceBatch:
         rows = [
             (chunk, masks.of_row(index, count))
             for index, chunk in enumerate(batch.chunks)
-            if chunk.sequence.grammar is not None
+            if chunk.samples and chunk.sequence.grammar is not None
             for count in range(1 + chunk.num_drafts)
         ]
         if not rows:
@@ -261,7 +262,7 @@ class DeviceBatch:
         pinned = self._pinned_masks[self._ring_index, : len(rows)]
         host = pinned.numpy()
         for place, (chunk, words) in enumerate(rows):
-            if words is None:  # a chunk of a prompt chooses nothing
+            if words is None:  # its grammar cannot go on, and nor can the sequence
                 continue
             host[place] = words
             allowed = chunk.sequence.request.params.allowed_token_ids
@@ -269,15 +270,17 @@ class DeviceBatch:
                 host[place] &= allowed_mask(allowed, self._vocab_size)
         self._grammar_masks[: len(rows)].copy_(pinned, non_blocking=True)
 
-    def results(self, sent: Sent) -> list[Chosen]:
-        """What became of each chunk of a step that has ended."""
+    def results(self, batch: Batch, sent: Sent) -> list[Chosen]:
+        """What each chunk of a step that has ended chose."""
         tokens, logprobs, statuses, counts = self._results[sent.ring_index]
         num_rows, num_chunks = sent.num_rows, sent.num_chunks
         all_tokens = tokens[:num_rows].tolist()
         all_logprobs = logprobs[:num_rows].view(np.float32).tolist()
         all_statuses = statuses[:num_rows].tolist()
         found = []
-        for first, count in zip(sent.row_start, counts[:num_chunks].tolist(), strict=False):
+        places = zip(batch.chunks, sent.row_start, counts[:num_chunks].tolist(), strict=False)
+        for chunk, first_row, count in places:
+            first = first_row + chunk.num_scores
             end = first + count
             status = all_statuses[end - 1] if count else sampling.FINE
             found.append(Chosen(all_tokens[first:end], all_logprobs[first:end], status))
@@ -300,6 +303,7 @@ class DeviceBatch:
         row_start = [0]
         bias_starts = [0]
         special_rows: list[tuple[int, _Resident]] = []
+        scored: list[tuple[int, Chunk]] = []
         width = self.state.tables.shape[1]
         for index, chunk in enumerate(batch.chunks):
             sequence = chunk.sequence
@@ -327,12 +331,20 @@ class DeviceBatch:
                     tail = drafts[index]
                 tokens += tail or [FROM_DEVICE] * num_drafts
             first_row = row_start[-1]
+            if chunk.num_scores:
+                scored.append((first_row, chunk))
+                first_row += chunk.num_scores
+                bias_starts += [len(changes.bias_ids)] * chunk.num_scores
+                if not chunk.samples:
+                    row_start.append(first_row)
+                    continue
             row_start.append(first_row + 1 + num_drafts)
             if resident.is_plain:  # as most are; this loop is the host's share of a step
                 bias_starts += [len(changes.bias_ids)] * (1 + num_drafts)
                 continue
             changes.needs |= resident.needs
-            special_rows += [(first_row + i, resident) for i in range(1 + num_drafts)]
+            if chunk.samples:
+                special_rows += [(first_row + i, resident) for i in range(1 + num_drafts)]
             num_unknown = chunk.end - num_drafts - len(known)
             for row in range(1 + num_drafts):
                 if chunk.samples:
@@ -351,9 +363,12 @@ class DeviceBatch:
             "starts": starts,
             "query_start": [0, *accumulate(lengths)] + [num_tokens] * (size - len(slots)),
             "row_start": row_start,
+            "given": [-1] * num_rows,
             "bias_starts": bias_starts + bias_starts[-1:] * (size - num_rows),
             "tokens": tokens,
         }
+        if scored:
+            changes.needs |= Needs.LIKELIEST
         if changes.needs & (Needs.MASKS | Needs.LIKELIEST):
             masks, likeliest = [-1] * num_rows, [-1] * num_rows
             num_grammars = 0
@@ -365,6 +380,10 @@ class DeviceBatch:
                     masks[row] = resident.slot
                 if resident.needs & Needs.LIKELIEST:
                     likeliest[row] = resident.sequence.num_candidates or 0
+            for row, chunk in scored:
+                params, rows = chunk.sequence.request.params, slice(row, row + chunk.num_scores)
+                arrays["given"][rows] = chunk.scored_ids
+                likeliest[rows] = [params.num_prompt_logprobs or 0] * chunk.num_scores
             arrays |= {"mask_rows": masks, "num_likeliest": likeliest}
         for name, values in arrays.items():
             first, _ = self._offsets[name]

@@ -29,7 +29,7 @@ from inflight.config import EngineConfig
 from inflight.delivery import DeliveryWatch
 from inflight.errors import CapacityError, EngineError, InflightError, RequestError
 from inflight.output import OutputStage, bad_word_ids
-from inflight.request import AUTO_DRAFTS, FinishReason, Request, TokenEvent
+from inflight.request import AUTO_DRAFTS, FinishReason, Request, TokenEvent, check_length
 from inflight.runner import PendingStep, Runner
 from inflight.sampling import DRY_SEQUENCE_BREAKERS
 from inflight.scheduler import Scheduler
@@ -97,6 +97,7 @@ class Engine:
             max_waiting=config.max_waiting,
             prefix_cache=config.prefix_cache,
             max_draft_tokens=config.max_draft_tokens,
+            max_rows=runner.max_rows,
         )
         detokenizer = Detokenizer(tokenizer) if tokenizer else None
         self.outputs = OutputStage(detokenizer)
@@ -334,13 +335,8 @@ class Engine:
                 f"allowed: 0 to {self.runner.vocab_size - 1}",
                 "input_ids",
             )
+        check_length(length, params.max_tokens, self.max_model_len, "input_ids")
         room = self.max_model_len - length
-        if room < 1:
-            raise RequestError(
-                f"This model's maximum context length is {self.max_model_len} tokens. However, "
-                f"your prompt has {length}; allowed: {self.max_model_len - 1} and one to generate",
-                "input_ids",
-            )
         params.check_vocabulary(self.runner.vocab_size)
         if self.tokenizer is None:
             for name in ("stop_words", "bad_words", "dry_sequence_breakers"):
@@ -405,6 +401,10 @@ class Engine:
             for head in heads:
                 failed += self._search(self._searches[head])
         events = self.outputs.collect(advanced)
+        scored = [batch.chunks[index] for index in output.prompt_candidates]
+        events += self.outputs.tell_prompts(
+            chunk.sequence for chunk in scored if not (chunk.samples or chunk.is_stale)
+        )
         for sequence in advanced:
             if sequence.finish_reason is not None:
                 self._close(sequence)

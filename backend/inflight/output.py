@@ -45,7 +45,7 @@ class OutputStage:
           text, if it has any, is trimmed.
         - a stop word: STOP. Its tokens are released, its text and what follows are trimmed. A stop
           word that is the name of a special token stands for that token.
-        - max_tokens: LENGTH.
+        - max_tokens: LENGTH. Where it is 0, what was chosen after the prompt is cut off.
         - the end of what the request's grammar allows: STOP.
 
         The first two count from the token after the first `min_tokens` on.
@@ -55,11 +55,7 @@ class OutputStage:
         """
         events = []
         for sequence in sequences:
-            output = self._outputs.get(sequence.request_id)
-            if output is None:
-                output = _Output(sequence, self._detokenizer, self._whole)
-                self._outputs[sequence.request_id] = output
-            event = output.advance(sequence)
+            event = self._output(sequence).advance(sequence)
             if event is not None:
                 events.append(event)
             if sequence.finish_reason is not None:
@@ -70,9 +66,21 @@ class OutputStage:
         """What ends an output of this sequence: for beams, which are collected at their ends."""
         return Ends(sequence, self._detokenizer)
 
+    def tell_prompts(self, sequences: Iterable[Sequence]) -> list[TokenEvent]:
+        """What is known of the tokens of prompts that are not computed to their end: an event each,
+        without output."""
+        return [self._output(sequence).tell_prompt(sequence) for sequence in sequences]
+
     def forget(self, sequence: Sequence) -> None:
         """Drop what is known of a sequence that ended elsewhere; idempotent."""
         self._outputs.pop(sequence.request_id, None)
+
+    def _output(self, sequence: Sequence) -> _Output:
+        output = self._outputs.get(sequence.request_id)
+        if output is None:
+            output = _Output(sequence, self._detokenizer, self._whole)
+            self._outputs[sequence.request_id] = output
+        return output
 
 
 class _Output:
@@ -112,6 +120,14 @@ class _Output:
             if params.stop_words:
                 self.text = _HeldText(detokenizer, self.window, params.stop_words)
 
+    def tell_prompt(self, sequence: Sequence) -> TokenEvent:
+        return TokenEvent(
+            sequence.request_id,
+            window=self.window,
+            num_cached_tokens=sequence.num_cached_tokens,
+            prompt_candidates=self._take_prompt(sequence),
+        )
+
     def advance(self, sequence: Sequence) -> TokenEvent | None:
         first = sequence.num_prompt_tokens
         token_ids = sequence.token_ids
@@ -127,7 +143,9 @@ class _Output:
         reason: FinishReason | None = None
         stop_at: int | None = None
         ended_by_id = False
-        for token_id in token_ids[first + self.seen :]:
+        if not sequence.max_tokens:
+            reason = FinishReason.LENGTH
+        for token_id in token_ids[first + self.seen :] if reason is None else ():
             may_stop = self.seen >= self.min_tokens
             self.seen += 1
             if may_stop and token_id in self.ends:
@@ -147,7 +165,7 @@ class _Output:
             new = token_ids[first + self.released : first + self.seen - num_held]
             return self._event(sequence, new, self.seen - num_held) if new else None
         num_cut = len(token_ids) - first - self.seen
-        if num_cut:  # drafts that were right, behind the end
+        if num_cut:  # behind the end: drafts that were right, or what nobody asked for
             del token_ids[-num_cut:]
             sequence.cumulative_logprob -= sum(sequence.last_logprobs[-num_cut:])
             del sequence.last_logprobs[-num_cut:]
@@ -199,8 +217,17 @@ class _Output:
             sequence.cumulative_logprob,
             sequence.num_cached_tokens,
             candidates,
+            self._take_prompt(sequence),
             *(_drafts(sequence) if reason is not None else ()),
         )
+
+    def _take_prompt(self, sequence: Sequence) -> list[list[Candidate]]:
+        """What no event has told yet of the prompt's tokens."""
+        if not sequence.prompt_candidates:
+            return []
+        found = [self._with_texts(one) for one in sequence.prompt_candidates]
+        sequence.prompt_candidates = []
+        return found
 
     def _with_texts(self, candidates: list[Candidate]) -> list[Candidate]:
         detokenizer = self.detokenizer

@@ -6,7 +6,7 @@ import enum
 
 import msgspec
 
-from inflight.errors import InflightError
+from inflight.errors import InflightError, RequestError
 from inflight.sampling import SamplingParams
 from inflight.structured.guide import StructuredOutput
 
@@ -20,6 +20,24 @@ class FinishReason(enum.StrEnum):
     STOP = "stop"
     LENGTH = "length"
     CANCELLED = "cancelled"
+
+
+def check_length(num_tokens: int, max_tokens: int | None, max_model_len: int, param: str) -> None:
+    """Hold a prompt against a model's context, which has to have room for a token of output too,
+    unless none is wanted.
+
+    Raises:
+        RequestError: it is too long; names `param`.
+    """
+    allowed = max_model_len if max_tokens == 0 else max_model_len - 1
+    if num_tokens > allowed:
+        # Gateways look for this wording to fall back to a model with a longer context.
+        raise RequestError(
+            f"This model's maximum context length is {max_model_len} tokens. However, your prompt "
+            f"has {num_tokens}; allowed: {allowed}"
+            + (" and one to generate" if allowed < max_model_len else ""),
+            param,
+        )
 
 
 class Request(msgspec.Struct, frozen=True):
@@ -54,7 +72,7 @@ class Request(msgspec.Struct, frozen=True):
 
 
 class Candidate(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """A token that might stand at a place in the output, and what the model thinks of it.
+    """A token that might stand at a place in the text, and what the model thinks of it.
 
     Attributes:
         token_id: the token.
@@ -73,10 +91,10 @@ class Candidate(msgspec.Struct, frozen=True, array_like=True, gc=False):
     def ranked(
         token_id: int, logprob: float, rank: int, ids: list[int], logprobs: list[float]
     ) -> list[Candidate]:
-        """What is reported of one output token: itself, then the likeliest ones but for itself.
+        """What is reported of one token: itself, then the likeliest ones but for itself.
 
         Args:
-            token_id, logprob, rank: of the token that was chosen.
+            token_id, logprob, rank: of the token that stands there.
             ids, logprobs: of the likeliest ones, in order.
         """
         likeliest = [
@@ -101,6 +119,9 @@ class TokenEvent(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
         num_cached_tokens: prompt tokens that came from the prefix cache.
         candidates: of each of `token_ids` what num_logprobs asks for: the token itself, then the
             likeliest ones; [] where nothing was asked for.
+        prompt_candidates: of the prompt's next tokens what num_prompt_logprobs asks for, in the
+            same form; [] for the first token, which follows nothing. They come as the prompt is
+            computed, the last ones with the first event that has tokens.
         num_drafted, num_accepted, num_steps: at the end, drafts that were checked, those of them
             that were right, and steps that chose tokens; num_drafted is None without drafts.
         error_kind, error: set on the last event of a request that failed (see `errors`).
@@ -115,6 +136,7 @@ class TokenEvent(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     cumulative_logprob: float = 0.0
     num_cached_tokens: int = 0
     candidates: list[list[Candidate]] = []
+    prompt_candidates: list[list[Candidate]] = []
     num_drafted: int | None = None
     num_accepted: int = 0
     num_steps: int = 0

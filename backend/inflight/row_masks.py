@@ -63,5 +63,5 @@ class RowMasks:
 
 @cache
 def _thread() -> ThreadPoolExecutor:
-    """One that hands the work to the library's own threads."""
+    """Beside the one that launches: masks are computed without the interpreter's lock."""
     return ThreadPoolExecutor(1, "masks")

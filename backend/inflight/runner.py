@@ -44,6 +44,8 @@ class Runner(Protocol):
         num_blocks: KV blocks in its pool.
         block_size: tokens per block.
         vocab_size: token ids are below it.
+        max_rows: rows of logits in a step. Each sequence takes one and each draft another one;
+            prompts whose log-probabilities are wanted share what is left.
         steps_ahead: steps that may be launched before the result of the one before them is taken.
             With 0 the host knows all tokens of a batch that it launches.
         step_costs: what steps take, if it has a drafter; None if it has none, and then no chunk may
@@ -54,6 +56,7 @@ class Runner(Protocol):
     num_blocks: int
     block_size: int
     vocab_size: int
+    max_rows: int
     steps_ahead: int
     step_costs: StepCosts | None
     drafts_for_host: bool
@@ -159,6 +162,7 @@ class EchoRunner:
         self.num_blocks = model.num_blocks(config)
         self.block_size = config.block_size
         self.vocab_size = model.vocab_size
+        self.max_rows = config.max_batch_tokens
         self.steps_ahead = 0
         self.step_costs: StepCosts | None = None
         self.drafts_for_host = False

@@ -51,7 +51,8 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
     after it.) A log-probability that is reported is the model's own, before all of them.
 
     Attributes:
-        max_tokens: output tokens at most; None means the engine's default.
+        max_tokens: output tokens at most; 0 computes the prompt and chooses nothing; None means the
+            engine's default.
         min_tokens: no end-of-sequence token before this many output tokens.
         temperature: 0 is greedy. None is greedy too, unless a filter (step 5) or a seed asks for a
             draw, and 1.0 then.
@@ -87,6 +88,8 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
         end_id: a further end-of-sequence token; None for the model's own only.
         num_logprobs: report the log-probability of each output token, and of so many likeliest
             ones; None reports nothing.
+        num_prompt_logprobs: the same of each prompt token after the first. The prompt is then
+            computed, whatever of it stands in the prefix cache.
         beam_width: outputs that are followed side by side in a beam search (see `beams`), which
             looks for the likeliest output as a whole; 1 is none. The steps above are not taken
             then, but for bans: beams are compared by the model's own log-probabilities.
@@ -125,13 +128,14 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
     ignore_eos: bool = False
     end_id: int | None = None
     num_logprobs: int | None = None
+    num_prompt_logprobs: int | None = None
     beam_width: int = 1
     length_penalty: float = 1.0
     early_stopping: bool = False
 
     def __post_init__(self) -> None:
         if self.max_tokens is not None:
-            _check_range("max_tokens", self.max_tokens, 1, MAX_TOKENS_LIMIT)
+            _check_range("max_tokens", self.max_tokens, 0, MAX_TOKENS_LIMIT)
         _check_range("min_tokens", self.min_tokens, 0, MAX_TOKENS_LIMIT)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise RequestError(
@@ -149,8 +153,9 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
             _check_range("seed", self.seed, 0, 2**64 - 1)
         _check_words("stop_words", self.stop_words, MAX_STOP_WORDS)
         _check_words("bad_words", self.bad_words, MAX_BAD_WORDS)
-        if self.num_logprobs is not None:
-            _check_range("num_logprobs", self.num_logprobs, 0, MAX_LOGPROBS)
+        for name in ("num_logprobs", "num_prompt_logprobs"):
+            if (number := getattr(self, name)) is not None:
+                _check_range(name, number, 0, MAX_LOGPROBS)
         self._check_beams()
 
     def check_vocabulary(self, vocab_size: int) -> None:
@@ -241,6 +246,16 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
         _check_range("length_penalty", self.length_penalty, -MAX_LENGTH_PENALTY, MAX_LENGTH_PENALTY)
         if self.beam_width == 1:
             return
+        if self.max_tokens == 0:
+            raise RequestError(
+                "does not go together with max_tokens 0, which generates nothing", "beam_width"
+            )
+        if self.num_prompt_logprobs is not None:
+            raise RequestError(
+                f"does not go together with beam_width {self.beam_width}; allowed with it: "
+                "num_logprobs, of the outputs",
+                "num_prompt_logprobs",
+            )
         if self.effective_temperature > 0.0:
             name = next(
                 name

@@ -29,6 +29,7 @@ to a block that another one still reads writes to a copy.
 from __future__ import annotations
 
 import itertools
+import sys
 from collections import OrderedDict
 from collections.abc import Collection, Iterable
 
@@ -54,6 +55,9 @@ class Scheduler:
         max_waiting: requests that may queue.
         prefix_cache: reuse blocks of equal prefixes.
         max_draft_tokens: drafted tokens in one step; the first to be admitted get theirs.
+        max_rows: rows of logits in one step; None for any number. A prompt whose log-probabilities
+            are wanted takes one for each token, and never another one's: the first to be admitted
+            gets what is left, and each at least one.
 
     Attributes:
         num_preemptions: how often a running sequence lost its blocks to an older one.
@@ -72,6 +76,7 @@ class Scheduler:
         max_waiting: int = 1024,
         prefix_cache: bool = True,
         max_draft_tokens: int = 256,
+        max_rows: int | None = None,
     ) -> None:
         self.num_preemptions = 0
         self.num_prompt_tokens = 0
@@ -84,6 +89,7 @@ class Scheduler:
         self._max_waiting = max_waiting
         self._prefix_cache = prefix_cache
         self._max_draft_tokens = max_draft_tokens
+        self._max_rows = sys.maxsize if max_rows is None else max_rows
         self._waiting: OrderedDict[int, Sequence] = OrderedDict()
         self._running: OrderedDict[int, Sequence] = OrderedDict()  # in order of admission
         self._suspended: dict[int, Sequence] = {}
@@ -129,7 +135,7 @@ class Scheduler:
             fits = (
                 f"with this prompt, max_tokens of at most {limit - prompt} fits"
                 if prompt < limit
-                else f"a prompt of at most {limit - 1} fits"
+                else f"a prompt of at most {limit - min(1, output)} fits"
             )
             raise RequestError(
                 f"a prompt of {prompt} tokens and max_tokens of {output} need {prompt + output} "
@@ -207,8 +213,19 @@ class Scheduler:
             budget -= lengths[-1]
         # Only now: no block is both read and written by the copies of one step.
         self._pool.release([source for source, _ in cached])
+        limits = [self._max_chunk] * len(prefills)
+        # A row for each of all these, and the rest for scores.
+        rows = max(0, self._max_rows - len(chunks) - num_drafted - len(prefills))
+        for index, sequence in enumerate(prefills):
+            before = _num_before_scores(sequence)
+            if before is not None:
+                limits[index] = min(self._max_chunk, before + 1 + rows)
+                rows -= max(0, min(_num_to_prefill(sequence), limits[index]) - before - 1)
+                excess = max(0, lengths[index] - limits[index])
+                lengths[index] -= excess
+                budget += excess
         for index in reversed(range(len(prefills))):
-            wanted = min(_num_to_prefill(prefills[index]), self._max_chunk) - lengths[index]
+            wanted = min(_num_to_prefill(prefills[index]), limits[index]) - lengths[index]
             lengths[index] += min(wanted, budget)
             budget -= min(wanted, budget)
         for sequence, length in zip(prefills, lengths, strict=True):
@@ -268,6 +285,9 @@ class Scheduler:
                 if output.candidates:
                     sequence.last_candidates = output.candidates.get(index, [])
                 advanced.append(sequence)
+            if chunk.num_scores:
+                sequence.num_scored += chunk.num_scores
+                sequence.prompt_candidates += output.prompt_candidates.get(index, [])
             if self._prefix_cache and end % size < length:
                 self._register(sequence, end - length, end)
         return advanced
@@ -335,9 +355,11 @@ class Scheduler:
     def _prefill(self, sequence: Sequence, length: int) -> Chunk:
         start, end = sequence.num_computed, sequence.num_computed + length
         samples = end == sequence.num_tokens
+        before = _num_before_scores(sequence)
+        num_scores = 0 if before is None else max(0, length - before - samples)
         sequence.num_computed = end
         sequence.num_in_flight += samples
-        return Chunk(sequence, start, length, samples, sequence.generation)
+        return Chunk(sequence, start, length, samples, sequence.generation, 0, num_scores)
 
     def _plan_beams(
         self, head: Sequence, chunks: list[Chunk], copies: list[tuple[int, int]]
@@ -441,6 +463,9 @@ class Scheduler:
         pool = self._pool
         num_tokens = len(sequence.token_ids)
         hashes = self._hashes_of(sequence, num_tokens) if self._prefix_cache else []
+        if sequence.num_scored < sequence.num_prompt_tokens:
+            # What tells of the next token is computed, with the rest of its block.
+            hashes = hashes[: (sequence.num_scored - 1) // pool.block_size]
         cached = pool.lookup(hashes)
         # The last token is always computed: its logits choose the next one.
         computed = min(len(cached) * pool.block_size, num_tokens - 1)
@@ -579,6 +604,18 @@ class Scheduler:
             parent = hashes[-1] if hashes else root_hash(sequence.request.cache_salt)
             hashes.append(block_hash(parent, sequence.token_ids[start : start + size]))
         return hashes
+
+
+def _num_before_scores(sequence: Sequence) -> int | None:
+    """Tokens to be computed before the first of which the next one's log-probability is wanted:
+    those that were scored before the sequence lost its blocks. All after them have a row of logits.
+
+    Returns:
+        None where nothing is to be scored (any more).
+    """
+    if sequence.num_scored >= sequence.num_prompt_tokens:
+        return None
+    return max(0, sequence.num_scored - 1 - sequence.num_computed)
 
 
 def _num_to_prefill(sequence: Sequence) -> int:

@@ -69,6 +69,9 @@ class Sequence:
         last_logprobs: of the tokens that the last commit appended.
         last_candidates: of these tokens, what num_candidates asks for; empty if it asks for
             nothing. Of a beam, of the token that is to be chosen next.
+        num_scored: tokens of its prompt whose log-probabilities are committed, or not wanted. Until
+            these are all, it has no output.
+        prompt_candidates: what no event has told yet of these tokens.
     """
 
     __slots__ = (
@@ -96,8 +99,10 @@ class Sequence:
         "num_in_flight",
         "num_preemptions",
         "num_prompt_tokens",
+        "num_scored",
         "num_seats",
         "num_steps",
+        "prompt_candidates",
         "request",
         "request_id",
         "seed",
@@ -149,6 +154,11 @@ class Sequence:
         self.cumulative_logprob = 0.0
         self.last_logprobs: list[float] = []
         self.last_candidates: list[list[Candidate]] = []
+        self.num_scored = self.num_prompt_tokens
+        self.prompt_candidates: list[list[Candidate]] = []
+        if request.params.num_prompt_logprobs is not None:
+            self.num_scored = 1  # the first token follows nothing
+            self.prompt_candidates.append([])
 
     @property
     def num_tokens(self) -> int:

@@ -18,7 +18,7 @@ import argparse
 import functools
 import importlib
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -295,10 +295,10 @@ def sdpa(inputs: Inputs, backend: SDPBackend) -> Call:
 # ---------------------------------------------------------------- rows
 
 
-def rows(with_peers: bool) -> Iterator[dict[str, Any]]:
+def rows(with_peers: bool, block_sizes: Sequence[int]) -> Iterator[dict[str, Any]]:
     yield timing.copy_ceiling()
     yield timing.gemm_ceiling()
-    for block_size in (16, 64):
+    for block_size in block_sizes:
         for name, kv_lens in DECODE.items():
             q_lens = [1] * len(kv_lens)
             num_bytes = sum(kv_lens) * NUM_KV_HEADS * HEAD_DIM * 2 * DTYPE.itemsize
@@ -354,6 +354,7 @@ def _make(
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--peers", action="store_true", help="time FlashInfer and torch too")
+    parser.add_argument("--block-size", type=int, help="the only one; 16 and 64 without")
     parser.add_argument("--in-layers", action="store_true", help="time decode inside of layers")
     parser.add_argument("--json", type=Path, help="where to write the rows")
     options = parser.parse_args()
@@ -361,7 +362,8 @@ def main() -> None:
     if options.in_layers:
         timing.report("attention in layers", rows_in_layers(), options.json)
     else:
-        timing.report("attention", rows(options.peers), options.json)
+        sizes = (16, 64) if options.block_size is None else (options.block_size,)
+        timing.report("attention", rows(options.peers, sizes), options.json)
 
 
 if __name__ == "__main__":

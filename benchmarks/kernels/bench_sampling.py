@@ -103,6 +103,7 @@ def ours(n: int, dtype: torch.dtype, case: str) -> Callable[[], Call]:
         wanted = torch.full((n,), int(wished.get("top", -1)), dtype=torch.int32, device="cuda")
         ids = torch.empty(n, MAX_TOP, dtype=torch.int32, device="cuda")
         values = torch.empty(n, MAX_TOP, device="cuda")
+        own = torch.empty(n, device="cuda")
         ranks = torch.empty(n, dtype=torch.int32, device="cuda")
 
         def call() -> None:
@@ -128,6 +129,7 @@ def ours(n: int, dtype: torch.dtype, case: str) -> Callable[[], Call]:
                     statuses=statuses,
                     ids=ids,
                     logprobs=values,
+                    own_logprobs=own,
                     ranks=ranks,
                     pdl=True,
                 )

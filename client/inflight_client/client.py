@@ -116,14 +116,26 @@ def _deltas(values: dict[str, list[Any]]) -> list[Delta]:
         return values.get(name) or [otherwise] * len(texts)
 
     (num_input_tokens, *_) = values.get("num_input_tokens", [0])
+    (of_prompt, *_) = values.get("prompt_logprobs", [""])
+    # There is one prompt, whatever the number of outputs.
+    of_prompts = [of_prompt] + [""] * (len(texts) - 1)
     return [
-        Delta(text, reason or None, num_input_tokens, count, read_logprobs(logprobs), index)
-        for text, reason, count, logprobs, index in zip(
+        Delta(
+            text,
+            reason or None,
+            num_input_tokens,
+            count,
+            read_logprobs(logprobs),
+            index,
+            read_logprobs(prompt_logprobs, "prompt_logprobs"),
+        )
+        for text, reason, count, logprobs, index, prompt_logprobs in zip(
             texts,
             of("finish_reason", ""),
             of("num_output_tokens", 0),
             of("logprobs", ""),
             of("index", 0),
+            of_prompts[: len(texts)],
             strict=True,
         )
     ]

@@ -49,9 +49,11 @@ class Options(TypedDict, total=False):
     end_id: int
     ignore_eos: bool
     exclude_input_in_output: bool
+    echo: bool
     sampling_parameters: str
     cache_salt: str
     num_logprobs: int
+    num_prompt_logprobs: int
     n: int
     best_of: int
     beam_width: int
@@ -92,9 +94,11 @@ DATATYPES: dict[str, str] = {
     "end_id": "INT32",
     "ignore_eos": "BOOL",
     "exclude_input_in_output": "BOOL",
+    "echo": "BOOL",
     "sampling_parameters": "BYTES",
     "cache_salt": "BYTES",
     "num_logprobs": "INT32",
+    "num_prompt_logprobs": "INT32",
     "n": "INT32",
     "best_of": "INT32",
     "beam_width": "INT32",

@@ -39,7 +39,10 @@ class StepLayout:
         starts        [N] position of each chunk's first token, or FROM_DEVICE
         query_start   [N + 1] chunk i owns tokens query_start[i]:query_start[i + 1]; T after all
         row_start     [N + 1] the logits of chunk i are rows row_start[i]:row_start[i + 1]: of its
-                      last token, and of one more before it for each draft
+                      last token, and of one more before it for each draft, or of more of a prompt
+        given         [N] token that follows row i in a prompt, whose log probability is wanted;
+                      negative where one is to be chosen. A chunk that has such rows has no drafts,
+                      and but for these one row at most, its last
         bias_starts   [N + 1] biases[bias_starts[i]:bias_starts[i + 1]] are added in row i
         mask_rows     [N] which mask tells what row i may choose; negative for none
         num_likeliest [N] tokens to tell of row i, with their log probabilities; negative for none
@@ -65,6 +68,7 @@ class StepLayout:
             "starts": self.max_rows,
             "query_start": self.max_rows + 1,
             "row_start": self.max_rows + 1,
+            "given": self.max_rows,
             "bias_starts": self.max_rows + 1,
             "mask_rows": self.max_rows,
             "num_likeliest": self.max_rows,
@@ -95,6 +99,7 @@ class Step:
         self.starts = parts["starts"]
         self.query_start = parts["query_start"]
         self.row_start = parts["row_start"]
+        self.given = parts["given"]
         self.bias_starts = parts["bias_starts"]
         self.mask_rows = parts["mask_rows"]
         self.num_likeliest = parts["num_likeliest"]
@@ -115,9 +120,9 @@ class BatchState:
         token_ids, positions, slot_mapping: [T] int64, of the step.
         seq_lens: [N] int32, tokens in the KV cache after the step; 0 past the chunks.
         step_tables: [N, B] int32, of the step's chunks.
-        sample_rows: [N] int64, the tokens after which one is to be chosen.
-        step_wishes: [N, WISH words] int32, of these rows.
-        sample_positions: [N] int64, of the tokens to be chosen.
+        sample_rows: [N] int64, the tokens after which one is to be chosen, or is given.
+        step_wishes: [N, WISH words] int32, of these rows; none, where one is given.
+        sample_positions: [N] int64, of the tokens to be chosen, or given.
         tail_starts, tail_lengths: [N] int32, where the drafts that a row counts on stand among the
             step's tokens.
         chosen: [N] int64; logprobs: [N] float32; statuses: [N] int32: what `sample` found.
@@ -241,6 +246,7 @@ def begin_step(
         step.starts,
         step.query_start,
         step.row_start,
+        step.given,
         step.tokens,
         state.tables,
         state.tables.shape[1],
@@ -288,6 +294,7 @@ def end_step(step: Step, state: BatchState, num_chunks: int, *, pdl: bool = Fals
         step.header,
         step.sample_slots,
         step.row_start,
+        step.given,
         state.sample_rows,
         state.sample_positions,
         state.token_ids,

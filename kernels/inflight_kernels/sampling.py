@@ -223,10 +223,15 @@ def top_logprobs(
     statuses: Tensor,
     ids: Tensor,
     logprobs: Tensor,
+    own_logprobs: Tensor,
     ranks: Tensor,
+    given: Tensor | None = None,
     pdl: bool = False,
 ) -> None:
     """Name the likeliest tokens of rows; to be called after `sample`, with what it had and wrote.
+
+    And tell of each row's own token: the chosen one or, where the text goes on already, a given
+    one. What `sample` chose there does not matter, but it must have found some token to choose.
 
     Rows that want nothing cost nothing, and nothing is written for them. Of equal logits the
     smaller id comes first.
@@ -239,8 +244,12 @@ def top_logprobs(
         token_ids, statuses: [n] int64 and int32, from `sample`.
         ids: [n, MAX_TOP] int32, written: the likeliest tokens in order, and -1 past those.
         logprobs: [n, MAX_TOP] float32, written: log softmax of the logits as they came, and -inf.
-        ranks: [n] int32, written: the place of the chosen token in that order, from 1; 0 where the
-            status is not FINE.
+        own_logprobs: [n] float32, written: the same at the row's own token; 0 where the status is
+            not FINE.
+        ranks: [n] int32, written: the place of that token in that order, from 1; 0 where the status
+            is not FINE.
+        given: [n] int32, tokens to look at in place of the chosen ones, below V; negative for none.
+            None where no row has one.
         pdl: see `Kernel`.
 
     Raises:
@@ -252,7 +261,10 @@ def top_logprobs(
     check("statuses", statuses, (n,), torch.int32, vectors=False)
     check("ids", ids, (n, MAX_TOP), torch.int32, vectors=False)
     check("logprobs", logprobs, (n, MAX_TOP), torch.float32, vectors=False)
+    check("own_logprobs", own_logprobs, (n,), torch.float32, vectors=False)
     check("ranks", ranks, (n,), torch.int32, vectors=False)
+    if given is not None:
+        check("given", given, (n,), torch.int32, vectors=False)
     if not n:
         return
     kernel("top_logprobs", f"top_logprobs<{storage}>")(
@@ -263,11 +275,13 @@ def top_logprobs(
         vocab_size,
         token_ids,
         statuses,
+        0 if given is None else given,
         wanted,
         workspace.scratch,
         workspace.arrivals,
         ids,
         logprobs,
+        own_logprobs,
         ranks,
         pdl=pdl,
     )

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from inflight.batch import Batch
+from inflight.batch import Batch, Chunk
 from inflight.request import Request
 from inflight.sampling import SamplingParams
 from inflight.sequence import Sequence
@@ -31,6 +31,16 @@ def test_a_prompt_and_a_decode_step_side_by_side() -> None:
     assert arrays.seq_lens.tolist() == [4, 3]
     assert arrays.block_tables.tolist() == [[3, 1, 7], [5, 2, 0]]
     assert arrays.sample_rows.tolist() == [3], "the prompt is not read to its end"
+
+
+def test_rows_of_scores_come_before_the_last_one() -> None:
+    one = sequence([10, 11, 12, 13, 14], blocks=[0])
+    inner, last = Chunk(one, 0, 3, False, num_scores=2), Chunk(one, 3, 2, True, num_scores=1)
+    arrays = Batch([inner, last]).arrays(block_size=8)
+    assert arrays.sample_rows.tolist() == [1, 2, 3, 4]
+    assert inner.scored_ids == [12, 13]
+    assert last.scored_ids == [14]
+    assert Chunk(one, 4, 1, True).scored_ids == []
 
 
 def test_a_batch_without_chunks_has_empty_arrays() -> None:

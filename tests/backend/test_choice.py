@@ -290,6 +290,33 @@ def test_the_likeliest_tokens_are_reported_as_the_model_sees_them() -> None:
     assert third == [Candidate(9, float(own[9]), 10), *first[:2]]
 
 
+def test_a_token_that_is_given_is_looked_at_and_nothing_is_chosen() -> None:
+    """Whatever its request wishes of tokens that are chosen."""
+    logits = torch.randn(4, VOCAB)
+    logits[2, 9] = float("nan")
+    wishes = {
+        "num_prompt_logprobs": 2,
+        "temperature": 1.0,
+        "repetition_penalty": 2.0,
+        "logit_bias": ((7, -100.0),),
+        "allowed_token_ids": (3,),
+        "min_tokens": 1,
+    }
+    one = sequence(SamplingParams(**wishes), [1, 7, 8])
+    rows = [Row(one, [], given=7), Row(one, [], given=8), Row(one, [], given=0), Row(one, [])]
+    own = torch.log_softmax(logits, -1)
+    choices = choose(logits.clone(), rows)
+    assert choices.statuses == [FINE, FINE, NOT_FINITE, FINE]
+    assert choices.token_ids == [7, 8, 0, 3]
+    assert choices.candidates[2:] == [[], []]
+    for row, token_id in ((0, 7), (1, 8)):
+        first, *others = choices.candidates[row]
+        assert (first.token_id, first.logprob) == (token_id, float(own[row, token_id]))
+        assert first.rank == 1 + int((own[row] > own[row, token_id]).sum())
+        likeliest = own[row].topk(2).indices.tolist()
+        assert [one.token_id for one in others] == [id_ for id_ in likeliest if id_ != token_id]
+
+
 def test_no_more_than_the_vocabulary_is_reported() -> None:
     row = Row(sequence(SamplingParams(num_logprobs=20), [1]), [])
     (candidates,) = choose(torch.randn(1, 7), [row]).candidates

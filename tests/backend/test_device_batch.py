@@ -60,6 +60,7 @@ class CheckingRunner:
         self.num_blocks = num_blocks
         self.block_size = BLOCK_SIZE
         self.vocab_size = VOCAB_SIZE
+        self.max_rows = max_num_seqs + MAX_DRAFTS * max_num_seqs
         self.steps_ahead = steps_ahead
         self.step_costs = StepCosts((1, 64), (1.0, 1.0))
         self.drafts_for_host = True
@@ -76,6 +77,7 @@ class CheckingRunner:
         self.cache = torch.full((num_blocks, BLOCK_SIZE), -1)  # the token that was written
         self.num_from_device = 0
         self.num_accepted = 0
+        self.num_scored = 0
 
     def forget(self, sequence: Sequence) -> None:
         pass
@@ -92,7 +94,14 @@ class CheckingRunner:
         )
         for i, chunk in enumerate(batch.chunks):
             rows = range(*step.row_start[i : i + 2].tolist())
-            assert len(rows) == 1 + chunk.num_drafts
+            if chunk.num_scores:
+                self._check_scores(sent, chunk, rows)
+                rows = rows[chunk.num_scores :]
+            assert (step.given[rows.start : rows.stop] == -1).all()
+            chooses = (
+                chunk.samples or not chunk.num_scores
+            )  # one of a prompt's last row is nobody's
+            assert len(rows) == (1 + chunk.num_drafts if chooses else 0)
             slot, start = int(step.slots[i]), int(step.starts[i])
             tokens = step.tokens[query_start[i] : query_start[i + 1]].tolist()
             assert len(tokens) == chunk.length
@@ -122,6 +131,19 @@ class CheckingRunner:
             else:
                 state.results[sent.ring_index][3, i] = 0
         return Step(self.device, batch, sent)
+
+    def _check_scores(self, sent: Sent, chunk: Chunk, rows: range) -> None:
+        """The first rows are of tokens that have a next one, in the prompt."""
+        step = self.device.step
+        first = chunk.end - len(rows) + 1
+        expected = chunk.sequence.request.prompt_ids[first : first + chunk.num_scores]
+        scored = slice(rows.start, rows.start + chunk.num_scores)
+        assert step.given[scored].tolist() == expected
+        assert len(expected) == chunk.num_scores
+        wanted = chunk.sequence.request.params.num_prompt_logprobs
+        assert step.num_likeliest[scored].tolist() == [wanted] * chunk.num_scores
+        assert Needs.LIKELIEST in sent.needs
+        self.num_scored += chunk.num_scores
 
     def _check_wish(self, slot: int, chunk: Chunk) -> None:
         wish = self.device.state.wishes[slot].numpy().view(sampling.WISH)[0]
@@ -162,7 +184,7 @@ class Step:
 
     def result(self) -> StepOutput:
         output = StepOutput([], [])
-        chosen = self._device.results(self._sent)
+        chosen = self._device.results(self._batch, self._sent)
         for index, (chunk, found) in enumerate(zip(self._batch.chunks, chosen, strict=True)):
             output.token_ids.append(found.token_ids if chunk.samples else [])
             output.logprobs.append(found.logprobs if chunk.samples else [])
@@ -194,6 +216,11 @@ def requests(count: int, **params: object) -> list[Request]:
     ]
 
 
+def with_scores(request: Request) -> Request:
+    params = msgspec.structs.replace(request.params, num_prompt_logprobs=2)
+    return msgspec.structs.replace(request, params=params)
+
+
 @pytest.mark.parametrize("steps_ahead", [0, 1])
 @pytest.mark.parametrize(
     "settings",
@@ -213,6 +240,11 @@ def test_each_step_arrives_as_it_was_meant(steps_ahead: int, settings: dict[str,
     wanted = generate(make_engine(0), requests(40))
     engine = make_engine(steps_ahead, **settings)
     assert generate(engine, requests(40)) == wanted
+    scored = make_engine(steps_ahead, **settings)
+    given = [one if one.request_id % 3 else with_scores(one) for one in requests(40)]
+    assert generate(scored, given) == wanted
+    least = sum(len(one.prompt_ids) - 1 for one in given if not one.request_id % 3)
+    assert scored.runner.num_scored >= least  # type: ignore[attr-defined]
     if "num_blocks" in settings:
         assert engine.scheduler.num_preemptions > 0
     assert isinstance(engine.runner, CheckingRunner)
@@ -353,3 +385,37 @@ def test_masks_stand_where_their_rows_look_for_them() -> None:
     own = places[sent.row_start[1] : sent.row_start[2]]
     assert [int(device.masks[place, 0]) for place in own] == [10, 11, 12][: 1 + num_drafts]
     assert places.count(-1) == len(places) - len(own)
+
+
+def test_what_a_request_wishes_is_for_the_row_behind_its_prompt() -> None:
+    """Rows in which the prompt's own token is looked at have no mask and no bias."""
+    engine = make_engine(0, max_prefill_chunk=4)
+    (request,) = requests(1, num_prompt_logprobs=3, num_logprobs=1, logit_bias=((9, 1.5),))
+    engine.submit(msgspec.structs.replace(request, prompt_ids=[1, 2, 3, 4, 5, 6, 7]))
+    device, cache = engine.runner.device, engine.runner.cache  # type: ignore[attr-defined]
+    inner = engine.scheduler.schedule()
+    inner.chunks[0].sequence.grammar = object()
+    last = engine.scheduler.schedule()
+
+    class Masks:
+        def of_row(self, index: int, count: int) -> np.ndarray:
+            assert (index, count) == (0, 0)
+            return np.full(sampling.prompt_words(VOCAB_SIZE), 11, np.int32)
+
+    sent = device.send(inner, 0, cache)
+    assert (sent.row_start, sent.bias_ids) == ([0, 4], None)
+    device.send_masks(inner, Masks())
+    assert device.step.given[:4].tolist() == [2, 3, 4, 5]
+    assert device.step.mask_rows[:4].tolist() == [-1] * 4
+    assert device.step.num_likeliest[:4].tolist() == [3] * 4
+    assert not device.masks.any()
+
+    sent = device.send(last, 0, cache)
+    assert sent.row_start == [0, 3]
+    device.send_masks(last, Masks())
+    assert device.step.given[:3].tolist() == [6, 7, -1]
+    assert device.step.num_likeliest[:3].tolist() == [3, 3, 1]
+    assert device.step.bias_starts[:4].tolist() == [0, 0, 0, 1]
+    *others, place = device.step.mask_rows[:3].tolist()
+    assert others == [-1, -1]
+    assert int(device.masks[place, 0]) == 11

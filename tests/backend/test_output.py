@@ -143,6 +143,45 @@ def test_no_candidates_come_where_none_were_asked_for() -> None:
     assert all(event.candidates == [] for event in run(sequence, encode("a b")))
 
 
+def test_what_is_known_of_a_prompt_is_told_once_and_before_its_output() -> None:
+    sequence = sequence_of(SamplingParams(num_prompt_logprobs=1))
+    ids = sequence.request.prompt_ids
+    known = [[], *[[Candidate(id_, -0.5, 2), Candidate(EOS, -0.25, 1)] for id_ in ids[1:]]]
+    assert sequence.prompt_candidates == [[]]
+    stage = OutputStage(detokenizer())
+    sequence.prompt_candidates = known[:3]
+    (first,) = stage.tell_prompts([sequence])
+    sequence.prompt_candidates = known[3:]
+    sequence.token_ids.append(encode("a")[0])
+    (second,) = stage.collect([sequence])
+    assert (first.token_ids, first.position, first.finish_reason) == ([], 0, None)
+    assert first.window == second.window == detokenizer().window_for(ids, len(ids))
+    named = [
+        [Candidate(one.token_id, one.logprob, one.rank, detokenizer().name(one.token_id))]
+        for one in [*(own[0] for own in known[1:]), Candidate(EOS, -0.25, 1)]
+    ]
+    told = first.prompt_candidates + second.prompt_candidates
+    assert told == [[], *[own + named[-1] for own in named[:-1]]]
+    sequence.token_ids.append(encode("a")[0])
+    (third,) = stage.collect([sequence])
+    assert third.prompt_candidates == []
+
+
+@pytest.mark.parametrize("params", [{}, {"stop_words": ("a",)}, {"num_logprobs": 1}], ids=str)
+def test_where_no_output_is_wanted_what_was_chosen_is_cut_off(params: dict[str, Any]) -> None:
+    for chosen in (encode("a")[0], EOS):
+        sequence = sequence_of(SamplingParams(max_tokens=0, **params), max_tokens=0)
+        sequence.token_ids.append(chosen)
+        sequence.last_logprobs, sequence.cumulative_logprob = [-0.3], -0.3
+        sequence.last_candidates = [[Candidate(chosen, -0.3, 1)]]
+        (event,) = OutputStage(detokenizer()).collect([sequence])
+        assert (event.token_ids, event.position, event.trim) == ([], 0, 0)
+        assert event.finish_reason is FinishReason.LENGTH
+        assert event.cumulative_logprob == 0.0
+        assert event.candidates == []
+        assert sequence.num_output_tokens == 0
+
+
 @pytest.mark.parametrize("sizes", [(1,), (2,), (3, 1), (100,)])
 def test_max_tokens_ends_an_output(sizes: tuple[int, ...]) -> None:
     sequence = sequence_of(SamplingParams(), max_tokens=5)

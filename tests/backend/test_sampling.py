@@ -27,7 +27,7 @@ TINY = math.ulp(0.0)
 @pytest.mark.parametrize(
     ("name", "values"),
     [
-        ("max_tokens", [1, MAX_TOKENS_LIMIT, None]),
+        ("max_tokens", [0, 1, MAX_TOKENS_LIMIT, None]),
         ("min_tokens", [0, MAX_TOKENS_LIMIT]),
         ("temperature", [0.0, MAX_TEMPERATURE, None, 1]),
         ("top_k", [-1, 0, 1, 2**31 - 1]),
@@ -50,6 +50,7 @@ TINY = math.ulp(0.0)
         ("logit_bias", [tuple((i, 1.0) for i in range(MAX_LOGIT_BIASES))]),
         ("allowed_token_ids", [(), (0, MAX_TOKENS_LIMIT), (7,) * MAX_ALLOWED_TOKENS]),
         ("num_logprobs", [None, 0, 20]),
+        ("num_prompt_logprobs", [None, 0, 20]),
         ("seed", [0, 2**64 - 1, None]),
         ("end_id", [0, None]),
         ("stop_words", [(), ("x" * MAX_STOP_WORD_BYTES,), ("x",) * MAX_STOP_WORDS, ("é" * 128,)]),
@@ -64,7 +65,7 @@ def test_the_whole_range_is_allowed(name: str, values: list[Any]) -> None:
 @pytest.mark.parametrize(
     ("name", "values"),
     [
-        ("max_tokens", [0, -1, MAX_TOKENS_LIMIT + 1]),
+        ("max_tokens", [-1, MAX_TOKENS_LIMIT + 1]),
         ("min_tokens", [-1, MAX_TOKENS_LIMIT + 1]),
         ("temperature", [-TINY, -1.0, math.nextafter(MAX_TEMPERATURE, 200)]),
         ("top_k", [-2, 2**31]),
@@ -87,6 +88,7 @@ def test_the_whole_range_is_allowed(name: str, values: list[Any]) -> None:
         ("num_logprobs", [-1, 21]),
         ("beam_width", [-1, 0, 17]),
         ("length_penalty", [-10.01, 10.01]),
+        ("num_prompt_logprobs", [-1, 21]),
         ("repetition_penalty", [0.0, -1.0, 10.01]),
         ("presence_penalty", [-2.01, 2.01]),
         ("frequency_penalty", [-2.01, 2.01]),
@@ -149,6 +151,8 @@ def test_a_bias_that_is_not_finite_is_refused() -> None:
         ({"logit_bias": ((1, 1.0),)}, "logit_bias: does not go together"),
         ({"dry_multiplier": 1.0}, "dry_multiplier: does not go together"),
         ({"allowed_token_ids": (1,)}, "allowed_token_ids: does not go together"),
+        ({"num_prompt_logprobs": 0}, "num_prompt_logprobs: does not go together with beam_width 4"),
+        ({"max_tokens": 0}, "beam_width: does not go together with max_tokens 0"),
     ],
 )
 def test_what_does_not_go_with_beams_is_refused_by_name(wish: dict[str, Any], named: str) -> None:

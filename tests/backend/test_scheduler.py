@@ -17,12 +17,12 @@ from hypothesis.stateful import (
     rule,
 )
 
-from fake_runner import NUM_NAMED, LateStep, PagedRunner, alone, next_token
+from fake_runner import NUM_NAMED, LateStep, PagedRunner, alone, next_token, score
 from inflight.batch import Batch, Chunk, StepOutput
 from inflight.beams import BeamGroup
 from inflight.errors import CapacityError, EngineError, RequestError
 from inflight.output import OutputStage
-from inflight.request import Request
+from inflight.request import Candidate, Request
 from inflight.sampling import SamplingParams
 from inflight.scheduler import Scheduler
 from inflight.sequence import Sequence, Status
@@ -97,6 +97,72 @@ def test_a_prompt_is_cut_to_max_prefill_chunk(fake: PagedRunner) -> None:
     plan = scheduler(max_prefill_chunk=5)
     plan.add(sequence(1, prompt(12)))
     assert [lengths(step(plan, fake))[1] for _ in range(4)] == [5, 5, 2, 1]
+
+
+def scored(request_id: int, prompt_ids: list[int], max_tokens: int = 4) -> Sequence:
+    params = SamplingParams(max_tokens=max_tokens, num_prompt_logprobs=0)
+    return Sequence(Request(request_id, prompt_ids, params), max_tokens)
+
+
+def test_a_prompt_that_is_scored_is_cut_to_the_rows(fake: PagedRunner) -> None:
+    plan = scheduler(max_rows=6)
+    one = scored(1, prompt(20))
+    plan.add(one)
+    batches = [step(plan, fake) for _ in range(5)]
+    assert [lengths(batch)[1] for batch in batches] == [6, 6, 6, 2, 1]
+    assert [rows_of(batch.chunks[0]) for batch in batches] == [6, 6, 6, 2, 1]
+    assert [batch.chunks[0].num_scores for batch in batches] == [6, 6, 6, 1, 0]
+    assert one.prompt_candidates == scores_of(one)
+
+
+def test_a_prompt_that_is_scored_leaves_others_their_rows_and_the_tokens_that_it_cannot_use(
+    fake: PagedRunner,
+) -> None:
+    plan = scheduler(max_rows=6, max_batch_tokens=16)
+    plan.add(sequence(1, prompt(4), max_tokens=9))
+    step(plan, fake)
+    plan.add(scored(2, prompt(20, start=1)))
+    plan.add(sequence(3, prompt(20, start=2)))
+    batch = step(plan, fake)
+    assert lengths(batch) == {1: 1, 2: 4, 3: 11}, (
+        "three of the six rows are the others' and its own"
+    )
+    assert sum(max(1, rows_of(chunk)) for chunk in batch.chunks) == 6
+
+
+def test_of_two_prompts_that_are_scored_the_first_has_the_spare_rows(fake: PagedRunner) -> None:
+    plan = scheduler(max_rows=6)
+    plan.add(scored(1, prompt(20)))
+    plan.add(scored(2, prompt(20, start=1)))
+    assert lengths(step(plan, fake)) == {1: 5, 2: 1}
+    run_all(plan, fake)
+
+
+def test_what_is_scored_is_not_taken_from_the_prefix_cache(fake: PagedRunner) -> None:
+    plan = scheduler()
+    plan.add(sequence(1, prompt(12)))
+    run_all(plan, fake)
+    one = scored(2, prompt(12))
+    plan.add(one)
+    run_all(plan, fake)
+    assert one.num_cached_tokens == 0
+    assert one.prompt_candidates == scores_of(one)
+
+
+def test_who_lost_its_blocks_goes_on_where_its_scores_end(fake: PagedRunner) -> None:
+    """Up to there the prefix cache may help, and rows are not needed."""
+    plan = scheduler(max_rows=7)
+    one = scored(1, prompt(24))
+    plan.add(one)
+    step(plan, fake)
+    step(plan, fake)
+    assert one.num_scored == 15
+    plan.suspend(one)
+    plan.resume(one)
+    (chunk,) = step(plan, fake).chunks
+    assert (chunk.start, chunk.length, chunk.num_scores) == (12, 9, 7)
+    run_all(plan, fake)
+    assert one.prompt_candidates == scores_of(one)
 
 
 def test_decode_goes_on_while_a_long_prompt_is_read(fake: PagedRunner) -> None:
@@ -730,6 +796,20 @@ def waits(one: Sequence) -> bool:
     return one.num_in_flight > 0 and (one.needs_host or last_is_in_flight)
 
 
+def rows_of(chunk: Chunk) -> int:
+    """Of logits that somebody looks at."""
+    return chunk.num_scores + chunk.num_drafts + chunk.samples
+
+
+def scores_of(one: Sequence) -> list[list[Candidate]]:
+    """What the runner thinks of the tokens of a prompt, if that is asked for."""
+    prompt_ids = one.request.prompt_ids
+    if one.request.params.num_prompt_logprobs is None:
+        return []
+    scores = [score(prompt_ids[:i], prompt_ids[i]) for i in range(1, len(prompt_ids))]
+    return [[], *[[own] for own in scores]]
+
+
 class EngineMachine(RuleBasedStateMachine):
     """Random arrivals, cancels, suspensions and failures over random small pools.
 
@@ -745,10 +825,12 @@ class EngineMachine(RuleBasedStateMachine):
         prefix_cache=st.sampled_from([True, True, True, False]),
         max_draft_tokens=st.integers(1, 8),
         steps_ahead=st.sampled_from([0, 1, 1, 2]),
+        spare_rows=st.integers(0, 6),
     )
-    def start(self, steps_ahead: int, **config: int) -> None:
+    def start(self, steps_ahead: int, spare_rows: int, **config: int) -> None:
         self.config = config
-        self.plan = Scheduler(**config)
+        self.max_rows = config["max_num_seqs"] + config["max_draft_tokens"] + spare_rows
+        self.plan = Scheduler(max_rows=self.max_rows, **config)
         self.pool = self.plan._pool
         self.fake = PagedRunner(config["num_blocks"], config["block_size"], steps_ahead)
         self.fake.draft = guess
@@ -792,6 +874,7 @@ class EngineMachine(RuleBasedStateMachine):
         stops=st.booleans(),
         needs_host=st.sampled_from([False, False, True]),
         num_drafts=st.sampled_from([0, 0, 1, 2, 5]),
+        scores=st.booleans(),
     )
     def add(
         self,
@@ -801,9 +884,11 @@ class EngineMachine(RuleBasedStateMachine):
         stops: bool = False,
         needs_host: bool = False,
         num_drafts: int = 0,
+        scores: bool = False,
     ) -> None:
         self.num_added += 1
-        request = Request(self.num_added, prompt_ids, SamplingParams(), cache_salt)
+        params = SamplingParams(num_prompt_logprobs=0 if scores else None)
+        request = Request(self.num_added, prompt_ids, params, cache_salt)
         ends = frozenset({STOP}) if stops else frozenset()
         one = Sequence(request, max_tokens, eos_token_ids=ends)
         one.needs_host = needs_host
@@ -822,7 +907,12 @@ class EngineMachine(RuleBasedStateMachine):
         """A prompt that repeats tokens which another request has by now."""
         other = members(data.draw(st.sampled_from(list(self.alive.values()))))[-1]
         length = data.draw(st.integers(1, len(other.token_ids)))
-        self.add(other.token_ids[:length], data.draw(st.integers(1, 6)), other.request.cache_salt)
+        self.add(
+            other.token_ids[:length],
+            data.draw(st.integers(1, 6)),
+            other.request.cache_salt,
+            scores=data.draw(st.booleans()),
+        )
 
     @rule()
     def step(self) -> None:
@@ -910,6 +1000,7 @@ class EngineMachine(RuleBasedStateMachine):
             assert one.num_output_tokens <= one.max_tokens
             assert one.num_accepted <= one.num_drafted
             assert one.num_output_tokens == one.num_steps + one.num_accepted
+            assert one.prompt_candidates == scores_of(one), "a score twice, or lost"
             last = one.token_ids[-len(one.last_logprobs) :]
             ended = not one.eos_token_ids.isdisjoint(last)
             if one.num_output_tokens == one.max_tokens or ended:
@@ -938,6 +1029,8 @@ class EngineMachine(RuleBasedStateMachine):
         assert batch.num_tokens <= self.config["max_batch_tokens"]
         num_drafts = sum(chunk.num_drafts for chunk in batch.chunks)
         assert num_drafts <= self.config["max_draft_tokens"]
+        num_rows = sum(max(1, rows_of(chunk)) for chunk in batch.chunks)
+        assert num_rows <= self.max_rows
         seats = sum(len(members(one)) for one in running)
         assert seats <= self.plan._num_seats <= self.config["max_num_seqs"]
         stayed = [one for one in running if one in before]
@@ -962,6 +1055,9 @@ class EngineMachine(RuleBasedStateMachine):
             if one.needs_host and chunk.samples and chunk.start >= one.num_prompt_tokens:
                 assert not any(each.samples for each in steps[1:])
             assert one.num_tokens <= one.max_length
+            assert len(chunk.scored_ids) == chunk.num_scores
+            assert not (chunk.num_scores and chunk.num_drafts)
+            assert rows_of(chunk) <= chunk.length
             for block in self._blocks_of(chunk):
                 # A beam may compute for all of its search what they have lost together.
                 owners = [each for each in members(owner(one)) if block in each.blocks]
@@ -1033,10 +1129,13 @@ class SearchMachine(EngineMachine):
         prefix_cache=st.booleans(),
         max_draft_tokens=st.integers(1, 8),
         steps_ahead=st.sampled_from([0, 1, 1, 2]),
+        spare_rows=st.integers(0, 6),
         prompts=st.lists(PROMPTS, min_size=2, max_size=4),
     )
-    def start(self, steps_ahead: int, prompts: list[list[int]], **config: int) -> None:
-        super().start(steps_ahead, **config)
+    def start(
+        self, steps_ahead: int, spare_rows: int, prompts: list[list[int]], **config: int
+    ) -> None:
+        super().start(steps_ahead, spare_rows, **config)
         for index, prompt_ids in enumerate(prompts):
             self.add_a_search(prompt_ids, 8, 2 + index % 2, index % 2 == 0, early_stopping=False)
 

@@ -45,6 +45,7 @@ FRAMES: list[wire.Frame] = [
             TokenEvent(
                 4, [5], [], 1, candidates=[[Candidate(5, -0.5, 2, "é"), Candidate(1, -1, 1)]]
             ),
+            TokenEvent(5, prompt_candidates=[[], [Candidate(5, -0.5, 2, "é")]]),
         ]
     ),
 ]

@@ -82,6 +82,8 @@ def test_lists_and_biases_travel_as_tensors() -> None:
             dry_multiplier=0.5,
             no_repeat_ngram_size=3,
             num_logprobs=2,
+            num_prompt_logprobs=5,
+            echo=True,
         )
         (call,) = server.calls
     assert call.input("logit_bias_ids") == ("INT32", [2], struct.pack("<2i", 7, 3))
@@ -91,6 +93,8 @@ def test_lists_and_biases_travel_as_tensors() -> None:
     assert call.input("dry_multiplier") == ("FP32", [1], struct.pack("<f", 0.5))
     assert call.input("no_repeat_ngram_size") == ("INT32", [1], struct.pack("<i", 3))
     assert call.input("num_logprobs") == ("INT32", [1], struct.pack("<i", 2))
+    assert call.input("num_prompt_logprobs") == ("INT32", [1], struct.pack("<i", 5))
+    assert call.input("echo") == ("BOOL", [1], b"\1")
     assert "logit_bias" not in call.input_names()
 
 
@@ -128,6 +132,44 @@ def test_logprobs_come_back_by_token() -> None:
         deltas = list(client.stream("Hi", num_logprobs=1))
         assert [delta.logprobs for delta in deltas] == [expected[:1], expected[1:]]
         assert client.generate("Hi", num_logprobs=1).logprobs == expected
+
+
+def test_a_prompts_logprobs_come_before_the_output_and_once() -> None:
+    one = {"6": {"logprob": -2.5, "rank": 3, "decoded_token": "b"}}
+    two = {"7": {"logprob": -0.5, "rank": 1, "decoded_token": "é"}}
+
+    def script(call: Call) -> Iterator[Any]:
+        yield answer("", num_output=0, prompt_logprobs=json.dumps([None, one]))
+        yield answer("a", prompt_logprobs=json.dumps([two]))
+        yield answer("b", "stop")
+
+    expected = ((), (Candidate(6, -2.5, 3, "b"),), (Candidate(7, -0.5, 1, "é"),))
+    with fake_triton.serve(script) as server, Client(server.url) as client:
+        deltas = list(client.stream("Hi", num_prompt_logprobs=0))
+        assert [delta.prompt_logprobs for delta in deltas] == [expected[:2], expected[2:], ()]
+        assert client.generate("Hi", num_prompt_logprobs=0).prompt_logprobs == expected
+
+
+def test_of_several_outputs_the_first_has_the_prompts_logprobs() -> None:
+    def script(call: Call) -> Iterator[Any]:
+        outputs = [(0, "eins", "stop", 2, ""), (1, "zwei", "length", 7, "")]
+        yield fake_triton.answers(outputs, prompt_logprobs="[null]")
+
+    with fake_triton.serve(script) as server, Client(server.url) as client:
+        first, second = client.generate_several("Hi", n=2, num_prompt_logprobs=0)
+    assert (first.prompt_logprobs, second.prompt_logprobs) == (((),), ())
+
+
+def test_a_prompts_logprobs_that_cannot_be_read_are_named() -> None:
+    def script(call: Call) -> Iterator[Any]:
+        yield answer("a", "stop", prompt_logprobs="[1]")
+
+    with (
+        fake_triton.serve(script) as server,
+        Client(server.url) as client,
+        pytest.raises(ServerError, match="output prompt_logprobs cannot be read"),
+    ):
+        client.generate("Hi")
 
 
 @pytest.mark.parametrize("text", ["{", "[1]", '[{"x": {}}]', '[{"1": {"logprob": 1}}]'])

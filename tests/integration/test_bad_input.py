@@ -164,7 +164,16 @@ GRPC = {
         [PROMPT, fp32("typical_p", 0.5), fp32("temperature", 0)],
         "typical_p: drops the likeliest token",
     ),
-    "82-prompt": ("generate", [PROMPT, params(prompt_logprobs=1)], "prompt_logprobs is 1, which"),
+    "82-prompt": (
+        "generate",
+        [PROMPT, params(prompt_logprobs=-1)],
+        "sampling_parameters: num_prompt_logprobs: -1 is out of range; allowed: [0, 20]",
+    ),
+    "82-echo": (
+        "generate",
+        [PROMPT, grpc("echo", values=True), grpc("exclude_input_in_output", values=True)],
+        "echo: true contradicts exclude_input_in_output",
+    ),
     "82-top-alone": ("generate", [PROMPT, params(top_logprobs=1)], "top_logprobs needs logprobs"),
     "82-negative": ("generate", [PROMPT, grpc("num_logprobs", values=-1)], "num_logprobs: -1"),
     "82-21": ("generate", [PROMPT, grpc("num_logprobs", values=21)], "num_logprobs: 21 is out"),

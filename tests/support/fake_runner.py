@@ -22,6 +22,7 @@ class CountingRunner:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.vocab_size = vocab_size
+        self.max_rows = 1 << 20
         self.steps_ahead = 0
         self.step_costs: StepCosts | None = None
         self.drafts_for_host = True
@@ -50,6 +51,12 @@ class CountingRunner:
 def next_token(token_ids: list[int], vocab_size: int) -> int:
     """A model: any token before decides about the next one."""
     return zlib.crc32(bytes(token_ids)) % vocab_size
+
+
+def score(token_ids: list[int], token_id: int) -> Candidate:
+    """What that model thinks of a token after others."""
+    digest = zlib.crc32(bytes([*token_ids, token_id]))
+    return Candidate(token_id, -(digest % 1000) / 100, 1 + digest % 7)
 
 
 def alone(prompt_ids: list[int], max_tokens: int, vocab_size: int = 3) -> list[int]:
@@ -99,6 +106,7 @@ class PagedRunner:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.vocab_size = vocab_size
+        self.max_rows = 1 << 20
         self.steps_ahead = steps_ahead
         self.step_costs: StepCosts | None = None
         self.drafts_for_host = True
@@ -164,6 +172,12 @@ class PagedRunner:
             if chunk.samples and chunk.sequence.num_candidates is not None:
                 found = candidates(own.ids[: own.known], chunk.sequence.num_candidates, self.named)
                 output.candidates[index] = [found[::-1]]  # ranks say the order
+            if chunk.num_scores:
+                first = own.end - chunk.samples - chunk.num_scores
+                output.prompt_candidates[index] = [
+                    [score(own.ids[: first + i + 1], token)]
+                    for i, token in enumerate(chunk.scored_ids)
+                ]
             if chunk.sequence.request_id in self.poisoned:
                 output.errors[index] = "numerical: poisoned"
         return output

@@ -87,12 +87,16 @@ def answer(
     num_output: int = 1,
     logprobs: str = "",
     index: int = 0,
+    prompt_logprobs: str = "",
 ) -> Any:
     """One response of an ensemble, about one output."""
-    return answers([(index, text, finish_reason, num_output, logprobs)], num_input)
+    outputs = [(index, text, finish_reason, num_output, logprobs)]
+    return answers(outputs, num_input, prompt_logprobs)
 
 
-def answers(outputs: list[tuple[int, str, str, int, str]], num_input: int = 5) -> Any:
+def answers(
+    outputs: list[tuple[int, str, str, int, str]], num_input: int = 5, prompt_logprobs: str = ""
+) -> Any:
     """One response: (index, text, finish reason, tokens, logprobs) of each output."""
     infer = service_pb2.ModelInferResponse(model_name="generate")
     count = len(outputs)
@@ -105,6 +109,7 @@ def answers(outputs: list[tuple[int, str, str, int, str]], num_input: int = 5) -
         ("num_output_tokens", "UINT32", count, struct.pack(f"<{count}I", *counts)),
         ("cumulative_logprob", "FP32", count, struct.pack(f"<{count}f", *[-0.5] * count)),
         ("logprobs", "BYTES", count, b"".join(map(_string, logprobs))),
+        ("prompt_logprobs", "BYTES", 1, _string(prompt_logprobs)),
         ("draft_stats", "BYTES", count, _string("") * count),
     ):
         infer.outputs.add(name=name, datatype=datatype, shape=[size])

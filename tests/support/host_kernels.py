@@ -38,7 +38,6 @@ def install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda_runner, "slow_kernels", lambda *shape: [])
     monkeypatch.setattr(cuda_runner, "compile_ahead", lambda kernels: None)
     monkeypatch.setattr(cuda_runner, "launch", _Ops(is_hopper=bool, num_multiprocessors=int))
-    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: self)
     state = _Ops(write_tables, write_wishes, begin_step, end_step)
     monkeypatch.setattr(cuda_runner, "batch_state", state)
     monkeypatch.setattr(device_batch, "batch_state", state)
@@ -80,6 +79,9 @@ class _HostTorch:
 
     def device(self, *names: object) -> torch.device:
         return torch.device("cpu")
+
+    def zeros(self, *shape: Any, pin_memory: bool = False, **settings: Any) -> Tensor:
+        return torch.zeros(*shape, **settings)
 
 
 class _HostCuda:
@@ -174,6 +176,11 @@ def begin_step(step: Step, state: BatchState, num_blocks: int, block_size: int) 
             state.sample_rows[first_row + i] = first + offset
             state.sample_positions[first_row + i] = start + offset + 1
             state.step_wishes[first_row + i] = state.wishes[slot]
+            if step.given[first_row + i] >= 0:
+                state.step_wishes[first_row + i] = 0
+                state.step_wishes[first_row + i, _SLOT] = -1
+            scores = bool(step.given[first_row] >= 0)
+            state.tail_lengths[first_row + i] = 0 if scores else i
 
 
 def end_step(step: Step, state: BatchState, num_chunks: int, pdl: bool = False) -> None:
@@ -184,6 +191,8 @@ def end_step(step: Step, state: BatchState, num_chunks: int, pdl: bool = False) 
             result[3, chunk] = 0
             continue
         first, end = step.row_start[chunk : chunk + 2].tolist()
+        if step.given[first] >= 0:
+            first = end - 1
         for row in range(first, end):
             token, position = int(state.chosen[row]), int(state.sample_positions[row])
             result[0, row] = token
@@ -340,9 +349,8 @@ def sample(
 ) -> None:
     """Greedy rows, and drawn ones with the filters of `reference_sampling.draw`; biases and masks.
     Nothing else."""
-    own = reference_sampling.log_probs(logits)
-    log_sums[id(workspace)] = torch.logsumexp(logits.float(), -1)
-    logits = logits.clone()
+    log_sums[id(workspace)] = torch.logsumexp(logits, -1)
+    raw, logits = logits, logits.clone()
     if bias_starts is not None and bias_ids is not None and biases is not None:
         for row, (begin, end) in enumerate(itertools.pairwise(bias_starts.tolist())):
             for token_id, bias in zip(bias_ids[begin:end], biases[begin:end], strict=True):
@@ -368,7 +376,9 @@ def sample(
             np.array([number]),
         )
         token_ids[row] = drawn[0]
-    logprobs.copy_(own.gather(1, token_ids[:, None])[:, 0])
+    logprobs.copy_(reference_sampling.log_probs(raw).gather(1, token_ids[:, None])[:, 0])
+    broken = ~reference_sampling.finite_rows(raw)
+    statuses[broken], token_ids[broken], logprobs[broken] = sampling.NOT_FINITE, 0, 0.0
 
 
 # What `sample` leaves in a workspace: of each row, the logarithm of the sum of exp(logits).
@@ -384,16 +394,26 @@ def top_logprobs(
     statuses: Tensor,
     ids: Tensor,
     logprobs: Tensor,
+    own_logprobs: Tensor,
     ranks: Tensor,
+    given: Tensor | None = None,
+    pdl: bool = False,
 ) -> None:
-    sums = log_sums[id(workspace)]
+    found = logits - log_sums[id(workspace)][: len(logits), None]
     for row, number in enumerate(wanted.tolist()):
-        if number >= 0:
-            found = reference_sampling.top(logits[row], number)
-            ids[row], logprobs[row] = -1, float("-inf")
-            ids[row, : len(found)] = found.int()
-            logprobs[row, : len(found)] = logits[row, found] - sums[row]
-            ranks[row] = reference_sampling.rank(logits[row], int(token_ids[row]))
+        if number < 0:
+            continue
+        ids[row], logprobs[row], own_logprobs[row], ranks[row] = -1, float("-inf"), 0.0, 0
+        if int(statuses[row]) != sampling.FINE:
+            continue
+        token = int(token_ids[row])
+        if given is not None and int(given[row]) >= 0:
+            token = int(given[row])
+        likeliest = reference_sampling.top(found[row], number)
+        ids[row, : len(likeliest)] = likeliest.int()
+        logprobs[row, : len(likeliest)] = found[row, likeliest]
+        own_logprobs[row] = found[row, token]
+        ranks[row] = reference_sampling.rank(found[row], token)
 
 
 # ---------------------------------------------------------------- the model

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import os
+import itertools
 import time
 from collections.abc import Sequence
 
-import llguidance
 import numpy as np
 from numpy.typing import NDArray
 
@@ -15,8 +14,6 @@ from inflight.structured.matcher import Matcher, guarded
 from inflight.structured.vocabulary import Vocabulary
 
 Rows = NDArray[np.int32]
-
-_MAX_THREADS = 8  # a mask takes some 10 us: more threads cost more than they bring
 
 MAX_BLANK_BYTES = 64
 """White space on end in JSON, where any amount is allowed: some models never come back from it.
@@ -28,36 +25,32 @@ library's limits let pass, fails: the others in its batch would wait for it at e
 
 
 class MaskFiller:
-    """Fills masks on threads that hold no interpreter lock.
+    """Fills masks one after the other, on the thread that asks for them.
+
+    A mask takes some 10 us, and copies of a grammar wait for each other's lexer: threads cost more
+    than they bring, for 256 sequences too. The library lets go of the interpreter's lock for each
+    mask, so that another thread of the caller's gets on meanwhile.
 
     Args:
         vocabulary: of the model.
-        num_threads: None for all cores that there are, up to 8.
 
     Attributes:
         num_words: int32 of a row.
     """
 
-    def __init__(self, vocabulary: Vocabulary, num_threads: int | None = None) -> None:
-        threads = num_threads or min(_MAX_THREADS, len(os.sched_getaffinity(0)))
-        self._executor = llguidance.LLExecutor(threads)
-        self._is_slow = False  # whether the last batch was: then the next looks for the reason
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        self._is_slow = False  # whether some mask was: then the next batch looks for the reason
         self.num_words = vocabulary.num_words
         self._stop_id = vocabulary.stop_id
         self._model_ends = vocabulary.end_ids
-        self._blanks = {
-            id_: len(text)
-            for id_, text in enumerate(vocabulary.tokens)
-            if text and not text.strip(b" \t\r\n")
-        }
         bits = np.ones(self.num_words * 32, np.uint8)
-        bits[list(self._blanks)] = 0
+        bits[list(vocabulary.blanks)] = 0
         self._printed = np.packbits(bits, bitorder="little").view(np.int32)
         # Ids that the model has beyond its tokenizer's: a grammar can name them by number.
-        bits = np.zeros(self.num_words * 32, np.uint8)
-        bits[: vocabulary.num_used] = 1
+        bits = np.ones(self.num_words * 32, np.uint8)
+        bits[: vocabulary.num_used] = 0
         self._first_padded = vocabulary.num_used // 32
-        self._used = np.packbits(bits, bitorder="little").view(np.int32)[self._first_padded :]
+        self._unused = np.packbits(bits, bitorder="little").view(np.int32)[self._first_padded :]
 
     def fill(
         self,
@@ -84,9 +77,9 @@ class MaskFiller:
         Raises:
             ValueError: `out` is not what it has to be.
         """
-        starts = [0]
-        for index in range(len(matchers)):
-            starts.append(starts[-1] + 1 + (len(drafts[index]) if drafts is not None else 0))
+        starts: Sequence[int] = range(len(matchers) + 1)
+        if drafts is not None:
+            starts = [0, *itertools.accumulate(1 + len(draft) for draft in drafts)]
         self._check(out, starts[-1])
         if not matchers:
             return {}
@@ -100,14 +93,17 @@ class MaskFiller:
             except EngineError as error:
                 failures[index] = error
         padded = rows[:, self._first_padded :]
-        named = bool((padded & ~self._used).any())
+        named = False
+        if not all(matcher.is_json for matcher in matchers):  # no schema names a token by number
+            named = bool((padded & self._unused).any())
         if named:
-            padded &= self._used
+            padded &= ~self._unused
         for index, matcher in enumerate(matchers):
-            if matcher.is_json and self._is_blank(matcher):
+            if matcher.num_blank_bytes >= MAX_BLANK_BYTES and matcher.is_json:
                 row = rows[starts[index]]
-                if (row & self._printed).any():
-                    row &= self._printed
+                printed = row & self._printed
+                if printed.any():
+                    row[:] = printed
             if matcher.has_own_ends and index not in failures:
                 for row in rows[starts[index] : starts[index + 1]]:
                     self._replace_ends(row, matcher.end_ids)
@@ -138,29 +134,31 @@ class MaskFiller:
         if self._is_slow:
             self._is_slow = False
             return list(range(len(matchers)))
-        started = time.perf_counter()
-        where = rows.ctypes.data, self.num_words * 4, len(rows)
-        states = [matcher.state for matcher in matchers]
-        try:
-            if drafts is None:
-                entries = list(zip(states, starts, strict=False))
-                self._executor.unsafe_compute_mask_ptr(entries, *where)
-            else:
-                rows.fill(-1)
-                bodies = [m.before_end(draft) for m, draft in zip(matchers, drafts, strict=True)]
-                self._executor.unsafe_compute_mask_ptr_with_draft_token(
-                    list(zip(states, starts, bodies, strict=False)), *where
-                )
-        except (KeyboardInterrupt, SystemExit):
-            raise
-        except BaseException:  # a panic does not say whose
-            return list(range(len(matchers)))
-        self._is_slow = time.perf_counter() - started > MAX_MASK_S
-        return [
-            index
-            for index, matcher in enumerate(matchers)
-            if matcher.has_ended or matcher.state.is_error()
-        ]
+        suspects = []
+        base, size = rows.ctypes.data, self.num_words * 4
+        ended_s = time.perf_counter()
+        for index, matcher in enumerate(matchers):
+            state, start = matcher.state, starts[index]
+            try:
+                if drafts is not None and drafts[index]:
+                    rows[start : starts[index + 1]].fill(-1)
+                    body = matcher.before_end(drafts[index])
+                    # The library's stub knows it for executors only.
+                    state.unsafe_compute_mask_ptr_with_draft_token(  # type: ignore[attr-defined]
+                        base + start * size, size, body
+                    )
+                else:
+                    state.unsafe_compute_mask_ptr(base + start * size, size)
+                if matcher.has_ended or state.is_error():
+                    suspects.append(index)
+            except (KeyboardInterrupt, SystemExit):
+                raise
+            except BaseException:  # a panic; what became of its rows shows one by one
+                suspects.append(index)
+            started_s, ended_s = ended_s, time.perf_counter()
+            if ended_s - started_s > MAX_MASK_S:
+                self._is_slow = True
+        return suspects
 
     def _fill_one(self, matcher: Matcher, rows: Rows, draft: Sequence[int]) -> None:
         rows.fill(-1)
@@ -196,17 +194,6 @@ class MaskFiller:
                 return
             matcher.recover()
         raise matcher.failure()
-
-    def _is_blank(self, matcher: Matcher) -> bool:
-        """Whether there has been nothing but white space for too long."""
-        length = 0
-        for id_ in reversed(matcher.token_ids):
-            if id_ not in self._blanks:
-                return False
-            length += self._blanks[id_]
-            if length >= MAX_BLANK_BYTES:
-                return True
-        return False
 
     def _replace_ends(self, row: Rows, end_ids: frozenset[int]) -> None:
         """The library knows the model's ends: put the request's in their place."""

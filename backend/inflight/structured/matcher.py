@@ -36,7 +36,9 @@ class Matcher:
         end_ids: tokens that end this request's output; the model's own if None.
 
     Attributes:
+        is_json: see Grammar.
         num_tokens: taken, and not rolled back.
+        num_blank_bytes: of the white space that these end with.
         num_recoveries: how often the lexer was started anew.
     """
 
@@ -45,13 +47,16 @@ class Matcher:
     ) -> None:
         own = vocabulary.end_ids if end_ids is None else end_ids
         self.end_ids = frozenset(id_ for id_ in own if 0 <= id_ < vocabulary.size)
+        self.is_json = grammar.is_json
         self.num_recoveries = 0
         self._grammar = grammar
         self._size = vocabulary.size
         self._stop_id = vocabulary.stop_id
         # Masks come with the bits of the vocabulary's own end tokens.
         self.has_own_ends = self.end_ids != frozenset(vocabulary.end_ids)
+        self._blanks = vocabulary.blanks
         self._tokens: list[int] = []
+        self.num_blank_bytes = 0
         self._ended = False  # whether the last token is one of end_ids
         self._recovered_at = -1
         self._generation = grammar.generation
@@ -60,16 +65,6 @@ class Matcher:
     @property
     def num_tokens(self) -> int:
         return len(self._tokens)
-
-    @property
-    def is_json(self) -> bool:
-        """See Grammar."""
-        return self._grammar.is_json
-
-    @property
-    def token_ids(self) -> Sequence[int]:
-        """The tokens taken, and not rolled back."""
-        return self._tokens
 
     @property
     def may_end(self) -> bool:
@@ -98,6 +93,7 @@ class Matcher:
         if ends and self.may_end and not self._ended:
             self._ended = True
             self._tokens.append(token_ids[taken])
+            self.num_blank_bytes = 0
             taken += 1
         if taken < len(token_ids):
             raise EngineError(
@@ -121,6 +117,11 @@ class Matcher:
         inside = num_tokens - self._ended
         self._ended = False
         del self._tokens[-num_tokens:]
+        self.num_blank_bytes = 0
+        for id_ in reversed(self._tokens):
+            if id_ not in self._blanks:
+                break
+            self.num_blank_bytes += self._blanks[id_]
         if inside and not guarded(lambda: self.state.rollback(inside)):
             self.recover()
 
@@ -170,7 +171,10 @@ class Matcher:
             taken = guarded(lambda: self.state.try_consume_tokens(body))
             if self.state.is_error():
                 raise self.failure()
-        self._tokens += body[:taken]
+        for id_ in body[:taken]:
+            self._tokens.append(id_)
+            length = self._blanks.get(id_)
+            self.num_blank_bytes = 0 if length is None else self.num_blank_bytes + length
         return taken
 
     def recover(self) -> None:

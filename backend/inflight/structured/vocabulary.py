@@ -5,15 +5,22 @@ Light to import: the sandbox needs nothing else of a tokenizer. `bridge` makes o
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import cached_property, lru_cache
 
 import llguidance
 import msgspec
 
 Encode = Callable[[str], list[int]]
 
+# Where a grammar leaves no choice, the library has the text that must come encoded for each mask.
+# A tokenizer takes longer for that than a mask does, and the texts are the same ones again and
+# again: a schema's keys, and what is left of them. Long ones would fill the memory.
+_MAX_KEPT = 4096
+_MAX_KEPT_LEN = 128
 
-class Vocabulary(msgspec.Struct, frozen=True):
+
+class Vocabulary(msgspec.Struct, frozen=True, dict=True):
     """What a grammar has to know of a model; crosses into the sandbox as it is.
 
     Attributes:
@@ -45,6 +52,15 @@ class Vocabulary(msgspec.Struct, frozen=True):
         while size and not self.tokens[size - 1] and size - 1 not in self.end_ids:
             size -= 1
         return size
+
+    @cached_property
+    def blanks(self) -> Mapping[int, int]:
+        """The tokens that are nothing but white space in JSON, and how many bytes each has."""
+        return {
+            id_: len(text)
+            for id_, text in enumerate(self.tokens)
+            if text and not text.strip(b" \t\r\n")
+        }
 
     @property
     def stop_id(self) -> int:
@@ -79,8 +95,12 @@ class _Source:
         self.eos_token_id = vocabulary.stop_id
         self.tokenizer: llguidance.LLTokenizer | None = None
         self._encode = encode
+        self._kept = lru_cache(_MAX_KEPT)(self._ids)
 
     def __call__(self, text: str) -> list[int]:
+        return self._kept(text) if len(text) <= _MAX_KEPT_LEN else self._ids(text)
+
+    def _ids(self, text: str) -> list[int]:
         try:
             ids = self._encode(text) if self._encode is not None else []
         except Exception:  # of whatever kind, it would be a panic in the library that calls

@@ -42,7 +42,7 @@ def fill(
     if not walks:
         return [], {}
     filler = walks[0].filler
-    starts = np.cumsum([0, *[1 + len(draft) for draft in drafts]])
-    out = np.empty((int(starts[-1]), filler.num_words), np.int32)
+    starts = [0, *itertools.accumulate(1 + len(draft) for draft in drafts)]
+    out = np.empty((starts[-1], filler.num_words), np.int32)
     failures = filler.fill([walk.matcher for walk in walks], out, drafts)
     return [out[a:b] for a, b in itertools.pairwise(starts)], failures

@@ -31,9 +31,10 @@ def parse(text: str) -> dict[str, Any]:
         if key in _IGNORED:
             if value not in _IGNORED[key]:
                 allowed = ", ".join(json.dumps(choice) for choice in _IGNORED[key])
-                reason = _REASONS.get(key, "is not supported in this version")
                 raise RequestError(
-                    f"{key} is {_shown(value)}, which {reason}; allowed: {allowed}", PARAM
+                    f"{key} is {_shown(value)}, which is not supported in this version; "
+                    f"allowed: {allowed}",
+                    PARAM,
                 )
         elif key in _KEYS:
             name, convert = _KEYS[key]
@@ -200,11 +201,12 @@ _KEYS: dict[str, tuple[str, Callable[[str, Any], Any]]] = {
     "early_stopping": ("early_stopping", _flag),
     "logprobs": ("num_logprobs", _logprobs),
     "top_logprobs": ("top_logprobs", _integer),
+    "prompt_logprobs": ("num_prompt_logprobs", _integer),
+    "echo": ("echo", _flag),
 }
 
 # Accepted at these values only: they ask for what happens anyway.
 _IGNORED: dict[str, tuple[Any, ...]] = {
-    "prompt_logprobs": (None, 0),
     "detokenize": (True, None),
     "skip_special_tokens": (True, None),
     "spaces_between_special_tokens": (True, None),
@@ -213,9 +215,4 @@ _IGNORED: dict[str, tuple[Any, ...]] = {
     "logits_processors": (None, []),
     "guided_decoding": (None,),
     "structured_outputs": (None,),
-}
-
-_REASONS = {
-    "prompt_logprobs": "the engine does not know: prompt tokens that are found in the prefix cache "
-    "are not computed",
 }

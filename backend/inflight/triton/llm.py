@@ -82,8 +82,10 @@ class Answer:
             self._sender.send(pb_utils.InferenceResponse(error=failure), flags=flags)
             return
         assert self._asked is not None
+        # Of all outputs one tells of the prompt, and it may not be among the best.
+        prompt_candidates = [one for event in events for one in event.prompt_candidates]
         parts = self._asked.answer([self._part(event) for event in events])
-        arrays = protocol.outputs(parts, len(self._asked.prompt_ids))
+        arrays = protocol.outputs(parts, len(self._asked.prompt_ids), prompt_candidates)
         response = pb_utils.InferenceResponse(
             [pb_utils.Tensor(name, array) for name, array in arrays.items() if name in self._wanted]
         )

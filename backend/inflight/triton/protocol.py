@@ -14,8 +14,8 @@ import numpy as np
 
 from inflight.config import MAX_DRAFTS
 from inflight.errors import RequestError, did_you_mean
-from inflight.request import AUTO_DRAFTS, Candidate, Request, TokenEvent
-from inflight.sampling import SamplingParams
+from inflight.request import AUTO_DRAFTS, Candidate, Request, TokenEvent, check_length
+from inflight.sampling import MAX_TOKENS_LIMIT, SamplingParams
 from inflight.structured.guide import StructuredOutput
 from inflight.structured.guide import parse as parse_guide
 from inflight.triton import dialect, tensors
@@ -88,7 +88,8 @@ class Generation(msgspec.Struct, frozen=True):
     def requests(self, request_ids: list[int]) -> list[Request]:
         """The engine's requests, one for each of `best_of` outputs.
 
-        With a seed, output i has seed + i; all but the first wait for the prompt that it computes.
+        With a seed, output i has seed + i; all but the first wait for the prompt that it computes,
+        and leave it to the first to tell of that.
         A beam search is one request.
         """
         # Without a stream the detokenizer sees one response, at the end: no sign of life before.
@@ -108,9 +109,9 @@ class Generation(msgspec.Struct, frozen=True):
         made = []
         for index, request_id in enumerate(request_ids):
             params = self.params
-            if index and params.seed is not None:
-                seed = (params.seed + index) % 2**64
-                params = msgspec.structs.replace(params, seed=seed)
+            if index:
+                seed = None if params.seed is None else (params.seed + index) % 2**64
+                params = msgspec.structs.replace(params, seed=seed, num_prompt_logprobs=None)
             made.append(
                 Request(
                     request_id,
@@ -158,8 +159,14 @@ def parse(inputs: Mapping[str, Array], parameters: Mapping[str, Any], limits: Li
     _refuse_unsupported(values, names)
     stream = values.get("stream", False)
     n, best_of = _num_outputs(values, names, stream)
+    echo = _echo(values, names)
     params = _sampling(values, names, limits.vocab_size)
     _check_search(values, names, params.beam_width)
+    if params.max_tokens == 0:
+        _check_scoring(values, names, echo)
+    check_length(
+        len(prompt_ids), params.max_tokens, limits.max_model_len, prompt_tensor or "input_ids"
+    )
     return Generation(
         prompt_ids=prompt_ids,
         params=params,
@@ -171,7 +178,7 @@ def parse(inputs: Mapping[str, Array], parameters: Mapping[str, Any], limits: Li
         structured=parse_guide(
             values.get("guided_decoding_guide_type"), values.get("guided_decoding_guide")
         ),
-        echo=not values.get("exclude_input_in_output", True),
+        echo=echo,
         detokenized=prompt_tensor is not None,
     )
 
@@ -184,15 +191,21 @@ def merge(earlier: TokenEvent, later: TokenEvent) -> TokenEvent:
         window=earlier.window,
         num_cached_tokens=earlier.num_cached_tokens,
         candidates=earlier.candidates + later.candidates,
+        prompt_candidates=earlier.prompt_candidates + later.prompt_candidates,
     )
 
 
-def outputs(parts: list[Part], num_input_tokens: int) -> dict[str, Array]:
+def outputs(
+    parts: list[Part],
+    num_input_tokens: int,
+    prompt_candidates: list[list[Candidate]] | None = None,
+) -> dict[str, Array]:
     """The tensors of one response of the model `llm`.
 
     Args:
         parts: of different outputs, each with what is new of it.
         num_input_tokens: tokens of the prompt.
+        prompt_candidates: what is new of these (see `TokenEvent`); None for nothing.
     """
     output_ids: list[int] = []
     detokenize_ids: list[int] = []
@@ -216,6 +229,7 @@ def outputs(parts: list[Part], num_input_tokens: int) -> dict[str, Array]:
         "num_output_tokens": np.array([len(event.token_ids) for event in events], np.uint32),
         "cumulative_logprob": np.array([event.cumulative_logprob for event in events], np.float32),
         "logprobs": _strings(*[_logprobs(event.candidates) for event in events]),
+        "prompt_logprobs": _strings(_logprobs(prompt_candidates or [])),
         "draft_stats": _strings(*[_drafts(event) for event in events]),
     }
 
@@ -234,7 +248,7 @@ def _drafts(event: TokenEvent) -> str:
 
 
 def _logprobs(candidates: list[list[Candidate]]) -> str:
-    """In the form of vLLM's backend for Triton."""
+    """In the form of vLLM's backend for Triton; null for the first token of a prompt."""
     if not candidates:
         return ""
     return json.dumps(
@@ -247,6 +261,7 @@ def _logprobs(candidates: list[list[Candidate]]) -> str:
                 }
                 for one in of_token
             }
+            or None
             for of_token in candidates
         ],
         ensure_ascii=False,
@@ -278,13 +293,6 @@ def _prompt(ids: list[int] | None, name: str, limits: Limits) -> list[int]:
         raise RequestError(
             f"{low if low < 0 else high} is not in the vocabulary; "
             f"allowed: 0 to {limits.vocab_size - 1}",
-            name,
-        )
-    if len(ids) >= limits.max_model_len:
-        # Gateways look for this wording to fall back to a model with a longer context.
-        raise RequestError(
-            f"This model's maximum context length is {limits.max_model_len} tokens. However, "
-            f"your prompt has {len(ids)}; allowed: {limits.max_model_len - 1} and one to generate",
             name,
         )
     return ids
@@ -374,6 +382,40 @@ def _check_search(values: dict[str, Any], names: dict[str, str], beam_width: int
                 f"does not go together with beam_width {beam_width}: {reason}",
                 names.get(name, name),
             )
+
+
+def _echo(values: dict[str, Any], names: dict[str, str]) -> bool:
+    """Whether the prompt leads the output. As in OpenAI's API it then comes with what the output
+    comes with: with num_logprobs, its own."""
+    echo, excluded = values.get("echo"), values.get("exclude_input_in_output")
+    if echo is not None and echo == excluded:
+        raise RequestError(
+            f"{_json(echo)} contradicts exclude_input_in_output ({_json(excluded)}); send one of "
+            "them",
+            names["echo"],
+        )
+    if echo and "num_logprobs" in values:
+        values.setdefault("num_prompt_logprobs", values["num_logprobs"])
+    return bool(echo) if excluded is None else not excluded
+
+
+def _check_scoring(values: dict[str, Any], names: dict[str, str], echo: bool) -> None:
+    """Without output: the prompt must be wanted, and nothing that is about outputs."""
+    if not echo and "num_prompt_logprobs" not in values:
+        raise RequestError(
+            f"0 is out of range; allowed: [1, {MAX_TOKENS_LIMIT}], and 0 with echo or "
+            "num_prompt_logprobs",
+            names["max_tokens"],
+        )
+    for name, one in (("n", 1), ("best_of", 1), ("guided_decoding_guide", None)):
+        if values.get(name, one) != one:
+            raise RequestError(
+                "does not go together with max_tokens 0, which generates nothing", names[name]
+            )
+
+
+def _json(value: bool) -> str:
+    return "true" if value else "false"
 
 
 def _speculation(text: str | None) -> int | None:

@@ -57,7 +57,11 @@ class Contract:
 
 
 OPTIONS = (
-    Tensor("max_tokens", "INT32", "Output tokens at most."),
+    Tensor(
+        "max_tokens",
+        "INT32",
+        "Output tokens at most; 0, for the prompt alone, with echo or num_prompt_logprobs.",
+    ),
     Tensor("min_tokens", "INT32", "No end-of-sequence token before this many output tokens."),
     Tensor("min_length", "INT32", "Another name of min_tokens."),
     Tensor("stream", "BOOL", "Answer as the text grows, not once at the end."),
@@ -87,6 +91,7 @@ OPTIONS = (
     Tensor("end_id", "INT32", "A further end-of-sequence token."),
     Tensor("ignore_eos", "BOOL", "Go on past the end-of-sequence token."),
     Tensor("exclude_input_in_output", "BOOL", "False puts the prompt in front of the output."),
+    Tensor("echo", "BOOL", "True does so too, and with num_logprobs reports the prompt's as well."),
     Tensor("return_num_input_tokens", "BOOL", "Accepted; the count is always there."),
     Tensor("return_num_output_tokens", "BOOL", "Accepted; the count is always there."),
     Tensor("sampling_parameters", "STRING", "Options as a JSON object, in vLLM's names."),
@@ -103,6 +108,11 @@ OPTIONS = (
     ),
     Tensor(
         "num_logprobs", "INT32", "Likeliest tokens to report for each output token; see logprobs."
+    ),
+    Tensor(
+        "num_prompt_logprobs",
+        "INT32",
+        "Likeliest tokens to report for each prompt token; see prompt_logprobs.",
     ),
     Tensor("return_log_probs", "BOOL", "Report each output token, as num_logprobs 0 does."),
     Tensor(
@@ -138,6 +148,12 @@ ANSWER = (
         "A JSON list, of each new token {id: {logprob, rank, decoded_token}}, itself first; empty "
         "unless num_logprobs asks for it.",
         dims=-1,
+    ),
+    Tensor(
+        "prompt_logprobs",
+        "STRING",
+        "The same of each prompt token, null for the first; empty unless num_prompt_logprobs or "
+        "echo asks for it. In a stream in parts, the last one with the first output token.",
     ),
     Tensor(
         "draft_stats",

@@ -61,8 +61,11 @@ struct Shape {
     static_assert(WARP_KEYS % 16 == 0, "a fragment of probabilities has 16 keys");
     static_assert(COPY_KEYS <= 16, "16 consecutive keys are always in one block of the cache");
     static_assert(COPY_KEYS * CHUNKS % 32 == 0, "each lane copies the same number of chunks");
-    // The sums of all warps go where the tiles were.
-    static_assert(WARPS_N * ROWS * FLOAT_PITCH * 4 <= TILE_BYTES, "no room for the sums");
+    // The sums of all warps go where tiles were.
+    static constexpr int SUMS_BYTES = WARPS_N * ROWS * FLOAT_PITCH * 4;
+    static_assert(SUMS_BYTES <= TILE_BYTES, "no room for the sums");
+    // Or in one stage: then the others may have the next unit's already.
+    static constexpr bool RUNS_ON = QUERIES_IN_REGISTERS && SUMS_BYTES <= TILE_BYTES / STAGES;
 };
 
 // ---------------------------------------------------------------- loading
@@ -105,7 +108,9 @@ struct Pages {
         // The table ends with the sequence.
         block = key < kv_end ? load_l2(table + (key >> block_shift)) : 0;
     }
-    __device__ __forceinline__ bool knows(int tile) const { return tile - first < 32; }
+    __device__ __forceinline__ bool knows(int tile) const {
+        return static_cast<unsigned>(tile - first) < 32;
+    }
     __device__ __forceinline__ int of(int tile) const {
         return __shfl_sync(FULL_WARP, block, tile - first);
     }
@@ -172,9 +177,6 @@ struct State {
 template <class S>
 using Scores = float[S::FRAGMENTS][S::WARP_KEYS / 8][4];
 
-template <class S>
-using QueryFragments = unsigned[S::QUERIES_IN_REGISTERS ? S::HEAD_DIM / 16 : 1][S::FRAGMENTS][4];
-
 // ---------------------------------------------------------------- queries and new keys
 
 // What a lane has of a row of a head, as in a fragment: of each 16 columns, four in two words.
@@ -214,7 +216,7 @@ struct InPlace {
     }
     __device__ __forceinline__ void turn(const Unit&, HeadRow<S> (&)[2]) const {}
     __device__ __forceinline__ void place(const Arguments<T>&, const Unit&,
-                                          const QueryFragments<S>&, T*, T*) const {}
+                                          const HeadRow<S> (&)[2], T*, T*) const {}
 };
 
 // What `rope_attend` knows more than `attend`; see rope.cu.
@@ -291,7 +293,7 @@ struct Rotated {
 
     // Into the tile, where this warp alone reads it, and into the cache.
     __device__ __forceinline__ void place(const Arguments<T>& args, const Unit& unit,
-                                          const QueryFragments<S>& fragments, T* keys,
+                                          const HeadRow<S> (&rows)[2], T* keys,
                                           T* values) const {
         if (!has_key) return;
         const int lane = threadIdx.x % 32;
@@ -303,8 +305,9 @@ struct Rotated {
             for (int step = 0; step < HeadRow<S>::STEPS; ++step)
 #pragma unroll
                 for (int half = 0; half < 2; ++half) {
-                    const unsigned* const pair = fragments[step][0] + 2 * half;
-                    words[step * 8 + half * 4] = low ? pair[0] : pair[1];
+                    const unsigned first = rows[0].words[step][half];
+                    const unsigned second = rows[1].words[step][half];
+                    words[step * 8 + half * 4] = low ? first : second;
                 }
         }
         if (lane < S::CHUNKS) reinterpret_cast<uint4*>(values + row)[lane] = value;
@@ -386,7 +389,7 @@ __device__ __forceinline__ void load_queries(HeadRow<S> (&rows)[2],
 
 // scores = queries @ keys^T.
 template <class S>
-__device__ __forceinline__ void mma_qk(Scores<S>& scores, QueryFragments<S>& fragments,
+__device__ __forceinline__ void mma_qk(Scores<S>& scores, const HeadRow<S> (&rows)[2],
                                        const typename S::Element* queries,
                                        const typename S::Element* keys, int warp_m, int warp_n) {
     const int lane = threadIdx.x % 32;
@@ -401,11 +404,15 @@ __device__ __forceinline__ void mma_qk(Scores<S>& scores, QueryFragments<S>& fra
             for (int e = 0; e < 4; ++e) scores[f][n][e] = 0.0f;
 #pragma unroll
     for (int step = 0; step < S::HEAD_DIM / 16; ++step) {
-        auto& a = fragments[S::QUERIES_IN_REGISTERS ? step : 0];
-        if (!S::QUERIES_IN_REGISTERS) {
+        unsigned a[S::FRAGMENTS][4];
 #pragma unroll
-            for (int f = 0; f < S::FRAGMENTS; ++f)
+        for (int f = 0; f < S::FRAGMENTS; ++f) {
+            if (!S::QUERIES_IN_REGISTERS) {
                 load_query_fragment<S>(a[f], queries, warp_m * S::WARP_ROWS + f * 16, step);
+                continue;
+            }
+#pragma unroll
+            for (int i = 0; i < 4; ++i) a[f][i] = rows[i % 2].words[step][i / 2];
         }
 #pragma unroll
         for (int n = 0; n < S::WARP_KEYS / 16; ++n) {
@@ -591,138 +598,112 @@ __device__ __forceinline__ void finish_unit(const Arguments<typename S::Element>
         merge_slots<S, S::THREADS>(args, unit, slots, blocks, 0, unit.num_rows, threadIdx.x);
 }
 
-// ---------------------------------------------------------------- a unit
+// ---------------------------------------------------------------- a share
+
+// Where a block is in its share.
+template <class S>
+struct Walk {
+    const Item* items;
+    Unit unit;
+    int k;     // of the unit's item
+    int left;  // tiles of the share behind those of the unit
+
+    __device__ __forceinline__ void begin(const Arguments<typename S::Element>& args,
+                                          const Item* all, const Share& share) {
+        items = all;
+        k = share.item;
+        unit.item = share.first;
+        const int inside = share.begin - unit.item.first_tile;
+        unit.head = inside / unit.item.kv_tiles;
+        unit.from = inside - unit.head * unit.item.kv_tiles;
+        left = share.end - share.begin;
+        enter(args);
+    }
+    __device__ __forceinline__ void next(const Arguments<typename S::Element>& args) {
+        unit.from = 0;
+        if (++unit.head == args.num_kv_heads) {
+            unit.head = 0;
+            unit.item = load_l2(items + ++k);
+        }
+        enter(args);
+    }
+
+   private:
+    __device__ __forceinline__ void enter(const Arguments<typename S::Element>& args) {
+        unit.to = min(unit.item.kv_tiles, unit.from + left);
+        left -= unit.to - unit.from;
+        unit.num_rows = min(S::ROWS, unit.item.query_len * args.group - unit.item.first_row);
+    }
+};
 
 constexpr int ALL_KEYS = 1 << 30;
 
-// Keys below `ready` may be read before the kernels before have ended, if that is still to be
-// waited for (`waits`): then they are on their way while those end. What is new comes after.
+// Has tiles copied, one after the other, ahead of those who multiply. Where it RUNS_ON it does not
+// stop at the end of a unit, so that its neighbour's keys come while its sums are written.
 template <class S, class Source>
-__device__ __forceinline__ void attend_unit(const Arguments<typename S::Element>& args,
-                                            const Unit& unit, State<S>& state, Source& source,
-                                            typename S::Element* queries,
-                                            typename S::Element* tiles, int ready, bool waits) {
+struct Feed {
     using T = typename S::Element;
-    const int warp = threadIdx.x / 32;
-    const int warp_m = warp % S::WARPS_M;
-    const int warp_n = warp / S::WARPS_M;
-    const int begin = unit.item.kv_begin + unit.from;
-    const int end = unit.item.kv_begin + unit.to;
-    const int history = unit.item.kv_len - unit.item.query_len;
-    const int lowest = history + args.token_of(unit.item.first_row);
-    const int highest = history + args.token_of(unit.item.first_row + unit.num_rows - 1);
-    // Where the cache ends, for this unit.
-    const int kv_end = Source::ROTATES ? history : unit.item.kv_len;
-    const int* table =
-        args.block_tables + static_cast<long long>(unit.item.sequence) * args.table_stride;
+    static constexpr bool RUNS_ON = S::RUNS_ON && !Source::ROTATES;
+
+    Walk<S> walk;
+    int tile, end;  // the next one to copy, and the end of the unit
+    int kv_end;     // of the cache, for this unit
     Pages<S> pages;
-    pages.find(table, args.block_shift, kv_end, begin);
-    const auto load = [&](int stage, int tile, int from, int upto) {
-        load_tile<S>(tiles + 2 * stage * S::TILE, args, unit.head, kv_end, tile, pages.of(tile),
-                     from, upto);
-    };
-    const int new_tile = history / S::KEYS;
-    const bool has_new = Source::ROTATES && unit.item.kv_len > 0 && new_tile >= begin &&
-                         new_tile < end && history % S::KEYS / S::COPY_KEYS == warp;
-    source.prepare(args, unit, has_new);  // before the copies, or it would come behind them
-    // Not unrolled, here and below: at few sequences, reading the instructions takes its time.
-#pragma unroll 1
-    for (int i = 0; i < S::STAGES; ++i) {
-        if (begin + i < end) load(i, begin + i, 0, ready);
-        if (i < S::STAGES - 1) ptx::commit_copies();  // the last: with what the first turn copies
-    }
-    if (waits) {
-        wait_for_previous();
-        launch_next();
-    }
-    HeadRow<S> rows[2];
-    if (S::QUERIES_IN_REGISTERS)
-        load_queries<S>(rows, args, unit, source.key_row(args, unit), warp_m);
-    source.load(args, unit);
-    if (!S::QUERIES_IN_REGISTERS || ready < min(end, begin + S::STAGES - 1) * S::KEYS) {
-        if (!S::QUERIES_IN_REGISTERS) copy_queries<S>(queries, args, unit);
-#pragma unroll 1
-        for (int i = 0; i < S::STAGES - 1; ++i)
-            if (begin + i < end) load(i, begin + i, ready, ALL_KEYS);
-        ptx::commit_copies();
-        ptx::wait_copies<0>();
-        if (!S::QUERIES_IN_REGISTERS) __syncthreads();
-    }
 
-#pragma unroll
-    for (int f = 0; f < S::FRAGMENTS; ++f) {
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            state.max[f][half] = -CUDART_INF_F;
-            state.total[f][half] = 0.0f;
+    // Looks at the first tile of a unit.
+    __device__ __forceinline__ void begin(const Arguments<T>& args, const Walk<S>& at) {
+        walk = at;
+        enter();
+        find(args);
+    }
+    __device__ __forceinline__ bool has_more() const { return tile < end; }
+    __device__ __forceinline__ void load(T* tiles, const Arguments<T>& args, int stage, int which,
+                                         int from, int upto) const {
+        load_tile<S>(tiles + 2 * stage * S::TILE, args, walk.unit.head, kv_end, which,
+                     pages.of(which), from, upto);
+    }
+    __device__ __forceinline__ void next(const Arguments<T>& args) {
+        const int k = walk.k;
+        if (++tile == end && RUNS_ON && walk.left > 0) {
+            walk.next(args);
+            enter();
         }
-#pragma unroll
-        for (int n = 0; n < S::HEAD_DIM / 8; ++n)
-#pragma unroll
-            for (int e = 0; e < 4; ++e) state.sums[f][n][e] = 0.0f;
-    }
-    QueryFragments<S> fragments;
-    if constexpr (S::QUERIES_IN_REGISTERS) {
-        source.turn(unit, rows);
-#pragma unroll
-        for (int step = 0; step < S::HEAD_DIM / 16; ++step)
-#pragma unroll
-            for (int half = 0; half < 2; ++half) {
-                fragments[step][0][half] = rows[half].words[step][0];
-                fragments[step][0][half + 2] = rows[half].words[step][1];
-            }
+        if (has_more() && (walk.k != k || !pages.knows(tile))) find(args);
     }
 
-    int stage = 0;
-#pragma unroll 1
-    for (int tile = begin; tile < end; ++tile) {
-        ptx::wait_copies<S::STAGES - 2>();
-        // The tile is there for all who read it, and all have read the one overwritten next.
-        if (S::PRIVATE)
-            __syncwarp();
-        else
-            __syncthreads();
-        const int ahead = tile + S::STAGES - 1;
-        if (ahead < end) {
-            const int free = stage == 0 ? S::STAGES - 1 : stage - 1;
-            if (!pages.knows(ahead)) pages.find(table, args.block_shift, kv_end, ahead);
-            // The stages were all filled before the first turn, as far as keys were ready.
-            load(free, ahead, tile > begin ? 0 : ready, ALL_KEYS);
-        }
-        ptx::commit_copies();
-
-        T* const keys = tiles + 2 * stage * S::TILE;
-        T* const values = keys + S::TILE;
-        if (Source::ROTATES && tile == new_tile)
-            source.place(args, unit, fragments, keys, values);
-        Scores<S> scores;
-        mma_qk<S>(scores, fragments, queries, keys, warp_m, warp_n);
-        float scale = args.scale;
-        if (args.soft_cap > 0.0f) {
-            cap_scores<S>(scores, scale, args.soft_cap);
-            scale = 1.0f;
-        }
-        const int first_key = tile * S::KEYS;
-        if (first_key + S::KEYS - 1 > lowest || first_key <= highest - args.window)
-            mask_scores<S>(scores, args, unit, warp_m, first_key + warp_n * S::WARP_KEYS);
-        softmax_step<S>(state, scores, scale);
-        mma_pv<S>(state, scores, values, warp_n);
-        stage = stage + 1 == S::STAGES ? 0 : stage + 1;
+   private:
+    __device__ __forceinline__ void enter() {
+        const Item& item = walk.unit.item;
+        tile = item.kv_begin + walk.unit.from;
+        end = item.kv_begin + walk.unit.to;
+        kv_end = Source::ROTATES ? item.kv_len - item.query_len : item.kv_len;
     }
-    ptx::wait_copies<0>();
-}
+    __device__ __forceinline__ void find(const Arguments<T>& args) {
+        pages.find(args.block_tables +
+                       static_cast<long long>(walk.unit.item.sequence) * args.table_stride,
+                   args.block_shift, kv_end, tile);
+    }
+};
 
-// The share of a block. `settled`: see the top.
+// Work on a share. A unit's tiles come in turns: each starts a copy and multiplies the tile that was
+// started STAGES - 1 turns before; where nothing is on its way yet, turns before the first tile only
+// copy.
+//
+// Of the first unit, what is settled is read before the kernels in front have ended: all keys, but
+// for those of this step's tokens.
 template <class S, class Source>
 __device__ __forceinline__ void work_off(const Arguments<typename S::Element>& args, Source source,
                                          const Item* items, const Share* shares, int* arrivals,
                                          float* slots, bool settled) {
     using T = typename S::Element;
+    constexpr bool RUNS_ON = Feed<S, Source>::RUNS_ON;
     extern __shared__ __align__(16) unsigned char memory[];
     T* queries = reinterpret_cast<T*>(memory);
     T* tiles = reinterpret_cast<T*>(memory + S::QUERY_BYTES);
-    float* sums = reinterpret_cast<float*>(tiles);
     float2* states = reinterpret_cast<float2*>(memory + S::QUERY_BYTES + S::TILE_BYTES);
+    const int warp = threadIdx.x / 32;
+    const int warp_m = warp % S::WARPS_M;
+    const int warp_n = warp / S::WARPS_M;
 
     if (!settled) wait_for_previous();
     const Share share = load_l2(shares + blockIdx.x);
@@ -731,32 +712,138 @@ __device__ __forceinline__ void work_off(const Arguments<typename S::Element>& a
         wait_for_previous();
         return;
     }
-    int tile = share.begin;
-    int k = share.item;
-    while (true) {
-        const bool is_first = tile == share.begin;
-        Unit unit;
-        unit.item = is_first ? share.first : load_l2(items + k);
-        const int inside = tile - unit.item.first_tile;
-        unit.head = inside / unit.item.kv_tiles;
-        unit.from = inside - unit.head * unit.item.kv_tiles;
-        unit.to = min(unit.item.kv_tiles, unit.from + share.end - tile);
-        unit.num_rows = min(S::ROWS, unit.item.query_len * args.group - unit.item.first_row);
-        // What `Source` rotates, it does not look for in the cache.
-        const bool all_ready = Source::ROTATES || !settled || !is_first;
-        const int ready = all_ready ? ALL_KEYS : unit.item.kv_len - unit.item.query_len;
+    Walk<S> walk;
+    walk.begin(args, items, share);
+    Feed<S, Source> feed;
+    HeadRow<S> rows[2];
+    State<S> state;
+    Unit done;           // the unit before, whose sums are in `state`
+    int stage = 0;       // of the tile whose turn it is
+    int ready = 0;       // keys below it have been read of the next `num_begun` tiles
+    int num_begun = 0;
+    bool is_first = true, is_over = false;
 
-        State<S> state;
-        attend_unit<S>(args, unit, state, source, queries, tiles, ready, is_first);
-        tile += unit.to - unit.from;
-        __syncthreads();  // all warps are done with the tiles
-        const int warp = threadIdx.x / 32;
-        store_state<S>(sums, states, state, unit.num_rows, warp % S::WARPS_M, warp / S::WARPS_M);
+    // Adds up the sums of the warps. They go where the last tile was: in other stages, tiles of the
+    // next unit may be arriving.
+    const auto finish = [&] {
+        const int last = stage == 0 ? S::STAGES - 1 : stage - 1;
+        float* const sums = reinterpret_cast<float*>(tiles + (RUNS_ON ? 2 * last * S::TILE : 0));
+        __syncthreads();  // all warps are done with the tile
+        store_state<S>(sums, states, state, done.num_rows, warp_m, warp_n);
         __syncthreads();
-        finish_unit<S>(args, unit, share, sums, states, Slots<S>(slots), arrivals);
-        if (tile == share.end) return;
+        finish_unit<S>(args, done, share, sums, states, Slots<S>(slots), arrivals);
         __syncthreads();  // all sums are read
-        if (unit.to == unit.item.kv_tiles && unit.head == args.num_kv_heads - 1) ++k;
+    };
+
+    while (true) {
+        if (!RUNS_ON && !is_first) finish();
+        const Unit& unit = walk.unit;
+        const int history = unit.item.kv_len - unit.item.query_len;
+        const bool begins = is_first || !RUNS_ON;
+        if (!is_over) {
+            if (begins) {
+                feed.begin(args, walk);
+                const int begin = feed.tile, end = feed.end;
+                const int new_tile = history / S::KEYS;
+                const bool has_new = Source::ROTATES && unit.item.kv_len > 0 && new_tile >= begin &&
+                                     new_tile < end && history % S::KEYS / S::COPY_KEYS == warp;
+                source.prepare(args, unit, has_new);  // or it would come behind the copies
+                // What `Source` rotates, it does not look for in the cache.
+                ready = Source::ROTATES || !settled || !is_first ? ALL_KEYS : history;
+                num_begun = min(end - begin, S::STAGES);
+                // Not unrolled: at few sequences, reading the instructions takes its time.
+#pragma unroll 1
+                for (int i = 0; i < S::STAGES; ++i) {
+                    if (i < num_begun) feed.load(tiles, args, i, begin + i, 0, ready);
+                    // The last one waits with what the first tile's turn copies.
+                    if (i < S::STAGES - 1) ptx::commit_copies();
+                }
+            }
+            if (is_first) {
+                wait_for_previous();
+                launch_next();
+            }
+            if (S::QUERIES_IN_REGISTERS)
+                load_queries<S>(rows, args, unit, source.key_row(args, unit), warp_m);
+            else
+                copy_queries<S>(queries, args, unit);
+            if (!S::QUERIES_IN_REGISTERS) ptx::commit_copies();
+            source.load(args, unit);
+        }
+        if (RUNS_ON && !is_first) finish();
+        if (is_over) return;
+
+        const int lowest = history + args.token_of(unit.item.first_row);
+        const int highest = history + args.token_of(unit.item.first_row + unit.num_rows - 1);
+#pragma unroll
+        for (int f = 0; f < S::FRAGMENTS; ++f) {
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                state.max[f][half] = -CUDART_INF_F;
+                state.total[f][half] = 0.0f;
+            }
+#pragma unroll
+            for (int n = 0; n < S::HEAD_DIM / 8; ++n)
+#pragma unroll
+                for (int e = 0; e < 4; ++e) state.sums[f][n][e] = 0.0f;
+        }
+        const int end = unit.item.kv_begin + unit.to;
+        int tile = unit.item.kv_begin + unit.from;
+        int turn = 0;
+        if (begins) {
+            turn = 1 - S::STAGES;
+            stage = 1 % S::STAGES;
+        }
+#pragma unroll 1
+        for (; tile < end; ++turn) {
+            if (turn >= 0) {
+                ptx::wait_copies<S::STAGES - 2>();
+                // The tile is there for all who read it, and all have read the one overwritten next.
+                if (S::PRIVATE)
+                    __syncwarp();
+                else
+                    __syncthreads();
+            }
+            if (turn == 0 && !S::QUERIES_IN_REGISTERS) {
+                ptx::wait_copies<0>();
+                __syncthreads();
+            }
+            int from = 0;
+            if (feed.has_more()) {
+                if (num_begun-- > 0) from = ready;
+                if (from < ALL_KEYS)
+                    feed.load(tiles, args, stage == 0 ? S::STAGES - 1 : stage - 1, feed.tile, from,
+                              ALL_KEYS);
+                feed.next(args);
+            }
+            if (turn >= 0 || from < ALL_KEYS) ptx::commit_copies();
+            const int now = stage;
+            stage = stage + 1 == S::STAGES ? 0 : stage + 1;
+            if (turn < 0) continue;
+            if (turn == 0) source.turn(unit, rows);
+
+            T* const keys = tiles + 2 * now * S::TILE;
+            T* const values = keys + S::TILE;
+            if (Source::ROTATES && tile == history / S::KEYS)
+                source.place(args, unit, rows, keys, values);
+            Scores<S> scores;
+            mma_qk<S>(scores, rows, queries, keys, warp_m, warp_n);
+            float scale = args.scale;
+            if (args.soft_cap > 0.0f) {
+                cap_scores<S>(scores, scale, args.soft_cap);
+                scale = 1.0f;
+            }
+            const int first_key = tile * S::KEYS;
+            if (first_key + S::KEYS - 1 > lowest || first_key <= highest - args.window)
+                mask_scores<S>(scores, args, unit, warp_m, first_key + warp_n * S::WARP_KEYS);
+            softmax_step<S>(state, scores, scale);
+            mma_pv<S>(state, scores, values, warp_n);
+            ++tile;
+        }
+        done = unit;
+        is_first = false;
+        is_over = walk.left == 0;
+        if (!is_over) walk.next(args);
     }
 }
 
@@ -1008,13 +1095,24 @@ extern "C" __global__ void __launch_bounds__(PLAN_THREADS, 1)
         return last_at_most(tile, num_items,
                             [&](int k) { return few_items ? begins[k] : items[k].first_tile; });
     };
-    // Of a share that ends where a unit does.
-    const auto unit_border = [&](int share) {
+    // Where a share begins that ends where a unit does.
+    __shared__ int borders[PLAN_THREADS + 1];
+    const bool few_shares = num_shares <= PLAN_THREADS;
+    const auto find_border = [&](int share) {
         const int tile = share_begin(share, num_tiles, num_shares);
         if (tile >= num_tiles) return tile;
         const Item& item = items[item_of(tile)];
         const int inside = tile - item.first_tile + item.kv_tiles - 1;
         return item.first_tile + inside - inside % item.kv_tiles;
+    };
+    const auto find_borders = [&] {
+#pragma unroll 1
+        for (int share = thread; few_shares && share <= num_shares; share += PLAN_THREADS)
+            borders[share] = find_border(share);
+        __syncthreads();
+    };
+    const auto unit_border = [&](int share) {
+        return few_shares ? borders[share] : find_border(share);
     };
 #pragma unroll 1
     for (int share = thread; share < 2 * num_shares; share += PLAN_THREADS) arrivals[share] = 0;
@@ -1022,6 +1120,7 @@ extern "C" __global__ void __launch_bounds__(PLAN_THREADS, 1)
     const int even = max(1, (num_tiles + num_shares - 1) / num_shares);
     const int tolerable = even + even / 16 + 2;
     bool at_units = whole;
+    if (whole) find_borders();
     if (queue == nullptr && !whole && few_items) {
         if (num_items * num_kv_heads <= num_shares) {
             const int smallest = piece_size(items, num_items, num_kv_heads, even, num_shares);
@@ -1058,6 +1157,7 @@ extern "C" __global__ void __launch_bounds__(PLAN_THREADS, 1)
             }
         } else {
             int largest = 0;
+            find_borders();
 #pragma unroll 1
             for (int share = thread; share < num_shares; share += PLAN_THREADS)
                 largest = max(largest, unit_border(share + 1) - unit_border(share));

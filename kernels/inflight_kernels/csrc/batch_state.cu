@@ -30,7 +30,7 @@ extern "C" __global__ void write_wishes(const int* slots, const int* news, int n
 // every token is a row: these are nobody's, and go nowhere.
 extern "C" __global__ void begin_step(
     const int* header, const int* slots, const int* starts, const int* query_start,
-    const int* row_start, const int* tokens, const int* tables,
+    const int* row_start, const int* given, const int* tokens, const int* tables,
     int table_width, int block_shift, const long long* last_tokens, const int* last_positions,
     const int* drafts, int num_drafts, const int* wishes, long long* token_ids,
     long long* positions, long long* slot_mapping, int* seq_lens, int* step_tables,
@@ -89,25 +89,32 @@ extern "C" __global__ void begin_step(
 
     const int first_row = row_start[chunk];
     const int num_rows = row_start[chunk + 1] - first_row;
+    // A chunk of a prompt whose tokens are looked at has no drafts.
+    const bool scores = num_rows && given[first_row] >= 0;
     for (int i = threadIdx.x; i < num_rows; i += blockDim.x) {
         const int offset = length - num_rows + i;
         sample_rows[first_row + i] = first_token + offset;
         sample_positions[first_row + i] = start + offset + 1;
         tail_starts[first_row + i] = first_token + length - num_rows + 1;
-        tail_lengths[first_row + i] = i;
+        tail_lengths[first_row + i] = scores ? 0 : i;
     }
-    for (int i = threadIdx.x; i < num_rows * WISH_WORDS; i += blockDim.x)
-        step_wishes[first_row * WISH_WORDS + i] = wishes[slot * WISH_WORDS + i % WISH_WORDS];
+    for (int i = threadIdx.x; i < num_rows * WISH_WORDS; i += blockDim.x) {
+        const int word = i % WISH_WORDS;
+        const int no_wish = word == WISH_SLOT ? -1 : 0;
+        step_wishes[first_row * WISH_WORDS + i] =
+            given[first_row + i / WISH_WORDS] >= 0 ? no_wish : wishes[slot * WISH_WORDS + word];
+    }
 }
 
 // Keeps of each chunk the drafts that the model chose as well and the token after them, for the next
 // step, and tells the host: results is its memory. Row i of a chunk was chosen to follow the first i
-// drafts, so it counts if these are right.
+// drafts, so it counts if these are right. Rows whose next token is given choose nothing.
 //
 //   results [ring, 4, max_rows]: tokens, log probabilities as bits, statuses; of each chunk how many
 //   history [slots, width], may be null: the sequences' tokens
 extern "C" __global__ void end_step(const int* header, const int* sample_slots,
-                                    const int* row_start, const long long* sample_rows,
+                                    const int* row_start, const int* given,
+                                    const long long* sample_rows,
                                     const long long* sample_positions, const long long* token_ids,
                                     const long long* chosen, const float* logprobs,
                                     const int* statuses, const int* wishes, int n, int max_rows,
@@ -119,13 +126,15 @@ extern "C" __global__ void end_step(const int* header, const int* sample_slots,
     const int chunk = blockIdx.x * blockDim.x + threadIdx.x;
     if (chunk >= n || chunk >= header[NUM_CHUNKS]) return;
     const int slot = sample_slots[chunk];
-    const int first = row_start[chunk], last = row_start[chunk + 1];
+    int first = row_start[chunk];
+    const int last = row_start[chunk + 1];
     for (int row = first; row < last; row++) count_slots[row] = -1;
     int* result = results + static_cast<long long>(header[RING_INDEX]) * 4 * max_rows;
     if (slot < 0) {
         result[3 * max_rows + chunk] = 0;
         return;
     }
+    if (given[first] >= 0) first = last - 1;
     const int count_slot = wishes[slot * WISH_WORDS + WISH_SLOT];
     int row = first;
     for (;; row++) {

@@ -230,7 +230,7 @@ __device__ bool is_shaped(const Job<T>& job, int row, const Wish& wish) {
 
 // What is added to a token's logit: 0 where its id is not in the row's list, which ascends.
 template <typename T>
-__device__ float bias_of(const Job<T>& job, int row, int id) {
+__device__ __noinline__ float bias_of(const Job<T>& job, int row, int id) {
     int low = job.bias_starts[row], high = job.bias_starts[row + 1];
     while (low < high) {
         const int middle = (low + high) / 2;
@@ -246,6 +246,14 @@ __device__ float bias_of(const Job<T>& job, int row, int id) {
 __device__ inline void mark(long long id, int slice, Shared& shared) {
     const long long at = id - static_cast<long long>(slice) * SLICE;
     if (0 <= at && at < SLICE) atomicOr(&shared.marked[at / 32], 1u << at % 32);
+}
+
+// How often a token is among the first `count` drafts.
+__device__ __noinline__ int times_drafted(const long long* drafts, int count, int id) {
+    int times = 0;
+#pragma unroll 1
+    for (int i = 0; i < count; i++) times += drafts[i] == id;
+    return times;
 }
 
 // Counts of a run of tokens, of which those past the vocabulary are 0.
@@ -304,8 +312,7 @@ __device__ __forceinline__ void shape(const Job<T>& job, int row, const Wish& wi
             for (int j = 0; j < N; j++) {
                 float& value = x[run * N + j];
                 int times = count[j];
-                if (looked_at >> j & 1)
-                    for (int i = 0; i < num_drafts; i++) times += drafts[i] == first + j;
+                if (looked_at >> j & 1) times += times_drafted(drafts, num_drafts, first + j);
                 if (times || in_prompt >> j & 1)
                     value = value > 0.0f ? value / wish.repetition : value * wish.repetition;
                 if (times) value -= wish.presence + wish.frequency * static_cast<float>(times);
@@ -458,32 +465,38 @@ __device__ __noinline__ int walk(const Job<T>& job, int row, const Wish& wish, i
             if (threadIdx.x % 32 == 0) shared.run_sums[run][threadIdx.x / 32] = part;
         }
         __syncthreads();
-        bool found = false;
+        // The run that it is in, then the thread, then the token. What follows stands here once, not
+        // once for each run: that halves the time in which this compiles.
+        int run_at = 0;
+        for (; run_at < RUNS - 1; run_at++) {
+            u64 total = 0;
+            for (int warp = 0; warp < WARPS; warp++) total += shared.run_sums[run_at][warp];
+            if (target < running + total) break;
+            running += total;
+        }
+        u64 part = 0, total;
+        float found[N];
 #pragma unroll
         for (int run = 0; run < RUNS; run++) {
-            u64 total = 0;
-            if (found) continue;
-            for (int warp = 0; warp < WARPS; warp++) total += shared.run_sums[run][warp];
-            if (target >= running + total) {
-                running += total;
-                continue;
-            }
-            found = true;
-            u64 before = running + block_sum_before(mine[run], shared.sums, total);
-            if (before <= target && target < before + mine[run]) {
-                bool open = true;
+            if (run != run_at) continue;
+            part = mine[run];
 #pragma unroll
-                for (int j = 0; j < N; j++) {
-                    const int id = id_of<T>(slice, run * N + j);
-                    before += scale.weigh(x[run * N + j], id);
-                    if (open && target < before) {
-                        shared.id = id;
-                        open = false;
-                    }
+            for (int j = 0; j < N; j++) found[j] = x[run * N + j];
+        }
+        u64 before = running + block_sum_before(part, shared.sums, total);
+        if (before <= target && target < before + part) {
+            bool open = true;
+#pragma unroll
+            for (int j = 0; j < N; j++) {
+                const int id = id_of<T>(slice, run_at * N + j);
+                before += scale.weigh(found[j], id);
+                if (open && target < before) {
+                    shared.id = id;
+                    open = false;
                 }
             }
-            sum = running + total;
         }
+        sum = running + total;
         __syncthreads();
         const int id = shared.id;
         __syncthreads();

@@ -1,4 +1,5 @@
-// The likeliest tokens of a row, and the rank of the one that was chosen, after the sampler.
+// The likeliest tokens of a row, and the rank of its own one: of the token that was chosen, or of one
+// that is given. After the sampler.
 //
 // A token's key is its logit, as an integer in the same order, and the complement of its id: the
 // larger key is the likelier token, and the first one of equal logits. Each block finds the largest
@@ -10,7 +11,7 @@ constexpr int MOST = 20;  // tokens of a row
 // What a slice tells of its row; in place of the maxima, which the sampler needs no more.
 struct Best {
     u64 keys[MOST];
-    int before;  // keys above the chosen token's
+    int before;  // keys above the row's own token's
 };
 static_assert(sizeof(Best) <= THREADS * sizeof(float), "a slice's best have room");
 static_assert(MAX_SLICES <= THREADS, "one thread for each slice");
@@ -33,14 +34,15 @@ __device__ inline float logit_in(u64 key) {
 __device__ inline u64 larger(u64 a, u64 b) { return a > b ? a : b; }
 
 // Grid: (slices, rows). wanted [rows]: tokens of each row, MOST at most; negative for no answer.
-// chosen, statuses [rows]: what the sampler found; ids and logprobs [rows, MOST]: -1 and -inf past
-// the tokens wanted; ranks [rows], from 1, and 0 where no token was chosen. See Job::of_row for
-// `scratch`, which is as the sampler left it.
+// chosen, statuses [rows]: what the sampler found; given [rows], may be null: the token to look at in
+// place of the chosen one, negative for none. ids and logprobs [rows, MOST]: -1 and -inf past the
+// tokens wanted; own_logprobs and ranks [rows], from 1, of the row's own token; 0 where the status is
+// not FINE. See Job::of_row for `scratch`, which is as the sampler left it.
 template <typename T>
 __global__ void __launch_bounds__(THREADS, 4)
     top_logprobs(const T* logits, long long stride, int vocab, const long long* chosen,
-                 const int* statuses, const int* wanted, char* scratch, int* arrivals, int* ids,
-                 float* logprobs, int* ranks) {
+                 const int* statuses, const int* given, const int* wanted, char* scratch,
+                 int* arrivals, int* ids, float* logprobs, float* own_logprobs, int* ranks) {
     __shared__ Shared shared;
     wait_for_previous();
     launch_next();
@@ -50,12 +52,13 @@ __global__ void __launch_bounds__(THREADS, 4)
     job.scratch = scratch;
     job.arrivals = arrivals;
     const bool fine = statuses[row] == FINE;
+    const long long token = given && given[row] >= 0 ? given[row] : chosen[row];
     Best* const best = reinterpret_cast<Best*>(job.maxima(row));
 
     if (fine) {
         float x[VALUES];
         read_slice(job, row, slice, x);
-        const u64 own = key_of(static_cast<float>(logits[row * stride + chosen[row]]), chosen[row]);
+        const u64 own = key_of(static_cast<float>(logits[row * stride + token]), token);
         int before = 0;
 #pragma unroll
         for (int i = 0; i < VALUES; i++) {
@@ -88,8 +91,12 @@ __global__ void __launch_bounds__(THREADS, 4)
     const bool mine = fine && static_cast<int>(threadIdx.x) < job.slices();
     if (mine) before = __ldcg(&best[threadIdx.x].before);
     before = block_total(before, shared.ints);
-    if (threadIdx.x == 0) ranks[row] = fine ? before + 1 : 0;
     const float log_sum = job.bound(row)->log_sum;
+    if (threadIdx.x == 0) {
+        ranks[row] = fine ? before + 1 : 0;
+        own_logprobs[row] =
+            fine ? static_cast<float>(logits[row * stride + token]) - log_sum : 0.0f;
+    }
     for (int n = 0; n < MOST; n++) {
         u64 key = NO_KEY;
         if (n < number && fine) {

@@ -385,6 +385,64 @@ def test_a_search_finds_the_same_alone_and_in_any_batch(checkpoint: Checkpoint) 
             assert all(pair not in old and new.count(pair) == 1 for pair in new)
 
 
+@pytest.mark.parametrize(
+    "settings",
+    [
+        pytest.param({}, id="together"),
+        pytest.param({"max_num_seqs": 3}, id="few rows"),
+        pytest.param({"max_prefill_chunk": 23}, id="chunks"),
+        pytest.param({"prefix_cache": True}, id="prefixes"),
+        pytest.param({"num_blocks": 32}, id="preemption"),
+        pytest.param({"cuda_graphs": False}, id="launches"),
+        pytest.param({"speculation": {"default": 3}}, id="drafts"),
+    ],
+)
+def test_a_prompts_tokens_are_what_the_model_says(
+    checkpoint: Checkpoint, teacher: Teacher, settings: dict[str, object]
+) -> None:
+    """Also in a crowd that decodes, draws and has penalties."""
+    inputs = prompts(16, most=200, seed=13)
+    wish: dict[str, object] = {"num_prompt_logprobs": 4, "num_logprobs": 0}
+    wanted = [
+        *requests(inputs, max_tokens=20, **wish),
+        *requests(inputs, max_tokens=60, first_id=20, seed=3, repetition_penalty=1.3, **DRAWN),
+        *requests(inputs, max_tokens=1, first_id=40, seed=3, **(DRAWN | wish)),
+    ]
+    engine = make_engine(checkpoint, **settings)
+    told: dict[int, list[list[Candidate]]] = {one.request_id: [] for one in wanted}
+    for one in wanted:
+        engine.submit(one)
+    while engine.has_work:
+        for event in engine.step():
+            assert event.error is None
+            told[event.request_id] += event.prompt_candidates
+    for i, prompt in enumerate(inputs):
+        expected = torch.log_softmax(torch.as_tensor(teacher.logits(prompt)), -1)
+        assert told[20 + i] == []
+        for found in (told[i], told[40 + i]):
+            assert found[0] == []
+            assert [own[0].token_id for own in found[1:]] == prompt[1:]
+            for row, candidates in zip(expected, found[1:], strict=False):
+                assert len(candidates) in (4, 5)
+                for one in candidates:
+                    assert one.logprob == pytest.approx(float(row[one.token_id]), abs=0.3)
+                ranks = [one.rank for one in candidates[1:]]
+                assert ranks == [rank for rank in (1, 2, 3, 4) if rank != candidates[0].rank]
+    if "num_blocks" in settings:
+        assert engine.stats().num_preemptions > 0
+
+
+def test_a_prompt_that_is_looked_at_changes_no_output(checkpoint: Checkpoint) -> None:
+    """Nor its own: penalties count its prompt as a prompt."""
+    inputs = prompts(10, most=100, seed=14)
+    strong = {"presence_penalty": 1.0, "frequency_penalty": 1.0, "repetition_penalty": 1.5}
+    plain = requests(inputs, max_tokens=40, **strong)
+    looked = requests(inputs, max_tokens=40, num_prompt_logprobs=1, **strong)
+    expected = generate(make_engine(checkpoint, batch_invariant=True), plain)
+    mixed = [(looked if i % 2 else plain)[i] for i in range(10)]
+    assert generate(make_engine(checkpoint, batch_invariant=True), mixed) == expected
+
+
 class Oracle(DeviceDrafter):
     """Drafts what will be said, and now and then something else."""
 

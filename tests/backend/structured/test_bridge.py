@@ -160,3 +160,20 @@ class TestEncoder:
         text = '{"temperature":21.5}'
         assert library.tokenize_str(text) == smollm.encode(text, add_special_tokens=False)
         assert np.array_equal(library.eos_tokens, vocabulary.end_ids)
+
+    def test_a_text_that_has_to_come_is_encoded_once(self, smollm: Tokenizer) -> None:
+        """Unless it is long: then keeping it would cost more than it saves."""
+        vocabulary = vocabulary_of(smollm)
+        encode = bridge.encoder(smollm, vocabulary)
+        asked: list[str] = []
+
+        def watched(text: str) -> list[int]:
+            asked.append(text)
+            return encode(text)
+
+        library = vocabulary.llguidance_tokenizer(watched)
+        for text, times in (("größe", 1), ("größe" * 100, 3)):
+            asked.clear()
+            expected = smollm.encode(text, add_special_tokens=False)
+            assert [library.tokenize_str(text) for _ in range(3)] == [expected] * 3
+            assert asked == [text] * times

@@ -28,7 +28,7 @@ GUIDES: list[tuple[Kind, str]] = [
 
 @pytest.fixture(scope="module")
 def filler(vocabulary: Vocabulary) -> MaskFiller:
-    return MaskFiller(vocabulary, num_threads=2)
+    return MaskFiller(vocabulary)
 
 
 def rows(vocabulary: Vocabulary, count: int) -> Any:
@@ -129,6 +129,25 @@ def test_rows_of_drafts_are_those_of_the_way_there(
             position += len(draft) + 1
 
 
+def test_what_goes_well_is_not_done_one_by_one(
+    filler: MaskFiller, vocabulary: Vocabulary, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether there are drafts, in some sequences or in none."""
+    matchers = started(vocabulary, 4, steps=0)
+    right, out = rows(vocabulary, 4), rows(vocabulary, 5)
+    assert filler.fill(matchers, right) == {}
+
+    def refuse(*given: object) -> None:
+        raise AssertionError("one by one")
+
+    monkeypatch.setattr(filler, "_fill_one", refuse)
+    assert filler.fill(matchers, out, [[], [], [], []]) == {}
+    assert np.array_equal(out[:4], right)
+    draft = [int(allowed(right[2])[0])]
+    assert filler.fill(matchers, out, [[], [], draft, []]) == {}
+    assert np.array_equal(out[[0, 1, 2, 4]], right)
+
+
 def test_a_sequence_that_ended_may_end_only(
     filler: MaskFiller, vocabulary: Vocabulary, smollm: Tokenizer
 ) -> None:
@@ -198,6 +217,18 @@ def test_a_slow_grammar_is_found_and_fails(
     assert filler.fill(matchers, out) == {}
     failures = filler.fill(matchers, out)
     assert sorted(failures) == [0, 1, 2] and "a mask takes" in str(failures[0])
+
+
+def test_many_masks_are_not_a_slow_one(
+    vocabulary: Vocabulary, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    matchers = started(vocabulary, 9)
+    filler = MaskFiller(vocabulary)
+    clock = iter(np.arange(100) * 0.9 * masks.MAX_MASK_S)
+    monkeypatch.setattr(masks.time, "perf_counter", lambda: next(clock))
+    monkeypatch.setattr(masks.time, "thread_time", lambda: pytest.fail("looked for a slow one"))
+    for _ in range(2):
+        assert filler.fill(matchers, rows(vocabulary, 9)) == {}
 
 
 def test_white_space_in_json_comes_to_an_end(

@@ -53,6 +53,8 @@ def test_rarer_names_are_vllms_or_llama_cpps() -> None:
             "dry_sequence_breakers": ["\n", ":"],
             "no_repeat_ngram_size": 3,
             "logprobs": 5,
+            "prompt_logprobs": 0,
+            "echo": True,
         }
     )
     assert dialect.parse(text) == {
@@ -69,6 +71,8 @@ def test_rarer_names_are_vllms_or_llama_cpps() -> None:
         "dry_sequence_breakers": ["\n", ":"],
         "no_repeat_ngram_size": 3,
         "num_logprobs": 5,
+        "num_prompt_logprobs": 0,
+        "echo": True,
     }
 
 
@@ -100,9 +104,8 @@ def test_what_asks_for_nothing_is_accepted():
     """Triton's OpenAI frontend sends every field that has a default."""
     text = '{"logprobs": false, "top_logprobs": 0, "best_of": 1, "logit_bias": null, "n": 1}'
     assert dialect.parse(text) == {"n": 1, "best_of": 1}
-    assert (
-        dialect.parse('{"logprobs": null, "prompt_logprobs": 0, "allowed_token_ids": null}') == {}
-    )
+    text = '{"logprobs": null, "prompt_logprobs": null, "allowed_token_ids": null, "echo": null}'
+    assert dialect.parse(text) == {}
 
 
 def test_a_beam_search_has_best_of_beams_or_n():
@@ -144,7 +147,8 @@ def test_stop_may_be_a_list():
         ('{"logprobs": 1.5}', "logprobs is 1.5; allowed: an integer"),
         ('{"top_logprobs": 5}', "top_logprobs needs logprobs: true"),
         ('{"logprobs": false, "top_logprobs": 5}', "top_logprobs needs logprobs: true"),
-        ('{"prompt_logprobs": 5}', "prompt_logprobs is 5, which the engine does not know: prompt"),
+        ('{"prompt_logprobs": true}', "prompt_logprobs is true; allowed: an integer"),
+        ('{"echo": 1}', "echo is 1; allowed: true, false"),
         ('{"use_beam_search": true}', "use_beam_search needs best_of or n above 1"),
         ('{"use_beam_search": true, "n": 2, "beam_width": 3}', "use_beam_search has 2 beams"),
         ('{"early_stopping": "never"}', 'early_stopping is "never"; allowed: true, false'),

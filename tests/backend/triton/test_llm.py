@@ -1,5 +1,6 @@
 """The llm front with a fake engine: each request ends once, whatever happens."""
 
+import json
 import threading
 from pathlib import Path
 
@@ -8,7 +9,7 @@ import pytest
 
 import triton_python_backend_utils as pb_utils
 from inflight.errors import CapacityError, ConfigError, EngineError, RequestError
-from inflight.request import FinishReason, TokenEvent
+from inflight.request import Candidate, FinishReason, TokenEvent
 from inflight.triton import llm
 from inflight.triton.tensors import MODELS
 from inflight.wire import Welcome
@@ -204,6 +205,57 @@ def test_the_prompt_is_echoed_once(front, engines):
     engines[0].say([8], position=2, finish_reason=FinishReason.STOP)
     ids = [response.tensors["output_ids"].tolist() for response in sender.wait()]
     assert ids == [[1, 2, 3, 7], [8]]
+
+
+PROMPT = [[], [Candidate(2, -0.5, 1, "b")], [Candidate(3, -1.5, 2, "c")]]
+
+
+def told(response):
+    (text,) = response.tensors["prompt_logprobs"]
+    return [one and int(next(iter(one))) for one in json.loads(text)] if text else []
+
+
+def test_what_is_known_of_a_prompt_streams_with_its_echo_in_front(front, engines):
+    inputs = {"echo": true(), "num_prompt_logprobs": np.array([0], np.int32)}
+    sender = ask(front, stream=true(), **inputs)
+    engines[0].say([], position=0, window=[3], prompt_candidates=PROMPT[:2])
+    first = sender.wait_for(1)[0]
+    assert first.tensors["output_ids"].tolist() == [1, 2, 3]
+    assert first.tensors["num_output_tokens"].tolist() == [0]
+    assert told(first) == [None, 2]
+    engines[0].say(
+        [7], position=1, window=[3], prompt_candidates=PROMPT[2:], finish_reason=FinishReason.STOP
+    )
+    last = sender.wait()[-1]
+    assert last.tensors["output_ids"].tolist() == [7]
+    assert told(last) == [3]
+
+
+def test_a_prompt_without_output_is_an_answer_too(front, engines):
+    inputs = {"echo": true(), "num_logprobs": np.array([0], np.int32)}
+    sender = ask(front, max_tokens=np.array([0], np.int32), **inputs)
+    (submitted,) = engines[0].submitted
+    assert (submitted.params.max_tokens, submitted.params.num_prompt_logprobs) == (0, 0)
+    engines[0].say([], position=0, window=[3], prompt_candidates=PROMPT[:2])
+    engines[0].say([], prompt_candidates=PROMPT[2:], finish_reason=FinishReason.LENGTH)
+    (response,) = sender.wait()
+    assert response.tensors["output_ids"].tolist() == [1, 2, 3]
+    assert response.tensors["finish_reason"].tolist() == [b"length"]
+    assert told(response) == [None, 2, 3]
+
+
+def test_the_prompt_is_told_of_though_the_output_that_tells_is_not_the_best(front, engines):
+    inputs = {"best_of": two(), "num_prompt_logprobs": np.array([0], np.int32)}
+    sender = ask(front, **inputs)
+    first, second = engines[0].submitted
+    assert first.params.num_prompt_logprobs == 0
+    assert second.params.num_prompt_logprobs is None
+    ends = {"position": 1, "finish_reason": FinishReason.STOP}
+    engines[0].say([7], index=0, cumulative_logprob=-5.0, prompt_candidates=PROMPT, **ends)
+    engines[0].say([8], index=1, cumulative_logprob=-1.0, **ends)
+    (response,) = sender.wait()
+    assert response.tensors["output_ids"].tolist() == [8]
+    assert told(response) == [None, 2, 3]
 
 
 def test_only_wanted_outputs_are_sent(front, engines):

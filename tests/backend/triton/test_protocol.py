@@ -80,6 +80,7 @@ def test_every_sampling_tensor_arrives():
         logit_bias_values=floats(-2.5, 1),
         allowed_token_ids=ints(3, 7, 9),
         num_logprobs=ints(5),
+        num_prompt_logprobs=ints(2),
     )
     assert asked.params == SamplingParams(
         max_tokens=9,
@@ -109,6 +110,7 @@ def test_every_sampling_tensor_arrives():
         logit_bias=((7, -2.5), (3, 1.0)),
         allowed_token_ids=(3, 7, 9),
         num_logprobs=5,
+        num_prompt_logprobs=2,
     )
 
 
@@ -213,6 +215,83 @@ def test_the_rest_of_the_tensors_arrives():
     assert asked.stream
     assert asked.echo
     assert asked.cache_salt == "tenant 7"
+
+
+def test_an_echoed_prompt_has_what_the_output_has():
+    """As in OpenAI's API, with its flag alone."""
+    assert generation(echo=flags(True)).params.num_prompt_logprobs is None
+    both = generation(echo=flags(True), num_logprobs=ints(3))
+    assert both.echo
+    assert both.params.num_prompt_logprobs == both.params.num_logprobs == 3
+    dialect = generation(sampling_parameters=strings('{"echo": true, "logprobs": 1}'))
+    assert (dialect.echo, dialect.params.num_prompt_logprobs) == (True, 1)
+    own = generation(echo=flags(True), num_logprobs=ints(3), num_prompt_logprobs=ints(0))
+    assert own.params.num_prompt_logprobs == 0
+    excluded = generation(exclude_input_in_output=flags(False), num_logprobs=ints(3))
+    assert excluded.echo
+    assert excluded.params.num_prompt_logprobs is None
+    silent = generation(echo=flags(False), num_logprobs=ints(3))
+    assert not silent.echo
+    assert silent.params.num_prompt_logprobs is None
+    assert generation(echo=flags(True), exclude_input_in_output=flags(False)).echo
+
+
+def test_echo_and_its_other_name_may_not_contradict():
+    for value in (True, False):
+        assert refusal(echo=flags(value), exclude_input_in_output=flags(value)) == (
+            f"echo: {str(value).lower()} contradicts exclude_input_in_output "
+            f"({str(value).lower()}); send one of them"
+        )
+    message = refusal(
+        sampling_parameters=strings('{"echo": true}'), exclude_input_in_output=flags(True)
+    )
+    assert message.startswith("sampling_parameters: echo: true contradicts")
+
+
+def test_without_output_the_prompt_must_be_wanted():
+    nothing = {"max_tokens": ints(0)}
+    for wish in (
+        {"echo": flags(True)},
+        {"exclude_input_in_output": flags(False)},
+        {"num_prompt_logprobs": ints(0)},
+        {"echo": flags(True), "num_logprobs": ints(1)},
+    ):
+        assert generation(**nothing, **wish).params.max_tokens == 0
+    assert refusal(**nothing) == (
+        "max_tokens: 0 is out of range; allowed: [1, 2147483647], and 0 with echo or "
+        "num_prompt_logprobs"
+    )
+    assert refusal(sampling_parameters=strings('{"max_tokens": 0, "echo": false}')).startswith(
+        "sampling_parameters: max_tokens: 0 is out of range; allowed: [1, "
+    )
+
+
+@pytest.mark.parametrize(
+    ("wish", "message"),
+    [
+        ({"n": ints(2)}, "n: does not go together with max_tokens 0, which generates nothing"),
+        ({"best_of": ints(2)}, "best_of: does not go together with max_tokens 0"),
+        ({"min_tokens": ints(1)}, "min_tokens: 1 is more than max_tokens (0)"),
+        (
+            {
+                "guided_decoding_guide_type": strings("regex"),
+                "guided_decoding_guide": strings("a+"),
+            },
+            "guided_decoding_guide: does not go together with max_tokens 0",
+        ),
+    ],
+)
+def test_without_output_nothing_may_be_wished_of_it(wish, message):
+    found = refusal(max_tokens=ints(0), num_prompt_logprobs=ints(1), **wish)
+    assert found.startswith(message)
+
+
+def test_a_prompt_may_fill_the_context_where_nothing_follows():
+    whole = {"input_ids": ints(*[1] * 16)}
+    assert len(generation(max_tokens=ints(0), echo=flags(True), **whole).prompt_ids) == 16
+    assert "your prompt has 16; allowed: 15 and one to generate" in refusal(**whole)
+    longer = {"input_ids": ints(*[1] * 17)}
+    assert refusal(max_tokens=ints(0), echo=flags(True), **longer).endswith("allowed: 16")
 
 
 def test_only_a_streamed_and_detokenized_request_is_acknowledged():
@@ -381,6 +460,30 @@ def test_a_merged_event_has_the_candidates_of_both():
     assert merge(first, TokenEvent(5, [2], [1], 2, candidates=two)).candidates == one + two
 
 
+def test_a_merged_event_tells_of_all_the_prompt():
+    one, two = [[], [Candidate(1, -0.5, 1, "a")]], [[Candidate(2, -0.25, 1, "b")]]
+    first = TokenEvent(5, [], [9], prompt_candidates=one)
+    last = TokenEvent(5, [2], [9], 1, prompt_candidates=two)
+    merged = merge(first, last)
+    assert merged.prompt_candidates == one + two
+    assert (merged.token_ids, merged.window, merged.position) == ([2], [9], 1)
+
+
+def test_the_prompts_logprobs_are_one_list_with_nothing_for_its_first_token():
+    prompt = [[], [Candidate(2, -1.5, 4, "b"), Candidate(7, -0.5, 1, "g")]]
+    events = [TokenEvent(5, [7], [], 1), TokenEvent(6, [8], [], 1)]
+    parts = [Part(index, event, []) for index, event in enumerate(events)]
+    (text,) = outputs(parts, 2, prompt)["prompt_logprobs"]
+    assert json.loads(text) == [
+        None,
+        {
+            "2": {"logprob": -1.5, "rank": 4, "decoded_token": "b"},
+            "7": {"logprob": -0.5, "rank": 1, "decoded_token": "g"},
+        },
+    ]
+    assert outputs(parts, 2)["prompt_logprobs"].tolist() == [b""]
+
+
 def test_logprobs_are_json_in_vllms_form():
     candidates = [
         [Candidate(7, -1.5, 4, " é"), Candidate(3, -0.25, 1, '"'), Candidate(9, -0.5, 2, "\ufffd")],
@@ -440,6 +543,14 @@ def test_outputs_of_one_prompt_are_siblings_with_seeds_in_a_row():
     assert [request.params.seed for request in requests] == [2**64 - 2, 2**64 - 1, 0]
     assert [request.sibling for request in requests] == [None, 7, 7]
     assert {request.cache_salt for request in requests} == {"x"}
+
+
+def test_of_several_outputs_the_first_tells_of_the_prompt():
+    asked = generation(n=ints(2), num_prompt_logprobs=ints(1), num_logprobs=ints(0))
+    first, second = asked.requests([7, 8])
+    assert first.params == asked.params
+    assert second.params.num_prompt_logprobs is None
+    assert second.params.num_logprobs == 0
 
 
 def test_several_outputs_are_one_response_in_their_order():

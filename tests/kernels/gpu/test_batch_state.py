@@ -64,6 +64,12 @@ class Part:
     length: int
     samples: bool = True
     num_drafts: int = 0
+    num_scores: int = 0
+
+    @property
+    def num_rows(self) -> int:
+        """Of logits; one at least."""
+        return self.num_scores + (1 + self.num_drafts if self.samples or not self.num_scores else 0)
 
 
 def send(parts: list[Part]) -> tuple[Step, np.ndarray]:
@@ -75,7 +81,8 @@ def send(parts: list[Part]) -> tuple[Step, np.ndarray]:
         if part.start is None:
             tokens[first] = FROM_DEVICE
         tokens[end - part.num_drafts : end] = FROM_DEVICE
-    row_start = np.cumsum([0, *[1 + part.num_drafts for part in parts]])
+    row_start = np.cumsum([0, *[part.num_rows for part in parts]])
+    given = [row < part.num_scores for part in parts for row in range(part.num_rows)]
     host = np.zeros(LAYOUT.size, np.int32)
     arrays = {
         "header": [len(parts), 2, query_start[-1], row_start[-1]],
@@ -84,6 +91,7 @@ def send(parts: list[Part]) -> tuple[Step, np.ndarray]:
         "starts": [FROM_DEVICE if part.start is None else part.start for part in parts],
         "query_start": [*query_start, *[query_start[-1]] * (LAYOUT.max_rows - len(parts))],
         "row_start": row_start,
+        "given": np.where(given, random.integers(0, 128_000, len(given)), -1),
         "tokens": tokens,
     }
     for name, values in arrays.items():
@@ -103,6 +111,10 @@ def send(parts: list[Part]) -> tuple[Step, np.ndarray]:
             [Part(7, None, 6, True, 5), Part(3, None, 1), Part(2, 9, 3, True, 2)], id="drafts"
         ),
         pytest.param([Part(5, 600, 40)], id="one"),
+        pytest.param(
+            [Part(5, 16, 9, False, 0, 9), Part(3, 0, 40, True, 0, 6), Part(2, 9, 1, False)],
+            id="scores",
+        ),
     ],
 )
 def test_tokens_positions_slots_and_rows(parts: list[Part]) -> None:
@@ -132,13 +144,17 @@ def test_tokens_positions_slots_and_rows(parts: list[Part]) -> None:
         table = state.step_tables[chunk].cpu().numpy()
         assert table[:used].tolist() == tables[part.slot, :used].tolist()
         assert (table[used:] == POISON).all()
-        for i in range(1 + part.num_drafts):
-            place = token - part.num_drafts - 1 + i
+        for i in range(part.num_rows):
+            place = token - part.num_rows + i
             assert state.sample_rows[row] == place
-            assert state.sample_positions[row] == positions[-1] - part.num_drafts + i + 1
-            assert state.step_wishes[row].tolist() == wishes[part.slot].tolist()
-            assert state.tail_lengths[row] == i
-            assert state.tail_starts[row] == token - part.num_drafts
+            assert state.sample_positions[row] == positions[-1] - part.num_rows + i + 2
+            wish = wishes[part.slot].tolist()
+            if i < part.num_scores:  # greedy, and no penalties: nothing that costs time
+                wish = [-1 if word == SLOT else 0 for word in range(WORDS)]
+            assert state.step_wishes[row].tolist() == wish
+            assert state.tail_lengths[row] == (0 if part.num_scores else i)
+            if part.num_drafts:
+                assert state.tail_starts[row] == token - part.num_drafts
             row += 1
     for untouched in (
         state.token_ids[token:],
@@ -204,6 +220,30 @@ def test_what_was_chosen_is_kept_and_told(history: int) -> None:
         assert state.history is not None
         assert (state.history[4, 11], state.history[2, 31]) == (100, 102)
         assert int((state.history != 0).sum()) == 2
+
+
+def test_of_a_prompt_only_the_token_after_its_last_one_counts() -> None:
+    """The tokens inside are given: they are no output, whatever the sampler found."""
+    state = make_state()
+    parts = [Part(4, 0, 5, False, 0, 5), Part(9, 20, 6, True, 0, 5), Part(2, 30, 1)]
+    step, _ = send(parts)
+    begin_step(step, state, 3, BLOCK_SIZE)
+    before = state.last_tokens.tolist()
+    state.chosen.copy_(torch.arange(100, 124))
+    state.statuses.zero_()
+    state.results.fill_(POISON)
+    end_step(step, state, 3)
+    torch.cuda.synchronize()
+    before[9], before[2] = 110, 111
+    assert state.last_tokens.tolist() == before
+    assert state.last_positions[[9, 2]].tolist() == [26, 31]
+    assert state.results[2, 3, :3].tolist() == [0, 1, 1]
+    assert state.results[2, 0, :12].tolist() == [POISON] * 10 + [110, 111]
+    wishes = state.wishes[:, SLOT].tolist()
+    assert state.count_slots[:12].tolist() == [-1] * 10 + [wishes[9], wishes[2]]
+    assert state.history is not None
+    assert (state.history[9, 26], state.history[2, 31]) == (110, 111)
+    assert int((state.history != 0).sum()) == 2
 
 
 @pytest.mark.parametrize("right", range(6))

@@ -607,10 +607,13 @@ def test_no_rows_are_no_launch() -> None:
 # ---------------------------------------------------------------- the likeliest tokens
 
 
+@pytest.mark.parametrize("is_given", [False, True], ids=["chosen", "given"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("vocab_size", [1, 7, 300, 8200, 128256, 262144])
-def test_the_likeliest_tokens_are_named_in_order(dtype: torch.dtype, vocab_size: int) -> None:
-    """Of bfloat16's many equal logits the first ones come first."""
+def test_the_likeliest_tokens_are_named_in_order(
+    dtype: torch.dtype, vocab_size: int, is_given: bool
+) -> None:
+    """Of bfloat16's many equal logits the first ones come first. Rows' own tokens may be given."""
     rng = np.random.default_rng(vocab_size)
     wanted = np.array([20, -1, 0, 1, 5, 20, 20, 19], np.int32)
     n = len(wanted)
@@ -633,7 +636,13 @@ def test_the_likeliest_tokens_are_named_in_order(dtype: torch.dtype, vocab_size:
     )
     ids = torch.full((n, MAX_TOP), -7, dtype=torch.int32, device="cuda")
     logprobs = torch.full((n, MAX_TOP), 7.0, device="cuda")
+    own_logprobs = torch.full((n,), 7.0, device="cuda")
     ranks = torch.full((n,), -7, dtype=torch.int32, device="cuda")
+    own_tokens, given = token_ids.clone(), None
+    if is_given:
+        given = torch.from_numpy(rng.integers(0, vocab_size, n)).int().cuda()
+        given[[3, 7]] = -1
+        own_tokens = torch.where(given < 0, token_ids, given.long())
     top_logprobs(
         logits,
         on_device(wanted),
@@ -642,22 +651,26 @@ def test_the_likeliest_tokens_are_named_in_order(dtype: torch.dtype, vocab_size:
         statuses=statuses,
         ids=ids,
         logprobs=logprobs,
+        own_logprobs=own_logprobs,
         ranks=ranks,
+        given=given,
         pdl=True,
     )
     assert not workspace.arrivals.any()
     for row, number in enumerate(wanted.tolist()):
         if number < 0:
             assert (ids[row] == -7).all() and ranks[row] == -7, "nothing is written"
+            assert own_logprobs[row] == 7.0
             continue
         if row == 6:
-            assert (ids[row] == -1).all() and ranks[row] == 0
+            assert (ids[row] == -1).all() and ranks[row] == own_logprobs[row] == 0
             continue
         values = logits[row].double()
         number = min(number, vocab_size)
         order = values.sort(descending=True, stable=True).indices
         assert ids[row, :number].tolist() == order[:number].tolist()
         assert (ids[row, number:] == -1).all() and (logprobs[row, number:] == -torch.inf).all()
-        expected = torch.log_softmax(values, -1)[order[:number]]
-        assert ((logprobs[row, :number].double() - expected).abs() < 1e-4).all()
-        assert int(ranks[row]) == int((order == token_ids[row]).nonzero()) + 1
+        expected = torch.log_softmax(values, -1)
+        assert ((logprobs[row, :number].double() - expected[order[:number]]).abs() < 1e-4).all()
+        assert abs(float(own_logprobs[row]) - float(expected[own_tokens[row]])) < 1e-4
+        assert int(ranks[row]) == int((order == own_tokens[row]).nonzero()) + 1
