@@ -157,7 +157,7 @@ class StepOutput:
             temperature).
         errors: chunk index -> what failed for that sequence alone.
         num_drafted: chunk index -> drafts that were looked at, right or not.
-        candidates: chunk index -> for each of its tokens, what num_logprobs asks for.
+        candidates: chunk index -> for each of its tokens, what num_candidates asks for.
         prompt_candidates: chunk index -> for each of its scores, what num_prompt_logprobs asks for.
     """
 

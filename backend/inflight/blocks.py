@@ -4,7 +4,8 @@ Each block of the pool is in exactly one of three states:
 
     free        ref count 0, holds nothing of use
     evictable   ref count 0, full, known under the hash of its chain: reused or, at need, evicted
-    owned       ref count >= 1; owned by several sequences only as part of a common prefix
+    owned       ref count >= 1; owned by several sequences only as part of a common prefix, of
+                which beams have the last block in common too, until one of them writes to it
 
 The pool knows ids and hashes. It knows neither sequences nor the memory behind a block.
 """
@@ -97,6 +98,17 @@ class BlockPool:
         self.queries += len(hashes)
         self.hits += len(blocks)
         return blocks
+
+    def share(self, blocks: Iterable[int]) -> None:
+        """Become another owner of blocks that have one.
+
+        Raises:
+            EngineError: a block has none; the pool is then as it was before that block.
+        """
+        for block in blocks:
+            if self._ref_counts[block] < 1:
+                raise EngineError(f"KV block {block} is nobody's: it cannot be shared")
+            self._ref_counts[block] += 1
 
     def allocate(self) -> int:
         """Become the only owner of a block with arbitrary content.

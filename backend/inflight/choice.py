@@ -46,8 +46,9 @@ class Row:
     @property
     def num_likeliest(self) -> int | None:
         """Likeliest tokens to tell of it; None to tell nothing."""
-        params = self.sequence.request.params
-        return params.num_logprobs if self.given is None else params.num_prompt_logprobs
+        if self.given is None:
+            return self.sequence.num_candidates
+        return self.sequence.request.params.num_prompt_logprobs
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +59,7 @@ class Choices:
         token_ids: the tokens.
         logprobs: of these, under the model's own distribution, before penalties and temperature.
         statuses: FINE, NOT_FINITE or NOTHING_LEFT of `inflight_kernels.reference_sampling`.
-        candidates: what the request's num_logprobs, or num_prompt_logprobs, asks for (see
+        candidates: what the sequence's num_candidates, or num_prompt_logprobs, asks for (see
             `request.Candidate`); [] where it asks for nothing.
     """
 
@@ -105,7 +106,10 @@ def choose(logits: Tensor, rows: list[Row]) -> Choices:
     for index in fine:
         number = rows[index].num_likeliest
         if number is not None:
-            candidates[index] = _candidates(logprobs[index], token_ids[index], number)
+            ranked = logprobs[index]
+            if rows[index].sequence.head is not None:  # those that may be chosen alone
+                ranked = ranked.masked_fill(logits[index] == float("-inf"), float("-inf"))
+            candidates[index] = _candidates(ranked, token_ids[index], number)
     return Choices(token_ids, values, statuses, candidates)
 
 

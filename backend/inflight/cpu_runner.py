@@ -201,7 +201,7 @@ class CpuRunner:
                 chosen = slice(row, last + 1)
                 output.token_ids[index] = choices.token_ids[chosen]
                 output.logprobs[index] = choices.logprobs[chosen]
-                if chunk.sequence.request.params.num_logprobs is not None:
+                if chunk.sequence.num_candidates is not None:
                     output.candidates[index] = choices.candidates[chosen]
             if guessed:
                 output.num_drafted[index] = len(guessed)

@@ -33,6 +33,7 @@ from inflight.model.kv_cache import KVCache
 from inflight.request import Candidate
 from inflight.row_masks import RowMasks
 from inflight.sequence import Sequence
+from inflight.shaping import BANNED
 from inflight.speculation import StepCosts
 from inflight_kernels import attention, batch_state, gemm, launch, sampling
 from inflight_kernels.compile import CompileError
@@ -330,6 +331,9 @@ class CudaRunner:
             pdl=True,
         )
         if Needs.LIKELIEST in needs:
+            if sent.bans is not None:
+                banned = torch.full((), BANNED, dtype=logits.dtype, device=self._device)
+                logits.index_put_(sent.bans, banned)  # the sampler has had them as they came
             self._likeliest.launch(logits, step, state, sent.ring_index)
         batch_state.end_step(step, state, sent.num_chunks, pdl=True)
         if penalties:
@@ -360,7 +364,7 @@ class CudaRunner:
                         self.drafter.follow(chunks * q_len, chunks, q_len)
         row_start = [0, 1]
         every = Needs(sum(need.value for need in Needs))
-        self._choose(Sent(1, 1, 1, row_start, 0, every, 0, None, None))
+        self._choose(Sent(1, 1, 1, row_start, 0, every, 0, None, None, None))
         if self.drafter is not None:
             for chunks in counts:
                 self.drafter.draft(self._batch, chunks, self._max_drafts)
@@ -571,9 +575,10 @@ class _Step:
                     output.prompt_candidates[index] = found
                 else:
                     output.errors.setdefault(index, NOT_FINITE)
-            if fine and params.num_logprobs is not None:
+            count = chunk.sequence.num_candidates
+            if fine and count is not None:
                 first += chunk.num_scores
-                output.candidates[index] = self._told(first, chosen.token_ids, params.num_logprobs)
+                output.candidates[index] = self._told(first, chosen.token_ids, count)
         return output
 
     def _told(self, first: int, token_ids: list[int], count: int) -> list[list[Candidate]]:

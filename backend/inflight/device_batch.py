@@ -21,6 +21,7 @@ from torch import Tensor
 from inflight.batch import Batch, Chunk
 from inflight.row_masks import RowMasks
 from inflight.sequence import Sequence
+from inflight.shaping import Adjustment
 from inflight_kernels import batch_state, cache, sampling
 from inflight_kernels.batch_state import FROM_DEVICE, BatchState, Step, StepLayout
 
@@ -61,7 +62,7 @@ class Needs(enum.Flag):
             found |= cls.PENALTIES
         if params.allowed_token_ids or sequence.grammar is not None:
             found |= cls.MASKS
-        if params.num_logprobs is not None:
+        if sequence.num_candidates is not None:
             found |= cls.LIKELIEST
         return found
 
@@ -96,6 +97,8 @@ class Sent:
         bias_ids: [m] int32 on the device, tokens whose logits rows add to (see `StepLayout`); None
             if none does.
         biases: [m] float32, what they add; -inf bans a token.
+        bans: ([b], [b]) int64 on the device, rows of beams and tokens that are banned there: those
+            are no candidates either. None if there are none.
     """
 
     num_chunks: int
@@ -107,6 +110,7 @@ class Sent:
     num_drafts: int
     bias_ids: Tensor | None
     biases: Tensor | None
+    bans: tuple[Tensor, Tensor] | None
 
     @property
     def num_rows(self) -> int:
@@ -213,7 +217,8 @@ class DeviceBatch:
                 views.append(torch.tensor(values, dtype=torch.int32, device=self._device))
         pinned = self._pinned[self._ring_index]
         self.step.buffer[:end].copy_(pinned[:end], non_blocking=True)
-        places, blocks, slots, wishes, bias_ids, biases, history_places, history = views
+        places, blocks, slots, wishes, bias_ids, biases, history_places, history = views[:8]
+        ban_rows, ban_ids = views[8:]
         batch_state.write_tables(places, blocks, self.state.tables)
         batch_state.write_wishes(slots, wishes.view(-1, _WISH_WORDS), self.state.wishes)
         if self.state.history is not None:
@@ -234,6 +239,7 @@ class DeviceBatch:
             changes.num_drafts,
             bias_ids if len(bias_ids) else None,
             biases.view(torch.float32) if len(bias_ids) else None,
+            (ban_rows.long(), ban_ids.long()) if len(ban_rows) else None,
         )
 
     def send_masks(self, batch: Batch, masks: RowMasks) -> None:
@@ -346,6 +352,8 @@ class DeviceBatch:
                     said = sequence.shaping.of_row(known, guessed, num_unknown + row - len(guessed))
                     changes.bias_ids += said.token_ids
                     changes.biases += said.biases
+                    if sequence.head is not None:
+                        changes.add_bans(first_row + row, said, self._vocab_size)
                 bias_starts.append(len(changes.bias_ids))
         num_tokens, num_rows = len(tokens), row_start[-1]
         arrays: dict[str, list[int]] = {
@@ -371,7 +379,7 @@ class DeviceBatch:
                 elif resident.needs & Needs.MASKS:
                     masks[row] = resident.slot
                 if resident.needs & Needs.LIKELIEST:
-                    likeliest[row] = resident.sequence.request.params.num_logprobs or 0
+                    likeliest[row] = resident.sequence.num_candidates or 0
             for row, chunk in scored:
                 params, rows = chunk.sequence.request.params, slice(row, row + chunk.num_scores)
                 arrays["given"][rows] = chunk.scored_ids
@@ -439,6 +447,7 @@ class _Changes:
         slots, wishes: of sequences that are new.
         bias_ids, biases: of the step's rows.
         history_places, history: tokens of sequences that are new.
+        ban_rows, ban_ids: of the step's rows that are beams'.
         needs, num_drafts: see `Sent`.
     """
 
@@ -450,6 +459,8 @@ class _Changes:
     biases: list[float] = field(default_factory=list)
     history_places: list[int] = field(default_factory=list)
     history: list[int] = field(default_factory=list)
+    ban_rows: list[int] = field(default_factory=list)
+    ban_ids: list[int] = field(default_factory=list)
     needs: Needs = Needs.NOTHING
     num_drafts: int = 0
 
@@ -464,7 +475,15 @@ class _Changes:
             np.array(self.biases, np.float32).view(np.int32).tolist(),
             self.history_places,
             self.history,
+            self.ban_rows,
+            self.ban_ids,
         )
+
+    def add_bans(self, row: int, said: Adjustment, vocab_size: int) -> None:
+        # Beams do without what adds to logits: whatever is said bans a token.
+        banned = [token_id for token_id in said.token_ids if token_id < vocab_size]
+        self.ban_rows += [row] * len(banned)
+        self.ban_ids += banned
 
     def add_blocks(self, resident: _Resident, table_width: int) -> None:
         blocks = resident.sequence.blocks

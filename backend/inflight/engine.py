@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from inflight.batch import Batch, StepOutput
+from inflight.beams import BeamGroup
 from inflight.config import EngineConfig
 from inflight.delivery import DeliveryWatch
 from inflight.errors import CapacityError, EngineError, InflightError, RequestError
@@ -114,6 +115,7 @@ class Engine:
         self._failures_in_a_row = 0
         self._clock = clock
         self._sequences: dict[int, Sequence] = {}
+        self._searches: dict[Sequence, BeamGroup] = {}  # by their heads
         self._held: dict[int, list[Sequence]] = {}  # by the sibling whose prompt they wait for
         self._in_flight: deque[_Launched] = deque()  # oldest first
         self._last_result = 0.0  # when it was taken
@@ -148,14 +150,48 @@ class Engine:
         """
         if self.draining:
             raise CapacityError("the server is stopping; send the request to another one")
-        if request.request_id in self._sequences:
-            raise RequestError(f"the request id {request.request_id} is in use")
+        output_ids = request.output_ids or (request.request_id,)
+        for request_id in output_ids:
+            if request_id in self._sequences:
+                raise RequestError(f"the request id {request_id} is in use")
         sequence = self._sequence(request)
+        group = self._group(sequence)
         if request.structured is None or self._has_grammar(sequence, request.structured):
             self._queue(sequence)
-        if self.speculation is not None:
+        # Only now: a refusal leaves nothing behind.
+        if group is not None:
+            self._searches[sequence] = group
+        elif self.speculation is not None:
             self.speculation.add(sequence)
-        self._sequences[request.request_id] = sequence  # only now: a refusal leaves nothing behind
+        self._sequences.update(dict.fromkeys(output_ids, sequence))
+
+    def _group(self, sequence: Sequence) -> BeamGroup | None:
+        """The beams of a sequence that is to be a beam search.
+
+        Raises:
+            RequestError: what it asks for does not go together, or is too much.
+        """
+        request = sequence.request
+        output_ids, width = request.output_ids, request.params.beam_width
+        if output_ids and (output_ids[0] != request.request_id or len(set(output_ids)) > width):
+            raise RequestError(
+                f"{len(output_ids)} outputs of {width} beams; allowed: up to beam_width, of which "
+                "the first has the request's own id",
+                "output_ids",
+            )
+        if width == 1:
+            return None
+        if request.structured is not None:
+            raise RequestError(
+                f"does not go together with beam_width {width}: a grammar follows one output",
+                GUIDE_FIELD,
+            )
+        if request.acknowledged:
+            raise RequestError(
+                "which outputs are best is known at their end: nothing is delivered before",
+                "beam_width",
+            )
+        return BeamGroup(sequence, self.outputs, self.runner.vocab_size)
 
     def _queue(self, sequence: Sequence) -> None:
         """Let a sequence wait for its turn; or first for the prompt that a sibling computes.
@@ -205,12 +241,13 @@ class Engine:
         self._close(sequence)
         return [
             TokenEvent(
-                request_id,
+                output_id,
                 position=sequence.num_output_tokens,
                 finish_reason=FinishReason.CANCELLED,
                 cumulative_logprob=sequence.cumulative_logprob,
                 num_cached_tokens=sequence.num_cached_tokens,
             )
+            for output_id in sequence.request.output_ids or (sequence.request_id,)
         ]
 
     def cancel_front(self, number: int) -> None:
@@ -309,7 +346,9 @@ class Engine:
         if wanted is None:
             wanted = max(self.config.default_max_tokens, params.min_tokens)
             # Nobody asked for more than a small pool holds; who asks in so many words is refused.
-            pool = self.runner.num_blocks * self.runner.block_size
+            num_blocks, size = self.runner.num_blocks, self.runner.block_size
+            shared = length // size  # by all beams, at least
+            pool = (shared + (num_blocks - shared) // params.beam_width) * size
             wanted = max(1, min(wanted, pool - length))
         ends = self.eos_token_ids if params.end_id is None else self.eos_token_ids | {params.end_id}
         banned = bad_word_ids(self.tokenizer, params.bad_words) if self.tokenizer else ()
@@ -356,6 +395,11 @@ class Engine:
             if sequence.request_id in self._held:
                 failed += self._release(sequence.request_id)
         advanced = [one for one in advanced if one.status is not Status.FINISHED]
+        if self._searches:
+            heads = dict.fromkeys(one.head for one in advanced if one.head is not None)
+            advanced = [one for one in advanced if one.head is None]
+            for head in heads:
+                failed += self._search(self._searches[head])
         events = self.outputs.collect(advanced)
         scored = [batch.chunks[index] for index in output.prompt_candidates]
         events += self.outputs.tell_prompts(
@@ -376,6 +420,24 @@ class Engine:
         self._last_result = now
         self._watch(events, now)
         return events + failed
+
+    def _search(self, group: BeamGroup) -> list[TokenEvent]:
+        """Let a beam search choose its next step; its events if it ends."""
+        for beam in group.advance(self.scheduler):
+            self.runner.forget(beam)
+        if not group.is_finished:
+            return []
+        head = group.head
+        results = group.results()
+        if len(results) < max(1, len(head.request.output_ids)):
+            error = EngineError(
+                "the model names too few tokens that may follow for so many outputs"
+            )
+            return [self._fail(head, error)]
+        self._num_output_tokens += sum(one.num_output_tokens for one in results)
+        events = self.outputs.collect(results)
+        self._close(head)
+        return events
 
     def _walk(self, sequence: Sequence, grammar: Matcher) -> list[TokenEvent]:
         """Take what was chosen, up to the output's end; the event of the failure if it fails."""
@@ -413,6 +475,8 @@ class Engine:
         return [self._fail(chunk.sequence, error) for chunk in batch.chunks if not chunk.is_stale]
 
     def _fail(self, sequence: Sequence, error: InflightError) -> TokenEvent:
+        """End a request; one event does for all outputs of a beam search."""
+        sequence = sequence.head or sequence
         self._close(sequence)
         return TokenEvent.failed(sequence.request_id, error)
 
@@ -421,12 +485,15 @@ class Engine:
         self.scheduler.finish(sequence)
         self.outputs.forget(sequence)
         self.delivery.finished(sequence.request_id)
-        self.runner.forget(sequence)
+        for one in sequence.beams or (sequence,):
+            self.runner.forget(one)
         if self.speculation is not None:
             self.speculation.forget(sequence)
         if self.grammars is not None:
             self.grammars.forget(sequence)
-        self._sequences.pop(sequence.request_id, None)
+        self._searches.pop(sequence, None)
+        for request_id in sequence.request.output_ids or (sequence.request_id,):
+            self._sequences.pop(request_id, None)
 
 
 def _speculation(config: EngineConfig, runner: Runner) -> Speculation | None:
@@ -444,7 +511,8 @@ def _speculation(config: EngineConfig, runner: Runner) -> Speculation | None:
 
 
 def generate(engine: Engine, requests: Iterable[Request]) -> dict[int, list[int]]:
-    """Run requests to their end in this thread. Returns output ids by request id.
+    """Run requests to their end in this thread. Returns output ids by request id; of a beam search,
+    by those of its outputs.
 
     Raises:
         InflightError: a request was refused or failed.
@@ -452,7 +520,7 @@ def generate(engine: Engine, requests: Iterable[Request]) -> dict[int, list[int]
     outputs: dict[int, list[int]] = {}
     for request in requests:
         engine.submit(request)
-        outputs[request.request_id] = []
+        outputs |= {one: [] for one in request.output_ids or (request.request_id,)}
     while engine.has_work or engine.is_compiling:
         if not engine.has_work:
             time.sleep(_COMPILING_POLL_S)

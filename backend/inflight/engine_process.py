@@ -234,7 +234,8 @@ class EngineProcess:
         match frame:
             case Submit(request):
                 try:
-                    if request.request_id >> 32 != peer.number:
+                    ids = (request.request_id, *request.output_ids)
+                    if any(one >> 32 != peer.number for one in ids):
                         raise EngineError("a front may only use request ids of its own")
                     self._engine.submit(request)
                 except InflightError as error:

@@ -11,6 +11,7 @@ began first: so the result does not depend on how many tokens come at a time.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable
 
 import msgspec
@@ -61,6 +62,10 @@ class OutputStage:
                 del self._outputs[sequence.request_id]
         return events
 
+    def ends_of(self, sequence: Sequence) -> Ends:
+        """What ends an output of this sequence: for beams, which are collected at their ends."""
+        return Ends(sequence, self._detokenizer)
+
     def tell_prompts(self, sequences: Iterable[Sequence]) -> list[TokenEvent]:
         """What is known of the tokens of prompts that are not computed to their end: an event each,
         without output."""
@@ -108,12 +113,10 @@ class _Output:
         if params.num_logprobs is not None:
             self.candidates = []
         self.text: _HeldText | None = None
-        self.ends = frozenset() if params.ignore_eos else sequence.eos_token_ids
+        self.ends = _ending_ids(sequence, detokenizer)
         if detokenizer is not None:
             prompt = sequence.request.prompt_ids
             self.window = detokenizer.window_for(prompt, len(prompt))
-            named = {detokenizer.special_ids.get(word) for word in params.stop_words}
-            self.ends |= {id_ for id_ in named if id_ is not None}
             if params.stop_words:
                 self.text = _HeldText(detokenizer, self.window, params.stop_words)
 
@@ -235,6 +238,53 @@ class _Output:
         ]
 
 
+def _ending_ids(sequence: Sequence, detokenizer: Detokenizer | None) -> frozenset[int]:
+    """Tokens that end an output after its first min_tokens."""
+    params = sequence.request.params
+    ends = frozenset() if params.ignore_eos else sequence.eos_token_ids
+    if detokenizer is not None:
+        named = {detokenizer.special_ids.get(word) for word in params.stop_words}
+        ends |= {id_ for id_ in named if id_ is not None}
+    return ends
+
+
+class Ends:
+    """Whether an output that may go on in several ways ends with a token, as `collect` would say.
+
+    Attributes:
+        num_ids: tokens of the vocabulary that end it by themselves.
+    """
+
+    __slots__ = ("_ids", "_max_tokens", "_min_tokens", "_seen", "_text", "num_ids")
+
+    def __init__(self, sequence: Sequence, detokenizer: Detokenizer | None) -> None:
+        params = sequence.request.params
+        self._ids = _ending_ids(sequence, detokenizer)
+        self._min_tokens = params.min_tokens
+        self._max_tokens = sequence.max_tokens
+        self._seen = 0
+        self._text: _HeldText | None = None
+        if detokenizer is not None and params.stop_words:
+            prompt = sequence.request.prompt_ids
+            window = detokenizer.window_for(prompt, len(prompt))
+            self._text = _HeldText(detokenizer, window, params.stop_words)
+        self.num_ids = len(self._ids)
+
+    def after(self, token_id: int) -> Ends | None:
+        """The same for what may follow one more token; None if the output ends with it."""
+        may_stop = self._seen >= self._min_tokens
+        if (may_stop and token_id in self._ids) or self._seen + 1 >= self._max_tokens:
+            return None
+        other = copy.copy(self)
+        other._seen += 1
+        if self._text is not None:
+            other._text = self._text.fork()
+            if other._text.append(token_id, may_stop) is not None:
+                return None
+            other._text.release()
+        return other
+
+
 def _drafts(sequence: Sequence) -> tuple[int | None, int, int]:
     """num_drafted, num_accepted and num_steps of the last event."""
     drafted = sequence.num_drafted or None
@@ -274,6 +324,13 @@ class _HeldText:
         self._matchers = [_Matcher(word) for word in dict.fromkeys(stop_words)]
         self._text = ""
         self._ends: list[int] = []  # of each held token: where in _text its text ends
+
+    def fork(self) -> _HeldText:
+        """The same, for a text that may go on otherwise."""
+        other = copy.copy(self)
+        other._matchers = [copy.copy(matcher) for matcher in self._matchers]
+        other._ends = self._ends.copy()
+        return other
 
     def append(self, token_id: int, may_stop: bool) -> int | None:
         """Add a token. Returns where a stop word that is now complete begins in the held text."""

@@ -35,6 +35,10 @@ class RepeatedNgrams:
         self._next: dict[tuple[int, ...], set[int]] = {}
         self._seen = 0
 
+    def fork(self) -> RepeatedNgrams:
+        """One for a sequence that may go on otherwise; it reads its tokens anew."""
+        return RepeatedNgrams(self._before + 1)
+
     def banned(self, token_ids: list[int], tail: Sequence[int] = ()) -> set[int]:
         """The tokens that may not follow token_ids + tail.
 

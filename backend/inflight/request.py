@@ -55,6 +55,9 @@ class Request(msgspec.Struct, frozen=True):
         structured: what the output must match; None for any text.
         sibling: id of another request with the same prompt, sent before this one: this one begins
             when the prompt stands in the prefix cache.
+        output_ids: of a beam search, the ids under which its outputs are told, the best one first:
+            request_id, and those of as many others as are wanted, beam_width in all at most. ()
+            for the best one alone.
     """
 
     request_id: int
@@ -65,6 +68,7 @@ class Request(msgspec.Struct, frozen=True):
     speculation: int | None = None
     structured: StructuredOutput | None = None
     sibling: int | None = None
+    output_ids: tuple[int, ...] = ()
 
 
 class Candidate(msgspec.Struct, frozen=True, array_like=True, gc=False):

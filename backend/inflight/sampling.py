@@ -26,6 +26,8 @@ MAX_DRY_BASE = 10.0
 MAX_DRY_BREAKERS = 32
 DRY_SEQUENCE_BREAKERS = ("\n", ":", '"', "*")
 MAX_LOGPROBS = 20
+MAX_BEAM_WIDTH = 16
+MAX_LENGTH_PENALTY = 10.0
 # Below this a softmax in float32 is a one-hot (or a division by zero): it means greedy.
 GREEDY_TEMPERATURE = 1e-5
 
@@ -88,6 +90,12 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
             ones; None reports nothing.
         num_prompt_logprobs: the same of each prompt token after the first. The prompt is then
             computed, whatever of it stands in the prefix cache.
+        beam_width: outputs that are followed side by side in a beam search (see `beams`), which
+            looks for the likeliest output as a whole; 1 is none. The steps above are not taken
+            then, but for bans: beams are compared by the model's own log-probabilities.
+        length_penalty: a beam that has ended is worth its log-probability / length ** this.
+        early_stopping: a beam search ends as soon as beam_width beams have; otherwise when no other
+            one looks better.
 
     Raises:
         RequestError: a value out of its bounds, or one that another one contradicts; names it.
@@ -121,6 +129,9 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
     end_id: int | None = None
     num_logprobs: int | None = None
     num_prompt_logprobs: int | None = None
+    beam_width: int = 1
+    length_penalty: float = 1.0
+    early_stopping: bool = False
 
     def __post_init__(self) -> None:
         if self.max_tokens is not None:
@@ -145,6 +156,7 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
         for name in ("num_logprobs", "num_prompt_logprobs"):
             if (number := getattr(self, name)) is not None:
                 _check_range(name, number, 0, MAX_LOGPROBS)
+        self._check_beams()
 
     def check_vocabulary(self, vocab_size: int) -> None:
         """Hold the token ids against a model's vocabulary.
@@ -229,6 +241,46 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
             )
         _check_range("no_repeat_ngram_size", self.no_repeat_ngram_size, 0, MAX_NGRAM_SIZE)
 
+    def _check_beams(self) -> None:
+        _check_range("beam_width", self.beam_width, 1, MAX_BEAM_WIDTH)
+        _check_range("length_penalty", self.length_penalty, -MAX_LENGTH_PENALTY, MAX_LENGTH_PENALTY)
+        if self.beam_width == 1:
+            return
+        if self.max_tokens == 0:
+            raise RequestError(
+                "does not go together with max_tokens 0, which generates nothing", "beam_width"
+            )
+        if self.num_prompt_logprobs is not None:
+            raise RequestError(
+                f"does not go together with beam_width {self.beam_width}; allowed with it: "
+                "num_logprobs, of the outputs",
+                "num_prompt_logprobs",
+            )
+        if self.effective_temperature > 0.0:
+            name = next(
+                name
+                for name in ("temperature", "seed", "top_k", "top_p", "min_p", *_RARE_FILTERS)
+                if getattr(self, name) != _DEFAULTS[name]
+            )
+            raise RequestError(
+                f"asks for a draw, and beam_width {self.beam_width} for the likeliest outputs; "
+                "allowed: one of them, or temperature 0",
+                name,
+            )
+        for name in ("repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias"):
+            self._check_without_beams(name, getattr(self, name) != _DEFAULTS[name])
+        self._check_without_beams("dry_multiplier", self.has_dry)
+        self._check_without_beams("allowed_token_ids", bool(self.allowed_token_ids))
+
+    def _check_without_beams(self, name: str, is_wished: bool) -> None:
+        if is_wished:
+            raise RequestError(
+                f"does not go together with beam_width {self.beam_width}: beams are compared by "
+                "the model's own probabilities; allowed with it: min_tokens, bad_words and "
+                "no_repeat_ngram_size",
+                name,
+            )
+
     def _check_tokens(self) -> None:
         if self.end_id is not None:
             _check_ids("end_id", (self.end_id,))
@@ -248,6 +300,10 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
                 "allowed_token_ids",
             )
         _check_ids("allowed_token_ids", self.allowed_token_ids)
+
+
+_RARE_FILTERS = ("typical_p", "top_n_sigma", "xtc_probability")
+_DEFAULTS = {field.name: field.default for field in msgspec.structs.fields(SamplingParams)}
 
 
 def _check_ids(name: str, token_ids: Iterable[int], vocab_size: int | None = None) -> None:

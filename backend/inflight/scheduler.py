@@ -19,13 +19,19 @@ Why it cannot get stuck: no request is accepted that does not fit into the whole
 run in order of admission, and who needs a block takes it from the last admitted, himself at worst.
 So the first of the running sequences always advances, or a commit is due that lets it; when it has
 finished, the next is the first.
+
+The beams of a search wait, run and lose their blocks as one, and choose their next tokens in one
+step: those that have lost their blocks are computed up to their last token first, and what they
+have in common once. Beams that part share their blocks, full or not, and who is the first to write
+to a block that another one still reads writes to a copy.
 """
 
 from __future__ import annotations
 
+import itertools
 import sys
 from collections import OrderedDict
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 
 from inflight.batch import Batch, Chunk, StepOutput
 from inflight.blocks import BlockPool, block_hash, root_hash
@@ -87,6 +93,8 @@ class Scheduler:
         self._waiting: OrderedDict[int, Sequence] = OrderedDict()
         self._running: OrderedDict[int, Sequence] = OrderedDict()  # in order of admission
         self._suspended: dict[int, Sequence] = {}
+        self._num_seats = 0  # taken by those that run
+        self._fork_ids = itertools.count(-2, -1)  # no request has such an id
         self._admitted: set[int] = set()  # known requests that have run before
         # Running sequences that will need more blocks, with one of which each admission leaves
         # them: a new sequence would take the last ones and lose them in the next step.
@@ -99,7 +107,7 @@ class Scheduler:
 
     @property
     def running(self) -> Collection[Sequence]:
-        """Live view, first admitted first."""
+        """Live view, first admitted first; of a beam search, its head."""
         return self._running.values()
 
     @property
@@ -133,6 +141,8 @@ class Scheduler:
                 f"a prompt of {prompt} tokens and max_tokens of {output} need {prompt + output} "
                 f"tokens of KV cache, and the whole cache has {limit}: {fits}"
             )
+        if sequence.beams is not None:
+            self._check_beams(sequence)
         if len(self._waiting) >= self._max_waiting:
             raise CapacityError(
                 f"{len(self._waiting)} requests are waiting (max_waiting is {self._max_waiting}); "
@@ -154,11 +164,15 @@ class Scheduler:
         preempted = self.num_preemptions
         size = self._pool.block_size
         # Every running sequence has its token first.
-        drafts_left = min(self._max_draft_tokens, self._max_batch_tokens - len(self._running))
+        drafts_left = min(self._max_draft_tokens, self._max_batch_tokens - self._num_seats)
         num_drafted = 0
+        copies: list[tuple[int, int]] = []
         for sequence in list(self._running.values()):
             if sequence.status is not Status.RUNNING:
                 continue  # an older one has taken its blocks in this very loop
+            if sequence.beams is not None:
+                prefills += self._plan_beams(sequence, chunks, copies)
+                continue
             start, num_in_flight = sequence.num_computed, sequence.num_in_flight
             num_tokens = len(sequence.token_ids) + num_in_flight
             if num_tokens - start > 1:
@@ -180,17 +194,25 @@ class Scheduler:
         for sequence in prefills:
             lengths.append(self._share(sequence, budget))
             budget -= lengths[-1]
-        copies: list[tuple[int, int]] = []
+        cached: list[tuple[int, int]] = []  # copies for those that are admitted
         # Whoever was preempted just now heads the queue: nobody passes the head.
         while self._waiting and budget and self.num_preemptions == preempted:
             sequence = next(iter(self._waiting.values()))
-            if len(self._running) >= self._max_num_seqs or not self._admit(sequence, copies):
+            if self._num_seats + sequence.num_seats > self._max_num_seqs:
                 break
-            prefills.append(sequence)
-            lengths.append(self._share(sequence, budget))
+            if sequence.beams is None:
+                if not self._admit(sequence, cached):
+                    break
+                first = sequence
+            else:
+                if not self._admit_beams(sequence, sequence.beams):
+                    break
+                first = sequence.beams[0]
+            prefills.append(first)
+            lengths.append(self._share(first, budget))
             budget -= lengths[-1]
         # Only now: no block is both read and written by the copies of one step.
-        self._pool.release([source for source, _ in copies])
+        self._pool.release([source for source, _ in cached])
         limits = [self._max_chunk] * len(prefills)
         # A row for each of all these, and the rest for scores.
         rows = max(0, self._max_rows - len(chunks) - num_drafted - len(prefills))
@@ -198,28 +220,29 @@ class Scheduler:
             before = _num_before_scores(sequence)
             if before is not None:
                 limits[index] = min(self._max_chunk, before + 1 + rows)
-                rows -= max(0, min(sequence.num_uncomputed, limits[index]) - before - 1)
+                rows -= max(0, min(_num_to_prefill(sequence), limits[index]) - before - 1)
                 excess = max(0, lengths[index] - limits[index])
                 lengths[index] -= excess
                 budget += excess
         for index in reversed(range(len(prefills))):
-            wanted = min(prefills[index].num_uncomputed, limits[index]) - lengths[index]
+            wanted = min(_num_to_prefill(prefills[index]), limits[index]) - lengths[index]
             lengths[index] += min(wanted, budget)
             budget -= min(wanted, budget)
         for sequence, length in zip(prefills, lengths, strict=True):
             if length:
                 chunks.append(self._prefill(sequence, length))
-        return Batch(chunks, copies)
+        return Batch(chunks, copies + cached)
 
     def commit(self, batch: Batch, output: StepOutput) -> list[Sequence]:
         """Take over what a step computed.
 
         A sequence that has lost its blocks since `schedule` (it was finished, suspended, preempted)
         is passed over, even if it runs again. So is one in `output.errors`: whoever sees the error
-        finishes it before the next `schedule`.
+        finishes it before the next `schedule`. A beam gets no token here, but the candidates for
+        it; `branch` says which beams go on with which.
 
         Returns:
-            The sequences that got tokens, in batch order.
+            The sequences that got tokens or candidates, in batch order.
 
         Raises:
             EngineError: the runner chose no token for a sequence, or more than it was asked for.
@@ -234,7 +257,10 @@ class Scheduler:
             end, length = chunk.end, chunk.length
             if chunk.samples:
                 token_ids, logprobs = output.token_ids[index], output.logprobs[index]
-                if not 1 <= len(token_ids) <= 1 + chunk.num_drafts:
+                if sequence.head is not None:
+                    token_ids, logprobs = [], []
+                    sequence.last_candidates = []
+                elif not 1 <= len(token_ids) <= 1 + chunk.num_drafts:
                     raise EngineError(
                         f"the runner chose {len(token_ids)} tokens for request "
                         f"{sequence.request_id}; allowed: 1 to {1 + chunk.num_drafts}"
@@ -266,6 +292,38 @@ class Scheduler:
                 self._register(sequence, end - length, end)
         return advanced
 
+    def branch(
+        self, head: Sequence, continuations: Iterable[tuple[Sequence, int, float]]
+    ) -> list[Sequence]:
+        """Say how a beam search goes on whose beams have all been committed.
+
+        Args:
+            head: the search.
+            continuations: a beam, the token that follows it, and the token's log-probability. One
+                may go on several times; those that do not go on end.
+
+        Returns:
+            The beams from now on, in the order of the continuations.
+        """
+        former = head.beams or []
+        taken: set[Sequence] = set()
+        continuations = list(continuations)
+        beams = []
+        for beam, _, _ in continuations:
+            if beam in taken:  # it is as it was before its own token follows
+                beam = beam.fork(next(self._fork_ids))
+                self._pool.share(beam.blocks)
+            taken.add(beam)
+            beams.append(beam)
+        for beam, (_, token_id, logprob) in zip(beams, continuations, strict=True):
+            beam.token_ids.append(token_id)
+            beam.cumulative_logprob += logprob
+        for beam in former:
+            if beam not in taken:
+                self._release(beam)
+        head.beams = beams
+        return beams
+
     def finish(self, sequence: Sequence) -> None:
         """End a sequence of any status and free its blocks. A second time does nothing."""
         if sequence.status is not Status.FINISHED:
@@ -292,7 +350,7 @@ class Scheduler:
     def _share(self, sequence: Sequence, budget: int) -> int:
         """Tokens of a prompt in the first round: half the budget, but no crumbs."""
         half = max((budget + 1) // 2, self._pool.block_size)
-        return min(half, budget, self._max_chunk, sequence.num_uncomputed)
+        return min(half, budget, self._max_chunk, _num_to_prefill(sequence))
 
     def _prefill(self, sequence: Sequence, length: int) -> Chunk:
         start, end = sequence.num_computed, sequence.num_computed + length
@@ -302,6 +360,63 @@ class Scheduler:
         sequence.num_computed = end
         sequence.num_in_flight += samples
         return Chunk(sequence, start, length, samples, sequence.generation, 0, num_scores)
+
+    def _plan_beams(
+        self, head: Sequence, chunks: list[Chunk], copies: list[tuple[int, int]]
+    ) -> list[Sequence]:
+        """Plan a search's step: the next token of all its beams, if they are ready for it.
+
+        Returns:
+            The beams that are to be computed first, of which a part will do.
+        """
+        beams = head.beams or []
+        late = [beam for beam in beams if beam.num_uncomputed > 1]
+        if late:
+            # What a beam shares was computed in an earlier step than whatever it computes itself.
+            done = itertools.accumulate((beam.num_computed for beam in beams), min)
+            return [
+                beam
+                for beam, least in zip(beams, done, strict=True)
+                if beam.num_uncomputed > 1 and beam.num_computed <= least
+            ]
+        if not beams[0].num_in_flight and self._grow_beams(head, copies):
+            for beam in beams:
+                start = beam.num_computed
+                chunks.append(Chunk(beam, start, 1, True, beam.generation))
+                beam.num_computed = start + 1
+                beam.num_in_flight = 1
+        return []
+
+    def _grow_beams(self, head: Sequence, copies: list[tuple[int, int]]) -> bool:
+        """Give each beam a place of its own for its next token; False if they had to yield.
+
+        It is in a new block, or in one that nobody else owns: the others of a common one get
+        copies, which are made before the step writes to it. All of them or none: no copy of this
+        step is for somebody who loses its blocks in it.
+        """
+        pool, size, beams = self._pool, self._pool.block_size, head.beams or []
+        places = [beam.num_computed // size for beam in beams]
+        writers: set[int] = set()
+        others = []
+        for beam, place in zip(beams, places, strict=True):
+            if place < len(beam.blocks) and beam.blocks[place] not in writers:
+                writers.add(beam.blocks[place])
+            else:
+                others.append((beam, place))
+        while pool.num_free < len(others):
+            youngest = next(reversed(self._running.values()))
+            self._preempt(youngest)
+            if youngest is head:
+                return False
+        for beam, place in others:
+            block = pool.allocate()
+            if place == len(beam.blocks):
+                beam.blocks.append(block)
+            else:
+                copies.append((beam.blocks[place], block))
+                pool.release([beam.blocks[place]])
+                beam.blocks[place] = block
+        return True
 
     def _grow(self, sequence: Sequence) -> bool:
         """Give a decoding sequence the next block, as its last one is full; False if it had to
@@ -368,16 +483,82 @@ class Scheduler:
             copies.append((sequence.blocks.pop(), new[0]))
         sequence.blocks += new
         sequence.num_computed = computed
+        self._run(sequence, computed)
+        return True
+
+    def _admit_beams(self, head: Sequence, beams: list[Sequence]) -> bool:
+        """As `_admit`, for all beams of a search: one with a prompt, or several of one length.
+
+        Of the full blocks that several have in common each is taken once, whether the prefix cache
+        still has it or not. So a search needs no more blocks than it had when it lost them, but for
+        those that it had not parted with yet.
+        """
+        pool, size = self._pool, self._pool.block_size
+        num_tokens = len(beams[0].token_ids)
+        num_full = (num_tokens - 1) // size  # blocks without the last token
+        chains = [self._hashes_of(beam, num_tokens)[:num_full] for beam in beams]
+        known = [pool.lookup(chain) if self._prefix_cache else [] for chain in chains]
+        # Of each beam the earlier one with which it has most in common, and how many blocks.
+        common = [_most_common(chains[:index], chain) for index, chain in enumerate(chains)]
+        revived = {block for blocks in known for block in blocks if not pool.ref_count(block)}
+        num_new = sum(
+            -(-num_tokens // size) - max(len(blocks), count)
+            for blocks, (_, count) in zip(known, common, strict=True)
+        )
+        if len(revived) + num_new + self._num_growing > pool.num_free:
+            return False
+
+        for beam, chain in zip(beams, chains, strict=True):
+            if self._prefix_cache:
+                beam.blocks = pool.acquire(chain)
+        for beam, (other, count) in zip(beams, common, strict=True):
+            if count > len(beam.blocks):
+                more = beams[other].blocks[len(beam.blocks) : count]
+                pool.share(more)
+                beam.blocks += more
+            beam.num_computed = len(beam.blocks) * size
+            while len(beam.blocks) * size < num_tokens:
+                beam.blocks.append(pool.allocate())
+        self._run(head, beams[0].num_computed)
+        return True
+
+    def _run(self, sequence: Sequence, num_cached: int) -> None:
         del self._waiting[sequence.request_id]
         self._running[sequence.request_id] = sequence
         sequence.status = Status.RUNNING
-        self._num_growing += self._is_growing(sequence)
+        self._num_seats += sequence.num_seats
+        self._num_growing += self._growth(sequence)
         if sequence.request_id not in self._admitted:
             self._admitted.add(sequence.request_id)
-            sequence.num_cached_tokens = computed
-            self.num_cached_tokens += computed
+            sequence.num_cached_tokens = num_cached
+            self.num_cached_tokens += num_cached
             self.num_prompt_tokens += sequence.num_prompt_tokens
-        return True
+
+    def _check_beams(self, head: Sequence) -> None:
+        """Refuse a search that could not run alone."""
+        width, size = head.num_seats, self._pool.block_size
+        if width > self._max_num_seqs:
+            raise RequestError(
+                f"{width} beams run as {width} sequences, and at most {self._max_num_seqs} run at "
+                f"once; allowed: up to {self._max_num_seqs}",
+                "beam_width",
+            )
+        # At worst they have no more than the full blocks of their prompt in common.
+        prompt, num_blocks = head.num_prompt_tokens, self._pool.num_blocks
+        shared = prompt // size
+        needed = shared + width * (-(-(head.max_length - 1) // size) - shared)
+        if needed > num_blocks:
+            most = (shared + (num_blocks - shared) // width) * size - prompt + 1
+            raise RequestError(
+                f"{width} beams, a prompt of {prompt} tokens and max_tokens of {head.max_tokens} "
+                f"need {needed} blocks of KV cache, and the whole cache has {num_blocks}; allowed: "
+                + (f"max_tokens of at most {most}, or fewer beams" if most > 0 else "fewer beams"),
+                "beam_width",
+            )
+
+    def _growth(self, sequence: Sequence) -> int:
+        """Blocks that admissions leave for a running sequence."""
+        return self._is_growing(sequence) if sequence.beams is None else sequence.num_seats
 
     def _is_growing(self, sequence: Sequence) -> bool:
         """Whether it may need more blocks than it has. Its last token is never computed."""
@@ -389,9 +570,14 @@ class Scheduler:
         Its tokens stay: should it run again, they are computed like a prompt.
         """
         if self._running.pop(sequence.request_id, None) is not None:
-            self._num_growing -= self._is_growing(sequence)
+            self._num_growing -= self._growth(sequence)
+            self._num_seats -= sequence.num_seats
         self._waiting.pop(sequence.request_id, None)
         self._suspended.pop(sequence.request_id, None)
+        for one in (sequence,) if sequence.beams is None else sequence.beams:
+            self._release(one)
+
+    def _release(self, sequence: Sequence) -> None:
         self._pool.release(sequence.blocks)
         sequence.blocks = []
         sequence.num_computed = 0
@@ -430,3 +616,16 @@ def _num_before_scores(sequence: Sequence) -> int | None:
     if sequence.num_scored >= sequence.num_prompt_tokens:
         return None
     return max(0, sequence.num_scored - 1 - sequence.num_computed)
+
+
+def _num_to_prefill(sequence: Sequence) -> int:
+    """Tokens that it may compute by itself: one of several beams leaves its last to their step."""
+    head = sequence.head
+    together = head is not None and len(head.beams or ()) > 1
+    return sequence.num_uncomputed - together
+
+
+def _most_common(chains: list[list[bytes]], chain: list[bytes]) -> tuple[int, int]:
+    """Which of some chains of hashes has most blocks in common with another, and how many."""
+    counts = [sum(a == b for a, b in zip(one, chain, strict=True)) for one in chains]
+    return max(enumerate(counts), key=lambda pair: pair[1], default=(0, 0))

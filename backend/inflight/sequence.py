@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import enum
 from typing import TYPE_CHECKING
 
@@ -21,6 +22,10 @@ class Status(enum.Enum):
 
 class Sequence:
     """A request's tokens and the KV blocks that hold them.
+
+    A beam search is a sequence, its head, that computes nothing itself and has no blocks. It stands
+    for its beams wherever they wait their turn: they run, lose their blocks and end together. They
+    are sequences of one length that share the blocks of what they have in common.
 
     A token is in flight from when a step that will choose it is scheduled until the host commits
     that step. Steps run in the order in which they are scheduled, so whatever is scheduled counts
@@ -44,6 +49,11 @@ class Sequence:
         max_length: prompt and output together, at most.
         seed: of its random draws: the request's, or one that the engine drew.
         eos_token_ids: tokens that end it: the model's and the request's end_id.
+        beams: of a beam search, the outputs that are followed; None of any other sequence.
+        head: the beam search whose beam it is; None if it is none.
+        num_seats: places in the batch that it takes: one for each beam.
+        num_candidates: the likeliest tokens that a runner has to name for each of its tokens; None
+            for no token at all. Of a beam they are the likeliest of those that may be chosen.
         shaping: what the host says of the choice of its tokens.
         grammar: where its output stands in what it must match; None if it must match nothing.
         is_complete: nothing may follow the tokens that it has: its grammar says so.
@@ -57,13 +67,15 @@ class Sequence:
         num_preemptions: how often its blocks were taken away.
         cumulative_logprob: sum over the output tokens.
         last_logprobs: of the tokens that the last commit appended.
-        last_candidates: of these tokens, what num_logprobs asks for; empty if it asks for nothing.
+        last_candidates: of these tokens, what num_candidates asks for; empty if it asks for
+            nothing. Of a beam, of the token that is to be chosen next.
         num_scored: tokens of its prompt whose log-probabilities are committed, or not wanted. Until
             these are all, it has no output.
         prompt_candidates: what no event has told yet of these tokens.
     """
 
     __slots__ = (
+        "beams",
         "block_hashes",
         "blocks",
         "cumulative_logprob",
@@ -71,6 +83,7 @@ class Sequence:
         "finish_reason",
         "generation",
         "grammar",
+        "head",
         "is_complete",
         "last_candidates",
         "last_logprobs",
@@ -79,6 +92,7 @@ class Sequence:
         "needs_host",
         "num_accepted",
         "num_cached_tokens",
+        "num_candidates",
         "num_computed",
         "num_drafted",
         "num_drafts",
@@ -86,6 +100,7 @@ class Sequence:
         "num_preemptions",
         "num_prompt_tokens",
         "num_scored",
+        "num_seats",
         "num_steps",
         "prompt_candidates",
         "request",
@@ -116,6 +131,10 @@ class Sequence:
             request.params, self.num_prompt_tokens, eos_token_ids, bad_word_ids, breaker_ids
         )
         self.needs_host = self.shaping.needs_host or request.structured is not None
+        self.beams: list[Sequence] | None = None
+        self.head: Sequence | None = None
+        self.num_seats = request.params.beam_width
+        self.num_candidates = request.params.num_logprobs
         self.grammar: Walk | None = None
         self.is_complete = False
         self.token_ids: list[int] = list(request.prompt_ids)
@@ -155,6 +174,17 @@ class Sequence:
     def num_uncomputed(self) -> int:
         """Tokens that no step computes yet: a prompt's rest, or 1 in decode."""
         return self.num_tokens - self.num_computed
+
+    def fork(self, request_id: int) -> Sequence:
+        """A sequence of the same request and tokens that may go on otherwise, with the same blocks:
+        its owner has to count them."""
+        other = copy.copy(self)
+        other.request_id = request_id
+        other.shaping = self.shaping.fork()
+        other.token_ids = self.token_ids.copy()
+        other.blocks = self.blocks.copy()
+        other.block_hashes = self.block_hashes.copy()
+        return other
 
     def __repr__(self) -> str:
         return (

@@ -6,6 +6,7 @@ Penalties are not among it: they depend on nothing but counts, which a device ke
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
@@ -98,6 +99,14 @@ class Shaping:
         self.needs_host = needs_host(params, bad_word_ids)
         has_early = self._min_tokens > 0 and not self._early.is_empty
         self.is_silent = self._late.is_empty and not has_early and not self.needs_host
+
+    def fork(self) -> Shaping:
+        """The same wishes, for a sequence that may go on otherwise from here."""
+        other = copy.copy(self)
+        assert self._dry is None, "beams do without DRY"
+        if self._ngrams is not None:
+            other._ngrams = self._ngrams.fork()
+        return other
 
     def of_row(
         self, token_ids: list[int], tail: Sequence[int] = (), num_unknown: int = 0

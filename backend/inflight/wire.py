@@ -16,7 +16,7 @@ from inflight.errors import InflightError
 from inflight.request import Request, TokenEvent
 from inflight.stats import Stats
 
-PROTOCOL = 3
+PROTOCOL = 4
 MAX_FRAME = 64 << 20
 _LENGTH = struct.Struct("<I")
 

@@ -56,6 +56,9 @@ class Options(TypedDict, total=False):
     num_prompt_logprobs: int
     n: int
     best_of: int
+    beam_width: int
+    length_penalty: float
+    early_stopping: bool
     speculation: str
     guided_decoding_guide_type: str
     guided_decoding_guide: str
@@ -98,6 +101,9 @@ DATATYPES: dict[str, str] = {
     "num_prompt_logprobs": "INT32",
     "n": "INT32",
     "best_of": "INT32",
+    "beam_width": "INT32",
+    "length_penalty": "FP32",
+    "early_stopping": "BOOL",
     "speculation": "BYTES",
     "guided_decoding_guide_type": "BYTES",
     "guided_decoding_guide": "BYTES",

@@ -156,6 +156,20 @@ def test_releasing_twice_is_an_error() -> None:
     assert pool.num_free == 2
 
 
+def test_a_shared_block_is_free_when_its_last_owner_lets_go() -> None:
+    pool = BlockPool(2, BLOCK_SIZE)
+    blocks = [pool.allocate()]
+    pool.share(blocks)
+    assert pool.is_shared(blocks[0])
+    pool.release(blocks)
+    assert pool.num_free == 1
+    assert not pool.is_shared(blocks[0])
+    pool.release(blocks)
+    assert pool.num_free == 2
+    with pytest.raises(EngineError, match="is nobody's: it cannot be shared"):
+        pool.share(blocks)
+
+
 class PoolMachine(RuleBasedStateMachine):
     """Tables come and go; a model that keeps whole histories says what each block holds."""
 
@@ -187,6 +201,13 @@ class PoolMachine(RuleBasedStateMachine):
             self.content[block] = tokens
             self.pool.register(block, key)
             blocks.append(block)
+
+    @precondition(lambda self: self.tables)
+    @rule(data=st.data())
+    def fork(self, data: st.DataObject) -> None:
+        blocks = list(data.draw(st.sampled_from(self.tables)))
+        self.pool.share(blocks)
+        self.tables.append(blocks)
 
     @rule()
     def take_one(self) -> None:

@@ -135,6 +135,15 @@ def test_a_request_is_answered(front: Front):
     assert events[-1].finish_reason == FinishReason.LENGTH
 
 
+def test_an_output_under_anothers_id_is_refused(front: Front) -> None:
+    first = front.client.next_request_id()
+    params = SamplingParams(max_tokens=3, beam_width=2)
+    foreign = (front.client.welcome.front_id + 1) << 32
+    front.client.submit(Request(first, [5], params, output_ids=(first, foreign)))
+    (event,) = front.finish(first)
+    assert event.error == "a front may only use request ids of its own"
+
+
 def test_two_fronts_share_one_engine_and_get_their_own_events(front, model_directory):
     other = Front(model_directory)
     assert len(running_engines(model_directory)) == 1

@@ -442,3 +442,35 @@ class TestBadWords:
 
 def smollm_text(ids: Ids[int]) -> str:
     return detokenizer().decode(ids)
+
+
+# ---------------------------------------------------------------- outputs that may go on otherwise
+
+
+@settings(max_examples=150, deadline=None)
+@given(data=st.data())
+def test_what_ends_a_beam_is_what_ends_an_output(data: st.DataObject) -> None:
+    """The same token says so to both, whatever other ways were tried on the way."""
+    letters = [encode(one)[0] for one in "abc"]
+    tokens = st.sampled_from([*letters, *letters, EOS, *encode("\u00e9")])
+    params = SamplingParams(
+        stop_words=tuple(
+            data.draw(st.lists(st.sampled_from(["ab", "abc", "cc", "<|im_end|>"]), max_size=3))
+        ),
+        min_tokens=data.draw(st.integers(0, 4)),
+        ignore_eos=data.draw(st.booleans()),
+    )
+    output = data.draw(st.lists(tokens, min_size=1, max_size=12))
+    max_tokens = data.draw(st.integers(4, 12))
+    stage = OutputStage(detokenizer())
+    sequence = sequence_of(params, max_tokens=max_tokens)
+    ends = stage.ends_of(sequence)
+    for token_id in output:
+        for other in (*letters, EOS):
+            ends.after(other)
+        found = ends.after(token_id)
+        run(sequence, [token_id], stage=stage)
+        assert (found is None) == (sequence.finish_reason is not None)
+        if found is None:
+            break
+        ends = found

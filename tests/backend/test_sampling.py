@@ -86,6 +86,8 @@ def test_the_whole_range_is_allowed(name: str, values: list[Any]) -> None:
         ("logit_bias", [tuple((i, 1.0) for i in range(MAX_LOGIT_BIASES + 1))]),
         ("allowed_token_ids", [(-1,), (2**31,), (7,) * (MAX_ALLOWED_TOKENS + 1)]),
         ("num_logprobs", [-1, 21]),
+        ("beam_width", [-1, 0, 17]),
+        ("length_penalty", [-10.01, 10.01]),
         ("num_prompt_logprobs", [-1, 21]),
         ("repetition_penalty", [0.0, -1.0, 10.01]),
         ("presence_penalty", [-2.01, 2.01]),
@@ -117,6 +119,7 @@ def test_the_next_value_is_refused_by_name(name: str, values: list[Any]) -> None
         "xtc_probability",
         "dry_multiplier",
         "dry_base",
+        "length_penalty",
     ],
 )
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
@@ -129,6 +132,39 @@ def test_a_bias_that_is_not_finite_is_refused() -> None:
     for value in (math.nan, math.inf, -math.inf):
         with pytest.raises(RequestError, match=r"^logit_bias: "):
             SamplingParams(logit_bias=((1, value),))
+
+
+@pytest.mark.parametrize(
+    ("wish", "named"),
+    [
+        ({"temperature": 0.7, "top_p": 0.5}, "temperature: asks for a draw, and beam_width 4"),
+        ({"top_k": 5}, "top_k: asks for a draw"),
+        ({"top_p": 0.5}, "top_p: asks for a draw"),
+        ({"min_p": 0.5}, "min_p: asks for a draw"),
+        ({"typical_p": 0.5}, "typical_p: asks for a draw"),
+        ({"top_n_sigma": 1.0}, "top_n_sigma: asks for a draw"),
+        ({"xtc_probability": 0.5}, "xtc_probability: asks for a draw"),
+        ({"seed": 5}, "seed: asks for a draw"),
+        ({"repetition_penalty": 1.1}, "repetition_penalty: does not go together with beam_width 4"),
+        ({"presence_penalty": 1.0}, "presence_penalty: does not go together"),
+        ({"frequency_penalty": 1.0}, "frequency_penalty: does not go together"),
+        ({"logit_bias": ((1, 1.0),)}, "logit_bias: does not go together"),
+        ({"dry_multiplier": 1.0}, "dry_multiplier: does not go together"),
+        ({"allowed_token_ids": (1,)}, "allowed_token_ids: does not go together"),
+        ({"num_prompt_logprobs": 0}, "num_prompt_logprobs: does not go together with beam_width 4"),
+        ({"max_tokens": 0}, "beam_width: does not go together with max_tokens 0"),
+    ],
+)
+def test_what_does_not_go_with_beams_is_refused_by_name(wish: dict[str, Any], named: str) -> None:
+    SamplingParams(**wish)
+    SamplingParams(**wish, beam_width=1, length_penalty=2.0, early_stopping=True)
+    with pytest.raises(RequestError, match=f"^{named}"):
+        SamplingParams(**wish, beam_width=4)
+
+
+def test_what_bans_goes_with_beams_and_so_does_greedy() -> None:
+    wishes = {"min_tokens": 3, "bad_words": ("x",), "no_repeat_ngram_size": 2}
+    SamplingParams(beam_width=4, temperature=0.0, top_p=0.9, seed=5, num_logprobs=3, **wishes)
 
 
 @pytest.mark.parametrize("wish", [{"typical_p": 0.9}, {"xtc_probability": 0.1}])

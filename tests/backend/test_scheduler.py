@@ -17,9 +17,11 @@ from hypothesis.stateful import (
     rule,
 )
 
-from fake_runner import LateStep, PagedRunner, alone, next_token, score
+from fake_runner import NUM_NAMED, LateStep, PagedRunner, alone, next_token, score
 from inflight.batch import Batch, Chunk, StepOutput
+from inflight.beams import BeamGroup
 from inflight.errors import CapacityError, EngineError, RequestError
+from inflight.output import OutputStage
 from inflight.request import Candidate, Request
 from inflight.sampling import SamplingParams
 from inflight.scheduler import Scheduler
@@ -608,6 +610,169 @@ def test_no_block_is_read_and_written_by_the_copies_of_one_step(fake: PagedRunne
     assert not {source for source, _ in copies} & {target for _, target in copies}
 
 
+STOP = 2
+
+
+def owner(one: Sequence) -> Sequence:
+    """Who waits in the queue for it: itself, or of a beam the search."""
+    return one.head or one
+
+
+def members(one: Sequence) -> list[Sequence]:
+    """The sequences with blocks that it stands for."""
+    return [one] if one.beams is None else one.beams
+
+
+def beam_search(
+    request_id: int, prompt_ids: list[int], max_tokens: int, stops: bool = True, **params: object
+) -> BeamGroup:
+    given = SamplingParams(**params)  # type: ignore[arg-type]
+    outputs = tuple(range(request_id, request_id + given.beam_width))
+    request = Request(request_id, prompt_ids, given, output_ids=outputs)
+    ends = frozenset({STOP}) if stops else frozenset()
+    head = Sequence(request, max_tokens, eos_token_ids=ends)
+    return BeamGroup(head, OutputStage(None), NUM_NAMED)
+
+
+def told(group: BeamGroup) -> list[tuple[list[int], float]]:
+    return [(one.token_ids, one.cumulative_logprob) for one in group.results()]
+
+
+def undisturbed(group: BeamGroup) -> list[tuple[list[int], float]]:
+    """What a search of the same request finds with the whole engine to itself."""
+    head = group.head
+    again = Sequence(head.request, head.max_tokens, eos_token_ids=head.eos_token_ids)
+    alone = BeamGroup(again, OutputStage(None), NUM_NAMED)
+    plan, fake = scheduler(num_blocks=99), PagedRunner(num_blocks=99)
+    plan.add(again)
+    while not alone.is_finished:
+        batch = plan.schedule()
+        if plan.commit(batch, fake.launch(batch).result()):
+            alone.advance(plan)
+    return told(alone)
+
+
+def search_step(plan: Scheduler, fake: PagedRunner, group: BeamGroup) -> Batch:
+    """One turn of the engine's loop with one search, which it ends."""
+    batch = plan.schedule()
+    if plan.commit(batch, fake.launch(batch).result()):
+        group.advance(plan)
+    if group.is_finished:
+        plan.finish(group.head)
+    return batch
+
+
+def test_beams_compute_their_prompt_once_and_choose_in_one_step(fake: PagedRunner) -> None:
+    plan = scheduler()
+    group = beam_search(1, [0] * 9, 4, stops=False, beam_width=3)
+    plan.add(group.head)
+    batches = [search_step(plan, fake, group) for _ in range(4)]
+    assert [batch.num_tokens for batch in batches] == [9, 3, 3, 3]
+    assert group.is_finished
+    assert told(group) == undisturbed(group)
+    assert plan.num_free_blocks == 16
+
+
+def test_beams_share_blocks_until_they_write(fake: PagedRunner) -> None:
+    plan = scheduler()
+    group = beam_search(1, [0] * 10, 6, stops=False, beam_width=3)
+    plan.add(group.head)
+    search_step(plan, fake, group)
+    assert plan.num_free_blocks == 13
+    assert [beam.blocks for beam in members(group.head)] == [members(group.head)[0].blocks] * 3
+    batch = search_step(plan, fake, group)
+    assert len(batch.copies) == 2, "one of three writes in place"
+    assert {source for source, _ in batch.copies} == {batch.chunks[0].sequence.blocks[2]}
+
+
+@pytest.mark.parametrize("prefix_cache", [True, False])
+@pytest.mark.parametrize("max_prefill_chunk", [2, 16])
+def test_beams_that_lost_their_blocks_compute_what_they_had_in_common_once(
+    fake: PagedRunner, prefix_cache: bool, max_prefill_chunk: int
+) -> None:
+    plan = scheduler(prefix_cache=prefix_cache, max_prefill_chunk=max_prefill_chunk)
+    group = beam_search(1, [0, 1] * 8, 7, stops=False, beam_width=3)
+    plan.add(group.head)
+    lost = 0
+    while not group.is_finished:
+        before = group.head.num_steps
+        if before in (2, 4) and lost < before:
+            plan.suspend(group.head)
+            assert plan.num_free_blocks == 16
+            if not prefix_cache:  # nothing is found where it was by chance
+                fake._tokens.clear()
+            plan.resume(group.head)
+            lost = before
+            computed = 0
+            while group.head.num_steps == before:
+                computed += search_step(plan, fake, group).num_tokens
+            # The prompt has full blocks; each beam has its own tokens after that.
+            assert 3 * before <= computed <= 16 + 3 * before
+            assert not prefix_cache or computed == 3 * before
+        else:
+            search_step(plan, fake, group)
+    assert told(group) == undisturbed(group)
+    assert plan.num_free_blocks == 16
+
+
+def test_a_search_yields_as_one_and_finds_the_same(fake: PagedRunner) -> None:
+    plan = scheduler(num_blocks=16, max_num_seqs=8, prefix_cache=False)
+    olds = [sequence(one, prompt(8, start=one), max_tokens=20) for one in (3, 4)]
+    group = beam_search(5, [0, 1] * 3, 12, stops=False, beam_width=3)
+    for old in olds:
+        plan.add(old)
+    plan.add(group.head)
+    while not group.is_finished:
+        batch = plan.schedule()
+        beams = [chunk.sequence for chunk in batch.chunks if chunk.sequence.head is not None]
+        assert not any(c.samples for c in batch.chunks if c.sequence in beams) or (
+            beams == members(group.head)
+        )
+        moved = plan.commit(batch, fake.launch(batch).result())
+        if any(one.head is not None for one in moved):
+            group.advance(plan)
+        for old in olds:
+            if old.num_output_tokens == 20:
+                plan.finish(old)
+    assert group.head.num_preemptions > 0
+    for old in olds:
+        assert old.token_ids[8:] == alone(old.token_ids[:8], old.num_output_tokens)
+    assert told(group) == undisturbed(group)
+
+
+@pytest.mark.parametrize(
+    ("changes", "max_tokens", "message"),
+    [
+        ({"max_num_seqs": 2}, 4, "beam_width: 3 beams run as 3 sequences, and at most 2 run"),
+        (
+            {"num_blocks": 9},
+            13,
+            "beam_width: 3 beams, a prompt of 8 tokens and max_tokens of 13 "
+            "need 11 blocks of KV cache, and the whole cache has 9; allowed: max_tokens of at "
+            "most 9, or fewer beams",
+        ),
+    ],
+)
+def test_a_search_that_could_not_run_alone_is_refused(
+    changes: dict[str, int], max_tokens: int, message: str
+) -> None:
+    plan = scheduler(**changes)
+    group = beam_search(1, [0] * 8, max_tokens, beam_width=3)
+    with pytest.raises(RequestError, match=message):
+        plan.add(group.head)
+    assert not plan.waiting
+
+
+def test_the_largest_search_that_fits_ends(fake: PagedRunner) -> None:
+    plan = scheduler(num_blocks=11, prefix_cache=False)
+    group = beam_search(1, [0] * 8, 13, stops=False, beam_width=3)
+    plan.add(group.head)
+    while not group.is_finished:
+        assert search_step(plan, fake, group).chunks
+    assert group.head.num_preemptions == 0
+    assert told(group) == undisturbed(group)
+
+
 def guess(token_ids: list[int], count: int) -> list[int]:
     """A drafter that is mostly right, and sometimes has fewer than it was asked for."""
     drafts: list[int] = []
@@ -621,11 +786,12 @@ def guess(token_ids: list[int], count: int) -> list[int]:
 
 
 PROMPTS = st.lists(st.integers(0, 1), min_size=1, max_size=14)
-STOP = 2
 
 
 def waits(one: Sequence) -> bool:
     """Whether a running sequence cannot go on before a commit."""
+    if one.beams is not None:
+        return any(beam.num_in_flight for beam in one.beams)
     last_is_in_flight = one.num_output_tokens + one.num_in_flight == one.max_tokens
     return one.num_in_flight > 0 and (one.needs_host or last_is_in_flight)
 
@@ -671,6 +837,35 @@ class EngineMachine(RuleBasedStateMachine):
         self.in_flight: deque[tuple[Batch, LateStep, set[int]]] = deque()  # with blocks written
         self.num_added = 0
         self.alive: dict[int, Sequence] = {}
+        self.searches: dict[int, BeamGroup] = {}
+
+    @rule(
+        prompt_ids=PROMPTS,
+        max_tokens=st.integers(1, 8),
+        beam_width=st.integers(2, 3),
+        stops=st.booleans(),
+        early_stopping=st.booleans(),
+    )
+    def add_a_search(
+        self, prompt_ids: list[int], max_tokens: int, beam_width: int, stops: bool, **params: bool
+    ) -> None:
+        self.num_added += 1
+        group = beam_search(
+            self.num_added, prompt_ids, max_tokens, stops, beam_width=beam_width, **params
+        )
+        size, num_blocks = self.config["block_size"], self.config["num_blocks"]
+        length = len(prompt_ids) + max_tokens
+        common = len(prompt_ids) // size
+        needed = common + beam_width * (-(-(length - 1) // size) - common)
+        seats = min(self.config["max_num_seqs"], self.config["max_batch_tokens"])
+        try:
+            self.plan.add(group.head)
+        except RequestError:
+            assert beam_width > seats or needed > num_blocks or length > num_blocks * size
+        else:
+            assert beam_width <= seats and needed <= num_blocks
+            self.alive[self.num_added] = group.head
+            self.searches[self.num_added] = group
 
     @rule(
         prompt_ids=PROMPTS,
@@ -710,7 +905,7 @@ class EngineMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def add_a_follow_up(self, data: st.DataObject) -> None:
         """A prompt that repeats tokens which another request has by now."""
-        other = data.draw(st.sampled_from(list(self.alive.values())))
+        other = members(data.draw(st.sampled_from(list(self.alive.values()))))[-1]
         length = data.draw(st.integers(1, len(other.token_ids)))
         self.add(
             other.token_ids[:length],
@@ -779,18 +974,27 @@ class EngineMachine(RuleBasedStateMachine):
         batch, pending, _ = self.in_flight.popleft()
         output = pending.result()
         for index, chunk in enumerate(batch.chunks):
-            if chunk.sequence is failing:
+            if owner(chunk.sequence) is failing:
                 output.errors[index] = "numerical"
         ours = [chunk.sequence for chunk in batch.chunks if not chunk.is_stale]
         moved = self.plan.commit(batch, output)
         for index in output.errors:
             failed = batch.chunks[index].sequence
             assert failed not in moved
-            if failed in ours:
-                self.plan.finish(failed)
-                del self.alive[failed.request_id]
+            if failed in ours and self.alive.pop(owner(failed).request_id, None) is not None:
+                self.plan.finish(owner(failed))
+        for head in dict.fromkeys(one.head for one in moved if one.head is not None):
+            assert [one for one in moved if one.head is head] == head.beams, "not in step"
+            group = self.searches[head.request_id]
+            group.advance(self.plan)
+            if group.is_finished:
+                assert told(group) == undisturbed(group)
+                self.plan.finish(head)
+                del self.alive[head.request_id]
         for one in moved:
             assert one in ours
+            if one.head is not None:
+                continue
             prompt_ids = one.request.prompt_ids
             assert one.token_ids[len(prompt_ids) :] == alone(prompt_ids, one.num_output_tokens)
             assert one.num_output_tokens <= one.max_tokens
@@ -820,23 +1024,26 @@ class EngineMachine(RuleBasedStateMachine):
     def _check(self, batch: Batch, before: list[Sequence], first_waits: bool) -> None:
         running = list(self.plan.running)
         if running or self.plan.waiting:
-            assert batch.chunks or self.in_flight, "work, but no progress"
+            admitted = running != before
+            assert batch.chunks or self.in_flight or admitted, "work, but no progress"
         assert batch.num_tokens <= self.config["max_batch_tokens"]
         num_drafts = sum(chunk.num_drafts for chunk in batch.chunks)
         assert num_drafts <= self.config["max_draft_tokens"]
         num_rows = sum(max(1, rows_of(chunk)) for chunk in batch.chunks)
         assert num_rows <= self.max_rows
-        assert len(running) <= self.config["max_num_seqs"]
+        seats = sum(len(members(one)) for one in running)
+        assert seats <= self.plan._num_seats <= self.config["max_num_seqs"]
         stayed = [one for one in running if one in before]
         assert stayed == before[: len(stayed)], "an older one lost its blocks to a younger one"
         assert running[: len(stayed)] == stayed, "a preempted one came back in the same step"
         scheduled = [chunk.sequence for chunk in batch.chunks]
         assert len(scheduled) == len(set(scheduled))
         if before:
-            assert (before[0] in scheduled) != first_waits, "the first does not advance"
+            first_advances = before[0] in map(owner, scheduled)
+            assert first_advances != first_waits, "the first does not advance"
         for chunk in batch.chunks:
             one = chunk.sequence
-            assert one.status is Status.RUNNING
+            assert owner(one).status is Status.RUNNING
             assert chunk.end == one.num_computed
             assert chunk.num_drafts <= one.num_drafts
             length = chunk.length - chunk.num_drafts
@@ -852,8 +1059,14 @@ class EngineMachine(RuleBasedStateMachine):
             assert not (chunk.num_scores and chunk.num_drafts)
             assert rows_of(chunk) <= chunk.length
             for block in self._blocks_of(chunk):
-                assert not self.pool.is_shared(block), "a write that others see"
-                assert self.pool.ref_count(block) == 1
+                # A beam may compute for all of its search what they have lost together.
+                owners = [each for each in members(owner(one)) if block in each.blocks]
+                if one.head is not None and not chunk.samples:
+                    assert self.pool._hashes[block] is None, "a write that others see"
+                    assert self.pool.ref_count(block) == len(owners)
+                else:
+                    assert not self.pool.is_shared(block), "a write that others see"
+                    assert self.pool.ref_count(block) == 1
         targets = [target for _, target in batch.copies]
         assert len(targets) == len(set(targets))
         assert not set(targets) & {source for source, _ in batch.copies}
@@ -864,13 +1077,15 @@ class EngineMachine(RuleBasedStateMachine):
             return
         owners = [0] * self.config["num_blocks"]
         for one in self.plan.running:
-            for block in one.blocks:
-                owners[block] += 1
+            for each in members(one):
+                for block in each.blocks:
+                    owners[block] += 1
         assert owners == [self.pool.ref_count(block) for block in range(len(owners))]
-        growing = [one for one in self.plan.running if self.plan._is_growing(one)]
-        assert self.plan._num_growing == len(growing)
+        assert self.plan._num_growing == sum(map(self.plan._growth, self.plan.running))
+        assert self.plan._num_seats == sum(one.num_seats for one in self.plan.running)
         for one in [*self.plan.waiting, *self.plan.suspended]:
-            assert one.blocks == [] and one.num_computed == 0
+            for each in members(one):
+                assert each.blocks == [] and each.num_computed == 0
         places = [*self.plan.running, *self.plan.waiting, *self.plan.suspended]
         assert {one.request_id: one for one in places} == self.alive
         assert len(places) == len(self.alive)
@@ -885,7 +1100,8 @@ class EngineMachine(RuleBasedStateMachine):
             return
         self.resume_all()
         bound = 1 + sum(
-            one.num_prompt_tokens + 2 * one.max_tokens for one in self.alive.values()
+            one.num_seats * (one.num_prompt_tokens + 2 * one.max_tokens)
+            for one in self.alive.values()
         ) * (1 + len(self.alive)) * (1 + self.fake.steps_ahead)
         for _ in range(bound):
             if not self.alive:
@@ -899,3 +1115,30 @@ class EngineMachine(RuleBasedStateMachine):
 
 EngineMachine.TestCase.settings = settings(max_examples=80, stateful_step_count=30, deadline=None)
 TestRandomTraffic = EngineMachine.TestCase
+
+
+class SearchMachine(EngineMachine):
+    """The same with room for several beam searches, but hardly for their ends."""
+
+    @initialize(
+        num_blocks=st.integers(8, 16),
+        block_size=st.sampled_from([1, 2, 4]),
+        max_num_seqs=st.integers(4, 8),
+        max_batch_tokens=st.integers(8, 16),
+        max_prefill_chunk=st.none() | st.integers(1, 6),
+        prefix_cache=st.booleans(),
+        max_draft_tokens=st.integers(1, 8),
+        steps_ahead=st.sampled_from([0, 1, 1, 2]),
+        spare_rows=st.integers(0, 6),
+        prompts=st.lists(PROMPTS, min_size=2, max_size=4),
+    )
+    def start(
+        self, steps_ahead: int, spare_rows: int, prompts: list[list[int]], **config: int
+    ) -> None:
+        super().start(steps_ahead, spare_rows, **config)
+        for index, prompt_ids in enumerate(prompts):
+            self.add_a_search(prompt_ids, 8, 2 + index % 2, index % 2 == 0, early_stopping=False)
+
+
+SearchMachine.TestCase.settings = settings(max_examples=80, stateful_step_count=30, deadline=None)
+TestRandomSearches = SearchMachine.TestCase

@@ -211,11 +211,15 @@ def test_several_outputs_in_one_response_come_in_their_order() -> None:
 
     with fake_triton.serve(both) as server, Client(server.url) as client:
         found = client.generate_several("Hi", n=2, best_of=3, speculation="auto")
-        (call,) = server.calls
+        client.generate_several("Hi", n=2, beam_width=4, length_penalty=0.5, early_stopping=True)
+        call, search = server.calls
     assert found == [Completion("eins", "stop", 5, 2), Completion("zwei", "length", 5, 7)]
     assert call.input("n") == ("INT32", [1], struct.pack("<i", 2))
     assert call.input("best_of") == ("INT32", [1], struct.pack("<i", 3))
     assert call.input("speculation") == ("BYTES", [1], b"\4\0\0\0auto")
+    assert search.input("beam_width") == ("INT32", [1], struct.pack("<i", 4))
+    assert search.input("length_penalty") == ("FP32", [1], struct.pack("<f", 0.5))
+    assert search.input("early_stopping") == ("BOOL", [1], b"\1")
 
 
 def test_several_outputs_stream_beside_each_other() -> None:

@@ -112,6 +112,34 @@ def test_the_prompt_of_several_outputs_is_computed_once(cpu):
     assert cpu.stats().num_cached_tokens - before >= 3 * (length - 16)
 
 
+def test_a_beam_search_finds_the_same_over_grpc_and_http(cpu):
+    wishes = {"n": 3, "beam_width": 4, "max_tokens": 10, "text_input": "The harbour at night"}
+    answer = generate(cpu.http, "generate", length_penalty=0.7, early_stopping=True, **wishes)
+    assert answer["index"] == [0, 1, 2]
+    assert len(set(answer["text_output"])) == 3
+    scores = [
+        logprob / count**0.7
+        for logprob, count in zip(
+            answer["cumulative_logprob"], answer["num_output_tokens"], strict=True
+        )
+    ]
+    assert scores == sorted(scores, reverse=True)
+    greedy = generate(cpu.http, "generate", max_tokens=10, text_input=wishes["text_input"])
+    assert max(answer["cumulative_logprob"]) >= greedy["cumulative_logprob"] - 1e-3
+    vllm = '{"use_beam_search": true, "n": 3, "best_of": 4, "temperature": 0, "max_tokens": 10, '
+    vllm += '"length_penalty": 0.7, "early_stopping": true}'
+    (same,) = ask(
+        cpu.grpc,
+        request(
+            "generate",
+            text("The harbour at night"),
+            tensor("sampling_parameters", "BYTES", vllm.encode()),
+        ),
+    )
+    assert same["text_output"] == answer["text_output"]
+    cpu.wait_until_idle()
+
+
 def test_a_client_that_leaves_ends_all_of_its_outputs(cpu):
     wishes = (max_tokens(2000), tensor("n", "INT32", 3), tensor("ignore_eos", "BOOL", True))
     prompt = tensor("input_ids", "INT32", [1, 2, 3])

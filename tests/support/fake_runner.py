@@ -67,6 +67,19 @@ def alone(prompt_ids: list[int], max_tokens: int, vocab_size: int = 3) -> list[i
     return token_ids[len(prompt_ids) :]
 
 
+NUM_NAMED = 8
+NAMED = range(NUM_NAMED)
+"""Tokens that are candidates for what follows."""
+
+
+def candidates(token_ids: list[int], count: int, named: range = NAMED) -> list[Candidate]:
+    """The likeliest of them, the likeliest first; which it is, any token before decides."""
+    digests = {one: zlib.crc32(bytes([*token_ids, one])) for one in named}
+    logprobs = {one: -(1 + digest % 1_000_003) / 200_000 for one, digest in digests.items()}
+    ids = sorted(named, key=lambda one: -logprobs[one])[:count]
+    return [Candidate(one, logprobs[one], rank) for rank, one in enumerate(ids, 1)]
+
+
 class PagedRunner:
     """A model of two layers over a paged pool: every slot remembers what was written into it.
 
@@ -84,6 +97,7 @@ class PagedRunner:
         failing_launches, failing_results: the n of those that raise.
         poisoned: ids of requests that fail alone.
         written: blocks that the last launch wrote to.
+        named: tokens that are candidates for what follows.
     """
 
     def __init__(
@@ -104,6 +118,7 @@ class PagedRunner:
         self.num_launched = 0
         self.num_taken = 0
         self.written: set[int] = set()
+        self.named = NAMED
         self._tokens: dict[int, tuple[int, int]] = {}  # slot -> position, token
         self._digests: dict[int, int] = {}
         # Of each sequence, as of its latest chunk: generation, all tokens with the one chosen.
@@ -154,6 +169,9 @@ class PagedRunner:
             output.logprobs.append([-0.5] * len(chosen))
             if chunk.num_drafts:
                 output.num_drafted[index] = own.end - own.known
+            if chunk.samples and chunk.sequence.num_candidates is not None:
+                found = candidates(own.ids[: own.known], chunk.sequence.num_candidates, self.named)
+                output.candidates[index] = [found[::-1]]  # ranks say the order
             if chunk.num_scores:
                 first = own.end - chunk.samples - chunk.num_scores
                 output.prompt_candidates[index] = [

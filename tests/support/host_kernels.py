@@ -349,6 +349,7 @@ def sample(
 ) -> None:
     """Greedy rows, and drawn ones with the filters of `reference_sampling.draw`; biases and masks.
     Nothing else."""
+    log_sums[id(workspace)] = torch.logsumexp(logits, -1)
     raw, logits = logits, logits.clone()
     if bias_starts is not None and bias_ids is not None and biases is not None:
         for row, (begin, end) in enumerate(itertools.pairwise(bias_starts.tolist())):
@@ -375,9 +376,13 @@ def sample(
             np.array([number]),
         )
         token_ids[row] = drawn[0]
-    logprobs.copy_(reference_sampling.log_probs(logits).gather(1, token_ids[:, None])[:, 0])
+    logprobs.copy_(reference_sampling.log_probs(raw).gather(1, token_ids[:, None])[:, 0])
     broken = ~reference_sampling.finite_rows(raw)
     statuses[broken], token_ids[broken], logprobs[broken] = sampling.NOT_FINITE, 0, 0.0
+
+
+# What `sample` leaves in a workspace: of each row, the logarithm of the sum of exp(logits).
+log_sums: dict[int, Tensor] = {}
 
 
 def top_logprobs(
@@ -394,7 +399,7 @@ def top_logprobs(
     given: Tensor | None = None,
     pdl: bool = False,
 ) -> None:
-    found = reference_sampling.log_probs(logits)
+    found = logits - log_sums[id(workspace)][: len(logits), None]
     for row, number in enumerate(wanted.tolist()):
         if number < 0:
             continue

@@ -51,7 +51,22 @@ def parse(text: str) -> dict[str, Any]:
         if "num_logprobs" not in options:
             raise RequestError("top_logprobs needs logprobs: true; allowed: both or none", PARAM)
         options["num_logprobs"] = max(top, options["num_logprobs"])
+    if options.pop("use_beam_search", False):
+        _search(options)
     return options
+
+
+def _search(options: dict[str, Any]) -> None:
+    """vLLM's use_beam_search: best_of beams, or n of them, and a temperature of 0."""
+    width = options.pop("best_of", None) or options.get("n", 1)
+    if width < 2:
+        raise RequestError("use_beam_search needs best_of or n above 1, which are its beams", PARAM)
+    if options.setdefault("beam_width", width) != width:
+        raise RequestError(
+            f"use_beam_search has {width} beams, and beam_width is {options['beam_width']}; "
+            "send one of them",
+            PARAM,
+        )
 
 
 def _object(text: str) -> dict[str, Any]:
@@ -149,8 +164,8 @@ def _shown(value: Any) -> str:
     return text if len(text) <= 40 else text[:37] + "..."
 
 
-# vLLM's key, or llama.cpp's where vLLM has none -> our name, and the reader of its value, which may
-# find that it asks for nothing: None.
+# vLLM's key, or where vLLM has none llama.cpp's or our own -> our name, and the reader of its
+# value, which may find that it asks for nothing: None.
 _KEYS: dict[str, tuple[str, Callable[[str, Any], Any]]] = {
     "max_tokens": ("max_tokens", _integer),
     "min_tokens": ("min_tokens", _integer),
@@ -180,6 +195,10 @@ _KEYS: dict[str, tuple[str, Callable[[str, Any], Any]]] = {
     "ignore_eos": ("ignore_eos", _flag),
     "n": ("n", _integer),
     "best_of": ("best_of", _integer),
+    "beam_width": ("beam_width", _integer),
+    "use_beam_search": ("use_beam_search", _flag),
+    "length_penalty": ("length_penalty", _number),
+    "early_stopping": ("early_stopping", _flag),
     "logprobs": ("num_logprobs", _logprobs),
     "top_logprobs": ("top_logprobs", _integer),
     "prompt_logprobs": ("num_prompt_logprobs", _integer),
@@ -192,9 +211,6 @@ _IGNORED: dict[str, tuple[Any, ...]] = {
     "skip_special_tokens": (True, None),
     "spaces_between_special_tokens": (True, None),
     "include_stop_str_in_output": (False, None),
-    "use_beam_search": (False, None),
-    "length_penalty": (1.0, None),
-    "early_stopping": (False, None),
     "truncate_prompt_tokens": (None,),
     "logits_processors": (None, []),
     "guided_decoding": (None,),

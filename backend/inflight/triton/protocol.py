@@ -69,7 +69,8 @@ class Generation(msgspec.Struct, frozen=True):
         echo: the prompt leads the output.
         detokenized: a detokenizer follows and reports what it delivered.
         n: outputs to answer with.
-        best_of: outputs to compute; those with the likeliest tokens are the answer.
+        best_of: outputs to compute; those with the likeliest tokens are the answer. n in a beam
+            search, which computes its outputs together.
         speculation, structured: see Request.
     """
 
@@ -89,9 +90,22 @@ class Generation(msgspec.Struct, frozen=True):
 
         With a seed, output i has seed + i; all but the first wait for the prompt that it computes,
         and leave it to the first to tell of that.
+        A beam search is one request.
         """
         # Without a stream the detokenizer sees one response, at the end: no sign of life before.
         acknowledged = self.detokenized and self.stream
+        if self.params.beam_width > 1:
+            return [
+                Request(
+                    request_ids[0],
+                    self.prompt_ids,
+                    self.params,
+                    cache_salt=self.cache_salt,
+                    speculation=self.speculation,
+                    structured=self.structured,
+                    output_ids=tuple(request_ids),
+                )
+            ]
         made = []
         for index, request_id in enumerate(request_ids):
             params = self.params
@@ -147,6 +161,7 @@ def parse(inputs: Mapping[str, Array], parameters: Mapping[str, Any], limits: Li
     n, best_of = _num_outputs(values, names, stream)
     echo = _echo(values, names)
     params = _sampling(values, names, limits.vocab_size)
+    _check_search(values, names, params.beam_width)
     if params.max_tokens == 0:
         _check_scoring(values, names, echo)
     check_length(
@@ -343,6 +358,30 @@ def _num_outputs(values: dict[str, Any], names: dict[str, str], stream: bool) ->
             names["best_of"],
         )
     return n, best_of
+
+
+def _check_search(values: dict[str, Any], names: dict[str, str], beam_width: int) -> None:
+    """Refuse what a beam search leaves no room for; of its tokens, see `SamplingParams`."""
+    if beam_width == 1:
+        return
+    n = values.get("n", 1)
+    if n > beam_width:
+        raise RequestError(f"{n} is more than beam_width ({beam_width})", names["n"])
+    reasons = {
+        "best_of": "beam_width says how many outputs are followed, and n how many are the answer",
+        "stream": "which outputs are best is known at their end",
+        "speculation": "a draft is checked against one next token, and beams have several",
+        "guided_decoding_guide_type": "a grammar follows one output",
+        "guided_decoding_guide": "a grammar follows one output",
+    }
+    nothing = {"best_of": n, "stream": False, "speculation": "off"}
+    for name, reason in reasons.items():
+        wish = values.get(name)
+        if wish is not None and wish not in (nothing.get(name), "0"):
+            raise RequestError(
+                f"does not go together with beam_width {beam_width}: {reason}",
+                names.get(name, name),
+            )
 
 
 def _echo(values: dict[str, Any], names: dict[str, str]) -> bool:

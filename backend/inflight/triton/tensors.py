@@ -98,6 +98,9 @@ OPTIONS = (
     Tensor("cache_salt", "STRING", "Cached prefixes are shared only under the same salt."),
     Tensor("n", "INT32", "Outputs per prompt; with a seed, output i has seed + i."),
     Tensor("best_of", "INT32", "Outputs to compute, of which the n likeliest are the answer."),
+    Tensor("beam_width", "INT32", "Beams of a search for the n likeliest outputs; 1 is no search."),
+    Tensor("length_penalty", "FP32", "Beams count by log-probability / length ** this."),
+    Tensor("early_stopping", "BOOL", "End a search as soon as beam_width beams have ended."),
     Tensor(
         "speculation",
         "STRING",

@@ -308,6 +308,83 @@ def test_likeliest_tokens_come_with_each_token(checkpoint: Checkpoint, teacher: 
                 assert candidate.logprob == pytest.approx(float(row[candidate.token_id]), abs=0.2)
 
 
+def searches(inputs: list[list[int]], first_id: int = 0, **params: object) -> list[Request]:
+    wish = SamplingParams(max_tokens=32, beam_width=4, **params)  # type: ignore[arg-type]
+    return [
+        Request(
+            first_id + 4 * i, prompt, wish, output_ids=tuple(first_id + 4 * i + j for j in range(4))
+        )
+        for i, prompt in enumerate(inputs)
+    ]
+
+
+def run_searches(engine: Engine, wanted: list[Request]) -> dict[int, TokenEvent]:
+    events: dict[int, TokenEvent] = {}
+    for request in wanted:
+        engine.submit(request)
+    while engine.has_work:
+        for event in engine.step():
+            assert event.error is None, event.error
+            if event.finish_reason is not None:
+                events[event.request_id] = event
+    return events
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        pytest.param({}, id="graphs"),
+        pytest.param({"cuda_graphs": False}, id="launches"),
+        pytest.param({"max_prefill_chunk": 16}, id="chunks"),
+        pytest.param({"block_size": 64, "num_blocks": 128}, id="large blocks"),
+        pytest.param({"num_blocks": 40}, id="preemption"),
+        pytest.param({"num_blocks": 40, "prefix_cache": True}, id="preemption, prefixes"),
+    ],
+)
+def test_beams_are_as_likely_as_the_model_says(
+    checkpoint: Checkpoint, teacher: Teacher, settings: dict[str, object]
+) -> None:
+    """Whoever read another beam's keys and values would say something else."""
+    engine = make_engine(checkpoint, **settings)
+    inputs = prompts(8, seed=12)
+    engine_requests = requests(prompts(6, seed=13), max_tokens=60, first_id=1000)
+    events = run_searches(engine, [*engine_requests, *searches(inputs, ignore_eos=True)])
+    for i, prompt in enumerate(inputs):
+        found = [events[4 * i + j] for j in range(4)]
+        assert len({tuple(event.token_ids) for event in found}) == 4
+        logprobs = [event.cumulative_logprob for event in found]
+        assert logprobs == sorted(logprobs, reverse=True)
+        for event in found:
+            logits = teacher.logits(prompt + event.token_ids)[len(prompt) - 1 : -1]
+            rows = torch.log_softmax(torch.as_tensor(logits), -1)
+            expected = float(rows[torch.arange(len(rows)), event.token_ids].sum())
+            assert event.cumulative_logprob == pytest.approx(expected, abs=0.05 * len(rows))
+    assert (engine.stats().num_preemptions > 0) == (settings.get("num_blocks") == 40)
+    assert engine.stats().num_free_blocks == engine.stats().num_blocks
+
+
+def test_a_search_finds_the_same_alone_and_in_any_batch(checkpoint: Checkpoint) -> None:
+    inputs = prompts(8, seed=14)
+    wishes: dict[str, object] = {"no_repeat_ngram_size": 2, "min_tokens": 20}
+    alone = make_engine(checkpoint, batch_invariant=True)
+    expected = {
+        request_id: event.token_ids
+        for one in searches(inputs, **wishes)
+        for request_id, event in run_searches(alone, [one]).items()
+    }
+    crowd = make_engine(checkpoint, batch_invariant=True)
+    others = requests(prompts(6, seed=13), max_tokens=60, first_id=1000)
+    events = run_searches(crowd, [*others, *searches(inputs, **wishes)])
+    assert {one: events[one].token_ids for one in expected} == expected
+    for i, prompt in enumerate(inputs):
+        for j in range(4):
+            ids = prompt + expected[4 * i + j]
+            assert len(expected[4 * i + j]) >= 20
+            new = [ids[k : k + 2] for k in range(len(prompt) - 1, len(ids) - 1)]
+            old = [ids[k : k + 2] for k in range(len(prompt) - 1)]
+            assert all(pair not in old and new.count(pair) == 1 for pair in new)
+
+
 @pytest.mark.parametrize(
     "settings",
     [

@@ -108,6 +108,18 @@ def test_what_asks_for_nothing_is_accepted():
     assert dialect.parse(text) == {}
 
 
+def test_a_beam_search_has_best_of_beams_or_n():
+    search = '{"use_beam_search": true, "n": 3, "temperature": 0, "length_penalty": 0.5'
+    found = {"n": 3, "beam_width": 3, "temperature": 0.0, "length_penalty": 0.5}
+    assert dialect.parse(search + "}") == found
+    assert dialect.parse(search + ', "best_of": 5, "early_stopping": true}') == (
+        found | {"beam_width": 5, "early_stopping": True}
+    )
+    assert dialect.parse('{"beam_width": "4"}') == {"beam_width": 4}
+    assert dialect.parse('{"use_beam_search": false, "n": 3}') == {"n": 3}
+    assert dialect.parse('{"use_beam_search": null, "early_stopping": null}') == {}
+
+
 def test_stop_may_be_a_list():
     assert dialect.parse('{"stop": ["a", "b"]}') == {"stop_words": ["a", "b"]}
 
@@ -137,7 +149,9 @@ def test_stop_may_be_a_list():
         ('{"logprobs": false, "top_logprobs": 5}', "top_logprobs needs logprobs: true"),
         ('{"prompt_logprobs": true}', "prompt_logprobs is true; allowed: an integer"),
         ('{"echo": 1}', "echo is 1; allowed: true, false"),
-        ('{"use_beam_search": true}', "use_beam_search is true, which is not supported in this"),
+        ('{"use_beam_search": true}', "use_beam_search needs best_of or n above 1"),
+        ('{"use_beam_search": true, "n": 2, "beam_width": 3}', "use_beam_search has 2 beams"),
+        ('{"early_stopping": "never"}', 'early_stopping is "never"; allowed: true, false'),
         ('{"best_of": 1.5}', "best_of is 1.5; allowed: an integer"),
         ('{"include_stop_str_in_output": true}', "allowed: false, null"),
         ('{"logit_bias": [1, 2]}', "logit_bias is [1, 2]; allowed: an object of token ids"),

@@ -137,6 +137,31 @@ def test_several_outputs_are_requests_of_one_answer(front, engines):
     assert not front._in_flight
 
 
+def test_a_beam_search_is_one_request_of_one_answer(front, engines):
+    sender = ask(front, n=two(), beam_width=np.array([3], np.int32))
+    engine = engines[0]
+    (search,) = engine.submitted
+    first, second = search.output_ids
+    assert first == search.request_id
+    best = TokenEvent(first, [7, 8], position=2, finish_reason=FinishReason.STOP)
+    engine.on_events([TokenEvent(second, [9], position=1, finish_reason=FinishReason.LENGTH)])
+    engine.on_events([best])
+    (response,) = sender.wait()
+    assert response.tensors["index"].tolist() == [0, 1]
+    assert response.tensors["output_ids"].tolist() == [7, 8, 9]
+    assert response.tensors["finish_reason"].tolist() == [b"stop", b"length"]
+    assert not front._in_flight
+
+
+def test_a_failed_beam_search_is_answered_once(front, engines):
+    sender = ask(front, n=two(), beam_width=np.array([3], np.int32))
+    engine = engines[0]
+    engine.on_events([TokenEvent(engine.submitted[0].request_id, error_kind="engine", error="no")])
+    (response,) = sender.wait()
+    assert response.error is not None
+    assert not front._in_flight
+
+
 def test_several_outputs_stream_with_their_index(front, engines):
     sender = ask(front, n=two(), stream=true(), exclude_input_in_output=np.array([False]))
     engine = engines[0]

@@ -355,6 +355,33 @@ def test_an_error_in_the_json_dialect_names_it():
         ({"n": ints(0)}, "n: 0 is out of range; allowed: 1 to 64"),
         ({"n": ints(3), "best_of": ints(2)}, "best_of: 2 is less than n (3)"),
         ({"best_of": ints(2), "stream": flags(True)}, "best_of: does not go together with stream"),
+        ({"n": ints(5), "beam_width": ints(4)}, "n: 5 is more than beam_width (4)"),
+        ({"beam_width": ints(17)}, "beam_width: 17 is out of range; allowed: [1, 16]"),
+        (
+            {"beam_width": ints(4), "stream": flags(True)},
+            "stream: does not go together with beam_width 4: which outputs are best is known at",
+        ),
+        (
+            {"beam_width": ints(4), "n": ints(2), "best_of": ints(3)},
+            "best_of: does not go together with beam_width 4: beam_width says how many",
+        ),
+        (
+            {"beam_width": ints(4), "speculation": strings("auto")},
+            "speculation: does not go together with beam_width 4: a draft is checked",
+        ),
+        (
+            {
+                "beam_width": ints(4),
+                "guided_decoding_guide_type": strings("regex"),
+                "guided_decoding_guide": strings("a+"),
+            },
+            "guided_decoding_guide_type: does not go together with beam_width 4: a grammar",
+        ),
+        ({"beam_width": ints(4), "temperature": floats(0.5)}, "temperature: asks for a draw"),
+        (
+            {"sampling_parameters": strings('{"use_beam_search": true, "n": 2, "top_k": 5}')},
+            "sampling_parameters: top_k: asks for a draw, and beam_width 2",
+        ),
         ({"speculation": strings("fast")}, "speculation: 'fast' is unknown; allowed: auto, off"),
         ({"speculation": strings("17")}, "speculation: '17' is unknown; allowed: auto, off, or 0"),
         ({"guided_decoding_guide": strings("x")}, "guided_decoding_guide_type: is missing"),
@@ -566,3 +593,29 @@ def test_what_else_a_request_may_wish():
     assert generation(speculation=strings("off")).speculation == 0
     assert generation(speculation=strings("3")).speculation == 3
     assert generation().speculation is None
+
+
+def test_a_beam_search_is_one_request_with_n_outputs():
+    asked = generation(
+        n=ints(2),
+        beam_width=ints(4),
+        length_penalty=floats(0.5),
+        early_stopping=flags(True),
+        speculation=strings("off"),
+        cache_salt=strings("x"),
+    )
+    assert (asked.n, asked.best_of) == (2, 2)
+    (request,) = asked.requests([7, 8])
+    assert request.output_ids == (7, 8)
+    assert (request.request_id, request.cache_salt, request.acknowledged) == (7, "x", False)
+    params = request.params
+    assert (params.beam_width, params.length_penalty, params.early_stopping) == (4, 0.5, True)
+
+
+def test_the_outputs_of_a_beam_search_keep_the_order_of_the_engine():
+    asked = generation(n=ints(2), beam_width=ints(4))
+    parts = [
+        Part(1, TokenEvent(8, [1], position=1, cumulative_logprob=-1.0), []),
+        Part(0, TokenEvent(7, [1, 2], position=2, cumulative_logprob=-4.0), []),
+    ]
+    assert [part.output for part in asked.answer(parts)] == [0, 1]
