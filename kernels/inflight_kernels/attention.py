@@ -55,7 +55,7 @@ _QUEUE_BYTES = 16
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """How a block is laid over its work; the same in attention.cu, which explains the fields."""
+    """How a block is laid over its work; the same in attention_tile.cuh, which explains the fields."""
 
     head_dim: int
     warps_m: int
@@ -344,7 +344,7 @@ def plan(
     _check_workspace(workspace, found[-1].end)
     base = workspace.data_ptr()
     for part in found:
-        kernel("attention", "plan")(
+        kernel("attention_plan", "plan")(
             1,
             _PLAN_THREADS,
             query_start,
@@ -665,7 +665,7 @@ def kernels_of(head_dim: int, dtype: torch.dtype, hopper: bool) -> list[tuple[st
     """
     storage = _STORAGE_TYPES[dtype]
     few, some, many = shapes(head_dim)
-    found = [("attention", "plan"), *(("attention", one.name(storage)) for one in (few, some))]
+    found = [("attention_plan", "plan"), *(("attention", one.name(storage)) for one in (few, some))]
     if few.rotates:
         found += [("attention", few.rotating_name(storage, norms)) for norms in (False, True)]
     if hopper and head_dim in HOPPER_HEAD_DIMS:

@@ -1,5 +1,5 @@
-"""The index maps of attention.cu and attention_hopper.cu, written a second time in numpy, and what
-they must satisfy.
+"""The index maps of attention_tile.cuh and attention_hopper.cu, written a second time in numpy, and
+what they must satisfy.
 
 The kernel itself needs a GPU (tests/kernels/gpu); that each key meets each row once, that lanes
 hold what the matrix instructions take, and that shared memory has no bank conflicts does not.
@@ -456,7 +456,7 @@ def accumulators(matrix):
 
 
 def test_fragments_multiply_queries_keys_and_values():
-    """One warp, 16 rows, 32 keys, 64 columns, through the very lane addresses of attention.cu."""
+    """One warp, 16 rows, 32 keys, 64 columns, through the very lane addresses of attention_tile.cuh."""
     rng = np.random.default_rng(1)
     queries, keys, values = rng.random((16, 64)), rng.random((32, 64)), rng.random((32, 64))
     scores = np.zeros((4, 32, 4))
@@ -501,7 +501,8 @@ def test_the_rows_that_a_lane_masks_are_those_it_holds():
 def test_every_shape_of_every_type_is_instantiated():
     counts = {stem: len(set(names)) for stem, names, _ in instantiations()}
     rotating = 2 * 2 * 3  # with and without norms, heads of 64, 96 and 128
-    assert counts == {"attention": 1 + 2 * (3 * 3 + 2) + rotating, "attention_hopper": 2 * 2}
+    anywhere = 2 * (3 * 3 + 2) + rotating
+    assert counts == {"attention": anywhere, "attention_hopper": 2 * 2, "attention_plan": 1}
 
 
 # ---------------------------------------------------------------- tiles on Hopper
