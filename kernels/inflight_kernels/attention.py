@@ -55,7 +55,7 @@ _QUEUE_BYTES = 16
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """How a block is laid over its work; the same in attention_tile.cuh, which explains the fields."""
+    """How a block is laid over its work: as in attention_tile.cuh, which explains the fields."""
 
     head_dim: int
     warps_m: int

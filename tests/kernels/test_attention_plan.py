@@ -456,7 +456,7 @@ def accumulators(matrix):
 
 
 def test_fragments_multiply_queries_keys_and_values():
-    """One warp, 16 rows, 32 keys, 64 columns, through the very lane addresses of attention_tile.cuh."""
+    """One warp, 16 rows, 32 keys, 64 columns, through the lane addresses of attention_tile.cuh."""
     rng = np.random.default_rng(1)
     queries, keys, values = rng.random((16, 64)), rng.random((32, 64)), rng.random((32, 64))
     scores = np.zeros((4, 32, 4))

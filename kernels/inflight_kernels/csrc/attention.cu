@@ -1,9 +1,9 @@
 // Causal attention over a paged KV cache: decode rows, chunks of prompts and any mix of them.
 //
-// attention_units.cuh says what units, items and shares are; `plan` of attention_plan.cu makes them,
-// `attend` works a share off. A unit cut by the end of a share leaves partial sums, and the last of
-// its blocks to arrive merges them (splitting keys, Flash-Decoding). The plan lives in device memory
-// and the grid is fixed, so a CUDA graph replays with other lengths.
+// attention_units.cuh says what units, items and shares are; `plan` of attention_plan.cu makes
+// them, `attend` works a share off. A unit cut by the end of a share leaves partial sums, and the
+// last of its blocks to arrive merges them (splitting keys, Flash-Decoding). The plan lives in
+// device memory and the grid is fixed, so a CUDA graph replays with other lengths.
 //
 // A small step is a chain of latencies, so as many of them as can be lie under the kernel before:
 // a step `settled` says that only q and the keys and values of this step's own tokens may still be
@@ -100,9 +100,9 @@ struct Feed {
     }
 };
 
-// Work on a share. A unit's tiles come in turns: each starts a copy and multiplies the tile that was
-// started STAGES - 1 turns before; where nothing is on its way yet, turns before the first tile only
-// copy.
+// Work on a share. A unit's tiles come in turns: each starts a copy and multiplies the tile whose
+// copy was started STAGES - 1 turns before; where nothing is on its way yet, turns before the first
+// tile only copy.
 //
 // Of the first unit, what is settled is read before the kernels in front have ended: all keys, but
 // for those of this step's tokens.
@@ -213,7 +213,7 @@ __device__ __forceinline__ void work_off(const Arguments<typename S::Element>& a
         for (; tile < end; ++turn) {
             if (turn >= 0) {
                 ptx::wait_copies<S::STAGES - 2>();
-                // The tile is there for all who read it, and all have read the one overwritten next.
+                // The tile is there for all who read it, and all have read what is overwritten next.
                 if (S::PRIVATE)
                     __syncwarp();
                 else
