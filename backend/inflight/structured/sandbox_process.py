@@ -41,7 +41,7 @@ and the library's own limits, which count work and no time, are met long before.
 MAX_GRAMMAR_BYTES = 64 << 20
 """What a grammar may keep once it is compiled."""
 
-# Threads that fill masks have 2 MiB of stack in the engine: what needs more must die here.
+# The thread that fills masks may have 2 MiB of stack in the engine: what needs more must die here.
 _STACK_BYTES = 1 << 20
 _WALKS = 2
 _WALK_STEPS = 48
