@@ -213,7 +213,7 @@ __device__ __forceinline__ void work_off(const Arguments<typename S::Element>& a
         for (; tile < end; ++turn) {
             if (turn >= 0) {
                 ptx::wait_copies<S::STAGES - 2>();
-                // The tile is there for all who read it, and all have read what is overwritten next.
+                // The tile is there for all its readers, and all have read what is overwritten next.
                 if (S::PRIVATE)
                     __syncwarp();
                 else

@@ -4,8 +4,8 @@
 // has 64 of a unit's 128 rows, and while one turns scores into weights, the other one's products
 // run. They go through the tiles of keys from the last to the first, and on into the next unit
 // without a pause. The third group feeds them: two warps find the units and copy their queries, two
-// have the copy engine fetch keys and values, block by block, into rings. attention_plan.cu says who
-// works on what, and attention_units.cuh what units and shares are.
+// have the copy engine fetch keys and values, block by block, into rings. attention_plan.cu says
+// who works on what, and attention_units.cuh what units and shares are.
 
 #include "attention_hopper.cuh"
 #include "attention_units.cuh"
