@@ -14,7 +14,7 @@ import argparse
 import json
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,13 +27,23 @@ BARS = MODEL / "bars-h200.json"
 COMMAND = [sys.executable, "-m", "inflight.cli", "bench", "engine"]
 
 
+def reports(arguments: Sequence[str]) -> Iterator[Report]:
+    """`inflight bench engine`, in a process that is gone, with its GPU memory, afterwards.
+
+    Yields what it has measured so far, after each row; at the end, all.
+    """
+    with subprocess.Popen([*COMMAND, "--json", *arguments], stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            yield Report(**json.loads(line))
+    if process.returncode != 0:
+        sys.exit(process.returncode)
+
+
 def measure(arguments: Sequence[str]) -> Report:
-    """`inflight bench engine`, in a process that is gone, with its GPU memory, afterwards."""
-    command = [*COMMAND, "--json", *arguments]
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
-    if done.returncode != 0:
-        sys.exit(done.returncode)
-    return Report(**json.loads(done.stdout.splitlines()[-1]))
+    """The last of `reports`."""
+    *_, report = reports(arguments)
+    return report
 
 
 def machine(device: str) -> dict[str, Any]:
@@ -77,10 +87,10 @@ def main() -> None:
         arguments = ["--model", str(MODEL), "--bars", str(BARS), *arguments]
     if "--profile" in arguments:  # which writes its own files
         sys.exit(subprocess.run([*COMMAND, *arguments], check=False).returncode)
-    report = measure(arguments)
+    for report in reports(arguments):
+        path = options.result or default_path(report)
+        write(path, report)  # each time: a run that is cut off leaves what it has found
     Show().report(report)
-    path = options.result or default_path(report)
-    write(path, report)
     print(f"wrote {path}", file=sys.stderr)
 
 

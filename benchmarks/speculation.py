@@ -20,7 +20,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import time
-from collections.abc import Callable
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +57,9 @@ MUST_SHARE = {"bs1": 0.9, "bs8": 0.8}
 MAX_LOSS = 0.02
 MUST_COPY = {"cuda": 1.8, "cpu": 1.5}
 
+Rows = Iterator[tuple[dict[str, Any], dict[str, Any]]]
+"""A row, and what holds for all rows."""
+
 
 class Chance:
     """Decides which drafts of a step count, between the model's choice and its verification."""
@@ -90,7 +93,7 @@ def timed(bench: EngineBench, row: Row, drafts: int) -> tuple[float, Any, Any]:
     return time.perf_counter() - started, before, bench.engine.stats()
 
 
-def synthetic() -> tuple[list[dict[str, Any]], dict[str, Any]]:
+def synthetic() -> Rows:
     chance = Chance()
     chance.install()
     config = EngineConfig(
@@ -103,7 +106,16 @@ def synthetic() -> tuple[list[dict[str, Any]], dict[str, Any]]:
     )
     started = start.build(config)
     bench = EngineBench(started.engine)
-    rows = []
+    costs = started.engine.runner.step_costs
+    assert costs is not None
+    facts = {
+        "step_ms": {
+            size: round(seconds * 1e3, 3)
+            for size, seconds in zip(costs.tokens, costs.seconds, strict=True)
+            if size in (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
+        },
+        "draft_us": round(costs.draft_seconds * 1e6, 2),
+    }
     plain: dict[str, float] = {}
     for row, drafts, right in SYNTHETIC:
         chance.right = right
@@ -136,19 +148,7 @@ def synthetic() -> tuple[list[dict[str, Any]], dict[str, Any]]:
             found["must_share"] = MUST_SHARE[row.name]
         elif row.name == "bs256":
             found["must_speed_up"] = 1.0 - MAX_LOSS
-        print(found, flush=True)
-        rows.append(found)
-    costs = started.engine.runner.step_costs
-    assert costs is not None
-    facts = {
-        "step_ms": {
-            size: round(seconds * 1e3, 3)
-            for size, seconds in zip(costs.tokens, costs.seconds, strict=True)
-            if size in (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
-        },
-        "draft_us": round(costs.draft_seconds * 1e6, 2),
-    }
-    return rows, facts
+        yield found, facts
 
 
 # ---------------------------------------------------------------- a real model
@@ -201,7 +201,7 @@ COPY = {
 OUTPUT_LEN = 160
 
 
-def copy(model: str, device: str) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+def copy(model: str, device: str) -> Rows:
     checkpoint = locate(model)
     tokenizer = Tokenizer.load(checkpoint)
     config = EngineConfig(
@@ -212,7 +212,7 @@ def copy(model: str, device: str) -> tuple[list[dict[str, Any]], dict[str, Any]]
         speculation=SpeculationConfig(max_drafts=8 if device == "cuda" else 5, default="off"),
     )
     engine = start.build(config).engine
-    rows = []
+    facts = {"model": checkpoint.name, "device": device}
     identifier = 0
     total = {0: 0.0, AUTO_DRAFTS: 0.0}
     for name, task in COPY.items():
@@ -244,17 +244,9 @@ def copy(model: str, device: str) -> tuple[list[dict[str, Any]], dict[str, Any]]
             "speed_up": round(best[0] / best[AUTO_DRAFTS], 3),
             "same_ids": f"{same}/{OUTPUT_LEN}",
         }
-        print(found, flush=True)
-        rows.append(found)
-    rows.append(
-        {
-            "row": "all",
-            "speed_up": round(total[0] / total[AUTO_DRAFTS], 3),
-            "must": MUST_COPY[device],
-        }
-    )
-    print(rows[-1], flush=True)
-    return rows, {"model": checkpoint.name, "device": device}
+        yield found, facts
+    speed_up = round(total[0] / total[AUTO_DRAFTS], 3)
+    yield {"row": "all", "speed_up": speed_up, "must": MUST_COPY[device]}, facts
 
 
 def decode_seconds(engine: Engine, request: Request, output: list[int]) -> float:
@@ -279,15 +271,15 @@ def main() -> None:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--json", type=Path, help="where to write the result")
     arguments = parser.parse_args()
-    measure: Callable[[], tuple[list[dict[str, Any]], dict[str, Any]]] = synthetic
-    if arguments.what == "copy":
-        measure = lambda: copy(arguments.model, arguments.device)  # noqa: E731
-    rows, facts = measure()
-    if arguments.json is not None:
-        machine = result.gpu() if torch.cuda.is_available() else result.cpu()
-        result.write(
-            arguments.json, f"speculation, {arguments.what}", rows, machine=machine, **facts
-        )
+    found = copy(arguments.model, arguments.device) if arguments.what == "copy" else synthetic()
+    machine = result.gpu() if torch.cuda.is_available() else result.cpu()
+    rows = []
+    for row, facts in found:
+        print(row, flush=True)
+        rows.append(row)
+        if arguments.json is not None:  # each time: a run that is cut off leaves what it has found
+            name = f"speculation, {arguments.what}"
+            result.write(arguments.json, name, rows, machine=machine, **facts)
 
 
 if __name__ == "__main__":

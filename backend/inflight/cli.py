@@ -315,7 +315,10 @@ def bench_engine(
         Path | None, typer.Option(help="Profile steps of the rows, in place of timing, into this.")
     ] = None,
     steps: Annotated[int, typer.Option(help="Decode steps to profile.")] = 20,
-    json_: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
+    json_: Annotated[
+        bool,
+        typer.Option("--json", help="JSON on stdout: all so far, a line after each row and last."),
+    ] = False,
 ) -> None:
     """Run the engine alone, in this process: throughput, latency, start; or a step's kernels."""
     import dataclasses
@@ -341,6 +344,10 @@ def bench_engine(
         else:
             show.Show().profiles(profiles)
         return
+
+    def say(report: engine.Report) -> None:
+        typer.echo(json.dumps(dataclasses.asdict(report)))
+
     report = engine.run(
         settings,
         chosen,
@@ -348,9 +355,10 @@ def bench_engine(
         num_runs=runs,
         bars=figures.load(bars) if bars else None,
         on_progress=_note,
+        on_row=say if json_ else lambda so_far: None,
     )
     if json_:
-        typer.echo(json.dumps(dataclasses.asdict(report)))
+        say(report)
     else:
         show.Show().report(report)
 

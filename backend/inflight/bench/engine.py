@@ -95,6 +95,7 @@ def run(
     num_runs: int | None = None,
     bars: Bars | None = None,
     on_progress: OnProgress = lambda what: None,
+    on_row: Callable[[Report], None] = lambda so_far: None,
 ) -> Report:
     """Measure.
 
@@ -105,6 +106,7 @@ def run(
         num_runs: of every row, in place of its own number.
         bars: what to compare with.
         on_progress: called with what comes next, and with what was found.
+        on_row: called with the report so far, after each row: a run that is cut off has said that.
 
     Raises:
         ConfigError: a setting cannot work, or a row does not fit into the model's context.
@@ -122,22 +124,27 @@ def run(
     for row in rows:
         check_fits(row, started.engine)
     bench = EngineBench(started.engine)
-    measured = []
+    measured: list[dict[str, Any]] = []
+
+    def report() -> Report:
+        return Report(
+            device=started.device,
+            versions=started.versions,
+            settings=dict(raw),
+            start=started.phases,
+            facts=started.facts,
+            peer=bars.peer,
+            rows=measured + found,
+        )
+
     for row in rows:
         on_progress(f"{row.name}: {row.workload}")
         times = bench.measure(row, num_runs or row.num_runs)
         figures = row.figures(times)
-        on_progress(f"{row.name}: {_found(figures)}")  # a run that is cut off has said so much
+        on_progress(f"{row.name}: {_found(figures)}")
         measured.append(_row(row, quant, figures, bars))
-    return Report(
-        device=started.device,
-        versions=started.versions,
-        settings=dict(raw),
-        start=started.phases,
-        facts=started.facts,
-        peer=bars.peer,
-        rows=measured + found,
-    )
+        on_row(report())
+    return report()
 
 
 class EngineBench:

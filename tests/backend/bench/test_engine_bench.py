@@ -40,8 +40,10 @@ def test_rows_and_the_start_are_measured_and_compared(bench: Run, tmp_path: Path
     bars.write_text('{"peer": "p", "rows": {"3x5/4": {"none": {"peer": 0.5, "must": 0.5}}}}')
     status, out, _ = bench("--rows", "3x5/4,2x9/1,start", "--bars", str(bars), "--json")
     assert status == 0
-    report = json.loads(out.splitlines()[-1])
+    *so_far, report = map(json.loads, out.splitlines())
     decode, prefill, cold, warm = report["rows"]
+    # Whoever cuts it off has what was found until then.
+    assert [one["rows"] for one in so_far] == [[decode, cold, warm], report["rows"]]
     best = min(decode["seconds"])
     assert 12 / (best + 5e-5) <= decode["out_tok_s"] + 0.01  # seconds are rounded to 0.1 ms
     assert decode["out_tok_s"] - 0.01 <= 12 / (best - 5e-5)
