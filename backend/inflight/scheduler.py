@@ -160,13 +160,41 @@ class Scheduler:
         behind it but does not shut them out; what is left in the end goes to the last.
         """
         chunks: list[Chunk] = []
-        prefills: list[Sequence] = []
+        copies: list[tuple[int, int]] = []
         preempted = self.num_preemptions
+        prefills, num_drafted = self._decode(chunks, copies)
+        budget = self._max_batch_tokens - len(chunks) - num_drafted
+        lengths: list[int] = []
+        for sequence in prefills:
+            lengths.append(self._share(sequence, budget))
+            budget -= lengths[-1]
+        cached: list[tuple[int, int]] = []  # copies for those that are admitted
+        # Whoever was preempted just now heads the queue: nobody passes the head.
+        if self.num_preemptions == preempted:
+            budget = self._admit_waiting(prefills, lengths, budget, cached)
+        # Only now: no block is both read and written by the copies of one step.
+        self._pool.release([source for source, _ in cached])
+        # A row of logits for each of all these, and the rest for scores.
+        rows = max(0, self._max_rows - len(chunks) - num_drafted - len(prefills))
+        self._fill_up(prefills, lengths, budget, rows)
+        for sequence, length in zip(prefills, lengths, strict=True):
+            if length:
+                chunks.append(self._prefill(sequence, length))
+        return Batch(chunks, copies + cached)
+
+    def _decode(
+        self, chunks: list[Chunk], copies: list[tuple[int, int]]
+    ) -> tuple[list[Sequence], int]:
+        """Plan the running sequences that decode.
+
+        Returns:
+            Those that have prompts to compute, and the number of drafts planned.
+        """
+        prefills: list[Sequence] = []
         size = self._pool.block_size
         # Every running sequence has its token first.
         drafts_left = min(self._max_draft_tokens, self._max_batch_tokens - self._num_seats)
         num_drafted = 0
-        copies: list[tuple[int, int]] = []
         for sequence in list(self._running.values()):
             if sequence.status is not Status.RUNNING:
                 continue  # an older one has taken its blocks in this very loop
@@ -188,20 +216,26 @@ class Scheduler:
                 chunks.append(Chunk(sequence, start, length, True, sequence.generation, drafts))
                 sequence.num_computed = start + length
                 sequence.num_in_flight = num_in_flight + length
+        return prefills, num_drafted
 
-        budget = self._max_batch_tokens - len(chunks) - num_drafted
-        lengths = []
-        for sequence in prefills:
-            lengths.append(self._share(sequence, budget))
-            budget -= lengths[-1]
-        cached: list[tuple[int, int]] = []  # copies for those that are admitted
-        # Whoever was preempted just now heads the queue: nobody passes the head.
-        while self._waiting and budget and self.num_preemptions == preempted:
+    def _admit_waiting(
+        self,
+        prefills: list[Sequence],
+        lengths: list[int],
+        budget: int,
+        copies: list[tuple[int, int]],
+    ) -> int:
+        """Admit from the head of the queue for as long as there is room; the budget that is left.
+
+        Of each who is admitted, what is to be computed first goes to `prefills`, with its share of
+        the budget.
+        """
+        while self._waiting and budget:
             sequence = next(iter(self._waiting.values()))
             if self._num_seats + sequence.num_seats > self._max_num_seqs:
                 break
             if sequence.beams is None:
-                if not self._admit(sequence, cached):
+                if not self._admit(sequence, copies):
                     break
                 first = sequence
             else:
@@ -211,11 +245,14 @@ class Scheduler:
             prefills.append(first)
             lengths.append(self._share(first, budget))
             budget -= lengths[-1]
-        # Only now: no block is both read and written by the copies of one step.
-        self._pool.release([source for source, _ in cached])
+        return budget
+
+    def _fill_up(
+        self, prefills: list[Sequence], lengths: list[int], budget: int, rows: int
+    ) -> None:
+        """Give out what is left of the budget, from the last prompt on; and take back first what
+        prompts that are scored have no rows of logits for."""
         limits = [self._max_chunk] * len(prefills)
-        # A row for each of all these, and the rest for scores.
-        rows = max(0, self._max_rows - len(chunks) - num_drafted - len(prefills))
         for index, sequence in enumerate(prefills):
             before = _num_before_scores(sequence)
             if before is not None:
@@ -228,10 +265,6 @@ class Scheduler:
             wanted = min(_num_to_prefill(prefills[index]), limits[index]) - lengths[index]
             lengths[index] += min(wanted, budget)
             budget -= min(wanted, budget)
-        for sequence, length in zip(prefills, lengths, strict=True):
-            if length:
-                chunks.append(self._prefill(sequence, length))
-        return Batch(chunks, copies + cached)
 
     def commit(self, batch: Batch, output: StepOutput) -> list[Sequence]:
         """Take over what a step computed.
