@@ -282,22 +282,9 @@ __global__ void __launch_bounds__(S::THREADS, 2)
            const attention::Item* items, const attention::Share* shares, int* arrivals,
            float* slots, bool settled) {
     using namespace attention;
-    const Arguments<typename S::Element> args = {q,
-                                                 k_cache,
-                                                 v_cache,
-                                                 out,
-                                                 block_tables,
-                                                 q_stride,
-                                                 block_stride,
-                                                 table_stride,
-                                                 block_shift,
-                                                 num_heads,
-                                                 num_kv_heads,
-                                                 num_heads / num_kv_heads,
-                                                 soft_cap > 0.0f ? scale : scale * LOG2_E,
-                                                 soft_cap,
-                                                 window,
-                                                 0xffffffffu / (num_heads / num_kv_heads) + 1};
+    const Arguments<typename S::Element> args(q, k_cache, v_cache, out, block_tables, q_stride,
+                                              block_stride, table_stride, block_shift, num_heads,
+                                              num_kv_heads, scale, soft_cap, window);
     work_off<S>(args, InPlace<S>(), items, shares, arrivals, slots, settled);
 }
 
@@ -317,22 +304,9 @@ __global__ void __launch_bounds__(S::THREADS, 2)
                 const typename S::Element* q_weight, const typename S::Element* k_weight,
                 float eps) {
     using namespace attention;
-    const Arguments<typename S::Element> args = {qkv,
-                                                 k_cache,
-                                                 v_cache,
-                                                 out,
-                                                 block_tables,
-                                                 qkv_stride,
-                                                 block_stride,
-                                                 table_stride,
-                                                 block_shift,
-                                                 num_heads,
-                                                 num_kv_heads,
-                                                 num_heads / num_kv_heads,
-                                                 soft_cap > 0.0f ? scale : scale * LOG2_E,
-                                                 soft_cap,
-                                                 window,
-                                                 0xffffffffu / (num_heads / num_kv_heads) + 1};
+    const Arguments<typename S::Element> args(qkv, k_cache, v_cache, out, block_tables, qkv_stride,
+                                              block_stride, table_stride, block_shift, num_heads,
+                                              num_kv_heads, scale, soft_cap, window);
     const Projection<typename S::Element> projection = {
         k_cache, v_cache, slot_mapping, positions, cos, sin, q_weight, k_weight, eps};
     work_off<S>(args, Rotated<S, NORM>(projection), items, shares, arrivals, slots, settled);

@@ -675,22 +675,9 @@ __global__ void __launch_bounds__(S::THREADS, 1)
     shared.values_here = shared.keys_free + 8 * S::KEY_STAGES;
     shared.values_free = shared.values_here + 8 * S::VALUE_STAGES;
 
-    const Arguments<typename S::Element> args = {q,
-                                                 nullptr,
-                                                 v_cache,
-                                                 out,
-                                                 block_tables,
-                                                 q_stride,
-                                                 block_stride,
-                                                 table_stride,
-                                                 block_shift,
-                                                 num_heads,
-                                                 num_kv_heads,
-                                                 num_heads / num_kv_heads,
-                                                 soft_cap > 0.0f ? scale : scale * LOG2_E,
-                                                 soft_cap,
-                                                 window,
-                                                 0xffffffffu / (num_heads / num_kv_heads) + 1};
+    const Arguments<typename S::Element> args(q, nullptr, v_cache, out, block_tables, q_stride,
+                                              block_stride, table_stride, block_shift, num_heads,
+                                              num_kv_heads, scale, soft_cap, window);
     const int warp = threadIdx.x / 32;
     if (threadIdx.x == 0) {
         constexpr int READERS = 4 * S::GROUPS;

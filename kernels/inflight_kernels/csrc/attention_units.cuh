@@ -74,6 +74,28 @@ struct Arguments {
     int window;
     unsigned group_inverse;  // 2^32 / group, rounded up
 
+    __device__ __forceinline__ Arguments(const T* q, const T* k_cache, const T* v_cache, T* out,
+                                         const int* block_tables, long long q_stride,
+                                         long long block_stride, int table_stride, int block_shift,
+                                         int num_heads, int num_kv_heads, float scale,
+                                         float soft_cap, int window)
+        : q(q),
+          k_cache(k_cache),
+          v_cache(v_cache),
+          out(out),
+          block_tables(block_tables),
+          q_stride(q_stride),
+          block_stride(block_stride),
+          table_stride(table_stride),
+          block_shift(block_shift),
+          num_heads(num_heads),
+          num_kv_heads(num_kv_heads),
+          group(num_heads / num_kv_heads),
+          scale(soft_cap > 0.0f ? scale : scale * LOG2_E),
+          soft_cap(soft_cap),
+          window(window),
+          group_inverse(0xffffffffu / group + 1) {}
+
     // The token of a row, for rows below 2^32 / group.
     __device__ __forceinline__ int token_of(int row) const {
         return group == 1 ? row : __umulhi(row, group_inverse);
