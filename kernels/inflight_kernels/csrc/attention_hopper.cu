@@ -69,19 +69,6 @@ struct Shared {
 // computed once.
 __device__ __forceinline__ int uniform(int value) { return __shfl_sync(FULL_WARP, value, 0); }
 
-// Division by the number of heads that share a KV head, for rows below 2^32 / group.
-struct Group {
-    int size;
-    unsigned inverse;
-
-    __device__ __forceinline__ explicit Group(int heads)
-        : size(heads), inverse(0xffffffffu / heads + 1) {}
-
-    __device__ __forceinline__ int token_of(int row) const {
-        return size == 1 ? row : __umulhi(row, inverse);
-    }
-};
-
 // A place in a ring of SIZE, and how often, even or odd, it came round.
 template <int SIZE>
 struct Cursor {
@@ -162,7 +149,6 @@ __device__ __forceinline__ void feed_units(const Arguments<typename S::Element>&
                                            int thread) {
     constexpr int ROWS_AT_ONCE = QUERY_THREADS / S::CHUNKS;
     const int chunk = thread % S::CHUNKS;
-    const Group group(args.group);
     Cursor<S::UNITS> at, upcoming;
     const auto publish = [&] {
         if (thread < 32) return;
@@ -192,8 +178,8 @@ __device__ __forceinline__ void feed_units(const Arguments<typename S::Element>&
         for (int row = thread / S::CHUNKS; row < S::ROWS; row += ROWS_AT_ONCE) {
             const bool valid = row < num_rows;
             const int packed = first_row + (valid ? row : 0);
-            const int token = group.token_of(packed);
-            const int head = packed - token * group.size;
+            const int token = args.token_of(packed);
+            const int head = packed - token * args.group;
             ptx::copy_async(target + S::place(row, chunk),
                             first + token * args.q_stride + head * S::HEAD_DIM, valid);
         }
@@ -349,19 +335,20 @@ struct Rows {
     int lowest;      // key that all rows of the four warps see, if not for a window
     int window_end;  // the last key that one of them does not see for the window
 
-    __device__ __forceinline__ void find(const Unit& unit, int first_row, const Group& group,
-                                         int window) {
+    template <typename T>
+    __device__ __forceinline__ void find(const Arguments<T>& args, const Unit& unit,
+                                         int first_row) {
         const int history = unit.item.kv_len - unit.item.query_len;
         const int highest_row = unit.num_rows - 1;
         const int unit_row = unit.item.first_row;
         const auto last_of = [&](int row) {
-            return history + group.token_of(unit_row + min(row, highest_row));
+            return history + args.token_of(unit_row + min(row, highest_row));
         };
         const int own_row = first_row + threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4;
         last[0] = last_of(own_row);
         last[1] = last_of(own_row + 8);
         lowest = last_of(first_row);
-        window_end = last_of(first_row + 63) - window;
+        window_end = last_of(first_row + 63) - args.window;
     }
 };
 
@@ -424,7 +411,7 @@ template <class S>
 __device__ __forceinline__ void write_rows(const Arguments<typename S::Element>& args,
                                            const Unit& unit, const Sums<S>& sums,
                                            const float (&totals)[2], unsigned char* staged,
-                                           const Group& group, int first_row) {
+                                           int first_row) {
     using T = typename S::Element;
     const int lane = threadIdx.x % 32;
     float inverse[2];
@@ -450,12 +437,12 @@ __device__ __forceinline__ void write_rows(const Arguments<typename S::Element>&
     const int packed_row = unit.item.first_row + first_row;
     T* const out = args.out +
                    static_cast<long long>(unit.item.query_start) * args.num_heads * S::HEAD_DIM +
-                   unit.head * group.size * S::HEAD_DIM + chunk * 8;
+                   unit.head * args.group * S::HEAD_DIM + chunk * 8;
 #pragma unroll
     for (int i = 0; i < 16; i += ROWS_AT_ONCE) {
         const int row = i + lane / S::CHUNKS;
-        const int token = group.token_of(packed_row + row);
-        const int head = packed_row + row - token * group.size;
+        const int token = args.token_of(packed_row + row);
+        const int head = packed_row + row - token * args.group;
         const uint4 raw = *reinterpret_cast<const uint4*>(staged + S::place(row, chunk));
         if (row < num_rows)
             store_vector(
@@ -526,7 +513,6 @@ __device__ __forceinline__ void multiply_units(const Arguments<typename S::Eleme
     for (int i = 0; i < S::HEAD_DIM / 4; ++i) queries[i] = 0;
     int begin = 0, tile = 0;  // of the unit that `at` names; tile is the one in `weights`
     bool is_first = true;
-    const Group heads(args.group);
     const int warp_row = group * S::GROUP_ROWS + threadIdx.x / 32 % 4 * 16;
 
     Cursor<S::KEY_STAGES> key;
@@ -572,7 +558,7 @@ __device__ __forceinline__ void multiply_units(const Arguments<typename S::Eleme
             const Unit& unit = shared.units[upcoming.index];
             begin = uniform(unit.item.kv_begin + unit.from);
             tile = uniform(unit.item.kv_begin + unit.to - 1);
-            rows.find(unit, group * S::GROUP_ROWS, heads, args.window);
+            rows.find(args, unit, group * S::GROUP_ROWS);
             state.max[0] = state.max[1] = -CUDART_INF_F;
             state.total[0] = state.total[1] = 0.0f;
         }
@@ -600,7 +586,7 @@ __device__ __forceinline__ void multiply_units(const Arguments<typename S::Eleme
                     write_rows<S>(
                         args, unit, state.sums, before_total,
                         shared.queries + used.index * S::TILE_BYTES + warp_row * S::ROW_BYTES,
-                        heads, warp_row);
+                        warp_row);
                 else
                     leave_rows<S>(args, unit, state.sums, before_max, before_total, slots,
                                   shared.totals[at.index], arrivals, shared.is_last, group);
