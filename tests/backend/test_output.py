@@ -400,7 +400,8 @@ def test_stop_strings_do_not_depend_on_how_tokens_come(data: st.DataObject) -> N
         assert text_of(singles) == first_stop(text, [word])
 
 
-def test_a_token_costs_the_same_after_thousands() -> None:
+def test_a_token_costs_microseconds() -> None:
+    """Generous in seconds, strict in growth: no work may grow with the output."""
     words = tuple("abcdefghij"[i] * 200 + "!" for i in range(10))
     for params in (SamplingParams(ignore_eos=True), SamplingParams(stop_words=words)):
         stage = OutputStage(detokenizer())
@@ -413,6 +414,7 @@ def test_a_token_costs_the_same_after_thousands() -> None:
                 sequence.token_ids.append(ids[i % len(ids)])
                 stage.collect([sequence])
             seconds.append(time.thread_time() - started)
+        assert sum(seconds) < 2
         # Work that grows with the output would make the last ones cost several times the first.
         assert min(seconds[-3:]) < 2 * max(seconds[:3])
 

@@ -213,7 +213,9 @@ class _GgufWeights:
         parts = [stored.data[:whole].reshape(-1, row_bytes), stored.data[whole:].reshape(1, -1)]
         try:
             values = [gguf.dequantize(part, stored.type).ravel() for part in parts if part.size]
-        except NotImplementedError:  # how gguf says that it knows the type by name only
+        except NotImplementedError:
+            # gguf says so of types that it knows by name only; the user has to hear which, and what
+            # to do.
             raise ConfigError(
                 f"{self._path}: the tensor {name!r} has the type {stored.type.name}, which the "
                 "`gguf` package cannot read; convert the file to another type, such as Q8_0"

@@ -103,13 +103,18 @@ def check(teacher: Teacher, inputs: list[list[int]], outputs: dict[int, list[int
     assert sum(gap > 0 for gap in gaps) <= MAX_NEAR_TIES * len(gaps)
 
 
+WAYS = [
+    pytest.param({}, id="graphs"),
+    pytest.param({"cuda_graphs": False}, id="launches"),
+    pytest.param({"max_prefill_chunk": 16}, id="chunks"),
+    pytest.param({"block_size": 64, "num_blocks": 128}, id="large blocks"),
+]
+
+
 @pytest.mark.parametrize(
     "settings",
     [
-        pytest.param({}, id="graphs"),
-        pytest.param({"cuda_graphs": False}, id="launches"),
-        pytest.param({"max_prefill_chunk": 16}, id="chunks"),
-        pytest.param({"block_size": 64, "num_blocks": 128}, id="large blocks"),
+        *WAYS,
         pytest.param({"batch_invariant": True}, id="batch invariant"),
         pytest.param({"speculation": {"default": 5}}, id="drafts"),
         pytest.param({"speculation": {}, "cuda_graphs": False}, id="drafts, launches"),
@@ -333,10 +338,7 @@ def run_searches(engine: Engine, wanted: list[Request]) -> dict[int, TokenEvent]
 @pytest.mark.parametrize(
     "settings",
     [
-        pytest.param({}, id="graphs"),
-        pytest.param({"cuda_graphs": False}, id="launches"),
-        pytest.param({"max_prefill_chunk": 16}, id="chunks"),
-        pytest.param({"block_size": 64, "num_blocks": 128}, id="large blocks"),
+        *WAYS,
         pytest.param({"num_blocks": 40}, id="preemption"),
         pytest.param({"num_blocks": 40, "prefix_cache": True}, id="preemption, prefixes"),
     ],
