@@ -75,7 +75,8 @@ def slow_kernels(
     model: ModelConfig, hopper: bool, num_multiprocessors: int
 ) -> list[tuple[str, str]]:
     """Stem and name of kernels that take seconds to compile and that every start needs."""
-    found = attention.kernels_of(model.head_dim, _DTYPE, hopper)
+    heads = (model.num_heads, model.num_kv_heads, model.head_dim)
+    found = attention.kernels_of(*heads, _DTYPE, hopper)
     found += sampling.kernels_of(torch.float32)
     if not hopper:
         return found

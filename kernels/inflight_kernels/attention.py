@@ -7,7 +7,8 @@ replayed with other lengths. `rope_attend` takes a step of one token per chunk f
 projection on, `attend` any other, after `rope_write_kv`.
 
 On Hopper, chunks with many rows have a kernel of their own (attention_hopper.cu) where heads have
-64 or 128 values; everything else, heads of 96 and 256 included, goes to attention.cu.
+64 or 128 values, and so have, anywhere, the rows of many sequences (attention_heads.cu); everything
+else goes to attention.cu.
 """
 
 from __future__ import annotations
@@ -48,6 +49,7 @@ _RESERVED_SHARED = 1024
 _ALIGNMENT = 256
 # See `prefers_rope_attend`.
 _MAX_ROPE_TOKENS = 2
+_ARRIVALS = 4  # per share
 _SHARE_BYTES = 64
 _ITEM_BYTES = 32
 _QUEUE_BYTES = 16
@@ -66,6 +68,7 @@ class Shape:
     max_blocks: int  # on a multiprocessor, by their registers
 
     stem = "attention"
+    heads = 1  # KV heads of a unit
 
     @property
     def rows(self) -> int:
@@ -103,6 +106,37 @@ class Shape:
         return f"rope_attend<{self.type(storage)}, {'true' if norms else 'false'}>"
 
 
+# Tiles of each warp in shared memory: as many as let two blocks onto a multiprocessor.
+_HEADS_STAGES = {64: 6, 96: 4, 128: 3}
+
+
+@dataclass(frozen=True, slots=True)
+class HeadsShape:
+    """The same for attention_heads.cu: a warp for each of the KV heads of a unit."""
+
+    head_dim: int
+
+    stem = "attention_heads"
+    heads = 4
+    max_blocks = 2
+    rows = 8  # of each KV head
+    keys = 16
+    threads = 32 * heads
+
+    @property
+    def stages(self) -> int:
+        return _HEADS_STAGES[self.head_dim]
+
+    @property
+    def shared_bytes(self) -> int:
+        return self.heads * self.stages * 2 * self.keys * (self.head_dim + 8) * 2
+
+    def name(self, storage: str) -> str:
+        """The kernel's name expression."""
+        shape = f"{storage}, {self.head_dim}, {self.heads}, {self.stages}"
+        return f"attend_heads<attention::HeadsShape<{shape}>>"
+
+
 @dataclass(frozen=True, slots=True)
 class HopperShape:
     """The same for attention_hopper.cu, where only the head dimension is free."""
@@ -110,6 +144,7 @@ class HopperShape:
     head_dim: int
 
     stem = "attention_hopper"
+    heads = 1
     max_blocks = 1
     rows = 128
     keys = 128
@@ -141,6 +176,22 @@ def shapes(head_dim: int) -> tuple[Shape, Shape, Shape]:
     )
 
 
+def heads_shape(num_kv_heads: int, group: int, head_dim: int) -> HeadsShape | None:
+    """For few rows of each of many sequences, where there is a kernel for such heads."""
+    if head_dim not in _HEADS_STAGES or num_kv_heads % HeadsShape.heads or group > HeadsShape.rows:
+        return None
+    return HeadsShape(head_dim)
+
+
+def _are_many(units: int, num_blocks: int) -> bool:
+    """Whether a `HeadsShape` is faster, measured on an H200 (benchmarks/notes.md): where blocks
+    have a unit each, or units are so many that few are cut."""
+    return 0.9 * num_blocks <= units <= num_blocks or units >= 1.5 * num_blocks
+
+
+AnyShape = Shape | HeadsShape | HopperShape
+
+
 @dataclass(frozen=True, slots=True)
 class Part:
     """Chunks of a step that one launch takes, and where its plan is in the workspace.
@@ -154,7 +205,7 @@ class Part:
         end: of the part in the workspace.
     """
 
-    shape: Shape | HopperShape
+    shape: AnyShape
     min_rows: int
     max_rows: int
     num_shares: int
@@ -172,6 +223,7 @@ def parts(
     num_chunks: int,
     num_tokens: int,
     max_q_len: int,
+    num_kv_heads: int,
     group: int,
     head_dim: int,
     num_multiprocessors: int,
@@ -185,6 +237,7 @@ def parts(
         num_chunks: n.
         num_tokens: T.
         max_q_len: no chunk has more tokens.
+        num_kv_heads: G.
         group: H / G.
         head_dim: D.
         num_multiprocessors: of the device.
@@ -192,12 +245,23 @@ def parts(
         hopper: whether the device has sm_90a.
         batch_invariant: see `plan`.
     """
-    few, some, many_anywhere = shapes(head_dim)
-    many: Shape | HopperShape = many_anywhere
+    few_anywhere, some, many_anywhere = shapes(head_dim)
+    few: AnyShape = few_anywhere
+    many: AnyShape = many_anywhere
     if hopper and head_dim in HOPPER_HEAD_DIMS:
         many = HopperShape(head_dim)
     rows = max_q_len * group
-    chosen: list[tuple[Shape | HopperShape, int, int]]
+
+    def num_blocks(shape: AnyShape) -> int:
+        fit = shared_bytes // (shape.shared_bytes + _RESERVED_SHARED)
+        return num_multiprocessors * max(1, min(fit, shape.max_blocks))
+
+    heads = heads_shape(num_kv_heads, group, head_dim)
+    if heads is not None and not heads.rows < rows <= few.rows:
+        units = num_chunks * num_kv_heads // heads.heads
+        if _are_many(units, num_blocks(heads)):
+            few = heads
+    chosen: list[tuple[AnyShape, int, int]]
     if batch_invariant:  # one kernel for all
         chosen = [(some, 0, _NO_LIMIT)]
     elif rows <= few.rows:
@@ -211,16 +275,15 @@ def parts(
     found = []
     end = 0
     for shape, min_rows, max_rows in chosen:
-        blocks = shared_bytes // (shape.shared_bytes + _RESERVED_SHARED)
-        num_shares = num_multiprocessors * max(1, min(blocks, shape.max_blocks))
+        num_shares = num_blocks(shape)
         num_items = num_chunks + num_tokens * group // shape.rows
         sizes = (
-            2 * num_shares * 4,
+            _ARRIVALS * num_shares * 4,
             _QUEUE_BYTES,
             num_shares * _SHARE_BYTES,
             (num_chunks + 1) * 4,
             num_items * _ITEM_BYTES,
-            2 * num_shares * shape.rows * (head_dim + 2) * 4,
+            2 * num_shares * shape.heads * shape.rows * (head_dim + 2) * 4,
         )
         places = [end]
         for size in sizes:
@@ -255,6 +318,7 @@ def _parts(
     num_chunks: int,
     num_tokens: int,
     max_q_len: int | None,
+    num_kv_heads: int,
     group: int,
     head_dim: int,
     batch_invariant: bool,
@@ -265,6 +329,7 @@ def _parts(
         num_chunks,
         num_tokens,
         max_q_len,
+        num_kv_heads,
         group,
         head_dim,
         num_multiprocessors(),
@@ -299,8 +364,8 @@ def workspace_size(
     _check_heads(num_heads, num_kv_heads, head_dim)
     if not num_chunks:
         return 0
-    group = num_heads // num_kv_heads
-    return _parts(num_chunks, num_tokens, max_q_len, group, head_dim, batch_invariant)[-1].end
+    heads = num_kv_heads, num_heads // num_kv_heads, head_dim
+    return _parts(num_chunks, num_tokens, max_q_len, *heads, batch_invariant)[-1].end
 
 
 def plan(
@@ -340,7 +405,8 @@ def plan(
     if not num_chunks or not num_tokens:
         return
     group = num_heads // num_kv_heads
-    found = _parts(num_chunks, num_tokens, max_q_len, group, head_dim, batch_invariant)
+    heads = num_kv_heads, group, head_dim
+    found = _parts(num_chunks, num_tokens, max_q_len, *heads, batch_invariant)
     _check_workspace(workspace, found[-1].end)
     base = workspace.data_ptr()
     for part in found:
@@ -351,7 +417,7 @@ def plan(
             seq_lens,
             num_chunks,
             group,
-            num_kv_heads,
+            num_kv_heads // part.shape.heads,
             part.shape.rows,
             part.shape.keys,
             window or _NO_WINDOW,
@@ -491,7 +557,8 @@ def rope_attend(
         pdl: see `Kernel`.
 
     Raises:
-        ValueError: as `attend`, and for heads that `rotates` says no to.
+        ValueError: as `attend`, for heads that `rotates` says no to, and for so many chunks that
+            `attend` would take another kernel.
     """
     _, _, num_kv_heads, head_dim = k_cache.shape
     num_tokens = len(qkv)
@@ -512,10 +579,14 @@ def rope_attend(
         raise ValueError(f"{num_tokens} tokens in {step.num_chunks} chunks: it takes one in each")
     if not num_tokens:
         return
+    (part,) = step.parts(1, False)
+    if not isinstance(part.shape, Shape):
+        raise ValueError(
+            f"{num_tokens} chunks of such heads: `attend` has a kernel for so many that "
+            "rope_attend has not"
+        )
     if not planned:
         step.plan(window, 1, False, pdl)
-    (part,) = step.parts(1, False)
-    assert isinstance(part.shape, Shape)
     kernel("attention", part.shape.rotating_name(step.storage, q_weight is not None))(
         part.num_shares,
         part.shape.threads,
@@ -612,10 +683,8 @@ class _Step:
 
     def parts(self, max_q_len: int | None, batch_invariant: bool) -> tuple[Part, ...]:
         num_heads, num_kv_heads, head_dim = self.heads
-        group = num_heads // num_kv_heads
-        found = _parts(
-            self.num_chunks, self.num_tokens, max_q_len, group, head_dim, batch_invariant
-        )
+        heads = num_kv_heads, num_heads // num_kv_heads, head_dim
+        found = _parts(self.num_chunks, self.num_tokens, max_q_len, *heads, batch_invariant)
         _check_workspace(self._workspace, found[-1].end)
         return found
 
@@ -644,28 +713,37 @@ class _Step:
         )
 
 
+# H and G that every kernel takes.
+_ANY_HEADS = (HeadsShape.heads, HeadsShape.heads)
+
+
 def instantiations() -> list[Instantiation]:
     """What this module may launch."""
     found: dict[str, dict[str, None]] = {}
     for dtype in _STORAGE_TYPES:
         for head_dim in HEAD_DIMS:
             for hopper in (False, True):
-                for stem, name in kernels_of(head_dim, dtype, hopper):
+                for stem, name in kernels_of(*_ANY_HEADS, head_dim, dtype, hopper):
                     found.setdefault(stem, {})[name] = None
     return [(stem, tuple(names), ()) for stem, names in found.items()]
 
 
-def kernels_of(head_dim: int, dtype: torch.dtype, hopper: bool) -> list[tuple[str, str]]:
+def kernels_of(
+    num_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype, hopper: bool
+) -> list[tuple[str, str]]:
     """Stem and name of the kernels that a model with such heads needs.
 
     Args:
-        head_dim: D.
+        num_heads, num_kv_heads, head_dim: H, G and D.
         dtype: of queries and caches.
         hopper: whether the device has sm_90a.
     """
     storage = _STORAGE_TYPES[dtype]
     few, some, many = shapes(head_dim)
     found = [("attention_plan", "plan"), *(("attention", one.name(storage)) for one in (few, some))]
+    heads = heads_shape(num_kv_heads, num_heads // num_kv_heads, head_dim)
+    if heads is not None:
+        found.append((heads.stem, heads.name(storage)))
     if few.rotates:
         found += [("attention", few.rotating_name(storage, norms)) for norms in (False, True)]
     if hopper and head_dim in HOPPER_HEAD_DIMS:

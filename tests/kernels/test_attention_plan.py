@@ -1,5 +1,5 @@
-"""The index maps of attention_tile.cuh and attention_hopper.cu, written a second time in numpy, and
-what they must satisfy.
+"""The index maps of attention_tile.cuh, attention_heads.cu and attention_hopper.cu, written a
+second time in numpy, and what they must satisfy.
 
 The kernel itself needs a GPU (tests/kernels/gpu); that each key meets each row once, that lanes
 hold what the matrix instructions take, and that shared memory has no bank conflicts does not.
@@ -16,6 +16,7 @@ import pytest
 from inflight_kernels.attention import (
     HEAD_DIMS,
     HOPPER_HEAD_DIMS,
+    HeadsShape,
     HopperShape,
     Shape,
     instantiations,
@@ -173,6 +174,8 @@ def test_units_are_cut_only_where_that_is_faster(lengths, cut, largest):
 
 STEPS = {
     "decode": ([1] * 64, [1024] * 64, 0),
+    "many": ([1, 0, 2] * 120, [90, 0, 17] * 120, 0),
+    "many and a prompt": ([1] * 250 + [300], [90] * 250 + [300], 50),
     "ragged decode": ([1] * 9, [1, 128, 32_000, 5, 64, 65, 700, 0, 2], 0),
     "verify": ([5] * 7, [5, 100, 64, 1000, 77, 300, 2000], 0),
     "prefill": ([300, 70], [300, 70], 0),
@@ -188,14 +191,15 @@ STEPS = {
 def test_each_row_meets_each_key_that_it_sees_exactly_once(step, device, head_dim, group):
     q_lens, kv_lens, window = STEPS[step]
     window = window or 1 << 30
-    num_kv_heads = 2
+    num_kv_heads = 4
     met = [np.zeros((q * group, k), np.int32) for q, k in zip(q_lens, kv_lens, strict=True)]
-    chosen = parts(len(q_lens), sum(q_lens), max(q_lens), group, head_dim, **device)
-    for part in chosen:
+    heads = (num_kv_heads, group, head_dim)
+    for part in parts(len(q_lens), sum(q_lens), max(q_lens), *heads, **device):
         shape = part.shape
+        num_places = num_kv_heads // shape.heads
         items = plan_items(q_lens, kv_lens, group, part, window)
         assert len(items) * 32 <= part.slots - part.items, "the list fits its place"
-        first = np.cumsum([0] + [tiles * num_kv_heads for *_, tiles in items])
+        first = np.cumsum([0] + [tiles * num_places for *_, tiles in items])
         total = int(first[-1])
         for share in range(part.num_shares):
             tile = share_begin(share, total, part.num_shares)
@@ -205,7 +209,7 @@ def test_each_row_meets_each_key_that_it_sees_exactly_once(step, device, head_di
                 i, first_row, begin, tiles = items[k]
                 head, from_tile = divmod(tile - int(first[k]), tiles)
                 to_tile = min(tiles, from_tile + end - tile)
-                if head == 0:  # all heads have the same tiles
+                if head == 0:  # all have the same tiles
                     rows = np.arange(first_row, min(first_row + shape.rows, q_lens[i] * group))
                     keys = np.arange(
                         (begin + from_tile) * shape.keys, (begin + to_tile) * shape.keys
@@ -297,7 +301,7 @@ QUEUES = {
 def test_whole_units_are_taken_where_that_is_not_slower_than_shares(step):
     q_lens, kv_lens = QUEUES[step]
     num_kv_heads, num_blocks, cut = 8, 132, 6
-    (part, *_) = reversed(parts(len(q_lens), sum(q_lens), max(q_lens), 4, 128, **H200))
+    (part, *_) = reversed(parts(len(q_lens), sum(q_lens), max(q_lens), 8, 4, 128, **H200))
     tiles = [tiles for *_, tiles in plan_items(q_lens, kv_lens, 4, part, 1 << 30)]
     heads = heads_at_once(tiles, num_kv_heads, num_blocks)
     blocks = [0] * num_blocks
@@ -335,24 +339,46 @@ def test_rows_are_divided_by_the_group_through_a_product(group):
 
 def test_small_steps_use_one_launch_and_mixed_ones_two():
     def rows(*args):
-        return [part.shape.rows for part in parts(*args, 128, **H200)]
+        return [part.shape.rows for part in parts(*args, 8, 4, 128, **H200)]
 
-    assert rows(64, 64, 1, 4) == [16]
-    assert rows(8, 40, 5, 4) == [64]
-    assert rows(1, 2048, 2048, 4) == [128]
-    assert rows(9, 2056, 2048, 4) == [16, 128]
+    assert rows(64, 64, 1) == [16]
+    assert rows(8, 40, 5) == [64]
+    assert rows(1, 2048, 2048) == [128]
+    assert rows(9, 2056, 2048) == [16, 128]
+
+
+@pytest.mark.parametrize(
+    ("num_chunks", "max_q_len", "heads", "rows"),
+    [
+        (64, 1, (8, 4, 128), [16]),
+        (128, 1, (8, 4, 128), [8]),  # a unit for each block
+        (160, 1, (8, 4, 128), [16]),  # many would be cut
+        (256, 1, (8, 4, 128), [8]),
+        (256, 2, (8, 4, 128), [8]),
+        (256, 3, (8, 4, 128), [16]),  # more rows than it has
+        (256, 300, (8, 4, 128), [8, 128]),
+        (256, 1, (8, 9, 128), [16]),
+        (256, 1, (6, 4, 128), [16]),
+        (256, 1, (8, 4, 256), [16]),
+    ],
+)
+def test_many_sequences_have_a_warp_for_each_head(num_chunks, max_q_len, heads, rows):
+    found = parts(num_chunks, num_chunks + max_q_len - 1, max_q_len, *heads, **H200)
+    assert [part.shape.rows for part in found] == rows
+    assert found[0].max_rows >= rows[0] and found[-1].max_rows > 1 << 30
+    assert [part.min_rows for part in found] == [0, *rows[:-1]]
 
 
 def test_hopper_has_a_kernel_of_its_own_for_many_rows():
     def stems(head_dim, device):
-        return [part.shape.stem for part in parts(9, 2056, 2048, 4, head_dim, **device)]
+        return [part.shape.stem for part in parts(9, 2056, 2048, 8, 4, head_dim, **device)]
 
     assert stems(128, H200) == stems(64, H200) == ["attention", "attention_hopper"]
     assert stems(256, H200) == stems(96, H200) == stems(128, A100) == ["attention", "attention"]
 
 
 def test_parts_lie_behind_each_other_and_aligned():
-    for part in (found := parts(9, 2056, 2048, 4, 128, **H200)):
+    for part in (found := parts(9, 2056, 2048, 8, 4, 128, **H200)):
         places = [
             part.arrivals,
             part.queue,
@@ -372,6 +398,13 @@ def test_a_block_fits_ampere_and_hopper(shape):
     assert shape.shared_bytes <= 163 * 1024
     if shape.head_dim <= 128:
         assert 2 * (shape.shared_bytes + 1024) <= 228 * 1024
+
+
+@pytest.mark.parametrize("head_dim", [64, 96, 128])
+def test_two_blocks_with_a_warp_for_each_head_fit_hopper_and_one_fits_ampere(head_dim):
+    shared_bytes = HeadsShape(head_dim).shared_bytes
+    assert 2 * (shared_bytes + 1024) <= 228 * 1024
+    assert shared_bytes + 1024 <= 164 * 1024
 
 
 # ---------------------------------------------------------------- copies and shared memory
@@ -492,6 +525,61 @@ def test_fragments_multiply_queries_keys_and_values():
         np.testing.assert_allclose(sums[n], accumulators(expected[:, 8 * n : 8 * n + 8]))
 
 
+def transposed(word):
+    """movmatrix: 8x8, two elements a lane, as ldmatrix lays them."""
+    matrix = np.empty((8, 8), word.dtype)
+    for element in range(2):
+        matrix[LANES // 4, 2 * (LANES % 4) + element] = word[:, element]
+    return matrix[2 * (LANES % 4)[:, None] + np.arange(2), (LANES // 4)[:, None]]
+
+
+def test_transposed_is_that():
+    word = np.arange(64).reshape(8, 8)
+    laid = np.stack([word[LANES // 4, 2 * (LANES % 4) + e] for e in range(2)], axis=1)
+    turned = np.stack([word.T[LANES // 4, 2 * (LANES % 4) + e] for e in range(2)], axis=1)
+    assert (transposed(laid) == turned).all()
+
+
+def test_fragments_multiply_keys_and_queries_turned_round():
+    """One warp, 16 keys, 8 rows, 64 columns, through the lane addresses of attention_heads.cu."""
+    rng = np.random.default_rng(1)
+    queries, keys, values = rng.random((8, 64)), rng.random((16, 64)), rng.random((16, 64))
+    scores = np.zeros((32, 4))
+    for step in range(4):
+        a = left(ldmatrix(keys, LANES % 16, step * 16 + LANES // 16 * 8))
+        # Of a row of queries, as HeadRow loads it: two pairs of each 16 columns.
+        columns = step * 16 + LANES % 4 * 2
+        words = np.stack(
+            [
+                np.stack([queries[LANES // 4, columns + half * 8 + e] for e in range(2)], axis=1)
+                for half in range(2)
+            ],
+            axis=1,
+        )
+        scores += accumulators(a @ right(words))
+    expected = keys @ queries.T
+    np.testing.assert_allclose(scores, accumulators(expected))
+    # What a lane masks and takes the maximum of.
+    held = accumulators(np.arange(16)[:, None] * np.ones((1, 8)))
+    assert (held == (LANES // 4)[:, None] + np.array([0, 0, 8, 8])).all()
+    held = accumulators(np.arange(8) * np.ones((16, 1)))
+    assert (held == (LANES % 4 * 2)[:, None] + np.array([0, 1, 0, 1])).all()
+
+    weights = np.stack([transposed(scores[:, 0:2]), transposed(scores[:, 2:4])], axis=1)
+    expected = values.T @ expected
+    rows = LANES // 16 * 8 + LANES % 8
+    for column in range(4):
+        a = ldmatrix(values, rows, column * 16 + LANES // 8 % 2 * 8, transposed=True)
+        sums = accumulators(left(a) @ right(weights))
+        np.testing.assert_allclose(sums, accumulators(expected[16 * column : 16 * column + 16]))
+        # And to memory: a lane has two columns of one row.
+        for half in range(2):
+            word = transposed(sums[:, 2 * half : 2 * half + 2])
+            first = column * 16 + half * 8 + LANES % 4 * 2
+            for element in range(2):
+                np.testing.assert_allclose(word[:, element], expected[first + element, LANES // 4])
+
+
 def test_the_rows_that_a_lane_masks_are_those_it_holds():
     rows = np.arange(16)[:, None] * np.ones((1, 8))
     held = accumulators(rows)
@@ -502,7 +590,12 @@ def test_every_shape_of_every_type_is_instantiated():
     counts = {stem: len(set(names)) for stem, names, _ in instantiations()}
     rotating = 2 * 2 * 3  # with and without norms, heads of 64, 96 and 128
     anywhere = 2 * (3 * 3 + 2) + rotating
-    assert counts == {"attention": anywhere, "attention_hopper": 2 * 2, "attention_plan": 1}
+    assert counts == {
+        "attention": anywhere,
+        "attention_heads": 2 * 3,
+        "attention_hopper": 2 * 2,
+        "attention_plan": 1,
+    }
 
 
 # ---------------------------------------------------------------- tiles on Hopper

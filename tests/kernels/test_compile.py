@@ -229,10 +229,13 @@ def test_what_cannot_be_compiled_ahead_is_an_error_where_it_is_used(
 
 @pytest.mark.parametrize("hopper", [False, True])
 @pytest.mark.parametrize("head_dim", [64, 96, 128, 256])
-def test_a_model_s_kernels_are_among_those_that_there_are(head_dim: int, hopper: bool) -> None:
+@pytest.mark.parametrize("num_kv_heads", [2, 8])
+def test_a_model_s_kernels_are_among_those_that_there_are(
+    num_kv_heads: int, head_dim: int, hopper: bool
+) -> None:
     there = {(stem, name) for stem, names, _ in KERNELS for name in names}
     found = [
-        *attention.kernels_of(head_dim, torch.bfloat16, hopper),
+        *attention.kernels_of(32, num_kv_heads, head_dim, torch.bfloat16, hopper),
         *sampling.kernels_of(torch.float32),
         *gemm.kernels_of((6144, 4096), torch.bfloat16, torch.bfloat16, False, 132),
         *gemm.kernels_of((28672, 4096), torch.bfloat16, torch.bfloat16, True, 132),

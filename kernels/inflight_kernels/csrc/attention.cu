@@ -12,93 +12,9 @@
 
 #include "attention_source.cuh"
 #include "attention_tile.cuh"
+#include "attention_walk.cuh"
 
 namespace attention {
-
-// Where a block is in its share.
-template <class S>
-struct Walk {
-    const Item* items;
-    Unit unit;
-    int k;     // of the unit's item
-    int left;  // tiles of the share behind those of the unit
-
-    __device__ __forceinline__ void begin(const Arguments<typename S::Element>& args,
-                                          const Item* all, const Share& share) {
-        items = all;
-        k = share.item;
-        unit.item = share.first;
-        const int inside = share.begin - unit.item.first_tile;
-        unit.head = inside / unit.item.kv_tiles;
-        unit.from = inside - unit.head * unit.item.kv_tiles;
-        left = share.end - share.begin;
-        enter(args);
-    }
-    __device__ __forceinline__ void next(const Arguments<typename S::Element>& args) {
-        unit.from = 0;
-        if (++unit.head == args.num_kv_heads) {
-            unit.head = 0;
-            unit.item = load_l2(items + ++k);
-        }
-        enter(args);
-    }
-
-   private:
-    __device__ __forceinline__ void enter(const Arguments<typename S::Element>& args) {
-        unit.to = min(unit.item.kv_tiles, unit.from + left);
-        left -= unit.to - unit.from;
-        unit.num_rows = min(S::ROWS, unit.item.query_len * args.group - unit.item.first_row);
-    }
-};
-
-constexpr int ALL_KEYS = 1 << 30;
-
-// Has tiles copied, one after the other, ahead of those who multiply. Where it RUNS_ON it does not
-// stop at the end of a unit, so that its neighbour's keys come while its sums are written.
-template <class S, class Source>
-struct Feed {
-    using T = typename S::Element;
-    static constexpr bool RUNS_ON = S::RUNS_ON && !Source::ROTATES;
-
-    Walk<S> walk;
-    int tile, end;  // the next one to copy, and the end of the unit
-    int kv_end;     // of the cache, for this unit
-    Pages<S> pages;
-
-    // Looks at the first tile of a unit.
-    __device__ __forceinline__ void begin(const Arguments<T>& args, const Walk<S>& at) {
-        walk = at;
-        enter();
-        find(args);
-    }
-    __device__ __forceinline__ bool has_more() const { return tile < end; }
-    __device__ __forceinline__ void load(T* tiles, const Arguments<T>& args, int stage, int which,
-                                         int from, int upto) const {
-        load_tile<S>(tiles + 2 * stage * S::TILE, args, walk.unit.head, kv_end, which,
-                     pages.of(which), from, upto);
-    }
-    __device__ __forceinline__ void next(const Arguments<T>& args) {
-        const int k = walk.k;
-        if (++tile == end && RUNS_ON && walk.left > 0) {
-            walk.next(args);
-            enter();
-        }
-        if (has_more() && (walk.k != k || !pages.knows(tile))) find(args);
-    }
-
-   private:
-    __device__ __forceinline__ void enter() {
-        const Item& item = walk.unit.item;
-        tile = item.kv_begin + walk.unit.from;
-        end = item.kv_begin + walk.unit.to;
-        kv_end = Source::ROTATES ? item.kv_len - item.query_len : item.kv_len;
-    }
-    __device__ __forceinline__ void find(const Arguments<T>& args) {
-        pages.find(args.block_tables +
-                       static_cast<long long>(walk.unit.item.sequence) * args.table_stride,
-                   args.block_shift, kv_end, tile);
-    }
-};
 
 // Work on a share. A unit's tiles come in turns: each starts a copy and multiplies the tile whose
 // copy was started STAGES - 1 turns before; where nothing is on its way yet, turns before the first
@@ -111,7 +27,7 @@ __device__ __forceinline__ void work_off(const Arguments<typename S::Element>& a
                                          const Item* items, const Share* shares, int* arrivals,
                                          float* slots, bool settled) {
     using T = typename S::Element;
-    constexpr bool RUNS_ON = Feed<S, Source>::RUNS_ON;
+    constexpr bool RUNS_ON = Feed<S, Source::ROTATES>::RUNS_ON;
     extern __shared__ __align__(16) unsigned char memory[];
     T* queries = reinterpret_cast<T*>(memory);
     T* tiles = reinterpret_cast<T*>(memory + S::QUERY_BYTES);
@@ -129,7 +45,7 @@ __device__ __forceinline__ void work_off(const Arguments<typename S::Element>& a
     }
     Walk<S> walk;
     walk.begin(args, items, share);
-    Feed<S, Source> feed;
+    Feed<S, Source::ROTATES> feed;
     HeadRow<S> rows[2];
     State<S> state;
     Unit done;           // the unit before, whose sums are in `state`
@@ -211,13 +127,13 @@ __device__ __forceinline__ void work_off(const Arguments<typename S::Element>& a
         }
 #pragma unroll 1
         for (; tile < end; ++turn) {
-            if (turn >= 0) {
+            // All readers have read the tile whose place is taken now. Where others than this warp
+            // read it, they meet once for that and for the tile whose turn it is.
+            if (S::PRIVATE) {
+                __syncwarp();
+            } else if (turn >= 0) {
                 ptx::wait_copies<S::STAGES - 2>();
-                // The tile is there for all its readers, and all have read what is overwritten next.
-                if (S::PRIVATE)
-                    __syncwarp();
-                else
-                    __syncthreads();
+                __syncthreads();
             }
             if (turn == 0 && !S::QUERIES_IN_REGISTERS) {
                 ptx::wait_copies<0>();
@@ -235,6 +151,10 @@ __device__ __forceinline__ void work_off(const Arguments<typename S::Element>& a
             const int now = stage;
             stage = stage + 1 == S::STAGES ? 0 : stage + 1;
             if (turn < 0) continue;
+            if (S::PRIVATE) {
+                ptx::wait_copies<S::STAGES - 1>();
+                __syncwarp();
+            }
             if (turn == 0) source.turn(unit, rows);
 
             T* const keys = tiles + 2 * now * S::TILE;

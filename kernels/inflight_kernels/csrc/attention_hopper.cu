@@ -17,6 +17,7 @@ template <typename Element_, int HEAD_DIM_>
 struct HopperShape {
     using Element = Element_;
     static constexpr int HEAD_DIM = HEAD_DIM_;
+    static constexpr int HEADS = 1;  // KV heads of a unit
     static constexpr int ROWS = 128;
     static constexpr int KEYS = 128;
     static constexpr int UNITS = 4;         // that the block knows
@@ -39,6 +40,8 @@ struct HopperShape {
 
     static_assert(ROWS == KEYS, "queries lie like a tile of keys");
     static_assert(HEAD_DIM == 64 || HEAD_DIM == 128, "of which there are instructions here");
+
+    static __device__ __forceinline__ int kv_head(const Unit& unit) { return unit.head; }
 
     // Where a chunk of a tile is.
     static __device__ __forceinline__ int place(int row, int chunk) {

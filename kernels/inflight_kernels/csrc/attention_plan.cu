@@ -165,7 +165,7 @@ using attention::PLAN_THREADS;
 //   query_start [n + 1], seq_lens [n]   as of `attend`; n chunks
 //   first_item [n + 1]                  scratch
 //   items [capacity]                    at least n + rows / unit_rows
-//   shares [num_shares], arrivals [2 * num_shares]   arrivals become 0
+//   shares [num_shares], arrivals [4 * num_shares]   arrivals become 0
 //   queue   for a kernel that can work off whole units; then items go from long to short. May be
 //           null.
 //   whole   shares end where units do, so that no sum depends on what else is in the step
@@ -273,7 +273,7 @@ extern "C" __global__ void __launch_bounds__(PLAN_THREADS, 1)
         return few_shares ? borders[share] : find_border(share);
     };
 #pragma unroll 1
-    for (int share = thread; share < 2 * num_shares; share += PLAN_THREADS) arrivals[share] = 0;
+    for (int share = thread; share < 4 * num_shares; share += PLAN_THREADS) arrivals[share] = 0;
 
     const int even = max(1, (num_tiles + num_shares - 1) / num_shares);
     const int tolerable = even + even / 16 + 2;

@@ -105,6 +105,13 @@ __device__ __forceinline__ void load_matrices_transposed(unsigned (&out)[4], uns
                  : "memory");
 }
 
+// An 8x8 matrix of 16-bit elements, laid over the lanes as by load_matrices, transposed.
+__device__ __forceinline__ unsigned transposed(unsigned word) {
+    unsigned out;
+    asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(out) : "r"(word));
+    return out;
+}
+
 // c [16, 8] += a [16, 16] @ b [16, 8], in float32.
 template <typename T>
 __device__ __forceinline__ void mma(float (&c)[4], const unsigned (&a)[4], unsigned b0,

@@ -24,6 +24,7 @@ struct Shape {
     static constexpr int FRAGMENTS = FRAGMENTS_;
     static constexpr int KEYS = KEYS_;
     static constexpr int STAGES = STAGES_;
+    static constexpr int HEADS = 1;  // KV heads of a unit
 
     static constexpr int WARPS = WARPS_M * WARPS_N;
     static constexpr int THREADS = 32 * WARPS;
@@ -56,6 +57,10 @@ struct Shape {
     static_assert(SUMS_BYTES <= TILE_BYTES, "no room for the sums");
     // Or in one stage: then the others may have the next unit's already.
     static constexpr bool RUNS_ON = QUERIES_IN_REGISTERS && SUMS_BYTES <= TILE_BYTES / STAGES;
+
+    // What this warp copies of a tile: its keys from here on, of this head.
+    __device__ __forceinline__ static int first_key() { return threadIdx.x / 32 * COPY_KEYS; }
+    __device__ __forceinline__ static int kv_head(const Unit& unit) { return unit.head; }
 };
 
 // ---------------------------------------------------------------- loading
@@ -66,7 +71,7 @@ __device__ __forceinline__ const typename S::Element* query_row(
     const Arguments<typename S::Element>& args, const Unit& unit, int row) {
     const int packed = unit.item.first_row + row;
     const int token = args.token_of(packed);
-    const int head = unit.head * args.group + packed - token * args.group;
+    const int head = S::kv_head(unit) * args.group + packed - token * args.group;
     return args.q + (unit.item.query_start + token) * args.q_stride + head * S::HEAD_DIM;
 }
 
@@ -93,7 +98,7 @@ struct Pages {
     int block;
 
     __device__ __forceinline__ void find(const int* table, int block_shift, int kv_end, int tile) {
-        const int key = (tile + threadIdx.x % 32) * S::KEYS + threadIdx.x / 32 * S::COPY_KEYS;
+        const int key = (tile + threadIdx.x % 32) * S::KEYS + S::first_key();
         first = tile;
         // The table ends with the sequence.
         block = key < kv_end ? load_l2(table + (key >> block_shift)) : 0;
@@ -113,9 +118,8 @@ __device__ __forceinline__ void load_tile(typename S::Element* keys,
                                           const Arguments<typename S::Element>& args, int kv_head,
                                           int kv_end, int tile, int page, int begin, int end) {
     const int lane = threadIdx.x % 32;
-    const int warp = threadIdx.x / 32;
     const int row_stride = args.num_kv_heads * S::HEAD_DIM;
-    const int first_row = warp * S::COPY_KEYS;
+    const int first_row = S::first_key();
     const int first_key = tile * S::KEYS + first_row;
     const long long origin = page * args.block_stride +
                              (first_key & ((1 << args.block_shift) - 1)) * row_stride +

@@ -4,8 +4,9 @@
 // The query heads that share a KV head stand below each other: row r of a chunk is its token
 // r / group, head r % group, so that one read of K and V serves the whole group.
 //
-//   unit   ROWS consecutive rows of a chunk x one KV head: a softmax over its tiles of KEYS keys
-//   item   the units of the same rows, one per KV head
+//   unit   ROWS consecutive rows of a chunk x one KV head, or HEADS of them that lie side by side:
+//          softmaxes over its tiles of KEYS keys
+//   item   the units of the same rows, one per KV head or HEADS of them
 //   share  a run of consecutive tiles of the step, what one block works on. Shares are of the same
 //          number of tiles (+-1) each, or, where that costs little, end where units do; or each
 //          unit is cut into pieces of one size, and a share is a piece.
@@ -31,7 +32,7 @@ struct Item {
     int query_len;
     int kv_len;
     int kv_begin;  // first tile of keys that a row sees
-    int kv_tiles;  // per KV head, at least 1
+    int kv_tiles;  // of a unit, at least 1
 };
 
 struct Share {
@@ -105,7 +106,7 @@ struct Arguments {
 // Where a block is: a unit, and the tiles of it that are in the share.
 struct Unit {
     Item item;
-    int head;      // KV head
+    int head;      // its place in the item: the KV head, where HEADS is 1
     int from, to;  // tiles of the item
     int num_rows;  // that exist, of ROWS
 
@@ -190,7 +191,7 @@ __device__ __forceinline__ typename S::Element* out_row(const Arguments<typename
                                                         const Unit& unit, int row) {
     const int packed = unit.item.first_row + row;
     const int token = args.token_of(packed);
-    const int head = unit.head * args.group + packed - token * args.group;
+    const int head = S::kv_head(unit) * args.group + packed - token * args.group;
     return args.out +
            (static_cast<long long>(unit.item.query_start + token) * args.num_heads + head) *
                S::HEAD_DIM;
@@ -212,21 +213,24 @@ __device__ __forceinline__ void write_out(const Arguments<typename S::Element>& 
 // 2b + 1 for one that begins in block b and goes on.
 template <class S>
 struct Slots {
+    static constexpr int ROWS = S::HEADS * S::ROWS;
     float* sums;     // [slots, ROWS, HEAD_DIM]
     float2* states;  // [slots, ROWS]: maximum and total
 
-    __device__ __forceinline__ explicit Slots(float* base)
-        : sums(base),
-          states(reinterpret_cast<float2*>(base + 2ll * gridDim.x * S::ROWS * S::HEAD_DIM)) {}
+    // Of the rows from `first_row` on.
+    __device__ __forceinline__ explicit Slots(float* base, int first_row = 0)
+        : sums(base + first_row * S::HEAD_DIM),
+          states(reinterpret_cast<float2*>(base + 2ll * gridDim.x * ROWS * S::HEAD_DIM) +
+                 first_row) {}
 
     __device__ __forceinline__ static int own(const Unit& unit) {
         return 2 * blockIdx.x + (unit.from == 0 ? 1 : 0);
     }
     __device__ __forceinline__ float* row(int slot, int row) const {
-        return sums + (static_cast<long long>(slot) * S::ROWS + row) * S::HEAD_DIM;
+        return sums + (static_cast<long long>(slot) * ROWS + row) * S::HEAD_DIM;
     }
     __device__ __forceinline__ float2* state(int slot, int row) const {
-        return states + slot * S::ROWS + row;
+        return states + slot * ROWS + row;
     }
 };
 

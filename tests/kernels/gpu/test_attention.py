@@ -154,6 +154,7 @@ def error(out: Tensor, expected: Tensor) -> float:
 STEPS = {
     "decode": ([1] * 5, [1, 17, 64, 300, 2000]),
     "decode, many": ([1] * 300, list(range(1, 301))),
+    "decode, hundred": ([1] * 100, list(range(1, 901, 9))),
     "decode, one long": ([1], [20_000]),
     "decode, ragged": ([1] * 4, [128, 30_000, 16, 5000]),
     "verify": ([5] * 6, [5, 70, 64, 1000, 333, 4000]),
@@ -325,6 +326,61 @@ def test_a_graph_replays_with_other_chunks():
         assert out[used:].isnan().all()
 
 
+# ---------------------------------------------------------------- many sequences
+
+# Units of attention_heads.cu: more than there are blocks, cut and uncut, and pieces of them.
+MANY = {
+    "even": ([1] * 256, [150] * 256),
+    "ragged": ([1] * 200, [1 + 17 * i for i in range(200)]),
+    "one long": ([1] * 140, [9000] + [40] * 139),
+    "pairs": ([2] * 150, [2 + 5 * i for i in range(150)]),
+    "ones and twos": ([1, 2] * 80, [3 + 7 * i for i in range(160)]),
+    "with empty chunks": ([1, 0] * 150, [300, 0] * 150),
+    "a piece each": ([1] * 120, [500 + i for i in range(120)]),
+    "with prompts": ([1] * 200 + [300, 70], [100 + i for i in range(200)] + [300, 900]),
+}
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("head_dim", [64, 96, 128])
+@pytest.mark.parametrize("step", MANY)
+def test_many_sequences(step, head_dim, dtype):
+    q_lens, kv_lens = MANY[step]
+    heads = {"num_heads": 32, "num_kv_heads": 8, "head_dim": head_dim}
+    made = make_step(q_lens, kv_lens, dtype=dtype, **heads)
+    out = made.run(max_q_len=max(q_lens))
+    assert error(out, made.definition()) < BOUND[dtype]
+    assert torch.equal(made.run(max_q_len=max(q_lens)), out)
+
+
+@pytest.mark.parametrize("heads", [(4, 4), (8, 8), (28, 4), (64, 8), (36, 12)])
+@pytest.mark.parametrize(("window", "soft_cap"), [(0, 0.0), (1, 0.0), (40, 0.0), (0, 30.0)])
+@pytest.mark.parametrize("step", ["ragged", "with empty chunks", "with prompts"])
+def test_many_sequences_of_any_heads_with_a_window_or_a_cap(step, window, soft_cap, heads):
+    q_lens, kv_lens = MANY[step]
+    made = make_step(q_lens, kv_lens, num_heads=heads[0], num_kv_heads=heads[1])
+    options = {"window": window, "soft_cap": soft_cap}
+    out = made.run(max_q_len=max(q_lens), **options)
+    assert error(out, made.definition(**options)) < BOUND[torch.bfloat16]
+
+
+@pytest.mark.parametrize("pdl", [False, True])
+def test_a_graph_of_many_sequences_replays_with_other_lengths(pdl):
+    lens = torch.stack(
+        [torch.full((256,), 400), torch.arange(256) % 40 + 1, torch.arange(256) * 3 + 1]
+    )
+    made = make_step([1] * 256, lens.amax(0).tolist(), num_heads=32, num_kv_heads=8)
+    workspace = made.workspace(max_q_len=1)
+    made.run(workspace, max_q_len=1)  # compiles
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = made.run(workspace, max_q_len=1, pdl=pdl)
+    for seq_lens in (*lens, lens[0]):
+        made.seq_lens.copy_(seq_lens)
+        graph.replay()
+        assert error(out, made.definition()) < BOUND[torch.bfloat16]
+
+
 # ---------------------------------------------------------------- from the projection on
 
 
@@ -396,7 +452,8 @@ def make_projection(q_lens, kv_lens, *, normed=False, num_layer=0, **options) ->
     return Projection(step, qkv, positions, slots, cos.cuda(), sin.cuda(), weights)
 
 
-DECODES = [step for step in STEPS if step.startswith("decode")]
+# But for so many sequences that they have a kernel of their own.
+DECODES = [step for step in STEPS if step.startswith("decode") and step != "decode, many"]
 ROTATED_HEADS = [(32, 8, 128), (8, 8, 64), (28, 4, 128), (15, 1, 96), (8, 1, 64)]
 
 
@@ -454,13 +511,14 @@ def test_chunks_of_a_graph_without_a_token_do_nothing():
     assert out[2:].isnan().all()
 
 
-@pytest.mark.parametrize("kind", ["decode", "rope and decode", "verify", "chunks"])
+@pytest.mark.parametrize("kind", ["decode", "rope and decode", "many", "verify", "chunks"])
 def test_settled_layers_read_early_and_are_right(kind):
     """Layers of one plan behind each other, as in a model: what they read early is there, and what
     their own step writes is not read early."""
     q_lens, kv_lens = {
         "decode": ([1] * 7, [1, 17, 64, 300, 2000, 65, 129]),
         "rope and decode": ([1] * 7, [1, 17, 64, 300, 2000, 65, 129]),
+        "many": ([1] * 150, [1, 17, 64, 300, 129] * 30),
         "verify": ([5] * 6, [5, 70, 64, 1000, 333, 4000]),
         "chunks": ([1, 513, 1, 3, 200], [900, 513, 4000, 77, 3000]),
     }[kind]
