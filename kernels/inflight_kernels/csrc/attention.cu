@@ -127,13 +127,13 @@ __device__ __forceinline__ void work_off(const Arguments<typename S::Element>& a
         }
 #pragma unroll 1
         for (; tile < end; ++turn) {
-            // All readers have read the tile whose place is taken now. Where others than this warp
-            // read it, they meet once for that and for the tile whose turn it is.
-            if (S::PRIVATE) {
-                __syncwarp();
-            } else if (turn >= 0) {
+            if (turn >= 0) {
                 ptx::wait_copies<S::STAGES - 2>();
-                __syncthreads();
+                // The tile is there for all its readers, and all have read what is overwritten next.
+                if (S::PRIVATE)
+                    __syncwarp();
+                else
+                    __syncthreads();
             }
             if (turn == 0 && !S::QUERIES_IN_REGISTERS) {
                 ptx::wait_copies<0>();
@@ -151,10 +151,6 @@ __device__ __forceinline__ void work_off(const Arguments<typename S::Element>& a
             const int now = stage;
             stage = stage + 1 == S::STAGES ? 0 : stage + 1;
             if (turn < 0) continue;
-            if (S::PRIVATE) {
-                ptx::wait_copies<S::STAGES - 1>();
-                __syncwarp();
-            }
             if (turn == 0) source.turn(unit, rows);
 
             T* const keys = tiles + 2 * now * S::TILE;
