@@ -32,10 +32,7 @@ check: $(VENV)/.dev
 # Memory errors, then races in shared memory. Errors of the API are not asked for: the bindings look
 # for entry points that a driver need not have.
 sanitize: $(VENV)/.dev
-	for tool in memcheck racecheck; do \
-	    INFLIGHT_TEST_EVERY=30 compute-sanitizer --tool $$tool --report-api-errors no \
-	        --error-exitcode 1 $(BIN)/python -m pytest -m gpu tests/kernels/gpu || exit 1; \
-	done
+	PYTHONPATH=benchmarks $(BIN)/python benchmarks/kernels/sanitize.py
 
 format: $(VENV)/.dev
 	$(BIN)/ruff check --fix

@@ -330,6 +330,7 @@ def test_a_graph_replays_with_other_chunks():
 
 # Units of attention_heads.cu: more than there are blocks, cut and uncut, and pieces of them.
 MANY = {
+    "short": ([1] * 140, [1 + i % 40 for i in range(140)]),
     "even": ([1] * 256, [150] * 256),
     "ragged": ([1] * 200, [1 + 17 * i for i in range(200)]),
     "one long": ([1] * 140, [9000] + [40] * 139),

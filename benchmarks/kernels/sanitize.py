@@ -1,0 +1,149 @@
+"""The kernels' tests under compute-sanitizer, which looks for accesses out of bounds and for races.
+
+    PYTHONPATH=benchmarks python benchmarks/kernels/sanitize.py [--json FILE]
+
+Both tools make a launch so slow that not every case can run: memcheck gets each so-manieth case of
+every test, racecheck, which takes seconds for a launch, one or a few of every kernel. Only our own
+kernels are looked at, not those of torch. Ends with 1 if there is an error or a test fails.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import result
+
+TESTS = result.ROOT / "tests/kernels/gpu"
+KERNELS = result.ROOT / "kernels/inflight_kernels/csrc"
+SUMMARIES = {
+    "memcheck": re.compile(r"ERROR SUMMARY: (\d+) errors?"),
+    "racecheck": re.compile(r"RACECHECK SUMMARY: (\d+) hazards?"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """Tests in a process of their own.
+
+    Attributes:
+        tool: of compute-sanitizer.
+        name: of the job.
+        files: test_<file>.py each.
+        every: keeps each so-manieth case of every test.
+        only: what pytest's -k keeps of them.
+    """
+
+    tool: str
+    name: str
+    files: tuple[str, ...]
+    every: int = 1
+    only: str = ""
+
+
+SMALL = ("activation", "batch_state", "cache", "drafting", "embedding", "launch", "norm", "rope")
+FIRST = 100_000
+"""As `every`: of every test the first case alone."""
+
+JOBS = (
+    Job("memcheck", "attention", ("attention",), 50),
+    Job("memcheck", "products", ("gemm", "dense"), 20),
+    Job("memcheck", "sampling", ("sampling",), 40),
+    Job("memcheck", "other kernels", SMALL, 20),
+    Job("racecheck", "attention, few rows", ("attention",), only="head_dim[decode-128-torch.bf"),
+    Job(
+        "racecheck",
+        "attention, rotated",
+        ("attention",),
+        only="one[decode-28-4-128-torch.bfl",
+    ),
+    Job("racecheck", "attention, many sequences", ("attention",), only="sequences[short-128"),
+    Job("racecheck", "attention, prompts", ("attention",), only="head_dim[mixed-128-torch.bf"),
+    Job("racecheck", "products of few tokens", ("gemm",), FIRST),
+    Job("racecheck", "products of many tokens", ("dense",), FIRST),
+    Job("racecheck", "sampling", ("sampling",), FIRST),
+    Job("racecheck", "other kernels", SMALL, FIRST),
+)
+
+
+def own_kernels() -> list[str]:
+    """Names, as parts of which compute-sanitizer takes them."""
+    found = set()
+    for path in KERNELS.glob("*.cu"):
+        for text in path.read_text().split("__global__")[1:]:
+            words = re.sub(r"__\w+__\([^()]*(\([^()]*\)[^()]*)*\)", "", text)
+            name = re.search(r"(\w+)\s*\(", words)
+            if name is not None:
+                found.add(name[1])
+    return sorted(found)
+
+
+def run(job: Job, limit: float, logs: Path | None) -> dict[str, Any]:
+    """One row: what the tool found, or that it was not done in `limit` seconds."""
+    command = ["compute-sanitizer", "--tool", job.tool, "--report-api-errors", "no"]
+    for name in own_kernels():
+        command += ["--kernel-name", f"kns={name}"]
+    command += [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider"]
+    command += os.environ.get("SANITIZE_PYTEST", "").split()
+    command += [str(TESTS / f"test_{file}.py") for file in job.files]
+    if job.only:
+        command += ["-k", job.only]
+    started = time.perf_counter()
+    try:
+        done = subprocess.run(
+            command,
+            env={**os.environ, "INFLIGHT_TEST_EVERY": str(job.every)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=limit,
+            check=False,
+        )
+        output = done.stdout
+    except subprocess.TimeoutExpired as late:
+        output = (late.stdout or b"").decode()
+    if logs is not None:
+        (logs / f"{job.tool}-{job.name.replace(', ', '-').replace(' ', '-')}.log").write_text(
+            output
+        )
+    passed = re.search(r"(\d+) passed", output)
+    summary = SUMMARIES[job.tool].search(output)
+    return {
+        "row": f"{job.tool}, {job.name}",
+        "cases": int(passed[1]) if passed else None,
+        "failed": bool(re.search(r"\d+ (failed|error)", output)),
+        "seconds": round(time.perf_counter() - started, 1),
+        "found": int(summary[1]) if summary else None,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--limit", type=float, default=600.0, help="seconds for a job")
+    parser.add_argument("--at-once", type=int, default=6, help="jobs that run at the same time")
+    parser.add_argument("--only", default="", help="part of the name of jobs, such as racecheck")
+    parser.add_argument("--logs", type=Path, help="folder for what they print")
+    parser.add_argument("--json", type=Path, help="where to write the rows")
+    options = parser.parse_args()
+    jobs = [job for job in JOBS if options.only in f"{job.tool}, {job.name}"]
+    rows = []
+    with ThreadPoolExecutor(options.at_once) as pool:
+        for row in pool.map(lambda job: run(job, options.limit, options.logs), jobs):
+            print(row, flush=True)
+            rows.append(row)
+            if options.json is not None:
+                result.write(options.json, "kernels, compute-sanitizer", rows, machine=result.gpu())
+    clean = all(row["cases"] and not row["failed"] and row["found"] == 0 for row in rows)
+    sys.exit(0 if clean else 1)
+
+
+if __name__ == "__main__":
+    main()
