@@ -2,7 +2,7 @@
 
 Nothing is allocated in a step and nothing waits for the host, so a CUDA graph may hold one. The
 residual stream `hidden` is added to by the linear layers that end a block, where the sum costs
-nothing.
+nothing. What follows the last layer's attention is computed for the rows that get logits alone.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from inflight.model.config import ModelConfig
 from inflight.model.cuda_attention import Attention, Rows
 from inflight.model.cuda_linear import INVARIANT_ROWS, Linear
 from inflight.model.kv_cache import KVCache
-from inflight.model.llama import load_weights, weight_shapes
+from inflight.model.llama import Layer, load_weights, weight_shapes
 from inflight.model.weights import Progress, open_weights
 from inflight_kernels.embedding import embedding
 from inflight_kernels.norm import rms_norm
@@ -115,6 +115,7 @@ class Model:
         self._gate_up = buffer(2 * config.intermediate_size)
         self._gated = buffer(config.intermediate_size)
         last_rows = -(-max_rows // INVARIANT_ROWS) * INVARIANT_ROWS
+        self._last_attended = buffer(q_width, last_rows)
         self._last = buffer(config.hidden_size, last_rows)
         self._last_normed = buffer(config.hidden_size, last_rows)
         self.logits = buffer(config.vocab_size, last_rows, torch.float32)
@@ -160,38 +161,58 @@ class Model:
             cache: of all layers; changed in place.
             num_layers: the first so many alone, then the norm and the head; None for all.
         """
-        config, weights, linear = self.config, self.weights, self._linear
-        hidden, normed = self._hidden[:num_tokens], self._normed[:num_tokens]
-        qkv, attended = self._qkv[:num_tokens], self._attended[:num_tokens]
+        config, weights = self.config, self.weights
+        eps, last = config.rms_norm_eps, (num_layers or config.num_layers) - 1
+        taps = self._taps if num_layers is None else {}
+        # Keys and values apart, these rows are all that is wanted of the last layer.
+        num_kept = num_tokens if config.num_layers in taps else num_rows
+        whole, normed = self._hidden[:num_tokens], self._normed[:num_tokens]
+        qkv, attended = self._qkv[:num_tokens], self._attended
+        hidden = self._hidden
 
-        embedding(rows.token_ids[:num_tokens], weights.embedding, out=hidden, pdl=True)
+        embedding(rows.token_ids[:num_tokens], weights.embedding, out=whole, pdl=True)
         attention = self._attention.begin(rows, num_tokens, num_chunks, max_q_len)
         layers = zip(weights.layers, cache.layers, strict=True)
-        for index, (layer, (k_cache, v_cache)) in enumerate(islice(layers, num_layers)):
-            for tapped in self._taps.get(index, ()):
-                tapped[:num_tokens].copy_(hidden)
-            rms_norm(hidden, layer.attention_norm, config.rms_norm_eps, out=normed, pdl=True)
-            linear.product(self._normed, layer.qkv, layer.qkv_bias, self._qkv, num_tokens)
-            attention.layer(qkv, k_cache, v_cache, attended)
-            linear.add(self._attended, layer.out, layer.out_bias, self._hidden, num_tokens)
-            rms_norm(hidden, layer.mlp_norm, config.rms_norm_eps, out=normed, pdl=True)
-            linear.gated(
-                self._normed,
-                layer.gate_up,
-                layer.gate_up_bias,
-                self._gate_up,
-                self._gated,
-                num_tokens,
-            )
-            linear.add(self._gated, layer.down, layer.down_bias, self._hidden, num_tokens)
+        for index, (layer, (k_cache, v_cache)) in enumerate(islice(layers, last + 1)):
+            for tapped in taps.get(index, ()):
+                tapped[:num_tokens].copy_(whole)
+            rms_norm(whole, layer.attention_norm, eps, out=normed, pdl=True)
+            self._linear.product(self._normed, layer.qkv, layer.qkv_bias, self._qkv, num_tokens)
+            if index == last and not num_kept:
+                attention.write(qkv, k_cache, v_cache)
+                return
+            attention.layer(qkv, k_cache, v_cache, attended[:num_tokens])
+            num_left = num_tokens
+            if index == last and num_kept < num_tokens:
+                num_left, kept = num_kept, rows.sample_rows[:num_kept]
+                attended, hidden = self._last_attended, self._last
+                embedding(kept, self._attended[:num_tokens], out=attended[:num_kept], pdl=True)
+                embedding(kept, whole, out=hidden[:num_kept], pdl=True)
+            self._end_block(layer, attended, hidden, num_left)
 
-        for tapped in self._taps.get(config.num_layers, ()):
-            tapped[:num_tokens].copy_(hidden)
-        if not num_rows:
-            return
-        last, last_normed = hidden, self._last_normed[:num_rows]
-        if num_rows < num_tokens:
-            last = self._last[:num_rows]
-            embedding(rows.sample_rows[:num_rows], hidden, out=last, pdl=True)
-        rms_norm(last, weights.norm, config.rms_norm_eps, out=last_normed, pdl=True)
-        linear.product(self._last_normed, weights.head, None, self.logits, num_rows)
+        last_normed = self._last_normed[:num_rows]
+        if num_kept == num_rows:
+            rms_norm(hidden[:num_rows], weights.norm, eps, out=last_normed, pdl=True)
+        else:
+            rms_norm(whole, weights.norm, eps, out=normed, pdl=True)
+            embedding(rows.sample_rows[:num_rows], normed, out=last_normed, pdl=True)
+        for tapped in taps.get(config.num_layers, ()):
+            tapped[:num_tokens].copy_(whole)
+        if num_rows:
+            self._linear.product(self._last_normed, weights.head, None, self.logits, num_rows)
+
+    def _end_block(self, layer: Layer, attended: Tensor, hidden: Tensor, num_tokens: int) -> None:
+        """What comes after a layer's attention, into `hidden`. Both are whole buffers."""
+        linear, normed = self._linear, self._normed
+        linear.add(attended, layer.out, layer.out_bias, hidden, num_tokens)
+        rms_norm(
+            hidden[:num_tokens],
+            layer.mlp_norm,
+            self.config.rms_norm_eps,
+            out=normed[:num_tokens],
+            pdl=True,
+        )
+        linear.gated(
+            normed, layer.gate_up, layer.gate_up_bias, self._gate_up, self._gated, num_tokens
+        )
+        linear.add(self._gated, layer.down, layer.down_bias, hidden, num_tokens)
