@@ -12,7 +12,7 @@ import torch
 import host_kernels
 import tiny
 from inflight.checkpoint import Checkpoint
-from inflight.model import cuda_attention
+from inflight.model import cuda_attention, llama_cuda
 from inflight.model.llama_cuda import Model
 from mixed_step import EVERY_ROW, NUM_TOKENS, SAMPLED, make_model, run
 
@@ -30,8 +30,11 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
     return tiny.write_llama(folder, head_dim=64)
 
 
-@pytest.fixture
-def model(checkpoint: Checkpoint) -> Model:
+@pytest.fixture(params=[0, 2048], ids=["residual of the activations' type", "wide residual"])
+def model(
+    checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> Model:
+    monkeypatch.setattr(llama_cuda, "_MAX_WIDE_HIDDEN_SIZE", request.param)
     return make_model(checkpoint, torch.float32, torch.device("cpu"))
 
 
@@ -99,3 +102,39 @@ def test_who_taps_the_last_layer_gets_all_of_its_rows(
     after = model.features[:NUM_TOKENS, model.config.hidden_size :]
     normed = torch.nn.functional.rms_norm(after, after.shape[1:], model.weights.norm, 1e-5)
     torch.testing.assert_close(normed @ model.weights.head.t(), whole, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("most", [64, 63], ids=["as wide as may be", "wider"])
+def test_the_residual_of_a_small_model_is_in_float32(
+    checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch, most: int
+) -> None:
+    monkeypatch.setattr(llama_cuda, "_MAX_WIDE_HIDDEN_SIZE", most)
+    model = make_model(checkpoint, torch.bfloat16, torch.device("cpu"))
+    wide = model.config.hidden_size <= most
+    assert model._residual.hidden.dtype == (torch.float32 if wide else torch.bfloat16)
+    model.tap((0, 1, 2))
+    run(model, [0])
+    assert model.features is not None and model.features.dtype == torch.bfloat16
+    assert bool(model.features[:NUM_TOKENS].ne(0).any(0).all())
+
+
+def test_a_residual_in_float32_brings_logits_nearer_to_those_in_float32(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each sum is rounded to bfloat16 otherwise, and there are two in a layer."""
+    settings = tiny.SETTINGS | {"head_dim": 64, "num_hidden_layers": 16}
+    weights = tiny.random_weights(settings)
+    for name in weights:
+        if "q_proj" in name or "k_proj" in name or "down_proj" in name:
+            weights[name] *= 0.3
+    weights = {name: value.bfloat16().float() for name, value in weights.items()}
+    checkpoint = tiny.write_llama(tmp_path, weights, **settings)
+    cpu = torch.device("cpu")
+    exact, _ = run(make_model(checkpoint, torch.float32, cpu), EVERY_ROW)
+    errors = []
+    for most in (0, 2048):
+        monkeypatch.setattr(llama_cuda, "_MAX_WIDE_HIDDEN_SIZE", most)
+        logits, _ = run(make_model(checkpoint, torch.bfloat16, cpu), EVERY_ROW)
+        errors.append(float((logits - exact).std() / exact.std()))
+    rounded, kept = errors
+    assert kept < 0.8 * rounded
