@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from inflight_kernels.compile import Instantiation
@@ -32,9 +33,11 @@ def rms_norm(
         x: [n, hidden].
         weight: [hidden].
         eps: added to the mean of squares.
-        residual: [n, hidden]; None for zero, and then there is no total.
-        out: [n, hidden]; may be x or residual.
-        total: [n, hidden]; may be x or residual, but not out.
+        residual: [n, hidden], of the total's type; None for zero, and then there is no total, or
+            it is x in float32.
+        out: [n, hidden]; may be x or, of one type with it, residual.
+        total: [n, hidden], of x's type or float32; may be residual or, of one type with it, x, but
+            not out.
         pdl: see `Kernel`; the kernel before must not write `weight`, which is read early.
 
     Raises:
@@ -45,18 +48,21 @@ def rms_norm(
     check("x", x, (num_rows, hidden), x.dtype)
     check("weight", weight, (hidden,), x.dtype)
     check("out", out, (num_rows, hidden), x.dtype)
-    if (residual is None) != (total is None):
+    widens = total is not None and total.dtype != x.dtype
+    sum_type = torch.float32 if widens else x.dtype
+    if (residual is None) != (total is None) and not (widens and residual is None):
         raise ValueError("residual and total come together: the sum needs both")
-    if residual is not None and total is not None:
-        check("residual", residual, (num_rows, hidden), x.dtype)
-        check("total", total, (num_rows, hidden), x.dtype)
+    if residual is not None:
+        check("residual", residual, (num_rows, hidden), sum_type)
+    if total is not None:
+        check("total", total, (num_rows, hidden), sum_type)
         if num_rows and total.data_ptr() == out.data_ptr():
             raise ValueError("total and out are the same memory; each needs its own")
-    per_thread, threads = _block(vectors_in("hidden", hidden, x.dtype), hidden)
+    vectors = vectors_in("hidden", hidden, x.dtype)
+    per_thread, threads = _block(vectors, hidden, sum_type)
     if not num_rows:
         return
-    adds = "true" if residual is not None else "false"
-    kernel("norm", f"rms_norm<{storage}, {per_thread}, {adds}>")(
+    kernel("norm", _name(storage, STORAGE_TYPES[sum_type], per_thread, residual is not None))(
         num_rows,
         threads,
         x,
@@ -70,23 +76,33 @@ def rms_norm(
     )
 
 
-def _block(vectors: int, hidden: int) -> tuple[int, int]:
+def _name(storage: str, sum_type: str, per_thread: int, adds: bool) -> str:
+    return f"rms_norm<{storage}, {sum_type}, {per_thread}, {'true' if adds else 'false'}>"
+
+
+def _block(vectors: int, hidden: int, sum_type: torch.dtype) -> tuple[int, int]:
     """(vectors per thread, threads) that cover a row with as many threads as are useful."""
-    for per_thread in _VECTORS_PER_THREAD:
-        threads = -(-vectors // (32 * per_thread)) * 32
-        if threads <= _MAX_THREADS:
-            return per_thread, threads
+    if hidden * sum_type.itemsize <= MAX_HIDDEN_BYTES:
+        for per_thread in _VECTORS_PER_THREAD:
+            threads = -(-vectors // (32 * per_thread)) * 32
+            if threads <= _MAX_THREADS:
+                return per_thread, threads
     raise ValueError(
-        f"a row of {hidden} values is {vectors * 16} bytes; at most {MAX_HIDDEN_BYTES} fit a block"
+        f"a row of {hidden} values is {hidden * sum_type.itemsize} bytes; at most "
+        f"{MAX_HIDDEN_BYTES} fit a block"
     )
 
 
 def instantiations() -> list[Instantiation]:
     """What this module may launch."""
+    wide = STORAGE_TYPES[torch.float32]
+    kinds = [(storage, storage) for storage in STORAGE_TYPES.values()]
+    kinds += [(storage, wide) for storage in STORAGE_TYPES.values() if storage != wide]
     names = tuple(
-        f"rms_norm<{storage}, {per_thread}, {adds}>"
-        for storage in STORAGE_TYPES.values()
-        for per_thread in _VECTORS_PER_THREAD
-        for adds in ("true", "false")
+        _name(storage, sum_type, per_thread, adds)
+        for storage, sum_type in kinds
+        # Of sums that are wider than x half as many fit.
+        for per_thread in _VECTORS_PER_THREAD[: None if sum_type == storage else -1]
+        for adds in (True, False)
     )
     return [("norm", names, ())]

@@ -76,13 +76,14 @@ def rms_norm(
         x: [n, hidden].
         weight: [hidden].
         eps: added to the mean of squares.
-        residual: [n, hidden]; None for zero.
+        residual: [n, hidden], of x's type or a wider one; None for zero.
 
     Returns:
-        (normed, sum), each [n, hidden].
+        (normed, sum), each [n, hidden]: of x's type, and of the residual's.
     """
     total = x if residual is None else x + residual
-    return F.rms_norm(total, (total.shape[-1],), weight, eps), total
+    normed = F.rms_norm(total, (total.shape[-1],), weight.to(total.dtype), eps)
+    return normed.to(x.dtype), total
 
 
 def silu_mul(x: Tensor) -> Tensor:

@@ -167,17 +167,23 @@ def test_a_tensor_on_the_cpu_never_reaches_a_kernel(call: Any) -> None:
 # ---------------------------------------------------------------- grids
 
 
-@pytest.mark.parametrize("vectors", [1, 31, 72, 512, 513, 1024, 1792, 2048, 4096])
-def test_a_norms_block_covers_its_row_once(vectors: int) -> None:
-    per_thread, threads = _block(vectors, vectors * 8)
+@pytest.mark.parametrize(
+    ("vectors", "sum_type"),
+    [(count, torch.bfloat16) for count in (1, 31, 72, 512, 513, 1024, 1792, 2048, 4096)]
+    + [(count, torch.float32) for count in (1, 31, 72, 512, 513, 1024, 1792, 2048)],
+)
+def test_a_norms_block_covers_its_row_once(vectors: int, sum_type: torch.dtype) -> None:
+    per_thread, threads = _block(vectors, vectors * 8, sum_type)
     assert threads % 32 == 0 and threads <= 512
     assert per_thread * threads >= vectors
     assert per_thread == 1 or per_thread // 2 * 512 < vectors
+    assert per_thread <= (8 if sum_type == torch.bfloat16 else 4)  # as it is compiled
 
 
-def test_a_row_that_no_block_holds_is_refused() -> None:
+@pytest.mark.parametrize(("sum_type", "vectors"), [(torch.bfloat16, 4097), (torch.float32, 2049)])
+def test_a_row_that_no_block_holds_is_refused(sum_type: torch.dtype, vectors: int) -> None:
     with pytest.raises(ValueError, match=str(MAX_HIDDEN_BYTES)):
-        _block(4097, 4097 * 8)
+        _block(vectors, vectors * 8, sum_type)
 
 
 @pytest.mark.parametrize("tokens", [1, 511, 512, 8192])

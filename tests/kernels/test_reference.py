@@ -58,6 +58,16 @@ def test_rms_norm_divides_the_sum_by_its_root_mean_square() -> None:
     torch.testing.assert_close(plain, ops.rms_norm(x, weight, 1e-3, torch.zeros(5, 32))[0])
 
 
+def test_a_wide_residual_stays_wide_and_the_norm_does_not() -> None:
+    """Nothing is rounded before the sum is normed."""
+    x, weight = torch.randn(5, 32).bfloat16(), torch.rand(32).bfloat16()
+    residual = 100 * torch.randn(5, 32)
+    normed, total = ops.rms_norm(x, weight, 1e-3, residual)
+    assert total.dtype == torch.float32 and torch.equal(total, x.float() + residual)
+    expected, _ = ops.rms_norm(total, weight.float(), 1e-3)
+    assert normed.dtype == torch.bfloat16 and torch.equal(normed, expected.bfloat16())
+
+
 def test_silu_mul_gates_the_second_half() -> None:
     x = torch.randn(3, 20)
     gate, up = x[:, :10], x[:, 10:]

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from inflight import cuda_runner, device_batch
 from inflight.drafting import device_model
-from inflight.model import cuda_attention, eagle3_cuda, llama_cuda
+from inflight.model import cuda_attention, cuda_residual, eagle3_cuda, llama_cuda
 from inflight_kernels import drafting, reference, reference_sampling, sampling
 from inflight_kernels.batch_state import BatchState, Step
 from inflight_kernels.drafting import DraftPass
@@ -47,9 +47,11 @@ def install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sampling, "sample", sample)
     monkeypatch.setattr(sampling, "top_logprobs", top_logprobs)
     monkeypatch.setattr(sampling, "note_output", lambda *operands, pdl: None)
-    for model in (llama_cuda, eagle3_cuda):
+    for model in (llama_cuda, cuda_residual, eagle3_cuda):
         monkeypatch.setattr(model, "embedding", embedding)
+    for model in (cuda_residual, eagle3_cuda):
         monkeypatch.setattr(model, "rms_norm", rms_norm)
+    for model in (llama_cuda, eagle3_cuda):
         monkeypatch.setattr(model, "Linear", HostLinear)
     monkeypatch.setattr(cuda_attention, "rope_write_kv", rope_write_kv)
     attention = _Ops(workspace_size, plan, attend, prefers_rope_attend=lambda *shape: False)
@@ -423,8 +425,20 @@ def embedding(token_ids: Tensor, table: Tensor, *, out: Tensor, pdl: bool = Fals
     out.copy_(reference.embedding(token_ids.long(), table))
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float, *, out: Tensor, pdl: bool = False) -> None:
-    out.copy_(reference.rms_norm(x, weight, eps)[0])
+def rms_norm(
+    x: Tensor,
+    weight: Tensor,
+    eps: float,
+    residual: Tensor | None = None,
+    *,
+    out: Tensor,
+    total: Tensor | None = None,
+    pdl: bool = False,
+) -> None:
+    normed, found = reference.rms_norm(x, weight, eps, residual)
+    out.copy_(normed)
+    if total is not None:
+        total.copy_(found)
 
 
 class HostLinear:
@@ -436,7 +450,8 @@ class HostLinear:
     def product(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, num_tokens: int
     ) -> None:
-        out[:num_tokens] = reference.linear(x[:num_tokens], weight, bias)
+        kind = out.dtype  # logits in float32 are not rounded on their way
+        out[:num_tokens] = reference.linear(x[:num_tokens].to(kind), weight.to(kind), bias)
 
     def add(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, total: Tensor, num_tokens: int
@@ -480,6 +495,7 @@ def rope_write_kv(
     groups = k_cache.shape[2]
     heads = qkv.view(len(qkv), -1, head_dim)
     qk = reference.rotary(heads[:, : num_heads + groups], cos[positions], sin[positions])
+    qk = qk.to(qkv.dtype)
     kept = slot_mapping >= 0
     k, v = qk[kept, num_heads:], heads[kept, num_heads + groups :]
     reference.write_kv(k, v, k_cache, v_cache, slot_mapping[kept])

@@ -156,22 +156,8 @@ class AttentionPass:
                 pdl=True,
             )
         else:
-            num_heads, _, head_dim = shared._heads
-            q = qkv[:, : num_heads * head_dim].view(len(qkv), num_heads, head_dim)
-            rope_write_kv(
-                qkv,
-                self.positions,
-                shared._cos,
-                shared._sin,
-                self.slots,
-                k_cache,
-                v_cache,
-                q_out=q,
-                settled=self.settled,
-                pdl=True,
-            )
             attention.attend(
-                q,
+                self._rotate(qkv, k_cache, v_cache),
                 k_cache,
                 v_cache,
                 self.tables,
@@ -187,3 +173,27 @@ class AttentionPass:
                 pdl=True,
             )
         self.settled = True
+
+    def write(self, qkv: Tensor, k_cache: Tensor, v_cache: Tensor) -> None:
+        """Launch of a layer only what later passes need: its keys and values into the cache."""
+        self._rotate(qkv, k_cache, v_cache)
+        self.settled = True
+
+    def _rotate(self, qkv: Tensor, k_cache: Tensor, v_cache: Tensor) -> Tensor:
+        """Rotate q and k, put k and v into the cache -> q [T, H, D], in its place."""
+        shared = self.shared
+        num_heads, _, head_dim = shared._heads
+        q = qkv[:, : num_heads * head_dim].view(len(qkv), num_heads, head_dim)
+        rope_write_kv(
+            qkv,
+            self.positions,
+            shared._cos,
+            shared._sin,
+            self.slots,
+            k_cache,
+            v_cache,
+            q_out=q,
+            settled=self.settled,
+            pdl=True,
+        )
+        return q

@@ -128,36 +128,42 @@ class Model:
             Logits [s, vocab_size] float32.
         """
         config = self.config
-        num_qk = config.num_heads + config.num_kv_heads
+        num_qk, last = config.num_heads + config.num_kv_heads, (num_layers or config.num_layers) - 1
         cos = self._cos.index_select(0, positions)
         sin = self._sin.index_select(0, positions)
         weights = self.weights
+        taps = self._taps if num_layers is None else ()
+        # Keys and values apart, these rows are all that is wanted of the last layer.
+        kept = None if config.num_layers in taps else sample_rows
         x = ops.embedding(token_ids, weights.embedding)
-        residual = None
+        residual: Tensor | None = None
         tapped: dict[int, Tensor] = {}
         layers = zip(weights.layers, cache.layers, strict=True)
-        for index, (layer, (k_cache, v_cache)) in enumerate(islice(layers, num_layers)):
+        for index, (layer, (k_cache, v_cache)) in enumerate(islice(layers, last + 1)):
             x, residual = ops.rms_norm(x, layer.attention_norm, config.rms_norm_eps, residual)
-            if index in self._taps:
+            if index in taps:
                 tapped[index] = residual
             heads = ops.linear(x, layer.qkv, layer.qkv_bias).view(len(x), -1, config.head_dim)
             qk = ops.rotary(heads[:, :num_qk], cos, sin)
             q, k, v = qk[:, : config.num_heads], qk[:, config.num_heads :], heads[:, num_qk:]
             ops.write_kv(k, v, k_cache, v_cache, slot_mapping)
+            if index == last and kept is not None and not len(kept):
+                break
             x = ops.attend(q, k_cache, v_cache, plan, self._scale)
+            if index == last and kept is not None:
+                x, residual = x.index_select(0, kept), residual.index_select(0, kept)
             x = ops.linear(x, layer.out, layer.out_bias)
             x, residual = ops.rms_norm(x, layer.mlp_norm, config.rms_norm_eps, residual)
             x = ops.silu_mul(ops.linear(x, layer.gate_up, layer.gate_up_bias))
             x = ops.linear(x, layer.down, layer.down_bias)
-        if self._taps and num_layers is None:
-            if config.num_layers in self._taps:
-                tapped[config.num_layers] = x if residual is None else x + residual
-            self.features = torch.cat([tapped[tap] for tap in self._taps], -1)
+        assert residual is not None
+        if kept is None:
+            tapped[config.num_layers] = x + residual
+            x, residual = x.index_select(0, sample_rows), residual.index_select(0, sample_rows)
+        if taps:
+            self.features = torch.cat([tapped[tap] for tap in taps], -1)
         if not len(sample_rows):
             return torch.empty(0, config.vocab_size)
-        x = x.index_select(0, sample_rows)
-        if residual is not None:
-            residual = residual.index_select(0, sample_rows)
         x, _ = ops.rms_norm(x, weights.norm, config.rms_norm_eps, residual)
         return ops.linear(x, weights.head).float()
 

@@ -1,14 +1,19 @@
 // RMSNorm of x + residual, and that sum, in one pass over memory.
 #include "common.cuh"
 
-// One block per row of `hidden` values; blockDim.x * VECTORS vectors of 16 bytes cover it. A row
-// stays in registers between its sum of squares and its scaling. `total` and `out` may be `x` or
-// `residual`: a thread writes only what it has read itself.
-template <typename T, int VECTORS, bool ADD>
+// One block per row of `hidden` values; blockDim.x * VECTORS vectors of 16 bytes of T cover it. The
+// residual and `total` are in R, which is T or float. A row stays in registers between its sum of
+// squares and its scaling. Where types are equal, `total` and `out` may be `x` or `residual`: a
+// thread writes only what it has read itself.
+//
+// ADD: there is a residual. Without one `total` is written only if it is x in another type.
+template <typename T, typename R, int VECTORS, bool ADD>
 __global__ void __launch_bounds__(512)
-    rms_norm(const T* x, const T* residual, const T* weight, T* total, T* out, int hidden,
+    rms_norm(const T* x, const R* residual, const T* weight, R* total, T* out, int hidden,
              float eps) {
-    constexpr int N = VECTOR<T>;
+    constexpr int N = VECTOR<T>, M = VECTOR<R>;
+    constexpr int PARTS = N / M;  // vectors of R that hold the values of one of T
+    static_assert(PARTS * M == N, "R has at least the size of T");
     __shared__ float partial[32];
     const long long row = static_cast<long long>(blockIdx.x) * hidden;
 
@@ -22,13 +27,15 @@ __global__ void __launch_bounds__(512)
     }
     wait_for_previous();
 
-    uint4 values[VECTORS], addends[VECTORS];
+    uint4 values[VECTORS], sums[VECTORS][PARTS];  // as they are stored
 #pragma unroll
     for (int i = 0; i < VECTORS; i++) {
         const int column = (i * blockDim.x + threadIdx.x) * N;
         if (column < hidden) {
             values[i] = load_vector(x + row + column);
-            if (ADD) addends[i] = load_vector(residual + row + column);
+#pragma unroll
+            for (int part = 0; part < PARTS; part++)
+                if (ADD) sums[i][part] = load_vector(residual + row + column + part * M);
         }
     }
 
@@ -39,14 +46,22 @@ __global__ void __launch_bounds__(512)
         if (column < hidden) {
             float a[N];
             unpack<T>(values[i], a);
-            if (ADD) {
-                float b[N];
-                unpack<T>(addends[i], b);
+            if (ADD || PARTS > 1) {
 #pragma unroll
-                for (int j = 0; j < N; j++) a[j] += b[j];
-                values[i] = pack<T>(a);
-                store_vector(total + row + column, values[i]);
-                unpack<T>(values[i], a);  // the norm is of the sum as it is stored
+                for (int part = 0; part < PARTS; part++) {
+                    float(&sum)[M] = *reinterpret_cast<float(*)[M]>(a + part * M);
+                    if (ADD) {
+                        float b[M];
+                        unpack<R>(sums[i][part], b);
+#pragma unroll
+                        for (int j = 0; j < M; j++) sum[j] += b[j];
+                    }
+                    sums[i][part] = pack<R>(sum);
+                    store_vector(total + row + column + part * M, sums[i][part]);
+                    unpack<R>(sums[i][part], sum);  // the norm is of the sum as it is stored
+                }
+            } else {
+                sums[i][0] = values[i];
             }
 #pragma unroll
             for (int j = 0; j < N; j++) squares += a[j] * a[j];
@@ -59,7 +74,9 @@ __global__ void __launch_bounds__(512)
         const int column = (i * blockDim.x + threadIdx.x) * N;
         if (column < hidden) {
             float a[N], w[N];
-            unpack<T>(values[i], a);
+#pragma unroll
+            for (int part = 0; part < PARTS; part++)
+                unpack<R>(sums[i][part], *reinterpret_cast<float(*)[M]>(a + part * M));
             unpack<T>(weights[i], w);
 #pragma unroll
             for (int j = 0; j < N; j++) a[j] *= scale * w[j];

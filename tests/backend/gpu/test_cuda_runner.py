@@ -19,6 +19,7 @@ from inflight.config import EngineConfig, SpeculationConfig
 from inflight.device_batch import DeviceBatch
 from inflight.drafting.device import DeviceDrafter
 from inflight.engine import Engine, generate
+from inflight.model import llama_cuda
 from inflight.request import Candidate, Request, TokenEvent
 from inflight.sampling import SamplingParams
 from inflight_kernels import dense
@@ -124,6 +125,20 @@ WAYS = [
 def test_greedy_output_is_the_model_s(
     checkpoint: Checkpoint, teacher: Teacher, settings: dict[str, object]
 ) -> None:
+    engine = make_engine(checkpoint, **settings)
+    inputs = prompts(24)
+    check(teacher, inputs, generate(engine, requests(inputs)))
+
+
+@pytest.mark.parametrize("settings", [{}, {"batch_invariant": True}], ids=str)
+def test_a_residual_stream_in_bfloat16_says_the_same(
+    checkpoint: Checkpoint,
+    teacher: Teacher,
+    settings: dict[str, object],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As models have it that are wider than any of these tests."""
+    monkeypatch.setattr(llama_cuda, "_MAX_WIDE_HIDDEN_SIZE", 0)
     engine = make_engine(checkpoint, **settings)
     inputs = prompts(24)
     check(teacher, inputs, generate(engine, requests(inputs)))

@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM
 
 import tiny
 from inflight.checkpoint import Checkpoint, locate
+from inflight.model import llama
 from inflight.model.config import read_config
 from inflight.model.kv_cache import KVCache
 from inflight.model.llama import Model
@@ -43,8 +44,14 @@ class Paged:
         self.dtype = dtype
         self.cache = KVCache(model.config, 64, BLOCK_SIZE, dtype)
 
-    def run(self, *parts: tuple[list[int], int, int, list[int]]) -> list[torch.Tensor]:
-        """Each part: (tokens, start, end, blocks). Returns logits [end - start, V] of each."""
+    def run(
+        self,
+        *parts: tuple[list[int], int, int, list[int]],
+        sampled: list[int] | None = None,
+        num_layers: int | None = None,
+    ) -> list[torch.Tensor]:
+        """Each part: (tokens, start, end, blocks). Returns logits [end - start, V] of each; of the
+        sampled rows of all parts together where these are given."""
         ids, positions, slots, starts = [], [], [], [0]
         tables = np.zeros((len(parts), max(len(part[3]) for part in parts)), np.int64)
         for i, (tokens, start, end, blocks) in enumerate(parts):
@@ -63,9 +70,12 @@ class Paged:
                 torch.tensor(positions),
                 torch.tensor(slots),
                 plan,
-                torch.arange(len(ids)),
+                torch.arange(len(ids)) if sampled is None else torch.tensor(sampled).long(),
                 self.cache,
+                num_layers,
             )
+        if sampled is not None:
+            return [logits]
         return [logits[a:b] for a, b in itertools.pairwise(starts)]
 
 
@@ -177,6 +187,61 @@ def test_a_mixed_batch_scores_as_each_alone_and_blocks_may_stand_anywhere(
     for text, (start, end), got in zip(texts, lengths, mixed, strict=True):
         (alone,) = Paged(model).run((text, 0, end, blocks_for(end)))
         torch.testing.assert_close(got, alone[start:], atol=1e-4, rtol=1e-4)
+
+
+# Two parts of 13 and 4 tokens: the ends of both, of one, some in the middle, none, all.
+SAMPLED = [[12, 16], [16], [0, 3, 12, 14], [], list(range(17))]
+
+
+@pytest.fixture
+def gated(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Rows that each MLP was given, from here on."""
+    found: list[int] = []
+    silu_mul = llama.ops.silu_mul
+
+    def counted(x: torch.Tensor) -> torch.Tensor:
+        found.append(len(x))
+        return silu_mul(x)
+
+    monkeypatch.setattr(llama.ops, "silu_mul", counted)
+    return found
+
+
+@pytest.mark.parametrize("sampled", SAMPLED, ids=str)
+@pytest.mark.parametrize("num_layers", [None, 1])
+def test_the_last_layer_ends_for_the_sampled_rows_alone(
+    tiny_llama: Checkpoint, gated: list[int], sampled: list[int], num_layers: int | None
+) -> None:
+    """The numbers are those of a pass in which every row is sampled, in the cache as well."""
+    model = load(tiny_llama)
+    parts = ((PROMPT, 0, 13, blocks_for(13)), (PROMPT[::-1], 0, 4, blocks_for(4, first=8)))
+    every, some = Paged(model), Paged(model)
+    whole = torch.cat(every.run(*parts, num_layers=num_layers))
+    gated.clear()
+    (logits,) = some.run(*parts, sampled=sampled, num_layers=num_layers)
+    torch.testing.assert_close(logits, whole[sampled], atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(some.cache.data, every.cache.data, atol=1e-6, rtol=1e-6)
+    last = [len(sampled)] if sampled else []
+    assert gated == [17] * ((num_layers or 2) - 1) + last
+
+
+@pytest.mark.parametrize("sampled", SAMPLED, ids=str)
+def test_who_taps_the_last_layer_gets_all_of_its_rows(
+    tiny_llama: Checkpoint, gated: list[int], sampled: list[int]
+) -> None:
+    model = load(tiny_llama)
+    parts = ((PROMPT, 0, 13, blocks_for(13)), (PROMPT[::-1], 0, 4, blocks_for(4, first=8)))
+    whole = torch.cat(Paged(model).run(*parts))
+    model.tap((1, 2))
+    gated.clear()
+    (logits,) = Paged(model).run(*parts, sampled=sampled)
+    torch.testing.assert_close(logits, whole[sampled], atol=1e-5, rtol=1e-5)
+    assert gated == [17, 17]
+    assert model.features is not None and model.features.shape == (17, 2 * 64)
+    # Norm and head of what came after the last layer are the logits.
+    normed, _ = llama.ops.rms_norm(model.features[:, 64:], model.weights.norm, 1e-5)
+    expected = llama.ops.linear(normed, model.weights.head)
+    torch.testing.assert_close(expected, whole, atol=1e-5, rtol=1e-5)
 
 
 def test_bfloat16_is_close_to_float32(tiny_llama: Checkpoint) -> None:

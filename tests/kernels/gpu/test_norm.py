@@ -47,6 +47,37 @@ def test_the_sum_is_rounded_once_and_then_normalised(
     assert relative_error(out.check(), expected) < ROUNDING[dtype]
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("hidden", [8, 576, 2048, 4104, 8192, 16384])
+@pytest.mark.parametrize("rows", [1, 3, 257])
+def test_a_sum_in_float32_is_not_rounded(dtype: torch.dtype, hidden: int, rows: int) -> None:
+    x = _random(rows, hidden, dtype=dtype)
+    residual = _random(rows, hidden, dtype=torch.float32, scale=10.0)
+    weight = _random(hidden, dtype=dtype)
+    out, total = Guarded(rows, hidden, dtype=dtype), Guarded(rows, hidden, dtype=torch.float32)
+    rms_norm(x, weight, EPS, residual, out=out.tensor, total=total.tensor)
+    assert torch.equal(total.check(), x.float() + residual)
+    expected, _ = reference.rms_norm(total.tensor.double(), weight.double(), EPS)
+    assert relative_error(out.check(), expected) < ROUNDING[dtype]
+    rms_norm(x, weight, EPS, residual, out=x, total=residual)
+    assert torch.equal(x, out.tensor)
+    assert torch.equal(residual, total.tensor)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("hidden", [8, 576, 2048, 4104, 8192, 16384])
+@pytest.mark.parametrize("rows", [1, 3, 257])
+def test_the_first_sum_in_float32_is_x(dtype: torch.dtype, hidden: int, rows: int) -> None:
+    x = _random(rows, hidden, dtype=dtype, scale=3.0)
+    weight = _random(hidden, dtype=dtype)
+    out, total = Guarded(rows, hidden, dtype=dtype), Guarded(rows, hidden, dtype=torch.float32)
+    plain = torch.empty_like(x)
+    rms_norm(x, weight, EPS, out=out.tensor, total=total.tensor)
+    rms_norm(x, weight, EPS, out=plain)
+    assert torch.equal(total.check(), x.float())
+    assert torch.equal(out.check(), plain)
+
+
 @pytest.mark.parametrize("hidden", [4096, 16384])
 def test_results_may_lie_where_the_operands_were(hidden: int) -> None:
     x, residual = (_random(70, hidden, dtype=torch.bfloat16) for _ in range(2))
@@ -90,3 +121,19 @@ def test_total_and_out_need_memory_of_their_own() -> None:
         rms_norm(x, x[0], EPS, x, out=x, total=x)
     with pytest.raises(ValueError, match="come together"):
         rms_norm(x, x[0], EPS, x, out=torch.empty_like(x))
+
+
+def test_the_residual_has_the_type_of_the_total() -> None:
+    x = _random(2, 64, dtype=torch.bfloat16)
+    for kind, other in ((torch.float32, torch.bfloat16), (torch.bfloat16, torch.float32)):
+        total, residual = torch.empty_like(x, dtype=kind), torch.zeros_like(x, dtype=other)
+        with pytest.raises(ValueError, match=f"residual is {other}"):
+            rms_norm(x, x[0], EPS, residual, out=torch.empty_like(x), total=total)
+    with pytest.raises(ValueError, match=r"total is torch.float16"):
+        rms_norm(x, x[0], EPS, out=torch.empty_like(x), total=torch.empty_like(x).half())
+
+
+def test_a_wide_row_that_no_block_holds_is_refused() -> None:
+    x = _random(1, 16392, dtype=torch.bfloat16)
+    with pytest.raises(ValueError, match="65568 bytes"):
+        rms_norm(x, x[0], EPS, out=torch.empty_like(x), total=torch.empty_like(x).float())

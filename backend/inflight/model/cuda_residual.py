@@ -1,0 +1,89 @@
+"""The residual stream of a model on a GPU: what its blocks read, normed, and add to.
+
+Shapes: T tokens that count, in buffers of more rows. A norm and what a block adds take turns, and
+the norm comes first.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from inflight.model.cuda_linear import Linear
+from inflight_kernels.embedding import embedding
+from inflight_kernels.norm import rms_norm
+
+
+class Residual:
+    """One in the type of the activations: linear layers add to it, where that costs nothing.
+
+    Args:
+        num_rows, hidden_size: of the buffer.
+        dtype: of the activations.
+        device: the GPU.
+        linear: that adds.
+
+    Attributes:
+        hidden: [num_rows, hidden_size], complete after a norm.
+    """
+
+    def __init__(
+        self,
+        num_rows: int,
+        hidden_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        linear: Linear,
+    ) -> None:
+        self.hidden = torch.zeros(num_rows, hidden_size, dtype=dtype, device=device)
+        self._linear = linear
+
+    def begin(self, token_ids: Tensor, table: Tensor) -> None:
+        """Start with the tokens' [T] rows of the embedding."""
+        embedding(token_ids, table, out=self.hidden[: len(token_ids)], pdl=True)
+
+    def take(self, rows: Tensor, whole: Residual, num_tokens: int) -> None:
+        """Start with rows [n] of another one, of T tokens, after a norm."""
+        embedding(rows, whole.hidden[:num_tokens], out=self.hidden[: len(rows)], pdl=True)
+
+    def norm(self, weight: Tensor, eps: float, out: Tensor) -> None:
+        """RMSNorm of the first rows -> out [T, hidden_size]."""
+        rms_norm(self.hidden[: len(out)], weight, eps, out=out, pdl=True)
+
+    def add(self, x: Tensor, weight: Tensor, bias: Tensor | None, num_tokens: int) -> None:
+        """hidden += x @ weight.T + bias; x is a whole buffer."""
+        self._linear.add(x, weight, bias, self.hidden, num_tokens)
+
+
+class WideResidual(Residual):
+    """One in float32, whatever the type of the activations: the norm adds to it what the linear
+    layer before it has left, in the activations' type.
+
+    Args: as above.
+    """
+
+    def __init__(
+        self,
+        num_rows: int,
+        hidden_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        linear: Linear,
+    ) -> None:
+        super().__init__(num_rows, hidden_size, torch.float32, device, linear)
+        self._addend = torch.zeros(num_rows, hidden_size, dtype=dtype, device=device)
+        self._is_new = False  # nothing is in `hidden` yet
+
+    def begin(self, token_ids: Tensor, table: Tensor) -> None:
+        embedding(token_ids, table, out=self._addend[: len(token_ids)], pdl=True)
+        self._is_new = True
+
+    def norm(self, weight: Tensor, eps: float, out: Tensor) -> None:
+        total = self.hidden[: len(out)]
+        residual = None if self._is_new else total
+        addend = self._addend[: len(out)]
+        rms_norm(addend, weight, eps, residual, out=out, total=total, pdl=True)
+        self._is_new = False
+
+    def add(self, x: Tensor, weight: Tensor, bias: Tensor | None, num_tokens: int) -> None:
+        self._linear.product(x, weight, bias, self._addend, num_tokens)

@@ -1,0 +1,140 @@
+"""The forward pass on a GPU, with the kernels' definitions in the kernels' place: which rows of a
+step are computed, and in which buffers. tests/backend/gpu says the same of the kernels."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import host_kernels
+import tiny
+from inflight.checkpoint import Checkpoint
+from inflight.model import cuda_attention, llama_cuda
+from inflight.model.llama_cuda import Model
+from mixed_step import EVERY_ROW, NUM_TOKENS, SAMPLED, make_model, run
+
+sampled_rows = pytest.mark.parametrize("sampled", SAMPLED, ids=str)
+
+
+@pytest.fixture(autouse=True)
+def _no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    host_kernels.install(monkeypatch)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
+    folder: Path = tmp_path_factory.mktemp("model")
+    return tiny.write_llama(folder, head_dim=64)
+
+
+@pytest.fixture(params=[0, 2048], ids=["residual of the activations' type", "wide residual"])
+def model(
+    checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> Model:
+    monkeypatch.setattr(llama_cuda, "_MAX_WIDE_HIDDEN_SIZE", request.param)
+    return make_model(checkpoint, torch.float32, torch.device("cpu"))
+
+
+@pytest.fixture
+def gated(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Rows that each MLP was given."""
+    found: list[int] = []
+    inner = host_kernels.HostLinear.gated
+
+    def counted(self: host_kernels.HostLinear, *operands: Any) -> None:
+        found.append(operands[-1])
+        inner(self, *operands)
+
+    monkeypatch.setattr(host_kernels.HostLinear, "gated", counted)
+    return found
+
+
+@sampled_rows
+@pytest.mark.parametrize("num_layers", [None, 1])
+def test_the_last_layer_ends_for_the_sampled_rows_alone(
+    model: Model, gated: list[int], sampled: list[int], num_layers: int | None
+) -> None:
+    """The numbers are those of a step in which every row is sampled, in the cache as well."""
+    whole, whole_cache = run(model, EVERY_ROW, num_layers)
+    gated.clear()
+    logits, cache = run(model, sampled, num_layers)
+    torch.testing.assert_close(logits, whole[sampled], atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(cache, whole_cache, atol=1e-6, rtol=1e-6)
+    last = [len(sampled)] if sampled else []
+    assert gated == [NUM_TOKENS] * ((num_layers or 2) - 1) + last
+
+
+def test_a_step_that_samples_nothing_has_no_attention_in_the_last_layer(
+    model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[str] = []
+
+    def counted(module: object, name: str) -> None:
+        inner = getattr(module, name)
+
+        def op(*operands: Any, **settings: Any) -> None:
+            calls.append(name)
+            inner(*operands, **settings)
+
+        monkeypatch.setattr(module, name, op)
+
+    counted(cuda_attention, "rope_write_kv")
+    counted(cuda_attention.attention, "attend")
+    run(model, [])
+    assert calls == ["rope_write_kv", "attend", "rope_write_kv"]
+
+
+@sampled_rows
+def test_who_taps_the_last_layer_gets_all_of_its_rows(
+    model: Model, gated: list[int], sampled: list[int]
+) -> None:
+    whole, _ = run(model, EVERY_ROW)
+    model.tap((1, 2))
+    gated.clear()
+    logits, _ = run(model, sampled)
+    torch.testing.assert_close(logits, whole[sampled], atol=1e-5, rtol=1e-5)
+    assert gated == [NUM_TOKENS] * 2
+    assert model.features is not None
+    # Norm and head of what came after the last layer are the logits.
+    after = model.features[:NUM_TOKENS, model.config.hidden_size :]
+    normed = torch.nn.functional.rms_norm(after, after.shape[1:], model.weights.norm, 1e-5)
+    torch.testing.assert_close(normed @ model.weights.head.t(), whole, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("most", [64, 63], ids=["as wide as may be", "wider"])
+def test_the_residual_of_a_small_model_is_in_float32(
+    checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch, most: int
+) -> None:
+    monkeypatch.setattr(llama_cuda, "_MAX_WIDE_HIDDEN_SIZE", most)
+    model = make_model(checkpoint, torch.bfloat16, torch.device("cpu"))
+    wide = model.config.hidden_size <= most
+    assert model._residual.hidden.dtype == (torch.float32 if wide else torch.bfloat16)
+    model.tap((0, 1, 2))
+    run(model, [0])
+    assert model.features is not None and model.features.dtype == torch.bfloat16
+    assert bool(model.features[:NUM_TOKENS].ne(0).any(0).all())
+
+
+def test_a_residual_in_float32_brings_logits_nearer_to_those_in_float32(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each sum is rounded to bfloat16 otherwise, and there are two in a layer."""
+    settings = tiny.SETTINGS | {"head_dim": 64, "num_hidden_layers": 16}
+    weights = tiny.random_weights(settings)
+    for name in weights:
+        if "q_proj" in name or "k_proj" in name or "down_proj" in name:
+            weights[name] *= 0.3
+    weights = {name: value.bfloat16().float() for name, value in weights.items()}
+    checkpoint = tiny.write_llama(tmp_path, weights, **settings)
+    cpu = torch.device("cpu")
+    exact, _ = run(make_model(checkpoint, torch.float32, cpu), EVERY_ROW)
+    errors = []
+    for most in (0, 2048):
+        monkeypatch.setattr(llama_cuda, "_MAX_WIDE_HIDDEN_SIZE", most)
+        logits, _ = run(make_model(checkpoint, torch.bfloat16, cpu), EVERY_ROW)
+        errors.append(float((logits - exact).std() / exact.std()))
+    rounded, kept = errors
+    assert kept < 0.8 * rounded

@@ -1,0 +1,77 @@
+"""One step of a GPU's model, with chunks of three texts, on any device."""
+
+from __future__ import annotations
+
+import itertools
+
+import torch
+from torch import Tensor
+
+from inflight.checkpoint import Checkpoint
+from inflight.model.config import read_config
+from inflight.model.cuda_attention import Rows
+from inflight.model.kv_cache import KVCache
+from inflight.model.llama_cuda import Model
+
+# The beginning of one text, all of one, one token of another.
+CHUNKS = [(0, 9), (0, 13), (5, 6)]
+NUM_TOKENS = 23
+EVERY_ROW = list(range(NUM_TOKENS))
+
+SAMPLED = [[8, 21, 22], [22], [0, 9, 10, 22], [], EVERY_ROW]
+"""Rows of the step to get logits: as in prefill, one, prompts that are looked at, none, all."""
+
+_BLOCK_SIZE, _BLOCKS_EACH = 16, 1
+_MAX_TOKENS = 40
+_MAX_ROWS = 32
+
+
+def make_model(
+    checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, batch_invariant: bool = False
+) -> Model:
+    return Model(
+        checkpoint,
+        read_config(checkpoint),
+        dtype,
+        64,
+        lambda what, done: None,
+        device=device,
+        max_tokens=_MAX_TOKENS,
+        max_rows=_MAX_ROWS,
+        batch_invariant=batch_invariant,
+    )
+
+
+@torch.inference_mode()
+def run(model: Model, sampled: list[int], num_layers: int | None = None) -> tuple[Tensor, Tensor]:
+    """Logits of the sampled rows, and the cache after the step."""
+    device, dtype = model.logits.device, model.weights.norm.dtype
+    cache = KVCache(model.config, len(CHUNKS) * _BLOCKS_EACH, _BLOCK_SIZE, dtype, device)
+    earlier = torch.linspace(-1, 1, cache.data.numel(), device=device)
+    cache.data.copy_(earlier.view(cache.data.shape))
+    model.logits.fill_(torch.nan)
+    rows = _rows(sampled, device)
+    model.forward(rows, NUM_TOKENS, len(CHUNKS), len(sampled), 13, cache, num_layers)
+    return model.logits[: len(sampled)].clone(), cache.data
+
+
+def _rows(sampled: list[int], device: torch.device) -> Rows:
+    places = [
+        (chunk, position)
+        for chunk, (start, end) in enumerate(CHUNKS)
+        for position in range(start, end)
+    ]
+    lengths = (end - start for start, end in CHUNKS)
+
+    def ints(values: list[int], dtype: torch.dtype = torch.int64) -> Tensor:
+        return torch.tensor(values, dtype=dtype, device=device)
+
+    return Rows(
+        token_ids=ints([(7 * chunk + 11 * position) % 160 for chunk, position in places]),
+        positions=ints([position for _, position in places]),
+        slot_mapping=ints([_BLOCK_SIZE * chunk + position for chunk, position in places]),
+        query_start=ints([0, *itertools.accumulate(lengths)], torch.int32),
+        seq_lens=ints([end for _, end in CHUNKS], torch.int32),
+        tables=ints(list(range(len(CHUNKS))), torch.int32).view(-1, _BLOCKS_EACH),
+        sample_rows=ints([*sampled, *[0] * (_MAX_ROWS - len(sampled))]),
+    )
