@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from inflight_kernels.compile import Instantiation
@@ -55,8 +56,7 @@ def rms_norm(
     per_thread, threads = _block(vectors_in("hidden", hidden, x.dtype), hidden)
     if not num_rows:
         return
-    adds = "true" if residual is not None else "false"
-    kernel("norm", f"rms_norm<{storage}, {per_thread}, {adds}>")(
+    kernel("norm", _name(storage, per_thread, residual is not None))(
         num_rows,
         threads,
         x,
@@ -81,12 +81,31 @@ def _block(vectors: int, hidden: int) -> tuple[int, int]:
     )
 
 
+def _name(storage: str, per_thread: int, adds: bool) -> str:
+    return f"rms_norm<{storage}, {per_thread}, {'true' if adds else 'false'}>"
+
+
+def kernels_of(hidden: int, dtype: torch.dtype, adds: bool) -> list[tuple[str, str]]:
+    """Stem and name of the kernel for such rows.
+
+    Args:
+        hidden: values in a row.
+        dtype: of them.
+        adds: whether there is a residual.
+
+    Raises:
+        ValueError: for rows that `rms_norm` does not take.
+    """
+    per_thread, _ = _block(vectors_in("hidden", hidden, dtype), hidden)
+    return [("norm", _name(STORAGE_TYPES[dtype], per_thread, adds))]
+
+
 def instantiations() -> list[Instantiation]:
     """What this module may launch."""
     names = tuple(
-        f"rms_norm<{storage}, {per_thread}, {adds}>"
+        _name(storage, per_thread, adds)
         for storage in STORAGE_TYPES.values()
         for per_thread in _VECTORS_PER_THREAD
-        for adds in ("true", "false")
+        for adds in (True, False)
     )
     return [("norm", names, ())]
