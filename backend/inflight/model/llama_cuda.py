@@ -15,14 +15,53 @@ from torch import Tensor
 from inflight.checkpoint import Checkpoint
 from inflight.config import GPU_HEAD_DIMS
 from inflight.errors import ConfigError
+from inflight.model import cuda_attention, cuda_linear
 from inflight.model.config import ModelConfig
 from inflight.model.cuda_attention import Attention, Rows
 from inflight.model.cuda_linear import INVARIANT_ROWS, Linear
 from inflight.model.kv_cache import KVCache
 from inflight.model.llama import load_weights, weight_shapes
 from inflight.model.weights import Progress, open_weights
+from inflight_kernels import embedding as embeddings
+from inflight_kernels import norm
 from inflight_kernels.embedding import embedding
 from inflight_kernels.norm import rms_norm
+
+
+def kernels_of(
+    config: ModelConfig,
+    dtype: torch.dtype,
+    *,
+    max_tokens: int,
+    max_rows: int,
+    batch_invariant: bool = False,
+) -> list[tuple[str, str]]:
+    """Stem and name of the kernels that a model may launch, as they are compiled.
+
+    Args:
+        config, dtype, max_tokens, max_rows, batch_invariant: see `Model`.
+    """
+    head = (config.vocab_size, config.hidden_size)
+    return layer_kernels_of(
+        config, dtype, max_tokens=max_tokens, batch_invariant=batch_invariant
+    ) + cuda_linear.kernels_of(head, dtype, torch.float32, False, max_rows, batch_invariant)
+
+
+def layer_kernels_of(
+    config: ModelConfig, dtype: torch.dtype, *, max_tokens: int, batch_invariant: bool
+) -> list[tuple[str, str]]:
+    """The same of all but the head: tokens, norms, layers."""
+    hidden, q_width = config.hidden_size, config.num_heads * config.head_dim
+    found = cuda_attention.kernels_of(config, dtype)
+    for shape, gated in (
+        ((2 * config.intermediate_size, hidden), True),
+        ((q_width + 2 * config.num_kv_heads * config.head_dim, hidden), False),
+        ((hidden, q_width), False),
+        ((hidden, config.intermediate_size), False),
+    ):
+        found += cuda_linear.kernels_of(shape, dtype, dtype, gated, max_tokens, batch_invariant)
+    found += norm.kernels_of(hidden, dtype, adds=False)
+    return found + embeddings.kernels_of(torch.int64)
 
 
 class DevicePlace:
