@@ -13,6 +13,7 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -35,7 +36,7 @@ from inflight.row_masks import RowMasks
 from inflight.sequence import Sequence
 from inflight.shaping import BANNED
 from inflight.speculation import StepCosts
-from inflight_kernels import attention, batch_state, gemm, launch, sampling
+from inflight_kernels import batch_state, cache, sampling
 from inflight_kernels.compile import CompileError
 from inflight_kernels.launch import compile_ahead
 
@@ -71,26 +72,30 @@ def graph_sizes(max_num_seqs: int) -> list[int]:
     return [*sizes, max_num_seqs]
 
 
-def slow_kernels(
-    model: ModelConfig, hopper: bool, num_multiprocessors: int
+def kernels_of(
+    config: EngineConfig, model: ModelConfig, source: Source | None, max_rows: int
 ) -> list[tuple[str, str]]:
-    """Stem and name of kernels that take seconds to compile and that every start needs."""
-    heads = (model.num_heads, model.num_kv_heads, model.head_dim)
-    found = attention.kernels_of(*heads, _DTYPE, hopper)
-    found += sampling.kernels_of(torch.float32)
-    if not hopper:
-        return found
-    hidden, q_width = model.hidden_size, model.num_heads * model.head_dim
-    qkv_width = q_width + 2 * model.num_kv_heads * model.head_dim
-    for shape, out_dtype, gated in (
-        ((qkv_width, hidden), _DTYPE, False),
-        ((hidden, q_width), _DTYPE, False),
-        ((2 * model.intermediate_size, hidden), _DTYPE, True),
-        ((hidden, model.intermediate_size), _DTYPE, False),
-        ((model.vocab_size, hidden), torch.float32, False),
-    ):
-        found += gemm.kernels_of(shape, _DTYPE, out_dtype, gated, num_multiprocessors)
-    return found
+    """Stem and name of the kernels that an engine may launch: those that take long to compile
+    first, those that a start does without last.
+
+    Args:
+        config: the engine's settings.
+        model: what it runs.
+        source: what drafts, if anything does.
+        max_rows: of logits in a step.
+    """
+    architecture = importlib.import_module(CUDA_ARCHITECTURES[model.architecture])
+    found = sampling.kernels_of(torch.float32)
+    found += architecture.kernels_of(
+        model,
+        _DTYPE,
+        max_tokens=config.max_batch_tokens,
+        max_rows=max_rows,
+        batch_invariant=config.batch_invariant,
+    )
+    if source is not None:
+        found += drafters.kernels_of(source, config, _DTYPE, max_rows)
+    return found + batch_state.kernels_of() + cache.kernels_of(torch.int64)
 
 
 class CudaRunner:
@@ -112,24 +117,25 @@ class CudaRunner:
     ) -> None:
         if not torch.cuda.is_available():
             raise ConfigError("device: no CUDA device is there, or torch is a build for CPUs")
-        self.block_size = config.block_size
-        self.vocab_size = model.vocab_size
-        self.steps_ahead = 1
         self.timings: dict[str, float] = {}
         self._clock = time.perf_counter()
-        self._device = torch.device("cuda", torch.cuda.current_device())
-        self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
-        self._max_batch_tokens = config.max_batch_tokens
-        max_len = model.max_model_len(config)
         speculation = config.speculation
         self._max_drafts = speculation.max_drafts if speculation else 0
         self._max_rows = config.max_num_seqs
         if speculation is not None:
             most = config.max_num_seqs + config.max_draft_tokens
             self._max_rows = min(most, config.max_batch_tokens)
-        source = find(config, checkpoint, model)
-        compile_ahead(slow_kernels(model, launch.is_hopper(), launch.num_multiprocessors()))
         self.max_rows = self._max_rows
+        source = find(config, checkpoint, model)
+        # Before all else: whatever takes time here then happens meanwhile.
+        compile_ahead(kernels_of(config, model, source, self._max_rows))
+        self.block_size = config.block_size
+        self.vocab_size = model.vocab_size
+        self.steps_ahead = 1
+        self._device = torch.device("cuda", torch.cuda.current_device())
+        self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+        self._max_batch_tokens = config.max_batch_tokens
+        max_len = model.max_model_len(config)
         self.drafter: drafters.DeviceDrafter | None = None
         self._host_drafter: NgramDrafter | None = None
         if speculation is not None and speculation.drafter == "ngram":
@@ -182,9 +188,12 @@ class CudaRunner:
                 self._warm_up(config)
                 self._done("kernels")
                 self._graphs: dict[int, dict[int, _Graph]] = {}
-                if config.cuda_graphs:
-                    self._record(config.max_num_seqs, progress)
+                pool = torch.cuda.graph_pool_handle() if config.cuda_graphs else None
+                if pool is not None:
+                    self._record(config.max_num_seqs, pool, progress)
                 self._done("graphs")
+                self._warm_up_choice(config, pool)
+                self._done("choice")
                 if self.drafter is not None:
                     self.step_costs = self._measure_costs()
                     self._done("costs")
@@ -355,28 +364,45 @@ class CudaRunner:
         """
         self._empty_step()
         limit = min(config.max_batch_tokens, self.num_blocks * self.block_size)
-        most = config.max_num_seqs
-        counts = sorted({1, min(2, most), most})
-        for chunks in counts:
+        for chunks in self._warm_up_counts(config):
             for q_len in (*_WARM_UP_LENGTHS, limit // chunks):
                 if 0 < chunks * q_len <= limit:
                     self._forward(chunks * q_len, chunks, chunks, q_len)
                     if self.drafter is not None:
                         self.drafter.follow(chunks * q_len, chunks, q_len)
+        torch.cuda.synchronize(self._device)
+
+    def _warm_up_choice(self, config: EngineConfig, pool: Any) -> None:
+        """The same for what comes after a step's forward pass, and record the drafting.
+
+        Last, for these kernels take longest to compile.
+
+        Args:
+            pool: of the graphs; None where none are recorded.
+        """
+        self._empty_step()
         row_start = [0, 1]
         every = Needs(sum(need.value for need in Needs))
         self._choose(Sent(1, 1, 1, row_start, 0, every, 0, None, None, None))
         if self.drafter is not None:
-            for chunks in counts:
+            for chunks in self._warm_up_counts(config):
                 self.drafter.draft(self._batch, chunks, self._max_drafts)
+            if pool is not None:
+                most = min(config.max_num_seqs, _MOST_DRAFTING)
+                self.drafter.record(graph_sizes(most), pool)
         torch.cuda.synchronize(self._device)
+
+    def _warm_up_counts(self, config: EngineConfig) -> list[int]:
+        """Chunks of the steps to warm up with."""
+        most = config.max_num_seqs
+        return sorted({1, min(2, most), most})
 
     def _empty_step(self) -> None:
         """Have a step on the device that has no chunk: no block is read or written."""
         self._batch.step.buffer.zero_()
         self._batch.state.slot_mapping.fill_(-1)
 
-    def _record(self, max_num_seqs: int, progress: Callable[[str, float], None]) -> None:
+    def _record(self, max_num_seqs: int, pool: Any, progress: Callable[[str, float], None]) -> None:
         """Record the steps of one token for each sequence, and those with drafts, for each size.
 
         Graphs share one pool of memory: only one of them runs at a time.
@@ -385,7 +411,6 @@ class CudaRunner:
         if self._max_drafts:
             sizes = [size for size in graph_sizes(self._max_rows) if size > 1]
             wanted += [(self._max_drafts, size) for size in reversed(sizes)]
-        pool = torch.cuda.graph_pool_handle()
         drafter = self.drafter
         for count, (num_drafts, size) in enumerate(wanted, 1):
             step = (size, size, size, 1 + num_drafts)
@@ -400,9 +425,6 @@ class CudaRunner:
             progress("graphs", count / len(wanted))
         for num_drafts, graphs in self._graphs.items():
             self._graphs[num_drafts] = dict(sorted(graphs.items()))
-        if drafter is not None:
-            most = min(max_num_seqs, _MOST_DRAFTING)
-            drafter.record(graph_sizes(most), pool)
 
     def _measure_costs(self) -> StepCosts:
         """Time a step of each size with drafts, on nobody's tokens."""

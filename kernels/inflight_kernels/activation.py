@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from inflight_kernels.compile import Instantiation
@@ -31,11 +32,20 @@ def silu_mul(x: Tensor, *, out: Tensor, pdl: bool = False) -> None:
         raise ValueError(f"out has {total} vectors of 16 bytes; at most 2**31 - 1 in a launch")
     if not total:
         return
-    kernel("activation", f"silu_mul<{storage}>")(
+    kernel("activation", _name(storage))(
         -(-total // _THREADS), _THREADS, x, out, total, vectors, pdl=pdl
     )
 
 
+def _name(storage: str) -> str:
+    return f"silu_mul<{storage}>"
+
+
+def kernels_of(dtype: torch.dtype) -> list[tuple[str, str]]:
+    """Stem and name of the kernel for values of a type."""
+    return [("activation", _name(STORAGE_TYPES[dtype]))]
+
+
 def instantiations() -> list[Instantiation]:
     """What this module may launch."""
-    return [("activation", tuple(f"silu_mul<{name}>" for name in STORAGE_TYPES.values()), ())]
+    return [("activation", tuple(_name(storage) for storage in STORAGE_TYPES.values()), ())]

@@ -316,6 +316,14 @@ def end_step(step: Step, state: BatchState, num_chunks: int, *, pdl: bool = Fals
     )
 
 
+_NAMES = ("begin_step", "end_step", "write_tables", "write_wishes")
+
+
+def kernels_of() -> list[tuple[str, str]]:
+    """Stem and name of the kernels that any batch needs."""
+    return [("batch_state", name) for name in _NAMES]
+
+
 def instantiations() -> list[Instantiation]:
     """What this module may launch."""
-    return [("batch_state", ("write_tables", "write_wishes", "begin_step", "end_step"), ())]
+    return [("batch_state", _NAMES, ())]

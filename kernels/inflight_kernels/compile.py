@@ -80,7 +80,9 @@ def cubin(
     """
     names, defines = tuple(names), tuple(defines)
     coming = _coming.pop((stem, names, defines, arch), None)
-    return _find(stem, names, defines, arch) if coming is None else coming.result()
+    if coming is None or coming.cancel():  # not begun: no need to wait for those before it
+        return _find(stem, names, defines, arch)
+    return coming.result()
 
 
 def _find(
@@ -102,11 +104,11 @@ def ahead(kernels: Iterable[tuple[str, str]], *, arch: str) -> None:
     cores; NVRTC works without the interpreter's lock.
 
     Args:
-        kernels: (stem, name) each.
+        kernels: (stem, name) each, in the order in which they are begun: the longest first.
         arch: as of `cubin`.
     """
     wanted = [(stem, (name,), (), arch) for stem, name in dict.fromkeys(kernels)]
-    pool = ThreadPoolExecutor(os.cpu_count(), "compile")
+    pool = ThreadPoolExecutor(len(os.sched_getaffinity(0)), "compile")
     for key in wanted:
         if key not in _coming:
             stem, names, defines, _ = key

@@ -249,7 +249,18 @@ def next_tokens(
         )
 
 
+_PASS_NAMES = ("begin_drafting", "advance_drafting", "next_tokens")
+
+
+def kernels_of(passes: bool) -> list[tuple[str, str]]:
+    """Stem and name of the kernels that a drafter needs.
+
+    Args:
+        passes: whether it is a model, whose passes draft.
+    """
+    return [("drafting", name) for name in (_PASS_NAMES if passes else ("draft_ngram",))]
+
+
 def instantiations() -> list[Instantiation]:
     """What this module may launch."""
-    names = ("draft_ngram", "begin_drafting", "advance_drafting", "next_tokens")
-    return [("drafting", names, ())]
+    return [("drafting", ("draft_ngram", *_PASS_NAMES), ())]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from inflight_kernels.compile import Instantiation
@@ -38,7 +39,7 @@ def embedding(
         raise ValueError(f"out has {total} vectors of 16 bytes; at most 2**31 - 1 in a launch")
     if not total:
         return
-    kernel("embedding", f"embedding<{id_type}>")(
+    kernel("embedding", _name(id_type))(
         -(-total // _THREADS),
         _THREADS,
         token_ids,
@@ -52,6 +53,15 @@ def embedding(
     )
 
 
+def _name(id_type: str) -> str:
+    return f"embedding<{id_type}>"
+
+
+def kernels_of(id_dtype: torch.dtype) -> list[tuple[str, str]]:
+    """Stem and name of the kernel for ids of a type."""
+    return [("embedding", _name(ID_TYPES[id_dtype]))]
+
+
 def instantiations() -> list[Instantiation]:
     """What this module may launch."""
-    return [("embedding", tuple(f"embedding<{name}>" for name in ID_TYPES.values()), ())]
+    return [("embedding", tuple(_name(id_type) for id_type in ID_TYPES.values()), ())]

@@ -93,6 +93,24 @@ def _block(vectors: int, hidden: int, sum_type: torch.dtype) -> tuple[int, int]:
     )
 
 
+def kernels_of(
+    hidden: int, dtype: torch.dtype, sum_dtype: torch.dtype, adds: bool
+) -> list[tuple[str, str]]:
+    """Stem and name of the kernel for such rows.
+
+    Args:
+        hidden: values in a row.
+        dtype: of them.
+        sum_dtype: of the residual and the total; as dtype where there are none.
+        adds: whether there is a residual.
+
+    Raises:
+        ValueError: for rows that `rms_norm` does not take.
+    """
+    per_thread, _ = _block(vectors_in("hidden", hidden, dtype), hidden, sum_dtype)
+    return [("norm", _name(STORAGE_TYPES[dtype], STORAGE_TYPES[sum_dtype], per_thread, adds))]
+
+
 def instantiations() -> list[Instantiation]:
     """What this module may launch."""
     wide = STORAGE_TYPES[torch.float32]

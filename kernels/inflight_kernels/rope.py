@@ -85,8 +85,7 @@ def rope_write_kv(
     group = _group(head_dim, qkv.dtype)
     if not num_tokens:
         return
-    norms = "true" if q_weight is not None else "false"
-    kernel("rope", f"rope_write_kv<{storage}, {head_dim}, {norms}>")(
+    kernel("rope", _name(storage, head_dim, q_weight is not None))(
         num_tokens,
         _threads(num_tokens, all_heads, group),
         qkv,
@@ -173,15 +172,30 @@ def check_rows(name: str, tensor: Tensor, shape: tuple[int, ...], dtype: torch.d
     check_place(name, tensor)
 
 
+def _name(storage: str, head_dim: int, norms: bool) -> str:
+    return f"rope_write_kv<{storage}, {head_dim}, {'true' if norms else 'false'}>"
+
+
+def kernels_of(head_dim: int, dtype: torch.dtype, norms: bool) -> list[tuple[str, str]]:
+    """Stem and name of the kernel for such heads.
+
+    Args:
+        head_dim: D.
+        dtype: of qkv and the caches.
+        norms: whether q and k have a norm.
+    """
+    return [("rope", _name(STORAGE_TYPES[dtype], head_dim, norms))]
+
+
 def instantiations() -> list[Instantiation]:
     """What this module may launch, for HEAD_DIMS."""
     found: list[Instantiation] = []
     for dtype, storage in STORAGE_TYPES.items():
         names = tuple(
-            f"rope_write_kv<{storage}, {head_dim}, {norms}>"
+            _name(storage, head_dim, norms)
             for head_dim in HEAD_DIMS
             if head_dim % (2 * VECTOR_BYTES // dtype.itemsize) == 0
-            for norms in ("true", "false")
+            for norms in (True, False)
         )
         found.append(("rope", names, ()))
     return found

@@ -360,12 +360,14 @@ def _note(
         )
 
 
+# Those that take longest to compile first.
 _PASSES = (
+    ("sampling_gather", "gather"),
     ("sampling_scan", "scan"),
     ("sampling_spread", "spread"),
-    ("sampling_gather", "gather"),
     ("top_logprobs", "top_logprobs"),
 )
+_NOTES = ("note_output", "note_prompt")
 
 
 def instantiations() -> list[Instantiation]:
@@ -375,10 +377,13 @@ def instantiations() -> list[Instantiation]:
             (stem, tuple(f"{name}<{storage}>" for storage in STORAGE_TYPES.values()), ())
             for stem, name in _PASSES
         ),
-        ("sampling_counts", ("note_output", "note_prompt"), ()),
+        ("sampling_counts", _NOTES, ()),
     ]
 
 
 def kernels_of(dtype: torch.dtype) -> list[tuple[str, str]]:
-    """Stem and name of the kernels that choose from logits of a type."""
-    return [(stem, f"{name}<{STORAGE_TYPES[dtype]}>") for stem, name in _PASSES]
+    """Stem and name of the kernels that choose from logits of a type, and count what they chose."""
+    return [
+        *((stem, f"{name}<{STORAGE_TYPES[dtype]}>") for stem, name in _PASSES),
+        *(("sampling_counts", name) for name in _NOTES),
+    ]

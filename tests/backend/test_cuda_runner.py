@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
+import json
+import random
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
 
-from inflight.checkpoint import Checkpoint
-from inflight.config import EngineConfig
+import recorded_launches
+import tiny
+from inflight import cuda_runner
+from inflight import runner as runners
+from inflight.batch import Batch
+from inflight.checkpoint import Checkpoint, locate
+from inflight.config import EngineConfig, SpeculationConfig
 from inflight.cuda_runner import CudaRunner, graph_sizes
 from inflight.errors import ConfigError
 from inflight.model.config import read_config
+from inflight.sampling import SamplingParams
 
 
 @pytest.mark.parametrize("most", [1, 2, 3, 7, 8, 9, 24, 100, 256, 300, 1024])
@@ -29,3 +40,93 @@ def test_without_a_gpu_the_error_says_so(
     config = EngineConfig(model=".", device="cuda")
     with pytest.raises(ConfigError, match="no CUDA device"):
         CudaRunner(config, tiny_llama, read_config(tiny_llama), lambda what, fraction: None)
+
+
+# ---------------------------------------------------------------- what is compiled ahead
+
+# Llama 3.1 8B, but for the number of its layers.
+LLAMA_8B = {
+    "vocab_size": 128256,
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "max_position_embeddings": 4096,
+}
+SMALL_LLAMA = LLAMA_8B | {"hidden_size": 2048, "num_hidden_layers": 1, "head_dim": 64}
+HEAD = LLAMA_8B | {
+    "architectures": ["LlamaForCausalLMEagle3"],
+    "num_hidden_layers": 1,
+    "draft_vocab_size": 32000,
+}
+OTHERS: dict[str, dict[str, Any]] = {
+    "biases": {"attention_bias": True, "mlp_bias": True},
+    "heads-of-64": {"hidden_size": 2048, "head_dim": 64, "tie_word_embeddings": True},
+    "heads-of-96": {"hidden_size": 3072, "head_dim": 96, "num_key_value_heads": 32},
+    "heads-of-256": {"hidden_size": 2304, "head_dim": 256, "num_attention_heads": 8},
+    "columns-not-for-us": {"hidden_size": 264, "intermediate_size": 1000},
+}
+DRAFTERS: dict[str, dict[str, Any]] = {
+    "ngram": {},
+    "self": {"num_layers": 1},
+    "draft_model": {"model": "small"},
+    "eagle3": {"model": "head"},
+}
+
+
+@pytest.mark.parametrize(
+    ("changes", "drafter", "settings"),
+    [
+        pytest.param({}, None, {}, id="llama"),
+        pytest.param({}, None, {"batch_invariant": True}, id="batch-invariant"),
+        *(pytest.param(changes, None, {}, id=name) for name, changes in OTHERS.items()),
+        *(pytest.param({}, name, {"max_num_seqs": 64}, id=name) for name in DRAFTERS),
+    ],
+)
+@pytest.mark.parametrize("hopper", [False, True])
+def test_what_a_start_and_its_steps_launch_is_compiled_ahead(
+    changes: dict[str, Any],
+    drafter: str | None,
+    settings: dict[str, Any],
+    hopper: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    launched = recorded_launches.install(monkeypatch, hopper=hopper)
+    ahead: list[tuple[str, str]] = []
+    monkeypatch.setattr(cuda_runner, "compile_ahead", ahead.extend)
+    shapes = {"model": LLAMA_8B | changes, "small": SMALL_LLAMA, "head": HEAD}
+    for name, shape in shapes.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps(tiny.SETTINGS | shape))
+    speculation = None
+    if drafter is not None:
+        given = DRAFTERS[drafter]
+        if "model" in given:
+            given = {"model": str(tmp_path / given["model"])}
+        speculation = SpeculationConfig(drafter=drafter, **given)
+    config = EngineConfig(
+        model=str(tmp_path / "model"),
+        device="cuda",
+        random_weights=True,
+        num_blocks=1024,
+        speculation=speculation,
+        **settings,
+    )
+    runner, _ = runners.build(config, locate(config.model), lambda what, fraction: None)
+    at_start = set(launched)
+    assert at_start <= set(ahead)
+
+    prompts = [random.Random(i).choices(range(3, 160), k=20 + 200 * i) for i in range(3)]
+    params = SamplingParams(
+        max_tokens=8, top_p=0.9, typical_p=0.9, repetition_penalty=1.1, num_logprobs=3
+    )
+    sequences = [
+        tiny.make_sequence(prompt, list(range(1 + 64 * i, 65 + 64 * i)), params)
+        for i, prompt in enumerate(prompts)
+    ]
+    runner.launch(Batch([tiny.next_chunk(sequence) for sequence in sequences], [(1, 2)]))
+    assert set(launched) > at_start
+    assert set(launched) <= set(ahead)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import os
 import pkgutil
+import threading
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -14,7 +15,19 @@ import pytest
 import torch
 
 import inflight_kernels
-from inflight_kernels import attention, gemm, sampling
+from inflight_kernels import (
+    activation,
+    attention,
+    batch_state,
+    cache,
+    dense,
+    drafting,
+    embedding,
+    gemm,
+    norm,
+    rope,
+    sampling,
+)
 from inflight_kernels import compile as compiler
 from inflight_kernels.compile import CompileError, Cubin, Instantiation, architectures, cubin
 
@@ -227,16 +240,51 @@ def test_what_cannot_be_compiled_ahead_is_an_error_where_it_is_used(
         cubin("cache", ("no_such_kernel",), arch="sm_80")
 
 
+def test_what_is_not_begun_yet_is_not_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0})  # one thread compiles
+    may_go_on = threading.Event()
+    compile_now = compiler._compile
+
+    def held(stem: str, source: str, names: tuple[str, ...], *rest: Any) -> Cubin:
+        if names == ("end_step",):
+            assert may_go_on.wait(60)
+        return compile_now(stem, source, names, *rest)
+
+    monkeypatch.setattr(compiler, "_compile", held)
+    compiler.ahead([("batch_state", "end_step"), ("batch_state", "begin_step")], arch="sm_80")
+    assert "begin_step" in cubin("batch_state", ("begin_step",), arch="sm_80").symbols
+    may_go_on.set()
+    assert "end_step" in cubin("batch_state", ("end_step",), arch="sm_80").symbols
+
+
 @pytest.mark.parametrize("hopper", [False, True])
 @pytest.mark.parametrize("head_dim", [64, 96, 128, 256])
 @pytest.mark.parametrize("num_kv_heads", [2, 8])
 def test_a_model_s_kernels_are_among_those_that_there_are(
-    num_kv_heads: int, head_dim: int, hopper: bool
+    num_kv_heads: int, head_dim: int, hopper: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(dense, "is_hopper", lambda: hopper)
+    monkeypatch.setattr(dense, "num_multiprocessors", lambda: 132)
     there = {(stem, name) for stem, names, _ in KERNELS for name in names}
     found = [
         *attention.kernels_of(32, num_kv_heads, head_dim, torch.bfloat16, hopper),
+        *rope.kernels_of(head_dim, torch.bfloat16, norms=False),
+        *rope.kernels_of(head_dim, torch.bfloat16, norms=True),
         *sampling.kernels_of(torch.float32),
+        *activation.kernels_of(torch.bfloat16),
+        *norm.kernels_of(4096, torch.bfloat16, torch.bfloat16, adds=False),
+        *norm.kernels_of(8192, torch.bfloat16, torch.bfloat16, adds=True),
+        *norm.kernels_of(2048, torch.bfloat16, torch.float32, adds=True),
+        *embedding.kernels_of(torch.int64),
+        *batch_state.kernels_of(),
+        *cache.kernels_of(torch.int64),
+        *drafting.kernels_of(passes=False),
+        *drafting.kernels_of(passes=True),
+        *dense.kernels_of((28672, 4096), torch.bfloat16, torch.bfloat16, True, 8192),
+        *dense.kernels_of((128256, 4096), torch.bfloat16, torch.float32, False, 256),
         *gemm.kernels_of((6144, 4096), torch.bfloat16, torch.bfloat16, False, 132),
         *gemm.kernels_of((28672, 4096), torch.bfloat16, torch.bfloat16, True, 132),
         *gemm.kernels_of((128256, 4096), torch.bfloat16, torch.float32, False, 132),

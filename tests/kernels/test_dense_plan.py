@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 
 from inflight_kernels import dense
 from inflight_kernels.dense import Plan, plan, prefers, utilization
@@ -147,6 +148,29 @@ def test_plain_products_are_preferred_for_few_tokens_into_float32() -> None:
     tokens = [1, 64, 65, 80, 128, 129, 160, 256, 8192]
     assert [m for m in tokens if prefers(m, 128256, 4096, False, True)] == [65, 80, 128]
     assert not any(prefers(m, n, 4096, False, False) for m in tokens for n in (4096, 128256))
+
+
+@pytest.mark.usefixtures("hopper")
+@pytest.mark.parametrize("max_tokens", [64, 100, 256, 1000, 4100])
+@pytest.mark.parametrize("layer", LAYERS)
+def test_whatever_is_preferred_is_among_the_kernels_of_a_weight(
+    layer: str, max_tokens: int
+) -> None:
+    (n, gated), k, bfloat16 = LAYERS[layer], 4096, torch.bfloat16
+    for out_dtype in (bfloat16,) if gated else (bfloat16, torch.float32):
+        widens = out_dtype == torch.float32
+        taken = {
+            dense._name(
+                plan(m, n, gated, HOPPER).shape,
+                dense.STORAGE_TYPES[bfloat16],
+                dense._OUT_TYPES[out_dtype],
+                gated,
+            )
+            for m in range(1, max_tokens + 1)
+            if prefers(m, n, k, gated, widens)
+        }
+        found = dense.kernels_of((n, k), bfloat16, out_dtype, gated, max_tokens)
+        assert {name for _, name in found} == taken
 
 
 @pytest.mark.usefixtures("hopper")

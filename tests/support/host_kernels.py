@@ -30,14 +30,13 @@ _TYPICAL_P, _TOP_N_SIGMA, _XTC_PROBABILITY = 10, 11, 13
 
 def install(monkeypatch: pytest.MonkeyPatch) -> None:
     """Put the definitions in the kernels' places."""
-    host_torch = _HostTorch()
+    host_torch = HostTorch()
     for module in (cuda_runner, device_model):
         monkeypatch.setattr(module, "torch", host_torch)
-        monkeypatch.setattr(module, "captured", _Recorded)
+        monkeypatch.setattr(module, "captured", Recorded)
     monkeypatch.setattr(cuda_runner, "_DTYPE", torch.float32)
-    monkeypatch.setattr(cuda_runner, "slow_kernels", lambda *shape: [])
+    monkeypatch.setattr(cuda_runner, "kernels_of", lambda *shape: [])
     monkeypatch.setattr(cuda_runner, "compile_ahead", lambda kernels: None)
-    monkeypatch.setattr(cuda_runner, "launch", _Ops(is_hopper=bool, num_multiprocessors=int))
     state = _Ops(write_tables, write_wishes, begin_step, end_step)
     monkeypatch.setattr(cuda_runner, "batch_state", state)
     monkeypatch.setattr(device_batch, "batch_state", state)
@@ -65,16 +64,16 @@ class _Ops:
         self.__dict__.update({op.__name__: op for op in ops} | others)
 
 
-class _Recorded:
+class Recorded:
     def __init__(self, pool: object, launch: Callable[..., None], *args: Any) -> None:
         self.replay = lambda: launch(*args)
 
 
-class _HostTorch:
+class HostTorch:
     """torch, whose only device is the CPU."""
 
     def __init__(self) -> None:
-        self.cuda = _HostCuda()
+        self.cuda = HostCuda()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(torch, name)
@@ -86,7 +85,7 @@ class _HostTorch:
         return torch.zeros(*shape, **settings)
 
 
-class _HostCuda:
+class HostCuda:
     class Event:
         def __init__(self, enable_timing: bool = False) -> None:
             pass

@@ -118,6 +118,24 @@ class NgramDrafter(DeviceDrafter):
         )
 
 
+def kernels_of(
+    source: Source, config: EngineConfig, dtype: torch.dtype, max_rows: int
+) -> list[tuple[str, str]]:
+    """Stem and name of the kernels that a drafter may launch, besides those of its target.
+
+    Args:
+        source: of the drafter.
+        config: the engine's settings.
+        dtype: of weights and activations.
+        max_rows: chunks of a step at most.
+    """
+    if source.settings.drafter == "ngram":
+        return drafting.kernels_of(passes=False)
+    from inflight.drafting import device_model
+
+    return device_model.kernels_of(source, config, dtype, max_rows)
+
+
 def build(source: Source, target: DeviceTarget) -> DeviceDrafter:
     """The drafter on the GPU, with its weights.
 

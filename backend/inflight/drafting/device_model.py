@@ -13,10 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from inflight.config import EngineConfig
 from inflight.device_batch import DeviceBatch
 from inflight.drafting.device import DeviceDrafter, DeviceTarget
 from inflight.drafting.source import Source
-from inflight.model import CUDA_ARCHITECTURES
+from inflight.model import CUDA_ARCHITECTURES, eagle3_cuda
 from inflight.model.cuda_attention import Rows
 from inflight.model.cuda_graph import captured
 from inflight.model.eagle3_cuda import Model as Head
@@ -27,6 +28,30 @@ from inflight_kernels.drafting import DraftPass
 
 # Numbers of passes that graphs are recorded for, besides the largest.
 _PASSES = (1, 2, 3, 5, 8)
+
+
+def kernels_of(
+    source: Source, config: EngineConfig, dtype: torch.dtype, max_rows: int
+) -> list[tuple[str, str]]:
+    """See `device.kernels_of`."""
+    found = drafting.kernels_of(passes=True)
+    if source.head is not None:
+        found += eagle3_cuda.kernels_of(
+            source.head,
+            dtype,
+            max_tokens=config.max_batch_tokens,
+            max_chunks=config.max_num_seqs,
+            batch_invariant=config.batch_invariant,
+        )
+    elif source.model is not None:
+        found += importlib.import_module(CUDA_ARCHITECTURES[source.model.architecture]).kernels_of(
+            source.model,
+            dtype,
+            max_tokens=config.max_batch_tokens,
+            max_rows=max_rows,
+            batch_invariant=config.batch_invariant,
+        )
+    return found
 
 
 class PassDrafter(DeviceDrafter, ABC):

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from inflight.model.config import ModelConfig
 from inflight.model.rope import inverse_frequencies
-from inflight_kernels import attention
+from inflight_kernels import attention, rope
+from inflight_kernels.launch import is_hopper
 from inflight_kernels.reference import rotary_tables
 from inflight_kernels.rope import rope_write_kv
 
@@ -36,6 +37,15 @@ class Rows:
     seq_lens: Tensor
     tables: Tensor
     sample_rows: Tensor
+
+
+def kernels_of(config: ModelConfig, dtype: torch.dtype) -> list[tuple[str, str]]:
+    """Stem and name of the kernels that the layers of a model may launch."""
+    heads = (config.num_heads, config.num_kv_heads, config.head_dim)
+    return [
+        *attention.kernels_of(*heads, dtype, is_hopper()),
+        *rope.kernels_of(config.head_dim, dtype, norms=False),
+    ]
 
 
 class Attention:

@@ -10,11 +10,38 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from inflight_kernels import dense, gemm
+from inflight_kernels import activation, dense, gemm
 from inflight_kernels.activation import silu_mul
+from inflight_kernels.launch import num_multiprocessors
 
 INVARIANT_ROWS = 128
 """Rows of such a tile. Buffers have a multiple of it."""
+
+
+def kernels_of(
+    weight_shape: tuple[int, int],
+    dtype: torch.dtype,
+    out_dtype: torch.dtype,
+    gated: bool,
+    max_tokens: int,
+    batch_invariant: bool,
+) -> list[tuple[str, str]]:
+    """Stem and name of the kernels of ours that `Linear` may launch for a weight.
+
+    Args:
+        weight_shape: n, k.
+        dtype: of x and the weight.
+        out_dtype: of the result.
+        gated: whether the weight is gate | up.
+        max_tokens: T at most.
+        batch_invariant: see `Linear`.
+    """
+    found = activation.kernels_of(dtype) if gated else []
+    if not batch_invariant:
+        found += dense.kernels_of(weight_shape, dtype, out_dtype, gated, max_tokens)
+        if gemm.prefers(1, *weight_shape):
+            found += gemm.kernels_of(weight_shape, dtype, out_dtype, gated, num_multiprocessors())
+    return found
 
 
 class Linear:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from inflight.model.cuda_linear import Linear
+from inflight_kernels import norm
 from inflight_kernels.embedding import embedding
 from inflight_kernels.norm import rms_norm
 
@@ -37,6 +38,11 @@ class Residual:
     ) -> None:
         self.hidden = torch.zeros(num_rows, hidden_size, dtype=dtype, device=device)
         self._linear = linear
+
+    @classmethod
+    def kernels_of(cls, hidden_size: int, dtype: torch.dtype) -> list[tuple[str, str]]:
+        """Stem and name of the norms that one of so many values may launch."""
+        return norm.kernels_of(hidden_size, dtype, dtype, adds=False)
 
     def begin(self, token_ids: Tensor, table: Tensor) -> None:
         """Start with the tokens' [T] rows of the embedding."""
@@ -73,6 +79,13 @@ class WideResidual(Residual):
         super().__init__(num_rows, hidden_size, torch.float32, device, linear)
         self._addend = torch.zeros(num_rows, hidden_size, dtype=dtype, device=device)
         self._is_new = False  # nothing is in `hidden` yet
+
+    @classmethod
+    def kernels_of(cls, hidden_size: int, dtype: torch.dtype) -> list[tuple[str, str]]:
+        first, others = (
+            norm.kernels_of(hidden_size, dtype, torch.float32, adds) for adds in (False, True)
+        )
+        return first + others
 
     def begin(self, token_ids: Tensor, table: Tensor) -> None:
         embedding(token_ids, table, out=self._addend[: len(token_ids)], pdl=True)

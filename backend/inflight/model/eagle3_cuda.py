@@ -11,16 +11,44 @@ from torch import Tensor
 from inflight.checkpoint import Checkpoint
 from inflight.config import GPU_HEAD_DIMS
 from inflight.errors import ConfigError
+from inflight.model import cuda_linear
 from inflight.model.config import Eagle3Config
 from inflight.model.cuda_attention import Attention, Rows
 from inflight.model.cuda_linear import INVARIANT_ROWS, Linear
 from inflight.model.eagle3 import UNDRAFTABLE, load_head
 from inflight.model.kv_cache import KVCache
 from inflight.model.llama import LlamaWeights
-from inflight.model.llama_cuda import DevicePlace
+from inflight.model.llama_cuda import DevicePlace, layer_kernels_of
 from inflight.model.weights import Progress
+from inflight_kernels import norm
 from inflight_kernels.embedding import embedding
 from inflight_kernels.norm import rms_norm
+
+
+def kernels_of(
+    config: Eagle3Config,
+    dtype: torch.dtype,
+    *,
+    max_tokens: int,
+    max_chunks: int,
+    batch_invariant: bool = False,
+) -> list[tuple[str, str]]:
+    """Stem and name of the kernels that a head may launch.
+
+    Args:
+        config, dtype, max_tokens, max_chunks, batch_invariant: see `Model`.
+    """
+    hidden = config.layer.hidden_size
+    fuse = (hidden, len(config.taps) * config.target_hidden_size)
+    found = layer_kernels_of(
+        config.layer, dtype, max_tokens=max_tokens, batch_invariant=batch_invariant
+    )
+    for shape, out_dtype, most in (
+        (fuse, dtype, max_tokens),
+        ((config.draft_vocab_size, hidden), torch.float32, max_chunks),
+    ):
+        found += cuda_linear.kernels_of(shape, dtype, out_dtype, False, most, batch_invariant)
+    return found + norm.kernels_of(hidden, dtype, dtype, adds=False)
 
 
 class Model:

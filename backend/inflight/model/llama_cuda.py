@@ -14,6 +14,7 @@ from torch import Tensor
 from inflight.checkpoint import Checkpoint
 from inflight.config import GPU_HEAD_DIMS
 from inflight.errors import ConfigError
+from inflight.model import cuda_attention, cuda_linear
 from inflight.model.config import ModelConfig
 from inflight.model.cuda_attention import Attention, Rows
 from inflight.model.cuda_linear import INVARIANT_ROWS, Linear
@@ -21,6 +22,7 @@ from inflight.model.cuda_residual import Residual, WideResidual
 from inflight.model.kv_cache import KVCache
 from inflight.model.llama import Layer, load_weights, weight_shapes
 from inflight.model.weights import Progress, open_weights
+from inflight_kernels import embedding as embeddings
 from inflight_kernels.embedding import embedding
 
 _MAX_WIDE_HIDDEN_SIZE = 2048
@@ -29,6 +31,47 @@ is the rounding that moves them most: SmolLM2's, 576 wide, are off by 0.13 with 
 without (standard deviations, emulated). Decoding launches as many kernels either way. A prefill
 moves 6 bytes more for each value of the stream, twice a layer.
 """
+
+
+def kernels_of(
+    config: ModelConfig,
+    dtype: torch.dtype,
+    *,
+    max_tokens: int,
+    max_rows: int,
+    batch_invariant: bool = False,
+) -> list[tuple[str, str]]:
+    """Stem and name of the kernels that a model may launch, as they are compiled.
+
+    Args:
+        config, dtype, max_tokens, max_rows, batch_invariant: see `Model`.
+    """
+    head = (config.vocab_size, config.hidden_size)
+    return [
+        *layer_kernels_of(config, dtype, max_tokens=max_tokens, batch_invariant=batch_invariant),
+        *_residual_kind(config).kernels_of(config.hidden_size, dtype),
+        *cuda_linear.kernels_of(head, dtype, torch.float32, False, max_rows, batch_invariant),
+    ]
+
+
+def layer_kernels_of(
+    config: ModelConfig, dtype: torch.dtype, *, max_tokens: int, batch_invariant: bool
+) -> list[tuple[str, str]]:
+    """The same of the tokens and the layers, but for their norms."""
+    hidden, q_width = config.hidden_size, config.num_heads * config.head_dim
+    found = cuda_attention.kernels_of(config, dtype)
+    for shape, gated in (
+        ((2 * config.intermediate_size, hidden), True),
+        ((q_width + 2 * config.num_kv_heads * config.head_dim, hidden), False),
+        ((hidden, q_width), False),
+        ((hidden, config.intermediate_size), False),
+    ):
+        found += cuda_linear.kernels_of(shape, dtype, dtype, gated, max_tokens, batch_invariant)
+    return found + embeddings.kernels_of(torch.int64)
+
+
+def _residual_kind(config: ModelConfig) -> type[Residual]:
+    return WideResidual if config.hidden_size <= _MAX_WIDE_HIDDEN_SIZE else Residual
 
 
 class DevicePlace:
@@ -133,7 +176,7 @@ class Model:
             batch_invariant=batch_invariant,
         )
         self._linear = Linear(batch_invariant)
-        kind = WideResidual if config.hidden_size <= _MAX_WIDE_HIDDEN_SIZE else Residual
+        kind = _residual_kind(config)
         self._residual, self._last = (
             kind(count, config.hidden_size, dtype, device, self._linear)
             for count in (rows, last_rows)

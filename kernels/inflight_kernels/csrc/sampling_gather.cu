@@ -21,8 +21,9 @@ struct GatherShared : Shared {
 
 // ---------------------------------------------------------------- candidates
 
-// Sort `shared.candidates[0:size]`, size a power of two, ascending (Batcher's bitonic network).
-__device__ inline void sort_candidates(int size, GatherShared& shared) {
+// Sort `shared.candidates[0:size]`, size a power of two, ascending (Batcher's bitonic network). This
+// and what follows is called once or twice for a row, so its code stands once.
+__device__ __noinline__ void sort_candidates(int size, GatherShared& shared) {
     u64* const keys = shared.candidates;
     for (int width = 2; width <= size; width *= 2) {
         for (int distance = width / 2; distance > 0; distance /= 2) {
@@ -41,7 +42,7 @@ __device__ inline void sort_candidates(int size, GatherShared& shared) {
 }
 
 // shared.masses[i] = running sum over shared.candidates[0:count] up to i, scores at bit `shift`.
-__device__ inline void sum_masses(int count, int shift, GatherShared& shared) {
+__device__ __noinline__ void sum_masses(int count, int shift, GatherShared& shared) {
     constexpr int EACH = CAPACITY / THREADS;
     const int first = threadIdx.x * EACH;
     u64 sums[EACH], sum = 0, total;
@@ -61,12 +62,13 @@ __device__ inline void sum_masses(int count, int shift, GatherShared& shared) {
 template <typename Good>
 __device__ int count_while(int count, GatherShared& shared, Good good) {
     int mine = 0;
+#pragma unroll 1
     for (int i = threadIdx.x; i < count; i += THREADS) mine += good(i);
     return block_total(mine, shared.ints);
 }
 
 // The token, of the first `count` candidates, at which their running mass passes `target`.
-__device__ inline int candidate_at(int count, u64 target, int shift, GatherShared& shared) {
+__device__ __noinline__ int candidate_at(int count, u64 target, int shift, GatherShared& shared) {
     for (int i = threadIdx.x; i < count; i += THREADS)
         if ((i == 0 || shared.masses[i - 1] <= target) && target < shared.masses[i])
             shared.id = static_cast<int>(static_cast<unsigned>(shared.candidates[i] >> shift));
@@ -76,7 +78,7 @@ __device__ inline int candidate_at(int count, u64 target, int shift, GatherShare
 
 // Sort `count` candidates by score, then by token id, and sum their masses. Returns the count with
 // what fills them up to a power of two.
-__device__ inline int order_candidates(int count, GatherShared& shared) {
+__device__ __noinline__ int order_candidates(int count, GatherShared& shared) {
     int size = 2;
     while (size < count) size *= 2;
     for (int i = count + threadIdx.x; i < size; i += THREADS) shared.candidates[i] = NEVER;

@@ -79,7 +79,7 @@ __device__ __noinline__ void draw_from_all(const Job<T>& job, int row, const Wis
     }
     // Masses are relative to the slice's own maximum: they do not vanish far below `top`.
     const float peak = __ldcg(&partials[slice].top);
-    const Scale all = {peak, wish.temperature, ANY_SCORE, ANY_SCORE, ANY_ID, MASS};
+    const Masses all = {peak, wish.temperature};
     u64 total, unused;
     walk(job, row, wish, slice, slice + 1, all, NEVER, total, shared);
     const double share = (target - before) / size;
@@ -185,7 +185,7 @@ __device__ __forceinline__ bool scan_slice(const Job<T>& job, int row, const Wis
 
     float top = raw_top, sum = raw_sum;
     if (SHAPED) {
-        shape(job, row, wish, slice, x, shared);
+        shape<VALUES>(job, row, wish, slice, x, shared);
         top = x[0];
 #pragma unroll
         for (int i = 1; i < VALUES; i++) top = fmaxf(top, x[i]);

@@ -90,7 +90,7 @@ def test_model_and_drafter_share_the_memory(
 ) -> None:
     """In proportion to what their blocks take, and with room for the blocks that drafts lack."""
     total = 16 << 20
-    monkeypatch.setattr(host_kernels._HostCuda, "mem_get_info", lambda *given: (total, total))
+    monkeypatch.setattr(host_kernels.HostCuda, "mem_get_info", lambda *given: (total, total))
     engine = rig.make_engine(drafter, num_blocks=None, gpu_memory=0.5)
     runner = engine.runner
     shapes = [cache.shape for cache in runner._caches]  # type: ignore[attr-defined]

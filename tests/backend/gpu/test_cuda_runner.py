@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import random
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 import tiny
+from inflight import cuda_runner
 from inflight import runner as runners
 from inflight.checkpoint import Checkpoint
 from inflight.config import EngineConfig, SpeculationConfig
@@ -22,7 +24,8 @@ from inflight.engine import Engine, generate
 from inflight.model import llama_cuda
 from inflight.request import Candidate, Request, TokenEvent
 from inflight.sampling import SamplingParams
-from inflight_kernels import dense
+from inflight_kernels import dense, launch
+from inflight_kernels.compile import Cubin
 from teacher import Teacher
 
 pytestmark = pytest.mark.gpu
@@ -142,6 +145,34 @@ def test_a_residual_stream_in_bfloat16_says_the_same(
     engine = make_engine(checkpoint, **settings)
     inputs = prompts(24)
     check(teacher, inputs, generate(engine, requests(inputs)))
+
+
+@pytest.mark.parametrize("settings", [{}, {"speculation": {"default": 5}}], ids=["plain", "drafts"])
+def test_nothing_is_compiled_that_was_not_begun_ahead(
+    checkpoint: Checkpoint, settings: dict[str, object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun: list[tuple[str, str]] = []
+    asked: list[tuple[str, str]] = []
+    begin, find = cuda_runner.compile_ahead, launch.cubin
+
+    def noted(kernels: list[tuple[str, str]]) -> None:
+        begun.extend(kernels)
+        begin(kernels)
+
+    def found(stem: str, names: tuple[str, ...], *rest: Any, arch: str) -> Cubin:
+        asked.extend((stem, name) for name in names)
+        return find(stem, names, *rest, arch=arch)
+
+    monkeypatch.setattr(cuda_runner, "compile_ahead", noted)
+    monkeypatch.setattr(launch, "cubin", found)
+    launch.kernel.cache_clear()  # what other tests have loaded
+    engine = make_engine(checkpoint, prefix_cache=True, **settings)
+    inputs = prompts(24)
+    generate(engine, requests(inputs))
+    generate(engine, requests(inputs, first_id=24, temperature=0.8, top_p=0.9, typical_p=0.9))
+    generate(engine, requests(inputs, first_id=48, repetition_penalty=1.1, num_logprobs=3))
+    assert asked
+    assert set(asked) <= set(begun)
 
 
 def test_wide_layers_go_through_the_product_of_many_tokens(
