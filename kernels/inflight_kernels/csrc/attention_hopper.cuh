@@ -2,9 +2,9 @@
 // tensor (TMA), and the products of a group of four warps (wgmma). sm_90a only.
 #pragma once
 
-#include <cuda/std/type_traits>
 
 #include "attention_ptx.cuh"
+#include "common.cuh"
 
 namespace hopper {
 
@@ -168,7 +168,7 @@ __device__ __forceinline__ void pin(unsigned (&x)[N]) {
 template <typename T, bool TRANSPOSED>
 __device__ __forceinline__ void multiply(float (&c)[64], const unsigned* a, unsigned long long b,
                                          bool add) {
-    if constexpr (cuda::std::is_same_v<T, __half>)
+    if constexpr (SAME<T, __half>)
         ATTENTION_MULTIPLY_128("f16");
     else
         ATTENTION_MULTIPLY_128("bf16");
@@ -177,7 +177,7 @@ __device__ __forceinline__ void multiply(float (&c)[64], const unsigned* a, unsi
 template <typename T, bool TRANSPOSED>
 __device__ __forceinline__ void multiply(float (&c)[32], const unsigned* a, unsigned long long b,
                                          bool add) {
-    if constexpr (cuda::std::is_same_v<T, __half>)
+    if constexpr (SAME<T, __half>)
         ATTENTION_MULTIPLY_64("f16");
     else
         ATTENTION_MULTIPLY_64("bf16");

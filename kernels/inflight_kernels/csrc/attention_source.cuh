@@ -64,7 +64,7 @@ struct Rotated {
             load_l2(projection.positions + token) * S::HEAD_DIM + threadIdx.x % 4 * 2;
         load_angles(reinterpret_cast<const float2*>(projection.cos + place),
                     reinterpret_cast<const float2*>(projection.sin + place),
-                    cuda::std::make_integer_sequence<int, HALF_STEPS>());
+                    typename IndicesUpTo<HALF_STEPS>::type());
         if constexpr (NORM) {
 #pragma unroll
             for (int half = 0; half < 2; ++half)
@@ -126,7 +126,7 @@ struct Rotated {
    private:
     template <int... STEP>
     __device__ __forceinline__ void load_angles(const float2* cosines, const float2* sines,
-                                                cuda::std::integer_sequence<int, STEP...>) {
+                                                Indices<STEP...>) {
         constexpr int SECOND = S::HEAD_DIM / 2 * 4;
         ((cos[STEP][0] = load_l2<STEP * 64>(cosines)), ...);
         ((cos[STEP][1] = load_l2<STEP * 64 + 32>(cosines)), ...);

@@ -3,7 +3,6 @@
 // attention_units.cuh says what units and shares are.
 #pragma once
 
-#include <cuda/std/utility>
 
 #include "attention_ptx.cuh"
 #include "attention_units.cuh"
@@ -183,13 +182,13 @@ struct HeadRow {
     }
     __device__ __forceinline__ void load(const typename S::Element* row) {
         load_from(reinterpret_cast<const unsigned*>(row) + threadIdx.x % 4,
-                  cuda::std::make_integer_sequence<int, STEPS>());
+                  typename IndicesUpTo<STEPS>::type());
     }
 
    private:
     template <int... STEP>
     __device__ __forceinline__ void load_from(const unsigned* first,
-                                              cuda::std::integer_sequence<int, STEP...>) {
+                                              Indices<STEP...>) {
         ((words[STEP][0] = load_l2<STEP * 32>(first)), ...);
         ((words[STEP][1] = load_l2<STEP * 32 + 16>(first)), ...);
     }

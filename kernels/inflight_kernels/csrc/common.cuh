@@ -8,6 +8,26 @@
 
 constexpr unsigned FULL_WARP = 0xffffffffu;
 
+// ---------------------------------------------------------------- templates
+
+// Both of these are in libcu++, which takes half a second to parse, more than most kernels.
+
+// Whether A and B are one type.
+template <typename A, typename B>
+constexpr bool SAME = false;
+template <typename A>
+constexpr bool SAME<A, A> = true;
+
+// 0, 1 .. N - 1 as a pack.
+template <int... I>
+struct Indices {};
+template <int N, int... I>
+struct IndicesUpTo : IndicesUpTo<N - 1, N - 1, I...> {};
+template <int... I>
+struct IndicesUpTo<0, I...> {
+    using type = Indices<I...>;
+};
+
 // ---------------------------------------------------------------- storage types
 
 // A 32-bit word of a storage type, and the floats in it.
