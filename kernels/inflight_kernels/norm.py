@@ -56,7 +56,7 @@ def rms_norm(
         check("residual", residual, (num_rows, hidden), sum_type)
     if total is not None:
         check("total", total, (num_rows, hidden), sum_type)
-        if num_rows and total.data_ptr() == out.data_ptr():
+        if num_rows and _same_memory(total, out):
             raise ValueError("total and out are the same memory; each needs its own")
     vectors = vectors_in("hidden", hidden, x.dtype)
     per_thread, threads = _block(vectors, hidden, sum_type)
@@ -74,6 +74,10 @@ def rms_norm(
         eps,
         pdl=pdl,
     )
+
+
+def _same_memory(a: Tensor, b: Tensor) -> bool:
+    return a.data_ptr() == b.data_ptr()
 
 
 def _name(storage: str, sum_type: str, per_thread: int, adds: bool) -> str:
