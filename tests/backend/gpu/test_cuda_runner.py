@@ -178,7 +178,7 @@ def test_nothing_is_compiled_that_was_not_begun_ahead(
 def test_wide_layers_go_through_the_product_of_many_tokens(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    wide = SHAPE | {"hidden_size": 2048, "intermediate_size": 14336, "num_hidden_layers": 1}
+    wide = SHAPE | {"hidden_size": 2048, "intermediate_size": 14336, "num_hidden_layers": 2}
     weights = tiny.random_weights(tiny.SETTINGS | wide)
     for name in weights:
         if "norm" not in name:  # as small as keeps sums over eight times the width as they were
