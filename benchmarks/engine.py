@@ -4,8 +4,9 @@
 
 That command measures; backend/inflight/bench/engine.py says how. Without --model it gets the shape
 of Llama-3.1-8B and random weights, and the figures that vLLM had with it on an H200. The result
-goes to results/engine-GPU.json, with a quantisation to results/engine-GPU-QUANTISATION.json. With
---profile DIR, nothing is timed and all that is written is in DIR.
+goes to results/engine-GPU.json, with a quantisation to results/engine-GPU-QUANTISATION.json, and
+with `--set batch_invariant=true` to results/engine-GPU-batch-invariant.json. With --profile DIR,
+nothing is timed and all that is written is in DIR.
 """
 
 from __future__ import annotations
@@ -50,12 +51,19 @@ def machine(device: str) -> dict[str, Any]:
     return result.cpu() if device == "cpu" else result.gpu()
 
 
+def mode(report: Report) -> list[str]:
+    """What is unlike the usual, in words."""
+    words = [str(report.settings.get("quantization") or "")]
+    if report.settings.get("batch_invariant"):
+        words.append("batch invariant")
+    return [word for word in words if word]
+
+
 def default_path(report: Report) -> Path:
     """results/engine-h200.json for an `NVIDIA H200`."""
-    words = ["engine", report.device.removeprefix("NVIDIA ").lower().replace(" ", "-")]
-    if report.settings.get("quantization"):
-        words.append(str(report.settings["quantization"]))
-    return result.ROOT / "benchmarks/results" / f"{'-'.join(words)}.json"
+    words = ["engine", report.device.removeprefix("NVIDIA "), *mode(report)]
+    name = "-".join(words).lower().replace(" ", "-")
+    return result.ROOT / "benchmarks/results" / f"{name}.json"
 
 
 def settings(report: Report) -> dict[str, Any]:
@@ -64,10 +72,9 @@ def settings(report: Report) -> dict[str, Any]:
 
 
 def write(path: Path, report: Report) -> None:
-    quantization = report.settings.get("quantization")
     result.write(
         path,
-        f"engine, {quantization}" if quantization else "engine",
+        ", ".join(["engine", *mode(report)]),
         report.rows,
         workload="Requests x input/output tokens, random ids, greedy, no prefix cache, in process",
         machine=machine(report.device),

@@ -186,7 +186,10 @@ __device__ __forceinline__ void feed_units(const Arguments<typename S::Element>&
             ptx::copy_async(target + S::place(row, chunk),
                             first + token * args.q_stride + head * S::HEAD_DIM, valid);
         }
-        hopper::arrive_with_copies(stage.of(shared.queries_here));
+        ptx::commit_copies();
+        ptx::wait_copies<0>();
+        hopper::meet<QUERY_THREADS>(1 + S::GROUPS);
+        if (thread == 0) hopper::arrive(stage.of(shared.queries_here));
     }
     if (thread >= 32) launch_next();
     if (thread == 32) source.close();
@@ -479,12 +482,12 @@ __device__ __forceinline__ void leave_rows(const Arguments<typename S::Element>&
     const Blocks blocks(unit, total);
     int* const arrived = arrivals + group * gridDim.x + blocks.first;
     __threadfence();
-    hopper::meet(1 + group);
+    hopper::meet<128>(1 + group);
     if (thread == 0) {
         is_last[group] = atomicAdd(arrived, 1) == blocks.last - blocks.first;
         if (is_last[group]) *arrived = 0;  // for the next launch with this plan
     }
-    hopper::meet(1 + group);
+    hopper::meet<128>(1 + group);
     if (!is_last[group]) return;
     __threadfence();
     merge_slots<S, 128>(args, unit, slots, blocks, begin,
@@ -675,7 +678,7 @@ __global__ void __launch_bounds__(S::THREADS, 1)
         };
         init(shared.unit_known, S::UNITS, 1);
         init(shared.unit_free, S::UNITS, READERS);
-        init(shared.queries_here, S::QUERY_STAGES, QUERY_THREADS);
+        init(shared.queries_here, S::QUERY_STAGES, 1);
         init(shared.queries_free, S::QUERY_STAGES, READERS);
         init(shared.keys_here, S::KEY_STAGES, 1);
         init(shared.keys_free, S::KEY_STAGES, READERS);

@@ -47,14 +47,10 @@ __device__ __forceinline__ void wait(unsigned barrier, unsigned parity) {
         : "memory");
 }
 
-// A barrier of its own for each group of four warps.
+// A barrier of its own for each group of so many threads.
+template <int THREADS>
 __device__ __forceinline__ void meet(int barrier) {
-    asm volatile("bar.sync %0, 128;" ::"r"(barrier) : "memory");
-}
-
-// Arrives when the cp.async copies of this thread have come.
-__device__ __forceinline__ void arrive_with_copies(unsigned barrier) {
-    asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
+    asm volatile("bar.sync %0, %1;" ::"r"(barrier), "n"(THREADS) : "memory");
 }
 
 // Writes to shared memory by this thread, before, are seen by copies and products, after.
