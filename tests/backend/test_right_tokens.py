@@ -37,32 +37,6 @@ def prompts(checkpoint: Checkpoint) -> list[list[int]]:
 
 
 @pytest.fixture(scope="module")
-def right(checkpoint: Checkpoint, prompts: list[list[int]]) -> list[list[int]]:
-    """What `transformers` generates, one prompt after another."""
-    import transformers
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        model = transformers.AutoModelForCausalLM.from_pretrained(
-            checkpoint.path.parent, gguf_file=checkpoint.path.name, dtype=torch.float32
-        ).eval()
-        model.generation_config.eos_token_id = None
-        outputs = []
-        for prompt in prompts:
-            ids = torch.tensor([prompt])
-            with torch.inference_mode():
-                full = model.generate(
-                    ids,
-                    attention_mask=torch.ones_like(ids),
-                    do_sample=False,
-                    max_new_tokens=OUTPUT_LEN,
-                    pad_token_id=0,
-                )
-            outputs.append(full[0, len(prompt) :].tolist())
-    return outputs
-
-
-@pytest.fixture
 def make_engine(checkpoint: Checkpoint) -> Callable[..., Engine]:
     def make(**settings: object) -> Engine:
         config = EngineConfig(model=str(checkpoint.path), **settings)  # type: ignore[arg-type]
@@ -72,14 +46,35 @@ def make_engine(checkpoint: Checkpoint) -> Callable[..., Engine]:
     return make
 
 
+@pytest.fixture(scope="module")
+def right(make_engine: Callable[..., Engine], prompts: list[list[int]]) -> list[list[int]]:
+    """What the engine makes of one prompt after another; `test_alone` says that it is right."""
+    engine = make_engine(prefix_cache=False)
+    return [generate(engine, [request])[request.request_id] for request in requests(prompts)]
+
+
 def requests(prompts: list[list[int]]) -> list[Request]:
     return [Request(i, prompt, PARAMS) for i, prompt in enumerate(prompts)]
 
 
-def test_alone(make_engine, prompts, right):
-    engine = make_engine(prefix_cache=False)
-    for request, expected in zip(requests(prompts), right, strict=True):
-        assert generate(engine, [request])[request.request_id] == expected
+def test_alone(checkpoint, prompts, right):
+    """Each id is the one that `transformers` finds likeliest after those before it, so they are
+    what it generates; and it need not go token by token.
+    """
+    import transformers
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = transformers.AutoModelForCausalLM.from_pretrained(
+            checkpoint.path.parent, gguf_file=checkpoint.path.name, dtype=torch.float32
+        ).eval()
+    assert len(right) == len(prompts)
+    for prompt, output in zip(prompts, right, strict=True):
+        with torch.inference_mode():
+            logits = model(torch.tensor([prompt + output])).logits[0]
+        likeliest = logits[len(prompt) - 1 : -1].argmax(-1).tolist()
+        assert len(output) == OUTPUT_LEN
+        assert output == likeliest
 
 
 def test_sixteen_at_once_with_random_arrival(make_engine, prompts, right):
