@@ -257,6 +257,7 @@ def parts(
         return num_multiprocessors * max(1, min(fit, shape.max_blocks))
 
     heads = heads_shape(num_kv_heads, group, head_dim)
+    for_few: tuple[AnyShape, ...] = (few,) if heads is None else (few, heads)
     if heads is not None and not heads.rows < rows <= few.rows:
         units = num_chunks * num_kv_heads // heads.heads
         if _are_many(units, num_blocks(heads)):
@@ -275,15 +276,19 @@ def parts(
     found = []
     end = 0
     for shape, min_rows, max_rows in chosen:
-        num_shares = num_blocks(shape)
-        num_items = num_chunks + num_tokens * group // shape.rows
+        # Which kernel few rows have depends on the number of chunks. There is room for any, so that
+        # fewer chunks never need more.
+        any_of = for_few if shape in for_few else (shape,)
+        most_shares = max(num_blocks(one) for one in any_of)
+        num_items = num_chunks + num_tokens * group // min(one.rows for one in any_of)
+        slot_rows = max(2 * num_blocks(one) * one.heads * one.rows for one in any_of)
         sizes = (
-            _ARRIVALS * num_shares * 4,
+            _ARRIVALS * most_shares * 4,
             _QUEUE_BYTES,
-            num_shares * _SHARE_BYTES,
+            most_shares * _SHARE_BYTES,
             (num_chunks + 1) * 4,
             num_items * _ITEM_BYTES,
-            2 * num_shares * shape.heads * shape.rows * (head_dim + 2) * 4,
+            slot_rows * (head_dim + 2) * 4,
         )
         places = [end]
         for size in sizes:
@@ -294,7 +299,7 @@ def parts(
                 shape,
                 min_rows,
                 max_rows,
-                num_shares,
+                num_blocks(shape),
                 arrivals=arrivals,
                 queue=queue,
                 shares=shares,

@@ -393,6 +393,23 @@ def test_parts_lie_behind_each_other_and_aligned():
     assert found[0].end == found[1].arrivals
 
 
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+@pytest.mark.parametrize("device", [H200, A100], ids=["H200", "A100"])
+@pytest.mark.parametrize("most", [1, 8, 100, 150, 192, 256, 700])
+def test_a_workspace_for_the_largest_steps_serves_all_smaller_ones(most, device, head_dim):
+    """Whichever kernel they have: with 128 chunks it is one that needs more room than with 192."""
+    max_tokens, heads = 1024, (8, 4, head_dim)
+    room = max(
+        parts(most, tokens, max_q_len, *heads, **device)[-1].end
+        for tokens, max_q_len in ((max_tokens, max_tokens), (most, 1))
+    )
+    for num_chunks in range(1, most + 1):
+        for num_tokens, max_q_len in ((num_chunks, 1), (max_tokens, max_tokens - num_chunks + 1)):
+            if num_tokens >= num_chunks:
+                found = parts(num_chunks, num_tokens, max_q_len, *heads, **device)
+                assert found[-1].end <= room
+
+
 @all_shapes
 def test_a_block_fits_ampere_and_hopper(shape):
     assert shape.shared_bytes <= 163 * 1024
