@@ -6,15 +6,12 @@ each layer then works the plan off. Both have fixed grids, so a CUDA graph may h
 replayed with other lengths. `rope_attend` takes a step of one token per chunk from the qkv
 projection on, `attend` any other, after `rope_write_kv`.
 
-On Hopper, chunks with many rows have a kernel of their own (attention_hopper.cu) where heads have
-64 or 128 values, and so have, anywhere, the rows of many sequences (attention_heads.cu); everything
-else goes to attention.cu.
+Which kernel takes which chunks of a step is said in attention_parts.py.
 """
 
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
 
 import torch
 from cuda.core import TensorMapDescriptor
@@ -22,6 +19,17 @@ from cuda.core._tensor_map import TensorMapL2Promotion, TensorMapSwizzle  # publ
 from cuda.core.utils import StridedMemoryView
 from torch import Tensor
 
+from inflight_kernels.attention_parts import (
+    HEAD_DIMS,
+    HOPPER_HEAD_DIMS,
+    HeadsShape,
+    HopperShape,
+    Part,
+    Shape,
+    heads_shape,
+    parts,
+    shapes,
+)
 from inflight_kernels.compile import Instantiation
 from inflight_kernels.launch import (
     Int64,
@@ -34,282 +42,14 @@ from inflight_kernels.launch import (
 )
 from inflight_kernels.rope import check_rotation, check_rows
 
-HEAD_DIMS = (64, 96, 128, 256)
-HOPPER_HEAD_DIMS = (64, 128)
-"""Those with a kernel for Hopper alone."""
 BLOCK_SIZES = (16, 32, 64)
 
 _STORAGE_TYPES = {torch.bfloat16: "__nv_bfloat16", torch.float16: "__half"}
 
 _PLAN_THREADS = 1024
 _NO_WINDOW = 1 << 30
-_NO_LIMIT = 2**31 - 1
-# Shared memory that the driver keeps of each block.
-_RESERVED_SHARED = 1024
-_ALIGNMENT = 256
 # See `prefers_rope_attend`.
 _MAX_ROPE_TOKENS = 2
-_ARRIVALS = 4  # per share
-_SHARE_BYTES = 64
-_ITEM_BYTES = 32
-_QUEUE_BYTES = 16
-
-
-@dataclass(frozen=True, slots=True)
-class Shape:
-    """How a block is laid over its work: as in attention_tile.cuh, which explains the fields."""
-
-    head_dim: int
-    warps_m: int
-    warps_n: int
-    fragments: int
-    keys: int
-    stages: int
-    max_blocks: int  # on a multiprocessor, by their registers
-
-    stem = "attention"
-    heads = 1  # KV heads of a unit
-
-    @property
-    def rows(self) -> int:
-        return self.warps_m * self.fragments * 16
-
-    @property
-    def threads(self) -> int:
-        return self.warps_m * self.warps_n * 32
-
-    @property
-    def shared_bytes(self) -> int:
-        row = (self.head_dim + 8) * 2
-        states = self.warps_n * self.rows * 8
-        in_registers = self.fragments == 1 and self.head_dim <= 128
-        queries = 0 if in_registers else self.rows * row
-        return queries + self.stages * 2 * self.keys * row + states
-
-    @property
-    def rotates(self) -> bool:
-        """Whether it has a `rope_attend`: a warp holds the queries, and the keys it has copied."""
-        return self.warps_m == self.fragments == 1 and self.head_dim <= 128
-
-    def type(self, storage: str) -> str:
-        return (
-            f"attention::Shape<{storage}, {self.head_dim}, {self.warps_m}, {self.warps_n}, "
-            f"{self.fragments}, {self.keys}, {self.stages}>"
-        )
-
-    def name(self, storage: str) -> str:
-        """The kernel's name expression."""
-        return f"attend<{self.type(storage)}>"
-
-    def rotating_name(self, storage: str, norms: bool) -> str:
-        """The same of `rope_attend`."""
-        return f"rope_attend<{self.type(storage)}, {'true' if norms else 'false'}>"
-
-
-# Tiles of each warp in shared memory: as many as let two blocks onto a multiprocessor.
-_HEADS_STAGES = {64: 6, 96: 4, 128: 3}
-
-
-@dataclass(frozen=True, slots=True)
-class HeadsShape:
-    """The same for attention_heads.cu: a warp for each of the KV heads of a unit."""
-
-    head_dim: int
-
-    stem = "attention_heads"
-    heads = 4
-    max_blocks = 2
-    rows = 8  # of each KV head
-    keys = 16
-    threads = 32 * heads
-
-    @property
-    def stages(self) -> int:
-        return _HEADS_STAGES[self.head_dim]
-
-    @property
-    def shared_bytes(self) -> int:
-        return self.heads * self.stages * 2 * self.keys * (self.head_dim + 8) * 2
-
-    def name(self, storage: str) -> str:
-        """The kernel's name expression."""
-        shape = f"{storage}, {self.head_dim}, {self.heads}, {self.stages}"
-        return f"attend_heads<attention::HeadsShape<{shape}>>"
-
-
-@dataclass(frozen=True, slots=True)
-class HopperShape:
-    """The same for attention_hopper.cu, where only the head dimension is free."""
-
-    head_dim: int
-
-    stem = "attention_hopper"
-    heads = 1
-    max_blocks = 1
-    rows = 128
-    keys = 128
-    threads = 384
-
-    @property
-    def shared_bytes(self) -> int:
-        """Queries of two units, three tiles of keys and two of values; aligned to 1024 bytes."""
-        return 7 * 128 * self.head_dim * 2 + 1024
-
-    def name(self, storage: str) -> str:
-        """The kernel's name expression."""
-        return f"attend<attention::HopperShape<{storage}, {self.head_dim}>>"
-
-
-def shapes(head_dim: int) -> tuple[Shape, Shape, Shape]:
-    """For few, some and many rows per chunk.
-
-    With 16 rows reading the cache is all the time there is: the warps share the keys of a tile out,
-    and as many tiles as fit are on their way. With more, each warp has rows of its own.
-    """
-    if head_dim == 256:
-        some = Shape(head_dim, 4, 1, 1, 32, 2, 2)
-        return Shape(head_dim, 1, 4, 1, 64, 2, 2), some, some
-    return (
-        Shape(head_dim, 1, 4, 1, 64, 3, 3),
-        Shape(head_dim, 4, 1, 1, 64, 2, 2),
-        Shape(head_dim, 4, 1, 2, 64, 2, 2),
-    )
-
-
-def heads_shape(num_kv_heads: int, group: int, head_dim: int) -> HeadsShape | None:
-    """For few rows of each of many sequences, where there is a kernel for such heads."""
-    if head_dim not in _HEADS_STAGES or num_kv_heads % HeadsShape.heads or group > HeadsShape.rows:
-        return None
-    return HeadsShape(head_dim)
-
-
-def _are_many(units: int, num_blocks: int) -> bool:
-    """Whether a `HeadsShape` is faster, measured on an H200 (benchmarks/notes.md): where blocks
-    have a unit each, or units are so many that few are cut."""
-    return 0.9 * num_blocks <= units <= num_blocks or units >= 1.5 * num_blocks
-
-
-AnyShape = Shape | HeadsShape | HopperShape
-
-
-@dataclass(frozen=True, slots=True)
-class Part:
-    """Chunks of a step that one launch takes, and where its plan is in the workspace.
-
-    Attributes:
-        shape: of its blocks.
-        min_rows, max_rows: takes chunks with more than min_rows, at most max_rows rows, where a
-            chunk of q_len tokens has q_len * H / G.
-        num_shares: blocks.
-        arrivals, queue, shares, first_item, items, slots: offsets in bytes.
-        end: of the part in the workspace.
-    """
-
-    shape: AnyShape
-    min_rows: int
-    max_rows: int
-    num_shares: int
-    arrivals: int
-    queue: int
-    shares: int
-    first_item: int
-    items: int
-    slots: int
-    end: int
-
-
-@functools.lru_cache(maxsize=4096)
-def parts(
-    num_chunks: int,
-    num_tokens: int,
-    max_q_len: int,
-    num_kv_heads: int,
-    group: int,
-    head_dim: int,
-    num_multiprocessors: int,
-    shared_bytes: int,
-    hopper: bool,
-    batch_invariant: bool = False,
-) -> tuple[Part, ...]:
-    """How to split a step: a pure function of what the host knows of it.
-
-    Args:
-        num_chunks: n.
-        num_tokens: T.
-        max_q_len: no chunk has more tokens.
-        num_kv_heads: G.
-        group: H / G.
-        head_dim: D.
-        num_multiprocessors: of the device.
-        shared_bytes: shared memory of a multiprocessor.
-        hopper: whether the device has sm_90a.
-        batch_invariant: see `plan`.
-    """
-    few_anywhere, some, many_anywhere = shapes(head_dim)
-    few: AnyShape = few_anywhere
-    many: AnyShape = many_anywhere
-    if hopper and head_dim in HOPPER_HEAD_DIMS:
-        many = HopperShape(head_dim)
-    rows = max_q_len * group
-
-    def num_blocks(shape: AnyShape) -> int:
-        fit = shared_bytes // (shape.shared_bytes + _RESERVED_SHARED)
-        return num_multiprocessors * max(1, min(fit, shape.max_blocks))
-
-    heads = heads_shape(num_kv_heads, group, head_dim)
-    for_few: tuple[AnyShape, ...] = (few,) if heads is None else (few, heads)
-    if heads is not None and not heads.rows < rows <= few.rows:
-        units = num_chunks * num_kv_heads // heads.heads
-        if _are_many(units, num_blocks(heads)):
-            few = heads
-    chosen: list[tuple[AnyShape, int, int]]
-    if batch_invariant:  # one kernel for all
-        chosen = [(some, 0, _NO_LIMIT)]
-    elif rows <= few.rows:
-        chosen = [(few, 0, _NO_LIMIT)]
-    elif rows <= some.rows:
-        chosen = [(some, 0, _NO_LIMIT)]
-    elif num_chunks == 1:
-        chosen = [(many, 0, _NO_LIMIT)]
-    else:
-        chosen = [(few, 0, few.rows), (many, few.rows, _NO_LIMIT)]
-    found = []
-    end = 0
-    for shape, min_rows, max_rows in chosen:
-        # Which kernel few rows have depends on the number of chunks. There is room for any, so that
-        # fewer chunks never need more.
-        any_of = for_few if shape in for_few else (shape,)
-        most_shares = max(num_blocks(one) for one in any_of)
-        num_items = num_chunks + num_tokens * group // min(one.rows for one in any_of)
-        slot_rows = max(2 * num_blocks(one) * one.heads * one.rows for one in any_of)
-        sizes = (
-            _ARRIVALS * most_shares * 4,
-            _QUEUE_BYTES,
-            most_shares * _SHARE_BYTES,
-            (num_chunks + 1) * 4,
-            num_items * _ITEM_BYTES,
-            slot_rows * (head_dim + 2) * 4,
-        )
-        places = [end]
-        for size in sizes:
-            places.append(places[-1] + -(-size // _ALIGNMENT) * _ALIGNMENT)
-        arrivals, queue, shares, first_item, items, slots, end = places
-        found.append(
-            Part(
-                shape,
-                min_rows,
-                max_rows,
-                num_blocks(shape),
-                arrivals=arrivals,
-                queue=queue,
-                shares=shares,
-                first_item=first_item,
-                items=items,
-                slots=slots,
-                end=end,
-            )
-        )
-    return tuple(found)
 
 
 @functools.cache

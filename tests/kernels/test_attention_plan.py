@@ -13,13 +13,13 @@ import itertools
 import numpy as np
 import pytest
 
-from inflight_kernels.attention import (
+from inflight_kernels.attention import instantiations
+from inflight_kernels.attention_parts import (
     HEAD_DIMS,
     HOPPER_HEAD_DIMS,
     HeadsShape,
     HopperShape,
     Shape,
-    instantiations,
     parts,
     shapes,
 )

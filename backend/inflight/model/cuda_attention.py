@@ -185,9 +185,8 @@ class AttentionPass:
         self.settled = True
 
     def write(self, qkv: Tensor, k_cache: Tensor, v_cache: Tensor) -> None:
-        """Launch of a layer only what later passes need: its keys and values into the cache."""
+        """Launch of the last layer only what later passes need: keys and values into the cache."""
         self._rotate(qkv, k_cache, v_cache)
-        self.settled = True
 
     def _rotate(self, qkv: Tensor, k_cache: Tensor, v_cache: Tensor) -> Tensor:
         """Rotate q and k, put k and v into the cache -> q [T, H, D], in its place."""

@@ -11,13 +11,13 @@ from torch import Tensor
 
 from inflight_kernels import gemm, reference
 from inflight_kernels.attention import (
-    HEAD_DIMS,
     attend,
     plan,
     rope_attend,
     rotates,
     workspace_size,
 )
+from inflight_kernels.attention_parts import HEAD_DIMS
 from inflight_kernels.rope import rope_write_kv
 
 pytestmark = pytest.mark.gpu
