@@ -320,7 +320,8 @@ def _draw_wide(
 
 
 def _nucleus(weights: Tensor, top_p: float) -> Tensor:
-    """[V] bool: the fewest largest of weights [V] that have top_p of the mass together.
+    """[V] bool: the fewest largest of weights [V] that have top_p of the mass together; of equal
+    ones, the first.
 
     Bits of floats that are not negative sort as integers do, so their upper half is a histogram's
     bin. All bins above the one in which the mass is reached are in, and only that one is sorted.
