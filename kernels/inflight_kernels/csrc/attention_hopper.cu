@@ -596,11 +596,11 @@ __device__ __forceinline__ void multiply_units(const Arguments<typename S::Eleme
                 else
                     leave_rows<S>(args, unit, state.sums, before_max, before_total, slots,
                                   shared.totals[at.index], arrivals, shared.is_last, group);
+                // Every thread for itself, as racecheck does not know that a warp's barrier orders
+                // what the others read from the staged rows.
+                hopper::arrive(used.of(shared.queries_free));
                 __syncwarp();
-                if (speaks) {
-                    hopper::arrive(at.of(shared.unit_free));
-                    hopper::arrive(used.of(shared.queries_free));
-                }
+                if (speaks) hopper::arrive(at.of(shared.unit_free));
                 at.advance();
                 used.advance();
             }
@@ -679,7 +679,7 @@ __global__ void __launch_bounds__(S::THREADS, 1)
         init(shared.unit_known, S::UNITS, 1);
         init(shared.unit_free, S::UNITS, READERS);
         init(shared.queries_here, S::QUERY_STAGES, 1);
-        init(shared.queries_free, S::QUERY_STAGES, READERS);
+        init(shared.queries_free, S::QUERY_STAGES, 32 * READERS);
         init(shared.keys_here, S::KEY_STAGES, 1);
         init(shared.keys_free, S::KEY_STAGES, READERS);
         init(shared.values_here, S::VALUE_STAGES, 1);
