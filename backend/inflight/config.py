@@ -113,7 +113,8 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
             gpu_memory leaves. num_blocks overrides it.
         num_blocks: KV blocks in the pool; None to derive them from kv_cache_bytes.
         gpu_memory: share of a GPU's memory that is used, by whoever.
-        cuda_graphs: record decode steps when starting; without, each costs its kernels' launches.
+        cuda_graphs: record steps when starting, of decoding and of short prompts; without, each
+            costs its kernels' launches.
         batch_invariant: compute a request's tokens to the same bits whatever else is in the batch;
             slower.
         random_weights: draw the weights instead of reading them: for benchmarks. The model's

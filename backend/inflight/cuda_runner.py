@@ -2,8 +2,8 @@
 
 A step is put into the stream whole - its diffs, its forward pass, its choices - and the host goes
 on to plan the next one. Steps in which each sequence computes its next token, or a few more that
-are drafted, replay a CUDA graph; those with a chunk of a prompt are launched kernel by kernel,
-which takes less time than they do.
+are drafted, replay a CUDA graph, and so do those with short prompts; those with more tokens are
+launched kernel by kernel, which takes less time than they do.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ from inflight.row_masks import RowMasks
 from inflight.sequence import Sequence
 from inflight.shaping import BANNED
 from inflight.speculation import StepCosts
+from inflight.step_size import StepSize, recorded_sizes, row_counts, verification_sizes
 from inflight_kernels import batch_state, cache, sampling
 from inflight_kernels.compile import CompileError
 from inflight_kernels.launch import compile_ahead
@@ -46,13 +47,6 @@ _DTYPE = torch.bfloat16
 # What a status of the sampler means to whoever sent the request.
 _FAULTS = {sampling.NOT_FINITE: NOT_FINITE, sampling.NOTHING_LEFT: NOTHING_LEFT}
 
-# Rows of the recorded steps. Between two of them the difference is computed for nothing, which
-# costs most where there are few rows; many rows pay by the tile of 64.
-_FEW_ROWS = (1, 2, 4)
-_ROW_STEP = 8
-_MANY_ROWS = 256
-_MANY_ROW_STEP = 64
-
 # Tokens per chunk: attention has kernels for few, some and many rows.
 _WARM_UP_LENGTHS = (1, 2, 8, 64)
 
@@ -62,14 +56,6 @@ _TIMINGS = 3
 
 # Sequences up to which a drafting is recorded: with more, few drafts pay.
 _MOST_DRAFTING = 64
-
-
-def graph_sizes(max_num_seqs: int) -> list[int]:
-    """Rows of the steps to record: ascending, the last one takes every decode step."""
-    sizes = [size for size in _FEW_ROWS if size < max_num_seqs]
-    sizes += range(_ROW_STEP, min(max_num_seqs, _MANY_ROWS), _ROW_STEP)
-    sizes += range(_MANY_ROWS, max_num_seqs, _MANY_ROW_STEP)
-    return [*sizes, max_num_seqs]
 
 
 def kernels_of(
@@ -187,10 +173,10 @@ class CudaRunner:
                 progress("kernels", 0.0)
                 self._warm_up(config)
                 self._done("kernels")
-                self._graphs: dict[int, dict[int, _Graph]] = {}
+                self._graphs: dict[StepSize, _Graph] = {}
                 pool = torch.cuda.graph_pool_handle() if config.cuda_graphs else None
                 if pool is not None:
-                    self._record(config.max_num_seqs, pool, progress)
+                    self._record(config, pool, progress)
                 self._done("graphs")
                 self._warm_up_choice(config, pool)
                 self._done("choice")
@@ -211,15 +197,17 @@ class CudaRunner:
         )
 
     def launch(self, batch: Batch) -> _Step:
-        graph, size = self._graph(batch)
+        size = StepSize.of(batch)
+        room = next((room for room in self._graphs if room.holds(size)), None)
+        graph = None if room is None else self._graphs[room]
         drafts = self._host_drafts(batch)
         masks = RowMasks(batch, drafts)
         with torch.inference_mode(), torch.cuda.stream(self._stream):
-            sent = self._batch.send(batch, size, *self._caches, drafts=drafts)
+            sent = self._batch.send(batch, size, *self._caches, room=room, drafts=drafts)
             if graph is not None:
                 graph.step.replay()
             else:
-                self._forward(sent.num_tokens, sent.num_chunks, sent.num_rows, sent.max_q_len)
+                self._forward(size)
             if Needs.MASKS in sent.needs:
                 self._batch.send_masks(batch, masks)  # the device computes meanwhile
             self._choose(sent)
@@ -229,9 +217,9 @@ class CudaRunner:
                 if graph is not None and graph.follow is not None:
                     graph.follow.replay()
                 elif self.drafter.follows:
-                    self.drafter.follow(sent.num_tokens, sent.num_chunks, sent.max_q_len)
+                    self._follow(size)
                 if sent.num_drafts:
-                    self.drafter.draft(self._batch, sent.num_chunks, sent.num_drafts)
+                    self.drafter.draft(self._batch, size.num_chunks, sent.num_drafts)
         return _Step(self._batch, self._likeliest, masks, batch, sent, ended)
 
     def forget(self, sequence: Sequence) -> None:
@@ -291,32 +279,30 @@ class CudaRunner:
             self.drafter.allocate(self._cache, num_blocks)
             self._caches += [cache.data for cache in self.drafter.caches]
 
-    def _graph(self, batch: Batch) -> tuple[_Graph | None, int]:
-        """The graph that takes a batch, and its size; None and 0 if none does."""
-        num_drafts = num_tokens = 0
-        for chunk in batch.chunks:
-            if chunk.length != 1 + chunk.num_drafts:
-                return None, 0
-            num_drafts = max(num_drafts, chunk.num_drafts)
-            num_tokens += chunk.length
-        graphs = self._graphs.get(self._max_drafts if num_drafts else 0, {})
-        for size, graph in graphs.items():
-            if size >= num_tokens:
-                return graph, size
-        return None, 0
-
-    def _forward(self, num_tokens: int, num_chunks: int, num_rows: int, max_q_len: int) -> None:
+    def _forward(self, size: StepSize) -> None:
         """Launch a step's kernels up to the logits of each row."""
-        step, state = self._batch.step, self._batch.state
-        batch_state.begin_step(step, state, num_chunks, self.block_size)
-        self._model.forward(self._rows, num_tokens, num_chunks, num_rows, max_q_len, self._cache)
+        tokens, chunks, rows, max_q_len = (
+            size.num_tokens,
+            size.num_chunks,
+            size.num_rows,
+            size.max_q_len,
+        )
+        batch_state.begin_step(
+            self._batch.step, self._batch.state, chunks, self.block_size, tokens, rows
+        )
+        self._model.forward(self._rows, tokens, chunks, rows, max_q_len, self._cache)
         if self.drafter is not None:
-            self.drafter.forward(num_tokens, num_chunks, max_q_len)
+            self.drafter.forward(tokens, chunks, max_q_len)
+
+    def _follow(self, size: StepSize) -> None:
+        """Launch what a drafter does when a step has chosen its tokens."""
+        assert self.drafter is not None
+        self.drafter.follow(size.num_tokens, size.num_chunks, size.max_q_len)
 
     def _choose(self, sent: Sent) -> None:
         """Launch the choice of tokens; what no row asks for is left out, so no graph holds it."""
-        batch, num_rows, needs = self._batch, sent.num_rows, sent.needs
-        step, state, logits = batch.step, batch.state, self._model.logits[: sent.num_rows]
+        batch, num_rows, needs = self._batch, sent.size.num_rows, sent.needs
+        step, state, logits = batch.step, batch.state, self._model.logits[:num_rows]
         penalties, masks = Needs.PENALTIES in needs, Needs.MASKS in needs
         sampling.sample(
             logits,
@@ -345,7 +331,7 @@ class CudaRunner:
                 banned = torch.full((), BANNED, dtype=logits.dtype, device=self._device)
                 logits.index_put_(sent.bans, banned)  # the sampler has had them as they came
             self._likeliest.launch(logits, step, state, sent.ring_index)
-        batch_state.end_step(step, state, sent.num_chunks, pdl=True)
+        batch_state.end_step(step, state, sent.size.num_chunks, pdl=True)
         if penalties:
             slots, chosen = state.count_slots[:num_rows], state.chosen[:num_rows]
             sampling.note_output(slots, chosen, batch.counts, pdl=True)
@@ -367,9 +353,10 @@ class CudaRunner:
         for chunks in self._warm_up_counts(config):
             for q_len in (*_WARM_UP_LENGTHS, limit // chunks):
                 if 0 < chunks * q_len <= limit:
-                    self._forward(chunks * q_len, chunks, chunks, q_len)
+                    size = StepSize(chunks * q_len, chunks, chunks, q_len)
+                    self._forward(size)
                     if self.drafter is not None:
-                        self.drafter.follow(chunks * q_len, chunks, q_len)
+                        self._follow(size)
         torch.cuda.synchronize(self._device)
 
     def _warm_up_choice(self, config: EngineConfig, pool: Any) -> None:
@@ -381,15 +368,14 @@ class CudaRunner:
             pool: of the graphs; None where none are recorded.
         """
         self._empty_step()
-        row_start = [0, 1]
         every = Needs(sum(need.value for need in Needs))
-        self._choose(Sent(1, 1, 1, row_start, 0, every, 0, None, None, None))
+        self._choose(Sent(StepSize(1, 1, 1, 1), [0, 1], 0, every, 0, None, None, None))
         if self.drafter is not None:
             for chunks in self._warm_up_counts(config):
                 self.drafter.draft(self._batch, chunks, self._max_drafts)
             if pool is not None:
                 most = min(config.max_num_seqs, _MOST_DRAFTING)
-                self.drafter.record(graph_sizes(most), pool)
+                self.drafter.record(row_counts(most), pool)
         torch.cuda.synchronize(self._device)
 
     def _warm_up_counts(self, config: EngineConfig) -> list[int]:
@@ -402,44 +388,47 @@ class CudaRunner:
         self._batch.step.buffer.zero_()
         self._batch.state.slot_mapping.fill_(-1)
 
-    def _record(self, max_num_seqs: int, pool: Any, progress: Callable[[str, float], None]) -> None:
-        """Record the steps of one token for each sequence, and those with drafts, for each size.
+    def _record(
+        self, config: EngineConfig, pool: Any, progress: Callable[[str, float], None]
+    ) -> None:
+        """Record a step of each size that is worth it, the largest first.
 
         Graphs share one pool of memory: only one of them runs at a time.
         """
-        wanted = [(0, size) for size in reversed(graph_sizes(max_num_seqs))]
-        if self._max_drafts:
-            sizes = [size for size in graph_sizes(self._max_rows) if size > 1]
-            wanted += [(self._max_drafts, size) for size in reversed(sizes)]
-        drafter = self.drafter
-        for count, (num_drafts, size) in enumerate(wanted, 1):
-            step = (size, size, size, 1 + num_drafts)
-            self._forward(*step)  # what is not compiled or loaded yet cannot be recorded
+        most_tokens = min(config.max_batch_tokens, self.num_blocks * self.block_size)
+        sizes = recorded_sizes(
+            config.max_num_seqs,
+            self._max_rows,
+            self._max_drafts,
+            most_tokens,
+            self._model.config.layer_weights,
+        )
+        found: dict[StepSize, _Graph] = {}
+        for count, size in enumerate(sorted(sizes, key=lambda size: -size.num_tokens), 1):
+            self._forward(size)  # what is not compiled or loaded yet cannot be recorded
             torch.cuda.synchronize(self._device)
-            graph = _Graph(captured(pool, self._forward, *step))
-            if drafter is not None and drafter.follows:
-                drafter.follow(size, size, 1 + num_drafts)
+            graph = found[size] = _Graph(captured(pool, self._forward, size))
+            if self.drafter is not None and self.drafter.follows:
+                self._follow(size)
                 torch.cuda.synchronize(self._device)
-                graph.follow = captured(pool, drafter.follow, size, size, 1 + num_drafts)
-            self._graphs.setdefault(num_drafts, {})[size] = graph
-            progress("graphs", count / len(wanted))
-        for num_drafts, graphs in self._graphs.items():
-            self._graphs[num_drafts] = dict(sorted(graphs.items()))
+                graph.follow = captured(pool, self._follow, size)
+            progress("graphs", count / len(sizes))
+        self._graphs = {size: found[size] for size in sizes}
 
     def _measure_costs(self) -> StepCosts:
         """Time a step of each size with drafts, on nobody's tokens."""
         drafter = self.drafter
         assert drafter is not None
         self._empty_step()
-        sizes = list(self._graphs.get(self._max_drafts, {})) or graph_sizes(self._max_rows)
+        sizes = verification_sizes(self._max_rows, self._max_drafts)
         seconds = []
         for size in sizes:
-            graph = self._graphs.get(self._max_drafts, {}).get(size)
+            graph = self._graphs.get(size)
 
-            def step(graph: _Graph | None = graph, size: int = size) -> None:
+            def step(graph: _Graph | None = graph, size: StepSize = size) -> None:
                 if graph is None:
-                    self._forward(size, size, size, 1 + self._max_drafts)
-                    drafter.follow(size, size, 1 + self._max_drafts)
+                    self._forward(size)
+                    self._follow(size)
                 else:
                     graph.step.replay()
                     if graph.follow is not None:
@@ -448,7 +437,8 @@ class CudaRunner:
             seconds.append(self._seconds(step))
         most = self._max_drafts
         drafting = self._seconds(lambda: drafter.draft(self._batch, 1, most)) / most
-        return StepCosts((1, *sizes), (seconds[0], *seconds), drafting)
+        counts = [size.num_rows for size in sizes]
+        return StepCosts((1, *counts), (seconds[0], *seconds), drafting)
 
     def _seconds(self, call: Callable[[], None]) -> float:
         """Of a call's work on the device: the shortest of a few."""

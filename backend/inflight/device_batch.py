@@ -22,6 +22,7 @@ from inflight.batch import Batch, Chunk
 from inflight.row_masks import RowMasks
 from inflight.sequence import Sequence
 from inflight.shaping import Adjustment
+from inflight.step_size import StepSize
 from inflight_kernels import batch_state, cache, sampling
 from inflight_kernels.batch_state import FROM_DEVICE, BatchState, Step, StepLayout
 
@@ -88,7 +89,7 @@ class Sent:
     """A step that is on its way to the device.
 
     Attributes:
-        num_chunks, num_tokens, max_q_len: of the step.
+        size: of the step.
         row_start: [num_chunks + 1] chunk i has rows of logits row_start[i]:row_start[i + 1]; of
             these the first num_scores are those of its scores.
         num_drafts: that any of its sequences is to have in its next step.
@@ -101,9 +102,7 @@ class Sent:
             are no candidates either. None if there are none.
     """
 
-    num_chunks: int
-    num_tokens: int
-    max_q_len: int
+    size: StepSize
     row_start: list[int]
     ring_index: int
     needs: Needs
@@ -111,11 +110,6 @@ class Sent:
     bias_ids: Tensor | None
     biases: Tensor | None
     bans: tuple[Tensor, Tensor] | None
-
-    @property
-    def num_rows(self) -> int:
-        """Of logits."""
-        return self.row_start[-1]
 
 
 class Chosen(NamedTuple):
@@ -188,24 +182,26 @@ class DeviceBatch:
     def send(
         self,
         batch: Batch,
-        size: int,
+        size: StepSize,
         *kv_caches: Tensor,
+        room: StepSize | None = None,
         drafts: Sequence_[list[int]] | None = None,
     ) -> Sent:
         """Bring a batch to the device, on the current stream: its copies, its diffs, its arrays.
 
         Args:
             batch: at least one chunk.
-            size: of the CUDA graph that it goes to, whose tokens, rows and chunks it fills up; 0
-                for none.
+            size: of the batch.
             kv_caches: [..., num_blocks, block_size, G, D] each.
+            room: of the CUDA graph that it goes to; None for none.
             drafts: of each chunk, num_drafts tokens; none where the device has them. None if it has
                 them all.
         """
         self._ring_index = (self._ring_index + 1) % RING
         host = self._host[self._ring_index]
         changes = _Changes()
-        end, row_start = self._write_step(batch, size, host, changes, drafts)
+        num_chunks = size.num_chunks if room is None else room.num_chunks
+        end, row_start = self._write_step(batch, num_chunks, host, changes, drafts)
         views: list[Tensor] = []
         for values in changes.arrays():
             view = slice(end, end + len(values))
@@ -228,11 +224,8 @@ class DeviceBatch:
             sources, targets = torch.tensor(pairs, device=self._device).t().contiguous()
             for kv_cache in kv_caches:
                 cache.copy_blocks(kv_cache, sources, targets)
-        lengths = [chunk.length for chunk in batch.chunks]
         return Sent(
-            len(lengths),
-            sum(lengths),
-            max(lengths),
+            size,
             row_start,
             self._ring_index,
             changes.needs,
@@ -273,7 +266,7 @@ class DeviceBatch:
     def results(self, batch: Batch, sent: Sent) -> list[Chosen]:
         """What each chunk of a step that has ended chose."""
         tokens, logprobs, statuses, counts = self._results[sent.ring_index]
-        num_rows, num_chunks = sent.num_rows, sent.num_chunks
+        num_rows, num_chunks = sent.size.num_rows, sent.size.num_chunks
         all_tokens = tokens[:num_rows].tolist()
         all_logprobs = logprobs[:num_rows].view(np.float32).tolist()
         all_statuses = statuses[:num_rows].tolist()
@@ -289,12 +282,16 @@ class DeviceBatch:
     def _write_step(
         self,
         batch: Batch,
-        size: int,
+        num_chunks: int,
         host: _Ints,
         changes: _Changes,
         drafts: Sequence_[list[int]] | None,
     ) -> tuple[int, list[int]]:
-        """Write a step's arrays. Returns where in `host` its tokens end, and row_start."""
+        """Write a step's arrays, as if it had so many chunks.
+
+        Returns:
+            Where in `host` its tokens end, and row_start.
+        """
         slots: list[int] = []
         sample_slots: list[int] = []
         starts: list[int] = []
@@ -361,10 +358,10 @@ class DeviceBatch:
             "slots": slots,
             "sample_slots": sample_slots,
             "starts": starts,
-            "query_start": [0, *accumulate(lengths)] + [num_tokens] * (size - len(slots)),
+            "query_start": [0, *accumulate(lengths)] + [num_tokens] * (num_chunks - len(slots)),
             "row_start": row_start,
             "given": [-1] * num_rows,
-            "bias_starts": bias_starts + bias_starts[-1:] * (size - num_rows),
+            "bias_starts": bias_starts,
             "tokens": tokens,
         }
         if scored:

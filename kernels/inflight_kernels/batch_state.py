@@ -219,16 +219,25 @@ def write_wishes(slots: Tensor, news: Tensor, wishes: Tensor, *, pdl: bool = Fal
 
 
 def begin_step(
-    step: Step, state: BatchState, num_blocks: int, block_size: int, *, pdl: bool = False
+    step: Step,
+    state: BatchState,
+    num_chunks: int,
+    block_size: int,
+    num_tokens: int = 0,
+    num_rows: int = 0,
+    *,
+    pdl: bool = False,
 ) -> None:
     """Spread a step out: ids, positions and slots of its tokens, tables of its chunks, its rows.
 
     Args:
         step: what the host sent.
         state: read: what is kept of the sequences; written: the attributes of the step.
-        num_blocks: of threads: n, or more where a CUDA graph is filled up; then each token of the
-            step has a row, and tokens, rows and chunks from its own up to here become nobody's.
+        num_chunks: n, or more where a CUDA graph is filled up: those that are not the step's become
+            nobody's.
         block_size: tokens per KV block, a power of two.
+        num_tokens, num_rows: up to here tokens and rows that are not the step's become nobody's, at
+            least as many tokens as rows; 0 where nothing is filled up.
         pdl: see `Kernel`.
 
     Raises:
@@ -236,10 +245,10 @@ def begin_step(
     """
     if block_size & (block_size - 1) or block_size < 1:
         raise ValueError(f"block_size is {block_size}; a power of two is needed")
-    if not num_blocks:
+    if not num_chunks:
         return
     kernel("batch_state", "begin_step")(
-        num_blocks,
+        num_chunks,
         _THREADS,
         step.header,
         step.slots,
@@ -256,6 +265,8 @@ def begin_step(
         state.drafts,
         state.drafts.shape[1],
         state.wishes,
+        num_tokens,
+        num_rows,
         state.token_ids,
         state.positions,
         state.slot_mapping,

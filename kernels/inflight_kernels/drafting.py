@@ -220,7 +220,13 @@ def advance_drafting(
 
 
 def next_tokens(
-    step: Step, state: BatchState, token_ids: Tensor, num_blocks: int, *, pdl: bool = False
+    step: Step,
+    state: BatchState,
+    token_ids: Tensor,
+    num_chunks: int,
+    num_tokens: int = 0,
+    *,
+    pdl: bool = False,
 ) -> None:
     """The token after each token of a step, as far as it is known; any other where it is not.
 
@@ -228,15 +234,15 @@ def next_tokens(
         step: that has ended.
         state: after `end_step`, with a history.
         token_ids: [T] int64, written.
-        num_blocks: of threads, as in `begin_step`.
+        num_chunks, num_tokens: as in `begin_step`.
         pdl: see `Kernel`.
     """
     history = state.history
     assert history is not None
     check("token_ids", token_ids, tuple(token_ids.shape), torch.int64, vectors=False)
-    if num_blocks:
+    if num_chunks:
         kernel("drafting", "next_tokens")(
-            num_blocks,
+            num_chunks,
             _PASS_THREADS,
             step.header,
             step.slots,
@@ -244,6 +250,7 @@ def next_tokens(
             state.positions,
             history,
             history.shape[1],
+            num_tokens,
             token_ids,
             pdl=pdl,
         )

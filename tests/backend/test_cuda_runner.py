@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+import host_kernels
 import recorded_launches
 import tiny
 from inflight import cuda_runner
@@ -17,20 +18,13 @@ from inflight import runner as runners
 from inflight.batch import Batch
 from inflight.checkpoint import Checkpoint, locate
 from inflight.config import EngineConfig, SpeculationConfig
-from inflight.cuda_runner import CudaRunner, graph_sizes
+from inflight.cuda_runner import CudaRunner
 from inflight.errors import ConfigError
 from inflight.model.config import read_config
+from inflight.request import Request
 from inflight.sampling import SamplingParams
-
-
-@pytest.mark.parametrize("most", [1, 2, 3, 7, 8, 9, 24, 100, 256, 300, 1024])
-def test_each_decode_step_has_a_graph_that_is_little_larger(most: int) -> None:
-    sizes = graph_sizes(most)
-    assert sizes == sorted(set(sizes))
-    assert sizes[-1] == most
-    for rows in range(1, most + 1):
-        size = next(size for size in sizes if size >= rows)
-        assert size - rows < (8 if size <= 256 else 64)
+from inflight.sequence import Sequence
+from inflight.step_size import StepSize
 
 
 def test_without_a_gpu_the_error_says_so(
@@ -40,6 +34,59 @@ def test_without_a_gpu_the_error_says_so(
     config = EngineConfig(model=".", device="cuda")
     with pytest.raises(ConfigError, match="no CUDA device"):
         CudaRunner(config, tiny_llama, read_config(tiny_llama), lambda what, fraction: None)
+
+
+# ---------------------------------------------------------------- what is recorded
+
+
+@pytest.mark.parametrize("cuda_graphs", [True, False])
+def test_steps_with_short_prompts_are_replayed(
+    tmp_path: Path, cuda_graphs: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    host_kernels.install(monkeypatch)
+    checkpoint = tiny.write_llama(tmp_path, head_dim=64)
+    replayed: list[StepSize] = []
+
+    class Counted(host_kernels.Recorded):
+        def __init__(self, pool: object, launch: Any, size: StepSize) -> None:
+            def counting() -> None:
+                replayed.append(size)
+                launch(size)
+
+            super().__init__(pool, counting)
+
+    monkeypatch.setattr(cuda_runner, "captured", Counted)
+    settings = {"max_num_seqs": 8, "max_batch_tokens": 1024, "num_blocks": 80}
+    config = EngineConfig(
+        model=str(checkpoint.path), device="cuda", cuda_graphs=cuda_graphs, **settings
+    )
+    shape = read_config(checkpoint)
+    runner = CudaRunner(config, checkpoint, shape, lambda what, fraction: None)
+    generator = random.Random(0)
+    prompts = [generator.choices(range(3, 90), k=k) for k in (40, 70, 200, 200, 200)]
+    greedy = SamplingParams(temperature=0.0)
+
+    def make_sequence(index: int) -> Sequence:
+        sequence = Sequence(Request(index, prompts[index], greedy), 1 << 20)
+        sequence.blocks = list(range(16 * index, 16 * index + 16))
+        return sequence
+
+    sequences = [make_sequence(index) for index in range(len(prompts))]
+    first, second, *long = sequences
+    tiny.step(runner, [tiny.next_chunk(first)])
+    tiny.step(runner, [tiny.next_chunk(first), tiny.next_chunk(second)])
+    tiny.step(runner, [tiny.next_chunk(sequence) for sequence in (first, second, *long)])
+    tiny.step(runner, [tiny.next_chunk(sequence) for sequence in sequences])
+    expected = [StepSize(64, 1, 1, 64), StepSize(96, 8, 8, 96), StepSize(8, 8, 8, 1)]
+    assert replayed == (expected if cuda_graphs else [])
+    on_cpu = runners.build(
+        EngineConfig(model=str(checkpoint.path), num_blocks=80, num_threads=1),
+        checkpoint,
+        lambda what, fraction: None,
+    )[0]
+    for index, sequence in enumerate(sequences):
+        output = sequence.token_ids[len(prompts[index]) :]
+        assert tiny.generate(on_cpu, [make_sequence(index)], len(output)) == [output]
 
 
 # ---------------------------------------------------------------- what is compiled ahead

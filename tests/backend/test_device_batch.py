@@ -24,6 +24,7 @@ from inflight.request import Request
 from inflight.sampling import SamplingParams
 from inflight.sequence import Sequence
 from inflight.speculation import StepCosts
+from inflight.step_size import StepSize
 from inflight_kernels import sampling
 from inflight_kernels.batch_state import FROM_DEVICE
 
@@ -84,14 +85,16 @@ class CheckingRunner:
 
     def launch(self, batch: Batch) -> Step:
         step, state = self.device.step, self.device.state
-        num_tokens = batch.num_tokens
-        size = min(num_tokens + 2, len(step.slots))
-        sent = self.device.send(batch, size, self.cache)
-        assert [sent.num_chunks, sent.num_tokens, sent.num_rows] == step.header[[0, 2, 3]].tolist()
+        size = StepSize.of(batch)
+        num_chunks, num_tokens = size.num_chunks, size.num_tokens
+        room = StepSize(num_tokens + 9, min(num_chunks + 2, len(step.slots)), size.num_rows + 1, 64)
+        sent = self.device.send(batch, size, self.cache, room=room)
+        assert sent.size == size
+        assert [num_chunks, num_tokens, size.num_rows] == step.header[[0, 2, 3]].tolist()
+        assert size.num_rows == sent.row_start[-1]
         query_start = step.query_start.tolist()
-        assert query_start[sent.num_chunks : size + 1] == [num_tokens] * (
-            size + 1 - sent.num_chunks
-        )
+        spare = range(num_chunks, room.num_chunks + 1)
+        assert all(query_start[chunk] == num_tokens for chunk in spare)
         for i, chunk in enumerate(batch.chunks):
             rows = range(*step.row_start[i : i + 2].tolist())
             if chunk.num_scores:
@@ -267,13 +270,13 @@ def test_tokens_that_may_not_be_chosen_are_listed_by_row() -> None:
     for request in requests(3, min_tokens=1):
         engine.submit(request)
     batch = engine.scheduler.schedule()
-    sent = device.send(batch, len(batch.chunks), engine.runner.cache)  # type: ignore[attr-defined]
+    sent = device.send(batch, StepSize.of(batch), engine.runner.cache)  # type: ignore[attr-defined]
     assert sent.bias_ids is not None and sent.biases is not None
     assert device.step.bias_starts[:4].tolist() == [0, 2, 4, 6]
     assert [set(pair) for pair in sent.bias_ids.view(3, 2).tolist()] == [{7, 11}] * 3
     assert sent.biases.tolist() == [-math.inf] * 6
     later = engine.scheduler.schedule()
-    assert device.send(later, len(later.chunks), engine.runner.cache).bias_ids is None  # type: ignore[attr-defined]
+    assert device.send(later, StepSize.of(later), engine.runner.cache).bias_ids is None  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("room", [0, 7, 40])
@@ -294,7 +297,7 @@ def test_any_number_of_tokens_may_be_banned() -> None:
     for request in requests(2, min_tokens=1):
         engine.submit(request)
     batch = engine.scheduler.schedule()
-    sent = device.send(batch, len(batch.chunks), engine.runner.cache)  # type: ignore[attr-defined]
+    sent = device.send(batch, StepSize.of(batch), engine.runner.cache)  # type: ignore[attr-defined]
     assert sent.bias_ids is not None
     assert set(sent.bias_ids.tolist()) == engine.eos_token_ids
 
@@ -325,7 +328,7 @@ def test_a_step_says_what_its_choices_need(
     engine.submit(request)
     batch = engine.scheduler.schedule()
     device = engine.runner.device  # type: ignore[attr-defined]
-    sent = device.send(batch, 1, engine.runner.cache)  # type: ignore[attr-defined]
+    sent = device.send(batch, StepSize.of(batch), engine.runner.cache)  # type: ignore[attr-defined]
     assert sent.needs == needs
     assert noted == (list(request.prompt_ids) if needs & Needs.PENALTIES else [])
     slot = int(device.step.slots[0])
@@ -348,7 +351,7 @@ def test_drafts_that_the_host_knows_are_sent_with_what_may_follow_each() -> None
     assert chunk.num_drafts == 3
     chosen = chunk.sequence.token_ids[-1]
     device = engine.runner.device  # type: ignore[attr-defined]
-    sent = device.send(batch, 4, engine.runner.cache, drafts=[[1, 3, 2]])  # type: ignore[attr-defined]
+    sent = device.send(batch, StepSize.of(batch), engine.runner.cache, drafts=[[1, 3, 2]])  # type: ignore[attr-defined]
     assert device.step.tokens[:4].tolist() == [chosen, 1, 3, 2]
     starts = device.step.bias_starts[:5].tolist()
     banned = [set(sent.bias_ids[a:b].tolist()) for a, b in itertools.pairwise(starts)]
@@ -372,7 +375,7 @@ def test_masks_stand_where_their_rows_look_for_them() -> None:
     num_drafts = batch.chunks[1].num_drafts
     assert num_drafts > 0
     drafts = [[], [5] * num_drafts, []]
-    sent = device.send(batch, 12, engine.runner.cache, drafts=drafts)  # type: ignore[attr-defined]
+    sent = device.send(batch, StepSize.of(batch), engine.runner.cache, drafts=drafts)  # type: ignore[attr-defined]
     assert sent.needs == Needs.MASKS
 
     class Masks:
@@ -381,7 +384,7 @@ def test_masks_stand_where_their_rows_look_for_them() -> None:
             return np.full(words, 10 * index + count, np.int32) if index == 1 else None
 
     device.send_masks(batch, Masks())
-    places = device.step.mask_rows[: sent.num_rows].tolist()
+    places = device.step.mask_rows[: sent.size.num_rows].tolist()
     own = places[sent.row_start[1] : sent.row_start[2]]
     assert [int(device.masks[place, 0]) for place in own] == [10, 11, 12][: 1 + num_drafts]
     assert places.count(-1) == len(places) - len(own)
@@ -402,7 +405,7 @@ def test_what_a_request_wishes_is_for_the_row_behind_its_prompt() -> None:
             assert (index, count) == (0, 0)
             return np.full(sampling.prompt_words(VOCAB_SIZE), 11, np.int32)
 
-    sent = device.send(inner, 0, cache)
+    sent = device.send(inner, StepSize.of(inner), cache)
     assert (sent.row_start, sent.bias_ids) == ([0, 4], None)
     device.send_masks(inner, Masks())
     assert device.step.given[:4].tolist() == [2, 3, 4, 5]
@@ -410,7 +413,7 @@ def test_what_a_request_wishes_is_for_the_row_behind_its_prompt() -> None:
     assert device.step.num_likeliest[:4].tolist() == [3] * 4
     assert not device.masks.any()
 
-    sent = device.send(last, 0, cache)
+    sent = device.send(last, StepSize.of(last), cache)
     assert sent.row_start == [0, 3]
     device.send_masks(last, Masks())
     assert device.step.given[:3].tolist() == [6, 7, -1]

@@ -140,20 +140,24 @@ def copy_blocks(cache: Tensor, sources: Tensor, targets: Tensor) -> None:
     reference.copy_blocks(cache, sources.long(), targets.long())
 
 
-def begin_step(step: Step, state: BatchState, num_blocks: int, block_size: int) -> None:
-    num_chunks, _, num_tokens, num_rows = step.header.tolist()
-    for chunk in range(num_chunks, num_blocks):
-        state.seq_lens[chunk] = 0
-        token, row = num_tokens + chunk - num_chunks, num_rows + chunk - num_chunks
-        if token < num_blocks:
-            state.token_ids[token] = state.positions[token] = 0
-            state.slot_mapping[token] = -1
-        if row < num_blocks:
-            state.sample_rows[row] = row
-            state.sample_positions[row] = 0
-            state.step_wishes[row] = 0
-            state.step_wishes[row, _SLOT] = -1
-    for chunk in range(num_chunks):
+def begin_step(
+    step: Step,
+    state: BatchState,
+    num_chunks: int,
+    block_size: int,
+    num_tokens: int = 0,
+    num_rows: int = 0,
+) -> None:
+    own_chunks, _, own_tokens, own_rows = step.header.tolist()
+    state.seq_lens[own_chunks:num_chunks] = 0
+    state.token_ids[own_tokens:num_tokens] = 0
+    state.positions[own_tokens:num_tokens] = 0
+    state.slot_mapping[own_tokens:num_tokens] = -1
+    state.sample_rows[own_rows:num_rows] = torch.arange(own_rows, max(own_rows, num_rows))
+    state.sample_positions[own_rows:num_rows] = 0
+    state.step_wishes[own_rows:num_rows] = 0
+    state.step_wishes[own_rows:num_rows, _SLOT] = -1
+    for chunk in range(own_chunks):
         slot = int(step.slots[chunk])
         first, end_token = step.query_start[chunk : chunk + 2].tolist()
         start = int(step.starts[chunk])
@@ -298,14 +302,17 @@ def advance_drafting(
 
 
 def next_tokens(
-    step: Step, state: BatchState, token_ids: Tensor, num_blocks: int, pdl: bool = False
+    step: Step,
+    state: BatchState,
+    token_ids: Tensor,
+    num_chunks: int,
+    num_tokens: int = 0,
+    pdl: bool = False,
 ) -> None:
     assert state.history is not None
-    num_chunks, _, num_tokens, _ = step.header.tolist()
-    for chunk in range(num_chunks, num_blocks):
-        if num_tokens + chunk - num_chunks < num_blocks:
-            token_ids[num_tokens + chunk - num_chunks] = 0
-    for chunk in range(num_chunks):
+    own_chunks, _, own_tokens, _ = step.header.tolist()
+    token_ids[own_tokens:num_tokens] = 0
+    for chunk in range(own_chunks):
         first, end = step.query_start[chunk : chunk + 2].tolist()
         history = state.history[int(step.slots[chunk])]
         for i in range(first, end):

@@ -250,7 +250,7 @@ class Eagle3Drafter(PassDrafter):
     def follow(self, num_tokens: int, num_chunks: int, max_q_len: int) -> None:
         batch, features, rows = self._target.batch, self._target.model.features, self._followed
         assert self._cache is not None and features is not None
-        drafting.next_tokens(batch.step, batch.state, rows.token_ids, num_chunks)
+        drafting.next_tokens(batch.step, batch.state, rows.token_ids, num_chunks, num_tokens)
         head = self._head
         head.fuse(features, num_tokens)
         head.forward(rows, head.hidden, num_tokens, num_chunks, max_q_len, self._cache)

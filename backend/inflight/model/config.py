@@ -58,6 +58,12 @@ class ModelConfig:
     bos_token_id: int | None = None
 
     @property
+    def layer_weights(self) -> int:
+        """Elements of a layer's matrices."""
+        heads = 2 * (self.num_heads + self.num_kv_heads) * self.head_dim
+        return self.hidden_size * (heads + 3 * self.intermediate_size)
+
+    @property
     def max_context(self) -> int:
         """Tokens that the rotary embedding can tell apart: the trained context, stretched."""
         if self.rope.type in ("linear", "dynamic"):

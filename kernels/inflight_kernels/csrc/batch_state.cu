@@ -26,40 +26,36 @@ extern "C" __global__ void write_wishes(const int* slots, const int* news, int n
         wishes[slots[i / WISH_WORDS] * WISH_WORDS + i % WISH_WORDS] = news[i];
 }
 
-// One block per chunk of the step, and one for each token and row that fills up a CUDA graph, where
-// every token is a row: these are nobody's, and go nowhere.
+// One block per chunk of the step, and one for each that fills up a CUDA graph. Tokens and rows up to
+// `num_tokens` and `num_rows` that are not the step's are nobody's, and go nowhere.
 extern "C" __global__ void begin_step(
     const int* header, const int* slots, const int* starts, const int* query_start,
     const int* row_start, const int* given, const int* tokens, const int* tables,
     int table_width, int block_shift, const long long* last_tokens, const int* last_positions,
-    const int* drafts, int num_drafts, const int* wishes, long long* token_ids,
-    long long* positions, long long* slot_mapping, int* seq_lens, int* step_tables,
+    const int* drafts, int num_drafts, const int* wishes, int num_tokens, int num_rows,
+    long long* token_ids, long long* positions, long long* slot_mapping, int* seq_lens, int* step_tables,
     long long* sample_rows, int* step_wishes, long long* sample_positions, int* tail_starts,
     int* tail_lengths) {
     wait_for_previous();
     launch_next();
     const int chunk = blockIdx.x;
-    const int num_chunks = header[NUM_CHUNKS];
-    if (chunk >= num_chunks) {
-        const int token = header[NUM_TOKENS] + chunk - num_chunks;
-        const int row = header[NUM_ROWS] + chunk - num_chunks;
-        if (threadIdx.x == 0) {
-            seq_lens[chunk] = 0;
-            if (token < gridDim.x) {
-                token_ids[token] = 0;
-                positions[token] = 0;
-                slot_mapping[token] = -1;
-            }
-            if (row < gridDim.x) {
-                sample_rows[row] = row;
-                sample_positions[row] = 0;
-                tail_starts[row] = 0;
-                tail_lengths[row] = 0;
-            }
-        }
+    const int thread = blockIdx.x * blockDim.x + threadIdx.x, num_threads = gridDim.x * blockDim.x;
+    for (int token = header[NUM_TOKENS] + thread; token < num_tokens; token += num_threads) {
+        token_ids[token] = 0;
+        positions[token] = 0;
+        slot_mapping[token] = -1;
+    }
+    for (int row = header[NUM_ROWS] + thread; row < num_rows; row += num_threads) {
+        sample_rows[row] = row;
+        sample_positions[row] = 0;
+        tail_starts[row] = 0;
+        tail_lengths[row] = 0;
         // All zero is greedy, but for the slot: none.
-        if (row < gridDim.x && threadIdx.x < WISH_WORDS)
-            step_wishes[row * WISH_WORDS + threadIdx.x] = threadIdx.x == WISH_SLOT ? -1 : 0;
+        for (int word = 0; word < WISH_WORDS; word++)
+            step_wishes[row * WISH_WORDS + word] = word == WISH_SLOT ? -1 : 0;
+    }
+    if (chunk >= header[NUM_CHUNKS]) {
+        if (threadIdx.x == 0) seq_lens[chunk] = 0;
         return;
     }
     const int slot = slots[chunk];
@@ -88,17 +84,17 @@ extern "C" __global__ void begin_step(
     if (threadIdx.x == 0) seq_lens[chunk] = end;
 
     const int first_row = row_start[chunk];
-    const int num_rows = row_start[chunk + 1] - first_row;
+    const int own_rows = row_start[chunk + 1] - first_row;
     // A chunk of a prompt whose tokens are looked at has no drafts.
-    const bool scores = num_rows && given[first_row] >= 0;
-    for (int i = threadIdx.x; i < num_rows; i += blockDim.x) {
-        const int offset = length - num_rows + i;
+    const bool scores = own_rows && given[first_row] >= 0;
+    for (int i = threadIdx.x; i < own_rows; i += blockDim.x) {
+        const int offset = length - own_rows + i;
         sample_rows[first_row + i] = first_token + offset;
         sample_positions[first_row + i] = start + offset + 1;
-        tail_starts[first_row + i] = first_token + length - num_rows + 1;
+        tail_starts[first_row + i] = first_token + length - own_rows + 1;
         tail_lengths[first_row + i] = scores ? 0 : i;
     }
-    for (int i = threadIdx.x; i < num_rows * WISH_WORDS; i += blockDim.x) {
+    for (int i = threadIdx.x; i < own_rows * WISH_WORDS; i += blockDim.x) {
         const int word = i % WISH_WORDS;
         const int no_wish = word == WISH_SLOT ? -1 : 0;
         step_wishes[first_row * WISH_WORDS + i] =

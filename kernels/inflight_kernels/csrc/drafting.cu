@@ -154,18 +154,18 @@ extern "C" __global__ void advance_drafting(int* slots, const long long* chosen,
 }
 
 // The token after each token of a step, as far as it is known; any other where it is not. One block
-// per chunk, and one for each token that fills up a CUDA graph.
+// per chunk, and one for each that fills up a CUDA graph; tokens up to `num_tokens` that are not the
+// step's are nobody's.
 extern "C" __global__ void next_tokens(const int* header, const int* slots, const int* query_start,
                                        const long long* positions, const int* history, int width,
-                                       long long* token_ids) {
+                                       int num_tokens, long long* token_ids) {
     wait_for_previous();
     launch_next();
-    const int chunk = blockIdx.x, num_chunks = header[NUM_CHUNKS];
-    if (chunk >= num_chunks) {
-        const int token = header[NUM_TOKENS] + chunk - num_chunks;
-        if (threadIdx.x == 0 && token < gridDim.x) token_ids[token] = 0;
-        return;
-    }
+    const int chunk = blockIdx.x;
+    const int thread = blockIdx.x * blockDim.x + threadIdx.x;
+    for (int token = header[NUM_TOKENS] + thread; token < num_tokens; token += gridDim.x * blockDim.x)
+        token_ids[token] = 0;
+    if (chunk >= header[NUM_CHUNKS]) return;
     const int* const tokens = history + static_cast<long long>(slots[chunk]) * width;
     for (int i = query_start[chunk] + threadIdx.x; i < query_start[chunk + 1]; i += blockDim.x) {
         const long long next = positions[i] + 1;

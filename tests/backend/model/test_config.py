@@ -174,3 +174,9 @@ def test_the_pool_is_as_large_as_its_memory_allows(tmp_path: Path) -> None:
 def test_reading_settings_does_not_load_torch() -> None:
     code = "import sys, inflight.model.config, inflight.runner; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_the_weights_of_a_layer_are_counted(tmp_path: Path) -> None:
+    shape = {"hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32}
+    model = read(tmp_path, **shape, num_key_value_heads=8, head_dim=128)
+    assert model.layer_weights == 4096 * (4096 + 2 * 1024 + 4096 + 3 * 14336)

@@ -169,27 +169,44 @@ def test_tokens_positions_slots_and_rows(parts: list[Part]) -> None:
     [
         pytest.param([Part(4, 10, 1), Part(9, None, 1)], id="decode"),
         pytest.param([Part(4, None, 4, True, 3), Part(9, None, 1)], id="drafts"),
+        pytest.param([Part(4, 10, 30), Part(9, None, 1)], id="prompt"),
+        pytest.param([Part(4, 0, 9, True, 0, 6)], id="scores"),
     ],
 )
-def test_what_fills_up_a_graph_is_nobodys(parts: list[Part]) -> None:
+@pytest.mark.parametrize(
+    ("more_chunks", "more_tokens", "more_rows"),
+    [(3, 3, 3), (0, 700, 0), (1, 2000, 17), (0, 1, 1), (9, 0, 0)],
+)
+def test_what_fills_up_a_graph_is_nobodys(
+    parts: list[Part], more_chunks: int, more_tokens: int, more_rows: int
+) -> None:
     state = make_state()
     step, _ = send(parts)
-    used = sum(part.length for part in parts)
-    size = used + 3
-    begin_step(step, state, size, BLOCK_SIZE)
-    spare = slice(used, size)
-    assert state.slot_mapping[spare].tolist() == [-1] * 3
-    assert state.token_ids[spare].tolist() == [0] * 3
-    assert state.positions[spare].tolist() == [0] * 3
-    assert state.sample_rows[:size].tolist() == list(range(size))
-    assert state.tail_lengths[spare].tolist() == [0] * 3
-    assert state.seq_lens[len(parts) : size].tolist() == [0] * (size - len(parts))
+    num_chunks = len(parts) + more_chunks
+    own_tokens, own_rows = sum(part.length for part in parts), sum(part.num_rows for part in parts)
+    num_tokens, num_rows = own_tokens + more_tokens, own_rows + more_rows
+    begin_step(step, state, num_chunks, BLOCK_SIZE, num_tokens, num_rows)
+    spare = slice(own_tokens, num_tokens)
+    assert state.slot_mapping[spare].tolist() == [-1] * more_tokens
+    assert state.token_ids[spare].tolist() == [0] * more_tokens
+    assert state.positions[spare].tolist() == [0] * more_tokens
+    spare = slice(own_rows, num_rows)
+    assert state.sample_rows[spare].tolist() == list(range(own_rows, num_rows))
+    assert state.sample_positions[spare].tolist() == [0] * more_rows
+    assert state.tail_starts[spare].tolist() == [0] * more_rows
+    assert state.tail_lengths[spare].tolist() == [0] * more_rows
+    assert state.seq_lens[len(parts) : num_chunks].tolist() == [0] * more_chunks
     wishes = state.step_wishes[spare].cpu().numpy().view(WISH).reshape(-1)
     assert (wishes["temperature"] == 0).all()
     assert (wishes["slot"] == -1).all()
-    assert (state.token_ids[size:] == POISON).all()
-    assert (state.sample_rows[size:] == POISON).all()
-    assert (state.seq_lens[size:] == POISON).all()
+    for of_tokens in (state.token_ids, state.positions, state.slot_mapping):
+        assert (of_tokens[:own_tokens] >= 0).all()
+        assert (of_tokens[num_tokens:] == POISON).all()
+    for of_rows in (state.sample_rows, state.sample_positions, state.tail_starts):
+        assert (of_rows[:own_rows] >= 0).all()
+        assert (of_rows[num_rows:] == POISON).all()
+    assert (state.seq_lens[: len(parts)] > 0).all()
+    assert (state.seq_lens[num_chunks:] == POISON).all()
 
 
 @pytest.mark.parametrize("history", [HISTORY, 0])

@@ -176,14 +176,16 @@ def test_a_drafting_goes_from_token_to_token(behind: int) -> None:
         assert torch.equal(state.step_tables[chunk, :known], before[chunk, :known])
 
 
-def test_the_token_after_each_of_a_step() -> None:
+@pytest.mark.parametrize("num_tokens", [0, 70, 250])
+def test_the_token_after_each_of_a_step(num_tokens: int) -> None:
     step, state = after_a_step()
     assert state.history is not None
     token_ids = torch.full_like(state.token_ids, POISON)
-    next_tokens(step, state, token_ids, 10)
+    next_tokens(step, state, token_ids, 10, num_tokens)
     end = 0
     for slot, _, first, length, _, _ in CHUNKS:
         expected = state.history[slot, first + 1 : first + length + 1].long()
         assert torch.equal(token_ids[end : end + length], expected)
         end += length
-    assert token_ids[end : end + 1].tolist() == [POISON], "not asked for: 10 blocks are 3 tokens"
+    assert (token_ids[end:num_tokens] == 0).all(), "nobody's"
+    assert (token_ids[max(end, num_tokens) :] == POISON).all(), "not asked for"
