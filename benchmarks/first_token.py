@@ -5,9 +5,11 @@
 The engine in this process, the shape of Llama-3.1-8B with random weights on a GPU, random token
 ids, no prefix cache. `alone`: from the submission of one prompt to its first token. `among 32`: the
 same while 32 sequences decode, and what these feel of it: the longest wait between two of their
-tokens, from the submission to the newcomer's token. Medians of 15 with minimum and maximum.
+tokens, from the submission to the newcomer's token. It comes when a step has just begun, the worst
+moment: it waits for all of that one. Medians of 15 with minimum and maximum.
 
-With --launches no step is recorded as a CUDA graph, each costs its kernels' launches.
+With --launches no step is recorded as a CUDA graph, each costs its kernels' launches. Then the host
+is slower than the GPU where sequences decode, and a newcomer waits for no step.
 """
 
 from __future__ import annotations
