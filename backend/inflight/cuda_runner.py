@@ -281,18 +281,14 @@ class CudaRunner:
 
     def _forward(self, size: StepSize) -> None:
         """Launch a step's kernels up to the logits of each row."""
-        tokens, chunks, rows, max_q_len = (
-            size.num_tokens,
-            size.num_chunks,
-            size.num_rows,
-            size.max_q_len,
+        step, state = self._batch.step, self._batch.state
+        num_tokens, num_chunks, num_rows = size.num_tokens, size.num_chunks, size.num_rows
+        batch_state.begin_step(step, state, num_chunks, self.block_size, num_tokens, num_rows)
+        self._model.forward(
+            self._rows, num_tokens, num_chunks, num_rows, size.max_q_len, self._cache
         )
-        batch_state.begin_step(
-            self._batch.step, self._batch.state, chunks, self.block_size, tokens, rows
-        )
-        self._model.forward(self._rows, tokens, chunks, rows, max_q_len, self._cache)
         if self.drafter is not None:
-            self.drafter.forward(tokens, chunks, max_q_len)
+            self.drafter.forward(num_tokens, num_chunks, size.max_q_len)
 
     def _follow(self, size: StepSize) -> None:
         """Launch what a drafter does when a step has chosen its tokens."""
