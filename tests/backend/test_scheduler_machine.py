@@ -1,0 +1,392 @@
+"""Whatever the pool, the budget and the crowd: each request gets the tokens that it gets alone."""
+
+from __future__ import annotations
+
+import zlib
+from collections import deque
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+)
+
+from fake_runner import LateStep, PagedRunner, alone, next_token
+from inflight.batch import Batch, Chunk
+from inflight.beams import BeamGroup
+from inflight.errors import RequestError
+from inflight.request import Request
+from inflight.sampling import SamplingParams
+from inflight.scheduler import Scheduler
+from inflight.sequence import Sequence, Status
+from scheduling import (
+    STOP,
+    beam_search,
+    members,
+    owner,
+    rows_of,
+    scores_of,
+    told,
+    undisturbed,
+)
+
+
+def guess(token_ids: list[int], count: int) -> list[int]:
+    """A drafter that is mostly right, and sometimes has fewer than it was asked for."""
+    drafts: list[int] = []
+    for _ in range(count):
+        luck = zlib.crc32(bytes([*token_ids, *drafts, 7])) % 8
+        if luck == 0:
+            break
+        right = next_token([*token_ids, *drafts], 3)
+        drafts.append(right if luck > 2 else (right + 1) % 3)
+    return drafts
+
+
+PROMPTS = st.lists(st.integers(0, 1), min_size=1, max_size=14)
+
+
+def waits(one: Sequence) -> bool:
+    """Whether a running sequence cannot go on before a commit."""
+    if one.beams is not None:
+        return any(beam.num_in_flight for beam in one.beams)
+    last_is_in_flight = one.num_output_tokens + one.num_in_flight == one.max_tokens
+    return one.num_in_flight > 0 and (one.needs_host or last_is_in_flight)
+
+
+class EngineMachine(RuleBasedStateMachine):
+    """Random arrivals, cancels, suspensions and failures over random small pools.
+
+    Steps are taken in as late as the runner allows.
+    """
+
+    @initialize(
+        num_blocks=st.integers(2, 10),
+        block_size=st.sampled_from([1, 2, 4]),
+        max_num_seqs=st.integers(1, 4),
+        max_batch_tokens=st.integers(1, 12),
+        max_prefill_chunk=st.none() | st.integers(1, 6),
+        prefix_cache=st.sampled_from([True, True, True, False]),
+        max_draft_tokens=st.integers(1, 8),
+        steps_ahead=st.sampled_from([0, 1, 1, 2]),
+        spare_rows=st.integers(0, 6),
+    )
+    def start(self, steps_ahead: int, spare_rows: int, **config: int) -> None:
+        self.config = config
+        self.max_rows = config["max_num_seqs"] + config["max_draft_tokens"] + spare_rows
+        self.plan = Scheduler(max_rows=self.max_rows, **config)
+        self.pool = self.plan._pool
+        self.fake = PagedRunner(config["num_blocks"], config["block_size"], steps_ahead)
+        self.fake.draft = guess
+        self.in_flight: deque[tuple[Batch, LateStep, set[int]]] = deque()  # with blocks written
+        self.num_added = 0
+        self.alive: dict[int, Sequence] = {}
+        self.searches: dict[int, BeamGroup] = {}
+
+    @rule(
+        prompt_ids=PROMPTS,
+        max_tokens=st.integers(1, 8),
+        beam_width=st.integers(2, 3),
+        stops=st.booleans(),
+        early_stopping=st.booleans(),
+    )
+    def add_a_search(
+        self, prompt_ids: list[int], max_tokens: int, beam_width: int, stops: bool, **params: bool
+    ) -> None:
+        self.num_added += 1
+        group = beam_search(
+            self.num_added, prompt_ids, max_tokens, stops, beam_width=beam_width, **params
+        )
+        size, num_blocks = self.config["block_size"], self.config["num_blocks"]
+        length = len(prompt_ids) + max_tokens
+        common = len(prompt_ids) // size
+        needed = common + beam_width * (-(-(length - 1) // size) - common)
+        seats = min(self.config["max_num_seqs"], self.config["max_batch_tokens"])
+        try:
+            self.plan.add(group.head)
+        except RequestError:
+            assert beam_width > seats or needed > num_blocks or length > num_blocks * size
+        else:
+            assert beam_width <= seats and needed <= num_blocks
+            self.alive[self.num_added] = group.head
+            self.searches[self.num_added] = group
+
+    @rule(
+        prompt_ids=PROMPTS,
+        max_tokens=st.integers(1, 10),
+        cache_salt=st.sampled_from(["", "", "x"]),
+        stops=st.booleans(),
+        needs_host=st.sampled_from([False, False, True]),
+        num_drafts=st.sampled_from([0, 0, 1, 2, 5]),
+        scores=st.booleans(),
+    )
+    def add(
+        self,
+        prompt_ids: list[int],
+        max_tokens: int,
+        cache_salt: str,
+        stops: bool = False,
+        needs_host: bool = False,
+        num_drafts: int = 0,
+        scores: bool = False,
+    ) -> None:
+        self.num_added += 1
+        params = SamplingParams(num_prompt_logprobs=0 if scores else None)
+        request = Request(self.num_added, prompt_ids, params, cache_salt)
+        ends = frozenset({STOP}) if stops else frozenset()
+        one = Sequence(request, max_tokens, eos_token_ids=ends)
+        one.needs_host = needs_host
+        one.num_drafts = num_drafts
+        limit = self.config["num_blocks"] * self.config["block_size"]
+        try:
+            self.plan.add(one)
+        except RequestError:
+            assert len(prompt_ids) + max_tokens > limit
+        else:
+            self.alive[one.request_id] = one
+
+    @precondition(lambda self: self.alive)
+    @rule(data=st.data())
+    def add_a_follow_up(self, data: st.DataObject) -> None:
+        """A prompt that repeats tokens which another request has by now."""
+        other = members(data.draw(st.sampled_from(list(self.alive.values()))))[-1]
+        length = data.draw(st.integers(1, len(other.token_ids)))
+        self.add(
+            other.token_ids[:length],
+            data.draw(st.integers(1, 6)),
+            other.request.cache_salt,
+            scores=data.draw(st.booleans()),
+        )
+
+    @rule()
+    def step(self) -> None:
+        self._step()
+
+    @rule()
+    def steps(self) -> None:
+        for _ in range(4):
+            self._step()
+
+    @precondition(lambda self: self.alive)
+    @rule(data=st.data(), what=st.sampled_from(["finish", "suspend", "back and forth", "fail"]))
+    def step_with_an_incident(self, data: st.DataObject, what: str) -> None:
+        """Something happens between the run of a batch and its commit."""
+        self._step(data.draw(st.sampled_from(list(self.alive.values()))), what)
+
+    @precondition(lambda self: self.alive)
+    @rule(data=st.data())
+    def cancel(self, data: st.DataObject) -> None:
+        one = data.draw(st.sampled_from(list(self.alive.values())))
+        self.plan.finish(one)
+        del self.alive[one.request_id]
+
+    @precondition(lambda self: self.alive)
+    @rule(data=st.data())
+    def suspend(self, data: st.DataObject) -> None:
+        self.plan.suspend(data.draw(st.sampled_from(list(self.alive.values()))))
+
+    @precondition(lambda self: self.alive)
+    @rule(data=st.data(), num_drafts=st.integers(0, 5))
+    def draft(self, data: st.DataObject, num_drafts: int) -> None:
+        data.draw(st.sampled_from(list(self.alive.values()))).num_drafts = num_drafts
+
+    @rule()
+    def resume_all(self) -> None:
+        for one in list(self.plan.suspended):
+            self.plan.resume(one)
+
+    def _step(self, victim: Sequence | None = None, what: str = "") -> None:
+        before = list(self.plan.running)
+        first_waits = bool(before) and waits(before[0])
+        batch = self.plan.schedule()
+        self._check(batch, before, first_waits)
+        if batch.chunks:
+            pending = self.fake.launch(batch)
+            self.in_flight.append((batch, pending, self.fake.written))
+        if victim is not None:
+            if what in ("suspend", "back and forth"):
+                self.plan.suspend(victim)
+            if what == "back and forth":
+                self.plan.resume(victim)
+            if what == "finish":
+                self.plan.finish(victim)
+                del self.alive[victim.request_id]
+        if len(self.in_flight) > (self.fake.steps_ahead if batch.chunks else 0):
+            self._take(victim if what == "fail" else None)
+
+    def _take(self, failing: Sequence | None) -> None:
+        batch, pending, _ = self.in_flight.popleft()
+        output = pending.result()
+        for index, chunk in enumerate(batch.chunks):
+            if owner(chunk.sequence) is failing:
+                output.errors[index] = "numerical"
+        ours = [chunk.sequence for chunk in batch.chunks if not chunk.is_stale]
+        moved = self.plan.commit(batch, output)
+        for index in output.errors:
+            failed = batch.chunks[index].sequence
+            assert failed not in moved
+            if failed in ours and self.alive.pop(owner(failed).request_id, None) is not None:
+                self.plan.finish(owner(failed))
+        for head in dict.fromkeys(one.head for one in moved if one.head is not None):
+            assert [one for one in moved if one.head is head] == head.beams, "not in step"
+            group = self.searches[head.request_id]
+            group.advance(self.plan)
+            if group.is_finished:
+                assert told(group) == undisturbed(group)
+                self.plan.finish(head)
+                del self.alive[head.request_id]
+        for one in moved:
+            assert one in ours
+            if one.head is not None:
+                continue
+            prompt_ids = one.request.prompt_ids
+            assert one.token_ids[len(prompt_ids) :] == alone(prompt_ids, one.num_output_tokens)
+            assert one.num_output_tokens <= one.max_tokens
+            assert one.num_accepted <= one.num_drafted
+            assert one.num_output_tokens == one.num_steps + one.num_accepted
+            assert one.prompt_candidates == scores_of(one), "a score twice, or lost"
+            last = one.token_ids[-len(one.last_logprobs) :]
+            ended = not one.eos_token_ids.isdisjoint(last)
+            if one.num_output_tokens == one.max_tokens or ended:
+                self.plan.finish(one)
+                del self.alive[one.request_id]
+
+    def _blocks_of(self, chunk: Chunk) -> list[int]:
+        """The blocks that a chunk may write to."""
+        size = self.config["block_size"]
+        first = min(chunk.start, len(chunk.sequence.token_ids) - 1)
+        return chunk.sequence.blocks[first // size : (chunk.end - 1) // size + 1]
+
+    def _in_flight_of(self, one: Sequence) -> list[Chunk]:
+        return [
+            chunk
+            for batch, _, _ in self.in_flight
+            for chunk in batch.chunks
+            if chunk.sequence is one and not chunk.is_stale
+        ]
+
+    def _check(self, batch: Batch, before: list[Sequence], first_waits: bool) -> None:
+        running = list(self.plan.running)
+        if running or self.plan.waiting:
+            admitted = running != before
+            assert batch.chunks or self.in_flight or admitted, "work, but no progress"
+        assert batch.num_tokens <= self.config["max_batch_tokens"]
+        num_drafts = sum(chunk.num_drafts for chunk in batch.chunks)
+        assert num_drafts <= self.config["max_draft_tokens"]
+        num_rows = sum(max(1, rows_of(chunk)) for chunk in batch.chunks)
+        assert num_rows <= self.max_rows
+        seats = sum(len(members(one)) for one in running)
+        assert seats <= self.plan._num_seats <= self.config["max_num_seqs"]
+        stayed = [one for one in running if one in before]
+        assert stayed == before[: len(stayed)], "an older one lost its blocks to a younger one"
+        assert running[: len(stayed)] == stayed, "a preempted one came back in the same step"
+        scheduled = [chunk.sequence for chunk in batch.chunks]
+        assert len(scheduled) == len(set(scheduled))
+        if before:
+            first_advances = before[0] in map(owner, scheduled)
+            assert first_advances != first_waits, "the first does not advance"
+        for chunk in batch.chunks:
+            one = chunk.sequence
+            assert owner(one).status is Status.RUNNING
+            assert chunk.end == one.num_computed
+            assert chunk.num_drafts <= one.num_drafts
+            length = chunk.length - chunk.num_drafts
+            assert 1 <= length <= (self.config["max_prefill_chunk"] or length)
+            # Exactly what its steps that are not committed may choose at most, this one included.
+            steps = [chunk, *self._in_flight_of(one)]
+            assert one.num_in_flight == sum(1 + each.num_drafts for each in steps if each.samples)
+            assert len(steps) <= self.fake.steps_ahead + 1
+            if one.needs_host and chunk.samples and chunk.start >= one.num_prompt_tokens:
+                assert not any(each.samples for each in steps[1:])
+            assert one.num_tokens <= one.max_length
+            assert len(chunk.scored_ids) == chunk.num_scores
+            assert not (chunk.num_scores and chunk.num_drafts)
+            assert rows_of(chunk) <= chunk.length
+            for block in self._blocks_of(chunk):
+                # A beam may compute for all of its search what they have lost together.
+                owners = [each for each in members(owner(one)) if block in each.blocks]
+                if one.head is not None and not chunk.samples:
+                    assert self.pool._hashes[block] is None, "a write that others see"
+                    assert self.pool.ref_count(block) == len(owners)
+                else:
+                    assert not self.pool.is_shared(block), "a write that others see"
+                    assert self.pool.ref_count(block) == 1
+        targets = [target for _, target in batch.copies]
+        assert len(targets) == len(set(targets))
+        assert not set(targets) & {source for source, _ in batch.copies}
+
+    @invariant()
+    def every_block_has_the_owners_that_it_counts(self) -> None:
+        if not hasattr(self, "plan"):
+            return
+        owners = [0] * self.config["num_blocks"]
+        for one in self.plan.running:
+            for each in members(one):
+                for block in each.blocks:
+                    owners[block] += 1
+        assert owners == [self.pool.ref_count(block) for block in range(len(owners))]
+        assert self.plan._num_growing == sum(map(self.plan._growth, self.plan.running))
+        assert self.plan._num_seats == sum(one.num_seats for one in self.plan.running)
+        for one in [*self.plan.waiting, *self.plan.suspended]:
+            for each in members(one):
+                assert each.blocks == [] and each.num_computed == 0
+        places = [*self.plan.running, *self.plan.waiting, *self.plan.suspended]
+        assert {one.request_id: one for one in places} == self.alive
+        assert len(places) == len(self.alive)
+
+    @invariant()
+    def no_step_in_flight_writes_what_others_may_find(self) -> None:
+        for _, _, written in getattr(self, "in_flight", ()):
+            assert not written & set(self.pool._by_hash.values())
+
+    def teardown(self) -> None:
+        if not hasattr(self, "plan"):
+            return
+        self.resume_all()
+        bound = 1 + sum(
+            one.num_seats * (one.num_prompt_tokens + 2 * one.max_tokens)
+            for one in self.alive.values()
+        ) * (1 + len(self.alive)) * (1 + self.fake.steps_ahead)
+        for _ in range(bound):
+            if not self.alive:
+                break
+            self._step()
+        assert not self.alive, "some request never ends"
+        while self.in_flight:
+            self._step()
+        assert self.plan.num_free_blocks == self.config["num_blocks"]
+
+
+EngineMachine.TestCase.settings = settings(max_examples=80, stateful_step_count=30, deadline=None)
+TestRandomTraffic = EngineMachine.TestCase
+
+
+class SearchMachine(EngineMachine):
+    """The same with room for several beam searches, but hardly for their ends."""
+
+    @initialize(
+        num_blocks=st.integers(8, 16),
+        block_size=st.sampled_from([1, 2, 4]),
+        max_num_seqs=st.integers(4, 8),
+        max_batch_tokens=st.integers(8, 16),
+        max_prefill_chunk=st.none() | st.integers(1, 6),
+        prefix_cache=st.booleans(),
+        max_draft_tokens=st.integers(1, 8),
+        steps_ahead=st.sampled_from([0, 1, 1, 2]),
+        spare_rows=st.integers(0, 6),
+        prompts=st.lists(PROMPTS, min_size=2, max_size=4),
+    )
+    def start(
+        self, steps_ahead: int, spare_rows: int, prompts: list[list[int]], **config: int
+    ) -> None:
+        super().start(steps_ahead, spare_rows, **config)
+        for index, prompt_ids in enumerate(prompts):
+            self.add_a_search(prompt_ids, 8, 2 + index % 2, index % 2 == 0, early_stopping=False)
+
+
+SearchMachine.TestCase.settings = settings(max_examples=80, stateful_step_count=30, deadline=None)
+TestRandomSearches = SearchMachine.TestCase

@@ -1,0 +1,126 @@
+"""Sequences, searches and a scheduler of a few small blocks, and the turns of an engine's loop."""
+
+from __future__ import annotations
+
+from fake_runner import NUM_NAMED, PagedRunner, score
+from inflight.batch import Batch, Chunk
+from inflight.beams import BeamGroup
+from inflight.output import OutputStage
+from inflight.request import Candidate, Request
+from inflight.sampling import SamplingParams
+from inflight.scheduler import Scheduler
+from inflight.sequence import Sequence
+
+
+def sequence(
+    request_id: int, prompt_ids: list[int], max_tokens: int = 4, cache_salt: str = ""
+) -> Sequence:
+    params = SamplingParams(max_tokens=max_tokens)
+    return Sequence(Request(request_id, prompt_ids, params, cache_salt), max_tokens)
+
+
+def scheduler(**changes: int | bool) -> Scheduler:
+    settings: dict[str, int | bool] = {
+        "num_blocks": 16,
+        "block_size": 4,
+        "max_num_seqs": 4,
+        "max_batch_tokens": 16,
+    }
+    return Scheduler(**(settings | changes))  # type: ignore[arg-type]
+
+
+def prompt(length: int, start: int = 0) -> list[int]:
+    return [(start + i * i) % 251 for i in range(length)]
+
+
+def step(scheduler: Scheduler, fake: PagedRunner) -> Batch:
+    """One turn of the engine's loop, which ends sequences at max_tokens."""
+    batch = scheduler.schedule()
+    for moved in scheduler.commit(batch, fake.launch(batch).result()):
+        if moved.num_output_tokens == moved.max_tokens:
+            scheduler.finish(moved)
+    return batch
+
+
+def run_all(scheduler: Scheduler, fake: PagedRunner, max_steps: int = 1000) -> int:
+    """Steps until nothing runs or waits."""
+    for num_steps in range(max_steps):
+        if not scheduler.running and not scheduler.waiting:
+            return num_steps
+        assert step(scheduler, fake).chunks, "work, but no progress"
+    raise AssertionError(f"not done after {max_steps} steps")
+
+
+def lengths(batch: Batch) -> dict[int, int]:
+    """Of the chunks, by request."""
+    return {chunk.sequence.request_id: chunk.length for chunk in batch.chunks}
+
+
+def rows_of(chunk: Chunk) -> int:
+    """Of logits that somebody looks at."""
+    return chunk.num_scores + chunk.num_drafts + chunk.samples
+
+
+def scores_of(one: Sequence) -> list[list[Candidate]]:
+    """What the runner thinks of the tokens of a prompt, if that is asked for."""
+    prompt_ids = one.request.prompt_ids
+    if one.request.params.num_prompt_logprobs is None:
+        return []
+    scores = [score(prompt_ids[:i], prompt_ids[i]) for i in range(1, len(prompt_ids))]
+    return [[], *[[own] for own in scores]]
+
+
+# ---------------------------------------------------------------- beam search
+
+STOP = 2
+"""The token that ends an output, where it may end early."""
+
+
+def owner(one: Sequence) -> Sequence:
+    """Who waits in the queue for it: itself, or of a beam the search."""
+    return one.head or one
+
+
+def members(one: Sequence) -> list[Sequence]:
+    """The sequences with blocks that it stands for."""
+    return [one] if one.beams is None else one.beams
+
+
+def beam_search(
+    request_id: int, prompt_ids: list[int], max_tokens: int, stops: bool = True, **params: object
+) -> BeamGroup:
+    given = SamplingParams(**params)  # type: ignore[arg-type]
+    outputs = tuple(range(request_id, request_id + given.beam_width))
+    request = Request(request_id, prompt_ids, given, output_ids=outputs)
+    ends = frozenset({STOP}) if stops else frozenset()
+    head = Sequence(request, max_tokens, eos_token_ids=ends)
+    return BeamGroup(head, OutputStage(None), NUM_NAMED)
+
+
+def told(group: BeamGroup) -> list[tuple[list[int], float]]:
+    """Tokens and log-probability of each result."""
+    return [(one.token_ids, one.cumulative_logprob) for one in group.results()]
+
+
+def undisturbed(group: BeamGroup) -> list[tuple[list[int], float]]:
+    """What a search of the same request finds with the whole engine to itself."""
+    head = group.head
+    again = Sequence(head.request, head.max_tokens, eos_token_ids=head.eos_token_ids)
+    alone = BeamGroup(again, OutputStage(None), NUM_NAMED)
+    plan, fake = scheduler(num_blocks=99), PagedRunner(num_blocks=99)
+    plan.add(again)
+    while not alone.is_finished:
+        batch = plan.schedule()
+        if plan.commit(batch, fake.launch(batch).result()):
+            alone.advance(plan)
+    return told(alone)
+
+
+def search_step(plan: Scheduler, fake: PagedRunner, group: BeamGroup) -> Batch:
+    """One turn of the engine's loop with one search, which it ends."""
+    batch = plan.schedule()
+    if plan.commit(batch, fake.launch(batch).result()):
+        group.advance(plan)
+    if group.is_finished:
+        plan.finish(group.head)
+    return batch
