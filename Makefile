@@ -14,6 +14,9 @@ PYTHON =
 VENV = .venv
 BIN = $(VENV)/bin
 PIP = $(BIN)/python -m pip --disable-pip-version-check install --quiet
+# Whole files, in up to four processes. Not reordered: xdist would begin with the files of most tests
+# and end, alone, with the one that takes longest.
+SIDE_BY_SIDE = -n logical --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 # Whatever is on PYTHONPATH would be seen by pip, but not by Triton's stub.
 RUN = env -u PYTHONPATH -u PYTHONHOME
 
@@ -21,7 +24,8 @@ demo: $(VENV)/.serve
 	$(RUN) $(BIN)/inflight demo
 
 test: $(VENV)/.dev
-	$(RUN) $(BIN)/python -m pytest -m "not gpu"
+	$(RUN) $(BIN)/python -m pytest -m "not (gpu or integration or alone)" $(SIDE_BY_SIDE)
+	$(RUN) $(BIN)/python -m pytest -m "integration or alone"
 
 check: $(VENV)/.dev
 	$(BIN)/ruff check

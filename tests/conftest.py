@@ -9,6 +9,11 @@ import pytest
 
 # Before anything imports torch: the suite runs beside servers of its own (see runner.build).
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")
+# Of several processes that run tests, each has its share of the cores.
+_num_processes = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+if _num_processes > 1:
+    _num_threads = max(1, (os.cpu_count() or 1) // _num_processes)
+    os.environ.setdefault("OMP_NUM_THREADS", str(_num_threads))
 
 
 @pytest.fixture(autouse=True)

@@ -209,6 +209,7 @@ def test_the_defaults_are_those_of_the_server() -> None:
     assert (cli.HOST, cli.DRAIN_S) == (serve.DEFAULT_HOST, serve.DEFAULT_DRAIN_S)
 
 
+@pytest.mark.alone
 def test_help_imports_neither_torch_nor_grpc_nor_numpy() -> None:
     code = (
         "import sys; sys.argv = ['inflight', '--help']\n"

@@ -400,6 +400,7 @@ def test_stop_strings_do_not_depend_on_how_tokens_come(data: st.DataObject) -> N
         assert text_of(singles) == first_stop(text, [word])
 
 
+@pytest.mark.alone
 def test_a_token_costs_microseconds() -> None:
     """Generous in seconds, strict in growth: no work may grow with the output."""
     words = tuple("abcdefghij"[i] * 200 + "!" for i in range(10))

@@ -128,6 +128,7 @@ def test_a_long_repetition_costs_a_finite_number() -> None:
     assert near_one == {5: pytest.approx(1.001**MAX_DRY_EXPONENT)}
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize(
     "tokens",
     [[5] * 50_000, [5, 6] * 25_000, list(range(50_000)), [i % 700 for i in range(50_000)]],

@@ -68,6 +68,7 @@ def test_lark_is_an_ebnf_grammar_too(compiler: Compiler, vocabulary: Vocabulary)
     assert Matcher(grammar, vocabulary).forced() != []
 
 
+@pytest.mark.alone
 def test_submit_does_not_wait(own: Compiler) -> None:
     own.warm()
     started = time.perf_counter()
@@ -78,6 +79,7 @@ def test_submit_does_not_wait(own: Compiler) -> None:
     assert own.num_waiting == 0
 
 
+@pytest.mark.alone
 def test_the_interpreter_goes_on_meanwhile(own: Compiler) -> None:
     wait(own, own.submit(StructuredOutput("json")))
     ticket = own.submit(SLOW)
@@ -231,6 +233,7 @@ def test_wake_is_called_when_there_is_something_to_poll(vocabulary: Vocabulary) 
         compiler.close()
 
 
+@pytest.mark.alone
 def test_closing_does_not_wait_for_a_guide(vocabulary: Vocabulary) -> None:
     compiler = Compiler(vocabulary)
     wait(compiler, compiler.submit(StructuredOutput("json")))

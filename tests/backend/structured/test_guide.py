@@ -74,6 +74,7 @@ def test_braces_that_are_no_count_pass(expression: str) -> None:
     assert parse("regex", expression) is not None
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("unit", ["[", '"', "{", "{ ", "{1,", "\\", "(a+)+", "{1" + " " * 40])
 @pytest.mark.parametrize("kind", ["regex", "ebnf_grammar"])
 def test_checking_is_linear(kind: str, unit: str) -> None:

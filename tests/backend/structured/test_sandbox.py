@@ -17,6 +17,8 @@ from inflight.structured.guide import Kind, StructuredOutput
 from inflight.structured.sandbox import Sandbox, SandboxLost
 from inflight.structured.vocabulary import Vocabulary
 
+pytestmark = pytest.mark.alone
+
 
 @pytest.fixture(scope="module")
 def sandbox(vocabulary: Vocabulary) -> Iterator[Sandbox]:

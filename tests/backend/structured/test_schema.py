@@ -88,6 +88,7 @@ def test_seeded_schemas_pass(seed: int) -> None:
     check(seeded(seed))
 
 
+@pytest.mark.alone
 def test_checking_is_linear() -> None:
     """Many definitions that need each other in the order that is worst to follow."""
     count = 1500

@@ -179,6 +179,7 @@ class TestRender:
         with pytest.raises(RequestError, match=r"messages: .*refuses them: roles must alternate"):
             render("{{ raise_exception('roles must alternate') }}", self.MESSAGES, None, None)
 
+    @pytest.mark.alone
     @pytest.mark.parametrize(
         "template",
         [

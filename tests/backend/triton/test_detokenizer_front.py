@@ -141,6 +141,7 @@ def test_a_fast_stream_is_not_asked_each_time(front, clients):
     assert sum(one.num_questions for one in asked) == 1
 
 
+@pytest.mark.alone
 def test_questions_take_a_tenth_of_the_time_at_most(front, clients):
     wait_until(lambda: front._reports._client is not None)
     streams = [request(TokenEvent(number, [5], [], 1)) for number in range(200)]

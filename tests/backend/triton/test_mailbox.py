@@ -6,6 +6,8 @@ import random
 import threading
 import time
 
+import pytest
+
 from inflight.errors import EngineError
 from inflight.request import FinishReason, TokenEvent
 from inflight.triton.mailbox import Mailbox, Senders, Sweep
@@ -193,6 +195,7 @@ def test_closing_sends_what_is_pending():
     assert outlet.events[-1].is_last
 
 
+@pytest.mark.alone
 def test_a_sweep_takes_a_tenth_of_the_time_at_most():
     looks = []
 
