@@ -34,9 +34,10 @@ from collections import OrderedDict
 from collections.abc import Collection, Iterable
 
 from inflight.batch import Batch, Chunk, StepOutput
-from inflight.blocks import BlockPool, block_hash, root_hash
+from inflight.blocks import BlockPool
 from inflight.errors import CapacityError, EngineError, RequestError
 from inflight.sequence import Sequence, Status
+from inflight.tables import BlockTables, Copy
 
 
 class Scheduler:
@@ -82,12 +83,12 @@ class Scheduler:
         self.num_prompt_tokens = 0
         self.num_cached_tokens = 0
         self._pool = BlockPool(num_blocks, block_size)
+        self._tables = BlockTables(self._pool, prefix_cache)
         self._max_batch_tokens = max_batch_tokens
         # Each running sequence may ask for a token in the same step.
         self._max_num_seqs = min(max_num_seqs, max_batch_tokens)
         self._max_chunk = max_prefill_chunk or max_batch_tokens
         self._max_waiting = max_waiting
-        self._prefix_cache = prefix_cache
         self._max_draft_tokens = max_draft_tokens
         self._max_rows = sys.maxsize if max_rows is None else max_rows
         self._waiting: OrderedDict[int, Sequence] = OrderedDict()
@@ -96,9 +97,6 @@ class Scheduler:
         self._num_seats = 0  # taken by those that run
         self._fork_ids = itertools.count(-2, -1)  # no request has such an id
         self._admitted: set[int] = set()  # known requests that have run before
-        # Running sequences that will need more blocks, with one of which each admission leaves
-        # them: a new sequence would take the last ones and lose them in the next step.
-        self._num_growing = 0
 
     @property
     def waiting(self) -> Collection[Sequence]:
@@ -160,7 +158,7 @@ class Scheduler:
         behind it but does not shut them out; what is left in the end goes to the last.
         """
         chunks: list[Chunk] = []
-        copies: list[tuple[int, int]] = []
+        copies: list[Copy] = []
         preempted = self.num_preemptions
         prefills, num_drafted = self._decode(chunks, copies)
         budget = self._max_batch_tokens - len(chunks) - num_drafted
@@ -168,7 +166,7 @@ class Scheduler:
         for sequence in prefills:
             lengths.append(self._share(sequence, budget))
             budget -= lengths[-1]
-        cached: list[tuple[int, int]] = []  # copies for those that are admitted
+        cached: list[Copy] = []  # copies for those that are admitted
         # Whoever was preempted just now heads the queue: nobody passes the head.
         if self.num_preemptions == preempted:
             budget = self._admit_waiting(prefills, lengths, budget, cached)
@@ -182,9 +180,7 @@ class Scheduler:
                 chunks.append(self._prefill(sequence, length))
         return Batch(chunks, copies + cached)
 
-    def _decode(
-        self, chunks: list[Chunk], copies: list[tuple[int, int]]
-    ) -> tuple[list[Sequence], int]:
+    def _decode(self, chunks: list[Chunk], copies: list[Copy]) -> tuple[list[Sequence], int]:
         """Plan the running sequences that decode.
 
         Returns:
@@ -223,7 +219,7 @@ class Scheduler:
         prefills: list[Sequence],
         lengths: list[int],
         budget: int,
-        copies: list[tuple[int, int]],
+        copies: list[Copy],
     ) -> int:
         """Admit from the head of the queue for as long as there is room; the budget that is left.
 
@@ -234,14 +230,12 @@ class Scheduler:
             sequence = next(iter(self._waiting.values()))
             if self._num_seats + sequence.num_seats > self._max_num_seqs:
                 break
-            if sequence.beams is None:
-                if not self._admit(sequence, copies):
-                    break
-                first = sequence
-            else:
-                if not self._admit_beams(sequence, sequence.beams):
-                    break
-                first = sequence.beams[0]
+            needed = self._tables.admit(sequence)
+            if needed is None:
+                break
+            copies += needed
+            first = sequence if sequence.beams is None else sequence.beams[0]
+            self._run(sequence, first.num_computed)
             prefills.append(first)
             lengths.append(self._share(first, budget))
             budget -= lengths[-1]
@@ -321,8 +315,8 @@ class Scheduler:
             if chunk.num_scores:
                 sequence.num_scored += chunk.num_scores
                 sequence.prompt_candidates += output.prompt_candidates.get(index, [])
-            if self._prefix_cache and end % size < length:
-                self._register(sequence, end - length, end)
+            if end % size < length:  # most steps of most sequences fill no block
+                self._tables.name(sequence, end - length, end)
         return advanced
 
     def branch(
@@ -353,7 +347,7 @@ class Scheduler:
             beam.cumulative_logprob += logprob
         for beam in former:
             if beam not in taken:
-                self._release(beam)
+                self._tables.release(beam)
         head.beams = beams
         return beams
 
@@ -395,7 +389,7 @@ class Scheduler:
         return Chunk(sequence, start, length, samples, sequence.generation, 0, num_scores)
 
     def _plan_beams(
-        self, head: Sequence, chunks: list[Chunk], copies: list[tuple[int, int]]
+        self, head: Sequence, chunks: list[Chunk], copies: list[Copy]
     ) -> list[Sequence]:
         """Plan a search's step: the next token of all its beams, if they are ready for it.
 
@@ -420,70 +414,43 @@ class Scheduler:
                 beam.num_in_flight = 1
         return []
 
-    def _grow_beams(self, head: Sequence, copies: list[tuple[int, int]]) -> bool:
+    def _grow_beams(self, head: Sequence, copies: list[Copy]) -> bool:
         """Give each beam a place of its own for its next token; False if they had to yield.
 
-        It is in a new block, or in one that nobody else owns: the others of a common one get
-        copies, which are made before the step writes to it. All of them or none: no copy of this
-        step is for somebody who loses its blocks in it.
+        All of them or none: no copy of this step is for somebody who loses its blocks in it.
         """
-        pool, size, beams = self._pool, self._pool.block_size, head.beams or []
-        places = [beam.num_computed // size for beam in beams]
-        writers: set[int] = set()
-        others = []
-        for beam, place in zip(beams, places, strict=True):
-            if place < len(beam.blocks) and beam.blocks[place] not in writers:
-                writers.add(beam.blocks[place])
-            else:
-                others.append((beam, place))
-        while pool.num_free < len(others):
-            youngest = next(reversed(self._running.values()))
-            self._preempt(youngest)
-            if youngest is head:
-                return False
-        for beam, place in others:
-            block = pool.allocate()
-            if place == len(beam.blocks):
-                beam.blocks.append(block)
-            else:
-                copies.append((beam.blocks[place], block))
-                pool.release([beam.blocks[place]])
-                beam.blocks[place] = block
+        places = self._tables.places_to_part(head.beams or [])
+        if not self._free_blocks(len(places), head):
+            return False
+        copies += self._tables.part(places)
         return True
 
     def _grow(self, sequence: Sequence) -> bool:
         """Give a decoding sequence the next block, as its last one is full; False if it had to
-        yield.
+        yield."""
+        if not self._free_blocks(1, sequence):
+            return False
+        self._tables.append(sequence)
+        return True
 
-        Its last block is its own: `_admit` hands out no other, and a block is named only when it
-        is full. So a decode step never has to copy.
-        """
-        while not self._pool.num_free:
+    def _free_blocks(self, count: int, sequence: Sequence) -> bool:
+        """Take blocks from the last admitted until so many are free; False if `sequence` itself
+        had to yield."""
+        while self._pool.num_free < count:
             youngest = next(reversed(self._running.values()))
             self._preempt(youngest)
             if youngest is sequence:
                 return False
-        sequence.blocks.append(self._pool.allocate())
-        self._num_growing -= not self._is_growing(sequence)
         return True
 
     def _room_for_drafts(self, sequence: Sequence, budget: int) -> int:
-        """How many drafts fit into a step of a decoding sequence, which has a place for its token.
-
-        They take free blocks, but nobody else's: a guess is not worth another one's work.
-        """
+        """How many drafts fit into a step of a decoding sequence, behind its token."""
         # Up to min_tokens the host says what may not be chosen, and must know where a step stands.
         if sequence.num_tokens - sequence.num_prompt_tokens < sequence.request.params.min_tokens:
             return 0
-        pool, blocks = self._pool, sequence.blocks
-        start, size = sequence.num_computed, pool.block_size
         # With all of them right, and the token after them, it is as long as it may get.
         room = sequence.max_length - sequence.num_tokens - 1
-        wanted = max(0, min(sequence.num_drafts, budget, room))
-        while start + wanted >= len(blocks) * size and pool.num_free > self._num_growing:
-            blocks.append(pool.allocate())
-            self._num_growing -= not self._is_growing(sequence)
-        return min(wanted, len(blocks) * size - 1 - start)
+        return self._tables.room_for(sequence, max(0, min(sequence.num_drafts, budget, room)))
 
     def _preempt(self, sequence: Sequence) -> None:
         self._withdraw(sequence)
@@ -491,76 +458,11 @@ class Scheduler:
         sequence.num_preemptions += 1
         self.num_preemptions += 1
 
-    def _admit(self, sequence: Sequence, copies: list[tuple[int, int]]) -> bool:
-        """Let the head of the queue run if there are blocks for all its known tokens."""
-        pool = self._pool
-        num_tokens = len(sequence.token_ids)
-        hashes = self._hashes_of(sequence, num_tokens) if self._prefix_cache else []
-        if sequence.num_scored < sequence.num_prompt_tokens:
-            # What tells of the next token is computed, with the rest of its block.
-            hashes = hashes[: (sequence.num_scored - 1) // pool.block_size]
-        cached = pool.lookup(hashes)
-        # The last token is always computed: its logits choose the next one.
-        computed = min(len(cached) * pool.block_size, num_tokens - 1)
-        num_shared = computed // pool.block_size
-        num_new = -(-num_tokens // pool.block_size) - num_shared
-        revived = sum(pool.ref_count(block) == 0 for block in cached)
-        if revived + num_new + self._num_growing > pool.num_free:
-            return False
-
-        sequence.blocks = pool.acquire(hashes)
-        new = [pool.allocate() for _ in range(num_new)]
-        if len(cached) > num_shared:
-            # All is cached, and the last token goes where others read: into a copy then. We own
-            # the source until all of this step is planned; a copy comes before its step's writes.
-            copies.append((sequence.blocks.pop(), new[0]))
-        sequence.blocks += new
-        sequence.num_computed = computed
-        self._run(sequence, computed)
-        return True
-
-    def _admit_beams(self, head: Sequence, beams: list[Sequence]) -> bool:
-        """As `_admit`, for all beams of a search: one with a prompt, or several of one length.
-
-        Of the full blocks that several have in common each is taken once, whether the prefix cache
-        still has it or not. So a search needs no more blocks than it had when it lost them, but for
-        those that it had not parted with yet.
-        """
-        pool, size = self._pool, self._pool.block_size
-        num_tokens = len(beams[0].token_ids)
-        num_full = (num_tokens - 1) // size  # blocks without the last token
-        chains = [self._hashes_of(beam, num_tokens)[:num_full] for beam in beams]
-        known = [pool.lookup(chain) if self._prefix_cache else [] for chain in chains]
-        # Of each beam the earlier one with which it has most in common, and how many blocks.
-        common = [_most_common(chains[:index], chain) for index, chain in enumerate(chains)]
-        revived = {block for blocks in known for block in blocks if not pool.ref_count(block)}
-        num_new = sum(
-            -(-num_tokens // size) - max(len(blocks), count)
-            for blocks, (_, count) in zip(known, common, strict=True)
-        )
-        if len(revived) + num_new + self._num_growing > pool.num_free:
-            return False
-
-        for beam, chain in zip(beams, chains, strict=True):
-            if self._prefix_cache:
-                beam.blocks = pool.acquire(chain)
-        for beam, (other, count) in zip(beams, common, strict=True):
-            if count > len(beam.blocks):
-                more = beams[other].blocks[len(beam.blocks) : count]
-                pool.share(more)
-                beam.blocks += more
-            beam.num_computed = len(beam.blocks) * size
-            while len(beam.blocks) * size < num_tokens:
-                beam.blocks.append(pool.allocate())
-        self._run(head, beams[0].num_computed)
-        return True
-
     def _run(self, sequence: Sequence, num_cached: int) -> None:
         del self._waiting[sequence.request_id]
         self._running[sequence.request_id] = sequence
         sequence.status = Status.RUNNING
         self._num_seats += sequence.num_seats
-        self._num_growing += self._growth(sequence)
         if sequence.request_id not in self._admitted:
             self._admitted.add(sequence.request_id)
             sequence.num_cached_tokens = num_cached
@@ -589,54 +491,21 @@ class Scheduler:
                 "beam_width",
             )
 
-    def _growth(self, sequence: Sequence) -> int:
-        """Blocks that admissions leave for a running sequence."""
-        return self._is_growing(sequence) if sequence.beams is None else sequence.num_seats
-
-    def _is_growing(self, sequence: Sequence) -> bool:
-        """Whether it may need more blocks than it has. Its last token is never computed."""
-        return len(sequence.blocks) * self._pool.block_size < sequence.max_length - 1
-
     def _withdraw(self, sequence: Sequence) -> None:
         """Take a sequence out of where it is, with nothing in the KV cache: the one release point.
 
         Its tokens stay: should it run again, they are computed like a prompt.
         """
         if self._running.pop(sequence.request_id, None) is not None:
-            self._num_growing -= self._growth(sequence)
+            self._tables.withdraw(sequence)
             self._num_seats -= sequence.num_seats
         self._waiting.pop(sequence.request_id, None)
         self._suspended.pop(sequence.request_id, None)
-        for one in (sequence,) if sequence.beams is None else sequence.beams:
-            self._release(one)
-
-    def _release(self, sequence: Sequence) -> None:
-        self._pool.release(sequence.blocks)
-        sequence.blocks = []
-        sequence.num_computed = 0
-        sequence.num_in_flight = 0
-        sequence.generation += 1
 
     def _queue_first(self, sequence: Sequence) -> None:
         sequence.status = Status.WAITING
         self._waiting[sequence.request_id] = sequence
         self._waiting.move_to_end(sequence.request_id, last=False)
-
-    def _register(self, sequence: Sequence, start: int, end: int) -> None:
-        """Name the blocks that a committed chunk has filled with tokens [start, end)."""
-        size = self._pool.block_size
-        hashes = self._hashes_of(sequence, end)
-        for index in range(start // size, end // size):
-            self._pool.register(sequence.blocks[index], hashes[index])
-
-    def _hashes_of(self, sequence: Sequence, num_tokens: int) -> list[bytes]:
-        """Hashes of at least the full blocks in the first `num_tokens`, each computed once."""
-        size = self._pool.block_size
-        hashes = sequence.block_hashes
-        for start in range(len(hashes) * size, num_tokens - size + 1, size):
-            parent = hashes[-1] if hashes else root_hash(sequence.request.cache_salt)
-            hashes.append(block_hash(parent, sequence.token_ids[start : start + size]))
-        return hashes
 
 
 def _num_before_scores(sequence: Sequence) -> int | None:
@@ -656,9 +525,3 @@ def _num_to_prefill(sequence: Sequence) -> int:
     head = sequence.head
     together = head is not None and len(head.beams or ()) > 1
     return sequence.num_uncomputed - together
-
-
-def _most_common(chains: list[list[bytes]], chain: list[bytes]) -> tuple[int, int]:
-    """Which of some chains of hashes has most blocks in common with another, and how many."""
-    counts = [sum(a == b for a, b in zip(one, chain, strict=True)) for one in chains]
-    return max(enumerate(counts), key=lambda pair: pair[1], default=(0, 0))

@@ -329,7 +329,8 @@ class EngineMachine(RuleBasedStateMachine):
                 for block in each.blocks:
                     owners[block] += 1
         assert owners == [self.pool.ref_count(block) for block in range(len(owners))]
-        assert self.plan._num_growing == sum(map(self.plan._growth, self.plan.running))
+        tables = self.plan._tables
+        assert tables.num_growing == sum(map(tables.growth, self.plan.running))
         assert self.plan._num_seats == sum(one.num_seats for one in self.plan.running)
         for one in [*self.plan.waiting, *self.plan.suspended]:
             for each in members(one):

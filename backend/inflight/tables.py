@@ -1,0 +1,209 @@
+"""The block tables of sequences: in which KV blocks their tokens stand, and who shares them.
+
+What is known when a sequence is admitted gets its blocks at once, those of a prefix that is cached
+together with whoever else has them; from then on its table grows with it. The tables take free
+blocks only: when there is none, it is the scheduler that says who has to yield.
+"""
+
+from __future__ import annotations
+
+from inflight.blocks import BlockPool, block_hash, root_hash
+from inflight.sequence import Sequence
+
+Copy = tuple[int, int]
+"""A block whose content a step needs in another one, and that one."""
+
+
+class BlockTables:
+    """Fills and empties `Sequence.blocks`.
+
+    Args:
+        pool: where blocks come from.
+        prefix_cache: whether blocks of equal prefixes are reused.
+
+    Attributes:
+        pool: the pool.
+        num_growing: blocks that admissions leave free: one for each admitted sequence that will
+            need more. Else a new one would take the last, and lose them in the next step.
+    """
+
+    def __init__(self, pool: BlockPool, prefix_cache: bool) -> None:
+        self.pool = pool
+        self.num_growing = 0
+        self._prefix_cache = prefix_cache
+
+    def admit(self, sequence: Sequence) -> list[Copy] | None:
+        """Give a sequence, or the beams of a search, blocks for all known tokens.
+
+        Returns:
+            What its step has to copy before it writes, None if there are not blocks enough. The
+            source of a copy is the caller's to release when all of the step is planned: no block
+            is both read and written by the copies of one step.
+        """
+        if sequence.beams is None:
+            copies = self._admit(sequence)
+        else:
+            copies = [] if self._admit_beams(sequence.beams) else None
+        if copies is not None:
+            self.num_growing += self.growth(sequence)
+        return copies
+
+    def withdraw(self, sequence: Sequence) -> None:
+        """Take its blocks away from a sequence that was admitted, and from its beams."""
+        self.num_growing -= self.growth(sequence)
+        for one in (sequence,) if sequence.beams is None else sequence.beams:
+            self.release(one)
+
+    def release(self, sequence: Sequence) -> None:
+        """Empty one table. The tokens stay: should they be needed, they are computed again."""
+        self.pool.release(sequence.blocks)
+        sequence.blocks = []
+        sequence.num_computed = 0
+        sequence.num_in_flight = 0
+        sequence.generation += 1
+
+    def growth(self, sequence: Sequence) -> int:
+        """Blocks that admissions leave for an admitted sequence."""
+        return self._is_growing(sequence) if sequence.beams is None else sequence.num_seats
+
+    def append(self, sequence: Sequence) -> None:
+        """Add a free block to a table whose last one is full.
+
+        The last block is a decoding sequence's own: `admit` hands out no other, and a block is
+        named only when it is full. So a decode step never has to copy.
+        """
+        sequence.blocks.append(self.pool.allocate())
+        self.num_growing -= not self._is_growing(sequence)
+
+    def room_for(self, sequence: Sequence, wanted: int) -> int:
+        """How many drafts fit behind the next token, which has a place, `wanted` at most.
+
+        They take free blocks, but nobody else's: a guess is not worth another one's work.
+        """
+        blocks, size = sequence.blocks, self.pool.block_size
+        start = sequence.num_computed
+        while start + wanted >= len(blocks) * size and self.pool.num_free > self.num_growing:
+            self.append(sequence)
+        return min(wanted, len(blocks) * size - 1 - start)
+
+    def places_to_part(self, beams: list[Sequence]) -> list[tuple[Sequence, int]]:
+        """Beams that need a block for their next token, and where in their tables.
+
+        Its place is in a new block, or in one that nobody else writes to: of those who have one in
+        common, the first keeps it.
+        """
+        writers: set[int] = set()
+        others = []
+        for beam in beams:
+            place = beam.num_computed // self.pool.block_size
+            if place < len(beam.blocks) and beam.blocks[place] not in writers:
+                writers.add(beam.blocks[place])
+            else:
+                others.append((beam, place))
+        return others
+
+    def part(self, places: list[tuple[Sequence, int]]) -> list[Copy]:
+        """Give each of these beams a block of its own there, of which so many are free.
+
+        Returns:
+            What stood there, to be copied before the step writes.
+        """
+        pool, copies = self.pool, []
+        for beam, place in places:
+            block = pool.allocate()
+            if place == len(beam.blocks):
+                beam.blocks.append(block)
+            else:
+                copies.append((beam.blocks[place], block))
+                pool.release([beam.blocks[place]])
+                beam.blocks[place] = block
+        return copies
+
+    def name(self, sequence: Sequence, start: int, end: int) -> None:
+        """Let others find the blocks that a committed chunk has filled with tokens [start, end)."""
+        if not self._prefix_cache:
+            return
+        size = self.pool.block_size
+        hashes = self._hashes_of(sequence, end)
+        for index in range(start // size, end // size):
+            self.pool.register(sequence.blocks[index], hashes[index])
+
+    def _admit(self, sequence: Sequence) -> list[Copy] | None:
+        pool = self.pool
+        num_tokens = len(sequence.token_ids)
+        hashes = self._hashes_of(sequence, num_tokens) if self._prefix_cache else []
+        if sequence.num_scored < sequence.num_prompt_tokens:
+            # What tells of the next token is computed, with the rest of its block.
+            hashes = hashes[: (sequence.num_scored - 1) // pool.block_size]
+        cached = pool.lookup(hashes)
+        # The last token is always computed: its logits choose the next one.
+        computed = min(len(cached) * pool.block_size, num_tokens - 1)
+        num_shared = computed // pool.block_size
+        num_new = -(-num_tokens // pool.block_size) - num_shared
+        revived = sum(pool.ref_count(block) == 0 for block in cached)
+        if revived + num_new + self.num_growing > pool.num_free:
+            return None
+
+        copies = []
+        sequence.blocks = pool.acquire(hashes)
+        new = [pool.allocate() for _ in range(num_new)]
+        if len(cached) > num_shared:
+            # All is cached, and the last token goes where others read: into a copy then.
+            copies.append((sequence.blocks.pop(), new[0]))
+        sequence.blocks += new
+        sequence.num_computed = computed
+        return copies
+
+    def _admit_beams(self, beams: list[Sequence]) -> bool:
+        """As `_admit`, for all beams of a search: one with a prompt, or several of one length.
+
+        Of the full blocks that several have in common each is taken once, whether the prefix cache
+        still has it or not. So a search needs no more blocks than it had when it lost them, but for
+        those that it had not parted with yet.
+        """
+        pool, size = self.pool, self.pool.block_size
+        num_tokens = len(beams[0].token_ids)
+        num_full = (num_tokens - 1) // size  # blocks without the last token
+        chains = [self._hashes_of(beam, num_tokens)[:num_full] for beam in beams]
+        known = [pool.lookup(chain) if self._prefix_cache else [] for chain in chains]
+        # Of each beam the earlier one with which it has most in common, and how many blocks.
+        common = [_most_common(chains[:index], chain) for index, chain in enumerate(chains)]
+        revived = {block for blocks in known for block in blocks if not pool.ref_count(block)}
+        num_new = sum(
+            -(-num_tokens // size) - max(len(blocks), count)
+            for blocks, (_, count) in zip(known, common, strict=True)
+        )
+        if len(revived) + num_new + self.num_growing > pool.num_free:
+            return False
+
+        for beam, chain in zip(beams, chains, strict=True):
+            if self._prefix_cache:
+                beam.blocks = pool.acquire(chain)
+        for beam, (other, count) in zip(beams, common, strict=True):
+            if count > len(beam.blocks):
+                more = beams[other].blocks[len(beam.blocks) : count]
+                pool.share(more)
+                beam.blocks += more
+            beam.num_computed = len(beam.blocks) * size
+            while len(beam.blocks) * size < num_tokens:
+                beam.blocks.append(pool.allocate())
+        return True
+
+    def _is_growing(self, sequence: Sequence) -> bool:
+        """Whether it may need more blocks than it has. Its last token is never computed."""
+        return len(sequence.blocks) * self.pool.block_size < sequence.max_length - 1
+
+    def _hashes_of(self, sequence: Sequence, num_tokens: int) -> list[bytes]:
+        """Hashes of at least the full blocks in the first `num_tokens`, each computed once."""
+        size = self.pool.block_size
+        hashes = sequence.block_hashes
+        for start in range(len(hashes) * size, num_tokens - size + 1, size):
+            parent = hashes[-1] if hashes else root_hash(sequence.request.cache_salt)
+            hashes.append(block_hash(parent, sequence.token_ids[start : start + size]))
+        return hashes
+
+
+def _most_common(chains: list[list[bytes]], chain: list[bytes]) -> tuple[int, int]:
+    """Which of some chains of hashes has most blocks in common with another, and how many."""
+    counts = [sum(a == b for a, b in zip(one, chain, strict=True)) for one in chains]
+    return max(enumerate(counts), key=lambda pair: pair[1], default=(0, 0))
