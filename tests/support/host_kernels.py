@@ -17,7 +17,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from inflight import cuda_runner, device_batch
+from inflight import cuda_runner, device_batch, likeliest
 from inflight.drafting import device_model
 from inflight.model import cuda_attention, cuda_residual, eagle3_cuda, llama_cuda
 from inflight_kernels import drafting, reference, reference_sampling, sampling
@@ -34,6 +34,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (cuda_runner, device_model):
         monkeypatch.setattr(module, "torch", host_torch)
         monkeypatch.setattr(module, "captured", Recorded)
+    monkeypatch.setattr(likeliest, "torch", host_torch)
     monkeypatch.setattr(cuda_runner, "_DTYPE", torch.float32)
     monkeypatch.setattr(cuda_runner, "kernels_of", lambda *shape: [])
     monkeypatch.setattr(cuda_runner, "compile_ahead", lambda kernels: None)

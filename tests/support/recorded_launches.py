@@ -17,7 +17,7 @@ from torch import Tensor
 
 import host_kernels
 import inflight_kernels
-from inflight import cuda_runner
+from inflight import cuda_runner, likeliest
 from inflight.drafting import device_model
 from inflight.model import weights
 
@@ -66,6 +66,7 @@ def install(
     for owner in (cuda_runner, device_model):
         monkeypatch.setattr(owner, "torch", meta_torch)
         monkeypatch.setattr(owner, "captured", host_kernels.Recorded)
+    monkeypatch.setattr(likeliest, "torch", meta_torch)
     monkeypatch.setattr(weights.RandomWeights, "read", _read)
     return launched
 

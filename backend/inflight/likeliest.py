@@ -1,0 +1,87 @@
+"""What a GPU's step tells of tokens besides those that it chose."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from inflight.device_batch import RING
+from inflight.request import Candidate
+from inflight_kernels import batch_state, sampling
+
+
+class Likeliest:
+    """The log probabilities of other tokens than the chosen ones, and of those with which a prompt
+    goes on, for the few who ask for them.
+
+    Args:
+        max_rows: of logits.
+        workspace: of the sampler, which is free when it has chosen.
+        device: the GPU.
+    """
+
+    def __init__(self, max_rows: int, workspace: sampling.Workspace, device: torch.device) -> None:
+        self._workspace = workspace
+        shape = (max_rows, sampling.MAX_TOP)
+        self._ids = torch.zeros(shape, dtype=torch.int32, device=device)
+        self._logprobs = torch.zeros(shape, dtype=torch.float32, device=device)
+        self._own_logprobs = torch.zeros(max_rows, dtype=torch.float32, device=device)
+        self._ranks = torch.zeros(max_rows, dtype=torch.int32, device=device)
+        self._on_device = (self._ids, self._logprobs, self._own_logprobs, self._ranks)
+        self._on_host = [
+            tuple(
+                torch.zeros(values.shape, dtype=values.dtype, pin_memory=True)
+                for values in self._on_device
+            )
+            for _ in range(RING)
+        ]
+
+    def launch(
+        self,
+        logits: Tensor,
+        step: batch_state.Step,
+        state: batch_state.BatchState,
+        ring_index: int,
+    ) -> None:
+        """Find them, and bring them to the host's memory, after `sampling.sample`."""
+        count = len(logits)
+        sampling.top_logprobs(
+            logits,
+            step.num_likeliest[:count],
+            self._workspace,
+            token_ids=state.chosen[:count],
+            statuses=state.statuses[:count],
+            ids=self._ids[:count],
+            logprobs=self._logprobs[:count],
+            own_logprobs=self._own_logprobs[:count],
+            ranks=self._ranks[:count],
+            given=step.given[:count],
+        )
+        for source, target in zip(self._on_device, self._on_host[ring_index], strict=True):
+            target[:count].copy_(source[:count], non_blocking=True)
+
+    def of_rows(
+        self, ring_index: int, first: int, token_ids: list[int], count: int
+    ) -> list[list[Candidate]]:
+        """Of a step that has ended.
+
+        Args:
+            ring_index: of the step.
+            first: row of the first of these tokens; the others follow.
+            token_ids: that were chosen or given.
+            count: likeliest tokens to name.
+
+        Returns:
+            Of each token itself, then the likeliest ones. rank 0 tells logits that are not finite.
+        """
+        rows = slice(first, first + len(token_ids))
+        ids, logprobs, own_logprobs, ranks = self._on_host[ring_index]
+        found = zip(
+            token_ids,
+            own_logprobs[rows].tolist(),
+            ranks[rows].tolist(),
+            ids[rows, :count].tolist(),
+            logprobs[rows, :count].tolist(),
+            strict=True,
+        )
+        return [Candidate.ranked(*row) for row in found]
