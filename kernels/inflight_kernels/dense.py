@@ -15,18 +15,9 @@ import torch
 from torch import Tensor
 
 from inflight_kernels.compile import Instantiation
-from inflight_kernels.launch import (
-    check,
-    check_place,
-    is_hopper,
-    kernel,
-    name_of,
-    num_multiprocessors,
-)
+from inflight_kernels.launch import is_hopper, kernel, num_multiprocessors
+from inflight_kernels.product import MAX_SHARED_BYTES, OUT_TYPES, STORAGE_TYPES, product_of
 from inflight_kernels.tensor_map import matrix_map
-
-STORAGE_TYPES = {torch.bfloat16: "__nv_bfloat16", torch.float16: "__half"}
-_OUT_TYPES = {**STORAGE_TYPES, torch.float32: "float"}
 
 MIN_TOKENS = 65
 """For which `linear` is made; for fewer, see `inflight_kernels.gemm`."""
@@ -35,10 +26,6 @@ MIN_TOKENS = 65
 _TOKENS = 128
 _DEPTH = 64
 _THREADS = 3 * 128
-
-
-# Of a block, on Hopper.
-_MAX_SHARED_BYTES = 227 * 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +48,7 @@ class Shape:
     @property
     def stages(self) -> int:
         """Steps in shared memory: as many as fit."""
-        return (_MAX_SHARED_BYTES - 1024) // self.step_bytes
+        return (MAX_SHARED_BYTES - 1024) // self.step_bytes
 
     @property
     def shared_bytes(self) -> int:
@@ -184,38 +171,16 @@ def linear(
         ValueError: for operands of other shapes, types or alignment.
         RuntimeError: on a GPU of another architecture.
     """
-    storage = name_of(STORAGE_TYPES, "x", x)
-    if x.dim() != 2 or weight.dim() != 2 or x.shape[1] != weight.shape[1]:
-        raise ValueError(
-            f"x is {list(x.shape)} and weight {list(weight.shape)}; they must be [m, k] and [n, k]"
-        )
-    (m, k), n = x.shape, weight.shape[0]
-    width = n // 2 if gated else n
-    if k % 8 or k == 0 or width % 8 or (gated and n % 2):
-        raise ValueError(
-            f"weight is [{n}, {k}]; k and n, half of n when gated, must be multiples of 8"
-        )
-    if gated and out.dtype != x.dtype:
-        raise ValueError(f"out is {out.dtype}; a gated product is stored as x is, {x.dtype}")
-    out_type = x.dtype if out.dtype == x.dtype else torch.float32
-    check("weight", weight, (n, k), x.dtype)
-    check("out", out, (m, width), out_type)
-    if bias is not None:
-        check("bias", bias, (n,), x.dtype)
-    if residual is not None:
-        check("residual", residual, (m, width), x.dtype)
-    check_place("x", x)
-    if x.stride(1) != 1 or x.stride(0) % 8:
-        raise ValueError(
-            f"x has strides {x.stride()}; a row must be contiguous, and rows a multiple of 8 apart"
-        )
+    m, n, k, storage, out_type = product_of(
+        x, weight, bias, residual, out, gated=gated, whole_vectors=True
+    )
     if not m or not n:
         return
     if not is_hopper():
         raise RuntimeError("this product needs a Hopper GPU; see `prefers`")
     cut = plan(m, n, gated, num_multiprocessors())
     shape = cut.shape
-    kernel("dense_hopper", _name(shape, storage, _OUT_TYPES[out_type], gated))(
+    kernel("dense_hopper", _name(shape, storage, out_type, gated))(
         2 * cut.clusters,
         _THREADS,
         matrix_map(x, (_TOKENS if shape.share_weight else _TOKENS // 2, _DEPTH), 256),
@@ -253,7 +218,7 @@ def kernels_of(
         max_tokens: m at most.
     """
     (n, k), widens = weight_shape, out_dtype != dtype
-    storage, out_type = STORAGE_TYPES[dtype], _OUT_TYPES[out_dtype]
+    storage, out_type = STORAGE_TYPES[dtype], OUT_TYPES[out_dtype]
     found: dict[tuple[str, str], None] = {}
     # A plan depends on the tiles that tokens fill, and the fuller the last of them, the better.
     for rounded in range(_TOKENS, max_tokens + _TOKENS, _TOKENS):

@@ -14,18 +14,9 @@ import torch
 from torch import Tensor
 
 from inflight_kernels.compile import Instantiation
-from inflight_kernels.launch import (
-    check,
-    check_place,
-    is_hopper,
-    kernel,
-    name_of,
-    num_multiprocessors,
-)
+from inflight_kernels.launch import is_hopper, kernel, num_multiprocessors
+from inflight_kernels.product import MAX_SHARED_BYTES, OUT_TYPES, STORAGE_TYPES, product_of
 from inflight_kernels.tensor_map import matrix_map
-
-STORAGE_TYPES = {torch.bfloat16: "__nv_bfloat16", torch.float16: "__half"}
-_OUT_TYPES = {**STORAGE_TYPES, torch.float32: "float"}
 
 MAX_TOKENS = 64
 
@@ -33,9 +24,6 @@ MAX_TOKENS = 64
 _THREADS = 160
 _TOKENS = 64
 _DEPTH = 64
-
-# Of a block, on Hopper.
-_MAX_SHARED_BYTES = 227 * 1024
 
 # Rows of a tile that the kernel is compiled for, of a pair of blocks and of one.
 _PAIR_ROWS = (32, 48, 64, 80, 96, 112, 128)
@@ -65,7 +53,7 @@ class Plan:
         So a multiprocessor has one block, also of a kernel that is launched before the one before
         it has ended: with room for two, some got both and others none.
         """
-        return (_MAX_SHARED_BYTES - self._other_bytes) // self._step_bytes
+        return (MAX_SHARED_BYTES - self._other_bytes) // self._step_bytes
 
     @property
     def shared_bytes(self) -> int:
@@ -137,31 +125,9 @@ def linear(
         ValueError: for operands of other shapes, types or alignment.
         RuntimeError: on a GPU of another architecture.
     """
-    storage = name_of(STORAGE_TYPES, "x", x)
-    if x.dim() != 2 or weight.dim() != 2 or x.shape[1] != weight.shape[1]:
-        raise ValueError(
-            f"x is {list(x.shape)} and weight {list(weight.shape)}; they must be [m, k] and [n, k]"
-        )
-    (m, k), n = x.shape, weight.shape[0]
-    if m > MAX_TOKENS:
-        raise ValueError(f"x has {m} rows; at most {MAX_TOKENS} are read in one pass")
-    if k % 8 or k == 0 or (gated and n % 2):
-        raise ValueError(f"weight is [{n}, {k}]; k must be a multiple of 8, and n even when gated")
-    if gated and out.dtype != x.dtype:
-        raise ValueError(f"out is {out.dtype}; a gated product is stored as x is, {x.dtype}")
-    out_type = _OUT_TYPES[x.dtype if out.dtype == x.dtype else torch.float32]
-    shape = (m, n // 2 if gated else n)
-    check("weight", weight, (n, k), x.dtype)
-    check("out", out, shape, x.dtype if out.dtype == x.dtype else torch.float32, vectors=False)
-    if bias is not None:
-        check("bias", bias, (n,), x.dtype, vectors=False)
-    if residual is not None:
-        check("residual", residual, shape, x.dtype, vectors=False)
-    check_place("x", x)
-    if x.stride(1) != 1 or x.stride(0) % 8:
-        raise ValueError(
-            f"x has strides {x.stride()}; a row must be contiguous, and rows a multiple of 8 apart"
-        )
+    m, n, k, storage, out_type = product_of(
+        x, weight, bias, residual, out, gated=gated, whole_vectors=False, max_tokens=MAX_TOKENS
+    )
     if not m or not n:
         return
     if not is_hopper():
@@ -209,7 +175,7 @@ def kernels_of(
     if k % 8:
         return []
     cut = plan(n, num_multiprocessors)
-    storage, out_type = STORAGE_TYPES[dtype], _OUT_TYPES[out_dtype]
+    storage, out_type = STORAGE_TYPES[dtype], OUT_TYPES[out_dtype]
     return [("gemm", _name(cut.rows, cut.pair, storage, out_type, gated))]
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from inflight_kernels import dense
+from inflight_kernels import dense, product
 from inflight_kernels.dense import Plan, plan, prefers, utilization
 
 # name: (n, gated)
@@ -90,7 +90,7 @@ def test_utilization_is_a_fraction(m: int) -> None:
 
 @pytest.mark.parametrize("shape", dense._GATED + dense._PLAIN, ids=str)
 def test_a_shape_suits_the_hardware(shape: dense.Shape) -> None:
-    assert shape.shared_bytes <= dense._MAX_SHARED_BYTES
+    assert shape.shared_bytes <= product.MAX_SHARED_BYTES
     assert shape.stages >= 4, "too few steps to hide the latency of memory"
     assert shape.rows % 16 == 0, "half of the rows, a box, is whole units of 8 rows, swizzled"
     assert re.search(rf"PRODUCT_MULTIPLY\({shape.rows},", HEADER), "no such instruction"
@@ -102,7 +102,7 @@ def test_whatever_a_plan_takes_is_compiled(layer: str, m: int) -> None:
     n, gated = LAYERS[layer]
     shape = plan(m, n, gated, HOPPER).shape
     compiled = {name for _, names, _ in dense.instantiations() for name in names}
-    for storage in dense.STORAGE_TYPES.values():
+    for storage in product.STORAGE_TYPES.values():
         for out_type in (storage,) if gated else (storage, "float"):
             assert dense._name(shape, storage, out_type, gated) in compiled
 
@@ -162,8 +162,8 @@ def test_whatever_is_preferred_is_among_the_kernels_of_a_weight(
         taken = {
             dense._name(
                 plan(m, n, gated, HOPPER).shape,
-                dense.STORAGE_TYPES[bfloat16],
-                dense._OUT_TYPES[out_dtype],
+                product.STORAGE_TYPES[bfloat16],
+                product.OUT_TYPES[out_dtype],
                 gated,
             )
             for m in range(1, max_tokens + 1)

@@ -190,9 +190,9 @@ def test_operands_that_do_not_fit_are_refused_by_name() -> None:
         linear(x, weight, out=out[:1])
     with pytest.raises(ValueError, match="weight"):
         linear(x, weight[:, :32], out=out)
-    with pytest.raises(ValueError, match="multiples of 8"):
+    with pytest.raises(ValueError, match="multiple of 8"):
         linear(x[:, :60], weight[:, :60].contiguous(), out=out)
-    with pytest.raises(ValueError, match="multiples of 8"):
+    with pytest.raises(ValueError, match="multiple of 8"):
         linear(x, weight[:8], out=out[:, :4].contiguous(), gated=True)
     with pytest.raises(ValueError, match="x is "):
         linear(x.float(), weight, out=out)
