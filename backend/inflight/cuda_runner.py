@@ -140,7 +140,6 @@ class CudaRunner:
                     device=self._device,
                     max_tokens=config.max_batch_tokens,
                     max_rows=self._max_rows,
-                    max_drafts=self._max_drafts,
                     batch_invariant=config.batch_invariant,
                 )
                 self._batch = DeviceBatch(
@@ -417,6 +416,7 @@ class CudaRunner:
         assert drafter is not None
         self._empty_step()
         sizes = verification_sizes(self._max_rows, self._max_drafts)
+        sizes = sizes or [StepSize(1, 1, 1, 1)]  # steps of one token, which no draft fits into
         seconds = []
         for size in sizes:
             graph = self._graphs.get(size)

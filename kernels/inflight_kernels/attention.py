@@ -27,6 +27,7 @@ from inflight_kernels.attention_parts import (
     Part,
     Shape,
     heads_shape,
+    most_bytes,
     parts,
     shapes,
 )
@@ -93,24 +94,31 @@ def workspace_size(
     max_q_len: int | None = None,
     batch_invariant: bool = False,
 ) -> int:
-    """Bytes that `plan` and `attend` need on the current device; more is fine.
-
-    A workspace made for the largest step with max_q_len=None, and for the largest with one token
-    per chunk, serves all smaller ones too.
+    """Bytes that `plan` and `attend` need on the current device for a step, or for any smaller one;
+    more is fine.
 
     Args:
-        num_chunks: n.
-        num_tokens: T, at least n.
+        num_chunks: n at most.
+        num_tokens: T at most.
         num_heads, num_kv_heads, head_dim: H, G and D.
-        max_q_len: no chunk has more tokens; None if each has at least one and nothing else is
-            known.
+        max_q_len: no chunk has more tokens; None if nothing is known.
         batch_invariant: see `plan`.
     """
     _check_heads(num_heads, num_kv_heads, head_dim)
     if not num_chunks:
         return 0
-    heads = num_kv_heads, num_heads // num_kv_heads, head_dim
-    return _parts(num_chunks, num_tokens, max_q_len, *heads, batch_invariant)[-1].end
+    return most_bytes(
+        num_chunks,
+        num_tokens,
+        num_tokens if max_q_len is None else max_q_len,
+        num_kv_heads,
+        num_heads // num_kv_heads,
+        head_dim,
+        num_multiprocessors(),
+        _shared_bytes(),
+        is_hopper(),
+        batch_invariant,
+    )
 
 
 def plan(

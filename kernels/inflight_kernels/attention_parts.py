@@ -280,3 +280,40 @@ def parts(
             )
         )
     return tuple(found)
+
+
+def most_bytes(
+    num_chunks: int,
+    num_tokens: int,
+    max_q_len: int,
+    num_kv_heads: int,
+    group: int,
+    head_dim: int,
+    num_multiprocessors: int,
+    shared_bytes: int,
+    hopper: bool,
+    batch_invariant: bool = False,
+) -> int:
+    """Bytes of workspace that serve any step of at most so many chunks, tokens, and tokens in a
+    chunk; see `parts`.
+
+    A step of longer chunks may need less, for one chunk alone goes to another kernel the longer it
+    is. So the largest step of each kind counts.
+    """
+    few, some, _ = shapes(head_dim)
+    lengths = {min(max_q_len, max(1, shape.rows // group)) for shape in (few, some)}
+    return max(
+        parts(
+            num_chunks,
+            min(num_tokens, num_chunks * q_len),
+            q_len,
+            num_kv_heads,
+            group,
+            head_dim,
+            num_multiprocessors,
+            shared_bytes,
+            hopper,
+            batch_invariant,
+        )[-1].end
+        for q_len in (*lengths, max_q_len)
+    )

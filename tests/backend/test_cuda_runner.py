@@ -19,6 +19,7 @@ from inflight.batch import Batch
 from inflight.checkpoint import Checkpoint, locate
 from inflight.config import EngineConfig, SpeculationConfig
 from inflight.cuda_runner import CudaRunner
+from inflight.engine import Engine, generate
 from inflight.errors import ConfigError
 from inflight.model.config import read_config
 from inflight.request import Request
@@ -87,6 +88,60 @@ def test_steps_with_short_prompts_are_replayed(
     for index, sequence in enumerate(sequences):
         output = sequence.token_ids[len(prompts[index]) :]
         assert tiny.generate(on_cpu, [make_sequence(index)], len(output)) == [output]
+
+
+# ---------------------------------------------------------------- what there is memory for
+
+
+@pytest.mark.parametrize("max_num_seqs", [1, 2])
+@pytest.mark.parametrize("heads", [(32, 8), (16, 8), (32, 32)], ids=str)
+@pytest.mark.parametrize("hopper", [False, True])
+def test_every_step_finds_its_workspace(
+    max_num_seqs: int,
+    heads: tuple[int, int],
+    hopper: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Also where one sequence runs alone, whose kernel depends on how much of it comes at once."""
+    recorded_launches.install(monkeypatch, hopper=hopper)
+    monkeypatch.setattr(cuda_runner, "compile_ahead", lambda kernels: None)
+    num_heads, num_kv_heads = heads
+    shape = LLAMA_8B | {"num_attention_heads": num_heads, "num_key_value_heads": num_kv_heads}
+    (tmp_path / "config.json").write_text(json.dumps(tiny.SETTINGS | shape))
+    config = EngineConfig(
+        model=str(tmp_path),
+        device="cuda",
+        random_weights=True,
+        num_blocks=64,
+        max_num_seqs=max_num_seqs,
+        max_batch_tokens=512,
+    )
+    runner, _ = runners.build(config, locate(config.model), lambda what, fraction: None)
+    for length in (1, 3, 9, 17, 33, 65, 512):
+        sequence = tiny.make_sequence([5] * length, list(range(32)), SamplingParams())
+        runner.launch(Batch([tiny.next_chunk(sequence)]))
+        runner.forget(sequence)
+
+
+def test_steps_of_one_token_leave_no_room_for_drafts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    host_kernels.install(monkeypatch)
+    checkpoint = tiny.write_llama(tmp_path, head_dim=64)
+    settings = {"max_num_seqs": 1, "max_batch_tokens": 1, "num_blocks": 8}
+    prompt = [7, 8, 9, 7, 8, 9, 7]
+    found = []
+    for device, speculation in (("cuda", SpeculationConfig()), ("cpu", None)):
+        config = EngineConfig(
+            model=str(checkpoint.path), device=device, speculation=speculation, **settings
+        )
+        runner, model = runners.build(config, checkpoint, lambda what, fraction: None)
+        engine = Engine(config, runner, model.max_model_len(config), ())
+        request = Request(1, prompt, SamplingParams(max_tokens=12, temperature=0.0))
+        found.append(generate(engine, [request]))
+        assert engine.stats().num_drafted_tokens == 0
+    assert found[0] == found[1]
 
 
 # ---------------------------------------------------------------- what is compiled ahead

@@ -20,6 +20,7 @@ from inflight_kernels.attention_parts import (
     HeadsShape,
     HopperShape,
     Shape,
+    most_bytes,
     parts,
     shapes,
 )
@@ -393,21 +394,24 @@ def test_parts_lie_behind_each_other_and_aligned():
     assert found[0].end == found[1].arrivals
 
 
+@pytest.mark.parametrize("group", [1, 2, 3, 4, 8, 9, 32, 128])
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
 @pytest.mark.parametrize("device", [H200, A100], ids=["H200", "A100"])
-@pytest.mark.parametrize("most", [1, 8, 100, 150, 192, 256, 700])
-def test_a_workspace_for_the_largest_steps_serves_all_smaller_ones(most, device, head_dim):
-    """Whichever kernel they have: with 128 chunks it is one that needs more room than with 192."""
-    max_tokens, heads = 1024, (8, 4, head_dim)
-    room = max(
-        parts(most, tokens, max_q_len, *heads, **device)[-1].end
-        for tokens, max_q_len in ((max_tokens, max_tokens), (most, 1))
-    )
-    for num_chunks in range(1, most + 1):
-        for num_tokens, max_q_len in ((num_chunks, 1), (max_tokens, max_tokens - num_chunks + 1)):
-            if num_tokens >= num_chunks:
-                found = parts(num_chunks, num_tokens, max_q_len, *heads, **device)
-                assert found[-1].end <= room
+@pytest.mark.parametrize("most", [1, 2, 8, 100, 150, 192, 256, 700])
+def test_a_workspace_for_the_largest_step_serves_all_smaller_ones(most, device, head_dim, group):
+    """Whichever kernel they have: with 128 chunks it is one that needs more room than with 192, and
+    one chunk of 16 tokens goes to one that needs more than the one for 1000."""
+    heads = (8, group, head_dim)
+    counts = sorted({*range(1, min(most, 20)), *range(20, most, 37), 128, 192, most})
+    for max_tokens in (most, most + 300, 1024):
+        room = most_bytes(most, max_tokens, max_tokens, *heads, **device)
+        for num_chunks in (count for count in counts if count <= min(most, max_tokens)):
+            most_q_len = max_tokens - num_chunks + 1
+            for q_len in {1, 2, 3, 4, 5, 8, 15, 16, 17, 21, 22, 32, 63, 64, 65, most_q_len}:
+                if q_len <= most_q_len:
+                    num_tokens = min(max_tokens, num_chunks * q_len)
+                    found = parts(num_chunks, num_tokens, q_len, *heads, **device)
+                    assert found[-1].end <= room
 
 
 @all_shapes

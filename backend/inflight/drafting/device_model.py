@@ -169,7 +169,6 @@ class ModelDrafter(PassDrafter):
                 device=target.device,
                 max_tokens=target.config.max_batch_tokens,
                 max_rows=target.max_rows,
-                max_drafts=target.max_drafts,
                 batch_invariant=target.config.batch_invariant,
             )
             self._model = model
@@ -225,7 +224,6 @@ class Eagle3Drafter(PassDrafter):
             max_tokens=config.max_batch_tokens,
             max_chunks=config.max_num_seqs,
             max_rows=target.max_rows,
-            max_drafts=target.max_drafts,
             batch_invariant=config.batch_invariant,
         )
         target.model.tap(source.head.taps)

@@ -57,7 +57,6 @@ class Attention:
         device: the GPU.
         max_tokens: T at most.
         max_rows: n at most.
-        max_drafts: of a chunk that verifies drafts; 0 where none does.
         batch_invariant: a token's numbers do not depend on the other tokens of its step.
     """
 
@@ -69,7 +68,6 @@ class Attention:
         *,
         max_tokens: int,
         max_rows: int,
-        max_drafts: int,
         batch_invariant: bool,
     ) -> None:
         self._heads = (config.num_heads, config.num_kv_heads, config.head_dim)
@@ -79,18 +77,10 @@ class Attention:
         self._cos, self._sin = rotary_tables(
             frequencies, max_len, attention_factor, torch.float32, device
         )
-        # For any mix of chunks, for steps of one token each, and for those with drafts alone.
-        sizes = [
-            attention.workspace_size(
-                max_rows, tokens, *self._heads, max_q_len, batch_invariant=batch_invariant
-            )
-            for tokens, max_q_len in (
-                (max_tokens, max_tokens),
-                (max_rows, 1),
-                (max_rows, 1 + max_drafts),
-            )
-        ]
-        self._workspace = torch.zeros(max(sizes), dtype=torch.uint8, device=device)
+        size = attention.workspace_size(
+            max_rows, max_tokens, *self._heads, batch_invariant=batch_invariant
+        )
+        self._workspace = torch.zeros(size, dtype=torch.uint8, device=device)
 
     def begin(self, rows: Rows, num_tokens: int, num_chunks: int, max_q_len: int) -> AttentionPass:
         """Launch the plan of a pass, which all its layers follow."""

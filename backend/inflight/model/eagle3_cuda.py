@@ -65,7 +65,6 @@ class Model:
         max_tokens: T at most.
         max_chunks: of passes that draft, at most.
         max_rows: n at most.
-        max_drafts: of a chunk that verified drafts.
         batch_invariant: a token's numbers do not depend on the other tokens of its pass.
 
     Attributes:
@@ -91,7 +90,6 @@ class Model:
         max_tokens: int,
         max_chunks: int,
         max_rows: int,
-        max_drafts: int,
         batch_invariant: bool = False,
     ) -> None:
         layer = config.layer
@@ -128,7 +126,6 @@ class Model:
             device,
             max_tokens=max_tokens,
             max_rows=max_rows,
-            max_drafts=max_drafts,
             batch_invariant=batch_invariant,
         )
         self._linear = Linear(batch_invariant)

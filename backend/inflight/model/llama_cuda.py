@@ -111,7 +111,6 @@ class Model:
         device: the GPU.
         max_tokens: T at most.
         max_rows: n and s at most.
-        max_drafts: of a chunk that verifies drafts; 0 where none does.
         batch_invariant: a token's numbers do not depend on the other tokens of its step.
 
     Attributes:
@@ -136,7 +135,6 @@ class Model:
         device: torch.device,
         max_tokens: int,
         max_rows: int,
-        max_drafts: int = 0,
         batch_invariant: bool = False,
     ) -> None:
         if config.head_dim not in GPU_HEAD_DIMS:
@@ -172,7 +170,6 @@ class Model:
             device,
             max_tokens=max_tokens,
             max_rows=max_rows,
-            max_drafts=max_drafts,
             batch_invariant=batch_invariant,
         )
         self._linear = Linear(batch_invariant)
