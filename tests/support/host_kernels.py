@@ -46,7 +46,8 @@ def install(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(drafting, op.__name__, op)
     monkeypatch.setattr(sampling, "sample", sample)
     monkeypatch.setattr(sampling, "top_logprobs", top_logprobs)
-    monkeypatch.setattr(sampling, "note_output", lambda *operands, pdl: None)
+    monkeypatch.setattr(sampling, "note_output", note_output)
+    monkeypatch.setattr(sampling, "note_prompt", note_prompt)
     for model in (llama_cuda, cuda_residual, eagle3_cuda):
         monkeypatch.setattr(model, "embedding", embedding)
     for model in (cuda_residual, eagle3_cuda):
@@ -156,6 +157,7 @@ def begin_step(
     state.slot_mapping[own_tokens:num_tokens] = -1
     state.sample_rows[own_rows:num_rows] = torch.arange(own_rows, max(own_rows, num_rows))
     state.sample_positions[own_rows:num_rows] = 0
+    state.tail_starts[own_rows:num_rows] = state.tail_lengths[own_rows:num_rows] = 0
     state.step_wishes[own_rows:num_rows] = 0
     state.step_wishes[own_rows:num_rows, _SLOT] = -1
     for chunk in range(own_chunks):
@@ -186,6 +188,7 @@ def begin_step(
                 state.step_wishes[first_row + i] = 0
                 state.step_wishes[first_row + i, _SLOT] = -1
             scores = bool(step.given[first_row] >= 0)
+            state.tail_starts[first_row + i] = end_token - (end_row - first_row) + 1
             state.tail_lengths[first_row + i] = 0 if scores else i
 
 
@@ -193,10 +196,11 @@ def end_step(step: Step, state: BatchState, num_chunks: int, pdl: bool = False) 
     result = state.results[int(step.header[1])]
     for chunk in range(min(num_chunks, int(step.header[0]))):
         slot = int(step.sample_slots[chunk])
+        first, end = step.row_start[chunk : chunk + 2].tolist()
+        state.count_slots[first:end] = -1
         if slot < 0:
             result[3, chunk] = 0
             continue
-        first, end = step.row_start[chunk : chunk + 2].tolist()
         if step.given[first] >= 0:
             first = end - 1
         for row in range(first, end):
@@ -204,6 +208,7 @@ def end_step(step: Step, state: BatchState, num_chunks: int, pdl: bool = False) 
             result[0, row] = token
             result[1, row] = state.logprobs[row : row + 1].view(torch.int32)[0]
             result[2, row] = state.statuses[row]
+            state.count_slots[row] = state.wishes[slot, _SLOT]
             if state.history is not None and position < state.history.shape[1]:
                 state.history[slot, position] = token
             fine = int(state.statuses[row]) == sampling.FINE
@@ -349,6 +354,11 @@ def sample(
     token_ids: Tensor,
     logprobs: Tensor,
     statuses: Tensor,
+    counts: Tensor | None = None,
+    prompt: Tensor | None = None,
+    tokens: Tensor | None = None,
+    tail_starts: Tensor | None = None,
+    tail_lengths: Tensor | None = None,
     bias_starts: Tensor | None = None,
     bias_ids: Tensor | None = None,
     biases: Tensor | None = None,
@@ -356,10 +366,19 @@ def sample(
     mask_rows: Tensor | None = None,
     **others: Any,
 ) -> None:
-    """Greedy rows, and drawn ones with the filters of `reference_sampling.draw`; biases and masks.
-    Nothing else."""
+    """Greedy rows, and drawn ones with the filters of `reference_sampling.draw`; penalties, biases
+    and masks. Nothing else."""
     log_sums[id(workspace)] = torch.logsumexp(logits, -1)
     raw, logits = logits, logits.clone()
+    found = wishes.contiguous().numpy().view(sampling.WISH)[:, 0]
+    if counts is not None and prompt is not None and tokens is not None:
+        assert tail_starts is not None and tail_lengths is not None
+        tails = zip(tail_starts.tolist(), tail_lengths.tolist(), strict=True)
+        for row, (wish, (start, length)) in enumerate(zip(found, tails, strict=True)):
+            slot = int(wish["slot"])
+            if slot >= 0:
+                drafts = torch.bincount(tokens[start : start + length], minlength=counts.shape[1])
+                _penalize(logits[row], wish, counts[slot] + drafts, _bits(prompt[slot]))
     if bias_starts is not None and bias_ids is not None and biases is not None:
         for row, (begin, end) in enumerate(itertools.pairwise(bias_starts.tolist())):
             for token_id, bias in zip(bias_ids[begin:end], biases[begin:end], strict=True):
@@ -367,10 +386,7 @@ def sample(
     if masks is not None and mask_rows is not None:
         for row, place in enumerate(mask_rows.tolist()):
             if place >= 0:
-                bits = np.unpackbits(masks[place].numpy().view(np.uint8), bitorder="little")
-                allowed = torch.from_numpy(bits[: logits.shape[1]] != 0)
-                logits[row, ~allowed] = float("-inf")
-    found = wishes.contiguous().numpy().view(sampling.WISH)[:, 0]
+                logits[row, ~_bits(masks[place])[: logits.shape[1]]] = float("-inf")
     statuses.fill_(sampling.FINE)
     token_ids.copy_(reference_sampling.greedy(logits))
     for row in np.flatnonzero(found["temperature"] > 0.0).tolist():
@@ -388,6 +404,40 @@ def sample(
     logprobs.copy_(reference_sampling.log_probs(raw).gather(1, token_ids[:, None])[:, 0])
     broken = ~reference_sampling.finite_rows(raw)
     statuses[broken], token_ids[broken], logprobs[broken] = sampling.NOT_FINITE, 0, 0.0
+
+
+def _bits(words: Tensor) -> Tensor:
+    """Of int32 words, the lowest first."""
+    return torch.from_numpy(np.unpackbits(words.numpy().view(np.uint8), bitorder="little") != 0)
+
+
+def _penalize(row: Tensor, wish: np.void, counts: Tensor, in_prompt: Tensor) -> None:
+    output = counts > 0
+    seen = output | in_prompt[: len(output)]
+    reference_sampling.apply_penalties(
+        row,
+        seen.nonzero()[:, 0].numpy(),
+        output.nonzero()[:, 0].numpy(),
+        counts[output].numpy(),
+        float(wish["repetition"]),
+        float(wish["presence"]),
+        float(wish["frequency"]),
+    )
+
+
+def note_output(slots: Tensor, token_ids: Tensor, counts: Tensor, *, pdl: bool = False) -> None:
+    for slot, token_id in zip(slots.tolist(), token_ids.tolist(), strict=True):
+        if slot >= 0:
+            counts[slot, token_id] += 1
+
+
+def note_prompt(
+    slots: Tensor, token_ids: Tensor, prompt: Tensor, vocab_size: int, *, pdl: bool = False
+) -> None:
+    words = prompt.numpy().view(np.uint32)
+    for slot, token_id in zip(slots.tolist(), token_ids.tolist(), strict=True):
+        if slot >= 0:
+            words[slot, token_id // 32] |= np.uint32(1 << token_id % 32)
 
 
 # What `sample` leaves in a workspace: of each row, the logarithm of the sum of exp(logits).
@@ -522,10 +572,12 @@ def attend(
     **settings: object,
 ) -> None:
     groups = k_cache.shape[2]
-    out.zero_()
+    out.fill_(float("nan"))  # rows of no chunk stay as they were: whatever that is
     for chunk, length in enumerate(seq_lens.tolist()):
         first, end = query_start[chunk : chunk + 2].tolist()
-        if first == end or not length:
+        assert 0 <= end - first <= length, "tokens without keys"
+        if first == end:
+            assert length == 0, "nobody's keys"
             continue
         blocks = tables[chunk, : -(-length // k_cache.shape[1])].long()
         keys, values = (

@@ -1,0 +1,232 @@
+"""Whatever requests come together, however steps are cut, recorded and filled up, and whatever is
+drafted: a GPU's runner says what the CPU's does. Here with the kernels' definitions in the kernels'
+place, and with poison where a step has not written."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import host_kernels
+from device_drafting import NUM_LAYERS, Rig
+from inflight import runner as runners
+from inflight.batch import Batch
+from inflight.checkpoint import Checkpoint
+from inflight.config import EngineConfig
+from inflight.cuda_runner import CudaRunner
+from inflight.engine import Engine
+from inflight.model import llama_cuda
+from inflight.request import Candidate, Request
+from inflight.sampling import SamplingParams
+from inflight.step_size import StepSize
+from poison import poison_memory, poison_steps
+
+VOCAB_SIZE = 160
+NUM_REQUESTS = 14
+NUM_MIXES = 24
+
+DRAFTERS: tuple[dict[str, Any] | None, ...] = (
+    None,
+    {"drafter": "ngram", "min_match": 1},
+    {"drafter": "self", "num_layers": 3},
+    {"drafter": "draft_model"},
+    {"drafter": "eagle3"},
+)
+
+
+@pytest.fixture(scope="module")
+def rig(tmp_path_factory: pytest.TempPathFactory) -> Rig:
+    return Rig(
+        folder=tmp_path_factory.mktemp("models"),
+        shape={
+            "num_hidden_layers": NUM_LAYERS,
+            "num_attention_heads": 2,
+            "num_key_value_heads": 1,
+            "head_dim": 64,
+            "max_position_embeddings": 128,
+        },
+        draft_vocab_size=60,
+        dtype=torch.float32,
+        scale=0.2,
+        settings={},
+        ways={},
+        num_requests=0,
+        prompt_len=0,
+        common_len=0,
+        last_prompt_len=0,
+        max_tokens=0,
+    )
+
+
+@dataclass
+class Told:
+    """What was said of one request."""
+
+    token_ids: list[int] = field(default_factory=list)
+    candidates: list[list[Candidate]] = field(default_factory=list)
+    prompt_candidates: list[list[Candidate]] = field(default_factory=list)
+    logprob: float = 0.0
+    error: str | None = None
+
+    def __eq__(self, other: object) -> bool:
+        return (
+            isinstance(other, Told)
+            and self.token_ids == other.token_ids
+            and self.error == other.error
+            and other.logprob == pytest.approx(self.logprob, abs=1e-3)
+            and _agree(self.candidates, other.candidates)
+            and _agree(self.prompt_candidates, other.prompt_candidates)
+        )
+
+
+def _agree(some: list[list[Candidate]], others: list[list[Candidate]]) -> bool:
+    def ids(candidates: list[list[Candidate]]) -> list[list[int]]:
+        return [[one.token_id for one in each] for each in candidates]
+
+    def logprobs(candidates: list[list[Candidate]]) -> list[float]:
+        return [one.logprob for each in candidates for one in each]
+
+    return ids(some) == ids(others) and logprobs(some) == pytest.approx(logprobs(others), abs=1e-3)
+
+
+def settings_of(generator: random.Random) -> dict[str, Any]:
+    """Of an engine: often with a small pool, so that sequences lose their blocks."""
+    found = {
+        "max_num_seqs": generator.choice([1, 2, 4, 6, 9]),
+        "max_batch_tokens": generator.choice([40, 64, 100, 200]),
+        "num_blocks": generator.choice([9, 10, 12, 14, 24, 60]),
+        "prefix_cache": generator.random() < 0.6,
+    }
+    if generator.random() < 0.4:
+        found["max_prefill_chunk"] = generator.choice([7, 16, 30])
+    if generator.random() < 0.3:
+        found["max_draft_tokens"] = generator.choice([1, 4, 9])
+    return found
+
+
+def requests_of(generator: random.Random, most_beams: int) -> list[Request]:
+    common = generator.choices(range(3, VOCAB_SIZE), k=48)
+    return [
+        Request(1 + i, _prompt(generator, common), _params(generator, i, most_beams))
+        for i in range(NUM_REQUESTS)
+    ]
+
+
+def _prompt(generator: random.Random, common: list[int]) -> list[int]:
+    """Of any length around whole blocks of 16; some begin alike, some are the same."""
+    length = generator.choice([1, 2, 3, 5, 9, 15, 16, 17, 20, 31, 33, 40, 60])
+    own = generator.choices(range(3, VOCAB_SIZE), k=length)
+    shared = common[: generator.choice([16, 32, 33, 48])]
+    return generator.choice([own, own, (shared + own)[:80], shared])
+
+
+def _params(generator: random.Random, number: int, most_beams: int) -> SamplingParams:
+    def now_and_then() -> bool:
+        return generator.random() < 0.2
+
+    wish: dict[str, Any] = {"temperature": 0.0}
+    if generator.random() < 0.5:
+        wish = {"temperature": 0.8, "seed": number}
+        if now_and_then():
+            wish["top_k"] = 20
+    if now_and_then():
+        wish["num_prompt_logprobs"] = generator.choice([0, 2])
+    if now_and_then():
+        wish["num_logprobs"] = generator.choice([0, 3])
+    if now_and_then():
+        biased = sorted(generator.sample(range(3, VOCAB_SIZE), 5))
+        wish["logit_bias"] = tuple((one, generator.uniform(-3, 3)) for one in biased)
+    if now_and_then():
+        wish["allowed_token_ids"] = tuple(sorted(generator.sample(range(3, VOCAB_SIZE), 30)))
+    if now_and_then():
+        wish |= {"repetition_penalty": 1.3, "presence_penalty": 0.5, "frequency_penalty": 0.3}
+    if now_and_then():
+        wish["no_repeat_ngram_size"] = 2
+    if most_beams > 1 and now_and_then():
+        wish = {"temperature": 0.0, "beam_width": generator.choice([2, min(3, most_beams)])}
+    max_tokens = generator.choice([1, 3, 8, 20])
+    return SamplingParams(max_tokens=max_tokens, ignore_eos=generator.random() < 0.7, **wish)
+
+
+def run(engine: Engine, requests: list[Request], generator: random.Random) -> dict[int, Told]:
+    """Requests that come while others run."""
+    told = {request.request_id: Told() for request in requests}
+    waiting = requests[::-1]
+    while waiting or engine.has_work:
+        while waiting and (not engine.has_work or generator.random() < 0.35):
+            engine.submit(waiting.pop())
+        for event in engine.step():
+            one = told[event.request_id]
+            one.error = event.error
+            one.token_ids += event.token_ids
+            one.candidates += event.candidates
+            one.prompt_candidates += event.prompt_candidates
+            one.logprob = event.cumulative_logprob
+    return told
+
+
+def on_cpu(folder: Path, settings: dict[str, Any]) -> Engine:
+    checkpoint = Checkpoint(folder, "huggingface")
+    config = EngineConfig(model=str(folder), num_threads=1, **settings)
+    runner, model = runners.build(config, checkpoint, lambda what, fraction: None)
+    return Engine(config, runner, model.max_model_len(config), model.eos_token_ids)
+
+
+@pytest.mark.parametrize("seed", range(NUM_MIXES))
+def test_a_gpu_s_runner_says_what_the_cpu_s_does(
+    rig: Rig, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    generator = random.Random(seed)
+    settings, drafter = settings_of(generator), generator.choice(DRAFTERS)
+    requests = requests_of(generator, settings["max_num_seqs"])
+    expected = run(on_cpu(rig.folder / "target", settings), requests, random.Random(seed))
+    assert all(one.error is None for one in expected.values())
+    host_kernels.install(monkeypatch)
+    poison_steps(monkeypatch, generator)
+    if seed % 2:  # the residual stream is as narrow as a large model's
+        monkeypatch.setattr(llama_cuda, "_MAX_WIDE_HIDDEN_SIZE", 0)
+    for cuda_graphs in (True, False):
+        engine = rig.make_engine(drafter, cuda_graphs=cuda_graphs, **settings)
+        assert isinstance(engine.runner, CudaRunner)
+        poison_memory(engine.runner)
+        assert run(engine, requests, random.Random(seed)) == expected
+        assert engine.scheduler.num_free_blocks == engine.runner.num_blocks
+
+
+def test_the_mixes_go_through_steps_of_all_kinds(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Recorded ones of decode, of drafts, of a prompt alone and of some together, filled up and
+    full; and steps that are launched."""
+    host_kernels.install(monkeypatch)
+    kinds = {(kind, full) for kind in ("decode", "drafts", "prompt") for full in (True, False)}
+    wanted = kinds | {("prompts", False), ("launched", True)}
+    seen: set[tuple[str, bool]] = set()
+    launch = CudaRunner.launch
+
+    def kind_of(size: StepSize) -> str:
+        if size.num_rows == size.num_tokens:
+            return "decode" if size.max_q_len == 1 else "drafts"
+        return "prompt" if size.num_chunks == 1 else "prompts"
+
+    def noted(runner: CudaRunner, batch: Batch) -> Any:
+        size = StepSize.of(batch)
+        room = next((room for room in runner._graphs if room.holds(size)), None)
+        if room is None:
+            seen.add(("launched", True))
+        else:
+            seen.add((kind_of(room), room.num_tokens == size.num_tokens))
+        return launch(runner, batch)
+
+    monkeypatch.setattr(CudaRunner, "launch", noted)
+    for seed in range(NUM_MIXES):
+        generator = random.Random(seed)
+        settings, drafter = settings_of(generator), generator.choice(DRAFTERS)
+        requests = requests_of(generator, settings["max_num_seqs"])
+        run(rig.make_engine(drafter, **settings), requests, random.Random(seed))
+        if seen >= wanted:
+            return
+    assert seen >= wanted

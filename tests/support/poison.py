@@ -1,0 +1,62 @@
+"""What a step of a GPU's runner has not written is not what it reads.
+
+All that lies in a runner's memory from the step before, or from nobody, is made unfit for use: NaN,
+or numbers that are no token, no slot and no block. Tables of blocks stay: what is behind their ends
+is looked at and not used.
+"""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from inflight.cuda_runner import CudaRunner
+from inflight.device_batch import RING, DeviceBatch, Sent
+
+_UNFIT = (-7, 1, 123_456_789, 0x3FFFFFFF)
+
+
+def poison_steps(monkeypatch: pytest.MonkeyPatch, generator: random.Random) -> None:
+    """Before each step, poison what goes to the device, and what the device derives from it."""
+    send = DeviceBatch.send
+
+    def poisoned(batch: DeviceBatch, *operands: Any, **settings: Any) -> Sent:
+        unfit, state = generator.choice(_UNFIT), batch.state
+        ring_index = (batch._ring_index + 1) % RING
+        batch._host[ring_index].fill(unfit)
+        state.results[ring_index].fill_(unfit)
+        state.logprobs.fill_(float("nan"))
+        for values in (
+            batch.step.buffer,
+            state.token_ids,
+            state.positions,
+            state.slot_mapping,
+            state.seq_lens,
+            state.sample_rows,
+            state.sample_positions,
+            state.step_wishes,
+            state.tail_starts,
+            state.tail_lengths,
+            state.count_slots,
+            state.chosen,
+            state.statuses,
+        ):
+            values.fill_(unfit)
+        return send(batch, *operands, **settings)
+
+    monkeypatch.setattr(DeviceBatch, "send", poisoned)
+
+
+@torch.inference_mode()
+def poison_memory(runner: CudaRunner) -> None:
+    """Make NaN of the KV caches and of a model's activations, as nobody has used them yet."""
+    model = runner._model
+    owners = (model, model._residual, model._last)
+    activations = [value for owner in owners for value in vars(owner).values()]
+    for values in (*runner._caches, *activations):
+        if isinstance(values, Tensor) and values.is_floating_point():
+            values.fill_(float("nan"))
