@@ -150,6 +150,8 @@ def _params(generator: random.Random, number: int, most_beams: int) -> SamplingP
     if most_beams > 1 and now_and_then():
         wish = {"temperature": 0.0, "beam_width": generator.choice([2, min(3, most_beams)])}
     max_tokens = generator.choice([1, 3, 8, 20])
+    if "beam_width" in wish:  # all beams fit into the smallest pool
+        max_tokens = min(max_tokens, 8)
     return SamplingParams(max_tokens=max_tokens, ignore_eos=generator.random() < 0.7, **wish)
 
 
