@@ -101,7 +101,7 @@ def workspace_size(
         num_chunks: n at most.
         num_tokens: T at most.
         num_heads, num_kv_heads, head_dim: H, G and D.
-        max_q_len: no chunk has more tokens; None if nothing is known.
+        max_q_len: what `plan` is told at most; None if that may be anything.
         batch_invariant: see `plan`.
     """
     _check_heads(num_heads, num_kv_heads, head_dim)
@@ -110,7 +110,7 @@ def workspace_size(
     return most_bytes(
         num_chunks,
         num_tokens,
-        num_tokens if max_q_len is None else max_q_len,
+        max_q_len,
         num_kv_heads,
         num_heads // num_kv_heads,
         head_dim,

@@ -285,7 +285,7 @@ def parts(
 def most_bytes(
     num_chunks: int,
     num_tokens: int,
-    max_q_len: int,
+    max_q_len: int | None,
     num_kv_heads: int,
     group: int,
     head_dim: int,
@@ -294,12 +294,14 @@ def most_bytes(
     hopper: bool,
     batch_invariant: bool = False,
 ) -> int:
-    """Bytes of workspace that serve any step of at most so many chunks, tokens, and tokens in a
-    chunk; see `parts`.
+    """Bytes of workspace that serve any step of at most so many chunks and tokens, with a max_q_len
+    up to this one, or any if it is None; see `parts`.
 
     A step of longer chunks may need less, for one chunk alone goes to another kernel the longer it
     is. So the largest step of each kind counts.
     """
+    if max_q_len is None:
+        max_q_len = _NO_LIMIT
     few, some, _ = shapes(head_dim)
     lengths = {min(max_q_len, max(1, shape.rows // group)) for shape in (few, some)}
     return max(
