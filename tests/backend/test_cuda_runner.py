@@ -124,6 +124,57 @@ def test_every_step_finds_its_workspace(
         runner.forget(sequence)
 
 
+@pytest.mark.parametrize("seed", range(60))
+def test_whatever_a_config_allows_starts_and_runs(
+    seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    draw = random.Random(seed)
+    gpu = {"hopper": draw.random() < 0.6, "num_multiprocessors": draw.choice([132, 114, 108, 78])}
+    launched = recorded_launches.install(monkeypatch, **gpu)
+    ahead: list[tuple[str, str]] = []
+    monkeypatch.setattr(cuda_runner, "compile_ahead", ahead.extend)
+    num_kv_heads, max_len = draw.choice([1, 2, 3, 5, 8, 32]), draw.choice([128, 2048, 4096])
+    shape = {
+        "vocab_size": draw.choice([1000, 32064, 49152, 128256]),
+        "hidden_size": draw.choice([256, 264, 576, 2048, 4096]),
+        "intermediate_size": draw.choice([512, 1000, 1536, 14336]),
+        "num_hidden_layers": 2,
+        "num_attention_heads": num_kv_heads * draw.choice([1, 2, 3, 4, 7, 8, 16]),
+        "num_key_value_heads": num_kv_heads,
+        "head_dim": draw.choice([64, 96, 128, 256]),
+        "max_position_embeddings": max_len,
+        "tie_word_embeddings": draw.random() < 0.3,
+        "attention_bias": draw.random() < 0.2,
+        "mlp_bias": draw.random() < 0.2,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(tiny.SETTINGS | shape))
+    speculation = SpeculationConfig(max_drafts=draw.choice([1, 5, 16]))
+    max_batch_tokens = draw.choice([1, 2, 7, 64, 300, 2048, 8192])
+    config = EngineConfig(
+        model=str(tmp_path),
+        device="cuda",
+        random_weights=True,
+        num_blocks=draw.choice([None, 9, 64]),
+        block_size=draw.choice([16, 32, 64]),
+        max_num_seqs=min(max_batch_tokens, draw.choice([1, 2, 5, 64, 128, 200, 256, 1000])),
+        max_batch_tokens=max_batch_tokens,
+        cuda_graphs=draw.random() < 0.8,
+        batch_invariant=draw.random() < 0.25,
+        speculation=speculation if draw.random() < 0.4 else None,
+    )
+    runner, _ = runners.build(config, locate(config.model), lambda what, fraction: None)
+    blocks = list(range(min(runner.num_blocks, max_len // config.block_size)))
+    for _ in range(5):
+        lengths = [1] * draw.randint(1, min(5, config.max_num_seqs))
+        room = min(max_batch_tokens, max_len - 10, len(blocks) * config.block_size)
+        lengths[0] += draw.randint(0, room - len(lengths))
+        sequences = [tiny.make_sequence([5] * k, blocks, SamplingParams()) for k in lengths]
+        runner.launch(Batch([tiny.next_chunk(sequence) for sequence in sequences]))
+        for sequence in sequences:
+            sequence.generation += 1  # it has gone
+    assert set(launched) <= set(ahead)
+
+
 def test_steps_of_one_token_leave_no_room_for_drafts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
