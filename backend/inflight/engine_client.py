@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from inflight.errors import CapacityError, ConfigError, EngineError, from_kind
+from inflight.processes import Process
 from inflight.request import Request, TokenEvent
 from inflight.stats import Stats
 from inflight.wire import (
@@ -225,13 +226,15 @@ def attach_or_start(
 
     Raises:
         ConfigError: the engine could not load, and why.
-        EngineError: it did not come up or went away while loading.
+        EngineError: it did not come up or went away while loading, or the server has gone.
     """
+    if Process.find(server_pid) is None:
+        raise EngineError("tritonserver has gone: no engine is started for it")
     path = socket_path(model_directory, server_pid)
     config = engine_config_path(model_directory)
     with _file_lock(path.with_suffix(".lock")):
         if not _listens(path):
-            process = _start(path, config)
+            process = _start(path, config, server_pid)
             _wait_until_it_listens(path, process)
     return attach(path, "front", on_events, on_lost, on_delivered=on_delivered)
 
@@ -241,10 +244,11 @@ def _greetings(connection: Connection) -> Iterator[Frame]:
         yield frame
 
 
-def _start(path: Path, config: Path) -> subprocess.Popen[bytes]:
+def _start(path: Path, config: Path, server_pid: int) -> subprocess.Popen[bytes]:
     # A session of its own: a Ctrl-C in the server's terminal is for the server, which drains.
+    arguments = (str(path), str(config), str(server_pid))
     return subprocess.Popen(
-        [python_executable(), "-m", "inflight.engine_process", str(path), str(config)],
+        [python_executable(), "-m", "inflight.engine_process", *arguments],
         stdin=subprocess.DEVNULL,
         start_new_session=True,
     )

@@ -26,6 +26,7 @@ from inflight import config as settings
 from inflight.checkpoint import locate
 from inflight.engine import Engine
 from inflight.errors import EngineError, InflightError
+from inflight.processes import Process
 from inflight.request import TokenEvent
 from inflight.wire import (
     PROTOCOL,
@@ -88,10 +89,16 @@ Command = tuple[Peer, Frame | Gone]
 
 
 class Hub:
-    """Accepts peers, reads their frames into one inbox, ends the process after the last front."""
+    """Accepts peers, reads their frames into one inbox, ends the process after the last front.
 
-    def __init__(self, path: Path) -> None:
+    Args:
+        path: of the socket.
+        server: the tritonserver whose fronts these are: what holds memory for them ends with it.
+    """
+
+    def __init__(self, path: Path, server: Process) -> None:
         self._path = path
+        self._server = server
         self._lock = threading.Lock()
         self._peers: dict[int, Peer] = {}
         self._next_number = 1
@@ -192,6 +199,9 @@ class Hub:
     def _watch_fronts(self) -> None:
         while True:
             time.sleep(0.25)
+            if not self._server.is_running():
+                logger.info("tritonserver has gone: ending")
+                self.exit(0)
             with self._lock:
                 attached = any(peer.role == "front" for peer in self._peers.values())
                 alone_for = time.monotonic() - self._without_front_since
@@ -301,14 +311,17 @@ def load(config: settings.EngineConfig, hub: Hub) -> tuple[Engine, Welcome]:
 
 
 def main(arguments: list[str]) -> None:
-    socket_path, config_path = Path(arguments[0]), Path(arguments[1])
+    socket_path, config_path, server_pid = Path(arguments[0]), Path(arguments[1]), arguments[2]
     logging.basicConfig(
         level=os.environ.get("INFLIGHT_LOG_LEVEL", "INFO").upper(),
         format="%(asctime)s %(levelname)s %(name)s: %(message)s",
     )
     # Ctrl-C in a terminal reaches every process of the group; ours ends with its last front.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    hub = Hub(socket_path)
+    server = Process.find(int(server_pid))
+    if server is None:
+        sys.exit("tritonserver has gone")
+    hub = Hub(socket_path, server)
     signal.signal(signal.SIGTERM, lambda *_: hub.exit(0))
     started = time.monotonic()
     try:
@@ -319,7 +332,8 @@ def main(arguments: list[str]) -> None:
         return _linger_and_exit(hub)
     except Exception as error:
         logger.exception("cannot load")
-        text = f"the engine could not start ({type(error).__name__}); its log says more"
+        reason = f"{type(error).__name__}: {error}".partition("\n")[0]
+        text = f"the engine could not start ({reason}); its log says more"
         hub.broadcast(LoadFailed(EngineError.kind, text))
         return _linger_and_exit(hub)
     gc.collect()

@@ -50,7 +50,7 @@ def _serve(server: Server, signals: _Signals) -> int:
     display.ready(endpoints.http, endpoints.grpc, endpoints.metrics, models, server.log_file)
     while signals.count == 0:
         if server.wait(POLL_S) is not None:
-            display.error(f"tritonserver ended by itself; log: {server.log_file}")
+            display.error(f"{server.how_it_ended()}, by itself; log: {server.log_file}")
             return 1
     signals.raise_on_next()
     display.stopping()

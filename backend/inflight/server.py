@@ -23,6 +23,7 @@ import msgspec
 from inflight import engine_client, installation
 from inflight.errors import CapacityError, ConfigError, EngineError, InflightError
 from inflight.ports import choose_ports
+from inflight.processes import Process
 from inflight.wire import Loading
 
 DEFAULT_HOST = "127.0.0.1"
@@ -34,17 +35,33 @@ SETTLE_S = 0.7
 # An idle tritonserver ends within 2 s; one with an open idle gRPC stream never does.
 TRITON_EXIT_S = 4.0
 CHILDREN_EXIT_S = 5.0
+KILLED_EXIT_S = 1.0
 POLL_S = 0.1
+
+# Of each thread of tritonserver. Its HTTP server (2.51) reads a body that has the type of a form,
+# as curl -d sends it, on the thread's stack: with the usual 8 MB, one of 5 MB ended the server.
+# Only what is used of it takes memory.
+STACK_BYTES = 128 << 20
 
 # Runs instead of a preexec_fn, which is not safe in a process with threads. PR_SET_PDEATHSIG is 1:
 # the kernel kills tritonserver when the thread that started it ends, however it ends.
 _LAUNCHER = """\
-import ctypes, os, signal, sys
+import ctypes, os, resource, signal, sys
 ctypes.CDLL(None).prctl(1, signal.SIGKILL)
 if os.getppid() != int(sys.argv[1]):
     sys.exit("the starting process has gone")
-os.execv(sys.argv[2], sys.argv[2:])
+soft, hard = resource.getrlimit(resource.RLIMIT_STACK)
+wanted = int(sys.argv[2])
+if hard != resource.RLIM_INFINITY:
+    wanted = min(wanted, hard)
+if soft != resource.RLIM_INFINITY and soft < wanted:
+    resource.setrlimit(resource.RLIMIT_STACK, (wanted, hard))
+os.execv(sys.argv[3], sys.argv[3:])
 """
+
+# What a stub shares with its server; one that is killed leaves it behind.
+_SHARED_MEMORY = Path("/dev/shm")
+_REGION_PREFIX = "triton_"
 
 OnProgress = Callable[[str, Loading], None]
 
@@ -151,8 +168,8 @@ class Server:
         with open(self.log_file, "wb") as log:
             self._process = subprocess.Popen(
                 [
-                    *(sys.executable, "-I", "-S", "-c", _LAUNCHER, str(os.getpid())),
-                    str(found.server),
+                    *(sys.executable, "-I", "-S", "-c", _LAUNCHER),
+                    *(str(os.getpid()), str(STACK_BYTES), str(found.server)),
                     *self._arguments(backends),
                 ],
                 env=installation.environment(found, backends),
@@ -248,36 +265,36 @@ class Server:
         if self._process is None:
             return 0
         num_cut = self.drain(on_waiting)
-        stubs = _children(self._process.pid)  # once it has ended they are nobody's children
+        stubs = Process.children_of(self._process.pid)  # nobody's, once it has ended
         if self.is_running():
             self._process.send_signal(signal.SIGTERM)
             # All that can hold it up now are clients that keep a stream open without a request.
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(TRITON_EXIT_S)
-        self._end(stubs)
+        self._end(stubs, CHILDREN_EXIT_S)
         return num_cut
 
     def kill(self) -> None:
         """End tritonserver, its stubs and its engines at once, if they run."""
         if self._process is not None:
-            self._end(_children(self._process.pid))
+            self._end(Process.children_of(self._process.pid), KILLED_EXIT_S)
 
-    def _end(self, stubs: list[tuple[int, str]]) -> None:
+    def _end(self, stubs: list[Process], patience_s: float) -> None:
         process = self._process
         assert process is not None
+        regions = [name for stub in stubs for name in stub.arguments() if _is_region(name)]
         if process.poll() is None:
             process.kill()
         process.wait()
         for model in self._models_with_engine():
             _end_engine(engine_client.socket_path(model, process.pid))
         # The stubs see that their server has gone, remove their shared memory and end.
-        deadline = time.monotonic() + CHILDREN_EXIT_S
-        while time.monotonic() < deadline and any(_is_running(*stub) for stub in stubs):
-            time.sleep(0.05)
+        _wait_for(stubs, patience_s)
         for stub in stubs:
-            if _is_running(*stub):  # it hangs: it would hold its memory for ever
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(stub[0], signal.SIGKILL)
+            stub.kill()  # it hangs: it would hold its memory for ever
+        _wait_for(stubs, KILLED_EXIT_S)
+        for name in regions:
+            (_SHARED_MEMORY / name).unlink(missing_ok=True)
 
     def wait(self, timeout: float | None = None) -> int | None:
         """Wait until tritonserver ends by itself; its exit status, or None after `timeout`."""
@@ -361,8 +378,14 @@ class Server:
         reasons = load_failures(log)
         if reasons:
             return ConfigError("\n".join(reasons))
+        return EngineError(f"{self.how_it_ended()}; log: {self.log_file}")
+
+    def how_it_ended(self) -> str:
+        """In words, with its exit status or the signal that ended it."""
         status = self._running().returncode
-        return EngineError(f"tritonserver ended with status {status}; log: {self.log_file}")
+        if status < 0:
+            return f"tritonserver was ended by {signal.Signals(-status).name}"
+        return f"tritonserver ended with status {status}"
 
 
 def load_failures(log: str) -> list[str]:
@@ -409,24 +432,13 @@ def _end_engine(path: Path) -> None:
             pass  # it has gone already
 
 
-def _children(pid: int) -> list[tuple[int, str]]:
-    """(pid, start time) of the processes whose parent is `pid`."""
-    found = []
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit() and (fields := _stat(int(entry.name))) and fields[1] == str(pid):
-            found.append((int(entry.name), fields[19]))
-    return found
+def _is_region(argument: str) -> bool:
+    """Whether an argument of a stub is the name of the memory that it shares with its server."""
+    return argument.startswith(_REGION_PREFIX) and "/" not in argument
 
 
-def _is_running(pid: int, start_time: str) -> bool:
-    fields = _stat(pid)
-    return bool(fields) and fields[0] != "Z" and fields[19] == start_time
-
-
-def _stat(pid: int) -> list[str]:
-    """The fields of /proc/PID/stat from the state on (number 3 in proc(5)); none if it has gone."""
-    try:
-        text = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return []
-    return text[text.rindex(")") + 2 :].split()
+def _wait_for(processes: list[Process], seconds: float) -> None:
+    """Wait until all of them have ended, for so long at most."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline and any(one.is_running() for one in processes):
+        time.sleep(0.05)

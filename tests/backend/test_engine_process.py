@@ -9,6 +9,9 @@ import signal
 import socket
 import stat
 import struct
+import subprocess
+import sys
+import threading
 import time
 from pathlib import Path
 
@@ -215,6 +218,23 @@ def test_the_engine_ends_after_its_last_front(model_directory: Path):
     front.client.close()
     wait_until(lambda: not running_engines(model_directory), 10)
     assert not engine_client.socket_path(model_directory, os.getpid()).exists()
+
+
+def test_the_engine_ends_with_its_server(model_directory: Path) -> None:
+    """Whoever is attached: it holds memory that the next server needs."""
+    server = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    lost = threading.Event()
+    client = engine_client.attach_or_start(
+        model_directory, server.pid, lambda events: None, lost.set
+    )
+    path = engine_client.socket_path(model_directory, server.pid)
+    server.kill()
+    server.wait()
+    assert lost.wait(5)
+    client.close()
+    wait_until(lambda: not path.exists(), 5)
+    with pytest.raises(EngineError, match="tritonserver has gone"):
+        engine_client.attach_or_start(model_directory, server.pid, lambda events: None, lost.set)
 
 
 def test_a_front_hears_of_an_engine_that_is_killed(front: Front, model_directory: Path):

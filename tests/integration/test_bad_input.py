@@ -5,6 +5,7 @@ of authentication and of what this version does not offer stand elsewhere. After
 canary answers the same, a stream that ran through it is untouched, and all KV blocks are free.
 """
 
+import http.client
 import json
 import struct
 import time
@@ -319,6 +320,20 @@ def test_62_a_word_without_end_is_refused_soon(echo, size):
     with pytest.raises(Refused, match=r"text_input: (This model's maximum|\d+ bytes are too many)"):
         ask(echo.grpc, request("generate", text("x" * size)))
     assert time.monotonic() - started < 4  # under a second alone; the machine may be busy
+
+
+@pytest.mark.parametrize("content_type", ["application/x-www-form-urlencoded", "text/plain"])
+def test_62_a_body_of_any_type_and_size_costs_its_sender_an_error(echo, content_type):
+    """A form's type is what curl sends if it is told none."""
+    connection = http.client.HTTPConnection(echo.http, timeout=30)
+    try:
+        headers = {"Content-Type": content_type}
+        connection.request("POST", "/v2/models/generate/generate", b"x" * (20 << 20), headers)
+        assert connection.getresponse().status >= 400
+    except (BrokenPipeError, ConnectionResetError):
+        pass  # it is refused while it comes
+    finally:
+        connection.close()
 
 
 def test_74_a_tiny_temperature_is_greedy(echo):

@@ -22,7 +22,7 @@ if {stubborn!r}:
 if {hanging_stub!r}:
     import subprocess
 
-    stub = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    stub = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)", {region!r}])
     print("stub", stub.pid, flush=True)
 
 
@@ -54,6 +54,7 @@ def install(
     status: int | None = None,
     stubborn: bool = False,
     hanging_stub: bool = False,
+    region: str = "",
 ) -> Path:
     """Lay out an installation under `root`; the path of its server.
 
@@ -62,6 +63,7 @@ def install(
         status: it exits with this at once; None to serve.
         stubborn: it does not end at SIGTERM, as tritonserver with an idle stream open.
         hanging_stub: it has a child that does not notice when it ends.
+        region: an argument of that child.
     """
     server = root / "bin" / "tritonserver"
     backend = root / "backends" / "python"
@@ -74,6 +76,7 @@ def install(
             status=status,
             stubborn=stubborn,
             hanging_stub=hanging_stub,
+            region=region,
         )
     )
     server.chmod(server.stat().st_mode | stat.S_IXUSR)

@@ -124,6 +124,7 @@ class LlmFront:
 
     def __init__(self, directory: Path, parameters: Mapping[str, str]) -> None:
         self._directory = directory
+        self._server_pid = os.getppid()  # later it may have gone, and init be the parent
         self._lock = threading.Lock()
         self._client: EngineClient | None = None
         self._attachment = 0
@@ -229,7 +230,7 @@ class LlmFront:
             attachment = self._attachment
         client = attach_or_start(
             self._directory,
-            os.getppid(),
+            self._server_pid,
             self._on_events,
             lambda: self._on_lost(attachment),
             self._on_delivered,

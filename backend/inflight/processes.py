@@ -1,0 +1,65 @@
+"""Processes of this machine, told apart also where a pid has come round."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+from dataclasses import dataclass
+from pathlib import Path
+
+_PARENT, _START_TIME = 1, 19  # among the fields of `_stat`
+
+
+@dataclass(frozen=True, slots=True)
+class Process:
+    """A process that was seen running.
+
+    Attributes:
+        pid: its number.
+        start_time: in clock ticks since the machine's start.
+    """
+
+    pid: int
+    start_time: str
+
+    @classmethod
+    def find(cls, pid: int) -> Process | None:
+        """The process that has this number now; None if there is none, or it has ended."""
+        fields = _stat(pid)
+        return cls(pid, fields[_START_TIME]) if fields and fields[0] != "Z" else None
+
+    @classmethod
+    def children_of(cls, pid: int) -> list[Process]:
+        found = []
+        for entry in Path("/proc").iterdir():
+            fields = _stat(int(entry.name)) if entry.name.isdigit() else []
+            if fields and fields[_PARENT] == str(pid):
+                found.append(cls(int(entry.name), fields[_START_TIME]))
+        return found
+
+    def is_running(self) -> bool:
+        return Process.find(self.pid) == self
+
+    def arguments(self) -> list[str]:
+        """Its command line; empty if it has ended."""
+        try:
+            text = Path(f"/proc/{self.pid}/cmdline").read_text(errors="replace")
+        except OSError:
+            return []
+        return text.split("\0")[:-1]
+
+    def kill(self) -> None:
+        """End it at once, if it runs."""
+        if self.is_running():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, signal.SIGKILL)
+
+
+def _stat(pid: int) -> list[str]:
+    """The fields of /proc/PID/stat from the state on (number 3 in proc(5)); none if it has gone."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return []
+    return text[text.rindex(")") + 2 :].split()

@@ -1,0 +1,62 @@
+"""A process is itself, and nobody else who gets its number."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+from inflight.processes import Process
+
+SLEEP = [sys.executable, "-c", "import time; time.sleep(60)", "an argument"]
+
+
+@pytest.fixture
+def child() -> Iterator[subprocess.Popen[bytes]]:
+    child = subprocess.Popen(SLEEP)
+    yield child
+    child.kill()
+    child.wait()
+
+
+def found(pid: int) -> Process:
+    process = Process.find(pid)
+    assert process is not None
+    return process
+
+
+def test_a_process_runs_until_it_has_ended(child: subprocess.Popen[bytes]) -> None:
+    process = found(child.pid)
+    assert process.is_running()
+    process.kill()
+    child.wait()
+    assert not process.is_running()
+    assert Process.find(child.pid) is None
+    process.kill()  # of one that has gone: nothing
+
+
+def test_one_that_nobody_has_waited_for_has_ended(child: subprocess.Popen[bytes]) -> None:
+    process = found(child.pid)
+    os.kill(child.pid, signal.SIGKILL)
+    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+    assert not process.is_running()
+
+
+def test_another_one_of_the_same_number_is_not_it(child: subprocess.Popen[bytes]) -> None:
+    former = Process(child.pid, "1")
+    assert not former.is_running()
+    former.kill()
+    assert found(child.pid).is_running()
+
+
+def test_children_and_their_arguments(child: subprocess.Popen[bytes]) -> None:
+    assert found(child.pid) in Process.children_of(os.getpid())
+    assert found(child.pid) not in Process.children_of(child.pid)
+    assert found(child.pid).arguments()[-1] == "an argument"
+    child.kill()
+    child.wait()
+    assert Process(child.pid, "1").arguments() == []
