@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from inflight.wire import Loading
@@ -42,11 +43,11 @@ class Display:
         }
         self._console.print("[bold green]READY[/]")
         for name, value in rows.items():
-            self._line(f"[bold]{name:<9}[/]{value}")
+            self._line(f"[bold]{name:<9}[/]{escape(value)}")
         if "chat" in models:
-            self._line(f"next: inflight chat --url {grpc}")
+            self._line(escape(f"next: inflight chat --url {grpc}"))
         elif "generate" in models:
-            self._line(f'next: inflight generate --url {grpc} "The capital of France is"')
+            self._line(escape(f'next: inflight generate --url {grpc} "The capital of France is"'))
         self._line("Ctrl-C drains and stops")
 
     def stopping(self) -> None:
@@ -63,7 +64,7 @@ class Display:
         self._console.print("stopped at once; what was in flight is cut off")
 
     def error(self, text: str) -> None:
-        self._line(f"[bold red]error:[/] {text}")
+        self._line(f"[bold red]error:[/] {escape(text)}")
 
     def _line(self, text: str) -> None:
         # Not wrapped: these lines are copied to other terminals.
@@ -78,11 +79,11 @@ class Display:
             def show(model: str, loading: Loading) -> None:
                 if model not in tasks:
                     progress.update(tasks[""], visible=False)
-                    tasks[model] = progress.add_task(model, total=1.0)
+                    tasks[model] = progress.add_task(escape(model), total=1.0)
                 progress.update(
                     tasks[model],
                     completed=loading.fraction,
-                    description=f"{model}: {loading.what}",
+                    description=escape(f"{model}: {loading.what}"),
                 )
 
             yield show
@@ -94,6 +95,6 @@ class Display:
             step = int(loading.fraction * PLAIN_STEPS)
             if step > shown.get(model, -1):
                 shown[model] = step
-                self._console.print(f"{model}: {loading.what} ({loading.fraction:.0%})")
+                self._console.print(escape(f"{model}: {loading.what} ({loading.fraction:.0%})"))
 
         return show

@@ -223,7 +223,7 @@ def check_gpu(found: GpuFacts) -> Check:
             "GPU", "note", f"{shown}, compute capability {capability}", "the kernels need 8.0"
         )
     if not found.has_kernels:
-        mend = "to use it: pip install 'inflight-triton[cuda]'"
+        mend = "to use it, in the repository: pip install -e '.[cuda]'"
         return Check("GPU", "note", f"{shown}; the compiler of the kernels is missing", mend)
     return Check("GPU", "ok", shown)
 

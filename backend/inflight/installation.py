@@ -76,7 +76,7 @@ def find() -> Installation:
         return _in_wheel(wheel)
     raise ConfigError(
         f"no tritonserver was found (looked at ${SERVER_VARIABLE}, PATH, {SYSTEM_SERVER} and the "
-        "nvidia-pytriton wheel); run: pip install 'inflight-triton[triton]'"
+        "nvidia-pytriton wheel); run in the repository: pip install -e '.[triton]'"
     )
 
 

@@ -7,27 +7,53 @@ import socket
 
 from inflight.errors import ConfigError
 
+_FLAGS = ("--http-port", "--grpc-port", "--metrics-port")
+_MAX_PORT = 65535
+
 
 def choose_ports(host: str, ports: tuple[int, int, int]) -> tuple[int, int, int]:
     """The same ports, with a free one for each 0.
 
     Raises:
-        ConfigError: a port is taken, or the host is not an address of this machine.
+        ConfigError: ports are taken, or named twice, or are none, or the host is not an address of
+            this machine.
     """
-    flags = ("--http-port", "--grpc-port", "--metrics-port")
-    chosen = []
+    _check_host(host)
+    for port, flag in zip(ports, _FLAGS, strict=True):
+        if not 0 <= port <= _MAX_PORT:
+            raise ConfigError(
+                f"{flag}: {port} is out of range; allowed: 1 to {_MAX_PORT}, or 0 for a free one"
+            )
+        if port and ports.count(port) > 1:
+            named = [name for name, other in zip(_FLAGS, ports, strict=True) if other == port]
+            raise ConfigError(f"{' and '.join(named)} are both {port}; each needs its own")
+    chosen, taken = [], []
     with contextlib.ExitStack() as held:
-        for port, flag in zip(ports, flags, strict=True):
+        for port, flag in zip(ports, _FLAGS, strict=True):
             probe = held.enter_context(socket.socket(socket.AF_INET, socket.SOCK_STREAM))
             # As tritonserver does: a port whose last connections are still closing is free.
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:
                 probe.bind((host, port))
                 probe.listen(1)
+                chosen.append(probe.getsockname()[1])
             except OSError as error:
-                raise ConfigError(
-                    f"{host}:{port} cannot be used ({error.strerror}); stop what listens there or "
-                    f"choose another port with {flag}"
-                ) from None
-            chosen.append(probe.getsockname()[1])
+                taken.append((flag, f"{host}:{port} cannot be used ({error.strerror})"))
+    if taken:
+        other = " ".join(f"{flag} 0" for flag, _ in taken)
+        raise ConfigError(
+            f"{'; '.join(text for _, text in taken)}; stop what listens there or choose other "
+            f"ports; free ones: {other}"
+        )
     return chosen[0], chosen[1], chosen[2]
+
+
+def _check_host(host: str) -> None:
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+            probe.bind((host, 0))
+    except OSError as error:
+        raise ConfigError(
+            f"--host: {host} is not an address of this machine ({error.strerror}); allowed: "
+            "127.0.0.1 for this machine alone, 0.0.0.0 for everybody, or one of its own addresses"
+        ) from None

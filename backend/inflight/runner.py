@@ -17,6 +17,7 @@ import msgspec
 from inflight.batch import Batch, Done, StepOutput
 from inflight.checkpoint import Checkpoint
 from inflight.config import GPU_BLOCK_SIZES, GPU_CAPABILITY, GPU_HEAD_DIMS, EngineConfig
+from inflight.errors import ConfigError
 from inflight.model.config import ModelConfig, read_config
 from inflight.sequence import Sequence
 from inflight.speculation import StepCosts
@@ -102,8 +103,8 @@ def _obstacle_to_gpu(config: EngineConfig, checkpoint: Checkpoint) -> str | None
     if capability < GPU_CAPABILITY:
         needed = ".".join(map(str, GPU_CAPABILITY))
         return f"the GPU has compute capability {'.'.join(map(str, capability))}, not {needed}"
-    if any(importlib.util.find_spec(name) is None for name in ("cuda", "cuda.core")):
-        return "the compiler of the kernels is missing; pip install 'inflight-triton[cuda]'"
+    if not _has_compiler():
+        return _NO_COMPILER
     if config.dtype not in ("auto", "bfloat16"):
         return f"dtype is {config.dtype}, and a GPU has bfloat16 only"
     if config.block_size not in GPU_BLOCK_SIZES:
@@ -112,6 +113,15 @@ def _obstacle_to_gpu(config: EngineConfig, checkpoint: Checkpoint) -> str | None
     if head_dim not in GPU_HEAD_DIMS:
         return f"no kernel is there for a head_dim of {head_dim}"
     return None
+
+
+_NO_COMPILER = (
+    "the compiler of the kernels is missing; run in the repository: pip install -e '.[cuda]'"
+)
+
+
+def _has_compiler() -> bool:
+    return all(importlib.util.find_spec(name) is not None for name in ("cuda", "cuda.core"))
 
 
 def _prepare_openmp() -> None:
@@ -143,6 +153,8 @@ def build(
         return EchoRunner(config, model), model
     _prepare_openmp()
     if config.device == "cuda":
+        if not _has_compiler():
+            raise ConfigError(f"device: {_NO_COMPILER}")
         from inflight.cuda_runner import CudaRunner
 
         return CudaRunner(config, checkpoint, model, progress), model

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
+from typing import BinaryIO
 
 import msgspec
 
@@ -160,12 +161,15 @@ class Server:
         for path in self.repositories:
             if not path.is_dir():
                 raise ConfigError(f"repository {path} is not a folder")
+            if not any(child.is_dir() for child in path.iterdir()):
+                raise ConfigError(
+                    f"repository {path} has no models; `inflight repo init` writes some"
+                )
         found = installation.find()
         installation.check_python(found)
         backends = installation.backend_directory(found)
         self._ports = choose_ports(self.host, self._ports)
-        self.log_file.parent.mkdir(parents=True, exist_ok=True)
-        with open(self.log_file, "wb") as log:
+        with self._open_log() as log:
             self._process = subprocess.Popen(
                 [
                     *(sys.executable, "-I", "-S", "-c", _LAUNCHER),
@@ -303,6 +307,16 @@ class Server:
         except subprocess.TimeoutExpired:
             return None
 
+    def _open_log(self) -> BinaryIO:
+        try:
+            self.log_file.parent.mkdir(parents=True, exist_ok=True)
+            return open(self.log_file, "wb")
+        except OSError as error:
+            raise ConfigError(
+                f"the log {self.log_file} cannot be written ({error.strerror}); choose another "
+                "file with --log-file, or another folder for all with XDG_STATE_HOME"
+            ) from None
+
     def _arguments(self, backends: Path) -> Iterator[str]:
         http_port, grpc_port, metrics_port = self._ports
         for path in self.repositories:
@@ -400,7 +414,11 @@ def load_failures(log: str) -> list[str]:
         text = reason.split("\\n")[0].rstrip('" ')
         text = re.sub(r"^(?:\w+\.)*\w*(?:Error|Exception): ", "", text)
         reasons[f"model {model}: {text}"] = None
-    for text in re.findall(r"(?:Poll failed for model directory|failed to start) .+", log):
+    pattern = (
+        r"(?:Poll failed for model directory|failed to start|failed to poll model"
+        r"|ensemble \S+ contains models that are not available) .+"
+    )
+    for text in re.findall(pattern, log):
         reasons[text.split("\\n")[0].rstrip('" ')] = None
     return list(reasons)
 

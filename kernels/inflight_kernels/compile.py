@@ -175,8 +175,8 @@ def _toolkit_headers() -> tuple[str, ...]:
         folder = find_nvidia_header_directory(library)
         if folder is None:
             raise CompileError(
-                f"no CUDA headers ({library}) found; install {wheel} (pip install "
-                "'inflight-triton[cuda]') or set CUDA_HOME to a toolkit"
+                f"no CUDA headers ({library}) found; install {wheel} (in the repository: "
+                "pip install -e '.[cuda]') or set CUDA_HOME to a toolkit"
             )
         found.append(folder)
     return tuple(found)

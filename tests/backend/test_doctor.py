@@ -100,6 +100,6 @@ def test_a_gpu_is_no_must_and_says_what_it_lacks() -> None:
     fine = doctor.GpuFacts("H200", 140 << 30, (9, 0), has_kernels=True)
     assert doctor.check_gpu(fine).status == "ok"
     without = doctor.check_gpu(doctor.GpuFacts("H200", 140 << 30, (9, 0)))
-    assert "inflight-triton[cuda]" in without.mend
+    assert "pip install -e '.[cuda]'" in without.mend
     old = doctor.check_gpu(doctor.GpuFacts("T4", 15 << 30, (7, 5), has_kernels=True))
     assert "7.5" in old.found

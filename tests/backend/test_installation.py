@@ -54,7 +54,7 @@ def test_a_container_comes_before_the_wheel(
 
 
 def test_nothing_found_says_where_it_looked_and_what_to_run() -> None:
-    with pytest.raises(ConfigError, match=r"PATH.*pip install 'inflight-triton\[triton\]'"):
+    with pytest.raises(ConfigError, match=r"PATH.*pip install -e '\.\[triton\]'"):
         installation.find()
 
 

@@ -404,3 +404,12 @@ def test_auto_is_the_gpu_unless_something_is_in_its_way(
     assert placed.device == ("cpu" if obstacle else "cuda")
     where = f"the CPU: {obstacle}" if obstacle else "the GPU"
     assert caplog.messages == [f"running on {where}"]
+
+
+def test_a_gpu_without_the_kernels_compiler_says_what_to_install(
+    tiny_llama: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("inflight.runner._has_compiler", lambda: False)
+    config = EngineConfig(model=str(tiny_llama.path), device="cuda")
+    with pytest.raises(ConfigError, match=r"device: the compiler of the kernels is missing; run"):
+        build(config, tiny_llama, lambda what, fraction: None)

@@ -1,0 +1,29 @@
+"""What is shown is what was said, also where it looks like markup."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from inflight.display import Display
+from inflight.wire import Loading
+
+ODD = "[/b] a [bold]path[/x]"
+
+
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_texts_are_not_taken_for_markup(is_terminal: bool) -> None:
+    shown = io.StringIO()
+    display = Display(Console(file=shown, force_terminal=is_terminal, width=200, color_system=None))
+    with display.loading() as show:
+        show(ODD, Loading(ODD, 0.5))
+    display.ready("127.0.0.1:1", "127.0.0.1:2", "127.0.0.1:3", ["chat", ODD], Path("/tmp") / ODD)
+    display.error(ODD)
+    text = shown.getvalue()
+    assert f"chat, {ODD}" in text
+    assert f"log      /tmp/{ODD}" in text
+    assert f"error: {ODD}" in text
+    assert f"{ODD}: {ODD}" in text
