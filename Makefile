@@ -9,7 +9,7 @@
 .SUFFIXES:
 .PHONY: demo test check sanitize format clean
 
-# To use another interpreter: make test PYTHON=/path/to/python3.12
+# To use another interpreter for a new .venv: make demo PYTHON=/path/to/python3.12
 PYTHON =
 VENV = .venv
 BIN = $(VENV)/bin
@@ -58,7 +58,6 @@ $(VENV)/.dev: $(VENV)/.serve
 	@touch $@
 
 $(VENV)/.python:
-	@python="$(PYTHON)"; test -n "$$python" || python=$$(sh .ci/find-python); \
-	test -n "$$python" || exit 1; echo "using $$python"; \
+	@python=$$(sh .ci/find-python "$(PYTHON)") || exit 1; echo "using $$python"; \
 	$(RUN) "$$python" -m venv $(VENV)
 	@touch $@

@@ -59,7 +59,15 @@ def locate(model: str) -> Checkpoint:
             return Checkpoint(found[0], "gguf")
         what = "several .gguf files: name one" if found else "no config.json and no .gguf file"
         raise ConfigError(f"model: the folder {path} has {what}")
-    raise ConfigError(f"model: {path} does not exist")
+    # What begins otherwise may be meant as a name on the Hugging Face Hub, or be a URL, of which a
+    # Path drops a slash.
+    if model.startswith((PACKAGE_PREFIX, "/", "~", ".")):
+        raise ConfigError(f"model: {path} does not exist")
+    raise ConfigError(
+        f"model: {model} does not exist; allowed: a file or folder on this machine. Models are not "
+        "downloaded: fetch it first, for example with `huggingface-cli download`, and name the "
+        "folder"
+    )
 
 
 def _in_package(model: str) -> Path:

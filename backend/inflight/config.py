@@ -1,15 +1,18 @@
 """Engine settings: one strict schema, read from `engine.json` in the model's version folder.
 
 Nothing in here is in config.pbtxt and nothing of Triton's is in here. A key that does not exist or
-a value of the wrong type is an error that names the file, the key and the nearest key that exists.
+a value that cannot work is an error that names the file, the key and what is allowed.
 """
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
-from typing import Any, Literal, get_args
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import msgspec
+from msgspec import Meta
 
 from inflight.errors import ConfigError, did_you_mean
 
@@ -39,6 +42,26 @@ GPU_HEAD_DIMS = (64, 96, 128, 256)
 
 MAX_DRAFTS = 16
 
+# Types of settings. Their bounds are checked by `_check_value`; in errors, a description stands for
+# them.
+Model = Annotated[
+    str, Meta(description="the path of a .gguf file or a Hugging Face folder, or package:NAME")
+]
+Count = Annotated[int, Meta(ge=1)]
+ByDevice = Annotated[int, Meta(ge=0, description="1 or more, or 0 for the default of the device")]
+
+_TYPE_NAMES: dict[Any, str] = {
+    str: "a string",
+    bool: "true or false",
+    int: "a whole number",
+    float: "a number",
+    NoneType: "null",
+}
+# What people write for a choice, and no spelling of it.
+_OTHER_NAMES = {"gpu": "cuda", "nvidia": "cuda"}
+# Characters of a value that an error shows.
+_MAX_SHOWN = 80
+
 
 class SpeculationConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """How tokens are guessed, to be checked several at a time (see `drafting`).
@@ -56,19 +79,15 @@ class SpeculationConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True,
     """
 
     drafter: Drafter = "ngram"
-    model: str | None = None
-    num_layers: int | None = None
-    max_drafts: int = 5
-    default: Literal["auto", "off"] | int = "auto"
-    max_match: int = 4
-    min_match: int = 2
+    model: Model | None = None
+    num_layers: Count | None = None
+    max_drafts: Annotated[int, Meta(ge=1, le=MAX_DRAFTS)] = 5
+    default: Literal["auto", "off"] | Annotated[int, Meta(description="0 to max_drafts")] = "auto"
+    max_match: Count = 4
+    min_match: Count = 2
 
     def __post_init__(self) -> None:
-        if not 1 <= self.max_drafts <= MAX_DRAFTS:
-            raise ConfigError(
-                f"speculation.max_drafts: {self.max_drafts} is out of range; "
-                f"allowed: 1 to {MAX_DRAFTS}"
-            )
+        _check_fields(self, "speculation.")
         if isinstance(self.default, int) and not 0 <= self.default <= self.max_drafts:
             raise ConfigError(
                 f"speculation.default: {self.default} is out of range; allowed: auto, off, or 0 to "
@@ -89,10 +108,6 @@ class SpeculationConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True,
             raise ConfigError(
                 f"speculation.num_layers: the drafter {self.drafter} "
                 f"{'needs it' if self.drafter == 'self' else 'has none'}"
-            )
-        if self.num_layers is not None and self.num_layers < 1:
-            raise ConfigError(
-                f"speculation.num_layers: {self.num_layers} is out of range; allowed: 1 or more"
             )
 
 
@@ -131,45 +146,32 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
         max_draft_tokens: drafts of all sequences in one step.
     """
 
-    model: str
+    model: Model
     device: Device = "cpu"
     dtype: Dtype = "auto"
-    num_threads: int | None = None
-    block_size: int = 16
-    kv_cache_bytes: int | None = None
-    num_blocks: int | None = None
-    gpu_memory: float = 0.95
+    num_threads: Count | None = None
+    block_size: Count = 16
+    kv_cache_bytes: Count | None = None
+    num_blocks: Count | None = None
+    gpu_memory: Annotated[float, Meta(ge=0.1, le=0.99)] = 0.95
     cuda_graphs: bool = True
     batch_invariant: bool = False
     random_weights: bool = False
-    max_model_len: int | None = None
-    max_num_seqs: int = 0
-    max_batch_tokens: int = 0
-    max_prefill_chunk: int | None = None
-    max_waiting: int = 1024
+    max_model_len: Count | None = None
+    max_num_seqs: ByDevice = 0
+    max_batch_tokens: ByDevice = 0
+    max_prefill_chunk: Count | None = None
+    max_waiting: Count = 1024
     prefix_cache: bool = True
-    default_max_tokens: int = 256
+    default_max_tokens: Count = 256
     speculation: SpeculationConfig | None = None
-    max_draft_tokens: int = 256
+    max_draft_tokens: Count = 256
 
     def __post_init__(self) -> None:
         for name, value in _DEFAULTS[self.device].items():
             if getattr(self, name) in (0, "auto"):
                 msgspec.structs.force_setattr(self, name, value)
-        positive = (
-            "num_threads block_size kv_cache_bytes num_blocks max_model_len max_num_seqs "
-            "max_batch_tokens max_prefill_chunk max_waiting default_max_tokens "
-            "max_draft_tokens"
-        )
-        by_device = ("max_num_seqs", "max_batch_tokens") if self.device == "auto" else ()
-        for name in positive.split():
-            value = getattr(self, name)
-            if value is not None and value < 1 and not (value == 0 and name in by_device):
-                raise ConfigError(f"{name}: {value} is out of range; allowed: 1 or more")
-        if not 0.1 <= self.gpu_memory <= 0.99:
-            raise ConfigError(
-                f"gpu_memory: {self.gpu_memory} is out of range; allowed: 0.1 to 0.99"
-            )
+        _check_fields(self)
         if self.device == "cuda" and self.dtype != "bfloat16":
             raise ConfigError(f"dtype: {self.dtype} is not there on a GPU; allowed: bfloat16")
         if self.device == "cuda" and self.block_size not in GPU_BLOCK_SIZES:
@@ -191,12 +193,12 @@ def load(path: Path) -> EngineConfig:
         ConfigError: naming the file, the key and what is allowed.
     """
     try:
-        raw = msgspec.json.decode(path.read_bytes())
+        # Both go as deep as the text does: a value is shown in the error about it.
+        config = parse(msgspec.json.decode(path.read_bytes()), str(path))
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read ({error.strerror})") from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ConfigError(f"{path}: not valid JSON ({error})") from None
-    config = parse(raw, str(path))
     speculation = config.speculation
     if speculation is not None and speculation.model is not None:
         drafter = _beside(path, speculation.model, "speculation.model")
@@ -207,7 +209,7 @@ def load(path: Path) -> EngineConfig:
 
 def _beside(path: Path, model: str, key: str) -> str:
     """A model that a file names, wherever that is read from."""
-    if model.startswith("package:"):
+    if model.startswith("package:") or "://" in model:  # a URL is refused as it was written
         return model
     try:
         return str((path.parent / Path(model).expanduser()).resolve())
@@ -219,21 +221,99 @@ def parse(raw: Any, where: str) -> EngineConfig:
     """Check settings that came as a JSON object from `where`: a file or a flag."""
     if not isinstance(raw, dict):
         raise ConfigError(f"{where}: settings must be a JSON object, not {type(raw).__name__}")
-    known = EngineConfig.__struct_fields__
+    try:
+        _check_object(raw, EngineConfig)
+        return msgspec.convert(raw, EngineConfig)
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error}") from None
+
+
+def _check_object(raw: dict[str, Any], kind: type[msgspec.Struct], prefix: str = "") -> None:
+    """Hold a JSON object against the settings of `kind`, whose keys begin with `prefix` in errors.
+
+    msgspec checks the same, but does not say what is allowed.
+
+    Raises:
+        ConfigError: naming the key, its value and what is allowed.
+    """
+    known = kind.__struct_fields__
     for key in raw:
         if key not in known:
             hint = did_you_mean(key, known) or f"; known keys: {', '.join(known)}"
-            raise ConfigError(f"{where}: unknown key {key!r}{hint}")
-    for key, choices in (("device", get_args(Device)), ("dtype", get_args(Dtype))):
-        if key in raw and raw[key] not in choices:
-            hint = did_you_mean(str(raw[key]), choices)
-            raise ConfigError(
-                f"{where}: {key}: {raw[key]!r} is unknown; allowed: {', '.join(choices)}{hint}"
-            )
-    try:
-        return msgspec.convert(raw, EngineConfig)
-    except msgspec.ValidationError as error:
-        # msgspec words it as "Expected `int`, got `str` - at `$.block_size`".
-        raise ConfigError(f"{where}: {error}".replace("`$.", "`")) from None
-    except ConfigError as error:
-        raise ConfigError(f"{where}: {error}") from None
+            raise ConfigError(f"unknown key {prefix + key!r}{hint}")
+    for field in msgspec.structs.fields(kind):
+        if field.name in raw:
+            _check_value(prefix + field.name, raw[field.name], field.type)
+        elif field.required:
+            raise ConfigError(f"{prefix}{field.name}: is missing; allowed: {_allowed(field.type)}")
+
+
+def _check_fields(settings: msgspec.Struct, prefix: str = "") -> None:
+    """The same for settings that were put together in Python."""
+    for field in msgspec.structs.fields(settings):
+        _check_value(prefix + field.name, getattr(settings, field.name), field.type)
+
+
+def _check_value(key: str, value: Any, annotation: Any) -> None:
+    choices: list[str] = []
+    for kind, meta in _alternatives(annotation):
+        if get_origin(kind) is Literal:
+            choices += get_args(kind)
+            if value in choices:
+                return
+        elif issubclass(kind, msgspec.Struct) and isinstance(value, dict):
+            return _check_object(value, kind, f"{key}.")
+        elif _is_of(value, kind):
+            if _is_within(value, meta):
+                return
+            raise ConfigError(f"{key}: {_shown(value)} is out of range; allowed: {_bounds(meta)}")
+    what = "is unknown" if choices else "is of the wrong type"
+    name = str(value).lower()
+    hint = did_you_mean(_OTHER_NAMES.get(name, name), choices)
+    raise ConfigError(f"{key}: {_shown(value)} {what}; allowed: {_allowed(annotation)}{hint}")
+
+
+def _alternatives(annotation: Any) -> list[tuple[Any, Meta]]:
+    """The types that an annotation is the union of, each with its bounds."""
+    if get_origin(annotation) in (Union, UnionType):
+        return [found for part in get_args(annotation) for found in _alternatives(part)]
+    if get_origin(annotation) is Annotated:
+        kind, meta = get_args(annotation)
+        return [(kind, meta)]
+    return [(annotation, Meta())]
+
+
+def _is_of(value: Any, kind: type) -> bool:
+    if isinstance(value, bool):  # an int, too, to Python
+        return kind is bool
+    return isinstance(value, (int, float) if kind is float else kind)
+
+
+def _is_within(value: Any, meta: Meta) -> bool:
+    return (meta.ge is None or value >= meta.ge) and (meta.le is None or value <= meta.le)
+
+
+def _allowed(annotation: Any) -> str:
+    return "; or ".join(_described(kind, meta) for kind, meta in _alternatives(annotation))
+
+
+def _described(kind: Any, meta: Meta) -> str:
+    if get_origin(kind) is Literal:
+        return ", ".join(get_args(kind))
+    if issubclass(kind, msgspec.Struct):
+        first = msgspec.structs.fields(kind)[0]
+        return f"an object such as {json.dumps({first.name: first.default})}"
+    bounds = _bounds(meta)
+    return f"{_TYPE_NAMES[kind]}, {bounds}" if bounds else _TYPE_NAMES[kind]
+
+
+def _bounds(meta: Meta) -> str:
+    if meta.description or meta.ge is None:
+        return meta.description or ""
+    return f"{meta.ge} or more" if meta.le is None else f"{meta.ge} to {meta.le}"
+
+
+def _shown(value: Any) -> str:
+    """A value as in a file, but a string as elsewhere in errors; of a long one the beginning."""
+    text = repr(value) if isinstance(value, str) else json.dumps(value, default=repr)
+    return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}..."

@@ -63,6 +63,16 @@ def test_what_does_not_exist_is_named(model: str) -> None:
         locate(model)
 
 
+@pytest.mark.parametrize(
+    "model", ["meta-llama/Llama-3.1-8B", "https://huggingface.co/org/name", "nowhere.gguf"]
+)
+def test_what_may_be_meant_as_a_download_says_that_there_is_none(model: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        locate(model)
+    assert str(caught.value).startswith(f"model: {model} does not exist; allowed: a file or folder")
+    assert "not downloaded: fetch it first" in str(caught.value)
+
+
 def test_an_unknown_home_is_no_path() -> None:
     with pytest.raises(ConfigError, match="no-such-user-here"):
         locate("~no-such-user-here/m.gguf")

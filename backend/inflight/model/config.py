@@ -523,6 +523,8 @@ class _Fields:
 
     def text(self, key: str) -> str:
         value = self.get(key)
+        if value is None:
+            raise self.error(f"{key}: is missing")
         if not isinstance(value, str):
             raise self.error(f"{key}: {value!r} is not a name")
         return value

@@ -92,6 +92,8 @@ def test_yarn_is_read_from_old_and_new_settings(tmp_path: Path, beside: bool) ->
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
+        ({"model_type": None}, "model_type: is missing"),
+        ({"model_type": 7}, "model_type: 7 is not a name"),
         ({"model_type": "qwen3"}, "'qwen3' is not supported; allowed: llama, mistral"),
         ({"architectures": ["LlamaForSequenceClassification"]}, "architectures"),
         ({"quantization_config": {"quant_method": "awq"}}, "quantization_config"),
