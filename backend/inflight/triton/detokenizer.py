@@ -8,7 +8,6 @@ responses are dropped before they come here; then the missing deliveries speak.
 from __future__ import annotations
 
 import logging
-import os
 import threading
 import time
 from collections import OrderedDict
@@ -25,6 +24,7 @@ from inflight.text.detokenize import Detokenizer
 from inflight.triton import tensors
 from inflight.triton.errors import triton_error
 from inflight.triton.sibling import load_tokenizer, sibling
+from inflight.triton.stub import server_pid
 
 logger = logging.getLogger(__name__)
 
@@ -124,7 +124,7 @@ class DeliveryReports:
     """Tells the engine what was delivered. Never blocks; silent while there is no engine."""
 
     def __init__(self, llm: Path) -> None:
-        self._path = socket_path(llm, os.getppid())
+        self._path = socket_path(llm, server_pid())
         self._client: EngineClient | None = None
         self._lost = threading.Event()
         self._closing = threading.Event()

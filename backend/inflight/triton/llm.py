@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-import os
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -30,6 +29,7 @@ from inflight.request import TokenEvent
 from inflight.triton import protocol
 from inflight.triton.errors import triton_error
 from inflight.triton.mailbox import Mailbox, Senders, Sweep
+from inflight.triton.stub import server_pid
 
 logger = logging.getLogger(__name__)
 
@@ -124,7 +124,7 @@ class LlmFront:
 
     def __init__(self, directory: Path, parameters: Mapping[str, str]) -> None:
         self._directory = directory
-        self._server_pid = os.getppid()  # later it may have gone, and init be the parent
+        self._server_pid = server_pid()
         self._lock = threading.Lock()
         self._client: EngineClient | None = None
         self._attachment = 0
