@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -31,12 +32,14 @@ def _sort(error: Exception) -> tuple[int | None, str]:
         return (EXIT_USAGE if isinstance(error, RequestError) else EXIT_FAILED), ""
     if "inflight_client" not in sys.modules:
         return None, ""
-    from inflight_client import ClientError, ConnectionFailed, InvalidRequest
+    from inflight_client import ClientError, ConnectionFailed, InvalidRequest, TimedOut
 
     if isinstance(error, InvalidRequest):
         return EXIT_USAGE, ""
     if isinstance(error, ConnectionFailed):
         return EXIT_FAILED, "start a server with `inflight serve`, or name one with --url"
+    if isinstance(error, TimedOut):
+        return EXIT_FAILED, "--timeout sets it; without one there is no limit"
     return (EXIT_FAILED if isinstance(error, ClientError) else None), ""
 
 
@@ -57,7 +60,9 @@ Model = Annotated[
     str, typer.Option(help="A .gguf file, a Hugging Face folder, or package:NAME of a package.")
 ]
 Url = Annotated[str, typer.Option(envvar="INFLIGHT_URL", help="host:port of gRPC.")]
-Timeout = Annotated[float | None, typer.Option(help="Seconds per request; none by default.")]
+Timeout = Annotated[
+    float | None, typer.Option(help="Seconds per request, above 0; no limit by default.")
+]
 MaxTokens = Annotated[int | None, typer.Option(help="Output tokens at most.")]
 Temperature = Annotated[float | None, typer.Option(help="0 is greedy.")]
 TopK = Annotated[int | None, typer.Option(help="Draw from the k likeliest tokens.")]
@@ -157,23 +162,29 @@ def generate(
     """Continue a prompt; the text streams to stdout."""
     import json
 
-    from inflight.repl import Answer, write_stdout
-    from inflight_client import Client
+    from inflight import repl
+    from inflight_client import Client, ClientError
 
     options = _options(max_tokens, temperature, top_k, top_p, min_p, seed, stop)
+    repl.accept_any_bytes()
     text = sys.stdin.read() if prompt == "-" else prompt
-    answer = Answer()
-    with (
-        Client(url, generate_model=model, timeout=timeout) as client,
-        client.stream(text, **options) as stream,
-    ):
-        answer.read(stream, (lambda text: None) if json_ else write_stdout)
+    answer = repl.Answer()
+    try:
+        with (
+            Client(url, generate_model=model, timeout=timeout) as client,
+            client.stream(text, **options) as stream,
+        ):
+            answer.read(stream, (lambda text: None) if json_ else repl.write_stdout)
+    except ClientError:
+        if not json_:
+            repl.end_line(answer)
+        raise
     if json_:
         figures = ("text", "finish_reason", "num_input_tokens", "num_output_tokens")
         result = {name: getattr(answer, name) for name in (*figures, "ttft_s", "duration_s")}
-        typer.echo(json.dumps(result, ensure_ascii=False))
+        repl.write_stdout(json.dumps(result, ensure_ascii=False) + "\n")
     else:
-        typer.echo()
+        repl.write_stdout("\n")
     if stats:
         typer.echo(answer.summary(), err=True)
 
@@ -198,7 +209,8 @@ def chat(
 
     options = _options(max_tokens, temperature, top_k, top_p, min_p, seed, stop)
     with Client(url, chat_model=model, timeout=timeout) as client:
-        repl.run(client, options, system)
+        if not repl.run(client, options, system):
+            raise typer.Exit(EXIT_FAILED)
 
 
 @app.command()
@@ -419,7 +431,10 @@ def main() -> None:
         status, hint = _sort(error)
         if status is None:
             raise
-        typer.secho("error: ", fg="red", bold=True, nl=False, err=True)
+        plain = bool(os.environ.get("NO_COLOR"))
+        typer.secho(
+            "error: ", fg="red", bold=True, nl=False, err=True, color=False if plain else None
+        )
         typer.echo(str(error), err=True)
         if hint:
             typer.echo(f"hint: {hint}", err=True)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import io
+import os
 import sys
 import time
 from collections.abc import Callable
@@ -10,7 +12,16 @@ from dataclasses import dataclass, field
 
 from rich.console import Console
 
-from inflight_client import Cancelled, Client, ClientError, Message, Options, TextStream
+from inflight.errors import InflightError
+from inflight_client import (
+    Cancelled,
+    Client,
+    ClientError,
+    Message,
+    Options,
+    TextStream,
+    Unavailable,
+)
 
 HELP = """\
 /clear  forget the conversation     /stats  the last answer's latency and speed
@@ -72,30 +83,62 @@ class Answer:
 
 
 def write_stdout(text: str) -> None:
-    sys.stdout.write(text)
-    sys.stdout.flush()
+    """Raises:
+    InflightError: it cannot be written, as on a full disk. A closed pipe stays what it is: the
+        command ends quietly.
+    """
+    try:
+        sys.stdout.write(text)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        _drop_stdout()
+        raise InflightError(f"standard output cannot be written: {error.strerror}") from None
 
 
-def run(client: Client, options: Options, system: str | None) -> None:
+def end_line(answer: Answer) -> None:
+    """Let what comes next, such as an error, begin a line of its own."""
+    if answer.text and not answer.text.endswith("\n"):
+        write_stdout("\n")
+
+
+def accept_any_bytes() -> None:
+    """Let standard input give what is no UTF-8 as lone surrogates. The client refuses them by name,
+    and the lines after them can still be read."""
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(errors="surrogateescape")
+
+
+def run(client: Client, options: Options, system: str | None) -> bool:
     """Read turns from standard input until /quit or its end.
 
+    Returns:
+        whether it went well: False when a turn failed and no one sat at a terminal to see it.
+
     Raises:
-        ClientError: the server cannot be reached at the start.
+        ClientError: the server cannot be reached at the start, or the model is not ready.
+        InflightError: standard output cannot be written.
     """
-    client.is_ready()
+    _check_ready(client)
+    accept_any_bytes()
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401  - gives input() editing and a history
-    console = Console(stderr=True, highlight=False)
+    # What is printed is text of the user's or the server's: brackets and colons stay what they are.
+    console = Console(stderr=True, highlight=False, markup=False, emoji=False, soft_wrap=True)
     console.print(f"connected to {client.url}; /help lists the commands")
     start: list[Message] = [{"role": "system", "content": system}] if system else []
     messages = list(start)
     last: Answer | None = None
-    prompt = "> " if sys.stdin.isatty() else ""
+    attended = sys.stdin.isatty()
+    # No prompt is none, not an empty one: that is written to standard output too, and may fail.
+    prompt = ["> "] if attended else []
+    went_well = True
     while True:
         try:
-            line = input(prompt).strip()
+            line = input(*prompt).strip()
         except EOFError:
-            return
+            return went_well
         except KeyboardInterrupt:
             console.print("\n/quit or Ctrl-D leaves")
             continue
@@ -103,7 +146,7 @@ def run(client: Client, options: Options, system: str | None) -> None:
             case "":
                 pass
             case "/quit" | "/exit":
-                return
+                return went_well
             case "/clear":
                 messages = list(start)
                 console.print("the conversation starts anew")
@@ -115,10 +158,20 @@ def run(client: Client, options: Options, system: str | None) -> None:
                 console.print(f"{line} is no command; /help lists them")
             case _:
                 answer = _turn(client, [*messages, _said("user", line)], options, console)
-                if answer is not None:
+                if answer is None:
+                    went_well = attended
+                else:
                     # A cancelled answer stays: the next turn may refer to it.
                     messages += [_said("user", line), _said("assistant", answer.text)]
                     last = answer
+
+
+def _check_ready(client: Client) -> None:
+    if not client.is_model_ready(client.chat_model):
+        raise Unavailable(
+            f"model {client.chat_model!r} is not ready at {client.url}: the server does not have "
+            "it, or is still loading it; --model names another one"
+        )
 
 
 def _turn(
@@ -126,18 +179,26 @@ def _turn(
 ) -> Answer | None:
     """One answer, or None when the request failed."""
     answer = Answer()
-    with client.chat_stream(messages, **options) as stream:
-        try:
+    try:
+        with client.chat_stream(messages, **options) as stream:
             answer.read(stream, write_stdout)
-        except (KeyboardInterrupt, Cancelled):
-            stream.close()
-            console.print("\n(cancelled)")
-        except ClientError as error:
-            console.print(f"error: {error}")
-            return None
-        else:
-            write_stdout("\n")
+    except (KeyboardInterrupt, Cancelled):
+        console.print("\n(cancelled)")
+    except ClientError as error:
+        end_line(answer)
+        console.print(f"error: {error}")
+        return None
+    else:
+        write_stdout("\n")
     return answer
+
+
+def _drop_stdout() -> None:
+    """Send what its buffer still holds nowhere: Python would write it again at exit, and fail."""
+    with contextlib.suppress(OSError):  # a stand-in without a file
+        null = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null, sys.stdout.fileno())
+        os.close(null)
 
 
 def _said(role: str, content: str) -> Message:

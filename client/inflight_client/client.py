@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 import contextlib
-import json
+import functools
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any, Unpack
 
 import grpc
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
-from inflight_client import errors, tensors
+from inflight_client import address, errors, tensors
 from inflight_client.completion import Completion, Delta, joined, read_logprobs
-from inflight_client.options import DATATYPES, Message, Options
+from inflight_client.options import Message, Options, as_json, num_outputs, tensors_of
 
-DEFAULT_URL = "127.0.0.1:8001"
+DEFAULT_URL = address.DEFAULT_URL
 GENERATE = "generate"
 CHAT = "chat"
 
+# Of a question about readiness, where the client has no timeout.
+_READY_TIMEOUT_S = 5.0
 # Lets Triton end a stream with the status code of an error, not with a message in a good stream.
 _METADATA = (("triton_grpc_error", "true"),)
 _CHANNEL_OPTIONS = (
@@ -38,11 +40,18 @@ class TextStream:
     Args:
         call: gRPC's.
         num_outputs: that were asked for.
+        to_error: the error of ours that a failed call stands for.
     """
 
-    def __init__(self, call: Any, num_outputs: int = 1) -> None:
+    def __init__(
+        self,
+        call: Any,
+        num_outputs: int = 1,
+        to_error: Callable[[grpc.RpcError], errors.ClientError] = errors.from_rpc,
+    ) -> None:
         self._call = call
         self._num_outputs = num_outputs
+        self._to_error = to_error
         self._num_answered = 0
         self._ready: deque[Delta] = deque()
         self._ended = False
@@ -61,7 +70,7 @@ class TextStream:
                 raise errors.ServerError("the stream ended before its last response") from None
             except grpc.RpcError as error:
                 self._ended = True
-                raise errors.from_rpc(error) from None
+                raise self._to_error(error) from None
             if message.error_message:
                 self.close()
                 raise errors.from_message(message.error_message)
@@ -145,10 +154,13 @@ class Client:
     """Talks to one server. Threads may share it.
 
     Args:
-        url: host:port of the server's gRPC endpoint.
+        url: host:port of the server's gRPC endpoint; `grpc://` or `http://` may stand before it.
         generate_model: name of the ensemble that takes a prompt.
         chat_model: name of the ensemble that takes messages.
         timeout: seconds for each request as a whole; None for no limit.
+
+    Raises:
+        InvalidRequest: the url or the timeout cannot be one.
     """
 
     def __init__(
@@ -159,11 +171,11 @@ class Client:
         chat_model: str = CHAT,
         timeout: float | None = None,
     ) -> None:
-        self.url = url
-        self._generate_model = generate_model
-        self._chat_model = chat_model
-        self._timeout = timeout
-        self._channel = grpc.insecure_channel(url, options=_CHANNEL_OPTIONS)
+        self.url = address.checked_url(url)
+        self.generate_model = generate_model
+        self.chat_model = chat_model
+        self._timeout = address.checked_timeout(timeout)
+        self._channel = grpc.insecure_channel(self.url, options=_CHANNEL_OPTIONS)
         self._stub = service_pb2_grpc.GRPCInferenceServiceStub(self._channel)
 
     def __enter__(self) -> Client:
@@ -187,21 +199,24 @@ class Client:
         Raises:
             ClientError: no server answers.
         """
-        try:
-            answer = self._stub.ServerReady(
-                service_pb2.ServerReadyRequest(), timeout=self._timeout or 5.0
-            )
-        except grpc.RpcError as error:
-            raise errors.from_rpc(error) from None
-        return bool(answer.ready)
+        return self._is_ready(self._stub.ServerReady, service_pb2.ServerReadyRequest())
+
+    def is_model_ready(self, name: str) -> bool:
+        """Whether the server has a model of this name and it is loaded.
+
+        Raises:
+            ClientError: no server answers.
+        """
+        return self._is_ready(self._stub.ModelReady, service_pb2.ModelReadyRequest(name=name))
 
     def generate(self, prompt: str, **options: Unpack[Options]) -> Completion:
-        """Continue a prompt.
+        """Continue a prompt, in one way: `generate_several` takes n.
 
         Raises:
             ClientError: one of the tree in `inflight_client.errors`.
         """
-        return self._send(self._generate_model, "text_input", prompt, False, options).completion()
+        _refuse_several(options, "generate_several(...) gives all of them")
+        return self._send(self.generate_model, "text_input", prompt, False, options).completion()
 
     def generate_several(self, prompt: str, **options: Unpack[Options]) -> list[Completion]:
         """Continue a prompt in n ways; n is one of the options.
@@ -209,24 +224,25 @@ class Client:
         Raises:
             ClientError: one of the tree in `inflight_client.errors`.
         """
-        return self._send(self._generate_model, "text_input", prompt, False, options).completions()
+        return self._send(self.generate_model, "text_input", prompt, False, options).completions()
 
     def stream(self, prompt: str, **options: Unpack[Options]) -> TextStream:
         """Continue a prompt; the request is on its way when this returns."""
-        return self._send(self._generate_model, "text_input", prompt, True, options)
+        return self._send(self.generate_model, "text_input", prompt, True, options)
 
     def chat(self, messages: Sequence[Message], **options: Unpack[Options]) -> Completion:
-        """Answer a chat.
+        """Answer a chat, in one way: `chat_stream(...).completions()` takes n.
 
         Raises:
             ClientError: one of the tree in `inflight_client.errors`.
         """
+        _refuse_several(options, "chat_stream(...).completions() gives all of them")
         text = _dump(messages)
-        return self._send(self._chat_model, "messages", text, False, options).completion()
+        return self._send(self.chat_model, "messages", text, False, options).completion()
 
     def chat_stream(self, messages: Sequence[Message], **options: Unpack[Options]) -> TextStream:
         """Answer a chat; the request is on its way when this returns."""
-        return self._send(self._chat_model, "messages", _dump(messages), True, options)
+        return self._send(self.chat_model, "messages", _dump(messages), True, options)
 
     def _send(
         self, model: str, tensor: str, text: str, stream: bool, options: Options
@@ -234,26 +250,32 @@ class Client:
         request = tensors.infer_request(model)
         tensors.add_input(request, tensor, "BYTES", text)
         tensors.add_input(request, "stream", "BOOL", stream)
-        tensors_of = dict(options)
-        if (biases := tensors_of.pop("logit_bias", None)) is not None:
-            if not isinstance(biases, Mapping):
-                raise errors.InvalidRequest(
-                    f"logit_bias: {biases!r} is not a mapping of token ids to numbers"
-                )
-            tensors_of |= {"logit_bias_ids": list(biases)}
-            tensors_of |= {"logit_bias_values": list(biases.values())}
-        for name, value in tensors_of.items():
-            if name not in DATATYPES:
-                raise errors.InvalidRequest(
-                    f"{name} is not an option; allowed: {', '.join(Options.__annotations__)}"
-                )
-            tensors.add_input(request, name, DATATYPES[name], value)
+        for name, datatype, value in tensors_of(options):
+            tensors.add_input(request, name, datatype, value)
         # The iterator of one request half-closes the stream: the server ends it after the answer.
         return TextStream(
             self._stub.ModelStreamInfer(iter([request]), timeout=self._timeout, metadata=_METADATA),
-            options.get("n", 1),
+            num_outputs(options),
+            functools.partial(errors.from_rpc, hint=self._hint, timeout=self._timeout),
         )
+
+    def _is_ready(self, ask: Any, request: Any) -> bool:
+        timeout = self._timeout or _READY_TIMEOUT_S
+        try:
+            answer = ask(request, timeout=timeout)
+        except grpc.RpcError as error:
+            raise errors.from_rpc(error, self._hint, timeout) from None
+        return bool(answer.ready)
+
+    @property
+    def _hint(self) -> str:
+        return f"url is {self.url}; it must be {address.WANTED}"
+
+
+def _refuse_several(options: Options, remedy: str) -> None:
+    if (n := num_outputs(options)) > 1:
+        raise errors.InvalidRequest(f"n: {n} outputs do not fit into one completion; {remedy}")
 
 
 def _dump(messages: Sequence[Message]) -> str:
-    return json.dumps(list(messages), ensure_ascii=False)
+    return as_json("messages", list(messages))

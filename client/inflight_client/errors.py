@@ -1,7 +1,7 @@
 """Every error that a client raises, in one tree.
 
     ClientError
-    ├── InvalidRequest     the server refused what was asked: mend the request
+    ├── InvalidRequest     the server or the client refused what was asked: mend the request
     ├── Unavailable        the server cannot take it now: try again later
     ├── Cancelled          it was cancelled, by us or by the server
     ├── TimedOut           the timeout that the caller gave has passed
@@ -89,14 +89,23 @@ _MESSAGES: tuple[tuple[re.Pattern[str], type[ClientError]], ...] = (
 )
 
 
-def from_rpc(error: grpc.RpcError) -> ClientError:
-    """The error that a failed call stands for."""
+def from_rpc(error: grpc.RpcError, hint: str = "", timeout: float | None = None) -> ClientError:
+    """The error that a failed call stands for.
+
+    Args:
+        error: gRPC's.
+        hint: what to check where the connection failed.
+        timeout: seconds that the call was given.
+    """
+    hint = hint and f" ({hint})"
     if not isinstance(error, grpc.Call):
-        return ConnectionFailed(str(error))
+        return ConnectionFailed(f"{error}{hint}")
     code = error.code()
     details = error.details() or code.name
     if code is grpc.StatusCode.UNAVAILABLE and _TRANSPORT.search(details):
-        return ConnectionFailed(details)
+        return ConnectionFailed(f"{details}{hint}")
+    if code is grpc.StatusCode.DEADLINE_EXCEEDED and timeout is not None:
+        return TimedOut(f"no end within the timeout of {timeout:g} s")
     return BY_CODE.get(code, ServerError)(details)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from tritonclient.grpc import service_pb2
@@ -11,6 +11,16 @@ from tritonclient.grpc import service_pb2
 from inflight_client.errors import InvalidRequest, ServerError
 
 _FORMATS = {"INT32": "<i", "UINT32": "<I", "UINT64": "<Q", "FP32": "<f", "BOOL": "<?"}
+_KINDS = {
+    "INT32": f"an integer from {-(2**31)} to {2**31 - 1}",
+    "UINT32": f"an integer from 0 to {2**32 - 1}",
+    "UINT64": f"an integer from 0 to {2**64 - 1}",
+    "FP32": "a number that fits 32 bits",
+    "BOOL": "True or False",
+    "BYTES": "a string",
+}
+# Of a value in an error: enough to find it.
+_MAX_SHOWN = 80
 
 
 def add_input(request: Any, name: str, datatype: str, value: Any) -> None:
@@ -19,7 +29,8 @@ def add_input(request: Any, name: str, datatype: str, value: Any) -> None:
     Raises:
         InvalidRequest: the value does not fit the datatype.
     """
-    many = isinstance(value, Iterable) and not isinstance(value, str | bytes)
+    # A mapping is one value, and the wrong one: its keys are not what was meant.
+    many = isinstance(value, Iterable) and not isinstance(value, str | bytes | bytearray | Mapping)
     values: Sequence[Any] = list(value) if many else [value]
     request.inputs.add(name=name, datatype=datatype, shape=[len(values)])
     request.raw_input_contents.append(b"".join(_pack(name, datatype, item) for item in values))
@@ -48,9 +59,26 @@ def _pack(name: str, datatype: str, value: Any) -> bytes:
         if datatype == "BYTES":
             data: bytes = value.encode()
             return struct.pack("<I", len(data)) + data
+        if datatype == "BOOL" and value not in (True, False):
+            raise TypeError  # struct takes any object, and most of them for True
         return struct.pack(_FORMATS[datatype], value)
-    except (struct.error, OverflowError, AttributeError, UnicodeEncodeError) as error:
-        raise InvalidRequest(f"{name}: {value!r} is not a {datatype} ({error})") from None
+    except UnicodeEncodeError as error:
+        raise InvalidRequest(
+            f"{name}: character {error.start + 1} is {error.object[error.start]!r}, a lone "
+            "surrogate, which is no text; was it read from bytes that are not UTF-8?"
+        ) from None
+    except (struct.error, OverflowError, AttributeError, TypeError):
+        bytes_ = isinstance(value, bytes | bytearray)
+        raise InvalidRequest(
+            f"{name}: {shown(value)} is not {_KINDS[datatype]}"
+            + ("; decode the bytes first" if bytes_ and datatype == "BYTES" else "")
+        ) from None
+
+
+def shown(value: Any) -> str:
+    """`value` as an error names it: cut where it is long."""
+    text = repr(value)
+    return text if len(text) <= _MAX_SHOWN else f"{text[: _MAX_SHOWN - 3]}..."
 
 
 def _unpack(name: str, datatype: str, raw: bytes) -> list[Any]:

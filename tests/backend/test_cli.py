@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import json
+import os
+import pty
 import subprocess
 import sys
 import time
@@ -80,6 +82,54 @@ def test_no_server_is_one_line_and_a_hint(run: Run) -> None:
     assert "inflight serve" in second
 
 
+@pytest.mark.parametrize("arguments", [("--url", "localhost"), ("--timeout", "-1")])
+def test_what_the_client_refuses_is_told_before_anything_is_sent(
+    run: Run, arguments: tuple[str, str]
+) -> None:
+    status, out, err = run("generate", "Hi", *arguments)
+    assert (status, out) == (cli.EXIT_USAGE, "")
+    assert err.startswith(f"error: {arguments[0].removeprefix('--')}: ")
+    assert "; allowed: " in err
+
+
+def test_an_error_begins_a_line_of_its_own(run: Run) -> None:
+    def endless(call: Call) -> Iterator[Any]:
+        yield answer("Hello")
+        call.ended.wait(10)
+
+    with fake_triton.serve(endless) as server:
+        arguments = ("--url", server.url, "--timeout", "0.5")
+        status, out, err = run("generate", "Hi", *arguments)
+        as_json = run("generate", "Hi", *arguments, "--json")
+        in_chat = run("chat", *arguments, stdin="Hi\n")
+    assert (status, out) == (1, "Hello\n")
+    first, second = err.splitlines()
+    assert first == "error: no end within the timeout of 0.5 s"
+    assert "--timeout" in second
+    assert as_json[:2] == (1, "")
+    assert in_chat[:2] == (1, "Hello\n")
+
+
+@pytest.mark.parametrize("arguments", [("generate", "Hi"), ("generate", "Hi", "--json"), ("chat",)])
+def test_a_full_disk_is_a_plain_error(arguments: tuple[str, ...]) -> None:
+    with fake_triton.serve(two_words) as server, open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "inflight.cli", *arguments, "--url", server.url],
+            input=b"Hi\n",
+            stdout=full,
+            stderr=subprocess.PIPE,
+        )
+    assert done.returncode == 1
+    last = done.stderr.decode().splitlines()[-1]
+    assert last == "error: standard output cannot be written: No space left on device"
+    assert b"Traceback" not in done.stderr and b"ignored" not in done.stderr
+
+
+def test_no_color_is_heeded_on_a_terminal() -> None:
+    assert b"\x1b[" not in _on_a_terminal("generate", "Hi", "--timeout", "-1", NO_COLOR="1")
+    assert b"\x1b[31m" in _on_a_terminal("generate", "Hi", "--timeout", "-1", NO_COLOR="")
+
+
 def test_what_the_server_refuses_is_the_callers_to_mend(run: Run) -> None:
     def refuse(call: Call) -> Iterator[Any]:
         import grpc
@@ -147,6 +197,71 @@ def test_a_failed_turn_is_not_part_of_the_conversation(run: Run) -> None:
         sent = [json.loads(call.input("messages")[2][4:]) for call in server.calls]
     assert "error: out of luck" in err
     assert _turns(sent[1]) == [("user", "good")]
+
+
+def test_a_piped_chat_fails_when_a_turn_did(run: Run) -> None:
+    def fail_first(call: Call) -> Iterator[Any]:
+        if len(server.calls) == 1:
+            yield fake_triton.error("out of luck")
+        else:
+            yield from two_words(call)
+
+    with fake_triton.serve(fail_first) as server:
+        status, out, _ = run("chat", "--url", server.url, stdin="a\nb\n/quit\n")
+    assert (status, out) == (1, "Hello world\n")
+
+
+def test_a_turn_that_cannot_be_sent_does_not_end_the_chat(run: Run) -> None:
+    with fake_triton.serve(two_words) as server:
+        status, out, err = run("chat", "--url", server.url, stdin="caf\udce9\nhi\n")
+    assert (status, out) == (1, "Hello world\n")
+    assert "error: messages: character " in err
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-8:strict"])
+def test_bytes_that_are_not_utf_8_cost_their_own_turn_alone(encoding: str) -> None:
+    with fake_triton.serve(two_words) as server:
+        command = [sys.executable, "-m", "inflight.cli", "chat", "--url", server.url]
+        done = subprocess.run(
+            command,
+            input=b"caf\xe9\nhi\n",
+            capture_output=True,
+            env=os.environ | {"PYTHONIOENCODING": encoding},
+        )
+    assert (done.returncode, done.stdout) == (1, b"Hello world\n")
+    assert b"a lone surrogate" in done.stderr
+
+
+def test_generate_refuses_a_prompt_that_is_not_utf_8() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "inflight.cli", "generate", "-"],
+        input=b"caf\xe9",
+        capture_output=True,
+        env=os.environ | {"PYTHONIOENCODING": "utf-8:strict"},
+    )
+    assert done.returncode == cli.EXIT_USAGE
+    assert done.stderr.startswith(b"error: text_input: character 4 is ")
+
+
+@pytest.mark.parametrize("stdin", ["", "hi\n"])
+def test_a_chat_with_a_model_that_is_not_there_does_not_begin(run: Run, stdin: str) -> None:
+    with fake_triton.serve(two_words) as server:
+        status, out, err = run("chat", "--url", server.url, "--model", "no[/b]pe", stdin=stdin)
+    assert (status, out) == (1, "")
+    assert err.startswith(f"error: model 'no[/b]pe' is not ready at {server.url}: ")
+    assert "connected" not in err
+
+
+def test_a_chat_shows_what_looks_like_markup_as_it_is(run: Run) -> None:
+    message = "[/b] :smile: " + "far beyond the eighty columns of a terminal " * 4 + "[red]end"
+
+    def refuse(call: Call) -> Iterator[Any]:
+        yield fake_triton.error(message)
+
+    with fake_triton.serve(refuse) as server:
+        _, _, err = run("chat", "--url", server.url, stdin="/[/b]\nhi\n")
+    assert "/[/b] is no command" in err
+    assert f"error: {message}\n" in err
 
 
 def test_ctrl_c_cancels_the_answer_and_not_the_chat(
@@ -223,6 +338,17 @@ def test_help_imports_neither_torch_nor_grpc_nor_numpy() -> None:
     assert done.stderr.strip() == "[]"
     assert "Usage" in done.stdout
     assert time.monotonic() - started < 3.0  # 0.15 s on an idle machine
+
+
+def _on_a_terminal(*arguments: str, **environment: str) -> bytes:
+    """What the command writes to standard error, which is a terminal."""
+    ours, theirs = pty.openpty()
+    command = [sys.executable, "-m", "inflight.cli", *arguments]
+    subprocess.run(command, stderr=theirs, env=os.environ | {"TERM": "xterm"} | environment)
+    shown = os.read(ours, 1 << 16)
+    os.close(ours)
+    os.close(theirs)
+    return shown
 
 
 def _turns(messages: list[dict[str, str]]) -> list[tuple[str, str]]:

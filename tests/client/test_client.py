@@ -15,6 +15,7 @@ import pytest
 import fake_triton
 import inflight_client
 from fake_triton import Call, answer
+from inflight.triton import tensors as contract
 from inflight_client import (
     Cancelled,
     Candidate,
@@ -22,10 +23,12 @@ from inflight_client import (
     Completion,
     ConnectionFailed,
     InvalidRequest,
+    Options,
     ServerError,
     TimedOut,
     Unavailable,
 )
+from inflight_client.options import DATATYPES
 
 WAIT_S = 10.0
 
@@ -102,15 +105,83 @@ def test_lists_and_biases_travel_as_tensors() -> None:
     ("option", "message"),
     [
         ({"logit_bias": [1, 2]}, r"logit_bias: \[1, 2\] is not a mapping"),
-        ({"logit_bias": {"x": 1.0}}, "logit_bias_ids: 'x' is not a INT32"),
-        ({"logit_bias": {1: "x"}}, "logit_bias_values: 'x' is not a FP32"),
-        ({"allowed_token_ids": [1.5]}, "allowed_token_ids: 1.5 is not a INT32"),
-        ({"allowed_token_ids": [2**31]}, "allowed_token_ids: 2147483648 is not a INT32"),
+        ({"logit_bias": {"x": 1.0}}, "logit_bias_ids: 'x' is not an integer from -2147483648"),
+        ({"logit_bias": {1: "x"}}, "logit_bias_values: 'x' is not a number"),
+        ({"allowed_token_ids": [1.5]}, "allowed_token_ids: 1.5 is not an integer"),
+        ({"allowed_token_ids": [2**31]}, "allowed_token_ids: 2147483648 is not an integer"),
+        ({"logit_bias": {1: 1.0}, "logit_bias_ids": [1]}, "does not go together with logit_bias_i"),
+        ({"seed": -1}, "seed: -1 is not an integer from 0 to 18446744073709551615"),
+        ({"temperature": 1e39}, r"temperature: 1e\+39 is not a number that fits 32 bits"),
+        ({"ignore_eos": "false"}, "ignore_eos: 'false' is not True or False"),
+        ({"cache_salt": b"x"}, "cache_salt: b'x' is not a string; decode the bytes first"),
+        ({"cache_salt": bytearray(b"x")}, "is not a string; decode the bytes first"),
+        ({"cache_salt": "caf\udce9"}, r"cache_salt: character 4 is '\\udce9', a lone surrogate"),
+        ({"stop_words": {"a": 1}}, "stop_words: {'a': 1} is not a string"),
+        ({"sampling_parameters": {"n": {1}}}, "cannot be written as JSON"),
+        ({"stop_words": [b"x" * 999]}, r"stop_words: b'x{70,75}\.\.\. is not a string"),
     ],
 )
 def test_what_is_no_tensor_is_refused_by_name(option: dict[str, Any], message: str) -> None:
     with Client("127.0.0.1:1") as client, pytest.raises(InvalidRequest, match=message):
         client.generate("Hi", **option)
+
+
+def test_a_prompt_is_a_string() -> None:
+    with Client("127.0.0.1:1") as client, pytest.raises(InvalidRequest, match="is not a string"):
+        client.generate(b"Hi")  # type: ignore[arg-type]
+
+
+def test_mappings_travel_as_json() -> None:
+    schema = {"type": "object"}
+    with fake_triton.serve(two_words) as server, Client(server.url) as client:
+        client.generate("Hi", sampling_parameters={"stop": "é"}, guided_decoding_guide=schema)
+        client.generate("Hi", sampling_parameters='{"n": 1}', guided_decoding_guide=["a", "b"])
+        mappings, others = server.calls
+    for call, name, value in (
+        (mappings, "sampling_parameters", {"stop": "é"}),
+        (mappings, "guided_decoding_guide", schema),
+        (others, "sampling_parameters", {"n": 1}),
+        (others, "guided_decoding_guide", ["a", "b"]),
+    ):
+        datatype, shape, raw = call.input(name)
+        assert (datatype, shape, json.loads(raw[4:])) == ("BYTES", [1], value)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"n": 2},
+        {"n": 2, "best_of": 3},
+        {"sampling_parameters": {"n": 2}},
+        {"sampling_parameters": '{"n": "2"}'},
+    ],
+)
+def test_one_completion_does_not_drop_the_others(options: dict[str, Any]) -> None:
+    with Client("127.0.0.1:1") as client:
+        with pytest.raises(InvalidRequest, match=r"n: 2 outputs .* generate_several"):
+            client.generate("Hi", **options)
+        with pytest.raises(InvalidRequest, match=r"n: 2 outputs .* chat_stream\(...\).completions"):
+            client.chat([{"role": "user", "content": "Hi"}], **options)
+
+
+@pytest.mark.parametrize(
+    "parameters", ["", "{", "[1]", '{"n": "x"}', '{"n": null}', '{"n": Infinity}']
+)
+def test_whether_sampling_parameters_are_right_is_for_the_server_to_say(parameters: str) -> None:
+    with fake_triton.serve(two_words) as server, Client(server.url) as client:
+        assert client.generate("Hi", best_of=2, sampling_parameters=parameters).text
+
+
+def test_the_outputs_of_sampling_parameters_are_all_waited_for() -> None:
+    def one_of_two(call: Call) -> Iterator[Any]:
+        yield answer("a", "stop", index=1)
+
+    with (
+        fake_triton.serve(one_of_two) as server,
+        Client(server.url) as client,
+        pytest.raises(ServerError, match="before its last response"),
+    ):
+        client.generate_several("Hi", sampling_parameters={"n": 2})
 
 
 def test_logprobs_come_back_by_token() -> None:
@@ -331,8 +402,40 @@ def test_the_timeout_bounds_the_whole_request() -> None:
     with fake_triton.serve(endless) as server, Client(server.url, timeout=0.2) as client:
         stream = client.stream("Hi")
         assert next(stream).text == "Hello"
-        with pytest.raises(TimedOut):
+        with pytest.raises(TimedOut, match=r"no end within the timeout of 0\.2 s"):
             next(stream)
+
+
+@pytest.mark.parametrize("timeout", [-1, 0, float("nan"), float("inf"), "5"])
+def test_a_timeout_that_cannot_be_one_is_refused(timeout: Any) -> None:
+    with pytest.raises(InvalidRequest, match=r"timeout: .* is not a number of seconds; allowed"):
+        Client(timeout=timeout)
+
+
+@pytest.mark.parametrize(
+    ("url", "address"),
+    [
+        ("localhost:8001", "localhost:8001"),
+        ("http://127.0.0.1:8001", "127.0.0.1:8001"),
+        ("grpc://triton.example:1/", "triton.example:1"),
+        ("[::1]:65535", "[::1]:65535"),
+    ],
+)
+def test_a_url_is_host_and_port(url: str, address: str) -> None:
+    with Client(url) as client:
+        assert client.url == address
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        *("", "localhost", ":8001", "localhost:", "localhost:0", "localhost:65536", "::1:8001"),
+        *("https://localhost:8001", "http://localhost", "localhost:8001/v2", "a b:8001", None),
+    ],
+)
+def test_what_is_no_url_of_grpc_is_refused(url: Any) -> None:
+    with pytest.raises(InvalidRequest, match=r"url: .* is not host:port; .* 127\.0\.0\.1:8001"):
+        Client(url)
 
 
 @pytest.mark.parametrize(
@@ -392,25 +495,55 @@ def test_no_server_is_a_failed_connection() -> None:
 
 
 def test_a_server_that_dies_is_a_failed_connection() -> None:
-    with Client(_dying_server()) as client, pytest.raises(ConnectionFailed):
+    with (
+        Client(_dying_server()) as client,
+        pytest.raises(ConnectionFailed, match=f"url is {client.url}; it must be gRPC's host:port"),
+    ):
         list(client.stream("Hi"))
 
 
 def test_an_option_of_the_wrong_type_is_refused_by_name() -> None:
+    with Client("127.0.0.1:1") as client, pytest.raises(InvalidRequest, match="max_tokens"):
+        client.generate("Hi", max_tokens="many")  # type: ignore[arg-type]
+
+
+def test_what_is_no_option_is_refused_and_a_close_one_named() -> None:
     with Client("127.0.0.1:1") as client:
-        with pytest.raises(InvalidRequest, match="max_tokens"):
-            client.generate("Hi", max_tokens="many")  # type: ignore[arg-type]
-        with pytest.raises(InvalidRequest, match="seed"):
-            client.generate("Hi", seed=-1)
-        with pytest.raises(InvalidRequest, match="max_token is not an option"):
+        with pytest.raises(InvalidRequest, match="max_token is not an option; did you mean 'max_t"):
             client.generate("Hi", max_token=1)  # type: ignore[call-arg]
+        with pytest.raises(InvalidRequest, match="zzz is not an option; allowed: max_tokens, "):
+            client.generate("Hi", zzz=1)  # type: ignore[call-arg]
+        with pytest.raises(InvalidRequest, match=r"not an option: stream\(\) and chat_stream\(\)"):
+            client.generate("Hi", stream=True)  # type: ignore[call-arg]
+        with pytest.raises(InvalidRequest, match="text_input is not an option"):
+            client.generate("Hi", text_input="Ho")  # type: ignore[call-arg]
+
+
+def test_the_options_are_those_of_the_server() -> None:
+    """The two share no code."""
+    served = {tensor.name: tensor.datatype for tensor in contract.OPTIONS}
+    for name in ("stream", "priority_class", "deadline_ms"):
+        del served[name]
+    assert {
+        name: "STRING" if datatype == "BYTES" else datatype for name, datatype in DATATYPES.items()
+    } == served
+    assert set(Options.__annotations__) == {*DATATYPES, "logit_bias"}
 
 
 def test_readiness_is_asked_of_the_server() -> None:
     with fake_triton.serve(two_words) as server, Client(server.url) as client:
         assert client.is_ready()
-    with Client(server.url, timeout=5) as client, pytest.raises(ConnectionFailed):
+    with (
+        Client(server.url, timeout=5) as client,
+        pytest.raises(ConnectionFailed, match="it must be gRPC's host:port"),
+    ):
         client.is_ready()
+
+
+def test_readiness_of_a_model_is_asked_by_its_name() -> None:
+    with fake_triton.serve(two_words) as server, Client(server.url) as client:
+        assert client.is_model_ready("chat")
+        assert not client.is_model_ready("nope")
 
 
 def test_threads_may_share_a_client() -> None:

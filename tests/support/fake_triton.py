@@ -45,6 +45,10 @@ class Call:
         return [tensor.name for tensor in self.request.inputs]
 
 
+MISSING = ("nope", "no[/b]pe")
+"""Models that the server does not have."""
+
+
 class FakeTriton(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore[misc]
     """Attributes:
     script: yields the responses of a call.
@@ -58,6 +62,9 @@ class FakeTriton(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore
 
     def ServerReady(self, request: Any, context: Any) -> Any:
         return service_pb2.ServerReadyResponse(ready=True)
+
+    def ModelReady(self, request: Any, context: Any) -> Any:
+        return service_pb2.ModelReadyResponse(ready=request.name not in MISSING)
 
     def ModelStreamInfer(self, requests: Any, context: Any) -> Iterator[Any]:
         call = Call(next(requests), context)
