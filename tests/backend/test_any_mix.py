@@ -53,13 +53,6 @@ def rig(tmp_path_factory: pytest.TempPathFactory) -> Rig:
         draft_vocab_size=60,
         dtype=torch.float32,
         scale=0.2,
-        settings={},
-        ways={},
-        num_requests=0,
-        prompt_len=0,
-        common_len=0,
-        last_prompt_len=0,
-        max_tokens=0,
     )
 
 

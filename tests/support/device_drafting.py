@@ -6,7 +6,7 @@ Tests inherit `DraftingClaims` and have a fixture `rig`.
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -35,7 +35,7 @@ _MODELS = {"draft_model": "smaller", "eagle3": "head"}
 
 @dataclass(frozen=True)
 class Rig:
-    """A model, one that is nearly the same, a head, and requests.
+    """A model, one that is nearly the same, a head, and requests, if a test has none of its own.
 
     Attributes:
         folder: of the checkpoints, `target`, `smaller` and `head`.
@@ -57,13 +57,13 @@ class Rig:
     draft_vocab_size: int
     dtype: torch.dtype
     scale: float
-    settings: dict[str, Any]
-    ways: dict[str, dict[str, Any]]
-    num_requests: int
-    prompt_len: int
-    common_len: int
-    last_prompt_len: int
-    max_tokens: int
+    settings: dict[str, Any] = field(default_factory=dict)
+    ways: dict[str, dict[str, Any]] = field(default_factory=dict)
+    num_requests: int = 0
+    prompt_len: int = 0
+    common_len: int = 0
+    last_prompt_len: int = 0
+    max_tokens: int = 0
 
     def __post_init__(self) -> None:
         weights = tiny.random_weights(self.all_settings)
