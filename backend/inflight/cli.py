@@ -111,7 +111,9 @@ def serve(
         typer.Option(help="A model repository; repeatable. By default the ones that come along."),
     ] = None,
     log_file: Annotated[Path | None, typer.Option(help="Where tritonserver's log goes.")] = None,
-    drain: Annotated[float, typer.Option(help="Seconds for requests in flight.")] = DRAIN_S,
+    drain: Annotated[
+        float, typer.Option(min=0.0, help="Seconds for requests in flight.")
+    ] = DRAIN_S,
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Show the log.")] = False,
 ) -> None:
     """Start tritonserver with the ensembles and serve until Ctrl-C, which drains."""

@@ -32,18 +32,28 @@ class Display:
             self._console.print("starting tritonserver")
             yield self._lines()
 
-    def ready(self, http: str, grpc: str, metrics: str, models: list[str], log_file: Path) -> None:
-        """Where it listens, and what to type next."""
+    def ready(
+        self,
+        http: str,
+        grpc: str,
+        metrics: str,
+        models: list[str],
+        devices: dict[str, str],
+        log_file: Path,
+    ) -> None:
+        """Where it listens and computes, and what to type next."""
         rows = {
             "HTTP": f"http://{http}",
             "gRPC": grpc,
             "metrics": f"http://{metrics}/metrics",
             "models": ", ".join(models),
+            "device": "; ".join(_of_each(devices)),
             "log": str(log_file),
         }
         self._console.print("[bold green]READY[/]")
         for name, value in rows.items():
-            self._line(f"[bold]{name:<9}[/]{escape(value)}")
+            if value:
+                self._line(f"[bold]{name:<9}[/]{escape(value)}")
         if "chat" in models:
             self._line(escape(f"next: inflight chat --url {grpc}"))
         elif "generate" in models:
@@ -98,3 +108,10 @@ class Display:
                 self._console.print(escape(f"{model}: {loading.what} ({loading.fraction:.0%})"))
 
         return show
+
+
+def _of_each(devices: dict[str, str]) -> list[str]:
+    """A device for all, or one for each model."""
+    if len(set(devices.values())) <= 1:
+        return list(devices.values())[:1]
+    return [f"{model}: {device}" for model, device in devices.items()]

@@ -23,6 +23,7 @@ from pathlib import Path
 import msgspec
 
 from inflight import config as settings
+from inflight import log
 from inflight.checkpoint import locate
 from inflight.engine import Engine
 from inflight.errors import EngineError, InflightError
@@ -289,7 +290,8 @@ def load(config: settings.EngineConfig, hub: Hub) -> tuple[Engine, Welcome]:
     checkpoint = locate(config.model)
     hub.broadcast(Loading("reading the tokenizer", 0.05))
     tokenizer = Tokenizer.load_if_present(checkpoint)
-    config = runners.place(config, checkpoint)
+    config, where = runners.place(config, checkpoint)
+    logger.info("device: %s", where)
     runner, model_config = runners.build(
         config, checkpoint, lambda what, fraction: hub.broadcast(Loading(what, fraction))
     )
@@ -307,15 +309,13 @@ def load(config: settings.EngineConfig, hub: Hub) -> tuple[Engine, Welcome]:
         eos_token_ids=sorted(engine.eos_token_ids),
         default_max_tokens=config.default_max_tokens,
         has_tokenizer=tokenizer is not None,
+        device=where,
     )
 
 
 def main(arguments: list[str]) -> None:
     socket_path, config_path, server_pid = Path(arguments[0]), Path(arguments[1]), arguments[2]
-    logging.basicConfig(
-        level=os.environ.get("INFLIGHT_LOG_LEVEL", "INFO").upper(),
-        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
-    )
+    log.begin()
     # Ctrl-C in a terminal reaches every process of the group; ours ends with its last front.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     server = Process.find(int(server_pid))

@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
-import logging
 import os
 from collections.abc import Callable
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import msgspec
 
@@ -23,8 +22,6 @@ from inflight.sequence import Sequence
 from inflight.speculation import StepCosts
 
 Progress = Callable[[str, float], None]
-
-logger = logging.getLogger(__name__)
 
 
 class PendingStep(Protocol):
@@ -76,20 +73,27 @@ class Runner(Protocol):
         """A sequence has ended: drop what is kept of it; idempotent."""
 
 
-def place(config: EngineConfig, checkpoint: Checkpoint) -> EngineConfig:
+class Placed(NamedTuple):
+    """Settings that name a device, and where that is, in words: and why not on a GPU."""
+
+    config: EngineConfig
+    where: str
+
+
+def place(config: EngineConfig, checkpoint: Checkpoint) -> Placed:
     """The settings with a device in the place of `auto`, and what follows from it.
 
-    A GPU is taken where nothing is in its way; what is, the log says.
+    A GPU is taken where nothing is in its way.
 
     Raises:
         ConfigError: the checkpoint is damaged or of an unsupported kind, or the settings do not go
             together on that device.
     """
     if config.device != "auto":
-        return config
+        return Placed(config, {"cpu": "CPU", "cuda": "GPU"}.get(config.device, config.device))
     obstacle = _obstacle_to_gpu(config, checkpoint)
-    logger.info("running on %s", f"the CPU: {obstacle}" if obstacle else "the GPU")
-    return msgspec.structs.replace(config, device="cpu" if obstacle else "cuda")
+    placed = msgspec.structs.replace(config, device="cpu" if obstacle else "cuda")
+    return Placed(placed, f"CPU: {obstacle}" if obstacle else "GPU")
 
 
 def _obstacle_to_gpu(config: EngineConfig, checkpoint: Checkpoint) -> str | None:

@@ -47,7 +47,14 @@ def _serve(server: Server, signals: _Signals) -> int:
         models = server.wait_ready(on_progress=on_progress)
     signals.count_only()
     endpoints = server.endpoints
-    display.ready(endpoints.http, endpoints.grpc, endpoints.metrics, models, server.log_file)
+    display.ready(
+        endpoints.http,
+        endpoints.grpc,
+        endpoints.metrics,
+        models,
+        server.devices(),
+        server.log_file,
+    )
     while signals.count == 0:
         if server.wait(POLL_S) is not None:
             display.error(f"{server.how_it_ended()}, by itself; log: {server.log_file}")

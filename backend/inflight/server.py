@@ -21,7 +21,7 @@ from typing import BinaryIO
 
 import msgspec
 
-from inflight import engine_client, installation
+from inflight import engine_client, installation, log
 from inflight.errors import CapacityError, ConfigError, EngineError, InflightError
 from inflight.ports import choose_ports
 from inflight.processes import Process
@@ -165,11 +165,12 @@ class Server:
                 raise ConfigError(
                     f"repository {path} has no models; `inflight repo init` writes some"
                 )
+        log.level()  # of the processes to be: an error here is read, one of theirs is not
         found = installation.find()
         installation.check_python(found)
         backends = installation.backend_directory(found)
         self._ports = choose_ports(self.host, self._ports)
-        with self._open_log() as log:
+        with self._open_log() as output:
             self._process = subprocess.Popen(
                 [
                     *(sys.executable, "-I", "-S", "-c", _LAUNCHER),
@@ -178,7 +179,7 @@ class Server:
                 ],
                 env=installation.environment(found, backends),
                 stdin=subprocess.DEVNULL,
-                stdout=log,
+                stdout=output,
                 stderr=subprocess.STDOUT,
                 # A Ctrl-C in our terminal is for us: we drain first.
                 start_new_session=True,
@@ -229,6 +230,13 @@ class Server:
             return []
         return sorted(entry["name"] for entry in msgspec.json.decode(body))
 
+    def devices(self) -> dict[str, str]:
+        """Where the models with an engine run, in words, by their names."""
+        engines = self._attach_engines()
+        for engine in engines.values():
+            engine.close()
+        return {name: engine.welcome.device for name, engine in engines.items()}
+
     def drain(self, on_waiting: Callable[[int], None] = lambda num_in_flight: None) -> int:
         """Refuse new requests and wait for those in flight, for `drain_s` at most.
 
@@ -242,7 +250,7 @@ class Server:
             How many requests were still in flight at the end.
         """
         deadline = time.monotonic() + self.drain_s
-        engines = self._attach_engines()
+        engines = list(self._attach_engines().values())
         for engine in engines:
             engine.drain()
         before, now = -1, 0
@@ -366,12 +374,13 @@ class Server:
                 engine.close()
             return
 
-    def _attach_engines(self) -> list[engine_client.EngineClient]:
-        engines = []
+    def _attach_engines(self) -> dict[str, engine_client.EngineClient]:
+        engines = {}
         for model in self._models_with_engine():
             with contextlib.suppress(InflightError):  # one that is not up has nothing in flight
                 path = engine_client.socket_path(model, self.pid)
-                engines.append(engine_client.attach(path, "observer", on_loading=_refuse))
+                engine = engine_client.attach(path, "observer", on_loading=_refuse)
+                engines[model.name] = engine
         return engines
 
     def _ask(self, method: str, path: str, body: bytes | None = None) -> tuple[int, bytes]:

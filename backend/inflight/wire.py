@@ -16,7 +16,7 @@ from inflight.errors import InflightError
 from inflight.request import Request, TokenEvent
 from inflight.stats import Stats
 
-PROTOCOL = 4
+PROTOCOL = 5
 MAX_FRAME = 64 << 20
 _LENGTH = struct.Struct("<I")
 
@@ -40,7 +40,8 @@ class Loading(msgspec.Struct, tag="loading", frozen=True):
 class Welcome(msgspec.Struct, tag="welcome", frozen=True):
     """The engine is ready.
 
-    front_id is unique in this engine; a front's request ids are front_id << 32 | n.
+    front_id is unique in this engine; a front's request ids are front_id << 32 | n. device says in
+    words where the model runs, and why not on a GPU.
     """
 
     front_id: int
@@ -52,6 +53,7 @@ class Welcome(msgspec.Struct, tag="welcome", frozen=True):
     eos_token_ids: list[int]
     default_max_tokens: int
     has_tokenizer: bool
+    device: str = ""
 
 
 class LoadFailed(msgspec.Struct, tag="load_failed", frozen=True):

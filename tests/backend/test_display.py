@@ -20,10 +20,30 @@ def test_texts_are_not_taken_for_markup(is_terminal: bool) -> None:
     display = Display(Console(file=shown, force_terminal=is_terminal, width=200, color_system=None))
     with display.loading() as show:
         show(ODD, Loading(ODD, 0.5))
-    display.ready("127.0.0.1:1", "127.0.0.1:2", "127.0.0.1:3", ["chat", ODD], Path("/tmp") / ODD)
+    listens = ("127.0.0.1:1", "127.0.0.1:2", "127.0.0.1:3")
+    display.ready(*listens, ["chat", ODD], {ODD: ODD}, Path("/tmp") / ODD)
     display.error(ODD)
     text = shown.getvalue()
     assert f"chat, {ODD}" in text
+    assert f"device   {ODD}\n" in text
     assert f"log      /tmp/{ODD}" in text
     assert f"error: {ODD}" in text
     assert f"{ODD}: {ODD}" in text
+
+
+@pytest.mark.parametrize(
+    ("devices", "shown"),
+    [
+        ({"llm": "CPU: torch sees no GPU"}, "device   CPU: torch sees no GPU\n"),
+        ({"one": "GPU", "two": "GPU"}, "device   GPU\n"),
+        ({"one": "GPU", "two": "CPU"}, "device   one: GPU; two: CPU\n"),
+        ({}, ""),
+    ],
+)
+def test_where_models_run_is_told_once_for_all_that_run_there(
+    devices: dict[str, str], shown: str
+) -> None:
+    output = io.StringIO()
+    Display(Console(file=output, width=200)).ready("1", "2", "3", ["llm"], devices, Path("log"))
+    assert shown in output.getvalue()
+    assert ("device" in output.getvalue()) == bool(shown)

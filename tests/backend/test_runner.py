@@ -366,14 +366,19 @@ def test_seeds_spread_first_tokens_as_the_model_says(runner: Runner) -> None:
 
 
 def test_auto_is_the_cpu_without_a_gpu(
-    tiny_llama: Checkpoint, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tiny_llama: Checkpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with caplog.at_level("INFO"):
-        placed = place(EngineConfig(model=".", device="auto", max_num_seqs=3), tiny_llama)
+    placed, where = place(EngineConfig(model=".", device="auto", max_num_seqs=3), tiny_llama)
     assert (placed.device, placed.dtype, placed.max_num_seqs) == ("cpu", "float32", 3)
     assert placed.max_batch_tokens == EngineConfig(model=".").max_batch_tokens
-    assert caplog.messages == ["running on the CPU: torch sees no GPU"]
+    assert where == "CPU: torch sees no GPU"
+
+
+@pytest.mark.parametrize(("device", "where"), [("cpu", "CPU"), ("cuda", "GPU"), ("echo", "echo")])
+def test_a_device_that_is_named_is_taken(tiny_llama: Checkpoint, device: Any, where: str) -> None:
+    config = EngineConfig(model=".", device=device)
+    assert place(config, tiny_llama) == (config, where)
 
 
 @pytest.mark.parametrize(
@@ -390,7 +395,6 @@ def test_auto_is_the_cpu_without_a_gpu(
 def test_auto_is_the_gpu_unless_something_is_in_its_way(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
     capability: tuple[int, int],
     head_dim: int,
     settings: dict[str, Any],
@@ -399,11 +403,9 @@ def test_auto_is_the_gpu_unless_something_is_in_its_way(
     checkpoint = tiny.write_llama(tmp_path, head_dim=head_dim)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
-    with caplog.at_level("INFO"):
-        placed = place(EngineConfig(model=".", device="auto", **settings), checkpoint)
+    placed, where = place(EngineConfig(model=".", device="auto", **settings), checkpoint)
     assert placed.device == ("cpu" if obstacle else "cuda")
-    where = f"the CPU: {obstacle}" if obstacle else "the GPU"
-    assert caplog.messages == [f"running on {where}"]
+    assert where == (f"CPU: {obstacle}" if obstacle else "GPU")
 
 
 def test_a_gpu_without_the_kernels_compiler_says_what_to_install(

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-import logging
-import os
-import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
 import triton_python_backend_utils as pb_utils
+from inflight import log
 from inflight.errors import ConfigError, InflightError, did_you_mean
 from inflight.text.chat import encode_chat, parse_messages
 from inflight.text.tokenizer import Tokenizer
@@ -65,12 +63,12 @@ class TritonPythonModel:
         Raises:
             TritonModelException: the model cannot load; Triton reports why.
         """
-        _log_to_the_servers_log()
         config = json.loads(args["model_config"])
         parameters = {
             name: value["string_value"] for name, value in config.get("parameters", {}).items()
         }
         try:
+            log.begin()
             role = parameters.get("role", "")
             if role not in _ROLES:
                 raise ConfigError(
@@ -88,12 +86,3 @@ class TritonPythonModel:
     def finalize(self) -> None:
         if self._front is not None:
             self._front.finalize()
-
-
-def _log_to_the_servers_log() -> None:
-    # A stub's standard error is the server's.
-    logging.basicConfig(
-        level=os.environ.get("INFLIGHT_LOG_LEVEL", "INFO").upper(),
-        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
-        stream=sys.stderr,
-    )
