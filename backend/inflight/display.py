@@ -53,11 +53,11 @@ class Display:
         self._console.print("[bold green]READY[/]")
         for name, value in rows.items():
             if value:
-                self._line(f"[bold]{name:<9}[/]{escape(value)}")
+                self._line(value, f"[bold]{name:<9}[/]")
         if "chat" in models:
-            self._line(escape(f"next: inflight chat --url {grpc}"))
+            self._line(f"next: inflight chat --url {grpc}")
         elif "generate" in models:
-            self._line(escape(f'next: inflight generate --url {grpc} "The capital of France is"'))
+            self._line(f'next: inflight generate --url {grpc} "The capital of France is"')
         self._line("Ctrl-C drains and stops")
 
     def stopping(self) -> None:
@@ -74,11 +74,11 @@ class Display:
         self._console.print("stopped at once; what was in flight is cut off")
 
     def error(self, text: str) -> None:
-        self._line(f"[bold red]error:[/] {escape(text)}")
+        self._line(text, "[bold red]error:[/] ")
 
-    def _line(self, text: str) -> None:
-        # Not wrapped: these lines are copied to other terminals.
-        self._console.print(text, highlight=False, soft_wrap=True)
+    def _line(self, text: str, label: str = "") -> None:
+        # Not wrapped: these lines are copied to other terminals. Of the two, the label is markup.
+        self._console.print(label + escape(text), highlight=False, soft_wrap=True)
 
     @contextlib.contextmanager
     def _bars(self) -> Iterator[Callable[[str, Loading], None]]:

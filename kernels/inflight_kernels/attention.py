@@ -22,6 +22,7 @@ from torch import Tensor
 from inflight_kernels.attention_parts import (
     HEAD_DIMS,
     HOPPER_HEAD_DIMS,
+    Gpu,
     HeadsShape,
     HopperShape,
     Part,
@@ -60,6 +61,11 @@ def _shared_bytes() -> int:
     return int(properties.shared_memory_per_multiprocessor)
 
 
+def _gpu() -> Gpu:
+    """The current one."""
+    return Gpu(num_multiprocessors(), _shared_bytes(), is_hopper())
+
+
 def _parts(
     num_chunks: int,
     num_tokens: int,
@@ -78,9 +84,7 @@ def _parts(
         num_kv_heads,
         group,
         head_dim,
-        num_multiprocessors(),
-        _shared_bytes(),
-        is_hopper(),
+        _gpu(),
         batch_invariant,
     )
 
@@ -114,9 +118,7 @@ def workspace_size(
         num_kv_heads,
         num_heads // num_kv_heads,
         head_dim,
-        num_multiprocessors(),
-        _shared_bytes(),
-        is_hopper(),
+        _gpu(),
         batch_invariant,
     )
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
+from typing import NamedTuple
 
 HEAD_DIMS = (64, 96, 128, 256)
 HOPPER_HEAD_DIMS = (64, 128)
@@ -188,6 +189,20 @@ class Part:
     end: int
 
 
+class Gpu(NamedTuple):
+    """What a split depends on.
+
+    Attributes:
+        num_multiprocessors: blocks that run at once, where each takes a whole one.
+        shared_bytes: shared memory of a multiprocessor.
+        is_hopper: whether it has sm_90a.
+    """
+
+    num_multiprocessors: int
+    shared_bytes: int
+    is_hopper: bool
+
+
 @functools.lru_cache(maxsize=4096)
 def parts(
     num_chunks: int,
@@ -196,9 +211,7 @@ def parts(
     num_kv_heads: int,
     group: int,
     head_dim: int,
-    num_multiprocessors: int,
-    shared_bytes: int,
-    hopper: bool,
+    gpu: Gpu,
     batch_invariant: bool = False,
 ) -> tuple[Part, ...]:
     """How to split a step: a pure function of what the host knows of it.
@@ -210,21 +223,19 @@ def parts(
         num_kv_heads: G.
         group: H / G.
         head_dim: D.
-        num_multiprocessors: of the device.
-        shared_bytes: shared memory of a multiprocessor.
-        hopper: whether the device has sm_90a.
+        gpu: the device.
         batch_invariant: see `plan`.
     """
     few_anywhere, some, many_anywhere = shapes(head_dim)
     few: AnyShape = few_anywhere
     many: AnyShape = many_anywhere
-    if hopper and head_dim in HOPPER_HEAD_DIMS:
+    if gpu.is_hopper and head_dim in HOPPER_HEAD_DIMS:
         many = HopperShape(head_dim)
     rows = max_q_len * group
 
     def num_blocks(shape: AnyShape) -> int:
-        fit = shared_bytes // (shape.shared_bytes + _RESERVED_SHARED)
-        return num_multiprocessors * max(1, min(fit, shape.max_blocks))
+        fit = gpu.shared_bytes // (shape.shared_bytes + _RESERVED_SHARED)
+        return gpu.num_multiprocessors * max(1, min(fit, shape.max_blocks))
 
     heads = heads_shape(num_kv_heads, group, head_dim)
     for_few: tuple[AnyShape, ...] = (few,) if heads is None else (few, heads)
@@ -289,9 +300,7 @@ def most_bytes(
     num_kv_heads: int,
     group: int,
     head_dim: int,
-    num_multiprocessors: int,
-    shared_bytes: int,
-    hopper: bool,
+    gpu: Gpu,
     batch_invariant: bool = False,
 ) -> int:
     """Bytes of workspace that serve any step of at most so many chunks and tokens, with a max_q_len
@@ -312,9 +321,7 @@ def most_bytes(
             num_kv_heads,
             group,
             head_dim,
-            num_multiprocessors,
-            shared_bytes,
-            hopper,
+            gpu,
             batch_invariant,
         )[-1].end
         for q_len in (*lengths, max_q_len)

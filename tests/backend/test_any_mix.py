@@ -10,10 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 import host_kernels
-from device_drafting import NUM_LAYERS, Rig
+from device_drafting import Rig, small_rig
 from inflight import runner as runners
 from inflight.batch import Batch
 from inflight.checkpoint import Checkpoint
@@ -41,19 +40,7 @@ DRAFTERS: tuple[dict[str, Any] | None, ...] = (
 
 @pytest.fixture(scope="module")
 def rig(tmp_path_factory: pytest.TempPathFactory) -> Rig:
-    return Rig(
-        folder=tmp_path_factory.mktemp("models"),
-        shape={
-            "num_hidden_layers": NUM_LAYERS,
-            "num_attention_heads": 2,
-            "num_key_value_heads": 1,
-            "head_dim": 64,
-            "max_position_embeddings": 128,
-        },
-        draft_vocab_size=60,
-        dtype=torch.float32,
-        scale=0.2,
-    )
+    return small_rig(tmp_path_factory.mktemp("models"), max_len=128)
 
 
 @dataclass

@@ -17,6 +17,7 @@ from inflight_kernels.attention import instantiations
 from inflight_kernels.attention_parts import (
     HEAD_DIMS,
     HOPPER_HEAD_DIMS,
+    Gpu,
     HeadsShape,
     HopperShape,
     Shape,
@@ -25,8 +26,8 @@ from inflight_kernels.attention_parts import (
     shapes,
 )
 
-H200 = {"num_multiprocessors": 132, "shared_bytes": 228 * 1024, "hopper": True}
-A100 = {"num_multiprocessors": 108, "shared_bytes": 164 * 1024, "hopper": False}
+H200 = Gpu(132, 228 * 1024, is_hopper=True)
+A100 = Gpu(108, 164 * 1024, is_hopper=False)
 LANES = np.arange(32)
 
 all_shapes = pytest.mark.parametrize(
@@ -195,7 +196,7 @@ def test_each_row_meets_each_key_that_it_sees_exactly_once(step, device, head_di
     num_kv_heads = 4
     met = [np.zeros((q * group, k), np.int32) for q, k in zip(q_lens, kv_lens, strict=True)]
     heads = (num_kv_heads, group, head_dim)
-    for part in parts(len(q_lens), sum(q_lens), max(q_lens), *heads, **device):
+    for part in parts(len(q_lens), sum(q_lens), max(q_lens), *heads, device):
         shape = part.shape
         num_places = num_kv_heads // shape.heads
         items = plan_items(q_lens, kv_lens, group, part, window)
@@ -302,7 +303,7 @@ QUEUES = {
 def test_whole_units_are_taken_where_that_is_not_slower_than_shares(step):
     q_lens, kv_lens = QUEUES[step]
     num_kv_heads, num_blocks, cut = 8, 132, 6
-    (part, *_) = reversed(parts(len(q_lens), sum(q_lens), max(q_lens), 8, 4, 128, **H200))
+    (part, *_) = reversed(parts(len(q_lens), sum(q_lens), max(q_lens), 8, 4, 128, H200))
     tiles = [tiles for *_, tiles in plan_items(q_lens, kv_lens, 4, part, 1 << 30)]
     heads = heads_at_once(tiles, num_kv_heads, num_blocks)
     blocks = [0] * num_blocks
@@ -340,7 +341,7 @@ def test_rows_are_divided_by_the_group_through_a_product(group):
 
 def test_small_steps_use_one_launch_and_mixed_ones_two():
     def rows(*args):
-        return [part.shape.rows for part in parts(*args, 8, 4, 128, **H200)]
+        return [part.shape.rows for part in parts(*args, 8, 4, 128, H200)]
 
     assert rows(64, 64, 1) == [16]
     assert rows(8, 40, 5) == [64]
@@ -364,7 +365,7 @@ def test_small_steps_use_one_launch_and_mixed_ones_two():
     ],
 )
 def test_many_sequences_have_a_warp_for_each_head(num_chunks, max_q_len, heads, rows):
-    found = parts(num_chunks, num_chunks + max_q_len - 1, max_q_len, *heads, **H200)
+    found = parts(num_chunks, num_chunks + max_q_len - 1, max_q_len, *heads, H200)
     assert [part.shape.rows for part in found] == rows
     assert found[0].max_rows >= rows[0] and found[-1].max_rows > 1 << 30
     assert [part.min_rows for part in found] == [0, *rows[:-1]]
@@ -372,14 +373,14 @@ def test_many_sequences_have_a_warp_for_each_head(num_chunks, max_q_len, heads, 
 
 def test_hopper_has_a_kernel_of_its_own_for_many_rows():
     def stems(head_dim, device):
-        return [part.shape.stem for part in parts(9, 2056, 2048, 8, 4, head_dim, **device)]
+        return [part.shape.stem for part in parts(9, 2056, 2048, 8, 4, head_dim, device)]
 
     assert stems(128, H200) == stems(64, H200) == ["attention", "attention_hopper"]
     assert stems(256, H200) == stems(96, H200) == stems(128, A100) == ["attention", "attention"]
 
 
 def test_parts_lie_behind_each_other_and_aligned():
-    for part in (found := parts(9, 2056, 2048, 8, 4, 128, **H200)):
+    for part in (found := parts(9, 2056, 2048, 8, 4, 128, H200)):
         places = [
             part.arrivals,
             part.queue,
@@ -404,12 +405,12 @@ def test_a_workspace_for_the_largest_step_serves_all_smaller_ones(most, device, 
     heads = (8, group, head_dim)
     counts = sorted({*range(1, min(most, 20)), *range(20, most, 37), 128, 192, most})
     for max_tokens in (most, most + 1, most + 300, 1024):
-        room = most_bytes(most, max_tokens, None, *heads, **device)
+        room = most_bytes(most, max_tokens, None, *heads, device)
         for num_chunks in (count for count in counts if count <= min(most, max_tokens)):
             # A recorded step may be told of longer chunks than it has room for.
             for q_len in (1, 2, 3, 4, 5, 8, 15, 16, 17, 21, 22, 32, 63, 64, 65, max_tokens):
                 num_tokens = min(max_tokens, num_chunks * q_len)
-                found = parts(num_chunks, num_tokens, q_len, *heads, **device)
+                found = parts(num_chunks, num_tokens, q_len, *heads, device)
                 assert found[-1].end <= room
 
 

@@ -133,6 +133,30 @@ class Rig:
         return generate(self.make_engine(), self.requests())
 
 
+def small_rig(folder: Path, max_len: int, **requests: Any) -> Rig:
+    """One that a CPU is quick with.
+
+    Args:
+        folder: of the checkpoints.
+        max_len: of a sequence.
+        requests: attributes of the rig that say how they are, and the engines for them.
+    """
+    return Rig(
+        folder=folder,
+        shape={
+            "num_hidden_layers": NUM_LAYERS,
+            "num_attention_heads": 2,
+            "num_key_value_heads": 1,
+            "head_dim": 64,
+            "max_position_embeddings": max_len,
+        },
+        draft_vocab_size=60,
+        dtype=torch.float32,
+        scale=0.2,
+        **requests,
+    )
+
+
 drafters = pytest.mark.parametrize(
     "drafter",
     [

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import host_kernels
-from device_drafting import NUM_LAYERS, DraftingClaims, Rig, drafters, ways
+from device_drafting import DraftingClaims, Rig, drafters, small_rig, ways
 from inflight.engine import generate
 
 
@@ -23,18 +23,9 @@ def _no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module")
 def rig(tmp_path_factory: pytest.TempPathFactory) -> Rig:
-    return Rig(
-        folder=tmp_path_factory.mktemp("models"),
-        shape={
-            "num_hidden_layers": NUM_LAYERS,
-            "num_attention_heads": 2,
-            "num_key_value_heads": 1,
-            "head_dim": 64,
-            "max_position_embeddings": 96,
-        },
-        draft_vocab_size=60,
-        dtype=torch.float32,
-        scale=0.2,
+    return small_rig(
+        tmp_path_factory.mktemp("models"),
+        max_len=96,
         settings={
             "max_num_seqs": 6,
             "max_batch_tokens": 64,
