@@ -25,7 +25,7 @@ import transformers
 
 import result
 from inflight import runner as runners
-from inflight.checkpoint import Checkpoint, locate
+from inflight.checkpoint.locate import Checkpoint, locate
 from inflight.config import EngineConfig
 from inflight.engine import Engine, generate
 from inflight.request import Request

@@ -31,7 +31,7 @@ import result
 from inflight.bench import start
 from inflight.bench.engine import EngineBench, warm_up
 from inflight.bench.rows import Row
-from inflight.checkpoint import locate
+from inflight.checkpoint.locate import locate
 from inflight.config import EngineConfig, SpeculationConfig
 from inflight.engine import Engine, generate
 from inflight.request import AUTO_DRAFTS, Request

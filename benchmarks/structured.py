@@ -37,7 +37,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 import result
-from inflight.checkpoint import locate
+from inflight.checkpoint.locate import locate
 from inflight.structured import bridge, grammar, walk
 from inflight.structured.grammar import Grammar
 from inflight.structured.guide import Kind, StructuredOutput

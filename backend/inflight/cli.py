@@ -302,7 +302,7 @@ def tokenizer_export(
 ) -> None:
     """Write the tokenizer as a Hugging Face folder, for tools that count tokens themselves."""
     from inflight import config, repository
-    from inflight.checkpoint import locate
+    from inflight.checkpoint.locate import locate
     from inflight.text.tokenizer import export
 
     if model is None:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from inflight import drafting
 from inflight.batch import NOT_FINITE, NOTHING_LEFT, Batch, BatchArrays, Chunk, Done, StepOutput
-from inflight.checkpoint import Checkpoint
+from inflight.checkpoint.locate import Checkpoint
 from inflight.choice import Row, choose
 from inflight.config import EngineConfig
 from inflight.drafting import source as drafters

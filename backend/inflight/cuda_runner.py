@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from inflight.batch import NOT_FINITE, NOTHING_LEFT, Batch, StepOutput
-from inflight.checkpoint import Checkpoint
+from inflight.checkpoint.locate import Checkpoint
 from inflight.config import EngineConfig
 from inflight.device_batch import DeviceBatch, Needs, Sent
 from inflight.drafting import device as drafters

@@ -18,7 +18,7 @@ import msgspec
 from rich.console import Console
 
 from inflight import config, installation, repository
-from inflight.checkpoint import locate
+from inflight.checkpoint.locate import locate
 from inflight.errors import ConfigError
 from inflight.ports import choose_ports
 

@@ -24,7 +24,7 @@ import msgspec
 
 from inflight import config as settings
 from inflight import log
-from inflight.checkpoint import locate
+from inflight.checkpoint.locate import locate
 from inflight.engine import Engine
 from inflight.errors import EngineError, InflightError
 from inflight.processes import Process

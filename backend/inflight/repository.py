@@ -14,7 +14,7 @@ import msgspec
 
 import inflight
 from inflight import config
-from inflight.checkpoint import PACKAGE_PREFIX, Checkpoint, locate
+from inflight.checkpoint.locate import PACKAGE_PREFIX, Checkpoint, locate
 from inflight.errors import ConfigError
 from inflight.model.config import read_config
 from inflight.text.tokenizer import Tokenizer
@@ -62,7 +62,7 @@ def init(
     """Write a repository that serves `model`.
 
     Args:
-        model: see `checkpoint.locate`.
+        model: see `checkpoint.locate.locate`.
         directory: where to write; it may hold other models, but none of these.
         name: prefix of the models' names, NAME_llm and so on, for several models in one server.
         settings: further keys of engine.json.

@@ -14,7 +14,7 @@ from typing import NamedTuple, Protocol
 import msgspec
 
 from inflight.batch import Batch, Done, StepOutput
-from inflight.checkpoint import Checkpoint
+from inflight.checkpoint.locate import Checkpoint
 from inflight.config import GPU_BLOCK_SIZES, GPU_CAPABILITY, GPU_HEAD_DIMS, EngineConfig
 from inflight.errors import ConfigError
 from inflight.model.config import ModelConfig, read_config

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import tiny
-from inflight.checkpoint import Checkpoint
+from inflight.checkpoint.locate import Checkpoint
 
 pytest.register_assert_rewrite("device_drafting")
 

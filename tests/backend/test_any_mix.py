@@ -15,7 +15,7 @@ import host_kernels
 from device_drafting import Rig, small_rig
 from inflight import runner as runners
 from inflight.batch import Batch
-from inflight.checkpoint import Checkpoint
+from inflight.checkpoint.locate import Checkpoint
 from inflight.config import EngineConfig
 from inflight.cuda_runner import CudaRunner
 from inflight.engine import Engine

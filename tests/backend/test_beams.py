@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 import host_kernels
 import tiny
 from fake_runner import NUM_NAMED, CountingRunner, PagedRunner, candidates
-from inflight.checkpoint import Checkpoint, locate
+from inflight.checkpoint.locate import Checkpoint, locate
 from inflight.config import EngineConfig, SpeculationConfig
 from inflight.cuda_runner import CudaRunner
 from inflight.engine import Engine, generate

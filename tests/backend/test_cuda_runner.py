@@ -16,7 +16,7 @@ import tiny
 from inflight import cuda_runner
 from inflight import runner as runners
 from inflight.batch import Batch
-from inflight.checkpoint import Checkpoint, locate
+from inflight.checkpoint.locate import Checkpoint, locate
 from inflight.config import EngineConfig, SpeculationConfig
 from inflight.cuda_runner import CudaRunner
 from inflight.engine import Engine, generate

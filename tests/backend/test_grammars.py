@@ -9,7 +9,7 @@ from collections.abc import Callable
 import pytest
 
 from inflight import grammars
-from inflight.checkpoint import locate
+from inflight.checkpoint.locate import locate
 from inflight.errors import EngineError, InflightError
 from inflight.grammars import Grammars
 from inflight.request import Request

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from inflight.checkpoint import locate
+from inflight.checkpoint.locate import locate
 from inflight.errors import RequestError
 from inflight.output import OutputStage, bad_word_ids
 from inflight.request import Candidate, FinishReason, Request, TokenEvent

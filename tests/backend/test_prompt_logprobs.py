@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 import host_kernels
 import tiny
 from inflight.batch import Batch
-from inflight.checkpoint import Checkpoint
+from inflight.checkpoint.locate import Checkpoint
 from inflight.config import EngineConfig, SpeculationConfig
 from inflight.cpu_runner import CpuRunner
 from inflight.cuda_runner import CudaRunner

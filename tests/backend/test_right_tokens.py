@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from inflight import runner as runners
-from inflight.checkpoint import Checkpoint, locate
+from inflight.checkpoint.locate import Checkpoint, locate
 from inflight.config import EngineConfig
 from inflight.engine import Engine, generate
 from inflight.request import Request

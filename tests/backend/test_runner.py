@@ -14,7 +14,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import tiny
-from inflight.checkpoint import Checkpoint
+from inflight.checkpoint.locate import Checkpoint
 from inflight.config import EngineConfig
 from inflight.cpu_runner import CpuRunner
 from inflight.errors import ConfigError
@@ -341,7 +341,7 @@ def test_echo_speaks_only_when_a_chunk_reaches_the_end(echo: Runner) -> None:
 
 def test_echo_never_loads_torch(tiny_llama: Checkpoint) -> None:
     code = (
-        "import sys; from pathlib import Path; from inflight.checkpoint import Checkpoint;"
+        "import sys; from pathlib import Path; from inflight.checkpoint.locate import Checkpoint;"
         "from inflight.config import EngineConfig; from inflight.runner import build, place;"
         f"c = Checkpoint(Path({str(tiny_llama.path)!r}), 'huggingface');"
         "build(EngineConfig(model='.', device='echo'), c, lambda what, done: None);"

@@ -10,7 +10,7 @@ import jsonschema
 import pytest
 
 from inflight import runner as runners
-from inflight.checkpoint import locate
+from inflight.checkpoint.locate import locate
 from inflight.config import EngineConfig, SpeculationConfig
 from inflight.engine import Engine
 from inflight.errors import RequestError

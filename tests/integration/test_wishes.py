@@ -12,7 +12,7 @@ import jsonschema
 import pytest
 import torch
 
-from inflight.checkpoint import locate
+from inflight.checkpoint.locate import locate
 from inflight.text.tokenizer import Tokenizer
 from kserve import Refused, Stream, ask, generate, generate_stream, request, tensor, text
 from serving import Triton, serve

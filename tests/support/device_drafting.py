@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 import tiny
 from eagle3_by_the_book import Head
 from inflight import runner as runners
-from inflight.checkpoint import Checkpoint
+from inflight.checkpoint.locate import Checkpoint
 from inflight.config import EngineConfig, SpeculationConfig
 from inflight.engine import Engine, generate
 from inflight.request import Request

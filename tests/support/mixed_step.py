@@ -7,7 +7,7 @@ import itertools
 import torch
 from torch import Tensor
 
-from inflight.checkpoint import Checkpoint
+from inflight.checkpoint.locate import Checkpoint
 from inflight.model.config import read_config
 from inflight.model.cuda_attention import Rows
 from inflight.model.kv_cache import KVCache

@@ -7,7 +7,7 @@ import importlib
 import torch
 from torch import Tensor
 
-from inflight.checkpoint import Checkpoint
+from inflight.checkpoint.locate import Checkpoint
 from inflight.model import ARCHITECTURES
 from inflight.model.config import read_config
 from inflight.model.kv_cache import KVCache

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save_file
 
 from inflight.batch import Batch, Chunk, StepOutput
-from inflight.checkpoint import Checkpoint
+from inflight.checkpoint.locate import Checkpoint
 from inflight.config import EngineConfig
 from inflight.request import Request
 from inflight.runner import Runner, build

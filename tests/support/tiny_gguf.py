@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 import tiny
-from inflight.checkpoint import Checkpoint
+from inflight.checkpoint.locate import Checkpoint
 
 _NAMES = {
     "input_layernorm": "attn_norm",

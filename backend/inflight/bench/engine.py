@@ -17,7 +17,7 @@ from inflight import config as settings
 from inflight.bench import start as starting
 from inflight.bench.bars import Bars
 from inflight.bench.rows import START, Row
-from inflight.checkpoint import locate
+from inflight.checkpoint.locate import locate
 from inflight.engine import Engine, generate
 from inflight.errors import ConfigError
 

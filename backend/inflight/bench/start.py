@@ -21,7 +21,7 @@ from typing import Any
 from inflight import config as settings
 from inflight import runner as runners
 from inflight.bench.rows import Row
-from inflight.checkpoint import locate
+from inflight.checkpoint.locate import locate
 from inflight.config import EngineConfig
 from inflight.engine import Engine, generate
 from inflight.errors import EngineError

@@ -14,11 +14,11 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from inflight.checkpoint import Checkpoint
+from inflight.checkpoint.gguf import GgufArray, GgufFile
+from inflight.checkpoint.locate import Checkpoint
 from inflight.config import EngineConfig
 from inflight.errors import ConfigError
 from inflight.model import ARCHITECTURES
-from inflight.model.gguf_file import GgufArray, GgufFile
 from inflight.model.rope import RopeConfig
 
 _ITEM_BYTES = {"float32": 4, "bfloat16": 2}

@@ -24,9 +24,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from inflight.checkpoint import Checkpoint
+from inflight.checkpoint import safetensors
+from inflight.checkpoint.locate import Checkpoint
 from inflight.errors import ConfigError
-from inflight.model import safetensors_file
 from inflight.model.config import Eagle3Config
 from inflight.model.kv_cache import KVCache
 from inflight.model.llama import HostPlace, LlamaWeights
@@ -244,7 +244,7 @@ def _open(checkpoint: Checkpoint, config: Eagle3Config, device: torch.device | s
     stored = StoredWeights(
         {
             _plain_name(name): tensor
-            for name, tensor in safetensors_file.read_folder(checkpoint.path, tables=True).items()
+            for name, tensor in safetensors.read_folder(checkpoint.path, tables=True).items()
             if not name.endswith(".rotary_emb.inv_freq")
         }
     )

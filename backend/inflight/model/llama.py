@@ -13,7 +13,7 @@ from itertools import islice
 import torch
 from torch import Tensor
 
-from inflight.checkpoint import Checkpoint
+from inflight.checkpoint.locate import Checkpoint
 from inflight.model.config import ModelConfig
 from inflight.model.kv_cache import KVCache
 from inflight.model.rope import inverse_frequencies

@@ -11,7 +11,7 @@ from itertools import islice
 import torch
 from torch import Tensor
 
-from inflight.checkpoint import Checkpoint
+from inflight.checkpoint.locate import Checkpoint
 from inflight.config import GPU_HEAD_DIMS
 from inflight.errors import ConfigError
 from inflight.model import cuda_attention, cuda_linear

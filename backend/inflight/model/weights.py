@@ -14,12 +14,12 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from inflight.checkpoint import Checkpoint
+from inflight.checkpoint import safetensors
+from inflight.checkpoint.gguf import GgufFile, GgufTensor
+from inflight.checkpoint.locate import Checkpoint
+from inflight.checkpoint.safetensors import StoredTensor
 from inflight.errors import ConfigError
-from inflight.model import safetensors_file
 from inflight.model.config import ModelConfig
-from inflight.model.gguf_file import GgufFile, GgufTensor
-from inflight.model.safetensors_file import StoredTensor
 
 Progress = Callable[[str, float], None]
 Shape = tuple[int, ...]
@@ -102,7 +102,7 @@ def open_weights(
     if checkpoint.format == "gguf":
         weights = _GgufWeights(checkpoint.path, config)
     else:
-        stored = safetensors_file.read_folder(checkpoint.path)
+        stored = safetensors.read_folder(checkpoint.path)
         # Old checkpoints carry the rotary frequencies, which follow from the settings.
         weights = StoredWeights(
             {name: stored[name] for name in stored if not name.endswith(".rotary_emb.inv_freq")}

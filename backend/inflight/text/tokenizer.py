@@ -21,7 +21,7 @@ from typing import Any
 
 import tokenizers
 
-from inflight.checkpoint import Checkpoint
+from inflight.checkpoint.locate import Checkpoint
 from inflight.errors import ConfigError, RequestError
 from inflight.text import gguf
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from inflight import config
-from inflight.checkpoint import locate
+from inflight.checkpoint.locate import locate
 from inflight.engine_client import engine_config_path
 from inflight.errors import ConfigError
 from inflight.text.tokenizer import Tokenizer

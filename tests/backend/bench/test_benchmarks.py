@@ -13,7 +13,7 @@ import pytest
 import tokenizers
 
 import table
-from inflight.checkpoint import locate
+from inflight.checkpoint.locate import locate
 from inflight.model.config import read_config
 from inflight.text.tokenizer import Tokenizer
 

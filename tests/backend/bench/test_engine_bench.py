@@ -14,7 +14,7 @@ from inflight import cli
 from inflight.bench import engine
 from inflight.bench.rows import Row
 from inflight.bench.start import Phases
-from inflight.checkpoint import Checkpoint
+from inflight.checkpoint.locate import Checkpoint
 
 Run = Callable[..., tuple[int, str, str]]
 

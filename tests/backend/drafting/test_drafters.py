@@ -16,7 +16,7 @@ import tiny
 from eagle3_by_the_book import Head
 from inflight import runner as runners
 from inflight.batch import Chunk
-from inflight.checkpoint import Checkpoint
+from inflight.checkpoint.locate import Checkpoint
 from inflight.config import EngineConfig, SpeculationConfig
 from inflight.engine import Engine, generate
 from inflight.request import Request

@@ -10,7 +10,7 @@ import pytest
 import tokenizers
 
 import tiny
-from inflight.checkpoint import Checkpoint
+from inflight.checkpoint.locate import Checkpoint
 from inflight.config import EngineConfig, SpeculationConfig
 from inflight.cpu_runner import CpuRunner
 from inflight.drafting.source import Source, find

@@ -16,7 +16,7 @@ import torch
 import tiny
 from inflight import cuda_runner
 from inflight import runner as runners
-from inflight.checkpoint import Checkpoint
+from inflight.checkpoint.locate import Checkpoint
 from inflight.config import EngineConfig, SpeculationConfig
 from inflight.device_batch import DeviceBatch
 from inflight.drafting.device import DeviceDrafter

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import tiny
-from inflight.checkpoint import Checkpoint
+from inflight.checkpoint.locate import Checkpoint
 from inflight.model import llama_cuda
 from mixed_step import EVERY_ROW, SAMPLED, make_model, run
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import tiny
-from inflight.checkpoint import Checkpoint, locate
+from inflight.checkpoint.locate import Checkpoint, locate
 from inflight.config import EngineConfig
 from inflight.errors import ConfigError
 from inflight.model.config import ModelConfig, read_config

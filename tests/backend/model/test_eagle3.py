@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 
 import tiny
 from eagle3_by_the_book import Head
-from inflight.checkpoint import Checkpoint
+from inflight.checkpoint.locate import Checkpoint
 from inflight.errors import ConfigError
 from inflight.model.config import ModelConfig, read_config, read_eagle3_config
 from inflight.model.eagle3 import UNDRAFTABLE, Model

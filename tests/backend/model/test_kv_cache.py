@@ -6,7 +6,7 @@ import psutil
 import pytest
 import torch
 
-from inflight.checkpoint import Checkpoint
+from inflight.checkpoint.locate import Checkpoint
 from inflight.config import EngineConfig
 from inflight.errors import ConfigError
 from inflight.model.config import read_config

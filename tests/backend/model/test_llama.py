@@ -12,7 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import tiny
-from inflight.checkpoint import Checkpoint, locate
+from inflight.checkpoint.locate import Checkpoint, locate
 from inflight.model import llama
 from inflight.model.config import read_config
 from inflight.model.kv_cache import KVCache

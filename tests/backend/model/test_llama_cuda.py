@@ -11,7 +11,7 @@ import torch
 
 import host_kernels
 import tiny
-from inflight.checkpoint import Checkpoint
+from inflight.checkpoint.locate import Checkpoint
 from inflight.model import cuda_attention, llama_cuda
 from inflight.model.llama_cuda import Model
 from mixed_step import EVERY_ROW, NUM_TOKENS, SAMPLED, make_model, run

@@ -14,7 +14,7 @@ from gguf import GGMLQuantizationType as Kind
 
 import tiny
 import tiny_gguf
-from inflight.checkpoint import Checkpoint
+from inflight.checkpoint.locate import Checkpoint
 from inflight.errors import ConfigError
 from inflight.model.config import read_config
 from inflight.model.llama import weight_shapes

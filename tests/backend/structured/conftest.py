@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from inflight.checkpoint import locate
+from inflight.checkpoint.locate import locate
 from inflight.structured import bridge
 from inflight.structured.compiler import Compiler
 from inflight.structured.vocabulary import Vocabulary

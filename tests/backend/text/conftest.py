@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from inflight.checkpoint import Checkpoint, locate
+from inflight.checkpoint.locate import Checkpoint, locate
 from inflight.text.tokenizer import Tokenizer
 from vocabularies import byte_level_folder, sentencepiece_gguf
 

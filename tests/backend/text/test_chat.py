@@ -10,7 +10,7 @@ import transformers
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from inflight.checkpoint import Checkpoint
+from inflight.checkpoint.locate import Checkpoint
 from inflight.errors import ConfigError, InflightError, RequestError
 from inflight.text.chat import encode_chat, parse_messages, render
 from inflight.text.tokenizer import Tokenizer, export

@@ -16,7 +16,7 @@ import transformers
 from tokenizers import decoders as library_decoders
 from tokenizers import models, pre_tokenizers
 
-from inflight.checkpoint import Checkpoint, locate
+from inflight.checkpoint.locate import Checkpoint, locate
 from inflight.errors import ConfigError, RequestError
 from inflight.text.gguf import build
 from inflight.text.tokenizer import Tokenizer, export

@@ -13,9 +13,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import tiny_gguf
-from inflight.checkpoint import Checkpoint, locate
+from inflight.checkpoint.gguf import GgufArray, GgufFile
+from inflight.checkpoint.locate import Checkpoint, locate
 from inflight.errors import ConfigError
-from inflight.model.gguf_file import GgufArray, GgufFile
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from inflight.checkpoint import Checkpoint, locate
+from inflight.checkpoint.locate import Checkpoint, locate
 from inflight.errors import ConfigError
 
 

@@ -15,8 +15,8 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from inflight.checkpoint.gguf import check_overlap
 from inflight.errors import ConfigError
-from inflight.model.gguf_file import check_overlap
 
 MAX_HEADER_BYTES = 100_000_000
 INDEX_NAME = "model.safetensors.index.json"

@@ -13,9 +13,9 @@ import torch
 from safetensors.torch import save_file
 
 import tiny
+from inflight.checkpoint import safetensors
+from inflight.checkpoint.safetensors import read_file, read_folder
 from inflight.errors import ConfigError
-from inflight.model import safetensors_file
-from inflight.model.safetensors_file import read_file, read_folder
 
 
 def write(path: Path, header: Any, data: bytes = b"\0" * 64, length: int | None = None) -> Path:
@@ -67,7 +67,7 @@ def test_a_header_that_does_not_fit_is_refused(tmp_path: Path, header: Any, name
     assert str(path) in str(caught.value)
 
 
-@pytest.mark.parametrize("length", [1000, safetensors_file.MAX_HEADER_BYTES + 1, (1 << 64) - 1])
+@pytest.mark.parametrize("length", [1000, safetensors.MAX_HEADER_BYTES + 1, (1 << 64) - 1])
 def test_a_header_longer_than_the_file_or_the_limit_is_not_read(
     tmp_path: Path, length: int
 ) -> None:
@@ -101,7 +101,7 @@ def test_shards_are_read_as_one(tmp_path: Path) -> None:
 
 def index(folder: Path, weight_map: Any) -> Path:
     folder.mkdir(exist_ok=True)
-    (folder / safetensors_file.INDEX_NAME).write_text(json.dumps({"weight_map": weight_map}))
+    (folder / safetensors.INDEX_NAME).write_text(json.dumps({"weight_map": weight_map}))
     return folder
 
 
