@@ -29,7 +29,7 @@ from inflight.checkpoint.locate import Checkpoint, locate
 from inflight.config import EngineConfig
 from inflight.engine import Engine, generate
 from inflight.request import Request
-from inflight.sampling import SamplingParams
+from inflight.sampling.params import SamplingParams
 
 PROMPT_LEN = 64
 OUTPUT_LEN = 64

@@ -28,7 +28,7 @@ from inflight.bench import start
 from inflight.config import EngineConfig
 from inflight.engine import Engine
 from inflight.request import Request
-from inflight.sampling import SamplingParams
+from inflight.sampling.params import SamplingParams
 
 SHAPE = result.ROOT / "benchmarks/models/llama-3.1-8b"
 PROMPT_LENGTHS = (16, 32, 64, 100, 128, 200, 256, 384, 512, 1024, 2048)

@@ -35,7 +35,7 @@ from inflight.checkpoint.locate import locate
 from inflight.config import EngineConfig, SpeculationConfig
 from inflight.engine import Engine, generate
 from inflight.request import AUTO_DRAFTS, Request
-from inflight.sampling import SamplingParams
+from inflight.sampling.params import SamplingParams
 from inflight.text.chat import encode_chat
 from inflight.text.tokenizer import Tokenizer
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from inflight.errors import RequestError
 from inflight.output import Ends, OutputStage
 from inflight.request import Candidate
-from inflight.sampling import MAX_LOGPROBS
+from inflight.sampling.params import MAX_LOGPROBS
 from inflight.scheduler import Scheduler
 from inflight.sequence import Sequence
 

@@ -1,8 +1,8 @@
 """Each row's own choice of a token, on the CPU.
 
 What is chosen in a row depends on the row alone: on its logits, on what its request wishes, and on
-the tokens before it. See `sampling.SamplingParams` for the steps and their order. In a row inside
-of a prompt the next token is there already, and is only looked at.
+the tokens before it. See `SamplingParams` for the steps and their order. In a row inside of a
+prompt the next token is there already, and is only looked at.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from inflight.request import Candidate
-from inflight.sampling import SamplingParams
+from inflight.sampling.params import SamplingParams
 from inflight.sequence import Sequence
 from inflight_kernels import reference_sampling as ops
 from inflight_kernels.reference_sampling import FINE, NOT_FINITE, NOTHING_LEFT

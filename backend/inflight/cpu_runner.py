@@ -21,7 +21,7 @@ from inflight.model.config import ModelConfig
 from inflight.model.kv_cache import KVCache
 from inflight.request import Request
 from inflight.row_masks import RowMasks
-from inflight.sampling import SamplingParams
+from inflight.sampling.params import SamplingParams
 from inflight.sequence import Sequence
 from inflight.speculation import StepCosts
 from inflight_kernels import reference as ops

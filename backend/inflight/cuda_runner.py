@@ -33,8 +33,8 @@ from inflight.model.cuda_graph import captured
 from inflight.model.kv_cache import KVCache
 from inflight.request import Candidate
 from inflight.row_masks import RowMasks
+from inflight.sampling.logit_adjustments import BANNED
 from inflight.sequence import Sequence
-from inflight.shaping import BANNED
 from inflight.speculation import StepCosts
 from inflight.step_size import StepSize, recorded_sizes, row_counts, verification_sizes
 from inflight_kernels import batch_state, cache, sampling

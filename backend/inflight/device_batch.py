@@ -20,8 +20,8 @@ from torch import Tensor
 
 from inflight.batch import Batch, Chunk
 from inflight.row_masks import RowMasks
+from inflight.sampling.logit_adjustments import Adjustment
 from inflight.sequence import Sequence
-from inflight.shaping import Adjustment
 from inflight.step_size import StepSize
 from inflight_kernels import batch_state, cache, sampling
 from inflight_kernels.batch_state import FROM_DEVICE, BatchState, Step, StepLayout
@@ -138,8 +138,8 @@ class DeviceBatch:
 
     Attributes:
         step, state: what kernels read (see `inflight_kernels.batch_state`).
-        counts, prompt: of `sampling.sample`, a row per slot.
-        masks: of `sampling.sample`.
+        counts, prompt: of `sampling.params.sample`, a row per slot.
+        masks: of `sampling.params.sample`.
     """
 
     def __init__(
@@ -502,7 +502,7 @@ def allowed_mask(token_ids: Iterable[int], vocab_size: int) -> _Ints:
 
 
 def _wish(sequence: Sequence, slot: int) -> list[int]:
-    """How to choose a sequence's tokens, as int32 words of `sampling.WISH`."""
+    """How to choose a sequence's tokens, as int32 words of `sampling.params.WISH`."""
     params = sequence.request.params
     wish = np.zeros(1, sampling.WISH)
     wish["seed"] = sequence.seed

@@ -31,7 +31,7 @@ from inflight.errors import CapacityError, EngineError, InflightError, RequestEr
 from inflight.output import OutputStage, bad_word_ids
 from inflight.request import AUTO_DRAFTS, FinishReason, Request, TokenEvent, check_length
 from inflight.runner import PendingStep, Runner
-from inflight.sampling import DRY_SEQUENCE_BREAKERS
+from inflight.sampling.params import DRY_SEQUENCE_BREAKERS
 from inflight.scheduler import Scheduler
 from inflight.sequence import Sequence, Status
 from inflight.speculation import Speculation

@@ -7,7 +7,7 @@ import enum
 import msgspec
 
 from inflight.errors import InflightError, RequestError
-from inflight.sampling import SamplingParams
+from inflight.sampling.params import SamplingParams
 from inflight.structured.guide import StructuredOutput
 
 AUTO_DRAFTS = -1

@@ -7,7 +7,7 @@ import enum
 from typing import TYPE_CHECKING
 
 from inflight.request import Candidate, FinishReason, Request
-from inflight.shaping import Shaping
+from inflight.sampling.logit_adjustments import Shaping
 
 if TYPE_CHECKING:  # llguidance is loaded with the first request that needs it
     from inflight.structured.walk import Walk

@@ -21,7 +21,7 @@ from inflight.cuda_runner import CudaRunner
 from inflight.engine import Engine
 from inflight.model import llama_cuda
 from inflight.request import Candidate, Request
-from inflight.sampling import SamplingParams
+from inflight.sampling.params import SamplingParams
 from inflight.step_size import StepSize
 from poison import poison_memory, poison_steps
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from inflight.batch import Batch, Chunk
 from inflight.request import Request
-from inflight.sampling import SamplingParams
+from inflight.sampling.params import SamplingParams
 from inflight.sequence import Sequence
 from tiny import chunk
 

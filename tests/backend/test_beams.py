@@ -23,7 +23,7 @@ from inflight.errors import RequestError
 from inflight.model.config import read_config
 from inflight.request import FinishReason, Request, TokenEvent
 from inflight.runner import build
-from inflight.sampling import SamplingParams
+from inflight.sampling.params import SamplingParams
 from inflight.structured.guide import StructuredOutput
 from inflight.text.detokenize import Detokenizer
 from inflight.text.tokenizer import Tokenizer

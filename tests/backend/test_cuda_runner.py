@@ -23,7 +23,7 @@ from inflight.engine import Engine, generate
 from inflight.errors import ConfigError
 from inflight.model.config import read_config
 from inflight.request import Request
-from inflight.sampling import SamplingParams
+from inflight.sampling.params import SamplingParams
 from inflight.sequence import Sequence
 from inflight.step_size import StepSize
 

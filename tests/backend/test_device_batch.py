@@ -21,7 +21,7 @@ from inflight.config import EngineConfig, SpeculationConfig
 from inflight.device_batch import DeviceBatch, Needs, Sent
 from inflight.engine import Engine, generate
 from inflight.request import Request
-from inflight.sampling import SamplingParams
+from inflight.sampling.params import SamplingParams
 from inflight.sequence import Sequence
 from inflight.speculation import StepCosts
 from inflight.step_size import StepSize

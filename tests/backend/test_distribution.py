@@ -18,7 +18,7 @@ from inflight.choice import Choices, Row, choose
 from inflight.cpu_runner import CpuRunner
 from inflight.request import Request
 from inflight.row_masks import RowMasks
-from inflight.sampling import SamplingParams
+from inflight.sampling.params import SamplingParams
 from inflight.sequence import Sequence
 
 VOCAB_SIZE = 8

@@ -17,7 +17,7 @@ from inflight.config import EngineConfig, SpeculationConfig
 from inflight.engine import MAX_FAILURES_IN_A_ROW, Engine, generate
 from inflight.errors import CapacityError, RequestError
 from inflight.request import FinishReason, Request, TokenEvent
-from inflight.sampling import SamplingParams
+from inflight.sampling.params import SamplingParams
 from inflight.speculation import StepCosts
 
 EOS = 99

@@ -22,7 +22,7 @@ from inflight.engine_client import EngineClient
 from inflight.engine_process import Command, EngineProcess
 from inflight.errors import CapacityError, ConfigError, EngineError
 from inflight.request import FinishReason, Request, TokenEvent
-from inflight.sampling import SamplingParams
+from inflight.sampling.params import SamplingParams
 
 
 @pytest.fixture

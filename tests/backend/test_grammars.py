@@ -13,7 +13,7 @@ from inflight.checkpoint.locate import locate
 from inflight.errors import EngineError, InflightError
 from inflight.grammars import Grammars
 from inflight.request import Request
-from inflight.sampling import SamplingParams
+from inflight.sampling.params import SamplingParams
 from inflight.sequence import Sequence
 from inflight.structured.guide import StructuredOutput
 from inflight.text.tokenizer import Tokenizer

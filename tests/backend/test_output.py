@@ -15,7 +15,7 @@ from inflight.checkpoint.locate import locate
 from inflight.errors import RequestError
 from inflight.output import OutputStage, bad_word_ids
 from inflight.request import Candidate, FinishReason, Request, TokenEvent
-from inflight.sampling import SamplingParams
+from inflight.sampling.params import SamplingParams
 from inflight.sequence import Sequence
 from inflight.text.detokenize import Detokenizer
 from inflight.text.tokenizer import Tokenizer

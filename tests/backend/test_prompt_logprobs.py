@@ -26,7 +26,7 @@ from inflight.errors import RequestError
 from inflight.model.config import read_config
 from inflight.request import Candidate, FinishReason, Request, TokenEvent
 from inflight.runner import PendingStep, Runner
-from inflight.sampling import SamplingParams
+from inflight.sampling.params import SamplingParams
 
 SHAPE = {
     "num_attention_heads": 2,

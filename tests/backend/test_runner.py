@@ -19,7 +19,7 @@ from inflight.config import EngineConfig
 from inflight.cpu_runner import CpuRunner
 from inflight.errors import ConfigError
 from inflight.runner import EchoRunner, Runner, build, place
-from inflight.sampling import SamplingParams
+from inflight.sampling.params import SamplingParams
 
 PROMPT = [5, 17, 99, 3, 150, 42]
 

@@ -10,7 +10,7 @@ from fake_runner import PagedRunner, alone
 from inflight.batch import Batch, StepOutput
 from inflight.errors import CapacityError, EngineError, RequestError
 from inflight.request import Request
-from inflight.sampling import SamplingParams
+from inflight.sampling.params import SamplingParams
 from inflight.scheduler import Scheduler
 from inflight.sequence import Sequence, Status
 from scheduling import (

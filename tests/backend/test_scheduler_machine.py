@@ -20,7 +20,7 @@ from inflight.batch import Batch, Chunk
 from inflight.beams import BeamGroup
 from inflight.errors import RequestError
 from inflight.request import Request
-from inflight.sampling import SamplingParams
+from inflight.sampling.params import SamplingParams
 from inflight.scheduler import Scheduler
 from inflight.sequence import Sequence, Status
 from scheduling import (

@@ -8,7 +8,7 @@ import pytest
 
 from inflight.batch import Batch, Chunk, StepOutput
 from inflight.request import AUTO_DRAFTS, Request
-from inflight.sampling import SamplingParams
+from inflight.sampling.params import SamplingParams
 from inflight.sequence import Sequence
 from inflight.speculation import Speculation, StepCosts
 

@@ -15,7 +15,7 @@ from inflight.config import EngineConfig, SpeculationConfig
 from inflight.engine import Engine
 from inflight.errors import RequestError
 from inflight.request import FinishReason, Request, TokenEvent
-from inflight.sampling import SamplingParams
+from inflight.sampling.params import SamplingParams
 from inflight.structured.guide import parse
 from inflight.text.detokenize import Detokenizer
 from inflight.text.tokenizer import Tokenizer

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from inflight import wire
 from inflight.request import Candidate, FinishReason, Request, TokenEvent
-from inflight.sampling import SamplingParams
+from inflight.sampling.params import SamplingParams
 from inflight.wire import MAX_FRAME, Connection
 
 FRAMES: list[wire.Frame] = [

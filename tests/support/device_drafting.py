@@ -22,7 +22,7 @@ from inflight.checkpoint.locate import Checkpoint
 from inflight.config import EngineConfig, SpeculationConfig
 from inflight.engine import Engine, generate
 from inflight.request import Request
-from inflight.sampling import SamplingParams
+from inflight.sampling.params import SamplingParams
 from watched import Watched, generate_twice
 
 NUM_DRAFTS = 5

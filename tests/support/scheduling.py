@@ -7,7 +7,7 @@ from inflight.batch import Batch, Chunk
 from inflight.beams import BeamGroup
 from inflight.output import OutputStage
 from inflight.request import Candidate, Request
-from inflight.sampling import SamplingParams
+from inflight.sampling.params import SamplingParams
 from inflight.scheduler import Scheduler
 from inflight.sequence import Sequence
 

@@ -15,7 +15,7 @@ from inflight.checkpoint.locate import Checkpoint
 from inflight.config import EngineConfig
 from inflight.request import Request
 from inflight.runner import Runner, build
-from inflight.sampling import SamplingParams
+from inflight.sampling.params import SamplingParams
 from inflight.sequence import Sequence
 
 SETTINGS: dict[str, Any] = {

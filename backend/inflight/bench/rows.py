@@ -13,7 +13,7 @@ import numpy as np
 from inflight.bench.bars import Metric
 from inflight.errors import ConfigError, did_you_mean
 from inflight.request import Request
-from inflight.sampling import SamplingParams
+from inflight.sampling.params import SamplingParams
 
 _CUSTOM = re.compile(r"([1-9]\d*)x([1-9]\d*)/([1-9]\d*)")
 

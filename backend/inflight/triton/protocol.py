@@ -15,7 +15,7 @@ import numpy as np
 from inflight.config import MAX_DRAFTS
 from inflight.errors import RequestError, did_you_mean
 from inflight.request import AUTO_DRAFTS, Candidate, Request, TokenEvent, check_length
-from inflight.sampling import MAX_TOKENS_LIMIT, SamplingParams
+from inflight.sampling.params import MAX_TOKENS_LIMIT, SamplingParams
 from inflight.structured.guide import StructuredOutput
 from inflight.structured.guide import parse as parse_guide
 from inflight.triton import dialect, tensors

@@ -20,7 +20,7 @@ from inflight.checkpoint.locate import Checkpoint
 from inflight.config import EngineConfig, SpeculationConfig
 from inflight.engine import Engine, generate
 from inflight.request import Request
-from inflight.sampling import SamplingParams
+from inflight.sampling.params import SamplingParams
 
 SHAPE = {"num_hidden_layers": 5}
 SETTINGS = tiny.SETTINGS | SHAPE

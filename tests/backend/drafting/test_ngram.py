@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from inflight.batch import Chunk
 from inflight.drafting.ngram import NgramDrafter
 from inflight.request import Request
-from inflight.sampling import SamplingParams
+from inflight.sampling.params import SamplingParams
 from inflight.sequence import Sequence
 from inflight_kernels.reference_drafting import latest_match
 

@@ -11,7 +11,7 @@ from inflight.checkpoint.locate import Checkpoint, locate
 from inflight.config import EngineConfig
 from inflight.engine import Engine, generate
 from inflight.request import Request
-from inflight.sampling import SamplingParams
+from inflight.sampling.params import SamplingParams
 from inflight.text.tokenizer import Tokenizer
 from prompts import PROMPTS
 from teacher import Teacher

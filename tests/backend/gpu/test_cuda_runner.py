@@ -23,7 +23,7 @@ from inflight.drafting.device import DeviceDrafter
 from inflight.engine import Engine, generate
 from inflight.model import llama_cuda
 from inflight.request import Candidate, Request, TokenEvent
-from inflight.sampling import SamplingParams
+from inflight.sampling.params import SamplingParams
 from inflight_kernels import dense, launch
 from inflight_kernels.compile import Cubin
 from teacher import Teacher

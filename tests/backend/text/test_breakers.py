@@ -2,7 +2,7 @@
 
 import pytest
 
-from inflight.sampling import DRY_SEQUENCE_BREAKERS
+from inflight.sampling.params import DRY_SEQUENCE_BREAKERS
 from inflight.text.breakers import Breakers
 from inflight.text.detokenize import Detokenizer
 from inflight.text.tokenizer import Tokenizer

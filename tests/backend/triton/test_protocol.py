@@ -7,7 +7,7 @@ import pytest
 
 from inflight.errors import RequestError
 from inflight.request import AUTO_DRAFTS, Candidate, FinishReason, TokenEvent
-from inflight.sampling import SamplingParams
+from inflight.sampling.params import SamplingParams
 from inflight.triton import protocol
 from inflight.triton.protocol import Limits, Part, merge, outputs, parse
 

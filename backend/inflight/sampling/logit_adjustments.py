@@ -11,8 +11,8 @@ import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-from inflight.repetition import DryPenalty, RepeatedNgrams
-from inflight.sampling import SamplingParams
+from inflight.sampling.params import SamplingParams
+from inflight.sampling.repetition import DryPenalty, RepeatedNgrams
 
 BANNED = -math.inf
 

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from inflight.errors import RequestError
-from inflight.sampling import (
+from inflight.sampling.params import (
     MAX_ALLOWED_TOKENS,
     MAX_BAD_WORDS,
     MAX_DRY_BREAKERS,

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from inflight.repetition import DryPenalty, RepeatedNgrams
-from inflight.sampling import SamplingParams
-from inflight.shaping import BANNED, Adjustment, Shaping, needs_host
+from inflight.sampling.logit_adjustments import BANNED, Adjustment, Shaping, needs_host
+from inflight.sampling.params import SamplingParams
+from inflight.sampling.repetition import DryPenalty, RepeatedNgrams
 
 ENDS = (90, 91)
 

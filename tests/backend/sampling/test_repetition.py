@@ -9,7 +9,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from inflight.repetition import MAX_DRY_EXPONENT, MAX_DRY_PENALTY, DryPenalty, RepeatedNgrams
+from inflight.sampling.repetition import (
+    MAX_DRY_EXPONENT,
+    MAX_DRY_PENALTY,
+    DryPenalty,
+    RepeatedNgrams,
+)
 
 # Few different tokens: they repeat.
 TOKENS = st.lists(st.integers(0, 3), max_size=60)
