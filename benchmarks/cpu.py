@@ -27,8 +27,8 @@ import result
 from inflight import runner as runners
 from inflight.checkpoint.locate import Checkpoint, locate
 from inflight.config import EngineConfig
+from inflight.core.request import Request
 from inflight.engine import Engine, generate
-from inflight.request import Request
 from inflight.sampling.params import SamplingParams
 
 PROMPT_LEN = 64

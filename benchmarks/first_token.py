@@ -26,8 +26,8 @@ import torch
 import result
 from inflight.bench import start
 from inflight.config import EngineConfig
+from inflight.core.request import Request
 from inflight.engine import Engine
-from inflight.request import Request
 from inflight.sampling.params import SamplingParams
 
 SHAPE = result.ROOT / "benchmarks/models/llama-3.1-8b"

@@ -33,8 +33,8 @@ from inflight.bench.engine import EngineBench, warm_up
 from inflight.bench.rows import Row
 from inflight.checkpoint.locate import locate
 from inflight.config import EngineConfig, SpeculationConfig
+from inflight.core.request import AUTO_DRAFTS, Request
 from inflight.engine import Engine, generate
-from inflight.request import AUTO_DRAFTS, Request
 from inflight.sampling.params import SamplingParams
 from inflight.text.chat import encode_chat
 from inflight.text.tokenizer import Tokenizer

@@ -38,9 +38,9 @@ from numpy.typing import NDArray
 
 import result
 from inflight.checkpoint.locate import locate
+from inflight.core.output_constraint import Kind, StructuredOutput
 from inflight.structured import bridge, grammar, walk
 from inflight.structured.grammar import Grammar
-from inflight.structured.guide import Kind, StructuredOutput
 from inflight.structured.masks import MaskFiller
 from inflight.structured.matcher import Matcher
 from inflight.structured.walk import Walk

@@ -12,12 +12,12 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from inflight.core.request import Candidate
+from inflight.core.sequence import Sequence
 from inflight.errors import RequestError
 from inflight.output import Ends, OutputStage
-from inflight.request import Candidate
 from inflight.sampling.params import MAX_LOGPROBS
 from inflight.scheduler import Scheduler
-from inflight.sequence import Sequence
 
 
 @dataclass(frozen=True, slots=True)

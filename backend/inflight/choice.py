@@ -14,9 +14,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from inflight.request import Candidate
+from inflight.core.request import Candidate
+from inflight.core.sequence import Sequence
 from inflight.sampling.params import SamplingParams
-from inflight.sequence import Sequence
 from inflight_kernels import reference_sampling as ops
 from inflight_kernels.reference_sampling import FINE, NOT_FINITE, NOTHING_LEFT
 
@@ -60,7 +60,7 @@ class Choices:
         logprobs: of these, under the model's own distribution, before penalties and temperature.
         statuses: FINE, NOT_FINITE or NOTHING_LEFT of `inflight_kernels.reference_sampling`.
         candidates: what the sequence's num_candidates, or num_prompt_logprobs, asks for (see
-            `request.Candidate`); [] where it asks for nothing.
+            `core.request.Candidate`); [] where it asks for nothing.
     """
 
     token_ids: list[int]

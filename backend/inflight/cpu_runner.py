@@ -11,18 +11,26 @@ import torch
 from torch import Tensor
 
 from inflight import drafting
-from inflight.batch import NOT_FINITE, NOTHING_LEFT, Batch, BatchArrays, Chunk, Done, StepOutput
 from inflight.checkpoint.locate import Checkpoint
 from inflight.choice import Row, choose
 from inflight.config import EngineConfig
+from inflight.core.batch import (
+    NOT_FINITE,
+    NOTHING_LEFT,
+    Batch,
+    BatchArrays,
+    Chunk,
+    Done,
+    StepOutput,
+)
+from inflight.core.request import Request
+from inflight.core.sequence import Sequence
 from inflight.drafting import source as drafters
 from inflight.model import ARCHITECTURES
 from inflight.model.config import ModelConfig
 from inflight.model.kv_cache import KVCache
-from inflight.request import Request
 from inflight.row_masks import RowMasks
 from inflight.sampling.params import SamplingParams
-from inflight.sequence import Sequence
 from inflight.speculation import StepCosts
 from inflight_kernels import reference as ops
 from inflight_kernels.reference_sampling import FINE

@@ -17,9 +17,11 @@ from typing import Any
 
 import torch
 
-from inflight.batch import NOT_FINITE, NOTHING_LEFT, Batch, StepOutput
 from inflight.checkpoint.locate import Checkpoint
 from inflight.config import EngineConfig
+from inflight.core.batch import NOT_FINITE, NOTHING_LEFT, Batch, StepOutput
+from inflight.core.request import Candidate
+from inflight.core.sequence import Sequence
 from inflight.device_batch import DeviceBatch, Needs, Sent
 from inflight.drafting import device as drafters
 from inflight.drafting.ngram import NgramDrafter
@@ -31,10 +33,8 @@ from inflight.model.config import ModelConfig
 from inflight.model.cuda_attention import Rows
 from inflight.model.cuda_graph import captured
 from inflight.model.kv_cache import KVCache
-from inflight.request import Candidate
 from inflight.row_masks import RowMasks
 from inflight.sampling.logit_adjustments import BANNED
-from inflight.sequence import Sequence
 from inflight.speculation import StepCosts
 from inflight.step_size import StepSize, recorded_sizes, row_counts, verification_sizes
 from inflight_kernels import batch_state, cache, sampling

@@ -18,10 +18,10 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from inflight.batch import Batch, Chunk
+from inflight.core.batch import Batch, Chunk
+from inflight.core.sequence import Sequence
 from inflight.row_masks import RowMasks
 from inflight.sampling.logit_adjustments import Adjustment
-from inflight.sequence import Sequence
 from inflight.step_size import StepSize
 from inflight_kernels import batch_state, cache, sampling
 from inflight_kernels.batch_state import FROM_DEVICE, BatchState, Step, StepLayout

@@ -23,20 +23,20 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from inflight.batch import Batch, StepOutput
 from inflight.beams import BeamGroup
 from inflight.config import EngineConfig
+from inflight.core.batch import Batch, StepOutput
+from inflight.core.output_constraint import GUIDE_FIELD, StructuredOutput
+from inflight.core.request import AUTO_DRAFTS, FinishReason, Request, TokenEvent, check_length
+from inflight.core.sequence import Sequence, Status
 from inflight.delivery import DeliveryWatch
 from inflight.errors import CapacityError, EngineError, InflightError, RequestError
 from inflight.output import OutputStage, bad_word_ids
-from inflight.request import AUTO_DRAFTS, FinishReason, Request, TokenEvent, check_length
 from inflight.runner import PendingStep, Runner
 from inflight.sampling.params import DRY_SEQUENCE_BREAKERS
 from inflight.scheduler import Scheduler
-from inflight.sequence import Sequence, Status
 from inflight.speculation import Speculation
 from inflight.stats import Stats
-from inflight.structured.guide import GUIDE_FIELD, StructuredOutput
 from inflight.text.breakers import Breakers
 from inflight.text.detokenize import Detokenizer
 from inflight.text.tokenizer import Tokenizer

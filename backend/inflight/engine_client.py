@@ -22,9 +22,9 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from inflight.core.request import Request, TokenEvent
 from inflight.errors import CapacityError, ConfigError, EngineError, from_kind
 from inflight.processes import Process
-from inflight.request import Request, TokenEvent
 from inflight.stats import Stats
 from inflight.wire import (
     PROTOCOL,

@@ -25,10 +25,10 @@ import msgspec
 from inflight import config as settings
 from inflight import log
 from inflight.checkpoint.locate import locate
+from inflight.core.request import TokenEvent
 from inflight.engine import Engine
 from inflight.errors import EngineError, InflightError
 from inflight.processes import Process
-from inflight.request import TokenEvent
 from inflight.wire import (
     PROTOCOL,
     Cancel,

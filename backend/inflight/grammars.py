@@ -7,12 +7,12 @@ from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
+from inflight.core.output_constraint import StructuredOutput
+from inflight.core.sequence import Sequence
 from inflight.errors import EngineError, InflightError
-from inflight.sequence import Sequence
 from inflight.structured import bridge
 from inflight.structured.compiler import Compiler, Ticket
 from inflight.structured.grammar import Grammar
-from inflight.structured.guide import StructuredOutput
 from inflight.structured.masks import MaskFiller
 from inflight.structured.matcher import Matcher
 from inflight.structured.vocabulary import Vocabulary

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from inflight.core.request import Candidate
 from inflight.device_batch import RING
-from inflight.request import Candidate
 from inflight_kernels import batch_state, sampling
 
 

@@ -16,8 +16,8 @@ from collections.abc import Iterable
 
 import msgspec
 
-from inflight.request import Candidate, FinishReason, TokenEvent
-from inflight.sequence import Sequence
+from inflight.core.request import Candidate, FinishReason, TokenEvent
+from inflight.core.sequence import Sequence
 from inflight.text.detokenize import Detokenizer
 from inflight.text.tokenizer import Tokenizer
 

@@ -9,7 +9,7 @@ from functools import cache
 import numpy as np
 import numpy.typing as npt
 
-from inflight.batch import Batch, StepOutput
+from inflight.core.batch import Batch, StepOutput
 
 Words = npt.NDArray[np.int32]
 

@@ -13,12 +13,12 @@ from typing import NamedTuple, Protocol
 
 import msgspec
 
-from inflight.batch import Batch, Done, StepOutput
 from inflight.checkpoint.locate import Checkpoint
 from inflight.config import GPU_BLOCK_SIZES, GPU_CAPABILITY, GPU_HEAD_DIMS, EngineConfig
+from inflight.core.batch import Batch, Done, StepOutput
+from inflight.core.sequence import Sequence
 from inflight.errors import ConfigError
 from inflight.model.config import ModelConfig, read_config
-from inflight.sequence import Sequence
 from inflight.speculation import StepCosts
 
 Progress = Callable[[str, float], None]

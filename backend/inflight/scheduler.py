@@ -33,10 +33,10 @@ import sys
 from collections import OrderedDict
 from collections.abc import Collection, Iterable
 
-from inflight.batch import Batch, Chunk, StepOutput
 from inflight.blocks import BlockPool
+from inflight.core.batch import Batch, Chunk, StepOutput
+from inflight.core.sequence import Sequence, Status
 from inflight.errors import CapacityError, EngineError, RequestError
-from inflight.sequence import Sequence, Status
 from inflight.tables import BlockTables, Copy
 
 

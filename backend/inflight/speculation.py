@@ -13,9 +13,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from inflight.batch import Batch, StepOutput
-from inflight.request import AUTO_DRAFTS
-from inflight.sequence import Sequence
+from inflight.core.batch import Batch, StepOutput
+from inflight.core.request import AUTO_DRAFTS
+from inflight.core.sequence import Sequence
 
 # Of the estimate of how often a draft is right.
 _MEMORY = 0.9  # weight of what was seen a step ago

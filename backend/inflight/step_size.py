@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from inflight.batch import Batch
+from inflight.core.batch import Batch
 
 # Between two sizes the difference is computed for nothing, which costs most where there are few
 # rows; many rows pay by the tile of 64.

@@ -12,8 +12,8 @@ import struct
 
 import msgspec
 
+from inflight.core.request import Request, TokenEvent
 from inflight.errors import InflightError
-from inflight.request import Request, TokenEvent
 from inflight.stats import Stats
 
 PROTOCOL = 5

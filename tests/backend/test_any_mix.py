@@ -14,13 +14,13 @@ import pytest
 import host_kernels
 from device_drafting import Rig, small_rig
 from inflight import runner as runners
-from inflight.batch import Batch
 from inflight.checkpoint.locate import Checkpoint
 from inflight.config import EngineConfig
+from inflight.core.batch import Batch
+from inflight.core.request import Candidate, Request
 from inflight.cuda_runner import CudaRunner
 from inflight.engine import Engine
 from inflight.model import llama_cuda
-from inflight.request import Candidate, Request
 from inflight.sampling.params import SamplingParams
 from inflight.step_size import StepSize
 from poison import poison_memory, poison_steps

@@ -17,14 +17,14 @@ import tiny
 from fake_runner import NUM_NAMED, CountingRunner, PagedRunner, candidates
 from inflight.checkpoint.locate import Checkpoint, locate
 from inflight.config import EngineConfig, SpeculationConfig
+from inflight.core.output_constraint import StructuredOutput
+from inflight.core.request import FinishReason, Request, TokenEvent
 from inflight.cuda_runner import CudaRunner
 from inflight.engine import Engine, generate
 from inflight.errors import RequestError
 from inflight.model.config import read_config
-from inflight.request import FinishReason, Request, TokenEvent
 from inflight.runner import build
 from inflight.sampling.params import SamplingParams
-from inflight.structured.guide import StructuredOutput
 from inflight.text.detokenize import Detokenizer
 from inflight.text.tokenizer import Tokenizer
 

@@ -12,11 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from inflight.choice import Row, choose
-from inflight.request import Candidate, Request
+from inflight.core.request import Candidate, Request
+from inflight.core.sequence import Sequence
 from inflight.sampling.logit_adjustments import Shaping
 from inflight.sampling.params import SamplingParams
 from inflight.sampling.repetition import DryPenalty, RepeatedNgrams
-from inflight.sequence import Sequence
 from inflight_kernels.reference_sampling import (
     FINE,
     NOT_FINITE,

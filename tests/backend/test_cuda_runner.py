@@ -15,16 +15,16 @@ import recorded_launches
 import tiny
 from inflight import cuda_runner
 from inflight import runner as runners
-from inflight.batch import Batch
 from inflight.checkpoint.locate import Checkpoint, locate
 from inflight.config import EngineConfig, SpeculationConfig
+from inflight.core.batch import Batch
+from inflight.core.request import Request
+from inflight.core.sequence import Sequence
 from inflight.cuda_runner import CudaRunner
 from inflight.engine import Engine, generate
 from inflight.errors import ConfigError
 from inflight.model.config import read_config
-from inflight.request import Request
 from inflight.sampling.params import SamplingParams
-from inflight.sequence import Sequence
 from inflight.step_size import StepSize
 
 

@@ -16,13 +16,13 @@ import pytest
 import torch
 
 from inflight import device_batch
-from inflight.batch import Batch, Chunk, StepOutput
 from inflight.config import EngineConfig, SpeculationConfig
+from inflight.core.batch import Batch, Chunk, StepOutput
+from inflight.core.request import Request
+from inflight.core.sequence import Sequence
 from inflight.device_batch import DeviceBatch, Needs, Sent
 from inflight.engine import Engine, generate
-from inflight.request import Request
 from inflight.sampling.params import SamplingParams
-from inflight.sequence import Sequence
 from inflight.speculation import StepCosts
 from inflight.step_size import StepSize
 from inflight_kernels import sampling

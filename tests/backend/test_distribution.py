@@ -13,13 +13,13 @@ import pytest
 import torch
 
 from inflight import cpu_runner
-from inflight.batch import Batch, Chunk, StepOutput
 from inflight.choice import Choices, Row, choose
+from inflight.core.batch import Batch, Chunk, StepOutput
+from inflight.core.request import Request
+from inflight.core.sequence import Sequence
 from inflight.cpu_runner import CpuRunner
-from inflight.request import Request
 from inflight.row_masks import RowMasks
 from inflight.sampling.params import SamplingParams
-from inflight.sequence import Sequence
 
 VOCAB_SIZE = 8
 NUM_DRAWS = 20_000

@@ -12,11 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fake_runner import CountingRunner, LateStep, PagedRunner, alone, next_token
-from inflight.batch import Batch, StepOutput
 from inflight.config import EngineConfig, SpeculationConfig
+from inflight.core.batch import Batch, StepOutput
+from inflight.core.request import FinishReason, Request, TokenEvent
 from inflight.engine import MAX_FAILURES_IN_A_ROW, Engine, generate
 from inflight.errors import CapacityError, RequestError
-from inflight.request import FinishReason, Request, TokenEvent
 from inflight.sampling.params import SamplingParams
 from inflight.speculation import StepCosts
 

@@ -10,12 +10,12 @@ import pytest
 
 from inflight import grammars
 from inflight.checkpoint.locate import locate
+from inflight.core.output_constraint import StructuredOutput
+from inflight.core.request import Request
+from inflight.core.sequence import Sequence
 from inflight.errors import EngineError, InflightError
 from inflight.grammars import Grammars
-from inflight.request import Request
 from inflight.sampling.params import SamplingParams
-from inflight.sequence import Sequence
-from inflight.structured.guide import StructuredOutput
 from inflight.text.tokenizer import Tokenizer
 
 YES = StructuredOutput("choice", '["yes"]')

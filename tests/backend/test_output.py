@@ -12,11 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from inflight.checkpoint.locate import locate
+from inflight.core.request import Candidate, FinishReason, Request, TokenEvent
+from inflight.core.sequence import Sequence
 from inflight.errors import RequestError
 from inflight.output import OutputStage, bad_word_ids
-from inflight.request import Candidate, FinishReason, Request, TokenEvent
 from inflight.sampling.params import SamplingParams
-from inflight.sequence import Sequence
 from inflight.text.detokenize import Detokenizer
 from inflight.text.tokenizer import Tokenizer
 from texts import TEXTS

@@ -16,15 +16,15 @@ from transformers import AutoModelForCausalLM
 
 import host_kernels
 import tiny
-from inflight.batch import Batch
 from inflight.checkpoint.locate import Checkpoint
 from inflight.config import EngineConfig, SpeculationConfig
+from inflight.core.batch import Batch
+from inflight.core.request import Candidate, FinishReason, Request, TokenEvent
 from inflight.cpu_runner import CpuRunner
 from inflight.cuda_runner import CudaRunner
 from inflight.engine import Engine, generate
 from inflight.errors import RequestError
 from inflight.model.config import read_config
-from inflight.request import Candidate, FinishReason, Request, TokenEvent
 from inflight.runner import PendingStep, Runner
 from inflight.sampling.params import SamplingParams
 

@@ -13,8 +13,8 @@ import torch
 from inflight import runner as runners
 from inflight.checkpoint.locate import Checkpoint, locate
 from inflight.config import EngineConfig
+from inflight.core.request import Request
 from inflight.engine import Engine, generate
-from inflight.request import Request
 from inflight.sampling.params import SamplingParams
 from inflight.text.tokenizer import Tokenizer
 from prompts import PROMPTS

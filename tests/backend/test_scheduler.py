@@ -7,12 +7,12 @@ from collections.abc import Callable
 import pytest
 
 from fake_runner import PagedRunner, alone
-from inflight.batch import Batch, StepOutput
+from inflight.core.batch import Batch, StepOutput
+from inflight.core.request import Request
+from inflight.core.sequence import Sequence, Status
 from inflight.errors import CapacityError, EngineError, RequestError
-from inflight.request import Request
 from inflight.sampling.params import SamplingParams
 from inflight.scheduler import Scheduler
-from inflight.sequence import Sequence, Status
 from scheduling import (
     lengths,
     prompt,

@@ -16,13 +16,13 @@ from hypothesis.stateful import (
 )
 
 from fake_runner import LateStep, PagedRunner, alone, next_token
-from inflight.batch import Batch, Chunk
 from inflight.beams import BeamGroup
+from inflight.core.batch import Batch, Chunk
+from inflight.core.request import Request
+from inflight.core.sequence import Sequence, Status
 from inflight.errors import RequestError
-from inflight.request import Request
 from inflight.sampling.params import SamplingParams
 from inflight.scheduler import Scheduler
-from inflight.sequence import Sequence, Status
 from scheduling import (
     STOP,
     beam_search,

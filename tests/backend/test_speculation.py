@@ -6,10 +6,10 @@ import itertools
 
 import pytest
 
-from inflight.batch import Batch, Chunk, StepOutput
-from inflight.request import AUTO_DRAFTS, Request
+from inflight.core.batch import Batch, Chunk, StepOutput
+from inflight.core.request import AUTO_DRAFTS, Request
+from inflight.core.sequence import Sequence
 from inflight.sampling.params import SamplingParams
-from inflight.sequence import Sequence
 from inflight.speculation import Speculation, StepCosts
 
 # A step that reads its weights whatever it computes, and one that computes.

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 
 import tiny
-from inflight.batch import Batch, Chunk
+from inflight.core.batch import Batch, Chunk
 from inflight.step_size import StepSize, recorded_sizes, row_counts
 
 MAX_NUM_SEQS, MAX_DRAFTS = 64, 5

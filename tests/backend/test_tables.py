@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from inflight.blocks import BlockPool
-from inflight.sequence import Sequence
+from inflight.core.sequence import Sequence
 from inflight.tables import BlockTables
 from scheduling import beam_search, members, prompt, sequence
 

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from inflight import wire
-from inflight.request import Candidate, FinishReason, Request, TokenEvent
+from inflight.core.request import Candidate, FinishReason, Request, TokenEvent
 from inflight.sampling.params import SamplingParams
 from inflight.wire import MAX_FRAME, Connection
 

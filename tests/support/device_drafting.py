@@ -20,8 +20,8 @@ from eagle3_by_the_book import Head
 from inflight import runner as runners
 from inflight.checkpoint.locate import Checkpoint
 from inflight.config import EngineConfig, SpeculationConfig
+from inflight.core.request import Request
 from inflight.engine import Engine, generate
-from inflight.request import Request
 from inflight.sampling.params import SamplingParams
 from watched import Watched, generate_twice
 

@@ -6,9 +6,9 @@ import dataclasses
 import zlib
 from collections.abc import Callable, Iterable
 
-from inflight.batch import Batch, Chunk, Done, StepOutput
-from inflight.request import Candidate
-from inflight.sequence import Sequence
+from inflight.core.batch import Batch, Chunk, Done, StepOutput
+from inflight.core.request import Candidate
+from inflight.core.sequence import Sequence
 from inflight.speculation import StepCosts
 
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import threading
 import time
 
+from inflight.core.output_constraint import Kind, StructuredOutput
 from inflight.errors import InflightError
 from inflight.structured import grammar as grammars
 from inflight.structured.compiler import Compiler, Ticket
 from inflight.structured.grammar import Grammar
-from inflight.structured.guide import Kind, StructuredOutput
 from inflight.structured.vocabulary import Vocabulary
 
 

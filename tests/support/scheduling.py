@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from fake_runner import NUM_NAMED, PagedRunner, score
-from inflight.batch import Batch, Chunk
 from inflight.beams import BeamGroup
+from inflight.core.batch import Batch, Chunk
+from inflight.core.request import Candidate, Request
+from inflight.core.sequence import Sequence
 from inflight.output import OutputStage
-from inflight.request import Candidate, Request
 from inflight.sampling.params import SamplingParams
 from inflight.scheduler import Scheduler
-from inflight.sequence import Sequence
 
 
 def sequence(

@@ -10,13 +10,13 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from inflight.batch import Batch, Chunk, StepOutput
 from inflight.checkpoint.locate import Checkpoint
 from inflight.config import EngineConfig
-from inflight.request import Request
+from inflight.core.batch import Batch, Chunk, StepOutput
+from inflight.core.request import Request
+from inflight.core.sequence import Sequence
 from inflight.runner import Runner, build
 from inflight.sampling.params import SamplingParams
-from inflight.sequence import Sequence
 
 SETTINGS: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],

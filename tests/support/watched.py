@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
+from inflight.core.request import Request
 from inflight.device_batch import DeviceBatch
 from inflight.drafting.device import DeviceDrafter
 from inflight.engine import Engine, generate
-from inflight.request import Request
 
 
 class Watched(DeviceDrafter):

@@ -18,9 +18,9 @@ from inflight.bench import picture, start, trace
 from inflight.bench.engine import EngineBench, OnProgress, check_fits
 from inflight.bench.rows import Row
 from inflight.bench.trace import Profile, StepProfile
+from inflight.core.request import TokenEvent
 from inflight.engine import Engine
 from inflight.errors import ConfigError, EngineError
-from inflight.request import TokenEvent
 
 # Steps before the traced ones, with all requests decoding: graphs and clocks settle.
 _SETTLE_STEPS = 4

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 
 from inflight.bench.bars import Metric
+from inflight.core.request import Request
 from inflight.errors import ConfigError, did_you_mean
-from inflight.request import Request
 from inflight.sampling.params import SamplingParams
 
 _CUSTOM = re.compile(r"([1-9]\d*)x([1-9]\d*)/([1-9]\d*)")

@@ -14,10 +14,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
-from inflight.batch import Batch, BatchArrays, Chunk, StepOutput
 from inflight.config import EngineConfig
+from inflight.core.batch import Batch, BatchArrays, Chunk, StepOutput
+from inflight.core.sequence import Sequence
 from inflight.drafting.source import Source
-from inflight.sequence import Sequence
 
 if TYPE_CHECKING:
     import torch

@@ -15,15 +15,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from inflight.batch import Batch, BatchArrays, Chunk, StepOutput
 from inflight.choice import Row, choose
+from inflight.core.batch import Batch, BatchArrays, Chunk, StepOutput
+from inflight.core.sequence import Sequence
 from inflight.drafting import Target
 from inflight.drafting.rows import Rows
 from inflight.drafting.source import Source
 from inflight.model.eagle3 import Model
 from inflight.model.kv_cache import KVCache
 from inflight.model.llama import Model as TargetModel
-from inflight.sequence import Sequence
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,15 +12,15 @@ import importlib
 
 import torch
 
-from inflight.batch import Batch, BatchArrays, Chunk, StepOutput
 from inflight.choice import Row, choose
+from inflight.core.batch import Batch, BatchArrays, Chunk, StepOutput
+from inflight.core.sequence import Sequence
 from inflight.drafting import Target
 from inflight.drafting.rows import Rows
 from inflight.drafting.source import Source
 from inflight.model import ARCHITECTURES
 from inflight.model.kv_cache import KVCache
 from inflight.model.llama import Model
-from inflight.sequence import Sequence
 
 _NO_ROWS = torch.empty(0, dtype=torch.int64)
 

@@ -9,9 +9,9 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from inflight.batch import Batch, BatchArrays, Chunk, StepOutput
+from inflight.core.batch import Batch, BatchArrays, Chunk, StepOutput
+from inflight.core.sequence import Sequence
 from inflight.model.kv_cache import KVCache
-from inflight.sequence import Sequence
 from inflight_kernels.reference_drafting import latest_match
 
 _ROOM = 256  # tokens by which a history's array grows

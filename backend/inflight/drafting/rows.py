@@ -9,7 +9,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from inflight.batch import Chunk
+from inflight.core.batch import Chunk
 from inflight_kernels import reference as ops
 
 Ints = npt.NDArray[np.int64]

@@ -30,10 +30,10 @@ from collections.abc import Callable
 
 import llguidance
 
+from inflight.core.output_constraint import GUIDE_FIELD, StructuredOutput
 from inflight.errors import CapacityError, EngineError, InflightError, RequestError
 from inflight.structured.cache import BoundedCache
 from inflight.structured.grammar import Grammar, Verdict
-from inflight.structured.guide import GUIDE_FIELD, StructuredOutput
 from inflight.structured.sandbox import MEMORY_LIMIT, TIME_LIMIT_S, Sandbox, SandboxLost
 from inflight.structured.vocabulary import Encode, Vocabulary
 

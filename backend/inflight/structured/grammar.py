@@ -14,8 +14,8 @@ import llguidance
 import msgspec
 from llguidance.gbnf_to_lark import any_to_lark
 
+from inflight.core.output_constraint import StructuredOutput
 from inflight.errors import EngineError
-from inflight.structured.guide import StructuredOutput
 
 MAX_SOURCE_BYTES = 1 << 20
 

@@ -12,9 +12,9 @@ import time
 
 import msgspec
 
+from inflight.core.output_constraint import StructuredOutput
 from inflight.errors import EngineError
 from inflight.structured.grammar import MAX_SOURCE_BYTES, Verdict
-from inflight.structured.guide import StructuredOutput
 from inflight.structured.sandbox_process import HEADER_BYTES, Ready, Setup, write_frame
 from inflight.structured.vocabulary import Vocabulary
 

@@ -23,6 +23,7 @@ from collections.abc import Callable
 import llguidance
 import msgspec
 
+from inflight.core.output_constraint import StructuredOutput
 from inflight.errors import RequestError
 from inflight.structured.grammar import (
     MAX_SOURCE_BYTES,
@@ -31,7 +32,6 @@ from inflight.structured.grammar import (
     first_line,
     source,
 )
-from inflight.structured.guide import StructuredOutput
 from inflight.structured.vocabulary import Vocabulary
 
 MAX_STEP_S = 0.05

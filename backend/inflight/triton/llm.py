@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import triton_python_backend_utils as pb_utils
+from inflight.core.request import TokenEvent
 from inflight.engine_client import EngineClient, attach_or_start
 from inflight.errors import (
     CapacityError,
@@ -25,7 +26,6 @@ from inflight.errors import (
     RequestError,
     from_kind,
 )
-from inflight.request import TokenEvent
 from inflight.triton import protocol
 from inflight.triton.errors import triton_error
 from inflight.triton.mailbox import Mailbox, Senders, Sweep

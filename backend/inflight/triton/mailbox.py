@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Protocol
 
-from inflight.request import TokenEvent
+from inflight.core.request import TokenEvent
 from inflight.triton.protocol import merge
 
 logger = logging.getLogger(__name__)

@@ -13,11 +13,11 @@ import msgspec
 import numpy as np
 
 from inflight.config import MAX_DRAFTS
+from inflight.core.output_constraint import StructuredOutput
+from inflight.core.output_constraint import parse as parse_guide
+from inflight.core.request import AUTO_DRAFTS, Candidate, Request, TokenEvent, check_length
 from inflight.errors import RequestError, did_you_mean
-from inflight.request import AUTO_DRAFTS, Candidate, Request, TokenEvent, check_length
 from inflight.sampling.params import MAX_TOKENS_LIMIT, SamplingParams
-from inflight.structured.guide import StructuredOutput
-from inflight.structured.guide import parse as parse_guide
 from inflight.triton import dialect, tensors
 from inflight.triton.tensors import Array
 

@@ -7,11 +7,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from inflight.batch import Chunk
+from inflight.core.batch import Chunk
+from inflight.core.request import Request
+from inflight.core.sequence import Sequence
 from inflight.drafting.ngram import NgramDrafter
-from inflight.request import Request
 from inflight.sampling.params import SamplingParams
-from inflight.sequence import Sequence
 from inflight_kernels.reference_drafting import latest_match
 
 

@@ -18,11 +18,11 @@ from inflight import cuda_runner
 from inflight import runner as runners
 from inflight.checkpoint.locate import Checkpoint
 from inflight.config import EngineConfig, SpeculationConfig
+from inflight.core.request import Candidate, Request, TokenEvent
 from inflight.device_batch import DeviceBatch
 from inflight.drafting.device import DeviceDrafter
 from inflight.engine import Engine, generate
 from inflight.model import llama_cuda
-from inflight.request import Candidate, Request, TokenEvent
 from inflight.sampling.params import SamplingParams
 from inflight_kernels import dense, launch
 from inflight_kernels.compile import Cubin

@@ -10,10 +10,10 @@ from collections.abc import Iterator
 import pytest
 
 from grammars import compile_with, wait
+from inflight.core.output_constraint import StructuredOutput
 from inflight.errors import CapacityError, EngineError, RequestError
 from inflight.structured import compiler as compilers
 from inflight.structured.compiler import Compiler
-from inflight.structured.guide import StructuredOutput
 from inflight.structured.matcher import Matcher
 from inflight.structured.vocabulary import Vocabulary
 from inflight.text.tokenizer import Tokenizer

@@ -8,9 +8,9 @@ import jsonschema
 
 from grammar_walk import Walker
 from grammars import compile_with
+from inflight.core.output_constraint import parse
 from inflight.structured import bridge
 from inflight.structured.compiler import Compiler
-from inflight.structured.guide import parse
 from inflight.structured.matcher import Matcher
 from inflight.structured.vocabulary import Vocabulary
 from inflight.text.tokenizer import Tokenizer

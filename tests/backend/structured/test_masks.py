@@ -9,9 +9,9 @@ import pytest
 
 from grammar_walk import Walker, allowed
 from grammars import compile_here
+from inflight.core.output_constraint import Kind
 from inflight.errors import EngineError
 from inflight.structured import masks
-from inflight.structured.guide import Kind
 from inflight.structured.masks import MaskFiller
 from inflight.structured.matcher import Matcher
 from inflight.structured.vocabulary import Vocabulary

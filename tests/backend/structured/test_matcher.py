@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 
 from grammar_walk import Walker, allowed
 from grammars import compile_here
+from inflight.core.output_constraint import Kind
 from inflight.errors import EngineError
 from inflight.structured import grammar as grammars
 from inflight.structured.grammar import Grammar
-from inflight.structured.guide import Kind
 from inflight.structured.matcher import Matcher, guarded
 from inflight.structured.vocabulary import Vocabulary
 from inflight.text.tokenizer import Tokenizer

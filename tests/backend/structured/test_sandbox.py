@@ -13,7 +13,7 @@ from typing import Any
 import psutil
 import pytest
 
-from inflight.structured.guide import Kind, StructuredOutput
+from inflight.core.output_constraint import Kind, StructuredOutput
 from inflight.structured.sandbox import Sandbox, SandboxLost
 from inflight.structured.vocabulary import Vocabulary
 

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 import triton_python_backend_utils as pb_utils
+from inflight.core.request import FinishReason, TokenEvent
 from inflight.errors import CapacityError
-from inflight.request import FinishReason, TokenEvent
 from inflight.triton import detokenizer, protocol
 from inflight.triton.detokenizer import DeliveryReports, DetokenizerFront
 from inflight.triton.sibling import load_tokenizer

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 import triton_python_backend_utils as pb_utils
+from inflight.core.request import Candidate, FinishReason, TokenEvent
 from inflight.errors import CapacityError, ConfigError, EngineError, RequestError
-from inflight.request import Candidate, FinishReason, TokenEvent
 from inflight.triton import llm
 from inflight.triton.tensors import MODELS
 from inflight.wire import Welcome

@@ -8,8 +8,8 @@ import time
 
 import pytest
 
+from inflight.core.request import FinishReason, TokenEvent
 from inflight.errors import EngineError
-from inflight.request import FinishReason, TokenEvent
 from inflight.triton.mailbox import Mailbox, Senders, Sweep
 
 

@@ -5,8 +5,8 @@ import json
 import numpy as np
 import pytest
 
+from inflight.core.request import AUTO_DRAFTS, Candidate, FinishReason, TokenEvent
 from inflight.errors import RequestError
-from inflight.request import AUTO_DRAFTS, Candidate, FinishReason, TokenEvent
 from inflight.sampling.params import SamplingParams
 from inflight.triton import protocol
 from inflight.triton.protocol import Limits, Part, merge, outputs, parse

@@ -9,8 +9,8 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from inflight.request import Candidate
-from inflight.sequence import Sequence
+from inflight.core.request import Candidate
+from inflight.core.sequence import Sequence
 
 # What a runner says in `StepOutput.errors`.
 NOT_FINITE = "numerical: the model's output is not finite for this sequence"

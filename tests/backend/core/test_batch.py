@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from inflight.batch import Batch, Chunk
-from inflight.request import Request
+from inflight.core.batch import Batch, Chunk
+from inflight.core.request import Request
+from inflight.core.sequence import Sequence
 from inflight.sampling.params import SamplingParams
-from inflight.sequence import Sequence
 from tiny import chunk
 
 

@@ -10,8 +10,8 @@ from typing import Any, Literal, get_args
 
 import msgspec
 
+from inflight.core import json_schema
 from inflight.errors import RequestError, did_you_mean
-from inflight.structured import schema
 
 TYPE_FIELD = "guided_decoding_guide_type"
 GUIDE_FIELD = "guided_decoding_guide"
@@ -93,7 +93,7 @@ class StructuredOutput(msgspec.Struct, frozen=True):
         try:
             match self.kind:
                 case "json_schema":
-                    schema.check(decode(self.guide), check_regex)
+                    json_schema.check(decode(self.guide), check_regex)
                 case "regex":
                     check_regex(self.guide)
                 case "ebnf_grammar":
@@ -159,7 +159,7 @@ def decode(text: str) -> Any:
         return msgspec.json.decode(text)
     except RecursionError:
         raise ValueError(
-            f"nested too deeply; allowed: {schema.MAX_DEPTH} objects and arrays"
+            f"nested too deeply; allowed: {json_schema.MAX_DEPTH} objects and arrays"
         ) from None
     except msgspec.DecodeError as error:
         raise ValueError(f"not valid JSON: {error}") from None

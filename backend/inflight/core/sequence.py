@@ -6,7 +6,7 @@ import copy
 import enum
 from typing import TYPE_CHECKING
 
-from inflight.request import Candidate, FinishReason, Request
+from inflight.core.request import Candidate, FinishReason, Request
 from inflight.sampling.logit_adjustments import Shaping
 
 if TYPE_CHECKING:  # llguidance is loaded with the first request that needs it

@@ -6,9 +6,9 @@ import enum
 
 import msgspec
 
+from inflight.core.output_constraint import StructuredOutput
 from inflight.errors import InflightError, RequestError
 from inflight.sampling.params import SamplingParams
-from inflight.structured.guide import StructuredOutput
 
 AUTO_DRAFTS = -1
 """Drafts as far as they pay (see `speculation`)."""

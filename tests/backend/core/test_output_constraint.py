@@ -5,8 +5,14 @@ import time
 
 import pytest
 
+from inflight.core.output_constraint import (
+    KINDS,
+    MAX_GUIDE_BYTES,
+    MAX_REPEAT,
+    StructuredOutput,
+    parse,
+)
 from inflight.errors import RequestError
-from inflight.structured.guide import KINDS, MAX_GUIDE_BYTES, MAX_REPEAT, StructuredOutput, parse
 
 GOOD = {
     "json": "",

@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
-from inflight.structured import schema
-from inflight.structured.guide import MAX_GUIDE_BYTES, check_regex
+from inflight.core import json_schema
+from inflight.core.output_constraint import MAX_GUIDE_BYTES, check_regex
 from json_schemas import schema as seeded
 
 
 def check(value: Any) -> None:
-    schema.check(value, check_regex)
+    json_schema.check(value, check_regex)
 
 
 def nested(depth: int) -> dict[str, Any]:
@@ -31,8 +31,8 @@ NODE = {"type": "object", "properties": {"next": {"$ref": "#/$defs/node"}}}
     [
         True,
         {},
-        nested(schema.MAX_DEPTH),
-        {"minItems": schema.MAX_MINIMUM, "maxItems": 10**9, "maxLength": 10**9},
+        nested(json_schema.MAX_DEPTH),
+        {"minItems": json_schema.MAX_MINIMUM, "maxItems": 10**9, "maxLength": 10**9},
         {"properties": {"$ref": {"type": "string"}, "minItems": {"minimum": 10**9}}},
         {"enum": [{"$ref": "http://example.com"}], "default": {"minItems": 10**9}},
         {"$id": "http://a.org/a", "$ref": "http://a.org/a#/$defs/b", "$defs": {"b": {}}},
@@ -58,7 +58,7 @@ def test_what_can_be_served_passes(value: Any) -> None:
         (5, "a schema is a JSON object"),
         (None, "a schema is a JSON object"),
         (False, "false matches nothing"),
-        (nested(schema.MAX_DEPTH + 1), "nested too deeply; allowed: 100"),
+        (nested(json_schema.MAX_DEPTH + 1), "nested too deeply; allowed: 100"),
         ({"items": {"$ref": "http://example.com/x"}},
          r"^/items/\$ref: 'http://example.com/x' is outside of the schema, and nothing is fetched"),
         ({"$ref": "file:///etc/passwd"}, "outside of the schema"),
