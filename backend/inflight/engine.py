@@ -37,8 +37,8 @@ from inflight.sampling.params import DRY_SEQUENCE_BREAKERS
 from inflight.scheduler import Scheduler
 from inflight.speculation import Speculation
 from inflight.stats import Stats
-from inflight.text.breakers import Breakers
 from inflight.text.detokenize import Detokenizer
+from inflight.text.dry_breakers import Breakers
 from inflight.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:

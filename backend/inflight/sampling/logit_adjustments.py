@@ -44,7 +44,7 @@ class Shaping:
         num_prompt_tokens: of its prompt.
         eos_token_ids: tokens that end it, which min_tokens bans and DRY takes for breakers.
         bad_word_ids: strings of tokens that must not appear in the output.
-        breaker_ids: tokens across which DRY sees no repetition (see `text.breakers`).
+        breaker_ids: tokens across which DRY sees no repetition (see `text.dry_breakers`).
 
     Attributes:
         needs_host: the host must have seen all tokens before it can say what the next one may be.

@@ -23,7 +23,7 @@ import tokenizers
 
 from inflight.checkpoint.locate import Checkpoint
 from inflight.errors import ConfigError, RequestError
-from inflight.text import gguf
+from inflight.text import gguf_tokenizer
 
 # Part of the cache's key: raise it when the files that `gguf.write_folder` writes change.
 _CACHE_VERSION = 1
@@ -96,7 +96,7 @@ class Tokenizer:
         if checkpoint.format == "huggingface":
             return cls._from_folder(checkpoint.path)
         found = cls._from_cache(checkpoint.path)
-        return found or cls._from_gguf(checkpoint.path, gguf.read(checkpoint.path))
+        return found or cls._from_gguf(checkpoint.path, gguf_tokenizer.read(checkpoint.path))
 
     @classmethod
     def load_if_present(cls, checkpoint: Checkpoint) -> Tokenizer | None:
@@ -111,8 +111,12 @@ class Tokenizer:
         found = cls._from_cache(checkpoint.path)
         if found is not None:
             return found
-        metadata = gguf.read(checkpoint.path)
-        return cls._from_gguf(checkpoint.path, metadata) if gguf.has_tokenizer(metadata) else None
+        metadata = gguf_tokenizer.read(checkpoint.path)
+        return (
+            cls._from_gguf(checkpoint.path, metadata)
+            if gguf_tokenizer.has_tokenizer(metadata)
+            else None
+        )
 
     @classmethod
     def _from_cache(cls, path: Path) -> Tokenizer | None:
@@ -127,7 +131,7 @@ class Tokenizer:
     @classmethod
     def _from_gguf(cls, path: Path, metadata: dict[str, Any]) -> Tokenizer:
         with tempfile.TemporaryDirectory(prefix="inflight-tokenizer-") as folder:
-            gguf.write_folder(path, metadata, Path(folder))
+            gguf_tokenizer.write_folder(path, metadata, Path(folder))
             cached = _cache_folder(path)
             if cached is not None:
                 _publish(Path(folder), cached)
@@ -273,7 +277,9 @@ def export(checkpoint: Checkpoint, directory: Path) -> None:
     try:
         directory.mkdir(parents=True, exist_ok=True)
         if checkpoint.format == "gguf":
-            gguf.write_folder(checkpoint.path, gguf.read(checkpoint.path), directory)
+            gguf_tokenizer.write_folder(
+                checkpoint.path, gguf_tokenizer.read(checkpoint.path), directory
+            )
             return
         Tokenizer.load(checkpoint)  # refuses what nobody could load
         for name in _EXPORTED:

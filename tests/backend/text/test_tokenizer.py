@@ -18,7 +18,7 @@ from tokenizers import models, pre_tokenizers
 
 from inflight.checkpoint.locate import Checkpoint, locate
 from inflight.errors import ConfigError, RequestError
-from inflight.text.gguf import build
+from inflight.text.gguf_tokenizer import build
 from inflight.text.tokenizer import Tokenizer, export
 from texts import TEXTS
 from vocabularies import (

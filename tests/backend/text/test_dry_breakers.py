@@ -3,8 +3,8 @@
 import pytest
 
 from inflight.sampling.params import DRY_SEQUENCE_BREAKERS
-from inflight.text.breakers import Breakers
 from inflight.text.detokenize import Detokenizer
+from inflight.text.dry_breakers import Breakers
 from inflight.text.tokenizer import Tokenizer
 
 
