@@ -33,11 +33,11 @@ import sys
 from collections import OrderedDict
 from collections.abc import Collection, Iterable
 
-from inflight.blocks import BlockPool
 from inflight.core.batch import Batch, Chunk, StepOutput
 from inflight.core.sequence import Sequence, Status
 from inflight.errors import CapacityError, EngineError, RequestError
-from inflight.tables import BlockTables, Copy
+from inflight.kv.block_pool import BlockPool
+from inflight.kv.block_tables import BlockTables, Copy
 
 
 class Scheduler:

@@ -7,8 +7,8 @@ blocks only: when there is none, it is the scheduler that says who has to yield.
 
 from __future__ import annotations
 
-from inflight.blocks import BlockPool, block_hash, root_hash
 from inflight.core.sequence import Sequence
+from inflight.kv.block_pool import BlockPool, block_hash, root_hash
 
 Copy = tuple[int, int]
 """A block whose content a step needs in another one, and that one."""

@@ -7,8 +7,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from inflight.blocks import BlockPool, block_hash, root_hash
 from inflight.errors import EngineError
+from inflight.kv.block_pool import BlockPool, block_hash, root_hash
 
 BLOCK_SIZE = 2
 

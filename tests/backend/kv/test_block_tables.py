@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from inflight.blocks import BlockPool
 from inflight.core.sequence import Sequence
-from inflight.tables import BlockTables
+from inflight.kv.block_pool import BlockPool
+from inflight.kv.block_tables import BlockTables
 from scheduling import beam_search, members, prompt, sequence
 
 SIZE = 4
