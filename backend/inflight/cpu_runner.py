@@ -26,9 +26,9 @@ from inflight.core.batch import (
 from inflight.core.request import Request
 from inflight.core.sequence import Sequence
 from inflight.drafting import source as drafters
-from inflight.model import ARCHITECTURES
-from inflight.model.config import ModelConfig
-from inflight.model.kv_cache import KVCache
+from inflight.models import ARCHITECTURES
+from inflight.models.config import ModelConfig
+from inflight.models.kv_cache import KVCache
 from inflight.row_masks import RowMasks
 from inflight.sampling.params import SamplingParams
 from inflight.speculation import StepCosts

@@ -27,12 +27,12 @@ from inflight.drafting import device as drafters
 from inflight.drafting.ngram import NgramDrafter
 from inflight.drafting.source import Source, find
 from inflight.errors import ConfigError
+from inflight.execution.cuda_graph import captured
 from inflight.likeliest import Likeliest
-from inflight.model import CUDA_ARCHITECTURES
-from inflight.model.config import ModelConfig
-from inflight.model.cuda_attention import Rows
-from inflight.model.cuda_graph import captured
-from inflight.model.kv_cache import KVCache
+from inflight.models import CUDA_ARCHITECTURES
+from inflight.models.config import ModelConfig
+from inflight.models.kv_cache import KVCache
+from inflight.models.layers.attention import Rows
 from inflight.row_masks import RowMasks
 from inflight.sampling.logit_adjustments import BANNED
 from inflight.speculation import StepCosts

@@ -16,7 +16,7 @@ import inflight
 from inflight import config
 from inflight.checkpoint.locate import PACKAGE_PREFIX, Checkpoint, locate
 from inflight.errors import ConfigError
-from inflight.model.config import read_config
+from inflight.models.config import read_config
 from inflight.text.tokenizer import Tokenizer
 
 FOLDERS = ("model_repository", "ensembles")

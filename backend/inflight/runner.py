@@ -18,7 +18,7 @@ from inflight.config import GPU_BLOCK_SIZES, GPU_CAPABILITY, GPU_HEAD_DIMS, Engi
 from inflight.core.batch import Batch, Done, StepOutput
 from inflight.core.sequence import Sequence
 from inflight.errors import ConfigError
-from inflight.model.config import ModelConfig, read_config
+from inflight.models.config import ModelConfig, read_config
 from inflight.speculation import StepCosts
 
 Progress = Callable[[str, float], None]

@@ -20,7 +20,7 @@ from inflight.core.batch import Batch
 from inflight.core.request import Candidate, Request
 from inflight.cuda_runner import CudaRunner
 from inflight.engine import Engine
-from inflight.model import llama_cuda
+from inflight.models import llama_cuda
 from inflight.sampling.params import SamplingParams
 from inflight.step_size import StepSize
 from poison import poison_memory, poison_steps

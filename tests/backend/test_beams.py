@@ -22,7 +22,7 @@ from inflight.core.request import FinishReason, Request, TokenEvent
 from inflight.cuda_runner import CudaRunner
 from inflight.engine import Engine, generate
 from inflight.errors import RequestError
-from inflight.model.config import read_config
+from inflight.models.config import read_config
 from inflight.runner import build
 from inflight.sampling.params import SamplingParams
 from inflight.text.detokenize import Detokenizer

@@ -23,7 +23,7 @@ from inflight.core.sequence import Sequence
 from inflight.cuda_runner import CudaRunner
 from inflight.engine import Engine, generate
 from inflight.errors import ConfigError
-from inflight.model.config import read_config
+from inflight.models.config import read_config
 from inflight.sampling.params import SamplingParams
 from inflight.step_size import StepSize
 

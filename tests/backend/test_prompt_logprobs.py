@@ -24,7 +24,7 @@ from inflight.cpu_runner import CpuRunner
 from inflight.cuda_runner import CudaRunner
 from inflight.engine import Engine, generate
 from inflight.errors import RequestError
-from inflight.model.config import read_config
+from inflight.models.config import read_config
 from inflight.runner import PendingStep, Runner
 from inflight.sampling.params import SamplingParams
 

@@ -19,7 +19,8 @@ from torch import Tensor
 
 from inflight import cuda_runner, device_batch, likeliest
 from inflight.drafting import device_model
-from inflight.model import cuda_attention, cuda_residual, eagle3_cuda, llama_cuda
+from inflight.models import eagle3_cuda, llama_cuda
+from inflight.models.layers import attention, residual
 from inflight_kernels import drafting, reference, reference_sampling, sampling
 from inflight_kernels.batch_state import BatchState, Step
 from inflight_kernels.drafting import DraftPass
@@ -48,15 +49,15 @@ def install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sampling, "top_logprobs", top_logprobs)
     monkeypatch.setattr(sampling, "note_output", note_output)
     monkeypatch.setattr(sampling, "note_prompt", note_prompt)
-    for model in (llama_cuda, cuda_residual, eagle3_cuda):
+    for model in (llama_cuda, residual, eagle3_cuda):
         monkeypatch.setattr(model, "embedding", embedding)
-    for model in (cuda_residual, eagle3_cuda):
+    for model in (residual, eagle3_cuda):
         monkeypatch.setattr(model, "rms_norm", rms_norm)
     for model in (llama_cuda, eagle3_cuda):
         monkeypatch.setattr(model, "Linear", HostLinear)
-    monkeypatch.setattr(cuda_attention, "rope_write_kv", rope_write_kv)
-    attention = _Ops(workspace_size, plan, attend, prefers_rope_attend=lambda *shape: False)
-    monkeypatch.setattr(cuda_attention, "attention", attention)
+    monkeypatch.setattr(attention, "rope_write_kv", rope_write_kv)
+    kernels = _Ops(workspace_size, plan, attend, prefers_rope_attend=lambda *shape: False)
+    monkeypatch.setattr(attention, "attention", kernels)
 
 
 class _Ops:

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from inflight.checkpoint.locate import Checkpoint
-from inflight.model.config import read_config
-from inflight.model.cuda_attention import Rows
-from inflight.model.kv_cache import KVCache
-from inflight.model.llama_cuda import Model
+from inflight.models.config import read_config
+from inflight.models.kv_cache import KVCache
+from inflight.models.layers.attention import Rows
+from inflight.models.llama_cuda import Model
 
 # The beginning of one text, all of one, one token of another.
 CHUNKS = [(0, 9), (0, 13), (5, 6)]

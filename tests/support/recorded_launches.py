@@ -19,7 +19,7 @@ import host_kernels
 import inflight_kernels
 from inflight import cuda_runner, likeliest
 from inflight.drafting import device_model
-from inflight.model import weights
+from inflight.models import loader
 
 Launched = dict[tuple[str, str], None]
 """Stem and name of each kernel that was launched, in the order of their first launches."""
@@ -58,20 +58,20 @@ def install(
         for name, place in places.items():
             if hasattr(module, name):
                 monkeypatch.setattr(module, name, place)
-    cuda_linear = importlib.import_module("inflight.model.cuda_linear")
+    cuda_linear = importlib.import_module("inflight.models.layers.linear")
     monkeypatch.setattr(cuda_linear, "num_multiprocessors", places["num_multiprocessors"])
-    cuda_attention = importlib.import_module("inflight.model.cuda_attention")
+    cuda_attention = importlib.import_module("inflight.models.layers.attention")
     monkeypatch.setattr(cuda_attention, "is_hopper", places["is_hopper"])
     meta_torch = _MetaTorch()
     for owner in (cuda_runner, device_model):
         monkeypatch.setattr(owner, "torch", meta_torch)
         monkeypatch.setattr(owner, "captured", host_kernels.Recorded)
     monkeypatch.setattr(likeliest, "torch", meta_torch)
-    monkeypatch.setattr(weights.RandomWeights, "read", _read)
+    monkeypatch.setattr(loader.RandomWeights, "read", _read)
     return launched
 
 
-def _read(stored: weights.RandomWeights, name: str) -> Tensor:
+def _read(stored: loader.RandomWeights, name: str) -> Tensor:
     return torch.empty(stored.shapes[name], device=_META)
 
 

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from inflight.checkpoint.locate import Checkpoint
-from inflight.model import ARCHITECTURES
-from inflight.model.config import read_config
-from inflight.model.kv_cache import KVCache
+from inflight.models import ARCHITECTURES
+from inflight.models.config import read_config
+from inflight.models.kv_cache import KVCache
 from inflight_kernels import reference as ops
 
 _BLOCK_SIZE = 16

@@ -22,8 +22,8 @@ from inflight.drafting.source import Source
 if TYPE_CHECKING:
     import torch
 
-    from inflight.model.kv_cache import KVCache
-    from inflight.model.llama import Model
+    from inflight.models.kv_cache import KVCache
+    from inflight.models.llama import Model
 
 
 class Drafter(Protocol):

@@ -11,12 +11,12 @@ import torch
 from inflight.config import EngineConfig
 from inflight.device_batch import DeviceBatch
 from inflight.drafting.source import Source
-from inflight.model.cuda_attention import Rows
-from inflight.model.kv_cache import KVCache
+from inflight.models.kv_cache import KVCache
+from inflight.models.layers.attention import Rows
 from inflight_kernels import drafting, sampling
 
 if TYPE_CHECKING:
-    from inflight.model.llama_cuda import Model
+    from inflight.models.llama_cuda import Model
 
 
 @dataclass(frozen=True, slots=True)

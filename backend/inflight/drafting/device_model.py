@@ -17,12 +17,12 @@ from inflight.config import EngineConfig
 from inflight.device_batch import DeviceBatch
 from inflight.drafting.device import DeviceDrafter, DeviceTarget
 from inflight.drafting.source import Source
-from inflight.model import CUDA_ARCHITECTURES, eagle3_cuda
-from inflight.model.cuda_attention import Rows
-from inflight.model.cuda_graph import captured
-from inflight.model.eagle3_cuda import Model as Head
-from inflight.model.kv_cache import KVCache
-from inflight.model.llama_cuda import Model
+from inflight.execution.cuda_graph import captured
+from inflight.models import CUDA_ARCHITECTURES, eagle3_cuda
+from inflight.models.eagle3_cuda import Model as Head
+from inflight.models.kv_cache import KVCache
+from inflight.models.layers.attention import Rows
+from inflight.models.llama_cuda import Model
 from inflight_kernels import drafting, sampling
 from inflight_kernels.drafting import DraftPass
 

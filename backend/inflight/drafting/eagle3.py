@@ -1,4 +1,4 @@
-"""Drafts by a head that was trained for the model (EAGLE-3; see `model.eagle3`).
+"""Drafts by a head that was trained for the model (EAGLE-3; see `models.eagle3`).
 
 At each position the head sees the model's hidden states there and the token after it. So it
 follows a step when that has chosen its tokens, one position behind, and then knows the first draft:
@@ -21,9 +21,9 @@ from inflight.core.sequence import Sequence
 from inflight.drafting import Target
 from inflight.drafting.rows import Rows
 from inflight.drafting.source import Source
-from inflight.model.eagle3 import Model
-from inflight.model.kv_cache import KVCache
-from inflight.model.llama import Model as TargetModel
+from inflight.models.eagle3 import Model
+from inflight.models.kv_cache import KVCache
+from inflight.models.llama import Model as TargetModel
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,9 +18,9 @@ from inflight.core.sequence import Sequence
 from inflight.drafting import Target
 from inflight.drafting.rows import Rows
 from inflight.drafting.source import Source
-from inflight.model import ARCHITECTURES
-from inflight.model.kv_cache import KVCache
-from inflight.model.llama import Model
+from inflight.models import ARCHITECTURES
+from inflight.models.kv_cache import KVCache
+from inflight.models.llama import Model
 
 _NO_ROWS = torch.empty(0, dtype=torch.int64)
 

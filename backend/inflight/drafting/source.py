@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from inflight.checkpoint.locate import Checkpoint, locate
 from inflight.config import EngineConfig, SpeculationConfig
 from inflight.errors import ConfigError
-from inflight.model.config import Eagle3Config, ModelConfig, read_config, read_eagle3_config
+from inflight.models.config import Eagle3Config, ModelConfig, read_config, read_eagle3_config
 from inflight.text.tokenizer import Tokenizer
 
 

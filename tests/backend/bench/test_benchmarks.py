@@ -14,7 +14,7 @@ import tokenizers
 
 import table
 from inflight.checkpoint.locate import locate
-from inflight.model.config import read_config
+from inflight.models.config import read_config
 from inflight.text.tokenizer import Tokenizer
 
 ROOT = Path(table.__file__).parents[1]

@@ -15,7 +15,7 @@ from inflight.config import EngineConfig, SpeculationConfig
 from inflight.cpu_runner import CpuRunner
 from inflight.drafting.source import Source, find
 from inflight.errors import ConfigError
-from inflight.model.config import read_config
+from inflight.models.config import read_config
 
 
 @pytest.fixture

@@ -22,7 +22,7 @@ from inflight.core.request import Candidate, Request, TokenEvent
 from inflight.device_batch import DeviceBatch
 from inflight.drafting.device import DeviceDrafter
 from inflight.engine import Engine, generate
-from inflight.model import llama_cuda
+from inflight.models import llama_cuda
 from inflight.sampling.params import SamplingParams
 from inflight_kernels import dense, launch
 from inflight_kernels.compile import Cubin

@@ -13,7 +13,7 @@ import torch
 import tiny
 from device_drafting import NUM_LAYERS, DraftingClaims, Rig
 from inflight.checkpoint.locate import Checkpoint
-from inflight.model.config import read_config
+from inflight.models.config import read_config
 
 pytestmark = pytest.mark.gpu
 

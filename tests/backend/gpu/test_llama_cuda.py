@@ -9,7 +9,7 @@ import torch
 
 import tiny
 from inflight.checkpoint.locate import Checkpoint
-from inflight.model import llama_cuda
+from inflight.models import llama_cuda
 from mixed_step import EVERY_ROW, SAMPLED, make_model, run
 
 pytestmark = pytest.mark.gpu

@@ -16,10 +16,10 @@ import tiny
 import tiny_gguf
 from inflight.checkpoint.locate import Checkpoint
 from inflight.errors import ConfigError
-from inflight.model.config import read_config
-from inflight.model.llama import weight_shapes
-from inflight.model.rope import RopeConfig, inverse_frequencies
-from inflight.model.weights import Weights, open_weights
+from inflight.models.config import read_config
+from inflight.models.layers.rope import RopeConfig, inverse_frequencies
+from inflight.models.llama import weight_shapes
+from inflight.models.loader import Weights, open_weights
 
 
 def open_all(checkpoint: Checkpoint) -> Weights:

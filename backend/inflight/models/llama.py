@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from inflight.checkpoint.locate import Checkpoint
-from inflight.model.config import ModelConfig
-from inflight.model.kv_cache import KVCache
-from inflight.model.rope import inverse_frequencies
-from inflight.model.weights import Place, Progress, Shape, Weights, open_weights
+from inflight.models.config import ModelConfig
+from inflight.models.kv_cache import KVCache
+from inflight.models.layers.rope import inverse_frequencies
+from inflight.models.loader import Place, Progress, Shape, Weights, open_weights
 from inflight_kernels import reference as ops
 
 

@@ -9,8 +9,8 @@ import torch
 from inflight.checkpoint.locate import Checkpoint
 from inflight.config import EngineConfig
 from inflight.errors import ConfigError
-from inflight.model.config import read_config
-from inflight.model.kv_cache import KVCache
+from inflight.models.config import read_config
+from inflight.models.kv_cache import KVCache
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from inflight.model.config import ModelConfig
-from inflight.model.rope import inverse_frequencies
+from inflight.models.config import ModelConfig
+from inflight.models.layers.rope import inverse_frequencies
 from inflight_kernels import attention, rope
 from inflight_kernels.launch import is_hopper
 from inflight_kernels.reference import rotary_tables

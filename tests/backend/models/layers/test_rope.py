@@ -10,7 +10,7 @@ import torch
 from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from inflight.model.rope import RopeConfig, inverse_frequencies
+from inflight.models.layers.rope import RopeConfig, inverse_frequencies
 
 
 def expected(

@@ -15,10 +15,10 @@ import tiny
 from eagle3_by_the_book import Head
 from inflight.checkpoint.locate import Checkpoint
 from inflight.errors import ConfigError
-from inflight.model.config import ModelConfig, read_config, read_eagle3_config
-from inflight.model.eagle3 import UNDRAFTABLE, Model
-from inflight.model.kv_cache import KVCache
-from inflight.model.llama import Model as Target
+from inflight.models.config import ModelConfig, read_config, read_eagle3_config
+from inflight.models.eagle3 import UNDRAFTABLE, Model
+from inflight.models.kv_cache import KVCache
+from inflight.models.llama import Model as Target
 from inflight_kernels.reference import plan_attention
 
 DRAFT_VOCAB_SIZE = 60

@@ -19,7 +19,7 @@ from inflight.checkpoint.gguf import GgufFile, GgufTensor
 from inflight.checkpoint.locate import Checkpoint
 from inflight.checkpoint.safetensors import StoredTensor
 from inflight.errors import ConfigError
-from inflight.model.config import ModelConfig
+from inflight.models.config import ModelConfig
 
 Progress = Callable[[str, float], None]
 Shape = tuple[int, ...]

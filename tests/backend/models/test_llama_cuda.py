@@ -12,8 +12,9 @@ import torch
 import host_kernels
 import tiny
 from inflight.checkpoint.locate import Checkpoint
-from inflight.model import cuda_attention, llama_cuda
-from inflight.model.llama_cuda import Model
+from inflight.models import llama_cuda
+from inflight.models.layers import attention
+from inflight.models.llama_cuda import Model
 from mixed_step import EVERY_ROW, NUM_TOKENS, SAMPLED, make_model, run
 
 sampled_rows = pytest.mark.parametrize("sampled", SAMPLED, ids=str)
@@ -81,8 +82,8 @@ def test_a_step_that_samples_nothing_has_no_attention_in_the_last_layer(
 
         monkeypatch.setattr(module, name, op)
 
-    counted(cuda_attention, "rope_write_kv")
-    counted(cuda_attention.attention, "attend")
+    counted(attention, "rope_write_kv")
+    counted(attention.attention, "attend")
     run(model, [])
     assert calls == ["rope_write_kv", "attend", "rope_write_kv"]
 

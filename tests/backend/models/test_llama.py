@@ -13,10 +13,10 @@ from transformers import AutoModelForCausalLM
 
 import tiny
 from inflight.checkpoint.locate import Checkpoint, locate
-from inflight.model import llama
-from inflight.model.config import read_config
-from inflight.model.kv_cache import KVCache
-from inflight.model.llama import Model
+from inflight.models import llama
+from inflight.models.config import read_config
+from inflight.models.kv_cache import KVCache
+from inflight.models.llama import Model
 from inflight_kernels.reference import plan_attention
 
 BLOCK_SIZE = 4

@@ -27,11 +27,11 @@ from torch import Tensor
 from inflight.checkpoint import safetensors
 from inflight.checkpoint.locate import Checkpoint
 from inflight.errors import ConfigError
-from inflight.model.config import Eagle3Config
-from inflight.model.kv_cache import KVCache
-from inflight.model.llama import HostPlace, LlamaWeights
-from inflight.model.rope import inverse_frequencies
-from inflight.model.weights import (
+from inflight.models.config import Eagle3Config
+from inflight.models.kv_cache import KVCache
+from inflight.models.layers.rope import inverse_frequencies
+from inflight.models.llama import HostPlace, LlamaWeights
+from inflight.models.loader import (
     Place,
     Progress,
     RandomWeights,

@@ -14,8 +14,8 @@ import tiny
 from inflight.checkpoint.locate import Checkpoint, locate
 from inflight.config import EngineConfig
 from inflight.errors import ConfigError
-from inflight.model.config import ModelConfig, read_config
-from inflight.model.rope import RopeConfig
+from inflight.models.config import ModelConfig, read_config
+from inflight.models.layers.rope import RopeConfig
 
 
 def read(folder: Path, **changes: Any) -> ModelConfig:
@@ -174,7 +174,7 @@ def test_the_pool_is_as_large_as_its_memory_allows(tmp_path: Path) -> None:
 
 
 def test_reading_settings_does_not_load_torch() -> None:
-    code = "import sys, inflight.model.config, inflight.runner; sys.exit('torch' in sys.modules)"
+    code = "import sys, inflight.models.config, inflight.runner; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 

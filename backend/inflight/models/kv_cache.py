@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from inflight.errors import ConfigError
-from inflight.model.config import ModelConfig
+from inflight.models.config import ModelConfig
 
 _NUMPY_DTYPES = {torch.float32: np.float32, torch.bfloat16: np.uint16}
 _Shape = tuple[int, ...]

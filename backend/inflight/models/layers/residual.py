@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from inflight.model.cuda_linear import Linear
+from inflight.models.layers.linear import Linear
 from inflight_kernels import norm
 from inflight_kernels.embedding import embedding
 from inflight_kernels.norm import rms_norm

@@ -18,8 +18,8 @@ from inflight.checkpoint.gguf import GgufArray, GgufFile
 from inflight.checkpoint.locate import Checkpoint
 from inflight.config import EngineConfig
 from inflight.errors import ConfigError
-from inflight.model import ARCHITECTURES
-from inflight.model.rope import RopeConfig
+from inflight.models import ARCHITECTURES
+from inflight.models.layers.rope import RopeConfig
 
 _ITEM_BYTES = {"float32": 4, "bfloat16": 2}
 
@@ -32,7 +32,7 @@ class ModelConfig:
     """The shape of one model. Counts are of the whole model, sizes are in elements.
 
     Attributes:
-        architecture: a key of `model.ARCHITECTURES`.
+        architecture: a key of `models.ARCHITECTURES`.
         rms_norm_eps: added to the mean of squares in each norm.
         max_position_embeddings: the context that the checkpoint states.
         attention_bias, mlp_bias: whether those projections have one.
@@ -250,7 +250,7 @@ def _rope_of_huggingface(raw: _Fields, max_position_embeddings: int) -> RopeConf
 
 @dataclass(frozen=True, slots=True)
 class Eagle3Config:
-    """The shape of an EAGLE-3 head (see `model.eagle3`).
+    """The shape of an EAGLE-3 head (see `models.eagle3`).
 
     Attributes:
         layer: the head's own, as a model of one layer: num_layers is 1, vocab_size the target's.

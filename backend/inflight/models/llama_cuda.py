@@ -14,14 +14,14 @@ from torch import Tensor
 from inflight.checkpoint.locate import Checkpoint
 from inflight.config import GPU_HEAD_DIMS
 from inflight.errors import ConfigError
-from inflight.model import cuda_attention, cuda_linear
-from inflight.model.config import ModelConfig
-from inflight.model.cuda_attention import Attention, Rows
-from inflight.model.cuda_linear import INVARIANT_ROWS, Linear
-from inflight.model.cuda_residual import Residual, WideResidual
-from inflight.model.kv_cache import KVCache
-from inflight.model.llama import Layer, load_weights, weight_shapes
-from inflight.model.weights import Progress, open_weights
+from inflight.models.config import ModelConfig
+from inflight.models.kv_cache import KVCache
+from inflight.models.layers import attention, linear
+from inflight.models.layers.attention import Attention, Rows
+from inflight.models.layers.linear import INVARIANT_ROWS, Linear
+from inflight.models.layers.residual import Residual, WideResidual
+from inflight.models.llama import Layer, load_weights, weight_shapes
+from inflight.models.loader import Progress, open_weights
 from inflight_kernels import embedding as embeddings
 from inflight_kernels.embedding import embedding
 
@@ -50,7 +50,7 @@ def kernels_of(
     return [
         *layer_kernels_of(config, dtype, max_tokens=max_tokens, batch_invariant=batch_invariant),
         *_residual_kind(config).kernels_of(config.hidden_size, dtype),
-        *cuda_linear.kernels_of(head, dtype, torch.float32, False, max_rows, batch_invariant),
+        *linear.kernels_of(head, dtype, torch.float32, False, max_rows, batch_invariant),
     ]
 
 
@@ -59,14 +59,14 @@ def layer_kernels_of(
 ) -> list[tuple[str, str]]:
     """The same of the tokens and the layers, but for their norms."""
     hidden, q_width = config.hidden_size, config.num_heads * config.head_dim
-    found = cuda_attention.kernels_of(config, dtype)
+    found = attention.kernels_of(config, dtype)
     for shape, gated in (
         ((2 * config.intermediate_size, hidden), True),
         ((q_width + 2 * config.num_kv_heads * config.head_dim, hidden), False),
         ((hidden, q_width), False),
         ((hidden, config.intermediate_size), False),
     ):
-        found += cuda_linear.kernels_of(shape, dtype, dtype, gated, max_tokens, batch_invariant)
+        found += linear.kernels_of(shape, dtype, dtype, gated, max_tokens, batch_invariant)
     return found + embeddings.kernels_of(torch.int64)
 
 

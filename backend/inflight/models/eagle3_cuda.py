@@ -1,4 +1,4 @@
-"""An EAGLE-3 head on a GPU (see `model.eagle3`), in buffers that stay where they are.
+"""An EAGLE-3 head on a GPU (see `models.eagle3`), in buffers that stay where they are.
 
 As in `llama_cuda`, nothing is allocated in a pass and nothing waits for the host.
 """
@@ -11,15 +11,15 @@ from torch import Tensor
 from inflight.checkpoint.locate import Checkpoint
 from inflight.config import GPU_HEAD_DIMS
 from inflight.errors import ConfigError
-from inflight.model import cuda_linear
-from inflight.model.config import Eagle3Config
-from inflight.model.cuda_attention import Attention, Rows
-from inflight.model.cuda_linear import INVARIANT_ROWS, Linear
-from inflight.model.eagle3 import UNDRAFTABLE, load_head
-from inflight.model.kv_cache import KVCache
-from inflight.model.llama import LlamaWeights
-from inflight.model.llama_cuda import DevicePlace, layer_kernels_of
-from inflight.model.weights import Progress
+from inflight.models.config import Eagle3Config
+from inflight.models.eagle3 import UNDRAFTABLE, load_head
+from inflight.models.kv_cache import KVCache
+from inflight.models.layers import linear
+from inflight.models.layers.attention import Attention, Rows
+from inflight.models.layers.linear import INVARIANT_ROWS, Linear
+from inflight.models.llama import LlamaWeights
+from inflight.models.llama_cuda import DevicePlace, layer_kernels_of
+from inflight.models.loader import Progress
 from inflight_kernels import norm
 from inflight_kernels.embedding import embedding
 from inflight_kernels.norm import rms_norm
@@ -47,7 +47,7 @@ def kernels_of(
         (fuse, dtype, max_tokens),
         ((config.draft_vocab_size, hidden), torch.float32, max_chunks),
     ):
-        found += cuda_linear.kernels_of(shape, dtype, out_dtype, False, most, batch_invariant)
+        found += linear.kernels_of(shape, dtype, out_dtype, False, most, batch_invariant)
     return found + norm.kernels_of(hidden, dtype, dtype, adds=False)
 
 
