@@ -17,7 +17,7 @@ from inflight.core.sequence import Sequence
 from inflight.errors import RequestError
 from inflight.output import Ends, OutputStage
 from inflight.sampling.params import MAX_LOGPROBS
-from inflight.scheduler import Scheduler
+from inflight.scheduling.scheduler import Scheduler
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,7 +31,7 @@ from inflight.models.config import ModelConfig
 from inflight.models.kv_cache import KVCache
 from inflight.row_masks import RowMasks
 from inflight.sampling.params import SamplingParams
-from inflight.speculation import StepCosts
+from inflight.scheduling.draft_budget import StepCosts
 from inflight_kernels import reference as ops
 from inflight_kernels.reference_sampling import FINE
 from inflight_kernels.reference_sampling import NOT_FINITE as NOT_FINITE_STATUS

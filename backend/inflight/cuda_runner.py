@@ -35,7 +35,7 @@ from inflight.models.kv_cache import KVCache
 from inflight.models.layers.attention import Rows
 from inflight.row_masks import RowMasks
 from inflight.sampling.logit_adjustments import BANNED
-from inflight.speculation import StepCosts
+from inflight.scheduling.draft_budget import StepCosts
 from inflight.step_size import StepSize, recorded_sizes, row_counts, verification_sizes
 from inflight_kernels import batch_state, cache, sampling
 from inflight_kernels.compile import CompileError

@@ -34,8 +34,8 @@ from inflight.errors import CapacityError, EngineError, InflightError, RequestEr
 from inflight.output import OutputStage, bad_word_ids
 from inflight.runner import PendingStep, Runner
 from inflight.sampling.params import DRY_SEQUENCE_BREAKERS
-from inflight.scheduler import Scheduler
-from inflight.speculation import Speculation
+from inflight.scheduling.draft_budget import Speculation
+from inflight.scheduling.scheduler import Scheduler
 from inflight.stats import Stats
 from inflight.text.detokenize import Detokenizer
 from inflight.text.dry_breakers import Breakers

@@ -19,7 +19,7 @@ from inflight.core.batch import Batch, Done, StepOutput
 from inflight.core.sequence import Sequence
 from inflight.errors import ConfigError
 from inflight.models.config import ModelConfig, read_config
-from inflight.speculation import StepCosts
+from inflight.scheduling.draft_budget import StepCosts
 
 Progress = Callable[[str, float], None]
 

@@ -23,7 +23,7 @@ from inflight.core.sequence import Sequence
 from inflight.device_batch import DeviceBatch, Needs, Sent
 from inflight.engine import Engine, generate
 from inflight.sampling.params import SamplingParams
-from inflight.speculation import StepCosts
+from inflight.scheduling.draft_budget import StepCosts
 from inflight.step_size import StepSize
 from inflight_kernels import sampling
 from inflight_kernels.batch_state import FROM_DEVICE

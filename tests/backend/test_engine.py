@@ -18,7 +18,7 @@ from inflight.core.request import FinishReason, Request, TokenEvent
 from inflight.engine import MAX_FAILURES_IN_A_ROW, Engine, generate
 from inflight.errors import CapacityError, RequestError
 from inflight.sampling.params import SamplingParams
-from inflight.speculation import StepCosts
+from inflight.scheduling.draft_budget import StepCosts
 
 EOS = 99
 

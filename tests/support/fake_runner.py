@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 from inflight.core.batch import Batch, Chunk, Done, StepOutput
 from inflight.core.request import Candidate
 from inflight.core.sequence import Sequence
-from inflight.speculation import StepCosts
+from inflight.scheduling.draft_budget import StepCosts
 
 
 class CountingRunner:

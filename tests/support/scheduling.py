@@ -9,7 +9,7 @@ from inflight.core.request import Candidate, Request
 from inflight.core.sequence import Sequence
 from inflight.output import OutputStage
 from inflight.sampling.params import SamplingParams
-from inflight.scheduler import Scheduler
+from inflight.scheduling.scheduler import Scheduler
 
 
 def sequence(

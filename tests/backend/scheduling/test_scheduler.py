@@ -12,7 +12,7 @@ from inflight.core.request import Request
 from inflight.core.sequence import Sequence, Status
 from inflight.errors import CapacityError, EngineError, RequestError
 from inflight.sampling.params import SamplingParams
-from inflight.scheduler import Scheduler
+from inflight.scheduling.scheduler import Scheduler
 from scheduling import (
     lengths,
     prompt,

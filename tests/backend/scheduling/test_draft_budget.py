@@ -10,7 +10,7 @@ from inflight.core.batch import Batch, Chunk, StepOutput
 from inflight.core.request import AUTO_DRAFTS, Request
 from inflight.core.sequence import Sequence
 from inflight.sampling.params import SamplingParams
-from inflight.speculation import Speculation, StepCosts
+from inflight.scheduling.draft_budget import Speculation, StepCosts
 
 # A step that reads its weights whatever it computes, and one that computes.
 FLAT = StepCosts((1, 64), (1.0, 1.0))
