@@ -24,11 +24,11 @@ import torch
 import transformers
 
 import result
-from inflight import runner as runners
 from inflight.checkpoint.locate import Checkpoint, locate
 from inflight.config import EngineConfig
 from inflight.core.request import Request
 from inflight.engine import Engine, generate
+from inflight.execution import runner as runners
 from inflight.sampling.params import SamplingParams
 
 PROMPT_LEN = 64

@@ -118,8 +118,8 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
         model: a GGUF file, a Hugging Face folder, or `package:NAME` for a checkpoint that an
             installed Python package carries. A relative path is relative to the file it stands in.
         device: `cpu`; `cuda`, one NVIDIA GPU; `auto`, the GPU if there is one that can run the
-            model (see `runner.place`); `echo` answers each prompt with itself, at no cost,
-            to test what is around an engine.
+            model (see `runner.place`); `echo` answers each prompt with itself, at no cost, to test
+            what is around an engine.
         dtype: of weights, activations and KV cache; `auto` is float32 on a CPU and bfloat16, the
             only one there, on a GPU.
         num_threads: CPU threads of the engine; None for all cores.

@@ -31,8 +31,8 @@ from inflight.core.request import AUTO_DRAFTS, FinishReason, Request, TokenEvent
 from inflight.core.sequence import Sequence, Status
 from inflight.delivery import DeliveryWatch
 from inflight.errors import CapacityError, EngineError, InflightError, RequestError
+from inflight.execution.runner import PendingStep, Runner
 from inflight.output import OutputStage, bad_word_ids
-from inflight.runner import PendingStep, Runner
 from inflight.sampling.params import DRY_SEQUENCE_BREAKERS
 from inflight.scheduling.draft_budget import Speculation
 from inflight.scheduling.scheduler import Scheduler

@@ -19,11 +19,11 @@ from inflight.checkpoint.locate import Checkpoint, locate
 from inflight.config import EngineConfig, SpeculationConfig
 from inflight.core.output_constraint import StructuredOutput
 from inflight.core.request import FinishReason, Request, TokenEvent
-from inflight.cuda_runner import CudaRunner
 from inflight.engine import Engine, generate
 from inflight.errors import RequestError
+from inflight.execution.cuda_runner import CudaRunner
+from inflight.execution.runner import build
 from inflight.models.config import read_config
-from inflight.runner import build
 from inflight.sampling.params import SamplingParams
 from inflight.text.detokenize import Detokenizer
 from inflight.text.tokenizer import Tokenizer

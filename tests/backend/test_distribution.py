@@ -12,13 +12,13 @@ import numpy.typing as npt
 import pytest
 import torch
 
-from inflight import cpu_runner
-from inflight.choice import Choices, Row, choose
 from inflight.core.batch import Batch, Chunk, StepOutput
 from inflight.core.request import Request
 from inflight.core.sequence import Sequence
-from inflight.cpu_runner import CpuRunner
-from inflight.row_masks import RowMasks
+from inflight.execution import cpu_runner
+from inflight.execution.cpu_runner import CpuRunner
+from inflight.execution.grammar_masks import RowMasks
+from inflight.execution.sampler import Choices, Row, choose
 from inflight.sampling.params import SamplingParams
 
 VOCAB_SIZE = 8

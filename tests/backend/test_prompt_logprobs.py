@@ -20,12 +20,12 @@ from inflight.checkpoint.locate import Checkpoint
 from inflight.config import EngineConfig, SpeculationConfig
 from inflight.core.batch import Batch
 from inflight.core.request import Candidate, FinishReason, Request, TokenEvent
-from inflight.cpu_runner import CpuRunner
-from inflight.cuda_runner import CudaRunner
 from inflight.engine import Engine, generate
 from inflight.errors import RequestError
+from inflight.execution.cpu_runner import CpuRunner
+from inflight.execution.cuda_runner import CudaRunner
+from inflight.execution.runner import PendingStep, Runner
 from inflight.models.config import read_config
-from inflight.runner import PendingStep, Runner
 from inflight.sampling.params import SamplingParams
 
 SHAPE = {

@@ -9,13 +9,13 @@ import time
 import jsonschema
 import pytest
 
-from inflight import runner as runners
 from inflight.checkpoint.locate import locate
 from inflight.config import EngineConfig, SpeculationConfig
 from inflight.core.output_constraint import parse
 from inflight.core.request import FinishReason, Request, TokenEvent
 from inflight.engine import Engine
 from inflight.errors import RequestError
+from inflight.execution import runner as runners
 from inflight.sampling.params import SamplingParams
 from inflight.text.detokenize import Detokenizer
 from inflight.text.tokenizer import Tokenizer

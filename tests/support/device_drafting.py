@@ -17,11 +17,11 @@ from safetensors.torch import load_file
 
 import tiny
 from eagle3_by_the_book import Head
-from inflight import runner as runners
 from inflight.checkpoint.locate import Checkpoint
 from inflight.config import EngineConfig, SpeculationConfig
 from inflight.core.request import Request
 from inflight.engine import Engine, generate
+from inflight.execution import runner as runners
 from inflight.sampling.params import SamplingParams
 from watched import Watched, generate_twice
 

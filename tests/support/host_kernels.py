@@ -17,8 +17,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from inflight import cuda_runner, device_batch, likeliest
-from inflight.drafting import device_model
+from inflight.execution import cuda_runner, device_batch
+from inflight.execution import top_logprobs as logprobs_of_steps
+from inflight.execution.drafters import device_model
 from inflight.models import eagle3_cuda, llama_cuda
 from inflight.models.layers import attention, residual
 from inflight_kernels import drafting, reference, reference_sampling, sampling
@@ -35,7 +36,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (cuda_runner, device_model):
         monkeypatch.setattr(module, "torch", host_torch)
         monkeypatch.setattr(module, "captured", Recorded)
-    monkeypatch.setattr(likeliest, "torch", host_torch)
+    monkeypatch.setattr(logprobs_of_steps, "torch", host_torch)
     monkeypatch.setattr(cuda_runner, "_DTYPE", torch.float32)
     monkeypatch.setattr(cuda_runner, "kernels_of", lambda *shape: [])
     monkeypatch.setattr(cuda_runner, "compile_ahead", lambda kernels: None)

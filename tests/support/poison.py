@@ -14,8 +14,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from inflight.cuda_runner import CudaRunner
-from inflight.device_batch import RING, DeviceBatch, Sent
+from inflight.execution.cuda_runner import CudaRunner
+from inflight.execution.device_batch import RING, DeviceBatch, Sent
 
 _UNFIT = (-7, 1, 123_456_789, 0x3FFFFFFF)
 

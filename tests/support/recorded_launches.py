@@ -17,8 +17,8 @@ from torch import Tensor
 
 import host_kernels
 import inflight_kernels
-from inflight import cuda_runner, likeliest
-from inflight.drafting import device_model
+from inflight.execution import cuda_runner, top_logprobs
+from inflight.execution.drafters import device_model
 from inflight.models import loader
 
 Launched = dict[tuple[str, str], None]
@@ -66,7 +66,7 @@ def install(
     for owner in (cuda_runner, device_model):
         monkeypatch.setattr(owner, "torch", meta_torch)
         monkeypatch.setattr(owner, "captured", host_kernels.Recorded)
-    monkeypatch.setattr(likeliest, "torch", meta_torch)
+    monkeypatch.setattr(top_logprobs, "torch", meta_torch)
     monkeypatch.setattr(loader.RandomWeights, "read", _read)
     return launched
 

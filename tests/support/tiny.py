@@ -15,7 +15,7 @@ from inflight.config import EngineConfig
 from inflight.core.batch import Batch, Chunk, StepOutput
 from inflight.core.request import Request
 from inflight.core.sequence import Sequence
-from inflight.runner import Runner, build
+from inflight.execution.runner import Runner, build
 from inflight.sampling.params import SamplingParams
 
 SETTINGS: dict[str, Any] = {

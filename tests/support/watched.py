@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 
 from inflight.core.request import Request
-from inflight.device_batch import DeviceBatch
-from inflight.drafting.device import DeviceDrafter
 from inflight.engine import Engine, generate
+from inflight.execution.device_batch import DeviceBatch
+from inflight.execution.drafters.device import DeviceDrafter
 
 
 class Watched(DeviceDrafter):

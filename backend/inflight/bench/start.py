@@ -19,12 +19,12 @@ from pathlib import Path
 from typing import Any
 
 from inflight import config as settings
-from inflight import runner as runners
 from inflight.bench.rows import Row
 from inflight.checkpoint.locate import locate
 from inflight.config import EngineConfig
 from inflight.engine import Engine, generate
 from inflight.errors import EngineError
+from inflight.execution import runner as runners
 
 
 @dataclass(frozen=True, slots=True)

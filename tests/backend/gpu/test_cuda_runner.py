@@ -14,14 +14,14 @@ import pytest
 import torch
 
 import tiny
-from inflight import cuda_runner
-from inflight import runner as runners
 from inflight.checkpoint.locate import Checkpoint
 from inflight.config import EngineConfig, SpeculationConfig
 from inflight.core.request import Candidate, Request, TokenEvent
-from inflight.device_batch import DeviceBatch
-from inflight.drafting.device import DeviceDrafter
 from inflight.engine import Engine, generate
+from inflight.execution import cuda_runner
+from inflight.execution import runner as runners
+from inflight.execution.device_batch import DeviceBatch
+from inflight.execution.drafters.device import DeviceDrafter
 from inflight.models import llama_cuda
 from inflight.sampling.params import SamplingParams
 from inflight_kernels import dense, launch

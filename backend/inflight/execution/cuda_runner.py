@@ -22,21 +22,26 @@ from inflight.config import EngineConfig
 from inflight.core.batch import NOT_FINITE, NOTHING_LEFT, Batch, StepOutput
 from inflight.core.request import Candidate
 from inflight.core.sequence import Sequence
-from inflight.device_batch import DeviceBatch, Needs, Sent
-from inflight.drafting import device as drafters
-from inflight.drafting.ngram import NgramDrafter
-from inflight.drafting.source import Source, find
 from inflight.errors import ConfigError
 from inflight.execution.cuda_graph import captured
-from inflight.likeliest import Likeliest
+from inflight.execution.device_batch import DeviceBatch, Needs, Sent
+from inflight.execution.drafters import device as drafters
+from inflight.execution.drafters.ngram import NgramDrafter
+from inflight.execution.drafters.source import Source, find
+from inflight.execution.grammar_masks import RowMasks
+from inflight.execution.graph_buckets import (
+    StepSize,
+    recorded_sizes,
+    row_counts,
+    verification_sizes,
+)
+from inflight.execution.top_logprobs import Likeliest
 from inflight.models import CUDA_ARCHITECTURES
 from inflight.models.config import ModelConfig
 from inflight.models.kv_cache import KVCache
 from inflight.models.layers.attention import Rows
-from inflight.row_masks import RowMasks
 from inflight.sampling.logit_adjustments import BANNED
 from inflight.scheduling.draft_budget import StepCosts
-from inflight.step_size import StepSize, recorded_sizes, row_counts, verification_sizes
 from inflight_kernels import batch_state, cache, sampling
 from inflight_kernels.compile import CompileError
 from inflight_kernels.launch import compile_ahead

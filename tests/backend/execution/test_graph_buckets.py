@@ -8,7 +8,7 @@ from hypothesis import given
 
 import tiny
 from inflight.core.batch import Batch, Chunk
-from inflight.step_size import StepSize, recorded_sizes, row_counts
+from inflight.execution.graph_buckets import StepSize, recorded_sizes, row_counts
 
 MAX_NUM_SEQS, MAX_DRAFTS = 64, 5
 MAX_ROWS = MAX_NUM_SEQS + 100

@@ -159,10 +159,10 @@ def build(
     if config.device == "cuda":
         if not _has_compiler():
             raise ConfigError(f"device: {_NO_COMPILER}")
-        from inflight.cuda_runner import CudaRunner
+        from inflight.execution.cuda_runner import CudaRunner
 
         return CudaRunner(config, checkpoint, model, progress), model
-    from inflight.cpu_runner import CpuRunner
+    from inflight.execution.cpu_runner import CpuRunner
 
     return CpuRunner(config, checkpoint, model, progress), model
 

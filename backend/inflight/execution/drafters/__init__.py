@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Protocol
 from inflight.config import EngineConfig
 from inflight.core.batch import Batch, BatchArrays, Chunk, StepOutput
 from inflight.core.sequence import Sequence
-from inflight.drafting.source import Source
+from inflight.execution.drafters.source import Source
 
 if TYPE_CHECKING:
     import torch
@@ -85,14 +85,14 @@ def build(source: Source, target: Target) -> Drafter:
     """
     settings = source.settings
     if settings.drafter == "ngram":
-        from inflight.drafting.ngram import NgramDrafter
+        from inflight.execution.drafters.ngram import NgramDrafter
 
         return NgramDrafter(settings.max_match, settings.min_match)
     if settings.drafter == "eagle3":
-        from inflight.drafting.eagle3 import Eagle3Drafter
+        from inflight.execution.drafters.eagle3 import Eagle3Drafter
 
         return Eagle3Drafter.load(source, target)
-    from inflight.drafting.model import ModelDrafter
+    from inflight.execution.drafters.draft_model import ModelDrafter
 
     if settings.drafter == "self":
         return ModelDrafter(target.model, target.cache, settings.num_layers)

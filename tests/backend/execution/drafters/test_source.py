@@ -12,9 +12,9 @@ import tokenizers
 import tiny
 from inflight.checkpoint.locate import Checkpoint
 from inflight.config import EngineConfig, SpeculationConfig
-from inflight.cpu_runner import CpuRunner
-from inflight.drafting.source import Source, find
 from inflight.errors import ConfigError
+from inflight.execution.cpu_runner import CpuRunner
+from inflight.execution.drafters.source import Source, find
 from inflight.models.config import read_config
 
 

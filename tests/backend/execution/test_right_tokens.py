@@ -10,11 +10,11 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from inflight import runner as runners
 from inflight.checkpoint.locate import Checkpoint, locate
 from inflight.config import EngineConfig
 from inflight.core.request import Request
 from inflight.engine import Engine, generate
+from inflight.execution import runner as runners
 from inflight.sampling.params import SamplingParams
 from inflight.text.tokenizer import Tokenizer
 from prompts import PROMPTS

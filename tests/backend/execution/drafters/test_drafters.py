@@ -14,12 +14,12 @@ from transformers import AutoModelForCausalLM
 
 import tiny
 from eagle3_by_the_book import Head
-from inflight import runner as runners
 from inflight.checkpoint.locate import Checkpoint
 from inflight.config import EngineConfig, SpeculationConfig
 from inflight.core.batch import Chunk
 from inflight.core.request import Request
 from inflight.engine import Engine, generate
+from inflight.execution import runner as runners
 from inflight.sampling.params import SamplingParams
 
 SHAPE = {"num_hidden_layers": 5}

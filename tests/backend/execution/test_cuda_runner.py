@@ -13,19 +13,19 @@ import torch
 import host_kernels
 import recorded_launches
 import tiny
-from inflight import cuda_runner
-from inflight import runner as runners
 from inflight.checkpoint.locate import Checkpoint, locate
 from inflight.config import EngineConfig, SpeculationConfig
 from inflight.core.batch import Batch
 from inflight.core.request import Request
 from inflight.core.sequence import Sequence
-from inflight.cuda_runner import CudaRunner
 from inflight.engine import Engine, generate
 from inflight.errors import ConfigError
+from inflight.execution import cuda_runner
+from inflight.execution import runner as runners
+from inflight.execution.cuda_runner import CudaRunner
+from inflight.execution.graph_buckets import StepSize
 from inflight.models.config import read_config
 from inflight.sampling.params import SamplingParams
-from inflight.step_size import StepSize
 
 
 def test_without_a_gpu_the_error_says_so(

@@ -60,7 +60,7 @@ class Choices:
         logprobs: of these, under the model's own distribution, before penalties and temperature.
         statuses: FINE, NOT_FINITE or NOTHING_LEFT of `inflight_kernels.reference_sampling`.
         candidates: what the sequence's num_candidates, or num_prompt_logprobs, asks for (see
-            `core.request.Candidate`); [] where it asks for nothing.
+            `Candidate`); [] where it asks for nothing.
     """
 
     token_ids: list[int]

@@ -13,16 +13,16 @@ import pytest
 
 import host_kernels
 from device_drafting import Rig, small_rig
-from inflight import runner as runners
 from inflight.checkpoint.locate import Checkpoint
 from inflight.config import EngineConfig
 from inflight.core.batch import Batch
 from inflight.core.request import Candidate, Request
-from inflight.cuda_runner import CudaRunner
 from inflight.engine import Engine
+from inflight.execution import runner as runners
+from inflight.execution.cuda_runner import CudaRunner
+from inflight.execution.graph_buckets import StepSize
 from inflight.models import llama_cuda
 from inflight.sampling.params import SamplingParams
-from inflight.step_size import StepSize
 from poison import poison_memory, poison_steps
 
 VOCAB_SIZE = 160

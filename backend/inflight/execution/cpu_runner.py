@@ -10,9 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from inflight import drafting
 from inflight.checkpoint.locate import Checkpoint
-from inflight.choice import Row, choose
 from inflight.config import EngineConfig
 from inflight.core.batch import (
     NOT_FINITE,
@@ -25,11 +23,13 @@ from inflight.core.batch import (
 )
 from inflight.core.request import Request
 from inflight.core.sequence import Sequence
-from inflight.drafting import source as drafters
+from inflight.execution import drafters
+from inflight.execution.drafters.source import find
+from inflight.execution.grammar_masks import RowMasks
+from inflight.execution.sampler import Row, choose
 from inflight.models import ARCHITECTURES
 from inflight.models.config import ModelConfig
 from inflight.models.kv_cache import KVCache
-from inflight.row_masks import RowMasks
 from inflight.sampling.params import SamplingParams
 from inflight.scheduling.draft_budget import StepCosts
 from inflight_kernels import reference as ops
@@ -67,7 +67,7 @@ class CpuRunner:
     ) -> None:
         if config.num_threads is not None:
             torch.set_num_threads(config.num_threads)
-        source = drafters.find(config, checkpoint, model)
+        source = find(config, checkpoint, model)
         mirror_bytes = 0 if source is None else source.block_bytes(config)
         self.num_blocks = model.num_blocks(config, mirror_bytes=mirror_bytes)
         self.block_size = config.block_size
@@ -81,13 +81,13 @@ class CpuRunner:
         architecture = importlib.import_module(ARCHITECTURES[model.architecture])
         max_len = model.max_model_len(config)
         self._model = architecture.Model(checkpoint, model, self._dtype, max_len, progress)
-        self.drafter: drafting.Drafter | None = None
+        self.drafter: drafters.Drafter | None = None
         self._caches = [self._cache]
         if source is not None:
-            target = drafting.Target(
+            target = drafters.Target(
                 self._model, self._cache, config, self._dtype, max_len, self.num_blocks, progress
             )
-            self.drafter = drafting.build(source, target)
+            self.drafter = drafters.build(source, target)
             self._caches += self.drafter.caches
             self.step_costs = self._measure_costs(min(source.settings.max_drafts, max_len - 2))
 

@@ -11,9 +11,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from inflight.choice import Row, choose
 from inflight.core.request import Candidate, Request
 from inflight.core.sequence import Sequence
+from inflight.execution.sampler import Row, choose
 from inflight.sampling.logit_adjustments import Shaping
 from inflight.sampling.params import SamplingParams
 from inflight.sampling.repetition import DryPenalty, RepeatedNgrams

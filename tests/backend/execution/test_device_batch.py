@@ -15,16 +15,16 @@ import numpy as np
 import pytest
 import torch
 
-from inflight import device_batch
 from inflight.config import EngineConfig, SpeculationConfig
 from inflight.core.batch import Batch, Chunk, StepOutput
 from inflight.core.request import Request
 from inflight.core.sequence import Sequence
-from inflight.device_batch import DeviceBatch, Needs, Sent
 from inflight.engine import Engine, generate
+from inflight.execution import device_batch
+from inflight.execution.device_batch import DeviceBatch, Needs, Sent
+from inflight.execution.graph_buckets import StepSize
 from inflight.sampling.params import SamplingParams
 from inflight.scheduling.draft_budget import StepCosts
-from inflight.step_size import StepSize
 from inflight_kernels import sampling
 from inflight_kernels.batch_state import FROM_DEVICE
 

@@ -1,4 +1,4 @@
-"""Drafts by models on the GPU (see `drafting.model` and `drafting.eagle3`).
+"""Drafts by models on the GPU (see `draft_model` and `eagle3`).
 
 A drafting is a chain of passes with one token of each sequence: the model, the choice, a kernel
 that keeps the choice and prepares the next pass. A CUDA graph holds a whole drafting.
@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from inflight.config import EngineConfig
-from inflight.device_batch import DeviceBatch
-from inflight.drafting.device import DeviceDrafter, DeviceTarget
-from inflight.drafting.source import Source
 from inflight.execution.cuda_graph import captured
+from inflight.execution.device_batch import DeviceBatch
+from inflight.execution.drafters.device import DeviceDrafter, DeviceTarget
+from inflight.execution.drafters.source import Source
 from inflight.models import CUDA_ARCHITECTURES, eagle3_cuda
 from inflight.models.eagle3_cuda import Model as Head
 from inflight.models.kv_cache import KVCache

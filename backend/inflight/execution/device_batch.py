@@ -20,9 +20,9 @@ from torch import Tensor
 
 from inflight.core.batch import Batch, Chunk
 from inflight.core.sequence import Sequence
-from inflight.row_masks import RowMasks
+from inflight.execution.grammar_masks import RowMasks
+from inflight.execution.graph_buckets import StepSize
 from inflight.sampling.logit_adjustments import Adjustment
-from inflight.step_size import StepSize
 from inflight_kernels import batch_state, cache, sampling
 from inflight_kernels.batch_state import FROM_DEVICE, BatchState, Step, StepLayout
 

@@ -12,12 +12,12 @@ import importlib
 
 import torch
 
-from inflight.choice import Row, choose
 from inflight.core.batch import Batch, BatchArrays, Chunk, StepOutput
 from inflight.core.sequence import Sequence
-from inflight.drafting import Target
-from inflight.drafting.rows import Rows
-from inflight.drafting.source import Source
+from inflight.execution.drafters import Target
+from inflight.execution.drafters.rows import Rows
+from inflight.execution.drafters.source import Source
+from inflight.execution.sampler import Row, choose
 from inflight.models import ARCHITECTURES
 from inflight.models.kv_cache import KVCache
 from inflight.models.llama import Model

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from inflight.config import EngineConfig
-from inflight.device_batch import DeviceBatch
-from inflight.drafting.source import Source
+from inflight.execution.device_batch import DeviceBatch
+from inflight.execution.drafters.source import Source
 from inflight.models.kv_cache import KVCache
 from inflight.models.layers.attention import Rows
 from inflight_kernels import drafting, sampling
@@ -97,7 +97,7 @@ class DeviceDrafter:
 
 
 class NgramDrafter(DeviceDrafter):
-    """Finds the latest earlier place of the last tokens (see `drafting.ngram`)."""
+    """Finds the latest earlier place of the last tokens (see `drafters.ngram`)."""
 
     def __init__(self, max_match: int, min_match: int) -> None:
         super().__init__()
@@ -131,7 +131,7 @@ def kernels_of(
     """
     if source.settings.drafter == "ngram":
         return drafting.kernels_of(passes=False)
-    from inflight.drafting import device_model
+    from inflight.execution.drafters import device_model
 
     return device_model.kernels_of(source, config, dtype, max_rows)
 
@@ -146,7 +146,7 @@ def build(source: Source, target: DeviceTarget) -> DeviceDrafter:
     settings = source.settings
     if settings.drafter == "ngram":
         return NgramDrafter(settings.max_match, settings.min_match)
-    from inflight.drafting import device_model
+    from inflight.execution.drafters import device_model
 
     if settings.drafter == "eagle3":
         return device_model.Eagle3Drafter(source, target)

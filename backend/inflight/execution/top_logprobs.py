@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from inflight.core.request import Candidate
-from inflight.device_batch import RING
+from inflight.execution.device_batch import RING
 from inflight_kernels import batch_state, sampling
 
 
