@@ -27,7 +27,7 @@ import result
 from inflight.bench import start
 from inflight.config import EngineConfig
 from inflight.core.request import Request
-from inflight.engine import Engine
+from inflight.engine.engine import Engine
 from inflight.sampling.params import SamplingParams
 
 SHAPE = result.ROOT / "benchmarks/models/llama-3.1-8b"

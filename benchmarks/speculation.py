@@ -34,7 +34,7 @@ from inflight.bench.rows import Row
 from inflight.checkpoint.locate import locate
 from inflight.config import EngineConfig, SpeculationConfig
 from inflight.core.request import AUTO_DRAFTS, Request
-from inflight.engine import Engine, generate
+from inflight.engine.engine import Engine, generate
 from inflight.sampling.params import SamplingParams
 from inflight.text.chat import encode_chat
 from inflight.text.tokenizer import Tokenizer

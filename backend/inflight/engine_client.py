@@ -23,9 +23,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from inflight.core.request import Request, TokenEvent
+from inflight.engine.stats import Stats
 from inflight.errors import CapacityError, ConfigError, EngineError, from_kind
 from inflight.processes import Process
-from inflight.stats import Stats
 from inflight.wire import (
     PROTOCOL,
     Cancel,

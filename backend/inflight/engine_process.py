@@ -26,7 +26,7 @@ from inflight import config as settings
 from inflight import log
 from inflight.checkpoint.locate import locate
 from inflight.core.request import TokenEvent
-from inflight.engine import Engine
+from inflight.engine.engine import Engine
 from inflight.errors import EngineError, InflightError
 from inflight.processes import Process
 from inflight.wire import (
@@ -45,7 +45,7 @@ from inflight.wire import (
     Welcome,
 )
 
-logger = logging.getLogger("inflight.engine")
+logger = logging.getLogger("inflight.engine.engine")
 
 # A stub that died is replaced within about 2 s; the prefix cache outlives it.
 LAST_FRONT_GRACE_S = 3.0

@@ -13,8 +13,8 @@ import struct
 import msgspec
 
 from inflight.core.request import Request, TokenEvent
+from inflight.engine.stats import Stats
 from inflight.errors import InflightError
-from inflight.stats import Stats
 
 PROTOCOL = 5
 MAX_FRAME = 64 << 20

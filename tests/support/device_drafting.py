@@ -20,7 +20,7 @@ from eagle3_by_the_book import Head
 from inflight.checkpoint.locate import Checkpoint
 from inflight.config import EngineConfig, SpeculationConfig
 from inflight.core.request import Request
-from inflight.engine import Engine, generate
+from inflight.engine.engine import Engine, generate
 from inflight.execution import runner as runners
 from inflight.sampling.params import SamplingParams
 from watched import Watched, generate_twice

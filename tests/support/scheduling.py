@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from fake_runner import NUM_NAMED, PagedRunner, score
-from inflight.beams import BeamGroup
 from inflight.core.batch import Batch, Chunk
 from inflight.core.request import Candidate, Request
 from inflight.core.sequence import Sequence
-from inflight.output import OutputStage
+from inflight.engine.beam_search import BeamGroup
+from inflight.engine.output import OutputStage
 from inflight.sampling.params import SamplingParams
 from inflight.scheduling.scheduler import Scheduler
 

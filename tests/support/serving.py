@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from inflight import engine_client, repository
+from inflight.engine.stats import Stats
 from inflight.engine_client import EngineClient
 from inflight.server import Server
-from inflight.stats import Stats
 from kserve import ask, request, tensor, text
 
 CANARY = "The canary sings."

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from inflight.core.request import Request
-from inflight.engine import Engine, generate
+from inflight.engine.engine import Engine, generate
 from inflight.execution.device_batch import DeviceBatch
 from inflight.execution.drafters.device import DeviceDrafter
 

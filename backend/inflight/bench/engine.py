@@ -18,7 +18,7 @@ from inflight.bench import start as starting
 from inflight.bench.bars import Bars
 from inflight.bench.rows import START, Row
 from inflight.checkpoint.locate import locate
-from inflight.engine import Engine, generate
+from inflight.engine.engine import Engine, generate
 from inflight.errors import ConfigError
 
 MAX_BATCH_TOKENS = 8192

@@ -19,7 +19,7 @@ from inflight.bench.engine import EngineBench, OnProgress, check_fits
 from inflight.bench.rows import Row
 from inflight.bench.trace import Profile, StepProfile
 from inflight.core.request import TokenEvent
-from inflight.engine import Engine
+from inflight.engine.engine import Engine
 from inflight.errors import ConfigError, EngineError
 
 # Steps before the traced ones, with all requests decoding: graphs and clocks settle.
@@ -40,7 +40,7 @@ def run(
     folder in it for each.
 
     Args:
-        raw: settings as in engine.json; see `engine.engine_settings`.
+        raw: settings as in engine.json; see `engine.engine.engine_settings`.
         num_steps: decode steps to average over.
 
     Raises:

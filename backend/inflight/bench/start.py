@@ -22,7 +22,7 @@ from inflight import config as settings
 from inflight.bench.rows import Row
 from inflight.checkpoint.locate import locate
 from inflight.config import EngineConfig
-from inflight.engine import Engine, generate
+from inflight.engine.engine import Engine, generate
 from inflight.errors import EngineError
 from inflight.execution import runner as runners
 

@@ -17,7 +17,7 @@ from inflight.checkpoint.locate import Checkpoint
 from inflight.config import EngineConfig
 from inflight.core.batch import Batch
 from inflight.core.request import Candidate, Request
-from inflight.engine import Engine
+from inflight.engine.engine import Engine
 from inflight.execution import runner as runners
 from inflight.execution.cuda_runner import CudaRunner
 from inflight.execution.graph_buckets import StepSize

@@ -18,7 +18,7 @@ from inflight.config import EngineConfig, SpeculationConfig
 from inflight.core.batch import Batch
 from inflight.core.request import Request
 from inflight.core.sequence import Sequence
-from inflight.engine import Engine, generate
+from inflight.engine.engine import Engine, generate
 from inflight.errors import ConfigError
 from inflight.execution import cuda_runner
 from inflight.execution import runner as runners

@@ -19,7 +19,7 @@ from inflight.config import EngineConfig, SpeculationConfig
 from inflight.core.batch import Batch, Chunk, StepOutput
 from inflight.core.request import Request
 from inflight.core.sequence import Sequence
-from inflight.engine import Engine, generate
+from inflight.engine.engine import Engine, generate
 from inflight.execution import device_batch
 from inflight.execution.device_batch import DeviceBatch, Needs, Sent
 from inflight.execution.graph_buckets import StepSize

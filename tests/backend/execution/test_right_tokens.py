@@ -13,7 +13,7 @@ import torch
 from inflight.checkpoint.locate import Checkpoint, locate
 from inflight.config import EngineConfig
 from inflight.core.request import Request
-from inflight.engine import Engine, generate
+from inflight.engine.engine import Engine, generate
 from inflight.execution import runner as runners
 from inflight.sampling.params import SamplingParams
 from inflight.text.tokenizer import Tokenizer

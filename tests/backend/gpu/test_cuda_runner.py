@@ -17,7 +17,7 @@ import tiny
 from inflight.checkpoint.locate import Checkpoint
 from inflight.config import EngineConfig, SpeculationConfig
 from inflight.core.request import Candidate, Request, TokenEvent
-from inflight.engine import Engine, generate
+from inflight.engine.engine import Engine, generate
 from inflight.execution import cuda_runner
 from inflight.execution import runner as runners
 from inflight.execution.device_batch import DeviceBatch

@@ -16,10 +16,10 @@ from hypothesis.stateful import (
 )
 
 from fake_runner import LateStep, PagedRunner, alone, next_token
-from inflight.beams import BeamGroup
 from inflight.core.batch import Batch, Chunk
 from inflight.core.request import Request
 from inflight.core.sequence import Sequence, Status
+from inflight.engine.beam_search import BeamGroup
 from inflight.errors import RequestError
 from inflight.sampling.params import SamplingParams
 from inflight.scheduling.scheduler import Scheduler

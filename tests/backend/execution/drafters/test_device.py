@@ -12,7 +12,7 @@ import torch
 
 import host_kernels
 from device_drafting import DraftingClaims, Rig, drafters, small_rig, ways
-from inflight.engine import generate
+from inflight.engine.engine import generate
 
 
 @pytest.fixture(autouse=True)

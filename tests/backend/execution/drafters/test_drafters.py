@@ -18,7 +18,7 @@ from inflight.checkpoint.locate import Checkpoint
 from inflight.config import EngineConfig, SpeculationConfig
 from inflight.core.batch import Chunk
 from inflight.core.request import Request
-from inflight.engine import Engine, generate
+from inflight.engine.engine import Engine, generate
 from inflight.execution import runner as runners
 from inflight.sampling.params import SamplingParams
 

@@ -23,26 +23,26 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from inflight.beams import BeamGroup
 from inflight.config import EngineConfig
 from inflight.core.batch import Batch, StepOutput
 from inflight.core.output_constraint import GUIDE_FIELD, StructuredOutput
 from inflight.core.request import AUTO_DRAFTS, FinishReason, Request, TokenEvent, check_length
 from inflight.core.sequence import Sequence, Status
-from inflight.delivery import DeliveryWatch
+from inflight.engine.beam_search import BeamGroup
+from inflight.engine.delivery import DeliveryWatch
+from inflight.engine.output import OutputStage, bad_word_ids
+from inflight.engine.stats import Stats
 from inflight.errors import CapacityError, EngineError, InflightError, RequestError
 from inflight.execution.runner import PendingStep, Runner
-from inflight.output import OutputStage, bad_word_ids
 from inflight.sampling.params import DRY_SEQUENCE_BREAKERS
 from inflight.scheduling.draft_budget import Speculation
 from inflight.scheduling.scheduler import Scheduler
-from inflight.stats import Stats
 from inflight.text.detokenize import Detokenizer
 from inflight.text.dry_breakers import Breakers
 from inflight.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
-    from inflight.grammars import Grammars
+    from inflight.engine.grammar_queue import Grammars
     from inflight.structured.matcher import Matcher
 
 logger = logging.getLogger(__name__)
@@ -227,7 +227,7 @@ class Engine:
                 "does not go together with a grammar, which says when it ends", "ignore_eos"
             )
         if self.grammars is None:
-            from inflight.grammars import Grammars  # and llguidance: not without need
+            from inflight.engine.grammar_queue import Grammars  # and llguidance: not without need
 
             self.grammars = Grammars(self.tokenizer, self.runner.vocab_size, self.eos_token_ids)
         return self.grammars.submit(sequence, wish)

@@ -8,13 +8,13 @@ from collections.abc import Callable
 
 import pytest
 
-from inflight import grammars
 from inflight.checkpoint.locate import locate
 from inflight.core.output_constraint import StructuredOutput
 from inflight.core.request import Request
 from inflight.core.sequence import Sequence
+from inflight.engine import grammar_queue
+from inflight.engine.grammar_queue import Grammars
 from inflight.errors import EngineError, InflightError
-from inflight.grammars import Grammars
 from inflight.sampling.params import SamplingParams
 from inflight.text.tokenizer import Tokenizer
 
@@ -32,7 +32,7 @@ def sequence(request_id: int) -> Sequence:
 
 def poll(grammars: Grammars) -> list[tuple[Sequence, InflightError | None]]:
     deadline = time.monotonic() + 30
-    while not (found := grammars.poll()):
+    while not (found := grammar_queue.poll()):
         assert time.monotonic() < deadline
         time.sleep(0.005)
     return found
@@ -46,14 +46,14 @@ def held(monkeypatch: pytest.MonkeyPatch, make: Callable[..., object]) -> Callab
         assert go.wait(30)
         return make(*arguments)
 
-    monkeypatch.setattr(grammars, "_make", wait_and_make)
+    monkeypatch.setattr(grammar_queue, "_make", wait_and_make)
     return go.set
 
 
 def test_nobody_waits_for_the_vocabulary(
     tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    go = held(monkeypatch, grammars._make)
+    go = held(monkeypatch, grammar_queue._make)
     desk = Grammars(tokenizer, 49152, [2])
     first, second, gone = (sequence(i) for i in range(3))
     for one in (first, second, gone):

@@ -13,7 +13,7 @@ from inflight.checkpoint.locate import locate
 from inflight.config import EngineConfig, SpeculationConfig
 from inflight.core.output_constraint import parse
 from inflight.core.request import FinishReason, Request, TokenEvent
-from inflight.engine import Engine
+from inflight.engine.engine import Engine
 from inflight.errors import RequestError
 from inflight.execution import runner as runners
 from inflight.sampling.params import SamplingParams

@@ -15,7 +15,7 @@ from fake_runner import CountingRunner, LateStep, PagedRunner, alone, next_token
 from inflight.config import EngineConfig, SpeculationConfig
 from inflight.core.batch import Batch, StepOutput
 from inflight.core.request import FinishReason, Request, TokenEvent
-from inflight.engine import MAX_FAILURES_IN_A_ROW, Engine, generate
+from inflight.engine.engine import MAX_FAILURES_IN_A_ROW, Engine, generate
 from inflight.errors import CapacityError, RequestError
 from inflight.sampling.params import SamplingParams
 from inflight.scheduling.draft_budget import StepCosts

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from inflight.checkpoint.locate import locate
 from inflight.core.request import Candidate, FinishReason, Request, TokenEvent
 from inflight.core.sequence import Sequence
+from inflight.engine.output import OutputStage, bad_word_ids
 from inflight.errors import RequestError
-from inflight.output import OutputStage, bad_word_ids
 from inflight.sampling.params import SamplingParams
 from inflight.text.detokenize import Detokenizer
 from inflight.text.tokenizer import Tokenizer

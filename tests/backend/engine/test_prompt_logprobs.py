@@ -20,7 +20,7 @@ from inflight.checkpoint.locate import Checkpoint
 from inflight.config import EngineConfig, SpeculationConfig
 from inflight.core.batch import Batch
 from inflight.core.request import Candidate, FinishReason, Request, TokenEvent
-from inflight.engine import Engine, generate
+from inflight.engine.engine import Engine, generate
 from inflight.errors import RequestError
 from inflight.execution.cpu_runner import CpuRunner
 from inflight.execution.cuda_runner import CudaRunner

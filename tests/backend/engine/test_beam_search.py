@@ -19,7 +19,7 @@ from inflight.checkpoint.locate import Checkpoint, locate
 from inflight.config import EngineConfig, SpeculationConfig
 from inflight.core.output_constraint import StructuredOutput
 from inflight.core.request import FinishReason, Request, TokenEvent
-from inflight.engine import Engine, generate
+from inflight.engine.engine import Engine, generate
 from inflight.errors import RequestError
 from inflight.execution.cuda_runner import CudaRunner
 from inflight.execution.runner import build
@@ -385,7 +385,7 @@ def test_a_banned_word_is_in_no_beam(
     engine = make_engine(checkpoint, device, monkeypatch)
     engine.tokenizer = object()  # type: ignore[assignment]  # whose words are told below
     monkeypatch.setattr(
-        "inflight.engine.bad_word_ids", lambda *given: tuple(tuple(word) for word in banned)
+        "inflight.engine.engine.bad_word_ids", lambda *given: tuple(tuple(word) for word in banned)
     )
     params = SamplingParams(max_tokens=12, beam_width=4, ignore_eos=True, bad_words=("x",))
     engine.submit(Request(1, prompt(3), params, output_ids=(1, 2, 3, 4)))

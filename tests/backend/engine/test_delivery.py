@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from inflight import delivery
-from inflight.delivery import DeliveryWatch
+from inflight.engine import delivery
+from inflight.engine.delivery import DeliveryWatch
 
 STEP = 0.015
 

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 
 from inflight.core.request import Candidate
 from inflight.core.sequence import Sequence
+from inflight.engine.output import Ends, OutputStage
 from inflight.errors import RequestError
-from inflight.output import Ends, OutputStage
 from inflight.sampling.params import MAX_LOGPROBS
 from inflight.scheduling.scheduler import Scheduler
 
