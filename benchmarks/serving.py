@@ -32,8 +32,9 @@ from typing import Any
 
 import engine as alone
 import result
-from inflight import engine_client, repository
+from inflight import repository
 from inflight.errors import InflightError
+from inflight.ipc import engine_client
 from inflight.server import Server
 
 STREAMS, INPUT_LEN, OUTPUT_LEN = 256, 512, 256

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from inflight.wire import Loading
+from inflight.ipc.frames import Loading
 
 # Where the output is not a terminal, a line at each of these fractions is enough.
 PLAIN_STEPS = 4

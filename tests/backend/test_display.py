@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 
 from inflight.display import Display
-from inflight.wire import Loading
+from inflight.ipc.frames import Loading
 
 ODD = "[/b] a [bold]path[/x]"
 

@@ -18,8 +18,9 @@ from typing import Any
 import pytest
 
 import fake_tritonserver
-from inflight import engine_client, installation, server
+from inflight import installation, server
 from inflight.errors import CapacityError, ConfigError, EngineError
+from inflight.ipc import engine_client
 from inflight.ports import choose_ports
 from inflight.server import Server, load_failures
 

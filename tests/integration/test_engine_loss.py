@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from inflight import engine_client
+from inflight.ipc import engine_client
 from kserve import Refused, Stream, ask, request, tensor, text
 from serving import serve
 

@@ -13,9 +13,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from inflight import engine_client, repository
+from inflight import repository
 from inflight.engine.stats import Stats
-from inflight.engine_client import EngineClient
+from inflight.ipc import engine_client
+from inflight.ipc.engine_client import EngineClient
 from inflight.server import Server
 from kserve import ask, request, tensor, text
 

@@ -18,8 +18,8 @@ from typing import Any
 import numpy as np
 
 import triton_python_backend_utils as pb_utils
-from inflight.engine_client import EngineClient, attach, socket_path
 from inflight.errors import EngineError, InflightError, RequestError
+from inflight.ipc.engine_client import EngineClient, attach, socket_path
 from inflight.text.detokenize import Detokenizer
 from inflight.triton import tensors
 from inflight.triton.errors import triton_error

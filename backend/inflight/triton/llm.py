@@ -17,7 +17,6 @@ from typing import Any
 
 import triton_python_backend_utils as pb_utils
 from inflight.core.request import TokenEvent
-from inflight.engine_client import EngineClient, attach_or_start
 from inflight.errors import (
     CapacityError,
     ConfigError,
@@ -26,6 +25,7 @@ from inflight.errors import (
     RequestError,
     from_kind,
 )
+from inflight.ipc.engine_client import EngineClient, attach_or_start
 from inflight.triton import protocol
 from inflight.triton.errors import triton_error
 from inflight.triton.mailbox import Mailbox, Senders, Sweep

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from inflight import config
 from inflight.checkpoint.locate import locate
-from inflight.engine_client import engine_config_path
 from inflight.errors import ConfigError
+from inflight.ipc.engine_client import engine_config_path
 from inflight.text.tokenizer import Tokenizer
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from inflight.processes import Process
+from inflight.ipc.processes import Process
 
 # Of the stub's arguments, in Triton 2.51.
 _SERVER_PID = 5

@@ -10,9 +10,9 @@ import pytest
 import triton_python_backend_utils as pb_utils
 from inflight.core.request import Candidate, FinishReason, TokenEvent
 from inflight.errors import CapacityError, ConfigError, EngineError, RequestError
+from inflight.ipc.frames import Welcome
 from inflight.triton import llm
 from inflight.triton.tensors import MODELS
-from inflight.wire import Welcome
 
 OUTPUTS = tuple(tensor.name for tensor in MODELS["llm"].outputs)
 

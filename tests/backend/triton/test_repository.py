@@ -6,7 +6,7 @@ import pytest
 from google.protobuf import text_format
 from tritonclient.grpc import model_config_pb2
 
-from inflight.engine_client import engine_config_path
+from inflight.ipc.engine_client import engine_config_path
 from inflight.triton.model import _ROLES
 from inflight.triton.tensors import MODELS
 

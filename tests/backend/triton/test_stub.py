@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from inflight.processes import Process
+from inflight.ipc.processes import Process
 from inflight.triton import stub
 
 

@@ -1,4 +1,4 @@
-"""The engine as a process of its own: `python -m inflight.engine_process SOCKET ENGINE_JSON`.
+"""The engine as a process of its own: `python -m inflight.ipc.engine_main SOCKET ENGINE_JSON`.
 
 It listens before it loads, so that whoever attaches sees the progress; it ends by itself when the
 last front has gone. Threads: one accepts, two per peer read and write, the main one loads the model
@@ -28,8 +28,7 @@ from inflight.checkpoint.locate import locate
 from inflight.core.request import TokenEvent
 from inflight.engine.engine import Engine
 from inflight.errors import EngineError, InflightError
-from inflight.processes import Process
-from inflight.wire import (
+from inflight.ipc.frames import (
     PROTOCOL,
     Cancel,
     Connection,
@@ -44,6 +43,7 @@ from inflight.wire import (
     Submit,
     Welcome,
 )
+from inflight.ipc.processes import Process
 
 logger = logging.getLogger("inflight.engine.engine")
 

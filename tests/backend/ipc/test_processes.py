@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from inflight.processes import Process
+from inflight.ipc.processes import Process
 
 SLEEP = [sys.executable, "-c", "import time; time.sleep(60)", "an argument"]
 

@@ -17,11 +17,11 @@ from pathlib import Path
 
 import pytest
 
-from inflight import engine_client
 from inflight.core.request import FinishReason, Request, TokenEvent
-from inflight.engine_client import EngineClient
-from inflight.engine_process import Command, EngineProcess
 from inflight.errors import CapacityError, ConfigError, EngineError
+from inflight.ipc import engine_client
+from inflight.ipc.engine_client import EngineClient
+from inflight.ipc.engine_main import Command, EngineProcess
 from inflight.sampling.params import SamplingParams
 
 

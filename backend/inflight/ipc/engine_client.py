@@ -25,8 +25,7 @@ from pathlib import Path
 from inflight.core.request import Request, TokenEvent
 from inflight.engine.stats import Stats
 from inflight.errors import CapacityError, ConfigError, EngineError, from_kind
-from inflight.processes import Process
-from inflight.wire import (
+from inflight.ipc.frames import (
     PROTOCOL,
     Cancel,
     Connection,
@@ -41,6 +40,7 @@ from inflight.wire import (
     Submit,
     Welcome,
 )
+from inflight.ipc.processes import Process
 
 logger = logging.getLogger(__name__)
 
@@ -248,7 +248,7 @@ def _start(path: Path, config: Path, server_pid: int) -> subprocess.Popen[bytes]
     # A session of its own: a Ctrl-C in the server's terminal is for the server, which drains.
     arguments = (str(path), str(config), str(server_pid))
     return subprocess.Popen(
-        [python_executable(), "-m", "inflight.engine_process", *arguments],
+        [python_executable(), "-m", "inflight.ipc.engine_main", *arguments],
         stdin=subprocess.DEVNULL,
         start_new_session=True,
     )

@@ -13,17 +13,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from inflight import wire
 from inflight.core.request import Candidate, FinishReason, Request, TokenEvent
+from inflight.ipc import frames
+from inflight.ipc.frames import MAX_FRAME, Connection
 from inflight.sampling.params import SamplingParams
-from inflight.wire import MAX_FRAME, Connection
 
-FRAMES: list[wire.Frame] = [
-    wire.Hello(wire.PROTOCOL, "front", 77),
-    wire.Loading("weights", 0.5),
-    wire.Welcome(1, "smol", 49152, 2048, 100, 16, [2], 256, True),
-    wire.LoadFailed("config", "model: /nope does not exist"),
-    wire.Submit(
+FRAMES: list[frames.Frame] = [
+    frames.Hello(frames.PROTOCOL, "front", 77),
+    frames.Loading("weights", 0.5),
+    frames.Welcome(1, "smol", 49152, 2048, 100, 16, [2], 256, True),
+    frames.LoadFailed("config", "model: /nope does not exist"),
+    frames.Submit(
         Request(
             1 << 32 | 5,
             [1, 2, 3],
@@ -32,12 +32,12 @@ FRAMES: list[wire.Frame] = [
             acknowledged=True,
         )
     ),
-    wire.Cancel(2**63),
-    wire.Delivered([(1, 2), (3, 4)]),
-    wire.Drain(),
-    wire.GetStats(),
-    wire.Stats(*range(len(wire.Stats.__struct_fields__))),
-    wire.Step(
+    frames.Cancel(2**63),
+    frames.Delivered([(1, 2), (3, 4)]),
+    frames.Drain(),
+    frames.GetStats(),
+    frames.Stats(*range(len(frames.Stats.__struct_fields__))),
+    frames.Step(
         [
             TokenEvent(1, [5], [4], 1, cumulative_logprob=-0.5),
             TokenEvent(2, position=9, trim=2, finish_reason=FinishReason.STOP),
@@ -77,14 +77,14 @@ def framed(value: Any) -> bytes:
 
 @pytest.mark.parametrize("frame", FRAMES, ids=lambda frame: type(frame).__name__)
 def test_a_frame_arrives_as_it_was_sent(
-    pair: tuple[Connection, Connection], frame: wire.Frame
+    pair: tuple[Connection, Connection], frame: frames.Frame
 ) -> None:
     pair[0].send(frame)
     assert pair[1].receive() == frame
 
 
 def test_every_kind_of_frame_is_tried_above() -> None:
-    assert {type(frame) for frame in FRAMES} == set(get_args(wire.Frame))
+    assert {type(frame) for frame in FRAMES} == set(get_args(frames.Frame))
 
 
 def test_frames_keep_their_order(pair: tuple[Connection, Connection]) -> None:
@@ -95,8 +95,8 @@ def test_frames_keep_their_order(pair: tuple[Connection, Connection]) -> None:
 
 def test_both_directions_at_once(pair: tuple[Connection, Connection]) -> None:
     """More than the socket holds each way: neither end may wait for the other to read first."""
-    big = wire.Delivered([(i, i) for i in range(100_000)])
-    received: list[wire.Frame | None] = []
+    big = frames.Delivered([(i, i) for i in range(100_000)])
+    received: list[frames.Frame | None] = []
     readers = [
         threading.Thread(target=lambda end=end: received.append(end.receive())) for end in pair
     ]
@@ -109,9 +109,9 @@ def test_both_directions_at_once(pair: tuple[Connection, Connection]) -> None:
 
 
 def test_the_end_of_the_peer_is_the_end(pair: tuple[Connection, Connection]) -> None:
-    pair[0].send(wire.Drain())
+    pair[0].send(frames.Drain())
     pair[0].close()
-    assert pair[1].receive() == wire.Drain()
+    assert pair[1].receive() == frames.Drain()
     assert pair[1].receive() is None
 
 
@@ -132,7 +132,7 @@ def test_a_frame_in_crumbs_is_put_together(raw: tuple[socket.socket, Connection]
 
     thread = threading.Thread(target=crumble)
     thread.start()
-    assert end.receive() == wire.Cancel(1)
+    assert end.receive() == frames.Cancel(1)
     thread.join(timeout=10)
 
 
@@ -179,21 +179,21 @@ def test_a_length_beyond_the_limit_is_not_read(raw: tuple[socket.socket, Connect
 def test_a_frame_beyond_the_limit_is_not_sent(
     pair: tuple[Connection, Connection], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(wire, "MAX_FRAME", 100)
+    monkeypatch.setattr(frames, "MAX_FRAME", 100)
     with pytest.raises(ValueError, match="allowed: 100"):
-        pair[0].send(wire.Delivered([(i, i) for i in range(100)]))
-    pair[0].send(wire.Drain())
-    assert pair[1].receive() == wire.Drain(), "nothing of the long one was sent"
+        pair[0].send(frames.Delivered([(i, i) for i in range(100)]))
+    pair[0].send(frames.Drain())
+    assert pair[1].receive() == frames.Drain(), "nothing of the long one was sent"
 
 
 def test_sending_to_a_peer_that_left_is_an_os_error(pair: tuple[Connection, Connection]) -> None:
     pair[1].close()
     with pytest.raises(OSError):
-        pair[0].send(wire.Drain())
+        pair[0].send(frames.Drain())
 
 
 def test_closing_wakes_a_reader(pair: tuple[Connection, Connection]) -> None:
-    received: list[wire.Frame | None] = []
+    received: list[frames.Frame | None] = []
     reader = threading.Thread(target=lambda: received.append(pair[0].receive()))
     reader.start()
     pair[0].close()
