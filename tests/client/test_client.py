@@ -15,7 +15,7 @@ import pytest
 import fake_triton
 import inflight_client
 from fake_triton import Call, answer
-from inflight.triton import tensors as contract
+from inflight.triton import contract as contract
 from inflight_client import (
     Cancelled,
     Candidate,

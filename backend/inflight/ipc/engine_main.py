@@ -45,7 +45,7 @@ from inflight.ipc.frames import (
 )
 from inflight.ipc.processes import Process
 
-logger = logging.getLogger("inflight.engine.engine")
+logger = logging.getLogger("inflight.engine")
 
 # A stub that died is replaced within about 2 s; the prefix cache outlives it.
 LAST_FRONT_GRACE_S = 3.0

@@ -264,7 +264,7 @@ class Scheduler:
         """Take over what a step computed.
 
         A sequence that has lost its blocks since `schedule` (it was finished, suspended, preempted)
-        is passed over, even if it runs again. So is one in `engine.output.errors`: whoever sees the error
+        is passed over, even if it runs again. So is one in `output.errors`: whoever sees the error
         finishes it before the next `schedule`. A beam gets no token here, but the candidates for
         it; `branch` says which beams go on with which.
 

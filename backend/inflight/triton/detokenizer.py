@@ -21,7 +21,7 @@ import triton_python_backend_utils as pb_utils
 from inflight.errors import EngineError, InflightError, RequestError
 from inflight.ipc.engine_client import EngineClient, attach, socket_path
 from inflight.text.detokenize import Detokenizer
-from inflight.triton import tensors
+from inflight.triton import contract
 from inflight.triton.errors import triton_error
 from inflight.triton.sibling import load_tokenizer, sibling
 from inflight.triton.stub import server_pid
@@ -82,22 +82,22 @@ class DetokenizerFront:
 
     def _texts(self, request: Any) -> tuple[list[str], list[tuple[int, int]]]:
         """Of each output in a response its text, and which request is how far with it."""
-        ids = _row(request, tensors.DETOKENIZE_IDS)
-        state = _row(request, tensors.DETOKENIZE_STATE)
-        size = tensors.DETOKENIZE_STATE_SIZE
+        ids = _row(request, contract.DETOKENIZE_IDS)
+        state = _row(request, contract.DETOKENIZE_STATE)
+        size = contract.DETOKENIZE_STATE_SIZE
         texts = []
         delivered = []
         first = 0
         if not state or len(state) % size:
             raise RequestError(
                 f"has {len(state)} values; allowed: {size} for each output",
-                tensors.DETOKENIZE_STATE.name,
+                contract.DETOKENIZE_STATE.name,
             )
         for place in range(0, len(state), size):
             count, width, trim, final, request_id, position = state[place : place + size]
             own = ids[first : first + count]
             if not 0 <= width <= count == len(own) or trim < 0:
-                raise RequestError("does not fit detokenize_ids", tensors.DETOKENIZE_STATE.name)
+                raise RequestError("does not fit detokenize_ids", contract.DETOKENIZE_STATE.name)
             first += count
             new = own[width:]
             texts.append(self._detokenizer.delta(own[:width], new, final=bool(final), trim=trim))
@@ -160,7 +160,7 @@ class DeliveryReports:
             self._client = None
 
 
-def _row(request: Any, tensor: tensors.Tensor) -> list[int]:
+def _row(request: Any, tensor: contract.Tensor) -> list[int]:
     """A tensor of shape [1, N]: the model takes batches, each request is a batch of one."""
     found = pb_utils.get_input_tensor_by_name(request, tensor.name)
     if found is None:

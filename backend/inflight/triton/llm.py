@@ -28,7 +28,7 @@ from inflight.errors import (
 from inflight.ipc.engine_client import EngineClient, attach_or_start
 from inflight.triton import protocol
 from inflight.triton.errors import triton_error
-from inflight.triton.mailbox import Mailbox, Senders, Sweep
+from inflight.triton.response_queue import Mailbox, Senders, Sweep
 from inflight.triton.stub import server_pid
 
 logger = logging.getLogger(__name__)

@@ -12,7 +12,7 @@ from inflight import log
 from inflight.errors import ConfigError, InflightError, did_you_mean
 from inflight.text.chat import encode_chat, parse_messages
 from inflight.text.tokenizer import Tokenizer
-from inflight.triton import tensors
+from inflight.triton import contract
 from inflight.triton.detokenizer import DetokenizerFront
 from inflight.triton.llm import LlmFront
 from inflight.triton.tokenizer import TokenizerFront
@@ -27,14 +27,14 @@ class Front(Protocol):
 
 
 def _tokenizer(directory: Path, parameters: Mapping[str, str]) -> Front:
-    return TokenizerFront(directory, parameters, tensors.TEXT_INPUT, Tokenizer.encode)
+    return TokenizerFront(directory, parameters, contract.TEXT_INPUT, Tokenizer.encode)
 
 
 def _chat_tokenizer(directory: Path, parameters: Mapping[str, str]) -> Front:
     return TokenizerFront(
         directory,
         parameters,
-        tensors.MESSAGES,
+        contract.MESSAGES,
         lambda tokenizer, text: encode_chat(tokenizer, parse_messages(text)),
     )
 

@@ -18,8 +18,8 @@ from inflight.core.output_constraint import parse as parse_guide
 from inflight.core.request import AUTO_DRAFTS, Candidate, Request, TokenEvent, check_length
 from inflight.errors import RequestError, did_you_mean
 from inflight.sampling.params import MAX_TOKENS_LIMIT, SamplingParams
-from inflight.triton import dialect, tensors
-from inflight.triton.tensors import Array
+from inflight.triton import contract, vllm_parameters
+from inflight.triton.contract import Array
 
 MAX_SALT_LENGTH = 256
 
@@ -29,9 +29,9 @@ HARMLESS_PARAMETERS = frozenset(
     {"accumulate_tokens", "pad_id", "traceparent", "tracestate", "x-request-id"}
 )
 
-_OPTION_NAMES = tuple(tensor.name for tensor in tensors.OPTIONS)
+_OPTION_NAMES = tuple(tensor.name for tensor in contract.OPTIONS)
 _SAMPLING_TENSORS = frozenset(SamplingParams.__struct_fields__)
-_PROMPT_TENSORS = (tensors.TEXT_INPUT.name, tensors.MESSAGES.name)
+_PROMPT_TENSORS = (contract.TEXT_INPUT.name, contract.MESSAGES.name)
 _UNSUPPORTED = ("priority_class", "deadline_ms")
 
 MAX_OUTPUTS = 64
@@ -150,7 +150,7 @@ def parse(inputs: Mapping[str, Array], parameters: Mapping[str, Any], limits: Li
         RequestError: something is not allowed; the client's name of it leads the message.
     """
     _check_parameters(parameters)
-    values = tensors.read_request(inputs)
+    values = contract.read_request(inputs)
     prompt_tensor = values.pop("prompt_tensor", None)
     if prompt_tensor not in (None, *_PROMPT_TENSORS):
         raise RequestError(f"allowed: {' or '.join(_PROMPT_TENSORS)}", "prompt_tensor")
@@ -323,15 +323,15 @@ def _merge_dialect(values: dict[str, Any]) -> tuple[dict[str, Any], dict[str, st
             raise RequestError("is another name of min_tokens; send one of them", "min_length")
         values["min_tokens"] = values.pop("min_length")
         names["min_tokens"] = "min_length"
-    if (text := values.pop(dialect.PARAM, None)) is not None:
-        for name, value in dialect.parse(text).items():
+    if (text := values.pop(vllm_parameters.PARAM, None)) is not None:
+        for name, value in vllm_parameters.parse(text).items():
             if name in values:
                 raise RequestError(
                     f"{name} stands in the tensor {names[name]} too; send one of them",
-                    dialect.PARAM,
+                    vllm_parameters.PARAM,
                 )
             values[name] = value
-            names[name] = f"{dialect.PARAM}: {name}"
+            names[name] = f"{vllm_parameters.PARAM}: {name}"
     if wants_own:
         values.setdefault("num_logprobs", 0)
     return values, names

@@ -12,7 +12,7 @@ import numpy as np
 import triton_python_backend_utils as pb_utils
 from inflight.errors import ConfigError, EngineError, InflightError, RequestError
 from inflight.text.tokenizer import Tokenizer
-from inflight.triton import tensors
+from inflight.triton import contract
 from inflight.triton.errors import triton_error
 from inflight.triton.sibling import load_tokenizer, sibling
 
@@ -38,7 +38,7 @@ class TokenizerFront:
         self,
         directory: Path,
         parameters: Mapping[str, str],
-        tensor: tensors.Tensor,
+        tensor: contract.Tensor,
         encode: Callable[[Tokenizer, str], list[int]],
     ) -> None:
         self._tensor = tensor
@@ -64,8 +64,8 @@ class TokenizerFront:
         origin = np.array([self._tensor.name.encode()], object)
         return pb_utils.InferenceResponse(
             [
-                pb_utils.Tensor(tensors.INPUT_IDS.name, np.array(ids, np.int32)),
-                pb_utils.Tensor(tensors.PROMPT_TENSOR.name, origin),
+                pb_utils.Tensor(contract.INPUT_IDS.name, np.array(ids, np.int32)),
+                pb_utils.Tensor(contract.PROMPT_TENSOR.name, origin),
             ]
         )
 
@@ -73,7 +73,7 @@ class TokenizerFront:
         found = pb_utils.get_input_tensor_by_name(request, self._tensor.name)
         if found is None:
             raise RequestError("is missing", self._tensor.name)
-        text: str = tensors.read(self._tensor, found.as_numpy())
+        text: str = contract.read(self._tensor, found.as_numpy())
         if not text:
             raise RequestError("is empty; allowed: at least one character", self._tensor.name)
         # Before tokenizing: one instance serves everybody, and a megabyte takes half a second.

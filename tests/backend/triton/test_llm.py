@@ -12,7 +12,7 @@ from inflight.core.request import Candidate, FinishReason, TokenEvent
 from inflight.errors import CapacityError, ConfigError, EngineError, RequestError
 from inflight.ipc.frames import Welcome
 from inflight.triton import llm
-from inflight.triton.tensors import MODELS
+from inflight.triton.contract import MODELS
 
 OUTPUTS = tuple(tensor.name for tensor in MODELS["llm"].outputs)
 

@@ -115,7 +115,7 @@ def test_every_sampling_tensor_arrives():
 
 
 def test_every_field_of_the_params_has_a_tensor():
-    from inflight.triton.tensors import OPTIONS
+    from inflight.triton.contract import OPTIONS
 
     names = {tensor.name for tensor in OPTIONS}
     fields = set(SamplingParams.__struct_fields__) - {"logit_bias"}
@@ -505,7 +505,7 @@ def test_logprobs_are_json_in_vllms_form():
 
 
 def test_outputs_have_the_documented_tensors():
-    from inflight.triton.tensors import MODELS, NUMPY
+    from inflight.triton.contract import MODELS, NUMPY
 
     event = TokenEvent(5, [7, 8], [6], 12, 3, FinishReason.LENGTH, -2.5)
     arrays = outputs([Part(0, event, [])], num_input_tokens=4)

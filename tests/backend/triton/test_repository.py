@@ -7,8 +7,8 @@ from google.protobuf import text_format
 from tritonclient.grpc import model_config_pb2
 
 from inflight.ipc.engine_client import engine_config_path
+from inflight.triton.contract import MODELS
 from inflight.triton.model import _ROLES
-from inflight.triton.tensors import MODELS
 
 ROOT = Path(__file__).parents[3]
 REPOSITORIES = (ROOT / "model_repository", ROOT / "ensembles")

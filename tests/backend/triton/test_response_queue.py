@@ -10,7 +10,7 @@ import pytest
 
 from inflight.core.request import FinishReason, TokenEvent
 from inflight.errors import EngineError
-from inflight.triton.mailbox import Mailbox, Senders, Sweep
+from inflight.triton.response_queue import Mailbox, Senders, Sweep
 
 
 class Outlet:

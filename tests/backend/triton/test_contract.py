@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from inflight.errors import RequestError
-from inflight.triton import tensors
-from inflight.triton.tensors import Tensor, read, read_request
+from inflight.triton import contract
+from inflight.triton.contract import Tensor, read, read_request
 
 
 def strings(*values):
@@ -29,7 +29,7 @@ def test_a_list_may_have_any_length():
 def test_values_do_not_change_with_the_array():
     """Triton's arrays are views of shared memory that it takes back."""
     array = np.array([1, 2, 3], np.int32)
-    ids = read(tensors.INPUT_IDS, array)
+    ids = read(contract.INPUT_IDS, array)
     array[:] = 9
     assert ids == [1, 2, 3]
 
@@ -62,6 +62,6 @@ def test_an_unknown_tensor_is_refused_with_the_nearest_name():
 
 
 def test_every_option_has_a_meaning_and_one_name():
-    names = [tensor.name for tensor in tensors.OPTIONS]
+    names = [tensor.name for tensor in contract.OPTIONS]
     assert len(set(names)) == len(names)
-    assert all(tensor.meaning.endswith(".") for tensor in tensors.OPTIONS)
+    assert all(tensor.meaning.endswith(".") for tensor in contract.OPTIONS)
