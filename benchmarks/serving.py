@@ -32,10 +32,10 @@ from typing import Any
 
 import engine as alone
 import result
-from inflight import repository
+from inflight.deploy import repository
+from inflight.deploy.tritonserver import Server
 from inflight.errors import InflightError
 from inflight.ipc import engine_client
-from inflight.server import Server
 
 STREAMS, INPUT_LEN, OUTPUT_LEN = 256, 512, 256
 MUST = {"llm": 0.95, "generate": 0.90}

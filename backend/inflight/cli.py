@@ -120,8 +120,8 @@ def serve(
     import contextlib
     import tempfile
 
-    from inflight import repository as repositories
     from inflight import serve as serving
+    from inflight.deploy import repository as repositories
 
     if model is not None and repository:
         raise typer.BadParameter("--model and --repository exclude each other")
@@ -223,10 +223,10 @@ def demo(
     """Start a server on free ports, ask one question, show the answer, stop."""
     import tempfile
 
-    from inflight import repository
+    from inflight.deploy import repository
+    from inflight.deploy.tritonserver import Server
     from inflight.display import Display
     from inflight.repl import Answer, write_stdout
-    from inflight.server import Server
     from inflight_client import Client
 
     display = Display()
@@ -284,7 +284,7 @@ def repo_init(
     set_: Settings = None,
 ) -> None:
     """Write a model repository that serves a checkpoint."""
-    from inflight import repository
+    from inflight.deploy import repository
 
     made = repository.init(model, directory, name=name, settings=_settings(set_))
     typer.echo(f"wrote {made.path}: {', '.join(made.models)}")
@@ -301,8 +301,9 @@ def tokenizer_export(
     ] = None,
 ) -> None:
     """Write the tokenizer as a Hugging Face folder, for tools that count tokens themselves."""
-    from inflight import config, repository
+    from inflight import config
     from inflight.checkpoint.locate import locate
+    from inflight.deploy import repository
     from inflight.text.tokenizer import export
 
     if model is None:

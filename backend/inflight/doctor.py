@@ -17,10 +17,11 @@ from typing import Any, Literal
 import msgspec
 from rich.console import Console
 
-from inflight import config, installation, repository
+from inflight import config
 from inflight.checkpoint.locate import locate
+from inflight.deploy import installation, repository
+from inflight.deploy.ports import choose_ports
 from inflight.errors import ConfigError
-from inflight.ports import choose_ports
 
 Status = Literal["ok", "note", "broken"]
 

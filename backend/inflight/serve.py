@@ -10,7 +10,13 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from inflight.server import DEFAULT_DRAIN_S, DEFAULT_HOST, DEFAULT_PORTS, POLL_S, Server
+from inflight.deploy.tritonserver import (
+    DEFAULT_DRAIN_S,
+    DEFAULT_HOST,
+    DEFAULT_PORTS,
+    POLL_S,
+    Server,
+)
 
 
 def run(

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 import fake_tritonserver
-from inflight import doctor, installation
+from inflight import doctor
+from inflight.deploy import installation
 
 
 @pytest.mark.parametrize("version", [(3, 10), (3, 13)])

@@ -13,11 +13,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from inflight import repository
+from inflight.deploy import repository
+from inflight.deploy.tritonserver import Server
 from inflight.engine.stats import Stats
 from inflight.ipc import engine_client
 from inflight.ipc.engine_client import EngineClient
-from inflight.server import Server
 from kserve import ask, request, tensor, text
 
 CANARY = "The canary sings."

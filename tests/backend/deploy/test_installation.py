@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import fake_tritonserver
-from inflight import installation
+from inflight.deploy import installation
 from inflight.errors import ConfigError
 
 
