@@ -20,12 +20,12 @@ from pathlib import Path
 from typing import Any
 
 import result
-from inflight.bench.engine import Report
-from inflight.bench.show import Show
+from inflight.cli.bench.engine import Report
+from inflight.cli.bench.show import Show
 
 MODEL = result.ROOT / "benchmarks/models/llama-3.1-8b"
 BARS = MODEL / "bars-h200.json"
-COMMAND = [sys.executable, "-m", "inflight.cli", "bench", "engine"]
+COMMAND = [sys.executable, "-m", "inflight.cli.app", "bench", "engine"]
 
 
 def reports(arguments: Sequence[str]) -> Iterator[Report]:

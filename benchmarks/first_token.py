@@ -24,7 +24,7 @@ import numpy as np
 import torch
 
 import result
-from inflight.bench import start
+from inflight.cli.bench import start
 from inflight.config import EngineConfig
 from inflight.core.request import Request
 from inflight.engine.engine import Engine

@@ -28,10 +28,10 @@ import msgspec
 import torch
 
 import result
-from inflight.bench import start
-from inflight.bench.engine import EngineBench, warm_up
-from inflight.bench.rows import Row
 from inflight.checkpoint.locate import locate
+from inflight.cli.bench import start
+from inflight.cli.bench.engine import EngineBench, warm_up
+from inflight.cli.bench.rows import Row
 from inflight.config import EngineConfig, SpeculationConfig
 from inflight.core.request import AUTO_DRAFTS, Request
 from inflight.engine.engine import Engine, generate

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from inflight.bench import show
+from inflight.cli.bench import show
 
 HERE = Path(__file__).resolve().parent
 BEGIN, END = "<!-- tables: begin -->\n", "<!-- tables: end -->\n"

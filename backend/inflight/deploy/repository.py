@@ -62,7 +62,7 @@ def init(
     """Write a repository that serves `model`.
 
     Args:
-        model: see `checkpoint.locate.locate`.
+        model: see `locate`.
         directory: where to write; it may hold other models, but none of these.
         name: prefix of the models' names, NAME_llm and so on, for several models in one server.
         settings: further keys of engine.json.

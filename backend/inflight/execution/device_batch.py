@@ -138,8 +138,8 @@ class DeviceBatch:
 
     Attributes:
         step, state: what kernels read (see `inflight_kernels.batch_state`).
-        counts, prompt: of `sampling.params.sample`, a row per slot.
-        masks: of `sampling.params.sample`.
+        counts, prompt: of `sampling.sample`, a row per slot.
+        masks: of `sampling.sample`.
     """
 
     def __init__(

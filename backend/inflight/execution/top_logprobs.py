@@ -43,7 +43,7 @@ class Likeliest:
         state: batch_state.BatchState,
         ring_index: int,
     ) -> None:
-        """Find them, and bring them to the host's memory, after `sampling.params.sample`."""
+        """Find them, and bring them to the host's memory, after `sampling.sample`."""
         count = len(logits)
         sampling.top_logprobs(
             logits,

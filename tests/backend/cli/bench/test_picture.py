@@ -7,8 +7,8 @@ import xml.etree.ElementTree as ElementTree
 
 import pytest
 
-from inflight.bench import picture
-from inflight.bench.trace import KernelTime, StepProfile
+from inflight.cli.bench import picture
+from inflight.cli.bench.trace import KernelTime, StepProfile
 
 SVG = "{http://www.w3.org/2000/svg}"
 

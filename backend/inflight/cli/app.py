@@ -120,7 +120,7 @@ def serve(
     import contextlib
     import tempfile
 
-    from inflight import serve as serving
+    from inflight.cli import serve as serving
     from inflight.deploy import repository as repositories
 
     if model is not None and repository:
@@ -164,29 +164,29 @@ def generate(
     """Continue a prompt; the text streams to stdout."""
     import json
 
-    from inflight import repl
+    from inflight.cli import chat
     from inflight_client import Client, ClientError
 
     options = _options(max_tokens, temperature, top_k, top_p, min_p, seed, stop)
-    repl.accept_any_bytes()
+    chat.accept_any_bytes()
     text = sys.stdin.read() if prompt == "-" else prompt
-    answer = repl.Answer()
+    answer = chat.Answer()
     try:
         with (
             Client(url, generate_model=model, timeout=timeout) as client,
             client.stream(text, **options) as stream,
         ):
-            answer.read(stream, (lambda text: None) if json_ else repl.write_stdout)
+            answer.read(stream, (lambda text: None) if json_ else chat.write_stdout)
     except ClientError:
         if not json_:
-            repl.end_line(answer)
+            chat.end_line(answer)
         raise
     if json_:
         figures = ("text", "finish_reason", "num_input_tokens", "num_output_tokens")
         result = {name: getattr(answer, name) for name in (*figures, "ttft_s", "duration_s")}
-        repl.write_stdout(json.dumps(result, ensure_ascii=False) + "\n")
+        chat.write_stdout(json.dumps(result, ensure_ascii=False) + "\n")
     else:
-        repl.write_stdout("\n")
+        chat.write_stdout("\n")
     if stats:
         typer.echo(answer.summary(), err=True)
 
@@ -206,12 +206,12 @@ def chat(
     timeout: Timeout = None,
 ) -> None:
     """Talk to the model. /help lists the commands; Ctrl-C cancels the running answer."""
-    from inflight import repl
+    from inflight.cli import chat
     from inflight_client import Client
 
     options = _options(max_tokens, temperature, top_k, top_p, min_p, seed, stop)
     with Client(url, chat_model=model, timeout=timeout) as client:
-        if not repl.run(client, options, system):
+        if not chat.run(client, options, system):
             raise typer.Exit(EXIT_FAILED)
 
 
@@ -223,10 +223,10 @@ def demo(
     """Start a server on free ports, ask one question, show the answer, stop."""
     import tempfile
 
+    from inflight.cli.chat import Answer, write_stdout
+    from inflight.cli.display import Display
     from inflight.deploy import repository
     from inflight.deploy.tritonserver import Server
-    from inflight.display import Display
-    from inflight.repl import Answer, write_stdout
     from inflight_client import Client
 
     display = Display()
@@ -263,7 +263,7 @@ def doctor(
     """Check whether this machine can serve, and say how to mend what is wrong."""
     import json
 
-    from inflight import doctor as checks
+    from inflight.cli import doctor as checks
 
     results = checks.examine((http_port, grpc_port, metrics_port))
     if json_:
@@ -339,9 +339,9 @@ def bench_engine(
     import dataclasses
     import json
 
-    from inflight.bench import bars as figures
-    from inflight.bench import engine, show
-    from inflight.bench.rows import select
+    from inflight.cli.bench import bars as figures
+    from inflight.cli.bench import engine, show
+    from inflight.cli.bench.rows import select
 
     chosen, start = select(rows)
     if scale <= 0 or (runs is not None and runs < 1) or steps < 1:
@@ -349,7 +349,7 @@ def bench_engine(
     chosen = [row.scaled(scale) for row in chosen]
     settings = engine.engine_settings(model, device, chosen, _settings(set_))
     if profile is not None:
-        from inflight.bench import profile as profiling
+        from inflight.cli.bench import profile as profiling
 
         if not chosen:
             raise typer.BadParameter("--profile needs a row with requests")

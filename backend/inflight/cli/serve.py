@@ -46,7 +46,7 @@ def run(
 
 
 def _serve(server: Server, signals: _Signals) -> int:
-    from inflight.display import Display
+    from inflight.cli.display import Display
 
     display = Display()
     with display.loading() as on_progress:

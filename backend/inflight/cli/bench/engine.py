@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from inflight import config as settings
-from inflight.bench import start as starting
-from inflight.bench.bars import Bars
-from inflight.bench.rows import START, Row
 from inflight.checkpoint.locate import locate
+from inflight.cli.bench import start as starting
+from inflight.cli.bench.bars import Bars
+from inflight.cli.bench.rows import START, Row
 from inflight.engine.engine import Engine, generate
 from inflight.errors import ConfigError
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from inflight.display import Display
+from inflight.cli.display import Display
 from inflight.ipc.frames import Loading
 
 ODD = "[/b] a [bold]path[/x]"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from xml.sax.saxutils import escape
 
-from inflight.bench.trace import GAP, GROUPS, OTHER, StepProfile
+from inflight.cli.bench.trace import GAP, GROUPS, OTHER, StepProfile
 
 _WIDTH = 960
 _LEFT, _RIGHT = 150, 24

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from inflight.bench.rows import ROWS, Row, select
+from inflight.cli.bench.rows import ROWS, Row, select
 from inflight.errors import ConfigError
 
 

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from inflight import cli
-from inflight.bench import engine
-from inflight.bench.rows import Row
-from inflight.bench.start import Phases
 from inflight.checkpoint.locate import Checkpoint
+from inflight.cli import app
+from inflight.cli.bench import engine
+from inflight.cli.bench.rows import Row
+from inflight.cli.bench.start import Phases
 
 Run = Callable[..., tuple[int, str, str]]
 
@@ -27,7 +27,7 @@ def bench(
         model = ["--model", str(tiny_llama.path), "--device", "cpu", "--set", "num_threads=1"]
         monkeypatch.setattr(sys, "argv", ["inflight", "bench", "engine", *model, *arguments])
         with pytest.raises(SystemExit) as ended:
-            cli.main()
+            app.main()
         shown = capsys.readouterr()
         code = ended.value.code
         return (code if isinstance(code, int) else 0), shown.out, shown.err
@@ -132,7 +132,7 @@ def test_settings_suit_the_rows(tiny_llama: Checkpoint, tmp_path: Path):
 
 def test_torch_is_imported_by_the_engine_alone():
     """What it reads from the environment on import must be set before (see `runner.build`)."""
-    modules = "inflight.bench.engine, inflight.bench.profile, inflight.bench.show"
+    modules = "inflight.cli.bench.engine, inflight.cli.bench.profile, inflight.cli.bench.show"
     code = f"import sys, {modules}; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
 

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from inflight.bench.engine import Report
-from inflight.bench.show import Show, verdict
-from inflight.bench.trace import KernelTime, Profile, StepProfile
+from inflight.cli.bench.engine import Report
+from inflight.cli.bench.show import Show, verdict
+from inflight.cli.bench.trace import KernelTime, Profile, StepProfile
 
 ROW: dict[str, Any] = {
     "row": "bs64",

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from inflight.bench import trace
+from inflight.cli.bench import trace
 from inflight.errors import EngineError
 
 

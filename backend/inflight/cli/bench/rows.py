@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from inflight.bench.bars import Metric
+from inflight.cli.bench.bars import Metric
 from inflight.core.request import Request
 from inflight.errors import ConfigError, did_you_mean
 from inflight.sampling.params import SamplingParams

@@ -8,8 +8,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from inflight.bench.engine import Report
-from inflight.bench.trace import GAP, Profile, StepProfile
+from inflight.cli.bench.engine import Report
+from inflight.cli.bench.trace import GAP, Profile, StepProfile
 
 _MAX_KERNELS = 24
 _UNITS = {"out_tok_s": "out tok/s", "prompt_tok_s": "prompt tok/s", "ready_s": "s to ready"}

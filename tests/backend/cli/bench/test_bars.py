@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from inflight.bench import bars
-from inflight.bench.bars import Bar
-from inflight.bench.rows import ROWS, START
+from inflight.cli.bench import bars
+from inflight.cli.bench.bars import Bar
+from inflight.cli.bench.rows import ROWS, START
 from inflight.errors import ConfigError
 
 SHIPPED = Path(__file__).parents[3] / "benchmarks/models/llama-3.1-8b/bars-h200.json"

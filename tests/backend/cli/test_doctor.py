@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import fake_tritonserver
-from inflight import doctor
+from inflight.cli import doctor
 from inflight.deploy import installation
 
 

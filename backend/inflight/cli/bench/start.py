@@ -1,6 +1,6 @@
 """Building an engine, and how long its phases take: in this process, or from nothing in a new one.
 
-python -m inflight.bench.start SETTINGS     prints one JSON object when the engine is ready
+python -m inflight.cli.bench.start SETTINGS     prints one JSON object when the engine is ready
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from inflight import config as settings
-from inflight.bench.rows import Row
 from inflight.checkpoint.locate import locate
+from inflight.cli.bench.rows import Row
 from inflight.config import EngineConfig
 from inflight.engine.engine import Engine, generate
 from inflight.errors import EngineError
@@ -136,7 +136,7 @@ def measure(raw: dict[str, Any]) -> dict[str, Startup]:
 def _start(raw: dict[str, Any], cache: Path) -> Startup:
     started = time.monotonic()
     done = subprocess.run(
-        [sys.executable, "-m", "inflight.bench.start", json.dumps(raw)],
+        [sys.executable, "-m", "inflight.cli.bench.start", json.dumps(raw)],
         env=os.environ | {"XDG_CACHE_HOME": str(cache)},
         stdin=subprocess.DEVNULL,
         capture_output=True,

