@@ -68,7 +68,7 @@ class Chance:
         self.right = 0.0
 
     def install(self) -> None:
-        from inflight_kernels import batch_state
+        from inflight_kernels.ops import batch_state
 
         verify = batch_state.end_step
 

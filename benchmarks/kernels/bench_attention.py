@@ -29,11 +29,11 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from inflight_kernels import gemm
-from inflight_kernels.attention import attend, plan, rope_attend, workspace_size
-from inflight_kernels.norm import rms_norm
-from inflight_kernels.reference import rotary_tables
-from inflight_kernels.rope import rope_write_kv
+from inflight_kernels.ops import gemm
+from inflight_kernels.ops.attention import attend, plan, rope_attend, workspace_size
+from inflight_kernels.ops.norm import rms_norm
+from inflight_kernels.ops.rope import rope_write_kv
+from inflight_kernels.torch_ops.transformer import rotary_tables
 
 NUM_HEADS, NUM_KV_HEADS, HEAD_DIM = 32, 8, 128
 DTYPE = torch.bfloat16

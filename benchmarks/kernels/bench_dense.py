@@ -20,8 +20,8 @@ from typing import Any
 import timing
 import torch
 
-from inflight_kernels.activation import silu_mul
-from inflight_kernels.dense import linear, prefers
+from inflight_kernels.ops.activation import silu_mul
+from inflight_kernels.ops.dense import linear, prefers
 
 DTYPE = torch.bfloat16
 TOKENS = (65, 96, 128, 192, 256, 384, 512, 1024, 2048, 8192)

@@ -21,12 +21,12 @@ import timing
 import torch
 import torch.nn.functional as F
 
-from inflight_kernels import reference
-from inflight_kernels.activation import silu_mul
-from inflight_kernels.cache import copy_blocks
-from inflight_kernels.embedding import embedding
-from inflight_kernels.norm import rms_norm
-from inflight_kernels.rope import rope_write_kv
+from inflight_kernels.ops.activation import silu_mul
+from inflight_kernels.ops.cache import copy_blocks
+from inflight_kernels.ops.embedding import embedding
+from inflight_kernels.ops.norm import rms_norm
+from inflight_kernels.ops.rope import rope_write_kv
+from inflight_kernels.torch_ops import transformer
 
 DTYPE = torch.bfloat16
 TOKENS = (1, 16, 64, 256, 2048, 16384)
@@ -67,7 +67,7 @@ def gates(tokens: int, ours: bool) -> tuple[Callable[[], Call], int]:
 
 def rotations(tokens: int, normed: bool) -> tuple[Callable[[], Call], int]:
     frequencies = (5e5 ** -(np.arange(0, HEAD_DIM, 2) / HEAD_DIM)).astype(np.float32)
-    cos, sin = (table.cuda() for table in reference.rotary_tables(frequencies, 16384))
+    cos, sin = (table.cuda() for table in transformer.rotary_tables(frequencies, 16384))
     weight = _random(HEAD_DIM) if normed else None
     num_blocks = tokens // BLOCK_SIZE + 1
     all_heads = HEADS + 2 * KV_HEADS
@@ -124,7 +124,7 @@ def copies(pairs: int, ours: bool) -> tuple[Callable[[], Call], int]:
         sources, targets = blocks[:pairs], blocks[pairs : 2 * pairs]
         if ours:
             return lambda: copy_blocks(caches, sources, targets, pdl=True)
-        return lambda: reference.copy_blocks(caches, sources, targets)
+        return lambda: transformer.copy_blocks(caches, sources, targets)
 
     return make, 2 * pairs * caches[:, 0].numel() * 2
 

@@ -24,7 +24,7 @@ import numpy as np
 import timing
 import torch
 
-from inflight_kernels.sampling import (
+from inflight_kernels.ops.sampling import (
     MAX_TOP,
     WISH,
     Workspace,

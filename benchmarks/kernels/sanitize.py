@@ -78,7 +78,7 @@ JOBS = (
 def own_kernels() -> list[str]:
     """Names, as parts of which compute-sanitizer takes them."""
     found = set()
-    for path in KERNELS.glob("*.cu"):
+    for path in KERNELS.rglob("*.cu"):
         for text in path.read_text().split("__global__")[1:]:
             words = re.sub(r"__\w+__\([^()]*(\([^()]*\)[^()]*)*\)", "", text)
             name = re.search(r"(\w+)\s*\(", words)

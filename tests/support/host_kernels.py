@@ -22,9 +22,11 @@ from inflight.execution import top_logprobs as logprobs_of_steps
 from inflight.execution.drafters import device_model
 from inflight.models import eagle3_cuda, llama_cuda
 from inflight.models.layers import attention, residual
-from inflight_kernels import drafting, reference, reference_sampling, sampling
-from inflight_kernels.batch_state import BatchState, Step
-from inflight_kernels.drafting import DraftPass
+from inflight_kernels.ops import drafting, sampling
+from inflight_kernels.ops.batch_state import BatchState, Step
+from inflight_kernels.ops.drafting import DraftPass
+from inflight_kernels.torch_ops import sampling as torch_sampling
+from inflight_kernels.torch_ops import transformer
 
 _SLOT = 9  # words of a wish
 _TYPICAL_P, _TOP_N_SIGMA, _XTC_PROBABILITY = 10, 11, 13
@@ -141,7 +143,7 @@ def write_wishes(slots: Tensor, news: Tensor, wishes: Tensor) -> None:
 
 
 def copy_blocks(cache: Tensor, sources: Tensor, targets: Tensor) -> None:
-    reference.copy_blocks(cache, sources.long(), targets.long())
+    transformer.copy_blocks(cache, sources.long(), targets.long())
 
 
 def begin_step(
@@ -368,7 +370,7 @@ def sample(
     mask_rows: Tensor | None = None,
     **others: Any,
 ) -> None:
-    """Greedy rows, and drawn ones with the filters of `reference_sampling.draw`; penalties, biases
+    """Greedy rows, and drawn ones with the filters of `torch_sampling.draw`; penalties, biases
     and masks. Nothing else."""
     log_sums[id(workspace)] = torch.logsumexp(logits, -1)
     raw, logits = logits, logits.clone()
@@ -390,11 +392,11 @@ def sample(
             if place >= 0:
                 logits[row, ~_bits(masks[place])[: logits.shape[1]]] = float("-inf")
     statuses.fill_(sampling.FINE)
-    token_ids.copy_(reference_sampling.greedy(logits))
+    token_ids.copy_(torch_sampling.greedy(logits))
     for row in np.flatnonzero(found["temperature"] > 0.0).tolist():
         wish = found[row : row + 1]
-        number = reference_sampling.uniform(int(wish["seed"][0]), int(positions[row]))
-        drawn = reference_sampling.draw(
+        number = torch_sampling.uniform(int(wish["seed"][0]), int(positions[row]))
+        drawn = torch_sampling.draw(
             logits[row : row + 1],
             wish["temperature"].astype(np.float64),
             wish["top_k"].astype(np.int64),
@@ -403,8 +405,8 @@ def sample(
             np.array([number]),
         )
         token_ids[row] = drawn[0]
-    logprobs.copy_(reference_sampling.log_probs(raw).gather(1, token_ids[:, None])[:, 0])
-    broken = ~reference_sampling.finite_rows(raw)
+    logprobs.copy_(torch_sampling.log_probs(raw).gather(1, token_ids[:, None])[:, 0])
+    broken = ~torch_sampling.finite_rows(raw)
     statuses[broken], token_ids[broken], logprobs[broken] = sampling.NOT_FINITE, 0, 0.0
 
 
@@ -416,7 +418,7 @@ def _bits(words: Tensor) -> Tensor:
 def _penalize(row: Tensor, wish: np.void, counts: Tensor, in_prompt: Tensor) -> None:
     output = counts > 0
     seen = output | in_prompt[: len(output)]
-    reference_sampling.apply_penalties(
+    torch_sampling.apply_penalties(
         row,
         seen.nonzero()[:, 0].numpy(),
         output.nonzero()[:, 0].numpy(),
@@ -470,18 +472,18 @@ def top_logprobs(
         token = int(token_ids[row])
         if given is not None and int(given[row]) >= 0:
             token = int(given[row])
-        likeliest = reference_sampling.top(found[row], number)
+        likeliest = torch_sampling.top(found[row], number)
         ids[row, : len(likeliest)] = likeliest.int()
         logprobs[row, : len(likeliest)] = found[row, likeliest]
         own_logprobs[row] = found[row, token]
-        ranks[row] = reference_sampling.rank(found[row], token)
+        ranks[row] = torch_sampling.rank(found[row], token)
 
 
 # ---------------------------------------------------------------- the model
 
 
 def embedding(token_ids: Tensor, table: Tensor, *, out: Tensor, pdl: bool = False) -> None:
-    out.copy_(reference.embedding(token_ids.long(), table))
+    out.copy_(transformer.embedding(token_ids.long(), table))
 
 
 def rms_norm(
@@ -494,7 +496,7 @@ def rms_norm(
     total: Tensor | None = None,
     pdl: bool = False,
 ) -> None:
-    normed, found = reference.rms_norm(x, weight, eps, residual)
+    normed, found = transformer.rms_norm(x, weight, eps, residual)
     out.copy_(normed)
     if total is not None:
         total.copy_(found)
@@ -510,12 +512,12 @@ class HostLinear:
         self, x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, num_tokens: int
     ) -> None:
         kind = out.dtype  # logits in float32 are not rounded on their way
-        out[:num_tokens] = reference.linear(x[:num_tokens].to(kind), weight.to(kind), bias)
+        out[:num_tokens] = transformer.linear(x[:num_tokens].to(kind), weight.to(kind), bias)
 
     def add(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, total: Tensor, num_tokens: int
     ) -> None:
-        total[:num_tokens] += reference.linear(x[:num_tokens], weight, bias)
+        total[:num_tokens] += transformer.linear(x[:num_tokens], weight, bias)
 
     def gated(
         self,
@@ -526,7 +528,7 @@ class HostLinear:
         out: Tensor,
         num_tokens: int,
     ) -> None:
-        out[:num_tokens] = reference.silu_mul(reference.linear(x[:num_tokens], weight, bias))
+        out[:num_tokens] = transformer.silu_mul(transformer.linear(x[:num_tokens], weight, bias))
 
 
 def workspace_size(*shape: int, batch_invariant: bool) -> int:
@@ -553,11 +555,11 @@ def rope_write_kv(
     num_heads, head_dim = q_out.shape[1:]
     groups = k_cache.shape[2]
     heads = qkv.view(len(qkv), -1, head_dim)
-    qk = reference.rotary(heads[:, : num_heads + groups], cos[positions], sin[positions])
+    qk = transformer.rotary(heads[:, : num_heads + groups], cos[positions], sin[positions])
     qk = qk.to(qkv.dtype)
     kept = slot_mapping >= 0
     k, v = qk[kept, num_heads:], heads[kept, num_heads + groups :]
-    reference.write_kv(k, v, k_cache, v_cache, slot_mapping[kept])
+    transformer.write_kv(k, v, k_cache, v_cache, slot_mapping[kept])
     q_out.copy_(qk[:, :num_heads])
 
 

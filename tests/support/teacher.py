@@ -11,7 +11,7 @@ from inflight.checkpoint.locate import Checkpoint
 from inflight.models import ARCHITECTURES
 from inflight.models.config import read_config
 from inflight.models.kv_cache import KVCache
-from inflight_kernels import reference as ops
+from inflight_kernels.torch_ops import transformer as ops
 
 _BLOCK_SIZE = 16
 

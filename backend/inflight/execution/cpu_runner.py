@@ -32,10 +32,10 @@ from inflight.models.config import ModelConfig
 from inflight.models.kv_cache import KVCache
 from inflight.sampling.params import SamplingParams
 from inflight.scheduling.draft_budget import StepCosts
-from inflight_kernels import reference as ops
-from inflight_kernels.reference_sampling import FINE
-from inflight_kernels.reference_sampling import NOT_FINITE as NOT_FINITE_STATUS
-from inflight_kernels.reference_sampling import NOTHING_LEFT as NOTHING_LEFT_STATUS
+from inflight_kernels.torch_ops import transformer as ops
+from inflight_kernels.torch_ops.sampling import FINE
+from inflight_kernels.torch_ops.sampling import NOT_FINITE as NOT_FINITE_STATUS
+from inflight_kernels.torch_ops.sampling import NOTHING_LEFT as NOTHING_LEFT_STATUS
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 

@@ -42,9 +42,9 @@ from inflight.models.kv_cache import KVCache
 from inflight.models.layers.attention import Rows
 from inflight.sampling.logit_adjustments import BANNED
 from inflight.scheduling.draft_budget import StepCosts
-from inflight_kernels import batch_state, cache, sampling
-from inflight_kernels.compile import CompileError
-from inflight_kernels.launch import compile_ahead
+from inflight_kernels.ops import batch_state, cache, sampling
+from inflight_kernels.runtime.compile import CompileError
+from inflight_kernels.runtime.launch import compile_ahead
 
 logger = logging.getLogger(__name__)
 

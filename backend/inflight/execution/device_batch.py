@@ -23,8 +23,8 @@ from inflight.core.sequence import Sequence
 from inflight.execution.grammar_masks import RowMasks
 from inflight.execution.graph_buckets import StepSize
 from inflight.sampling.logit_adjustments import Adjustment
-from inflight_kernels import batch_state, cache, sampling
-from inflight_kernels.batch_state import FROM_DEVICE, BatchState, Step, StepLayout
+from inflight_kernels.ops import batch_state, cache, sampling
+from inflight_kernels.ops.batch_state import FROM_DEVICE, BatchState, Step, StepLayout
 
 RING = 3
 """Steps whose host memory is in use at a time: one computes, one is read, one is written."""
@@ -137,9 +137,9 @@ class DeviceBatch:
         history_length: tokens of each sequence that the device keeps; 0 for none.
 
     Attributes:
-        step, state: what kernels read (see `inflight_kernels.batch_state`).
-        counts, prompt: of `sampling.sample`, a row per slot.
-        masks: of `sampling.sample`.
+        step, state: what kernels read (see `inflight_kernels.ops.batch_state`).
+        counts, prompt: of `ops.sampling.sample`, a row per slot.
+        masks: of `ops.sampling.sample`.
     """
 
     def __init__(
@@ -502,7 +502,7 @@ def allowed_mask(token_ids: Iterable[int], vocab_size: int) -> _Ints:
 
 
 def _wish(sequence: Sequence, slot: int) -> list[int]:
-    """How to choose a sequence's tokens, as int32 words of `sampling.params.WISH`."""
+    """How to choose a sequence's tokens, as int32 words of `ops.sampling.params.WISH`."""
     params = sequence.request.params
     wish = np.zeros(1, sampling.WISH)
     wish["seed"] = sequence.seed

@@ -17,8 +17,8 @@ from torch import Tensor
 from inflight.core.request import Candidate
 from inflight.core.sequence import Sequence
 from inflight.sampling.params import SamplingParams
-from inflight_kernels import reference_sampling as ops
-from inflight_kernels.reference_sampling import FINE, NOT_FINITE, NOTHING_LEFT
+from inflight_kernels.torch_ops import sampling as ops
+from inflight_kernels.torch_ops.sampling import FINE, NOT_FINITE, NOTHING_LEFT
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +58,7 @@ class Choices:
     Attributes:
         token_ids: the tokens.
         logprobs: of these, under the model's own distribution, before penalties and temperature.
-        statuses: FINE, NOT_FINITE or NOTHING_LEFT of `inflight_kernels.reference_sampling`.
+        statuses: FINE, NOT_FINITE or NOTHING_LEFT of `inflight_kernels.torch_ops.sampling`.
         candidates: what the sequence's num_candidates, or num_prompt_logprobs, asks for (see
             `Candidate`); [] where it asks for nothing.
     """

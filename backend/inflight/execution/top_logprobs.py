@@ -7,7 +7,7 @@ from torch import Tensor
 
 from inflight.core.request import Candidate
 from inflight.execution.device_batch import RING
-from inflight_kernels import batch_state, sampling
+from inflight_kernels.ops import batch_state, sampling
 
 
 class Likeliest:
@@ -43,7 +43,7 @@ class Likeliest:
         state: batch_state.BatchState,
         ring_index: int,
     ) -> None:
-        """Find them, and bring them to the host's memory, after `sampling.sample`."""
+        """Find them, and bring them to the host's memory, after `ops.sampling.sample`."""
         count = len(logits)
         sampling.top_logprobs(
             logits,

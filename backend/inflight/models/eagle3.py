@@ -40,7 +40,7 @@ from inflight.models.loader import (
     Weights,
     check_shapes,
 )
-from inflight_kernels import reference as ops
+from inflight_kernels.torch_ops import transformer as ops
 
 UNDRAFTABLE = -1e6
 """Logit of a token that the head cannot draft: finite, as a sampler wants it, and never drawn."""

@@ -20,9 +20,9 @@ from inflight.models.layers.linear import INVARIANT_ROWS, Linear
 from inflight.models.llama import LlamaWeights
 from inflight.models.llama_cuda import DevicePlace, layer_kernels_of
 from inflight.models.loader import Progress
-from inflight_kernels import norm
-from inflight_kernels.embedding import embedding
-from inflight_kernels.norm import rms_norm
+from inflight_kernels.ops import norm
+from inflight_kernels.ops.embedding import embedding
+from inflight_kernels.ops.norm import rms_norm
 
 
 def kernels_of(

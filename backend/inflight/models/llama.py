@@ -18,7 +18,7 @@ from inflight.models.config import ModelConfig
 from inflight.models.kv_cache import KVCache
 from inflight.models.layers.rope import inverse_frequencies
 from inflight.models.loader import Place, Progress, Shape, Weights, open_weights
-from inflight_kernels import reference as ops
+from inflight_kernels.torch_ops import transformer as ops
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,8 +22,8 @@ from inflight.models.layers.linear import INVARIANT_ROWS, Linear
 from inflight.models.layers.residual import Residual, WideResidual
 from inflight.models.llama import Layer, load_weights, weight_shapes
 from inflight.models.loader import Progress, open_weights
-from inflight_kernels import embedding as embeddings
-from inflight_kernels.embedding import embedding
+from inflight_kernels.ops import embedding as embeddings
+from inflight_kernels.ops.embedding import embedding
 
 _MAX_WIDE_HIDDEN_SIZE = 2048
 """Up to here the residual stream is in float32. A small model's logits lie close together, and this

@@ -25,8 +25,8 @@ from inflight.execution.device_batch import DeviceBatch, Needs, Sent
 from inflight.execution.graph_buckets import StepSize
 from inflight.sampling.params import SamplingParams
 from inflight.scheduling.draft_budget import StepCosts
-from inflight_kernels import sampling
-from inflight_kernels.batch_state import FROM_DEVICE
+from inflight_kernels.ops import sampling
+from inflight_kernels.ops.batch_state import FROM_DEVICE
 
 BLOCK_SIZE = 4
 VOCAB_SIZE = 100

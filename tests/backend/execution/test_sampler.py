@@ -17,13 +17,7 @@ from inflight.execution.sampler import Row, choose
 from inflight.sampling.logit_adjustments import Shaping
 from inflight.sampling.params import SamplingParams
 from inflight.sampling.repetition import DryPenalty, RepeatedNgrams
-from inflight_kernels.reference_sampling import (
-    FINE,
-    NOT_FINITE,
-    NOTHING_LEFT,
-    XTC,
-    uniform,
-)
+from inflight_kernels.torch_ops.sampling import FINE, NOT_FINITE, NOTHING_LEFT, XTC, uniform
 
 VOCAB = 40
 END = 39

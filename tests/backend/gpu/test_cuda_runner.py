@@ -24,8 +24,9 @@ from inflight.execution.device_batch import DeviceBatch
 from inflight.execution.drafters.device import DeviceDrafter
 from inflight.models import llama_cuda
 from inflight.sampling.params import SamplingParams
-from inflight_kernels import dense, launch
-from inflight_kernels.compile import Cubin
+from inflight_kernels.ops import dense
+from inflight_kernels.runtime import launch
+from inflight_kernels.runtime.compile import Cubin
 from teacher import Teacher
 
 pytestmark = pytest.mark.gpu

@@ -19,7 +19,7 @@ from inflight.models.config import ModelConfig, read_config, read_eagle3_config
 from inflight.models.eagle3 import UNDRAFTABLE, Model
 from inflight.models.kv_cache import KVCache
 from inflight.models.llama import Model as Target
-from inflight_kernels.reference import plan_attention
+from inflight_kernels.torch_ops.transformer import plan_attention
 
 DRAFT_VOCAB_SIZE = 60
 LAYERS = {"num_hidden_layers": 7}

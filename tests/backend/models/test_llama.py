@@ -17,7 +17,7 @@ from inflight.models import llama
 from inflight.models.config import read_config
 from inflight.models.kv_cache import KVCache
 from inflight.models.llama import Model
-from inflight_kernels.reference import plan_attention
+from inflight_kernels.torch_ops.transformer import plan_attention
 
 BLOCK_SIZE = 4
 PROMPT = [5, 17, 99, 3, 150, 42, 42, 8, 61, 120, 7, 33, 90]

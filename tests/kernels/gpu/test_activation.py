@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from guarded import ROUNDING, Guarded, relative_error
-from inflight_kernels import reference
-from inflight_kernels.activation import silu_mul
+from inflight_kernels.ops.activation import silu_mul
+from inflight_kernels.torch_ops import transformer
 
 pytestmark = pytest.mark.gpu
 
@@ -19,7 +19,7 @@ def test_a_gate_is_that_of_the_reference(dtype: torch.dtype, width: int, rows: i
     x = (torch.randn(rows, 2 * width, device="cuda") * 4).to(dtype)
     out = Guarded(rows, width, dtype=dtype)
     silu_mul(x, out=out.tensor)
-    assert relative_error(out.check(), reference.silu_mul(x.double())) < ROUNDING[dtype]
+    assert relative_error(out.check(), transformer.silu_mul(x.double())) < ROUNDING[dtype]
 
 
 def test_gates_far_from_zero_are_closed_or_open() -> None:

@@ -9,16 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from inflight_kernels import gemm, reference
-from inflight_kernels.attention import (
-    attend,
-    plan,
-    rope_attend,
-    rotates,
-    workspace_size,
-)
-from inflight_kernels.attention_parts import HEAD_DIMS
-from inflight_kernels.rope import rope_write_kv
+from inflight_kernels.ops import gemm
+from inflight_kernels.ops.attention import attend, plan, rope_attend, rotates, workspace_size
+from inflight_kernels.ops.attention_parts import HEAD_DIMS
+from inflight_kernels.ops.rope import rope_write_kv
+from inflight_kernels.torch_ops import transformer
 
 pytestmark = pytest.mark.gpu
 
@@ -210,7 +205,7 @@ def test_the_definition_here_is_that_of_the_reference():
     made = make_step(*STEPS["mixed"])
     made.k_cache.nan_to_num_()
     made.v_cache.nan_to_num_()
-    host = reference.paged_attention(
+    host = transformer.paged_attention(
         made.q.double().cpu(),
         made.k_cache.double().cpu(),
         made.v_cache.double().cpu(),
@@ -443,7 +438,7 @@ def make_projection(q_lens, kv_lens, *, normed=False, num_layer=0, **options) ->
     for cache in (step.k_cache, step.v_cache):
         cache.flatten(0, 1)[slots] = float("nan")
     frequencies = (1e4 ** -(np.arange(0, head_dim, 2) / head_dim)).astype(np.float32)
-    cos, sin = reference.rotary_tables(frequencies, max(kv_lens))
+    cos, sin = transformer.rotary_tables(frequencies, max(kv_lens))
     generator = torch.Generator("cuda").manual_seed(1000 + num_layer)
     width = (num_heads + 2 * num_kv_heads) * head_dim
     qkv = torch.randn(num_tokens, width, generator=generator, device="cuda").to(step.q.dtype)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from inflight_kernels.batch_state import (
+from inflight_kernels.ops.batch_state import (
     FROM_DEVICE,
     BatchState,
     Step,
@@ -18,7 +18,7 @@ from inflight_kernels.batch_state import (
     write_tables,
     write_wishes,
 )
-from inflight_kernels.sampling import WISH
+from inflight_kernels.ops.sampling import WISH
 
 pytestmark = pytest.mark.gpu
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from inflight_kernels import reference
-from inflight_kernels.cache import MAX_PAIRS, clear_slots, copy_blocks
+from inflight_kernels.ops.cache import MAX_PAIRS, clear_slots, copy_blocks
+from inflight_kernels.torch_ops import transformer
 
 pytestmark = pytest.mark.gpu
 
@@ -27,7 +27,7 @@ def test_copies_are_those_of_the_reference(
     blocks = torch.randperm(2 * pairs, device="cuda")
     sources, targets = blocks[:pairs].clone(), blocks[pairs:].clone()
     expected = caches.clone()
-    reference.copy_blocks(expected, sources, targets)
+    transformer.copy_blocks(expected, sources, targets)
     copy_blocks(caches, sources.to(id_type), targets.to(id_type))
     assert torch.equal(caches, expected)
 
@@ -38,7 +38,7 @@ def test_a_block_may_be_source_and_target(pairs: int) -> None:
     caches = _caches(pairs)
     blocks = torch.randperm(pairs, device="cuda")
     expected = caches.clone()
-    reference.copy_blocks(expected, blocks, blocks.roll(1))
+    transformer.copy_blocks(expected, blocks, blocks.roll(1))
     copy_blocks(caches, blocks, blocks.roll(1))
     assert torch.equal(caches, expected)
 
@@ -48,7 +48,7 @@ def test_one_block_may_be_copied_to_many() -> None:
     expected = caches.clone()
     sources = torch.full((20,), 7, device="cuda")
     targets = torch.arange(20, 40, device="cuda")
-    reference.copy_blocks(expected, sources, targets)
+    transformer.copy_blocks(expected, sources, targets)
     copy_blocks(caches, sources, targets)
     assert torch.equal(caches, expected)
 
@@ -74,7 +74,7 @@ def test_clearing_is_that_of_the_reference(id_type: torch.dtype, count: int) -> 
     caches[:, :, 5] = torch.nan
     slots = torch.randperm(20 * 16, device="cuda")[:count]
     expected = caches.clone()
-    reference.clear_slots(expected, slots)
+    transformer.clear_slots(expected, slots)
     clear_slots(caches, slots.to(id_type))
     assert torch.equal(caches.view(torch.int16), expected.view(torch.int16))
 

@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F
 
 from guarded import ROUNDING, Guarded, relative_error
-from inflight_kernels import reference
-from inflight_kernels.dense import linear
+from inflight_kernels.ops.dense import linear
+from inflight_kernels.torch_ops import transformer
 
 pytestmark = pytest.mark.gpu
 
@@ -43,7 +43,7 @@ def test_a_product_is_that_of_the_reference(
     n: int, k: int, tokens: int, dtype: torch.dtype
 ) -> None:
     x, weight = _random(tokens, k, dtype=dtype), _random(n, k, scale=k**-0.5, dtype=dtype)
-    expected = reference.linear(x.double(), weight.double())
+    expected = transformer.linear(x.double(), weight.double())
     for out_type, bound in ((dtype, ROUNDING[dtype]), (torch.float32, _float32_error(k))):
         out = Guarded(tokens, n, dtype=out_type)
         linear(x, weight, out=out.tensor)
@@ -58,7 +58,7 @@ def test_bias_and_residual_are_added_before_rounding(
 ) -> None:
     x, weight = _random(tokens, k, dtype=dtype), _random(n, k, scale=k**-0.5, dtype=dtype)
     bias, residual = _random(n, dtype=dtype), _random(tokens, n, dtype=dtype)
-    expected = reference.linear(x.double(), weight.double(), bias.double()) + residual.double()
+    expected = transformer.linear(x.double(), weight.double(), bias.double()) + residual.double()
     for out_type, bound in ((torch.float32, _float32_error(k)), (dtype, ROUNDING[dtype])):
         out = Guarded(tokens, n, dtype=out_type)
         linear(x, weight, bias, residual, out=out.tensor)

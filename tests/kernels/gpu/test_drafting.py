@@ -7,16 +7,16 @@ import numpy as np
 import pytest
 import torch
 
-from inflight_kernels.batch_state import BatchState, Step, StepLayout
-from inflight_kernels.drafting import (
+from inflight_kernels.ops.batch_state import BatchState, Step, StepLayout
+from inflight_kernels.ops.drafting import (
     DraftPass,
     advance_drafting,
     begin_drafting,
     draft_ngram,
     next_tokens,
 )
-from inflight_kernels.reference_drafting import latest_match
-from inflight_kernels.sampling import FINE, NOT_FINITE, WISH
+from inflight_kernels.ops.sampling import FINE, NOT_FINITE, WISH
+from inflight_kernels.torch_ops.drafting import latest_match
 
 pytestmark = pytest.mark.gpu
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from guarded import Guarded
-from inflight_kernels import reference
-from inflight_kernels.embedding import embedding
+from inflight_kernels.ops.embedding import embedding
+from inflight_kernels.torch_ops import transformer
 
 pytestmark = pytest.mark.gpu
 
@@ -24,7 +24,7 @@ def test_rows_are_those_of_the_reference(
     ids[0] = 998
     out = Guarded(tokens, hidden, dtype=dtype)
     embedding(ids, table, out=out.tensor)
-    assert torch.equal(out.check(), reference.embedding(ids, table))
+    assert torch.equal(out.check(), transformer.embedding(ids, table))
 
 
 def test_parts_of_a_vocabulary_add_up_to_the_whole() -> None:

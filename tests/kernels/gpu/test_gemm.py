@@ -9,9 +9,10 @@ import torch
 import torch.nn.functional as F
 
 from guarded import ROUNDING, Guarded, relative_error
-from inflight_kernels import gemm, reference
-from inflight_kernels.gemm import MAX_TOKENS, Plan, linear, plan
-from inflight_kernels.launch import num_multiprocessors
+from inflight_kernels.ops import gemm
+from inflight_kernels.ops.gemm import MAX_TOKENS, Plan, linear, plan
+from inflight_kernels.runtime.launch import num_multiprocessors
+from inflight_kernels.torch_ops import transformer
 
 pytestmark = pytest.mark.gpu
 
@@ -55,7 +56,7 @@ def test_a_product_is_that_of_the_reference(
     dtype: torch.dtype, n: int, k: int, tokens: int
 ) -> None:
     x, weight = _random(tokens, k, dtype=dtype), _random(n, k, dtype=dtype, scale=k**-0.5)
-    expected = reference.linear(x.double(), weight.double())
+    expected = transformer.linear(x.double(), weight.double())
     exact = _float32_error(plan(n, num_multiprocessors()), k)
     for out_type, bound in ((dtype, ROUNDING[dtype]), (torch.float32, exact)):
         out = Guarded(tokens, n, dtype=out_type)
@@ -73,7 +74,7 @@ def test_bias_and_residual_are_added_before_rounding(
     bias, residual = _random(n, dtype=dtype), _random(tokens, n, dtype=dtype)
     out = Guarded(tokens, n, dtype=dtype)
     linear(x, weight, bias=bias, residual=residual, out=out.tensor)
-    expected = reference.linear(x.double(), weight.double(), bias.double()) + residual.double()
+    expected = transformer.linear(x.double(), weight.double(), bias.double()) + residual.double()
     assert relative_error(out.check(), expected) < ROUNDING[dtype]
     linear(x, weight, bias=bias, residual=residual, out=residual)
     assert torch.equal(residual, out.tensor), "the result may lie where the residual was"

@@ -7,9 +7,9 @@ import threading
 import pytest
 import torch
 
-from inflight_kernels.activation import silu_mul
-from inflight_kernels.launch import kernel
-from inflight_kernels.norm import rms_norm
+from inflight_kernels.ops.activation import silu_mul
+from inflight_kernels.ops.norm import rms_norm
+from inflight_kernels.runtime.launch import kernel
 
 pytestmark = pytest.mark.gpu
 

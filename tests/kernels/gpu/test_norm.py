@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from guarded import ROUNDING, Guarded, relative_error
-from inflight_kernels import reference
-from inflight_kernels.norm import rms_norm
+from inflight_kernels.ops.norm import rms_norm
+from inflight_kernels.torch_ops import transformer
 
 pytestmark = pytest.mark.gpu
 
@@ -27,7 +27,7 @@ def test_a_norm_is_that_of_the_reference(dtype: torch.dtype, hidden: int, rows: 
     weight = _random(hidden, dtype=dtype)
     out = Guarded(rows, hidden, dtype=dtype)
     rms_norm(x, weight, EPS, out=out.tensor)
-    expected, _ = reference.rms_norm(x.double(), weight.double(), EPS)
+    expected, _ = transformer.rms_norm(x.double(), weight.double(), EPS)
     assert relative_error(out.check(), expected) < ROUNDING[dtype]
 
 
@@ -43,7 +43,7 @@ def test_the_sum_is_rounded_once_and_then_normalised(
     out, total = Guarded(rows, hidden, dtype=dtype), Guarded(rows, hidden, dtype=dtype)
     rms_norm(x, weight, EPS, residual, out=out.tensor, total=total.tensor)
     assert torch.equal(total.check(), (x.float() + residual.float()).to(dtype))
-    expected, _ = reference.rms_norm(total.tensor.double(), weight.double(), EPS)
+    expected, _ = transformer.rms_norm(total.tensor.double(), weight.double(), EPS)
     assert relative_error(out.check(), expected) < ROUNDING[dtype]
 
 
@@ -57,7 +57,7 @@ def test_a_sum_in_float32_is_not_rounded(dtype: torch.dtype, hidden: int, rows: 
     out, total = Guarded(rows, hidden, dtype=dtype), Guarded(rows, hidden, dtype=torch.float32)
     rms_norm(x, weight, EPS, residual, out=out.tensor, total=total.tensor)
     assert torch.equal(total.check(), x.float() + residual)
-    expected, _ = reference.rms_norm(total.tensor.double(), weight.double(), EPS)
+    expected, _ = transformer.rms_norm(total.tensor.double(), weight.double(), EPS)
     assert relative_error(out.check(), expected) < ROUNDING[dtype]
     rms_norm(x, weight, EPS, residual, out=x, total=residual)
     assert torch.equal(x, out.tensor)
@@ -96,7 +96,7 @@ def test_small_and_large_rows_keep_their_scale() -> None:
     weight = torch.ones(4096, dtype=torch.float16, device="cuda")
     out = torch.empty_like(x)
     rms_norm(x, weight, 1e-12, out=out)
-    expected, _ = reference.rms_norm(x.double(), weight.double(), 1e-12)
+    expected, _ = transformer.rms_norm(x.double(), weight.double(), 1e-12)
     assert relative_error(out[0], expected[0]) < 1e-3
     assert relative_error(out[1], expected[1]) < 1e-3
 

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from guarded import ROUNDING, Guarded, relative_error
-from inflight_kernels import reference
-from inflight_kernels.rope import rope_write_kv
+from inflight_kernels.ops.rope import rope_write_kv
+from inflight_kernels.torch_ops import transformer
 
 pytestmark = pytest.mark.gpu
 
@@ -55,17 +55,17 @@ class Step:
         heads = self.qkv.double().view(len(self.qkv), -1, self.head_dim)
         q, k, v = heads.split(widths, 1)
         if q_weight is not None and k_weight is not None:
-            q, _ = reference.rms_norm(q, q_weight.double(), EPS)
-            k, _ = reference.rms_norm(k, k_weight.double(), EPS)
+            q, _ = transformer.rms_norm(q, q_weight.double(), EPS)
+            k, _ = transformer.rms_norm(k, k_weight.double(), EPS)
         cos, sin = self.cos[self.positions].double(), self.sin[self.positions].double()
-        return reference.rotary(q, cos, sin), reference.rotary(k, cos, sin), v
+        return transformer.rotary(q, cos, sin), transformer.rotary(k, cos, sin), v
 
 
 def _step(
     tokens: int, heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype, block_size: int = 16
 ) -> Step:
     frequencies = (1e4 ** -(np.arange(0, head_dim, 2) / head_dim)).astype(np.float32)
-    cos, sin = reference.rotary_tables(frequencies, NUM_POSITIONS)
+    cos, sin = transformer.rotary_tables(frequencies, NUM_POSITIONS)
     num_blocks = tokens // block_size + 9
     width = (heads + 2 * kv_heads) * head_dim
     shape = (2, num_blocks, block_size, kv_heads, head_dim)
@@ -131,7 +131,7 @@ def test_slots_find_their_block_whatever_its_size(block_size: int) -> None:
     step.run(torch.empty(100, 4, 64, dtype=torch.float16, device="cuda"))
     _, k, v = step.expected()
     k_cache, v_cache = torch.zeros(2, *step.caches.shape[1:], dtype=torch.float64, device="cuda")
-    reference.write_kv(k, v, k_cache, v_cache, step.slots)
+    transformer.write_kv(k, v, k_cache, v_cache, step.slots)
     assert relative_error(step.caches[0].nan_to_num(0.0), k_cache) < ROUNDING[torch.float16]
     assert torch.equal(step.caches[1].nan_to_num(0.0).double(), v_cache)
 

@@ -10,10 +10,8 @@ import numpy.typing as npt
 import pytest
 import torch
 
-from inflight_kernels import reference_sampling as reference
-from inflight_kernels import sampling
-from inflight_kernels.reference_sampling import XTC, Filters
-from inflight_kernels.sampling import (
+from inflight_kernels.ops import sampling
+from inflight_kernels.ops.sampling import (
     FINE,
     MAX_TOP,
     NOT_FINITE,
@@ -26,6 +24,8 @@ from inflight_kernels.sampling import (
     sample,
     top_logprobs,
 )
+from inflight_kernels.torch_ops import sampling as reference
+from inflight_kernels.torch_ops.sampling import XTC, Filters
 
 pytestmark = pytest.mark.gpu
 

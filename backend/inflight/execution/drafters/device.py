@@ -13,7 +13,7 @@ from inflight.execution.device_batch import DeviceBatch
 from inflight.execution.drafters.source import Source
 from inflight.models.kv_cache import KVCache
 from inflight.models.layers.attention import Rows
-from inflight_kernels import drafting, sampling
+from inflight_kernels.ops import drafting, sampling
 
 if TYPE_CHECKING:
     from inflight.models.llama_cuda import Model

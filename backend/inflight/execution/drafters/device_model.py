@@ -23,8 +23,8 @@ from inflight.models.eagle3_cuda import Model as Head
 from inflight.models.kv_cache import KVCache
 from inflight.models.layers.attention import Rows
 from inflight.models.llama_cuda import Model
-from inflight_kernels import drafting, sampling
-from inflight_kernels.drafting import DraftPass
+from inflight_kernels.ops import drafting, sampling
+from inflight_kernels.ops.drafting import DraftPass
 
 # Numbers of passes that graphs are recorded for, besides the largest.
 _PASSES = (1, 2, 3, 5, 8)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from inflight.core.batch import Chunk
-from inflight_kernels import reference as ops
+from inflight_kernels.torch_ops import transformer as ops
 
 Ints = npt.NDArray[np.int64]
 

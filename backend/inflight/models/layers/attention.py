@@ -12,10 +12,10 @@ from torch import Tensor
 
 from inflight.models.config import ModelConfig
 from inflight.models.layers.rope import inverse_frequencies
-from inflight_kernels import attention, rope
-from inflight_kernels.launch import is_hopper
-from inflight_kernels.reference import rotary_tables
-from inflight_kernels.rope import rope_write_kv
+from inflight_kernels.ops import attention, rope
+from inflight_kernels.ops.rope import rope_write_kv
+from inflight_kernels.runtime.launch import is_hopper
+from inflight_kernels.torch_ops.transformer import rotary_tables
 
 
 @dataclass(frozen=True, slots=True)

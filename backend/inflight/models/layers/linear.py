@@ -10,9 +10,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from inflight_kernels import activation, dense, gemm
-from inflight_kernels.activation import silu_mul
-from inflight_kernels.launch import num_multiprocessors
+from inflight_kernels.ops import activation, dense, gemm
+from inflight_kernels.ops.activation import silu_mul
+from inflight_kernels.runtime.launch import num_multiprocessors
 
 INVARIANT_ROWS = 128
 """Rows of such a tile. Buffers have a multiple of it."""

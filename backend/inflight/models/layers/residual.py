@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from inflight.models.layers.linear import Linear
-from inflight_kernels import norm
-from inflight_kernels.embedding import embedding
-from inflight_kernels.norm import rms_norm
+from inflight_kernels.ops import norm
+from inflight_kernels.ops.embedding import embedding
+from inflight_kernels.ops.norm import rms_norm
 
 
 class Residual:

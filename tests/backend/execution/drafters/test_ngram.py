@@ -12,7 +12,7 @@ from inflight.core.request import Request
 from inflight.core.sequence import Sequence
 from inflight.execution.drafters.ngram import NgramDrafter
 from inflight.sampling.params import SamplingParams
-from inflight_kernels.reference_drafting import latest_match
+from inflight_kernels.torch_ops.drafting import latest_match
 
 
 def slow_match(tokens: list[int], max_match: int, min_match: int, count: int) -> list[int]:

@@ -1,0 +1,229 @@
+// Causal attention over a paged KV cache: decode rows, chunks of prompts and any mix of them.
+//
+// attention_units.cuh says what units, items and shares are; `plan` of attention_plan.cu makes
+// them, `attend` works a share off. A unit cut by the end of a share leaves partial sums, and the
+// last of its blocks to arrive merges them (splitting keys, Flash-Decoding). The plan lives in
+// device memory and the grid is fixed, so a CUDA graph replays with other lengths.
+//
+// A small step is a chain of latencies, so as many of them as can be lie under the kernel before:
+// a step `settled` says that only q and the keys and values of this step's own tokens may still be
+// on their way, and all else is read before that kernel has ended. `rope_attend` takes the qkv
+// projection as it is, one token per chunk, and saves the kernel in between.
+
+#include "attention/attention_source.cuh"
+#include "attention/attention_tile.cuh"
+#include "attention/attention_walk.cuh"
+
+namespace attention {
+
+// Work on a share. A unit's tiles come in turns: each starts a copy and multiplies the tile whose
+// copy was started STAGES - 1 turns before; where nothing is on its way yet, turns before the first
+// tile only copy.
+//
+// Of the first unit, what is settled is read before the kernels in front have ended: all keys, but
+// for those of this step's tokens.
+template <class S, class Source>
+__device__ __forceinline__ void work_off(const Arguments<typename S::Element>& args, Source source,
+                                         const Item* items, const Share* shares, int* arrivals,
+                                         float* slots, bool settled) {
+    using T = typename S::Element;
+    constexpr bool RUNS_ON = Feed<S, Source::ROTATES>::RUNS_ON;
+    extern __shared__ __align__(16) unsigned char memory[];
+    T* queries = reinterpret_cast<T*>(memory);
+    T* tiles = reinterpret_cast<T*>(memory + S::QUERY_BYTES);
+    float2* states = reinterpret_cast<float2*>(memory + S::QUERY_BYTES + S::TILE_BYTES);
+    const int warp = threadIdx.x / 32;
+    const int warp_m = warp % S::WARPS_M;
+    const int warp_n = warp / S::WARPS_M;
+
+    if (!settled) wait_for_previous();
+    const Share share = load_l2(shares + blockIdx.x);
+    if (share.begin == share.end) {
+        // A kernel without a block that waits would let the next one believe that all is done.
+        wait_for_previous();
+        return;
+    }
+    Walk<S> walk;
+    walk.begin(args, items, share);
+    Feed<S, Source::ROTATES> feed;
+    HeadRow<S> rows[2];
+    State<S> state;
+    Unit done;           // the unit before, whose sums are in `state`
+    int stage = 0;       // of the tile whose turn it is
+    int ready = 0;       // keys below it have been read of the next `num_begun` tiles
+    int num_begun = 0;
+    bool is_first = true, is_over = false;
+
+    // Adds up the sums of the warps. They go where the last tile was: in other stages, tiles of the
+    // next unit may be arriving.
+    const auto finish = [&] {
+        const int last = stage == 0 ? S::STAGES - 1 : stage - 1;
+        float* const sums = reinterpret_cast<float*>(tiles + (RUNS_ON ? 2 * last * S::TILE : 0));
+        __syncthreads();  // all warps are done with the tile
+        store_state<S>(sums, states, state, done.num_rows, warp_m, warp_n);
+        __syncthreads();
+        finish_unit<S>(args, done, share, sums, states, Slots<S>(slots), arrivals);
+        __syncthreads();  // all sums are read
+    };
+
+    while (true) {
+        if (!RUNS_ON && !is_first) finish();
+        const Unit& unit = walk.unit;
+        const int history = unit.item.kv_len - unit.item.query_len;
+        const bool begins = is_first || !RUNS_ON;
+        if (!is_over) {
+            if (begins) {
+                feed.begin(args, walk);
+                const int begin = feed.tile, end = feed.end;
+                const int new_tile = history / S::KEYS;
+                const bool has_new = Source::ROTATES && unit.item.kv_len > 0 && new_tile >= begin &&
+                                     new_tile < end && history % S::KEYS / S::COPY_KEYS == warp;
+                source.prepare(args, unit, has_new);  // or it would come behind the copies
+                // What `Source` rotates, it does not look for in the cache.
+                ready = Source::ROTATES || !settled || !is_first ? ALL_KEYS : history;
+                num_begun = min(end - begin, S::STAGES);
+                // Not unrolled: at few sequences, reading the instructions takes its time.
+#pragma unroll 1
+                for (int i = 0; i < S::STAGES; ++i) {
+                    if (i < num_begun) feed.load(tiles, args, i, begin + i, 0, ready);
+                    // The last one waits with what the first tile's turn copies.
+                    if (i < S::STAGES - 1) ptx::commit_copies();
+                }
+            }
+            if (is_first) {
+                wait_for_previous();
+                launch_next();
+            }
+            if (S::QUERIES_IN_REGISTERS)
+                load_queries<S>(rows, args, unit, source.key_row(args, unit), warp_m);
+            else
+                copy_queries<S>(queries, args, unit);
+            if (!S::QUERIES_IN_REGISTERS) ptx::commit_copies();
+            source.load(args, unit);
+        }
+        if (RUNS_ON && !is_first) finish();
+        if (is_over) return;
+
+        const int lowest = history + args.token_of(unit.item.first_row);
+        const int highest = history + args.token_of(unit.item.first_row + unit.num_rows - 1);
+#pragma unroll
+        for (int f = 0; f < S::FRAGMENTS; ++f) {
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                state.max[f][half] = -CUDART_INF_F;
+                state.total[f][half] = 0.0f;
+            }
+#pragma unroll
+            for (int n = 0; n < S::HEAD_DIM / 8; ++n)
+#pragma unroll
+                for (int e = 0; e < 4; ++e) state.sums[f][n][e] = 0.0f;
+        }
+        const int end = unit.item.kv_begin + unit.to;
+        int tile = unit.item.kv_begin + unit.from;
+        int turn = 0;
+        if (begins) {
+            turn = 1 - S::STAGES;
+            stage = 1 % S::STAGES;
+        }
+#pragma unroll 1
+        for (; tile < end; ++turn) {
+            if (turn >= 0) {
+                ptx::wait_copies<S::STAGES - 2>();
+                // The tile is there for all its readers, and all have read what is overwritten next.
+                if (S::PRIVATE)
+                    __syncwarp();
+                else
+                    __syncthreads();
+            }
+            if (turn == 0 && !S::QUERIES_IN_REGISTERS) {
+                ptx::wait_copies<0>();
+                __syncthreads();
+            }
+            int from = 0;
+            if (feed.has_more()) {
+                if (num_begun-- > 0) from = ready;
+                if (from < ALL_KEYS)
+                    feed.load(tiles, args, stage == 0 ? S::STAGES - 1 : stage - 1, feed.tile, from,
+                              ALL_KEYS);
+                feed.next(args);
+            }
+            if (turn >= 0 || from < ALL_KEYS) ptx::commit_copies();
+            const int now = stage;
+            stage = stage + 1 == S::STAGES ? 0 : stage + 1;
+            if (turn < 0) continue;
+            if (turn == 0) source.turn(unit, rows);
+
+            T* const keys = tiles + 2 * now * S::TILE;
+            T* const values = keys + S::TILE;
+            if (Source::ROTATES && tile == history / S::KEYS)
+                source.place(args, unit, rows, keys, values);
+            Scores<S> scores;
+            mma_qk<S>(scores, rows, queries, keys, warp_m, warp_n);
+            float scale = args.scale;
+            if (args.soft_cap > 0.0f) {
+                cap_scores<S>(scores, scale, args.soft_cap);
+                scale = 1.0f;
+            }
+            const int first_key = tile * S::KEYS;
+            if (first_key + S::KEYS - 1 > lowest || first_key <= highest - args.window)
+                mask_scores<S>(scores, args, unit, warp_m, first_key + warp_n * S::WARP_KEYS);
+            softmax_step<S>(state, scores, scale);
+            mma_pv<S>(state, scores, values, warp_n);
+            ++tile;
+        }
+        done = unit;
+        is_first = false;
+        is_over = walk.left == 0;
+        if (!is_over) walk.next(args);
+    }
+}
+
+}  // namespace attention
+
+// Attention of the chunks that `plan` took, with the same unit_rows = ROWS, unit_keys = KEYS,
+// window and number of shares = blocks.
+//
+//   q [T, H, D], rows q_stride elements apart; out [T, H, D]
+//   k_cache, v_cache [num_blocks, block_size, G, D], blocks block_stride elements apart
+//   block_tables [n, table_stride]
+//   slots 2 * gridDim.x * ROWS * (D + 2) floats of scratch
+//   settled   all but q, and the keys and values of the tokens in q, was written before the kernel
+//             before was launched
+template <class S>
+__global__ void __launch_bounds__(S::THREADS, 2)
+    attend(const typename S::Element* q, const typename S::Element* k_cache,
+           const typename S::Element* v_cache, typename S::Element* out, const int* block_tables,
+           long long q_stride, long long block_stride, int table_stride, int block_shift,
+           int num_heads, int num_kv_heads, float scale, float soft_cap, int window,
+           const attention::Item* items, const attention::Share* shares, int* arrivals,
+           float* slots, bool settled) {
+    using namespace attention;
+    const Arguments<typename S::Element> args(q, k_cache, v_cache, out, block_tables, q_stride,
+                                              block_stride, table_stride, block_shift, num_heads,
+                                              num_kv_heads, scale, soft_cap, window);
+    work_off<S>(args, InPlace<S>(), items, shares, arrivals, slots, settled);
+}
+
+// The same and, before, what `rope_write_kv` of rope.cu does, for chunks of one token each.
+//
+//   qkv [T, (H + 2 * G) * D], rows qkv_stride elements apart
+//   slots, positions [T]; cos, sin [positions, D]; q_weight, k_weight [D] if NORM
+template <class S, bool NORM>
+__global__ void __launch_bounds__(S::THREADS, 2)
+    rope_attend(const typename S::Element* qkv, typename S::Element* k_cache,
+                typename S::Element* v_cache, typename S::Element* out, const int* block_tables,
+                long long qkv_stride, long long block_stride, int table_stride, int block_shift,
+                int num_heads, int num_kv_heads, float scale, float soft_cap, int window,
+                const attention::Item* items, const attention::Share* shares, int* arrivals,
+                float* slots, bool settled, const long long* slot_mapping,
+                const long long* positions, const float* cos, const float* sin,
+                const typename S::Element* q_weight, const typename S::Element* k_weight,
+                float eps) {
+    using namespace attention;
+    const Arguments<typename S::Element> args(qkv, k_cache, v_cache, out, block_tables, qkv_stride,
+                                              block_stride, table_stride, block_shift, num_heads,
+                                              num_kv_heads, scale, soft_cap, window);
+    const Projection<typename S::Element> projection = {
+        k_cache, v_cache, slot_mapping, positions, cos, sin, q_weight, k_weight, eps};
+    work_off<S>(args, Rotated<S, NORM>(projection), items, shares, arrivals, slots, settled);
+}

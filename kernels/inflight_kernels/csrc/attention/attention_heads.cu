@@ -1,0 +1,328 @@
+// Attention where sequences are many and have a token or two each: a warp for each KV head.
+//
+// As attention.cu, but a unit is HEADS KV heads side by side and each warp has one of them to
+// itself: it copies, multiplies and adds up without ever waiting for another, and with so many
+// sequences there is work for all. The product is turned round: keys are the 16 rows of the
+// tensor cores, and the few queries their 8 columns, which takes half of their time and half of the
+// registers.
+//
+// Fragments: a lane has the scores of keys lane / 4 and lane / 4 + 8 for rows 2 * (lane % 4) and the
+// one after it, and of the sums the columns lane / 4 and lane / 4 + 8 of each 16, for the same rows.
+
+#include "attention/attention_walk.cuh"
+
+namespace attention {
+
+// How a block of threads is laid over a unit.
+//   STAGES tiles of each warp are in shared memory.
+template <typename Element_, int HEAD_DIM_, int HEADS_, int STAGES_>
+struct HeadsShape {
+    using Element = Element_;
+    static constexpr int HEAD_DIM = HEAD_DIM_;
+    static constexpr int HEADS = HEADS_;  // KV heads of a unit, and warps
+    static constexpr int STAGES = STAGES_;
+
+    static constexpr int THREADS = 32 * HEADS;
+    static constexpr int ROWS = 8;  // of each KV head
+    static constexpr int KEYS = 16;
+    static constexpr int COPY_KEYS = KEYS;
+    static constexpr bool RUNS_ON = true;
+
+    static constexpr int CHUNKS = HEAD_DIM / 8;
+    static constexpr int PITCH = HEAD_DIM + 8;
+    static constexpr int TILE = KEYS * PITCH;  // of keys, or of values, of one head
+
+    __device__ __forceinline__ static int first_key() { return 0; }
+    __device__ __forceinline__ static int kv_head(const Unit& unit) {
+        return unit.head * HEADS + threadIdx.x / 32;
+    }
+};
+
+// What a warp has of its unit, for two rows in each lane.
+template <class S>
+struct HeadState {
+    float sums[S::HEAD_DIM / 16][4];
+    float max[2];    // of the scores so far, in units of log 2
+    float total[2];  // of the weights so far, this lane's keys only
+
+    __device__ __forceinline__ void clear() {
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            max[r] = -CUDART_INF_F;
+            total[r] = 0.0f;
+        }
+#pragma unroll
+        for (int column = 0; column < S::HEAD_DIM / 16; ++column)
+#pragma unroll
+            for (int e = 0; e < 4; ++e) sums[column][e] = 0.0f;
+    }
+};
+
+__device__ __forceinline__ float max_over_keys(float x) {
+#pragma unroll
+    for (int distance = 4; distance < 32; distance *= 2)
+        x = fmaxf(x, __shfl_xor_sync(FULL_WARP, x, distance));
+    return x;
+}
+
+__device__ __forceinline__ float sum_over_keys(float x) {
+#pragma unroll
+    for (int distance = 4; distance < 32; distance *= 2)
+        x += __shfl_xor_sync(FULL_WARP, x, distance);
+    return x;
+}
+
+// The row lane / 4 of a unit's queries, zero if it does not exist.
+template <class S>
+__device__ __forceinline__ void load_row(HeadRow<S>& row,
+                                         const Arguments<typename S::Element>& args,
+                                         const Unit& unit) {
+    const int index = threadIdx.x % 32 / 4;
+    if (index < unit.num_rows)
+        row.load(query_row<S>(args, unit, index));
+    else
+        row.clear();
+}
+
+// scores = keys @ queries^T, in two sums, for each product waits for the one that it adds to.
+template <class S>
+__device__ __forceinline__ void mma_kq(float (&scores)[4], const HeadRow<S>& row,
+                                       const typename S::Element* keys) {
+    const int lane = threadIdx.x % 32;
+    const unsigned base = ptx::shared_address(keys + lane % 16 * S::PITCH + lane / 16 * 8);
+    float parts[2][4] = {};
+#pragma unroll
+    for (int step = 0; step < S::HEAD_DIM / 16; ++step) {
+        unsigned a[4];
+        ptx::load_matrices(a, base + step * 32);
+        ptx::mma<typename S::Element>(parts[step % 2], a, row.words[step][0], row.words[step][1]);
+    }
+#pragma unroll
+    for (int e = 0; e < 4; ++e) scores[e] = parts[0][e] + parts[1][e];
+}
+
+// sums += values^T @ weights^T.
+template <class S>
+__device__ __forceinline__ void mma_vp(HeadState<S>& state, const float (&weights)[4],
+                                       const typename S::Element* values) {
+    using T = typename S::Element;
+    const int lane = threadIdx.x % 32;
+    const int key = lane / 16 * 8 + lane % 8;
+    const unsigned base = ptx::shared_address(values + key * S::PITCH + lane / 8 % 2 * 8);
+    const unsigned b0 = ptx::transposed(ptx::pack<T>(weights[0], weights[1]));
+    const unsigned b1 = ptx::transposed(ptx::pack<T>(weights[2], weights[3]));
+#pragma unroll
+    for (int column = 0; column < S::HEAD_DIM / 16; ++column) {
+        unsigned a[4];
+        ptx::load_matrices_transposed(a, base + column * 32);
+        ptx::mma<T>(state.sums[column], a, b0, b1);
+    }
+}
+
+// Keys that a row does not see get no weight.
+template <class S>
+__device__ __forceinline__ void mask_scores(float (&scores)[4],
+                                            const Arguments<typename S::Element>& args,
+                                            const Unit& unit, int first_key) {
+    const int lane = threadIdx.x % 32;
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+        const int row = min(lane % 4 * 2 + e % 2, unit.num_rows - 1);
+        const int last = unit.item.kv_len - unit.item.query_len +
+                         args.token_of(unit.item.first_row + row);
+        const int key = first_key + lane / 4 + e / 2 * 8;
+        if (key > last || key <= last - args.window) scores[e] = -CUDART_INF_F;
+    }
+}
+
+// Scores become weights relative to the largest score so far; what was summed before is rescaled.
+template <class S>
+__device__ __forceinline__ void softmax_step(HeadState<S>& state, float (&scores)[4], float scale) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+        const float before = state.max[r];
+        const float largest = max_over_keys(fmaxf(scores[r], scores[2 + r]));
+        const float now = fmaxf(before, largest * scale);
+        // A row that has seen no key yet: -inf - -inf would be NaN.
+        const float origin = now == -CUDART_INF_F ? 0.0f : now;
+        const float rescale = ptx::exp2(before - origin);
+        state.max[r] = now;
+#pragma unroll
+        for (int e = r; e < 4; e += 2) scores[e] = ptx::exp2(fmaf(scores[e], scale, -origin));
+        state.total[r] = fmaf(state.total[r], rescale, scores[r] + scores[2 + r]);
+#pragma unroll
+        for (int column = 0; column < S::HEAD_DIM / 16; ++column) {
+            state.sums[column][r] *= rescale;
+            state.sums[column][2 + r] *= rescale;
+        }
+    }
+}
+
+// Writes the rows of a unit of which this warp has seen all keys.
+template <class S>
+__device__ __forceinline__ void write_rows(const Arguments<typename S::Element>& args,
+                                           const Unit& unit, const HeadState<S>& state) {
+    using T = typename S::Element;
+    const int lane = threadIdx.x % 32;
+    float inverse[2];
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+        const float total = sum_over_keys(state.total[r]);
+        inverse[r] = total > 0.0f ? 1.0f / total : 0.0f;  // zero for a row that sees no key
+    }
+    const bool exists = lane / 4 < unit.num_rows;
+    unsigned* const out =
+        reinterpret_cast<unsigned*>(out_row<S>(args, unit, exists ? lane / 4 : 0)) + lane % 4;
+#pragma unroll
+    for (int column = 0; column < S::HEAD_DIM / 16; ++column)
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const float* const sums = state.sums[column] + 2 * half;
+            const unsigned word =
+                ptx::transposed(ptx::pack<T>(sums[0] * inverse[0], sums[1] * inverse[1]));
+            if (exists) out[column * 8 + half * 4] = word;
+        }
+}
+
+// Leaves the sums of a unit that is cut in a slot; merges the slots if this warp is the last one of
+// its head to come here.
+template <class S>
+__device__ __forceinline__ void leave_rows(const Arguments<typename S::Element>& args,
+                                           const Unit& unit, const Share& share,
+                                           const HeadState<S>& state, const Slots<S>& slots,
+                                           int* arrivals) {
+    const int lane = threadIdx.x % 32;
+    const int slot = Slots<S>::own(unit);
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+        const float total = sum_over_keys(state.total[r]);
+        const int row = lane % 4 * 2 + r;
+        if (row < unit.num_rows) {
+            if (lane < 4) *slots.state(slot, row) = make_float2(state.max[r], total);
+            float* const sums = slots.row(slot, row) + lane / 4;
+#pragma unroll
+            for (int column = 0; column < S::HEAD_DIM / 16; ++column)
+#pragma unroll
+                for (int half = 0; half < 2; ++half)
+                    sums[column * 16 + half * 8] = state.sums[column][2 * half + r];
+        }
+    }
+    const Blocks blocks(unit, share);
+    bool is_last = false;
+    __syncwarp();
+    if (lane == 0) {
+        int* const arrived = arrivals + threadIdx.x / 32 * gridDim.x + blocks.first;
+        is_last = ptx::count_arrival(arrived) == blocks.last - blocks.first;
+        if (is_last) *arrived = 0;  // for the next launch with this plan
+    }
+    if (__shfl_sync(FULL_WARP, is_last, 0))
+        merge_slots<S, 32>(args, unit, slots, blocks, 0, unit.num_rows, lane);
+}
+
+}  // namespace attention
+
+// Attention of the chunks that `plan` took, with the same unit_rows = ROWS, unit_keys = KEYS,
+// num_kv_heads = G / HEADS, window and number of shares = blocks. G is a multiple of HEADS.
+//
+//   arguments as of `attend` in attention.cu, but for
+//   slots 2 * gridDim.x * HEADS * ROWS * (D + 2) floats of scratch
+template <class S>
+__global__ void __launch_bounds__(S::THREADS, 8 / S::HEADS)
+    attend_heads(const typename S::Element* q, const typename S::Element* k_cache,
+                 const typename S::Element* v_cache, typename S::Element* out,
+                 const int* block_tables, long long q_stride, long long block_stride,
+                 int table_stride, int block_shift, int num_heads, int num_kv_heads, float scale,
+                 float soft_cap, int window, const attention::Item* items,
+                 const attention::Share* shares, int* arrivals, float* slots, bool settled) {
+    using namespace attention;
+    using T = typename S::Element;
+    const Arguments<T> args(q, k_cache, v_cache, out, block_tables, q_stride, block_stride,
+                            table_stride, block_shift, num_heads, num_kv_heads, scale, soft_cap,
+                            window);
+    const int warp = threadIdx.x / 32;
+    extern __shared__ __align__(16) unsigned char memory[];
+    T* const tiles = reinterpret_cast<T*>(memory) + warp * S::STAGES * 2 * S::TILE;
+    const Slots<S> own_slots(slots, warp * S::ROWS);
+
+    if (!settled) wait_for_previous();
+    const Share share = load_l2(shares + blockIdx.x);
+    if (share.begin == share.end) {
+        // A kernel without a block that waits would let the next one believe that all is done.
+        wait_for_previous();
+        return;
+    }
+    Walk<S> walk;
+    walk.begin(args, items, share);
+    Feed<S, false> feed;
+    feed.begin(args, walk);
+
+    // Of the first unit, what is settled is read before the kernels in front have ended: all keys
+    // but those of this step's tokens.
+    const int ready = settled ? walk.unit.item.kv_len - walk.unit.item.query_len : ALL_KEYS;
+    const int begun = min(feed.end - feed.tile, S::STAGES - 1);
+#pragma unroll 1
+    for (int i = 0; i < begun; ++i) feed.load(tiles, args, i, feed.tile + i, 0, ready);
+    wait_for_previous();
+    launch_next();
+#pragma unroll 1
+    for (int i = 0; i < S::STAGES - 1; ++i) {
+        const int from = i < begun ? ready : 0;
+        if (feed.has_more()) {
+            if (from < ALL_KEYS) feed.load(tiles, args, i, feed.tile, from, ALL_KEYS);
+            feed.next(args);
+        }
+        ptx::commit_copies();
+    }
+
+    HeadRow<S> row;
+    HeadState<S> state;
+    load_row(row, args, walk.unit);
+    int stage = 0;  // of the tile whose turn it is
+    while (true) {
+        const Unit unit = walk.unit;
+        const int history = unit.item.kv_len - unit.item.query_len;
+        const int lowest = history + args.token_of(unit.item.first_row);
+        const int highest = history + args.token_of(unit.item.first_row + unit.num_rows - 1);
+        state.clear();
+#pragma unroll 1
+        for (int tile = unit.item.kv_begin + unit.from; tile < unit.item.kv_begin + unit.to;
+             ++tile) {
+            __syncwarp();  // all lanes have read the tile before, whose place is taken now
+            if (feed.has_more()) {
+                feed.load(tiles, args, stage == 0 ? S::STAGES - 1 : stage - 1, feed.tile, 0,
+                          ALL_KEYS);
+                feed.next(args);
+            }
+            ptx::commit_copies();
+            ptx::wait_copies<S::STAGES - 1>();
+            __syncwarp();  // the tile is there for all lanes
+
+            const T* const keys = tiles + 2 * stage * S::TILE;
+            stage = stage + 1 == S::STAGES ? 0 : stage + 1;
+            float scores[4];
+            mma_kq(scores, row, keys);
+            float factor = args.scale;
+            if (args.soft_cap > 0.0f) {
+                const SoftCap cap(factor, args.soft_cap);
+#pragma unroll
+                for (int e = 0; e < 4; ++e) scores[e] = cap(scores[e]);
+                factor = 1.0f;
+            }
+            const int first_key = tile * S::KEYS;
+            if (first_key + S::KEYS - 1 > lowest || first_key <= highest - args.window)
+                mask_scores<S>(scores, args, unit, first_key);
+            softmax_step(state, scores, factor);
+            mma_vp(state, scores, keys + S::TILE);
+        }
+        const bool is_over = walk.left == 0;
+        if (!is_over) {
+            walk.next(args);
+            load_row(row, args, walk.unit);  // arrives while the sums are written
+        }
+        if (unit.whole())
+            write_rows(args, unit, state);
+        else
+            leave_rows(args, unit, share, state, own_slots, arrivals);
+        if (is_over) return;
+    }
+}

@@ -1,0 +1,95 @@
+// Causal attention of chunks with many rows over a paged KV cache, on Hopper's own tensor cores.
+//
+// A block has three groups of four warps (FlashAttention-3, arXiv:2407.08608). Two multiply: each
+// has 64 of a unit's 128 rows, and while one turns scores into weights, the other one's products
+// run. They go through the tiles of keys from the last to the first, and on into the next unit
+// without a pause. The third group feeds them: two warps find the units and copy their queries, two
+// have the copy engine fetch keys and values, block by block, into rings. attention_plan.cu says
+// who works on what, and attention_units.cuh what units and shares are.
+
+#include "attention/attention_hopper_feed.cuh"
+#include "attention/attention_hopper_multiply.cuh"
+
+// Attention of the chunks that `plan` took, with the same unit_rows = ROWS, unit_keys = KEYS,
+// window and number of shares = blocks, and a queue.
+//
+//   q [T, H, D], rows q_stride elements apart; out [T, H, D]
+//   key_map, value_map   of the caches as [num_blocks, block_size / 8, G * D / 64, 8, 64], boxes of
+//                        a KV head's rows of a block
+//   v_cache [num_blocks, block_size, G, D], blocks block_stride elements apart
+//   block_tables [n, table_stride]
+//   slots 2 * gridDim.x * ROWS * (D + 2) floats of scratch
+template <class S>
+__global__ void __launch_bounds__(S::THREADS, 1)
+    attend(const typename S::Element* q, const __grid_constant__ hopper::TensorMap key_map,
+           const __grid_constant__ hopper::TensorMap value_map,
+           const typename S::Element* v_cache, typename S::Element* out, const int* block_tables,
+           long long q_stride, long long block_stride, int table_stride, int block_shift,
+           int num_heads, int num_kv_heads, float scale, float soft_cap, int window,
+           const attention::Item* items, const attention::Share* shares, int* arrivals,
+           float* slots, attention::Queue* queue) {
+    using namespace attention;
+    extern __shared__ unsigned char memory[];
+    __shared__ Unit units[S::UNITS];
+    __shared__ int totals[S::UNITS];
+    __shared__ bool is_last[S::GROUPS];
+    __shared__ __align__(8) unsigned long long
+        barriers[2 * (S::UNITS + S::QUERY_STAGES + S::KEY_STAGES + S::VALUE_STAGES)];
+
+    Shared<S> shared;
+    const unsigned misaligned = ptx::shared_address(memory) % 1024;
+    shared.queries = memory + (misaligned == 0 ? 0 : 1024 - misaligned);
+    shared.keys = shared.queries + S::QUERY_STAGES * S::TILE_BYTES;
+    shared.values = shared.keys + S::KEY_STAGES * S::TILE_BYTES;
+    shared.units = units;
+    shared.totals = totals;
+    shared.is_last = is_last;
+    shared.unit_known = ptx::shared_address(barriers);
+    shared.unit_free = shared.unit_known + 8 * S::UNITS;
+    shared.queries_here = shared.unit_free + 8 * S::UNITS;
+    shared.queries_free = shared.queries_here + 8 * S::QUERY_STAGES;
+    shared.keys_here = shared.queries_free + 8 * S::QUERY_STAGES;
+    shared.keys_free = shared.keys_here + 8 * S::KEY_STAGES;
+    shared.values_here = shared.keys_free + 8 * S::KEY_STAGES;
+    shared.values_free = shared.values_here + 8 * S::VALUE_STAGES;
+
+    const Arguments<typename S::Element> args(q, nullptr, v_cache, out, block_tables, q_stride,
+                                              block_stride, table_stride, block_shift, num_heads,
+                                              num_kv_heads, scale, soft_cap, window);
+    const int warp = threadIdx.x / 32;
+    if (threadIdx.x == 0) {
+        constexpr int READERS = 4 * S::GROUPS;
+        const auto init = [](unsigned barriers, int count, int arrivals) {
+            for (int i = 0; i < count; ++i) hopper::init_barrier(barriers + 8 * i, arrivals);
+        };
+        init(shared.unit_known, S::UNITS, 1);
+        init(shared.unit_free, S::UNITS, READERS);
+        init(shared.queries_here, S::QUERY_STAGES, 1);
+        init(shared.queries_free, S::QUERY_STAGES, 32 * READERS);
+        init(shared.keys_here, S::KEY_STAGES, 1);
+        init(shared.keys_free, S::KEY_STAGES, READERS);
+        init(shared.values_here, S::VALUE_STAGES, 1);
+        init(shared.values_free, S::VALUE_STAGES, READERS);
+        hopper::fence_shared_writes();
+        hopper::prefetch_map(key_map);
+        hopper::prefetch_map(value_map);
+    }
+    __syncthreads();
+    wait_for_previous();
+
+    if (warp >= 4) {
+        hopper::take_registers<MULTIPLIER_REGISTERS>();
+        multiply_units<S>(args, shared, Slots<S>(slots), arrivals, uniform(warp / 4 - 1));
+    } else {
+        hopper::give_registers<FEEDER_REGISTERS>();
+        if (warp == 0)
+            feed_tiles<S, false>(args, shared, key_map);
+        else if (warp == 1)
+            feed_tiles<S, true>(args, shared, value_map);
+        else
+            feed_units<S>(args, shared,
+                          {items, queue, shares[blockIdx.x], queue->units, queue->heads_at_once,
+                           num_kv_heads, args.group, 0},
+                          threadIdx.x - 64);
+    }
+}

@@ -1,0 +1,202 @@
+// Hopper's instructions that attention is built of: barriers in shared memory, copies of boxes of a
+// tensor (TMA), and the products of a group of four warps (wgmma). sm_90a only.
+#pragma once
+
+
+#include "attention/attention_ptx.cuh"
+#include "common.cuh"
+
+namespace hopper {
+
+// A tensor as the copy engine sees it; the host encodes it.
+struct alignas(64) TensorMap {
+    unsigned long long opaque[16];
+};
+
+// ---------------------------------------------------------------- barriers
+
+// A barrier in shared memory whose phases end when all arrivals and all bytes that it expects have
+// come. Addresses are those of the shared window.
+__device__ __forceinline__ void init_barrier(unsigned barrier, int arrivals) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals)
+                 : "memory");
+}
+
+__device__ __forceinline__ void arrive(unsigned barrier) {
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+
+__device__ __forceinline__ void expect_bytes(unsigned barrier, int bytes) {
+    asm volatile("mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [%0], %1;" ::"r"(barrier),
+                 "r"(bytes)
+                 : "memory");
+}
+
+// Waits for the end of the phase of this parity; a fresh barrier is in phase 0, after a phase 1.
+__device__ __forceinline__ void wait(unsigned barrier, unsigned parity) {
+    asm volatile(
+        "{\n"
+        ".reg .pred done;\n"
+        "again:\n"
+        "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+        "@done bra ready;\n"
+        "bra again;\n"
+        "ready:\n"
+        "}" ::"r"(barrier),
+        "r"(parity)
+        : "memory");
+}
+
+// A barrier of its own for each group of so many threads.
+template <int THREADS>
+__device__ __forceinline__ void meet(int barrier) {
+    asm volatile("bar.sync %0, %1;" ::"r"(barrier), "n"(THREADS) : "memory");
+}
+
+// Writes to shared memory by this thread, before, are seen by copies and products, after.
+__device__ __forceinline__ void fence_shared_writes() {
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+
+// ---------------------------------------------------------------- copies
+
+// The box at (0, 0, x, 0, y), the dimension of neighbours first; zeros where it is outside the
+// tensor.
+__device__ __forceinline__ void copy_box(unsigned target, const TensorMap& map, int x, int y,
+                                         unsigned barrier) {
+    asm volatile(
+        "cp.async.bulk.tensor.5d.shared::cluster.global.tile.mbarrier::complete_tx::bytes "
+        "[%0], [%1, {%3, %3, %4, %3, %5}], [%2];" ::"r"(target),
+        "l"(&map), "r"(barrier), "r"(0), "r"(x), "r"(y)
+        : "memory");
+}
+
+__device__ __forceinline__ void prefetch_map(const TensorMap& map) {
+    asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
+}
+
+// ---------------------------------------------------------------- products
+
+// A matrix in shared memory in pieces of 8 rows x 64 columns, each 1024 bytes, at a multiple of
+// that, and with its 16-byte chunks swizzled. 64 columns are 1024 bytes from the next, 8 rows
+// ROWS_APART. (`address` + `offset`) is that of its first element.
+template <int ROWS_APART>
+__device__ __forceinline__ unsigned long long matrix(unsigned address, int offset) {
+    constexpr unsigned COLUMNS_APART = 1024 >> 4 << 16;
+    constexpr unsigned SWIZZLE_128 = 1u << 30;
+    const unsigned low = (COLUMNS_APART | (address & 0x3ffff) >> 4) + (offset >> 4);
+    return static_cast<unsigned long long>(SWIZZLE_128 | ROWS_APART >> 4) << 32 | low;
+}
+
+// Four 8x8 matrices of 16-bit elements to shared memory; the inverse of ptx::load_matrices.
+__device__ __forceinline__ void store_matrices(unsigned address, unsigned a, unsigned b, unsigned c,
+                                               unsigned d) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address),
+                 "r"(a), "r"(b), "r"(c), "r"(d)
+                 : "memory");
+}
+
+// Where a chunk of a row of 8 is in such a piece.
+__device__ __forceinline__ int swizzle(int row, int chunk) {
+    return row * 128 + ((chunk ^ row) << 4);
+}
+
+// Before the first product, and whenever its registers were written by other instructions.
+__device__ __forceinline__ void begin_products() {
+    asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+}
+
+__device__ __forceinline__ void commit_products() {
+    asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+}
+
+// Waits until at most PENDING of the youngest groups are on their way.
+template <int PENDING>
+__device__ __forceinline__ void wait_products() {
+    asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
+}
+
+// Keeps the compiler from moving uses of registers across this point.
+template <int N>
+__device__ __forceinline__ void pin(float (&x)[N]) {
+#pragma unroll
+    for (int i = 0; i < N; ++i) asm volatile("" : "+f"(x[i])::"memory");
+}
+
+template <int N>
+__device__ __forceinline__ void pin(unsigned (&x)[N]) {
+#pragma unroll
+    for (int i = 0; i < N; ++i) asm volatile("" : "+r"(x[i])::"memory");
+}
+
+#define ATTENTION_8(c, i)                                                                     \
+    "+f"(c[i]), "+f"(c[i + 1]), "+f"(c[i + 2]), "+f"(c[i + 3]), "+f"(c[i + 4]), "+f"(c[i + 5]), \
+        "+f"(c[i + 6]), "+f"(c[i + 7])
+#define ATTENTION_32(c, i) \
+    ATTENTION_8(c, i), ATTENTION_8(c, i + 8), ATTENTION_8(c, i + 16), ATTENTION_8(c, i + 24)
+#define ATTENTION_0_TO_31                                                                         \
+    "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, " \
+    "%20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
+#define ATTENTION_32_TO_63                                                                        \
+    "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, " \
+    "%50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+
+// c [64, N] = a [64, 16] @ b [16, N], or += where `add`. a is in registers, four of each lane, as
+// for mma.m16n8k16; b is in shared memory, and is summed over its rows, or over its columns where
+// TRANSPOSED.
+#define ATTENTION_MULTIPLY_128(T)                                                            \
+    asm volatile(                                                                            \
+        "{\n.reg .pred add;\nsetp.ne.b32 add, %69, 0;\n"                                     \
+        "wgmma.mma_async.sync.aligned.m64n128k16.f32." T "." T " {" ATTENTION_0_TO_31 ", "   \
+        ATTENTION_32_TO_63 "}, {%64, %65, %66, %67}, %68, add, 1, 1, %70;\n}"                \
+        : ATTENTION_32(c, 0), ATTENTION_32(c, 32)                                            \
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<int>(add)),    \
+          "n"(TRANSPOSED ? 0 : 1))
+#define ATTENTION_MULTIPLY_64(T)                                                             \
+    asm volatile(                                                                            \
+        "{\n.reg .pred add;\nsetp.ne.b32 add, %37, 0;\n"                                     \
+        "wgmma.mma_async.sync.aligned.m64n64k16.f32." T "." T " {" ATTENTION_0_TO_31         \
+        "}, {%32, %33, %34, %35}, %36, add, 1, 1, %38;\n}"                                   \
+        : ATTENTION_32(c, 0)                                                                 \
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<int>(add)),    \
+          "n"(TRANSPOSED ? 0 : 1))
+
+template <typename T, bool TRANSPOSED>
+__device__ __forceinline__ void multiply(float (&c)[64], const unsigned* a, unsigned long long b,
+                                         bool add) {
+    if constexpr (SAME<T, __half>)
+        ATTENTION_MULTIPLY_128("f16");
+    else
+        ATTENTION_MULTIPLY_128("bf16");
+}
+
+template <typename T, bool TRANSPOSED>
+__device__ __forceinline__ void multiply(float (&c)[32], const unsigned* a, unsigned long long b,
+                                         bool add) {
+    if constexpr (SAME<T, __half>)
+        ATTENTION_MULTIPLY_64("f16");
+    else
+        ATTENTION_MULTIPLY_64("bf16");
+}
+
+#undef ATTENTION_MULTIPLY_64
+#undef ATTENTION_MULTIPLY_128
+#undef ATTENTION_32_TO_63
+#undef ATTENTION_0_TO_31
+#undef ATTENTION_32
+#undef ATTENTION_8
+
+// ---------------------------------------------------------------- registers
+
+// Of each thread of this group of four warps, from now on.
+template <int N>
+__device__ __forceinline__ void take_registers() {
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(N));
+}
+
+template <int N>
+__device__ __forceinline__ void give_registers() {
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(N));
+}
+
+}  // namespace hopper

@@ -1,0 +1,353 @@
+// The threads of attention_hopper.cu that multiply: four warps go through the units of their block,
+// with 64 of the rows of each.
+#pragma once
+
+#include "attention/attention_hopper_block.cuh"
+
+namespace attention {
+
+template <class S>
+using Sums = float[S::HEAD_DIM / 2];  // [HEAD_DIM / 8][2 rows][2 columns]
+
+template <class S>
+struct State {
+    Sums<S> sums;
+    float max[2];    // of the scores so far, in units of log 2
+    float total[2];  // of the weights so far, this lane's columns only
+};
+
+template <class S>
+using Scores = float[S::KEYS / 2];  // [KEYS / 8][2 rows][2 columns]
+
+template <class S>
+using Weights = unsigned[S::KEYS / 4];  // pairs of columns, as left operands of products
+
+template <class S>
+using Queries = unsigned[S::HEAD_DIM / 4];  // pairs of columns, as left operands of products
+
+// This warp's 16 rows, of which `rows` is the shared address, into registers.
+template <class S>
+__device__ __forceinline__ void load_queries(Queries<S>& queries, unsigned rows) {
+    const int lane = threadIdx.x % 32;
+#pragma unroll
+    for (int step = 0; step < S::HEAD_DIM / 16; ++step) {
+        unsigned fragment[4];
+        ptx::load_matrices(fragment, rows + S::place(lane % 16, step * 2 + lane / 16));
+#pragma unroll
+        for (int i = 0; i < 4; ++i) queries[step * 4 + i] = fragment[i];
+    }
+}
+
+// Starts scores = queries @ keys^T.
+template <class S>
+__device__ __forceinline__ void start_scores(Scores<S>& scores, const Queries<S>& queries,
+                                             unsigned keys) {
+#pragma unroll
+    for (int step = 0; step < S::HEAD_DIM / 16; ++step)
+        hopper::multiply<typename S::Element, true>(
+            scores, queries + 4 * step,
+            hopper::matrix<S::EIGHT_ROWS_BYTES>(keys, step / 4 * S::PIECE_BYTES + step % 4 * 32),
+            step > 0);
+    hopper::commit_products();
+}
+
+// Starts sums += weights @ values.
+template <class S>
+__device__ __forceinline__ void start_sums(State<S>& state, const Weights<S>& weights,
+                                           unsigned values) {
+#pragma unroll
+    for (int step = 0; step < S::KEYS / 16; ++step)
+        hopper::multiply<typename S::Element, false>(
+            state.sums, weights + 4 * step,
+            hopper::matrix<S::EIGHT_ROWS_BYTES>(values, step * 2 * S::EIGHT_ROWS_BYTES), true);
+    hopper::commit_products();
+}
+
+// What a thread knows of its two rows. Rows that do not exist follow the last one that does.
+struct Rows {
+    int last[2];     // key that each sees
+    int lowest;      // key that all rows of the four warps see, if not for a window
+    int window_end;  // the last key that one of them does not see for the window
+
+    template <typename T>
+    __device__ __forceinline__ void find(const Arguments<T>& args, const Unit& unit,
+                                         int first_row) {
+        const int history = unit.item.kv_len - unit.item.query_len;
+        const int highest_row = unit.num_rows - 1;
+        const int unit_row = unit.item.first_row;
+        const auto last_of = [&](int row) {
+            return history + args.token_of(unit_row + min(row, highest_row));
+        };
+        const int own_row = first_row + threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4;
+        last[0] = last_of(own_row);
+        last[1] = last_of(own_row + 8);
+        lowest = last_of(first_row);
+        window_end = last_of(first_row + 63) - args.window;
+    }
+};
+
+// Scores of keys after the last one that a row sees, or of those BEFORE its window, become -inf.
+template <class S, bool BEFORE>
+__device__ __forceinline__ void mask_scores(Scores<S>& scores, const int (&last)[2],
+                                            int first_key) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+        const int border = last[half] - first_key - threadIdx.x % 4 * 2;
+#pragma unroll
+        for (int n = 0; n < S::KEYS / 8; ++n)
+#pragma unroll
+            for (int e = 0; e < 2; ++e)
+                if (BEFORE ? n * 8 + e <= border : n * 8 + e > border)
+                    scores[n * 4 + half * 2 + e] = -CUDART_INF_F;
+    }
+}
+
+// Scores become weights relative to the largest score so far; what was summed before is to be
+// multiplied with `rescale`.
+template <class S>
+__device__ __forceinline__ void softmax_step(State<S>& state, Scores<S>& scores, float scale,
+                                             float (&rescale)[2]) {
+    float largest[2] = {scores[0], scores[2]};
+#pragma unroll
+    for (int i = 0; i < S::KEYS / 2; ++i) largest[i / 2 % 2] = fmaxf(largest[i / 2 % 2], scores[i]);
+    float origin[2];
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+        const float before = state.max[half];
+        const float now = fmaxf(before, max_of_quad(largest[half]) * scale);
+        // A row that has seen no key yet: -inf - -inf would be NaN.
+        origin[half] = now == -CUDART_INF_F ? 0.0f : now;
+        rescale[half] = ptx::exp2(before - origin[half]);
+        state.max[half] = now;
+    }
+    float total[2] = {0.0f, 0.0f};
+#pragma unroll
+    for (int i = 0; i < S::KEYS / 2; ++i) {
+        const int half = i / 2 % 2;
+        scores[i] = ptx::exp2(fmaf(scores[i], scale, -origin[half]));
+        total[half] += scores[i];
+    }
+#pragma unroll
+    for (int half = 0; half < 2; ++half)
+        state.total[half] = fmaf(state.total[half], rescale[half], total[half]);
+}
+
+template <class S>
+__device__ __forceinline__ void pack_weights(Weights<S>& weights, const Scores<S>& scores) {
+#pragma unroll
+    for (int i = 0; i < S::KEYS / 4; ++i)
+        weights[i] = ptx::pack<typename S::Element>(scores[2 * i], scores[2 * i + 1]);
+}
+
+// Writes this warp's rows of a whole unit, by way of the shared memory that its queries were in.
+// `first_row` is the first of the 16 in the unit.
+template <class S>
+__device__ __forceinline__ void write_rows(const Arguments<typename S::Element>& args,
+                                           const Unit& unit, const Sums<S>& sums,
+                                           const float (&totals)[2], unsigned char* staged,
+                                           int first_row) {
+    using T = typename S::Element;
+    const int lane = threadIdx.x % 32;
+    float inverse[2];
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+        const float total = sum_of_quad(totals[half]);
+        inverse[half] = total > 0.0f ? __fdividef(1.0f, total) : 0.0f;
+    }
+    const unsigned target = ptx::shared_address(staged);
+#pragma unroll
+    for (int n = 0; n < S::CHUNKS; n += 2) {
+        const auto pair = [&](int i) {
+            const float factor = inverse[i / 2 % 2];
+            return ptx::pack<T>(sums[n * 4 + i] * factor, sums[n * 4 + i + 1] * factor);
+        };
+        hopper::store_matrices(target + S::place(lane % 16, n + lane / 16), pair(0), pair(2),
+                               pair(4), pair(6));
+    }
+    __syncwarp();
+    constexpr int ROWS_AT_ONCE = 32 / S::CHUNKS;
+    const int chunk = lane % S::CHUNKS;
+    const int num_rows = unit.num_rows - first_row;
+    const int packed_row = unit.item.first_row + first_row;
+    T* const out = args.out +
+                   static_cast<long long>(unit.item.query_start) * args.num_heads * S::HEAD_DIM +
+                   unit.head * args.group * S::HEAD_DIM + chunk * 8;
+#pragma unroll
+    for (int i = 0; i < 16; i += ROWS_AT_ONCE) {
+        const int row = i + lane / S::CHUNKS;
+        const int token = args.token_of(packed_row + row);
+        const int head = packed_row + row - token * args.group;
+        const uint4 raw = *reinterpret_cast<const uint4*>(staged + S::place(row, chunk));
+        if (row < num_rows)
+            store_vector(
+                out + (static_cast<long long>(token) * args.num_heads + head) * S::HEAD_DIM, raw);
+    }
+}
+
+// Leaves the partial sums of a unit that is cut, and merges those of its blocks if this is the last
+// one to come here with these rows.
+template <class S>
+__device__ __forceinline__ void leave_rows(const Arguments<typename S::Element>& args,
+                                           const Unit& unit, const Sums<S>& sums,
+                                           const float (&maxima)[2], const float (&totals)[2],
+                                           const Slots<S>& slots, int total, int* arrivals,
+                                           bool* is_last, int group) {
+    const int lane = threadIdx.x % 32;
+    const int thread = threadIdx.x % 128;
+    const int begin = group * S::GROUP_ROWS;
+    const int slot = Slots<S>::own(unit);
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+        const int row = begin + thread / 32 * 16 + half * 8 + lane / 4;
+        const float row_total = sum_of_quad(totals[half]);
+        if (lane % 4 == 0) *slots.state(slot, row) = make_float2(maxima[half], row_total);
+        float* const place = slots.row(slot, row) + lane % 4 * 2;
+#pragma unroll
+        for (int n = 0; n < S::CHUNKS; ++n)
+            *reinterpret_cast<float2*>(place + n * 8) =
+                make_float2(sums[n * 4 + half * 2], sums[n * 4 + half * 2 + 1]);
+    }
+    const Blocks blocks(unit, total);
+    int* const arrived = arrivals + group * gridDim.x + blocks.first;
+    __threadfence();
+    hopper::meet<128>(1 + group);
+    if (thread == 0) {
+        is_last[group] = atomicAdd(arrived, 1) == blocks.last - blocks.first;
+        if (is_last[group]) *arrived = 0;  // for the next launch with this plan
+    }
+    hopper::meet<128>(1 + group);
+    if (!is_last[group]) return;
+    __threadfence();
+    merge_slots<S, 128>(args, unit, slots, blocks, begin,
+                        min(begin + S::GROUP_ROWS, unit.num_rows), thread);
+}
+
+// Four warps: all units of the block, their rows [64 * group, 64 * group + 64).
+template <class S>
+__device__ __forceinline__ void multiply_units(const Arguments<typename S::Element>& args,
+                                               const Shared<S>& shared, const Slots<S>& slots,
+                                               int* arrivals, int group) {
+    const bool speaks = threadIdx.x % 32 == 0;  // for its warp, once the warp's products are done
+    const unsigned keys = ptx::shared_address(shared.keys);
+    const unsigned values = ptx::shared_address(shared.values);
+    const bool capped = args.soft_cap > 0.0f;
+    const float scale = capped ? 1.0f : args.scale;
+    const SoftCap cap(args.scale, capped ? args.soft_cap : 1.0f);
+
+    State<S> state;
+    Scores<S> scores;
+    Weights<S> weights;
+#pragma unroll
+    for (int i = 0; i < S::HEAD_DIM / 2; ++i) state.sums[i] = 0.0f;
+#pragma unroll
+    for (int i = 0; i < S::KEYS / 4; ++i) weights[i] = 0;
+    Rows rows = {};
+    Queries<S> queries;
+#pragma unroll
+    for (int i = 0; i < S::HEAD_DIM / 4; ++i) queries[i] = 0;
+    int begin = 0, tile = 0;  // of the unit that `at` names; tile is the one in `weights`
+    bool is_first = true;
+    const int warp_row = group * S::GROUP_ROWS + threadIdx.x / 32 % 4 * 16;
+
+    Cursor<S::KEY_STAGES> key;
+    Cursor<S::VALUE_STAGES> value;
+    Cursor<S::UNITS> at, upcoming;
+    Cursor<S::QUERY_STAGES> used, loaded;  // by the unit `at`, and by the one upcoming
+
+    // Each round starts the scores of the next tile and the sums of this one, also where the next
+    // tile is another unit's. There is no tile before the first and none after the last: what is
+    // multiplied in their place is not used.
+    for (;;) {
+        const bool ends = is_first || tile == begin;  // the unit
+        bool is_last = false;
+        if (ends) {
+            hopper::wait(upcoming.of(shared.unit_known), upcoming.parity);
+            is_last = uniform(shared.units[upcoming.index].num_rows) == 0;
+            if (!is_last) {
+                hopper::wait(loaded.of(shared.queries_here), loaded.parity);
+                load_queries<S>(queries, ptx::shared_address(shared.queries) +
+                                             loaded.index * S::TILE_BYTES +
+                                             warp_row * S::ROW_BYTES);
+                loaded.advance();
+            }
+        }
+        if (!is_last) hopper::wait(key.of(shared.keys_here), key.parity);
+        hopper::pin(scores);
+        hopper::pin(weights);
+        hopper::pin(queries);
+        hopper::pin(state.sums);
+        hopper::begin_products();
+        start_scores<S>(scores, queries, keys + key.index * S::TILE_BYTES);
+        if (!is_first) hopper::wait(value.of(shared.values_here), value.parity);
+        start_sums<S>(state, weights, values + value.index * S::TILE_BYTES);
+        hopper::wait_products<1>();
+        hopper::pin(scores);
+        if (speaks && !is_last) hopper::arrive(key.of(shared.keys_free));
+        key.advance();
+
+        const float before_max[2] = {state.max[0], state.max[1]};
+        const float before_total[2] = {state.total[0], state.total[1]};
+        --tile;
+        if (ends && !is_last) {
+            const Unit& unit = shared.units[upcoming.index];
+            begin = uniform(unit.item.kv_begin + unit.from);
+            tile = uniform(unit.item.kv_begin + unit.to - 1);
+            rows.find(args, unit, group * S::GROUP_ROWS);
+            state.max[0] = state.max[1] = -CUDART_INF_F;
+            state.total[0] = state.total[1] = 0.0f;
+        }
+        if (capped) {
+#pragma unroll
+            for (int i = 0; i < S::KEYS / 2; ++i) scores[i] = cap(scores[i]);
+        }
+        const int first_key = tile * S::KEYS;
+        if (first_key + S::KEYS - 1 > rows.lowest)
+            mask_scores<S, false>(scores, rows.last, first_key);
+        if (first_key <= rows.window_end)
+            mask_scores<S, true>(scores, rows.last, first_key + args.window);
+        float rescale[2];
+        softmax_step<S>(state, scores, scale, rescale);
+
+        hopper::wait_products<0>();
+        hopper::pin(state.sums);
+        hopper::pin(weights);
+        if (ends) {
+            if (!is_first) {
+                if (speaks) hopper::arrive(value.of(shared.values_free));
+                value.advance();
+                const Unit& unit = shared.units[at.index];
+                if (unit.whole())
+                    write_rows<S>(
+                        args, unit, state.sums, before_total,
+                        shared.queries + used.index * S::TILE_BYTES + warp_row * S::ROW_BYTES,
+                        warp_row);
+                else
+                    leave_rows<S>(args, unit, state.sums, before_max, before_total, slots,
+                                  shared.totals[at.index], arrivals, shared.is_last, group);
+                // Every thread for itself, as racecheck does not know that a warp's barrier orders
+                // what the others read from the staged rows.
+                hopper::arrive(used.of(shared.queries_free));
+                __syncwarp();
+                if (speaks) hopper::arrive(at.of(shared.unit_free));
+                at.advance();
+                used.advance();
+            }
+            if (is_last) break;
+            upcoming.advance();
+            is_first = false;
+#pragma unroll
+            for (int i = 0; i < S::HEAD_DIM / 2; ++i) state.sums[i] = 0.0f;
+        } else {
+            if (speaks) hopper::arrive(value.of(shared.values_free));
+            value.advance();
+            // Most tiles have no larger score than those before.
+            if (__any_sync(FULL_WARP, rescale[0] != 1.0f || rescale[1] != 1.0f)) {
+#pragma unroll
+                for (int i = 0; i < S::HEAD_DIM / 2; ++i) state.sums[i] *= rescale[i / 2 % 2];
+            }
+        }
+        pack_weights<S>(weights, scores);
+    }
+}
+
+}  // namespace attention

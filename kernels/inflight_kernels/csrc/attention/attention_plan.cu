@@ -1,0 +1,335 @@
+// Who does what in attention: cuts a step's chunks into items and shares, on the device, so that a
+// CUDA graph replays with other lengths. attention_units.cuh says what items and shares are.
+//
+// Items are laid end to end and cut into shares of the same length (Stream-K, arXiv:2301.03598), or
+// where that costs little at the ends of units, or each unit into pieces of one size.
+
+#include "attention/attention_units.cuh"
+#include "common.cuh"
+
+namespace attention {
+
+// Inclusive sum over the block's threads; every thread gets the sum of all in `total`.
+template <int THREADS>
+__device__ __noinline__ int scan(int value, int& total) {
+    static_assert(THREADS == 1024, "a warp scans the warps");
+    __shared__ int warp_totals[32];
+    const int lane = threadIdx.x % 32;
+    const int warp = threadIdx.x / 32;
+    const auto scan_warp = [&](int x) {
+#pragma unroll
+        for (int distance = 1; distance < 32; distance *= 2) {
+            const int other = __shfl_up_sync(FULL_WARP, x, distance);
+            if (lane >= distance) x += other;
+        }
+        return x;
+    };
+    value = scan_warp(value);
+    if (lane == 31) warp_totals[warp] = value;
+    __syncthreads();
+    const int upto = scan_warp(warp_totals[lane]);
+    const int before = __shfl_sync(FULL_WARP, upto, max(warp - 1, 0));
+    total = __shfl_sync(FULL_WARP, upto, 31);
+    __syncthreads();
+    return value + (warp == 0 ? 0 : before);
+}
+
+// The last of `count` ascending numbers start(0) = 0, start(1), ... that is at most `wanted`.
+template <class Start>
+__device__ __forceinline__ int last_at_most(int wanted, int count, const Start& start) {
+    int low = 0, high = count;
+#pragma unroll 1
+    while (high - low > 1) {
+        const int middle = (low + high) / 2;
+        if (start(middle) <= wanted)
+            low = middle;
+        else
+            high = middle;
+    }
+    return low;
+}
+
+constexpr int PLAN_THREADS = 1024;
+
+// Puts item_at(0), ..., item_at(count - 1) from long to short, those of one length in their order:
+// a counting sort by tiles. Where the longest has more tiles than there are threads, lengths that
+// are nearly the same count as one.
+template <class ItemAt>
+__device__ __forceinline__ void sort_items(Item* items, int count, const ItemAt& item_at) {
+    __shared__ int longest, places[PLAN_THREADS];
+    const int thread = threadIdx.x;
+    places[thread] = 0;
+    if (thread == 0) longest = 0;
+    __syncthreads();
+#pragma unroll 1
+    for (int k = thread; k < count; k += PLAN_THREADS) atomicMax(&longest, item_at(k).kv_tiles);
+    __syncthreads();
+    const int step = longest / PLAN_THREADS + 1;
+    const auto rank = [&](const Item& item) { return (longest - item.kv_tiles) / step; };
+#pragma unroll 1
+    for (int k = thread; k < count; k += PLAN_THREADS) atomicAdd(places + rank(item_at(k)), 1);
+    __syncthreads();
+    const int number = places[thread];
+    int total;
+    places[thread] = scan<PLAN_THREADS>(number, total) - number;
+#pragma unroll 1
+    for (int base = 0; base < count; base += PLAN_THREADS) {
+        const int k = base + thread;
+        Item item;
+        if (k < count) item = item_at(k);
+        // One warp after the other, so that the order is always the same.
+        for (int warp = 0; warp < min(PLAN_THREADS, count - base); warp += 32) {
+            __syncthreads();
+            if (thread / 32 * 32 != warp) continue;
+            const int own = k < count ? rank(item) : -1;
+            const unsigned same = __match_any_sync(0xffffffffu, own);
+            const int before = __popc(same & ((1u << thread % 32) - 1));
+            if (k < count) items[places[own] + before] = item;
+            __syncwarp();
+            if (k < count && before == 0) places[own] += __popc(same);
+        }
+        __syncthreads();
+    }
+}
+
+// What a cut costs a block, in tiles: sums that go through memory.
+constexpr int CUT_TILES = 6;
+// The same where blocks have so little to do that a tile takes as long as its arithmetic.
+constexpr int SHORT_CUT_TILES = 4;
+constexpr int NONE = 1 << 30;
+
+// The smallest pieces, in tiles, into which all units can be cut so that there are no more of them
+// than shares. Each warp tries a size, from `even`, that of equal shares, to twice that.
+__device__ __forceinline__ int piece_size(const Item* items, int num_items, int num_kv_heads,
+                                          int even, int num_shares) {
+    __shared__ int smallest;
+    if (threadIdx.x == 0) smallest = NONE;
+    __syncthreads();
+    const int size = even + threadIdx.x / 32 * ((even + 31) / 32);
+    int count = 0;
+#pragma unroll 1
+    for (int k = threadIdx.x % 32; k < num_items; k += 32)
+        count += (items[k].kv_tiles + size - 1) / size;
+    for (int distance = 16; distance > 0; distance /= 2)
+        count += __shfl_xor_sync(0xffffffffu, count, distance);
+    if (threadIdx.x % 32 == 0 && count * num_kv_heads <= num_shares) atomicMin(&smallest, size);
+    __syncthreads();
+    return smallest;
+}
+
+// The largest of a number per thread, or 0.
+__device__ __forceinline__ int block_max(int number) {
+    __shared__ int largest;
+    if (threadIdx.x == 0) largest = 0;
+    __syncthreads();
+    number = __reduce_max_sync(FULL_WARP, number);
+    if (threadIdx.x % 32 == 0) atomicMax(&largest, number);
+    __syncthreads();
+    const int found = largest;
+    __syncthreads();
+    return found;
+}
+
+// As few as give each block twice the tiles of the longest unit: so that the queue, which starts
+// again with a long one for the last heads, ends with short ones for all blocks.
+__device__ __forceinline__ int heads_at_once(int longest, int num_tiles, int num_kv_heads,
+                                             int num_blocks) {
+    const int turns = min(max(num_tiles / (2 * longest * num_blocks), 1), num_kv_heads);
+    return (num_kv_heads + turns - 1) / turns;
+}
+
+// Tiles that the busiest block has, about, when blocks take whole units, long ones first: what the
+// first would get if they took turns, less half of what taking turns is worse by.
+__device__ __forceinline__ int queue_time(const Item* items, int units, int num_kv_heads,
+                                          int num_blocks) {
+    int turns = 0;
+#pragma unroll 1
+    for (int base = 0; base < units; base += num_blocks * PLAN_THREADS) {
+        const int unit = base + num_blocks * threadIdx.x;
+        int total;
+        scan<PLAN_THREADS>(unit < units ? items[unit / num_kv_heads].kv_tiles : 0, total);
+        turns += total;
+    }
+    const int longest = units > 0 ? items[0].kv_tiles : 0;
+    return max(longest, turns - longest / 2);
+}
+
+}  // namespace attention
+
+using attention::PLAN_THREADS;
+
+// Cuts the step's chunks into items and shares. Takes only the chunks that have more than min_rows
+// and at most max_rows rows, so that small and large ones can have kernels of their own.
+// One block of PLAN_THREADS threads.
+//
+//   query_start [n + 1], seq_lens [n]   as of `attend`; n chunks
+//   first_item [n + 1]                  scratch
+//   items [capacity]                    at least n + rows / unit_rows
+//   shares [num_shares], arrivals [4 * num_shares]   arrivals become 0
+//   queue   for a kernel that can work off whole units; then items go from long to short. May be
+//           null.
+//   whole   shares end where units do, so that no sum depends on what else is in the step
+extern "C" __global__ void __launch_bounds__(PLAN_THREADS, 1)
+    plan(const int* query_start, const int* seq_lens, int n, int group, int num_kv_heads,
+         int unit_rows, int unit_keys, int window, int min_rows, int max_rows, int num_shares,
+         int* first_item, attention::Item* items, attention::Share* shares, int* arrivals,
+         attention::Queue* queue, bool whole) {
+    using namespace attention;
+    wait_for_previous();
+    launch_next();
+    const int thread = threadIdx.x;
+    // Where something of each chunk, and then of each item, begins; here if they are few.
+    __shared__ int begins[PLAN_THREADS];
+    const bool few_chunks = n <= PLAN_THREADS;
+    int num_items = 0;
+#pragma unroll 1
+    for (int base = 0; base < n; base += PLAN_THREADS) {
+        const int i = base + thread;
+        const int rows = i < n ? (query_start[i + 1] - query_start[i]) * group : 0;
+        const int count =
+            rows > min_rows && rows <= max_rows ? (rows + unit_rows - 1) / unit_rows : 0;
+        int total;
+        const int upto = num_items + scan<PLAN_THREADS>(count, total);
+        if (i < n) first_item[i] = upto - count;
+        if (i < n && few_chunks) begins[i] = upto - count;
+        num_items += total;
+    }
+    if (thread == 0) first_item[n] = num_items;
+    __syncthreads();
+
+    const auto item_at = [&](int k) {
+        Item item;
+        item.first_tile = 0;
+        // Chunks without items share their place with the next one: the last of them has items.
+        item.sequence = last_at_most(
+            k, n, [&](int i) { return few_chunks ? begins[i] : first_item[i]; });
+        item.query_start = query_start[item.sequence];
+        item.query_len = query_start[item.sequence + 1] - item.query_start;
+        item.kv_len = seq_lens[item.sequence];
+        item.first_row = (k - first_item[item.sequence]) * unit_rows;
+        const int last_row = min(item.first_row + unit_rows, item.query_len * group) - 1;
+        const int history = item.kv_len - item.query_len;
+        const int lowest = history + item.first_row / group;
+        const int highest = history + last_row / group;
+        item.kv_begin = max(0, lowest - window + 1) / unit_keys;
+        // A row that sees nothing has a tile all the same, for it must be written.
+        item.kv_tiles = max(1, highest / unit_keys + 1 - item.kv_begin);
+        return item;
+    };
+    if (queue == nullptr) {
+#pragma unroll 1
+        for (int k = thread; k < num_items; k += PLAN_THREADS) items[k] = item_at(k);
+    } else {
+        sort_items(items, num_items, item_at);
+    }
+    __syncthreads();
+
+    int num_tiles = 0;
+#pragma unroll 1
+    for (int base = 0; base < num_items; base += PLAN_THREADS) {
+        const int k = base + thread;
+        const int count = k < num_items ? items[k].kv_tiles * num_kv_heads : 0;
+        int total;
+        const int upto = num_tiles + scan<PLAN_THREADS>(count, total);
+        if (k < num_items) items[k].first_tile = upto - count;
+        num_tiles += total;
+    }
+    __syncthreads();
+
+    if (queue != nullptr) {
+        const int units = num_items * num_kv_heads;
+        const int time = queue_time(items, units, num_kv_heads, num_shares);
+        const bool uncut = time <= num_tiles / num_shares + CUT_TILES;
+        if (thread == 0 && units > 0)
+            *queue = {uncut ? units : 0, 0, 0,
+                      heads_at_once(items[0].kv_tiles, num_tiles, num_kv_heads, num_shares)};
+        else if (thread == 0)
+            *queue = {};
+    }
+    const bool few_items = num_items <= PLAN_THREADS;
+    if (few_items && thread < num_items) begins[thread] = items[thread].first_tile;
+    const int longest = block_max(few_items && thread < num_items ? items[thread].kv_tiles : 0);
+    const auto item_of = [&](int tile) {
+        return last_at_most(tile, num_items,
+                            [&](int k) { return few_items ? begins[k] : items[k].first_tile; });
+    };
+    // Where a share begins that ends where a unit does.
+    __shared__ int borders[PLAN_THREADS + 1];
+    const bool few_shares = num_shares <= PLAN_THREADS;
+    const auto find_border = [&](int share) {
+        const int tile = share_begin(share, num_tiles, num_shares);
+        if (tile >= num_tiles) return tile;
+        const Item& item = items[item_of(tile)];
+        const int inside = tile - item.first_tile + item.kv_tiles - 1;
+        return item.first_tile + inside - inside % item.kv_tiles;
+    };
+    const auto find_borders = [&] {
+#pragma unroll 1
+        for (int share = thread; few_shares && share <= num_shares; share += PLAN_THREADS)
+            borders[share] = find_border(share);
+        __syncthreads();
+    };
+    const auto unit_border = [&](int share) {
+        return few_shares ? borders[share] : find_border(share);
+    };
+#pragma unroll 1
+    for (int share = thread; share < 4 * num_shares; share += PLAN_THREADS) arrivals[share] = 0;
+
+    const int even = max(1, (num_tiles + num_shares - 1) / num_shares);
+    const int tolerable = even + even / 16 + 2;
+    bool at_units = whole;
+    if (whole) find_borders();
+    if (queue == nullptr && !whole && few_items) {
+        if (num_items * num_kv_heads <= num_shares) {
+            const int smallest = piece_size(items, num_items, num_kv_heads, even, num_shares);
+            const bool uncut = longest <= (smallest == NONE ? even : smallest) + SHORT_CUT_TILES;
+            const int piece = uncut ? longest : smallest;
+            if (uncut || piece <= tolerable) {
+                const int pieces =
+                    thread < num_items ? (items[thread].kv_tiles + piece - 1) / piece : 0;
+                int total;
+                const int upto = scan<PLAN_THREADS>(pieces * num_kv_heads, total);
+                if (thread < num_items) begins[thread] = upto - pieces * num_kv_heads;
+                __syncthreads();
+#pragma unroll 1
+                for (int share = thread; share < num_shares; share += PLAN_THREADS) {
+                    shares[share] = {};
+                    if (share >= total) continue;
+                    const int k = item_of(share);
+                    const Item& item = items[k];
+                    const int own_pieces = (item.kv_tiles + piece - 1) / piece;
+                    const int head = (share - begins[k]) / own_pieces;
+                    const int from = (share - begins[k]) % own_pieces * piece;
+                    const int unit = item.first_tile + head * item.kv_tiles;
+                    shares[share] = {unit + from,
+                                     unit + min(item.kv_tiles, from + piece),
+                                     k,
+                                     num_tiles,
+                                     from / piece,
+                                     own_pieces,
+                                     0,
+                                     0,
+                                     item};
+                }
+                return;
+            }
+        } else {
+            int largest = 0;
+            find_borders();
+#pragma unroll 1
+            for (int share = thread; share < num_shares; share += PLAN_THREADS)
+                largest = max(largest, unit_border(share + 1) - unit_border(share));
+            at_units = block_max(largest) <= tolerable;
+        }
+    }
+#pragma unroll 1
+    for (int share = thread; share < num_shares; share += PLAN_THREADS) {
+        const int begin = at_units ? unit_border(share) : share_begin(share, num_tiles, num_shares);
+        const int end =
+            at_units ? unit_border(share + 1) : share_begin(share + 1, num_tiles, num_shares);
+        shares[share] = {};
+        if (begin == end) continue;
+        const int k = item_of(begin);
+        shares[share] = {begin, end, k, num_tiles, 0, 0, 0, 0, items[k]};
+    }
+}

@@ -1,0 +1,430 @@
+// What a block of threads does with a unit on any tensor cores: copies tiles of keys and values,
+// multiplies, keeps the sums and adds those of its warps up (FlashAttention, arXiv:2205.14135).
+// attention_units.cuh says what units and shares are.
+#pragma once
+
+
+#include "attention/attention_ptx.cuh"
+#include "attention/attention_units.cuh"
+#include "common.cuh"
+
+namespace attention {
+
+// How a block of threads is laid over a unit.
+//   WARPS_M x WARPS_N warps; each has FRAGMENTS * 16 rows and KEYS / WARPS_N of the keys.
+//   STAGES tiles of keys and values are in shared memory.
+template <typename Element_, int HEAD_DIM_, int WARPS_M_, int WARPS_N_, int FRAGMENTS_, int KEYS_,
+          int STAGES_>
+struct Shape {
+    using Element = Element_;
+    static constexpr int HEAD_DIM = HEAD_DIM_;
+    static constexpr int WARPS_M = WARPS_M_;
+    static constexpr int WARPS_N = WARPS_N_;
+    static constexpr int FRAGMENTS = FRAGMENTS_;
+    static constexpr int KEYS = KEYS_;
+    static constexpr int STAGES = STAGES_;
+    static constexpr int HEADS = 1;  // KV heads of a unit
+
+    static constexpr int WARPS = WARPS_M * WARPS_N;
+    static constexpr int THREADS = 32 * WARPS;
+    static constexpr int WARP_ROWS = 16 * FRAGMENTS;
+    static constexpr int ROWS = WARPS_M * WARP_ROWS;
+    static constexpr int WARP_KEYS = KEYS / WARPS_N;  // a warp multiplies
+    static constexpr int COPY_KEYS = KEYS / WARPS;    // a warp copies
+    // With one row of warps these are the same keys: no warp ever waits for another one's copies.
+    static constexpr bool PRIVATE = WARPS_M == 1;
+    // Queries stay in registers where they fit, and then go there at once.
+    static constexpr bool QUERIES_IN_REGISTERS = FRAGMENTS == 1 && HEAD_DIM <= 128;
+
+    static constexpr int CHUNKS = HEAD_DIM / 8;  // of 16 bytes, in a row
+    // 8 elements of padding put the 8 rows of an ldmatrix into different banks, for each HEAD_DIM.
+    static constexpr int PITCH = HEAD_DIM + 8;
+    static constexpr int TILE = KEYS * PITCH;
+    static constexpr int FLOAT_PITCH = HEAD_DIM + 8;
+
+    static constexpr int QUERY_BYTES = QUERIES_IN_REGISTERS ? 0 : ROWS * PITCH * 2;
+    static constexpr int TILE_BYTES = STAGES * 2 * TILE * 2;
+    static constexpr int STATE_BYTES = WARPS_N * ROWS * 8;
+    static constexpr int SHARED_BYTES = QUERY_BYTES + TILE_BYTES + STATE_BYTES;
+
+    static_assert(HEAD_DIM % 32 == 0, "copies and fragments take 32 columns at a time");
+    static_assert(WARP_KEYS % 16 == 0, "a fragment of probabilities has 16 keys");
+    static_assert(COPY_KEYS <= 16, "16 consecutive keys are always in one block of the cache");
+    static_assert(COPY_KEYS * CHUNKS % 32 == 0, "each lane copies the same number of chunks");
+    // The sums of all warps go where tiles were.
+    static constexpr int SUMS_BYTES = WARPS_N * ROWS * FLOAT_PITCH * 4;
+    static_assert(SUMS_BYTES <= TILE_BYTES, "no room for the sums");
+    // Or in one stage: then the others may have the next unit's already.
+    static constexpr bool RUNS_ON = QUERIES_IN_REGISTERS && SUMS_BYTES <= TILE_BYTES / STAGES;
+
+    // What this warp copies of a tile: its keys from here on, of this head.
+    __device__ __forceinline__ static int first_key() { return threadIdx.x / 32 * COPY_KEYS; }
+    __device__ __forceinline__ static int kv_head(const Unit& unit) { return unit.head; }
+};
+
+// ---------------------------------------------------------------- loading
+
+// The row of q that is a row of a unit.
+template <class S>
+__device__ __forceinline__ const typename S::Element* query_row(
+    const Arguments<typename S::Element>& args, const Unit& unit, int row) {
+    const int packed = unit.item.first_row + row;
+    const int token = args.token_of(packed);
+    const int head = S::kv_head(unit) * args.group + packed - token * args.group;
+    return args.q + (unit.item.query_start + token) * args.q_stride + head * S::HEAD_DIM;
+}
+
+// Copies the unit's queries; rows past the chunk become zero.
+template <class S>
+__device__ __forceinline__ void copy_queries(typename S::Element* shared,
+                                             const Arguments<typename S::Element>& args,
+                                             const Unit& unit) {
+    const unsigned base = ptx::shared_address(shared);
+#pragma unroll
+    for (int index = threadIdx.x; index < S::ROWS * S::CHUNKS; index += S::THREADS) {
+        const int row = index / S::CHUNKS;
+        const int chunk = index % S::CHUNKS;
+        const bool valid = row < unit.num_rows;
+        ptx::copy_async(base + (row * S::PITCH + chunk * 8) * 2,
+                        query_row<S>(args, unit, valid ? row : 0) + chunk * 8, valid);
+    }
+}
+
+// The cache blocks of the keys that this warp copies, of 32 tiles in a row: each lane knows one.
+template <class S>
+struct Pages {
+    int first;  // tile
+    int block;
+
+    __device__ __forceinline__ void find(const int* table, int block_shift, int kv_end, int tile) {
+        const int key = (tile + threadIdx.x % 32) * S::KEYS + S::first_key();
+        first = tile;
+        // The table ends with the sequence.
+        block = key < kv_end ? load_l2(table + (key >> block_shift)) : 0;
+    }
+    __device__ __forceinline__ bool knows(int tile) const {
+        return static_cast<unsigned>(tile - first) < 32;
+    }
+    __device__ __forceinline__ int of(int tile) const {
+        return __shfl_sync(FULL_WARP, block, tile - first);
+    }
+};
+
+// Copies this warp's part of a tile of keys and values, but only of the keys [begin, end). What
+// lies past the sequence becomes zero: its weight is 0, but the cache may hold NaN there.
+template <class S>
+__device__ __forceinline__ void load_tile(typename S::Element* keys,
+                                          const Arguments<typename S::Element>& args, int kv_head,
+                                          int kv_end, int tile, int page, int begin, int end) {
+    const int lane = threadIdx.x % 32;
+    const int row_stride = args.num_kv_heads * S::HEAD_DIM;
+    const int first_row = S::first_key();
+    const int first_key = tile * S::KEYS + first_row;
+    const long long origin = page * args.block_stride +
+                             (first_key & ((1 << args.block_shift) - 1)) * row_stride +
+                             kv_head * S::HEAD_DIM;
+    const int lane_row = lane / S::CHUNKS;
+    const int lane_chunk = lane % S::CHUNKS;
+    const typename S::Element* from_keys =
+        args.k_cache + origin + lane_row * row_stride + lane_chunk * 8;
+    const typename S::Element* from_values =
+        args.v_cache + origin + lane_row * row_stride + lane_chunk * 8;
+    const unsigned target =
+        ptx::shared_address(keys + (first_row + lane_row) * S::PITCH + lane_chunk * 8);
+#pragma unroll
+    for (int i = 0; i < S::COPY_KEYS * S::CHUNKS / 32; ++i) {
+        // Rows and chunks from that of the lane on, the same for all lanes if it comes out even.
+        const int index = i * 32 + (32 % S::CHUNKS == 0 ? 0 : lane);
+        const int row = index / S::CHUNKS - (32 % S::CHUNKS == 0 ? 0 : lane_row);
+        const int chunk = index % S::CHUNKS - (32 % S::CHUNKS == 0 ? 0 : lane_chunk);
+        const int key = first_key + lane_row + row;
+        const bool copied = key >= begin && key < end;
+        const bool valid = key < kv_end;
+        const unsigned place = target + (row * S::PITCH + chunk * 8) * 2;
+        const long long source = static_cast<long long>(row) * row_stride + chunk * 8;
+        ptx::copy_async_if(copied, place, from_keys + source, valid);
+        ptx::copy_async_if(copied, place + S::TILE * 2, from_values + source, valid);
+    }
+}
+
+// Fragment `step` (16 columns) of this warp's queries; `rows` is the first of 16.
+template <class S>
+__device__ __forceinline__ void load_query_fragment(unsigned (&fragment)[4],
+                                                    const typename S::Element* queries, int rows,
+                                                    int step) {
+    const int lane = threadIdx.x % 32;
+    const int row = rows + lane % 16;
+    const int column = step * 16 + lane / 16 * 8;
+    ptx::load_matrices(fragment, ptx::shared_address(queries + row * S::PITCH + column));
+}
+
+// ---------------------------------------------------------------- registers
+
+template <class S>
+struct State {
+    float sums[S::FRAGMENTS][S::HEAD_DIM / 8][4];
+    float max[S::FRAGMENTS][2];    // of the scores so far, in units of log 2
+    float total[S::FRAGMENTS][2];  // of the weights so far, this lane's columns only
+};
+
+template <class S>
+using Scores = float[S::FRAGMENTS][S::WARP_KEYS / 8][4];
+
+// What a lane has of a row of a head, as in a fragment: of each 16 columns, four in two words.
+template <class S>
+struct HeadRow {
+    static constexpr int STEPS = S::HEAD_DIM / 16;
+    unsigned words[STEPS][2];
+
+    __device__ __forceinline__ void clear() {
+#pragma unroll
+        for (int step = 0; step < STEPS; ++step) words[step][0] = words[step][1] = 0;
+    }
+    __device__ __forceinline__ void load(const typename S::Element* row) {
+        load_from(reinterpret_cast<const unsigned*>(row) + threadIdx.x % 4,
+                  typename IndicesUpTo<STEPS>::type());
+    }
+
+   private:
+    template <int... STEP>
+    __device__ __forceinline__ void load_from(const unsigned* first,
+                                              Indices<STEP...>) {
+        ((words[STEP][0] = load_l2<STEP * 32>(first)), ...);
+        ((words[STEP][1] = load_l2<STEP * 32 + 16>(first)), ...);
+    }
+};
+
+// The queries of this warp and, where there is one, `key` as the row behind them; other rows that
+// do not exist are zero.
+template <class S>
+__device__ __forceinline__ void load_queries(HeadRow<S> (&rows)[2],
+                                             const Arguments<typename S::Element>& args,
+                                             const Unit& unit, const typename S::Element* key,
+                                             int warp_m) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+        const int row = warp_m * S::WARP_ROWS + half * 8 + threadIdx.x % 32 / 4;
+        const typename S::Element* from = row < unit.num_rows    ? query_row<S>(args, unit, row)
+                                          : row == unit.num_rows ? key
+                                                                 : nullptr;
+        if (from != nullptr)
+            rows[half].load(from);
+        else
+            rows[half].clear();
+    }
+}
+
+// ---------------------------------------------------------------- arithmetic
+
+// scores = queries @ keys^T.
+template <class S>
+__device__ __forceinline__ void mma_qk(Scores<S>& scores, const HeadRow<S> (&rows)[2],
+                                       const typename S::Element* queries,
+                                       const typename S::Element* keys, int warp_m, int warp_n) {
+    const int lane = threadIdx.x % 32;
+    // Matrices in the order keys 0-7 | columns 0-7, 0-7 | 8-15, 8-15 | 0-7, 8-15 | 8-15.
+    const int key = warp_n * S::WARP_KEYS + lane / 16 * 8 + lane % 8;
+    const unsigned base = ptx::shared_address(keys + key * S::PITCH + lane / 8 % 2 * 8);
+#pragma unroll
+    for (int f = 0; f < S::FRAGMENTS; ++f)
+#pragma unroll
+        for (int n = 0; n < S::WARP_KEYS / 8; ++n)
+#pragma unroll
+            for (int e = 0; e < 4; ++e) scores[f][n][e] = 0.0f;
+#pragma unroll
+    for (int step = 0; step < S::HEAD_DIM / 16; ++step) {
+        unsigned a[S::FRAGMENTS][4];
+#pragma unroll
+        for (int f = 0; f < S::FRAGMENTS; ++f) {
+            if (!S::QUERIES_IN_REGISTERS) {
+                load_query_fragment<S>(a[f], queries, warp_m * S::WARP_ROWS + f * 16, step);
+                continue;
+            }
+#pragma unroll
+            for (int i = 0; i < 4; ++i) a[f][i] = rows[i % 2].words[step][i / 2];
+        }
+#pragma unroll
+        for (int n = 0; n < S::WARP_KEYS / 16; ++n) {
+            unsigned b[4];
+            ptx::load_matrices(b, base + (n * 16 * S::PITCH + step * 16) * 2);
+#pragma unroll
+            for (int f = 0; f < S::FRAGMENTS; ++f) {
+                ptx::mma<typename S::Element>(scores[f][2 * n], a[f], b[0], b[1]);
+                ptx::mma<typename S::Element>(scores[f][2 * n + 1], a[f], b[2], b[3]);
+            }
+        }
+    }
+}
+
+template <class S>
+__device__ __forceinline__ void cap_scores(Scores<S>& scores, float scale, float soft_cap) {
+    const SoftCap cap(scale, soft_cap);
+#pragma unroll
+    for (int f = 0; f < S::FRAGMENTS; ++f)
+#pragma unroll
+        for (int n = 0; n < S::WARP_KEYS / 8; ++n)
+#pragma unroll
+            for (int e = 0; e < 4; ++e) scores[f][n][e] = cap(scores[f][n][e]);
+}
+
+// Scores that a row does not see become -inf. A row sees the keys up to its own position; rows that
+// do not exist follow the last one that does. Few tiles need this, so no register is kept for it.
+template <class S>
+__device__ __forceinline__ void mask_scores(Scores<S>& scores,
+                                            const Arguments<typename S::Element>& args,
+                                            const Unit& unit, int warp_m, int first_key) {
+    const int lane = threadIdx.x % 32;
+#pragma unroll
+    for (int f = 0; f < S::FRAGMENTS; ++f)
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const int row = warp_m * S::WARP_ROWS + f * 16 + half * 8 + lane / 4;
+            const int packed = unit.item.first_row + min(row, unit.num_rows - 1);
+            const int last = unit.item.kv_len - unit.item.query_len + args.token_of(packed);
+#pragma unroll
+            for (int n = 0; n < S::WARP_KEYS / 8; ++n)
+#pragma unroll
+                for (int e = 2 * half; e < 2 * half + 2; ++e) {
+                    const int key = first_key + n * 8 + lane % 4 * 2 + e % 2;
+                    if (key > last || key <= last - args.window) scores[f][n][e] = -CUDART_INF_F;
+                }
+        }
+}
+
+// Scores become weights relative to the largest score so far; what was summed before is rescaled.
+template <class S>
+__device__ __forceinline__ void softmax_step(State<S>& state, Scores<S>& scores, float scale) {
+#pragma unroll
+    for (int f = 0; f < S::FRAGMENTS; ++f)
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            float largest = scores[f][0][2 * half];
+#pragma unroll
+            for (int n = 0; n < S::WARP_KEYS / 8; ++n)
+                largest = fmaxf(largest, fmaxf(scores[f][n][2 * half], scores[f][n][2 * half + 1]));
+            const float before = state.max[f][half];
+            const float now = fmaxf(before, max_of_quad(largest) * scale);
+            // A row that has seen no key yet: -inf - -inf would be NaN.
+            const float origin = now == -CUDART_INF_F ? 0.0f : now;
+            const float rescale = ptx::exp2(before - origin);
+            state.max[f][half] = now;
+            float total = 0.0f;
+#pragma unroll
+            for (int n = 0; n < S::WARP_KEYS / 8; ++n)
+#pragma unroll
+                for (int e = 2 * half; e < 2 * half + 2; ++e) {
+                    scores[f][n][e] = ptx::exp2(fmaf(scores[f][n][e], scale, -origin));
+                    total += scores[f][n][e];
+                }
+            state.total[f][half] = fmaf(state.total[f][half], rescale, total);
+#pragma unroll
+            for (int n = 0; n < S::HEAD_DIM / 8; ++n) {
+                state.sums[f][n][2 * half] *= rescale;
+                state.sums[f][n][2 * half + 1] *= rescale;
+            }
+        }
+}
+
+// sums += weights @ values. Two 8-column fragments of scores, side by side, are just the fragment
+// of a 16-column left operand.
+template <class S>
+__device__ __forceinline__ void mma_pv(State<S>& state, const Scores<S>& weights,
+                                       const typename S::Element* values, int warp_n) {
+    using T = typename S::Element;
+    const int lane = threadIdx.x % 32;
+    // Matrices in the order keys 0-7 | columns 0-7, 8-15 | 0-7, 0-7 | 8-15, 8-15 | 8-15.
+    const int key = warp_n * S::WARP_KEYS + lane % 16;
+    const unsigned base = ptx::shared_address(values + key * S::PITCH + lane / 16 * 8);
+#pragma unroll
+    for (int n = 0; n < S::WARP_KEYS / 16; ++n) {
+        unsigned a[S::FRAGMENTS][4];
+#pragma unroll
+        for (int f = 0; f < S::FRAGMENTS; ++f) {
+            a[f][0] = ptx::pack<T>(weights[f][2 * n][0], weights[f][2 * n][1]);
+            a[f][1] = ptx::pack<T>(weights[f][2 * n][2], weights[f][2 * n][3]);
+            a[f][2] = ptx::pack<T>(weights[f][2 * n + 1][0], weights[f][2 * n + 1][1]);
+            a[f][3] = ptx::pack<T>(weights[f][2 * n + 1][2], weights[f][2 * n + 1][3]);
+        }
+#pragma unroll
+        for (int column = 0; column < S::HEAD_DIM / 16; ++column) {
+            unsigned b[4];
+            ptx::load_matrices_transposed(b, base + (n * 16 * S::PITCH + column * 16) * 2);
+#pragma unroll
+            for (int f = 0; f < S::FRAGMENTS; ++f) {
+                ptx::mma<T>(state.sums[f][2 * column], a[f], b[0], b[1]);
+                ptx::mma<T>(state.sums[f][2 * column + 1], a[f], b[2], b[3]);
+            }
+        }
+    }
+}
+
+// ---------------------------------------------------------------- results
+
+// Each warp's sums, and the maximum and total of each row, to shared memory.
+template <class S>
+__device__ __forceinline__ void store_state(float* sums, float2* states, const State<S>& state,
+                                            int num_rows, int warp_m, int warp_n) {
+    const int lane = threadIdx.x % 32;
+#pragma unroll
+    for (int f = 0; f < S::FRAGMENTS; ++f)
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const int unit_row = warp_m * S::WARP_ROWS + f * 16 + half * 8 + lane / 4;
+            const int row = warp_n * S::ROWS + unit_row;
+            const float total = sum_of_quad(state.total[f][half]);
+            if (unit_row >= num_rows) continue;
+            if (lane % 4 == 0) states[row] = make_float2(state.max[f][half], total);
+#pragma unroll
+            for (int n = 0; n < S::HEAD_DIM / 8; ++n)
+                *reinterpret_cast<float2*>(sums + row * S::FLOAT_PITCH + n * 8 + lane % 4 * 2) =
+                    make_float2(state.sums[f][n][2 * half], state.sums[f][n][2 * half + 1]);
+        }
+}
+
+// Adds up the warps' sums and writes the rows, to `out` or, if the unit is cut, to a slot; merges
+// the slots if this is the last block of the unit to come here.
+template <class S>
+__device__ __forceinline__ void finish_unit(const Arguments<typename S::Element>& args,
+                                            const Unit& unit, const Share& share, const float* sums,
+                                            const float2* states, const Slots<S>& slots,
+                                            int* arrivals) {
+    constexpr int QUARTERS = S::HEAD_DIM / 4;
+    const bool whole = unit.whole();
+    const int own_slot = Slots<S>::own(unit);
+#pragma unroll 1
+    for (int index = threadIdx.x; index < unit.num_rows * QUARTERS; index += S::THREADS) {
+        const int row = index / QUARTERS;
+        const int column = index % QUARTERS * 4;
+        float largest = -CUDART_INF_F;
+#pragma unroll
+        for (int n = 0; n < S::WARPS_N; ++n) largest = fmaxf(largest, states[n * S::ROWS + row].x);
+        Merged merged(largest);
+#pragma unroll
+        for (int n = 0; n < S::WARPS_N; ++n) {
+            const int place = n * S::ROWS + row;
+            merged.add(states[place],
+                       *reinterpret_cast<const float4*>(sums + place * S::FLOAT_PITCH + column));
+        }
+        if (whole) {
+            write_out<S>(args, unit, row, column, merged);
+        } else {
+            *reinterpret_cast<float4*>(slots.row(own_slot, row) + column) = merged.sums;
+            if (column == 0) *slots.state(own_slot, row) = make_float2(merged.max, merged.total);
+        }
+    }
+    if (whole) return;
+
+    const Blocks blocks(unit, share);
+    __shared__ bool is_last;
+    __syncthreads();
+    if (threadIdx.x == 0) {
+        int* const arrived = arrivals + blocks.first;
+        is_last = ptx::count_arrival(arrived) == blocks.last - blocks.first;
+        if (is_last) *arrived = 0;  // for the next launch with this plan
+    }
+    __syncthreads();
+    if (is_last)
+        merge_slots<S, S::THREADS>(args, unit, slots, blocks, 0, unit.num_rows, threadIdx.x);
+}
+
+}  // namespace attention

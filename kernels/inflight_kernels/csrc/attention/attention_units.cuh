@@ -1,0 +1,291 @@
+// What the kernels of attention share: the work that `plan` hands out, and the merging of units
+// that several blocks work on.
+//
+// The query heads that share a KV head stand below each other: row r of a chunk is its token
+// r / group, head r % group, so that one read of K and V serves the whole group.
+//
+//   unit   ROWS consecutive rows of a chunk x one KV head, or HEADS of them that lie side by side:
+//          softmaxes over its tiles of KEYS keys
+//   item   the units of the same rows, one per KV head or HEADS of them
+//   share  a run of consecutive tiles of the step, what one block works on. Shares are of the same
+//          number of tiles (+-1) each, or, where that costs little, end where units do; or each
+//          unit is cut into pieces of one size, and a share is a piece.
+//
+// A unit cut by the end of a share leaves partial sums, and the last of its blocks to arrive merges
+// them.
+#pragma once
+
+#include <math_constants.h>
+
+#include "attention/attention_ptx.cuh"
+#include "common.cuh"
+
+namespace attention {
+
+constexpr float LOG2_E = 1.4426950408889634f;
+
+struct Item {
+    int first_tile;  // its place among all tiles of the step
+    int sequence;
+    int first_row;  // in the chunk
+    int query_start;
+    int query_len;
+    int kv_len;
+    int kv_begin;  // first tile of keys that a row sees
+    int kv_tiles;  // of a unit, at least 1
+};
+
+struct Share {
+    int begin, end;  // tiles
+    int item;        // that holds tile `begin`
+    int total;       // tiles of the step
+    int piece;       // of its unit, if units are cut into pieces
+    int pieces;      // of its unit; 0 if they are not
+    int unused[2];
+    Item first;  // the item itself, so that nobody waits for two reads
+};
+
+// For kernels that can take whole units off a common list instead of shares.
+struct Queue {
+    int units;     // of the step; 0: take the shares
+    int next;      // unit that nobody has taken; 0 between launches
+    int finished;  // blocks that found the list empty; 0 between launches
+    // The list goes through the items for so many KV heads, then for as many others: the fewer at
+    // a time, the more often their keys and values are found in L2.
+    int heads_at_once;
+};
+
+// What `attend` is given; the same for each block.
+template <typename T>
+struct Arguments {
+    const T* q;
+    const T* k_cache;
+    const T* v_cache;
+    T* out;
+    const int* block_tables;
+    long long q_stride;      // elements from token to token
+    long long block_stride;  // elements from block to block of the cache
+    int table_stride;
+    int block_shift;  // log2 of the block size
+    int num_heads;
+    int num_kv_heads;
+    int group;
+    float scale;     // of the scores, times log2(e) unless they are capped
+    float soft_cap;  // 0 for none
+    int window;
+    unsigned group_inverse;  // 2^32 / group, rounded up
+
+    __device__ __forceinline__ Arguments(const T* q, const T* k_cache, const T* v_cache, T* out,
+                                         const int* block_tables, long long q_stride,
+                                         long long block_stride, int table_stride, int block_shift,
+                                         int num_heads, int num_kv_heads, float scale,
+                                         float soft_cap, int window)
+        : q(q),
+          k_cache(k_cache),
+          v_cache(v_cache),
+          out(out),
+          block_tables(block_tables),
+          q_stride(q_stride),
+          block_stride(block_stride),
+          table_stride(table_stride),
+          block_shift(block_shift),
+          num_heads(num_heads),
+          num_kv_heads(num_kv_heads),
+          group(num_heads / num_kv_heads),
+          scale(soft_cap > 0.0f ? scale : scale * LOG2_E),
+          soft_cap(soft_cap),
+          window(window),
+          group_inverse(0xffffffffu / group + 1) {}
+
+    // The token of a row, for rows below 2^32 / group.
+    __device__ __forceinline__ int token_of(int row) const {
+        return group == 1 ? row : __umulhi(row, group_inverse);
+    }
+};
+
+// Where a block is: a unit, and the tiles of it that are in the share.
+struct Unit {
+    Item item;
+    int head;      // its place in the item: the KV head, where HEADS is 1
+    int from, to;  // tiles of the item
+    int num_rows;  // that exist, of ROWS
+
+    __device__ __forceinline__ bool whole() const { return from == 0 && to == item.kv_tiles; }
+};
+
+// The block whose share holds a tile; the inverse of `share_begin`.
+__device__ __forceinline__ int share_of(int tile, int total, int num_shares) {
+    const int size = total / num_shares;
+    const int longer = total - size * num_shares;  // shares of size + 1 come first
+    const int border = longer * (size + 1);
+    return tile < border ? tile / (size + 1) : longer + (tile - border) / size;
+}
+
+__device__ __forceinline__ int share_begin(int share, int total, int num_shares) {
+    const int size = total / num_shares;
+    const int longer = total - size * num_shares;
+    return share * size + min(share, longer);
+}
+
+__device__ __forceinline__ float max_of_quad(float x) {
+    x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 1));
+    return fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 2));
+}
+
+__device__ __forceinline__ float sum_of_quad(float x) {
+    x += __shfl_xor_sync(0xffffffffu, x, 1);
+    return x + __shfl_xor_sync(0xffffffffu, x, 2);
+}
+
+// cap * tanh(score / cap) in units of log 2, through exp2: near 0 it errs by cap * 2^-23, not
+// relatively.
+struct SoftCap {
+    float inner, outer;
+
+    __device__ __forceinline__ SoftCap(float scale, float cap)
+        : inner(2.0f * LOG2_E * scale / cap), outer(cap * LOG2_E) {}
+
+    __device__ __forceinline__ float operator()(float score) const {
+        const float power = ptx::exp2(score * inner);  // inf gives tanh = 1
+        return outer * (1.0f - __fdividef(2.0f, 1.0f + fminf(power, 1e30f)));
+    }
+};
+
+// Sums relative to several maxima, added up relative to the largest one.
+struct Merged {
+    float4 sums;
+    float max, total;
+
+    __device__ __forceinline__ explicit Merged(float largest)
+        : sums(make_float4(0.0f, 0.0f, 0.0f, 0.0f)), max(largest), total(0.0f) {}
+
+    __device__ __forceinline__ float weight_of(float other) const {
+        return ptx::exp2(other - (max == -CUDART_INF_F ? 0.0f : max));
+    }
+
+    // From now on relative to this maximum, at least the one so far.
+    __device__ __forceinline__ void raise(float largest) {
+        const float before = max;
+        max = largest;
+        const float weight = weight_of(before);
+        sums.x *= weight;
+        sums.y *= weight;
+        sums.z *= weight;
+        sums.w *= weight;
+        total *= weight;
+    }
+
+    __device__ __forceinline__ void add(float2 state, float4 part) {
+        const float weight = weight_of(state.x);
+        sums.x = fmaf(part.x, weight, sums.x);
+        sums.y = fmaf(part.y, weight, sums.y);
+        sums.z = fmaf(part.z, weight, sums.z);
+        sums.w = fmaf(part.w, weight, sums.w);
+        total = fmaf(state.y, weight, total);
+    }
+};
+
+// The place in `out` of a row of a unit.
+template <class S>
+__device__ __forceinline__ typename S::Element* out_row(const Arguments<typename S::Element>& args,
+                                                        const Unit& unit, int row) {
+    const int packed = unit.item.first_row + row;
+    const int token = args.token_of(packed);
+    const int head = S::kv_head(unit) * args.group + packed - token * args.group;
+    return args.out +
+           (static_cast<long long>(unit.item.query_start + token) * args.num_heads + head) *
+               S::HEAD_DIM;
+}
+
+// Four columns of a row of `out`: zero for a row that sees no key.
+template <class S>
+__device__ __forceinline__ void write_out(const Arguments<typename S::Element>& args,
+                                          const Unit& unit, int row, int column,
+                                          const Merged& merged) {
+    using T = typename S::Element;
+    const float inverse = merged.total > 0.0f ? 1.0f / merged.total : 0.0f;
+    *reinterpret_cast<uint2*>(out_row<S>(args, unit, row) + column) =
+        make_uint2(ptx::pack<T>(merged.sums.x * inverse, merged.sums.y * inverse),
+                   ptx::pack<T>(merged.sums.z * inverse, merged.sums.w * inverse));
+}
+
+// Where blocks leave partial sums: two slots each, 2b for a unit that began in an earlier block,
+// 2b + 1 for one that begins in block b and goes on.
+template <class S>
+struct Slots {
+    static constexpr int ROWS = S::HEADS * S::ROWS;
+    float* sums;     // [slots, ROWS, HEAD_DIM]
+    float2* states;  // [slots, ROWS]: maximum and total
+
+    // Of the rows from `first_row` on.
+    __device__ __forceinline__ explicit Slots(float* base, int first_row = 0)
+        : sums(base + first_row * S::HEAD_DIM),
+          states(reinterpret_cast<float2*>(base + 2ll * gridDim.x * ROWS * S::HEAD_DIM) +
+                 first_row) {}
+
+    __device__ __forceinline__ static int own(const Unit& unit) {
+        return 2 * blockIdx.x + (unit.from == 0 ? 1 : 0);
+    }
+    __device__ __forceinline__ float* row(int slot, int row) const {
+        return sums + (static_cast<long long>(slot) * ROWS + row) * S::HEAD_DIM;
+    }
+    __device__ __forceinline__ float2* state(int slot, int row) const {
+        return states + slot * ROWS + row;
+    }
+};
+
+// The blocks that work on a unit. A block begins at most one unit that it does not end, so `first`
+// names a unit that is cut.
+struct Blocks {
+    int first, last;
+
+    __device__ __forceinline__ Blocks(const Unit& unit, const Share& share)
+        : first(blockIdx.x - share.piece), last(first + share.pieces - 1) {
+        if (share.pieces == 0) *this = Blocks(unit, share.total);
+    }
+
+    // Of shares that are even.
+    __device__ __forceinline__ Blocks(const Unit& unit, int total) {
+        const int first_tile = unit.item.first_tile + unit.head * unit.item.kv_tiles;
+        first = share_of(first_tile, total, gridDim.x);
+        last = share_of(first_tile + unit.item.kv_tiles - 1, total, gridDim.x);
+    }
+};
+
+// Adds up the slots of a unit and writes the rows [begin, end); `thread` is one of THREADS.
+template <class S, int THREADS>
+__device__ __forceinline__ void merge_slots(const Arguments<typename S::Element>& args,
+                                            const Unit& unit, const Slots<S>& slots,
+                                            const Blocks& blocks, int begin, int end, int thread) {
+    constexpr int QUARTERS = S::HEAD_DIM / 4;
+    // On their way together: a round trip to L2 takes longer than anything else here.
+    constexpr int AT_ONCE = 8;
+#pragma unroll 1
+    for (int index = begin * QUARTERS + thread; index < end * QUARTERS; index += THREADS) {
+        const int row = index / QUARTERS;
+        const int column = index % QUARTERS * 4;
+        Merged merged(-CUDART_INF_F);
+#pragma unroll 1
+        for (int b = blocks.first; b <= blocks.last; b += AT_ONCE) {
+            float2 states[AT_ONCE];
+            float4 parts[AT_ONCE];
+#pragma unroll
+            for (int i = 0; i < AT_ONCE; ++i) {
+                const int slot = 2 * (b + i) + (b + i == blocks.first ? 1 : 0);
+                const bool exists = b + i <= blocks.last;
+                states[i] = ptx::load_if(exists, slots.state(slot, row), -CUDART_INF_F);
+                parts[i] = ptx::load_if(
+                    exists, reinterpret_cast<const float4*>(slots.row(slot, row) + column));
+            }
+            float largest = merged.max;
+#pragma unroll
+            for (int i = 0; i < AT_ONCE; ++i) largest = fmaxf(largest, states[i].x);
+            merged.raise(largest);
+#pragma unroll
+            for (int i = 0; i < AT_ONCE; ++i) merged.add(states[i], parts[i]);
+        }
+        write_out<S>(args, unit, row, column, merged);
+    }
+}
+
+}  // namespace attention

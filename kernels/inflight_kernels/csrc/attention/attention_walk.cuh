@@ -1,0 +1,96 @@
+// The way through a share: where a block, or a warp of it, is, and the copies that run ahead of it.
+// attention_units.cuh says what units and shares are.
+#pragma once
+
+#include "attention/attention_tile.cuh"
+#include "attention/attention_units.cuh"
+#include "common.cuh"
+
+namespace attention {
+
+// Where a block, or one of its warps, is in its share.
+template <class S>
+struct Walk {
+    const Item* items;
+    Unit unit;
+    int k;     // of the unit's item
+    int left;  // tiles of the share behind those of the unit
+
+    __device__ __forceinline__ void begin(const Arguments<typename S::Element>& args,
+                                          const Item* all, const Share& share) {
+        items = all;
+        k = share.item;
+        unit.item = share.first;
+        const int inside = share.begin - unit.item.first_tile;
+        unit.head = inside / unit.item.kv_tiles;
+        unit.from = inside - unit.head * unit.item.kv_tiles;
+        left = share.end - share.begin;
+        enter(args);
+    }
+    __device__ __forceinline__ void next(const Arguments<typename S::Element>& args) {
+        unit.from = 0;
+        if (++unit.head == args.num_kv_heads / S::HEADS) {
+            unit.head = 0;
+            unit.item = load_l2(items + ++k);
+        }
+        enter(args);
+    }
+
+   private:
+    __device__ __forceinline__ void enter(const Arguments<typename S::Element>& args) {
+        unit.to = min(unit.item.kv_tiles, unit.from + left);
+        left -= unit.to - unit.from;
+        unit.num_rows = min(S::ROWS, unit.item.query_len * args.group - unit.item.first_row);
+    }
+};
+
+constexpr int ALL_KEYS = 1 << 30;
+
+// Has tiles copied, one after the other, ahead of those who multiply. Where it RUNS_ON it does not
+// stop at the end of a unit, so that its neighbour's keys come while its sums are written.
+template <class S, bool ROTATES>
+struct Feed {
+    using T = typename S::Element;
+    static constexpr bool RUNS_ON = S::RUNS_ON && !ROTATES;
+
+    Walk<S> walk;
+    int tile, end;  // the next one to copy, and the end of the unit
+    int kv_end;     // of the cache, for this unit
+    Pages<S> pages;
+
+    // Looks at the first tile of a unit.
+    __device__ __forceinline__ void begin(const Arguments<T>& args, const Walk<S>& at) {
+        walk = at;
+        enter();
+        find(args);
+    }
+    __device__ __forceinline__ bool has_more() const { return tile < end; }
+    __device__ __forceinline__ void load(T* tiles, const Arguments<T>& args, int stage, int which,
+                                         int from, int upto) const {
+        load_tile<S>(tiles + 2 * stage * S::TILE, args, S::kv_head(walk.unit), kv_end, which,
+                     pages.of(which), from, upto);
+    }
+    __device__ __forceinline__ void next(const Arguments<T>& args) {
+        const int k = walk.k;
+        if (++tile == end && RUNS_ON && walk.left > 0) {
+            walk.next(args);
+            enter();
+        }
+        if (has_more() && (walk.k != k || !pages.knows(tile))) find(args);
+    }
+
+   private:
+    __device__ __forceinline__ void enter() {
+        const Item& item = walk.unit.item;
+        tile = item.kv_begin + walk.unit.from;
+        end = item.kv_begin + walk.unit.to;
+        kv_end = ROTATES ? item.kv_len - item.query_len : item.kv_len;
+    }
+    __device__ __forceinline__ void find(const Arguments<T>& args) {
+        pages.find(args.block_tables +
+                       static_cast<long long>(walk.unit.item.sequence) * args.table_stride,
+                   args.block_shift, kv_end, tile);
+    }
+};
+
+}  // namespace attention

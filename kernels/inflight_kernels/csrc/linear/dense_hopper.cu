@@ -1,0 +1,300 @@
+// A linear layer of many tokens, on Hopper's own tensor cores.
+//
+// Two blocks, a cluster, take two neighbouring tiles of TOKENS tokens x ROWS rows of the weight:
+// either of the same rows, or of the same tokens. What they have in common each reads half of, and
+// the copy engine brings it to both. A block has a warp that keeps a ring of steps in shared memory
+// full, across the ends of tiles, and two warpgroups that multiply out of it, 64 tokens each.
+// Clusters walk over tiles, a few tiles of tokens at a time: what they read about the same time is
+// then in the L2 cache.
+#include "linear/dense_hopper.cuh"
+
+namespace dense {
+
+constexpr int GROUPS = 2;            // warpgroups that multiply
+constexpr int TOKENS = GROUPS * 64;  // of a tile
+constexpr int DEPTH = 64;            // columns in a step
+constexpr int TILES_AT_ONCE = 8;     // along the tokens, that are walked over together
+
+// Of the registers of a multiprocessor, 65536: those of a thread that copies, or multiplies.
+constexpr int FEW_REGISTERS = 40, MANY_REGISTERS = 232;
+
+// Where the tiles of a cluster are, counted in tiles of a cluster.
+struct Place {
+    int tokens, rows;
+};
+
+__device__ inline Place find(int tile, int token_tiles, int row_tiles) {
+    const int together = TILES_AT_ONCE * row_tiles, first = tile / together * TILES_AT_ONCE;
+    const int size = min(TILES_AT_ONCE, token_tiles - first), rest = tile % together;
+    return {first + rest % size, rest / size};
+}
+
+// Among four neighbouring lanes: word j of lane i becomes word i of lane j.
+__device__ inline void transpose(unsigned (&words)[4]) {
+    const bool odd = threadIdx.x & 1, upper = threadIdx.x & 2;
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+        const unsigned got = __shfl_xor_sync(FULL_WARP, upper ? words[i] : words[i + 2], 2);
+        (upper ? words[i] : words[i + 2]) = got;
+    }
+#pragma unroll
+    for (int i = 0; i < 4; i += 2) {
+        const unsigned got = __shfl_xor_sync(FULL_WARP, odd ? words[i] : words[i + 1], 1);
+        (odd ? words[i] : words[i + 1]) = got;
+    }
+}
+
+template <typename T>
+__device__ void add_pair(float& a, float& b, unsigned word) {
+    float both[2];
+    Word<T>::unpack(word, both);
+    a += both[0];
+    b += both[1];
+}
+
+// Add the residual, or nothing where it is null, and store columns [column, column + 8 * PARTS) of
+// the tokens `token` and `token` + 8 of this thread; `width` is a multiple of 8.
+template <typename T, typename Out, int PARTS>
+__device__ void store(float (&acc)[4 * PARTS], int token, int column, int m, int width,
+                      const T* residual, Out* out) {
+    const int q = threadIdx.x % 4;
+    const auto place = [&](int r, int at) {
+        return static_cast<long long>(token + 8 * r) * width + at;
+    };
+    const auto inside = [&](int r, int at) { return token + 8 * r < m && at < width; };
+
+    // Lanes trade their pairs of columns for vectors, four of them at a time.
+    constexpr int VECTORS = sizeof(Out) == 2 ? PARTS / 4 : 0, AT_ONCE = 4;
+#pragma unroll
+    for (int from = 0; from < VECTORS; from += AT_ONCE) {
+        uint4 more[AT_ONCE][2];
+        if (residual) {
+#pragma unroll
+            for (int v = 0; v < AT_ONCE; v++)
+#pragma unroll
+                for (int r = 0; r < 2; r++) {
+                    const int at = column + 32 * (from + v) + 8 * q;
+                    more[v][r] = from + v < VECTORS && inside(r, at)
+                                     ? load_vector(residual + place(r, at))
+                                     : make_uint4(0, 0, 0, 0);
+                }
+        }
+#pragma unroll
+        for (int v = 0; v < AT_ONCE; v++) {
+            if (from + v >= VECTORS) continue;
+#pragma unroll
+            for (int r = 0; r < 2; r++) {
+                float* const values = acc + 16 * (from + v) + 2 * r;
+                if (residual) {
+                    unsigned words[4] = {more[v][r].x, more[v][r].y, more[v][r].z, more[v][r].w};
+                    transpose(words);
+#pragma unroll
+                    for (int i = 0; i < 4; i++)
+                        add_pair<T>(values[4 * i], values[4 * i + 1], words[i]);
+                }
+                unsigned words[4];
+#pragma unroll
+                for (int i = 0; i < 4; i++) words[i] = Word<T>::pack(values + 4 * i);
+                transpose(words);
+                const int at = column + 32 * (from + v) + 8 * q;
+                if (inside(r, at))
+                    store_vector(out + place(r, at),
+                                 make_uint4(words[0], words[1], words[2], words[3]));
+            }
+        }
+    }
+#pragma unroll
+    for (int j = 4 * VECTORS; j < PARTS; j++) {
+        const int at = column + 8 * j + 2 * q;
+#pragma unroll
+        for (int r = 0; r < 2; r++) {
+            if (!inside(r, at)) continue;
+            float* const values = acc + 4 * j + 2 * r;
+            if (residual)
+                add_pair<T>(values[0], values[1],
+                            *reinterpret_cast<const unsigned*>(residual + place(r, at)));
+            if constexpr (sizeof(Out) == 2)
+                *reinterpret_cast<unsigned*>(out + place(r, at)) = Word<T>::pack(values);
+            else
+                *reinterpret_cast<float2*>(out + place(r, at)) = make_float2(values[0], values[1]);
+        }
+    }
+}
+
+template <typename T, int PARTS>
+__device__ void add_bias(float* acc, const T* bias, int column, int width) {
+#pragma unroll
+    for (int j = 0; j < PARTS; j++) {
+        const int at = column + 8 * j + 2 * (threadIdx.x % 4);
+        if (at >= width) continue;
+        const unsigned word = __ldg(reinterpret_cast<const unsigned*>(bias + at));
+        add_pair<T>(acc[4 * j], acc[4 * j + 1], word);
+        add_pair<T>(acc[4 * j + 2], acc[4 * j + 3], word);
+    }
+}
+
+__device__ inline float silu_mul(float gate, float up) {
+    return __fdividef(gate, 1.0f + __expf(-gate)) * up;
+}
+
+// out[m, n'] = epilogue(x[m, k] @ weight[n, k]^T), n' and k multiples of 8.
+// Epilogue: + bias; GATED, where the weight is gate | up: silu(gate) * up, n' = n / 2; + residual.
+// bias and residual may be null; out may be the residual.
+// SHARE_WEIGHT: the blocks of a cluster have the same rows, else the same tokens. Boxes of maps:
+// [TOKENS, DEPTH] of x, half as many rows where it is shared, and [ROWS / 2, DEPTH] of weight.
+// Threads: GROUPS + 1 warpgroups. Dynamic shared memory:
+// 1024 + STAGES * ((TOKENS + ROWS) * DEPTH * 2 + 16) bytes.
+template <typename T, typename Out, int ROWS, int STAGES, bool GATED, bool SHARE_WEIGHT>
+__global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(128 * (GROUPS + 1), 1)
+    gemm(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap weight,
+         const T* bias, const T* residual, Out* out, int m, int n, int k) {
+    constexpr int STAGE = (TOKENS + ROWS) * DEPTH;
+    constexpr int HALF = ROWS / 2;                // of the rows: in a box
+    constexpr int COLUMNS = GATED ? HALF : ROWS;  // of out, in a tile
+    constexpr int PARTS = ROWS / 8;
+
+    extern __shared__ char memory[];
+    T* const ring = reinterpret_cast<T*>(memory + (-shared_address(memory) & 1023));
+    Barrier* const full = reinterpret_cast<Barrier*>(ring + STAGES * STAGE);
+    Barrier* const empty = full + STAGES;
+
+    launch_next();
+    const int rank = rank_in_cluster();
+    // Of a lane, so that the compiler sees that warps do not diverge.
+    const int lane = threadIdx.x % 32, warp = __shfl_sync(FULL_WARP, threadIdx.x / 32, 0);
+    if (threadIdx.x == 0) {
+        for (int s = 0; s < STAGES; s++) {
+            init_barrier(full + s, 1);
+            init_barrier(empty + s, 2 * GROUPS * 4);
+        }
+        publish_barriers();
+    }
+    meet_cluster();
+
+    const int width = GATED ? n / 2 : n, steps = (k + DEPTH - 1) / DEPTH;
+    constexpr int CLUSTER_TOKENS = TOKENS * (SHARE_WEIGHT ? 2 : 1);
+    constexpr int CLUSTER_COLUMNS = COLUMNS * (SHARE_WEIGHT ? 1 : 2);
+    const int token_tiles = (m + CLUSTER_TOKENS - 1) / CLUSTER_TOKENS;
+    const int row_tiles = (width + CLUSTER_COLUMNS - 1) / CLUSTER_COLUMNS;
+    const int tiles = token_tiles * row_tiles;
+    const int first_tile = blockIdx.x / 2, clusters = gridDim.x / 2;
+
+    if (warp >= GROUPS * 4) {
+        give_registers<FEW_REGISTERS>();
+        if (warp == GROUPS * 4 && lane == 0) {
+            prefetch_map(&weight);
+            prefetch_map(&x);
+            const auto copy_weight = [&](int slot, const Place& place, int step) {
+                T* const target = ring + slot * STAGE + TOKENS * DEPTH;
+                const int next = GATED ? width : HALF;  // from a box to the other
+                if (SHARE_WEIGHT) {
+                    copy_box_to_both(target + rank * HALF * DEPTH, &weight,
+                                     place.rows * COLUMNS + rank * next, step * DEPTH, full + slot);
+                } else {
+                    const int row = (2 * place.rows + rank) * COLUMNS;
+                    copy_box(target, &weight, row, step * DEPTH, full + slot);
+                    copy_box(target + HALF * DEPTH, &weight, row + next, step * DEPTH,
+                             full + slot);
+                }
+            };
+            const auto copy_x = [&](int slot, const Place& place, int step) {
+                T* const target = ring + slot * STAGE;
+                if (SHARE_WEIGHT)
+                    copy_box(target, &x, (2 * place.tokens + rank) * TOKENS, step * DEPTH,
+                             full + slot);
+                else
+                    copy_box_to_both(target + rank * (TOKENS / 2) * DEPTH, &x,
+                                     place.tokens * TOKENS + rank * (TOKENS / 2),
+                                     step * DEPTH, full + slot);
+            };
+            // Weights are nobody's output: they may be fetched before the kernel before has ended.
+            const Place first = find(first_tile, token_tiles, row_tiles);
+            const int ahead = min(STAGES, steps);
+            for (int s = 0; s < ahead; s++) {
+                arrive_expecting(full + s, STAGE * sizeof(T));
+                copy_weight(s, first, s);
+            }
+            wait_for_previous();
+            for (int s = 0; s < ahead; s++) copy_x(s, first, s);
+            int slot = ahead % STAGES, parity = ahead / STAGES, step = ahead;
+            for (int tile = first_tile; tile < tiles; tile += clusters, step = 0) {
+                const Place place = find(tile, token_tiles, row_tiles);
+                for (; step < steps; step++) {
+                    wait_for(empty + slot, parity ^ 1);
+                    arrive_expecting(full + slot, STAGE * sizeof(T));
+                    copy_weight(slot, place, step);
+                    copy_x(slot, place, step);
+                    if (++slot == STAGES) {
+                        slot = 0;
+                        parity ^= 1;
+                    }
+                }
+            }
+            // A block may not end before the other one has arrived at its barriers.
+            for (int s = 0; s < STAGES; s++) {
+                wait_for(empty + slot, parity ^ 1);
+                if (++slot == STAGES) {
+                    slot = 0;
+                    parity ^= 1;
+                }
+            }
+        }
+    } else {
+        take_registers<MANY_REGISTERS>();
+        wait_for_previous();
+        const int group = warp / 4;
+        const unsigned long long tokens = describe(ring + group * 64 * DEPTH);
+        const unsigned long long rows = describe(ring + TOKENS * DEPTH);
+        const auto release = [&](int slot) {
+            if (lane < 2) arrive_at(empty + slot, lane);
+        };
+        int slot = 0, parity = 0;
+        for (int tile = first_tile; tile < tiles; tile += clusters) {
+            const Place place = find(tile, token_tiles, row_tiles);
+            float acc[ROWS / 2];
+            int before = 0;
+            for (int step = 0; step < steps; step++) {
+                wait_for(full + slot, parity);
+                const int offset = slot * (STAGE * 2 / 16);
+                begin_products();
+#pragma unroll
+                for (int d = 0; d < DEPTH / 16; d++)
+                    multiply<T, ROWS>(acc, tokens + offset + 2 * d, rows + offset + 2 * d,
+                                      step != 0 || d != 0);
+                commit_products();
+                if (step != 0) {
+                    wait_products<1>();
+                    release(before);
+                }
+                before = slot;
+                if (++slot == STAGES) {
+                    slot = 0;
+                    parity ^= 1;
+                }
+            }
+            wait_products<0>();
+            pin(acc);
+            release(before);
+
+            const int token = (SHARE_WEIGHT ? 2 * place.tokens + rank : place.tokens) * TOKENS +
+                              warp * 16 + lane / 4;
+            const int column = (SHARE_WEIGHT ? place.rows : 2 * place.rows + rank) * COLUMNS;
+            if constexpr (GATED) {
+                if (bias) {
+                    add_bias<T, PARTS / 2>(acc, bias, column, width);
+                    add_bias<T, PARTS / 2>(acc + ROWS / 4, bias + width, column, width);
+                }
+                float product[ROWS / 4];
+#pragma unroll
+                for (int i = 0; i < ROWS / 4; i++)
+                    product[i] = silu_mul(acc[i], acc[i + ROWS / 4]);
+                store<T, Out, PARTS / 2>(product, token, column, m, width, residual, out);
+            } else {
+                if (bias) add_bias<T, PARTS>(acc, bias, column, width);
+                store<T, Out, PARTS>(acc, token, column, m, width, residual, out);
+            }
+        }
+    }
+}
+
+}  // namespace dense

@@ -1,0 +1,62 @@
+// What a cluster of two blocks shares. sm_90a only.
+#pragma once
+
+#include "linear/hopper_linear.cuh"
+
+namespace dense {
+
+// ---------------------------------------------------------------- clusters
+
+__device__ inline int rank_in_cluster() {
+    int rank;
+    asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+    return rank;
+}
+
+// Wait for all threads of the cluster. What they wrote need not be seen.
+__device__ inline void meet_cluster() {
+    asm volatile("barrier.cluster.arrive.relaxed;\nbarrier.cluster.wait;" ::: "memory");
+}
+
+// ---------------------------------------------------------------- barriers in shared memory
+
+// Arrive at this barrier of a block of the cluster. To release memory to the whole cluster as well
+// would cost a fence of all of it at each arrival.
+__device__ inline void arrive_at(Barrier* barrier, int rank) {
+    asm volatile(
+        "{\n"
+        ".reg .b32 there;\n"
+        "mapa.shared::cluster.u32 there, %0, %1;\n"
+        "mbarrier.arrive.shared::cluster.b64 _, [there];\n"
+        "}" ::"r"(shared_address(barrier)),
+        "r"(rank)
+        : "memory");
+}
+
+// ---------------------------------------------------------------- copies of boxes
+
+// copy_box to this place of both blocks; the barrier of each counts what came to it.
+__device__ inline void copy_box_to_both(void* shared, const TensorMap* map, int row, int column,
+                                        Barrier* barrier) {
+    constexpr unsigned short BOTH = 3;
+    asm volatile(
+        "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes"
+        ".multicast::cluster [%0], [%1, {%2, %3}], [%4], %5;" ::"r"(shared_address(shared)),
+        "l"(map), "r"(column), "r"(row), "r"(shared_address(barrier)), "h"(BOTH)
+        : "memory");
+}
+
+// ---------------------------------------------------------------- registers
+
+// Of each thread of this warpgroup, from now on.
+template <int N>
+__device__ inline void take_registers() {
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(N));
+}
+
+template <int N>
+__device__ inline void give_registers() {
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(N));
+}
+
+}  // namespace dense

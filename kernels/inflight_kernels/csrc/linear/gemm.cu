@@ -1,0 +1,255 @@
+// A linear layer for few tokens: the weights flow through once, as fast as memory gives them.
+//
+// A block has one warp that keeps a ring of steps in shared memory full with bulk copies, across
+// the ends of tiles, and a warpgroup that multiplies out of it: 64 tokens, of which fewer may be
+// wanted, by the rows of a tile. Tiles have the number of rows that keeps all multiprocessors busy.
+// Where that would be few rows, two blocks, a cluster, take a tile together, half of its columns
+// each, and add up in each other's shared memory.
+#include "linear/gemm.cuh"
+
+constexpr int WARPS = 4;    // that multiply
+constexpr int TOKENS = 64;  // that are multiplied
+constexpr int DEPTH = 64;   // columns in a step
+
+template <typename Out>
+__device__ Out narrow(float value);
+template <>
+__device__ inline float narrow<float>(float value) { return value; }
+template <>
+__device__ inline __half narrow<__half>(float value) { return __float2half_rn(value); }
+template <>
+__device__ inline __nv_bfloat16 narrow<__nv_bfloat16>(float value) {
+    return __float2bfloat16_rn(value);
+}
+
+template <typename Out>
+__device__ void store_pair(Out* to, float a, float b) {
+    if constexpr (sizeof(Out) == 2) {
+        const float both[2] = {a, b};
+        *reinterpret_cast<unsigned*>(to) = Word<Out>::pack(both);
+    } else {
+        *reinterpret_cast<float2*>(to) = make_float2(a, b);
+    }
+}
+
+// See skinny_gemm. PAIR: by pairs of blocks.
+template <typename T, typename Out, int ROWS, int STAGES, bool GATED, bool PAIR>
+__device__ void multiply_tiles(const TensorMap& x, const TensorMap& weight, const T* bias,
+                               const T* residual, Out* out, int m, int n, int k) {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+    constexpr int HALF = ROWS / 2, COLUMNS = GATED ? HALF : ROWS;  // of out, in a tile
+    constexpr int SUMS = PAIR ? ROWS / 4 : ROWS / 2;               // of a thread, in the end
+    constexpr int STAGE = (ROWS + TOKENS) * DEPTH;
+
+    extern __shared__ char memory[];
+    T* const ring = reinterpret_cast<T*>(memory + (-shared_address(memory) & 1023));
+    float4* const sent = reinterpret_cast<float4*>(ring + STAGES * STAGE);
+    Barrier* const full = reinterpret_cast<Barrier*>(sent + (PAIR ? SUMS / 4 * WARPS * 32 : 0));
+    Barrier* const empty = full + STAGES;
+
+    // At once: a small kernel fits beside, and the next of this kind takes over each multiprocessor
+    // as it gets free, its weights on their way.
+    launch_next();
+    // Of a lane, so that the compiler sees that warps do not diverge.
+    const int lane = threadIdx.x % 32, warp = __shfl_sync(FULL_WARP, threadIdx.x / 32, 0);
+    const int rank = PAIR ? blockIdx.x % 2 : 0;
+    const int width = GATED ? n / 2 : n, tiles = (width + COLUMNS - 1) / COLUMNS;
+    const int first_tile = PAIR ? blockIdx.x / 2 : blockIdx.x, next_tile = PAIR ? tiles : gridDim.x;
+    const int steps = (k + DEPTH - 1) / DEPTH;
+    const int first = PAIR ? rank * steps / 2 : 0, last = PAIR ? (rank + 1) * steps / 2 : steps;
+    const int box = (m + 7) / 8 * 8;  // tokens that are copied
+
+    // Of the thread that copies: steps of all of its tiles, and where the next is.
+    const int count = (tiles - first_tile + next_tile - 1) / next_tile * (last - first);
+    const int ahead = min(count, STAGES);
+    int tile = first_tile, step = first;
+    const auto copy_weight = [&](int slot) {
+        T* const to = ring + slot * STAGE;
+        const int row = tile * COLUMNS;
+        arrive_expecting(full + slot, (ROWS + box) * DEPTH * sizeof(T));
+        copy_box_once(to, &weight, row, step * DEPTH, full + slot);
+        // Halves follow each other, or are gate and up.
+        copy_box_once(to + HALF * DEPTH, &weight, row + (GATED ? width : HALF), step * DEPTH,
+                      full + slot);
+        if (++step == last) {
+            step = first;
+            tile += next_tile;
+        }
+    };
+    if (warp == WARPS && lane == 0) {
+        prefetch_map(&weight);
+        prefetch_map(&x);
+        for (int s = 0; s < STAGES; s++) {
+            init_barrier(full + s, 1);
+            init_barrier(empty + s, WARPS);
+        }
+        publish_barriers();
+        // Weights are nobody's output: they may be fetched before the kernel before has ended.
+        for (int s = 0; s < ahead; s++) copy_weight(s);
+    } else if (warp < WARPS) {
+        // Tokens that are not copied are multiplied as well: zeros, which take the least power.
+        const int vectors = (TOKENS - box) * DEPTH / VECTOR<T>;
+        for (int s = 0; s < STAGES; s++)
+            for (int i = threadIdx.x; i < vectors; i += WARPS * 32)
+                store_vector(ring + s * STAGE + (ROWS + box) * DEPTH + i * VECTOR<T>,
+                             make_uint4(0, 0, 0, 0));
+        publish_values();
+    }
+    if (PAIR)
+        meet_pair();  // a block must have started before it is sent anything
+    else
+        __syncthreads();
+
+    if (warp == WARPS) {
+        if (lane != 0) return;
+        const auto copy_x = [&](int slot, int at) {
+            copy_box(ring + slot * STAGE + ROWS * DEPTH, &x, 0, at * DEPTH, full + slot);
+        };
+        wait_for_previous();
+        for (int s = 0; s < ahead; s++) copy_x(s, first + s % (last - first));
+        for (int s = ahead, slot = 0, parity = 0; s < count; s++) {
+            wait_for(empty + slot, parity);
+            const int at = step;
+            copy_weight(slot);
+            copy_x(slot, at);
+            if (++slot == STAGES) {
+                slot = 0;
+                parity ^= 1;
+            }
+        }
+        return;
+    }
+
+    wait_for_previous();
+    const unsigned long long rows = describe(ring), tokens = describe(ring + ROWS * DEPTH);
+    int slot = 0, parity = 0;
+    for (; tile < tiles; tile += next_tile) {
+        float acc[ROWS / 2];
+#pragma unroll
+        for (int i = 0; i < ROWS / 2; i++) acc[i] = 0.0f;
+        pin(acc);
+        // A step's room is given back once the next is being multiplied: there is no pause between.
+        int before = slot;
+        const auto release = [&] {
+            if (lane == 0) arrive(empty + before);
+        };
+        for (step = first; step < last; step++) {
+            wait_for(full + slot, parity);
+            const int offset = slot * (STAGE * sizeof(T) / 16);
+            begin_products();
+#pragma unroll
+            for (int d = 0; d < DEPTH / 16; d++)
+                multiply<T, ROWS>(acc, tokens + offset + 2 * d, rows + offset + 2 * d, true);
+            commit_products();
+            if (step != first) {
+                wait_products<1>();
+                release();
+            }
+            before = slot;
+            if (++slot == STAGES) {
+                slot = 0;
+                parity ^= 1;
+            }
+        }
+        wait_products<0>();
+        pin(acc);
+        if (first < last) release();
+
+        // A thread has two tokens. Of a pair, each block keeps one and sends the other.
+        float sums[SUMS];
+        if constexpr (PAIR) {
+#pragma unroll
+            for (int i = 0; i < SUMS; i += 4) {
+                const int at = 2 * i;
+                const bool keeps = rank == 0;
+                sums[i] = keeps ? acc[at] : acc[at + 2];
+                sums[i + 1] = keeps ? acc[at + 1] : acc[at + 3];
+                sums[i + 2] = keeps ? acc[at + 4] : acc[at + 6];
+                sums[i + 3] = keeps ? acc[at + 5] : acc[at + 7];
+                send(sent + i / 4 * WARPS * 32 + threadIdx.x, 1 - rank,
+                     make_float4(keeps ? acc[at + 2] : acc[at], keeps ? acc[at + 3] : acc[at + 1],
+                                 keeps ? acc[at + 6] : acc[at + 4],
+                                 keeps ? acc[at + 7] : acc[at + 5]));
+            }
+            meet_pair();
+#pragma unroll
+            for (int i = 0; i < SUMS; i += 4) {
+                const float4 more = sent[i / 4 * WARPS * 32 + threadIdx.x];
+                sums[i] += more.x;
+                sums[i + 1] += more.y;
+                sums[i + 2] += more.z;
+                sums[i + 3] += more.w;
+            }
+        } else {
+#pragma unroll
+            for (int i = 0; i < SUMS; i++) sums[i] = acc[i];
+        }
+
+        constexpr int OUTS = GATED ? SUMS / 2 : SUMS;
+        constexpr int PER_EIGHT = PAIR ? 2 : 4;  // of a thread, in 8 columns
+        const auto token_of = [&](int i) {
+            return warp * 16 + lane / 4 + (PAIR ? rank : i % 4 / 2) * 8;
+        };
+        const auto column_of = [&](int i) {
+            return tile * COLUMNS + i / PER_EIGHT * 8 + lane % 4 * 2 + i % 2;
+        };
+        // Loads before stores: the compiler cannot tell the residual from out.
+#pragma unroll
+        for (int i = 0; i < OUTS; i++) {
+            const int token = token_of(i), column = column_of(i);
+            if (token >= m || column >= width) continue;
+            if (bias) sums[i] += static_cast<float>(bias[column]);
+            if (GATED) {
+                float up = sums[SUMS - OUTS + i];
+                if (bias) up += static_cast<float>(bias[column + width]);
+                sums[i] = sums[i] / (1.0f + __expf(-sums[i])) * up;
+            }
+            if (residual)
+                sums[i] += static_cast<float>(
+                    residual[static_cast<long long>(token) * width + column]);
+        }
+        const bool pairs = width % 2 == 0 && reinterpret_cast<size_t>(out) % (2 * sizeof(Out)) == 0;
+#pragma unroll
+        for (int i = 0; i < OUTS; i += 2) {
+            const int token = token_of(i), column = column_of(i);
+            if (token >= m || column >= width) continue;
+            Out* const to = out + static_cast<long long>(token) * width + column;
+            if (pairs) {
+                store_pair(to, sums[i], sums[i + 1]);
+            } else {
+                to[0] = narrow<Out>(sums[i]);
+                if (column + 1 < width) to[1] = narrow<Out>(sums[i + 1]);
+            }
+        }
+    }
+#endif
+}
+
+// out[m, n'] = epilogue(x[m, k] @ weight[n, k]^T), k a multiple of 8, m <= TOKENS.
+// Epilogue: + bias; GATED, with a weight that is gate | up: silu(gate) * up, n' = n / 2; + residual
+// (bias and residual may be null; out may be the residual).
+// A tile has ROWS rows of the weight, half of them gate and half up when GATED; block b takes tiles
+// b, b + blocks and so on.
+// Boxes of the maps: [m rounded up to 8, DEPTH] of x, [ROWS / 2, DEPTH] of weight. Dynamic shared
+// memory: 1024 + STAGES * ((ROWS + TOKENS) * DEPTH * 2 + 16) bytes.
+template <typename T, typename Out, int ROWS, int STAGES, bool GATED>
+__global__ void __launch_bounds__((WARPS + 1) * 32, 1)
+    skinny_gemm(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap weight,
+                const T* bias, const T* residual, Out* out, int m, int n, int k) {
+    multiply_tiles<T, Out, ROWS, STAGES, GATED, false>(x, weight, bias, residual, out, m, n, k);
+}
+
+#if __CUDA_ARCH__ >= 900
+#define CLUSTERS_OF_TWO __cluster_dims__(2, 1, 1)
+#else
+#define CLUSTERS_OF_TWO
+#endif
+
+// The same, a tile by a cluster of two blocks, with ROWS * 128 bytes more of shared memory. There
+// is a cluster for each tile.
+template <typename T, typename Out, int ROWS, int STAGES, bool GATED>
+__global__ void CLUSTERS_OF_TWO __launch_bounds__((WARPS + 1) * 32, 1)
+    skinny_gemm_pairs(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap weight,
+                      const T* bias, const T* residual, Out* out, int m, int n, int k) {
+    multiply_tiles<T, Out, ROWS, STAGES, GATED, true>(x, weight, bias, residual, out, m, n, k);
+}

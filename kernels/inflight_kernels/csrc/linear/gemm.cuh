@@ -1,0 +1,48 @@
+// Copies of weights that are used once, and what a cluster of two blocks shares. sm_90a only.
+#pragma once
+
+#include "linear/hopper_linear.cuh"
+
+// ---------------------------------------------------------------- barriers in shared memory
+
+__device__ inline void arrive(Barrier* barrier) {
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(barrier))
+                 : "memory");
+}
+
+// Let copies and products see what this thread has written to shared memory.
+__device__ inline void publish_values() {
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+
+// ---------------------------------------------------------------- copies of boxes
+
+// The same as copy_box, of values that are used once: they leave the L2 cache before others.
+__device__ inline void copy_box_once(void* shared, const TensorMap* map, int row, int column,
+                                     Barrier* barrier) {
+    constexpr unsigned long long EVICT_FIRST = 0x12f0000000000000;  // as createpolicy encodes it
+    asm volatile(
+        "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes"
+        ".L2::cache_hint [%0], [%1, {%2, %3}], [%4], %5;" ::"r"(shared_address(shared)),
+        "l"(map), "r"(column), "r"(row), "r"(shared_address(barrier)), "l"(EVICT_FIRST)
+        : "memory");
+}
+
+// ---------------------------------------------------------------- clusters of two blocks
+
+// Write to this place of the shared memory of a block of the cluster.
+__device__ inline void send(float4* place, int rank, const float4& value) {
+    asm volatile(
+        "{\n"
+        ".reg .b32 there;\n"
+        "mapa.shared::cluster.u32 there, %0, %1;\n"
+        "st.shared::cluster.v4.f32 [there], {%2, %3, %4, %5};\n"
+        "}" ::"r"(shared_address(place)),
+        "r"(rank), "f"(value.x), "f"(value.y), "f"(value.z), "f"(value.w)
+        : "memory");
+}
+
+// Wait for all threads of the cluster but those that have ended, and see what they have sent.
+__device__ inline void meet_pair() {
+    asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;" ::: "memory");
+}

@@ -1,0 +1,267 @@
+// The first pass of the sampler, and for most rows the last one (see sampling_job.cuh).
+#include "sampling/sampling_job.cuh"
+
+constexpr int BOUND_RANK = 1024;  // of the bound that candidates lie above, at most
+constexpr int MAXIMA = 32;        // of a thread, at most, when it looks for the bound
+
+// What a warp tells of its slice; `top` and `sum` as in Partial.
+struct WarpPart {
+    float raw_top, raw_sum, top, sum;
+};
+
+struct ScanShared : Shared {
+    WarpPart parts[WARPS];
+};
+
+// A value that about `rank` of the row's maxima are not below, and no fewer: at least `rank` logits
+// are not below it either. -inf if there are not as many.
+template <typename T>
+__device__ __noinline__ float find_bound(const Job<T>& job, int row, int rank, float top,
+                                         Shared& shared) {
+    const float* const maxima = job.maxima(row);
+    const int groups = min(job.slices() * THREADS, MAXIMA * THREADS);
+    float values[MAXIMA], least = INFINITE;
+    int finite = 0;
+#pragma unroll
+    for (int i = 0; i < MAXIMA; i++) {
+        const int at = i * THREADS + threadIdx.x;
+        values[i] = at < groups ? __ldcg(maxima + at) : -INFINITE;
+        if (values[i] > -INFINITE) {
+            finite++;
+            least = fminf(least, values[i]);
+        }
+    }
+    if (block_total(finite, shared.ints) < rank) return -INFINITE;
+    float low = -block_largest(-least, shared.floats), high = top;
+    for (int step = 0; step < 24; step++) {
+        const float middle = low + (high - low) * 0.5f;
+        int above = 0;
+#pragma unroll
+        for (int i = 0; i < MAXIMA; i++) above += values[i] >= middle;
+        above = block_total(above, shared.ints);
+        if (above >= rank) {
+            low = middle;
+            if (above <= rank + rank / 8) break;
+        } else {
+            high = middle;
+        }
+    }
+    return low;
+}
+
+// A draw from all of a row, by slices and then inside one.
+template <typename T>
+__device__ __noinline__ void draw_from_all(const Job<T>& job, int row, const Wish& wish, float top,
+                              float log_sum, float scale, Shared& shared) {
+    const Partial* const partials = job.partials(row);
+    // In double the sum of slices is the same whoever adds, and close to exact.
+    double sum = 0.0;
+    for (int s = 0; s < job.slices(); s++) {
+        const float peak = __ldcg(&partials[s].top);
+        if (peak > -INFINITE)
+            sum += static_cast<double>(__ldcg(&partials[s].sum)) * exp2_fast((peak - top) * scale);
+    }
+    const u64 random = uniform(wish.seed, job.positions[row], DRAW);
+    const double target = static_cast<double>(random) * 0x1p-64 * sum;
+    double before = 0.0, size = 1.0, running = 0.0;
+    int slice = 0;
+    for (int s = 0; s < job.slices(); s++) {
+        const float peak = __ldcg(&partials[s].top);
+        if (!(peak > -INFINITE)) continue;
+        const double mass =
+            static_cast<double>(__ldcg(&partials[s].sum)) * exp2_fast((peak - top) * scale);
+        if (!(mass > 0.0)) continue;
+        slice = s;
+        before = running;
+        size = mass;
+        running += mass;
+        if (running > target) break;
+    }
+    // Masses are relative to the slice's own maximum: they do not vanish far below `top`.
+    const float peak = __ldcg(&partials[slice].top);
+    const Masses all = {peak, wish.temperature};
+    u64 total, unused;
+    walk(job, row, wish, slice, slice + 1, all, NEVER, total, shared);
+    const double share = (target - before) / size;
+    u64 inside = static_cast<u64>(fmax(share, 0.0) * static_cast<double>(total));
+    inside = min(inside, total - 1);
+    const int id = walk(job, row, wish, slice, slice + 1, all, inside, unused, shared);
+    if (threadIdx.x == 0) answer(job, row, id, log_sum);
+}
+
+// A row whose slices are all scanned.
+template <typename T>
+__device__ __noinline__ void finish_scan(const Job<T>& job, int row, const Wish& wish,
+                                         Shared& shared) {
+    const Partial* const partials = job.partials(row);
+    const float scale = LOG2_E / wish.temperature;
+    float raw_top = -INFINITE, top = -INFINITE;
+    int finite = 1, id = job.vocab;
+    for (int s = threadIdx.x; s < job.slices(); s += THREADS) {
+        raw_top = fmaxf(raw_top, __ldcg(&partials[s].raw_top));
+        finite &= __ldcg(&partials[s].finite);
+        const float peak = __ldcg(&partials[s].top);
+        if (peak > top) {
+            top = peak;
+            id = __ldcg(&partials[s].id);
+        }
+    }
+    const float highest = block_largest(top, shared.floats);
+    raw_top = block_largest(raw_top, shared.floats);
+    finite = block_total(1 - finite, shared.ints) == 0;
+    id = block_reduce(top == highest ? id : job.vocab, shared.ints,
+                      [](int a, int b) { return min(a, b); });
+    top = highest;
+    if (!finite || !(top > -INFINITE)) {
+        if (threadIdx.x == 0) {
+            refuse(job, row, finite ? NOTHING_LEFT : NOT_FINITE);
+            job.bound(row)->open = 0;
+        }
+        return;
+    }
+    float raw_sum = 0.0f, sum = 0.0f;
+    for (int s = threadIdx.x; s < job.slices(); s += THREADS) {
+        raw_sum += __ldcg(&partials[s].raw_sum) *
+                   exp2_fast((__ldcg(&partials[s].raw_top) - raw_top) * LOG2_E);
+        const float peak = __ldcg(&partials[s].top);
+        if (peak > -INFINITE) sum += __ldcg(&partials[s].sum) * exp2_fast((peak - top) * scale);
+    }
+    raw_sum = block_total(raw_sum, shared.floats);
+    sum = block_total(sum, shared.floats);
+    const float log_sum = raw_top + logf(raw_sum);
+    const bool greedy = !(wish.temperature > 0.0f);
+    const bool cut_k = cuts_rank(job, wish), cut_p = wish.top_p < 1.0f;
+    const bool rare = has_rare_filters(wish);
+    const bool open = !greedy && (cut_k || cut_p || wish.min_p > 0.0f || rare);
+    if (greedy) {
+        if (threadIdx.x == 0) answer(job, row, id, log_sum);
+    } else if (!open) {
+        draw_from_all(job, row, wish, top, log_sum, scale, shared);
+    }
+    float threshold = -INFINITE;
+    if (open && job.vocab > CAPACITY) {
+        // min_p is relative to the top, unless typical_p may cut that off.
+        if (cut_k || cut_p || wish.min_p == 0.0f || wish.typical_p < 1.0f) {
+            const int rank = cut_k ? wish.top_k : max(job.vocab / (4 * VALUES), 1);
+            threshold = find_bound(job, row, min(rank, BOUND_RANK), top, shared);
+        } else {
+            threshold = top + wish.temperature * (logf(wish.min_p) - 1e-3f);
+        }
+    }
+    if (threadIdx.x == 0) {
+        *job.bound(row) = {top, log_sum, sum, threshold, open, ANY_SCORE};
+        job.found[row] = 0;
+    }
+}
+
+// Sum over the warp, each value scaled from its own base to the common one.
+__device__ inline float rebased_sum(float sum, float base, float new_base, float scale) {
+    return warp_sum(sum * exp2_fast((base - new_base) * scale));
+}
+
+// Not -inf, from which -inf cannot be subtracted.
+__device__ inline float base_of(float top) { return fmaxf(top, -LARGEST); }
+
+// Read a slice, and tell of it. Rows that are shaped and others have code of their own, so that these
+// have all registers.
+template <bool SHAPED, typename T>
+__device__ __forceinline__ bool scan_slice(const Job<T>& job, int row, const Wish& wish, int slice,
+                                           ScanShared& shared) {
+    const bool drawn = wish.temperature > 0.0f;
+    // Whoever cuts by rank or by likelihood alone never asks for the mass of all.
+    const bool summed = drawn && !cuts_rank(job, wish) && (wish.top_p < 1.0f || wish.min_p == 0.0f);
+    const float scale = LOG2_E / wish.temperature;
+    if (threadIdx.x == 0) shared.id = job.vocab;
+
+    float x[VALUES];
+    const bool finite = read_slice(job, row, slice, x);
+    float raw_top = x[0];
+#pragma unroll
+    for (int i = 1; i < VALUES; i++) raw_top = fmaxf(raw_top, x[i]);
+    float raw_sum = 0.0f;
+    const float raw_base = base_of(raw_top);
+#pragma unroll
+    for (int i = 0; i < VALUES; i++) raw_sum += exp2_fast((x[i] - raw_base) * LOG2_E);
+
+    float top = raw_top, sum = raw_sum;
+    if (SHAPED) {
+        shape<VALUES>(job, row, wish, slice, x, shared);
+        top = x[0];
+#pragma unroll
+        for (int i = 1; i < VALUES; i++) top = fmaxf(top, x[i]);
+    }
+    const float base = base_of(top);
+    if (summed && (SHAPED || wish.temperature != 1.0f)) {
+        sum = 0.0f;
+#pragma unroll
+        for (int i = 0; i < VALUES; i++) sum += exp2_fast((x[i] - base) * scale);
+    }
+    if (drawn) job.maxima(row)[slice * THREADS + threadIdx.x] = top;
+
+    // Warps by themselves, then all at once: a block that waits at barriers reads nothing.
+    WarpPart part;
+    part.raw_top = warp_max(raw_top);
+    part.raw_sum = rebased_sum(raw_sum, raw_base, base_of(part.raw_top), LOG2_E);
+    part.top = SHAPED ? warp_max(top) : part.raw_top;
+    part.sum = summed ? rebased_sum(sum, base, base_of(part.top), scale) : 0.0f;
+    if (threadIdx.x % 32 == 0) shared.parts[threadIdx.x / 32] = part;
+    const bool all_finite = __syncthreads_and(finite);
+    float peak = shared.parts[0].top;
+#pragma unroll
+    for (int i = 1; i < WARPS; i++) peak = fmaxf(peak, shared.parts[i].top);
+    if (top == peak) {
+        int id = job.vocab;
+#pragma unroll
+        for (int i = VALUES - 1; i >= 0; i--)
+            if (x[i] == top) id = id_of<T>(slice, i);
+        atomicMin(&shared.id, id);
+    }
+    Partial result;
+    if (threadIdx.x == 0) {
+        result.raw_top = shared.parts[0].raw_top;
+        for (int i = 1; i < WARPS; i++) result.raw_top = fmaxf(result.raw_top, shared.parts[i].raw_top);
+        result.top = peak;
+        result.raw_sum = result.sum = 0.0f;
+        for (int i = 0; i < WARPS; i++) {
+            const WarpPart& one = shared.parts[i];
+            result.raw_sum +=
+                one.raw_sum * exp2_fast((base_of(one.raw_top) - base_of(result.raw_top)) * LOG2_E);
+            if (summed) result.sum += one.sum * exp2_fast((base_of(one.top) - base_of(peak)) * scale);
+        }
+        result.finite = all_finite;
+    }
+    __syncthreads();
+    if (threadIdx.x == 0) {
+        result.id = shared.id;
+        job.partials(row)[slice] = result;
+    }
+    return arrives_last(job, row);
+}
+
+template <typename T>
+__device__ __noinline__ bool scan_shaped_slice(const Common<T>& common, int row, int slice,
+                                               ScanShared& shared) {
+    return scan_slice<true>(common.job, row, common.wish, slice, shared);
+}
+
+// Grid: (slices, rows).
+template <typename T>
+__global__ void __launch_bounds__(THREADS, 4) scan(JOB_PARAMETERS) {
+    __shared__ Common<T> common;
+    __shared__ ScanShared shared;
+    wait_for_previous();
+    launch_next();
+    const Job<T> job = JOB;
+    const int row = blockIdx.y, slice = blockIdx.x;
+    const Wish wish = wishes[row];
+    bool last;
+    if (is_shaped(job, row, wish)) {
+        share(job, wish, common);
+        last = scan_shaped_slice(common, row, slice, shared);
+    } else {
+        last = scan_slice<false>(job, row, wish, slice, shared);
+    }
+    if (!last) return;
+    share(job, wish, common);
+    finish_scan(common.job, row, common.wish, shared);
+}

@@ -1,0 +1,78 @@
+// The pass of the sampler between the others, over rows with rare filters (see sampling_job.cuh): how
+// far a row's logits and its tokens' surprises spread.
+#include "sampling/sampling_job.cuh"
+
+// What a slice tells of its row: masses and moments are exact, and the rest is added up in one order.
+struct Share {
+    u64 mass, moment;
+    double distance, square;  // sums of logits' distances from the top, and of their squares
+    int count;
+};
+static_assert(MAX_SLICES * sizeof(Share) <= CAPACITY * sizeof(u64), "a row's shares have room");
+
+template <typename T>
+__device__ void spread_slice(int row, int slice, const Common<T>& common, Shared& shared) {
+    const Job<T>& job = common.job;
+    const Wish& wish = common.wish;
+    Bound& bound = *job.bound(row);
+    const float top = bound.top;
+    Share* const shares = reinterpret_cast<Share*>(job.candidates(row));  // which come later
+
+    float x[VALUES];
+    read_shaped(job, row, wish, slice, x, shared);
+    Share mine = {};
+#pragma unroll
+    for (int i = 0; i < VALUES; i++) {
+        if (!(x[i] > -INFINITE)) continue;
+        const unsigned score = score_of(x[i], top, wish.temperature);
+        mine.mass += mass_of(score);
+        mine.moment += moment_of(score);
+        const double distance = static_cast<double>(top) - static_cast<double>(x[i]);
+        mine.distance += distance;
+        mine.square += distance * distance;
+        mine.count++;
+    }
+    const auto add_up = [&] {
+        mine.mass = block_total(mine.mass, shared.sums);
+        mine.moment = block_total(mine.moment, shared.sums);
+        mine.distance = block_total(mine.distance, shared.doubles);
+        mine.square = block_total(mine.square, shared.doubles);
+        mine.count = block_total(mine.count, shared.ints);
+    };
+    add_up();
+    if (threadIdx.x == 0) shares[slice] = mine;
+    if (!arrives_last(job, row)) return;
+
+    mine = {};
+    for (int s = threadIdx.x; s < job.slices(); s += THREADS) {
+        mine.mass += __ldcg(&shares[s].mass);
+        mine.moment += __ldcg(&shares[s].moment);
+        mine.distance += __ldcg(&shares[s].distance);
+        mine.square += __ldcg(&shares[s].square);
+        mine.count += __ldcg(&shares[s].count);
+    }
+    add_up();
+    if (threadIdx.x != 0) return;
+    bound.mass = mine.mass;
+    bound.mean = mean_score(mine.mass, mine.moment);
+    if (wish.top_n_sigma > 0.0f) {
+        const double mean = mine.distance / mine.count;
+        const double variance = fmax(mine.square / mine.count - mean * mean, 0.0);
+        const float limit = static_cast<float>(wish.top_n_sigma * sqrt(variance));
+        bound.worst = score_of(0.0f, limit, wish.temperature);
+    }
+}
+
+// Grid: (slices, rows). After `scan`, with the same arguments.
+template <typename T>
+__global__ void __launch_bounds__(THREADS, 4) spread(JOB_PARAMETERS) {
+    __shared__ Common<T> common;
+    __shared__ Shared shared;
+    wait_for_previous();
+    launch_next();
+    const Job<T> job = JOB;
+    const Wish wish = wishes[blockIdx.y];
+    if (!has_rare_filters(wish) || !job.bound(blockIdx.y)->open) return;
+    share(job, wish, common);
+    spread_slice(blockIdx.y, blockIdx.x, common, shared);
+}

@@ -1,0 +1,51 @@
+"""The gate between the two projections of an MLP. Shapes: n rows of `width` values."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from inflight_kernels.runtime.compile import Instantiation
+from inflight_kernels.runtime.launch import STORAGE_TYPES, check, kernel, name_of, vectors_in
+
+_THREADS = 256
+
+
+def silu_mul(x: Tensor, *, out: Tensor, pdl: bool = False) -> None:
+    """SwiGLU's gate (arXiv:2002.05202): silu(gate) * up -> out.
+
+    Args:
+        x: [n, 2 * width] = gate | up.
+        out: [n, width].
+        pdl: see `Kernel`.
+
+    Raises:
+        ValueError: for operands of other shapes or types.
+    """
+    storage = name_of(STORAGE_TYPES, "x", x)
+    num_rows, width = out.shape
+    check("x", x, (num_rows, 2 * width), x.dtype)
+    check("out", out, (num_rows, width), x.dtype)
+    vectors = vectors_in("width", width, x.dtype)
+    total = num_rows * vectors
+    if total >= 2**31:
+        raise ValueError(f"out has {total} vectors of 16 bytes; at most 2**31 - 1 in a launch")
+    if not total:
+        return
+    kernel("activation", _name(storage))(
+        -(-total // _THREADS), _THREADS, x, out, total, vectors, pdl=pdl
+    )
+
+
+def _name(storage: str) -> str:
+    return f"silu_mul<{storage}>"
+
+
+def kernels_of(dtype: torch.dtype) -> list[tuple[str, str]]:
+    """Stem and name of the kernel for values of a type."""
+    return [("activation", _name(STORAGE_TYPES[dtype]))]
+
+
+def instantiations() -> list[Instantiation]:
+    """What this module may launch."""
+    return [("activation", tuple(_name(storage) for storage in STORAGE_TYPES.values()), ())]

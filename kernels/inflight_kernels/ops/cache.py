@@ -1,0 +1,120 @@
+"""Copies and clean-ups in the paged KV cache; `rope` does the writes of a step.
+
+Shapes: caches [..., num_blocks, block_size, G, D], where the leading dimensions are layers, keys
+and values; all of them are treated alike. Slot s is block s // block_size, offset s % block_size.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from inflight_kernels.runtime.compile import Instantiation
+from inflight_kernels.runtime.launch import (
+    ID_TYPES,
+    VECTOR_BYTES,
+    Int64,
+    check,
+    kernel,
+    name_of,
+    vectors_in,
+)
+
+MAX_PAIRS = 192
+"""Copies in one launch: 96 KiB wait between reads and writes, which all GPUs since Ampere have."""
+
+_MAX_THREADS = 128
+_MIN_THREADS = 32
+# More per block would leave room for too few blocks to keep the memory busy.
+_SHARED_AIM = 48 * 1024
+
+
+def copy_blocks(caches: Tensor, sources: Tensor, targets: Tensor, *, pdl: bool = False) -> None:
+    """Copy blocks `sources` to blocks `targets` in each layer, in place.
+
+    All sources are read before any target is written, so a block may be among both.
+
+    Args:
+        caches: [..., num_blocks, block_size, G, D], of any type.
+        sources, targets: [n] int32 or int64, n <= MAX_PAIRS; no block twice among the targets.
+        pdl: see `Kernel`.
+
+    Raises:
+        ValueError: for operands of other shapes or types, or too many pairs.
+    """
+    id_type = name_of(ID_TYPES, "sources", sources)
+    num_blocks, *block_shape = caches.shape[-4:]
+    num_layers = math.prod(caches.shape[:-4])
+    (num_pairs,) = sources.shape
+    check("caches", caches, tuple(caches.shape), caches.dtype)
+    check("sources", sources, (num_pairs,), sources.dtype, vectors=False)
+    check("targets", targets, (num_pairs,), sources.dtype, vectors=False)
+    if num_pairs > MAX_PAIRS:
+        raise ValueError(
+            f"{num_pairs} copies; at most {MAX_PAIRS} in a launch. Make several calls, and none "
+            "may overwrite what a later one reads"
+        )
+    vectors = vectors_in("a block", math.prod(block_shape), caches.dtype)
+    if not num_pairs or not vectors or not num_layers:
+        return
+    threads = _MAX_THREADS
+    while threads > _MIN_THREADS and threads * num_pairs * VECTOR_BYTES > _SHARED_AIM:
+        threads //= 2
+    kernel("cache", f"copy_blocks<{id_type}>")(
+        (-(-vectors // threads), num_layers),
+        threads,
+        caches,
+        sources,
+        targets,
+        num_pairs,
+        vectors,
+        Int64(num_blocks * vectors),
+        shared=threads * num_pairs * VECTOR_BYTES,
+        pdl=pdl,
+    )
+
+
+def clear_slots(caches: Tensor, slots: Tensor, *, pdl: bool = False) -> None:
+    """Zero `slots` in each layer, in place.
+
+    Args:
+        caches: [..., num_blocks, block_size, G, D], of any type.
+        slots: [n] int32 or int64; negative ones are passed over.
+        pdl: see `Kernel`.
+
+    Raises:
+        ValueError: for operands of other shapes or types.
+    """
+    id_type = name_of(ID_TYPES, "slots", slots)
+    num_blocks, block_size, num_kv_heads, head_dim = caches.shape[-4:]
+    num_layers = math.prod(caches.shape[:-4])
+    (num_slots,) = slots.shape
+    check("caches", caches, tuple(caches.shape), caches.dtype)
+    check("slots", slots, (num_slots,), slots.dtype, vectors=False)
+    vectors = vectors_in("a slot", num_kv_heads * head_dim, caches.dtype)
+    if not num_slots or not vectors or not num_layers:
+        return
+    kernel("cache", f"clear_slots<{id_type}>")(
+        (num_slots, -(-vectors // _MAX_THREADS), num_layers),
+        _MAX_THREADS,
+        caches,
+        slots,
+        vectors,
+        Int64(num_blocks * block_size * vectors),
+        pdl=pdl,
+    )
+
+
+def kernels_of(id_dtype: torch.dtype) -> list[tuple[str, str]]:
+    """Stem and name of the kernel that copies blocks of ids of a type."""
+    return [("cache", f"copy_blocks<{ID_TYPES[id_dtype]}>")]
+
+
+def instantiations() -> list[Instantiation]:
+    """What this module may launch."""
+    names = tuple(
+        f"{op}<{id_type}>" for op in ("copy_blocks", "clear_slots") for id_type in ID_TYPES.values()
+    )
+    return [("cache", names, ())]

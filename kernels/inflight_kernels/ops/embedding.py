@@ -1,0 +1,67 @@
+"""Rows of the embedding table. Shapes: T tokens, V rows of `hidden` values."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from inflight_kernels.runtime.compile import Instantiation
+from inflight_kernels.runtime.launch import ID_TYPES, Int64, check, kernel, name_of, vectors_in
+
+_THREADS = 256
+
+
+def embedding(
+    token_ids: Tensor, table: Tensor, *, out: Tensor, first: int = 0, pdl: bool = False
+) -> None:
+    """Rows of table for token_ids -> out.
+
+    Args:
+        token_ids: [T] int32 or int64. An id outside [first, first + V) gives a row of zeros, as
+            the sum over the ranks that share a vocabulary needs it.
+        table: [V, hidden], of any type.
+        out: [T, hidden], of the same type.
+        first: the id of the table's first row.
+        pdl: see `Kernel`.
+
+    Raises:
+        ValueError: for operands of other shapes or types.
+    """
+    id_type = name_of(ID_TYPES, "token_ids", token_ids)
+    num_rows, hidden = table.shape
+    (num_tokens,) = token_ids.shape
+    check("token_ids", token_ids, (num_tokens,), token_ids.dtype, vectors=False)
+    check("table", table, (num_rows, hidden), table.dtype)
+    check("out", out, (num_tokens, hidden), table.dtype)
+    vectors = vectors_in("hidden", hidden, table.dtype)
+    total = num_tokens * vectors
+    if total >= 2**31:
+        raise ValueError(f"out has {total} vectors of 16 bytes; at most 2**31 - 1 in a launch")
+    if not total:
+        return
+    kernel("embedding", _name(id_type))(
+        -(-total // _THREADS),
+        _THREADS,
+        token_ids,
+        table,
+        out,
+        total,
+        vectors,
+        Int64(first),
+        Int64(num_rows),
+        pdl=pdl,
+    )
+
+
+def _name(id_type: str) -> str:
+    return f"embedding<{id_type}>"
+
+
+def kernels_of(id_dtype: torch.dtype) -> list[tuple[str, str]]:
+    """Stem and name of the kernel for ids of a type."""
+    return [("embedding", _name(ID_TYPES[id_dtype]))]
+
+
+def instantiations() -> list[Instantiation]:
+    """What this module may launch."""
+    return [("embedding", tuple(_name(id_type) for id_type in ID_TYPES.values()), ())]

@@ -1,0 +1,130 @@
+"""RMSNorm with the residual sum before it. Shapes: n rows of `hidden` values."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from inflight_kernels.runtime.compile import Instantiation
+from inflight_kernels.runtime.launch import STORAGE_TYPES, check, kernel, name_of, vectors_in
+
+_MAX_THREADS = 512
+_VECTORS_PER_THREAD = (1, 2, 4, 8)
+
+MAX_HIDDEN_BYTES = 16 * _MAX_THREADS * _VECTORS_PER_THREAD[-1]
+"""A row stays in the registers of one block: 16384 values of float32, 32768 of 16 bits."""
+
+
+def rms_norm(
+    x: Tensor,
+    weight: Tensor,
+    eps: float,
+    residual: Tensor | None = None,
+    *,
+    out: Tensor,
+    total: Tensor | None = None,
+    pdl: bool = False,
+) -> None:
+    """Root-mean-square norm (arXiv:1910.07467) of x + residual -> out, and that sum -> total.
+
+    The sum is rounded to its storage type first, and that is what is normalised.
+
+    Args:
+        x: [n, hidden].
+        weight: [hidden].
+        eps: added to the mean of squares.
+        residual: [n, hidden], of the total's type; None for zero, and then there is no total, or
+            it is x in float32.
+        out: [n, hidden]; may be x or, of one type with it, residual.
+        total: [n, hidden], of x's type or float32; may be residual or, of one type with it, x, but
+            not out.
+        pdl: see `Kernel`; the kernel before must not write `weight`, which is read early.
+
+    Raises:
+        ValueError: for operands of other shapes or types, or a row of more than MAX_HIDDEN_BYTES.
+    """
+    storage = name_of(STORAGE_TYPES, "x", x)
+    num_rows, hidden = x.shape
+    check("x", x, (num_rows, hidden), x.dtype)
+    check("weight", weight, (hidden,), x.dtype)
+    check("out", out, (num_rows, hidden), x.dtype)
+    widens = total is not None and total.dtype != x.dtype
+    sum_type = torch.float32 if widens else x.dtype
+    if (residual is None) != (total is None) and not (widens and residual is None):
+        raise ValueError("residual and total come together: the sum needs both")
+    if residual is not None:
+        check("residual", residual, (num_rows, hidden), sum_type)
+    if total is not None:
+        check("total", total, (num_rows, hidden), sum_type)
+        if num_rows and _same_memory(total, out):
+            raise ValueError("total and out are the same memory; each needs its own")
+    vectors = vectors_in("hidden", hidden, x.dtype)
+    per_thread, threads = _block(vectors, hidden, sum_type)
+    if not num_rows:
+        return
+    kernel("norm", _name(storage, STORAGE_TYPES[sum_type], per_thread, residual is not None))(
+        num_rows,
+        threads,
+        x,
+        x if residual is None else residual,
+        weight,
+        out if total is None else total,
+        out,
+        hidden,
+        eps,
+        pdl=pdl,
+    )
+
+
+def _same_memory(a: Tensor, b: Tensor) -> bool:
+    return a.data_ptr() == b.data_ptr()
+
+
+def _name(storage: str, sum_type: str, per_thread: int, adds: bool) -> str:
+    return f"rms_norm<{storage}, {sum_type}, {per_thread}, {'true' if adds else 'false'}>"
+
+
+def _block(vectors: int, hidden: int, sum_type: torch.dtype) -> tuple[int, int]:
+    """(vectors per thread, threads) that cover a row with as many threads as are useful."""
+    if hidden * sum_type.itemsize <= MAX_HIDDEN_BYTES:
+        for per_thread in _VECTORS_PER_THREAD:
+            threads = -(-vectors // (32 * per_thread)) * 32
+            if threads <= _MAX_THREADS:
+                return per_thread, threads
+    raise ValueError(
+        f"a row of {hidden} values is {hidden * sum_type.itemsize} bytes; at most "
+        f"{MAX_HIDDEN_BYTES} fit a block"
+    )
+
+
+def kernels_of(
+    hidden: int, dtype: torch.dtype, sum_dtype: torch.dtype, adds: bool
+) -> list[tuple[str, str]]:
+    """Stem and name of the kernel for such rows.
+
+    Args:
+        hidden: values in a row.
+        dtype: of them.
+        sum_dtype: of the residual and the total; as dtype where there are none.
+        adds: whether there is a residual.
+
+    Raises:
+        ValueError: for rows that `rms_norm` does not take.
+    """
+    per_thread, _ = _block(vectors_in("hidden", hidden, dtype), hidden, sum_dtype)
+    return [("norm", _name(STORAGE_TYPES[dtype], STORAGE_TYPES[sum_dtype], per_thread, adds))]
+
+
+def instantiations() -> list[Instantiation]:
+    """What this module may launch."""
+    wide = STORAGE_TYPES[torch.float32]
+    kinds = [(storage, storage) for storage in STORAGE_TYPES.values()]
+    kinds += [(storage, wide) for storage in STORAGE_TYPES.values() if storage != wide]
+    names = tuple(
+        _name(storage, sum_type, per_thread, adds)
+        for storage, sum_type in kinds
+        # Of sums that are wider than x half as many fit.
+        for per_thread in _VECTORS_PER_THREAD[: None if sum_type == storage else -1]
+        for adds in (True, False)
+    )
+    return [("norm", names, ())]

@@ -1,0 +1,201 @@
+"""From the fused qkv projection to attention: q and k rotated, k and v put into the cache.
+
+Shapes: T tokens, H query heads, G KV heads, D head_dim.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from inflight_kernels.runtime.compile import Instantiation
+from inflight_kernels.runtime.launch import (
+    STORAGE_TYPES,
+    VECTOR_BYTES,
+    Int64,
+    check,
+    check_place,
+    kernel,
+    name_of,
+)
+
+HEAD_DIMS = (32, 48, 64, 80, 96, 112, 128, 160, 192, 256)
+"""Head dims that are compiled in tests; others of which a half is whole vectors work as well."""
+
+# A block of a small step has a thread for each vector pair, so that nothing is done in turn; in a
+# large one, where blocks are plenty, a thread does four heads with the cosines it has loaded.
+_MANY_TOKENS = 512
+_HEADS_PER_THREAD = 4
+_MAX_THREADS = 512
+
+
+def rope_write_kv(
+    qkv: Tensor,
+    positions: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    slot_mapping: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    *,
+    q_out: Tensor,
+    q_weight: Tensor | None = None,
+    k_weight: Tensor | None = None,
+    eps: float = 1e-6,
+    settled: bool = False,
+    pdl: bool = False,
+) -> None:
+    """Rotate q -> q_out and k -> its slots (arXiv:2104.09864, halves as pairs); v -> its slots.
+
+    This is `torch_ops.transformer.rms_norm` of each head of q and k if there are weights, then
+    `torch_ops.transformer.rotary` of both, then `torch_ops.transformer.write_kv`.
+
+    Args:
+        qkv: [T, (H + 2 * G) * D], each row q, then k, then v; rows may lie further apart.
+        positions: [T] int64, rows of cos and sin.
+        cos, sin: [num_positions, D] float32, from `torch_ops.transformer.rotary_tables`.
+        slot_mapping: [T] int64; a token with a negative slot is not written to the cache.
+        k_cache, v_cache: [num_blocks, block_size, G, D]; of the same strides, any but that of D.
+        q_out: [T, H, D]; tokens may lie further apart; may be the q of qkv itself.
+        q_weight, k_weight: [D] of the norm of each head before it turns; None for no norm.
+        eps: of that norm.
+        settled: positions and slot_mapping were written before an `attend` that was launched since;
+            see there. They are then read before the kernel in front has ended.
+        pdl: see `Kernel`.
+
+    Raises:
+        ValueError: for operands of other shapes, types or layouts.
+    """
+    storage = name_of(STORAGE_TYPES, "qkv", qkv)
+    num_tokens, num_heads, head_dim = q_out.shape
+    num_blocks, block_size, num_kv_heads, _ = k_cache.shape
+    all_heads = num_heads + 2 * num_kv_heads
+    check_rows("qkv", qkv, (num_tokens, all_heads * head_dim), qkv.dtype)
+    check_rows("q_out", q_out, (num_tokens, num_heads, head_dim), qkv.dtype)
+    if q_out.stride(1) != head_dim:
+        raise ValueError(f"heads of q_out are {q_out.stride(1)} apart, not {head_dim}")
+    cache_shape = (num_blocks, block_size, num_kv_heads, head_dim)
+    check_rows("k_cache", k_cache, cache_shape, qkv.dtype)
+    check_rows("v_cache", v_cache, cache_shape, qkv.dtype)
+    if k_cache.stride() != v_cache.stride():
+        raise ValueError(f"k_cache has strides {k_cache.stride()}, v_cache {v_cache.stride()}")
+    if num_blocks * block_size >= 2**31:
+        raise ValueError(f"a cache of {num_blocks} * {block_size} slots: at most 2**31 - 1")
+    check_rotation(num_tokens, head_dim, qkv, positions, cos, sin, slot_mapping, q_weight, k_weight)
+    group = _group(head_dim, qkv.dtype)
+    if not num_tokens:
+        return
+    kernel("rope", _name(storage, head_dim, q_weight is not None))(
+        num_tokens,
+        _threads(num_tokens, all_heads, group),
+        qkv,
+        Int64(qkv.stride(0)),
+        q_out,
+        Int64(q_out.stride(0)),
+        k_cache,
+        v_cache,
+        Int64(k_cache.stride(0)),
+        Int64(k_cache.stride(1)),
+        Int64(k_cache.stride(2)),
+        block_size,
+        slot_mapping,
+        positions,
+        cos,
+        sin,
+        qkv if q_weight is None else q_weight,
+        qkv if k_weight is None else k_weight,
+        eps,
+        num_heads,
+        num_kv_heads,
+        settled,
+        pdl=pdl,
+    )
+
+
+def _group(head_dim: int, dtype: torch.dtype) -> int:
+    """Lanes that share a head: a power of two, each with a vector of both halves."""
+    values = VECTOR_BYTES // dtype.itemsize
+    lanes, rest = divmod(head_dim, 2 * values)
+    if rest or not 1 <= lanes <= 32:
+        raise ValueError(
+            f"a head dim of {head_dim} in {dtype}: multiples of {2 * values} up to "
+            f"{64 * values} are possible"
+        )
+    return 1 << (lanes - 1).bit_length()
+
+
+def _threads(num_tokens: int, all_heads: int, group: int) -> int:
+    turns = 1 if num_tokens < _MANY_TOKENS else _HEADS_PER_THREAD
+    warps = -(-all_heads * group // (32 * turns))
+    return min(32 * warps, _MAX_THREADS)
+
+
+def check_rotation(
+    num_tokens: int,
+    head_dim: int,
+    qkv: Tensor,
+    positions: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    slot_mapping: Tensor,
+    q_weight: Tensor | None,
+    k_weight: Tensor | None,
+) -> None:
+    """Refuse operands of `rope_write_kv` that say how and where to, if they are not as it says.
+
+    Raises:
+        ValueError: with the name of the operand.
+    """
+    check("positions", positions, (num_tokens,), torch.int64, vectors=False)
+    check("slot_mapping", slot_mapping, (num_tokens,), torch.int64, vectors=False)
+    check("cos", cos, (cos.shape[0], head_dim), torch.float32)
+    check("sin", sin, tuple(cos.shape), torch.float32)
+    if (q_weight is None) != (k_weight is None):
+        raise ValueError("q_weight and k_weight come together")
+    if q_weight is not None and k_weight is not None:
+        check("q_weight", q_weight, (head_dim,), qkv.dtype)
+        check("k_weight", k_weight, (head_dim,), qkv.dtype)
+
+
+def check_rows(name: str, tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    """As `check`, but only the last dimension is contiguous; the others keep to whole vectors."""
+    if tensor.shape != shape or tensor.dtype != dtype or tensor.stride(-1) != 1:
+        raise ValueError(
+            f"{name} is {tensor.dtype} {list(tensor.shape)}, strides {tensor.stride()}; "
+            f"it should be {dtype} {list(shape)}, contiguous in the last dimension"
+        )
+    if any(stride * dtype.itemsize % VECTOR_BYTES for stride in tensor.stride()[:-1]):
+        raise ValueError(
+            f"{name} has strides {tensor.stride()} of {dtype}; all but the last should be whole "
+            f"vectors of {VECTOR_BYTES} bytes"
+        )
+    check_place(name, tensor)
+
+
+def _name(storage: str, head_dim: int, norms: bool) -> str:
+    return f"rope_write_kv<{storage}, {head_dim}, {'true' if norms else 'false'}>"
+
+
+def kernels_of(head_dim: int, dtype: torch.dtype, norms: bool) -> list[tuple[str, str]]:
+    """Stem and name of the kernel for such heads.
+
+    Args:
+        head_dim: D.
+        dtype: of qkv and the caches.
+        norms: whether q and k have a norm.
+    """
+    return [("rope", _name(STORAGE_TYPES[dtype], head_dim, norms))]
+
+
+def instantiations() -> list[Instantiation]:
+    """What this module may launch, for HEAD_DIMS."""
+    found: list[Instantiation] = []
+    for dtype, storage in STORAGE_TYPES.items():
+        names = tuple(
+            _name(storage, head_dim, norms)
+            for head_dim in HEAD_DIMS
+            if head_dim % (2 * VECTOR_BYTES // dtype.itemsize) == 0
+            for norms in (True, False)
+        )
+        found.append(("rope", names, ()))
+    return found

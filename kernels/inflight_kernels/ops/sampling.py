@@ -1,0 +1,396 @@
+"""The choice of tokens. Shapes: n rows of logits, V vocabulary, `slots` sequences with state.
+
+The steps and their order are those of `reference_sampling`: penalties, biases and the mask,
+temperature, top_n_sigma, top_k, typical_p, top_p, min_p, XTC, and one draw by the inverse of the
+CDF with the number that `torch_ops.sampling.uniform` gives. The CDF runs where the reference's
+does: over the likeliest tokens first where top_k or a rare filter (top_n_sigma, typical_p, XTC)
+cuts or top_p keeps at most 256, over the vocabulary in order elsewhere. Equal logits stand in order
+of their ids. Beyond the logits everything is computed in integers, or in one fixed order, so a
+row's token depends on nothing but the row; it is the reference's up to the rounding of exp.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from inflight_kernels.runtime.compile import Instantiation
+from inflight_kernels.runtime.launch import (
+    STORAGE_TYPES,
+    Int64,
+    check,
+    check_place,
+    kernel,
+    name_of,
+)
+from inflight_kernels.torch_ops.sampling import FINE as FINE
+from inflight_kernels.torch_ops.sampling import NOT_FINITE as NOT_FINITE
+from inflight_kernels.torch_ops.sampling import NOTHING_LEFT as NOTHING_LEFT
+
+WISH = np.dtype(
+    [
+        ("seed", "<u8"),
+        ("temperature", "<f4"),
+        ("top_k", "<i4"),
+        ("top_p", "<f4"),
+        ("min_p", "<f4"),
+        ("repetition", "<f4"),
+        ("presence", "<f4"),
+        ("frequency", "<f4"),
+        ("slot", "<i4"),
+        ("typical_p", "<f4"),
+        ("top_n_sigma", "<f4"),
+        ("xtc_threshold", "<f4"),
+        ("xtc_probability", "<f4"),
+    ]
+)
+"""How to choose in a row; ranges as in `torch_ops.sampling.Filters` and `apply_penalties`.
+
+temperature 0 is greedy. slot: the row of counts and prompt bits; negative for none, and then there
+are no penalties.
+"""
+
+MAX_VOCAB_SIZE = 2**21
+
+MAX_TOP = 20
+"""Of the likeliest tokens that `top_logprobs` can name."""
+
+# As sampling_job.cuh has them.
+_THREADS = 256
+_SLICE = 8192
+_CAPACITY = 2048
+_BOUND_BYTES = 48
+_PARTIAL_BYTES = 32
+
+
+def greedy_wishes(n: int) -> np.ndarray[tuple[int], np.dtype[np.void]]:
+    """n greedy wishes without filters, penalties and slot: [n] of WISH, to be filled in."""
+    rows = np.zeros(n, WISH)
+    rows["top_p"] = rows["typical_p"] = rows["repetition"] = 1.0
+    rows["slot"] = -1
+    return rows
+
+
+def num_slices(vocab_size: int) -> int:
+    """Blocks that share a row."""
+    return -(-vocab_size // _SLICE)
+
+
+def scratch_bytes(vocab_size: int) -> int:
+    """Of the workspace, per row."""
+    slices = num_slices(vocab_size)
+    return _BOUND_BYTES + _CAPACITY * 8 + slices * (_PARTIAL_BYTES + _THREADS * 4)
+
+
+def prompt_words(vocab_size: int) -> int:
+    """int32 words of a bit per token: token t is bit t % 32 of word t // 32."""
+    return -(-vocab_size // 32)
+
+
+class Workspace:
+    """What a row's blocks tell each other; for launches in one stream, one after the other.
+
+    Attributes:
+        max_rows, vocab_size: of the logits.
+        scratch: uint8 [max_rows, bytes].
+        arrivals: int32 [max_rows], all 0 between launches.
+        found: int32 [max_rows].
+    """
+
+    def __init__(self, max_rows: int, vocab_size: int, device: torch.device | str) -> None:
+        self.max_rows = max_rows
+        self.vocab_size = vocab_size
+        shape = (max_rows, scratch_bytes(vocab_size))
+        self.scratch = torch.empty(shape, dtype=torch.uint8, device=device)
+        self.arrivals = torch.zeros(max_rows, dtype=torch.int32, device=device)
+        self.found = torch.zeros(max_rows, dtype=torch.int32, device=device)
+
+
+def sample(
+    logits: Tensor,
+    wishes: Tensor,
+    positions: Tensor,
+    workspace: Workspace,
+    *,
+    token_ids: Tensor,
+    logprobs: Tensor,
+    statuses: Tensor,
+    counts: Tensor | None = None,
+    prompt: Tensor | None = None,
+    tokens: Tensor | None = None,
+    tail_starts: Tensor | None = None,
+    tail_lengths: Tensor | None = None,
+    bias_starts: Tensor | None = None,
+    bias_ids: Tensor | None = None,
+    biases: Tensor | None = None,
+    masks: Tensor | None = None,
+    mask_rows: Tensor | None = None,
+    filters: bool = True,
+    rare: bool = True,
+    pdl: bool = False,
+) -> None:
+    """Choose a token for each row of logits, which stay as they are.
+
+    A row whose status is not FINE gets token 0 and log probability 0.
+
+    Args:
+        logits: [n, V] float32, bfloat16 or float16; rows may be apart.
+        wishes: [n, WISH.itemsize] uint8.
+        positions: [n] int64, of the tokens to be chosen.
+        workspace: for at least n rows of V.
+        token_ids: [n] int64, written.
+        logprobs: [n] float32, written: log softmax of the logits as they came, at the token.
+        statuses: [n] int32, written.
+        counts: [slots, V] int16, how often a token is in the output; None for no penalties.
+        prompt: [slots, prompt_words(V)] int32, bits of the tokens in the prompt; with counts.
+        tokens: [T] int64; with counts, and with the next two.
+        tail_starts, tail_lengths: [n] int32; row i has drafted tokens, which count as output too:
+            tokens[tail_starts[i]:][:tail_lengths[i]].
+        bias_starts: [n + 1] int32; row i has biases bias_starts[i]:bias_starts[i + 1], and of these
+            the ids ascend, each once.
+        bias_ids: [m] int32, token ids; those out of the vocabulary are passed over.
+        biases: [m] float32, added to the logits after the penalties; -inf bans.
+        masks: [k, prompt_words(V)] int32, bits of the tokens that may be chosen.
+        mask_rows: [n] int32, which of these masks holds for a row; negative for none.
+        filters: False if no drawn row has a filter: saves a launch.
+        rare: False if no drawn row has typical_p, top_n_sigma or XTC: saves another one.
+        pdl: see `Kernel`.
+
+    Raises:
+        ValueError: for operands of other shapes or types.
+    """
+    storage, n, vocab_size = _check_logits(logits, workspace)
+    check("wishes", wishes, (n, WISH.itemsize), torch.uint8)
+    check("positions", positions, (n,), torch.int64, vectors=False)
+    check("token_ids", token_ids, (n,), torch.int64, vectors=False)
+    check("logprobs", logprobs, (n,), torch.float32, vectors=False)
+    check("statuses", statuses, (n,), torch.int32, vectors=False)
+    words = prompt_words(vocab_size)
+    if _come_together(counts=counts, prompt=prompt):
+        assert counts is not None and prompt is not None
+        check("counts", counts, (counts.shape[0], vocab_size), torch.int16)
+        check("prompt", prompt, (counts.shape[0], words), torch.int32)
+    if _come_together(tokens=tokens, tail_starts=tail_starts, tail_lengths=tail_lengths):
+        assert tokens is not None and tail_starts is not None and tail_lengths is not None
+        check("tokens", tokens, (tokens.numel(),), torch.int64, vectors=False)
+        check("tail_starts", tail_starts, (n,), torch.int32, vectors=False)
+        check("tail_lengths", tail_lengths, (n,), torch.int32, vectors=False)
+    if _come_together(bias_starts=bias_starts, bias_ids=bias_ids, biases=biases):
+        assert bias_starts is not None and bias_ids is not None and biases is not None
+        check("bias_starts", bias_starts, (n + 1,), torch.int32, vectors=False)
+        check("bias_ids", bias_ids, (bias_ids.numel(),), torch.int32, vectors=False)
+        check("biases", biases, (bias_ids.numel(),), torch.float32, vectors=False)
+    if _come_together(masks=masks, mask_rows=mask_rows):
+        assert masks is not None and mask_rows is not None
+        check("masks", masks, (masks.shape[0], words), torch.int32, vectors=False)
+        check("mask_rows", mask_rows, (n,), torch.int32, vectors=False)
+    if not n:
+        return
+    grid = (num_slices(vocab_size), n)
+    optional = (
+        counts,
+        prompt,
+        tokens,
+        tail_starts,
+        tail_lengths,
+        bias_starts,
+        bias_ids,
+        biases,
+        masks,
+        mask_rows,
+    )
+    arguments = (
+        logits,
+        Int64(logits.stride(0)),
+        vocab_size,
+        wishes,
+        positions,
+        *(0 if operand is None else operand for operand in optional),
+        workspace.scratch,
+        workspace.arrivals,
+        workspace.found,
+        token_ids,
+        logprobs,
+        statuses,
+    )
+    kernel("sampling_scan", f"scan<{storage}>")(grid, _THREADS, *arguments, pdl=pdl)
+    if filters and rare:
+        kernel("sampling_spread", f"spread<{storage}>")(grid, _THREADS, *arguments, pdl=pdl)
+    if filters:
+        kernel("sampling_gather", f"gather<{storage}>")(grid, _THREADS, *arguments, pdl=pdl)
+
+
+def top_logprobs(
+    logits: Tensor,
+    wanted: Tensor,
+    workspace: Workspace,
+    *,
+    token_ids: Tensor,
+    statuses: Tensor,
+    ids: Tensor,
+    logprobs: Tensor,
+    own_logprobs: Tensor,
+    ranks: Tensor,
+    given: Tensor | None = None,
+    pdl: bool = False,
+) -> None:
+    """Name the likeliest tokens of rows; to be called after `sample`, with what it had and wrote.
+
+    And tell of each row's own token: the chosen one or, where the text goes on already, a given
+    one. What `sample` chose there does not matter, but it must have found some token to choose.
+
+    Rows that want nothing cost nothing, and nothing is written for them. Of equal logits the
+    smaller id comes first.
+
+    Args:
+        logits: [n, V], of `sample`.
+        wanted: [n] int32, how many tokens of a row, MAX_TOP at most; negative: the row wants no
+            answer at all.
+        workspace: of `sample`, as that left it.
+        token_ids, statuses: [n] int64 and int32, from `sample`.
+        ids: [n, MAX_TOP] int32, written: the likeliest tokens in order, and -1 past those.
+        logprobs: [n, MAX_TOP] float32, written: log softmax of the logits as they came, and -inf.
+        own_logprobs: [n] float32, written: the same at the row's own token; 0 where the status is
+            not FINE.
+        ranks: [n] int32, written: the place of that token in that order, from 1; 0 where the status
+            is not FINE.
+        given: [n] int32, tokens to look at in place of the chosen ones, below V; negative for none.
+            None where no row has one.
+        pdl: see `Kernel`.
+
+    Raises:
+        ValueError: for operands of other shapes or types.
+    """
+    storage, n, vocab_size = _check_logits(logits, workspace)
+    check("wanted", wanted, (n,), torch.int32, vectors=False)
+    check("token_ids", token_ids, (n,), torch.int64, vectors=False)
+    check("statuses", statuses, (n,), torch.int32, vectors=False)
+    check("ids", ids, (n, MAX_TOP), torch.int32, vectors=False)
+    check("logprobs", logprobs, (n, MAX_TOP), torch.float32, vectors=False)
+    check("own_logprobs", own_logprobs, (n,), torch.float32, vectors=False)
+    check("ranks", ranks, (n,), torch.int32, vectors=False)
+    if given is not None:
+        check("given", given, (n,), torch.int32, vectors=False)
+    if not n:
+        return
+    kernel("top_logprobs", f"top_logprobs<{storage}>")(
+        (num_slices(vocab_size), n),
+        _THREADS,
+        logits,
+        Int64(logits.stride(0)),
+        vocab_size,
+        token_ids,
+        statuses,
+        0 if given is None else given,
+        wanted,
+        workspace.scratch,
+        workspace.arrivals,
+        ids,
+        logprobs,
+        own_logprobs,
+        ranks,
+        pdl=pdl,
+    )
+
+
+def _check_logits(logits: Tensor, workspace: Workspace) -> tuple[str, int, int]:
+    """The C++ name of their type, their rows and their vocabulary."""
+    storage = name_of(STORAGE_TYPES, "logits", logits)
+    if logits.dim() != 2 or (logits.numel() and logits.stride(1) != 1):
+        raise ValueError(f"logits are {list(logits.shape)}; they must be [n, V], a row contiguous")
+    check_place("logits", logits, vectors=False)
+    n, vocab_size = logits.shape
+    if not 1 <= vocab_size <= MAX_VOCAB_SIZE:
+        raise ValueError(f"the vocabulary has {vocab_size} tokens; allowed: 1 to {MAX_VOCAB_SIZE}")
+    if n > workspace.max_rows or vocab_size != workspace.vocab_size:
+        raise ValueError(
+            f"logits are {list(logits.shape)}; the workspace is for up to {workspace.max_rows} "
+            f"rows of {workspace.vocab_size}"
+        )
+    return storage, n, vocab_size
+
+
+def _come_together(**operands: Tensor | None) -> bool:
+    """Whether operands are there: all of them or none."""
+    missing = [name for name, operand in operands.items() if operand is None]
+    if 0 < len(missing) < len(operands):
+        raise ValueError(f"{', '.join(operands)} come together; {', '.join(missing)} is missing")
+    return not missing
+
+
+def note_output(slots: Tensor, token_ids: Tensor, counts: Tensor, *, pdl: bool = False) -> None:
+    """Count tokens in their slots' output; a count stays at 32767.
+
+    Args:
+        slots: [n] int32; negative ones are passed over.
+        token_ids: [n] int64; those out of the vocabulary are passed over.
+        counts: [slots, V] int16.
+        pdl: see `Kernel`.
+
+    Raises:
+        ValueError: for operands of other shapes or types.
+    """
+    check("counts", counts, tuple(counts.shape), torch.int16)
+    _note("note_output", slots, token_ids, counts, counts.shape[1], pdl)
+
+
+def note_prompt(
+    slots: Tensor, token_ids: Tensor, prompt: Tensor, vocab_size: int, *, pdl: bool = False
+) -> None:
+    """Mark tokens as standing in their slots' prompt.
+
+    Args:
+        slots: [n] int32; negative ones are passed over.
+        token_ids: [n] int64; those out of the vocabulary are passed over.
+        prompt: [slots, prompt_words(vocab_size)] int32.
+        vocab_size: V.
+        pdl: see `Kernel`.
+
+    Raises:
+        ValueError: for operands of other shapes or types.
+    """
+    check("prompt", prompt, (prompt.shape[0], prompt_words(vocab_size)), torch.int32)
+    _note("note_prompt", slots, token_ids, prompt, vocab_size, pdl)
+
+
+def _note(
+    name: str, slots: Tensor, token_ids: Tensor, state: Tensor, vocab_size: int, pdl: bool
+) -> None:
+    (n,) = slots.shape
+    check("slots", slots, (n,), torch.int32, vectors=False)
+    check("token_ids", token_ids, (n,), torch.int64, vectors=False)
+    if n:
+        grid = -(-n // _THREADS)
+        kernel("sampling_counts", name)(
+            grid, _THREADS, slots, token_ids, state, n, vocab_size, pdl=pdl
+        )
+
+
+# Those that take longest to compile first.
+_PASSES = (
+    ("sampling_gather", "gather"),
+    ("sampling_scan", "scan"),
+    ("sampling_spread", "spread"),
+    ("top_logprobs", "top_logprobs"),
+)
+_NOTES = ("note_output", "note_prompt")
+
+
+def instantiations() -> list[Instantiation]:
+    """What this module may launch."""
+    return [
+        *(
+            (stem, tuple(f"{name}<{storage}>" for storage in STORAGE_TYPES.values()), ())
+            for stem, name in _PASSES
+        ),
+        ("sampling_counts", _NOTES, ()),
+    ]
+
+
+def kernels_of(dtype: torch.dtype) -> list[tuple[str, str]]:
+    """Stem and name of the kernels that choose from logits of a type, and count what they chose."""
+    return [
+        *((stem, f"{name}<{STORAGE_TYPES[dtype]}>") for stem, name in _PASSES),
+        *(("sampling_counts", name) for name in _NOTES),
+    ]

@@ -1,0 +1,228 @@
+"""CUDA C++ in csrc/ -> cubins, with NVRTC: no toolkit, no GPU and no driver needed.
+
+A cubin depends on the source, the headers that it includes, the options and the compiler: all of
+these name its file in the cache. An entry is never stale, and several processes may write it at
+once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import json
+import os
+import re
+import tempfile
+from collections.abc import Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+from cuda.bindings import nvrtc
+from cuda.core import Program, ProgramOptions
+from cuda.pathfinder import find_nvidia_header_directory
+
+ARCHITECTURES = ("sm_80", "sm_90a")
+"""What kernels are compiled for: anything from Ampere on, and Hopper with its own instructions."""
+
+Instantiation = tuple[str, tuple[str, ...], tuple[tuple[str, str], ...]]
+"""Kernels that a module of ops may launch: stem, names and defines of `cubin`."""
+
+_CSRC = Path(__file__).parents[1] / "csrc"
+
+# What `ahead` has begun and nobody has asked for yet.
+_coming: dict[tuple[str, tuple[str, ...], tuple[tuple[str, str], ...], str], Future[Cubin]] = {}
+
+# Raised when the layout of a cache file or the way of compiling changes.
+_FORMAT = 1
+
+
+class CompileError(RuntimeError):
+    """A source or a name expression that NVRTC refuses; the text is its log."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cubin:
+    """Machine code for one architecture.
+
+    Attributes:
+        code: an ELF image.
+        symbols: the symbol of each name expression, e.g. `silu_mul<float>` -> `_Z8silu_mul...`.
+    """
+
+    code: bytes
+    symbols: dict[str, str]
+
+
+def architectures(stem: str) -> tuple[str, ...]:
+    """What <stem>.cu is compiled for: sources named *_hopper.cu for Hopper alone."""
+    return ("sm_90a",) if stem.endswith("_hopper") else ARCHITECTURES
+
+
+def source_of(stem: str) -> Path:
+    """The file <stem>.cu, in whichever folder of csrc/ it is.
+
+    Raises:
+        CompileError: there is no such file.
+    """
+    found = next(_CSRC.rglob(f"{stem}.cu"), None)
+    if found is None:
+        raise CompileError(f"csrc/ has no {stem}.cu")
+    return found
+
+
+def cubin(
+    stem: str,
+    names: Sequence[str],
+    defines: Sequence[tuple[str, str]] = (),
+    *,
+    arch: str,
+) -> Cubin:
+    """Compile <stem>.cu, or take it from the cache.
+
+    Args:
+        stem: of the source file.
+        names: name expressions to instantiate, such as `silu_mul<__nv_bfloat16>`.
+        defines: macros, as (name, value).
+        arch: a real architecture such as `sm_90a`.
+
+    Raises:
+        CompileError: with the compiler's log.
+    """
+    names, defines = tuple(names), tuple(defines)
+    coming = _coming.pop((stem, names, defines, arch), None)
+    if coming is None or coming.cancel():  # not begun: no need to wait for those before it
+        return _find(stem, names, defines, arch)
+    return coming.result()
+
+
+def _find(
+    stem: str, names: tuple[str, ...], defines: tuple[tuple[str, str], ...], arch: str
+) -> Cubin:
+    source = source_of(stem).read_text()
+    path = _cache_folder() / f"{stem}-{arch}-{_key(source, names, defines, arch)}.cubin"
+    found = _read(path)
+    if found is None:
+        found = _compile(stem, source, names, defines, arch)
+        # A home that cannot be written costs a compilation per start, not the start.
+        with contextlib.suppress(OSError):
+            _write(path, found)
+    return found
+
+
+def ahead(kernels: Iterable[tuple[str, str]], *, arch: str) -> None:
+    """Begin to compile kernels that will be asked for one by one, on as many threads as there are
+    cores; NVRTC works without the interpreter's lock.
+
+    Args:
+        kernels: (stem, name) each, in the order in which they are begun: the longest first.
+        arch: as of `cubin`.
+    """
+    wanted = [(stem, (name,), (), arch) for stem, name in dict.fromkeys(kernels)]
+    pool = ThreadPoolExecutor(len(os.sched_getaffinity(0)), "compile")
+    for key in wanted:
+        if key not in _coming:
+            stem, names, defines, _ = key
+            _coming[key] = pool.submit(_find, stem, names, defines, arch)
+    pool.shutdown(wait=False)
+
+
+def _compile(
+    stem: str,
+    source: str,
+    names: tuple[str, ...],
+    defines: tuple[tuple[str, str], ...],
+    arch: str,
+) -> Cubin:
+    options = ProgramOptions(
+        name=f"{stem}.cu",
+        arch=arch,
+        std="c++17",
+        include_path=[str(_CSRC), *_toolkit_headers()],
+        define_macro=list(defines) or None,
+    )
+    try:
+        code = Program(source, "c++", options).compile("cubin", name_expressions=names)
+    except Exception as error:  # cuda.core's own exceptions have no common, public base
+        macros = "".join(f", {name}={value}" for name, value in defines)
+        raise CompileError(f"{stem}.cu for {arch}{macros}:\n{error}") from error
+    symbols = {name: symbol.decode() for name, symbol in code.symbol_mapping.items()}
+    return Cubin(bytes(code.code), symbols)
+
+
+def _key(
+    source: str, names: tuple[str, ...], defines: tuple[tuple[str, str], ...], arch: str
+) -> str:
+    headers: dict[str, str] = {}
+    _collect_headers(source, headers)
+    parts = (_FORMAT, source, sorted(headers.items()), names, defines, arch, _toolkit())
+    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:32]
+
+
+_INCLUDE = re.compile(r'^\s*#\s*include\s*"([^"]+)"', re.MULTILINE)
+
+
+def _collect_headers(source: str, found: dict[str, str]) -> None:
+    """Put the texts of the headers in csrc/ that a source includes, directly or not, into found."""
+    for name in _INCLUDE.findall(source):
+        path = _CSRC / name
+        if name not in found and path.is_file():
+            found[name] = path.read_text()
+            _collect_headers(found[name], found)
+
+
+@functools.cache
+def _toolkit() -> tuple[int, ...]:
+    """Versions of the compiler, as NVRTC tells them."""
+    _, major, minor = nvrtc.nvrtcVersion()
+    return int(major), int(minor)
+
+
+@functools.cache
+def _toolkit_headers() -> tuple[str, ...]:
+    """Folders of cuda_bf16.h and of libcu++: from wheels, conda or an installed toolkit."""
+    found = []
+    for library, wheel in (("cudart", "nvidia-cuda-runtime"), ("cccl", "nvidia-cuda-cccl")):
+        folder = find_nvidia_header_directory(library)
+        if folder is None:
+            raise CompileError(
+                f"no CUDA headers ({library}) found; install {wheel} (in the repository: "
+                "pip install -e '.[cuda]') or set CUDA_HOME to a toolkit"
+            )
+        found.append(folder)
+    return tuple(found)
+
+
+# ---------------------------------------------------------------- the cache on disk
+
+
+def _cache_folder() -> Path:
+    home = os.environ.get("XDG_CACHE_HOME", "")
+    base = Path(home) if os.path.isabs(home) else Path.home() / ".cache"
+    return base / "inflight" / "kernels"
+
+
+def _read(path: Path) -> Cubin | None:
+    """A header line in JSON, then the code. None for no file, or one that is not whole."""
+    try:
+        header, _, code = path.read_bytes().partition(b"\n")
+        fields = json.loads(header)
+    except (OSError, ValueError):
+        return None
+    if not isinstance(fields, dict) or fields.get("sha256") != hashlib.sha256(code).hexdigest():
+        return None
+    return Cubin(code, fields["symbols"])
+
+
+def _write(path: Path, entry: Cubin) -> None:
+    header = {"sha256": hashlib.sha256(entry.code).hexdigest(), "symbols": entry.symbols}
+    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    with tempfile.NamedTemporaryFile(dir=path.parent, prefix=".", delete=False) as file:
+        try:
+            file.write(json.dumps(header).encode() + b"\n" + entry.code)
+            file.close()
+            os.replace(file.name, path)
+        except BaseException:  # goes on up, and leaves no half-written file behind
+            os.unlink(file.name)
+            raise

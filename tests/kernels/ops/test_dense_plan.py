@@ -1,0 +1,185 @@
+"""How linear layers of many tokens are cut, and when they are preferred: without a GPU."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from inflight_kernels.ops import dense, product
+from inflight_kernels.ops.dense import Plan, plan, prefers, utilization
+
+# name: (n, gated)
+LAYERS = {
+    "8B qkv": (6144, False),
+    "8B o": (4096, False),
+    "8B gate_up": (28672, True),
+    "8B head": (128256, False),
+    "70B on 4, gate_up": (14336, True),
+    "135M gate_up": (3072, True),
+    "odd": (1000, False),
+    "odd, gated": (1008, True),
+    "one": (8, False),
+    "one, gated": (16, True),
+}
+TOKENS = [1, 65, 128, 129, 192, 256, 257, 1000, 8192, 16384]
+HOPPER = 132
+
+CSRC = Path(dense.__file__).parents[1] / "csrc/linear"
+SOURCE = (CSRC / "dense_hopper.cu").read_text()
+HEADER = (CSRC / "hopper_linear.cuh").read_text()
+CONSTANTS = {name: int(value) for name, value in re.findall(r"int (\w+) = (\d+);", SOURCE)}
+
+
+def boxes(cut: Plan, m: int, width: int, gated: bool) -> list[tuple[int, int]]:
+    """First token and first column of the tile of each block, as the kernel finds them."""
+    columns = cut.shape.rows // 2 if gated else cut.shape.rows
+    share = cut.shape.share_weight
+    token_tiles = -(-m // (dense._TOKENS * (2 if share else 1)))
+    row_tiles = -(-width // (columns * (1 if share else 2)))
+    at_once = CONSTANTS["TILES_AT_ONCE"]
+    found = []
+    for cluster in range(cut.clusters):
+        for tile in range(cluster, token_tiles * row_tiles, cut.clusters):
+            first = tile // (at_once * row_tiles) * at_once
+            size = min(at_once, token_tiles - first)
+            rest = tile % (at_once * row_tiles)
+            tokens, rows = first + rest % size, rest // size
+            for rank in range(2):
+                found.append(
+                    ((2 * tokens + rank) * dense._TOKENS, rows * columns)
+                    if share
+                    else (tokens * dense._TOKENS, (2 * rows + rank) * columns)
+                )
+    return found
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+@pytest.mark.parametrize("m", TOKENS)
+@pytest.mark.parametrize("num_multiprocessors", [2, 78, HOPPER])
+def test_every_place_of_the_output_is_in_one_tile(
+    layer: str, m: int, num_multiprocessors: int
+) -> None:
+    n, gated = LAYERS[layer]
+    width = n // 2 if gated else n
+    cut = plan(m, n, gated, num_multiprocessors)
+    columns = cut.shape.rows // 2 if gated else cut.shape.rows
+    assert 2 * cut.clusters <= num_multiprocessors
+    found = boxes(cut, m, width, gated)
+    assert len(found) == len(set(found)) == 2 * cut.tiles
+    wanted = {
+        (token, column)
+        for token in range(0, m, dense._TOKENS)
+        for column in range(0, width, columns)
+    }
+    assert wanted <= set(found)
+
+
+@pytest.mark.parametrize("m", [128, 256, 384, 512, 640, 1024, 8192])
+def test_multiprocessors_are_seldom_idle_in_an_8b_models_mlp(m: int) -> None:
+    assert utilization(m, 28672, True, HOPPER) > 0.96
+
+
+@pytest.mark.parametrize("m", TOKENS)
+def test_utilization_is_a_fraction(m: int) -> None:
+    for n, gated in LAYERS.values():
+        assert 0 < utilization(m, n, gated, HOPPER) <= 1
+
+
+@pytest.mark.parametrize("shape", dense._GATED + dense._PLAIN, ids=str)
+def test_a_shape_suits_the_hardware(shape: dense.Shape) -> None:
+    assert shape.shared_bytes <= product.MAX_SHARED_BYTES
+    assert shape.stages >= 4, "too few steps to hide the latency of memory"
+    assert shape.rows % 16 == 0, "half of the rows, a box, is whole units of 8 rows, swizzled"
+    assert re.search(rf"PRODUCT_MULTIPLY\({shape.rows},", HEADER), "no such instruction"
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+@pytest.mark.parametrize("m", TOKENS)
+def test_whatever_a_plan_takes_is_compiled(layer: str, m: int) -> None:
+    n, gated = LAYERS[layer]
+    shape = plan(m, n, gated, HOPPER).shape
+    compiled = {name for _, names, _ in dense.instantiations() for name in names}
+    for storage in product.STORAGE_TYPES.values():
+        for out_type in (storage,) if gated else (storage, "float"):
+            assert dense._name(shape, storage, out_type, gated) in compiled
+
+
+def test_constants_are_the_same_on_both_sides() -> None:
+    assert CONSTANTS["DEPTH"] == dense._DEPTH
+    assert CONSTANTS["GROUPS"] * 64 == dense._TOKENS
+    assert (CONSTANTS["GROUPS"] + 1) * 128 == dense._THREADS
+
+
+# ---------------------------------------------------------------- when it is preferred
+
+
+@pytest.fixture
+def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dense, "is_hopper", lambda: True)
+    monkeypatch.setattr(dense, "num_multiprocessors", lambda: HOPPER)
+
+
+@pytest.mark.usefixtures("hopper")
+@pytest.mark.parametrize(
+    ("n", "k", "faster", "slower"),
+    [
+        (
+            28672,
+            4096,
+            [65, 96, 128, 240, 256, 384, 512, 576, 640, 704, 1024, 8192],
+            [200, 272, 320],
+        ),
+        (14336, 8192, [256, 1024], [96, 128, 192]),
+        (16384, 2048, [256, 1024], [96, 128]),
+        (37888, 3584, [1024], [96, 128, 192, 256]),
+    ],
+)
+def test_gated_products_are_preferred_where_they_were_faster(
+    n: int, k: int, faster: list[int], slower: list[int]
+) -> None:
+    assert [m for m in faster + slower if prefers(m, n, k, True, False)] == faster
+
+
+@pytest.mark.usefixtures("hopper")
+def test_plain_products_are_preferred_for_few_tokens_into_float32() -> None:
+    tokens = [1, 64, 65, 80, 128, 129, 160, 256, 8192]
+    assert [m for m in tokens if prefers(m, 128256, 4096, False, True)] == [65, 80, 128]
+    assert not any(prefers(m, n, 4096, False, False) for m in tokens for n in (4096, 128256))
+
+
+@pytest.mark.usefixtures("hopper")
+@pytest.mark.parametrize("max_tokens", [64, 100, 256, 1000, 4100])
+@pytest.mark.parametrize("layer", LAYERS)
+def test_whatever_is_preferred_is_among_the_kernels_of_a_weight(
+    layer: str, max_tokens: int
+) -> None:
+    (n, gated), k, bfloat16 = LAYERS[layer], 4096, torch.bfloat16
+    for out_dtype in (bfloat16,) if gated else (bfloat16, torch.float32):
+        widens = out_dtype == torch.float32
+        taken = {
+            dense._name(
+                plan(m, n, gated, HOPPER).shape,
+                product.STORAGE_TYPES[bfloat16],
+                product.OUT_TYPES[out_dtype],
+                gated,
+            )
+            for m in range(1, max_tokens + 1)
+            if prefers(m, n, k, gated, widens)
+        }
+        found = dense.kernels_of((n, k), bfloat16, out_dtype, gated, max_tokens)
+        assert {name for _, name in found} == taken
+
+
+@pytest.mark.usefixtures("hopper")
+def test_what_linear_refuses_is_not_preferred() -> None:
+    assert prefers(256, 28672, 4096, True, False)
+    assert not prefers(256, 28672, 4100, True, False)
+    assert not prefers(256, 28672 + 8, 4096, True, False)
+
+
+def test_nothing_is_preferred_on_other_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dense, "is_hopper", lambda: False)
+    assert not prefers(256, 28672, 4096, True, False)

@@ -1,0 +1,102 @@
+"""Operands of a product that do not fit together are refused by name; no GPU is asked."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from inflight_kernels.ops import product
+from inflight_kernels.ops.product import Product, product_of
+from inflight_kernels.runtime import launch
+
+M, N, K = 5, 48, 64
+
+
+@pytest.fixture(autouse=True)
+def _anywhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Operands may be on the CPU, too."""
+    for module in (launch, product):
+        monkeypatch.setattr(module, "check_place", lambda *operand, **settings: None)
+
+
+def zeros(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    return torch.zeros(shape, dtype=dtype)
+
+
+def examine(gated: bool = False, **changes: Any) -> Product:
+    width = N // 2 if gated else N
+    operands: dict[str, Any] = {
+        "x": zeros(M, K),
+        "weight": zeros(N, K),
+        "bias": zeros(N),
+        "residual": zeros(M, width),
+        "out": zeros(M, width),
+        "whole_vectors": True,
+    }
+    return product_of(**(operands | changes), gated=gated)
+
+
+@pytest.mark.parametrize("gated", [False, True])
+def test_what_fits_is_told(gated: bool) -> None:
+    assert examine(gated) == Product(M, N, K, "__nv_bfloat16", "__nv_bfloat16")
+    assert examine(gated, bias=None, residual=None) == examine(gated)
+
+
+def test_types_are_those_of_the_operands() -> None:
+    half = torch.float16
+    shapes = {"x": (M, K), "weight": (N, K), "bias": (N,), "residual": (M, N), "out": (M, N)}
+    operands = {name: zeros(*shape, dtype=half) for name, shape in shapes.items()}
+    assert examine(**operands)[3:] == ("__half", "__half")
+    assert examine(out=zeros(M, N, dtype=torch.float32)).out_type == "float"
+
+
+def test_rows_of_x_may_be_apart() -> None:
+    assert examine(x=zeros(M, 2 * K)[:, :K]) == examine()
+
+
+def test_rows_that_are_no_vectors_fit_where_none_are_needed() -> None:
+    odd = {"weight": zeros(7, K), "bias": zeros(7), "residual": zeros(M, 7), "out": zeros(M, 7)}
+    assert examine(**odd, whole_vectors=False).n == 7
+    with pytest.raises(ValueError, match=r"weight is \[7, 64\]; n, or half of it"):
+        examine(**odd)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"x": zeros(M, K, dtype=torch.float32)}, r"x is torch.float32; it may be torch.bfloat16"),
+        ({"x": zeros(M)}, r"x is \[5\] and weight \[48, 64\]; they must be \[m, k\] and \[n, k\]"),
+        ({"weight": zeros(N, K + 8)}, r"x is \[5, 64\] and weight \[48, 72\]"),
+        ({"x": zeros(M, 60), "weight": zeros(N, 60)}, r"\[48, 60\]; k must be a multiple of 8"),
+        ({"x": zeros(M, 0), "weight": zeros(N, 0)}, r"\[48, 0\]; k must be a multiple of 8"),
+        ({"weight": zeros(N, K, dtype=torch.float16)}, "weight is torch.float16"),
+        ({"weight": zeros(K, N).T}, "weight is .*not contiguous"),
+        ({"out": zeros(M, N + 8)}, r"out is torch.bfloat16 \[5, 56\]; it should be .* \[5, 48\]"),
+        ({"out": zeros(M, N, dtype=torch.float64)}, r"out is torch.float64"),
+        ({"bias": zeros(N + 1)}, r"bias is torch.bfloat16 \[49\]"),
+        ({"residual": zeros(M + 1, N)}, r"residual is torch.bfloat16 \[6, 48\]"),
+        ({"x": zeros(K, M).T}, r"x has strides \(1, 5\); a row must be contiguous"),
+        ({"x": zeros(M, K + 4)[:, :K]}, r"x has strides \(68, 1\); .* a multiple of 8 apart"),
+        ({"max_tokens": M - 1}, "x has 5 rows; at most 4"),
+    ],
+)
+def test_what_does_not_fit_is_named(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        examine(**changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"weight": zeros(N + 1, K)}, "n even when gated"),
+        ({"weight": zeros(8, K)}, "half of it when gated, must be a multiple of 8"),
+        ({"out": zeros(M, N)}, r"out is torch.bfloat16 \[5, 48\]; it should be .* \[5, 24\]"),
+        ({"out": zeros(M, N // 2, dtype=torch.float32)}, "a gated product is stored as x is"),
+    ],
+)
+def test_what_does_not_fit_a_gate_is_named(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        examine(gated=True, **changes)

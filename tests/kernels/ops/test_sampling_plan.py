@@ -1,0 +1,240 @@
+"""What of the sampler can be held against the reference without a GPU: its layout and its numbers.
+
+`choose` and `choose_filtered` do in numpy and Python's integers what the kernels do: fixed-point
+scores, integer masses, and cuts and a draw that are exact from there on.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+
+from inflight_kernels.ops import sampling
+from inflight_kernels.torch_ops import sampling as reference
+from inflight_kernels.torch_ops.sampling import Filters
+
+CSRC = Path(sampling.__file__).parents[1] / "csrc/sampling"
+SOURCE = (CSRC / "sampling_job.cuh").read_text()
+
+Scores = npt.NDArray[np.int64]
+
+# (top_k, top_p, min_p)
+FILTERS = [
+    (0, 1.0, 0.0),
+    (1, 1.0, 0.0),
+    (40, 1.0, 0.0),
+    (1500, 1.0, 0.0),
+    (0, 0.5, 0.0),
+    (0, 0.9, 0.0),
+    (0, 0.999, 0.0),
+    (50, 0.9, 0.0),
+    (0, 1.0, 0.05),
+    (0, 0.95, 0.02),
+    (300, 0.95, 0.001),
+]
+
+
+def scores_of(logits: npt.NDArray[np.float32], temperature: float) -> Scores:
+    """Distance below the likeliest, over the temperature, in units of 2**-27."""
+    scaled = (logits.max() - logits) / np.float32(temperature) * np.float32(2**27)
+    return np.minimum(np.rint(scaled.astype(np.float64)), 2**32 - 1).astype(np.int64)
+
+
+def masses_of(scores: Scores) -> Scores:
+    weights = np.exp(-(scores.astype(np.float32) / 2**27).astype(np.float64))
+    return np.rint(weights.astype(np.float32).astype(np.float64) * 2**40).astype(np.int64)
+
+
+def choose(
+    logits: npt.NDArray[np.float32],
+    temperature: float,
+    top_k: int,
+    top_p: float,
+    min_p: float,
+    uniform: float,
+) -> int:
+    scores = scores_of(logits, temperature)
+    cuts_rank = 0 < top_k < len(logits)
+    order = np.lexsort((np.arange(len(logits)), scores))
+    masses = masses_of(scores[order])
+    kept = min(top_k, len(logits)) if cuts_rank else len(logits)
+    ranked = cuts_rank
+    if top_p < 1.0:
+        before = np.cumsum(masses) - masses
+        kept = int((before[:kept] < top_p * int(masses[:kept].sum())).sum())
+        ranked |= kept <= 256
+    kept = int((np.exp(-scores[order][:kept] / 2**27) >= min_p).sum())
+    ids = order[:kept] if ranked else np.sort(order[:kept])
+    sums = np.cumsum(masses_of(scores[ids]))
+    target = int(uniform * 2**52) * int(sums[-1]) >> 52
+    return int(ids[np.searchsorted(sums, target, side="right")])
+
+
+def choose_filtered(
+    logits: npt.NDArray[np.float32], temperature: float, filters: Filters, u: float, xtc_u: float
+) -> int:
+    """With any filters: they keep [begin, end) of the tokens in order of score, then of id."""
+    scores = scores_of(logits, temperature)
+    order = np.lexsort((np.arange(len(logits)), scores))
+    ranked, masses = scores[order], masses_of(scores[order])
+    begin, end = 0, len(logits)
+    if filters.top_n_sigma > 0:
+        distances = logits.max().astype(np.float64) - logits
+        sigma = math.sqrt(max((distances**2).mean() - distances.mean() ** 2, 0.0))
+        limit = (
+            np.float32(filters.top_n_sigma * sigma) / np.float32(temperature) * np.float32(2**27)
+        )
+        end = int((ranked <= np.rint(np.float64(limit))).sum())
+    if 0 < filters.top_k < len(logits):
+        end = min(end, filters.top_k)
+    if filters.typical_p < 1:
+        moments = sum(
+            int(s) * int(m) >> 24 for s, m in zip(ranked[:end], masses[:end], strict=True)
+        )
+        mean = round(moments / int(masses[:end].sum()) * 2**24)
+        distances = np.abs(ranked[:end] - mean)
+        near = np.sort(distances)
+        reached = np.cumsum(masses[:end][np.argsort(distances, kind="stable")])
+        wanted = filters.typical_p * float(reached[-1])
+        kept = np.flatnonzero(distances <= near[np.searchsorted(reached.astype(float), wanted)])
+        begin, end = int(kept[0]), int(kept[-1]) + 1
+    if filters.top_p < 1:
+        some = masses[begin:end]
+        end = begin + int((np.cumsum(some) - some < filters.top_p * int(some.sum())).sum())
+    if filters.min_p > 0:
+        weights = np.exp(-ranked[begin:end] / 2**27)
+        end = begin + int((weights >= filters.min_p * weights[0]).sum())
+    if xtc_u < filters.xtc_probability:
+        least = max(filters.xtc_threshold * int(masses[begin:end].sum()), 1.0)
+        begin += max(int((masses[begin:end] >= least).sum()) - 1, 0)
+    sums = np.cumsum(masses[begin:end])
+    target = int(u * 2**52) * int(sums[-1]) >> 52
+    return int(order[begin + np.searchsorted(sums, target, side="right")])
+
+
+RARE = [
+    Filters(typical_p=0.2),
+    Filters(typical_p=0.95),
+    Filters(top_n_sigma=1.0),
+    Filters(top_n_sigma=2.5),
+    Filters(xtc_probability=1.0, xtc_threshold=0.05),
+    Filters(xtc_probability=0.5, xtc_threshold=0.0001),
+    Filters(top_n_sigma=3.0, top_k=300, typical_p=0.9, top_p=0.95, min_p=0.01),
+    Filters(top_k=40, typical_p=0.5, min_p=0.2, xtc_probability=1.0, xtc_threshold=0.03),
+    Filters(min_p=0.02, xtc_probability=1.0, xtc_threshold=0.01),
+]
+
+
+@pytest.mark.parametrize("filters", RARE, ids=str)
+@pytest.mark.parametrize("temperature", [0.3, 1.0, 5.0])
+@pytest.mark.parametrize("spread", [0.5, 3.0])
+def test_integers_choose_what_the_reference_chooses_with_rare_filters(
+    filters: Filters, temperature: float, spread: float
+) -> None:
+    rng = np.random.default_rng(2)
+    differ = 0
+    for position in range(30):
+        row = (rng.standard_normal(3000) * spread).astype(np.float32)
+        u, xtc_u = (reference.uniform(7, position, purpose) for purpose in (0, 1))
+        expected = reference.draw_filtered(torch.from_numpy(row), temperature, filters, u, xtc_u)
+        differ += choose_filtered(row, temperature, filters, u, xtc_u) != expected
+    assert differ <= 1  # a draw, or a filter, on the border between two tokens
+
+
+def test_moments_of_the_largest_vocabulary_fit_64_bits() -> None:
+    scores = np.arange(2**25, 2**29, 2**16, dtype=np.int64)
+    terms = [int(s) * int(m) >> 24 for s, m in zip(scores, masses_of(scores), strict=True)]
+    assert sampling.MAX_VOCAB_SIZE * max(terms) < 2**64
+
+
+@pytest.mark.parametrize("filters", FILTERS, ids=str)
+@pytest.mark.parametrize("temperature", [0.3, 1.0, 5.0])
+@pytest.mark.parametrize("spread", [0.5, 3.0])
+def test_integers_choose_what_the_reference_chooses(
+    filters: tuple[int, float, float], temperature: float, spread: float
+) -> None:
+    rng = np.random.default_rng(1)
+    rows, vocab_size = 40, 5000
+    logits = (rng.standard_normal((rows, vocab_size)) * spread).astype(np.float32)
+    uniforms = np.array([reference.uniform(7, position) for position in range(rows)])
+    top_k, top_p, min_p = filters
+    expected = reference.draw(
+        torch.from_numpy(logits),
+        np.full(rows, temperature),
+        np.full(rows, top_k),
+        np.full(rows, top_p),
+        np.full(rows, min_p),
+        uniforms,
+    )
+    for row, u, token_id in zip(logits, uniforms, expected.tolist(), strict=True):
+        found = choose(row, temperature, top_k, top_p, min_p, u)
+        # The order of tokens whose weights are a rounding apart is the reference's own.
+        weights = np.exp((row[[found, token_id]] - row.max()) / np.float32(temperature))
+        assert found == token_id or math.isclose(*weights.tolist(), rel_tol=3e-7)
+
+
+def test_the_masses_of_the_largest_vocabulary_fit_64_bits() -> None:
+    assert sampling.MAX_VOCAB_SIZE * 2**40 < 2**63
+
+
+def test_a_wish_lies_in_memory_as_the_kernel_reads_it() -> None:
+    body = re.search(r"struct Wish \{(.*?)\};", SOURCE, re.DOTALL)
+    assert body is not None
+    fields = []
+    for line in re.sub(r"//.*", "", body[1]).split(";"):
+        words = re.findall(r"\w+", line)
+        fields.extend((name, words[0]) for name in words[1:])
+    types = {"u64": "<u8", "float": "<f4", "int": "<i4"}
+    assert np.dtype([(name, types[kind]) for name, kind in fields]) == sampling.WISH
+    assert f"sizeof(Wish) == {sampling.WISH.itemsize}" in SOURCE
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("CAPACITY", sampling._CAPACITY),
+        ("VALUES", sampling._SLICE // sampling._THREADS),
+        ("MAX_SLICES", sampling.num_slices(sampling.MAX_VOCAB_SIZE)),
+    ],
+)
+def test_constants_are_the_same_on_both_sides(name: str, value: int) -> None:
+    assert re.search(rf"constexpr int {name} = {value};", SOURCE)
+
+
+def test_the_other_headers_constants_are_too() -> None:
+    assert f"constexpr int THREADS = {sampling._THREADS};" in (CSRC / "sampling.cuh").read_text()
+    source = (CSRC / "top_logprobs.cu").read_text()
+    assert f"constexpr int MOST = {sampling.MAX_TOP};" in source
+
+
+@pytest.mark.parametrize(
+    ("struct", "size"), [("Bound", sampling._BOUND_BYTES), ("Partial", sampling._PARTIAL_BYTES)]
+)
+def test_scratch_has_room_for_what_lies_there(struct: str, size: int) -> None:
+    body = re.search(rf"struct {struct} \{{(.*?)\}};", SOURCE, re.DOTALL)
+    assert body is not None
+    found = 0
+    for line in re.sub(r"//.*", "", body[1]).split(";"):
+        kind, *names = re.findall(r"\w+(?:\[\d+\])?", line) or [""]
+        width = {"u64": 8, "": 0}.get(kind, 4)
+        found += sum(width * int((re.findall(r"\[(\d+)\]", name) or [1])[0]) for name in names)
+    assert found == size
+
+
+def test_rows_of_scratch_stay_aligned() -> None:
+    for vocab_size in (1, 8192, 8193, 128256, sampling.MAX_VOCAB_SIZE):
+        assert sampling.scratch_bytes(vocab_size) % 16 == 0
+
+
+def test_a_fresh_wish_is_greedy_and_changes_nothing() -> None:
+    (wish,) = sampling.greedy_wishes(1)
+    assert wish["temperature"] == 0 and wish["slot"] == -1
+    assert wish["top_p"] == wish["typical_p"] == wish["repetition"] == 1
+    assert wish["min_p"] == wish["presence"] == wish["frequency"] == wish["top_k"] == 0
+    assert wish["top_n_sigma"] == wish["xtc_probability"] == 0

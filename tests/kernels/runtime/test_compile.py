@@ -1,0 +1,298 @@
+"""Every kernel that may be launched compiles, and the cache of cubins returns what was compiled."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import pkgutil
+import threading
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from inflight_kernels import ops
+from inflight_kernels.ops import (
+    activation,
+    attention,
+    batch_state,
+    cache,
+    dense,
+    drafting,
+    embedding,
+    gemm,
+    norm,
+    rope,
+    sampling,
+)
+from inflight_kernels.runtime import compile as compiler
+from inflight_kernels.runtime.compile import (
+    CompileError,
+    Cubin,
+    Instantiation,
+    architectures,
+    cubin,
+)
+
+SOURCES = sorted(path.stem for path in compiler._CSRC.rglob("*.cu"))
+
+
+def _instantiations() -> list[Instantiation]:
+    found: list[Instantiation] = []
+    for module in pkgutil.iter_modules(ops.__path__, "inflight_kernels.ops."):
+        offers = getattr(importlib.import_module(module.name), "instantiations", None)
+        if offers is not None:
+            found.extend(offers())
+    return found
+
+
+KERNELS = _instantiations()
+CASES = [(arch, i) for i, (stem, _, _) in enumerate(KERNELS) for arch in architectures(stem)]
+
+
+# ---------------------------------------------------------------- every kernel
+
+
+@pytest.fixture(scope="module")
+def compiled() -> Iterator[dict[tuple[str, int], Future[Cubin]]]:
+    """All of them, on their way in parallel; NVRTC works without the interpreter's lock."""
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        yield {(arch, i): pool.submit(cubin, *KERNELS[i], arch=arch) for arch, i in CASES}
+
+
+@pytest.mark.parametrize(
+    ("arch", "index"), CASES, ids=[f"{KERNELS[i][0]}-{i}-{arch}" for arch, i in CASES]
+)
+def test_every_kernel_compiles_without_a_gpu(
+    compiled: dict[tuple[str, int], Future[Cubin]], arch: str, index: int
+) -> None:
+    found = compiled[arch, index].result()
+    assert found.code.startswith(b"\x7fELF")
+    assert set(found.symbols) == set(KERNELS[index][1])
+    for symbol in found.symbols.values():
+        assert symbol.encode() in found.code
+
+
+def test_every_source_belongs_to_a_module_of_ops() -> None:
+    assert SOURCES
+    assert {stem for stem, _, _ in KERNELS} == set(SOURCES)
+
+
+def test_no_kernel_is_named_twice() -> None:
+    names = [(stem, name, defines) for stem, names, defines in KERNELS for name in names]
+    assert len(names) == len(set(names))
+
+
+# ---------------------------------------------------------------- the cache
+
+
+@pytest.fixture
+def csrc(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A source folder and a cache of the test's own."""
+    folder = tmp_path / "csrc"
+    folder.mkdir()
+    (folder / "factor.cuh").write_text('#pragma once\n#include "two.cuh"\n')
+    (folder / "two.cuh").write_text("#pragma once\nconstexpr int FACTOR = 2;\n")
+    (folder / "other.cuh").write_text("#pragma once\n")
+    (folder / "scale.cu").write_text(
+        '#include "factor.cuh"\n'
+        "#ifndef OFFSET\n#define OFFSET 0\n#endif\n"
+        "template <typename T> __global__ void scale(T* x) { *x = *x * FACTOR + OFFSET; }\n"
+    )
+    monkeypatch.setattr(compiler, "_CSRC", folder)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return folder
+
+
+@pytest.fixture
+def compilations(csrc: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The architectures that NVRTC was called for."""
+    calls: list[str] = []
+    compile_now = compiler._compile
+
+    def counted(
+        stem: str,
+        source: str,
+        names: tuple[str, ...],
+        defines: tuple[tuple[str, str], ...],
+        arch: str,
+    ) -> Cubin:
+        calls.append(arch)
+        return compile_now(stem, source, names, defines, arch)
+
+    monkeypatch.setattr(compiler, "_compile", counted)
+    return calls
+
+
+def test_the_second_time_comes_from_the_cache(compilations: list[str]) -> None:
+    first = cubin("scale", ("scale<float>", "scale<int>"), arch="sm_80")
+    second = cubin("scale", ("scale<float>", "scale<int>"), arch="sm_80")
+    assert compilations == ["sm_80"]
+    assert first == second
+    assert set(second.symbols) == {"scale<float>", "scale<int>"}
+
+
+@pytest.mark.parametrize("change", ["source", "header", "names", "defines", "arch"])
+def test_whatever_changes_the_code_compiles_again(
+    csrc: Path, compilations: list[str], change: str
+) -> None:
+    before = cubin("scale", ("scale<float>",), arch="sm_80")
+    if change in ("source", "header"):
+        path = csrc / ("scale.cu" if change == "source" else "two.cuh")
+        path.write_text(
+            path.read_text().replace("*x * FACTOR", "*x - FACTOR").replace("= 2", "= 3")
+        )
+    after = cubin(
+        "scale",
+        ("scale<float>", "scale<double>") if change == "names" else ("scale<float>",),
+        (("OFFSET", "7"),) if change == "defines" else (),
+        arch="sm_90a" if change == "arch" else "sm_80",
+    )
+    assert len(compilations) == 2
+    assert after.code != before.code
+
+
+def test_a_header_of_other_kernels_changes_nothing(csrc: Path, compilations: list[str]) -> None:
+    for content in ("// before\n", "// after\n"):
+        (csrc / "other.cuh").write_text(content)
+        cubin("scale", ("scale<float>",), arch="sm_80")
+    assert len(compilations) == 1
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b'{"sha256": "0", "symbols": {}}\ncode', b"[]\nx"])
+def test_a_broken_cache_file_is_compiled_again(
+    csrc: Path, compilations: list[str], content: bytes
+) -> None:
+    whole = cubin("scale", ("scale<float>",), arch="sm_80")
+    (entry,) = compiler._cache_folder().iterdir()
+    entry.write_bytes(content)
+    assert cubin("scale", ("scale<float>",), arch="sm_80") == whole
+    assert cubin("scale", ("scale<float>",), arch="sm_80") == whole
+    assert len(compilations) == 2
+
+
+def test_a_cache_that_cannot_be_written_costs_only_time(
+    csrc: Path, tmp_path: Path, compilations: list[str]
+) -> None:
+    (tmp_path / "cache").write_text("a file where the folder should be")
+    assert cubin("scale", ("scale<float>",), arch="sm_80").code
+    assert cubin("scale", ("scale<float>",), arch="sm_80").code
+    assert len(compilations) == 2
+
+
+def test_nothing_but_whole_entries_is_left_behind(csrc: Path) -> None:
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(lambda _: cubin("scale", ("scale<float>",), arch="sm_80"), range(8)))
+    assert all(entry == found[0] for entry in found)
+    (entry,) = compiler._cache_folder().iterdir()
+    assert entry.name.startswith("scale-sm_80-")
+
+
+# ---------------------------------------------------------------- errors
+
+
+def test_an_error_in_a_source_carries_the_compilers_log(csrc: Path) -> None:
+    (csrc / "scale.cu").write_text("__global__ void scale(float* x) { *x = nonsense; }\n")
+    with pytest.raises(CompileError) as caught:
+        cubin("scale", ("scale",), (("A", "1"),), arch="sm_90a")
+    message = str(caught.value)
+    assert message.startswith("scale.cu for sm_90a, A=1:")
+    assert 'scale.cu(1): error: identifier "nonsense" is undefined' in message
+
+
+def test_an_unknown_name_is_an_error_and_not_an_empty_cubin(csrc: Path) -> None:
+    with pytest.raises(CompileError, match="absent"):
+        cubin("scale", ("scale<absent>",), arch="sm_80")
+
+
+def test_missing_headers_name_the_wheel(csrc: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    compiler._toolkit_headers.cache_clear()
+    monkeypatch.setattr(compiler, "find_nvidia_header_directory", lambda library: None)
+    with pytest.raises(CompileError, match="nvidia-cuda-runtime"):
+        cubin("scale", ("scale<float>",), arch="sm_80")
+
+
+# ---------------------------------------------------------------- ahead of their use
+
+
+def test_what_is_begun_ahead_is_waited_for_and_compiled_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    compiled: list[str] = []
+    compile_now = compiler._compile
+
+    def counted(stem: str, *rest: Any) -> Cubin:
+        compiled.append(stem)
+        return compile_now(stem, *rest)
+
+    monkeypatch.setattr(compiler, "_compile", counted)
+    kernels = [("batch_state", "write_tables"), ("batch_state", "end_step")]
+    compiler.ahead([*kernels, *kernels], arch="sm_80")
+    for stem, name in [*kernels, *kernels]:
+        assert name in cubin(stem, (name,), arch="sm_80").symbols
+    assert compiled == ["batch_state"] * 2
+
+
+def test_what_cannot_be_compiled_ahead_is_an_error_where_it_is_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    compiler.ahead([("cache", "no_such_kernel")], arch="sm_80")
+    with pytest.raises(CompileError, match="no_such_kernel"):
+        cubin("cache", ("no_such_kernel",), arch="sm_80")
+
+
+def test_what_is_not_begun_yet_is_not_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0})  # one thread compiles
+    may_go_on = threading.Event()
+    compile_now = compiler._compile
+
+    def held(stem: str, source: str, names: tuple[str, ...], *rest: Any) -> Cubin:
+        if names == ("end_step",):
+            assert may_go_on.wait(60)
+        return compile_now(stem, source, names, *rest)
+
+    monkeypatch.setattr(compiler, "_compile", held)
+    compiler.ahead([("batch_state", "end_step"), ("batch_state", "begin_step")], arch="sm_80")
+    assert "begin_step" in cubin("batch_state", ("begin_step",), arch="sm_80").symbols
+    may_go_on.set()
+    assert "end_step" in cubin("batch_state", ("end_step",), arch="sm_80").symbols
+
+
+@pytest.mark.parametrize("hopper", [False, True])
+@pytest.mark.parametrize("head_dim", [64, 96, 128, 256])
+@pytest.mark.parametrize("num_kv_heads", [2, 8])
+def test_a_model_s_kernels_are_among_those_that_there_are(
+    num_kv_heads: int, head_dim: int, hopper: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dense, "is_hopper", lambda: hopper)
+    monkeypatch.setattr(dense, "num_multiprocessors", lambda: 132)
+    there = {(stem, name) for stem, names, _ in KERNELS for name in names}
+    found = [
+        *attention.kernels_of(32, num_kv_heads, head_dim, torch.bfloat16, hopper),
+        *rope.kernels_of(head_dim, torch.bfloat16, norms=False),
+        *rope.kernels_of(head_dim, torch.bfloat16, norms=True),
+        *sampling.kernels_of(torch.float32),
+        *activation.kernels_of(torch.bfloat16),
+        *norm.kernels_of(4096, torch.bfloat16, torch.bfloat16, adds=False),
+        *norm.kernels_of(8192, torch.bfloat16, torch.bfloat16, adds=True),
+        *norm.kernels_of(2048, torch.bfloat16, torch.float32, adds=True),
+        *embedding.kernels_of(torch.int64),
+        *batch_state.kernels_of(),
+        *cache.kernels_of(torch.int64),
+        *drafting.kernels_of(passes=False),
+        *drafting.kernels_of(passes=True),
+        *dense.kernels_of((28672, 4096), torch.bfloat16, torch.bfloat16, True, 8192),
+        *dense.kernels_of((128256, 4096), torch.bfloat16, torch.float32, False, 256),
+        *gemm.kernels_of((6144, 4096), torch.bfloat16, torch.bfloat16, False, 132),
+        *gemm.kernels_of((28672, 4096), torch.bfloat16, torch.bfloat16, True, 132),
+        *gemm.kernels_of((128256, 4096), torch.bfloat16, torch.float32, False, 132),
+    ]
+    assert set(found) <= there

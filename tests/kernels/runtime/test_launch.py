@@ -1,0 +1,203 @@
+"""What reaches a kernel, and what is refused before it: all that needs no GPU."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import pytest
+import torch
+
+from inflight_kernels.ops.activation import silu_mul
+from inflight_kernels.ops.cache import clear_slots, copy_blocks
+from inflight_kernels.ops.embedding import embedding
+from inflight_kernels.ops.norm import MAX_HIDDEN_BYTES, _block, rms_norm
+from inflight_kernels.ops.rope import _group, _threads, rope_write_kv
+from inflight_kernels.runtime import launch
+from inflight_kernels.runtime.launch import Int64, Kernel, check, check_place, name_of, vectors_in
+
+
+@pytest.fixture
+def packed(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Call a kernel on a pretended device; returns (stream, config, handle, arguments)."""
+    calls: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 0, raising=False)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0, raising=False)
+    monkeypatch.setattr(launch, "_enter", lambda device: None)
+    monkeypatch.setattr(launch, "launch", lambda *args: calls.append(args))
+    monkeypatch.setattr(launch, "supports_pdl", lambda: True)
+
+    def call(*args: Any, **options: Any) -> tuple[Any, ...]:
+        Kernel("k", "handle")(*args, **options)
+        return calls.pop()
+
+    return call
+
+
+# ---------------------------------------------------------------- arguments
+
+
+def test_arguments_reach_the_kernel_as_its_parameters_expect(packed: Any) -> None:
+    tensor = torch.zeros(8)
+    parameter = torch.nn.Parameter(tensor)
+    _, config, handle, *args = packed(
+        (3, 2), 128, tensor, parameter, -7, Int64(2**40), 0.5, True, pdl=True, shared=1024
+    )
+    assert handle == "handle"
+    assert args[:4] == [tensor.data_ptr(), tensor.data_ptr(), -7, 2**40]
+    assert isinstance(args[4], ctypes.c_float) and args[4].value == 0.5
+    assert args[5] is True
+    assert (config.grid, config.block) == ((3, 2, 1), (128, 1, 1))
+    assert config.shmem_size == 1024
+    assert config.programmatic_stream_serialization
+
+
+def test_a_device_without_dependent_launch_gets_a_plain_one(
+    packed: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launch, "supports_pdl", lambda: False)
+    assert not packed(1, 32, pdl=True)[1].programmatic_stream_serialization
+
+
+@pytest.mark.parametrize("value", [2**31, -(2**31) - 1])
+def test_an_int_that_would_be_cut_is_refused(packed: Any, value: int) -> None:
+    with pytest.raises(OverflowError, match="Int64"):
+        packed(1, 32, value)
+
+
+@pytest.mark.parametrize("value", ["text", None, [1], b"bytes"])
+def test_an_argument_of_another_type_is_refused(packed: Any, value: object) -> None:
+    with pytest.raises(TypeError, match=type(value).__name__):
+        packed(1, 32, value)
+
+
+def test_a_stream_is_entered_once_per_thread(packed: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread that never called CUDA has no context: the first launch makes torch's current."""
+    entered: list[int] = []
+    monkeypatch.setattr(launch, "_here", launch.threading.local())
+    monkeypatch.setattr(launch, "_enter", entered.append)
+    packed(1, 32)
+    packed(1, 32)
+    assert entered == [0]
+    thread = launch.threading.Thread(target=packed, args=(1, 32))
+    thread.start()
+    thread.join()
+    assert entered == [0, 0]
+
+
+# ---------------------------------------------------------------- operands
+
+
+def test_a_wrong_operand_is_described() -> None:
+    with pytest.raises(ValueError, match=r"x is torch.float32 \[2, 8\]; .*float16 \[2, 8\]"):
+        check("x", torch.zeros(2, 8), (2, 8), torch.float16)
+    with pytest.raises(ValueError, match=r"x is .*\[2, 8\]; it should be .*\[2, 4\]"):
+        check("x", torch.zeros(2, 8), (2, 4), torch.float32)
+    with pytest.raises(ValueError, match=r"\[8, 2\], not contiguous"):
+        check("x", torch.zeros(2, 8).t(), (8, 2), torch.float32)
+    with pytest.raises(ValueError, match="x is on cpu"):
+        check_place("x", torch.zeros(2, 8))
+    with pytest.raises(ValueError, match=r"x is torch.int8; it may be torch.int32, torch.int64"):
+        name_of(launch.ID_TYPES, "x", torch.zeros(1, dtype=torch.int8))
+
+
+def test_a_row_is_whole_vectors() -> None:
+    assert vectors_in("hidden", 576, torch.bfloat16) == 72
+    assert vectors_in("hidden", 4, torch.float32) == 1
+    with pytest.raises(ValueError, match=r"hidden: 4 values of torch.bfloat16 .* of 8 is"):
+        vectors_in("hidden", 4, torch.bfloat16)
+
+
+def _operands(**changes: torch.Tensor | None) -> dict[str, torch.Tensor | None]:
+    """Operands of rope_write_kv, on the CPU, but for that and the changes as they should be."""
+    operands: dict[str, torch.Tensor | None] = {
+        "qkv": torch.zeros(3, 8 * 64),
+        "positions": torch.zeros(3, dtype=torch.int64),
+        "cos": torch.zeros(10, 64),
+        "sin": torch.zeros(10, 64),
+        "slot_mapping": torch.zeros(3, dtype=torch.int64),
+        "k_cache": torch.zeros(5, 16, 2, 64),
+        "v_cache": torch.zeros(5, 16, 2, 64),
+        "q_out": torch.zeros(3, 4, 64),
+    }
+    return {**operands, **changes}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"qkv": torch.zeros(3, 7 * 64)}, r"qkv .* \[3, 512\]"),
+        ({"q_out": torch.zeros(3, 64, 4).transpose(1, 2)}, "q_out"),
+        ({"k_cache": torch.zeros(5, 16, 2, 32)}, r"k_cache .*\[5, 16, 2, 64\]"),
+        ({"v_cache": torch.zeros(5, 16, 2, 64).half()}, "v_cache is torch.float16"),
+        ({"v_cache": torch.zeros(5, 2, 16, 64).transpose(1, 2)}, "strides"),
+        ({"cos": torch.zeros(10, 64).bfloat16()}, "cos is torch.bfloat16"),
+        ({"sin": torch.zeros(9, 64)}, "sin"),
+        ({"positions": torch.zeros(3, dtype=torch.int32)}, "positions is torch.int32"),
+        ({"slot_mapping": torch.zeros(4, dtype=torch.int64)}, r"slot_mapping .*\[4\]"),
+        ({"q_weight": torch.zeros(64)}, "come together"),
+    ],
+)
+def test_rope_refuses_what_its_kernel_would_read_wrongly(
+    changes: dict[str, torch.Tensor], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in ("inflight_kernels.runtime.launch", "inflight_kernels.ops.rope"):
+        monkeypatch.setattr(f"{module}.check_place", lambda *args, **options: None)
+    with pytest.raises(ValueError, match=message):
+        rope_write_kv(**_operands(**changes))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda x, ids: rms_norm(x, x[0], 1e-5, out=x),
+        lambda x, ids: silu_mul(x, out=x[:, :16].contiguous()),
+        lambda x, ids: embedding(ids, x, out=x),
+        lambda x, ids: copy_blocks(x.view(2, 1, 1, 32), ids, ids),
+        lambda x, ids: clear_slots(x.view(2, 1, 1, 32), ids),
+        lambda x, ids: rope_write_kv(**_operands()),  # type: ignore[arg-type]
+    ],
+    ids=["rms_norm", "silu_mul", "embedding", "copy_blocks", "clear_slots", "rope_write_kv"],
+)
+def test_a_tensor_on_the_cpu_never_reaches_a_kernel(call: Any) -> None:
+    with pytest.raises(ValueError, match="is on cpu; kernels need it on a CUDA device"):
+        call(torch.zeros(2, 32), torch.zeros(2, dtype=torch.int64))
+
+
+# ---------------------------------------------------------------- grids
+
+
+@pytest.mark.parametrize(
+    ("vectors", "sum_type"),
+    [(count, torch.bfloat16) for count in (1, 31, 72, 512, 513, 1024, 1792, 2048, 4096)]
+    + [(count, torch.float32) for count in (1, 31, 72, 512, 513, 1024, 1792, 2048)],
+)
+def test_a_norms_block_covers_its_row_once(vectors: int, sum_type: torch.dtype) -> None:
+    per_thread, threads = _block(vectors, vectors * 8, sum_type)
+    assert threads % 32 == 0 and threads <= 512
+    assert per_thread * threads >= vectors
+    assert per_thread == 1 or per_thread // 2 * 512 < vectors
+    assert per_thread <= (8 if sum_type == torch.bfloat16 else 4)  # as it is compiled
+
+
+@pytest.mark.parametrize(("sum_type", "vectors"), [(torch.bfloat16, 4097), (torch.float32, 2049)])
+def test_a_row_that_no_block_holds_is_refused(sum_type: torch.dtype, vectors: int) -> None:
+    with pytest.raises(ValueError, match=str(MAX_HIDDEN_BYTES)):
+        _block(vectors, vectors * 8, sum_type)
+
+
+@pytest.mark.parametrize("tokens", [1, 511, 512, 8192])
+@pytest.mark.parametrize(("heads", "head_dim"), [(48, 128), (80, 128), (9, 64), (3, 96), (20, 256)])
+def test_a_ropes_block_is_whole_warps_of_whole_heads(
+    tokens: int, heads: int, head_dim: int
+) -> None:
+    group = _group(head_dim, torch.bfloat16)
+    threads = _threads(tokens, heads, group)
+    assert 32 <= threads <= 512 and threads % 32 == 0 and 32 % group == 0
+    assert group * 16 >= head_dim
+
+
+@pytest.mark.parametrize("head_dim", [8, 72, 520])
+def test_a_head_that_is_not_whole_vectors_is_refused(head_dim: int) -> None:
+    with pytest.raises(ValueError, match="multiples of 16 up to 512"):
+        _group(head_dim, torch.bfloat16)
