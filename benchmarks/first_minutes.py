@@ -31,7 +31,7 @@ CANCEL_STEPS = """
 import json, sys, time
 from pathlib import Path
 sys.path.insert(0, "tests/support")
-from inflight import engine_client
+from inflight.ipc import engine_client
 from kserve import Stream, request, tensor, text
 url, pid, models = sys.argv[1], int(sys.argv[2]), Path(sys.argv[3])
 engine = engine_client.attach(engine_client.socket_path(models / "llm", pid), "observer")

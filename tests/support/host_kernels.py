@@ -235,7 +235,7 @@ def draft_ngram(
     min_match: int,
     pdl: bool = False,
 ) -> None:
-    from inflight_kernels.reference_drafting import latest_match
+    from inflight_kernels.torch_ops.drafting import latest_match
 
     for slot in slots.tolist():
         if slot >= 0:

@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 import host_kernels
-import inflight_kernels
 from inflight.execution import cuda_runner, top_logprobs
 from inflight.execution.drafters import device_model
 from inflight.models import loader
+from inflight_kernels import ops
 
 Launched = dict[tuple[str, str], None]
 """Stem and name of each kernel that was launched, in the order of their first launches."""
@@ -53,8 +53,8 @@ def install(
         "_tensor_map": lambda cache: 0,
         "_shared_bytes": lambda: 228 << 10,
     }
-    names = [module.name for module in pkgutil.iter_modules(inflight_kernels.__path__)]
-    for module in (importlib.import_module(f"inflight_kernels.{name}") for name in names):
+    names = [module.name for module in pkgutil.iter_modules(ops.__path__)]
+    for module in (importlib.import_module(f"inflight_kernels.ops.{name}") for name in names):
         for name, place in places.items():
             if hasattr(module, name):
                 monkeypatch.setattr(module, name, place)

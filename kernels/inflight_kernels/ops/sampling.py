@@ -1,6 +1,6 @@
 """The choice of tokens. Shapes: n rows of logits, V vocabulary, `slots` sequences with state.
 
-The steps and their order are those of `reference_sampling`: penalties, biases and the mask,
+The steps and their order are those of `torch_ops.sampling`: penalties, biases and the mask,
 temperature, top_n_sigma, top_k, typical_p, top_p, min_p, XTC, and one draw by the inverse of the
 CDF with the number that `torch_ops.sampling.uniform` gives. The CDF runs where the reference's
 does: over the likeliest tokens first where top_k or a rare filter (top_n_sigma, typical_p, XTC)

@@ -4,7 +4,7 @@ Shapes are written with T tokens in the step, H query heads, G KV heads (H is a 
 D head_dim, V vocabulary, n rows. A KV cache of one layer is [num_blocks, block_size, G, D]; slot s
 is block s // block_size, offset s % block_size. Nothing here knows a sequence or a request.
 
-The ops of sampling are in `reference_sampling`.
+The ops of sampling are in `torch_ops.sampling`.
 """
 
 from __future__ import annotations

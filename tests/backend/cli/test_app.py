@@ -328,8 +328,8 @@ def test_the_defaults_are_those_of_the_server() -> None:
 def test_help_imports_neither_torch_nor_grpc_nor_numpy() -> None:
     code = (
         "import sys; sys.argv = ['inflight', '--help']\n"
-        "from inflight import cli\n"
-        "try: cli.main()\n"
+        "from inflight.cli import app\n"
+        "try: app.main()\n"
         "except SystemExit: pass\n"
         "print(sorted({'torch', 'grpc', 'numpy', 'msgspec'} & set(sys.modules)), file=sys.stderr)"
     )

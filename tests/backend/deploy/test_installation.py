@@ -153,7 +153,7 @@ def test_numpy_2_is_refused_for_triton_2_51(version: str) -> None:
 def test_finding_the_wheel_does_not_import_it() -> None:
     """Importing pytriton starts loggers and proxies of its own."""
     code = (
-        "import sys; from inflight import installation; installation._wheel_root();"
+        "import sys; from inflight.deploy import installation; installation._wheel_root();"
         " print('pytriton' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

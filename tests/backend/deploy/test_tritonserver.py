@@ -49,7 +49,7 @@ def make(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Serve
 
 
 def add_model_with_engine(server: Server) -> None:
-    version = tritonserver.repositories[0] / "llm" / "1"
+    version = server.repositories[0] / "llm" / "1"
     version.mkdir(parents=True)
     (version / "engine.json").write_text("{}")
 
@@ -74,7 +74,7 @@ class FakeEngine:
 
 
 def arguments(server: Server) -> list[str]:
-    first = tritonserver.log_file.read_text().splitlines()[0]
+    first = server.log_file.read_text().splitlines()[0]
     found: list[str] = json.loads(first.removeprefix("arguments "))
     return found
 
@@ -94,41 +94,40 @@ def wait_until(condition: Callable[[], bool]) -> None:
 
 
 def test_a_server_starts_tells_its_models_and_stops(make: Callable[..., Server]) -> None:
-    with make() as tritonserver:
-        pid = tritonserver.pid
-        assert tritonserver.is_ready()
-        assert tritonserver.models() == ["chat", "llm"]
+    with make() as server:
+        pid = server.pid
+        assert server.is_ready()
+        assert server.models() == ["chat", "llm"]
     assert not is_running(pid)
 
 
 def test_it_listens_on_loopback_alone(make: Callable[..., Server]) -> None:
-    with make() as tritonserver:
-        given = arguments(tritonserver)
+    with make() as server:
+        given = arguments(server)
         http, grpc, metrics = (
-            getattr(tritonserver.endpoints, name).split(":")[1]
-            for name in ("http", "grpc", "metrics")
+            getattr(server.endpoints, name).split(":")[1] for name in ("http", "grpc", "metrics")
         )
     for kind, port in (("http", http), ("grpc", grpc), ("metrics", metrics)):
         assert f"--{kind}-address=127.0.0.1" in given
         assert f"--{kind}-port={port}" in given
     assert "--model-control-mode=none" in given
-    assert f"--model-repository={tritonserver.repositories[0]}" in given
+    assert f"--model-repository={server.repositories[0]}" in given
 
 
 def test_a_ctrl_c_in_the_terminal_does_not_reach_tritonserver(make: Callable[..., Server]) -> None:
     """It is in a session of its own; we drain first."""
-    with make() as tritonserver:
-        line = tritonserver.log_file.read_text().splitlines()[1].split()
+    with make() as server:
+        line = server.log_file.read_text().splitlines()[1].split()
     assert line[1] == line[3]
 
 
 def test_a_server_that_does_not_end_at_sigterm_is_ended(make: Callable[..., Server]) -> None:
     """As tritonserver 2.51 does not while a client holds an idle stream."""
-    tritonserver = make(stubborn=True)
-    tritonserver.start()
-    tritonserver.wait_ready(WAIT_S)
-    pid = tritonserver.pid
-    assert tritonserver.stop() == 0
+    server = make(stubborn=True)
+    server.start()
+    server.wait_ready(WAIT_S)
+    pid = server.pid
+    assert server.stop() == 0
     assert not is_running(pid)
 
 
@@ -172,19 +171,19 @@ def test_requests_in_flight_finish_before_sigterm(
 ) -> None:
     engine = FakeEngine([3, 3, 1, 0])
     monkeypatch.setattr(engine_client, "attach", lambda *args, **more: engine)
-    tritonserver = make()
-    add_model_with_engine(tritonserver)
-    tritonserver.start()
-    tritonserver.wait_ready(WAIT_S)
+    server = make()
+    add_model_with_engine(server)
+    server.start()
+    server.wait_ready(WAIT_S)
     engine.calls.clear()
     seen: list[int] = []
     running: list[bool] = []
 
     def waiting(num_in_flight: int) -> None:
         seen.append(num_in_flight)
-        running.append(tritonserver.is_running())
+        running.append(server.is_running())
 
-    assert tritonserver.stop(waiting) == 0
+    assert server.stop(waiting) == 0
     assert seen == [3, 1, 0]
     assert all(running)
     assert engine.calls == ["drain", "stats", "stats", "stats", "stats", "close"]
@@ -195,12 +194,12 @@ def test_a_drain_that_takes_too_long_says_how_many_are_cut(
 ) -> None:
     engine = FakeEngine([2])
     monkeypatch.setattr(engine_client, "attach", lambda *args, **more: engine)
-    tritonserver = make(drain_s=0.2)
-    add_model_with_engine(tritonserver)
-    tritonserver.start()
-    tritonserver.wait_ready(WAIT_S)
-    assert tritonserver.stop() == 2
-    assert not tritonserver.is_running()
+    server = make(drain_s=0.2)
+    add_model_with_engine(server)
+    server.start()
+    server.wait_ready(WAIT_S)
+    assert server.stop() == 2
+    assert not server.is_running()
 
 
 def test_a_dead_engine_does_not_hold_up_the_stop(
@@ -210,11 +209,11 @@ def test_a_dead_engine_does_not_hold_up_the_stop(
         raise CapacityError("no engine listens")
 
     monkeypatch.setattr(engine_client, "attach", attach)
-    tritonserver = make()
-    add_model_with_engine(tritonserver)
-    tritonserver.start()
-    tritonserver.wait_ready(WAIT_S)
-    assert tritonserver.stop() == 0
+    server = make()
+    add_model_with_engine(server)
+    server.start()
+    server.wait_ready(WAIT_S)
+    assert server.stop() == 0
 
 
 def test_a_model_that_cannot_load_is_one_line_and_nothing_is_left(
@@ -224,13 +223,13 @@ def test_a_model_that_cannot_load_is_one_line_and_nothing_is_left(
         "2026-11-21T03:28:29Z E 1 model_lifecycle.cc:642] \"failed to load 'llm' version 1: "
         "Internal: engine.json: unknown key 'modell'; did you mean 'model'?\\n\\nAt:\\n  x.py\""
     )
-    tritonserver = make(lines=(line,), status=1)
-    with pytest.raises(ConfigError) as caught, tritonserver:
+    server = make(lines=(line,), status=1)
+    with pytest.raises(ConfigError) as caught, server:
         pass
     assert (
         str(caught.value) == "model llm: engine.json: unknown key 'modell'; did you mean 'model'?"
     )
-    assert not tritonserver.is_running()
+    assert not server.is_running()
 
 
 def test_what_the_engine_says_comes_before_what_the_log_says(
@@ -240,20 +239,20 @@ def test_what_the_engine_says_comes_before_what_the_log_says(
         raise ConfigError("model: /nowhere does not exist")
 
     monkeypatch.setattr(engine_client, "attach", attach)
-    tritonserver = make(lines=("failed to load 'llm' version 1: Internal: no engine",))
-    add_model_with_engine(tritonserver)
-    tritonserver.start()
-    tritonserver.wait_ready(WAIT_S)
-    wait_until(lambda: "llm" in tritonserver._failures)
-    tritonserver.kill()
-    assert str(tritonserver._why_it_ended()) == "model llm: model: /nowhere does not exist"
+    server = make(lines=("failed to load 'llm' version 1: Internal: no engine",))
+    add_model_with_engine(server)
+    server.start()
+    server.wait_ready(WAIT_S)
+    wait_until(lambda: "llm" in server._failures)
+    server.kill()
+    assert str(server._why_it_ended()) == "model llm: model: /nowhere does not exist"
 
 
 def test_a_server_that_dies_without_a_word_names_its_log(make: Callable[..., Server]) -> None:
-    tritonserver = make(status=7)
-    tritonserver.start()
+    server = make(status=7)
+    server.start()
     with pytest.raises(EngineError, match=r"status 7; log: .*log"):
-        tritonserver.wait_ready(WAIT_S)
+        server.wait_ready(WAIT_S)
 
 
 def test_a_missing_repository_is_refused_before_the_start(tmp_path: Path) -> None:
@@ -296,10 +295,10 @@ def test_a_host_that_is_not_ours_is_not_taken_for_a_taken_port(host: str) -> Non
 
 
 def test_a_repository_without_models_is_refused(make: Callable[..., Server]) -> None:
-    tritonserver = make()
-    (tritonserver.repositories[0] / "plain").rmdir()
+    server = make()
+    (server.repositories[0] / "plain").rmdir()
     with pytest.raises(ConfigError, match=r"has no models; `inflight repo init`"):
-        tritonserver.start()
+        server.start()
 
 
 @pytest.mark.parametrize("place", ["", "file/x.log"])
@@ -308,9 +307,9 @@ def test_a_log_that_cannot_be_written_is_named(
 ) -> None:
     (tmp_path / "file").touch()
     repositories = make().repositories
-    tritonserver = Server(repositories, ports=FREE, log_file=tmp_path / place)
+    server = Server(repositories, ports=FREE, log_file=tmp_path / place)
     with pytest.raises(ConfigError, match=r"the log .* cannot be written .*--log-file"):
-        tritonserver.start()
+        server.start()
 
 
 def test_free_ports_are_three_different_ones() -> None:
@@ -353,7 +352,7 @@ def test_serve_ends_well_at_a_signal(
 
 def test_a_second_signal_stops_at_once(make: Callable[..., Server], tmp_path: Path) -> None:
     make(stubborn=True)
-    process = _serve(tmp_path, patch="server.TRITON_EXIT_S = 60")
+    process = _serve(tmp_path, patch="tritonserver.TRITON_EXIT_S = 60")
     wait_until(lambda: "READY" in (tmp_path / "shown").read_text())
     process.send_signal(signal.SIGINT)
     wait_until(lambda: "stopping" in (tmp_path / "shown").read_text())
@@ -398,7 +397,8 @@ def test_load_failures_leave_out_what_follows_from_another() -> None:
 
 def _serve(tmp_path: Path, patch: str = "", arguments: str = "") -> subprocess.Popen[bytes]:
     code = (
-        "import sys; from pathlib import Path; from inflight import serve, server\n"
+        "import sys; from pathlib import Path; from inflight.cli import serve\n"
+        "from inflight.deploy import tritonserver\n"
         f"{patch}\n"
         f"sys.exit(serve.run([Path({str(tmp_path / 'repository')!r})], ports=(0, 0, 0),"
         f" log_file=Path({str(tmp_path / 'log')!r}){arguments}))"

@@ -32,7 +32,7 @@ def sequence(request_id: int) -> Sequence:
 
 def poll(grammars: Grammars) -> list[tuple[Sequence, InflightError | None]]:
     deadline = time.monotonic() + 30
-    while not (found := grammar_queue.poll()):
+    while not (found := grammars.poll()):
         assert time.monotonic() < deadline
         time.sleep(0.005)
     return found

@@ -11,7 +11,7 @@ from inflight.cli.bench.bars import Bar
 from inflight.cli.bench.rows import ROWS, START
 from inflight.errors import ConfigError
 
-SHIPPED = Path(__file__).parents[3] / "benchmarks/models/llama-3.1-8b/bars-h200.json"
+SHIPPED = Path(__file__).parents[4] / "benchmarks/models/llama-3.1-8b/bars-h200.json"
 
 
 def test_a_figure_that_is_not_known_is_none():
