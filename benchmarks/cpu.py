@@ -44,7 +44,7 @@ def prompts(count: int, vocab_size: int, seed: int) -> list[list[int]]:
 class Ours:
     def __init__(self, checkpoint: Checkpoint, num_threads: int) -> None:
         config = EngineConfig(
-            model=str(checkpoint.path), num_threads=num_threads, prefix_cache=False
+            model=str(checkpoint.path), num_threads=num_threads, enable_prefix_caching=False
         )
         runner, model = runners.build(config, checkpoint, lambda what, fraction: None)
         self.vocab_size = runner.vocab_size

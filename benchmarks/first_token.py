@@ -110,7 +110,7 @@ def main() -> None:
         model=str(SHAPE),
         device="cuda",
         random_weights=True,
-        prefix_cache=False,
+        enable_prefix_caching=False,
         max_model_len=8192,
         cuda_graphs=not arguments.launches,
     )

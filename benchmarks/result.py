@@ -25,9 +25,9 @@ def spread(values: Sequence[float], digits: int = 3) -> dict[str, float]:
 
 def commit(checkout: Path = ROOT) -> str:
     """What is measured; $BENCHMARK_COMMIT says it where a checkout has not its own history."""
-    told = os.environ.get("BENCHMARK_COMMIT")
-    if told:
-        return told
+    named = os.environ.get("BENCHMARK_COMMIT")
+    if named:
+        return named
     command = ["git", "-C", str(checkout), "describe", "--always", "--dirty"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=False)

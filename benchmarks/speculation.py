@@ -32,7 +32,7 @@ from inflight.checkpoint.locate import locate
 from inflight.cli.bench import start
 from inflight.cli.bench.engine import EngineBench, warm_up
 from inflight.cli.bench.rows import Row
-from inflight.config import EngineConfig, SpeculationConfig
+from inflight.config import EngineConfig, SpeculativeConfig
 from inflight.core.request import AUTO_DRAFTS, Request
 from inflight.engine.engine import Engine, generate
 from inflight.sampling.params import SamplingParams
@@ -100,9 +100,9 @@ def synthetic() -> Rows:
         model=str(SHAPE),
         device="cuda",
         random_weights=True,
-        prefix_cache=False,
+        enable_prefix_caching=False,
         max_model_len=4096,
-        speculation=SpeculationConfig(max_drafts=MAX_DRAFTS, default="off"),
+        speculative_config=SpeculativeConfig(num_speculative_tokens=MAX_DRAFTS, default="off"),
     )
     started = start.build(config)
     bench = EngineBench(started.engine)
@@ -208,8 +208,10 @@ def copy(model: str, device: str) -> Rows:
         model=model,
         device=device,  # type: ignore[arg-type]
         num_blocks=1024,
-        prefix_cache=False,
-        speculation=SpeculationConfig(max_drafts=8 if device == "cuda" else 5, default="off"),
+        enable_prefix_caching=False,
+        speculative_config=SpeculativeConfig(
+            num_speculative_tokens=8 if device == "cuda" else 5, default="off"
+        ),
     )
     engine = start.build(config).engine
     facts = {"model": checkpoint.name, "device": device}

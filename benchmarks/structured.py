@@ -2,7 +2,7 @@
 
     python benchmarks/structured.py [--json FILE]
 
-A batch of sequences walks through grammars, each with the tokens of a model that picks at random:
+A batch of sequences states through grammars, each with the tokens of a model that picks at random:
 a mask for every sequence, a token from it, and taking the token; a sequence that ended starts
 again. Timed per step of the whole batch are the masks (`walk.fill`, as the runners call it; `cpu`
 is the processor time, which others on the machine disturb less) and the taking of the tokens.
@@ -39,11 +39,11 @@ from numpy.typing import NDArray
 import result
 from inflight.checkpoint.locate import locate
 from inflight.core.output_constraint import Kind, StructuredOutput
-from inflight.structured import bridge, grammar, walk
+from inflight.structured import bridge, grammar, grammar_state
 from inflight.structured.grammar import Grammar
+from inflight.structured.grammar_state import GrammarState
 from inflight.structured.masks import MaskFiller
 from inflight.structured.matcher import Matcher
-from inflight.structured.walk import Walk
 from inflight.text.tokenizer import Tokenizer
 
 sys.path.insert(0, str(result.ROOT / "tests" / "support"))
@@ -71,7 +71,7 @@ ONE_SCHEMA = {
 LOG_LINE = r"\d{4}-\d{2}-\d{2} (INFO|WARN|ERROR) [a-z_.]{1,40}: [^\n]{1,200}"
 
 
-def wishes(workload: str, batch: int, seed: int) -> list[StructuredOutput]:
+def constraints(workload: str, batch: int, seed: int) -> list[StructuredOutput]:
     """The guide of each sequence."""
 
     def one(kind: Kind, guide: str) -> list[StructuredOutput]:
@@ -109,7 +109,7 @@ class Batch:
         }
         grammars = [compiled[guide] for guide in guides]
         matchers = [Matcher(each, self.vocabulary) for each in grammars]
-        walks = [Walk(matcher, self._filler) for matcher in matchers]
+        states = [GrammarState(matcher, self._filler) for matcher in matchers]
         no_drafts: list[list[int]] = [[]] * len(guides)
         rng = random.Random(seed)
         times = []
@@ -117,9 +117,9 @@ class Batch:
             for i, matcher in enumerate(matchers):
                 if matcher.has_ended:
                     matchers[i] = Matcher(grammars[i], self.vocabulary)
-                    walks[i] = Walk(matchers[i], self._filler)
+                    states[i] = GrammarState(matchers[i], self._filler)
             started, worked = time.perf_counter(), time.process_time()
-            out, failures = walk.fill(walks, no_drafts)
+            out, failures = grammar_state.fill(states, no_drafts)
             filled, worked = time.perf_counter(), time.process_time() - worked
             if failures:
                 raise RuntimeError(str(failures))
@@ -153,7 +153,7 @@ def pick(row: NDArray[np.int32], rng: random.Random) -> int:
 def measure(batch: Batch, workload: str, size: int, options: argparse.Namespace) -> dict[str, Any]:
     found: dict[str, list[float]] = defaultdict(list)
     for seed in range(options.rounds):
-        times = batch.run(wishes(workload, size, seed), options.warm_up, options.steps, seed)
+        times = batch.run(constraints(workload, size, seed), options.warm_up, options.steps, seed)
         for name, values in zip(("mask", "mask_cpu", "take"), times, strict=True):
             found[f"{name}_p50"].append(float(np.percentile(values, 50)))
             found[f"{name}_p99"].append(float(np.percentile(values, 99)))

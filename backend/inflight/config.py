@@ -1,12 +1,14 @@
 """Engine settings: one strict schema, read from `engine.json` in the model's version folder.
 
-Nothing in here is in config.pbtxt and nothing of Triton's is in here. A key that does not exist or
-a value that cannot work is an error that names the file, the key and what is allowed.
+Settings that vLLM has under the same meaning carry vLLM's names; former names are accepted with a
+warning. Nothing here overlaps with config.pbtxt. An unknown key or an unsupported value is an error
+that names the file, the key and what is allowed.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
@@ -16,25 +18,27 @@ from msgspec import Meta
 
 from inflight.errors import ConfigError, did_you_mean
 
+logger = logging.getLogger(__name__)
+
 Device = Literal["auto", "cpu", "cuda", "echo"]
 Dtype = Literal["auto", "float32", "bfloat16"]
-Drafter = Literal["ngram", "self", "draft_model", "eagle3"]
+DraftMethod = Literal["ngram", "self", "draft_model", "eagle3"]
 
-# What 0 and "auto" stand for, once the device is known.
+# What 0 and "auto" resolve to, by device.
 _CPU_DEFAULTS: dict[str, int | str] = {
     "dtype": "float32",
     "max_num_seqs": 64,
-    "max_batch_tokens": 512,
+    "max_num_batched_tokens": 512,
 }
 _DEFAULTS: dict[Device, dict[str, int | str]] = {
     "auto": {},
     "cpu": _CPU_DEFAULTS,
     "echo": _CPU_DEFAULTS,
-    # Enough tokens to keep the matrix units busy, and no more: those that decode wait for them.
-    "cuda": {"dtype": "bfloat16", "max_num_seqs": 256, "max_batch_tokens": 8192},
+    # Enough tokens to saturate the tensor cores; more would only raise the decode latency (ITL).
+    "cuda": {"dtype": "bfloat16", "max_num_seqs": 256, "max_num_batched_tokens": 8192},
 }
 
-# What the kernels are there for.
+# What the kernels support.
 GPU_CAPABILITY = (8, 0)  # at least: Ampere
 GPU_BLOCK_SIZES = (16, 32, 64)
 GPU_HEAD_DIMS = (64, 96, 128, 256)
@@ -42,8 +46,7 @@ GPU_HEAD_DIMS = (64, 96, 128, 256)
 
 MAX_DRAFTS = 16
 
-# Types of settings. Their bounds are checked by `_check_value`; in errors, a description stands for
-# them.
+# Types of settings. `_check_value` checks their bounds; errors show the description instead.
 Model = Annotated[
     str, Meta(description="the path of a .gguf file or a Hugging Face folder, or package:NAME")
 ]
@@ -57,58 +60,59 @@ _TYPE_NAMES: dict[Any, str] = {
     float: "a number",
     NoneType: "null",
 }
-# What people write for a choice, and no spelling of it.
+# Common synonyms, for suggestions in errors.
 _OTHER_NAMES = {"gpu": "cuda", "nvidia": "cuda"}
-# Characters of a value that an error shows.
+# An error shows at most this many characters of a value.
 _MAX_SHOWN = 80
 
 
-class SpeculationConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """How tokens are guessed, to be checked several at a time (see `drafting`).
+class SpeculativeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Speculative decoding (see `execution.drafters`).
 
     Attributes:
-        drafter: `ngram` looks for what followed the last tokens earlier on; `self` asks the
-            model's own first layers; `draft_model` a smaller model of the same vocabulary;
-            `eagle3` a head that was trained for the model (arXiv:2503.01840).
-        model: of `draft_model` and `eagle3`: as EngineConfig.model; of eagle3 a folder.
-        num_layers: of `self`.
-        max_drafts: tokens of one sequence in a step.
-        default: of requests that do not say: `auto` drafts as far as it pays, `off` not at all; or
-            a number of tokens.
-        max_match, min_match: of `ngram`: tokens that must agree.
+        method: `ngram`, prompt lookup; `self`, the model's own first layers; `draft_model`, a
+            smaller model with the same vocabulary; `eagle3`, a head trained for the model
+            (arXiv:2503.01840).
+        model: for `draft_model` and `eagle3`, as EngineConfig.model; for eagle3 a folder.
+        num_layers: for `self`, how many of the model's first layers draft.
+        num_speculative_tokens: draft tokens per sequence and step, at most.
+        default: for requests that do not set `speculative_config`: `auto` adapts the number of
+            drafts to the acceptance rate and the batch, `off` drafts nothing; or a fixed number.
+        prompt_lookup_max, prompt_lookup_min: for `ngram`, the longest and shortest n-gram to match.
     """
 
-    drafter: Drafter = "ngram"
+    method: DraftMethod = "ngram"
     model: Model | None = None
     num_layers: Count | None = None
-    max_drafts: Annotated[int, Meta(ge=1, le=MAX_DRAFTS)] = 5
-    default: Literal["auto", "off"] | Annotated[int, Meta(description="0 to max_drafts")] = "auto"
-    max_match: Count = 4
-    min_match: Count = 2
+    num_speculative_tokens: Annotated[int, Meta(ge=1, le=MAX_DRAFTS)] = 5
+    default: (
+        Literal["auto", "off"] | Annotated[int, Meta(description="0 to num_speculative_tokens")]
+    ) = "auto"
+    prompt_lookup_max: Count = 4
+    prompt_lookup_min: Count = 2
 
     def __post_init__(self) -> None:
-        _check_fields(self, "speculation.")
-        if isinstance(self.default, int) and not 0 <= self.default <= self.max_drafts:
+        _check_fields(self, "speculative_config.")
+        if isinstance(self.default, int) and not 0 <= self.default <= self.num_speculative_tokens:
             raise ConfigError(
-                f"speculation.default: {self.default} is out of range; allowed: auto, off, or 0 to "
-                f"max_drafts ({self.max_drafts})"
+                f"speculative_config.default: {self.default} is out of range; allowed: auto, off, "
+                f"or 0 to num_speculative_tokens ({self.num_speculative_tokens})"
             )
-        if not 1 <= self.min_match <= self.max_match <= 32:
+        if not 1 <= self.prompt_lookup_min <= self.prompt_lookup_max <= 32:
             raise ConfigError(
-                f"speculation.min_match: {self.min_match} and max_match: {self.max_match} do not "
-                "go together; allowed: 1 <= min_match <= max_match <= 32"
+                f"speculative_config.prompt_lookup_min: {self.prompt_lookup_min} with "
+                f"prompt_lookup_max: {self.prompt_lookup_max} is not supported; allowed: "
+                "1 <= prompt_lookup_min <= prompt_lookup_max <= 32"
             )
-        wants_model = self.drafter in ("draft_model", "eagle3")
-        if wants_model != (self.model is not None):
-            raise ConfigError(
-                f"speculation.model: the drafter {self.drafter} "
-                f"{'needs one' if wants_model else 'has none'}"
-            )
-        if (self.drafter == "self") != (self.num_layers is not None):
-            raise ConfigError(
-                f"speculation.num_layers: the drafter {self.drafter} "
-                f"{'needs it' if self.drafter == 'self' else 'has none'}"
-            )
+        for name, required in (
+            ("model", self.method in ("draft_model", "eagle3")),
+            ("num_layers", self.method == "self"),
+        ):
+            if required != (getattr(self, name) is not None):
+                raise ConfigError(
+                    f"speculative_config.{name}: is {'required' if required else 'not used'} by "
+                    f"the method {self.method}"
+                )
 
 
 class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -116,34 +120,34 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
 
     Attributes:
         model: a GGUF file, a Hugging Face folder, or `package:NAME` for a checkpoint that an
-            installed Python package carries. A relative path is relative to the file it stands in.
+            installed Python package carries. A relative path is relative to the file that names it.
         device: `cpu`; `cuda`, one NVIDIA GPU; `auto`, the GPU if there is one that can run the
-            model (see `runner.place`); `echo` answers each prompt with itself, at no cost, to test
-            what is around an engine.
-        dtype: of weights, activations and KV cache; `auto` is float32 on a CPU and bfloat16, the
-            only one there, on a GPU.
+            model (see `resolve_device`), else the CPU; `echo` returns each prompt and computes
+            nothing, to test everything around an engine.
+        dtype: of weights, activations and KV cache; `auto` is float32 on CPUs and bfloat16 on GPUs,
+            which support no other.
         num_threads: CPU threads of the engine; None for all cores.
         block_size: tokens per KV block.
-        kv_cache_bytes: memory of the KV pool; None for 1 GiB on a CPU, and on a GPU for what
+        kv_cache_memory_bytes: memory of the KV pool; None for 1 GiB on a CPU and, on a GPU, what
             gpu_memory leaves. num_blocks overrides it.
-        num_blocks: KV blocks in the pool; None to derive them from kv_cache_bytes.
-        gpu_memory: share of a GPU's memory that is used, by whoever.
-        cuda_graphs: record steps when starting, of decoding and of short prompts; without, each
-            costs its kernels' launches.
-        batch_invariant: compute a request's tokens to the same bits whatever else is in the batch;
+        num_blocks: KV blocks in the pool; None to derive them from kv_cache_memory_bytes.
+        gpu_memory: fraction of the GPU's memory that may be in use, by all processes together.
+        cuda_graphs: capture CUDA graphs of decode steps and short prompts at the start; without
+            them every step pays its kernel launches.
+        batch_invariant: a request's tokens are bitwise the same whatever else is in the batch;
             slower.
-        random_weights: draw the weights instead of reading them: for benchmarks. The model's
-            folder then needs a config.json only.
+        random_weights: initialise the weights randomly instead of reading them, for benchmarks; the
+            model's folder then needs only a config.json.
         max_model_len: prompt and output together, in tokens; None for the model's own limit.
         max_num_seqs: sequences in one step; 0 for 64 on a CPU and 256 on a GPU.
-        max_batch_tokens: tokens in one step (the budget that prefill and decode share); 0 for 512
-            on a CPU and 8192 on a GPU.
+        max_num_batched_tokens: tokens in one step (the budget shared by prefill and decode); 0 for
+            512 on a CPU and 8192 on a GPU.
         max_prefill_chunk: tokens of one prompt in one step; None for the whole budget.
-        max_waiting: requests that may queue; more are refused with `capacity`.
-        prefix_cache: reuse the KV blocks of equal prefixes.
-        default_max_tokens: of a request that does not say; cut to what the context leaves.
-        speculation: draft tokens and check several in one step; None for one token a step.
-        max_draft_tokens: drafts of all sequences in one step.
+        max_waiting: requests in the queue; more are refused with `capacity`.
+        enable_prefix_caching: reuse the KV blocks of common prefixes.
+        default_max_tokens: for requests that do not set max_tokens; clipped to the context.
+        speculative_config: speculative decoding; None for one token per sequence and step.
+        max_draft_tokens: draft tokens of all sequences in one step.
     """
 
     model: Model
@@ -151,7 +155,7 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     dtype: Dtype = "auto"
     num_threads: Count | None = None
     block_size: Count = 16
-    kv_cache_bytes: Count | None = None
+    kv_cache_memory_bytes: Count | None = None
     num_blocks: Count | None = None
     gpu_memory: Annotated[float, Meta(ge=0.1, le=0.99)] = 0.95
     cuda_graphs: bool = True
@@ -159,12 +163,12 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     random_weights: bool = False
     max_model_len: Count | None = None
     max_num_seqs: ByDevice = 0
-    max_batch_tokens: ByDevice = 0
+    max_num_batched_tokens: ByDevice = 0
     max_prefill_chunk: Count | None = None
     max_waiting: Count = 1024
-    prefix_cache: bool = True
+    enable_prefix_caching: bool = True
     default_max_tokens: Count = 256
-    speculation: SpeculationConfig | None = None
+    speculative_config: SpeculativeConfig | None = None
     max_draft_tokens: Count = 256
 
     def __post_init__(self) -> None:
@@ -173,16 +177,17 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
                 msgspec.structs.force_setattr(self, name, value)
         _check_fields(self)
         if self.device == "cuda" and self.dtype != "bfloat16":
-            raise ConfigError(f"dtype: {self.dtype} is not there on a GPU; allowed: bfloat16")
+            raise ConfigError(f"dtype: {self.dtype} is not supported on GPUs; allowed: bfloat16")
         if self.device == "cuda" and self.block_size not in GPU_BLOCK_SIZES:
             raise ConfigError(
-                f"block_size: {self.block_size} is not there on a GPU; allowed: "
+                f"block_size: {self.block_size} is not supported on GPUs; allowed: "
                 f"{', '.join(map(str, GPU_BLOCK_SIZES))}"
             )
-        if self.max_num_seqs > self.max_batch_tokens > 0:
+        if self.max_num_seqs > self.max_num_batched_tokens > 0:
             raise ConfigError(
-                f"max_num_seqs: {self.max_num_seqs} is more than max_batch_tokens "
-                f"({self.max_batch_tokens}), but each running sequence takes at least one token"
+                f"max_num_seqs: {self.max_num_seqs} is more than max_num_batched_tokens "
+                f"({self.max_num_batched_tokens}), but each running sequence needs at least one "
+                "token per step; lower max_num_seqs"
             )
 
 
@@ -193,34 +198,45 @@ def load(path: Path) -> EngineConfig:
         ConfigError: naming the file, the key and what is allowed.
     """
     try:
-        # Both go as deep as the text does: a value is shown in the error about it.
+        # Decoding and the error that shows a value both recurse as deep as the JSON text.
         config = parse(msgspec.json.decode(path.read_bytes()), str(path))
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read ({error.strerror})") from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ConfigError(f"{path}: not valid JSON ({error})") from None
-    speculation = config.speculation
-    if speculation is not None and speculation.model is not None:
-        drafter = _beside(path, speculation.model, "speculation.model")
-        speculation = msgspec.structs.replace(speculation, model=drafter)
+    speculative_config = config.speculative_config
+    if speculative_config is not None and speculative_config.model is not None:
+        drafter = _beside(path, speculative_config.model, "speculative_config.model")
+        speculative_config = msgspec.structs.replace(speculative_config, model=drafter)
     model = _beside(path, config.model, "model")
-    return msgspec.structs.replace(config, model=model, speculation=speculation)
+    return msgspec.structs.replace(config, model=model, speculative_config=speculative_config)
 
 
 def _beside(path: Path, model: str, key: str) -> str:
-    """A model that a file names, wherever that is read from."""
-    if model.startswith("package:") or "://" in model:  # a URL is refused as it was written
+    """A model's path, resolved against the folder of the file that names it."""
+    if model.startswith("package:") or "://" in model:  # `locate` refuses a URL as it was written
         return model
     try:
         return str((path.parent / Path(model).expanduser()).resolve())
     except (ValueError, RuntimeError) as error:  # a null byte, an unknown ~user
-        raise ConfigError(f"{path}: {key}: {model!r} is no path ({error})") from None
+        raise ConfigError(f"{path}: {key}: {model!r} is not a path ({error})") from None
 
 
 def parse(raw: Any, where: str) -> EngineConfig:
-    """Check settings that came as a JSON object from `where`: a file or a flag."""
+    """Check settings that came as a JSON object from `where`: a file or a flag.
+
+    Raises:
+        ConfigError: an unknown key, an unsupported value, or a setting under two names.
+    """
     if not isinstance(raw, dict):
         raise ConfigError(f"{where}: settings must be a JSON object, not {type(raw).__name__}")
+    raw = _with_current_names(raw, _FORMER_NAMES, where)
+    speculative = raw.get("speculative_config")
+    if isinstance(speculative, dict):
+        prefix = "speculative_config."
+        raw["speculative_config"] = _with_current_names(
+            speculative, _FORMER_SPECULATIVE_NAMES, where, prefix
+        )
     try:
         _check_object(raw, EngineConfig)
         return msgspec.convert(raw, EngineConfig)
@@ -228,10 +244,42 @@ def parse(raw: Any, where: str) -> EngineConfig:
         raise ConfigError(f"{where}: {error}") from None
 
 
-def _check_object(raw: dict[str, Any], kind: type[msgspec.Struct], prefix: str = "") -> None:
-    """Hold a JSON object against the settings of `kind`, whose keys begin with `prefix` in errors.
+_FORMER_NAMES = {
+    "max_batch_tokens": "max_num_batched_tokens",
+    "prefix_cache": "enable_prefix_caching",
+    "kv_cache_bytes": "kv_cache_memory_bytes",
+    "speculation": "speculative_config",
+}
+_FORMER_SPECULATIVE_NAMES = {
+    "drafter": "method",
+    "max_drafts": "num_speculative_tokens",
+    "max_match": "prompt_lookup_max",
+    "min_match": "prompt_lookup_min",
+}
 
-    msgspec checks the same, but does not say what is allowed.
+
+def _with_current_names(
+    raw: dict[str, Any], former_names: dict[str, str], where: str, prefix: str = ""
+) -> dict[str, Any]:
+    """Settings under their current names; warns of each that came under a former one."""
+    found = dict(raw)
+    for former, name in former_names.items():
+        if former not in found:
+            continue
+        if name in found:
+            raise ConfigError(
+                f"{where}: {prefix}{former}: is a former name of {name}, which is set as well; "
+                "remove the former one"
+            )
+        logger.warning("%s: %s%s is deprecated; use %s%s", where, prefix, former, prefix, name)
+        found[name] = found.pop(former)
+    return found
+
+
+def _check_object(raw: dict[str, Any], kind: type[msgspec.Struct], prefix: str = "") -> None:
+    """Check a JSON object against the settings of `kind`; `prefix` leads its keys in errors.
+
+    msgspec checks the same, but its errors do not say what is allowed.
 
     Raises:
         ConfigError: naming the key, its value and what is allowed.
@@ -249,7 +297,7 @@ def _check_object(raw: dict[str, Any], kind: type[msgspec.Struct], prefix: str =
 
 
 def _check_fields(settings: msgspec.Struct, prefix: str = "") -> None:
-    """The same for settings that were put together in Python."""
+    """The same for settings constructed in Python."""
     for field in msgspec.structs.fields(settings):
         _check_value(prefix + field.name, getattr(settings, field.name), field.type)
 
@@ -274,7 +322,7 @@ def _check_value(key: str, value: Any, annotation: Any) -> None:
 
 
 def _alternatives(annotation: Any) -> list[tuple[Any, Meta]]:
-    """The types that an annotation is the union of, each with its bounds."""
+    """The members of an annotation's union, each with its bounds."""
     if get_origin(annotation) in (Union, UnionType):
         return [found for part in get_args(annotation) for found in _alternatives(part)]
     if get_origin(annotation) is Annotated:
@@ -284,7 +332,7 @@ def _alternatives(annotation: Any) -> list[tuple[Any, Meta]]:
 
 
 def _is_of(value: Any, kind: type) -> bool:
-    if isinstance(value, bool):  # an int, too, to Python
+    if isinstance(value, bool):  # bool is a subclass of int
         return kind is bool
     return isinstance(value, (int, float) if kind is float else kind)
 
@@ -314,6 +362,6 @@ def _bounds(meta: Meta) -> str:
 
 
 def _shown(value: Any) -> str:
-    """A value as in a file, but a string as elsewhere in errors; of a long one the beginning."""
+    """A value as JSON, but a string as its repr; truncated if long."""
     text = repr(value) if isinstance(value, str) else json.dumps(value, default=repr)
     return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}..."

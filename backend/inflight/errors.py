@@ -3,7 +3,7 @@
     InflightError
     ├── ConfigError      a setting, checkpoint or installation that cannot work: refused at load
     ├── RequestError     what a client asked for is not allowed: its sender's to mend
-    ├── CapacityError    allowed, but not now: try again later
+    ├── CapacityError    allowed, but not now: retry later
     ├── CancelledError   the client, or the loss of it, ended the request
     └── EngineError      the engine failed: nobody's request was at fault
 

@@ -29,7 +29,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from inflight_kernels.ops import gemm
+from inflight_kernels.ops import skinny_gemm
 from inflight_kernels.ops.attention import attend, plan, rope_attend, workspace_size
 from inflight_kernels.ops.norm import rms_norm
 from inflight_kernels.ops.rope import rope_write_kv
@@ -189,8 +189,8 @@ class Layers:
             self._linear(self.attended, out, self.hidden)
 
     def _linear(self, x: Tensor, weight: Tensor, out: Tensor) -> None:
-        if gemm.prefers(len(x), *weight.shape):
-            gemm.linear(x, weight, out=out, pdl=True)
+        if skinny_gemm.prefers(len(x), *weight.shape):
+            skinny_gemm.linear(x, weight, out=out, pdl=True)
         else:
             torch.mm(x, weight.t(), out=out)
 
@@ -200,7 +200,7 @@ class Layers:
         caches = inputs.k_cache, inputs.v_cache
         step = (first.block_tables, first.query_start, first.seq_lens, self.attended)
         projection = (self.qkv, self.positions, self.cos, self.sin, self.slots, *caches)
-        settled = layer > 0
+        history_ready = layer > 0
         if attention == "rope_attend":
             rope_attend(
                 *projection,
@@ -208,12 +208,12 @@ class Layers:
                 self.workspace,
                 SCALE,
                 planned=True,
-                settled=settled,
+                history_ready=history_ready,
                 pdl=True,
             )
             return
         q = self.qkv[:, :HIDDEN].view(-1, NUM_HEADS, HEAD_DIM)
-        rope_write_kv(*projection, q_out=q, settled=settled, pdl=True)
+        rope_write_kv(*projection, q_out=q, history_ready=history_ready, pdl=True)
         attend(
             q,
             *caches,
@@ -222,7 +222,7 @@ class Layers:
             SCALE,
             max_q_len=1,
             planned=True,
-            settled=settled,
+            history_ready=history_ready,
             pdl=True,
         )
 

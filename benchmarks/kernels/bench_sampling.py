@@ -26,9 +26,9 @@ import torch
 
 from inflight_kernels.ops.sampling import (
     MAX_TOP,
-    WISH,
+    ROW_PARAMS,
     Workspace,
-    greedy_wishes,
+    greedy_row_params,
     prompt_words,
     sample,
     top_logprobs,
@@ -37,7 +37,7 @@ from inflight_kernels.ops.sampling import (
 VOCAB = 128256
 ROWS = (1, 16, 64, 256)
 DTYPES = (torch.bfloat16, torch.float32)
-# name: (deviation of the logits, what is wished)
+# name: (deviation of the logits, what is options)
 CASES: dict[str, tuple[float, dict[str, float]]] = {
     "greedy": (3.0, {}),
     "greedy, penalties": (3.0, {"repetition": 1.1, "frequency": 0.1}),
@@ -70,28 +70,28 @@ Call = Callable[[], object]
 
 
 def ours(n: int, dtype: torch.dtype, case: str) -> Callable[[], Call]:
-    deviation, wished = CASES[case]
-    rows = greedy_wishes(n)
-    for name, value in wished.items():
-        if name in WISH.fields:
+    deviation, options = CASES[case]
+    rows = greedy_row_params(n)
+    for name, value in options.items():
+        if name in ROW_PARAMS.fields:
             rows[name] = value
     rows["seed"] = np.arange(n)
     rows["slot"] = np.arange(n)
-    wishes = torch.from_numpy(rows.view(np.uint8).reshape(n, -1)).cuda()
+    row_params = torch.from_numpy(rows.view(np.uint8).reshape(n, -1)).cuda()
     positions = torch.arange(n, device="cuda")
     workspace = Workspace(n, VOCAB, "cuda")
     state: dict[str, torch.Tensor] = {}
-    if "biases" in wished:
-        number = int(wished["biases"])
+    if "biases" in options:
+        number = int(options["biases"])
         ids = np.sort(np.random.default_rng(0).choice(VOCAB, (n, number)), axis=1)
         state["bias_starts"] = torch.arange(n + 1, dtype=torch.int32, device="cuda") * number
         state["bias_ids"] = torch.from_numpy(ids.astype(np.int32).ravel()).cuda()
         state["biases"] = torch.ones(n * number, device="cuda")
-    if "mask" in wished:
+    if "mask" in options:
         words = prompt_words(VOCAB)
         state["masks"] = torch.full((n, words), 0x55555555, dtype=torch.int32, device="cuda")
         state["mask_rows"] = torch.arange(n, dtype=torch.int32, device="cuda")
-    if "repetition" in wished:
+    if "repetition" in options:
         state["counts"] = torch.zeros(n, VOCAB, dtype=torch.int16, device="cuda")
         state["prompt"] = torch.zeros(n, prompt_words(VOCAB), dtype=torch.int32, device="cuda")
 
@@ -100,7 +100,7 @@ def ours(n: int, dtype: torch.dtype, case: str) -> Callable[[], Call]:
         token_ids = torch.empty(n, dtype=torch.int64, device="cuda")
         logprobs = torch.empty(n, dtype=torch.float32, device="cuda")
         statuses = torch.empty(n, dtype=torch.int32, device="cuda")
-        wanted = torch.full((n,), int(wished.get("top", -1)), dtype=torch.int32, device="cuda")
+        wanted = torch.full((n,), int(options.get("top", -1)), dtype=torch.int32, device="cuda")
         ids = torch.empty(n, MAX_TOP, dtype=torch.int32, device="cuda")
         values = torch.empty(n, MAX_TOP, device="cuda")
         own = torch.empty(n, device="cuda")
@@ -109,18 +109,18 @@ def ours(n: int, dtype: torch.dtype, case: str) -> Callable[[], Call]:
         def call() -> None:
             sample(
                 logits,
-                wishes,
+                row_params,
                 positions,
                 workspace,
                 token_ids=token_ids,
                 logprobs=logprobs,
                 statuses=statuses,
                 **state,
-                filters=bool(wished.keys() & FILTERS),
-                rare=bool(wished.keys() & RARE),
+                filters=bool(options.keys() & FILTERS),
+                rare=bool(options.keys() & RARE),
                 pdl=True,
             )
-            if "top" in wished:
+            if "top" in options:
                 top_logprobs(
                     logits,
                     wanted,
@@ -140,28 +140,28 @@ def ours(n: int, dtype: torch.dtype, case: str) -> Callable[[], Call]:
 
 
 def torchs(n: int, dtype: torch.dtype, case: str) -> Callable[[], Call]:
-    deviation, wished = CASES[case]
+    deviation, options = CASES[case]
 
     def race(scores: torch.Tensor) -> torch.Tensor:
         probabilities = torch.softmax(scores, -1, dtype=torch.float32)
         return probabilities.div_(torch.empty_like(probabilities).exponential_()).argmax(-1)
 
     def filtered(logits: torch.Tensor) -> torch.Tensor:
-        scores, ids = torch.sort(logits.float() / wished["temperature"], -1, descending=True)
-        if "top_k" in wished:
-            scores[:, int(wished["top_k"]) :] = -torch.inf
+        scores, ids = torch.sort(logits.float() / options["temperature"], -1, descending=True)
+        if "top_k" in options:
+            scores[:, int(options["top_k"]) :] = -torch.inf
         masses = torch.softmax(scores, -1)
-        kept = masses.cumsum(-1) - masses < wished.get("top_p", 1.0)
-        kept &= masses >= wished.get("min_p", 0.0) * masses[:, :1]
+        kept = masses.cumsum(-1) - masses < options.get("top_p", 1.0)
+        kept &= masses >= options.get("min_p", 0.0) * masses[:, :1]
         picks = race(scores.masked_fill_(~kept, -torch.inf))
         return ids.gather(1, picks.unsqueeze(1))
 
     def make() -> Call:
         logits = (torch.randn(n, VOCAB, device="cuda") * deviation).to(dtype)
-        if "temperature" not in wished:
+        if "temperature" not in options:
             return lambda: logits.argmax(-1)
         if case == "plain":
-            return lambda: race(logits.float() / wished["temperature"])
+            return lambda: race(logits.float() / options["temperature"])
         return lambda: filtered(logits)
 
     return make

@@ -2,7 +2,7 @@
 
     ClientError
     ├── InvalidRequest     the server or the client refused what was asked: mend the request
-    ├── Unavailable        the server cannot take it now: try again later
+    ├── Unavailable        the server cannot take it now: retry later
     ├── Cancelled          it was cancelled, by us or by the server
     ├── TimedOut           the timeout that the caller gave has passed
     ├── ServerError        the server failed: the request was not at fault
@@ -105,7 +105,7 @@ def from_rpc(error: grpc.RpcError, hint: str = "", timeout: float | None = None)
     if code is grpc.StatusCode.UNAVAILABLE and _TRANSPORT.search(details):
         return ConnectionFailed(f"{details}{hint}")
     if code is grpc.StatusCode.DEADLINE_EXCEEDED and timeout is not None:
-        return TimedOut(f"no end within the timeout of {timeout:g} s")
+        return TimedOut(f"no complete response within the timeout of {timeout:g} s")
     return BY_CODE.get(code, ServerError)(details)
 
 

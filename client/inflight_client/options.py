@@ -120,7 +120,7 @@ DATATYPES: dict[str, str] = {
     "beam_width": "INT32",
     "length_penalty": "FP32",
     "early_stopping": "BOOL",
-    "speculation": "BYTES",
+    "speculative_config": "BYTES",
     "guided_decoding_guide_type": "BYTES",
     "guided_decoding_guide": "BYTES",
 }
@@ -181,7 +181,7 @@ def _biases(biases: Any, options: Mapping[str, Any]) -> Iterator[tuple[str, str,
             f"logit_bias: {shown(biases)} is not a mapping of token ids to numbers"
         )
     if any(name in options for name in names):
-        raise InvalidRequest(f"logit_bias does not go together with {' and '.join(names)}")
+        raise InvalidRequest(f"logit_bias cannot be combined with {' and '.join(names)}")
     for name, values in zip(names, (list(biases), list(biases.values())), strict=True):
         yield name, DATATYPES[name], values
 

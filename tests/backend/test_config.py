@@ -10,7 +10,14 @@ from typing import Any
 import msgspec
 import pytest
 
-from inflight.config import EngineConfig, SpeculationConfig, load, parse
+from inflight.config import (
+    _FORMER_NAMES,
+    _FORMER_SPECULATIVE_NAMES,
+    EngineConfig,
+    SpeculativeConfig,
+    load,
+    parse,
+)
 from inflight.errors import ConfigError
 
 
@@ -25,16 +32,16 @@ def test_a_model_is_all_that_is_needed() -> None:
 
 
 @pytest.mark.parametrize(
-    ("device", "dtype", "max_num_seqs", "max_batch_tokens"),
+    ("device", "dtype", "max_num_seqs", "max_num_batched_tokens"),
     [("cpu", "float32", 64, 512), ("cuda", "bfloat16", 256, 8192)],
 )
 def test_what_is_left_open_follows_the_device(
-    device: str, dtype: str, max_num_seqs: int, max_batch_tokens: int
+    device: str, dtype: str, max_num_seqs: int, max_num_batched_tokens: int
 ) -> None:
     config = parse({"model": "m", "device": device}, "here")
     assert config.dtype == dtype
     assert config.max_num_seqs == max_num_seqs
-    assert config.max_batch_tokens == max_batch_tokens
+    assert config.max_num_batched_tokens == max_num_batched_tokens
     mine = parse({"model": "m", "device": device, "max_num_seqs": 3}, "here")
     assert mine.max_num_seqs == 3
 
@@ -46,7 +53,7 @@ def test_each_setting_is_taken_over() -> None:
         "dtype": "bfloat16",
         "num_threads": 3,
         "block_size": 8,
-        "kv_cache_bytes": 1000,
+        "kv_cache_memory_bytes": 1000,
         "num_blocks": 7,
         "gpu_memory": 0.5,
         "cuda_graphs": False,
@@ -54,17 +61,17 @@ def test_each_setting_is_taken_over() -> None:
         "random_weights": True,
         "max_model_len": 100,
         "max_num_seqs": 5,
-        "max_batch_tokens": 50,
+        "max_num_batched_tokens": 50,
         "max_prefill_chunk": 20,
         "max_waiting": 9,
-        "prefix_cache": False,
+        "enable_prefix_caching": False,
         "default_max_tokens": 11,
         "max_draft_tokens": 40,
-        "speculation": {"drafter": "ngram", "max_drafts": 3, "default": 2},
+        "speculative_config": {"method": "ngram", "num_speculative_tokens": 3, "default": 2},
     }
     assert set(raw) == set(EngineConfig.__struct_fields__), "a new setting belongs in here"
     found = msgspec.structs.asdict(parse(raw, "here"))
-    assert found.pop("speculation") == SpeculationConfig(**raw.pop("speculation"))  # type: ignore[arg-type]
+    assert found.pop("speculative_config") == SpeculativeConfig(**raw.pop("speculative_config"))  # type: ignore[arg-type]
     assert found == raw
 
 
@@ -82,13 +89,16 @@ def test_each_setting_is_taken_over() -> None:
             "here: block_size: '8' is of the wrong type; allowed: a whole number, 1 or more$",
         ),
         (
-            {"model": "m", "kv_cache_bytes": "1GiB"},
-            "here: kv_cache_bytes: '1GiB' .*; allowed: a whole number, 1 or more; or null$",
+            {"model": "m", "kv_cache_memory_bytes": "1GiB"},
+            "here: kv_cache_memory_bytes: '1GiB' .*; allowed: a whole number, 1 or more; or null$",
         ),
         ({"model": "m", "block_size": 8.5}, "here: block_size: 8.5 is of the wrong type"),
         ({"model": "m", "block_size": True}, "here: block_size: true is of the wrong type"),
         ({"model": "m", "block_size": None}, "here: block_size: null is of the wrong type"),
-        ({"model": "m", "prefix_cache": 1}, "prefix_cache: 1 .*; allowed: true or false$"),
+        (
+            {"model": "m", "enable_prefix_caching": 1},
+            "enable_prefix_caching: 1 .*; allowed: true or false$",
+        ),
         ({"model": "m", "gpu_memory": "9"}, "'9' .*; allowed: a number, 0.1 to 0.99$"),
         ({"model": "m", "gpu_memory": False}, "gpu_memory: false is of the wrong type"),
         ({"model": "m", "gpu_memory": float("nan")}, "gpu_memory: NaN is out of range"),
@@ -98,65 +108,104 @@ def test_each_setting_is_taken_over() -> None:
         ({"model": "m", "gpu_memory": 1.5}, "here: gpu_memory: 1.5 is out of range; allowed: 0.1"),
         (
             {"model": "m", "device": "cuda", "dtype": "float32"},
-            "here: dtype: float32 is not there on a GPU; allowed: bfloat16",
+            "here: dtype: float32 is not supported on GPUs; allowed: bfloat16",
         ),
         (
             {"model": "m", "device": "cuda", "block_size": 8},
-            "here: block_size: 8 is not there on a GPU; allowed: 16, 32, 64",
+            "here: block_size: 8 is not supported on GPUs; allowed: 16, 32, 64",
         ),
         ({"model": "m", "device": []}, r"here: device: \[\] is unknown"),
         ({"model": "m", "dtype": "float23"}, "allowed: auto, float32, bfloat16.*mean 'float32'"),
         (
-            {"model": "m", "max_num_seqs": 20, "max_batch_tokens": 19},
-            r"here: max_num_seqs: 20 is more than max_batch_tokens \(19\)",
+            {"model": "m", "max_num_seqs": 20, "max_num_batched_tokens": 19},
+            r"here: max_num_seqs: 20 is more than max_num_batched_tokens \(19\)",
         ),
-        ({"model": "m", "speculation": {"max_drafts": 0}}, "max_drafts: 0 is out of range"),
-        ({"model": "m", "speculation": {"default": 9}}, "default: 9 is out of range"),
-        ({"model": "m", "speculation": {"min_match": 5}}, "1 <= min_match <= max_match"),
-        ({"model": "m", "speculation": {"drafter": "eagle3"}}, "the drafter eagle3 needs one"),
-        ({"model": "m", "speculation": {"model": "x"}}, "the drafter ngram has none"),
-        ({"model": "m", "speculation": {"drafter": "self"}}, "num_layers: .* self needs it"),
         (
-            {"model": "m", "speculation": {"drafter": "self", "num_layers": 0}},
+            {"model": "m", "speculative_config": {"num_speculative_tokens": 0}},
+            "num_speculative_tokens: 0 is out of range",
+        ),
+        ({"model": "m", "speculative_config": {"default": 9}}, "default: 9 is out of range"),
+        (
+            {"model": "m", "speculative_config": {"prompt_lookup_min": 5}},
+            "1 <= prompt_lookup_min <= prompt_lookup_max",
+        ),
+        ({"model": "m", "speculative_config": {"method": "eagle3"}}, "model: is required by the"),
+        ({"model": "m", "speculative_config": {"model": "x"}}, "is not used by the method ngram"),
+        (
+            {"model": "m", "speculative_config": {"method": "self"}},
+            "layers: is required by .* self",
+        ),
+        (
+            {"model": "m", "speculative_config": {"method": "self", "num_layers": 0}},
             "num_layers: 0 is out of range",
         ),
         (
-            {"model": "m", "speculation": {"num_layers": True}},
-            "here: speculation.num_layers: true .*; allowed: a whole number, 1 or more; or null$",
+            {"model": "m", "speculative_config": {"num_layers": True}},
+            "here: speculative_config.num_layers: true .*; allowed: a whole number, 1 or more; or",
         ),
         (
-            {"model": "m", "speculation": {"max_drafts": 17}},
-            "here: speculation.max_drafts: 17 is out of range; allowed: 1 to 16$",
+            {"model": "m", "speculative_config": {"num_speculative_tokens": 17}},
+            "speculative_config.num_speculative_tokens: 17 is out of range; allowed: 1 to 16$",
         ),
         (
-            {"model": "m", "speculation": {"max_drafts": "5"}},
-            "here: speculation.max_drafts: '5' .*; allowed: a whole number, 1 to 16$",
+            {"model": "m", "speculative_config": {"num_speculative_tokens": "5"}},
+            "num_speculative_tokens: '5' .*; allowed: a whole number, 1 to 16$",
         ),
         (
-            {"model": "m", "speculation": {"default": "of"}},
-            "'of' is unknown; allowed: auto, off; or a whole number, 0 to max_drafts; .*'off'",
+            {"model": "m", "speculative_config": {"default": "of"}},
+            "'of' is unknown; allowed: auto, off; or a whole number, 0 to num_spec.*; .*'off'",
         ),
         (
-            {"model": "m", "speculation": {"drafter": "foo"}},
-            "here: speculation.drafter: 'foo' is unknown; allowed: ngram, self, draft_model, ea",
+            {"model": "m", "speculative_config": {"method": "foo"}},
+            "speculative_config.method: 'foo' is unknown; allowed: ngram, self, draft_model, ea",
         ),
         (
-            {"model": "m", "speculation": "ngram"},
-            'speculation: .ngram. is .*; allowed: an object such as {"drafter": "ngram"}; or null$',
+            {"model": "m", "speculative_config": "ngram"},
+            '.ngram. is .*; allowed: an object such as {"method": "ngram"}; or null$',
         ),
         (
-            {"model": "m", "speculation": {"foo": 1}},
-            "here: unknown key 'speculation.foo'; known keys: drafter, model, num_layers, ",
+            {"model": "m", "speculative_config": {"foo": 1}},
+            "here: unknown key 'speculative_config.foo'; known keys: method, model, num_layers, ",
         ),
         (
-            {"model": "m", "speculation": {"draft": 1}},
-            "here: unknown key 'speculation.draft'; did you mean 'drafter'?",
+            {"model": "m", "speculative_config": {"methods": 1}},
+            "here: unknown key 'speculative_config.methods'; did you mean 'method'?",
         ),
     ],
 )
 def test_what_cannot_work_is_named(raw: object, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         parse(raw, "here")
+
+
+@pytest.mark.parametrize(
+    ("former", "name", "value"),
+    [
+        ("max_batch_tokens", "max_num_batched_tokens", 500),
+        ("prefix_cache", "enable_prefix_caching", False),
+        ("kv_cache_bytes", "kv_cache_memory_bytes", 1 << 20),
+    ],
+)
+def test_a_former_name_is_accepted_with_a_warning(
+    former: str, name: str, value: object, caplog: pytest.LogCaptureFixture
+) -> None:
+    found = parse({"model": "m", former: value}, "here")
+    assert getattr(found, name) == value
+    assert f"here: {former} is deprecated; use {name}" in caplog.text
+    with pytest.raises(ConfigError, match=f"here: {former}: .* former name of {name}"):
+        parse({"model": "m", former: value, name: value}, "here")
+
+
+def test_former_names_of_speculative_decoding_are_accepted(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    values = dict(zip(_FORMER_SPECULATIVE_NAMES.values(), ["ngram", 3, 5, 1], strict=True))
+    former = {name: values[_FORMER_SPECULATIVE_NAMES[name]] for name in _FORMER_SPECULATIVE_NAMES}
+    (outer,) = (key for key, name in _FORMER_NAMES.items() if name == "speculative_config")
+    found = parse({"model": "m", outer: former}, "here").speculative_config
+    assert found == SpeculativeConfig(**values)  # type: ignore[arg-type]
+    for name in former:
+        assert f"speculative_config.{name} is deprecated" in caplog.text
 
 
 NUMBERS = [
@@ -166,7 +215,7 @@ NUMBERS = [
 ]
 
 
-BY_DEVICE = {"max_num_seqs", "max_batch_tokens"}  # 0 is the device's default
+BY_DEVICE = {"max_num_seqs", "max_num_batched_tokens"}  # 0 is the device's default
 
 
 @pytest.mark.parametrize(
@@ -188,7 +237,7 @@ def test_0_is_the_default_of_the_device(name: str) -> None:
 @pytest.mark.parametrize("value", ["?", 10**30, -0.5, True, None, [], {}, [[]], {"a": None}])
 def test_any_value_of_any_setting_is_taken_or_refused_in_our_words(value: Any) -> None:
     for raw in [{name: value} for name in EngineConfig.__struct_fields__] + [
-        {"speculation": {name: value}} for name in SpeculationConfig.__struct_fields__
+        {"speculative_config": {name: value}} for name in SpeculativeConfig.__struct_fields__
     ]:
         try:
             parse({"model": "m", **raw}, "here")
@@ -200,8 +249,10 @@ def test_any_value_of_any_setting_is_taken_or_refused_in_our_words(value: Any) -
 def test_bounds_hold_in_python_too() -> None:
     with pytest.raises(ConfigError, match=r"^num_blocks: 0 is out of range; allowed: 1 or more"):
         EngineConfig(model="m", num_blocks=0)
-    with pytest.raises(ConfigError, match=r"^speculation\.max_match: 0 is out of range"):
-        SpeculationConfig(max_match=0)
+    with pytest.raises(
+        ConfigError, match=r"^speculative_config\.prompt_lookup_max: 0 is out of range"
+    ):
+        SpeculativeConfig(prompt_lookup_max=0)
 
 
 def test_all_numbers_are_covered_by_the_test_above() -> None:
@@ -221,12 +272,12 @@ def test_a_model_that_is_not_relative_stays(tmp_path: Path, model: str) -> None:
 
 
 def test_the_model_of_a_drafter_is_found_in_the_same_way(tmp_path: Path) -> None:
-    text = '{"model": "m.gguf", "speculation": {"drafter": "eagle3", "model": "../head"}}'
-    speculation = load(written(tmp_path, text)).speculation
-    assert speculation is not None
-    assert speculation.model == str(tmp_path.parent / "head")
+    text = '{"model": "m.gguf", "speculative_config": {"method": "eagle3", "model": "../head"}}'
+    speculative_config = load(written(tmp_path, text)).speculative_config
+    assert speculative_config is not None
+    assert speculative_config.model == str(tmp_path.parent / "head")
     path = written(tmp_path, text.replace("../head", "a\\u0000b"))
-    with pytest.raises(ConfigError, match=re.escape(f"{path}: speculation.model: ")):
+    with pytest.raises(ConfigError, match=re.escape(f"{path}: speculative_config.model: ")):
         load(path)
 
 

@@ -17,8 +17,8 @@ from inflight.core.request import Request
 from inflight.core.sequence import Sequence
 from inflight.execution import cpu_runner
 from inflight.execution.cpu_runner import CpuRunner
-from inflight.execution.grammar_masks import RowMasks
-from inflight.execution.sampler import Choices, Row, choose
+from inflight.execution.grammar_masks import GrammarMasks
+from inflight.execution.sampler import LogitsRow, SamplerOutput, sample
 from inflight.sampling.params import SamplingParams
 
 VOCAB_SIZE = 8
@@ -31,7 +31,7 @@ MIN_P = 0.01
 
 LOGITS = torch.randn(VOCAB_SIZE, VOCAB_SIZE, generator=torch.Generator().manual_seed(1)) * 1.5
 
-WISHES = [
+OPTIONS = [
     pytest.param({"temperature": 1.0}, id="as it is"),
     pytest.param({"temperature": 0.6}, id="cold"),
     pytest.param({"temperature": 1.6, "top_p": 0.9}, id="hot, top_p"),
@@ -84,8 +84,8 @@ def draws(params: SamplingParams, drafter: np.random.Generator) -> npt.NDArray[n
                 contexts += tail
             output = StepOutput([[] for _ in chunks], [[] for _ in chunks])
             batch = Batch(chunks)
-            masks = RowMasks(batch, drafts)
-            runner._choose(batch, drafts, LOGITS[contexts].clone(), masks, output)
+            masks = GrammarMasks(batch, drafts)
+            runner._sample(batch, drafts, LOGITS[contexts].clone(), masks, output)
             assert not output.errors
             for one, chosen in zip(active, output.token_ids, strict=True):
                 one.token_ids += chosen
@@ -117,28 +117,28 @@ def p_values(tokens: npt.NDArray[np.int64], probs: npt.NDArray[np.float64]) -> l
     return found
 
 
-@pytest.mark.parametrize("wish", WISHES)
-def test_drawn_with_drafts_as_without(wish: dict[str, float]) -> None:
-    params = SamplingParams(**wish)  # type: ignore[arg-type]
+@pytest.mark.parametrize("options", OPTIONS)
+def test_drawn_with_drafts_as_without(options: dict[str, float]) -> None:
+    params = SamplingParams(**options)  # type: ignore[arg-type]
     tokens = draws(params, np.random.default_rng(2))
     assert min(p_values(tokens, exact(params))) > MIN_P
 
 
-@pytest.mark.parametrize("wish", WISHES[:1])
+@pytest.mark.parametrize("options", OPTIONS[:1])
 def test_a_draft_that_counts_unchosen_is_found_out(
-    wish: dict[str, float], monkeypatch: pytest.MonkeyPatch
+    options: dict[str, float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One wrong draft in twenty is taken: the test above is sharp enough to see that."""
     mistakes = np.random.default_rng(3)
 
-    def careless(logits: torch.Tensor, rows: list[Row]) -> Choices:
-        choices = choose(logits, rows)
+    def careless(logits: torch.Tensor, rows: list[LogitsRow]) -> SamplerOutput:
+        choices = sample(logits, rows)
         for index, after in enumerate(rows[1:]):
             if after.tail and mistakes.random() < 0.05:
                 choices.token_ids[index] = after.tail[-1]
         return choices
 
-    monkeypatch.setattr(cpu_runner, "choose", careless)
-    params = SamplingParams(**wish)  # type: ignore[arg-type]
+    monkeypatch.setattr(cpu_runner, "sample", careless)
+    params = SamplingParams(**options)  # type: ignore[arg-type]
     tokens = draws(params, np.random.default_rng(2))
     assert min(p_values(tokens, exact(params))) < MIN_P**3

@@ -109,7 +109,7 @@ def test_lists_and_biases_travel_as_tensors() -> None:
         ({"logit_bias": {1: "x"}}, "logit_bias_values: 'x' is not a number"),
         ({"allowed_token_ids": [1.5]}, "allowed_token_ids: 1.5 is not an integer"),
         ({"allowed_token_ids": [2**31]}, "allowed_token_ids: 2147483648 is not an integer"),
-        ({"logit_bias": {1: 1.0}, "logit_bias_ids": [1]}, "does not go together with logit_bias_i"),
+        ({"logit_bias": {1: 1.0}, "logit_bias_ids": [1]}, "cannot be combined with logit_bias_i"),
         ({"seed": -1}, "seed: -1 is not an integer from 0 to 18446744073709551615"),
         ({"temperature": 1e39}, r"temperature: 1e\+39 is not a number that fits 32 bits"),
         ({"ignore_eos": "false"}, "ignore_eos: 'false' is not True or False"),
@@ -402,7 +402,7 @@ def test_the_timeout_bounds_the_whole_request() -> None:
     with fake_triton.serve(endless) as server, Client(server.url, timeout=0.2) as client:
         stream = client.stream("Hi")
         assert next(stream).text == "Hello"
-        with pytest.raises(TimedOut, match=r"no end within the timeout of 0\.2 s"):
+        with pytest.raises(TimedOut, match=r"no complete response within the timeout of 0\.2 s"):
             next(stream)
 
 

@@ -209,8 +209,8 @@ def test_an_echoed_prompt_leads_and_is_told_of_like_the_output(cpu):
 
 def test_a_prompt_is_scored_alone_over_grpc_and_http(cpu):
     """What an evaluation asks of its continuations: OpenAI's echo with max_tokens 0."""
-    wish = {"max_tokens": 0, "echo": True, "num_logprobs": 1}
-    answer = generate(cpu.http, "generate", text_input=PROMPTS[0] + " Paris.", **wish)
+    options = {"max_tokens": 0, "echo": True, "num_logprobs": 1}
+    answer = generate(cpu.http, "generate", text_input=PROMPTS[0] + " Paris.", **options)
     assert answer["text_output"] == PROMPTS[0] + " Paris."
     assert answer["finish_reason"] == "length"
     assert answer["num_output_tokens"] == answer["cumulative_logprob"] == 0

@@ -16,14 +16,14 @@ import torch
 from safetensors.torch import load_file
 
 import tiny
-from eagle3_by_the_book import Head
+from eagle3_reference import Head
 from inflight.checkpoint.locate import Checkpoint
-from inflight.config import EngineConfig, SpeculationConfig
+from inflight.config import EngineConfig, SpeculativeConfig
 from inflight.core.request import Request
 from inflight.engine.engine import Engine, generate
 from inflight.execution import runner as runners
 from inflight.sampling.params import SamplingParams
-from watched import Watched, generate_twice
+from watched_drafter import Watched, generate_twice
 
 NUM_DRAFTS = 5
 NUM_LAYERS = 5
@@ -101,7 +101,7 @@ class Rig:
             if drafter["drafter"] in _MODELS:
                 name = drafter.get("model", _MODELS[drafter["drafter"]])
                 drafter["model"] = str(self.folder / name)
-            given["speculation"] = SpeculationConfig(**drafter)
+            given["speculation"] = SpeculativeConfig(**drafter)
         checkpoint = Checkpoint(self.folder / "target", "huggingface")
         config = EngineConfig(model=str(checkpoint.path), device="cuda", **given)
         runner, model = runners.build(config, checkpoint, lambda what, fraction: None)
@@ -120,10 +120,10 @@ class Rig:
                 prompt = common + prompt[: i // 3]
             if i == 7 and self.last_prompt_len:
                 prompt = (common * 3)[: self.last_prompt_len]
-            wish: dict[str, Any] = {"temperature": 0.0}
+            options: dict[str, Any] = {"temperature": 0.0}
             if i % 2:
-                wish = {"temperature": 0.9, "top_p": 0.95, "seed": i}
-            given = SamplingParams(max_tokens=self.max_tokens, ignore_eos=True, **wish)
+                options = {"temperature": 0.9, "top_p": 0.95, "seed": i}
+            given = SamplingParams(max_tokens=self.max_tokens, ignore_eos=True, **options)
             found.append(Request(1 + i, prompt, given))
         return found
 
@@ -160,10 +160,10 @@ def small_rig(folder: Path, max_len: int, **requests: Any) -> Rig:
 drafters = pytest.mark.parametrize(
     "drafter",
     [
-        pytest.param({"drafter": "ngram", "min_match": 1}, id="ngram"),
-        pytest.param({"drafter": "self", "num_layers": 3}, id="self"),
-        pytest.param({"drafter": "draft_model"}, id="draft_model"),
-        pytest.param({"drafter": "eagle3"}, id="eagle3"),
+        pytest.param({"method": "ngram", "prompt_lookup_min": 1}, id="ngram"),
+        pytest.param({"method": "self", "num_layers": 3}, id="self"),
+        pytest.param({"method": "draft_model"}, id="draft_model"),
+        pytest.param({"method": "eagle3"}, id="eagle3"),
     ],
 )
 ways = pytest.mark.parametrize(
@@ -194,8 +194,8 @@ class DraftingClaims:
     @pytest.mark.parametrize(
         "drafter",
         [
-            pytest.param({"drafter": "self", "num_layers": NUM_LAYERS}, id="self"),
-            pytest.param({"drafter": "draft_model", "model": "target"}, id="draft_model"),
+            pytest.param({"method": "self", "num_layers": NUM_LAYERS}, id="self"),
+            pytest.param({"method": "draft_model", "model": "target"}, id="draft_model"),
         ],
     )
     def test_a_drafter_that_is_the_model_is_right_each_time(
@@ -222,7 +222,7 @@ class DraftingClaims:
         Near-ties aside in bfloat16, where the later drafts follow from the earlier ones; and where
         a prefix was found, the entry of its last position may be of another next token.
         """
-        engine = rig.make_engine({"drafter": "eagle3"}, **rig.ways[way])
+        engine = rig.make_engine({"method": "eagle3"}, **rig.ways[way])
         watched = Watched(engine, rig.expected)
         assert generate(engine, rig.requests()) == rig.expected
 

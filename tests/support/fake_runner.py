@@ -6,7 +6,7 @@ import dataclasses
 import zlib
 from collections.abc import Callable, Iterable
 
-from inflight.core.batch import Batch, Chunk, Done, StepOutput
+from inflight.core.batch import Batch, Chunk, CompletedStep, StepOutput
 from inflight.core.request import Candidate
 from inflight.core.sequence import Sequence
 from inflight.scheduling.draft_budget import StepCosts
@@ -25,12 +25,12 @@ class CountingRunner:
         self.max_rows = 1 << 20
         self.steps_ahead = 0
         self.step_costs: StepCosts | None = None
-        self.drafts_for_host = True
+        self.supports_host_drafts = True
         self.batches: list[Batch] = []
         self.raises: Exception | None = None
         self.poisoned: set[int] = set()
 
-    def launch(self, batch: Batch) -> Done:
+    def launch(self, batch: Batch) -> CompletedStep:
         self.batches.append(batch)
         if self.raises is not None:
             raise self.raises
@@ -42,7 +42,7 @@ class CountingRunner:
                 errors[index] = "numerical: poisoned"
             last = chunk.sequence.token_ids[chunk.end - 1]
             tokens.append([(last + 1) % self.vocab_size] if chunk.samples else [])
-        return Done(StepOutput(tokens, [[-0.5] * len(t) for t in tokens], errors))
+        return CompletedStep(StepOutput(tokens, [[-0.5] * len(t) for t in tokens], errors))
 
     def forget(self, sequence: Sequence) -> None:
         pass
@@ -109,7 +109,7 @@ class PagedRunner:
         self.max_rows = 1 << 20
         self.steps_ahead = steps_ahead
         self.step_costs: StepCosts | None = None
-        self.drafts_for_host = True
+        self.supports_host_drafts = True
         self.draft: Callable[[list[int], int], list[int]] = lambda ids, count: []
         self.log: list[str] = []
         self.failing_launches: set[int] = set()

@@ -1,4 +1,4 @@
-"""Grammars for tests, by way of a compiler and without one."""
+"""GrammarQueue for tests, by way of a compiler and without one."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ from inflight_kernels.ops.drafting import DraftPass
 from inflight_kernels.torch_ops import sampling as torch_sampling
 from inflight_kernels.torch_ops import transformer
 
-_SLOT = 9  # words of a wish
+_SLOT = 9  # words of a params
 _TYPICAL_P, _TOP_N_SIGMA, _XTC_PROBABILITY = 10, 11, 13
 
 
@@ -37,12 +37,12 @@ def install(monkeypatch: pytest.MonkeyPatch) -> None:
     host_torch = HostTorch()
     for module in (cuda_runner, device_model):
         monkeypatch.setattr(module, "torch", host_torch)
-        monkeypatch.setattr(module, "captured", Recorded)
+        monkeypatch.setattr(module, "capture_graph", Recorded)
     monkeypatch.setattr(logprobs_of_steps, "torch", host_torch)
     monkeypatch.setattr(cuda_runner, "_DTYPE", torch.float32)
     monkeypatch.setattr(cuda_runner, "kernels_of", lambda *shape: [])
-    monkeypatch.setattr(cuda_runner, "compile_ahead", lambda kernels: None)
-    state = _Ops(write_tables, write_wishes, begin_step, end_step)
+    monkeypatch.setattr(cuda_runner, "precompile_kernels", lambda kernels: None)
+    state = _Ops(write_tables, write_row_params, begin_step, end_step)
     monkeypatch.setattr(cuda_runner, "batch_state", state)
     monkeypatch.setattr(device_batch, "batch_state", state)
     monkeypatch.setattr(device_batch, "cache", _Ops(copy_blocks, MAX_PAIRS=192))
@@ -50,8 +50,8 @@ def install(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(drafting, op.__name__, op)
     monkeypatch.setattr(sampling, "sample", sample)
     monkeypatch.setattr(sampling, "top_logprobs", top_logprobs)
-    monkeypatch.setattr(sampling, "note_output", note_output)
-    monkeypatch.setattr(sampling, "note_prompt", note_prompt)
+    monkeypatch.setattr(sampling, "count_output_tokens", count_output_tokens)
+    monkeypatch.setattr(sampling, "mark_prompt_tokens", mark_prompt_tokens)
     for model in (llama_cuda, residual, eagle3_cuda):
         monkeypatch.setattr(model, "embedding", embedding)
     for model in (residual, eagle3_cuda):
@@ -138,8 +138,8 @@ def write_tables(places: Tensor, blocks: Tensor, tables: Tensor) -> None:
     tables.view(-1)[places.long()] = blocks
 
 
-def write_wishes(slots: Tensor, news: Tensor, wishes: Tensor) -> None:
-    wishes[slots.long()] = news
+def write_row_params(slots: Tensor, news: Tensor, row_params: Tensor) -> None:
+    row_params[slots.long()] = news
 
 
 def copy_blocks(cache: Tensor, sources: Tensor, targets: Tensor) -> None:
@@ -162,8 +162,8 @@ def begin_step(
     state.sample_rows[own_rows:num_rows] = torch.arange(own_rows, max(own_rows, num_rows))
     state.sample_positions[own_rows:num_rows] = 0
     state.tail_starts[own_rows:num_rows] = state.tail_lengths[own_rows:num_rows] = 0
-    state.step_wishes[own_rows:num_rows] = 0
-    state.step_wishes[own_rows:num_rows, _SLOT] = -1
+    state.step_row_params[own_rows:num_rows] = 0
+    state.step_row_params[own_rows:num_rows, _SLOT] = -1
     for chunk in range(own_chunks):
         slot = int(step.slots[chunk])
         first, end_token = step.query_start[chunk : chunk + 2].tolist()
@@ -187,10 +187,10 @@ def begin_step(
             offset = end_token - first - (end_row - first_row) + i
             state.sample_rows[first_row + i] = first + offset
             state.sample_positions[first_row + i] = start + offset + 1
-            state.step_wishes[first_row + i] = state.wishes[slot]
+            state.step_row_params[first_row + i] = state.row_params[slot]
             if step.given[first_row + i] >= 0:
-                state.step_wishes[first_row + i] = 0
-                state.step_wishes[first_row + i, _SLOT] = -1
+                state.step_row_params[first_row + i] = 0
+                state.step_row_params[first_row + i, _SLOT] = -1
             scores = bool(step.given[first_row] >= 0)
             state.tail_starts[first_row + i] = end_token - (end_row - first_row) + 1
             state.tail_lengths[first_row + i] = 0 if scores else i
@@ -212,10 +212,10 @@ def end_step(step: Step, state: BatchState, num_chunks: int, pdl: bool = False) 
             result[0, row] = token
             result[1, row] = state.logprobs[row : row + 1].view(torch.int32)[0]
             result[2, row] = state.statuses[row]
-            state.count_slots[row] = state.wishes[slot, _SLOT]
+            state.count_slots[row] = state.row_params[slot, _SLOT]
             if state.history is not None and position < state.history.shape[1]:
                 state.history[slot, position] = token
-            fine = int(state.statuses[row]) == sampling.FINE
+            fine = int(state.statuses[row]) == sampling.OK
             if row + 1 == end or not fine or token != state.token_ids[state.sample_rows[row] + 1]:
                 break
         result[3, chunk] = row + 1 - first
@@ -262,15 +262,15 @@ def begin_drafting(
         slot = int(step.sample_slots[chunk]) if chunk < num_chunks else -1
         last = int(state.last_positions[slot]) if slot >= 0 else 0
         if slot < 0 or last >= max_positions:
-            rows.wishes[chunk] = 0
-            rows.wishes[chunk, _SLOT] = -1
+            rows.row_params[chunk] = 0
+            rows.row_params[chunk, _SLOT] = -1
             rows.rows[chunk] = 0
             _retire(rows, chunk)
             continue
-        rows.wishes[chunk] = state.wishes[slot]
-        rows.wishes[chunk, _SLOT] = -1
-        rows.wishes[chunk, _TYPICAL_P] = torch.tensor([1.0]).view(torch.int32)[0]
-        rows.wishes[chunk, _TOP_N_SIGMA] = rows.wishes[chunk, _XTC_PROBABILITY] = 0
+        rows.row_params[chunk] = state.row_params[slot]
+        rows.row_params[chunk, _SLOT] = -1
+        rows.row_params[chunk, _TYPICAL_P] = torch.tensor([1.0]).view(torch.int32)[0]
+        rows.row_params[chunk, _TOP_N_SIGMA] = rows.row_params[chunk, _XTC_PROBABILITY] = 0
         ended = False
         begin = (last - 1) // block_size + 1
         for block in range(begin, min((last + num_drafts - 1) // block_size + 1, width)):
@@ -301,7 +301,7 @@ def advance_drafting(
             continue
         position = int(rows.positions[chunk])
         index = position - int(state.last_positions[slot]) + behind
-        fine = int(rows.statuses[chunk]) == sampling.FINE
+        fine = int(rows.statuses[chunk]) == sampling.OK
         if fine and index < num_drafts:
             state.drafts[slot, index] = rows.chosen[chunk]
         if not fine or index + 1 >= num_drafts or position + 1 >= max_positions:
@@ -351,7 +351,7 @@ def _retire(rows: DraftPass, chunk: int) -> None:
 
 def sample(
     logits: Tensor,
-    wishes: Tensor,
+    row_params: Tensor,
     positions: Tensor,
     workspace: sampling.Workspace,
     *,
@@ -374,15 +374,15 @@ def sample(
     and masks. Nothing else."""
     log_sums[id(workspace)] = torch.logsumexp(logits, -1)
     raw, logits = logits, logits.clone()
-    found = wishes.contiguous().numpy().view(sampling.WISH)[:, 0]
+    found = row_params.contiguous().numpy().view(sampling.ROW_PARAMS)[:, 0]
     if counts is not None and prompt is not None and tokens is not None:
         assert tail_starts is not None and tail_lengths is not None
         tails = zip(tail_starts.tolist(), tail_lengths.tolist(), strict=True)
-        for row, (wish, (start, length)) in enumerate(zip(found, tails, strict=True)):
-            slot = int(wish["slot"])
+        for row, (params, (start, length)) in enumerate(zip(found, tails, strict=True)):
+            slot = int(params["slot"])
             if slot >= 0:
                 drafts = torch.bincount(tokens[start : start + length], minlength=counts.shape[1])
-                _penalize(logits[row], wish, counts[slot] + drafts, _bits(prompt[slot]))
+                _penalize(logits[row], params, counts[slot] + drafts, _bits(prompt[slot]))
     if bias_starts is not None and bias_ids is not None and biases is not None:
         for row, (begin, end) in enumerate(itertools.pairwise(bias_starts.tolist())):
             for token_id, bias in zip(bias_ids[begin:end], biases[begin:end], strict=True):
@@ -391,17 +391,17 @@ def sample(
         for row, place in enumerate(mask_rows.tolist()):
             if place >= 0:
                 logits[row, ~_bits(masks[place])[: logits.shape[1]]] = float("-inf")
-    statuses.fill_(sampling.FINE)
+    statuses.fill_(sampling.OK)
     token_ids.copy_(torch_sampling.greedy(logits))
     for row in np.flatnonzero(found["temperature"] > 0.0).tolist():
-        wish = found[row : row + 1]
-        number = torch_sampling.uniform(int(wish["seed"][0]), int(positions[row]))
+        params = found[row : row + 1]
+        number = torch_sampling.uniform(int(params["seed"][0]), int(positions[row]))
         drawn = torch_sampling.draw(
             logits[row : row + 1],
-            wish["temperature"].astype(np.float64),
-            wish["top_k"].astype(np.int64),
-            wish["top_p"].astype(np.float64),
-            wish["min_p"].astype(np.float64),
+            params["temperature"].astype(np.float64),
+            params["top_k"].astype(np.int64),
+            params["top_p"].astype(np.float64),
+            params["min_p"].astype(np.float64),
             np.array([number]),
         )
         token_ids[row] = drawn[0]
@@ -415,7 +415,7 @@ def _bits(words: Tensor) -> Tensor:
     return torch.from_numpy(np.unpackbits(words.numpy().view(np.uint8), bitorder="little") != 0)
 
 
-def _penalize(row: Tensor, wish: np.void, counts: Tensor, in_prompt: Tensor) -> None:
+def _penalize(row: Tensor, params: np.void, counts: Tensor, in_prompt: Tensor) -> None:
     output = counts > 0
     seen = output | in_prompt[: len(output)]
     torch_sampling.apply_penalties(
@@ -423,19 +423,21 @@ def _penalize(row: Tensor, wish: np.void, counts: Tensor, in_prompt: Tensor) -> 
         seen.nonzero()[:, 0].numpy(),
         output.nonzero()[:, 0].numpy(),
         counts[output].numpy(),
-        float(wish["repetition"]),
-        float(wish["presence"]),
-        float(wish["frequency"]),
+        float(params["repetition"]),
+        float(params["presence"]),
+        float(params["frequency"]),
     )
 
 
-def note_output(slots: Tensor, token_ids: Tensor, counts: Tensor, *, pdl: bool = False) -> None:
+def count_output_tokens(
+    slots: Tensor, token_ids: Tensor, counts: Tensor, *, pdl: bool = False
+) -> None:
     for slot, token_id in zip(slots.tolist(), token_ids.tolist(), strict=True):
         if slot >= 0:
             counts[slot, token_id] += 1
 
 
-def note_prompt(
+def mark_prompt_tokens(
     slots: Tensor, token_ids: Tensor, prompt: Tensor, vocab_size: int, *, pdl: bool = False
 ) -> None:
     words = prompt.numpy().view(np.uint32)
@@ -467,7 +469,7 @@ def top_logprobs(
         if number < 0:
             continue
         ids[row], logprobs[row], own_logprobs[row], ranks[row] = -1, float("-inf"), 0.0, 0
-        if int(statuses[row]) != sampling.FINE:
+        if int(statuses[row]) != sampling.OK:
             continue
         token = int(token_ids[row])
         if given is not None and int(given[row]) >= 0:
@@ -549,7 +551,7 @@ def rope_write_kv(
     v_cache: Tensor,
     *,
     q_out: Tensor,
-    settled: bool,
+    history_ready: bool,
     pdl: bool,
 ) -> None:
     num_heads, head_dim = q_out.shape[1:]

@@ -10,7 +10,7 @@ from torch import Tensor
 from inflight.checkpoint.locate import Checkpoint
 from inflight.models.config import read_config
 from inflight.models.kv_cache import KVCache
-from inflight.models.layers.attention import Rows
+from inflight.models.layers.attention import ForwardInputs
 from inflight.models.llama_cuda import Model
 
 # The beginning of one text, all of one, one token of another.
@@ -19,7 +19,8 @@ NUM_TOKENS = 23
 EVERY_ROW = list(range(NUM_TOKENS))
 
 SAMPLED = [[8, 21, 22], [22], [0, 9, 10, 22], [], EVERY_ROW]
-"""Rows of the step to get logits: as in prefill, one, prompts that are looked at, none, all."""
+"""ForwardInputs of the step to get logits: as in prefill, one, prompts that are looked at, none,
+all."""
 
 _BLOCK_SIZE, _BLOCKS_EACH = 16, 1
 _MAX_TOKENS = 40
@@ -55,7 +56,7 @@ def run(model: Model, sampled: list[int], num_layers: int | None = None) -> tupl
     return model.logits[: len(sampled)].clone(), cache.data
 
 
-def _rows(sampled: list[int], device: torch.device) -> Rows:
+def _rows(sampled: list[int], device: torch.device) -> ForwardInputs:
     places = [
         (chunk, position)
         for chunk, (start, end) in enumerate(CHUNKS)
@@ -66,7 +67,7 @@ def _rows(sampled: list[int], device: torch.device) -> Rows:
     def ints(values: list[int], dtype: torch.dtype = torch.int64) -> Tensor:
         return torch.tensor(values, dtype=dtype, device=device)
 
-    return Rows(
+    return ForwardInputs(
         token_ids=ints([(7 * chunk + 11 * position) % 160 for chunk, position in places]),
         positions=ints([position for _, position in places]),
         slot_mapping=ints([_BLOCK_SIZE * chunk + position for chunk, position in places]),

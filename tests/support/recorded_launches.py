@@ -45,7 +45,7 @@ def install(
 
     places: dict[str, Callable[..., Any]] = {
         "kernel": kernel,
-        "check_place": lambda *operand, **settings: None,  # a device, and an address
+        "check_memory": lambda *operand, **settings: None,  # a device, and an address
         "_same_memory": lambda a, b: False,  # addresses, too
         "is_hopper": lambda: hopper,
         "num_multiprocessors": lambda: num_multiprocessors,
@@ -65,7 +65,7 @@ def install(
     meta_torch = _MetaTorch()
     for owner in (cuda_runner, device_model):
         monkeypatch.setattr(owner, "torch", meta_torch)
-        monkeypatch.setattr(owner, "captured", host_kernels.Recorded)
+        monkeypatch.setattr(owner, "capture_graph", host_kernels.Recorded)
     monkeypatch.setattr(top_logprobs, "torch", meta_torch)
     monkeypatch.setattr(loader.RandomWeights, "read", _read)
     return launched

@@ -24,7 +24,7 @@ def scheduler(**changes: int | bool) -> Scheduler:
         "num_blocks": 16,
         "block_size": 4,
         "max_num_seqs": 4,
-        "max_batch_tokens": 16,
+        "max_num_batched_tokens": 16,
     }
     return Scheduler(**(settings | changes))  # type: ignore[arg-type]
 
@@ -97,12 +97,12 @@ def beam_search(
     return BeamGroup(head, OutputStage(None), NUM_NAMED)
 
 
-def told(group: BeamGroup) -> list[tuple[list[int], float]]:
+def best_outputs(group: BeamGroup) -> list[tuple[list[int], float]]:
     """Tokens and log-probability of each result."""
     return [(one.token_ids, one.cumulative_logprob) for one in group.results()]
 
 
-def undisturbed(group: BeamGroup) -> list[tuple[list[int], float]]:
+def searched_alone(group: BeamGroup) -> list[tuple[list[int], float]]:
     """What a search of the same request finds with the whole engine to itself."""
     head = group.head
     again = Sequence(head.request, head.max_tokens, eos_token_ids=head.eos_token_ids)
@@ -113,7 +113,7 @@ def undisturbed(group: BeamGroup) -> list[tuple[list[int], float]]:
         batch = plan.schedule()
         if plan.commit(batch, fake.launch(batch).result()):
             alone.advance(plan)
-    return told(alone)
+    return best_outputs(alone)
 
 
 def search_step(plan: Scheduler, fake: PagedRunner, group: BeamGroup) -> Batch:

@@ -183,7 +183,7 @@ class GgufFile:
             if offset % alignment or end > len(everything):
                 raise self._broken(f"the tensor {name!r} lies outside the file: it is cut off")
             if name in self.tensors:
-                raise self._broken(f"the tensor {name!r} stands in it twice")
+                raise self._broken(f"the tensor {name!r} occurs twice")
             spans.append((begin, end, name))
             self.tensors[name] = GgufTensor(shape, kind, everything[begin:end])
         check_overlap(self.path, spans)

@@ -44,7 +44,7 @@ def locate(model: str) -> Checkpoint:
     try:
         path = _in_package(model) if model.startswith(PACKAGE_PREFIX) else Path(model).expanduser()
     except RuntimeError as error:  # an unknown ~user
-        raise ConfigError(f"model: {model!r} is no path ({error})") from None
+        raise ConfigError(f"model: {model!r} is not a path ({error})") from None
     if path.is_file():
         if path.suffix != ".gguf":
             raise ConfigError(

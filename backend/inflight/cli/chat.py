@@ -155,14 +155,14 @@ def run(client: Client, options: Options, system: str | None) -> bool:
             case "/help":
                 console.print(HELP)
             case _ if line.startswith("/"):
-                console.print(f"{line} is no command; /help lists them")
+                console.print(f"{line} is not a command; /help lists them")
             case _:
-                answer = _turn(client, [*messages, _said("user", line)], options, console)
+                answer = _turn(client, [*messages, _message("user", line)], options, console)
                 if answer is None:
                     went_well = attended
                 else:
                     # A cancelled answer stays: the next turn may refer to it.
-                    messages += [_said("user", line), _said("assistant", answer.text)]
+                    messages += [_message("user", line), _message("assistant", answer.text)]
                     last = answer
 
 
@@ -201,5 +201,5 @@ def _drop_stdout() -> None:
         os.close(null)
 
 
-def _said(role: str, content: str) -> Message:
+def _message(role: str, content: str) -> Message:
     return {"role": role, "content": content}

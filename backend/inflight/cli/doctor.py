@@ -194,7 +194,7 @@ def check_memory(available: int) -> Check:
     found = f"{available / (1 << 30):.1f} GiB available"
     if available >= SMALL_MEMORY_BYTES:
         return Check("memory", "ok", found)
-    mend = "free some, or lower kv_cache_bytes in engine.json (1 GiB by default)"
+    mend = "free some, or lower kv_cache_memory_bytes in engine.json (1 GiB by default)"
     return Check("memory", "note", found, mend)
 
 

@@ -14,7 +14,7 @@ from inflight.core.sequence import Sequence
 
 # What a runner says in `StepOutput.errors`.
 NOT_FINITE = "numerical: the model's output is not finite for this sequence"
-NOTHING_LEFT = "numerical: what the request bans and allows leaves no token to choose from"
+NO_ALLOWED_TOKENS = "numerical: the request's bans and allowed tokens leave no token to sample"
 
 
 class Chunk(msgspec.Struct, frozen=True, gc=False):
@@ -170,7 +170,7 @@ class StepOutput:
 
 
 @dataclass(frozen=True, slots=True)
-class Done:
+class CompletedStep:
     """A step that was computed while it was launched (see `runner.PendingStep`)."""
 
     output: StepOutput

@@ -112,7 +112,7 @@ class StructuredOutput(msgspec.Struct, frozen=True):
         found = decode(self.guide)
         if not (isinstance(found, list) and found and all(isinstance(text, str) for text in found)):
             raise ValueError(
-                f"a choice is a JSON array of one string or more: {_EXAMPLES['choice']}"
+                f"a choice is a JSON array of one or more strings: {_EXAMPLES['choice']}"
             )
         if "" in found:
             raise ValueError("a choice must not be empty")
@@ -129,7 +129,7 @@ _EXAMPLES: dict[Kind, str] = {
 
 
 def parse(guide_type: str | None, guide: str | None) -> StructuredOutput | None:
-    """The wish that two strings of a request stand for; None where there are neither.
+    """The constraint that two strings of a request stand for; None where there are neither.
 
     Args:
         guide_type: one of KINDS; "" counts as absent, as some gateways write it.
@@ -144,9 +144,9 @@ def parse(guide_type: str | None, guide: str | None) -> StructuredOutput | None:
                 f"is missing, but {GUIDE_FIELD} is there; allowed: {', '.join(KINDS)}", TYPE_FIELD
             )
         return None
-    wish = StructuredOutput(guide_type, guide or "")  # type: ignore[arg-type]  # checked in there
-    wish.check()
-    return wish
+    constraint = StructuredOutput(guide_type, guide or "")  # type: ignore[arg-type]  # checked in there
+    constraint.check()
+    return constraint
 
 
 def decode(text: str) -> Any:

@@ -97,12 +97,12 @@ class Candidate(msgspec.Struct, frozen=True, array_like=True, gc=False):
             token_id, logprob, rank: of the token that stands there.
             ids, logprobs: of the likeliest ones, in order.
         """
-        likeliest = [
+        others = [
             Candidate(id_, value, place)
             for place, (id_, value) in enumerate(zip(ids, logprobs, strict=True), 1)
             if id_ != token_id
         ]
-        return [Candidate(token_id, logprob, rank), *likeliest]
+        return [Candidate(token_id, logprob, rank), *others]
 
 
 class TokenEvent(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):

@@ -7,10 +7,10 @@ import enum
 from typing import TYPE_CHECKING
 
 from inflight.core.request import Candidate, FinishReason, Request
-from inflight.sampling.logit_adjustments import Shaping
+from inflight.sampling.logit_adjustments import LogitAdjustments
 
 if TYPE_CHECKING:  # llguidance is loaded with the first request that needs it
-    from inflight.structured.walk import Walk
+    from inflight.structured.grammar_state import GrammarState
 
 
 class Status(enum.Enum):
@@ -51,14 +51,14 @@ class Sequence:
         eos_token_ids: tokens that end it: the model's and the request's end_id.
         beams: of a beam search, the outputs that are followed; None of any other sequence.
         head: the beam search whose beam it is; None if it is none.
-        num_seats: places in the batch that it takes: one for each beam.
+        num_batch_slots: places in the batch that it takes: one for each beam.
         num_candidates: the likeliest tokens that a runner has to name for each of its tokens; None
             for no token at all. Of a beam they are the likeliest of those that may be chosen.
-        shaping: what the host says of the choice of its tokens.
+        logit_adjustments: what the host says of the choice of its tokens.
         grammar: where its output stands in what it must match; None if it must match nothing.
         is_complete: nothing may follow the tokens that it has: its grammar says so.
-        needs_host: the host must have seen all tokens before it can say what the next one may be:
-            never more than one is in flight.
+        needs_committed_tokens: the host must have seen all tokens before it can say what the next
+            one may be: never more than one is in flight.
         num_drafts: tokens to draft in each of its steps from now on.
         num_drafted: drafts that were looked at so far.
         num_accepted: those of them that were right.
@@ -87,10 +87,12 @@ class Sequence:
         "is_complete",
         "last_candidates",
         "last_logprobs",
+        "logit_adjustments",
         "max_length",
         "max_tokens",
-        "needs_host",
+        "needs_committed_tokens",
         "num_accepted",
+        "num_batch_slots",
         "num_cached_tokens",
         "num_candidates",
         "num_computed",
@@ -100,13 +102,11 @@ class Sequence:
         "num_preemptions",
         "num_prompt_tokens",
         "num_scored",
-        "num_seats",
         "num_steps",
         "prompt_candidates",
         "request",
         "request_id",
         "seed",
-        "shaping",
         "status",
         "token_ids",
     )
@@ -127,15 +127,17 @@ class Sequence:
         self.max_length = self.num_prompt_tokens + max_tokens
         self.seed = seed
         self.eos_token_ids = eos_token_ids
-        self.shaping = Shaping(
+        self.logit_adjustments = LogitAdjustments(
             request.params, self.num_prompt_tokens, eos_token_ids, bad_word_ids, breaker_ids
         )
-        self.needs_host = self.shaping.needs_host or request.structured is not None
+        self.needs_committed_tokens = (
+            self.logit_adjustments.needs_committed_tokens or request.structured is not None
+        )
         self.beams: list[Sequence] | None = None
         self.head: Sequence | None = None
-        self.num_seats = request.params.beam_width
+        self.num_batch_slots = request.params.beam_width
         self.num_candidates = request.params.num_logprobs
-        self.grammar: Walk | None = None
+        self.grammar: GrammarState | None = None
         self.is_complete = False
         self.token_ids: list[int] = list(request.prompt_ids)
         self.num_in_flight = 0
@@ -180,7 +182,7 @@ class Sequence:
         its owner has to count them."""
         other = copy.copy(self)
         other.request_id = request_id
-        other.shaping = self.shaping.fork()
+        other.logit_adjustments = self.logit_adjustments.fork()
         other.token_ids = self.token_ids.copy()
         other.blocks = self.blocks.copy()
         other.block_hashes = self.block_hashes.copy()

@@ -159,7 +159,7 @@ class Server:
             ConfigError: no tritonserver, an unusable Python, a taken port, a bad repository.
         """
         if self._process is not None:
-            raise EngineError("the server was started before")
+            raise EngineError("the server was already started")
         for path in self.repositories:
             if not path.is_dir():
                 raise ConfigError(f"repository {path} is not a folder")

@@ -1,7 +1,8 @@
 """Beam search: of all continuations of a prompt, the likeliest that a bounded look finds.
 
 Each step looks at what may follow each of `beam_width` beams and goes on with as many of the
-likeliest: a beam may go on in several ways, or in none. Those that have ended are ranked by their
+likeliest: a beam may go on in several continuations, or in none. Those that have ended are ranked
+    by their
 log-probability / length ** length_penalty. Semantics are those of `generate(num_beams=beam_width,
 num_return_sequences=n)` in Transformers 5; the method is Lowerre's (The HARPY speech recognition
 system, 1976).
@@ -14,14 +15,14 @@ from dataclasses import dataclass
 
 from inflight.core.request import Candidate
 from inflight.core.sequence import Sequence
-from inflight.engine.output import Ends, OutputStage
+from inflight.engine.output import OutputStage, StopConditions
 from inflight.errors import RequestError
 from inflight.sampling.params import MAX_LOGPROBS
 from inflight.scheduling.scheduler import Scheduler
 
 
 @dataclass(frozen=True, slots=True)
-class _Path:
+class _BeamState:
     """What is known of a beam beside its tokens.
 
     Attributes:
@@ -29,19 +30,19 @@ class _Path:
         candidates: of each of its tokens, what num_logprobs asks for; [] if it asks for nothing.
     """
 
-    ends: Ends
+    ends: StopConditions
     candidates: list[list[Candidate]]
 
 
 @dataclass(frozen=True, slots=True)
-class _Ended:
+class _FinishedBeam:
     """An output.
 
     Attributes:
         score: what it is ranked by.
         logprob: of all its tokens together.
         token_ids: prompt and output.
-        candidates: see `_Path`.
+        candidates: see `_BeamState`.
     """
 
     score: float
@@ -69,9 +70,9 @@ class BeamGroup:
 
     def __init__(self, head: Sequence, outputs: OutputStage, vocab_size: int) -> None:
         params = head.request.params
-        ends = outputs.ends_of(head)
+        ends = outputs.stop_conditions_of(head)
         width = params.beam_width
-        # Of one beam that goes on in all ways, each but those that end it.
+        # Of one beam that goes on in all continuations, each but those that end it.
         enough = width + ends.num_ids
         most = min(MAX_LOGPROBS, vocab_size)
         if enough > most:
@@ -83,14 +84,14 @@ class BeamGroup:
         self.head = head
         self.is_finished = False
         self._params = params
-        self._ended: list[_Ended] = []  # best first
+        self._ended: list[_FinishedBeam] = []  # best first
         first = head.fork(head.request_id)
         first.head = head
-        first.needs_host = True
+        first.needs_committed_tokens = True
         # Strings may end a beam, too, so there is more where there is room.
         first.num_candidates = max(min(2 * width, most), enough, params.num_logprobs or 0)
         head.beams = [first]
-        self._paths = {first: _Path(ends, [])}
+        self._states = {first: _BeamState(ends, [])}
 
     def advance(self, scheduler: Scheduler) -> list[Sequence]:
         """Choose how the beams go on, all of which have the candidates for their next tokens.
@@ -98,39 +99,41 @@ class BeamGroup:
         Returns:
             The beams that do not, whose blocks are free.
         """
-        beams = list(self._paths)
+        beams = list(self._states)
         self.head.num_steps += 1
         length = beams[0].num_output_tokens + 1
         width = self._params.beam_width
-        ways = [
+        continuations = [
             (beam.cumulative_logprob + candidate.logprob, beam, candidate)
             for beam in beams
-            for candidate in _in_order(beam)
+            for candidate in _by_rank(beam)
             if candidate.logprob > -math.inf
         ]
-        ways.sort(key=lambda way: -way[0])  # stable: of equals, the earlier beam's likelier token
-        chosen: list[tuple[float, Sequence, Candidate, _Path]] = []
-        for place, (logprob, beam, candidate) in enumerate(ways):
+        continuations.sort(
+            key=lambda way: -way[0]
+        )  # stable: of equals, the earlier beam's likelier token
+        chosen: list[tuple[float, Sequence, Candidate, _BeamState]] = []
+        for place, (logprob, beam, candidate) in enumerate(continuations):
             if place >= width and len(chosen) == width:
                 break
-            path = self._paths[beam]
+            path = self._states[beam]
             ends = path.ends.after(candidate.token_id)
             if ends is None:
                 if place < width:
                     self._end(logprob, beam, candidate, length)
             elif len(chosen) < width:
                 known = self._candidates(beam, candidate)
-                chosen.append((logprob, beam, candidate, _Path(ends, known)))
+                chosen.append((logprob, beam, candidate, _BeamState(ends, known)))
         best = chosen[0][0] if chosen else -math.inf
-        self.is_finished = self._is_settled(best, length)
+        self.is_finished = self._is_done(best, length)
         if self.is_finished:
             return []
         after = scheduler.branch(
             self.head,
             [(beam, candidate.token_id, candidate.logprob) for _, beam, candidate, _ in chosen],
         )
-        self._paths = {beam: way[3] for beam, way in zip(after, chosen, strict=True)}
-        return [beam for beam in beams if beam not in self._paths]
+        self._states = {beam: way[3] for beam, way in zip(after, chosen, strict=True)}
+        return [beam for beam in beams if beam not in self._states]
 
     def results(self) -> list[Sequence]:
         """The best outputs that have ended, the best first, for `OutputStage.collect`."""
@@ -148,7 +151,7 @@ class BeamGroup:
 
     def _end(self, logprob: float, beam: Sequence, candidate: Candidate, length: int) -> None:
         """A beam has ended with a candidate: keep it if it is among the best."""
-        ended = _Ended(
+        ended = _FinishedBeam(
             logprob / length**self._params.length_penalty,
             logprob,
             [*beam.token_ids, candidate.token_id],
@@ -158,7 +161,7 @@ class BeamGroup:
         self._ended.sort(key=lambda one: -one.score)
         del self._ended[self._params.beam_width :]
 
-    def _is_settled(self, best: float, length: int) -> bool:
+    def _is_done(self, best: float, length: int) -> bool:
         """Whether no beam goes on.
 
         Args:
@@ -178,11 +181,11 @@ class BeamGroup:
         number = self._params.num_logprobs
         if number is None:
             return []
-        others = [one for one in _in_order(beam)[:number] if one is not chosen]
-        return [*self._paths[beam].candidates, [chosen, *others]]
+        others = [one for one in _by_rank(beam)[:number] if one is not chosen]
+        return [*self._states[beam].candidates, [chosen, *others]]
 
 
-def _in_order(beam: Sequence) -> list[Candidate]:
+def _by_rank(beam: Sequence) -> list[Candidate]:
     """What may follow a beam, the likeliest first."""
     found = beam.last_candidates[0] if beam.last_candidates else []
     return sorted(found, key=lambda candidate: candidate.rank)

@@ -8,7 +8,7 @@ silence ends it.
 
 What "too long" means follows the load. Under load responses are coalesced and queue up, so the
 measure is the delay that acknowledged responses have had lately. And silence counts for little
-while nobody else has been heard either: then the way is blocked, not one consumer gone.
+while nobody else has been was_acknowledged either: then the way is blocked, not one consumer gone.
 """
 
 from __future__ import annotations
@@ -64,12 +64,12 @@ class _Smoothed:
 class _Stream:
     """What is on its way to one consumer."""
 
-    __slots__ = ("heard", "num_returns", "pending", "position", "suspended_at")
+    __slots__ = ("num_returns", "pending", "position", "suspended_at", "was_acknowledged")
 
     def __init__(self) -> None:
         self.pending: deque[tuple[int, float]] = deque()  # (position, emitted at), oldest first
         self.position = 0  # acknowledged up to here
-        self.heard = False  # whether anything was ever acknowledged
+        self.was_acknowledged = False  # whether anything was ever acknowledged
         self.suspended_at: float | None = None
         self.num_returns = 0
 
@@ -96,7 +96,7 @@ class DeliveryWatch:
         self._step_time = _Smoothed()
         self._last_step = 0.0
         self._latency = _Smoothed()
-        self._latest_heard = -math.inf  # when the newest acknowledged emission was made
+        self._latest_acknowledged = -math.inf  # when the newest acknowledged emission was made
         self._time_in_steps = 0.0  # so that pauses without work forget nothing
 
     @property
@@ -107,7 +107,7 @@ class DeliveryWatch:
             PATIENCE_STEPS * self._step_time.value + PATIENCE_LATENCIES * self._latency.value,
         )
 
-    def stepped(self, duration: float) -> None:
+    def record_step(self, duration: float) -> None:
         """A step of the engine took this many seconds."""
         self._last_step = duration
         self._time_in_steps += duration
@@ -137,7 +137,7 @@ class DeliveryWatch:
         stream.position = position
         if stream.pending and stream.pending[0][0] <= position:
             self._learn(stream, now)
-        stream.heard = True
+        stream.was_acknowledged = True
         if stream.suspended_at is None:
             return False
         stream.suspended_at = None
@@ -162,8 +162,8 @@ class DeliveryWatch:
             if now - emitted_at <= usual:
                 continue
             patience = usual * 2 ** min(stream.num_returns, MAX_DOUBLINGS)
-            overtaken = self._latest_heard > emitted_at
-            if not stream.heard:
+            overtaken = self._latest_acknowledged > emitted_at
+            if not stream.was_acknowledged:
                 patience = max(patience, GRACE)
             elif len(waiting) > 1 and not overtaken:
                 patience = max(patience, STALL_GRACE)
@@ -191,7 +191,7 @@ class DeliveryWatch:
         oldest = newest = stream.pending.popleft()[1]
         while stream.pending and stream.pending[0][0] <= stream.position:
             newest = stream.pending.popleft()[1]
-        if newest > self._latest_heard:
-            self._latest_heard = newest
-        if stream.heard or self._latency.num_samples == 0:
+        if newest > self._latest_acknowledged:
+            self._latest_acknowledged = newest
+        if stream.was_acknowledged or self._latency.num_samples == 0:
             self._latency.add(max(0.0, now - oldest - self._last_step), now)

@@ -35,21 +35,21 @@ from inflight.engine.stats import Stats
 from inflight.errors import CapacityError, EngineError, InflightError, RequestError
 from inflight.execution.runner import PendingStep, Runner
 from inflight.sampling.params import DRY_SEQUENCE_BREAKERS
-from inflight.scheduling.draft_budget import Speculation
+from inflight.scheduling.draft_budget import DraftBudget
 from inflight.scheduling.scheduler import Scheduler
 from inflight.text.detokenize import Detokenizer
-from inflight.text.dry_breakers import Breakers
+from inflight.text.dry_breakers import DryBreakers
 from inflight.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
-    from inflight.engine.grammar_queue import Grammars
+    from inflight.engine.grammar_queue import GrammarQueue
     from inflight.structured.matcher import Matcher
 
 logger = logging.getLogger(__name__)
 
 _COMPILING_POLL_S = 0.001
 
-MAX_FAILURES_IN_A_ROW = 8
+MAX_CONSECUTIVE_FAILURES = 8
 """Steps, with none between them that worked: no bad request does that, but a lost GPU does."""
 
 
@@ -92,31 +92,33 @@ class Engine:
             num_blocks=runner.num_blocks,
             block_size=runner.block_size,
             max_num_seqs=config.max_num_seqs,
-            max_batch_tokens=config.max_batch_tokens,
+            max_num_batched_tokens=config.max_num_batched_tokens,
             max_prefill_chunk=config.max_prefill_chunk,
             max_waiting=config.max_waiting,
-            prefix_cache=config.prefix_cache,
+            enable_prefix_caching=config.enable_prefix_caching,
             max_draft_tokens=config.max_draft_tokens,
             max_rows=runner.max_rows,
         )
         detokenizer = Detokenizer(tokenizer) if tokenizer else None
         self.outputs = OutputStage(detokenizer)
-        self.breakers: Breakers | None = None
+        self.breakers: DryBreakers | None = None
         if tokenizer is not None and detokenizer is not None:
-            self.breakers = Breakers(tokenizer, detokenizer)
+            self.breakers = DryBreakers(tokenizer, detokenizer)
         self.delivery = DeliveryWatch()
         self.speculation = _speculation(config, runner)
-        self.grammars: Grammars | None = None
+        self.grammars: GrammarQueue | None = None
         self.num_steps = 0
         self.draining = False  # whether new requests are refused, since the server is stopping
         self._num_output_tokens = 0
         self._num_drafted_tokens = 0
         self._num_accepted_tokens = 0
-        self._failures_in_a_row = 0
+        self._consecutive_failures = 0
         self._clock = clock
         self._sequences: dict[int, Sequence] = {}
-        self._searches: dict[Sequence, BeamGroup] = {}  # by their heads
-        self._held: dict[int, list[Sequence]] = {}  # by the sibling whose prompt they wait for
+        self._beam_groups: dict[Sequence, BeamGroup] = {}  # by their heads
+        self._waiting_siblings: dict[
+            int, list[Sequence]
+        ] = {}  # by the sibling whose prompt they wait for
         self._in_flight: deque[_Launched] = deque()  # oldest first
         self._last_result = 0.0  # when it was taken
 
@@ -124,12 +126,14 @@ class Engine:
     def has_work(self) -> bool:
         """Whether `step` would launch a batch or take a result."""
         scheduler = self.scheduler
-        return bool(self._in_flight or scheduler.running or scheduler.waiting or self._held)
+        return bool(
+            self._in_flight or scheduler.running or scheduler.waiting or self._waiting_siblings
+        )
 
     @property
     def is_broken(self) -> bool:
         """Whether steps fail whatever is in them, as all do after an error of a GPU."""
-        return self._failures_in_a_row >= MAX_FAILURES_IN_A_ROW
+        return self._consecutive_failures >= MAX_CONSECUTIVE_FAILURES
 
     @property
     def is_compiling(self) -> bool:
@@ -149,23 +153,23 @@ class Engine:
             CapacityError: too many are queued, or the server is stopping.
         """
         if self.draining:
-            raise CapacityError("the server is stopping; send the request to another one")
+            raise CapacityError("the server is stopping; send the request to another server")
         output_ids = request.output_ids or (request.request_id,)
         for request_id in output_ids:
             if request_id in self._sequences:
                 raise RequestError(f"the request id {request_id} is in use")
         sequence = self._sequence(request)
-        group = self._group(sequence)
+        group = self._beam_group(sequence)
         if request.structured is None or self._has_grammar(sequence, request.structured):
             self._queue(sequence)
         # Only now: a refusal leaves nothing behind.
         if group is not None:
-            self._searches[sequence] = group
+            self._beam_groups[sequence] = group
         elif self.speculation is not None:
             self.speculation.add(sequence)
         self._sequences.update(dict.fromkeys(output_ids, sequence))
 
-    def _group(self, sequence: Sequence) -> BeamGroup | None:
+    def _beam_group(self, sequence: Sequence) -> BeamGroup | None:
         """The beams of a sequence that is to be a beam search.
 
         Raises:
@@ -183,12 +187,12 @@ class Engine:
             return None
         if request.structured is not None:
             raise RequestError(
-                f"does not go together with beam_width {width}: a grammar follows one output",
+                f"cannot be combined with beam_width {width}: a grammar follows one output",
                 GUIDE_FIELD,
             )
         if request.acknowledged:
             raise RequestError(
-                "which outputs are best is known at their end: nothing is delivered before",
+                "delivery cannot be acknowledged before the end, when the best outputs are known",
                 "beam_width",
             )
         return BeamGroup(sequence, self.outputs, self.runner.vocab_size)
@@ -202,14 +206,14 @@ class Engine:
         first = sequence.request.sibling
         sibling = None if first is None else self._sequences.get(first)
         if sibling is not None and not sibling.num_output_tokens:
-            self._held.setdefault(sibling.request_id, []).append(sequence)
+            self._waiting_siblings.setdefault(sibling.request_id, []).append(sequence)
         else:
             self.scheduler.add(sequence)
 
-    def _release(self, request_id: int) -> list[TokenEvent]:
+    def _release_siblings(self, request_id: int) -> list[TokenEvent]:
         """Queue those who waited for this request's prompt; the events of who is refused."""
         refused = []
-        for sequence in self._held.pop(request_id, ()):
+        for sequence in self._waiting_siblings.pop(request_id, ()):
             if sequence.status is Status.FINISHED:
                 continue
             try:
@@ -218,19 +222,21 @@ class Engine:
                 refused.append(self._fail(sequence, reason))
         return refused
 
-    def _has_grammar(self, sequence: Sequence, wish: StructuredOutput) -> bool:
+    def _has_grammar(self, sequence: Sequence, constraint: StructuredOutput) -> bool:
         """Whether a request's grammar is there already; `sweep` looks for it otherwise."""
         if self.tokenizer is None:
-            raise RequestError("this model has no tokenizer, so it knows ids only", GUIDE_FIELD)
+            raise RequestError("this model has no tokenizer and takes token ids only", GUIDE_FIELD)
         if sequence.request.params.ignore_eos:
             raise RequestError(
-                "does not go together with a grammar, which says when it ends", "ignore_eos"
+                "cannot be combined with a grammar, which determines the end", "ignore_eos"
             )
         if self.grammars is None:
-            from inflight.engine.grammar_queue import Grammars  # and llguidance: not without need
+            from inflight.engine.grammar_queue import (
+                GrammarQueue,  # and llguidance: not without need
+            )
 
-            self.grammars = Grammars(self.tokenizer, self.runner.vocab_size, self.eos_token_ids)
-        return self.grammars.submit(sequence, wish)
+            self.grammars = GrammarQueue(self.tokenizer, self.runner.vocab_size, self.eos_token_ids)
+        return self.grammars.submit(sequence, constraint)
 
     def cancel(self, request_id: int) -> list[TokenEvent]:
         """End a request and free its blocks; no events when it has ended already."""
@@ -238,7 +244,7 @@ class Engine:
         if sequence is None:
             return []
         sequence.finish_reason = FinishReason.CANCELLED
-        self._close(sequence)
+        self._finish_request(sequence)
         return [
             TokenEvent(
                 output_id,
@@ -271,22 +277,22 @@ class Engine:
             What the result, or a failed launch, did for each request that it touched.
         """
         events: list[TokenEvent] = []
-        for request_id in [key for key in self._held if key not in self._sequences]:
-            events += self._release(request_id)
+        for request_id in [key for key in self._waiting_siblings if key not in self._sequences]:
+            events += self._release_siblings(request_id)
         if self.speculation is not None:
             self.speculation.plan(self.scheduler.running)
         batch = self.scheduler.schedule()
         if batch.chunks:
             events += self._launch(batch)
         if len(self._in_flight) > (self.runner.steps_ahead if batch.chunks else 0):
-            events += self._take(self._in_flight.popleft())
+            events += self._process_result(self._in_flight.popleft())
         return events
 
     def sweep(self) -> list[TokenEvent]:
         """What time brings: set aside requests whose consumer fell silent, end those that stay
         silent, begin those whose grammar has been compiled."""
         now = self._clock()
-        compiled = [] if self.grammars is None else self._begin(self.grammars)
+        compiled = [] if self.grammars is None else self._queue_compiled(self.grammars)
         for request_id in self.delivery.overdue(now):
             self.scheduler.suspend(self._sequences[request_id])
         return compiled + [
@@ -295,7 +301,7 @@ class Engine:
             for event in self.cancel(request_id)
         ]
 
-    def _begin(self, grammars: Grammars) -> list[TokenEvent]:
+    def _queue_compiled(self, grammars: GrammarQueue) -> list[TokenEvent]:
         """Queue the requests whose grammar is there; the events of those that are refused."""
         refused = []
         for sequence, error in grammars.poll():
@@ -341,7 +347,7 @@ class Engine:
         if self.tokenizer is None:
             for name in ("stop_words", "bad_words", "dry_sequence_breakers"):
                 if getattr(params, name):
-                    raise RequestError("this model has no tokenizer, so it knows ids only", name)
+                    raise RequestError("this model has no tokenizer and takes token ids only", name)
         wanted = params.max_tokens
         if wanted is None:
             wanted = max(self.config.default_max_tokens, params.min_tokens)
@@ -377,37 +383,37 @@ class Engine:
         self._in_flight.append(_Launched(batch, pending, now))
         return []
 
-    def _take(self, launched: _Launched) -> list[TokenEvent]:
+    def _process_result(self, launched: _Launched) -> list[TokenEvent]:
         """Wait for a step and take in what it computed."""
         batch = launched.batch
         try:
             output = launched.pending.result()
         except Exception:  # as in _launch
             return self._fail_batch(batch)
-        self._failures_in_a_row = 0
-        failed = self._fail_some(batch, output)
+        self._consecutive_failures = 0
+        failed = self._fail_errored(batch, output)
         advanced = self.scheduler.commit(batch, output)
         if self.speculation is not None:
             self.speculation.observe(batch, output)
         for sequence in advanced:
             if sequence.grammar is not None:
-                failed += self._walk(sequence, sequence.grammar.matcher)
-            if sequence.request_id in self._held:
-                failed += self._release(sequence.request_id)
+                failed += self._advance_grammar(sequence, sequence.grammar.matcher)
+            if sequence.request_id in self._waiting_siblings:
+                failed += self._release_siblings(sequence.request_id)
         advanced = [one for one in advanced if one.status is not Status.FINISHED]
-        if self._searches:
+        if self._beam_groups:
             heads = dict.fromkeys(one.head for one in advanced if one.head is not None)
             advanced = [one for one in advanced if one.head is None]
             for head in heads:
-                failed += self._search(self._searches[head])
+                failed += self._advance_beams(self._beam_groups[head])
         events = self.outputs.collect(advanced)
         scored = [batch.chunks[index] for index in output.prompt_candidates]
-        events += self.outputs.tell_prompts(
+        events += self.outputs.prompt_events(
             chunk.sequence for chunk in scored if not (chunk.samples or chunk.is_stale)
         )
         for sequence in advanced:
             if sequence.finish_reason is not None:
-                self._close(sequence)
+                self._finish_request(sequence)
         self.num_steps += 1
         self._num_output_tokens += sum(len(one.last_logprobs) for one in advanced)
         self._num_drafted_tokens += sum(output.num_drafted.values())
@@ -416,12 +422,12 @@ class Engine:
         )
         now = self._clock()
         # Of two steps in flight, the second one starts when the first one ends.
-        self.delivery.stepped(now - max(launched.time, self._last_result))
+        self.delivery.record_step(now - max(launched.time, self._last_result))
         self._last_result = now
-        self._watch(events, now)
+        self._track_delivery(events, now)
         return events + failed
 
-    def _search(self, group: BeamGroup) -> list[TokenEvent]:
+    def _advance_beams(self, group: BeamGroup) -> list[TokenEvent]:
         """Let a beam search choose its next step; its events if it ends."""
         for beam in group.advance(self.scheduler):
             self.runner.forget(beam)
@@ -431,15 +437,15 @@ class Engine:
         results = group.results()
         if len(results) < max(1, len(head.request.output_ids)):
             error = EngineError(
-                "the model names too few tokens that may follow for so many outputs"
+                "too few tokens are allowed to follow for this many beam search outputs"
             )
             return [self._fail(head, error)]
         self._num_output_tokens += sum(one.num_output_tokens for one in results)
         events = self.outputs.collect(results)
-        self._close(head)
+        self._finish_request(head)
         return events
 
-    def _walk(self, sequence: Sequence, grammar: Matcher) -> list[TokenEvent]:
+    def _advance_grammar(self, sequence: Sequence, grammar: Matcher) -> list[TokenEvent]:
         """Take what was chosen, up to the output's end; the event of the failure if it fails."""
         taken: list[int] = []
         for token_id in sequence.token_ids[-len(sequence.last_logprobs) :]:
@@ -453,13 +459,13 @@ class Engine:
             return [self._fail(sequence, error)]
         return []
 
-    def _watch(self, events: list[TokenEvent], now: float) -> None:
+    def _track_delivery(self, events: list[TokenEvent], now: float) -> None:
         for event in events:
             sequence = self._sequences.get(event.request_id)
             if sequence is not None and sequence.request.acknowledged and event.token_ids:
                 self.delivery.emitted(event.request_id, event.position, now)
 
-    def _fail_some(self, batch: Batch, output: StepOutput) -> list[TokenEvent]:
+    def _fail_errored(self, batch: Batch, output: StepOutput) -> list[TokenEvent]:
         return [
             self._fail(batch.chunks[index].sequence, EngineError(text))
             for index, text in output.errors.items()
@@ -469,18 +475,18 @@ class Engine:
     def _fail_batch(self, batch: Batch) -> list[TokenEvent]:
         """End what a failed step held; call it where the exception is handled."""
         logger.exception("the step of %d sequences failed", len(batch.chunks))
-        self._failures_in_a_row += 1
+        self._consecutive_failures += 1
         # The message is fixed: an exception's own text may hold addresses or other users' data.
-        error = EngineError("the step that held this request failed; it is safe to send it again")
+        error = EngineError("the step that computed this request failed; it is safe to retry")
         return [self._fail(chunk.sequence, error) for chunk in batch.chunks if not chunk.is_stale]
 
     def _fail(self, sequence: Sequence, error: InflightError) -> TokenEvent:
         """End a request; one event does for all outputs of a beam search."""
         sequence = sequence.head or sequence
-        self._close(sequence)
+        self._finish_request(sequence)
         return TokenEvent.failed(sequence.request_id, error)
 
-    def _close(self, sequence: Sequence) -> None:
+    def _finish_request(self, sequence: Sequence) -> None:
         """The one place where a request leaves the engine."""
         self.scheduler.finish(sequence)
         self.outputs.forget(sequence)
@@ -491,22 +497,22 @@ class Engine:
             self.speculation.forget(sequence)
         if self.grammars is not None:
             self.grammars.forget(sequence)
-        self._searches.pop(sequence, None)
+        self._beam_groups.pop(sequence, None)
         for request_id in sequence.request.output_ids or (sequence.request_id,):
             self._sequences.pop(request_id, None)
 
 
-def _speculation(config: EngineConfig, runner: Runner) -> Speculation | None:
+def _speculation(config: EngineConfig, runner: Runner) -> DraftBudget | None:
     """None where nothing is drafted."""
-    settings = config.speculation
+    settings = config.speculative_config
     if settings is None or runner.step_costs is None:
         return None
     default = {"auto": AUTO_DRAFTS, "off": 0}.get(str(settings.default))
-    return Speculation(
+    return DraftBudget(
         runner.step_costs,
-        settings.max_drafts,
+        settings.num_speculative_tokens,
         int(settings.default) if default is None else default,
-        with_host=runner.drafts_for_host,
+        host_drafts=runner.supports_host_drafts,
     )
 
 

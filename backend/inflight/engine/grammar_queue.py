@@ -13,17 +13,17 @@ from inflight.errors import EngineError, InflightError
 from inflight.structured import bridge
 from inflight.structured.compiler import Compiler, Ticket
 from inflight.structured.grammar import Grammar
+from inflight.structured.grammar_state import GrammarState
 from inflight.structured.masks import MaskFiller
 from inflight.structured.matcher import Matcher
 from inflight.structured.vocabulary import Vocabulary
-from inflight.structured.walk import Walk
 from inflight.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class _Tools:
+class _GrammarBackend:
     """What is made once, for a model."""
 
     vocabulary: Vocabulary
@@ -31,7 +31,7 @@ class _Tools:
     filler: MaskFiller
 
 
-class Grammars:
+class GrammarQueue:
     """Compiles what requests ask for; the engine's thread calls it and never waits for it.
 
     The vocabulary is made with the first such request, on another thread: an engine without any has
@@ -45,26 +45,26 @@ class Grammars:
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, end_ids: Iterable[int]) -> None:
         maker = ThreadPoolExecutor(1, "vocabulary")
-        self._coming = maker.submit(_make, tokenizer, vocab_size, frozenset(end_ids))
+        self._backend_future = maker.submit(_make, tokenizer, vocab_size, frozenset(end_ids))
         maker.shutdown(wait=False)
-        self._early: list[tuple[Sequence, StructuredOutput]] = []  # came before the tools
+        self._unsubmitted: list[tuple[Sequence, StructuredOutput]] = []  # came before the tools
         self._waiting: dict[int, tuple[Ticket, Sequence]] = {}
 
     @property
     def num_waiting(self) -> int:
         """Requests whose grammar is not there yet."""
-        return len(self._early) + len(self._waiting)
+        return len(self._unsubmitted) + len(self._waiting)
 
-    def submit(self, sequence: Sequence, wish: StructuredOutput) -> bool:
+    def submit(self, sequence: Sequence, constraint: StructuredOutput) -> bool:
         """Ask for a sequence's grammar. True if it is there, as it is if it was used lately.
 
         Raises:
             InflightError: it was refused.
         """
-        if not self._coming.done():
-            self._early.append((sequence, wish))
+        if not self._backend_future.done():
+            self._unsubmitted.append((sequence, constraint))
             return False
-        ticket = self._tools.compiler.submit(wish)
+        ticket = self._backend.compiler.submit(constraint)
         if ticket.error is not None:
             raise ticket.error
         if ticket.grammar is not None:
@@ -75,17 +75,17 @@ class Grammars:
 
     def poll(self) -> list[tuple[Sequence, InflightError | None]]:
         """The sequences whose grammar has been compiled since, or refused, and then why."""
-        if not self._coming.done():
+        if not self._backend_future.done():
             return []
         done: list[tuple[Sequence, InflightError | None]] = []
-        early, self._early = self._early, []
-        for sequence, wish in early:
+        early, self._unsubmitted = self._unsubmitted, []
+        for sequence, constraint in early:
             try:
-                if self.submit(sequence, wish):
+                if self.submit(sequence, constraint):
                     done.append((sequence, None))
             except InflightError as refusal:
                 done.append((sequence, refusal))
-        for ticket in self._tools.compiler.poll() if self._waiting else ():
+        for ticket in self._backend.compiler.poll() if self._waiting else ():
             for request_id, (waiting, sequence) in list(self._waiting.items()):
                 if waiting is not ticket:
                     continue
@@ -101,20 +101,20 @@ class Grammars:
 
     def forget(self, sequence: Sequence) -> None:
         """A request has ended; idempotent."""
-        self._early = [early for early in self._early if early[0] is not sequence]
+        self._unsubmitted = [early for early in self._unsubmitted if early[0] is not sequence]
         found = self._waiting.pop(sequence.request_id, None)
         if found is not None:
-            self._tools.compiler.cancel(found[0])
+            self._backend.compiler.cancel(found[0])
 
     @property
-    def _tools(self) -> _Tools:
+    def _backend(self) -> _GrammarBackend:
         """Waits for them.
 
         Raises:
             EngineError: they could not be made.
         """
         try:
-            return self._coming.result()
+            return self._backend_future.result()
         except InflightError:
             raise
         except Exception as error:  # of a library; the log has it, the requests get its kind
@@ -124,12 +124,12 @@ class Grammars:
             ) from None
 
     def _start(self, sequence: Sequence, grammar: Grammar) -> None:
-        tools = self._tools
+        tools = self._backend
         matcher = Matcher(grammar, tools.vocabulary, sequence.eos_token_ids)
-        sequence.grammar = Walk(matcher, tools.filler)
+        sequence.grammar = GrammarState(matcher, tools.filler)
 
 
-def _make(tokenizer: Tokenizer, vocab_size: int, end_ids: frozenset[int]) -> _Tools:
+def _make(tokenizer: Tokenizer, vocab_size: int, end_ids: frozenset[int]) -> _GrammarBackend:
     vocabulary = bridge.vocabulary(tokenizer, vocab_size, end_ids)
     compiler = Compiler(vocabulary, bridge.encoder(tokenizer, vocabulary))
-    return _Tools(vocabulary, compiler, MaskFiller(vocabulary))
+    return _GrammarBackend(vocabulary, compiler, MaskFiller(vocabulary))

@@ -62,14 +62,14 @@ class OutputStage:
                 del self._outputs[sequence.request_id]
         return events
 
-    def ends_of(self, sequence: Sequence) -> Ends:
+    def stop_conditions_of(self, sequence: Sequence) -> StopConditions:
         """What ends an output of this sequence: for beams, which are collected at their ends."""
-        return Ends(sequence, self._detokenizer)
+        return StopConditions(sequence, self._detokenizer)
 
-    def tell_prompts(self, sequences: Iterable[Sequence]) -> list[TokenEvent]:
+    def prompt_events(self, sequences: Iterable[Sequence]) -> list[TokenEvent]:
         """What is known of the tokens of prompts that are not computed to their end: an event each,
         without output."""
-        return [self._output(sequence).tell_prompt(sequence) for sequence in sequences]
+        return [self._output(sequence).prompt_event(sequence) for sequence in sequences]
 
     def forget(self, sequence: Sequence) -> None:
         """Drop what is known of a sequence that ended elsewhere; idempotent."""
@@ -113,19 +113,19 @@ class _Output:
         if params.num_logprobs is not None:
             self.candidates = []
         self.text: _HeldText | None = None
-        self.ends = _ending_ids(sequence, detokenizer)
+        self.ends = _stop_ids(sequence, detokenizer)
         if detokenizer is not None:
             prompt = sequence.request.prompt_ids
             self.window = detokenizer.window_for(prompt, len(prompt))
             if params.stop_words:
                 self.text = _HeldText(detokenizer, self.window, params.stop_words)
 
-    def tell_prompt(self, sequence: Sequence) -> TokenEvent:
+    def prompt_event(self, sequence: Sequence) -> TokenEvent:
         return TokenEvent(
             sequence.request_id,
             window=self.window,
             num_cached_tokens=sequence.num_cached_tokens,
-            prompt_candidates=self._take_prompt(sequence),
+            prompt_candidates=self._pop_prompt_candidates(sequence),
         )
 
     def advance(self, sequence: Sequence) -> TokenEvent | None:
@@ -174,7 +174,7 @@ class _Output:
         rest = token_ids[first + self.released :]
         if self.detokenizer is not None:
             if ended_by_id:
-                trim = self._length_of_end(self.detokenizer, rest)
+                trim = self._eos_text_length(self.detokenizer, rest)
             if stop_at is None and self.text is not None:
                 # A character that never got complete can complete a stop word, as U+FFFD.
                 stop_at = self.text.finish(self.seen > self.min_tokens)
@@ -184,7 +184,7 @@ class _Output:
                 trim = len(self.detokenizer.delta(self.window, rest, final=True)) - stop_at
         return self._event(sequence, rest, self.seen, trim)
 
-    def _length_of_end(self, detokenizer: Detokenizer, ids: list[int]) -> int:
+    def _eos_text_length(self, detokenizer: Detokenizer, ids: list[int]) -> int:
         """Characters that the last id, an end-of-sequence token, has at the end of the text."""
         if not detokenizer.join(ids[-1:]):
             return 0
@@ -217,11 +217,11 @@ class _Output:
             sequence.cumulative_logprob,
             sequence.num_cached_tokens,
             candidates,
-            self._take_prompt(sequence),
+            self._pop_prompt_candidates(sequence),
             *(_drafts(sequence) if reason is not None else ()),
         )
 
-    def _take_prompt(self, sequence: Sequence) -> list[list[Candidate]]:
+    def _pop_prompt_candidates(self, sequence: Sequence) -> list[list[Candidate]]:
         """What no event has told yet of the prompt's tokens."""
         if not sequence.prompt_candidates:
             return []
@@ -238,7 +238,7 @@ class _Output:
         ]
 
 
-def _ending_ids(sequence: Sequence, detokenizer: Detokenizer | None) -> frozenset[int]:
+def _stop_ids(sequence: Sequence, detokenizer: Detokenizer | None) -> frozenset[int]:
     """Tokens that end an output after its first min_tokens."""
     params = sequence.request.params
     ends = frozenset() if params.ignore_eos else sequence.eos_token_ids
@@ -248,7 +248,7 @@ def _ending_ids(sequence: Sequence, detokenizer: Detokenizer | None) -> frozense
     return ends
 
 
-class Ends:
+class StopConditions:
     """Whether an output that may go on in several ways ends with a token, as `collect` would say.
 
     Attributes:
@@ -259,7 +259,7 @@ class Ends:
 
     def __init__(self, sequence: Sequence, detokenizer: Detokenizer | None) -> None:
         params = sequence.request.params
-        self._ids = _ending_ids(sequence, detokenizer)
+        self._ids = _stop_ids(sequence, detokenizer)
         self._min_tokens = params.min_tokens
         self._max_tokens = sequence.max_tokens
         self._seen = 0
@@ -270,7 +270,7 @@ class Ends:
             self._text = _HeldText(detokenizer, window, params.stop_words)
         self.num_ids = len(self._ids)
 
-    def after(self, token_id: int) -> Ends | None:
+    def after(self, token_id: int) -> StopConditions | None:
         """The same for what may follow one more token; None if the output ends with it."""
         may_stop = self._seen >= self._min_tokens
         if (may_stop and token_id in self._ids) or self._seen + 1 >= self._max_tokens:

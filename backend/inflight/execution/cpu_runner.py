@@ -13,33 +13,33 @@ from torch import Tensor
 from inflight.checkpoint.locate import Checkpoint
 from inflight.config import EngineConfig
 from inflight.core.batch import (
+    NO_ALLOWED_TOKENS,
     NOT_FINITE,
-    NOTHING_LEFT,
     Batch,
     BatchArrays,
     Chunk,
-    Done,
+    CompletedStep,
     StepOutput,
 )
 from inflight.core.request import Request
 from inflight.core.sequence import Sequence
 from inflight.execution import drafters
-from inflight.execution.drafters.source import find
-from inflight.execution.grammar_masks import RowMasks
-from inflight.execution.sampler import Row, choose
+from inflight.execution.drafters.drafter_spec import find_drafter
+from inflight.execution.grammar_masks import GrammarMasks
+from inflight.execution.sampler import LogitsRow, sample
 from inflight.models import ARCHITECTURES
 from inflight.models.config import ModelConfig
 from inflight.models.kv_cache import KVCache
 from inflight.sampling.params import SamplingParams
 from inflight.scheduling.draft_budget import StepCosts
 from inflight_kernels.torch_ops import transformer as ops
-from inflight_kernels.torch_ops.sampling import FINE
+from inflight_kernels.torch_ops.sampling import NO_ALLOWED_TOKENS as NO_ALLOWED_TOKENS_STATUS
 from inflight_kernels.torch_ops.sampling import NOT_FINITE as NOT_FINITE_STATUS
-from inflight_kernels.torch_ops.sampling import NOTHING_LEFT as NOTHING_LEFT_STATUS
+from inflight_kernels.torch_ops.sampling import OK
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
-_FAULTS = {NOT_FINITE_STATUS: NOT_FINITE, NOTHING_LEFT_STATUS: NOTHING_LEFT}
+_FAULTS = {NOT_FINITE_STATUS: NOT_FINITE, NO_ALLOWED_TOKENS_STATUS: NO_ALLOWED_TOKENS}
 
 # Of the steps whose cost is measured.
 _COST_TOKENS = (1, 2, 4, 8, 16)
@@ -67,15 +67,15 @@ class CpuRunner:
     ) -> None:
         if config.num_threads is not None:
             torch.set_num_threads(config.num_threads)
-        source = find(config, checkpoint, model)
-        mirror_bytes = 0 if source is None else source.block_bytes(config)
-        self.num_blocks = model.num_blocks(config, mirror_bytes=mirror_bytes)
+        source = find_drafter(config, checkpoint, model)
+        drafter_block_bytes = 0 if source is None else source.block_bytes(config)
+        self.num_blocks = model.num_blocks(config, drafter_block_bytes=drafter_block_bytes)
         self.block_size = config.block_size
         self.vocab_size = model.vocab_size
         self.max_rows = _MAX_ROWS
         self.steps_ahead = 0
         self.step_costs: StepCosts | None = None
-        self.drafts_for_host = True
+        self.supports_host_drafts = True
         self._dtype = _DTYPES[config.dtype]
         self._cache = KVCache(model, self.num_blocks, self.block_size, self._dtype)
         architecture = importlib.import_module(ARCHITECTURES[model.architecture])
@@ -89,10 +89,12 @@ class CpuRunner:
             )
             self.drafter = drafters.build(source, target)
             self._caches += self.drafter.caches
-            self.step_costs = self._measure_costs(min(source.settings.max_drafts, max_len - 2))
+            self.step_costs = self._measure_costs(
+                min(source.settings.num_speculative_tokens, max_len - 2)
+            )
 
-    def launch(self, batch: Batch) -> Done:
-        return Done(self._run(batch))
+    def launch(self, batch: Batch) -> CompletedStep:
+        return CompletedStep(self._run(batch))
 
     def forget(self, sequence: Sequence) -> None:
         if self.drafter is not None:
@@ -113,17 +115,17 @@ class CpuRunner:
             drafts = self.drafter.propose(batch.chunks)
         arrays = batch.arrays(self.block_size, drafts)
         self._refuse_unknown_tokens(arrays, output)
-        masks = RowMasks(batch, drafts)  # written while the model computes
+        masks = GrammarMasks(batch, drafts)  # written while the model computes
         logits = self._forward(arrays)
         masks.report(output)
         if len(logits):
-            self._choose(batch, drafts, logits, masks, output)
+            self._sample(batch, drafts, logits, masks, output)
         if self.drafter is not None:
-            self.drafter.follow(batch, arrays, output)
+            self.drafter.update(batch, arrays, output)
         return output
 
     def _forward(self, arrays: BatchArrays) -> Tensor:
-        """Logits of the rows that choose a token, or score one."""
+        """Logits of the rows that sample a token, or score one."""
         plan = ops.plan_attention(
             arrays.block_tables, arrays.query_start, arrays.seq_lens, self.block_size, self._dtype
         )
@@ -164,12 +166,12 @@ class CpuRunner:
                 output.errors[int(index)] = UNKNOWN_TOKEN
             ids[bad] = 0
 
-    def _choose(
+    def _sample(
         self,
         batch: Batch,
         drafts: list[list[int]],
         logits: Tensor,
-        masks: RowMasks,
+        masks: GrammarMasks,
         output: StepOutput,
     ) -> None:
         """Choose a token for each row of logits [s, V], which it changes, and verify the drafts;
@@ -177,22 +179,22 @@ class CpuRunner:
 
         A draft counts where the model chooses the same token after the drafts before it.
         """
-        rows: list[Row] = []
+        rows: list[LogitsRow] = []
         for index, (chunk, guessed) in enumerate(zip(batch.chunks, drafts, strict=True)):
             if chunk.num_scores:
-                rows += [Row(chunk.sequence, [], given=token) for token in chunk.scored_ids]
+                rows += [LogitsRow(chunk.sequence, [], given=token) for token in chunk.scored_ids]
             if chunk.samples:
                 rows += [
-                    Row(chunk.sequence, guessed[:count], masks.of_row(index, count))
+                    LogitsRow(chunk.sequence, guessed[:count], masks.of_row(index, count))
                     for count in range(1 + len(guessed))
                 ]
-        choices = choose(logits, rows)
+        choices = sample(logits, rows)
         row = 0
         for index, (chunk, guessed) in enumerate(zip(batch.chunks, drafts, strict=True)):
             if chunk.num_scores:
                 scored = slice(row, row + chunk.num_scores)
                 row = scored.stop
-                if any(status != FINE for status in choices.statuses[scored]):
+                if any(status != OK for status in choices.statuses[scored]):
                     output.errors.setdefault(index, NOT_FINITE)
                 if index not in output.errors:
                     output.prompt_candidates[index] = choices.candidates[scored]
@@ -200,10 +202,10 @@ class CpuRunner:
                 continue
             last = row
             while last - row < len(guessed) and choices.token_ids[last] == guessed[last - row]:
-                if choices.statuses[last] != FINE:
+                if choices.statuses[last] != OK:
                     break
                 last += 1
-            if choices.statuses[last] != FINE:
+            if choices.statuses[last] != OK:
                 output.errors.setdefault(index, _FAULTS[choices.statuses[last]])
             if index not in output.errors:
                 chosen = slice(row, last + 1)

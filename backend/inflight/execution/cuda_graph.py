@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 
-def captured(pool: Any, launch: Callable[..., None], *args: Any) -> torch.cuda.CUDAGraph:
+def capture_graph(pool: Any, launch: Callable[..., None], *args: Any) -> torch.cuda.CUDAGraph:
     """What a call launches, recorded.
 
     Args:

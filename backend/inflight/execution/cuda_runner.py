@@ -19,38 +19,38 @@ import torch
 
 from inflight.checkpoint.locate import Checkpoint
 from inflight.config import EngineConfig
-from inflight.core.batch import NOT_FINITE, NOTHING_LEFT, Batch, StepOutput
+from inflight.core.batch import NO_ALLOWED_TOKENS, NOT_FINITE, Batch, StepOutput
 from inflight.core.request import Candidate
 from inflight.core.sequence import Sequence
 from inflight.errors import ConfigError
-from inflight.execution.cuda_graph import captured
-from inflight.execution.device_batch import DeviceBatch, Needs, Sent
+from inflight.execution.cuda_graph import capture_graph
+from inflight.execution.device_batch import DeviceBatch, SamplerStages, SubmittedStep
 from inflight.execution.drafters import device as drafters
+from inflight.execution.drafters.drafter_spec import DrafterSpec, find_drafter
 from inflight.execution.drafters.ngram import NgramDrafter
-from inflight.execution.drafters.source import Source, find
-from inflight.execution.grammar_masks import RowMasks
+from inflight.execution.grammar_masks import GrammarMasks
 from inflight.execution.graph_buckets import (
     StepSize,
-    recorded_sizes,
+    capture_sizes,
     row_counts,
     verification_sizes,
 )
-from inflight.execution.top_logprobs import Likeliest
+from inflight.execution.top_logprobs import TopLogprobs
 from inflight.models import CUDA_ARCHITECTURES
 from inflight.models.config import ModelConfig
 from inflight.models.kv_cache import KVCache
-from inflight.models.layers.attention import Rows
+from inflight.models.layers.attention import ForwardInputs
 from inflight.sampling.logit_adjustments import BANNED
 from inflight.scheduling.draft_budget import StepCosts
 from inflight_kernels.ops import batch_state, cache, sampling
 from inflight_kernels.runtime.compile import CompileError
-from inflight_kernels.runtime.launch import compile_ahead
+from inflight_kernels.runtime.launch import precompile_kernels
 
 logger = logging.getLogger(__name__)
 
 _DTYPE = torch.bfloat16
 # What a status of the sampler means to whoever sent the request.
-_FAULTS = {sampling.NOT_FINITE: NOT_FINITE, sampling.NOTHING_LEFT: NOTHING_LEFT}
+_FAULTS = {sampling.NOT_FINITE: NOT_FINITE, sampling.NO_ALLOWED_TOKENS: NO_ALLOWED_TOKENS}
 
 # Tokens per chunk: attention has kernels for few, some and many rows.
 _WARM_UP_LENGTHS = (1, 2, 8, 64)
@@ -60,11 +60,11 @@ _TIMINGS = 3
 
 
 # Sequences up to which a drafting is recorded: with more, few drafts pay.
-_MOST_DRAFTING = 64
+_MAX_GRAPH_DRAFT_SEQS = 64
 
 
 def kernels_of(
-    config: EngineConfig, model: ModelConfig, source: Source | None, max_rows: int
+    config: EngineConfig, model: ModelConfig, source: DrafterSpec | None, max_rows: int
 ) -> list[tuple[str, str]]:
     """Stem and name of the kernels that an engine may launch: those that take long to compile
     first, those that a start does without last.
@@ -80,7 +80,7 @@ def kernels_of(
     found += architecture.kernels_of(
         model,
         _DTYPE,
-        max_tokens=config.max_batch_tokens,
+        max_tokens=config.max_num_batched_tokens,
         max_rows=max_rows,
         batch_invariant=config.batch_invariant,
     )
@@ -107,31 +107,33 @@ class CudaRunner:
         progress: Callable[[str, float], None],
     ) -> None:
         if not torch.cuda.is_available():
-            raise ConfigError("device: no CUDA device is there, or torch is a build for CPUs")
+            raise ConfigError("device: torch finds no CUDA device, or is a CPU-only build")
         self.timings: dict[str, float] = {}
         self._clock = time.perf_counter()
-        speculation = config.speculation
-        self._max_drafts = speculation.max_drafts if speculation else 0
+        speculation = config.speculative_config
+        self._max_drafts = speculation.num_speculative_tokens if speculation else 0
         self._max_rows = config.max_num_seqs
         if speculation is not None:
             most = config.max_num_seqs + config.max_draft_tokens
-            self._max_rows = min(most, config.max_batch_tokens)
+            self._max_rows = min(most, config.max_num_batched_tokens)
         self.max_rows = self._max_rows
-        source = find(config, checkpoint, model)
+        source = find_drafter(config, checkpoint, model)
         # Before all else: whatever takes time here then happens meanwhile.
-        compile_ahead(kernels_of(config, model, source, self._max_rows))
+        precompile_kernels(kernels_of(config, model, source, self._max_rows))
         self.block_size = config.block_size
         self.vocab_size = model.vocab_size
         self.steps_ahead = 1
         self._device = torch.device("cuda", torch.cuda.current_device())
         self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
-        self._max_batch_tokens = config.max_batch_tokens
+        self._max_num_batched_tokens = config.max_num_batched_tokens
         max_len = model.max_model_len(config)
         self.drafter: drafters.DeviceDrafter | None = None
         self._host_drafter: NgramDrafter | None = None
-        if speculation is not None and speculation.drafter == "ngram":
-            self._host_drafter = NgramDrafter(speculation.max_match, speculation.min_match)
-        self.drafts_for_host = self._host_drafter is not None
+        if speculation is not None and speculation.method == "ngram":
+            self._host_drafter = NgramDrafter(
+                speculation.prompt_lookup_max, speculation.prompt_lookup_min
+            )
+        self.supports_host_drafts = self._host_drafter is not None
         self.step_costs: StepCosts | None = None
         with torch.inference_mode(), torch.cuda.stream(self._stream):
             architecture = importlib.import_module(CUDA_ARCHITECTURES[model.architecture])
@@ -143,22 +145,22 @@ class CudaRunner:
                     max_len,
                     progress,
                     device=self._device,
-                    max_tokens=config.max_batch_tokens,
+                    max_tokens=config.max_num_batched_tokens,
                     max_rows=self._max_rows,
                     batch_invariant=config.batch_invariant,
                 )
                 self._batch = DeviceBatch(
                     config.max_num_seqs,
-                    config.max_batch_tokens,
+                    config.max_num_batched_tokens,
                     -(-max_len // self.block_size),
                     self.vocab_size,
                     self._device,
                     self._max_rows,
                     self._max_drafts,
-                    max_len if source is not None and source.looks_back else 0,
+                    max_len if source is not None and source.needs_history else 0,
                 )
                 step, state = self._batch.step, self._batch.state
-                self._rows = Rows(
+                self._rows = ForwardInputs(
                     state.token_ids,
                     state.positions,
                     state.slot_mapping,
@@ -168,29 +170,29 @@ class CudaRunner:
                     state.sample_rows,
                 )
                 self._sampling = sampling.Workspace(self._max_rows, self.vocab_size, self._device)
-                self._likeliest = Likeliest(self._max_rows, self._sampling, self._device)
+                self._top_logprobs = TopLogprobs(self._max_rows, self._sampling, self._device)
                 if source is not None:
                     self.drafter = drafters.build(source, self._target(config, max_len, progress))
-                self._done("weights")
+                self._end_phase("weights")
                 self._allocate(config, model, source)
-                self._done("kv cache")
+                self._end_phase("kv cache")
                 progress("kernels", 0.0)
                 self._warm_up(config)
-                self._done("kernels")
+                self._end_phase("kernels")
                 self._graphs: dict[StepSize, _Graph] = {}
                 pool = torch.cuda.graph_pool_handle() if config.cuda_graphs else None
                 if pool is not None:
-                    self._record(config, pool, progress)
-                self._done("graphs")
-                self._warm_up_choice(config, pool)
-                self._done("choice")
+                    self._capture_graphs(config, pool, progress)
+                self._end_phase("graphs")
+                self._warm_up_sampler(config, pool)
+                self._end_phase("sampler")
                 if self.drafter is not None:
                     self.step_costs = self._measure_costs()
-                    self._done("costs")
+                    self._end_phase("costs")
             except torch.OutOfMemoryError as error:
                 raise ConfigError(
-                    f"gpu_memory: the model does not fit the GPU ({error}); lower max_batch_tokens "
-                    "or max_num_seqs"
+                    f"gpu_memory: the model does not fit the GPU ({error}); lower "
+                    "max_num_batched_tokens or max_num_seqs"
                 ) from None
             except CompileError as error:
                 raise ConfigError(f"device: the kernels could not be compiled: {error}") from None
@@ -200,34 +202,34 @@ class CudaRunner:
             ", ".join(f"{name} {seconds:.1f}" for name, seconds in self.timings.items()),
         )
 
-    def launch(self, batch: Batch) -> _Step:
+    def launch(self, batch: Batch) -> _PendingCudaStep:
         size = StepSize.of(batch)
-        room = next((room for room in self._graphs if room.holds(size)), None)
-        graph = None if room is None else self._graphs[room]
+        bucket = next((bucket for bucket in self._graphs if bucket.fits(size)), None)
+        graph = None if bucket is None else self._graphs[bucket]
         drafts = self._host_drafts(batch)
-        masks = RowMasks(batch, drafts)
+        masks = GrammarMasks(batch, drafts)
         with torch.inference_mode(), torch.cuda.stream(self._stream):
-            sent = self._batch.send(batch, size, *self._caches, room=room, drafts=drafts)
+            sent = self._batch.send(batch, size, *self._caches, bucket=bucket, drafts=drafts)
             if graph is not None:
                 graph.step.replay()
             else:
                 self._forward(size)
-            if Needs.MASKS in sent.needs:
+            if SamplerStages.MASKS in sent.stages:
                 self._batch.send_masks(batch, masks)  # the device computes meanwhile
-            self._choose(sent)
+            self._sample(sent)
             ended = torch.cuda.Event()  # type: ignore[no-untyped-call]
             ended.record()
             if self.drafter is not None:
-                if graph is not None and graph.follow is not None:
-                    graph.follow.replay()
-                elif self.drafter.follows:
-                    self._follow(size)
+                if graph is not None and graph.update is not None:
+                    graph.update.replay()
+                elif self.drafter.has_update:
+                    self._update_drafter(size)
                 if sent.num_drafts:
                     self.drafter.draft(self._batch, size.num_chunks, sent.num_drafts)
-        return _Step(self._batch, self._likeliest, masks, batch, sent, ended)
+        return _PendingCudaStep(self._batch, self._top_logprobs, masks, batch, sent, ended)
 
     def forget(self, sequence: Sequence) -> None:
-        # Its slot is found free when another sequence needs one.
+        # Its slot is found free when another sequence stages one.
         if self._host_drafter is not None:
             self._host_drafter.forget(sequence)
 
@@ -242,7 +244,7 @@ class CudaRunner:
             places = [
                 index
                 for index, chunk in enumerate(batch.chunks)
-                if chunk.num_drafts and chunk.sequence.needs_host
+                if chunk.num_drafts and chunk.sequence.needs_committed_tokens
             ]
             chunks = [batch.chunks[index] for index in places]
             for index, chunk, found in zip(
@@ -268,14 +270,16 @@ class CudaRunner:
             progress,
         )
 
-    def _allocate(self, config: EngineConfig, model: ModelConfig, source: Source | None) -> None:
+    def _allocate(
+        self, config: EngineConfig, model: ModelConfig, source: DrafterSpec | None
+    ) -> None:
         """Take the memory of the KV pool, and of what a drafter has beside it."""
-        free, mirror, num_scratch = self._free_bytes(config.gpu_memory), 0, 0
+        free, drafter_bytes, num_scratch = self._free_bytes(config.gpu_memory), 0, 0
         if source is not None:
             free -= source.scratch_bytes(config, model)
-            mirror = source.block_bytes(config)
-            num_scratch = config.max_num_seqs if source.settings.drafter == "self" else 0
-        self.num_blocks = num_blocks = model.num_blocks(config, free, mirror)
+            drafter_bytes = source.block_bytes(config)
+            num_scratch = config.max_num_seqs if source.settings.method == "self" else 0
+        self.num_blocks = num_blocks = model.num_blocks(config, free, drafter_bytes)
         with_scratch = num_blocks + num_scratch
         self._cache = KVCache(model, with_scratch, self.block_size, _DTYPE, self._device)
         self._caches = [self._cache.data]
@@ -294,19 +298,19 @@ class CudaRunner:
         if self.drafter is not None:
             self.drafter.forward(num_tokens, num_chunks, size.max_q_len)
 
-    def _follow(self, size: StepSize) -> None:
+    def _update_drafter(self, size: StepSize) -> None:
         """Launch what a drafter does when a step has chosen its tokens."""
         assert self.drafter is not None
-        self.drafter.follow(size.num_tokens, size.num_chunks, size.max_q_len)
+        self.drafter.update(size.num_tokens, size.num_chunks, size.max_q_len)
 
-    def _choose(self, sent: Sent) -> None:
+    def _sample(self, sent: SubmittedStep) -> None:
         """Launch the choice of tokens; what no row asks for is left out, so no graph holds it."""
-        batch, num_rows, needs = self._batch, sent.size.num_rows, sent.needs
+        batch, num_rows, stages = self._batch, sent.size.num_rows, sent.stages
         step, state, logits = batch.step, batch.state, self._model.logits[:num_rows]
-        penalties, masks = Needs.PENALTIES in needs, Needs.MASKS in needs
+        penalties, masks = SamplerStages.PENALTIES in stages, SamplerStages.MASKS in stages
         sampling.sample(
             logits,
-            state.step_wishes[:num_rows].view(torch.uint8),
+            state.step_row_params[:num_rows].view(torch.uint8),
             state.sample_positions[:num_rows],
             self._sampling,
             token_ids=state.chosen[:num_rows],
@@ -322,19 +326,19 @@ class CudaRunner:
             biases=sent.biases,
             masks=batch.masks if masks else None,
             mask_rows=step.mask_rows[:num_rows] if masks else None,
-            filters=bool(needs & (Needs.FILTERS | Needs.RARE_FILTERS)),
-            rare=Needs.RARE_FILTERS in needs,
+            filters=bool(stages & (SamplerStages.FILTERS | SamplerStages.RARE_FILTERS)),
+            rare=SamplerStages.RARE_FILTERS in stages,
             pdl=True,
         )
-        if Needs.LIKELIEST in needs:
+        if SamplerStages.TOP_LOGPROBS in stages:
             if sent.bans is not None:
                 banned = torch.full((), BANNED, dtype=logits.dtype, device=self._device)
                 logits.index_put_(sent.bans, banned)  # the sampler has had them as they came
-            self._likeliest.launch(logits, step, state, sent.ring_index)
+            self._top_logprobs.launch(logits, step, state, sent.ring_index)
         batch_state.end_step(step, state, sent.size.num_chunks, pdl=True)
         if penalties:
             slots, chosen = state.count_slots[:num_rows], state.chosen[:num_rows]
-            sampling.note_output(slots, chosen, batch.counts, pdl=True)
+            sampling.count_output_tokens(slots, chosen, batch.counts, pdl=True)
 
     def _free_bytes(self, share: float) -> int:
         """Memory for the pool: what is free, but for the share of the card that stays so."""
@@ -349,17 +353,17 @@ class CudaRunner:
         The largest among them proves that its memory is there.
         """
         self._empty_step()
-        limit = min(config.max_batch_tokens, self.num_blocks * self.block_size)
+        limit = min(config.max_num_batched_tokens, self.num_blocks * self.block_size)
         for chunks in self._warm_up_counts(config):
             for q_len in (*_WARM_UP_LENGTHS, limit // chunks):
                 if 0 < chunks * q_len <= limit:
                     size = StepSize(chunks * q_len, chunks, chunks, q_len)
                     self._forward(size)
                     if self.drafter is not None:
-                        self._follow(size)
+                        self._update_drafter(size)
         torch.cuda.synchronize(self._device)
 
-    def _warm_up_choice(self, config: EngineConfig, pool: Any) -> None:
+    def _warm_up_sampler(self, config: EngineConfig, pool: Any) -> None:
         """The same for what comes after a step's forward pass, and record the drafting.
 
         Last, for these kernels take longest to compile.
@@ -368,14 +372,14 @@ class CudaRunner:
             pool: of the graphs; None where none are recorded.
         """
         self._empty_step()
-        every = Needs(sum(need.value for need in Needs))
-        self._choose(Sent(StepSize(1, 1, 1, 1), [0, 1], 0, every, 0, None, None, None))
+        every = SamplerStages(sum(need.value for need in SamplerStages))
+        self._sample(SubmittedStep(StepSize(1, 1, 1, 1), [0, 1], 0, every, 0, None, None, None))
         if self.drafter is not None:
             for chunks in self._warm_up_counts(config):
                 self.drafter.draft(self._batch, chunks, self._max_drafts)
             if pool is not None:
-                most = min(config.max_num_seqs, _MOST_DRAFTING)
-                self.drafter.record(row_counts(most), pool)
+                most = min(config.max_num_seqs, _MAX_GRAPH_DRAFT_SEQS)
+                self.drafter.capture(row_counts(most), pool)
         torch.cuda.synchronize(self._device)
 
     def _warm_up_counts(self, config: EngineConfig) -> list[int]:
@@ -388,15 +392,15 @@ class CudaRunner:
         self._batch.step.buffer.zero_()
         self._batch.state.slot_mapping.fill_(-1)
 
-    def _record(
+    def _capture_graphs(
         self, config: EngineConfig, pool: Any, progress: Callable[[str, float], None]
     ) -> None:
         """Record a step of each size that is worth it, the largest first.
 
         Graphs share one pool of memory: only one of them runs at a time.
         """
-        most_tokens = min(config.max_batch_tokens, self.num_blocks * self.block_size)
-        sizes = recorded_sizes(
+        most_tokens = min(config.max_num_batched_tokens, self.num_blocks * self.block_size)
+        sizes = capture_sizes(
             config.max_num_seqs,
             self._max_rows,
             self._max_drafts,
@@ -407,11 +411,11 @@ class CudaRunner:
         for count, size in enumerate(sorted(sizes, key=lambda size: -size.num_tokens), 1):
             self._forward(size)  # what is not compiled or loaded yet cannot be recorded
             torch.cuda.synchronize(self._device)
-            graph = found[size] = _Graph(captured(pool, self._forward, size))
-            if self.drafter is not None and self.drafter.follows:
-                self._follow(size)
+            graph = found[size] = _Graph(capture_graph(pool, self._forward, size))
+            if self.drafter is not None and self.drafter.has_update:
+                self._update_drafter(size)
                 torch.cuda.synchronize(self._device)
-                graph.follow = captured(pool, self._follow, size)
+                graph.update = capture_graph(pool, self._update_drafter, size)
             progress("graphs", count / len(sizes))
         self._graphs = {size: found[size] for size in sizes}
 
@@ -429,11 +433,11 @@ class CudaRunner:
             def step(graph: _Graph | None = graph, size: StepSize = size) -> None:
                 if graph is None:
                     self._forward(size)
-                    self._follow(size)
+                    self._update_drafter(size)
                 else:
                     graph.step.replay()
-                    if graph.follow is not None:
-                        graph.follow.replay()
+                    if graph.update is not None:
+                        graph.update.replay()
 
             seconds.append(self._seconds(step))
         most = self._max_drafts
@@ -454,7 +458,7 @@ class CudaRunner:
             times.append(float(started.elapsed_time(ended)) * 1e-3)
         return min(times)
 
-    def _done(self, phase: str) -> None:
+    def _end_phase(self, phase: str) -> None:
         now = time.perf_counter()
         self.timings[phase] = now - self._clock
         self._clock = now
@@ -466,27 +470,27 @@ class _Graph:
 
     Attributes:
         step: up to the logits.
-        follow: what a drafter does when the tokens are chosen; None if nothing.
+        update: what a drafter does when the tokens are chosen; None if nothing.
     """
 
     step: torch.cuda.CUDAGraph
-    follow: torch.cuda.CUDAGraph | None = None
+    update: torch.cuda.CUDAGraph | None = None
 
 
-class _Step:
+class _PendingCudaStep:
     """A step in the stream (see `runner.PendingStep`)."""
 
     def __init__(
         self,
         device: DeviceBatch,
-        likeliest: Likeliest,
-        masks: RowMasks,
+        top_logprobs: TopLogprobs,
+        masks: GrammarMasks,
         batch: Batch,
-        sent: Sent,
+        sent: SubmittedStep,
         ended: torch.cuda.Event,
     ) -> None:
         self._device = device
-        self._likeliest = likeliest
+        self._top_logprobs = top_logprobs
         self._masks = masks
         self._batch = batch
         self._sent = sent
@@ -500,14 +504,16 @@ class _Step:
         for index, (chunk, chosen) in enumerate(zip(self._batch.chunks, results, strict=True)):
             if chunk.num_drafts:
                 output.num_drafted[index] = chunk.num_drafts
-            fine = chunk.samples and chosen.status == sampling.FINE
+            fine = chunk.samples and chosen.status == sampling.OK
             output.token_ids.append(chosen.token_ids if fine else [])
             output.logprobs.append(chosen.logprobs if fine else [])
             if chunk.samples and not fine:
                 output.errors.setdefault(index, _FAULTS[chosen.status])
             params, first = chunk.sequence.request.params, self._sent.row_start[index]
             if chunk.num_scores:
-                found = self._told(first, chunk.scored_ids, params.num_prompt_logprobs or 0)
+                found = self._candidates_of(
+                    first, chunk.scored_ids, params.num_prompt_logprobs or 0
+                )
                 if all(own[0].rank for own in found):
                     output.prompt_candidates[index] = found
                 else:
@@ -515,8 +521,8 @@ class _Step:
             count = chunk.sequence.num_candidates
             if fine and count is not None:
                 first += chunk.num_scores
-                output.candidates[index] = self._told(first, chosen.token_ids, count)
+                output.candidates[index] = self._candidates_of(first, chosen.token_ids, count)
         return output
 
-    def _told(self, first: int, token_ids: list[int], count: int) -> list[list[Candidate]]:
-        return self._likeliest.of_rows(self._sent.ring_index, first, token_ids, count)
+    def _candidates_of(self, first: int, token_ids: list[int], count: int) -> list[list[Candidate]]:
+        return self._top_logprobs.of_rows(self._sent.ring_index, first, token_ids, count)

@@ -1,6 +1,7 @@
 """The running batch on a GPU: which sequence has which slot, and what the device must be told.
 
-The device keeps of each running sequence its block table, its wishes and its last token. A step is
+The device keeps of each running sequence its block table, its row_params and its last token. A step
+is
 sent as one copy: what it computes, and what changed since the last one.
 """
 
@@ -20,7 +21,7 @@ from torch import Tensor
 
 from inflight.core.batch import Batch, Chunk
 from inflight.core.sequence import Sequence
-from inflight.execution.grammar_masks import RowMasks
+from inflight.execution.grammar_masks import GrammarMasks
 from inflight.execution.graph_buckets import StepSize
 from inflight.sampling.logit_adjustments import Adjustment
 from inflight_kernels.ops import batch_state, cache, sampling
@@ -36,24 +37,24 @@ _UPDATE_WORDS = 1 << 18
 END_OF_TABLE = -1
 """Stands behind a sequence's last block, for those who write ahead of the host."""
 
-_WISH_WORDS = sampling.WISH.itemsize // 4
+_ROW_PARAMS_WORDS = sampling.ROW_PARAMS.itemsize // 4
 _Ints = npt.NDArray[np.int32]
 
 
-class Needs(enum.Flag):
+class SamplerStages(enum.Flag):
     """What choices need beyond the logits and a temperature. Most need nothing of it."""
 
-    NOTHING = 0
+    NONE = 0
     FILTERS = enum.auto()  # top_k, top_p, min_p
     RARE_FILTERS = enum.auto()  # typical_p, top_n_sigma, XTC
     PENALTIES = enum.auto()
     MASKS = enum.auto()
-    LIKELIEST = enum.auto()  # log probabilities of other tokens, too
+    TOP_LOGPROBS = enum.auto()  # log probabilities of other tokens, too
 
     @classmethod
-    def of(cls, sequence: Sequence) -> Needs:
+    def of(cls, sequence: Sequence) -> SamplerStages:
         params = sequence.request.params
-        found = cls.NOTHING
+        found = cls.NONE
         if params.effective_temperature > 0.0:
             if params.has_filters:
                 found |= cls.FILTERS
@@ -64,7 +65,7 @@ class Needs(enum.Flag):
         if params.allowed_token_ids or sequence.grammar is not None:
             found |= cls.MASKS
         if sequence.num_candidates is not None:
-            found |= cls.LIKELIEST
+            found |= cls.TOP_LOGPROBS
         return found
 
 
@@ -75,17 +76,17 @@ class _Resident:
     sequence: Sequence
     generation: int
     slot: int
-    needs: Needs
-    is_plain: bool  # it has no needs, and the host has nothing to say of single tokens
+    stages: SamplerStages
+    is_plain: bool  # it has no stages, and the host has nothing to say of single tokens
     num_blocks: int = 0
 
     @property
-    def is_gone(self) -> bool:
+    def is_stale(self) -> bool:
         return self.generation != self.sequence.generation
 
 
 @dataclass(frozen=True, slots=True)
-class Sent:
+class SubmittedStep:
     """A step that is on its way to the device.
 
     Attributes:
@@ -94,7 +95,7 @@ class Sent:
             these the first num_scores are those of its scores.
         num_drafts: that any of its sequences is to have in its next step.
         ring_index: where in the ring its results will be.
-        needs: of any of its choices.
+        stages: of any of its choices.
         bias_ids: [m] int32 on the device, tokens whose logits rows add to (see `StepLayout`); None
             if none does.
         biases: [m] float32, what they add; -inf bans a token.
@@ -105,14 +106,14 @@ class Sent:
     size: StepSize
     row_start: list[int]
     ring_index: int
-    needs: Needs
+    stages: SamplerStages
     num_drafts: int
     bias_ids: Tensor | None
     biases: Tensor | None
     bans: tuple[Tensor, Tensor] | None
 
 
-class Chosen(NamedTuple):
+class SampledTokens(NamedTuple):
     """What a step chose for one chunk: the drafts that were right, and the token after them.
 
     Nothing, where the chunk does not sample.
@@ -128,7 +129,7 @@ class DeviceBatch:
 
     Args:
         max_num_seqs: sequences at once.
-        max_batch_tokens: tokens in a step.
+        max_num_batched_tokens: tokens in a step.
         table_width: blocks of the longest sequence.
         vocab_size: of the model.
         device: the GPU.
@@ -145,7 +146,7 @@ class DeviceBatch:
     def __init__(
         self,
         max_num_seqs: int,
-        max_batch_tokens: int,
+        max_num_batched_tokens: int,
         table_width: int,
         vocab_size: int,
         device: torch.device,
@@ -153,7 +154,7 @@ class DeviceBatch:
         max_drafts: int = 0,
         history_length: int = 0,
     ) -> None:
-        self._layout = StepLayout(max_rows or max_num_seqs, max_batch_tokens, _UPDATE_WORDS)
+        self._layout = StepLayout(max_rows or max_num_seqs, max_num_batched_tokens, _UPDATE_WORDS)
         self._device = device
         self._vocab_size = vocab_size
         self.step = Step(self._layout, device)
@@ -184,23 +185,23 @@ class DeviceBatch:
         batch: Batch,
         size: StepSize,
         *kv_caches: Tensor,
-        room: StepSize | None = None,
+        bucket: StepSize | None = None,
         drafts: Sequence_[list[int]] | None = None,
-    ) -> Sent:
+    ) -> SubmittedStep:
         """Bring a batch to the device, on the current stream: its copies, its diffs, its arrays.
 
         Args:
             batch: at least one chunk.
             size: of the batch.
             kv_caches: [..., num_blocks, block_size, G, D] each.
-            room: of the CUDA graph that it goes to; None for none.
+            bucket: of the CUDA graph that it goes to; None for none.
             drafts: of each chunk, num_drafts tokens; none where the device has them. None if it has
                 them all.
         """
         self._ring_index = (self._ring_index + 1) % RING
         host = self._host[self._ring_index]
         changes = _Changes()
-        num_chunks = size.num_chunks if room is None else room.num_chunks
+        num_chunks = size.num_chunks if bucket is None else bucket.num_chunks
         end, row_start = self._write_step(batch, num_chunks, host, changes, drafts)
         views: list[Tensor] = []
         for values in changes.arrays():
@@ -213,10 +214,12 @@ class DeviceBatch:
                 views.append(torch.tensor(values, dtype=torch.int32, device=self._device))
         pinned = self._pinned[self._ring_index]
         self.step.buffer[:end].copy_(pinned[:end], non_blocking=True)
-        places, blocks, slots, wishes, bias_ids, biases, history_places, history = views[:8]
+        places, blocks, slots, row_params, bias_ids, biases, history_places, history = views[:8]
         ban_rows, ban_ids = views[8:]
         batch_state.write_tables(places, blocks, self.state.tables)
-        batch_state.write_wishes(slots, wishes.view(-1, _WISH_WORDS), self.state.wishes)
+        batch_state.write_row_params(
+            slots, row_params.view(-1, _ROW_PARAMS_WORDS), self.state.row_params
+        )
         if self.state.history is not None:
             batch_state.write_tables(history_places, history, self.state.history)
         for first in range(0, len(batch.copies), cache.MAX_PAIRS):
@@ -224,18 +227,18 @@ class DeviceBatch:
             sources, targets = torch.tensor(pairs, device=self._device).t().contiguous()
             for kv_cache in kv_caches:
                 cache.copy_blocks(kv_cache, sources, targets)
-        return Sent(
+        return SubmittedStep(
             size,
             row_start,
             self._ring_index,
-            changes.needs,
+            changes.stages,
             changes.num_drafts,
             bias_ids if len(bias_ids) else None,
             biases.view(torch.float32) if len(bias_ids) else None,
             (ban_rows.long(), ban_ids.long()) if len(ban_rows) else None,
         )
 
-    def send_masks(self, batch: Batch, masks: RowMasks) -> None:
+    def send_masks(self, batch: Batch, masks: GrammarMasks) -> None:
         """Bring what grammars allow to the device, after `send` and before the choice of tokens."""
         rows = [
             (chunk, masks.of_row(index, count))
@@ -263,7 +266,7 @@ class DeviceBatch:
                 host[place] &= allowed_mask(allowed, self._vocab_size)
         self._grammar_masks[: len(rows)].copy_(pinned, non_blocking=True)
 
-    def results(self, batch: Batch, sent: Sent) -> list[Chosen]:
+    def results(self, batch: Batch, sent: SubmittedStep) -> list[SampledTokens]:
         """What each chunk of a step that has ended chose."""
         tokens, logprobs, statuses, counts = self._results[sent.ring_index]
         num_rows, num_chunks = sent.size.num_rows, sent.size.num_chunks
@@ -275,8 +278,8 @@ class DeviceBatch:
         for chunk, first_row, count in places:
             first = first_row + chunk.num_scores
             end = first + count
-            status = all_statuses[end - 1] if count else sampling.FINE
-            found.append(Chosen(all_tokens[first:end], all_logprobs[first:end], status))
+            status = all_statuses[end - 1] if count else sampling.OK
+            found.append(SampledTokens(all_tokens[first:end], all_logprobs[first:end], status))
         return found
 
     def _write_step(
@@ -305,7 +308,7 @@ class DeviceBatch:
         for index, chunk in enumerate(batch.chunks):
             sequence = chunk.sequence
             resident = self._residents.get(sequence.request_id)
-            if resident is None or resident.is_gone or resident.sequence is not sequence:
+            if resident is None or resident.is_stale or resident.sequence is not sequence:
                 resident = self._admit(sequence, changes)
             if len(sequence.blocks) > resident.num_blocks:
                 changes.add_blocks(resident, width)
@@ -339,18 +342,20 @@ class DeviceBatch:
             if resident.is_plain:  # as most are; this loop is the host's share of a step
                 bias_starts += [len(changes.bias_ids)] * (1 + num_drafts)
                 continue
-            changes.needs |= resident.needs
+            changes.stages |= resident.stages
             if chunk.samples:
                 special_rows += [(first_row + i, resident) for i in range(1 + num_drafts)]
             num_unknown = chunk.end - num_drafts - len(known)
             for row in range(1 + num_drafts):
                 if chunk.samples:
                     guessed = tail[:row]
-                    said = sequence.shaping.of_row(known, guessed, num_unknown + row - len(guessed))
-                    changes.bias_ids += said.token_ids
-                    changes.biases += said.biases
+                    adjustment = sequence.logit_adjustments.of_row(
+                        known, guessed, num_unknown + row - len(guessed)
+                    )
+                    changes.bias_ids += adjustment.token_ids
+                    changes.biases += adjustment.biases
                     if sequence.head is not None:
-                        changes.add_bans(first_row + row, said, self._vocab_size)
+                        changes.add_bans(first_row + row, adjustment, self._vocab_size)
                 bias_starts.append(len(changes.bias_ids))
         num_tokens, num_rows = len(tokens), row_start[-1]
         arrays: dict[str, list[int]] = {
@@ -365,23 +370,23 @@ class DeviceBatch:
             "tokens": tokens,
         }
         if scored:
-            changes.needs |= Needs.LIKELIEST
-        if changes.needs & (Needs.MASKS | Needs.LIKELIEST):
-            masks, likeliest = [-1] * num_rows, [-1] * num_rows
+            changes.stages |= SamplerStages.TOP_LOGPROBS
+        if changes.stages & (SamplerStages.MASKS | SamplerStages.TOP_LOGPROBS):
+            masks, top_logprobs = [-1] * num_rows, [-1] * num_rows
             num_grammars = 0
             for row, resident in special_rows:
                 if resident.sequence.grammar is not None:
                     masks[row] = self._num_slots + num_grammars
                     num_grammars += 1
-                elif resident.needs & Needs.MASKS:
+                elif resident.stages & SamplerStages.MASKS:
                     masks[row] = resident.slot
-                if resident.needs & Needs.LIKELIEST:
-                    likeliest[row] = resident.sequence.num_candidates or 0
+                if resident.stages & SamplerStages.TOP_LOGPROBS:
+                    top_logprobs[row] = resident.sequence.num_candidates or 0
             for row, chunk in scored:
                 params, rows = chunk.sequence.request.params, slice(row, row + chunk.num_scores)
                 arrays["given"][rows] = chunk.scored_ids
-                likeliest[rows] = [params.num_prompt_logprobs or 0] * chunk.num_scores
-            arrays |= {"mask_rows": masks, "num_likeliest": likeliest}
+                top_logprobs[rows] = [params.num_prompt_logprobs or 0] * chunk.num_scores
+            arrays |= {"mask_rows": masks, "num_top_logprobs": top_logprobs}
         for name, values in arrays.items():
             first, _ = self._offsets[name]
             host[first : first + len(values)] = values
@@ -396,21 +401,21 @@ class DeviceBatch:
             # Those that ended or lost their blocks. The running ones are never more than the slots
             # and this one is not among them yet, so some are found.
             for request_id, resident in list(self._residents.items()):
-                if resident.is_gone:
+                if resident.is_stale:
                     del self._residents[request_id]
                     self._free.append(resident.slot)
         params = sequence.request.params
-        needs = Needs.of(sequence)
+        stages = SamplerStages.of(sequence)
         resident = _Resident(
             sequence,
             sequence.generation,
             self._free.pop(),
-            needs,
-            is_plain=needs is Needs.NOTHING and sequence.shaping.is_silent,
+            stages,
+            is_plain=stages is SamplerStages.NONE and sequence.logit_adjustments.is_noop,
         )
         self._residents[sequence.request_id] = resident
         changes.slots.append(resident.slot)
-        changes.wishes += _wish(sequence, resident.slot)
+        changes.row_params += _row_params(sequence, resident.slot)
         if self.state.history is not None:
             length = self.state.history.shape[1]
             known = sequence.token_ids[:length]
@@ -431,8 +436,8 @@ class DeviceBatch:
         ids = torch.tensor(sequence.token_ids, device=self._device)
         slots = torch.full((len(ids),), slot, dtype=torch.int32, device=self._device)
         first = sequence.num_prompt_tokens
-        sampling.note_prompt(slots[:first], ids[:first], self.prompt, self._vocab_size)
-        sampling.note_output(slots[first:], ids[first:], self.counts)
+        sampling.mark_prompt_tokens(slots[:first], ids[:first], self.prompt, self._vocab_size)
+        sampling.count_output_tokens(slots[first:], ids[first:], self.counts)
 
 
 @dataclass(slots=True)
@@ -441,24 +446,24 @@ class _Changes:
 
     Attributes:
         places, blocks: entries of block tables.
-        slots, wishes: of sequences that are new.
+        slots, row_params: of sequences that are new.
         bias_ids, biases: of the step's rows.
         history_places, history: tokens of sequences that are new.
         ban_rows, ban_ids: of the step's rows that are beams'.
-        needs, num_drafts: see `Sent`.
+        stages, num_drafts: see `SubmittedStep`.
     """
 
     places: list[int] = field(default_factory=list)
     blocks: list[int] = field(default_factory=list)
     slots: list[int] = field(default_factory=list)
-    wishes: list[int] = field(default_factory=list)
+    row_params: list[int] = field(default_factory=list)
     bias_ids: list[int] = field(default_factory=list)
     biases: list[float] = field(default_factory=list)
     history_places: list[int] = field(default_factory=list)
     history: list[int] = field(default_factory=list)
     ban_rows: list[int] = field(default_factory=list)
     ban_ids: list[int] = field(default_factory=list)
-    needs: Needs = Needs.NOTHING
+    stages: SamplerStages = SamplerStages.NONE
     num_drafts: int = 0
 
     def arrays(self) -> tuple[list[int], ...]:
@@ -467,7 +472,7 @@ class _Changes:
             self.places,
             self.blocks,
             self.slots,
-            self.wishes,
+            self.row_params,
             self.bias_ids,
             np.array(self.biases, np.float32).view(np.int32).tolist(),
             self.history_places,
@@ -476,9 +481,9 @@ class _Changes:
             self.ban_ids,
         )
 
-    def add_bans(self, row: int, said: Adjustment, vocab_size: int) -> None:
+    def add_bans(self, row: int, adjustment: Adjustment, vocab_size: int) -> None:
         # Beams do without what adds to logits: whatever is said bans a token.
-        banned = [token_id for token_id in said.token_ids if token_id < vocab_size]
+        banned = [token_id for token_id in adjustment.token_ids if token_id < vocab_size]
         self.ban_rows += [row] * len(banned)
         self.ban_ids += banned
 
@@ -501,22 +506,22 @@ def allowed_mask(token_ids: Iterable[int], vocab_size: int) -> _Ints:
     return mask.view(np.int32)
 
 
-def _wish(sequence: Sequence, slot: int) -> list[int]:
-    """How to choose a sequence's tokens, as int32 words of `ops.sampling.params.WISH`."""
+def _row_params(sequence: Sequence, slot: int) -> list[int]:
+    """How to choose a sequence's tokens, as int32 words of `ops.sampling.params.ROW_PARAMS`."""
     params = sequence.request.params
-    wish = np.zeros(1, sampling.WISH)
-    wish["seed"] = sequence.seed
-    wish["temperature"] = params.effective_temperature
-    wish["top_k"] = params.top_k
-    wish["top_p"] = params.top_p
-    wish["min_p"] = params.min_p
-    wish["typical_p"] = params.typical_p
-    wish["top_n_sigma"] = params.top_n_sigma
-    wish["xtc_threshold"] = params.xtc_threshold
-    wish["xtc_probability"] = params.xtc_probability
-    wish["repetition"] = params.repetition_penalty
-    wish["presence"] = params.presence_penalty
-    wish["frequency"] = params.frequency_penalty
-    wish["slot"] = slot if params.has_penalties else -1
-    words: list[int] = wish.view(np.int32).tolist()
+    row = np.zeros(1, sampling.ROW_PARAMS)
+    row["seed"] = sequence.seed
+    row["temperature"] = params.effective_temperature
+    row["top_k"] = params.top_k
+    row["top_p"] = params.top_p
+    row["min_p"] = params.min_p
+    row["typical_p"] = params.typical_p
+    row["top_n_sigma"] = params.top_n_sigma
+    row["xtc_threshold"] = params.xtc_threshold
+    row["xtc_probability"] = params.xtc_probability
+    row["repetition"] = params.repetition_penalty
+    row["presence"] = params.presence_penalty
+    row["frequency"] = params.frequency_penalty
+    row["slot"] = slot if params.has_penalties else -1
+    words: list[int] = row.view(np.int32).tolist()
     return words

@@ -14,7 +14,7 @@ from inflight.core.batch import Batch, StepOutput
 Words = npt.NDArray[np.int32]
 
 
-class RowMasks:
+class GrammarMasks:
     """Bits of the tokens that may be chosen in each row of a step's logits.
 
     Args:
@@ -52,11 +52,11 @@ class RowMasks:
             self._future = None
 
     def _fill(self, batch: Batch, drafts: Sequence[Sequence[int]]) -> None:
-        from inflight.structured import walk
+        from inflight.structured import grammar_state
 
         chunks = [batch.chunks[index] for index in self._places]
-        walks = [chunk.sequence.grammar for chunk in chunks if chunk.sequence.grammar is not None]
-        rows, failures = walk.fill(walks, [drafts[index] for index in self._places])
+        states = [chunk.sequence.grammar for chunk in chunks if chunk.sequence.grammar is not None]
+        rows, failures = grammar_state.fill(states, [drafts[index] for index in self._places])
         self._rows = dict(zip(self._places, rows, strict=True))
         self._errors = {self._places[place]: str(error) for place, error in failures.items()}
 

@@ -48,7 +48,7 @@ class StepSize:
                 num_rows += 1 + chunk.num_drafts
         return cls(num_tokens, len(batch.chunks), num_rows, max_q_len)
 
-    def holds(self, step: StepSize) -> bool:
+    def fits(self, step: StepSize) -> bool:
         """Whether a step fits, filled up with tokens, rows and chunks that are nobody's."""
         return (
             (step.num_rows == step.num_tokens or self.num_rows < self.num_tokens)
@@ -59,7 +59,7 @@ class StepSize:
         )
 
 
-def recorded_sizes(
+def capture_sizes(
     max_num_seqs: int, max_rows: int, max_drafts: int, max_tokens: int, layer_weights: int
 ) -> list[StepSize]:
     """Of the steps to record: a step goes to the first that holds it.

@@ -15,7 +15,7 @@ import msgspec
 
 from inflight.checkpoint.locate import Checkpoint
 from inflight.config import GPU_BLOCK_SIZES, GPU_CAPABILITY, GPU_HEAD_DIMS, EngineConfig
-from inflight.core.batch import Batch, Done, StepOutput
+from inflight.core.batch import Batch, CompletedStep, StepOutput
 from inflight.core.sequence import Sequence
 from inflight.errors import ConfigError
 from inflight.models.config import ModelConfig, read_config
@@ -48,7 +48,7 @@ class Runner(Protocol):
             With 0 the host knows all tokens of a batch that it launches.
         step_costs: what steps take, if it has a drafter; None if it has none, and then no chunk may
             have drafts.
-        drafts_for_host: whether chunks of sequences that need the host may have drafts.
+        supports_host_drafts: whether chunks of sequences that need the host may have drafts.
     """
 
     num_blocks: int
@@ -57,7 +57,7 @@ class Runner(Protocol):
     max_rows: int
     steps_ahead: int
     step_costs: StepCosts | None
-    drafts_for_host: bool
+    supports_host_drafts: bool
 
     def launch(self, batch: Batch) -> PendingStep:
         """Copy the batch's blocks, draft tokens, compute the batch's, choose the next ones.
@@ -73,14 +73,14 @@ class Runner(Protocol):
         """A sequence has ended: drop what is kept of it; idempotent."""
 
 
-class Placed(NamedTuple):
+class ResolvedDevice(NamedTuple):
     """Settings that name a device, and where that is, in words: and why not on a GPU."""
 
     config: EngineConfig
     where: str
 
 
-def place(config: EngineConfig, checkpoint: Checkpoint) -> Placed:
+def resolve_device(config: EngineConfig, checkpoint: Checkpoint) -> ResolvedDevice:
     """The settings with a device in the place of `auto`, and what follows from it.
 
     A GPU is taken where nothing is in its way.
@@ -90,13 +90,15 @@ def place(config: EngineConfig, checkpoint: Checkpoint) -> Placed:
             together on that device.
     """
     if config.device != "auto":
-        return Placed(config, {"cpu": "CPU", "cuda": "GPU"}.get(config.device, config.device))
-    obstacle = _obstacle_to_gpu(config, checkpoint)
+        return ResolvedDevice(
+            config, {"cpu": "CPU", "cuda": "GPU"}.get(config.device, config.device)
+        )
+    obstacle = _gpu_obstacle(config, checkpoint)
     placed = msgspec.structs.replace(config, device="cpu" if obstacle else "cuda")
-    return Placed(placed, f"CPU: {obstacle}" if obstacle else "GPU")
+    return ResolvedDevice(placed, f"CPU: {obstacle}" if obstacle else "GPU")
 
 
-def _obstacle_to_gpu(config: EngineConfig, checkpoint: Checkpoint) -> str | None:
+def _gpu_obstacle(config: EngineConfig, checkpoint: Checkpoint) -> str | None:
     """Why a model does not run on a GPU of this machine; None if it does."""
     _prepare_openmp()
     import torch
@@ -110,12 +112,12 @@ def _obstacle_to_gpu(config: EngineConfig, checkpoint: Checkpoint) -> str | None
     if not _has_compiler():
         return _NO_COMPILER
     if config.dtype not in ("auto", "bfloat16"):
-        return f"dtype is {config.dtype}, and a GPU has bfloat16 only"
+        return f"dtype is {config.dtype}, and GPUs support bfloat16 only"
     if config.block_size not in GPU_BLOCK_SIZES:
         return f"block_size is {config.block_size}, and on a GPU one of {GPU_BLOCK_SIZES}"
     head_dim = read_config(checkpoint).head_dim
     if head_dim not in GPU_HEAD_DIMS:
-        return f"no kernel is there for a head_dim of {head_dim}"
+        return f"there is no kernel for head_dim {head_dim}"
     return None
 
 
@@ -141,7 +143,7 @@ def build(
     """Load a model onto the device that the settings name.
 
     Args:
-        config: the engine's settings, after `place`.
+        config: the engine's settings, after `resolve_device`.
         checkpoint: the model's files.
         progress: called with what is loading and the fraction of it that is there, in [0, 1].
 
@@ -178,14 +180,14 @@ class EchoRunner:
         self.num_blocks = model.num_blocks(config)
         self.block_size = config.block_size
         self.vocab_size = model.vocab_size
-        self.max_rows = config.max_batch_tokens
+        self.max_rows = config.max_num_batched_tokens
         self.steps_ahead = 0
         self.step_costs: StepCosts | None = None
-        self.drafts_for_host = False
+        self.supports_host_drafts = False
 
-    def launch(self, batch: Batch) -> Done:
+    def launch(self, batch: Batch) -> CompletedStep:
         token_ids = [[_echo(chunk.sequence)] if chunk.samples else [] for chunk in batch.chunks]
-        return Done(StepOutput(token_ids, [[0.0] * len(ids) for ids in token_ids]))
+        return CompletedStep(StepOutput(token_ids, [[0.0] * len(ids) for ids in token_ids]))
 
     def forget(self, sequence: Sequence) -> None:
         pass

@@ -1,6 +1,6 @@
 """Each row's own choice of a token, on the CPU.
 
-What is chosen in a row depends on the row alone: on its logits, on what its request wishes, and on
+What is chosen in a row depends on the row alone: on its logits, on what its request params, and on
 the tokens before it. See `SamplingParams` for the steps and their order. In a row inside of a
 prompt the next token is there already, and is only looked at.
 """
@@ -18,11 +18,11 @@ from inflight.core.request import Candidate
 from inflight.core.sequence import Sequence
 from inflight.sampling.params import SamplingParams
 from inflight_kernels.torch_ops import sampling as ops
-from inflight_kernels.torch_ops.sampling import FINE, NOT_FINITE, NOTHING_LEFT
+from inflight_kernels.torch_ops.sampling import NO_ALLOWED_TOKENS, NOT_FINITE, OK
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class LogitsRow:
     """A row of logits: that of the token that follows sequence.token_ids + tail.
 
     Attributes:
@@ -44,21 +44,21 @@ class Row:
         return len(self.sequence.token_ids) + len(self.tail)
 
     @property
-    def num_likeliest(self) -> int | None:
-        """Likeliest tokens to tell of it; None to tell nothing."""
+    def num_top_logprobs(self) -> int | None:
+        """TopLogprobs tokens to tell of it; None to tell nothing."""
         if self.given is None:
             return self.sequence.num_candidates
         return self.sequence.request.params.num_prompt_logprobs
 
 
 @dataclass(frozen=True, slots=True)
-class Choices:
-    """What was chosen, per row. A row whose status is not FINE has token 0 and log-probability 0.
+class SamplerOutput:
+    """What was chosen, per row. A row whose status is not OK has token 0 and log-probability 0.
 
     Attributes:
         token_ids: the tokens.
         logprobs: of these, under the model's own distribution, before penalties and temperature.
-        statuses: FINE, NOT_FINITE or NOTHING_LEFT of `inflight_kernels.torch_ops.sampling`.
+        statuses: OK, NOT_FINITE or NO_ALLOWED_TOKENS of `inflight_kernels.torch_ops.sampling`.
         candidates: what the sequence's num_candidates, or num_prompt_logprobs, asks for (see
             `Candidate`); [] where it asks for nothing.
     """
@@ -69,7 +69,7 @@ class Choices:
     candidates: list[list[Candidate]]
 
 
-def choose(logits: Tensor, rows: list[Row]) -> Choices:
+def sample(logits: Tensor, rows: list[LogitsRow]) -> SamplerOutput:
     """Choose a token for each row.
 
     Args:
@@ -77,43 +77,43 @@ def choose(logits: Tensor, rows: list[Row]) -> Choices:
         rows: s, one for each row of logits.
     """
     logprobs = ops.log_probs(logits)
-    statuses = [FINE if finite else NOT_FINITE for finite in ops.finite_rows(logits).tolist()]
+    statuses = [OK if finite else NOT_FINITE for finite in ops.finite_rows(logits).tolist()]
     for index, row in enumerate(rows):
-        if statuses[index] == FINE and row.given is None and _shape(logits[index], row):
+        if statuses[index] == OK and row.given is None and _adjust(logits[index], row):
             any_left = bool(logits[index].amax() > float("-inf"))
-            statuses[index] = FINE if any_left else NOTHING_LEFT
-    fine = [index for index, status in enumerate(statuses) if status == FINE]
-    wishes = [row.sequence.request.params for row in rows]
+            statuses[index] = OK if any_left else NO_ALLOWED_TOKENS
+    fine = [index for index, status in enumerate(statuses) if status == OK]
+    params = [row.sequence.request.params for row in rows]
     free = [index for index in fine if rows[index].given is None]
-    drawn = [index for index in free if wishes[index].effective_temperature > 0.0]
+    drawn = [index for index in free if params[index].effective_temperature > 0.0]
     # Of a row that is not fine the token is not looked at.
     chosen = torch.tensor([row.given or 0 for row in rows], dtype=torch.int64)
     if len(drawn) < len(free):
-        greedy = [index for index in free if wishes[index].effective_temperature == 0.0]
+        greedy = [index for index in free if params[index].effective_temperature == 0.0]
         chosen[greedy] = ops.greedy(logits)[greedy]
-    plain = [index for index in drawn if not wishes[index].has_rare_filters]
+    plain = [index for index in drawn if not params[index].has_rare_filters]
     if plain:
         chosen[plain] = _draw(logits[plain], [rows[index] for index in plain])
     for index in drawn:
-        if wishes[index].has_rare_filters:
+        if params[index].has_rare_filters:
             chosen[index] = _draw_filtered(logits[index], rows[index])
     token_ids = chosen.tolist()
     values = logprobs.gather(1, chosen.unsqueeze(1)).squeeze(1).tolist()
     for index, status in enumerate(statuses):
-        if status != FINE:
+        if status != OK:
             token_ids[index], values[index] = 0, 0.0
     candidates: list[list[Candidate]] = [[] for _ in rows]
     for index in fine:
-        number = rows[index].num_likeliest
+        number = rows[index].num_top_logprobs
         if number is not None:
             ranked = logprobs[index]
             if rows[index].sequence.head is not None:  # those that may be chosen alone
                 ranked = ranked.masked_fill(logits[index] == float("-inf"), float("-inf"))
             candidates[index] = _candidates(ranked, token_ids[index], number)
-    return Choices(token_ids, values, statuses, candidates)
+    return SamplerOutput(token_ids, values, statuses, candidates)
 
 
-def _shape(logits: Tensor, row: Row) -> bool:
+def _adjust(logits: Tensor, row: LogitsRow) -> bool:
     """Apply penalties, biases and bans to logits [V] in place; whether any token may be banned."""
     sequence = row.sequence
     params = sequence.request.params
@@ -134,19 +134,19 @@ def _shape(logits: Tensor, row: Row) -> bool:
     if row.mask is not None:
         bits = np.unpackbits(row.mask.view(np.uint8), bitorder="little")[:vocab_size]
         logits[torch.from_numpy(bits == 0)] = float("-inf")
-    said = sequence.shaping.of_row(sequence.token_ids, row.tail)
-    if said.is_empty:
+    adjustment = sequence.logit_adjustments.of_row(sequence.token_ids, row.tail)
+    if adjustment.is_empty:
         return row.mask is not None
-    known = sum(token_id < vocab_size for token_id in said.token_ids)  # they ascend
+    known = sum(token_id < vocab_size for token_id in adjustment.token_ids)  # they ascend
     if known:
-        ops.add_biases(logits, said.token_ids[:known], said.biases[:known])
-    if said.allowed:
-        allowed = [id_ for id_ in said.allowed if id_ < vocab_size]
+        ops.add_biases(logits, adjustment.token_ids[:known], adjustment.biases[:known])
+    if adjustment.allowed:
+        allowed = [id_ for id_ in adjustment.allowed if id_ < vocab_size]
         ops.allow_only(logits, torch.tensor(allowed, dtype=torch.int64))
     return True
 
 
-def _draw(logits: Tensor, rows: list[Row]) -> Tensor:
+def _draw(logits: Tensor, rows: list[LogitsRow]) -> Tensor:
     """Draw for each row from its logits [n, V] -> [n]."""
     params = [row.sequence.request.params for row in rows]
     return ops.draw(
@@ -161,7 +161,7 @@ def _draw(logits: Tensor, rows: list[Row]) -> Tensor:
     )
 
 
-def _draw_filtered(logits: Tensor, row: Row) -> int:
+def _draw_filtered(logits: Tensor, row: LogitsRow) -> int:
     """Draw from a row's logits [V] with filters that few requests have."""
     params, seed = row.sequence.request.params, row.sequence.seed
     return ops.draw_filtered(

@@ -10,7 +10,7 @@ from inflight.execution.device_batch import RING
 from inflight_kernels.ops import batch_state, sampling
 
 
-class Likeliest:
+class TopLogprobs:
     """The log probabilities of other tokens than the chosen ones, and of those with which a prompt
     goes on, for the few who ask for them.
 
@@ -47,7 +47,7 @@ class Likeliest:
         count = len(logits)
         sampling.top_logprobs(
             logits,
-            step.num_likeliest[:count],
+            step.num_top_logprobs[:count],
             self._workspace,
             token_ids=state.chosen[:count],
             statuses=state.statuses[:count],

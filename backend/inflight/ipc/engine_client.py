@@ -36,7 +36,7 @@ from inflight.ipc.frames import (
     Hello,
     LoadFailed,
     Loading,
-    Step,
+    StepEvents,
     Submit,
     Welcome,
 )
@@ -153,7 +153,7 @@ class EngineClient:
         try:
             while (frame := self._connection.receive()) is not None:
                 match frame:
-                    case Step(events):
+                    case StepEvents(events):
                         self._on_events(events)
                     case Delivered(progress):
                         self._on_delivered(progress)
@@ -194,7 +194,7 @@ def attach(
         sock.connect(str(path))
     except OSError as error:
         sock.close()
-        raise CapacityError(f"no engine listens ({error.strerror})") from None
+        raise CapacityError(f"no engine is listening ({error.strerror})") from None
     connection = Connection(sock)
     try:
         connection.send(Hello(PROTOCOL, role, os.getpid()))
@@ -206,10 +206,10 @@ def attach(
                     raise from_kind(kind, message)
                 case Welcome():
                     return EngineClient(connection, greeting, on_events, on_lost, on_delivered)
-        raise EngineError("the engine went away while it was loading; its log says why")
+        raise EngineError("the engine exited while loading; see its log")
     except OSError:
         connection.close()
-        raise EngineError("the engine went away while it was loading; its log says why") from None
+        raise EngineError("the engine exited while loading; see its log") from None
     except BaseException:  # goes on up; an interrupt should not leak the connection either
         connection.close()
         raise
@@ -229,7 +229,7 @@ def attach_or_start(
         EngineError: it did not come up or went away while loading, or the server has gone.
     """
     if Process.find(server_pid) is None:
-        raise EngineError("tritonserver has gone: no engine is started for it")
+        raise EngineError("tritonserver has exited: no engine is started for it")
     path = socket_path(model_directory, server_pid)
     config = engine_config_path(model_directory)
     with _file_lock(path.with_suffix(".lock")):

@@ -39,7 +39,7 @@ from inflight.ipc.frames import (
     Hello,
     LoadFailed,
     Loading,
-    Step,
+    StepEvents,
     Submit,
     Welcome,
 )
@@ -82,11 +82,11 @@ class Peer:
                 self.connection.send(frame)
 
 
-class Gone:
+class PeerClosed:
     """In the inbox: the peer has left."""
 
 
-Command = tuple[Peer, Frame | Gone]
+Command = tuple[Peer, Frame | PeerClosed]
 
 
 class Hub:
@@ -185,7 +185,7 @@ class Hub:
                         self._without_front_since = time.monotonic()
                         self._grace = LAST_FRONT_GRACE_S
                 peer.close()
-                self.inbox.put((peer, Gone()))
+                self.inbox.put((peer, PeerClosed()))
 
     def _pass_on(self, delivered: Delivered) -> None:
         # From here and not from the loop: a front should not wait for the end of a step.
@@ -201,13 +201,13 @@ class Hub:
         while True:
             time.sleep(0.25)
             if not self._server.is_running():
-                logger.info("tritonserver has gone: ending")
+                logger.info("tritonserver has exited: exiting")
                 self.exit(0)
             with self._lock:
                 attached = any(peer.role == "front" for peer in self._peers.values())
                 alone_for = time.monotonic() - self._without_front_since
             if not attached and alone_for > self._grace:
-                logger.info("no front is attached any more: ending")
+                logger.info("no front is attached any more: exiting")
                 self.exit(0)
 
 
@@ -227,7 +227,7 @@ class EngineProcess:
                 self._publish(self._engine.step())
                 if self._engine.is_broken:
                     # The fronts fail what they hold and start another engine.
-                    raise EngineError("one step after the other fails: this engine is of no use")
+                    raise EngineError("consecutive steps failed: the engine is broken")
 
     def _take_commands(self) -> None:
         inbox = self._hub.inbox
@@ -241,16 +241,16 @@ class EngineProcess:
         while not inbox.empty():
             self._apply(*inbox.get())
 
-    def _apply(self, peer: Peer, frame: Frame | Gone) -> None:
+    def _apply(self, peer: Peer, frame: Frame | PeerClosed) -> None:
         match frame:
             case Submit(request):
                 try:
                     ids = (request.request_id, *request.output_ids)
                     if any(one >> 32 != peer.number for one in ids):
-                        raise EngineError("a front may only use request ids of its own")
+                        raise EngineError("a front may only use its own request ids")
                     self._engine.submit(request)
                 except InflightError as error:
-                    peer.send(Step([TokenEvent.failed(request.request_id, error)]))
+                    peer.send(StepEvents([TokenEvent.failed(request.request_id, error)]))
             case Cancel(request_id):
                 self._publish(self._engine.cancel(request_id))
             case Delivered(progress):
@@ -259,7 +259,7 @@ class EngineProcess:
                 self._engine.draining = True
             case GetStats():
                 peer.send(self._engine.stats())
-            case Gone():
+            case PeerClosed():
                 self._engine.cancel_front(peer.number)
             case _:
                 logger.warning(
@@ -273,7 +273,7 @@ class EngineProcess:
         for number, its_events in by_front.items():
             peer = self._hub.peer(number)
             if peer is not None:
-                peer.send(Step(its_events))
+                peer.send(StepEvents(its_events))
 
 
 def load(config: settings.EngineConfig, hub: Hub) -> tuple[Engine, Welcome]:
@@ -290,7 +290,7 @@ def load(config: settings.EngineConfig, hub: Hub) -> tuple[Engine, Welcome]:
     checkpoint = locate(config.model)
     hub.broadcast(Loading("reading the tokenizer", 0.05))
     tokenizer = Tokenizer.load_if_present(checkpoint)
-    config, where = runners.place(config, checkpoint)
+    config, where = runners.resolve_device(config, checkpoint)
     logger.info("device: %s", where)
     runner, model_config = runners.build(
         config, checkpoint, lambda what, fraction: hub.broadcast(Loading(what, fraction))
@@ -320,7 +320,7 @@ def main(arguments: list[str]) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     server = Process.find(int(server_pid))
     if server is None:
-        sys.exit("tritonserver has gone")
+        sys.exit("tritonserver has exited")
     hub = Hub(socket_path, server)
     signal.signal(signal.SIGTERM, lambda *_: hub.exit(0))
     started = time.monotonic()
@@ -333,7 +333,7 @@ def main(arguments: list[str]) -> None:
     except Exception as error:
         logger.exception("cannot load")
         reason = f"{type(error).__name__}: {error}".partition("\n")[0]
-        text = f"the engine could not start ({reason}); its log says more"
+        text = f"the engine could not start ({reason}); see its log"
         hub.broadcast(LoadFailed(EngineError.kind, text))
         return _linger_and_exit(hub)
     gc.collect()

@@ -88,7 +88,7 @@ class Drain(msgspec.Struct, tag="drain", frozen=True):
     """The server is about to stop: refuse new requests, finish those in flight."""
 
 
-class Step(msgspec.Struct, tag="step", frozen=True):
+class StepEvents(msgspec.Struct, tag="step", frozen=True):
     """All events of one step for one front."""
 
     events: list[TokenEvent]
@@ -105,7 +105,7 @@ Frame = (
     | Drain
     | GetStats
     | Stats
-    | Step
+    | StepEvents
 )
 
 _encoder = msgspec.msgpack.Encoder()

@@ -107,7 +107,7 @@ class BlockPool:
         """
         for block in blocks:
             if self._ref_counts[block] < 1:
-                raise EngineError(f"KV block {block} is nobody's: it cannot be shared")
+                raise EngineError(f"KV block {block} has no owner and cannot be shared")
             self._ref_counts[block] += 1
 
     def allocate(self) -> int:
@@ -120,7 +120,7 @@ class BlockPool:
             block = self._free.pop()
         elif self._evictable:
             block, _ = self._evictable.popitem(last=False)
-            self._forget(block)
+            self._evict(block)
         else:
             raise EngineError(f"all {self.num_blocks} KV blocks are in use")
         self._ref_counts[block] = 1
@@ -152,7 +152,7 @@ class BlockPool:
                 else:
                     self._evictable[block] = None
 
-    def _forget(self, block: int) -> None:
+    def _evict(self, block: int) -> None:
         key = self._hashes[block]
         if key is not None:
             del self._by_hash[key]

@@ -19,18 +19,18 @@ class BlockTables:
 
     Args:
         pool: where blocks come from.
-        prefix_cache: whether blocks of equal prefixes are reused.
+        enable_prefix_caching: whether blocks of equal prefixes are reused.
 
     Attributes:
         pool: the pool.
-        num_growing: blocks that admissions leave free: one for each admitted sequence that will
+        num_reserved: blocks that admissions leave free: one for each admitted sequence that will
             need more. Else a new one would take the last, and lose them in the next step.
     """
 
-    def __init__(self, pool: BlockPool, prefix_cache: bool) -> None:
+    def __init__(self, pool: BlockPool, enable_prefix_caching: bool) -> None:
         self.pool = pool
-        self.num_growing = 0
-        self._prefix_cache = prefix_cache
+        self.num_reserved = 0
+        self._enable_prefix_caching = enable_prefix_caching
 
     def admit(self, sequence: Sequence) -> list[Copy] | None:
         """Give a sequence, or the beams of a search, blocks for all known tokens.
@@ -45,12 +45,12 @@ class BlockTables:
         else:
             copies = [] if self._admit_beams(sequence.beams) else None
         if copies is not None:
-            self.num_growing += self.growth(sequence)
+            self.num_reserved += self.num_reserved_for(sequence)
         return copies
 
-    def withdraw(self, sequence: Sequence) -> None:
+    def free(self, sequence: Sequence) -> None:
         """Take its blocks away from a sequence that was admitted, and from its beams."""
-        self.num_growing -= self.growth(sequence)
+        self.num_reserved -= self.num_reserved_for(sequence)
         for one in (sequence,) if sequence.beams is None else sequence.beams:
             self.release(one)
 
@@ -62,9 +62,9 @@ class BlockTables:
         sequence.num_in_flight = 0
         sequence.generation += 1
 
-    def growth(self, sequence: Sequence) -> int:
+    def num_reserved_for(self, sequence: Sequence) -> int:
         """Blocks that admissions leave for an admitted sequence."""
-        return self._is_growing(sequence) if sequence.beams is None else sequence.num_seats
+        return self._may_grow(sequence) if sequence.beams is None else sequence.num_batch_slots
 
     def append(self, sequence: Sequence) -> None:
         """Add a free block to a table whose last one is full.
@@ -73,20 +73,20 @@ class BlockTables:
         named only when it is full. So a decode step never has to copy.
         """
         sequence.blocks.append(self.pool.allocate())
-        self.num_growing -= not self._is_growing(sequence)
+        self.num_reserved -= not self._may_grow(sequence)
 
-    def room_for(self, sequence: Sequence, wanted: int) -> int:
+    def reserve_for_drafts(self, sequence: Sequence, wanted: int) -> int:
         """How many drafts fit behind the next token, which has a place, `wanted` at most.
 
         They take free blocks, but nobody else's: a guess is not worth another one's work.
         """
         blocks, size = sequence.blocks, self.pool.block_size
         start = sequence.num_computed
-        while start + wanted >= len(blocks) * size and self.pool.num_free > self.num_growing:
+        while start + wanted >= len(blocks) * size and self.pool.num_free > self.num_reserved:
             self.append(sequence)
         return min(wanted, len(blocks) * size - 1 - start)
 
-    def places_to_part(self, beams: list[Sequence]) -> list[tuple[Sequence, int]]:
+    def beams_needing_blocks(self, beams: list[Sequence]) -> list[tuple[Sequence, int]]:
         """Beams that need a block for their next token, and where in their tables.
 
         Its place is in a new block, or in one that nobody else writes to: of those who have one in
@@ -102,7 +102,7 @@ class BlockTables:
                 others.append((beam, place))
         return others
 
-    def part(self, places: list[tuple[Sequence, int]]) -> list[Copy]:
+    def copy_on_write(self, places: list[tuple[Sequence, int]]) -> list[Copy]:
         """Give each of these beams a block of its own there, of which so many are free.
 
         Returns:
@@ -119,9 +119,9 @@ class BlockTables:
                 beam.blocks[place] = block
         return copies
 
-    def name(self, sequence: Sequence, start: int, end: int) -> None:
+    def register_prefix(self, sequence: Sequence, start: int, end: int) -> None:
         """Let others find the blocks that a committed chunk has filled with tokens [start, end)."""
-        if not self._prefix_cache:
+        if not self._enable_prefix_caching:
             return
         size = self.pool.block_size
         hashes = self._hashes_of(sequence, end)
@@ -131,7 +131,7 @@ class BlockTables:
     def _admit(self, sequence: Sequence) -> list[Copy] | None:
         pool = self.pool
         num_tokens = len(sequence.token_ids)
-        hashes = self._hashes_of(sequence, num_tokens) if self._prefix_cache else []
+        hashes = self._hashes_of(sequence, num_tokens) if self._enable_prefix_caching else []
         if sequence.num_scored < sequence.num_prompt_tokens:
             # What tells of the next token is computed, with the rest of its block.
             hashes = hashes[: (sequence.num_scored - 1) // pool.block_size]
@@ -141,7 +141,7 @@ class BlockTables:
         num_shared = computed // pool.block_size
         num_new = -(-num_tokens // pool.block_size) - num_shared
         revived = sum(pool.ref_count(block) == 0 for block in cached)
-        if revived + num_new + self.num_growing > pool.num_free:
+        if revived + num_new + self.num_reserved > pool.num_free:
             return None
 
         copies = []
@@ -165,19 +165,21 @@ class BlockTables:
         num_tokens = len(beams[0].token_ids)
         num_full = (num_tokens - 1) // size  # blocks without the last token
         chains = [self._hashes_of(beam, num_tokens)[:num_full] for beam in beams]
-        known = [pool.lookup(chain) if self._prefix_cache else [] for chain in chains]
+        known = [pool.lookup(chain) if self._enable_prefix_caching else [] for chain in chains]
         # Of each beam the earlier one with which it has most in common, and how many blocks.
-        common = [_most_common(chains[:index], chain) for index, chain in enumerate(chains)]
+        common = [
+            _longest_common_prefix(chains[:index], chain) for index, chain in enumerate(chains)
+        ]
         revived = {block for blocks in known for block in blocks if not pool.ref_count(block)}
         num_new = sum(
             -(-num_tokens // size) - max(len(blocks), count)
             for blocks, (_, count) in zip(known, common, strict=True)
         )
-        if len(revived) + num_new + self.num_growing > pool.num_free:
+        if len(revived) + num_new + self.num_reserved > pool.num_free:
             return False
 
         for beam, chain in zip(beams, chains, strict=True):
-            if self._prefix_cache:
+            if self._enable_prefix_caching:
                 beam.blocks = pool.acquire(chain)
         for beam, (other, count) in zip(beams, common, strict=True):
             if count > len(beam.blocks):
@@ -189,7 +191,7 @@ class BlockTables:
                 beam.blocks.append(pool.allocate())
         return True
 
-    def _is_growing(self, sequence: Sequence) -> bool:
+    def _may_grow(self, sequence: Sequence) -> bool:
         """Whether it may need more blocks than it has. Its last token is never computed."""
         return len(sequence.blocks) * self.pool.block_size < sequence.max_length - 1
 
@@ -203,7 +205,7 @@ class BlockTables:
         return hashes
 
 
-def _most_common(chains: list[list[bytes]], chain: list[bytes]) -> tuple[int, int]:
+def _longest_common_prefix(chains: list[list[bytes]], chain: list[bytes]) -> tuple[int, int]:
     """Which of some chains of hashes has most blocks in common with another, and how many."""
     counts = [sum(a == b for a, b in zip(one, chain, strict=True)) for one in chains]
     return max(enumerate(counts), key=lambda pair: pair[1], default=(0, 0))

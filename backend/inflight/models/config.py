@@ -94,24 +94,27 @@ class ModelConfig:
         return per_token * config.block_size * _ITEM_BYTES[config.dtype]
 
     def num_blocks(
-        self, config: EngineConfig, free_bytes: int = DEFAULT_KV_BYTES, mirror_bytes: int = 0
+        self, config: EngineConfig, free_bytes: int = DEFAULT_KV_BYTES, drafter_block_bytes: int = 0
     ) -> int:
         """KV blocks in the pool of an engine with these settings.
 
         Args:
             config: the engine's settings.
             free_bytes: memory for the pool where the settings do not say.
-            mirror_bytes: of the block that a drafter keeps for each of these, in the same memory.
+            drafter_block_bytes: of the block that a drafter keeps for each of these, in the same
+                memory.
 
         Raises:
             ConfigError: there is no memory for one block.
         """
         if config.num_blocks is not None:
             return config.num_blocks
-        block_bytes = self.kv_block_bytes(config) + mirror_bytes
-        pool_bytes = free_bytes if config.kv_cache_bytes is None else config.kv_cache_bytes
+        block_bytes = self.kv_block_bytes(config) + drafter_block_bytes
+        pool_bytes = (
+            free_bytes if config.kv_cache_memory_bytes is None else config.kv_cache_memory_bytes
+        )
         if pool_bytes < block_bytes:
-            key = "gpu_memory" if config.kv_cache_bytes is None else "kv_cache_bytes"
+            key = "gpu_memory" if config.kv_cache_memory_bytes is None else "kv_cache_memory_bytes"
             raise ConfigError(
                 f"{key}: {max(0, pool_bytes)} bytes for the KV cache are too few; one block of "
                 f"this model takes {block_bytes} bytes"
@@ -256,8 +259,8 @@ class Eagle3Config:
         layer: the head's own, as a model of one layer: num_layers is 1, vocab_size the target's.
         draft_vocab_size: tokens that it can draft.
         target_hidden_size: of the model that it was trained for.
-        taps: the hidden states that it sees: those before these layers of the target, or after the
-            last one where that is their number.
+        aux_layers: the hidden states that it sees: those before these layers of the target, or
+            after the last one where that is their number.
         norm_before_residual: whether what its norm makes of them goes around the layer, instead of
             they themselves.
     """
@@ -265,7 +268,7 @@ class Eagle3Config:
     layer: ModelConfig
     draft_vocab_size: int
     target_hidden_size: int
-    taps: tuple[int, ...]
+    aux_layers: tuple[int, ...]
     norm_before_residual: bool = False
 
 
@@ -292,7 +295,9 @@ def read_eagle3_config(checkpoint: Checkpoint, target: ModelConfig) -> Eagle3Con
     names = outer.get("architectures") or []
     kind = outer.get("speculators_model_type", "eagle3")
     if kind != "eagle3" or (names and not any("eagle3" in str(name).lower() for name in names)):
-        raise outer.error(f"{names or kind} is no EAGLE-3 head; allowed: LlamaForCausalLMEagle3")
+        raise outer.error(
+            f"{names or kind} is not an EAGLE-3 head; allowed: LlamaForCausalLMEagle3"
+        )
     _check_architecture(raw.get("model_type", "llama"), raw.where, ("llama",))
     layer = replace(_llama_of_huggingface(raw, "llama", ()), num_layers=1)
     for field in ("attention_bias", "mlp_bias"):
@@ -318,28 +323,28 @@ def read_eagle3_config(checkpoint: Checkpoint, target: ModelConfig) -> Eagle3Con
         layer=layer,
         draft_vocab_size=draft_vocab_size,
         target_hidden_size=target_hidden_size,
-        taps=_taps(outer, target.num_layers),
+        aux_layers=_aux_layers(outer, target.num_layers),
         norm_before_residual=outer.flag("norm_before_residual", nested is not None),
     )
 
 
-def _taps(raw: _Fields, num_layers: int) -> tuple[int, ...]:
+def _aux_layers(raw: _Fields, num_layers: int) -> tuple[int, ...]:
     key = "eagle_aux_hidden_state_layer_ids"
-    taps = raw.get(key)
-    if taps is None:
+    aux_layers = raw.get(key)
+    if aux_layers is None:
         inner = raw.get("eagle_config") or {}
         if not inner.get("use_aux_hidden_state", True):
             raise raw.error("eagle_config: use_aux_hidden_state: false is not supported")
         ids = inner.get(key)
         # The default of the head's authors, who say so in code alone.
-        taps = [2, num_layers // 2, num_layers - 3] if ids is None else [i + 1 for i in ids]
-    whole = isinstance(taps, list) and all(isinstance(tap, int) for tap in taps)
-    if not whole or not taps or not all(0 <= tap <= num_layers for tap in taps):
+        aux_layers = [2, num_layers // 2, num_layers - 3] if ids is None else [i + 1 for i in ids]
+    whole = isinstance(aux_layers, list) and all(isinstance(tap, int) for tap in aux_layers)
+    if not whole or not aux_layers or not all(0 <= tap <= num_layers for tap in aux_layers):
         raise raw.error(
-            f"{key}: the hidden states before the layers {taps} are not there; "
+            f"{key}: the hidden states before the layers {aux_layers} are not there; "
             f"the model has {num_layers} layers"
         )
-    return tuple(taps)
+    return tuple(aux_layers)
 
 
 # ---------------------------------------------------------------- GGUF

@@ -1,4 +1,4 @@
-"""An EAGLE-3 head (arXiv:2503.01840): one layer that drafts from what its target thought.
+"""An EAGLE-3 head (arXiv:2503.01840): one layer that drafts from what its target last.
 
 At position t it sees the target's hidden states of token t - of a low, a middle and a high layer,
 made one by `fc` - and the embedding of token t + 1, which is known by then; it scores token t + 2.
@@ -30,13 +30,13 @@ from inflight.errors import ConfigError
 from inflight.models.config import Eagle3Config
 from inflight.models.kv_cache import KVCache
 from inflight.models.layers.rope import inverse_frequencies
-from inflight.models.llama import HostPlace, LlamaWeights
+from inflight.models.llama import CpuPlacement, LlamaWeights
 from inflight.models.loader import (
-    Place,
     Progress,
     RandomWeights,
     Shape,
     StoredWeights,
+    WeightPlacement,
     Weights,
     check_shapes,
 )
@@ -54,7 +54,7 @@ class HeadWeights:
 
     Attributes:
         embedding: [V, hidden_size].
-        fuse: fc, [hidden_size, len(taps) * target_hidden_size].
+        fuse: fc, [hidden_size, len(aux_layers) * target_hidden_size].
         embedding_norm, hidden_norm: of the two halves that q, k and v read.
         embedding_qkv, hidden_qkv: the columns of q | k | v for these halves.
         head: [draft_vocab_size, hidden_size].
@@ -106,11 +106,12 @@ class Model:
         self._scale = layer.head_dim**-0.5
         frequencies, attention_factor = inverse_frequencies(layer.rope, layer.head_dim, max_len)
         self._cos, self._sin = ops.rotary_tables(frequencies, max_len, attention_factor, dtype)
-        self._weights = load_head(checkpoint, config, target, HostPlace(dtype))
+        self._weights = load_head(checkpoint, config, target, CpuPlacement(dtype))
         progress("weights", 1.0)
 
     def fuse(self, features: Tensor) -> Tensor:
-        """Hidden states of the target [T, len(taps) * target_hidden_size] -> [T, hidden_size]."""
+        """The target's hidden states [T, len(aux_layers) * target_hidden_size] -> [T,
+        hidden_size]."""
         return ops.linear(features, self._weights.fuse)
 
     def forward(
@@ -167,7 +168,7 @@ def load_head(
     checkpoint: Checkpoint,
     config: Eagle3Config,
     target: LlamaWeights,
-    place: Place,
+    place: WeightPlacement,
     device: torch.device | str = "cpu",
 ) -> HeadWeights:
     """Read all weights of a head into a place.
@@ -217,7 +218,7 @@ def head_shapes(config: Eagle3Config) -> dict[str, Shape]:
     q_width, kv_width = (heads * layer.head_dim for heads in (layer.num_heads, layer.num_kv_heads))
     attention, mlp = "midlayer.self_attn", "midlayer.mlp"
     return {
-        "fc.weight": (hidden, len(config.taps) * config.target_hidden_size),
+        "fc.weight": (hidden, len(config.aux_layers) * config.target_hidden_size),
         "midlayer.input_layernorm.weight": (hidden,),
         "midlayer.hidden_norm.weight": (hidden,),
         f"{attention}.q_proj.weight": (q_width, 2 * hidden),

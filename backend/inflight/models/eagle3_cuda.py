@@ -15,10 +15,10 @@ from inflight.models.config import Eagle3Config
 from inflight.models.eagle3 import UNDRAFTABLE, load_head
 from inflight.models.kv_cache import KVCache
 from inflight.models.layers import linear
-from inflight.models.layers.attention import Attention, Rows
+from inflight.models.layers.attention import Attention, ForwardInputs
 from inflight.models.layers.linear import INVARIANT_ROWS, Linear
 from inflight.models.llama import LlamaWeights
-from inflight.models.llama_cuda import DevicePlace, layer_kernels_of
+from inflight.models.llama_cuda import GpuPlacement, layer_kernels_of
 from inflight.models.loader import Progress
 from inflight_kernels.ops import norm
 from inflight_kernels.ops.embedding import embedding
@@ -39,7 +39,7 @@ def kernels_of(
         config, dtype, max_tokens, max_chunks, batch_invariant: see `Model`.
     """
     hidden = config.layer.hidden_size
-    fuse = (hidden, len(config.taps) * config.target_hidden_size)
+    fuse = (hidden, len(config.aux_layers) * config.target_hidden_size)
     found = layer_kernels_of(
         config.layer, dtype, max_tokens=max_tokens, batch_invariant=batch_invariant
     )
@@ -99,7 +99,7 @@ class Model:
                 f"{', '.join(map(str, GPU_HEAD_DIMS))}"
             )
         self.config = config
-        self._weights = load_head(checkpoint, config, target, DevicePlace(dtype, device), device)
+        self._weights = load_head(checkpoint, config, target, GpuPlacement(dtype, device), device)
         progress("weights", 1.0)
 
         def buffer(width: int, num_rows: int, kind: torch.dtype = dtype) -> Tensor:
@@ -131,16 +131,16 @@ class Model:
         self._linear = Linear(batch_invariant)
 
     def fuse(self, features: Tensor, num_tokens: int) -> None:
-        """Hidden states of the target [T or more, len(taps) * ...] -> `hidden`."""
+        """Hidden states of the target [T or more, len(aux_layers) * ...] -> `hidden`."""
         self._linear.product(features, self._weights.fuse, None, self.hidden, num_tokens)
 
     def take(self, rows: Tensor) -> None:
-        """Rows [n] of `hidden` -> `drafted`."""
+        """ForwardInputs [n] of `hidden` -> `drafted`."""
         embedding(rows, self.hidden, out=self.drafted[: len(rows)], pdl=True)
 
     def forward(
         self,
-        rows: Rows,
+        rows: ForwardInputs,
         hidden: Tensor,
         num_tokens: int,
         num_chunks: int,

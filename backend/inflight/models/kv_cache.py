@@ -50,7 +50,7 @@ class KVCache:
         except (MemoryError, ValueError, torch.OutOfMemoryError):
             raise ConfigError(
                 f"num_blocks: no memory for {num_blocks} KV blocks; lower num_blocks or "
-                "kv_cache_bytes"
+                "kv_cache_memory_bytes"
             ) from None
         self.layers: list[tuple[Tensor, Tensor]] = [(pair[0], pair[1]) for pair in self.data]
 

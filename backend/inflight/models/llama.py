@@ -17,7 +17,7 @@ from inflight.checkpoint.locate import Checkpoint
 from inflight.models.config import ModelConfig
 from inflight.models.kv_cache import KVCache
 from inflight.models.layers.rope import inverse_frequencies
-from inflight.models.loader import Place, Progress, Shape, Weights, open_weights
+from inflight.models.loader import Progress, Shape, WeightPlacement, Weights, open_weights
 from inflight_kernels.torch_ops import transformer as ops
 
 
@@ -47,7 +47,7 @@ class LlamaWeights:
     head: Tensor
 
 
-class HostPlace:
+class CpuPlacement:
     """In this machine's memory, linear layers in the layout that its CPU multiplies with."""
 
     def __init__(self, dtype: torch.dtype) -> None:
@@ -76,7 +76,8 @@ class Model:
 
     Attributes:
         weights: of the model.
-        features: [T, len(taps) * hidden_size], of the last step; None where `tap` asks for none.
+        features: [T, len(aux_layers) * hidden_size], of the last step; None where `set_aux_layers`
+            asks for none.
 
     Raises:
         ConfigError: the weights are damaged or do not fit the config.
@@ -92,18 +93,18 @@ class Model:
     ) -> None:
         self.config = config
         self.features: Tensor | None = None
-        self._taps: tuple[int, ...] = ()
+        self._aux_layers: tuple[int, ...] = ()
         self._scale = config.head_dim**-0.5
         frequencies, attention_factor = inverse_frequencies(config.rope, config.head_dim, max_len)
         self._cos, self._sin = ops.rotary_tables(frequencies, max_len, attention_factor, dtype)
         stored = open_weights(checkpoint, config, weight_shapes(config))
-        self.weights = load_weights(stored, config, HostPlace(dtype), progress)
+        self.weights = load_weights(stored, config, CpuPlacement(dtype), progress)
 
-    def tap(self, layers: tuple[int, ...]) -> None:
+    def set_aux_layers(self, layers: tuple[int, ...]) -> None:
         """Keep the hidden states before these layers, after the last one where that is their
         number: side by side, in `features`.
         """
-        self._taps = layers
+        self._aux_layers = layers
 
     def forward(
         self,
@@ -132,17 +133,17 @@ class Model:
         cos = self._cos.index_select(0, positions)
         sin = self._sin.index_select(0, positions)
         weights = self.weights
-        taps = self._taps if num_layers is None else ()
+        aux_layers = self._aux_layers if num_layers is None else ()
         # Keys and values apart, these rows are all that is wanted of the last layer.
-        kept = None if config.num_layers in taps else sample_rows
+        kept = None if config.num_layers in aux_layers else sample_rows
         x = ops.embedding(token_ids, weights.embedding)
         residual: Tensor | None = None
-        tapped: dict[int, Tensor] = {}
+        aux: dict[int, Tensor] = {}
         layers = zip(weights.layers, cache.layers, strict=True)
         for index, (layer, (k_cache, v_cache)) in enumerate(islice(layers, last + 1)):
             x, residual = ops.rms_norm(x, layer.attention_norm, config.rms_norm_eps, residual)
-            if index in taps:
-                tapped[index] = residual
+            if index in aux_layers:
+                aux[index] = residual
             heads = ops.linear(x, layer.qkv, layer.qkv_bias).view(len(x), -1, config.head_dim)
             qk = ops.rotary(heads[:, :num_qk], cos, sin)
             q, k, v = qk[:, : config.num_heads], qk[:, config.num_heads :], heads[:, num_qk:]
@@ -158,10 +159,10 @@ class Model:
             x = ops.linear(x, layer.down, layer.down_bias)
         assert residual is not None
         if kept is None:
-            tapped[config.num_layers] = x + residual
+            aux[config.num_layers] = x + residual
             x, residual = x.index_select(0, sample_rows), residual.index_select(0, sample_rows)
-        if taps:
-            self.features = torch.cat([tapped[tap] for tap in taps], -1)
+        if aux_layers:
+            self.features = torch.cat([aux[tap] for tap in aux_layers], -1)
         if not len(sample_rows):
             return torch.empty(0, config.vocab_size)
         x, _ = ops.rms_norm(x, weights.norm, config.rms_norm_eps, residual)
@@ -202,7 +203,7 @@ def weight_shapes(config: ModelConfig) -> dict[str, Shape]:
 
 
 def load_weights(
-    stored: Weights, config: ModelConfig, place: Place, progress: Progress
+    stored: Weights, config: ModelConfig, place: WeightPlacement, progress: Progress
 ) -> LlamaWeights:
     """Read all weights of a model into a place.
 
@@ -231,7 +232,7 @@ def load_weights(
     return LlamaWeights(embedding=table, layers=layers, norm=norm, head=head)
 
 
-def _load_layer(stored: Weights, config: ModelConfig, index: int, place: Place) -> Layer:
+def _load_layer(stored: Weights, config: ModelConfig, index: int, place: WeightPlacement) -> Layer:
     prefix = f"model.layers.{index}"
 
     def norm(name: str) -> Tensor:

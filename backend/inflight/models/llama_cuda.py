@@ -17,7 +17,7 @@ from inflight.errors import ConfigError
 from inflight.models.config import ModelConfig
 from inflight.models.kv_cache import KVCache
 from inflight.models.layers import attention, linear
-from inflight.models.layers.attention import Attention, Rows
+from inflight.models.layers.attention import Attention, ForwardInputs
 from inflight.models.layers.linear import INVARIANT_ROWS, Linear
 from inflight.models.layers.residual import Residual, WideResidual
 from inflight.models.llama import Layer, load_weights, weight_shapes
@@ -74,7 +74,7 @@ def _residual_kind(config: ModelConfig) -> type[Residual]:
     return WideResidual if config.hidden_size <= _MAX_WIDE_HIDDEN_SIZE else Residual
 
 
-class DevicePlace:
+class GpuPlacement:
     """In the GPU's memory, rows as they are stored."""
 
     def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
@@ -116,8 +116,8 @@ class Model:
     Attributes:
         weights: of the model.
         logits: [max_rows or more, vocab_size] float32, the last step's in its first rows.
-        features: [max_tokens or more, len(taps) * hidden_size], the last step's in its first rows;
-            None where `tap` asks for none.
+        features: [max_tokens or more, len(aux_layers) * hidden_size], the last step's in its first
+            rows; None where `set_aux_layers` asks for none.
 
     Raises:
         ConfigError: the weights are damaged or do not fit the config, or no kernel is there for
@@ -144,9 +144,9 @@ class Model:
             )
         self.config = config
         self.features: Tensor | None = None
-        self._taps: dict[int, list[Tensor]] = {}
+        self._aux_layers: dict[int, list[Tensor]] = {}
         stored = open_weights(checkpoint, config, weight_shapes(config), device)
-        self.weights = load_weights(stored, config, DevicePlace(dtype, device), progress)
+        self.weights = load_weights(stored, config, GpuPlacement(dtype, device), progress)
 
         rows = -(-max_tokens // INVARIANT_ROWS) * INVARIANT_ROWS
 
@@ -179,7 +179,7 @@ class Model:
             for count in (rows, last_rows)
         )
 
-    def tap(self, layers: tuple[int, ...]) -> None:
+    def set_aux_layers(self, layers: tuple[int, ...]) -> None:
         """Keep the hidden states before these layers, after the last one where that is their
         number: side by side, in `features`.
         """
@@ -187,11 +187,11 @@ class Model:
         self.features = self._normed.new_zeros(len(self._normed), len(layers) * width)
         for place, layer in enumerate(layers):
             columns = slice(place * width, (place + 1) * width)
-            self._taps.setdefault(layer, []).append(self.features[:, columns])
+            self._aux_layers.setdefault(layer, []).append(self.features[:, columns])
 
     def forward(
         self,
-        rows: Rows,
+        rows: ForwardInputs,
         num_tokens: int,
         num_chunks: int,
         num_rows: int,
@@ -212,9 +212,9 @@ class Model:
         """
         config, weights = self.config, self.weights
         eps, last = config.rms_norm_eps, (num_layers or config.num_layers) - 1
-        taps = self._taps if num_layers is None else {}
+        aux_layers = self._aux_layers if num_layers is None else {}
         # Keys and values apart, these rows are all that is wanted of the last layer.
-        num_kept = num_tokens if config.num_layers in taps else num_rows
+        num_kept = num_tokens if config.num_layers in aux_layers else num_rows
         normed, qkv = self._normed[:num_tokens], self._qkv[:num_tokens]
         residual, attended = self._residual, self._attended
 
@@ -223,8 +223,8 @@ class Model:
         layers = zip(weights.layers, cache.layers, strict=True)
         for index, (layer, (k_cache, v_cache)) in enumerate(islice(layers, last + 1)):
             residual.norm(layer.attention_norm, eps, normed)
-            for tapped in taps.get(index, ()):
-                tapped[:num_tokens].copy_(residual.hidden[:num_tokens])
+            for aux in aux_layers.get(index, ()):
+                aux[:num_tokens].copy_(residual.hidden[:num_tokens])
             self._linear.product(self._normed, layer.qkv, layer.qkv_bias, self._qkv, num_tokens)
             if index == last and not num_kept:
                 attention.write(qkv, k_cache, v_cache)
@@ -244,8 +244,8 @@ class Model:
         else:
             residual.norm(weights.norm, eps, normed)
             embedding(rows.sample_rows[:num_rows], normed, out=last_normed, pdl=True)
-        for tapped in taps.get(config.num_layers, ()):
-            tapped[:num_tokens].copy_(residual.hidden[:num_tokens])
+        for aux in aux_layers.get(config.num_layers, ()):
+            aux[:num_tokens].copy_(residual.hidden[:num_tokens])
         if num_rows:
             self._linear.product(self._last_normed, weights.head, None, self.logits, num_rows)
 

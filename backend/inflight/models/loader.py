@@ -66,7 +66,7 @@ class Weights(Protocol):
         """In the type it is stored in (float32 if quantised); may alias the file: never write."""
 
 
-class Place(Protocol):
+class WeightPlacement(Protocol):
     """Where weights stay, and in which layout. What it returns does not depend on the file."""
 
     def vector(self, stored: Tensor) -> Tensor:
@@ -129,7 +129,7 @@ def check_shapes(
     Raises:
         ConfigError: missing or unexpected tensors, or shapes that differ, by name.
     """
-    _refuse(path, "misses tensors", [name for name in expected if name not in found])
+    _refuse(path, "lacks tensors", [name for name in expected if name not in found])
     _refuse(
         path,
         "has tensors that this architecture does not use",

@@ -36,8 +36,9 @@ class Adjustment:
         return not (self.token_ids or self.allowed)
 
 
-class Shaping:
-    """One sequence's wishes about single tokens, and what they need to know of its tokens so far.
+class LogitAdjustments:
+    """One sequence's row_params about single tokens, and what they need to know of its tokens so
+    far.
 
     Args:
         params: the request's.
@@ -47,23 +48,24 @@ class Shaping:
         breaker_ids: tokens across which DRY sees no repetition (see `text.dry_breakers`).
 
     Attributes:
-        needs_host: the host must have seen all tokens before it can say what the next one may be.
-        is_silent: nothing is said of any row.
+        needs_committed_tokens: the host must have seen all tokens before it can say what the next
+            one may be.
+        is_noop: nothing is said of any row.
     """
 
     __slots__ = (
+        "_after_min_tokens",
         "_allowed",
+        "_before_min_tokens",
         "_dry",
-        "_early",
         "_ends",
         "_fixed",
-        "_late",
         "_min_tokens",
         "_ngrams",
         "_num_prompt_tokens",
         "_phrases",
-        "is_silent",
-        "needs_host",
+        "is_noop",
+        "needs_committed_tokens",
     )
 
     def __init__(
@@ -82,8 +84,10 @@ class Shaping:
         self._fixed = dict(params.logit_bias)
         self._fixed.update((word[0], BANNED) for word in bad_word_ids if len(word) == 1)
         # What most rows get, made once.
-        self._late = self._adjustment(self._fixed)
-        self._early = self._adjustment({**self._fixed, **dict.fromkeys(self._ends, BANNED)})
+        self._after_min_tokens = self._adjustment(self._fixed)
+        self._before_min_tokens = self._adjustment(
+            {**self._fixed, **dict.fromkeys(self._ends, BANNED)}
+        )
         self._ngrams: RepeatedNgrams | None = None
         if params.no_repeat_ngram_size:
             self._ngrams = RepeatedNgrams(params.no_repeat_ngram_size)
@@ -96,12 +100,14 @@ class Shaping:
                 params.dry_penalty_last_n,
                 breaker_ids.union(eos_token_ids),
             )
-        self.needs_host = needs_host(params, bad_word_ids)
-        has_early = self._min_tokens > 0 and not self._early.is_empty
-        self.is_silent = self._late.is_empty and not has_early and not self.needs_host
+        self.needs_committed_tokens = needs_committed_tokens(params, bad_word_ids)
+        bans_ends = self._min_tokens > 0 and not self._before_min_tokens.is_empty
+        self.is_noop = (
+            self._after_min_tokens.is_empty and not bans_ends and not self.needs_committed_tokens
+        )
 
-    def fork(self) -> Shaping:
-        """The same wishes, for a sequence that may go on otherwise from here."""
+    def fork(self) -> LogitAdjustments:
+        """The same row_params, for a sequence that may go on otherwise from here."""
         other = copy.copy(self)
         assert self._dry is None, "beams do without DRY"
         if self._ngrams is not None:
@@ -117,12 +123,12 @@ class Shaping:
             token_ids: prompt and output, as far as they are committed.
             tail: drafted tokens after these.
             num_unknown: further tokens between the two that are in flight; only where the host need
-                not know them (see `needs_host`).
+                not know them (see `needs_committed_tokens`).
         """
         num_output = len(token_ids) + num_unknown + len(tail) - self._num_prompt_tokens
-        is_early = num_output < self._min_tokens
-        if not self.needs_host:
-            return self._early if is_early else self._late
+        before_min_tokens = num_output < self._min_tokens
+        if not self.needs_committed_tokens:
+            return self._before_min_tokens if before_min_tokens else self._after_min_tokens
         biases = dict(self._fixed)
         if self._dry is not None:
             for token_id, penalty in self._dry.penalties(token_ids, tail).items():
@@ -132,7 +138,7 @@ class Shaping:
             banned |= self._ngrams.banned(token_ids, tail)
         if self._phrases:
             banned.update(self._completions(token_ids, tail))
-        if is_early:
+        if before_min_tokens:
             banned.update(self._ends)
         biases.update(dict.fromkeys(banned, BANNED))
         return self._adjustment(biases)
@@ -149,7 +155,9 @@ class Shaping:
         return Adjustment(ids, tuple(biases[token_id] for token_id in ids), self._allowed)
 
 
-def needs_host(params: SamplingParams, bad_word_ids: Sequence[tuple[int, ...]] = ()) -> bool:
+def needs_committed_tokens(
+    params: SamplingParams, bad_word_ids: Sequence[tuple[int, ...]] = ()
+) -> bool:
     """Whether what is said of a row depends on which tokens stand before it, not only on how many.
 
     So it is for DRY, no_repeat_ngram_size and bad words of several tokens; penalties, logit_bias,

@@ -221,7 +221,7 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
             ):
                 if cuts:
                     raise RequestError(
-                        "drops the likeliest token, which temperature 0 asks for; "
+                        "may drop the most probable token, which temperature 0 selects; "
                         f"allowed: {name} with a temperature above 0",
                         name,
                     )
@@ -248,11 +248,11 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
             return
         if self.max_tokens == 0:
             raise RequestError(
-                "does not go together with max_tokens 0, which generates nothing", "beam_width"
+                "cannot be combined with max_tokens 0, which generates nothing", "beam_width"
             )
         if self.num_prompt_logprobs is not None:
             raise RequestError(
-                f"does not go together with beam_width {self.beam_width}; allowed with it: "
+                f"cannot be combined with beam_width {self.beam_width}; allowed with it: "
                 "num_logprobs, of the outputs",
                 "num_prompt_logprobs",
             )
@@ -272,10 +272,10 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
         self._check_without_beams("dry_multiplier", self.has_dry)
         self._check_without_beams("allowed_token_ids", bool(self.allowed_token_ids))
 
-    def _check_without_beams(self, name: str, is_wished: bool) -> None:
-        if is_wished:
+    def _check_without_beams(self, name: str, is_set: bool) -> None:
+        if is_set:
             raise RequestError(
-                f"does not go together with beam_width {self.beam_width}: beams are compared by "
+                f"cannot be combined with beam_width {self.beam_width}: beams are compared by "
                 "the model's own probabilities; allowed with it: min_tokens, bad_words and "
                 "no_repeat_ngram_size",
                 name,
@@ -293,7 +293,7 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
         for _, bias in self.logit_bias:
             _check_range("logit_bias", bias, -MAX_LOGIT_BIAS, MAX_LOGIT_BIAS)
         if len({token_id for token_id, _ in self.logit_bias}) < len(self.logit_bias):
-            raise RequestError("a token stands there twice; allowed: once each", "logit_bias")
+            raise RequestError("a token id occurs twice; allowed: once each", "logit_bias")
         if len(self.allowed_token_ids) > MAX_ALLOWED_TOKENS:
             raise RequestError(
                 f"{len(self.allowed_token_ids)} tokens are too many; allowed: {MAX_ALLOWED_TOKENS}",

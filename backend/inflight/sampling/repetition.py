@@ -129,8 +129,8 @@ class DryPenalty:
                 if length > found.get(token_id, 0):
                     found[token_id] = length
             if len(places):  # of tokens that cannot get longer repetitions, the rest is no matter
-                settled = [token_id for token_id, length in found.items() if length == longest]
-                places = places[~np.isin(tokens[places], settled)]
+                saturated = [token_id for token_id, length in found.items() if length == longest]
+                places = places[~np.isin(tokens[places], saturated)]
         return {
             token_id: self._penalty(length)
             for token_id, length in found.items()

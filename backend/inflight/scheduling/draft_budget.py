@@ -65,23 +65,23 @@ class _Acceptance:
         self.rate = (self.right + _PRIOR_WEIGHT * prior) / (self.tried + _PRIOR_WEIGHT)
 
 
-class Speculation:
+class DraftBudget:
     """Sets `num_drafts` of sequences.
 
     Args:
         costs: of the runner.
         max_drafts: of a sequence in a step.
         default: of requests that do not say: so many drafts, or AUTO_DRAFTS.
-        with_host: whether sequences that need the host (see `Sequence`) can have drafts.
+        host_drafts: whether sequences that need the host (see `Sequence`) can have drafts.
     """
 
     def __init__(
-        self, costs: StepCosts, max_drafts: int, default: int, with_host: bool = True
+        self, costs: StepCosts, max_drafts: int, default: int, host_drafts: bool = True
     ) -> None:
         self._costs = costs
         self._max_drafts = max_drafts
         self._default = default
-        self._with_host = with_host
+        self._host_drafts = host_drafts
         self._acceptance: dict[int, _Acceptance] = {}
         self._shared_rate = _FIRST_GUESS
         self._planned_for = -1
@@ -92,7 +92,7 @@ class Speculation:
         wanted = sequence.request.speculation
         if wanted is None:
             wanted = self._default
-        if sequence.needs_host and not self._with_host:
+        if sequence.needs_committed_tokens and not self._host_drafts:
             wanted = 0
         if wanted == AUTO_DRAFTS:
             self._acceptance[sequence.request_id] = _Acceptance(self._shared_rate)

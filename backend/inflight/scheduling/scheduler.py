@@ -51,10 +51,10 @@ class Scheduler:
         num_blocks: KV blocks in the pool.
         block_size: tokens per block.
         max_num_seqs: sequences that run at once.
-        max_batch_tokens: tokens in one step; no more sequences than that run at once.
+        max_num_batched_tokens: tokens in one step; no more sequences than that run at once.
         max_prefill_chunk: tokens of one prompt in one step; None for the whole budget.
         max_waiting: requests that may queue.
-        prefix_cache: reuse blocks of equal prefixes.
+        enable_prefix_caching: reuse blocks of equal prefixes.
         max_draft_tokens: drafted tokens in one step; the first to be admitted get theirs.
         max_rows: rows of logits in one step; None for any number. A prompt whose log-probabilities
             are wanted takes one for each token, and never another one's: the first to be admitted
@@ -72,10 +72,10 @@ class Scheduler:
         num_blocks: int,
         block_size: int,
         max_num_seqs: int,
-        max_batch_tokens: int,
+        max_num_batched_tokens: int,
         max_prefill_chunk: int | None = None,
         max_waiting: int = 1024,
-        prefix_cache: bool = True,
+        enable_prefix_caching: bool = True,
         max_draft_tokens: int = 256,
         max_rows: int | None = None,
     ) -> None:
@@ -83,18 +83,18 @@ class Scheduler:
         self.num_prompt_tokens = 0
         self.num_cached_tokens = 0
         self._pool = BlockPool(num_blocks, block_size)
-        self._tables = BlockTables(self._pool, prefix_cache)
-        self._max_batch_tokens = max_batch_tokens
+        self._tables = BlockTables(self._pool, enable_prefix_caching)
+        self._max_num_batched_tokens = max_num_batched_tokens
         # Each running sequence may ask for a token in the same step.
-        self._max_num_seqs = min(max_num_seqs, max_batch_tokens)
-        self._max_chunk = max_prefill_chunk or max_batch_tokens
+        self._max_num_seqs = min(max_num_seqs, max_num_batched_tokens)
+        self._max_chunk = max_prefill_chunk or max_num_batched_tokens
         self._max_waiting = max_waiting
         self._max_draft_tokens = max_draft_tokens
         self._max_rows = sys.maxsize if max_rows is None else max_rows
         self._waiting: OrderedDict[int, Sequence] = OrderedDict()
         self._running: OrderedDict[int, Sequence] = OrderedDict()  # in order of admission
         self._suspended: dict[int, Sequence] = {}
-        self._num_seats = 0  # taken by those that run
+        self._num_batch_slots = 0  # taken by those that run
         self._fork_ids = itertools.count(-2, -1)  # no request has such an id
         self._admitted: set[int] = set()  # known requests that have run before
 
@@ -144,7 +144,7 @@ class Scheduler:
         if len(self._waiting) >= self._max_waiting:
             raise CapacityError(
                 f"{len(self._waiting)} requests are waiting (max_waiting is {self._max_waiting}); "
-                "try again later"
+                "retry later"
             )
         sequence.status = Status.WAITING
         self._waiting[sequence.request_id] = sequence
@@ -161,10 +161,10 @@ class Scheduler:
         copies: list[Copy] = []
         preempted = self.num_preemptions
         prefills, num_drafted = self._decode(chunks, copies)
-        budget = self._max_batch_tokens - len(chunks) - num_drafted
+        budget = self._max_num_batched_tokens - len(chunks) - num_drafted
         lengths: list[int] = []
         for sequence in prefills:
-            lengths.append(self._share(sequence, budget))
+            lengths.append(self._prefill_share(sequence, budget))
             budget -= lengths[-1]
         cached: list[Copy] = []  # copies for those that are admitted
         # Whoever was preempted just now heads the queue: nobody passes the head.
@@ -174,7 +174,7 @@ class Scheduler:
         self._pool.release([source for source, _ in cached])
         # A row of logits for each of all these, and the rest for scores.
         rows = max(0, self._max_rows - len(chunks) - num_drafted - len(prefills))
-        self._fill_up(prefills, lengths, budget, rows)
+        self._distribute_rest(prefills, lengths, budget, rows)
         for sequence, length in zip(prefills, lengths, strict=True):
             if length:
                 chunks.append(self._prefill(sequence, length))
@@ -189,7 +189,9 @@ class Scheduler:
         prefills: list[Sequence] = []
         size = self._pool.block_size
         # Every running sequence has its token first.
-        drafts_left = min(self._max_draft_tokens, self._max_batch_tokens - self._num_seats)
+        drafts_left = min(
+            self._max_draft_tokens, self._max_num_batched_tokens - self._num_batch_slots
+        )
         num_drafted = 0
         for sequence in list(self._running.values()):
             if sequence.status is not Status.RUNNING:
@@ -201,12 +203,14 @@ class Scheduler:
             num_tokens = len(sequence.token_ids) + num_in_flight
             if num_tokens - start > 1:
                 prefills.append(sequence)  # has all blocks that its known tokens need
-            elif num_in_flight and (sequence.needs_host or num_tokens >= sequence.max_length):
+            elif num_in_flight and (
+                sequence.needs_committed_tokens or num_tokens >= sequence.max_length
+            ):
                 continue  # waits for its commit
             elif start < len(sequence.blocks) * size or self._grow(sequence):
                 drafts = 0
                 if sequence.num_drafts:
-                    drafts = self._room_for_drafts(sequence, drafts_left - num_drafted)
+                    drafts = self._num_drafts_that_fit(sequence, drafts_left - num_drafted)
                     num_drafted += drafts
                 length = 1 + drafts
                 chunks.append(Chunk(sequence, start, length, True, sequence.generation, drafts))
@@ -228,7 +232,7 @@ class Scheduler:
         """
         while self._waiting and budget:
             sequence = next(iter(self._waiting.values()))
-            if self._num_seats + sequence.num_seats > self._max_num_seqs:
+            if self._num_batch_slots + sequence.num_batch_slots > self._max_num_seqs:
                 break
             needed = self._tables.admit(sequence)
             if needed is None:
@@ -237,11 +241,11 @@ class Scheduler:
             first = sequence if sequence.beams is None else sequence.beams[0]
             self._run(sequence, first.num_computed)
             prefills.append(first)
-            lengths.append(self._share(first, budget))
+            lengths.append(self._prefill_share(first, budget))
             budget -= lengths[-1]
         return budget
 
-    def _fill_up(
+    def _distribute_rest(
         self, prefills: list[Sequence], lengths: list[int], budget: int, rows: int
     ) -> None:
         """Give out what is left of the budget, from the last prompt on; and take back first what
@@ -316,7 +320,7 @@ class Scheduler:
                 sequence.num_scored += chunk.num_scores
                 sequence.prompt_candidates += output.prompt_candidates.get(index, [])
             if end % size < length:  # most steps of most sequences fill no block
-                self._tables.name(sequence, end - length, end)
+                self._tables.register_prefix(sequence, end - length, end)
         return advanced
 
     def branch(
@@ -354,7 +358,7 @@ class Scheduler:
     def finish(self, sequence: Sequence) -> None:
         """End a sequence of any status and free its blocks. A second time does nothing."""
         if sequence.status is not Status.FINISHED:
-            self._withdraw(sequence)
+            self._remove(sequence)
             self._admitted.discard(sequence.request_id)
             sequence.status = Status.FINISHED
 
@@ -364,17 +368,17 @@ class Scheduler:
         Does nothing to one that is finished or suspended.
         """
         if sequence.status in (Status.RUNNING, Status.WAITING):
-            self._withdraw(sequence)
+            self._remove(sequence)
             sequence.status = Status.SUSPENDED
             self._suspended[sequence.request_id] = sequence
 
     def resume(self, sequence: Sequence) -> None:
         """Put a suspended sequence at the head of the queue; does nothing to any other."""
         if sequence.status is Status.SUSPENDED:
-            self._withdraw(sequence)
-            self._queue_first(sequence)
+            self._remove(sequence)
+            self._requeue(sequence)
 
-    def _share(self, sequence: Sequence, budget: int) -> int:
+    def _prefill_share(self, sequence: Sequence, budget: int) -> int:
         """Tokens of a prompt in the first round: half the budget, but no crumbs."""
         half = max((budget + 1) // 2, self._pool.block_size)
         return min(half, budget, self._max_chunk, _num_to_prefill(sequence))
@@ -419,10 +423,10 @@ class Scheduler:
 
         All of them or none: no copy of this step is for somebody who loses its blocks in it.
         """
-        places = self._tables.places_to_part(head.beams or [])
+        places = self._tables.beams_needing_blocks(head.beams or [])
         if not self._free_blocks(len(places), head):
             return False
-        copies += self._tables.part(places)
+        copies += self._tables.copy_on_write(places)
         return True
 
     def _grow(self, sequence: Sequence) -> bool:
@@ -437,24 +441,26 @@ class Scheduler:
         """Take blocks from the last admitted until so many are free; False if `sequence` itself
         had to yield."""
         while self._pool.num_free < count:
-            youngest = next(reversed(self._running.values()))
-            self._preempt(youngest)
-            if youngest is sequence:
+            victim = next(reversed(self._running.values()))
+            self._preempt(victim)
+            if victim is sequence:
                 return False
         return True
 
-    def _room_for_drafts(self, sequence: Sequence, budget: int) -> int:
+    def _num_drafts_that_fit(self, sequence: Sequence, budget: int) -> int:
         """How many drafts fit into a step of a decoding sequence, behind its token."""
         # Up to min_tokens the host says what may not be chosen, and must know where a step stands.
         if sequence.num_tokens - sequence.num_prompt_tokens < sequence.request.params.min_tokens:
             return 0
         # With all of them right, and the token after them, it is as long as it may get.
         room = sequence.max_length - sequence.num_tokens - 1
-        return self._tables.room_for(sequence, max(0, min(sequence.num_drafts, budget, room)))
+        return self._tables.reserve_for_drafts(
+            sequence, max(0, min(sequence.num_drafts, budget, room))
+        )
 
     def _preempt(self, sequence: Sequence) -> None:
-        self._withdraw(sequence)
-        self._queue_first(sequence)
+        self._remove(sequence)
+        self._requeue(sequence)
         sequence.num_preemptions += 1
         self.num_preemptions += 1
 
@@ -462,7 +468,7 @@ class Scheduler:
         del self._waiting[sequence.request_id]
         self._running[sequence.request_id] = sequence
         sequence.status = Status.RUNNING
-        self._num_seats += sequence.num_seats
+        self._num_batch_slots += sequence.num_batch_slots
         if sequence.request_id not in self._admitted:
             self._admitted.add(sequence.request_id)
             sequence.num_cached_tokens = num_cached
@@ -471,7 +477,7 @@ class Scheduler:
 
     def _check_beams(self, head: Sequence) -> None:
         """Refuse a search that could not run alone."""
-        width, size = head.num_seats, self._pool.block_size
+        width, size = head.num_batch_slots, self._pool.block_size
         if width > self._max_num_seqs:
             raise RequestError(
                 f"{width} beams run as {width} sequences, and at most {self._max_num_seqs} run at "
@@ -491,18 +497,18 @@ class Scheduler:
                 "beam_width",
             )
 
-    def _withdraw(self, sequence: Sequence) -> None:
+    def _remove(self, sequence: Sequence) -> None:
         """Take a sequence out of where it is, with nothing in the KV cache: the one release point.
 
         Its tokens stay: should it run again, they are computed like a prompt.
         """
         if self._running.pop(sequence.request_id, None) is not None:
-            self._tables.withdraw(sequence)
-            self._num_seats -= sequence.num_seats
+            self._tables.free(sequence)
+            self._num_batch_slots -= sequence.num_batch_slots
         self._waiting.pop(sequence.request_id, None)
         self._suspended.pop(sequence.request_id, None)
 
-    def _queue_first(self, sequence: Sequence) -> None:
+    def _requeue(self, sequence: Sequence) -> None:
         sequence.status = Status.WAITING
         self._waiting[sequence.request_id] = sequence
         self._waiting.move_to_end(sequence.request_id, last=False)

@@ -55,15 +55,15 @@ class Ticket:
     """One request's claim on a grammar.
 
     Attributes:
-        wish: what is compiled.
+        constraint: what is compiled.
         grammar: the result, or None while it is not there.
         error: why there is none: RequestError if the guide is at fault, else EngineError.
     """
 
-    __slots__ = ("error", "grammar", "wish")
+    __slots__ = ("constraint", "error", "grammar")
 
-    def __init__(self, wish: StructuredOutput) -> None:
-        self.wish = wish
+    def __init__(self, constraint: StructuredOutput) -> None:
+        self.constraint = constraint
         self.grammar: Grammar | None = None
         self.error: InflightError | None = None
 
@@ -71,7 +71,7 @@ class Ticket:
     def done(self) -> bool:
         return self.grammar is not None or self.error is not None
 
-    def _settle(self, outcome: _Outcome) -> None:
+    def _resolve(self, outcome: _Outcome) -> None:
         if isinstance(outcome, Grammar):
             self.grammar = outcome
         else:
@@ -81,9 +81,9 @@ class Ticket:
 class _Job:
     """A guide that is being compiled, and who waits for it."""
 
-    def __init__(self, key: bytes, wish: StructuredOutput) -> None:
+    def __init__(self, key: bytes, constraint: StructuredOutput) -> None:
         self.key = key
-        self.wish = wish
+        self.constraint = constraint
         self.tickets: list[Ticket] = []
         self.abandoned = False  # by all of them; read by the thread
 
@@ -147,7 +147,7 @@ class Compiler:
             self._thread = threading.Thread(target=self._run, name="grammars", daemon=True)
             self._thread.start()
 
-    def submit(self, wish: StructuredOutput) -> Ticket:
+    def submit(self, constraint: StructuredOutput) -> Ticket:
         """Ask for a grammar. Never waits.
 
         Returns:
@@ -156,22 +156,22 @@ class Compiler:
         Raises:
             CapacityError: too many guides are waiting.
         """
-        ticket = Ticket(wish)
-        key = hashlib.sha256(f"{wish.kind}\0{wish.guide}".encode()).digest()
+        ticket = Ticket(constraint)
+        key = hashlib.sha256(f"{constraint.kind}\0{constraint.guide}".encode()).digest()
         found = self._cache.get(key)
         if found is not None:
             outcome, until = found
             if self._clock() < until:
-                ticket._settle(outcome)
+                ticket._resolve(outcome)
                 return ticket
             self._cache.discard(key)
         job = self._jobs.get(key)
         if job is None:
             if len(self._jobs) >= MAX_WAITING:
                 raise CapacityError(
-                    f"{len(self._jobs)} grammars wait to be compiled; send the request again later"
+                    f"{len(self._jobs)} grammars are queued for compilation; retry later"
                 )
-            job = self._jobs[key] = _Job(key, wish)
+            job = self._jobs[key] = _Job(key, constraint)
             self._inbox.put(job)
             self.warm()
         job.tickets.append(ticket)
@@ -196,7 +196,7 @@ class Compiler:
             if self._jobs.get(job.key) is job:
                 del self._jobs[job.key]
             for ticket in job.tickets:
-                ticket._settle(outcome)
+                ticket._resolve(outcome)
                 done.append(ticket)
         return done
 
@@ -230,17 +230,17 @@ class Compiler:
             try:
                 if tokenizer is None:
                     tokenizer = self._vocabulary.llguidance_tokenizer(self._encode)
-                outcome = self._compile(tokenizer, job.wish)
+                outcome = self._compile(tokenizer, job.constraint)
             except InflightError as error:
                 outcome = error
             except BaseException as error:  # a panic in Rust is one; this thread must go on
                 logger.error("a grammar broke the compiler: %s", type(error).__name__)
-                outcome = EngineError("the grammar broke the compiler; the engine's log says more")
+                outcome = EngineError("the grammar crashed the compiler; see the engine's log")
             self._outbox.put((job, outcome))
             self._wake()
 
-    def _compile(self, tokenizer: llguidance.LLTokenizer, wish: StructuredOutput) -> Grammar:
-        verdict = self._examine(wish)
+    def _compile(self, tokenizer: llguidance.LLTokenizer, constraint: StructuredOutput) -> Grammar:
+        verdict = self._examine(constraint)
         self.num_compiled += 1
         if verdict.source is None:
             raise RequestError(verdict.refusal, GUIDE_FIELD)
@@ -249,16 +249,16 @@ class Compiler:
             verdict.source,
             compile_s=verdict.compile_s,
             num_bytes=verdict.num_bytes,
-            is_json=wish.kind in ("json", "json_schema"),
+            is_json=constraint.kind in ("json", "json_schema"),
         )
 
-    def _examine(self, wish: StructuredOutput) -> Verdict:
+    def _examine(self, constraint: StructuredOutput) -> Verdict:
         for _ in range(2):
             try:
-                return self._sandbox.examine(wish)
+                return self._sandbox.examine(constraint)
             except SandboxLost:
                 if self._closed:
                     raise EngineError("the engine is stopping") from None
                 # Guides are survived by design, so something else ended it: once more.
-                logger.warning("the process that compiles grammars was lost; it is started again")
-        raise EngineError("the process that compiles grammars was lost twice; try again later")
+                logger.warning("the grammar compiler process died; restarting it")
+        raise EngineError("the grammar compiler process died twice; retry later")

@@ -87,27 +87,27 @@ def compile_source(tokenizer: llguidance.LLTokenizer, source: str) -> llguidance
     return llguidance.LLMatcher(tokenizer, source, log_level=0, limits=_LIMITS)
 
 
-def source(wish: StructuredOutput) -> str:
+def source(constraint: StructuredOutput) -> str:
     """A guide in the library's terms.
 
     Raises:
         ValueError: it is not what its kind says.
     """
-    match wish.kind:
+    match constraint.kind:
         case "json":
             return _json_source({"type": "object"})
         case "json_schema":
-            schema = json.loads(wish.guide)
+            schema = json.loads(constraint.guide)
             return _json_source(schema if isinstance(schema, dict) else {})
         case "regex":
-            return llguidance.LLMatcher.grammar_from_regex(_unanchored(wish.guide))
+            return llguidance.LLMatcher.grammar_from_regex(_unanchored(constraint.guide))
         case "choice":
             # One expression, one lexeme: as alternatives of a grammar they would be many.
             return llguidance.LLMatcher.grammar_from_regex(
-                "|".join(_literal(text) for text in wish.choices())
+                "|".join(_literal(text) for text in constraint.choices())
             )
         case "ebnf_grammar":
-            return _lark(wish.guide)
+            return _lark(constraint.guide)
 
 
 def first_line(error: str) -> str:
@@ -164,7 +164,7 @@ def _lark(text: str) -> str:
             return match.group()
         point = int(code, 16)
         if point > 0x10FFFF or 0xD800 <= point <= 0xDFFF:
-            raise ValueError(f"{match.group()} is no character")
+            raise ValueError(f"{match.group()} is not a character")
         return f"\\x{point:02x}" if point < 0x80 else chr(point)
 
     is_gbnf = "::=" in text

@@ -15,7 +15,7 @@ from inflight.structured.vocabulary import Vocabulary
 
 Rows = NDArray[np.int32]
 
-MAX_BLANK_BYTES = 64
+MAX_WHITESPACE_BYTES = 64
 """White space on end in JSON, where any amount is allowed: some models never come back from it.
 Bounding it in the grammar would cost three times as much: each count is a state of its own."""
 
@@ -44,8 +44,8 @@ class MaskFiller:
         self._stop_id = vocabulary.stop_id
         self._model_ends = vocabulary.end_ids
         bits = np.ones(self.num_words * 32, np.uint8)
-        bits[list(vocabulary.blanks)] = 0
-        self._printed = np.packbits(bits, bitorder="little").view(np.int32)
+        bits[list(vocabulary.whitespace)] = 0
+        self._non_whitespace = np.packbits(bits, bitorder="little").view(np.int32)
         # Ids that the model has beyond its tokenizer's: a grammar can name them by number.
         bits = np.ones(self.num_words * 32, np.uint8)
         bits[: vocabulary.num_used] = 0
@@ -99,17 +99,17 @@ class MaskFiller:
         if named:
             padded &= ~self._unused
         for index, matcher in enumerate(matchers):
-            if matcher.num_blank_bytes >= MAX_BLANK_BYTES and matcher.is_json:
+            if matcher.num_whitespace_bytes >= MAX_WHITESPACE_BYTES and matcher.is_json:
                 row = rows[starts[index]]
-                printed = row & self._printed
-                if printed.any():
-                    row[:] = printed
+                rest = row & self._non_whitespace
+                if rest.any():
+                    row[:] = rest
             if matcher.has_own_ends and index not in failures:
                 for row in rows[starts[index] : starts[index + 1]]:
                     self._replace_ends(row, matcher.end_ids)
             if (named or matcher.has_own_ends) and not rows[starts[index]].any():
                 failures[index] = EngineError(
-                    "nothing may follow in the request's grammar, and nothing can end it"
+                    "the request's grammar allows neither another token nor an end"
                 )
         for index in failures:
             rows[starts[index] : starts[index + 1]] = -1

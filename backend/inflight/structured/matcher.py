@@ -38,7 +38,7 @@ class Matcher:
     Attributes:
         is_json: see Grammar.
         num_tokens: taken, and not rolled back.
-        num_blank_bytes: of the white space that these end with.
+        num_whitespace_bytes: of the white space that these end with.
         num_recoveries: how often the lexer was started anew.
     """
 
@@ -54,9 +54,9 @@ class Matcher:
         self._stop_id = vocabulary.stop_id
         # Masks come with the bits of the vocabulary's own end tokens.
         self.has_own_ends = self.end_ids != frozenset(vocabulary.end_ids)
-        self._blanks = vocabulary.blanks
+        self._whitespace = vocabulary.whitespace
         self._tokens: list[int] = []
-        self.num_blank_bytes = 0
+        self.num_whitespace_bytes = 0
         self._ended = False  # whether the last token is one of end_ids
         self._recovered_at = -1
         self._generation = grammar.generation
@@ -93,7 +93,7 @@ class Matcher:
         if ends and self.may_end and not self._ended:
             self._ended = True
             self._tokens.append(token_ids[taken])
-            self.num_blank_bytes = 0
+            self.num_whitespace_bytes = 0
             taken += 1
         if taken < len(token_ids):
             raise EngineError(
@@ -117,11 +117,11 @@ class Matcher:
         inside = num_tokens - self._ended
         self._ended = False
         del self._tokens[-num_tokens:]
-        self.num_blank_bytes = 0
+        self.num_whitespace_bytes = 0
         for id_ in reversed(self._tokens):
-            if id_ not in self._blanks:
+            if id_ not in self._whitespace:
                 break
-            self.num_blank_bytes += self._blanks[id_]
+            self.num_whitespace_bytes += self._whitespace[id_]
         if inside and not guarded(lambda: self.state.rollback(inside)):
             self.recover()
 
@@ -173,8 +173,8 @@ class Matcher:
                 raise self.failure()
         for id_ in body[:taken]:
             self._tokens.append(id_)
-            length = self._blanks.get(id_)
-            self.num_blank_bytes = 0 if length is None else self.num_blank_bytes + length
+            length = self._whitespace.get(id_)
+            self.num_whitespace_bytes = 0 if length is None else self.num_whitespace_bytes + length
         return taken
 
     def recover(self) -> None:

@@ -77,9 +77,9 @@ class Sandbox:
             self._send(self._setup)
             msgspec.msgpack.decode(self._receive(_START_S), type=Ready)
         except SandboxLost:
-            raise EngineError("the process that compiles grammars does not start") from None
+            raise EngineError("the grammar compiler process does not start") from None
 
-    def examine(self, wish: StructuredOutput) -> Verdict:
+    def examine(self, constraint: StructuredOutput) -> Verdict:
         """What the process says of a guide. Takes the time limit at most, if the process runs.
 
         Raises:
@@ -87,7 +87,7 @@ class Sandbox:
             EngineError: the process does not come up.
         """
         self.start()
-        self._send(wish)
+        self._send(constraint)
         frame = self._receive(self._setup.time_limit_s + _GRACE_S)
         return msgspec.msgpack.decode(frame, type=Verdict)
 

@@ -85,15 +85,15 @@ def _read(fd: int, size: int) -> bytes | None:
     return b"".join(parts)
 
 
-def examine(tokenizer: llguidance.LLTokenizer, wish: StructuredOutput) -> Verdict:
+def examine(tokenizer: llguidance.LLTokenizer, constraint: StructuredOutput) -> Verdict:
     """Compile a guide and walk through it. Call it where it may take the process down.
 
     The walks are random, and find what compiling does not: the library builds its automata while
     they are used, so a costly grammar may compile in no time.
     """
     try:
-        wish.check()
-        text = source(wish)
+        constraint.check()
+        text = source(constraint)
     except RequestError as error:
         return Verdict(refusal=str(error).removeprefix(f"{error.param}: "))
     except ValueError as error:
@@ -264,13 +264,13 @@ def main() -> None:
     write_frame(stdout, Ready())
     while (frame := _read_frame(stdin)) is not None:
         try:
-            wish = msgspec.msgpack.decode(frame, type=StructuredOutput)
+            constraint = msgspec.msgpack.decode(frame, type=StructuredOutput)
         except (msgspec.ValidationError, RequestError) as error:
             write_frame(stdout, Verdict(refusal=str(error)))
             continue
 
-        def work(wish: StructuredOutput = wish) -> Verdict:
-            return examine(tokenizer, wish)
+        def work(constraint: StructuredOutput = constraint) -> Verdict:
+            return examine(tokenizer, constraint)
 
         write_frame(stdout, _Trial(work, setup.time_limit_s, setup.memory_limit).verdict())
 

@@ -54,7 +54,7 @@ class Vocabulary(msgspec.Struct, frozen=True, dict=True):
         return size
 
     @cached_property
-    def blanks(self) -> Mapping[int, int]:
+    def whitespace(self) -> Mapping[int, int]:
         """The tokens that are nothing but white space in JSON, and how many bytes each has."""
         return {
             id_: len(text)

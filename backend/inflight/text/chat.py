@@ -107,17 +107,17 @@ def encode_chat(
             template, turns, tokenizer.bos_token, tokenizer.eos_token, add_generation_prompt, now
         )
 
-    disguise = _disguise(tokenizer)
+    escaper = _escaper_of(tokenizer)
     contents = [message["content"] for message in messages]
-    pieces = disguise.cut(rendered([disguise.put_on(content) for content in contents]))
+    pieces = escaper.split_markers(rendered([escaper.escape(content) for content in contents]))
     # Blank stays blank: templates ask whether there is any content.
-    harmless = disguise.cut(rendered(["x" if text.strip() else text for text in contents]))
+    harmless = escaper.split_markers(rendered(["x" if text.strip() else text for text in contents]))
     if _markers(pieces) != _markers(harmless):
-        raise _error("the chat template of this model would make special tokens of their text")
+        raise _error("the model's chat template would turn message text into special tokens")
     return tokenizer.encode_pieces(pieces)
 
 
-class _Disguise:
+class _MarkerEscaper:
     """Hides markers in messages from a template, and finds the template's own."""
 
     def __init__(self, markers: dict[str, int]) -> None:
@@ -127,12 +127,12 @@ class _Disguise:
         self._marker = re.compile(f"({texts})")
         self._first_character = re.compile(f"(?={texts})(.)", re.DOTALL)
 
-    def put_on(self, content: str) -> str:
+    def escape(self, content: str) -> str:
         return self._first_character.sub(
             lambda match: f"\ue000{_SECRET}:{ord(match[1]):x}\ue001", content
         )
 
-    def cut(self, text: str) -> list[str | int]:
+    def split_markers(self, text: str) -> list[str | int]:
         """Pieces of a rendered text: strings, with what they hid, and ids of markers."""
         pieces: list[str | int] = []
         for i, part in enumerate(self._marker.split(text)):
@@ -145,13 +145,13 @@ class _Disguise:
 
 _SECRET = secrets.token_hex(16)
 _HIDDEN = re.compile(f"\ue000{_SECRET}:([0-9a-f]+)\ue001")
-_disguises: WeakKeyDictionary[Tokenizer, _Disguise] = WeakKeyDictionary()
+_escapers: WeakKeyDictionary[Tokenizer, _MarkerEscaper] = WeakKeyDictionary()
 
 
-def _disguise(tokenizer: Tokenizer) -> _Disguise:
-    found = _disguises.get(tokenizer)
+def _escaper_of(tokenizer: Tokenizer) -> _MarkerEscaper:
+    found = _escapers.get(tokenizer)
     if found is None:
-        found = _disguises[tokenizer] = _Disguise(tokenizer.markers)
+        found = _escapers[tokenizer] = _MarkerEscaper(tokenizer.markers)
     return found
 
 
@@ -205,7 +205,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(found) < len(pairs):
         names = [name for name, _ in pairs]
         twice = next(name for name in names if names.count(name) > 1)
-        raise ValueError(f"the key {twice[:64]!r} stands twice in an object")
+        raise ValueError(f"the key {twice[:64]!r} occurs twice in an object")
     return found
 
 

@@ -9,10 +9,10 @@ from inflight.text.detokenize import Detokenizer
 from inflight.text.tokenizer import Tokenizer
 
 # Requests that ask for the same strings, nearly always the default ones, share the answer.
-_MAX_REMEMBERED = 64
+_MAX_CACHED = 64
 
 
-class Breakers:
+class DryBreakers:
     """Finds the tokens of a vocabulary that have strings in them.
 
     The texts of all tokens are put into one, which is searched in microseconds; it is made when
@@ -24,7 +24,7 @@ class Breakers:
         self._detokenizer = detokenizer
         self._starts: list[int] = []  # of each token in _text
         self._text = b""
-        self._remembered: dict[tuple[str, ...], frozenset[int]] = {}
+        self._cache: dict[tuple[str, ...], frozenset[int]] = {}
 
     def ids(self, strings: Iterable[str]) -> frozenset[int]:
         """The tokens that have one of these strings in their text, and the special ones.
@@ -33,12 +33,12 @@ class Breakers:
         string that no token has in it as a whole stands for the last token that spells it.
         """
         key = tuple(strings)
-        found = self._remembered.get(key)
+        found = self._cache.get(key)
         if found is None:
             found = frozenset(self._tokenizer.special_ids).union(*map(self._with, key))
-            if len(self._remembered) >= _MAX_REMEMBERED:
-                self._remembered.clear()
-            self._remembered[key] = found
+            if len(self._cache) >= _MAX_CACHED:
+                self._cache.clear()
+            self._cache[key] = found
         return found
 
     def _with(self, string: str) -> set[int]:

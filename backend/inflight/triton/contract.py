@@ -107,12 +107,12 @@ OPTIONS = (
         "Drafted tokens per step: auto, off or a number. Changes the speed, never the output.",
     ),
     Tensor(
-        "num_logprobs", "INT32", "Likeliest tokens to report for each output token; see logprobs."
+        "num_logprobs", "INT32", "TopLogprobs tokens to report for each output token; see logprobs."
     ),
     Tensor(
         "num_prompt_logprobs",
         "INT32",
-        "Likeliest tokens to report for each prompt token; see prompt_logprobs.",
+        "TopLogprobs tokens to report for each prompt token; see prompt_logprobs.",
     ),
     Tensor("return_log_probs", "BOOL", "Report each output token, as num_logprobs 0 does."),
     Tensor(

@@ -23,7 +23,7 @@ from inflight.ipc.engine_client import EngineClient, attach, socket_path
 from inflight.text.detokenize import Detokenizer
 from inflight.triton import contract
 from inflight.triton.errors import triton_error
-from inflight.triton.sibling import load_tokenizer, sibling
+from inflight.triton.sibling import llm_directory, load_tokenizer
 from inflight.triton.stub import server_pid
 
 logger = logging.getLogger(__name__)
@@ -32,9 +32,9 @@ ATTACH_PAUSE_S = 0.2
 # Asking Triton is a round trip through its shared memory. So a fast stream is not asked about at
 # each response, and all questions together take at most about a tenth of the time.
 CANCEL_INTERVAL_S = 0.01
-CANCEL_PAUSES = 9.0
+CANCEL_POLL_BACKOFF = 9.0
 # Streams whose last question is remembered; a forgotten one is merely asked again at once.
-MAX_REMEMBERED = 4096
+MAX_POLLED = 4096
 
 
 class DetokenizerFront:
@@ -49,11 +49,11 @@ class DetokenizerFront:
     """
 
     def __init__(self, directory: Path, parameters: Mapping[str, str]) -> None:
-        llm = sibling(directory, parameters)
+        llm = llm_directory(directory, parameters)
         self._detokenizer = Detokenizer(load_tokenizer(llm))
         self._reports = DeliveryReports(llm)
-        self._asked_at: OrderedDict[int, float] = OrderedDict()  # oldest question first
-        self._no_question_before = 0.0
+        self._polled_at: OrderedDict[int, float] = OrderedDict()  # oldest question first
+        self._next_poll_at = 0.0
 
     def execute(self, requests: list[Any]) -> list[Any]:
         responses = []
@@ -61,13 +61,13 @@ class DetokenizerFront:
         for request in requests:
             try:
                 texts, delivered = self._texts(request)
-                self._look_for_cancel(request, delivered[0][0])
+                self._poll_cancellation(request, delivered[0][0])
             except InflightError as error:
                 responses.append(pb_utils.InferenceResponse(error=triton_error(error)))
                 continue
             except Exception:  # costs this request an error, and the others of the batch nothing
                 logger.exception("a response could not be detokenized")
-                failure = EngineError("the answer could not be turned into text")
+                failure = EngineError("the response could not be detokenized")
                 responses.append(pb_utils.InferenceResponse(error=triton_error(failure)))
                 continue
             encoded = np.array([[text.encode() for text in texts]], object)
@@ -104,20 +104,18 @@ class DetokenizerFront:
             delivered.append((request_id, position))
         return texts, delivered
 
-    def _look_for_cancel(self, request: Any, request_id: int) -> None:
+    def _poll_cancellation(self, request: Any, request_id: int) -> None:
         now = time.monotonic()
-        if now < max(
-            self._no_question_before, self._asked_at.get(request_id, 0.0) + CANCEL_INTERVAL_S
-        ):
+        if now < max(self._next_poll_at, self._polled_at.get(request_id, 0.0) + CANCEL_INTERVAL_S):
             return
-        self._asked_at[request_id] = now
-        self._asked_at.move_to_end(request_id)
-        if len(self._asked_at) > MAX_REMEMBERED:
-            self._asked_at.popitem(last=False)
+        self._polled_at[request_id] = now
+        self._polled_at.move_to_end(request_id)
+        if len(self._polled_at) > MAX_POLLED:
+            self._polled_at.popitem(last=False)
         if request.is_cancelled():
             self._reports.cancel(request_id)
         answered = time.monotonic()
-        self._no_question_before = answered + CANCEL_PAUSES * (answered - now)
+        self._next_poll_at = answered + CANCEL_POLL_BACKOFF * (answered - now)
 
 
 class DeliveryReports:

@@ -28,7 +28,7 @@ from inflight.errors import (
 from inflight.ipc.engine_client import EngineClient, attach_or_start
 from inflight.triton import protocol
 from inflight.triton.errors import triton_error
-from inflight.triton.response_queue import Mailbox, Senders, Sweep
+from inflight.triton.response_queue import ResponseQueue, SenderPool, Sweep
 from inflight.triton.stub import server_pid
 
 logger = logging.getLogger(__name__)
@@ -37,20 +37,20 @@ DEFAULT_SENDER_THREADS = 8
 CANCEL_INTERVAL_S = 0.02
 # One that is being detokenized and one that waits for it: the detokenizer never idles, and what
 # comes in the meantime goes out together.
-MAX_ON_THE_WAY = 2
-RESTART_PAUSES_S = (0.0, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
+MAX_UNDELIVERED = 2
+RESTART_BACKOFF_S = (0.0, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
 # Triton 2.51 never lets go of an ensemble's request that fails while an earlier response of it is
 # on its way through a later step, and then cannot shut down in order. So an error waits for those.
-ERROR_DISTANCE_S = 0.05
+ERROR_DELAY_S = 0.05
 
 
-class Answer:
+class ResponseWriter:
     """One client's request: its outputs' way back.
 
     Args:
         sender: Triton's.
-        wanted: names of the outputs that the client, or the ensemble, asked for.
-        asked: what was asked; None where it could not be read.
+        requested_outputs: names of the outputs that the client, or the ensemble, generation for.
+        generation: what was generation; None where it could not be read.
 
     Attributes:
         request_ids: in the engine, of the outputs in their order.
@@ -59,16 +59,16 @@ class Answer:
     """
 
     def __init__(
-        self, sender: Any, wanted: frozenset[str], asked: protocol.Generation | None
+        self, sender: Any, requested_outputs: frozenset[str], generation: protocol.Generation | None
     ) -> None:
         self._sender = sender
-        self._wanted = wanted
-        self._asked = asked
+        self._requested_outputs = requested_outputs
+        self._generation = generation
         self._echoed: set[int] = set()
         self._sent_at = 0.0
         self.request_ids: list[int] = []
         self.cancel: Callable[[], None] = _nothing
-        self.detokenized = asked is not None and asked.detokenized
+        self.detokenized = generation is not None and generation.detokenized
 
     def send(self, events: list[TokenEvent], is_final: bool) -> None:
         flags = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL if is_final else 0
@@ -77,27 +77,35 @@ class Answer:
             if len(self.request_ids) > 1:
                 self.cancel()  # the other outputs are nobody's now
             if self.detokenized:
-                time.sleep(max(0.0, self._sent_at + ERROR_DISTANCE_S - time.monotonic()))
+                time.sleep(max(0.0, self._sent_at + ERROR_DELAY_S - time.monotonic()))
             failure = triton_error(from_kind(events[0].error_kind or "", error))
             self._sender.send(pb_utils.InferenceResponse(error=failure), flags=flags)
             return
-        assert self._asked is not None
+        assert self._generation is not None
         # Of all outputs one tells of the prompt, and it may not be among the best.
         prompt_candidates = [one for event in events for one in event.prompt_candidates]
-        parts = self._asked.answer([self._part(event) for event in events])
-        arrays = protocol.outputs(parts, len(self._asked.prompt_ids), prompt_candidates)
+        parts = self._generation.answer([self._delta(event) for event in events])
+        arrays = protocol.outputs(parts, len(self._generation.prompt_ids), prompt_candidates)
         response = pb_utils.InferenceResponse(
-            [pb_utils.Tensor(name, array) for name, array in arrays.items() if name in self._wanted]
+            [
+                pb_utils.Tensor(name, array)
+                for name, array in arrays.items()
+                if name in self._requested_outputs
+            ]
         )
         self._sender.send(response, flags=flags)
         self._sent_at = time.monotonic()
 
-    def _part(self, event: TokenEvent) -> protocol.Part:
-        assert self._asked is not None
+    def _delta(self, event: TokenEvent) -> protocol.OutputDelta:
+        assert self._generation is not None
         output = event.request_id
-        echo = self._asked.prompt_ids if self._asked.echo and output not in self._echoed else []
+        echo = (
+            self._generation.prompt_ids
+            if self._generation.echo and output not in self._echoed
+            else []
+        )
         self._echoed.add(output)
-        return protocol.Part(self.request_ids.index(output), event, echo)
+        return protocol.OutputDelta(self.request_ids.index(output), event, echo)
 
     def abandon(self) -> None:
         self.cancel()
@@ -128,24 +136,26 @@ class LlmFront:
         self._lock = threading.Lock()
         self._client: EngineClient | None = None
         self._attachment = 0
-        self._in_flight: dict[int, tuple[Mailbox, Answer]] = {}
+        self._in_flight: dict[int, tuple[ResponseQueue, ResponseWriter]] = {}
         self._closing = threading.Event()
-        self._senders = Senders(_sender_threads(parameters))
+        self._senders = SenderPool(_sender_threads(parameters))
         self._connect()
-        self._sweep = Sweep(self._cancel_cancelled, CANCEL_INTERVAL_S)
+        self._sweep = Sweep(self._sweep_cancelled, CANCEL_INTERVAL_S)
 
     def execute(self, requests: list[Any]) -> None:
         """Take requests over; each gets its final response later, from a sender thread."""
         for request in requests:
             sender = request.get_response_sender()
-            wanted = frozenset(request.requested_output_names())
+            requested_outputs = frozenset(request.requested_output_names())
             try:
-                self._accept(request, sender, wanted)
+                self._accept(request, sender, requested_outputs)
             except InflightError as error:
-                self._refuse(sender, wanted, error)
+                self._refuse(sender, requested_outputs, error)
             except Exception:  # costs its sender an error; one that left here would cost all
                 logger.exception("a request could not be read")
-                self._refuse(sender, wanted, EngineError("the request could not be read"))
+                self._refuse(
+                    sender, requested_outputs, EngineError("the request could not be read")
+                )
 
     def finalize(self) -> None:
         self._closing.set()
@@ -157,33 +167,33 @@ class LlmFront:
         self._fail_all()
         self._senders.close()
 
-    def _accept(self, request: Any, sender: Any, wanted: frozenset[str]) -> None:
+    def _accept(self, request: Any, sender: Any, requested_outputs: frozenset[str]) -> None:
         if request.correlation_id():
-            raise RequestError("sequences are not supported; leave it out", "sequence_id")
+            raise RequestError("stateful sequences are not supported; omit it", "sequence_id")
         inputs = {tensor.name(): tensor.as_numpy() for tensor in request.inputs()}
         parameters = protocol.request_parameters(request.parameters())
         client = self._client
         if client is None:
-            raise CapacityError("the engine is starting again; try again in a moment")
+            raise CapacityError("the engine is restarting; retry in a moment")
         welcome = client.welcome
         limits = protocol.Limits(welcome.vocab_size, welcome.max_model_len)
-        asked = protocol.parse(inputs, parameters, limits)
-        answer = Answer(sender, wanted, asked)
-        num_outputs = asked.best_of
-        watched = asked.detokenized and asked.stream and num_outputs == 1
-        mailbox = self._senders.mailbox(
-            answer, asked.stream, MAX_ON_THE_WAY if watched else None, num_outputs
+        generation = protocol.parse(inputs, parameters, limits)
+        writer = ResponseWriter(sender, requested_outputs, generation)
+        num_outputs = generation.best_of
+        watched = generation.detokenized and generation.stream and num_outputs == 1
+        response_queue = self._senders.response_queue(
+            writer, generation.stream, MAX_UNDELIVERED if watched else None, num_outputs
         )
         # Under the lock: either the loss of this engine finds the request and fails it, or the
         # request finds the engine lost.
         with self._lock:
             if self._client is not client:
-                raise CapacityError("the engine is starting again; try again in a moment")
-            answer.request_ids = [client.next_request_id() for _ in range(num_outputs)]
-            answer.cancel = functools.partial(self._forget, client, answer.request_ids)
-            for request_id in answer.request_ids:
-                self._in_flight[request_id] = (mailbox, answer)
-            for request in asked.requests(answer.request_ids):
+                raise CapacityError("the engine is restarting; retry in a moment")
+            writer.request_ids = [client.next_request_id() for _ in range(num_outputs)]
+            writer.cancel = functools.partial(self._forget, client, writer.request_ids)
+            for request_id in writer.request_ids:
+                self._in_flight[request_id] = (response_queue, writer)
+            for request in generation.requests(writer.request_ids):
                 client.submit(request)
 
     def _forget(self, client: EngineClient, request_ids: list[int]) -> None:
@@ -191,9 +201,9 @@ class LlmFront:
             if self._in_flight.pop(request_id, None) is not None:
                 client.cancel(request_id)
 
-    def _refuse(self, sender: Any, wanted: frozenset[str], error: InflightError) -> None:
-        answer = Answer(sender, wanted, None)
-        self._senders.mailbox(answer, stream=True).post(TokenEvent.failed(0, error))
+    def _refuse(self, sender: Any, requested_outputs: frozenset[str], error: InflightError) -> None:
+        writer = ResponseWriter(sender, requested_outputs, None)
+        self._senders.response_queue(writer, stream=True).post(TokenEvent.failed(0, error))
 
     def _on_events(self, events: list[TokenEvent]) -> None:
         for event in events:
@@ -210,19 +220,19 @@ class LlmFront:
             if entry is not None:
                 entry[0].delivered(position)
 
-    def _cancel_cancelled(self) -> None:
+    def _sweep_cancelled(self) -> None:
         # An ensemble's cancellation never shows in its running steps: asking would be for nothing.
         # There, the detokenizer's silence tells the engine.
         client = self._client
-        for request_id, (mailbox, answer) in list(self._in_flight.items()):
-            if answer.detokenized or client is None:
+        for request_id, (response_queue, writer) in list(self._in_flight.items()):
+            if writer.detokenized or client is None:
                 continue
-            if mailbox.lock.acquire(blocking=False):
+            if response_queue.lock.acquire(blocking=False):
                 try:
-                    if not mailbox.closed and answer.is_cancelled():
+                    if not response_queue.closed and writer.is_cancelled():
                         client.cancel(request_id)
                 finally:
-                    mailbox.lock.release()
+                    response_queue.lock.release()
 
     def _connect(self) -> None:
         with self._lock:
@@ -238,7 +248,7 @@ class LlmFront:
         with self._lock:
             if self._attachment != attachment:
                 client.close()
-                raise EngineError("the engine went away as soon as it was there")
+                raise EngineError("the engine exited right after it started")
             self._client = client
 
     def _on_lost(self, attachment: int) -> None:
@@ -253,7 +263,7 @@ class LlmFront:
 
     def _reconnect(self) -> None:
         attempt = 0
-        while not self._closing.wait(RESTART_PAUSES_S[min(attempt, len(RESTART_PAUSES_S) - 1)]):
+        while not self._closing.wait(RESTART_BACKOFF_S[min(attempt, len(RESTART_BACKOFF_S) - 1)]):
             try:
                 return self._connect()
             except InflightError as error:
@@ -261,13 +271,13 @@ class LlmFront:
             attempt += 1
 
     def _fail_all(self) -> None:
-        error = CapacityError("the engine ended while it held this request; send it again")
+        error = CapacityError("the engine exited while it processed this request; retry it")
         while self._in_flight:
             try:
-                request_id, (mailbox, _) = self._in_flight.popitem()
+                request_id, (response_queue, _) = self._in_flight.popitem()
             except KeyError:
                 return
-            mailbox.post(TokenEvent.failed(request_id, error))
+            response_queue.post(TokenEvent.failed(request_id, error))
 
 
 def _nothing() -> None:

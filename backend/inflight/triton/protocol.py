@@ -44,7 +44,7 @@ class Limits(msgspec.Struct, frozen=True):
     max_model_len: int
 
 
-class Part(NamedTuple):
+class OutputDelta(NamedTuple):
     """What is new of one output.
 
     Attributes:
@@ -126,7 +126,7 @@ class Generation(msgspec.Struct, frozen=True):
             )
         return made
 
-    def answer(self, parts: list[Part]) -> list[Part]:
+    def answer(self, parts: list[OutputDelta]) -> list[OutputDelta]:
         """Of outputs that have ended, or of the parts of a stream, what goes out."""
         if len(parts) > self.n:
             parts = sorted(parts, key=_logprob_per_token, reverse=True)[: self.n]
@@ -134,7 +134,7 @@ class Generation(msgspec.Struct, frozen=True):
         return sorted(parts)
 
 
-def _logprob_per_token(part: Part) -> float:
+def _logprob_per_token(part: OutputDelta) -> float:
     return part.event.cumulative_logprob / max(1, part.event.position)
 
 
@@ -155,7 +155,7 @@ def parse(inputs: Mapping[str, Array], parameters: Mapping[str, Any], limits: Li
     if prompt_tensor not in (None, *_PROMPT_TENSORS):
         raise RequestError(f"allowed: {' or '.join(_PROMPT_TENSORS)}", "prompt_tensor")
     prompt_ids = _prompt(values.pop("input_ids", None), prompt_tensor or "input_ids", limits)
-    values, names = _merge_dialect(_join_biases(values))
+    values, names = _merge_vllm_parameters(_join_biases(values))
     _refuse_unsupported(values, names)
     stream = values.get("stream", False)
     n, best_of = _num_outputs(values, names, stream)
@@ -196,7 +196,7 @@ def merge(earlier: TokenEvent, later: TokenEvent) -> TokenEvent:
 
 
 def outputs(
-    parts: list[Part],
+    parts: list[OutputDelta],
     num_input_tokens: int,
     prompt_candidates: list[list[Candidate]] | None = None,
 ) -> dict[str, Array]:
@@ -313,7 +313,7 @@ def _join_biases(values: dict[str, Any]) -> dict[str, Any]:
     return rest | {"logit_bias": list(zip(ids, biases, strict=True))}
 
 
-def _merge_dialect(values: dict[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
+def _merge_vllm_parameters(values: dict[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
     """Values under our names, and how the client called each of them."""
     values = dict(values)
     names = {name: name for name in _OPTION_NAMES} | {"logit_bias": "logit_bias"}
@@ -327,7 +327,7 @@ def _merge_dialect(values: dict[str, Any]) -> tuple[dict[str, Any], dict[str, st
         for name, value in vllm_parameters.parse(text).items():
             if name in values:
                 raise RequestError(
-                    f"{name} stands in the tensor {names[name]} too; send one of them",
+                    f"{name} is also set by the tensor {names[name]}; send one of them",
                     vllm_parameters.PARAM,
                 )
             values[name] = value
@@ -340,7 +340,7 @@ def _merge_dialect(values: dict[str, Any]) -> tuple[dict[str, Any], dict[str, st
 def _refuse_unsupported(values: dict[str, Any], names: dict[str, str]) -> None:
     for name in _UNSUPPORTED:
         if name in values:
-            raise RequestError("is not supported in this version; leave it out", name)
+            raise RequestError("is not supported in this version; omit it", name)
 
 
 def _num_outputs(values: dict[str, Any], names: dict[str, str], stream: bool) -> tuple[int, int]:
@@ -354,7 +354,7 @@ def _num_outputs(values: dict[str, Any], names: dict[str, str], stream: bool) ->
         raise RequestError(f"{best_of} is less than n ({n})", names["best_of"])
     if best_of > n and stream:
         raise RequestError(
-            "does not go together with stream: which outputs are best is known at their end",
+            "cannot be combined with stream: which outputs are best is known only at the end",
             names["best_of"],
         )
     return n, best_of
@@ -369,17 +369,17 @@ def _check_search(values: dict[str, Any], names: dict[str, str], beam_width: int
         raise RequestError(f"{n} is more than beam_width ({beam_width})", names["n"])
     reasons = {
         "best_of": "beam_width says how many outputs are followed, and n how many are the answer",
-        "stream": "which outputs are best is known at their end",
-        "speculation": "a draft is checked against one next token, and beams have several",
+        "stream": "which outputs are best is known only at the end",
+        "speculative_config": "a draft is verified against one next token, and beams have several",
         "guided_decoding_guide_type": "a grammar follows one output",
         "guided_decoding_guide": "a grammar follows one output",
     }
-    nothing = {"best_of": n, "stream": False, "speculation": "off"}
+    nothing = {"best_of": n, "stream": False, "speculative_config": "off"}
     for name, reason in reasons.items():
-        wish = values.get(name)
-        if wish is not None and wish not in (nothing.get(name), "0"):
+        value = values.get(name)
+        if value is not None and value not in (nothing.get(name), "0"):
             raise RequestError(
-                f"does not go together with beam_width {beam_width}: {reason}",
+                f"cannot be combined with beam_width {beam_width}: {reason}",
                 names.get(name, name),
             )
 
@@ -410,7 +410,7 @@ def _check_scoring(values: dict[str, Any], names: dict[str, str], echo: bool) ->
     for name, one in (("n", 1), ("best_of", 1), ("guided_decoding_guide", None)):
         if values.get(name, one) != one:
             raise RequestError(
-                "does not go together with max_tokens 0, which generates nothing", names[name]
+                "cannot be combined with max_tokens 0, which generates nothing", names[name]
             )
 
 
@@ -444,7 +444,7 @@ def _sampling(values: dict[str, Any], names: dict[str, str], vocab_size: int) ->
             chosen[name] = tuple(chosen[name])
     if chosen.get("allowed_token_ids") == ():
         raise RequestError(
-            "has no token, so that none could be chosen; leave it out to allow all",
+            "is empty, so no token could be sampled; omit it to allow all",
             names["allowed_token_ids"],
         )
     try:

@@ -1,4 +1,5 @@
-"""From token events to responses: a mailbox per client's request, and the threads that empty them.
+"""From token events to responses: a response_queue per client's request, and the threads that empty
+them.
 
 Sending one response takes about 0.1 ms, in which the sender waits for Triton. So whatever came for
 a request in the meantime goes out in its next response: one token each when there is little to do,
@@ -23,8 +24,8 @@ from inflight.triton.protocol import merge
 logger = logging.getLogger(__name__)
 
 
-class Outlet(Protocol):
-    """Where a mailbox empties to."""
+class ResponseSink(Protocol):
+    """Where a response_queue empties to."""
 
     def send(self, events: list[TokenEvent], is_final: bool) -> None:
         """Send one response: of one output, or of all of them at their end."""
@@ -33,16 +34,16 @@ class Outlet(Protocol):
         """A response could not be sent: end the request somehow, and do not raise."""
 
 
-class Mailbox:
+class ResponseQueue:
     """What one client still has to be told of what it asked for, which may be several outputs.
 
     `post` may be called from any thread; events of an output leave in that order, from one thread
     at a time. The last one leaves once, and nothing after it; an error is the last of all.
 
     Args:
-        outlet: takes the events.
+        sink: takes the events.
         stream: False to keep everything for one response at the end.
-        max_on_the_way: responses that may be sent but not delivered yet; the last one goes in any
+        max_undelivered: responses that may be sent but not delivered yet; the last one goes in any
             case. None where nobody reports deliveries.
         num_outputs: that were asked for; each has a request id of its own in the engine.
     """
@@ -50,27 +51,27 @@ class Mailbox:
     __slots__ = (
         "_ended",
         "_held",
-        "_max_on_the_way",
+        "_max_undelivered",
         "_num_outputs",
-        "_on_the_way",
-        "_outlet",
         "_pending",
         "_queued",
         "_shard",
+        "_sink",
         "_stream",
+        "_undelivered",
         "closed",
         "lock",
     )
 
     def __init__(
         self,
-        outlet: Outlet,
+        sink: ResponseSink,
         stream: bool,
-        shard: queue.SimpleQueue[Mailbox | None],
-        max_on_the_way: int | None = None,
+        shard: queue.SimpleQueue[ResponseQueue | None],
+        max_undelivered: int | None = None,
         num_outputs: int = 1,
     ) -> None:
-        self._outlet = outlet
+        self._sink = sink
         self._stream = stream
         self._num_outputs = num_outputs
         self._shard = shard
@@ -78,8 +79,8 @@ class Mailbox:
         self._queued = False
         self._held: dict[int, TokenEvent] = {}  # by output
         self._ended: set[int] = set()
-        self._max_on_the_way = max_on_the_way
-        self._on_the_way: deque[int] = deque()  # positions of the responses
+        self._max_undelivered = max_undelivered
+        self._undelivered: deque[int] = deque()  # positions of the responses
         self.closed = False
         # Held while something is sent: afterwards a closed request's sender must not be touched.
         self.lock = threading.Lock()
@@ -90,13 +91,14 @@ class Mailbox:
 
     def delivered(self, position: int) -> None:
         """Responses up to this position have passed the later step."""
-        while self._on_the_way and self._on_the_way[0] <= position:
-            self._on_the_way.popleft()
+        while self._undelivered and self._undelivered[0] <= position:
+            self._undelivered.popleft()
         self._queue()
 
     def _queue(self) -> None:
         # No lock needed: a sender clears `_queued` before it empties `_pending`, so an event that
-        # finds it set is still seen, and one that finds it clear at worst queues an empty mailbox.
+        # finds it set is still seen, and one that finds it clear at worst queues an empty
+        # response_queue.
         if not self._queued:
             self._queued = True
             self._shard.put(self)
@@ -129,26 +131,27 @@ class Mailbox:
     def _send(self, events: list[TokenEvent], is_final: bool) -> None:
         if self.closed:
             return
-        if self._max_on_the_way is not None:
-            self._on_the_way.append(events[0].position)
+        if self._max_undelivered is not None:
+            self._undelivered.append(events[0].position)
         with self.lock:
             self.closed = is_final
             try:
-                self._outlet.send(events, is_final)
+                self._sink.send(events, is_final)
             except Exception:  # Triton's: the client gets no more, so its request is given up
                 logger.exception("a response could not be sent")
                 self.closed = True
-                self._outlet.abandon()
+                self._sink.abandon()
 
     def _is_full(self) -> bool:
-        return self._max_on_the_way is not None and len(self._on_the_way) >= self._max_on_the_way
+        return self._max_undelivered is not None and len(self._undelivered) >= self._max_undelivered
 
 
-class Senders:
-    """Threads that flush mailboxes. A mailbox belongs to one thread, which keeps its order."""
+class SenderPool:
+    """Threads that flush mailboxes. A response_queue belongs to one thread, which keeps its
+    order."""
 
     def __init__(self, num_threads: int) -> None:
-        self._shards: list[queue.SimpleQueue[Mailbox | None]] = [
+        self._shards: list[queue.SimpleQueue[ResponseQueue | None]] = [
             queue.SimpleQueue() for _ in range(num_threads)
         ]
         self._next_shard = itertools.cycle(self._shards)
@@ -159,14 +162,14 @@ class Senders:
         for thread in self._threads:
             thread.start()
 
-    def mailbox(
+    def response_queue(
         self,
-        outlet: Outlet,
+        sink: ResponseSink,
         stream: bool,
-        max_on_the_way: int | None = None,
+        max_undelivered: int | None = None,
         num_outputs: int = 1,
-    ) -> Mailbox:
-        return Mailbox(outlet, stream, next(self._next_shard), max_on_the_way, num_outputs)
+    ) -> ResponseQueue:
+        return ResponseQueue(sink, stream, next(self._next_shard), max_undelivered, num_outputs)
 
     def close(self) -> None:
         """Send what is pending, then end the threads."""
@@ -175,9 +178,9 @@ class Senders:
         for thread in self._threads:
             thread.join(timeout=5.0)
 
-    def _run(self, shard: queue.SimpleQueue[Mailbox | None]) -> None:
-        while (mailbox := shard.get()) is not None:
-            mailbox.flush()
+    def _run(self, shard: queue.SimpleQueue[ResponseQueue | None]) -> None:
+        while (response_queue := shard.get()) is not None:
+            response_queue.flush()
 
 
 class Sweep:

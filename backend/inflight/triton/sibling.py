@@ -12,7 +12,7 @@ from inflight.ipc.engine_client import engine_config_path
 from inflight.text.tokenizer import Tokenizer
 
 
-def sibling(directory: Path, parameters: Mapping[str, str]) -> Path:
+def llm_directory(directory: Path, parameters: Mapping[str, str]) -> Path:
     """The folder of the model that the parameter `llm` names, in the same repository.
 
     Raises:
@@ -37,5 +37,5 @@ def load_tokenizer(llm: Path) -> Tokenizer:
     settings = config.load(engine_config_path(llm))
     tokenizer = Tokenizer.load_if_present(locate(settings.model))
     if tokenizer is None:
-        raise ConfigError(f"{settings.model}: has no tokenizer, so the model speaks ids only")
+        raise ConfigError(f"{settings.model}: has no tokenizer, so the model takes token ids only")
     return tokenizer

@@ -14,7 +14,7 @@ from inflight.errors import ConfigError, EngineError, InflightError, RequestErro
 from inflight.text.tokenizer import Tokenizer
 from inflight.triton import contract
 from inflight.triton.errors import triton_error
-from inflight.triton.sibling import load_tokenizer, sibling
+from inflight.triton.sibling import llm_directory, load_tokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -44,7 +44,7 @@ class TokenizerFront:
         self._tensor = tensor
         self._max_bytes = _max_prompt_bytes(parameters)
         self._encode = encode
-        self._tokenizer = load_tokenizer(sibling(directory, parameters))
+        self._tokenizer = load_tokenizer(llm_directory(directory, parameters))
 
     def execute(self, requests: list[Any]) -> list[Any]:
         return [self._respond(request) for request in requests]
@@ -59,7 +59,7 @@ class TokenizerFront:
             return pb_utils.InferenceResponse(error=triton_error(error))
         except Exception:  # costs this request an error, and the others of the batch nothing
             logger.exception("a prompt could not be tokenized")
-            failure = EngineError("the prompt could not be turned into tokens")
+            failure = EngineError("the prompt could not be tokenized")
             return pb_utils.InferenceResponse(error=triton_error(failure))
         origin = np.array([self._tensor.name.encode()], object)
         return pb_utils.InferenceResponse(

@@ -52,11 +52,11 @@ def parse(text: str) -> dict[str, Any]:
             raise RequestError("top_logprobs needs logprobs: true; allowed: both or none", PARAM)
         options["num_logprobs"] = max(top, options["num_logprobs"])
     if options.pop("use_beam_search", False):
-        _search(options)
+        _beam_search_options(options)
     return options
 
 
-def _search(options: dict[str, Any]) -> None:
+def _beam_search_options(options: dict[str, Any]) -> None:
     """vLLM's use_beam_search: best_of beams, or n of them, and a temperature of 0."""
     width = options.pop("best_of", None) or options.get("n", 1)
     if width < 2:
@@ -71,7 +71,7 @@ def _search(options: dict[str, Any]) -> None:
 
 def _object(text: str) -> dict[str, Any]:
     try:
-        value = json.loads(text, parse_constant=_no_constant, object_pairs_hook=_no_twins)
+        value = json.loads(text, parse_constant=_no_constant, object_pairs_hook=_no_duplicates)
     except RecursionError:
         raise RequestError("is nested too deeply", PARAM) from None
     except json.JSONDecodeError as error:
@@ -87,10 +87,10 @@ def _no_constant(name: str) -> NoReturn:
     raise RequestError(f"{name} is not a number in JSON", PARAM)
 
 
-def _no_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) < len(pairs):
-        raise RequestError("a key stands there twice", PARAM)
+        raise RequestError("a key occurs twice", PARAM)
     return found
 
 

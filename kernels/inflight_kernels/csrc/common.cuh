@@ -90,7 +90,7 @@ __device__ uint4 pack(const float (&values)[VECTOR<T>]) {
 }
 
 // Pointers to 16-byte vectors are not marked __restrict__ const: the compiler would then take them
-// for constant during the whole kernel and might move a load before wait_for_previous().
+// for constant during the whole kernel and might move a load before pdl_wait().
 template <typename T>
 __device__ uint4 load_vector(const T* address) {
     return *reinterpret_cast<const uint4*>(address);
@@ -166,20 +166,20 @@ __device__ inline float block_sum(float value, float (&partial)[32]) {
 
 // Wait until the kernels before have ended and their writes are seen. Nothing that they write may
 // be read before, nothing that they read may be written before. No-op for a plain launch.
-__device__ inline void wait_for_previous() {
+__device__ inline void pdl_wait() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
 }
 
-// Let the next kernel start, up to its own wait_for_previous(), once all blocks have said so. Said
+// Let the next kernel start, up to its own pdl_wait(), once all blocks have said so. Said
 // before one's own wait, it lets a whole chain of kernels in, whose blocks then stand in each
 // other's way: worth it only where the next one has much to do before its wait.
 //
 // What a kernel may read before its wait, besides what no kernel writes: what was written before
 // some kernel between that calls this only after its own wait. That one let nothing in before all
-// kernels in front of it had ended. Such data is called settled, and is read with load_l2.
-__device__ inline void launch_next() {
+// kernels in front of it had ended. Such data is called history_ready, and is read with load_l2.
+__device__ inline void pdl_launch_dependents() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 #endif

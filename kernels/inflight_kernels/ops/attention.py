@@ -6,7 +6,7 @@ each layer then works the plan off. Both have fixed grids, so a CUDA graph may h
 replayed with other lengths. `rope_attend` takes a step of one token per chunk from the qkv
 projection on, `attend` any other, after `rope_write_kv`.
 
-Which kernel takes which chunks of a step is said in attention_parts.py.
+Which kernel takes which chunks of a step is said in attention_dispatch.py.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from cuda.core._tensor_map import TensorMapL2Promotion, TensorMapSwizzle  # publ
 from cuda.core.utils import StridedMemoryView
 from torch import Tensor
 
-from inflight_kernels.ops.attention_parts import (
+from inflight_kernels.ops.attention_dispatch import (
     HEAD_DIMS,
     HOPPER_HEAD_DIMS,
     Gpu,
@@ -28,7 +28,7 @@ from inflight_kernels.ops.attention_parts import (
     Part,
     Shape,
     heads_shape,
-    most_bytes,
+    max_workspace_bytes,
     parts,
     shapes,
 )
@@ -37,7 +37,7 @@ from inflight_kernels.runtime.compile import Instantiation
 from inflight_kernels.runtime.launch import (
     Int64,
     check,
-    check_place,
+    check_memory,
     is_hopper,
     kernel,
     name_of,
@@ -111,7 +111,7 @@ def workspace_size(
     _check_heads(num_heads, num_kv_heads, head_dim)
     if not num_chunks:
         return 0
-    return most_bytes(
+    return max_workspace_bytes(
         num_chunks,
         num_tokens,
         max_q_len,
@@ -205,7 +205,7 @@ def attend(
     max_q_len: int | None = None,
     batch_invariant: bool = False,
     planned: bool = False,
-    settled: bool = False,
+    history_ready: bool = False,
     pdl: bool = False,
 ) -> None:
     """Attention of q over a layer's cache -> out.
@@ -227,17 +227,17 @@ def attend(
         max_q_len, batch_invariant: see `plan`.
         planned: the workspace holds the plan of this step, made with the same shapes, window,
             max_q_len and batch_invariant. Otherwise it is made here.
-        settled: an earlier `attend` or `rope_attend` of this plan is on the stream, and what this
-            one reads was written before that one was launched: all but q, and the keys and values
-            of the tokens of q, which no other chunk may see. It is then read before the kernel in
-            front has ended. A model can say so of every layer but a step's first, if no chunk's
-            history has tokens of another chunk of the step. Where nothing guarantees it, results
-            are wrong now and then, so False is the default.
+        history_ready: an earlier `attend` or `rope_attend` of this plan is on the stream, and what
+            this one reads was written before that one was launched: all but q, and the keys and
+            values of the tokens of q, which no other chunk may see. It is then read before the
+            kernel in front has ended. A model can say so of every layer but a step's first, if no
+            chunk's history has tokens of another chunk of the step. Where nothing guarantees it,
+            results are wrong now and then, so False is the default.
         pdl: see `Kernel`.
 
     Raises:
         ValueError: for operands of other shapes or types, a workspace that is too small, or
-            `settled` without `planned`.
+            `history_ready` without `planned`.
     """
     num_tokens, num_heads, head_dim = q.shape
     if q.stride()[1:] != (head_dim, 1) or q.stride(0) % 8:
@@ -245,12 +245,12 @@ def attend(
             f"q has strides {q.stride()}; its heads must lie one after the other, and its tokens "
             "a multiple of 8 values apart"
         )
-    check_place("q", q)
+    check_memory("q", q)
     step = _Step(
         q, num_heads, k_cache, v_cache, block_tables, query_start, seq_lens, out, workspace
     )
     step.check_scores(scale, window, soft_cap)
-    step.check_settled(settled, planned)
+    step.check_history_ready(history_ready, planned)
     if not step.num_chunks or not num_tokens:
         return
     if not planned:
@@ -258,7 +258,7 @@ def attend(
     base = workspace.data_ptr()
     for part in step.parts(max_q_len, batch_invariant):
         caches: tuple[object, ...] = (k_cache, v_cache)
-        last: object = settled
+        last: object = history_ready
         if isinstance(part.shape, HopperShape):
             caches = (_tensor_map(k_cache), _tensor_map(v_cache), v_cache)
             last = Int64(base + part.queue)
@@ -295,7 +295,7 @@ def rope_attend(
     k_weight: Tensor | None = None,
     eps: float = 1e-6,
     planned: bool = False,
-    settled: bool = False,
+    history_ready: bool = False,
     pdl: bool = False,
 ) -> None:
     """`rope_write_kv` and `attend` in one, for a step of one token per chunk.
@@ -308,7 +308,8 @@ def rope_attend(
             though the last chunks may have no token.
         k_cache, v_cache, block_tables, query_start, seq_lens, out, workspace, scale, window,
             soft_cap: see `attend`; a plan was made with max_q_len = 1.
-        planned, settled: see `attend`; positions and slot_mapping are among what is settled.
+        planned, history_ready: see `attend`; positions and slot_mapping are among what is
+            history_ready.
         pdl: see `Kernel`.
 
     Raises:
@@ -324,7 +325,7 @@ def rope_attend(
         qkv, num_heads, k_cache, v_cache, block_tables, query_start, seq_lens, out, workspace
     )
     step.check_scores(scale, window, soft_cap)
-    step.check_settled(settled, planned)
+    step.check_history_ready(history_ready, planned)
     if not rotates(num_heads, num_kv_heads, head_dim):
         raise ValueError(
             f"{num_heads} query heads for {num_kv_heads} KV heads of {head_dim} values: "
@@ -349,7 +350,7 @@ def rope_attend(
         k_cache,
         v_cache,
         *step.arguments(part, scale, window, soft_cap),
-        settled,
+        history_ready,
         slot_mapping,
         positions,
         cos,
@@ -420,9 +421,11 @@ class _Step:
                 "the others positive or 0"
             )
 
-    def check_settled(self, settled: bool, planned: bool) -> None:
-        if settled and not planned:
-            raise ValueError("settled without planned: a plan that is made now is not settled")
+    def check_history_ready(self, history_ready: bool, planned: bool) -> None:
+        if history_ready and not planned:
+            raise ValueError(
+                "history_ready without planned: a plan that is made now is not history_ready"
+            )
 
     def plan(self, window: int, max_q_len: int | None, batch_invariant: bool, pdl: bool) -> None:
         plan(
@@ -600,4 +603,4 @@ def _check_caches(k_cache: Tensor, v_cache: Tensor, dtype: torch.dtype, q_dim: i
                 f"both caches must be alike, of {dtype}, with {q_dim} values per head, "
                 "each block without gaps"
             )
-        check_place(name, cache)
+        check_memory(name, cache)

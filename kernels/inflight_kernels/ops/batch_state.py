@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from inflight_kernels.ops.sampling import WISH
+from inflight_kernels.ops.sampling import ROW_PARAMS
 from inflight_kernels.runtime.compile import Instantiation
 from inflight_kernels.runtime.launch import Int64, check, kernel
 
@@ -43,10 +43,10 @@ class StepLayout:
         given         [N] token that follows row i in a prompt, whose log probability is wanted;
                       negative where one is to be chosen. A chunk that has such rows has no drafts,
                       and but for these one row at most, its last
-        bias_starts   [N + 1] biases[bias_starts[i]:bias_starts[i + 1]] are added in row i
-        mask_rows     [N] which mask tells what row i may choose; negative for none
-        num_likeliest [N] tokens to tell of row i, with their log probabilities; negative for none
-        tokens        [T] ids, or FROM_DEVICE; after those of the step, anything else
+        bias_starts   [N + 1] biases[bias_starts[i]:bias_starts[i + 1]] are added in row i mask_rows
+        [N] which mask tells what row i may choose; negative for none num_top_logprobs [N] tokens to
+        tell of row i, with their log probabilities; negative for none tokens        [T] ids, or
+        FROM_DEVICE; after those of the step, anything else
 
     Attributes:
         max_rows: N.
@@ -71,7 +71,7 @@ class StepLayout:
             "given": self.max_rows,
             "bias_starts": self.max_rows + 1,
             "mask_rows": self.max_rows,
-            "num_likeliest": self.max_rows,
+            "num_top_logprobs": self.max_rows,
             "tokens": self.max_tokens + self.extra,
         }
         found = {}
@@ -102,7 +102,7 @@ class Step:
         self.given = parts["given"]
         self.bias_starts = parts["bias_starts"]
         self.mask_rows = parts["mask_rows"]
-        self.num_likeliest = parts["num_likeliest"]
+        self.num_top_logprobs = parts["num_top_logprobs"]
         self.tokens = parts["tokens"]
 
 
@@ -114,14 +114,14 @@ class BatchState:
         last_tokens: [slots] int64, the token chosen last.
         last_positions: [slots] int32, where it stands in its sequence.
         drafts: [slots, K] int32, the tokens that may follow it; negative for none.
-        wishes: [slots, WISH words] int32, how to choose.
+        row_params: [slots, ROW_PARAMS words] int32, how to choose.
         history: [slots, length] int32, tokens of the sequences up to the last one; None where
             nobody looks back.
         token_ids, positions, slot_mapping: [T] int64, of the step.
         seq_lens: [N] int32, tokens in the KV cache after the step; 0 past the chunks.
         step_tables: [N, B] int32, of the step's chunks.
         sample_rows: [N] int64, the tokens after which one is to be chosen, or is given.
-        step_wishes: [N, WISH words] int32, of these rows; none, where one is given.
+        step_row_params: [N, ROW_PARAMS words] int32, of these rows; none, where one is given.
         sample_positions: [N] int64, of the tokens to be chosen, or given.
         tail_starts, tail_lengths: [N] int32, where the drafts that a row counts on stand among the
             step's tokens.
@@ -143,12 +143,12 @@ class BatchState:
         def empty(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)
 
-        rows, tokens, words = layout.max_rows, layout.max_tokens, WISH.itemsize // 4
+        rows, tokens, words = layout.max_rows, layout.max_tokens, ROW_PARAMS.itemsize // 4
         self.tables = empty(num_slots, table_width, dtype=torch.int32)
         self.last_tokens = empty(num_slots)
         self.last_positions = empty(num_slots, dtype=torch.int32)
         self.drafts = empty(num_slots, num_drafts, dtype=torch.int32) - 1
-        self.wishes = empty(num_slots, words, dtype=torch.int32)
+        self.row_params = empty(num_slots, words, dtype=torch.int32)
         self.history: Tensor | None = None
         if history_length:
             self.history = empty(num_slots, history_length, dtype=torch.int32)
@@ -158,7 +158,7 @@ class BatchState:
         self.seq_lens = empty(rows, dtype=torch.int32)
         self.step_tables = empty(rows, table_width, dtype=torch.int32)
         self.sample_rows = empty(rows)
-        self.step_wishes = empty(rows, words, dtype=torch.int32)
+        self.step_row_params = empty(rows, words, dtype=torch.int32)
         self.sample_positions = empty(rows)
         self.tail_starts = empty(rows, dtype=torch.int32)
         self.tail_lengths = empty(rows, dtype=torch.int32)
@@ -195,26 +195,26 @@ def write_tables(places: Tensor, blocks: Tensor, tables: Tensor, *, pdl: bool = 
         )
 
 
-def write_wishes(slots: Tensor, news: Tensor, wishes: Tensor, *, pdl: bool = False) -> None:
-    """wishes[slots] = news.
+def write_row_params(slots: Tensor, news: Tensor, row_params: Tensor, *, pdl: bool = False) -> None:
+    """row_params[slots] = news.
 
     Args:
         slots: [m] int32.
-        news: [m, WISH words] int32.
-        wishes: [slots, WISH words] int32.
+        news: [m, ROW_PARAMS words] int32.
+        row_params: [slots, ROW_PARAMS words] int32.
         pdl: see `Kernel`.
 
     Raises:
         ValueError: for operands of other shapes or types.
     """
-    count, words = news.shape[0], WISH.itemsize // 4
+    count, words = news.shape[0], ROW_PARAMS.itemsize // 4
     check("slots", slots, (count,), torch.int32, vectors=False)
     check("news", news, (count, words), torch.int32, vectors=False)
-    check("wishes", wishes, (wishes.shape[0], words), torch.int32)
+    check("row_params", row_params, (row_params.shape[0], words), torch.int32)
     if count:
         grid = -(-count * words // _MAX_THREADS)
-        kernel("batch_state", "write_wishes")(
-            grid, _MAX_THREADS, slots, news, count, wishes, pdl=pdl
+        kernel("batch_state", "write_row_params")(
+            grid, _MAX_THREADS, slots, news, count, row_params, pdl=pdl
         )
 
 
@@ -264,7 +264,7 @@ def begin_step(
         state.last_positions,
         state.drafts,
         state.drafts.shape[1],
-        state.wishes,
+        state.row_params,
         num_tokens,
         num_rows,
         state.token_ids,
@@ -273,7 +273,7 @@ def begin_step(
         state.seq_lens,
         state.step_tables,
         state.sample_rows,
-        state.step_wishes,
+        state.step_row_params,
         state.sample_positions,
         state.tail_starts,
         state.tail_lengths,
@@ -312,7 +312,7 @@ def end_step(step: Step, state: BatchState, num_chunks: int, *, pdl: bool = Fals
         state.chosen,
         state.logprobs,
         state.statuses,
-        state.wishes,
+        state.row_params,
         num_chunks,
         state.results.shape[-1],
         state.last_tokens,
@@ -327,7 +327,7 @@ def end_step(step: Step, state: BatchState, num_chunks: int, *, pdl: bool = Fals
     )
 
 
-_NAMES = ("begin_step", "end_step", "write_tables", "write_wishes")
+_NAMES = ("begin_step", "end_step", "write_tables", "write_row_params")
 
 
 def kernels_of() -> list[tuple[str, str]]:

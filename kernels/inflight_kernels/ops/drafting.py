@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from inflight_kernels.ops.batch_state import BatchState, Step
-from inflight_kernels.ops.sampling import WISH
+from inflight_kernels.ops.sampling import ROW_PARAMS
 from inflight_kernels.runtime.compile import Instantiation
 from inflight_kernels.runtime.launch import check, kernel
 
@@ -80,7 +80,7 @@ class DraftPass:
         seq_lens: [n] int32, tokens in the KV cache after the pass; 1 where the row is nobody's, for
             attention lets each row see one.
         query_start: [n + 1] int32.
-        wishes: [n, WISH words] int32, how to choose: without penalties and rare filters.
+        row_params: [n, ROW_PARAMS words] int32, how to choose: without penalties and rare filters.
         sample_positions: [n] int64, of the tokens to be chosen.
         chosen: [n] int64; logprobs: [n] float32; statuses: [n] int32: what `sample` found.
     """
@@ -96,7 +96,7 @@ class DraftPass:
         self.slot_mapping = empty(torch.int64)
         self.seq_lens = empty(torch.int32)
         self.query_start = torch.arange(max_chunks + 1, dtype=torch.int32, device=device)
-        self.wishes = empty(torch.int32, WISH.itemsize // 4)
+        self.row_params = empty(torch.int32, ROW_PARAMS.itemsize // 4)
         self.sample_positions = empty(torch.int64)
         self.chosen = empty(torch.int64)
         self.logprobs = empty(torch.float32)
@@ -155,7 +155,7 @@ def begin_drafting(
         state.tables,
         state.tables.shape[1],
         block_size.bit_length() - 1,
-        state.wishes,
+        state.row_params,
         behind,
         num_drafts,
         max_positions,
@@ -167,7 +167,7 @@ def begin_drafting(
         rows.slot_mapping,
         rows.seq_lens,
         state.step_tables,
-        rows.wishes,
+        rows.row_params,
         rows.sample_positions,
         pdl=pdl,
     )

@@ -1,8 +1,9 @@
-"""Linear layers of few tokens. Shapes: m tokens, k inputs, n rows of the weight.
+"""Linear layers of many tokens. Shapes: m tokens, k inputs, n rows of the weight.
 
-A linear layer of at most 64 tokens costs what its weights cost to read, so this one streams them
-once and does the rest meanwhile. It needs a Hopper GPU. How a shape is cut up is fixed by `plan`,
-and sums are added in an order that the plan fixes: the same operands give the same bits.
+From 65 tokens on a linear layer is as much arithmetic as it is reading. This one keeps Hopper's
+tensor cores busy and spares what a library's product leaves to other kernels: an MLP's gate is part
+of it, and so is the residual. One thread adds up a sum, in order: the same operands give the same
+bits.
 """
 
 from __future__ import annotations
@@ -13,21 +14,56 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from inflight_kernels.ops.product import MAX_SHARED_BYTES, OUT_TYPES, STORAGE_TYPES, product_of
+from inflight_kernels.ops.linear_operands import (
+    MAX_SHARED_BYTES,
+    OUT_TYPES,
+    STORAGE_TYPES,
+    check_linear_operands,
+)
 from inflight_kernels.runtime.compile import Instantiation
 from inflight_kernels.runtime.launch import is_hopper, kernel, num_multiprocessors
 from inflight_kernels.runtime.tensor_map import matrix_map
 
-MAX_TOKENS = 64
+MIN_TOKENS = 65
+"""For which `linear` is made; for fewer, see `inflight_kernels.ops.skinny_gemm`."""
 
-# As gemm.cu has them.
-_THREADS = 160
-_TOKENS = 64
+# As gemm_hopper.cu has them.
+_TOKENS = 128
 _DEPTH = 64
+_THREADS = 3 * 128
 
-# Rows of a tile that the kernel is compiled for, of a pair of blocks and of one.
-_PAIR_ROWS = (32, 48, 64, 80, 96, 112, 128)
-_BLOCK_ROWS = (80, 96, 112, 128, 144)
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """Of the tiles of a cluster's two blocks.
+
+    Attributes:
+        rows: of the weight, in a block's tile; half of them gate and half up when gated.
+        share_weight: whether both blocks have the same rows, else the same tokens.
+    """
+
+    rows: int
+    share_weight: bool
+
+    @property
+    def step_bytes(self) -> int:
+        """Of shared memory, for the columns that are multiplied together, and their barriers."""
+        return (_TOKENS + self.rows) * _DEPTH * 2 + 16
+
+    @property
+    def stages(self) -> int:
+        """Steps in shared memory: as many as fit."""
+        return (MAX_SHARED_BYTES - 1024) // self.step_bytes
+
+    @property
+    def shared_bytes(self) -> int:
+        """Dynamic shared memory of a block."""
+        return 1024 + self.stages * self.step_bytes
+
+
+# What the kernel is compiled for.
+_PLAIN = (Shape(256, True), Shape(256, False))
+_GATED = (Shape(256, True), Shape(224, True), Shape(224, False))
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,68 +71,84 @@ class Plan:
     """How a linear layer is cut into work.
 
     Attributes:
-        rows: of the weight, in a tile; half of them gate and half up when gated.
-        pair: whether two blocks, a cluster, take a tile together, half of its columns each.
-        tiles: that cover the weight.
-        blocks: launched; block or pair b takes tiles b, b + blocks and so on, a pair only one.
+        shape: of a block's tile.
+        tiles: of a cluster of two blocks, that cover the output.
+        clusters: launched; cluster c takes tiles c, c + clusters and so on.
     """
 
-    rows: int
-    pair: bool
+    shape: Shape
     tiles: int
-    blocks: int
+    clusters: int
 
     @property
-    def stages(self) -> int:
-        """Steps in shared memory: as many as there is room for.
-
-        So a multiprocessor has one block, also of a kernel that is launched before the one before
-        it has ended: with room for two, some got both and others none.
-        """
-        return (MAX_SHARED_BYTES - self._other_bytes) // self._step_bytes
+    def rounds(self) -> int:
+        """Tiles of the busiest cluster."""
+        return -(-self.tiles // self.clusters)
 
     @property
-    def shared_bytes(self) -> int:
-        """Dynamic shared memory of a block."""
-        return self._other_bytes + self.stages * self._step_bytes
-
-    @property
-    def _step_bytes(self) -> int:
-        return (self.rows + _TOKENS) * _DEPTH * 2 + 16
-
-    @property
-    def _other_bytes(self) -> int:
-        return 1024 + (self.rows * 128 if self.pair else 0)  # sums of the other block
+    def work(self) -> int:
+        """Products of a token and a row that the busiest block computes, whether wanted or not."""
+        return self.rounds * _TOKENS * self.shape.rows
 
 
 @functools.lru_cache(maxsize=4096)
-def plan(n: int, num_multiprocessors: int) -> Plan:
-    """The fewest rows with which each pair of blocks has a tile at most, or else the fewest with
-    which blocks have as few tiles each as they can.
+def plan(m: int, n: int, gated: bool, num_multiprocessors: int) -> Plan:
+    """The shape with the least work for the busiest multiprocessor, then with the fewest tiles.
 
     Args:
+        m: tokens.
         n: rows of the weight.
+        gated: whether the weight is gate | up.
         num_multiprocessors: of the device.
     """
-    for rows in _PAIR_ROWS:
-        tiles = -(-n // rows)
-        if tiles <= num_multiprocessors // 2:
-            return Plan(rows, True, tiles, 2 * tiles)
-    rounds = -(-n // (_BLOCK_ROWS[-1] * num_multiprocessors))
-    rows = next(rows for rows in _BLOCK_ROWS if n <= rows * rounds * num_multiprocessors)
-    tiles = -(-n // rows)
-    return Plan(rows, False, tiles, min(num_multiprocessors, tiles))
+    plans = (_cut(m, n, gated, shape, num_multiprocessors) for shape in _shapes(gated))
+    return min(plans, key=lambda found: (found.work, found.tiles))
 
 
-def prefers(m: int, n: int, k: int) -> bool:
-    """Whether `linear` is faster than cuBLAS for a product of this shape, on this device.
+def _shapes(gated: bool) -> tuple[Shape, ...]:
+    return _GATED if gated else _PLAIN
 
-    Measured on an H200 in chains of qkv, o, gate | up and down of an 8B Llama in bfloat16, each of
-    them launched while the one before it ends: 108 us a layer with 1 token, 110 with 16, 114 with
-    32 and 122 with 64. cuBLAS, in other runs, took 123, 130, 134 and 136 to 140. With 64 tokens the
-    device is at its power limit.
+
+def _cut(m: int, n: int, gated: bool, shape: Shape, num_multiprocessors: int) -> Plan:
+    width, columns = (n // 2, shape.rows // 2) if gated else (n, shape.rows)
+    tokens = _TOKENS
+    if shape.share_weight:
+        tokens *= 2
+    else:
+        columns *= 2
+    tiles = -(-m // tokens) * -(-width // columns)
+    return Plan(shape, tiles, min(num_multiprocessors // 2, tiles))
+
+
+# Below, and with fewer columns, cuBLAS was as fast or faster.
+_MIN_UTILIZATION = 0.86
+_MIN_COLUMNS = 2048
+
+
+def utilization(m: int, n: int, gated: bool, num_multiprocessors: int) -> float:
+    """Of the device's tensor cores: the part of their time that they compute what is wanted."""
+    work = plan(m, n, gated, num_multiprocessors).work
+    return m * n / (num_multiprocessors * work)
+
+
+def prefers(m: int, n: int, k: int, gated: bool, float32_out: bool) -> bool:
+    """Whether `linear` is faster than cuBLAS, and the gate after it, on this device.
+
+    A rule from measurements on an H200. Gated products are, unless many tiles are partly empty. Up
+    to 128 tokens reading the weight is what takes time, and tokens that are missing cost nothing;
+    there, plain products into float32 are faster as well.
+
+    Args:
+        m: tokens.
+        n, k: of the weight.
+        gated: whether the weight is gate | up.
+        float32_out: whether the result is stored as float32.
     """
-    return 1 <= m <= MAX_TOKENS and k % 8 == 0 and is_hopper()
+    if m < MIN_TOKENS or k < _MIN_COLUMNS or k % 8 or n % 16 or not is_hopper():
+        return False
+    if not gated and not (float32_out and m <= _TOKENS):
+        return False
+    return utilization(max(m, _TOKENS), n, gated, num_multiprocessors()) >= _MIN_UTILIZATION
 
 
 def linear(
@@ -112,47 +164,46 @@ def linear(
     """x @ weight.T + bias, gated or not, + residual -> out, accumulated in float32.
 
     Args:
-        x: [m, k], m <= MAX_TOKENS; rows may be apart, by a multiple of 8 values.
-        weight: [n, k], k a multiple of 8.
+        x: [m, k], bfloat16 or float16; rows may be apart, by a multiple of 8 values.
+        weight: [n, k]; n, half of it when gated, and k are multiples of 8.
         bias: [n].
         residual: [m, n], or [m, n / 2] when gated; may be out.
         out: of the residual's shape; of x's type or float32, float32 only when not gated.
         gated: the weight is gate | up, and out is silu(gate) * up (arXiv:2002.05202).
-        pdl: see `Kernel`. The first steps of the weights are read while the kernel before runs,
-            which must not write them.
+        pdl: see `Kernel`. The first steps of the weights are read while the kernel before runs.
 
     Raises:
         ValueError: for operands of other shapes, types or alignment.
         RuntimeError: on a GPU of another architecture.
     """
-    m, n, k, storage, out_type = product_of(
-        x, weight, bias, residual, out, gated=gated, whole_vectors=False, max_tokens=MAX_TOKENS
+    m, n, k, storage, out_type = check_linear_operands(
+        x, weight, bias, residual, out, gated=gated, whole_vectors=True
     )
     if not m or not n:
         return
     if not is_hopper():
         raise RuntimeError("this product needs a Hopper GPU; see `prefers`")
-    cut = plan(n, num_multiprocessors())
-    kernel("gemm", _name(cut.rows, cut.pair, storage, out_type, gated))(
-        cut.blocks,
+    cut = plan(m, n, gated, num_multiprocessors())
+    shape = cut.shape
+    kernel("gemm_hopper", _name(shape, storage, out_type, gated))(
+        2 * cut.clusters,
         _THREADS,
-        matrix_map(x, (-(-m // 8) * 8, _DEPTH), 128),
-        matrix_map(weight, (cut.rows // 2, _DEPTH), 128),
+        matrix_map(x, (_TOKENS if shape.share_weight else _TOKENS // 2, _DEPTH), 256),
+        matrix_map(weight, (shape.rows // 2, _DEPTH), 256),
         0 if bias is None else bias,
         0 if residual is None else residual,
         out,
         m,
         n,
         k,
-        shared=cut.shared_bytes,
+        shared=shape.shared_bytes,
         pdl=pdl,
     )
 
 
-def _name(rows: int, pair: bool, storage: str, out_type: str, gated: bool) -> str:
-    stages, flag = Plan(rows, pair, 0, 0).stages, "true" if gated else "false"
-    kind = "skinny_gemm_pairs" if pair else "skinny_gemm"
-    return f"{kind}<{storage}, {out_type}, {rows}, {stages}, {flag}>"
+def _name(shape: Shape, storage: str, out_type: str, gated: bool) -> str:
+    flags = ", ".join(str(flag).lower() for flag in (gated, shape.share_weight))
+    return f"gemm::gemm<{storage}, {out_type}, {shape.rows}, {shape.stages}, {flags}>"
 
 
 def kernels_of(
@@ -160,37 +211,35 @@ def kernels_of(
     dtype: torch.dtype,
     out_dtype: torch.dtype,
     gated: bool,
-    num_multiprocessors: int,
+    max_tokens: int,
 ) -> list[tuple[str, str]]:
-    """Stem and name of the kernel that a weight [n, k] needs, on Hopper; none where it has none.
+    """Stem and name of the kernels that a weight [n, k] needs where `prefers` says so.
 
     Args:
         weight_shape: n, k.
         dtype: of x and the weight.
         out_dtype: of the result.
         gated: whether the weight is gate | up.
-        num_multiprocessors: of the device.
+        max_tokens: m at most.
     """
-    n, k = weight_shape
-    if k % 8:
-        return []
-    cut = plan(n, num_multiprocessors)
+    (n, k), widens = weight_shape, out_dtype != dtype
     storage, out_type = STORAGE_TYPES[dtype], OUT_TYPES[out_dtype]
-    return [("gemm", _name(cut.rows, cut.pair, storage, out_type, gated))]
+    found: dict[tuple[str, str], None] = {}
+    # A plan depends on the tiles that tokens fill, and the fuller the last of them, the better.
+    for rounded in range(_TOKENS, max_tokens + _TOKENS, _TOKENS):
+        m = min(rounded, max_tokens)
+        if prefers(m, n, k, gated, widens):
+            shape = plan(m, n, gated, num_multiprocessors()).shape
+            found["gemm_hopper", _name(shape, storage, out_type, gated)] = None
+    return list(found)
 
 
 def instantiations() -> list[Instantiation]:
     """What this module may launch."""
-    shapes = [(rows, True) for rows in _PAIR_ROWS] + [(rows, False) for rows in _BLOCK_ROWS]
     return [
-        (
-            "gemm",
-            tuple(
-                _name(rows, pair, storage, out_type, gated)
-                for out_type, gated in ((storage, False), (storage, True), ("float", False))
-            ),
-            (),
-        )
+        ("gemm_hopper", (_name(shape, storage, out_type, gated),), ())
         for storage in STORAGE_TYPES.values()
-        for rows, pair in shapes
+        for gated in (False, True)
+        for shape in _shapes(gated)
+        for out_type in ((storage,) if gated else (storage, "float"))
     ]

@@ -14,7 +14,7 @@ from inflight_kernels.runtime.launch import (
     VECTOR_BYTES,
     Int64,
     check,
-    check_place,
+    check_memory,
     kernel,
     name_of,
 )
@@ -42,7 +42,7 @@ def rope_write_kv(
     q_weight: Tensor | None = None,
     k_weight: Tensor | None = None,
     eps: float = 1e-6,
-    settled: bool = False,
+    history_ready: bool = False,
     pdl: bool = False,
 ) -> None:
     """Rotate q -> q_out and k -> its slots (arXiv:2104.09864, halves as pairs); v -> its slots.
@@ -59,8 +59,8 @@ def rope_write_kv(
         q_out: [T, H, D]; tokens may lie further apart; may be the q of qkv itself.
         q_weight, k_weight: [D] of the norm of each head before it turns; None for no norm.
         eps: of that norm.
-        settled: positions and slot_mapping were written before an `attend` that was launched since;
-            see there. They are then read before the kernel in front has ended.
+        history_ready: positions and slot_mapping were written before an `attend` that was launched
+            since; see there. They are then read before the kernel in front has ended.
         pdl: see `Kernel`.
 
     Raises:
@@ -107,7 +107,7 @@ def rope_write_kv(
         eps,
         num_heads,
         num_kv_heads,
-        settled,
+        history_ready,
         pdl=pdl,
     )
 
@@ -169,7 +169,7 @@ def check_rows(name: str, tensor: Tensor, shape: tuple[int, ...], dtype: torch.d
             f"{name} has strides {tensor.stride()} of {dtype}; all but the last should be whole "
             f"vectors of {VECTOR_BYTES} bytes"
         )
-    check_place(name, tensor)
+    check_memory(name, tensor)
 
 
 def _name(storage: str, head_dim: int, norms: bool) -> str:

@@ -20,15 +20,15 @@ from inflight_kernels.runtime.launch import (
     STORAGE_TYPES,
     Int64,
     check,
-    check_place,
+    check_memory,
     kernel,
     name_of,
 )
-from inflight_kernels.torch_ops.sampling import FINE as FINE
+from inflight_kernels.torch_ops.sampling import NO_ALLOWED_TOKENS as NO_ALLOWED_TOKENS
 from inflight_kernels.torch_ops.sampling import NOT_FINITE as NOT_FINITE
-from inflight_kernels.torch_ops.sampling import NOTHING_LEFT as NOTHING_LEFT
+from inflight_kernels.torch_ops.sampling import OK as OK
 
-WISH = np.dtype(
+ROW_PARAMS = np.dtype(
     [
         ("seed", "<u8"),
         ("temperature", "<f4"),
@@ -64,9 +64,9 @@ _BOUND_BYTES = 48
 _PARTIAL_BYTES = 32
 
 
-def greedy_wishes(n: int) -> np.ndarray[tuple[int], np.dtype[np.void]]:
-    """n greedy wishes without filters, penalties and slot: [n] of WISH, to be filled in."""
-    rows = np.zeros(n, WISH)
+def greedy_row_params(n: int) -> np.ndarray[tuple[int], np.dtype[np.void]]:
+    """[n] of ROW_PARAMS: greedy, without filters, penalties and slot, to be filled in."""
+    rows = np.zeros(n, ROW_PARAMS)
     rows["top_p"] = rows["typical_p"] = rows["repetition"] = 1.0
     rows["slot"] = -1
     return rows
@@ -109,7 +109,7 @@ class Workspace:
 
 def sample(
     logits: Tensor,
-    wishes: Tensor,
+    row_params: Tensor,
     positions: Tensor,
     workspace: Workspace,
     *,
@@ -132,11 +132,11 @@ def sample(
 ) -> None:
     """Choose a token for each row of logits, which stay as they are.
 
-    A row whose status is not FINE gets token 0 and log probability 0.
+    A row whose status is not OK gets token 0 and log probability 0.
 
     Args:
         logits: [n, V] float32, bfloat16 or float16; rows may be apart.
-        wishes: [n, WISH.itemsize] uint8.
+        row_params: [n, ROW_PARAMS.itemsize] uint8.
         positions: [n] int64, of the tokens to be chosen.
         workspace: for at least n rows of V.
         token_ids: [n] int64, written.
@@ -161,27 +161,27 @@ def sample(
         ValueError: for operands of other shapes or types.
     """
     storage, n, vocab_size = _check_logits(logits, workspace)
-    check("wishes", wishes, (n, WISH.itemsize), torch.uint8)
+    check("row_params", row_params, (n, ROW_PARAMS.itemsize), torch.uint8)
     check("positions", positions, (n,), torch.int64, vectors=False)
     check("token_ids", token_ids, (n,), torch.int64, vectors=False)
     check("logprobs", logprobs, (n,), torch.float32, vectors=False)
     check("statuses", statuses, (n,), torch.int32, vectors=False)
     words = prompt_words(vocab_size)
-    if _come_together(counts=counts, prompt=prompt):
+    if _all_or_none(counts=counts, prompt=prompt):
         assert counts is not None and prompt is not None
         check("counts", counts, (counts.shape[0], vocab_size), torch.int16)
         check("prompt", prompt, (counts.shape[0], words), torch.int32)
-    if _come_together(tokens=tokens, tail_starts=tail_starts, tail_lengths=tail_lengths):
+    if _all_or_none(tokens=tokens, tail_starts=tail_starts, tail_lengths=tail_lengths):
         assert tokens is not None and tail_starts is not None and tail_lengths is not None
         check("tokens", tokens, (tokens.numel(),), torch.int64, vectors=False)
         check("tail_starts", tail_starts, (n,), torch.int32, vectors=False)
         check("tail_lengths", tail_lengths, (n,), torch.int32, vectors=False)
-    if _come_together(bias_starts=bias_starts, bias_ids=bias_ids, biases=biases):
+    if _all_or_none(bias_starts=bias_starts, bias_ids=bias_ids, biases=biases):
         assert bias_starts is not None and bias_ids is not None and biases is not None
         check("bias_starts", bias_starts, (n + 1,), torch.int32, vectors=False)
         check("bias_ids", bias_ids, (bias_ids.numel(),), torch.int32, vectors=False)
         check("biases", biases, (bias_ids.numel(),), torch.float32, vectors=False)
-    if _come_together(masks=masks, mask_rows=mask_rows):
+    if _all_or_none(masks=masks, mask_rows=mask_rows):
         assert masks is not None and mask_rows is not None
         check("masks", masks, (masks.shape[0], words), torch.int32, vectors=False)
         check("mask_rows", mask_rows, (n,), torch.int32, vectors=False)
@@ -204,7 +204,7 @@ def sample(
         logits,
         Int64(logits.stride(0)),
         vocab_size,
-        wishes,
+        row_params,
         positions,
         *(0 if operand is None else operand for operand in optional),
         workspace.scratch,
@@ -252,9 +252,9 @@ def top_logprobs(
         ids: [n, MAX_TOP] int32, written: the likeliest tokens in order, and -1 past those.
         logprobs: [n, MAX_TOP] float32, written: log softmax of the logits as they came, and -inf.
         own_logprobs: [n] float32, written: the same at the row's own token; 0 where the status is
-            not FINE.
+            not OK.
         ranks: [n] int32, written: the place of that token in that order, from 1; 0 where the status
-            is not FINE.
+            is not OK.
         given: [n] int32, tokens to look at in place of the chosen ones, below V; negative for none.
             None where no row has one.
         pdl: see `Kernel`.
@@ -299,7 +299,7 @@ def _check_logits(logits: Tensor, workspace: Workspace) -> tuple[str, int, int]:
     storage = name_of(STORAGE_TYPES, "logits", logits)
     if logits.dim() != 2 or (logits.numel() and logits.stride(1) != 1):
         raise ValueError(f"logits are {list(logits.shape)}; they must be [n, V], a row contiguous")
-    check_place("logits", logits, vectors=False)
+    check_memory("logits", logits, vectors=False)
     n, vocab_size = logits.shape
     if not 1 <= vocab_size <= MAX_VOCAB_SIZE:
         raise ValueError(f"the vocabulary has {vocab_size} tokens; allowed: 1 to {MAX_VOCAB_SIZE}")
@@ -311,7 +311,7 @@ def _check_logits(logits: Tensor, workspace: Workspace) -> tuple[str, int, int]:
     return storage, n, vocab_size
 
 
-def _come_together(**operands: Tensor | None) -> bool:
+def _all_or_none(**operands: Tensor | None) -> bool:
     """Whether operands are there: all of them or none."""
     missing = [name for name, operand in operands.items() if operand is None]
     if 0 < len(missing) < len(operands):
@@ -319,7 +319,9 @@ def _come_together(**operands: Tensor | None) -> bool:
     return not missing
 
 
-def note_output(slots: Tensor, token_ids: Tensor, counts: Tensor, *, pdl: bool = False) -> None:
+def count_output_tokens(
+    slots: Tensor, token_ids: Tensor, counts: Tensor, *, pdl: bool = False
+) -> None:
     """Count tokens in their slots' output; a count stays at 32767.
 
     Args:
@@ -332,10 +334,10 @@ def note_output(slots: Tensor, token_ids: Tensor, counts: Tensor, *, pdl: bool =
         ValueError: for operands of other shapes or types.
     """
     check("counts", counts, tuple(counts.shape), torch.int16)
-    _note("note_output", slots, token_ids, counts, counts.shape[1], pdl)
+    _update_counts("count_output_tokens", slots, token_ids, counts, counts.shape[1], pdl)
 
 
-def note_prompt(
+def mark_prompt_tokens(
     slots: Tensor, token_ids: Tensor, prompt: Tensor, vocab_size: int, *, pdl: bool = False
 ) -> None:
     """Mark tokens as standing in their slots' prompt.
@@ -351,10 +353,10 @@ def note_prompt(
         ValueError: for operands of other shapes or types.
     """
     check("prompt", prompt, (prompt.shape[0], prompt_words(vocab_size)), torch.int32)
-    _note("note_prompt", slots, token_ids, prompt, vocab_size, pdl)
+    _update_counts("mark_prompt_tokens", slots, token_ids, prompt, vocab_size, pdl)
 
 
-def _note(
+def _update_counts(
     name: str, slots: Tensor, token_ids: Tensor, state: Tensor, vocab_size: int, pdl: bool
 ) -> None:
     (n,) = slots.shape
@@ -374,7 +376,7 @@ _PASSES = (
     ("sampling_spread", "spread"),
     ("top_logprobs", "top_logprobs"),
 )
-_NOTES = ("note_output", "note_prompt")
+_COUNT_KERNELS = ("count_output_tokens", "mark_prompt_tokens")
 
 
 def instantiations() -> list[Instantiation]:
@@ -384,7 +386,7 @@ def instantiations() -> list[Instantiation]:
             (stem, tuple(f"{name}<{storage}>" for storage in STORAGE_TYPES.values()), ())
             for stem, name in _PASSES
         ),
-        ("sampling_counts", _NOTES, ()),
+        ("sampling_counts", _COUNT_KERNELS, ()),
     ]
 
 
@@ -392,5 +394,5 @@ def kernels_of(dtype: torch.dtype) -> list[tuple[str, str]]:
     """Stem and name of the kernels that choose from logits of a type, and count what they chose."""
     return [
         *((stem, f"{name}<{STORAGE_TYPES[dtype]}>") for stem, name in _PASSES),
-        *(("sampling_counts", name) for name in _NOTES),
+        *(("sampling_counts", name) for name in _COUNT_KERNELS),
     ]

@@ -31,8 +31,8 @@ Instantiation = tuple[str, tuple[str, ...], tuple[tuple[str, str], ...]]
 
 _CSRC = Path(__file__).parents[1] / "csrc"
 
-# What `ahead` has begun and nobody has asked for yet.
-_coming: dict[tuple[str, tuple[str, ...], tuple[tuple[str, str], ...], str], Future[Cubin]] = {}
+# What `precompile` has begun and nobody has asked for yet.
+_pending: dict[tuple[str, tuple[str, ...], tuple[tuple[str, str], ...], str], Future[Cubin]] = {}
 
 # Raised when the layout of a cache file or the way of compiling changes.
 _FORMAT = 1
@@ -91,7 +91,7 @@ def cubin(
         CompileError: with the compiler's log.
     """
     names, defines = tuple(names), tuple(defines)
-    coming = _coming.pop((stem, names, defines, arch), None)
+    coming = _pending.pop((stem, names, defines, arch), None)
     if coming is None or coming.cancel():  # not begun: no need to wait for those before it
         return _find(stem, names, defines, arch)
     return coming.result()
@@ -111,7 +111,7 @@ def _find(
     return found
 
 
-def ahead(kernels: Iterable[tuple[str, str]], *, arch: str) -> None:
+def precompile(kernels: Iterable[tuple[str, str]], *, arch: str) -> None:
     """Begin to compile kernels that will be asked for one by one, on as many threads as there are
     cores; NVRTC works without the interpreter's lock.
 
@@ -122,9 +122,9 @@ def ahead(kernels: Iterable[tuple[str, str]], *, arch: str) -> None:
     wanted = [(stem, (name,), (), arch) for stem, name in dict.fromkeys(kernels)]
     pool = ThreadPoolExecutor(len(os.sched_getaffinity(0)), "compile")
     for key in wanted:
-        if key not in _coming:
+        if key not in _pending:
             stem, names, defines, _ = key
-            _coming[key] = pool.submit(_find, stem, names, defines, arch)
+            _pending[key] = pool.submit(_find, stem, names, defines, arch)
     pool.shutdown(wait=False)
 
 

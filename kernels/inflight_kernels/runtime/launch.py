@@ -16,7 +16,7 @@ from cuda.bindings import driver
 from cuda.core import LEGACY_DEFAULT_STREAM, Device, LaunchConfig, ObjectCode, Stream, launch
 from torch import Tensor
 
-from inflight_kernels.runtime.compile import ahead, cubin
+from inflight_kernels.runtime.compile import cubin, precompile
 
 Extent = int | tuple[int, ...]
 """Size of a grid or of a block: (x, y, z) or fewer."""
@@ -60,7 +60,7 @@ class Kernel:
             args: see the class.
             shared: dynamic shared memory per block, in bytes.
             pdl: start while the kernel before still runs (programmatic dependent launch), where
-                the device can. The kernel must call `wait_for_previous()` of common.cuh before it
+                the device can. The kernel must call `pdl_wait()` of common.cuh before it
                 touches memory that an earlier kernel writes, or writes what one reads.
 
         Raises:
@@ -105,9 +105,9 @@ def kernel(stem: str, name: str, defines: tuple[tuple[str, str], ...] = ()) -> K
     return Kernel(name, code.get_kernel(compiled.symbols[name]))
 
 
-def compile_ahead(kernels: Iterable[tuple[str, str]]) -> None:
-    """Begin to compile kernels, (stem, name) each, for the current device: see `compile.ahead`."""
-    ahead(kernels, arch=_architecture())
+def precompile_kernels(kernels: Iterable[tuple[str, str]]) -> None:
+    """Begin to compile kernels, (stem, name) each, for the current device: see `precompile`."""
+    precompile(kernels, arch=_architecture())
 
 
 def supports_pdl() -> bool:
@@ -175,10 +175,10 @@ def check(
             f"{name} is {tensor.dtype} {list(tensor.shape)}{layout}; "
             f"it should be {dtype} {list(shape)}, contiguous"
         )
-    check_place(name, tensor, vectors)
+    check_memory(name, tensor, vectors)
 
 
-def check_place(name: str, tensor: Tensor, vectors: bool = True) -> None:
+def check_memory(name: str, tensor: Tensor, vectors: bool = True) -> None:
     """Refuse an operand that is not on a CUDA device, or not at a multiple of 16 bytes.
 
     Raises:

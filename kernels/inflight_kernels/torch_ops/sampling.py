@@ -17,7 +17,7 @@ from torch import Tensor
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
 
-FINE, NOT_FINITE, NOTHING_LEFT = 0, 1, 2
+OK, NOT_FINITE, NO_ALLOWED_TOKENS = 0, 1, 2
 """Statuses: a token was chosen; the logits have NaN or infinity; all tokens are banned."""
 
 # ---------------------------------------------------------------- shaping the logits

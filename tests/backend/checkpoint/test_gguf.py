@@ -111,7 +111,7 @@ def header(tensors: list[tuple[str, list[int], int, int]], version: int = 3) -> 
         (header([("a", [8], 999, 0)]), "unknown type 999"),
         (header([("a", [33], 2, 0)]), "rows of (33,) Q4_0"),
         (header([("a", [], 0, 0)]), "rows of"),
-        (header([("a", [8], 0, 0), ("a", [8], 0, 32)]), "stands in it twice"),
+        (header([("a", [8], 0, 0), ("a", [8], 0, 32)]), "occurs twice"),
         (header([("a", [16], 0, 0), ("b", [8], 0, 32)]), "'a' and 'b' overlap"),
     ],
 )

@@ -104,7 +104,7 @@ def test_an_error_begins_a_line_of_its_own(run: Run) -> None:
         in_chat = run("chat", *arguments, stdin="Hi\n")
     assert (status, out) == (1, "Hello\n")
     first, second = err.splitlines()
-    assert first == "error: no end within the timeout of 0.5 s"
+    assert first == "error: no complete response within the timeout of 0.5 s"
     assert "--timeout" in second
     assert as_json[:2] == (1, "")
     assert in_chat[:2] == (1, "Hello\n")
@@ -168,9 +168,9 @@ def test_a_chat_sends_the_conversation_so_far(run: Run) -> None:
         sent = [json.loads(call.input("messages")[2][4:]) for call in server.calls]
     assert status == 0
     assert out.count("Hello world\n") == 2
-    system, said = ("system", "Be brief."), ("assistant", "Hello world")
+    system, reply = ("system", "Be brief."), ("assistant", "Hello world")
     assert _turns(sent[0]) == [system, ("user", "a")]
-    assert _turns(sent[1]) == [system, ("user", "a"), said, ("user", "b")]
+    assert _turns(sent[1]) == [system, ("user", "a"), reply, ("user", "b")]
 
 
 def test_a_chat_can_be_cleared(run: Run) -> None:

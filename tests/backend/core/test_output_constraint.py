@@ -1,4 +1,5 @@
-"""Two strings become a wish, or an error that says which of them is wrong and what is allowed."""
+"""Two strings become a constraint, or an error that says which of them is wrong and what is
+allowed."""
 
 import json
 import time
@@ -29,7 +30,7 @@ def test_every_kind_is_parsed(kind: str) -> None:
 
 
 @pytest.mark.parametrize(("guide_type", "guide"), [(None, None), ("", ""), (None, ""), ("", None)])
-def test_no_wish_is_none(guide_type: str | None, guide: str | None) -> None:
+def test_no_guide_is_no_constraint(guide_type: str | None, guide: str | None) -> None:
     assert parse(guide_type, guide) is None
 
 
@@ -57,7 +58,7 @@ def test_json_needs_no_guide() -> None:
         ("json_schema", "[" * 30_000, r"nested too deeply; allowed: 100"),
         ("json_schema", '{"a":' * 5000, r"nested too deeply|not valid JSON"),
         ("choice", "yes", r"not valid JSON"),
-        ("choice", "[]", r'a choice is a JSON array of one string or more: \["yes", "no"\]'),
+        ("choice", "[]", r'a choice is a JSON array of one or more strings: \["yes", "no"\]'),
         ("choice", '["a", 1]', r"JSON array of one string"),
         ("choice", '{"a": 1}', r"JSON array of one string"),
         ("choice", '["a", ""]', r"must not be empty"),

@@ -206,7 +206,7 @@ def test_a_dead_engine_does_not_hold_up_the_stop(
     make: Callable[..., Server], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def attach(*args: Any, **more: Any) -> Any:
-        raise CapacityError("no engine listens")
+        raise CapacityError("no engine is listening")
 
     monkeypatch.setattr(engine_client, "attach", attach)
     server = make()

@@ -16,7 +16,7 @@ import host_kernels
 import tiny
 from fake_runner import NUM_NAMED, CountingRunner, PagedRunner, candidates
 from inflight.checkpoint.locate import Checkpoint, locate
-from inflight.config import EngineConfig, SpeculationConfig
+from inflight.config import EngineConfig, SpeculativeConfig
 from inflight.core.output_constraint import StructuredOutput
 from inflight.core.request import FinishReason, Request, TokenEvent
 from inflight.engine.engine import Engine, generate
@@ -79,17 +79,17 @@ def prompt(index: int) -> list[int]:
 
 def expected(model: Any, index: int) -> list[tuple[list[int], float]]:
     """What Transformers finds: ids and log-probability of each output, the best one first."""
-    wish = SEARCHES[index]
+    options = SEARCHES[index]
     ids = torch.tensor([prompt(index)])
     config = GenerationConfig(
         do_sample=False,
-        num_beams=wish["beam_width"],
-        num_return_sequences=wish["n"],
-        max_new_tokens=wish["max_tokens"],
-        min_new_tokens=wish.get("min_tokens"),
-        no_repeat_ngram_size=wish.get("no_repeat_ngram_size", 0),
-        length_penalty=wish.get("length_penalty", 1.0),
-        early_stopping=wish.get("early_stopping", False),
+        num_beams=options["beam_width"],
+        num_return_sequences=options["n"],
+        max_new_tokens=options["max_tokens"],
+        min_new_tokens=options.get("min_tokens"),
+        no_repeat_ngram_size=options.get("no_repeat_ngram_size", 0),
+        length_penalty=options.get("length_penalty", 1.0),
+        early_stopping=options.get("early_stopping", False),
         eos_token_id=list(ENDS),
         pad_token_id=0,
         return_dict_in_generate=True,
@@ -104,7 +104,7 @@ def expected(model: Any, index: int) -> list[tuple[list[int], float]]:
         ends = [place for place, token in enumerate(tokens) if token in ENDS]
         if ends:
             tokens = tokens[: ends[0] + 1]
-        outputs.append((tokens, score * len(tokens) ** wish.get("length_penalty", 1.0)))
+        outputs.append((tokens, score * len(tokens) ** options.get("length_penalty", 1.0)))
     return outputs
 
 
@@ -127,10 +127,10 @@ def make_engine(
     torch.set_num_threads(1)
     defaults: dict[str, Any] = {
         "max_num_seqs": 12,
-        "max_batch_tokens": 64,
+        "max_num_batched_tokens": 64,
         "num_blocks": 80,
         "block_size": 16 if device == "cuda" else 4,
-        "prefix_cache": False,
+        "enable_prefix_caching": False,
     }
     config = EngineConfig(model=str(checkpoint.path), device=device, **(defaults | settings))
     if device == "cuda":
@@ -141,11 +141,11 @@ def make_engine(
 
 
 def search(index: int, first_id: int | None = None, **changes: Any) -> Request:
-    wish = SEARCHES[index] | changes
-    n = wish.pop("n")
+    options = SEARCHES[index] | changes
+    n = options.pop("n")
     request_id = 100 * index if first_id is None else first_id
     ids = tuple(range(request_id, request_id + n))
-    return Request(request_id, prompt(index), SamplingParams(**wish), output_ids=ids)
+    return Request(request_id, prompt(index), SamplingParams(**options), output_ids=ids)
 
 
 def run(engine: Engine) -> dict[int, TokenEvent]:
@@ -186,12 +186,14 @@ def test_outputs_are_those_of_transformers(
 WAYS = [
     pytest.param({}, id="together"),
     pytest.param({"max_num_seqs": 8}, id="few seats"),
-    pytest.param({"max_prefill_chunk": 5, "max_batch_tokens": 16}, id="chunks"),
+    pytest.param({"max_prefill_chunk": 5, "max_num_batched_tokens": 16}, id="chunks"),
     pytest.param({"num_blocks": 0}, id="small pool"),
-    pytest.param({"num_blocks": 0, "prefix_cache": True}, id="small pool, prefixes"),
-    pytest.param({"prefix_cache": True}, id="prefixes"),
+    pytest.param({"num_blocks": 0, "enable_prefix_caching": True}, id="small pool, prefixes"),
+    pytest.param({"enable_prefix_caching": True}, id="prefixes"),
     pytest.param({"cuda_graphs": False}, id="launches"),
-    pytest.param({"speculation": SpeculationConfig(default=3, min_match=1)}, id="drafts"),
+    pytest.param(
+        {"speculative_config": SpeculativeConfig(default=3, prompt_lookup_min=1)}, id="drafts"
+    ),
 ]
 FEW_BLOCKS = {"cpu": 52, "cuda": 19}  # what the largest search needs
 GREEDY = SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True)
@@ -236,7 +238,7 @@ def test_a_crowd_changes_no_output(
     stats = engine.stats()
     assert stats.num_free_blocks == stats.num_blocks
     assert (stats.num_preemptions > 0) == is_small
-    assert (stats.num_cached_tokens > 0) == settings.get("prefix_cache", False)
+    assert (stats.num_cached_tokens > 0) == settings.get("enable_prefix_caching", False)
     assert (stats.num_drafted_tokens > 0) == ("speculation" in settings)
 
 
@@ -327,14 +329,14 @@ def test_a_device_that_names_no_tokens_fails_the_search() -> None:
     params = SamplingParams(max_tokens=12, beam_width=3)
     engine.submit(Request(1, [0, 1], params, output_ids=(1, 2)))
     (event,) = engine.step()
-    assert event.error == "the model names too few tokens that may follow for so many outputs"
+    assert event.error == "too few tokens are allowed to follow for this many beam search outputs"
     without_leak(engine)
 
 
 def test_others_with_the_same_prompt_wait_for_it_no_longer_than_needed(
     checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine = make_engine(checkpoint, "cpu", monkeypatch, prefix_cache=True)
+    engine = make_engine(checkpoint, "cpu", monkeypatch, enable_prefix_caching=True)
     engine.submit(search(3))
     engine.submit(Request(7, prompt(3), GREEDY, sibling=300))
     engine.step()
@@ -374,13 +376,13 @@ def test_a_banned_word_is_in_no_beam(
 ) -> None:
     """As in Transformers, the probability of what is banned goes to nobody else."""
     ids = torch.tensor([prompt(3)])
-    wish = {"max_new_tokens": 12, "num_beams": 4, "num_return_sequences": 4, "do_sample": False}
-    wish |= {"eos_token_id": None, "pad_token_id": 0, "attention_mask": torch.ones_like(ids)}
+    options = {"max_new_tokens": 12, "num_beams": 4, "num_return_sequences": 4, "do_sample": False}
+    options |= {"eos_token_id": None, "pad_token_id": 0, "attention_mask": torch.ones_like(ids)}
     with warnings.catch_warnings(), torch.inference_mode():
         warnings.simplefilter("ignore")
-        free = model.generate(ids, **wish)[:, ids.shape[1] :].tolist()
+        free = model.generate(ids, **options)[:, ids.shape[1] :].tolist()
         banned = [free[0][0:1], free[1][3:5]]
-        right = model.generate(ids, bad_words_ids=banned, **wish)[:, ids.shape[1] :].tolist()
+        right = model.generate(ids, bad_words_ids=banned, **options)[:, ids.shape[1] :].tolist()
     assert right != free
     engine = make_engine(checkpoint, device, monkeypatch)
     engine.tokenizer = object()  # type: ignore[assignment]  # whose words are told below
@@ -457,10 +459,10 @@ def test_a_stop_word_ends_a_beam(min_tokens: int) -> None:
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"acknowledged": True}, "beam_width: which outputs are best is known at their end"),
+        ({"acknowledged": True}, "beam_width: which outputs are best is known only at the end"),
         (
             {"structured": StructuredOutput("regex", "a+")},
-            "guided_decoding_guide: does not go together with beam_width 3",
+            "guided_decoding_guide: cannot be combined with beam_width 3",
         ),
         ({"output_ids": (1, 2, 3, 4)}, "output_ids: 4 outputs of 3 beams"),
         ({"output_ids": (2, 3)}, "output_ids: 2 outputs of 3 beams"),
@@ -481,13 +483,13 @@ def test_what_a_search_cannot_be_is_refused(
     engine = make_engine(checkpoint, "cpu", monkeypatch)
     fields = dict(fields)
     engine.eos_token_ids = frozenset(fields.pop("ends", ENDS))
-    wish: dict[str, Any] = {
+    options: dict[str, Any] = {
         "request_id": 1,
         "prompt_ids": [5],
         "params": SamplingParams(beam_width=3, max_tokens=50),
     }
     with pytest.raises(RequestError, match=message):
-        engine.submit(Request(**(wish | fields)))
+        engine.submit(Request(**(options | fields)))
     assert not engine.has_work
     assert not engine._sequences and not engine._searches
 

@@ -41,7 +41,7 @@ class Pipeline:
         self._read()
         self._sweep()
         self.now += duration
-        self.watch.stepped(duration)
+        self.watch.record_step(duration)
         for stream in list(self.position):
             if stream in self.suspended:
                 continue
@@ -314,7 +314,7 @@ def test_who_answers_within_the_floor_is_never_suspected(
             if arrival <= now:
                 assert not watch.delivered(stream, last, arrival)
                 due.remove((arrival, stream, last))
-        watch.stepped(duration)
+        watch.record_step(duration)
         for stream in range(num_streams):
             watch.emitted(stream, position, now)
             due.append((now + data.draw(st.floats(0, delivery.MIN_PATIENCE)), stream, position))

@@ -12,10 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fake_runner import CountingRunner, LateStep, PagedRunner, alone, next_token
-from inflight.config import EngineConfig, SpeculationConfig
+from inflight.config import EngineConfig, SpeculativeConfig
 from inflight.core.batch import Batch, StepOutput
 from inflight.core.request import FinishReason, Request, TokenEvent
-from inflight.engine.engine import MAX_FAILURES_IN_A_ROW, Engine, generate
+from inflight.engine.engine import MAX_CONSECUTIVE_FAILURES, Engine, generate
 from inflight.errors import CapacityError, RequestError
 from inflight.sampling.params import SamplingParams
 from inflight.scheduling.draft_budget import StepCosts
@@ -201,10 +201,10 @@ def test_an_engine_of_which_step_after_step_fails_is_broken(caplog):
                 engine.step()
         runner.raises = None
 
-    fail(MAX_FAILURES_IN_A_ROW - 1, 10)
+    fail(MAX_CONSECUTIVE_FAILURES - 1, 10)
     assert not engine.is_broken
     assert generate(engine, [request(1, [5], max_tokens=1)]) == {1: [6]}
-    fail(MAX_FAILURES_IN_A_ROW - 1, 20)
+    fail(MAX_CONSECUTIVE_FAILURES - 1, 20)
     assert not engine.is_broken  # one that worked was between them
     fail(1, 30)
     assert engine.is_broken
@@ -403,7 +403,7 @@ def test_the_time_of_a_step_leaves_out_pauses_without_one(steps_ahead):
     clock = Clock()
     times = []
     engine = make_engine(TickingRunner(clock, steps_ahead), clock)
-    engine.delivery.stepped = times.append
+    engine.delivery.record_step = times.append
     for request_id in (1, 2):
         clock.now += 100
         generate(engine, [request(request_id, [1], max_tokens=3, ignore_eos=True)])
@@ -470,8 +470,8 @@ def plans(draw: st.DrawFn) -> Plan:
     plan=plans(),
     num_blocks=st.integers(5, 12),
     max_num_seqs=st.integers(1, 5),
-    max_batch_tokens=st.integers(5, 12),
-    prefix_cache=st.booleans(),
+    max_num_batched_tokens=st.integers(5, 12),
+    enable_prefix_caching=st.booleans(),
 )
 def test_working_ahead_changes_no_token(plan, num_blocks, **settings_of_the_engine):
     """Nor does it matter who is cancelled, preempted or lost with a failed step meanwhile."""
@@ -516,7 +516,9 @@ def drafting_engine(steps_ahead: int, default: int | str = 3, vocab_size: int = 
         return drafts
 
     runner.draft = draft
-    return make_engine(runner, speculation=SpeculationConfig(max_drafts=4, default=default))  # type: ignore[arg-type]
+    return make_engine(
+        runner, speculative_config=SpeculativeConfig(num_speculative_tokens=4, default=default)
+    )  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("steps_ahead", [0, 1])
@@ -587,7 +589,7 @@ def siblings(prompt: list[int], count: int, **params: object) -> list[Request]:
 @pytest.mark.parametrize("length", [3, 16, 17])
 def test_siblings_compute_their_prompt_once(steps_ahead: int, length: int) -> None:
     prompt = [i % 3 for i in range(length)]
-    engine = make_engine(PagedRunner(steps_ahead=steps_ahead), max_batch_tokens=64)
+    engine = make_engine(PagedRunner(steps_ahead=steps_ahead), max_num_batched_tokens=64)
     outputs = generate(engine, siblings(prompt, 4, max_tokens=6))
     assert outputs == {i: alone(prompt, 6) for i in range(1, 5)}
     # Of blocks of 4 tokens; the last token of a prompt is always computed.
@@ -615,7 +617,7 @@ def test_siblings_go_on_when_the_first_has_gone(how: str) -> None:
 
 
 def test_who_has_no_sibling_waits_for_nobody() -> None:
-    engine = make_engine(PagedRunner(), max_batch_tokens=64)
+    engine = make_engine(PagedRunner(), max_num_batched_tokens=64)
     for request_id in range(3):  # an id of 0 is one like any other
         engine.submit(request(request_id, [1, 2], max_tokens=5))
     assert len(engine.scheduler.waiting) == 3

@@ -13,7 +13,7 @@ from inflight.core.output_constraint import StructuredOutput
 from inflight.core.request import Request
 from inflight.core.sequence import Sequence
 from inflight.engine import grammar_queue
-from inflight.engine.grammar_queue import Grammars
+from inflight.engine.grammar_queue import GrammarQueue
 from inflight.errors import EngineError, InflightError
 from inflight.sampling.params import SamplingParams
 from inflight.text.tokenizer import Tokenizer
@@ -30,7 +30,7 @@ def sequence(request_id: int) -> Sequence:
     return Sequence(Request(request_id, [1], SamplingParams(), structured=YES), 10)
 
 
-def poll(grammars: Grammars) -> list[tuple[Sequence, InflightError | None]]:
+def poll(grammars: GrammarQueue) -> list[tuple[Sequence, InflightError | None]]:
     deadline = time.monotonic() + 30
     while not (found := grammars.poll()):
         assert time.monotonic() < deadline
@@ -54,7 +54,7 @@ def test_nobody_waits_for_the_vocabulary(
     tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     go = held(monkeypatch, grammar_queue._make)
-    desk = Grammars(tokenizer, 49152, [2])
+    desk = GrammarQueue(tokenizer, 49152, [2])
     first, second, gone = (sequence(i) for i in range(3))
     for one in (first, second, gone):
         assert not desk.submit(one, YES)
@@ -80,7 +80,7 @@ def test_a_model_without_a_vocabulary_to_speak_of_fails_its_structured_requests(
         raise ValueError("no such decoder")
 
     go = held(monkeypatch, broken)
-    desk = Grammars(tokenizer, 49152, [2])
+    desk = GrammarQueue(tokenizer, 49152, [2])
     one = sequence(1)
     desk.submit(one, YES)
     go()

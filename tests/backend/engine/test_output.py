@@ -150,7 +150,7 @@ def test_what_is_known_of_a_prompt_is_told_once_and_before_its_output() -> None:
     assert sequence.prompt_candidates == [[]]
     stage = OutputStage(detokenizer())
     sequence.prompt_candidates = known[:3]
-    (first,) = stage.tell_prompts([sequence])
+    (first,) = stage.prompt_events([sequence])
     sequence.prompt_candidates = known[3:]
     sequence.token_ids.append(encode("a")[0])
     (second,) = stage.collect([sequence])
@@ -160,8 +160,8 @@ def test_what_is_known_of_a_prompt_is_told_once_and_before_its_output() -> None:
         [Candidate(one.token_id, one.logprob, one.rank, detokenizer().name(one.token_id))]
         for one in [*(own[0] for own in known[1:]), Candidate(EOS, -0.25, 1)]
     ]
-    told = first.prompt_candidates + second.prompt_candidates
-    assert told == [[], *[own + named[-1] for own in named[:-1]]]
+    reported = first.prompt_candidates + second.prompt_candidates
+    assert reported == [[], *[own + named[-1] for own in named[:-1]]]
     sequence.token_ids.append(encode("a")[0])
     (third,) = stage.collect([sequence])
     assert third.prompt_candidates == []
@@ -470,7 +470,7 @@ def test_what_ends_a_beam_is_what_ends_an_output(data: st.DataObject) -> None:
     max_tokens = data.draw(st.integers(4, 12))
     stage = OutputStage(detokenizer())
     sequence = sequence_of(params, max_tokens=max_tokens)
-    ends = stage.ends_of(sequence)
+    ends = stage.stop_conditions_of(sequence)
     for token_id in output:
         for other in (*letters, EOS):
             ends.after(other)

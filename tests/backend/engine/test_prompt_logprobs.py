@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 import host_kernels
 import tiny
 from inflight.checkpoint.locate import Checkpoint
-from inflight.config import EngineConfig, SpeculationConfig
+from inflight.config import EngineConfig, SpeculativeConfig
 from inflight.core.batch import Batch
 from inflight.core.request import Candidate, FinishReason, Request, TokenEvent
 from inflight.engine.engine import Engine, generate
@@ -37,15 +37,17 @@ SHAPE = {
 MAX_LEN = 128
 NUM_LIKELIEST = 3
 TOLERANCE = 1e-3
-SMALL = {"max_batch_tokens": 40, "num_blocks": 8}
+SMALL = {"max_num_batched_tokens": 40, "num_blocks": 8}
 WAYS = [
     pytest.param({}, id="whole"),
     pytest.param({"max_num_seqs": 1}, id="alone"),
     pytest.param({"max_prefill_chunk": 7}, id="chunks"),
     pytest.param(SMALL, id="preemption"),
-    pytest.param({"prefix_cache": True}, id="prefixes"),
-    pytest.param({"prefix_cache": True, **SMALL}, id="prefixes and preemption"),
-    pytest.param({"speculation": SpeculationConfig(default=3, min_match=1)}, id="drafts"),
+    pytest.param({"enable_prefix_caching": True}, id="prefixes"),
+    pytest.param({"enable_prefix_caching": True, **SMALL}, id="prefixes and preemption"),
+    pytest.param(
+        {"speculative_config": SpeculativeConfig(default=3, prompt_lookup_min=1)}, id="drafts"
+    ),
 ]
 MakeEngine = Callable[..., Engine]
 
@@ -76,8 +78,8 @@ def make_engine(
         defaults: dict[str, Any] = {
             "num_blocks": 60,
             "max_num_seqs": 6,
-            "max_batch_tokens": 64,
-            "prefix_cache": False,
+            "max_num_batched_tokens": 64,
+            "enable_prefix_caching": False,
         }
         config = EngineConfig(model=str(checkpoint.path), device=device, **(defaults | settings))
         shape = read_config(checkpoint)
@@ -99,15 +101,15 @@ def requests(first_id: int = 0) -> list[Request]:
         prompt = [generator.randrange(3, 160) for _ in range([1, 2, 40, 9, 55, 23][i % 6])]
         if i % 4 < 2 and i:
             prompt = common + prompt
-        wish: dict[str, Any] = {"temperature": 0.0}
+        options: dict[str, Any] = {"temperature": 0.0}
         if i % 3:
-            wish = {"temperature": 0.8, "seed": i, "top_k": 40}
+            options = {"temperature": 0.8, "seed": i, "top_k": 40}
         if i % 2 == 0:
-            wish["num_prompt_logprobs"] = NUM_LIKELIEST if i % 8 else 0
+            options["num_prompt_logprobs"] = NUM_LIKELIEST if i % 8 else 0
         if i % 4 == 0:
-            wish["num_logprobs"] = 1
-        wish["max_tokens"] = 45 if i % 2 else 8  # who goes on for long takes others' blocks
-        params = SamplingParams(ignore_eos=True, **wish)
+            options["num_logprobs"] = 1
+        options["max_tokens"] = 45 if i % 2 else 8  # who goes on for long takes others' blocks
+        params = SamplingParams(ignore_eos=True, **options)
         found.append(Request(first_id + i, prompt, params))
     return found
 
@@ -126,7 +128,7 @@ def run(
     return events
 
 
-def told(events: list[TokenEvent]) -> list[list[Candidate]]:
+def prompt_candidates(events: list[TokenEvent]) -> list[list[Candidate]]:
     return [one for event in events for one in event.prompt_candidates]
 
 
@@ -161,9 +163,11 @@ def test_a_prompts_tokens_are_what_the_model_says(
         for one, events in zip(wanted, run(engine, wanted).values(), strict=True):
             params, output = one.params, [id_ for event in events for id_ in event.token_ids]
             if params.num_prompt_logprobs is None:
-                assert told(events) == []
+                assert prompt_candidates(events) == []
             else:
-                check_prompt(model, one.prompt_ids, told(events), params.num_prompt_logprobs)
+                check_prompt(
+                    model, one.prompt_ids, prompt_candidates(events), params.num_prompt_logprobs
+                )
             if params.num_logprobs is not None:
                 found = [own for event in events for own in event.candidates]
                 whole = one.prompt_ids + output
@@ -172,17 +176,17 @@ def test_a_prompts_tokens_are_what_the_model_says(
             assert not any(event.prompt_candidates for event in events[first + 1 :])
     if "num_blocks" in settings:
         assert engine.stats().num_preemptions > 0
-    if settings.get("prefix_cache"):
+    if settings.get("enable_prefix_caching"):
         assert engine.stats().num_cached_tokens > 0
     assert engine.scheduler.num_free_blocks == engine.runner.num_blocks
 
 
-@pytest.mark.parametrize("prefix_cache", [False, True])
+@pytest.mark.parametrize("enable_prefix_caching", [False, True])
 def test_who_loses_its_blocks_inside_of_a_prompt_is_told_of_each_token_once(
-    make_engine: MakeEngine, model: Any, prefix_cache: bool
+    make_engine: MakeEngine, model: Any, enable_prefix_caching: bool
 ) -> None:
     """Also of those that a step in flight was about to tell."""
-    engine = make_engine(prefix_cache=prefix_cache, max_prefill_chunk=9)
+    engine = make_engine(enable_prefix_caching=enable_prefix_caching, max_prefill_chunk=9)
     generator = random.Random(3)
     interrupted = 0
 
@@ -198,7 +202,9 @@ def test_who_loses_its_blocks_inside_of_a_prompt_is_told_of_each_token_once(
     wanted = requests()
     for one, events in zip(wanted, run(engine, wanted, interrupt).values(), strict=True):
         if one.params.num_prompt_logprobs is not None:
-            check_prompt(model, one.prompt_ids, told(events), one.params.num_prompt_logprobs)
+            check_prompt(
+                model, one.prompt_ids, prompt_candidates(events), one.params.num_prompt_logprobs
+            )
     assert interrupted > 5
     assert engine.scheduler.num_free_blocks == engine.runner.num_blocks
 
@@ -220,12 +226,12 @@ def test_an_output_is_the_same_whether_its_prompt_was_looked_at(
 def test_a_prompt_in_the_prefix_cache_is_computed_again_and_shared_later(
     make_engine: MakeEngine, model: Any
 ) -> None:
-    engine = make_engine(prefix_cache=True)
+    engine = make_engine(enable_prefix_caching=True)
     prompt = list(range(3, 51))
     scored = SamplingParams(max_tokens=1, num_prompt_logprobs=2, temperature=0.0)
     for request_id in range(2):
         events = run(engine, [Request(request_id, prompt, scored)])[request_id]
-        check_prompt(model, prompt, told(events), 2)
+        check_prompt(model, prompt, prompt_candidates(events), 2)
         assert events[-1].num_cached_tokens == 0
     (last,) = run(engine, [Request(2, prompt, SamplingParams(max_tokens=1))])[2]
     assert last.num_cached_tokens == 47
@@ -243,9 +249,9 @@ def test_without_output_a_prompt_of_the_whole_context_is_scored(
         engine,
         [Request(1, prompt, params), Request(2, prompt[:1], params), Request(3, prompt, plain)],
     )
-    check_prompt(model, prompt, told(events[1]), 1)
-    assert told(events[2]) == [[]]
-    assert told(events[3]) == []
+    check_prompt(model, prompt, prompt_candidates(events[1]), 1)
+    assert prompt_candidates(events[2]) == [[]]
+    assert prompt_candidates(events[3]) == []
     for own in events.values():
         last = own[-1]
         assert [event.token_ids for event in own] == [[]] * len(own)
@@ -274,7 +280,7 @@ def test_where_decoding_takes_all_rows_a_prompt_goes_on_token_by_token(
     engine.runner.launch = counted  # type: ignore[method-assign]
     events = run(engine, [*short, Request(9, list(range(3, 63)), scored)])
     assert max(rows) == 6
-    assert len(told(events[9])) == 60
+    assert len(prompt_candidates(events[9])) == 60
     assert [sum(len(event.token_ids) for event in events[i]) for i in range(5)] == [30] * 5
 
 
@@ -294,6 +300,6 @@ def test_a_prompt_that_is_not_finite_inside_fails_alone(
     (failed,) = (event for event in events if event.error is not None)
     assert failed.request_id == 1
     assert "not finite" in str(failed.error)
-    assert len(told([event for event in events if event.request_id == 1])) <= 11
-    assert len(told([event for event in events if event.request_id == 2])) == 30
+    assert len(prompt_candidates([event for event in events if event.request_id == 1])) <= 11
+    assert len(prompt_candidates([event for event in events if event.request_id == 2])) == 30
     assert events.index(failed) < len(events) - 1

@@ -10,7 +10,7 @@ import jsonschema
 import pytest
 
 from inflight.checkpoint.locate import locate
-from inflight.config import EngineConfig, SpeculationConfig
+from inflight.config import EngineConfig, SpeculativeConfig
 from inflight.core.output_constraint import parse
 from inflight.core.request import FinishReason, Request, TokenEvent
 from inflight.engine.engine import Engine
@@ -58,18 +58,18 @@ def engine(tokenizer: Tokenizer) -> Engine:
 
 @pytest.fixture(scope="module")
 def drafting_engine(tokenizer: Tokenizer) -> Engine:
-    drafting = SpeculationConfig(default=4, min_match=1, max_match=3)
+    drafting = SpeculativeConfig(default=4, prompt_lookup_min=1, prompt_lookup_max=3)
     return make_engine(tokenizer, speculation=drafting)
 
 
 def request(
     tokenizer: Tokenizer, request_id: int, kind: str | None, guide: str = "", **params: object
 ) -> Request:
-    wishes: dict[str, object] = {"max_tokens": 100, "temperature": 1.0, "seed": request_id}
+    constraints: dict[str, object] = {"max_tokens": 100, "temperature": 1.0, "seed": request_id}
     return Request(
         request_id,
         tokenizer.encode(PROMPT),
-        SamplingParams(**(wishes | params)),  # type: ignore[arg-type]
+        SamplingParams(**(constraints | params)),  # type: ignore[arg-type]
         structured=parse(kind, guide or GUIDES[kind]) if kind else None,
     )
 

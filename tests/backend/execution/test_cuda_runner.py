@@ -14,7 +14,7 @@ import host_kernels
 import recorded_launches
 import tiny
 from inflight.checkpoint.locate import Checkpoint, locate
-from inflight.config import EngineConfig, SpeculationConfig
+from inflight.config import EngineConfig, SpeculativeConfig
 from inflight.core.batch import Batch
 from inflight.core.request import Request
 from inflight.core.sequence import Sequence
@@ -56,8 +56,8 @@ def test_steps_with_short_prompts_are_replayed(
 
             super().__init__(pool, counting)
 
-    monkeypatch.setattr(cuda_runner, "captured", Counted)
-    settings = {"max_num_seqs": 8, "max_batch_tokens": 1024, "num_blocks": 80}
+    monkeypatch.setattr(cuda_runner, "capture_graph", Counted)
+    settings = {"max_num_seqs": 8, "max_num_batched_tokens": 1024, "num_blocks": 80}
     config = EngineConfig(
         model=str(checkpoint.path), device="cuda", cuda_graphs=cuda_graphs, **settings
     )
@@ -105,7 +105,7 @@ def test_every_step_finds_its_workspace(
 ) -> None:
     """Also where one sequence runs alone, whose kernel depends on how much of it comes at once."""
     recorded_launches.install(monkeypatch, hopper=hopper)
-    monkeypatch.setattr(cuda_runner, "compile_ahead", lambda kernels: None)
+    monkeypatch.setattr(cuda_runner, "precompile_kernels", lambda kernels: None)
     num_heads, num_kv_heads = heads
     shape = LLAMA_8B | {"num_attention_heads": num_heads, "num_key_value_heads": num_kv_heads}
     (tmp_path / "config.json").write_text(json.dumps(tiny.SETTINGS | shape))
@@ -115,7 +115,7 @@ def test_every_step_finds_its_workspace(
         random_weights=True,
         num_blocks=64,
         max_num_seqs=max_num_seqs,
-        max_batch_tokens=512,
+        max_num_batched_tokens=512,
     )
     runner, _ = runners.build(config, locate(config.model), lambda what, fraction: None)
     for length in (1, 3, 9, 17, 33, 65, 512):
@@ -132,7 +132,7 @@ def test_whatever_a_config_allows_starts_and_runs(
     gpu = {"hopper": draw.random() < 0.6, "num_multiprocessors": draw.choice([132, 114, 108, 78])}
     launched = recorded_launches.install(monkeypatch, **gpu)
     ahead: list[tuple[str, str]] = []
-    monkeypatch.setattr(cuda_runner, "compile_ahead", ahead.extend)
+    monkeypatch.setattr(cuda_runner, "precompile_kernels", ahead.extend)
     num_kv_heads, max_len = draw.choice([1, 2, 3, 5, 8, 32]), draw.choice([128, 2048, 4096])
     shape = {
         "vocab_size": draw.choice([1000, 32064, 49152, 128256]),
@@ -148,25 +148,25 @@ def test_whatever_a_config_allows_starts_and_runs(
         "mlp_bias": draw.random() < 0.2,
     }
     (tmp_path / "config.json").write_text(json.dumps(tiny.SETTINGS | shape))
-    speculation = SpeculationConfig(max_drafts=draw.choice([1, 5, 16]))
-    max_batch_tokens = draw.choice([1, 2, 7, 64, 300, 2048, 8192])
+    speculation = SpeculativeConfig(num_speculative_tokens=draw.choice([1, 5, 16]))
+    max_num_batched_tokens = draw.choice([1, 2, 7, 64, 300, 2048, 8192])
     config = EngineConfig(
         model=str(tmp_path),
         device="cuda",
         random_weights=True,
         num_blocks=draw.choice([None, 9, 64]),
         block_size=draw.choice([16, 32, 64]),
-        max_num_seqs=min(max_batch_tokens, draw.choice([1, 2, 5, 64, 128, 200, 256, 1000])),
-        max_batch_tokens=max_batch_tokens,
+        max_num_seqs=min(max_num_batched_tokens, draw.choice([1, 2, 5, 64, 128, 200, 256, 1000])),
+        max_num_batched_tokens=max_num_batched_tokens,
         cuda_graphs=draw.random() < 0.8,
         batch_invariant=draw.random() < 0.25,
-        speculation=speculation if draw.random() < 0.4 else None,
+        speculative_config=speculation if draw.random() < 0.4 else None,
     )
     runner, _ = runners.build(config, locate(config.model), lambda what, fraction: None)
     blocks = list(range(min(runner.num_blocks, max_len // config.block_size)))
     for _ in range(5):
         lengths = [1] * draw.randint(1, min(5, config.max_num_seqs))
-        room = min(max_batch_tokens, max_len - 10, len(blocks) * config.block_size)
+        room = min(max_num_batched_tokens, max_len - 10, len(blocks) * config.block_size)
         lengths[0] += draw.randint(0, room - len(lengths))
         sequences = [tiny.make_sequence([5] * k, blocks, SamplingParams()) for k in lengths]
         runner.launch(Batch([tiny.next_chunk(sequence) for sequence in sequences]))
@@ -180,12 +180,12 @@ def test_steps_of_one_token_leave_no_room_for_drafts(
 ) -> None:
     host_kernels.install(monkeypatch)
     checkpoint = tiny.write_llama(tmp_path, head_dim=64)
-    settings = {"max_num_seqs": 1, "max_batch_tokens": 1, "num_blocks": 8}
+    settings = {"max_num_seqs": 1, "max_num_batched_tokens": 1, "num_blocks": 8}
     prompt = [7, 8, 9, 7, 8, 9, 7]
     found = []
-    for device, speculation in (("cuda", SpeculationConfig()), ("cpu", None)):
+    for device, speculation in (("cuda", SpeculativeConfig()), ("cpu", None)):
         config = EngineConfig(
-            model=str(checkpoint.path), device=device, speculation=speculation, **settings
+            model=str(checkpoint.path), device=device, speculative_config=speculation, **settings
         )
         runner, model = runners.build(config, checkpoint, lambda what, fraction: None)
         engine = Engine(config, runner, model.max_model_len(config), ())
@@ -249,7 +249,7 @@ def test_what_a_start_and_its_steps_launch_is_compiled_ahead(
 ) -> None:
     launched = recorded_launches.install(monkeypatch, hopper=hopper)
     ahead: list[tuple[str, str]] = []
-    monkeypatch.setattr(cuda_runner, "compile_ahead", ahead.extend)
+    monkeypatch.setattr(cuda_runner, "precompile_kernels", ahead.extend)
     shapes = {"model": LLAMA_8B | changes, "small": SMALL_LLAMA, "head": HEAD}
     for name, shape in shapes.items():
         (tmp_path / name).mkdir()
@@ -259,13 +259,13 @@ def test_what_a_start_and_its_steps_launch_is_compiled_ahead(
         given = DRAFTERS[drafter]
         if "model" in given:
             given = {"model": str(tmp_path / given["model"])}
-        speculation = SpeculationConfig(drafter=drafter, **given)
+        speculation = SpeculativeConfig(drafter=drafter, **given)
     config = EngineConfig(
         model=str(tmp_path / "model"),
         device="cuda",
         random_weights=True,
         num_blocks=1024,
-        speculation=speculation,
+        speculative_config=speculation,
         **settings,
     )
     runner, _ = runners.build(config, locate(config.model), lambda what, fraction: None)

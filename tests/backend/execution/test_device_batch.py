@@ -1,6 +1,6 @@
 """What is sent to a GPU of each step is what the step is, with little of it said twice.
 
-The kernels that take it in are stood in for by their definitions in torch, so this needs no GPU;
+The kernels that take it in are stood in for by their definitions in torch, so this stages no GPU;
 that the kernels do the same is tests/kernels/gpu/test_batch_state.py.
 """
 
@@ -15,13 +15,13 @@ import numpy as np
 import pytest
 import torch
 
-from inflight.config import EngineConfig, SpeculationConfig
+from inflight.config import EngineConfig, SpeculativeConfig
 from inflight.core.batch import Batch, Chunk, StepOutput
 from inflight.core.request import Request
 from inflight.core.sequence import Sequence
 from inflight.engine.engine import Engine, generate
 from inflight.execution import device_batch
-from inflight.execution.device_batch import DeviceBatch, Needs, Sent
+from inflight.execution.device_batch import DeviceBatch, SamplerStages, SubmittedStep
 from inflight.execution.graph_buckets import StepSize
 from inflight.sampling.params import SamplingParams
 from inflight.scheduling.draft_budget import StepCosts
@@ -39,14 +39,14 @@ def _no_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     def write_tables(places, blocks, tables):
         tables.view(-1)[places.long()] = blocks
 
-    def write_wishes(slots, news, wishes):
-        wishes[slots.long()] = news
+    def write_row_params(slots, news, row_params):
+        row_params[slots.long()] = news
 
     def copy_blocks(cache, sources, targets):
         cache[targets.long()] = cache[sources.long()].clone()
 
     monkeypatch.setattr(device_batch.batch_state, "write_tables", write_tables)
-    monkeypatch.setattr(device_batch.batch_state, "write_wishes", write_wishes)
+    monkeypatch.setattr(device_batch.batch_state, "write_row_params", write_row_params)
     monkeypatch.setattr(device_batch.cache, "copy_blocks", copy_blocks)
 
 
@@ -64,7 +64,7 @@ class CheckingRunner:
         self.max_rows = max_num_seqs + MAX_DRAFTS * max_num_seqs
         self.steps_ahead = steps_ahead
         self.step_costs = StepCosts((1, 64), (1.0, 1.0))
-        self.drafts_for_host = True
+        self.supports_host_drafts = True
         self.device = DeviceBatch(
             max_num_seqs,
             64,
@@ -87,13 +87,15 @@ class CheckingRunner:
         step, state = self.device.step, self.device.state
         size = StepSize.of(batch)
         num_chunks, num_tokens = size.num_chunks, size.num_tokens
-        room = StepSize(num_tokens + 9, min(num_chunks + 2, len(step.slots)), size.num_rows + 1, 64)
-        sent = self.device.send(batch, size, self.cache, room=room)
+        bucket = StepSize(
+            num_tokens + 9, min(num_chunks + 2, len(step.slots)), size.num_rows + 1, 64
+        )
+        sent = self.device.send(batch, size, self.cache, bucket=bucket)
         assert sent.size == size
         assert [num_chunks, num_tokens, size.num_rows] == step.header[[0, 2, 3]].tolist()
         assert size.num_rows == sent.row_start[-1]
         query_start = step.query_start.tolist()
-        spare = range(num_chunks, room.num_chunks + 1)
+        spare = range(num_chunks, bucket.num_chunks + 1)
         assert all(query_start[chunk] == num_tokens for chunk in spare)
         for i, chunk in enumerate(batch.chunks):
             rows = range(*step.row_start[i : i + 2].tolist())
@@ -135,7 +137,7 @@ class CheckingRunner:
                 state.results[sent.ring_index][3, i] = 0
         return Step(self.device, batch, sent)
 
-    def _check_scores(self, sent: Sent, chunk: Chunk, rows: range) -> None:
+    def _check_scores(self, sent: SubmittedStep, chunk: Chunk, rows: range) -> None:
         """The first rows are of tokens that have a next one, in the prompt."""
         step = self.device.step
         first = chunk.end - len(rows) + 1
@@ -144,25 +146,27 @@ class CheckingRunner:
         assert step.given[scored].tolist() == expected
         assert len(expected) == chunk.num_scores
         wanted = chunk.sequence.request.params.num_prompt_logprobs
-        assert step.num_likeliest[scored].tolist() == [wanted] * chunk.num_scores
-        assert Needs.LIKELIEST in sent.needs
+        assert step.num_top_logprobs[scored].tolist() == [wanted] * chunk.num_scores
+        assert SamplerStages.TOP_LOGPROBS in sent.stages
         self.num_scored += chunk.num_scores
 
     def _check_wish(self, slot: int, chunk: Chunk) -> None:
-        wish = self.device.state.wishes[slot].numpy().view(sampling.WISH)[0]
+        sampled = self.device.state.row_params[slot].numpy().view(sampling.ROW_PARAMS)[0]
         params = chunk.sequence.request.params
-        assert wish["seed"] == chunk.sequence.seed
-        assert wish["temperature"] == pytest.approx(params.effective_temperature)
-        assert wish["slot"] == (slot if params.has_penalties else -1)
+        assert sampled["seed"] == chunk.sequence.seed
+        assert sampled["temperature"] == pytest.approx(params.effective_temperature)
+        assert sampled["slot"] == (slot if params.has_penalties else -1)
 
-    def _end(self, sent: Sent, chunk: int, rows: range, slot: int, tokens: list[int]) -> None:
+    def _end(
+        self, sent: SubmittedStep, chunk: int, rows: range, slot: int, tokens: list[int]
+    ) -> None:
         """Verify, keep, tell; then draft, mostly what is right."""
         state = self.device.state
         result = state.results[sent.ring_index]
         known = len(tokens) - len(rows) + 1
         for count, row in enumerate(rows):
             chosen = follows(tokens[: known + count])
-            result[:3, row] = torch.tensor([chosen, 0, sampling.FINE])
+            result[:3, row] = torch.tensor([chosen, 0, sampling.OK])
             state.history[slot, known + count] = chosen
             if count + 1 == len(rows) or tokens[known + count] != chosen:
                 break
@@ -182,7 +186,7 @@ def follows(tokens: list[int]) -> int:
 
 
 class Step:
-    def __init__(self, device: DeviceBatch, batch: Batch, sent: Sent) -> None:
+    def __init__(self, device: DeviceBatch, batch: Batch, sent: SubmittedStep) -> None:
         self._device, self._batch, self._sent = device, batch, sent
 
     def result(self) -> StepOutput:
@@ -197,12 +201,18 @@ class Step:
 
 
 def make_engine(steps_ahead: int, **changes: object) -> Engine:
-    settings: dict[str, object] = {"num_blocks": 60, "max_num_seqs": 6, "prefix_cache": False}
+    settings: dict[str, object] = {
+        "num_blocks": 60,
+        "max_num_seqs": 6,
+        "enable_prefix_caching": False,
+    }
     settings |= changes
     if "drafts" in settings:
         drafts = settings.pop("drafts")
-        settings["speculation"] = SpeculationConfig(max_drafts=MAX_DRAFTS, default=drafts)  # type: ignore[arg-type]
-    config = EngineConfig(model=".", block_size=BLOCK_SIZE, max_batch_tokens=64, **settings)  # type: ignore[arg-type]
+        settings["speculative_config"] = SpeculativeConfig(
+            num_speculative_tokens=MAX_DRAFTS, default=drafts
+        )  # type: ignore[arg-type]
+    config = EngineConfig(model=".", block_size=BLOCK_SIZE, max_num_batched_tokens=64, **settings)  # type: ignore[arg-type]
     runner = CheckingRunner(settings["num_blocks"], settings["max_num_seqs"], steps_ahead)  # type: ignore[arg-type]
     return Engine(config, runner, MAX_LEN, eos_token_ids=[7])
 
@@ -230,11 +240,11 @@ def with_scores(request: Request) -> Request:
     [
         pytest.param({}, id="plain"),
         pytest.param({"num_blocks": 20}, id="preemption"),
-        pytest.param({"prefix_cache": True}, id="prefixes"),
+        pytest.param({"enable_prefix_caching": True}, id="prefixes"),
         pytest.param({"max_prefill_chunk": 3}, id="chunks"),
         pytest.param({"drafts": 4}, id="drafts"),
         pytest.param(
-            {"drafts": 2, "num_blocks": 20, "prefix_cache": True}, id="drafts, preemption"
+            {"drafts": 2, "num_blocks": 20, "enable_prefix_caching": True}, id="drafts, preemption"
         ),
         pytest.param({"drafts": "auto", "max_draft_tokens": 7}, id="drafts as they pay"),
     ],
@@ -279,13 +289,13 @@ def test_tokens_that_may_not_be_chosen_are_listed_by_row() -> None:
     assert device.send(later, StepSize.of(later), engine.runner.cache).bias_ids is None  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize("room", [0, 7, 40])
+@pytest.mark.parametrize("bucket", [0, 7, 40])
 def test_more_changes_than_there_is_room_for_arrive_all_the_same(
-    room: int, monkeypatch: pytest.MonkeyPatch
+    bucket: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     wanted = generate(make_engine(0), requests(20))
-    monkeypatch.setattr(device_batch, "_UPDATE_WORDS", room)
-    assert generate(make_engine(1, prefix_cache=True), requests(20)) == wanted
+    monkeypatch.setattr(device_batch, "_UPDATE_WORDS", bucket)
+    assert generate(make_engine(1, enable_prefix_caching=True), requests(20)) == wanted
 
 
 def test_any_number_of_tokens_may_be_banned() -> None:
@@ -303,41 +313,43 @@ def test_any_number_of_tokens_may_be_banned() -> None:
 
 
 @pytest.mark.parametrize(
-    ("params", "needs"),
+    ("params", "stages"),
     [
-        ({}, Needs.NOTHING),
-        ({"temperature": 1.0}, Needs.NOTHING),
-        ({"top_k": 5, "temperature": 0.0}, Needs.NOTHING),
-        ({"top_k": 5}, Needs.FILTERS),
-        ({"top_p": 0.9}, Needs.FILTERS),
-        ({"min_p": 0.1}, Needs.FILTERS),
-        ({"typical_p": 0.5}, Needs.FILTERS | Needs.RARE_FILTERS),
-        ({"presence_penalty": 0.5}, Needs.PENALTIES),
-        ({"allowed_token_ids": (3, 64, 99)}, Needs.MASKS),
-        ({"num_logprobs": 0}, Needs.LIKELIEST),
+        ({}, SamplerStages.NONE),
+        ({"temperature": 1.0}, SamplerStages.NONE),
+        ({"top_k": 5, "temperature": 0.0}, SamplerStages.NONE),
+        ({"top_k": 5}, SamplerStages.FILTERS),
+        ({"top_p": 0.9}, SamplerStages.FILTERS),
+        ({"min_p": 0.1}, SamplerStages.FILTERS),
+        ({"typical_p": 0.5}, SamplerStages.FILTERS | SamplerStages.RARE_FILTERS),
+        ({"presence_penalty": 0.5}, SamplerStages.PENALTIES),
+        ({"allowed_token_ids": (3, 64, 99)}, SamplerStages.MASKS),
+        ({"num_logprobs": 0}, SamplerStages.TOP_LOGPROBS),
     ],
 )
 def test_a_step_says_what_its_choices_need(
-    params: dict[str, object], needs: Needs, monkeypatch: pytest.MonkeyPatch
+    params: dict[str, object], stages: SamplerStages, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     noted: list[int] = []
-    monkeypatch.setattr(sampling, "note_prompt", lambda slots, ids, *_: noted.extend(ids.tolist()))
-    monkeypatch.setattr(sampling, "note_output", lambda *_: None)
+    monkeypatch.setattr(
+        sampling, "mark_prompt_tokens", lambda slots, ids, *_: noted.extend(ids.tolist())
+    )
+    monkeypatch.setattr(sampling, "count_output_tokens", lambda *_: None)
     engine = make_engine(1)
     (request,) = requests(1, **params)
     engine.submit(request)
     batch = engine.scheduler.schedule()
     device = engine.runner.device  # type: ignore[attr-defined]
     sent = device.send(batch, StepSize.of(batch), engine.runner.cache)  # type: ignore[attr-defined]
-    assert sent.needs == needs
-    assert noted == (list(request.prompt_ids) if needs & Needs.PENALTIES else [])
+    assert sent.stages == stages
+    assert noted == (list(request.prompt_ids) if stages & SamplerStages.PENALTIES else [])
     slot = int(device.step.slots[0])
-    if needs & Needs.MASKS:
+    if stages & SamplerStages.MASKS:
         assert int(device.step.mask_rows[0]) == slot
         bits = np.unpackbits(device.masks[slot].numpy().view(np.uint8), bitorder="little")
         assert np.flatnonzero(bits).tolist() == [3, 64, 99]
-    if needs & Needs.LIKELIEST:
-        assert int(device.step.num_likeliest[0]) == 0
+    if stages & SamplerStages.TOP_LOGPROBS:
+        assert int(device.step.num_top_logprobs[0]) == 0
 
 
 def test_drafts_that_the_host_knows_are_sent_with_what_may_follow_each() -> None:
@@ -376,7 +388,7 @@ def test_masks_stand_where_their_rows_look_for_them() -> None:
     assert num_drafts > 0
     drafts = [[], [5] * num_drafts, []]
     sent = device.send(batch, StepSize.of(batch), engine.runner.cache, drafts=drafts)  # type: ignore[attr-defined]
-    assert sent.needs == Needs.MASKS
+    assert sent.stages == SamplerStages.MASKS
 
     class Masks:
         def of_row(self, index: int, count: int) -> np.ndarray | None:
@@ -390,7 +402,7 @@ def test_masks_stand_where_their_rows_look_for_them() -> None:
     assert places.count(-1) == len(places) - len(own)
 
 
-def test_what_a_request_wishes_is_for_the_row_behind_its_prompt() -> None:
+def test_adjustments_apply_to_the_row_after_the_prompt() -> None:
     """Rows in which the prompt's own token is looked at have no mask and no bias."""
     engine = make_engine(0, max_prefill_chunk=4)
     (request,) = requests(1, num_prompt_logprobs=3, num_logprobs=1, logit_bias=((9, 1.5),))
@@ -410,14 +422,14 @@ def test_what_a_request_wishes_is_for_the_row_behind_its_prompt() -> None:
     device.send_masks(inner, Masks())
     assert device.step.given[:4].tolist() == [2, 3, 4, 5]
     assert device.step.mask_rows[:4].tolist() == [-1] * 4
-    assert device.step.num_likeliest[:4].tolist() == [3] * 4
+    assert device.step.num_top_logprobs[:4].tolist() == [3] * 4
     assert not device.masks.any()
 
     sent = device.send(last, StepSize.of(last), cache)
     assert sent.row_start == [0, 3]
     device.send_masks(last, Masks())
     assert device.step.given[:3].tolist() == [6, 7, -1]
-    assert device.step.num_likeliest[:3].tolist() == [3, 3, 1]
+    assert device.step.num_top_logprobs[:3].tolist() == [3, 3, 1]
     assert device.step.bias_starts[:4].tolist() == [0, 0, 0, 1]
     *others, place = device.step.mask_rows[:3].tolist()
     assert others == [-1, -1]

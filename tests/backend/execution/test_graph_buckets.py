@@ -8,16 +8,16 @@ from hypothesis import given
 
 import tiny
 from inflight.core.batch import Batch, Chunk
-from inflight.execution.graph_buckets import StepSize, recorded_sizes, row_counts
+from inflight.execution.graph_buckets import StepSize, capture_sizes, row_counts
 
 MAX_NUM_SEQS, MAX_DRAFTS = 64, 5
 MAX_ROWS = MAX_NUM_SEQS + 100
 SMALL_LAYER, LAYER_OF_8B = 10**6, 218_103_808
-SIZES = recorded_sizes(MAX_NUM_SEQS, MAX_ROWS, MAX_DRAFTS, 8192, SMALL_LAYER)
+SIZES = capture_sizes(MAX_NUM_SEQS, MAX_ROWS, MAX_DRAFTS, 8192, SMALL_LAYER)
 
 
-def room_for(step: StepSize) -> StepSize | None:
-    return next((size for size in SIZES if size.holds(step)), None)
+def bucket_for(step: StepSize) -> StepSize | None:
+    return next((size for size in SIZES if size.fits(step)), None)
 
 
 def chunk(length: int, samples: bool = True, num_drafts: int = 0, num_scores: int = 0) -> Chunk:
@@ -52,9 +52,9 @@ def test_the_size_of_a_batch(chunks: list[Chunk], expected: StepSize) -> None:
 
 def test_steps_of_a_token_each_are_recorded_as_such() -> None:
     for count in range(1, MAX_NUM_SEQS + 1):
-        room = room_for(StepSize(count, count, count, 1))
-        assert room is not None
-        assert room.max_q_len == 1
+        bucket = bucket_for(StepSize(count, count, count, 1))
+        assert bucket is not None
+        assert bucket.max_q_len == 1
 
 
 @given(st.integers(1, MAX_NUM_SEQS), st.integers(1, MAX_DRAFTS), st.data())
@@ -63,24 +63,24 @@ def test_steps_that_verify_drafts_are_recorded_as_such(
 ) -> None:
     rest = data.draw(st.integers(0, MAX_ROWS - num_chunks))
     num_tokens = num_chunks + min(rest, num_chunks * longest)
-    room = room_for(StepSize(num_tokens, num_chunks, num_tokens, 1 + longest))
-    assert room is not None
-    assert room.max_q_len == 1 + MAX_DRAFTS
+    bucket = bucket_for(StepSize(num_tokens, num_chunks, num_tokens, 1 + longest))
+    assert bucket is not None
+    assert bucket.max_q_len == 1 + MAX_DRAFTS
 
 
 @given(st.integers(1, 512))
 def test_a_short_prompt_alone_has_a_size_for_itself(length: int) -> None:
-    room = room_for(StepSize(length, 1, 1, length))
-    assert room is not None
-    assert room.num_tokens - length < (64 if length > 256 else 32)
+    bucket = bucket_for(StepSize(length, 1, 1, length))
+    assert bucket is not None
+    assert bucket.num_tokens - length < (64 if length > 256 else 32)
     if length > 1:
-        assert room.num_chunks == room.num_rows == 1
+        assert bucket.num_chunks == bucket.num_rows == 1
 
 
 @given(st.integers(0, MAX_NUM_SEQS - 1), st.integers(20, 512))
 def test_a_short_prompt_among_others_finds_room(others: int, length: int) -> None:
     step = StepSize(others + length, others + 1, others + 1, length)
-    assert (room_for(step) is not None) == (others + length <= 512)
+    assert (bucket_for(step) is not None) == (others + length <= 512)
 
 
 @given(st.integers(1, 600), st.integers(1, MAX_NUM_SEQS), st.integers(1, 160), st.integers(1, 600))
@@ -88,26 +88,26 @@ def test_rows_are_taken_for_tokens_only_where_each_has_one(
     num_tokens: int, num_chunks: int, num_rows: int, max_q_len: int
 ) -> None:
     step = StepSize(num_tokens, num_chunks, num_rows, max_q_len)
-    room = room_for(step)
-    if room is not None and num_rows < num_tokens:
-        assert room.num_rows < room.num_tokens
+    bucket = bucket_for(step)
+    if bucket is not None and num_rows < num_tokens:
+        assert bucket.num_rows < bucket.num_tokens
 
 
 def test_what_is_larger_finds_none() -> None:
-    assert room_for(StepSize(513, 1, 1, 513)) is None
-    assert room_for(StepSize(200, MAX_NUM_SEQS + 1, MAX_NUM_SEQS + 1, 100)) is None
-    assert room_for(StepSize(200, 1, 200, 200)) is None, "each token has a score"
+    assert bucket_for(StepSize(513, 1, 1, 513)) is None
+    assert bucket_for(StepSize(200, MAX_NUM_SEQS + 1, MAX_NUM_SEQS + 1, 100)) is None
+    assert bucket_for(StepSize(200, 1, 200, 200)) is None, "each token has a score"
 
 
 def test_no_size_is_larger_than_a_step_can_be() -> None:
-    for size in recorded_sizes(8, 8, 0, 100, SMALL_LAYER):
+    for size in capture_sizes(8, 8, 0, 100, SMALL_LAYER):
         assert size.num_tokens <= 100
         assert size.num_chunks <= 8
         assert size.num_rows <= min(8, size.num_tokens)
-    for size in recorded_sizes(1, 1, 0, 100, SMALL_LAYER):
+    for size in capture_sizes(1, 1, 0, 100, SMALL_LAYER):
         assert size.num_chunks == 1
 
 
 def test_where_the_gpu_takes_longer_than_the_launches_nothing_is_recorded() -> None:
-    sizes = recorded_sizes(8, 8, 0, 8192, LAYER_OF_8B)
+    sizes = capture_sizes(8, 8, 0, 8192, LAYER_OF_8B)
     assert max(size.num_tokens for size in sizes) == 256

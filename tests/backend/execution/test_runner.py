@@ -1,4 +1,4 @@
-"""A runner's tokens are each sequence's own: by its wishes, its seed and its failures."""
+"""A runner's tokens are each sequence's own: by its options, its seed and its failures."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from inflight.checkpoint.locate import Checkpoint
 from inflight.config import EngineConfig
 from inflight.errors import ConfigError
 from inflight.execution.cpu_runner import CpuRunner
-from inflight.execution.runner import EchoRunner, Runner, build, place
+from inflight.execution.runner import EchoRunner, Runner, build, resolve_device
 from inflight.sampling.params import SamplingParams
 
 PROMPT = [5, 17, 99, 3, 150, 42]
@@ -48,7 +48,7 @@ def text(
 
 def test_sequences_together_say_what_each_says_alone(runner: Runner) -> None:
     """Greedy and seeded ones, with different filters, joining at different times."""
-    wishes = [
+    options = [
         (SamplingParams(), 0),
         (SamplingParams(seed=1), 1),
         (SamplingParams(temperature=1.5, top_p=0.9), 2),
@@ -56,17 +56,17 @@ def test_sequences_together_say_what_each_says_alone(runner: Runner) -> None:
         (SamplingParams(temperature=2.0, min_p=0.05), 4),
         (SamplingParams(seed=9, repetition_penalty=1.4, frequency_penalty=0.5), 9),
     ]
-    prompts = [[(11 * i + 7 * j + 1) % 160 for j in range(3 + 4 * i)] for i in range(len(wishes))]
+    prompts = [[(11 * i + 7 * j + 1) % 160 for j in range(3 + 4 * i)] for i in range(len(options))]
     alone = [
         tiny.generate(runner, [tiny.make_sequence(prompt, list(range(20)), params, seed=seed)], 15)[
             0
         ]
-        for prompt, (params, seed) in zip(prompts, wishes, strict=True)
+        for prompt, (params, seed) in zip(prompts, options, strict=True)
     ]
     free = list(range(63, -1, -1))
     sequences = [
         tiny.make_sequence(prompt, [free.pop() for _ in range(10)], params, seed=seed)
-        for prompt, (params, seed) in zip(prompts, wishes, strict=True)
+        for prompt, (params, seed) in zip(prompts, options, strict=True)
     ]
     running: list[Any] = []
     waiting = list(sequences)
@@ -120,7 +120,7 @@ def test_logprobs_are_the_models_own(runner: Runner, tiny_llama: Checkpoint) -> 
         assert output.logprobs[0][0] == pytest.approx(float(expected[token]), abs=1e-4)
 
 
-# ---------------------------------------------------------------- wishes
+# ---------------------------------------------------------------- options
 
 
 def test_the_same_seed_says_the_same_and_another_something_else(runner: Runner) -> None:
@@ -282,7 +282,7 @@ def test_build_gives_the_runner_of_the_device(tiny_llama: Checkpoint) -> None:
 
 
 def test_the_pool_takes_the_memory_that_the_settings_give_it(tiny_llama: Checkpoint) -> None:
-    config = EngineConfig(model=".", kv_cache_bytes=1 << 20)
+    config = EngineConfig(model=".", kv_cache_memory_bytes=1 << 20)
     runner, model = build(config, tiny_llama, lambda what, done: None)
     assert runner.num_blocks == (1 << 20) // model.kv_block_bytes(config)
 
@@ -343,7 +343,7 @@ def test_echo_never_loads_torch(tiny_llama: Checkpoint) -> None:
     code = (
         "import sys; from pathlib import Path; from inflight.checkpoint.locate import Checkpoint;"
         "from inflight.config import EngineConfig;"
-        "from inflight.execution.runner import build, place;"
+        "from inflight.execution.runner import build, resolve_device;"
         f"c = Checkpoint(Path({str(tiny_llama.path)!r}), 'huggingface');"
         "build(EngineConfig(model='.', device='echo'), c, lambda what, done: None);"
         "sys.exit('torch' in sys.modules)"
@@ -370,16 +370,18 @@ def test_auto_is_the_cpu_without_a_gpu(
     tiny_llama: Checkpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    placed, where = place(EngineConfig(model=".", device="auto", max_num_seqs=3), tiny_llama)
+    placed, where = resolve_device(
+        EngineConfig(model=".", device="auto", max_num_seqs=3), tiny_llama
+    )
     assert (placed.device, placed.dtype, placed.max_num_seqs) == ("cpu", "float32", 3)
-    assert placed.max_batch_tokens == EngineConfig(model=".").max_batch_tokens
+    assert placed.max_num_batched_tokens == EngineConfig(model=".").max_num_batched_tokens
     assert where == "CPU: torch sees no GPU"
 
 
 @pytest.mark.parametrize(("device", "where"), [("cpu", "CPU"), ("cuda", "GPU"), ("echo", "echo")])
 def test_a_device_that_is_named_is_taken(tiny_llama: Checkpoint, device: Any, where: str) -> None:
     config = EngineConfig(model=".", device=device)
-    assert place(config, tiny_llama) == (config, where)
+    assert resolve_device(config, tiny_llama) == (config, where)
 
 
 @pytest.mark.parametrize(
@@ -388,8 +390,8 @@ def test_a_device_that_is_named_is_taken(tiny_llama: Checkpoint, device: Any, wh
         ((9, 0), 64, {}, None),
         ((8, 0), 128, {"dtype": "bfloat16", "block_size": 64}, None),
         ((7, 5), 64, {}, "the GPU has compute capability 7.5, not 8.0"),
-        ((9, 0), 16, {}, "no kernel is there for a head_dim of 16"),
-        ((9, 0), 64, {"dtype": "float32"}, "dtype is float32, and a GPU has bfloat16 only"),
+        ((9, 0), 16, {}, "there is no kernel for head_dim 16"),
+        ((9, 0), 64, {"dtype": "float32"}, "dtype is float32, and GPUs support bfloat16 only"),
         ((9, 0), 64, {"block_size": 8}, "block_size is 8, and on a GPU one of (16, 32, 64)"),
     ],
 )
@@ -404,7 +406,7 @@ def test_auto_is_the_gpu_unless_something_is_in_its_way(
     checkpoint = tiny.write_llama(tmp_path, head_dim=head_dim)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
-    placed, where = place(EngineConfig(model=".", device="auto", **settings), checkpoint)
+    placed, where = resolve_device(EngineConfig(model=".", device="auto", **settings), checkpoint)
     assert placed.device == ("cpu" if obstacle else "cuda")
     assert where == (f"CPU: {obstacle}" if obstacle else "GPU")
 

@@ -1,4 +1,4 @@
-"""Each row gets what a slow, plain reading of its wishes says, whoever else is in the step."""
+"""Each row gets what a slow, plain reading of its options says, whoever else is in the step."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 
 from inflight.core.request import Candidate, Request
 from inflight.core.sequence import Sequence
-from inflight.execution.sampler import Row, choose
-from inflight.sampling.logit_adjustments import Shaping
+from inflight.execution.sampler import LogitsRow, sample
+from inflight.sampling.logit_adjustments import LogitAdjustments
 from inflight.sampling.params import SamplingParams
 from inflight.sampling.repetition import DryPenalty, RepeatedNgrams
-from inflight_kernels.torch_ops.sampling import FINE, NOT_FINITE, NOTHING_LEFT, XTC, uniform
+from inflight_kernels.torch_ops.sampling import NO_ALLOWED_TOKENS, NOT_FINITE, OK, XTC, uniform
 
 VOCAB = 40
 END = 39
@@ -26,7 +26,7 @@ END = 39
 class _Sequence(Sequence):
     """A sequence of a request, with its shaping."""
 
-    shaping: Shaping
+    shaping: LogitAdjustments
 
 
 def sequence(
@@ -37,7 +37,7 @@ def sequence(
     bad: tuple[tuple[int, ...], ...] = (),
 ) -> _Sequence:
     made = _Sequence(Request(1, prompt, params), 100, seed, frozenset([END]), bad)
-    made.shaping = Shaping(params, len(prompt), [END], bad)
+    made.logit_adjustments = LogitAdjustments(params, len(prompt), [END], bad)
     made.token_ids += output or []
     return made
 
@@ -147,8 +147,8 @@ def expected(
     return ids[-1]
 
 
-# Each wish by itself, then several.
-WISHES: list[dict[str, Any]] = [
+# Each options by itself, then several.
+OPTIONS: list[dict[str, Any]] = [
     {},
     {"temperature": 0.7},
     {"top_k": 5},
@@ -212,40 +212,41 @@ def test_every_row_gets_what_the_definition_says(
 ) -> None:
     """Rows of all kinds in one call, each with the same tokens, of which some are drafted."""
     rng = np.random.default_rng(seed)
-    logits = (rng.standard_normal((len(WISHES), VOCAB)) * 2).astype(np.float32)
+    logits = (rng.standard_normal((len(OPTIONS), VOCAB)) * 2).astype(np.float32)
     known = output[: len(output) - min(num_drafted, len(output))]
     tail = output[len(known) :]
-    wishes = [SamplingParams(**fields) for fields in WISHES]
+    options = [SamplingParams(**fields) for fields in OPTIONS]
     rows = [
-        Row(sequence(params, prompt, known, seed + i, bad), tail) for i, params in enumerate(wishes)
+        LogitsRow(sequence(params, prompt, known, seed + i, bad), tail)
+        for i, params in enumerate(options)
     ]
-    choices = choose(torch.from_numpy(logits.copy()), rows)
-    assert choices.statuses == [FINE] * len(rows)
+    choices = sample(torch.from_numpy(logits.copy()), rows)
+    assert choices.statuses == [OK] * len(rows)
     exact = logits.astype(np.float64)
     own = exact - np.log(np.exp(exact).sum(1, keepdims=True))
-    for i, params in enumerate(wishes):
+    for i, params in enumerate(options):
         token_id = expected(logits[i], params, prompt, output, seed + i, bad)
         assert choices.token_ids[i] == token_id, params
         assert choices.logprobs[i] == pytest.approx(own[i, token_id], abs=1e-4)
 
 
 def test_a_row_alone_gets_the_same_as_among_others() -> None:
-    logits = torch.randn(len(WISHES), VOCAB)
+    logits = torch.randn(len(OPTIONS), VOCAB)
     rows = [
-        Row(sequence(SamplingParams(**fields), [1, 2, 3], [1, 2], i), [])
-        for i, fields in enumerate(WISHES)
+        LogitsRow(sequence(SamplingParams(**fields), [1, 2, 3], [1, 2], i), [])
+        for i, fields in enumerate(OPTIONS)
     ]
-    together = choose(logits.clone(), rows)
+    together = sample(logits.clone(), rows)
     for i, row in enumerate(rows):
-        alone = choose(logits[i : i + 1].clone(), [row])
+        alone = sample(logits[i : i + 1].clone(), [row])
         assert alone.token_ids == together.token_ids[i : i + 1]
 
 
 def test_equal_logits_stand_in_the_order_of_their_ids() -> None:
     params = SamplingParams(top_n_sigma=5.0, top_k=3, seed=1)
     for position in range(30):
-        row = Row(sequence(params, [1] * (position + 1), seed=position), [])
-        assert choose(torch.zeros(1, VOCAB), [row]).token_ids[0] < 3
+        row = LogitsRow(sequence(params, [1] * (position + 1), seed=position), [])
+        assert sample(torch.zeros(1, VOCAB), [row]).token_ids[0] < 3
 
 
 def test_a_row_that_is_not_finite_or_has_no_token_left_says_so_alone() -> None:
@@ -253,10 +254,10 @@ def test_a_row_that_is_not_finite_or_has_no_token_left_says_so_alone() -> None:
     logits[0, 3] = float("nan")
     logits[3, 3] = float("inf")
     banned = {"allowed_token_ids": (END,), "min_tokens": 1, "num_logprobs": 2}
-    wishes = [{"num_logprobs": 1}, {}, banned, {"seed": 1}, {"typical_p": 0.5}]
-    rows = [Row(sequence(SamplingParams(**fields), [1]), []) for fields in wishes]
-    choices = choose(logits, rows)
-    assert choices.statuses == [NOT_FINITE, FINE, NOTHING_LEFT, NOT_FINITE, FINE]
+    options = [{"num_logprobs": 1}, {}, banned, {"seed": 1}, {"typical_p": 0.5}]
+    rows = [LogitsRow(sequence(SamplingParams(**fields), [1]), []) for fields in options]
+    choices = sample(logits, rows)
+    assert choices.statuses == [NOT_FINITE, OK, NO_ALLOWED_TOKENS, NOT_FINITE, OK]
     assert [choices.token_ids[i] for i in (0, 2, 3)] == [0, 0, 0]
     assert [choices.logprobs[i] for i in (0, 2, 3)] == [0.0, 0.0, 0.0]
     assert choices.candidates == [[]] * 5
@@ -266,14 +267,14 @@ def test_the_likeliest_tokens_are_reported_as_the_model_sees_them() -> None:
     logits = torch.zeros(3, VOCAB)
     logits[:, 5] = 3.0
     logits[:, [8, 4]] = 2.0
-    wishes = [
+    options = [
         {"num_logprobs": 3},
         {"num_logprobs": 0, "logit_bias": ((9, 100.0),)},
         {"num_logprobs": 2, "logit_bias": ((9, 100.0),)},
     ]
-    rows = [Row(sequence(SamplingParams(**fields), [1]), []) for fields in wishes]
+    rows = [LogitsRow(sequence(SamplingParams(**fields), [1]), []) for fields in options]
     own = torch.log_softmax(logits[0], -1)
-    first, second, third = choose(logits.clone(), rows).candidates
+    first, second, third = sample(logits.clone(), rows).candidates
     assert first == [
         Candidate(5, float(own[5]), 1),
         Candidate(4, float(own[4]), 2),
@@ -285,10 +286,10 @@ def test_the_likeliest_tokens_are_reported_as_the_model_sees_them() -> None:
 
 
 def test_a_token_that_is_given_is_looked_at_and_nothing_is_chosen() -> None:
-    """Whatever its request wishes of tokens that are chosen."""
+    """Whatever its request options of tokens that are chosen."""
     logits = torch.randn(4, VOCAB)
     logits[2, 9] = float("nan")
-    wishes = {
+    options = {
         "num_prompt_logprobs": 2,
         "temperature": 1.0,
         "repetition_penalty": 2.0,
@@ -296,11 +297,16 @@ def test_a_token_that_is_given_is_looked_at_and_nothing_is_chosen() -> None:
         "allowed_token_ids": (3,),
         "min_tokens": 1,
     }
-    one = sequence(SamplingParams(**wishes), [1, 7, 8])
-    rows = [Row(one, [], given=7), Row(one, [], given=8), Row(one, [], given=0), Row(one, [])]
+    one = sequence(SamplingParams(**options), [1, 7, 8])
+    rows = [
+        LogitsRow(one, [], given=7),
+        LogitsRow(one, [], given=8),
+        LogitsRow(one, [], given=0),
+        LogitsRow(one, []),
+    ]
     own = torch.log_softmax(logits, -1)
-    choices = choose(logits.clone(), rows)
-    assert choices.statuses == [FINE, FINE, NOT_FINITE, FINE]
+    choices = sample(logits.clone(), rows)
+    assert choices.statuses == [OK, OK, NOT_FINITE, OK]
     assert choices.token_ids == [7, 8, 0, 3]
     assert choices.candidates[2:] == [[], []]
     for row, token_id in ((0, 7), (1, 8)):
@@ -312,15 +318,15 @@ def test_a_token_that_is_given_is_looked_at_and_nothing_is_chosen() -> None:
 
 
 def test_no_more_than_the_vocabulary_is_reported() -> None:
-    row = Row(sequence(SamplingParams(num_logprobs=20), [1]), [])
-    (candidates,) = choose(torch.randn(1, 7), [row]).candidates
+    row = LogitsRow(sequence(SamplingParams(num_logprobs=20), [1]), [])
+    (candidates,) = sample(torch.randn(1, 7), [row]).candidates
     assert sorted(one.token_id for one in candidates) == list(range(7))
 
 
 def test_ids_beyond_the_vocabulary_are_passed_over() -> None:
     params = SamplingParams(logit_bias=((3, 50.0), (VOCAB, 100.0)), allowed_token_ids=(3, VOCAB))
-    choices = choose(torch.randn(1, VOCAB), [Row(sequence(params, [1], bad=((99,),)), [])])
-    assert (choices.statuses, choices.token_ids) == ([FINE], [3])
+    choices = sample(torch.randn(1, VOCAB), [LogitsRow(sequence(params, [1], bad=((99,),)), [])])
+    assert (choices.statuses, choices.token_ids) == ([OK], [3])
 
 
 @pytest.mark.parametrize(
@@ -336,8 +342,8 @@ def test_draws_have_the_frequencies_of_the_definition(fields: dict[str, Any]) ->
     n, vocab_size = 3000, 12
     params = SamplingParams(**fields)
     logits = np.linspace(-2, 2, vocab_size).astype(np.float32)
-    rows = [Row(sequence(params, [1], seed=seed), []) for seed in range(n)]
-    chosen = choose(torch.from_numpy(np.tile(logits, (n, 1))), rows).token_ids
+    rows = [LogitsRow(sequence(params, [1], seed=seed), []) for seed in range(n)]
+    chosen = sample(torch.from_numpy(np.tile(logits, (n, 1))), rows).token_ids
     counts = np.bincount(chosen, minlength=vocab_size)
     frequencies = np.zeros(vocab_size)
     for xtc, share in ((True, params.xtc_probability), (False, 1.0 - params.xtc_probability)):

@@ -14,7 +14,7 @@ from inflight.execution import runner as runners
 from inflight.sampling.params import SamplingParams
 from inflight.text.tokenizer import Tokenizer
 from prompts import PROMPTS
-from teacher import Teacher
+from reference_model import Teacher
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
 

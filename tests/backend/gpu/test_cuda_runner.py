@@ -15,7 +15,7 @@ import torch
 
 import tiny
 from inflight.checkpoint.locate import Checkpoint
-from inflight.config import EngineConfig, SpeculationConfig
+from inflight.config import EngineConfig, SpeculativeConfig
 from inflight.core.request import Candidate, Request, TokenEvent
 from inflight.engine.engine import Engine, generate
 from inflight.execution import cuda_runner
@@ -24,10 +24,10 @@ from inflight.execution.device_batch import DeviceBatch
 from inflight.execution.drafters.device import DeviceDrafter
 from inflight.models import llama_cuda
 from inflight.sampling.params import SamplingParams
-from inflight_kernels.ops import dense
+from inflight_kernels.ops import gemm
 from inflight_kernels.runtime import launch
 from inflight_kernels.runtime.compile import Cubin
-from teacher import Teacher
+from reference_model import Teacher
 
 pytestmark = pytest.mark.gpu
 
@@ -72,14 +72,14 @@ def write_model(folder: Path, broken_token: int | None = None) -> Checkpoint:
 def make_engine(checkpoint: Checkpoint, **settings: object) -> Engine:
     defaults: dict[str, object] = {
         "max_num_seqs": 24,
-        "max_batch_tokens": 256,
+        "max_num_batched_tokens": 256,
         "num_blocks": 512,
-        "prefix_cache": False,
+        "enable_prefix_caching": False,
     }
     defaults |= settings
     if "speculation" in defaults:
         drafting: dict[str, object] = defaults.pop("speculation")  # type: ignore[assignment]
-        defaults["speculation"] = SpeculationConfig(**drafting)  # type: ignore[arg-type]
+        defaults["speculation"] = SpeculativeConfig(**drafting)  # type: ignore[arg-type]
     config = EngineConfig(model=str(checkpoint.path), device="cuda", **defaults)  # type: ignore[arg-type]
     runner, model = runners.build(config, checkpoint, lambda what, fraction: None)
     return Engine(config, runner, model.max_model_len(config), model.eos_token_ids)
@@ -121,9 +121,11 @@ WAYS = [
     [
         *WAYS,
         pytest.param({"batch_invariant": True}, id="batch invariant"),
-        pytest.param({"speculation": {"default": 5}}, id="drafts"),
-        pytest.param({"speculation": {}, "cuda_graphs": False}, id="drafts, launches"),
-        pytest.param({"speculation": {}, "max_batch_tokens": 30}, id="drafts, little room"),
+        pytest.param({"speculative_config": {"default": 5}}, id="drafts"),
+        pytest.param({"speculative_config": {}, "cuda_graphs": False}, id="drafts, launches"),
+        pytest.param(
+            {"speculative_config": {}, "max_num_batched_tokens": 30}, id="drafts, little room"
+        ),
     ],
 )
 def test_greedy_output_is_the_model_s(
@@ -148,13 +150,15 @@ def test_a_residual_stream_in_bfloat16_says_the_same(
     check(teacher, inputs, generate(engine, requests(inputs)))
 
 
-@pytest.mark.parametrize("settings", [{}, {"speculation": {"default": 5}}], ids=["plain", "drafts"])
+@pytest.mark.parametrize(
+    "settings", [{}, {"speculative_config": {"default": 5}}], ids=["plain", "drafts"]
+)
 def test_nothing_is_compiled_that_was_not_begun_ahead(
     checkpoint: Checkpoint, settings: dict[str, object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     begun: list[tuple[str, str]] = []
     asked: list[tuple[str, str]] = []
-    begin, find = cuda_runner.compile_ahead, launch.cubin
+    begin, find = cuda_runner.precompile_kernels, launch.cubin
 
     def noted(kernels: list[tuple[str, str]]) -> None:
         begun.extend(kernels)
@@ -164,10 +168,10 @@ def test_nothing_is_compiled_that_was_not_begun_ahead(
         asked.extend((stem, name) for name in names)
         return find(stem, names, *rest, arch=arch)
 
-    monkeypatch.setattr(cuda_runner, "compile_ahead", noted)
+    monkeypatch.setattr(cuda_runner, "precompile_kernels", noted)
     monkeypatch.setattr(launch, "cubin", found)
     launch.kernel.cache_clear()  # what other tests have loaded
-    engine = make_engine(checkpoint, prefix_cache=True, **settings)
+    engine = make_engine(checkpoint, enable_prefix_caching=True, **settings)
     inputs = prompts(24)
     generate(engine, requests(inputs))
     generate(engine, requests(inputs, first_id=24, temperature=0.8, top_p=0.9, typical_p=0.9))
@@ -186,13 +190,13 @@ def test_wide_layers_go_through_the_product_of_many_tokens(
             weights[name] *= 0.1 if "q_proj" in name or "k_proj" in name else 0.35
     checkpoint = tiny.write_llama(tmp_path, weights, dtype=torch.bfloat16, **wide)
     taken: list[int] = []
-    linear = dense.linear
+    linear = gemm.linear
 
     def counted(x: torch.Tensor, *args: object, **options: object) -> None:
         taken.append(len(x))
         linear(x, *args, **options)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(dense, "linear", counted)
+    monkeypatch.setattr(gemm, "linear", counted)
     engine = make_engine(checkpoint, max_num_seqs=128, cuda_graphs=False)
     inputs = prompts(128, most=30)
     outputs = generate(engine, requests(inputs, max_tokens=12))
@@ -226,7 +230,7 @@ def test_a_pool_so_small_that_sequences_lose_their_blocks(
 
 
 def test_prefixes_that_are_in_the_cache(checkpoint: Checkpoint, teacher: Teacher) -> None:
-    engine = make_engine(checkpoint, prefix_cache=True)
+    engine = make_engine(checkpoint, enable_prefix_caching=True)
     common = prompts(1, most=300, seed=5)[0] * 3
     inputs = [common[:160] + tail for tail in prompts(11, most=20)] + [common[:160]] * 3
     first = generate(engine, requests(inputs))
@@ -270,7 +274,9 @@ DRAWN = {"temperature": 1.3, "top_p": 0.95, "ignore_eos": True}
         pytest.param({}, id="plain"),
         pytest.param({"cuda_graphs": False}, id="launches"),
         pytest.param({"num_blocks": 32}, id="preemption"),
-        pytest.param({"max_prefill_chunk": 16, "prefix_cache": True}, id="chunks, prefixes"),
+        pytest.param(
+            {"max_prefill_chunk": 16, "enable_prefix_caching": True}, id="chunks, prefixes"
+        ),
     ],
 )
 def test_drafts_leave_no_trace(checkpoint: Checkpoint, settings: dict[str, object]) -> None:
@@ -303,7 +309,7 @@ def test_who_needs_the_host_has_drafts_that_it_knows(checkpoint: Checkpoint) -> 
         *requests(inputs, max_tokens=60, first_id=40),
     ]
     expected = generate(make_engine(checkpoint, batch_invariant=True), wanted)
-    drafts = {"default": 3, "min_match": 1}
+    drafts = {"default": 3, "prompt_lookup_min": 1}
     engine = make_engine(checkpoint, batch_invariant=True, speculation=drafts)
     assert generate(engine, wanted) == expected
     assert engine.stats().num_accepted_tokens > 50
@@ -337,7 +343,7 @@ def test_penalties_count_drafts(checkpoint: Checkpoint) -> None:
     assert engine.stats().num_accepted_tokens > 200
 
 
-def test_likeliest_tokens_come_with_each_token(checkpoint: Checkpoint, teacher: Teacher) -> None:
+def test_top_logprobs_come_with_each_token(checkpoint: Checkpoint, teacher: Teacher) -> None:
     inputs = prompts(6, seed=11)
     params = SamplingParams(max_tokens=20, temperature=0.0, ignore_eos=True, num_logprobs=4)
     found: dict[int, list[list[Candidate]]] = {i: [] for i in range(len(inputs))}
@@ -361,10 +367,13 @@ def test_likeliest_tokens_come_with_each_token(checkpoint: Checkpoint, teacher: 
 
 
 def searches(inputs: list[list[int]], first_id: int = 0, **params: object) -> list[Request]:
-    wish = SamplingParams(max_tokens=32, beam_width=4, **params)  # type: ignore[arg-type]
+    options = SamplingParams(max_tokens=32, beam_width=4, **params)  # type: ignore[arg-type]
     return [
         Request(
-            first_id + 4 * i, prompt, wish, output_ids=tuple(first_id + 4 * i + j for j in range(4))
+            first_id + 4 * i,
+            prompt,
+            options,
+            output_ids=tuple(first_id + 4 * i + j for j in range(4)),
         )
         for i, prompt in enumerate(inputs)
     ]
@@ -387,7 +396,7 @@ def run_searches(engine: Engine, wanted: list[Request]) -> dict[int, TokenEvent]
     [
         *WAYS,
         pytest.param({"num_blocks": 40}, id="preemption"),
-        pytest.param({"num_blocks": 40, "prefix_cache": True}, id="preemption, prefixes"),
+        pytest.param({"num_blocks": 40, "enable_prefix_caching": True}, id="preemption, prefixes"),
     ],
 )
 def test_beams_are_as_likely_as_the_model_says(
@@ -414,16 +423,16 @@ def test_beams_are_as_likely_as_the_model_says(
 
 def test_a_search_finds_the_same_alone_and_in_any_batch(checkpoint: Checkpoint) -> None:
     inputs = prompts(8, seed=14)
-    wishes: dict[str, object] = {"no_repeat_ngram_size": 2, "min_tokens": 20}
+    options: dict[str, object] = {"no_repeat_ngram_size": 2, "min_tokens": 20}
     alone = make_engine(checkpoint, batch_invariant=True)
     expected = {
         request_id: event.token_ids
-        for one in searches(inputs, **wishes)
+        for one in searches(inputs, **options)
         for request_id, event in run_searches(alone, [one]).items()
     }
     crowd = make_engine(checkpoint, batch_invariant=True)
     others = requests(prompts(6, seed=13), max_tokens=60, first_id=1000)
-    events = run_searches(crowd, [*others, *searches(inputs, **wishes)])
+    events = run_searches(crowd, [*others, *searches(inputs, **options)])
     assert {one: events[one].token_ids for one in expected} == expected
     for i, prompt in enumerate(inputs):
         for j in range(4):
@@ -440,10 +449,10 @@ def test_a_search_finds_the_same_alone_and_in_any_batch(checkpoint: Checkpoint) 
         pytest.param({}, id="together"),
         pytest.param({"max_num_seqs": 3}, id="few rows"),
         pytest.param({"max_prefill_chunk": 23}, id="chunks"),
-        pytest.param({"prefix_cache": True}, id="prefixes"),
+        pytest.param({"enable_prefix_caching": True}, id="prefixes"),
         pytest.param({"num_blocks": 32}, id="preemption"),
         pytest.param({"cuda_graphs": False}, id="launches"),
-        pytest.param({"speculation": {"default": 3}}, id="drafts"),
+        pytest.param({"speculative_config": {"default": 3}}, id="drafts"),
     ],
 )
 def test_a_prompts_tokens_are_what_the_model_says(
@@ -451,24 +460,24 @@ def test_a_prompts_tokens_are_what_the_model_says(
 ) -> None:
     """Also in a crowd that decodes, draws and has penalties."""
     inputs = prompts(16, most=200, seed=13)
-    wish: dict[str, object] = {"num_prompt_logprobs": 4, "num_logprobs": 0}
+    options: dict[str, object] = {"num_prompt_logprobs": 4, "num_logprobs": 0}
     wanted = [
-        *requests(inputs, max_tokens=20, **wish),
+        *requests(inputs, max_tokens=20, **options),
         *requests(inputs, max_tokens=60, first_id=20, seed=3, repetition_penalty=1.3, **DRAWN),
-        *requests(inputs, max_tokens=1, first_id=40, seed=3, **(DRAWN | wish)),
+        *requests(inputs, max_tokens=1, first_id=40, seed=3, **(DRAWN | options)),
     ]
     engine = make_engine(checkpoint, **settings)
-    told: dict[int, list[list[Candidate]]] = {one.request_id: [] for one in wanted}
+    reported: dict[int, list[list[Candidate]]] = {one.request_id: [] for one in wanted}
     for one in wanted:
         engine.submit(one)
     while engine.has_work:
         for event in engine.step():
             assert event.error is None
-            told[event.request_id] += event.prompt_candidates
+            reported[event.request_id] += event.prompt_candidates
     for i, prompt in enumerate(inputs):
         expected = torch.log_softmax(torch.as_tensor(teacher.logits(prompt)), -1)
-        assert told[20 + i] == []
-        for found in (told[i], told[40 + i]):
+        assert reported[20 + i] == []
+        for found in (reported[i], reported[40 + i]):
             assert found[0] == []
             assert [own[0].token_id for own in found[1:]] == prompt[1:]
             for row, candidates in zip(expected, found[1:], strict=False):

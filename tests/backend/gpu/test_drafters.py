@@ -37,18 +37,18 @@ def rig(tmp_path_factory: pytest.TempPathFactory) -> Rig:
         scale=0.3,
         settings={
             "max_num_seqs": 24,
-            "max_batch_tokens": 256,
+            "max_num_batched_tokens": 256,
             "num_blocks": 512,
-            "prefix_cache": False,
+            "enable_prefix_caching": False,
             "batch_invariant": True,
         },
         ways={
             "alone": {"max_num_seqs": 1},
             "together": {},
             "launches": {"cuda_graphs": False},
-            "chunks": {"max_prefill_chunk": 16, "max_batch_tokens": 64},
+            "chunks": {"max_prefill_chunk": 16, "max_num_batched_tokens": 64},
             "preemption": {"num_blocks": 48},
-            "prefixes": {"prefix_cache": True},
+            "prefixes": {"enable_prefix_caching": True},
         },
         num_requests=24,
         prompt_len=60,
@@ -65,9 +65,9 @@ class TestDrafts(DraftingClaims):
 def test_model_and_drafter_share_the_card(rig: Rig) -> None:
     """Whatever is left of it when the pools are there, is little."""
     for drafter in (
-        {"drafter": "self", "num_layers": 2},
-        {"drafter": "draft_model"},
-        {"drafter": "eagle3"},
+        {"method": "self", "num_layers": 2},
+        {"method": "draft_model"},
+        {"method": "eagle3"},
     ):
         engine = rig.make_engine(drafter, num_blocks=None, gpu_memory=0.9, max_num_seqs=8)
         free, total = torch.cuda.mem_get_info()
@@ -90,4 +90,4 @@ def test_the_head_s_dimension_needs_a_kernel(rig: Rig, tmp_path: Path) -> None:
     )
     assert read_config(Checkpoint(rig.folder / "target", "huggingface")).head_dim == 64
     with pytest.raises(ConfigError, match="head_dim 32 has no kernel"):
-        rig.make_engine({"drafter": "eagle3", "model": str(head.path)})
+        rig.make_engine({"method": "eagle3", "model": str(head.path)})

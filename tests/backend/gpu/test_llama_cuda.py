@@ -52,7 +52,7 @@ def test_who_taps_the_last_layer_gets_all_of_its_rows(
 ) -> None:
     model = make_model(checkpoint, torch.bfloat16, torch.device("cuda"))
     whole, _ = run(model, EVERY_ROW)
-    model.tap((1, 2))
+    model.set_aux_layers((1, 2))
     run(model, EVERY_ROW)
     assert model.features is not None
     features = model.features.clone()

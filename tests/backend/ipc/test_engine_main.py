@@ -144,7 +144,7 @@ def test_an_output_under_anothers_id_is_refused(front: Front) -> None:
     foreign = (front.client.welcome.front_id + 1) << 32
     front.client.submit(Request(first, [5], params, output_ids=(first, foreign)))
     (event,) = front.finish(first)
-    assert event.error == "a front may only use request ids of its own"
+    assert event.error == "a front may only use its own request ids"
 
 
 def test_two_fronts_share_one_engine_and_get_their_own_events(front, model_directory):

@@ -37,7 +37,7 @@ FRAMES: list[frames.Frame] = [
     frames.Drain(),
     frames.GetStats(),
     frames.Stats(*range(len(frames.Stats.__struct_fields__))),
-    frames.Step(
+    frames.StepEvents(
         [
             TokenEvent(1, [5], [4], 1, cumulative_logprob=-0.5),
             TokenEvent(2, position=9, trim=2, finish_reason=FinishReason.STOP),

@@ -166,7 +166,7 @@ def test_a_shared_block_is_free_when_its_last_owner_lets_go() -> None:
     assert not pool.is_shared(blocks[0])
     pool.release(blocks)
     assert pool.num_free == 2
-    with pytest.raises(EngineError, match="is nobody's: it cannot be shared"):
+    with pytest.raises(EngineError, match="has no owner and cannot be shared"):
         pool.share(blocks)
 
 

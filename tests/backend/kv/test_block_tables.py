@@ -12,8 +12,8 @@ from scheduling import beam_search, members, prompt, sequence
 SIZE = 4
 
 
-def make_tables(num_blocks: int = 16, prefix_cache: bool = True) -> BlockTables:
-    return BlockTables(BlockPool(num_blocks, SIZE), prefix_cache)
+def make_tables(num_blocks: int = 16, enable_prefix_caching: bool = True) -> BlockTables:
+    return BlockTables(BlockPool(num_blocks, SIZE), enable_prefix_caching)
 
 
 def admitted(tables: BlockTables, request_id: int, prompt_ids: list[int], **kw: int) -> Sequence:
@@ -25,7 +25,7 @@ def admitted(tables: BlockTables, request_id: int, prompt_ids: list[int], **kw: 
 def compute(tables: BlockTables, one: Sequence) -> None:
     """As if a step had computed all its tokens, and was committed."""
     start, one.num_computed = one.num_computed, len(one.token_ids)
-    tables.name(one, start, one.num_computed)
+    tables.register_prefix(one, start, one.num_computed)
 
 
 def beams_of(tables: BlockTables, prompt_ids: list[int], width: int = 3) -> list[Sequence]:
@@ -76,7 +76,7 @@ def test_where_all_is_cached_the_last_token_is_computed_in_a_copy() -> None:
 
 @pytest.mark.parametrize("computed", [True, False])
 def test_nothing_is_shared_without_a_cache_or_before_it_is_computed(computed: bool) -> None:
-    tables = make_tables(prefix_cache=not computed)
+    tables = make_tables(enable_prefix_caching=not computed)
     first = admitted(tables, 1, prompt(8))
     if computed:
         compute(tables, first)
@@ -89,17 +89,17 @@ def test_a_table_that_does_not_fit_takes_nothing() -> None:
     one = sequence(1, prompt(13))
     assert tables.admit(one) is None
     assert one.blocks == []
-    assert (tables.pool.num_free, tables.num_growing) == (3, 0)
+    assert (tables.pool.num_free, tables.num_reserved) == (3, 0)
 
 
 def test_an_admission_leaves_a_block_for_each_that_grows() -> None:
     tables = make_tables(num_blocks=4)
     growing = admitted(tables, 1, prompt(4), max_tokens=2)
     admitted(tables, 2, prompt(2), max_tokens=2)  # its block takes all that it may get
-    assert tables.num_growing == 1
+    assert tables.num_reserved == 1
     assert tables.admit(sequence(3, prompt(5))) is None, "two blocks are free, one is promised"
     tables.append(growing)
-    assert tables.num_growing == 0, "its last token is never computed"
+    assert tables.num_reserved == 0, "its last token is never computed"
     assert tables.admit(sequence(4, prompt(4))) == []
 
 
@@ -111,9 +111,9 @@ def test_drafts_take_free_blocks_but_none_that_is_promised() -> None:
     one = admitted(tables, 1, prompt(4), max_tokens=40)
     one.num_computed = 3
     admitted(tables, 2, prompt(4), max_tokens=40)
-    assert tables.num_growing == 2, "both free blocks"
-    assert tables.room_for(one, 0) == 0
-    assert tables.room_for(one, 6) == 0
+    assert tables.num_reserved == 2, "both free blocks"
+    assert tables.reserve_for_drafts(one, 0) == 0
+    assert tables.reserve_for_drafts(one, 6) == 0
     assert len(one.blocks) == 1
 
 
@@ -121,9 +121,9 @@ def test_drafts_go_as_far_as_they_fit() -> None:
     tables = make_tables(num_blocks=3)
     one = admitted(tables, 1, prompt(4), max_tokens=40)
     one.num_computed = 3
-    assert tables.room_for(one, 2) == 2
+    assert tables.reserve_for_drafts(one, 2) == 2
     assert len(one.blocks) == 2, "no block more than they need"
-    assert tables.room_for(one, 20) == 4
+    assert tables.reserve_for_drafts(one, 20) == 4
     assert (len(one.blocks), tables.pool.num_free) == (2, 1), "a block is promised: its own next"
 
 
@@ -134,9 +134,9 @@ def test_of_beams_with_a_common_block_one_keeps_it_and_the_others_get_copies() -
     tables = make_tables()
     beams = beams_of(tables, prompt(6))
     common = list(beams[0].blocks)
-    places = tables.places_to_part(beams)
+    places = tables.beams_needing_blocks(beams)
     assert places == [(beams[1], 1), (beams[2], 1)]
-    copies = tables.part(places)
+    copies = tables.copy_on_write(places)
     assert copies == [(common[1], beam.blocks[1]) for beam in beams[1:]]
     assert beams[0].blocks == common
     assert len({beam.blocks[1] for beam in beams}) == 3
@@ -147,16 +147,16 @@ def test_of_beams_with_a_common_block_one_keeps_it_and_the_others_get_copies() -
 def test_beams_at_the_end_of_a_block_get_new_ones_and_copy_nothing() -> None:
     tables = make_tables()
     beams = beams_of(tables, prompt(8))
-    assert tables.part(tables.places_to_part(beams)) == []
+    assert tables.copy_on_write(tables.beams_needing_blocks(beams)) == []
     assert len({beam.blocks[2] for beam in beams}) == 3
 
 
 def test_beams_that_come_back_take_what_they_have_in_common_once() -> None:
-    tables = make_tables(prefix_cache=False)
+    tables = make_tables(enable_prefix_caching=False)
     beams = beams_of(tables, prompt(9))
     head = beams[0].head
     assert head is not None
-    tables.withdraw(head)
+    tables.free(head)
     assert tables.pool.num_free == 16
     assert tables.admit(head) == []
     assert [beam.blocks[:2] for beam in beams] == [beams[0].blocks[:2]] * 3
@@ -170,9 +170,9 @@ def test_what_is_withdrawn_stays_in_the_cache_and_counts_as_lost() -> None:
     tables = make_tables(num_blocks=3)
     one = admitted(tables, 1, prompt(9), max_tokens=9)
     compute(tables, one)
-    tables.withdraw(one)
+    tables.free(one)
     assert (one.blocks, one.num_computed, one.generation) == ([], 0, 1)
-    assert (tables.pool.num_free, tables.num_growing) == (3, 0)
+    assert (tables.pool.num_free, tables.num_reserved) == (3, 0)
     assert tables.admit(one) == []
     assert one.num_computed == 8
 
@@ -181,5 +181,5 @@ def test_only_full_blocks_get_a_name() -> None:
     tables = make_tables()
     one = admitted(tables, 1, prompt(11))
     for start, end, num_named in ((0, 3, 0), (3, 5, 1), (5, 7, 1), (7, 8, 2), (8, 11, 2)):
-        tables.name(one, start, end)
+        tables.register_prefix(one, start, end)
         assert tables.pool.num_cached == num_named

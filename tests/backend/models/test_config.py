@@ -164,17 +164,17 @@ def test_the_context_is_the_models_own_unless_less_or_a_stretched_one_is_asked_f
 def test_the_pool_is_as_large_as_its_memory_allows(tmp_path: Path) -> None:
     config = read(tmp_path)
     per_block = 2 * 2 * 2 * 16 * 16 * 4  # k and v, layers, heads, head_dim, tokens, bytes
-    size = EngineConfig(model="x", kv_cache_bytes=10 * per_block + 5)
+    size = EngineConfig(model="x", kv_cache_memory_bytes=10 * per_block + 5)
     assert config.num_blocks(size) == 10
-    half = EngineConfig(model="x", kv_cache_bytes=10 * per_block + 5, dtype="bfloat16")
+    half = EngineConfig(model="x", kv_cache_memory_bytes=10 * per_block + 5, dtype="bfloat16")
     assert config.num_blocks(half) == 20
-    assert config.num_blocks(EngineConfig(model="x", num_blocks=3, kv_cache_bytes=1)) == 3
+    assert config.num_blocks(EngineConfig(model="x", num_blocks=3, kv_cache_memory_bytes=1)) == 3
     with pytest.raises(ConfigError, match=f"one block of this model takes {per_block} bytes"):
-        config.num_blocks(EngineConfig(model="x", kv_cache_bytes=per_block - 1))
+        config.num_blocks(EngineConfig(model="x", kv_cache_memory_bytes=per_block - 1))
 
 
 def test_reading_settings_does_not_load_torch() -> None:
-    code = "import sys, inflight.models.config, inflight.runner; sys.exit('torch' in sys.modules)"
+    code = "import sys, inflight.models.config, inflight.execution.runner; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import save_file
 
 import tiny
-from eagle3_by_the_book import Head
+from eagle3_reference import Head
 from inflight.checkpoint.locate import Checkpoint
 from inflight.errors import ConfigError
 from inflight.models.config import ModelConfig, read_config, read_eagle3_config
@@ -127,7 +127,7 @@ def test_features_are_what_goes_into_layers(target: Target, target_checkpoint: C
     peer = AutoModelForCausalLM.from_pretrained(target_checkpoint.path, dtype=torch.float32)
     with torch.inference_mode():
         states = peer(torch.tensor([tokens]), output_hidden_states=True).hidden_states
-    target.tap((6, 0, 3))
+    target.set_aux_layers((6, 0, 3))
     try:
         rows = torch.arange(6)
         plan = plan_attention(np.array([[0, 1]]), np.array([0, 6]), np.array([6]), 4)
@@ -137,7 +137,7 @@ def test_features_are_what_goes_into_layers(target: Target, target_checkpoint: C
         expected = torch.cat([states[tap][0] for tap in (6, 0, 3)], -1)
         torch.testing.assert_close(target.features, expected, rtol=1e-4, atol=1e-4)
     finally:
-        target.tap(())
+        target.set_aux_layers(())
 
 
 def read(folder: Path, **changes: Any) -> Any:
@@ -159,7 +159,7 @@ def read(folder: Path, **changes: Any) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("changes", "taps"),
+    ("changes", "aux_layers"),
     [
         ({}, (2, 3, 4)),
         ({TAPS_KEY: [1, 4, 7]}, (1, 4, 7)),
@@ -168,9 +168,9 @@ def read(folder: Path, **changes: Any) -> Any:
     ],
 )
 def test_the_layers_that_a_head_sees(
-    tmp_path: Path, changes: dict[str, Any], taps: tuple[int, ...]
+    tmp_path: Path, changes: dict[str, Any], aux_layers: tuple[int, ...]
 ) -> None:
-    assert read(tmp_path, **changes).taps == taps
+    assert read(tmp_path, **changes).aux_layers == aux_layers
 
 
 def test_a_head_is_one_layer_whatever_it_says(tmp_path: Path) -> None:
@@ -182,8 +182,8 @@ def test_a_head_is_one_layer_whatever_it_says(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"architectures": ["LlamaForCausalLM"]}, "is no EAGLE-3 head"),
-        ({"speculators_model_type": "eagle"}, "is no EAGLE-3 head"),
+        ({"architectures": ["LlamaForCausalLM"]}, "is not an EAGLE-3 head"),
+        ({"speculators_model_type": "eagle"}, "is not an EAGLE-3 head"),
         ({"vocab_size": 150}, "vocab_size: 150; the model's own is 160"),
         ({"target_hidden_size": 32}, "for a hidden_size of 32; the model has 64"),
         ({"draft_vocab_size": 161}, "draft_vocab_size: 161; allowed: up to vocab_size"),
@@ -204,9 +204,9 @@ def test_what_would_draft_nonsense_is_refused(
 @pytest.mark.parametrize(
     ("name", "value", "words"),
     [
-        ("fc.weight", None, "misses tensors: fc.weight"),
-        ("d2t", None, "misses tensors: d2t"),
-        ("lm_head.weight", None, "misses tensors: lm_head.weight"),
+        ("fc.weight", None, "lacks tensors: fc.weight"),
+        ("d2t", None, "lacks tensors: d2t"),
+        ("lm_head.weight", None, "lacks tensors: lm_head.weight"),
         ("fc.bias", torch.zeros(64), "does not use: fc.bias"),
         ("norm.weight", torch.zeros(32), r"norm.weight \[32\] instead of \[64\]"),
         ("d2t", torch.full((DRAFT_VOCAB_SIZE,), 150), "d2t leads to token 209"),

@@ -232,7 +232,7 @@ def test_who_taps_the_last_layer_gets_all_of_its_rows(
     model = load(tiny_llama)
     parts = ((PROMPT, 0, 13, blocks_for(13)), (PROMPT[::-1], 0, 4, blocks_for(4, first=8)))
     whole = torch.cat(Paged(model).run(*parts))
-    model.tap((1, 2))
+    model.set_aux_layers((1, 2))
     gated.clear()
     (logits,) = Paged(model).run(*parts, sampled=sampled)
     torch.testing.assert_close(logits, whole[sampled], atol=1e-5, rtol=1e-5)

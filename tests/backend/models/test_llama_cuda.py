@@ -41,7 +41,7 @@ def model(
 
 @pytest.fixture
 def gated(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Rows that each MLP was given."""
+    """ForwardInputs that each MLP was given."""
     found: list[int] = []
     inner = host_kernels.HostLinear.gated
 
@@ -93,7 +93,7 @@ def test_who_taps_the_last_layer_gets_all_of_its_rows(
     model: Model, gated: list[int], sampled: list[int]
 ) -> None:
     whole, _ = run(model, EVERY_ROW)
-    model.tap((1, 2))
+    model.set_aux_layers((1, 2))
     gated.clear()
     logits, _ = run(model, sampled)
     torch.testing.assert_close(logits, whole[sampled], atol=1e-5, rtol=1e-5)
@@ -113,7 +113,7 @@ def test_the_residual_of_a_small_model_is_in_float32(
     model = make_model(checkpoint, torch.bfloat16, torch.device("cpu"))
     wide = model.config.hidden_size <= most
     assert model._residual.hidden.dtype == (torch.float32 if wide else torch.bfloat16)
-    model.tap((0, 1, 2))
+    model.set_aux_layers((0, 1, 2))
     run(model, [0])
     assert model.features is not None and model.features.dtype == torch.bfloat16
     assert bool(model.features[:NUM_TOKENS].ne(0).any(0).all())

@@ -1,4 +1,4 @@
-"""What the host says of a row: each wish by itself, and all of them together."""
+"""What the host says of a row: each options by itself, and all of them together."""
 
 from __future__ import annotations
 
@@ -9,39 +9,48 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from inflight.sampling.logit_adjustments import BANNED, Adjustment, Shaping, needs_host
+from inflight.sampling.logit_adjustments import (
+    BANNED,
+    Adjustment,
+    LogitAdjustments,
+    needs_committed_tokens,
+)
 from inflight.sampling.params import SamplingParams
 from inflight.sampling.repetition import DryPenalty, RepeatedNgrams
 
 ENDS = (90, 91)
 
 
-def shaping(
+def adjustments(
     num_prompt: int = 2,
     bad: tuple[tuple[int, ...], ...] = (),
     breakers: frozenset[int] = frozenset(),
     **params: Any,
-) -> Shaping:
-    return Shaping(SamplingParams(**params), num_prompt, ENDS, bad, breakers)
+) -> LogitAdjustments:
+    return LogitAdjustments(SamplingParams(**params), num_prompt, ENDS, bad, breakers)
 
 
-def said(adjustment: Adjustment) -> dict[int, float]:
+def adjustment_of(adjustment: Adjustment) -> dict[int, float]:
     assert list(adjustment.token_ids) == sorted(set(adjustment.token_ids))
     return dict(zip(adjustment.token_ids, adjustment.biases, strict=True))
 
 
-def test_no_wishes_say_nothing() -> None:
-    assert shaping().of_row([1, 2, 3]).is_empty
-    assert shaping(temperature=0.5, top_k=3, repetition_penalty=1.5).of_row([1, 2]).is_empty
+def test_default_params_adjust_no_logits() -> None:
+    assert adjustments().of_row([1, 2, 3]).is_empty
+    assert adjustments(temperature=0.5, top_k=3, repetition_penalty=1.5).of_row([1, 2]).is_empty
 
 
 def test_biases_are_said_of_every_row() -> None:
-    one = shaping(logit_bias=((7, -3.5), (3, 2.0)))
-    assert said(one.of_row([1, 2])) == said(one.of_row([1, 2, 7], [5])) == {3: 2.0, 7: -3.5}
+    one = adjustments(logit_bias=((7, -3.5), (3, 2.0)))
+    assert (
+        adjustment_of(one.of_row([1, 2]))
+        == adjustment_of(one.of_row([1, 2, 7], [5]))
+        == {3: 2.0, 7: -3.5}
+    )
 
 
 def test_no_end_comes_before_min_tokens() -> None:
-    one = shaping(min_tokens=3)
+    one = adjustments(min_tokens=3)
     for token_ids, tail, unknown, early in [
         ([1, 2], [], 0, True),
         ([1, 2, 3, 4], [], 0, True),
@@ -51,36 +60,36 @@ def test_no_end_comes_before_min_tokens() -> None:
         ([1, 2, 3], [], 2, False),
     ]:
         expected = dict.fromkeys(ENDS, BANNED) if early else {}
-        assert said(one.of_row(token_ids, tail, unknown)) == expected
+        assert adjustment_of(one.of_row(token_ids, tail, unknown)) == expected
 
 
 def test_a_bad_word_of_one_token_never_comes() -> None:
-    one = shaping(bad=((5,), (6,)), logit_bias=((5, 100.0),))
-    assert said(one.of_row([1, 2])) == {5: BANNED, 6: BANNED}
+    one = adjustments(bad=((5,), (6,)), logit_bias=((5, 100.0),))
+    assert adjustment_of(one.of_row([1, 2])) == {5: BANNED, 6: BANNED}
 
 
 def test_a_bad_word_is_completed_by_no_token_of_the_output_or_a_draft() -> None:
-    one = shaping(bad=((5, 6), (1, 5, 6, 7)), num_prompt=2)
+    one = adjustments(bad=((5, 6), (1, 5, 6, 7)), num_prompt=2)
     assert one.of_row([1, 5]).is_empty, "the prompt may end with what a bad word begins with"
-    assert said(one.of_row([1, 5, 5])) == {6: BANNED}
-    assert said(one.of_row([1, 5], [5])) == {6: BANNED}
-    assert said(one.of_row([8, 8, 1, 5], [6])) == {7: BANNED}
-    assert said(one.of_row([8, 8, 1], [5, 6])) == {7: BANNED}
+    assert adjustment_of(one.of_row([1, 5, 5])) == {6: BANNED}
+    assert adjustment_of(one.of_row([1, 5], [5])) == {6: BANNED}
+    assert adjustment_of(one.of_row([8, 8, 1, 5], [6])) == {7: BANNED}
+    assert adjustment_of(one.of_row([8, 8, 1], [5, 6])) == {7: BANNED}
     assert one.of_row([8, 1, 5], [6]).is_empty, "its first token stands in the prompt"
     assert one.of_row([8, 8, 5], [1]).is_empty
 
 
 def test_the_allowed_tokens_are_said_once_in_order() -> None:
-    one = shaping(allowed_token_ids=(9, 4, 9))
+    one = adjustments(allowed_token_ids=(9, 4, 9))
     assert one.of_row([1, 2]) == Adjustment((), (), (4, 9))
 
 
 def test_ends_are_breakers() -> None:
-    wishes = {"dry_multiplier": 1.0, "dry_allowed_length": 1}
-    assert shaping(**wishes).of_row([5, 90, 3, 5]).is_empty
-    assert said(shaping(**wishes).of_row([5, 6, 3, 5])) == {6: -1.0}
+    options = {"dry_multiplier": 1.0, "dry_allowed_length": 1}
+    assert adjustments(**options).of_row([5, 90, 3, 5]).is_empty
+    assert adjustment_of(adjustments(**options).of_row([5, 6, 3, 5])) == {6: -1.0}
     breakers = frozenset([6])
-    assert shaping(breakers=breakers, **wishes).of_row([5, 6, 3, 5]).is_empty
+    assert adjustments(breakers=breakers, **options).of_row([5, 6, 3, 5]).is_empty
 
 
 @pytest.mark.parametrize(
@@ -99,8 +108,8 @@ def test_ends_are_breakers() -> None:
 def test_the_host_is_needed_where_tokens_count(
     params: dict[str, Any], bad: tuple[tuple[int, ...], ...], needed: bool
 ) -> None:
-    assert needs_host(SamplingParams(**params), bad) is needed
-    assert shaping(bad=bad, **params).needs_host is needed
+    assert needs_committed_tokens(SamplingParams(**params), bad) is needed
+    assert adjustments(bad=bad, **params).needs_committed_tokens is needed
 
 
 TOKENS = st.lists(st.integers(0, 5), min_size=2, max_size=30)
@@ -115,7 +124,7 @@ TOKENS = st.lists(st.integers(0, 5), min_size=2, max_size=30)
     st.sampled_from([0, 40]),
     st.sampled_from([(), ((2,),), ((0, 1), (3, 3, 4))]),
 )
-def test_wishes_add_up_and_a_ban_stays_one(
+def test_adjustments_add_up_and_a_ban_stays_a_ban(
     token_ids: list[int],
     tail: list[int],
     bias: dict[int, float],
@@ -124,7 +133,7 @@ def test_wishes_add_up_and_a_ban_stays_one(
     min_tokens: int,
     bad: tuple[tuple[int, ...], ...],
 ) -> None:
-    one = shaping(
+    one = adjustments(
         bad=bad,
         logit_bias=tuple(bias.items()),
         no_repeat_ngram_size=ngram,
@@ -145,4 +154,4 @@ def test_wishes_add_up_and_a_ban_stays_one(
             banned.add(word[-1])
     expected |= dict.fromkeys(banned, -math.inf)
     one.of_row(token_ids[:-1])
-    assert said(one.of_row(token_ids, tail)) == pytest.approx(expected)
+    assert adjustment_of(one.of_row(token_ids, tail)) == pytest.approx(expected)

@@ -1,4 +1,4 @@
-"""Each wish has its bounds: the last allowed value passes, the next one is refused by name."""
+"""Each options has its bounds: the last allowed value passes, the next one is refused by name."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ def test_a_bias_that_is_not_finite_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("wish", "named"),
+    ("options", "named"),
     [
         ({"temperature": 0.7, "top_p": 0.5}, "temperature: asks for a draw, and beam_width 4"),
         ({"top_k": 5}, "top_k: asks for a draw"),
@@ -145,47 +145,49 @@ def test_a_bias_that_is_not_finite_is_refused() -> None:
         ({"top_n_sigma": 1.0}, "top_n_sigma: asks for a draw"),
         ({"xtc_probability": 0.5}, "xtc_probability: asks for a draw"),
         ({"seed": 5}, "seed: asks for a draw"),
-        ({"repetition_penalty": 1.1}, "repetition_penalty: does not go together with beam_width 4"),
+        ({"repetition_penalty": 1.1}, "repetition_penalty: cannot be combined with beam_width 4"),
         ({"presence_penalty": 1.0}, "presence_penalty: does not go together"),
         ({"frequency_penalty": 1.0}, "frequency_penalty: does not go together"),
         ({"logit_bias": ((1, 1.0),)}, "logit_bias: does not go together"),
         ({"dry_multiplier": 1.0}, "dry_multiplier: does not go together"),
         ({"allowed_token_ids": (1,)}, "allowed_token_ids: does not go together"),
-        ({"num_prompt_logprobs": 0}, "num_prompt_logprobs: does not go together with beam_width 4"),
-        ({"max_tokens": 0}, "beam_width: does not go together with max_tokens 0"),
+        ({"num_prompt_logprobs": 0}, "num_prompt_logprobs: cannot be combined with beam_width 4"),
+        ({"max_tokens": 0}, "beam_width: cannot be combined with max_tokens 0"),
     ],
 )
-def test_what_does_not_go_with_beams_is_refused_by_name(wish: dict[str, Any], named: str) -> None:
-    SamplingParams(**wish)
-    SamplingParams(**wish, beam_width=1, length_penalty=2.0, early_stopping=True)
+def test_what_does_not_go_with_beams_is_refused_by_name(
+    options: dict[str, Any], named: str
+) -> None:
+    SamplingParams(**options)
+    SamplingParams(**options, beam_width=1, length_penalty=2.0, early_stopping=True)
     with pytest.raises(RequestError, match=f"^{named}"):
-        SamplingParams(**wish, beam_width=4)
+        SamplingParams(**options, beam_width=4)
 
 
 def test_what_bans_goes_with_beams_and_so_does_greedy() -> None:
-    wishes = {"min_tokens": 3, "bad_words": ("x",), "no_repeat_ngram_size": 2}
-    SamplingParams(beam_width=4, temperature=0.0, top_p=0.9, seed=5, num_logprobs=3, **wishes)
+    options = {"min_tokens": 3, "bad_words": ("x",), "no_repeat_ngram_size": 2}
+    SamplingParams(beam_width=4, temperature=0.0, top_p=0.9, seed=5, num_logprobs=3, **options)
 
 
-@pytest.mark.parametrize("wish", [{"typical_p": 0.9}, {"xtc_probability": 0.1}])
+@pytest.mark.parametrize("options", [{"typical_p": 0.9}, {"xtc_probability": 0.1}])
 @pytest.mark.parametrize("temperature", [0.0, 1e-6])
 def test_what_may_drop_the_likeliest_token_does_not_go_with_greedy(
-    wish: dict[str, Any], temperature: float
+    options: dict[str, Any], temperature: float
 ) -> None:
-    (name,) = wish
+    (name,) = options
     with pytest.raises(RequestError, match=f"^{name}: drops the likeliest token, which temperat"):
-        SamplingParams(temperature=temperature, **wish)
-    SamplingParams(temperature=1e-5, **wish)
+        SamplingParams(temperature=temperature, **options)
+    SamplingParams(temperature=1e-5, **options)
     SamplingParams(temperature=0.0, top_n_sigma=1.0, xtc_threshold=0.1)
 
 
 @pytest.mark.parametrize(
-    "wish",
+    "options",
     [{"end_id": 100}, {"logit_bias": ((3, 1.0), (100, 1.0))}, {"allowed_token_ids": (3, 100)}],
 )
-def test_ids_are_held_against_a_vocabulary(wish: dict[str, Any]) -> None:
-    (name,) = wish
-    params = SamplingParams(**wish)
+def test_ids_are_held_against_a_vocabulary(options: dict[str, Any]) -> None:
+    (name,) = options
+    params = SamplingParams(**options)
     params.check_vocabulary(101)
     message = rf"^{name}: 100 is not in the vocabulary; allowed: 0 to 99$"
     with pytest.raises(RequestError, match=message):
@@ -199,7 +201,7 @@ def test_min_tokens_cannot_exceed_max_tokens() -> None:
 
 
 @pytest.mark.parametrize(
-    ("wishes", "temperature"),
+    ("options", "temperature"),
     [
         ({}, 0.0),
         ({"top_k": 1}, 0.0),
@@ -221,25 +223,25 @@ def test_min_tokens_cannot_exceed_max_tokens() -> None:
     ],
 )
 def test_greedy_unless_something_asks_for_a_draw(
-    wishes: dict[str, Any], temperature: float
+    options: dict[str, Any], temperature: float
 ) -> None:
-    assert SamplingParams(**wishes).effective_temperature == temperature
+    assert SamplingParams(**options).effective_temperature == temperature
 
 
 def test_penalties_are_told() -> None:
     assert not SamplingParams().has_penalties
-    for wish in ("repetition_penalty", "presence_penalty", "frequency_penalty"):
-        assert SamplingParams(**{wish: 1.5}).has_penalties
+    for options in ("repetition_penalty", "presence_penalty", "frequency_penalty"):
+        assert SamplingParams(**{options: 1.5}).has_penalties
 
 
 def test_filters_are_told() -> None:
     assert not SamplingParams(temperature=1.0, top_k=-1, xtc_threshold=0.2).has_filters
-    for wish in ({"top_k": 3}, {"top_p": 0.9}, {"min_p": 0.1}):
-        assert SamplingParams(**wish).has_filters
-        assert not SamplingParams(**wish).has_rare_filters
-    for wish in ({"typical_p": 0.9}, {"top_n_sigma": 2.0}, {"xtc_probability": 0.1}):
-        assert SamplingParams(**wish).has_filters
-        assert SamplingParams(**wish).has_rare_filters
+    for options in ({"top_k": 3}, {"top_p": 0.9}, {"min_p": 0.1}):
+        assert SamplingParams(**options).has_filters
+        assert not SamplingParams(**options).has_rare_filters
+    for options in ({"typical_p": 0.9}, {"top_n_sigma": 2.0}, {"xtc_probability": 0.1}):
+        assert SamplingParams(**options).has_filters
+        assert SamplingParams(**options).has_rare_filters
 
 
 def test_defaults_take_no_room_on_the_wire() -> None:
@@ -252,7 +254,7 @@ def test_bounds_hold_for_what_comes_off_the_wire() -> None:
         msgspec.msgpack.decode(body, type=SamplingParams)
 
 
-def test_every_wish_survives_the_wire() -> None:
+def test_every_sampling_param_round_trips_through_the_wire() -> None:
     params = SamplingParams(
         typical_p=0.9,
         top_n_sigma=1.5,

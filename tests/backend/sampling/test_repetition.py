@@ -93,13 +93,13 @@ def test_dry_penalties_are_those_of_the_whole_sequence(
     breakers: frozenset[int],
     cuts: list[int],
 ) -> None:
-    wishes = (0.8, 1.75, allowed, last_n, breakers)
-    index = DryPenalty(*wishes)
+    options = (0.8, 1.75, allowed, last_n, breakers)
+    index = DryPenalty(*options)
     for cut in sorted(cut for cut in cuts if cut <= len(tokens)):
-        assert index.penalties(tokens[:cut]) == dry(tokens[:cut], *wishes)
-        assert index.penalties(tokens[:cut], tail) == dry(tokens[:cut] + tail, *wishes)
-    assert index.penalties(tokens, tail) == dry(tokens + tail, *wishes)
-    assert index.penalties(tokens) == dry(tokens, *wishes), "a tail leaves no trace"
+        assert index.penalties(tokens[:cut]) == dry(tokens[:cut], *options)
+        assert index.penalties(tokens[:cut], tail) == dry(tokens[:cut] + tail, *options)
+    assert index.penalties(tokens, tail) == dry(tokens + tail, *options)
+    assert index.penalties(tokens) == dry(tokens, *options), "a tail leaves no trace"
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -108,9 +108,9 @@ def test_dry_looks_at_all_of_very_many_occurrences(seed: int) -> None:
     rng = random.Random(seed)
     first = [rng.randrange(3) for _ in range(60)]
     tokens = [*first, 8, *[rng.randrange(3) for _ in range(6000)], *first]
-    wishes = (0.8, 1.1, 1, -1, frozenset([7]))
-    assert 8 in dry(tokens, *wishes)
-    assert DryPenalty(*wishes).penalties(tokens) == dry(tokens, *wishes)
+    options = (0.8, 1.1, 1, -1, frozenset([7]))
+    assert 8 in dry(tokens, *options)
+    assert DryPenalty(*options).penalties(tokens) == dry(tokens, *options)
 
 
 def test_dry_punishes_longer_repetitions_more() -> None:

@@ -10,7 +10,7 @@ from inflight.core.batch import Batch, Chunk, StepOutput
 from inflight.core.request import AUTO_DRAFTS, Request
 from inflight.core.sequence import Sequence
 from inflight.sampling.params import SamplingParams
-from inflight.scheduling.draft_budget import Speculation, StepCosts
+from inflight.scheduling.draft_budget import DraftBudget, StepCosts
 
 # A step that reads its weights whatever it computes, and one that computes.
 FLAT = StepCosts((1, 64), (1.0, 1.0))
@@ -21,7 +21,7 @@ def sequence(request_id: int, wanted: int | None = None) -> Sequence:
     return Sequence(Request(request_id, [1], SamplingParams(), speculation=wanted), 100)
 
 
-def play(speculation: Speculation, one: Sequence, is_right: bool, steps: int) -> None:
+def play(speculation: DraftBudget, one: Sequence, is_right: bool, steps: int) -> None:
     """Steps in which a sequence's drafts are all right, or all wrong."""
     for _ in range(steps):
         speculation.plan([one])
@@ -34,16 +34,16 @@ def play(speculation: Speculation, one: Sequence, is_right: bool, steps: int) ->
 
 
 def test_drafts_are_free_where_a_step_costs_the_same() -> None:
-    assert Speculation(FLAT, 5, AUTO_DRAFTS).best_counts([0.5, 0.9], 2) == [5, 5]
+    assert DraftBudget(FLAT, 5, AUTO_DRAFTS).best_counts([0.5, 0.9], 2) == [5, 5]
 
 
 def test_nothing_is_drafted_where_each_token_costs_as_much_as_a_step() -> None:
-    assert Speculation(STEEP, 5, AUTO_DRAFTS).best_counts([0.9, 0.5], 2) == [0, 0]
+    assert DraftBudget(STEEP, 5, AUTO_DRAFTS).best_counts([0.9, 0.5], 2) == [0, 0]
 
 
 def test_who_is_mostly_right_gets_more() -> None:
     costs = StepCosts((1, 4, 8, 64), (1.0, 1.0, 1.4, 8.0))
-    few, many = Speculation(costs, 5, AUTO_DRAFTS).best_counts([0.3, 0.95], 2)
+    few, many = DraftBudget(costs, 5, AUTO_DRAFTS).best_counts([0.3, 0.95], 2)
     assert few < many
 
 
@@ -60,7 +60,7 @@ def test_no_other_choice_is_faster(rates: list[float], slope: float, draft_secon
         return tokens / (seconds + max(counts) * draft_seconds)
 
     costs = StepCosts((1, 64), (1.0, 1.0 + 63 * slope), draft_seconds)
-    chosen = Speculation(costs, 4, AUTO_DRAFTS).best_counts(rates, len(rates))
+    chosen = DraftBudget(costs, 4, AUTO_DRAFTS).best_counts(rates, len(rates))
     best = max(map(speed, itertools.product(range(5), repeat=len(rates))))
     # Drafts are taken one by one, and a gain below 2 % is not taken.
     assert speed(chosen) >= best / 1.05
@@ -68,12 +68,12 @@ def test_no_other_choice_is_faster(rates: list[float], slope: float, draft_secon
 
 def test_beyond_what_was_measured_a_token_costs_its_share() -> None:
     costs = StepCosts((1, 2), (1.0, 1.0))
-    assert Speculation(costs, 5, AUTO_DRAFTS).best_counts([0.99] * 4, 4) == [0] * 4
+    assert DraftBudget(costs, 5, AUTO_DRAFTS).best_counts([0.99] * 4, 4) == [0] * 4
 
 
 def test_a_sequence_whose_drafts_are_wrong_stops_drafting_and_tries_again() -> None:
     costs = StepCosts((1, 64), (1.0, 20.0))
-    speculation = Speculation(costs, 5, AUTO_DRAFTS)
+    speculation = DraftBudget(costs, 5, AUTO_DRAFTS)
     one = sequence(1)
     speculation.add(one)
     play(speculation, one, is_right=False, steps=30)
@@ -88,7 +88,7 @@ def test_a_sequence_whose_drafts_are_wrong_stops_drafting_and_tries_again() -> N
 
 def test_what_others_found_is_where_a_new_one_begins() -> None:
     costs = StepCosts((1, 64), (1.0, 20.0))
-    speculation = Speculation(costs, 5, AUTO_DRAFTS)
+    speculation = DraftBudget(costs, 5, AUTO_DRAFTS)
     for request_id in range(40):
         one = sequence(request_id)
         speculation.add(one)
@@ -106,7 +106,7 @@ def test_what_others_found_is_where_a_new_one_begins() -> None:
 def test_a_request_gets_the_number_that_it_asks_for(
     wanted: int | None, default: int, expected: int
 ) -> None:
-    speculation = Speculation(STEEP, 5, default)
+    speculation = DraftBudget(STEEP, 5, default)
     one = sequence(1, wanted)
     speculation.add(one)
     speculation.plan([one])
@@ -115,16 +115,16 @@ def test_a_request_gets_the_number_that_it_asks_for(
 
 def test_who_needs_the_host_has_none_where_drafts_never_reach_it() -> None:
     one = sequence(1, 3)
-    one.needs_host = True
-    Speculation(FLAT, 5, AUTO_DRAFTS, with_host=False).add(one)
+    one.needs_committed_tokens = True
+    DraftBudget(FLAT, 5, AUTO_DRAFTS, host_drafts=False).add(one)
     assert one.num_drafts == 0
-    Speculation(FLAT, 5, AUTO_DRAFTS, with_host=True).add(one)
+    DraftBudget(FLAT, 5, AUTO_DRAFTS, host_drafts=True).add(one)
     assert one.num_drafts == 3
 
 
 def test_what_others_found_does_not_hold_for_ever() -> None:
     costs = StepCosts((1, 64), (1.0, 20.0))
-    speculation = Speculation(costs, 5, AUTO_DRAFTS)
+    speculation = DraftBudget(costs, 5, AUTO_DRAFTS)
     for request_id in range(100):
         one = sequence(request_id)
         speculation.add(one)

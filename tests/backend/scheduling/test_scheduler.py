@@ -72,7 +72,7 @@ def test_a_prompt_that_is_scored_is_cut_to_the_rows(fake: PagedRunner) -> None:
 def test_a_prompt_that_is_scored_leaves_others_their_rows_and_the_tokens_that_it_cannot_use(
     fake: PagedRunner,
 ) -> None:
-    plan = scheduler(max_rows=6, max_batch_tokens=16)
+    plan = scheduler(max_rows=6, max_num_batched_tokens=16)
     plan.add(sequence(1, prompt(4), max_tokens=9))
     step(plan, fake)
     plan.add(scored(2, prompt(20, start=1)))
@@ -165,7 +165,7 @@ def test_no_more_sequences_run_than_there_are_seats(fake: PagedRunner) -> None:
 
 
 def test_a_budget_smaller_than_the_seats_starves_nobody(fake: PagedRunner) -> None:
-    plan = scheduler(max_num_seqs=8, max_batch_tokens=2)
+    plan = scheduler(max_num_seqs=8, max_num_batched_tokens=2)
     for request_id in range(4):
         plan.add(sequence(request_id, prompt(3, start=request_id)))
     while plan.running or plan.waiting:
@@ -213,7 +213,7 @@ def test_a_request_that_fills_the_pool_to_the_last_slot_ends(
 
 
 def test_a_common_prefix_is_computed_once(fake: PagedRunner) -> None:
-    plan = scheduler(max_batch_tokens=32)
+    plan = scheduler(max_num_batched_tokens=32)
     plan.add(sequence(1, prompt(14)))
     run_all(plan, fake)
     two = sequence(2, [*prompt(14), 7, 7])
@@ -224,7 +224,7 @@ def test_a_common_prefix_is_computed_once(fake: PagedRunner) -> None:
 
 
 def test_generated_tokens_are_found_by_the_next_turn_of_a_chat(fake: PagedRunner) -> None:
-    plan = scheduler(max_batch_tokens=32)
+    plan = scheduler(max_num_batched_tokens=32)
     one = sequence(1, prompt(6), max_tokens=8)
     plan.add(one)
     run_all(plan, fake)
@@ -263,7 +263,7 @@ def test_another_salt_shares_nothing(fake: PagedRunner) -> None:
 
 
 def test_without_the_prefix_cache_nothing_is_shared(fake: PagedRunner) -> None:
-    plan = scheduler(prefix_cache=False)
+    plan = scheduler(enable_prefix_caching=False)
     for request_id in (1, 2):
         plan.add(sequence(request_id, prompt(8)))
         run_all(plan, fake)
@@ -272,7 +272,7 @@ def test_without_the_prefix_cache_nothing_is_shared(fake: PagedRunner) -> None:
 
 def crowded() -> tuple[Scheduler, list[Sequence]]:
     """Three sequences that fit when they start and not when they have grown."""
-    plan = scheduler(num_blocks=9, max_batch_tokens=32, max_num_seqs=3)
+    plan = scheduler(num_blocks=9, max_num_batched_tokens=32, max_num_seqs=3)
     crowd = [sequence(i, prompt(3, start=i), max_tokens=20) for i in range(3)]
     for one in crowd:
         plan.add(one)
@@ -301,7 +301,7 @@ def test_a_preempted_sequence_heads_the_queue_and_sits_out_the_step(fake: PagedR
 
 def test_a_preempted_sequence_sits_out_the_step_even_if_it_would_fit(fake: PagedRunner) -> None:
     """Twins own a copy each of the same content, so the one that yields could share at once."""
-    plan = scheduler(num_blocks=9, max_batch_tokens=32)
+    plan = scheduler(num_blocks=9, max_num_batched_tokens=32)
     one, twin = sequence(1, prompt(8), max_tokens=20), sequence(2, prompt(8), max_tokens=20)
     plan.add(one)
     plan.add(twin)
@@ -322,7 +322,7 @@ def test_prompt_tokens_are_counted_once_however_often_one_runs(fake: PagedRunner
 
 
 def test_admission_leaves_each_growing_sequence_a_block(fake: PagedRunner) -> None:
-    plan = scheduler(num_blocks=4, max_batch_tokens=32)
+    plan = scheduler(num_blocks=4, max_num_batched_tokens=32)
     plan.add(sequence(1, prompt(4), max_tokens=12))
     plan.add(sequence(2, prompt(12, start=9), max_tokens=1))
     assert lengths(step(plan, fake)) == {1: 4}
@@ -330,7 +330,7 @@ def test_admission_leaves_each_growing_sequence_a_block(fake: PagedRunner) -> No
 
 @pytest.mark.parametrize("after", [0, 1, 2, 5])
 def test_finish_frees_in_every_state_and_twice_is_once(fake: PagedRunner, after: int) -> None:
-    plan = scheduler(max_batch_tokens=4)
+    plan = scheduler(max_num_batched_tokens=4)
     one = sequence(1, prompt(10), max_tokens=8)
     plan.add(one)
     for _ in range(after):
@@ -487,8 +487,8 @@ def test_a_sequence_with_its_last_token_in_flight_waits() -> None:
 
 def test_only_multi_token_bad_words_need_the_host() -> None:
     request = Request(1, [1], SamplingParams())
-    assert not Sequence(request, 4, bad_word_ids=((1,), (2,))).needs_host
-    assert Sequence(request, 4, bad_word_ids=((1,), (2, 3))).needs_host
+    assert not Sequence(request, 4, bad_word_ids=((1,), (2,))).needs_committed_tokens
+    assert Sequence(request, 4, bad_word_ids=((1,), (2, 3))).needs_committed_tokens
 
 
 def test_a_sequence_that_needs_the_host_runs_every_other_step_and_delays_nobody() -> None:
@@ -510,7 +510,7 @@ def test_a_sequence_that_needs_the_host_runs_every_other_step_and_delays_nobody(
 
 def test_waiting_sequences_keep_their_place_in_the_budget() -> None:
     """Those that sit out a step may all want a token in the next one."""
-    plan = scheduler(max_num_seqs=8, max_batch_tokens=2)
+    plan = scheduler(max_num_seqs=8, max_num_batched_tokens=2)
     for request_id in range(4):
         plan.add(lockstep(request_id, [request_id], max_tokens=3))
     assert plan.schedule().num_tokens == 2

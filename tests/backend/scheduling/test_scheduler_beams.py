@@ -8,13 +8,13 @@ from fake_runner import PagedRunner, alone
 from inflight.errors import RequestError
 from scheduling import (
     beam_search,
+    best_outputs,
     members,
     prompt,
     scheduler,
     search_step,
+    searched_alone,
     sequence,
-    told,
-    undisturbed,
 )
 
 
@@ -30,7 +30,7 @@ def test_beams_compute_their_prompt_once_and_choose_in_one_step(fake: PagedRunne
     batches = [search_step(plan, fake, group) for _ in range(4)]
     assert [batch.num_tokens for batch in batches] == [9, 3, 3, 3]
     assert group.is_finished
-    assert told(group) == undisturbed(group)
+    assert best_outputs(group) == searched_alone(group)
     assert plan.num_free_blocks == 16
 
 
@@ -46,12 +46,14 @@ def test_beams_share_blocks_until_they_write(fake: PagedRunner) -> None:
     assert {source for source, _ in batch.copies} == {batch.chunks[0].sequence.blocks[2]}
 
 
-@pytest.mark.parametrize("prefix_cache", [True, False])
+@pytest.mark.parametrize("enable_prefix_caching", [True, False])
 @pytest.mark.parametrize("max_prefill_chunk", [2, 16])
 def test_beams_that_lost_their_blocks_compute_what_they_had_in_common_once(
-    fake: PagedRunner, prefix_cache: bool, max_prefill_chunk: int
+    fake: PagedRunner, enable_prefix_caching: bool, max_prefill_chunk: int
 ) -> None:
-    plan = scheduler(prefix_cache=prefix_cache, max_prefill_chunk=max_prefill_chunk)
+    plan = scheduler(
+        enable_prefix_caching=enable_prefix_caching, max_prefill_chunk=max_prefill_chunk
+    )
     group = beam_search(1, [0, 1] * 8, 7, stops=False, beam_width=3)
     plan.add(group.head)
     lost = 0
@@ -60,7 +62,7 @@ def test_beams_that_lost_their_blocks_compute_what_they_had_in_common_once(
         if before in (2, 4) and lost < before:
             plan.suspend(group.head)
             assert plan.num_free_blocks == 16
-            if not prefix_cache:  # nothing is found where it was by chance
+            if not enable_prefix_caching:  # nothing is found where it was by chance
                 fake._tokens.clear()
             plan.resume(group.head)
             lost = before
@@ -69,15 +71,15 @@ def test_beams_that_lost_their_blocks_compute_what_they_had_in_common_once(
                 computed += search_step(plan, fake, group).num_tokens
             # The prompt has full blocks; each beam has its own tokens after that.
             assert 3 * before <= computed <= 16 + 3 * before
-            assert not prefix_cache or computed == 3 * before
+            assert not enable_prefix_caching or computed == 3 * before
         else:
             search_step(plan, fake, group)
-    assert told(group) == undisturbed(group)
+    assert best_outputs(group) == searched_alone(group)
     assert plan.num_free_blocks == 16
 
 
 def test_a_search_yields_as_one_and_finds_the_same(fake: PagedRunner) -> None:
-    plan = scheduler(num_blocks=16, max_num_seqs=8, prefix_cache=False)
+    plan = scheduler(num_blocks=16, max_num_seqs=8, enable_prefix_caching=False)
     olds = [sequence(one, prompt(8, start=one), max_tokens=20) for one in (3, 4)]
     group = beam_search(5, [0, 1] * 3, 12, stops=False, beam_width=3)
     for old in olds:
@@ -98,7 +100,7 @@ def test_a_search_yields_as_one_and_finds_the_same(fake: PagedRunner) -> None:
     assert group.head.num_preemptions > 0
     for old in olds:
         assert old.token_ids[8:] == alone(old.token_ids[:8], old.num_output_tokens)
-    assert told(group) == undisturbed(group)
+    assert best_outputs(group) == searched_alone(group)
 
 
 @pytest.mark.parametrize(
@@ -125,10 +127,10 @@ def test_a_search_that_could_not_run_alone_is_refused(
 
 
 def test_the_largest_search_that_fits_ends(fake: PagedRunner) -> None:
-    plan = scheduler(num_blocks=11, prefix_cache=False)
+    plan = scheduler(num_blocks=11, enable_prefix_caching=False)
     group = beam_search(1, [0] * 8, 13, stops=False, beam_width=3)
     plan.add(group.head)
     while not group.is_finished:
         assert search_step(plan, fake, group).chunks
     assert group.head.num_preemptions == 0
-    assert told(group) == undisturbed(group)
+    assert best_outputs(group) == searched_alone(group)

@@ -26,12 +26,12 @@ from inflight.scheduling.scheduler import Scheduler
 from scheduling import (
     STOP,
     beam_search,
+    best_outputs,
     members,
     owner,
     rows_of,
     scores_of,
-    told,
-    undisturbed,
+    searched_alone,
 )
 
 
@@ -55,7 +55,7 @@ def waits(one: Sequence) -> bool:
     if one.beams is not None:
         return any(beam.num_in_flight for beam in one.beams)
     last_is_in_flight = one.num_output_tokens + one.num_in_flight == one.max_tokens
-    return one.num_in_flight > 0 and (one.needs_host or last_is_in_flight)
+    return one.num_in_flight > 0 and (one.needs_committed_tokens or last_is_in_flight)
 
 
 class EngineMachine(RuleBasedStateMachine):
@@ -68,9 +68,9 @@ class EngineMachine(RuleBasedStateMachine):
         num_blocks=st.integers(2, 10),
         block_size=st.sampled_from([1, 2, 4]),
         max_num_seqs=st.integers(1, 4),
-        max_batch_tokens=st.integers(1, 12),
+        max_num_batched_tokens=st.integers(1, 12),
         max_prefill_chunk=st.none() | st.integers(1, 6),
-        prefix_cache=st.sampled_from([True, True, True, False]),
+        enable_prefix_caching=st.sampled_from([True, True, True, False]),
         max_draft_tokens=st.integers(1, 8),
         steps_ahead=st.sampled_from([0, 1, 1, 2]),
         spare_rows=st.integers(0, 6),
@@ -105,7 +105,7 @@ class EngineMachine(RuleBasedStateMachine):
         length = len(prompt_ids) + max_tokens
         common = len(prompt_ids) // size
         needed = common + beam_width * (-(-(length - 1) // size) - common)
-        seats = min(self.config["max_num_seqs"], self.config["max_batch_tokens"])
+        seats = min(self.config["max_num_seqs"], self.config["max_num_batched_tokens"])
         try:
             self.plan.add(group.head)
         except RequestError:
@@ -120,7 +120,7 @@ class EngineMachine(RuleBasedStateMachine):
         max_tokens=st.integers(1, 10),
         cache_salt=st.sampled_from(["", "", "x"]),
         stops=st.booleans(),
-        needs_host=st.sampled_from([False, False, True]),
+        needs_committed_tokens=st.sampled_from([False, False, True]),
         num_drafts=st.sampled_from([0, 0, 1, 2, 5]),
         scores=st.booleans(),
     )
@@ -130,7 +130,7 @@ class EngineMachine(RuleBasedStateMachine):
         max_tokens: int,
         cache_salt: str,
         stops: bool = False,
-        needs_host: bool = False,
+        needs_committed_tokens: bool = False,
         num_drafts: int = 0,
         scores: bool = False,
     ) -> None:
@@ -139,7 +139,7 @@ class EngineMachine(RuleBasedStateMachine):
         request = Request(self.num_added, prompt_ids, params, cache_salt)
         ends = frozenset({STOP}) if stops else frozenset()
         one = Sequence(request, max_tokens, eos_token_ids=ends)
-        one.needs_host = needs_host
+        one.needs_committed_tokens = needs_committed_tokens
         one.num_drafts = num_drafts
         limit = self.config["num_blocks"] * self.config["block_size"]
         try:
@@ -236,7 +236,7 @@ class EngineMachine(RuleBasedStateMachine):
             group = self.searches[head.request_id]
             group.advance(self.plan)
             if group.is_finished:
-                assert told(group) == undisturbed(group)
+                assert best_outputs(group) == searched_alone(group)
                 self.plan.finish(head)
                 del self.alive[head.request_id]
         for one in moved:
@@ -274,13 +274,13 @@ class EngineMachine(RuleBasedStateMachine):
         if running or self.plan.waiting:
             admitted = running != before
             assert batch.chunks or self.in_flight or admitted, "work, but no progress"
-        assert batch.num_tokens <= self.config["max_batch_tokens"]
+        assert batch.num_tokens <= self.config["max_num_batched_tokens"]
         num_drafts = sum(chunk.num_drafts for chunk in batch.chunks)
         assert num_drafts <= self.config["max_draft_tokens"]
         num_rows = sum(max(1, rows_of(chunk)) for chunk in batch.chunks)
         assert num_rows <= self.max_rows
         seats = sum(len(members(one)) for one in running)
-        assert seats <= self.plan._num_seats <= self.config["max_num_seqs"]
+        assert seats <= self.plan._num_batch_slots <= self.config["max_num_seqs"]
         stayed = [one for one in running if one in before]
         assert stayed == before[: len(stayed)], "an older one lost its blocks to a younger one"
         assert running[: len(stayed)] == stayed, "a preempted one came back in the same step"
@@ -300,7 +300,11 @@ class EngineMachine(RuleBasedStateMachine):
             steps = [chunk, *self._in_flight_of(one)]
             assert one.num_in_flight == sum(1 + each.num_drafts for each in steps if each.samples)
             assert len(steps) <= self.fake.steps_ahead + 1
-            if one.needs_host and chunk.samples and chunk.start >= one.num_prompt_tokens:
+            if (
+                one.needs_committed_tokens
+                and chunk.samples
+                and chunk.start >= one.num_prompt_tokens
+            ):
                 assert not any(each.samples for each in steps[1:])
             assert one.num_tokens <= one.max_length
             assert len(chunk.scored_ids) == chunk.num_scores
@@ -330,8 +334,8 @@ class EngineMachine(RuleBasedStateMachine):
                     owners[block] += 1
         assert owners == [self.pool.ref_count(block) for block in range(len(owners))]
         tables = self.plan._tables
-        assert tables.num_growing == sum(map(tables.growth, self.plan.running))
-        assert self.plan._num_seats == sum(one.num_seats for one in self.plan.running)
+        assert tables.num_reserved == sum(map(tables.num_reserved_for, self.plan.running))
+        assert self.plan._num_batch_slots == sum(one.num_batch_slots for one in self.plan.running)
         for one in [*self.plan.waiting, *self.plan.suspended]:
             for each in members(one):
                 assert each.blocks == [] and each.num_computed == 0
@@ -349,7 +353,7 @@ class EngineMachine(RuleBasedStateMachine):
             return
         self.resume_all()
         bound = 1 + sum(
-            one.num_seats * (one.num_prompt_tokens + 2 * one.max_tokens)
+            one.num_batch_slots * (one.num_prompt_tokens + 2 * one.max_tokens)
             for one in self.alive.values()
         ) * (1 + len(self.alive)) * (1 + self.fake.steps_ahead)
         for _ in range(bound):
@@ -373,9 +377,9 @@ class SearchMachine(EngineMachine):
         num_blocks=st.integers(8, 16),
         block_size=st.sampled_from([1, 2, 4]),
         max_num_seqs=st.integers(4, 8),
-        max_batch_tokens=st.integers(8, 16),
+        max_num_batched_tokens=st.integers(8, 16),
         max_prefill_chunk=st.none() | st.integers(1, 6),
-        prefix_cache=st.booleans(),
+        enable_prefix_caching=st.booleans(),
         max_draft_tokens=st.integers(1, 8),
         steps_ahead=st.sampled_from([0, 1, 1, 2]),
         spare_rows=st.integers(0, 6),

@@ -1,4 +1,4 @@
-"""Grammars arrive without anybody waiting, once for all who want the same, and bounded."""
+"""GrammarQueue arrive without anybody waiting, once for all who want the same, and bounded."""
 
 import json
 import os
@@ -94,12 +94,12 @@ def test_the_interpreter_goes_on_meanwhile(own: Compiler) -> None:
 
 
 def test_equal_guides_compile_once(own: Compiler) -> None:
-    wishes = [StructuredOutput("regex", "[a-z]+")] * 5 + [StructuredOutput("choice", '["a"]')]
-    tickets = [own.submit(wish) for wish in wishes]
+    constraints = [StructuredOutput("regex", "[a-z]+")] * 5 + [StructuredOutput("choice", '["a"]')]
+    tickets = [own.submit(constraint) for constraint in constraints]
     wait(own, *tickets)
     assert own.num_compiled == 2
     assert len({id(ticket.grammar) for ticket in tickets}) == 2
-    again = own.submit(wishes[0])
+    again = own.submit(constraints[0])
     assert again.done and again.grammar is tickets[0].grammar
     assert own.poll() == []
 
@@ -120,13 +120,13 @@ def test_each_ticket_is_polled_once(own: Compiler) -> None:
 
 
 def test_a_refusal_is_the_request_s_and_is_remembered(own: Compiler) -> None:
-    wish = StructuredOutput("regex", "(?<=a)b")
-    ticket = own.submit(wish)
+    constraint = StructuredOutput("regex", "(?<=a)b")
+    ticket = own.submit(constraint)
     wait(own, ticket)
     assert isinstance(ticket.error, RequestError)
     assert str(ticket.error).startswith("guided_decoding_guide: look-around")
     assert ticket.error.param == "guided_decoding_guide"
-    again = own.submit(wish)
+    again = own.submit(constraint)
     assert again.done and again.error is not None and own.num_compiled == 1
 
 
@@ -135,12 +135,12 @@ def test_a_refusal_is_not_for_ever(vocabulary: Vocabulary) -> None:
     now = 0.0
     compiler = Compiler(vocabulary, clock=lambda: now)
     try:
-        wish = StructuredOutput("regex", "(?<=a)b")
-        wait(compiler, compiler.submit(wish))
+        constraint = StructuredOutput("regex", "(?<=a)b")
+        wait(compiler, compiler.submit(constraint))
         now = 59.0
-        assert compiler.submit(wish).done
+        assert compiler.submit(constraint).done
         now = 61.0
-        ticket = compiler.submit(wish)
+        ticket = compiler.submit(constraint)
         assert not ticket.done
         wait(compiler, ticket)
         assert compiler.num_compiled == 2

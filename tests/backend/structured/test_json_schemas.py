@@ -26,9 +26,9 @@ def check(compiler: Compiler, vocabulary: Vocabulary, seeds: Iterable[int]) -> t
     ended = total = 0
     for seed in seeds:
         value = schema(seed)
-        wish = parse("json_schema", json.dumps(value, ensure_ascii=False))
-        assert wish is not None
-        grammar = compile_with(compiler, wish.kind, wish.guide)
+        constraint = parse("json_schema", json.dumps(value, ensure_ascii=False))
+        assert constraint is not None
+        grammar = compile_with(compiler, constraint.kind, constraint.guide)
         matcher = Matcher(grammar, vocabulary)
         tokens, finished = walker.walk(matcher, random.Random(seed))
         total += 1

@@ -239,11 +239,11 @@ def test_white_space_in_json_comes_to_an_end(
     quote = smollm.encode('"', add_special_tokens=False)[0]
     matcher.advance(smollm.encode("{", add_special_tokens=False))
     out = rows(vocabulary, 1)
-    for taken in range(masks.MAX_BLANK_BYTES + 1):
+    for taken in range(masks.MAX_WHITESPACE_BYTES + 1):
         assert filler.fill([matcher], out) == {}
         found = set(allowed(out[0]).tolist())
         assert quote in found
-        assert (space in found) == (taken < masks.MAX_BLANK_BYTES)
+        assert (space in found) == (taken < masks.MAX_WHITESPACE_BYTES)
         matcher.advance([space])
     matcher.rollback(2)
     filler.fill([matcher], out)

@@ -90,24 +90,24 @@ def test_white_space_is_counted_from_the_end(fixed: Fixed) -> None:
 
     def taken(*texts: str) -> int:
         matcher.advance([id_ for text in texts for id_ in fixed.ids(text)])
-        return matcher.num_blank_bytes
+        return matcher.num_whitespace_bytes
 
-    assert matcher.num_blank_bytes == 0
+    assert matcher.num_whitespace_bytes == 0
     assert taken("{") == 0
     assert taken(" ", "\n") == 2
     assert taken("  ") == 4
     assert taken('"', "a") == 0
     assert taken(" ") == 1
     matcher.rollback(3)
-    assert matcher.num_blank_bytes == 4
+    assert matcher.num_whitespace_bytes == 4
     matcher.rollback(1)
-    assert matcher.num_blank_bytes == 2
+    assert matcher.num_whitespace_bytes == 2
     assert taken("}") == 0
     matcher.advance([END])
     matcher.rollback(2)
-    assert matcher.num_blank_bytes == 2
+    assert matcher.num_whitespace_bytes == 2
     matcher.rollback(matcher.num_tokens)
-    assert matcher.num_blank_bytes == 0
+    assert matcher.num_whitespace_bytes == 0
 
 
 @pytest.mark.parametrize(("kind", "guide"), GRAMMARS)

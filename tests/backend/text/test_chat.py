@@ -293,7 +293,7 @@ class TestParse:
             ),
             (
                 '[{"role":"user","role":"system","content":"x"}]',
-                "messages: not valid JSON (the key 'role' stands twice in an object)",
+                "messages: not valid JSON (the key 'role' occurs twice in an object)",
             ),
             ('[{"role":"user","content":"\\ud800"}]', "messages[0].content: the text has a lone"),
             (

@@ -4,7 +4,7 @@ import pytest
 
 from inflight.sampling.params import DRY_SEQUENCE_BREAKERS
 from inflight.text.detokenize import Detokenizer
-from inflight.text.dry_breakers import Breakers
+from inflight.text.dry_breakers import DryBreakers
 from inflight.text.tokenizer import Tokenizer
 
 
@@ -23,7 +23,7 @@ def test_breakers_are_the_tokens_with_the_strings_in_them(
         for string in strings:
             whole = [i for i, text in enumerate(texts) if string.encode() in text]
             expected |= set(whole or tokenizer.encode(string, add_special_tokens=False)[-1:])
-        breakers = Breakers(tokenizer, detokenizer)
+        breakers = DryBreakers(tokenizer, detokenizer)
         assert breakers.ids(strings) == expected
         assert breakers.ids(list(strings)) is breakers.ids(strings), "and are remembered"
 
@@ -31,9 +31,9 @@ def test_breakers_are_the_tokens_with_the_strings_in_them(
 def test_a_string_that_no_token_has_stands_for_its_last_token(smollm: Tokenizer) -> None:
     string = "zq zq Bartholomew"
     ids = smollm.encode(string, add_special_tokens=False)
-    found = Breakers(smollm, Detokenizer(smollm)).ids([string])
+    found = DryBreakers(smollm, Detokenizer(smollm)).ids([string])
     assert found == {ids[-1], *smollm.special_ids}
 
 
 def test_no_strings_leave_the_special_tokens(smollm: Tokenizer) -> None:
-    assert Breakers(smollm, Detokenizer(smollm)).ids([]) == set(smollm.special_ids)
+    assert DryBreakers(smollm, Detokenizer(smollm)).ids([]) == set(smollm.special_ids)

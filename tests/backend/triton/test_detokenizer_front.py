@@ -45,7 +45,7 @@ def clients(monkeypatch):
         assert role == "detokenizer"
         attempts.append(path)
         if len(attempts) == 1:
-            raise CapacityError("no engine listens")
+            raise CapacityError("no engine is listening")
         attached.append(FakeClient(on_lost))
         return attached[-1]
 
@@ -68,7 +68,7 @@ def tokenizer():
 
 def request(event, echo=()):
     """As it arrives: a batch of one, because the model takes batches."""
-    arrays = protocol.outputs([protocol.Part(0, event, list(echo))], 3)
+    arrays = protocol.outputs([protocol.OutputDelta(0, event, list(echo))], 3)
     return pb_utils.InferenceRequest(
         {name: arrays[name][None] for name in ("detokenize_ids", "detokenize_state")}
     )

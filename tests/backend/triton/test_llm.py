@@ -71,7 +71,7 @@ def engines(monkeypatch):
         return started[-1]
 
     monkeypatch.setattr(llm, "attach_or_start", attach_or_start)
-    monkeypatch.setattr(llm, "RESTART_PAUSES_S", (0.0, 0.01))
+    monkeypatch.setattr(llm, "RESTART_BACKOFF_S", (0.0, 0.01))
     return started
 
 
@@ -186,7 +186,7 @@ def test_the_failure_of_one_output_ends_the_others(front, engines):
     assert not front._in_flight
 
 
-def test_a_request_s_other_wishes_reach_the_engine(front, engines):
+def test_all_other_request_options_reach_the_engine(front, engines):
     ask(
         front,
         speculation=np.array([b"3"], object),
@@ -210,7 +210,7 @@ def test_the_prompt_is_echoed_once(front, engines):
 PROMPT = [[], [Candidate(2, -0.5, 1, "b")], [Candidate(3, -1.5, 2, "c")]]
 
 
-def told(response):
+def prompt_token_ids(response):
     (text,) = response.tensors["prompt_logprobs"]
     return [one and int(next(iter(one))) for one in json.loads(text)] if text else []
 
@@ -222,13 +222,13 @@ def test_what_is_known_of_a_prompt_streams_with_its_echo_in_front(front, engines
     first = sender.wait_for(1)[0]
     assert first.tensors["output_ids"].tolist() == [1, 2, 3]
     assert first.tensors["num_output_tokens"].tolist() == [0]
-    assert told(first) == [None, 2]
+    assert prompt_token_ids(first) == [None, 2]
     engines[0].say(
         [7], position=1, window=[3], prompt_candidates=PROMPT[2:], finish_reason=FinishReason.STOP
     )
     last = sender.wait()[-1]
     assert last.tensors["output_ids"].tolist() == [7]
-    assert told(last) == [3]
+    assert prompt_token_ids(last) == [3]
 
 
 def test_a_prompt_without_output_is_an_answer_too(front, engines):
@@ -241,7 +241,7 @@ def test_a_prompt_without_output_is_an_answer_too(front, engines):
     (response,) = sender.wait()
     assert response.tensors["output_ids"].tolist() == [1, 2, 3]
     assert response.tensors["finish_reason"].tolist() == [b"length"]
-    assert told(response) == [None, 2, 3]
+    assert prompt_token_ids(response) == [None, 2, 3]
 
 
 def test_the_prompt_is_told_of_though_the_output_that_tells_is_not_the_best(front, engines):
@@ -255,7 +255,7 @@ def test_the_prompt_is_told_of_though_the_output_that_tells_is_not_the_best(fron
     engines[0].say([8], index=1, cumulative_logprob=-1.0, **ends)
     (response,) = sender.wait()
     assert response.tensors["output_ids"].tolist() == [8]
-    assert told(response) == [None, 2, 3]
+    assert prompt_token_ids(response) == [None, 2, 3]
 
 
 def test_only_wanted_outputs_are_sent(front, engines):
@@ -278,7 +278,9 @@ def test_a_bad_request_ends_alone(front, engines):
 
 def test_a_request_of_a_sequence_is_refused(front):
     (response,) = ask(front, correlation_id=7).wait()
-    assert response.error().message() == "sequence_id: sequences are not supported; leave it out"
+    assert (
+        response.error().message() == "sequence_id: stateful sequences are not supported; omit it"
+    )
 
 
 def test_a_request_that_cannot_be_read_is_answered(front, caplog):
@@ -364,7 +366,7 @@ def test_a_lost_engine_ends_each_request_with_one_error(front, engines):
     for sender in senders:
         error = sender.wait()[-1].error()
         assert error.code() == pb_utils.TritonError.UNAVAILABLE
-        assert error.message() == "the engine ended while it held this request; send it again"
+        assert error.message() == "the engine exited while it processed this request; retry it"
         assert sender.misuses == []
 
 
@@ -383,11 +385,11 @@ def test_a_lost_engine_is_started_again(front, engines):
 
 
 def test_without_an_engine_requests_are_refused_at_once(front, engines, monkeypatch):
-    monkeypatch.setattr(llm, "RESTART_PAUSES_S", (60.0,))
+    monkeypatch.setattr(llm, "RESTART_BACKOFF_S", (60.0,))
     engines[0].on_lost()
     (response,) = ask(front).wait()
     assert response.error().code() == pb_utils.TritonError.UNAVAILABLE
-    assert "starting again" in response.error().message()
+    assert "restarting" in response.error().message()
 
 
 def test_late_events_of_a_lost_engine_are_ignored(front, engines):
@@ -410,7 +412,7 @@ def test_an_error_of_a_detokenized_stream_keeps_its_distance(front, engines):
     error = TokenEvent.failed(engines[0].submitted[0].request_id, EngineError("x"))
     engines[0].on_events([error])
     sender.wait()
-    assert time.monotonic() - sent > llm.ERROR_DISTANCE_S * 0.8
+    assert time.monotonic() - sent > llm.ERROR_DELAY_S * 0.8
 
 
 def test_finalize_ends_what_is_in_flight(engines):

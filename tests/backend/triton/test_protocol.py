@@ -9,7 +9,7 @@ from inflight.core.request import AUTO_DRAFTS, Candidate, FinishReason, TokenEve
 from inflight.errors import RequestError
 from inflight.sampling.params import SamplingParams
 from inflight.triton import protocol
-from inflight.triton.protocol import Limits, Part, merge, outputs, parse
+from inflight.triton.protocol import Limits, OutputDelta, merge, outputs, parse
 
 LIMITS = Limits(vocab_size=100, max_model_len=16)
 
@@ -177,7 +177,7 @@ def test_every_field_of_the_params_has_a_tensor():
         ),
     ],
 )
-def test_wishes_about_tokens_are_checked(inputs, message):
+def test_options_naming_token_ids_are_checked(inputs, message):
     assert refusal(**inputs).startswith(message)
 
 
@@ -250,13 +250,13 @@ def test_echo_and_its_other_name_may_not_contradict():
 
 def test_without_output_the_prompt_must_be_wanted():
     nothing = {"max_tokens": ints(0)}
-    for wish in (
+    for options in (
         {"echo": flags(True)},
         {"exclude_input_in_output": flags(False)},
         {"num_prompt_logprobs": ints(0)},
         {"echo": flags(True), "num_logprobs": ints(1)},
     ):
-        assert generation(**nothing, **wish).params.max_tokens == 0
+        assert generation(**nothing, **options).params.max_tokens == 0
     assert refusal(**nothing) == (
         "max_tokens: 0 is out of range; allowed: [1, 2147483647], and 0 with echo or "
         "num_prompt_logprobs"
@@ -267,22 +267,22 @@ def test_without_output_the_prompt_must_be_wanted():
 
 
 @pytest.mark.parametrize(
-    ("wish", "message"),
+    ("options", "message"),
     [
-        ({"n": ints(2)}, "n: does not go together with max_tokens 0, which generates nothing"),
-        ({"best_of": ints(2)}, "best_of: does not go together with max_tokens 0"),
+        ({"n": ints(2)}, "n: cannot be combined with max_tokens 0, which generates nothing"),
+        ({"best_of": ints(2)}, "best_of: cannot be combined with max_tokens 0"),
         ({"min_tokens": ints(1)}, "min_tokens: 1 is more than max_tokens (0)"),
         (
             {
                 "guided_decoding_guide_type": strings("regex"),
                 "guided_decoding_guide": strings("a+"),
             },
-            "guided_decoding_guide: does not go together with max_tokens 0",
+            "guided_decoding_guide: cannot be combined with max_tokens 0",
         ),
     ],
 )
-def test_without_output_nothing_may_be_wished_of_it(wish, message):
-    found = refusal(max_tokens=ints(0), num_prompt_logprobs=ints(1), **wish)
+def test_options_about_the_output_are_refused_without_output(options, message):
+    found = refusal(max_tokens=ints(0), num_prompt_logprobs=ints(1), **options)
     assert found.startswith(message)
 
 
@@ -354,20 +354,20 @@ def test_an_error_in_the_json_dialect_names_it():
         ({"n": ints(65)}, "n: 65 is out of range; allowed: 1 to 64"),
         ({"n": ints(0)}, "n: 0 is out of range; allowed: 1 to 64"),
         ({"n": ints(3), "best_of": ints(2)}, "best_of: 2 is less than n (3)"),
-        ({"best_of": ints(2), "stream": flags(True)}, "best_of: does not go together with stream"),
+        ({"best_of": ints(2), "stream": flags(True)}, "best_of: cannot be combined with stream"),
         ({"n": ints(5), "beam_width": ints(4)}, "n: 5 is more than beam_width (4)"),
         ({"beam_width": ints(17)}, "beam_width: 17 is out of range; allowed: [1, 16]"),
         (
             {"beam_width": ints(4), "stream": flags(True)},
-            "stream: does not go together with beam_width 4: which outputs are best is known at",
+            "stream: cannot be combined with beam_width 4: which outputs are best is known at",
         ),
         (
             {"beam_width": ints(4), "n": ints(2), "best_of": ints(3)},
-            "best_of: does not go together with beam_width 4: beam_width says how many",
+            "best_of: cannot be combined with beam_width 4: beam_width says how many",
         ),
         (
             {"beam_width": ints(4), "speculation": strings("auto")},
-            "speculation: does not go together with beam_width 4: a draft is checked",
+            "speculation: cannot be combined with beam_width 4: a draft is checked",
         ),
         (
             {
@@ -375,7 +375,7 @@ def test_an_error_in_the_json_dialect_names_it():
                 "guided_decoding_guide_type": strings("regex"),
                 "guided_decoding_guide": strings("a+"),
             },
-            "guided_decoding_guide_type: does not go together with beam_width 4: a grammar",
+            "guided_decoding_guide_type: cannot be combined with beam_width 4: a grammar",
         ),
         ({"beam_width": ints(4), "temperature": floats(0.5)}, "temperature: asks for a draw"),
         (
@@ -472,7 +472,7 @@ def test_a_merged_event_tells_of_all_the_prompt():
 def test_the_prompts_logprobs_are_one_list_with_nothing_for_its_first_token():
     prompt = [[], [Candidate(2, -1.5, 4, "b"), Candidate(7, -0.5, 1, "g")]]
     events = [TokenEvent(5, [7], [], 1), TokenEvent(6, [8], [], 1)]
-    parts = [Part(index, event, []) for index, event in enumerate(events)]
+    parts = [OutputDelta(index, event, []) for index, event in enumerate(events)]
     (text,) = outputs(parts, 2, prompt)["prompt_logprobs"]
     assert json.loads(text) == [
         None,
@@ -490,7 +490,7 @@ def test_logprobs_are_json_in_vllms_form():
         [Candidate(8, -0.125, 1, "<|end|>")],
     ]
     event = TokenEvent(5, [7, 8], [], 2, candidates=candidates)
-    (text,) = outputs([Part(0, event, [1, 2, 3])], 3)["logprobs"]
+    (text,) = outputs([OutputDelta(0, event, [1, 2, 3])], 3)["logprobs"]
     found = json.loads(text)
     assert found == [
         {
@@ -501,14 +501,14 @@ def test_logprobs_are_json_in_vllms_form():
         {"8": {"logprob": -0.125, "rank": 1, "decoded_token": "<|end|>"}},
     ]
     assert list(found[0]) == ["7", "3", "9"], "the token itself comes first"
-    assert outputs([Part(0, TokenEvent(5, [7], [], 1), [])], 3)["logprobs"].tolist() == [b""]
+    assert outputs([OutputDelta(0, TokenEvent(5, [7], [], 1), [])], 3)["logprobs"].tolist() == [b""]
 
 
 def test_outputs_have_the_documented_tensors():
     from inflight.triton.contract import MODELS, NUMPY
 
     event = TokenEvent(5, [7, 8], [6], 12, 3, FinishReason.LENGTH, -2.5)
-    arrays = outputs([Part(0, event, [])], num_input_tokens=4)
+    arrays = outputs([OutputDelta(0, event, [])], num_input_tokens=4)
     documented = MODELS["llm"].outputs
     assert set(arrays) == {tensor.name for tensor in documented}
     for tensor in documented:
@@ -525,7 +525,7 @@ def test_outputs_have_the_documented_tensors():
 
 
 def test_an_echoed_prompt_leads_and_is_not_counted():
-    arrays = outputs([Part(0, TokenEvent(5, [7], [3], 1), [1, 2, 3])], num_input_tokens=3)
+    arrays = outputs([OutputDelta(0, TokenEvent(5, [7], [3], 1), [1, 2, 3])], num_input_tokens=3)
     assert arrays["output_ids"].tolist() == [1, 2, 3, 7]
     assert arrays["detokenize_ids"].tolist() == [1, 2, 3, 7]
     assert arrays["detokenize_state"].tolist() == [4, 0, 0, 0, 5, 1]
@@ -558,7 +558,7 @@ def test_several_outputs_are_one_response_in_their_order():
     ends = {"finish_reason": FinishReason.STOP}
     first = TokenEvent(5, [7, 8], [6], 12, 3, cumulative_logprob=-2.5, **ends)
     second = TokenEvent(6, [9], [], 1, cumulative_logprob=-0.5, num_drafted=4, num_steps=1, **ends)
-    arrays = outputs(asked.answer([Part(1, second, []), Part(0, first, [])]), 3)
+    arrays = outputs(asked.answer([OutputDelta(1, second, []), OutputDelta(0, first, [])]), 3)
     assert arrays["index"].tolist() == [0, 1]
     assert arrays["output_ids"].tolist() == [7, 8, 9]
     assert arrays["num_output_tokens"].tolist() == [2, 1]
@@ -577,11 +577,11 @@ def test_the_best_outputs_are_those_with_the_likeliest_tokens():
         output: TokenEvent(output, [1] * length, [], length, cumulative_logprob=logprob)
         for output, (length, logprob) in enumerate([(4, -4.0), (10, -5.0), (1, -0.6)])
     }
-    chosen = asked.answer([Part(output, event, []) for output, event in events.items()])
+    chosen = asked.answer([OutputDelta(output, event, []) for output, event in events.items()])
     assert [(part.output, part.event.request_id) for part in chosen] == [(0, 1), (1, 2)]
 
 
-def test_what_else_a_request_may_wish():
+def test_remaining_request_options_are_parsed():
     asked = generation(
         speculation=strings("auto"),
         guided_decoding_guide_type=strings("regex"),
@@ -615,7 +615,7 @@ def test_a_beam_search_is_one_request_with_n_outputs():
 def test_the_outputs_of_a_beam_search_keep_the_order_of_the_engine():
     asked = generation(n=ints(2), beam_width=ints(4))
     parts = [
-        Part(1, TokenEvent(8, [1], position=1, cumulative_logprob=-1.0), []),
-        Part(0, TokenEvent(7, [1, 2], position=2, cumulative_logprob=-4.0), []),
+        OutputDelta(1, TokenEvent(8, [1], position=1, cumulative_logprob=-1.0), []),
+        OutputDelta(0, TokenEvent(7, [1, 2], position=2, cumulative_logprob=-4.0), []),
     ]
     assert [part.output for part in asked.answer(parts)] == [0, 1]

@@ -79,7 +79,7 @@ def test_an_unexpected_failure_is_answered_without_its_details(tokenizer, monkey
 
     monkeypatch.setattr(tokenizer, "_encode", broken)
     (response,) = ask(tokenizer, {"text_input": strings(b"x")})
-    assert response.error().message() == "the prompt could not be turned into tokens"
+    assert response.error().message() == "the prompt could not be tokenized"
 
 
 @pytest.mark.parametrize("name", ["", "missing", "../llm", "."])
@@ -95,7 +95,7 @@ def test_a_model_without_a_tokenizer_speaks_ids_only(tmp_path):
     (version / "engine.json").write_text('{"model": "checkpoint"}')
     (version / "checkpoint").mkdir()
     (version / "checkpoint" / "config.json").write_text("{}")
-    with pytest.raises(ConfigError, match="has no tokenizer, so the model speaks ids only"):
+    with pytest.raises(ConfigError, match="has no tokenizer, so the model takes token ids only"):
         _ROLES["tokenizer"](tmp_path / "tokenizer", {"llm": "llm"})
 
 

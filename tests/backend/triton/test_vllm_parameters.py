@@ -133,7 +133,7 @@ def test_stop_may_be_a_list():
         ("null", "must be a JSON object, not null"),
         ('{"temperature": NaN}', "NaN is not a number in JSON"),
         ('{"temperature": Infinity}', "Infinity is not a number in JSON"),
-        ('{"max_tokens": 1, "max_tokens": 2}', "a key stands there twice"),
+        ('{"max_tokens": 1, "max_tokens": 2}', "a key occurs twice"),
         ('{"max_token": 1}', "'max_token' is not a key; did you mean 'max_tokens'?"),
         ('{"max_tokens": 1.5}', "max_tokens is 1.5; allowed: an integer"),
         ('{"max_tokens": true}', "max_tokens is true; allowed: an integer"),

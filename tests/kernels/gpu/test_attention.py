@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from inflight_kernels.ops import gemm
+from inflight_kernels.ops import skinny_gemm
 from inflight_kernels.ops.attention import attend, plan, rope_attend, rotates, workspace_size
-from inflight_kernels.ops.attention_parts import HEAD_DIMS
+from inflight_kernels.ops.attention_dispatch import HEAD_DIMS
 from inflight_kernels.ops.rope import rope_write_kv
 from inflight_kernels.torch_ops import transformer
 
@@ -508,7 +508,7 @@ def test_chunks_of_a_graph_without_a_token_do_nothing():
 
 
 @pytest.mark.parametrize("kind", ["decode", "rope and decode", "many", "verify", "chunks"])
-def test_settled_layers_read_early_and_are_right(kind):
+def test_layers_with_ready_history_read_early_and_are_right(kind):
     """Layers of one plan behind each other, as in a model: what they read early is there, and what
     their own step writes is not read early."""
     q_lens, kv_lens = {
@@ -531,8 +531,8 @@ def test_settled_layers_read_early_and_are_right(kind):
 
     def project(i: int) -> None:
         """As in a model: a kernel that takes a while and lets its successors in at once."""
-        if gemm.prefers(len(first.q), width, hidden):
-            gemm.linear(x[i], weight, out=layers[i].qkv, pdl=True)
+        if skinny_gemm.prefers(len(first.q), width, hidden):
+            skinny_gemm.linear(x[i], weight, out=layers[i].qkv, pdl=True)
         else:
             torch.mm(x[i], weight.t(), out=layers[i].qkv)
 
@@ -549,12 +549,12 @@ def test_settled_layers_read_early_and_are_right(kind):
             pdl=True,
         )
         for i, layer in enumerate(layers):
-            options = {"planned": True, "settled": i > 0, "pdl": True}
+            options = {"planned": True, "history_ready": i > 0, "pdl": True}
             project(i)
             if fused:
                 layer.run(workspace, outs[i], **options)
             else:
-                layer.rotate(layer.step.q, settled=i > 0, pdl=True)
+                layer.rotate(layer.step.q, history_ready=i > 0, pdl=True)
                 layer.step.run(workspace, outs[i], max_q_len=max(q_lens), **options)
 
     run()  # compiles
@@ -576,12 +576,12 @@ def test_settled_layers_read_early_and_are_right(kind):
             assert error(out, layer.step.definition()) < BOUND[torch.bfloat16]
 
 
-def test_what_is_not_settled_is_refused():
+def test_history_ready_without_a_plan_is_refused():
     made = make_projection([1], [20])
-    with pytest.raises(ValueError, match="settled without planned"):
-        made.run(settled=True)
-    with pytest.raises(ValueError, match="settled without planned"):
-        made.step.run(settled=True)
+    with pytest.raises(ValueError, match="history_ready without planned"):
+        made.run(history_ready=True)
+    with pytest.raises(ValueError, match="history_ready without planned"):
+        made.step.run(history_ready=True)
 
 
 def test_projections_that_rope_attend_cannot_take_are_refused():

@@ -15,10 +15,10 @@ from inflight_kernels.ops.batch_state import (
     StepLayout,
     begin_step,
     end_step,
+    write_row_params,
     write_tables,
-    write_wishes,
 )
-from inflight_kernels.ops.sampling import WISH
+from inflight_kernels.ops.sampling import ROW_PARAMS
 
 pytestmark = pytest.mark.gpu
 
@@ -28,8 +28,8 @@ SLOTS = 12
 NUM_DRAFTS = 5
 HISTORY = 700
 LAYOUT = StepLayout(max_rows=24, max_tokens=2048)
-WORDS = WISH.itemsize // 4
-SLOT = WISH.fields["slot"][1] // 4
+WORDS = ROW_PARAMS.itemsize // 4
+SLOT = ROW_PARAMS.fields["slot"][1] // 4
 POISON = -77
 
 
@@ -45,10 +45,15 @@ def make_state(history: int = HISTORY) -> BatchState:
     draw(state.last_positions, 500)
     draw(state.drafts, 128_000)
     state.drafts[:, 3] = -1  # missing
-    draw(state.wishes, 10**9)
+    draw(state.row_params, 10**9)
     for written in (state.token_ids, state.positions, state.slot_mapping, state.sample_rows):
         written.fill_(POISON)
-    for written in (state.step_tables, state.step_wishes, state.sample_positions, state.seq_lens):
+    for written in (
+        state.step_tables,
+        state.step_row_params,
+        state.sample_positions,
+        state.seq_lens,
+    ):
         written.fill_(POISON)
     for written in (state.count_slots, state.tail_starts, state.tail_lengths):
         written.fill_(POISON)
@@ -122,7 +127,7 @@ def test_tokens_positions_slots_and_rows(parts: list[Part]) -> None:
     step, tokens = send(parts)
     begin_step(step, state, len(parts), BLOCK_SIZE)
     tables, last = state.tables.cpu().numpy(), state.last_tokens.cpu().numpy()
-    wishes, drafts = state.wishes.cpu().numpy(), state.drafts.cpu().numpy()
+    row_params, drafts = state.row_params.cpu().numpy(), state.drafts.cpu().numpy()
     token = row = 0
     for chunk, part in enumerate(parts):
         start = int(state.last_positions[part.slot]) if part.start is None else part.start
@@ -148,17 +153,17 @@ def test_tokens_positions_slots_and_rows(parts: list[Part]) -> None:
             place = token - part.num_rows + i
             assert state.sample_rows[row] == place
             assert state.sample_positions[row] == positions[-1] - part.num_rows + i + 2
-            wish = wishes[part.slot].tolist()
+            row_params = row_params[part.slot].tolist()
             if i < part.num_scores:  # greedy, and no penalties: nothing that costs time
-                wish = [-1 if word == SLOT else 0 for word in range(WORDS)]
-            assert state.step_wishes[row].tolist() == wish
+                row_params = [-1 if word == SLOT else 0 for word in range(WORDS)]
+            assert state.step_row_params[row].tolist() == row_params
             assert state.tail_lengths[row] == (0 if part.num_scores else i)
             if part.num_drafts:
                 assert state.tail_starts[row] == token - part.num_drafts
             row += 1
     for untouched in (
         state.token_ids[token:],
-        state.step_wishes[row:],
+        state.step_row_params[row:],
         state.seq_lens[len(parts) :],
     ):
         assert (untouched == POISON).all()
@@ -196,9 +201,9 @@ def test_what_fills_up_a_graph_is_nobodys(
     assert state.tail_starts[spare].tolist() == [0] * more_rows
     assert state.tail_lengths[spare].tolist() == [0] * more_rows
     assert state.seq_lens[len(parts) : num_chunks].tolist() == [0] * more_chunks
-    wishes = state.step_wishes[spare].cpu().numpy().view(WISH).reshape(-1)
-    assert (wishes["temperature"] == 0).all()
-    assert (wishes["slot"] == -1).all()
+    row_params = state.step_row_params[spare].cpu().numpy().view(ROW_PARAMS).reshape(-1)
+    assert (row_params["temperature"] == 0).all()
+    assert (row_params["slot"] == -1).all()
     for of_tokens in (state.token_ids, state.positions, state.slot_mapping):
         assert (of_tokens[:own_tokens] >= 0).all()
         assert (of_tokens[num_tokens:] == POISON).all()
@@ -231,8 +236,8 @@ def test_what_was_chosen_is_kept_and_told(history: int) -> None:
     assert results[2, 1].view(np.float32)[[0, 2]].tolist() == pytest.approx([0, -2 / 7])
     assert results[2, 2, [0, 2]].tolist() == [0, 2]
     assert results[2, 3, :3].tolist() == [1, 0, 1]
-    wishes = state.wishes[:, SLOT].tolist()
-    assert state.count_slots[:3].tolist() == [wishes[4], -1, wishes[2]]
+    row_params = state.row_params[:, SLOT].tolist()
+    assert state.count_slots[:3].tolist() == [row_params[4], -1, row_params[2]]
     if history:
         assert state.history is not None
         assert (state.history[4, 11], state.history[2, 31]) == (100, 102)
@@ -256,8 +261,8 @@ def test_of_a_prompt_only_the_token_after_its_last_one_counts() -> None:
     assert state.last_positions[[9, 2]].tolist() == [26, 31]
     assert state.results[2, 3, :3].tolist() == [0, 1, 1]
     assert state.results[2, 0, :12].tolist() == [POISON] * 10 + [110, 111]
-    wishes = state.wishes[:, SLOT].tolist()
-    assert state.count_slots[:12].tolist() == [-1] * 10 + [wishes[9], wishes[2]]
+    row_params = state.row_params[:, SLOT].tolist()
+    assert state.count_slots[:12].tolist() == [-1] * 10 + [row_params[9], row_params[2]]
     assert state.history is not None
     assert (state.history[9, 26], state.history[2, 31]) == (110, 111)
     assert int((state.history != 0).sum()) == 2
@@ -284,10 +289,10 @@ def test_drafts_count_as_far_as_the_model_chose_the_same(right: int) -> None:
     assert state.last_positions[6] == start + right + 1
     assert state.drafts[6].tolist() == [-1] * NUM_DRAFTS, "they are used up"
     assert state.history is not None
-    told = state.history[6, start + 1 : start + 2 + right].tolist()
-    assert told == [*range(11, 11 + right), last]
-    wish = int(state.wishes[6, SLOT])
-    assert state.count_slots[1:7].tolist() == [wish] * (right + 1) + [-1] * (5 - right)
+    recorded = state.history[6, start + 1 : start + 2 + right].tolist()
+    assert recorded == [*range(11, 11 + right), last]
+    row_params = int(state.row_params[6, SLOT])
+    assert state.count_slots[1:7].tolist() == [row_params] * (right + 1) + [-1] * (5 - right)
 
 
 def test_nothing_counts_behind_a_row_that_failed() -> None:
@@ -315,7 +320,7 @@ def test_diffs_reach_their_places(count: int) -> None:
 
     slots = torch.randperm(SLOTS, device="cuda")[: min(count, 5)].int()
     news = torch.randint(-(2**31), 2**31 - 1, (len(slots), WORDS), device="cuda").int()
-    wanted = state.wishes.clone()
+    wanted = state.row_params.clone()
     wanted[slots.long()] = news
-    write_wishes(slots, news, state.wishes)
-    assert torch.equal(state.wishes, wanted)
+    write_row_params(slots, news, state.row_params)
+    assert torch.equal(state.row_params, wanted)

@@ -15,7 +15,7 @@ from inflight_kernels.ops.drafting import (
     draft_ngram,
     next_tokens,
 )
-from inflight_kernels.ops.sampling import FINE, NOT_FINITE, WISH
+from inflight_kernels.ops.sampling import NOT_FINITE, OK, ROW_PARAMS
 from inflight_kernels.torch_ops.drafting import latest_match
 
 pytestmark = pytest.mark.gpu
@@ -85,7 +85,7 @@ def after_a_step() -> tuple[Step, BatchState]:
 
     draw(state.tables, 900)
     draw(state.last_tokens, 1000)
-    draw(state.wishes, 1 << 30)
+    draw(state.row_params, 1 << 30)
     draw(state.history, 1000)
     draw(state.step_tables, 900)
     lengths = [chunk[3] for chunk in CHUNKS]
@@ -109,7 +109,7 @@ def after_a_step() -> tuple[Step, BatchState]:
 def test_a_drafting_goes_from_token_to_token(behind: int) -> None:
     step, state = after_a_step()
     rows = DraftPass(12, "cuda")
-    for name in ("token_ids", "positions", "slot_mapping", "seq_lens", "wishes", "rows"):
+    for name in ("token_ids", "positions", "slot_mapping", "seq_lens", "row_params", "rows"):
         getattr(rows, name).fill_(POISON)
     before = state.step_tables.clone()
     begin_drafting(
@@ -126,7 +126,7 @@ def test_a_drafting_goes_from_token_to_token(behind: int) -> None:
     drafted: dict[int, list[int]] = {chunk[0]: [] for chunk in CHUNKS}
     for index in range(NUM_DRAFTS):
         rows.chosen.copy_(torch.arange(12) + 100 * (index + 1))
-        rows.statuses.fill_(FINE)
+        rows.statuses.fill_(OK)
         if index == 2:
             rows.statuses[4] = NOT_FINITE
         for chunk in range(10):
@@ -158,11 +158,11 @@ def test_a_drafting_goes_from_token_to_token(behind: int) -> None:
                 assert int(rows.slot_mapping[chunk]) == expected, label
             if index == 0:
                 assert int(rows.rows[chunk]) == starts[chunk] + last - 1 - first, label
-                wish = state.wishes[slot].cpu().numpy().view(WISH)[0].copy()
-                wish["slot"], wish["typical_p"] = -1, 1.0
-                wish["top_n_sigma"] = wish["xtc_probability"] = 0.0
-                assert rows.wishes[chunk].cpu().numpy().tobytes() == wish.tobytes(), label
-            if int(rows.statuses[chunk]) == FINE:
+                row_params = state.row_params[slot].cpu().numpy().view(ROW_PARAMS)[0].copy()
+                row_params["slot"], row_params["typical_p"] = -1, 1.0
+                row_params["top_n_sigma"] = row_params["xtc_probability"] = 0.0
+                assert rows.row_params[chunk].cpu().numpy().tobytes() == row_params.tobytes(), label
+            if int(rows.statuses[chunk]) == OK:
                 drafted[slot].append(chunk + 100 * (index + 1))
         advance_drafting(state, rows, 10, BLOCK_SIZE, behind=behind, max_positions=MAX_POSITIONS)
     for slot, tokens in drafted.items():

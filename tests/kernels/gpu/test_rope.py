@@ -175,7 +175,7 @@ def test_q_may_be_rotated_in_place(tokens: int) -> None:
     assert torch.equal(step.caches.nan_to_num(0.0), caches.nan_to_num(0.0))
 
 
-def test_a_settled_step_waits_for_its_projection() -> None:
+def test_a_step_with_ready_history_still_waits_for_its_projection() -> None:
     """Positions and slots are read while the kernel before runs, qkv is not."""
     step = _step(5, 32, 8, 128, torch.bfloat16)
     expected = torch.empty(5, 32, 128, dtype=torch.bfloat16, device="cuda")
@@ -188,7 +188,7 @@ def test_a_settled_step_waits_for_its_projection() -> None:
         step.caches.fill_(torch.nan)
         torch.mm(weight, weight)
         torch.neg(source, out=step.qkv)
-        step.run(q_out, settled=True, pdl=True)
+        step.run(q_out, history_ready=True, pdl=True)
         assert torch.equal(q_out, expected)
         assert torch.equal(step.caches.nan_to_num(0.0), caches.nan_to_num(0.0))
 

@@ -12,14 +12,14 @@ import torch
 
 from inflight_kernels.ops import sampling
 from inflight_kernels.ops.sampling import (
-    FINE,
     MAX_TOP,
+    NO_ALLOWED_TOKENS,
     NOT_FINITE,
-    NOTHING_LEFT,
+    OK,
     Workspace,
-    greedy_wishes,
-    note_output,
-    note_prompt,
+    count_output_tokens,
+    greedy_row_params,
+    mark_prompt_tokens,
     prompt_words,
     sample,
     top_logprobs,
@@ -29,7 +29,7 @@ from inflight_kernels.torch_ops.sampling import XTC, Filters
 
 pytestmark = pytest.mark.gpu
 
-Wishes = np.ndarray[tuple[int], np.dtype[np.void]]
+RowParamsArray = np.ndarray[tuple[int], np.dtype[np.void]]
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 # Around the sizes of a vector, of the candidates and of a slice; models' own.
@@ -81,17 +81,17 @@ class Chosen:
     statuses: npt.NDArray[np.int32]
 
 
-def wish(rows: int, kind: str, rng: np.random.Generator) -> Wishes:
-    wishes = greedy_wishes(rows)
-    wishes["temperature"] = rng.choice([0.3, 0.7, 1.0, 1.5, 5.0], rows)
-    wishes["seed"] = rng.integers(0, 2**64, rows, dtype=np.uint64)
+def random_row_params(rows: int, kind: str, rng: np.random.Generator) -> RowParamsArray:
+    row_params = greedy_row_params(rows)
+    row_params["temperature"] = rng.choice([0.3, 0.7, 1.0, 1.5, 5.0], rows)
+    row_params["seed"] = rng.integers(0, 2**64, rows, dtype=np.uint64)
     for name, values in ALL[kind].items():
-        wishes[name] = rng.choice(values, rows)
-    return wishes
+        row_params[name] = rng.choice(values, rows)
+    return row_params
 
 
 def on_device(array: npt.NDArray[Any]) -> torch.Tensor:
-    if array.dtype == sampling.WISH:
+    if array.dtype == sampling.ROW_PARAMS:
         array = array.view(np.uint8).reshape(len(array), array.itemsize)
     return torch.from_numpy(np.ascontiguousarray(array)).cuda()
 
@@ -101,7 +101,10 @@ def positions_of(rows: int) -> npt.NDArray[np.int64]:
 
 
 def run(
-    logits: torch.Tensor, wishes: Wishes, workspace: Workspace | None = None, **options: Any
+    logits: torch.Tensor,
+    row_params: RowParamsArray,
+    workspace: Workspace | None = None,
+    **options: Any,
 ) -> Chosen:
     n, vocab_size = logits.shape
     if workspace is None:
@@ -113,7 +116,7 @@ def run(
     statuses = torch.full((n,), -1, dtype=torch.int32, device="cuda")
     sample(
         logits,
-        on_device(wishes),
+        on_device(row_params),
         on_device(positions_of(n)),
         workspace,
         token_ids=token_ids,
@@ -126,26 +129,26 @@ def run(
 
 
 def interval(
-    logits: torch.Tensor, wishes: np.void, token_id: int, xtc_u: float, slack: float
+    logits: torch.Tensor, row_params: np.void, token_id: int, xtc_u: float, slack: float
 ) -> tuple[float, float]:
     """The numbers in [0, 1) for which the definition draws a token; (1, 0) if it is cut.
 
     Args:
         logits: [V] float64.
-        wishes: of the row.
+        row_params: of the row.
         token_id: the token.
         xtc_u: XTC cuts where it is below xtc_probability.
         slack: relative to the filters; what lies on a filter's boundary may go either way.
     """
     vocab_size = len(logits)
-    temperature = float(wishes["temperature"])
+    temperature = float(row_params["temperature"])
     values, order = logits.sort(descending=True, stable=True)
     values = values[values > -torch.inf]
     masses = ((values - values[0]) / temperature).exp()
     masses[masses < LEAST_MASS * (1 + slack)] = 0
-    top_k, top_p = int(wishes["top_k"]), float(wishes["top_p"])
-    typical_p, sigmas = float(wishes["typical_p"]), float(wishes["top_n_sigma"])
-    xtc = float(wishes["xtc_probability"])
+    top_k, top_p = int(row_params["top_k"]), float(row_params["top_p"])
+    typical_p, sigmas = float(row_params["typical_p"]), float(row_params["top_n_sigma"])
+    xtc = float(row_params["xtc_probability"])
     ranked = 0 < top_k < vocab_size or typical_p < 1 or sigmas > 0 or xtc > 0
     begin, end = 0, len(values)
     if sigmas > 0:
@@ -167,10 +170,10 @@ def interval(
         some = masses[begin:end]
         end = begin + int((some.cumsum(0) - some < top_p * (1 + slack) * some.sum()).sum())
         ranked |= end - begin <= 256
-    least = float(wishes["min_p"]) * (1 - slack) * masses[begin]
+    least = float(row_params["min_p"]) * (1 - slack) * masses[begin]
     end = begin + max(int((masses[begin:end] >= least).sum()), 1)
     if xtc_u < xtc:
-        least = float(wishes["xtc_threshold"]) * float(masses[begin:end].sum())
+        least = float(row_params["xtc_threshold"]) * float(masses[begin:end].sum())
         least = max(least, LEAST_MASS) * (1 + slack)
         begin += max(int((masses[begin:end] >= least).sum()) - 1, 0)
     ids = order[begin:end]
@@ -191,21 +194,22 @@ def interval(
     return float(sums[first - 1]) if first else 0.0, float(sums[last])
 
 
-def check_draws(logits: torch.Tensor, wishes: Wishes, chosen: Chosen) -> None:
+def check_draws(logits: torch.Tensor, row_params: RowParamsArray, chosen: Chosen) -> None:
     """Each token is the one that its row's number falls on, up to rounding."""
-    assert (chosen.statuses == FINE).all()
+    assert (chosen.statuses == OK).all()
     exact = logits.double().cuda()
     for row, position in enumerate(positions_of(len(exact))):
         token_id = int(chosen.token_ids[row])
-        if wishes["temperature"][row] == 0:
+        if row_params["temperature"][row] == 0:
             assert token_id == int((exact[row] == exact[row].amax()).nonzero()[0])
             continue
-        seed = int(wishes["seed"][row])
+        seed = int(row_params["seed"][row])
         u, xtc_u = (reference.uniform(seed, int(position), what) for what in (0, XTC))
         bounds = (
-            interval(exact[row], wishes[row], token_id, xtc_u, slack) for slack in (0, 1e-6, -1e-6)
+            interval(exact[row], row_params[row], token_id, xtc_u, slack)
+            for slack in (0, 1e-6, -1e-6)
         )
-        assert any(low - 2e-5 <= u < high + 2e-5 for low, high in bounds), (row, wishes[row], u)
+        assert any(low - 2e-5 <= u < high + 2e-5 for low, high in bounds), (row, row_params[row], u)
 
 
 def own_logprobs(logits: torch.Tensor, chosen: Chosen) -> npt.NDArray[np.float64]:
@@ -227,44 +231,46 @@ def test_a_row_draws_what_its_number_falls_on(
     rng = np.random.default_rng(vocab_size)
     for spread in (0.5, 3.0, 12.0):
         logits = (torch.randn(12, vocab_size, device="cuda") * spread).to(dtype)
-        wishes = wish(12, kind, rng)
-        chosen = run(logits, wishes)
-        check_draws(logits, wishes, chosen)
+        row_params = random_row_params(12, kind, rng)
+        chosen = run(logits, row_params)
+        check_draws(logits, row_params, chosen)
         expected = own_logprobs(logits, chosen)
         assert np.abs(chosen.logprobs - expected).max() < 2e-5 * (1 + np.abs(expected).max())
 
 
 def test_kinds_of_rows_share_a_launch_and_do_not_touch_each_other() -> None:
     rng = np.random.default_rng(2)
-    wishes = np.concatenate([wish(20, kind, rng) for kind in ALL])
-    rng.shuffle(wishes)
-    logits = torch.randn(len(wishes), 32000, device="cuda") * 3
-    together = run(logits, wishes)
-    check_draws(logits, wishes, together)
-    for row in range(0, len(wishes), 17):
+    row_params = np.concatenate([random_row_params(20, kind, rng) for kind in ALL])
+    rng.shuffle(row_params)
+    logits = torch.randn(len(row_params), 32000, device="cuda") * 3
+    together = run(logits, row_params)
+    check_draws(logits, row_params, together)
+    for row in range(0, len(row_params), 17):
         options = logits.clone()
-        options[torch.arange(len(wishes), device="cuda") != row] = torch.nan
-        alone = run(options, wishes)
+        options[torch.arange(len(row_params), device="cuda") != row] = torch.nan
+        alone = run(options, row_params)
         assert alone.token_ids[row] == together.token_ids[row]
         assert alone.logprobs[row] == together.logprobs[row]
 
 
 def test_the_token_is_the_cpus() -> None:
     rng = np.random.default_rng(3)
-    wishes = np.concatenate([wish(60, kind, rng) for kind in KINDS if kind != "greedy"])
-    n = len(wishes)
+    row_params = np.concatenate(
+        [random_row_params(60, kind, rng) for kind in KINDS if kind != "greedy"]
+    )
+    n = len(row_params)
     logits = torch.randn(n, 20000, device="cuda") * 3
-    chosen = run(logits, wishes).token_ids
+    chosen = run(logits, row_params).token_ids
     uniforms = [
         reference.uniform(int(seed), int(position))
-        for seed, position in zip(wishes["seed"], positions_of(n), strict=True)
+        for seed, position in zip(row_params["seed"], positions_of(n), strict=True)
     ]
     expected = reference.draw(
         logits.cpu(),
-        wishes["temperature"].astype(np.float64),
-        wishes["top_k"].astype(np.int64),
-        wishes["top_p"].astype(np.float64),
-        wishes["min_p"].astype(np.float64),
+        row_params["temperature"].astype(np.float64),
+        row_params["top_k"].astype(np.int64),
+        row_params["top_p"].astype(np.float64),
+        row_params["min_p"].astype(np.float64),
         np.array(uniforms),
     )
     assert (chosen == expected.numpy()).mean() > 0.995
@@ -272,14 +278,16 @@ def test_the_token_is_the_cpus() -> None:
 
 def test_the_token_is_the_cpus_with_rare_filters() -> None:
     rng = np.random.default_rng(4)
-    wishes = np.concatenate([wish(20, kind, rng) for kind in RARE])
-    logits = torch.randn(len(wishes), 5000, device="cuda") * 3
-    chosen = run(logits, wishes).token_ids
+    row_params = np.concatenate([random_row_params(20, kind, rng) for kind in RARE])
+    logits = torch.randn(len(row_params), 5000, device="cuda") * 3
+    chosen = run(logits, row_params).token_ids
     differ = 0
-    for row, position in enumerate(positions_of(len(wishes)).tolist()):
-        fields = {name: wishes[name][row].item() for name in Filters.__dataclass_fields__}
-        numbers = (reference.uniform(int(wishes["seed"][row]), position, what) for what in (0, XTC))
-        temperature = float(wishes["temperature"][row])
+    for row, position in enumerate(positions_of(len(row_params)).tolist()):
+        fields = {name: row_params[name][row].item() for name in Filters.__dataclass_fields__}
+        numbers = (
+            reference.uniform(int(row_params["seed"][row]), position, what) for what in (0, XTC)
+        )
+        temperature = float(row_params["temperature"][row])
         expected = reference.draw_filtered(
             logits[row].cpu(), temperature, Filters(**fields), *numbers
         )
@@ -290,37 +298,37 @@ def test_the_token_is_the_cpus_with_rare_filters() -> None:
 def test_draws_have_the_softmaxs_frequencies() -> None:
     n, vocab_size = 20000, 16
     logits = torch.linspace(-2, 1, vocab_size, device="cuda").repeat(n, 1)
-    wishes = greedy_wishes(n)
-    wishes["temperature"] = 1.0
-    wishes["seed"] = np.arange(n)
-    counts = np.bincount(run(logits, wishes).token_ids, minlength=vocab_size)
+    row_params = greedy_row_params(n)
+    row_params["temperature"] = 1.0
+    row_params["seed"] = np.arange(n)
+    counts = np.bincount(run(logits, row_params).token_ids, minlength=vocab_size)
     expected = torch.softmax(logits[0].double(), -1).cpu().numpy() * n
     assert ((counts - expected) ** 2 / expected).sum() < 50  # 15 degrees of freedom: p < 2e-5
 
 
 @pytest.mark.parametrize("vocab_size", [3000, 128256])
-def test_of_equal_logits_the_first_is_the_likeliest(vocab_size: int) -> None:
+def test_ties_in_logits_go_to_the_lowest_token_id(vocab_size: int) -> None:
     logits = torch.zeros(4, vocab_size, device="cuda")
     logits[:, 1000:1300] = 1.0
-    wishes = greedy_wishes(4)
-    wishes["temperature"] = [0.0, 1.0, 1.0, 0.01]
-    wishes["top_k"] = [0, 7, 290, 0]
-    chosen = run(logits, wishes).token_ids
+    row_params = greedy_row_params(4)
+    row_params["temperature"] = [0.0, 1.0, 1.0, 0.01]
+    row_params["top_k"] = [0, 7, 290, 0]
+    chosen = run(logits, row_params).token_ids
     assert chosen[0] == 1000
     assert 1000 <= chosen[1] < 1007
     assert 1000 <= chosen[2] < 1290
-    check_draws(logits, wishes, run(logits, wishes))
+    check_draws(logits, row_params, run(logits, row_params))
 
 
 @pytest.mark.parametrize("kind", ALL)
 def test_a_flat_row_and_a_sharp_one(kind: str) -> None:
     """All of the vocabulary in one score, and all of the mass in one token."""
-    wishes = wish(8, kind, np.random.default_rng(5))
+    row_params = random_row_params(8, kind, np.random.default_rng(5))
     for logits in (
         torch.zeros(8, 50000),
         torch.zeros(8, 50000).index_fill_(1, torch.tensor(77), 60),
     ):
-        check_draws(logits.cuda(), wishes, run(logits.cuda(), wishes))
+        check_draws(logits.cuda(), row_params, run(logits.cuda(), row_params))
 
 
 # ---------------------------------------------------------------- penalties, biases, masks
@@ -334,20 +342,20 @@ class Shaped:
     logits: torch.Tensor
 
 
-def shape(logits: torch.Tensor, wishes: Wishes, rng: np.random.Generator) -> Shaped:
-    """Give rows penalties (into the wishes), drafted tokens, biases, bans and masks."""
+def shape(logits: torch.Tensor, row_params: RowParamsArray, rng: np.random.Generator) -> Shaped:
+    """Give rows penalties (into the row_params), drafted tokens, biases, bans and masks."""
     n, vocab_size = logits.shape
     slots = 5
-    wishes["repetition"] = rng.choice([1.0, 0.8, 1.3], n)
-    wishes["presence"] = rng.choice([0.0, -1.0, 0.5], n)
-    wishes["frequency"] = rng.choice([0.0, -0.1, 0.25], n)
-    wishes["slot"] = rng.integers(-1, slots, n)
+    row_params["repetition"] = rng.choice([1.0, 0.8, 1.3], n)
+    row_params["presence"] = rng.choice([0.0, -1.0, 0.5], n)
+    row_params["frequency"] = rng.choice([0.0, -0.1, 0.25], n)
+    row_params["slot"] = rng.integers(-1, slots, n)
     prompt = torch.zeros(slots, prompt_words(vocab_size), dtype=torch.int32, device="cuda")
     counts = torch.zeros(slots, vocab_size, dtype=torch.int16, device="cuda")
-    told = rng.integers(0, slots, 4000).astype(np.int32), rng.integers(0, vocab_size, 4000)
-    said = rng.integers(0, slots, 2000).astype(np.int32), rng.integers(0, vocab_size, 2000)
-    note_prompt(on_device(told[0]), on_device(told[1]), prompt, vocab_size)
-    note_output(on_device(said[0]), on_device(said[1]), counts)
+    prompt_tokens = rng.integers(0, slots, 4000).astype(np.int32), rng.integers(0, vocab_size, 4000)
+    output_tokens = rng.integers(0, slots, 2000).astype(np.int32), rng.integers(0, vocab_size, 2000)
+    mark_prompt_tokens(on_device(prompt_tokens[0]), on_device(prompt_tokens[1]), prompt, vocab_size)
+    count_output_tokens(on_device(output_tokens[0]), on_device(output_tokens[1]), counts)
 
     likeliest = logits.float().argmax(-1).cpu().numpy()
     tokens = rng.integers(0, vocab_size, 300)
@@ -370,19 +378,19 @@ def shape(logits: torch.Tensor, wishes: Wishes, rng: np.random.Generator) -> Sha
 
     shaped = logits.float().cpu().clone()
     for row in range(n):
-        slot = wishes["slot"][row]
+        slot = row_params["slot"][row]
         if slot >= 0:
             tail = tokens[tail_starts[row] :][: tail_lengths[row]]
-            output = np.concatenate([said[1][said[0] == slot], tail])
+            output = np.concatenate([output_tokens[1][output_tokens[0] == slot], tail])
             output_ids, output_counts = np.unique(output, return_counts=True)
             reference.apply_penalties(
                 shaped[row],
-                np.union1d(output_ids, told[1][told[0] == slot]),
+                np.union1d(output_ids, prompt_tokens[1][prompt_tokens[0] == slot]),
                 output_ids,
                 output_counts,
-                float(wishes["repetition"][row]),
-                float(wishes["presence"][row]),
-                float(wishes["frequency"][row]),
+                float(row_params["repetition"][row]),
+                float(row_params["presence"][row]),
+                float(row_params["frequency"][row]),
             )
         known = {id_: bias for id_, bias in biases[row].items() if id_ < vocab_size}
         if known:
@@ -414,24 +422,24 @@ def test_what_shapes_the_logits_comes_before_everything(
     dtype: torch.dtype, vocab_size: int
 ) -> None:
     rng = np.random.default_rng(vocab_size)
-    wishes = np.concatenate([wish(6, kind, rng) for kind in ALL])
-    n = len(wishes)
+    row_params = np.concatenate([random_row_params(6, kind, rng) for kind in ALL])
+    n = len(row_params)
     logits = (torch.randn(n, vocab_size, device="cuda") * 3).to(dtype)
-    shaped = shape(logits, wishes, rng)
-    chosen = run(logits, wishes, **shaped.operands)
-    check_draws(shaped.logits, wishes, chosen)
+    shaped = shape(logits, row_params, rng)
+    chosen = run(logits, row_params, **shaped.operands)
+    check_draws(shaped.logits, row_params, chosen)
     expected = own_logprobs(logits, chosen)
     assert np.abs(chosen.logprobs - expected).max() < 1e-3, "of the logits as they came"
 
 
 def test_each_way_of_shaping_works_without_the_others() -> None:
     rng = np.random.default_rng(11)
-    wishes = wish(12, "top_k", rng)
+    row_params = random_row_params(12, "top_k", rng)
     logits = torch.randn(12, 20000, device="cuda") * 3
-    full = shape(logits, wishes, rng).operands
-    plain = wishes.copy()
+    full = shape(logits, row_params, rng).operands
+    plain = row_params.copy()
     for name in ("repetition", "presence", "frequency", "slot"):
-        plain[name] = greedy_wishes(12)[name]
+        plain[name] = greedy_row_params(12)[name]
     for names in (
         ("counts", "prompt"),
         ("counts", "prompt", "tokens", "tail_starts", "tail_lengths"),
@@ -439,7 +447,7 @@ def test_each_way_of_shaping_works_without_the_others() -> None:
         ("masks", "mask_rows"),
     ):
         some = {name: full[name] for name in names}
-        row_wishes = wishes if "counts" in names else plain
+        row_wishes = row_params if "counts" in names else plain
         chosen = run(logits, row_wishes, **some)
         nothing = {
             "tail_lengths": torch.zeros(12, dtype=torch.int32, device="cuda"),
@@ -464,15 +472,15 @@ def test_many_biases_find_their_tokens() -> None:
     shaped = logits.cpu().clone()
     for row, (ids, some) in enumerate(zip(lists, values, strict=True)):
         reference.add_biases(shaped[row], ids.tolist(), some.tolist())
-    wishes = wish(3, "plain", rng)
+    row_params = random_row_params(3, "plain", rng)
     chosen = run(
         logits,
-        wishes,
+        row_params,
         bias_starts=on_device(np.cumsum([0, *map(len, lists)]).astype(np.int32)),
         bias_ids=on_device(np.concatenate(lists).astype(np.int32)),
         biases=on_device(np.concatenate(values)),
     )
-    check_draws(shaped, wishes, chosen)
+    check_draws(shaped, row_params, chosen)
 
 
 def test_counts_are_exact_where_many_tokens_come_at_once_and_end_at_the_largest() -> None:
@@ -481,7 +489,7 @@ def test_counts_are_exact_where_many_tokens_come_at_once_and_end_at_the_largest(
         counts[1, 4] = 32760
         slots = torch.tensor([0, 1, 1, 2, -1], dtype=torch.int32, device="cuda").repeat(500)
         ids = torch.tensor([3, 4, 5, vocab_size - 1, 2], device="cuda").repeat(500)
-        note_output(slots, ids, counts)
+        count_output_tokens(slots, ids, counts)
         expected = torch.zeros(3, vocab_size, dtype=torch.int16)
         expected[0, 3] = expected[1, 5] = expected[2, vocab_size - 1] = 500
         expected[1, 4] = 32767
@@ -497,13 +505,13 @@ def test_a_row_that_is_not_finite_says_so_and_its_neighbours_go_on(
     broken: float, where: int
 ) -> None:
     logits = torch.randn(6, 32000, device="cuda")
-    wishes = greedy_wishes(6)
-    wishes["temperature"] = [0, 0, 1, 1, 1, 1]
-    wishes["top_k"] = [0, 0, 0, 0, 5, 5]
-    expected = run(logits, wishes)
+    row_params = greedy_row_params(6)
+    row_params["temperature"] = [0, 0, 1, 1, 1, 1]
+    row_params["top_k"] = [0, 0, 0, 0, 5, 5]
+    expected = run(logits, row_params)
     logits[::2, where] = broken
-    chosen = run(logits, wishes)
-    assert chosen.statuses.tolist() == [NOT_FINITE, FINE] * 3
+    chosen = run(logits, row_params)
+    assert chosen.statuses.tolist() == [NOT_FINITE, OK] * 3
     assert (chosen.token_ids[1::2] == expected.token_ids[1::2]).all()
     assert (chosen.token_ids[::2] == 0).all()
 
@@ -511,13 +519,13 @@ def test_a_row_that_is_not_finite_says_so_and_its_neighbours_go_on(
 def test_a_row_of_bans_alone_says_so() -> None:
     vocab_size = 9000
     logits = torch.randn(2, vocab_size, device="cuda")
-    wishes = greedy_wishes(2)
-    wishes["temperature"] = [1.0, 0.0]
+    row_params = greedy_row_params(2)
+    row_params["temperature"] = [1.0, 0.0]
     starts = torch.tensor([0, vocab_size, 2 * vocab_size - 1], dtype=torch.int32, device="cuda")
     bans = torch.arange(2 * vocab_size - 1, dtype=torch.int32, device="cuda") % vocab_size
     never = torch.full((len(bans),), -torch.inf, device="cuda")
-    chosen = run(logits, wishes, bias_starts=starts, bias_ids=bans, biases=never)
-    assert chosen.statuses.tolist() == [NOTHING_LEFT, FINE]
+    chosen = run(logits, row_params, bias_starts=starts, bias_ids=bans, biases=never)
+    assert chosen.statuses.tolist() == [NO_ALLOWED_TOKENS, OK]
     assert chosen.token_ids[1] == vocab_size - 1
 
 
@@ -526,17 +534,17 @@ def test_a_row_of_bans_alone_says_so() -> None:
 
 def test_rows_may_lie_apart_and_start_anywhere() -> None:
     wide = torch.randn(12, 9001 + 100, device="cuda")
-    wishes = wish(12, "all", np.random.default_rng(6))
+    row_params = random_row_params(12, "all", np.random.default_rng(6))
     for first in range(3):
         logits = wide[:, first : first + 9001]
-        check_draws(logits, wishes, run(logits, wishes))
+        check_draws(logits, row_params, run(logits, row_params))
 
 
-def test_it_replays_from_a_graph_with_other_wishes() -> None:
+def test_it_replays_from_a_graph_with_other_row_params() -> None:
     rng = np.random.default_rng(7)
     n, vocab_size = 32, 32000
     logits = torch.randn(n, vocab_size, device="cuda") * 3
-    state, positions = on_device(greedy_wishes(n)), on_device(positions_of(n))
+    state, positions = on_device(greedy_row_params(n)), on_device(positions_of(n))
     workspace = Workspace(n, vocab_size, "cuda")
     token_ids = torch.zeros(n, dtype=torch.int64, device="cuda")
     logprobs = torch.zeros(n, device="cuda")
@@ -560,48 +568,50 @@ def test_it_replays_from_a_graph_with_other_wishes() -> None:
     with torch.cuda.graph(graph):
         step()
     for kind in ALL:
-        wishes = wish(n, kind, rng)
-        state.copy_(on_device(wishes))
+        row_params = random_row_params(n, kind, rng)
+        state.copy_(on_device(row_params))
         logits.normal_().mul_(3)
         graph.replay()
         replayed = token_ids.cpu().numpy()
-        assert (replayed == run(logits, wishes, workspace).token_ids).all()
-        check_draws(logits, wishes, run(logits, wishes, workspace))
+        assert (replayed == run(logits, row_params, workspace).token_ids).all()
+        check_draws(logits, row_params, run(logits, row_params, workspace))
 
 
 def test_without_filters_one_launch_is_enough() -> None:
     logits = torch.randn(8, 32000, device="cuda")
-    wishes = wish(8, "plain", np.random.default_rng(8))
-    wishes["temperature"][::2] = 0
-    both, one = run(logits, wishes), run(logits, wishes, filters=False)
+    row_params = random_row_params(8, "plain", np.random.default_rng(8))
+    row_params["temperature"][::2] = 0
+    both, one = run(logits, row_params), run(logits, row_params, filters=False)
     assert (both.token_ids == one.token_ids).all()
 
 
 def test_without_rare_filters_their_pass_is_not_needed() -> None:
     logits = torch.randn(8, 32000, device="cuda")
-    wishes = wish(8, "all", np.random.default_rng(9))
-    wishes["temperature"][::2] = 0
-    wishes["typical_p"][::2] = 0.5  # of a greedy row nothing is asked
-    both, two = run(logits, wishes), run(logits, wishes, rare=False)
+    row_params = random_row_params(8, "all", np.random.default_rng(9))
+    row_params["temperature"][::2] = 0
+    row_params["typical_p"][::2] = 0.5  # of a greedy row nothing is asked
+    both, two = run(logits, row_params), run(logits, row_params, rare=False)
     assert (both.token_ids == two.token_ids).all()
 
 
 def test_operands_that_do_not_fit_are_refused_by_name() -> None:
     logits = torch.randn(2, 100, device="cuda")
     with pytest.raises(ValueError, match="workspace is for up to 1 rows"):
-        run(logits, greedy_wishes(2), Workspace(1, 100, "cuda"))
-    with pytest.raises(ValueError, match="wishes"):
-        run(logits, greedy_wishes(3))
+        run(logits, greedy_row_params(2), Workspace(1, 100, "cuda"))
+    with pytest.raises(ValueError, match="row_params"):
+        run(logits, greedy_row_params(3))
     with pytest.raises(ValueError, match="come together"):
-        run(logits, greedy_wishes(2), bias_ids=torch.zeros(1, dtype=torch.int32, device="cuda"))
+        run(logits, greedy_row_params(2), bias_ids=torch.zeros(1, dtype=torch.int32, device="cuda"))
     with pytest.raises(ValueError, match="masks, mask_rows come together; masks is missing"):
-        run(logits, greedy_wishes(2), mask_rows=torch.zeros(2, dtype=torch.int32, device="cuda"))
+        run(
+            logits, greedy_row_params(2), mask_rows=torch.zeros(2, dtype=torch.int32, device="cuda")
+        )
     with pytest.raises(ValueError, match="logits is "):
-        run(logits.double(), greedy_wishes(2))
+        run(logits.double(), greedy_row_params(2))
 
 
 def test_no_rows_are_no_launch() -> None:
-    run(torch.empty(0, 100, device="cuda"), greedy_wishes(0), Workspace(4, 100, "cuda"))
+    run(torch.empty(0, 100, device="cuda"), greedy_row_params(0), Workspace(4, 100, "cuda"))
 
 
 # ---------------------------------------------------------------- the likeliest tokens
@@ -610,9 +620,7 @@ def test_no_rows_are_no_launch() -> None:
 @pytest.mark.parametrize("is_given", [False, True], ids=["chosen", "given"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("vocab_size", [1, 7, 300, 8200, 128256, 262144])
-def test_the_likeliest_tokens_are_named_in_order(
-    dtype: torch.dtype, vocab_size: int, is_given: bool
-) -> None:
+def test_top_logprobs_are_in_order(dtype: torch.dtype, vocab_size: int, is_given: bool) -> None:
     """Of bfloat16's many equal logits the first ones come first. Rows' own tokens may be given."""
     rng = np.random.default_rng(vocab_size)
     wanted = np.array([20, -1, 0, 1, 5, 20, 20, 19], np.int32)
@@ -620,14 +628,14 @@ def test_the_likeliest_tokens_are_named_in_order(
     logits = (torch.randn(n, vocab_size, device="cuda") * 3).to(dtype)
     logits[5] = 1.0
     logits[6, vocab_size // 2] = torch.nan
-    wishes = wish(n, "plain", rng)
-    wishes["temperature"] = 30.0  # chosen from far below
+    row_params = random_row_params(n, "plain", rng)
+    row_params["temperature"] = 30.0  # chosen from far below
     workspace = Workspace(n, vocab_size, "cuda")
     token_ids = torch.zeros(n, dtype=torch.int64, device="cuda")
     statuses = torch.zeros(n, dtype=torch.int32, device="cuda")
     sample(
         logits,
-        on_device(wishes),
+        on_device(row_params),
         on_device(positions_of(n)),
         workspace,
         token_ids=token_ids,

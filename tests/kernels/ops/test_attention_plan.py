@@ -14,14 +14,14 @@ import numpy as np
 import pytest
 
 from inflight_kernels.ops.attention import instantiations
-from inflight_kernels.ops.attention_parts import (
+from inflight_kernels.ops.attention_dispatch import (
     HEAD_DIMS,
     HOPPER_HEAD_DIMS,
     Gpu,
     HeadsShape,
     HopperShape,
     Shape,
-    most_bytes,
+    max_workspace_bytes,
     parts,
     shapes,
 )
@@ -405,7 +405,7 @@ def test_a_workspace_for_the_largest_step_serves_all_smaller_ones(most, device, 
     heads = (8, group, head_dim)
     counts = sorted({*range(1, min(most, 20)), *range(20, most, 37), 128, 192, most})
     for max_tokens in (most, most + 1, most + 300, 1024):
-        room = most_bytes(most, max_tokens, None, *heads, device)
+        room = max_workspace_bytes(most, max_tokens, None, *heads, device)
         for num_chunks in (count for count in counts if count <= min(most, max_tokens)):
             # A recorded step may be told of longer chunks than it has room for.
             for q_len in (1, 2, 3, 4, 5, 8, 15, 16, 17, 21, 22, 32, 63, 64, 65, max_tokens):

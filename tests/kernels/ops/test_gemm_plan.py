@@ -1,4 +1,4 @@
-"""How linear layers of few tokens are cut: without a GPU."""
+"""How linear layers of many tokens are cut, and when they are preferred: without a GPU."""
 
 from __future__ import annotations
 
@@ -6,72 +6,180 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 
-from inflight_kernels.ops import gemm
-from inflight_kernels.ops.gemm import MAX_TOKENS, plan
+from inflight_kernels.ops import gemm, linear_operands
+from inflight_kernels.ops.gemm import Plan, plan, prefers, utilization
 
-# Rows of weights: of models of 135M, 1B, 3B, 7B, 8B, 14B, 32B and 70B, their shards, and odd ones.
-ROWS = [
-    *(8, 192, 576, 960, 1000, 1280, 2048, 2560, 3072, 3584, 4096, 4608, 5120, 6144, 7168, 8192),
-    *(8448, 8456, 9216, 10240, 16384, 18944, 19008, 19016, 22016, 27648, 28672, 35840, 57344),
-    *(49152, 128256, 151936, 262144),
-]
+# name: (n, gated)
+LAYERS = {
+    "8B qkv": (6144, False),
+    "8B o": (4096, False),
+    "8B gate_up": (28672, True),
+    "8B head": (128256, False),
+    "70B on 4, gate_up": (14336, True),
+    "135M gate_up": (3072, True),
+    "odd": (1000, False),
+    "odd, gated": (1008, True),
+    "one": (8, False),
+    "one, gated": (16, True),
+}
+TOKENS = [1, 65, 128, 129, 192, 256, 257, 1000, 8192, 16384]
 HOPPER = 132
 
-
-@pytest.mark.parametrize("n", ROWS)
-@pytest.mark.parametrize("num_multiprocessors", [2, 78, 114, HOPPER])
-def test_every_row_is_in_one_tile(n: int, num_multiprocessors: int) -> None:
-    cut = plan(n, num_multiprocessors)
-    assert (cut.tiles - 1) * cut.rows < n <= cut.tiles * cut.rows
-    assert cut.rows in (gemm._PAIR_ROWS if cut.pair else gemm._BLOCK_ROWS)
+CSRC = Path(gemm.__file__).parents[1] / "csrc/linear"
+SOURCE = (CSRC / "gemm_hopper.cu").read_text()
+HEADER = (CSRC / "hopper_linear.cuh").read_text()
+CONSTANTS = {name: int(value) for name, value in re.findall(r"int (\w+) = (\d+);", SOURCE)}
 
 
-@pytest.mark.parametrize("n", ROWS)
-@pytest.mark.parametrize("num_multiprocessors", [2, 78, 114, HOPPER])
-def test_blocks_run_at_once_and_each_pair_has_a_tile_of_its_own(
-    n: int, num_multiprocessors: int
+def boxes(cut: Plan, m: int, width: int, gated: bool) -> list[tuple[int, int]]:
+    """First token and first column of the tile of each block, as the kernel finds them."""
+    columns = cut.shape.rows // 2 if gated else cut.shape.rows
+    share = cut.shape.share_weight
+    token_tiles = -(-m // (gemm._TOKENS * (2 if share else 1)))
+    row_tiles = -(-width // (columns * (1 if share else 2)))
+    at_once = CONSTANTS["TILES_AT_ONCE"]
+    found = []
+    for cluster in range(cut.clusters):
+        for tile in range(cluster, token_tiles * row_tiles, cut.clusters):
+            first = tile // (at_once * row_tiles) * at_once
+            size = min(at_once, token_tiles - first)
+            rest = tile % (at_once * row_tiles)
+            tokens, rows = first + rest % size, rest // size
+            for rank in range(2):
+                found.append(
+                    ((2 * tokens + rank) * gemm._TOKENS, rows * columns)
+                    if share
+                    else (tokens * gemm._TOKENS, (2 * rows + rank) * columns)
+                )
+    return found
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+@pytest.mark.parametrize("m", TOKENS)
+@pytest.mark.parametrize("num_multiprocessors", [2, 78, HOPPER])
+def test_every_place_of_the_output_is_in_one_tile(
+    layer: str, m: int, num_multiprocessors: int
 ) -> None:
-    cut = plan(n, num_multiprocessors)
-    assert 0 < cut.blocks <= num_multiprocessors
-    if cut.pair:
-        assert cut.blocks == 2 * cut.tiles
+    n, gated = LAYERS[layer]
+    width = n // 2 if gated else n
+    cut = plan(m, n, gated, num_multiprocessors)
+    columns = cut.shape.rows // 2 if gated else cut.shape.rows
+    assert 2 * cut.clusters <= num_multiprocessors
+    found = boxes(cut, m, width, gated)
+    assert len(found) == len(set(found)) == 2 * cut.tiles
+    wanted = {
+        (token, column)
+        for token in range(0, m, gemm._TOKENS)
+        for column in range(0, width, columns)
+    }
+    assert wanted <= set(found)
 
 
-@pytest.mark.parametrize("n", [n for n in ROWS if n >= 3072])
-def test_the_busiest_block_has_little_more_than_its_share(n: int) -> None:
-    """Of the weights, on a Hopper GPU: the rest wait for it."""
-    cut = plan(n, HOPPER)
-    busiest = -(-cut.tiles // cut.blocks) * cut.rows if not cut.pair else cut.rows / 2
-    assert n / HOPPER / busiest >= 0.8
+@pytest.mark.parametrize("m", [128, 256, 384, 512, 640, 1024, 8192])
+def test_multiprocessors_are_seldom_idle_in_an_8b_models_mlp(m: int) -> None:
+    assert utilization(m, 28672, True, HOPPER) > 0.96
 
 
-@pytest.mark.parametrize("n", [4096, 6144, 28672, 128256])
-def test_the_busiest_block_of_an_8b_model_has_almost_exactly_its_share(n: int) -> None:
-    cut = plan(n, HOPPER)
-    busiest = -(-cut.tiles // cut.blocks) * cut.rows if not cut.pair else cut.rows / 2
-    assert n / HOPPER / busiest >= 0.96
+@pytest.mark.parametrize("m", TOKENS)
+def test_utilization_is_a_fraction(m: int) -> None:
+    for n, gated in LAYERS.values():
+        assert 0 < utilization(m, n, gated, HOPPER) <= 1
 
 
-@pytest.mark.parametrize("n", ROWS)
-def test_a_multiprocessor_has_one_block_with_all_its_memory(n: int) -> None:
-    """228 KiB on Hopper, of which a block costs 1 KiB more than it asks for, and gets 227."""
-    cut = plan(n, HOPPER)
-    assert cut.shared_bytes <= 227 * 1024 < 2 * (cut.shared_bytes + 1024)
+@pytest.mark.parametrize("shape", gemm._GATED + gemm._PLAIN, ids=str)
+def test_a_shape_suits_the_hardware(shape: gemm.Shape) -> None:
+    assert shape.shared_bytes <= linear_operands.MAX_SHARED_BYTES
+    assert shape.stages >= 4, "too few steps to hide the latency of memory"
+    assert shape.rows % 16 == 0, "half of the rows, a box, is whole units of 8 rows, swizzled"
+    assert re.search(rf"PRODUCT_MULTIPLY\({shape.rows},", HEADER), "no such instruction"
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+@pytest.mark.parametrize("m", TOKENS)
+def test_whatever_a_plan_takes_is_compiled(layer: str, m: int) -> None:
+    n, gated = LAYERS[layer]
+    shape = plan(m, n, gated, HOPPER).shape
+    compiled = {name for _, names, _ in gemm.instantiations() for name in names}
+    for storage in linear_operands.STORAGE_TYPES.values():
+        for out_type in (storage,) if gated else (storage, "float"):
+            assert gemm._name(shape, storage, out_type, gated) in compiled
 
 
 def test_constants_are_the_same_on_both_sides() -> None:
-    source = (Path(gemm.__file__).parents[1] / "csrc/linear/gemm.cu").read_text()
-    found = dict(re.findall(r"constexpr int (\w+) = (\d+);", source))
-    assert (int(found["WARPS"]) + 1) * 32 == gemm._THREADS
-    assert int(found["TOKENS"]) == gemm._TOKENS == MAX_TOKENS
-    assert int(found["DEPTH"]) == gemm._DEPTH
+    assert CONSTANTS["DEPTH"] == gemm._DEPTH
+    assert CONSTANTS["GROUPS"] * 64 == gemm._TOKENS
+    assert (CONSTANTS["GROUPS"] + 1) * 128 == gemm._THREADS
 
 
-def test_few_tokens_on_hopper_are_preferred(monkeypatch: pytest.MonkeyPatch) -> None:
+# ---------------------------------------------------------------- when it is preferred
+
+
+@pytest.fixture
+def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gemm, "is_hopper", lambda: True)
-    assert all(gemm.prefers(m, n, 4096) for m in (1, 32, MAX_TOKENS) for n in ROWS)
-    assert not any(gemm.prefers(m, n, 4096) for m in (0, MAX_TOKENS + 1) for n in ROWS)
-    assert not gemm.prefers(1, 4096, 4100)
+    monkeypatch.setattr(gemm, "num_multiprocessors", lambda: HOPPER)
+
+
+@pytest.mark.usefixtures("hopper")
+@pytest.mark.parametrize(
+    ("n", "k", "faster", "slower"),
+    [
+        (
+            28672,
+            4096,
+            [65, 96, 128, 240, 256, 384, 512, 576, 640, 704, 1024, 8192],
+            [200, 272, 320],
+        ),
+        (14336, 8192, [256, 1024], [96, 128, 192]),
+        (16384, 2048, [256, 1024], [96, 128]),
+        (37888, 3584, [1024], [96, 128, 192, 256]),
+    ],
+)
+def test_gated_products_are_preferred_where_they_were_faster(
+    n: int, k: int, faster: list[int], slower: list[int]
+) -> None:
+    assert [m for m in faster + slower if prefers(m, n, k, True, False)] == faster
+
+
+@pytest.mark.usefixtures("hopper")
+def test_plain_products_are_preferred_for_few_tokens_into_float32() -> None:
+    tokens = [1, 64, 65, 80, 128, 129, 160, 256, 8192]
+    assert [m for m in tokens if prefers(m, 128256, 4096, False, True)] == [65, 80, 128]
+    assert not any(prefers(m, n, 4096, False, False) for m in tokens for n in (4096, 128256))
+
+
+@pytest.mark.usefixtures("hopper")
+@pytest.mark.parametrize("max_tokens", [64, 100, 256, 1000, 4100])
+@pytest.mark.parametrize("layer", LAYERS)
+def test_whatever_is_preferred_is_among_the_kernels_of_a_weight(
+    layer: str, max_tokens: int
+) -> None:
+    (n, gated), k, bfloat16 = LAYERS[layer], 4096, torch.bfloat16
+    for out_dtype in (bfloat16,) if gated else (bfloat16, torch.float32):
+        widens = out_dtype == torch.float32
+        taken = {
+            gemm._name(
+                plan(m, n, gated, HOPPER).shape,
+                linear_operands.STORAGE_TYPES[bfloat16],
+                linear_operands.OUT_TYPES[out_dtype],
+                gated,
+            )
+            for m in range(1, max_tokens + 1)
+            if prefers(m, n, k, gated, widens)
+        }
+        found = gemm.kernels_of((n, k), bfloat16, out_dtype, gated, max_tokens)
+        assert {name for _, name in found} == taken
+
+
+@pytest.mark.usefixtures("hopper")
+def test_what_linear_refuses_is_not_preferred() -> None:
+    assert prefers(256, 28672, 4096, True, False)
+    assert not prefers(256, 28672, 4100, True, False)
+    assert not prefers(256, 28672 + 8, 4096, True, False)
+
+
+def test_nothing_is_preferred_on_other_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gemm, "is_hopper", lambda: False)
-    assert not gemm.prefers(1, 4096, 4096)
+    assert not prefers(256, 28672, 4096, True, False)

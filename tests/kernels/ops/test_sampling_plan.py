@@ -183,16 +183,16 @@ def test_the_masses_of_the_largest_vocabulary_fit_64_bits() -> None:
     assert sampling.MAX_VOCAB_SIZE * 2**40 < 2**63
 
 
-def test_a_wish_lies_in_memory_as_the_kernel_reads_it() -> None:
-    body = re.search(r"struct Wish \{(.*?)\};", SOURCE, re.DOTALL)
+def test_row_params_have_the_memory_layout_of_the_kernel() -> None:
+    body = re.search(r"struct RowParams \{(.*?)\};", SOURCE, re.DOTALL)
     assert body is not None
     fields = []
     for line in re.sub(r"//.*", "", body[1]).split(";"):
         words = re.findall(r"\w+", line)
         fields.extend((name, words[0]) for name in words[1:])
     types = {"u64": "<u8", "float": "<f4", "int": "<i4"}
-    assert np.dtype([(name, types[kind]) for name, kind in fields]) == sampling.WISH
-    assert f"sizeof(Wish) == {sampling.WISH.itemsize}" in SOURCE
+    assert np.dtype([(name, types[kind]) for name, kind in fields]) == sampling.ROW_PARAMS
+    assert f"sizeof(RowParams) == {sampling.ROW_PARAMS.itemsize}" in SOURCE
 
 
 @pytest.mark.parametrize(
@@ -232,9 +232,9 @@ def test_rows_of_scratch_stay_aligned() -> None:
         assert sampling.scratch_bytes(vocab_size) % 16 == 0
 
 
-def test_a_fresh_wish_is_greedy_and_changes_nothing() -> None:
-    (wish,) = sampling.greedy_wishes(1)
-    assert wish["temperature"] == 0 and wish["slot"] == -1
-    assert wish["top_p"] == wish["typical_p"] == wish["repetition"] == 1
-    assert wish["min_p"] == wish["presence"] == wish["frequency"] == wish["top_k"] == 0
-    assert wish["top_n_sigma"] == wish["xtc_probability"] == 0
+def test_default_row_params_are_greedy_and_change_nothing() -> None:
+    (params,) = sampling.greedy_row_params(1)
+    assert params["temperature"] == 0 and params["slot"] == -1
+    assert params["top_p"] == params["typical_p"] == params["repetition"] == 1
+    assert params["min_p"] == params["presence"] == params["frequency"] == params["top_k"] == 0
+    assert params["top_n_sigma"] == params["xtc_probability"] == 0

@@ -20,13 +20,13 @@ from inflight_kernels.ops import (
     attention,
     batch_state,
     cache,
-    dense,
     drafting,
     embedding,
     gemm,
     norm,
     rope,
     sampling,
+    skinny_gemm,
 )
 from inflight_kernels.runtime import compile as compiler
 from inflight_kernels.runtime.compile import (
@@ -231,7 +231,7 @@ def test_what_is_begun_ahead_is_waited_for_and_compiled_once(
 
     monkeypatch.setattr(compiler, "_compile", counted)
     kernels = [("batch_state", "write_tables"), ("batch_state", "end_step")]
-    compiler.ahead([*kernels, *kernels], arch="sm_80")
+    compiler.precompile([*kernels, *kernels], arch="sm_80")
     for stem, name in [*kernels, *kernels]:
         assert name in cubin(stem, (name,), arch="sm_80").symbols
     assert compiled == ["batch_state"] * 2
@@ -241,7 +241,7 @@ def test_what_cannot_be_compiled_ahead_is_an_error_where_it_is_used(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    compiler.ahead([("cache", "no_such_kernel")], arch="sm_80")
+    compiler.precompile([("cache", "no_such_kernel")], arch="sm_80")
     with pytest.raises(CompileError, match="no_such_kernel"):
         cubin("cache", ("no_such_kernel",), arch="sm_80")
 
@@ -260,7 +260,7 @@ def test_what_is_not_begun_yet_is_not_waited_for(
         return compile_now(stem, source, names, *rest)
 
     monkeypatch.setattr(compiler, "_compile", held)
-    compiler.ahead([("batch_state", "end_step"), ("batch_state", "begin_step")], arch="sm_80")
+    compiler.precompile([("batch_state", "end_step"), ("batch_state", "begin_step")], arch="sm_80")
     assert "begin_step" in cubin("batch_state", ("begin_step",), arch="sm_80").symbols
     may_go_on.set()
     assert "end_step" in cubin("batch_state", ("end_step",), arch="sm_80").symbols
@@ -272,8 +272,8 @@ def test_what_is_not_begun_yet_is_not_waited_for(
 def test_a_model_s_kernels_are_among_those_that_there_are(
     num_kv_heads: int, head_dim: int, hopper: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(dense, "is_hopper", lambda: hopper)
-    monkeypatch.setattr(dense, "num_multiprocessors", lambda: 132)
+    monkeypatch.setattr(gemm, "is_hopper", lambda: hopper)
+    monkeypatch.setattr(gemm, "num_multiprocessors", lambda: 132)
     there = {(stem, name) for stem, names, _ in KERNELS for name in names}
     found = [
         *attention.kernels_of(32, num_kv_heads, head_dim, torch.bfloat16, hopper),
@@ -289,10 +289,10 @@ def test_a_model_s_kernels_are_among_those_that_there_are(
         *cache.kernels_of(torch.int64),
         *drafting.kernels_of(passes=False),
         *drafting.kernels_of(passes=True),
-        *dense.kernels_of((28672, 4096), torch.bfloat16, torch.bfloat16, True, 8192),
-        *dense.kernels_of((128256, 4096), torch.bfloat16, torch.float32, False, 256),
-        *gemm.kernels_of((6144, 4096), torch.bfloat16, torch.bfloat16, False, 132),
-        *gemm.kernels_of((28672, 4096), torch.bfloat16, torch.bfloat16, True, 132),
-        *gemm.kernels_of((128256, 4096), torch.bfloat16, torch.float32, False, 132),
+        *gemm.kernels_of((28672, 4096), torch.bfloat16, torch.bfloat16, True, 8192),
+        *gemm.kernels_of((128256, 4096), torch.bfloat16, torch.float32, False, 256),
+        *skinny_gemm.kernels_of((6144, 4096), torch.bfloat16, torch.bfloat16, False, 132),
+        *skinny_gemm.kernels_of((28672, 4096), torch.bfloat16, torch.bfloat16, True, 132),
+        *skinny_gemm.kernels_of((128256, 4096), torch.bfloat16, torch.float32, False, 132),
     ]
     assert set(found) <= there

@@ -14,7 +14,7 @@ from inflight_kernels.ops.embedding import embedding
 from inflight_kernels.ops.norm import MAX_HIDDEN_BYTES, _block, rms_norm
 from inflight_kernels.ops.rope import _group, _threads, rope_write_kv
 from inflight_kernels.runtime import launch
-from inflight_kernels.runtime.launch import Int64, Kernel, check, check_place, name_of, vectors_in
+from inflight_kernels.runtime.launch import Int64, Kernel, check, check_memory, name_of, vectors_in
 
 
 @pytest.fixture
@@ -96,7 +96,7 @@ def test_a_wrong_operand_is_described() -> None:
     with pytest.raises(ValueError, match=r"\[8, 2\], not contiguous"):
         check("x", torch.zeros(2, 8).t(), (8, 2), torch.float32)
     with pytest.raises(ValueError, match="x is on cpu"):
-        check_place("x", torch.zeros(2, 8))
+        check_memory("x", torch.zeros(2, 8))
     with pytest.raises(ValueError, match=r"x is torch.int8; it may be torch.int32, torch.int64"):
         name_of(launch.ID_TYPES, "x", torch.zeros(1, dtype=torch.int8))
 
@@ -142,7 +142,7 @@ def test_rope_refuses_what_its_kernel_would_read_wrongly(
     changes: dict[str, torch.Tensor], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for module in ("inflight_kernels.runtime.launch", "inflight_kernels.ops.rope"):
-        monkeypatch.setattr(f"{module}.check_place", lambda *args, **options: None)
+        monkeypatch.setattr(f"{module}.check_memory", lambda *args, **options: None)
     with pytest.raises(ValueError, match=message):
         rope_write_kv(**_operands(**changes))  # type: ignore[arg-type]
 

@@ -269,9 +269,9 @@ NUMBERS = np.random.default_rng(6).random(4000)
 
 def support(logits: torch.Tensor, temperature: float = 1.0, **filters: float) -> set[int]:
     """The tokens that are drawn, of a vocabulary whose tokens all have a share worth drawing."""
-    wishes = Filters(**filters)  # type: ignore[arg-type]
-    drawn = {ops.draw_filtered(logits, temperature, wishes, float(u), 0.0) for u in NUMBERS}
-    ends = (ops.draw_filtered(logits, temperature, wishes, u, 0.0) for u in (0.0, 1 - 2.0**-52))
+    row_params = Filters(**filters)  # type: ignore[arg-type]
+    drawn = {ops.draw_filtered(logits, temperature, row_params, float(u), 0.0) for u in NUMBERS}
+    ends = (ops.draw_filtered(logits, temperature, row_params, u, 0.0) for u in (0.0, 1 - 2.0**-52))
     return drawn | set(ends)
 
 

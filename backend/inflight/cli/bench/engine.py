@@ -21,7 +21,7 @@ from inflight.cli.bench.rows import START, Row
 from inflight.engine.engine import Engine, generate
 from inflight.errors import ConfigError
 
-MAX_BATCH_TOKENS = 8192
+MAX_NUM_BATCHED_TOKENS = 8192
 MIN_SEQS, MAX_SEQS = 256, 1024
 UNQUANTISED = "none"
 # Enough to compile what is compiled on first use and to raise the clocks.
@@ -66,9 +66,9 @@ def engine_settings(
         "model": model,
         "device": device,
         "max_num_seqs": min(MAX_SEQS, max(MIN_SEQS, 1 << (most - 1).bit_length())),
-        "max_batch_tokens": MAX_BATCH_TOKENS,
+        "max_num_batched_tokens": MAX_NUM_BATCHED_TOKENS,
         "max_waiting": max(1024, most),
-        "prefix_cache": False,
+        "enable_prefix_caching": False,
     }
     if not has_weights(model):
         found["random_weights"] = True

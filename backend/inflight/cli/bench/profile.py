@@ -125,7 +125,7 @@ def _at_once(row: Row, engine: Engine) -> int:
 
 
 def _budget(engine: Engine) -> int:
-    return engine.config.max_batch_tokens
+    return engine.config.max_num_batched_tokens
 
 
 def _step(engine: Engine) -> list[TokenEvent]:

@@ -79,7 +79,7 @@ def build(config: EngineConfig) -> Started:
     """
     phases = Phases()
     checkpoint = locate(config.model)
-    config, _ = runners.place(config, checkpoint)
+    config, _ = runners.resolve_device(config, checkpoint)
     runner, model = runners.build(config, checkpoint, phases.report)
     phases.report("engine", 0.0)
     engine = Engine(config, runner, model.max_model_len(config), model.eos_token_ids)

@@ -27,8 +27,12 @@ _GROUPS: tuple[tuple[str, re.Pattern[str]], ...] = tuple(
     for group, pattern in (
         ("copies", r"memcpy|memset|copy_blocks|clear_slots|copy_kernel|aten::(copy|clone|fill)_?$"),
         ("attention", r"attend|^plan$|attention|flash|fmha"),
-        ("sampling", r"^(scan|gather|note_\w+)$|sampl|argmax|greedy|penalt|multinomial|softmax"),
-        ("batch state", r"^(begin|end)_step$|^write_(tables|wishes)$"),
+        (
+            "sampling",
+            r"^(scan|gather|count_output_tokens|mark_prompt_tokens)$"
+            r"|sampl|argmax|greedy|penalt|multinomial|softmax",
+        ),
+        ("batch state", r"^(begin|end)_step$|^write_(tables|row_params)$"),
         ("linear", r"gemm|gemv|matmul|nvjet|cutlass|cublas|splitk|linear|aten::(add)?mm$"),
         ("norm, rope, activation", r"norm|rope|rotary|silu|gelu|embedding"),
     )

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Protocol
 from inflight.config import EngineConfig
 from inflight.core.batch import Batch, BatchArrays, Chunk, StepOutput
 from inflight.core.sequence import Sequence
-from inflight.execution.drafters.source import Source
+from inflight.execution.drafters.drafter_spec import DrafterSpec
 
 if TYPE_CHECKING:
     import torch
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 class Drafter(Protocol):
     """Guesses on the host, where all tokens are known.
 
-    In each step: `propose`, the model's own pass, the choice of tokens, `follow`.
+    In each step: `propose`, the model's own pass, the choice of tokens, `update`.
 
     Attributes:
         caches: keys and values of its own, in the blocks of the same ids as the model's. Whoever
@@ -41,7 +41,7 @@ class Drafter(Protocol):
     def propose(self, chunks: list[Chunk]) -> list[list[int]]:
         """The tokens that may follow each chunk's sequence: at most num_drafts; fewer is fine."""
 
-    def follow(self, batch: Batch, arrays: BatchArrays, output: StepOutput) -> None:
+    def update(self, batch: Batch, arrays: BatchArrays, output: StepOutput) -> None:
         """Take in what the model has computed.
 
         Args:
@@ -77,23 +77,23 @@ class Target:
     progress: Callable[[str, float], None]
 
 
-def build(source: Source, target: Target) -> Drafter:
+def build(source: DrafterSpec, target: Target) -> Drafter:
     """The drafter on the host.
 
     Raises:
         ConfigError: its weights are damaged or do not fit its settings.
     """
     settings = source.settings
-    if settings.drafter == "ngram":
+    if settings.method == "ngram":
         from inflight.execution.drafters.ngram import NgramDrafter
 
-        return NgramDrafter(settings.max_match, settings.min_match)
-    if settings.drafter == "eagle3":
+        return NgramDrafter(settings.prompt_lookup_max, settings.prompt_lookup_min)
+    if settings.method == "eagle3":
         from inflight.execution.drafters.eagle3 import Eagle3Drafter
 
         return Eagle3Drafter.load(source, target)
     from inflight.execution.drafters.draft_model import ModelDrafter
 
-    if settings.drafter == "self":
+    if settings.method == "self":
         return ModelDrafter(target.model, target.cache, settings.num_layers)
     return ModelDrafter.load(source, target)

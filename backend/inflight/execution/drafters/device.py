@@ -10,9 +10,9 @@ import torch
 
 from inflight.config import EngineConfig
 from inflight.execution.device_batch import DeviceBatch
-from inflight.execution.drafters.source import Source
+from inflight.execution.drafters.drafter_spec import DrafterSpec
 from inflight.models.kv_cache import KVCache
-from inflight.models.layers.attention import Rows
+from inflight.models.layers.attention import ForwardInputs
 from inflight_kernels.ops import drafting, sampling
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ class DeviceTarget:
     """
 
     model: Model
-    rows: Rows
+    rows: ForwardInputs
     batch: DeviceBatch
     workspace: sampling.Workspace
     config: EngineConfig
@@ -53,14 +53,14 @@ class DeviceTarget:
 class DeviceDrafter:
     """Guesses what follows what a step has just chosen. This one has no guess.
 
-    In each step: `forward`, the choice of tokens, `follow`; then `draft`, if anybody wants drafts.
+    In each step: `forward`, the choice of tokens, `update`; then `draft`, if anybody wants drafts.
 
     Attributes:
         caches: keys and values of its own, in the blocks of the same ids as the model's.
-        follows: whether `follow` does anything.
+        has_update: whether `update` does anything.
     """
 
-    follows = False
+    has_update = False
 
     def __init__(self) -> None:
         self.caches: list[KVCache] = []
@@ -70,7 +70,7 @@ class DeviceDrafter:
 
         Args:
             cache: the model's; after its blocks it has one for each sequence that the drafter may
-                write to, if the drafter uses this cache (see `Source.scratch_bytes`).
+                write to, if the drafter uses this cache (see `DrafterSpec.scratch_bytes`).
             num_blocks: that sequences can have.
 
         Raises:
@@ -80,7 +80,7 @@ class DeviceDrafter:
     def forward(self, num_tokens: int, num_chunks: int, max_q_len: int) -> None:
         """Launch what belongs to a step's forward pass, after the model's own."""
 
-    def follow(self, num_tokens: int, num_chunks: int, max_q_len: int) -> None:
+    def update(self, num_tokens: int, num_chunks: int, max_q_len: int) -> None:
         """Launch what can be done when the step has chosen its tokens."""
 
     def draft(self, batch: DeviceBatch, num_chunks: int, num_drafts: int) -> None:
@@ -92,7 +92,7 @@ class DeviceDrafter:
             num_drafts: that any of them is to have.
         """
 
-    def record(self, sizes: list[int], pool: Any) -> None:
+    def capture(self, sizes: list[int], pool: Any) -> None:
         """Record `draft` for so many chunks each, on nobody's tokens; ascending."""
 
 
@@ -119,7 +119,7 @@ class NgramDrafter(DeviceDrafter):
 
 
 def kernels_of(
-    source: Source, config: EngineConfig, dtype: torch.dtype, max_rows: int
+    source: DrafterSpec, config: EngineConfig, dtype: torch.dtype, max_rows: int
 ) -> list[tuple[str, str]]:
     """Stem and name of the kernels that a drafter may launch, besides those of its target.
 
@@ -129,14 +129,14 @@ def kernels_of(
         dtype: of weights and activations.
         max_rows: chunks of a step at most.
     """
-    if source.settings.drafter == "ngram":
+    if source.settings.method == "ngram":
         return drafting.kernels_of(passes=False)
     from inflight.execution.drafters import device_model
 
     return device_model.kernels_of(source, config, dtype, max_rows)
 
 
-def build(source: Source, target: DeviceTarget) -> DeviceDrafter:
+def build(source: DrafterSpec, target: DeviceTarget) -> DeviceDrafter:
     """The drafter on the GPU, with its weights.
 
     Raises:
@@ -144,10 +144,10 @@ def build(source: Source, target: DeviceTarget) -> DeviceDrafter:
             them.
     """
     settings = source.settings
-    if settings.drafter == "ngram":
-        return NgramDrafter(settings.max_match, settings.min_match)
+    if settings.method == "ngram":
+        return NgramDrafter(settings.prompt_lookup_max, settings.prompt_lookup_min)
     from inflight.execution.drafters import device_model
 
-    if settings.drafter == "eagle3":
+    if settings.method == "eagle3":
         return device_model.Eagle3Drafter(source, target)
     return device_model.ModelDrafter(source, target)

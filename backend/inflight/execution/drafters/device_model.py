@@ -14,14 +14,14 @@ import torch
 from torch import Tensor
 
 from inflight.config import EngineConfig
-from inflight.execution.cuda_graph import captured
+from inflight.execution.cuda_graph import capture_graph
 from inflight.execution.device_batch import DeviceBatch
 from inflight.execution.drafters.device import DeviceDrafter, DeviceTarget
-from inflight.execution.drafters.source import Source
+from inflight.execution.drafters.drafter_spec import DrafterSpec
 from inflight.models import CUDA_ARCHITECTURES, eagle3_cuda
 from inflight.models.eagle3_cuda import Model as Head
 from inflight.models.kv_cache import KVCache
-from inflight.models.layers.attention import Rows
+from inflight.models.layers.attention import ForwardInputs
 from inflight.models.llama_cuda import Model
 from inflight_kernels.ops import drafting, sampling
 from inflight_kernels.ops.drafting import DraftPass
@@ -31,7 +31,7 @@ _PASSES = (1, 2, 3, 5, 8)
 
 
 def kernels_of(
-    source: Source, config: EngineConfig, dtype: torch.dtype, max_rows: int
+    source: DrafterSpec, config: EngineConfig, dtype: torch.dtype, max_rows: int
 ) -> list[tuple[str, str]]:
     """See `device.kernels_of`."""
     found = drafting.kernels_of(passes=True)
@@ -39,7 +39,7 @@ def kernels_of(
         found += eagle3_cuda.kernels_of(
             source.head,
             dtype,
-            max_tokens=config.max_batch_tokens,
+            max_tokens=config.max_num_batched_tokens,
             max_chunks=config.max_num_seqs,
             batch_invariant=config.batch_invariant,
         )
@@ -47,7 +47,7 @@ def kernels_of(
         found += importlib.import_module(CUDA_ARCHITECTURES[source.model.architecture]).kernels_of(
             source.model,
             dtype,
-            max_tokens=config.max_batch_tokens,
+            max_tokens=config.max_num_batched_tokens,
             max_rows=max_rows,
             batch_invariant=config.batch_invariant,
         )
@@ -70,7 +70,7 @@ class PassDrafter(DeviceDrafter, ABC):
         self._first_scratch = 0
         self._graphs: dict[int, dict[int, torch.cuda.CUDAGraph]] = {}
         taken = self._pass
-        self._rows = Rows(
+        self._rows = ForwardInputs(
             token_ids=taken.token_ids,
             positions=taken.positions,
             slot_mapping=taken.slot_mapping,
@@ -92,14 +92,16 @@ class PassDrafter(DeviceDrafter, ABC):
                 return
         self._launch(num_chunks, num_drafts, pdl=True)
 
-    def record(self, sizes: list[int], pool: Any) -> None:
+    def capture(self, sizes: list[int], pool: Any) -> None:
         most = self._target.max_drafts
         counts = [count for count in _PASSES if count < most] + [most]
         found: dict[int, dict[int, torch.cuda.CUDAGraph]] = {}
         for size in sizes:
             self._launch(size, most)  # what is not compiled or loaded yet cannot be recorded
             torch.cuda.synchronize(self._target.device)
-            found[size] = {count: captured(pool, self._launch, size, count) for count in counts}
+            found[size] = {
+                count: capture_graph(pool, self._launch, size, count) for count in counts
+            }
         self._graphs = found
 
     def _launch(self, num_rows: int, num_drafts: int, pdl: bool = False) -> None:
@@ -120,7 +122,7 @@ class PassDrafter(DeviceDrafter, ABC):
         for index in range(num_drafts):
             sampling.sample(
                 self.compute(num_rows, index == 0),
-                rows.wishes[:num_rows].view(torch.uint8),
+                rows.row_params[:num_rows].view(torch.uint8),
                 rows.sample_positions[:num_rows],
                 target.workspace,
                 token_ids=rows.chosen[:num_rows],
@@ -151,7 +153,7 @@ class ModelDrafter(PassDrafter):
         ConfigError: see `device.build`.
     """
 
-    def __init__(self, source: Source, target: DeviceTarget) -> None:
+    def __init__(self, source: DrafterSpec, target: DeviceTarget) -> None:
         super().__init__(target, behind=0)
         self._own = source.model
         self._num_layers = source.settings.num_layers
@@ -167,7 +169,7 @@ class ModelDrafter(PassDrafter):
                 target.max_len,
                 lambda what, fraction: target.progress("drafter", fraction),
                 device=target.device,
-                max_tokens=target.config.max_batch_tokens,
+                max_tokens=target.config.max_num_batched_tokens,
                 max_rows=target.max_rows,
                 batch_invariant=target.config.batch_invariant,
             )
@@ -207,9 +209,9 @@ class Eagle3Drafter(PassDrafter):
         ConfigError: see `device.build`.
     """
 
-    follows = True
+    has_update = True
 
-    def __init__(self, source: Source, target: DeviceTarget) -> None:
+    def __init__(self, source: DrafterSpec, target: DeviceTarget) -> None:
         super().__init__(target, behind=1)
         assert source.head is not None and source.checkpoint is not None
         config, state, rows = target.config, target.batch.state, target.rows
@@ -221,14 +223,14 @@ class Eagle3Drafter(PassDrafter):
             target.max_len,
             lambda what, fraction: target.progress("drafter", fraction),
             device=target.device,
-            max_tokens=config.max_batch_tokens,
+            max_tokens=config.max_num_batched_tokens,
             max_chunks=config.max_num_seqs,
             max_rows=target.max_rows,
             batch_invariant=config.batch_invariant,
         )
-        target.model.tap(source.head.taps)
+        target.model.set_aux_layers(source.head.aux_layers)
         self._cache: KVCache | None = None
-        self._followed = Rows(
+        self._update_inputs = ForwardInputs(
             token_ids=torch.zeros_like(state.token_ids),
             positions=rows.positions,
             slot_mapping=rows.slot_mapping,
@@ -245,8 +247,8 @@ class Eagle3Drafter(PassDrafter):
         self._cache = KVCache(layer, with_scratch, size, target.dtype, target.device)
         self.caches = [self._cache]
 
-    def follow(self, num_tokens: int, num_chunks: int, max_q_len: int) -> None:
-        batch, features, rows = self._target.batch, self._target.model.features, self._followed
+    def update(self, num_tokens: int, num_chunks: int, max_q_len: int) -> None:
+        batch, features, rows = self._target.batch, self._target.model.features, self._update_inputs
         assert self._cache is not None and features is not None
         drafting.next_tokens(batch.step, batch.state, rows.token_ids, num_chunks, num_tokens)
         head = self._head

@@ -1,6 +1,7 @@
 """Drafts by a cheaper model: a smaller one of the same vocabulary, or the model's own first layers.
 
-A model drafts token by token and chooses as the target does: with the same wishes, and the random
+A model drafts token by token and chooses as the target does: with the same row_params, and the
+    random
 number of the same position. A smaller one (speculative decoding, arXiv:2211.17192) keeps keys and
 values of its own. The first layers of the target (self-speculation, arXiv:2309.08168) use the
 target's: what they write at a draft's place is what the target writes there when it checks it.
@@ -15,9 +16,9 @@ import torch
 from inflight.core.batch import Batch, BatchArrays, Chunk, StepOutput
 from inflight.core.sequence import Sequence
 from inflight.execution.drafters import Target
-from inflight.execution.drafters.rows import Rows
-from inflight.execution.drafters.source import Source
-from inflight.execution.sampler import Row, choose
+from inflight.execution.drafters.draft_inputs import DraftInputs
+from inflight.execution.drafters.drafter_spec import DrafterSpec
+from inflight.execution.sampler import LogitsRow, sample
 from inflight.models import ARCHITECTURES
 from inflight.models.kv_cache import KVCache
 from inflight.models.llama import Model
@@ -42,7 +43,7 @@ class ModelDrafter:
         self._num_layers = num_layers
 
     @classmethod
-    def load(cls, source: Source, target: Target) -> ModelDrafter:
+    def load(cls, source: DrafterSpec, target: Target) -> ModelDrafter:
         """A smaller model.
 
         Raises:
@@ -70,7 +71,7 @@ class ModelDrafter:
                 drafts[i][-1] if depth else chunk.sequence.token_ids[chunk.start]
                 for i, chunk in zip(wanted, active, strict=True)
             ]
-            rows = Rows.one_each(active, tokens, depth, self._cache.data)
+            rows = DraftInputs.one_each(active, tokens, depth, self._cache.data)
             logits = self._model.forward(
                 rows.token_ids,
                 rows.positions,
@@ -81,17 +82,17 @@ class ModelDrafter:
                 self._num_layers,
             )
             asked = [
-                Row(chunk.sequence, list(drafts[i]))
+                LogitsRow(chunk.sequence, list(drafts[i]))
                 for i, chunk in zip(wanted, active, strict=True)
             ]
-            for i, token in zip(wanted, choose(logits, asked).token_ids, strict=True):
+            for i, token in zip(wanted, sample(logits, asked).token_ids, strict=True):
                 drafts[i].append(token)
         return drafts
 
-    def follow(self, batch: Batch, arrays: BatchArrays, output: StepOutput) -> None:
+    def update(self, batch: Batch, arrays: BatchArrays, output: StepOutput) -> None:
         if not self.caches:
             return
-        rows = Rows.of(
+        rows = DraftInputs.of(
             arrays.token_ids,
             arrays.positions,
             arrays.query_start,

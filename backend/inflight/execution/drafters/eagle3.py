@@ -18,16 +18,16 @@ from torch import Tensor
 from inflight.core.batch import Batch, BatchArrays, Chunk, StepOutput
 from inflight.core.sequence import Sequence
 from inflight.execution.drafters import Target
-from inflight.execution.drafters.rows import Rows
-from inflight.execution.drafters.source import Source
-from inflight.execution.sampler import Row, choose
+from inflight.execution.drafters.draft_inputs import DraftInputs
+from inflight.execution.drafters.drafter_spec import DrafterSpec
+from inflight.execution.sampler import LogitsRow, sample
 from inflight.models.eagle3 import Model
 from inflight.models.kv_cache import KVCache
 from inflight.models.llama import Model as TargetModel
 
 
 @dataclass(frozen=True, slots=True)
-class _Thought:
+class _LastHidden:
     """What the head made of a sequence's last computed position.
 
     Attributes:
@@ -55,11 +55,11 @@ class Eagle3Drafter:
         self._model = model
         self._cache = cache
         self._target = target
-        self._thoughts: dict[int, _Thought] = {}
-        target.tap(model.config.taps)
+        self._last_hidden: dict[int, _LastHidden] = {}
+        target.set_aux_layers(model.config.aux_layers)
 
     @classmethod
-    def load(cls, source: Source, target: Target) -> Eagle3Drafter:
+    def load(cls, source: DrafterSpec, target: Target) -> Eagle3Drafter:
         """The head that settings name.
 
         Raises:
@@ -82,11 +82,11 @@ class Eagle3Drafter:
         drafts: list[list[int]] = [[] for _ in chunks]
         hidden: dict[int, Tensor] = {}
         for i, chunk in enumerate(chunks):
-            thought = self._thoughts.get(chunk.sequence.request_id)
-            if thought is not None and chunk.num_drafts:
-                is_current = thought.generation == chunk.generation
-                if is_current and thought.position == chunk.start - 1:
-                    hidden[i] = thought.hidden
+            last = self._last_hidden.get(chunk.sequence.request_id)
+            if last is not None and chunk.num_drafts:
+                is_current = last.generation == chunk.generation
+                if is_current and last.position == chunk.start - 1:
+                    hidden[i] = last.hidden
         for depth in range(max((chunk.num_drafts for chunk in chunks), default=0)):
             wanted = [i for i in hidden if chunks[i].num_drafts > depth]
             if not wanted:
@@ -95,19 +95,19 @@ class Eagle3Drafter:
             states = torch.stack([hidden[i] for i in wanted])
             if depth:
                 tokens = [drafts[i][-1] for i in wanted]
-                rows = Rows.one_each(active, tokens, depth - 1, self._cache.data)
+                rows = DraftInputs.one_each(active, tokens, depth - 1, self._cache.data)
                 states = self._run(rows, states)
                 hidden |= zip(wanted, states, strict=True)
             asked = [
-                Row(chunk.sequence, list(drafts[i]))
+                LogitsRow(chunk.sequence, list(drafts[i]))
                 for i, chunk in zip(wanted, active, strict=True)
             ]
-            chosen = choose(self._model.logits(states), asked).token_ids
+            chosen = sample(self._model.logits(states), asked).token_ids
             for i, token in zip(wanted, chosen, strict=True):
                 drafts[i].append(token)
         return drafts
 
-    def follow(self, batch: Batch, arrays: BatchArrays, output: StepOutput) -> None:
+    def update(self, batch: Batch, arrays: BatchArrays, output: StepOutput) -> None:
         """Compute the positions whose next token is known: all but those of wrong drafts."""
         chunks: list[int] = []
         kept: list[int] = []
@@ -130,7 +130,7 @@ class Eagle3Drafter:
         features = self._target.features
         if not chunks or features is None:
             return
-        rows = Rows.of(
+        rows = DraftInputs.of(
             np.array(tokens, np.int64),
             arrays.positions[kept],
             np.array([0, *accumulate(lengths)]),
@@ -141,13 +141,13 @@ class Eagle3Drafter:
         states = self._run(rows, self._model.fuse(features[kept]))
         for index, end in zip(chunks, accumulate(lengths), strict=True):
             chunk, position = batch.chunks[index], int(rows.positions[end - 1])
-            thought = _Thought(chunk.generation, position, states[end - 1].clone())
-            self._thoughts[chunk.sequence.request_id] = thought
+            last = _LastHidden(chunk.generation, position, states[end - 1].clone())
+            self._last_hidden[chunk.sequence.request_id] = last
 
     def forget(self, sequence: Sequence) -> None:
-        self._thoughts.pop(sequence.request_id, None)
+        self._last_hidden.pop(sequence.request_id, None)
 
-    def _run(self, rows: Rows, hidden: Tensor) -> Tensor:
+    def _run(self, rows: DraftInputs, hidden: Tensor) -> Tensor:
         return self._model.forward(
             rows.token_ids, hidden, rows.positions, rows.slot_mapping, rows.plan, self._cache
         )

@@ -37,7 +37,7 @@ class NgramDrafter:
             for chunk in chunks
         ]
 
-    def follow(self, batch: Batch, arrays: BatchArrays, output: StepOutput) -> None:
+    def update(self, batch: Batch, arrays: BatchArrays, output: StepOutput) -> None:
         """All it needs is in the sequences."""
 
     def _matches(self, sequence: Sequence, count: int) -> list[int]:

@@ -19,7 +19,7 @@ from inflight_kernels.torch_ops.transformer import rotary_tables
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
+class ForwardInputs:
     """Where a forward pass finds what it computes: buffers, of which it takes the first elements.
 
     Attributes:
@@ -82,7 +82,9 @@ class Attention:
         )
         self._workspace = torch.zeros(size, dtype=torch.uint8, device=device)
 
-    def begin(self, rows: Rows, num_tokens: int, num_chunks: int, max_q_len: int) -> AttentionPass:
+    def begin(
+        self, rows: ForwardInputs, num_tokens: int, num_chunks: int, max_q_len: int
+    ) -> AttentionPass:
         """Launch the plan of a pass, which all its layers follow."""
         query_start, seq_lens = rows.query_start[: num_chunks + 1], rows.seq_lens[:num_chunks]
         attention.plan(
@@ -119,8 +121,8 @@ class AttentionPass:
     """One pass over the layers.
 
     Attributes:
-        settled: whether what the layers have in common, and their caches as other steps left them,
-            are complete: once the first layer's attention has been let in.
+        history_ready: whether what the layers have in common, and their caches as other steps left
+            them, are complete: once the first layer's attention has been let in.
     """
 
     shared: Attention
@@ -131,7 +133,7 @@ class AttentionPass:
     seq_lens: Tensor
     max_q_len: int
     rotates: bool
-    settled: bool = False
+    history_ready: bool = False
 
     def layer(self, qkv: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor) -> None:
         """Launch a layer's attention: qkv [T, (H + 2 * G) * D] -> out [T, H * D]."""
@@ -152,7 +154,7 @@ class AttentionPass:
                 shared._workspace,
                 shared._scale,
                 planned=True,
-                settled=self.settled,
+                history_ready=self.history_ready,
                 pdl=True,
             )
         else:
@@ -169,10 +171,10 @@ class AttentionPass:
                 max_q_len=self.max_q_len,
                 batch_invariant=shared._batch_invariant,
                 planned=True,
-                settled=self.settled,
+                history_ready=self.history_ready,
                 pdl=True,
             )
-        self.settled = True
+        self.history_ready = True
 
     def write(self, qkv: Tensor, k_cache: Tensor, v_cache: Tensor) -> None:
         """Launch of the last layer only what later passes need: keys and values into the cache."""
@@ -192,7 +194,7 @@ class AttentionPass:
             k_cache,
             v_cache,
             q_out=q,
-            settled=self.settled,
+            history_ready=self.history_ready,
             pdl=True,
         )
         return q

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from inflight_kernels.ops import activation, dense, gemm
+from inflight_kernels.ops import activation, gemm, skinny_gemm
 from inflight_kernels.ops.activation import silu_mul
 from inflight_kernels.runtime.launch import num_multiprocessors
 
@@ -38,9 +38,11 @@ def kernels_of(
     """
     found = activation.kernels_of(dtype) if gated else []
     if not batch_invariant:
-        found += dense.kernels_of(weight_shape, dtype, out_dtype, gated, max_tokens)
-        if gemm.prefers(1, *weight_shape):
-            found += gemm.kernels_of(weight_shape, dtype, out_dtype, gated, num_multiprocessors())
+        found += gemm.kernels_of(weight_shape, dtype, out_dtype, gated, max_tokens)
+        if skinny_gemm.prefers(1, *weight_shape):
+            found += skinny_gemm.kernels_of(
+                weight_shape, dtype, out_dtype, gated, num_multiprocessors()
+            )
     return found
 
 
@@ -60,11 +62,11 @@ class Linear:
         """out = x @ weight.T + bias, out in float32 or in x's type."""
         widens = out.dtype != x.dtype
         n, k = weight.shape
-        if self._streams(weight, num_tokens):
+        if self._uses_skinny_gemm(weight, num_tokens):
             taken, target = x[:num_tokens], out[:num_tokens]
-            gemm.linear(taken, weight, bias, out=target, pdl=True)
-        elif not self._batch_invariant and dense.prefers(num_tokens, n, k, False, widens):
-            dense.linear(x[:num_tokens], weight, bias, out=out[:num_tokens], pdl=True)
+            skinny_gemm.linear(taken, weight, bias, out=target, pdl=True)
+        elif not self._batch_invariant and gemm.prefers(num_tokens, n, k, False, widens):
+            gemm.linear(x[:num_tokens], weight, bias, out=out[:num_tokens], pdl=True)
         else:
             for rows in self._tiles(num_tokens):
                 if widens:
@@ -78,9 +80,9 @@ class Linear:
         self, x: Tensor, weight: Tensor, bias: Tensor | None, total: Tensor, num_tokens: int
     ) -> None:
         """total += x @ weight.T + bias"""
-        if self._streams(weight, num_tokens):
+        if self._uses_skinny_gemm(weight, num_tokens):
             target = total[:num_tokens]
-            gemm.linear(x[:num_tokens], weight, bias, target, out=target, pdl=True)
+            skinny_gemm.linear(x[:num_tokens], weight, bias, target, out=target, pdl=True)
             return
         for rows in self._tiles(num_tokens):
             total[rows].addmm_(x[rows], weight.t())
@@ -99,18 +101,18 @@ class Linear:
         """out = silu(gate) * up, where gate | up = x @ weight.T + bias; gate_up is scratch."""
         n, k = weight.shape
         taken, target = x[:num_tokens], out[:num_tokens]
-        if self._streams(weight, num_tokens):
+        if self._uses_skinny_gemm(weight, num_tokens):
+            skinny_gemm.linear(taken, weight, bias, out=target, gated=True, pdl=True)
+        elif not self._batch_invariant and gemm.prefers(num_tokens, n, k, True, False):
             gemm.linear(taken, weight, bias, out=target, gated=True, pdl=True)
-        elif not self._batch_invariant and dense.prefers(num_tokens, n, k, True, False):
-            dense.linear(taken, weight, bias, out=target, gated=True, pdl=True)
         else:
             self.product(x, weight, bias, gate_up, num_tokens)
             silu_mul(gate_up[:num_tokens], out=target, pdl=True)
 
-    def _streams(self, weight: Tensor, num_tokens: int) -> bool:
+    def _uses_skinny_gemm(self, weight: Tensor, num_tokens: int) -> bool:
         """Whether the kernel for few tokens takes it."""
         n, k = weight.shape
-        return not self._batch_invariant and gemm.prefers(num_tokens, n, k)
+        return not self._batch_invariant and skinny_gemm.prefers(num_tokens, n, k)
 
     def _tiles(self, num_tokens: int) -> list[slice]:
         if not self._batch_invariant:

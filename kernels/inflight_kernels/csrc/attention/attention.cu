@@ -6,7 +6,7 @@
 // device memory and the grid is fixed, so a CUDA graph replays with other lengths.
 //
 // A small step is a chain of latencies, so as many of them as can be lie under the kernel before:
-// a step `settled` says that only q and the keys and values of this step's own tokens may still be
+// a step `history_ready` says that only q and the keys and values of this step's own tokens may still be
 // on their way, and all else is read before that kernel has ended. `rope_attend` takes the qkv
 // projection as it is, one token per chunk, and saves the kernel in between.
 
@@ -20,14 +20,14 @@ namespace attention {
 // copy was started STAGES - 1 turns before; where nothing is on its way yet, turns before the first
 // tile only copy.
 //
-// Of the first unit, what is settled is read before the kernels in front have ended: all keys, but
+// Of the first unit, what is history_ready is read before the kernels in front have ended: all keys, but
 // for those of this step's tokens.
 template <class S, class Source>
-__device__ __forceinline__ void work_off(const Arguments<typename S::Element>& args, Source source,
+__device__ __forceinline__ void mainloop(const Arguments<typename S::Element>& args, Source source,
                                          const Item* items, const Share* shares, int* arrivals,
-                                         float* slots, bool settled) {
+                                         float* slots, bool history_ready) {
     using T = typename S::Element;
-    constexpr bool RUNS_ON = Feed<S, Source::ROTATES>::RUNS_ON;
+    constexpr bool CROSSES_UNITS = TileProducer<S, Source::ROTATES>::CROSSES_UNITS;
     extern __shared__ __align__(16) unsigned char memory[];
     T* queries = reinterpret_cast<T*>(memory);
     T* tiles = reinterpret_cast<T*>(memory + S::QUERY_BYTES);
@@ -36,16 +36,16 @@ __device__ __forceinline__ void work_off(const Arguments<typename S::Element>& a
     const int warp_m = warp % S::WARPS_M;
     const int warp_n = warp / S::WARPS_M;
 
-    if (!settled) wait_for_previous();
+    if (!history_ready) pdl_wait();
     const Share share = load_l2(shares + blockIdx.x);
     if (share.begin == share.end) {
         // A kernel without a block that waits would let the next one believe that all is done.
-        wait_for_previous();
+        pdl_wait();
         return;
     }
-    Walk<S> walk;
-    walk.begin(args, items, share);
-    Feed<S, Source::ROTATES> feed;
+    WorkIterator<S> work;
+    work.begin(args, items, share);
+    TileProducer<S, Source::ROTATES> producer;
     HeadRow<S> rows[2];
     State<S> state;
     Unit done;           // the unit before, whose sums are in `state`
@@ -58,7 +58,7 @@ __device__ __forceinline__ void work_off(const Arguments<typename S::Element>& a
     // next unit may be arriving.
     const auto finish = [&] {
         const int last = stage == 0 ? S::STAGES - 1 : stage - 1;
-        float* const sums = reinterpret_cast<float*>(tiles + (RUNS_ON ? 2 * last * S::TILE : 0));
+        float* const sums = reinterpret_cast<float*>(tiles + (CROSSES_UNITS ? 2 * last * S::TILE : 0));
         __syncthreads();  // all warps are done with the tile
         store_state<S>(sums, states, state, done.num_rows, warp_m, warp_n);
         __syncthreads();
@@ -67,32 +67,32 @@ __device__ __forceinline__ void work_off(const Arguments<typename S::Element>& a
     };
 
     while (true) {
-        if (!RUNS_ON && !is_first) finish();
-        const Unit& unit = walk.unit;
+        if (!CROSSES_UNITS && !is_first) finish();
+        const Unit& unit = work.unit;
         const int history = unit.item.kv_len - unit.item.query_len;
-        const bool begins = is_first || !RUNS_ON;
+        const bool begins = is_first || !CROSSES_UNITS;
         if (!is_over) {
             if (begins) {
-                feed.begin(args, walk);
-                const int begin = feed.tile, end = feed.end;
+                producer.begin(args, work);
+                const int begin = producer.tile, end = producer.end;
                 const int new_tile = history / S::KEYS;
                 const bool has_new = Source::ROTATES && unit.item.kv_len > 0 && new_tile >= begin &&
                                      new_tile < end && history % S::KEYS / S::COPY_KEYS == warp;
                 source.prepare(args, unit, has_new);  // or it would come behind the copies
                 // What `Source` rotates, it does not look for in the cache.
-                ready = Source::ROTATES || !settled || !is_first ? ALL_KEYS : history;
+                ready = Source::ROTATES || !history_ready || !is_first ? ALL_KEYS : history;
                 num_begun = min(end - begin, S::STAGES);
                 // Not unrolled: at few sequences, reading the instructions takes its time.
 #pragma unroll 1
                 for (int i = 0; i < S::STAGES; ++i) {
-                    if (i < num_begun) feed.load(tiles, args, i, begin + i, 0, ready);
+                    if (i < num_begun) producer.load(tiles, args, i, begin + i, 0, ready);
                     // The last one waits with what the first tile's turn copies.
                     if (i < S::STAGES - 1) ptx::commit_copies();
                 }
             }
             if (is_first) {
-                wait_for_previous();
-                launch_next();
+                pdl_wait();
+                pdl_launch_dependents();
             }
             if (S::QUERIES_IN_REGISTERS)
                 load_queries<S>(rows, args, unit, source.key_row(args, unit), warp_m);
@@ -101,7 +101,7 @@ __device__ __forceinline__ void work_off(const Arguments<typename S::Element>& a
             if (!S::QUERIES_IN_REGISTERS) ptx::commit_copies();
             source.load(args, unit);
         }
-        if (RUNS_ON && !is_first) finish();
+        if (CROSSES_UNITS && !is_first) finish();
         if (is_over) return;
 
         const int lowest = history + args.token_of(unit.item.first_row);
@@ -140,18 +140,18 @@ __device__ __forceinline__ void work_off(const Arguments<typename S::Element>& a
                 __syncthreads();
             }
             int from = 0;
-            if (feed.has_more()) {
+            if (producer.has_more()) {
                 if (num_begun-- > 0) from = ready;
                 if (from < ALL_KEYS)
-                    feed.load(tiles, args, stage == 0 ? S::STAGES - 1 : stage - 1, feed.tile, from,
+                    producer.load(tiles, args, stage == 0 ? S::STAGES - 1 : stage - 1, producer.tile, from,
                               ALL_KEYS);
-                feed.next(args);
+                producer.next(args);
             }
             if (turn >= 0 || from < ALL_KEYS) ptx::commit_copies();
             const int now = stage;
             stage = stage + 1 == S::STAGES ? 0 : stage + 1;
             if (turn < 0) continue;
-            if (turn == 0) source.turn(unit, rows);
+            if (turn == 0) source.rotate(unit, rows);
 
             T* const keys = tiles + 2 * now * S::TILE;
             T* const values = keys + S::TILE;
@@ -173,8 +173,8 @@ __device__ __forceinline__ void work_off(const Arguments<typename S::Element>& a
         }
         done = unit;
         is_first = false;
-        is_over = walk.left == 0;
-        if (!is_over) walk.next(args);
+        is_over = work.left == 0;
+        if (!is_over) work.next(args);
     }
 }
 
@@ -187,7 +187,7 @@ __device__ __forceinline__ void work_off(const Arguments<typename S::Element>& a
 //   k_cache, v_cache [num_blocks, block_size, G, D], blocks block_stride elements apart
 //   block_tables [n, table_stride]
 //   slots 2 * gridDim.x * ROWS * (D + 2) floats of scratch
-//   settled   all but q, and the keys and values of the tokens in q, was written before the kernel
+//   history_ready   all but q, and the keys and values of the tokens in q, was written before the kernel
 //             before was launched
 template <class S>
 __global__ void __launch_bounds__(S::THREADS, 2)
@@ -196,12 +196,12 @@ __global__ void __launch_bounds__(S::THREADS, 2)
            long long q_stride, long long block_stride, int table_stride, int block_shift,
            int num_heads, int num_kv_heads, float scale, float soft_cap, int window,
            const attention::Item* items, const attention::Share* shares, int* arrivals,
-           float* slots, bool settled) {
+           float* slots, bool history_ready) {
     using namespace attention;
     const Arguments<typename S::Element> args(q, k_cache, v_cache, out, block_tables, q_stride,
                                               block_stride, table_stride, block_shift, num_heads,
                                               num_kv_heads, scale, soft_cap, window);
-    work_off<S>(args, InPlace<S>(), items, shares, arrivals, slots, settled);
+    mainloop<S>(args, InPlace<S>(), items, shares, arrivals, slots, history_ready);
 }
 
 // The same and, before, what `rope_write_kv` of rope.cu does, for chunks of one token each.
@@ -215,7 +215,7 @@ __global__ void __launch_bounds__(S::THREADS, 2)
                 long long qkv_stride, long long block_stride, int table_stride, int block_shift,
                 int num_heads, int num_kv_heads, float scale, float soft_cap, int window,
                 const attention::Item* items, const attention::Share* shares, int* arrivals,
-                float* slots, bool settled, const long long* slot_mapping,
+                float* slots, bool history_ready, const long long* slot_mapping,
                 const long long* positions, const float* cos, const float* sin,
                 const typename S::Element* q_weight, const typename S::Element* k_weight,
                 float eps) {
@@ -225,5 +225,5 @@ __global__ void __launch_bounds__(S::THREADS, 2)
                                               num_kv_heads, scale, soft_cap, window);
     const Projection<typename S::Element> projection = {
         k_cache, v_cache, slot_mapping, positions, cos, sin, q_weight, k_weight, eps};
-    work_off<S>(args, Rotated<S, NORM>(projection), items, shares, arrivals, slots, settled);
+    mainloop<S>(args, Rotated<S, NORM>(projection), items, shares, arrivals, slots, history_ready);
 }

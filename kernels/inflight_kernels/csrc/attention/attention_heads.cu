@@ -26,7 +26,7 @@ struct HeadsShape {
     static constexpr int ROWS = 8;  // of each KV head
     static constexpr int KEYS = 16;
     static constexpr int COPY_KEYS = KEYS;
-    static constexpr bool RUNS_ON = true;
+    static constexpr bool CROSSES_UNITS = true;
 
     static constexpr int CHUNKS = HEAD_DIM / 8;
     static constexpr int PITCH = HEAD_DIM + 8;
@@ -233,7 +233,7 @@ __global__ void __launch_bounds__(S::THREADS, 8 / S::HEADS)
                  const int* block_tables, long long q_stride, long long block_stride,
                  int table_stride, int block_shift, int num_heads, int num_kv_heads, float scale,
                  float soft_cap, int window, const attention::Item* items,
-                 const attention::Share* shares, int* arrivals, float* slots, bool settled) {
+                 const attention::Share* shares, int* arrivals, float* slots, bool history_ready) {
     using namespace attention;
     using T = typename S::Element;
     const Arguments<T> args(q, k_cache, v_cache, out, block_tables, q_stride, block_stride,
@@ -244,42 +244,42 @@ __global__ void __launch_bounds__(S::THREADS, 8 / S::HEADS)
     T* const tiles = reinterpret_cast<T*>(memory) + warp * S::STAGES * 2 * S::TILE;
     const Slots<S> own_slots(slots, warp * S::ROWS);
 
-    if (!settled) wait_for_previous();
+    if (!history_ready) pdl_wait();
     const Share share = load_l2(shares + blockIdx.x);
     if (share.begin == share.end) {
         // A kernel without a block that waits would let the next one believe that all is done.
-        wait_for_previous();
+        pdl_wait();
         return;
     }
-    Walk<S> walk;
-    walk.begin(args, items, share);
-    Feed<S, false> feed;
-    feed.begin(args, walk);
+    WorkIterator<S> work;
+    work.begin(args, items, share);
+    TileProducer<S, false> producer;
+    producer.begin(args, work);
 
-    // Of the first unit, what is settled is read before the kernels in front have ended: all keys
+    // Of the first unit, what is history_ready is read before the kernels in front have ended: all keys
     // but those of this step's tokens.
-    const int ready = settled ? walk.unit.item.kv_len - walk.unit.item.query_len : ALL_KEYS;
-    const int begun = min(feed.end - feed.tile, S::STAGES - 1);
+    const int ready = history_ready ? work.unit.item.kv_len - work.unit.item.query_len : ALL_KEYS;
+    const int begun = min(producer.end - producer.tile, S::STAGES - 1);
 #pragma unroll 1
-    for (int i = 0; i < begun; ++i) feed.load(tiles, args, i, feed.tile + i, 0, ready);
-    wait_for_previous();
-    launch_next();
+    for (int i = 0; i < begun; ++i) producer.load(tiles, args, i, producer.tile + i, 0, ready);
+    pdl_wait();
+    pdl_launch_dependents();
 #pragma unroll 1
     for (int i = 0; i < S::STAGES - 1; ++i) {
         const int from = i < begun ? ready : 0;
-        if (feed.has_more()) {
-            if (from < ALL_KEYS) feed.load(tiles, args, i, feed.tile, from, ALL_KEYS);
-            feed.next(args);
+        if (producer.has_more()) {
+            if (from < ALL_KEYS) producer.load(tiles, args, i, producer.tile, from, ALL_KEYS);
+            producer.next(args);
         }
         ptx::commit_copies();
     }
 
     HeadRow<S> row;
     HeadState<S> state;
-    load_row(row, args, walk.unit);
+    load_row(row, args, work.unit);
     int stage = 0;  // of the tile whose turn it is
     while (true) {
-        const Unit unit = walk.unit;
+        const Unit unit = work.unit;
         const int history = unit.item.kv_len - unit.item.query_len;
         const int lowest = history + args.token_of(unit.item.first_row);
         const int highest = history + args.token_of(unit.item.first_row + unit.num_rows - 1);
@@ -288,10 +288,10 @@ __global__ void __launch_bounds__(S::THREADS, 8 / S::HEADS)
         for (int tile = unit.item.kv_begin + unit.from; tile < unit.item.kv_begin + unit.to;
              ++tile) {
             __syncwarp();  // all lanes have read the tile before, whose place is taken now
-            if (feed.has_more()) {
-                feed.load(tiles, args, stage == 0 ? S::STAGES - 1 : stage - 1, feed.tile, 0,
+            if (producer.has_more()) {
+                producer.load(tiles, args, stage == 0 ? S::STAGES - 1 : stage - 1, producer.tile, 0,
                           ALL_KEYS);
-                feed.next(args);
+                producer.next(args);
             }
             ptx::commit_copies();
             ptx::wait_copies<S::STAGES - 1>();
@@ -314,10 +314,10 @@ __global__ void __launch_bounds__(S::THREADS, 8 / S::HEADS)
             softmax_step(state, scores, factor);
             mma_vp(state, scores, keys + S::TILE);
         }
-        const bool is_over = walk.left == 0;
+        const bool is_over = work.left == 0;
         if (!is_over) {
-            walk.next(args);
-            load_row(row, args, walk.unit);  // arrives while the sums are written
+            work.next(args);
+            load_row(row, args, work.unit);  // arrives while the sums are written
         }
         if (unit.whole())
             write_rows(args, unit, state);

@@ -36,7 +36,7 @@ __global__ void __launch_bounds__(S::THREADS, 1)
     __shared__ __align__(8) unsigned long long
         barriers[2 * (S::UNITS + S::QUERY_STAGES + S::KEY_STAGES + S::VALUE_STAGES)];
 
-    Shared<S> shared;
+    SharedStorage<S> shared;
     const unsigned misaligned = ptx::shared_address(memory) % 1024;
     shared.queries = memory + (misaligned == 0 ? 0 : 1024 - misaligned);
     shared.keys = shared.queries + S::QUERY_STAGES * S::TILE_BYTES;
@@ -44,14 +44,14 @@ __global__ void __launch_bounds__(S::THREADS, 1)
     shared.units = units;
     shared.totals = totals;
     shared.is_last = is_last;
-    shared.unit_known = ptx::shared_address(barriers);
-    shared.unit_free = shared.unit_known + 8 * S::UNITS;
-    shared.queries_here = shared.unit_free + 8 * S::UNITS;
-    shared.queries_free = shared.queries_here + 8 * S::QUERY_STAGES;
-    shared.keys_here = shared.queries_free + 8 * S::QUERY_STAGES;
-    shared.keys_free = shared.keys_here + 8 * S::KEY_STAGES;
-    shared.values_here = shared.keys_free + 8 * S::KEY_STAGES;
-    shared.values_free = shared.values_here + 8 * S::VALUE_STAGES;
+    shared.unit_full = ptx::shared_address(barriers);
+    shared.unit_empty = shared.unit_full + 8 * S::UNITS;
+    shared.q_full = shared.unit_empty + 8 * S::UNITS;
+    shared.q_empty = shared.q_full + 8 * S::QUERY_STAGES;
+    shared.k_full = shared.q_empty + 8 * S::QUERY_STAGES;
+    shared.k_empty = shared.k_full + 8 * S::KEY_STAGES;
+    shared.v_full = shared.k_empty + 8 * S::KEY_STAGES;
+    shared.v_empty = shared.v_full + 8 * S::VALUE_STAGES;
 
     const Arguments<typename S::Element> args(q, nullptr, v_cache, out, block_tables, q_stride,
                                               block_stride, table_stride, block_shift, num_heads,
@@ -62,32 +62,32 @@ __global__ void __launch_bounds__(S::THREADS, 1)
         const auto init = [](unsigned barriers, int count, int arrivals) {
             for (int i = 0; i < count; ++i) hopper::init_barrier(barriers + 8 * i, arrivals);
         };
-        init(shared.unit_known, S::UNITS, 1);
-        init(shared.unit_free, S::UNITS, READERS);
-        init(shared.queries_here, S::QUERY_STAGES, 1);
-        init(shared.queries_free, S::QUERY_STAGES, 32 * READERS);
-        init(shared.keys_here, S::KEY_STAGES, 1);
-        init(shared.keys_free, S::KEY_STAGES, READERS);
-        init(shared.values_here, S::VALUE_STAGES, 1);
-        init(shared.values_free, S::VALUE_STAGES, READERS);
-        hopper::fence_shared_writes();
-        hopper::prefetch_map(key_map);
-        hopper::prefetch_map(value_map);
+        init(shared.unit_full, S::UNITS, 1);
+        init(shared.unit_empty, S::UNITS, READERS);
+        init(shared.q_full, S::QUERY_STAGES, 1);
+        init(shared.q_empty, S::QUERY_STAGES, 32 * READERS);
+        init(shared.k_full, S::KEY_STAGES, 1);
+        init(shared.k_empty, S::KEY_STAGES, READERS);
+        init(shared.v_full, S::VALUE_STAGES, 1);
+        init(shared.v_empty, S::VALUE_STAGES, READERS);
+        hopper::fence_async_proxy();
+        hopper::prefetch_tensor_map(key_map);
+        hopper::prefetch_tensor_map(value_map);
     }
     __syncthreads();
-    wait_for_previous();
+    pdl_wait();
 
     if (warp >= 4) {
-        hopper::take_registers<MULTIPLIER_REGISTERS>();
-        multiply_units<S>(args, shared, Slots<S>(slots), arrivals, uniform(warp / 4 - 1));
+        hopper::warpgroup_reg_alloc<CONSUMER_REGISTERS>();
+        consume_units<S>(args, shared, Slots<S>(slots), arrivals, uniform(warp / 4 - 1));
     } else {
-        hopper::give_registers<FEEDER_REGISTERS>();
+        hopper::warpgroup_reg_dealloc<PRODUCER_REGISTERS>();
         if (warp == 0)
-            feed_tiles<S, false>(args, shared, key_map);
+            produce_tiles<S, false>(args, shared, key_map);
         else if (warp == 1)
-            feed_tiles<S, true>(args, shared, value_map);
+            produce_tiles<S, true>(args, shared, value_map);
         else
-            feed_units<S>(args, shared,
+            produce_units<S>(args, shared,
                           {items, queue, shares[blockIdx.x], queue->units, queue->heads_at_once,
                            num_kv_heads, args.group, 0},
                           threadIdx.x - 64);

@@ -26,14 +26,14 @@ __device__ __forceinline__ void arrive(unsigned barrier) {
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 
-__device__ __forceinline__ void expect_bytes(unsigned barrier, int bytes) {
+__device__ __forceinline__ void expect_tx(unsigned barrier, int bytes) {
     asm volatile("mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [%0], %1;" ::"r"(barrier),
                  "r"(bytes)
                  : "memory");
 }
 
 // Waits for the end of the phase of this parity; a fresh barrier is in phase 0, after a phase 1.
-__device__ __forceinline__ void wait(unsigned barrier, unsigned parity) {
+__device__ __forceinline__ void barrier_wait(unsigned barrier, unsigned parity) {
     asm volatile(
         "{\n"
         ".reg .pred done;\n"
@@ -49,12 +49,12 @@ __device__ __forceinline__ void wait(unsigned barrier, unsigned parity) {
 
 // A barrier of its own for each group of so many threads.
 template <int THREADS>
-__device__ __forceinline__ void meet(int barrier) {
+__device__ __forceinline__ void named_barrier_sync(int barrier) {
     asm volatile("bar.sync %0, %1;" ::"r"(barrier), "n"(THREADS) : "memory");
 }
 
 // Writes to shared memory by this thread, before, are seen by copies and products, after.
-__device__ __forceinline__ void fence_shared_writes() {
+__device__ __forceinline__ void fence_async_proxy() {
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
@@ -62,7 +62,7 @@ __device__ __forceinline__ void fence_shared_writes() {
 
 // The box at (0, 0, x, 0, y), the dimension of neighbours first; zeros where it is outside the
 // tensor.
-__device__ __forceinline__ void copy_box(unsigned target, const TensorMap& map, int x, int y,
+__device__ __forceinline__ void tma_load(unsigned target, const TensorMap& map, int x, int y,
                                          unsigned barrier) {
     asm volatile(
         "cp.async.bulk.tensor.5d.shared::cluster.global.tile.mbarrier::complete_tx::bytes "
@@ -71,7 +71,7 @@ __device__ __forceinline__ void copy_box(unsigned target, const TensorMap& map, 
         : "memory");
 }
 
-__device__ __forceinline__ void prefetch_map(const TensorMap& map) {
+__device__ __forceinline__ void prefetch_tensor_map(const TensorMap& map) {
     asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
 }
 
@@ -81,7 +81,7 @@ __device__ __forceinline__ void prefetch_map(const TensorMap& map) {
 // that, and with its 16-byte chunks swizzled. 64 columns are 1024 bytes from the next, 8 rows
 // ROWS_APART. (`address` + `offset`) is that of its first element.
 template <int ROWS_APART>
-__device__ __forceinline__ unsigned long long matrix(unsigned address, int offset) {
+__device__ __forceinline__ unsigned long long smem_descriptor(unsigned address, int offset) {
     constexpr unsigned COLUMNS_APART = 1024 >> 4 << 16;
     constexpr unsigned SWIZZLE_128 = 1u << 30;
     const unsigned low = (COLUMNS_APART | (address & 0x3ffff) >> 4) + (offset >> 4);
@@ -102,29 +102,29 @@ __device__ __forceinline__ int swizzle(int row, int chunk) {
 }
 
 // Before the first product, and whenever its registers were written by other instructions.
-__device__ __forceinline__ void begin_products() {
+__device__ __forceinline__ void wgmma_fence() {
     asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 }
 
-__device__ __forceinline__ void commit_products() {
+__device__ __forceinline__ void wgmma_commit() {
     asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
 }
 
 // Waits until at most PENDING of the youngest groups are on their way.
 template <int PENDING>
-__device__ __forceinline__ void wait_products() {
+__device__ __forceinline__ void wgmma_wait() {
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
 }
 
 // Keeps the compiler from moving uses of registers across this point.
 template <int N>
-__device__ __forceinline__ void pin(float (&x)[N]) {
+__device__ __forceinline__ void fence_operand(float (&x)[N]) {
 #pragma unroll
     for (int i = 0; i < N; ++i) asm volatile("" : "+f"(x[i])::"memory");
 }
 
 template <int N>
-__device__ __forceinline__ void pin(unsigned (&x)[N]) {
+__device__ __forceinline__ void fence_operand(unsigned (&x)[N]) {
 #pragma unroll
     for (int i = 0; i < N; ++i) asm volatile("" : "+r"(x[i])::"memory");
 }
@@ -162,7 +162,7 @@ __device__ __forceinline__ void pin(unsigned (&x)[N]) {
           "n"(TRANSPOSED ? 0 : 1))
 
 template <typename T, bool TRANSPOSED>
-__device__ __forceinline__ void multiply(float (&c)[64], const unsigned* a, unsigned long long b,
+__device__ __forceinline__ void wgmma(float (&c)[64], const unsigned* a, unsigned long long b,
                                          bool add) {
     if constexpr (SAME<T, __half>)
         ATTENTION_MULTIPLY_128("f16");
@@ -171,7 +171,7 @@ __device__ __forceinline__ void multiply(float (&c)[64], const unsigned* a, unsi
 }
 
 template <typename T, bool TRANSPOSED>
-__device__ __forceinline__ void multiply(float (&c)[32], const unsigned* a, unsigned long long b,
+__device__ __forceinline__ void wgmma(float (&c)[32], const unsigned* a, unsigned long long b,
                                          bool add) {
     if constexpr (SAME<T, __half>)
         ATTENTION_MULTIPLY_64("f16");
@@ -190,12 +190,12 @@ __device__ __forceinline__ void multiply(float (&c)[32], const unsigned* a, unsi
 
 // Of each thread of this group of four warps, from now on.
 template <int N>
-__device__ __forceinline__ void take_registers() {
+__device__ __forceinline__ void warpgroup_reg_alloc() {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(N));
 }
 
 template <int N>
-__device__ __forceinline__ void give_registers() {
+__device__ __forceinline__ void warpgroup_reg_dealloc() {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(N));
 }
 

@@ -46,12 +46,12 @@ struct HopperShape {
 };
 
 // Of the threads that feed and of those that multiply: together no more than at the start.
-constexpr int FEEDER_REGISTERS = 40;
-constexpr int MULTIPLIER_REGISTERS = 232;
+constexpr int PRODUCER_REGISTERS = 40;
+constexpr int CONSUMER_REGISTERS = 232;
 constexpr int QUERY_THREADS = 64;
 
 template <class S>
-struct Shared {
+struct SharedStorage {
     unsigned char* queries;  // [QUERY_STAGES], a tile each
     unsigned char* keys;     // [KEY_STAGES]
     unsigned char* values;   // [VALUE_STAGES]
@@ -59,8 +59,8 @@ struct Shared {
     int* totals;             // [UNITS] tiles of the step
     bool* is_last;
     // Of barriers, by unit or stage: `free` for the feeders, the others for those who read.
-    unsigned unit_known, unit_free, queries_here, queries_free;
-    unsigned keys_here, keys_free, values_here, values_free;
+    unsigned unit_full, unit_empty, q_full, q_empty;
+    unsigned k_full, k_empty, v_full, v_empty;
 };
 
 // Tells the compiler that a value is the same for the whole warp, so that what depends on it can be
@@ -69,7 +69,7 @@ __device__ __forceinline__ int uniform(int value) { return __shfl_sync(FULL_WARP
 
 // A place in a ring of SIZE, and how often, even or odd, it came round.
 template <int SIZE>
-struct Cursor {
+struct PipelineState {
     int index = 0;
     unsigned parity = 0;
 

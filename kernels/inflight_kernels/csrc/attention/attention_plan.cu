@@ -175,8 +175,8 @@ extern "C" __global__ void __launch_bounds__(PLAN_THREADS, 1)
          int* first_item, attention::Item* items, attention::Share* shares, int* arrivals,
          attention::Queue* queue, bool whole) {
     using namespace attention;
-    wait_for_previous();
-    launch_next();
+    pdl_wait();
+    pdl_launch_dependents();
     const int thread = threadIdx.x;
     // Where something of each chunk, and then of each item, begins; here if they are few.
     __shared__ int begins[PLAN_THREADS];

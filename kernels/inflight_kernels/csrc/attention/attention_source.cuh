@@ -16,7 +16,7 @@ struct InPlace {
     __device__ __forceinline__ const T* key_row(const Arguments<T>&, const Unit&) const {
         return nullptr;
     }
-    __device__ __forceinline__ void turn(const Unit&, HeadRow<S> (&)[2]) const {}
+    __device__ __forceinline__ void rotate(const Unit&, HeadRow<S> (&)[2]) const {}
     __device__ __forceinline__ void place(const Arguments<T>&, const Unit&,
                                           const HeadRow<S> (&)[2], T*, T*) const {}
 };
@@ -88,9 +88,9 @@ struct Rotated {
                             lane);
     }
 
-    __device__ __forceinline__ void turn(const Unit& unit, HeadRow<S> (&rows)[2]) const {
-        turn(rows[0], weights[0]);
-        if (unit.num_rows >= 8) turn(rows[1], weights[1]);
+    __device__ __forceinline__ void rotate(const Unit& unit, HeadRow<S> (&rows)[2]) const {
+        rotate(rows[0], weights[0]);
+        if (unit.num_rows >= 8) rotate(rows[1], weights[1]);
     }
 
     // Into the tile, where this warp alone reads it, and into the cache.
@@ -134,7 +134,7 @@ struct Rotated {
         ((sin[STEP][1] = load_l2<SECOND + STEP * 64 + 32>(sines)), ...);
     }
 
-    __device__ __forceinline__ void turn(HeadRow<S>& row, const HeadRow<S>& weight) const {
+    __device__ __forceinline__ void rotate(HeadRow<S>& row, const HeadRow<S>& weight) const {
         float scale = 1.0f;
         if (NORM) {
             float squares = 0.0f;

@@ -55,7 +55,7 @@ struct Shape {
     static constexpr int SUMS_BYTES = WARPS_N * ROWS * FLOAT_PITCH * 4;
     static_assert(SUMS_BYTES <= TILE_BYTES, "no room for the sums");
     // Or in one stage: then the others may have the next unit's already.
-    static constexpr bool RUNS_ON = QUERIES_IN_REGISTERS && SUMS_BYTES <= TILE_BYTES / STAGES;
+    static constexpr bool CROSSES_UNITS = QUERIES_IN_REGISTERS && SUMS_BYTES <= TILE_BYTES / STAGES;
 
     // What this warp copies of a tile: its keys from here on, of this head.
     __device__ __forceinline__ static int first_key() { return threadIdx.x / 32 * COPY_KEYS; }

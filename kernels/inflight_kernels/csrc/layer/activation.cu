@@ -7,8 +7,8 @@ __global__ void __launch_bounds__(256)
     silu_mul(const T* x, T* out, unsigned num_vectors, unsigned vectors_per_row) {
     constexpr int N = VECTOR<T>;
     const unsigned index = blockIdx.x * blockDim.x + threadIdx.x;
-    wait_for_previous();
-    launch_next();
+    pdl_wait();
+    pdl_launch_dependents();
     if (index >= num_vectors) return;
 
     const unsigned row = index / vectors_per_row;

@@ -8,8 +8,8 @@ __global__ void __launch_bounds__(256)
     embedding(const Id* ids, const uint4* table, uint4* out, unsigned num_vectors,
               unsigned vectors_per_row, long long first, long long num_rows) {
     const unsigned index = blockIdx.x * blockDim.x + threadIdx.x;
-    wait_for_previous();
-    launch_next();
+    pdl_wait();
+    pdl_launch_dependents();
     if (index >= num_vectors) return;
 
     const unsigned token = index / vectors_per_row;

@@ -17,7 +17,7 @@ __global__ void __launch_bounds__(512)
     __shared__ float partial[32];
     const long long row = static_cast<long long>(blockIdx.x) * hidden;
 
-    launch_next();
+    pdl_launch_dependents();
     // No kernel writes weights, so they are on their way while the one before ends.
     uint4 weights[VECTORS];
 #pragma unroll
@@ -25,7 +25,7 @@ __global__ void __launch_bounds__(512)
         const int column = (i * blockDim.x + threadIdx.x) * N;
         if (column < hidden) weights[i] = load_vector(weight + column);
     }
-    wait_for_previous();
+    pdl_wait();
 
     uint4 values[VECTORS], sums[VECTORS][PARTS];  // as they are stored
 #pragma unroll

@@ -10,7 +10,7 @@ __device__ constexpr int power_of_two_from(int n) {
 // A head is the work of GROUP lanes of a warp. Each holds a vector of the first half and its
 // partner of the second, so a rotation stays in a thread; cosines and sines are loaded once for all
 // heads of a thread. cos and sin are rows of D per position, of which the second half of `sin` has
-// the plain sign. A slot below 0 is not written. `settled`: slots and positions are (common.cuh),
+// the plain sign. A slot below 0 is not written. `history_ready`: slots and positions are (common.cuh),
 // and what comes next has much to do before its wait.
 template <typename T, int D, bool NORM>
 __global__ void __launch_bounds__(512)
@@ -18,7 +18,7 @@ __global__ void __launch_bounds__(512)
                   T* v_cache, long long block_stride, long long slot_stride, long long head_stride,
                   int block_size, const long long* slots, const long long* positions,
                   const float* cos, const float* sin, const T* q_weight, const T* k_weight,
-                  float eps, int num_heads, int num_kv_heads, bool settled) {
+                  float eps, int num_heads, int num_kv_heads, bool history_ready) {
     constexpr int N = VECTOR<T>;
     constexpr int HALF = D / 2;
     constexpr int LANES = HALF / N;
@@ -33,8 +33,8 @@ __global__ void __launch_bounds__(512)
     const int column = lane * N;
     const long long token = blockIdx.x;
 
-    if (!settled) wait_for_previous();
-    launch_next();
+    if (!history_ready) pdl_wait();
+    pdl_launch_dependents();
     const long long slot = load_l2(slots + token), position = load_l2(positions + token);
     float c[N], s[N];
     if (lane < LANES) {
@@ -46,7 +46,7 @@ __global__ void __launch_bounds__(512)
             unpack<float>(load_vector(sines + j), *reinterpret_cast<float(*)[4]>(s + j));
         }
     }
-    if (settled) wait_for_previous();
+    if (history_ready) pdl_wait();
 
     const T* row = qkv + token * qkv_stride + column;
     // The vectors of the next turn are on their way during this one.

@@ -24,13 +24,13 @@ __device__ inline void init_barrier(Barrier* barrier, int arrivals) {
 }
 
 // Make initialized barriers known to the copy engine and, with a barrier of it, to the cluster.
-__device__ inline void publish_barriers() {
+__device__ inline void fence_barrier_init() {
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
 // Arrive, and let the phase not end before copies have brought so many bytes.
-__device__ inline void arrive_expecting(Barrier* barrier, int bytes) {
+__device__ inline void arrive_expect_tx(Barrier* barrier, int bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(
                      shared_address(barrier)),
                  "r"(bytes)
@@ -38,7 +38,7 @@ __device__ inline void arrive_expecting(Barrier* barrier, int bytes) {
 }
 
 // Wait for the end of the phase of this parity; a fresh barrier is in phase 0, after a phase 1.
-__device__ inline void wait_for(Barrier* barrier, int parity) {
+__device__ inline void barrier_wait(Barrier* barrier, int parity) {
     asm volatile(
         "{\n"
         ".reg .pred done;\n"
@@ -52,12 +52,12 @@ __device__ inline void wait_for(Barrier* barrier, int parity) {
 
 // ---------------------------------------------------------------- copies of boxes
 
-__device__ inline void prefetch_map(const TensorMap* map) {
+__device__ inline void prefetch_tensor_map(const TensorMap* map) {
     asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
 }
 
 // Bring the box at (row, column) to shared memory, swizzled as the map says; zeros past the matrix.
-__device__ inline void copy_box(void* shared, const TensorMap* map, int row, int column,
+__device__ inline void tma_load(void* shared, const TensorMap* map, int row, int column,
                                 Barrier* barrier) {
     asm volatile(
         "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes "
@@ -70,28 +70,28 @@ __device__ inline void copy_box(void* shared, const TensorMap* map, int row, int
 
 // Have the registers of a product at rest here: nothing that is done to them moves past.
 template <int N>
-__device__ void pin(float (&acc)[N]) {
+__device__ void fence_operand(float (&acc)[N]) {
 #pragma unroll
     for (int i = 0; i < N; i++) asm volatile("" : "+f"(acc[i])::"memory");
 }
 
 // Before products, with all of their registers pinned.
-__device__ inline void begin_products() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+__device__ inline void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 
 // A matrix in shared memory whose rows are 64 16-bit values, swizzled in units of 8 rows, 1024
 // bytes. Add 2 for the next 16 columns.
-__device__ inline unsigned long long describe(const void* shared) {
+__device__ inline unsigned long long smem_descriptor(const void* shared) {
     constexpr unsigned long long SWIZZLE_128B = 1ull << 62, NEXT_UNIT = 1024 / 16;
     return SWIZZLE_128B | NEXT_UNIT << 32 | 1ull << 16 | (shared_address(shared) & 0x3ffff) >> 4;
 }
 
-__device__ inline void commit_products() {
+__device__ inline void wgmma_commit() {
     asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
 }
 
 // Wait until at most PENDING of the youngest groups of products are on their way.
 template <int PENDING>
-__device__ inline void wait_products() {
+__device__ inline void wgmma_wait() {
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
 }
 
@@ -99,7 +99,7 @@ __device__ inline void wait_products() {
 // with w = t / 32, g = t % 32 / 4 and q = t % 4, of columns 8j + 2q and 8j + 2q + 1: in acc[4j] and
 // acc[4j + 1] row 16w + g, in acc[4j + 2] and acc[4j + 3] row 16w + g + 8.
 template <typename T, int N>
-__device__ void multiply(float (&acc)[N / 2], unsigned long long a, unsigned long long b,
+__device__ void wgmma(float (&acc)[N / 2], unsigned long long a, unsigned long long b,
                          bool add);
 
 // The registers %0 to %<n - 1>, and the accumulators that they stand for.
@@ -142,7 +142,7 @@ __device__ void multiply(float (&acc)[N / 2], unsigned long long a, unsigned lon
 // HALF = N / 2; A, B and ADD are HALF, HALF + 1 and HALF + 2.
 #define PRODUCT_MULTIPLY_AS(T, TYPE, N, HALF, A, B, ADD)                                  \
     template <>                                                                           \
-    __device__ inline void multiply<T, N>(float(&acc)[HALF], unsigned long long a,        \
+    __device__ inline void wgmma<T, N>(float(&acc)[HALF], unsigned long long a,        \
                                           unsigned long long b, bool add) {               \
         asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, %" #ADD ", 0;\n"               \
                      "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE " {" \

@@ -3,10 +3,10 @@
 
 // Count token ids[i] of the output of slots[i], for i < n; negative slots and ids are passed over.
 // A count stays at 32767.
-__global__ void note_output(const int* slots, const long long* ids, short* counts, int n,
+__global__ void count_output_tokens(const int* slots, const long long* ids, short* counts, int n,
                             int vocab) {
-    wait_for_previous();
-    launch_next();
+    pdl_wait();
+    pdl_launch_dependents();
     const int i = blockIdx.x * blockDim.x + threadIdx.x;
     if (i >= n || slots[i] < 0 || ids[i] < 0 || ids[i] >= vocab) return;
     const long long at = static_cast<long long>(slots[i]) * vocab + ids[i];
@@ -21,10 +21,10 @@ __global__ void note_output(const int* slots, const long long* ids, short* count
 }
 
 // Set the bits of token ids[i] in the prompt of slots[i], for i < n.
-__global__ void note_prompt(const int* slots, const long long* ids, unsigned* prompt, int n,
+__global__ void mark_prompt_tokens(const int* slots, const long long* ids, unsigned* prompt, int n,
                             int vocab) {
-    wait_for_previous();
-    launch_next();
+    pdl_wait();
+    pdl_launch_dependents();
     const int i = blockIdx.x * blockDim.x + threadIdx.x;
     if (i >= n || slots[i] < 0 || ids[i] < 0 || ids[i] >= vocab) return;
     const long long words = (vocab + 31) / 32;

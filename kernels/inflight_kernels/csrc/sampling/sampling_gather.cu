@@ -89,29 +89,29 @@ __device__ __noinline__ int order_candidates(int count, GatherShared& shared) {
 
 // Draw from `count` candidates in shared memory, if they are enough: the token, or -1.
 template <typename T>
-__device__ __noinline__ int draw_from_candidates(const Job<T>& job, const Wish& wish,
+__device__ __noinline__ int draw_from_candidates(const Job<T>& job, const RowParams& params,
                                                  const Bound& bound, int count, u64 random,
                                                  GatherShared& shared) {
-    const bool cut_k = cuts_rank(job, wish), cut_p = wish.top_p < 1.0f;
+    const bool cut_k = cuts_rank(job, params), cut_p = params.top_p < 1.0f;
     const bool all = !(bound.threshold > -INFINITE);
-    if (cut_k && count < wish.top_k && !all) return -1;
+    if (cut_k && count < params.top_k && !all) return -1;
 
     const int size = order_candidates(count, shared);
-    const int limit = cut_k ? min(wish.top_k, count) : count;
+    const int limit = cut_k ? min(params.top_k, count) : count;
     int kept = limit;
     if (cut_p) {
         const double total = cut_k || all ? static_cast<double>(shared.masses[limit - 1])
                                           : static_cast<double>(bound.sum) * MASS_ONE;
-        const double wanted = wish.top_p * total;
+        const double wanted = params.top_p * total;
         if (!cut_k && !all && static_cast<double>(shared.masses[count - 1]) < wanted) return -1;
         kept = count_while(limit, shared, [&](int i) {
             return i == 0 || static_cast<double>(shared.masses[i - 1]) < wanted;
         });
     }
     const bool ranked = cut_k || (cut_p && kept <= RANKED);
-    if (wish.min_p > 0.0f) {
+    if (params.min_p > 0.0f) {
         const int likely = count_while(kept, shared, [&](int i) {
-            return weight_of(static_cast<unsigned>(shared.candidates[i] >> 32)) >= wish.min_p;
+            return weight_of(static_cast<unsigned>(shared.candidates[i] >> 32)) >= params.min_p;
         });
         kept = max(likely, 1);
     }
@@ -131,8 +131,8 @@ __device__ __noinline__ int draw_from_candidates(const Job<T>& job, const Wish& 
 
 // The mass from which on XTC takes a token for a top choice. One without any mass cannot be drawn, so
 // it is never the one that is left.
-__device__ inline double least_top(const Wish& wish, u64 mass) {
-    return fmax(static_cast<double>(wish.xtc_threshold) * static_cast<double>(mass), 1.0);
+__device__ inline double least_top(const RowParams& params, u64 mass) {
+    return fmax(static_cast<double>(params.xtc_threshold) * static_cast<double>(mass), 1.0);
 }
 
 // How many of the first `count` candidates have scores below `score`. Any thread may call it alone.
@@ -151,31 +151,31 @@ __device__ inline int count_below(unsigned score, int count, const GatherShared&
 // The same with any filters. What they keep is candidates [begin, end); while it is `open`, tokens
 // that are no candidates may follow.
 template <typename T>
-__device__ __noinline__ int draw_rare_from_candidates(const Job<T>& job, const Wish& wish,
+__device__ __noinline__ int draw_rare_from_candidates(const Job<T>& job, const RowParams& params,
                                                       const Bound& bound, int count, u64 random,
                                                       bool excludes, GatherShared& shared) {
-    const bool cut_k = cuts_rank(job, wish);
+    const bool cut_k = cuts_rank(job, params);
     bool open = bound.threshold > -INFINITE;
     order_candidates(count, shared);
     // Of tokens with the bound's own score, some may be no candidates.
-    const unsigned known = open ? score_of(bound.threshold, bound.top, wish.temperature) : ANY_SCORE;
+    const unsigned known = open ? score_of(bound.threshold, bound.top, params.temperature) : ANY_SCORE;
     if (open) count = count_below(known, count, shared);
     if (count == 0) return -1;
     const auto score_at = [&](int i) { return static_cast<unsigned>(shared.candidates[i] >> 32); };
     const auto mass_before = [&](int i) { return i ? shared.masses[i - 1] : 0; };
     int begin = 0, end = count;
 
-    if (wish.top_n_sigma > 0.0f && bound.worst < known) {
+    if (params.top_n_sigma > 0.0f && bound.worst < known) {
         if (bound.worst != ANY_SCORE) end = count_below(bound.worst + 1, count, shared);
         open = false;
     }
-    if (cut_k && wish.top_k <= end) {
-        end = wish.top_k;
+    if (cut_k && params.top_k <= end) {
+        end = params.top_k;
         open = false;
     }
     // Of what these cut, all must be there.
-    if (open && (cut_k || wish.top_n_sigma > 0.0f)) return -1;
-    if (wish.typical_p < 1.0f) {
+    if (open && (cut_k || params.top_n_sigma > 0.0f)) return -1;
+    if (params.typical_p < 1.0f) {
         u64 mass = bound.mass;
         unsigned mean = bound.mean;
         if (!open) {
@@ -185,7 +185,7 @@ __device__ __noinline__ int draw_rare_from_candidates(const Job<T>& job, const W
             mass = mass_before(end);
             mean = mean_score(mass, moment);
         }
-        const double wanted = static_cast<double>(wish.typical_p) * static_cast<double>(mass);
+        const double wanted = static_cast<double>(params.typical_p) * static_cast<double>(mass);
         unsigned furthest = ANY_SCORE;
         bool enough = false;
         for (int i = threadIdx.x; i < end; i += THREADS) {
@@ -209,10 +209,10 @@ __device__ __noinline__ int draw_rare_from_candidates(const Job<T>& job, const W
         end = count_below(high + 1, end, shared);
         open = false;
     }
-    if (wish.top_p < 1.0f) {
+    if (params.top_p < 1.0f) {
         const u64 base = mass_before(begin);
         const u64 total = open ? bound.mass : mass_before(end) - base;
-        const double wanted = static_cast<double>(wish.top_p) * static_cast<double>(total);
+        const double wanted = static_cast<double>(params.top_p) * static_cast<double>(total);
         if (open && static_cast<double>(mass_before(end) - base) < wanted) return -1;
         const int kept = count_while(end, shared, [&](int i) {
             return i <= begin || static_cast<double>(mass_before(i) - base) < wanted;
@@ -220,8 +220,8 @@ __device__ __noinline__ int draw_rare_from_candidates(const Job<T>& job, const W
         end = kept;
         open = false;
     }
-    if (wish.min_p > 0.0f) {
-        const float least = wish.min_p * weight_of(score_at(begin));
+    if (params.min_p > 0.0f) {
+        const float least = params.min_p * weight_of(score_at(begin));
         if (open && weight_of(known) < least) open = false;
         const int kept = count_while(
             end, shared, [&](int i) { return i <= begin || weight_of(score_at(i)) >= least; });
@@ -231,7 +231,7 @@ __device__ __noinline__ int draw_rare_from_candidates(const Job<T>& job, const W
     if (open) return -1;
     if (excludes) {
         const u64 base = mass_before(begin);
-        const double least = least_top(wish, mass_before(end) - base);
+        const double least = least_top(params, mass_before(end) - base);
         const int top = count_while(end, shared, [&](int i) {
             return i < begin || static_cast<double>(mass_of(score_at(i))) >= least;
         });
@@ -266,7 +266,7 @@ struct Order {
 
 // Add a row's keys, of those whose upper bits are `prefix`, to the histogram of the next bits.
 template <typename T>
-__device__ void fill_histogram(const Job<T>& job, int row, const Wish& wish, const Order& order,
+__device__ void fill_histogram(const Job<T>& job, int row, const RowParams& params, const Order& order,
                                unsigned prefix, int prefix_shift, int shift, GatherShared& shared) {
     __syncthreads();
     for (int i = threadIdx.x; i < 2048; i += THREADS)
@@ -274,11 +274,11 @@ __device__ void fill_histogram(const Job<T>& job, int row, const Wish& wish, con
     __syncthreads();
     for (int slice = 0; slice < job.slices(); slice++) {
         float x[VALUES];
-        read_shaped(job, row, wish, slice, x, shared);
+        read_adjusted(job, row, params, slice, x, shared);
 #pragma unroll 4
         for (int i = 0; i < VALUES; i++) {
             if (!(x[i] > -INFINITE)) continue;
-            const unsigned score = score_of(x[i], order.scale.top, wish.temperature);
+            const unsigned score = score_of(x[i], order.scale.top, params.temperature);
             if (!order.scale.has(score, id_of<T>(slice, i))) continue;
             const unsigned key = order.key(score);
             if (prefix_shift < 32 && key >> prefix_shift != prefix) continue;
@@ -297,7 +297,7 @@ __device__ void fill_histogram(const Job<T>& job, int row, const Wish& wish, con
 // Where the running mass, or count, passes `target`; false if it does not. By distance, where there
 // are two scores for a key, the place is the key and what comes before it.
 template <typename T>
-__device__ __noinline__ bool descend(const Job<T>& job, int row, const Wish& wish,
+__device__ __noinline__ bool descend(const Job<T>& job, int row, const RowParams& params,
                                      const Order order, bool by_mass, u64 target, Place& place, GatherShared& shared) {
     constexpr int EACH = 2048 / THREADS;
     unsigned prefix = 0;
@@ -305,7 +305,7 @@ __device__ __noinline__ bool descend(const Job<T>& job, int row, const Wish& wis
     for (int level = 0; level < 3; level++) {
         const int shift = level == 0 ? 21 : level == 1 ? 10 : 0;
         const int width = level == 2 ? 10 : 11;
-        fill_histogram(job, row, wish, order, prefix, shift + width, shift, shared);
+        fill_histogram(job, row, params, order, prefix, shift + width, shift, shared);
         const int first = threadIdx.x * EACH;
         u64 mass = 0, count = 0, all_mass, all_count;
         for (int i = first; i < first + EACH; i++) {
@@ -347,19 +347,19 @@ __device__ __noinline__ bool descend(const Job<T>& job, int row, const Wish& wis
 }
 
 template <typename T>
-__device__ __noinline__ int draw_from_row(const Job<T>& job, int row, const Wish& wish, float top,
+__device__ __noinline__ int draw_from_row(const Job<T>& job, int row, const RowParams& params, float top,
                                           u64 random, GatherShared& shared) {
-    const bool cut_k = cuts_rank(job, wish), cut_p = wish.top_p < 1.0f;
-    const Scale all = {top, wish.temperature, ANY_SCORE, ANY_SCORE, ANY_ID, MASS};
+    const bool cut_k = cuts_rank(job, params), cut_p = params.top_p < 1.0f;
+    const Scale all = {top, params.temperature, ANY_SCORE, ANY_SCORE, ANY_ID, MASS};
     const Order ranks = {all};
     const auto sum_of = [&](const Scale& scale) {
         u64 sum;
-        walk(job, row, wish, 0, job.slices(), scale, NEVER, sum, shared);
+        walk(job, row, params, 0, job.slices(), scale, NEVER, sum, shared);
         return sum;
     };
     const auto find = [&](const Scale& scale, u64 target) {
         u64 unused;
-        return walk(job, row, wish, 0, job.slices(), scale, target, unused, shared);
+        return walk(job, row, params, 0, job.slices(), scale, target, unused, shared);
     };
     const auto id_at = [&](const Place& place) {
         Scale ties = all;
@@ -376,12 +376,12 @@ __device__ __noinline__ int draw_from_row(const Job<T>& job, int row, const Wish
     Scale allowed = all;
     bool ranked = cut_k;
     Place place;
-    if (cut_k && descend(job, row, wish, ranks, false, wish.top_k - 1, place, shared))
+    if (cut_k && descend(job, row, params, ranks, false, params.top_k - 1, place, shared))
         kept = min(kept, mass_up_to(place));
     if (cut_p) {
-        const double wanted = ceil(wish.top_p * static_cast<double>(kept));
+        const double wanted = ceil(params.top_p * static_cast<double>(kept));
         const u64 target = min(static_cast<u64>(fmax(wanted, 1.0)) - 1, kept - 1);
-        descend(job, row, wish, ranks, true, target, place, shared);
+        descend(job, row, params, ranks, true, target, place, shared);
         kept = min(kept, mass_up_to(place));
         ranked |= place.count_before + place.tie + 1 <= RANKED;
         if (!ranked) {
@@ -389,17 +389,17 @@ __device__ __noinline__ int draw_from_row(const Job<T>& job, int row, const Wish
             allowed.last = id_at(place);
         }
     }
-    if (wish.min_p > 0.0f) {
+    if (params.min_p > 0.0f) {
         allowed.worst = 0;
         for (int bit = 31; bit >= 0; bit--)
-            if (weight_of(allowed.worst | 1u << bit) >= wish.min_p) allowed.worst |= 1u << bit;
+            if (weight_of(allowed.worst | 1u << bit) >= params.min_p) allowed.worst |= 1u << bit;
         Scale likely = all;
         likely.worst = allowed.worst;
         kept = min(kept, sum_of(likely));
     }
     const u64 target = __umul64hi(random, kept);
     if (!ranked) return find(allowed, target);
-    descend(job, row, wish, ranks, true, target, place, shared);
+    descend(job, row, params, ranks, true, target, place, shared);
     return id_at(place);
 }
 
@@ -417,15 +417,15 @@ __device__ unsigned largest_score(Good good) {
 // The same with any filters. Tokens in order of score, then of id, stand one after the other on a
 // line, each as long as its mass: what is kept is [begin, end) of it.
 template <typename T>
-__device__ __noinline__ int draw_rare_from_row(const Job<T>& job, int row, const Wish& wish,
+__device__ __noinline__ int draw_rare_from_row(const Job<T>& job, int row, const RowParams& params,
                                                const Bound& bound, u64 random, bool excludes,
                                                GatherShared& shared) {
-    const Scale all = {bound.top, wish.temperature, ANY_SCORE, ANY_SCORE, ANY_ID, MASS};
+    const Scale all = {bound.top, params.temperature, ANY_SCORE, ANY_SCORE, ANY_ID, MASS};
     const Order ranks = {all};
     Place place;
     const auto sum_of = [&](const Scale& scale) {
         u64 sum;
-        walk(job, row, wish, 0, job.slices(), scale, NEVER, sum, shared);
+        walk(job, row, params, 0, job.slices(), scale, NEVER, sum, shared);
         return sum;
     };
     const auto mass_up_to_score = [&](unsigned score) {
@@ -438,21 +438,21 @@ __device__ __noinline__ int draw_rare_from_row(const Job<T>& job, int row, const
         ties.edge = at.score;
         ties.weight = TIES;
         u64 unused;
-        return walk(job, row, wish, 0, job.slices(), ties, at.tie, unused, shared);
+        return walk(job, row, params, 0, job.slices(), ties, at.tie, unused, shared);
     };
     const auto mass_up_to = [&](const Place& at) {
         return at.mass_before + (at.tie + 1) * mass_of(at.score);
     };
 
     u64 begin = 0, end = bound.mass;
-    if (wish.top_n_sigma > 0.0f) end = mass_up_to_score(bound.worst);
-    if (cuts_rank(job, wish) &&
-        descend(job, row, wish, ranks, false, wish.top_k - 1, place, shared))
+    if (params.top_n_sigma > 0.0f) end = mass_up_to_score(bound.worst);
+    if (cuts_rank(job, params) &&
+        descend(job, row, params, ranks, false, params.top_k - 1, place, shared))
         end = min(end, mass_up_to(place));
-    if (wish.typical_p < 1.0f) {
+    if (params.typical_p < 1.0f) {
         Order nearest = {all, true, bound.mean};
         if (end < bound.mass) {
-            descend(job, row, wish, ranks, true, end - 1, place, shared);
+            descend(job, row, params, ranks, true, end - 1, place, shared);
             nearest.scale.edge = place.score;
             nearest.scale.last = id_at(place);
             Scale moments = nearest.scale;
@@ -460,43 +460,43 @@ __device__ __noinline__ int draw_rare_from_row(const Job<T>& job, int row, const
             nearest.center = mean_score(end, sum_of(moments));
         }
         const double wanted =
-            ceil(static_cast<double>(wish.typical_p) * static_cast<double>(end));
+            ceil(static_cast<double>(params.typical_p) * static_cast<double>(end));
         const u64 target = min(static_cast<u64>(fmax(wanted, 1.0)) - 1, end - 1);
-        descend(job, row, wish, nearest, true, target, place, shared);
+        descend(job, row, params, nearest, true, target, place, shared);
         const unsigned mean = nearest.center, furthest = place.score;
         if (mean > furthest) begin = min(mass_up_to_score(mean - furthest - 1), end);
         end = min(end, mass_up_to_score(mean + min(ANY_SCORE - 1 - mean, furthest)));
     }
-    if (wish.top_p < 1.0f) {
+    if (params.top_p < 1.0f) {
         const double wanted =
-            ceil(static_cast<double>(wish.top_p) * static_cast<double>(end - begin));
+            ceil(static_cast<double>(params.top_p) * static_cast<double>(end - begin));
         const u64 target = min(begin + static_cast<u64>(fmax(wanted, 1.0)) - 1, end - 1);
-        descend(job, row, wish, ranks, true, target, place, shared);
+        descend(job, row, params, ranks, true, target, place, shared);
         end = min(end, mass_up_to(place));
     }
-    if (wish.min_p > 0.0f) {
+    if (params.min_p > 0.0f) {
         unsigned first = 0;
         if (begin > 0) {
-            descend(job, row, wish, ranks, true, begin, place, shared);
+            descend(job, row, params, ranks, true, begin, place, shared);
             first = place.score;
         }
-        const float least = wish.min_p * weight_of(first);
+        const float least = params.min_p * weight_of(first);
         const unsigned worst =
             largest_score([&](unsigned score) { return weight_of(score) >= least; });
         end = min(end, mass_up_to_score(worst));
     }
     if (excludes) {
-        const double least = least_top(wish, end - begin);
+        const double least = least_top(params, end - begin);
         const unsigned worst = largest_score(
             [&](unsigned score) { return static_cast<double>(mass_of(score)) >= least; });
         const u64 top = worst == ANY_SCORE ? 0 : min(end, mass_up_to_score(worst));
         if (top > begin) {
-            descend(job, row, wish, ranks, true, top - 1, place, shared);
+            descend(job, row, params, ranks, true, top - 1, place, shared);
             begin = max(begin, place.mass_before + place.tie * mass_of(place.score));
         }
     }
     const u64 target = begin + __umul64hi(random, end - begin);
-    descend(job, row, wish, ranks, true, target, place, shared);
+    descend(job, row, params, ranks, true, target, place, shared);
     return id_at(place);
 }
 
@@ -505,7 +505,7 @@ __device__ __noinline__ int draw_rare_from_row(const Job<T>& job, int row, const
 template <typename T>
 __device__ void gather_slice(int row, int slice, const Common<T>& common, GatherShared& shared) {
     const Job<T>& job = common.job;
-    const Wish& wish = common.wish;
+    const RowParams& params = common.params;
     if (threadIdx.x == 0) {
         shared.bound = *job.bound(row);
         shared.count = 0;
@@ -516,15 +516,15 @@ __device__ void gather_slice(int row, int slice, const Common<T>& common, Gather
     const float top = __ldcg(job.maxima(row) + slice * THREADS + threadIdx.x);
     const bool hot = top >= bound.threshold && top > -INFINITE;
     float x[VALUES];
-    if (is_shaped(job, row, wish))
-        read_shaped(job, row, wish, slice, x, shared);
+    if (is_adjusted(job, row, params))
+        read_adjusted(job, row, params, slice, x, shared);
     else if (hot)
         read_slice(job, row, slice, x);
 #pragma unroll
     for (int i = 0; i < VALUES; i++) {
         if (hot && x[i] >= bound.threshold && x[i] > -INFINITE) {
             const int at = atomicAdd(&shared.count, 1);
-            const u64 score = score_of(x[i], bound.top, wish.temperature);
+            const u64 score = score_of(x[i], bound.top, params.temperature);
             if (at < CAPACITY)
                 shared.candidates[at] = score << 32 | id_of<T>(slice, i);
         }
@@ -539,24 +539,24 @@ __device__ void gather_slice(int row, int slice, const Common<T>& common, Gather
     __syncthreads();
     if (!arrives_last(job, row)) return;
 
-    const u64 random = uniform(wish.seed, job.positions[row], DRAW);
-    const bool rare = has_rare_filters(wish);
+    const u64 random = uniform(params.seed, job.positions[row], DRAW);
+    const bool rare = has_rare_filters(params);
     const bool excludes =
-        wish.xtc_probability > 0.0f &&
-        static_cast<double>(uniform(wish.seed, job.positions[row], XTC)) * 0x1p-64 <
-            static_cast<double>(wish.xtc_probability);
+        params.xtc_probability > 0.0f &&
+        static_cast<double>(uniform(params.seed, job.positions[row], XTC)) * 0x1p-64 <
+            static_cast<double>(params.xtc_probability);
     const int count = __ldcg(job.found + row);
     int id = -1;
     if (count <= CAPACITY) {
         for (int i = threadIdx.x; i < count; i += THREADS)
             shared.candidates[i] = __ldcg(job.candidates(row) + i);
-        id = rare ? draw_rare_from_candidates(job, wish, bound, count, random, excludes, shared)
-                  : draw_from_candidates(job, wish, bound, count, random, shared);
+        id = rare ? draw_rare_from_candidates(job, params, bound, count, random, excludes, shared)
+                  : draw_from_candidates(job, params, bound, count, random, shared);
     }
     if (id < 0)
-        id = rare ? draw_rare_from_row(job, row, wish, bound, random, excludes, shared)
-                  : draw_from_row(job, row, wish, bound.top, random, shared);
-    if (threadIdx.x == 0) answer(job, row, id, bound.log_sum);
+        id = rare ? draw_rare_from_row(job, row, params, bound, random, excludes, shared)
+                  : draw_from_row(job, row, params, bound.top, random, shared);
+    if (threadIdx.x == 0) write_result(job, row, id, bound.log_sum);
 }
 
 // Grid: (slices, rows). After `scan`, and after `spread` where a row has rare filters, with the same
@@ -565,10 +565,10 @@ template <typename T>
 __global__ void __launch_bounds__(THREADS, 4) gather(JOB_PARAMETERS) {
     __shared__ Common<T> common;
     __shared__ GatherShared shared;
-    wait_for_previous();
-    launch_next();
+    pdl_wait();
+    pdl_launch_dependents();
     const Job<T> job = JOB;
     if (!job.bound(blockIdx.y)->open) return;
-    share(job, wishes[blockIdx.y], common);
+    copy_to_shared(job, row_params[blockIdx.y], common);
     gather_slice(blockIdx.y, blockIdx.x, common, shared);
 }

@@ -1,4 +1,4 @@
-// What the passes of the sampler share: a row's wishes and scratch, its logits as they are shaped, and
+// What the passes of the sampler share: a row's row_params and scratch, its logits as they are adjusted, and
 // a walk over them in order of their ids.
 //
 // `scan` reads each row once, in slices of SLICE logits held in registers. The block that finishes
@@ -24,7 +24,7 @@ template <typename T>
 constexpr int RUN = VECTOR<T>;
 
 // How to choose in a row; written by the host.
-struct Wish {
+struct RowParams {
     u64 seed;
     float temperature;  // 0: greedy
     int top_k;          // 0 or less: all
@@ -34,12 +34,12 @@ struct Wish {
     float top_n_sigma;  // 0: all
     float xtc_threshold, xtc_probability;
 };
-static_assert(sizeof(Wish) == 56, "as sampling.py writes it");
+static_assert(sizeof(RowParams) == 56, "as sampling.py writes it");
 
 // What a slice tells of its row.
 struct Partial {
     float raw_top, raw_sum;  // of the logits as they came: maximum, and sum of exp(x - maximum)
-    float top, sum;          // the same of the shaped logits over the temperature
+    float top, sum;          // the same of the adjusted logits over the temperature
     int id;                  // of the first logit that is `top`
     int finite;
     int unused[2];
@@ -56,7 +56,7 @@ struct Bound {
     u64 unused_too;
 };
 
-enum Status { FINE = 0, NOT_FINITE = 1, NOTHING_LEFT = 2 };
+enum Status { OK = 0, NOT_FINITE = 1, NO_ALLOWED_TOKENS = 2 };
 
 // All arguments, the same for every pass.
 template <typename T>
@@ -64,7 +64,7 @@ struct Job {
     const T* logits;
     long long stride;
     int vocab;
-    const Wish* wishes;
+    const RowParams* row_params;
     const long long* positions;
     const short* counts;
     const unsigned char* prompt;
@@ -109,14 +109,14 @@ struct Job {
 // and biases, where a row's ids ascend; masks [.., words of 32 tokens] with mask_rows [rows], negative
 // for none; tail_starts and tail_lengths [rows], a row's part of drafts, which are tokens.
 #define JOB_PARAMETERS                                                                          \
-    const T *logits, long long stride, int vocab, const Wish *wishes, const long long *positions, \
+    const T *logits, long long stride, int vocab, const RowParams *row_params, const long long *positions, \
         const short *counts, const unsigned char *prompt, const long long *drafts,              \
         const int *tail_starts, const int *tail_lengths, const int *bias_starts,                \
         const int *bias_ids, const float *biases, const unsigned char *masks,                   \
         const int *mask_rows, char *scratch, int *arrivals, int *found, long long *tokens,      \
         float *logprobs, int *statuses
 #define JOB                                                                                     \
-    {logits,      stride,   vocab,  wishes, positions, counts,  prompt,   drafts, tail_starts,  \
+    {logits,      stride,   vocab,  row_params, positions, counts,  prompt,   drafts, tail_starts,  \
      tail_lengths, bias_starts, bias_ids, biases, masks, mask_rows, scratch, arrivals, found,   \
      tokens,      logprobs, statuses}
 
@@ -125,16 +125,16 @@ struct Job {
 template <typename T>
 struct Common {
     Job<T> job;
-    Wish wish;
+    RowParams params;
 };
 
 // Make the copy. Threads of a block call it together.
 template <typename T>
-__device__ void share(const Job<T>& job, const Wish& wish, Common<T>& common) {
+__device__ void copy_to_shared(const Job<T>& job, const RowParams& params, Common<T>& common) {
     __syncthreads();
     if (threadIdx.x == 0) {
         common.job = job;
-        common.wish = wish;
+        common.params = params;
     }
     __syncthreads();
 }
@@ -208,9 +208,9 @@ __device__ bool read_slice(const Job<T>& job, int row, int slice, float (&x)[VAL
 // ---------------------------------------------------------------- shaping it
 
 template <typename T>
-__device__ bool has_penalties(const Job<T>& job, const Wish& wish) {
-    return job.counts && wish.slot >= 0 &&
-           (wish.repetition != 1.0f || wish.presence != 0.0f || wish.frequency != 0.0f);
+__device__ bool has_penalties(const Job<T>& job, const RowParams& params) {
+    return job.counts && params.slot >= 0 &&
+           (params.repetition != 1.0f || params.presence != 0.0f || params.frequency != 0.0f);
 }
 
 template <typename T>
@@ -224,8 +224,8 @@ __device__ bool has_mask(const Job<T>& job, int row) {
 }
 
 template <typename T>
-__device__ bool is_shaped(const Job<T>& job, int row, const Wish& wish) {
-    return has_penalties(job, wish) || has_biases(job, row) || has_mask(job, row);
+__device__ bool is_adjusted(const Job<T>& job, int row, const RowParams& params) {
+    return has_penalties(job, params) || has_biases(job, row) || has_mask(job, row);
 }
 
 // What is added to a token's logit: 0 where its id is not in the row's list, which ascends.
@@ -278,10 +278,10 @@ __device__ void read_counts(const short* counts, int first, int vocab, short (&f
 // Penalties, biases and the mask, in place. Threads of a block call it together. Code for UNROLL runs
 // of tokens stands side by side.
 template <int UNROLL, typename T>
-__device__ __forceinline__ void shape(const Job<T>& job, int row, const Wish& wish, int slice,
+__device__ __forceinline__ void adjust(const Job<T>& job, int row, const RowParams& params, int slice,
                                       float (&x)[VALUES], Shared& shared) {
     constexpr int N = RUN<T>, RUNS = VALUES / N;
-    const bool penalized = has_penalties(job, wish), biased = has_biases(job, row);
+    const bool penalized = has_penalties(job, params), biased = has_biases(job, row);
     const int num_drafts = penalized && job.tail_lengths ? job.tail_lengths[row] : 0;
     const long long* const drafts = num_drafts ? job.drafts + job.tail_starts[row] : nullptr;
     const bool marked = biased || num_drafts;
@@ -298,7 +298,7 @@ __device__ __forceinline__ void shape(const Job<T>& job, int row, const Wish& wi
     }
     const long long words = (job.vocab + 31) / 32;
     if (penalized) {
-        const long long slot = wish.slot;
+        const long long slot = params.slot;
         const short* const counts = job.counts + slot * job.vocab;
         const unsigned char* const prompt = job.prompt + slot * words * 4;
 #pragma unroll UNROLL
@@ -315,8 +315,8 @@ __device__ __forceinline__ void shape(const Job<T>& job, int row, const Wish& wi
                 int times = count[j];
                 if (looked_at >> j & 1) times += times_drafted(drafts, num_drafts, first + j);
                 if (times || in_prompt >> j & 1)
-                    value = value > 0.0f ? value / wish.repetition : value * wish.repetition;
-                if (times) value -= wish.presence + wish.frequency * static_cast<float>(times);
+                    value = value > 0.0f ? value / params.repetition : value * params.repetition;
+                if (times) value -= params.presence + params.frequency * static_cast<float>(times);
             }
         }
     }
@@ -346,34 +346,34 @@ __device__ __forceinline__ void shape(const Job<T>& job, int row, const Wish& wi
 // The same, for the passes that few rows need: its code stands once, apart, and is short, since it is
 // most of what these passes take to compile.
 template <typename T>
-__device__ __noinline__ void shape_slice(const Job<T>& job, int row, const Wish& wish, int slice,
+__device__ __noinline__ void adjust_slice(const Job<T>& job, int row, const RowParams& params, int slice,
                                          float (&x)[VALUES], Shared& shared) {
-    shape<1>(job, row, wish, slice, x, shared);
+    adjust<1>(job, row, params, slice, x, shared);
 }
 
 template <typename T>
-__device__ void read_shaped(const Job<T>& job, int row, const Wish& wish, int slice,
+__device__ void read_adjusted(const Job<T>& job, int row, const RowParams& params, int slice,
                             float (&x)[VALUES], Shared& shared) {
     read_slice(job, row, slice, x);
-    if (!is_shaped(job, row, wish)) return;
-    float shaped[VALUES];  // whose address is taken
+    if (!is_adjusted(job, row, params)) return;
+    float adjusted[VALUES];  // whose address is taken
 #pragma unroll
-    for (int i = 0; i < VALUES; i++) shaped[i] = x[i];
-    shape_slice(job, row, wish, slice, shaped, shared);
+    for (int i = 0; i < VALUES; i++) adjusted[i] = x[i];
+    adjust_slice(job, row, params, slice, adjusted, shared);
 #pragma unroll
-    for (int i = 0; i < VALUES; i++) x[i] = shaped[i];
+    for (int i = 0; i < VALUES; i++) x[i] = adjusted[i];
 }
 
 // ---------------------------------------------------------------- a row and its blocks
 
 template <typename T>
-__device__ bool cuts_rank(const Job<T>& job, const Wish& wish) {
-    return wish.top_k > 0 && wish.top_k < job.vocab;
+__device__ bool cuts_rank(const Job<T>& job, const RowParams& params) {
+    return params.top_k > 0 && params.top_k < job.vocab;
 }
 
 // Whether a row has filters that need more than its top and its bound.
-__device__ inline bool has_rare_filters(const Wish& wish) {
-    return wish.typical_p < 1.0f || wish.top_n_sigma > 0.0f || wish.xtc_probability > 0.0f;
+__device__ inline bool has_rare_filters(const RowParams& params) {
+    return params.typical_p < 1.0f || params.top_n_sigma > 0.0f || params.xtc_probability > 0.0f;
 }
 
 // Whether this block is the last of the row's blocks to come here; the writes of the others are then
@@ -393,14 +393,14 @@ __device__ bool arrives_last(const Job<T>& job, int row) {
 
 // One thread calls it.
 template <typename T>
-__device__ void answer(const Job<T>& job, int row, int id, float log_sum) {
+__device__ void write_result(const Job<T>& job, int row, int id, float log_sum) {
     job.tokens[row] = id;
     job.logprobs[row] = static_cast<float>(job.logits[row * job.stride + id]) - log_sum;
-    job.statuses[row] = FINE;
+    job.statuses[row] = OK;
 }
 
 template <typename T>
-__device__ void refuse(const Job<T>& job, int row, Status status) {
+__device__ void write_failure(const Job<T>& job, int row, Status status) {
     job.tokens[row] = 0;
     job.logprobs[row] = 0.0f;
     job.statuses[row] = status;
@@ -454,13 +454,13 @@ constexpr u64 NEVER = ~0ull;
 // The first token of slices [begin, end) at which the running sum of weights passes `target`; -1 if
 // it does not. `sum` gets the sum up to there. Threads of a block call it together.
 template <typename T, typename Weights>
-__device__ __noinline__ int walk(const Job<T>& job, int row, const Wish& wish, int begin, int end,
+__device__ __noinline__ int walk(const Job<T>& job, int row, const RowParams& params, int begin, int end,
                                  const Weights weights, u64 target, u64& sum, Shared& shared) {
     constexpr int N = RUN<T>, RUNS = VALUES / N;
     u64 running = 0;
     for (int slice = begin; slice < end; slice++) {
         float x[VALUES];
-        read_shaped(job, row, wish, slice, x, shared);
+        read_adjusted(job, row, params, slice, x, shared);
         u64 mine[RUNS], all = 0;
 #pragma unroll
         for (int run = 0; run < RUNS; run++) {

@@ -51,7 +51,7 @@ __device__ __noinline__ float find_bound(const Job<T>& job, int row, int rank, f
 
 // A draw from all of a row, by slices and then inside one.
 template <typename T>
-__device__ __noinline__ void draw_from_all(const Job<T>& job, int row, const Wish& wish, float top,
+__device__ __noinline__ void draw_from_all(const Job<T>& job, int row, const RowParams& params, float top,
                               float log_sum, float scale, Shared& shared) {
     const Partial* const partials = job.partials(row);
     // In double the sum of slices is the same whoever adds, and close to exact.
@@ -61,7 +61,7 @@ __device__ __noinline__ void draw_from_all(const Job<T>& job, int row, const Wis
         if (peak > -INFINITE)
             sum += static_cast<double>(__ldcg(&partials[s].sum)) * exp2_fast((peak - top) * scale);
     }
-    const u64 random = uniform(wish.seed, job.positions[row], DRAW);
+    const u64 random = uniform(params.seed, job.positions[row], DRAW);
     const double target = static_cast<double>(random) * 0x1p-64 * sum;
     double before = 0.0, size = 1.0, running = 0.0;
     int slice = 0;
@@ -79,22 +79,22 @@ __device__ __noinline__ void draw_from_all(const Job<T>& job, int row, const Wis
     }
     // Masses are relative to the slice's own maximum: they do not vanish far below `top`.
     const float peak = __ldcg(&partials[slice].top);
-    const Masses all = {peak, wish.temperature};
+    const Masses all = {peak, params.temperature};
     u64 total, unused;
-    walk(job, row, wish, slice, slice + 1, all, NEVER, total, shared);
+    walk(job, row, params, slice, slice + 1, all, NEVER, total, shared);
     const double share = (target - before) / size;
     u64 inside = static_cast<u64>(fmax(share, 0.0) * static_cast<double>(total));
     inside = min(inside, total - 1);
-    const int id = walk(job, row, wish, slice, slice + 1, all, inside, unused, shared);
-    if (threadIdx.x == 0) answer(job, row, id, log_sum);
+    const int id = walk(job, row, params, slice, slice + 1, all, inside, unused, shared);
+    if (threadIdx.x == 0) write_result(job, row, id, log_sum);
 }
 
 // A row whose slices are all scanned.
 template <typename T>
-__device__ __noinline__ void finish_scan(const Job<T>& job, int row, const Wish& wish,
+__device__ __noinline__ void finish_scan(const Job<T>& job, int row, const RowParams& params,
                                          Shared& shared) {
     const Partial* const partials = job.partials(row);
-    const float scale = LOG2_E / wish.temperature;
+    const float scale = LOG2_E / params.temperature;
     float raw_top = -INFINITE, top = -INFINITE;
     int finite = 1, id = job.vocab;
     for (int s = threadIdx.x; s < job.slices(); s += THREADS) {
@@ -114,7 +114,7 @@ __device__ __noinline__ void finish_scan(const Job<T>& job, int row, const Wish&
     top = highest;
     if (!finite || !(top > -INFINITE)) {
         if (threadIdx.x == 0) {
-            refuse(job, row, finite ? NOTHING_LEFT : NOT_FINITE);
+            write_failure(job, row, finite ? NO_ALLOWED_TOKENS : NOT_FINITE);
             job.bound(row)->open = 0;
         }
         return;
@@ -129,23 +129,23 @@ __device__ __noinline__ void finish_scan(const Job<T>& job, int row, const Wish&
     raw_sum = block_total(raw_sum, shared.floats);
     sum = block_total(sum, shared.floats);
     const float log_sum = raw_top + logf(raw_sum);
-    const bool greedy = !(wish.temperature > 0.0f);
-    const bool cut_k = cuts_rank(job, wish), cut_p = wish.top_p < 1.0f;
-    const bool rare = has_rare_filters(wish);
-    const bool open = !greedy && (cut_k || cut_p || wish.min_p > 0.0f || rare);
+    const bool greedy = !(params.temperature > 0.0f);
+    const bool cut_k = cuts_rank(job, params), cut_p = params.top_p < 1.0f;
+    const bool rare = has_rare_filters(params);
+    const bool open = !greedy && (cut_k || cut_p || params.min_p > 0.0f || rare);
     if (greedy) {
-        if (threadIdx.x == 0) answer(job, row, id, log_sum);
+        if (threadIdx.x == 0) write_result(job, row, id, log_sum);
     } else if (!open) {
-        draw_from_all(job, row, wish, top, log_sum, scale, shared);
+        draw_from_all(job, row, params, top, log_sum, scale, shared);
     }
     float threshold = -INFINITE;
     if (open && job.vocab > CAPACITY) {
         // min_p is relative to the top, unless typical_p may cut that off.
-        if (cut_k || cut_p || wish.min_p == 0.0f || wish.typical_p < 1.0f) {
-            const int rank = cut_k ? wish.top_k : max(job.vocab / (4 * VALUES), 1);
+        if (cut_k || cut_p || params.min_p == 0.0f || params.typical_p < 1.0f) {
+            const int rank = cut_k ? params.top_k : max(job.vocab / (4 * VALUES), 1);
             threshold = find_bound(job, row, min(rank, BOUND_RANK), top, shared);
         } else {
-            threshold = top + wish.temperature * (logf(wish.min_p) - 1e-3f);
+            threshold = top + params.temperature * (logf(params.min_p) - 1e-3f);
         }
     }
     if (threadIdx.x == 0) {
@@ -164,13 +164,13 @@ __device__ inline float base_of(float top) { return fmaxf(top, -LARGEST); }
 
 // Read a slice, and tell of it. Rows that are shaped and others have code of their own, so that these
 // have all registers.
-template <bool SHAPED, typename T>
-__device__ __forceinline__ bool scan_slice(const Job<T>& job, int row, const Wish& wish, int slice,
+template <bool ADJUSTED, typename T>
+__device__ __forceinline__ bool scan_slice(const Job<T>& job, int row, const RowParams& params, int slice,
                                            ScanShared& shared) {
-    const bool drawn = wish.temperature > 0.0f;
+    const bool drawn = params.temperature > 0.0f;
     // Whoever cuts by rank or by likelihood alone never asks for the mass of all.
-    const bool summed = drawn && !cuts_rank(job, wish) && (wish.top_p < 1.0f || wish.min_p == 0.0f);
-    const float scale = LOG2_E / wish.temperature;
+    const bool summed = drawn && !cuts_rank(job, params) && (params.top_p < 1.0f || params.min_p == 0.0f);
+    const float scale = LOG2_E / params.temperature;
     if (threadIdx.x == 0) shared.id = job.vocab;
 
     float x[VALUES];
@@ -184,14 +184,14 @@ __device__ __forceinline__ bool scan_slice(const Job<T>& job, int row, const Wis
     for (int i = 0; i < VALUES; i++) raw_sum += exp2_fast((x[i] - raw_base) * LOG2_E);
 
     float top = raw_top, sum = raw_sum;
-    if (SHAPED) {
-        shape<VALUES>(job, row, wish, slice, x, shared);
+    if (ADJUSTED) {
+        adjust<VALUES>(job, row, params, slice, x, shared);
         top = x[0];
 #pragma unroll
         for (int i = 1; i < VALUES; i++) top = fmaxf(top, x[i]);
     }
     const float base = base_of(top);
-    if (summed && (SHAPED || wish.temperature != 1.0f)) {
+    if (summed && (ADJUSTED || params.temperature != 1.0f)) {
         sum = 0.0f;
 #pragma unroll
         for (int i = 0; i < VALUES; i++) sum += exp2_fast((x[i] - base) * scale);
@@ -202,7 +202,7 @@ __device__ __forceinline__ bool scan_slice(const Job<T>& job, int row, const Wis
     WarpPart part;
     part.raw_top = warp_max(raw_top);
     part.raw_sum = rebased_sum(raw_sum, raw_base, base_of(part.raw_top), LOG2_E);
-    part.top = SHAPED ? warp_max(top) : part.raw_top;
+    part.top = ADJUSTED ? warp_max(top) : part.raw_top;
     part.sum = summed ? rebased_sum(sum, base, base_of(part.top), scale) : 0.0f;
     if (threadIdx.x % 32 == 0) shared.parts[threadIdx.x / 32] = part;
     const bool all_finite = __syncthreads_and(finite);
@@ -239,9 +239,9 @@ __device__ __forceinline__ bool scan_slice(const Job<T>& job, int row, const Wis
 }
 
 template <typename T>
-__device__ __noinline__ bool scan_shaped_slice(const Common<T>& common, int row, int slice,
+__device__ __noinline__ bool scan_adjusted_slice(const Common<T>& common, int row, int slice,
                                                ScanShared& shared) {
-    return scan_slice<true>(common.job, row, common.wish, slice, shared);
+    return scan_slice<true>(common.job, row, common.params, slice, shared);
 }
 
 // Grid: (slices, rows).
@@ -249,19 +249,19 @@ template <typename T>
 __global__ void __launch_bounds__(THREADS, 4) scan(JOB_PARAMETERS) {
     __shared__ Common<T> common;
     __shared__ ScanShared shared;
-    wait_for_previous();
-    launch_next();
+    pdl_wait();
+    pdl_launch_dependents();
     const Job<T> job = JOB;
     const int row = blockIdx.y, slice = blockIdx.x;
-    const Wish wish = wishes[row];
+    const RowParams params = row_params[row];
     bool last;
-    if (is_shaped(job, row, wish)) {
-        share(job, wish, common);
-        last = scan_shaped_slice(common, row, slice, shared);
+    if (is_adjusted(job, row, params)) {
+        copy_to_shared(job, params, common);
+        last = scan_adjusted_slice(common, row, slice, shared);
     } else {
-        last = scan_slice<false>(job, row, wish, slice, shared);
+        last = scan_slice<false>(job, row, params, slice, shared);
     }
     if (!last) return;
-    share(job, wish, common);
-    finish_scan(common.job, row, common.wish, shared);
+    copy_to_shared(job, params, common);
+    finish_scan(common.job, row, common.params, shared);
 }

@@ -13,18 +13,18 @@ static_assert(MAX_SLICES * sizeof(Share) <= CAPACITY * sizeof(u64), "a row's sha
 template <typename T>
 __device__ void spread_slice(int row, int slice, const Common<T>& common, Shared& shared) {
     const Job<T>& job = common.job;
-    const Wish& wish = common.wish;
+    const RowParams& params = common.params;
     Bound& bound = *job.bound(row);
     const float top = bound.top;
     Share* const shares = reinterpret_cast<Share*>(job.candidates(row));  // which come later
 
     float x[VALUES];
-    read_shaped(job, row, wish, slice, x, shared);
+    read_adjusted(job, row, params, slice, x, shared);
     Share mine = {};
 #pragma unroll
     for (int i = 0; i < VALUES; i++) {
         if (!(x[i] > -INFINITE)) continue;
-        const unsigned score = score_of(x[i], top, wish.temperature);
+        const unsigned score = score_of(x[i], top, params.temperature);
         mine.mass += mass_of(score);
         mine.moment += moment_of(score);
         const double distance = static_cast<double>(top) - static_cast<double>(x[i]);
@@ -55,11 +55,11 @@ __device__ void spread_slice(int row, int slice, const Common<T>& common, Shared
     if (threadIdx.x != 0) return;
     bound.mass = mine.mass;
     bound.mean = mean_score(mine.mass, mine.moment);
-    if (wish.top_n_sigma > 0.0f) {
+    if (params.top_n_sigma > 0.0f) {
         const double mean = mine.distance / mine.count;
         const double variance = fmax(mine.square / mine.count - mean * mean, 0.0);
-        const float limit = static_cast<float>(wish.top_n_sigma * sqrt(variance));
-        bound.worst = score_of(0.0f, limit, wish.temperature);
+        const float limit = static_cast<float>(params.top_n_sigma * sqrt(variance));
+        bound.worst = score_of(0.0f, limit, params.temperature);
     }
 }
 
@@ -68,11 +68,11 @@ template <typename T>
 __global__ void __launch_bounds__(THREADS, 4) spread(JOB_PARAMETERS) {
     __shared__ Common<T> common;
     __shared__ Shared shared;
-    wait_for_previous();
-    launch_next();
+    pdl_wait();
+    pdl_launch_dependents();
     const Job<T> job = JOB;
-    const Wish wish = wishes[blockIdx.y];
-    if (!has_rare_filters(wish) || !job.bound(blockIdx.y)->open) return;
-    share(job, wish, common);
+    const RowParams params = row_params[blockIdx.y];
+    if (!has_rare_filters(params) || !job.bound(blockIdx.y)->open) return;
+    copy_to_shared(job, params, common);
     spread_slice(blockIdx.y, blockIdx.x, common, shared);
 }

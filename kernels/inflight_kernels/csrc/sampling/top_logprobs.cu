@@ -37,21 +37,21 @@ __device__ inline u64 larger(u64 a, u64 b) { return a > b ? a : b; }
 // chosen, statuses [rows]: what the sampler found; given [rows], may be null: the token to look at in
 // place of the chosen one, negative for none. ids and logprobs [rows, MOST]: -1 and -inf past the
 // tokens wanted; own_logprobs and ranks [rows], from 1, of the row's own token; 0 where the status is
-// not FINE. See Job::of_row for `scratch`, which is as the sampler left it.
+// not OK. See Job::of_row for `scratch`, which is as the sampler left it.
 template <typename T>
 __global__ void __launch_bounds__(THREADS, 4)
     top_logprobs(const T* logits, long long stride, int vocab, const long long* chosen,
                  const int* statuses, const int* given, const int* wanted, char* scratch,
                  int* arrivals, int* ids, float* logprobs, float* own_logprobs, int* ranks) {
     __shared__ Shared shared;
-    wait_for_previous();
-    launch_next();
+    pdl_wait();
+    pdl_launch_dependents();
     const int row = blockIdx.y, slice = blockIdx.x, number = min(wanted[row], MOST);
     if (number < 0) return;
     Job<T> job = {logits, stride, vocab};
     job.scratch = scratch;
     job.arrivals = arrivals;
-    const bool fine = statuses[row] == FINE;
+    const bool fine = statuses[row] == OK;
     const long long token = given && given[row] >= 0 ? given[row] : chosen[row];
     Best* const best = reinterpret_cast<Best*>(job.maxima(row));
 

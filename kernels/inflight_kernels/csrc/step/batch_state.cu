@@ -5,25 +5,25 @@
 
 // As in batch_state.py.
 constexpr int NUM_CHUNKS = 0, RING_INDEX = 1, NUM_TOKENS = 2, NUM_ROWS = 3;
-constexpr int WISH_WORDS = 14;
-constexpr int WISH_SLOT = 9;
-constexpr int FINE = 0;  // a status
+constexpr int ROW_PARAMS_WORDS = 14;
+constexpr int ROW_PARAMS_SLOT = 9;
+constexpr int OK = 0;  // a status
 
 // Writes table entries: tables[places[i]] = blocks[i].
 extern "C" __global__ void write_tables(const int* places, const int* blocks, int n, int* tables) {
-    wait_for_previous();
-    launch_next();
+    pdl_wait();
+    pdl_launch_dependents();
     const int i = blockIdx.x * blockDim.x + threadIdx.x;
     if (i < n) tables[places[i]] = blocks[i];
 }
 
-// Writes sequences' wishes: wishes[slots[i]] = news[i].
-extern "C" __global__ void write_wishes(const int* slots, const int* news, int n, int* wishes) {
-    wait_for_previous();
-    launch_next();
+// Writes sequences' row_params: row_params[slots[i]] = news[i].
+extern "C" __global__ void write_row_params(const int* slots, const int* news, int n, int* row_params) {
+    pdl_wait();
+    pdl_launch_dependents();
     const int i = blockIdx.x * blockDim.x + threadIdx.x;
-    if (i < n * WISH_WORDS)
-        wishes[slots[i / WISH_WORDS] * WISH_WORDS + i % WISH_WORDS] = news[i];
+    if (i < n * ROW_PARAMS_WORDS)
+        row_params[slots[i / ROW_PARAMS_WORDS] * ROW_PARAMS_WORDS + i % ROW_PARAMS_WORDS] = news[i];
 }
 
 // One block per chunk of the step, and one for each that fills up a CUDA graph. Tokens and rows up to
@@ -32,12 +32,12 @@ extern "C" __global__ void begin_step(
     const int* header, const int* slots, const int* starts, const int* query_start,
     const int* row_start, const int* given, const int* tokens, const int* tables,
     int table_width, int block_shift, const long long* last_tokens, const int* last_positions,
-    const int* drafts, int num_drafts, const int* wishes, int num_tokens, int num_rows,
+    const int* drafts, int num_drafts, const int* row_params, int num_tokens, int num_rows,
     long long* token_ids, long long* positions, long long* slot_mapping, int* seq_lens, int* step_tables,
-    long long* sample_rows, int* step_wishes, long long* sample_positions, int* tail_starts,
+    long long* sample_rows, int* step_row_params, long long* sample_positions, int* tail_starts,
     int* tail_lengths) {
-    wait_for_previous();
-    launch_next();
+    pdl_wait();
+    pdl_launch_dependents();
     const int chunk = blockIdx.x;
     const int thread = blockIdx.x * blockDim.x + threadIdx.x, num_threads = gridDim.x * blockDim.x;
     for (int token = header[NUM_TOKENS] + thread; token < num_tokens; token += num_threads) {
@@ -51,8 +51,8 @@ extern "C" __global__ void begin_step(
         tail_starts[row] = 0;
         tail_lengths[row] = 0;
         // All zero is greedy, but for the slot: none.
-        for (int word = 0; word < WISH_WORDS; word++)
-            step_wishes[row * WISH_WORDS + word] = word == WISH_SLOT ? -1 : 0;
+        for (int word = 0; word < ROW_PARAMS_WORDS; word++)
+            step_row_params[row * ROW_PARAMS_WORDS + word] = word == ROW_PARAMS_SLOT ? -1 : 0;
     }
     if (chunk >= header[NUM_CHUNKS]) {
         if (threadIdx.x == 0) seq_lens[chunk] = 0;
@@ -94,11 +94,11 @@ extern "C" __global__ void begin_step(
         tail_starts[first_row + i] = first_token + length - own_rows + 1;
         tail_lengths[first_row + i] = scores ? 0 : i;
     }
-    for (int i = threadIdx.x; i < own_rows * WISH_WORDS; i += blockDim.x) {
-        const int word = i % WISH_WORDS;
-        const int no_wish = word == WISH_SLOT ? -1 : 0;
-        step_wishes[first_row * WISH_WORDS + i] =
-            given[first_row + i / WISH_WORDS] >= 0 ? no_wish : wishes[slot * WISH_WORDS + word];
+    for (int i = threadIdx.x; i < own_rows * ROW_PARAMS_WORDS; i += blockDim.x) {
+        const int word = i % ROW_PARAMS_WORDS;
+        const int unset = word == ROW_PARAMS_SLOT ? -1 : 0;
+        step_row_params[first_row * ROW_PARAMS_WORDS + i] =
+            given[first_row + i / ROW_PARAMS_WORDS] >= 0 ? unset : row_params[slot * ROW_PARAMS_WORDS + word];
     }
 }
 
@@ -113,12 +113,12 @@ extern "C" __global__ void end_step(const int* header, const int* sample_slots,
                                     const long long* sample_rows,
                                     const long long* sample_positions, const long long* token_ids,
                                     const long long* chosen, const float* logprobs,
-                                    const int* statuses, const int* wishes, int n, int max_rows,
+                                    const int* statuses, const int* row_params, int n, int max_rows,
                                     long long* last_tokens, int* last_positions, int* drafts,
                                     int num_drafts, int* count_slots, int* history,
                                     int history_width, int* results) {
-    wait_for_previous();
-    launch_next();
+    pdl_wait();
+    pdl_launch_dependents();
     const int chunk = blockIdx.x * blockDim.x + threadIdx.x;
     if (chunk >= n || chunk >= header[NUM_CHUNKS]) return;
     const int slot = sample_slots[chunk];
@@ -131,7 +131,7 @@ extern "C" __global__ void end_step(const int* header, const int* sample_slots,
         return;
     }
     if (given[first] >= 0) first = last - 1;
-    const int count_slot = wishes[slot * WISH_WORDS + WISH_SLOT];
+    const int count_slot = row_params[slot * ROW_PARAMS_WORDS + ROW_PARAMS_SLOT];
     int row = first;
     for (;; row++) {
         const long long token = chosen[row];
@@ -143,7 +143,7 @@ extern "C" __global__ void end_step(const int* header, const int* sample_slots,
         if (history && position < history_width)
             history[static_cast<long long>(slot) * history_width + position] =
                 static_cast<int>(token);
-        if (row + 1 == last || statuses[row] != FINE || token != token_ids[sample_rows[row] + 1])
+        if (row + 1 == last || statuses[row] != OK || token != token_ids[sample_rows[row] + 1])
             break;
     }
     result[3 * max_rows + chunk] = row + 1 - first;

@@ -10,8 +10,8 @@ __global__ void __launch_bounds__(128)
                 int vectors_per_block, long long vectors_per_layer) {
     extern __shared__ uint4 waiting[];
     const int column = blockIdx.x * blockDim.x + threadIdx.x;
-    wait_for_previous();
-    launch_next();
+    pdl_wait();
+    pdl_launch_dependents();
     if (column >= vectors_per_block) return;
 
     uint4* layer = caches + blockIdx.y * vectors_per_layer + column;
@@ -30,8 +30,8 @@ template <typename Id>
 __global__ void __launch_bounds__(128)
     clear_slots(uint4* caches, const Id* slots, int vectors_per_slot, long long vectors_per_layer) {
     const int column = blockIdx.y * blockDim.x + threadIdx.x;
-    wait_for_previous();
-    launch_next();
+    pdl_wait();
+    pdl_launch_dependents();
     const long long slot = slots[blockIdx.x];
     if (column >= vectors_per_slot || slot < 0) return;
     caches[blockIdx.z * vectors_per_layer + slot * vectors_per_slot + column] =

@@ -11,8 +11,8 @@ constexpr int THREADS = 256;
 extern "C" __global__ void __launch_bounds__(THREADS)
     draft_ngram(const int* slots, const int* last_positions, const int* history, int width,
                 int* drafts, int num_drafts, int max_match, int min_match) {
-    wait_for_previous();
-    launch_next();
+    pdl_wait();
+    pdl_launch_dependents();
     const int slot = slots[blockIdx.x];
     if (slot < 0) return;
     const int last = last_positions[slot];
@@ -49,13 +49,13 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 
 // As in batch_state.py and sampling.py.
 constexpr int NUM_CHUNKS = 0, NUM_TOKENS = 2;
-constexpr int WISH_WORDS = 14, WISH_SLOT = 9, WISH_TYPICAL_P = 10, WISH_TOP_N_SIGMA = 11,
-              WISH_XTC_PROBABILITY = 13;
-constexpr int FINE = 0;
+constexpr int ROW_PARAMS_WORDS = 14, ROW_PARAMS_SLOT = 9, ROW_PARAMS_TYPICAL_P = 10, ROW_PARAMS_TOP_N_SIGMA = 11,
+              ROW_PARAMS_XTC_PROBABILITY = 13;
+constexpr int OK = 0;
 
 // A row of nobody's has token 0 at position 0, which goes nowhere: it sees itself, or whatever stands
 // first in its table, and nobody looks at what follows it.
-constexpr int NOBODY = -1;
+constexpr int PADDING = -1;
 
 // Prepares the first pass: the last token of each chunk's sequence, or, `behind` by one, the
 // position before it. One block per row; rows past the chunks, and those of chunks that chose
@@ -66,24 +66,24 @@ constexpr int NOBODY = -1;
 extern "C" __global__ void begin_drafting(
     const int* header, const int* sample_slots, const int* query_start,
     const long long* step_positions, const long long* last_tokens, const int* last_positions,
-    const int* tables, int table_width, int block_shift, const int* wishes, int behind,
+    const int* tables, int table_width, int block_shift, const int* row_params, int behind,
     int num_drafts, int max_positions, int first_scratch, int* slots, long long* rows,
     long long* token_ids, long long* positions, long long* slot_mapping, int* seq_lens,
-    int* step_tables, int* draft_wishes, long long* sample_positions) {
-    wait_for_previous();
-    launch_next();
+    int* step_tables, int* draft_row_params, long long* sample_positions) {
+    pdl_wait();
+    pdl_launch_dependents();
     const int chunk = blockIdx.x;
-    int slot = chunk < header[NUM_CHUNKS] ? sample_slots[chunk] : NOBODY;
+    int slot = chunk < header[NUM_CHUNKS] ? sample_slots[chunk] : PADDING;
     const int last = slot < 0 ? 0 : last_positions[slot];
-    if (last >= max_positions) slot = NOBODY;
+    if (last >= max_positions) slot = PADDING;
     const int word = threadIdx.x;
-    if (word < WISH_WORDS) {
-        int wish = slot < 0 ? 0 : wishes[slot * WISH_WORDS + word];
+    if (word < ROW_PARAMS_WORDS) {
+        int value = slot < 0 ? 0 : row_params[slot * ROW_PARAMS_WORDS + word];
         // Penalties and the filters that few ask for are left out.
-        if (word == WISH_SLOT) wish = -1;
-        if (word == WISH_TYPICAL_P) wish = __float_as_int(1.0f);
-        if (word == WISH_TOP_N_SIGMA || word == WISH_XTC_PROBABILITY) wish = 0;
-        draft_wishes[chunk * WISH_WORDS + word] = wish;
+        if (word == ROW_PARAMS_SLOT) value = -1;
+        if (word == ROW_PARAMS_TYPICAL_P) value = __float_as_int(1.0f);
+        if (word == ROW_PARAMS_TOP_N_SIGMA || word == ROW_PARAMS_XTC_PROBABILITY) value = 0;
+        draft_row_params[chunk * ROW_PARAMS_WORDS + word] = value;
     }
     if (threadIdx.x != 0) return;
     slots[chunk] = slot;
@@ -124,20 +124,20 @@ extern "C" __global__ void advance_drafting(int* slots, const long long* chosen,
                                             long long* token_ids, long long* positions,
                                             long long* slot_mapping, int* seq_lens,
                                             long long* sample_positions) {
-    wait_for_previous();
-    launch_next();
+    pdl_wait();
+    pdl_launch_dependents();
     const int chunk = blockIdx.x * blockDim.x + threadIdx.x;
     if (chunk >= num_chunks) return;
     const int slot = slots[chunk];
     if (slot < 0) return;
     const int position = static_cast<int>(positions[chunk]);
     const int index = position - last_positions[slot] + behind;
-    const bool fine = statuses[chunk] == FINE;
+    const bool fine = statuses[chunk] == OK;
     if (fine && index < num_drafts)
         drafts[slot * num_drafts + index] = static_cast<int>(chosen[chunk]);
     const int next = position + 1;
     if (!fine || index + 1 >= num_drafts || next >= max_positions) {
-        slots[chunk] = NOBODY;
+        slots[chunk] = PADDING;
         token_ids[chunk] = positions[chunk] = 0;
         slot_mapping[chunk] = -1;
         seq_lens[chunk] = 1;
@@ -159,8 +159,8 @@ extern "C" __global__ void advance_drafting(int* slots, const long long* chosen,
 extern "C" __global__ void next_tokens(const int* header, const int* slots, const int* query_start,
                                        const long long* positions, const int* history, int width,
                                        int num_tokens, long long* token_ids) {
-    wait_for_previous();
-    launch_next();
+    pdl_wait();
+    pdl_launch_dependents();
     const int chunk = blockIdx.x;
     const int thread = blockIdx.x * blockDim.x + threadIdx.x;
     for (int token = header[NUM_TOKENS] + thread; token < num_tokens; token += gridDim.x * blockDim.x)

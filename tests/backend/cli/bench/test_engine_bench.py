@@ -54,7 +54,7 @@ def test_rows_and_the_start_are_measured_and_compared(bench: Run, tmp_path: Path
     assert (cold["workload"], warm["workload"]) == ("cold kernel cache", "warm kernel cache")
     assert 0 < cold["phases"]["weights"] < cold["ready_s"] < cold["first_token_s"]
     assert report["facts"]["num_blocks"] > 0
-    assert report["settings"]["prefix_cache"] is False
+    assert report["settings"]["enable_prefix_caching"] is False
 
 
 def test_rows_scale_and_are_shown_in_lines(bench: Run):
@@ -122,7 +122,7 @@ def test_a_runners_own_timings_replace_what_its_reports_tell():
 def test_settings_suit_the_rows(tiny_llama: Checkpoint, tmp_path: Path):
     rows = [Row("a", 1, 1, 1), Row("b", 1000, 1, 1)]
     found = engine.engine_settings(str(tiny_llama.path), "cpu", rows, {"block_size": 32})
-    assert (found["max_num_seqs"], found["max_batch_tokens"]) == (1024, 8192)
+    assert (found["max_num_seqs"], found["max_num_batched_tokens"]) == (1024, 8192)
     assert found["block_size"] == 32
     assert "random_weights" not in found
     (tmp_path / "config.json").write_text("{}")

@@ -97,7 +97,7 @@ def test_an_empty_trace_is_an_error():
         ("void cutlass::Kernel2<cutlass_80_tensorop_gemm>(Params)", "Kernel2", "linear"),
         ("plan", "plan", "attention"),
         ("void scan<__nv_bfloat16>(__nv_bfloat16 const*, int)", "scan", "sampling"),
-        ("note_output", "note_output", "sampling"),
+        ("count_output_tokens", "count_output_tokens", "sampling"),
         ("begin_step", "begin_step", "batch state"),
         ("void rope_write_kv<__nv_bfloat16>(int)", "rope_write_kv", "norm, rope, activation"),
         ("void copy_blocks<16>(int)", "copy_blocks", "copies"),

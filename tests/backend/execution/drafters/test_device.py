@@ -28,17 +28,17 @@ def rig(tmp_path_factory: pytest.TempPathFactory) -> Rig:
         max_len=96,
         settings={
             "max_num_seqs": 6,
-            "max_batch_tokens": 64,
+            "max_num_batched_tokens": 64,
             "num_blocks": 60,
-            "prefix_cache": False,
+            "enable_prefix_caching": False,
         },
         ways={
             "alone": {"max_num_seqs": 1},
             "together": {},
             "launches": {"cuda_graphs": False},
-            "chunks": {"max_prefill_chunk": 16, "max_batch_tokens": 40},
+            "chunks": {"max_prefill_chunk": 16, "max_num_batched_tokens": 40},
             "preemption": {"num_blocks": 9},
-            "prefixes": {"prefix_cache": True},
+            "prefixes": {"enable_prefix_caching": True},
         },
         num_requests=12,
         prompt_len=40,
@@ -56,7 +56,7 @@ def test_a_drafting_has_no_more_passes_than_anybody_wants(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Or a few more, where graphs are recorded for some numbers of them only."""
-    engine = rig.make_engine({"drafter": "self", "num_layers": 1, "max_drafts": 12})
+    engine = rig.make_engine({"method": "self", "num_layers": 1, "num_speculative_tokens": 12})
     drafter = engine.runner.drafter  # type: ignore[attr-defined]
     passes: list[int] = []
     launch = drafter._launch
@@ -68,7 +68,7 @@ def test_a_drafting_has_no_more_passes_than_anybody_wants(
     monkeypatch.setattr(drafter, "_launch", counted)
     batch = drafter._target.batch
     with torch.inference_mode():
-        drafter.record([1, 2, 4], None)
+        drafter.capture([1, 2, 4], None)
         passes.clear()
         for num_chunks, num_drafts in ((1, 1), (2, 3), (4, 4), (3, 9), (5, 4), (1, 40)):
             drafter.draft(batch, num_chunks, num_drafts)
@@ -114,6 +114,6 @@ def test_who_needs_the_host_has_drafts_that_it_knows(rig: Rig, way: str) -> None
     expected = generate(rig.make_engine(**rig.ways[way]), wanted)
     plain = generate(rig.make_engine(**rig.ways[way]), rig.requests())
     assert expected != plain, "something would have been repeated"
-    engine = rig.make_engine({"drafter": "ngram", "min_match": 1}, **rig.ways[way])
+    engine = rig.make_engine({"method": "ngram", "prompt_lookup_min": 1}, **rig.ways[way])
     assert generate(engine, wanted) == expected
     assert 0 < engine.stats().num_accepted_tokens < engine.stats().num_drafted_tokens

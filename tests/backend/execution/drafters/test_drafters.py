@@ -13,9 +13,9 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import tiny
-from eagle3_by_the_book import Head
+from eagle3_reference import Head
 from inflight.checkpoint.locate import Checkpoint
-from inflight.config import EngineConfig, SpeculationConfig
+from inflight.config import EngineConfig, SpeculativeConfig
 from inflight.core.batch import Chunk
 from inflight.core.request import Request
 from inflight.engine.engine import Engine, generate
@@ -30,9 +30,9 @@ DRAFTERS = ("ngram", "self", "draft_model", "eagle3")
 WAYS = [
     pytest.param({"max_num_seqs": 1}, id="alone"),
     pytest.param({}, id="together"),
-    pytest.param({"max_prefill_chunk": 5, "max_batch_tokens": 24}, id="chunks"),
+    pytest.param({"max_prefill_chunk": 5, "max_num_batched_tokens": 24}, id="chunks"),
     pytest.param({"num_blocks": 40}, id="preemption"),
-    pytest.param({"prefix_cache": True}, id="prefixes"),
+    pytest.param({"enable_prefix_caching": True}, id="prefixes"),
 ]
 
 
@@ -55,27 +55,27 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def drafting(folder: Path, drafter: str, **changes: Any) -> SpeculationConfig:
-    settings: dict[str, Any] = {"drafter": drafter, "default": NUM_DRAFTS, "min_match": 1}
+def drafting(folder: Path, drafter: str, **changes: Any) -> SpeculativeConfig:
+    settings: dict[str, Any] = {"drafter": drafter, "default": NUM_DRAFTS, "prompt_lookup_min": 1}
     if drafter == "self":
         settings["num_layers"] = 3
     elif drafter in ("draft_model", "eagle3"):
         settings["model"] = str(folder / {"draft_model": "smaller", "eagle3": "head"}[drafter])
-    return SpeculationConfig(**(settings | changes))
+    return SpeculativeConfig(**(settings | changes))
 
 
 def make_engine(
-    folder: Path, speculation: SpeculationConfig | None = None, **settings: Any
+    folder: Path, speculation: SpeculativeConfig | None = None, **settings: Any
 ) -> Engine:
     defaults: dict[str, Any] = {
         "num_threads": 1,
         "block_size": 4,
         "num_blocks": 400,
         "max_num_seqs": 16,
-        "prefix_cache": False,
+        "enable_prefix_caching": False,
     }
     config = EngineConfig(
-        model=str(folder / "target"), speculation=speculation, **(defaults | settings)
+        model=str(folder / "target"), speculative_config=speculation, **(defaults | settings)
     )
     checkpoint = Checkpoint(folder / "target", "huggingface")
     runner, model = runners.build(config, checkpoint, lambda what, fraction: None)
@@ -91,10 +91,10 @@ def requests(max_tokens: int = 24, **params: Any) -> list[Request]:
         prompt = [generator.randrange(3, 160) for _ in range(generator.randint(1, 30))]
         if i % 3 == 0:
             prompt = common + prompt[: i // 3]
-        wish = {"temperature": 0.0}
+        options = {"temperature": 0.0}
         if i % 2:
-            wish = {"temperature": 0.9, "top_p": 0.95, "seed": i}
-        given = SamplingParams(max_tokens=max_tokens, ignore_eos=True, **(wish | params))
+            options = {"temperature": 0.9, "top_p": 0.95, "seed": i}
+        given = SamplingParams(max_tokens=max_tokens, ignore_eos=True, **(options | params))
         found.append(Request(i, prompt, given))
     return found
 
@@ -118,7 +118,7 @@ def test_drafts_leave_no_trace(
     assert 0 < stats.num_accepted_tokens < stats.num_drafted_tokens
     if "num_blocks" in way:
         assert stats.num_preemptions > 0
-    if way.get("prefix_cache"):
+    if way.get("enable_prefix_caching"):
         assert stats.num_cached_tokens > 0
 
 
@@ -134,7 +134,7 @@ class Spoiled:
 
     Args:
         engine: whose drafter it takes the place of.
-        told: what will be said; where it is known, some guesses are replaced by right ones.
+        expected: what will be said; where it is known, some guesses are replaced by right ones.
 
     Attributes:
         num_right: guesses before the first that was replaced.
@@ -142,8 +142,8 @@ class Spoiled:
         proposed: of greedy sequences, what stood there and what was guessed.
     """
 
-    def __init__(self, engine: Engine, told: dict[int, list[int]] | None = None) -> None:
-        self._told = told
+    def __init__(self, engine: Engine, expected: dict[int, list[int]] | None = None) -> None:
+        self._expected = expected
         drafter = engine.runner.drafter  # type: ignore[attr-defined]
         self._propose: Callable[[list[Chunk]], list[list[int]]] = drafter.propose
         drafter.propose = self.propose
@@ -157,9 +157,9 @@ class Spoiled:
             assert len(drafts) == chunk.num_drafts
             if drafts and chunk.sequence.request.params.temperature == 0.0:
                 self.proposed.append((list(chunk.sequence.token_ids), list(drafts)))
-            if self._told is not None and chunk.start % 2:
+            if self._expected is not None and chunk.start % 2:
                 sequence = chunk.sequence
-                rest = self._told[sequence.request_id][sequence.num_output_tokens :]
+                rest = self._expected[sequence.request_id][sequence.num_output_tokens :]
                 drafts[:] = rest[: len(drafts)]
             right = len(drafts)
             if drafts and (chunk.start + chunk.sequence.request_id) % 3 == 0:
@@ -173,7 +173,7 @@ class Spoiled:
 def generate_twice(engine: Engine, expected: dict[int, list[int]]) -> None:
     """The second time all of a prompt is in the cache, and its last block may be copied."""
     assert generate(engine, requests()) == expected
-    if engine.config.prefix_cache:
+    if engine.config.enable_prefix_caching:
         again = [Request(100 + one.request_id, one.prompt_ids, one.params) for one in requests()]
         outputs = generate(engine, again)
         assert outputs == {100 + request_id: ids for request_id, ids in expected.items()}
@@ -208,13 +208,13 @@ def test_a_head_drafts_what_is_published(
     target = AutoModelForCausalLM.from_pretrained(folder / "target", dtype=torch.float32).eval()
     embedding = target.get_input_embeddings().weight.detach()
     head = Head(tiny.random_head(SETTINGS, DRAFT_VOCAB_SIZE), SETTINGS, embedding)
-    taps = (2, SETTINGS["num_hidden_layers"] // 2, SETTINGS["num_hidden_layers"] - 3)
+    aux_layers = (2, SETTINGS["num_hidden_layers"] // 2, SETTINGS["num_hidden_layers"] - 3)
     right = 0
     sample = random.Random(4).sample(spoiled.proposed, 60)
     for token_ids, drafts in sample:
         with torch.inference_mode():
             states = target(torch.tensor([token_ids[:-1]]), output_hidden_states=True).hidden_states
-        features = torch.cat([states[tap][0] for tap in taps], -1)
+        features = torch.cat([states[tap][0] for tap in aux_layers], -1)
         right += head.drafts(features, token_ids, len(drafts)) == drafts
     # Where a prefix was found, the entry of its last position may be of another next token.
-    assert right >= len(sample) * (0.8 if way.get("prefix_cache") else 1)
+    assert right >= len(sample) * (0.8 if way.get("enable_prefix_caching") else 1)

@@ -3,7 +3,7 @@
 
 #include "linear/hopper_linear.cuh"
 
-namespace dense {
+namespace gemm {
 
 // ---------------------------------------------------------------- clusters
 
@@ -14,7 +14,7 @@ __device__ inline int rank_in_cluster() {
 }
 
 // Wait for all threads of the cluster. What they wrote need not be seen.
-__device__ inline void meet_cluster() {
+__device__ inline void cluster_sync() {
     asm volatile("barrier.cluster.arrive.relaxed;\nbarrier.cluster.wait;" ::: "memory");
 }
 
@@ -35,8 +35,8 @@ __device__ inline void arrive_at(Barrier* barrier, int rank) {
 
 // ---------------------------------------------------------------- copies of boxes
 
-// copy_box to this place of both blocks; the barrier of each counts what came to it.
-__device__ inline void copy_box_to_both(void* shared, const TensorMap* map, int row, int column,
+// tma_load to this place of both blocks; the barrier of each counts what came to it.
+__device__ inline void tma_load_multicast(void* shared, const TensorMap* map, int row, int column,
                                         Barrier* barrier) {
     constexpr unsigned short BOTH = 3;
     asm volatile(
@@ -50,13 +50,13 @@ __device__ inline void copy_box_to_both(void* shared, const TensorMap* map, int 
 
 // Of each thread of this warpgroup, from now on.
 template <int N>
-__device__ inline void take_registers() {
+__device__ inline void warpgroup_reg_alloc() {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(N));
 }
 
 template <int N>
-__device__ inline void give_registers() {
+__device__ inline void warpgroup_reg_dealloc() {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(N));
 }
 
-}  // namespace dense
+}  // namespace gemm

@@ -72,7 +72,7 @@ def test_a_killed_engine_fails_what_is_in_flight_once_and_comes_back(triton):
             )
             break
         except Refused as refused:
-            assert "the engine is starting again" in str(refused)
+            assert "the engine is restarting" in str(refused)
             assert time.monotonic() - killed < 30
             time.sleep(0.1)
     assert answer["finish_reason"] in ("stop", "length")

@@ -10,7 +10,7 @@ namespace attention {
 
 // Where a block, or one of its warps, is in its share.
 template <class S>
-struct Walk {
+struct WorkIterator {
     const Item* items;
     Unit unit;
     int k;     // of the unit's item
@@ -46,49 +46,49 @@ struct Walk {
 
 constexpr int ALL_KEYS = 1 << 30;
 
-// Has tiles copied, one after the other, ahead of those who multiply. Where it RUNS_ON it does not
+// Has tiles copied, one after the other, ahead of those who multiply. Where it CROSSES_UNITS it does not
 // stop at the end of a unit, so that its neighbour's keys come while its sums are written.
 template <class S, bool ROTATES>
-struct Feed {
+struct TileProducer {
     using T = typename S::Element;
-    static constexpr bool RUNS_ON = S::RUNS_ON && !ROTATES;
+    static constexpr bool CROSSES_UNITS = S::CROSSES_UNITS && !ROTATES;
 
-    Walk<S> walk;
+    WorkIterator<S> work;
     int tile, end;  // the next one to copy, and the end of the unit
     int kv_end;     // of the cache, for this unit
     Pages<S> pages;
 
     // Looks at the first tile of a unit.
-    __device__ __forceinline__ void begin(const Arguments<T>& args, const Walk<S>& at) {
-        walk = at;
+    __device__ __forceinline__ void begin(const Arguments<T>& args, const WorkIterator<S>& at) {
+        work = at;
         enter();
         find(args);
     }
     __device__ __forceinline__ bool has_more() const { return tile < end; }
     __device__ __forceinline__ void load(T* tiles, const Arguments<T>& args, int stage, int which,
                                          int from, int upto) const {
-        load_tile<S>(tiles + 2 * stage * S::TILE, args, S::kv_head(walk.unit), kv_end, which,
+        load_tile<S>(tiles + 2 * stage * S::TILE, args, S::kv_head(work.unit), kv_end, which,
                      pages.of(which), from, upto);
     }
     __device__ __forceinline__ void next(const Arguments<T>& args) {
-        const int k = walk.k;
-        if (++tile == end && RUNS_ON && walk.left > 0) {
-            walk.next(args);
+        const int k = work.k;
+        if (++tile == end && CROSSES_UNITS && work.left > 0) {
+            work.next(args);
             enter();
         }
-        if (has_more() && (walk.k != k || !pages.knows(tile))) find(args);
+        if (has_more() && (work.k != k || !pages.knows(tile))) find(args);
     }
 
    private:
     __device__ __forceinline__ void enter() {
-        const Item& item = walk.unit.item;
-        tile = item.kv_begin + walk.unit.from;
-        end = item.kv_begin + walk.unit.to;
+        const Item& item = work.unit.item;
+        tile = item.kv_begin + work.unit.from;
+        end = item.kv_begin + work.unit.to;
         kv_end = ROTATES ? item.kv_len - item.query_len : item.kv_len;
     }
     __device__ __forceinline__ void find(const Arguments<T>& args) {
         pages.find(args.block_tables +
-                       static_cast<long long>(walk.unit.item.sequence) * args.table_stride,
+                       static_cast<long long>(work.unit.item.sequence) * args.table_stride,
                    args.block_shift, kv_end, tile);
     }
 };

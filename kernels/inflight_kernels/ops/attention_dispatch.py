@@ -154,7 +154,7 @@ def heads_shape(num_kv_heads: int, group: int, head_dim: int) -> HeadsShape | No
     return HeadsShape(head_dim)
 
 
-def _are_many(units: int, num_blocks: int) -> bool:
+def _prefers_heads_kernel(units: int, num_blocks: int) -> bool:
     """Whether a `HeadsShape` is faster, measured on an H200 (benchmarks/notes.md): where blocks
     have a unit each, or units are so many that few are cut."""
     return 0.9 * num_blocks <= units <= num_blocks or units >= 1.5 * num_blocks
@@ -241,7 +241,7 @@ def parts(
     for_few: tuple[AnyShape, ...] = (few,) if heads is None else (few, heads)
     if heads is not None and not heads.rows < rows <= few.rows:
         units = num_chunks * num_kv_heads // heads.heads
-        if _are_many(units, num_blocks(heads)):
+        if _prefers_heads_kernel(units, num_blocks(heads)):
             few = heads
     chosen: list[tuple[AnyShape, int, int]]
     if batch_invariant:  # one kernel for all
@@ -293,7 +293,7 @@ def parts(
     return tuple(found)
 
 
-def most_bytes(
+def max_workspace_bytes(
     num_chunks: int,
     num_tokens: int,
     max_q_len: int | None,

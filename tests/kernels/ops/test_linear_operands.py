@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from inflight_kernels.ops import product
-from inflight_kernels.ops.product import Product, product_of
+from inflight_kernels.ops import linear_operands
+from inflight_kernels.ops.linear_operands import LinearOperands, check_linear_operands
 from inflight_kernels.runtime import launch
 
 M, N, K = 5, 48, 64
@@ -18,15 +18,15 @@ M, N, K = 5, 48, 64
 @pytest.fixture(autouse=True)
 def _anywhere(monkeypatch: pytest.MonkeyPatch) -> None:
     """Operands may be on the CPU, too."""
-    for module in (launch, product):
-        monkeypatch.setattr(module, "check_place", lambda *operand, **settings: None)
+    for module in (launch, linear_operands):
+        monkeypatch.setattr(module, "check_memory", lambda *operand, **settings: None)
 
 
 def zeros(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
     return torch.zeros(shape, dtype=dtype)
 
 
-def examine(gated: bool = False, **changes: Any) -> Product:
+def examine(gated: bool = False, **changes: Any) -> LinearOperands:
     width = N // 2 if gated else N
     operands: dict[str, Any] = {
         "x": zeros(M, K),
@@ -36,12 +36,12 @@ def examine(gated: bool = False, **changes: Any) -> Product:
         "out": zeros(M, width),
         "whole_vectors": True,
     }
-    return product_of(**(operands | changes), gated=gated)
+    return check_linear_operands(**(operands | changes), gated=gated)
 
 
 @pytest.mark.parametrize("gated", [False, True])
 def test_what_fits_is_told(gated: bool) -> None:
-    assert examine(gated) == Product(M, N, K, "__nv_bfloat16", "__nv_bfloat16")
+    assert examine(gated) == LinearOperands(M, N, K, "__nv_bfloat16", "__nv_bfloat16")
     assert examine(gated, bias=None, residual=None) == examine(gated)
 
 

@@ -64,26 +64,26 @@ struct UnitSource {
 // Two warps: the second one hands the units out, one more than queries are copied of; both copy
 // queries. Rows past the chunk become zero.
 template <class S>
-__device__ __forceinline__ void feed_units(const Arguments<typename S::Element>& args,
-                                           const Shared<S>& shared, UnitSource<S> source,
+__device__ __forceinline__ void produce_units(const Arguments<typename S::Element>& args,
+                                           const SharedStorage<S>& shared, UnitSource<S> source,
                                            int thread) {
     constexpr int ROWS_AT_ONCE = QUERY_THREADS / S::CHUNKS;
     const int chunk = thread % S::CHUNKS;
-    Cursor<S::UNITS> at, upcoming;
+    PipelineState<S::UNITS> at, upcoming;
     const auto publish = [&] {
         if (thread < 32) return;
-        hopper::wait(upcoming.of(shared.unit_free), upcoming.parity ^ 1);
+        hopper::barrier_wait(upcoming.of(shared.unit_empty), upcoming.parity ^ 1);
         if (thread == 32) {
             source.next(shared.units[upcoming.index]);
             shared.totals[upcoming.index] = source.share.total;
-            hopper::arrive(upcoming.of(shared.unit_known));
+            hopper::arrive(upcoming.of(shared.unit_full));
         }
         upcoming.advance();
     };
     if (thread == 32) source.open();
     publish();
-    for (Cursor<S::QUERY_STAGES> stage;; stage.advance(), at.advance()) {
-        hopper::wait(at.of(shared.unit_known), at.parity);
+    for (PipelineState<S::QUERY_STAGES> stage;; stage.advance(), at.advance()) {
+        hopper::barrier_wait(at.of(shared.unit_full), at.parity);
         const Unit& unit = shared.units[at.index];
         const int num_rows = unit.num_rows;
         if (num_rows == 0) break;
@@ -93,7 +93,7 @@ __device__ __forceinline__ void feed_units(const Arguments<typename S::Element>&
             args.q + unit.item.query_start * args.q_stride +
             (unit.head * args.group * S::HEAD_DIM + chunk * 8);
         const int first_row = unit.item.first_row;
-        hopper::wait(stage.of(shared.queries_free), stage.parity ^ 1);
+        hopper::barrier_wait(stage.of(shared.q_empty), stage.parity ^ 1);
 #pragma unroll 2
         for (int row = thread / S::CHUNKS; row < S::ROWS; row += ROWS_AT_ONCE) {
             const bool valid = row < num_rows;
@@ -105,10 +105,10 @@ __device__ __forceinline__ void feed_units(const Arguments<typename S::Element>&
         }
         ptx::commit_copies();
         ptx::wait_copies<0>();
-        hopper::meet<QUERY_THREADS>(1 + S::GROUPS);
-        if (thread == 0) hopper::arrive(stage.of(shared.queries_here));
+        hopper::named_barrier_sync<QUERY_THREADS>(1 + S::GROUPS);
+        if (thread == 0) hopper::arrive(stage.of(shared.q_full));
     }
-    if (thread >= 32) launch_next();
+    if (thread >= 32) pdl_launch_dependents();
     if (thread == 32) source.close();
 }
 
@@ -131,20 +131,20 @@ __device__ __forceinline__ void copy_partial(unsigned char* target,
 
 // One warp: has the tiles of keys, or of VALUES, copied.
 template <class S, bool VALUES>
-__device__ __forceinline__ void feed_tiles(const Arguments<typename S::Element>& args,
-                                           const Shared<S>& shared, const hopper::TensorMap& map) {
+__device__ __forceinline__ void produce_tiles(const Arguments<typename S::Element>& args,
+                                           const SharedStorage<S>& shared, const hopper::TensorMap& map) {
     const int page = threadIdx.x % 32;  // of a tile; this lane's
     const int block_size = 1 << args.block_shift;
     const int block_bytes = S::ROW_BYTES << args.block_shift;
     const int pages = S::KEYS >> args.block_shift;
     constexpr int STAGES = VALUES ? S::VALUE_STAGES : S::KEY_STAGES;
     unsigned char* const tiles = VALUES ? shared.values : shared.keys;
-    const unsigned here = VALUES ? shared.values_here : shared.keys_here;
-    const unsigned free = VALUES ? shared.values_free : shared.keys_free;
+    const unsigned full = VALUES ? shared.v_full : shared.k_full;
+    const unsigned empty = VALUES ? shared.v_empty : shared.k_empty;
 
-    Cursor<STAGES> stage;
-    for (Cursor<S::UNITS> at;; at.advance()) {
-        hopper::wait(at.of(shared.unit_known), at.parity);
+    PipelineState<STAGES> stage;
+    for (PipelineState<S::UNITS> at;; at.advance()) {
+        hopper::barrier_wait(at.of(shared.unit_full), at.parity);
         const Unit& unit = shared.units[at.index];
         if (unit.num_rows == 0) break;
         const int begin = unit.item.kv_begin + unit.from;
@@ -163,18 +163,18 @@ __device__ __forceinline__ void feed_tiles(const Arguments<typename S::Element>&
         for (int tile = last; tile >= begin; --tile) {
             const int block = next;
             next = block_of(tile - 1);
-            const unsigned barrier = stage.of(here);
+            const unsigned barrier = stage.of(full);
             unsigned char* const target = tiles + stage.index * S::TILE_BYTES;
             // Of the block that the sequence ends in.
             const int rows = kv_len - ((tile * pages + page) << args.block_shift);
             const bool partial = VALUES && page < pages && 0 < rows && rows < block_size;
             const unsigned partials = VALUES ? __ballot_sync(FULL_WARP, partial) : 0;
-            hopper::wait(stage.of(free), stage.parity ^ 1);
+            hopper::barrier_wait(stage.of(empty), stage.parity ^ 1);
             if (page == 0)
-                hopper::expect_bytes(barrier, S::TILE_BYTES - (partials != 0 ? block_bytes : 0));
+                hopper::expect_tx(barrier, S::TILE_BYTES - (partials != 0 ? block_bytes : 0));
             __syncwarp();
             if (page < pages && !partial)
-                hopper::copy_box(ptx::shared_address(target) + page * block_bytes, map,
+                hopper::tma_load(ptx::shared_address(target) + page * block_bytes, map,
                                  head * (S::HEAD_DIM / 64), block, barrier);
             if (partials != 0) {
                 const int lane = __ffs(partials) - 1;
@@ -184,7 +184,7 @@ __device__ __forceinline__ void feed_tiles(const Arguments<typename S::Element>&
                                     head * S::HEAD_DIM,
                                 args.num_kv_heads * S::HEAD_DIM,
                                 __shfl_sync(FULL_WARP, rows, lane), block_size);
-                hopper::fence_shared_writes();
+                hopper::fence_async_proxy();
             }
             __syncwarp();
             if (page == 0) hopper::arrive(barrier);

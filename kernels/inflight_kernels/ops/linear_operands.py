@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from inflight_kernels.runtime.launch import check, check_place, name_of
+from inflight_kernels.runtime.launch import check, check_memory, name_of
 
 STORAGE_TYPES = {torch.bfloat16: "__nv_bfloat16", torch.float16: "__half"}
 """Types of x and the weight, as torch and as C++ name them."""
@@ -21,7 +21,7 @@ MAX_SHARED_BYTES = 227 * 1024
 """Of a block, on Hopper."""
 
 
-class Product(NamedTuple):
+class LinearOperands(NamedTuple):
     """Operands that fit together.
 
     Attributes:
@@ -37,7 +37,7 @@ class Product(NamedTuple):
     out_type: str
 
 
-def product_of(
+def check_linear_operands(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
@@ -47,7 +47,7 @@ def product_of(
     gated: bool,
     whole_vectors: bool,
     max_tokens: int | None = None,
-) -> Product:
+) -> LinearOperands:
     """Examine the operands of a product.
 
     Args:
@@ -87,9 +87,9 @@ def product_of(
         check("bias", bias, (n,), x.dtype, vectors=whole_vectors)
     if residual is not None:
         check("residual", residual, (m, width), x.dtype, vectors=whole_vectors)
-    check_place("x", x)
+    check_memory("x", x)
     if x.stride(1) != 1 or x.stride(0) % 8:
         raise ValueError(
             f"x has strides {x.stride()}; a row must be contiguous, and rows a multiple of 8 apart"
         )
-    return Product(m, n, k, storage, OUT_TYPES[out_dtype])
+    return LinearOperands(m, n, k, storage, OUT_TYPES[out_dtype])

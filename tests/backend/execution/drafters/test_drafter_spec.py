@@ -11,10 +11,10 @@ import tokenizers
 
 import tiny
 from inflight.checkpoint.locate import Checkpoint
-from inflight.config import EngineConfig, SpeculationConfig
+from inflight.config import EngineConfig, SpeculativeConfig
 from inflight.errors import ConfigError
 from inflight.execution.cpu_runner import CpuRunner
-from inflight.execution.drafters.source import Source, find
+from inflight.execution.drafters.drafter_spec import DrafterSpec, find_drafter
 from inflight.models.config import read_config
 
 
@@ -24,14 +24,18 @@ def target(tmp_path: Path) -> Checkpoint:
 
 
 def config_of(target: Checkpoint, settings: dict[str, Any], **others: Any) -> EngineConfig:
-    speculation = SpeculationConfig(**settings)
+    speculation = SpeculativeConfig(**settings)
     return EngineConfig(
-        model=str(target.path), speculation=speculation, num_threads=1, block_size=4, **others
+        model=str(target.path),
+        speculative_config=speculation,
+        num_threads=1,
+        block_size=4,
+        **others,
     )
 
 
-def found(target: Checkpoint, **settings: Any) -> Source | None:
-    return find(config_of(target, settings), target, read_config(target))
+def found(target: Checkpoint, **settings: Any) -> DrafterSpec | None:
+    return find_drafter(config_of(target, settings), target, read_config(target))
 
 
 def write_tokenizer(folder: Path, texts: list[str], special: str) -> None:
@@ -45,13 +49,13 @@ def write_tokenizer(folder: Path, texts: list[str], special: str) -> None:
 
 def test_no_drafter(target: Checkpoint) -> None:
     config = EngineConfig(model=str(target.path))
-    assert find(config, target, read_config(target)) is None
+    assert find_drafter(config, target, read_config(target)) is None
 
 
 def test_layers_that_the_model_has_not(target: Checkpoint) -> None:
-    assert found(target, drafter="self", num_layers=4) is not None
+    assert found(target, method="self", num_layers=4) is not None
     with pytest.raises(ConfigError, match=r"speculation\.num_layers: 5 .* allowed: 1 to 4"):
-        found(target, drafter="self", num_layers=5)
+        found(target, method="self", num_layers=5)
 
 
 def test_a_model_that_is_not_there(target: Checkpoint, tmp_path: Path) -> None:
@@ -65,18 +69,18 @@ def test_another_vocabulary(target: Checkpoint, tmp_path: Path) -> None:
     with pytest.raises(
         ConfigError, match=r"^speculation\.model: .*159 tokens; the model's has 160"
     ):
-        found(target, drafter="draft_model", model=str(tmp_path / "small"))
+        found(target, method="draft_model", model=str(tmp_path / "small"))
 
 
 def test_another_tokenizer(target: Checkpoint, tmp_path: Path) -> None:
     small = tiny.write_llama(tmp_path / "small", num_hidden_layers=1)
     write_tokenizer(target.path, ["a", "b", "c"], "<|end|>")
-    assert found(target, drafter="draft_model", model=str(small.path)) is not None
+    assert found(target, method="draft_model", model=str(small.path)) is not None
     write_tokenizer(small.path, ["a", "b", "c"], "<eot>")  # special ones may have other names
-    assert found(target, drafter="draft_model", model=str(small.path)) is not None
+    assert found(target, method="draft_model", model=str(small.path)) is not None
     write_tokenizer(small.path, ["a", "x", "c"], "<|end|>")
     with pytest.raises(ConfigError, match=r"another tokenizer: its token 1 is 'x', .* is 'b'"):
-        found(target, drafter="draft_model", model=str(small.path))
+        found(target, method="draft_model", model=str(small.path))
 
 
 def test_a_damaged_head_is_named(target: Checkpoint, tmp_path: Path) -> None:
@@ -86,7 +90,7 @@ def test_a_damaged_head_is_named(target: Checkpoint, tmp_path: Path) -> None:
     with pytest.raises(
         ConfigError, match=r"^speculation\.model: .*config.json: .* no EAGLE-3 head"
     ):
-        found(target, drafter="eagle3", model=str(checkpoint.path))
+        found(target, method="eagle3", model=str(checkpoint.path))
 
 
 @pytest.mark.parametrize("drafter", ["ngram", "self", "draft_model", "eagle3"])
@@ -102,7 +106,7 @@ def test_model_and_drafter_share_the_memory(
     elif drafter != "ngram":
         settings["model"] = str((small if drafter == "draft_model" else head).path)
     layer_bytes = 2 * 4 * 2 * 16 * 4  # keys and values of 4 tokens, 2 heads of 16 floats
-    config = config_of(target, settings, kv_cache_bytes=100 * 4 * layer_bytes)
+    config = config_of(target, settings, kv_cache_memory_bytes=100 * 4 * layer_bytes)
     runner = CpuRunner(config, target, read_config(target), lambda what, fraction: None)
     own_layers = {"ngram": 0, "self": 0, "draft_model": 1, "eagle3": 1}[drafter]
     assert runner.num_blocks == 100 * 4 // (4 + own_layers)

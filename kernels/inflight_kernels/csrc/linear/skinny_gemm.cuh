@@ -11,14 +11,14 @@ __device__ inline void arrive(Barrier* barrier) {
 }
 
 // Let copies and products see what this thread has written to shared memory.
-__device__ inline void publish_values() {
+__device__ inline void fence_async_proxy() {
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
 // ---------------------------------------------------------------- copies of boxes
 
-// The same as copy_box, of values that are used once: they leave the L2 cache before others.
-__device__ inline void copy_box_once(void* shared, const TensorMap* map, int row, int column,
+// The same as tma_load, of values that are used once: they leave the L2 cache before others.
+__device__ inline void tma_load_evict_first(void* shared, const TensorMap* map, int row, int column,
                                      Barrier* barrier) {
     constexpr unsigned long long EVICT_FIRST = 0x12f0000000000000;  // as createpolicy encodes it
     asm volatile(
@@ -43,6 +43,6 @@ __device__ inline void send(float4* place, int rank, const float4& value) {
 }
 
 // Wait for all threads of the cluster but those that have ended, and see what they have sent.
-__device__ inline void meet_pair() {
+__device__ inline void cluster_sync_release() {
     asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;" ::: "memory");
 }

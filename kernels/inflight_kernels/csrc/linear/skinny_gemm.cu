@@ -34,7 +34,7 @@ __device__ void store_pair(Out* to, float a, float b) {
 
 // See skinny_gemm. PAIR: by pairs of blocks.
 template <typename T, typename Out, int ROWS, int STAGES, bool GATED, bool PAIR>
-__device__ void multiply_tiles(const TensorMap& x, const TensorMap& weight, const T* bias,
+__device__ void mainloop(const TensorMap& x, const TensorMap& weight, const T* bias,
                                const T* residual, Out* out, int m, int n, int k) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
     constexpr int HALF = ROWS / 2, COLUMNS = GATED ? HALF : ROWS;  // of out, in a tile
@@ -49,7 +49,7 @@ __device__ void multiply_tiles(const TensorMap& x, const TensorMap& weight, cons
 
     // At once: a small kernel fits beside, and the next of this kind takes over each multiprocessor
     // as it gets free, its weights on their way.
-    launch_next();
+    pdl_launch_dependents();
     // Of a lane, so that the compiler sees that warps do not diverge.
     const int lane = threadIdx.x % 32, warp = __shfl_sync(FULL_WARP, threadIdx.x / 32, 0);
     const int rank = PAIR ? blockIdx.x % 2 : 0;
@@ -66,10 +66,10 @@ __device__ void multiply_tiles(const TensorMap& x, const TensorMap& weight, cons
     const auto copy_weight = [&](int slot) {
         T* const to = ring + slot * STAGE;
         const int row = tile * COLUMNS;
-        arrive_expecting(full + slot, (ROWS + box) * DEPTH * sizeof(T));
-        copy_box_once(to, &weight, row, step * DEPTH, full + slot);
+        arrive_expect_tx(full + slot, (ROWS + box) * DEPTH * sizeof(T));
+        tma_load_evict_first(to, &weight, row, step * DEPTH, full + slot);
         // Halves follow each other, or are gate and up.
-        copy_box_once(to + HALF * DEPTH, &weight, row + (GATED ? width : HALF), step * DEPTH,
+        tma_load_evict_first(to + HALF * DEPTH, &weight, row + (GATED ? width : HALF), step * DEPTH,
                       full + slot);
         if (++step == last) {
             step = first;
@@ -77,13 +77,13 @@ __device__ void multiply_tiles(const TensorMap& x, const TensorMap& weight, cons
         }
     };
     if (warp == WARPS && lane == 0) {
-        prefetch_map(&weight);
-        prefetch_map(&x);
+        prefetch_tensor_map(&weight);
+        prefetch_tensor_map(&x);
         for (int s = 0; s < STAGES; s++) {
             init_barrier(full + s, 1);
             init_barrier(empty + s, WARPS);
         }
-        publish_barriers();
+        fence_barrier_init();
         // Weights are nobody's output: they may be fetched before the kernel before has ended.
         for (int s = 0; s < ahead; s++) copy_weight(s);
     } else if (warp < WARPS) {
@@ -93,22 +93,22 @@ __device__ void multiply_tiles(const TensorMap& x, const TensorMap& weight, cons
             for (int i = threadIdx.x; i < vectors; i += WARPS * 32)
                 store_vector(ring + s * STAGE + (ROWS + box) * DEPTH + i * VECTOR<T>,
                              make_uint4(0, 0, 0, 0));
-        publish_values();
+        fence_async_proxy();
     }
     if (PAIR)
-        meet_pair();  // a block must have started before it is sent anything
+        cluster_sync_release();  // a block must have started before it is sent anything
     else
         __syncthreads();
 
     if (warp == WARPS) {
         if (lane != 0) return;
         const auto copy_x = [&](int slot, int at) {
-            copy_box(ring + slot * STAGE + ROWS * DEPTH, &x, 0, at * DEPTH, full + slot);
+            tma_load(ring + slot * STAGE + ROWS * DEPTH, &x, 0, at * DEPTH, full + slot);
         };
-        wait_for_previous();
+        pdl_wait();
         for (int s = 0; s < ahead; s++) copy_x(s, first + s % (last - first));
         for (int s = ahead, slot = 0, parity = 0; s < count; s++) {
-            wait_for(empty + slot, parity);
+            barrier_wait(empty + slot, parity);
             const int at = step;
             copy_weight(slot);
             copy_x(slot, at);
@@ -120,29 +120,29 @@ __device__ void multiply_tiles(const TensorMap& x, const TensorMap& weight, cons
         return;
     }
 
-    wait_for_previous();
-    const unsigned long long rows = describe(ring), tokens = describe(ring + ROWS * DEPTH);
+    pdl_wait();
+    const unsigned long long rows = smem_descriptor(ring), tokens = smem_descriptor(ring + ROWS * DEPTH);
     int slot = 0, parity = 0;
     for (; tile < tiles; tile += next_tile) {
         float acc[ROWS / 2];
 #pragma unroll
         for (int i = 0; i < ROWS / 2; i++) acc[i] = 0.0f;
-        pin(acc);
+        fence_operand(acc);
         // A step's room is given back once the next is being multiplied: there is no pause between.
         int before = slot;
         const auto release = [&] {
             if (lane == 0) arrive(empty + before);
         };
         for (step = first; step < last; step++) {
-            wait_for(full + slot, parity);
+            barrier_wait(full + slot, parity);
             const int offset = slot * (STAGE * sizeof(T) / 16);
-            begin_products();
+            wgmma_fence();
 #pragma unroll
             for (int d = 0; d < DEPTH / 16; d++)
-                multiply<T, ROWS>(acc, tokens + offset + 2 * d, rows + offset + 2 * d, true);
-            commit_products();
+                wgmma<T, ROWS>(acc, tokens + offset + 2 * d, rows + offset + 2 * d, true);
+            wgmma_commit();
             if (step != first) {
-                wait_products<1>();
+                wgmma_wait<1>();
                 release();
             }
             before = slot;
@@ -151,8 +151,8 @@ __device__ void multiply_tiles(const TensorMap& x, const TensorMap& weight, cons
                 parity ^= 1;
             }
         }
-        wait_products<0>();
-        pin(acc);
+        wgmma_wait<0>();
+        fence_operand(acc);
         if (first < last) release();
 
         // A thread has two tokens. Of a pair, each block keeps one and sends the other.
@@ -171,7 +171,7 @@ __device__ void multiply_tiles(const TensorMap& x, const TensorMap& weight, cons
                                  keeps ? acc[at + 6] : acc[at + 4],
                                  keeps ? acc[at + 7] : acc[at + 5]));
             }
-            meet_pair();
+            cluster_sync_release();
 #pragma unroll
             for (int i = 0; i < SUMS; i += 4) {
                 const float4 more = sent[i / 4 * WARPS * 32 + threadIdx.x];
@@ -236,7 +236,7 @@ template <typename T, typename Out, int ROWS, int STAGES, bool GATED>
 __global__ void __launch_bounds__((WARPS + 1) * 32, 1)
     skinny_gemm(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap weight,
                 const T* bias, const T* residual, Out* out, int m, int n, int k) {
-    multiply_tiles<T, Out, ROWS, STAGES, GATED, false>(x, weight, bias, residual, out, m, n, k);
+    mainloop<T, Out, ROWS, STAGES, GATED, false>(x, weight, bias, residual, out, m, n, k);
 }
 
 #if __CUDA_ARCH__ >= 900
@@ -251,5 +251,5 @@ template <typename T, typename Out, int ROWS, int STAGES, bool GATED>
 __global__ void CLUSTERS_OF_TWO __launch_bounds__((WARPS + 1) * 32, 1)
     skinny_gemm_pairs(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap weight,
                       const T* bias, const T* residual, Out* out, int m, int n, int k) {
-    multiply_tiles<T, Out, ROWS, STAGES, GATED, true>(x, weight, bias, residual, out, m, n, k);
+    mainloop<T, Out, ROWS, STAGES, GATED, true>(x, weight, bias, residual, out, m, n, k);
 }

@@ -6,9 +6,9 @@
 // full, across the ends of tiles, and two warpgroups that multiply out of it, 64 tokens each.
 // Clusters walk over tiles, a few tiles of tokens at a time: what they read about the same time is
 // then in the L2 cache.
-#include "linear/dense_hopper.cuh"
+#include "linear/gemm_hopper.cuh"
 
-namespace dense {
+namespace gemm {
 
 constexpr int GROUPS = 2;            // warpgroups that multiply
 constexpr int TOKENS = GROUPS * 64;  // of a tile
@@ -16,7 +16,7 @@ constexpr int DEPTH = 64;            // columns in a step
 constexpr int TILES_AT_ONCE = 8;     // along the tokens, that are walked over together
 
 // Of the registers of a multiprocessor, 65536: those of a thread that copies, or multiplies.
-constexpr int FEW_REGISTERS = 40, MANY_REGISTERS = 232;
+constexpr int PRODUCER_REGISTERS = 40, CONSUMER_REGISTERS = 232;
 
 // Where the tiles of a cluster are, counted in tiles of a cluster.
 struct Place {
@@ -158,7 +158,7 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(128 * (GROUPS + 1), 
     Barrier* const full = reinterpret_cast<Barrier*>(ring + STAGES * STAGE);
     Barrier* const empty = full + STAGES;
 
-    launch_next();
+    pdl_launch_dependents();
     const int rank = rank_in_cluster();
     // Of a lane, so that the compiler sees that warps do not diverge.
     const int lane = threadIdx.x % 32, warp = __shfl_sync(FULL_WARP, threadIdx.x / 32, 0);
@@ -167,9 +167,9 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(128 * (GROUPS + 1), 
             init_barrier(full + s, 1);
             init_barrier(empty + s, 2 * GROUPS * 4);
         }
-        publish_barriers();
+        fence_barrier_init();
     }
-    meet_cluster();
+    cluster_sync();
 
     const int width = GATED ? n / 2 : n, steps = (k + DEPTH - 1) / DEPTH;
     constexpr int CLUSTER_TOKENS = TOKENS * (SHARE_WEIGHT ? 2 : 1);
@@ -180,30 +180,30 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(128 * (GROUPS + 1), 
     const int first_tile = blockIdx.x / 2, clusters = gridDim.x / 2;
 
     if (warp >= GROUPS * 4) {
-        give_registers<FEW_REGISTERS>();
+        warpgroup_reg_dealloc<PRODUCER_REGISTERS>();
         if (warp == GROUPS * 4 && lane == 0) {
-            prefetch_map(&weight);
-            prefetch_map(&x);
+            prefetch_tensor_map(&weight);
+            prefetch_tensor_map(&x);
             const auto copy_weight = [&](int slot, const Place& place, int step) {
                 T* const target = ring + slot * STAGE + TOKENS * DEPTH;
                 const int next = GATED ? width : HALF;  // from a box to the other
                 if (SHARE_WEIGHT) {
-                    copy_box_to_both(target + rank * HALF * DEPTH, &weight,
+                    tma_load_multicast(target + rank * HALF * DEPTH, &weight,
                                      place.rows * COLUMNS + rank * next, step * DEPTH, full + slot);
                 } else {
                     const int row = (2 * place.rows + rank) * COLUMNS;
-                    copy_box(target, &weight, row, step * DEPTH, full + slot);
-                    copy_box(target + HALF * DEPTH, &weight, row + next, step * DEPTH,
+                    tma_load(target, &weight, row, step * DEPTH, full + slot);
+                    tma_load(target + HALF * DEPTH, &weight, row + next, step * DEPTH,
                              full + slot);
                 }
             };
             const auto copy_x = [&](int slot, const Place& place, int step) {
                 T* const target = ring + slot * STAGE;
                 if (SHARE_WEIGHT)
-                    copy_box(target, &x, (2 * place.tokens + rank) * TOKENS, step * DEPTH,
+                    tma_load(target, &x, (2 * place.tokens + rank) * TOKENS, step * DEPTH,
                              full + slot);
                 else
-                    copy_box_to_both(target + rank * (TOKENS / 2) * DEPTH, &x,
+                    tma_load_multicast(target + rank * (TOKENS / 2) * DEPTH, &x,
                                      place.tokens * TOKENS + rank * (TOKENS / 2),
                                      step * DEPTH, full + slot);
             };
@@ -211,17 +211,17 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(128 * (GROUPS + 1), 
             const Place first = find(first_tile, token_tiles, row_tiles);
             const int ahead = min(STAGES, steps);
             for (int s = 0; s < ahead; s++) {
-                arrive_expecting(full + s, STAGE * sizeof(T));
+                arrive_expect_tx(full + s, STAGE * sizeof(T));
                 copy_weight(s, first, s);
             }
-            wait_for_previous();
+            pdl_wait();
             for (int s = 0; s < ahead; s++) copy_x(s, first, s);
             int slot = ahead % STAGES, parity = ahead / STAGES, step = ahead;
             for (int tile = first_tile; tile < tiles; tile += clusters, step = 0) {
                 const Place place = find(tile, token_tiles, row_tiles);
                 for (; step < steps; step++) {
-                    wait_for(empty + slot, parity ^ 1);
-                    arrive_expecting(full + slot, STAGE * sizeof(T));
+                    barrier_wait(empty + slot, parity ^ 1);
+                    arrive_expect_tx(full + slot, STAGE * sizeof(T));
                     copy_weight(slot, place, step);
                     copy_x(slot, place, step);
                     if (++slot == STAGES) {
@@ -232,7 +232,7 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(128 * (GROUPS + 1), 
             }
             // A block may not end before the other one has arrived at its barriers.
             for (int s = 0; s < STAGES; s++) {
-                wait_for(empty + slot, parity ^ 1);
+                barrier_wait(empty + slot, parity ^ 1);
                 if (++slot == STAGES) {
                     slot = 0;
                     parity ^= 1;
@@ -240,11 +240,11 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(128 * (GROUPS + 1), 
             }
         }
     } else {
-        take_registers<MANY_REGISTERS>();
-        wait_for_previous();
+        warpgroup_reg_alloc<CONSUMER_REGISTERS>();
+        pdl_wait();
         const int group = warp / 4;
-        const unsigned long long tokens = describe(ring + group * 64 * DEPTH);
-        const unsigned long long rows = describe(ring + TOKENS * DEPTH);
+        const unsigned long long tokens = smem_descriptor(ring + group * 64 * DEPTH);
+        const unsigned long long rows = smem_descriptor(ring + TOKENS * DEPTH);
         const auto release = [&](int slot) {
             if (lane < 2) arrive_at(empty + slot, lane);
         };
@@ -254,16 +254,16 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(128 * (GROUPS + 1), 
             float acc[ROWS / 2];
             int before = 0;
             for (int step = 0; step < steps; step++) {
-                wait_for(full + slot, parity);
+                barrier_wait(full + slot, parity);
                 const int offset = slot * (STAGE * 2 / 16);
-                begin_products();
+                wgmma_fence();
 #pragma unroll
                 for (int d = 0; d < DEPTH / 16; d++)
-                    multiply<T, ROWS>(acc, tokens + offset + 2 * d, rows + offset + 2 * d,
+                    wgmma<T, ROWS>(acc, tokens + offset + 2 * d, rows + offset + 2 * d,
                                       step != 0 || d != 0);
-                commit_products();
+                wgmma_commit();
                 if (step != 0) {
-                    wait_products<1>();
+                    wgmma_wait<1>();
                     release(before);
                 }
                 before = slot;
@@ -272,8 +272,8 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(128 * (GROUPS + 1), 
                     parity ^= 1;
                 }
             }
-            wait_products<0>();
-            pin(acc);
+            wgmma_wait<0>();
+            fence_operand(acc);
             release(before);
 
             const int token = (SHARE_WEIGHT ? 2 * place.tokens + rank : place.tokens) * TOKENS +
@@ -297,4 +297,4 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(128 * (GROUPS + 1), 
     }
 }
 
-}  // namespace dense
+}  // namespace gemm

@@ -6,14 +6,14 @@ import dataclasses
 from dataclasses import dataclass
 
 from inflight.checkpoint.locate import Checkpoint, locate
-from inflight.config import EngineConfig, SpeculationConfig
+from inflight.config import EngineConfig, SpeculativeConfig
 from inflight.errors import ConfigError
 from inflight.models.config import Eagle3Config, ModelConfig, read_config, read_eagle3_config
 from inflight.text.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class DrafterSpec:
     """A drafter that settings ask for.
 
     Attributes:
@@ -24,22 +24,22 @@ class Source:
         head: of eagle3.
     """
 
-    settings: SpeculationConfig
+    settings: SpeculativeConfig
     checkpoint: Checkpoint | None = None
     model: ModelConfig | None = None
     head: Eagle3Config | None = None
 
     @property
-    def looks_back(self) -> bool:
+    def needs_history(self) -> bool:
         """Whether it reads the tokens of its sequences."""
-        return self.settings.drafter in ("ngram", "eagle3")
+        return self.settings.method in ("ngram", "eagle3")
 
     def scratch_bytes(self, config: EngineConfig, model: ModelConfig) -> int:
         """Memory on a GPU for drafts whose blocks their sequences do not have yet: one block each.
 
         They are in the cache that the drafter writes to, after its other blocks.
         """
-        if self.settings.drafter == "ngram":
+        if self.settings.method == "ngram":
             return 0
         return config.max_num_seqs * (self.model or model).kv_block_bytes(config)
 
@@ -48,7 +48,9 @@ class Source:
         return 0 if self.model is None else self.model.kv_block_bytes(config)
 
 
-def find(config: EngineConfig, checkpoint: Checkpoint, model: ModelConfig) -> Source | None:
+def find_drafter(
+    config: EngineConfig, checkpoint: Checkpoint, model: ModelConfig
+) -> DrafterSpec | None:
     """The drafter that settings ask for; None if they ask for none.
 
     Args:
@@ -59,21 +61,21 @@ def find(config: EngineConfig, checkpoint: Checkpoint, model: ModelConfig) -> So
     Raises:
         ConfigError: it is not there, damaged, or for another model.
     """
-    settings = config.speculation
+    settings = config.speculative_config
     if settings is None:
         return None
     if settings.num_layers is not None and settings.num_layers > model.num_layers:
         raise ConfigError(
-            f"speculation.num_layers: {settings.num_layers} is out of range; allowed: 1 to "
+            f"speculative_config.num_layers: {settings.num_layers} is out of range; allowed: 1 to "
             f"{model.num_layers}, the layers that the model has"
         )
     if settings.model is None:
-        return Source(settings)
+        return DrafterSpec(settings)
     try:
         own = dataclasses.replace(locate(settings.model), random_weights=config.random_weights)
-        if settings.drafter == "eagle3":
+        if settings.method == "eagle3":
             head = read_eagle3_config(own, model)
-            return Source(settings, own, head.layer, head)
+            return DrafterSpec(settings, own, head.layer, head)
         smaller = read_config(own)
         if smaller.vocab_size != model.vocab_size:
             raise ConfigError(
@@ -82,8 +84,10 @@ def find(config: EngineConfig, checkpoint: Checkpoint, model: ModelConfig) -> So
             )
         _check_tokenizers(checkpoint, own)
     except ConfigError as error:
-        raise ConfigError(f"speculation.model: {str(error).removeprefix('model: ')}") from None
-    return Source(settings, own, smaller)
+        raise ConfigError(
+            f"speculative_config.model: {str(error).removeprefix('model: ')}"
+        ) from None
+    return DrafterSpec(settings, own, smaller)
 
 
 def _check_tokenizers(checkpoint: Checkpoint, own: Checkpoint) -> None:

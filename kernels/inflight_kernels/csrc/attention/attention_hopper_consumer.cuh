@@ -44,11 +44,11 @@ __device__ __forceinline__ void start_scores(Scores<S>& scores, const Queries<S>
                                              unsigned keys) {
 #pragma unroll
     for (int step = 0; step < S::HEAD_DIM / 16; ++step)
-        hopper::multiply<typename S::Element, true>(
+        hopper::wgmma<typename S::Element, true>(
             scores, queries + 4 * step,
-            hopper::matrix<S::EIGHT_ROWS_BYTES>(keys, step / 4 * S::PIECE_BYTES + step % 4 * 32),
+            hopper::smem_descriptor<S::EIGHT_ROWS_BYTES>(keys, step / 4 * S::PIECE_BYTES + step % 4 * 32),
             step > 0);
-    hopper::commit_products();
+    hopper::wgmma_commit();
 }
 
 // Starts sums += weights @ values.
@@ -57,10 +57,10 @@ __device__ __forceinline__ void start_sums(State<S>& state, const Weights<S>& we
                                            unsigned values) {
 #pragma unroll
     for (int step = 0; step < S::KEYS / 16; ++step)
-        hopper::multiply<typename S::Element, false>(
+        hopper::wgmma<typename S::Element, false>(
             state.sums, weights + 4 * step,
-            hopper::matrix<S::EIGHT_ROWS_BYTES>(values, step * 2 * S::EIGHT_ROWS_BYTES), true);
-    hopper::commit_products();
+            hopper::smem_descriptor<S::EIGHT_ROWS_BYTES>(values, step * 2 * S::EIGHT_ROWS_BYTES), true);
+    hopper::wgmma_commit();
 }
 
 // What a thread knows of its two rows. Rows that do not exist follow the last one that does.
@@ -210,12 +210,12 @@ __device__ __forceinline__ void leave_rows(const Arguments<typename S::Element>&
     const Blocks blocks(unit, total);
     int* const arrived = arrivals + group * gridDim.x + blocks.first;
     __threadfence();
-    hopper::meet<128>(1 + group);
+    hopper::named_barrier_sync<128>(1 + group);
     if (thread == 0) {
         is_last[group] = atomicAdd(arrived, 1) == blocks.last - blocks.first;
         if (is_last[group]) *arrived = 0;  // for the next launch with this plan
     }
-    hopper::meet<128>(1 + group);
+    hopper::named_barrier_sync<128>(1 + group);
     if (!is_last[group]) return;
     __threadfence();
     merge_slots<S, 128>(args, unit, slots, blocks, begin,
@@ -224,10 +224,10 @@ __device__ __forceinline__ void leave_rows(const Arguments<typename S::Element>&
 
 // Four warps: all units of the block, their rows [64 * group, 64 * group + 64).
 template <class S>
-__device__ __forceinline__ void multiply_units(const Arguments<typename S::Element>& args,
-                                               const Shared<S>& shared, const Slots<S>& slots,
+__device__ __forceinline__ void consume_units(const Arguments<typename S::Element>& args,
+                                               const SharedStorage<S>& shared, const Slots<S>& slots,
                                                int* arrivals, int group) {
-    const bool speaks = threadIdx.x % 32 == 0;  // for its warp, once the warp's products are done
+    const bool is_elected = threadIdx.x % 32 == 0;  // for its warp, once the warp's products are done
     const unsigned keys = ptx::shared_address(shared.keys);
     const unsigned values = ptx::shared_address(shared.values);
     const bool capped = args.soft_cap > 0.0f;
@@ -249,10 +249,10 @@ __device__ __forceinline__ void multiply_units(const Arguments<typename S::Eleme
     bool is_first = true;
     const int warp_row = group * S::GROUP_ROWS + threadIdx.x / 32 % 4 * 16;
 
-    Cursor<S::KEY_STAGES> key;
-    Cursor<S::VALUE_STAGES> value;
-    Cursor<S::UNITS> at, upcoming;
-    Cursor<S::QUERY_STAGES> used, loaded;  // by the unit `at`, and by the one upcoming
+    PipelineState<S::KEY_STAGES> key;
+    PipelineState<S::VALUE_STAGES> value;
+    PipelineState<S::UNITS> at, upcoming;
+    PipelineState<S::QUERY_STAGES> used, loaded;  // by the unit `at`, and by the one upcoming
 
     // Each round starts the scores of the next tile and the sums of this one, also where the next
     // tile is another unit's. There is no tile before the first and none after the last: what is
@@ -261,28 +261,28 @@ __device__ __forceinline__ void multiply_units(const Arguments<typename S::Eleme
         const bool ends = is_first || tile == begin;  // the unit
         bool is_last = false;
         if (ends) {
-            hopper::wait(upcoming.of(shared.unit_known), upcoming.parity);
+            hopper::barrier_wait(upcoming.of(shared.unit_full), upcoming.parity);
             is_last = uniform(shared.units[upcoming.index].num_rows) == 0;
             if (!is_last) {
-                hopper::wait(loaded.of(shared.queries_here), loaded.parity);
+                hopper::barrier_wait(loaded.of(shared.q_full), loaded.parity);
                 load_queries<S>(queries, ptx::shared_address(shared.queries) +
                                              loaded.index * S::TILE_BYTES +
                                              warp_row * S::ROW_BYTES);
                 loaded.advance();
             }
         }
-        if (!is_last) hopper::wait(key.of(shared.keys_here), key.parity);
-        hopper::pin(scores);
-        hopper::pin(weights);
-        hopper::pin(queries);
-        hopper::pin(state.sums);
-        hopper::begin_products();
+        if (!is_last) hopper::barrier_wait(key.of(shared.k_full), key.parity);
+        hopper::fence_operand(scores);
+        hopper::fence_operand(weights);
+        hopper::fence_operand(queries);
+        hopper::fence_operand(state.sums);
+        hopper::wgmma_fence();
         start_scores<S>(scores, queries, keys + key.index * S::TILE_BYTES);
-        if (!is_first) hopper::wait(value.of(shared.values_here), value.parity);
+        if (!is_first) hopper::barrier_wait(value.of(shared.v_full), value.parity);
         start_sums<S>(state, weights, values + value.index * S::TILE_BYTES);
-        hopper::wait_products<1>();
-        hopper::pin(scores);
-        if (speaks && !is_last) hopper::arrive(key.of(shared.keys_free));
+        hopper::wgmma_wait<1>();
+        hopper::fence_operand(scores);
+        if (is_elected && !is_last) hopper::arrive(key.of(shared.k_empty));
         key.advance();
 
         const float before_max[2] = {state.max[0], state.max[1]};
@@ -308,12 +308,12 @@ __device__ __forceinline__ void multiply_units(const Arguments<typename S::Eleme
         float rescale[2];
         softmax_step<S>(state, scores, scale, rescale);
 
-        hopper::wait_products<0>();
-        hopper::pin(state.sums);
-        hopper::pin(weights);
+        hopper::wgmma_wait<0>();
+        hopper::fence_operand(state.sums);
+        hopper::fence_operand(weights);
         if (ends) {
             if (!is_first) {
-                if (speaks) hopper::arrive(value.of(shared.values_free));
+                if (is_elected) hopper::arrive(value.of(shared.v_empty));
                 value.advance();
                 const Unit& unit = shared.units[at.index];
                 if (unit.whole())
@@ -326,9 +326,9 @@ __device__ __forceinline__ void multiply_units(const Arguments<typename S::Eleme
                                   shared.totals[at.index], arrivals, shared.is_last, group);
                 // Every thread for itself, as racecheck does not know that a warp's barrier orders
                 // what the others read from the staged rows.
-                hopper::arrive(used.of(shared.queries_free));
+                hopper::arrive(used.of(shared.q_empty));
                 __syncwarp();
-                if (speaks) hopper::arrive(at.of(shared.unit_free));
+                if (is_elected) hopper::arrive(at.of(shared.unit_empty));
                 at.advance();
                 used.advance();
             }
@@ -338,7 +338,7 @@ __device__ __forceinline__ void multiply_units(const Arguments<typename S::Eleme
 #pragma unroll
             for (int i = 0; i < S::HEAD_DIM / 2; ++i) state.sums[i] = 0.0f;
         } else {
-            if (speaks) hopper::arrive(value.of(shared.values_free));
+            if (is_elected) hopper::arrive(value.of(shared.v_empty));
             value.advance();
             // Most tiles have no larger score than those before.
             if (__any_sync(FULL_WARP, rescale[0] != 1.0f || rescale[1] != 1.0f)) {

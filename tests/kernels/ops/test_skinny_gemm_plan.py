@@ -1,0 +1,77 @@
+"""How linear layers of few tokens are cut: without a GPU."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from inflight_kernels.ops import skinny_gemm
+from inflight_kernels.ops.skinny_gemm import MAX_TOKENS, plan
+
+# Rows of weights: of models of 135M, 1B, 3B, 7B, 8B, 14B, 32B and 70B, their shards, and odd ones.
+ROWS = [
+    *(8, 192, 576, 960, 1000, 1280, 2048, 2560, 3072, 3584, 4096, 4608, 5120, 6144, 7168, 8192),
+    *(8448, 8456, 9216, 10240, 16384, 18944, 19008, 19016, 22016, 27648, 28672, 35840, 57344),
+    *(49152, 128256, 151936, 262144),
+]
+HOPPER = 132
+
+
+@pytest.mark.parametrize("n", ROWS)
+@pytest.mark.parametrize("num_multiprocessors", [2, 78, 114, HOPPER])
+def test_every_row_is_in_one_tile(n: int, num_multiprocessors: int) -> None:
+    cut = plan(n, num_multiprocessors)
+    assert (cut.tiles - 1) * cut.rows < n <= cut.tiles * cut.rows
+    assert cut.rows in (skinny_gemm._PAIR_ROWS if cut.pair else skinny_gemm._BLOCK_ROWS)
+
+
+@pytest.mark.parametrize("n", ROWS)
+@pytest.mark.parametrize("num_multiprocessors", [2, 78, 114, HOPPER])
+def test_blocks_run_at_once_and_each_pair_has_a_tile_of_its_own(
+    n: int, num_multiprocessors: int
+) -> None:
+    cut = plan(n, num_multiprocessors)
+    assert 0 < cut.blocks <= num_multiprocessors
+    if cut.pair:
+        assert cut.blocks == 2 * cut.tiles
+
+
+@pytest.mark.parametrize("n", [n for n in ROWS if n >= 3072])
+def test_the_busiest_block_has_little_more_than_its_share(n: int) -> None:
+    """Of the weights, on a Hopper GPU: the rest wait for it."""
+    cut = plan(n, HOPPER)
+    busiest = -(-cut.tiles // cut.blocks) * cut.rows if not cut.pair else cut.rows / 2
+    assert n / HOPPER / busiest >= 0.8
+
+
+@pytest.mark.parametrize("n", [4096, 6144, 28672, 128256])
+def test_the_busiest_block_of_an_8b_model_has_almost_exactly_its_share(n: int) -> None:
+    cut = plan(n, HOPPER)
+    busiest = -(-cut.tiles // cut.blocks) * cut.rows if not cut.pair else cut.rows / 2
+    assert n / HOPPER / busiest >= 0.96
+
+
+@pytest.mark.parametrize("n", ROWS)
+def test_a_multiprocessor_has_one_block_with_all_its_memory(n: int) -> None:
+    """228 KiB on Hopper, of which a block costs 1 KiB more than it asks for, and gets 227."""
+    cut = plan(n, HOPPER)
+    assert cut.shared_bytes <= 227 * 1024 < 2 * (cut.shared_bytes + 1024)
+
+
+def test_constants_are_the_same_on_both_sides() -> None:
+    source = (Path(skinny_gemm.__file__).parents[1] / "csrc/linear/skinny_gemm.cu").read_text()
+    found = dict(re.findall(r"constexpr int (\w+) = (\d+);", source))
+    assert (int(found["WARPS"]) + 1) * 32 == skinny_gemm._THREADS
+    assert int(found["TOKENS"]) == skinny_gemm._TOKENS == MAX_TOKENS
+    assert int(found["DEPTH"]) == skinny_gemm._DEPTH
+
+
+def test_few_tokens_on_hopper_are_preferred(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(skinny_gemm, "is_hopper", lambda: True)
+    assert all(skinny_gemm.prefers(m, n, 4096) for m in (1, 32, MAX_TOKENS) for n in ROWS)
+    assert not any(skinny_gemm.prefers(m, n, 4096) for m in (0, MAX_TOKENS + 1) for n in ROWS)
+    assert not skinny_gemm.prefers(1, 4096, 4100)
+    monkeypatch.setattr(skinny_gemm, "is_hopper", lambda: False)
+    assert not skinny_gemm.prefers(1, 4096, 4096)
