@@ -28,7 +28,7 @@ from inflight.checkpoint.locate import Checkpoint, locate
 from inflight.config import EngineConfig
 from inflight.core.request import Request
 from inflight.engine.engine import Engine, generate
-from inflight.execution import runner as runners
+from inflight.execution import factory as runners
 from inflight.sampling.params import SamplingParams
 
 PROMPT_LEN = 64

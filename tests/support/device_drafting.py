@@ -21,7 +21,7 @@ from inflight.checkpoint.locate import Checkpoint
 from inflight.config import EngineConfig, SpeculativeConfig
 from inflight.core.request import Request
 from inflight.engine.engine import Engine, generate
-from inflight.execution import runner as runners
+from inflight.execution import factory as runners
 from inflight.sampling.params import SamplingParams
 from watched_drafter import Watched, generate_twice
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from inflight.execution import cuda_runner, device_batch
 from inflight.execution import top_logprobs as logprobs_of_steps
 from inflight.execution.drafters import device_model
-from inflight.models import eagle3_cuda, llama_cuda
+from inflight.models import decoder_cuda, eagle3_cuda, loader
 from inflight.models.layers import attention, residual
 from inflight_kernels.ops import drafting, sampling
 from inflight_kernels.ops.batch_state import BatchState, Step
@@ -52,12 +52,11 @@ def install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sampling, "top_logprobs", top_logprobs)
     monkeypatch.setattr(sampling, "count_output_tokens", count_output_tokens)
     monkeypatch.setattr(sampling, "mark_prompt_tokens", mark_prompt_tokens)
-    for model in (llama_cuda, residual, eagle3_cuda):
+    for model in (decoder_cuda, residual, eagle3_cuda):
         monkeypatch.setattr(model, "embedding", embedding)
     for model in (residual, eagle3_cuda):
         monkeypatch.setattr(model, "rms_norm", rms_norm)
-    for model in (llama_cuda, eagle3_cuda):
-        monkeypatch.setattr(model, "Linear", HostLinear)
+    monkeypatch.setattr(loader, "CudaLinear", HostLinear)
     monkeypatch.setattr(attention, "rope_write_kv", rope_write_kv)
     kernels = _Ops(workspace_size, plan, attend, prefers_rope_attend=lambda *shape: False)
     monkeypatch.setattr(attention, "attention", kernels)
@@ -505,32 +504,23 @@ def rms_norm(
 
 
 class HostLinear:
-    """Satisfies `cuda_linear.Linear`."""
+    """Satisfies `CudaWeight`."""
 
-    def __init__(self, *settings: object) -> None:
-        pass
+    def __init__(self, weight: Tensor, bias: Tensor | None, batch_invariant: bool) -> None:
+        self.weight = weight
+        self._bias = bias
 
-    def product(
-        self, x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, num_tokens: int
-    ) -> None:
+    def product(self, x: Tensor, out: Tensor, num_tokens: int) -> None:
         kind = out.dtype  # logits in float32 are not rounded on their way
-        out[:num_tokens] = transformer.linear(x[:num_tokens].to(kind), weight.to(kind), bias)
+        product = transformer.linear(x[:num_tokens].to(kind), self.weight.to(kind), self._bias)
+        out[:num_tokens] = product
 
-    def add(
-        self, x: Tensor, weight: Tensor, bias: Tensor | None, total: Tensor, num_tokens: int
-    ) -> None:
-        total[:num_tokens] += transformer.linear(x[:num_tokens], weight, bias)
+    def add(self, x: Tensor, total: Tensor, num_tokens: int) -> None:
+        total[:num_tokens] += transformer.linear(x[:num_tokens], self.weight, self._bias)
 
-    def gated(
-        self,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        gate_up: Tensor,
-        out: Tensor,
-        num_tokens: int,
-    ) -> None:
-        out[:num_tokens] = transformer.silu_mul(transformer.linear(x[:num_tokens], weight, bias))
+    def gated(self, x: Tensor, gate_up: Tensor, out: Tensor, num_tokens: int) -> None:
+        both = transformer.linear(x[:num_tokens], self.weight, self._bias)
+        out[:num_tokens] = transformer.silu_mul(both)
 
 
 def workspace_size(*shape: int, batch_invariant: bool) -> int:
@@ -551,13 +541,21 @@ def rope_write_kv(
     v_cache: Tensor,
     *,
     q_out: Tensor,
+    q_weight: Tensor | None,
+    k_weight: Tensor | None,
+    eps: float,
     history_ready: bool,
     pdl: bool,
 ) -> None:
     num_heads, head_dim = q_out.shape[1:]
     groups = k_cache.shape[2]
     heads = qkv.view(len(qkv), -1, head_dim)
-    qk = transformer.rotary(heads[:, : num_heads + groups], cos[positions], sin[positions])
+    qk = heads[:, : num_heads + groups]
+    if q_weight is not None and k_weight is not None:
+        q, _ = transformer.rms_norm(qk[:, :num_heads], q_weight, eps)
+        k, _ = transformer.rms_norm(qk[:, num_heads:], k_weight, eps)
+        qk = torch.cat((q, k), 1)
+    qk = transformer.rotary(qk, cos[positions], sin[positions])
     qk = qk.to(qkv.dtype)
     kept = slot_mapping >= 0
     k, v = qk[kept, num_heads:], heads[kept, num_heads + groups :]
@@ -575,6 +573,7 @@ def attend(
     out: Tensor,
     workspace: Tensor,
     scale: float,
+    window: int = 0,
     **settings: object,
 ) -> None:
     groups = k_cache.shape[2]
@@ -590,6 +589,8 @@ def attend(
             cache[blocks].flatten(0, 1)[:length].transpose(0, 1) for cache in (k_cache, v_cache)
         )
         mask = torch.ones(end - first, length, dtype=torch.bool).tril_(length - (end - first))
+        if window:
+            mask.triu_(length - (end - first) + 1 - window)
         found = torch.nn.functional.scaled_dot_product_attention(
             q[first:end].transpose(0, 1),
             keys.repeat_interleave(q.shape[1] // groups, 0),

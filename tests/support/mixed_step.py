@@ -7,11 +7,11 @@ import itertools
 import torch
 from torch import Tensor
 
+import tiny
 from inflight.checkpoint.locate import Checkpoint
-from inflight.models.config import read_config
-from inflight.models.kv_cache import KVCache
+from inflight.models.decoder_cuda import Decoder, DecoderSettings
 from inflight.models.layers.attention import ForwardInputs
-from inflight.models.llama_cuda import Model
+from inflight.models.registry import read_spec
 
 # The beginning of one text, all of one, one token of another.
 CHUNKS = [(0, 9), (0, 13), (5, 6)]
@@ -19,8 +19,7 @@ NUM_TOKENS = 23
 EVERY_ROW = list(range(NUM_TOKENS))
 
 SAMPLED = [[8, 21, 22], [22], [0, 9, 10, 22], [], EVERY_ROW]
-"""ForwardInputs of the step to get logits: as in prefill, one, prompts that are looked at, none,
-all."""
+"""Rows of the step that get logits: as in prefill, one, scored prompts, none, all."""
 
 _BLOCK_SIZE, _BLOCKS_EACH = 16, 1
 _MAX_TOKENS = 40
@@ -29,31 +28,24 @@ _MAX_ROWS = 32
 
 def make_model(
     checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, batch_invariant: bool = False
-) -> Model:
-    return Model(
-        checkpoint,
-        read_config(checkpoint),
-        dtype,
-        64,
-        lambda what, done: None,
-        device=device,
-        max_tokens=_MAX_TOKENS,
-        max_rows=_MAX_ROWS,
-        batch_invariant=batch_invariant,
-    )
+) -> Decoder:
+    settings = DecoderSettings(dtype, device, 64, _MAX_TOKENS, _MAX_ROWS, batch_invariant)
+    return Decoder(checkpoint, read_spec(checkpoint), settings, lambda what, done: None)
 
 
 @torch.inference_mode()
-def run(model: Model, sampled: list[int], num_layers: int | None = None) -> tuple[Tensor, Tensor]:
+def run(model: Decoder, sampled: list[int], num_layers: int | None = None) -> tuple[Tensor, Tensor]:
     """Logits of the sampled rows, and the cache after the step."""
-    device, dtype = model.logits.device, model.weights.norm.dtype
-    cache = KVCache(model.config, len(CHUNKS) * _BLOCKS_EACH, _BLOCK_SIZE, dtype, device)
-    earlier = torch.linspace(-1, 1, cache.data.numel(), device=device)
-    cache.data.copy_(earlier.view(cache.data.shape))
+    device, dtype = model.logits.device, model.settings.dtype
+    cache = tiny.make_cache(model.spec, len(CHUNKS) * _BLOCKS_EACH, _BLOCK_SIZE, dtype, device)
+    for data in cache.data:
+        earlier = torch.linspace(-1, 1, data.numel(), device=device)
+        data.copy_(earlier.view(data.shape))
     model.logits.fill_(torch.nan)
     rows = _rows(sampled, device)
     model.forward(rows, NUM_TOKENS, len(CHUNKS), len(sampled), 13, cache, num_layers)
-    return model.logits[: len(sampled)].clone(), cache.data
+    (data,) = cache.data
+    return model.logits[: len(sampled)].clone(), data
 
 
 def _rows(sampled: list[int], device: torch.device) -> ForwardInputs:

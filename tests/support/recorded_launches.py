@@ -18,7 +18,7 @@ from torch import Tensor
 import host_kernels
 from inflight.execution import cuda_runner, top_logprobs
 from inflight.execution.drafters import device_model
-from inflight.models import loader
+from inflight.models import stored_weights
 from inflight_kernels import ops
 
 Launched = dict[tuple[str, str], None]
@@ -58,7 +58,7 @@ def install(
         for name, place in places.items():
             if hasattr(module, name):
                 monkeypatch.setattr(module, name, place)
-    cuda_linear = importlib.import_module("inflight.models.layers.linear")
+    cuda_linear = importlib.import_module("inflight.models.quantization.unquantized")
     monkeypatch.setattr(cuda_linear, "num_multiprocessors", places["num_multiprocessors"])
     cuda_attention = importlib.import_module("inflight.models.layers.attention")
     monkeypatch.setattr(cuda_attention, "is_hopper", places["is_hopper"])
@@ -67,11 +67,11 @@ def install(
         monkeypatch.setattr(owner, "torch", meta_torch)
         monkeypatch.setattr(owner, "capture_graph", host_kernels.Recorded)
     monkeypatch.setattr(top_logprobs, "torch", meta_torch)
-    monkeypatch.setattr(loader.RandomWeights, "read", _read)
+    monkeypatch.setattr(stored_weights.RandomWeights, "read", _read)
     return launched
 
 
-def _read(stored: loader.RandomWeights, name: str) -> Tensor:
+def _read(stored: stored_weights.RandomWeights, name: str) -> Tensor:
     return torch.empty(stored.shapes[name], device=_META)
 
 

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import importlib
-
 import torch
 from torch import Tensor
 
+import tiny
 from inflight.checkpoint.locate import Checkpoint
-from inflight.models import ARCHITECTURES
-from inflight.models.config import read_config
-from inflight.models.kv_cache import KVCache
+from inflight.models.decoder_cpu import Decoder
+from inflight.models.registry import read_spec
 from inflight_kernels.torch_ops import transformer as ops
 
 _BLOCK_SIZE = 16
@@ -25,10 +23,9 @@ class Teacher:
     """
 
     def __init__(self, checkpoint: Checkpoint, max_len: int) -> None:
-        self.config = read_config(checkpoint)
-        architecture = importlib.import_module(ARCHITECTURES[self.config.architecture])
-        self._model = architecture.Model(
-            checkpoint, self.config, torch.float32, max_len, lambda what, fraction: None
+        self.spec = read_spec(checkpoint)
+        self._model = Decoder(
+            checkpoint, self.spec, torch.float32, max_len, lambda what, fraction: None
         )
         self._num_blocks = -(-max_len // _BLOCK_SIZE)
 
@@ -36,9 +33,9 @@ class Teacher:
     def logits(self, token_ids: list[int]) -> Tensor:
         """[T, vocab_size]: row i scores what follows token i."""
         count = len(token_ids)
-        cache = KVCache(self.config, self._num_blocks, _BLOCK_SIZE, torch.float32)
+        cache = tiny.make_cache(self.spec, self._num_blocks, _BLOCK_SIZE)
         rows = torch.arange(count)
-        plan = ops.plan_attention(
+        plan = ops.AttentionPlan(
             torch.arange(self._num_blocks)[None].numpy(),
             torch.tensor([0, count]).numpy(),
             torch.tensor([count]).numpy(),

@@ -11,11 +11,14 @@ import torch
 from safetensors.torch import save_file
 
 from inflight.checkpoint.locate import Checkpoint
-from inflight.config import EngineConfig
+from inflight.config import Dtype, EngineConfig
 from inflight.core.batch import Batch, Chunk, StepOutput
 from inflight.core.request import Request
 from inflight.core.sequence import Sequence
-from inflight.execution.runner import Runner, build
+from inflight.execution.factory import build
+from inflight.execution.runner import Runner
+from inflight.kv.cache import KVCache
+from inflight.models.spec import ModelSpec
 from inflight.sampling.params import SamplingParams
 
 SETTINGS: dict[str, Any] = {
@@ -101,6 +104,20 @@ def write_llama(
     index = {"metadata": {}, "weight_map": weight_map}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     return Checkpoint(folder, "huggingface")
+
+
+_DTYPE_NAMES: dict[torch.dtype, Dtype] = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
+
+
+def make_cache(
+    spec: ModelSpec,
+    num_blocks: int,
+    block_size: int,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | None = None,
+) -> KVCache:
+    """A KV cache of a model."""
+    return KVCache(spec.kv_layout(_DTYPE_NAMES[dtype]), num_blocks, block_size, device)
 
 
 def random_head(

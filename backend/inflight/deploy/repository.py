@@ -16,7 +16,7 @@ import inflight
 from inflight import config
 from inflight.checkpoint.locate import PACKAGE_PREFIX, Checkpoint, locate
 from inflight.errors import ConfigError
-from inflight.models.config import read_config
+from inflight.models.registry import read_spec
 from inflight.text.tokenizer import Tokenizer
 
 FOLDERS = ("model_repository", "ensembles")
@@ -79,7 +79,7 @@ def init(
     where = model if model.startswith(PACKAGE_PREFIX) else str(Path(model).expanduser().resolve())
     engine = {"model": where, "device": "auto", **(settings or {})}
     checked = config.parse(engine, "settings")
-    read_config(checkpoint).max_model_len(checked)
+    read_spec(checkpoint).max_model_len(checked)
     left_out, notes = _left_out(checkpoint)
     sources = {
         source.name: source

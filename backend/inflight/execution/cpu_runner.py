@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import time
 from collections.abc import Callable
 
@@ -27,9 +26,10 @@ from inflight.execution import drafters
 from inflight.execution.drafters.drafter_spec import find_drafter
 from inflight.execution.grammar_masks import GrammarMasks
 from inflight.execution.sampler import LogitsRow, sample
-from inflight.models import ARCHITECTURES
-from inflight.models.config import ModelConfig
-from inflight.models.kv_cache import KVCache
+from inflight.kv.budget import num_kv_blocks
+from inflight.kv.cache import KVCache
+from inflight.models.decoder_cpu import Decoder
+from inflight.models.spec import ModelSpec
 from inflight.sampling.params import SamplingParams
 from inflight.scheduling.draft_budget import StepCosts
 from inflight_kernels.torch_ops import transformer as ops
@@ -62,25 +62,26 @@ class CpuRunner:
         self,
         config: EngineConfig,
         checkpoint: Checkpoint,
-        model: ModelConfig,
+        spec: ModelSpec,
         progress: Callable[[str, float], None],
     ) -> None:
         if config.num_threads is not None:
             torch.set_num_threads(config.num_threads)
-        source = find_drafter(config, checkpoint, model)
-        drafter_block_bytes = 0 if source is None else source.block_bytes(config)
-        self.num_blocks = model.num_blocks(config, drafter_block_bytes=drafter_block_bytes)
+        source = find_drafter(config, checkpoint, spec)
+        layout = spec.kv_layout(config.dtype)
+        drafter_bytes = 0 if source is None else source.block_bytes(config)
+        block_bytes = layout.block_bytes(config.block_size) + drafter_bytes
+        self.num_blocks = num_kv_blocks(config, block_bytes)
         self.block_size = config.block_size
-        self.vocab_size = model.vocab_size
+        self.vocab_size = spec.vocab_size
         self.max_rows = _MAX_ROWS
         self.steps_ahead = 0
         self.step_costs: StepCosts | None = None
         self.supports_host_drafts = True
         self._dtype = _DTYPES[config.dtype]
-        self._cache = KVCache(model, self.num_blocks, self.block_size, self._dtype)
-        architecture = importlib.import_module(ARCHITECTURES[model.architecture])
-        max_len = model.max_model_len(config)
-        self._model = architecture.Model(checkpoint, model, self._dtype, max_len, progress)
+        self._cache = KVCache(layout, self.num_blocks, self.block_size)
+        max_len = spec.max_model_len(config)
+        self._model = Decoder(checkpoint, spec, self._dtype, max_len, progress)
         self.drafter: drafters.Drafter | None = None
         self._caches = [self._cache]
         if source is not None:
@@ -105,8 +106,8 @@ class CpuRunner:
         output = StepOutput([[] for _ in batch.chunks], [[] for _ in batch.chunks])
         if batch.copies:
             sources, targets = torch.tensor(batch.copies).unbind(1)
-            for cache in self._caches:
-                ops.copy_blocks(cache.data, sources, targets)
+            for data in self._kv_data():
+                ops.copy_blocks(data, sources, targets)
         if not batch.chunks:
             return output
         self._clear_tails(batch)
@@ -126,10 +127,10 @@ class CpuRunner:
 
     def _forward(self, arrays: BatchArrays) -> Tensor:
         """Logits of the rows that sample a token, or score one."""
-        plan = ops.plan_attention(
+        plan = ops.AttentionPlan(
             arrays.block_tables, arrays.query_start, arrays.seq_lens, self.block_size, self._dtype
         )
-        logits: Tensor = self._model.forward(
+        return self._model.forward(
             torch.from_numpy(arrays.token_ids),
             torch.from_numpy(arrays.positions),
             torch.from_numpy(arrays.slot_mapping),
@@ -137,7 +138,10 @@ class CpuRunner:
             torch.from_numpy(arrays.sample_rows),
             self._cache,
         )
-        return logits
+
+    def _kv_data(self) -> list[Tensor]:
+        """The memory of all caches."""
+        return [data for cache in self._caches for data in cache.data]
 
     def _clear_tails(self, batch: Batch) -> None:
         """Zero what earlier users left behind a sequence's end in blocks that are new to it."""
@@ -154,8 +158,8 @@ class CpuRunner:
                     slots.extend(range(block * size + offset, (block + 1) * size))
                 begin += size - offset
         if slots:
-            for cache in self._caches:
-                ops.clear_slots(cache.data, torch.tensor(slots))
+            for data in self._kv_data():
+                ops.clear_slots(data, torch.tensor(slots))
 
     def _refuse_unknown_tokens(self, arrays: BatchArrays, output: StepOutput) -> None:
         ids = arrays.token_ids

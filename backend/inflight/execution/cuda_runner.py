@@ -8,7 +8,6 @@ launched kernel by kernel, which takes less time than they do.
 
 from __future__ import annotations
 
-import importlib
 import logging
 import time
 from collections.abc import Callable
@@ -36,10 +35,12 @@ from inflight.execution.graph_buckets import (
     verification_sizes,
 )
 from inflight.execution.top_logprobs import TopLogprobs
-from inflight.models import CUDA_ARCHITECTURES
-from inflight.models.config import ModelConfig
-from inflight.models.kv_cache import KVCache
+from inflight.kv.budget import num_kv_blocks
+from inflight.kv.cache import KVCache
+from inflight.models import decoder_cuda
+from inflight.models.decoder_cuda import Decoder, DecoderSettings
 from inflight.models.layers.attention import ForwardInputs
+from inflight.models.spec import ModelSpec
 from inflight.sampling.logit_adjustments import BANNED
 from inflight.scheduling.draft_budget import StepCosts
 from inflight_kernels.ops import batch_state, cache, sampling
@@ -64,28 +65,20 @@ _MAX_GRAPH_DRAFT_SEQS = 64
 
 
 def kernels_of(
-    config: EngineConfig, model: ModelConfig, source: DrafterSpec | None, max_rows: int
+    config: EngineConfig, spec: ModelSpec, source: DrafterSpec | None, settings: DecoderSettings
 ) -> list[tuple[str, str]]:
     """Stem and name of the kernels that an engine may launch: those that take long to compile
     first, those that a start does without last.
 
     Args:
         config: the engine's settings.
-        model: what it runs.
+        spec: of the model that it runs.
         source: what drafts, if anything does.
-        max_rows: of logits in a step.
+        settings: how the model runs.
     """
-    architecture = importlib.import_module(CUDA_ARCHITECTURES[model.architecture])
-    found = sampling.kernels_of(torch.float32)
-    found += architecture.kernels_of(
-        model,
-        _DTYPE,
-        max_tokens=config.max_num_batched_tokens,
-        max_rows=max_rows,
-        batch_invariant=config.batch_invariant,
-    )
+    found = sampling.kernels_of(torch.float32) + decoder_cuda.kernels_of(spec, settings)
     if source is not None:
-        found += drafters.kernels_of(source, config, _DTYPE, max_rows)
+        found += drafters.kernels_of(source, config, settings)
     return found + batch_state.kernels_of() + cache.kernels_of(torch.int64)
 
 
@@ -103,7 +96,7 @@ class CudaRunner:
         self,
         config: EngineConfig,
         checkpoint: Checkpoint,
-        model: ModelConfig,
+        spec: ModelSpec,
         progress: Callable[[str, float], None],
     ) -> None:
         if not torch.cuda.is_available():
@@ -117,16 +110,24 @@ class CudaRunner:
             most = config.max_num_seqs + config.max_draft_tokens
             self._max_rows = min(most, config.max_num_batched_tokens)
         self.max_rows = self._max_rows
-        source = find_drafter(config, checkpoint, model)
-        # Before all else: whatever takes time here then happens meanwhile.
-        precompile_kernels(kernels_of(config, model, source, self._max_rows))
-        self.block_size = config.block_size
-        self.vocab_size = model.vocab_size
-        self.steps_ahead = 1
+        source = find_drafter(config, checkpoint, spec)
+        max_len = spec.max_model_len(config)
         self._device = torch.device("cuda", torch.cuda.current_device())
+        self._settings = DecoderSettings(
+            _DTYPE,
+            self._device,
+            max_len,
+            config.max_num_batched_tokens,
+            self._max_rows,
+            config.batch_invariant,
+        )
+        # Before all else: whatever takes time here then happens meanwhile.
+        precompile_kernels(kernels_of(config, spec, source, self._settings))
+        self.block_size = config.block_size
+        self.vocab_size = spec.vocab_size
+        self.steps_ahead = 1
         self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
         self._max_num_batched_tokens = config.max_num_batched_tokens
-        max_len = model.max_model_len(config)
         self.drafter: drafters.DeviceDrafter | None = None
         self._host_drafter: NgramDrafter | None = None
         if speculation is not None and speculation.method == "ngram":
@@ -136,19 +137,8 @@ class CudaRunner:
         self.supports_host_drafts = self._host_drafter is not None
         self.step_costs: StepCosts | None = None
         with torch.inference_mode(), torch.cuda.stream(self._stream):
-            architecture = importlib.import_module(CUDA_ARCHITECTURES[model.architecture])
             try:
-                self._model = architecture.Model(
-                    checkpoint,
-                    model,
-                    _DTYPE,
-                    max_len,
-                    progress,
-                    device=self._device,
-                    max_tokens=config.max_num_batched_tokens,
-                    max_rows=self._max_rows,
-                    batch_invariant=config.batch_invariant,
-                )
+                self._model = Decoder(checkpoint, spec, self._settings, progress)
                 self._batch = DeviceBatch(
                     config.max_num_seqs,
                     config.max_num_batched_tokens,
@@ -172,9 +162,9 @@ class CudaRunner:
                 self._sampling = sampling.Workspace(self._max_rows, self.vocab_size, self._device)
                 self._top_logprobs = TopLogprobs(self._max_rows, self._sampling, self._device)
                 if source is not None:
-                    self.drafter = drafters.build(source, self._target(config, max_len, progress))
+                    self.drafter = drafters.build(source, self._target(config, progress))
                 self._end_phase("weights")
-                self._allocate(config, model, source)
+                self._allocate(config, spec, source)
                 self._end_phase("kv cache")
                 progress("kernels", 0.0)
                 self._warm_up(config)
@@ -254,7 +244,7 @@ class CudaRunner:
         return drafts
 
     def _target(
-        self, config: EngineConfig, max_len: int, progress: Callable[[str, float], None]
+        self, config: EngineConfig, progress: Callable[[str, float], None]
     ) -> drafters.DeviceTarget:
         return drafters.DeviceTarget(
             self._model,
@@ -262,30 +252,27 @@ class CudaRunner:
             self._batch,
             self._sampling,
             config,
-            _DTYPE,
-            self._device,
-            max_len,
-            self._max_rows,
+            self._settings,
             self._max_drafts,
             progress,
         )
 
-    def _allocate(
-        self, config: EngineConfig, model: ModelConfig, source: DrafterSpec | None
-    ) -> None:
+    def _allocate(self, config: EngineConfig, spec: ModelSpec, source: DrafterSpec | None) -> None:
         """Take the memory of the KV pool, and of what a drafter has beside it."""
         free, drafter_bytes, num_scratch = self._free_bytes(config.gpu_memory), 0, 0
         if source is not None:
-            free -= source.scratch_bytes(config, model)
+            free -= source.scratch_bytes(config, spec)
             drafter_bytes = source.block_bytes(config)
             num_scratch = config.max_num_seqs if source.settings.method == "self" else 0
-        self.num_blocks = num_blocks = model.num_blocks(config, free, drafter_bytes)
+        layout = spec.kv_layout(config.dtype)
+        block_bytes = layout.block_bytes(config.block_size) + drafter_bytes
+        self.num_blocks = num_blocks = num_kv_blocks(config, block_bytes, free)
         with_scratch = num_blocks + num_scratch
-        self._cache = KVCache(model, with_scratch, self.block_size, _DTYPE, self._device)
-        self._caches = [self._cache.data]
+        self._cache = KVCache(layout, with_scratch, self.block_size, self._device)
+        self._caches = list(self._cache.data)
         if self.drafter is not None:
             self.drafter.allocate(self._cache, num_blocks)
-            self._caches += [cache.data for cache in self.drafter.caches]
+            self._caches += [data for cache in self.drafter.caches for data in cache.data]
 
     def _forward(self, size: StepSize) -> None:
         """Launch a step's kernels up to the logits of each row."""
@@ -405,7 +392,7 @@ class CudaRunner:
             self._max_rows,
             self._max_drafts,
             most_tokens,
-            self._model.config.layer_weights,
+            self._model.spec.matrix_elements_per_layer,
         )
         found: dict[StepSize, _Graph] = {}
         for count, size in enumerate(sorted(sizes, key=lambda size: -size.num_tokens), 1):

@@ -284,7 +284,7 @@ def load(config: settings.EngineConfig, hub: Hub) -> tuple[Engine, Welcome]:
     """
     # Imported here: torch takes seconds, and peers should see progress before it is there.
     hub.broadcast(Loading("importing torch", 0.02))
-    from inflight.execution import runner as runners
+    from inflight.execution import factory as runners
     from inflight.text.tokenizer import Tokenizer
 
     checkpoint = locate(config.model)

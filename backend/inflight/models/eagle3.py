@@ -20,6 +20,7 @@ where its vocabulary is whole - is the target's.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Generic
 
 import torch
 from torch import Tensor
@@ -27,16 +28,15 @@ from torch import Tensor
 from inflight.checkpoint import safetensors
 from inflight.checkpoint.locate import Checkpoint
 from inflight.errors import ConfigError
-from inflight.models.config import Eagle3Config
-from inflight.models.kv_cache import KVCache
-from inflight.models.layers.rope import inverse_frequencies
-from inflight.models.llama import CpuPlacement, LlamaWeights
-from inflight.models.loader import (
-    Progress,
+from inflight.kv.cache import KVCache
+from inflight.models.decoder_cpu import RotaryTables
+from inflight.models.eagle3_spec import Eagle3Spec
+from inflight.models.layers.linear import CpuWeight
+from inflight.models.loader import CpuPlacement, L, ModelWeights, Progress, WeightPlacement
+from inflight.models.stored_weights import (
     RandomWeights,
     Shape,
     StoredWeights,
-    WeightPlacement,
     Weights,
     check_shapes,
 )
@@ -49,7 +49,7 @@ _OPTIONAL = ("embed_tokens.weight", "lm_head.weight", "d2t", "t2d")
 
 
 @dataclass(frozen=True, slots=True)
-class HeadWeights:
+class HeadWeights(Generic[L]):
     """All weights of a head, where its forward pass wants them.
 
     Attributes:
@@ -63,56 +63,55 @@ class HeadWeights:
     """
 
     embedding: Tensor
-    fuse: Tensor
+    fuse: L
     embedding_norm: Tensor
     hidden_norm: Tensor
-    embedding_qkv: Tensor
-    hidden_qkv: Tensor
-    out: Tensor
+    embedding_qkv: L
+    hidden_qkv: L
+    out: L
     mlp_norm: Tensor
-    gate_up: Tensor
-    down: Tensor
+    gate_up: L
+    down: L
     norm: Tensor
-    head: Tensor
+    head: L
     targets: Tensor | None
 
 
-class Model:
+class Head:
     """An EAGLE-3 head on this machine's CPU.
 
     Args:
         checkpoint: where its weights are.
-        config: what `read_eagle3_config` said of it.
+        spec: of the head.
         target: the weights of the model that it drafts for.
         dtype: of weights and activations.
         max_len: the longest sequence.
         progress: called with ("weights", fraction).
 
     Raises:
-        ConfigError: the weights are damaged or do not fit the config.
+        ConfigError: the weights are damaged or do not fit the spec.
     """
 
     def __init__(
         self,
         checkpoint: Checkpoint,
-        config: Eagle3Config,
-        target: LlamaWeights,
+        spec: Eagle3Spec,
+        target: ModelWeights[CpuWeight],
         dtype: torch.dtype,
         max_len: int,
         progress: Progress,
     ) -> None:
-        self.config = config
-        layer = config.layer
-        self._scale = layer.head_dim**-0.5
-        frequencies, attention_factor = inverse_frequencies(layer.rope, layer.head_dim, max_len)
-        self._cos, self._sin = ops.rotary_tables(frequencies, max_len, attention_factor, dtype)
-        self._weights = load_head(checkpoint, config, target, CpuPlacement(dtype))
+        self.spec = spec
+        self._attention = spec.layer.layers[0].attention
+        self._ropes = RotaryTables(spec.layer, max_len, dtype)
+        self._weights: HeadWeights[CpuWeight] = load_head(
+            checkpoint, spec, target, CpuPlacement(dtype)
+        )
         progress("weights", 1.0)
 
     def fuse(self, features: Tensor) -> Tensor:
-        """The target's hidden states [T, len(aux_layers) * target_hidden_size] -> [T,
-        hidden_size]."""
-        return ops.linear(features, self._weights.fuse)
+        """[T, len(aux_layers) * target_hidden_size] of the target -> [T, hidden_size]."""
+        return self._weights.fuse(features)
 
     def forward(
         self,
@@ -135,29 +134,28 @@ class Model:
         Returns:
             Hidden states [T, hidden_size].
         """
-        weights, layer = self._weights, self.config.layer
-        eps, num_qk = layer.rms_norm_eps, layer.num_heads + layer.num_kv_heads
-        cos = self._cos.index_select(0, positions)
-        sin = self._sin.index_select(0, positions)
+        weights, attention, eps = self._weights, self._attention, self.spec.layer.norm_eps
+        num_heads, num_qk = attention.num_heads, attention.num_heads + attention.num_kv_heads
+        cos, sin = self._ropes.at(positions)[attention.rope]
         embedded = ops.embedding(token_ids, weights.embedding)
         embedded, _ = ops.rms_norm(embedded, weights.embedding_norm, eps)
         normed, _ = ops.rms_norm(hidden, weights.hidden_norm, eps)
-        residual = normed if self.config.norm_before_residual else hidden
-        qkv = ops.linear(embedded, weights.embedding_qkv) + ops.linear(normed, weights.hidden_qkv)
-        heads = qkv.view(len(qkv), -1, layer.head_dim)
+        residual = normed if self.spec.norm_before_residual else hidden
+        qkv = weights.embedding_qkv(embedded) + weights.hidden_qkv(normed)
+        heads = qkv.view(len(qkv), -1, attention.head_dim)
         qk = ops.rotary(heads[:, :num_qk], cos, sin)
-        q, k, v = qk[:, : layer.num_heads], qk[:, layer.num_heads :], heads[:, num_qk:]
+        q, k, v = qk[:, :num_heads], qk[:, num_heads:], heads[:, num_qk:]
         ((k_cache, v_cache),) = cache.layers
         ops.write_kv(k, v, k_cache, v_cache, slot_mapping)
-        x = ops.linear(ops.attend(q, k_cache, v_cache, plan, self._scale), weights.out)
+        x = weights.out(ops.attend(q, k_cache, v_cache, plan, attention.scale))
         x, residual = ops.rms_norm(x, weights.mlp_norm, eps, residual)
-        return residual + ops.linear(ops.silu_mul(ops.linear(x, weights.gate_up)), weights.down)
+        return residual + weights.down(ops.silu_mul(weights.gate_up(x)))
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Scores of all the target's tokens [s, vocab_size] float32 from hidden states [s, ...]."""
-        weights, layer = self._weights, self.config.layer
-        normed, _ = ops.rms_norm(hidden, weights.norm, layer.rms_norm_eps)
-        logits = ops.linear(normed, weights.head).float()
+        weights, layer = self._weights, self.spec.layer
+        normed, _ = ops.rms_norm(hidden, weights.norm, layer.norm_eps)
+        logits = weights.head(normed).float()
         if weights.targets is None:
             return logits
         whole = torch.full((len(logits), layer.vocab_size), UNDRAFTABLE)
@@ -166,59 +164,62 @@ class Model:
 
 def load_head(
     checkpoint: Checkpoint,
-    config: Eagle3Config,
-    target: LlamaWeights,
-    place: WeightPlacement,
+    spec: Eagle3Spec,
+    target: ModelWeights[L],
+    placement: WeightPlacement[L],
     device: torch.device | str = "cpu",
-) -> HeadWeights:
-    """Read all weights of a head into a place.
+) -> HeadWeights[L]:
+    """Read all weights of a head.
 
     Args:
         checkpoint: where they are.
-        config: of the head.
-        target: weights of its target, there.
-        place: where to.
-        device: of the place.
+        spec: of the head.
+        target: weights of its target.
+        placement: where they are put, as the target's.
+        device: of the placement.
 
     Raises:
-        ConfigError: see `Model`.
+        ConfigError: see `Head`.
     """
-    stored = _open(checkpoint, config, device)
+    stored = _open(checkpoint, spec, device)
 
-    def vector(name: str) -> Tensor:
-        return place.vector(stored.read(f"{name}.weight"))
+    def norm(name: str) -> Tensor:
+        return placement.norm(stored.read(f"{name}.weight"))
 
-    def matrix(*names: str, columns: slice = slice(None)) -> Tensor:
+    def linear(*names: str, columns: slice = slice(None)) -> L:
         parts = [stored.read(f"{name}.weight") for name in names]
-        return place.matrix([part[:, columns].contiguous() for part in parts])
+        return placement.linear([part[:, columns].contiguous() for part in parts], [])
 
-    found, hidden = stored.shapes, config.layer.hidden_size
+    found, hidden = stored.shapes, spec.layer.hidden_size
+    embedding = target.embedding
+    if "embed_tokens.weight" in found:
+        embedding = placement.table(stored.read("embed_tokens.weight"))
     qkv = [f"midlayer.self_attn.{name}_proj" for name in "qkv"]
     return HeadWeights(
-        embedding=vector("embed_tokens") if "embed_tokens.weight" in found else target.embedding,
-        fuse=matrix("fc"),
-        embedding_norm=vector("midlayer.input_layernorm"),
-        hidden_norm=vector("midlayer.hidden_norm"),
-        embedding_qkv=matrix(*qkv, columns=slice(hidden)),
-        hidden_qkv=matrix(*qkv, columns=slice(hidden, None)),
-        out=matrix("midlayer.self_attn.o_proj"),
-        mlp_norm=vector("midlayer.post_attention_layernorm"),
-        gate_up=matrix("midlayer.mlp.gate_proj", "midlayer.mlp.up_proj"),
-        down=matrix("midlayer.mlp.down_proj"),
-        norm=vector("norm"),
-        head=matrix("lm_head") if "lm_head.weight" in found else target.head,
-        targets=_targets(checkpoint, config, stored, device),
+        embedding=embedding,
+        fuse=linear("fc"),
+        embedding_norm=norm("midlayer.input_layernorm"),
+        hidden_norm=norm("midlayer.hidden_norm"),
+        embedding_qkv=linear(*qkv, columns=slice(hidden)),
+        hidden_qkv=linear(*qkv, columns=slice(hidden, None)),
+        out=linear("midlayer.self_attn.o_proj"),
+        mlp_norm=norm("midlayer.post_attention_layernorm"),
+        gate_up=linear("midlayer.mlp.gate_proj", "midlayer.mlp.up_proj"),
+        down=linear("midlayer.mlp.down_proj"),
+        norm=norm("norm"),
+        head=linear("lm_head") if "lm_head.weight" in found else target.head,
+        targets=_targets(checkpoint, spec, stored, device),
     )
 
 
-def head_shapes(config: Eagle3Config) -> dict[str, Shape]:
+def head_shapes(spec: Eagle3Spec) -> dict[str, Shape]:
     """Every tensor that a head may have, by name; see `_OPTIONAL` for those it need not."""
-    layer, reduced = config.layer, config.draft_vocab_size
-    hidden, inner, vocab = layer.hidden_size, layer.intermediate_size, layer.vocab_size
-    q_width, kv_width = (heads * layer.head_dim for heads in (layer.num_heads, layer.num_kv_heads))
+    layer, reduced = spec.layer, spec.draft_vocab_size
+    hidden, inner, vocab = layer.hidden_size, layer.layers[0].mlp.width, layer.vocab_size
+    q_width, kv_width = layer.layers[0].attention.q_width, layer.layers[0].attention.kv_width
     attention, mlp = "midlayer.self_attn", "midlayer.mlp"
     return {
-        "fc.weight": (hidden, len(config.aux_layers) * config.target_hidden_size),
+        "fc.weight": (hidden, len(spec.aux_layers) * spec.target_hidden_size),
         "midlayer.input_layernorm.weight": (hidden,),
         "midlayer.hidden_norm.weight": (hidden,),
         f"{attention}.q_proj.weight": (q_width, 2 * hidden),
@@ -237,8 +238,8 @@ def head_shapes(config: Eagle3Config) -> dict[str, Shape]:
     }
 
 
-def _open(checkpoint: Checkpoint, config: Eagle3Config, device: torch.device | str) -> Weights:
-    shapes = head_shapes(config)
+def _open(checkpoint: Checkpoint, spec: Eagle3Spec, device: torch.device | str) -> Weights:
+    shapes = head_shapes(spec)
     if checkpoint.random_weights:
         drawn = {name: shapes[name] for name in shapes if name not in _OPTIONAL}
         return RandomWeights(drawn | {"lm_head.weight": shapes["lm_head.weight"]}, device)
@@ -250,8 +251,8 @@ def _open(checkpoint: Checkpoint, config: Eagle3Config, device: torch.device | s
         }
     )
     absent = [name for name in _OPTIONAL if name not in stored.shapes]
-    same_width = config.layer.hidden_size == config.target_hidden_size
-    is_whole = config.draft_vocab_size == config.layer.vocab_size
+    same_width = spec.layer.hidden_size == spec.target_hidden_size
+    is_whole = spec.draft_vocab_size == spec.layer.vocab_size
     for name, may_be_absent in (
         ("embed_tokens.weight", same_width),
         ("lm_head.weight", same_width and is_whole),
@@ -273,16 +274,16 @@ def _plain_name(name: str) -> str:
 
 
 def _targets(
-    checkpoint: Checkpoint, config: Eagle3Config, stored: Weights, device: torch.device | str
+    checkpoint: Checkpoint, spec: Eagle3Spec, stored: Weights, device: torch.device | str
 ) -> Tensor | None:
-    ids = torch.arange(config.draft_vocab_size)
+    ids = torch.arange(spec.draft_vocab_size)
     if "d2t" in stored.shapes:
         ids = ids + stored.read("d2t")
-        if int(ids.min()) < 0 or int(ids.max()) >= config.layer.vocab_size:
+        if int(ids.min()) < 0 or int(ids.max()) >= spec.layer.vocab_size:
             raise ConfigError(
                 f"{checkpoint.path}: d2t leads to token {int(ids.max())} and to "
-                f"{int(ids.min())}; allowed: 0 to {config.layer.vocab_size - 1}"
+                f"{int(ids.min())}; allowed: 0 to {spec.layer.vocab_size - 1}"
             )
-    if torch.equal(ids, torch.arange(config.layer.vocab_size)):
+    if torch.equal(ids, torch.arange(spec.layer.vocab_size)):
         return None
     return ids.to(device, torch.int64)

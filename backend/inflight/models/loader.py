@@ -1,240 +1,242 @@
-"""A checkpoint's tensors by Hugging Face's names, whichever format they come in."""
+"""From a checkpoint's tensors to a model's weights, on the device and in the layout that it runs
+with.
+
+Whatever the file has, the weights come out in one form: q | k | v and gate | up as one product
+    each,
+rotated dimensions in halves, norms in float32.
+"""
 
 from __future__ import annotations
 
-import re
-import zlib
-from collections.abc import Callable, Collection, Mapping
-from pathlib import Path
-from typing import Protocol
+import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Generic, Protocol, TypeVar
 
-import gguf
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from inflight.checkpoint import safetensors
-from inflight.checkpoint.gguf import GgufFile, GgufTensor
 from inflight.checkpoint.locate import Checkpoint
-from inflight.checkpoint.safetensors import StoredTensor
-from inflight.errors import ConfigError
-from inflight.models.config import ModelConfig
+from inflight.models.quantization.unquantized import CpuLinear, CudaLinear
+from inflight.models.registry import family_of
+from inflight.models.spec import ModelSpec
+from inflight.models.stored_weights import Shape, Weights, open_weights
 
 Progress = Callable[[str, float], None]
-Shape = tuple[int, ...]
 
-_STORED_DTYPES = {
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "BOOL": torch.bool,
-}
-
-# Blocks that gguf's numpy code works on at once: its temporaries then stay in the CPU's cache,
-# eight times faster than its own choice of sixteen rows.
-_BLOCKS_AT_ONCE = 4096
-_ROWS_AT_ONCE = 16  # how gguf groups the rows it is given
-
-_GGUF_NAMES = {
-    "token_embd.weight": "model.embed_tokens.weight",
-    "output_norm.weight": "model.norm.weight",
-    "output.weight": "lm_head.weight",
-}
-_GGUF_LAYER_NAMES = {
-    "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-}
-_GGUF_LAYER = re.compile(r"blk\.(\d{1,6})\.(\w+)\.(weight|bias)")
+L = TypeVar("L", covariant=True)
+"""The weight of a linear layer on some device: `CpuWeight` or `CudaWeight`."""
 
 
-class Weights(Protocol):
-    """Tensors that are read when asked for; `read` may run in several threads."""
-
-    shapes: dict[str, Shape]
-
-    def read(self, name: str) -> Tensor:
-        """In the type it is stored in (float32 if quantised); may alias the file: never write."""
-
-
-class WeightPlacement(Protocol):
+class WeightPlacement(Protocol[L]):
     """Where weights stay, and in which layout. What it returns does not depend on the file."""
 
-    def vector(self, stored: Tensor) -> Tensor:
-        """A table, or a vector: as it is."""
+    def table(self, stored: Tensor) -> Tensor:
+        """A table of embeddings, as it is."""
 
-    def joined(self, stored: list[Tensor]) -> Tensor:
-        """Several, one below the other."""
+    def norm(self, stored: Tensor) -> Tensor:
+        """The weight of a norm."""
 
-    def matrix(self, stored: list[Tensor]) -> Tensor:
-        """The same, as the weight of a linear layer."""
+    def linear(self, weights: list[Tensor], biases: list[Tensor]) -> L:
+        """One linear layer of several, one below the other; without biases there is none."""
+
+    def tied(self, table: Tensor) -> L:
+        """The linear layer whose weight a table is."""
 
 
-def open_weights(
+class CpuPlacement:
+    """In this machine's memory."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self._dtype = dtype
+
+    def table(self, stored: Tensor) -> Tensor:
+        # A copy even in the same type: what stays in memory must not depend on the file any more.
+        return stored.to(self._dtype, copy=True)
+
+    def norm(self, stored: Tensor) -> Tensor:
+        return stored.to(self._dtype, copy=True)
+
+    def linear(self, weights: list[Tensor], biases: list[Tensor]) -> CpuLinear:
+        return CpuLinear(self._joined(weights), self._joined(biases) if biases else None)
+
+    def tied(self, table: Tensor) -> CpuLinear:
+        return CpuLinear(table, None)
+
+    def _joined(self, stored: list[Tensor]) -> Tensor:
+        return torch.cat([self.table(part) for part in stored])
+
+
+class CudaPlacement:
+    """In a GPU's memory, rows as they are stored.
+
+    Args:
+        dtype: of weights and activations.
+        device: the GPU.
+        batch_invariant: see `CudaLinear`.
+    """
+
+    def __init__(self, dtype: torch.dtype, device: torch.device, batch_invariant: bool) -> None:
+        self._dtype = dtype
+        self._device = device
+        self._batch_invariant = batch_invariant
+
+    def table(self, stored: Tensor) -> Tensor:
+        return stored.to(self._device, self._dtype)
+
+    def norm(self, stored: Tensor) -> Tensor:
+        return stored.to(self._device, self._dtype)
+
+    def linear(self, weights: list[Tensor], biases: list[Tensor]) -> CudaLinear:
+        bias = self._joined(biases) if biases else None
+        return CudaLinear(self._joined(weights), bias, self._batch_invariant)
+
+    def tied(self, table: Tensor) -> CudaLinear:
+        return CudaLinear(table, None, self._batch_invariant)
+
+    def _joined(self, stored: list[Tensor]) -> Tensor:
+        if len(stored) == 1:
+            return self.table(stored[0])
+        rows = sum(len(part) for part in stored)
+        whole = torch.empty((rows, *stored[0].shape[1:]), dtype=self._dtype, device=self._device)
+        first = 0
+        for part in stored:
+            whole[first : first + len(part)].copy_(part)
+            first += len(part)
+        return whole
+
+
+@dataclass(frozen=True, slots=True)
+class LayerWeights(Generic[L]):
+    """One block's weights; those of norms that its spec has not are None."""
+
+    attention_norm: Tensor
+    qkv: L
+    q_norm: Tensor | None
+    k_norm: Tensor | None
+    out: L
+    mlp_norm: Tensor
+    gate_up: L
+    down: L
+
+
+@dataclass(frozen=True, slots=True)
+class ModelWeights(Generic[L]):
+    """All weights of a model, where its decoder wants them."""
+
+    embedding: Tensor
+    layers: list[LayerWeights[L]]
+    norm: Tensor
+    head: L
+
+
+def load_weights(
     checkpoint: Checkpoint,
-    config: ModelConfig,
-    expected: Mapping[str, Shape],
+    spec: ModelSpec,
+    placement: WeightPlacement[L],
+    progress: Progress,
     device: torch.device | str = "cpu",
-) -> Weights:
-    """Open a checkpoint and hold what is there against what the model needs.
+) -> ModelWeights[L]:
+    """Read all weights of a model.
 
     Args:
-        checkpoint: where.
-        config: of its model.
-        expected: name -> shape of every tensor that the model will read.
-        device: where weights are drawn, if they are.
+        checkpoint: where they are.
+        spec: of the model.
+        placement: where they are put.
+        progress: called with ("weights", fraction) as layers arrive.
+        device: of the placement, where weights are drawn if they are.
 
     Raises:
-        ConfigError: a damaged file; missing or unexpected tensors, or shapes that differ, by name.
+        ConfigError: the weights are damaged or do not fit the spec.
     """
-    if checkpoint.random_weights:
-        return RandomWeights(expected, device)
-    weights: Weights
-    if checkpoint.format == "gguf":
-        weights = _GgufWeights(checkpoint.path, config)
+    stored = open_weights(checkpoint, spec, weight_shapes(spec), device)
+
+    def load_layer(index: int) -> LayerWeights[L]:
+        return _load_layer(stored, spec, index, placement)
+
+    layers: list[LayerWeights[L]] = []
+    # Reading is decompression in numpy, on one core each.
+    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
+        embedding = pool.submit(lambda: placement.table(stored.read("model.embed_tokens.weight")))
+        for done in pool.map(load_layer, range(spec.num_layers)):
+            layers.append(done)
+            progress("weights", len(layers) / (spec.num_layers + 1))
+        table = embedding.result()
+    if spec.tie_word_embeddings:
+        head = placement.tied(table)
     else:
-        stored = safetensors.read_folder(checkpoint.path)
-        # Old checkpoints carry the rotary frequencies, which follow from the settings.
-        weights = StoredWeights(
-            {name: stored[name] for name in stored if not name.endswith(".rotary_emb.inv_freq")}
+        head = placement.linear([stored.read("lm_head.weight")], [])
+    norm = placement.norm(stored.read("model.norm.weight"))
+    progress("weights", 1.0)
+    return ModelWeights(embedding=table, layers=layers, norm=norm, head=head)
+
+
+def weight_shapes(spec: ModelSpec) -> dict[str, Shape]:
+    """Every tensor that a checkpoint of this model must have, by name."""
+    shapes: dict[str, Shape] = {
+        "model.embed_tokens.weight": (spec.vocab_size, spec.hidden_size),
+        "model.norm.weight": (spec.hidden_size,),
+    }
+    if not spec.tie_word_embeddings:
+        shapes["lm_head.weight"] = (spec.vocab_size, spec.hidden_size)
+    for index in range(spec.num_layers):
+        for slot, (shape, bias) in _slots(spec, index).items():
+            shapes[_name(spec, index, slot, "weight")] = shape
+            if bias:
+                shapes[_name(spec, index, slot, "bias")] = shape[:1]
+    return shapes
+
+
+def _slots(spec: ModelSpec, index: int) -> dict[str, tuple[Shape, bool]]:
+    """The tensors of a layer: shape, and whether there is a bias."""
+    attention, mlp, hidden = spec.layers[index].attention, spec.layers[index].mlp, spec.hidden_size
+    slots: dict[str, tuple[Shape, bool]] = {
+        "attention_norm": ((hidden,), False),
+        "mlp_norm": ((hidden,), False),
+        "q": ((attention.q_width, hidden), attention.qkv_bias),
+        "k": ((attention.kv_width, hidden), attention.qkv_bias),
+        "v": ((attention.kv_width, hidden), attention.qkv_bias),
+        "out": ((hidden, attention.q_width), attention.out_bias),
+        "gate": ((mlp.width, hidden), mlp.bias),
+        "up": ((mlp.width, hidden), mlp.bias),
+        "down": ((hidden, mlp.width), mlp.bias),
+    }
+    if attention.qk_norm:
+        slots |= dict.fromkeys(("q_norm", "k_norm"), ((attention.head_dim,), False))
+    return slots
+
+
+def _name(spec: ModelSpec, index: int, slot: str, kind: str) -> str:
+    return f"model.layers.{index}.{family_of(spec).tensors[slot][0]}.{kind}"
+
+
+def _load_layer(
+    stored: Weights, spec: ModelSpec, index: int, placement: WeightPlacement[L]
+) -> LayerWeights[L]:
+    slots = _slots(spec, index)
+
+    def norm(slot: str) -> Tensor | None:
+        if slot not in slots:
+            return None
+        return placement.norm(stored.read(_name(spec, index, slot, "weight")))
+
+    def linear(*names: str) -> L:
+        biases = [name for name in names if slots[name][1]]
+        return placement.linear(
+            [stored.read(_name(spec, index, name, "weight")) for name in names],
+            [stored.read(_name(spec, index, name, "bias")) for name in biases],
         )
-    ignored = {"lm_head.weight"} if config.tie_word_embeddings else set()
-    check_shapes(checkpoint.path, weights.shapes, expected, ignored)
-    return weights
 
-
-def check_shapes(
-    path: Path,
-    found: Mapping[str, Shape],
-    expected: Mapping[str, Shape],
-    ignored: Collection[str] = (),
-) -> None:
-    """Hold the tensors of a checkpoint against those that a model needs.
-
-    Args:
-        path: of the checkpoint, for the error.
-        found: name -> shape of what is there.
-        expected: the same of what is needed.
-        ignored: may be there, and is not needed.
-
-    Raises:
-        ConfigError: missing or unexpected tensors, or shapes that differ, by name.
-    """
-    _refuse(path, "lacks tensors", [name for name in expected if name not in found])
-    _refuse(
-        path,
-        "has tensors that this architecture does not use",
-        [name for name in found if name not in expected and name not in ignored],
+    attention_norm, mlp_norm = norm("attention_norm"), norm("mlp_norm")
+    assert attention_norm is not None and mlp_norm is not None
+    return LayerWeights(
+        attention_norm=attention_norm,
+        qkv=linear("q", "k", "v"),
+        q_norm=norm("q_norm"),
+        k_norm=norm("k_norm"),
+        out=linear("out"),
+        mlp_norm=mlp_norm,
+        gate_up=linear("gate", "up"),
+        down=linear("down"),
     )
-    _refuse(
-        path,
-        "has tensors of shapes that its settings do not imply",
-        [
-            f"{name} {list(found[name])} instead of {list(shape)}"
-            for name, shape in expected.items()
-            if found[name] != shape
-        ],
-    )
-
-
-def _refuse(path: Path, what: str, names: list[str]) -> None:
-    if names:
-        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-        raise ConfigError(f"{path}: {what}: {', '.join(names[:3])}{more}")
-
-
-class RandomWeights:
-    """Normal with a deviation of 0.02, as models begin their training; norms 1, biases 0."""
-
-    def __init__(self, shapes: Mapping[str, Shape], device: torch.device | str) -> None:
-        self.shapes = dict(shapes)
-        self._device = torch.device(device)
-
-    def read(self, name: str) -> Tensor:
-        shape = self.shapes[name]
-        if name.endswith(".bias"):
-            return torch.zeros(shape, device=self._device)
-        if len(shape) == 1:
-            return torch.ones(shape, device=self._device)
-        # By name: the same weights in whatever order, and from however many threads, they are read.
-        generator = torch.Generator(self._device).manual_seed(zlib.crc32(name.encode()))
-        drawn = torch.empty(shape, dtype=torch.bfloat16, device=self._device)
-        return drawn.normal_(0.0, 0.02, generator=generator)
-
-
-class StoredWeights:
-    """Tensors of safetensors files, by whatever names."""
-
-    def __init__(self, stored: Mapping[str, StoredTensor]) -> None:
-        self._stored = stored
-        self.shapes = {name: tensor.shape for name, tensor in stored.items()}
-
-    def read(self, name: str) -> Tensor:
-        stored = self._stored[name]
-        data = stored.data
-        if data.ctypes.data % 8:  # the format does not promise aligned data
-            data = data.copy()
-        return torch.from_numpy(data).view(_STORED_DTYPES[stored.dtype]).view(stored.shape)
-
-
-class _GgufWeights:
-    def __init__(self, path: Path, config: ModelConfig) -> None:
-        self._path = path
-        self._config = config
-        self._stored: dict[str, GgufTensor] = {}
-        for name, tensor in GgufFile(path).tensors.items():
-            if name != "rope_freqs.weight":  # part of the settings
-                self._stored[_huggingface_name(name)] = tensor
-        self.shapes = {name: tensor.shape for name, tensor in self._stored.items()}
-
-    def read(self, name: str) -> Tensor:
-        values = self._dequantize(name)
-        heads = {"q_proj": self._config.num_heads, "k_proj": self._config.num_kv_heads}
-        module = name.split(".")[-2]
-        if module in heads:
-            values = _halves_from_pairs(values, heads[module])
-        return torch.from_numpy(values)
-
-    def _dequantize(self, name: str) -> npt.NDArray[np.float32]:
-        stored = self._stored[name]
-        _, block_bytes = gguf.GGML_QUANT_SIZES[stored.type]
-        # One flat run of blocks, cut into rows so that gguf's groups have the size we want.
-        row_bytes = block_bytes * (_BLOCKS_AT_ONCE // _ROWS_AT_ONCE)
-        whole = len(stored.data) // row_bytes * row_bytes
-        parts = [stored.data[:whole].reshape(-1, row_bytes), stored.data[whole:].reshape(1, -1)]
-        try:
-            values = [gguf.dequantize(part, stored.type).ravel() for part in parts if part.size]
-        except NotImplementedError:
-            # gguf says so of types that it knows by name only; the user has to hear which, and what
-            # to do.
-            raise ConfigError(
-                f"{self._path}: the tensor {name!r} has the type {stored.type.name}, which the "
-                "`gguf` package cannot read; convert the file to another type, such as Q8_0"
-            ) from None
-        flat = values[0] if len(values) == 1 else np.concatenate(values)
-        if not flat.flags.writeable:  # float32 is a view of the file, and torch wants its own
-            flat = flat.copy()
-        return np.asarray(flat, np.float32).reshape(stored.shape)
-
-
-def _huggingface_name(name: str) -> str:
-    """The usual name of a GGUF tensor; its own where there is none."""
-    match = _GGUF_LAYER.fullmatch(name)
-    if match and match[2] in _GGUF_LAYER_NAMES:
-        return f"model.layers.{int(match[1])}.{_GGUF_LAYER_NAMES[match[2]]}.{match[3]}"
-    return _GGUF_NAMES.get(name, name)
-
-
-def _halves_from_pairs(values: npt.NDArray[np.float32], heads: int) -> npt.NDArray[np.float32]:
-    """Order a head's rows 0, 2, 4 ... 1, 3, 5 ...: GGUF rotates neighbours, `rotary` halves."""
-    pairs = values.reshape(heads, values.shape[0] // heads // 2, 2, *values.shape[1:])
-    return np.ascontiguousarray(pairs.swapaxes(1, 2)).reshape(values.shape)

@@ -189,22 +189,10 @@ class _ChunkPiece:
     mask: Tensor | None
 
 
-@dataclass(frozen=True, slots=True)
 class AttentionPlan:
-    """How `attend` splits a step. The same for each layer, so it is made once per step."""
+    """How `attend` splits a step's chunks into batched decode rows and single longer chunks.
 
-    groups: list[_DecodeGroup]
-    pieces: list[_ChunkPiece]
-
-
-def plan_attention(
-    block_tables: Ints,
-    query_start: Ints,
-    seq_lens: Ints,
-    block_size: int,
-    dtype: torch.dtype = torch.float32,
-) -> AttentionPlan:
-    """Sort a step's chunks into batched decode rows and single longer chunks.
+    The same for each layer with the same window, so it is made once per step.
 
     Args:
         block_tables: [n, B]; entries past a sequence's length are not read.
@@ -213,56 +201,94 @@ def plan_attention(
             row before one less, and so on.
         block_size: tokens per block.
         dtype: of q.
+        window: a row sees the last `window` keys up to its own; 0 for all.
     """
-    q_lens = np.diff(query_start)
-    num_blocks = -(-seq_lens // block_size)
-    single = np.flatnonzero(q_lens == 1)
-    single = single[np.argsort(num_blocks[single], kind="stable")]
-    groups = []
-    begin = 0
-    while begin < len(single):
-        # Padding to the longest wastes at most half of what a group gathers, or a few blocks.
-        shortest = num_blocks[single[begin]]
-        limit = max(2 * shortest, shortest + 8)
-        end = begin + int(np.searchsorted(num_blocks[single[begin:]], limit, side="right"))
-        members = np.sort(single[begin:end])
-        everything = len(members) == len(seq_lens)
-        groups.append(
-            _decode_group(
-                None if everything else query_start[members],
-                block_tables[members],
-                num_blocks[members],
-                seq_lens[members],
-                dtype,
+
+    def __init__(
+        self,
+        block_tables: Ints,
+        query_start: Ints,
+        seq_lens: Ints,
+        block_size: int,
+        dtype: torch.dtype = torch.float32,
+        window: int = 0,
+    ) -> None:
+        self._step = (block_tables, query_start, seq_lens, block_size, dtype)
+        self._windows = {window: self}
+        q_lens = np.diff(query_start)
+        # Blocks that end before the window of a chunk's first row are not looked at.
+        first_visible = seq_lens - q_lens + 1 - window if window else np.zeros_like(seq_lens)
+        first_block = np.maximum(first_visible, 0) // block_size
+        skipped = first_block * block_size
+        columns = np.arange(block_tables.shape[1]) + first_block[:, None]
+        columns = np.minimum(columns, block_tables.shape[1] - 1)
+        tables = np.take_along_axis(block_tables, columns, 1) if window else block_tables
+        kv_lens = seq_lens - skipped
+        num_blocks = -(-kv_lens // block_size)
+        single = np.flatnonzero(q_lens == 1)
+        single = single[np.argsort(num_blocks[single], kind="stable")]
+        self.groups: list[_DecodeGroup] = []
+        begin = 0
+        while begin < len(single):
+            # Padding to the longest wastes at most half of what a group gathers, or a few blocks.
+            shortest = num_blocks[single[begin]]
+            limit = max(2 * shortest, shortest + 8)
+            end = begin + int(np.searchsorted(num_blocks[single[begin:]], limit, side="right"))
+            members = np.sort(single[begin:end])
+            everything = len(members) == len(seq_lens)
+            self.groups.append(
+                _decode_group(
+                    None if everything else query_start[members],
+                    tables[members],
+                    num_blocks[members],
+                    kv_lens[members],
+                    np.maximum(kv_lens[members] - window, 0) if window else None,
+                    dtype,
+                )
             )
-        )
-        begin = end
-    pieces = []
-    for i in np.flatnonzero(q_lens > 1):
-        q_len, kv_len = int(q_lens[i]), int(seq_lens[i])
-        mask = None
-        if q_len < kv_len:
-            mask = torch.ones(q_len, kv_len, dtype=torch.bool).tril_(kv_len - q_len)
-        blocks = torch.from_numpy(block_tables[i, : num_blocks[i]])
-        start = int(query_start[i])
-        pieces.append(_ChunkPiece(start, start + q_len, blocks, kv_len, mask))
-    return AttentionPlan(groups, pieces)
+            begin = end
+        self.pieces: list[_ChunkPiece] = []
+        for i in np.flatnonzero(q_lens > 1):
+            q_len, kv_len = int(q_lens[i]), int(kv_lens[i])
+            mask = None
+            if q_len < kv_len or 0 < window < kv_len:
+                mask = torch.ones(q_len, kv_len, dtype=torch.bool).tril_(kv_len - q_len)
+                if window:
+                    mask = mask.triu_(kv_len - q_len + 1 - window)
+            blocks = torch.from_numpy(tables[i, : num_blocks[i]])
+            start = int(query_start[i])
+            self.pieces.append(_ChunkPiece(start, start + q_len, blocks, kv_len, mask))
+
+    def within(self, window: int) -> AttentionPlan:
+        """The plan of the same step for layers with this window; 0 for none."""
+        found = self._windows.get(window)
+        if found is None:
+            found = self._windows[window] = AttentionPlan(*self._step, window)
+        return found
 
 
 def _decode_group(
-    rows: Ints | None, tables: Ints, num_blocks: Ints, seq_lens: Ints, dtype: torch.dtype
+    rows: Ints | None,
+    tables: Ints,
+    num_blocks: Ints,
+    kv_lens: Ints,
+    first_keys: Ints | None,
+    dtype: torch.dtype,
 ) -> _DecodeGroup:
+    """A group whose rows see keys [first_keys, kv_lens) of the blocks in their tables."""
     width = int(num_blocks.max())
-    kv_len = int(seq_lens.max())
+    kv_len = int(kv_lens.max())
     # A row pads its table with its own first block, so that no other sequence's values, which may
     # be NaN, come near it.
     inside = np.arange(width) < num_blocks[:, None]
     blocks = np.where(inside, tables[:, :width], tables[:, :1])
+    hidden = np.arange(kv_len) >= kv_lens[:, None]
+    if first_keys is not None:
+        hidden |= np.arange(kv_len) < first_keys[:, None]
     mask = None
-    if (seq_lens != kv_len).any():
-        outside = torch.from_numpy(np.arange(kv_len) >= seq_lens[:, None])
-        mask = torch.zeros(outside.shape, dtype=dtype).masked_fill_(outside, float("-inf"))
-        mask = mask[:, None, None, :]
+    if hidden.any():
+        mask = torch.zeros(hidden.shape, dtype=dtype)
+        mask = mask.masked_fill_(torch.from_numpy(hidden), float("-inf"))[:, None, None, :]
     return _DecodeGroup(
         None if rows is None else torch.from_numpy(rows),
         torch.from_numpy(blocks.reshape(-1)),
@@ -332,6 +358,7 @@ def paged_attention(
     query_start: Tensor,
     seq_lens: Tensor,
     scale: float,
+    window: int = 0,
 ) -> Tensor:
     """Causal attention of any mix of decode rows and prefill chunks over a paged cache.
 
@@ -342,11 +369,17 @@ def paged_attention(
         query_start: [n + 1] int64, chunk i owns rows query_start[i]:query_start[i + 1].
         seq_lens: [n] int64, keys of chunk i, its own rows included.
         scale: of the scores, before softmax.
+        window: a row sees the last `window` keys up to its own; 0 for all.
 
     Returns:
         [T, H * D].
     """
-    plan = plan_attention(
-        block_tables.numpy(), query_start.numpy(), seq_lens.numpy(), k_cache.shape[1], q.dtype
+    plan = AttentionPlan(
+        block_tables.numpy(),
+        query_start.numpy(),
+        seq_lens.numpy(),
+        k_cache.shape[1],
+        q.dtype,
+        window,
     )
     return attend(q, k_cache, v_cache, plan, scale)

@@ -22,8 +22,8 @@ from inflight.core.request import FinishReason, Request, TokenEvent
 from inflight.engine.engine import Engine, generate
 from inflight.errors import RequestError
 from inflight.execution.cuda_runner import CudaRunner
-from inflight.execution.runner import build
-from inflight.models.config import read_config
+from inflight.execution.factory import build
+from inflight.models.registry import read_spec
 from inflight.sampling.params import SamplingParams
 from inflight.text.detokenize import Detokenizer
 from inflight.text.tokenizer import Tokenizer
@@ -134,7 +134,7 @@ def make_engine(
     }
     config = EngineConfig(model=str(checkpoint.path), device=device, **(defaults | settings))
     if device == "cuda":
-        runner: Any = CudaRunner(config, checkpoint, read_config(checkpoint), lambda *given: None)
+        runner: Any = CudaRunner(config, checkpoint, read_spec(checkpoint), lambda *given: None)
     else:
         runner = build(config, checkpoint, lambda *given: None)[0]
     return Engine(config, runner, 256, ENDS)

@@ -25,7 +25,7 @@ from inflight.errors import RequestError
 from inflight.execution.cpu_runner import CpuRunner
 from inflight.execution.cuda_runner import CudaRunner
 from inflight.execution.runner import PendingStep, Runner
-from inflight.models.config import read_config
+from inflight.models.registry import read_spec
 from inflight.sampling.params import SamplingParams
 
 SHAPE = {
@@ -82,7 +82,7 @@ def make_engine(
             "enable_prefix_caching": False,
         }
         config = EngineConfig(model=str(checkpoint.path), device=device, **(defaults | settings))
-        shape = read_config(checkpoint)
+        shape = read_spec(checkpoint)
         kind = CpuRunner if device == "cpu" else CudaRunner
         runner: Runner = kind(config, checkpoint, shape, lambda what, fraction: None)
         runner.max_rows = min(max_rows or runner.max_rows, runner.max_rows)

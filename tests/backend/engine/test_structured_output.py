@@ -15,7 +15,7 @@ from inflight.core.output_constraint import parse
 from inflight.core.request import FinishReason, Request, TokenEvent
 from inflight.engine.engine import Engine
 from inflight.errors import RequestError
-from inflight.execution import runner as runners
+from inflight.execution import factory as runners
 from inflight.sampling.params import SamplingParams
 from inflight.text.detokenize import Detokenizer
 from inflight.text.tokenizer import Tokenizer

@@ -21,10 +21,10 @@ from inflight.core.sequence import Sequence
 from inflight.engine.engine import Engine, generate
 from inflight.errors import ConfigError
 from inflight.execution import cuda_runner
-from inflight.execution import runner as runners
+from inflight.execution import factory as runners
 from inflight.execution.cuda_runner import CudaRunner
 from inflight.execution.graph_buckets import StepSize
-from inflight.models.config import read_config
+from inflight.models.registry import read_spec
 from inflight.sampling.params import SamplingParams
 
 
@@ -34,7 +34,7 @@ def test_without_a_gpu_the_error_says_so(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     config = EngineConfig(model=".", device="cuda")
     with pytest.raises(ConfigError, match="no CUDA device"):
-        CudaRunner(config, tiny_llama, read_config(tiny_llama), lambda what, fraction: None)
+        CudaRunner(config, tiny_llama, read_spec(tiny_llama), lambda what, fraction: None)
 
 
 # ---------------------------------------------------------------- what is recorded
@@ -61,7 +61,7 @@ def test_steps_with_short_prompts_are_replayed(
     config = EngineConfig(
         model=str(checkpoint.path), device="cuda", cuda_graphs=cuda_graphs, **settings
     )
-    shape = read_config(checkpoint)
+    shape = read_spec(checkpoint)
     runner = CudaRunner(config, checkpoint, shape, lambda what, fraction: None)
     generator = random.Random(0)
     prompts = [generator.choices(range(3, 90), k=k) for k in (40, 70, 200, 200, 200)]

@@ -18,10 +18,10 @@ from inflight.config import EngineConfig
 from inflight.core.batch import Batch
 from inflight.core.request import Candidate, Request
 from inflight.engine.engine import Engine
-from inflight.execution import runner as runners
+from inflight.execution import factory as runners
 from inflight.execution.cuda_runner import CudaRunner
 from inflight.execution.graph_buckets import StepSize
-from inflight.models import llama_cuda
+from inflight.models import decoder_cuda
 from inflight.sampling.params import SamplingParams
 from poisoned_memory import poison_memory, poison_steps
 
@@ -171,7 +171,7 @@ def test_a_gpu_s_runner_says_what_the_cpu_s_does(
     host_kernels.install(monkeypatch)
     poison_steps(monkeypatch, generator)
     if seed % 2:  # the residual stream is as narrow as a large model's
-        monkeypatch.setattr(llama_cuda, "_MAX_WIDE_HIDDEN_SIZE", 0)
+        monkeypatch.setattr(decoder_cuda, "_MAX_WIDE_HIDDEN_SIZE", 0)
     for cuda_graphs in (True, False):
         engine = rig.make_engine(drafter, cuda_graphs=cuda_graphs, **settings)
         assert isinstance(engine.runner, CudaRunner)

@@ -18,7 +18,9 @@ from inflight.checkpoint.locate import Checkpoint
 from inflight.config import EngineConfig
 from inflight.errors import ConfigError
 from inflight.execution.cpu_runner import CpuRunner
-from inflight.execution.runner import EchoRunner, Runner, build, resolve_device
+from inflight.execution.echo_runner import EchoRunner
+from inflight.execution.factory import build, resolve_device
+from inflight.execution.runner import Runner
 from inflight.sampling.params import SamplingParams
 
 PROMPT = [5, 17, 99, 3, 150, 42]
@@ -343,7 +345,7 @@ def test_echo_never_loads_torch(tiny_llama: Checkpoint) -> None:
     code = (
         "import sys; from pathlib import Path; from inflight.checkpoint.locate import Checkpoint;"
         "from inflight.config import EngineConfig;"
-        "from inflight.execution.runner import build, resolve_device;"
+        "from inflight.execution.factory import build, resolve_device;"
         f"c = Checkpoint(Path({str(tiny_llama.path)!r}), 'huggingface');"
         "build(EngineConfig(model='.', device='echo'), c, lambda what, done: None);"
         "sys.exit('torch' in sys.modules)"
@@ -414,7 +416,7 @@ def test_auto_is_the_gpu_unless_something_is_in_its_way(
 def test_a_gpu_without_the_kernels_compiler_says_what_to_install(
     tiny_llama: Checkpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("inflight.execution.runner._has_compiler", lambda: False)
+    monkeypatch.setattr("inflight.execution.factory._has_compiler", lambda: False)
     config = EngineConfig(model=str(tiny_llama.path), device="cuda")
     with pytest.raises(ConfigError, match=r"device: the compiler of the kernels is missing; run"):
         build(config, tiny_llama, lambda what, fraction: None)

@@ -14,7 +14,7 @@ from inflight.checkpoint.locate import Checkpoint, locate
 from inflight.config import EngineConfig
 from inflight.core.request import Request
 from inflight.engine.engine import Engine, generate
-from inflight.execution import runner as runners
+from inflight.execution import factory as runners
 from inflight.sampling.params import SamplingParams
 from inflight.text.tokenizer import Tokenizer
 from prompts import PROMPTS

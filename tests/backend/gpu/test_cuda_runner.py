@@ -19,10 +19,10 @@ from inflight.config import EngineConfig, SpeculativeConfig
 from inflight.core.request import Candidate, Request, TokenEvent
 from inflight.engine.engine import Engine, generate
 from inflight.execution import cuda_runner
-from inflight.execution import runner as runners
+from inflight.execution import factory as runners
 from inflight.execution.device_batch import DeviceBatch
 from inflight.execution.drafters.device import DeviceDrafter
-from inflight.models import llama_cuda
+from inflight.models import decoder_cuda
 from inflight.sampling.params import SamplingParams
 from inflight_kernels.ops import gemm
 from inflight_kernels.runtime import launch
@@ -144,7 +144,7 @@ def test_a_residual_stream_in_bfloat16_says_the_same(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """As models have it that are wider than any of these tests."""
-    monkeypatch.setattr(llama_cuda, "_MAX_WIDE_HIDDEN_SIZE", 0)
+    monkeypatch.setattr(decoder_cuda, "_MAX_WIDE_HIDDEN_SIZE", 0)
     engine = make_engine(checkpoint, **settings)
     inputs = prompts(24)
     check(teacher, inputs, generate(engine, requests(inputs)))

@@ -13,7 +13,7 @@ import torch
 import tiny
 from device_drafting import NUM_LAYERS, DraftingClaims, Rig
 from inflight.checkpoint.locate import Checkpoint
-from inflight.models.config import read_config
+from inflight.models.registry import read_spec
 
 pytestmark = pytest.mark.gpu
 
@@ -88,6 +88,6 @@ def test_the_head_s_dimension_needs_a_kernel(rig: Rig, tmp_path: Path) -> None:
         dtype=torch.bfloat16,
         **(rig.shape | {"head_dim": 32}),
     )
-    assert read_config(Checkpoint(rig.folder / "target", "huggingface")).head_dim == 64
+    assert read_spec(Checkpoint(rig.folder / "target", "huggingface")).head_dim == 64
     with pytest.raises(ConfigError, match="head_dim 32 has no kernel"):
         rig.make_engine({"method": "eagle3", "model": str(head.path)})

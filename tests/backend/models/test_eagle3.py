@@ -15,11 +15,12 @@ import tiny
 from eagle3_reference import Head
 from inflight.checkpoint.locate import Checkpoint
 from inflight.errors import ConfigError
-from inflight.models.config import ModelConfig, read_config, read_eagle3_config
-from inflight.models.eagle3 import UNDRAFTABLE, Model
-from inflight.models.kv_cache import KVCache
-from inflight.models.llama import Model as Target
-from inflight_kernels.torch_ops.transformer import plan_attention
+from inflight.models.decoder_cpu import Decoder as Target
+from inflight.models.eagle3 import UNDRAFTABLE
+from inflight.models.eagle3 import Head as Model
+from inflight.models.eagle3_spec import read_eagle3_spec
+from inflight.models.registry import read_spec
+from inflight_kernels.torch_ops.transformer import AttentionPlan
 
 DRAFT_VOCAB_SIZE = 60
 LAYERS = {"num_hidden_layers": 7}
@@ -35,7 +36,7 @@ def target_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
 
 @pytest.fixture(scope="module")
 def target(target_checkpoint: Checkpoint) -> Target:
-    config = read_config(target_checkpoint)
+    config = read_spec(target_checkpoint)
     return Target(target_checkpoint, config, torch.float32, MAX_LEN, lambda what, done: None)
 
 
@@ -57,20 +58,20 @@ def speculators(folder: Path, head: dict[str, torch.Tensor], **changes: Any) -> 
 
 
 def load(checkpoint: Checkpoint, target: Target) -> Model:
-    config = read_eagle3_config(checkpoint, target.config)
+    config = read_eagle3_spec(checkpoint, target.spec)
     weights = target.weights
     return Model(checkpoint, config, weights, torch.float32, MAX_LEN, lambda what, done: None)
 
 
 def run(model: Model, features: torch.Tensor, followers: list[int], cuts: list[int]) -> Any:
     """A text in parts over a cache of small blocks in no order: hidden states and logits."""
-    cache = KVCache(model.config.layer, 16, 4, torch.float32)
+    cache = tiny.make_cache(model.spec.layer, 16, 4)
     table = np.array([[9, 2, 14, 0, 7]])
     states = []
     for first, end in zip([0, *cuts], [*cuts, len(followers)], strict=True):
         positions = torch.arange(first, end)
         slots = torch.from_numpy(table[0])[positions // 4] * 4 + positions % 4
-        plan = plan_attention(table, np.array([0, end - first]), np.array([end]), 4)
+        plan = AttentionPlan(table, np.array([0, end - first]), np.array([end]), 4)
         hidden = model.fuse(features[first:end])
         tokens = torch.tensor(followers[first:end])
         with torch.inference_mode():
@@ -130,8 +131,8 @@ def test_features_are_what_goes_into_layers(target: Target, target_checkpoint: C
     target.set_aux_layers((6, 0, 3))
     try:
         rows = torch.arange(6)
-        plan = plan_attention(np.array([[0, 1]]), np.array([0, 6]), np.array([6]), 4)
-        cache = KVCache(target.config, 2, 4, torch.float32)
+        plan = AttentionPlan(np.array([[0, 1]]), np.array([0, 6]), np.array([6]), 4)
+        cache = tiny.make_cache(target.spec, 2, 4)
         with torch.inference_mode():
             target.forward(torch.tensor(tokens), rows, rows, plan, rows[:0], cache)
         expected = torch.cat([states[tap][0] for tap in (6, 0, 3)], -1)
@@ -141,21 +142,9 @@ def test_features_are_what_goes_into_layers(target: Target, target_checkpoint: C
 
 
 def read(folder: Path, **changes: Any) -> Any:
-    model = ModelConfig(
-        architecture="llama",
-        vocab_size=160,
-        hidden_size=64,
-        intermediate_size=96,
-        num_layers=7,
-        num_heads=4,
-        num_kv_heads=2,
-        head_dim=16,
-        rms_norm_eps=1e-5,
-        rope=read_config(tiny.write_llama(folder / "t")).rope,
-        max_position_embeddings=256,
-    )
+    model = read_spec(tiny.write_llama(folder / "t", num_hidden_layers=7))
     head = tiny.random_head(SETTINGS, DRAFT_VOCAB_SIZE)
-    return read_eagle3_config(tiny.write_eagle3(folder / "h", head, **changes), model)
+    return read_eagle3_spec(tiny.write_eagle3(folder / "h", head, **changes), model)
 
 
 @pytest.mark.parametrize(
@@ -230,4 +219,4 @@ def test_damaged_weights_are_refused(
 
 def test_a_file_is_no_head(tmp_path: Path, target: Target) -> None:
     with pytest.raises(ConfigError, match=r"a folder with a config\.json"):
-        read_eagle3_config(Checkpoint(tmp_path / "x.gguf", "gguf"), target.config)
+        read_eagle3_spec(Checkpoint(tmp_path / "x.gguf", "gguf"), target.spec)

@@ -243,6 +243,6 @@ def test_a_long_row_does_not_pad_the_short_ones() -> None:
     """64 short rows beside one of 4096 keys gather little more than their own keys."""
     lens = np.array([4096] + [20] * 64)
     tables = np.zeros((65, 256), np.int64)
-    plan = ops.plan_attention(tables, np.arange(66), lens, 16)
+    plan = ops.AttentionPlan(tables, np.arange(66), lens, 16)
     gathered = sum(len(group.blocks) for group in plan.groups)
     assert gathered <= 256 + 64 * 2 * 2

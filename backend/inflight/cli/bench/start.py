@@ -24,7 +24,7 @@ from inflight.cli.bench.rows import Row
 from inflight.config import EngineConfig
 from inflight.engine.engine import Engine, generate
 from inflight.errors import EngineError
-from inflight.execution import runner as runners
+from inflight.execution import factory as runners
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,8 +22,8 @@ from inflight.execution.drafters.drafter_spec import DrafterSpec
 if TYPE_CHECKING:
     import torch
 
-    from inflight.models.kv_cache import KVCache
-    from inflight.models.llama import Model
+    from inflight.kv.cache import KVCache
+    from inflight.models.decoder_cpu import Decoder
 
 
 class Drafter(Protocol):
@@ -68,7 +68,7 @@ class Target:
         progress: called with what is loading and the fraction of it that is there.
     """
 
-    model: Model
+    model: Decoder
     cache: KVCache
     config: EngineConfig
     dtype: torch.dtype

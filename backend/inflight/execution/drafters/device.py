@@ -6,17 +6,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from inflight.config import EngineConfig
 from inflight.execution.device_batch import DeviceBatch
 from inflight.execution.drafters.drafter_spec import DrafterSpec
-from inflight.models.kv_cache import KVCache
+from inflight.kv.cache import KVCache
 from inflight.models.layers.attention import ForwardInputs
 from inflight_kernels.ops import drafting, sampling
 
 if TYPE_CHECKING:
-    from inflight.models.llama_cuda import Model
+    from inflight.models.decoder_cuda import Decoder, DecoderSettings
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,23 +27,17 @@ class DeviceTarget:
         batch: slots of sequences.
         workspace: of the sampler, which is free when a step has chosen.
         config: the engine's settings.
-        dtype: of weights and activations.
-        device: the GPU.
-        max_len: the longest sequence.
-        max_rows: chunks of a step at most.
+        settings: of the model.
         max_drafts: of a sequence.
         progress: called with what is loading and the fraction of it that is there.
     """
 
-    model: Model
+    model: Decoder
     rows: ForwardInputs
     batch: DeviceBatch
     workspace: sampling.Workspace
     config: EngineConfig
-    dtype: torch.dtype
-    device: torch.device
-    max_len: int
-    max_rows: int
+    settings: DecoderSettings
     max_drafts: int
     progress: Callable[[str, float], None]
 
@@ -119,21 +111,20 @@ class NgramDrafter(DeviceDrafter):
 
 
 def kernels_of(
-    source: DrafterSpec, config: EngineConfig, dtype: torch.dtype, max_rows: int
+    source: DrafterSpec, config: EngineConfig, settings: DecoderSettings
 ) -> list[tuple[str, str]]:
     """Stem and name of the kernels that a drafter may launch, besides those of its target.
 
     Args:
         source: of the drafter.
         config: the engine's settings.
-        dtype: of weights and activations.
-        max_rows: chunks of a step at most.
+        settings: of its target.
     """
     if source.settings.method == "ngram":
         return drafting.kernels_of(passes=False)
     from inflight.execution.drafters import device_model
 
-    return device_model.kernels_of(source, config, dtype, max_rows)
+    return device_model.kernels_of(source, config, settings)
 
 
 def build(source: DrafterSpec, target: DeviceTarget) -> DeviceDrafter:

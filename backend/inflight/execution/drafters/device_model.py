@@ -6,7 +6,6 @@ that keeps the choice and prepares the next pass. A CUDA graph holds a whole dra
 
 from __future__ import annotations
 
-import importlib
 from abc import ABC, abstractmethod
 from typing import Any
 
@@ -18,11 +17,11 @@ from inflight.execution.cuda_graph import capture_graph
 from inflight.execution.device_batch import DeviceBatch
 from inflight.execution.drafters.device import DeviceDrafter, DeviceTarget
 from inflight.execution.drafters.drafter_spec import DrafterSpec
-from inflight.models import CUDA_ARCHITECTURES, eagle3_cuda
-from inflight.models.eagle3_cuda import Model as Head
-from inflight.models.kv_cache import KVCache
+from inflight.kv.cache import KVCache
+from inflight.models import decoder_cuda, eagle3_cuda
+from inflight.models.decoder_cuda import Decoder, DecoderSettings
+from inflight.models.eagle3_cuda import Head
 from inflight.models.layers.attention import ForwardInputs
-from inflight.models.llama_cuda import Model
 from inflight_kernels.ops import drafting, sampling
 from inflight_kernels.ops.drafting import DraftPass
 
@@ -31,26 +30,14 @@ _PASSES = (1, 2, 3, 5, 8)
 
 
 def kernels_of(
-    source: DrafterSpec, config: EngineConfig, dtype: torch.dtype, max_rows: int
+    source: DrafterSpec, config: EngineConfig, settings: DecoderSettings
 ) -> list[tuple[str, str]]:
     """See `device.kernels_of`."""
     found = drafting.kernels_of(passes=True)
     if source.head is not None:
-        found += eagle3_cuda.kernels_of(
-            source.head,
-            dtype,
-            max_tokens=config.max_num_batched_tokens,
-            max_chunks=config.max_num_seqs,
-            batch_invariant=config.batch_invariant,
-        )
+        found += eagle3_cuda.kernels_of(source.head, settings, config.max_num_seqs)
     elif source.model is not None:
-        found += importlib.import_module(CUDA_ARCHITECTURES[source.model.architecture]).kernels_of(
-            source.model,
-            dtype,
-            max_tokens=config.max_num_batched_tokens,
-            max_rows=max_rows,
-            batch_invariant=config.batch_invariant,
-        )
+        found += decoder_cuda.kernels_of(source.model, settings)
     return found
 
 
@@ -66,7 +53,7 @@ class PassDrafter(DeviceDrafter, ABC):
         super().__init__()
         self._target = target
         self._behind = behind
-        self._pass = DraftPass(target.config.max_num_seqs, target.device)
+        self._pass = DraftPass(target.config.max_num_seqs, target.settings.device)
         self._first_scratch = 0
         self._graphs: dict[int, dict[int, torch.cuda.CUDAGraph]] = {}
         taken = self._pass
@@ -98,7 +85,7 @@ class PassDrafter(DeviceDrafter, ABC):
         found: dict[int, dict[int, torch.cuda.CUDAGraph]] = {}
         for size in sizes:
             self._launch(size, most)  # what is not compiled or loaded yet cannot be recorded
-            torch.cuda.synchronize(self._target.device)
+            torch.cuda.synchronize(self._target.settings.device)
             found[size] = {
                 count: capture_graph(pool, self._launch, size, count) for count in counts
             }
@@ -115,7 +102,7 @@ class PassDrafter(DeviceDrafter, ABC):
             num_rows,
             block_size,
             behind=behind,
-            max_positions=target.max_len,
+            max_positions=target.settings.max_len,
             first_scratch=self._first_scratch,
             pdl=pdl,
         )
@@ -137,7 +124,7 @@ class PassDrafter(DeviceDrafter, ABC):
                 num_rows,
                 block_size,
                 behind=behind,
-                max_positions=target.max_len,
+                max_positions=target.settings.max_len,
                 pdl=True,
             )
 
@@ -161,27 +148,22 @@ class ModelDrafter(PassDrafter):
         self._cache: KVCache | None = None
         if source.model is not None:
             assert source.checkpoint is not None
-            architecture = importlib.import_module(CUDA_ARCHITECTURES[source.model.architecture])
-            model: Model = architecture.Model(
+            self._model = Decoder(
                 source.checkpoint,
                 source.model,
-                target.dtype,
-                target.max_len,
+                target.settings,
                 lambda what, fraction: target.progress("drafter", fraction),
-                device=target.device,
-                max_tokens=target.config.max_num_batched_tokens,
-                max_rows=target.max_rows,
-                batch_invariant=target.config.batch_invariant,
             )
-            self._model = model
 
     def allocate(self, cache: KVCache, num_blocks: int) -> None:
         target, self._first_scratch = self._target, num_blocks
         self._cache = cache
         if self._own is not None:
             with_scratch = num_blocks + target.config.max_num_seqs
-            size = target.config.block_size
-            self._cache = KVCache(self._own, with_scratch, size, target.dtype, target.device)
+            layout = self._own.kv_layout(target.config.dtype)
+            self._cache = KVCache(
+                layout, with_scratch, target.config.block_size, target.settings.device
+            )
             self.caches = [self._cache]
 
     def forward(self, num_tokens: int, num_chunks: int, max_q_len: int) -> None:
@@ -214,19 +196,14 @@ class Eagle3Drafter(PassDrafter):
     def __init__(self, source: DrafterSpec, target: DeviceTarget) -> None:
         super().__init__(target, behind=1)
         assert source.head is not None and source.checkpoint is not None
-        config, state, rows = target.config, target.batch.state, target.rows
+        state, rows = target.batch.state, target.rows
         self._head = Head(
             source.checkpoint,
             source.head,
             target.model.weights,
-            target.dtype,
-            target.max_len,
+            target.settings,
+            target.config.max_num_seqs,
             lambda what, fraction: target.progress("drafter", fraction),
-            device=target.device,
-            max_tokens=config.max_num_batched_tokens,
-            max_chunks=config.max_num_seqs,
-            max_rows=target.max_rows,
-            batch_invariant=config.batch_invariant,
         )
         target.model.set_aux_layers(source.head.aux_layers)
         self._cache: KVCache | None = None
@@ -243,8 +220,10 @@ class Eagle3Drafter(PassDrafter):
     def allocate(self, cache: KVCache, num_blocks: int) -> None:
         target, self._first_scratch = self._target, num_blocks
         with_scratch = num_blocks + target.config.max_num_seqs
-        layer, size = self._head.config.layer, target.config.block_size
-        self._cache = KVCache(layer, with_scratch, size, target.dtype, target.device)
+        layout = self._head.spec.layer.kv_layout(target.config.dtype)
+        self._cache = KVCache(
+            layout, with_scratch, target.config.block_size, target.settings.device
+        )
         self.caches = [self._cache]
 
     def update(self, num_tokens: int, num_chunks: int, max_q_len: int) -> None:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from inflight.core.batch import Chunk
+from inflight.kv.cache import KVCache
 from inflight_kernels.torch_ops import transformer as ops
 
 Ints = npt.NDArray[np.int64]
@@ -55,12 +56,12 @@ class DraftInputs:
             torch.from_numpy(token_ids),
             torch.from_numpy(positions),
             torch.from_numpy(slots + positions % block_size),
-            ops.plan_attention(block_tables, query_start, seq_lens, block_size, dtype),
+            ops.AttentionPlan(block_tables, query_start, seq_lens, block_size, dtype),
         )
 
     @classmethod
     def one_each(
-        cls, chunks: list[Chunk], tokens: list[int], offset: int, cache: Tensor
+        cls, chunks: list[Chunk], tokens: list[int], offset: int, cache: KVCache
     ) -> DraftInputs:
         """A token of each chunk's sequence, `offset` places behind the chunk's first.
 
@@ -68,7 +69,7 @@ class DraftInputs:
             chunks: n of them.
             tokens: n.
             offset: places.
-            cache: [..., num_blocks, block_size, G, D].
+            cache: that the rows are written to.
         """
         tables = [chunk.sequence.blocks for chunk in chunks]
         block_tables = np.zeros((len(chunks), max(map(len, tables))), np.int64)
@@ -77,5 +78,6 @@ class DraftInputs:
         positions = np.array([chunk.start + offset for chunk in chunks], np.int64)
         token_ids = np.array(tokens, np.int64)
         query_start = np.arange(len(chunks) + 1)
-        size = cache.shape[-3]
-        return cls.of(token_ids, positions, query_start, block_tables, size, cache.dtype)
+        return cls.of(
+            token_ids, positions, query_start, block_tables, cache.block_size, cache.dtype
+        )

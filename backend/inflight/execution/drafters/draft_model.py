@@ -1,15 +1,13 @@
 """Drafts by a cheaper model: a smaller one of the same vocabulary, or the model's own first layers.
 
-A model drafts token by token and chooses as the target does: with the same row_params, and the
-    random
-number of the same position. A smaller one (speculative decoding, arXiv:2211.17192) keeps keys and
+A model drafts token by token and chooses as the target does: with the same row parameters, and the
+    random number of the same position. A smaller one (speculative decoding, arXiv:2211.17192) keeps
+    keys and
 values of its own. The first layers of the target (self-speculation, arXiv:2309.08168) use the
 target's: what they write at a draft's place is what the target writes there when it checks it.
 """
 
 from __future__ import annotations
-
-import importlib
 
 import torch
 
@@ -19,9 +17,8 @@ from inflight.execution.drafters import Target
 from inflight.execution.drafters.draft_inputs import DraftInputs
 from inflight.execution.drafters.drafter_spec import DrafterSpec
 from inflight.execution.sampler import LogitsRow, sample
-from inflight.models import ARCHITECTURES
-from inflight.models.kv_cache import KVCache
-from inflight.models.llama import Model
+from inflight.kv.cache import KVCache
+from inflight.models.decoder_cpu import Decoder
 
 _NO_ROWS = torch.empty(0, dtype=torch.int64)
 
@@ -36,7 +33,7 @@ class ModelDrafter:
             model of its own.
     """
 
-    def __init__(self, model: Model, cache: KVCache, num_layers: int | None = None) -> None:
+    def __init__(self, model: Decoder, cache: KVCache, num_layers: int | None = None) -> None:
         self.caches = [cache] if num_layers is None else []
         self._model = model
         self._cache = cache
@@ -51,16 +48,16 @@ class ModelDrafter:
         """
         own, checkpoint = source.model, source.checkpoint
         assert own is not None and checkpoint is not None
-        architecture = importlib.import_module(ARCHITECTURES[own.architecture])
-        model = architecture.Model(
+        model = Decoder(
             checkpoint,
             own,
             target.dtype,
             target.max_len,
             lambda what, fraction: target.progress("drafter", fraction),
         )
-        size = target.config.block_size
-        return cls(model, KVCache(own, target.num_blocks, size, target.dtype))
+        config = target.config
+        layout = own.kv_layout(config.dtype)
+        return cls(model, KVCache(layout, target.num_blocks, config.block_size))
 
     def propose(self, chunks: list[Chunk]) -> list[list[int]]:
         drafts: list[list[int]] = [[] for _ in chunks]
@@ -71,7 +68,7 @@ class ModelDrafter:
                 drafts[i][-1] if depth else chunk.sequence.token_ids[chunk.start]
                 for i, chunk in zip(wanted, active, strict=True)
             ]
-            rows = DraftInputs.one_each(active, tokens, depth, self._cache.data)
+            rows = DraftInputs.one_each(active, tokens, depth, self._cache)
             logits = self._model.forward(
                 rows.token_ids,
                 rows.positions,
@@ -97,8 +94,8 @@ class ModelDrafter:
             arrays.positions,
             arrays.query_start,
             arrays.block_tables,
-            self._cache.data.shape[-3],
-            self._cache.data.dtype,
+            self._cache.block_size,
+            self._cache.dtype,
         )
         self._model.forward(
             rows.token_ids, rows.positions, rows.slot_mapping, rows.plan, _NO_ROWS, self._cache

@@ -8,7 +8,9 @@ from dataclasses import dataclass
 from inflight.checkpoint.locate import Checkpoint, locate
 from inflight.config import EngineConfig, SpeculativeConfig
 from inflight.errors import ConfigError
-from inflight.models.config import Eagle3Config, ModelConfig, read_config, read_eagle3_config
+from inflight.models.eagle3_spec import Eagle3Spec, read_eagle3_spec
+from inflight.models.registry import read_spec
+from inflight.models.spec import ModelSpec
 from inflight.text.tokenizer import Tokenizer
 
 
@@ -26,30 +28,34 @@ class DrafterSpec:
 
     settings: SpeculativeConfig
     checkpoint: Checkpoint | None = None
-    model: ModelConfig | None = None
-    head: Eagle3Config | None = None
+    model: ModelSpec | None = None
+    head: Eagle3Spec | None = None
 
     @property
     def needs_history(self) -> bool:
         """Whether it reads the tokens of its sequences."""
         return self.settings.method in ("ngram", "eagle3")
 
-    def scratch_bytes(self, config: EngineConfig, model: ModelConfig) -> int:
+    def scratch_bytes(self, config: EngineConfig, model: ModelSpec) -> int:
         """Memory on a GPU for drafts whose blocks their sequences do not have yet: one block each.
 
         They are in the cache that the drafter writes to, after its other blocks.
         """
         if self.settings.method == "ngram":
             return 0
-        return config.max_num_seqs * (self.model or model).kv_block_bytes(config)
+        return config.max_num_seqs * _block_bytes(self.model or model, config)
 
     def block_bytes(self, config: EngineConfig) -> int:
         """Memory of its own for each KV block of the model."""
-        return 0 if self.model is None else self.model.kv_block_bytes(config)
+        return 0 if self.model is None else _block_bytes(self.model, config)
+
+
+def _block_bytes(spec: ModelSpec, config: EngineConfig) -> int:
+    return spec.kv_layout(config.dtype).block_bytes(config.block_size)
 
 
 def find_drafter(
-    config: EngineConfig, checkpoint: Checkpoint, model: ModelConfig
+    config: EngineConfig, checkpoint: Checkpoint, model: ModelSpec
 ) -> DrafterSpec | None:
     """The drafter that settings ask for; None if they ask for none.
 
@@ -74,9 +80,9 @@ def find_drafter(
     try:
         own = dataclasses.replace(locate(settings.model), random_weights=config.random_weights)
         if settings.method == "eagle3":
-            head = read_eagle3_config(own, model)
+            head = read_eagle3_spec(own, model)
             return DrafterSpec(settings, own, head.layer, head)
-        smaller = read_config(own)
+        smaller = read_spec(own)
         if smaller.vocab_size != model.vocab_size:
             raise ConfigError(
                 f"{own.path} has a vocabulary of {smaller.vocab_size} tokens; the model's has "

@@ -21,9 +21,9 @@ from inflight.execution.drafters import Target
 from inflight.execution.drafters.draft_inputs import DraftInputs
 from inflight.execution.drafters.drafter_spec import DrafterSpec
 from inflight.execution.sampler import LogitsRow, sample
-from inflight.models.eagle3 import Model
-from inflight.models.kv_cache import KVCache
-from inflight.models.llama import Model as TargetModel
+from inflight.kv.cache import KVCache
+from inflight.models.decoder_cpu import Decoder
+from inflight.models.eagle3 import Head
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,13 +50,13 @@ class Eagle3Drafter:
         target: the model that it drafts for, whose `features` it reads.
     """
 
-    def __init__(self, model: Model, cache: KVCache, target: TargetModel) -> None:
+    def __init__(self, model: Head, cache: KVCache, target: Decoder) -> None:
         self.caches = [cache]
         self._model = model
         self._cache = cache
         self._target = target
         self._last_hidden: dict[int, _LastHidden] = {}
-        target.set_aux_layers(model.config.aux_layers)
+        target.set_aux_layers(model.spec.aux_layers)
 
     @classmethod
     def load(cls, source: DrafterSpec, target: Target) -> Eagle3Drafter:
@@ -67,7 +67,7 @@ class Eagle3Drafter:
         """
         head, checkpoint = source.head, source.checkpoint
         assert head is not None and checkpoint is not None
-        model = Model(
+        model = Head(
             checkpoint,
             head,
             target.model.weights,
@@ -75,8 +75,10 @@ class Eagle3Drafter:
             target.max_len,
             lambda what, fraction: target.progress("drafter", fraction),
         )
-        size = target.config.block_size
-        return cls(model, KVCache(head.layer, target.num_blocks, size, target.dtype), target.model)
+        config = target.config
+        layout = head.layer.kv_layout(config.dtype)
+        cache = KVCache(layout, target.num_blocks, config.block_size)
+        return cls(model, cache, target.model)
 
     def propose(self, chunks: list[Chunk]) -> list[list[int]]:
         drafts: list[list[int]] = [[] for _ in chunks]
@@ -95,7 +97,7 @@ class Eagle3Drafter:
             states = torch.stack([hidden[i] for i in wanted])
             if depth:
                 tokens = [drafts[i][-1] for i in wanted]
-                rows = DraftInputs.one_each(active, tokens, depth - 1, self._cache.data)
+                rows = DraftInputs.one_each(active, tokens, depth - 1, self._cache)
                 states = self._run(rows, states)
                 hidden |= zip(wanted, states, strict=True)
             asked = [
@@ -135,8 +137,8 @@ class Eagle3Drafter:
             arrays.positions[kept],
             np.array([0, *accumulate(lengths)]),
             arrays.block_tables[chunks],
-            self._cache.data.shape[-3],
-            self._cache.data.dtype,
+            self._cache.block_size,
+            self._cache.dtype,
         )
         states = self._run(rows, self._model.fuse(features[kept]))
         for index, end in zip(chunks, accumulate(lengths), strict=True):

@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from inflight.core.batch import Batch, BatchArrays, Chunk, StepOutput
 from inflight.core.sequence import Sequence
-from inflight.models.kv_cache import KVCache
+from inflight.kv.cache import KVCache
 from inflight_kernels.torch_ops.drafting import latest_match
 
 _ROOM = 256  # tokens by which a history's array grows

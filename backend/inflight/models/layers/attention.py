@@ -10,8 +10,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from inflight.models.config import ModelConfig
 from inflight.models.layers.rope import inverse_frequencies
+from inflight.models.spec import AttentionSpec, ModelSpec, RopeSpec
 from inflight_kernels.ops import attention, rope
 from inflight_kernels.ops.rope import rope_write_kv
 from inflight_kernels.runtime.launch import is_hopper
@@ -39,22 +39,43 @@ class ForwardInputs:
     sample_rows: Tensor
 
 
-def kernels_of(config: ModelConfig, dtype: torch.dtype) -> list[tuple[str, str]]:
-    """Stem and name of the kernels that the layers of a model may launch."""
-    heads = (config.num_heads, config.num_kv_heads, config.head_dim)
+def kernels_of(spec: AttentionSpec, dtype: torch.dtype) -> list[tuple[str, str]]:
+    """Stem and name of the kernels that layers with this attention may launch."""
     return [
-        *attention.kernels_of(*heads, dtype, is_hopper()),
-        *rope.kernels_of(config.head_dim, dtype, norms=False),
+        *attention.kernels_of(spec.num_heads, spec.num_kv_heads, spec.head_dim, dtype, is_hopper()),
+        *rope.kernels_of(spec.head_dim, dtype, norms=spec.qk_norm),
     ]
 
 
-class Attention:
-    """What the layers of a model have in common.
+class RotaryTables:
+    """cos and sin of each of a model's rotary embeddings, on a GPU.
 
     Args:
-        config: of the model.
-        max_len: the longest sequence: the rotary tables reach that far.
+        spec: of the model.
+        max_len: positions.
         device: the GPU.
+    """
+
+    def __init__(self, spec: ModelSpec, max_len: int, device: torch.device) -> None:
+        self._tables: dict[RopeSpec, tuple[Tensor, Tensor]] = {}
+        for layer in spec.attentions:
+            frequencies, factor = inverse_frequencies(layer.rope, layer.head_dim, max_len)
+            self._tables[layer.rope] = rotary_tables(
+                frequencies, max_len, factor, torch.float32, device
+            )
+
+    def of(self, rope: RopeSpec) -> tuple[Tensor, Tensor]:
+        """[num_positions, head_dim] float32 each."""
+        return self._tables[rope]
+
+
+class Attention:
+    """What the layers of one AttentionSpec have in common.
+
+    Args:
+        spec: of these layers.
+        eps: of the norm of q and k, where there is one.
+        tables: cos and sin of their rotary embedding.
         max_tokens: T at most.
         max_rows: n at most.
         batch_invariant: a token's numbers do not depend on the other tokens of its step.
@@ -62,30 +83,28 @@ class Attention:
 
     def __init__(
         self,
-        config: ModelConfig,
-        max_len: int,
-        device: torch.device,
+        spec: AttentionSpec,
+        eps: float,
+        tables: tuple[Tensor, Tensor],
         *,
         max_tokens: int,
         max_rows: int,
         batch_invariant: bool,
     ) -> None:
-        self._heads = (config.num_heads, config.num_kv_heads, config.head_dim)
-        self._scale = config.head_dim**-0.5
+        self.spec = spec
+        self._heads = (spec.num_heads, spec.num_kv_heads, spec.head_dim)
+        self._scale, self._eps = spec.scale, eps
+        self._cos, self._sin = tables
         self._batch_invariant = batch_invariant
-        frequencies, attention_factor = inverse_frequencies(config.rope, config.head_dim, max_len)
-        self._cos, self._sin = rotary_tables(
-            frequencies, max_len, attention_factor, torch.float32, device
-        )
         size = attention.workspace_size(
             max_rows, max_tokens, *self._heads, batch_invariant=batch_invariant
         )
-        self._workspace = torch.zeros(size, dtype=torch.uint8, device=device)
+        self._workspace = torch.zeros(size, dtype=torch.uint8, device=self._cos.device)
 
     def begin(
         self, rows: ForwardInputs, num_tokens: int, num_chunks: int, max_q_len: int
     ) -> AttentionPass:
-        """Launch the plan of a pass, which all its layers follow."""
+        """Launch the plan of a pass, which all these layers follow."""
         query_start, seq_lens = rows.query_start[: num_chunks + 1], rows.seq_lens[:num_chunks]
         attention.plan(
             query_start,
@@ -93,6 +112,7 @@ class Attention:
             self._workspace,
             num_tokens,
             *self._heads,
+            self.spec.window,
             max_q_len=max_q_len,
             batch_invariant=self._batch_invariant,
             pdl=True,
@@ -118,11 +138,11 @@ class Attention:
 
 @dataclass(slots=True)
 class AttentionPass:
-    """One pass over the layers.
+    """One pass over these layers.
 
     Attributes:
         history_ready: whether what the layers have in common, and their caches as other steps left
-            them, are complete: once the first layer's attention has been let in.
+            them, are complete: once the first of these layers' attention has been launched.
     """
 
     shared: Attention
@@ -135,7 +155,15 @@ class AttentionPass:
     rotates: bool
     history_ready: bool = False
 
-    def layer(self, qkv: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor) -> None:
+    def layer(
+        self,
+        qkv: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        out: Tensor,
+        q_norm: Tensor | None = None,
+        k_norm: Tensor | None = None,
+    ) -> None:
         """Launch a layer's attention: qkv [T, (H + 2 * G) * D] -> out [T, H * D]."""
         shared = self.shared
         if self.rotates:
@@ -153,13 +181,17 @@ class AttentionPass:
                 out,
                 shared._workspace,
                 shared._scale,
+                shared.spec.window,
+                q_weight=q_norm,
+                k_weight=k_norm,
+                eps=shared._eps,
                 planned=True,
                 history_ready=self.history_ready,
                 pdl=True,
             )
         else:
             attention.attend(
-                self._rotate(qkv, k_cache, v_cache),
+                self._rotate(qkv, k_cache, v_cache, q_norm, k_norm),
                 k_cache,
                 v_cache,
                 self.tables,
@@ -168,6 +200,7 @@ class AttentionPass:
                 out,
                 shared._workspace,
                 shared._scale,
+                shared.spec.window,
                 max_q_len=self.max_q_len,
                 batch_invariant=shared._batch_invariant,
                 planned=True,
@@ -176,12 +209,26 @@ class AttentionPass:
             )
         self.history_ready = True
 
-    def write(self, qkv: Tensor, k_cache: Tensor, v_cache: Tensor) -> None:
+    def write(
+        self,
+        qkv: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        q_norm: Tensor | None = None,
+        k_norm: Tensor | None = None,
+    ) -> None:
         """Launch of the last layer only what later passes need: keys and values into the cache."""
-        self._rotate(qkv, k_cache, v_cache)
+        self._rotate(qkv, k_cache, v_cache, q_norm, k_norm)
 
-    def _rotate(self, qkv: Tensor, k_cache: Tensor, v_cache: Tensor) -> Tensor:
-        """Rotate q and k, put k and v into the cache -> q [T, H, D], in its place."""
+    def _rotate(
+        self,
+        qkv: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        q_norm: Tensor | None,
+        k_norm: Tensor | None,
+    ) -> Tensor:
+        """Rotate q in place and k into the cache with v; q [T, H, D]."""
         shared = self.shared
         num_heads, _, head_dim = shared._heads
         q = qkv[:, : num_heads * head_dim].view(len(qkv), num_heads, head_dim)
@@ -194,6 +241,9 @@ class AttentionPass:
             k_cache,
             v_cache,
             q_out=q,
+            q_weight=q_norm,
+            k_weight=k_norm,
+            eps=shared._eps,
             history_ready=self.history_ready,
             pdl=True,
         )

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from inflight.models.layers.linear import Linear
+from inflight.models.layers.linear import CudaWeight
 from inflight_kernels.ops import norm
 from inflight_kernels.ops.embedding import embedding
 from inflight_kernels.ops.norm import rms_norm
@@ -22,7 +22,6 @@ class Residual:
         num_rows, hidden_size: of the buffer.
         dtype: of the activations.
         device: the GPU.
-        linear: that adds.
 
     Attributes:
         hidden: [num_rows, hidden_size], complete after a norm.
@@ -34,10 +33,8 @@ class Residual:
         hidden_size: int,
         dtype: torch.dtype,
         device: torch.device,
-        linear: Linear,
     ) -> None:
         self.hidden = torch.zeros(num_rows, hidden_size, dtype=dtype, device=device)
-        self._linear = linear
 
     @classmethod
     def kernels_of(cls, hidden_size: int, dtype: torch.dtype) -> list[tuple[str, str]]:
@@ -56,9 +53,9 @@ class Residual:
         """RMSNorm of the first rows -> out [T, hidden_size]."""
         rms_norm(self.hidden[: len(out)], weight, eps, out=out, pdl=True)
 
-    def add(self, x: Tensor, weight: Tensor, bias: Tensor | None, num_tokens: int) -> None:
-        """hidden += x @ weight.T + bias; x is a whole buffer."""
-        self._linear.add(x, weight, bias, self.hidden, num_tokens)
+    def add(self, x: Tensor, linear: CudaWeight, num_tokens: int) -> None:
+        """hidden += linear(x); x is a whole buffer."""
+        linear.add(x, self.hidden, num_tokens)
 
 
 class WideResidual(Residual):
@@ -74,9 +71,8 @@ class WideResidual(Residual):
         hidden_size: int,
         dtype: torch.dtype,
         device: torch.device,
-        linear: Linear,
     ) -> None:
-        super().__init__(num_rows, hidden_size, torch.float32, device, linear)
+        super().__init__(num_rows, hidden_size, torch.float32, device)
         self._addend = torch.zeros(num_rows, hidden_size, dtype=dtype, device=device)
         self._is_new = False  # nothing is in `hidden` yet
 
@@ -98,5 +94,5 @@ class WideResidual(Residual):
         rms_norm(addend, weight, eps, residual, out=out, total=total, pdl=True)
         self._is_new = False
 
-    def add(self, x: Tensor, weight: Tensor, bias: Tensor | None, num_tokens: int) -> None:
-        self._linear.product(x, weight, bias, self._addend, num_tokens)
+    def add(self, x: Tensor, linear: CudaWeight, num_tokens: int) -> None:
+        linear.product(x, self._addend, num_tokens)

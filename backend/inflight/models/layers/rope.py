@@ -3,50 +3,15 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
 
-RopeType = Literal["default", "linear", "dynamic", "yarn", "llama3"]
-
-
-@dataclass(frozen=True, slots=True)
-class RopeConfig:
-    """Parameters of the rotary embedding (arXiv:2104.09864).
-
-    Attributes:
-        theta: base of the geometric series of wavelengths.
-        type: how the series is changed for long contexts.
-        factor: by how much the context grows.
-        original_max_position: the trained context (dynamic, yarn, llama3).
-        low_freq_factor, high_freq_factor: llama3: wavelengths above original / low are divided by
-            the factor, those below original / high are kept, between them it is interpolated.
-        attention_factor: yarn: multiplies cos and sin; None derives it from the factor.
-        beta_fast, beta_slow: yarn: rotations over the trained context between which to interpolate.
-        mscale, mscale_all_dim: yarn: shape the derived attention factor when both are set.
-        truncate: yarn: round the bounds of the interpolation to whole columns.
-        divisors: one per frequency, when the checkpoint carries them (GGUF's rope_freqs).
-    """
-
-    theta: float = 10000.0
-    type: RopeType = "default"
-    factor: float = 1.0
-    original_max_position: int = 0
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    attention_factor: float | None = None
-    beta_fast: float = 32.0
-    beta_slow: float = 1.0
-    mscale: float = 0.0
-    mscale_all_dim: float = 0.0
-    truncate: bool = True
-    divisors: tuple[float, ...] | None = None
+from inflight.models.spec import RopeSpec
 
 
 def inverse_frequencies(
-    rope: RopeConfig, head_dim: int, max_len: int
+    rope: RopeSpec, head_dim: int, max_len: int
 ) -> tuple[npt.NDArray[np.float32], float]:
     """Radians per position of each column pair, and the factor of cos and sin.
 
@@ -78,14 +43,14 @@ def inverse_frequencies(
     return frequencies.astype(np.float32), attention_factor
 
 
-def _dynamic_theta(rope: RopeConfig, head_dim: int, max_len: int) -> float:
+def _dynamic_theta(rope: RopeSpec, head_dim: int, max_len: int) -> float:
     # NTK-aware scaling with a base that follows the length; none within the trained context.
     length = max(max_len, rope.original_max_position)
     stretch = rope.factor * length / rope.original_max_position - (rope.factor - 1.0)
     return float(rope.theta * stretch ** (head_dim / (head_dim - 2)))
 
 
-def _llama3(rope: RopeConfig, frequencies: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
+def _llama3(rope: RopeSpec, frequencies: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
     # Llama 3.1: long waves stretched, short ones kept, a linear blend between.
     wavelengths = 2 * math.pi / frequencies
     blend = (rope.original_max_position / wavelengths - rope.low_freq_factor) / (
@@ -96,7 +61,7 @@ def _llama3(rope: RopeConfig, frequencies: npt.NDArray[np.float32]) -> npt.NDArr
 
 
 def _yarn(
-    rope: RopeConfig, frequencies: npt.NDArray[np.float32], head_dim: int
+    rope: RopeSpec, frequencies: npt.NDArray[np.float32], head_dim: int
 ) -> npt.NDArray[np.float32]:
     # "NTK-by-parts" of YaRN (arXiv:2309.00071).
     def column(rotations: float) -> float:
@@ -113,7 +78,7 @@ def _yarn(
     return (frequencies / rope.factor * ramp + frequencies * (1 - ramp)).astype(np.float32)
 
 
-def _yarn_attention_factor(rope: RopeConfig) -> float:
+def _yarn_attention_factor(rope: RopeSpec) -> float:
     if rope.attention_factor is not None:
         return rope.attention_factor
     if rope.mscale and rope.mscale_all_dim:

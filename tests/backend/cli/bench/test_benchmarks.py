@@ -14,7 +14,7 @@ import tokenizers
 
 import table
 from inflight.checkpoint.locate import locate
-from inflight.models.config import read_config
+from inflight.models.registry import read_spec
 from inflight.text.tokenizer import Tokenizer
 
 ROOT = Path(table.__file__).parents[1]
@@ -54,7 +54,7 @@ def test_a_model_gets_a_tokenizer_beside_its_files(tmp_path: Path):
     words = serving.make_model(MODEL, tmp_path / "model")
     checkpoint = locate(str(tmp_path / "model"))
     tokenizer = Tokenizer.load(checkpoint)
-    assert tokenizer.vocab_size == read_config(checkpoint).vocab_size == 128256
+    assert tokenizer.vocab_size == read_spec(checkpoint).vocab_size == 128256
     assert len(tokenizer.encode("".join(words[-512:]))) == 512
 
 

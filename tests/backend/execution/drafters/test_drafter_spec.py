@@ -15,7 +15,7 @@ from inflight.config import EngineConfig, SpeculativeConfig
 from inflight.errors import ConfigError
 from inflight.execution.cpu_runner import CpuRunner
 from inflight.execution.drafters.drafter_spec import DrafterSpec, find_drafter
-from inflight.models.config import read_config
+from inflight.models.registry import read_spec
 
 
 @pytest.fixture
@@ -35,7 +35,7 @@ def config_of(target: Checkpoint, settings: dict[str, Any], **others: Any) -> En
 
 
 def found(target: Checkpoint, **settings: Any) -> DrafterSpec | None:
-    return find_drafter(config_of(target, settings), target, read_config(target))
+    return find_drafter(config_of(target, settings), target, read_spec(target))
 
 
 def write_tokenizer(folder: Path, texts: list[str], special: str) -> None:
@@ -49,7 +49,7 @@ def write_tokenizer(folder: Path, texts: list[str], special: str) -> None:
 
 def test_no_drafter(target: Checkpoint) -> None:
     config = EngineConfig(model=str(target.path))
-    assert find_drafter(config, target, read_config(target)) is None
+    assert find_drafter(config, target, read_spec(target)) is None
 
 
 def test_layers_that_the_model_has_not(target: Checkpoint) -> None:
@@ -107,7 +107,7 @@ def test_model_and_drafter_share_the_memory(
         settings["model"] = str((small if drafter == "draft_model" else head).path)
     layer_bytes = 2 * 4 * 2 * 16 * 4  # keys and values of 4 tokens, 2 heads of 16 floats
     config = config_of(target, settings, kv_cache_memory_bytes=100 * 4 * layer_bytes)
-    runner = CpuRunner(config, target, read_config(target), lambda what, fraction: None)
+    runner = CpuRunner(config, target, read_spec(target), lambda what, fraction: None)
     own_layers = {"ngram": 0, "self": 0, "draft_model": 1, "eagle3": 1}[drafter]
     assert runner.num_blocks == 100 * 4 // (4 + own_layers)
     assert runner.drafter is not None

@@ -19,7 +19,7 @@ from inflight.config import EngineConfig, SpeculativeConfig
 from inflight.core.batch import Chunk
 from inflight.core.request import Request
 from inflight.engine.engine import Engine, generate
-from inflight.execution import runner as runners
+from inflight.execution import factory as runners
 from inflight.sampling.params import SamplingParams
 
 SHAPE = {"num_hidden_layers": 5}

@@ -12,9 +12,9 @@ import torch
 import host_kernels
 import tiny
 from inflight.checkpoint.locate import Checkpoint
-from inflight.models import llama_cuda
+from inflight.models import decoder_cuda
+from inflight.models.decoder_cuda import Decoder
 from inflight.models.layers import attention
-from inflight.models.llama_cuda import Model
 from mixed_step import EVERY_ROW, NUM_TOKENS, SAMPLED, make_model, run
 
 sampled_rows = pytest.mark.parametrize("sampled", SAMPLED, ids=str)
@@ -34,8 +34,8 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
 @pytest.fixture(params=[0, 2048], ids=["residual of the activations' type", "wide residual"])
 def model(
     checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
-) -> Model:
-    monkeypatch.setattr(llama_cuda, "_MAX_WIDE_HIDDEN_SIZE", request.param)
+) -> Decoder:
+    monkeypatch.setattr(decoder_cuda, "_MAX_WIDE_HIDDEN_SIZE", request.param)
     return make_model(checkpoint, torch.float32, torch.device("cpu"))
 
 
@@ -56,7 +56,7 @@ def gated(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 @sampled_rows
 @pytest.mark.parametrize("num_layers", [None, 1])
 def test_the_last_layer_ends_for_the_sampled_rows_alone(
-    model: Model, gated: list[int], sampled: list[int], num_layers: int | None
+    model: Decoder, gated: list[int], sampled: list[int], num_layers: int | None
 ) -> None:
     """The numbers are those of a step in which every row is sampled, in the cache as well."""
     whole, whole_cache = run(model, EVERY_ROW, num_layers)
@@ -69,7 +69,7 @@ def test_the_last_layer_ends_for_the_sampled_rows_alone(
 
 
 def test_a_step_that_samples_nothing_has_no_attention_in_the_last_layer(
-    model: Model, monkeypatch: pytest.MonkeyPatch
+    model: Decoder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls: list[str] = []
 
@@ -90,7 +90,7 @@ def test_a_step_that_samples_nothing_has_no_attention_in_the_last_layer(
 
 @sampled_rows
 def test_who_taps_the_last_layer_gets_all_of_its_rows(
-    model: Model, gated: list[int], sampled: list[int]
+    model: Decoder, gated: list[int], sampled: list[int]
 ) -> None:
     whole, _ = run(model, EVERY_ROW)
     model.set_aux_layers((1, 2))
@@ -100,18 +100,18 @@ def test_who_taps_the_last_layer_gets_all_of_its_rows(
     assert gated == [NUM_TOKENS] * 2
     assert model.features is not None
     # Norm and head of what came after the last layer are the logits.
-    after = model.features[:NUM_TOKENS, model.config.hidden_size :]
+    after = model.features[:NUM_TOKENS, model.spec.hidden_size :]
     normed = torch.nn.functional.rms_norm(after, after.shape[1:], model.weights.norm, 1e-5)
-    torch.testing.assert_close(normed @ model.weights.head.t(), whole, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(normed @ model.weights.head.weight.t(), whole, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("most", [64, 63], ids=["as wide as may be", "wider"])
 def test_the_residual_of_a_small_model_is_in_float32(
     checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch, most: int
 ) -> None:
-    monkeypatch.setattr(llama_cuda, "_MAX_WIDE_HIDDEN_SIZE", most)
+    monkeypatch.setattr(decoder_cuda, "_MAX_WIDE_HIDDEN_SIZE", most)
     model = make_model(checkpoint, torch.bfloat16, torch.device("cpu"))
-    wide = model.config.hidden_size <= most
+    wide = model.spec.hidden_size <= most
     assert model._residual.hidden.dtype == (torch.float32 if wide else torch.bfloat16)
     model.set_aux_layers((0, 1, 2))
     run(model, [0])
@@ -134,7 +134,7 @@ def test_a_residual_in_float32_brings_logits_nearer_to_those_in_float32(
     exact, _ = run(make_model(checkpoint, torch.float32, cpu), EVERY_ROW)
     errors = []
     for most in (0, 2048):
-        monkeypatch.setattr(llama_cuda, "_MAX_WIDE_HIDDEN_SIZE", most)
+        monkeypatch.setattr(decoder_cuda, "_MAX_WIDE_HIDDEN_SIZE", most)
         logits, _ = run(make_model(checkpoint, torch.bfloat16, cpu), EVERY_ROW)
         errors.append(float((logits - exact).std() / exact.std()))
     rounded, kept = errors

@@ -16,14 +16,14 @@ import tiny
 import tiny_gguf
 from inflight.checkpoint.locate import Checkpoint
 from inflight.errors import ConfigError
-from inflight.models.config import read_config
 from inflight.models.layers.rope import RopeConfig, inverse_frequencies
-from inflight.models.llama import weight_shapes
-from inflight.models.loader import Weights, open_weights
+from inflight.models.loader import weight_shapes
+from inflight.models.registry import read_spec
+from inflight.models.stored_weights import Weights, open_weights
 
 
 def open_all(checkpoint: Checkpoint) -> Weights:
-    config = read_config(checkpoint)
+    config = read_spec(checkpoint)
     return open_weights(checkpoint, config, weight_shapes(config))
 
 
@@ -69,7 +69,7 @@ def test_gguf_types_that_only_llama_cpp_writes_are_read(tmp_path: Path, kind: Ki
     changes = {"hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 1}
     original = tiny.random_weights(tiny.SETTINGS | changes)
     path = tiny_gguf.write_gguf(tmp_path / "x.gguf", weights=original, **changes).path
-    config = read_config(Checkpoint(path, "gguf"))
+    config = read_spec(Checkpoint(path, "gguf"))
     block, size = gguf.GGML_QUANT_SIZES[kind]
     data = np.random.default_rng(0).integers(0, 60, (256, 256 // block * size), dtype=np.uint8)
     reader = gguf.GGUFReader(path)
@@ -124,7 +124,7 @@ def test_llama3_scaling_in_a_gguf_file_is_that_of_the_settings(tmp_path: Path) -
     checkpoint = tiny_gguf.write_gguf(
         tmp_path / "x.gguf", extra={"rope_freqs.weight": (plain / scaled).astype(np.float32)}
     )
-    rope = read_config(checkpoint).rope
+    rope = read_spec(checkpoint).rope
     np.testing.assert_allclose(inverse_frequencies(rope, 16, 256)[0], scaled, rtol=1e-6)
     open_all(checkpoint)  # and is not an unexpected tensor
 
@@ -151,11 +151,11 @@ def test_llama3_scaling_in_a_gguf_file_is_that_of_the_settings(tmp_path: Path) -
 def test_scaling_in_a_gguf_file_is_read(
     tmp_path: Path, metadata: dict[str, Any], rope: RopeConfig
 ) -> None:
-    assert read_config(tiny_gguf.write_gguf(tmp_path / "x.gguf", metadata=metadata)).rope == rope
+    assert read_spec(tiny_gguf.write_gguf(tmp_path / "x.gguf", metadata=metadata)).rope == rope
 
 
 def test_a_gguf_file_is_read_in_full(tmp_path: Path) -> None:
-    config = read_config(tiny_gguf.write_gguf(tmp_path / "x.gguf"))
+    config = read_spec(tiny_gguf.write_gguf(tmp_path / "x.gguf"))
     assert (config.vocab_size, config.num_layers, config.head_dim) == (160, 2, 16)
     assert (config.eos_token_ids, config.bos_token_id) == ((2, 3), 1)
     assert not config.tie_word_embeddings
@@ -178,7 +178,7 @@ def test_a_gguf_file_of_another_kind_is_refused_by_name(
     tmp_path: Path, metadata: dict[str, Any], named: str
 ) -> None:
     with pytest.raises(ConfigError, match=named):
-        read_config(tiny_gguf.write_gguf(tmp_path / "x.gguf", metadata=metadata))
+        read_spec(tiny_gguf.write_gguf(tmp_path / "x.gguf", metadata=metadata))
 
 
 @pytest.mark.parametrize(
@@ -194,7 +194,7 @@ def test_bad_rotary_factors_are_refused(
     tmp_path: Path, extra: dict[str, np.ndarray], named: str
 ) -> None:
     with pytest.raises(ConfigError, match=named):
-        read_config(tiny_gguf.write_gguf(tmp_path / "x.gguf", extra=extra))
+        read_spec(tiny_gguf.write_gguf(tmp_path / "x.gguf", extra=extra))
 
 
 def test_missing_tensors_are_named(tmp_path: Path) -> None:

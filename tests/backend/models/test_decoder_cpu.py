@@ -13,11 +13,10 @@ from transformers import AutoModelForCausalLM
 
 import tiny
 from inflight.checkpoint.locate import Checkpoint, locate
-from inflight.models import llama
-from inflight.models.config import read_config
-from inflight.models.kv_cache import KVCache
-from inflight.models.llama import Model
-from inflight_kernels.torch_ops.transformer import plan_attention
+from inflight.models import decoder_cpu
+from inflight.models.decoder_cpu import Decoder
+from inflight.models.registry import read_spec
+from inflight_kernels.torch_ops.transformer import AttentionPlan
 
 BLOCK_SIZE = 4
 PROMPT = [5, 17, 99, 3, 150, 42, 42, 8, 61, 120, 7, 33, 90]
@@ -32,17 +31,17 @@ LLAMA3 = {
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
 
 
-def load(checkpoint: Checkpoint, max_len: int = 64, dtype: torch.dtype = torch.float32) -> Model:
-    return Model(checkpoint, read_config(checkpoint), dtype, max_len, lambda what, done: None)
+def load(checkpoint: Checkpoint, max_len: int = 64, dtype: torch.dtype = torch.float32) -> Decoder:
+    return Decoder(checkpoint, read_spec(checkpoint), dtype, max_len, lambda what, done: None)
 
 
 class Paged:
     """A model with a cache; `run` computes some tokens of some sequences and scores every row."""
 
-    def __init__(self, model: Model, dtype: torch.dtype = torch.float32) -> None:
+    def __init__(self, model: Decoder, dtype: torch.dtype = torch.float32) -> None:
         self.model = model
         self.dtype = dtype
-        self.cache = KVCache(model.config, 64, BLOCK_SIZE, dtype)
+        self.cache = tiny.make_cache(model.spec, 64, BLOCK_SIZE, dtype)
 
     def run(
         self,
@@ -63,7 +62,7 @@ class Paged:
             ]
             starts.append(starts[-1] + end - start)
         ends = np.array([part[2] for part in parts])
-        plan = plan_attention(tables, np.array(starts), ends, BLOCK_SIZE, self.dtype)
+        plan = AttentionPlan(tables, np.array(starts), ends, BLOCK_SIZE, self.dtype)
         with torch.inference_mode():
             logits = self.model.forward(
                 torch.tensor(ids),
@@ -197,13 +196,13 @@ SAMPLED = [[12, 16], [16], [0, 3, 12, 14], [], list(range(17))]
 def gated(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Rows that each MLP was given, from here on."""
     found: list[int] = []
-    silu_mul = llama.ops.silu_mul
+    silu_mul = decoder_cpu.ops.silu_mul
 
     def counted(x: torch.Tensor) -> torch.Tensor:
         found.append(len(x))
         return silu_mul(x)
 
-    monkeypatch.setattr(llama.ops, "silu_mul", counted)
+    monkeypatch.setattr(decoder_cpu.ops, "silu_mul", counted)
     return found
 
 
@@ -239,8 +238,8 @@ def test_who_taps_the_last_layer_gets_all_of_its_rows(
     assert gated == [17, 17]
     assert model.features is not None and model.features.shape == (17, 2 * 64)
     # Norm and head of what came after the last layer are the logits.
-    normed, _ = llama.ops.rms_norm(model.features[:, 64:], model.weights.norm, 1e-5)
-    expected = llama.ops.linear(normed, model.weights.head)
+    normed, _ = decoder_cpu.ops.rms_norm(model.features[:, 64:], model.weights.norm, 1e-5)
+    expected = model.weights.head(normed)
     torch.testing.assert_close(expected, whole, atol=1e-5, rtol=1e-5)
 
 
@@ -269,9 +268,9 @@ def test_the_demo_model_scores_as_transformers_reads_the_same_file() -> None:
 
 def test_progress_rises_to_one(tiny_llama: Checkpoint) -> None:
     seen: list[tuple[str, float]] = []
-    Model(
+    Decoder(
         tiny_llama,
-        read_config(tiny_llama),
+        read_spec(tiny_llama),
         torch.float32,
         16,
         lambda what, done: seen.append((what, done)),

@@ -1,0 +1,95 @@
+"""Settings of a checkpoint, read with a check of type and range."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from inflight.checkpoint.gguf import GgufArray
+from inflight.errors import ConfigError
+
+
+class CheckedFields:
+    """Settings by name. null counts as absent.
+
+    Args:
+        raw: the settings.
+        where: the file, for errors.
+    """
+
+    def __init__(self, raw: dict[str, Any], where: str) -> None:
+        self.where = where
+        self._raw = raw
+
+    def error(self, what: str) -> ConfigError:
+        return ConfigError(f"{self.where}: {what}")
+
+    def __contains__(self, key: str) -> bool:
+        """Whether the key is there, be it as null."""
+        return key in self._raw
+
+    def get(self, key: str, default: Any = None) -> Any:
+        value = self._raw.get(key)
+        return default if value is None else value
+
+    def text(self, key: str) -> str:
+        value = self.get(key)
+        if value is None:
+            raise self.error(f"{key}: is missing")
+        if not isinstance(value, str):
+            raise self.error(f"{key}: {value!r} is not a name")
+        return value
+
+    def count(self, key: str, default: int | None = None) -> int:
+        value = self.get(key, default)
+        if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value < 1 << 31:
+            shown = "differs by layer" if isinstance(value, GgufArray) else repr(value)
+            raise self.error(f"{key}: {shown}; allowed: one whole number, 1 or more")
+        return value
+
+    def number(self, key: str, default: float | None = None, low: float = 1e-30) -> float:
+        value = self.get(key, default)
+        allowed = isinstance(value, int | float) and not isinstance(value, bool)
+        if not allowed or not math.isfinite(value) or value < low:
+            raise self.error(f"{key}: {value!r}; allowed: a finite number above 0")
+        return float(value)
+
+    def flag(self, key: str, default: bool = False) -> bool:
+        value = self.get(key, default)
+        if not isinstance(value, bool):
+            raise self.error(f"{key}: {value!r}; allowed: true, false")
+        return value
+
+    def token_ids(self, *keys: str) -> tuple[int, ...]:
+        """The ids under all of these keys: each holds one, or a list; in order, without repeats."""
+        found: list[int] = []
+        for key in keys:
+            value = self.get(key)
+            for token_id in value if isinstance(value, list) else [value]:
+                if token_id is None:
+                    continue
+                whole = isinstance(token_id, int) and not isinstance(token_id, bool)
+                if not whole or token_id < 0:
+                    raise self.error(f"{token_id!r} is not a token id")
+                found.append(token_id)
+        return tuple(dict.fromkeys(found))
+
+
+def read_json(path: Path) -> CheckedFields:
+    """The settings of a JSON file.
+
+    Raises:
+        ConfigError: unreadable, or not a JSON object.
+    """
+    try:
+        raw = msgspec.json.decode(path.read_bytes())
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read ({error.strerror})") from None
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise ConfigError(f"{path}: not valid JSON ({error})") from None
+    if not isinstance(raw, dict):
+        raise ConfigError(f"{path}: not a JSON object")
+    return CheckedFields(raw, str(path))

@@ -1,0 +1,162 @@
+"""A decoder on the CPU: it walks a model's spec and knows no family.
+
+The forward pass as a list of ops; how each is computed is the ops' affair.
+"""
+
+from __future__ import annotations
+
+from itertools import islice
+
+import torch
+from torch import Tensor
+
+from inflight.checkpoint.locate import Checkpoint
+from inflight.kv.cache import KVCache
+from inflight.models.layers.linear import CpuWeight
+from inflight.models.layers.rope import inverse_frequencies
+from inflight.models.loader import CpuPlacement, LayerWeights, ModelWeights, Progress, load_weights
+from inflight.models.spec import AttentionSpec, ModelSpec, RopeSpec
+from inflight_kernels.torch_ops import transformer as ops
+
+
+class Decoder:
+    """The weights of one model on this machine's CPU, ready to run.
+
+    Args:
+        checkpoint: where the weights are.
+        spec: of the model.
+        dtype: of weights and activations.
+        max_len: the longest sequence: the rotary tables reach that far.
+        progress: called with ("weights", fraction) as layers arrive.
+
+    Attributes:
+        weights: of the model.
+        features: [T, len(aux_layers) * hidden_size], of the last step; None where
+            `set_aux_layers` asks for none.
+
+    Raises:
+        ConfigError: the weights are damaged or do not fit the spec.
+    """
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        spec: ModelSpec,
+        dtype: torch.dtype,
+        max_len: int,
+        progress: Progress,
+    ) -> None:
+        self.spec = spec
+        self.features: Tensor | None = None
+        self._aux_layers: tuple[int, ...] = ()
+        self._ropes = RotaryTables(spec, max_len, dtype)
+        self.weights: ModelWeights[CpuWeight] = load_weights(
+            checkpoint, spec, CpuPlacement(dtype), progress
+        )
+
+    def set_aux_layers(self, layers: tuple[int, ...]) -> None:
+        """Keep the hidden states before these layers, after the last one where that is their
+        number: side by side, in `features`.
+        """
+        self._aux_layers = layers
+
+    def forward(
+        self,
+        token_ids: Tensor,
+        positions: Tensor,
+        slot_mapping: Tensor,
+        plan: ops.AttentionPlan,
+        sample_rows: Tensor,
+        cache: KVCache,
+        num_layers: int | None = None,
+    ) -> Tensor:
+        """Write the keys and values of T tokens into the cache and compute the logits of some.
+
+        Args:
+            token_ids, positions, slot_mapping: [T] int64.
+            plan: of the attention over the cache.
+            sample_rows: [s] int64, the rows that get logits.
+            cache: of all layers; changed in place.
+            num_layers: the first so many alone, then the norm and the head; None for all.
+
+        Returns:
+            Logits [s, vocab_size] float32.
+        """
+        spec, weights = self.spec, self.weights
+        eps, last = spec.norm_eps, (num_layers or spec.num_layers) - 1
+        aux_layers = self._aux_layers if num_layers is None else ()
+        # Keys and values apart, these rows are all that the last layer is computed for.
+        kept = None if spec.num_layers in aux_layers else sample_rows
+        ropes = self._ropes.at(positions)
+        x = ops.embedding(token_ids, weights.embedding)
+        residual: Tensor | None = None
+        aux: dict[int, Tensor] = {}
+        layers = zip(spec.layers, weights.layers, cache.layers, strict=True)
+        for index, (layer, own, (k_cache, v_cache)) in enumerate(islice(layers, last + 1)):
+            x, residual = ops.rms_norm(x, own.attention_norm, eps, residual)
+            if index in aux_layers:
+                aux[index] = residual
+            q, k, v = project(x, layer.attention, own, eps, *ropes[layer.attention.rope])
+            ops.write_kv(k, v, k_cache, v_cache, slot_mapping)
+            if index == last and kept is not None and not len(kept):
+                break
+            visible = plan.within(layer.attention.window)
+            x = ops.attend(q, k_cache, v_cache, visible, layer.attention.scale)
+            if index == last and kept is not None:
+                x, residual = x.index_select(0, kept), residual.index_select(0, kept)
+            x, residual = ops.rms_norm(own.out(x), own.mlp_norm, eps, residual)
+            x = own.down(ops.silu_mul(own.gate_up(x)))
+        assert residual is not None
+        if kept is None:
+            aux[spec.num_layers] = x + residual
+            x, residual = x.index_select(0, sample_rows), residual.index_select(0, sample_rows)
+        if aux_layers:
+            self.features = torch.cat([aux[layer] for layer in aux_layers], -1)
+        if not len(sample_rows):
+            return torch.empty(0, spec.vocab_size)
+        x, _ = ops.rms_norm(x, weights.norm, eps, residual)
+        return weights.head(x).float()
+
+
+class RotaryTables:
+    """cos and sin of each of a model's rotary embeddings.
+
+    Args:
+        spec: of the model.
+        max_len: positions.
+        dtype: of activations.
+    """
+
+    def __init__(self, spec: ModelSpec, max_len: int, dtype: torch.dtype) -> None:
+        self._tables: dict[RopeSpec, tuple[Tensor, Tensor]] = {}
+        for attention in spec.attentions:
+            frequencies, factor = inverse_frequencies(attention.rope, attention.head_dim, max_len)
+            tables = ops.rotary_tables(frequencies, max_len, factor, dtype)
+            self._tables[attention.rope] = tables
+
+    def at(self, positions: Tensor) -> dict[RopeSpec, tuple[Tensor, Tensor]]:
+        """The rows [T, head_dim] of these positions [T]."""
+        return {
+            rope: (cos.index_select(0, positions), sin.index_select(0, positions))
+            for rope, (cos, sin) in self._tables.items()
+        }
+
+
+def project(
+    x: Tensor,
+    attention: AttentionSpec,
+    weights: LayerWeights[CpuWeight],
+    eps: float,
+    cos: Tensor,
+    sin: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Normed hidden states [T, hidden_size] -> q [T, H, D], k and v [T, G, D], q and k rotated."""
+    heads = weights.qkv(x).view(len(x), -1, attention.head_dim)
+    num_heads, num_qk = attention.num_heads, attention.num_heads + attention.num_kv_heads
+    qk, v = heads[:, :num_qk], heads[:, num_qk:]
+    if weights.q_norm is not None and weights.k_norm is not None:
+        q, _ = ops.rms_norm(qk[:, :num_heads], weights.q_norm, eps)
+        k, _ = ops.rms_norm(qk[:, num_heads:], weights.k_norm, eps)
+        qk = torch.cat((q, k), 1)
+    qk = ops.rotary(qk, cos, sin)
+    return qk[:, :num_heads], qk[:, num_heads:], v

@@ -1,0 +1,112 @@
+"""What an EAGLE-3 head is, read from its settings (see `eagle3`)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from inflight.checkpoint.checked_fields import CheckedFields, read_json
+from inflight.checkpoint.locate import Checkpoint
+from inflight.errors import ConfigError
+from inflight.models.registry import all_families, spec_of
+from inflight.models.settings import of_config
+from inflight.models.spec import ModelSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Eagle3Spec:
+    """The shape of an EAGLE-3 head (see `models.eagle3`).
+
+    Attributes:
+        layer: the head's own, as a model of one layer: num_layers is 1, vocab_size the target's.
+        draft_vocab_size: tokens that it can draft.
+        target_hidden_size: of the model that it was trained for.
+        aux_layers: the hidden states that it sees: those before these layers of the target, or
+            after the last one where that is their number.
+        norm_before_residual: whether what its norm makes of them goes around the layer, instead of
+            they themselves.
+    """
+
+    layer: ModelSpec
+    draft_vocab_size: int
+    target_hidden_size: int
+    aux_layers: tuple[int, ...]
+    norm_before_residual: bool = False
+
+
+def read_eagle3_spec(checkpoint: Checkpoint, target: ModelSpec) -> Eagle3Spec:
+    """Read and check the settings of an EAGLE-3 head, in either of its public forms.
+
+    The form of its authors, and of SGLang (python/sglang/srt/models/llama_eagle3.py), is a llama's
+    config.json with draft_vocab_size, where the layers to look at may stand in `eagle_config`: by
+    the number of the layer whose output it is, one less than ours. The form of vLLM's speculators
+    (vllm/transformers_utils/configs/speculators/algos.py) has the llama's settings in
+    `transformer_layer_config`; its layers are counted as ours.
+
+    Raises:
+        ConfigError: unreadable, of another kind, or for another model than the target.
+    """
+    if checkpoint.format != "huggingface":
+        raise ConfigError(
+            f"{checkpoint.path}: a drafter eagle3 is read from a folder with a config.json"
+        )
+    path = checkpoint.path / "config.json"
+    outer = read_json(path)
+    nested = outer.get("transformer_layer_config")
+    raw = CheckedFields(nested, f"{path}: transformer_layer_config") if nested else outer
+    names = outer.get("architectures") or []
+    kind = outer.get("speculators_model_type", "eagle3")
+    if kind != "eagle3" or (names and not any("eagle3" in str(name).lower() for name in names)):
+        raise outer.error(
+            f"{names or kind} is not an EAGLE-3 head; allowed: LlamaForCausalLMEagle3"
+        )
+    if raw.get("model_type", "llama") != "llama":
+        raise raw.error(
+            f"the architecture {raw.get('model_type')!r} is not supported; allowed: llama"
+        )
+    model = spec_of(all_families()["llama"], of_config(raw))
+    for field in ("attention_bias", "mlp_bias"):
+        if raw.flag(field):
+            raise raw.error(f"{field}: true is not supported; allowed: false")
+    layer = replace(model, layers=model.layers[:1])
+    if layer.vocab_size != target.vocab_size:
+        raise raw.error(
+            f"vocab_size: {layer.vocab_size}; the model's own is {target.vocab_size}, and the head "
+            "must have been trained for that one"
+        )
+    target_hidden_size = outer.count("target_hidden_size", layer.hidden_size)
+    if target_hidden_size != target.hidden_size:
+        raise outer.error(
+            f"the head is for a hidden_size of {target_hidden_size}; the model has "
+            f"{target.hidden_size}"
+        )
+    draft_vocab_size = outer.count("draft_vocab_size", layer.vocab_size)
+    if draft_vocab_size > layer.vocab_size:
+        raise outer.error(
+            f"draft_vocab_size: {draft_vocab_size}; allowed: up to vocab_size ({layer.vocab_size})"
+        )
+    return Eagle3Spec(
+        layer=layer,
+        draft_vocab_size=draft_vocab_size,
+        target_hidden_size=target_hidden_size,
+        aux_layers=_aux_layers(outer, target.num_layers),
+        norm_before_residual=outer.flag("norm_before_residual", nested is not None),
+    )
+
+
+def _aux_layers(raw: CheckedFields, num_layers: int) -> tuple[int, ...]:
+    key = "eagle_aux_hidden_state_layer_ids"
+    aux_layers = raw.get(key)
+    if aux_layers is None:
+        inner = raw.get("eagle_config") or {}
+        if not inner.get("use_aux_hidden_state", True):
+            raise raw.error("eagle_config: use_aux_hidden_state: false is not supported")
+        ids = inner.get(key)
+        # The default of the head's authors, who say so in code alone.
+        aux_layers = [2, num_layers // 2, num_layers - 3] if ids is None else [i + 1 for i in ids]
+    whole = isinstance(aux_layers, list) and all(isinstance(tap, int) for tap in aux_layers)
+    if not whole or not aux_layers or not all(0 <= tap <= num_layers for tap in aux_layers):
+        raise raw.error(
+            f"{key}: the hidden states before the layers {aux_layers} are not there; "
+            f"the model has {num_layers} layers"
+        )
+    return tuple(aux_layers)

@@ -1,0 +1,179 @@
+"""What a family of models is, and what its settings have in common with the others'.
+
+A family says which checkpoints are its own, how their settings become a `ModelSpec`, and how files
+name its tensors. Each family is a module of `families` with a constant FAMILY.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from inflight.checkpoint.checked_fields import CheckedFields
+from inflight.models.spec import AttentionSpec, LayerSpec, MlpSpec, ModelSpec, RopeSpec
+
+Format = Literal["gguf", "huggingface"]
+
+Slot = tuple[str, str]
+"""A tensor of a layer by its names without the kind: in a Hugging Face folder, in a GGUF file."""
+
+TENSORS: Mapping[str, Slot] = {
+    "attention_norm": ("input_layernorm", "attn_norm"),
+    "q": ("self_attn.q_proj", "attn_q"),
+    "k": ("self_attn.k_proj", "attn_k"),
+    "v": ("self_attn.v_proj", "attn_v"),
+    "q_norm": ("self_attn.q_norm", "attn_q_norm"),
+    "k_norm": ("self_attn.k_norm", "attn_k_norm"),
+    "out": ("self_attn.o_proj", "attn_output"),
+    "mlp_norm": ("post_attention_layernorm", "ffn_norm"),
+    "gate": ("mlp.gate_proj", "ffn_gate"),
+    "up": ("mlp.up_proj", "ffn_up"),
+    "down": ("mlp.down_proj", "ffn_down"),
+}
+"""The slots of a layer, under Llama's names, which most families took over."""
+
+_GGUF_KEYS = {
+    "hidden_size": "embedding_length",
+    "intermediate_size": "feed_forward_length",
+    "num_hidden_layers": "block_count",
+    "num_attention_heads": "attention.head_count",
+    "num_key_value_heads": "attention.head_count_kv",
+    "head_dim": "attention.key_length",
+    "rms_norm_eps": "attention.layer_norm_rms_epsilon",
+    "max_position_embeddings": "context_length",
+    "sliding_window": "attention.sliding_window",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """A checkpoint's settings, and what of them every family reads alike.
+
+    Attributes:
+        fields: as the checkpoint names them.
+        format: of the checkpoint.
+        rope: the rotary embedding.
+        vocab_size: of embedding and head.
+        tie_word_embeddings: whether the head is the embedding.
+        eos_token_ids, bos_token_id: see ModelSpec.
+        tensors: names in a GGUF file, where the settings are silent about some of them.
+    """
+
+    fields: CheckedFields
+    format: Format
+    rope: RopeSpec
+    vocab_size: int
+    tie_word_embeddings: bool
+    eos_token_ids: tuple[int, ...] = ()
+    bos_token_id: int | None = None
+    tensors: Collection[str] = ()
+
+    def key(self, name: str) -> str:
+        """The checkpoint's own name of what config.json calls `name`."""
+        return _GGUF_KEYS.get(name, name) if self.format == "gguf" else name
+
+    def count(self, name: str, default: int | None = None) -> int:
+        return self.fields.count(self.key(name), default)
+
+    @property
+    def num_layers(self) -> int:
+        return self.count("num_hidden_layers")
+
+    @property
+    def max_position_embeddings(self) -> int:
+        default = 2048 if self.format == "huggingface" else None
+        return self.count("max_position_embeddings", default)
+
+    def has_bias(self, flag: str, slot: str) -> bool:
+        """Whether projections have a bias: config.json says so, GGUF files just have it.
+
+        Args:
+            flag: the key of config.json.
+            slot: one of these projections, see TENSORS.
+        """
+        if self.format == "gguf":
+            return f"blk.0.{TENSORS[slot][1]}.bias" in self.tensors
+        return self.fields.flag(flag)
+
+    def attention(self, **variants: Any) -> AttentionSpec:
+        """The attention that the settings describe, with the family's own variants."""
+        num_heads = self.count("num_attention_heads")
+        return AttentionSpec(
+            num_heads=num_heads,
+            num_kv_heads=self.count("num_key_value_heads", num_heads),
+            head_dim=self.count("head_dim", self.count("hidden_size") // num_heads),
+            rope=self.rope,
+            **variants,
+        )
+
+    def mlp(self, **variants: Any) -> MlpSpec:
+        return MlpSpec(self.count("intermediate_size"), **variants)
+
+    def window(self, default: int | None = None) -> int:
+        """The sliding window; 0 for none, or for one that no sequence outgrows.
+
+        Args:
+            default: where a config.json has no such key. null says that there is no window.
+        """
+        key = self.key("sliding_window")
+        window = self.fields.get(key)
+        if window is None and self.format == "huggingface" and key not in self.fields:
+            window = default
+        if not window:
+            return 0
+        window = self.fields.count(key, window)
+        return window if window < self.max_position_embeddings else 0
+
+    def layer_types(self, is_sliding: Callable[[int], bool]) -> list[bool]:
+        """Of each layer whether its attention has the window: as config.json lists it, or else by
+        the family's rule."""
+        listed = self.fields.get("layer_types")
+        if listed is None:
+            return [is_sliding(index) for index in range(self.num_layers)]
+        known = {"full_attention": False, "sliding_attention": True}
+        whole = isinstance(listed, list) and len(listed) == self.num_layers
+        if not whole or not all(kind in known for kind in listed):
+            raise self.fields.error(
+                f"layer_types: {listed!r}; allowed: {' or '.join(known)} for each of "
+                f"{self.num_layers} layers"
+            )
+        return [known[kind] for kind in listed]
+
+    def model(self, family: str, layers: tuple[LayerSpec, ...]) -> ModelSpec:
+        eps = self.fields.number(
+            self.key("rms_norm_eps"), 1e-6 if self.format == "huggingface" else None
+        )
+        return ModelSpec(
+            family=family,
+            vocab_size=self.vocab_size,
+            hidden_size=self.count("hidden_size"),
+            layers=layers,
+            norm_eps=eps,
+            max_position_embeddings=self.max_position_embeddings,
+            tie_word_embeddings=self.tie_word_embeddings,
+            eos_token_ids=self.eos_token_ids,
+            bos_token_id=self.bos_token_id,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """Models whose checkpoints are read alike.
+
+    Attributes:
+        name: of the family.
+        layers: from a checkpoint's settings to its layers.
+        model_types: what config.json calls it.
+        gguf_architectures: what `general.architecture` calls it.
+        tensors: names of a layer's tensors by slot.
+        rope_pairs: formats in which q and k are ordered for a rotation of neighbours; `rotary` and
+            the kernels rotate halves. No file states this.
+    """
+
+    name: str
+    layers: Callable[[Settings], list[LayerSpec]]
+    model_types: tuple[str, ...] = ()
+    gguf_architectures: tuple[str, ...] = ()
+    tensors: Mapping[str, Slot] = field(default_factory=lambda: TENSORS)
+    rope_pairs: tuple[Format, ...] = ()

@@ -1,0 +1,126 @@
+"""Weights of linear layers in 16 or 32 bits, as a CPU and a GPU multiply with them.
+
+On a GPU, shapes are those of `layers.linear`: T tokens that count, in buffers of more rows. Our own
+kernels are taken where they are faster, cuBLAS elsewhere.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from inflight.models.layers.linear import INVARIANT_ROWS
+from inflight_kernels.ops import activation, gemm, skinny_gemm
+from inflight_kernels.ops.activation import silu_mul
+from inflight_kernels.runtime.launch import num_multiprocessors
+from inflight_kernels.torch_ops import transformer as ops
+
+
+def kernels_of(
+    weight_shape: tuple[int, int],
+    dtype: torch.dtype,
+    out_dtype: torch.dtype,
+    gated: bool,
+    max_tokens: int,
+    batch_invariant: bool,
+) -> list[tuple[str, str]]:
+    """Stem and name of the kernels of ours that `CudaLinear` may launch for a weight.
+
+    Args:
+        weight_shape: n, k.
+        dtype: of x and the weight.
+        out_dtype: of the result.
+        gated: whether the weight is gate | up.
+        max_tokens: T at most.
+        batch_invariant: see `CudaLinear`.
+    """
+    found = activation.kernels_of(dtype) if gated else []
+    if not batch_invariant:
+        found += gemm.kernels_of(weight_shape, dtype, out_dtype, gated, max_tokens)
+        if skinny_gemm.prefers(1, *weight_shape):
+            found += skinny_gemm.kernels_of(
+                weight_shape, dtype, out_dtype, gated, num_multiprocessors()
+            )
+    return found
+
+
+class CpuLinear:
+    """A weight on the CPU, in the layout that it multiplies fastest with.
+
+    Args:
+        weight: [n, k]; not kept.
+        bias: [n], or None.
+    """
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        self._weight = ops.pack(weight)
+        self._bias = bias
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x [T, k] -> [T, n]."""
+        return ops.linear(x, self._weight, self._bias)
+
+
+class CudaLinear:
+    """A weight on a GPU.
+
+    Args:
+        weight: [n, k].
+        bias: [n], or None.
+        batch_invariant: one kernel, and tiles of one size, whatever the number of tokens.
+    """
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, batch_invariant: bool) -> None:
+        self.weight = weight
+        self._bias = bias
+        self._batch_invariant = batch_invariant
+
+    def product(self, x: Tensor, out: Tensor, num_tokens: int) -> None:
+        weight, bias = self.weight, self._bias
+        widens = out.dtype != x.dtype
+        n, k = weight.shape
+        if self._uses_skinny_gemm(num_tokens):
+            taken, target = x[:num_tokens], out[:num_tokens]
+            skinny_gemm.linear(taken, weight, bias, out=target, pdl=True)
+        elif not self._batch_invariant and gemm.prefers(num_tokens, n, k, False, widens):
+            gemm.linear(x[:num_tokens], weight, bias, out=out[:num_tokens], pdl=True)
+        else:
+            for rows in self._tiles(num_tokens):
+                if widens:
+                    torch.mm(x[rows], weight.t(), out_dtype=out.dtype, out=out[rows])
+                elif bias is None:
+                    torch.mm(x[rows], weight.t(), out=out[rows])
+                else:
+                    torch.addmm(bias, x[rows], weight.t(), out=out[rows])
+
+    def add(self, x: Tensor, total: Tensor, num_tokens: int) -> None:
+        weight, bias = self.weight, self._bias
+        if self._uses_skinny_gemm(num_tokens):
+            target = total[:num_tokens]
+            skinny_gemm.linear(x[:num_tokens], weight, bias, target, out=target, pdl=True)
+            return
+        for rows in self._tiles(num_tokens):
+            total[rows].addmm_(x[rows], weight.t())
+            if bias is not None:
+                total[rows].add_(bias)
+
+    def gated(self, x: Tensor, gate_up: Tensor, out: Tensor, num_tokens: int) -> None:
+        n, k = self.weight.shape
+        taken, target = x[:num_tokens], out[:num_tokens]
+        if self._uses_skinny_gemm(num_tokens):
+            skinny_gemm.linear(taken, self.weight, self._bias, out=target, gated=True, pdl=True)
+        elif not self._batch_invariant and gemm.prefers(num_tokens, n, k, True, False):
+            gemm.linear(taken, self.weight, self._bias, out=target, gated=True, pdl=True)
+        else:
+            self.product(x, gate_up, num_tokens)
+            silu_mul(gate_up[:num_tokens], out=target, pdl=True)
+
+    def _uses_skinny_gemm(self, num_tokens: int) -> bool:
+        n, k = self.weight.shape
+        return not self._batch_invariant and skinny_gemm.prefers(num_tokens, n, k)
+
+    def _tiles(self, num_tokens: int) -> list[slice]:
+        if not self._batch_invariant:
+            return [slice(0, num_tokens)]
+        starts = range(0, num_tokens, INVARIANT_ROWS)
+        return [slice(first, first + INVARIANT_ROWS) for first in starts]

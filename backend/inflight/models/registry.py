@@ -1,0 +1,82 @@
+"""The families of models, and which of them a checkpoint belongs to."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from functools import cache
+
+from inflight.checkpoint.checked_fields import read_json
+from inflight.checkpoint.gguf import GgufFile
+from inflight.checkpoint.locate import Checkpoint
+from inflight.errors import ConfigError
+from inflight.models import families, settings
+from inflight.models.family import Family, Settings
+from inflight.models.spec import ModelSpec
+
+
+@cache
+def all_families() -> dict[str, Family]:
+    """Every module of `families` is one, by its name."""
+    modules = pkgutil.iter_modules(families.__path__, f"{families.__name__}.")
+    found = [importlib.import_module(module.name).FAMILY for module in modules]
+    return {family.name: family for family in found}
+
+
+def family_of(spec: ModelSpec) -> Family:
+    return all_families()[spec.family]
+
+
+def read_spec(checkpoint: Checkpoint) -> ModelSpec:
+    """Read and check the settings of a checkpoint's model; its weights stay where they are.
+
+    Raises:
+        ConfigError: unreadable, inconsistent, or of a kind that this engine does not run.
+    """
+    if checkpoint.format == "gguf":
+        file = GgufFile(checkpoint.path)
+        name = file.metadata.get("general.architecture")
+        family = _find(name, {a: f for f in _families() for a in f.gguf_architectures}, file.path)
+        return spec_of(family, settings.of_gguf(file))
+    fields = read_json(checkpoint.path / "config.json")
+    family = _find(
+        fields.text("model_type"), {t: f for f in _families() for t in f.model_types}, fields.where
+    )
+    return spec_of(family, settings.of_folder(checkpoint.path))
+
+
+def spec_of(family: Family, found: Settings) -> ModelSpec:
+    """The model that the settings of a family's checkpoint describe.
+
+    Raises:
+        ConfigError: the settings are inconsistent, or ask for what is not supported.
+    """
+    spec = found.model(family.name, tuple(family.layers(found)))
+    for attention in spec.attentions:
+        if attention.num_heads % attention.num_kv_heads:
+            raise found.fields.error(
+                f"{attention.num_heads} attention heads cannot share {attention.num_kv_heads} "
+                "key-value heads evenly"
+            )
+        head_dim, divisors = attention.head_dim, attention.rope.divisors
+        if head_dim % 2:
+            raise found.fields.error(f"head_dim {head_dim} is odd: its columns rotate in pairs")
+        if divisors is not None and len(divisors) != head_dim // 2:
+            raise found.fields.error(
+                f"rope_freqs.weight has {len(divisors)} values for {head_dim // 2} frequencies"
+            )
+    # A checkpoint's own id that lies outside the vocabulary can never be sampled: harmless.
+    return spec
+
+
+def _families() -> list[Family]:
+    return list(all_families().values())
+
+
+def _find(name: object, families: dict[str, Family], where: object) -> Family:
+    found = families.get(str(name))
+    if found is None:
+        raise ConfigError(
+            f"{where}: the architecture {name!r} is not supported; allowed: {', '.join(families)}"
+        )
+    return found

@@ -1,0 +1,189 @@
+"""What a model is: shapes and variants of its layers, as data. A family of models is a function
+that fills this in from a checkpoint's settings; the decoders walk it and know no family.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from inflight.config import Dtype, EngineConfig
+from inflight.errors import ConfigError
+from inflight.kv.layout import KVGroup, KVLayout
+
+RopeType = Literal["default", "linear", "dynamic", "yarn", "llama3"]
+
+
+@dataclass(frozen=True, slots=True)
+class RopeSpec:
+    """Parameters of the rotary embedding (arXiv:2104.09864).
+
+    Attributes:
+        theta: base of the geometric series of wavelengths.
+        type: how the series is changed for long contexts.
+        factor: by how much the context grows.
+        original_max_position: the trained context (dynamic, yarn, llama3).
+        low_freq_factor, high_freq_factor: llama3: wavelengths above original / low are divided by
+            the factor, those below original / high are kept, between them it is interpolated.
+        attention_factor: yarn: multiplies cos and sin; None derives it from the factor.
+        beta_fast, beta_slow: yarn: rotations over the trained context between which to interpolate.
+        mscale, mscale_all_dim: yarn: shape the derived attention factor when both are set.
+        truncate: yarn: round the bounds of the interpolation to whole columns.
+        divisors: one per frequency, when the checkpoint carries them (GGUF's rope_freqs).
+    """
+
+    theta: float = 10000.0
+    type: RopeType = "default"
+    factor: float = 1.0
+    original_max_position: int = 0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    attention_factor: float | None = None
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    mscale: float = 0.0
+    mscale_all_dim: float = 0.0
+    truncate: bool = True
+    divisors: tuple[float, ...] | None = None
+
+    def max_context(self, trained: int) -> int:
+        """Tokens that it can tell apart, of a model with this trained context."""
+        if self.type in ("linear", "dynamic"):
+            return int(trained * self.factor)
+        if self.type == "yarn":
+            return max(trained, int(self.original_max_position * self.factor))
+        return trained
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionSpec:
+    """Grouped-query attention of one layer (arXiv:2305.13245).
+
+    Attributes:
+        num_heads, num_kv_heads, head_dim: H, G and D.
+        rope: of queries and keys.
+        window: tokens that a query sees, its own included; 0 for all before it.
+        qkv_bias, out_bias: whether those projections have one.
+        qk_norm: whether each head of q and k has an RMS norm before it is rotated.
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rope: RopeSpec
+    window: int = 0
+    qkv_bias: bool = False
+    out_bias: bool = False
+    qk_norm: bool = False
+
+    @property
+    def q_width(self) -> int:
+        return self.num_heads * self.head_dim
+
+    @property
+    def kv_width(self) -> int:
+        return self.num_kv_heads * self.head_dim
+
+    @property
+    def scale(self) -> float:
+        """Of the scores, before the softmax."""
+        return float(self.head_dim**-0.5)
+
+
+@dataclass(frozen=True, slots=True)
+class MlpSpec:
+    """SwiGLU (arXiv:2002.05202): down(silu(gate(x)) * up(x)).
+
+    Attributes:
+        width: of gate and up.
+        bias: whether all three have one.
+    """
+
+    width: int
+    bias: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class LayerSpec:
+    """One block: x += attention(norm(x)); x += mlp(norm(x))."""
+
+    attention: AttentionSpec
+    mlp: MlpSpec
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSpec:
+    """One model. Sizes are in elements.
+
+    Attributes:
+        family: name of its family (see `registry`).
+        norm_eps: added to the mean of squares in each RMS norm.
+        max_position_embeddings: the context that the checkpoint states.
+        eos_token_ids: each of them ends a text.
+        bos_token_id: begins a text; None when the model has none.
+    """
+
+    family: str
+    vocab_size: int
+    hidden_size: int
+    layers: tuple[LayerSpec, ...]
+    norm_eps: float
+    max_position_embeddings: int
+    tie_word_embeddings: bool = False
+    eos_token_ids: tuple[int, ...] = ()
+    bos_token_id: int | None = None
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.layers)
+
+    @property
+    def attentions(self) -> tuple[AttentionSpec, ...]:
+        """The different ones among the layers'."""
+        return tuple(dict.fromkeys(layer.attention for layer in self.layers))
+
+    @property
+    def matrix_elements_per_layer(self) -> int:
+        """Elements of the matrices of a layer, in the mean."""
+        total = 0
+        for layer in self.layers:
+            attention = layer.attention
+            heads = 2 * (attention.q_width + attention.kv_width)
+            total += self.hidden_size * (heads + 3 * layer.mlp.width)
+        return total // len(self.layers)
+
+    @property
+    def max_context(self) -> int:
+        """Tokens that the rotary embedding can tell apart: the trained context, stretched."""
+        trained = self.max_position_embeddings
+        return min(attention.rope.max_context(trained) for attention in self.attentions)
+
+    def max_model_len(self, config: EngineConfig) -> int:
+        """The longest sequence that an engine with these settings runs.
+
+        Raises:
+            ConfigError: the setting asks for more than the model can do.
+        """
+        if config.max_model_len is None:
+            return self.max_position_embeddings
+        if config.max_model_len > self.max_context:
+            raise ConfigError(
+                f"max_model_len: {config.max_model_len} is more than the model's context; "
+                f"allowed: up to {self.max_context}"
+            )
+        return config.max_model_len
+
+    def kv_layout(self, dtype: Dtype) -> KVLayout:
+        """What its layers keep in the KV cache, in this type."""
+        members: dict[tuple[int, int, int], list[int]] = {}
+        for index, layer in enumerate(self.layers):
+            attention = layer.attention
+            shape = (attention.num_kv_heads, attention.head_dim, attention.window)
+            members.setdefault(shape, []).append(index)
+        return KVLayout(
+            tuple(
+                KVGroup(tuple(layers), heads, head_dim, head_dim, window)
+                for (heads, head_dim, window), layers in members.items()
+            ),
+            dtype,
+        )

@@ -1,0 +1,228 @@
+"""A checkpoint's tensors by Hugging Face's names, whichever format they come in."""
+
+from __future__ import annotations
+
+import re
+import zlib
+from collections.abc import Callable, Collection, Mapping
+from pathlib import Path
+from typing import Protocol
+
+import gguf
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from inflight.checkpoint import safetensors
+from inflight.checkpoint.gguf import GgufFile, GgufTensor
+from inflight.checkpoint.locate import Checkpoint
+from inflight.checkpoint.safetensors import StoredTensor
+from inflight.errors import ConfigError
+from inflight.models.family import Family
+from inflight.models.registry import family_of
+from inflight.models.spec import ModelSpec
+
+Progress = Callable[[str, float], None]
+Shape = tuple[int, ...]
+
+_STORED_DTYPES = {
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "BOOL": torch.bool,
+}
+
+# Blocks that gguf's numpy code works on at once: its temporaries then stay in the CPU's cache,
+# eight times faster than its own choice of sixteen rows.
+_BLOCKS_AT_ONCE = 4096
+_ROWS_AT_ONCE = 16  # how gguf groups the rows it is given
+
+_GGUF_NAMES = {
+    "token_embd.weight": "model.embed_tokens.weight",
+    "output_norm.weight": "model.norm.weight",
+    "output.weight": "lm_head.weight",
+}
+_GGUF_LAYER = re.compile(r"blk\.(\d{1,6})\.(\w+)\.(weight|bias)")
+
+
+class Weights(Protocol):
+    """Tensors that are read when asked for; `read` may run in several threads."""
+
+    shapes: dict[str, Shape]
+
+    def read(self, name: str) -> Tensor:
+        """In the type it is stored in (float32 if quantised); may alias the file: never write."""
+
+
+def open_weights(
+    checkpoint: Checkpoint,
+    spec: ModelSpec,
+    expected: Mapping[str, Shape],
+    device: torch.device | str = "cpu",
+) -> Weights:
+    """Open a checkpoint and hold what is there against what the model needs.
+
+    Args:
+        checkpoint: where.
+        spec: its model.
+        expected: name -> shape of every tensor that the model will read.
+        device: where weights are drawn, if they are.
+
+    Raises:
+        ConfigError: a damaged file; missing or unexpected tensors, or shapes that differ, by name.
+    """
+    if checkpoint.random_weights:
+        return RandomWeights(expected, device)
+    weights: Weights
+    if checkpoint.format == "gguf":
+        weights = _GgufWeights(checkpoint.path, spec)
+    else:
+        stored = safetensors.read_folder(checkpoint.path)
+        # Old checkpoints carry the rotary frequencies, which follow from the settings.
+        weights = StoredWeights(
+            {name: stored[name] for name in stored if not name.endswith(".rotary_emb.inv_freq")}
+        )
+    ignored = {"lm_head.weight"} if spec.tie_word_embeddings else set()
+    check_shapes(checkpoint.path, weights.shapes, expected, ignored)
+    return weights
+
+
+def check_shapes(
+    path: Path,
+    found: Mapping[str, Shape],
+    expected: Mapping[str, Shape],
+    ignored: Collection[str] = (),
+) -> None:
+    """Hold the tensors of a checkpoint against those that a model needs.
+
+    Args:
+        path: of the checkpoint, for the error.
+        found: name -> shape of what is there.
+        expected: the same of what is needed.
+        ignored: may be there, and is not needed.
+
+    Raises:
+        ConfigError: missing or unexpected tensors, or shapes that differ, by name.
+    """
+    _refuse(path, "lacks tensors", [name for name in expected if name not in found])
+    _refuse(
+        path,
+        "has tensors that this architecture does not use",
+        [name for name in found if name not in expected and name not in ignored],
+    )
+    _refuse(
+        path,
+        "has tensors of shapes that its settings do not imply",
+        [
+            f"{name} {list(found[name])} instead of {list(shape)}"
+            for name, shape in expected.items()
+            if found[name] != shape
+        ],
+    )
+
+
+def _refuse(path: Path, what: str, names: list[str]) -> None:
+    if names:
+        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+        raise ConfigError(f"{path}: {what}: {', '.join(names[:3])}{more}")
+
+
+class RandomWeights:
+    """Normal with a deviation of 0.02, as models begin their training; norms 1, biases 0."""
+
+    def __init__(self, shapes: Mapping[str, Shape], device: torch.device | str) -> None:
+        self.shapes = dict(shapes)
+        self._device = torch.device(device)
+
+    def read(self, name: str) -> Tensor:
+        shape = self.shapes[name]
+        if name.endswith(".bias"):
+            return torch.zeros(shape, device=self._device)
+        if len(shape) == 1:
+            return torch.ones(shape, device=self._device)
+        # By name: the same weights in whatever order, and from however many threads, they are read.
+        generator = torch.Generator(self._device).manual_seed(zlib.crc32(name.encode()))
+        drawn = torch.empty(shape, dtype=torch.bfloat16, device=self._device)
+        return drawn.normal_(0.0, 0.02, generator=generator)
+
+
+class StoredWeights:
+    """Tensors of safetensors files, by whatever names."""
+
+    def __init__(self, stored: Mapping[str, StoredTensor]) -> None:
+        self._stored = stored
+        self.shapes = {name: tensor.shape for name, tensor in stored.items()}
+
+    def read(self, name: str) -> Tensor:
+        stored = self._stored[name]
+        data = stored.data
+        if data.ctypes.data % 8:  # the format does not promise aligned data
+            data = data.copy()
+        return torch.from_numpy(data).view(_STORED_DTYPES[stored.dtype]).view(stored.shape)
+
+
+class _GgufWeights:
+    """The tensors of a GGUF file by Hugging Face's names, q and k in the order of halves."""
+
+    def __init__(self, path: Path, spec: ModelSpec) -> None:
+        family = family_of(spec)
+        self._path = path
+        self._spec = spec
+        self._stored: dict[str, GgufTensor] = {}
+        self._pairs: dict[str, int] = {}  # tensors to put in order, and how many heads they have
+        names = {gguf_name: slot for slot, (_, gguf_name) in family.tensors.items()}
+        for gguf_name, tensor in GgufFile(path).tensors.items():
+            if gguf_name == "rope_freqs.weight":  # part of the settings
+                continue
+            name = _GGUF_NAMES.get(gguf_name, gguf_name)
+            match = _GGUF_LAYER.fullmatch(gguf_name)
+            if match and match[2] in names:
+                slot, layer = names[match[2]], int(match[1])
+                name = f"model.layers.{layer}.{family.tensors[slot][0]}.{match[3]}"
+                self._note_pairs(family, slot, layer, name)
+            self._stored[name] = tensor
+        self.shapes = {name: tensor.shape for name, tensor in self._stored.items()}
+
+    def _note_pairs(self, family: Family, slot: str, layer: int, name: str) -> None:
+        if "gguf" not in family.rope_pairs or layer >= self._spec.num_layers:
+            return
+        attention = self._spec.layers[layer].attention
+        heads = {"q": attention.num_heads, "k": attention.num_kv_heads, "q_norm": 1, "k_norm": 1}
+        if slot in heads:
+            self._pairs[name] = heads[slot]
+
+    def read(self, name: str) -> Tensor:
+        values = self._dequantize(name)
+        if name in self._pairs:
+            values = _halves_from_pairs(values, self._pairs[name])
+        return torch.from_numpy(values)
+
+    def _dequantize(self, name: str) -> npt.NDArray[np.float32]:
+        stored = self._stored[name]
+        _, block_bytes = gguf.GGML_QUANT_SIZES[stored.type]
+        # One flat run of blocks, cut into rows so that gguf's groups have the size we want.
+        row_bytes = block_bytes * (_BLOCKS_AT_ONCE // _ROWS_AT_ONCE)
+        whole = len(stored.data) // row_bytes * row_bytes
+        parts = [stored.data[:whole].reshape(-1, row_bytes), stored.data[whole:].reshape(1, -1)]
+        try:
+            values = [gguf.dequantize(part, stored.type).ravel() for part in parts if part.size]
+        except NotImplementedError:
+            # gguf says so of types that it knows by name only; the user has to hear which, and what
+            # to do.
+            raise ConfigError(
+                f"{self._path}: the tensor {name!r} has the type {stored.type.name}, which the "
+                "`gguf` package cannot read; convert the file to another type, such as Q8_0"
+            ) from None
+        flat = values[0] if len(values) == 1 else np.concatenate(values)
+        if not flat.flags.writeable:  # float32 is a view of the file, and torch wants its own
+            flat = flat.copy()
+        return np.asarray(flat, np.float32).reshape(stored.shape)
+
+
+def _halves_from_pairs(values: npt.NDArray[np.float32], heads: int) -> npt.NDArray[np.float32]:
+    """Order a head's rows 0, 2, 4 ... 1, 3, 5 ...: GGUF rotates neighbours, `rotary` halves."""
+    pairs = values.reshape(heads, values.shape[0] // heads // 2, 2, *values.shape[1:])
+    return np.ascontiguousarray(pairs.swapaxes(1, 2)).reshape(values.shape)

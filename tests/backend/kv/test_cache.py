@@ -1,0 +1,66 @@
+"""Layers of one shape are one allocation, which costs memory only where it is written."""
+
+from __future__ import annotations
+
+import psutil
+import pytest
+import torch
+
+from inflight.config import Dtype
+from inflight.errors import ConfigError
+from inflight.kv.cache import KVCache
+from inflight.kv.layout import KVGroup, KVLayout
+
+
+def layout(dtype: Dtype = "float32") -> KVLayout:
+    return KVLayout((KVGroup((0, 1), 2, 16, 16),), dtype)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_layers_are_views_of_one_zeroed_allocation(dtype: Dtype) -> None:
+    cache = KVCache(layout(dtype), 5, 4)
+    (data,) = cache.data
+    assert data.shape == (2, 2, 5, 4, 2, 16)
+    assert data.dtype == cache.dtype == getattr(torch, dtype)
+    assert cache.block_size == 4
+    assert not data.any()
+    keys, values = cache.layers[1]
+    keys[3, 2] = 1
+    values[0, 0] = 2
+    assert (data[1, 0, 3, 2] == 1).all()
+    assert (data[1, 1, 0, 0] == 2).all()
+    assert data.count_nonzero() == 2 * 2 * 16
+
+
+def test_layers_of_other_shapes_have_memory_of_their_own() -> None:
+    groups = (KVGroup((0, 2), 2, 16, 16), KVGroup((1,), 1, 24, 8))
+    cache = KVCache(KVLayout(groups, "float32"), 5, 4)
+    assert [tuple(data.shape) for data in cache.data] == [
+        (2, 2, 5, 4, 2, 16),
+        (1, 5, 4, 1, 24),
+        (1, 5, 4, 1, 8),
+    ]
+    assert [tuple(part.shape) for part in cache.layers[1]] == [(5, 4, 1, 24), (5, 4, 1, 8)]
+    cache.layers[2][0].fill_(1)
+    assert cache.data[0][1, 0].all() and not cache.data[0][0].any()
+
+
+def test_the_pool_has_the_bytes_that_the_layout_counts() -> None:
+    groups = (KVGroup((0, 2), 2, 16, 16), KVGroup((1,), 1, 24, 8))
+    cache = KVCache(KVLayout(groups, "bfloat16"), 7, 4)
+    assert sum(data.nbytes for data in cache.data) == 7 * KVLayout(groups, "bfloat16").block_bytes(
+        4
+    )
+
+
+def test_unused_blocks_take_no_memory() -> None:
+    process = psutil.Process()
+    before = process.memory_info().rss
+    cache = KVCache(layout(), 200_000, 16)
+    assert cache.data[0].nbytes > 1 << 30
+    assert process.memory_info().rss - before < 1 << 27
+
+
+def test_more_than_can_be_addressed_is_refused() -> None:
+    with pytest.raises(ConfigError, match="no memory for 1125899906842624 KV blocks"):
+        KVCache(layout(), 1 << 50, 16)
