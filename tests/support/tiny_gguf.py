@@ -1,4 +1,4 @@
-"""The tiny llama of `tiny` as a GGUF file, written as llama.cpp's converter writes one."""
+"""Tiny models as GGUF files, written as llama.cpp's converter writes them."""
 
 from __future__ import annotations
 
@@ -18,6 +18,8 @@ _NAMES = {
     "self_attn.k_proj": "attn_k",
     "self_attn.v_proj": "attn_v",
     "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
     "post_attention_layernorm": "ffn_norm",
     "mlp.gate_proj": "ffn_gate",
     "mlp.up_proj": "ffn_up",
@@ -66,13 +68,17 @@ def write_gguf(
     weights: dict[str, torch.Tensor] | None = None,
     metadata: dict[str, Any] | None = None,
     extra: dict[str, np.ndarray] | None = None,
+    architecture: str = "llama",
     **changes: Any,
 ) -> Checkpoint:
-    """Write a file; `metadata` adds or replaces llama.* keys (None leaves one out)."""
+    """Write a file; `metadata` adds or replaces keys of the architecture (None leaves one out).
+
+    Only Llama's converter orders q and k for a rotation of neighbours.
+    """
     settings = tiny.SETTINGS | changes
     if weights is None:
         weights = tiny.random_weights(settings)
-    writer = gguf.GGUFWriter(path, "llama")
+    writer = gguf.GGUFWriter(path, architecture)
     keys = {
         "context_length": settings["max_position_embeddings"],
         "embedding_length": settings["hidden_size"],
@@ -88,13 +94,13 @@ def write_gguf(
     } | (metadata or {})
     for key, value in keys.items():
         if isinstance(value, str):
-            writer.add_string(f"llama.{key}", value)
+            writer.add_string(f"{architecture}.{key}", value)
         elif isinstance(value, float):
-            writer.add_float32(f"llama.{key}", value)
+            writer.add_float32(f"{architecture}.{key}", value)
         elif isinstance(value, list):
-            writer.add_array(f"llama.{key}", value)
+            writer.add_array(f"{architecture}.{key}", value)
         elif value is not None:
-            writer.add_uint32(f"llama.{key}", value)
+            writer.add_uint32(f"{architecture}.{key}", value)
     # The vocabulary's size is stated by its array alone.
     writer.add_array("tokenizer.ggml.tokens", [f"t{i}" for i in range(settings["vocab_size"])])
     writer.add_array("tokenizer.ggml.scores", [0.5] * settings["vocab_size"])
@@ -105,7 +111,7 @@ def write_gguf(
     for name, tensor in weights.items():
         values = tensor.numpy()
         for letter, count in heads.items():
-            if f".{letter}_proj." in name:
+            if architecture == "llama" and f".{letter}_proj." in name:
                 values = pairs_from_halves(values, count)
         if quantised(name, kind):
             writer.add_tensor(gguf_name(name), gguf.quantize(values, kind), raw_dtype=kind)

@@ -239,7 +239,7 @@ def test_a_crowd_changes_no_output(
     assert stats.num_free_blocks == stats.num_blocks
     assert (stats.num_preemptions > 0) == is_small
     assert (stats.num_cached_tokens > 0) == settings.get("enable_prefix_caching", False)
-    assert (stats.num_drafted_tokens > 0) == ("speculation" in settings)
+    assert (stats.num_drafted_tokens > 0) == ("speculative_config" in settings)
 
 
 # ---------------------------------------------------------------- what may happen to a search

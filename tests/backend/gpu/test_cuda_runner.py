@@ -77,9 +77,9 @@ def make_engine(checkpoint: Checkpoint, **settings: object) -> Engine:
         "enable_prefix_caching": False,
     }
     defaults |= settings
-    if "speculation" in defaults:
-        drafting: dict[str, object] = defaults.pop("speculation")  # type: ignore[assignment]
-        defaults["speculation"] = SpeculativeConfig(**drafting)  # type: ignore[arg-type]
+    if "speculative_config" in defaults:
+        drafting: dict[str, object] = defaults.pop("speculative_config")  # type: ignore[assignment]
+        defaults["speculative_config"] = SpeculativeConfig(**drafting)  # type: ignore[arg-type]
     config = EngineConfig(model=str(checkpoint.path), device="cuda", **defaults)  # type: ignore[arg-type]
     runner, model = runners.build(config, checkpoint, lambda what, fraction: None)
     return Engine(config, runner, model.max_model_len(config), model.eos_token_ids)

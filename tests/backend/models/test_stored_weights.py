@@ -16,9 +16,10 @@ import tiny
 import tiny_gguf
 from inflight.checkpoint.locate import Checkpoint
 from inflight.errors import ConfigError
-from inflight.models.layers.rope import RopeConfig, inverse_frequencies
+from inflight.models.layers.rope import inverse_frequencies
 from inflight.models.loader import weight_shapes
 from inflight.models.registry import read_spec
+from inflight.models.spec import RopeSpec
 from inflight.models.stored_weights import Weights, open_weights
 
 
@@ -118,13 +119,13 @@ def test_the_demo_formats_give_one_text(tmp_path: Path) -> None:
 
 
 def test_llama3_scaling_in_a_gguf_file_is_that_of_the_settings(tmp_path: Path) -> None:
-    llama3 = RopeConfig(10000.0, "llama3", 8.0, 64)
-    plain, _ = inverse_frequencies(RopeConfig(10000.0), 16, 256)
+    llama3 = RopeSpec(10000.0, "llama3", 8.0, 64)
+    plain, _ = inverse_frequencies(RopeSpec(10000.0), 16, 256)
     scaled, _ = inverse_frequencies(llama3, 16, 256)
     checkpoint = tiny_gguf.write_gguf(
         tmp_path / "x.gguf", extra={"rope_freqs.weight": (plain / scaled).astype(np.float32)}
     )
-    rope = read_spec(checkpoint).rope
+    rope = read_spec(checkpoint).layers[0].attention.rope
     np.testing.assert_allclose(inverse_frequencies(rope, 16, 256)[0], scaled, rtol=1e-6)
     open_all(checkpoint)  # and is not an unexpected tensor
 
@@ -134,39 +135,40 @@ def test_llama3_scaling_in_a_gguf_file_is_that_of_the_settings(tmp_path: Path) -
     [
         (
             {"rope.scaling.type": "linear", "rope.scaling.factor": 2.0},
-            RopeConfig(1e4, "linear", 2.0),
+            RopeSpec(1e4, "linear", 2.0),
         ),
-        ({"rope.scale_linear": 4.0}, RopeConfig(1e4, "linear", 4.0)),
-        ({"rope.scaling.type": "none"}, RopeConfig(1e4)),
+        ({"rope.scale_linear": 4.0}, RopeSpec(1e4, "linear", 4.0)),
+        ({"rope.scaling.type": "none"}, RopeSpec(1e4)),
         (
             {
                 "rope.scaling.type": "yarn",
                 "rope.scaling.factor": 4.0,
                 "rope.scaling.original_context_length": 64,
             },
-            RopeConfig(1e4, "yarn", 4.0, 64, attention_factor=1.1386294361119891),
+            RopeSpec(1e4, "yarn", 4.0, 64, attention_factor=1.1386294361119891),
         ),
     ],
 )
 def test_scaling_in_a_gguf_file_is_read(
-    tmp_path: Path, metadata: dict[str, Any], rope: RopeConfig
+    tmp_path: Path, metadata: dict[str, Any], rope: RopeSpec
 ) -> None:
-    assert read_spec(tiny_gguf.write_gguf(tmp_path / "x.gguf", metadata=metadata)).rope == rope
+    spec = read_spec(tiny_gguf.write_gguf(tmp_path / "x.gguf", metadata=metadata))
+    assert spec.layers[0].attention.rope == rope
 
 
 def test_a_gguf_file_is_read_in_full(tmp_path: Path) -> None:
     config = read_spec(tiny_gguf.write_gguf(tmp_path / "x.gguf"))
-    assert (config.vocab_size, config.num_layers, config.head_dim) == (160, 2, 16)
+    assert (config.vocab_size, config.num_layers) == (160, 2)
+    assert config.layers[0].attention.head_dim == 16
     assert (config.eos_token_ids, config.bos_token_id) == ((2, 3), 1)
     assert not config.tie_word_embeddings
-    assert not config.attention_bias
+    assert not config.layers[0].attention.qkv_bias
 
 
 @pytest.mark.parametrize(
     ("metadata", "named"),
     [
         ({"expert_count": 8}, "expert_count"),
-        ({"attention.sliding_window": 64}, "sliding_window"),
         ({"rope.dimension_count": 8}, "rope.dimension_count"),
         ({"attention.value_length": 32}, "attention.value_length"),
         ({"attention.head_count_kv": [2, 1]}, "attention.head_count_kv: differs by layer"),

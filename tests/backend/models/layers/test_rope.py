@@ -10,7 +10,8 @@ import torch
 from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from inflight.models.layers.rope import RopeConfig, inverse_frequencies
+from inflight.models.layers.rope import inverse_frequencies
+from inflight.models.spec import RopeSpec
 
 
 def expected(
@@ -35,11 +36,11 @@ YARN = {"rope_type": "yarn", "rope_theta": 1e6, "original_max_position_embedding
     ("rope", "parameters"),
     [
         (
-            RopeConfig(5e5, "linear", 8.0),
+            RopeSpec(5e5, "linear", 8.0),
             {"rope_type": "linear", "rope_theta": 5e5, "factor": 8.0},
         ),
         (
-            RopeConfig(5e5, "llama3", 8.0, 8192, low_freq_factor=1.0, high_freq_factor=4.0),
+            RopeSpec(5e5, "llama3", 8.0, 8192, low_freq_factor=1.0, high_freq_factor=4.0),
             {
                 "rope_type": "llama3",
                 "rope_theta": 5e5,
@@ -49,25 +50,25 @@ YARN = {"rope_type": "yarn", "rope_theta": 1e6, "original_max_position_embedding
                 "original_max_position_embeddings": 8192,
             },
         ),
-        (RopeConfig(1e6, "yarn", 4.0, 4096), YARN | {"factor": 4.0}),
+        (RopeSpec(1e6, "yarn", 4.0, 4096), YARN | {"factor": 4.0}),
         (
-            RopeConfig(1e6, "yarn", 40.0, 4096, mscale=0.707, mscale_all_dim=1.0),
+            RopeSpec(1e6, "yarn", 40.0, 4096, mscale=0.707, mscale_all_dim=1.0),
             YARN | {"factor": 40.0, "mscale": 0.707, "mscale_all_dim": 1.0},
         ),
         (
-            RopeConfig(1e6, "yarn", 4.0, 4096, attention_factor=1.25),
+            RopeSpec(1e6, "yarn", 4.0, 4096, attention_factor=1.25),
             YARN | {"factor": 4.0, "attention_factor": 1.25},
         ),
         (
-            RopeConfig(1e6, "yarn", 16.0, 4096, beta_fast=16.0, beta_slow=2.0, truncate=False),
+            RopeSpec(1e6, "yarn", 16.0, 4096, beta_fast=16.0, beta_slow=2.0, truncate=False),
             YARN | {"factor": 16.0, "beta_fast": 16.0, "beta_slow": 2.0, "truncate": False},
         ),
-        (RopeConfig(1e6, "yarn", 0.5, 4096), YARN | {"factor": 0.5}),
+        (RopeSpec(1e6, "yarn", 0.5, 4096), YARN | {"factor": 0.5}),
     ],
 )
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_each_scaling_equals_that_of_transformers(
-    rope: RopeConfig, parameters: dict[str, Any], head_dim: int
+    rope: RopeSpec, parameters: dict[str, Any], head_dim: int
 ) -> None:
     frequencies, factor = inverse_frequencies(rope, head_dim, 32768)
     theirs, their_factor = expected(parameters, head_dim, 32768)
@@ -77,18 +78,18 @@ def test_each_scaling_equals_that_of_transformers(
 
 @pytest.mark.parametrize("length", [100, 2048, 2049, 5000, 8192])
 def test_dynamic_scaling_follows_the_length(length: int) -> None:
-    rope = RopeConfig(10000.0, "dynamic", 4.0, 2048)
+    rope = RopeSpec(10000.0, "dynamic", 4.0, 2048)
     parameters = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}
     frequencies, factor = inverse_frequencies(rope, 64, length)
     theirs, _ = expected(parameters, 64, 2048, length)
     np.testing.assert_allclose(frequencies, theirs, rtol=2e-6)
     assert factor == 1.0
-    plain, _ = inverse_frequencies(RopeConfig(10000.0), 64, length)
+    plain, _ = inverse_frequencies(RopeSpec(10000.0), 64, length)
     assert np.array_equal(frequencies, plain) == (length <= 2048)
 
 
 def test_divisors_of_a_checkpoint_divide() -> None:
     divisors = tuple(float(i + 1) for i in range(16))
-    frequencies, _ = inverse_frequencies(RopeConfig(divisors=divisors), 32, 64)
-    plain, _ = inverse_frequencies(RopeConfig(), 32, 64)
+    frequencies, _ = inverse_frequencies(RopeSpec(divisors=divisors), 32, 64)
+    plain, _ = inverse_frequencies(RopeSpec(), 32, 64)
     np.testing.assert_allclose(frequencies * np.array(divisors), plain, rtol=1e-6)

@@ -1,0 +1,163 @@
+"""Tiny random checkpoints of any family, made by transformers, and what it says of their logits.
+
+Zeros hide bugs: norms are near 1, biases are not 0, heads are not hidden_size / num_heads wide, and
+texts are longer than the windows.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import torch
+import transformers
+from torch import Tensor
+
+import tiny
+import tiny_gguf
+from inflight.checkpoint.locate import Checkpoint
+from inflight.models.decoder_cpu import Decoder
+from inflight.models.registry import read_spec
+from inflight_kernels.torch_ops.transformer import AttentionPlan
+
+BLOCK_SIZE = 4
+NUM_TOKENS = 48
+WINDOW = 8
+SHAPE: dict[str, Any] = {
+    "vocab_size": 160,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": 256,
+    "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": False,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+
+
+def make(config: transformers.PretrainedConfig, seed: int = 0) -> Any:
+    """A model of transformers with random weights, in float32."""
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    random = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            values = torch.randn(parameter.shape, generator=random)
+            is_norm = "norm" in name and name.endswith("weight")
+            parameter.copy_(1 + 0.1 * values if is_norm else 0.2 * values)
+    return model.eval().float()
+
+
+def tokens(count: int = NUM_TOKENS, seed: int = 1) -> list[int]:
+    random = torch.Generator().manual_seed(seed)
+    found: list[int] = torch.randint(3, SHAPE["vocab_size"], (count,), generator=random).tolist()
+    return found
+
+
+@torch.inference_mode()
+def reference_logits(model: Any, token_ids: list[int]) -> Tensor:
+    """[T, vocab_size] of transformers."""
+    logits: Tensor = model(torch.tensor([token_ids])).logits[0]
+    return logits
+
+
+def write_folder(model: Any, folder: Path, old_spelling: bool = False) -> Checkpoint:
+    """A Hugging Face folder, or one whose settings are spelled as before transformers 5."""
+    model.save_pretrained(folder)
+    if old_spelling:
+        path = folder / "config.json"
+        settings = json.loads(path.read_text())
+        rope = settings.pop("rope_parameters")
+        settings["rope_theta"] = rope.pop("rope_theta")
+        if rope["rope_type"] != "default":
+            settings["rope_scaling"] = rope
+        settings.pop("layer_types", None)
+        path.write_text(json.dumps(settings))
+    return Checkpoint(folder, "huggingface")
+
+
+def write_gguf(
+    model: Any,
+    path: Path,
+    architecture: str,
+    kind: gguf.GGMLQuantizationType = gguf.GGMLQuantizationType.F32,
+    **metadata: Any,
+) -> Checkpoint:
+    """The same weights as a GGUF file."""
+    settings = model.config.to_dict()
+    settings["rope_theta"] = settings["rope_parameters"]["rope_theta"]
+    weights = {
+        name: tensor.contiguous()
+        for name, tensor in model.state_dict().items()
+        if not (name == "lm_head.weight" and settings["tie_word_embeddings"])
+    }
+    heads = settings["num_attention_heads"]
+    settings.setdefault("head_dim", settings["hidden_size"] // heads)
+    changes = {key: settings[key] for key in (*SHAPE, "rope_theta")}
+    return tiny_gguf.write_gguf(
+        path, kind, weights=weights, architecture=architecture, metadata=metadata, **changes
+    )
+
+
+Span = tuple[int, int, int]
+"""A text by its number, and the range of its tokens that a step computes."""
+
+AT_ONCE: list[list[Span]] = [[(0, 0, NUM_TOKENS)], [(1, 0, NUM_TOKENS)]]
+TOKEN_BY_TOKEN: list[list[Span]] = [[(0, i, i + 1), (1, i, i + 1)] for i in range(NUM_TOKENS)]
+MIXED: list[list[Span]] = [
+    [(0, 0, 5), (1, 0, 10)],
+    [(0, 5, 18), (1, 10, 11)],
+    [(1, 11, 12), (0, 18, 19)],
+    [(0, 19, NUM_TOKENS), (1, 12, 13)],
+    [(1, 13, NUM_TOKENS)],
+]
+
+
+@torch.inference_mode()
+def our_logits(
+    checkpoint: Checkpoint, texts: list[list[int]], steps: list[list[Span]]
+) -> list[Tensor]:
+    """[T, vocab_size] of each text by our decoder on the CPU, computed in these steps over a paged
+    cache whose blocks are in no order."""
+    spec = read_spec(checkpoint)
+    model = Decoder(checkpoint, spec, torch.float32, 64, lambda what, fraction: None)
+    blocks = -(-max(map(len, texts)) // BLOCK_SIZE)
+    cache = tiny.make_cache(spec, len(texts) * blocks, BLOCK_SIZE)
+    order = np.random.default_rng(0).permutation(len(texts) * blocks)
+    tables = order.reshape(len(texts), blocks)
+    found = [torch.full((len(text), spec.vocab_size), torch.nan) for text in texts]
+    for spans in steps:
+        owners = np.concatenate([np.full(end - start, text) for text, start, end in spans])
+        positions = np.concatenate([np.arange(start, end) for _, start, end in spans])
+        slots = tables[owners, positions // BLOCK_SIZE] * BLOCK_SIZE + positions % BLOCK_SIZE
+        starts = np.cumsum([0, *[end - start for _, start, end in spans]])
+        logits = model.forward(
+            torch.tensor([texts[owner][at] for owner, at in zip(owners, positions, strict=True)]),
+            torch.from_numpy(positions),
+            torch.from_numpy(slots),
+            AttentionPlan(
+                tables[[text for text, _, _ in spans]],
+                starts,
+                np.array([end for _, _, end in spans]),
+                BLOCK_SIZE,
+            ),
+            torch.arange(len(positions)),
+            cache,
+        )
+        for (text, start, end), (a, b) in zip(spans, itertools.pairwise(starts), strict=True):
+            found[text][start:end] = logits[a:b]
+    return found
+
+
+def check(checkpoint: Checkpoint, model: Any, steps: list[list[Span]] = MIXED) -> None:
+    """Our logits are those of transformers."""
+    texts = [tokens(seed=1), tokens(seed=2)]
+    for ours, text in zip(our_logits(checkpoint, texts, steps), texts, strict=True):
+        torch.testing.assert_close(ours, reference_logits(model, text), rtol=2e-4, atol=2e-4)
