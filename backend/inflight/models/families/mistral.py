@@ -1,4 +1,4 @@
-"""Mistral (arXiv:2310.06825): Llama; sliding windows are not supported yet."""
+"""Mistral (arXiv:2310.06825): Llama whose layers all may have a sliding window."""
 
 from __future__ import annotations
 
@@ -7,11 +7,15 @@ from inflight.models.spec import LayerSpec
 
 
 def layers(settings: Settings) -> list[LayerSpec]:
-    if window := settings.window(default=4096):
-        raise settings.fields.error(
-            f"sliding_window: attention within {window} tokens is not supported; allowed: null"
-        )
-    return [LayerSpec(settings.attention(), settings.mlp())] * settings.num_layers
+    attention = settings.attention(window=settings.window(default=4096))
+    return [LayerSpec(attention, settings.mlp())] * settings.num_layers
 
 
-FAMILY = Family(name="mistral", layers=layers, model_types=("mistral",))
+# llama.cpp converts Mistral to Llama, whose reader minds the window as well.
+FAMILY = Family(
+    name="mistral",
+    layers=layers,
+    model_types=("mistral",),
+    gguf_architectures=("mistral",),
+    rope_pairs=("gguf",),
+)
