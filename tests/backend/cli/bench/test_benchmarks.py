@@ -32,6 +32,7 @@ def load_script(name: str) -> ModuleType:
 
 
 serving = load_script("serving")
+speculation = load_script("speculation")
 
 
 @pytest.mark.parametrize("vocab_size", [512, 20_000, 128_256])
@@ -109,6 +110,46 @@ def test_an_export_gives_the_time_of_all_and_the_wait_for_the_first_response(tmp
     assert serving.read_export(path, 2) == {"seconds": 2.0, "ttft_ms": 60.0}
     with pytest.raises(SystemExit, match="2 requests, not 3"):
         serving.read_export(path, 3)
+
+
+def copy_row(name: str, seconds: float, drafted_seconds: float, parts_at: int | None = None) -> Any:
+    """Two runs each without and with drafts, the last of which parts from the others."""
+    ids = list(range(speculation.OUTPUT_LEN))
+    other = list(ids)
+    if parts_at is not None:
+        other[parts_at] = -1
+    plain, drafted = 0, speculation.AUTO_DRAFTS
+    return speculation.CopyRow(
+        name,
+        outputs={plain: [ids, ids], drafted: [ids, other]},
+        seconds={plain: [seconds + 1, seconds], drafted: [drafted_seconds, drafted_seconds + 1]},
+        num_accepted=53,
+    )
+
+
+def test_a_copied_text_counts_if_all_runs_produced_equal_ids():
+    cells = copy_row("quote", 6.0, 3.0).cells()
+    assert cells["speed_up"] == 2.0
+    assert cells["tokens_per_step"] == 1.5
+    assert (cells["shared_prefix"], cells["counted"]) == ("160/160", "yes")
+
+
+@pytest.mark.parametrize("parts_at", [0, 17, 159])
+def test_a_copied_text_of_different_ids_has_no_speed_up(parts_at: int):
+    cells = copy_row("list", 6.0, 1.0, parts_at).cells()
+    assert "speed_up" not in cells
+    assert (cells["shared_prefix"], cells["counted"]) == (f"{parts_at}/160", "not counted")
+
+
+def test_the_mean_of_copying_is_over_counted_rows():
+    rows = [
+        copy_row("quote", 6.0, 3.0),
+        copy_row("code", 4.0, 2.0),
+        copy_row("list", 9.0, 1.0, parts_at=17),
+    ]
+    expected = {"row": "all", "speed_up": 2.0, "counted": "2 of 3 rows", "must": 1.8}
+    assert speculation.mean("all", rows, 1.8) == expected
+    assert speculation.mean("all", rows[2:]) == {"row": "all", "counted": "0 of 1 rows"}
 
 
 ENGINE = {
