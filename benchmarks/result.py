@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import platform
@@ -23,8 +24,13 @@ def spread(values: Sequence[float], digits: int = 3) -> dict[str, float]:
     }
 
 
+@functools.cache
 def commit(checkout: Path = ROOT) -> str:
-    """What is measured; $BENCHMARK_COMMIT says it where a checkout has not its own history."""
+    """What is measured; $BENCHMARK_COMMIT says it where a checkout has not its own history.
+
+    Asked of git once: a result that is written row by row, over a file of this repository, would
+    make the checkout dirty by itself.
+    """
     named = os.environ.get("BENCHMARK_COMMIT")
     if named:
         return named
