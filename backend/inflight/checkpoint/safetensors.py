@@ -1,19 +1,21 @@
-"""Safetensors files, read without trust: the header is checked before any tensor is touched.
+"""Safetensors files, read without trust by the `safetensors` library.
 
-Format: https://huggingface.co/docs/safetensors. Eight bytes with the header's length, a JSON
-header, the data.
+The header is checked first, so that an error names the tensor and the remedy. Format:
+https://huggingface.co/docs/safetensors. Eight bytes with the header's length, a JSON header, the
+data.
 """
 
 from __future__ import annotations
 
 import math
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import msgspec
-import numpy as np
-import numpy.typing as npt
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
 
 from inflight.checkpoint.gguf import check_overlap
 from inflight.errors import ConfigError
@@ -21,6 +23,7 @@ from inflight.errors import ConfigError
 MAX_HEADER_BYTES = 100_000_000
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
+_ALIGNMENT = 8  # bytes
 # Of the types that the format knows, those that weights come in -> bytes each.
 _ITEM_BYTES = {"F32": 4, "F16": 2, "BF16": 2}
 # Those that tables of ids and bits come in.
@@ -34,12 +37,18 @@ class StoredTensor:
     Attributes:
         shape: of the tensor.
         dtype: "F32", "F16" or "BF16"; of a table also "I64", "I32" or "BOOL".
-        data: its bytes, a private view into the mapped file.
     """
 
     shape: tuple[int, ...]
     dtype: str
-    data: npt.NDArray[np.uint8]
+    _name: str
+    _file: Any  # a safe_open, whose methods have no types
+
+    def read(self) -> Tensor:
+        """The tensor, a private view into the mapped file; may run in several threads."""
+        tensor: Tensor = self._file.get_tensor(self._name)
+        # The format does not promise aligned data.
+        return tensor.clone() if tensor.data_ptr() % _ALIGNMENT else tensor
 
 
 def read_folder(folder: Path, tables: bool = False) -> dict[str, StoredTensor]:
@@ -117,50 +126,73 @@ def read_file(path: Path, tables: bool = False) -> dict[str, StoredTensor]:
     Raises:
         ConfigError: the header does not fit the format or the file.
     """
-
-    def broken(what: str) -> ConfigError:
-        return ConfigError(f"{path}: {what}; fetch the file again")
-
     try:
-        size = path.stat().st_size
-        if size < 8:
-            raise broken(f"{size} bytes are not a safetensors file")
-        # Copy on write: torch wants writable memory, the file stays as it is.
-        everything = np.memmap(path, np.uint8, mode="c")
+        _check_header(path, tables)
+        file: Any = safe_open(path, framework="pt")
     except OSError as error:
-        raise ConfigError(f"{path}: cannot be read ({error.strerror})") from None
-    header_bytes = int(everything[:8].view("<u8")[0])
-    if header_bytes > min(MAX_HEADER_BYTES, size - 8):
-        raise broken(
-            f"a header of {header_bytes} bytes in a file of {size}; allowed: {MAX_HEADER_BYTES}"
-        )
-    try:
-        header = msgspec.json.decode(everything[8 : 8 + header_bytes].tobytes())
-    except (msgspec.DecodeError, RecursionError) as error:
-        raise broken(f"its header is not valid JSON ({error})") from None
-    if not isinstance(header, dict):
-        raise broken("its header is not a JSON object")
-    data = everything[8 + header_bytes :]
+        raise ConfigError(f"{path}: cannot be read ({error.strerror or error})") from None
+    except SafetensorError as error:
+        raise _broken(path, f"the safetensors library does not read it ({error})") from None
+    tensors = {}
+    for name in file.keys():  # noqa: SIM118 - a safe_open is no mapping
+        stored = file.get_slice(name)
+        tensors[name] = StoredTensor(tuple(stored.get_shape()), stored.get_dtype(), name, file)
+    return tensors
+
+
+def _broken(path: Path, what: str) -> ConfigError:
+    return ConfigError(f"{path}: {what}; fetch the file again")
+
+
+def _check_header(path: Path, tables: bool) -> None:
+    """Hold what the header says of each tensor against the format, the types that are read, and
+    the size of the file.
+
+    Raises:
+        ConfigError: they do not agree.
+        OSError: the file cannot be read.
+    """
+    header, data_bytes = _read_header(path)
     item_bytes = _ITEM_BYTES | (_TABLE_BYTES if tables else {})
-    tensors: dict[str, StoredTensor] = {}
     spans = []
-    for name, entry in header.items():
+    for name, raw in header.items():
         if name == "__metadata__":
             continue
-        dtype, shape, begin, end = _entry(entry, name, broken)
+        dtype, shape, begin, end = _entry(path, raw, name)
         if dtype not in item_bytes:
             raise ConfigError(
                 f"{path}: the tensor {name!r} has the type {dtype}; allowed: "
                 f"{', '.join(item_bytes)}"
             )
-        if end > len(data):
-            raise broken(f"the tensor {name!r} lies outside the file: it is cut off")
+        if end > data_bytes:
+            raise _broken(path, f"the tensor {name!r} lies outside the file: it is cut off")
         if end - begin != math.prod(shape) * item_bytes[dtype]:
-            raise broken(f"the tensor {name!r} of shape {list(shape)} has {end - begin} bytes")
+            raise _broken(path, f"the tensor {name!r} of shape {shape} has {end - begin} bytes")
         spans.append((begin, end, name))
-        tensors[name] = StoredTensor(shape, dtype, data[begin:end])
     check_overlap(path, spans)
-    return tensors
+
+
+def _read_header(path: Path) -> tuple[dict[str, Any], int]:
+    """The header of a file, and how many bytes of data come after it."""
+    with path.open("rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        if size < 8:
+            raise _broken(path, f"{size} bytes are not a safetensors file")
+        header_bytes = int.from_bytes(file.read(8), "little")
+        if header_bytes > min(MAX_HEADER_BYTES, size - 8):
+            raise _broken(
+                path,
+                f"a header of {header_bytes} bytes in a file of {size}; allowed: "
+                f"{MAX_HEADER_BYTES}",
+            )
+        text = file.read(header_bytes)
+    try:
+        header = msgspec.json.decode(text)
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise _broken(path, f"its header is not valid JSON ({error})") from None
+    if not isinstance(header, dict):
+        raise _broken(path, "its header is not a JSON object")
+    return header, size - 8 - header_bytes
 
 
 class _Entry(msgspec.Struct):
@@ -169,12 +201,12 @@ class _Entry(msgspec.Struct):
     data_offsets: tuple[int, int]
 
 
-def _entry(raw: Any, name: str, broken: Any) -> tuple[str, tuple[int, ...], int, int]:
+def _entry(path: Path, raw: Any, name: str) -> tuple[str, list[int], int, int]:
     try:
         entry = msgspec.convert(raw, _Entry)
     except msgspec.ValidationError as error:
-        raise broken(f"the entry of the tensor {name!r} is damaged ({error})") from None
+        raise _broken(path, f"the entry of the tensor {name!r} is damaged ({error})") from None
     begin, end = entry.data_offsets
     if min(entry.shape, default=0) < 0 or not 0 <= begin <= end:
-        raise broken(f"the tensor {name!r} has the shape {entry.shape} at {begin}:{end}")
-    return entry.dtype, tuple(entry.shape), begin, end
+        raise _broken(path, f"the tensor {name!r} has the shape {entry.shape} at {begin}:{end}")
+    return entry.dtype, entry.shape, begin, end

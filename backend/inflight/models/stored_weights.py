@@ -26,15 +26,6 @@ from inflight.models.spec import ModelSpec
 Progress = Callable[[str, float], None]
 Shape = tuple[int, ...]
 
-_STORED_DTYPES = {
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "BOOL": torch.bool,
-}
-
 # Blocks that gguf's numpy code works on at once: its temporaries then stay in the CPU's cache,
 # eight times faster than its own choice of sixteen rows.
 _BLOCKS_AT_ONCE = 4096
@@ -157,11 +148,7 @@ class StoredWeights:
         self.shapes = {name: tensor.shape for name, tensor in stored.items()}
 
     def read(self, name: str) -> Tensor:
-        stored = self._stored[name]
-        data = stored.data
-        if data.ctypes.data % 8:  # the format does not promise aligned data
-            data = data.copy()
-        return torch.from_numpy(data).view(_STORED_DTYPES[stored.dtype]).view(stored.shape)
+        return self._stored[name].read()
 
 
 class _GgufWeights:

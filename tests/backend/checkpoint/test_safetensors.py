@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import struct
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,69 @@ def test_a_file_of_the_official_writer_is_read(tmp_path: Path) -> None:
         "a": ((2, 3), "F32"),
         "b": ((5,), "BF16"),
     }
-    assert tensors["a"].data.view("<f4").tolist() == [0, 1, 2, 3, 4, 5]
+    assert tensors["a"].read().tolist() == [[0, 1, 2], [3, 4, 5]]
+    assert tensors["b"].read().dtype == torch.bfloat16
+
+
+def test_a_tensor_is_a_private_view_into_the_mapped_file(tmp_path: Path) -> None:
+    """Nothing is copied when a model is loaded, and nobody can damage its file."""
+    path = tmp_path / "x.safetensors"
+    save_file({"a": torch.arange(1 << 16), "b": torch.zeros(3).half()}, path)
+    stored = read_file(path, tables=True)["a"]
+    first, second = stored.read(), stored.read()
+    assert first.data_ptr() == second.data_ptr()
+    private = []
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        if path.name in line and line.split()[1].endswith("p"):
+            begin, end = (int(address, 16) for address in line.split()[0].split("-"))
+            private.append(range(begin, end))
+    assert any(first.data_ptr() in addresses for addresses in private)
+    before = path.read_bytes()
+    first[0] = 7
+    del stored, second
+    assert first[:3].tolist() == [7, 1, 2]
+    assert path.read_bytes() == before
+
+
+def test_a_tensor_at_an_odd_address_is_moved_to_an_even_one(tmp_path: Path) -> None:
+    header = json.dumps({"a": entry(0, 8, [2])}).encode()
+    header += b" " * (7 - len(header) % 8)
+    path = write(tmp_path / "x.safetensors", header, struct.pack("<2f", 1.5, -2.0))
+    tensor = read_file(path)["a"].read()
+    assert tensor.tolist() == [1.5, -2.0]
+    assert tensor.data_ptr() % 8 == 0
+
+
+def test_threads_read_from_one_file(tmp_path: Path) -> None:
+    path = tmp_path / "x.safetensors"
+    save_file({f"t{i}": torch.full((1000,), float(i)) for i in range(64)}, path)
+    tensors = read_file(path)
+    with ThreadPoolExecutor(8) as pool:
+        found = list(pool.map(lambda i: tensors[f"t{i % 64}"].read(), range(512)))
+    assert all(bool((tensor == i % 64).all()) for i, tensor in enumerate(found))
+
+
+@pytest.mark.parametrize(
+    ("header", "size"),
+    [
+        pytest.param({"a": entry(0, 32, [8]), "b": entry(36, 64, [7])}, 64, id="a hole"),
+        pytest.param({"a": entry(4, 64, [15])}, 64, id="a hole in front"),
+        pytest.param({"a": entry(0, 64, [16])}, 65, id="a byte too many"),
+        pytest.param({"a": entry(0, 64, [16]), "__metadata__": {"x": 1}}, 64, id="metadata"),
+    ],
+)
+def test_what_the_library_refuses_is_refused(tmp_path: Path, header: Any, size: int) -> None:
+    path = write(tmp_path / "x.safetensors", header, b"\0" * size)
+    with pytest.raises(ConfigError, match=r"library does not read it \(.+\); fetch the file again"):
+        read_file(path)
+
+
+def test_a_tensor_named_twice_has_one_shape(tmp_path: Path) -> None:
+    """What is checked is what is read: both take the last entry of a name."""
+    first, second = (json.dumps(entry(0, 64, shape)) for shape in ([2, 8], [16]))
+    header = f'{{"a": {first}, "a": {second}}}'.encode()
+    stored = read_file(write(tmp_path / "x.safetensors", header))["a"]
+    assert stored.shape == stored.read().shape == (16,)
 
 
 @pytest.mark.parametrize(
@@ -96,7 +159,7 @@ def test_shards_are_read_as_one(tmp_path: Path) -> None:
     tiny.write_llama(tmp_path / "shards", shards=3)
     whole, shards = read_folder(tmp_path / "whole"), read_folder(tmp_path / "shards")
     assert whole.keys() == shards.keys()
-    assert all(whole[name].data.tobytes() == shards[name].data.tobytes() for name in whole)
+    assert all(torch.equal(whole[name].read(), shards[name].read()) for name in whole)
 
 
 def index(folder: Path, weight_map: Any) -> Path:
