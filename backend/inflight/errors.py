@@ -4,7 +4,6 @@
     ├── ConfigError      a setting, checkpoint or installation that cannot work: refused at load
     ├── RequestError     what a client asked for is not allowed: its sender's to mend
     ├── CapacityError    allowed, but not now: retry later
-    ├── CancelledError   the client, or the loss of it, ended the request
     └── EngineError      the engine failed: nobody's request was at fault
 
 Each carries one sentence that says what is wrong, where, what is allowed and what to do.
@@ -47,16 +46,12 @@ class CapacityError(InflightError):
     kind = "capacity"
 
 
-class CancelledError(InflightError):
-    kind = "cancelled"
-
-
 class EngineError(InflightError):
     kind = "engine"
 
 
 _BY_KIND: dict[str, type[InflightError]] = {
-    cls.kind: cls for cls in (ConfigError, RequestError, CapacityError, CancelledError, EngineError)
+    cls.kind: cls for cls in (ConfigError, RequestError, CapacityError, EngineError)
 }
 
 

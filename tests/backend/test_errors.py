@@ -6,7 +6,6 @@ import pytest
 
 from inflight import errors
 from inflight.errors import (
-    CancelledError,
     CapacityError,
     ConfigError,
     EngineError,
@@ -16,7 +15,7 @@ from inflight.errors import (
     from_kind,
 )
 
-LEAVES = [ConfigError, RequestError, CapacityError, CancelledError, EngineError]
+LEAVES = [ConfigError, RequestError, CapacityError, EngineError]
 
 
 @pytest.mark.parametrize("cls", LEAVES)

@@ -6,7 +6,6 @@ from typing import Any
 
 import triton_python_backend_utils as pb_utils
 from inflight.errors import (
-    CancelledError,
     CapacityError,
     ConfigError,
     EngineError,
@@ -19,7 +18,6 @@ _CODES: dict[type[InflightError], str] = {
     RequestError: "INVALID_ARG",
     CapacityError: "UNAVAILABLE",
     EngineError: "UNAVAILABLE",
-    CancelledError: "CANCELLED",
     ConfigError: "INTERNAL",
 }
 
