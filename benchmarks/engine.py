@@ -1,12 +1,13 @@
 """The engine alone on fixed workloads, against figures that another engine had on such a machine.
 
-    python benchmarks/engine.py [--result FILE] [any option of `inflight bench engine`]
+    python benchmarks/engine.py [--result FILE] [--bars FILE] [options of `inflight bench engine`]
 
-That command measures; backend/inflight/bench/engine.py says how. Without --model it gets the shape
-of Llama-3.1-8B and random weights, and the figures that vLLM had with it on an H200. The result
-goes to results/engine-GPU.json, with a quantisation to results/engine-GPU-QUANTISATION.json, and
-with `--set batch_invariant=true` to results/engine-GPU-batch-invariant.json. With --profile DIR,
-nothing is timed and all that is written is in DIR.
+That command measures; backend/inflight/bench/engine.py says how. Here its rows are compared with
+the figures of --bars (see bars.py). Without --model it gets the shape of Llama-3.1-8B and random
+weights, and the bars are those of an H200, with what vLLM had there. The result goes to
+results/engine-GPU.json, with a quantisation to results/engine-GPU-QUANTISATION.json, and with
+`--set batch_invariant=true` to results/engine-GPU-batch-invariant.json. With --profile DIR, nothing
+is timed and all that is written is in DIR.
 """
 
 from __future__ import annotations
@@ -16,16 +17,19 @@ import json
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import bars
 import result
 from inflight.cli.bench.engine import Report
 from inflight.cli.bench.show import Show
+from inflight.errors import ConfigError
 
 MODEL = result.ROOT / "benchmarks/models/llama-3.1-8b"
 BARS = MODEL / "bars-h200.json"
-COMMAND = [sys.executable, "-m", "inflight.cli.app", "bench", "engine"]
+COMMAND = [sys.executable, "-m", "inflight.cli.app.app", "bench", "engine"]
 
 
 def reports(arguments: Sequence[str]) -> Iterator[Report]:
@@ -71,7 +75,8 @@ def settings(report: Report) -> dict[str, Any]:
     return {**report.settings, "model": Path(report.settings["model"]).name}
 
 
-def write(path: Path, report: Report) -> None:
+def write(path: Path, report: Report, peer: str) -> None:
+    """Write what was measured; `peer` says what the column of that name is."""
     result.write(
         path,
         ", ".join(["engine", *mode(report)]),
@@ -82,22 +87,32 @@ def write(path: Path, report: Report) -> None:
         settings=settings(report),
         start=report.start,
         facts=report.facts,
-        peer=report.peer,
+        peer=peer,
     )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--result", type=Path, help="where to write it")
+    parser.add_argument("--bars", type=Path, help="figures to compare with, as JSON")
     options, arguments = parser.parse_known_args()
     if "--model" not in arguments:
-        arguments = ["--model", str(MODEL), "--bars", str(BARS), *arguments]
+        arguments = ["--model", str(MODEL), *arguments]
+        options.bars = options.bars or BARS
+    try:
+        wanted = bars.load(options.bars) if options.bars else bars.Bars()
+    except ConfigError as error:
+        parser.error(f"--bars {error}")
     if "--profile" in arguments:  # which writes its own files
         sys.exit(subprocess.run([*COMMAND, *arguments], check=False).returncode)
-    for report in reports(arguments):
+    for measured in reports(arguments):
+        report = replace(measured, rows=[bars.compare(row, wanted) for row in measured.rows])
         path = options.result or default_path(report)
-        write(path, report)  # each time: a run that is cut off leaves what it has found
-    Show().report(report)
+        # Each time: a run that is cut off leaves what it has found.
+        write(path, report, wanted.peer)
+    Show().report(report, bars.cells)
+    if any("peer" in row for row in report.rows):
+        print(f"peer: {wanted.peer}")
     print(f"wrote {path}", file=sys.stderr)
 
 

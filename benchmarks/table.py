@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import bars
 from inflight.cli.bench import show
 
 HERE = Path(__file__).resolve().parent
@@ -39,7 +40,7 @@ def table(result: dict[str, Any]) -> str:
 def cells(benchmark: str, row: dict[str, Any]) -> dict[str, str]:
     """A row's texts. Lists and objects, such as the times of all runs, stay in the file."""
     if benchmark.startswith("engine"):
-        return show.cells(row)
+        return bars.cells(row)
     return {name: str(value) for name, value in row.items() if not isinstance(value, list | dict)}
 
 

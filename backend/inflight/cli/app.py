@@ -120,7 +120,7 @@ def serve(
     import contextlib
     import tempfile
 
-    from inflight.cli import serve as serving
+    from inflight.cli.app import serve as serving
     from inflight.deploy import repository as repositories
 
     if model is not None and repository:
@@ -164,7 +164,7 @@ def generate(
     """Continue a prompt; the text streams to stdout."""
     import json
 
-    from inflight.cli import chat
+    from inflight.cli.app import chat
     from inflight_client import Client, ClientError
 
     options = _options(max_tokens, temperature, top_k, top_p, min_p, seed, stop)
@@ -206,7 +206,7 @@ def chat(
     timeout: Timeout = None,
 ) -> None:
     """Talk to the model. /help lists the commands; Ctrl-C cancels the running answer."""
-    from inflight.cli import chat
+    from inflight.cli.app import chat
     from inflight_client import Client
 
     options = _options(max_tokens, temperature, top_k, top_p, min_p, seed, stop)
@@ -263,7 +263,7 @@ def doctor(
     """Check whether this machine can serve, and say how to mend what is wrong."""
     import json
 
-    from inflight.cli import doctor as checks
+    from inflight.cli.app import doctor as checks
 
     results = checks.examine((http_port, grpc_port, metrics_port))
     if json_:
@@ -325,7 +325,6 @@ def bench_engine(
     scale: Annotated[float, typer.Option(help="Multiplies requests and lengths of the rows.")] = 1,
     runs: Annotated[int | None, typer.Option(help="Of each row; the best one counts.")] = None,
     set_: Settings = None,
-    bars: Annotated[Path | None, typer.Option(help="Figures to compare with, as JSON.")] = None,
     profile: Annotated[
         Path | None, typer.Option(help="Profile steps of the rows, in place of timing, into this.")
     ] = None,
@@ -339,7 +338,6 @@ def bench_engine(
     import dataclasses
     import json
 
-    from inflight.cli.bench import bars as figures
     from inflight.cli.bench import engine, show
     from inflight.cli.bench.rows import select
 
@@ -368,7 +366,6 @@ def bench_engine(
         chosen,
         start=start,
         num_runs=runs,
-        bars=figures.load(bars) if bars else None,
         on_progress=_note,
         on_row=say if json_ else lambda so_far: None,
     )

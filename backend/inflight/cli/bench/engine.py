@@ -16,7 +16,6 @@ from typing import Any
 from inflight import config as settings
 from inflight.checkpoint.locate import locate
 from inflight.cli.bench import start as starting
-from inflight.cli.bench.bars import Bars
 from inflight.cli.bench.rows import START, Row
 from inflight.engine.engine import Engine, generate
 from inflight.errors import ConfigError
@@ -41,7 +40,6 @@ class Report:
         settings: of the engine, as in engine.json.
         start: phases of the start in this process -> seconds.
         facts: KV blocks; on a GPU, free memory and the share in use after the start.
-        peer: who the column `peer` is.
         rows: flat, one per workload, then those of `start`.
     """
 
@@ -50,7 +48,6 @@ class Report:
     settings: dict[str, Any]
     start: dict[str, float]
     facts: dict[str, Any]
-    peer: str
     rows: list[dict[str, Any]]
 
 
@@ -93,7 +90,6 @@ def run(
     *,
     start: bool = False,
     num_runs: int | None = None,
-    bars: Bars | None = None,
     on_progress: OnProgress = lambda what: None,
     on_row: Callable[[Report], None] = lambda so_far: None,
 ) -> Report:
@@ -104,7 +100,6 @@ def run(
         rows: the workloads.
         start: measure the start in processes of its own, too.
         num_runs: of every row, in place of its own number.
-        bars: what to compare with.
         on_progress: called with what comes next, and with what was found.
         on_row: called with the report so far, after each row: a run that is cut off has said that.
 
@@ -114,11 +109,10 @@ def run(
     """
     config = settings.parse(raw, "settings")
     quant = str(raw.get("quantization") or UNQUANTISED)
-    bars = bars or Bars()
     found: list[dict[str, Any]] = []
     if start:  # first: afterwards this process holds the card's memory
         on_progress("starting an engine in a new process, twice")
-        found = list(_start_rows(raw, quant, bars))
+        found = list(_start_rows(raw, quant))
     on_progress("starting the engine")
     started = starting.build(config)
     for row in rows:
@@ -133,7 +127,6 @@ def run(
             settings=dict(raw),
             start=started.phases,
             facts=started.facts,
-            peer=bars.peer,
             rows=measured + found,
         )
 
@@ -142,7 +135,7 @@ def run(
         times = bench.measure(row, num_runs or row.num_runs)
         figures = row.figures(times)
         on_progress(f"{row.name}: {_found(figures)}")
-        measured.append(_row(row, quant, figures, bars))
+        measured.append(_row(row, quant, figures))
         on_row(report())
     return report()
 
@@ -194,9 +187,9 @@ def check_fits(row: Row, engine: Engine) -> None:
         )
 
 
-def _row(row: Row, quant: str, figures: dict[str, Any], bars: Bars) -> dict[str, Any]:
+def _row(row: Row, quant: str, figures: dict[str, Any]) -> dict[str, Any]:
     head = {"row": row.name, "workload": row.workload, "quant": quant}
-    return {**head, **figures, **_compared(row.metric, figures[row.metric], row.name, quant, bars)}
+    return {**head, **figures, "metric": row.metric}
 
 
 def _found(figures: dict[str, Any]) -> str:
@@ -204,26 +197,12 @@ def _found(figures: dict[str, Any]) -> str:
     return ", ".join(f"{name} {figures[name]:,}" for name in names if name in figures)
 
 
-def _start_rows(raw: dict[str, Any], quant: str, bars: Bars) -> Iterator[dict[str, Any]]:
+def _start_rows(raw: dict[str, Any], quant: str) -> Iterator[dict[str, Any]]:
     for cache, startup in starting.measure(raw).items():
         yield {
             "row": START,
             "workload": f"{cache} kernel cache",
             "quant": quant,
             **dataclasses.asdict(startup),
-            **_compared("ready_s", startup.ready_s, START, quant, bars),
+            "metric": "ready_s",
         }
-
-
-def _compared(metric: str, value: float, row: str, quant: str, bars: Bars) -> dict[str, Any]:
-    bar = bars.of(row, quant)
-    found: dict[str, Any] = {"metric": metric}
-    for name in ("peer", "must", "goal", "limit"):
-        wanted = getattr(bar, name)
-        if wanted is not None:
-            found[name] = wanted
-    if bar.peer is not None:
-        # Above 1 is better than the peer, for seconds too.
-        ratio = bar.peer / value if metric == "ready_s" else value / bar.peer
-        found["of_peer"] = round(ratio, 3)
-    return found

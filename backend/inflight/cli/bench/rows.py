@@ -6,14 +6,15 @@ import dataclasses
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
-from inflight.cli.bench.bars import Metric
 from inflight.core.request import Request
 from inflight.errors import ConfigError, did_you_mean
 from inflight.sampling.params import SamplingParams
+
+Metric = Literal["out_tok_s", "prompt_tok_s", "ready_s"]
 
 _CUSTOM = re.compile(r"([1-9]\d*)x([1-9]\d*)/([1-9]\d*)")
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from rich.console import Console
@@ -10,6 +10,8 @@ from rich.table import Table
 
 from inflight.cli.bench.engine import Report
 from inflight.cli.bench.trace import GAP, Profile, StepProfile
+
+AsCells = Callable[[Mapping[str, Any]], Mapping[str, str]]
 
 _MAX_KERNELS = 24
 _UNITS = {"out_tok_s": "out tok/s", "prompt_tok_s": "prompt tok/s", "ready_s": "s to ready"}
@@ -21,14 +23,16 @@ class Show:
     def __init__(self, console: Console | None = None) -> None:
         self._console = console or Console()
 
-    def report(self, report: Report) -> None:
+    def report(self, report: Report, as_cells: AsCells | None = None) -> None:
+        """
+        Args:
+            as_cells: makes the texts of a row's table of the row; by default `cells`.
+        """
         self._line(f"device: {report.device}")
         for line in facts(report.facts, report.start):
             self._line(line)
         if report.rows:
-            self._table("", [cells(row) for row in report.rows])
-            if report.peer and any("peer" in row for row in report.rows):
-                self._line(f"peer: {report.peer}")
+            self._table("", [(as_cells or cells)(row) for row in report.rows])
 
     def profiles(self, profiles: Sequence[Profile]) -> None:
         for profile in profiles:
@@ -94,34 +98,19 @@ def facts(found: Mapping[str, Any], start: Mapping[str, float]) -> list[str]:
 def cells(row: Mapping[str, Any]) -> dict[str, str]:
     """A row of a report as the texts of a table; what is not known is empty."""
     metric = row["metric"]
-    found = {
+    return {
         "row": row["row"],
         "workload": row["workload"],
         "quant": row["quant"],
-        "value": _number(row[metric]),
+        "value": number(row[metric]),
         "unit": _UNITS[metric],
         "ms/token": f"{row['ms_per_token']:.3f}" if "ms_per_token" in row else "",
         "spread": f"{row['spread']:.1f} %" if "spread" in row else "",
     }
-    for name in ("peer", "must", "goal", "limit"):
-        found[name] = _number(row[name]) if name in row else ""
-    found["of peer"] = f"{row['of_peer']:.2f} x" if "of_peer" in row else ""
-    found["of limit"] = f"{row[metric] / row['limit']:.0%}" if "limit" in row else ""
-    if "must" in row:
-        found["verdict"] = verdict(row)
-    return found
 
 
-def verdict(row: Mapping[str, Any]) -> str:
-    """`goal` or `must` where a row with a `must` reaches it, `below` where it does not."""
-    sign = -1 if row["metric"] == "ready_s" else 1
-    value = sign * row[row["metric"]]
-    if "goal" in row and value >= sign * row["goal"]:
-        return "goal"
-    return "must" if value >= sign * row["must"] else "below"
-
-
-def _number(value: float) -> str:
+def number(value: float) -> str:
+    """A figure with thousands separated, and one decimal where it is below 1000."""
     return f"{value:,.0f}" if value >= 1000 else f"{value:,.1f}"
 
 

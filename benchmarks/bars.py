@@ -1,4 +1,5 @@
-"""What to compare with: another engine's figures, what is wanted, and what the machine can do.
+"""What `inflight bench engine` is compared with: another engine's figures, what a release has to
+reach, and what the machine can do.
 
 They hold for one model on one kind of machine, so they come from a file and not from here:
 
@@ -10,14 +11,16 @@ by row and by quantisation; a figure that is not known is left out.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Literal
+from typing import Any
 
 import msgspec
 
+from inflight.cli.bench import show
 from inflight.errors import ConfigError
 
-Metric = Literal["out_tok_s", "prompt_tok_s", "ready_s"]
+_FIGURES = ("peer", "must", "goal", "limit")
 
 
 class Bar(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -62,3 +65,40 @@ def load(path: Path) -> Bars:
         raise ConfigError(f"{path}: cannot be read ({error.strerror})") from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: {error}") from None
+
+
+def compare(row: Mapping[str, Any], bars: Bars) -> dict[str, Any]:
+    """A row of a report with its bars and, where there is a peer, its share of that figure."""
+    bar = bars.of(row["row"], row["quant"])
+    found = dict(row)
+    for name in _FIGURES:
+        wanted = getattr(bar, name)
+        if wanted is not None:
+            found[name] = wanted
+    if bar.peer is not None:
+        value = row[row["metric"]]
+        # Above 1 is better than the peer, for seconds too.
+        ratio = bar.peer / value if row["metric"] == "ready_s" else value / bar.peer
+        found["of_peer"] = round(ratio, 3)
+    return found
+
+
+def cells(row: Mapping[str, Any]) -> dict[str, str]:
+    """A row of `compare` as the texts of a table; what is not known is empty."""
+    found = show.cells(row)
+    for name in _FIGURES:
+        found[name] = show.number(row[name]) if name in row else ""
+    found["of peer"] = f"{row['of_peer']:.2f} x" if "of_peer" in row else ""
+    found["of limit"] = f"{row[row['metric']] / row['limit']:.0%}" if "limit" in row else ""
+    if "must" in row:
+        found["verdict"] = verdict(row)
+    return found
+
+
+def verdict(row: Mapping[str, Any]) -> str:
+    """`goal` or `must` where a row with a `must` reaches it, `below` where it does not."""
+    sign = -1 if row["metric"] == "ready_s" else 1
+    value = sign * row[row["metric"]]
+    if "goal" in row and value >= sign * row["goal"]:
+        return "goal"
+    return "must" if value >= sign * row["must"] else "below"
