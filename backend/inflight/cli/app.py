@@ -120,7 +120,7 @@ def serve(
     import contextlib
     import tempfile
 
-    from inflight.cli.app import serve as serving
+    from inflight.cli import serve as serving
     from inflight.deploy import repository as repositories
 
     if model is not None and repository:
@@ -164,7 +164,7 @@ def generate(
     """Continue a prompt; the text streams to stdout."""
     import json
 
-    from inflight.cli.app import chat
+    from inflight.cli import chat
     from inflight_client import Client, ClientError
 
     options = _options(max_tokens, temperature, top_k, top_p, min_p, seed, stop)
@@ -206,7 +206,7 @@ def chat(
     timeout: Timeout = None,
 ) -> None:
     """Talk to the model. /help lists the commands; Ctrl-C cancels the running answer."""
-    from inflight.cli.app import chat
+    from inflight.cli import chat
     from inflight_client import Client
 
     options = _options(max_tokens, temperature, top_k, top_p, min_p, seed, stop)
@@ -263,7 +263,7 @@ def doctor(
     """Check whether this machine can serve, and say how to mend what is wrong."""
     import json
 
-    from inflight.cli.app import doctor as checks
+    from inflight.cli import doctor as checks
 
     results = checks.examine((http_port, grpc_port, metrics_port))
     if json_:

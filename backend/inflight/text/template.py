@@ -130,10 +130,6 @@ class _Environment(ImmutableSandboxedEnvironment):
         _check_length(len(text))
         return text
 
-    def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
-        tree: nodes.Template = _Watch().visit(super()._parse(source, name, filename))
-        return tree
-
     def call_binop(
         self, context: jinja2.runtime.Context, operator: str, left: Any, right: Any
     ) -> Any:
@@ -214,7 +210,8 @@ def _compile(template: str) -> jinja2.Template:
             f"chat template: {len(template)} characters; allowed: {MAX_TEMPLATE_CHARACTERS}"
         )
     try:
-        return _environment().from_string(template)
+        environment = _environment()
+        return environment.from_string(_Watch().visit(environment.parse(template)))
     except jinja2.TemplateSyntaxError as error:
         raise ConfigError(f"chat template: line {error.lineno}: {error.message}") from None
     except (RecursionError, SyntaxError, ValueError, jinja2.TemplateError) as error:

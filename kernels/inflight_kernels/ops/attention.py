@@ -15,7 +15,6 @@ import functools
 
 import torch
 from cuda.core import TensorMapDescriptor
-from cuda.core._tensor_map import TensorMapL2Promotion, TensorMapSwizzle  # public only as values
 from cuda.core.utils import StridedMemoryView
 from torch import Tensor
 
@@ -43,6 +42,7 @@ from inflight_kernels.runtime.launch import (
     name_of,
     num_multiprocessors,
 )
+from inflight_kernels.runtime.tensor_map import L2_PROMOTIONS, SWIZZLE_128B
 
 BLOCK_SIZES = (16, 32, 64)
 
@@ -550,8 +550,8 @@ def _encode(
     view = StridedMemoryView.from_cuda_array_interface(memory, -1)
     return view.as_tensor_map(
         (1, block_size // 8, head_dim // 64, 8, 64),
-        swizzle=TensorMapSwizzle.SWIZZLE_128B,
-        l2_promotion=TensorMapL2Promotion.L2_256B,
+        swizzle=SWIZZLE_128B,
+        l2_promotion=L2_PROMOTIONS[256],
     )
 
 

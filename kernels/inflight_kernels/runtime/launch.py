@@ -68,6 +68,8 @@ class Kernel:
             OverflowError: for an int beyond 32 bits.
         """
         packed = [_PACK.get(type(arg), _pack_other)(arg) for arg in args]
+        # Private, since this is the hot path: torch.cuda.current_device() and current_stream() also
+        # check at each call that CUDA is initialised, and make a Stream object.
         device = torch._C._cuda_getDevice()
         stream = _stream(device, torch._C._cuda_getCurrentRawStream(device))
         if shared > _SHARED_BY_DEFAULT and shared > self._shared.get(device, 0):

@@ -6,11 +6,17 @@ import functools
 from typing import Any, Literal
 
 import numpy as np
-from cuda.core._tensor_map import TensorMapL2Promotion, TensorMapSwizzle  # exported nowhere
+from cuda.core import TensorMapDescriptorOptions
 from cuda.core.utils import StridedMemoryView
 from torch import Tensor
 
 L2Sector = Literal[128, 256]
+
+# cuda.core exports the options of a tensor map and not the enumerations that they are of; a default
+# of each is at hand.
+SWIZZLE_128B = type(TensorMapDescriptorOptions.swizzle).SWIZZLE_128B
+_L2Promotion = type(TensorMapDescriptorOptions.l2_promotion)
+L2_PROMOTIONS: dict[L2Sector, Any] = {128: _L2Promotion.L2_128B, 256: _L2Promotion.L2_256B}
 
 
 def matrix_map(matrix: Tensor, box: tuple[int, int], l2_sector: L2Sector) -> object:
@@ -26,9 +32,6 @@ def matrix_map(matrix: Tensor, box: tuple[int, int], l2_sector: L2Sector) -> obj
     return _encode(matrix.data_ptr(), rows, columns, matrix.stride(0), box, l2_sector)
 
 
-_L2_PROMOTIONS = {128: TensorMapL2Promotion.L2_128B, 256: TensorMapL2Promotion.L2_256B}
-
-
 @functools.lru_cache(maxsize=4096)
 def _encode(
     address: int,
@@ -42,8 +45,8 @@ def _encode(
     return StridedMemoryView.from_any_interface(matrix, stream_ptr=-1).as_tensor_map(
         box,
         data_type=np.uint16,
-        swizzle=TensorMapSwizzle.SWIZZLE_128B,
-        l2_promotion=_L2_PROMOTIONS[l2_sector],
+        swizzle=SWIZZLE_128B,
+        l2_promotion=L2_PROMOTIONS[l2_sector],
     )
 
 

@@ -26,6 +26,8 @@ Floats = npt.NDArray[np.float64]
 # oneDNN lays weights out for the number of rows named when packing. The layout for 16 is within a
 # few percent of the best one for any number of rows, and faster than the layout for 1 even there.
 _PACKED_FOR_ROWS = 16
+# Packing and the product with a packed weight are operators of torch.compile without public names.
+# F.linear takes a weight of the public Tensor.to_mkldnn only with activations converted as well.
 
 
 @functools.cache

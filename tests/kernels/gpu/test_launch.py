@@ -67,7 +67,7 @@ def test_a_launch_goes_to_the_current_stream() -> None:
     torch.cuda.synchronize()
     side = torch.cuda.Stream()
     with torch.cuda.stream(side):
-        torch.cuda._sleep(50_000_000)
+        torch.cuda._sleep(50_000_000)  # nothing public keeps a stream busy for so long
         x.fill_(1.0)
         silu_mul(x, out=out)
     side.synchronize()
