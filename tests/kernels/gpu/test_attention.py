@@ -605,10 +605,14 @@ def test_caches_at_other_places_are_told_apart():
 
 
 def test_what_the_kernels_cannot_take_is_refused():
+    """Without a GPU: tests/kernels/test_attention_checks.py."""
     made = make_step([1], [20])
-    workspace = made.workspace()
+    # What any max_q_len may need is more than a step of one token does.
+    workspace = made.workspace(max_q_len=1)
+    assert len(workspace) < len(made.workspace())
+    assert error(made.run(workspace), made.definition()) < BOUND[torch.bfloat16]
     with pytest.raises(ValueError, match="workspace has"):
-        made.run(workspace[: len(workspace) // 2])
+        made.run(workspace[:-1])
     with pytest.raises(ValueError, match="scale 0"):
         made.scale = 0.0
         made.run(workspace)

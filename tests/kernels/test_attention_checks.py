@@ -1,0 +1,109 @@
+"""What attention refuses before it launches anything, without a GPU."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import recorded_launches
+from inflight_kernels.attention import attend, workspace_size
+from recorded_launches import Launched
+
+HEADS = (8, 2, 128)
+
+
+@pytest.fixture(params=[True, False], ids=["hopper", "ampere"])
+def launched(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Launched:
+    return recorded_launches.install(monkeypatch, hopper=request.param)
+
+
+@dataclass
+class Step:
+    """Chunks of so many tokens each; no values matter."""
+
+    q_lens: list[int]
+    scale: float = 1.0
+    cache_dtype: torch.dtype = torch.bfloat16
+
+    def size(self, max_q_len: int | None = None, batch_invariant: bool = False) -> int:
+        return workspace_size(
+            len(self.q_lens), sum(self.q_lens), *HEADS, max_q_len, batch_invariant
+        )
+
+    def run(self, num_bytes: int, **options: Any) -> None:
+        num_heads, num_kv_heads, head_dim = HEADS
+        count = len(self.q_lens)
+
+        def lengths(size: int) -> Tensor:
+            return torch.zeros(size, dtype=torch.int32)
+
+        q = torch.zeros(sum(self.q_lens), num_heads, head_dim, dtype=torch.bfloat16)
+        caches = [
+            torch.zeros(4, 16, num_kv_heads, head_dim, dtype=dtype)
+            for dtype in (self.cache_dtype, torch.bfloat16)
+        ]
+        workspace = torch.empty(num_bytes, dtype=torch.uint8)
+        attend(
+            q,
+            *caches,
+            lengths(count * 4).view(count, 4),
+            lengths(count + 1),
+            lengths(count),
+            torch.empty_like(q),
+            workspace,
+            self.scale,
+            **options,
+        )
+
+
+@pytest.mark.parametrize("batch_invariant", [False, True])
+@pytest.mark.parametrize("q_lens", [[1], [1] * 9, [5] * 3, [700], [1, 300]], ids=str)
+def test_a_workspace_is_refused_if_it_is_a_byte_too_small_for_the_step(
+    q_lens: list[int], batch_invariant: bool, launched: Launched
+) -> None:
+    step = Step(q_lens)
+    options = {"max_q_len": max(q_lens), "batch_invariant": batch_invariant}
+    needed = smallest(step, **options)
+    assert needed <= step.size(**options) <= step.size(None, batch_invariant)
+    launched.clear()
+    message = f"workspace has {needed - 1} bytes; this step needs {needed}"
+    with pytest.raises(ValueError, match=message):
+        step.run(needed - 1, **options)
+    assert not launched
+    step.run(needed, **options)
+    assert launched
+
+
+def smallest(step: Step, **options: Any) -> int:
+    """Bytes that a step takes, found by trying."""
+    low, high = 0, step.size(**options)
+    while low < high:
+        middle = (low + high) // 2
+        try:
+            step.run(middle, **options)
+            high = middle
+        except ValueError:
+            low = middle + 1
+    return high
+
+
+def test_the_workspace_for_any_chunk_serves_a_token_twice_over(launched: Launched) -> None:
+    step = Step([1])
+    assert step.size(max_q_len=1) == smallest(step) < step.size() // 2
+    step.run(step.size() // 2)
+    assert launched
+
+
+def test_scales_and_caches_that_kernels_cannot_take_are_refused(launched: Launched) -> None:
+    size = Step([1]).size()
+    with pytest.raises(ValueError, match=r"scale 0\.0"):
+        Step([1], scale=0.0).run(size)
+    with pytest.raises(ValueError, match=r"k_cache is .* of torch\.float16"):
+        Step([1], cache_dtype=torch.float16).run(size)
+    with pytest.raises(ValueError, match="settled without planned"):
+        Step([1]).run(size, settled=True)
+    assert not launched
