@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -23,8 +23,10 @@ from inflight.execution.drafters import device_model
 from inflight.models import eagle3_cuda, llama_cuda
 from inflight.models.layers import attention, residual
 from inflight_kernels.ops import drafting, sampling
+from inflight_kernels.ops.attention_operands import AttentionSpec
 from inflight_kernels.ops.batch_state import BatchState, Step
 from inflight_kernels.ops.drafting import DraftPass
+from inflight_kernels.ops.rope import PagedKV
 from inflight_kernels.torch_ops import sampling as torch_sampling
 from inflight_kernels.torch_ops import transformer
 
@@ -59,6 +61,8 @@ def install(monkeypatch: pytest.MonkeyPatch) -> None:
     for model in (llama_cuda, eagle3_cuda):
         monkeypatch.setattr(model, "Linear", HostLinear)
     monkeypatch.setattr(attention, "rope_write_kv", rope_write_kv)
+    monkeypatch.setattr(attention, "AttentionMetadata", HostAttentionMetadata)
+    monkeypatch.setattr(attention, "RopeInputs", HostRopeInputs)
     kernels = _Ops(workspace_size, plan, attend, prefers_rope_attend=lambda *shape: False)
     monkeypatch.setattr(attention, "attention", kernels)
 
@@ -541,53 +545,69 @@ def plan(*operands: object, **settings: object) -> None:
     pass
 
 
+class HostAttentionMetadata:
+    """Satisfies `AttentionMetadata`, of operands on the CPU."""
+
+    def __init__(
+        self,
+        spec: AttentionSpec,
+        query_start: Tensor,
+        seq_lens: Tensor,
+        block_tables: Tensor,
+        *settings: object,
+        planned: bool,
+    ) -> None:
+        self.spec = spec
+        self.query_start = query_start
+        self.seq_lens = seq_lens
+        self.block_tables = block_tables
+
+
+class HostRopeInputs(NamedTuple):
+    """Satisfies `RopeInputs`, of operands on the CPU."""
+
+    positions: Tensor
+    slot_mapping: Tensor
+    cos: Tensor
+    sin: Tensor
+
+
 def rope_write_kv(
     qkv: Tensor,
-    positions: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    slot_mapping: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
+    rope: HostRopeInputs,
+    kv: PagedKV,
     *,
     q_out: Tensor,
     history_ready: bool,
     pdl: bool,
 ) -> None:
     num_heads, head_dim = q_out.shape[1:]
-    groups = k_cache.shape[2]
+    groups = kv.k_cache.shape[2]
     heads = qkv.view(len(qkv), -1, head_dim)
-    qk = transformer.rotary(heads[:, : num_heads + groups], cos[positions], sin[positions])
+    cos, sin = rope.cos[rope.positions], rope.sin[rope.positions]
+    qk = transformer.rotary(heads[:, : num_heads + groups], cos, sin)
     qk = qk.to(qkv.dtype)
-    kept = slot_mapping >= 0
+    kept = rope.slot_mapping >= 0
     k, v = qk[kept, num_heads:], heads[kept, num_heads + groups :]
-    transformer.write_kv(k, v, k_cache, v_cache, slot_mapping[kept])
+    transformer.write_kv(k, v, kv.k_cache, kv.v_cache, rope.slot_mapping[kept])
     q_out.copy_(qk[:, :num_heads])
 
 
 def attend(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    tables: Tensor,
-    query_start: Tensor,
-    seq_lens: Tensor,
-    out: Tensor,
-    workspace: Tensor,
-    scale: float,
-    **settings: object,
+    q: Tensor, kv: PagedKV, metadata: HostAttentionMetadata, out: Tensor, **settings: object
 ) -> None:
-    groups = k_cache.shape[2]
+    groups = kv.k_cache.shape[2]
     out.fill_(float("nan"))  # rows of no chunk stay as they were: whatever that is
-    for chunk, length in enumerate(seq_lens.tolist()):
-        first, end = query_start[chunk : chunk + 2].tolist()
+    for chunk, length in enumerate(metadata.seq_lens.tolist()):
+        first, end = metadata.query_start[chunk : chunk + 2].tolist()
         assert 0 <= end - first <= length, "tokens without keys"
         if first == end:
             assert length == 0, "nobody's keys"
             continue
-        blocks = tables[chunk, : -(-length // k_cache.shape[1])].long()
+        blocks = metadata.block_tables[chunk, : -(-length // kv.k_cache.shape[1])].long()
         keys, values = (
-            cache[blocks].flatten(0, 1)[:length].transpose(0, 1) for cache in (k_cache, v_cache)
+            cache[blocks].flatten(0, 1)[:length].transpose(0, 1)
+            for cache in (kv.k_cache, kv.v_cache)
         )
         mask = torch.ones(end - first, length, dtype=torch.bool).tril_(length - (end - first))
         found = torch.nn.functional.scaled_dot_product_attention(
@@ -595,6 +615,6 @@ def attend(
             keys.repeat_interleave(q.shape[1] // groups, 0),
             values.repeat_interleave(q.shape[1] // groups, 0),
             attn_mask=mask,
-            scale=scale,
+            scale=metadata.spec.scale,
         )
         out[first:end] = found.transpose(0, 1).reshape(end - first, -1)

@@ -13,7 +13,8 @@ from torch import Tensor
 from inflight.models.config import ModelConfig
 from inflight.models.layers.rope import inverse_frequencies
 from inflight_kernels.ops import attention, rope
-from inflight_kernels.ops.rope import rope_write_kv
+from inflight_kernels.ops.attention_operands import AttentionMetadata, AttentionSpec
+from inflight_kernels.ops.rope import PagedKV, RopeInputs, rope_write_kv
 from inflight_kernels.runtime.launch import is_hopper
 from inflight_kernels.torch_ops.transformer import rotary_tables
 
@@ -70,15 +71,16 @@ class Attention:
         max_rows: int,
         batch_invariant: bool,
     ) -> None:
-        self._heads = (config.num_heads, config.num_kv_heads, config.head_dim)
-        self._scale = config.head_dim**-0.5
-        self._batch_invariant = batch_invariant
+        heads = (config.num_heads, config.num_kv_heads, config.head_dim)
+        self.spec = AttentionSpec(
+            *heads, scale=config.head_dim**-0.5, batch_invariant=batch_invariant
+        )
         frequencies, attention_factor = inverse_frequencies(config.rope, config.head_dim, max_len)
         self._cos, self._sin = rotary_tables(
             frequencies, max_len, attention_factor, torch.float32, device
         )
         size = attention.workspace_size(
-            max_rows, max_tokens, *self._heads, batch_invariant=batch_invariant
+            max_rows, max_tokens, *heads, batch_invariant=batch_invariant
         )
         self._workspace = torch.zeros(size, dtype=torch.uint8, device=device)
 
@@ -86,115 +88,68 @@ class Attention:
         self, rows: ForwardInputs, num_tokens: int, num_chunks: int, max_q_len: int
     ) -> AttentionPass:
         """Launch the plan of a pass, which all its layers follow."""
-        query_start, seq_lens = rows.query_start[: num_chunks + 1], rows.seq_lens[:num_chunks]
-        attention.plan(
-            query_start,
-            seq_lens,
-            self._workspace,
+        spec = self.spec
+        metadata = AttentionMetadata(
+            spec,
+            rows.query_start[: num_chunks + 1],
+            rows.seq_lens[:num_chunks],
+            rows.tables[:num_chunks],
             num_tokens,
-            *self._heads,
-            max_q_len=max_q_len,
-            batch_invariant=self._batch_invariant,
-            pdl=True,
+            self._workspace,
+            max_q_len,
+            planned=True,
         )
+        attention.plan(metadata, pdl=True)
         # One token each: the rotation is part of attention, and q need not come apart.
         rotates = (
             num_tokens == num_chunks
             and max_q_len == 1
-            and not self._batch_invariant
-            and attention.prefers_rope_attend(num_tokens, *self._heads)
+            and not spec.batch_invariant
+            and attention.prefers_rope_attend(
+                num_tokens, spec.num_heads, spec.num_kv_heads, spec.head_dim
+            )
         )
-        return AttentionPass(
-            self,
-            rows.positions[:num_tokens],
-            rows.slot_mapping[:num_tokens],
-            rows.tables[:num_chunks],
-            query_start,
-            seq_lens,
-            max_q_len,
-            rotates,
-        )
+        positions, slot_mapping = rows.positions[:num_tokens], rows.slot_mapping[:num_tokens]
+        inputs = RopeInputs(positions, slot_mapping, self._cos, self._sin)
+        return AttentionPass(metadata, inputs, rotates)
 
 
 @dataclass(slots=True)
 class AttentionPass:
-    """One pass over the layers.
+    """One pass over the layers: what they share is checked and laid out once.
 
     Attributes:
+        metadata: of the pass.
+        rope: of its tokens.
+        rotates: whether attention rotates q and k itself.
         history_ready: whether what the layers have in common, and their caches as other steps left
             them, are complete: once the first layer's attention has been let in.
     """
 
-    shared: Attention
-    positions: Tensor
-    slots: Tensor
-    tables: Tensor
-    query_start: Tensor
-    seq_lens: Tensor
-    max_q_len: int
+    metadata: AttentionMetadata
+    rope: RopeInputs
     rotates: bool
     history_ready: bool = False
 
     def layer(self, qkv: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor) -> None:
         """Launch a layer's attention: qkv [T, (H + 2 * G) * D] -> out [T, H * D]."""
-        shared = self.shared
+        kv, ready = PagedKV(k_cache, v_cache), self.history_ready
         if self.rotates:
             attention.rope_attend(
-                qkv,
-                self.positions,
-                shared._cos,
-                shared._sin,
-                self.slots,
-                k_cache,
-                v_cache,
-                self.tables,
-                self.query_start,
-                self.seq_lens,
-                out,
-                shared._workspace,
-                shared._scale,
-                planned=True,
-                history_ready=self.history_ready,
-                pdl=True,
+                qkv, self.rope, kv, self.metadata, out, history_ready=ready, pdl=True
             )
         else:
-            attention.attend(
-                self._rotate(qkv, k_cache, v_cache),
-                k_cache,
-                v_cache,
-                self.tables,
-                self.query_start,
-                self.seq_lens,
-                out,
-                shared._workspace,
-                shared._scale,
-                max_q_len=self.max_q_len,
-                batch_invariant=shared._batch_invariant,
-                planned=True,
-                history_ready=self.history_ready,
-                pdl=True,
-            )
+            q = self._rotate(qkv, kv)
+            attention.attend(q, kv, self.metadata, out, history_ready=ready, pdl=True)
         self.history_ready = True
 
     def write(self, qkv: Tensor, k_cache: Tensor, v_cache: Tensor) -> None:
         """Launch of the last layer only what later passes need: keys and values into the cache."""
-        self._rotate(qkv, k_cache, v_cache)
+        self._rotate(qkv, PagedKV(k_cache, v_cache))
 
-    def _rotate(self, qkv: Tensor, k_cache: Tensor, v_cache: Tensor) -> Tensor:
+    def _rotate(self, qkv: Tensor, kv: PagedKV) -> Tensor:
         """Rotate q and k, put k and v into the cache -> q [T, H, D], in its place."""
-        shared = self.shared
-        num_heads, _, head_dim = shared._heads
+        num_heads, head_dim = self.metadata.spec.num_heads, self.metadata.spec.head_dim
         q = qkv[:, : num_heads * head_dim].view(len(qkv), num_heads, head_dim)
-        rope_write_kv(
-            qkv,
-            self.positions,
-            shared._cos,
-            shared._sin,
-            self.slots,
-            k_cache,
-            v_cache,
-            q_out=q,
-            history_ready=self.history_ready,
-            pdl=True,
-        )
+        rope_write_kv(qkv, self.rope, kv, q_out=q, history_ready=self.history_ready, pdl=True)
         return q
