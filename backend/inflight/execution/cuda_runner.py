@@ -24,7 +24,7 @@ from inflight.core.request import Candidate
 from inflight.core.sequence import Sequence
 from inflight.errors import ConfigError
 from inflight.execution.cuda_graph import capture_graph
-from inflight.execution.device_batch import DeviceBatch, SamplerStages, SubmittedStep
+from inflight.execution.device_batch import BatchLimits, DeviceBatch, SamplerStages, SubmittedStep
 from inflight.execution.drafters import device as drafters
 from inflight.execution.drafters.drafter_spec import DrafterSpec, find_drafter
 from inflight.execution.drafters.ngram import NgramDrafter
@@ -149,16 +149,15 @@ class CudaRunner:
                     max_rows=self._max_rows,
                     batch_invariant=config.batch_invariant,
                 )
-                self._batch = DeviceBatch(
+                limits = BatchLimits(
                     config.max_num_seqs,
                     config.max_num_batched_tokens,
                     -(-max_len // self.block_size),
-                    self.vocab_size,
-                    self._device,
                     self._max_rows,
                     self._max_drafts,
                     max_len if source is not None and source.needs_history else 0,
                 )
+                self._batch = DeviceBatch(limits, self.vocab_size, self._device)
                 step, state = self._batch.step, self._batch.state
                 self._rows = ForwardInputs(
                     state.token_ids,
@@ -308,24 +307,19 @@ class CudaRunner:
         batch, num_rows, stages = self._batch, sent.size.num_rows, sent.stages
         step, state, logits = batch.step, batch.state, self._model.logits[:num_rows]
         penalties, masks = SamplerStages.PENALTIES in stages, SamplerStages.MASKS in stages
-        sampling.sample(
-            logits,
+        inputs = sampling.SamplingInputs(
             state.step_row_params[:num_rows].view(torch.uint8),
             state.sample_positions[:num_rows],
+            batch.penalties(num_rows) if penalties else None,
+            sent.logit_bias,
+            sampling.TokenMasks(batch.masks, step.mask_rows[:num_rows]) if masks else None,
+        )
+        sampled = state.sampled(num_rows)
+        sampling.sample(
+            logits,
+            inputs,
             self._sampling,
-            token_ids=state.chosen[:num_rows],
-            logprobs=state.logprobs[:num_rows],
-            statuses=state.statuses[:num_rows],
-            counts=batch.counts if penalties else None,
-            prompt=batch.prompt if penalties else None,
-            tokens=state.token_ids if penalties else None,
-            tail_starts=state.tail_starts[:num_rows] if penalties else None,
-            tail_lengths=state.tail_lengths[:num_rows] if penalties else None,
-            bias_starts=None if sent.bias_ids is None else step.bias_starts[: num_rows + 1],
-            bias_ids=sent.bias_ids,
-            biases=sent.biases,
-            masks=batch.masks if masks else None,
-            mask_rows=step.mask_rows[:num_rows] if masks else None,
+            sampled,
             filters=bool(stages & (SamplerStages.FILTERS | SamplerStages.RARE_FILTERS)),
             rare=SamplerStages.RARE_FILTERS in stages,
             pdl=True,
@@ -334,11 +328,11 @@ class CudaRunner:
             if sent.bans is not None:
                 banned = torch.full((), BANNED, dtype=logits.dtype, device=self._device)
                 logits.index_put_(sent.bans, banned)  # the sampler has had them as they came
-            self._top_logprobs.launch(logits, step, state, sent.ring_index)
+            self._top_logprobs.launch(logits, step, sampled, sent.ring_index)
         batch_state.end_step(step, state, sent.size.num_chunks, pdl=True)
         if penalties:
-            slots, chosen = state.count_slots[:num_rows], state.chosen[:num_rows]
-            sampling.count_output_tokens(slots, chosen, batch.counts, pdl=True)
+            slots = state.count_slots[:num_rows]
+            sampling.count_output_tokens(slots, sampled.token_ids, batch.counts, pdl=True)
 
     def _free_bytes(self, share: float) -> int:
         """Memory for the pool: what is free, but for the share of the card that stays so."""
@@ -373,7 +367,7 @@ class CudaRunner:
         """
         self._empty_step()
         every = SamplerStages(sum(need.value for need in SamplerStages))
-        self._sample(SubmittedStep(StepSize(1, 1, 1, 1), [0, 1], 0, every, 0, None, None, None))
+        self._sample(SubmittedStep(StepSize(1, 1, 1, 1), [0, 1], 0, every, 0, None, None))
         if self.drafter is not None:
             for chunks in self._warm_up_counts(config):
                 self.drafter.draft(self._batch, chunks, self._max_drafts)

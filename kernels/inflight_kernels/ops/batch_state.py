@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from inflight_kernels.ops.sampling import ROW_PARAMS
+from inflight_kernels.ops.sampling import ROW_PARAMS, SamplingOutputs
 from inflight_kernels.runtime.compile import Instantiation
 from inflight_kernels.runtime.launch import Int64, check, kernel
 
@@ -169,6 +169,12 @@ class BatchState:
         # The device writes into the host's memory: a copy of a few kilobytes would cost more.
         self.results = torch.zeros(
             ring, RESULT_ROWS, rows, dtype=torch.int32, pin_memory=torch.cuda.is_available()
+        )
+
+    def sampled(self, num_rows: int) -> SamplingOutputs:
+        """Where `sample` writes what it finds for the first rows."""
+        return SamplingOutputs(
+            self.chosen[:num_rows], self.logprobs[:num_rows], self.statuses[:num_rows]
         )
 
 

@@ -24,7 +24,7 @@ from inflight.models.kv_cache import KVCache
 from inflight.models.layers.attention import ForwardInputs
 from inflight.models.llama_cuda import Model
 from inflight_kernels.ops import drafting, sampling
-from inflight_kernels.ops.drafting import DraftPass
+from inflight_kernels.ops.drafting import DraftLimits, DraftPass
 
 # Numbers of passes that graphs are recorded for, besides the largest.
 _PASSES = (1, 2, 3, 5, 8)
@@ -106,40 +106,16 @@ class PassDrafter(DeviceDrafter, ABC):
 
     def _launch(self, num_rows: int, num_drafts: int, pdl: bool = False) -> None:
         target, rows = self._target, self._pass
-        block_size, behind = target.config.block_size, self._behind
-        step, state = target.batch.step, target.batch.state
-        drafting.begin_drafting(
-            step,
-            state,
-            rows,
-            num_rows,
-            block_size,
-            behind=behind,
-            max_positions=target.max_len,
-            first_scratch=self._first_scratch,
-            pdl=pdl,
+        state = target.batch.state
+        limits = DraftLimits(
+            target.config.block_size, self._behind, target.max_len, self._first_scratch
         )
+        drafting.begin_drafting(target.batch.step, state, rows, num_rows, limits, pdl=pdl)
+        inputs, sampled = rows.inputs(num_rows), rows.sampled(num_rows)
         for index in range(num_drafts):
-            sampling.sample(
-                self.compute(num_rows, index == 0),
-                rows.row_params[:num_rows].view(torch.uint8),
-                rows.sample_positions[:num_rows],
-                target.workspace,
-                token_ids=rows.chosen[:num_rows],
-                logprobs=rows.logprobs[:num_rows],
-                statuses=rows.statuses[:num_rows],
-                rare=False,
-                pdl=True,
-            )
-            drafting.advance_drafting(
-                state,
-                rows,
-                num_rows,
-                block_size,
-                behind=behind,
-                max_positions=target.max_len,
-                pdl=True,
-            )
+            logits = self.compute(num_rows, index == 0)
+            sampling.sample(logits, inputs, target.workspace, sampled, rare=False, pdl=True)
+            drafting.advance_drafting(state, rows, num_rows, limits, pdl=True)
 
 
 class ModelDrafter(PassDrafter):
