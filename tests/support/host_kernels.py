@@ -19,7 +19,7 @@ from torch import Tensor
 
 from inflight.execution import cuda_runner, device_batch
 from inflight.execution import top_logprobs as logprobs_of_steps
-from inflight.execution.drafters import device_model
+from inflight.execution.drafters import device_passes
 from inflight.models import eagle3_cuda, llama_cuda
 from inflight.models.layers import attention, residual
 from inflight_kernels.ops import drafting, sampling
@@ -38,7 +38,7 @@ _TYPICAL_P, _TOP_N_SIGMA, _XTC_PROBABILITY = 10, 11, 13
 def install(monkeypatch: pytest.MonkeyPatch) -> None:
     """Put the definitions in the kernels' places."""
     host_torch = HostTorch()
-    for module in (cuda_runner, device_model):
+    for module in (cuda_runner, device_passes):
         monkeypatch.setattr(module, "torch", host_torch)
         monkeypatch.setattr(module, "capture_graph", Recorded)
     monkeypatch.setattr(logprobs_of_steps, "torch", host_torch)

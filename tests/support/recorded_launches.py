@@ -17,7 +17,7 @@ from torch import Tensor
 
 import host_kernels
 from inflight.execution import cuda_runner, top_logprobs
-from inflight.execution.drafters import device_model
+from inflight.execution.drafters import device_passes
 from inflight.models import loader
 from inflight_kernels import ops
 from inflight_kernels.runtime import launch
@@ -66,7 +66,7 @@ def install(
     cuda_attention = importlib.import_module("inflight.models.layers.attention")
     monkeypatch.setattr(cuda_attention, "is_hopper", places["is_hopper"])
     meta_torch = _MetaTorch()
-    for owner in (cuda_runner, device_model):
+    for owner in (cuda_runner, device_passes):
         monkeypatch.setattr(owner, "torch", meta_torch)
         monkeypatch.setattr(owner, "capture_graph", host_kernels.Recorded)
     monkeypatch.setattr(top_logprobs, "torch", meta_torch)

@@ -25,9 +25,9 @@ from inflight.core.sequence import Sequence
 from inflight.errors import ConfigError
 from inflight.execution.cuda_graph import capture_graph
 from inflight.execution.device_batch import BatchLimits, DeviceBatch, SamplerStages, SubmittedStep
-from inflight.execution.drafters import device as drafters
-from inflight.execution.drafters.drafter_spec import DrafterSpec, find_drafter
-from inflight.execution.drafters.ngram import NgramDrafter
+from inflight.execution.drafters.drafter import DeviceDrafter, DeviceTarget, Drafter
+from inflight.execution.drafters.drafter_spec import DrafterSpec
+from inflight.execution.drafters.registry import find_drafter
 from inflight.execution.grammar_masks import GrammarMasks
 from inflight.execution.graph_buckets import (
     StepSize,
@@ -85,7 +85,7 @@ def kernels_of(
         batch_invariant=config.batch_invariant,
     )
     if source is not None:
-        found += drafters.kernels_of(source, config, _DTYPE, max_rows)
+        found += source.method.device_kernels(source, config, _DTYPE, max_rows)
     return found + batch_state.kernels_of() + cache.kernels_of(torch.int64)
 
 
@@ -127,12 +127,10 @@ class CudaRunner:
         self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
         self._max_num_batched_tokens = config.max_num_batched_tokens
         max_len = model.max_model_len(config)
-        self.drafter: drafters.DeviceDrafter | None = None
-        self._host_drafter: NgramDrafter | None = None
-        if speculation is not None and speculation.method == "ngram":
-            self._host_drafter = NgramDrafter(
-                speculation.prompt_lookup_max, speculation.prompt_lookup_min
-            )
+        self.drafter: DeviceDrafter | None = None
+        self._host_drafter: Drafter | None = None
+        if source is not None and source.method.load_on_host is not None:
+            self._host_drafter = source.method.load_on_host(source)
         self.supports_host_drafts = self._host_drafter is not None
         self.step_costs: StepCosts | None = None
         with torch.inference_mode(), torch.cuda.stream(self._stream):
@@ -155,7 +153,7 @@ class CudaRunner:
                     -(-max_len // self.block_size),
                     self._max_rows,
                     self._max_drafts,
-                    max_len if source is not None and source.needs_history else 0,
+                    max_len if source is not None and source.method.needs_history else 0,
                 )
                 self._batch = DeviceBatch(limits, self.vocab_size, self._device)
                 step, state = self._batch.step, self._batch.state
@@ -171,7 +169,8 @@ class CudaRunner:
                 self._sampling = sampling.Workspace(self._max_rows, self.vocab_size, self._device)
                 self._top_logprobs = TopLogprobs(self._max_rows, self._sampling, self._device)
                 if source is not None:
-                    self.drafter = drafters.build(source, self._target(config, max_len, progress))
+                    target = self._target(config, max_len, progress)
+                    self.drafter = source.method.load_on_device(source, target)
                 self._end_phase("weights")
                 self._allocate(config, model, source)
                 self._end_phase("kv cache")
@@ -254,8 +253,8 @@ class CudaRunner:
 
     def _target(
         self, config: EngineConfig, max_len: int, progress: Callable[[str, float], None]
-    ) -> drafters.DeviceTarget:
-        return drafters.DeviceTarget(
+    ) -> DeviceTarget:
+        return DeviceTarget(
             self._model,
             self._rows,
             self._batch,
@@ -277,7 +276,7 @@ class CudaRunner:
         if source is not None:
             free -= source.scratch_bytes(config, model)
             drafter_bytes = source.block_bytes(config)
-            num_scratch = config.max_num_seqs if source.settings.method == "self" else 0
+            num_scratch = config.max_num_seqs if source.method.shares_target_kv else 0
         self.num_blocks = num_blocks = model.num_blocks(config, free, drafter_bytes)
         with_scratch = num_blocks + num_scratch
         self._cache = KVCache(model, with_scratch, self.block_size, _DTYPE, self._device)

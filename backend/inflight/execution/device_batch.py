@@ -316,7 +316,8 @@ class DeviceBatch:
         """
         rows = _StepRows()
         slots, sample_slots, starts = rows.slots, rows.sample_slots, rows.starts
-        tokens, row_start, bias_starts = rows.tokens, rows.row_start, rows.bias_starts
+        lengths, tokens = rows.lengths, rows.tokens
+        row_start, bias_starts = rows.row_start, rows.bias_starts
         width = self.state.tables.shape[1]
         for index, chunk in enumerate(batch.chunks):
             sequence, num_drafts = chunk.sequence, chunk.num_drafts
@@ -329,7 +330,7 @@ class DeviceBatch:
                 changes.num_drafts = sequence.num_drafts
             slots.append(resident.slot)
             sample_slots.append(resident.slot if chunk.samples else -1)
-            rows.lengths.append(chunk.length)
+            lengths.append(chunk.length)
             known = sequence.token_ids
             if chunk.start < len(known):
                 starts.append(chunk.start)

@@ -18,6 +18,7 @@ from inflight.config import GPU_BLOCK_SIZES, GPU_CAPABILITY, GPU_HEAD_DIMS, Engi
 from inflight.core.batch import Batch, CompletedStep, StepOutput
 from inflight.core.sequence import Sequence
 from inflight.errors import ConfigError
+from inflight.execution.drafters.registry import find_method
 from inflight.models.config import ModelConfig, read_config
 from inflight.scheduling.draft_budget import StepCosts
 
@@ -153,6 +154,8 @@ def build(
     """
     model = read_config(checkpoint)
     model.max_model_len(config)  # refused before anything is loaded
+    if config.speculative_config is not None:
+        find_method(config.speculative_config)
     checkpoint = dataclasses.replace(checkpoint, random_weights=config.random_weights)
     if config.device == "echo":
         progress("weights", 1.0)

@@ -21,7 +21,7 @@ from inflight.engine.engine import Engine, generate
 from inflight.execution import cuda_runner
 from inflight.execution import runner as runners
 from inflight.execution.device_batch import DeviceBatch
-from inflight.execution.drafters.device import DeviceDrafter
+from inflight.execution.drafters.drafter import DeviceDrafter
 from inflight.models import llama_cuda
 from inflight.sampling.params import SamplingParams
 from inflight_kernels.ops import gemm

@@ -8,22 +8,40 @@ with the token that followed it then; where another one does now, that one entry
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from inflight.checkpoint.locate import Checkpoint
+from inflight.config import EngineConfig
 from inflight.core.batch import Batch, BatchArrays, Chunk, StepOutput
 from inflight.core.sequence import Sequence
-from inflight.execution.drafters import Target
 from inflight.execution.drafters.draft_inputs import DraftInputs
-from inflight.execution.drafters.drafter_spec import DrafterSpec
+from inflight.execution.drafters.drafter import DeviceDrafter, DeviceTarget, Target
+from inflight.execution.drafters.drafter_spec import DrafterSpec, DraftMethod
 from inflight.execution.sampler import LogitsRow, sample
+from inflight.models.config import Eagle3Config, ModelConfig, read_eagle3_config
 from inflight.models.eagle3 import Model
 from inflight.models.kv_cache import KVCache
 from inflight.models.llama import Model as TargetModel
+
+if TYPE_CHECKING:
+    from inflight.models.layers.attention import ForwardInputs
+
+
+@dataclass(frozen=True, slots=True)
+class Eagle3Spec(DrafterSpec):
+    """A head that settings ask for.
+
+    Attributes:
+        head: its shape.
+    """
+
+    head: Eagle3Config | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,8 +83,7 @@ class Eagle3Drafter:
         Raises:
             ConfigError: the weights are damaged or do not fit the settings.
         """
-        head, checkpoint = source.head, source.checkpoint
-        assert head is not None and checkpoint is not None
+        head, checkpoint = _head_of(source)
         model = Model(
             checkpoint,
             head,
@@ -151,3 +168,116 @@ class Eagle3Drafter:
         return self._model.forward(
             rows.token_ids, hidden, rows.positions, rows.slot_mapping, rows.plan, self._cache
         )
+
+
+class DeviceHeadPasses:
+    """Passes of a head on a GPU (see `device_passes.PassModel`).
+
+    Args:
+        spec: of the head.
+        target: what is drafted for, with a history of its tokens.
+    """
+
+    behind = 1
+    has_update = True
+
+    def __init__(self, spec: DrafterSpec, target: DeviceTarget) -> None:
+        from inflight.models.eagle3_cuda import Model as DeviceHead
+
+        head, checkpoint = _head_of(spec)
+        config, rows = target.config, target.rows
+        self.caches: list[KVCache] = []
+        self._target = target
+        self._head = DeviceHead(
+            checkpoint,
+            head,
+            target.model.weights,
+            target.dtype,
+            target.max_len,
+            lambda what, fraction: target.progress("drafter", fraction),
+            device=target.device,
+            max_tokens=config.max_num_batched_tokens,
+            max_chunks=config.max_num_seqs,
+            max_rows=target.max_rows,
+            batch_invariant=config.batch_invariant,
+        )
+        target.model.set_aux_layers(head.aux_layers)
+        self._cache: KVCache | None = None
+        self._update_inputs = replace(rows, token_ids=torch.zeros_like(rows.token_ids))
+
+    def allocate(self, cache: KVCache, num_blocks: int) -> None:
+        target = self._target
+        with_scratch = num_blocks + target.config.max_num_seqs
+        layer, size = self._head.config.layer, target.config.block_size
+        self._cache = KVCache(layer, with_scratch, size, target.dtype, target.device)
+        self.caches = [self._cache]
+
+    def forward(self, num_tokens: int, num_chunks: int, max_q_len: int) -> None:
+        """The head needs the tokens that follow: see `update`."""
+
+    def update(self, num_tokens: int, num_chunks: int, max_q_len: int) -> None:
+        from inflight_kernels.ops import drafting
+
+        batch, features, rows = self._target.batch, self._target.model.features, self._update_inputs
+        assert self._cache is not None and features is not None
+        drafting.next_tokens(batch.step, batch.state, rows.token_ids, num_chunks, num_tokens)
+        head = self._head
+        head.fuse(features, num_tokens)
+        head.forward(rows, head.hidden, num_tokens, num_chunks, max_q_len, self._cache)
+
+    def compute(
+        self, inputs: ForwardInputs, sources: Tensor, num_rows: int, is_first: bool
+    ) -> Tensor:
+        head = self._head
+        assert self._cache is not None
+        if is_first:
+            head.take(sources)
+        else:
+            head.forward(inputs, head.drafted, num_rows, num_rows, 1, self._cache)
+        head.score(num_rows)
+        return head.logits[:num_rows]
+
+
+def _head_of(spec: DrafterSpec) -> tuple[Eagle3Config, Checkpoint]:
+    assert isinstance(spec, Eagle3Spec)
+    assert spec.head is not None and spec.checkpoint is not None
+    return spec.head, spec.checkpoint
+
+
+def _load_on_device(spec: DrafterSpec, target: DeviceTarget) -> DeviceDrafter:
+    from inflight.execution.drafters.device_passes import PassDrafter
+
+    return PassDrafter(DeviceHeadPasses(spec, target), target)
+
+
+def _device_kernels(
+    spec: DrafterSpec, config: EngineConfig, dtype: torch.dtype, max_rows: int
+) -> list[tuple[str, str]]:
+    from inflight.models import eagle3_cuda
+    from inflight_kernels.ops import drafting
+
+    head, _ = _head_of(spec)
+    return drafting.kernels_of(passes=True) + eagle3_cuda.kernels_of(
+        head,
+        dtype,
+        max_tokens=config.max_num_batched_tokens,
+        max_chunks=config.max_num_seqs,
+        batch_invariant=config.batch_invariant,
+    )
+
+
+def _read(spec: DrafterSpec, checkpoint: Checkpoint, model: ModelConfig) -> Eagle3Spec:
+    assert spec.checkpoint is not None
+    head = read_eagle3_config(spec.checkpoint, model)
+    return Eagle3Spec(spec.method, spec.settings, spec.checkpoint, head.layer, head)
+
+
+METHOD = DraftMethod(
+    load=Eagle3Drafter.load,
+    load_on_device=_load_on_device,
+    device_kernels=_device_kernels,
+    read=_read,
+    requires_model=True,
+    needs_history=True,
+    needs_scratch_blocks=True,
+)
