@@ -37,7 +37,7 @@ from inflight_kernels.ops.attention_operands import (
     check_heads,
     current_gpu,
 )
-from inflight_kernels.ops.rope import UNUSED_EPS, PagedKV, QkNorm, RopeInputs, check_rows
+from inflight_kernels.ops.rope import PagedKV, QkNorm, RopeInputs, check_rows, norm_arguments
 from inflight_kernels.runtime.compile import Instantiation
 from inflight_kernels.runtime.launch import Int64, check, check_memory, kernel, name_of
 
@@ -148,19 +148,7 @@ def attend(
         ValueError: for operands of other shapes or types, or `history_ready` of a step that is not
             planned.
     """
-    spec = metadata.spec
-    _, num_heads, head_dim = q.shape
-    if num_heads != spec.num_heads or head_dim != spec.head_dim:
-        raise ValueError(
-            f"q is {list(q.shape)}; it should be [{metadata.num_tokens}, {spec.num_heads}, "
-            f"{spec.head_dim}]"
-        )
-    if q.stride()[1:] != (head_dim, 1) or q.stride(0) % 8:
-        raise ValueError(
-            f"q has strides {q.stride()}; its heads must lie one after the other, and its tokens "
-            "a multiple of 8 values apart"
-        )
-    check_memory("q", q)
+    _check_queries(q, metadata)
     storage = _check_layer(q, kv, metadata, out, history_ready)
     if not metadata.planned:
         plan(metadata, pdl=pdl)
@@ -234,9 +222,7 @@ def rope_attend(
         rope.positions,
         rope.cos,
         rope.sin,
-        qkv if qk_norm is None else qk_norm.q_weight,
-        qkv if qk_norm is None else qk_norm.k_weight,
-        UNUSED_EPS if qk_norm is None else qk_norm.eps,
+        *norm_arguments(qk_norm, qkv),
         shared=shape.shared_bytes,
         pdl=pdl,
     )
@@ -421,6 +407,22 @@ def _check_layer(
     rows = (metadata.num_tokens, spec.num_heads, spec.head_dim)
     check("out", out.view(rows), rows, q.dtype)
     return storage
+
+
+def _check_queries(q: Tensor, metadata: AttentionMetadata) -> None:
+    spec = metadata.spec
+    _, num_heads, head_dim = q.shape
+    if num_heads != spec.num_heads or head_dim != spec.head_dim:
+        raise ValueError(
+            f"q is {list(q.shape)}; it should be [{metadata.num_tokens}, {spec.num_heads}, "
+            f"{spec.head_dim}]"
+        )
+    if q.stride()[1:] != (head_dim, 1) or q.stride(0) % 8:
+        raise ValueError(
+            f"q has strides {q.stride()}; its heads must lie one after the other, and its tokens "
+            "a multiple of 8 values apart"
+        )
+    check_memory("q", q)
 
 
 def _check_caches(kv: PagedKV, spec: AttentionSpec, dtype: torch.dtype) -> None:

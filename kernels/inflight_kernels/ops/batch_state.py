@@ -239,8 +239,7 @@ def begin_step(
     Args:
         step: what the host sent.
         state: read: what is kept of the sequences; written: the attributes of the step.
-        num_chunks: n, or more where a CUDA graph is filled up: those that are not the step's become
-            nobody's.
+        num_chunks: n, or more where a CUDA graph is filled up; the others have no sequence.
         block_size: tokens per KV block, a power of two.
         num_tokens, num_rows: up to here tokens and rows that are not the step's become nobody's, at
             least as many tokens as rows; 0 where nothing is filled up.

@@ -149,9 +149,8 @@ def begin_drafting(
 ) -> None:
     """Prepare the first pass over what a step has chosen.
 
-    A sequence may not have the blocks yet that its drafts go to. Its table ends with a negative
-    entry (see `write_tables`), and where that stands or would have stood a chunk has a scratch
-    block, so K is at most block_size.
+    Where a sequence has no block yet for its drafts, which a negative entry at the end of its table
+    says (see `write_tables`), its chunk has one scratch block, so K is at most block_size.
 
     Args:
         step: that has ended.

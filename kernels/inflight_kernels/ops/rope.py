@@ -30,8 +30,7 @@ _MANY_TOKENS = 512
 _HEADS_PER_THREAD = 4
 _MAX_THREADS = 512
 
-# The kernels have the parameter either way.
-UNUSED_EPS = 1e-6
+_UNUSED_EPS = 1e-6
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,8 +128,8 @@ def rope_write_kv(
         kv: of the layer; its caches are of the same strides, any but that of D.
         q_out: [T, H, D]; tokens may lie further apart; may be the q of qkv itself.
         qk_norm: of the layer; None for no norm.
-        history_ready: positions and slot_mapping were written before an `attend` that was launched
-            since; see there. They are then read before the kernel in front has ended.
+        history_ready: positions and slot_mapping are read before the kernel in front has ended;
+            they were written before an `attend` that was launched since (see there).
         pdl: see `Kernel`.
 
     Raises:
@@ -141,14 +140,7 @@ def rope_write_kv(
     k_cache = kv.k_cache
     num_kv_heads = k_cache.shape[2]
     all_heads = num_heads + 2 * num_kv_heads
-    check_rows("qkv", qkv, (num_tokens, all_heads * head_dim), qkv.dtype)
-    check_rows("q_out", q_out, (num_tokens, num_heads, head_dim), qkv.dtype)
-    if q_out.stride(1) != head_dim:
-        raise ValueError(f"heads of q_out are {q_out.stride(1)} apart, not {head_dim}")
-    _check_caches(kv, head_dim, qkv.dtype)
-    rope.check_fits(num_tokens, head_dim)
-    if qk_norm is not None:
-        qk_norm.check_fits(head_dim, qkv.dtype)
+    _check_operands(qkv, rope, kv, q_out, qk_norm)
     group = _group(head_dim, qkv.dtype)
     if not num_tokens:
         return
@@ -169,14 +161,34 @@ def rope_write_kv(
         rope.positions,
         rope.cos,
         rope.sin,
-        qkv if qk_norm is None else qk_norm.q_weight,
-        qkv if qk_norm is None else qk_norm.k_weight,
-        UNUSED_EPS if qk_norm is None else qk_norm.eps,
+        *norm_arguments(qk_norm, qkv),
         num_heads,
         num_kv_heads,
         history_ready,
         pdl=pdl,
     )
+
+
+def norm_arguments(qk_norm: QkNorm | None, unused: Tensor) -> tuple[Tensor, Tensor, float]:
+    """The weights and eps of a kernel, which has these parameters without a norm as well."""
+    if qk_norm is None:
+        return unused, unused, _UNUSED_EPS
+    return qk_norm.q_weight, qk_norm.k_weight, qk_norm.eps
+
+
+def _check_operands(
+    qkv: Tensor, rope: RopeInputs, kv: PagedKV, q_out: Tensor, qk_norm: QkNorm | None
+) -> None:
+    num_tokens, num_heads, head_dim = q_out.shape
+    width = (num_heads + 2 * kv.k_cache.shape[2]) * head_dim
+    check_rows("qkv", qkv, (num_tokens, width), qkv.dtype)
+    check_rows("q_out", q_out, (num_tokens, num_heads, head_dim), qkv.dtype)
+    if q_out.stride(1) != head_dim:
+        raise ValueError(f"heads of q_out are {q_out.stride(1)} apart, not {head_dim}")
+    _check_caches(kv, head_dim, qkv.dtype)
+    rope.check_fits(num_tokens, head_dim)
+    if qk_norm is not None:
+        qk_norm.check_fits(head_dim, qkv.dtype)
 
 
 def _check_caches(kv: PagedKV, head_dim: int, dtype: torch.dtype) -> None:

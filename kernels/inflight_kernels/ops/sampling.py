@@ -216,6 +216,17 @@ class TopLogprobsOutputs:
     own_logprobs: Tensor
     ranks: Tensor
 
+    def check_fits(self, n: int) -> None:
+        """Refuse another number of rows, or another type.
+
+        Raises:
+            ValueError: with the name of the operand.
+        """
+        check("ids", self.ids, (n, MAX_TOP), torch.int32, vectors=False)
+        check("logprobs", self.logprobs, (n, MAX_TOP), torch.float32, vectors=False)
+        check("own_logprobs", self.own_logprobs, (n,), torch.float32, vectors=False)
+        check("ranks", self.ranks, (n,), torch.int32, vectors=False)
+
 
 def sample(
     logits: Tensor,
@@ -332,10 +343,9 @@ def top_logprobs(
     smaller id comes first.
 
     Args:
-        logits: [n, V], of `sample`.
+        logits, workspace: of `sample`, as that left them.
         wanted: [n] int32, how many tokens of a row, MAX_TOP at most; negative: the row needs
             nothing at all.
-        workspace: of `sample`, as that left it.
         sampled: of `sample`; its logprobs are not read.
         out: written.
         given: [n] int32, tokens to look at in place of the chosen ones, below V; negative for none.
@@ -349,10 +359,7 @@ def top_logprobs(
     check("wanted", wanted, (n,), torch.int32, vectors=False)
     check("token_ids", sampled.token_ids, (n,), torch.int64, vectors=False)
     check("statuses", sampled.statuses, (n,), torch.int32, vectors=False)
-    check("ids", out.ids, (n, MAX_TOP), torch.int32, vectors=False)
-    check("logprobs", out.logprobs, (n, MAX_TOP), torch.float32, vectors=False)
-    check("own_logprobs", out.own_logprobs, (n,), torch.float32, vectors=False)
-    check("ranks", out.ranks, (n,), torch.int32, vectors=False)
+    out.check_fits(n)
     if given is not None:
         check("given", given, (n,), torch.int32, vectors=False)
     if not n:
