@@ -22,7 +22,6 @@ logger = logging.getLogger(__name__)
 
 Device = Literal["auto", "cpu", "cuda", "echo"]
 Dtype = Literal["auto", "float32", "bfloat16"]
-DraftMethod = Literal["ngram", "self", "draft_model", "eagle3"]
 
 # What 0 and "auto" resolve to, by device.
 _CPU_DEFAULTS: dict[str, int | str] = {
@@ -70,18 +69,17 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True,
     """Speculative decoding (see `execution.drafters`).
 
     Attributes:
-        method: `ngram`, prompt lookup; `self`, the model's own first layers; `draft_model`, a
-            smaller model with the same vocabulary; `eagle3`, a head trained for the model
-            (arXiv:2503.01840).
-        model: for `draft_model` and `eagle3`, as EngineConfig.model; for eagle3 a folder.
-        num_layers: for `self`, how many of the model's first layers draft.
+        method: the name of a module of `execution.drafters.methods`, such as `ngram`, prompt
+            lookup; checked when the engine is built, as is whether it has what it requires.
+        model: for a method with weights of its own, as EngineConfig.model.
+        num_layers: for a method that drafts with the model's first layers, how many.
         num_speculative_tokens: draft tokens per sequence and step, at most.
         default: for requests that do not set `speculative_config`: `auto` adapts the number of
             drafts to the acceptance rate and the batch, `off` drafts nothing; or a fixed number.
         prompt_lookup_max, prompt_lookup_min: for `ngram`, the longest and shortest n-gram to match.
     """
 
-    method: DraftMethod = "ngram"
+    method: str = "ngram"
     model: Model | None = None
     num_layers: Count | None = None
     num_speculative_tokens: Annotated[int, Meta(ge=1, le=MAX_DRAFTS)] = 5
@@ -104,15 +102,6 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True,
                 f"prompt_lookup_max: {self.prompt_lookup_max} is not supported; allowed: "
                 "1 <= prompt_lookup_min <= prompt_lookup_max <= 32"
             )
-        for name, required in (
-            ("model", self.method in ("draft_model", "eagle3")),
-            ("num_layers", self.method == "self"),
-        ):
-            if required != (getattr(self, name) is not None):
-                raise ConfigError(
-                    f"speculative_config.{name}: is {'required' if required else 'not used'} by "
-                    f"the method {self.method}"
-                )
 
 
 class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

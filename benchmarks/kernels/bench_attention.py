@@ -31,13 +31,15 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from inflight_kernels.ops import skinny_gemm
 from inflight_kernels.ops.attention import attend, plan, rope_attend, workspace_size
+from inflight_kernels.ops.attention_operands import AttentionMetadata, AttentionParams
 from inflight_kernels.ops.norm import rms_norm
-from inflight_kernels.ops.rope import rope_write_kv
+from inflight_kernels.ops.rope import PagedKV, RopeInputs, rope_write_kv
 from inflight_kernels.torch_ops.transformer import rotary_tables
 
 NUM_HEADS, NUM_KV_HEADS, HEAD_DIM = 32, 8, 128
 DTYPE = torch.bfloat16
 SCALE = HEAD_DIM**-0.5
+SPEC = AttentionParams(NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, scale=SCALE)
 Call = Callable[[], object]
 
 
@@ -91,6 +93,21 @@ class Inputs:
         self.seq_lens = torch.tensor(kv_lens, dtype=torch.int32, device="cuda")
         self.max_q_len = max(q_lens)
         self.out = torch.empty_like(self.q)
+        size = workspace_size(
+            len(kv_lens), len(self.q), NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, self.max_q_len
+        )
+        workspace = torch.zeros(size, dtype=torch.uint8, device="cuda")
+        self.kv = PagedKV(self.k_cache, self.v_cache)
+        self.metadata = AttentionMetadata(
+            SPEC,
+            self.query_start,
+            self.seq_lens,
+            self.block_tables,
+            len(self.q),
+            workspace,
+            self.max_q_len,
+            planned=True,
+        )
 
 
 def _starts(lengths: list[int]) -> Tensor:
@@ -102,35 +119,12 @@ def _starts(lengths: list[int]) -> Tensor:
 
 def ours(inputs: Inputs) -> tuple[Call, Call]:
     """(a layer, the plan)."""
-    heads = (NUM_HEADS, NUM_KV_HEADS, HEAD_DIM)
-    num_tokens = len(inputs.q)
-    size = workspace_size(len(inputs.seq_lens), num_tokens, *heads, inputs.max_q_len)
-    workspace = torch.empty(size, dtype=torch.uint8, device="cuda")
 
     def make_plan() -> None:
-        plan(
-            inputs.query_start,
-            inputs.seq_lens,
-            workspace,
-            num_tokens,
-            *heads,
-            max_q_len=inputs.max_q_len,
-        )
+        plan(inputs.metadata)
 
     def run() -> None:
-        attend(
-            inputs.q,
-            inputs.k_cache,
-            inputs.v_cache,
-            inputs.block_tables,
-            inputs.query_start,
-            inputs.seq_lens,
-            inputs.out,
-            workspace,
-            SCALE,
-            max_q_len=inputs.max_q_len,
-            planned=True,
-        )
+        attend(inputs.q, inputs.kv, inputs.metadata, inputs.out)
 
     make_plan()
     return run, make_plan
@@ -160,27 +154,16 @@ class Layers:
         self.attended = torch.zeros_like(self.hidden)
         self.qkv = torch.zeros(count, width, device="cuda", dtype=DTYPE)
         frequencies = (5e5 ** -(np.arange(0, HEAD_DIM, 2) / HEAD_DIM)).astype(np.float32)
-        self.cos, self.sin = (table.cuda() for table in rotary_tables(frequencies, kv_len))
-        self.positions = torch.full((count,), kv_len - 1, device="cuda")
-        tables = self.inputs[0].block_tables
-        self.slots = tables[:, -1].long() * 16 + (kv_len - 1) % 16
-        size = workspace_size(count, count, NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, 1)
-        self.workspace = torch.zeros(size, dtype=torch.uint8, device="cuda")
+        cos, sin = (table.cuda() for table in rotary_tables(frequencies, kv_len))
+        positions = torch.full((count,), kv_len - 1, device="cuda")
+        # One table and one plan for all layers, as all have sequences of the same lengths.
+        self.metadata = self.inputs[0].metadata
+        slots = self.metadata.block_tables[:, -1].long() * 16 + (kv_len - 1) % 16
+        self.rope = RopeInputs(positions, slots, cos, sin)
 
     def run(self, attention: str) -> None:
         """All layers; `attention` names the kernels, "" for none."""
-        first = self.inputs[0]
-        plan(
-            first.query_start,
-            first.seq_lens,
-            self.workspace,
-            len(self.qkv),
-            NUM_HEADS,
-            NUM_KV_HEADS,
-            HEAD_DIM,
-            max_q_len=1,
-            pdl=True,
-        )
+        plan(self.metadata, pdl=True)
         for i, (qkv, out) in enumerate(self.weights):
             rms_norm(self.hidden, self.norm, 1e-5, out=self.normed, pdl=True)
             self._linear(self.normed, qkv, self.qkv)
@@ -195,36 +178,21 @@ class Layers:
             torch.mm(x, weight.t(), out=out)
 
     def _attend(self, layer: int, attention: str) -> None:
-        # One table and one plan for all layers, as all have sequences of the same lengths.
-        inputs, first = self.inputs[layer], self.inputs[0]
-        caches = inputs.k_cache, inputs.v_cache
-        step = (first.block_tables, first.query_start, first.seq_lens, self.attended)
-        projection = (self.qkv, self.positions, self.cos, self.sin, self.slots, *caches)
-        history_ready = layer > 0
+        kv, ready = self.inputs[layer].kv, layer > 0
         if attention == "rope_attend":
             rope_attend(
-                *projection,
-                *step,
-                self.workspace,
-                SCALE,
-                planned=True,
-                history_ready=history_ready,
+                self.qkv,
+                self.rope,
+                kv,
+                self.metadata,
+                self.attended,
+                history_ready=ready,
                 pdl=True,
             )
             return
         q = self.qkv[:, :HIDDEN].view(-1, NUM_HEADS, HEAD_DIM)
-        rope_write_kv(*projection, q_out=q, history_ready=history_ready, pdl=True)
-        attend(
-            q,
-            *caches,
-            *step,
-            self.workspace,
-            SCALE,
-            max_q_len=1,
-            planned=True,
-            history_ready=history_ready,
-            pdl=True,
-        )
+        rope_write_kv(self.qkv, self.rope, kv, q_out=q, history_ready=ready, pdl=True)
+        attend(q, kv, self.metadata, self.attended, history_ready=ready, pdl=True)
 
 
 def rows_in_layers() -> Iterator[dict[str, Any]]:

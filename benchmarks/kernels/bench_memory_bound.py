@@ -25,7 +25,7 @@ from inflight_kernels.ops.activation import silu_mul
 from inflight_kernels.ops.cache import copy_blocks
 from inflight_kernels.ops.embedding import embedding
 from inflight_kernels.ops.norm import rms_norm
-from inflight_kernels.ops.rope import rope_write_kv
+from inflight_kernels.ops.rope import PagedKV, QkNorm, RopeInputs, rope_write_kv
 from inflight_kernels.torch_ops import transformer
 
 DTYPE = torch.bfloat16
@@ -68,7 +68,7 @@ def gates(tokens: int, ours: bool) -> tuple[Callable[[], Call], int]:
 def rotations(tokens: int, normed: bool) -> tuple[Callable[[], Call], int]:
     frequencies = (5e5 ** -(np.arange(0, HEAD_DIM, 2) / HEAD_DIM)).astype(np.float32)
     cos, sin = (table.cuda() for table in transformer.rotary_tables(frequencies, 16384))
-    weight = _random(HEAD_DIM) if normed else None
+    qk_norm = QkNorm(_random(HEAD_DIM), _random(HEAD_DIM)) if normed else None
     num_blocks = tokens // BLOCK_SIZE + 1
     all_heads = HEADS + 2 * KV_HEADS
 
@@ -83,19 +83,8 @@ def rotations(tokens: int, normed: bool) -> tuple[Callable[[], Call], int]:
         slots = torch.arange(num_blocks * BLOCK_SIZE, device="cuda")[:tokens]
         if tokens <= 256:
             slots = slots[torch.randperm(tokens, device="cuda")]
-        return lambda: rope_write_kv(
-            qkv,
-            positions,
-            cos,
-            sin,
-            slots,
-            k_cache,
-            v_cache,
-            q_out=q_out,
-            q_weight=weight,
-            k_weight=weight,
-            pdl=True,
-        )
+        rope, kv = RopeInputs(positions, slots, cos, sin), PagedKV(k_cache, v_cache)
+        return lambda: rope_write_kv(qkv, rope, kv, q_out=q_out, qk_norm=qk_norm, pdl=True)
 
     return make, 2 * tokens * all_heads * HEAD_DIM * 2
 

@@ -27,6 +27,12 @@ import torch
 from inflight_kernels.ops.sampling import (
     MAX_TOP,
     ROW_PARAMS,
+    LogitBias,
+    Penalties,
+    SamplingInputs,
+    SamplingOutputs,
+    TokenMasks,
+    TopLogprobsOutputs,
     Workspace,
     greedy_row_params,
     prompt_words,
@@ -69,70 +75,63 @@ _PEER_REPLAYS = 5
 Call = Callable[[], object]
 
 
-def ours(n: int, dtype: torch.dtype, case: str) -> Callable[[], Call]:
-    deviation, options = CASES[case]
+def inputs_of(n: int, options: dict[str, float]) -> SamplingInputs:
+    """Of n rows."""
     rows = greedy_row_params(n)
     for name, value in options.items():
         if name in ROW_PARAMS.fields:
             rows[name] = value
     rows["seed"] = np.arange(n)
     rows["slot"] = np.arange(n)
-    row_params = torch.from_numpy(rows.view(np.uint8).reshape(n, -1)).cuda()
-    positions = torch.arange(n, device="cuda")
-    workspace = Workspace(n, VOCAB, "cuda")
-    state: dict[str, torch.Tensor] = {}
+    words = prompt_words(VOCAB)
+    penalties = bias = masks = None
     if "biases" in options:
         number = int(options["biases"])
         ids = np.sort(np.random.default_rng(0).choice(VOCAB, (n, number)), axis=1)
-        state["bias_starts"] = torch.arange(n + 1, dtype=torch.int32, device="cuda") * number
-        state["bias_ids"] = torch.from_numpy(ids.astype(np.int32).ravel()).cuda()
-        state["biases"] = torch.ones(n * number, device="cuda")
+        bias = LogitBias(
+            torch.arange(n + 1, dtype=torch.int32, device="cuda") * number,
+            torch.from_numpy(ids.astype(np.int32).ravel()).cuda(),
+            torch.ones(n * number, device="cuda"),
+        )
     if "mask" in options:
-        words = prompt_words(VOCAB)
-        state["masks"] = torch.full((n, words), 0x55555555, dtype=torch.int32, device="cuda")
-        state["mask_rows"] = torch.arange(n, dtype=torch.int32, device="cuda")
+        masks = TokenMasks(
+            torch.full((n, words), 0x55555555, dtype=torch.int32, device="cuda"),
+            torch.arange(n, dtype=torch.int32, device="cuda"),
+        )
     if "repetition" in options:
-        state["counts"] = torch.zeros(n, VOCAB, dtype=torch.int16, device="cuda")
-        state["prompt"] = torch.zeros(n, prompt_words(VOCAB), dtype=torch.int32, device="cuda")
+        penalties = Penalties(
+            torch.zeros(n, VOCAB, dtype=torch.int16, device="cuda"),
+            torch.zeros(n, words, dtype=torch.int32, device="cuda"),
+        )
+    row_params = torch.from_numpy(rows.view(np.uint8).reshape(n, -1)).cuda()
+    return SamplingInputs(row_params, torch.arange(n, device="cuda"), penalties, bias, masks)
+
+
+def ours(n: int, dtype: torch.dtype, case: str) -> Callable[[], Call]:
+    deviation, options = CASES[case]
+    inputs = inputs_of(n, options)
+    workspace = Workspace(n, VOCAB, "cuda")
 
     def make() -> Call:
         logits = (torch.randn(n, VOCAB, device="cuda") * deviation).to(dtype)
-        token_ids = torch.empty(n, dtype=torch.int64, device="cuda")
-        logprobs = torch.empty(n, dtype=torch.float32, device="cuda")
-        statuses = torch.empty(n, dtype=torch.int32, device="cuda")
+        sampled = SamplingOutputs(
+            torch.empty(n, dtype=torch.int64, device="cuda"),
+            torch.empty(n, dtype=torch.float32, device="cuda"),
+            torch.empty(n, dtype=torch.int32, device="cuda"),
+        )
         wanted = torch.full((n,), int(options.get("top", -1)), dtype=torch.int32, device="cuda")
-        ids = torch.empty(n, MAX_TOP, dtype=torch.int32, device="cuda")
-        values = torch.empty(n, MAX_TOP, device="cuda")
-        own = torch.empty(n, device="cuda")
-        ranks = torch.empty(n, dtype=torch.int32, device="cuda")
+        found = TopLogprobsOutputs(
+            torch.empty(n, MAX_TOP, dtype=torch.int32, device="cuda"),
+            torch.empty(n, MAX_TOP, device="cuda"),
+            torch.empty(n, device="cuda"),
+            torch.empty(n, dtype=torch.int32, device="cuda"),
+        )
+        filters, rare = bool(options.keys() & FILTERS), bool(options.keys() & RARE)
 
         def call() -> None:
-            sample(
-                logits,
-                row_params,
-                positions,
-                workspace,
-                token_ids=token_ids,
-                logprobs=logprobs,
-                statuses=statuses,
-                **state,
-                filters=bool(options.keys() & FILTERS),
-                rare=bool(options.keys() & RARE),
-                pdl=True,
-            )
+            sample(logits, inputs, workspace, sampled, filters=filters, rare=rare, pdl=True)
             if "top" in options:
-                top_logprobs(
-                    logits,
-                    wanted,
-                    workspace,
-                    token_ids=token_ids,
-                    statuses=statuses,
-                    ids=ids,
-                    logprobs=values,
-                    own_logprobs=own,
-                    ranks=ranks,
-                    pdl=True,
-                )
+                top_logprobs(logits, wanted, workspace, sampled, found, pdl=True)
 
         return call
 

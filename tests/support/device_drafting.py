@@ -98,10 +98,10 @@ class Rig:
         given = self.settings | settings
         if drafter is not None:
             drafter = {"default": NUM_DRAFTS} | drafter
-            if drafter["drafter"] in _MODELS:
-                name = drafter.get("model", _MODELS[drafter["drafter"]])
+            if drafter["method"] in _MODELS:
+                name = drafter.get("model", _MODELS[drafter["method"]])
                 drafter["model"] = str(self.folder / name)
-            given["speculation"] = SpeculativeConfig(**drafter)
+            given["speculative_config"] = SpeculativeConfig(**drafter)
         checkpoint = Checkpoint(self.folder / "target", "huggingface")
         config = EngineConfig(model=str(checkpoint.path), device="cuda", **given)
         runner, model = runners.build(config, checkpoint, lambda what, fraction: None)
@@ -178,12 +178,12 @@ class DraftingClaims:
     @drafters
     def test_drafts_leave_no_trace(self, rig: Rig, drafter: dict[str, Any], way: str) -> None:
         engine = rig.make_engine(drafter, **rig.ways[way])
-        if drafter["drafter"] == "eagle3":  # a head with random weights is never right by itself
+        if drafter["method"] == "eagle3":  # a head with random weights is never right by itself
             Watched(engine, rig.expected)
         assert generate(engine, rig.requests()) == rig.expected
         stats = engine.stats()
         # Some right and some wrong, of all kinds. Guesses from the text are rarely right here.
-        least = 0 if drafter["drafter"] == "ngram" else rig.num_requests * rig.max_tokens // 20
+        least = 0 if drafter["method"] == "ngram" else rig.num_requests * rig.max_tokens // 20
         assert least < stats.num_accepted_tokens < 0.9 * stats.num_drafted_tokens
         if way == "preemption":
             assert stats.num_preemptions > 0

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -19,12 +19,15 @@ from torch import Tensor
 
 from inflight.execution import cuda_runner, device_batch
 from inflight.execution import top_logprobs as logprobs_of_steps
-from inflight.execution.drafters import device_model
+from inflight.execution.drafters import device_passes
 from inflight.models import decoder_cuda, eagle3_cuda, loader
 from inflight.models.layers import attention, residual
 from inflight_kernels.ops import drafting, sampling
+from inflight_kernels.ops.attention_operands import AttentionParams
 from inflight_kernels.ops.batch_state import BatchState, Step
-from inflight_kernels.ops.drafting import DraftPass
+from inflight_kernels.ops.drafting import DraftLimits, DraftPass
+from inflight_kernels.ops.rope import PagedKV, QkNorm
+from inflight_kernels.ops.sampling import SamplingInputs, SamplingOutputs, TopLogprobsOutputs
 from inflight_kernels.torch_ops import sampling as torch_sampling
 from inflight_kernels.torch_ops import transformer
 
@@ -35,7 +38,7 @@ _TYPICAL_P, _TOP_N_SIGMA, _XTC_PROBABILITY = 10, 11, 13
 def install(monkeypatch: pytest.MonkeyPatch) -> None:
     """Put the definitions in the kernels' places."""
     host_torch = HostTorch()
-    for module in (cuda_runner, device_model):
+    for module in (cuda_runner, device_passes):
         monkeypatch.setattr(module, "torch", host_torch)
         monkeypatch.setattr(module, "capture_graph", Recorded)
     monkeypatch.setattr(logprobs_of_steps, "torch", host_torch)
@@ -58,6 +61,8 @@ def install(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(model, "rms_norm", rms_norm)
     monkeypatch.setattr(loader, "CudaLinear", HostLinear)
     monkeypatch.setattr(attention, "rope_write_kv", rope_write_kv)
+    monkeypatch.setattr(attention, "AttentionMetadata", HostAttentionMetadata)
+    monkeypatch.setattr(attention, "RopeInputs", HostRopeInputs)
     kernels = _Ops(workspace_size, plan, attend, prefers_rope_attend=lambda *shape: False)
     monkeypatch.setattr(attention, "attention", kernels)
 
@@ -248,19 +253,17 @@ def begin_drafting(
     state: BatchState,
     rows: DraftPass,
     num_rows: int,
-    block_size: int,
+    limits: DraftLimits,
     *,
-    behind: int,
-    max_positions: int,
-    first_scratch: int,
     pdl: bool = False,
 ) -> None:
+    block_size, first_scratch = limits.block_size, limits.first_scratch
     num_chunks, width = int(step.header[0]), state.tables.shape[1]
     num_drafts = state.drafts.shape[1]
     for chunk in range(num_rows):
         slot = int(step.sample_slots[chunk]) if chunk < num_chunks else -1
         last = int(state.last_positions[slot]) if slot >= 0 else 0
-        if slot < 0 or last >= max_positions:
+        if slot < 0 or last >= limits.max_positions:
             rows.row_params[chunk] = 0
             rows.row_params[chunk, _SLOT] = -1
             rows.rows[chunk] = 0
@@ -280,17 +283,15 @@ def begin_drafting(
         rows.slots[chunk] = slot
         rows.rows[chunk] = first + last - 1 - int(state.positions[first])
         rows.sample_positions[chunk] = last + 1
-        _place(state, rows, chunk, int(state.last_tokens[slot]), last - behind, block_size)
+        _place(state, rows, chunk, int(state.last_tokens[slot]), last - limits.behind, block_size)
 
 
 def advance_drafting(
     state: BatchState,
     rows: DraftPass,
     num_rows: int,
-    block_size: int,
+    limits: DraftLimits,
     *,
-    behind: int,
-    max_positions: int,
     pdl: bool = False,
 ) -> None:
     num_drafts = state.drafts.shape[1]
@@ -299,15 +300,15 @@ def advance_drafting(
         if slot < 0:
             continue
         position = int(rows.positions[chunk])
-        index = position - int(state.last_positions[slot]) + behind
+        index = position - int(state.last_positions[slot]) + limits.behind
         fine = int(rows.statuses[chunk]) == sampling.OK
         if fine and index < num_drafts:
             state.drafts[slot, index] = rows.chosen[chunk]
-        if not fine or index + 1 >= num_drafts or position + 1 >= max_positions:
+        if not fine or index + 1 >= num_drafts or position + 1 >= limits.max_positions:
             _retire(rows, chunk)
             continue
         rows.sample_positions[chunk] += 1
-        _place(state, rows, chunk, int(rows.chosen[chunk]), position + 1, block_size)
+        _place(state, rows, chunk, int(rows.chosen[chunk]), position + 1, limits.block_size)
 
 
 def next_tokens(
@@ -350,51 +351,22 @@ def _retire(rows: DraftPass, chunk: int) -> None:
 
 def sample(
     logits: Tensor,
-    row_params: Tensor,
-    positions: Tensor,
+    inputs: SamplingInputs,
     workspace: sampling.Workspace,
-    *,
-    token_ids: Tensor,
-    logprobs: Tensor,
-    statuses: Tensor,
-    counts: Tensor | None = None,
-    prompt: Tensor | None = None,
-    tokens: Tensor | None = None,
-    tail_starts: Tensor | None = None,
-    tail_lengths: Tensor | None = None,
-    bias_starts: Tensor | None = None,
-    bias_ids: Tensor | None = None,
-    biases: Tensor | None = None,
-    masks: Tensor | None = None,
-    mask_rows: Tensor | None = None,
+    out: SamplingOutputs,
     **others: Any,
 ) -> None:
     """Greedy rows, and drawn ones with the filters of `torch_sampling.draw`; penalties, biases
     and masks. Nothing else."""
     log_sums[id(workspace)] = torch.logsumexp(logits, -1)
     raw, logits = logits, logits.clone()
-    found = row_params.contiguous().numpy().view(sampling.ROW_PARAMS)[:, 0]
-    if counts is not None and prompt is not None and tokens is not None:
-        assert tail_starts is not None and tail_lengths is not None
-        tails = zip(tail_starts.tolist(), tail_lengths.tolist(), strict=True)
-        for row, (params, (start, length)) in enumerate(zip(found, tails, strict=True)):
-            slot = int(params["slot"])
-            if slot >= 0:
-                drafts = torch.bincount(tokens[start : start + length], minlength=counts.shape[1])
-                _penalize(logits[row], params, counts[slot] + drafts, _bits(prompt[slot]))
-    if bias_starts is not None and bias_ids is not None and biases is not None:
-        for row, (begin, end) in enumerate(itertools.pairwise(bias_starts.tolist())):
-            for token_id, bias in zip(bias_ids[begin:end], biases[begin:end], strict=True):
-                logits[row, token_id] += bias
-    if masks is not None and mask_rows is not None:
-        for row, place in enumerate(mask_rows.tolist()):
-            if place >= 0:
-                logits[row, ~_bits(masks[place])[: logits.shape[1]]] = float("-inf")
-    statuses.fill_(sampling.OK)
-    token_ids.copy_(torch_sampling.greedy(logits))
+    found = inputs.row_params.contiguous().numpy().view(sampling.ROW_PARAMS)[:, 0]
+    _adjust(logits, inputs, found)
+    out.statuses.fill_(sampling.OK)
+    out.token_ids.copy_(torch_sampling.greedy(logits))
     for row in np.flatnonzero(found["temperature"] > 0.0).tolist():
         params = found[row : row + 1]
-        number = torch_sampling.uniform(int(params["seed"][0]), int(positions[row]))
+        number = torch_sampling.uniform(int(params["seed"][0]), int(inputs.positions[row]))
         drawn = torch_sampling.draw(
             logits[row : row + 1],
             params["temperature"].astype(np.float64),
@@ -403,10 +375,36 @@ def sample(
             params["min_p"].astype(np.float64),
             np.array([number]),
         )
-        token_ids[row] = drawn[0]
-    logprobs.copy_(torch_sampling.log_probs(raw).gather(1, token_ids[:, None])[:, 0])
+        out.token_ids[row] = drawn[0]
+    found_logprobs = torch_sampling.log_probs(raw).gather(1, out.token_ids[:, None])
+    out.logprobs.copy_(found_logprobs[:, 0])
     broken = ~torch_sampling.finite_rows(raw)
-    statuses[broken], token_ids[broken], logprobs[broken] = sampling.NOT_FINITE, 0, 0.0
+    out.statuses[broken], out.token_ids[broken] = sampling.NOT_FINITE, 0
+    out.logprobs[broken] = 0.0
+
+
+def _adjust(logits: Tensor, inputs: SamplingInputs, found: np.ndarray[Any, Any]) -> None:
+    """Penalties, biases and masks, in place."""
+    penalties, bias, masks = inputs.penalties, inputs.logit_bias, inputs.masks
+    if penalties is not None and penalties.tails is not None:
+        counts, tokens = penalties.counts, penalties.tails.tokens
+        starts, lengths = penalties.tails.starts.tolist(), penalties.tails.lengths.tolist()
+        tails = zip(starts, lengths, strict=True)
+        for row, (params, (start, length)) in enumerate(zip(found, tails, strict=True)):
+            slot = int(params["slot"])
+            if slot >= 0:
+                drafts = torch.bincount(tokens[start : start + length], minlength=counts.shape[1])
+                prompt = _bits(penalties.prompt[slot])
+                _penalize(logits[row], params, counts[slot] + drafts, prompt)
+    if bias is not None:
+        for row, (begin, end) in enumerate(itertools.pairwise(bias.starts.tolist())):
+            added = zip(bias.token_ids[begin:end], bias.biases[begin:end], strict=True)
+            for token_id, value in added:
+                logits[row, token_id] += value
+    if masks is not None:
+        for row, place in enumerate(masks.rows.tolist()):
+            if place >= 0:
+                logits[row, ~_bits(masks.masks[place])[: logits.shape[1]]] = float("-inf")
 
 
 def _bits(words: Tensor) -> Tensor:
@@ -453,13 +451,9 @@ def top_logprobs(
     logits: Tensor,
     wanted: Tensor,
     workspace: sampling.Workspace,
+    sampled: SamplingOutputs,
+    out: TopLogprobsOutputs,
     *,
-    token_ids: Tensor,
-    statuses: Tensor,
-    ids: Tensor,
-    logprobs: Tensor,
-    own_logprobs: Tensor,
-    ranks: Tensor,
     given: Tensor | None = None,
     pdl: bool = False,
 ) -> None:
@@ -467,17 +461,18 @@ def top_logprobs(
     for row, number in enumerate(wanted.tolist()):
         if number < 0:
             continue
-        ids[row], logprobs[row], own_logprobs[row], ranks[row] = -1, float("-inf"), 0.0, 0
-        if int(statuses[row]) != sampling.OK:
+        out.ids[row], out.logprobs[row], out.own_logprobs[row] = -1, float("-inf"), 0.0
+        out.ranks[row] = 0
+        if int(sampled.statuses[row]) != sampling.OK:
             continue
-        token = int(token_ids[row])
+        token = int(sampled.token_ids[row])
         if given is not None and int(given[row]) >= 0:
             token = int(given[row])
-        likeliest = torch_sampling.top(found[row], number)
-        ids[row, : len(likeliest)] = likeliest.int()
-        logprobs[row, : len(likeliest)] = found[row, likeliest]
-        own_logprobs[row] = found[row, token]
-        ranks[row] = torch_sampling.rank(found[row], token)
+        most_probable = torch_sampling.top(found[row], number)
+        out.ids[row, : len(most_probable)] = most_probable.int()
+        out.logprobs[row, : len(most_probable)] = found[row, most_probable]
+        out.own_logprobs[row] = found[row, token]
+        out.ranks[row] = torch_sampling.rank(found[row], token)
 
 
 # ---------------------------------------------------------------- the model
@@ -531,71 +526,84 @@ def plan(*operands: object, **settings: object) -> None:
     pass
 
 
+class HostAttentionMetadata:
+    """Satisfies `AttentionMetadata`, of operands on the CPU."""
+
+    def __init__(
+        self,
+        spec: AttentionParams,
+        query_start: Tensor,
+        seq_lens: Tensor,
+        block_tables: Tensor,
+        *settings: object,
+        planned: bool,
+    ) -> None:
+        self.spec = spec
+        self.query_start = query_start
+        self.seq_lens = seq_lens
+        self.block_tables = block_tables
+
+
+class HostRopeInputs(NamedTuple):
+    """Satisfies `RopeInputs`, of operands on the CPU."""
+
+    positions: Tensor
+    slot_mapping: Tensor
+    cos: Tensor
+    sin: Tensor
+
+
 def rope_write_kv(
     qkv: Tensor,
-    positions: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    slot_mapping: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
+    rope: HostRopeInputs,
+    kv: PagedKV,
     *,
     q_out: Tensor,
-    q_weight: Tensor | None,
-    k_weight: Tensor | None,
-    eps: float,
+    qk_norm: QkNorm | None,
     history_ready: bool,
     pdl: bool,
 ) -> None:
     num_heads, head_dim = q_out.shape[1:]
-    groups = k_cache.shape[2]
+    groups = kv.k_cache.shape[2]
     heads = qkv.view(len(qkv), -1, head_dim)
+    cos, sin = rope.cos[rope.positions], rope.sin[rope.positions]
     qk = heads[:, : num_heads + groups]
-    if q_weight is not None and k_weight is not None:
-        q, _ = transformer.rms_norm(qk[:, :num_heads], q_weight, eps)
-        k, _ = transformer.rms_norm(qk[:, num_heads:], k_weight, eps)
+    if qk_norm is not None:
+        q, _ = transformer.rms_norm(qk[:, :num_heads], qk_norm.q_weight, qk_norm.eps)
+        k, _ = transformer.rms_norm(qk[:, num_heads:], qk_norm.k_weight, qk_norm.eps)
         qk = torch.cat((q, k), 1)
-    qk = transformer.rotary(qk, cos[positions], sin[positions])
+    qk = transformer.rotary(qk, cos, sin)
     qk = qk.to(qkv.dtype)
-    kept = slot_mapping >= 0
+    kept = rope.slot_mapping >= 0
     k, v = qk[kept, num_heads:], heads[kept, num_heads + groups :]
-    transformer.write_kv(k, v, k_cache, v_cache, slot_mapping[kept])
+    transformer.write_kv(k, v, kv.k_cache, kv.v_cache, rope.slot_mapping[kept])
     q_out.copy_(qk[:, :num_heads])
 
 
 def attend(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    tables: Tensor,
-    query_start: Tensor,
-    seq_lens: Tensor,
-    out: Tensor,
-    workspace: Tensor,
-    scale: float,
-    window: int = 0,
-    **settings: object,
+    q: Tensor, kv: PagedKV, metadata: HostAttentionMetadata, out: Tensor, **settings: object
 ) -> None:
-    groups = k_cache.shape[2]
+    groups = kv.k_cache.shape[2]
     out.fill_(float("nan"))  # rows of no chunk stay as they were: whatever that is
-    for chunk, length in enumerate(seq_lens.tolist()):
-        first, end = query_start[chunk : chunk + 2].tolist()
+    for chunk, length in enumerate(metadata.seq_lens.tolist()):
+        first, end = metadata.query_start[chunk : chunk + 2].tolist()
         assert 0 <= end - first <= length, "tokens without keys"
         if first == end:
             assert length == 0, "nobody's keys"
             continue
-        blocks = tables[chunk, : -(-length // k_cache.shape[1])].long()
+        blocks = metadata.block_tables[chunk, : -(-length // kv.k_cache.shape[1])].long()
         keys, values = (
-            cache[blocks].flatten(0, 1)[:length].transpose(0, 1) for cache in (k_cache, v_cache)
+            cache[blocks].flatten(0, 1)[:length].transpose(0, 1)
+            for cache in (kv.k_cache, kv.v_cache)
         )
         mask = torch.ones(end - first, length, dtype=torch.bool).tril_(length - (end - first))
-        if window:
+        if window := metadata.spec.window:
             mask.triu_(length - (end - first) + 1 - window)
         found = torch.nn.functional.scaled_dot_product_attention(
             q[first:end].transpose(0, 1),
             keys.repeat_interleave(q.shape[1] // groups, 0),
             values.repeat_interleave(q.shape[1] // groups, 0),
             attn_mask=mask,
-            scale=scale,
+            scale=metadata.spec.scale,
         )
         out[first:end] = found.transpose(0, 1).reshape(end - first, -1)

@@ -17,9 +17,10 @@ from torch import Tensor
 
 import host_kernels
 from inflight.execution import cuda_runner, top_logprobs
-from inflight.execution.drafters import device_model
+from inflight.execution.drafters import device_passes
 from inflight.models import stored_weights
 from inflight_kernels import ops
+from inflight_kernels.runtime import launch
 
 Launched = dict[tuple[str, str], None]
 """Stem and name of each kernel that was launched, in the order of their first launches."""
@@ -54,7 +55,9 @@ def install(
         "_shared_bytes": lambda: 228 << 10,
     }
     names = [module.name for module in pkgutil.iter_modules(ops.__path__)]
-    for module in (importlib.import_module(f"inflight_kernels.ops.{name}") for name in names):
+    modules = [importlib.import_module(f"inflight_kernels.ops.{name}") for name in names]
+    monkeypatch.setattr(launch, "check_memory", places["check_memory"])
+    for module in modules:
         for name, place in places.items():
             if hasattr(module, name):
                 monkeypatch.setattr(module, name, place)
@@ -63,7 +66,7 @@ def install(
     cuda_attention = importlib.import_module("inflight.models.layers.attention")
     monkeypatch.setattr(cuda_attention, "is_hopper", places["is_hopper"])
     meta_torch = _MetaTorch()
-    for owner in (cuda_runner, device_model):
+    for owner in (cuda_runner, device_passes):
         monkeypatch.setattr(owner, "torch", meta_torch)
         monkeypatch.setattr(owner, "capture_graph", host_kernels.Recorded)
     monkeypatch.setattr(top_logprobs, "torch", meta_torch)

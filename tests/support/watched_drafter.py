@@ -7,7 +7,7 @@ import torch
 from inflight.core.request import Request
 from inflight.engine.engine import Engine, generate
 from inflight.execution.device_batch import DeviceBatch
-from inflight.execution.drafters.device import DeviceDrafter
+from inflight.execution.drafters.drafter import DeviceDrafter
 
 
 class Watched(DeviceDrafter):
@@ -39,7 +39,7 @@ class Watched(DeviceDrafter):
         positions = batch.state.last_positions.tolist()
         drafts = batch.state.drafts.tolist()
         for resident in batch._residents.values():
-            if resident.slot not in slots or resident.is_gone:
+            if resident.slot not in slots or resident.is_stale:
                 continue
             sequence, own = resident.sequence, drafts[resident.slot]
             done = positions[resident.slot] + 1 - sequence.num_prompt_tokens

@@ -22,8 +22,8 @@ from inflight.core.batch import (
 )
 from inflight.core.request import Request
 from inflight.core.sequence import Sequence
-from inflight.execution import drafters
-from inflight.execution.drafters.drafter_spec import find_drafter
+from inflight.execution.drafters.drafter import Drafter, Target
+from inflight.execution.drafters.registry import find_drafter
 from inflight.execution.grammar_masks import GrammarMasks
 from inflight.execution.sampler import LogitsRow, sample
 from inflight.kv.budget import num_kv_blocks
@@ -82,13 +82,13 @@ class CpuRunner:
         self._cache = KVCache(layout, self.num_blocks, self.block_size)
         max_len = spec.max_model_len(config)
         self._model = Decoder(checkpoint, spec, self._dtype, max_len, progress)
-        self.drafter: drafters.Drafter | None = None
+        self.drafter: Drafter | None = None
         self._caches = [self._cache]
         if source is not None:
-            target = drafters.Target(
+            target = Target(
                 self._model, self._cache, config, self._dtype, max_len, self.num_blocks, progress
             )
-            self.drafter = drafters.build(source, target)
+            self.drafter = source.method.load(source, target)
             self._caches += self.drafter.caches
             self.step_costs = self._measure_costs(
                 min(source.settings.num_speculative_tokens, max_len - 2)

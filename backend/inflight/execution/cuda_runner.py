@@ -23,10 +23,10 @@ from inflight.core.request import Candidate
 from inflight.core.sequence import Sequence
 from inflight.errors import ConfigError
 from inflight.execution.cuda_graph import capture_graph
-from inflight.execution.device_batch import DeviceBatch, SamplerStages, SubmittedStep
-from inflight.execution.drafters import device as drafters
-from inflight.execution.drafters.drafter_spec import DrafterSpec, find_drafter
-from inflight.execution.drafters.ngram import NgramDrafter
+from inflight.execution.device_batch import BatchLimits, DeviceBatch, SamplerStages, SubmittedStep
+from inflight.execution.drafters.drafter import DeviceDrafter, DeviceTarget, Drafter
+from inflight.execution.drafters.drafter_spec import DrafterSpec
+from inflight.execution.drafters.registry import find_drafter
 from inflight.execution.grammar_masks import GrammarMasks
 from inflight.execution.graph_buckets import (
     StepSize,
@@ -78,7 +78,7 @@ def kernels_of(
     """
     found = sampling.kernels_of(torch.float32) + decoder_cuda.kernels_of(spec, settings)
     if source is not None:
-        found += drafters.kernels_of(source, config, settings)
+        found += source.method.device_kernels(source, config, settings)
     return found + batch_state.kernels_of() + cache.kernels_of(torch.int64)
 
 
@@ -128,27 +128,24 @@ class CudaRunner:
         self.steps_ahead = 1
         self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
         self._max_num_batched_tokens = config.max_num_batched_tokens
-        self.drafter: drafters.DeviceDrafter | None = None
-        self._host_drafter: NgramDrafter | None = None
-        if speculation is not None and speculation.method == "ngram":
-            self._host_drafter = NgramDrafter(
-                speculation.prompt_lookup_max, speculation.prompt_lookup_min
-            )
+        self.drafter: DeviceDrafter | None = None
+        self._host_drafter: Drafter | None = None
+        if source is not None and source.method.load_on_host is not None:
+            self._host_drafter = source.method.load_on_host(source)
         self.supports_host_drafts = self._host_drafter is not None
         self.step_costs: StepCosts | None = None
         with torch.inference_mode(), torch.cuda.stream(self._stream):
             try:
                 self._model = Decoder(checkpoint, spec, self._settings, progress)
-                self._batch = DeviceBatch(
+                limits = BatchLimits(
                     config.max_num_seqs,
                     config.max_num_batched_tokens,
                     -(-max_len // self.block_size),
-                    self.vocab_size,
-                    self._device,
                     self._max_rows,
                     self._max_drafts,
-                    max_len if source is not None and source.needs_history else 0,
+                    max_len if source is not None and source.method.needs_history else 0,
                 )
+                self._batch = DeviceBatch(limits, self.vocab_size, self._device)
                 step, state = self._batch.step, self._batch.state
                 self._rows = ForwardInputs(
                     state.token_ids,
@@ -162,7 +159,8 @@ class CudaRunner:
                 self._sampling = sampling.Workspace(self._max_rows, self.vocab_size, self._device)
                 self._top_logprobs = TopLogprobs(self._max_rows, self._sampling, self._device)
                 if source is not None:
-                    self.drafter = drafters.build(source, self._target(config, progress))
+                    target = self._target(config, progress)
+                    self.drafter = source.method.load_on_device(source, target)
                 self._end_phase("weights")
                 self._allocate(config, spec, source)
                 self._end_phase("kv cache")
@@ -243,10 +241,8 @@ class CudaRunner:
                 drafts[index] = found + [0] * (chunk.num_drafts - len(found))
         return drafts
 
-    def _target(
-        self, config: EngineConfig, progress: Callable[[str, float], None]
-    ) -> drafters.DeviceTarget:
-        return drafters.DeviceTarget(
+    def _target(self, config: EngineConfig, progress: Callable[[str, float], None]) -> DeviceTarget:
+        return DeviceTarget(
             self._model,
             self._rows,
             self._batch,
@@ -263,7 +259,7 @@ class CudaRunner:
         if source is not None:
             free -= source.scratch_bytes(config, spec)
             drafter_bytes = source.block_bytes(config)
-            num_scratch = config.max_num_seqs if source.settings.method == "self" else 0
+            num_scratch = config.max_num_seqs if source.method.shares_target_kv else 0
         layout = spec.kv_layout(config.dtype)
         block_bytes = layout.block_bytes(config.block_size) + drafter_bytes
         self.num_blocks = num_blocks = num_kv_blocks(config, block_bytes, free)
@@ -295,24 +291,19 @@ class CudaRunner:
         batch, num_rows, stages = self._batch, sent.size.num_rows, sent.stages
         step, state, logits = batch.step, batch.state, self._model.logits[:num_rows]
         penalties, masks = SamplerStages.PENALTIES in stages, SamplerStages.MASKS in stages
-        sampling.sample(
-            logits,
+        inputs = sampling.SamplingInputs(
             state.step_row_params[:num_rows].view(torch.uint8),
             state.sample_positions[:num_rows],
+            batch.penalties(num_rows) if penalties else None,
+            sent.logit_bias,
+            sampling.TokenMasks(batch.masks, step.mask_rows[:num_rows]) if masks else None,
+        )
+        sampled = state.sampled(num_rows)
+        sampling.sample(
+            logits,
+            inputs,
             self._sampling,
-            token_ids=state.chosen[:num_rows],
-            logprobs=state.logprobs[:num_rows],
-            statuses=state.statuses[:num_rows],
-            counts=batch.counts if penalties else None,
-            prompt=batch.prompt if penalties else None,
-            tokens=state.token_ids if penalties else None,
-            tail_starts=state.tail_starts[:num_rows] if penalties else None,
-            tail_lengths=state.tail_lengths[:num_rows] if penalties else None,
-            bias_starts=None if sent.bias_ids is None else step.bias_starts[: num_rows + 1],
-            bias_ids=sent.bias_ids,
-            biases=sent.biases,
-            masks=batch.masks if masks else None,
-            mask_rows=step.mask_rows[:num_rows] if masks else None,
+            sampled,
             filters=bool(stages & (SamplerStages.FILTERS | SamplerStages.RARE_FILTERS)),
             rare=SamplerStages.RARE_FILTERS in stages,
             pdl=True,
@@ -321,11 +312,11 @@ class CudaRunner:
             if sent.bans is not None:
                 banned = torch.full((), BANNED, dtype=logits.dtype, device=self._device)
                 logits.index_put_(sent.bans, banned)  # the sampler has had them as they came
-            self._top_logprobs.launch(logits, step, state, sent.ring_index)
+            self._top_logprobs.launch(logits, step, sampled, sent.ring_index)
         batch_state.end_step(step, state, sent.size.num_chunks, pdl=True)
         if penalties:
-            slots, chosen = state.count_slots[:num_rows], state.chosen[:num_rows]
-            sampling.count_output_tokens(slots, chosen, batch.counts, pdl=True)
+            slots = state.count_slots[:num_rows]
+            sampling.count_output_tokens(slots, sampled.token_ids, batch.counts, pdl=True)
 
     def _free_bytes(self, share: float) -> int:
         """Memory for the pool: what is free, but for the share of the card that stays so."""
@@ -360,7 +351,7 @@ class CudaRunner:
         """
         self._empty_step()
         every = SamplerStages(sum(need.value for need in SamplerStages))
-        self._sample(SubmittedStep(StepSize(1, 1, 1, 1), [0, 1], 0, every, 0, None, None, None))
+        self._sample(SubmittedStep(StepSize(1, 1, 1, 1), [0, 1], 0, every, 0, None, None))
         if self.drafter is not None:
             for chunks in self._warm_up_counts(config):
                 self.drafter.draft(self._batch, chunks, self._max_drafts)

@@ -96,9 +96,7 @@ class SubmittedStep:
         num_drafts: that any of its sequences is to have in its next step.
         ring_index: where in the ring its results will be.
         stages: of any of its choices.
-        bias_ids: [m] int32 on the device, tokens whose logits rows add to (see `StepLayout`); None
-            if none does.
-        biases: [m] float32, what they add; -inf bans a token.
+        logit_bias: what rows add to logits; None if none does.
         bans: ([b], [b]) int64 on the device, rows of beams and tokens that are banned there: those
             are no candidates either. None if there are none.
     """
@@ -108,8 +106,7 @@ class SubmittedStep:
     ring_index: int
     stages: SamplerStages
     num_drafts: int
-    bias_ids: Tensor | None
-    biases: Tensor | None
+    logit_bias: sampling.LogitBias | None
     bans: tuple[Tensor, Tensor] | None
 
 
@@ -124,48 +121,59 @@ class SampledTokens(NamedTuple):
     status: int  # of the last one
 
 
+@dataclass(frozen=True, slots=True)
+class BatchLimits:
+    """How large the steps of a batch get.
+
+    Attributes:
+        max_num_seqs: sequences at once.
+        max_num_batched_tokens: tokens in a step.
+        table_width: blocks of the longest sequence.
+        max_rows: rows of logits in a step: one for each sequence, draft and score.
+        max_drafts: of a sequence.
+        history_length: tokens of each sequence that the device keeps; 0 for none.
+    """
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    table_width: int
+    max_rows: int
+    max_drafts: int = 0
+    history_length: int = 0
+
+
 class DeviceBatch:
     """Slots of sequences, and the memory through which steps go to the device and back.
 
     Args:
-        max_num_seqs: sequences at once.
-        max_num_batched_tokens: tokens in a step.
-        table_width: blocks of the longest sequence.
+        limits: of its steps.
         vocab_size: of the model.
         device: the GPU.
-        max_rows: rows of logits in a step: one for each sequence, draft and score.
-        max_drafts: of a sequence.
-        history_length: tokens of each sequence that the device keeps; 0 for none.
 
     Attributes:
         step, state: what kernels read (see `inflight_kernels.ops.batch_state`).
-        counts, prompt: of `ops.sampling.sample`, a row per slot.
-        masks: of `ops.sampling.sample`.
+        counts, prompt, masks: see `ops.sampling.Penalties` and `TokenMasks`; a row per slot.
     """
 
-    def __init__(
-        self,
-        max_num_seqs: int,
-        max_num_batched_tokens: int,
-        table_width: int,
-        vocab_size: int,
-        device: torch.device,
-        max_rows: int = 0,
-        max_drafts: int = 0,
-        history_length: int = 0,
-    ) -> None:
-        self._layout = StepLayout(max_rows or max_num_seqs, max_num_batched_tokens, _UPDATE_WORDS)
+    def __init__(self, limits: BatchLimits, vocab_size: int, device: torch.device) -> None:
+        self._layout = StepLayout(limits.max_rows, limits.max_num_batched_tokens, _UPDATE_WORDS)
         self._device = device
         self._vocab_size = vocab_size
         self.step = Step(self._layout, device)
+        self._num_slots = max_num_seqs = limits.max_num_seqs
         self.state = BatchState(
-            self._layout, max_num_seqs, table_width, RING, device, max_drafts, history_length
+            self._layout,
+            max_num_seqs,
+            limits.table_width,
+            RING,
+            device,
+            limits.max_drafts,
+            limits.history_length,
         )
         words = sampling.prompt_words(vocab_size)
         self.counts = torch.zeros(max_num_seqs, vocab_size, dtype=torch.int16, device=device)
         self.prompt = torch.zeros(max_num_seqs, words, dtype=torch.int32, device=device)
         # Of slots, whose requests name the tokens that they allow; then of a step's rows.
-        self._num_slots = max_num_seqs
         num_masks = max_num_seqs + self._layout.max_rows
         self.masks = torch.zeros(num_masks, words, dtype=torch.int32, device=device)
         self._grammar_masks = self.masks[max_num_seqs:]
@@ -227,16 +235,27 @@ class DeviceBatch:
             sources, targets = torch.tensor(pairs, device=self._device).t().contiguous()
             for kv_cache in kv_caches:
                 cache.copy_blocks(kv_cache, sources, targets)
+        logit_bias = None
+        if len(bias_ids):
+            starts = self.step.bias_starts[: size.num_rows + 1]
+            logit_bias = sampling.LogitBias(starts, bias_ids, biases.view(torch.float32))
         return SubmittedStep(
             size,
             row_start,
             self._ring_index,
             changes.stages,
             changes.num_drafts,
-            bias_ids if len(bias_ids) else None,
-            biases.view(torch.float32) if len(bias_ids) else None,
+            logit_bias,
             (ban_rows.long(), ban_ids.long()) if len(ban_rows) else None,
         )
+
+    def penalties(self, num_rows: int) -> sampling.Penalties:
+        """What the penalties of a step's first rows count."""
+        state = self.state
+        tails = sampling.DraftTails(
+            state.token_ids, state.tail_starts[:num_rows], state.tail_lengths[:num_rows]
+        )
+        return sampling.Penalties(self.counts, self.prompt, tails)
 
     def send_masks(self, batch: Batch, masks: GrammarMasks) -> None:
         """Bring what grammars allow to the device, after `send` and before the choice of tokens."""
@@ -295,24 +314,18 @@ class DeviceBatch:
         Returns:
             Where in `host` its tokens end, and row_start.
         """
-        slots: list[int] = []
-        sample_slots: list[int] = []
-        starts: list[int] = []
-        lengths: list[int] = []
-        tokens: list[int] = []
-        row_start = [0]
-        bias_starts = [0]
-        special_rows: list[tuple[int, _Resident]] = []
-        scored: list[tuple[int, Chunk]] = []
+        rows = _StepRows()
+        slots, sample_slots, starts = rows.slots, rows.sample_slots, rows.starts
+        lengths, tokens = rows.lengths, rows.tokens
+        row_start, bias_starts = rows.row_start, rows.bias_starts
         width = self.state.tables.shape[1]
         for index, chunk in enumerate(batch.chunks):
-            sequence = chunk.sequence
+            sequence, num_drafts = chunk.sequence, chunk.num_drafts
             resident = self._residents.get(sequence.request_id)
             if resident is None or resident.is_stale or resident.sequence is not sequence:
                 resident = self._admit(sequence, changes)
             if len(sequence.blocks) > resident.num_blocks:
                 changes.add_blocks(resident, width)
-            num_drafts = chunk.num_drafts
             if sequence.num_drafts > changes.num_drafts:
                 changes.num_drafts = sequence.num_drafts
             slots.append(resident.slot)
@@ -332,49 +345,66 @@ class DeviceBatch:
                 tokens += tail or [FROM_DEVICE] * num_drafts
             first_row = row_start[-1]
             if chunk.num_scores:
-                scored.append((first_row, chunk))
-                first_row += chunk.num_scores
-                bias_starts += [len(changes.bias_ids)] * chunk.num_scores
+                first_row = rows.add_scores(chunk, len(changes.bias_ids))
                 if not chunk.samples:
                     row_start.append(first_row)
                     continue
             row_start.append(first_row + 1 + num_drafts)
             if resident.is_plain:  # as most are; this loop is the host's share of a step
                 bias_starts += [len(changes.bias_ids)] * (1 + num_drafts)
-                continue
-            changes.stages |= resident.stages
+            else:
+                self._adjust_rows(resident, chunk, tail, rows, changes)
+        self._write_rows(rows, num_chunks, host, changes)
+        return self._offsets["tokens"][0] + len(tokens), row_start
+
+    def _adjust_rows(
+        self, resident: _Resident, chunk: Chunk, tail: list[int], rows: _StepRows, changes: _Changes
+    ) -> None:
+        """Note what a chunk's rows, the last so far, need of the sampler, and what the host adds to
+        their logits.
+
+        Args:
+            tail: the drafts of the chunk, if the host knows them.
+        """
+        sequence, num_drafts = chunk.sequence, chunk.num_drafts
+        known, first_row = sequence.token_ids, rows.row_start[-1] - 1 - num_drafts
+        changes.stages |= resident.stages
+        if chunk.samples:
+            rows.special += [(first_row + i, resident) for i in range(1 + num_drafts)]
+        num_unknown = chunk.end - num_drafts - len(known)
+        for row in range(1 + num_drafts):
             if chunk.samples:
-                special_rows += [(first_row + i, resident) for i in range(1 + num_drafts)]
-            num_unknown = chunk.end - num_drafts - len(known)
-            for row in range(1 + num_drafts):
-                if chunk.samples:
-                    guessed = tail[:row]
-                    adjustment = sequence.logit_adjustments.of_row(
-                        known, guessed, num_unknown + row - len(guessed)
-                    )
-                    changes.bias_ids += adjustment.token_ids
-                    changes.biases += adjustment.biases
-                    if sequence.head is not None:
-                        changes.add_bans(first_row + row, adjustment, self._vocab_size)
-                bias_starts.append(len(changes.bias_ids))
-        num_tokens, num_rows = len(tokens), row_start[-1]
+                guessed = tail[:row]
+                adjustment = sequence.logit_adjustments.of_row(
+                    known, guessed, num_unknown + row - len(guessed)
+                )
+                changes.bias_ids += adjustment.token_ids
+                changes.biases += adjustment.biases
+                if sequence.head is not None:
+                    changes.add_bans(first_row + row, adjustment, self._vocab_size)
+            rows.bias_starts.append(len(changes.bias_ids))
+
+    def _write_rows(self, rows: _StepRows, num_chunks: int, host: _Ints, changes: _Changes) -> None:
+        """Lay a step's arrays out in `host`, as if it had so many chunks."""
+        num_tokens, num_rows = len(rows.tokens), rows.row_start[-1]
+        num_spare = num_chunks - len(rows.slots)
         arrays: dict[str, list[int]] = {
-            "header": [len(slots), self._ring_index, num_tokens, num_rows],
-            "slots": slots,
-            "sample_slots": sample_slots,
-            "starts": starts,
-            "query_start": [0, *accumulate(lengths)] + [num_tokens] * (num_chunks - len(slots)),
-            "row_start": row_start,
+            "header": [len(rows.slots), self._ring_index, num_tokens, num_rows],
+            "slots": rows.slots,
+            "sample_slots": rows.sample_slots,
+            "starts": rows.starts,
+            "query_start": [0, *accumulate(rows.lengths)] + [num_tokens] * num_spare,
+            "row_start": rows.row_start,
             "given": [-1] * num_rows,
-            "bias_starts": bias_starts,
-            "tokens": tokens,
+            "bias_starts": rows.bias_starts,
+            "tokens": rows.tokens,
         }
-        if scored:
+        if rows.scored:
             changes.stages |= SamplerStages.TOP_LOGPROBS
         if changes.stages & (SamplerStages.MASKS | SamplerStages.TOP_LOGPROBS):
             masks, top_logprobs = [-1] * num_rows, [-1] * num_rows
             num_grammars = 0
-            for row, resident in special_rows:
+            for row, resident in rows.special:
                 if resident.sequence.grammar is not None:
                     masks[row] = self._num_slots + num_grammars
                     num_grammars += 1
@@ -382,15 +412,14 @@ class DeviceBatch:
                     masks[row] = resident.slot
                 if resident.stages & SamplerStages.TOP_LOGPROBS:
                     top_logprobs[row] = resident.sequence.num_candidates or 0
-            for row, chunk in scored:
-                params, rows = chunk.sequence.request.params, slice(row, row + chunk.num_scores)
-                arrays["given"][rows] = chunk.scored_ids
-                top_logprobs[rows] = [params.num_prompt_logprobs or 0] * chunk.num_scores
+            for row, chunk in rows.scored:
+                params, scores = chunk.sequence.request.params, slice(row, row + chunk.num_scores)
+                arrays["given"][scores] = chunk.scored_ids
+                top_logprobs[scores] = [params.num_prompt_logprobs or 0] * chunk.num_scores
             arrays |= {"mask_rows": masks, "num_top_logprobs": top_logprobs}
         for name, values in arrays.items():
             first, _ = self._offsets[name]
             host[first : first + len(values)] = values
-        return self._offsets["tokens"][0] + num_tokens, row_start
 
     def _admit(self, sequence: Sequence, changes: _Changes) -> _Resident:
         """Give a sequence a slot, and the device what it must know of it."""
@@ -438,6 +467,35 @@ class DeviceBatch:
         first = sequence.num_prompt_tokens
         sampling.mark_prompt_tokens(slots[:first], ids[:first], self.prompt, self._vocab_size)
         sampling.count_output_tokens(slots[first:], ids[first:], self.counts)
+
+
+@dataclass(slots=True)
+class _StepRows:
+    """The arrays of a step while it is written (see `StepLayout`).
+
+    Attributes:
+        slots, sample_slots, starts, tokens, row_start, bias_starts: as they are sent.
+        lengths: tokens of each chunk.
+        special: rows that need more of the sampler than logits and a temperature.
+        scored: the first row of each chunk that scores tokens of its prompt.
+    """
+
+    slots: list[int] = field(default_factory=list)
+    sample_slots: list[int] = field(default_factory=list)
+    starts: list[int] = field(default_factory=list)
+    lengths: list[int] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
+    row_start: list[int] = field(default_factory=lambda: [0])
+    bias_starts: list[int] = field(default_factory=lambda: [0])
+    special: list[tuple[int, _Resident]] = field(default_factory=list)
+    scored: list[tuple[int, Chunk]] = field(default_factory=list)
+
+    def add_scores(self, chunk: Chunk, num_biases: int) -> int:
+        """Add the rows of a chunk's scores; the row after them."""
+        first_row = self.row_start[-1]
+        self.scored.append((first_row, chunk))
+        self.bias_starts += [num_biases] * chunk.num_scores
+        return first_row + chunk.num_scores
 
 
 @dataclass(slots=True)

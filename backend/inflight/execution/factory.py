@@ -16,6 +16,7 @@ import msgspec
 from inflight.checkpoint.locate import Checkpoint
 from inflight.config import GPU_BLOCK_SIZES, GPU_CAPABILITY, GPU_HEAD_DIMS, EngineConfig
 from inflight.errors import ConfigError
+from inflight.execution.drafters.registry import find_method
 from inflight.execution.echo_runner import EchoRunner
 from inflight.execution.runner import Runner
 from inflight.models.registry import read_spec
@@ -104,6 +105,8 @@ def build(
     """
     spec = read_spec(checkpoint)
     spec.max_model_len(config)  # refused before anything is loaded
+    if config.speculative_config is not None:
+        find_method(config.speculative_config)
     checkpoint = dataclasses.replace(checkpoint, random_weights=config.random_weights)
     if config.device == "echo":
         progress("weights", 1.0)

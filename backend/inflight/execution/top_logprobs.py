@@ -40,7 +40,7 @@ class TopLogprobs:
         self,
         logits: Tensor,
         step: batch_state.Step,
-        state: batch_state.BatchState,
+        sampled: sampling.SamplingOutputs,
         ring_index: int,
     ) -> None:
         """Find them, and bring them to the host's memory, after `ops.sampling.sample`."""
@@ -49,12 +49,13 @@ class TopLogprobs:
             logits,
             step.num_top_logprobs[:count],
             self._workspace,
-            token_ids=state.chosen[:count],
-            statuses=state.statuses[:count],
-            ids=self._ids[:count],
-            logprobs=self._logprobs[:count],
-            own_logprobs=self._own_logprobs[:count],
-            ranks=self._ranks[:count],
+            sampled,
+            sampling.TopLogprobsOutputs(
+                self._ids[:count],
+                self._logprobs[:count],
+                self._own_logprobs[:count],
+                self._ranks[:count],
+            ),
             given=step.given[:count],
         )
         for source, target in zip(self._on_device, self._on_host[ring_index], strict=True):

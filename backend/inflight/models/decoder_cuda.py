@@ -27,6 +27,7 @@ from inflight.models.quantization import unquantized
 from inflight.models.spec import ModelSpec
 from inflight_kernels.ops import embedding as embeddings
 from inflight_kernels.ops.embedding import embedding
+from inflight_kernels.ops.rope import PagedKV, QkNorm
 
 _MAX_WIDE_HIDDEN_SIZE = 2048
 """Up to here the residual stream is in float32. A small model's logits lie close together, and this
@@ -109,6 +110,12 @@ def _residual_kind(spec: ModelSpec) -> type[Residual]:
     return WideResidual if spec.hidden_size <= _MAX_WIDE_HIDDEN_SIZE else Residual
 
 
+def _qk_norm(own: LayerWeights[CudaWeight], eps: float) -> QkNorm | None:
+    if own.q_norm is None or own.k_norm is None:
+        return None
+    return QkNorm(own.q_norm, own.k_norm, eps)
+
+
 class Buffers:
     """Activations that every layer writes over, [rows, width] each.
 
@@ -184,7 +191,6 @@ class Decoder:
         self._attentions = [
             Attention(
                 one,
-                spec.norm_eps,
                 tables.of(one.rope),
                 max_tokens=settings.max_tokens,
                 max_rows=settings.max_rows,
@@ -194,6 +200,7 @@ class Decoder:
         ]
         # By layer; a pass does not hash specs.
         self._attention_of = [spec.attentions.index(layer.attention) for layer in spec.layers]
+        self._qk_norms = [_qk_norm(own, spec.norm_eps) for own in self.weights.layers]
         self._residual, self._last = (
             _residual_kind(spec)(count, spec.hidden_size, dtype, device)
             for count in (len(self._buffers.normed), rows)
@@ -242,18 +249,17 @@ class Decoder:
         passes = [
             shared.begin(inputs, num_tokens, num_chunks, max_q_len) for shared in self._attentions
         ]
-        layers = zip(self._attention_of, weights.layers, cache.layers, strict=True)
-        for index, (which, own, (k_cache, v_cache)) in enumerate(islice(layers, last + 1)):
+        layers = zip(weights.layers, self._attention_of, self._qk_norms, cache.layers, strict=True)
+        for index, (own, which, qk_norm, pair) in enumerate(islice(layers, last + 1)):
             residual.norm(own.attention_norm, eps, normed)
             for aux in aux_layers.get(index, ()):
                 aux[:num_tokens].copy_(residual.hidden[:num_tokens])
             own.qkv.product(buffers.normed, buffers.qkv, num_tokens)
-            one_pass = passes[which]
+            kv = PagedKV(*pair)
             if index == last and not num_kept:
-                one_pass.write(qkv, k_cache, v_cache, own.q_norm, own.k_norm)
+                passes[which].write(qkv, kv, qk_norm)
                 return
-            out = attended[:num_tokens]
-            one_pass.layer(qkv, k_cache, v_cache, out, own.q_norm, own.k_norm)
+            passes[which].layer(qkv, kv, attended[:num_tokens], qk_norm)
             num_left = num_tokens
             if index == last and num_kept < num_tokens:
                 num_left, kept = num_kept, inputs.sample_rows[:num_kept]

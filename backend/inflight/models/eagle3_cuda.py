@@ -25,6 +25,7 @@ from inflight.models.quantization import unquantized
 from inflight_kernels.ops import norm
 from inflight_kernels.ops.embedding import embedding
 from inflight_kernels.ops.norm import rms_norm
+from inflight_kernels.ops.rope import PagedKV
 
 
 def kernels_of(
@@ -99,7 +100,6 @@ class Head:
         (attention,) = layer.attentions
         self._attention = Attention(
             attention,
-            layer.norm_eps,
             RotaryTables(layer, settings.max_len, device).of(attention.rope),
             max_tokens=settings.max_tokens,
             max_rows=settings.max_rows,
@@ -137,7 +137,7 @@ class Head:
         weights, buffers, eps = self._weights, self._buffers, self.spec.layer.norm_eps
         taken, normed = hidden[:num_tokens], buffers.normed[:num_tokens]
         embedded, qkv = self._embedded[:num_tokens], buffers.qkv[:num_tokens]
-        ((k_cache, v_cache),) = cache.layers
+        (pair,) = cache.layers
 
         embedding(inputs.token_ids[:num_tokens], weights.embedding, out=embedded, pdl=True)
         attention = self._attention.begin(inputs, num_tokens, num_chunks, max_q_len)
@@ -147,7 +147,7 @@ class Head:
         weights.hidden_qkv.add(buffers.normed, buffers.qkv, num_tokens)
         if self.spec.norm_before_residual:
             taken.copy_(normed)
-        attention.layer(qkv, k_cache, v_cache, buffers.attended[:num_tokens])
+        attention.layer(qkv, PagedKV(*pair), buffers.attended[:num_tokens], None)
         weights.out.add(buffers.attended, hidden, num_tokens)
         rms_norm(taken, weights.mlp_norm, eps, out=normed, pdl=True)
         weights.gate_up.gated(buffers.normed, buffers.gate_up, buffers.gated, num_tokens)

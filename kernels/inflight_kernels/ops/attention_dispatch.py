@@ -226,43 +226,21 @@ def parts(
         gpu: the device.
         batch_invariant: see `plan`.
     """
-    few_anywhere, some, many_anywhere = shapes(head_dim)
-    few: AnyShape = few_anywhere
-    many: AnyShape = many_anywhere
-    if gpu.is_hopper and head_dim in HOPPER_HEAD_DIMS:
-        many = HopperShape(head_dim)
-    rows = max_q_len * group
-
-    def num_blocks(shape: AnyShape) -> int:
-        fit = gpu.shared_bytes // (shape.shared_bytes + _RESERVED_SHARED)
-        return gpu.num_multiprocessors * max(1, min(fit, shape.max_blocks))
-
+    for_few: tuple[AnyShape, ...] = (shapes(head_dim)[0],)
     heads = heads_shape(num_kv_heads, group, head_dim)
-    for_few: tuple[AnyShape, ...] = (few,) if heads is None else (few, heads)
-    if heads is not None and not heads.rows < rows <= few.rows:
-        units = num_chunks * num_kv_heads // heads.heads
-        if _prefers_heads_kernel(units, num_blocks(heads)):
-            few = heads
-    chosen: list[tuple[AnyShape, int, int]]
-    if batch_invariant:  # one kernel for all
-        chosen = [(some, 0, _NO_LIMIT)]
-    elif rows <= few.rows:
-        chosen = [(few, 0, _NO_LIMIT)]
-    elif rows <= some.rows:
-        chosen = [(some, 0, _NO_LIMIT)]
-    elif num_chunks == 1:
-        chosen = [(many, 0, _NO_LIMIT)]
-    else:
-        chosen = [(few, 0, few.rows), (many, few.rows, _NO_LIMIT)]
-    found = []
-    end = 0
+    if heads is not None:
+        for_few += (heads,)
+    chosen = _choose_shapes(
+        num_chunks, max_q_len * group, num_kv_heads, group, head_dim, gpu, batch_invariant
+    )
+    found: list[Part] = []
     for shape, min_rows, max_rows in chosen:
         # Which kernel few rows have depends on the number of chunks. There is room for any, so that
         # fewer chunks never need more.
         any_of = for_few if shape in for_few else (shape,)
-        most_shares = max(num_blocks(one) for one in any_of)
+        most_shares = max(_num_blocks(one, gpu) for one in any_of)
         num_items = num_chunks + num_tokens * group // min(one.rows for one in any_of)
-        slot_rows = max(2 * num_blocks(one) * one.heads * one.rows for one in any_of)
+        slot_rows = max(2 * _num_blocks(one, gpu) * one.heads * one.rows for one in any_of)
         sizes = (
             _ARRIVALS * most_shares * 4,
             _QUEUE_BYTES,
@@ -271,26 +249,53 @@ def parts(
             num_items * _ITEM_BYTES,
             slot_rows * (head_dim + 2) * 4,
         )
-        places = [end]
+        places = [found[-1].end if found else 0]
         for size in sizes:
             places.append(places[-1] + -(-size // _ALIGNMENT) * _ALIGNMENT)
-        arrivals, queue, shares, first_item, items, slots, end = places
-        found.append(
-            Part(
-                shape,
-                min_rows,
-                max_rows,
-                num_blocks(shape),
-                arrivals=arrivals,
-                queue=queue,
-                shares=shares,
-                first_item=first_item,
-                items=items,
-                slots=slots,
-                end=end,
-            )
-        )
+        found.append(Part(shape, min_rows, max_rows, _num_blocks(shape, gpu), *places))
     return tuple(found)
+
+
+def _num_blocks(shape: AnyShape, gpu: Gpu) -> int:
+    """That run at once."""
+    fit = gpu.shared_bytes // (shape.shared_bytes + _RESERVED_SHARED)
+    return gpu.num_multiprocessors * max(1, min(fit, shape.max_blocks))
+
+
+def _choose_shapes(
+    num_chunks: int,
+    rows: int,
+    num_kv_heads: int,
+    group: int,
+    head_dim: int,
+    gpu: Gpu,
+    batch_invariant: bool,
+) -> list[tuple[AnyShape, int, int]]:
+    """Shapes of a step's launches, each with min_rows and max_rows (see `Part`).
+
+    Args:
+        rows: no chunk has more.
+        num_chunks, num_kv_heads, group, head_dim, gpu, batch_invariant: see `parts`.
+    """
+    few_anywhere, some, many_anywhere = shapes(head_dim)
+    few: AnyShape = few_anywhere
+    many: AnyShape = many_anywhere
+    if gpu.is_hopper and head_dim in HOPPER_HEAD_DIMS:
+        many = HopperShape(head_dim)
+    heads = heads_shape(num_kv_heads, group, head_dim)
+    if heads is not None and not heads.rows < rows <= few.rows:
+        units = num_chunks * num_kv_heads // heads.heads
+        if _prefers_heads_kernel(units, _num_blocks(heads, gpu)):
+            few = heads
+    if batch_invariant:  # one kernel for all
+        return [(some, 0, _NO_LIMIT)]
+    if rows <= few.rows:
+        return [(few, 0, _NO_LIMIT)]
+    if rows <= some.rows:
+        return [(some, 0, _NO_LIMIT)]
+    if num_chunks == 1:
+        return [(many, 0, _NO_LIMIT)]
+    return [(few, 0, few.rows), (many, few.rows, _NO_LIMIT)]
 
 
 def max_workspace_bytes(

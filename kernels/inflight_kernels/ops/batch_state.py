@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from inflight_kernels.ops.sampling import ROW_PARAMS
+from inflight_kernels.ops.sampling import ROW_PARAMS, SamplingOutputs
 from inflight_kernels.runtime.compile import Instantiation
 from inflight_kernels.runtime.launch import Int64, check, kernel
 
@@ -171,6 +171,12 @@ class BatchState:
             ring, RESULT_ROWS, rows, dtype=torch.int32, pin_memory=torch.cuda.is_available()
         )
 
+    def sampled(self, num_rows: int) -> SamplingOutputs:
+        """Where `sample` writes what it finds for the first rows."""
+        return SamplingOutputs(
+            self.chosen[:num_rows], self.logprobs[:num_rows], self.statuses[:num_rows]
+        )
+
 
 def write_tables(places: Tensor, blocks: Tensor, tables: Tensor, *, pdl: bool = False) -> None:
     """tables.view(-1)[places] = blocks.
@@ -233,8 +239,7 @@ def begin_step(
     Args:
         step: what the host sent.
         state: read: what is kept of the sequences; written: the attributes of the step.
-        num_chunks: n, or more where a CUDA graph is filled up: those that are not the step's become
-            nobody's.
+        num_chunks: n, or more where a CUDA graph is filled up; the others have no sequence.
         block_size: tokens per KV block, a power of two.
         num_tokens, num_rows: up to here tokens and rows that are not the step's become nobody's, at
             least as many tokens as rows; 0 where nothing is filled up.

@@ -6,11 +6,13 @@ Shapes: n chunks of a step, `slots` sequences with up to K drafts and a history 
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
 from inflight_kernels.ops.batch_state import BatchState, Step
-from inflight_kernels.ops.sampling import ROW_PARAMS
+from inflight_kernels.ops.sampling import ROW_PARAMS, SamplingInputs, SamplingOutputs
 from inflight_kernels.runtime.compile import Instantiation
 from inflight_kernels.runtime.launch import check, kernel
 
@@ -102,41 +104,66 @@ class DraftPass:
         self.logprobs = empty(torch.float32)
         self.statuses = empty(torch.int32)
 
+    def inputs(self, num_rows: int) -> SamplingInputs:
+        """How `sample` chooses for the first rows."""
+        row_params = self.row_params[:num_rows].view(torch.uint8)
+        return SamplingInputs(row_params, self.sample_positions[:num_rows])
+
+    def sampled(self, num_rows: int) -> SamplingOutputs:
+        """Where `sample` writes what it finds for them."""
+        return SamplingOutputs(
+            self.chosen[:num_rows], self.logprobs[:num_rows], self.statuses[:num_rows]
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class DraftLimits:
+    """Where the passes of a drafter begin, and where they may write.
+
+    Attributes:
+        block_size: tokens per KV block, a power of two.
+        behind: 0 if the first pass begins at the last token, which the model has not computed; 1 if
+            at the one before it.
+        max_positions: no token stands there or further on.
+        first_scratch: scratch block of the first chunk; those of the others follow.
+    """
+
+    block_size: int
+    behind: int
+    max_positions: int
+    first_scratch: int
+
+    @property
+    def block_shift(self) -> int:
+        return self.block_size.bit_length() - 1
+
 
 def begin_drafting(
     step: Step,
     state: BatchState,
     rows: DraftPass,
     num_rows: int,
-    block_size: int,
+    limits: DraftLimits,
     *,
-    behind: int,
-    max_positions: int,
-    first_scratch: int,
     pdl: bool = False,
 ) -> None:
     """Prepare the first pass over what a step has chosen.
 
-    A sequence may not have the blocks yet that its drafts go to. Its table ends with a negative
-    entry (see `write_tables`), and where that stands or would have stood a chunk has a scratch
-    block, so K is at most block_size.
+    Where a sequence has no block yet for its drafts, which a negative entry at the end of its table
+    says (see `write_tables`), its chunk has one scratch block, so K is at most block_size.
 
     Args:
         step: that has ended.
         state: after `end_step`; step_tables are continued.
         rows: written.
         num_rows: n, or more where a CUDA graph is filled up.
-        block_size: tokens per KV block, a power of two.
-        behind: 0 if the pass begins at the last token, which the model has not computed; 1 if at
-            the one before it.
-        max_positions: no token stands there or further on.
-        first_scratch: block of the first chunk; those of the others follow.
+        limits: of the drafter.
         pdl: see `Kernel`.
 
     Raises:
         ValueError: for a block size that is no power of two, or smaller than K.
     """
-    num_drafts = state.drafts.shape[1]
+    num_drafts, block_size = state.drafts.shape[1], limits.block_size
     if block_size & (block_size - 1) or block_size < num_drafts:
         raise ValueError(
             f"block_size is {block_size}; a power of two is needed, and {num_drafts} or more"
@@ -154,12 +181,12 @@ def begin_drafting(
         state.last_positions,
         state.tables,
         state.tables.shape[1],
-        block_size.bit_length() - 1,
+        limits.block_shift,
         state.row_params,
-        behind,
+        limits.behind,
         num_drafts,
-        max_positions,
-        first_scratch,
+        limits.max_positions,
+        limits.first_scratch,
         rows.slots,
         rows.rows,
         rows.token_ids,
@@ -177,10 +204,8 @@ def advance_drafting(
     state: BatchState,
     rows: DraftPass,
     num_rows: int,
-    block_size: int,
+    limits: DraftLimits,
     *,
-    behind: int,
-    max_positions: int,
     pdl: bool = False,
 ) -> None:
     """Keep what a pass has chosen as the next draft, and make it the token of the next pass.
@@ -191,7 +216,7 @@ def advance_drafting(
         state: drafts are written.
         rows: of the pass; of the next one afterwards.
         num_rows: n.
-        block_size, behind, max_positions, pdl: as in `begin_drafting`.
+        limits, pdl: as in `begin_drafting`.
     """
     if not num_rows:
         return
@@ -204,9 +229,9 @@ def advance_drafting(
         state.last_positions,
         state.step_tables,
         state.step_tables.shape[1],
-        block_size.bit_length() - 1,
-        behind,
-        max_positions,
+        limits.block_shift,
+        limits.behind,
+        limits.max_positions,
         num_rows,
         state.drafts,
         state.drafts.shape[1],

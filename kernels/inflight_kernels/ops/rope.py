@@ -5,6 +5,8 @@ Shapes: T tokens, H query heads, G KV heads, D head_dim.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
@@ -28,39 +30,106 @@ _MANY_TOKENS = 512
 _HEADS_PER_THREAD = 4
 _MAX_THREADS = 512
 
+_UNUSED_EPS = 1e-6
+
+
+@dataclass(frozen=True, slots=True)
+class PagedKV:
+    """The KV cache of one layer, in blocks.
+
+    Attributes:
+        k_cache, v_cache: [num_blocks, block_size, G, D], laid out alike; their blocks may be apart.
+    """
+
+    k_cache: Tensor
+    v_cache: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class RopeInputs:
+    """How far the tokens of a step turn, and where their keys and values go.
+
+    Attributes:
+        positions: [T] int64, rows of cos and sin.
+        slot_mapping: [T] int64; a token with a negative slot is not written to the cache.
+        cos, sin: [num_positions, D] float32, from `torch_ops.transformer.rotary_tables`.
+
+    Raises:
+        ValueError: for operands of other shapes, types or layouts.
+    """
+
+    positions: Tensor
+    slot_mapping: Tensor
+    cos: Tensor
+    sin: Tensor
+
+    def __post_init__(self) -> None:
+        (num_tokens,) = self.positions.shape
+        num_positions, head_dim = self.cos.shape
+        check("positions", self.positions, (num_tokens,), torch.int64, vectors=False)
+        check("slot_mapping", self.slot_mapping, (num_tokens,), torch.int64, vectors=False)
+        check("cos", self.cos, (num_positions, head_dim), torch.float32)
+        check("sin", self.sin, (num_positions, head_dim), torch.float32)
+
+    def check_fits(self, num_tokens: int, head_dim: int) -> None:
+        """Refuse rows of another number, or heads of another width.
+
+        Raises:
+            ValueError: with both.
+        """
+        if len(self.positions) != num_tokens or self.cos.shape[1] != head_dim:
+            raise ValueError(
+                f"positions of {len(self.positions)} tokens and tables of {self.cos.shape[1]} "
+                f"values; qkv has {num_tokens} tokens and heads of {head_dim} values"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class QkNorm:
+    """RMSNorm of each head of q and k before it turns.
+
+    Attributes:
+        q_weight, k_weight: [D].
+        eps: of the norm.
+    """
+
+    q_weight: Tensor
+    k_weight: Tensor
+    eps: float = 1e-6
+
+    def check_fits(self, head_dim: int, dtype: torch.dtype) -> None:
+        """Refuse weights of other heads or another type.
+
+        Raises:
+            ValueError: with the name of the operand.
+        """
+        check("q_weight", self.q_weight, (head_dim,), dtype)
+        check("k_weight", self.k_weight, (head_dim,), dtype)
+
 
 def rope_write_kv(
     qkv: Tensor,
-    positions: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    slot_mapping: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
+    rope: RopeInputs,
+    kv: PagedKV,
     *,
     q_out: Tensor,
-    q_weight: Tensor | None = None,
-    k_weight: Tensor | None = None,
-    eps: float = 1e-6,
+    qk_norm: QkNorm | None = None,
     history_ready: bool = False,
     pdl: bool = False,
 ) -> None:
     """Rotate q -> q_out and k -> its slots (arXiv:2104.09864, halves as pairs); v -> its slots.
 
-    This is `torch_ops.transformer.rms_norm` of each head of q and k if there are weights, then
+    This is `torch_ops.transformer.rms_norm` of each head of q and k if there is a qk_norm, then
     `torch_ops.transformer.rotary` of both, then `torch_ops.transformer.write_kv`.
 
     Args:
         qkv: [T, (H + 2 * G) * D], each row q, then k, then v; rows may lie further apart.
-        positions: [T] int64, rows of cos and sin.
-        cos, sin: [num_positions, D] float32, from `torch_ops.transformer.rotary_tables`.
-        slot_mapping: [T] int64; a token with a negative slot is not written to the cache.
-        k_cache, v_cache: [num_blocks, block_size, G, D]; of the same strides, any but that of D.
+        rope: of the step.
+        kv: of the layer; its caches are of the same strides, any but that of D.
         q_out: [T, H, D]; tokens may lie further apart; may be the q of qkv itself.
-        q_weight, k_weight: [D] of the norm of each head before it turns; None for no norm.
-        eps: of that norm.
-        history_ready: positions and slot_mapping were written before an `attend` that was launched
-            since; see there. They are then read before the kernel in front has ended.
+        qk_norm: of the layer; None for no norm.
+        history_ready: positions and slot_mapping are read before the kernel in front has ended;
+            they were written before an `attend` that was launched since (see there).
         pdl: see `Kernel`.
 
     Raises:
@@ -68,24 +137,14 @@ def rope_write_kv(
     """
     storage = name_of(STORAGE_TYPES, "qkv", qkv)
     num_tokens, num_heads, head_dim = q_out.shape
-    num_blocks, block_size, num_kv_heads, _ = k_cache.shape
+    k_cache = kv.k_cache
+    num_kv_heads = k_cache.shape[2]
     all_heads = num_heads + 2 * num_kv_heads
-    check_rows("qkv", qkv, (num_tokens, all_heads * head_dim), qkv.dtype)
-    check_rows("q_out", q_out, (num_tokens, num_heads, head_dim), qkv.dtype)
-    if q_out.stride(1) != head_dim:
-        raise ValueError(f"heads of q_out are {q_out.stride(1)} apart, not {head_dim}")
-    cache_shape = (num_blocks, block_size, num_kv_heads, head_dim)
-    check_rows("k_cache", k_cache, cache_shape, qkv.dtype)
-    check_rows("v_cache", v_cache, cache_shape, qkv.dtype)
-    if k_cache.stride() != v_cache.stride():
-        raise ValueError(f"k_cache has strides {k_cache.stride()}, v_cache {v_cache.stride()}")
-    if num_blocks * block_size >= 2**31:
-        raise ValueError(f"a cache of {num_blocks} * {block_size} slots: at most 2**31 - 1")
-    check_rotation(num_tokens, head_dim, qkv, positions, cos, sin, slot_mapping, q_weight, k_weight)
+    _check_operands(qkv, rope, kv, q_out, qk_norm)
     group = _group(head_dim, qkv.dtype)
     if not num_tokens:
         return
-    kernel("rope", _name(storage, head_dim, q_weight is not None))(
+    kernel("rope", _name(storage, head_dim, qk_norm is not None))(
         num_tokens,
         _threads(num_tokens, all_heads, group),
         qkv,
@@ -93,23 +152,55 @@ def rope_write_kv(
         q_out,
         Int64(q_out.stride(0)),
         k_cache,
-        v_cache,
+        kv.v_cache,
         Int64(k_cache.stride(0)),
         Int64(k_cache.stride(1)),
         Int64(k_cache.stride(2)),
-        block_size,
-        slot_mapping,
-        positions,
-        cos,
-        sin,
-        qkv if q_weight is None else q_weight,
-        qkv if k_weight is None else k_weight,
-        eps,
+        k_cache.shape[1],
+        rope.slot_mapping,
+        rope.positions,
+        rope.cos,
+        rope.sin,
+        *norm_arguments(qk_norm, qkv),
         num_heads,
         num_kv_heads,
         history_ready,
         pdl=pdl,
     )
+
+
+def norm_arguments(qk_norm: QkNorm | None, unused: Tensor) -> tuple[Tensor, Tensor, float]:
+    """The weights and eps of a kernel, which has these parameters without a norm as well."""
+    if qk_norm is None:
+        return unused, unused, _UNUSED_EPS
+    return qk_norm.q_weight, qk_norm.k_weight, qk_norm.eps
+
+
+def _check_operands(
+    qkv: Tensor, rope: RopeInputs, kv: PagedKV, q_out: Tensor, qk_norm: QkNorm | None
+) -> None:
+    num_tokens, num_heads, head_dim = q_out.shape
+    width = (num_heads + 2 * kv.k_cache.shape[2]) * head_dim
+    check_rows("qkv", qkv, (num_tokens, width), qkv.dtype)
+    check_rows("q_out", q_out, (num_tokens, num_heads, head_dim), qkv.dtype)
+    if q_out.stride(1) != head_dim:
+        raise ValueError(f"heads of q_out are {q_out.stride(1)} apart, not {head_dim}")
+    _check_caches(kv, head_dim, qkv.dtype)
+    rope.check_fits(num_tokens, head_dim)
+    if qk_norm is not None:
+        qk_norm.check_fits(head_dim, qkv.dtype)
+
+
+def _check_caches(kv: PagedKV, head_dim: int, dtype: torch.dtype) -> None:
+    k_cache, v_cache = kv.k_cache, kv.v_cache
+    num_blocks, block_size, num_kv_heads, _ = k_cache.shape
+    shape = (num_blocks, block_size, num_kv_heads, head_dim)
+    check_rows("k_cache", k_cache, shape, dtype)
+    check_rows("v_cache", v_cache, shape, dtype)
+    if k_cache.stride() != v_cache.stride():
+        raise ValueError(f"k_cache has strides {k_cache.stride()}, v_cache {v_cache.stride()}")
+    if num_blocks * block_size >= 2**31:
+        raise ValueError(f"a cache of {num_blocks} * {block_size} slots: at most 2**31 - 1")
 
 
 def _group(head_dim: int, dtype: torch.dtype) -> int:
@@ -128,33 +219,6 @@ def _threads(num_tokens: int, all_heads: int, group: int) -> int:
     turns = 1 if num_tokens < _MANY_TOKENS else _HEADS_PER_THREAD
     warps = -(-all_heads * group // (32 * turns))
     return min(32 * warps, _MAX_THREADS)
-
-
-def check_rotation(
-    num_tokens: int,
-    head_dim: int,
-    qkv: Tensor,
-    positions: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    slot_mapping: Tensor,
-    q_weight: Tensor | None,
-    k_weight: Tensor | None,
-) -> None:
-    """Refuse operands of `rope_write_kv` that say how and where to, if they are not as it says.
-
-    Raises:
-        ValueError: with the name of the operand.
-    """
-    check("positions", positions, (num_tokens,), torch.int64, vectors=False)
-    check("slot_mapping", slot_mapping, (num_tokens,), torch.int64, vectors=False)
-    check("cos", cos, (cos.shape[0], head_dim), torch.float32)
-    check("sin", sin, tuple(cos.shape), torch.float32)
-    if (q_weight is None) != (k_weight is None):
-        raise ValueError("q_weight and k_weight come together")
-    if q_weight is not None and k_weight is not None:
-        check("q_weight", q_weight, (head_dim,), qkv.dtype)
-        check("k_weight", k_weight, (head_dim,), qkv.dtype)
 
 
 def check_rows(name: str, tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> None:

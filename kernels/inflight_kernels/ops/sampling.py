@@ -11,6 +11,8 @@ row's token depends on nothing but the row; it is the reference's up to the roun
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -107,25 +109,131 @@ class Workspace:
         self.found = torch.zeros(max_rows, dtype=torch.int32, device=device)
 
 
+@dataclass(frozen=True, slots=True)
+class DraftTails:
+    """The drafts that a row counts on; they count as output too.
+
+    Attributes:
+        tokens: [T] int64.
+        starts, lengths: [n] int32; row i has drafts tokens[starts[i]:][:lengths[i]].
+    """
+
+    tokens: Tensor
+    starts: Tensor
+    lengths: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Penalties:
+    """What the penalties of rows count.
+
+    Attributes:
+        counts: [slots, V] int16, how often a token is in the output.
+        prompt: [slots, prompt_words(V)] int32, bits of the tokens in the prompt.
+        tails: drafts before the rows; None if no row has any.
+    """
+
+    counts: Tensor
+    prompt: Tensor
+    tails: DraftTails | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class LogitBias:
+    """What is added to logits after the penalties.
+
+    Attributes:
+        starts: [n + 1] int32; row i has biases starts[i]:starts[i + 1], and of these the ids
+            ascend, each once.
+        token_ids: [m] int32; those out of the vocabulary are passed over.
+        biases: [m] float32; -inf bans.
+    """
+
+    starts: Tensor
+    token_ids: Tensor
+    biases: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class TokenMasks:
+    """Which tokens may be chosen.
+
+    Attributes:
+        masks: [k, prompt_words(V)] int32, bits of the tokens that may be chosen.
+        rows: [n] int32, which of these masks holds for a row; negative for none.
+    """
+
+    masks: Tensor
+    rows: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingInputs:
+    """How tokens are chosen, of n rows.
+
+    Attributes:
+        row_params: [n, ROW_PARAMS.itemsize] uint8.
+        positions: [n] int64, of the tokens to be chosen.
+        penalties, logit_bias, masks: None if no row has any.
+    """
+
+    row_params: Tensor
+    positions: Tensor
+    penalties: Penalties | None = None
+    logit_bias: LogitBias | None = None
+    masks: TokenMasks | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingOutputs:
+    """What `sample` writes.
+
+    Attributes:
+        token_ids: [n] int64.
+        logprobs: [n] float32, log softmax of the logits as they came, at the token.
+        statuses: [n] int32.
+    """
+
+    token_ids: Tensor
+    logprobs: Tensor
+    statuses: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class TopLogprobsOutputs:
+    """What `top_logprobs` writes.
+
+    Attributes:
+        ids: [n, MAX_TOP] int32, the most probable tokens in order, and -1 past those.
+        logprobs: [n, MAX_TOP] float32, log softmax of the logits as they came, and -inf.
+        own_logprobs: [n] float32, the same at the row's own token; 0 where the status is not OK.
+        ranks: [n] int32, the place of that token in that order, from 1; 0 where the status is not
+            OK.
+    """
+
+    ids: Tensor
+    logprobs: Tensor
+    own_logprobs: Tensor
+    ranks: Tensor
+
+    def check_fits(self, n: int) -> None:
+        """Refuse another number of rows, or another type.
+
+        Raises:
+            ValueError: with the name of the operand.
+        """
+        check("ids", self.ids, (n, MAX_TOP), torch.int32, vectors=False)
+        check("logprobs", self.logprobs, (n, MAX_TOP), torch.float32, vectors=False)
+        check("own_logprobs", self.own_logprobs, (n,), torch.float32, vectors=False)
+        check("ranks", self.ranks, (n,), torch.int32, vectors=False)
+
+
 def sample(
     logits: Tensor,
-    row_params: Tensor,
-    positions: Tensor,
+    inputs: SamplingInputs,
     workspace: Workspace,
+    out: SamplingOutputs,
     *,
-    token_ids: Tensor,
-    logprobs: Tensor,
-    statuses: Tensor,
-    counts: Tensor | None = None,
-    prompt: Tensor | None = None,
-    tokens: Tensor | None = None,
-    tail_starts: Tensor | None = None,
-    tail_lengths: Tensor | None = None,
-    bias_starts: Tensor | None = None,
-    bias_ids: Tensor | None = None,
-    biases: Tensor | None = None,
-    masks: Tensor | None = None,
-    mask_rows: Tensor | None = None,
     filters: bool = True,
     rare: bool = True,
     pdl: bool = False,
@@ -136,23 +244,9 @@ def sample(
 
     Args:
         logits: [n, V] float32, bfloat16 or float16; rows may be apart.
-        row_params: [n, ROW_PARAMS.itemsize] uint8.
-        positions: [n] int64, of the tokens to be chosen.
+        inputs: of the rows.
         workspace: for at least n rows of V.
-        token_ids: [n] int64, written.
-        logprobs: [n] float32, written: log softmax of the logits as they came, at the token.
-        statuses: [n] int32, written.
-        counts: [slots, V] int16, how often a token is in the output; None for no penalties.
-        prompt: [slots, prompt_words(V)] int32, bits of the tokens in the prompt; with counts.
-        tokens: [T] int64; with counts, and with the next two.
-        tail_starts, tail_lengths: [n] int32; row i has drafted tokens, which count as output too:
-            tokens[tail_starts[i]:][:tail_lengths[i]].
-        bias_starts: [n + 1] int32; row i has biases bias_starts[i]:bias_starts[i + 1], and of these
-            the ids ascend, each once.
-        bias_ids: [m] int32, token ids; those out of the vocabulary are passed over.
-        biases: [m] float32, added to the logits after the penalties; -inf bans.
-        masks: [k, prompt_words(V)] int32, bits of the tokens that may be chosen.
-        mask_rows: [n] int32, which of these masks holds for a row; negative for none.
+        out: written.
         filters: False if no drawn row has a filter: saves a launch.
         rare: False if no drawn row has typical_p, top_n_sigma or XTC: saves another one.
         pdl: see `Kernel`.
@@ -161,59 +255,30 @@ def sample(
         ValueError: for operands of other shapes or types.
     """
     storage, n, vocab_size = _check_logits(logits, workspace)
-    check("row_params", row_params, (n, ROW_PARAMS.itemsize), torch.uint8)
-    check("positions", positions, (n,), torch.int64, vectors=False)
-    check("token_ids", token_ids, (n,), torch.int64, vectors=False)
-    check("logprobs", logprobs, (n,), torch.float32, vectors=False)
-    check("statuses", statuses, (n,), torch.int32, vectors=False)
-    words = prompt_words(vocab_size)
-    if _all_or_none(counts=counts, prompt=prompt):
-        assert counts is not None and prompt is not None
-        check("counts", counts, (counts.shape[0], vocab_size), torch.int16)
-        check("prompt", prompt, (counts.shape[0], words), torch.int32)
-    if _all_or_none(tokens=tokens, tail_starts=tail_starts, tail_lengths=tail_lengths):
-        assert tokens is not None and tail_starts is not None and tail_lengths is not None
-        check("tokens", tokens, (tokens.numel(),), torch.int64, vectors=False)
-        check("tail_starts", tail_starts, (n,), torch.int32, vectors=False)
-        check("tail_lengths", tail_lengths, (n,), torch.int32, vectors=False)
-    if _all_or_none(bias_starts=bias_starts, bias_ids=bias_ids, biases=biases):
-        assert bias_starts is not None and bias_ids is not None and biases is not None
-        check("bias_starts", bias_starts, (n + 1,), torch.int32, vectors=False)
-        check("bias_ids", bias_ids, (bias_ids.numel(),), torch.int32, vectors=False)
-        check("biases", biases, (bias_ids.numel(),), torch.float32, vectors=False)
-    if _all_or_none(masks=masks, mask_rows=mask_rows):
-        assert masks is not None and mask_rows is not None
-        check("masks", masks, (masks.shape[0], words), torch.int32, vectors=False)
-        check("mask_rows", mask_rows, (n,), torch.int32, vectors=False)
-    if not n:
-        return
-    grid = (num_slices(vocab_size), n)
-    optional = (
-        counts,
-        prompt,
-        tokens,
-        tail_starts,
-        tail_lengths,
-        bias_starts,
-        bias_ids,
-        biases,
-        masks,
-        mask_rows,
-    )
+    check("row_params", inputs.row_params, (n, ROW_PARAMS.itemsize), torch.uint8)
+    check("positions", inputs.positions, (n,), torch.int64, vectors=False)
+    check("token_ids", out.token_ids, (n,), torch.int64, vectors=False)
+    check("logprobs", out.logprobs, (n,), torch.float32, vectors=False)
+    check("statuses", out.statuses, (n,), torch.int32, vectors=False)
     arguments = (
         logits,
         Int64(logits.stride(0)),
         vocab_size,
-        row_params,
-        positions,
-        *(0 if operand is None else operand for operand in optional),
+        inputs.row_params,
+        inputs.positions,
+        *_penalty_arguments(inputs.penalties, n, vocab_size),
+        *_bias_arguments(inputs.logit_bias, n),
+        *_mask_arguments(inputs.masks, n, vocab_size),
         workspace.scratch,
         workspace.arrivals,
         workspace.found,
-        token_ids,
-        logprobs,
-        statuses,
+        out.token_ids,
+        out.logprobs,
+        out.statuses,
     )
+    if not n:
+        return
+    grid = (num_slices(vocab_size), n)
     kernel("sampling_scan", f"scan<{storage}>")(grid, _THREADS, *arguments, pdl=pdl)
     if filters and rare:
         kernel("sampling_spread", f"spread<{storage}>")(grid, _THREADS, *arguments, pdl=pdl)
@@ -221,40 +286,68 @@ def sample(
         kernel("sampling_gather", f"gather<{storage}>")(grid, _THREADS, *arguments, pdl=pdl)
 
 
+def _penalty_arguments(
+    penalties: Penalties | None, n: int, vocab_size: int
+) -> tuple[Tensor | int, ...]:
+    """counts, prompt, tokens, starts and lengths of tails; 0 for what is missing."""
+    if penalties is None:
+        return 0, 0, 0, 0, 0
+    counts, prompt, tails = penalties.counts, penalties.prompt, penalties.tails
+    check("counts", counts, (counts.shape[0], vocab_size), torch.int16)
+    check("prompt", prompt, (counts.shape[0], prompt_words(vocab_size)), torch.int32)
+    if tails is None:
+        return counts, prompt, 0, 0, 0
+    check("tokens", tails.tokens, (tails.tokens.numel(),), torch.int64, vectors=False)
+    check("tail_starts", tails.starts, (n,), torch.int32, vectors=False)
+    check("tail_lengths", tails.lengths, (n,), torch.int32, vectors=False)
+    return counts, prompt, tails.tokens, tails.starts, tails.lengths
+
+
+def _bias_arguments(bias: LogitBias | None, n: int) -> tuple[Tensor | int, ...]:
+    if bias is None:
+        return 0, 0, 0
+    count = bias.token_ids.numel()
+    check("bias_starts", bias.starts, (n + 1,), torch.int32, vectors=False)
+    check("bias_ids", bias.token_ids, (count,), torch.int32, vectors=False)
+    check("biases", bias.biases, (count,), torch.float32, vectors=False)
+    return bias.starts, bias.token_ids, bias.biases
+
+
+def _mask_arguments(masks: TokenMasks | None, n: int, vocab_size: int) -> tuple[Tensor | int, ...]:
+    if masks is None:
+        return 0, 0
+    shape = (masks.masks.shape[0], prompt_words(vocab_size))
+    check("masks", masks.masks, shape, torch.int32, vectors=False)
+    check("mask_rows", masks.rows, (n,), torch.int32, vectors=False)
+    return masks.masks, masks.rows
+
+
 def top_logprobs(
     logits: Tensor,
     wanted: Tensor,
     workspace: Workspace,
+    sampled: SamplingOutputs,
+    out: TopLogprobsOutputs,
     *,
-    token_ids: Tensor,
-    statuses: Tensor,
-    ids: Tensor,
-    logprobs: Tensor,
-    own_logprobs: Tensor,
-    ranks: Tensor,
     given: Tensor | None = None,
     pdl: bool = False,
 ) -> None:
-    """Name the likeliest tokens of rows; to be called after `sample`, with what it had and wrote.
+    """Name the most probable tokens of rows; to be called after `sample`, with what it had and
+    wrote.
 
-    And tell of each row's own token: the chosen one or, where the text goes on already, a given
-    one. What `sample` chose there does not matter, but it must have found some token to choose.
+    Each row's own token is looked up as well: the chosen one or, where the text goes on already, a
+    given one. What `sample` chose there does not matter, but it must have found some token to
+    choose.
 
-    Rows that want nothing cost nothing, and nothing is written for them. Of equal logits the
+    Rows without a request cost nothing, and nothing is written for them. Of equal logits the
     smaller id comes first.
 
     Args:
-        logits: [n, V], of `sample`.
-        wanted: [n] int32, how many tokens of a row, MAX_TOP at most; negative: the row wants no
-            answer at all.
-        workspace: of `sample`, as that left it.
-        token_ids, statuses: [n] int64 and int32, from `sample`.
-        ids: [n, MAX_TOP] int32, written: the likeliest tokens in order, and -1 past those.
-        logprobs: [n, MAX_TOP] float32, written: log softmax of the logits as they came, and -inf.
-        own_logprobs: [n] float32, written: the same at the row's own token; 0 where the status is
-            not OK.
-        ranks: [n] int32, written: the place of that token in that order, from 1; 0 where the status
-            is not OK.
+        logits, workspace: of `sample`, as that left them.
+        wanted: [n] int32, how many tokens of a row, MAX_TOP at most; negative: the row needs
+            nothing at all.
+        sampled: of `sample`; its logprobs are not read.
+        out: written.
         given: [n] int32, tokens to look at in place of the chosen ones, below V; negative for none.
             None where no row has one.
         pdl: see `Kernel`.
@@ -264,12 +357,9 @@ def top_logprobs(
     """
     storage, n, vocab_size = _check_logits(logits, workspace)
     check("wanted", wanted, (n,), torch.int32, vectors=False)
-    check("token_ids", token_ids, (n,), torch.int64, vectors=False)
-    check("statuses", statuses, (n,), torch.int32, vectors=False)
-    check("ids", ids, (n, MAX_TOP), torch.int32, vectors=False)
-    check("logprobs", logprobs, (n, MAX_TOP), torch.float32, vectors=False)
-    check("own_logprobs", own_logprobs, (n,), torch.float32, vectors=False)
-    check("ranks", ranks, (n,), torch.int32, vectors=False)
+    check("token_ids", sampled.token_ids, (n,), torch.int64, vectors=False)
+    check("statuses", sampled.statuses, (n,), torch.int32, vectors=False)
+    out.check_fits(n)
     if given is not None:
         check("given", given, (n,), torch.int32, vectors=False)
     if not n:
@@ -280,16 +370,16 @@ def top_logprobs(
         logits,
         Int64(logits.stride(0)),
         vocab_size,
-        token_ids,
-        statuses,
+        sampled.token_ids,
+        sampled.statuses,
         0 if given is None else given,
         wanted,
         workspace.scratch,
         workspace.arrivals,
-        ids,
-        logprobs,
-        own_logprobs,
-        ranks,
+        out.ids,
+        out.logprobs,
+        out.own_logprobs,
+        out.ranks,
         pdl=pdl,
     )
 
@@ -309,14 +399,6 @@ def _check_logits(logits: Tensor, workspace: Workspace) -> tuple[str, int, int]:
             f"rows of {workspace.vocab_size}"
         )
     return storage, n, vocab_size
-
-
-def _all_or_none(**operands: Tensor | None) -> bool:
-    """Whether operands are there: all of them or none."""
-    missing = [name for name, operand in operands.items() if operand is None]
-    if 0 < len(missing) < len(operands):
-        raise ValueError(f"{', '.join(operands)} come together; {', '.join(missing)} is missing")
-    return not missing
 
 
 def count_output_tokens(

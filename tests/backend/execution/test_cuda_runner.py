@@ -259,7 +259,7 @@ def test_what_a_start_and_its_steps_launch_is_compiled_ahead(
         given = DRAFTERS[drafter]
         if "model" in given:
             given = {"model": str(tmp_path / given["model"])}
-        speculation = SpeculativeConfig(drafter=drafter, **given)
+        speculation = SpeculativeConfig(method=drafter, **given)
     config = EngineConfig(
         model=str(tmp_path / "model"),
         device="cuda",

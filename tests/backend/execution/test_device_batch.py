@@ -21,7 +21,12 @@ from inflight.core.request import Request
 from inflight.core.sequence import Sequence
 from inflight.engine.engine import Engine, generate
 from inflight.execution import device_batch
-from inflight.execution.device_batch import DeviceBatch, SamplerStages, SubmittedStep
+from inflight.execution.device_batch import (
+    BatchLimits,
+    DeviceBatch,
+    SamplerStages,
+    SubmittedStep,
+)
 from inflight.execution.graph_buckets import StepSize
 from inflight.sampling.params import SamplingParams
 from inflight.scheduling.draft_budget import StepCosts
@@ -65,16 +70,15 @@ class CheckingRunner:
         self.steps_ahead = steps_ahead
         self.step_costs = StepCosts((1, 64), (1.0, 1.0))
         self.supports_host_drafts = True
-        self.device = DeviceBatch(
+        limits = BatchLimits(
             max_num_seqs,
             64,
             MAX_LEN // BLOCK_SIZE,
-            VOCAB_SIZE,
-            torch.device("cpu"),
-            max_rows=max_num_seqs + MAX_DRAFTS * max_num_seqs,
+            self.max_rows,
             max_drafts=MAX_DRAFTS,
             history_length=MAX_LEN,
         )
+        self.device = DeviceBatch(limits, VOCAB_SIZE, torch.device("cpu"))
         self.cache = torch.full((num_blocks, BLOCK_SIZE), -1)  # the token that was written
         self.num_from_device = 0
         self.num_accepted = 0
@@ -281,12 +285,13 @@ def test_tokens_that_may_not_be_chosen_are_listed_by_row() -> None:
         engine.submit(request)
     batch = engine.scheduler.schedule()
     sent = device.send(batch, StepSize.of(batch), engine.runner.cache)  # type: ignore[attr-defined]
-    assert sent.bias_ids is not None and sent.biases is not None
+    bias = sent.logit_bias
+    assert bias is not None
     assert device.step.bias_starts[:4].tolist() == [0, 2, 4, 6]
-    assert [set(pair) for pair in sent.bias_ids.view(3, 2).tolist()] == [{7, 11}] * 3
-    assert sent.biases.tolist() == [-math.inf] * 6
+    assert [set(pair) for pair in bias.token_ids.view(3, 2).tolist()] == [{7, 11}] * 3
+    assert bias.biases.tolist() == [-math.inf] * 6
     later = engine.scheduler.schedule()
-    assert device.send(later, StepSize.of(later), engine.runner.cache).bias_ids is None  # type: ignore[attr-defined]
+    assert device.send(later, StepSize.of(later), engine.runner.cache).logit_bias is None  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("bucket", [0, 7, 40])
@@ -308,8 +313,8 @@ def test_any_number_of_tokens_may_be_banned() -> None:
         engine.submit(request)
     batch = engine.scheduler.schedule()
     sent = device.send(batch, StepSize.of(batch), engine.runner.cache)  # type: ignore[attr-defined]
-    assert sent.bias_ids is not None
-    assert set(sent.bias_ids.tolist()) == engine.eos_token_ids
+    assert sent.logit_bias is not None
+    assert set(sent.logit_bias.token_ids.tolist()) == engine.eos_token_ids
 
 
 @pytest.mark.parametrize(
@@ -366,7 +371,7 @@ def test_drafts_that_the_host_knows_are_sent_with_what_may_follow_each() -> None
     sent = device.send(batch, StepSize.of(batch), engine.runner.cache, drafts=[[1, 3, 2]])  # type: ignore[attr-defined]
     assert device.step.tokens[:4].tolist() == [chosen, 1, 3, 2]
     starts = device.step.bias_starts[:5].tolist()
-    banned = [set(sent.bias_ids[a:b].tolist()) for a, b in itertools.pairwise(starts)]
+    banned = [set(sent.logit_bias.token_ids[a:b].tolist()) for a, b in itertools.pairwise(starts)]
     # After "... chosen": nothing that ever followed it; after a draft of 1: 2 and 3; and so on.
     assert banned[1] == {2, 3}
     assert banned[2] == ({chosen} if chosen not in (1, 2) else set())
@@ -418,7 +423,7 @@ def test_adjustments_apply_to_the_row_after_the_prompt() -> None:
             return np.full(sampling.prompt_words(VOCAB_SIZE), 11, np.int32)
 
     sent = device.send(inner, StepSize.of(inner), cache)
-    assert (sent.row_start, sent.bias_ids) == ([0, 4], None)
+    assert (sent.row_start, sent.logit_bias) == ([0, 4], None)
     device.send_masks(inner, Masks())
     assert device.step.given[:4].tolist() == [2, 3, 4, 5]
     assert device.step.mask_rows[:4].tolist() == [-1] * 4

@@ -21,7 +21,7 @@ from inflight.engine.engine import Engine, generate
 from inflight.execution import cuda_runner
 from inflight.execution import factory as runners
 from inflight.execution.device_batch import DeviceBatch
-from inflight.execution.drafters.device import DeviceDrafter
+from inflight.execution.drafters.drafter import DeviceDrafter
 from inflight.models import decoder_cuda
 from inflight.sampling.params import SamplingParams
 from inflight_kernels.ops import gemm
@@ -290,7 +290,9 @@ def test_drafts_leave_no_trace(checkpoint: Checkpoint, settings: dict[str, objec
     expected = generate(plain, wanted)
     whole = {one.request_id: one.prompt_ids + expected[one.request_id] for one in wanted}
     for drafts in ({"default": 3}, {"default": 5}, {"default": "auto"}):
-        engine = make_engine(checkpoint, batch_invariant=True, speculation=drafts, **settings)
+        engine = make_engine(
+            checkpoint, batch_invariant=True, speculative_config=drafts, **settings
+        )
         engine.runner.drafter = Oracle(whole)  # type: ignore[attr-defined]
         assert generate(engine, wanted) == expected
         stats = engine.stats()
@@ -310,7 +312,7 @@ def test_who_needs_the_host_has_drafts_that_it_knows(checkpoint: Checkpoint) -> 
     ]
     expected = generate(make_engine(checkpoint, batch_invariant=True), wanted)
     drafts = {"default": 3, "prompt_lookup_min": 1}
-    engine = make_engine(checkpoint, batch_invariant=True, speculation=drafts)
+    engine = make_engine(checkpoint, batch_invariant=True, speculative_config=drafts)
     assert generate(engine, wanted) == expected
     assert engine.stats().num_accepted_tokens > 50
 
@@ -323,7 +325,7 @@ def test_what_repeats_is_drafted_from_the_text_itself(checkpoint: Checkpoint) ->
     wanted = [Request(i, prompt, params) for i, prompt in enumerate(prompts(4, seed=9))]
     expected = generate(make_engine(checkpoint, batch_invariant=True), wanted)
     assert set().union(*expected.values()) <= {5, 6, 7}
-    engine = make_engine(checkpoint, batch_invariant=True, speculation={})
+    engine = make_engine(checkpoint, batch_invariant=True, speculative_config={})
     assert generate(engine, wanted) == expected
     assert engine.stats().num_accepted_tokens > 200
 
@@ -337,7 +339,7 @@ def test_penalties_count_drafts(checkpoint: Checkpoint) -> None:
     ]
     expected = generate(make_engine(checkpoint, batch_invariant=True), wanted)
     whole = {one.request_id: one.prompt_ids + expected[one.request_id] for one in wanted}
-    engine = make_engine(checkpoint, batch_invariant=True, speculation={"default": 5})
+    engine = make_engine(checkpoint, batch_invariant=True, speculative_config={"default": 5})
     engine.runner.drafter = Oracle(whole)  # type: ignore[attr-defined]
     assert generate(engine, wanted) == expected
     assert engine.stats().num_accepted_tokens > 200
@@ -348,7 +350,7 @@ def test_top_logprobs_come_with_each_token(checkpoint: Checkpoint, teacher: Teac
     params = SamplingParams(max_tokens=20, temperature=0.0, ignore_eos=True, num_logprobs=4)
     found: dict[int, list[list[Candidate]]] = {i: [] for i in range(len(inputs))}
     outputs: dict[int, list[int]] = {i: [] for i in range(len(inputs))}
-    engine = make_engine(checkpoint, speculation={"default": 3})
+    engine = make_engine(checkpoint, speculative_config={"default": 3})
     for i, prompt in enumerate(inputs):
         engine.submit(Request(i, prompt, params))
     while engine.has_work:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,7 +13,8 @@ from torch import Tensor
 from inflight_kernels.ops import skinny_gemm
 from inflight_kernels.ops.attention import attend, plan, rope_attend, rotates, workspace_size
 from inflight_kernels.ops.attention_dispatch import HEAD_DIMS
-from inflight_kernels.ops.rope import rope_write_kv
+from inflight_kernels.ops.attention_operands import AttentionMetadata, AttentionParams
+from inflight_kernels.ops.rope import PagedKV, QkNorm, RopeInputs, rope_write_kv
 from inflight_kernels.torch_ops import transformer
 
 pytestmark = pytest.mark.gpu
@@ -46,24 +48,45 @@ class Step:
     def out(self) -> Tensor:
         return torch.full(self.q.shape, float("nan"), dtype=self.q.dtype, device="cuda")
 
-    def run(self, workspace: Tensor | None = None, out: Tensor | None = None, **options) -> Tensor:
+    @property
+    def kv(self) -> PagedKV:
+        return PagedKV(self.k_cache, self.v_cache)
+
+    def metadata(
+        self,
+        workspace: Tensor | None = None,
+        max_q_len: int | None = None,
+        planned: bool = False,
+        **spec: Any,
+    ) -> AttentionMetadata:
+        """Of the step; `spec` are fields of `AttentionParams`."""
+        made = AttentionParams(*self.heads, scale=self.scale, **spec)
         if workspace is None:
-            workspace = self.workspace(
-                options.get("max_q_len"), options.get("batch_invariant", False)
-            )
-        out = self.out() if out is None else out
-        attend(
-            self.q,
-            self.k_cache,
-            self.v_cache,
-            self.block_tables,
+            workspace = self.workspace(max_q_len, made.batch_invariant)
+        return AttentionMetadata(
+            made,
             self.query_start,
             self.seq_lens,
-            out,
+            self.block_tables,
+            len(self.q),
             workspace,
-            self.scale,
-            **options,
+            max_q_len,
+            planned,
         )
+
+    def run(
+        self,
+        workspace: Tensor | None = None,
+        out: Tensor | None = None,
+        *,
+        history_ready: bool = False,
+        pdl: bool = False,
+        **options,
+    ) -> Tensor:
+        """`options` are those of `metadata`."""
+        out = self.out() if out is None else out
+        metadata = self.metadata(workspace, **options)
+        attend(self.q, self.kv, metadata, out, history_ready=history_ready, pdl=pdl)
         return out
 
     def definition(self, window: int = 0, soft_cap: float = 0.0) -> Tensor:
@@ -249,7 +272,7 @@ def test_blocks_of_the_cache_may_be_apart():
 def test_a_plan_serves_each_layer_and_leaves_the_workspace_ready(step):
     made = make_step(*STEPS[step])
     workspace = made.workspace()
-    plan(made.query_start, made.seq_lens, workspace, len(made.q), *made.heads)
+    plan(made.metadata(workspace, planned=True))
     expected = made.definition()
     for _ in range(5):
         assert error(made.run(workspace, planned=True), expected) < BOUND[torch.bfloat16]
@@ -390,34 +413,39 @@ class Projection:
     slots: Tensor
     cos: Tensor
     sin: Tensor
-    weights: tuple[Tensor, Tensor] | tuple[None, None]
+    qk_norm: QkNorm | None
 
-    def operands(self) -> tuple[Tensor, ...]:
-        return self.qkv, self.positions, self.cos, self.sin, self.slots
+    @property
+    def rope(self) -> RopeInputs:
+        return RopeInputs(self.positions, self.slots, self.cos, self.sin)
 
     def rotate(self, q_out: Tensor, **options) -> None:
-        q_weight, k_weight = self.weights
-        caches = self.step.k_cache, self.step.v_cache
         rope_write_kv(
-            *self.operands(), *caches, q_out=q_out, q_weight=q_weight, k_weight=k_weight, **options
+            self.qkv, self.rope, self.step.kv, q_out=q_out, qk_norm=self.qk_norm, **options
         )
 
-    def run(self, workspace: Tensor | None = None, out: Tensor | None = None, **options) -> Tensor:
+    def run(
+        self,
+        workspace: Tensor | None = None,
+        out: Tensor | None = None,
+        *,
+        history_ready: bool = False,
+        pdl: bool = False,
+        **options,
+    ) -> Tensor:
+        """`options` are those of `Step.metadata`."""
         step = self.step
         out = step.out() if out is None else out
+        metadata = step.metadata(workspace, 1, **options)
         rope_attend(
-            *self.operands(),
-            step.k_cache,
-            step.v_cache,
-            step.block_tables,
-            step.query_start,
-            step.seq_lens,
+            self.qkv,
+            self.rope,
+            step.kv,
+            metadata,
             out,
-            step.workspace(1) if workspace is None else workspace,
-            step.scale,
-            q_weight=self.weights[0],
-            k_weight=self.weights[1],
-            **options,
+            qk_norm=self.qk_norm,
+            history_ready=history_ready,
+            pdl=pdl,
         )
         return out
 
@@ -442,10 +470,12 @@ def make_projection(q_lens, kv_lens, *, normed=False, num_layer=0, **options) ->
     generator = torch.Generator("cuda").manual_seed(1000 + num_layer)
     width = (num_heads + 2 * num_kv_heads) * head_dim
     qkv = torch.randn(num_tokens, width, generator=generator, device="cuda").to(step.q.dtype)
-    weights = (None, None)
+    qk_norm = None
     if normed:
-        weights = tuple(torch.randn(head_dim, device="cuda").to(step.q.dtype) for _ in "qk")
-    return Projection(step, qkv, positions, slots, cos.cuda(), sin.cuda(), weights)
+        qk_norm = QkNorm(
+            *(torch.randn(head_dim, device="cuda").to(step.q.dtype) for _ in "qk"), eps=1e-6
+        )
+    return Projection(step, qkv, positions, slots, cos.cuda(), sin.cuda(), qk_norm)
 
 
 # But for so many sequences that they have a kernel of their own.
@@ -539,15 +569,7 @@ def test_layers_with_ready_history_read_early_and_are_right(kind):
     outs = [layer.step.out() for layer in layers]
 
     def run() -> None:
-        plan(
-            first.query_start,
-            first.seq_lens,
-            workspace,
-            len(first.q),
-            *first.heads,
-            max_q_len=max(q_lens),
-            pdl=True,
-        )
+        plan(first.metadata(workspace, max(q_lens), planned=True), pdl=True)
         for i, layer in enumerate(layers):
             options = {"planned": True, "history_ready": i > 0, "pdl": True}
             project(i)
@@ -591,6 +613,20 @@ def test_projections_that_rope_attend_cannot_take_are_refused():
         make_projection([1], [20], num_heads=4, num_kv_heads=1, head_dim=256).run()
     with pytest.raises(ValueError, match="3 tokens in 1 chunks"):
         make_projection([3], [20]).run()
+    with pytest.raises(ValueError, match="batch_invariant True"):
+        make_projection([1], [20]).run(batch_invariant=True)
+
+
+def test_a_step_takes_the_heads_and_tokens_of_its_metadata():
+    made = make_step([1, 1], [20, 20])
+    metadata = made.metadata()
+    with pytest.raises(ValueError, match="q has 1 rows; the step has 2 tokens"):
+        attend(made.q[:1], made.kv, metadata, made.out())
+    with pytest.raises(ValueError, match=r"q is .*; it should be \[2, 8, 128\]"):
+        attend(made.q[:, :4], made.kv, metadata, made.out())
+    fewer = AttentionParams(8, 4, 128, scale=1.0)
+    with pytest.raises(ValueError, match="with 4 heads of 128 values"):
+        attend(made.q, made.kv, replace(metadata, spec=fewer), made.out())
 
 
 def test_caches_at_other_places_are_told_apart():
@@ -607,12 +643,10 @@ def test_caches_at_other_places_are_told_apart():
 def test_what_the_kernels_cannot_take_is_refused():
     """Without a GPU: tests/kernels/test_attention_checks.py."""
     made = make_step([1], [20])
-    # What any max_q_len may need is more than a step of one token does.
-    workspace = made.workspace(max_q_len=1)
-    assert len(workspace) < len(made.workspace())
-    assert error(made.run(workspace), made.definition()) < BOUND[torch.bfloat16]
+    workspace = made.workspace()
+    needed = made.metadata(workspace).parts[-1].end  # less than what serves any step of its tokens
     with pytest.raises(ValueError, match="workspace has"):
-        made.run(workspace[:-1])
+        made.run(workspace[: needed - 1])
     with pytest.raises(ValueError, match="scale 0"):
         made.scale = 0.0
         made.run(workspace)

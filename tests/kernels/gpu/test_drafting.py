@@ -9,6 +9,7 @@ import torch
 
 from inflight_kernels.ops.batch_state import BatchState, Step, StepLayout
 from inflight_kernels.ops.drafting import (
+    DraftLimits,
     DraftPass,
     advance_drafting,
     begin_drafting,
@@ -112,16 +113,8 @@ def test_a_drafting_goes_from_token_to_token(behind: int) -> None:
     for name in ("token_ids", "positions", "slot_mapping", "seq_lens", "row_params", "rows"):
         getattr(rows, name).fill_(POISON)
     before = state.step_tables.clone()
-    begin_drafting(
-        step,
-        state,
-        rows,
-        10,
-        BLOCK_SIZE,
-        behind=behind,
-        max_positions=MAX_POSITIONS,
-        first_scratch=FIRST_SCRATCH,
-    )
+    limits = DraftLimits(BLOCK_SIZE, behind, MAX_POSITIONS, FIRST_SCRATCH)
+    begin_drafting(step, state, rows, 10, limits)
     starts = step.query_start.tolist()
     drafted: dict[int, list[int]] = {chunk[0]: [] for chunk in CHUNKS}
     for index in range(NUM_DRAFTS):
@@ -164,7 +157,7 @@ def test_a_drafting_goes_from_token_to_token(behind: int) -> None:
                 assert rows.row_params[chunk].cpu().numpy().tobytes() == row_params.tobytes(), label
             if int(rows.statuses[chunk]) == OK:
                 drafted[slot].append(chunk + 100 * (index + 1))
-        advance_drafting(state, rows, 10, BLOCK_SIZE, behind=behind, max_positions=MAX_POSITIONS)
+        advance_drafting(state, rows, 10, limits)
     for slot, tokens in drafted.items():
         expected = tokens + [-1] * (NUM_DRAFTS - len(tokens))
         assert state.drafts[slot].tolist() == expected, f"slot {slot}"

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from guarded import ROUNDING, Guarded, relative_error
-from inflight_kernels.ops.rope import rope_write_kv
+from inflight_kernels.ops.rope import PagedKV, QkNorm, RopeInputs, rope_write_kv
 from inflight_kernels.torch_ops import transformer
 
 pytestmark = pytest.mark.gpu
@@ -34,29 +34,19 @@ class Step:
     kv_heads: int
     head_dim: int
 
-    def run(self, q_out: Tensor, **options: Tensor | float | bool | None) -> None:
-        rope_write_kv(
-            self.qkv,
-            self.positions,
-            self.cos,
-            self.sin,
-            self.slots,
-            self.caches[0],
-            self.caches[1],
-            q_out=q_out,
-            **options,  # type: ignore[arg-type]
-        )
+    def run(self, q_out: Tensor, qk_norm: QkNorm | None = None, **options: bool) -> None:
+        rope = RopeInputs(self.positions, self.slots, self.cos, self.sin)
+        kv = PagedKV(self.caches[0], self.caches[1])
+        rope_write_kv(self.qkv, rope, kv, q_out=q_out, qk_norm=qk_norm, **options)
 
-    def expected(
-        self, q_weight: Tensor | None = None, k_weight: Tensor | None = None
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def expected(self, qk_norm: QkNorm | None = None) -> tuple[Tensor, Tensor, Tensor]:
         """q [T, H, D], k and v [T, G, D] in float64."""
         widths = [self.heads, self.kv_heads, self.kv_heads]
         heads = self.qkv.double().view(len(self.qkv), -1, self.head_dim)
         q, k, v = heads.split(widths, 1)
-        if q_weight is not None and k_weight is not None:
-            q, _ = transformer.rms_norm(q, q_weight.double(), EPS)
-            k, _ = transformer.rms_norm(k, k_weight.double(), EPS)
+        if qk_norm is not None:
+            q, _ = transformer.rms_norm(q, qk_norm.q_weight.double(), EPS)
+            k, _ = transformer.rms_norm(k, qk_norm.k_weight.double(), EPS)
         cos, sin = self.cos[self.positions].double(), self.sin[self.positions].double()
         return transformer.rotary(q, cos, sin), transformer.rotary(k, cos, sin), v
 
@@ -113,12 +103,13 @@ def test_a_step_is_that_of_the_reference(
     dtype: torch.dtype, heads: int, kv_heads: int, head_dim: int, tokens: int, normed: bool
 ) -> None:
     step = _step(tokens, heads, kv_heads, head_dim, dtype)
-    weights: list[Tensor | None] = [None, None]
+    qk_norm = None
     if normed:
         weights = [torch.randn(head_dim, device="cuda").to(dtype) for _ in range(2)]
+        qk_norm = QkNorm(weights[0], weights[1], EPS)
     q_out = Guarded(tokens, heads, head_dim, dtype=dtype)
-    step.run(q_out.tensor, q_weight=weights[0], k_weight=weights[1], eps=EPS)
-    q, k, v = step.expected(*weights)
+    step.run(q_out.tensor, qk_norm)
+    q, k, v = step.expected(qk_norm)
     bound = ROUNDING[dtype]
     assert relative_error(q_out.check(), q) < bound
     assert relative_error(_written(step.caches[0], step.slots), k) < bound

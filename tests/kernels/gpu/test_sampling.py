@@ -16,6 +16,13 @@ from inflight_kernels.ops.sampling import (
     NO_ALLOWED_TOKENS,
     NOT_FINITE,
     OK,
+    DraftTails,
+    LogitBias,
+    Penalties,
+    SamplingInputs,
+    SamplingOutputs,
+    TokenMasks,
+    TopLogprobsOutputs,
     Workspace,
     count_output_tokens,
     greedy_row_params,
@@ -100,11 +107,32 @@ def positions_of(rows: int) -> npt.NDArray[np.int64]:
     return np.arange(rows, dtype=np.int64) * 2**30 + 5
 
 
+def inputs_of(row_params: RowParamsArray, **operands: torch.Tensor) -> SamplingInputs:
+    """Of rows; `operands` as `shape` names them, any group of them."""
+    found: dict[str, Any] = {}
+    if "counts" in operands:
+        tails = None
+        if "tokens" in operands:
+            names = ("tokens", "tail_starts", "tail_lengths")
+            tails = DraftTails(*(operands[name] for name in names))
+        found["penalties"] = Penalties(operands["counts"], operands["prompt"], tails)
+    if "biases" in operands:
+        names = ("bias_starts", "bias_ids", "biases")
+        found["logit_bias"] = LogitBias(*(operands[name] for name in names))
+    if "masks" in operands:
+        found["masks"] = TokenMasks(operands["masks"], operands["mask_rows"])
+    positions = on_device(positions_of(len(row_params)))
+    return SamplingInputs(on_device(row_params), positions, **found)
+
+
 def run(
     logits: torch.Tensor,
     row_params: RowParamsArray,
     workspace: Workspace | None = None,
-    **options: Any,
+    *,
+    filters: bool = True,
+    rare: bool = True,
+    **operands: torch.Tensor,
 ) -> Chosen:
     n, vocab_size = logits.shape
     if workspace is None:
@@ -114,16 +142,9 @@ def run(
     token_ids = torch.full((n,), -1, device="cuda")
     logprobs = torch.full((n,), torch.nan, device="cuda")
     statuses = torch.full((n,), -1, dtype=torch.int32, device="cuda")
-    sample(
-        logits,
-        on_device(row_params),
-        on_device(positions_of(n)),
-        workspace,
-        token_ids=token_ids,
-        logprobs=logprobs,
-        statuses=statuses,
-        **options,
-    )
+    out = SamplingOutputs(token_ids, logprobs, statuses)
+    inputs = inputs_of(row_params, **operands)
+    sample(logits, inputs, workspace, out, filters=filters, rare=rare)
     assert not workspace.arrivals.any()
     return Chosen(token_ids.cpu().numpy(), logprobs.cpu().numpy(), statuses.cpu().numpy())
 
@@ -544,23 +565,14 @@ def test_it_replays_from_a_graph_with_other_row_params() -> None:
     rng = np.random.default_rng(7)
     n, vocab_size = 32, 32000
     logits = torch.randn(n, vocab_size, device="cuda") * 3
-    state, positions = on_device(greedy_row_params(n)), on_device(positions_of(n))
+    inputs = inputs_of(greedy_row_params(n))
     workspace = Workspace(n, vocab_size, "cuda")
     token_ids = torch.zeros(n, dtype=torch.int64, device="cuda")
-    logprobs = torch.zeros(n, device="cuda")
     statuses = torch.zeros(n, dtype=torch.int32, device="cuda")
+    out = SamplingOutputs(token_ids, torch.zeros(n, device="cuda"), statuses)
 
     def step() -> None:
-        sample(
-            logits,
-            state,
-            positions,
-            workspace,
-            token_ids=token_ids,
-            logprobs=logprobs,
-            statuses=statuses,
-            pdl=True,
-        )
+        sample(logits, inputs, workspace, out, pdl=True)
 
     step()
     torch.cuda.synchronize()
@@ -569,7 +581,7 @@ def test_it_replays_from_a_graph_with_other_row_params() -> None:
         step()
     for kind in ALL:
         row_params = random_row_params(n, kind, rng)
-        state.copy_(on_device(row_params))
+        inputs.row_params.copy_(on_device(row_params))
         logits.normal_().mul_(3)
         graph.replay()
         replayed = token_ids.cpu().numpy()
@@ -600,12 +612,18 @@ def test_operands_that_do_not_fit_are_refused_by_name() -> None:
         run(logits, greedy_row_params(2), Workspace(1, 100, "cuda"))
     with pytest.raises(ValueError, match="row_params"):
         run(logits, greedy_row_params(3))
-    with pytest.raises(ValueError, match="come together"):
-        run(logits, greedy_row_params(2), bias_ids=torch.zeros(1, dtype=torch.int32, device="cuda"))
-    with pytest.raises(ValueError, match="masks, mask_rows come together; masks is missing"):
+    ids = torch.zeros(1, dtype=torch.int32, device="cuda")
+    with pytest.raises(ValueError, match="bias_starts"):
         run(
-            logits, greedy_row_params(2), mask_rows=torch.zeros(2, dtype=torch.int32, device="cuda")
+            logits,
+            greedy_row_params(2),
+            bias_starts=torch.zeros(2, dtype=torch.int32, device="cuda"),
+            bias_ids=ids,
+            biases=torch.zeros(1, device="cuda"),
         )
+    with pytest.raises(ValueError, match="mask_rows"):
+        masks = torch.zeros(1, prompt_words(100), dtype=torch.int32, device="cuda")
+        run(logits, greedy_row_params(2), masks=masks, mask_rows=ids)
     with pytest.raises(ValueError, match="logits is "):
         run(logits.double(), greedy_row_params(2))
 
@@ -633,15 +651,8 @@ def test_top_logprobs_are_in_order(dtype: torch.dtype, vocab_size: int, is_given
     workspace = Workspace(n, vocab_size, "cuda")
     token_ids = torch.zeros(n, dtype=torch.int64, device="cuda")
     statuses = torch.zeros(n, dtype=torch.int32, device="cuda")
-    sample(
-        logits,
-        on_device(row_params),
-        on_device(positions_of(n)),
-        workspace,
-        token_ids=token_ids,
-        logprobs=torch.zeros(n, device="cuda"),
-        statuses=statuses,
-    )
+    sampled = SamplingOutputs(token_ids, torch.zeros(n, device="cuda"), statuses)
+    sample(logits, inputs_of(row_params), workspace, sampled)
     ids = torch.full((n, MAX_TOP), -7, dtype=torch.int32, device="cuda")
     logprobs = torch.full((n, MAX_TOP), 7.0, device="cuda")
     own_logprobs = torch.full((n,), 7.0, device="cuda")
@@ -651,19 +662,8 @@ def test_top_logprobs_are_in_order(dtype: torch.dtype, vocab_size: int, is_given
         given = torch.from_numpy(rng.integers(0, vocab_size, n)).int().cuda()
         given[[3, 7]] = -1
         own_tokens = torch.where(given < 0, token_ids, given.long())
-    top_logprobs(
-        logits,
-        on_device(wanted),
-        workspace,
-        token_ids=token_ids,
-        statuses=statuses,
-        ids=ids,
-        logprobs=logprobs,
-        own_logprobs=own_logprobs,
-        ranks=ranks,
-        given=given,
-        pdl=True,
-    )
+    out = TopLogprobsOutputs(ids, logprobs, own_logprobs, ranks)
+    top_logprobs(logits, on_device(wanted), workspace, sampled, out, given=given, pdl=True)
     assert not workspace.arrivals.any()
     for row, number in enumerate(wanted.tolist()):
         if number < 0:

@@ -11,6 +11,8 @@ from torch import Tensor
 
 import recorded_launches
 from inflight_kernels.ops.attention import attend, workspace_size
+from inflight_kernels.ops.attention_operands import AttentionMetadata, AttentionParams
+from inflight_kernels.ops.rope import PagedKV
 from recorded_launches import Launched
 
 HEADS = (8, 2, 128)
@@ -34,7 +36,14 @@ class Step:
             len(self.q_lens), sum(self.q_lens), *HEADS, max_q_len, batch_invariant
         )
 
-    def run(self, num_bytes: int, **options: Any) -> None:
+    def run(
+        self,
+        num_bytes: int,
+        *,
+        max_q_len: int | None = None,
+        batch_invariant: bool = False,
+        history_ready: bool = False,
+    ) -> None:
         num_heads, num_kv_heads, head_dim = HEADS
         count = len(self.q_lens)
 
@@ -42,22 +51,21 @@ class Step:
             return torch.zeros(size, dtype=torch.int32)
 
         q = torch.zeros(sum(self.q_lens), num_heads, head_dim, dtype=torch.bfloat16)
-        caches = [
+        k_cache, v_cache = (
             torch.zeros(4, 16, num_kv_heads, head_dim, dtype=dtype)
             for dtype in (self.cache_dtype, torch.bfloat16)
-        ]
-        workspace = torch.empty(num_bytes, dtype=torch.uint8)
-        attend(
-            q,
-            *caches,
-            lengths(count * 4).view(count, 4),
+        )
+        metadata = AttentionMetadata(
+            AttentionParams(*HEADS, scale=self.scale, batch_invariant=batch_invariant),
             lengths(count + 1),
             lengths(count),
-            torch.empty_like(q),
-            workspace,
-            self.scale,
-            **options,
+            lengths(count * 4).view(count, 4),
+            len(q),
+            torch.empty(num_bytes, dtype=torch.uint8),
+            max_q_len,
         )
+        kv = PagedKV(k_cache, v_cache)
+        attend(q, kv, metadata, torch.empty_like(q), history_ready=history_ready)
 
 
 @pytest.mark.parametrize("batch_invariant", [False, True])
@@ -104,6 +112,6 @@ def test_scales_and_caches_that_kernels_cannot_take_are_refused(launched: Launch
         Step([1], scale=0.0).run(size)
     with pytest.raises(ValueError, match=r"k_cache is .* of torch\.float16"):
         Step([1], cache_dtype=torch.float16).run(size)
-    with pytest.raises(ValueError, match="settled without planned"):
-        Step([1]).run(size, settled=True)
+    with pytest.raises(ValueError, match="history_ready"):
+        Step([1]).run(size, history_ready=True)
     assert not launched

@@ -12,7 +12,7 @@ from inflight_kernels.ops.activation import silu_mul
 from inflight_kernels.ops.cache import clear_slots, copy_blocks
 from inflight_kernels.ops.embedding import embedding
 from inflight_kernels.ops.norm import MAX_HIDDEN_BYTES, _block, rms_norm
-from inflight_kernels.ops.rope import _group, _threads, rope_write_kv
+from inflight_kernels.ops.rope import PagedKV, QkNorm, RopeInputs, _group, _threads, rope_write_kv
 from inflight_kernels.runtime import launch
 from inflight_kernels.runtime.launch import Int64, Kernel, check, check_memory, name_of, vectors_in
 
@@ -108,9 +108,9 @@ def test_a_row_is_whole_vectors() -> None:
         vectors_in("hidden", 4, torch.bfloat16)
 
 
-def _operands(**changes: torch.Tensor | None) -> dict[str, torch.Tensor | None]:
-    """Operands of rope_write_kv, on the CPU, but for that and the changes as they should be."""
-    operands: dict[str, torch.Tensor | None] = {
+def _rope_write_kv(**changes: torch.Tensor) -> None:
+    """With operands on the CPU, but for that and the changes as they should be."""
+    operands = {
         "qkv": torch.zeros(3, 8 * 64),
         "positions": torch.zeros(3, dtype=torch.int64),
         "cos": torch.zeros(10, 64),
@@ -119,8 +119,20 @@ def _operands(**changes: torch.Tensor | None) -> dict[str, torch.Tensor | None]:
         "k_cache": torch.zeros(5, 16, 2, 64),
         "v_cache": torch.zeros(5, 16, 2, 64),
         "q_out": torch.zeros(3, 4, 64),
+        "q_weight": torch.ones(64),
+        "k_weight": torch.ones(64),
+        **changes,
     }
-    return {**operands, **changes}
+    rope = RopeInputs(
+        *(operands[name] for name in ("positions", "slot_mapping", "cos", "sin")),
+    )
+    rope_write_kv(
+        operands["qkv"],
+        rope,
+        PagedKV(operands["k_cache"], operands["v_cache"]),
+        q_out=operands["q_out"],
+        qk_norm=QkNorm(operands["q_weight"], operands["k_weight"]),
+    )
 
 
 @pytest.mark.parametrize(
@@ -134,8 +146,14 @@ def _operands(**changes: torch.Tensor | None) -> dict[str, torch.Tensor | None]:
         ({"cos": torch.zeros(10, 64).bfloat16()}, "cos is torch.bfloat16"),
         ({"sin": torch.zeros(9, 64)}, "sin"),
         ({"positions": torch.zeros(3, dtype=torch.int32)}, "positions is torch.int32"),
-        ({"slot_mapping": torch.zeros(4, dtype=torch.int64)}, r"slot_mapping .*\[4\]"),
-        ({"q_weight": torch.zeros(64)}, "come together"),
+        ({"slot_mapping": torch.zeros(4, dtype=torch.int64)}, r"slot_mapping .*\[4\].*\[3\]"),
+        (
+            {name: torch.zeros(4, dtype=torch.int64) for name in ("positions", "slot_mapping")},
+            "positions of 4 tokens .* qkv has 3 tokens",
+        ),
+        ({"positions": torch.zeros(4, dtype=torch.int64)}, r"slot_mapping .*\[4\]"),
+        ({"cos": torch.zeros(10, 32), "sin": torch.zeros(10, 32)}, "tables of 32 values; qkv has"),
+        ({"k_weight": torch.zeros(32)}, r"k_weight .*\[64\]"),
     ],
 )
 def test_rope_refuses_what_its_kernel_would_read_wrongly(
@@ -144,7 +162,7 @@ def test_rope_refuses_what_its_kernel_would_read_wrongly(
     for module in ("inflight_kernels.runtime.launch", "inflight_kernels.ops.rope"):
         monkeypatch.setattr(f"{module}.check_memory", lambda *args, **options: None)
     with pytest.raises(ValueError, match=message):
-        rope_write_kv(**_operands(**changes))  # type: ignore[arg-type]
+        _rope_write_kv(**changes)
 
 
 @pytest.mark.parametrize(
@@ -155,7 +173,7 @@ def test_rope_refuses_what_its_kernel_would_read_wrongly(
         lambda x, ids: embedding(ids, x, out=x),
         lambda x, ids: copy_blocks(x.view(2, 1, 1, 32), ids, ids),
         lambda x, ids: clear_slots(x.view(2, 1, 1, 32), ids),
-        lambda x, ids: rope_write_kv(**_operands()),  # type: ignore[arg-type]
+        lambda x, ids: _rope_write_kv(),
     ],
     ids=["rms_norm", "silu_mul", "embedding", "copy_blocks", "clear_slots", "rope_write_kv"],
 )

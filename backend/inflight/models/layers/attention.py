@@ -13,7 +13,8 @@ from torch import Tensor
 from inflight.models.layers.rope import inverse_frequencies
 from inflight.models.spec import AttentionSpec, ModelSpec, RopeSpec
 from inflight_kernels.ops import attention, rope
-from inflight_kernels.ops.rope import rope_write_kv
+from inflight_kernels.ops.attention_operands import AttentionMetadata, AttentionParams
+from inflight_kernels.ops.rope import PagedKV, QkNorm, RopeInputs, rope_write_kv
 from inflight_kernels.runtime.launch import is_hopper
 from inflight_kernels.torch_ops.transformer import rotary_tables
 
@@ -74,7 +75,6 @@ class Attention:
 
     Args:
         spec: of these layers.
-        eps: of the norm of q and k, where there is one.
         tables: cos and sin of their rotary embedding.
         max_tokens: T at most.
         max_rows: n at most.
@@ -84,167 +84,96 @@ class Attention:
     def __init__(
         self,
         spec: AttentionSpec,
-        eps: float,
         tables: tuple[Tensor, Tensor],
         *,
         max_tokens: int,
         max_rows: int,
         batch_invariant: bool,
     ) -> None:
-        self.spec = spec
-        self._heads = (spec.num_heads, spec.num_kv_heads, spec.head_dim)
-        self._scale, self._eps = spec.scale, eps
+        heads = (spec.num_heads, spec.num_kv_heads, spec.head_dim)
+        self._params = AttentionParams(
+            *heads, scale=spec.scale, window=spec.window, batch_invariant=batch_invariant
+        )
         self._cos, self._sin = tables
-        self._batch_invariant = batch_invariant
         size = attention.workspace_size(
-            max_rows, max_tokens, *self._heads, batch_invariant=batch_invariant
+            max_rows, max_tokens, *heads, batch_invariant=batch_invariant
         )
         self._workspace = torch.zeros(size, dtype=torch.uint8, device=self._cos.device)
 
     def begin(
         self, rows: ForwardInputs, num_tokens: int, num_chunks: int, max_q_len: int
     ) -> AttentionPass:
-        """Launch the plan of a pass, which all these layers follow."""
-        query_start, seq_lens = rows.query_start[: num_chunks + 1], rows.seq_lens[:num_chunks]
-        attention.plan(
-            query_start,
-            seq_lens,
-            self._workspace,
+        """Launch the plan of a pass, which all its layers follow."""
+        params = self._params
+        metadata = AttentionMetadata(
+            params,
+            rows.query_start[: num_chunks + 1],
+            rows.seq_lens[:num_chunks],
+            rows.tables[:num_chunks],
             num_tokens,
-            *self._heads,
-            self.spec.window,
-            max_q_len=max_q_len,
-            batch_invariant=self._batch_invariant,
-            pdl=True,
+            self._workspace,
+            max_q_len,
+            planned=True,
         )
+        attention.plan(metadata, pdl=True)
         # One token each: the rotation is part of attention, and q need not come apart.
         rotates = (
             num_tokens == num_chunks
             and max_q_len == 1
-            and not self._batch_invariant
-            and attention.prefers_rope_attend(num_tokens, *self._heads)
+            and not params.batch_invariant
+            and attention.prefers_rope_attend(
+                num_tokens, params.num_heads, params.num_kv_heads, params.head_dim
+            )
         )
-        return AttentionPass(
-            self,
-            rows.positions[:num_tokens],
-            rows.slot_mapping[:num_tokens],
-            rows.tables[:num_chunks],
-            query_start,
-            seq_lens,
-            max_q_len,
-            rotates,
-        )
+        positions, slot_mapping = rows.positions[:num_tokens], rows.slot_mapping[:num_tokens]
+        inputs = RopeInputs(positions, slot_mapping, self._cos, self._sin)
+        return AttentionPass(metadata, inputs, rotates)
 
 
 @dataclass(slots=True)
 class AttentionPass:
-    """One pass over these layers.
+    """One pass over the layers: what they share is checked and laid out once.
 
     Attributes:
+        metadata: of the pass.
+        rope: of its tokens.
+        rotates: whether attention rotates q and k itself.
         history_ready: whether what the layers have in common, and their caches as other steps left
-            them, are complete: once the first of these layers' attention has been launched.
+            them, are complete: once the first layer's attention has been let in.
     """
 
-    shared: Attention
-    positions: Tensor
-    slots: Tensor
-    tables: Tensor
-    query_start: Tensor
-    seq_lens: Tensor
-    max_q_len: int
+    metadata: AttentionMetadata
+    rope: RopeInputs
     rotates: bool
     history_ready: bool = False
 
-    def layer(
-        self,
-        qkv: Tensor,
-        k_cache: Tensor,
-        v_cache: Tensor,
-        out: Tensor,
-        q_norm: Tensor | None = None,
-        k_norm: Tensor | None = None,
-    ) -> None:
+    def layer(self, qkv: Tensor, kv: PagedKV, out: Tensor, qk_norm: QkNorm | None) -> None:
         """Launch a layer's attention: qkv [T, (H + 2 * G) * D] -> out [T, H * D]."""
-        shared = self.shared
+        ready = self.history_ready
         if self.rotates:
             attention.rope_attend(
                 qkv,
-                self.positions,
-                shared._cos,
-                shared._sin,
-                self.slots,
-                k_cache,
-                v_cache,
-                self.tables,
-                self.query_start,
-                self.seq_lens,
+                self.rope,
+                kv,
+                self.metadata,
                 out,
-                shared._workspace,
-                shared._scale,
-                shared.spec.window,
-                q_weight=q_norm,
-                k_weight=k_norm,
-                eps=shared._eps,
-                planned=True,
-                history_ready=self.history_ready,
+                qk_norm=qk_norm,
+                history_ready=ready,
                 pdl=True,
             )
         else:
-            attention.attend(
-                self._rotate(qkv, k_cache, v_cache, q_norm, k_norm),
-                k_cache,
-                v_cache,
-                self.tables,
-                self.query_start,
-                self.seq_lens,
-                out,
-                shared._workspace,
-                shared._scale,
-                shared.spec.window,
-                max_q_len=self.max_q_len,
-                batch_invariant=shared._batch_invariant,
-                planned=True,
-                history_ready=self.history_ready,
-                pdl=True,
-            )
+            q = self._rotate(qkv, kv, qk_norm)
+            attention.attend(q, kv, self.metadata, out, history_ready=ready, pdl=True)
         self.history_ready = True
 
-    def write(
-        self,
-        qkv: Tensor,
-        k_cache: Tensor,
-        v_cache: Tensor,
-        q_norm: Tensor | None = None,
-        k_norm: Tensor | None = None,
-    ) -> None:
+    def write(self, qkv: Tensor, kv: PagedKV, qk_norm: QkNorm | None) -> None:
         """Launch of the last layer only what later passes need: keys and values into the cache."""
-        self._rotate(qkv, k_cache, v_cache, q_norm, k_norm)
+        self._rotate(qkv, kv, qk_norm)
 
-    def _rotate(
-        self,
-        qkv: Tensor,
-        k_cache: Tensor,
-        v_cache: Tensor,
-        q_norm: Tensor | None,
-        k_norm: Tensor | None,
-    ) -> Tensor:
-        """Rotate q in place and k into the cache with v; q [T, H, D]."""
-        shared = self.shared
-        num_heads, _, head_dim = shared._heads
+    def _rotate(self, qkv: Tensor, kv: PagedKV, qk_norm: QkNorm | None) -> Tensor:
+        """Rotate q and k, put k and v into the cache -> q [T, H, D], in its place."""
+        num_heads, head_dim = self.metadata.spec.num_heads, self.metadata.spec.head_dim
         q = qkv[:, : num_heads * head_dim].view(len(qkv), num_heads, head_dim)
-        rope_write_kv(
-            qkv,
-            self.positions,
-            shared._cos,
-            shared._sin,
-            self.slots,
-            k_cache,
-            v_cache,
-            q_out=q,
-            q_weight=q_norm,
-            k_weight=k_norm,
-            eps=shared._eps,
-            history_ready=self.history_ready,
-            pdl=True,
-        )
+        ready = self.history_ready
+        rope_write_kv(qkv, self.rope, kv, q_out=q, qk_norm=qk_norm, history_ready=ready, pdl=True)
         return q

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from inflight.core.batch import Chunk
 from inflight.core.request import Request
 from inflight.core.sequence import Sequence
-from inflight.execution.drafters.ngram import NgramDrafter
+from inflight.execution.drafters.methods.ngram import NgramDrafter
 from inflight.sampling.params import SamplingParams
 from inflight_kernels.torch_ops.drafting import latest_match
 

@@ -56,7 +56,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def drafting(folder: Path, drafter: str, **changes: Any) -> SpeculativeConfig:
-    settings: dict[str, Any] = {"drafter": drafter, "default": NUM_DRAFTS, "prompt_lookup_min": 1}
+    settings: dict[str, Any] = {"method": drafter, "default": NUM_DRAFTS, "prompt_lookup_min": 1}
     if drafter == "self":
         settings["num_layers"] = 3
     elif drafter in ("draft_model", "eagle3"):

@@ -6,13 +6,20 @@ right where an output repeats its prompt or itself: edited code, quotations, tab
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import numpy as np
 import numpy.typing as npt
 
 from inflight.core.batch import Batch, BatchArrays, Chunk, StepOutput
 from inflight.core.sequence import Sequence
+from inflight.execution.drafters.drafter import DeviceDrafter, DeviceTarget, Target
+from inflight.execution.drafters.drafter_spec import DrafterSpec, DraftMethod
 from inflight.kv.cache import KVCache
 from inflight_kernels.torch_ops.drafting import latest_match
+
+if TYPE_CHECKING:
+    from inflight.execution.device_batch import DeviceBatch
 
 _ROOM = 256  # tokens by which a history's array grows
 
@@ -67,3 +74,58 @@ class _History:
         self._tokens[self._length : len(token_ids)] = token_ids[self._length :]
         self._length = len(token_ids)
         return self._tokens[: self._length]
+
+
+class NgramDeviceDrafter(DeviceDrafter):
+    """The same on a GPU, one block of threads for each sequence.
+
+    Args:
+        max_match, min_match: see `NgramDrafter`.
+    """
+
+    def __init__(self, max_match: int, min_match: int) -> None:
+        super().__init__()
+        self._max_match = max_match
+        self._min_match = min_match
+
+    def draft(self, batch: DeviceBatch, num_chunks: int, num_drafts: int) -> None:
+        from inflight_kernels.ops import drafting
+
+        state = batch.state
+        assert state.history is not None
+        drafting.draft_ngram(
+            batch.step.sample_slots[:num_chunks],
+            state.last_positions,
+            state.history,
+            state.drafts,
+            self._max_match,
+            self._min_match,
+            pdl=True,
+        )
+
+
+def _load(spec: DrafterSpec) -> NgramDrafter:
+    return NgramDrafter(spec.settings.prompt_lookup_max, spec.settings.prompt_lookup_min)
+
+
+def _load_for_target(spec: DrafterSpec, target: Target) -> NgramDrafter:
+    return _load(spec)
+
+
+def _load_on_device(spec: DrafterSpec, target: DeviceTarget) -> NgramDeviceDrafter:
+    return NgramDeviceDrafter(spec.settings.prompt_lookup_max, spec.settings.prompt_lookup_min)
+
+
+def _device_kernels(spec: DrafterSpec, *step: object) -> list[tuple[str, str]]:
+    from inflight_kernels.ops import drafting
+
+    return drafting.kernels_of(passes=False)
+
+
+METHOD = DraftMethod(
+    load=_load_for_target,
+    load_on_device=_load_on_device,
+    device_kernels=_device_kernels,
+    needs_history=True,
+    load_on_host=_load,
+)

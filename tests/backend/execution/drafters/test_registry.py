@@ -13,8 +13,10 @@ import tiny
 from inflight.checkpoint.locate import Checkpoint
 from inflight.config import EngineConfig, SpeculativeConfig
 from inflight.errors import ConfigError
+from inflight.execution import runner as runners
 from inflight.execution.cpu_runner import CpuRunner
-from inflight.execution.drafters.drafter_spec import DrafterSpec, find_drafter
+from inflight.execution.drafters.drafter_spec import DrafterSpec
+from inflight.execution.drafters.registry import find_drafter, find_method, method_names
 from inflight.models.registry import read_spec
 
 
@@ -47,6 +49,47 @@ def write_tokenizer(folder: Path, texts: list[str], special: str) -> None:
     tokenizer.save(str(folder / "tokenizer.json"))
 
 
+def test_every_method_has_an_entry() -> None:
+    assert method_names() == ["draft_model", "eagle3", "ngram", "self"]
+    entries = {
+        "draft_model": {"model": "m"},
+        "eagle3": {"model": "m"},
+        "ngram": {},
+        "self": {"num_layers": 1},
+    }
+    for name, required in entries.items():
+        method = find_method(SpeculativeConfig(method=name, **required))  # type: ignore[arg-type]
+        assert (method.requires_model, method.requires_num_layers) == (
+            "model" in required,
+            "num_layers" in required,
+        )
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (
+            {"method": "foo"},
+            "method: 'foo' is unknown; allowed: draft_model, eagle3, ngram, self$",
+        ),
+        ({"method": "N-gram"}, "method: 'N-gram' is unknown; .*; did you mean 'ngram'\\?"),
+        ({"method": "../registry"}, "method: '../registry' is unknown"),
+        ({"method": "eagle3"}, "model: is required by the method eagle3$"),
+        ({"method": "draft_model"}, "model: is required by the method draft_model$"),
+        ({"model": "x"}, "model: is not used by the method ngram$"),
+        ({"method": "self"}, "num_layers: is required by the method self$"),
+        ({"num_layers": 2}, "num_layers: is not used by the method ngram$"),
+    ],
+)
+@pytest.mark.parametrize("device", ["cpu", "echo"])
+def test_a_method_that_cannot_work_is_refused_at_the_start(
+    target: Checkpoint, settings: dict[str, Any], message: str, device: Any
+) -> None:
+    config = config_of(target, settings, device=device)
+    with pytest.raises(ConfigError, match=rf"^speculative_config\.{message}"):
+        runners.build(config, target, lambda what, fraction: None)
+
+
 def test_no_drafter(target: Checkpoint) -> None:
     config = EngineConfig(model=str(target.path))
     assert find_drafter(config, target, read_spec(target)) is None
@@ -54,20 +97,22 @@ def test_no_drafter(target: Checkpoint) -> None:
 
 def test_layers_that_the_model_has_not(target: Checkpoint) -> None:
     assert found(target, method="self", num_layers=4) is not None
-    with pytest.raises(ConfigError, match=r"speculation\.num_layers: 5 .* allowed: 1 to 4"):
+    with pytest.raises(ConfigError, match=r"speculative_config\.num_layers: 5 .* allowed: 1 to 4"):
         found(target, method="self", num_layers=5)
 
 
 def test_a_model_that_is_not_there(target: Checkpoint, tmp_path: Path) -> None:
     for drafter in ("draft_model", "eagle3"):
-        with pytest.raises(ConfigError, match=r"^speculation\.model: /.*/none does not exist"):
-            found(target, drafter=drafter, model=str(tmp_path / "none"))
+        with pytest.raises(
+            ConfigError, match=r"^speculative_config\.model: /.*/none does not exist"
+        ):
+            found(target, method=drafter, model=str(tmp_path / "none"))
 
 
 def test_another_vocabulary(target: Checkpoint, tmp_path: Path) -> None:
     tiny.write_llama(tmp_path / "small", vocab_size=159)
     with pytest.raises(
-        ConfigError, match=r"^speculation\.model: .*159 tokens; the model's has 160"
+        ConfigError, match=r"^speculative_config\.model: .*159 tokens; the model's has 160"
     ):
         found(target, method="draft_model", model=str(tmp_path / "small"))
 
@@ -88,7 +133,7 @@ def test_a_damaged_head_is_named(target: Checkpoint, tmp_path: Path) -> None:
     checkpoint = tiny.write_eagle3(tmp_path / "head", head)
     (checkpoint.path / "config.json").write_text(json.dumps({"architectures": ["Llama"]}))
     with pytest.raises(
-        ConfigError, match=r"^speculation\.model: .*config.json: .* no EAGLE-3 head"
+        ConfigError, match=r"^speculative_config\.model: .*config.json: .* is not an EAGLE-3 head"
     ):
         found(target, method="eagle3", model=str(checkpoint.path))
 
@@ -100,7 +145,7 @@ def test_model_and_drafter_share_the_memory(
     """In proportion to what their blocks take, and a pass of the drafter has its measured cost."""
     small = tiny.write_llama(tmp_path / "small", num_hidden_layers=1)
     head = tiny.write_eagle3(tmp_path / "head", tiny.random_head(tiny.SETTINGS, 60))
-    settings: dict[str, Any] = {"drafter": drafter}
+    settings: dict[str, Any] = {"method": drafter}
     if drafter == "self":
         settings["num_layers"] = 2
     elif drafter != "ngram":

@@ -8,22 +8,43 @@ with the token that followed it then; where another one does now, that one entry
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from inflight.checkpoint.locate import Checkpoint
+from inflight.config import EngineConfig
 from inflight.core.batch import Batch, BatchArrays, Chunk, StepOutput
 from inflight.core.sequence import Sequence
-from inflight.execution.drafters import Target
 from inflight.execution.drafters.draft_inputs import DraftInputs
-from inflight.execution.drafters.drafter_spec import DrafterSpec
+from inflight.execution.drafters.drafter import DeviceDrafter, DeviceTarget, Target
+from inflight.execution.drafters.drafter_spec import DrafterSpec, DraftMethod
 from inflight.execution.sampler import LogitsRow, sample
 from inflight.kv.cache import KVCache
 from inflight.models.decoder_cpu import Decoder
 from inflight.models.eagle3 import Head
+from inflight.models.eagle3_spec import Eagle3Spec as HeadSpec
+from inflight.models.eagle3_spec import read_eagle3_spec
+from inflight.models.spec import ModelSpec
+
+if TYPE_CHECKING:
+    from inflight.models.decoder_cuda import DecoderSettings
+    from inflight.models.layers.attention import ForwardInputs
+
+
+@dataclass(frozen=True, slots=True)
+class Eagle3Spec(DrafterSpec):
+    """A head that settings ask for.
+
+    Attributes:
+        head: its shape.
+    """
+
+    head: HeadSpec | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,8 +86,7 @@ class Eagle3Drafter:
         Raises:
             ConfigError: the weights are damaged or do not fit the settings.
         """
-        head, checkpoint = source.head, source.checkpoint
-        assert head is not None and checkpoint is not None
+        head, checkpoint = _head_of(source)
         model = Head(
             checkpoint,
             head,
@@ -75,9 +95,8 @@ class Eagle3Drafter:
             target.max_len,
             lambda what, fraction: target.progress("drafter", fraction),
         )
-        config = target.config
-        layout = head.layer.kv_layout(config.dtype)
-        cache = KVCache(layout, target.num_blocks, config.block_size)
+        layout = head.layer.kv_layout(target.config.dtype)
+        cache = KVCache(layout, target.num_blocks, target.config.block_size)
         return cls(model, cache, target.model)
 
     def propose(self, chunks: list[Chunk]) -> list[list[int]]:
@@ -153,3 +172,107 @@ class Eagle3Drafter:
         return self._model.forward(
             rows.token_ids, hidden, rows.positions, rows.slot_mapping, rows.plan, self._cache
         )
+
+
+class DeviceHeadPasses:
+    """Passes of a head on a GPU (see `device_passes.PassModel`).
+
+    Args:
+        spec: of the head.
+        target: what is drafted for, with a history of its tokens.
+    """
+
+    behind = 1
+    has_update = True
+
+    def __init__(self, spec: DrafterSpec, target: DeviceTarget) -> None:
+        from inflight.models.eagle3_cuda import Head as DeviceHead
+
+        head, checkpoint = _head_of(spec)
+        rows = target.rows
+        self.caches: list[KVCache] = []
+        self._target = target
+        self._head = DeviceHead(
+            checkpoint,
+            head,
+            target.model.weights,
+            target.settings,
+            target.config.max_num_seqs,
+            lambda what, fraction: target.progress("drafter", fraction),
+        )
+        target.model.set_aux_layers(head.aux_layers)
+        self._cache: KVCache | None = None
+        self._update_inputs = replace(rows, token_ids=torch.zeros_like(rows.token_ids))
+
+    def allocate(self, cache: KVCache, num_blocks: int) -> None:
+        target = self._target
+        with_scratch = num_blocks + target.config.max_num_seqs
+        layout = self._head.spec.layer.kv_layout(target.config.dtype)
+        size, device = target.config.block_size, target.settings.device
+        self._cache = KVCache(layout, with_scratch, size, device)
+        self.caches = [self._cache]
+
+    def forward(self, num_tokens: int, num_chunks: int, max_q_len: int) -> None:
+        """The head needs the tokens that follow: see `update`."""
+
+    def update(self, num_tokens: int, num_chunks: int, max_q_len: int) -> None:
+        from inflight_kernels.ops import drafting
+
+        batch, features, rows = self._target.batch, self._target.model.features, self._update_inputs
+        assert self._cache is not None and features is not None
+        drafting.next_tokens(batch.step, batch.state, rows.token_ids, num_chunks, num_tokens)
+        head = self._head
+        head.fuse(features, num_tokens)
+        head.forward(rows, head.hidden, num_tokens, num_chunks, max_q_len, self._cache)
+
+    def compute(
+        self, inputs: ForwardInputs, sources: Tensor, num_rows: int, is_first: bool
+    ) -> Tensor:
+        head = self._head
+        assert self._cache is not None
+        if is_first:
+            head.take(sources)
+        else:
+            head.forward(inputs, head.drafted, num_rows, num_rows, 1, self._cache)
+        head.score(num_rows)
+        return head.logits[:num_rows]
+
+
+def _head_of(spec: DrafterSpec) -> tuple[HeadSpec, Checkpoint]:
+    assert isinstance(spec, Eagle3Spec)
+    assert spec.head is not None and spec.checkpoint is not None
+    return spec.head, spec.checkpoint
+
+
+def _load_on_device(spec: DrafterSpec, target: DeviceTarget) -> DeviceDrafter:
+    from inflight.execution.drafters.device_passes import PassDrafter
+
+    return PassDrafter(DeviceHeadPasses(spec, target), target)
+
+
+def _device_kernels(
+    spec: DrafterSpec, config: EngineConfig, settings: DecoderSettings
+) -> list[tuple[str, str]]:
+    from inflight.models import eagle3_cuda
+    from inflight_kernels.ops import drafting
+
+    head, _ = _head_of(spec)
+    own = eagle3_cuda.kernels_of(head, settings, config.max_num_seqs)
+    return drafting.kernels_of(passes=True) + own
+
+
+def _read(spec: DrafterSpec, checkpoint: Checkpoint, model: ModelSpec) -> Eagle3Spec:
+    assert spec.checkpoint is not None
+    head = read_eagle3_spec(spec.checkpoint, model)
+    return Eagle3Spec(spec.method, spec.settings, spec.checkpoint, head.layer, head)
+
+
+METHOD = DraftMethod(
+    load=Eagle3Drafter.load,
+    load_on_device=_load_on_device,
+    device_kernels=_device_kernels,
+    read=_read,
+    requires_model=True,
+    needs_history=True,
+    needs_scratch_blocks=True,
+)

@@ -85,9 +85,9 @@ def test_model_and_drafter_share_the_memory(
     engine = rig.make_engine(drafter, num_blocks=None, gpu_memory=0.5)
     runner = engine.runner
     shapes = [cache.shape for cache in runner._caches]  # type: ignore[attr-defined]
-    own_layers = {"draft_model": 5, "eagle3": 1}.get(drafter["drafter"], 0)
-    scratch = 0 if drafter["drafter"] == "ngram" else 6
-    target = (5, 2, runner.num_blocks + (scratch if drafter["drafter"] == "self" else 0))
+    own_layers = {"draft_model": 5, "eagle3": 1}.get(drafter["method"], 0)
+    scratch = 0 if drafter["method"] == "ngram" else 6
+    target = (5, 2, runner.num_blocks + (scratch if drafter["method"] == "self" else 0))
     expected = [target] + [(own_layers, 2, runner.num_blocks + scratch)] * bool(own_layers)
     assert [shape[:3] for shape in shapes] == expected
     used = sum(2 * shape.numel() for shape in shapes)

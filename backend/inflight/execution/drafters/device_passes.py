@@ -1,0 +1,130 @@
+"""Drafting by a model on a GPU: a chain of passes with one token of each sequence.
+
+A pass is the model, the choice, and a kernel that keeps the choice and prepares the next pass. A
+CUDA graph holds a whole chain.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from inflight.execution.cuda_graph import capture_graph
+from inflight.execution.device_batch import DeviceBatch
+from inflight.execution.drafters.drafter import DeviceDrafter, DeviceTarget
+from inflight.kv.cache import KVCache
+from inflight.models.layers.attention import ForwardInputs
+from inflight_kernels.ops import drafting, sampling
+from inflight_kernels.ops.drafting import DraftLimits, DraftPass
+
+# Numbers of passes that graphs are recorded for, besides the largest.
+_PASSES = (1, 2, 3, 5, 8)
+
+
+class PassModel(Protocol):
+    """The model whose passes draft.
+
+    Attributes:
+        caches: see `DeviceDrafter`.
+        has_update: see `DeviceDrafter`.
+        behind: see `DraftLimits`.
+    """
+
+    caches: list[KVCache]
+    has_update: bool
+    behind: int
+
+    def allocate(self, cache: KVCache, num_blocks: int) -> None:
+        """See `DeviceDrafter`."""
+
+    def forward(self, num_tokens: int, num_chunks: int, max_q_len: int) -> None:
+        """See `DeviceDrafter`."""
+
+    def update(self, num_tokens: int, num_chunks: int, max_q_len: int) -> None:
+        """See `DeviceDrafter`."""
+
+    def compute(
+        self, inputs: ForwardInputs, sources: Tensor, num_rows: int, is_first: bool
+    ) -> Tensor:
+        """Launch a pass up to its logits [num_rows, vocab_size], which it returns.
+
+        Args:
+            inputs: of the pass.
+            sources: [num_rows] int64, of the first pass: rows of the last step, of the token before
+                the last one.
+            num_rows: of the pass.
+            is_first: of its chain.
+        """
+
+
+class PassDrafter(DeviceDrafter):
+    """Drafts with a chain of passes.
+
+    Args:
+        model: whose passes they are.
+        target: what is drafted for.
+    """
+
+    def __init__(self, model: PassModel, target: DeviceTarget) -> None:
+        super().__init__()
+        self._model = model
+        self._target = target
+        self.has_update = model.has_update
+        self.update = model.update  # type: ignore[method-assign]
+        self.forward = model.forward  # type: ignore[method-assign]
+        self._pass = DraftPass(target.config.max_num_seqs, target.settings.device)
+        self._limits = DraftLimits(
+            target.config.block_size, model.behind, target.settings.max_len, 0
+        )
+        self._graphs: dict[int, dict[int, torch.cuda.CUDAGraph]] = {}
+        taken = self._pass
+        self._inputs = ForwardInputs(
+            token_ids=taken.token_ids,
+            positions=taken.positions,
+            slot_mapping=taken.slot_mapping,
+            query_start=taken.query_start,
+            seq_lens=taken.seq_lens,
+            tables=target.batch.state.step_tables,
+            sample_rows=taken.rows,
+        )
+
+    def allocate(self, cache: KVCache, num_blocks: int) -> None:
+        self._model.allocate(cache, num_blocks)
+        self.caches = self._model.caches
+        self._limits = replace(self._limits, first_scratch=num_blocks)
+
+    def draft(self, batch: DeviceBatch, num_chunks: int, num_drafts: int) -> None:
+        num_drafts = min(num_drafts, self._target.max_drafts)
+        for size, graphs in self._graphs.items():
+            if size >= num_chunks:
+                next(graph for passes, graph in graphs.items() if passes >= num_drafts).replay()
+                return
+        self._launch(num_chunks, num_drafts, pdl=True)
+
+    def capture(self, sizes: list[int], pool: Any) -> None:
+        most = self._target.max_drafts
+        counts = [count for count in _PASSES if count < most] + [most]
+        found: dict[int, dict[int, torch.cuda.CUDAGraph]] = {}
+        for size in sizes:
+            self._launch(size, most)  # what is not compiled or loaded yet cannot be recorded
+            torch.cuda.synchronize(self._target.settings.device)
+            found[size] = {
+                count: capture_graph(pool, self._launch, size, count) for count in counts
+            }
+        self._graphs = found
+
+    def _launch(self, num_rows: int, num_drafts: int, pdl: bool = False) -> None:
+        target, rows = self._target, self._pass
+        state = target.batch.state
+        limits = self._limits
+        drafting.begin_drafting(target.batch.step, state, rows, num_rows, limits, pdl=pdl)
+        inputs, sampled = rows.inputs(num_rows), rows.sampled(num_rows)
+        for index in range(num_drafts):
+            logits = self._model.compute(
+                self._inputs, rows.rows[:num_rows], num_rows, is_first=index == 0
+            )
+            sampling.sample(logits, inputs, target.workspace, sampled, rare=False, pdl=True)
+            drafting.advance_drafting(state, rows, num_rows, limits, pdl=True)

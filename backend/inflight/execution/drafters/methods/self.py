@@ -1,0 +1,37 @@
+"""Drafts by the model's own first layers (self-speculation, arXiv:2309.08168).
+
+They write to the target's KV cache: what they write at a draft's place is what the target writes
+there when it verifies the draft.
+"""
+
+from __future__ import annotations
+
+from inflight.execution.drafters.drafter import DeviceDrafter, DeviceTarget, Target
+from inflight.execution.drafters.drafter_spec import DrafterSpec, DraftMethod
+from inflight.execution.drafters.methods.draft_model import DeviceModelPasses, ModelDrafter
+
+
+def _load(spec: DrafterSpec, target: Target) -> ModelDrafter:
+    return ModelDrafter(target.model, target.cache, spec.settings.num_layers)
+
+
+def _load_on_device(spec: DrafterSpec, target: DeviceTarget) -> DeviceDrafter:
+    from inflight.execution.drafters.device_passes import PassDrafter
+
+    return PassDrafter(DeviceModelPasses(target, None, spec.settings.num_layers), target)
+
+
+def _device_kernels(spec: DrafterSpec, *step: object) -> list[tuple[str, str]]:
+    from inflight_kernels.ops import drafting
+
+    return drafting.kernels_of(passes=True)
+
+
+METHOD = DraftMethod(
+    load=_load,
+    load_on_device=_load_on_device,
+    device_kernels=_device_kernels,
+    requires_num_layers=True,
+    needs_scratch_blocks=True,
+    shares_target_kv=True,
+)

@@ -1,0 +1,82 @@
+"""Finds the drafter that settings ask for among the modules of `methods`.
+
+Importing this module loads no method, and no torch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import pkgutil
+
+from inflight.checkpoint.locate import Checkpoint, locate
+from inflight.config import EngineConfig, SpeculativeConfig
+from inflight.errors import ConfigError, did_you_mean
+from inflight.execution.drafters import methods
+from inflight.execution.drafters.drafter_spec import DrafterSpec, DraftMethod
+from inflight.models.spec import ModelSpec
+
+
+def method_names() -> list[str]:
+    """What `speculative_config.method` may be."""
+    return sorted(module.name for module in pkgutil.iter_modules(methods.__path__))
+
+
+def find_method(settings: SpeculativeConfig) -> DraftMethod:
+    """The method that settings name, which has all that it requires.
+
+    Raises:
+        ConfigError: it is unknown, or a setting of it is missing or not used by it.
+    """
+    names = method_names()
+    if settings.method not in names:
+        hint = did_you_mean(settings.method.lower(), names)
+        raise ConfigError(
+            f"speculative_config.method: {settings.method!r} is unknown; allowed: "
+            f"{', '.join(names)}{hint}"
+        )
+    module = importlib.import_module(f"{methods.__name__}.{settings.method}")
+    method: DraftMethod = module.METHOD
+    for name, required in (
+        ("model", method.requires_model),
+        ("num_layers", method.requires_num_layers),
+    ):
+        if required != (getattr(settings, name) is not None):
+            raise ConfigError(
+                f"speculative_config.{name}: is {'required' if required else 'not used'} by "
+                f"the method {settings.method}"
+            )
+    return method
+
+
+def find_drafter(
+    config: EngineConfig, checkpoint: Checkpoint, model: ModelSpec
+) -> DrafterSpec | None:
+    """The drafter that settings ask for; None if they ask for none.
+
+    Args:
+        config: the engine's settings.
+        checkpoint: of the model that is drafted for.
+        model: its shape.
+
+    Raises:
+        ConfigError: its method or its checkpoint is unknown, damaged, or for another model.
+    """
+    settings = config.speculative_config
+    if settings is None:
+        return None
+    method = find_method(settings)
+    if settings.num_layers is not None and settings.num_layers > model.num_layers:
+        raise ConfigError(
+            f"speculative_config.num_layers: {settings.num_layers} is out of range; allowed: 1 to "
+            f"{model.num_layers}, the layers that the model has"
+        )
+    if settings.model is None:
+        return DrafterSpec(method, settings)
+    try:
+        own = dataclasses.replace(locate(settings.model), random_weights=config.random_weights)
+        return method.read(DrafterSpec(method, settings, own), checkpoint, model)
+    except ConfigError as error:
+        raise ConfigError(
+            f"speculative_config.model: {str(error).removeprefix('model: ')}"
+        ) from None

@@ -1,0 +1,149 @@
+"""What attention takes: the spec of a layer, and what the layers of a step share.
+
+Operands that stay the same from layer to layer are checked once, where their struct is made, so
+that a launch checks only what differs.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from inflight_kernels.ops.attention_dispatch import HEAD_DIMS, Gpu, Part, parts
+from inflight_kernels.runtime.launch import check, is_hopper, num_multiprocessors
+
+BLOCK_SIZES = (16, 32, 64)
+
+
+@functools.cache
+def _shared_bytes() -> int:
+    """Shared memory of a multiprocessor of the current device."""
+    properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+    return int(properties.shared_memory_per_multiprocessor)
+
+
+def current_gpu() -> Gpu:
+    """What the dispatch has to know of the current device."""
+    return Gpu(num_multiprocessors(), _shared_bytes(), is_hopper())
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionParams:
+    """Attention of a layer, or of all layers that have the same.
+
+    Attributes:
+        num_heads, num_kv_heads, head_dim: H, G and D.
+        scale: of the scores, > 0.
+        window: a token sees the last `window` keys, its own included; 0 for all.
+        soft_cap: scores become soft_cap * tanh(score / soft_cap); 0 leaves them.
+        batch_invariant: a token's result does not depend, to the bit, on how its sequence is cut
+            into chunks and on what else is in the step. Slower: no block helps another one.
+
+    Raises:
+        ValueError: there is no kernel for such heads, or a number is out of range.
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    scale: float
+    window: int = 0
+    soft_cap: float = 0.0
+    batch_invariant: bool = False
+
+    def __post_init__(self) -> None:
+        check_heads(self.num_heads, self.num_kv_heads, self.head_dim)
+        if not self.scale > 0.0 or self.window < 0 or self.soft_cap < 0.0:
+            raise ValueError(
+                f"scale {self.scale}, window {self.window}, soft_cap {self.soft_cap}: the first "
+                "must be positive, the others positive or 0"
+            )
+
+    @property
+    def group(self) -> int:
+        """Query heads of a KV head: H / G."""
+        return self.num_heads // self.num_kv_heads
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionMetadata:
+    """The chunks of a step, as all layers of one spec see them, checked.
+
+    Attributes:
+        spec: of the layers.
+        query_start: [n + 1] int32, chunk i owns rows query_start[i]:query_start[i + 1] of q.
+        seq_lens: [n] int32, keys of chunk i, its own tokens included.
+        block_tables: [n, B] int32; entries past a chunk's keys are not read.
+        num_tokens: T, rows of q.
+        workspace: uint8, at least `attention.workspace_size` of it; holds the plan. Not shared by
+            steps that run at the same time.
+        max_q_len: no chunk has more tokens; None if each has at least one and nothing else is
+            known.
+        planned: `attention.plan` is called before the layers; otherwise each makes a plan of its
+            own.
+        parts: the launches of a layer, and where their plans are; empty if nothing is to be
+            computed.
+
+    Raises:
+        ValueError: for operands of other shapes or types, or a workspace that is too small.
+    """
+
+    spec: AttentionParams
+    query_start: Tensor
+    seq_lens: Tensor
+    block_tables: Tensor
+    num_tokens: int
+    workspace: Tensor
+    max_q_len: int | None = None
+    planned: bool = False
+    parts: tuple[Part, ...] = field(init=False)
+
+    def __post_init__(self) -> None:
+        num_chunks, spec = len(self.seq_lens), self.spec
+        check("query_start", self.query_start, (num_chunks + 1,), torch.int32, False)
+        check("seq_lens", self.seq_lens, (num_chunks,), torch.int32, False)
+        tables = (num_chunks, self.block_tables.shape[-1])
+        check("block_tables", self.block_tables, tables, torch.int32, False)
+        check("workspace", self.workspace, (self.workspace.numel(),), torch.uint8)
+        found: tuple[Part, ...] = ()
+        if num_chunks and self.num_tokens:
+            found = parts(
+                num_chunks,
+                self.num_tokens,
+                self.longest,
+                spec.num_kv_heads,
+                spec.group,
+                spec.head_dim,
+                current_gpu(),
+                spec.batch_invariant,
+            )
+            if self.workspace.numel() < found[-1].end:
+                raise ValueError(
+                    f"workspace has {self.workspace.numel()} bytes; this step needs "
+                    f"{found[-1].end} (workspace_size)"
+                )
+        object.__setattr__(self, "parts", found)
+
+    @property
+    def longest(self) -> int:
+        """Tokens that no chunk has more of."""
+        if self.max_q_len is not None:
+            return self.max_q_len
+        return self.num_tokens - len(self.seq_lens) + 1
+
+
+def check_heads(num_heads: int, num_kv_heads: int, head_dim: int) -> None:
+    """Refuse heads that no kernel takes.
+
+    Raises:
+        ValueError: with what is allowed.
+    """
+    if head_dim not in HEAD_DIMS:
+        raise ValueError(f"head_dim is {head_dim}; it may be {', '.join(map(str, HEAD_DIMS))}")
+    if num_kv_heads < 1 or num_heads % num_kv_heads or not num_heads:
+        raise ValueError(
+            f"{num_heads} query heads for {num_kv_heads} KV heads; each KV head needs as many"
+        )
