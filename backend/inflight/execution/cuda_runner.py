@@ -260,7 +260,7 @@ class CudaRunner:
             free -= source.scratch_bytes(config, spec)
             drafter_bytes = source.block_bytes(config)
             num_scratch = config.max_num_seqs if source.method.shares_target_kv else 0
-        layout = spec.kv_layout(config.dtype)
+        layout = spec.kv_layout(self._settings.kv_dtype)
         block_bytes = layout.block_bytes(config.block_size) + drafter_bytes
         self.num_blocks = num_blocks = num_kv_blocks(config, block_bytes, free)
         with_scratch = num_blocks + num_scratch

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from inflight.checkpoint.locate import Checkpoint
-from inflight.config import GPU_HEAD_DIMS
+from inflight.config import GPU_HEAD_DIMS, Dtype
 from inflight.errors import ConfigError
 from inflight.kv.cache import KVCache
 from inflight.models.layers import attention
@@ -28,6 +28,8 @@ from inflight.models.spec import ModelSpec
 from inflight_kernels.ops import embedding as embeddings
 from inflight_kernels.ops.embedding import embedding
 from inflight_kernels.ops.rope import PagedKV, QkNorm
+
+_DTYPE_NAMES: dict[torch.dtype, Dtype] = {torch.bfloat16: "bfloat16", torch.float32: "float32"}
 
 _MAX_WIDE_HIDDEN_SIZE = 2048
 """Up to here the residual stream is in float32. A small model's logits lie close together, and this
@@ -56,6 +58,11 @@ class DecoderSettings:
     max_tokens: int
     max_rows: int
     batch_invariant: bool = False
+
+    @property
+    def kv_dtype(self) -> Dtype:
+        """Of keys and values, as settings name it."""
+        return _DTYPE_NAMES[self.dtype]
 
 
 def kernels_of(spec: ModelSpec, settings: DecoderSettings) -> list[tuple[str, str]]:

@@ -154,7 +154,7 @@ class DeviceModelPasses:
         self._cache = cache
         if self._own is not None:
             with_scratch = num_blocks + target.config.max_num_seqs
-            layout = self._own.kv_layout(target.config.dtype)
+            layout = self._own.kv_layout(target.settings.kv_dtype)
             size, device = target.config.block_size, target.settings.device
             self._cache = KVCache(layout, with_scratch, size, device)
             self.caches = [self._cache]

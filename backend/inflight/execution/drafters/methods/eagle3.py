@@ -207,7 +207,7 @@ class DeviceHeadPasses:
     def allocate(self, cache: KVCache, num_blocks: int) -> None:
         target = self._target
         with_scratch = num_blocks + target.config.max_num_seqs
-        layout = self._head.spec.layer.kv_layout(target.config.dtype)
+        layout = self._head.spec.layer.kv_layout(target.settings.kv_dtype)
         size, device = target.config.block_size, target.settings.device
         self._cache = KVCache(layout, with_scratch, size, device)
         self.caches = [self._cache]
