@@ -40,7 +40,7 @@ DTYPES = (torch.bfloat16, torch.float32)
 # name: (deviation of the logits, what is options)
 CASES: dict[str, tuple[float, dict[str, float]]] = {
     "greedy": (3.0, {}),
-    "greedy, penalties": (3.0, {"repetition": 1.1, "frequency": 0.1}),
+    "greedy, penalties": (3.0, {"repetition_penalty": 1.1, "frequency_penalty": 0.1}),
     "greedy, 300 biases": (3.0, {"biases": 300}),
     "greedy, mask": (3.0, {"mask": 1}),
     "top 5 of greedy": (3.0, {"top": 5}),
@@ -91,7 +91,7 @@ def ours(n: int, dtype: torch.dtype, case: str) -> Callable[[], Call]:
         words = prompt_words(VOCAB)
         state["masks"] = torch.full((n, words), 0x55555555, dtype=torch.int32, device="cuda")
         state["mask_rows"] = torch.arange(n, dtype=torch.int32, device="cuda")
-    if "repetition" in options:
+    if "repetition_penalty" in options:
         state["counts"] = torch.zeros(n, VOCAB, dtype=torch.int16, device="cuda")
         state["prompt"] = torch.zeros(n, prompt_words(VOCAB), dtype=torch.int32, device="cuda")
 

@@ -24,6 +24,7 @@ from inflight.core.sequence import Sequence
 from inflight.execution.grammar_masks import GrammarMasks
 from inflight.execution.graph_buckets import StepSize
 from inflight.sampling.logit_adjustments import Adjustment
+from inflight.sampling.params import SamplingParams
 from inflight_kernels.ops import batch_state, cache, sampling
 from inflight_kernels.ops.batch_state import FROM_DEVICE, BatchState, Step, StepLayout
 
@@ -38,6 +39,12 @@ END_OF_TABLE = -1
 """Stands behind a sequence's last block, for those who write ahead of the host."""
 
 _ROW_PARAMS_WORDS = sampling.ROW_PARAMS.itemsize // 4
+# Its fields that are options as the request has them.
+_ROW_OPTIONS = tuple(
+    name
+    for name in sampling.ROW_PARAMS.names or ()
+    if name in SamplingParams.__struct_fields__ and name not in ("seed", "temperature")
+)
 _Ints = npt.NDArray[np.int32]
 
 
@@ -507,21 +514,13 @@ def allowed_mask(token_ids: Iterable[int], vocab_size: int) -> _Ints:
 
 
 def _row_params(sequence: Sequence, slot: int) -> list[int]:
-    """How to choose a sequence's tokens, as int32 words of `ops.sampling.params.ROW_PARAMS`."""
+    """How to choose a sequence's tokens, as int32 words of `ops.sampling.ROW_PARAMS`."""
     params = sequence.request.params
     row = np.zeros(1, sampling.ROW_PARAMS)
     row["seed"] = sequence.seed
     row["temperature"] = params.effective_temperature
-    row["top_k"] = params.top_k
-    row["top_p"] = params.top_p
-    row["min_p"] = params.min_p
-    row["typical_p"] = params.typical_p
-    row["top_n_sigma"] = params.top_n_sigma
-    row["xtc_threshold"] = params.xtc_threshold
-    row["xtc_probability"] = params.xtc_probability
-    row["repetition"] = params.repetition_penalty
-    row["presence"] = params.presence_penalty
-    row["frequency"] = params.frequency_penalty
+    for name in _ROW_OPTIONS:
+        row[name] = getattr(params, name)
     row["slot"] = slot if params.has_penalties else -1
     words: list[int] = row.view(np.int32).tolist()
     return words

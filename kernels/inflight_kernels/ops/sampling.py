@@ -11,6 +11,8 @@ row's token depends on nothing but the row; it is the reference's up to the roun
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -27,28 +29,24 @@ from inflight_kernels.runtime.launch import (
 from inflight_kernels.torch_ops.sampling import NO_ALLOWED_TOKENS as NO_ALLOWED_TOKENS
 from inflight_kernels.torch_ops.sampling import NOT_FINITE as NOT_FINITE
 from inflight_kernels.torch_ops.sampling import OK as OK
+from inflight_kernels.torch_ops.sampling import Filters, Penalties
 
-ROW_PARAMS = np.dtype(
-    [
-        ("seed", "<u8"),
-        ("temperature", "<f4"),
-        ("top_k", "<i4"),
-        ("top_p", "<f4"),
-        ("min_p", "<f4"),
-        ("repetition", "<f4"),
-        ("presence", "<f4"),
-        ("frequency", "<f4"),
-        ("slot", "<i4"),
-        ("typical_p", "<f4"),
-        ("top_n_sigma", "<f4"),
-        ("xtc_threshold", "<f4"),
-        ("xtc_probability", "<f4"),
-    ]
-)
-"""How to choose in a row; ranges as in `torch_ops.sampling.Filters` and `apply_penalties`.
 
-temperature 0 is greedy. slot: the row of counts and prompt bits; negative for none, and then there
+def _row_params() -> np.dtype[np.void]:
+    fields = [("seed", "<u8"), ("temperature", "<f4"), ("slot", "<i4")]
+    for field in (*dataclasses.fields(Penalties), *dataclasses.fields(Filters)):
+        fields.append((field.name, "<i4" if isinstance(field.default, int) else "<f4"))
+    if len(fields) % 2 == 0:  # a multiple of 8 bytes, as the struct of the kernels
+        fields.append(("unused", "<i4"))
+    return np.dtype(fields)
+
+
+ROW_PARAMS = _row_params()
+"""How to choose in a row: `torch_ops.sampling.Penalties` and `Filters`, a seed, a temperature of
+which 0 is greedy, and a slot: the row of counts and prompt bits; negative for none, and then there
 are no penalties.
+
+The kernels read it as the struct of csrc/sampling/row_params.cuh, which `make generate` writes.
 """
 
 MAX_VOCAB_SIZE = 2**21
@@ -67,7 +65,8 @@ _PARTIAL_BYTES = 32
 def greedy_row_params(n: int) -> np.ndarray[tuple[int], np.dtype[np.void]]:
     """[n] of ROW_PARAMS: greedy, without filters, penalties and slot, to be filled in."""
     rows = np.zeros(n, ROW_PARAMS)
-    rows["top_p"] = rows["typical_p"] = rows["repetition"] = 1.0
+    for field in (*dataclasses.fields(Penalties), *dataclasses.fields(Filters)):
+        rows[field.name] = field.default
     rows["slot"] = -1
     return rows
 
