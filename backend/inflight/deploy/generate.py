@@ -22,7 +22,7 @@ import msgspec
 from inflight import config
 from inflight.errors import ConfigError
 from inflight.sampling.options import MAX_STRING_BYTES, OptionField
-from inflight.sampling.params import SAMPLING_OPTIONS
+from inflight.sampling.params import SAMPLING_OPTIONS, SamplingParams
 from inflight.triton import contract, vllm_parameters
 from inflight.triton.request_options import OPTIONS, REQUEST_OPTIONS
 from inflight_kernels.ops.sampling import ROW_PARAMS
@@ -299,6 +299,12 @@ def _option_rows(fields: Iterable[OptionField]) -> list[list[str]]:
 _OPTION_TITLES = ["Input", "Type", "Default", "Allowed", "Meaning", "Key in `sampling_parameters`"]
 
 
+def _steps() -> list[str]:
+    """The numbered list in the docstring of `SamplingParams`."""
+    lines = textwrap.dedent(SamplingParams.__doc__ or "").splitlines()
+    return ["", *(line.strip() for line in lines if re.match(r"\s*\d+\. ", line)), ""]
+
+
 def _sampling_options() -> list[str]:
     return _table(_OPTION_TITLES, _option_rows(SAMPLING_OPTIONS))
 
@@ -377,6 +383,7 @@ _BLOCKS: dict[str, dict[str, Callable[[], list[str]]]] = {
     "model_repository/llm/config.pbtxt": {"option inputs": _config_inputs},
     "docs/reference/options.md": {
         "prompts": _tensor_rows([contract.TEXT_INPUT, contract.MESSAGES]),
+        "steps": _steps,
         "sampling options": _sampling_options,
         "request options": _request_options,
         "outputs": _tensor_rows(contract.MODELS["generate"].outputs),

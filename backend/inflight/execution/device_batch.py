@@ -52,8 +52,8 @@ class SamplerStages(enum.Flag):
     """What choices need beyond the logits and a temperature. Most need nothing of it."""
 
     NONE = 0
-    FILTERS = enum.auto()  # top_k, top_p, min_p
-    RARE_FILTERS = enum.auto()  # typical_p, top_n_sigma, XTC
+    FILTERS = enum.auto()
+    RARE_FILTERS = enum.auto()  # see `sampling.options.Option.stage`
     PENALTIES = enum.auto()
     MASKS = enum.auto()
     TOP_LOGPROBS = enum.auto()  # log probabilities of other tokens, too

@@ -46,7 +46,7 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
     2. logit_bias and DRY, which add to logits
     3. allowed_token_ids, bad words, no_repeat_ngram_size and min_tokens, which ban tokens
     4. temperature
-    5. top_n_sigma -> top_k -> typical_p -> top_p -> min_p -> XTC, each of what those before left
+    5. top_n_sigma, top_k, typical_p, top_p, min_p, XTC: each filters what those before it left
     6. draw
 
     Penalties see the model's own logits, as everywhere: a bias that came first would be scaled by

@@ -168,6 +168,11 @@ def parse(inputs: Mapping[str, Array], parameters: Mapping[str, Any], limits: Li
     _check_search(options, names, params.beam_width)
     if params.max_tokens == 0:
         _check_scoring(options, params, names, echo)
+    structured = parse_guide(options.guided_decoding_guide_type, options.guided_decoding_guide)
+    if structured is not None and params.ignore_eos:
+        raise RequestError(
+            "cannot be combined with a grammar, which determines the end", names["ignore_eos"]
+        )
     check_length(
         len(prompt_ids), params.max_tokens, limits.max_model_len, prompt_tensor or "input_ids"
     )
@@ -179,7 +184,7 @@ def parse(inputs: Mapping[str, Array], parameters: Mapping[str, Any], limits: Li
         n=n,
         best_of=best_of,
         speculation=_speculation(options.speculation),
-        structured=parse_guide(options.guided_decoding_guide_type, options.guided_decoding_guide),
+        structured=structured,
         echo=echo,
         detokenized=prompt_tensor is not None,
     )

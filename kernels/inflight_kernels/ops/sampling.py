@@ -1,12 +1,13 @@
 """The choice of tokens. Shapes: n rows of logits, V vocabulary, `slots` sequences with state.
 
 The steps and their order are those of `torch_ops.sampling`: penalties, biases and the mask,
-temperature, top_n_sigma, top_k, typical_p, top_p, min_p, XTC, and one draw by the inverse of the
-CDF with the number that `torch_ops.sampling.uniform` gives. The CDF runs where the reference's
-does: over the likeliest tokens first where top_k or a rare filter (top_n_sigma, typical_p, XTC)
-cuts or top_p keeps at most 256, over the vocabulary in order elsewhere. Equal logits stand in order
-of their ids. Beyond the logits everything is computed in integers, or in one fixed order, so a
-row's token depends on nothing but the row; it is the reference's up to the rounding of exp.
+temperature, the filters in their order (see `Filters`), and one draw by the inverse of the CDF with
+the number that `torch_ops.sampling.uniform` gives. The CDF runs where the reference's does: over
+the most probable tokens first where top_k or a rare filter cuts or top_p keeps at most 256, over
+the vocabulary in order elsewhere. A filter is rare unless it is top_k, top_p or min_p: it costs a
+launch of its own. Equal logits stand in order of their ids. Beyond the logits everything is
+computed in integers, or in one fixed order, so a row's token depends on nothing but the row; it is
+the reference's up to the rounding of exp.
 """
 
 from __future__ import annotations
@@ -153,7 +154,7 @@ def sample(
         masks: [k, prompt_words(V)] int32, bits of the tokens that may be chosen.
         mask_rows: [n] int32, which of these masks holds for a row; negative for none.
         filters: False if no drawn row has a filter: saves a launch.
-        rare: False if no drawn row has typical_p, top_n_sigma or XTC: saves another one.
+        rare: False if no drawn row has a rare filter: saves another one.
         pdl: see `Kernel`.
 
     Raises:

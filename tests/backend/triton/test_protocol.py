@@ -387,6 +387,13 @@ def test_an_error_in_the_json_dialect_names_it():
         ({"guided_decoding_guide": strings("x")}, "guided_decoding_guide_type: is missing"),
         ({"guided_decoding_guide_type": strings("regex")}, "guided_decoding_guide: is missing"),
         ({"guided_decoding_guide_type": strings("pdf")}, "guided_decoding_guide_type: 'pdf'"),
+        (
+            {
+                "guided_decoding_guide_type": strings("json"),
+                "ignore_eos": flags(True),
+            },
+            "ignore_eos: cannot be combined with a grammar, which determines the end",
+        ),
         ({"priority_class": strings("high")}, "priority_class: is not supported in this version"),
         ({"deadline_ms": ints(5)}, "deadline_ms: is not supported in this version"),
     ],
