@@ -1,13 +1,14 @@
 # make demo    a server, one question, the streamed answer
 # make test    the tests
 # make check   lint, format, types, import rules
+# make generate   what follows from the tables of options and settings: configs, client, pages
 # make sanitize   some kernel tests under compute-sanitizer, on a GPU
 #
 # Each makes what it needs: a virtual environment in .venv, once. Nothing else is installed.
 
 .POSIX:
 .SUFFIXES:
-.PHONY: demo test check sanitize format clean
+.PHONY: demo test check generate sanitize format clean
 
 # To use another interpreter for a new .venv: make demo PYTHON=/path/to/python3.12
 PYTHON =
@@ -32,6 +33,9 @@ check: $(VENV)/.dev
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+generate: $(VENV)/.dev
+	$(RUN) $(BIN)/python -m inflight.deploy.generate
 
 # Memory errors, then races in shared memory. Errors of the API are not asked for: the bindings look
 # for entry points that a driver need not have.

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import logging
+from dataclasses import dataclass
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
@@ -65,29 +66,59 @@ _OTHER_NAMES = {"gpu": "cuda", "nvidia": "cuda"}
 _MAX_SHOWN = 80
 
 
-class SpeculativeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Speculative decoding (see `execution.drafters`).
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """What a field's annotation says of a setting. Name, allowed values and default are the field's
+    own; `make generate` writes the reference page from them.
 
     Attributes:
-        method: the name of a module of `execution.drafters.methods`, such as `ngram`, prompt
-            lookup; checked when the engine is built, as is whether it has what it requires.
-        model: for a method with weights of its own, as EngineConfig.model.
-        num_layers: for a method that drafts with the model's first layers, how many.
-        num_speculative_tokens: draft tokens per sequence and step, at most.
-        default: for requests that do not set `speculative_config`: `auto` adapts the number of
-            drafts to the acceptance rate and the batch, `off` drafts nothing; or a fixed number.
-        prompt_lookup_max, prompt_lookup_min: for `ngram`, the longest and shortest n-gram to match.
+        meaning: sentences for people.
+        default: what the default means, where its value does not say it.
+        former: a former name, which is accepted with a warning.
     """
 
-    method: str = "ngram"
-    model: Model | None = None
-    num_layers: Count | None = None
-    num_speculative_tokens: Annotated[int, Meta(ge=1, le=MAX_DRAFTS)] = 5
-    default: (
-        Literal["auto", "off"] | Annotated[int, Meta(description="0 to num_speculative_tokens")]
-    ) = "auto"
-    prompt_lookup_max: Count = 4
-    prompt_lookup_min: Count = 2
+    meaning: str
+    default: str = ""
+    former: str | None = None
+
+
+class SpeculativeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Speculative decoding (see `execution.drafters`)."""
+
+    method: Annotated[
+        str,
+        Setting(
+            "`ngram`, prompt lookup; `self`, the model's own first layers; `draft_model`, a "
+            "smaller model with the same vocabulary; `eagle3`, a head trained for the model "
+            "(arXiv:2503.01840).",
+            former="drafter",
+        ),
+    ] = "ngram"
+    model: Annotated[
+        Model | None,
+        Setting("For `draft_model` and `eagle3`: as the engine's `model`; for `eagle3` a folder."),
+    ] = None
+    num_layers: Annotated[
+        Count | None, Setting("For `self`: how many of the model's first layers draft.")
+    ] = None
+    num_speculative_tokens: Annotated[
+        int,
+        Meta(ge=1, le=MAX_DRAFTS),
+        Setting("Draft tokens per sequence and step, at most.", former="max_drafts"),
+    ] = 5
+    default: Annotated[
+        Literal["auto", "off"] | Annotated[int, Meta(description="0 to num_speculative_tokens")],
+        Setting(
+            "For requests that do not set `speculation`: `auto` adapts the number of drafts to the "
+            "acceptance rate and the batch, `off` drafts nothing; or a fixed number."
+        ),
+    ] = "auto"
+    prompt_lookup_max: Annotated[
+        Count, Setting("For `ngram`: the longest n-gram to match.", former="max_match")
+    ] = 4
+    prompt_lookup_min: Annotated[
+        Count, Setting("For `ngram`: the shortest n-gram to match.", former="min_match")
+    ] = 2
 
     def __post_init__(self) -> None:
         _check_fields(self, "speculative_config.")
@@ -105,60 +136,101 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True,
 
 
 class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """How one engine runs one model.
+    """How one engine runs one model. A new setting is a field here and its use in the engine."""
 
-    Attributes:
-        model: a GGUF file, a Hugging Face folder, or `package:NAME` for a checkpoint that an
-            installed Python package carries. A relative path is relative to the file that names it.
-        device: `cpu`; `cuda`, one NVIDIA GPU; `auto`, the GPU if there is one that can run the
-            model (see `resolve_device`), else the CPU; `echo` returns each prompt and computes
-            nothing, to test everything around an engine.
-        dtype: of weights, activations and KV cache; `auto` is float32 on CPUs and bfloat16 on GPUs,
-            which support no other.
-        num_threads: CPU threads of the engine; None for all cores.
-        block_size: tokens per KV block.
-        kv_cache_memory_bytes: memory of the KV pool; None for 1 GiB on a CPU and, on a GPU, what
-            gpu_memory leaves. num_blocks overrides it.
-        num_blocks: KV blocks in the pool; None to derive them from kv_cache_memory_bytes.
-        gpu_memory: fraction of the GPU's memory that may be in use, by all processes together.
-        cuda_graphs: capture CUDA graphs of decode steps and short prompts at the start; without
-            them every step pays its kernel launches.
-        batch_invariant: a request's tokens are bitwise the same whatever else is in the batch;
-            slower.
-        random_weights: initialise the weights randomly instead of reading them, for benchmarks; the
-            model's folder then needs only a config.json.
-        max_model_len: prompt and output together, in tokens; None for the model's own limit.
-        max_num_seqs: sequences in one step; 0 for 64 on a CPU and 256 on a GPU.
-        max_num_batched_tokens: tokens in one step (the budget shared by prefill and decode); 0 for
-            512 on a CPU and 8192 on a GPU.
-        max_prefill_chunk: tokens of one prompt in one step; None for the whole budget.
-        max_waiting: requests in the queue; more are refused with `capacity`.
-        enable_prefix_caching: reuse the KV blocks of common prefixes.
-        default_max_tokens: for requests that do not set max_tokens; clipped to the context.
-        speculative_config: speculative decoding; None for one token per sequence and step.
-        max_draft_tokens: draft tokens of all sequences in one step.
-    """
-
-    model: Model
-    device: Device = "cpu"
-    dtype: Dtype = "auto"
-    num_threads: Count | None = None
-    block_size: Count = 16
-    kv_cache_memory_bytes: Count | None = None
-    num_blocks: Count | None = None
-    gpu_memory: Annotated[float, Meta(ge=0.1, le=0.99)] = 0.95
-    cuda_graphs: bool = True
-    batch_invariant: bool = False
-    random_weights: bool = False
-    max_model_len: Count | None = None
-    max_num_seqs: ByDevice = 0
-    max_num_batched_tokens: ByDevice = 0
-    max_prefill_chunk: Count | None = None
-    max_waiting: Count = 1024
-    enable_prefix_caching: bool = True
-    default_max_tokens: Count = 256
-    speculative_config: SpeculativeConfig | None = None
-    max_draft_tokens: Count = 256
+    model: Annotated[
+        Model,
+        Setting(
+            "A GGUF file, a Hugging Face folder, or `package:NAME` for a checkpoint that an "
+            "installed Python package carries. A relative path is relative to the file that names "
+            "it. Nothing is downloaded."
+        ),
+    ]
+    device: Annotated[
+        Device,
+        Setting(
+            "`cpu`; `cuda`, one NVIDIA GPU; `auto`, the GPU if there is one that can run the "
+            "model, else the CPU (what `inflight serve` and `inflight repo init` write); `echo` "
+            "returns each prompt and computes nothing, to test everything around an engine."
+        ),
+    ] = "cpu"
+    dtype: Annotated[
+        Dtype,
+        Setting("Of weights, activations and KV cache. GPUs support bfloat16 only."),
+    ] = "auto"
+    num_threads: Annotated[
+        Count | None, Setting("CPU threads of the engine.", default="all cores")
+    ] = None
+    block_size: Annotated[Count, Setting("Tokens per KV block.")] = 16
+    kv_cache_memory_bytes: Annotated[
+        Count | None,
+        Setting(
+            "Memory of the KV pool. `num_blocks` overrides it.",
+            default="1 GiB; on a GPU what `gpu_memory` leaves",
+            former="kv_cache_bytes",
+        ),
+    ] = None
+    num_blocks: Annotated[
+        Count | None,
+        Setting("KV blocks in the pool.", default="from `kv_cache_memory_bytes`"),
+    ] = None
+    gpu_memory: Annotated[
+        float,
+        Meta(ge=0.1, le=0.99),
+        Setting("Fraction of the GPU's memory that may be in use, by all processes together."),
+    ] = 0.95
+    cuda_graphs: Annotated[
+        bool,
+        Setting(
+            "Capture CUDA graphs of decode steps and short prompts at the start; without them "
+            "every step pays its kernel launches."
+        ),
+    ] = True
+    batch_invariant: Annotated[
+        bool,
+        Setting("A request's tokens are bitwise the same whatever else is in the batch; slower."),
+    ] = False
+    random_weights: Annotated[
+        bool,
+        Setting(
+            "Initialise the weights randomly instead of reading them, for benchmarks; the model's "
+            "folder then needs only a config.json."
+        ),
+    ] = False
+    max_model_len: Annotated[
+        Count | None,
+        Setting("Prompt and output together, in tokens.", default="the model's own limit"),
+    ] = None
+    max_num_seqs: Annotated[ByDevice, Setting("Sequences in one step.")] = 0
+    max_num_batched_tokens: Annotated[
+        ByDevice,
+        Setting(
+            "Tokens in one step (the budget shared by prefill and decode).",
+            former="max_batch_tokens",
+        ),
+    ] = 0
+    max_prefill_chunk: Annotated[
+        Count | None,
+        Setting("Tokens of one prompt in one step.", default="the whole budget"),
+    ] = None
+    max_waiting: Annotated[
+        Count, Setting("Requests in the queue; more are refused with `capacity`.")
+    ] = 1024
+    enable_prefix_caching: Annotated[
+        bool, Setting("Reuse the KV blocks of common prefixes.", former="prefix_cache")
+    ] = True
+    default_max_tokens: Annotated[
+        Count, Setting("For requests that do not set `max_tokens`; clipped to the context.")
+    ] = 256
+    speculative_config: Annotated[
+        SpeculativeConfig | None,
+        Setting(
+            "Speculative decoding: an object of the settings below.",
+            default="one token per sequence and step",
+            former="speculation",
+        ),
+    ] = None
+    max_draft_tokens: Annotated[Count, Setting("Draft tokens of all sequences in one step.")] = 256
 
     def __post_init__(self) -> None:
         for name, value in _DEFAULTS[self.device].items():
@@ -233,18 +305,28 @@ def parse(raw: Any, where: str) -> EngineConfig:
         raise ConfigError(f"{where}: {error}") from None
 
 
-_FORMER_NAMES = {
-    "max_batch_tokens": "max_num_batched_tokens",
-    "prefix_cache": "enable_prefix_caching",
-    "kv_cache_bytes": "kv_cache_memory_bytes",
-    "speculation": "speculative_config",
-}
-_FORMER_SPECULATIVE_NAMES = {
-    "drafter": "method",
-    "max_drafts": "num_speculative_tokens",
-    "max_match": "prompt_lookup_max",
-    "min_match": "prompt_lookup_min",
-}
+def setting(field: msgspec.structs.FieldInfo) -> Setting:
+    """What a field's annotation says of its setting."""
+    (found,) = (part for part in field.type.__metadata__ if isinstance(part, Setting))
+    return found
+
+
+def device_defaults(name: str) -> dict[str, int | str]:
+    """What the default of a setting resolves to, by device, where it depends on that."""
+    found = {"CPUs": _DEFAULTS["cpu"].get(name), "GPUs": _DEFAULTS["cuda"].get(name)}
+    return {device: value for device, value in found.items() if value is not None}
+
+
+def _former_names(kind: type[msgspec.Struct]) -> dict[str, str]:
+    return {
+        former: field.name
+        for field in msgspec.structs.fields(kind)
+        if (former := setting(field).former) is not None
+    }
+
+
+_FORMER_NAMES = _former_names(EngineConfig)
+_FORMER_SPECULATIVE_NAMES = _former_names(SpeculativeConfig)
 
 
 def _with_current_names(
@@ -282,7 +364,9 @@ def _check_object(raw: dict[str, Any], kind: type[msgspec.Struct], prefix: str =
         if field.name in raw:
             _check_value(prefix + field.name, raw[field.name], field.type)
         elif field.required:
-            raise ConfigError(f"{prefix}{field.name}: is missing; allowed: {_allowed(field.type)}")
+            raise ConfigError(
+                f"{prefix}{field.name}: is missing; allowed: {allowed_values(field.type)}"
+            )
 
 
 def _check_fields(settings: msgspec.Struct, prefix: str = "") -> None:
@@ -307,7 +391,7 @@ def _check_value(key: str, value: Any, annotation: Any) -> None:
     what = "is unknown" if choices else "is of the wrong type"
     name = str(value).lower()
     hint = did_you_mean(_OTHER_NAMES.get(name, name), choices)
-    raise ConfigError(f"{key}: {_shown(value)} {what}; allowed: {_allowed(annotation)}{hint}")
+    raise ConfigError(f"{key}: {_shown(value)} {what}; allowed: {allowed_values(annotation)}{hint}")
 
 
 def _alternatives(annotation: Any) -> list[tuple[Any, Meta]]:
@@ -315,8 +399,11 @@ def _alternatives(annotation: Any) -> list[tuple[Any, Meta]]:
     if get_origin(annotation) in (Union, UnionType):
         return [found for part in get_args(annotation) for found in _alternatives(part)]
     if get_origin(annotation) is Annotated:
-        kind, meta = get_args(annotation)
-        return [(kind, meta)]
+        kind, *parts = get_args(annotation)
+        for part in parts:
+            if isinstance(part, Meta):
+                return [(kind, part)]
+        return _alternatives(kind)
     return [(annotation, Meta())]
 
 
@@ -330,7 +417,8 @@ def _is_within(value: Any, meta: Meta) -> bool:
     return (meta.ge is None or value >= meta.ge) and (meta.le is None or value <= meta.le)
 
 
-def _allowed(annotation: Any) -> str:
+def allowed_values(annotation: Any) -> str:
+    """The values that a setting of this type takes, in words."""
     return "; or ".join(_described(kind, meta) for kind, meta in _alternatives(annotation))
 
 

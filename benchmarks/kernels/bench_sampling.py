@@ -28,7 +28,7 @@ from inflight_kernels.ops.sampling import (
     MAX_TOP,
     ROW_PARAMS,
     LogitBias,
-    Penalties,
+    PenaltyState,
     SamplingInputs,
     SamplingOutputs,
     TokenMasks,
@@ -46,7 +46,7 @@ DTYPES = (torch.bfloat16, torch.float32)
 # name: (deviation of the logits, what is options)
 CASES: dict[str, tuple[float, dict[str, float]]] = {
     "greedy": (3.0, {}),
-    "greedy, penalties": (3.0, {"repetition": 1.1, "frequency": 0.1}),
+    "greedy, penalties": (3.0, {"repetition_penalty": 1.1, "frequency_penalty": 0.1}),
     "greedy, 300 biases": (3.0, {"biases": 300}),
     "greedy, mask": (3.0, {"mask": 1}),
     "top 5 of greedy": (3.0, {"top": 5}),
@@ -98,8 +98,8 @@ def inputs_of(n: int, options: dict[str, float]) -> SamplingInputs:
             torch.full((n, words), 0x55555555, dtype=torch.int32, device="cuda"),
             torch.arange(n, dtype=torch.int32, device="cuda"),
         )
-    if "repetition" in options:
-        penalties = Penalties(
+    if "repetition_penalty" in options:
+        penalties = PenaltyState(
             torch.zeros(n, VOCAB, dtype=torch.int16, device="cuda"),
             torch.zeros(n, words, dtype=torch.int32, device="cuda"),
         )

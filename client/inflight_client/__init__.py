@@ -21,8 +21,8 @@ from inflight_client.errors import InvalidRequest as InvalidRequest
 from inflight_client.errors import ServerError as ServerError
 from inflight_client.errors import TimedOut as TimedOut
 from inflight_client.errors import Unavailable as Unavailable
+from inflight_client.option_table import Options as Options
 from inflight_client.options import Message as Message
-from inflight_client.options import Options as Options
 
 __all__ = [
     "Cancelled",

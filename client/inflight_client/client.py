@@ -14,7 +14,8 @@ from tritonclient.grpc import service_pb2, service_pb2_grpc
 
 from inflight_client import address, errors, tensors
 from inflight_client.completion import Completion, Delta, joined, read_logprobs
-from inflight_client.options import Message, Options, as_json, num_outputs, tensors_of
+from inflight_client.option_table import Options
+from inflight_client.options import Message, as_json, num_outputs, tensors_of
 
 DEFAULT_URL = address.DEFAULT_URL
 GENERATE = "generate"

@@ -28,7 +28,7 @@ from inflight_client import (
     TimedOut,
     Unavailable,
 )
-from inflight_client.options import DATATYPES
+from inflight_client.option_table import DATATYPES
 
 WAIT_S = 10.0
 

@@ -208,14 +208,14 @@ def test_drafts_change_the_steps_and_not_the_text(drafting):
     options = (max_tokens(40), tensor("ignore_eos", "BOOL", True))
     (plain,) = ask(drafting.grpc, request("generate", prompt, *options))
     assert plain["draft_stats"] == ""
-    options = tensor("speculation", "BYTES", "4")
-    (drafted,) = ask(drafting.grpc, request("generate", prompt, options, *options))
+    drafts = tensor("speculation", "BYTES", "4")
+    (drafted,) = ask(drafting.grpc, request("generate", prompt, drafts, *options))
     assert drafted["text_output"] == plain["text_output"]
     stats = json.loads(drafted["draft_stats"])
     assert 0 < stats["num_accepted"] <= stats["num_drafted"]
     assert stats["num_steps"] + stats["num_accepted"] == 40
     assert stats["tokens_per_step"] == pytest.approx(40 / stats["num_steps"], abs=1e-3)
-    streamed = ask(drafting.grpc, request("generate", prompt, options, STREAM, *options))
+    streamed = ask(drafting.grpc, request("generate", prompt, drafts, STREAM, *options))
     assert "".join(answer["text_output"] for answer in streamed) == plain["text_output"]
     engine = drafting.stats()
     assert engine.num_accepted_tokens >= 2 * stats["num_accepted"]

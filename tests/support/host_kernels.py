@@ -8,6 +8,7 @@ same is for the tests of the kernels, on a GPU.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import itertools
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -31,8 +32,11 @@ from inflight_kernels.ops.sampling import SamplingInputs, SamplingOutputs, TopLo
 from inflight_kernels.torch_ops import sampling as torch_sampling
 from inflight_kernels.torch_ops import transformer
 
-_SLOT = 9  # words of a params
-_TYPICAL_P, _TOP_N_SIGMA, _XTC_PROBABILITY = 10, 11, 13
+# Words of a row's parameters.
+_SLOT, _TYPICAL_P, _TOP_N_SIGMA, _XTC_PROBABILITY = (
+    sampling.ROW_PARAMS.fields[name][1] // 4  # type: ignore[index]
+    for name in ("slot", "typical_p", "top_n_sigma", "xtc_probability")
+)
 
 
 def install(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -420,9 +424,12 @@ def _penalize(row: Tensor, params: np.void, counts: Tensor, in_prompt: Tensor) -
         seen.nonzero()[:, 0].numpy(),
         output.nonzero()[:, 0].numpy(),
         counts[output].numpy(),
-        float(params["repetition"]),
-        float(params["presence"]),
-        float(params["frequency"]),
+        torch_sampling.PenaltyState(
+            *(
+                float(params[field.name])
+                for field in dataclasses.fields(torch_sampling.PenaltyState)
+            )
+        ),
     )
 
 

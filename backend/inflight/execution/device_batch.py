@@ -24,6 +24,7 @@ from inflight.core.sequence import Sequence
 from inflight.execution.grammar_masks import GrammarMasks
 from inflight.execution.graph_buckets import StepSize
 from inflight.sampling.logit_adjustments import Adjustment
+from inflight.sampling.params import SamplingParams
 from inflight_kernels.ops import batch_state, cache, sampling
 from inflight_kernels.ops.batch_state import FROM_DEVICE, BatchState, Step, StepLayout
 
@@ -38,6 +39,12 @@ END_OF_TABLE = -1
 """Stands behind a sequence's last block, for those who write ahead of the host."""
 
 _ROW_PARAMS_WORDS = sampling.ROW_PARAMS.itemsize // 4
+# Its fields that are options as the request has them.
+_ROW_OPTIONS = tuple(
+    name
+    for name in sampling.ROW_PARAMS.names or ()
+    if name in SamplingParams.__struct_fields__ and name not in ("seed", "temperature")
+)
 _Ints = npt.NDArray[np.int32]
 
 
@@ -45,8 +52,8 @@ class SamplerStages(enum.Flag):
     """What choices need beyond the logits and a temperature. Most need nothing of it."""
 
     NONE = 0
-    FILTERS = enum.auto()  # top_k, top_p, min_p
-    RARE_FILTERS = enum.auto()  # typical_p, top_n_sigma, XTC
+    FILTERS = enum.auto()
+    RARE_FILTERS = enum.auto()  # see `sampling.options.Option.stage`
     PENALTIES = enum.auto()
     MASKS = enum.auto()
     TOP_LOGPROBS = enum.auto()  # log probabilities of other tokens, too
@@ -152,7 +159,7 @@ class DeviceBatch:
 
     Attributes:
         step, state: what kernels read (see `inflight_kernels.ops.batch_state`).
-        counts, prompt, masks: see `ops.sampling.Penalties` and `TokenMasks`; a row per slot.
+        counts, prompt, masks: see `ops.sampling.PenaltyState` and `TokenMasks`; a row per slot.
     """
 
     def __init__(self, limits: BatchLimits, vocab_size: int, device: torch.device) -> None:
@@ -249,13 +256,13 @@ class DeviceBatch:
             (ban_rows.long(), ban_ids.long()) if len(ban_rows) else None,
         )
 
-    def penalties(self, num_rows: int) -> sampling.Penalties:
+    def penalties(self, num_rows: int) -> sampling.PenaltyState:
         """What the penalties of a step's first rows count."""
         state = self.state
         tails = sampling.DraftTails(
             state.token_ids, state.tail_starts[:num_rows], state.tail_lengths[:num_rows]
         )
-        return sampling.Penalties(self.counts, self.prompt, tails)
+        return sampling.PenaltyState(self.counts, self.prompt, tails)
 
     def send_masks(self, batch: Batch, masks: GrammarMasks) -> None:
         """Bring what grammars allow to the device, after `send` and before the choice of tokens."""
@@ -565,21 +572,13 @@ def allowed_mask(token_ids: Iterable[int], vocab_size: int) -> _Ints:
 
 
 def _row_params(sequence: Sequence, slot: int) -> list[int]:
-    """How to choose a sequence's tokens, as int32 words of `ops.sampling.params.ROW_PARAMS`."""
+    """How to choose a sequence's tokens, as int32 words of `ops.sampling.ROW_PARAMS`."""
     params = sequence.request.params
     row = np.zeros(1, sampling.ROW_PARAMS)
     row["seed"] = sequence.seed
     row["temperature"] = params.effective_temperature
-    row["top_k"] = params.top_k
-    row["top_p"] = params.top_p
-    row["min_p"] = params.min_p
-    row["typical_p"] = params.typical_p
-    row["top_n_sigma"] = params.top_n_sigma
-    row["xtc_threshold"] = params.xtc_threshold
-    row["xtc_probability"] = params.xtc_probability
-    row["repetition"] = params.repetition_penalty
-    row["presence"] = params.presence_penalty
-    row["frequency"] = params.frequency_penalty
+    for name in _ROW_OPTIONS:
+        row[name] = getattr(params, name)
     row["slot"] = slot if params.has_penalties else -1
     words: list[int] = row.view(np.int32).tolist()
     return words

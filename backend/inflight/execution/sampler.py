@@ -7,6 +7,8 @@ prompt the next token is there already, and is only looked at.
 
 from __future__ import annotations
 
+import dataclasses
+import operator
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,9 +18,12 @@ from torch import Tensor
 
 from inflight.core.request import Candidate
 from inflight.core.sequence import Sequence
-from inflight.sampling.params import SamplingParams
 from inflight_kernels.torch_ops import sampling as ops
 from inflight_kernels.torch_ops.sampling import NO_ALLOWED_TOKENS, NOT_FINITE, OK
+
+# What the request options are called there: their fields in order.
+_penalties_of = operator.attrgetter(*(field.name for field in dataclasses.fields(ops.Penalties)))
+_filters_of = operator.attrgetter(*(field.name for field in dataclasses.fields(ops.Filters)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,9 +132,7 @@ def _adjust(logits: Tensor, row: LogitsRow) -> bool:
             np.unique(tokens),
             output_ids,
             counts,
-            params.repetition_penalty,
-            params.presence_penalty,
-            params.frequency_penalty,
+            ops.Penalties(*_penalties_of(params)),
         )
     if row.mask is not None:
         bits = np.unpackbits(row.mask.view(np.uint8), bitorder="little")[:vocab_size]
@@ -167,21 +170,9 @@ def _draw_filtered(logits: Tensor, row: LogitsRow) -> int:
     return ops.draw_filtered(
         logits,
         params.effective_temperature,
-        _filters(params),
+        ops.Filters(*_filters_of(params)),
         ops.uniform(seed, row.position),
         ops.uniform(seed, row.position, ops.XTC),
-    )
-
-
-def _filters(params: SamplingParams) -> ops.Filters:
-    return ops.Filters(
-        top_n_sigma=params.top_n_sigma,
-        top_k=params.top_k,
-        typical_p=params.typical_p,
-        top_p=params.top_p,
-        min_p=params.min_p,
-        xtc_threshold=params.xtc_threshold,
-        xtc_probability=params.xtc_probability,
     )
 
 

@@ -1,5 +1,6 @@
-"""The tensors of every model, as one table: for reading them, for error messages, and for the test
-that holds the config.pbtxt files to it.
+"""The tensors of every model, as one table: for reading them, for error messages, for the reference
+page, and for the test that holds the config.pbtxt files to it. Those of the options follow from the
+table of options.
 
 Knows nothing of Triton's Python API: a tensor is a name and a numpy array.
 """
@@ -8,15 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from inflight.errors import RequestError, did_you_mean
+from inflight.sampling.options import Datatype, OptionField
+from inflight.triton import request_options
 
 Array = npt.NDArray[Any]
-Datatype = Literal["STRING", "BOOL", "INT32", "INT64", "UINT32", "UINT64", "FP32"]
 
 NUMPY: dict[Datatype, np.dtype[Any]] = {
     "STRING": np.dtype(object),
@@ -35,7 +37,7 @@ class Tensor:
 
     Attributes:
         dims: [dims]; -1 is any length.
-        meaning: one sentence for people.
+        meaning: for people.
         required: whether the model cannot do without it. Where the tokenizers are concerned it is
             optional for Triton all the same: an ensemble whose first step lacks its only input
             ends with an empty success, where the step itself can say what is missing.
@@ -56,74 +58,23 @@ class Contract:
     outputs: tuple[Tensor, ...]
 
 
-OPTIONS = (
-    Tensor(
-        "max_tokens",
-        "INT32",
-        "Output tokens at most; 0, for the prompt alone, with echo or num_prompt_logprobs.",
-    ),
-    Tensor("min_tokens", "INT32", "No end-of-sequence token before this many output tokens."),
-    Tensor("min_length", "INT32", "Another name of min_tokens."),
-    Tensor("stream", "BOOL", "Answer as the text grows, not once at the end."),
-    Tensor("temperature", "FP32", "0 is greedy."),
-    Tensor("top_k", "INT32", "Draw from the k likeliest tokens; 0 and -1 mean all."),
-    Tensor("top_p", "FP32", "Draw from the likeliest tokens that together have this probability."),
-    Tensor("min_p", "FP32", "Draw from tokens with this share of the likeliest one's probability."),
-    Tensor("typical_p", "FP32", "Draw from tokens about as surprising as the mean, to this share."),
-    Tensor("top_n_sigma", "FP32", "Draw from logits so many deviations below the largest; 0: all."),
-    Tensor("xtc_threshold", "FP32", "XTC: from this probability on, tokens are top choices."),
-    Tensor("xtc_probability", "FP32", "XTC: how often all top choices but the last are excluded."),
-    Tensor("repetition_penalty", "FP32", "Above 1 makes tokens of prompt and output less likely."),
-    Tensor("presence_penalty", "FP32", "Subtracted once from tokens that stand in the output."),
-    Tensor("frequency_penalty", "FP32", "Subtracted per occurrence in the output."),
-    Tensor("dry_multiplier", "FP32", "DRY: what a repeated string of tokens costs its next one."),
-    Tensor("dry_base", "FP32", "DRY: the cost grows by this factor with each repeated token."),
-    Tensor("dry_allowed_length", "INT32", "DRY: shorter strings may be repeated."),
-    Tensor("dry_penalty_last_n", "INT32", "DRY looks at so many last tokens; -1: all, 0: off."),
-    Tensor("dry_sequence_breakers", "STRING", "DRY: no string goes across one of these.", dims=-1),
-    Tensor("no_repeat_ngram_size", "INT32", "No string of so many tokens comes twice; 0: off."),
-    Tensor("logit_bias_ids", "INT32", "Tokens to make more or less likely.", dims=-1),
-    Tensor("logit_bias_values", "FP32", "What is added to the logits of these.", dims=-1),
-    Tensor("allowed_token_ids", "INT32", "Tokens that alone may be generated.", dims=-1),
-    Tensor("seed", "UINT64", "The same seed gives the same text."),
-    Tensor("stop_words", "STRING", "Strings that end the output and are not part of it.", dims=-1),
-    Tensor("bad_words", "STRING", "Strings that are never generated.", dims=-1),
-    Tensor("end_id", "INT32", "A further end-of-sequence token."),
-    Tensor("ignore_eos", "BOOL", "Go on past the end-of-sequence token."),
-    Tensor("exclude_input_in_output", "BOOL", "False puts the prompt in front of the output."),
-    Tensor("echo", "BOOL", "True does so too, and with num_logprobs reports the prompt's as well."),
-    Tensor("return_num_input_tokens", "BOOL", "Accepted; the count is always there."),
-    Tensor("return_num_output_tokens", "BOOL", "Accepted; the count is always there."),
-    Tensor("sampling_parameters", "STRING", "Options as a JSON object, in vLLM's names."),
-    Tensor("cache_salt", "STRING", "Cached prefixes are shared only under the same salt."),
-    Tensor("n", "INT32", "Outputs per prompt; with a seed, output i has seed + i."),
-    Tensor("best_of", "INT32", "Outputs to compute, of which the n likeliest are the answer."),
-    Tensor("beam_width", "INT32", "Beams of a search for the n likeliest outputs; 1 is no search."),
-    Tensor("length_penalty", "FP32", "Beams count by log-probability / length ** this."),
-    Tensor("early_stopping", "BOOL", "End a search as soon as beam_width beams have ended."),
-    Tensor(
-        "speculation",
-        "STRING",
-        "Drafted tokens per step: auto, off or a number. Changes the speed, never the output.",
-    ),
-    Tensor(
-        "num_logprobs", "INT32", "TopLogprobs tokens to report for each output token; see logprobs."
-    ),
-    Tensor(
-        "num_prompt_logprobs",
-        "INT32",
-        "TopLogprobs tokens to report for each prompt token; see prompt_logprobs.",
-    ),
-    Tensor("return_log_probs", "BOOL", "Report each output token, as num_logprobs 0 does."),
-    Tensor(
-        "guided_decoding_guide_type",
-        "STRING",
-        "What the output must match: json, json_schema, regex, ebnf_grammar or choice.",
-    ),
-    Tensor("guided_decoding_guide", "STRING", "The schema, expression, grammar or choices."),
-    Tensor("priority_class", "STRING", "Not in this version."),
-    Tensor("deadline_ms", "INT32", "Not in this version."),
-)
+def tensors_of(field: OptionField) -> list[Tensor]:
+    """The tensors that an option travels as: itself, its aliases, or its parts."""
+    dims = -1 if field.is_list else 1
+    return [
+        Tensor(
+            name,
+            datatype,
+            f"Another name of {field.name}."
+            if name in field.option.aliases
+            else field.option.meaning,
+            dims,
+        )
+        for name, datatype in field.tensors
+    ]
+
+
+OPTIONS = tuple(tensor for field in request_options.OPTIONS for tensor in tensors_of(field))
 
 # Every response carries all of them.
 ANSWER = (

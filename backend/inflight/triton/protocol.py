@@ -5,8 +5,9 @@ Pure functions: no Triton, no engine, no clock.
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import msgspec
@@ -17,11 +18,15 @@ from inflight.core.output_constraint import StructuredOutput
 from inflight.core.output_constraint import parse as parse_guide
 from inflight.core.request import AUTO_DRAFTS, Candidate, Request, TokenEvent, check_length
 from inflight.errors import RequestError, did_you_mean
-from inflight.sampling.params import MAX_TOKENS_LIMIT, SamplingParams
+from inflight.sampling.params import MAX_TOKENS_LIMIT, SAMPLING_OPTIONS, SamplingParams
 from inflight.triton import contract, vllm_parameters
 from inflight.triton.contract import Array
-
-MAX_SALT_LENGTH = 256
+from inflight.triton.request_options import (
+    MAX_SALT_LENGTH,
+    OPTIONS,
+    REQUEST_OPTIONS,
+    RequestOptions,
+)
 
 # Parameters that clients of other servers send and that change nothing here: switches of other
 # backends, and headers that a proxy may have the server forward.
@@ -30,11 +35,8 @@ HARMLESS_PARAMETERS = frozenset(
 )
 
 _OPTION_NAMES = tuple(tensor.name for tensor in contract.OPTIONS)
-_SAMPLING_TENSORS = frozenset(SamplingParams.__struct_fields__)
 _PROMPT_TENSORS = (contract.TEXT_INPUT.name, contract.MESSAGES.name)
-_UNSUPPORTED = ("priority_class", "deadline_ms")
-
-MAX_OUTPUTS = 64
+_UNSUPPORTED = tuple(field.name for field in OPTIONS if not field.option.supported)
 
 
 class Limits(msgspec.Struct, frozen=True):
@@ -156,28 +158,33 @@ def parse(inputs: Mapping[str, Array], parameters: Mapping[str, Any], limits: Li
         raise RequestError(f"allowed: {' or '.join(_PROMPT_TENSORS)}", "prompt_tensor")
     prompt_ids = _prompt(values.pop("input_ids", None), prompt_tensor or "input_ids", limits)
     values, names = _merge_vllm_parameters(_join_biases(values))
-    _refuse_unsupported(values, names)
-    stream = values.get("stream", False)
-    n, best_of = _num_outputs(values, names, stream)
-    echo = _echo(values, names)
+    for name in _UNSUPPORTED:
+        if name in values:
+            raise RequestError("is not supported in this version; omit it", name)
+    options = _request_options(values, names)
+    n, best_of = _num_outputs(options, names)
+    echo = _echo(options, values, names)
     params = _sampling(values, names, limits.vocab_size)
-    _check_search(values, names, params.beam_width)
+    _check_search(options, names, params.beam_width)
     if params.max_tokens == 0:
-        _check_scoring(values, names, echo)
+        _check_scoring(options, params, names, echo)
+    structured = parse_guide(options.guided_decoding_guide_type, options.guided_decoding_guide)
+    if structured is not None and params.ignore_eos:
+        raise RequestError(
+            "cannot be combined with a grammar, which determines the end", names["ignore_eos"]
+        )
     check_length(
         len(prompt_ids), params.max_tokens, limits.max_model_len, prompt_tensor or "input_ids"
     )
     return Generation(
         prompt_ids=prompt_ids,
         params=params,
-        cache_salt=_salt(values.get("cache_salt", "")),
-        stream=stream,
+        cache_salt=_salt(options.cache_salt),
+        stream=options.stream,
         n=n,
         best_of=best_of,
-        speculation=_speculation(values.get("speculation")),
-        structured=parse_guide(
-            values.get("guided_decoding_guide_type"), values.get("guided_decoding_guide")
-        ),
+        speculation=_speculation(options.speculation),
+        structured=structured,
         echo=echo,
         detokenized=prompt_tensor is not None,
     )
@@ -316,13 +323,15 @@ def _join_biases(values: dict[str, Any]) -> dict[str, Any]:
 def _merge_vllm_parameters(values: dict[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
     """Values under our names, and how the client called each of them."""
     values = dict(values)
-    names = {name: name for name in _OPTION_NAMES} | {"logit_bias": "logit_bias"}
-    wants_own = values.pop("return_log_probs", False)
-    if "min_length" in values:
-        if "min_tokens" in values:
-            raise RequestError("is another name of min_tokens; send one of them", "min_length")
-        values["min_tokens"] = values.pop("min_length")
-        names["min_tokens"] = "min_length"
+    names = {name: name for name in _OPTION_NAMES} | {field.name: field.name for field in OPTIONS}
+    reports_own = values.pop("return_log_probs", False)
+    for field in OPTIONS:
+        for alias in field.option.aliases:
+            if alias in values:
+                if field.name in values:
+                    raise RequestError(f"is another name of {field.name}; send one of them", alias)
+                values[field.name] = values.pop(alias)
+                names[field.name] = alias
     if (text := values.pop(vllm_parameters.PARAM, None)) is not None:
         for name, value in vllm_parameters.parse(text).items():
             if name in values:
@@ -332,27 +341,18 @@ def _merge_vllm_parameters(values: dict[str, Any]) -> tuple[dict[str, Any], dict
                 )
             values[name] = value
             names[name] = f"{vllm_parameters.PARAM}: {name}"
-    if wants_own:
+    if reports_own:
         values.setdefault("num_logprobs", 0)
     return values, names
 
 
-def _refuse_unsupported(values: dict[str, Any], names: dict[str, str]) -> None:
-    for name in _UNSUPPORTED:
-        if name in values:
-            raise RequestError("is not supported in this version; omit it", name)
-
-
-def _num_outputs(values: dict[str, Any], names: dict[str, str], stream: bool) -> tuple[int, int]:
+def _num_outputs(options: RequestOptions, names: dict[str, str]) -> tuple[int, int]:
     """n and best_of."""
-    n: int = values.get("n", 1)
-    best_of: int = values.get("best_of", n)
-    for name, value in (("n", n), ("best_of", best_of)):
-        if not 1 <= value <= MAX_OUTPUTS:
-            raise RequestError(f"{value} is out of range; allowed: 1 to {MAX_OUTPUTS}", names[name])
+    n = options.n
+    best_of = n if options.best_of is None else options.best_of
     if best_of < n:
         raise RequestError(f"{best_of} is less than n ({n})", names["best_of"])
-    if best_of > n and stream:
+    if best_of > n and options.stream:
         raise RequestError(
             "cannot be combined with stream: which outputs are best is known only at the end",
             names["best_of"],
@@ -360,34 +360,43 @@ def _num_outputs(values: dict[str, Any], names: dict[str, str], stream: bool) ->
     return n, best_of
 
 
-def _check_search(values: dict[str, Any], names: dict[str, str], beam_width: int) -> None:
-    """Refuse what a beam search leaves no room for; of its tokens, see `SamplingParams`."""
+def _check_search(options: RequestOptions, names: dict[str, str], beam_width: int) -> None:
+    """Refuse what cannot be combined with a beam search; for sampling, see `SamplingParams`."""
     if beam_width == 1:
         return
-    n = values.get("n", 1)
+    n = options.n
     if n > beam_width:
         raise RequestError(f"{n} is more than beam_width ({beam_width})", names["n"])
-    reasons = {
-        "best_of": "beam_width says how many outputs are followed, and n how many are the answer",
-        "stream": "which outputs are best is known only at the end",
-        "speculative_config": "a draft is verified against one next token, and beams have several",
-        "guided_decoding_guide_type": "a grammar follows one output",
-        "guided_decoding_guide": "a grammar follows one output",
-    }
-    nothing = {"best_of": n, "stream": False, "speculative_config": "off"}
-    for name, reason in reasons.items():
-        value = values.get(name)
-        if value is not None and value not in (nothing.get(name), "0"):
+    grammar = "a grammar follows one output"
+    for name, is_set, reason in (
+        (
+            "best_of",
+            options.best_of not in (None, n),
+            "beam_width says how many outputs are followed, and n how many are the answer",
+        ),
+        ("stream", options.stream, "which outputs are best is known only at the end"),
+        (
+            "speculation",
+            options.speculation not in (None, "off", "0"),
+            "a draft is verified against one next token, and beams have several",
+        ),
+        (
+            "guided_decoding_guide_type",
+            options.guided_decoding_guide_type is not None,
+            grammar,
+        ),
+        ("guided_decoding_guide", options.guided_decoding_guide is not None, grammar),
+    ):
+        if is_set:
             raise RequestError(
-                f"cannot be combined with beam_width {beam_width}: {reason}",
-                names.get(name, name),
+                f"cannot be combined with beam_width {beam_width}: {reason}", names[name]
             )
 
 
-def _echo(values: dict[str, Any], names: dict[str, str]) -> bool:
+def _echo(options: RequestOptions, values: dict[str, Any], names: dict[str, str]) -> bool:
     """Whether the prompt leads the output. As in OpenAI's API it then comes with what the output
     comes with: with num_logprobs, its own."""
-    echo, excluded = values.get("echo"), values.get("exclude_input_in_output")
+    echo, excluded = options.echo, options.exclude_input_in_output
     if echo is not None and echo == excluded:
         raise RequestError(
             f"{_json(echo)} contradicts exclude_input_in_output ({_json(excluded)}); send one of "
@@ -399,16 +408,18 @@ def _echo(values: dict[str, Any], names: dict[str, str]) -> bool:
     return bool(echo) if excluded is None else not excluded
 
 
-def _check_scoring(values: dict[str, Any], names: dict[str, str], echo: bool) -> None:
-    """Without output: the prompt must be wanted, and nothing that is about outputs."""
-    if not echo and "num_prompt_logprobs" not in values:
+def _check_scoring(
+    options: RequestOptions, params: SamplingParams, names: dict[str, str], echo: bool
+) -> None:
+    """With max_tokens 0: the request must ask for its prompt, and for nothing about outputs."""
+    if not echo and params.num_prompt_logprobs is None:
         raise RequestError(
             f"0 is out of range; allowed: [1, {MAX_TOKENS_LIMIT}], and 0 with echo or "
             "num_prompt_logprobs",
             names["max_tokens"],
         )
-    for name, one in (("n", 1), ("best_of", 1), ("guided_decoding_guide", None)):
-        if values.get(name, one) != one:
+    for name, default in (("n", 1), ("best_of", 1), ("guided_decoding_guide", None)):
+        if getattr(options, name) not in (default, None):
             raise RequestError(
                 "cannot be combined with max_tokens 0, which generates nothing", names[name]
             )
@@ -433,27 +444,40 @@ def _speculation(text: str | None) -> int | None:
 
 
 def _sampling(values: dict[str, Any], names: dict[str, str], vocab_size: int) -> SamplingParams:
-    chosen = {name: value for name, value in values.items() if name in _SAMPLING_TENSORS}
+    chosen: dict[str, Any] = {}
+    for field in SAMPLING_OPTIONS:
+        if field.name in values:
+            value = values[field.name]
+            chosen[field.name] = tuple(value) if field.is_list else value
     for name in ("stop_words", "bad_words"):
-        if name in chosen:
-            # A lone empty string is how some gateways write "none".
-            words = [] if chosen[name] == [""] else chosen[name]
-            chosen[name] = tuple(words)
-    for name in ("dry_sequence_breakers", "logit_bias", "allowed_token_ids"):
-        if name in chosen:
-            chosen[name] = tuple(chosen[name])
+        # A lone empty string is how some gateways write "none".
+        if chosen.get(name) == ("",):
+            chosen[name] = ()
     if chosen.get("allowed_token_ids") == ():
         raise RequestError(
             "is empty, so no token could be sampled; omit it to allow all",
             names["allowed_token_ids"],
         )
-    try:
+    with _client_names(names):
         params = SamplingParams(**chosen)
         params.check_vocabulary(vocab_size)
         return params
+
+
+def _request_options(values: dict[str, Any], names: dict[str, str]) -> RequestOptions:
+    chosen = {field.name for field in REQUEST_OPTIONS} & values.keys()
+    with _client_names(names):
+        return RequestOptions(**{name: values[name] for name in chosen})
+
+
+@contextlib.contextmanager
+def _client_names(names: dict[str, str]) -> Iterator[None]:
+    """Errors name an option as the client did."""
+    try:
+        yield
     except RequestError as error:
-        renamed = names.get(error.param or "")
-        raise RequestError(str(error).removeprefix(f"{error.param}: "), renamed) from None
+        text = str(error).removeprefix(f"{error.param}: ")
+        raise RequestError(text, names.get(error.param or "")) from None
 
 
 def _salt(salt: str) -> str:

@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 
 from inflight.errors import RequestError, did_you_mean
 from inflight.text.tokenizer import check_unicode
+from inflight.triton.request_options import OPTIONS
 
 PARAM = "sampling_parameters"
 MAX_BYTES = 1 << 16
@@ -28,9 +29,9 @@ def parse(text: str) -> dict[str, Any]:
         raise RequestError(f"{len(text)} characters are too many; allowed: {MAX_BYTES}", PARAM)
     options: dict[str, Any] = {}
     for key, value in _object(text).items():
-        if key in _IGNORED:
-            if value not in _IGNORED[key]:
-                allowed = ", ".join(json.dumps(choice) for choice in _IGNORED[key])
+        if key in IGNORED:
+            if value not in IGNORED[key]:
+                allowed = ", ".join(json.dumps(choice) for choice in IGNORED[key])
                 raise RequestError(
                     f"{key} is {_shown(value)}, which is not supported in this version; "
                     f"allowed: {allowed}",
@@ -44,7 +45,7 @@ def parse(text: str) -> dict[str, Any]:
                     del options[name]
         else:
             raise RequestError(
-                f"{key[:64]!r} is not a key{did_you_mean(key, [*_KEYS, *_IGNORED])}", PARAM
+                f"{key[:64]!r} is not a key{did_you_mean(key, [*_KEYS, *IGNORED])}", PARAM
             )
     top = options.pop("top_logprobs", 0)
     if top:
@@ -164,49 +165,35 @@ def _shown(value: Any) -> str:
     return text if len(text) <= 40 else text[:37] + "..."
 
 
+# By type of the option, and whether it is a list.
+_READERS: dict[tuple[type, bool], Callable[[str, Any], Any]] = {
+    (int, False): _integer,
+    (float, False): _number,
+    (bool, False): _flag,
+    (str, True): _strings,
+    (int, True): _ids,
+    (tuple, True): _biases,
+}
+# Keys whose values vLLM spells in another way than the option's type says.
+_READERS_BY_KEY: dict[str, Callable[[str, Any], Any]] = {
+    "stop_token_ids": _one_id,
+    "logprobs": _logprobs,
+}
+
 # vLLM's key, or where vLLM has none llama.cpp's or our own -> our name, and the reader of its
-# value, which may find that it asks for nothing: None.
+# value, which returns None for a value that asks for nothing.
 _KEYS: dict[str, tuple[str, Callable[[str, Any], Any]]] = {
-    "max_tokens": ("max_tokens", _integer),
-    "min_tokens": ("min_tokens", _integer),
-    "temperature": ("temperature", _number),
-    "top_p": ("top_p", _number),
-    "top_k": ("top_k", _integer),
-    "min_p": ("min_p", _number),
-    "typical_p": ("typical_p", _number),
-    "top_n_sigma": ("top_n_sigma", _number),
-    "xtc_threshold": ("xtc_threshold", _number),
-    "xtc_probability": ("xtc_probability", _number),
-    "repetition_penalty": ("repetition_penalty", _number),
-    "presence_penalty": ("presence_penalty", _number),
-    "frequency_penalty": ("frequency_penalty", _number),
-    "dry_multiplier": ("dry_multiplier", _number),
-    "dry_base": ("dry_base", _number),
-    "dry_allowed_length": ("dry_allowed_length", _integer),
-    "dry_penalty_last_n": ("dry_penalty_last_n", _integer),
-    "dry_sequence_breakers": ("dry_sequence_breakers", _strings),
-    "no_repeat_ngram_size": ("no_repeat_ngram_size", _integer),
-    "logit_bias": ("logit_bias", _biases),
-    "allowed_token_ids": ("allowed_token_ids", _ids),
-    "seed": ("seed", _integer),
-    "stop": ("stop_words", _strings),
-    "bad_words": ("bad_words", _strings),
-    "stop_token_ids": ("end_id", _one_id),
-    "ignore_eos": ("ignore_eos", _flag),
-    "n": ("n", _integer),
-    "best_of": ("best_of", _integer),
-    "beam_width": ("beam_width", _integer),
-    "use_beam_search": ("use_beam_search", _flag),
-    "length_penalty": ("length_penalty", _number),
-    "early_stopping": ("early_stopping", _flag),
-    "logprobs": ("num_logprobs", _logprobs),
+    key: (field.name, _READERS_BY_KEY.get(key) or _READERS[field.kind, field.is_list])
+    for field in OPTIONS
+    for key in field.vllm_keys
+} | {
+    # Not options by themselves: `parse` turns them into others.
     "top_logprobs": ("top_logprobs", _integer),
-    "prompt_logprobs": ("num_prompt_logprobs", _integer),
-    "echo": ("echo", _flag),
+    "use_beam_search": ("use_beam_search", _flag),
 }
 
 # Accepted at these values only: they ask for what happens anyway.
-_IGNORED: dict[str, tuple[Any, ...]] = {
+IGNORED: dict[str, tuple[Any, ...]] = {
     "detokenize": (True, None),
     "skip_special_tokens": (True, None),
     "spaces_between_special_tokens": (True, None),

@@ -1,16 +1,18 @@
 """The choice of tokens. Shapes: n rows of logits, V vocabulary, `slots` sequences with state.
 
 The steps and their order are those of `torch_ops.sampling`: penalties, biases and the mask,
-temperature, top_n_sigma, top_k, typical_p, top_p, min_p, XTC, and one draw by the inverse of the
-CDF with the number that `torch_ops.sampling.uniform` gives. The CDF runs where the reference's
-does: over the likeliest tokens first where top_k or a rare filter (top_n_sigma, typical_p, XTC)
-cuts or top_p keeps at most 256, over the vocabulary in order elsewhere. Equal logits stand in order
-of their ids. Beyond the logits everything is computed in integers, or in one fixed order, so a
-row's token depends on nothing but the row; it is the reference's up to the rounding of exp.
+temperature, the filters in their order (see `Filters`), and one draw by the inverse of the CDF with
+the number that `torch_ops.sampling.uniform` gives. The CDF runs where the reference's does: over
+the most probable tokens first where top_k or a rare filter cuts or top_p keeps at most 256, over
+the vocabulary in order elsewhere. A filter is rare unless it is top_k, top_p or min_p: it costs a
+launch of its own. Equal logits stand in order of their ids. Beyond the logits everything is
+computed in integers, or in one fixed order, so a row's token depends on nothing but the row; it is
+the reference's up to the rounding of exp.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 
 import numpy as np
@@ -29,28 +31,24 @@ from inflight_kernels.runtime.launch import (
 from inflight_kernels.torch_ops.sampling import NO_ALLOWED_TOKENS as NO_ALLOWED_TOKENS
 from inflight_kernels.torch_ops.sampling import NOT_FINITE as NOT_FINITE
 from inflight_kernels.torch_ops.sampling import OK as OK
+from inflight_kernels.torch_ops.sampling import Filters, Penalties
 
-ROW_PARAMS = np.dtype(
-    [
-        ("seed", "<u8"),
-        ("temperature", "<f4"),
-        ("top_k", "<i4"),
-        ("top_p", "<f4"),
-        ("min_p", "<f4"),
-        ("repetition", "<f4"),
-        ("presence", "<f4"),
-        ("frequency", "<f4"),
-        ("slot", "<i4"),
-        ("typical_p", "<f4"),
-        ("top_n_sigma", "<f4"),
-        ("xtc_threshold", "<f4"),
-        ("xtc_probability", "<f4"),
-    ]
-)
-"""How to choose in a row; ranges as in `torch_ops.sampling.Filters` and `apply_penalties`.
 
-temperature 0 is greedy. slot: the row of counts and prompt bits; negative for none, and then there
+def _row_params() -> np.dtype[np.void]:
+    fields = [("seed", "<u8"), ("temperature", "<f4"), ("slot", "<i4")]
+    for field in (*dataclasses.fields(Penalties), *dataclasses.fields(Filters)):
+        fields.append((field.name, "<i4" if isinstance(field.default, int) else "<f4"))
+    if len(fields) % 2 == 0:  # a multiple of 8 bytes, as the struct of the kernels
+        fields.append(("unused", "<i4"))
+    return np.dtype(fields)
+
+
+ROW_PARAMS = _row_params()
+"""How to choose in a row: `torch_ops.sampling.Penalties` and `Filters`, a seed, a temperature of
+which 0 is greedy, and a slot: the row of counts and prompt bits; negative for none, and then there
 are no penalties.
+
+The kernels read it as the struct of csrc/sampling/row_params.cuh, which `make generate` writes.
 """
 
 MAX_VOCAB_SIZE = 2**21
@@ -69,7 +67,8 @@ _PARTIAL_BYTES = 32
 def greedy_row_params(n: int) -> np.ndarray[tuple[int], np.dtype[np.void]]:
     """[n] of ROW_PARAMS: greedy, without filters, penalties and slot, to be filled in."""
     rows = np.zeros(n, ROW_PARAMS)
-    rows["top_p"] = rows["typical_p"] = rows["repetition"] = 1.0
+    for field in (*dataclasses.fields(Penalties), *dataclasses.fields(Filters)):
+        rows[field.name] = field.default
     rows["slot"] = -1
     return rows
 
@@ -124,7 +123,7 @@ class DraftTails:
 
 
 @dataclass(frozen=True, slots=True)
-class Penalties:
+class PenaltyState:
     """What the penalties of rows count.
 
     Attributes:
@@ -179,7 +178,7 @@ class SamplingInputs:
 
     row_params: Tensor
     positions: Tensor
-    penalties: Penalties | None = None
+    penalties: PenaltyState | None = None
     logit_bias: LogitBias | None = None
     masks: TokenMasks | None = None
 
@@ -248,7 +247,7 @@ def sample(
         workspace: for at least n rows of V.
         out: written.
         filters: False if no drawn row has a filter: saves a launch.
-        rare: False if no drawn row has typical_p, top_n_sigma or XTC: saves another one.
+        rare: False if no drawn row has a rare filter: saves another one.
         pdl: see `Kernel`.
 
     Raises:
@@ -287,7 +286,7 @@ def sample(
 
 
 def _penalty_arguments(
-    penalties: Penalties | None, n: int, vocab_size: int
+    penalties: PenaltyState | None, n: int, vocab_size: int
 ) -> tuple[Tensor | int, ...]:
     """counts, prompt, tokens, starts and lengths of tails; 0 for what is missing."""
     if penalties is None:

@@ -38,26 +38,34 @@ def log_probs(logits: Tensor) -> Tensor:
     return torch.log_softmax(logits, -1)
 
 
+@dataclass(frozen=True, slots=True)
+class Penalties:
+    """How tokens that occurred before lose probability; the defaults change nothing.
+
+    Attributes:
+        repetition_penalty: divides positive and multiplies negative logits of tokens in the prompt
+            or the output (arXiv:1909.05858).
+        presence_penalty: subtracted once from each token of the output.
+        frequency_penalty: subtracted for each occurrence in the output.
+    """
+
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+
+
 def apply_penalties(
-    row: Tensor,
-    seen_ids: Ints,
-    output_ids: Ints,
-    output_counts: Ints,
-    repetition: float,
-    presence: float,
-    frequency: float,
+    row: Tensor, seen_ids: Ints, output_ids: Ints, output_counts: Ints, penalties: Penalties
 ) -> None:
-    """Make tokens that were there before less likely, in place.
+    """Make tokens that occurred before less probable, in place.
 
     Args:
         row: [V] logits.
         seen_ids: distinct tokens of prompt and output.
-        output_ids, output_counts: distinct tokens of the output and how often each stands there.
-        repetition: divides positive and multiplies negative logits of seen tokens
-            (arXiv:1909.05858).
-        presence: subtracted once from each token of the output.
-        frequency: subtracted for each occurrence in the output.
+        output_ids, output_counts: distinct tokens of the output and how often each occurs there.
     """
+    repetition = penalties.repetition_penalty
+    presence, frequency = penalties.presence_penalty, penalties.frequency_penalty
     if repetition != 1.0 and len(seen_ids):
         ids = torch.from_numpy(seen_ids)
         logits = row[ids]

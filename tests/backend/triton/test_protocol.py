@@ -138,7 +138,7 @@ def test_every_field_of_the_params_has_a_tensor():
         ),
         (
             {"logit_bias_ids": ints(1, 1), "logit_bias_values": floats(1, 1)},
-            "logit_bias: a token stands there twice",
+            "logit_bias: a token id occurs twice",
         ),
         (
             {"logit_bias_ids": ints(1), "logit_bias_values": floats(101)},
@@ -148,7 +148,7 @@ def test_every_field_of_the_params_has_a_tensor():
             {"logit_bias_ids": ints(1, 2), "logit_bias_values": floats(1, np.nan)},
             "logit_bias_values: nan is not a finite number",
         ),
-        ({"allowed_token_ids": ints()}, "allowed_token_ids: has no token"),
+        ({"allowed_token_ids": ints()}, "allowed_token_ids: is empty"),
         ({"allowed_token_ids": ints(5, -1)}, "allowed_token_ids: -1 is not a token id"),
         ({"allowed_token_ids": ints(100)}, "allowed_token_ids: 100 is not in the vocabulary"),
         ({"end_id": ints(100)}, "end_id: 100 is not in the vocabulary; allowed: 0 to 99"),
@@ -156,7 +156,7 @@ def test_every_field_of_the_params_has_a_tensor():
         ({"num_logprobs": ints(-1)}, "num_logprobs: -1 is out of range; allowed: [0, 20]"),
         (
             {"typical_p": floats(0.5), "temperature": floats(0)},
-            "typical_p: drops the likeliest token",
+            "typical_p: may drop the most probable token",
         ),
         ({"no_repeat_ngram_size": ints(1)}, "no_repeat_ngram_size: 1 would ban every token"),
         (
@@ -165,7 +165,7 @@ def test_every_field_of_the_params_has_a_tensor():
                 "logit_bias_values": floats(1),
                 "sampling_parameters": strings('{"logit_bias": {"1": 2}}'),
             },
-            "sampling_parameters: logit_bias stands in the tensor logit_bias too",
+            "sampling_parameters: logit_bias is also set by the tensor logit_bias",
         ),
         (
             {"sampling_parameters": strings('{"logit_bias": {"100": 2}}')},
@@ -173,7 +173,7 @@ def test_every_field_of_the_params_has_a_tensor():
         ),
         (
             {"sampling_parameters": strings('{"allowed_token_ids": []}')},
-            "sampling_parameters: allowed_token_ids: has no token",
+            "sampling_parameters: allowed_token_ids: is empty",
         ),
     ],
 )
@@ -333,7 +333,7 @@ def test_the_json_dialect_is_merged():
 def test_the_json_dialect_may_not_repeat_a_tensor():
     message = refusal(sampling_parameters=strings('{"min_tokens": 7}'), min_length=ints(7))
     assert message == (
-        "sampling_parameters: min_tokens stands in the tensor min_length too; send one of them"
+        "sampling_parameters: min_tokens is also set by the tensor min_length; send one of them"
     )
 
 
@@ -359,7 +359,7 @@ def test_an_error_in_the_json_dialect_names_it():
         ({"beam_width": ints(17)}, "beam_width: 17 is out of range; allowed: [1, 16]"),
         (
             {"beam_width": ints(4), "stream": flags(True)},
-            "stream: cannot be combined with beam_width 4: which outputs are best is known at",
+            "stream: cannot be combined with beam_width 4: which outputs are best is known only",
         ),
         (
             {"beam_width": ints(4), "n": ints(2), "best_of": ints(3)},
@@ -367,7 +367,7 @@ def test_an_error_in_the_json_dialect_names_it():
         ),
         (
             {"beam_width": ints(4), "speculation": strings("auto")},
-            "speculation: cannot be combined with beam_width 4: a draft is checked",
+            "speculation: cannot be combined with beam_width 4: a draft is verified",
         ),
         (
             {
@@ -387,6 +387,13 @@ def test_an_error_in_the_json_dialect_names_it():
         ({"guided_decoding_guide": strings("x")}, "guided_decoding_guide_type: is missing"),
         ({"guided_decoding_guide_type": strings("regex")}, "guided_decoding_guide: is missing"),
         ({"guided_decoding_guide_type": strings("pdf")}, "guided_decoding_guide_type: 'pdf'"),
+        (
+            {
+                "guided_decoding_guide_type": strings("json"),
+                "ignore_eos": flags(True),
+            },
+            "ignore_eos: cannot be combined with a grammar, which determines the end",
+        ),
         ({"priority_class": strings("high")}, "priority_class: is not supported in this version"),
         ({"deadline_ms": ints(5)}, "deadline_ms: is not supported in this version"),
     ],

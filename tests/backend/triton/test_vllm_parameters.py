@@ -173,7 +173,7 @@ def test_what_is_not_allowed_is_refused(text, message):
 
 @given(st.recursive(st.none() | st.booleans() | st.floats() | st.text(), st.lists, max_leaves=5))
 def test_any_value_of_any_key_is_read_or_refused(value):
-    for key in [*vllm_parameters._KEYS, *vllm_parameters._IGNORED]:
+    for key in [*vllm_parameters._KEYS, *vllm_parameters.IGNORED]:
         try:
             vllm_parameters.parse(json.dumps({key: value}))
         except RequestError as error:

@@ -18,7 +18,7 @@ from inflight_kernels.ops.sampling import (
     OK,
     DraftTails,
     LogitBias,
-    Penalties,
+    PenaltyState,
     SamplingInputs,
     SamplingOutputs,
     TokenMasks,
@@ -115,7 +115,7 @@ def inputs_of(row_params: RowParamsArray, **operands: torch.Tensor) -> SamplingI
         if "tokens" in operands:
             names = ("tokens", "tail_starts", "tail_lengths")
             tails = DraftTails(*(operands[name] for name in names))
-        found["penalties"] = Penalties(operands["counts"], operands["prompt"], tails)
+        found["penalties"] = PenaltyState(operands["counts"], operands["prompt"], tails)
     if "biases" in operands:
         names = ("bias_starts", "bias_ids", "biases")
         found["logit_bias"] = LogitBias(*(operands[name] for name in names))
@@ -367,9 +367,9 @@ def shape(logits: torch.Tensor, row_params: RowParamsArray, rng: np.random.Gener
     """Give rows penalties (into the row_params), drafted tokens, biases, bans and masks."""
     n, vocab_size = logits.shape
     slots = 5
-    row_params["repetition"] = rng.choice([1.0, 0.8, 1.3], n)
-    row_params["presence"] = rng.choice([0.0, -1.0, 0.5], n)
-    row_params["frequency"] = rng.choice([0.0, -0.1, 0.25], n)
+    row_params["repetition_penalty"] = rng.choice([1.0, 0.8, 1.3], n)
+    row_params["presence_penalty"] = rng.choice([0.0, -1.0, 0.5], n)
+    row_params["frequency_penalty"] = rng.choice([0.0, -0.1, 0.25], n)
     row_params["slot"] = rng.integers(-1, slots, n)
     prompt = torch.zeros(slots, prompt_words(vocab_size), dtype=torch.int32, device="cuda")
     counts = torch.zeros(slots, vocab_size, dtype=torch.int16, device="cuda")
@@ -409,9 +409,11 @@ def shape(logits: torch.Tensor, row_params: RowParamsArray, rng: np.random.Gener
                 np.union1d(output_ids, prompt_tokens[1][prompt_tokens[0] == slot]),
                 output_ids,
                 output_counts,
-                float(row_params["repetition"][row]),
-                float(row_params["presence"][row]),
-                float(row_params["frequency"][row]),
+                reference.PenaltyState(
+                    float(row_params["repetition_penalty"][row]),
+                    float(row_params["presence_penalty"][row]),
+                    float(row_params["frequency_penalty"][row]),
+                ),
             )
         known = {id_: bias for id_, bias in biases[row].items() if id_ < vocab_size}
         if known:
@@ -459,7 +461,7 @@ def test_each_way_of_shaping_works_without_the_others() -> None:
     logits = torch.randn(12, 20000, device="cuda") * 3
     full = shape(logits, row_params, rng).operands
     plain = row_params.copy()
-    for name in ("repetition", "presence", "frequency", "slot"):
+    for name in ("repetition_penalty", "presence_penalty", "frequency_penalty", "slot"):
         plain[name] = greedy_row_params(12)[name]
     for names in (
         ("counts", "prompt"),

@@ -184,15 +184,17 @@ def test_the_masses_of_the_largest_vocabulary_fit_64_bits() -> None:
 
 
 def test_row_params_have_the_memory_layout_of_the_kernel() -> None:
-    body = re.search(r"struct RowParams \{(.*?)\};", SOURCE, re.DOTALL)
+    source = (CSRC / "row_params.cuh").read_text()
+    body = re.search(r"struct RowParams \{(.*?)\};", source, re.DOTALL)
     assert body is not None
     fields = []
-    for line in re.sub(r"//.*", "", body[1]).split(";"):
-        words = re.findall(r"\w+", line)
-        fields.extend((name, words[0]) for name in words[1:])
-    types = {"u64": "<u8", "float": "<f4", "int": "<i4"}
+    for line in re.sub(r"//.*", "", body[1]).split(";")[:-1]:
+        kind, name = line.strip().rsplit(" ", 1)
+        fields.append((name, kind))
+    types = {"unsigned long long": "<u8", "float": "<f4", "int": "<i4"}
     assert np.dtype([(name, types[kind]) for name, kind in fields]) == sampling.ROW_PARAMS
-    assert f"sizeof(RowParams) == {sampling.ROW_PARAMS.itemsize}" in SOURCE
+    assert f"sizeof(RowParams) == {sampling.ROW_PARAMS.itemsize}" in source
+    assert sampling.ROW_PARAMS.itemsize % 8 == 0
 
 
 @pytest.mark.parametrize(
@@ -235,6 +237,7 @@ def test_rows_of_scratch_stay_aligned() -> None:
 def test_default_row_params_are_greedy_and_change_nothing() -> None:
     (params,) = sampling.greedy_row_params(1)
     assert params["temperature"] == 0 and params["slot"] == -1
-    assert params["top_p"] == params["typical_p"] == params["repetition"] == 1
-    assert params["min_p"] == params["presence"] == params["frequency"] == params["top_k"] == 0
+    assert params["top_p"] == params["typical_p"] == params["repetition_penalty"] == 1
+    assert params["min_p"] == params["presence_penalty"] == params["frequency_penalty"] == 0
+    assert params["top_k"] == 0
     assert params["top_n_sigma"] == params["xtc_probability"] == 0

@@ -81,7 +81,7 @@ def test_repetition_penalty_equals_that_of_transformers(penalty: float) -> None:
         0
     ]
     none = np.array([], np.int64)
-    ops.apply_penalties(row, np.unique(tokens), none, none, penalty, 0.0, 0.0)
+    ops.apply_penalties(row, np.unique(tokens), none, none, ops.Penalties(penalty))
     torch.testing.assert_close(row, expected)
 
 
@@ -89,7 +89,7 @@ def test_presence_and_frequency_penalties_subtract() -> None:
     row = torch.randn(VOCAB)
     before = row.clone()
     ids, counts = np.array([4, 9]), np.array([1, 3])
-    ops.apply_penalties(row, ids, ids, counts, 1.0, 0.5, 0.25)
+    ops.apply_penalties(row, ids, ids, counts, ops.Penalties(1.0, 0.5, 0.25))
     assert row[4] == pytest.approx(before[4] - 0.75)
     assert row[9] == pytest.approx(before[9] - 1.25)
     others = [i for i in range(VOCAB) if i not in (4, 9)]

@@ -11,6 +11,7 @@
 // radix selection over the whole row.
 #pragma once
 
+#include "sampling/row_params.cuh"
 #include "sampling/sampling.cuh"
 
 constexpr int VALUES = 32;  // logits of a thread
@@ -22,19 +23,6 @@ constexpr int MAX_SLICES = 256;  // of a row
 // Consecutive logits of a thread: a vector, so that a warp reads whole lines.
 template <typename T>
 constexpr int RUN = VECTOR<T>;
-
-// How to choose in a row; written by the host.
-struct RowParams {
-    u64 seed;
-    float temperature;  // 0: greedy
-    int top_k;          // 0 or less: all
-    float top_p, min_p, repetition, presence, frequency;
-    int slot;  // of the row's counts and prompt bits; negative: none
-    float typical_p;    // 1: all
-    float top_n_sigma;  // 0: all
-    float xtc_threshold, xtc_probability;
-};
-static_assert(sizeof(RowParams) == 56, "as sampling.py writes it");
 
 // What a slice tells of its row.
 struct Partial {
@@ -209,8 +197,7 @@ __device__ bool read_slice(const Job<T>& job, int row, int slice, float (&x)[VAL
 
 template <typename T>
 __device__ bool has_penalties(const Job<T>& job, const RowParams& params) {
-    return job.counts && params.slot >= 0 &&
-           (params.repetition != 1.0f || params.presence != 0.0f || params.frequency != 0.0f);
+    return job.counts && params.slot >= 0 && has_penalties(params);
 }
 
 template <typename T>
@@ -315,8 +302,11 @@ __device__ __forceinline__ void adjust(const Job<T>& job, int row, const RowPara
                 int times = count[j];
                 if (looked_at >> j & 1) times += times_drafted(drafts, num_drafts, first + j);
                 if (times || in_prompt >> j & 1)
-                    value = value > 0.0f ? value / params.repetition : value * params.repetition;
-                if (times) value -= params.presence + params.frequency * static_cast<float>(times);
+                    value = value > 0.0f ? value / params.repetition_penalty
+                                         : value * params.repetition_penalty;
+                if (times)
+                    value -= params.presence_penalty +
+                             params.frequency_penalty * static_cast<float>(times);
             }
         }
     }
@@ -369,11 +359,6 @@ __device__ void read_adjusted(const Job<T>& job, int row, const RowParams& param
 template <typename T>
 __device__ bool cuts_rank(const Job<T>& job, const RowParams& params) {
     return params.top_k > 0 && params.top_k < job.vocab;
-}
-
-// Whether a row has filters that need more than its top and its bound.
-__device__ inline bool has_rare_filters(const RowParams& params) {
-    return params.typical_p < 1.0f || params.top_n_sigma > 0.0f || params.xtc_probability > 0.0f;
 }
 
 // Whether this block is the last of the row's blocks to come here; the writes of the others are then

@@ -2,11 +2,10 @@
 // and what was chosen is kept at its end. See batch_state.py for the layout of a step.
 
 #include "common.cuh"
+#include "sampling/row_params.cuh"
 
 // As in batch_state.py.
 constexpr int NUM_CHUNKS = 0, RING_INDEX = 1, NUM_TOKENS = 2, NUM_ROWS = 3;
-constexpr int ROW_PARAMS_WORDS = 14;
-constexpr int ROW_PARAMS_SLOT = 9;
 constexpr int OK = 0;  // a status
 
 // Writes table entries: tables[places[i]] = blocks[i].

@@ -1,6 +1,7 @@
 // Drafts by looking back in a sequence's own tokens (prompt lookup). One block per sequence.
 
 #include "common.cuh"
+#include "sampling/row_params.cuh"
 
 typedef unsigned long long u64;
 
@@ -47,10 +48,8 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 
 // ---------------------------------------------------------------- drafting with a model
 
-// As in batch_state.py and sampling.py.
+// As in batch_state.py.
 constexpr int NUM_CHUNKS = 0, NUM_TOKENS = 2;
-constexpr int ROW_PARAMS_WORDS = 14, ROW_PARAMS_SLOT = 9, ROW_PARAMS_TYPICAL_P = 10, ROW_PARAMS_TOP_N_SIGMA = 11,
-              ROW_PARAMS_XTC_PROBABILITY = 13;
 constexpr int OK = 0;
 
 // A row of nobody's has token 0 at position 0, which goes nowhere: it sees itself, or whatever stands
@@ -78,12 +77,10 @@ extern "C" __global__ void begin_drafting(
     if (last >= max_positions) slot = PADDING;
     const int word = threadIdx.x;
     if (word < ROW_PARAMS_WORDS) {
-        int value = slot < 0 ? 0 : row_params[slot * ROW_PARAMS_WORDS + word];
-        // Penalties and the filters that few ask for are left out.
-        if (word == ROW_PARAMS_SLOT) value = -1;
-        if (word == ROW_PARAMS_TYPICAL_P) value = __float_as_int(1.0f);
-        if (word == ROW_PARAMS_TOP_N_SIGMA || word == ROW_PARAMS_XTC_PROBABILITY) value = 0;
-        draft_row_params[chunk * ROW_PARAMS_WORDS + word] = value;
+        const int value = slot < 0 ? 0 : row_params[slot * ROW_PARAMS_WORDS + word];
+        // Drafts are drawn without penalties and rare filters: the slot of none, and defaults.
+        draft_row_params[chunk * ROW_PARAMS_WORDS + word] =
+            word == ROW_PARAMS_SLOT ? -1 : without_rare_filters(word, value);
     }
     if (threadIdx.x != 0) return;
     slots[chunk] = slot;

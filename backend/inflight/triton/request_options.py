@@ -1,0 +1,136 @@
+"""The request options that concern a request as a whole: its outputs, its prompt, its speed.
+
+The annotated fields of `RequestOptions` are the second half of the table of request options (see
+`sampling.options`); the first is `SamplingParams`.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+
+from inflight.config import MAX_DRAFTS
+from inflight.core.output_constraint import KINDS
+from inflight.sampling.options import Option, check_options, option_fields
+from inflight.sampling.params import SAMPLING_OPTIONS
+
+MAX_OUTPUTS = 64
+MAX_SALT_LENGTH = 256
+
+
+class RequestOptions(msgspec.Struct, frozen=True):
+    """What a request asks for beyond `SamplingParams`, under our names; None where it does not say.
+
+    Raises:
+        RequestError: a value is out of its bounds; names it.
+    """
+
+    stream: Annotated[
+        bool,
+        Option("Answer as the text grows, not once at the end.", vllm=(), client=""),
+    ] = False
+    exclude_input_in_output: Annotated[
+        bool | None,
+        Option("False puts the prompt in front of the output.", vllm=(), default="true"),
+    ] = None
+    echo: Annotated[
+        bool | None,
+        Option(
+            "True puts the prompt in front of the output. With `num_logprobs` it also asks for the "
+            "prompt's log-probabilities.",
+            default="false",
+        ),
+    ] = None
+    return_num_input_tokens: Annotated[
+        bool,
+        Option("Accepted; the count is always part of the answer.", vllm=()),
+    ] = True
+    return_num_output_tokens: Annotated[
+        bool,
+        Option("Accepted; the count is always part of the answer.", vllm=()),
+    ] = True
+    sampling_parameters: Annotated[
+        str | None,
+        Option(
+            "Options as one JSON object, under vLLM's names.",
+            vllm=(),
+            client="str | Mapping[str, Any]",
+            default="none",
+        ),
+    ] = None
+    cache_salt: Annotated[
+        str,
+        Option(
+            "Cached prefixes are shared only between requests with the same salt.",
+            allowed=f"up to {MAX_SALT_LENGTH} characters, all printable",
+            vllm=(),
+        ),
+    ] = ""
+    n: Annotated[
+        int,
+        Option(
+            "Outputs per prompt, which is computed once. With a `seed`, output i has seed + i.",
+            low=1,
+            high=MAX_OUTPUTS,
+            allowed=f"1 to {MAX_OUTPUTS}",
+        ),
+    ] = 1
+    best_of: Annotated[
+        int | None,
+        Option(
+            "Outputs to compute, of which the n with the highest log-probability per token are the "
+            "answer. Cannot be combined with `stream`.",
+            low=1,
+            high=MAX_OUTPUTS,
+            allowed=f"1 to {MAX_OUTPUTS}",
+            default="`n`",
+        ),
+    ] = None
+    speculation: Annotated[
+        str | None,
+        Option(
+            "Draft tokens per step. Changes the speed, never the output.",
+            allowed=f"auto, off, or 0 to {MAX_DRAFTS}",
+            vllm=(),
+            default="the engine's `speculative_config.default`",
+        ),
+    ] = None
+    return_log_probs: Annotated[
+        bool,
+        Option("True reports each output token, as `num_logprobs` 0 does.", vllm=()),
+    ] = False
+    guided_decoding_guide_type: Annotated[
+        str | None,
+        Option(
+            "What the output must match: any JSON, or a JSON schema, a regular expression, a "
+            "grammar (GBNF or Lark) or one of several strings (a JSON list).",
+            allowed=", ".join(KINDS),
+            vllm=(),
+            default="any text",
+        ),
+    ] = None
+    guided_decoding_guide: Annotated[
+        str | None,
+        Option(
+            "The schema, expression, grammar or choices.",
+            vllm=(),
+            client="str | Mapping[str, Any] | Sequence[str]",
+            default="none",
+        ),
+    ] = None
+    priority_class: Annotated[
+        str | None, Option("Not supported in this version.", vllm=(), client="", supported=False)
+    ] = None
+    deadline_ms: Annotated[
+        int | None, Option("Not supported in this version.", vllm=(), client="", supported=False)
+    ] = None
+
+    def __post_init__(self) -> None:
+        check_options(self, REQUEST_OPTIONS)
+
+
+REQUEST_OPTIONS = option_fields(RequestOptions)
+
+OPTIONS = (*SAMPLING_OPTIONS, *REQUEST_OPTIONS)
+"""The table: every option of a request, in the order of the tensors."""
