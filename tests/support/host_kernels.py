@@ -424,11 +424,8 @@ def _penalize(row: Tensor, params: np.void, counts: Tensor, in_prompt: Tensor) -
         seen.nonzero()[:, 0].numpy(),
         output.nonzero()[:, 0].numpy(),
         counts[output].numpy(),
-        torch_sampling.PenaltyState(
-            *(
-                float(params[field.name])
-                for field in dataclasses.fields(torch_sampling.PenaltyState)
-            )
+        torch_sampling.Penalties(
+            *(float(params[field.name]) for field in dataclasses.fields(torch_sampling.Penalties))
         ),
     )
 
