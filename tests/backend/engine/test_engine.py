@@ -554,7 +554,7 @@ def test_what_is_drafted_behind_the_end_is_nobodys() -> None:
     found = set()
     for prompt in range(60):
         engine = drafting_engine(1, 4, vocab_size=100)
-        engine.eos_token_ids = frozenset(range(0, 100, 9))
+        engine.admission.eos_token_ids = frozenset(range(0, 100, 9))
         engine.submit(request(1, [prompt], max_tokens=40))
         events = run(engine)[1]
         ids = [token for event in events for token in event.token_ids]
