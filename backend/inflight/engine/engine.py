@@ -15,45 +15,29 @@ to have ended: what it computes for these is dropped.
 
 from __future__ import annotations
 
-import logging
 import time
-from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 
 from inflight.config import EngineConfig
 from inflight.core.batch import Batch, Committed, StepOutput
-from inflight.core.request import AUTO_DRAFTS, FinishReason, Request, TokenEvent
+from inflight.core.request import FinishReason, Request, TokenEvent
 from inflight.core.sequence import Sequence, SequenceGroup, Status
 from inflight.engine.admission import Admission, PoolLimits
 from inflight.engine.beam_search import BeamGroup, BeamSearches
 from inflight.engine.delivery import DeliveryWatch
 from inflight.engine.grammars import Grammars
 from inflight.engine.output import OutputStage
+from inflight.engine.pipeline import Launched, StepPipeline
+from inflight.engine.planning import make_draft_budget, make_scheduler
 from inflight.engine.sibling_queue import SiblingQueue
-from inflight.engine.stats import Stats, TokenCounts
+from inflight.engine.stats import Stats
+from inflight.engine.token_counts import TokenCounts
 from inflight.errors import CapacityError, EngineError, InflightError, RequestError
-from inflight.execution.runner import PendingStep, Runner
-from inflight.scheduling.draft_budget import DraftBudget
-from inflight.scheduling.scheduler import Scheduler
+from inflight.execution.runner import Runner
 from inflight.text.detokenize import Detokenizer
 from inflight.text.tokenizer import Tokenizer
 
-logger = logging.getLogger(__name__)
-
 _COMPILING_POLL_S = 0.001
-
-MAX_CONSECUTIVE_FAILURES = 8
-"""Steps, with none between them that worked: no bad request does that, but a lost GPU does."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Launched:
-    """A step whose result has not been taken yet."""
-
-    batch: Batch
-    pending: PendingStep
-    time: float  # just before its launch
 
 
 class Engine:
@@ -81,7 +65,7 @@ class Engine:
         self.runner = runner
         self.max_model_len = max_model_len
         detokenizer = Detokenizer(tokenizer) if tokenizer else None
-        self.scheduler = _scheduler(config, runner)
+        self.scheduler = make_scheduler(config, runner)
         self.admission = Admission(
             PoolLimits(runner.num_blocks, runner.block_size, self.scheduler.max_num_seqs),
             runner.vocab_size,
@@ -95,26 +79,24 @@ class Engine:
         self.searches = BeamSearches()
         self.siblings = SiblingQueue()
         self.delivery = DeliveryWatch()
-        self.speculation = _speculation(config, runner)
+        self.speculation = make_draft_budget(config, runner)
         self.grammars = Grammars(tokenizer, runner.vocab_size, self.admission.eos_token_ids)
         self.draining = False  # whether new requests are refused, since the server is stopping
         self._counts = TokenCounts()
-        self._consecutive_failures = 0
         self._clock = clock
         self._groups: dict[int, SequenceGroup] = {}  # by the ids of their outputs
-        self._in_flight: deque[_Launched] = deque()  # oldest first
-        self._last_result = 0.0  # when it was taken
+        self._pipeline = StepPipeline(runner, clock)
 
     @property
     def has_work(self) -> bool:
         """Whether `step` would launch a batch or take a result."""
         scheduler = self.scheduler
-        return bool(self._in_flight or scheduler.running or scheduler.waiting or self.siblings)
+        return bool(self._pipeline or scheduler.running or scheduler.waiting or self.siblings)
 
     @property
     def is_broken(self) -> bool:
         """Whether steps fail whatever is in them, as all do after an error of a GPU."""
-        return self._consecutive_failures >= MAX_CONSECUTIVE_FAILURES
+        return self._pipeline.is_broken
 
     @property
     def is_compiling(self) -> bool:
@@ -204,10 +186,10 @@ class Engine:
         if self.speculation is not None:
             self.speculation.plan(self.scheduler.running)
         batch = self.scheduler.schedule()
-        if batch.chunks:
-            events += self._launch(batch)
-        if len(self._in_flight) > (self.runner.steps_ahead if batch.chunks else 0):
-            events += self._take_result(self._in_flight.popleft())
+        if batch.chunks and not self._pipeline.launch(batch):
+            events += self._fail_batch(batch)
+        if self._pipeline.is_due(has_launched=bool(batch.chunks)):
+            events += self._take_result()
         return events
 
     def sweep(self) -> list[TokenEvent]:
@@ -230,20 +212,8 @@ class Engine:
 
     def stats(self) -> Stats:
         """What the engine has done, and what it is doing."""
-        scheduler, counts = self.scheduler, self._counts
-        return Stats(
-            num_running=len(scheduler.running),
-            num_waiting=len(scheduler.waiting),
-            num_suspended=len(scheduler.suspended),
-            num_free_blocks=scheduler.num_free_blocks,
-            num_blocks=self.runner.num_blocks,
-            num_steps=counts.num_steps,
-            num_preemptions=scheduler.num_preemptions,
-            num_prompt_tokens=scheduler.num_prompt_tokens,
-            num_output_tokens=self.outputs.num_tokens,
-            num_cached_tokens=scheduler.num_cached_tokens,
-            num_drafted_tokens=counts.num_drafted,
-            num_accepted_tokens=counts.num_accepted,
+        return self._counts.snapshot(
+            self.scheduler, self.runner.num_blocks, self.outputs.num_tokens
         )
 
     def _group_of(self, sequence: Sequence) -> SequenceGroup:
@@ -276,24 +246,12 @@ class Engine:
                 refused.append(self._fail(group, reason))
         return refused
 
-    def _launch(self, batch: Batch) -> list[TokenEvent]:
-        """Put a batch in flight; the events of its failure if that fails."""
-        now = self._clock()
-        try:
-            pending = self.runner.launch(batch)
-        except Exception:  # whatever it is, it ends these requests and is logged with its trace
-            return self._fail_batch(batch)
-        self._in_flight.append(_Launched(batch, pending, now))
-        return []
-
-    def _take_result(self, launched: _Launched) -> list[TokenEvent]:
-        """Wait for a step and take in what it computed."""
+    def _take_result(self) -> list[TokenEvent]:
+        """Wait for the oldest step and take in what it computed."""
+        launched, output = self._pipeline.take()
         batch = launched.batch
-        try:
-            output = launched.pending.result()
-        except Exception:  # as in _launch
+        if output is None:
             return self._fail_batch(batch)
-        self._consecutive_failures = 0
         failed = self._fail_errored(batch, output)
         committed = self.scheduler.commit(batch, output)
         if self.speculation is not None:
@@ -329,12 +287,10 @@ class Engine:
         self._finish(search)
         return events
 
-    def _watch_delivery(self, launched: _Launched, events: list[TokenEvent]) -> None:
+    def _watch_delivery(self, launched: Launched, events: list[TokenEvent]) -> None:
         """Let the watch know how long a step took, and what it put on its way."""
-        now = self._clock()
-        # Of two steps in flight, the second one starts when the first one ends.
-        self.delivery.record_step(now - max(launched.time, self._last_result))
-        self._last_result = now
+        now, duration = self._pipeline.end_of(launched)
+        self.delivery.record_step(duration)
         self.delivery.record_events(events, now)
 
     def _fail_errored(self, batch: Batch, output: StepOutput) -> list[TokenEvent]:
@@ -345,9 +301,7 @@ class Engine:
         ]
 
     def _fail_batch(self, batch: Batch) -> list[TokenEvent]:
-        """End what a failed step held; call it where the exception is handled."""
-        logger.exception("the step of %d sequences failed", len(batch.chunks))
-        self._consecutive_failures += 1
+        """End what a failed step held."""
         # The message is fixed: an exception's own text may hold addresses or other users' data.
         error = EngineError("the step that computed this request failed; it is safe to retry")
         return [self._fail(chunk.sequence, error) for chunk in batch.chunks if not chunk.is_stale]
@@ -372,34 +326,6 @@ class Engine:
         self.searches.forget(group)
         for request_id in group.request.output_ids or (group.request_id,):
             self._groups.pop(request_id, None)
-
-
-def _scheduler(config: EngineConfig, runner: Runner) -> Scheduler:
-    return Scheduler(
-        num_blocks=runner.num_blocks,
-        block_size=runner.block_size,
-        max_num_seqs=config.max_num_seqs,
-        max_num_batched_tokens=config.max_num_batched_tokens,
-        max_prefill_chunk=config.max_prefill_chunk,
-        max_waiting=config.max_waiting,
-        enable_prefix_caching=config.enable_prefix_caching,
-        max_draft_tokens=config.max_draft_tokens,
-        max_rows=runner.max_rows,
-    )
-
-
-def _speculation(config: EngineConfig, runner: Runner) -> DraftBudget | None:
-    """None where nothing is drafted."""
-    settings = config.speculative_config
-    if settings is None or runner.step_costs is None:
-        return None
-    default = {"auto": AUTO_DRAFTS, "off": 0}.get(str(settings.default))
-    return DraftBudget(
-        runner.step_costs,
-        settings.num_speculative_tokens,
-        int(settings.default) if default is None else default,
-        host_drafts=runner.supports_host_drafts,
-    )
 
 
 def generate(engine: Engine, requests: Iterable[Request]) -> dict[int, list[int]]:

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import msgspec
-
-from inflight.core.batch import StepOutput
 
 
 class Stats(msgspec.Struct, tag="stats", frozen=True):
@@ -36,25 +32,3 @@ class Stats(msgspec.Struct, tag="stats", frozen=True):
     num_cached_tokens: int
     num_drafted_tokens: int = 0
     num_accepted_tokens: int = 0
-
-
-@dataclass(slots=True)
-class TokenCounts:
-    """Counts steps and drafts.
-
-    Attributes:
-        num_steps: batches computed.
-        num_drafted: drafts that were verified.
-        num_accepted: those of them that were accepted.
-    """
-
-    num_steps: int = 0
-    num_drafted: int = 0
-    num_accepted: int = 0
-
-    def add(self, output: StepOutput) -> None:
-        """A step was computed."""
-        self.num_steps += 1
-        for index, num_drafted in output.num_drafted.items():
-            self.num_drafted += num_drafted
-            self.num_accepted += len(output.token_ids[index]) - 1

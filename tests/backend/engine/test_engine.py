@@ -15,7 +15,8 @@ from fake_runner import CountingRunner, LateStep, PagedRunner, alone, next_token
 from inflight.config import EngineConfig, SpeculativeConfig
 from inflight.core.batch import Batch, StepOutput
 from inflight.core.request import FinishReason, Request, TokenEvent
-from inflight.engine.engine import MAX_CONSECUTIVE_FAILURES, Engine, generate
+from inflight.engine.engine import Engine, generate
+from inflight.engine.pipeline import MAX_CONSECUTIVE_FAILURES
 from inflight.errors import CapacityError, RequestError
 from inflight.sampling.params import SamplingParams
 from inflight.scheduling.draft_budget import StepCosts
