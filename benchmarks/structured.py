@@ -39,7 +39,7 @@ from numpy.typing import NDArray
 import result
 from inflight.checkpoint.locate import locate
 from inflight.core.output_constraint import Kind, StructuredOutput
-from inflight.structured import bridge, grammar, grammar_state
+from inflight.structured import bridge, grammar
 from inflight.structured.grammar import Grammar
 from inflight.structured.grammar_state import GrammarState
 from inflight.structured.masks import MaskFiller
@@ -119,7 +119,7 @@ class Batch:
                     matchers[i] = Matcher(grammars[i], self.vocabulary)
                     states[i] = GrammarState(matchers[i], self._filler)
             started, worked = time.perf_counter(), time.process_time()
-            out, failures = grammar_state.fill(states, no_drafts)
+            out, failures = states[0].fill_masks(states, no_drafts)
             filled, worked = time.perf_counter(), time.process_time() - worked
             if failures:
                 raise RuntimeError(str(failures))

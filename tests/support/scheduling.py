@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from fake_runner import NUM_NAMED, PagedRunner, score
-from inflight.core.batch import Batch, Chunk
+from inflight.core.batch import Batch, Chunk, Committed
 from inflight.core.request import Candidate, Request
 from inflight.core.sequence import Sequence
 from inflight.engine.beam_search import BeamGroup
@@ -33,21 +33,37 @@ def prompt(length: int, start: int = 0) -> list[int]:
     return [(start + i * i) % 251 for i in range(length)]
 
 
-def step(scheduler: Scheduler, fake: PagedRunner) -> Batch:
+class Scores(dict[Sequence, list[list[Candidate]]]):
+    """What steps have found out about the prompt's tokens, by sequence."""
+
+    def add(self, committed: list[Committed]) -> None:
+        for each in committed:
+            self.setdefault(each.sequence, []).extend(each.prompt_candidates)
+
+
+def step(scheduler: Scheduler, fake: PagedRunner, scores: Scores | None = None) -> Batch:
     """One turn of the engine's loop, which ends sequences at max_tokens."""
     batch = scheduler.schedule()
-    for moved in scheduler.commit(batch, fake.launch(batch).result()):
-        if moved.num_output_tokens == moved.max_tokens:
-            scheduler.finish(moved)
+    committed = scheduler.commit(batch, fake.launch(batch).result())
+    if scores is not None:
+        scores.add(committed)
+    for each in committed:
+        if each.sequence.num_output_tokens == each.sequence.max_tokens:
+            scheduler.finish(each.sequence)
     return batch
 
 
-def run_all(scheduler: Scheduler, fake: PagedRunner, max_steps: int = 1000) -> int:
+def run_all(
+    scheduler: Scheduler,
+    fake: PagedRunner,
+    max_steps: int = 1000,
+    scores: Scores | None = None,
+) -> int:
     """Steps until nothing runs or waits."""
     for num_steps in range(max_steps):
         if not scheduler.running and not scheduler.waiting:
             return num_steps
-        assert step(scheduler, fake).chunks, "work, but no progress"
+        assert step(scheduler, fake, scores).chunks, "work, but no progress"
     raise AssertionError(f"not done after {max_steps} steps")
 
 
@@ -62,28 +78,17 @@ def rows_of(chunk: Chunk) -> int:
 
 
 def scores_of(one: Sequence) -> list[list[Candidate]]:
-    """What the runner thinks of the tokens of a prompt, if that is asked for."""
+    """What the runner thinks of the tokens of a prompt after its first, if that is asked for."""
     prompt_ids = one.request.prompt_ids
     if one.request.params.num_prompt_logprobs is None:
         return []
-    scores = [score(prompt_ids[:i], prompt_ids[i]) for i in range(1, len(prompt_ids))]
-    return [[], *[[own] for own in scores]]
+    return [[score(prompt_ids[:i], prompt_ids[i])] for i in range(1, len(prompt_ids))]
 
 
 # ---------------------------------------------------------------- beam search
 
 STOP = 2
 """The token that ends an output, where it may end early."""
-
-
-def owner(one: Sequence) -> Sequence:
-    """Who waits in the queue for it: itself, or of a beam the search."""
-    return one.head or one
-
-
-def members(one: Sequence) -> list[Sequence]:
-    """The sequences with blocks that it stands for."""
-    return [one] if one.beams is None else one.beams
 
 
 def beam_search(
@@ -93,34 +98,37 @@ def beam_search(
     outputs = tuple(range(request_id, request_id + given.beam_width))
     request = Request(request_id, prompt_ids, given, output_ids=outputs)
     ends = frozenset({STOP}) if stops else frozenset()
-    head = Sequence(request, max_tokens, eos_token_ids=ends)
-    return BeamGroup(head, OutputStage(None), NUM_NAMED)
+    return search_for(Sequence(request, max_tokens, eos_token_ids=ends))
+
+
+def search_for(first: Sequence) -> BeamGroup:
+    return BeamGroup(first, OutputStage(None).stop_conditions_of(first), NUM_NAMED)
 
 
 def best_outputs(group: BeamGroup) -> list[tuple[list[int], float]]:
     """Tokens and log-probability of each result."""
-    return [(one.token_ids, one.cumulative_logprob) for one in group.results()]
+    results = [result.sequence for result in group.results()]
+    return [(one.token_ids, one.cumulative_logprob) for one in results]
 
 
 def searched_alone(group: BeamGroup) -> list[tuple[list[int], float]]:
     """What a search of the same request finds with the whole engine to itself."""
-    head = group.head
-    again = Sequence(head.request, head.max_tokens, eos_token_ids=head.eos_token_ids)
-    alone = BeamGroup(again, OutputStage(None), NUM_NAMED)
+    beam = group.members[0]
+    alone = search_for(Sequence(beam.request, beam.max_tokens, eos_token_ids=beam.eos_token_ids))
     plan, fake = scheduler(num_blocks=99), PagedRunner(num_blocks=99)
-    plan.add(again)
+    plan.add(alone)
     while not alone.is_finished:
         batch = plan.schedule()
-        if plan.commit(batch, fake.launch(batch).result()):
-            alone.advance(plan)
+        if committed := plan.commit(batch, fake.launch(batch).result()):
+            alone.advance(committed, plan)
     return best_outputs(alone)
 
 
 def search_step(plan: Scheduler, fake: PagedRunner, group: BeamGroup) -> Batch:
     """One turn of the engine's loop with one search, which it ends."""
     batch = plan.schedule()
-    if plan.commit(batch, fake.launch(batch).result()):
-        group.advance(plan)
+    if committed := plan.commit(batch, fake.launch(batch).result()):
+        group.advance(committed, plan)
     if group.is_finished:
-        plan.finish(group.head)
+        plan.finish(group)
     return batch

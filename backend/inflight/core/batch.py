@@ -169,6 +169,27 @@ class StepOutput:
     prompt_candidates: dict[int, list[list[Candidate]]] = field(default_factory=dict)
 
 
+class Committed(msgspec.Struct, frozen=True, gc=False):
+    """What a committed step did for one sequence.
+
+    Attributes:
+        sequence: which one; it has the tokens by now.
+        token_ids: tokens appended to it; none if the step computed a part of its prompt only, or if
+            it is a beam, whose group chooses its next token.
+        logprobs: of those tokens, under the model's own distribution.
+        candidates: for each of those tokens, what num_candidates asks for; of a beam, for the token
+            to be chosen next. Empty if it asks for nothing.
+        prompt_candidates: for each token of its prompt that the step scored, what
+            num_prompt_logprobs asks for.
+    """
+
+    sequence: Sequence
+    token_ids: list[int]
+    logprobs: list[float]
+    candidates: list[list[Candidate]] = []
+    prompt_candidates: list[list[Candidate]] = []
+
+
 @dataclass(frozen=True, slots=True)
 class CompletedStep:
     """A step that was computed while it was launched (see `runner.PendingStep`)."""

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import copy
 import enum
-from typing import TYPE_CHECKING
+from abc import ABC, abstractmethod
 
-from inflight.core.request import Candidate, FinishReason, Request
+from inflight.core.output_grammar import OutputGrammar
+from inflight.core.request import FinishReason, Request
 from inflight.sampling.logit_adjustments import LogitAdjustments
-
-if TYPE_CHECKING:  # llguidance is loaded with the first request that needs it
-    from inflight.structured.grammar_state import GrammarState
 
 
 class Status(enum.Enum):
@@ -20,12 +18,63 @@ class Status(enum.Enum):
     FINISHED = "finished"
 
 
-class Sequence:
-    """A request's tokens and the KV blocks that hold them.
+class SequenceGroup(ABC):
+    """What waits, runs, is preempted and ends as one: a sequence, or the beams of a search.
 
-    A beam search is a sequence, its head, that computes nothing itself and has no blocks. It stands
-    for its beams wherever they wait their turn: they run, lose their blocks and end together. They
-    are sequences of one length that share the blocks of what they have in common.
+    Attributes:
+        request: what was asked for.
+        request_id: the request's.
+        num_prompt_tokens: tokens of its prompt.
+        width: sequences that it may run as: its slots in the batch.
+        status: where it stands.
+        finish_reason: why it ended; None as long as it has not, or has failed.
+        cumulative_logprob: sum over the output tokens that are final.
+        num_steps: committed steps that chose tokens for it.
+        num_cached_tokens: prompt tokens found in the prefix cache when first admitted.
+        num_preemptions: how often its blocks were taken away.
+    """
+
+    __slots__ = (
+        "cumulative_logprob",
+        "finish_reason",
+        "num_cached_tokens",
+        "num_preemptions",
+        "num_prompt_tokens",
+        "num_steps",
+        "request",
+        "request_id",
+        "status",
+        "width",
+    )
+
+    def __init__(self, request: Request) -> None:
+        self.request = request
+        self.request_id = request.request_id
+        self.num_prompt_tokens = len(request.prompt_ids)
+        self.width = request.params.beam_width
+        self.status = Status.WAITING
+        self.finish_reason: FinishReason | None = None
+        self.cumulative_logprob = 0.0
+        self.num_steps = 0
+        self.num_cached_tokens = 0
+        self.num_preemptions = 0
+
+    @property
+    @abstractmethod
+    def members(self) -> tuple[Sequence, ...]:
+        """The sequences that hold blocks and are computed: `width` of them, or fewer."""
+
+    @property
+    @abstractmethod
+    def num_output_tokens(self) -> int:
+        """Output tokens that the host knows and that are final."""
+
+
+class Sequence(SequenceGroup):
+    """A request's tokens and the KV blocks that hold them; a group of one, unless it is a beam.
+
+    The beams of a search are sequences of one length that share the blocks of what they have in
+    common. Their group waits, runs and loses its blocks for them, and chooses their next tokens.
 
     A token is in flight from when a step that will choose it is scheduled until the host commits
     that step. Steps run in the order in which they are scheduled, so whatever is scheduled counts
@@ -37,8 +86,6 @@ class Sequence:
     i*block_size and following.
 
     Attributes:
-        request_id: the request's.
-        num_prompt_tokens: tokens of its prompt.
         token_ids: prompt, then output, as far as the host knows it.
         num_in_flight: tokens that follow them and are in flight, at most.
         num_computed: tokens whose KV is in the pool, or will be before a later step runs.
@@ -49,65 +96,41 @@ class Sequence:
         max_length: prompt and output together, at most.
         seed: of its random draws: the request's, or one that the engine drew.
         eos_token_ids: tokens that end it: the model's and the request's end_id.
-        beams: of a beam search, the outputs that are followed; None of any other sequence.
-        head: the beam search whose beam it is; None if it is none.
-        num_batch_slots: places in the batch that it takes: one for each beam.
-        num_candidates: the likeliest tokens that a runner has to name for each of its tokens; None
-            for no token at all. Of a beam they are the likeliest of those that may be chosen.
+        beam_of: the beam search whose beam it is; None if it is a group of its own.
+        num_candidates: the top tokens that a runner has to report for each of its tokens; None for
+            no token at all. Of a beam they are the top tokens among those that may be chosen.
         logit_adjustments: what the host says of the choice of its tokens.
         grammar: where its output stands in what it must match; None if it must match nothing.
         is_complete: nothing may follow the tokens that it has: its grammar says so.
         needs_committed_tokens: the host must have seen all tokens before it can say what the next
             one may be: never more than one is in flight.
         num_drafts: tokens to draft in each of its steps from now on.
-        num_drafted: drafts that were looked at so far.
-        num_accepted: those of them that were right.
-        num_steps: committed steps that chose tokens for it.
-        num_cached_tokens: prompt tokens found in the prefix cache when first admitted.
-        num_preemptions: how often its blocks were taken away.
-        cumulative_logprob: sum over the output tokens.
-        last_logprobs: of the tokens that the last commit appended.
-        last_candidates: of these tokens, what num_candidates asks for; empty if it asks for
-            nothing. Of a beam, of the token that is to be chosen next.
+        num_drafted: drafts that were verified so far.
+        num_accepted: those of them that were accepted.
         num_scored: tokens of its prompt whose log-probabilities are committed, or not wanted. Until
             these are all, it has no output.
-        prompt_candidates: what no event has told yet of these tokens.
     """
 
     __slots__ = (
-        "beams",
+        "beam_of",
         "block_hashes",
         "blocks",
-        "cumulative_logprob",
         "eos_token_ids",
-        "finish_reason",
         "generation",
         "grammar",
-        "head",
         "is_complete",
-        "last_candidates",
-        "last_logprobs",
         "logit_adjustments",
         "max_length",
         "max_tokens",
         "needs_committed_tokens",
         "num_accepted",
-        "num_batch_slots",
-        "num_cached_tokens",
         "num_candidates",
         "num_computed",
         "num_drafted",
         "num_drafts",
         "num_in_flight",
-        "num_preemptions",
-        "num_prompt_tokens",
         "num_scored",
-        "num_steps",
-        "prompt_candidates",
-        "request",
-        "request_id",
         "seed",
-        "status",
         "token_ids",
     )
 
@@ -120,9 +143,7 @@ class Sequence:
         bad_word_ids: tuple[tuple[int, ...], ...] = (),
         breaker_ids: frozenset[int] = frozenset(),
     ) -> None:
-        self.request = request
-        self.request_id = request.request_id
-        self.num_prompt_tokens = len(request.prompt_ids)
+        super().__init__(request)
         self.max_tokens = max_tokens
         self.max_length = self.num_prompt_tokens + max_tokens
         self.seed = seed
@@ -133,11 +154,9 @@ class Sequence:
         self.needs_committed_tokens = (
             self.logit_adjustments.needs_committed_tokens or request.structured is not None
         )
-        self.beams: list[Sequence] | None = None
-        self.head: Sequence | None = None
-        self.num_batch_slots = request.params.beam_width
+        self.beam_of: SequenceGroup | None = None
         self.num_candidates = request.params.num_logprobs
-        self.grammar: GrammarState | None = None
+        self.grammar: OutputGrammar | None = None
         self.is_complete = False
         self.token_ids: list[int] = list(request.prompt_ids)
         self.num_in_flight = 0
@@ -145,22 +164,22 @@ class Sequence:
         self.generation = 0
         self.blocks: list[int] = []
         self.block_hashes: list[bytes] = []
-        self.status = Status.WAITING
-        self.finish_reason: FinishReason | None = None
         self.num_drafts = 0
         self.num_drafted = 0
         self.num_accepted = 0
-        self.num_steps = 0
-        self.num_cached_tokens = 0
-        self.num_preemptions = 0
-        self.cumulative_logprob = 0.0
-        self.last_logprobs: list[float] = []
-        self.last_candidates: list[list[Candidate]] = []
-        self.num_scored = self.num_prompt_tokens
-        self.prompt_candidates: list[list[Candidate]] = []
-        if request.params.num_prompt_logprobs is not None:
-            self.num_scored = 1  # the first token follows nothing
-            self.prompt_candidates.append([])
+        # Of a prompt that is scored the first token follows nothing.
+        self.num_scored = (
+            self.num_prompt_tokens if request.params.num_prompt_logprobs is None else 1
+        )
+
+    @property
+    def group(self) -> SequenceGroup:
+        """What it waits, runs and ends with."""
+        return self if self.beam_of is None else self.beam_of
+
+    @property
+    def members(self) -> tuple[Sequence]:
+        return (self,)
 
     @property
     def num_tokens(self) -> int:
@@ -169,7 +188,6 @@ class Sequence:
 
     @property
     def num_output_tokens(self) -> int:
-        """Output tokens that the host knows."""
         return len(self.token_ids) - self.num_prompt_tokens
 
     @property

@@ -11,12 +11,13 @@ system, 1976).
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 
+from inflight.core.batch import Committed
 from inflight.core.request import Candidate
-from inflight.core.sequence import Sequence
-from inflight.engine.output import OutputStage, StopConditions
-from inflight.errors import RequestError
+from inflight.core.sequence import Sequence, SequenceGroup
+from inflight.engine.output import StopConditions
 from inflight.sampling.params import MAX_LOGPROBS
 from inflight.scheduling.scheduler import Scheduler
 
@@ -26,11 +27,11 @@ class _BeamState:
     """What is known of a beam beside its tokens.
 
     Attributes:
-        ends: what ends it.
+        stop_conditions: what ends it.
         candidates: of each of its tokens, what num_logprobs asks for; [] if it asks for nothing.
     """
 
-    ends: StopConditions
+    stop_conditions: StopConditions
     candidates: list[list[Candidate]]
 
 
@@ -51,62 +52,66 @@ class _FinishedBeam:
     candidates: list[list[Candidate]]
 
 
-class BeamGroup:
+class BeamGroup(SequenceGroup):
     """The beams of one request, which wait, run and choose together.
 
     Args:
-        head: the request's sequence; from now on it stands for its beams, of which there is one as
-            long as they have nothing but the prompt.
-        outputs: says what ends an output.
+        first: the request's sequence: the one beam as long as there is nothing but the prompt.
+        stop_conditions: of its outputs.
         vocab_size: of the model.
 
     Attributes:
         is_finished: no beam goes on.
-
-    Raises:
-        RequestError: so many beams cannot be told apart by as many candidates as there are, or have
-            more first tokens than the vocabulary.
     """
 
-    def __init__(self, head: Sequence, outputs: OutputStage, vocab_size: int) -> None:
-        params = head.request.params
-        ends = outputs.stop_conditions_of(head)
-        width = params.beam_width
-        # Of one beam that goes on in all continuations, each but those that end it.
-        enough = width + ends.num_ids
-        most = min(MAX_LOGPROBS, vocab_size)
-        if enough > most:
-            raise RequestError(
-                f"{width} beams and {ends.num_ids} tokens that end them are more than the "
-                f"{most} likeliest tokens that are looked at; allowed: up to {most - ends.num_ids}",
-                "beam_width",
-            )
-        self.head = head
+    __slots__ = ("_blank", "_ended", "_members", "_params", "_states", "is_finished")
+
+    def __init__(self, first: Sequence, stop_conditions: StopConditions, vocab_size: int) -> None:
+        super().__init__(first.request)
+        params = first.request.params
         self.is_finished = False
         self._params = params
+        self._blank = first.fork(first.request_id)  # what an output is made of
         self._ended: list[_FinishedBeam] = []  # best first
-        first = head.fork(head.request_id)
-        first.head = head
+        first.beam_of = self
         first.needs_committed_tokens = True
         # Strings may end a beam, too, so there is more where there is room.
-        first.num_candidates = max(min(2 * width, most), enough, params.num_logprobs or 0)
-        head.beams = [first]
-        self._states = {first: _BeamState(ends, [])}
+        most = min(MAX_LOGPROBS, vocab_size)
+        enough = num_candidates_needed(params.beam_width, stop_conditions)
+        first.num_candidates = max(
+            min(2 * params.beam_width, most), enough, params.num_logprobs or 0
+        )
+        self._members: tuple[Sequence, ...] = (first,)
+        self._states = {first: _BeamState(stop_conditions, [])}
 
-    def advance(self, scheduler: Scheduler) -> list[Sequence]:
-        """Choose how the beams go on, all of which have the candidates for their next tokens.
+    @property
+    def members(self) -> tuple[Sequence, ...]:
+        return self._members
+
+    @property
+    def num_output_tokens(self) -> int:
+        """0: which tokens are an output is known at the end."""
+        return 0
+
+    def advance(self, committed: Iterable[Committed], scheduler: Scheduler) -> list[Sequence]:
+        """Choose how the beams go on.
+
+        Args:
+            committed: the candidates for the next tokens of all of them.
+            scheduler: of these.
 
         Returns:
-            The beams that do not, whose blocks are free.
+            The beams that do not go on, whose blocks are free.
         """
-        beams = list(self._states)
-        self.head.num_steps += 1
+        beams = self._members
+        ranked = {each.sequence: _by_rank(each.candidates) for each in committed}
+        self.num_steps += 1
         length = beams[0].num_output_tokens + 1
         width = self._params.beam_width
         continuations = [
             (beam.cumulative_logprob + candidate.logprob, beam, candidate)
             for beam in beams
-            for candidate in _by_rank(beam)
+            for candidate in ranked[beam]
             if candidate.logprob > -math.inf
         ]
         continuations.sort(
@@ -116,48 +121,46 @@ class BeamGroup:
         for place, (logprob, beam, candidate) in enumerate(continuations):
             if place >= width and len(chosen) == width:
                 break
-            path = self._states[beam]
-            ends = path.ends.after(candidate.token_id)
-            if ends is None:
+            conditions = self._states[beam].stop_conditions.after(candidate.token_id)
+            if conditions is None:
                 if place < width:
-                    self._end(logprob, beam, candidate, length)
+                    known = self._candidates(beam, candidate, ranked[beam])
+                    self._end(logprob, [*beam.token_ids, candidate.token_id], known, length)
             elif len(chosen) < width:
-                known = self._candidates(beam, candidate)
-                chosen.append((logprob, beam, candidate, _BeamState(ends, known)))
+                known = self._candidates(beam, candidate, ranked[beam])
+                chosen.append((logprob, beam, candidate, _BeamState(conditions, known)))
         best = chosen[0][0] if chosen else -math.inf
         self.is_finished = self._is_done(best, length)
         if self.is_finished:
             return []
         after = scheduler.branch(
-            self.head,
+            beams,
             [(beam, candidate.token_id, candidate.logprob) for _, beam, candidate, _ in chosen],
         )
+        self._members = tuple(after)
         self._states = {beam: way[3] for beam, way in zip(after, chosen, strict=True)}
         return [beam for beam in beams if beam not in self._states]
 
-    def results(self) -> list[Sequence]:
+    def results(self) -> list[Committed]:
         """The best outputs that have ended, the best first, for `OutputStage.collect`."""
-        head = self.head
         found = []
-        output_ids = head.request.output_ids or (head.request_id,)
+        output_ids = self.request.output_ids or (self.request_id,)
         for output_id, ended in zip(output_ids, self._ended, strict=False):
-            one = head.fork(output_id)
-            one.beams = None
+            one = self._blank.fork(output_id)
             one.token_ids = ended.token_ids
             one.cumulative_logprob = ended.logprob
-            one.last_candidates = ended.candidates
-            found.append(one)
+            one.num_steps = self.num_steps
+            one.num_cached_tokens = self.num_cached_tokens
+            new = ended.token_ids[self.num_prompt_tokens :]
+            found.append(Committed(one, new, [], ended.candidates))
         return found
 
-    def _end(self, logprob: float, beam: Sequence, candidate: Candidate, length: int) -> None:
-        """A beam has ended with a candidate: keep it if it is among the best."""
-        ended = _FinishedBeam(
-            logprob / length**self._params.length_penalty,
-            logprob,
-            [*beam.token_ids, candidate.token_id],
-            self._candidates(beam, candidate),
-        )
-        self._ended.append(ended)
+    def _end(
+        self, logprob: float, token_ids: list[int], known: list[list[Candidate]], length: int
+    ) -> None:
+        """A beam has ended: keep it if it is among the best."""
+        score = logprob / length**self._params.length_penalty
+        self._ended.append(_FinishedBeam(score, logprob, token_ids, known))
         self._ended.sort(key=lambda one: -one.score)
         del self._ended[self._params.beam_width :]
 
@@ -176,16 +179,57 @@ class BeamGroup:
         hope = best / length**self._params.length_penalty
         return self._params.early_stopping or hope <= self._ended[-1].score
 
-    def _candidates(self, beam: Sequence, chosen: Candidate) -> list[list[Candidate]]:
+    def _candidates(
+        self, beam: Sequence, chosen: Candidate, ranked: list[Candidate]
+    ) -> list[list[Candidate]]:
         """What is to be reported of a beam's tokens with one more of them."""
         number = self._params.num_logprobs
         if number is None:
             return []
-        others = [one for one in _by_rank(beam)[:number] if one is not chosen]
+        others = [one for one in ranked[:number] if one is not chosen]
         return [*self._states[beam].candidates, [chosen, *others]]
 
 
-def _by_rank(beam: Sequence) -> list[Candidate]:
-    """What may follow a beam, the likeliest first."""
-    found = beam.last_candidates[0] if beam.last_candidates else []
+class BeamSearches:
+    """The beam searches that an engine has accepted and that have not ended."""
+
+    def __init__(self) -> None:
+        self._groups: dict[SequenceGroup, BeamGroup] = {}
+
+    def __len__(self) -> int:
+        return len(self._groups)
+
+    def add(self, group: BeamGroup) -> None:
+        """A search was accepted."""
+        self._groups[group] = group
+
+    def forget(self, group: SequenceGroup) -> None:
+        """A request has ended; idempotent."""
+        self._groups.pop(group, None)
+
+    def split(
+        self, committed: list[Committed]
+    ) -> tuple[list[Committed], dict[BeamGroup, list[Committed]]]:
+        """What a step did for sequences that are no beams, and by search what it did for beams."""
+        searches: dict[BeamGroup, list[Committed]] = {}
+        if not self._groups:
+            return committed, searches
+        others = []
+        for each in committed:
+            group = each.sequence.beam_of
+            if group is None:
+                others.append(each)
+            else:
+                searches.setdefault(self._groups[group], []).append(each)
+        return others, searches
+
+
+def num_candidates_needed(beam_width: int, stop_conditions: StopConditions) -> int:
+    """Candidates by which one beam can go on in all continuations: each but those that end it."""
+    return beam_width + stop_conditions.num_ids
+
+
+def _by_rank(candidates: list[list[Candidate]]) -> list[Candidate]:
+    """What may follow a beam, the most likely token first."""
+    found = candidates[0] if candidates else []
     return sorted(found, key=lambda candidate: candidate.rank)

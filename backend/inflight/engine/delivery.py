@@ -15,6 +15,9 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from collections.abc import Iterable
+
+from inflight.core.request import TokenEvent
 
 # Below this, a pause is a hiccup of an operating system: a garbage collection, a scheduler's slice.
 MIN_PATIENCE = 0.020
@@ -92,6 +95,7 @@ class DeliveryWatch:
         self.num_suspicions = 0
         self.num_returns = 0
         self._give_up_after = give_up_after
+        self._watched: set[int] = set()
         self._streams: dict[int, _Stream] = {}
         self._step_time = _Smoothed()
         self._last_step = 0.0
@@ -112,6 +116,18 @@ class DeliveryWatch:
         self._last_step = duration
         self._time_in_steps += duration
         self._step_time.add(duration, self._time_in_steps)
+
+    def watch(self, request_id: int) -> None:
+        """From now on `record_events` follows a request."""
+        self._watched.add(request_id)
+
+    def record_events(self, events: Iterable[TokenEvent], now: float) -> None:
+        """Events were sent on their way."""
+        watched = self._watched
+        if watched:
+            for event in events:
+                if event.request_id in watched and event.token_ids:
+                    self.emitted(event.request_id, event.position, now)
 
     def emitted(self, request_id: int, position: int, now: float) -> None:
         """Tokens up to `position` of a request were sent on their way."""
@@ -147,6 +163,7 @@ class DeliveryWatch:
 
     def finished(self, request_id: int) -> None:
         """Forget a request; does nothing to one that is not watched."""
+        self._watched.discard(request_id)
         self._streams.pop(request_id, None)
 
     def overdue(self, now: float) -> list[int]:

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from inflight.core.output_constraint import StructuredOutput
-from inflight.core.sequence import Sequence
+from inflight.core.sequence import Sequence, SequenceGroup
 from inflight.errors import EngineError, InflightError
 from inflight.structured import bridge
 from inflight.structured.compiler import Compiler, Ticket
@@ -99,10 +99,10 @@ class GrammarQueue:
                 done.append((sequence, error))
         return done
 
-    def forget(self, sequence: Sequence) -> None:
+    def forget(self, group: SequenceGroup) -> None:
         """A request has ended; idempotent."""
-        self._unsubmitted = [early for early in self._unsubmitted if early[0] is not sequence]
-        found = self._waiting.pop(sequence.request_id, None)
+        self._unsubmitted = [early for early in self._unsubmitted if early[0] is not group]
+        found = self._waiting.pop(group.request_id, None)
         if found is not None:
             self._backend.compiler.cancel(found[0])
 

@@ -13,11 +13,13 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable
+from typing import NamedTuple
 
 import msgspec
 
+from inflight.core.batch import Committed
 from inflight.core.request import Candidate, FinishReason, TokenEvent
-from inflight.core.sequence import Sequence
+from inflight.core.sequence import Sequence, SequenceGroup
 from inflight.text.detokenize import Detokenizer
 from inflight.text.tokenizer import Tokenizer
 
@@ -27,16 +29,20 @@ class OutputStage:
 
     Args:
         detokenizer: None for a model that knows ids only: then events have no window, and no
-            sequence may have stop words (the engine refuses such requests).
+            sequence may have stop words (`engine.admission` refuses such requests).
+
+    Attributes:
+        num_tokens: output tokens collected so far, but for those that were cut off.
     """
 
     def __init__(self, detokenizer: Detokenizer | None) -> None:
         self._detokenizer = detokenizer
         self._whole = _WholePieces(detokenizer) if detokenizer else None
         self._outputs: dict[int, _Output] = {}
+        self.num_tokens = 0
 
-    def collect(self, sequences: Iterable[Sequence]) -> list[TokenEvent]:
-        """Look at the tokens that were appended since the last call.
+    def collect(self, committed: Iterable[Committed]) -> list[TokenEvent]:
+        """Turn what a step committed into events.
 
         Sets `finish_reason` of a sequence that ends, and forgets it. Where it ends before the last
         of several new tokens, the rest is cut off `token_ids`. What ends an output, the first of:
@@ -51,36 +57,51 @@ class OutputStage:
         The first two count from the token after the first `min_tokens` on.
 
         Returns:
-            At most one event per sequence; none while all its new tokens are held back.
+            At most one event per sequence: none while all its new tokens are held back. Those of
+            prompts that are not computed to their end come last; they have no output.
         """
-        events = []
-        for sequence in sequences:
-            event = self._output(sequence).advance(sequence)
+        events, prompts = [], []
+        for each in committed:
+            sequence = each.sequence
+            output = self._outputs.get(sequence.request_id)
+            if output is None:
+                output = _Output(sequence, self._detokenizer, self._whole)
+                self._outputs[sequence.request_id] = output
+            if each.prompt_candidates:
+                output.prompt_candidates += each.prompt_candidates
+            if not each.token_ids:
+                prompts.append(output.prompt_event(sequence))
+                continue
+            event = output.advance(each)
             if event is not None:
                 events.append(event)
+            self.num_tokens += len(each.token_ids)
             if sequence.finish_reason is not None:
+                self.num_tokens -= output.num_cut
                 del self._outputs[sequence.request_id]
-        return events
+        return events + prompts
 
     def stop_conditions_of(self, sequence: Sequence) -> StopConditions:
         """What ends an output of this sequence: for beams, which are collected at their ends."""
         return StopConditions(sequence, self._detokenizer)
 
-    def prompt_events(self, sequences: Iterable[Sequence]) -> list[TokenEvent]:
-        """What is known of the tokens of prompts that are not computed to their end: an event each,
-        without output."""
-        return [self._output(sequence).prompt_event(sequence) for sequence in sequences]
+    def forget(self, group: SequenceGroup) -> None:
+        """Drop what is known of a request that ended elsewhere; idempotent."""
+        self._outputs.pop(group.request_id, None)
 
-    def forget(self, sequence: Sequence) -> None:
-        """Drop what is known of a sequence that ended elsewhere; idempotent."""
-        self._outputs.pop(sequence.request_id, None)
 
-    def _output(self, sequence: Sequence) -> _Output:
-        output = self._outputs.get(sequence.request_id)
-        if output is None:
-            output = _Output(sequence, self._detokenizer, self._whole)
-            self._outputs[sequence.request_id] = output
-        return output
+class _End(NamedTuple):
+    """How an output ends.
+
+    Attributes:
+        reason: why.
+        stop_at: where in the text that is held back its stop word begins; None if it has none.
+        is_by_id: whether an end-of-sequence token ends it.
+    """
+
+    reason: FinishReason
+    stop_at: int | None = None
+    is_by_id: bool = False
 
 
 class _Output:
@@ -91,6 +112,8 @@ class _Output:
         "detokenizer",
         "ends",
         "min_tokens",
+        "num_cut",
+        "prompt_candidates",
         "released",
         "seen",
         "text",
@@ -107,6 +130,11 @@ class _Output:
         self.min_tokens = params.min_tokens
         self.released = 0
         self.seen = 0
+        self.num_cut = 0  # of the last tokens, those that came behind the end
+        # What no event has reported yet of the prompt's tokens. The first one follows nothing.
+        self.prompt_candidates: list[list[Candidate]] = []
+        if params.num_prompt_logprobs is not None:
+            self.prompt_candidates.append([])
         self.window: list[int] = []
         # Of the tokens from `released` on; None where nothing is asked of them.
         self.candidates: list[list[Candidate]] | None = None
@@ -125,55 +153,37 @@ class _Output:
             sequence.request_id,
             window=self.window,
             num_cached_tokens=sequence.num_cached_tokens,
-            prompt_candidates=self._pop_prompt_candidates(sequence),
+            prompt_candidates=self._pop_prompt_candidates(),
         )
 
-    def advance(self, sequence: Sequence) -> TokenEvent | None:
-        first = sequence.num_prompt_tokens
-        token_ids = sequence.token_ids
+    def advance(self, committed: Committed) -> TokenEvent | None:
+        sequence, new = committed.sequence, committed.token_ids
         if self.candidates is not None:
-            self.candidates += sequence.last_candidates
+            self.candidates += committed.candidates
         if self.text is None:
-            new = token_ids[first + self.seen :]
             seen = self.seen + len(new)
             is_last = seen >= sequence.max_tokens or sequence.is_complete
             if not is_last and self.ends.isdisjoint(new):
                 self.seen = seen
                 return self._event(sequence, new, seen)
-        reason: FinishReason | None = None
-        stop_at: int | None = None
-        ended_by_id = False
-        if not sequence.max_tokens:
-            reason = FinishReason.LENGTH
-        for token_id in token_ids[first + self.seen :] if reason is None else ():
-            may_stop = self.seen >= self.min_tokens
-            self.seen += 1
-            if may_stop and token_id in self.ends:
-                reason, ended_by_id = FinishReason.STOP, True
-            elif self.text is not None:
-                stop_at = self.text.append(token_id, may_stop)
-                if stop_at is not None:
-                    reason = FinishReason.STOP
-            if reason is None and self.seen >= sequence.max_tokens:
-                reason = FinishReason.LENGTH
-            if reason is not None:
-                break
-        if reason is None and sequence.is_complete:
-            reason = FinishReason.STOP
-        if reason is None:
+        end = self._find_end(sequence, new)
+        first = sequence.num_prompt_tokens
+        if end is None:
             num_held = 0 if self.text is None else self.text.release()
-            new = token_ids[first + self.released : first + self.seen - num_held]
+            new = sequence.token_ids[first + self.released : first + self.seen - num_held]
             return self._event(sequence, new, self.seen - num_held) if new else None
-        num_cut = len(token_ids) - first - self.seen
-        if num_cut:  # behind the end: drafts that were right, or what nobody asked for
-            del token_ids[-num_cut:]
-            sequence.cumulative_logprob -= sum(sequence.last_logprobs[-num_cut:])
-            del sequence.last_logprobs[-num_cut:]
-        sequence.finish_reason = reason
+        self.num_cut = sequence.num_output_tokens - self.seen
+        if (
+            self.num_cut
+        ):  # behind the end: accepted drafts, or what was chosen though none is wanted
+            del sequence.token_ids[-self.num_cut :]
+            sequence.cumulative_logprob -= sum(committed.logprobs[-self.num_cut :])
+        rest = sequence.token_ids[first + self.released :]
+        sequence.finish_reason = end.reason
         trim = 0
-        rest = token_ids[first + self.released :]
         if self.detokenizer is not None:
-            if ended_by_id:
+            stop_at = end.stop_at
+            if end.is_by_id:
                 trim = self._eos_text_length(self.detokenizer, rest)
             if stop_at is None and self.text is not None:
                 # A character that never got complete can complete a stop word, as U+FFFD.
@@ -183,6 +193,23 @@ class _Output:
             if stop_at is not None:
                 trim = len(self.detokenizer.delta(self.window, rest, final=True)) - stop_at
         return self._event(sequence, rest, self.seen, trim)
+
+    def _find_end(self, sequence: Sequence, new: list[int]) -> _End | None:
+        """See new tokens up to the one that ends the output; None if it goes on."""
+        if not sequence.max_tokens:
+            return _End(FinishReason.LENGTH)
+        for token_id in new:
+            may_stop = self.seen >= self.min_tokens
+            self.seen += 1
+            if may_stop and token_id in self.ends:
+                return _End(FinishReason.STOP, is_by_id=True)
+            if self.text is not None:
+                stop_at = self.text.append(token_id, may_stop)
+                if stop_at is not None:
+                    return _End(FinishReason.STOP, stop_at)
+            if self.seen >= sequence.max_tokens:
+                return _End(FinishReason.LENGTH)
+        return _End(FinishReason.STOP) if sequence.is_complete else None
 
     def _eos_text_length(self, detokenizer: Detokenizer, ids: list[int]) -> int:
         """Characters that the last id, an end-of-sequence token, has at the end of the text."""
@@ -217,16 +244,14 @@ class _Output:
             sequence.cumulative_logprob,
             sequence.num_cached_tokens,
             candidates,
-            self._pop_prompt_candidates(sequence),
+            self._pop_prompt_candidates() if self.prompt_candidates else [],
             *(_drafts(sequence) if reason is not None else ()),
         )
 
-    def _pop_prompt_candidates(self, sequence: Sequence) -> list[list[Candidate]]:
-        """What no event has told yet of the prompt's tokens."""
-        if not sequence.prompt_candidates:
-            return []
-        found = [self._with_texts(one) for one in sequence.prompt_candidates]
-        sequence.prompt_candidates = []
+    def _pop_prompt_candidates(self) -> list[list[Candidate]]:
+        """What no event has reported yet of the prompt's tokens."""
+        found = [self._with_texts(one) for one in self.prompt_candidates]
+        self.prompt_candidates = []
         return found
 
     def _with_texts(self, candidates: list[Candidate]) -> list[Candidate]:

@@ -387,7 +387,7 @@ class DeviceBatch:
                 )
                 changes.bias_ids += adjustment.token_ids
                 changes.biases += adjustment.biases
-                if sequence.head is not None:
+                if sequence.beam_of is not None:
                     changes.add_bans(first_row + row, adjustment, self._vocab_size)
             rows.bias_starts.append(len(changes.bias_ids))
 

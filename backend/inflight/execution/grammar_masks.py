@@ -6,12 +6,8 @@ from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cache
 
-import numpy as np
-import numpy.typing as npt
-
 from inflight.core.batch import Batch, StepOutput
-
-Words = npt.NDArray[np.int32]
+from inflight.core.output_grammar import Masks
 
 
 class GrammarMasks:
@@ -24,7 +20,7 @@ class GrammarMasks:
 
     def __init__(self, batch: Batch, drafts: Sequence[Sequence[int]]) -> None:
         self._errors: dict[int, str] = {}
-        self._rows: dict[int, Words] = {}
+        self._rows: dict[int, Masks] = {}
         self._places = [
             index
             for index, chunk in enumerate(batch.chunks)
@@ -34,7 +30,7 @@ class GrammarMasks:
         if self._places:
             self._future = _thread().submit(self._fill, batch, drafts)
 
-    def of_row(self, index: int, count: int) -> Words | None:
+    def of_row(self, index: int, count: int) -> Masks | None:
         """[ceil(V / 32)] of the row after so many drafts of a chunk; None if all are allowed."""
         self._wait()
         rows = self._rows.get(index)
@@ -52,11 +48,9 @@ class GrammarMasks:
             self._future = None
 
     def _fill(self, batch: Batch, drafts: Sequence[Sequence[int]]) -> None:
-        from inflight.structured import grammar_state
-
-        chunks = [batch.chunks[index] for index in self._places]
-        states = [chunk.sequence.grammar for chunk in chunks if chunk.sequence.grammar is not None]
-        rows, failures = grammar_state.fill(states, [drafts[index] for index in self._places])
+        grammars = [batch.chunks[index].sequence.grammar for index in self._places]
+        states = [grammar for grammar in grammars if grammar is not None]
+        rows, failures = states[0].fill_masks(states, [drafts[index] for index in self._places])
         self._rows = dict(zip(self._places, rows, strict=True))
         self._errors = {self._places[place]: str(error) for place, error in failures.items()}
 

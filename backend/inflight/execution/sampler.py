@@ -112,7 +112,7 @@ def sample(logits: Tensor, rows: list[LogitsRow]) -> SamplerOutput:
         number = rows[index].num_top_logprobs
         if number is not None:
             ranked = logprobs[index]
-            if rows[index].sequence.head is not None:  # those that may be chosen alone
+            if rows[index].sequence.beam_of is not None:  # those that may be chosen alone
                 ranked = ranked.masked_fill(logits[index] == float("-inf"), float("-inf"))
             candidates[index] = _candidates(ranked, token_ids[index], number)
     return SamplerOutput(token_ids, values, statuses, candidates)

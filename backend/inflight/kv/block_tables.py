@@ -7,7 +7,9 @@ blocks only: when there is none, it is the scheduler that says who has to yield.
 
 from __future__ import annotations
 
-from inflight.core.sequence import Sequence
+from collections.abc import Iterable
+
+from inflight.core.sequence import Sequence, SequenceGroup
 from inflight.kv.block_pool import BlockPool, block_hash, root_hash
 
 Copy = tuple[int, int]
@@ -32,27 +34,27 @@ class BlockTables:
         self.num_reserved = 0
         self._enable_prefix_caching = enable_prefix_caching
 
-    def admit(self, sequence: Sequence) -> list[Copy] | None:
-        """Give a sequence, or the beams of a search, blocks for all known tokens.
+    def admit(self, group: SequenceGroup) -> list[Copy] | None:
+        """Give the members of a group blocks for all known tokens.
 
         Returns:
             What its step has to copy before it writes, None if there are not blocks enough. The
             source of a copy is the caller's to release when all of the step is planned: no block
             is both read and written by the copies of one step.
         """
-        if sequence.beams is None:
-            copies = self._admit(sequence)
+        if group.width == 1:
+            copies = self._admit(group.members[0])
         else:
-            copies = [] if self._admit_beams(sequence.beams) else None
+            copies = [] if self._admit_beams(group.members) else None
         if copies is not None:
-            self.num_reserved += self.num_reserved_for(sequence)
+            self.num_reserved += self.num_reserved_for(group)
         return copies
 
-    def free(self, sequence: Sequence) -> None:
-        """Take its blocks away from a sequence that was admitted, and from its beams."""
-        self.num_reserved -= self.num_reserved_for(sequence)
-        for one in (sequence,) if sequence.beams is None else sequence.beams:
-            self.release(one)
+    def free(self, group: SequenceGroup) -> None:
+        """Take their blocks away from the members of a group that was admitted."""
+        self.num_reserved -= self.num_reserved_for(group)
+        for sequence in group.members:
+            self.release(sequence)
 
     def release(self, sequence: Sequence) -> None:
         """Empty one table. The tokens stay: should they be needed, they are computed again."""
@@ -62,9 +64,11 @@ class BlockTables:
         sequence.num_in_flight = 0
         sequence.generation += 1
 
-    def num_reserved_for(self, sequence: Sequence) -> int:
-        """Blocks that admissions leave for an admitted sequence."""
-        return self._may_grow(sequence) if sequence.beams is None else sequence.num_batch_slots
+    def num_reserved_for(self, group: SequenceGroup) -> int:
+        """Blocks that admissions leave for an admitted group."""
+        if group.width > 1:
+            return group.width
+        return self._may_grow(group.members[0])
 
     def append(self, sequence: Sequence) -> None:
         """Add a free block to a table whose last one is full.
@@ -86,7 +90,7 @@ class BlockTables:
             self.append(sequence)
         return min(wanted, len(blocks) * size - 1 - start)
 
-    def beams_needing_blocks(self, beams: list[Sequence]) -> list[tuple[Sequence, int]]:
+    def beams_needing_blocks(self, beams: Iterable[Sequence]) -> list[tuple[Sequence, int]]:
         """Beams that need a block for their next token, and where in their tables.
 
         Its place is in a new block, or in one that nobody else writes to: of those who have one in
@@ -154,7 +158,7 @@ class BlockTables:
         sequence.num_computed = computed
         return copies
 
-    def _admit_beams(self, beams: list[Sequence]) -> bool:
+    def _admit_beams(self, beams: tuple[Sequence, ...]) -> bool:
         """As `_admit`, for all beams of a search: one with a prompt, or several of one length.
 
         Of the full blocks that several have in common each is taken once, whether the prefix cache

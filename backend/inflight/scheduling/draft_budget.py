@@ -15,7 +15,7 @@ import numpy as np
 
 from inflight.core.batch import Batch, StepOutput
 from inflight.core.request import AUTO_DRAFTS
-from inflight.core.sequence import Sequence
+from inflight.core.sequence import Sequence, SequenceGroup
 
 # Of the estimate of how often a draft is right.
 _MEMORY = 0.9  # weight of what was seen a step ago
@@ -51,9 +51,10 @@ class StepCosts:
 class _Acceptance:
     """How often a sequence's drafts are right, from the latest ones above all."""
 
-    __slots__ = ("rate", "right", "tried")
+    __slots__ = ("rate", "right", "sequence", "tried")
 
-    def __init__(self, prior: float) -> None:
+    def __init__(self, sequence: Sequence, prior: float) -> None:
+        self.sequence = sequence
         self.right = 0.0
         self.tried = 0.0
         self.rate = prior
@@ -95,13 +96,13 @@ class DraftBudget:
         if sequence.needs_committed_tokens and not self._host_drafts:
             wanted = 0
         if wanted == AUTO_DRAFTS:
-            self._acceptance[sequence.request_id] = _Acceptance(self._shared_rate)
+            self._acceptance[sequence.request_id] = _Acceptance(sequence, self._shared_rate)
         else:
             sequence.num_drafts = min(wanted, self._max_drafts)
 
-    def forget(self, sequence: Sequence) -> None:
+    def forget(self, group: SequenceGroup) -> None:
         """A request has ended; idempotent."""
-        self._acceptance.pop(sequence.request_id, None)
+        self._acceptance.pop(group.request_id, None)
 
     def observe(self, batch: Batch, output: StepOutput) -> None:
         """A step was committed: learn from it how good drafts are."""
@@ -118,7 +119,7 @@ class DraftBudget:
                 memory = _SHARED_MEMORY
                 self._shared_rate = memory * self._shared_rate + (1.0 - memory) * is_right
 
-    def plan(self, running: Collection[Sequence]) -> None:
+    def plan(self, running: Collection[SequenceGroup]) -> None:
         """Before a step is scheduled: choose the drafts that raise tokens per second most."""
         if not self._acceptance:
             return
@@ -127,11 +128,14 @@ class DraftBudget:
         if same and len(running) > _MANY and self._steps_since < _STEPS_BETWEEN:
             return
         self._planned_for, self._steps_since = len(running), 0
-        ours = [one for one in running if one.request_id in self._acceptance]
-        rates = [self._acceptance[one.request_id].rate for one in ours]
-        counts = self.best_counts(rates, len(running))
-        for sequence, count in zip(ours, counts, strict=True):
-            sequence.num_drafts = count
+        ours = [
+            self._acceptance[one.request_id]
+            for one in running
+            if one.request_id in self._acceptance
+        ]
+        counts = self.best_counts([one.rate for one in ours], len(running))
+        for one, count in zip(ours, counts, strict=True):
+            one.sequence.num_drafts = count
         if not any(counts):  # so that what was once found does not hold for ever
             self._shared_rate += (1.0 - _SHARED_FADING) * (_FIRST_GUESS - self._shared_rate)
 

@@ -15,15 +15,15 @@ results come with `commit`. Those of a sequence that has lost its blocks meanwhi
 by its generation; they will be computed again. Only committed blocks get a name in the prefix
 cache, so no step in flight writes to a block that has one.
 
-Why it cannot get stuck: no request is accepted that does not fit into the whole pool. Sequences
-run in order of admission, and who needs a block takes it from the last admitted, himself at worst.
-So the first of the running sequences always advances, or a commit is due that lets it; when it has
-finished, the next is the first.
+Why it cannot get stuck: every group that is added fits into the whole pool (`engine.admission`).
+Groups run in order of admission; when the pool is exhausted, the most recently admitted one is
+preempted, possibly the requester. So the first of the running groups always advances, or a commit
+is due that lets it; when it has finished, the next is the first.
 
-The beams of a search wait, run and lose their blocks as one, and choose their next tokens in one
-step: those that have lost their blocks are computed up to their last token first, and what they
-have in common once. Beams that part share their blocks, full or not, and who is the first to write
-to a block that another one still reads writes to a copy.
+What is queued, run and preempted is a `SequenceGroup`: a sequence by itself, or the beams of a
+search. Beams choose their next tokens in one step: those that have lost their blocks are computed
+up to their last token first, and what they have in common once. Beams that diverge share their
+blocks, full or not; the first to write to a block that another one still reads writes to a copy.
 """
 
 from __future__ import annotations
@@ -33,9 +33,10 @@ import sys
 from collections import OrderedDict
 from collections.abc import Collection, Iterable
 
-from inflight.core.batch import Batch, Chunk, StepOutput
-from inflight.core.sequence import Sequence, Status
-from inflight.errors import CapacityError, EngineError, RequestError
+from inflight.core.batch import Batch, Chunk, Committed, StepOutput
+from inflight.core.request import Candidate
+from inflight.core.sequence import Sequence, SequenceGroup, Status
+from inflight.errors import CapacityError, EngineError
 from inflight.kv.block_pool import BlockPool
 from inflight.kv.block_tables import BlockTables, Copy
 
@@ -61,6 +62,7 @@ class Scheduler:
             gets what is left, and each at least one.
 
     Attributes:
+        max_num_seqs: sequences that run at once, at most.
         num_preemptions: how often a running sequence lost its blocks to an older one.
         num_prompt_tokens: tokens in the prompts admitted so far.
         num_cached_tokens: those of them that came from the prefix cache.
@@ -86,30 +88,30 @@ class Scheduler:
         self._tables = BlockTables(self._pool, enable_prefix_caching)
         self._max_num_batched_tokens = max_num_batched_tokens
         # Each running sequence may ask for a token in the same step.
-        self._max_num_seqs = min(max_num_seqs, max_num_batched_tokens)
+        self.max_num_seqs = min(max_num_seqs, max_num_batched_tokens)
         self._max_chunk = max_prefill_chunk or max_num_batched_tokens
         self._max_waiting = max_waiting
         self._max_draft_tokens = max_draft_tokens
         self._max_rows = sys.maxsize if max_rows is None else max_rows
-        self._waiting: OrderedDict[int, Sequence] = OrderedDict()
-        self._running: OrderedDict[int, Sequence] = OrderedDict()  # in order of admission
-        self._suspended: dict[int, Sequence] = {}
+        self._waiting: OrderedDict[int, SequenceGroup] = OrderedDict()
+        self._running: OrderedDict[int, SequenceGroup] = OrderedDict()  # in order of admission
+        self._suspended: dict[int, SequenceGroup] = {}
         self._num_batch_slots = 0  # taken by those that run
         self._fork_ids = itertools.count(-2, -1)  # no request has such an id
         self._admitted: set[int] = set()  # known requests that have run before
 
     @property
-    def waiting(self) -> Collection[Sequence]:
+    def waiting(self) -> Collection[SequenceGroup]:
         """Live view, next to be admitted first."""
         return self._waiting.values()
 
     @property
-    def running(self) -> Collection[Sequence]:
-        """Live view, first admitted first; of a beam search, its head."""
+    def running(self) -> Collection[SequenceGroup]:
+        """Live view, first admitted first."""
         return self._running.values()
 
     @property
-    def suspended(self) -> Collection[Sequence]:
+    def suspended(self) -> Collection[SequenceGroup]:
         """Live view, first suspended first."""
         return self._suspended.values()
 
@@ -118,36 +120,19 @@ class Scheduler:
         """Blocks that no sequence owns; some of them may hold cached prefixes."""
         return self._pool.num_free
 
-    def add(self, sequence: Sequence) -> None:
-        """Queue a new request.
+    def add(self, group: SequenceGroup) -> None:
+        """Queue a new request, which must fit into the whole pool.
 
         Raises:
-            RequestError: it could not run even with the whole pool to itself.
             CapacityError: the queue is full.
         """
-        prompt, output = sequence.num_prompt_tokens, sequence.max_tokens
-        limit = self._pool.num_blocks * self._pool.block_size
-        if prompt < 1:
-            raise RequestError("the prompt has no tokens; allowed: at least 1", "input_ids")
-        if prompt + output > limit:
-            fits = (
-                f"with this prompt, max_tokens of at most {limit - prompt} fits"
-                if prompt < limit
-                else f"a prompt of at most {limit - min(1, output)} fits"
-            )
-            raise RequestError(
-                f"a prompt of {prompt} tokens and max_tokens of {output} need {prompt + output} "
-                f"tokens of KV cache, and the whole cache has {limit}: {fits}"
-            )
-        if sequence.beams is not None:
-            self._check_beams(sequence)
         if len(self._waiting) >= self._max_waiting:
             raise CapacityError(
                 f"{len(self._waiting)} requests are waiting (max_waiting is {self._max_waiting}); "
                 "retry later"
             )
-        sequence.status = Status.WAITING
-        self._waiting[sequence.request_id] = sequence
+        group.status = Status.WAITING
+        self._waiting[group.request_id] = group
 
     def schedule(self) -> Batch:
         """Plan one step: running sequences first, then new ones as long as there is room.
@@ -193,12 +178,14 @@ class Scheduler:
             self._max_draft_tokens, self._max_num_batched_tokens - self._num_batch_slots
         )
         num_drafted = 0
-        for sequence in list(self._running.values()):
-            if sequence.status is not Status.RUNNING:
+        running = Status.RUNNING
+        for group in list(self._running.values()):
+            if group.status is not running:
                 continue  # an older one has taken its blocks in this very loop
-            if sequence.beams is not None:
-                prefills += self._plan_beams(sequence, chunks, copies)
+            if not isinstance(group, Sequence):
+                prefills += self._plan_beams(group, chunks, copies)
                 continue
+            sequence = group  # most groups, and what follows is the host's share of a decode step
             start, num_in_flight = sequence.num_computed, sequence.num_in_flight
             num_tokens = len(sequence.token_ids) + num_in_flight
             if num_tokens - start > 1:
@@ -231,15 +218,15 @@ class Scheduler:
         the budget.
         """
         while self._waiting and budget:
-            sequence = next(iter(self._waiting.values()))
-            if self._num_batch_slots + sequence.num_batch_slots > self._max_num_seqs:
+            group = next(iter(self._waiting.values()))
+            if self._num_batch_slots + group.width > self.max_num_seqs:
                 break
-            needed = self._tables.admit(sequence)
+            needed = self._tables.admit(group)
             if needed is None:
                 break
             copies += needed
-            first = sequence if sequence.beams is None else sequence.beams[0]
-            self._run(sequence, first.num_computed)
+            first = group.members[0]
+            self._run(group, first.num_computed)
             prefills.append(first)
             lengths.append(self._prefill_share(first, budget))
             budget -= lengths[-1]
@@ -264,7 +251,7 @@ class Scheduler:
             lengths[index] += min(wanted, budget)
             budget -= min(wanted, budget)
 
-    def commit(self, batch: Batch, output: StepOutput) -> list[Sequence]:
+    def commit(self, batch: Batch, output: StepOutput) -> list[Committed]:
         """Take over what a step computed.
 
         A sequence that has lost its blocks since `schedule` (it was finished, suspended, preempted)
@@ -273,70 +260,65 @@ class Scheduler:
         it; `branch` says which beams go on with which.
 
         Returns:
-            The sequences that got tokens or candidates, in batch order.
+            What there is for each sequence that got tokens, candidates or prompt_candidates, in
+            batch order.
 
         Raises:
             EngineError: the runner chose no token for a sequence, or more than it was asked for.
         """
-        advanced = []
+        committed: list[Committed] = []
         size = self._pool.block_size
-        errors = output.errors
+        errors, candidates = output.errors, output.candidates
+        none: list[list[Candidate]] = []
         for index, chunk in enumerate(batch.chunks):
             sequence = chunk.sequence
             if chunk.generation != sequence.generation or index in errors:
                 continue
-            end, length = chunk.end, chunk.length
-            if chunk.samples:
-                token_ids, logprobs = output.token_ids[index], output.logprobs[index]
-                if sequence.head is not None:
-                    token_ids, logprobs = [], []
-                    sequence.last_candidates = []
-                elif not 1 <= len(token_ids) <= 1 + chunk.num_drafts:
-                    raise EngineError(
-                        f"the runner chose {len(token_ids)} tokens for request "
-                        f"{sequence.request_id}; allowed: 1 to {1 + chunk.num_drafts}"
-                    )
-                if chunk.num_drafts:
-                    num_accepted = len(token_ids) - 1
-                    num_rejected = chunk.num_drafts - num_accepted
-                    # What was known, and the drafts that were right, stands in the pool.
-                    end = len(sequence.token_ids) + num_accepted
-                    length -= num_rejected
-                    sequence.num_computed -= num_rejected
-                    sequence.num_in_flight -= chunk.num_drafts
-                    sequence.num_drafted += output.num_drafted.get(index, 0)
-                    sequence.num_accepted += num_accepted
-                else:
-                    end = len(sequence.token_ids)
-                sequence.token_ids += token_ids
-                sequence.num_in_flight -= 1
-                sequence.num_steps += 1
-                sequence.cumulative_logprob += sum(logprobs)
-                sequence.last_logprobs = logprobs
-                if output.candidates:
-                    sequence.last_candidates = output.candidates.get(index, [])
-                advanced.append(sequence)
+            length, scores = chunk.length, none
             if chunk.num_scores:
                 sequence.num_scored += chunk.num_scores
-                sequence.prompt_candidates += output.prompt_candidates.get(index, [])
+                scores = output.prompt_candidates.get(index, none)
+            if chunk.samples:
+                token_ids, logprobs = output.token_ids[index], output.logprobs[index]
+                known = sequence.token_ids
+                end = len(known)
+                if sequence.beam_of is not None:
+                    token_ids, logprobs = [], []
+                elif chunk.num_drafts or len(token_ids) != 1:
+                    num_rejected = self._settle_drafts(sequence, chunk, len(token_ids))
+                    # What was known, and the accepted drafts, stands in the pool.
+                    end += len(token_ids) - 1
+                    length -= num_rejected
+                    sequence.num_drafted += output.num_drafted.get(index, 0)
+                    sequence.cumulative_logprob += sum(logprobs)
+                else:
+                    sequence.cumulative_logprob += logprobs[0]
+                known += token_ids
+                sequence.num_in_flight -= 1
+                sequence.num_steps += 1
+                named = candidates.get(index, none) if candidates else none
+                committed.append(Committed(sequence, token_ids, logprobs, named, scores))
+            else:
+                end = chunk.end
+                if scores:
+                    committed.append(Committed(sequence, [], [], none, scores))
             if end % size < length:  # most steps of most sequences fill no block
                 self._tables.register_prefix(sequence, end - length, end)
-        return advanced
+        return committed
 
     def branch(
-        self, head: Sequence, continuations: Iterable[tuple[Sequence, int, float]]
+        self, former: Iterable[Sequence], continuations: Iterable[tuple[Sequence, int, float]]
     ) -> list[Sequence]:
         """Say how a beam search goes on whose beams have all been committed.
 
         Args:
-            head: the search.
+            former: its beams.
             continuations: a beam, the token that follows it, and the token's log-probability. One
                 may go on several times; those that do not go on end.
 
         Returns:
             The beams from now on, in the order of the continuations.
         """
-        former = head.beams or []
         taken: set[Sequence] = set()
         continuations = list(continuations)
         beams = []
@@ -352,31 +334,30 @@ class Scheduler:
         for beam in former:
             if beam not in taken:
                 self._tables.release(beam)
-        head.beams = beams
         return beams
 
-    def finish(self, sequence: Sequence) -> None:
-        """End a sequence of any status and free its blocks. A second time does nothing."""
-        if sequence.status is not Status.FINISHED:
-            self._remove(sequence)
-            self._admitted.discard(sequence.request_id)
-            sequence.status = Status.FINISHED
+    def finish(self, group: SequenceGroup) -> None:
+        """End a group of any status and free its blocks. A second time does nothing."""
+        if group.status is not Status.FINISHED:
+            self._remove(group)
+            self._admitted.discard(group.request_id)
+            group.status = Status.FINISHED
 
-    def suspend(self, sequence: Sequence) -> None:
-        """Take a sequence out of the queue or the batch; its full blocks stay in the cache.
+    def suspend(self, group: SequenceGroup) -> None:
+        """Take a group out of the queue or the batch; its full blocks stay in the cache.
 
         Does nothing to one that is finished or suspended.
         """
-        if sequence.status in (Status.RUNNING, Status.WAITING):
-            self._remove(sequence)
-            sequence.status = Status.SUSPENDED
-            self._suspended[sequence.request_id] = sequence
+        if group.status in (Status.RUNNING, Status.WAITING):
+            self._remove(group)
+            group.status = Status.SUSPENDED
+            self._suspended[group.request_id] = group
 
-    def resume(self, sequence: Sequence) -> None:
-        """Put a suspended sequence at the head of the queue; does nothing to any other."""
-        if sequence.status is Status.SUSPENDED:
-            self._remove(sequence)
-            self._requeue(sequence)
+    def resume(self, group: SequenceGroup) -> None:
+        """Put a suspended group at the head of the queue; does nothing to any other."""
+        if group.status is Status.SUSPENDED:
+            self._remove(group)
+            self._requeue(group)
 
     def _prefill_share(self, sequence: Sequence, budget: int) -> int:
         """Tokens of a prompt in the first round: half the budget, but no crumbs."""
@@ -393,14 +374,14 @@ class Scheduler:
         return Chunk(sequence, start, length, samples, sequence.generation, 0, num_scores)
 
     def _plan_beams(
-        self, head: Sequence, chunks: list[Chunk], copies: list[Copy]
+        self, group: SequenceGroup, chunks: list[Chunk], copies: list[Copy]
     ) -> list[Sequence]:
         """Plan a search's step: the next token of all its beams, if they are ready for it.
 
         Returns:
             The beams that are to be computed first, of which a part will do.
         """
-        beams = head.beams or []
+        beams = group.members
         late = [beam for beam in beams if beam.num_uncomputed > 1]
         if late:
             # What a beam shares was computed in an earlier step than whatever it computes itself.
@@ -410,7 +391,7 @@ class Scheduler:
                 for beam, least in zip(beams, done, strict=True)
                 if beam.num_uncomputed > 1 and beam.num_computed <= least
             ]
-        if not beams[0].num_in_flight and self._grow_beams(head, copies):
+        if not beams[0].num_in_flight and self._grow_beams(group, copies):
             for beam in beams:
                 start = beam.num_computed
                 chunks.append(Chunk(beam, start, 1, True, beam.generation))
@@ -418,16 +399,34 @@ class Scheduler:
                 beam.num_in_flight = 1
         return []
 
-    def _grow_beams(self, head: Sequence, copies: list[Copy]) -> bool:
+    def _grow_beams(self, group: SequenceGroup, copies: list[Copy]) -> bool:
         """Give each beam a place of its own for its next token; False if they had to yield.
 
-        All of them or none: no copy of this step is for somebody who loses its blocks in it.
+        All of them or none: no copy of this step is for a group that loses its blocks in it.
         """
-        places = self._tables.beams_needing_blocks(head.beams or [])
-        if not self._free_blocks(len(places), head):
+        places = self._tables.beams_needing_blocks(group.members)
+        if not self._free_blocks(len(places), group):
             return False
         copies += self._tables.copy_on_write(places)
         return True
+
+    def _settle_drafts(self, sequence: Sequence, chunk: Chunk, num_chosen: int) -> int:
+        """Take back what was counted for drafts as if all were accepted; how many were not.
+
+        Raises:
+            EngineError: the runner chose no token, or more than it was asked for.
+        """
+        if not 1 <= num_chosen <= 1 + chunk.num_drafts:
+            raise EngineError(
+                f"the runner chose {num_chosen} tokens for request {sequence.request_id}; "
+                f"allowed: 1 to {1 + chunk.num_drafts}"
+            )
+        num_accepted = num_chosen - 1
+        num_rejected = chunk.num_drafts - num_accepted
+        sequence.num_computed -= num_rejected
+        sequence.num_in_flight -= chunk.num_drafts
+        sequence.num_accepted += num_accepted
+        return num_rejected
 
     def _grow(self, sequence: Sequence) -> bool:
         """Give a decoding sequence the next block, as its last one is full; False if it had to
@@ -437,13 +436,13 @@ class Scheduler:
         self._tables.append(sequence)
         return True
 
-    def _free_blocks(self, count: int, sequence: Sequence) -> bool:
-        """Take blocks from the last admitted until so many are free; False if `sequence` itself
-        had to yield."""
+    def _free_blocks(self, count: int, group: SequenceGroup) -> bool:
+        """Preempt the most recently admitted group until so many blocks are free; False if `group`
+        itself was preempted."""
         while self._pool.num_free < count:
             victim = next(reversed(self._running.values()))
             self._preempt(victim)
-            if victim is sequence:
+            if victim is group:
                 return False
         return True
 
@@ -458,60 +457,38 @@ class Scheduler:
             sequence, max(0, min(sequence.num_drafts, budget, room))
         )
 
-    def _preempt(self, sequence: Sequence) -> None:
-        self._remove(sequence)
-        self._requeue(sequence)
-        sequence.num_preemptions += 1
+    def _preempt(self, group: SequenceGroup) -> None:
+        self._remove(group)
+        self._requeue(group)
+        group.num_preemptions += 1
         self.num_preemptions += 1
 
-    def _run(self, sequence: Sequence, num_cached: int) -> None:
-        del self._waiting[sequence.request_id]
-        self._running[sequence.request_id] = sequence
-        sequence.status = Status.RUNNING
-        self._num_batch_slots += sequence.num_batch_slots
-        if sequence.request_id not in self._admitted:
-            self._admitted.add(sequence.request_id)
-            sequence.num_cached_tokens = num_cached
+    def _run(self, group: SequenceGroup, num_cached: int) -> None:
+        del self._waiting[group.request_id]
+        self._running[group.request_id] = group
+        group.status = Status.RUNNING
+        self._num_batch_slots += group.width
+        if group.request_id not in self._admitted:
+            self._admitted.add(group.request_id)
+            group.num_cached_tokens = num_cached
             self.num_cached_tokens += num_cached
-            self.num_prompt_tokens += sequence.num_prompt_tokens
+            self.num_prompt_tokens += group.num_prompt_tokens
 
-    def _check_beams(self, head: Sequence) -> None:
-        """Refuse a search that could not run alone."""
-        width, size = head.num_batch_slots, self._pool.block_size
-        if width > self._max_num_seqs:
-            raise RequestError(
-                f"{width} beams run as {width} sequences, and at most {self._max_num_seqs} run at "
-                f"once; allowed: up to {self._max_num_seqs}",
-                "beam_width",
-            )
-        # At worst they have no more than the full blocks of their prompt in common.
-        prompt, num_blocks = head.num_prompt_tokens, self._pool.num_blocks
-        shared = prompt // size
-        needed = shared + width * (-(-(head.max_length - 1) // size) - shared)
-        if needed > num_blocks:
-            most = (shared + (num_blocks - shared) // width) * size - prompt + 1
-            raise RequestError(
-                f"{width} beams, a prompt of {prompt} tokens and max_tokens of {head.max_tokens} "
-                f"need {needed} blocks of KV cache, and the whole cache has {num_blocks}; allowed: "
-                + (f"max_tokens of at most {most}, or fewer beams" if most > 0 else "fewer beams"),
-                "beam_width",
-            )
-
-    def _remove(self, sequence: Sequence) -> None:
-        """Take a sequence out of where it is, with nothing in the KV cache: the one release point.
+    def _remove(self, group: SequenceGroup) -> None:
+        """Take a group out of where it is, with nothing in the KV cache: the one release point.
 
         Its tokens stay: should it run again, they are computed like a prompt.
         """
-        if self._running.pop(sequence.request_id, None) is not None:
-            self._tables.free(sequence)
-            self._num_batch_slots -= sequence.num_batch_slots
-        self._waiting.pop(sequence.request_id, None)
-        self._suspended.pop(sequence.request_id, None)
+        if self._running.pop(group.request_id, None) is not None:
+            self._tables.free(group)
+            self._num_batch_slots -= group.width
+        self._waiting.pop(group.request_id, None)
+        self._suspended.pop(group.request_id, None)
 
-    def _requeue(self, sequence: Sequence) -> None:
-        sequence.status = Status.WAITING
-        self._waiting[sequence.request_id] = sequence
-        self._waiting.move_to_end(sequence.request_id, last=False)
+    def _requeue(self, group: SequenceGroup) -> None:
+        group.status = Status.WAITING
+        self._waiting[group.request_id] = group
+        self._waiting.move_to_end(group.request_id, last=False)
 
 
 def _num_before_scores(sequence: Sequence) -> int | None:
@@ -528,6 +505,7 @@ def _num_before_scores(sequence: Sequence) -> int | None:
 
 def _num_to_prefill(sequence: Sequence) -> int:
     """Tokens that it may compute by itself: one of several beams leaves its last to their step."""
-    head = sequence.head
-    together = head is not None and len(head.beams or ()) > 1
-    return sequence.num_uncomputed - together
+    num_tokens = sequence.num_uncomputed
+    if sequence.beam_of is not None and len(sequence.beam_of.members) > 1:
+        num_tokens -= 1
+    return num_tokens

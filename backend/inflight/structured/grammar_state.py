@@ -1,4 +1,4 @@
-"""A sequence's way through its grammar, as a runner needs it."""
+"""A sequence's way through its grammar, as an engine and a runner need it."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from inflight.errors import EngineError
+from inflight.errors import InflightError
 from inflight.structured.masks import MaskFiller, Rows
 from inflight.structured.matcher import Matcher
 
 
 @dataclass(frozen=True, slots=True)
 class GrammarState:
-    """Where a sequence stands, and who writes down what may follow.
+    """Where a sequence stands, and what writes its masks (see `core.output_grammar`).
 
     Attributes:
         matcher: its own.
@@ -25,24 +25,29 @@ class GrammarState:
     matcher: Matcher
     filler: MaskFiller
 
+    @property
+    def is_finished(self) -> bool:
+        """Whether nothing but an end may follow."""
+        return self.matcher.is_finished
 
-def fill(
-    states: Sequence[GrammarState], drafts: Sequence[Sequence[int]]
-) -> tuple[list[Rows], dict[int, EngineError]]:
-    """Which tokens may come next in each sequence, and after each of its drafts.
+    def advance(self, token_ids: Sequence[int]) -> None:
+        """Take the tokens that follow, up to the first one that ends the output.
 
-    Args:
-        states: of different sequences of one model.
-        drafts: of each sequence, tokens that may turn out to come next.
+        Raises:
+            EngineError: one does not fit, or the grammar ran into a limit: the request is over.
+        """
+        taken: list[int] = []
+        for token_id in token_ids:
+            taken.append(token_id)
+            if token_id in self.matcher.end_ids:
+                break
+        self.matcher.advance(taken)
 
-    Returns:
-        For each sequence [1 + len(draft), ceil(vocab_size / 32)] int32, see `MaskFiller.fill`; and
-        by index the reason why a sequence cannot go on.
-    """
-    if not states:
-        return [], {}
-    filler = states[0].filler
-    starts = [0, *itertools.accumulate(1 + len(draft) for draft in drafts)]
-    out = np.empty((starts[-1], filler.num_words), np.int32)
-    failures = filler.fill([state.matcher for state in states], out, drafts)
-    return [out[a:b] for a, b in itertools.pairwise(starts)], failures
+    def fill_masks(
+        self, states: Sequence[GrammarState], drafts: Sequence[Sequence[int]]
+    ) -> tuple[list[Rows], dict[int, InflightError]]:
+        """The masks of a batch, see `core.output_grammar.OutputGrammar` and `MaskFiller.fill`."""
+        starts = [0, *itertools.accumulate(1 + len(draft) for draft in drafts)]
+        out = np.empty((starts[-1], self.filler.num_words), np.int32)
+        failures = self.filler.fill([state.matcher for state in states], out, drafts)
+        return [out[a:b] for a, b in itertools.pairwise(starts)], {**failures}

@@ -249,7 +249,7 @@ def without_leak(engine: Engine) -> None:
     while engine.has_work:
         engine.step()
     assert engine.stats().num_free_blocks == engine.stats().num_blocks
-    assert not engine._sequences and not engine._searches
+    assert not engine._groups and not engine.searches
 
 
 @pytest.mark.parametrize("after", [0, 1, 2, 6])
@@ -286,16 +286,15 @@ def test_a_front_that_left_takes_its_searches_along(
 @pytest.mark.parametrize("victim", ["search", "other"])
 def test_the_failure_of_one_beam_is_told_once(victim: str) -> None:
     runner = PagedRunner(vocab_size=3, steps_ahead=1)
-    engine = Engine(EngineConfig(model="none"), runner, 64, [7])
     runner.vocab_size = NUM_NAMED
+    engine = Engine(EngineConfig(model="none"), runner, 64, [7])
     params = SamplingParams(max_tokens=12, min_tokens=12, beam_width=3)
     engine.submit(Request(1, [0, 1], params, output_ids=(1, 2, 3)))
     engine.submit(Request(9, [0, 1, 0], SamplingParams(max_tokens=8, ignore_eos=True)))
     for _ in range(5):
         engine.step()
-    (head,) = engine._searches
-    assert head.beams is not None
-    runner.poisoned = {head.beams[1].request_id} if victim == "search" else {9}
+    beams = engine._groups[1].members
+    runner.poisoned = {beams[1].request_id} if victim == "search" else {9}
     events: dict[int, list[TokenEvent]] = {}
     while engine.has_work:
         for event in engine.step():
@@ -385,9 +384,10 @@ def test_a_banned_word_is_in_no_beam(
         right = model.generate(ids, bad_words_ids=banned, **options)[:, ids.shape[1] :].tolist()
     assert right != free
     engine = make_engine(checkpoint, device, monkeypatch)
-    engine.tokenizer = object()  # type: ignore[assignment]  # whose words are told below
+    engine.admission._tokenizer = object()  # type: ignore[assignment]  # whose words are given below
     monkeypatch.setattr(
-        "inflight.engine.engine.bad_word_ids", lambda *given: tuple(tuple(word) for word in banned)
+        "inflight.engine.admission.bad_word_ids",
+        lambda *given: tuple(tuple(word) for word in banned),
     )
     params = SamplingParams(max_tokens=12, beam_width=4, ignore_eos=True, bad_words=("x",))
     engine.submit(Request(1, prompt(3), params, output_ids=(1, 2, 3, 4)))
@@ -459,7 +459,7 @@ def test_a_stop_word_ends_a_beam(min_tokens: int) -> None:
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"acknowledged": True}, "beam_width: which outputs are best is known only at the end"),
+        ({"acknowledged": True}, "beam_width: delivery cannot be acknowledged before the end"),
         (
             {"structured": StructuredOutput("regex", "a+")},
             "guided_decoding_guide: cannot be combined with beam_width 3",
@@ -482,7 +482,7 @@ def test_what_a_search_cannot_be_is_refused(
 ) -> None:
     engine = make_engine(checkpoint, "cpu", monkeypatch)
     fields = dict(fields)
-    engine.eos_token_ids = frozenset(fields.pop("ends", ENDS))
+    engine.admission.eos_token_ids = frozenset(fields.pop("ends", ENDS))
     options: dict[str, Any] = {
         "request_id": 1,
         "prompt_ids": [5],
@@ -491,7 +491,7 @@ def test_what_a_search_cannot_be_is_refused(
     with pytest.raises(RequestError, match=message):
         engine.submit(Request(**(options | fields)))
     assert not engine.has_work
-    assert not engine._sequences and not engine._searches
+    assert not engine._groups and not engine.searches
 
 
 @pytest.mark.parametrize("length", [1, 15, 16, 17, 40])

@@ -15,7 +15,8 @@ from fake_runner import CountingRunner, LateStep, PagedRunner, alone, next_token
 from inflight.config import EngineConfig, SpeculativeConfig
 from inflight.core.batch import Batch, StepOutput
 from inflight.core.request import FinishReason, Request, TokenEvent
-from inflight.engine.engine import MAX_CONSECUTIVE_FAILURES, Engine, generate
+from inflight.engine.engine import Engine, generate
+from inflight.engine.pipeline import MAX_CONSECUTIVE_FAILURES
 from inflight.errors import CapacityError, RequestError
 from inflight.sampling.params import SamplingParams
 from inflight.scheduling.draft_budget import StepCosts
@@ -554,7 +555,7 @@ def test_what_is_drafted_behind_the_end_is_nobodys() -> None:
     found = set()
     for prompt in range(60):
         engine = drafting_engine(1, 4, vocab_size=100)
-        engine.eos_token_ids = frozenset(range(0, 100, 9))
+        engine.admission.eos_token_ids = frozenset(range(0, 100, 9))
         engine.submit(request(1, [prompt], max_tokens=40))
         events = run(engine)[1]
         ids = [token for event in events for token in event.token_ids]

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from inflight.checkpoint.locate import locate
+from inflight.core.batch import Committed
 from inflight.core.request import Candidate, FinishReason, Request, TokenEvent
 from inflight.core.sequence import Sequence
 from inflight.engine.output import OutputStage, bad_word_ids
@@ -45,6 +46,12 @@ def sequence_of(
     return Sequence(Request(7, encode(prompt), params), max_tokens, eos_token_ids=frozenset(eos))
 
 
+def commit(sequence: Sequence, new: Ids[int], **found: Any) -> Committed:
+    """Append tokens to a sequence, as a scheduler does."""
+    sequence.token_ids += new
+    return Committed(sequence, list(new), [-0.5] * len(new), **found)
+
+
 def run(
     sequence: Sequence, output: Ids[int], sizes: Ids[int] = (1,), stage: OutputStage | None = None
 ) -> list[TokenEvent]:
@@ -54,9 +61,9 @@ def run(
     position = step = 0
     while position < len(output) and sequence.finish_reason is None:
         size = sizes[step % len(sizes)]
-        sequence.token_ids += output[position : position + size]
+        new = output[position : position + size]
         position, step = position + size, step + 1
-        events += stage.collect([sequence])
+        events += stage.collect([commit(sequence, new)])
     return events
 
 
@@ -120,12 +127,8 @@ def test_candidates_come_with_their_tokens(sizes: tuple[int, ...], params: dict[
     while sequence.finish_reason is None:
         new = ids[position : position + sizes[step % len(sizes)]]
         position, step = position + len(new), step + 1
-        sequence.token_ids += new
-        sequence.last_logprobs = [-0.5] * len(new)
-        sequence.last_candidates = [
-            [Candidate(id_, -0.5, 2), Candidate(EOS, -0.25, 1)] for id_ in new
-        ]
-        events += stage.collect([sequence])
+        found = [[Candidate(id_, -0.5, 2), Candidate(EOS, -0.25, 1)] for id_ in new]
+        events += stage.collect([commit(sequence, new, candidates=found)])
     for event in events:
         assert event.candidates == [
             [
@@ -135,25 +138,25 @@ def test_candidates_come_with_their_tokens(sizes: tuple[int, ...], params: dict[
             for id_ in event.token_ids
         ]
     assert sum(len(event.token_ids) for event in events) == sequence.num_output_tokens
+    assert stage.num_tokens == sequence.num_output_tokens
 
 
 def test_no_candidates_come_where_none_were_asked_for() -> None:
     sequence = sequence_of(SamplingParams())
-    sequence.last_candidates = [[Candidate(5, -0.5, 1)]]
-    assert all(event.candidates == [] for event in run(sequence, encode("a b")))
+    stage = OutputStage(detokenizer())
+    for new in encode("a b"):
+        committed = commit(sequence, [new], candidates=[[Candidate(5, -0.5, 1)]])
+        assert all(event.candidates == [] for event in stage.collect([committed]))
 
 
 def test_what_is_known_of_a_prompt_is_told_once_and_before_its_output() -> None:
     sequence = sequence_of(SamplingParams(num_prompt_logprobs=1))
     ids = sequence.request.prompt_ids
     known = [[], *[[Candidate(id_, -0.5, 2), Candidate(EOS, -0.25, 1)] for id_ in ids[1:]]]
-    assert sequence.prompt_candidates == [[]]
     stage = OutputStage(detokenizer())
-    sequence.prompt_candidates = known[:3]
-    (first,) = stage.prompt_events([sequence])
-    sequence.prompt_candidates = known[3:]
-    sequence.token_ids.append(encode("a")[0])
-    (second,) = stage.collect([sequence])
+    (first,) = stage.collect([commit(sequence, [], prompt_candidates=known[1:3])])
+    new = encode("a")[:1]
+    (second,) = stage.collect([commit(sequence, new, prompt_candidates=known[3:])])
     assert (first.token_ids, first.position, first.finish_reason) == ([], 0, None)
     assert first.window == second.window == detokenizer().window_for(ids, len(ids))
     named = [
@@ -162,8 +165,7 @@ def test_what_is_known_of_a_prompt_is_told_once_and_before_its_output() -> None:
     ]
     reported = first.prompt_candidates + second.prompt_candidates
     assert reported == [[], *[own + named[-1] for own in named[:-1]]]
-    sequence.token_ids.append(encode("a")[0])
-    (third,) = stage.collect([sequence])
+    (third,) = stage.collect([commit(sequence, new)])
     assert third.prompt_candidates == []
 
 
@@ -171,10 +173,11 @@ def test_what_is_known_of_a_prompt_is_told_once_and_before_its_output() -> None:
 def test_where_no_output_is_wanted_what_was_chosen_is_cut_off(params: dict[str, Any]) -> None:
     for chosen in (encode("a")[0], EOS):
         sequence = sequence_of(SamplingParams(max_tokens=0, **params), max_tokens=0)
-        sequence.token_ids.append(chosen)
-        sequence.last_logprobs, sequence.cumulative_logprob = [-0.3], -0.3
-        sequence.last_candidates = [[Candidate(chosen, -0.3, 1)]]
-        (event,) = OutputStage(detokenizer()).collect([sequence])
+        sequence.cumulative_logprob = -0.5
+        committed = commit(sequence, [chosen], candidates=[[Candidate(chosen, -0.5, 1)]])
+        stage = OutputStage(detokenizer())
+        (event,) = stage.collect([committed])
+        assert stage.num_tokens == 0
         assert (event.token_ids, event.position, event.trim) == ([], 0, 0)
         assert event.finish_reason is FinishReason.LENGTH
         assert event.cumulative_logprob == 0.0
@@ -259,8 +262,8 @@ def test_what_may_begin_a_stop_word_is_held_and_comes_when_it_does_not() -> None
     stage = OutputStage(detokenizer())
     released = []
     for id_ in ids:
-        sequence.token_ids.append(id_)
-        released.append([event.token_ids for event in stage.collect([sequence])])
+        events = stage.collect([commit(sequence, [id_])])
+        released.append([event.token_ids for event in events])
     assert released == [[], [], [ids]]
 
 
@@ -325,9 +328,8 @@ def test_several_sequences_do_not_mix() -> None:
     ids = encode("left right left right")
     events: dict[int, list[TokenEvent]] = {0: [], 1: []}
     for id_ in ids:
-        for sequence in (live := [s for s in pair if s.finish_reason is None]):
-            sequence.token_ids.append(id_)
-        for event in stage.collect(live):
+        committed = [commit(one, [id_]) for one in pair if one.finish_reason is None]
+        for event in stage.collect(committed):
             events[event.request_id].append(event)
     assert [text_of(events[0]), text_of(events[1])] == ["", "left "]
 
@@ -412,8 +414,7 @@ def test_a_token_costs_microseconds() -> None:
         for _ in range(8):
             started = time.thread_time()
             for i in range(500):
-                sequence.token_ids.append(ids[i % len(ids)])
-                stage.collect([sequence])
+                stage.collect([commit(sequence, [ids[i % len(ids)]])])
             seconds.append(time.thread_time() - started)
         assert sum(seconds) < 2
         # Work that grows with the output would make the last ones cost several times the first.

@@ -59,7 +59,7 @@ def engine(tokenizer: Tokenizer) -> Engine:
 @pytest.fixture(scope="module")
 def drafting_engine(tokenizer: Tokenizer) -> Engine:
     drafting = SpeculativeConfig(default=4, prompt_lookup_min=1, prompt_lookup_max=3)
-    return make_engine(tokenizer, speculation=drafting)
+    return make_engine(tokenizer, speculative_config=drafting)
 
 
 def request(

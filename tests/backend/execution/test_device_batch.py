@@ -279,7 +279,7 @@ def test_a_slot_is_given_to_the_next_sequence_when_its_own_has_ended() -> None:
 
 def test_tokens_that_may_not_be_chosen_are_listed_by_row() -> None:
     engine = make_engine(1)
-    engine.eos_token_ids = frozenset({7, 11})
+    engine.admission.eos_token_ids = frozenset({7, 11})
     device = engine.runner.device  # type: ignore[attr-defined]
     for request in requests(3, min_tokens=1):
         engine.submit(request)
@@ -305,10 +305,10 @@ def test_more_changes_than_there_is_room_for_arrive_all_the_same(
 
 def test_any_number_of_tokens_may_be_banned() -> None:
     engine = make_engine(1)
-    engine.eos_token_ids = frozenset(range(0, VOCAB_SIZE, 2))
+    engine.admission.eos_token_ids = frozenset(range(0, VOCAB_SIZE, 2))
     device = engine.runner.device  # type: ignore[attr-defined]
     device_room = len(device.step.tokens)
-    engine.eos_token_ids |= frozenset(range(VOCAB_SIZE, VOCAB_SIZE + device_room))
+    engine.admission.eos_token_ids |= frozenset(range(VOCAB_SIZE, VOCAB_SIZE + device_room))
     for request in requests(2, min_tokens=1):
         engine.submit(request)
     batch = engine.scheduler.schedule()

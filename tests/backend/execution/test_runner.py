@@ -249,7 +249,7 @@ def test_nothing_left_to_choose_from_is_an_error_of_that_sequence(runner: Runner
     healthy = tiny.make_sequence(PROMPT, [4, 5])
     output = tiny.run(runner, [tiny.chunk(s, 0, 6) for s in (stuck, healthy, drawn)])
     assert set(output.errors) == {0, 2}
-    assert all("leaves no token" in error for error in output.errors.values())
+    assert all("leave no token" in error for error in output.errors.values())
     assert [len(ids) for ids in output.token_ids] == [0, 1, 0]
 
 

@@ -64,7 +64,7 @@ def test_the_loop_of_a_broken_engine_ends() -> None:
             self.sent.append(frame)
 
     engine, hub = Broken(), Listening()
-    with pytest.raises(EngineError, match="of no use"):
+    with pytest.raises(EngineError, match="the engine is broken"):
         EngineProcess(hub, engine).run()  # type: ignore[arg-type]
     assert engine.num_steps == 1
     assert len(hub.sent) == 1, "what the step did is told before"
@@ -233,7 +233,7 @@ def test_the_engine_ends_with_its_server(model_directory: Path) -> None:
     assert lost.wait(5)
     client.close()
     wait_until(lambda: not path.exists(), 5)
-    with pytest.raises(EngineError, match="tritonserver has gone"):
+    with pytest.raises(EngineError, match="tritonserver has exited"):
         engine_client.attach_or_start(model_directory, server.pid, lambda events: None, lost.set)
 
 

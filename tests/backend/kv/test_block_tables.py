@@ -7,7 +7,7 @@ import pytest
 from inflight.core.sequence import Sequence
 from inflight.kv.block_pool import BlockPool
 from inflight.kv.block_tables import BlockTables
-from scheduling import beam_search, members, prompt, sequence
+from scheduling import beam_search, prompt, sequence
 
 SIZE = 4
 
@@ -30,16 +30,16 @@ def compute(tables: BlockTables, one: Sequence) -> None:
 
 def beams_of(tables: BlockTables, prompt_ids: list[int], width: int = 3) -> list[Sequence]:
     """The beams of a search that has chosen their first tokens: they share all blocks."""
-    head = beam_search(1, prompt_ids, 4, stops=False, beam_width=width).head
-    assert tables.admit(head) == []
-    (first,) = members(head)
+    group = beam_search(1, prompt_ids, 4, stops=False, beam_width=width)
+    assert tables.admit(group) == []
+    (first,) = group.members
     first.num_computed = len(prompt_ids)
     beams = [first, *(first.fork(-number) for number in range(2, width + 1))]
     for number, beam in enumerate(beams):
         beam.token_ids.append(number)
     for beam in beams[1:]:
         tables.pool.share(beam.blocks)
-    head.beams = beams
+    group._members = tuple(beams)
     return beams
 
 
@@ -154,11 +154,10 @@ def test_beams_at_the_end_of_a_block_get_new_ones_and_copy_nothing() -> None:
 def test_beams_that_come_back_take_what_they_have_in_common_once() -> None:
     tables = make_tables(enable_prefix_caching=False)
     beams = beams_of(tables, prompt(9))
-    head = beams[0].head
-    assert head is not None
-    tables.free(head)
+    group = beams[0].group
+    tables.free(group)
     assert tables.pool.num_free == 16
-    assert tables.admit(head) == []
+    assert tables.admit(group) == []
     assert [beam.blocks[:2] for beam in beams] == [beams[0].blocks[:2]] * 3
     assert tables.pool.num_free == 16 - 2 - 3
 

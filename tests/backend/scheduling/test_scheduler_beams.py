@@ -5,11 +5,9 @@ from __future__ import annotations
 import pytest
 
 from fake_runner import PagedRunner, alone
-from inflight.errors import RequestError
 from scheduling import (
     beam_search,
     best_outputs,
-    members,
     prompt,
     scheduler,
     search_step,
@@ -26,7 +24,7 @@ def fake() -> PagedRunner:
 def test_beams_compute_their_prompt_once_and_choose_in_one_step(fake: PagedRunner) -> None:
     plan = scheduler()
     group = beam_search(1, [0] * 9, 4, stops=False, beam_width=3)
-    plan.add(group.head)
+    plan.add(group)
     batches = [search_step(plan, fake, group) for _ in range(4)]
     assert [batch.num_tokens for batch in batches] == [9, 3, 3, 3]
     assert group.is_finished
@@ -37,10 +35,10 @@ def test_beams_compute_their_prompt_once_and_choose_in_one_step(fake: PagedRunne
 def test_beams_share_blocks_until_they_write(fake: PagedRunner) -> None:
     plan = scheduler()
     group = beam_search(1, [0] * 10, 6, stops=False, beam_width=3)
-    plan.add(group.head)
+    plan.add(group)
     search_step(plan, fake, group)
     assert plan.num_free_blocks == 13
-    assert [beam.blocks for beam in members(group.head)] == [members(group.head)[0].blocks] * 3
+    assert [beam.blocks for beam in list(group.members)] == [group.members[0].blocks] * 3
     batch = search_step(plan, fake, group)
     assert len(batch.copies) == 2, "one of three writes in place"
     assert {source for source, _ in batch.copies} == {batch.chunks[0].sequence.blocks[2]}
@@ -55,19 +53,19 @@ def test_beams_that_lost_their_blocks_compute_what_they_had_in_common_once(
         enable_prefix_caching=enable_prefix_caching, max_prefill_chunk=max_prefill_chunk
     )
     group = beam_search(1, [0, 1] * 8, 7, stops=False, beam_width=3)
-    plan.add(group.head)
+    plan.add(group)
     lost = 0
     while not group.is_finished:
-        before = group.head.num_steps
+        before = group.num_steps
         if before in (2, 4) and lost < before:
-            plan.suspend(group.head)
+            plan.suspend(group)
             assert plan.num_free_blocks == 16
             if not enable_prefix_caching:  # nothing is found where it was by chance
                 fake._tokens.clear()
-            plan.resume(group.head)
+            plan.resume(group)
             lost = before
             computed = 0
-            while group.head.num_steps == before:
+            while group.num_steps == before:
                 computed += search_step(plan, fake, group).num_tokens
             # The prompt has full blocks; each beam has its own tokens after that.
             assert 3 * before <= computed <= 16 + 3 * before
@@ -84,53 +82,30 @@ def test_a_search_yields_as_one_and_finds_the_same(fake: PagedRunner) -> None:
     group = beam_search(5, [0, 1] * 3, 12, stops=False, beam_width=3)
     for old in olds:
         plan.add(old)
-    plan.add(group.head)
+    plan.add(group)
     while not group.is_finished:
         batch = plan.schedule()
-        beams = [chunk.sequence for chunk in batch.chunks if chunk.sequence.head is not None]
+        beams = [chunk.sequence for chunk in batch.chunks if chunk.sequence.beam_of is not None]
         assert not any(c.samples for c in batch.chunks if c.sequence in beams) or (
-            beams == members(group.head)
+            beams == list(group.members)
         )
-        moved = plan.commit(batch, fake.launch(batch).result())
-        if any(one.head is not None for one in moved):
-            group.advance(plan)
+        committed = plan.commit(batch, fake.launch(batch).result())
+        if found := [each for each in committed if each.sequence.beam_of is not None]:
+            group.advance(found, plan)
         for old in olds:
             if old.num_output_tokens == 20:
                 plan.finish(old)
-    assert group.head.num_preemptions > 0
+    assert group.num_preemptions > 0
     for old in olds:
         assert old.token_ids[8:] == alone(old.token_ids[:8], old.num_output_tokens)
     assert best_outputs(group) == searched_alone(group)
 
 
-@pytest.mark.parametrize(
-    ("changes", "max_tokens", "message"),
-    [
-        ({"max_num_seqs": 2}, 4, "beam_width: 3 beams run as 3 sequences, and at most 2 run"),
-        (
-            {"num_blocks": 9},
-            13,
-            "beam_width: 3 beams, a prompt of 8 tokens and max_tokens of 13 "
-            "need 11 blocks of KV cache, and the whole cache has 9; allowed: max_tokens of at "
-            "most 9, or fewer beams",
-        ),
-    ],
-)
-def test_a_search_that_could_not_run_alone_is_refused(
-    changes: dict[str, int], max_tokens: int, message: str
-) -> None:
-    plan = scheduler(**changes)
-    group = beam_search(1, [0] * 8, max_tokens, beam_width=3)
-    with pytest.raises(RequestError, match=message):
-        plan.add(group.head)
-    assert not plan.waiting
-
-
 def test_the_largest_search_that_fits_ends(fake: PagedRunner) -> None:
     plan = scheduler(num_blocks=11, enable_prefix_caching=False)
     group = beam_search(1, [0] * 8, 13, stops=False, beam_width=3)
-    plan.add(group.head)
+    plan.add(group)
     while not group.is_finished:
         assert search_step(plan, fake, group).chunks
-    assert group.head.num_preemptions == 0
+    assert group.num_preemptions == 0
     assert best_outputs(group) == searched_alone(group)

@@ -18,17 +18,17 @@ from hypothesis.stateful import (
 from fake_runner import LateStep, PagedRunner, alone, next_token
 from inflight.core.batch import Batch, Chunk
 from inflight.core.request import Request
-from inflight.core.sequence import Sequence, Status
+from inflight.core.sequence import Sequence, SequenceGroup, Status
+from inflight.engine.admission import PoolLimits
 from inflight.engine.beam_search import BeamGroup
 from inflight.errors import RequestError
 from inflight.sampling.params import SamplingParams
 from inflight.scheduling.scheduler import Scheduler
 from scheduling import (
     STOP,
+    Scores,
     beam_search,
     best_outputs,
-    members,
-    owner,
     rows_of,
     scores_of,
     searched_alone,
@@ -50,10 +50,10 @@ def guess(token_ids: list[int], count: int) -> list[int]:
 PROMPTS = st.lists(st.integers(0, 1), min_size=1, max_size=14)
 
 
-def waits(one: Sequence) -> bool:
-    """Whether a running sequence cannot go on before a commit."""
-    if one.beams is not None:
-        return any(beam.num_in_flight for beam in one.beams)
+def waits(one: SequenceGroup) -> bool:
+    """Whether a running group cannot go on before a commit."""
+    if not isinstance(one, Sequence):
+        return any(beam.num_in_flight for beam in one.members)
     last_is_in_flight = one.num_output_tokens + one.num_in_flight == one.max_tokens
     return one.num_in_flight > 0 and (one.needs_committed_tokens or last_is_in_flight)
 
@@ -79,12 +79,14 @@ class EngineMachine(RuleBasedStateMachine):
         self.config = config
         self.max_rows = config["max_num_seqs"] + config["max_draft_tokens"] + spare_rows
         self.plan = Scheduler(max_rows=self.max_rows, **config)
+        self.limits = PoolLimits(config["num_blocks"], config["block_size"], self.plan.max_num_seqs)
         self.pool = self.plan._pool
         self.fake = PagedRunner(config["num_blocks"], config["block_size"], steps_ahead)
         self.fake.draft = guess
         self.in_flight: deque[tuple[Batch, LateStep, set[int]]] = deque()  # with blocks written
         self.num_added = 0
-        self.alive: dict[int, Sequence] = {}
+        self.alive: dict[int, SequenceGroup] = {}
+        self.scores = Scores()
         self.searches: dict[int, BeamGroup] = {}
 
     @rule(
@@ -107,12 +109,13 @@ class EngineMachine(RuleBasedStateMachine):
         needed = common + beam_width * (-(-(length - 1) // size) - common)
         seats = min(self.config["max_num_seqs"], self.config["max_num_batched_tokens"])
         try:
-            self.plan.add(group.head)
+            self.limits.check(group.members[0])
         except RequestError:
             assert beam_width > seats or needed > num_blocks or length > num_blocks * size
         else:
             assert beam_width <= seats and needed <= num_blocks
-            self.alive[self.num_added] = group.head
+            self.plan.add(group)
+            self.alive[self.num_added] = group
             self.searches[self.num_added] = group
 
     @rule(
@@ -143,17 +146,18 @@ class EngineMachine(RuleBasedStateMachine):
         one.num_drafts = num_drafts
         limit = self.config["num_blocks"] * self.config["block_size"]
         try:
-            self.plan.add(one)
+            self.limits.check(one)
         except RequestError:
             assert len(prompt_ids) + max_tokens > limit
         else:
+            self.plan.add(one)
             self.alive[one.request_id] = one
 
     @precondition(lambda self: self.alive)
     @rule(data=st.data())
     def add_a_follow_up(self, data: st.DataObject) -> None:
         """A prompt that repeats tokens which another request has by now."""
-        other = members(data.draw(st.sampled_from(list(self.alive.values()))))[-1]
+        other = data.draw(st.sampled_from(list(self.alive.values()))).members[-1]
         length = data.draw(st.integers(1, len(other.token_ids)))
         self.add(
             other.token_ids[:length],
@@ -192,14 +196,16 @@ class EngineMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.alive)
     @rule(data=st.data(), num_drafts=st.integers(0, 5))
     def draft(self, data: st.DataObject, num_drafts: int) -> None:
-        data.draw(st.sampled_from(list(self.alive.values()))).num_drafts = num_drafts
+        one = data.draw(st.sampled_from(list(self.alive.values())))
+        if isinstance(one, Sequence):
+            one.num_drafts = num_drafts
 
     @rule()
     def resume_all(self) -> None:
         for one in list(self.plan.suspended):
             self.plan.resume(one)
 
-    def _step(self, victim: Sequence | None = None, what: str = "") -> None:
+    def _step(self, victim: SequenceGroup | None = None, what: str = "") -> None:
         before = list(self.plan.running)
         first_waits = bool(before) and waits(before[0])
         batch = self.plan.schedule()
@@ -218,39 +224,49 @@ class EngineMachine(RuleBasedStateMachine):
         if len(self.in_flight) > (self.fake.steps_ahead if batch.chunks else 0):
             self._take(victim if what == "fail" else None)
 
-    def _take(self, failing: Sequence | None) -> None:
+    def _take(self, failing: SequenceGroup | None) -> None:
         batch, pending, _ = self.in_flight.popleft()
         output = pending.result()
         for index, chunk in enumerate(batch.chunks):
-            if owner(chunk.sequence) is failing:
+            if chunk.sequence.group is failing:
                 output.errors[index] = "numerical"
         ours = [chunk.sequence for chunk in batch.chunks if not chunk.is_stale]
-        moved = self.plan.commit(batch, output)
+        committed = self.plan.commit(batch, output)
+        self.scores.add(committed)
+        moved = [each.sequence for each in committed]
         for index in output.errors:
             failed = batch.chunks[index].sequence
             assert failed not in moved
-            if failed in ours and self.alive.pop(owner(failed).request_id, None) is not None:
-                self.plan.finish(owner(failed))
-        for head in dict.fromkeys(one.head for one in moved if one.head is not None):
-            assert [one for one in moved if one.head is head] == head.beams, "not in step"
-            group = self.searches[head.request_id]
-            group.advance(self.plan)
+            if failed in ours and self.alive.pop(failed.group.request_id, None) is not None:
+                self.plan.finish(failed.group)
+        for owner in dict.fromkeys(one.beam_of for one in moved if one.beam_of is not None):
+            own = [each for each in committed if each.sequence.beam_of is owner]
+            assert tuple(each.sequence for each in own) == owner.members, "not in step"
+            assert not any(each.token_ids for each in own), "a token that no search has chosen"
+            group = self.searches[owner.request_id]
+            group.advance(own, self.plan)
             if group.is_finished:
                 assert best_outputs(group) == searched_alone(group)
-                self.plan.finish(head)
-                del self.alive[head.request_id]
-        for one in moved:
+                self.plan.finish(group)
+                del self.alive[group.request_id]
+        for each in committed:
+            one = each.sequence
             assert one in ours
-            if one.head is not None:
+            if one.beam_of is not None:
+                continue
+            known = scores_of(one)[: one.num_scored - 1]
+            assert self.scores[one] == known, "a score twice, or lost"
+            if not each.token_ids:
                 continue
             prompt_ids = one.request.prompt_ids
             assert one.token_ids[len(prompt_ids) :] == alone(prompt_ids, one.num_output_tokens)
             assert one.num_output_tokens <= one.max_tokens
             assert one.num_accepted <= one.num_drafted
             assert one.num_output_tokens == one.num_steps + one.num_accepted
-            assert one.prompt_candidates == scores_of(one), "a score twice, or lost"
-            last = one.token_ids[-len(one.last_logprobs) :]
-            ended = not one.eos_token_ids.isdisjoint(last)
+            assert self.scores[one] == scores_of(one), "a score is missing"
+            assert one.token_ids[-len(each.token_ids) :] == each.token_ids
+            assert len(each.logprobs) == len(each.token_ids)
+            ended = not one.eos_token_ids.isdisjoint(each.token_ids)
             if one.num_output_tokens == one.max_tokens or ended:
                 self.plan.finish(one)
                 del self.alive[one.request_id]
@@ -269,7 +285,7 @@ class EngineMachine(RuleBasedStateMachine):
             if chunk.sequence is one and not chunk.is_stale
         ]
 
-    def _check(self, batch: Batch, before: list[Sequence], first_waits: bool) -> None:
+    def _check(self, batch: Batch, before: list[SequenceGroup], first_waits: bool) -> None:
         running = list(self.plan.running)
         if running or self.plan.waiting:
             admitted = running != before
@@ -279,7 +295,7 @@ class EngineMachine(RuleBasedStateMachine):
         assert num_drafts <= self.config["max_draft_tokens"]
         num_rows = sum(max(1, rows_of(chunk)) for chunk in batch.chunks)
         assert num_rows <= self.max_rows
-        seats = sum(len(members(one)) for one in running)
+        seats = sum(len(one.members) for one in running)
         assert seats <= self.plan._num_batch_slots <= self.config["max_num_seqs"]
         stayed = [one for one in running if one in before]
         assert stayed == before[: len(stayed)], "an older one lost its blocks to a younger one"
@@ -287,11 +303,11 @@ class EngineMachine(RuleBasedStateMachine):
         scheduled = [chunk.sequence for chunk in batch.chunks]
         assert len(scheduled) == len(set(scheduled))
         if before:
-            first_advances = before[0] in map(owner, scheduled)
+            first_advances = before[0] in [one.group for one in scheduled]
             assert first_advances != first_waits, "the first does not advance"
         for chunk in batch.chunks:
             one = chunk.sequence
-            assert owner(one).status is Status.RUNNING
+            assert one.group.status is Status.RUNNING
             assert chunk.end == one.num_computed
             assert chunk.num_drafts <= one.num_drafts
             length = chunk.length - chunk.num_drafts
@@ -312,8 +328,8 @@ class EngineMachine(RuleBasedStateMachine):
             assert rows_of(chunk) <= chunk.length
             for block in self._blocks_of(chunk):
                 # A beam may compute for all of its search what they have lost together.
-                owners = [each for each in members(owner(one)) if block in each.blocks]
-                if one.head is not None and not chunk.samples:
+                owners = [each for each in one.group.members if block in each.blocks]
+                if one.beam_of is not None and not chunk.samples:
                     assert self.pool._hashes[block] is None, "a write that others see"
                     assert self.pool.ref_count(block) == len(owners)
                 else:
@@ -329,15 +345,15 @@ class EngineMachine(RuleBasedStateMachine):
             return
         owners = [0] * self.config["num_blocks"]
         for one in self.plan.running:
-            for each in members(one):
+            for each in one.members:
                 for block in each.blocks:
                     owners[block] += 1
         assert owners == [self.pool.ref_count(block) for block in range(len(owners))]
         tables = self.plan._tables
         assert tables.num_reserved == sum(map(tables.num_reserved_for, self.plan.running))
-        assert self.plan._num_batch_slots == sum(one.num_batch_slots for one in self.plan.running)
+        assert self.plan._num_batch_slots == sum(one.width for one in self.plan.running)
         for one in [*self.plan.waiting, *self.plan.suspended]:
-            for each in members(one):
+            for each in one.members:
                 assert each.blocks == [] and each.num_computed == 0
         places = [*self.plan.running, *self.plan.waiting, *self.plan.suspended]
         assert {one.request_id: one for one in places} == self.alive
@@ -353,7 +369,7 @@ class EngineMachine(RuleBasedStateMachine):
             return
         self.resume_all()
         bound = 1 + sum(
-            one.num_batch_slots * (one.num_prompt_tokens + 2 * one.max_tokens)
+            one.width * (one.num_prompt_tokens + 2 * one.members[0].max_tokens)
             for one in self.alive.values()
         ) * (1 + len(self.alive)) * (1 + self.fake.steps_ahead)
         for _ in range(bound):

@@ -197,7 +197,7 @@ def test_an_output_that_nothing_can_end_fails(
     matcher = Matcher(compile_here(vocabulary, "choice", '["no"]'), vocabulary, end_ids=[])
     matcher.advance(smollm.encode("no", add_special_tokens=False))
     failures = filler.fill([matcher], rows(vocabulary, 1))
-    assert "nothing can end it" in str(failures[0])
+    assert "neither another token nor an end" in str(failures[0])
 
 
 def test_a_slow_grammar_is_found_and_fails(

@@ -1,0 +1,234 @@
+"""Which requests an engine accepts: the one place where they are held against its limits.
+
+Fronts are other processes, several on one socket, so the engine trusts nothing that they checked:
+what a request alone must fulfil is checked by its types (`core.request`, `sampling.params`), what
+this engine's model, pool and settings allow is checked here. What passes can always be served in
+the end: the scheduler relies on it.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from inflight.core.output_constraint import GUIDE_FIELD
+from inflight.core.request import Request, check_length
+from inflight.core.sequence import Sequence
+from inflight.engine.beam_search import num_candidates_needed
+from inflight.engine.output import StopConditions, bad_word_ids
+from inflight.errors import RequestError
+from inflight.sampling.params import DRY_SEQUENCE_BREAKERS, MAX_LOGPROBS
+from inflight.text.detokenize import Detokenizer
+from inflight.text.dry_breakers import DryBreakers
+from inflight.text.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class PoolLimits:
+    """What the KV cache and the batch have room for.
+
+    Attributes:
+        num_blocks: KV blocks in the pool.
+        block_size: tokens per block.
+        max_num_seqs: sequences that run at once.
+    """
+
+    num_blocks: int
+    block_size: int
+    max_num_seqs: int
+
+    def check(self, sequence: Sequence) -> None:
+        """Check that a request could run with the whole pool to itself.
+
+        Raises:
+            RequestError: it could not.
+        """
+        prompt, output = sequence.num_prompt_tokens, sequence.max_tokens
+        limit = self.num_blocks * self.block_size
+        if prompt + output > limit:
+            fits = (
+                f"with this prompt, max_tokens of at most {limit - prompt} fits"
+                if prompt < limit
+                else f"a prompt of at most {limit - min(1, output)} fits"
+            )
+            raise RequestError(
+                f"a prompt of {prompt} tokens and max_tokens of {output} need {prompt + output} "
+                f"tokens of KV cache, and the whole cache has {limit}: {fits}"
+            )
+        if sequence.width > 1:
+            self._check_beams(sequence)
+
+    def default_max_tokens(self, wanted: int, num_prompt_tokens: int, width: int) -> int:
+        """As many of the wanted tokens as a small pool holds, for requests that name no number."""
+        shared = num_prompt_tokens // self.block_size  # by all beams, at least
+        limit = (shared + (self.num_blocks - shared) // width) * self.block_size
+        return max(1, min(wanted, limit - num_prompt_tokens))
+
+    def _check_beams(self, sequence: Sequence) -> None:
+        width, size = sequence.width, self.block_size
+        if width > self.max_num_seqs:
+            raise RequestError(
+                f"{width} beams run as {width} sequences, and at most {self.max_num_seqs} run at "
+                f"once; allowed: up to {self.max_num_seqs}",
+                "beam_width",
+            )
+        # At worst they have no more than the full blocks of their prompt in common.
+        prompt, num_blocks = sequence.num_prompt_tokens, self.num_blocks
+        shared = prompt // size
+        needed = shared + width * (-(-(sequence.max_length - 1) // size) - shared)
+        if needed > num_blocks:
+            most = (shared + (num_blocks - shared) // width) * size - prompt + 1
+            raise RequestError(
+                f"{width} beams, a prompt of {prompt} tokens and max_tokens of "
+                f"{sequence.max_tokens} need {needed} blocks of KV cache, and the whole cache has "
+                f"{num_blocks}; allowed: "
+                + (f"max_tokens of at most {most}, or fewer beams" if most > 0 else "fewer beams"),
+                "beam_width",
+            )
+
+
+class Admission:
+    """Checks requests and makes sequences of them.
+
+    Args:
+        pool: what there is room for.
+        vocab_size: token ids are below it.
+        max_model_len: prompt and output together, in tokens.
+        default_max_tokens: output tokens of a request that does not name a number.
+        eos_token_ids: the model's own end-of-sequence tokens.
+        tokenizer: the model's; None if it takes token ids only.
+        detokenizer: of that tokenizer.
+    """
+
+    def __init__(
+        self,
+        pool: PoolLimits,
+        vocab_size: int,
+        max_model_len: int,
+        default_max_tokens: int,
+        eos_token_ids: Iterable[int],
+        tokenizer: Tokenizer | None = None,
+        detokenizer: Detokenizer | None = None,
+    ) -> None:
+        self.eos_token_ids = frozenset(eos_token_ids)
+        self._pool = pool
+        self._vocab_size = vocab_size
+        self._max_model_len = max_model_len
+        self._default_max_tokens = default_max_tokens
+        self._tokenizer = tokenizer
+        self._detokenizer = detokenizer
+        self._breakers: DryBreakers | None = None
+        if tokenizer is not None and detokenizer is not None:
+            self._breakers = DryBreakers(tokenizer, detokenizer)
+
+    def sequence(self, request: Request) -> Sequence:
+        """A request's sequence.
+
+        Raises:
+            RequestError: it can never be served; names what is not allowed.
+        """
+        self._check_prompt(request)
+        request.params.check_vocabulary(self._vocab_size)
+        self._check_tokenizer(request)
+        params = request.params
+        end_ids = () if params.end_id is None else (params.end_id,)
+        sequence = Sequence(
+            request,
+            max_tokens=self._max_tokens(request),
+            seed=secrets.randbits(64) if params.seed is None else params.seed,
+            eos_token_ids=self.eos_token_ids.union(end_ids),
+            bad_word_ids=(
+                bad_word_ids(self._tokenizer, params.bad_words) if self._tokenizer else ()
+            ),
+            breaker_ids=self._breaker_ids(request),
+        )
+        self._check_outputs(sequence)
+        self._check_constraint(request)
+        self._pool.check(sequence)
+        return sequence
+
+    def _check_prompt(self, request: Request) -> None:
+        prompt_ids = request.prompt_ids
+        if not prompt_ids:
+            raise RequestError("the prompt has no tokens; allowed: at least 1", "input_ids")
+        low, high = min(prompt_ids), max(prompt_ids)
+        if low < 0 or high >= self._vocab_size:
+            raise RequestError(
+                f"token id {low if low < 0 else high} is not in the vocabulary; "
+                f"allowed: 0 to {self._vocab_size - 1}",
+                "input_ids",
+            )
+        check_length(len(prompt_ids), request.params.max_tokens, self._max_model_len, "input_ids")
+
+    def _check_tokenizer(self, request: Request) -> None:
+        """Refuse what is about text where there are only token ids."""
+        if self._tokenizer is not None:
+            return
+        for name in ("stop_words", "bad_words", "dry_sequence_breakers"):
+            if getattr(request.params, name):
+                raise RequestError("this model has no tokenizer and takes token ids only", name)
+
+    def _check_outputs(self, sequence: Sequence) -> None:
+        """Refuse what a beam search cannot be combined with, or has too few candidates for."""
+        request, width = sequence.request, sequence.width
+        output_ids = request.output_ids
+        if output_ids and (output_ids[0] != request.request_id or len(set(output_ids)) > width):
+            raise RequestError(
+                f"{len(output_ids)} outputs of {width} beams; allowed: up to beam_width, of which "
+                "the first has the request's own id",
+                "output_ids",
+            )
+        if width == 1:
+            return
+        if request.structured is not None:
+            raise RequestError(
+                f"cannot be combined with beam_width {width}: a grammar follows one output",
+                GUIDE_FIELD,
+            )
+        if request.acknowledged:
+            raise RequestError(
+                "delivery cannot be acknowledged before the end, when the best outputs are known",
+                "beam_width",
+            )
+        stop_conditions = StopConditions(sequence, self._detokenizer)
+        most = min(MAX_LOGPROBS, self._vocab_size)
+        if num_candidates_needed(width, stop_conditions) > most:
+            num_ids = stop_conditions.num_ids
+            raise RequestError(
+                f"{width} beams and {num_ids} tokens that end them are more than the "
+                f"{most} likeliest tokens that are looked at; allowed: up to {most - num_ids}",
+                "beam_width",
+            )
+
+    def _check_constraint(self, request: Request) -> None:
+        """Refuse a grammar that cannot be matched, or that contradicts another option."""
+        if request.structured is None:
+            return
+        if self._tokenizer is None:
+            raise RequestError("this model has no tokenizer and takes token ids only", GUIDE_FIELD)
+        if request.params.ignore_eos:
+            raise RequestError(
+                "cannot be combined with a grammar, which determines the end", "ignore_eos"
+            )
+
+    def _max_tokens(self, request: Request) -> int:
+        """Output tokens at most: what the request asks for, or the default, within the context."""
+        params, num_prompt_tokens = request.params, len(request.prompt_ids)
+        wanted = params.max_tokens
+        if wanted is None:
+            # Nobody asked for more than a small pool holds; an explicit number is refused.
+            wanted = self._pool.default_max_tokens(
+                max(self._default_max_tokens, params.min_tokens),
+                num_prompt_tokens,
+                params.beam_width,
+            )
+        return min(wanted, self._max_model_len - num_prompt_tokens)
+
+    def _breaker_ids(self, request: Request) -> frozenset[int]:
+        """Tokens that break the repetitions that DRY looks for."""
+        params = request.params
+        if self._breakers is None or not params.has_dry:
+            return frozenset()
+        wanted = params.dry_sequence_breakers
+        return self._breakers.ids(DRY_SEQUENCE_BREAKERS if wanted is None else wanted)

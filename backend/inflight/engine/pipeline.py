@@ -1,0 +1,96 @@
+"""The steps of an engine that are in flight, and whether steps work at all."""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from inflight.core.batch import Batch, StepOutput
+from inflight.execution.runner import PendingStep, Runner
+
+logger = logging.getLogger(__name__)
+
+MAX_CONSECUTIVE_FAILURES = 8
+"""Steps, with none between them that worked: no bad request does that, but a lost GPU does."""
+
+
+@dataclass(frozen=True, slots=True)
+class Launched:
+    """A step in flight.
+
+    Attributes:
+        batch: what it computes.
+        pending: its result to come.
+        time: just before its launch, in seconds.
+    """
+
+    batch: Batch
+    pending: PendingStep
+    time: float
+
+
+class StepPipeline:
+    """Launches steps on a runner and takes their results, oldest first.
+
+    Args:
+        runner: where batches are computed.
+        clock: seconds, monotonic.
+    """
+
+    def __init__(self, runner: Runner, clock: Callable[[], float]) -> None:
+        self._runner = runner
+        self._clock = clock
+        self._launched: deque[Launched] = deque()
+        self._consecutive_failures = 0
+        self._last_result = 0.0  # when it was taken
+
+    def __len__(self) -> int:
+        """Steps in flight."""
+        return len(self._launched)
+
+    @property
+    def is_broken(self) -> bool:
+        """Whether steps fail whatever is in them, as all do after an error of a GPU."""
+        return self._consecutive_failures >= MAX_CONSECUTIVE_FAILURES
+
+    def launch(self, batch: Batch) -> bool:
+        """Put a batch in flight. Returns whether that worked."""
+        now = self._clock()
+        try:
+            pending = self._runner.launch(batch)
+        except Exception:  # whatever it is, it ends these requests and is logged with its trace
+            self._record_failure(batch)
+            return False
+        self._launched.append(Launched(batch, pending, now))
+        return True
+
+    def is_due(self, has_launched: bool) -> bool:
+        """Whether the oldest result is to be taken: the runner works no further ahead, or there was
+        nothing to launch."""
+        return len(self._launched) > (self._runner.steps_ahead if has_launched else 0)
+
+    def take(self) -> tuple[Launched, StepOutput | None]:
+        """Wait for the oldest step. Returns it with its output, or None if it failed."""
+        launched = self._launched.popleft()
+        try:
+            output = launched.pending.result()
+        except Exception:  # as in launch
+            self._record_failure(launched.batch)
+            return launched, None
+        self._consecutive_failures = 0
+        return launched, output
+
+    def end_of(self, launched: Launched) -> tuple[float, float]:
+        """A step has been taken in: the time by now, and how long the step took, in seconds."""
+        now = self._clock()
+        # Of two steps in flight, the second one starts when the first one ends.
+        duration = now - max(launched.time, self._last_result)
+        self._last_result = now
+        return now, duration
+
+    def _record_failure(self, batch: Batch) -> None:
+        """Call it where the exception is handled."""
+        logger.exception("the step of %d sequences failed", len(batch.chunks))
+        self._consecutive_failures += 1

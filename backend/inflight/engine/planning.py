@@ -1,0 +1,38 @@
+"""What plans an engine's steps, made from its settings for its runner."""
+
+from __future__ import annotations
+
+from inflight.config import EngineConfig
+from inflight.core.request import AUTO_DRAFTS
+from inflight.execution.runner import Runner
+from inflight.scheduling.draft_budget import DraftBudget
+from inflight.scheduling.scheduler import Scheduler
+
+
+def make_scheduler(config: EngineConfig, runner: Runner) -> Scheduler:
+    """The scheduler of the runner's KV blocks."""
+    return Scheduler(
+        num_blocks=runner.num_blocks,
+        block_size=runner.block_size,
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        max_prefill_chunk=config.max_prefill_chunk,
+        max_waiting=config.max_waiting,
+        enable_prefix_caching=config.enable_prefix_caching,
+        max_draft_tokens=config.max_draft_tokens,
+        max_rows=runner.max_rows,
+    )
+
+
+def make_draft_budget(config: EngineConfig, runner: Runner) -> DraftBudget | None:
+    """What says how many tokens to draft; None where nothing is drafted."""
+    settings = config.speculative_config
+    if settings is None or runner.step_costs is None:
+        return None
+    default = {"auto": AUTO_DRAFTS, "off": 0}.get(str(settings.default))
+    return DraftBudget(
+        runner.step_costs,
+        settings.num_speculative_tokens,
+        int(settings.default) if default is None else default,
+        host_drafts=runner.supports_host_drafts,
+    )

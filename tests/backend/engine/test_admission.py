@@ -1,0 +1,72 @@
+"""A request that can never be served is refused before anything is kept of it."""
+
+from __future__ import annotations
+
+import pytest
+
+from inflight.core.request import Request
+from inflight.engine.admission import Admission, PoolLimits
+from inflight.errors import RequestError
+from inflight.sampling.params import SamplingParams
+from scheduling import beam_search, prompt, sequence
+
+
+def test_a_request_beyond_the_pool_is_refused_with_what_fits() -> None:
+    limits = PoolLimits(num_blocks=4, block_size=4, max_num_seqs=4)
+    with pytest.raises(RequestError, match=r"prompt of 10 tokens and max_tokens of 7 .* at most 6"):
+        limits.check(sequence(1, prompt(10), max_tokens=7))
+    with pytest.raises(RequestError, match="a prompt of at most 15 fits"):
+        limits.check(sequence(1, prompt(16), max_tokens=1))
+    limits.check(sequence(1, prompt(10), max_tokens=6))
+
+
+@pytest.mark.parametrize(
+    ("num_blocks", "max_num_seqs", "max_tokens", "message"),
+    [
+        (16, 2, 4, "beam_width: 3 beams run as 3 sequences, and at most 2 run"),
+        (
+            9,
+            4,
+            13,
+            "beam_width: 3 beams, a prompt of 8 tokens and max_tokens of 13 "
+            "need 11 blocks of KV cache, and the whole cache has 9; allowed: max_tokens of at "
+            "most 9, or fewer beams",
+        ),
+    ],
+)
+def test_a_search_that_could_not_run_alone_is_refused(
+    num_blocks: int, max_num_seqs: int, max_tokens: int, message: str
+) -> None:
+    limits = PoolLimits(num_blocks, 4, max_num_seqs)
+    group = beam_search(1, [0] * 8, max_tokens, beam_width=3)
+    with pytest.raises(RequestError, match=message):
+        limits.check(group.members[0])
+
+
+def test_the_largest_search_that_fits_is_accepted() -> None:
+    group = beam_search(1, [0] * 8, 13, beam_width=3)
+    PoolLimits(num_blocks=11, block_size=4, max_num_seqs=3).check(group.members[0])
+
+
+@pytest.mark.parametrize(
+    ("max_tokens", "min_tokens", "expected"),
+    [(None, 0, 16), (None, 20, 20), (5, 0, 5), (99, 0, 54), (None, 54, 54)],
+)
+def test_the_length_is_the_requests_or_the_default_within_the_context(
+    max_tokens: int | None, min_tokens: int, expected: int
+) -> None:
+    admission = Admission(PoolLimits(99, 4, 4), 100, 64, 16, [2])
+    params = SamplingParams(max_tokens=max_tokens, min_tokens=min_tokens)
+    assert admission.sequence(Request(1, [1] * 10, params)).max_tokens == expected
+
+
+def test_a_prompt_without_tokens_is_refused() -> None:
+    admission = Admission(PoolLimits(99, 4, 4), 100, 64, 16, [2])
+    with pytest.raises(RequestError, match="input_ids: the prompt has no tokens"):
+        admission.sequence(Request(1, [], SamplingParams()))
+
+
+def test_a_request_of_its_own_seed_and_end_keeps_them() -> None:
+    admission = Admission(PoolLimits(99, 4, 4), 100, 64, 16, [2])
+    made = admission.sequence(Request(1, [1], SamplingParams(seed=7, end_id=9)))
+    assert (made.seed, made.eos_token_ids) == (7, frozenset({2, 9}))
