@@ -27,6 +27,7 @@ from inflight.errors import (
 )
 from inflight.request import TokenEvent
 from inflight.triton import protocol
+from inflight.triton.delayed_errors import DelayedErrors
 from inflight.triton.errors import triton_error
 from inflight.triton.mailbox import Mailbox, Senders, Sweep
 from inflight.triton.stub import server_pid
@@ -53,6 +54,7 @@ class Answer:
         asked: what was asked; None where it could not be read.
 
     Attributes:
+        arrived: when the request did, in time.monotonic().
         request_ids: in the engine, of the outputs in their order.
         cancel: ends all of them there.
         detokenized: a detokenizer takes the responses.
@@ -66,6 +68,7 @@ class Answer:
         self._asked = asked
         self._echoed: set[int] = set()
         self._sent_at = 0.0
+        self.arrived = time.monotonic()
         self.request_ids: list[int] = []
         self.cancel: Callable[[], None] = _nothing
         self.detokenized = asked is not None and asked.detokenized
@@ -131,6 +134,7 @@ class LlmFront:
         self._in_flight: dict[int, tuple[Mailbox, Answer]] = {}
         self._closing = threading.Event()
         self._senders = Senders(_sender_threads(parameters))
+        self._errors = DelayedErrors()
         self._connect()
         self._sweep = Sweep(self._cancel_cancelled, CANCEL_INTERVAL_S)
 
@@ -155,6 +159,7 @@ class LlmFront:
         if client is not None:
             client.close()
         self._fail_all()
+        self._errors.close()
         self._senders.close()
 
     def _accept(self, request: Any, sender: Any, wanted: frozenset[str]) -> None:
@@ -193,7 +198,14 @@ class LlmFront:
 
     def _refuse(self, sender: Any, wanted: frozenset[str], error: InflightError) -> None:
         answer = Answer(sender, wanted, None)
-        self._senders.mailbox(answer, stream=True).post(TokenEvent.failed(0, error))
+        mailbox = self._senders.mailbox(answer, stream=True)
+        self._post(mailbox, answer, TokenEvent.failed(0, error))
+
+    def _post(self, mailbox: Mailbox, answer: Answer, event: TokenEvent) -> None:
+        if event.error is None:
+            mailbox.post(event)
+        else:
+            self._errors.when_due(answer.arrived, lambda: mailbox.post(event))
 
     def _on_events(self, events: list[TokenEvent]) -> None:
         for event in events:
@@ -202,7 +214,7 @@ class LlmFront:
             else:
                 entry = self._in_flight.get(event.request_id)
             if entry is not None:
-                entry[0].post(event)
+                self._post(*entry, event)
 
     def _on_delivered(self, progress: list[tuple[int, int]]) -> None:
         for request_id, position in progress:
@@ -264,10 +276,10 @@ class LlmFront:
         error = CapacityError("the engine ended while it held this request; send it again")
         while self._in_flight:
             try:
-                request_id, (mailbox, _) = self._in_flight.popitem()
+                request_id, (mailbox, answer) = self._in_flight.popitem()
             except KeyError:
                 return
-            mailbox.post(TokenEvent.failed(request_id, error))
+            self._post(mailbox, answer, TokenEvent.failed(request_id, error))
 
 
 def _nothing() -> None:

@@ -2,6 +2,7 @@
 
 import json
 import threading
+import time
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +11,7 @@ import pytest
 import triton_python_backend_utils as pb_utils
 from inflight.errors import CapacityError, ConfigError, EngineError, RequestError
 from inflight.request import Candidate, FinishReason, TokenEvent
-from inflight.triton import llm
+from inflight.triton import delayed_errors, llm
 from inflight.triton.tensors import MODELS
 from inflight.wire import Welcome
 
@@ -276,6 +277,33 @@ def test_a_bad_request_ends_alone(front, engines):
     assert good.wait()[0].error() is None
 
 
+def test_no_error_leaves_too_soon_after_its_request(front, engines, monkeypatch):
+    """Triton 2.51 can crash on one that does."""
+    monkeypatch.setattr(delayed_errors, "EARLIEST_ERROR_S", 0.3)
+    senders = [ask(front, correlation_id=7), ask(front)]
+    failed = TokenEvent.failed(
+        engines[0].submitted[0].request_id, CapacityError("the queue is full")
+    )
+    engines[0].on_events([failed])
+    asked = time.monotonic()
+    senders.append(ask(front))
+    engines[0].on_lost()
+    assert [sender.responses for sender in senders] == [[], [], []]
+    for sender in senders:
+        (response,) = sender.wait()
+        assert response.error() is not None
+    assert time.monotonic() - asked >= 0.3
+
+
+def test_a_late_error_leaves_at_once(front, engines):
+    sender = ask(front)
+    time.sleep(delayed_errors.EARLIEST_ERROR_S)
+    error = EngineError("the step failed")
+    engines[0].on_events([TokenEvent.failed(engines[0].submitted[0].request_id, error)])
+    assert front._errors._waiting.empty()
+    assert sender.wait()[0].error().message() == "the step failed"
+
+
 def test_a_request_of_a_sequence_is_refused(front):
     (response,) = ask(front, correlation_id=7).wait()
     assert response.error().message() == "sequence_id: sequences are not supported; leave it out"
@@ -401,8 +429,6 @@ def test_late_events_of_a_lost_engine_are_ignored(front, engines):
 
 def test_an_error_of_a_detokenized_stream_keeps_its_distance(front, engines):
     """A step of an ensemble that fails beside another one leaks the request in Triton 2.51."""
-    import time
-
     sender = ask(front, stream=true(), prompt_tensor=np.array([b"text_input"], object))
     engines[0].say([7], position=1)
     sender.wait_for(1)
