@@ -26,7 +26,7 @@ from inflight.errors import (
     from_kind,
 )
 from inflight.request import TokenEvent
-from inflight.triton import protocol
+from inflight.triton import protocol, tensors
 from inflight.triton.delayed_errors import DelayedErrors
 from inflight.triton.errors import triton_error
 from inflight.triton.mailbox import Mailbox, Senders, Sweep
@@ -163,6 +163,10 @@ class LlmFront:
         self._senders.close()
 
     def _accept(self, request: Any, sender: Any, wanted: frozenset[str]) -> None:
+        # Before anything else of the request: the tokenizer came first and has refused it.
+        refused = pb_utils.get_input_tensor_by_name(request, tensors.PROMPT_ERROR.name)
+        if refused is not None:
+            raise protocol.read_prompt_error(refused.as_numpy())
         if request.correlation_id():
             raise RequestError("sequences are not supported; leave it out", "sequence_id")
         inputs = {tensor.name(): tensor.as_numpy() for tensor in request.inputs()}

@@ -12,6 +12,7 @@ import triton_python_backend_utils as pb_utils
 from inflight.errors import CapacityError, ConfigError, EngineError, RequestError
 from inflight.request import Candidate, FinishReason, TokenEvent
 from inflight.triton import delayed_errors, llm
+from inflight.triton.protocol import write_prompt_error
 from inflight.triton.tensors import MODELS
 from inflight.wire import Welcome
 
@@ -275,6 +276,46 @@ def test_a_bad_request_ends_alone(front, engines):
     assert len(engines[0].submitted) == 1
     engines[0].say([7], position=1, finish_reason=FinishReason.STOP)
     assert good.wait()[0].error() is None
+
+
+EMPTY = RequestError("is empty; allowed: at least one character", "text_input")
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (EMPTY, "INVALID_ARG"),
+        (EngineError("the prompt could not be turned into tokens"), "UNAVAILABLE"),
+        (ConfigError("chat template: line 1: unexpected end"), "INTERNAL"),
+    ],
+)
+def test_a_prompt_that_the_tokenizer_refused_is_refused_for_it(front, engines, error, code):
+    nothing = np.array([], np.int32)
+    (response,) = ask(front, input_ids=nothing, prompt_error=write_prompt_error(error)).wait()
+    assert response.error().code() == getattr(pb_utils.TritonError, code)
+    assert response.error().message() == str(error)
+    assert engines[0].submitted == []
+
+
+def test_the_tokenizers_error_comes_before_all_others(front, engines, monkeypatch):
+    monkeypatch.setattr(llm, "RESTART_PAUSES_S", (60.0,))
+    engines[0].on_lost()
+    (response,) = ask(
+        front,
+        {"temprature": 1},
+        correlation_id=7,
+        top_p=np.array([7], np.float32),
+        nonsense=np.array([1]),
+        prompt_error=write_prompt_error(EMPTY),
+    ).wait()
+    assert response.error().message() == str(EMPTY)
+
+
+def test_a_client_cannot_make_an_error_up(front, engines):
+    (response,) = ask(front, prompt_error=np.array([b'{"kind": "x"}'], object)).wait()
+    assert response.error().code() == pb_utils.TritonError.INVALID_ARG
+    assert response.error().message().startswith("prompt_error: is set by the tokenizers alone")
+    assert engines[0].submitted == []
 
 
 def test_no_error_leaves_too_soon_after_its_request(front, engines, monkeypatch):
