@@ -1,13 +1,14 @@
 # make demo    a server, one question, the streamed answer
 # make test    the tests
 # make check   lint, format, types, import rules
+# make test-long  the tests that count to the full, in an hour; writes their benchmarks/results
 # make sanitize   some kernel tests under compute-sanitizer, on a GPU
 #
 # Each makes what it needs: a virtual environment in .venv, once. Nothing else is installed.
 
 .POSIX:
 .SUFFIXES:
-.PHONY: demo test check sanitize format clean
+.PHONY: demo test test-long check sanitize format clean
 
 # To use another interpreter for a new .venv: make demo PYTHON=/path/to/python3.12
 PYTHON =
@@ -24,8 +25,11 @@ demo: $(VENV)/.serve
 	$(RUN) $(BIN)/inflight demo
 
 test: $(VENV)/.dev
-	$(RUN) $(BIN)/python -m pytest -m "not (gpu or integration or alone)" $(SIDE_BY_SIDE)
-	$(RUN) $(BIN)/python -m pytest -m "integration or alone"
+	$(RUN) $(BIN)/python -m pytest -m "not (gpu or integration or alone or long)" $(SIDE_BY_SIDE)
+	$(RUN) $(BIN)/python -m pytest -m "(integration or alone) and not long"
+
+test-long: $(VENV)/.dev
+	$(RUN) $(BIN)/python -m pytest -m long
 
 check: $(VENV)/.dev
 	$(BIN)/ruff check
