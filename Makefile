@@ -2,13 +2,14 @@
 # make test    the tests
 # make check   lint, format, types, import rules
 # make generate   what follows from the tables of options and settings: configs, client, pages
+# make test-long  the tests with their full counts, in an hour; writes their benchmarks/results
 # make sanitize   some kernel tests under compute-sanitizer, on a GPU
 #
 # Each makes what it needs: a virtual environment in .venv, once. Nothing else is installed.
 
 .POSIX:
 .SUFFIXES:
-.PHONY: demo test check generate sanitize format clean
+.PHONY: demo test test-long check generate sanitize format clean
 
 # To use another interpreter for a new .venv: make demo PYTHON=/path/to/python3.12
 PYTHON =
@@ -25,8 +26,11 @@ demo: $(VENV)/.serve
 	$(RUN) $(BIN)/inflight demo
 
 test: $(VENV)/.dev
-	$(RUN) $(BIN)/python -m pytest -m "not (gpu or integration or alone)" $(SIDE_BY_SIDE)
-	$(RUN) $(BIN)/python -m pytest -m "integration or alone"
+	$(RUN) $(BIN)/python -m pytest -m "not (gpu or integration or alone or long)" $(SIDE_BY_SIDE)
+	$(RUN) $(BIN)/python -m pytest -m "(integration or alone) and not long"
+
+test-long: $(VENV)/.dev
+	$(RUN) $(BIN)/python -m pytest -m long
 
 check: $(VENV)/.dev
 	$(BIN)/ruff check

@@ -55,6 +55,9 @@ _BY_KIND: dict[str, type[InflightError]] = {
 }
 
 
+KINDS = frozenset(_BY_KIND)
+
+
 def from_kind(kind: str, message: str) -> InflightError:
     """The error that crossed a process border as (kind, message)."""
     return _BY_KIND.get(kind, EngineError)(message)

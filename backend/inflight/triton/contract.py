@@ -76,11 +76,13 @@ def tensors_of(field: OptionField) -> list[Tensor]:
 
 OPTIONS = tuple(tensor for field in request_options.OPTIONS for tensor in tensors_of(field))
 
+NUM_INPUT_TOKENS = Tensor("num_input_tokens", "UINT32", "Tokens of the prompt.")
+
 # Every response carries all of them.
 ANSWER = (
     Tensor("index", "UINT32", "Which of n outputs each of the others is about.", dims=-1),
     Tensor("finish_reason", "STRING", "stop, length or cancelled; empty until the end.", dims=-1),
-    Tensor("num_input_tokens", "UINT32", "Tokens of the prompt."),
+    NUM_INPUT_TOKENS,
     Tensor(
         "num_output_tokens",
         "UINT32",
@@ -126,6 +128,12 @@ PROMPT_TENSOR = Tensor(
     "Set by our tokenizers alone: the tensor that the prompt came from. It also says that a "
     "detokenizer follows, which reports what it delivered.",
 )
+PROMPT_ERROR = Tensor(
+    "prompt_error",
+    "STRING",
+    "Set by our tokenizers alone, in place of a prompt that they refuse: why, as JSON of kind and "
+    "message. The model llm answers the request with that error.",
+)
 DETOKENIZE_IDS = Tensor("detokenize_ids", "INT32", "A window of ids, then the new ones.", dims=-1)
 DETOKENIZE_STATE = Tensor(
     "detokenize_state",
@@ -138,15 +146,16 @@ DETOKENIZE_STATE_SIZE = 6
 """Of one output."""
 
 _PROMPT = (INPUT_IDS, PROMPT_TENSOR)
+_TOKENIZED = (*_PROMPT, PROMPT_ERROR, NUM_INPUT_TOKENS)
 _DETOKENIZE = (DETOKENIZE_IDS, DETOKENIZE_STATE)
 
 MODELS = {
     "llm": Contract(
-        (*_PROMPT, *OPTIONS),
+        (*_PROMPT, PROMPT_ERROR, *OPTIONS),
         (Tensor("output_ids", "INT32", "New token ids.", dims=-1), *_DETOKENIZE, *ANSWER),
     ),
-    "tokenizer": Contract((TEXT_INPUT,), _PROMPT),
-    "chat_tokenizer": Contract((MESSAGES,), _PROMPT),
+    "tokenizer": Contract((TEXT_INPUT,), _TOKENIZED),
+    "chat_tokenizer": Contract((MESSAGES,), _TOKENIZED),
     "detokenizer": Contract(_DETOKENIZE, (TEXT_OUTPUT,)),
     "generate": Contract((TEXT_INPUT, *OPTIONS), (TEXT_OUTPUT, *ANSWER)),
     "chat": Contract((MESSAGES, *OPTIONS), (TEXT_OUTPUT, *ANSWER)),

@@ -22,7 +22,7 @@ from inflight.errors import EngineError, InflightError, RequestError
 from inflight.ipc.engine_client import EngineClient, attach, socket_path
 from inflight.text.detokenize import Detokenizer
 from inflight.triton import contract
-from inflight.triton.errors import triton_error
+from inflight.triton.delayed_errors import DelayedErrors
 from inflight.triton.sibling import llm_directory, load_tokenizer
 from inflight.triton.stub import server_pid
 
@@ -52,23 +52,27 @@ class DetokenizerFront:
         llm = llm_directory(directory, parameters)
         self._detokenizer = Detokenizer(load_tokenizer(llm))
         self._reports = DeliveryReports(llm)
-        self._polled_at: OrderedDict[int, float] = OrderedDict()  # oldest question first
+        self._errors = DelayedErrors()
+        self._polled_at: OrderedDict[int, float] = OrderedDict()  # oldest poll first
         self._next_poll_at = 0.0
 
     def execute(self, requests: list[Any]) -> list[Any]:
-        responses = []
+        """A response to each request, or None where an error follows."""
+        responses: list[Any] = []
         progress = []
         for request in requests:
             try:
                 texts, delivered = self._texts(request)
                 self._poll_cancellation(request, delivered[0][0])
             except InflightError as error:
-                responses.append(pb_utils.InferenceResponse(error=triton_error(error)))
+                self._errors.send(request.get_response_sender(), error)
+                responses.append(None)
                 continue
             except Exception:  # costs this request an error, and the others of the batch nothing
                 logger.exception("a response could not be detokenized")
                 failure = EngineError("the response could not be detokenized")
-                responses.append(pb_utils.InferenceResponse(error=triton_error(failure)))
+                self._errors.send(request.get_response_sender(), failure)
+                responses.append(None)
                 continue
             encoded = np.array([[text.encode() for text in texts]], object)
             output = pb_utils.Tensor("text_output", encoded)
@@ -78,6 +82,7 @@ class DetokenizerFront:
         return responses
 
     def finalize(self) -> None:
+        self._errors.close()
         self._reports.close()
 
     def _texts(self, request: Any) -> tuple[list[str], list[tuple[int, int]]]:

@@ -26,7 +26,8 @@ from inflight.errors import (
     from_kind,
 )
 from inflight.ipc.engine_client import EngineClient, attach_or_start
-from inflight.triton import protocol
+from inflight.triton import contract, protocol
+from inflight.triton.delayed_errors import DelayedErrors
 from inflight.triton.errors import triton_error
 from inflight.triton.response_queue import ResponseQueue, SenderPool, Sweep
 from inflight.triton.stub import server_pid
@@ -53,6 +54,7 @@ class ResponseWriter:
         generation: what was generation; None where it could not be read.
 
     Attributes:
+        arrived: when the request did, in time.monotonic().
         request_ids: in the engine, of the outputs in their order.
         cancel: ends all of them there.
         detokenized: a detokenizer takes the responses.
@@ -66,6 +68,7 @@ class ResponseWriter:
         self._generation = generation
         self._echoed: set[int] = set()
         self._sent_at = 0.0
+        self.arrived = time.monotonic()
         self.request_ids: list[int] = []
         self.cancel: Callable[[], None] = _nothing
         self.detokenized = generation is not None and generation.detokenized
@@ -139,6 +142,7 @@ class LlmFront:
         self._in_flight: dict[int, tuple[ResponseQueue, ResponseWriter]] = {}
         self._closing = threading.Event()
         self._senders = SenderPool(_sender_threads(parameters))
+        self._errors = DelayedErrors()
         self._connect()
         self._sweep = Sweep(self._sweep_cancelled, CANCEL_INTERVAL_S)
 
@@ -165,9 +169,14 @@ class LlmFront:
         if client is not None:
             client.close()
         self._fail_all()
+        self._errors.close()
         self._senders.close()
 
     def _accept(self, request: Any, sender: Any, requested_outputs: frozenset[str]) -> None:
+        # Before anything else of the request: the tokenizer came first and has refused it.
+        refused = pb_utils.get_input_tensor_by_name(request, contract.PROMPT_ERROR.name)
+        if refused is not None:
+            raise protocol.read_prompt_error(refused.as_numpy())
         if request.correlation_id():
             raise RequestError("stateful sequences are not supported; omit it", "sequence_id")
         inputs = {tensor.name(): tensor.as_numpy() for tensor in request.inputs()}
@@ -203,7 +212,16 @@ class LlmFront:
 
     def _refuse(self, sender: Any, requested_outputs: frozenset[str], error: InflightError) -> None:
         writer = ResponseWriter(sender, requested_outputs, None)
-        self._senders.response_queue(writer, stream=True).post(TokenEvent.failed(0, error))
+        response_queue = self._senders.response_queue(writer, stream=True)
+        self._post(response_queue, writer, TokenEvent.failed(0, error))
+
+    def _post(
+        self, response_queue: ResponseQueue, writer: ResponseWriter, event: TokenEvent
+    ) -> None:
+        if event.error is None:
+            response_queue.post(event)
+        else:
+            self._errors.when_due(writer.arrived, lambda: response_queue.post(event))
 
     def _on_events(self, events: list[TokenEvent]) -> None:
         for event in events:
@@ -212,7 +230,7 @@ class LlmFront:
             else:
                 entry = self._in_flight.get(event.request_id)
             if entry is not None:
-                entry[0].post(event)
+                self._post(*entry, event)
 
     def _on_delivered(self, progress: list[tuple[int, int]]) -> None:
         for request_id, position in progress:
@@ -274,10 +292,10 @@ class LlmFront:
         error = CapacityError("the engine exited while it processed this request; retry it")
         while self._in_flight:
             try:
-                request_id, (response_queue, _) = self._in_flight.popitem()
+                request_id, (response_queue, writer) = self._in_flight.popitem()
             except KeyError:
                 return
-            response_queue.post(TokenEvent.failed(request_id, error))
+            self._post(response_queue, writer, TokenEvent.failed(request_id, error))
 
 
 def _nothing() -> None:

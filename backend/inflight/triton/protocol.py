@@ -17,7 +17,7 @@ from inflight.config import MAX_DRAFTS
 from inflight.core.output_constraint import StructuredOutput
 from inflight.core.output_constraint import parse as parse_guide
 from inflight.core.request import AUTO_DRAFTS, Candidate, Request, TokenEvent, check_length
-from inflight.errors import RequestError, did_you_mean
+from inflight.errors import KINDS, InflightError, RequestError, did_you_mean, from_kind
 from inflight.sampling.params import MAX_TOKENS_LIMIT, SAMPLING_OPTIONS, SamplingParams
 from inflight.triton import contract, vllm_parameters
 from inflight.triton.contract import Array
@@ -27,6 +27,10 @@ from inflight.triton.request_options import (
     REQUEST_OPTIONS,
     RequestOptions,
 )
+
+# Of a refused prompt. JSON may write each character as six.
+MAX_ERROR_CHARACTERS = 2048
+_MAX_PROMPT_ERROR_CHARACTERS = 8 * MAX_ERROR_CHARACTERS
 
 # Parameters that clients of other servers send and that change nothing here: switches of other
 # backends, and headers that a proxy may have the server forward.
@@ -58,6 +62,18 @@ class OutputDelta(NamedTuple):
     output: int
     event: TokenEvent
     echo: list[int]
+
+
+class PromptError(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Why a tokenizer refused a prompt, on its way to the model `llm`.
+
+    Attributes:
+        kind: of errors.KINDS.
+        message: for the client; it names the tensor at fault.
+    """
+
+    kind: str
+    message: str
 
 
 class Generation(msgspec.Struct, frozen=True):
@@ -188,6 +204,35 @@ def parse(inputs: Mapping[str, Array], parameters: Mapping[str, Any], limits: Li
         echo=echo,
         detokenized=prompt_tensor is not None,
     )
+
+
+def write_prompt_error(error: InflightError) -> Array:
+    """The tensor `prompt_error` of a prompt that a tokenizer refuses."""
+    # A lone surrogate, which JSON could carry and UTF-8 cannot, becomes a question mark.
+    message = str(error).encode(errors="replace").decode()
+    found = PromptError(error.kind, message[:MAX_ERROR_CHARACTERS])
+    return np.array([msgspec.json.encode(found)], object)
+
+
+def read_prompt_error(array: Array) -> InflightError:
+    """What a tokenizer refused a prompt for. A client may have written the tensor itself: it gets
+    no more than an error of its own request.
+
+    Raises:
+        RequestError: no tokenizer wrote it.
+    """
+    text: str = contract.read(contract.PROMPT_ERROR, array)
+    try:
+        if len(text) > _MAX_PROMPT_ERROR_CHARACTERS:
+            raise ValueError("too long")
+        found = msgspec.json.decode(text, type=PromptError)
+        if found.kind not in KINDS or len(found.message) > MAX_ERROR_CHARACTERS:
+            raise ValueError("not a tokenizer's")
+    except ValueError:  # msgspec's errors are ValueErrors too
+        raise RequestError(
+            "is set by the tokenizers alone; leave it out", contract.PROMPT_ERROR.name
+        ) from None
+    return from_kind(found.kind, found.message)
 
 
 def merge(earlier: TokenEvent, later: TokenEvent) -> TokenEvent:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +12,8 @@ import numpy as np
 import triton_python_backend_utils as pb_utils
 from inflight.errors import ConfigError, EngineError, InflightError, RequestError
 from inflight.text.tokenizer import Tokenizer
-from inflight.triton import contract
-from inflight.triton.errors import triton_error
+from inflight.triton import contract, protocol
+from inflight.triton.delayed_errors import DelayedErrors
 from inflight.triton.sibling import llm_directory, load_tokenizer
 
 logger = logging.getLogger(__name__)
@@ -45,29 +45,41 @@ class TokenizerFront:
         self._max_bytes = _max_prompt_bytes(parameters)
         self._encode = encode
         self._tokenizer = load_tokenizer(llm_directory(directory, parameters))
+        self._errors = DelayedErrors()
 
     def execute(self, requests: list[Any]) -> list[Any]:
+        """A response to each request, or None where an error follows."""
         return [self._respond(request) for request in requests]
 
     def finalize(self) -> None:
-        pass
+        self._errors.close()
 
     def _respond(self, request: Any) -> Any:
+        wanted = request.requested_output_names()
         try:
             ids = self._ids(request)
         except InflightError as error:
-            return pb_utils.InferenceResponse(error=triton_error(error))
+            return self._refuse(request, wanted, error)
         except Exception:  # costs this request an error, and the others of the batch nothing
             logger.exception("a prompt could not be tokenized")
             failure = EngineError("the prompt could not be tokenized")
-            return pb_utils.InferenceResponse(error=triton_error(failure))
-        origin = np.array([self._tensor.name.encode()], object)
-        return pb_utils.InferenceResponse(
-            [
-                pb_utils.Tensor(contract.INPUT_IDS.name, np.array(ids, np.int32)),
-                pb_utils.Tensor(contract.PROMPT_TENSOR.name, origin),
-            ]
-        )
+            return self._refuse(request, wanted, failure)
+        arrays = {
+            contract.INPUT_IDS.name: np.array(ids, np.int32),
+            contract.PROMPT_TENSOR.name: np.array([self._tensor.name.encode()], object),
+            contract.NUM_INPUT_TOKENS.name: np.array([len(ids)], np.uint32),
+        }
+        return _response(arrays, wanted)
+
+    def _refuse(self, request: Any, wanted: Collection[str], error: InflightError) -> Any:
+        if _leaves_errors_to_llm(wanted):
+            arrays = {
+                contract.INPUT_IDS.name: np.array([], np.int32),
+                contract.PROMPT_ERROR.name: protocol.write_prompt_error(error),
+            }
+            return _response(arrays, wanted)
+        self._errors.send(request.get_response_sender(), error)
+        return None
 
     def _ids(self, request: Any) -> list[int]:
         found = pb_utils.get_input_tensor_by_name(request, self._tensor.name)
@@ -85,6 +97,18 @@ class TokenizerFront:
                 self._tensor.name,
             )
         return self._encode(self._tokenizer, text)
+
+
+def _leaves_errors_to_llm(wanted: Collection[str]) -> bool:
+    """Whether an ensemble asks, whose step `llm` answers for a prompt that is refused. Triton asks
+    for all outputs where a client names none, and an ensemble maps all but one."""
+    return contract.PROMPT_ERROR.name in wanted and contract.NUM_INPUT_TOKENS.name not in wanted
+
+
+def _response(arrays: Mapping[str, contract.Array], wanted: Collection[str]) -> Any:
+    return pb_utils.InferenceResponse(
+        [pb_utils.Tensor(name, array) for name, array in arrays.items() if name in wanted]
+    )
 
 
 def _max_prompt_bytes(parameters: Mapping[str, str]) -> int:

@@ -192,7 +192,10 @@ def test_closing_ends_the_attachment(clients):
 )
 def test_a_malformed_request_fails_alone(front, tokenizer, inputs, message):
     good = TokenEvent(1, tokenizer.encode("fine"), [], 1)
-    bad, fine = front.execute([pb_utils.InferenceRequest(inputs), request(good)])
-    assert bad.error().code() == pb_utils.TritonError.INVALID_ARG
-    assert bad.error().message() == message
+    bad = pb_utils.InferenceRequest(inputs)
+    nothing, fine = front.execute([bad, request(good)])
+    assert nothing is None
+    (response,) = bad.sender.wait()
+    assert response.error().code() == pb_utils.TritonError.INVALID_ARG
+    assert response.error().message() == message
     assert fine.error() is None

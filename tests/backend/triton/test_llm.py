@@ -2,6 +2,7 @@
 
 import json
 import threading
+import time
 from pathlib import Path
 
 import numpy as np
@@ -11,8 +12,9 @@ import triton_python_backend_utils as pb_utils
 from inflight.core.request import Candidate, FinishReason, TokenEvent
 from inflight.errors import CapacityError, ConfigError, EngineError, RequestError
 from inflight.ipc.frames import Welcome
-from inflight.triton import llm
+from inflight.triton import delayed_errors, llm
 from inflight.triton.contract import MODELS
+from inflight.triton.protocol import write_prompt_error
 
 OUTPUTS = tuple(tensor.name for tensor in MODELS["llm"].outputs)
 
@@ -276,6 +278,73 @@ def test_a_bad_request_ends_alone(front, engines):
     assert good.wait()[0].error() is None
 
 
+EMPTY = RequestError("is empty; allowed: at least one character", "text_input")
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (EMPTY, "INVALID_ARG"),
+        (EngineError("the prompt could not be turned into tokens"), "UNAVAILABLE"),
+        (ConfigError("chat template: line 1: unexpected end"), "INTERNAL"),
+    ],
+)
+def test_a_prompt_that_the_tokenizer_refused_is_refused_for_it(front, engines, error, code):
+    nothing = np.array([], np.int32)
+    (response,) = ask(front, input_ids=nothing, prompt_error=write_prompt_error(error)).wait()
+    assert response.error().code() == getattr(pb_utils.TritonError, code)
+    assert response.error().message() == str(error)
+    assert engines[0].submitted == []
+
+
+def test_the_tokenizers_error_comes_before_all_others(front, engines, monkeypatch):
+    monkeypatch.setattr(llm, "RESTART_PAUSES_S", (60.0,))
+    engines[0].on_lost()
+    (response,) = ask(
+        front,
+        {"temprature": 1},
+        correlation_id=7,
+        top_p=np.array([7], np.float32),
+        nonsense=np.array([1]),
+        prompt_error=write_prompt_error(EMPTY),
+    ).wait()
+    assert response.error().message() == str(EMPTY)
+
+
+def test_a_client_cannot_make_an_error_up(front, engines):
+    (response,) = ask(front, prompt_error=np.array([b'{"kind": "x"}'], object)).wait()
+    assert response.error().code() == pb_utils.TritonError.INVALID_ARG
+    assert response.error().message().startswith("prompt_error: is set by the tokenizers alone")
+    assert engines[0].submitted == []
+
+
+def test_no_error_leaves_too_soon_after_its_request(front, engines, monkeypatch):
+    """Triton 2.51 can crash on one that does."""
+    monkeypatch.setattr(delayed_errors, "EARLIEST_ERROR_S", 0.3)
+    senders = [ask(front, correlation_id=7), ask(front)]
+    failed = TokenEvent.failed(
+        engines[0].submitted[0].request_id, CapacityError("the queue is full")
+    )
+    engines[0].on_events([failed])
+    asked = time.monotonic()
+    senders.append(ask(front))
+    engines[0].on_lost()
+    assert [sender.responses for sender in senders] == [[], [], []]
+    for sender in senders:
+        (response,) = sender.wait()
+        assert response.error() is not None
+    assert time.monotonic() - asked >= 0.3
+
+
+def test_a_late_error_leaves_at_once(front, engines):
+    sender = ask(front)
+    time.sleep(delayed_errors.EARLIEST_ERROR_S)
+    error = EngineError("the step failed")
+    engines[0].on_events([TokenEvent.failed(engines[0].submitted[0].request_id, error)])
+    assert front._errors._waiting.empty()
+    assert sender.wait()[0].error().message() == "the step failed"
+
+
 def test_a_request_of_a_sequence_is_refused(front):
     (response,) = ask(front, correlation_id=7).wait()
     assert (
@@ -403,8 +472,6 @@ def test_late_events_of_a_lost_engine_are_ignored(front, engines):
 
 def test_an_error_of_a_detokenized_stream_keeps_its_distance(front, engines):
     """A step of an ensemble that fails beside another one leaks the request in Triton 2.51."""
-    import time
-
     sender = ask(front, stream=true(), prompt_tensor=np.array([b"text_input"], object))
     engines[0].say([7], position=1)
     sender.wait_for(1)

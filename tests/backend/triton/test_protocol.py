@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from inflight.core.request import AUTO_DRAFTS, Candidate, FinishReason, TokenEvent
-from inflight.errors import RequestError
+from inflight.errors import CapacityError, ConfigError, EngineError, RequestError
 from inflight.sampling.params import SamplingParams
 from inflight.triton import protocol
 from inflight.triton.protocol import Limits, OutputDelta, merge, outputs, parse
@@ -432,6 +432,64 @@ def test_an_error_in_a_text_prompt_names_the_text():
     message = refusal(input_ids=ints(*[1] * 20), prompt_tensor=strings("messages"))
     assert message.startswith("messages: This model's maximum context length is 16 tokens.")
     assert refusal(prompt_tensor=strings("x")) == "prompt_tensor: allowed: text_input or messages"
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        RequestError("is empty; allowed: at least one character", "text_input"),
+        RequestError('not valid JSON ("\\n\x00\x1f"); allowed: «an array»', "messages"),
+        EngineError("the prompt could not be turned into tokens"),
+        ConfigError("chat template: line 1: unexpected end"),
+        CapacityError("later"),
+    ],
+)
+def test_a_tokenizers_error_arrives_as_it_was(error):
+    found = protocol.read_prompt_error(protocol.write_prompt_error(error))
+    assert type(found) is type(error)
+    assert str(found) == str(error)
+
+
+@pytest.mark.parametrize("character", ["x", "\x00", "\ue000", "🎉", '"'])
+def test_a_tokenizers_error_has_a_limit_and_fits_it(character):
+    error = RequestError(character * 100_000)
+    found = protocol.read_prompt_error(protocol.write_prompt_error(error))
+    assert str(found) == character * protocol.MAX_ERROR_CHARACTERS
+
+
+def test_a_tokenizers_error_is_unicode():
+    found = protocol.read_prompt_error(protocol.write_prompt_error(RequestError("a \ud800 b")))
+    assert str(found) == "a ? b"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "null",
+        "[]",
+        "{}",
+        "[" * 10_000,
+        '{"kind": "invalid"}',
+        '{"kind": "invalid", "message": 5}',
+        '{"kind": "internal", "message": "x"}',
+        '{"kind": "__class__", "message": "x"}',
+        '{"kind": ["invalid"], "message": "x"}',
+        '{"kind": "invalid", "message": "x", "param": "y"}',
+        '{"kind": "invalid", "message": "' + "x" * 2049 + '"}',
+        '{"kind": "invalid", "message": "x"}' + " " * 20_000,
+    ],
+)
+def test_a_clients_error_in_a_tokenizers_place_is_refused(text):
+    with pytest.raises(RequestError) as caught:
+        protocol.read_prompt_error(strings(text))
+    assert str(caught.value) == "prompt_error: is set by the tokenizers alone; leave it out"
+
+
+def test_a_clients_error_that_is_not_text_is_refused():
+    for array in (np.array([b"\xff"], object), strings("{}", "{}"), ints(5)):
+        with pytest.raises(RequestError, match=r"prompt_error: (is not valid UTF-8|has )"):
+            protocol.read_prompt_error(array)
 
 
 def test_unknown_parameters_are_refused_with_the_nearest_name():

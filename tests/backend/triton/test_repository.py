@@ -78,6 +78,14 @@ def test_the_model_is_named_once():
     assert named == [FOLDERS["llm"] / "1" / "engine.json"]
 
 
+@pytest.mark.parametrize("name", ENSEMBLES)
+def test_a_tokenizer_distinguishes_an_ensemble_from_a_client(name):
+    """A client that names no outputs asks for all of them."""
+    tokenizer = config(name).ensemble_scheduling.step[0]
+    outputs = {tensor.name for tensor in MODELS[tokenizer.model_name].outputs}
+    assert outputs - set(tokenizer.output_map) == {"num_input_tokens"}
+
+
 def test_only_the_llm_is_decoupled():
     decoupled = {name for name in MODELS if config(name).model_transaction_policy.decoupled}
     assert decoupled == {"llm"}

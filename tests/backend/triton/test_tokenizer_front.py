@@ -2,17 +2,24 @@
 
 import json
 import shutil
+import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 import triton_python_backend_utils as pb_utils
-from inflight.errors import ConfigError
+from inflight.errors import ConfigError, EngineError, RequestError
 from inflight.text.chat import encode_chat
+from inflight.triton import protocol
+from inflight.triton.contract import MODELS
+from inflight.triton.delayed_errors import EARLIEST_ERROR_S
 from inflight.triton.model import _ROLES
 
 REPOSITORY = Path(__file__).parents[3] / "model_repository"
+# What Triton asks for where a client names no outputs, and what an ensemble maps.
+ALL = tuple(tensor.name for tensor in MODELS["tokenizer"].outputs)
+MAPPED = ("input_ids", "prompt_tensor", "prompt_error")
 
 
 @pytest.fixture(scope="module")
@@ -25,8 +32,24 @@ def chat_tokenizer():
     return _ROLES["chat_tokenizer"](REPOSITORY / "chat_tokenizer", {"llm": "llm"})
 
 
-def ask(front, *requests):
-    return front.execute([pb_utils.InferenceRequest(inputs) for inputs in requests])
+def ask(front, *requests, outputs=ALL):
+    return front.execute([pb_utils.InferenceRequest(one, outputs=outputs) for one in requests])
+
+
+def error_of(front, inputs, outputs=ALL):
+    """What a client gets that asks the model by itself."""
+    request = pb_utils.InferenceRequest(inputs, outputs=outputs)
+    assert front.execute([request]) == [None]
+    (response,) = request.sender.wait()
+    return response.error()
+
+
+def error_as_data(front, inputs):
+    """What an ensemble's next step gets."""
+    (response,) = ask(front, inputs, outputs=MAPPED)
+    assert response.error() is None
+    assert response.tensors["input_ids"].tolist() == []
+    return protocol.read_prompt_error(response.tensors["prompt_error"])
 
 
 def strings(*values):
@@ -39,6 +62,13 @@ def test_text_becomes_ids(tokenizer):
     assert ids.dtype == np.int32
     assert ids.tolist() == tokenizer._tokenizer.encode("The capital of Köln")
     assert response.tensors["prompt_tensor"].tolist() == [b"text_input"]
+    assert response.tensors["num_input_tokens"].tolist() == [len(ids)]
+    assert "prompt_error" not in response.tensors
+
+
+def test_an_ensemble_gets_what_it_maps(tokenizer):
+    (response,) = ask(tokenizer, {"text_input": strings(b"fine")}, outputs=MAPPED)
+    assert set(response.tensors) == {"input_ids", "prompt_tensor"}
 
 
 def test_a_chat_becomes_the_ids_of_its_template(chat_tokenizer):
@@ -60,17 +90,24 @@ def test_a_chat_becomes_the_ids_of_its_template(chat_tokenizer):
     ],
 )
 def test_what_is_not_a_prompt_is_refused(tokenizer, inputs, message):
-    good, bad = ask(tokenizer, {"text_input": strings(b"fine")}, inputs)
+    good, nothing = ask(tokenizer, {"text_input": strings(b"fine")}, inputs)
     assert good.error() is None
-    assert bad.error().code() == pb_utils.TritonError.INVALID_ARG
-    assert bad.error().message().startswith(message)
+    assert nothing is None
+    error = error_of(tokenizer, inputs)
+    assert error.code() == pb_utils.TritonError.INVALID_ARG
+    assert error.message().startswith(message)
+    handed_on = error_as_data(tokenizer, inputs)
+    assert isinstance(handed_on, RequestError)
+    assert str(handed_on) == error.message()
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", "null", '[{"role": "wizard", "content": "x"}]'])
 def test_what_is_not_a_chat_is_refused(chat_tokenizer, text):
-    (response,) = ask(chat_tokenizer, {"messages": strings(text.encode())})
-    assert response.error().code() == pb_utils.TritonError.INVALID_ARG
-    assert response.error().message().startswith("messages")
+    error = error_of(chat_tokenizer, {"messages": strings(text.encode())})
+    assert error.code() == pb_utils.TritonError.INVALID_ARG
+    assert error.message().startswith("messages")
+    handed_on = error_as_data(chat_tokenizer, {"messages": strings(text.encode())})
+    assert str(handed_on) == error.message()
 
 
 def test_an_unexpected_failure_is_answered_without_its_details(tokenizer, monkeypatch, caplog):
@@ -78,8 +115,31 @@ def test_an_unexpected_failure_is_answered_without_its_details(tokenizer, monkey
         raise RuntimeError("at 0x7f001234")
 
     monkeypatch.setattr(tokenizer, "_encode", broken)
-    (response,) = ask(tokenizer, {"text_input": strings(b"x")})
-    assert response.error().message() == "the prompt could not be tokenized"
+    error = error_of(tokenizer, {"text_input": strings(b"x")})
+    assert error.code() == pb_utils.TritonError.UNAVAILABLE
+    assert error.message() == "the prompt could not be tokenized"
+    handed_on = error_as_data(tokenizer, {"text_input": strings(b"x")})
+    assert isinstance(handed_on, EngineError)
+    assert str(handed_on) == error.message()
+
+
+def test_the_fault_of_a_checkpoint_keeps_its_kind(chat_tokenizer, monkeypatch):
+    def broken(tokenizer, text):
+        raise ConfigError("chat template: line 1: unexpected end")
+
+    monkeypatch.setattr(chat_tokenizer, "_encode", broken)
+    error = error_of(chat_tokenizer, {"messages": strings(b"[]")})
+    assert error.code() == pb_utils.TritonError.INTERNAL
+    assert isinstance(error_as_data(chat_tokenizer, {"messages": strings(b"[]")}), ConfigError)
+
+
+@pytest.mark.parametrize("outputs", [ALL, ("input_ids",), ("input_ids", "prompt_tensor")])
+def test_a_client_gets_an_error_and_not_too_soon(tokenizer, outputs):
+    """So does an ensemble that does not map the error, such as one of an earlier version."""
+    started = time.monotonic()
+    error = error_of(tokenizer, {"text_input": strings(b"")}, outputs)
+    assert error.message() == "text_input: is empty; allowed: at least one character"
+    assert time.monotonic() - started >= EARLIEST_ERROR_S
 
 
 @pytest.mark.parametrize("name", ["", "missing", "../llm", "."])
