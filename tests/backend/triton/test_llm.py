@@ -298,7 +298,7 @@ def test_a_prompt_that_the_tokenizer_refused_is_refused_for_it(front, engines, e
 
 
 def test_the_tokenizers_error_comes_before_all_others(front, engines, monkeypatch):
-    monkeypatch.setattr(llm, "RESTART_PAUSES_S", (60.0,))
+    monkeypatch.setattr(llm, "RESTART_BACKOFF_S", (60.0,))
     engines[0].on_lost()
     (response,) = ask(
         front,
