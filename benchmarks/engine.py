@@ -29,7 +29,7 @@ from inflight.errors import ConfigError
 
 MODEL = result.ROOT / "benchmarks/models/llama-3.1-8b"
 BARS = MODEL / "bars-h200.json"
-COMMAND = [sys.executable, "-m", "inflight.cli.app.app", "bench", "engine"]
+COMMAND = [sys.executable, "-m", "inflight.cli.app", "bench", "engine"]
 
 
 def reports(arguments: Sequence[str]) -> Iterator[Report]:
