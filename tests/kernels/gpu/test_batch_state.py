@@ -153,10 +153,10 @@ def test_tokens_positions_slots_and_rows(parts: list[Part]) -> None:
             place = token - part.num_rows + i
             assert state.sample_rows[row] == place
             assert state.sample_positions[row] == positions[-1] - part.num_rows + i + 2
-            row_params = row_params[part.slot].tolist()
+            expected_params = row_params[part.slot].tolist()
             if i < part.num_scores:  # greedy, and no penalties: nothing that costs time
-                row_params = [-1 if word == SLOT else 0 for word in range(WORDS)]
-            assert state.step_row_params[row].tolist() == row_params
+                expected_params = [-1 if word == SLOT else 0 for word in range(WORDS)]
+            assert state.step_row_params[row].tolist() == expected_params
             assert state.tail_lengths[row] == (0 if part.num_scores else i)
             if part.num_drafts:
                 assert state.tail_starts[row] == token - part.num_drafts

@@ -409,7 +409,7 @@ def shape(logits: torch.Tensor, row_params: RowParamsArray, rng: np.random.Gener
                 np.union1d(output_ids, prompt_tokens[1][prompt_tokens[0] == slot]),
                 output_ids,
                 output_counts,
-                reference.PenaltyState(
+                reference.Penalties(
                     float(row_params["repetition_penalty"][row]),
                     float(row_params["presence_penalty"][row]),
                     float(row_params["frequency_penalty"][row]),

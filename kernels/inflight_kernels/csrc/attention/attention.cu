@@ -12,7 +12,7 @@
 
 #include "attention/attention_source.cuh"
 #include "attention/attention_tile.cuh"
-#include "attention/attention_walk.cuh"
+#include "attention/attention_work.cuh"
 
 namespace attention {
 

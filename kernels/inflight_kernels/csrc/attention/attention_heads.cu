@@ -9,7 +9,7 @@
 // Fragments: a lane has the scores of keys lane / 4 and lane / 4 + 8 for rows 2 * (lane % 4) and the
 // one after it, and of the sums the columns lane / 4 and lane / 4 + 8 of each 16, for the same rows.
 
-#include "attention/attention_walk.cuh"
+#include "attention/attention_work.cuh"
 
 namespace attention {
 

@@ -7,8 +7,8 @@
 // have the copy engine fetch keys and values, block by block, into rings. attention_plan.cu says
 // who works on what, and attention_units.cuh what units and shares are.
 
-#include "attention/attention_hopper_feed.cuh"
-#include "attention/attention_hopper_multiply.cuh"
+#include "attention/attention_hopper_producer.cuh"
+#include "attention/attention_hopper_consumer.cuh"
 
 // Attention of the chunks that `plan` took, with the same unit_rows = ROWS, unit_keys = KEYS,
 // window and number of shares = blocks, and a queue.

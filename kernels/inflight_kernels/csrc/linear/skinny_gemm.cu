@@ -5,7 +5,7 @@
 // wanted, by the rows of a tile. Tiles have the number of rows that keeps all multiprocessors busy.
 // Where that would be few rows, two blocks, a cluster, take a tile together, half of its columns
 // each, and add up in each other's shared memory.
-#include "linear/gemm.cuh"
+#include "linear/skinny_gemm.cuh"
 
 constexpr int WARPS = 4;    // that multiply
 constexpr int TOKENS = 64;  // that are multiplied
