@@ -1,4 +1,4 @@
-"""Every family in bfloat16 on a GPU, against transformers in float64 on the same rounded weights."""
+"""Every family in bfloat16 on a GPU, against transformers in float64 on equal weights."""
 
 from __future__ import annotations
 
