@@ -43,15 +43,15 @@ SHAPE: dict[str, Any] = {
 }
 
 
-def make(config: transformers.PretrainedConfig, seed: int = 0) -> Any:
-    """A model of transformers with random weights, in float32."""
+def make(config: transformers.PretrainedConfig, seed: int = 0, deviation: float = 0.2) -> Any:
+    """A model of transformers with random weights of this standard deviation, in float32."""
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
     random = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             values = torch.randn(parameter.shape, generator=random)
             is_norm = "norm" in name and name.endswith("weight")
-            parameter.copy_(1 + 0.1 * values if is_norm else 0.2 * values)
+            parameter.copy_(1 + 0.1 * values if is_norm else deviation * values)
     return model.eval().float()
 
 

@@ -44,8 +44,7 @@ def run(model: Decoder, sampled: list[int], num_layers: int | None = None) -> tu
     model.logits.fill_(torch.nan)
     rows = _rows(sampled, device)
     model.forward(rows, NUM_TOKENS, len(CHUNKS), len(sampled), 13, cache, num_layers)
-    (data,) = cache.data
-    return model.logits[: len(sampled)].clone(), data
+    return model.logits[: len(sampled)].clone(), torch.cat([data.flatten() for data in cache.data])
 
 
 def _rows(sampled: list[int], device: torch.device) -> ForwardInputs:

@@ -539,7 +539,7 @@ def test_penalties_count_the_prompt_and_the_output(checkpoint: Checkpoint) -> No
 def test_no_end_before_min_tokens(checkpoint: Checkpoint) -> None:
     engine = make_engine(checkpoint)
     ends = frozenset(range(0, SHAPE["vocab_size"], 2))
-    engine.eos_token_ids = ends
+    engine.admission.eos_token_ids = ends
     inputs = prompts(16, seed=7)
     short = generate(engine, requests(inputs, ignore_eos=False))
     assert min(len(ids) for ids in short.values()) < 9

@@ -44,7 +44,13 @@ def made(
 ) -> tuple[Checkpoint, Any]:
     """A checkpoint in bfloat16, and the same weights in float64."""
     config: transformers.PretrainedConfig = CONFIGS[request.param]
-    model = family.make(config).bfloat16()
+    model = family.make(config, deviation=0.1).bfloat16()
+    with torch.no_grad():
+        # Scores of a deviation of 1 or 2: where attention is all but a choice of one key, the
+        # rounding of bfloat16 may choose another one.
+        for name, parameter in model.named_parameters():
+            if "q_proj" in name or "k_proj" in name:
+                parameter *= 0.25
     folder: Path = tmp_path_factory.mktemp("model")
     checkpoint = family.write_folder(model, folder)
     return checkpoint, model.double()
@@ -62,7 +68,7 @@ def test_logits_of_chunks_are_those_of_transformers(
         tokens = [(7 * chunk + 11 * position) % 160 for position in range(start, end)]
         expected = family.reference_logits(model, tokens)
         ours = logits[first : first + end].double().cpu()
-        # bfloat16 rounds what goes through 4 layers; logits have a deviation of 3 or so.
+        # bfloat16 rounds what goes through 4 layers; logits have a deviation of 1.6 or so.
         torch.testing.assert_close(ours, expected, atol=0.15, rtol=0.03)
         first += end
 
