@@ -1,4 +1,4 @@
-"""What the README tells a newcomer to type works as it stands there, but for the ports."""
+"""The commands and programs of the README and docs/clients.md work as written, except for ports."""
 
 from __future__ import annotations
 
@@ -15,12 +15,13 @@ from serving import Triton
 
 ROOT = Path(__file__).parents[2]
 README = ROOT / "README.md"
+CLIENTS = ROOT / "docs/clients.md"
 
 pytestmark = pytest.mark.integration
 
 
-def blocks(language: str, containing: str) -> list[str]:
-    found = re.findall(rf"^```{language}\n(.*?)^```", README.read_text(), re.DOTALL | re.MULTILINE)
+def blocks(page: Path, language: str, containing: str) -> list[str]:
+    found = re.findall(rf"^```{language}\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE)
     return [block for block in found if containing in block]
 
 
@@ -28,9 +29,13 @@ def on(server: Triton, text: str) -> str:
     return text.replace("localhost:8000", server.http).replace("127.0.0.1:8001", server.grpc)
 
 
-@pytest.mark.parametrize("client", ["inflight_client", "tritonclient"])
-def test_the_python_programs_run(cpu: Triton, client: str):
-    (program,) = blocks("python", f"{client}")
+@pytest.mark.parametrize(
+    ("page", "client"),
+    [(README, "inflight_client"), (CLIENTS, "tritonclient")],
+    ids=["inflight_client", "tritonclient"],
+)
+def test_the_python_programs_run(cpu: Triton, page: Path, client: str):
+    (program,) = blocks(page, "python", client)
     done = subprocess.run(
         [sys.executable, "-c", on(cpu, program)], capture_output=True, text=True, timeout=60
     )
@@ -39,7 +44,7 @@ def test_the_python_programs_run(cpu: Triton, client: str):
 
 
 def test_the_curl_commands_run(cpu: Triton):
-    (block,) = blocks("console", "generate_stream")
+    (block,) = blocks(README, "console", "generate_stream")
     commands = [command.strip() for command in re.split(r"^\$ ", block, flags=re.MULTILINE)[1:]]
     assert len(commands) == 3
     # Triton 2.51 crashes of a large form, which is what curl sends unless told otherwise.

@@ -273,7 +273,9 @@ def _perf_analyzer() -> Check:
     path = shutil.which("perf_analyzer")
     if path:
         return Check("perf_analyzer", "ok", path)
-    return Check("perf_analyzer", "note", "not on PATH", "only load tests need it; see README.md")
+    return Check(
+        "perf_analyzer", "note", "not on PATH", "only load tests need it; see docs/deployment.md"
+    )
 
 
 def _shm_bytes() -> int:
