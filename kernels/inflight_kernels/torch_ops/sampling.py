@@ -157,7 +157,7 @@ class Filters:
     """What cuts the tokens that a row draws from; the defaults cut nothing.
 
     Each filter looks at what those before it have left, in this order: top_n_sigma, top_k,
-    typical_p, top_p, min_p, XTC.
+    typical_p, top_p, min_p, epsilon_cutoff, XTC.
 
     Attributes:
         top_n_sigma: > 0: keep logits at most so many standard deviations, of all logits that are
@@ -169,6 +169,8 @@ class Filters:
         top_p: in (0, 1]; keep the fewest likeliest tokens that have this probability together.
         min_p: in [0, 1); keep tokens at least this likely, relative to the likeliest
             (arXiv:2407.01082).
+        epsilon_cutoff: in [0, 1); keep tokens with at least this probability among those that are
+            left, and always the most probable of these (Hewitt et al., arXiv:2210.15191).
         xtc_threshold, xtc_probability: with this probability, of the tokens at least as likely as
             the threshold keep the unlikeliest alone, and all below (p-e-w, "Exclude Top Choices",
             text-generation-webui 6335).
@@ -179,6 +181,7 @@ class Filters:
     typical_p: float = 1.0
     top_p: float = 1.0
     min_p: float = 0.0
+    epsilon_cutoff: float = 0.0
     xtc_threshold: float = 0.1
     xtc_probability: float = 0.0
 
@@ -222,6 +225,9 @@ def draw_filtered(
         end = first + int((kept.cumsum() - kept < filters.top_p * kept.sum()).sum())
     if filters.min_p > 0.0:
         end = first + int((masses[first:end] >= filters.min_p * masses[first]).sum())
+    if filters.epsilon_cutoff > 0.0:
+        kept = masses[first:end]
+        end = first + max(int((kept >= filters.epsilon_cutoff * kept.sum()).sum()), 1)
     if xtc_u < filters.xtc_probability:
         kept = masses[first:end]
         least = max(filters.xtc_threshold * kept.sum(), _LEAST_MASS)
