@@ -13,7 +13,7 @@ import tiny
 from inflight.checkpoint.locate import Checkpoint
 from inflight.config import EngineConfig, SpeculativeConfig
 from inflight.errors import ConfigError
-from inflight.execution import runner as runners
+from inflight.execution import factory as runners
 from inflight.execution.cpu_runner import CpuRunner
 from inflight.execution.drafters.drafter_spec import DrafterSpec
 from inflight.execution.drafters.registry import find_drafter, find_method, method_names
@@ -158,7 +158,7 @@ def test_model_and_drafter_share_the_memory(
     own_layers = {"ngram": 0, "suffix": 0, "self": 0, "draft_model": 1, "eagle3": 1}[drafter]
     assert runner.num_blocks == 100 * 4 // (4 + own_layers)
     assert runner.drafter is not None
-    assert [cache.data.shape[:3] for cache in runner.drafter.caches] == (
+    assert [data.shape[:3] for cache in runner.drafter.caches for data in cache.data] == (
         [(1, 2, runner.num_blocks)] if own_layers else []
     )
     assert runner.step_costs is not None
