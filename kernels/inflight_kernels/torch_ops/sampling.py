@@ -279,32 +279,39 @@ def draw(
     cut = np.flatnonzero(cuts)
     if len(cut):
         rows = torch.from_numpy(cut)
-        some = weights.index_select(0, rows)
-        top, ids = some.topk(min(_PREFIX, vocab_size), -1)
-        ranks = torch.arange(top.shape[1])
-        masses = top.double()
-        total = torch.where(
-            torch.from_numpy(keep_k[cut]) < vocab_size,
-            (masses * (ranks < torch.from_numpy(keep_k[cut]).unsqueeze(1))).sum(-1),
-            some.sum(-1, dtype=torch.float64),
-        )
-        # top_k is covered by a long enough prefix, top_p by a heavy enough one.
-        wanted = torch.from_numpy(top_p[cut]) * total
-        covered = np.where(
-            keep_k[cut] < vocab_size,
-            keep_k[cut] <= top.shape[1],
-            (masses.sum(-1) >= wanted).numpy(),
-        )
-        inside = np.flatnonzero(covered)
-        if len(inside):
-            part = torch.from_numpy(inside)
-            where = cut[inside]
-            kept = _keep(top[part], total[part], keep_k[where], top_p[where], min_p[where])
-            picks = _invert_cdf(kept, uniforms[where])
-            chosen[rows[part]] = ids[part].gather(1, picks.unsqueeze(1)).squeeze(1)
-        for i in np.flatnonzero(~covered):
-            row = slice(cut[i], cut[i] + 1)
-            chosen[row] = _draw_wide(some[i], keep_k[row], top_p[row], min_p[row], uniforms[row])
+        filters = keep_k[cut], top_p[cut], min_p[cut]
+        chosen[rows] = _draw_cut(weights.index_select(0, rows), *filters, uniforms[cut])
+    return chosen
+
+
+def _draw_cut(
+    weights: Tensor, keep_k: Ints, top_p: Floats, min_p: Floats, uniforms: Floats
+) -> Tensor:
+    """Rows [n, V] that top_k or top_p cut -> [n]: from their prefixes where these suffice."""
+    n, vocab_size = weights.shape
+    chosen = torch.empty(n, dtype=torch.int64)
+    top, ids = weights.topk(min(_PREFIX, vocab_size), -1)
+    ranks = torch.arange(top.shape[1])
+    masses = top.double()
+    total = torch.where(
+        torch.from_numpy(keep_k) < vocab_size,
+        (masses * (ranks < torch.from_numpy(keep_k).unsqueeze(1))).sum(-1),
+        weights.sum(-1, dtype=torch.float64),
+    )
+    # top_k is covered by a long enough prefix, top_p by a heavy enough one.
+    wanted = torch.from_numpy(top_p) * total
+    covered = np.where(
+        keep_k < vocab_size, keep_k <= top.shape[1], (masses.sum(-1) >= wanted).numpy()
+    )
+    inside = np.flatnonzero(covered)
+    if len(inside):
+        part = torch.from_numpy(inside)
+        kept = _keep(top[part], total[part], keep_k[inside], top_p[inside], min_p[inside])
+        picks = _invert_cdf(kept, uniforms[inside])
+        chosen[part] = ids[part].gather(1, picks.unsqueeze(1)).squeeze(1)
+    for i in np.flatnonzero(~covered):
+        row = slice(i, i + 1)
+        chosen[row] = _draw_wide(weights[i], keep_k[row], top_p[row], min_p[row], uniforms[row])
     return chosen
 
 
