@@ -231,6 +231,14 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
         ),
     ] = None
     max_draft_tokens: Annotated[Count, Setting("Draft tokens of all sequences in one step.")] = 256
+    log_stats_interval_s: Annotated[
+        float,
+        Meta(ge=0, le=86400),
+        Setting(
+            "Seconds between two lines of statistics in the engine's log, while it has work: "
+            "requests by state, KV blocks in use, tokens per second. 0 logs none."
+        ),
+    ] = 0.0
 
     def __post_init__(self) -> None:
         for name, value in _DEFAULTS[self.device].items():

@@ -41,6 +41,10 @@ class Options(TypedDict, total=False):
     """Sample from logits at most this many standard deviations of all logits below the largest
     (arXiv:2411.07641).
     """
+    epsilon_cutoff: float
+    """Sample from tokens with at least this probability, or the most probable one if none has it
+    (arXiv:2210.15191).
+    """
     xtc_threshold: float
     """XTC (exclude top choices): tokens with at least this probability are top choices."""
     xtc_probability: float
@@ -143,6 +147,7 @@ DATATYPES: dict[str, str] = {
     "min_p": "FP32",
     "typical_p": "FP32",
     "top_n_sigma": "FP32",
+    "epsilon_cutoff": "FP32",
     "xtc_threshold": "FP32",
     "xtc_probability": "FP32",
     "repetition_penalty": "FP32",

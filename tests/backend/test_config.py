@@ -67,6 +67,7 @@ def test_each_setting_is_taken_over() -> None:
         "enable_prefix_caching": False,
         "default_max_tokens": 11,
         "max_draft_tokens": 40,
+        "log_stats_interval_s": 2.5,
         "speculative_config": {"method": "ngram", "num_speculative_tokens": 3, "default": 2},
     }
     assert set(raw) == set(EngineConfig.__struct_fields__), "a new setting belongs in here"
@@ -102,6 +103,10 @@ def test_each_setting_is_taken_over() -> None:
         ({"model": "m", "gpu_memory": "9"}, "'9' .*; allowed: a number, 0.1 to 0.99$"),
         ({"model": "m", "gpu_memory": False}, "gpu_memory: false is of the wrong type"),
         ({"model": "m", "gpu_memory": float("nan")}, "gpu_memory: NaN is out of range"),
+        (
+            {"model": "m", "log_stats_interval_s": -1},
+            "here: log_stats_interval_s: -1 is out of range; allowed: 0 to 86400$",
+        ),
         ({"model": ["x" * 999]}, r'here: model: \["x{78}\.\.\. is of the wrong type'),
         ({"model": "m", "device": "cudo"}, "here: device: 'cudo' is unknown; allowed: auto, cpu, "),
         ({"model": "m", "device": "GPU"}, "'GPU' is unknown; .*; did you mean 'cuda'"),

@@ -33,9 +33,9 @@ from inflight_kernels.torch_ops import sampling as torch_sampling
 from inflight_kernels.torch_ops import transformer
 
 # Words of a row's parameters.
-_SLOT, _TYPICAL_P, _TOP_N_SIGMA, _XTC_PROBABILITY = (
+_SLOT, _TYPICAL_P, _TOP_N_SIGMA, _EPSILON_CUTOFF, _XTC_PROBABILITY = (
     sampling.ROW_PARAMS.fields[name][1] // 4  # type: ignore[index]
-    for name in ("slot", "typical_p", "top_n_sigma", "xtc_probability")
+    for name in ("slot", "typical_p", "top_n_sigma", "epsilon_cutoff", "xtc_probability")
 )
 
 
@@ -276,7 +276,8 @@ def begin_drafting(
         rows.row_params[chunk] = state.row_params[slot]
         rows.row_params[chunk, _SLOT] = -1
         rows.row_params[chunk, _TYPICAL_P] = torch.tensor([1.0]).view(torch.int32)[0]
-        rows.row_params[chunk, _TOP_N_SIGMA] = rows.row_params[chunk, _XTC_PROBABILITY] = 0
+        for word in (_TOP_N_SIGMA, _EPSILON_CUTOFF, _XTC_PROBABILITY):
+            rows.row_params[chunk, word] = 0
         ended = False
         begin = (last - 1) // block_size + 1
         for block in range(begin, min((last + num_drafts - 1) // block_size + 1, width)):

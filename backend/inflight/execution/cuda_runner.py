@@ -136,47 +136,8 @@ class CudaRunner:
         self.step_costs: StepCosts | None = None
         with torch.inference_mode(), torch.cuda.stream(self._stream):
             try:
-                self._model = Decoder(checkpoint, spec, self._settings, progress)
-                limits = BatchLimits(
-                    config.max_num_seqs,
-                    config.max_num_batched_tokens,
-                    -(-max_len // self.block_size),
-                    self._max_rows,
-                    self._max_drafts,
-                    max_len if source is not None and source.method.needs_history else 0,
-                )
-                self._batch = DeviceBatch(limits, self.vocab_size, self._device)
-                step, state = self._batch.step, self._batch.state
-                self._rows = ForwardInputs(
-                    state.token_ids,
-                    state.positions,
-                    state.slot_mapping,
-                    step.query_start,
-                    state.seq_lens,
-                    state.step_tables,
-                    state.sample_rows,
-                )
-                self._sampling = sampling.Workspace(self._max_rows, self.vocab_size, self._device)
-                self._top_logprobs = TopLogprobs(self._max_rows, self._sampling, self._device)
-                if source is not None:
-                    target = self._target(config, progress)
-                    self.drafter = source.method.load_on_device(source, target)
-                self._end_phase("weights")
-                self._allocate(config, spec, source)
-                self._end_phase("kv cache")
-                progress("kernels", 0.0)
-                self._warm_up(config)
-                self._end_phase("kernels")
-                self._graphs: dict[StepSize, _Graph] = {}
-                pool = torch.cuda.graph_pool_handle() if config.cuda_graphs else None
-                if pool is not None:
-                    self._capture_graphs(config, pool, progress)
-                self._end_phase("graphs")
-                self._warm_up_sampler(config, pool)
-                self._end_phase("sampler")
-                if self.drafter is not None:
-                    self.step_costs = self._measure_costs()
-                    self._end_phase("costs")
+                self._load(config, checkpoint, spec, source, progress)
+                self._prepare(config, progress)
             except torch.OutOfMemoryError as error:
                 raise ConfigError(
                     f"gpu_memory: the model does not fit the GPU ({error}); lower "
@@ -189,6 +150,60 @@ class CudaRunner:
             self.num_blocks,
             ", ".join(f"{name} {seconds:.1f}" for name, seconds in self.timings.items()),
         )
+
+    def _load(
+        self,
+        config: EngineConfig,
+        checkpoint: Checkpoint,
+        spec: ModelSpec,
+        source: DrafterSpec | None,
+        progress: Callable[[str, float], None],
+    ) -> None:
+        """Load the weights, then take the memory of steps and of the KV pool."""
+        self._model = Decoder(checkpoint, spec, self._settings, progress)
+        limits = BatchLimits(
+            config.max_num_seqs,
+            config.max_num_batched_tokens,
+            -(-self._settings.max_len // self.block_size),
+            self._max_rows,
+            self._max_drafts,
+            self._settings.max_len if source is not None and source.method.needs_history else 0,
+        )
+        self._batch = DeviceBatch(limits, self.vocab_size, self._device)
+        step, state = self._batch.step, self._batch.state
+        self._rows = ForwardInputs(
+            state.token_ids,
+            state.positions,
+            state.slot_mapping,
+            step.query_start,
+            state.seq_lens,
+            state.step_tables,
+            state.sample_rows,
+        )
+        self._sampling = sampling.Workspace(self._max_rows, self.vocab_size, self._device)
+        self._top_logprobs = TopLogprobs(self._max_rows, self._sampling, self._device)
+        if source is not None:
+            target = self._target(config, progress)
+            self.drafter = source.method.load_on_device(source, target)
+        self._end_phase("weights")
+        self._allocate(config, spec, source)
+        self._end_phase("kv cache")
+
+    def _prepare(self, config: EngineConfig, progress: Callable[[str, float], None]) -> None:
+        """Compile and load the kernels, record graphs of steps, measure what drafts cost."""
+        progress("kernels", 0.0)
+        self._warm_up(config)
+        self._end_phase("kernels")
+        self._graphs: dict[StepSize, _Graph] = {}
+        pool = torch.cuda.graph_pool_handle() if config.cuda_graphs else None
+        if pool is not None:
+            self._capture_graphs(config, pool, progress)
+        self._end_phase("graphs")
+        self._warm_up_sampler(config, pool)
+        self._end_phase("sampler")
+        if self.drafter is not None:
+            self.step_costs = self._measure_costs()
+            self._end_phase("costs")
 
     def launch(self, batch: Batch) -> _PendingCudaStep:
         size = StepSize.of(batch)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import logging
+import math
 import os
 import queue
 import signal
@@ -18,6 +19,7 @@ import sys
 import threading
 import time
 from collections import defaultdict
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -27,6 +29,7 @@ from inflight import log
 from inflight.checkpoint.locate import locate
 from inflight.core.request import TokenEvent
 from inflight.engine.engine import Engine
+from inflight.engine.stats import Stats
 from inflight.errors import EngineError, InflightError
 from inflight.ipc.frames import (
     PROTOCOL,
@@ -211,12 +214,69 @@ class Hub:
                 self.exit(0)
 
 
-class EngineProcess:
-    """The loop: commands in, a step, one frame of events per front out."""
+class StatsLog:
+    """Logs what an engine does, one line in each interval with work.
 
-    def __init__(self, hub: Hub, engine: Engine) -> None:
+    Args:
+        engine: whose statistics are logged.
+        interval_s: seconds between two lines; 0 logs none.
+        clock: seconds, monotonic.
+    """
+
+    def __init__(
+        self, engine: Engine, interval_s: float, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._engine = engine
+        self._interval_s = interval_s
+        self._clock = clock
+        self._last_step = -math.inf
+        self._begun = 0.0  # when the interval began, and what the engine had done then
+        self._before: Stats | None = None
+
+    def before_step(self) -> None:
+        """Log the interval that has ended, if one has. It begins anew after a pause of its length:
+        a rate over idle time would mean nothing."""
+        if not self._interval_s:
+            return
+        now = self._clock()
+        is_new = now - self._last_step >= self._interval_s
+        self._last_step = now
+        if is_new or self._before is None:
+            self._begun, self._before = now, self._engine.stats()
+        elif now - self._begun >= self._interval_s:
+            stats = self._engine.stats()
+            self._log(stats, self._before, now - self._begun)
+            self._begun, self._before = now, stats
+
+    def _log(self, stats: Stats, before: Stats, seconds: float) -> None:
+        prompt = (stats.num_prompt_tokens - before.num_prompt_tokens) / seconds
+        output = (stats.num_output_tokens - before.num_output_tokens) / seconds
+        in_use = 1.0 - stats.num_free_blocks / stats.num_blocks
+        logger.info(
+            "running %d, waiting %d, suspended %d; KV blocks in use %.1f%%; "
+            "prompt tokens/s %.1f, output tokens/s %.1f",
+            stats.num_running,
+            stats.num_waiting,
+            stats.num_suspended,
+            100.0 * in_use,
+            prompt,
+            output,
+        )
+
+
+class EngineProcess:
+    """The loop: commands in, a step, one frame of events per front out.
+
+    Args:
+        hub: where commands come from and events go to.
+        engine: what computes.
+        log_stats_interval_s: see `StatsLog`.
+    """
+
+    def __init__(self, hub: Hub, engine: Engine, log_stats_interval_s: float = 0.0) -> None:
         self._hub = hub
         self._engine = engine
+        self._stats_log = StatsLog(engine, log_stats_interval_s)
 
     def run(self) -> None:
         while True:
@@ -224,6 +284,7 @@ class EngineProcess:
             # Right after the acknowledgements that came during the last step were taken in.
             self._publish(self._engine.sweep())
             if self._engine.has_work:
+                self._stats_log.before_step()
                 self._publish(self._engine.step())
                 if self._engine.is_broken:
                     # The fronts fail what they hold and start another engine.
@@ -341,7 +402,7 @@ def main(arguments: list[str]) -> None:
     hub.welcome(welcome)
     logger.info("ready after %.1f s: %s", time.monotonic() - started, welcome)
     try:
-        EngineProcess(hub, engine).run()
+        EngineProcess(hub, engine, engine.config.log_stats_interval_s).run()
     except BaseException:  # logged, and the process ends: without its loop it would hang
         logger.exception("the engine loop ended")
         hub.exit(1)

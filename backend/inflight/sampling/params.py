@@ -46,7 +46,7 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
     2. logit_bias and DRY, which add to logits
     3. allowed_token_ids, bad words, no_repeat_ngram_size and min_tokens, which ban tokens
     4. temperature
-    5. top_n_sigma, top_k, typical_p, top_p, min_p, XTC: each filters what those before it left
+    5. top_n_sigma, top_k, typical_p, top_p, min_p, epsilon_cutoff, XTC: each filters what is left
     6. draw
 
     Penalties see the model's own logits, as everywhere: a bias that came first would be scaled by
@@ -87,7 +87,7 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
             low=0.0,
             high=MAX_TEMPERATURE,
             default="1 with a `seed` or a filter (`top_k` above 1, `top_p`, `min_p`, `typical_p`, "
-            "`top_n_sigma`, `xtc_probability`), else 0",
+            "`top_n_sigma`, `epsilon_cutoff`, `xtc_probability`), else 0",
         ),
     ] = None
     top_k: Annotated[
@@ -138,6 +138,17 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
             "largest (arXiv:2411.07641). 0 keeps all.",
             low=0.0,
             high=100.0,
+            stage="rare filter",
+        ),
+    ] = 0.0
+    epsilon_cutoff: Annotated[
+        float,
+        Option(
+            "Sample from tokens with at least this probability, or the most probable one if none "
+            "has it (arXiv:2210.15191). 0 keeps all.",
+            low=0.0,
+            high=1.0,
+            open_high=True,
             stage="rare filter",
         ),
     ] = 0.0

@@ -100,10 +100,7 @@ class MaskFiller:
             padded &= ~self._unused
         for index, matcher in enumerate(matchers):
             if matcher.num_whitespace_bytes >= MAX_WHITESPACE_BYTES and matcher.is_json:
-                row = rows[starts[index]]
-                rest = row & self._non_whitespace
-                if rest.any():
-                    row[:] = rest
+                self._ban_whitespace(rows[starts[index]])
             if matcher.has_own_ends and index not in failures:
                 for row in rows[starts[index] : starts[index + 1]]:
                     self._replace_ends(row, matcher.end_ids)
@@ -114,6 +111,12 @@ class MaskFiller:
         for index in failures:
             rows[starts[index] : starts[index + 1]] = -1
         return failures
+
+    def _ban_whitespace(self, row: Rows) -> None:
+        """Allow no further whitespace, where anything else is allowed."""
+        rest = row & self._non_whitespace
+        if rest.any():
+            row[:] = rest
 
     def _check(self, out: Rows, num_rows: int) -> None:
         good = out.dtype == np.int32 and out.ndim == 2 and out.flags.c_contiguous

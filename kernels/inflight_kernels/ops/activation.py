@@ -22,6 +22,25 @@ def silu_mul(x: Tensor, *, out: Tensor, pdl: bool = False) -> None:
     Raises:
         ValueError: for operands of other shapes or types.
     """
+    _activate_mul("silu_mul", x, out, pdl)
+
+
+def gelu_tanh_mul(x: Tensor, *, out: Tensor, pdl: bool = False) -> None:
+    """GeGLU's gate (arXiv:2002.05202) with the tanh approximation of GELU (arXiv:1606.08415), which
+    the Gemma families use: gelu_tanh(gate) * up -> out.
+
+    Args:
+        x: [n, 2 * width] = gate | up.
+        out: [n, width].
+        pdl: see `Kernel`.
+
+    Raises:
+        ValueError: for operands of other shapes or types.
+    """
+    _activate_mul("gelu_tanh_mul", x, out, pdl)
+
+
+def _activate_mul(name: str, x: Tensor, out: Tensor, pdl: bool) -> None:
     storage = name_of(STORAGE_TYPES, "x", x)
     num_rows, width = out.shape
     check("x", x, (num_rows, 2 * width), x.dtype)
@@ -32,20 +51,21 @@ def silu_mul(x: Tensor, *, out: Tensor, pdl: bool = False) -> None:
         raise ValueError(f"out has {total} vectors of 16 bytes; at most 2**31 - 1 in a launch")
     if not total:
         return
-    kernel("activation", _name(storage))(
+    kernel("activation", f"{name}<{storage}>")(
         -(-total // _THREADS), _THREADS, x, out, total, vectors, pdl=pdl
     )
 
 
-def _name(storage: str) -> str:
-    return f"silu_mul<{storage}>"
-
-
 def kernels_of(dtype: torch.dtype) -> list[tuple[str, str]]:
-    """Stem and name of the kernel for values of a type."""
-    return [("activation", _name(STORAGE_TYPES[dtype]))]
+    """Stem and name of the kernel that gates values of a type with SiLU."""
+    return [("activation", f"silu_mul<{STORAGE_TYPES[dtype]}>")]
 
 
 def instantiations() -> list[Instantiation]:
     """What this module may launch."""
-    return [("activation", tuple(_name(storage) for storage in STORAGE_TYPES.values()), ())]
+    names = (
+        f"{name}<{storage}>"
+        for name in ("silu_mul", "gelu_tanh_mul")
+        for storage in STORAGE_TYPES.values()
+    )
+    return [("activation", tuple(names), ())]

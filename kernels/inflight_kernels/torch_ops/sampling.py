@@ -157,7 +157,7 @@ class Filters:
     """What cuts the tokens that a row draws from; the defaults cut nothing.
 
     Each filter looks at what those before it have left, in this order: top_n_sigma, top_k,
-    typical_p, top_p, min_p, XTC.
+    typical_p, top_p, min_p, epsilon_cutoff, XTC.
 
     Attributes:
         top_n_sigma: > 0: keep logits at most so many standard deviations, of all logits that are
@@ -169,6 +169,8 @@ class Filters:
         top_p: in (0, 1]; keep the fewest likeliest tokens that have this probability together.
         min_p: in [0, 1); keep tokens at least this likely, relative to the likeliest
             (arXiv:2407.01082).
+        epsilon_cutoff: in [0, 1); keep tokens with at least this probability among those that are
+            left, and always the most probable of these (Hewitt et al., arXiv:2210.15191).
         xtc_threshold, xtc_probability: with this probability, of the tokens at least as likely as
             the threshold keep the unlikeliest alone, and all below (p-e-w, "Exclude Top Choices",
             text-generation-webui 6335).
@@ -179,6 +181,7 @@ class Filters:
     typical_p: float = 1.0
     top_p: float = 1.0
     min_p: float = 0.0
+    epsilon_cutoff: float = 0.0
     xtc_threshold: float = 0.1
     xtc_probability: float = 0.0
 
@@ -222,6 +225,9 @@ def draw_filtered(
         end = first + int((kept.cumsum() - kept < filters.top_p * kept.sum()).sum())
     if filters.min_p > 0.0:
         end = first + int((masses[first:end] >= filters.min_p * masses[first]).sum())
+    if filters.epsilon_cutoff > 0.0:
+        kept = masses[first:end]
+        end = first + max(int((kept >= filters.epsilon_cutoff * kept.sum()).sum()), 1)
     if xtc_u < filters.xtc_probability:
         kept = masses[first:end]
         least = max(filters.xtc_threshold * kept.sum(), _LEAST_MASS)
@@ -273,32 +279,39 @@ def draw(
     cut = np.flatnonzero(cuts)
     if len(cut):
         rows = torch.from_numpy(cut)
-        some = weights.index_select(0, rows)
-        top, ids = some.topk(min(_PREFIX, vocab_size), -1)
-        ranks = torch.arange(top.shape[1])
-        masses = top.double()
-        total = torch.where(
-            torch.from_numpy(keep_k[cut]) < vocab_size,
-            (masses * (ranks < torch.from_numpy(keep_k[cut]).unsqueeze(1))).sum(-1),
-            some.sum(-1, dtype=torch.float64),
-        )
-        # top_k is covered by a long enough prefix, top_p by a heavy enough one.
-        wanted = torch.from_numpy(top_p[cut]) * total
-        covered = np.where(
-            keep_k[cut] < vocab_size,
-            keep_k[cut] <= top.shape[1],
-            (masses.sum(-1) >= wanted).numpy(),
-        )
-        inside = np.flatnonzero(covered)
-        if len(inside):
-            part = torch.from_numpy(inside)
-            where = cut[inside]
-            kept = _keep(top[part], total[part], keep_k[where], top_p[where], min_p[where])
-            picks = _invert_cdf(kept, uniforms[where])
-            chosen[rows[part]] = ids[part].gather(1, picks.unsqueeze(1)).squeeze(1)
-        for i in np.flatnonzero(~covered):
-            row = slice(cut[i], cut[i] + 1)
-            chosen[row] = _draw_wide(some[i], keep_k[row], top_p[row], min_p[row], uniforms[row])
+        filters = keep_k[cut], top_p[cut], min_p[cut]
+        chosen[rows] = _draw_cut(weights.index_select(0, rows), *filters, uniforms[cut])
+    return chosen
+
+
+def _draw_cut(
+    weights: Tensor, keep_k: Ints, top_p: Floats, min_p: Floats, uniforms: Floats
+) -> Tensor:
+    """Rows [n, V] that top_k or top_p cut -> [n]: from their prefixes where these suffice."""
+    n, vocab_size = weights.shape
+    chosen = torch.empty(n, dtype=torch.int64)
+    top, ids = weights.topk(min(_PREFIX, vocab_size), -1)
+    ranks = torch.arange(top.shape[1])
+    masses = top.double()
+    total = torch.where(
+        torch.from_numpy(keep_k) < vocab_size,
+        (masses * (ranks < torch.from_numpy(keep_k).unsqueeze(1))).sum(-1),
+        weights.sum(-1, dtype=torch.float64),
+    )
+    # top_k is covered by a long enough prefix, top_p by a heavy enough one.
+    wanted = torch.from_numpy(top_p) * total
+    covered = np.where(
+        keep_k < vocab_size, keep_k <= top.shape[1], (masses.sum(-1) >= wanted).numpy()
+    )
+    inside = np.flatnonzero(covered)
+    if len(inside):
+        part = torch.from_numpy(inside)
+        kept = _keep(top[part], total[part], keep_k[inside], top_p[inside], min_p[inside])
+        picks = _invert_cdf(kept, uniforms[inside])
+        chosen[part] = ids[part].gather(1, picks.unsqueeze(1)).squeeze(1)
+    for i in np.flatnonzero(~covered):
+        row = slice(i, i + 1)
+        chosen[row] = _draw_wide(weights[i], keep_k[row], top_p[row], min_p[row], uniforms[row])
     return chosen
 
 

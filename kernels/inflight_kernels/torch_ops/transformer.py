@@ -94,6 +94,13 @@ def silu_mul(x: Tensor) -> Tensor:
     return F.silu(gate).mul_(up)
 
 
+def gelu_tanh_mul(x: Tensor) -> Tensor:
+    """GeGLU's gate (arXiv:2002.05202) with the tanh approximation of GELU (arXiv:1606.08415), which
+    the Gemma families use: x [n, 2 * width] = gate | up -> gelu_tanh(gate) * up."""
+    gate, up = x.chunk(2, -1)
+    return F.gelu(gate, approximate="tanh").mul_(up)
+
+
 # ---------------------------------------------------------------- rotary embedding
 
 

@@ -116,6 +116,8 @@ def kept(logits: np.ndarray[Any, Any], params: SamplingParams, xtc: bool) -> dic
             before += weight[i]
         tokens = some
     tokens = [i for i in tokens if weight[i] >= params.min_p * weight[tokens[0]]]
+    total = sum(weight[i] for i in tokens)
+    tokens = tokens[:1] + [i for i in tokens[1:] if weight[i] >= params.epsilon_cutoff * total]
     if xtc:
         total = sum(weight[i] for i in tokens)
         top = [i for i in tokens if weight[i] / total >= params.xtc_threshold]
@@ -158,6 +160,8 @@ OPTIONS: list[dict[str, Any]] = [
     {"typical_p": 0.95, "temperature": 1.5},
     {"top_n_sigma": 0.7},
     {"top_n_sigma": 2.0, "temperature": 3.0},
+    {"epsilon_cutoff": 0.02},
+    {"epsilon_cutoff": 0.9, "temperature": 1.5},
     {"xtc_probability": 1.0, "xtc_threshold": 0.05},
     {"xtc_probability": 0.5, "xtc_threshold": 0.2},
     {"xtc_probability": 1.0, "xtc_threshold": 0.0},
@@ -181,6 +185,7 @@ OPTIONS: list[dict[str, Any]] = [
         "typical_p": 0.97,
         "top_p": 0.97,
         "min_p": 0.01,
+        "epsilon_cutoff": 0.015,
         "xtc_probability": 0.5,
         "xtc_threshold": 0.05,
         "repetition_penalty": 1.1,
@@ -334,6 +339,7 @@ def test_ids_beyond_the_vocabulary_are_passed_over() -> None:
     [
         {"temperature": 1.0, "typical_p": 0.6},
         {"temperature": 1.0, "top_n_sigma": 1.0},
+        {"temperature": 1.0, "epsilon_cutoff": 0.02},
         {"temperature": 1.0, "xtc_probability": 0.5, "xtc_threshold": 0.1},
     ],
     ids=lambda fields: list(fields)[1],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import queue
 import signal
@@ -15,13 +16,15 @@ import threading
 import time
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from inflight.core.request import FinishReason, Request, TokenEvent
+from inflight.engine.stats import Stats
 from inflight.errors import CapacityError, ConfigError, EngineError
 from inflight.ipc import engine_client
 from inflight.ipc.engine_client import EngineClient
-from inflight.ipc.engine_main import Command, EngineProcess
+from inflight.ipc.engine_main import Command, EngineProcess, StatsLog
 from inflight.sampling.params import SamplingParams
 
 
@@ -68,6 +71,64 @@ def test_the_loop_of_a_broken_engine_ends() -> None:
         EngineProcess(hub, engine).run()  # type: ignore[arg-type]
     assert engine.num_steps == 1
     assert len(hub.sent) == 1, "what the step did is told before"
+
+
+class Working:
+    """An engine's statistics, and a clock."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+        self.num_calls = 0
+        self.found = Stats(
+            num_running=3,
+            num_waiting=2,
+            num_suspended=1,
+            num_free_blocks=30,
+            num_blocks=40,
+            num_steps=0,
+            num_preemptions=0,
+            num_prompt_tokens=100,
+            num_output_tokens=0,
+            num_cached_tokens=0,
+        )
+
+    def stats(self) -> Stats:
+        self.num_calls += 1
+        return self.found
+
+    def work(self, log: StatsLog, num_steps: int) -> None:
+        """Steps of half a second with 4 output tokens each."""
+        for _ in range(num_steps):
+            log.before_step()
+            self.now += 0.5
+            tokens = self.found.num_output_tokens + 4
+            self.found = msgspec.structs.replace(self.found, num_output_tokens=tokens)
+
+
+def test_statistics_are_logged_in_each_interval_with_work(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "inflight.engine")
+    engine = Working()
+    log = StatsLog(engine, 2.0, lambda: engine.now)  # type: ignore[arg-type]
+    engine.work(log, 4)
+    assert caplog.messages == [], "the interval has not ended"
+    engine.work(log, 5)
+    line = (
+        "running 3, waiting 2, suspended 1; KV blocks in use 25.0%; "
+        "prompt tokens/s 0.0, output tokens/s 8.0"
+    )
+    assert caplog.messages == [line, line]
+    engine.now += 60.0
+    engine.work(log, 4)
+    assert len(caplog.messages) == 2, "idle time is in no interval"
+    engine.work(log, 1)
+    assert caplog.messages == [line] * 3
+
+
+def test_statistics_that_nobody_asks_for_cost_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "inflight.engine")
+    engine = Working()
+    engine.work(StatsLog(engine, 0.0, lambda: engine.now), 100)  # type: ignore[arg-type]
+    assert engine.num_calls == 0 and caplog.messages == []
 
 
 class Front:

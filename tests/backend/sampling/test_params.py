@@ -35,6 +35,7 @@ TINY = math.ulp(0.0)
         ("min_p", [0.0, math.nextafter(1.0, 0.0)]),
         ("typical_p", [TINY, 1.0]),
         ("top_n_sigma", [0.0, 100.0]),
+        ("epsilon_cutoff", [0.0, math.nextafter(1.0, 0.0)]),
         ("xtc_threshold", [0.0, 0.5]),
         ("xtc_probability", [0.0, 1.0]),
         ("repetition_penalty", [TINY, 10.0]),
@@ -73,6 +74,7 @@ def test_the_whole_range_is_allowed(name: str, values: list[Any]) -> None:
         ("min_p", [-TINY, 1.0]),
         ("typical_p", [0.0, -0.5, math.nextafter(1.0, 2.0)]),
         ("top_n_sigma", [-TINY, 100.01]),
+        ("epsilon_cutoff", [-TINY, 1.0]),
         ("xtc_threshold", [-TINY, math.nextafter(0.5, 1.0)]),
         ("xtc_probability", [-TINY, math.nextafter(1.0, 2.0)]),
         ("dry_multiplier", [-TINY, 100.01]),
@@ -115,6 +117,7 @@ def test_the_next_value_is_refused_by_name(name: str, values: list[Any]) -> None
         "frequency_penalty",
         "typical_p",
         "top_n_sigma",
+        "epsilon_cutoff",
         "xtc_threshold",
         "xtc_probability",
         "dry_multiplier",
@@ -143,6 +146,7 @@ def test_a_bias_that_is_not_finite_is_refused() -> None:
         ({"min_p": 0.5}, "min_p: asks for a draw"),
         ({"typical_p": 0.5}, "typical_p: asks for a draw"),
         ({"top_n_sigma": 1.0}, "top_n_sigma: asks for a draw"),
+        ({"epsilon_cutoff": 0.1}, "epsilon_cutoff: asks for a draw"),
         ({"xtc_probability": 0.5}, "xtc_probability: asks for a draw"),
         ({"seed": 5}, "seed: asks for a draw"),
         ({"repetition_penalty": 1.1}, "repetition_penalty: cannot be combined with beam_width 4"),
@@ -212,10 +216,12 @@ def test_min_tokens_cannot_exceed_max_tokens() -> None:
         ({"seed": 0}, 1.0),
         ({"typical_p": 0.9}, 1.0),
         ({"top_n_sigma": 1.0}, 1.0),
+        ({"epsilon_cutoff": 0.01}, 1.0),
         ({"xtc_probability": 0.5}, 1.0),
         ({"xtc_threshold": 0.3}, 0.0),
         ({"dry_multiplier": 1.0, "no_repeat_ngram_size": 2, "logit_bias": ((1, 1.0),)}, 0.0),
         ({"temperature": 0.0, "top_n_sigma": 1.0}, 0.0),
+        ({"temperature": 0.0, "epsilon_cutoff": 0.1}, 0.0),
         ({"temperature": 0.0, "top_p": 0.9, "seed": 4}, 0.0),
         ({"temperature": 0.7}, 0.7),
         ({"temperature": 1e-6}, 0.0),
@@ -239,7 +245,12 @@ def test_filters_are_told() -> None:
     for options in ({"top_k": 3}, {"top_p": 0.9}, {"min_p": 0.1}):
         assert SamplingParams(**options).has_filters
         assert not SamplingParams(**options).has_rare_filters
-    for options in ({"typical_p": 0.9}, {"top_n_sigma": 2.0}, {"xtc_probability": 0.1}):
+    for options in (
+        {"typical_p": 0.9},
+        {"top_n_sigma": 2.0},
+        {"epsilon_cutoff": 0.01},
+        {"xtc_probability": 0.1},
+    ):
         assert SamplingParams(**options).has_filters
         assert SamplingParams(**options).has_rare_filters
 
@@ -258,6 +269,7 @@ def test_every_sampling_param_round_trips_through_the_wire() -> None:
     params = SamplingParams(
         typical_p=0.9,
         top_n_sigma=1.5,
+        epsilon_cutoff=0.01,
         xtc_threshold=0.2,
         xtc_probability=0.5,
         dry_multiplier=0.8,

@@ -1,39 +1,53 @@
-"""SwiGLU's gate against the reference in float64."""
+"""The gates of SwiGLU and GeGLU against the reference in float64."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import pytest
 import torch
 
 from guarded import ROUNDING, Guarded, relative_error
-from inflight_kernels.ops.activation import silu_mul
+from inflight_kernels.ops.activation import gelu_tanh_mul, silu_mul
 from inflight_kernels.torch_ops import transformer
 
 pytestmark = pytest.mark.gpu
+
+Op = Callable[..., None]
+Reference = Callable[[torch.Tensor], torch.Tensor]
+GATES = [
+    pytest.param(silu_mul, transformer.silu_mul, id="silu_mul"),
+    pytest.param(gelu_tanh_mul, transformer.gelu_tanh_mul, id="gelu_tanh_mul"),
+]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("width", [8, 1536, 14336, 28672])
 @pytest.mark.parametrize("rows", [1, 7, 300])
-def test_a_gate_is_that_of_the_reference(dtype: torch.dtype, width: int, rows: int) -> None:
+@pytest.mark.parametrize(("op", "reference"), GATES)
+def test_a_gate_is_that_of_the_reference(
+    op: Op, reference: Reference, dtype: torch.dtype, width: int, rows: int
+) -> None:
     x = (torch.randn(rows, 2 * width, device="cuda") * 4).to(dtype)
     out = Guarded(rows, width, dtype=dtype)
-    silu_mul(x, out=out.tensor)
-    assert relative_error(out.check(), transformer.silu_mul(x.double())) < ROUNDING[dtype]
+    op(x, out=out.tensor)
+    assert relative_error(out.check(), reference(x.double())) < ROUNDING[dtype]
 
 
-def test_gates_far_from_zero_are_closed_or_open() -> None:
+@pytest.mark.parametrize(("op", "reference"), GATES)
+def test_gates_far_from_zero_are_closed_or_open(op: Op, reference: Reference) -> None:
     gate = torch.tensor([-1e30, -200.0, -88.0, 0.0, 88.0, 200.0, 1e30, 3.0], device="cuda")
     out = torch.empty(1, 8, device="cuda")
-    silu_mul(torch.cat((gate, torch.full_like(gate, 2.0))).unsqueeze(0), out=out)
+    op(torch.cat((gate, torch.full_like(gate, 2.0))).unsqueeze(0), out=out)
     wanted = torch.where(gate > 0, 2 * gate, 0.0)
-    wanted[7] = 6 * torch.sigmoid(gate[7])
+    wanted[7] = reference(torch.tensor([[3.0, 2.0]]))[0, 0]
     assert torch.allclose(out[0], wanted, rtol=1e-6, atol=1e-30)
 
 
-def test_a_nan_stays_one() -> None:
+@pytest.mark.parametrize(("op", "reference"), GATES)
+def test_a_nan_stays_one(op: Op, reference: Reference) -> None:
     x = torch.ones(1, 16, device="cuda")
     x[0, 1], x[0, 10] = torch.nan, torch.nan
     out = torch.empty(1, 8, device="cuda")
-    silu_mul(x, out=out)
+    op(x, out=out)
     assert out[0].isnan().nonzero().flatten().tolist() == [1, 2]

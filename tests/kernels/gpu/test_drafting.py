@@ -153,7 +153,8 @@ def test_a_drafting_goes_from_token_to_token(behind: int) -> None:
                 assert int(rows.rows[chunk]) == starts[chunk] + last - 1 - first, label
                 row_params = state.row_params[slot].cpu().numpy().view(ROW_PARAMS)[0].copy()
                 row_params["slot"], row_params["typical_p"] = -1, 1.0
-                row_params["top_n_sigma"] = row_params["xtc_probability"] = 0.0
+                row_params["top_n_sigma"] = row_params["epsilon_cutoff"] = 0.0
+                row_params["xtc_probability"] = 0.0
                 assert rows.row_params[chunk].cpu().numpy().tobytes() == row_params.tobytes(), label
             if int(rows.statuses[chunk]) == OK:
                 drafted[slot].append(chunk + 100 * (index + 1))

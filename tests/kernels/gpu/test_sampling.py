@@ -60,6 +60,15 @@ RARE: dict[str, dict[str, list[float]]] = {
     "wide typical_p": {"typical_p": [0.97, 0.9999]},
     "top_n_sigma": {"top_n_sigma": [0.3, 1.0, 2.0]},
     "wide top_n_sigma": {"top_n_sigma": [3.5, 5.0, 50.0]},
+    "epsilon_cutoff": {"epsilon_cutoff": [0.001, 0.02, 0.9]},
+    "wide epsilon_cutoff": {"epsilon_cutoff": [1e-6, 1e-5, 1e-4]},
+    "min_p, epsilon_cutoff": {"min_p": [1e-4, 0.1], "epsilon_cutoff": [1e-4, 0.01]},
+    "typical_p, epsilon_cutoff": {"typical_p": [0.3, 0.99], "epsilon_cutoff": [1e-5, 0.01, 0.9]},
+    "epsilon_cutoff, xtc": {
+        "epsilon_cutoff": [1e-5, 0.01],
+        "xtc_probability": [1.0],
+        "xtc_threshold": [1e-4, 0.05],
+    },
     "xtc": {"xtc_probability": [0.5, 1.0], "xtc_threshold": [0.0, 0.001, 0.1]},
     "min_p, xtc": {"min_p": [0.02], "xtc_probability": [1.0], "xtc_threshold": [0.005, 0.1]},
     "top_p, xtc": {"top_p": [0.8], "xtc_probability": [1.0], "xtc_threshold": [0.01, 0.1]},
@@ -71,6 +80,7 @@ RARE: dict[str, dict[str, list[float]]] = {
         "typical_p": [0.9, 0.99],
         "top_p": [0.9, 0.99],
         "min_p": [0.001, 0.1],
+        "epsilon_cutoff": [0.0, 0.002],
         "xtc_probability": [0.0, 1.0],
         "xtc_threshold": [0.01],
     },
@@ -169,8 +179,9 @@ def interval(
     masses[masses < LEAST_MASS * (1 + slack)] = 0
     top_k, top_p = int(row_params["top_k"]), float(row_params["top_p"])
     typical_p, sigmas = float(row_params["typical_p"]), float(row_params["top_n_sigma"])
-    xtc = float(row_params["xtc_probability"])
-    ranked = 0 < top_k < vocab_size or typical_p < 1 or sigmas > 0 or xtc > 0
+    epsilon, xtc = float(row_params["epsilon_cutoff"]), float(row_params["xtc_probability"])
+    rare = typical_p < 1 or sigmas > 0 or epsilon > 0 or xtc > 0
+    ranked = 0 < top_k < vocab_size or rare
     begin, end = 0, len(values)
     if sigmas > 0:
         least = values[0] - sigmas * (1 + slack) * values.std(correction=0)
@@ -193,6 +204,9 @@ def interval(
         ranked |= end - begin <= 256
     least = float(row_params["min_p"]) * (1 - slack) * masses[begin]
     end = begin + max(int((masses[begin:end] >= least).sum()), 1)
+    if epsilon > 0:
+        least = epsilon * (1 - slack) * float(masses[begin:end].sum())
+        end = begin + max(int((masses[begin:end] >= least).sum()), 1)
     if xtc_u < xtc:
         least = float(row_params["xtc_threshold"]) * float(masses[begin:end].sum())
         least = max(least, LEAST_MASS) * (1 + slack)

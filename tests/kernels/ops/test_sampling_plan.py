@@ -110,6 +110,9 @@ def choose_filtered(
     if filters.min_p > 0:
         weights = np.exp(-ranked[begin:end] / 2**27)
         end = begin + int((weights >= filters.min_p * weights[0]).sum())
+    if filters.epsilon_cutoff > 0:
+        some = masses[begin:end]
+        end = begin + max(int((some >= filters.epsilon_cutoff * int(some.sum())).sum()), 1)
     if xtc_u < filters.xtc_probability:
         least = max(filters.xtc_threshold * int(masses[begin:end].sum()), 1.0)
         begin += max(int((masses[begin:end] >= least).sum()) - 1, 0)
@@ -123,6 +126,11 @@ RARE = [
     Filters(typical_p=0.95),
     Filters(top_n_sigma=1.0),
     Filters(top_n_sigma=2.5),
+    Filters(epsilon_cutoff=0.0003),
+    Filters(epsilon_cutoff=0.02),
+    Filters(epsilon_cutoff=0.9),
+    Filters(typical_p=0.9, min_p=0.05, epsilon_cutoff=0.003),
+    Filters(epsilon_cutoff=0.003, xtc_probability=1.0, xtc_threshold=0.02),
     Filters(xtc_probability=1.0, xtc_threshold=0.05),
     Filters(xtc_probability=0.5, xtc_threshold=0.0001),
     Filters(top_n_sigma=3.0, top_k=300, typical_p=0.9, top_p=0.95, min_p=0.01),
@@ -240,4 +248,4 @@ def test_default_row_params_are_greedy_and_change_nothing() -> None:
     assert params["top_p"] == params["typical_p"] == params["repetition_penalty"] == 1
     assert params["min_p"] == params["presence_penalty"] == params["frequency_penalty"] == 0
     assert params["top_k"] == 0
-    assert params["top_n_sigma"] == params["xtc_probability"] == 0
+    assert params["top_n_sigma"] == params["epsilon_cutoff"] == params["xtc_probability"] == 0

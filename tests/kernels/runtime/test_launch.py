@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from inflight_kernels.ops.activation import silu_mul
+from inflight_kernels.ops.activation import gelu_tanh_mul, silu_mul
 from inflight_kernels.ops.cache import clear_slots, copy_blocks
 from inflight_kernels.ops.embedding import embedding
 from inflight_kernels.ops.norm import MAX_HIDDEN_BYTES, _block, rms_norm
@@ -170,12 +170,21 @@ def test_rope_refuses_what_its_kernel_would_read_wrongly(
     [
         lambda x, ids: rms_norm(x, x[0], 1e-5, out=x),
         lambda x, ids: silu_mul(x, out=x[:, :16].contiguous()),
+        lambda x, ids: gelu_tanh_mul(x, out=x[:, :16].contiguous()),
         lambda x, ids: embedding(ids, x, out=x),
         lambda x, ids: copy_blocks(x.view(2, 1, 1, 32), ids, ids),
         lambda x, ids: clear_slots(x.view(2, 1, 1, 32), ids),
         lambda x, ids: _rope_write_kv(),
     ],
-    ids=["rms_norm", "silu_mul", "embedding", "copy_blocks", "clear_slots", "rope_write_kv"],
+    ids=[
+        "rms_norm",
+        "silu_mul",
+        "gelu_tanh_mul",
+        "embedding",
+        "copy_blocks",
+        "clear_slots",
+        "rope_write_kv",
+    ],
 )
 def test_a_tensor_on_the_cpu_never_reaches_a_kernel(call: Any) -> None:
     with pytest.raises(ValueError, match="is on cpu; kernels need it on a CUDA device"):

@@ -11,6 +11,7 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from transformers import (
+    EpsilonLogitsWarper,
     MinPLogitsWarper,
     RepetitionPenaltyLogitsProcessor,
     TemperatureLogitsWarper,
@@ -283,6 +284,28 @@ def test_typical_p_keeps_what_transformers_keeps(mass: float, temperature: float
         kept = TypicalLogitsWarper(mass)(torch.empty(1, 0), logits[None] / temperature)
         expected = set(kept.isfinite().nonzero()[:, 1].tolist())
         assert support(logits, temperature, typical_p=mass) == expected
+
+
+@pytest.mark.parametrize("epsilon", [0.001, 0.02, 0.08, 0.5, 0.99])
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
+def test_epsilon_cutoff_keeps_what_transformers_keeps(epsilon: float, temperature: float) -> None:
+    for _ in range(5):
+        logits = torch.randn(20)
+        kept = EpsilonLogitsWarper(epsilon)(torch.empty(1, 0), logits[None] / temperature)
+        expected = set(kept.isfinite().nonzero()[:, 1].tolist())
+        likely = (logits / temperature).softmax(-1) > 4 / len(NUMBERS)
+        found = support(logits, temperature, epsilon_cutoff=epsilon)
+        assert found <= expected
+        assert found >= expected & set(likely.nonzero()[:, 0].tolist())
+
+
+def test_epsilon_cutoff_is_of_the_probability_among_what_other_filters_left() -> None:
+    logits = torch.tensor([0.4, 0.3, 0.2, 0.06, 0.04]).log()
+    assert support(logits, epsilon_cutoff=0.25) == {0, 1}
+    assert support(logits, top_k=3, epsilon_cutoff=0.21) == {0, 1, 2}
+    assert support(logits, top_k=3, epsilon_cutoff=0.23) == {0, 1}
+    xtc = {"xtc_probability": 1.0, "xtc_threshold": 0.4}
+    assert support(logits, epsilon_cutoff=0.25, **xtc) == {1}, "XTC comes after it"
 
 
 @pytest.mark.parametrize("sigmas", [0.5, 1.0, 2.0])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -72,6 +73,16 @@ def test_silu_mul_gates_the_second_half() -> None:
     x = torch.randn(3, 20)
     gate, up = x[:, :10], x[:, 10:]
     torch.testing.assert_close(ops.silu_mul(x), gate / (1 + (-gate).exp()) * up)
+
+
+def test_gelu_tanh_mul_gates_the_second_half() -> None:
+    x = 3 * torch.randn(3, 20, dtype=torch.float64)
+    gate, up = x[:, :10], x[:, 10:]
+    cubic = math.sqrt(2 / math.pi) * (gate + 0.044715 * gate**3)
+    torch.testing.assert_close(ops.gelu_tanh_mul(x), 0.5 * gate * (1 + cubic.tanh()) * up)
+    torch.testing.assert_close(
+        ops.gelu_tanh_mul(x), torch.nn.functional.gelu(gate, approximate="tanh") * up
+    )
 
 
 def test_rotary_turns_each_pair_by_its_angle() -> None:

@@ -1,10 +1,22 @@
-// The gate of SwiGLU.
+// The gates of SwiGLU and GeGLU.
 #include "common.cuh"
 
+struct Silu {
+    __device__ float operator()(float x) const { return __fdividef(x, 1.0f + __expf(-x)); }
+};
+
+// 0.5 * x * (1 + tanh(z)) = x / (1 + exp(-2 * z)), with z = sqrt(2 / pi) * (x + 0.044715 * x^3).
+struct GeluTanh {
+    __device__ float operator()(float x) const {
+        const float twice = 1.5957691216f * (x + 0.044715f * x * x * x);
+        return __fdividef(x, 1.0f + __expf(-twice));
+    }
+};
+
 // A row of x is gate | up, `width` values each; one thread per vector of 16 bytes of `out`.
-template <typename T>
-__global__ void __launch_bounds__(256)
-    silu_mul(const T* x, T* out, unsigned num_vectors, unsigned vectors_per_row) {
+template <typename T, typename Activation>
+__device__ void activate_mul(const T* x, T* out, unsigned num_vectors, unsigned vectors_per_row,
+                             Activation activation) {
     constexpr int N = VECTOR<T>;
     const unsigned index = blockIdx.x * blockDim.x + threadIdx.x;
     pdl_wait();
@@ -20,6 +32,18 @@ __global__ void __launch_bounds__(256)
     unpack<T>(gates, g);
     unpack<T>(ups, u);
 #pragma unroll
-    for (int j = 0; j < N; j++) g[j] = __fdividef(g[j], 1.0f + __expf(-g[j])) * u[j];
+    for (int j = 0; j < N; j++) g[j] = activation(g[j]) * u[j];
     store_vector(out + static_cast<long long>(index) * N, pack<T>(g));
+}
+
+template <typename T>
+__global__ void __launch_bounds__(256)
+    silu_mul(const T* x, T* out, unsigned num_vectors, unsigned vectors_per_row) {
+    activate_mul(x, out, num_vectors, vectors_per_row, Silu{});
+}
+
+template <typename T>
+__global__ void __launch_bounds__(256)
+    gelu_tanh_mul(const T* x, T* out, unsigned num_vectors, unsigned vectors_per_row) {
+    activate_mul(x, out, num_vectors, vectors_per_row, GeluTanh{});
 }

@@ -14,10 +14,12 @@ struct RowParams {
     float typical_p;
     float top_p;
     float min_p;
+    float epsilon_cutoff;
     float xtc_threshold;
     float xtc_probability;
+    int unused;
 };
-static_assert(sizeof(RowParams) == 56, "as the host writes it");
+static_assert(sizeof(RowParams) == 64, "as the host writes it");
 
 constexpr int ROW_PARAMS_WORDS = sizeof(RowParams) / sizeof(int);
 constexpr int ROW_PARAMS_SLOT = 3;  // the word of `slot`
@@ -32,6 +34,7 @@ __device__ inline bool has_penalties(const RowParams& params) {
 __device__ inline bool has_rare_filters(const RowParams& params) {
     return params.typical_p != 1.0f ||
            params.top_n_sigma != 0.0f ||
+           params.epsilon_cutoff != 0.0f ||
            params.xtc_probability != 0.0f;
 }
 
@@ -40,7 +43,8 @@ __device__ inline int without_rare_filters(int word, int value) {
     switch (word) {
         case 9: return __float_as_int(1.0f);  // typical_p
         case 7: return __float_as_int(0.0f);  // top_n_sigma
-        case 13: return __float_as_int(0.0f);  // xtc_probability
+        case 12: return __float_as_int(0.0f);  // epsilon_cutoff
+        case 14: return __float_as_int(0.0f);  // xtc_probability
         default: return value;
     }
 }

@@ -135,6 +135,11 @@ __device__ inline double least_top(const RowParams& params, u64 mass) {
     return fmax(static_cast<double>(params.xtc_threshold) * static_cast<double>(mass), 1.0);
 }
 
+// The mass from which on epsilon_cutoff keeps a token.
+__device__ inline double least_epsilon(const RowParams& params, u64 mass) {
+    return static_cast<double>(params.epsilon_cutoff) * static_cast<double>(mass);
+}
+
 // How many of the first `count` candidates have scores below `score`. Any thread may call it alone.
 __device__ inline int count_below(unsigned score, int count, const GatherShared& shared) {
     int low = 0, high = count;
@@ -225,6 +230,19 @@ __device__ __noinline__ int draw_rare_from_candidates(const Job<T>& job, const R
         if (open && weight_of(known) < least) open = false;
         const int kept = count_while(
             end, shared, [&](int i) { return i <= begin || weight_of(score_at(i)) >= least; });
+        open &= kept == end;
+        end = kept;
+    }
+    if (params.epsilon_cutoff > 0.0f) {
+        // What min_p has left of the tokens that are no candidates is not known here.
+        if (open && params.min_p > 0.0f) return -1;
+        const u64 base = mass_before(begin);
+        const u64 total = open ? bound.mass : mass_before(end) - base;
+        const double least = least_epsilon(params, total);
+        if (open && static_cast<double>(mass_of(known)) < least) open = false;
+        const int kept = count_while(end, shared, [&](int i) {
+            return i <= begin || static_cast<double>(mass_of(score_at(i))) >= least;
+        });
         open &= kept == end;
         end = kept;
     }
@@ -484,6 +502,18 @@ __device__ __noinline__ int draw_rare_from_row(const Job<T>& job, int row, const
         const unsigned worst =
             largest_score([&](unsigned score) { return weight_of(score) >= least; });
         end = min(end, mass_up_to_score(worst));
+    }
+    if (params.epsilon_cutoff > 0.0f) {
+        unsigned first = 0;
+        if (begin > 0) {
+            descend(job, row, params, ranks, true, begin, place, shared);
+            first = place.score;
+        }
+        const double least = least_epsilon(params, end - begin);
+        const unsigned worst = largest_score(
+            [&](unsigned score) { return static_cast<double>(mass_of(score)) >= least; });
+        const u64 likely = worst == ANY_SCORE ? 0 : mass_up_to_score(worst);
+        end = min(end, max(likely, begin + mass_of(first)));
     }
     if (excludes) {
         const double least = least_top(params, end - begin);

@@ -13,7 +13,7 @@ import tiny
 from inflight.checkpoint.locate import Checkpoint
 from inflight.config import EngineConfig, SpeculativeConfig
 from inflight.errors import ConfigError
-from inflight.execution import runner as runners
+from inflight.execution import factory as runners
 from inflight.execution.cpu_runner import CpuRunner
 from inflight.execution.drafters.drafter_spec import DrafterSpec
 from inflight.execution.drafters.registry import find_drafter, find_method, method_names
@@ -50,12 +50,13 @@ def write_tokenizer(folder: Path, texts: list[str], special: str) -> None:
 
 
 def test_every_method_has_an_entry() -> None:
-    assert method_names() == ["draft_model", "eagle3", "ngram", "self"]
+    assert method_names() == ["draft_model", "eagle3", "ngram", "self", "suffix"]
     entries = {
         "draft_model": {"model": "m"},
         "eagle3": {"model": "m"},
         "ngram": {},
         "self": {"num_layers": 1},
+        "suffix": {},
     }
     for name, required in entries.items():
         method = find_method(SpeculativeConfig(method=name, **required))  # type: ignore[arg-type]
@@ -70,7 +71,7 @@ def test_every_method_has_an_entry() -> None:
     [
         (
             {"method": "foo"},
-            "method: 'foo' is unknown; allowed: draft_model, eagle3, ngram, self$",
+            "method: 'foo' is unknown; allowed: draft_model, eagle3, ngram, self, suffix$",
         ),
         ({"method": "N-gram"}, "method: 'N-gram' is unknown; .*; did you mean 'ngram'\\?"),
         ({"method": "../registry"}, "method: '../registry' is unknown"),
@@ -79,6 +80,7 @@ def test_every_method_has_an_entry() -> None:
         ({"model": "x"}, "model: is not used by the method ngram$"),
         ({"method": "self"}, "num_layers: is required by the method self$"),
         ({"num_layers": 2}, "num_layers: is not used by the method ngram$"),
+        ({"method": "suffix", "model": "x"}, "model: is not used by the method suffix$"),
     ],
 )
 @pytest.mark.parametrize("device", ["cpu", "echo"])
@@ -138,7 +140,7 @@ def test_a_damaged_head_is_named(target: Checkpoint, tmp_path: Path) -> None:
         found(target, method="eagle3", model=str(checkpoint.path))
 
 
-@pytest.mark.parametrize("drafter", ["ngram", "self", "draft_model", "eagle3"])
+@pytest.mark.parametrize("drafter", ["ngram", "suffix", "self", "draft_model", "eagle3"])
 def test_model_and_drafter_share_the_memory(
     target: Checkpoint, tmp_path: Path, drafter: str
 ) -> None:
@@ -148,20 +150,20 @@ def test_model_and_drafter_share_the_memory(
     settings: dict[str, Any] = {"method": drafter}
     if drafter == "self":
         settings["num_layers"] = 2
-    elif drafter != "ngram":
+    elif drafter not in ("ngram", "suffix"):
         settings["model"] = str((small if drafter == "draft_model" else head).path)
     layer_bytes = 2 * 4 * 2 * 16 * 4  # keys and values of 4 tokens, 2 heads of 16 floats
     config = config_of(target, settings, kv_cache_memory_bytes=100 * 4 * layer_bytes)
     runner = CpuRunner(config, target, read_spec(target), lambda what, fraction: None)
-    own_layers = {"ngram": 0, "self": 0, "draft_model": 1, "eagle3": 1}[drafter]
+    own_layers = {"ngram": 0, "suffix": 0, "self": 0, "draft_model": 1, "eagle3": 1}[drafter]
     assert runner.num_blocks == 100 * 4 // (4 + own_layers)
     assert runner.drafter is not None
-    assert [cache.data.shape[:3] for cache in runner.drafter.caches] == (
+    assert [data.shape[:3] for cache in runner.drafter.caches for data in cache.data] == (
         [(1, 2, runner.num_blocks)] if own_layers else []
     )
     assert runner.step_costs is not None
     whole = runner.step_costs.seconds[0]
-    if drafter == "ngram":
+    if drafter in ("ngram", "suffix"):
         assert 0.0 <= runner.step_costs.draft_seconds < whole
     else:
         assert runner.step_costs.draft_seconds > 0.0

@@ -1,0 +1,68 @@
+"""Functions stay short and take few parameters, and folders hold few modules."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+MAX_LINES = 60
+MAX_PARAMETERS = 8  # self and cls apart
+MAX_MODULES = 14  # of a folder, __init__ apart
+
+_OPTIONS = "typer reads the options from the signature"
+LONGER = {
+    "backend/inflight/models/decoder_cuda.py:forward": "one step, as its launches follow",
+}
+WIDER = {
+    "backend/inflight/cli/app.py:serve": _OPTIONS,
+    "backend/inflight/cli/app.py:generate": _OPTIONS,
+    "backend/inflight/cli/app.py:chat": _OPTIONS,
+    "backend/inflight/cli/app.py:bench_engine": _OPTIONS,
+    "backend/inflight/scheduling/scheduler.py:__init__": "the limits of a step, by keyword alone",
+}
+# Found by their modules, one for each of their kind.
+FULLER = {"backend/inflight/models/families", "backend/inflight/models/quantization"}
+
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+
+
+def modules() -> Iterator[Path]:
+    for folder in ("backend", "kernels", "client"):
+        yield from sorted((ROOT / folder).rglob("*.py"))
+
+
+def functions() -> Iterator[tuple[str, Function]]:
+    """Each with its module's path and its name."""
+    for path in modules():
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, Function):
+                yield f"{path.relative_to(ROOT).as_posix()}:{node.name}", node
+
+
+def num_lines(node: Function) -> int:
+    assert node.end_lineno is not None
+    return node.end_lineno - node.lineno + 1
+
+
+def num_parameters(node: Function) -> int:
+    names = [one.arg for one in (*node.args.posonlyargs, *node.args.args)]
+    return len([*names, *node.args.kwonlyargs]) - (names[:1] in (["self"], ["cls"]))
+
+
+def test_functions_are_short() -> None:
+    assert {name for name, node in functions() if num_lines(node) > MAX_LINES} == set(LONGER)
+
+
+def test_functions_take_few_parameters() -> None:
+    found = {name for name, node in functions() if num_parameters(node) > MAX_PARAMETERS}
+    assert found == set(WIDER)
+
+
+def test_folders_hold_few_modules() -> None:
+    counts: dict[str, int] = {}
+    for path in modules():
+        folder = path.parent.relative_to(ROOT).as_posix()
+        counts[folder] = counts.get(folder, 0) + (path.name != "__init__.py")
+    assert {folder for folder, count in counts.items() if count > MAX_MODULES} <= FULLER
