@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from inflight_kernels.runtime.compile import Instantiation
@@ -39,11 +38,6 @@ def silu_mul(x: Tensor, *, out: Tensor, pdl: bool = False) -> None:
 
 def _name(storage: str) -> str:
     return f"silu_mul<{storage}>"
-
-
-def kernels_of(dtype: torch.dtype) -> list[tuple[str, str]]:
-    """Stem and name of the kernel for values of a type."""
-    return [("activation", _name(STORAGE_TYPES[dtype]))]
 
 
 def instantiations() -> list[Instantiation]:
