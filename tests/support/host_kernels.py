@@ -18,8 +18,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from inflight.execution import cuda_runner, device_batch
-from inflight.execution import top_logprobs as logprobs_of_steps
+from inflight.execution import cuda_runner, device_batch, device_steps
 from inflight.execution.drafters import device_passes
 from inflight.models import decoder_cuda, eagle3_cuda, loader
 from inflight.models.layers import attention, residual
@@ -45,12 +44,11 @@ def install(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (cuda_runner, device_passes):
         monkeypatch.setattr(module, "torch", host_torch)
         monkeypatch.setattr(module, "capture_graph", Recorded)
-    monkeypatch.setattr(logprobs_of_steps, "torch", host_torch)
     monkeypatch.setattr(cuda_runner, "_DTYPE", torch.float32)
-    monkeypatch.setattr(cuda_runner, "kernels_of", lambda *shape: [])
+    monkeypatch.setattr(cuda_runner, "find_kernels", lambda *engine: [])
     monkeypatch.setattr(cuda_runner, "precompile_kernels", lambda kernels: None)
     state = _Ops(write_tables, write_row_params, begin_step, end_step)
-    monkeypatch.setattr(cuda_runner, "batch_state", state)
+    monkeypatch.setattr(device_steps, "batch_state", state)
     monkeypatch.setattr(device_batch, "batch_state", state)
     monkeypatch.setattr(device_batch, "cache", _Ops(copy_blocks, MAX_PAIRS=192))
     for op in (begin_drafting, advance_drafting, next_tokens, draft_ngram):

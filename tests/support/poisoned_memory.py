@@ -54,9 +54,9 @@ def poison_steps(monkeypatch: pytest.MonkeyPatch, generator: random.Random) -> N
 @torch.inference_mode()
 def poison_memory(runner: CudaRunner) -> None:
     """Make NaN of the KV caches and of a model's activations, as nobody has used them yet."""
-    model = runner._model
+    model = runner._steps.model
     owners = (model, model._residual, model._last)
     activations = [value for owner in owners for value in vars(owner).values()]
-    for values in (*runner._caches, *activations):
+    for values in (*runner._steps.caches, *activations):
         if isinstance(values, Tensor) and values.is_floating_point():
             values.fill_(float("nan"))

@@ -23,8 +23,9 @@ from inflight.core.request import Candidate
 from inflight.core.sequence import Sequence
 from inflight.errors import ConfigError
 from inflight.execution.cuda_graph import capture_graph
-from inflight.execution.device_batch import BatchLimits, DeviceBatch, SamplerStages, SubmittedStep
-from inflight.execution.drafters.drafter import DeviceDrafter, DeviceTarget, Drafter
+from inflight.execution.device_batch import DeviceBatch, SamplerStages, SubmittedStep
+from inflight.execution.device_steps import DeviceSteps
+from inflight.execution.drafters.drafter import DeviceDrafter, Drafter
 from inflight.execution.drafters.drafter_spec import DrafterSpec
 from inflight.execution.drafters.registry import find_drafter
 from inflight.execution.grammar_masks import GrammarMasks
@@ -34,16 +35,13 @@ from inflight.execution.graph_buckets import (
     row_counts,
     verification_sizes,
 )
+from inflight.execution.launch_recording import find_kernels
 from inflight.execution.top_logprobs import TopLogprobs
 from inflight.kv.budget import num_kv_blocks
-from inflight.kv.cache import KVCache
-from inflight.models import decoder_cuda
-from inflight.models.decoder_cuda import Decoder, DecoderSettings
-from inflight.models.layers.attention import ForwardInputs
+from inflight.models.decoder_cuda import DecoderSettings
 from inflight.models.spec import ModelSpec
-from inflight.sampling.logit_adjustments import BANNED
 from inflight.scheduling.draft_budget import StepCosts
-from inflight_kernels.ops import batch_state, cache, sampling
+from inflight_kernels.ops import sampling
 from inflight_kernels.runtime.compile import CompileError
 from inflight_kernels.runtime.launch import precompile_kernels
 
@@ -62,24 +60,6 @@ _TIMINGS = 3
 
 # Sequences up to which a drafting is recorded: with more, few drafts pay.
 _MAX_GRAPH_DRAFT_SEQS = 64
-
-
-def kernels_of(
-    config: EngineConfig, spec: ModelSpec, source: DrafterSpec | None, settings: DecoderSettings
-) -> list[tuple[str, str]]:
-    """Stem and name of the kernels that an engine may launch: those that take long to compile
-    first, those that a start does without last.
-
-    Args:
-        config: the engine's settings.
-        spec: of the model that it runs.
-        source: what drafts, if anything does.
-        settings: how the model runs.
-    """
-    found = sampling.kernels_of(torch.float32) + decoder_cuda.kernels_of(spec, settings)
-    if source is not None:
-        found += source.method.device_kernels(source, config, settings)
-    return found + batch_state.kernels_of() + cache.kernels_of(torch.int64)
 
 
 class CudaRunner:
@@ -122,7 +102,7 @@ class CudaRunner:
             config.batch_invariant,
         )
         # Before all else: whatever takes time here then happens meanwhile.
-        precompile_kernels(kernels_of(config, spec, source, self._settings))
+        precompile_kernels(find_kernels(config, checkpoint, spec, source, self._settings))
         self.block_size = config.block_size
         self.vocab_size = spec.vocab_size
         self.steps_ahead = 1
@@ -136,7 +116,13 @@ class CudaRunner:
         self.step_costs: StepCosts | None = None
         with torch.inference_mode(), torch.cuda.stream(self._stream):
             try:
-                self._load(config, checkpoint, spec, source, progress)
+                self._steps = DeviceSteps(
+                    config, checkpoint, spec, source, self._settings, progress
+                )
+                self.drafter = self._steps.drafter
+                self._end_phase("weights")
+                self._allocate(config, spec, source)
+                self._end_phase("kv cache")
                 self._prepare(config, progress)
             except torch.OutOfMemoryError as error:
                 raise ConfigError(
@@ -150,44 +136,6 @@ class CudaRunner:
             self.num_blocks,
             ", ".join(f"{name} {seconds:.1f}" for name, seconds in self.timings.items()),
         )
-
-    def _load(
-        self,
-        config: EngineConfig,
-        checkpoint: Checkpoint,
-        spec: ModelSpec,
-        source: DrafterSpec | None,
-        progress: Callable[[str, float], None],
-    ) -> None:
-        """Load the weights, then take the memory of steps and of the KV pool."""
-        self._model = Decoder(checkpoint, spec, self._settings, progress)
-        limits = BatchLimits(
-            config.max_num_seqs,
-            config.max_num_batched_tokens,
-            -(-self._settings.max_len // self.block_size),
-            self._max_rows,
-            self._max_drafts,
-            self._settings.max_len if source is not None and source.method.needs_history else 0,
-        )
-        self._batch = DeviceBatch(limits, self.vocab_size, self._device)
-        step, state = self._batch.step, self._batch.state
-        self._rows = ForwardInputs(
-            state.token_ids,
-            state.positions,
-            state.slot_mapping,
-            step.query_start,
-            state.seq_lens,
-            state.step_tables,
-            state.sample_rows,
-        )
-        self._sampling = sampling.Workspace(self._max_rows, self.vocab_size, self._device)
-        self._top_logprobs = TopLogprobs(self._max_rows, self._sampling, self._device)
-        if source is not None:
-            target = self._target(config, progress)
-            self.drafter = source.method.load_on_device(source, target)
-        self._end_phase("weights")
-        self._allocate(config, spec, source)
-        self._end_phase("kv cache")
 
     def _prepare(self, config: EngineConfig, progress: Callable[[str, float], None]) -> None:
         """Compile and load the kernels, record graphs of steps, measure what drafts cost."""
@@ -206,30 +154,30 @@ class CudaRunner:
             self._end_phase("costs")
 
     def launch(self, batch: Batch) -> _PendingCudaStep:
-        size = StepSize.of(batch)
+        steps, size = self._steps, StepSize.of(batch)
         bucket = next((bucket for bucket in self._graphs if bucket.fits(size)), None)
         graph = None if bucket is None else self._graphs[bucket]
         drafts = self._host_drafts(batch)
         masks = GrammarMasks(batch, drafts)
         with torch.inference_mode(), torch.cuda.stream(self._stream):
-            sent = self._batch.send(batch, size, *self._caches, bucket=bucket, drafts=drafts)
+            sent = steps.batch.send(batch, size, *steps.caches, bucket=bucket, drafts=drafts)
             if graph is not None:
                 graph.step.replay()
             else:
-                self._forward(size)
+                steps.forward(size)
             if SamplerStages.MASKS in sent.stages:
-                self._batch.send_masks(batch, masks)  # the device computes meanwhile
-            self._sample(sent)
+                steps.batch.send_masks(batch, masks)  # the device computes meanwhile
+            steps.sample(sent)
             ended = torch.cuda.Event()  # type: ignore[no-untyped-call]
             ended.record()
             if self.drafter is not None:
                 if graph is not None and graph.update is not None:
                     graph.update.replay()
                 elif self.drafter.has_update:
-                    self._update_drafter(size)
+                    steps.update_drafter(size)
                 if sent.num_drafts:
-                    self.drafter.draft(self._batch, size.num_chunks, sent.num_drafts)
-        return _PendingCudaStep(self._batch, self._top_logprobs, masks, batch, sent, ended)
+                    self.drafter.draft(steps.batch, size.num_chunks, sent.num_drafts)
+        return _PendingCudaStep(steps.batch, steps.top_logprobs, masks, batch, sent, ended)
 
     def forget(self, sequence: Sequence) -> None:
         # Its slot is found free when another sequence stages one.
@@ -256,82 +204,16 @@ class CudaRunner:
                 drafts[index] = found + [0] * (chunk.num_drafts - len(found))
         return drafts
 
-    def _target(self, config: EngineConfig, progress: Callable[[str, float], None]) -> DeviceTarget:
-        return DeviceTarget(
-            self._model,
-            self._rows,
-            self._batch,
-            self._sampling,
-            config,
-            self._settings,
-            self._max_drafts,
-            progress,
-        )
-
     def _allocate(self, config: EngineConfig, spec: ModelSpec, source: DrafterSpec | None) -> None:
         """Take the memory of the KV pool, and of what a drafter has beside it."""
-        free, drafter_bytes, num_scratch = self._free_bytes(config.gpu_memory), 0, 0
+        free, drafter_bytes = self._free_bytes(config.gpu_memory), 0
         if source is not None:
             free -= source.scratch_bytes(config, spec)
             drafter_bytes = source.block_bytes(config)
-            num_scratch = config.max_num_seqs if source.method.shares_target_kv else 0
         layout = spec.kv_layout(self._settings.kv_dtype)
         block_bytes = layout.block_bytes(config.block_size) + drafter_bytes
-        self.num_blocks = num_blocks = num_kv_blocks(config, block_bytes, free)
-        with_scratch = num_blocks + num_scratch
-        self._cache = KVCache(layout, with_scratch, self.block_size, self._device)
-        self._caches = list(self._cache.data)
-        if self.drafter is not None:
-            self.drafter.allocate(self._cache, num_blocks)
-            self._caches += [data for cache in self.drafter.caches for data in cache.data]
-
-    def _forward(self, size: StepSize) -> None:
-        """Launch a step's kernels up to the logits of each row."""
-        step, state = self._batch.step, self._batch.state
-        num_tokens, num_chunks, num_rows = size.num_tokens, size.num_chunks, size.num_rows
-        batch_state.begin_step(step, state, num_chunks, self.block_size, num_tokens, num_rows)
-        self._model.forward(
-            self._rows, num_tokens, num_chunks, num_rows, size.max_q_len, self._cache
-        )
-        if self.drafter is not None:
-            self.drafter.forward(num_tokens, num_chunks, size.max_q_len)
-
-    def _update_drafter(self, size: StepSize) -> None:
-        """Launch what a drafter does when a step has chosen its tokens."""
-        assert self.drafter is not None
-        self.drafter.update(size.num_tokens, size.num_chunks, size.max_q_len)
-
-    def _sample(self, sent: SubmittedStep) -> None:
-        """Launch the choice of tokens; what no row asks for is left out, so no graph holds it."""
-        batch, num_rows, stages = self._batch, sent.size.num_rows, sent.stages
-        step, state, logits = batch.step, batch.state, self._model.logits[:num_rows]
-        penalties, masks = SamplerStages.PENALTIES in stages, SamplerStages.MASKS in stages
-        inputs = sampling.SamplingInputs(
-            state.step_row_params[:num_rows].view(torch.uint8),
-            state.sample_positions[:num_rows],
-            batch.penalties(num_rows) if penalties else None,
-            sent.logit_bias,
-            sampling.TokenMasks(batch.masks, step.mask_rows[:num_rows]) if masks else None,
-        )
-        sampled = state.sampled(num_rows)
-        sampling.sample(
-            logits,
-            inputs,
-            self._sampling,
-            sampled,
-            filters=bool(stages & (SamplerStages.FILTERS | SamplerStages.RARE_FILTERS)),
-            rare=SamplerStages.RARE_FILTERS in stages,
-            pdl=True,
-        )
-        if SamplerStages.TOP_LOGPROBS in stages:
-            if sent.bans is not None:
-                banned = torch.full((), BANNED, dtype=logits.dtype, device=self._device)
-                logits.index_put_(sent.bans, banned)  # the sampler has had them as they came
-            self._top_logprobs.launch(logits, step, sampled, sent.ring_index)
-        batch_state.end_step(step, state, sent.size.num_chunks, pdl=True)
-        if penalties:
-            slots = state.count_slots[:num_rows]
-            sampling.count_output_tokens(slots, sampled.token_ids, batch.counts, pdl=True)
+        self.num_blocks = num_kv_blocks(config, block_bytes, free)
+        self._steps.allocate(self.num_blocks)
 
     def _free_bytes(self, share: float) -> int:
         """Memory for the pool: what is free, but for the share of the card that stays so."""
@@ -351,9 +233,9 @@ class CudaRunner:
             for q_len in (*_WARM_UP_LENGTHS, limit // chunks):
                 if 0 < chunks * q_len <= limit:
                     size = StepSize(chunks * q_len, chunks, chunks, q_len)
-                    self._forward(size)
+                    self._steps.forward(size)
                     if self.drafter is not None:
-                        self._update_drafter(size)
+                        self._steps.update_drafter(size)
         torch.cuda.synchronize(self._device)
 
     def _warm_up_sampler(self, config: EngineConfig, pool: Any) -> None:
@@ -366,10 +248,10 @@ class CudaRunner:
         """
         self._empty_step()
         every = SamplerStages(sum(need.value for need in SamplerStages))
-        self._sample(SubmittedStep(StepSize(1, 1, 1, 1), [0, 1], 0, every, 0, None, None))
+        self._steps.sample(SubmittedStep(StepSize(1, 1, 1, 1), [0, 1], 0, every, 0, None, None))
         if self.drafter is not None:
             for chunks in self._warm_up_counts(config):
-                self.drafter.draft(self._batch, chunks, self._max_drafts)
+                self.drafter.draft(self._steps.batch, chunks, self._max_drafts)
             if pool is not None:
                 most = min(config.max_num_seqs, _MAX_GRAPH_DRAFT_SEQS)
                 self.drafter.capture(row_counts(most), pool)
@@ -382,8 +264,9 @@ class CudaRunner:
 
     def _empty_step(self) -> None:
         """Have a step on the device that has no chunk: no block is read or written."""
-        self._batch.step.buffer.zero_()
-        self._batch.state.slot_mapping.fill_(-1)
+        batch = self._steps.batch
+        batch.step.buffer.zero_()
+        batch.state.slot_mapping.fill_(-1)
 
     def _capture_graphs(
         self, config: EngineConfig, pool: Any, progress: Callable[[str, float], None]
@@ -398,17 +281,17 @@ class CudaRunner:
             self._max_rows,
             self._max_drafts,
             most_tokens,
-            self._model.spec.matrix_elements_per_layer,
+            self._steps.model.spec.matrix_elements_per_layer,
         )
         found: dict[StepSize, _Graph] = {}
         for count, size in enumerate(sorted(sizes, key=lambda size: -size.num_tokens), 1):
-            self._forward(size)  # what is not compiled or loaded yet cannot be recorded
+            self._steps.forward(size)  # what is not compiled or loaded yet cannot be recorded
             torch.cuda.synchronize(self._device)
-            graph = found[size] = _Graph(capture_graph(pool, self._forward, size))
+            graph = found[size] = _Graph(capture_graph(pool, self._steps.forward, size))
             if self.drafter is not None and self.drafter.has_update:
-                self._update_drafter(size)
+                self._steps.update_drafter(size)
                 torch.cuda.synchronize(self._device)
-                graph.update = capture_graph(pool, self._update_drafter, size)
+                graph.update = capture_graph(pool, self._steps.update_drafter, size)
             progress("graphs", count / len(sizes))
         self._graphs = {size: found[size] for size in sizes}
 
@@ -425,8 +308,8 @@ class CudaRunner:
 
             def step(graph: _Graph | None = graph, size: StepSize = size) -> None:
                 if graph is None:
-                    self._forward(size)
-                    self._update_drafter(size)
+                    self._steps.forward(size)
+                    self._steps.update_drafter(size)
                 else:
                     graph.step.replay()
                     if graph.update is not None:
@@ -434,7 +317,7 @@ class CudaRunner:
 
             seconds.append(self._seconds(step))
         most = self._max_drafts
-        drafting = self._seconds(lambda: drafter.draft(self._batch, 1, most)) / most
+        drafting = self._seconds(lambda: drafter.draft(self._steps.batch, 1, most)) / most
         counts = [size.num_rows for size in sizes]
         return StepCosts((1, *counts), (seconds[0], *seconds), drafting)
 

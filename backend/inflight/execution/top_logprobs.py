@@ -28,9 +28,12 @@ class TopLogprobs:
         self._own_logprobs = torch.zeros(max_rows, dtype=torch.float32, device=device)
         self._ranks = torch.zeros(max_rows, dtype=torch.int32, device=device)
         self._on_device = (self._ids, self._logprobs, self._own_logprobs, self._ranks)
+        # Nothing can be copied from the meta device to the host.
+        host = device if device.type == "meta" else torch.device("cpu")
+        pinned = device.type == "cuda"
         self._on_host = [
             tuple(
-                torch.zeros(values.shape, dtype=values.dtype, pin_memory=True)
+                torch.zeros(values.shape, dtype=values.dtype, device=host, pin_memory=pinned)
                 for values in self._on_device
             )
             for _ in range(RING)

@@ -18,14 +18,11 @@ from inflight.checkpoint.locate import Checkpoint
 from inflight.config import GPU_HEAD_DIMS, Dtype
 from inflight.errors import ConfigError
 from inflight.kv.cache import KVCache
-from inflight.models.layers import attention
 from inflight.models.layers.attention import Attention, ForwardInputs, RotaryTables
 from inflight.models.layers.linear import INVARIANT_ROWS, CudaWeight
 from inflight.models.layers.residual import Residual, WideResidual
 from inflight.models.loader import CudaPlacement, LayerWeights, ModelWeights, Progress, load_weights
-from inflight.models.quantization import unquantized
 from inflight.models.spec import ModelSpec
-from inflight_kernels.ops import embedding as embeddings
 from inflight_kernels.ops.embedding import embedding
 from inflight_kernels.ops.rope import PagedKV, QkNorm
 
@@ -63,40 +60,6 @@ class DecoderSettings:
     def kv_dtype(self) -> Dtype:
         """Of keys and values, as settings name it."""
         return _DTYPE_NAMES[self.dtype]
-
-
-def kernels_of(spec: ModelSpec, settings: DecoderSettings) -> list[tuple[str, str]]:
-    """Stem and name of the kernels that a model may launch, as they are compiled."""
-    dtype, hidden = settings.dtype, spec.hidden_size
-    found = [*layer_kernels_of(spec, settings), *_residual_kind(spec).kernels_of(hidden, dtype)]
-    return found + unquantized.kernels_of(
-        (spec.vocab_size, hidden),
-        dtype,
-        torch.float32,
-        False,
-        settings.max_rows,
-        settings.batch_invariant,
-    )
-
-
-def layer_kernels_of(spec: ModelSpec, settings: DecoderSettings) -> list[tuple[str, str]]:
-    """The same of the tokens and the layers, but for their norms."""
-    dtype, hidden = settings.dtype, spec.hidden_size
-    found = []
-    for one in spec.attentions:
-        found += attention.kernels_of(one, dtype)
-    for layer in dict.fromkeys(spec.layers):
-        one, width = layer.attention, layer.mlp.width
-        for shape, gated in (
-            ((2 * width, hidden), True),
-            ((one.q_width + 2 * one.kv_width, hidden), False),
-            ((hidden, one.q_width), False),
-            ((hidden, width), False),
-        ):
-            found += unquantized.kernels_of(
-                shape, dtype, dtype, gated, settings.max_tokens, settings.batch_invariant
-            )
-    return found + embeddings.kernels_of(torch.int64)
 
 
 def check_head_dims(spec: ModelSpec, path: Path) -> None:

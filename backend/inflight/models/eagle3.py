@@ -34,6 +34,7 @@ from inflight.models.eagle3_spec import Eagle3Spec
 from inflight.models.layers.linear import CpuWeight
 from inflight.models.loader import CpuPlacement, L, ModelWeights, Progress, WeightPlacement
 from inflight.models.stored_weights import (
+    EmptyWeights,
     RandomWeights,
     Shape,
     StoredWeights,
@@ -240,9 +241,11 @@ def head_shapes(spec: Eagle3Spec) -> dict[str, Shape]:
 
 def _open(checkpoint: Checkpoint, spec: Eagle3Spec, device: torch.device | str) -> Weights:
     shapes = head_shapes(spec)
-    if checkpoint.random_weights:
+    is_meta = torch.device(device).type == "meta"
+    if is_meta or checkpoint.random_weights:
         drawn = {name: shapes[name] for name in shapes if name not in _OPTIONAL}
-        return RandomWeights(drawn | {"lm_head.weight": shapes["lm_head.weight"]}, device)
+        drawn["lm_head.weight"] = shapes["lm_head.weight"]
+        return EmptyWeights(drawn) if is_meta else RandomWeights(drawn, device)
     stored = StoredWeights(
         {
             _plain_name(name): tensor

@@ -14,39 +14,15 @@ from inflight.models.decoder_cuda import (
     Buffers,
     DecoderSettings,
     check_head_dims,
-    layer_kernels_of,
 )
 from inflight.models.eagle3 import UNDRAFTABLE, HeadWeights, load_head
 from inflight.models.eagle3_spec import Eagle3Spec
 from inflight.models.layers.attention import Attention, ForwardInputs, RotaryTables
 from inflight.models.layers.linear import INVARIANT_ROWS, CudaWeight
 from inflight.models.loader import CudaPlacement, ModelWeights, Progress
-from inflight.models.quantization import unquantized
-from inflight_kernels.ops import norm
 from inflight_kernels.ops.embedding import embedding
 from inflight_kernels.ops.norm import rms_norm
 from inflight_kernels.ops.rope import PagedKV
-
-
-def kernels_of(
-    spec: Eagle3Spec, settings: DecoderSettings, max_chunks: int
-) -> list[tuple[str, str]]:
-    """Stem and name of the kernels that a head may launch.
-
-    Args:
-        spec, settings, max_chunks: see `Head`.
-    """
-    hidden, dtype = spec.layer.hidden_size, settings.dtype
-    fuse = (hidden, len(spec.aux_layers) * spec.target_hidden_size)
-    found = layer_kernels_of(spec.layer, settings)
-    for shape, out_dtype, most in (
-        (fuse, dtype, settings.max_tokens),
-        ((spec.draft_vocab_size, hidden), torch.float32, max_chunks),
-    ):
-        found += unquantized.kernels_of(
-            shape, dtype, out_dtype, False, most, settings.batch_invariant
-        )
-    return found + norm.kernels_of(hidden, dtype, dtype, adds=False)
 
 
 class Head:
@@ -159,6 +135,6 @@ class Head:
         normed = self._buffers.normed[:num_rows]
         rms_norm(taken, weights.norm, self.spec.layer.norm_eps, out=normed, pdl=True)
         weights.head.product(self._buffers.normed, self._scores, num_rows)
-        if weights.targets is not None:
+        if weights.targets is not None and not weights.targets.is_meta:  # else recorded
             scores = self._scores[:num_rows]
             self.logits[:num_rows].index_copy_(1, weights.targets, scores)

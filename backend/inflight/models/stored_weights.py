@@ -60,11 +60,14 @@ def open_weights(
         checkpoint: where.
         spec: its model.
         expected: name -> shape of every tensor that the model will read.
-        device: where weights are drawn, if they are.
+        device: where weights are drawn, if they are. On torch's meta device nothing is opened or
+            read: weights have shapes alone.
 
     Raises:
         ConfigError: a damaged file; missing or unexpected tensors, or shapes that differ, by name.
     """
+    if torch.device(device).type == "meta":
+        return EmptyWeights(expected)
     if checkpoint.random_weights:
         return RandomWeights(expected, device)
     weights: Weights
@@ -138,6 +141,16 @@ class RandomWeights:
         generator = torch.Generator(self._device).manual_seed(zlib.crc32(name.encode()))
         drawn = torch.empty(shape, dtype=torch.bfloat16, device=self._device)
         return drawn.normal_(0.0, 0.02, generator=generator)
+
+
+class EmptyWeights:
+    """Tensors on torch's meta device: shapes without memory."""
+
+    def __init__(self, shapes: Mapping[str, Shape]) -> None:
+        self.shapes = dict(shapes)
+
+    def read(self, name: str) -> Tensor:
+        return torch.empty(self.shapes[name], device="meta")
 
 
 class StoredWeights:

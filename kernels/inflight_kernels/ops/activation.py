@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from inflight_kernels.runtime.compile import Instantiation
@@ -54,11 +53,6 @@ def _activate_mul(name: str, x: Tensor, out: Tensor, pdl: bool) -> None:
     kernel("activation", f"{name}<{storage}>")(
         -(-total // _THREADS), _THREADS, x, out, total, vectors, pdl=pdl
     )
-
-
-def kernels_of(dtype: torch.dtype) -> list[tuple[str, str]]:
-    """Stem and name of the kernel that gates values of a type with SiLU."""
-    return [("activation", f"silu_mul<{STORAGE_TYPES[dtype]}>")]
 
 
 def instantiations() -> list[Instantiation]:

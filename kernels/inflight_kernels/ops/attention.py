@@ -39,6 +39,7 @@ from inflight_kernels.ops.attention_operands import (
 from inflight_kernels.ops.rope import PagedKV, QkNorm, RopeInputs, check_rows, norm_arguments
 from inflight_kernels.runtime.compile import Instantiation
 from inflight_kernels.runtime.launch import Int64, check, check_memory, kernel, name_of
+from inflight_kernels.runtime.recording import cleared_by_recordings, launched
 from inflight_kernels.runtime.tensor_map import L2_PROMOTIONS, SWIZZLE_128B
 
 _STORAGE_TYPES = {torch.bfloat16: "__nv_bfloat16", torch.float16: "__half"}
@@ -243,35 +244,23 @@ def rotates(num_heads: int, num_kv_heads: int, head_dim: int) -> bool:
     return few.rotates and num_heads // num_kv_heads < few.rows
 
 
-# H and G that every kernel takes.
-_ANY_HEADS = (HeadsShape.heads, HeadsShape.heads)
-
-
 def instantiations() -> list[Instantiation]:
     """What this module may launch."""
     found: dict[str, dict[str, None]] = {}
     for dtype in _STORAGE_TYPES:
         for head_dim in HEAD_DIMS:
             for hopper in (False, True):
-                for stem, name in kernels_of(*_ANY_HEADS, head_dim, dtype, hopper):
+                for stem, name in _kernels_for(head_dim, dtype, hopper):
                     found.setdefault(stem, {})[name] = None
     return [(stem, tuple(names), ()) for stem, names in found.items()]
 
 
-def kernels_of(
-    num_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype, hopper: bool
-) -> list[tuple[str, str]]:
-    """Stem and name of the kernels that a model with such heads needs.
-
-    Args:
-        num_heads, num_kv_heads, head_dim: H, G and D.
-        dtype: of queries and caches.
-        hopper: whether the device has sm_90a.
-    """
+def _kernels_for(head_dim: int, dtype: torch.dtype, hopper: bool) -> list[tuple[str, str]]:
+    """Stem and name of the kernels for heads of such a width, whatever their number."""
     storage = _STORAGE_TYPES[dtype]
     few, some, many = shapes(head_dim)
     found = [("attention_plan", "plan"), *(("attention", one.name(storage)) for one in (few, some))]
-    heads = heads_shape(num_kv_heads, num_heads // num_kv_heads, head_dim)
+    heads = heads_shape(HeadsShape.heads, 1, head_dim)
     if heads is not None:
         found.append((heads.stem, heads.name(storage)))
     if few.rotates:
@@ -299,7 +288,7 @@ class _Memory:
         }
 
 
-def _tensor_map(cache: Tensor) -> TensorMapDescriptor:
+def _tensor_map(cache: Tensor) -> TensorMapDescriptor | None:
     """[num_blocks, block_size / 8, G * D / 64, 8, 64], in boxes of a KV head's rows of a block."""
     num_blocks, block_size, num_kv_heads, head_dim = cache.shape
     return _encode(
@@ -307,6 +296,7 @@ def _tensor_map(cache: Tensor) -> TensorMapDescriptor:
     )
 
 
+@cleared_by_recordings
 @functools.lru_cache(maxsize=4096)
 def _encode(
     pointer: int,
@@ -315,7 +305,9 @@ def _encode(
     num_kv_heads: int,
     head_dim: int,
     block_stride: int,
-) -> TensorMapDescriptor:
+) -> TensorMapDescriptor | None:
+    if launched() is not None:
+        return None
     row = num_kv_heads * head_dim
     shape = (num_blocks, block_size // 8, row // 64, 8, 64)
     memory = _Memory(pointer, shape, (block_stride, 8 * row, 64, row, 1))

@@ -147,7 +147,7 @@ class BatchState:
         self.tables = empty(num_slots, table_width, dtype=torch.int32)
         self.last_tokens = empty(num_slots)
         self.last_positions = empty(num_slots, dtype=torch.int32)
-        self.drafts = empty(num_slots, num_drafts, dtype=torch.int32) - 1
+        self.drafts = empty(num_slots, num_drafts, dtype=torch.int32).fill_(-1)
         self.row_params = empty(num_slots, words, dtype=torch.int32)
         self.history: Tensor | None = None
         if history_length:
@@ -333,11 +333,6 @@ def end_step(step: Step, state: BatchState, num_chunks: int, *, pdl: bool = Fals
 
 
 _NAMES = ("begin_step", "end_step", "write_tables", "write_row_params")
-
-
-def kernels_of() -> list[tuple[str, str]]:
-    """Stem and name of the kernels that any batch needs."""
-    return [("batch_state", name) for name in _NAMES]
 
 
 def instantiations() -> list[Instantiation]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 
-import torch
 from torch import Tensor
 
 from inflight_kernels.runtime.compile import Instantiation
@@ -105,11 +104,6 @@ def clear_slots(caches: Tensor, slots: Tensor, *, pdl: bool = False) -> None:
         Int64(num_blocks * block_size * vectors),
         pdl=pdl,
     )
-
-
-def kernels_of(id_dtype: torch.dtype) -> list[tuple[str, str]]:
-    """Stem and name of the kernel that copies blocks of ids of a type."""
-    return [("cache", f"copy_blocks<{ID_TYPES[id_dtype]}>")]
 
 
 def instantiations() -> list[Instantiation]:

@@ -91,13 +91,13 @@ class DraftPass:
         def empty(dtype: torch.dtype, *shape: int) -> Tensor:
             return torch.zeros(max_chunks, *shape, dtype=dtype, device=device)
 
-        self.slots = empty(torch.int32) - 1
+        self.slots = empty(torch.int32).fill_(-1)
         self.rows = empty(torch.int64)
         self.token_ids = empty(torch.int64)
         self.positions = empty(torch.int64)
         self.slot_mapping = empty(torch.int64)
         self.seq_lens = empty(torch.int32)
-        self.query_start = torch.arange(max_chunks + 1, dtype=torch.int32, device=device)
+        self.query_start = torch.arange(max_chunks + 1, dtype=torch.int32).to(device)
         self.row_params = empty(torch.int32, ROW_PARAMS.itemsize // 4)
         self.sample_positions = empty(torch.int64)
         self.chosen = empty(torch.int64)
@@ -282,15 +282,6 @@ def next_tokens(
 
 
 _PASS_NAMES = ("begin_drafting", "advance_drafting", "next_tokens")
-
-
-def kernels_of(passes: bool) -> list[tuple[str, str]]:
-    """Stem and name of the kernels that a drafter needs.
-
-    Args:
-        passes: whether it is a model, whose passes draft.
-    """
-    return [("drafting", name) for name in (_PASS_NAMES if passes else ("draft_ngram",))]
 
 
 def instantiations() -> list[Instantiation]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from inflight_kernels.runtime.compile import Instantiation
@@ -55,11 +54,6 @@ def embedding(
 
 def _name(id_type: str) -> str:
     return f"embedding<{id_type}>"
-
-
-def kernels_of(id_dtype: torch.dtype) -> list[tuple[str, str]]:
-    """Stem and name of the kernel for ids of a type."""
-    return [("embedding", _name(ID_TYPES[id_dtype]))]
 
 
 def instantiations() -> list[Instantiation]:

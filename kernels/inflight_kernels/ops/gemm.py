@@ -11,12 +11,10 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from inflight_kernels.ops.linear_operands import (
     MAX_SHARED_BYTES,
-    OUT_TYPES,
     STORAGE_TYPES,
     check_linear_operands,
 )
@@ -204,34 +202,6 @@ def linear(
 def _name(shape: Shape, storage: str, out_type: str, gated: bool) -> str:
     flags = ", ".join(str(flag).lower() for flag in (gated, shape.share_weight))
     return f"gemm::gemm<{storage}, {out_type}, {shape.rows}, {shape.stages}, {flags}>"
-
-
-def kernels_of(
-    weight_shape: tuple[int, int],
-    dtype: torch.dtype,
-    out_dtype: torch.dtype,
-    gated: bool,
-    max_tokens: int,
-) -> list[tuple[str, str]]:
-    """Stem and name of the kernels that a weight [n, k] needs where `prefers` says so.
-
-    Args:
-        weight_shape: n, k.
-        dtype: of x and the weight.
-        out_dtype: of the result.
-        gated: whether the weight is gate | up.
-        max_tokens: m at most.
-    """
-    (n, k), widens = weight_shape, out_dtype != dtype
-    storage, out_type = STORAGE_TYPES[dtype], OUT_TYPES[out_dtype]
-    found: dict[tuple[str, str], None] = {}
-    # A plan depends on the tiles that tokens fill, and the fuller the last of them, the better.
-    for rounded in range(_TOKENS, max_tokens + _TOKENS, _TOKENS):
-        m = min(rounded, max_tokens)
-        if prefers(m, n, k, gated, widens):
-            shape = plan(m, n, gated, num_multiprocessors()).shape
-            found["gemm_hopper", _name(shape, storage, out_type, gated)] = None
-    return list(found)
 
 
 def instantiations() -> list[Instantiation]:

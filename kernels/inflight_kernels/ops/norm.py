@@ -77,7 +77,8 @@ def rms_norm(
 
 
 def _same_memory(a: Tensor, b: Tensor) -> bool:
-    return a.data_ptr() == b.data_ptr()
+    # While launches are recorded, tensors have no memory.
+    return a.data_ptr() == b.data_ptr() and not a.is_meta
 
 
 def _name(storage: str, sum_type: str, per_thread: int, adds: bool) -> str:
@@ -95,24 +96,6 @@ def _block(vectors: int, hidden: int, sum_type: torch.dtype) -> tuple[int, int]:
         f"a row of {hidden} values is {hidden * sum_type.itemsize} bytes; at most "
         f"{MAX_HIDDEN_BYTES} fit a block"
     )
-
-
-def kernels_of(
-    hidden: int, dtype: torch.dtype, sum_dtype: torch.dtype, adds: bool
-) -> list[tuple[str, str]]:
-    """Stem and name of the kernel for such rows.
-
-    Args:
-        hidden: values in a row.
-        dtype: of them.
-        sum_dtype: of the residual and the total; as dtype where there are none.
-        adds: whether there is a residual.
-
-    Raises:
-        ValueError: for rows that `rms_norm` does not take.
-    """
-    per_thread, _ = _block(vectors_in("hidden", hidden, dtype), hidden, sum_dtype)
-    return [("norm", _name(STORAGE_TYPES[dtype], STORAGE_TYPES[sum_dtype], per_thread, adds))]
 
 
 def instantiations() -> list[Instantiation]:

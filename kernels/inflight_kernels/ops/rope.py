@@ -240,17 +240,6 @@ def _name(storage: str, head_dim: int, norms: bool) -> str:
     return f"rope_write_kv<{storage}, {head_dim}, {'true' if norms else 'false'}>"
 
 
-def kernels_of(head_dim: int, dtype: torch.dtype, norms: bool) -> list[tuple[str, str]]:
-    """Stem and name of the kernel for such heads.
-
-    Args:
-        head_dim: D.
-        dtype: of qkv and the caches.
-        norms: whether q and k have a norm.
-    """
-    return [("rope", _name(STORAGE_TYPES[dtype], head_dim, norms))]
-
-
 def instantiations() -> list[Instantiation]:
     """What this module may launch, for HEAD_DIMS."""
     found: list[Instantiation] = []

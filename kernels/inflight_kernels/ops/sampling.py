@@ -469,11 +469,3 @@ def instantiations() -> list[Instantiation]:
         ),
         ("sampling_counts", _COUNT_KERNELS, ()),
     ]
-
-
-def kernels_of(dtype: torch.dtype) -> list[tuple[str, str]]:
-    """Stem and name of the kernels that choose from logits of a type, and count what they chose."""
-    return [
-        *((stem, f"{name}<{STORAGE_TYPES[dtype]}>") for stem, name in _PASSES),
-        *(("sampling_counts", name) for name in _COUNT_KERNELS),
-    ]

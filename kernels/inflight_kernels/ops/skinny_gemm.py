@@ -10,12 +10,10 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from inflight_kernels.ops.linear_operands import (
     MAX_SHARED_BYTES,
-    OUT_TYPES,
     STORAGE_TYPES,
     check_linear_operands,
 )
@@ -158,30 +156,6 @@ def _name(rows: int, pair: bool, storage: str, out_type: str, gated: bool) -> st
     stages, flag = Plan(rows, pair, 0, 0).stages, "true" if gated else "false"
     kind = "skinny_gemm_pairs" if pair else "skinny_gemm"
     return f"{kind}<{storage}, {out_type}, {rows}, {stages}, {flag}>"
-
-
-def kernels_of(
-    weight_shape: tuple[int, int],
-    dtype: torch.dtype,
-    out_dtype: torch.dtype,
-    gated: bool,
-    num_multiprocessors: int,
-) -> list[tuple[str, str]]:
-    """Stem and name of the kernel that a weight [n, k] needs, on Hopper; none where it has none.
-
-    Args:
-        weight_shape: n, k.
-        dtype: of x and the weight.
-        out_dtype: of the result.
-        gated: whether the weight is gate | up.
-        num_multiprocessors: of the device.
-    """
-    n, k = weight_shape
-    if k % 8:
-        return []
-    cut = plan(n, num_multiprocessors)
-    storage, out_type = STORAGE_TYPES[dtype], OUT_TYPES[out_dtype]
-    return [("skinny_gemm", _name(cut.rows, cut.pair, storage, out_type, gated))]
 
 
 def instantiations() -> list[Instantiation]:

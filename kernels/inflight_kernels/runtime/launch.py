@@ -17,6 +17,7 @@ from cuda.core import LEGACY_DEFAULT_STREAM, Device, LaunchConfig, ObjectCode, S
 from torch import Tensor
 
 from inflight_kernels.runtime.compile import cubin, precompile
+from inflight_kernels.runtime.recording import cleared_by_recordings, launched
 
 Extent = int | tuple[int, ...]
 """Size of a grid or of a block: (x, y, z) or fewer."""
@@ -92,19 +93,32 @@ class Kernel:
         self._shared[device] = shared
 
 
+@cleared_by_recordings
 @functools.cache
 def kernel(stem: str, name: str, defines: tuple[tuple[str, str], ...] = ()) -> Kernel:
     """Kernel `name`, a name expression, of <stem>.cu, for the current device.
 
-    All devices of a process are taken to be of one architecture.
+    All devices of a process are taken to be of one architecture. While launches are recorded
+    (see `record_launches`), it is one that launches nothing.
 
     Raises:
         CompileError: see `inflight_kernels.runtime.compile.cubin`.
     """
+    recorded = launched()
+    if recorded is not None:
+        recorded[stem, name] = None
+        return _LaunchesNothing(name, None)
     compiled = cubin(stem, (name,), defines, arch=_architecture())
     _enter(torch.cuda.current_device())
     code = ObjectCode.from_cubin(compiled.code, name=stem)
     return Kernel(name, code.get_kernel(compiled.symbols[name]))
+
+
+class _LaunchesNothing(Kernel):
+    def __call__(
+        self, grid: Extent, block: Extent, *args: object, shared: int = 0, pdl: bool = False
+    ) -> None:
+        pass
 
 
 def precompile_kernels(kernels: Iterable[tuple[str, str]]) -> None:
@@ -183,10 +197,14 @@ def check(
 def check_memory(name: str, tensor: Tensor, vectors: bool = True) -> None:
     """Refuse an operand that is not on a CUDA device, or not at a multiple of 16 bytes.
 
+    While launches are recorded, the meta device is one as well.
+
     Raises:
         ValueError: with the name of the operand.
     """
     if not tensor.is_cuda:
+        if tensor.is_meta and launched() is not None:
+            return
         raise ValueError(f"{name} is on {tensor.device}; kernels need it on a CUDA device")
     if vectors and tensor.data_ptr() % VECTOR_BYTES:
         raise ValueError(

@@ -10,6 +10,8 @@ from cuda.core import TensorMapDescriptorOptions
 from cuda.core.utils import StridedMemoryView
 from torch import Tensor
 
+from inflight_kernels.runtime.recording import cleared_by_recordings, launched
+
 L2Sector = Literal[128, 256]
 
 # cuda.core exports the options of a tensor map and not the enumerations that they are of; a default
@@ -32,6 +34,7 @@ def matrix_map(matrix: Tensor, box: tuple[int, int], l2_sector: L2Sector) -> obj
     return _encode(matrix.data_ptr(), rows, columns, matrix.stride(0), box, l2_sector)
 
 
+@cleared_by_recordings
 @functools.lru_cache(maxsize=4096)
 def _encode(
     address: int,
@@ -41,6 +44,8 @@ def _encode(
     box: tuple[int, int],
     l2_sector: L2Sector,
 ) -> object:
+    if launched() is not None:
+        return None
     matrix = _Matrix(address, (rows, columns), row_stride)
     return StridedMemoryView.from_any_interface(matrix, stream_ptr=-1).as_tensor_map(
         box,

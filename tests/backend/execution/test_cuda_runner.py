@@ -2,8 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 import json
+import logging
+import os
+import pkgutil
 import random
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +28,34 @@ from inflight.core.request import Request
 from inflight.core.sequence import Sequence
 from inflight.engine.engine import Engine, generate
 from inflight.errors import ConfigError
-from inflight.execution import cuda_runner
+from inflight.execution import cuda_runner, launch_recording
 from inflight.execution import factory as runners
 from inflight.execution.cuda_runner import CudaRunner
+from inflight.execution.device_steps import DeviceSteps
 from inflight.execution.graph_buckets import StepSize
+from inflight.execution.launch_recording import find_kernels
+from inflight.models.decoder_cuda import DecoderSettings
 from inflight.models.registry import read_spec
 from inflight.sampling.params import SamplingParams
+from inflight_kernels import ops
+from inflight_kernels.runtime.recording import Launched
+from inflight_kernels.runtime.recording import launched as recorded
+
+Ahead = list[tuple[str, str]]
+Record = Callable[..., tuple[Launched, Ahead]]
+
+
+@pytest.fixture
+def record(monkeypatch: pytest.MonkeyPatch) -> Iterator[Record]:
+    """Records launches for a GPU -> those, and the kernels whose compilation begins ahead."""
+    ahead: Ahead = []
+    monkeypatch.setattr(cuda_runner, "precompile_kernels", ahead.extend)
+    with contextlib.ExitStack() as stack:
+
+        def start(**gpu: Any) -> tuple[Launched, Ahead]:
+            return stack.enter_context(recorded_launches.recording(monkeypatch, **gpu)), ahead
+
+        yield start
 
 
 def test_without_a_gpu_the_error_says_so(
@@ -101,11 +131,10 @@ def test_every_step_finds_its_workspace(
     heads: tuple[int, int],
     hopper: bool,
     tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    record: Record,
 ) -> None:
     """Also where one sequence runs alone, whose kernel depends on how much of it comes at once."""
-    recorded_launches.install(monkeypatch, hopper=hopper)
-    monkeypatch.setattr(cuda_runner, "precompile_kernels", lambda kernels: None)
+    record(hopper=hopper)
     num_heads, num_kv_heads = heads
     shape = LLAMA_8B | {"num_attention_heads": num_heads, "num_key_value_heads": num_kv_heads}
     (tmp_path / "config.json").write_text(json.dumps(tiny.SETTINGS | shape))
@@ -126,13 +155,11 @@ def test_every_step_finds_its_workspace(
 
 @pytest.mark.parametrize("seed", range(60))
 def test_whatever_a_config_allows_starts_and_runs(
-    seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    seed: int, tmp_path: Path, record: Record
 ) -> None:
     draw = random.Random(seed)
     gpu = {"hopper": draw.random() < 0.6, "num_multiprocessors": draw.choice([132, 114, 108, 78])}
-    launched = recorded_launches.install(monkeypatch, **gpu)
-    ahead: list[tuple[str, str]] = []
-    monkeypatch.setattr(cuda_runner, "precompile_kernels", ahead.extend)
+    launched, ahead = record(**gpu)
     num_kv_heads, max_len = draw.choice([1, 2, 3, 5, 8, 32]), draw.choice([128, 2048, 4096])
     shape = {
         "vocab_size": draw.choice([1000, 32064, 49152, 128256]),
@@ -221,6 +248,13 @@ OTHERS: dict[str, dict[str, Any]] = {
     "heads-of-256": {"hidden_size": 2304, "head_dim": 256, "num_attention_heads": 8},
     "columns-not-for-us": {"hidden_size": 264, "intermediate_size": 1000},
 }
+# Kernels that tests compile, each for itself.
+COMPILED = {
+    (stem, name)
+    for module in pkgutil.iter_modules(ops.__path__, "inflight_kernels.ops.")
+    for stem, names, _ in getattr(importlib.import_module(module.name), "instantiations", list)()
+    for name in names
+}
 DRAFTERS: dict[str, dict[str, Any]] = {
     "ngram": {},
     "self": {"num_layers": 1},
@@ -245,11 +279,9 @@ def test_what_a_start_and_its_steps_launch_is_compiled_ahead(
     settings: dict[str, Any],
     hopper: bool,
     tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    record: Record,
 ) -> None:
-    launched = recorded_launches.install(monkeypatch, hopper=hopper)
-    ahead: list[tuple[str, str]] = []
-    monkeypatch.setattr(cuda_runner, "precompile_kernels", ahead.extend)
+    launched, ahead = record(hopper=hopper)
     shapes = {"model": LLAMA_8B | changes, "small": SMALL_LLAMA, "head": HEAD}
     for name, shape in shapes.items():
         (tmp_path / name).mkdir()
@@ -270,7 +302,7 @@ def test_what_a_start_and_its_steps_launch_is_compiled_ahead(
     )
     runner, _ = runners.build(config, locate(config.model), lambda what, fraction: None)
     at_start = set(launched)
-    assert at_start <= set(ahead)
+    assert at_start <= set(ahead) <= COMPILED
 
     prompts = [random.Random(i).choices(range(3, 160), k=20 + 200 * i) for i in range(3)]
     params = SamplingParams(
@@ -283,3 +315,110 @@ def test_what_a_start_and_its_steps_launch_is_compiled_ahead(
     runner.launch(Batch([tiny.next_chunk(sequence) for sequence in sequences], [(1, 2)]))
     assert set(launched) > at_start
     assert set(launched) <= set(ahead)
+
+
+def test_a_recording_that_fails_costs_a_warning_and_not_the_start(
+    tmp_path: Path,
+    record: Record,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def fail(*step: object) -> None:
+        raise NotImplementedError("no such operation on the meta device")
+
+    with_all, ahead = record()
+    monkeypatch.setattr(launch_recording, "_run", fail)
+    (tmp_path / "config.json").write_text(json.dumps(tiny.SETTINGS | SMALL_LLAMA))
+    config = EngineConfig(model=str(tmp_path), device="cuda", random_weights=True, num_blocks=64)
+    with caplog.at_level(logging.WARNING):
+        runners.build(config, locate(config.model), lambda what, fraction: None)
+    assert not ahead
+    assert "no such operation" in caplog.text
+    assert recorded() is with_all, "the failed recording still takes note"
+    assert ("sampling_gather", "gather<float>") in with_all
+
+
+def test_a_shape_that_gpus_do_not_support_is_still_a_setting_s_error(
+    tmp_path: Path, record: Record, caplog: pytest.LogCaptureFixture
+) -> None:
+    record()
+    (tmp_path / "config.json").write_text(json.dumps(tiny.SETTINGS | {"head_dim": 16}))
+    config = EngineConfig(model=str(tmp_path), device="cuda", random_weights=True, num_blocks=64)
+    with pytest.raises(ConfigError, match="head_dim 16"):
+        runners.build(config, locate(config.model), lambda what, fraction: None)
+    assert not caplog.records
+
+
+def test_finding_the_kernels_reads_no_weight_and_is_over_at_once(
+    tmp_path: Path, record: Record, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes: list[StepSize] = []
+    forward = DeviceSteps.forward
+
+    def counted(steps: DeviceSteps, size: StepSize) -> None:
+        assert steps.model.spec.num_layers <= 2, "layers of one kind are run again and again"
+        sizes.append(size)
+        forward(steps, size)
+
+    record()
+    monkeypatch.setattr(DeviceSteps, "forward", counted)
+    shape = LLAMA_8B | {"num_hidden_layers": 32}
+    (tmp_path / "config.json").write_text(json.dumps(tiny.SETTINGS | shape))
+    config = EngineConfig(model=str(tmp_path), device="cuda")  # no weights are in the folder
+    checkpoint = Checkpoint(tmp_path, "huggingface")
+    settings = DecoderSettings(torch.bfloat16, torch.device("meta"), 4096, 8192, 256)
+    assert find_kernels(config, checkpoint, read_spec(checkpoint), None, settings)
+    assert 0 < len(sizes) < 400
+
+
+def test_a_recording_imports_no_compiler_of_torch(tmp_path: Path) -> None:
+    """Some operations on the meta device do, and the start would wait for that for seconds."""
+    shapes = {"model": LLAMA_8B, "small": SMALL_LLAMA, "head": HEAD}
+    for name, shape in shapes.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps(tiny.SETTINGS | shape))
+    given = {method: dict(settings) for method, settings in DRAFTERS.items()}
+    for settings in given.values():
+        if "model" in settings:
+            settings["model"] = str(tmp_path / settings["model"])
+    ended = subprocess.run(
+        [sys.executable, "-c", _RECORD_ALL, str(tmp_path / "model"), json.dumps(given)],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert ended.returncode == 0, ended.stderr
+    found = json.loads(ended.stdout)
+    assert sorted(found["kernels"]) == sorted(DRAFTERS)
+    assert all(found["kernels"].values())
+    assert not found["imported"]
+
+
+_RECORD_ALL = """
+import json, sys
+import pytest
+import recorded_launches
+from inflight.checkpoint.locate import locate
+from inflight.config import EngineConfig, SpeculativeConfig
+from inflight.execution import cuda_runner, factory
+kernels = {}
+for method, given in json.loads(sys.argv[2]).items():
+    config = EngineConfig(
+        model=sys.argv[1], device="cuda", random_weights=True, num_blocks=64, max_num_seqs=64,
+        speculative_config=SpeculativeConfig(method=method, **given),
+    )
+    class Found(Exception):
+        pass
+    def found(ahead):
+        kernels[method] = len(ahead)
+        raise Found
+    with pytest.MonkeyPatch.context() as patch, recorded_launches.recording(patch):
+        patch.setattr(cuda_runner, "precompile_kernels", found)
+        try:
+            factory.build(config, locate(config.model), lambda what, fraction: None)
+        except Found:
+            pass
+compilers = [name for name in ("torch._dynamo", "torch._inductor", "sympy") if name in sys.modules]
+print(json.dumps({"kernels": kernels, "imported": compilers}))
+"""

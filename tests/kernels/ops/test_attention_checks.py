@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,14 +14,15 @@ import recorded_launches
 from inflight_kernels.ops.attention import attend, workspace_size
 from inflight_kernels.ops.attention_operands import AttentionMetadata, AttentionParams
 from inflight_kernels.ops.rope import PagedKV
-from recorded_launches import Launched
+from inflight_kernels.runtime.recording import Launched, record_launches
 
 HEADS = (8, 2, 128)
 
 
 @pytest.fixture(params=[True, False], ids=["hopper", "ampere"])
-def launched(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Launched:
-    return recorded_launches.install(monkeypatch, hopper=request.param)
+def launched(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Launched]:
+    with recorded_launches.recording(monkeypatch, hopper=request.param) as launched:
+        yield launched
 
 
 @dataclass
@@ -48,11 +50,11 @@ class Step:
         count = len(self.q_lens)
 
         def lengths(size: int) -> Tensor:
-            return torch.zeros(size, dtype=torch.int32)
+            return torch.zeros(size, dtype=torch.int32, device="meta")
 
-        q = torch.zeros(sum(self.q_lens), num_heads, head_dim, dtype=torch.bfloat16)
+        q = torch.zeros(sum(self.q_lens), num_heads, head_dim, dtype=torch.bfloat16, device="meta")
         k_cache, v_cache = (
-            torch.zeros(4, 16, num_kv_heads, head_dim, dtype=dtype)
+            torch.zeros(4, 16, num_kv_heads, head_dim, dtype=dtype, device="meta")
             for dtype in (self.cache_dtype, torch.bfloat16)
         )
         metadata = AttentionMetadata(
@@ -61,29 +63,30 @@ class Step:
             lengths(count),
             lengths(count * 4).view(count, 4),
             len(q),
-            torch.empty(num_bytes, dtype=torch.uint8),
+            torch.empty(num_bytes, dtype=torch.uint8, device="meta"),
             max_q_len,
         )
         kv = PagedKV(k_cache, v_cache)
         attend(q, kv, metadata, torch.empty_like(q), history_ready=history_ready)
 
 
+@pytest.mark.usefixtures("launched")
 @pytest.mark.parametrize("batch_invariant", [False, True])
 @pytest.mark.parametrize("q_lens", [[1], [1] * 9, [5] * 3, [700], [1, 300]], ids=str)
 def test_a_workspace_is_refused_if_it_is_a_byte_too_small_for_the_step(
-    q_lens: list[int], batch_invariant: bool, launched: Launched
+    q_lens: list[int], batch_invariant: bool
 ) -> None:
     step = Step(q_lens)
     options = {"max_q_len": max(q_lens), "batch_invariant": batch_invariant}
     needed = smallest(step, **options)
     assert needed <= step.size(**options) <= step.size(None, batch_invariant)
-    launched.clear()
     message = f"workspace has {needed - 1} bytes; this step needs {needed}"
-    with pytest.raises(ValueError, match=message):
-        step.run(needed - 1, **options)
-    assert not launched
-    step.run(needed, **options)
-    assert launched
+    with record_launches() as found:
+        with pytest.raises(ValueError, match=message):
+            step.run(needed - 1, **options)
+        assert not found
+        step.run(needed, **options)
+    assert found
 
 
 def smallest(step: Step, **options: Any) -> int:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
-import torch
 
 from inflight_kernels.ops import gemm, linear_operands
-from inflight_kernels.ops.gemm import Plan, plan, prefers, utilization
+from inflight_kernels.ops.gemm import Plan, Shape, plan, prefers, utilization
 
 # name: (n, gated)
 LAYERS = {
@@ -153,24 +153,18 @@ def test_plain_products_are_preferred_for_few_tokens_into_float32() -> None:
 @pytest.mark.usefixtures("hopper")
 @pytest.mark.parametrize("max_tokens", [64, 100, 256, 1000, 4100])
 @pytest.mark.parametrize("layer", LAYERS)
-def test_whatever_is_preferred_is_among_the_kernels_of_a_weight(
+def test_whatever_is_preferred_is_preferred_where_tiles_are_full(
     layer: str, max_tokens: int
 ) -> None:
-    (n, gated), k, bfloat16 = LAYERS[layer], 4096, torch.bfloat16
-    for out_dtype in (bfloat16,) if gated else (bfloat16, torch.float32):
-        widens = out_dtype == torch.float32
-        taken = {
-            gemm._name(
-                plan(m, n, gated, HOPPER).shape,
-                linear_operands.STORAGE_TYPES[bfloat16],
-                linear_operands.OUT_TYPES[out_dtype],
-                gated,
-            )
-            for m in range(1, max_tokens + 1)
-            if prefers(m, n, k, gated, widens)
-        }
-        found = gemm.kernels_of((n, k), bfloat16, out_dtype, gated, max_tokens)
-        assert {name for _, name in found} == taken
+    """So a recording of such steps has the kernels of all."""
+    (n, gated), k = LAYERS[layer], 4096
+    full = {*range(gemm._TOKENS, max_tokens, gemm._TOKENS), max_tokens}
+
+    def shapes(tokens: Iterable[int], widens: bool) -> set[Shape]:
+        return {plan(m, n, gated, HOPPER).shape for m in tokens if prefers(m, n, k, gated, widens)}
+
+    for widens in (False,) if gated else (False, True):
+        assert shapes(full, widens) == shapes(range(1, max_tokens + 1), widens)
 
 
 @pytest.mark.usefixtures("hopper")

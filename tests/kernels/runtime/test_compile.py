@@ -12,22 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from inflight_kernels import ops
-from inflight_kernels.ops import (
-    activation,
-    attention,
-    batch_state,
-    cache,
-    drafting,
-    embedding,
-    gemm,
-    norm,
-    rope,
-    sampling,
-    skinny_gemm,
-)
 from inflight_kernels.runtime import compile as compiler
 from inflight_kernels.runtime.compile import (
     CompileError,
@@ -264,35 +250,3 @@ def test_what_is_not_begun_yet_is_not_waited_for(
     assert "begin_step" in cubin("batch_state", ("begin_step",), arch="sm_80").symbols
     may_go_on.set()
     assert "end_step" in cubin("batch_state", ("end_step",), arch="sm_80").symbols
-
-
-@pytest.mark.parametrize("hopper", [False, True])
-@pytest.mark.parametrize("head_dim", [64, 96, 128, 256])
-@pytest.mark.parametrize("num_kv_heads", [2, 8])
-def test_a_model_s_kernels_are_among_those_that_there_are(
-    num_kv_heads: int, head_dim: int, hopper: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(gemm, "is_hopper", lambda: hopper)
-    monkeypatch.setattr(gemm, "num_multiprocessors", lambda: 132)
-    there = {(stem, name) for stem, names, _ in KERNELS for name in names}
-    found = [
-        *attention.kernels_of(32, num_kv_heads, head_dim, torch.bfloat16, hopper),
-        *rope.kernels_of(head_dim, torch.bfloat16, norms=False),
-        *rope.kernels_of(head_dim, torch.bfloat16, norms=True),
-        *sampling.kernels_of(torch.float32),
-        *activation.kernels_of(torch.bfloat16),
-        *norm.kernels_of(4096, torch.bfloat16, torch.bfloat16, adds=False),
-        *norm.kernels_of(8192, torch.bfloat16, torch.bfloat16, adds=True),
-        *norm.kernels_of(2048, torch.bfloat16, torch.float32, adds=True),
-        *embedding.kernels_of(torch.int64),
-        *batch_state.kernels_of(),
-        *cache.kernels_of(torch.int64),
-        *drafting.kernels_of(passes=False),
-        *drafting.kernels_of(passes=True),
-        *gemm.kernels_of((28672, 4096), torch.bfloat16, torch.bfloat16, True, 8192),
-        *gemm.kernels_of((128256, 4096), torch.bfloat16, torch.float32, False, 256),
-        *skinny_gemm.kernels_of((6144, 4096), torch.bfloat16, torch.bfloat16, False, 132),
-        *skinny_gemm.kernels_of((28672, 4096), torch.bfloat16, torch.bfloat16, True, 132),
-        *skinny_gemm.kernels_of((128256, 4096), torch.bfloat16, torch.float32, False, 132),
-    ]
-    assert set(found) <= there

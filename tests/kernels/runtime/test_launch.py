@@ -14,7 +14,9 @@ from inflight_kernels.ops.embedding import embedding
 from inflight_kernels.ops.norm import MAX_HIDDEN_BYTES, _block, rms_norm
 from inflight_kernels.ops.rope import PagedKV, QkNorm, RopeInputs, _group, _threads, rope_write_kv
 from inflight_kernels.runtime import launch
+from inflight_kernels.runtime.compile import CompileError
 from inflight_kernels.runtime.launch import Int64, Kernel, check, check_memory, name_of, vectors_in
+from inflight_kernels.runtime.recording import record_launches
 
 
 @pytest.fixture
@@ -228,3 +230,55 @@ def test_a_ropes_block_is_whole_warps_of_whole_heads(
 def test_a_head_that_is_not_whole_vectors_is_refused(head_dim: int) -> None:
     with pytest.raises(ValueError, match="multiples of 16 up to 512"):
         _group(head_dim, torch.bfloat16)
+
+
+# ---------------------------------------------------------------- launches that are recorded
+
+
+def test_a_recording_notes_each_kernel_once_in_the_order_of_first_launches() -> None:
+    x = torch.empty(4, 256, dtype=torch.bfloat16, device="meta")
+    weight = torch.empty(256, dtype=torch.bfloat16, device="meta")
+    with record_launches() as launched:
+        for _ in range(2):
+            rms_norm(x, weight, 1e-6, out=torch.empty_like(x))
+            silu_mul(x, out=x[:, :128].contiguous())
+    assert list(launched) == [
+        ("norm", "rms_norm<__nv_bfloat16, __nv_bfloat16, 1, false>"),
+        ("activation", "silu_mul<__nv_bfloat16>"),
+    ]
+
+
+def test_operands_without_memory_are_refused_where_nothing_is_recorded() -> None:
+    x = torch.empty(4, 256, dtype=torch.bfloat16, device="meta")
+    for _ in range(2):
+        with pytest.raises(ValueError, match="x is on meta; kernels need it on a CUDA device"):
+            silu_mul(x, out=x[:, :128].contiguous())
+        with record_launches():
+            silu_mul(x, out=x[:, :128].contiguous())
+
+
+def test_a_recording_refuses_operands_on_the_host() -> None:
+    x = torch.zeros(4, 256, dtype=torch.bfloat16)
+    with record_launches() as launched, pytest.raises(ValueError, match="x is on cpu"):
+        silu_mul(x, out=x[:, :128].contiguous())
+    assert not launched
+
+
+def test_kernels_of_a_recording_are_forgotten_after_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And those from before it are not taken within, or launches there would go unnoticed."""
+
+    def compiled(*args: Any, **settings: Any) -> Any:
+        raise CompileError("asked for")
+
+    monkeypatch.setattr(launch, "_architecture", lambda: "sm_90a")
+    monkeypatch.setattr(launch, "cubin", compiled)
+    with record_launches() as outer:
+        launch.kernel("activation", "f")(1, 1)
+        with pytest.raises(RuntimeError, match="in the middle"), record_launches() as inner:
+            launch.kernel("activation", "f")(1, 1)
+            raise RuntimeError("in the middle")
+        launch.kernel("activation", "g")(1, 1)
+    assert list(inner) == [("activation", "f")]
+    assert list(outer) == [("activation", "f"), ("activation", "g")]
+    with pytest.raises(CompileError, match="asked for"):
+        launch.kernel("activation", "f")

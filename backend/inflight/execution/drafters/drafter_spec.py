@@ -4,15 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from inflight.checkpoint.locate import Checkpoint
 from inflight.config import EngineConfig, SpeculativeConfig
 from inflight.execution.drafters.drafter import DeviceDrafter, DeviceTarget, Drafter, Target
 from inflight.models.spec import ModelSpec
-
-if TYPE_CHECKING:
-    from inflight.models.decoder_cuda import DecoderSettings
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,8 +59,6 @@ class DraftMethod:
             settings.
         load_on_device: the drafter on a GPU. Raises ConfigError: the same, or no kernel supports
             them.
-        device_kernels: stem and name of the kernels that it may launch on a GPU, besides those of
-            its target, given its spec, the engine's settings and those of its target.
         read: a spec with what its checkpoint says, given one with the path of the checkpoint, and
             the checkpoint and the shape of the model that is drafted for. Raises ConfigError: it is
             damaged, or for another model.
@@ -79,7 +73,6 @@ class DraftMethod:
 
     load: Callable[[DrafterSpec, Target], Drafter]
     load_on_device: Callable[[DrafterSpec, DeviceTarget], DeviceDrafter]
-    device_kernels: Callable[[DrafterSpec, EngineConfig, DecoderSettings], list[tuple[str, str]]]
     read: Callable[[DrafterSpec, Checkpoint, ModelSpec], DrafterSpec] = _read_nothing
     requires_model: bool = False
     requires_num_layers: bool = False

@@ -12,10 +12,9 @@ from torch import Tensor
 
 from inflight.models.layers.rope import inverse_frequencies
 from inflight.models.spec import AttentionSpec, ModelSpec, RopeSpec
-from inflight_kernels.ops import attention, rope
+from inflight_kernels.ops import attention
 from inflight_kernels.ops.attention_operands import AttentionMetadata, AttentionParams
 from inflight_kernels.ops.rope import PagedKV, QkNorm, RopeInputs, rope_write_kv
-from inflight_kernels.runtime.launch import is_hopper
 from inflight_kernels.torch_ops.transformer import rotary_tables
 
 
@@ -40,14 +39,6 @@ class ForwardInputs:
     sample_rows: Tensor
 
 
-def kernels_of(spec: AttentionSpec, dtype: torch.dtype) -> list[tuple[str, str]]:
-    """Stem and name of the kernels that layers with this attention may launch."""
-    return [
-        *attention.kernels_of(spec.num_heads, spec.num_kv_heads, spec.head_dim, dtype, is_hopper()),
-        *rope.kernels_of(spec.head_dim, dtype, norms=spec.qk_norm),
-    ]
-
-
 class RotaryTables:
     """cos and sin of each of a model's rotary embeddings, on a GPU.
 
@@ -60,6 +51,11 @@ class RotaryTables:
     def __init__(self, spec: ModelSpec, max_len: int, device: torch.device) -> None:
         self._tables: dict[RopeSpec, tuple[Tensor, Tensor]] = {}
         for layer in spec.attentions:
+            if device.type == "meta":
+                # To compute them, torch would import a compiler here, which takes seconds.
+                cos, sin = torch.empty(2, max_len, layer.head_dim, device=device).unbind()
+                self._tables[layer.rope] = cos, sin
+                continue
             frequencies, factor = inverse_frequencies(layer.rope, layer.head_dim, max_len)
             self._tables[layer.rope] = rotary_tables(
                 frequencies, max_len, factor, torch.float32, device

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from inflight.models.layers.linear import CudaWeight
-from inflight_kernels.ops import norm
 from inflight_kernels.ops.embedding import embedding
 from inflight_kernels.ops.norm import rms_norm
 
@@ -35,11 +34,6 @@ class Residual:
         device: torch.device,
     ) -> None:
         self.hidden = torch.zeros(num_rows, hidden_size, dtype=dtype, device=device)
-
-    @classmethod
-    def kernels_of(cls, hidden_size: int, dtype: torch.dtype) -> list[tuple[str, str]]:
-        """Stem and name of the norms that one of so many values may launch."""
-        return norm.kernels_of(hidden_size, dtype, dtype, adds=False)
 
     def begin(self, token_ids: Tensor, table: Tensor) -> None:
         """Start with the tokens' [T] rows of the embedding."""
@@ -75,13 +69,6 @@ class WideResidual(Residual):
         super().__init__(num_rows, hidden_size, torch.float32, device)
         self._addend = torch.zeros(num_rows, hidden_size, dtype=dtype, device=device)
         self._is_new = False  # nothing is in `hidden` yet
-
-    @classmethod
-    def kernels_of(cls, hidden_size: int, dtype: torch.dtype) -> list[tuple[str, str]]:
-        first, others = (
-            norm.kernels_of(hidden_size, dtype, torch.float32, adds) for adds in (False, True)
-        )
-        return first + others
 
     def begin(self, token_ids: Tensor, table: Tensor) -> None:
         embedding(token_ids, table, out=self._addend[: len(token_ids)], pdl=True)

@@ -10,38 +10,9 @@ import torch
 from torch import Tensor
 
 from inflight.models.layers.linear import INVARIANT_ROWS
-from inflight_kernels.ops import activation, gemm, skinny_gemm
+from inflight_kernels.ops import gemm, skinny_gemm
 from inflight_kernels.ops.activation import silu_mul
-from inflight_kernels.runtime.launch import num_multiprocessors
 from inflight_kernels.torch_ops import transformer as ops
-
-
-def kernels_of(
-    weight_shape: tuple[int, int],
-    dtype: torch.dtype,
-    out_dtype: torch.dtype,
-    gated: bool,
-    max_tokens: int,
-    batch_invariant: bool,
-) -> list[tuple[str, str]]:
-    """Stem and name of the kernels of ours that `CudaLinear` may launch for a weight.
-
-    Args:
-        weight_shape: n, k.
-        dtype: of x and the weight.
-        out_dtype: of the result.
-        gated: whether the weight is gate | up.
-        max_tokens: T at most.
-        batch_invariant: see `CudaLinear`.
-    """
-    found = activation.kernels_of(dtype) if gated else []
-    if not batch_invariant:
-        found += gemm.kernels_of(weight_shape, dtype, out_dtype, gated, max_tokens)
-        if skinny_gemm.prefers(1, *weight_shape):
-            found += skinny_gemm.kernels_of(
-                weight_shape, dtype, out_dtype, gated, num_multiprocessors()
-            )
-    return found
 
 
 class CpuLinear:
@@ -85,7 +56,7 @@ class CudaLinear:
         elif not self._batch_invariant and gemm.prefers(num_tokens, n, k, False, widens):
             gemm.linear(x[:num_tokens], weight, bias, out=out[:num_tokens], pdl=True)
         else:
-            for rows in self._tiles(num_tokens):
+            for rows in self._tiles(x, num_tokens):
                 if widens:
                     torch.mm(x[rows], weight.t(), out_dtype=out.dtype, out=out[rows])
                 elif bias is None:
@@ -99,7 +70,7 @@ class CudaLinear:
             target = total[:num_tokens]
             skinny_gemm.linear(x[:num_tokens], weight, bias, target, out=target, pdl=True)
             return
-        for rows in self._tiles(num_tokens):
+        for rows in self._tiles(x, num_tokens):
             total[rows].addmm_(x[rows], weight.t())
             if bias is not None:
                 total[rows].add_(bias)
@@ -119,7 +90,10 @@ class CudaLinear:
         n, k = self.weight.shape
         return not self._batch_invariant and skinny_gemm.prefers(num_tokens, n, k)
 
-    def _tiles(self, num_tokens: int) -> list[slice]:
+    def _tiles(self, x: Tensor, num_tokens: int) -> list[slice]:
+        """Rows of x that cuBLAS multiplies at a time; none while launches are recorded."""
+        if x.is_meta:
+            return []
         if not self._batch_invariant:
             return [slice(0, num_tokens)]
         starts = range(0, num_tokens, INVARIANT_ROWS)

@@ -84,7 +84,7 @@ def test_model_and_drafter_share_the_memory(
     monkeypatch.setattr(host_kernels.HostCuda, "mem_get_info", lambda *given: (total, total))
     engine = rig.make_engine(drafter, num_blocks=None, gpu_memory=0.5)
     runner = engine.runner
-    shapes = [cache.shape for cache in runner._caches]  # type: ignore[attr-defined]
+    shapes = [cache.shape for cache in runner._steps.caches]  # type: ignore[attr-defined]
     own_layers = {"draft_model": 5, "eagle3": 1}.get(drafter["method"], 0)
     scratch = 0 if drafter["method"] == "ngram" else 6
     target = (5, 2, runner.num_blocks + (scratch if drafter["method"] == "self" else 0))

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 import torch
 
 from inflight.checkpoint.locate import Checkpoint
-from inflight.config import EngineConfig
 from inflight.core.batch import Batch, BatchArrays, Chunk, StepOutput
 from inflight.core.sequence import Sequence
 from inflight.errors import ConfigError
@@ -30,7 +29,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from inflight.models.decoder_cuda import Decoder as DeviceDecoder
-    from inflight.models.decoder_cuda import DecoderSettings
     from inflight.models.layers.attention import ForwardInputs
 
 _NO_ROWS = torch.empty(0, dtype=torch.int64)
@@ -182,16 +180,6 @@ def _load_on_device(spec: DrafterSpec, target: DeviceTarget) -> DeviceDrafter:
     return PassDrafter(DeviceModelPasses(target, spec), target)
 
 
-def _device_kernels(
-    spec: DrafterSpec, config: EngineConfig, settings: DecoderSettings
-) -> list[tuple[str, str]]:
-    from inflight.models import decoder_cuda
-    from inflight_kernels.ops import drafting
-
-    assert spec.model is not None
-    return drafting.kernels_of(passes=True) + decoder_cuda.kernels_of(spec.model, settings)
-
-
 def _read(spec: DrafterSpec, checkpoint: Checkpoint, model: ModelSpec) -> DrafterSpec:
     own = spec.checkpoint
     assert own is not None
@@ -223,7 +211,6 @@ def _check_tokenizers(checkpoint: Checkpoint, own: Checkpoint) -> None:
 METHOD = DraftMethod(
     load=ModelDrafter.load,
     load_on_device=_load_on_device,
-    device_kernels=_device_kernels,
     read=_read,
     requires_model=True,
     needs_scratch_blocks=True,

@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from inflight.checkpoint.locate import Checkpoint
-from inflight.config import EngineConfig
 from inflight.core.batch import Batch, BatchArrays, Chunk, StepOutput
 from inflight.core.sequence import Sequence
 from inflight.execution.drafters.draft_inputs import DraftInputs
@@ -32,7 +31,6 @@ from inflight.models.eagle3_spec import read_eagle3_spec
 from inflight.models.spec import ModelSpec
 
 if TYPE_CHECKING:
-    from inflight.models.decoder_cuda import DecoderSettings
     from inflight.models.layers.attention import ForwardInputs
 
 
@@ -202,7 +200,7 @@ class DeviceHeadPasses:
         )
         target.model.set_aux_layers(head.aux_layers)
         self._cache: KVCache | None = None
-        self._update_inputs = replace(rows, token_ids=torch.zeros_like(rows.token_ids))
+        self._update_inputs = replace(rows, token_ids=rows.token_ids.new_zeros(len(rows.token_ids)))
 
     def allocate(self, cache: KVCache, num_blocks: int) -> None:
         target = self._target
@@ -250,17 +248,6 @@ def _load_on_device(spec: DrafterSpec, target: DeviceTarget) -> DeviceDrafter:
     return PassDrafter(DeviceHeadPasses(spec, target), target)
 
 
-def _device_kernels(
-    spec: DrafterSpec, config: EngineConfig, settings: DecoderSettings
-) -> list[tuple[str, str]]:
-    from inflight.models import eagle3_cuda
-    from inflight_kernels.ops import drafting
-
-    head, _ = _head_of(spec)
-    own = eagle3_cuda.kernels_of(head, settings, config.max_num_seqs)
-    return drafting.kernels_of(passes=True) + own
-
-
 def _read(spec: DrafterSpec, checkpoint: Checkpoint, model: ModelSpec) -> Eagle3Spec:
     assert spec.checkpoint is not None
     head = read_eagle3_spec(spec.checkpoint, model)
@@ -270,7 +257,6 @@ def _read(spec: DrafterSpec, checkpoint: Checkpoint, model: ModelSpec) -> Eagle3
 METHOD = DraftMethod(
     load=Eagle3Drafter.load,
     load_on_device=_load_on_device,
-    device_kernels=_device_kernels,
     read=_read,
     requires_model=True,
     needs_history=True,

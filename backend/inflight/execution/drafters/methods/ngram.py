@@ -116,16 +116,9 @@ def _load_on_device(spec: DrafterSpec, target: DeviceTarget) -> NgramDeviceDraft
     return NgramDeviceDrafter(spec.settings.prompt_lookup_max, spec.settings.prompt_lookup_min)
 
 
-def _device_kernels(spec: DrafterSpec, *step: object) -> list[tuple[str, str]]:
-    from inflight_kernels.ops import drafting
-
-    return drafting.kernels_of(passes=False)
-
-
 METHOD = DraftMethod(
     load=_load_for_target,
     load_on_device=_load_on_device,
-    device_kernels=_device_kernels,
     needs_history=True,
     load_on_host=_load,
 )

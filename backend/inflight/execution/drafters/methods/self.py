@@ -21,16 +21,9 @@ def _load_on_device(spec: DrafterSpec, target: DeviceTarget) -> DeviceDrafter:
     return PassDrafter(DeviceModelPasses(target, None, spec.settings.num_layers), target)
 
 
-def _device_kernels(spec: DrafterSpec, *step: object) -> list[tuple[str, str]]:
-    from inflight_kernels.ops import drafting
-
-    return drafting.kernels_of(passes=True)
-
-
 METHOD = DraftMethod(
     load=_load,
     load_on_device=_load_on_device,
-    device_kernels=_device_kernels,
     requires_num_layers=True,
     needs_scratch_blocks=True,
     shares_target_kv=True,

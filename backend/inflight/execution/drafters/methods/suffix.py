@@ -116,5 +116,4 @@ def _refuse_device(*operands: object) -> NoReturn:
     )
 
 
-# The kernels are asked for first, before any weight is read.
-METHOD = DraftMethod(load=_load, load_on_device=_refuse_device, device_kernels=_refuse_device)
+METHOD = DraftMethod(load=_load, load_on_device=_refuse_device)

@@ -1,0 +1,165 @@
+"""What the steps of a model launch on a GPU, and the memory that they work in."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from inflight.checkpoint.locate import Checkpoint
+from inflight.config import EngineConfig
+from inflight.execution.device_batch import BatchLimits, DeviceBatch, SamplerStages, SubmittedStep
+from inflight.execution.drafters.drafter import DeviceDrafter, DeviceTarget
+from inflight.execution.drafters.drafter_spec import DrafterSpec
+from inflight.execution.graph_buckets import StepSize
+from inflight.execution.top_logprobs import TopLogprobs
+from inflight.kv.cache import KVCache
+from inflight.models.decoder_cuda import Decoder, DecoderSettings
+from inflight.models.layers.attention import ForwardInputs
+from inflight.models.spec import ModelSpec
+from inflight.sampling.logit_adjustments import BANNED
+from inflight_kernels.ops import batch_state, sampling
+
+
+class DeviceSteps:
+    """The launches of steps: forward passes, the choice of tokens, and a drafter's part.
+
+    Args:
+        config: the engine's settings.
+        checkpoint: where the weights are.
+        spec: of the model.
+        source: what drafts; None for nothing.
+        settings: how the model runs. On torch's meta device all has shapes and no memory, and steps
+            can only be recorded (see `inflight_kernels.runtime.recording.record_launches`).
+        progress: called with what is loading and the fraction of it that is loaded.
+
+    Attributes:
+        model: on the device.
+        batch: slots of sequences.
+        top_logprobs: of the steps.
+        drafter: None where nothing is drafted on the device.
+        caches: all that blocks are copied in; set by `allocate`.
+
+    Raises:
+        ConfigError: the weights are damaged or do not fit the spec, or its shape is not supported
+            on GPUs.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        checkpoint: Checkpoint,
+        spec: ModelSpec,
+        source: DrafterSpec | None,
+        settings: DecoderSettings,
+        progress: Callable[[str, float], None],
+    ) -> None:
+        self._config = config
+        self._source = source
+        self._settings = settings
+        device, max_rows = settings.device, settings.max_rows
+        speculation = config.speculative_config
+        max_drafts = speculation.num_speculative_tokens if speculation else 0
+        self.model = Decoder(checkpoint, spec, settings, progress)
+        limits = BatchLimits(
+            config.max_num_seqs,
+            config.max_num_batched_tokens,
+            -(-settings.max_len // config.block_size),
+            max_rows,
+            max_drafts,
+            settings.max_len if source is not None and source.method.needs_history else 0,
+        )
+        self.batch = DeviceBatch(limits, spec.vocab_size, device)
+        step, state = self.batch.step, self.batch.state
+        self._rows = ForwardInputs(
+            state.token_ids,
+            state.positions,
+            state.slot_mapping,
+            step.query_start,
+            state.seq_lens,
+            state.step_tables,
+            state.sample_rows,
+        )
+        self._workspace = sampling.Workspace(max_rows, spec.vocab_size, device)
+        self.top_logprobs = TopLogprobs(max_rows, self._workspace, device)
+        self.drafter: DeviceDrafter | None = None
+        if source is not None:
+            target = DeviceTarget(
+                self.model,
+                self._rows,
+                self.batch,
+                self._workspace,
+                config,
+                settings,
+                max_drafts,
+                progress,
+            )
+            self.drafter = source.method.load_on_device(source, target)
+
+    def allocate(self, num_blocks: int) -> None:
+        """Take the memory of the KV pool, and of what a drafter has beside it.
+
+        Args:
+            num_blocks: that sequences can have.
+
+        Raises:
+            ConfigError: there is not that much memory.
+        """
+        num_scratch, block_size = 0, self._config.block_size
+        if self._source is not None and self._source.method.shares_target_kv:
+            num_scratch = self._config.max_num_seqs
+        layout = self.model.spec.kv_layout(self._settings.kv_dtype)
+        self._cache = KVCache(layout, num_blocks + num_scratch, block_size, self._settings.device)
+        self.caches = list(self._cache.data)
+        if self.drafter is not None:
+            self.drafter.allocate(self._cache, num_blocks)
+            self.caches += [data for cache in self.drafter.caches for data in cache.data]
+
+    def forward(self, size: StepSize) -> None:
+        """Launch a step's kernels up to the logits of each row."""
+        step, state = self.batch.step, self.batch.state
+        num_tokens, num_chunks, num_rows = size.num_tokens, size.num_chunks, size.num_rows
+        block_size = self._config.block_size
+        batch_state.begin_step(step, state, num_chunks, block_size, num_tokens, num_rows)
+        self.model.forward(
+            self._rows, num_tokens, num_chunks, num_rows, size.max_q_len, self._cache
+        )
+        if self.drafter is not None:
+            self.drafter.forward(num_tokens, num_chunks, size.max_q_len)
+
+    def update_drafter(self, size: StepSize) -> None:
+        """Launch what a drafter does when a step has chosen its tokens."""
+        assert self.drafter is not None
+        self.drafter.update(size.num_tokens, size.num_chunks, size.max_q_len)
+
+    def sample(self, sent: SubmittedStep) -> None:
+        """Launch the choice of tokens; what no row asks for is left out, so no graph holds it."""
+        batch, num_rows, stages = self.batch, sent.size.num_rows, sent.stages
+        step, state, logits = batch.step, batch.state, self.model.logits[:num_rows]
+        penalties, masks = SamplerStages.PENALTIES in stages, SamplerStages.MASKS in stages
+        inputs = sampling.SamplingInputs(
+            state.step_row_params[:num_rows].view(torch.uint8),
+            state.sample_positions[:num_rows],
+            batch.penalties(num_rows) if penalties else None,
+            sent.logit_bias,
+            sampling.TokenMasks(batch.masks, step.mask_rows[:num_rows]) if masks else None,
+        )
+        sampled = state.sampled(num_rows)
+        sampling.sample(
+            logits,
+            inputs,
+            self._workspace,
+            sampled,
+            filters=bool(stages & (SamplerStages.FILTERS | SamplerStages.RARE_FILTERS)),
+            rare=SamplerStages.RARE_FILTERS in stages,
+            pdl=True,
+        )
+        if SamplerStages.TOP_LOGPROBS in stages:
+            if sent.bans is not None:
+                banned = torch.full((), BANNED, dtype=logits.dtype, device=logits.device)
+                logits.index_put_(sent.bans, banned)  # the sampler has had them as they came
+            self.top_logprobs.launch(logits, step, sampled, sent.ring_index)
+        batch_state.end_step(step, state, sent.size.num_chunks, pdl=True)
+        if penalties:
+            slots = state.count_slots[:num_rows]
+            sampling.count_output_tokens(slots, sampled.token_ids, batch.counts, pdl=True)
