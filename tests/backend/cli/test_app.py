@@ -182,7 +182,7 @@ def test_a_chat_can_be_cleared(run: Run) -> None:
     assert _turns(sent[1]) == [("user", "b")]
     assert len(sent) == 2
     assert "5 tokens in, 5 out, first token after" in err
-    assert "/nope is no command" in err
+    assert "/nope is not a command" in err
 
 
 def test_a_failed_turn_is_not_part_of_the_conversation(run: Run) -> None:
@@ -260,7 +260,7 @@ def test_a_chat_shows_what_looks_like_markup_as_it_is(run: Run) -> None:
 
     with fake_triton.serve(refuse) as server:
         _, _, err = run("chat", "--url", server.url, stdin="/[/b]\nhi\n")
-    assert "/[/b] is no command" in err
+    assert "/[/b] is not a command" in err
     assert f"error: {message}\n" in err
 
 

@@ -59,8 +59,8 @@ def test_json_needs_no_guide() -> None:
         ("json_schema", '{"a":' * 5000, r"nested too deeply|not valid JSON"),
         ("choice", "yes", r"not valid JSON"),
         ("choice", "[]", r'a choice is a JSON array of one or more strings: \["yes", "no"\]'),
-        ("choice", '["a", 1]', r"JSON array of one string"),
-        ("choice", '{"a": 1}', r"JSON array of one string"),
+        ("choice", '["a", 1]', r"JSON array of one or more strings"),
+        ("choice", '{"a": 1}', r"JSON array of one or more strings"),
         ("choice", '["a", ""]', r"must not be empty"),
     ],
 )  # fmt: skip
