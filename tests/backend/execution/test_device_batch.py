@@ -133,7 +133,7 @@ class CheckingRunner:
             history = self.cache[seen].flatten()[:end].tolist()
             known = chunk.sequence.token_ids[: end - len(drafts)]
             assert history[: len(known)] == known, "the cache holds what the sequence is"
-            self._check_wish(slot, chunk)
+            self._check_row_params(slot, chunk)
             assert int(step.sample_slots[i]) == (slot if chunk.samples else -1)
             if chunk.samples:
                 self._end(sent, i, rows, slot, history)
@@ -154,7 +154,7 @@ class CheckingRunner:
         assert SamplerStages.TOP_LOGPROBS in sent.stages
         self.num_scored += chunk.num_scores
 
-    def _check_wish(self, slot: int, chunk: Chunk) -> None:
+    def _check_row_params(self, slot: int, chunk: Chunk) -> None:
         sampled = self.device.state.row_params[slot].numpy().view(sampling.ROW_PARAMS)[0]
         params = chunk.sequence.request.params
         assert sampled["seed"] == chunk.sequence.seed

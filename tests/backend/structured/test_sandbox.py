@@ -99,7 +99,7 @@ HARMLESS: list[tuple[str, Kind, Any]] = [
 ]
 
 
-def wish_of(kind: Kind, guide: Any) -> StructuredOutput:
+def constraint_of(kind: Kind, guide: Any) -> StructuredOutput:
     return StructuredOutput(kind, guide if isinstance(guide, str) else json.dumps(guide))
 
 
@@ -112,7 +112,7 @@ def test_it_is_refused_within_a_second(
     sandbox: Sandbox, name: str, kind: Kind, guide: Any, message: str
 ) -> None:
     started = time.monotonic()
-    verdict = sandbox.examine(wish_of(kind, guide))
+    verdict = sandbox.examine(constraint_of(kind, guide))
     assert time.monotonic() - started < 1.3
     assert verdict.source is None
     assert re.search(message, verdict.refusal), verdict.refusal
@@ -124,7 +124,7 @@ def test_it_costs_no_more_than_others(
     sandbox: Sandbox, vocabulary: Vocabulary, name: str, kind: Kind, guide: Any
 ) -> None:
     """What passes compiles at once and stays small; `test_matcher` has what comes of its use."""
-    verdict = sandbox.examine(wish_of(kind, guide))
+    verdict = sandbox.examine(constraint_of(kind, guide))
     assert verdict.source is not None, verdict.refusal
     assert verdict.compile_s < 0.5
     assert verdict.num_bytes < 32 << 20
@@ -136,7 +136,7 @@ def test_the_sandbox_outlives_them_all(vocabulary: Vocabulary) -> None:
         sandbox.start()
         pid = sandbox.pid
         for _, kind, guide, _ in random.Random(0).sample(REFUSED, 12):
-            sandbox.examine(wish_of(kind, guide))
+            sandbox.examine(constraint_of(kind, guide))
         assert sandbox.pid == pid
         assert sandbox.examine(StructuredOutput("regex", "[a-z]+")).source is not None
     finally:
@@ -144,7 +144,7 @@ def test_the_sandbox_outlives_them_all(vocabulary: Vocabulary) -> None:
 
 
 def test_time_is_limited(vocabulary: Vocabulary) -> None:
-    slow = wish_of(
+    slow = constraint_of(
         "json_schema", {"properties": {f"k{i}": {"type": "integer"} for i in range(1500)}}
     )
     sandbox = Sandbox(vocabulary, time_limit_s=0.05)
@@ -160,7 +160,7 @@ def test_time_is_limited(vocabulary: Vocabulary) -> None:
 
 
 def test_memory_is_limited(vocabulary: Vocabulary) -> None:
-    large = wish_of("json_schema", many_properties(1500))
+    large = constraint_of("json_schema", many_properties(1500))
     sandbox = Sandbox(vocabulary, memory_limit=8 << 20)
     try:
         verdict = sandbox.examine(large)
@@ -171,7 +171,7 @@ def test_memory_is_limited(vocabulary: Vocabulary) -> None:
 
 
 def test_a_killed_process_is_replaced(vocabulary: Vocabulary) -> None:
-    slow = wish_of(
+    slow = constraint_of(
         "json_schema", {"properties": {f"k{i}": {"type": "integer"} for i in range(1500)}}
     )
     sandbox = Sandbox(vocabulary)

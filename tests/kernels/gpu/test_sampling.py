@@ -486,15 +486,15 @@ def test_each_way_of_shaping_works_without_the_others() -> None:
         ("masks", "mask_rows"),
     ):
         some = {name: full[name] for name in names}
-        row_wishes = row_params if "counts" in names else plain
-        chosen = run(logits, row_wishes, **some)
+        own_params = row_params if "counts" in names else plain
+        chosen = run(logits, own_params, **some)
         nothing = {
             "tail_lengths": torch.zeros(12, dtype=torch.int32, device="cuda"),
             "bias_starts": torch.zeros(13, dtype=torch.int32, device="cuda"),
             "mask_rows": torch.full((12,), -1, dtype=torch.int32, device="cuda"),
         }
         rest = {name: nothing.get(name, value) for name, value in full.items() if name not in names}
-        assert (run(logits, row_wishes, **some, **rest).token_ids == chosen.token_ids).all()
+        assert (run(logits, own_params, **some, **rest).token_ids == chosen.token_ids).all()
 
 
 def test_many_biases_find_their_tokens() -> None:
