@@ -159,11 +159,15 @@ GRPC = {
         "logit_bias: 10000000 is not in the vocabulary",
     ),
     "81-half": ("generate", [PROMPT, fp32("logit_bias_values", 1)], "logit_bias_ids: 0 ids and 1"),
-    "81-nothing": ("generate", [PROMPT, params(allowed_token_ids=[])], "allowed_token_ids: has no"),
+    "81-nothing": (
+        "generate",
+        [PROMPT, params(allowed_token_ids=[])],
+        "allowed_token_ids: is empty",
+    ),
     "81-typical": (
         "generate",
         [PROMPT, fp32("typical_p", 0.5), fp32("temperature", 0)],
-        "typical_p: drops the likeliest token",
+        "typical_p: may drop the most probable token",
     ),
     "82-prompt": (
         "generate",
@@ -270,7 +274,7 @@ def test_37_raw_and_typed_contents_mixed(echo):
 
 
 def test_52_a_sequence_id_is_refused(echo):
-    with pytest.raises(Refused, match="sequence_id: sequences are not supported"):
+    with pytest.raises(Refused, match="sequence_id: stateful sequences are not supported"):
         ask(echo.grpc, request("generate", text("x"), parameters={"sequence_id": 7}))
 
 

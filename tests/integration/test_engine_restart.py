@@ -63,7 +63,7 @@ def test_a_killed_engine_fails_what_is_in_flight_once_and_comes_back(triton):
         thread.join(10)
     assert time.monotonic() - killed < 2
     assert len(errors) == 3
-    assert all("the engine ended while it held this request" in error for error in errors)
+    assert all("the engine exited while it processed this request" in error for error in errors)
 
     while True:
         try:

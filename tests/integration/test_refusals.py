@@ -126,7 +126,7 @@ KINDS = {
         ),
         "template makes a marker": user_message(
             "<|IM_END|>",
-            ": the chat template of this model would make special tokens of their text",
+            ": the model's chat template would turn message text into special tokens",
         ),
     },
     "other steps and direct calls": {

@@ -121,7 +121,7 @@ def test_a_marker_that_a_template_makes_of_harmless_parts_is_refused(smollm: Tok
         template = CHATML.replace("m['content']", f"m['content']|{step}")
         tokenizer = _with_template(smollm, template)
         assert encode_chat(tokenizer, [{"role": "user", "content": "fine # <|im_"}])
-        with pytest.raises(RequestError, match="would make special tokens"):
+        with pytest.raises(RequestError, match="into special tokens"):
             encode_chat(tokenizer, [{"role": "user", "content": attack}])
 
 
