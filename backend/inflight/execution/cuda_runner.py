@@ -62,6 +62,13 @@ _TIMINGS = 3
 _MAX_GRAPH_DRAFT_SEQS = 64
 
 
+def _max_rows(config: EngineConfig) -> int:
+    """Rows of logits in a step: one of each sequence, and one of each draft."""
+    if config.speculative_config is None:
+        return config.max_num_seqs
+    return min(config.max_num_seqs + config.max_draft_tokens, config.max_num_batched_tokens)
+
+
 class CudaRunner:
     """One model on one GPU with its KV pool (see `runner.Runner`).
 
@@ -85,18 +92,13 @@ class CudaRunner:
         self._clock = time.perf_counter()
         speculation = config.speculative_config
         self._max_drafts = speculation.num_speculative_tokens if speculation else 0
-        self._max_rows = config.max_num_seqs
-        if speculation is not None:
-            most = config.max_num_seqs + config.max_draft_tokens
-            self._max_rows = min(most, config.max_num_batched_tokens)
-        self.max_rows = self._max_rows
+        self.max_rows = self._max_rows = _max_rows(config)
         source = find_drafter(config, checkpoint, spec)
-        max_len = spec.max_model_len(config)
         self._device = torch.device("cuda", torch.cuda.current_device())
         self._settings = DecoderSettings(
             _DTYPE,
             self._device,
-            max_len,
+            spec.max_model_len(config),
             config.max_num_batched_tokens,
             self._max_rows,
             config.batch_invariant,

@@ -85,11 +85,13 @@ def test_yarn_is_read_from_old_and_new_settings(tmp_path: Path, beside: bool) ->
     [
         ({"model_type": None}, "model_type: is missing"),
         ({"model_type": 7}, "model_type: 7 is not a name"),
-        ({"model_type": "qwen3"}, "'qwen3' is not supported; allowed: llama, mistral"),
+        (
+            {"model_type": "mamba"},
+            "'mamba' is not supported; allowed: llama, mistral, qwen2, qwen3",
+        ),
         ({"architectures": ["LlamaForSequenceClassification"]}, "architectures"),
         ({"quantization_config": {"quant_method": "awq"}}, "quantization_config"),
-        ({"model_type": "mistral", "sliding_window": 64}, "sliding_window"),
-        ({"model_type": "mistral", "max_position_embeddings": 32768}, "sliding_window"),
+        ({"model_type": "mistral", "sliding_window": -1}, "sliding_window: -1; allowed: one whole"),
         ({"num_key_value_heads": 3}, "4 attention heads cannot share 3"),
         ({"head_dim": 15}, "head_dim 15 is odd"),
         ({"hidden_act": "gelu"}, "hidden_act"),
