@@ -69,7 +69,7 @@ class CpuRunner:
             torch.set_num_threads(config.num_threads)
         source = find_drafter(config, checkpoint, spec)
         layout = spec.kv_layout(config.dtype)
-        drafter_bytes = 0 if source is None else source.block_bytes(config)
+        drafter_bytes = 0 if source is None else source.block_bytes(config, config.dtype)
         block_bytes = layout.block_bytes(config.block_size) + drafter_bytes
         self.num_blocks = num_kv_blocks(config, block_bytes)
         self.block_size = config.block_size

@@ -208,12 +208,12 @@ class CudaRunner:
 
     def _allocate(self, config: EngineConfig, spec: ModelSpec, source: DrafterSpec | None) -> None:
         """Take the memory of the KV pool, and of what a drafter has beside it."""
-        free, drafter_bytes = self._free_bytes(config.gpu_memory), 0
+        kv_dtype = self._settings.kv_dtype
+        free = self._free_bytes(config.gpu_memory)
+        block_bytes = spec.kv_layout(kv_dtype).block_bytes(config.block_size)
         if source is not None:
-            free -= source.scratch_bytes(config, spec)
-            drafter_bytes = source.block_bytes(config)
-        layout = spec.kv_layout(self._settings.kv_dtype)
-        block_bytes = layout.block_bytes(config.block_size) + drafter_bytes
+            free -= source.scratch_bytes(config, spec, kv_dtype)
+            block_bytes += source.block_bytes(config, kv_dtype)
         self.num_blocks = num_kv_blocks(config, block_bytes, free)
         self._steps.allocate(self.num_blocks)
 

@@ -216,7 +216,7 @@ def test_a_child_that_never_lasts_fails_the_request_alone(
 def test_too_many_guides_are_refused(own: Compiler, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compilers, "MAX_WAITING", 2)
     tickets = [own.submit(StructuredOutput("regex", f"{letter}+")) for letter in "ab"]
-    with pytest.raises(CapacityError, match="2 grammars wait"):
+    with pytest.raises(CapacityError, match="2 grammars are queued"):
         own.submit(StructuredOutput("regex", "c+"))
     tickets.append(own.submit(StructuredOutput("regex", "a+")))  # waits already
     wait(own, *tickets)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from inflight.checkpoint.locate import Checkpoint
-from inflight.config import EngineConfig, SpeculativeConfig
+from inflight.config import Dtype, EngineConfig, SpeculativeConfig
 from inflight.execution.drafters.drafter import DeviceDrafter, DeviceTarget, Drafter, Target
 from inflight.models.spec import ModelSpec
 
@@ -28,22 +28,21 @@ class DrafterSpec:
     checkpoint: Checkpoint | None = None
     model: ModelSpec | None = None
 
-    def scratch_bytes(self, config: EngineConfig, model: ModelSpec) -> int:
+    def scratch_bytes(self, config: EngineConfig, model: ModelSpec, kv_dtype: Dtype) -> int:
         """Memory on a GPU for drafts whose blocks their sequences do not have yet: one block each.
 
         They are in the cache that the drafter writes to, after its other blocks.
         """
         if not self.method.needs_scratch_blocks:
             return 0
-        return config.max_num_seqs * _block_bytes(self.model or model, config)
+        layout = (self.model or model).kv_layout(kv_dtype)
+        return config.max_num_seqs * layout.block_bytes(config.block_size)
 
-    def block_bytes(self, config: EngineConfig) -> int:
+    def block_bytes(self, config: EngineConfig, kv_dtype: Dtype) -> int:
         """Memory of its own for each KV block of the model."""
-        return 0 if self.model is None else _block_bytes(self.model, config)
-
-
-def _block_bytes(model: ModelSpec, config: EngineConfig) -> int:
-    return model.kv_layout(config.dtype).block_bytes(config.block_size)
+        if self.model is None:
+            return 0
+        return self.model.kv_layout(kv_dtype).block_bytes(config.block_size)
 
 
 def _read_nothing(spec: DrafterSpec, checkpoint: Checkpoint, model: ModelSpec) -> DrafterSpec:

@@ -84,14 +84,14 @@ def test_model_and_drafter_share_the_memory(
     monkeypatch.setattr(host_kernels.HostCuda, "mem_get_info", lambda *given: (total, total))
     engine = rig.make_engine(drafter, num_blocks=None, gpu_memory=0.5)
     runner = engine.runner
-    shapes = [cache.shape for cache in runner._steps.caches]  # type: ignore[attr-defined]
+    caches = runner._steps.caches  # type: ignore[attr-defined]
     own_layers = {"draft_model": 5, "eagle3": 1}.get(drafter["method"], 0)
     scratch = 0 if drafter["method"] == "ngram" else 6
     target = (5, 2, runner.num_blocks + (scratch if drafter["method"] == "self" else 0))
     expected = [target] + [(own_layers, 2, runner.num_blocks + scratch)] * bool(own_layers)
-    assert [shape[:3] for shape in shapes] == expected
-    used = sum(2 * shape.numel() for shape in shapes)
-    block = 2 * 16 * 64 * 2  # bytes in a layer
+    assert [cache.shape[:3] for cache in caches] == expected
+    used = sum(cache.nbytes for cache in caches)
+    block = 2 * 16 * 64 * caches[0].itemsize  # bytes in a layer
     assert 0 <= total // 2 - used < (5 + own_layers) * block
     assert runner.step_costs is not None
     assert runner.step_costs.draft_seconds > 0.0
