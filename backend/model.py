@@ -1,3 +1,3 @@
-"""What Triton loads: this folder is a backend directory of the name `inflight`."""
+"""Entry point for Triton: this folder is the backend directory `inflight`."""
 
 from inflight.triton.model import TritonPythonModel as TritonPythonModel

@@ -1,11 +1,11 @@
-"""Batching on a CPU: our engine against `transformers` generate, one run, same weights and threads.
+"""Batching on a CPU: inflight against `transformers` generate, one run, same weights and threads.
 
     python benchmarks/cpu.py [--json FILE]
 
 Both get the float32 weights that the GGUF file dequantises to, the same prompts of 64 token ids and
-greedy decoding of 64 tokens with the end-of-sequence token ignored. `transformers` answers one
-request after another; ours gets one alone, and 16 at once. The rounds alternate between the two, so
-that a drift of the machine's speed touches both; quoted are medians with minimum and maximum.
+greedy decoding of 64 tokens with EOS ignored. `transformers` handles one request at a time;
+inflight gets one alone, and 16 at once. Rounds alternate between the two, so that a drift of the
+machine's speed affects both; reported are medians with minimum and maximum.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The engine alone on fixed workloads, against figures that another engine had on such a machine.
+"""The engine on fixed workloads, compared with another engine's figures on such a machine.
 
     python benchmarks/engine.py [--result FILE] [--bars FILE] [options of `inflight bench engine`]
 

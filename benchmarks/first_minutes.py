@@ -1,4 +1,4 @@
-"""What a newcomer waits for, from a fresh clone with empty caches to a stopped server.
+"""Time of a new user's first steps, from a fresh clone with empty caches to a stopped server.
 
     python benchmarks/first_minutes.py [--rounds N] [--json FILE]
 

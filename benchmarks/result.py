@@ -1,4 +1,4 @@
-"""A result file: the rows, and what one must know to read them."""
+"""A result file: the rows, with their context."""
 
 from __future__ import annotations
 

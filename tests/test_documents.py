@@ -1,4 +1,4 @@
-"""The README and the pages in docs/ keep their promises about themselves."""
+"""Consistency of the README and the pages in docs/."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 Device = Literal["auto", "cpu", "cuda", "echo"]
 Dtype = Literal["auto", "float32", "bfloat16"]
 
-# What 0 and "auto" resolve to, by device.
+# Values of 0 and "auto", by device.
 _CPU_DEFAULTS: dict[str, int | str] = {
     "dtype": "float32",
     "max_num_seqs": 64,
@@ -38,7 +38,7 @@ _DEFAULTS: dict[Device, dict[str, int | str]] = {
     "cuda": {"dtype": "bfloat16", "max_num_seqs": 256, "max_num_batched_tokens": 8192},
 }
 
-# What the kernels support.
+# Supported by the kernels.
 GPU_CAPABILITY = (8, 0)  # at least: Ampere
 GPU_BLOCK_SIZES = (16, 32, 64)
 GPU_HEAD_DIMS = (64, 96, 128, 256)
@@ -72,8 +72,8 @@ class Setting:
     own; `make generate` writes the reference page from them.
 
     Attributes:
-        meaning: sentences for people.
-        default: what the default means, where its value does not say it.
+        meaning: sentences for the reference page.
+        default: meaning of the default, if its value does not tell.
         former: a former name, which is accepted with a warning.
     """
 
@@ -214,7 +214,7 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
         Setting("Tokens of one prompt in one step.", default="the whole budget"),
     ] = None
     max_waiting: Annotated[
-        Count, Setting("Requests in the queue; more are refused with `capacity`.")
+        Count, Setting("Maximum queued requests; more are rejected with `capacity`.")
     ] = 1024
     enable_prefix_caching: Annotated[
         bool, Setting("Reuse the KV blocks of common prefixes.", former="prefix_cache")
@@ -283,7 +283,7 @@ def load(path: Path) -> EngineConfig:
 
 def _beside(path: Path, model: str, key: str) -> str:
     """A model's path, resolved against the folder of the file that names it."""
-    if model.startswith("package:") or "://" in model:  # `locate` refuses a URL as it was written
+    if model.startswith("package:") or "://" in model:  # `locate` rejects a URL
         return model
     try:
         return str((path.parent / Path(model).expanduser()).resolve())
@@ -314,13 +314,13 @@ def parse(raw: Any, where: str) -> EngineConfig:
 
 
 def setting(field: msgspec.structs.FieldInfo) -> Setting:
-    """What a field's annotation says of its setting."""
+    """The annotation of a setting's field."""
     (found,) = (part for part in field.type.__metadata__ if isinstance(part, Setting))
     return found
 
 
 def device_defaults(name: str) -> dict[str, int | str]:
-    """What the default of a setting resolves to, by device, where it depends on that."""
+    """The resolved default of a setting by device, if it depends on the device."""
     found = {"CPUs": _DEFAULTS["cpu"].get(name), "GPUs": _DEFAULTS["cuda"].get(name)}
     return {device: value for device, value in found.items() if value is not None}
 
@@ -426,7 +426,7 @@ def _is_within(value: Any, meta: Meta) -> bool:
 
 
 def allowed_values(annotation: Any) -> str:
-    """The values that a setting of this type takes, in words."""
+    """Text of the values allowed for a setting of this type."""
     return "; or ".join(_described(kind, meta) for kind, meta in _alternatives(annotation))
 
 

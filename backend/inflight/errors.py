@@ -1,13 +1,13 @@
 """Every error that inflight raises on purpose, in one tree.
 
     InflightError
-    ├── ConfigError      a setting, checkpoint or installation that cannot work: refused at load
-    ├── RequestError     what a client asked for is not allowed: its sender's to mend
+    ├── ConfigError      an unsupported setting, checkpoint or installation: refused at load
+    ├── RequestError     the request is not allowed: its sender has to change it
     ├── CapacityError    allowed, but not now: retry later
-    └── EngineError      the engine failed: nobody's request was at fault
+    └── EngineError      the engine failed: no request is at fault
 
-Each carries one sentence that says what is wrong, where, what is allowed and what to do.
-The border of a protocol (Triton's tensors, the engine's frames) maps `kind` and nothing else.
+Each message is one sentence: what is wrong, where, what is allowed and what to do.
+Protocol borders (Triton's tensors, the engine's frames) map `kind` and nothing else.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class ConfigError(InflightError):
 
 
 class RequestError(InflightError):
-    """A request that can never be served as it is.
+    """A request that can never be served as sent.
 
     Args:
         message: what is wrong and what is allowed.
@@ -59,7 +59,7 @@ KINDS = frozenset(_BY_KIND)
 
 
 def from_kind(kind: str, message: str) -> InflightError:
-    """The error that crossed a process border as (kind, message)."""
+    """Rebuild an error that crossed a process border as (kind, message)."""
     return _BY_KIND.get(kind, EngineError)(message)
 
 

@@ -1,4 +1,4 @@
-"""Where our processes log: to standard error, which is the server's log."""
+"""Logging of our processes: to standard error, which is the server's log."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 
 
 def level() -> str:
-    """That the environment asks for.
+    """The log level set in the environment.
 
     Raises:
         ConfigError: there is no such level.
@@ -25,7 +25,7 @@ def level() -> str:
 
 
 def begin() -> None:
-    """Log from now on.
+    """Configure logging.
 
     Raises:
         ConfigError: see `level`.

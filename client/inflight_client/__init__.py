@@ -1,4 +1,4 @@
-"""A client of inflight's ensembles, over gRPC.
+"""gRPC client for inflight's ensembles.
 
     with Client("127.0.0.1:8001") as client:
         print(client.generate("The capital of France is", max_tokens=8).text)
@@ -6,7 +6,7 @@
             for delta in stream:
                 print(delta.text, end="", flush=True)
 
-It shares a wire format with the server and no code: it works from any machine that reaches one.
+It shares the wire format with the server but no code, so it can be installed on any machine.
 """
 
 from inflight_client.client import Client as Client

@@ -21,9 +21,9 @@ DEFAULT_URL = address.DEFAULT_URL
 GENERATE = "generate"
 CHAT = "chat"
 
-# Of a question about readiness, where the client has no timeout.
+# Timeout of readiness queries if the client has none.
 _READY_TIMEOUT_S = 5.0
-# Lets Triton end a stream with the status code of an error, not with a message in a good stream.
+# Makes Triton end a stream with an error status code instead of a message in a successful stream.
 _METADATA = (("triton_grpc_error", "true"),)
 _CHANNEL_OPTIONS = (
     ("grpc.max_send_message_length", -1),
@@ -32,16 +32,16 @@ _CHANNEL_OPTIONS = (
 
 
 class TextStream:
-    """The deltas of one request as they come. Closing it early, or leaving its `with` block,
-    cancels the request; so does losing the last reference.
+    """The deltas of one request as they arrive. Closing it early, leaving its `with` block, or
+    dropping the last reference cancels the request.
 
-    Iterating raises ClientError and its kin, among them ServerError when the stream ends before
-    its last response.
+    Iterating raises ClientError or a subclass; ServerError if the stream ends before its last
+    response.
 
     Args:
         call: gRPC's.
-        num_outputs: that were asked for.
-        to_error: the error of ours that a failed call stands for.
+        num_outputs: number of outputs requested.
+        to_error: converts a failed call to a ClientError.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class TextStream:
             if message.error_message:
                 self.close()
                 raise errors.from_message(message.error_message)
-            # The next call reads on to the status, so that the call ends well on both sides.
+            # The next call reads the status, so that the call ends cleanly on both sides.
             self._ready += _deltas(tensors.outputs(message.infer_response))
         if not self._ready:
             raise StopIteration
@@ -95,23 +95,23 @@ class TextStream:
         self.close()
 
     def __del__(self) -> None:
-        with contextlib.suppress(Exception):  # the interpreter may be going down
+        with contextlib.suppress(Exception):  # the interpreter may be shutting down
             self.close()
 
     def close(self) -> None:
-        """Cancel what is still running. May be called twice, and from another thread."""
+        """Cancel the request if it is still running. Idempotent and thread-safe."""
         self._ended = True
         self._call.cancel()
 
     def completion(self) -> Completion:
-        """What is left of the stream, as one: of several outputs, the first."""
+        """Read the rest of the stream as one completion; with several outputs, the first."""
         return self.completions()[0]
 
     def completions(self) -> list[Completion]:
-        """What is left of the stream: each of n outputs as one, in their order."""
+        """Read the rest of the stream as one completion per output, in order."""
         deltas = list(self)
         if not deltas:
-            raise errors.ServerError("the stream was read to its end before")
+            raise errors.ServerError("the stream has already been read to its end")
         by_output: dict[int, list[Delta]] = {}
         for delta in deltas:
             by_output.setdefault(delta.index, []).append(delta)
@@ -119,7 +119,7 @@ class TextStream:
 
 
 def _deltas(values: dict[str, list[Any]]) -> list[Delta]:
-    """Of one response; none of the empty final one, where a server sends it."""
+    """The deltas of one response; none for an empty final one."""
     texts = values.get("text_output", [])
 
     def of(name: str, otherwise: Any) -> list[Any]:
@@ -127,7 +127,7 @@ def _deltas(values: dict[str, list[Any]]) -> list[Delta]:
 
     (num_input_tokens, *_) = values.get("num_input_tokens", [0])
     (of_prompt, *_) = values.get("prompt_logprobs", [""])
-    # There is one prompt, whatever the number of outputs.
+    # There is one prompt for all outputs.
     of_prompts = [of_prompt] + [""] * (len(texts) - 1)
     return [
         Delta(
@@ -152,16 +152,16 @@ def _deltas(values: dict[str, list[Any]]) -> list[Delta]:
 
 
 class Client:
-    """Talks to one server. Threads may share it.
+    """A connection to one server. Thread-safe.
 
     Args:
-        url: host:port of the server's gRPC endpoint; `grpc://` or `http://` may stand before it.
-        generate_model: name of the ensemble that takes a prompt.
-        chat_model: name of the ensemble that takes messages.
+        url: host:port of the server's gRPC endpoint, optionally with `grpc://` or `http://`.
+        generate_model: name of the ensemble for prompts.
+        chat_model: name of the ensemble for messages.
         timeout: seconds for each request as a whole; None for no limit.
 
     Raises:
-        InvalidRequest: the url or the timeout cannot be one.
+        InvalidRequest: the url or the timeout is invalid.
     """
 
     def __init__(
@@ -191,14 +191,14 @@ class Client:
         self.close()
 
     def close(self) -> None:
-        """Close the connection; streams that are still open are cancelled."""
+        """Close the connection; open streams are cancelled."""
         self._channel.close()
 
     def is_ready(self) -> bool:
-        """Whether the server answers and all its models are loaded.
+        """Whether the server is ready and all its models are loaded.
 
         Raises:
-            ClientError: no server answers.
+            ClientError: the server does not respond.
         """
         return self._is_ready(self._stub.ServerReady, service_pb2.ServerReadyRequest())
 
@@ -206,43 +206,43 @@ class Client:
         """Whether the server has a model of this name and it is loaded.
 
         Raises:
-            ClientError: no server answers.
+            ClientError: the server does not respond.
         """
         return self._is_ready(self._stub.ModelReady, service_pb2.ModelReadyRequest(name=name))
 
     def generate(self, prompt: str, **options: Unpack[Options]) -> Completion:
-        """Continue a prompt, in one way: `generate_several` takes n.
+        """Complete a prompt, with one output; see `generate_several` for n.
 
         Raises:
-            ClientError: one of the tree in `inflight_client.errors`.
+            ClientError: see `inflight_client.errors`.
         """
-        _refuse_several(options, "generate_several(...) gives all of them")
+        _refuse_several(options, "use generate_several(...)")
         return self._send(self.generate_model, "text_input", prompt, False, options).completion()
 
     def generate_several(self, prompt: str, **options: Unpack[Options]) -> list[Completion]:
-        """Continue a prompt in n ways; n is one of the options.
+        """Complete a prompt with n outputs; n is one of the options.
 
         Raises:
-            ClientError: one of the tree in `inflight_client.errors`.
+            ClientError: see `inflight_client.errors`.
         """
         return self._send(self.generate_model, "text_input", prompt, False, options).completions()
 
     def stream(self, prompt: str, **options: Unpack[Options]) -> TextStream:
-        """Continue a prompt; the request is on its way when this returns."""
+        """Complete a prompt, streaming; the request has been sent when this returns."""
         return self._send(self.generate_model, "text_input", prompt, True, options)
 
     def chat(self, messages: Sequence[Message], **options: Unpack[Options]) -> Completion:
-        """Answer a chat, in one way: `chat_stream(...).completions()` takes n.
+        """Complete a chat, with one output; see `chat_stream(...).completions()` for n.
 
         Raises:
-            ClientError: one of the tree in `inflight_client.errors`.
+            ClientError: see `inflight_client.errors`.
         """
-        _refuse_several(options, "chat_stream(...).completions() gives all of them")
+        _refuse_several(options, "use chat_stream(...).completions()")
         text = _dump(messages)
         return self._send(self.chat_model, "messages", text, False, options).completion()
 
     def chat_stream(self, messages: Sequence[Message], **options: Unpack[Options]) -> TextStream:
-        """Answer a chat; the request is on its way when this returns."""
+        """Complete a chat, streaming; the request has been sent when this returns."""
         return self._send(self.chat_model, "messages", _dump(messages), True, options)
 
     def _send(
@@ -253,7 +253,7 @@ class Client:
         tensors.add_input(request, "stream", "BOOL", stream)
         for name, datatype, value in tensors_of(options):
             tensors.add_input(request, name, datatype, value)
-        # The iterator of one request half-closes the stream: the server ends it after the answer.
+        # The iterator of one request half-closes the stream: the server ends it after the response.
         return TextStream(
             self._stub.ModelStreamInfer(iter([request]), timeout=self._timeout, metadata=_METADATA),
             num_outputs(options),
@@ -275,7 +275,9 @@ class Client:
 
 def _refuse_several(options: Options, remedy: str) -> None:
     if (n := num_outputs(options)) > 1:
-        raise errors.InvalidRequest(f"n: {n} outputs do not fit into one completion; {remedy}")
+        raise errors.InvalidRequest(
+            f"n: {n} outputs requested, but this method returns one; {remedy}"
+        )
 
 
 def _dump(messages: Sequence[Message]) -> str:

@@ -1,4 +1,4 @@
-"""What comes back."""
+"""Results: deltas, completions and logprobs."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from inflight_client.errors import ServerError
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A token that might stand at a place in the text, and what the model thinks of it.
+    """A candidate token at a position, with its log-probability.
 
     Attributes:
         token_id: the token.
         logprob: its log-probability, before penalties, biases and temperature.
-        rank: 1 for the likeliest.
-        text: its text by itself.
+        rank: 1 for the most probable token.
+        text: its text.
     """
 
     token_id: int
@@ -26,8 +26,8 @@ class Candidate:
 
 
 Logprobs = tuple[tuple[Candidate, ...], ...]
-"""For each token of an output or a prompt: itself, then the likeliest ones but for itself. Nothing
-for the first token of a prompt."""
+"""For each token of an output or a prompt: the token itself, then the most probable other ones.
+Empty for the first token of a prompt."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,14 +35,14 @@ class Delta:
     """One response of a stream.
 
     Attributes:
-        text: what is new; the texts of all deltas, joined, are the whole output.
+        text: new text; the texts of all deltas concatenated are the whole output.
         finish_reason: `stop`, `length` or `cancelled` in the last one, None before.
         num_input_tokens: of the prompt; the same in each.
-        num_output_tokens: of this response alone. One response may carry several tokens.
-        logprobs: of these tokens, where num_logprobs was asked for.
-        index: of n outputs, the one that this belongs to.
-        prompt_logprobs: of the prompt's next tokens, where num_prompt_logprobs or echo asked for
-            them: from the first output token on, all have come.
+        num_output_tokens: of this response only; may be more than one.
+        logprobs: of these tokens, if num_logprobs was set.
+        index: of the output, if there are several.
+        prompt_logprobs: of the prompt's next tokens, if num_prompt_logprobs or echo was set;
+            complete with the first output token.
     """
 
     text: str
@@ -59,13 +59,13 @@ class Completion:
     """A whole output.
 
     Attributes:
-        text: the output without the prompt, unless `echo=True` was asked for.
+        text: the output, without the prompt unless `echo=True`.
         finish_reason: `stop`, `length` or `cancelled`.
         num_input_tokens: of the prompt, chat template included.
         num_output_tokens: of the output.
-        logprobs: of its tokens, where num_logprobs was asked for.
-        prompt_logprobs: of the prompt's tokens, where num_prompt_logprobs or echo asked for them;
-            of several outputs the first has them.
+        logprobs: of its tokens, if num_logprobs was set.
+        prompt_logprobs: of the prompt's tokens, if num_prompt_logprobs or echo was set; only in the
+            first of several outputs.
     """
 
     text: str
@@ -77,7 +77,7 @@ class Completion:
 
 
 def joined(deltas: list[Delta]) -> Completion:
-    """The deltas of one output, all of them, as a whole."""
+    """Concatenate all deltas of one output."""
     return Completion(
         text="".join(delta.text for delta in deltas),
         finish_reason=deltas[-1].finish_reason or "",
@@ -89,11 +89,11 @@ def joined(deltas: list[Delta]) -> Completion:
 
 
 def read_logprobs(text: str, output: str = "logprobs") -> Logprobs:
-    """The output `logprobs`, or another one like it: a JSON list of {id: {logprob, rank,
-    decoded_token}} or null, or nothing.
+    """Parse the output `logprobs` or one of the same format: a JSON list of {id: {logprob, rank,
+    decoded_token}} or null, or "".
 
     Raises:
-        ServerError: it is something else.
+        ServerError: invalid format.
     """
     if not text:
         return ()

@@ -1,14 +1,14 @@
 """Every error that a client raises, in one tree.
 
     ClientError
-    ├── InvalidRequest     the server or the client refused what was asked: mend the request
-    ├── Unavailable        the server cannot take it now: retry later
-    ├── Cancelled          it was cancelled, by us or by the server
-    ├── TimedOut           the timeout that the caller gave has passed
-    ├── ServerError        the server failed: the request was not at fault
-    └── ConnectionFailed   no server, or the connection to it broke
+    ├── InvalidRequest     rejected by the server or the client: correct the request
+    ├── Unavailable        the server cannot accept it now: retry later
+    ├── Cancelled          cancelled by the client or the server
+    ├── TimedOut           the caller's timeout has expired
+    ├── ServerError        the server failed; the request is not at fault
+    └── ConnectionFailed   no server, or the connection was lost
 
-gRPC's status codes and Triton's messages are mapped to them here and nowhere else.
+gRPC's status codes and Triton's messages are mapped to them only here.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class ConnectionFailed(ClientError):
 
 
 BY_CODE: dict[grpc.StatusCode, type[ClientError]] = {
-    grpc.StatusCode.OK: ServerError,  # an error with this code is no error of ours
+    grpc.StatusCode.OK: ServerError,  # not expected with an error
     grpc.StatusCode.CANCELLED: Cancelled,
     grpc.StatusCode.UNKNOWN: ServerError,
     grpc.StatusCode.INVALID_ARGUMENT: InvalidRequest,
@@ -66,7 +66,7 @@ BY_CODE: dict[grpc.StatusCode, type[ClientError]] = {
     grpc.StatusCode.DATA_LOSS: ServerError,
 }
 
-# gRPC reports a lost connection as UNAVAILABLE too, in words of its own.
+# gRPC reports a lost connection as UNAVAILABLE too, with these messages.
 _TRANSPORT = re.compile(
     r"failed to connect|socket closed|connection (?:reset|refused|closed|timed out)|broken pipe"
     r"|stream removed|goaway|endpoint closing|transport closed|dns resolution|recvmsg"
@@ -74,7 +74,7 @@ _TRANSPORT = re.compile(
     re.IGNORECASE,
 )
 
-# Triton sends some errors inside a stream that ends well, without a code.
+# Triton sends some errors as messages in a successful stream, without a code.
 _MESSAGES: tuple[tuple[re.Pattern[str], type[ClientError]], ...] = (
     (
         re.compile(r"no available versions|[Ss]erver is stopping|not ready|[Uu]navailable"),
@@ -90,12 +90,12 @@ _MESSAGES: tuple[tuple[re.Pattern[str], type[ClientError]], ...] = (
 
 
 def from_rpc(error: grpc.RpcError, hint: str = "", timeout: float | None = None) -> ClientError:
-    """The error that a failed call stands for.
+    """Convert a failed call to a ClientError.
 
     Args:
         error: gRPC's.
-        hint: what to check where the connection failed.
-        timeout: seconds that the call was given.
+        hint: what to check if the connection failed.
+        timeout: seconds, as set by the caller.
     """
     hint = hint and f" ({hint})"
     if not isinstance(error, grpc.Call):
@@ -110,7 +110,7 @@ def from_rpc(error: grpc.RpcError, hint: str = "", timeout: float | None = None)
 
 
 def from_message(message: str) -> ClientError:
-    """The error that a message inside a stream stands for."""
+    """Convert an error message in a stream to a ClientError."""
     for pattern, kind in _MESSAGES:
         if pattern.search(message):
             return kind(message)

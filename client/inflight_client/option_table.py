@@ -10,13 +10,13 @@ from typing import Any, TypedDict
 
 
 class Options(TypedDict, total=False):
-    """Options of a generation; what is left out is the server's choice.
+    """Options of a generation; omitted ones use the server's defaults.
 
-    The ranges are the server's to check; its error names the option.
+    The server checks the ranges; its error names the option.
 
-    logit_bias is token id -> what is added to its logit. It travels as the two tensors
-    `logit_bias_ids` and `logit_bias_values`. sampling_parameters and guided_decoding_guide travel
-    as strings; what is given as a mapping, or a guide as a list, is written as JSON.
+    logit_bias is token id -> bias. It is sent as the two tensors `logit_bias_ids` and
+    `logit_bias_values`. sampling_parameters and guided_decoding_guide are sent as strings; a
+    mapping, or a guide given as a list, is encoded as JSON.
     """
 
     max_tokens: int
@@ -108,7 +108,7 @@ class Options(TypedDict, total=False):
     score higher.
     """
     exclude_input_in_output: bool
-    """False puts the prompt in front of the output."""
+    """False prepends the prompt to the output."""
     echo: bool
     """True puts the prompt in front of the output."""
     return_num_input_tokens: bool

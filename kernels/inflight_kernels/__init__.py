@@ -1,1 +1,1 @@
-"""The ops of a transformer, one module per family; `reference` defines what is right."""
+"""Transformer ops, one module per family; `torch_ops` is the reference implementation."""

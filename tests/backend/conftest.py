@@ -1,4 +1,4 @@
-"""What several tests of the backend start from."""
+"""Fixtures shared by the backend's tests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Settings that cannot work are refused with the file, the key and what is allowed."""
+"""Invalid settings are rejected with the file, the key and what is allowed."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""What is said with drafts has the distribution of what is said without: the model's own.
+"""Outputs with drafts have the same distribution as without: the model's own.
 
-A model of eight tokens, in which the last one decides about the next, is sampled as the engine
-does it: logits of a step's rows, the choice of tokens, the verification of drafts. The counts of
-what followed what are held against the exact probabilities (Pearson's chi-square test).
+A Markov model of eight tokens is sampled as in the engine: logits of a step's rows, sampling,
+verification of drafts. Transition counts are compared with the exact probabilities (Pearson's
+chi-square test).
 """
 
 from __future__ import annotations

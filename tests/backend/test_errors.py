@@ -1,4 +1,4 @@
-"""Errors keep their kind and their sentence across a process border."""
+"""Errors keep their kind and message across processes."""
 
 from __future__ import annotations
 

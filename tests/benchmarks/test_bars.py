@@ -1,4 +1,4 @@
-"""What a benchmark of the engine is compared with."""
+"""Reference figures of the engine's benchmark."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The scripts in benchmarks/ that put results together."""
+"""The scripts in benchmarks/ that aggregate results."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""No foreign error is left unmapped."""
+"""Every error of gRPC and Triton is mapped."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Each bad input is answered with an error that names it, and costs nobody else anything.
+"""Each bad input fails with an error that names it, without affecting other requests.
 
-The numbers are those of a catalogue of 107 bad inputs for LLM servers; those of the HTTP layer,
-of authentication and of what this version does not offer stand elsewhere. After each case the
-canary answers the same, a stream that ran through it is untouched, and all KV blocks are free.
+The numbers are those of a catalogue of 107 bad inputs for LLM servers; those of the HTTP layer, of
+authentication and of unsupported features are not included. After each case a canary request
+returns the same, a concurrent stream is intact, and all KV blocks are free.
 """
 
 import http.client

@@ -1,5 +1,5 @@
-"""A request whose client has gone ends within two steps and gives its blocks back, on whatever way
-the engine learns of it. The small model needs minutes for what is asked here."""
+"""A request of a disconnected client ends within two steps and releases its blocks, however the
+engine detects it. The small model would need minutes for these requests."""
 
 import contextlib
 import http.client

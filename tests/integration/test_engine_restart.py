@@ -1,4 +1,4 @@
-"""The engine is a process of its own: killed, it costs what was in flight and nothing else."""
+"""Killing the engine process fails only the requests in flight."""
 
 import os
 import signal

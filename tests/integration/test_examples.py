@@ -1,4 +1,4 @@
-"""The scripts in examples/ run against a server and print what they promise."""
+"""The scripts in examples/ run against a server and print the documented output."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a client gets from a real server, over gRPC and HTTP."""
+"""Responses of a real server over gRPC and HTTP."""
 
 import json
 import threading

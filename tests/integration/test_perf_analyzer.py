@@ -1,4 +1,4 @@
-"""Triton's own load generator runs against us without an error."""
+"""Triton's perf_analyzer runs against the server without errors."""
 
 from __future__ import annotations
 

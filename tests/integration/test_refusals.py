@@ -1,10 +1,10 @@
-"""Whatever is wrong with a request costs its sender an error, and the server nothing.
+"""Any invalid request yields an error for its sender and does not harm the server.
 
-Where a client asks for status codes, tritonserver 2.51 can crash on an error that comes too soon
-after its request (see delayed_errors.py). So a foreign client asks for them here, on one channel.
-The server has just started and runs on one core, which is where it crashed soonest: within 15
-refusals by an ensemble's first step, by a later step, or by a model that was called directly.
-The statuses and texts are those of the version in which it crashed.
+If a client requests status codes, tritonserver 2.51 can crash on an error that comes too soon after
+its request (see delayed_errors.py). So a plain client requests them here, on one channel. The
+server has just started and runs on one core, where it crashed soonest: within 15 rejected requests,
+by an ensemble's first step, by a later step, or by a model that was called directly. The statuses
+and texts are those of the version in which it crashed.
 """
 
 from __future__ import annotations

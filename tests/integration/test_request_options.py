@@ -1,4 +1,4 @@
-"""Several outputs, outputs that must match, and drafts: asked for by tensors, answered by them."""
+"""Several outputs, structured outputs and drafts: requested and returned as tensors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How long until a server answers: the command a person types, from a cold start."""
+"""Time until a server is ready, by the documented command, from a cold start."""
 
 from __future__ import annotations
 

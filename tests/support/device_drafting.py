@@ -1,4 +1,4 @@
-"""What holds of drafting on a device, whether its kernels run or their definitions.
+"""Tests of drafting on a device, shared by the kernels and their reference implementations.
 
 Tests inherit `DraftingClaims` and have a fixture `rig`.
 """

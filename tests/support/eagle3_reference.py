@@ -1,4 +1,4 @@
-"""EAGLE-3's head as it is published, in plain torch without a cache (see `models.eagle3`)."""
+"""The published EAGLE-3 head, in plain torch without a cache (see `models.eagle3`)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runners without a model: one counts, the other one remembers what each KV slot holds."""
+"""Runners without a model: one counts, the other one tracks the contents of KV slots."""
 
 from __future__ import annotations
 

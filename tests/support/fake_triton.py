@@ -1,5 +1,4 @@
-"""A KServe gRPC server in this process that answers as a script says: what the client's tests talk
-to."""
+"""A scripted KServe gRPC server in this process, for the client's tests."""
 
 from __future__ import annotations
 

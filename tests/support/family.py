@@ -1,4 +1,4 @@
-"""Tiny random checkpoints of any family, made by transformers, and what it says of their logits.
+"""Tiny random checkpoints of any family, made by transformers, with its logits as reference.
 
 Zeros hide bugs: norms are near 1, biases are not 0, heads are not hidden_size / num_heads wide, and
 texts are longer than the windows.

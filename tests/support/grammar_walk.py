@@ -1,4 +1,4 @@
-"""Random outputs that a grammar allows: what a model could write that has no idea of it."""
+"""Random outputs that a grammar allows, as from an untrained model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""GrammarQueue for tests, by way of a compiler and without one."""
+"""Grammars for tests, with a compiler and without one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Memory that shows what a kernel wrote: all of its own, and nothing beside it."""
+"""Memory that detects out-of-bounds and missing writes of a kernel."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""What the kernels of a step do, by their definitions in torch, and a GPU's runner on the CPU.
+"""The kernels of a step replaced by their torch definitions, to run the GPU runner on the CPU.
 
-With `install` a `CudaRunner` runs without a GPU: its launches happen at once and in order, in
-float32, and a recorded CUDA graph is a call that is made again. That the kernels themselves do the
-same is for the tests of the kernels, on a GPU.
+With `install` a `CudaRunner` runs without a GPU: its launches execute immediately and in order, in
+float32, and a captured CUDA graph is a call that is repeated. The kernels themselves are tested on
+a GPU.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A bare KServe client for tests: it can say what a well-behaved one cannot."""
+"""A bare KServe client for tests, which can also send invalid requests."""
 
 from __future__ import annotations
 

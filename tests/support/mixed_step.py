@@ -1,4 +1,4 @@
-"""One step of a GPU's model, with chunks of three texts, on any device."""
+"""One step of a GPU model with chunks of three texts, on any device."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
-"""What a step of a GPU's runner has not written is not what it reads.
+"""Detects reads of memory that a step of the GPU runner has not written.
 
-All that lies in a runner's memory from the step before, or from nobody, is made unfit for use: NaN,
-or numbers that are no token, no slot and no block. Tables of blocks stay: what is behind their ends
-is looked at and not used.
+All stale or uninitialised memory of a runner is poisoned: NaN, or numbers that are not a valid
+token, slot or block. Block tables are kept: entries past their ends are read but not used.
 """
 
 from __future__ import annotations

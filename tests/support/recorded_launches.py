@@ -1,7 +1,7 @@
-"""Which kernels a GPU's runner launches, without a GPU.
+"""The kernels that a GPU runner launches, without a GPU.
 
 Within `recording` a `CudaRunner` has its memory on torch's meta device, where tensors have shapes
-and no values, and launches are recorded. So models of any size start.
+but no values, and launches are recorded. So models of any size can be started.
 """
 
 from __future__ import annotations

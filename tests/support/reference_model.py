@@ -1,4 +1,4 @@
-"""What the model itself says of each position of a text, on the CPU in float32."""
+"""The model's own logprobs at each position of a text, on the CPU in float32."""
 
 from __future__ import annotations
 

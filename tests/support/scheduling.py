@@ -1,4 +1,4 @@
-"""Sequences, searches and a scheduler of a few small blocks, and the turns of an engine's loop."""
+"""Sequences, beam searches and a scheduler with a few small blocks, and an engine's loop."""
 
 from __future__ import annotations
 

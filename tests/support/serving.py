@@ -1,7 +1,7 @@
 """Real tritonservers, one per device and session, on free ports of 127.0.0.1.
 
-They end with the session, and by themselves when it is killed: tritonserver when the thread that
-started it ends, its stubs and engines when tritonserver does.
+They end with the session, even if it is killed: tritonserver when the thread that started it ends,
+its stubs and engines when tritonserver exits.
 """
 
 from __future__ import annotations

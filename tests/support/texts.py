@@ -1,5 +1,5 @@
 # ruff: noqa: RUF001 - letters of other scripts look like Latin ones
-"""Three hundred texts: twenty scripts, plain and with what breaks naive streaming.
+"""Three hundred texts: twenty scripts, plain and with characters that break naive streaming.
 
 Each script has three sentences; each sentence comes as it is, with emoji, with joined emoji
 (zero-width joiners, skin tones, flags), with combining and invisible marks, and amid code, numbers

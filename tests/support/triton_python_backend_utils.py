@@ -1,7 +1,7 @@
-"""A stand-in for the module that Triton's stub gives to a Python model: the part that we use.
+"""A fake of the module that Triton's stub provides to a Python model: the parts that are used.
 
-It is stricter than the real one where a mistake would crash or hang the server: a sender that has
-sent its final response refuses everything that follows.
+It is stricter than the real one where a mistake would crash or hang the server: a sender rejects
+everything after its final response.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Small tokenizers of the two families, as the checkpoints that carry them."""
+"""Small tokenizers of the two families, as checkpoints."""
 
 import functools
 import json

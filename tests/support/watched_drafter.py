@@ -1,4 +1,4 @@
-"""A GPU's drafter under observation, wherever its kernels or their definitions run."""
+"""An instrumented GPU drafter, on kernels or their reference implementations."""
 
 from __future__ import annotations
 

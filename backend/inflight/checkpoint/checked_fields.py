@@ -1,4 +1,4 @@
-"""Settings of a checkpoint, read with a check of type and range."""
+"""Settings of a checkpoint, read with checks of type and range."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class CheckedFields:
         return ConfigError(f"{self.where}: {what}")
 
     def __contains__(self, key: str) -> bool:
-        """Whether the key is there, be it as null."""
+        """Whether the key is present, even if null."""
         return key in self._raw
 
     def get(self, key: str, default: Any = None) -> Any:
@@ -38,16 +38,16 @@ class CheckedFields:
     def text(self, key: str) -> str:
         value = self.get(key)
         if value is None:
-            raise self.error(f"{key}: is missing")
+            raise self.error(f"{key} is missing")
         if not isinstance(value, str):
-            raise self.error(f"{key}: {value!r} is not a name")
+            raise self.error(f"{key}: {value!r} is not a string")
         return value
 
     def count(self, key: str, default: int | None = None) -> int:
         value = self.get(key, default)
         if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value < 1 << 31:
-            shown = "differs by layer" if isinstance(value, GgufArray) else repr(value)
-            raise self.error(f"{key}: {shown}; allowed: one whole number, 1 or more")
+            shown = "varies by layer" if isinstance(value, GgufArray) else repr(value)
+            raise self.error(f"{key}: {shown}; allowed: an integer of at least 1")
         return value
 
     def number(self, key: str, default: float | None = None, low: float = 1e-30) -> float:
@@ -64,7 +64,7 @@ class CheckedFields:
         return value
 
     def token_ids(self, *keys: str) -> tuple[int, ...]:
-        """The ids under all of these keys: each holds one, or a list; in order, without repeats."""
+        """The ids of all these keys, each an id or a list; in order, without duplicates."""
         found: list[int] = []
         for key in keys:
             value = self.get(key)

@@ -1,7 +1,7 @@
-"""The header of a GGUF file, read without trust: what it says must fit what is there.
+"""GGUF header parser for untrusted files: all sizes are checked against the file.
 
-Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. The vocabulary is walked over,
-not read: 100 000 Python strings that no forward pass needs.
+Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. Arrays such as the vocabulary are
+skipped: no forward pass needs 100 000 Python strings.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _SCALARS = {
 
 @dataclass(frozen=True, slots=True)
 class GgufArray:
-    """A metadata array that was walked over: how many items it has."""
+    """A metadata array that was skipped; count is its number of items."""
 
     count: int
 
@@ -53,8 +53,8 @@ class GgufTensor:
     """One entry of the tensor table.
 
     Attributes:
-        shape: slowest dimension first, as numpy has it (the file has it the other way round).
-        type: how the numbers are stored; a GGMLQuantizationType.
+        shape: slowest dimension first, as in numpy (reversed in the file).
+        type: storage type; a GGMLQuantizationType.
         data: its bytes, a view into the mapped file.
     """
 
@@ -64,15 +64,15 @@ class GgufTensor:
 
 
 class GgufFile:
-    """A mapped GGUF file whose header has been checked.
+    """A memory-mapped GGUF file with a validated header.
 
     Attributes:
         path: of the file.
         metadata: scalars and strings by key; a GgufArray for each array.
-        tensors: by name, in the order of the file.
+        tensors: by name, in file order.
 
     Raises:
-        ConfigError: not a GGUF file of version 2 or 3, cut off, or inconsistent.
+        ConfigError: not a GGUF file of version 2 or 3, truncated, or inconsistent.
     """
 
     def __init__(self, path: Path) -> None:
@@ -88,10 +88,10 @@ class GgufFile:
         try:
             self._read()
         except (struct.error, UnicodeDecodeError) as error:
-            raise self._broken(f"its header is cut off or damaged ({error})") from None
+            raise self._broken(f"truncated or corrupt header ({error})") from None
 
     def _broken(self, what: str) -> ConfigError:
-        return ConfigError(f"{self.path}: {what}; fetch the file again")
+        return ConfigError(f"{self.path}: {what}; download the file again")
 
     def _read(self) -> None:
         if self._bytes[:4] != b"GGUF":
@@ -120,7 +120,7 @@ class GgufFile:
     def _skip(self, size: int) -> None:
         self._position += size
         if self._position > len(self._bytes):
-            raise self._broken("its header is cut off")
+            raise self._broken("truncated header")
 
     def _string(self) -> str:
         size = self._scalar("<Q")
@@ -134,7 +134,7 @@ class GgufFile:
         if kind == _ARRAY:
             return self._array()
         if kind not in _SCALARS:
-            raise self._broken(f"a metadata value of the unknown type {kind}")
+            raise self._broken(f"a metadata value of unknown type {kind}")
         return self._scalar(_SCALARS[kind])
 
     def _array(self) -> GgufArray:
@@ -147,16 +147,16 @@ class GgufFile:
                 (size,) = struct.unpack_from("<Q", self._bytes, position)
                 position += 8 + size
                 if position > end:
-                    raise self._broken("its header is cut off")
+                    raise self._broken("truncated header")
             self._position = position
         else:
-            raise self._broken(f"a metadata array of the type {kind}")
+            raise self._broken(f"a metadata array of type {kind}")
         return GgufArray(count)
 
     def _tensor_entry(self) -> tuple[str, tuple[int, ...], int, int]:
         name, num_dims = self._string(), self._scalar("<I")
         if num_dims > _MAX_DIMS:
-            raise self._broken(f"the tensor {name!r} has {num_dims} dimensions")
+            raise self._broken(f"tensor {name!r} has {num_dims} dimensions")
         shape = tuple(self._scalar("<Q") for _ in range(num_dims))[::-1]
         return name, shape, self._scalar("<I"), self._scalar("<Q")
 
@@ -172,28 +172,28 @@ class GgufFile:
                 kind = GGMLQuantizationType(type_id)
             except ValueError:
                 raise ConfigError(
-                    f"{self.path}: the tensor {name!r} has the unknown type {type_id}; "
-                    "a newer `gguf` package may know it"
+                    f"{self.path}: tensor {name!r} has the unknown type {type_id}; "
+                    "a newer `gguf` package may support it"
                 ) from None
             block_len, block_bytes = GGML_QUANT_SIZES[kind]
             if not shape or shape[-1] % block_len:
-                raise self._broken(f"the tensor {name!r} has rows of {shape[-1:]} {kind.name}")
+                raise self._broken(f"tensor {name!r} has rows of {shape[-1:]} {kind.name}")
             begin = base + offset
             end = begin + math.prod(shape) // block_len * block_bytes
             if offset % alignment or end > len(everything):
-                raise self._broken(f"the tensor {name!r} lies outside the file: it is cut off")
+                raise self._broken(f"tensor {name!r} extends beyond the end of the file: truncated")
             if name in self.tensors:
-                raise self._broken(f"the tensor {name!r} occurs twice")
+                raise self._broken(f"duplicate tensor {name!r}")
             spans.append((begin, end, name))
             self.tensors[name] = GgufTensor(shape, kind, everything[begin:end])
         check_overlap(self.path, spans)
 
 
 def check_overlap(path: Path, spans: list[tuple[int, int, str]]) -> None:
-    """Refuse tensors that share bytes: (begin, end, name) each, end exclusive."""
+    """Raise ConfigError if tensors share bytes; spans are (begin, end, name), end exclusive."""
     spans = sorted(span for span in spans if span[0] < span[1])
     for (_, end, name), (begin, _, following) in itertools.pairwise(spans):
         if begin < end:
             raise ConfigError(
-                f"{path}: the tensors {name!r} and {following!r} overlap; fetch the file again"
+                f"{path}: tensors {name!r} and {following!r} overlap; download the file again"
             )

@@ -1,4 +1,4 @@
-"""Where a model's files are. Knows no tensors and no tokens, only files."""
+"""Finds a model's files."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Checkpoint:
     Attributes:
         path: of the file or folder.
         format: which of the two.
-        random_weights: its weights are drawn, whatever is there.
+        random_weights: generate random weights instead of reading any.
     """
 
     path: Path
@@ -32,14 +32,14 @@ class Checkpoint:
 
 
 def locate(model: str) -> Checkpoint:
-    """Find the checkpoint that a `model` setting names.
+    """Find the checkpoint that the setting `model` refers to.
 
     Args:
         model: path of a GGUF file, of a Hugging Face folder, or of a folder with one GGUF file;
-            or `package:NAME`, an installed distribution that carries a GGUF file.
+            or `package:NAME`, an installed distribution that contains a GGUF file.
 
     Raises:
-        ConfigError: nothing usable is there; says what was looked for.
+        ConfigError: no usable checkpoint; with what was looked for.
     """
     try:
         path = _in_package(model) if model.startswith(PACKAGE_PREFIX) else Path(model).expanduser()
@@ -57,21 +57,20 @@ def locate(model: str) -> Checkpoint:
         found = sorted(path.glob("*.gguf"))
         if len(found) == 1:
             return Checkpoint(found[0], "gguf")
-        what = "several .gguf files: name one" if found else "no config.json and no .gguf file"
+        what = "several .gguf files: specify one" if found else "no config.json and no .gguf file"
         raise ConfigError(f"model: the folder {path} has {what}")
-    # What begins otherwise may be meant as a name on the Hugging Face Hub, or be a URL, of which a
-    # Path drops a slash.
+    # Anything else may be a Hugging Face Hub id, or a URL, from which Path drops a slash.
     if model.startswith((PACKAGE_PREFIX, "/", "~", ".")):
         raise ConfigError(f"model: {path} does not exist")
     raise ConfigError(
         f"model: {model} does not exist; allowed: a file or folder on this machine. Models are not "
-        "downloaded: fetch it first, for example with `huggingface-cli download`, and name the "
+        "downloaded: fetch it first, for example with `huggingface-cli download`, and specify the "
         "folder"
     )
 
 
 def _in_package(model: str) -> Path:
-    # Read from the distribution's file list: importing such a package may need what it wraps.
+    # From the distribution's file list: importing the package may need what it wraps.
     package = model.removeprefix(PACKAGE_PREFIX)
     if not package:
         raise ConfigError(f"model: {model!r} names no package; allowed: {PACKAGE_PREFIX}NAME")
@@ -84,4 +83,4 @@ def _in_package(model: str) -> Path:
     for file in files:
         if file.name.endswith(".gguf"):
             return Path(str(file.locate()))
-    raise ConfigError(f"model: the package {package!r} carries no .gguf file")
+    raise ConfigError(f"model: the package {package!r} contains no .gguf file")

@@ -1,6 +1,6 @@
-"""Safetensors files, read without trust by the `safetensors` library.
+"""Safetensors reader for untrusted files, with the `safetensors` library.
 
-The header is checked first, so that an error names the tensor and the remedy. Format:
+The header is validated first, so that errors name the tensor and the remedy. Format:
 https://huggingface.co/docs/safetensors. Eight bytes with the header's length, a JSON header, the
 data.
 """
@@ -24,9 +24,9 @@ MAX_HEADER_BYTES = 100_000_000
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
 _ALIGNMENT = 8  # bytes
-# Of the types that the format knows, those that weights come in -> bytes each.
+# Supported dtypes of weights -> bytes per element.
 _ITEM_BYTES = {"F32": 4, "F16": 2, "BF16": 2}
-# Those that tables of ids and bits come in.
+# Supported dtypes of id and bit tables.
 _TABLE_BYTES = {"I64": 8, "I32": 4, "BOOL": 1}
 
 
@@ -36,7 +36,7 @@ class StoredTensor:
 
     Attributes:
         shape: of the tensor.
-        dtype: "F32", "F16" or "BF16"; of a table also "I64", "I32" or "BOOL".
+        dtype: "F32", "F16" or "BF16"; for tables also "I64", "I32" or "BOOL".
     """
 
     shape: tuple[int, ...]
@@ -45,7 +45,7 @@ class StoredTensor:
     _file: Any  # a safe_open, whose methods have no types
 
     def read(self) -> Tensor:
-        """The tensor, a private view into the mapped file; may run in several threads."""
+        """The tensor, a copy-on-write view into the mapped file. Thread-safe."""
         tensor: Tensor = self._file.get_tensor(self._name)
         # The format does not promise aligned data.
         return tensor.clone() if tensor.data_ptr() % _ALIGNMENT else tensor
@@ -56,19 +56,19 @@ def read_folder(folder: Path, tables: bool = False) -> dict[str, StoredTensor]:
 
     Args:
         folder: of the checkpoint.
-        tables: whether it may have tables of ids and bits beside its weights.
+        tables: whether id and bit tables are allowed beside the weights.
 
     Raises:
-        ConfigError: no such file, a damaged one, a shard outside the folder, or an index that does
-            not agree with the shards.
+        ConfigError: no such file, a corrupt one, a shard outside the folder, or an index that does
+            not match the shards.
     """
     index = folder / INDEX_NAME
     if not index.is_file():
         single = folder / SINGLE_NAME
         if not single.is_file():
             raise ConfigError(
-                f"{folder}: neither {SINGLE_NAME} nor {INDEX_NAME} is there; other formats of "
-                "weights are not read: convert them to safetensors"
+                f"{folder}: neither {SINGLE_NAME} nor {INDEX_NAME} exists; other weight formats "
+                "are not supported: convert the weights to safetensors"
             )
         return read_file(single, tables)
     weight_map = _read_index(index)
@@ -78,15 +78,15 @@ def read_folder(folder: Path, tables: bool = False) -> dict[str, StoredTensor]:
         for name, tensor in read_file(path, tables).items():
             if weight_map.get(name) != shard:
                 raise ConfigError(
-                    f"{path}: has the tensor {name!r}, which {INDEX_NAME} does not place there; "
-                    "fetch the checkpoint again"
+                    f"{path}: tensor {name!r} is not in this shard according to {INDEX_NAME}; "
+                    "download the checkpoint again"
                 )
             tensors[name] = tensor
     missing = sorted(weight_map.keys() - tensors.keys())
     if missing:
         raise ConfigError(
-            f"{index}: names {len(missing)} tensors that no shard has, such as {missing[0]!r}; "
-            "fetch the checkpoint again"
+            f"{index}: lists {len(missing)} tensors that are in no shard, such as {missing[0]!r}; "
+            "download the checkpoint again"
         )
     return tensors
 
@@ -98,21 +98,21 @@ def _read_index(index: Path) -> dict[str, str]:
     try:
         return msgspec.json.decode(index.read_bytes(), type=Index).weight_map
     except (OSError, msgspec.DecodeError) as error:
-        raise ConfigError(f"{index}: not a usable index ({error})") from None
+        raise ConfigError(f"{index}: not a valid index ({error})") from None
 
 
 def _shard_path(folder: Path, shard: str) -> Path:
     path = (folder / shard).resolve()
     home = folder.resolve()
     allowed = [home]
-    if home.parent.name == "snapshots":  # a download cache links its snapshots to its blobs
+    if home.parent.name == "snapshots":  # the Hub's cache links snapshots to blobs
         allowed.append(home.parent.parent / "blobs")
     if not any(path.is_relative_to(parent) for parent in allowed):
         raise ConfigError(
-            f"{folder / INDEX_NAME}: the shard {shard!r} leads out of the folder, to {path}"
+            f"{folder / INDEX_NAME}: shard {shard!r} is outside the folder, at {path}"
         )
     if not path.is_file():
-        raise ConfigError(f"{path}: named in {INDEX_NAME}, but there is no such file")
+        raise ConfigError(f"{path}: listed in {INDEX_NAME}, but does not exist")
     return path
 
 
@@ -124,7 +124,7 @@ def read_file(path: Path, tables: bool = False) -> dict[str, StoredTensor]:
         tables: see `read_folder`.
 
     Raises:
-        ConfigError: the header does not fit the format or the file.
+        ConfigError: the header is invalid or does not match the file.
     """
     try:
         _check_header(path, tables)
@@ -132,7 +132,7 @@ def read_file(path: Path, tables: bool = False) -> dict[str, StoredTensor]:
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read ({error.strerror or error})") from None
     except SafetensorError as error:
-        raise _broken(path, f"the safetensors library does not read it ({error})") from None
+        raise _broken(path, f"rejected by the safetensors library ({error})") from None
     tensors = {}
     for name in file.keys():  # noqa: SIM118 - a safe_open is no mapping
         stored = file.get_slice(name)
@@ -141,15 +141,14 @@ def read_file(path: Path, tables: bool = False) -> dict[str, StoredTensor]:
 
 
 def _broken(path: Path, what: str) -> ConfigError:
-    return ConfigError(f"{path}: {what}; fetch the file again")
+    return ConfigError(f"{path}: {what}; download the file again")
 
 
 def _check_header(path: Path, tables: bool) -> None:
-    """Hold what the header says of each tensor against the format, the types that are read, and
-    the size of the file.
+    """Validate the header's entries: format, supported dtypes, and the size of the file.
 
     Raises:
-        ConfigError: they do not agree.
+        ConfigError: invalid.
         OSError: the file cannot be read.
     """
     header, data_bytes = _read_header(path)
@@ -165,7 +164,7 @@ def _check_header(path: Path, tables: bool) -> None:
                 f"{', '.join(item_bytes)}"
             )
         if end > data_bytes:
-            raise _broken(path, f"the tensor {name!r} lies outside the file: it is cut off")
+            raise _broken(path, f"tensor {name!r} extends beyond the end of the file: truncated")
         if end - begin != math.prod(shape) * item_bytes[dtype]:
             raise _broken(path, f"the tensor {name!r} of shape {shape} has {end - begin} bytes")
         spans.append((begin, end, name))
@@ -173,7 +172,7 @@ def _check_header(path: Path, tables: bool) -> None:
 
 
 def _read_header(path: Path) -> tuple[dict[str, Any], int]:
-    """The header of a file, and how many bytes of data come after it."""
+    """The header of a file, and the number of data bytes after it."""
     with path.open("rb") as file:
         size = os.fstat(file.fileno()).st_size
         if size < 8:
@@ -189,9 +188,9 @@ def _read_header(path: Path) -> tuple[dict[str, Any], int]:
     try:
         header = msgspec.json.decode(text)
     except (msgspec.DecodeError, RecursionError) as error:
-        raise _broken(path, f"its header is not valid JSON ({error})") from None
+        raise _broken(path, f"the header is not valid JSON ({error})") from None
     if not isinstance(header, dict):
-        raise _broken(path, "its header is not a JSON object")
+        raise _broken(path, "the header is not a JSON object")
     return header, size - 8 - header_bytes
 
 
@@ -205,7 +204,7 @@ def _entry(path: Path, raw: Any, name: str) -> tuple[str, list[int], int, int]:
     try:
         entry = msgspec.convert(raw, _Entry)
     except msgspec.ValidationError as error:
-        raise _broken(path, f"the entry of the tensor {name!r} is damaged ({error})") from None
+        raise _broken(path, f"invalid entry for tensor {name!r} ({error})") from None
     begin, end = entry.data_offsets
     if min(entry.shape, default=0) < 0 or not 0 <= begin <= end:
         raise _broken(path, f"the tensor {name!r} has the shape {entry.shape} at {begin}:{end}")

@@ -1,4 +1,4 @@
-"""The command `inflight`. Each command imports what it needs when it runs: `--help` stays quick."""
+"""The command `inflight`. Each command imports what it needs when it runs: `--help` stays fast."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import typer
 if TYPE_CHECKING:
     from inflight_client import Options
 
-# Repeated here because importing serve for them would cost what --help should not.
+# Repeated here because importing serve for them would slow down --help.
 HTTP_PORT, GRPC_PORT, METRICS_PORT = 8000, 8001, 8002
 HOST = "127.0.0.1"
 DRAIN_S = 30.0
@@ -25,7 +25,7 @@ DEMO_QUESTION = "Write one sentence about why the sky is blue."
 
 
 def _sort(error: Exception) -> tuple[int | None, str]:
-    """Exit status and hint of an error of ours; None for one that is not."""
+    """Exit status and hint for an error of this package; None for others."""
     from inflight.errors import InflightError, RequestError
 
     if isinstance(error, InflightError):
@@ -37,9 +37,9 @@ def _sort(error: Exception) -> tuple[int | None, str]:
     if isinstance(error, InvalidRequest):
         return EXIT_USAGE, ""
     if isinstance(error, ConnectionFailed):
-        return EXIT_FAILED, "start a server with `inflight serve`, or name one with --url"
+        return EXIT_FAILED, "start a server with `inflight serve`, or set --url"
     if isinstance(error, TimedOut):
-        return EXIT_FAILED, "--timeout sets it; without one there is no limit"
+        return EXIT_FAILED, "set by --timeout; no limit without it"
     return (EXIT_FAILED if isinstance(error, ClientError) else None), ""
 
 
@@ -56,23 +56,23 @@ app.add_typer(repo, name="repo")
 app.add_typer(tokenizer, name="tokenizer")
 app.add_typer(bench, name="bench")
 
-Model = Annotated[
-    str, typer.Option(help="A .gguf file, a Hugging Face folder, or package:NAME of a package.")
-]
-Url = Annotated[str, typer.Option(envvar="INFLIGHT_URL", help="host:port of gRPC.")]
+Model = Annotated[str, typer.Option(help="A .gguf file, a Hugging Face folder, or package:NAME.")]
+Url = Annotated[str, typer.Option(envvar="INFLIGHT_URL", help="gRPC address, host:port.")]
 Timeout = Annotated[
     float | None, typer.Option(help="Seconds per request, above 0; no limit by default.")
 ]
-MaxTokens = Annotated[int | None, typer.Option(help="Output tokens at most.")]
-Temperature = Annotated[float | None, typer.Option(help="0 is greedy.")]
-TopK = Annotated[int | None, typer.Option(help="Draw from the k likeliest tokens.")]
-TopP = Annotated[float | None, typer.Option(help="Draw from the likeliest of this probability.")]
-MinP = Annotated[float | None, typer.Option(help="Least share of the likeliest's probability.")]
-Seed = Annotated[int | None, typer.Option(help="The same seed gives the same text.")]
-Stop = Annotated[list[str] | None, typer.Option(help="A string that ends the output; repeatable.")]
+MaxTokens = Annotated[int | None, typer.Option(help="Maximum number of output tokens.")]
+Temperature = Annotated[float | None, typer.Option(help="Sampling temperature; 0 is greedy.")]
+TopK = Annotated[int | None, typer.Option(help="Sample from the k most probable tokens.")]
+TopP = Annotated[float | None, typer.Option(help="Nucleus sampling: cumulative probability.")]
+MinP = Annotated[float | None, typer.Option(help="Minimum probability, relative to the top token.")]
+Seed = Annotated[int | None, typer.Option(help="The same seed gives the same output.")]
+Stop = Annotated[list[str] | None, typer.Option(help="Stop string; repeatable.")]
 Settings = Annotated[
     list[str] | None,
-    typer.Option("--set", metavar="KEY=VALUE", help="A setting of engine.json; repeatable."),
+    typer.Option(
+        "--set", metavar="KEY=VALUE", help="Override a setting of engine.json; repeatable."
+    ),
 ]
 
 
@@ -95,9 +95,9 @@ def root(
 
 @app.command()
 def serve(
-    http_port: Annotated[int, typer.Option(help="0 picks a free one.")] = HTTP_PORT,
-    grpc_port: Annotated[int, typer.Option(help="0 picks a free one.")] = GRPC_PORT,
-    metrics_port: Annotated[int, typer.Option(help="0 picks a free one.")] = METRICS_PORT,
+    http_port: Annotated[int, typer.Option(help="0 picks a free port.")] = HTTP_PORT,
+    grpc_port: Annotated[int, typer.Option(help="0 picks a free port.")] = GRPC_PORT,
+    metrics_port: Annotated[int, typer.Option(help="0 picks a free port.")] = METRICS_PORT,
     host: Annotated[
         str, typer.Option(help="Address to listen on. Triton has no authentication.")
     ] = HOST,
@@ -108,11 +108,11 @@ def serve(
     set_: Settings = None,
     repository: Annotated[
         list[Path] | None,
-        typer.Option(help="A model repository; repeatable. By default the ones that come along."),
+        typer.Option(help="A model repository; repeatable. Default: those shipped with inflight."),
     ] = None,
-    log_file: Annotated[Path | None, typer.Option(help="Where tritonserver's log goes.")] = None,
+    log_file: Annotated[Path | None, typer.Option(help="tritonserver's log file.")] = None,
     drain: Annotated[
-        float, typer.Option(min=0.0, help="Seconds for requests in flight.")
+        float, typer.Option(min=0.0, help="Seconds to wait for requests in flight.")
     ] = DRAIN_S,
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Show the log.")] = False,
 ) -> None:
@@ -124,9 +124,11 @@ def serve(
     from inflight.deploy import repository as repositories
 
     if model is not None and repository:
-        raise typer.BadParameter("--model and --repository exclude each other")
+        raise typer.BadParameter("--model and --repository are mutually exclusive")
     if set_ and model is None:
-        raise typer.BadParameter("--set needs --model; settings of a repository are in engine.json")
+        raise typer.BadParameter(
+            "--set requires --model; a repository has its settings in engine.json"
+        )
     with contextlib.ExitStack() as stack:
         if model is not None:
             folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="inflight-"))
@@ -158,8 +160,12 @@ def generate(
     url: Url = URL,
     model: Annotated[str, typer.Option(help="Name of the ensemble.")] = "generate",
     timeout: Timeout = None,
-    stats: Annotated[bool, typer.Option("--stats", help="Latency and speed, to stderr.")] = False,
-    json_: Annotated[bool, typer.Option("--json", help="One JSON object, at the end.")] = False,
+    stats: Annotated[
+        bool, typer.Option("--stats", help="Print latency and throughput to stderr.")
+    ] = False,
+    json_: Annotated[
+        bool, typer.Option("--json", help="Print one JSON object at the end.")
+    ] = False,
 ) -> None:
     """Continue a prompt; the text streams to stdout."""
     import json
@@ -193,7 +199,7 @@ def generate(
 
 @app.command()
 def chat(
-    system: Annotated[str | None, typer.Option(help="A system message to begin with.")] = None,
+    system: Annotated[str | None, typer.Option(help="System message.")] = None,
     max_tokens: MaxTokens = None,
     temperature: Temperature = None,
     top_k: TopK = None,
@@ -205,7 +211,7 @@ def chat(
     model: Annotated[str, typer.Option(help="Name of the ensemble.")] = "chat",
     timeout: Timeout = None,
 ) -> None:
-    """Talk to the model. /help lists the commands; Ctrl-C cancels the running answer."""
+    """Chat with the model. /help lists the commands; Ctrl-C cancels the current reply."""
     from inflight.cli import chat
     from inflight_client import Client
 
@@ -218,7 +224,7 @@ def chat(
 @app.command()
 def demo(
     question: Annotated[str, typer.Argument(help="What to ask.")] = DEMO_QUESTION,
-    max_tokens: Annotated[int, typer.Option(help="Output tokens at most.")] = 64,
+    max_tokens: Annotated[int, typer.Option(help="Maximum number of output tokens.")] = 64,
 ) -> None:
     """Start a server on free ports, ask one question, show the answer, stop."""
     import tempfile
@@ -255,12 +261,12 @@ def demo(
 
 @app.command()
 def doctor(
-    http_port: Annotated[int, typer.Option(help="To check whether it is free.")] = HTTP_PORT,
-    grpc_port: Annotated[int, typer.Option(help="To check whether it is free.")] = GRPC_PORT,
-    metrics_port: Annotated[int, typer.Option(help="To check whether it is free.")] = METRICS_PORT,
-    json_: Annotated[bool, typer.Option("--json", help="A JSON list of the checks.")] = False,
+    http_port: Annotated[int, typer.Option(help="Port to check.")] = HTTP_PORT,
+    grpc_port: Annotated[int, typer.Option(help="Port to check.")] = GRPC_PORT,
+    metrics_port: Annotated[int, typer.Option(help="Port to check.")] = METRICS_PORT,
+    json_: Annotated[bool, typer.Option("--json", help="Print the checks as a JSON list.")] = False,
 ) -> None:
-    """Check whether this machine can serve, and say how to mend what is wrong."""
+    """Check whether this machine can serve, and show how to fix problems."""
     import json
 
     from inflight.cli import doctor as checks
@@ -297,7 +303,7 @@ def repo_init(
 def tokenizer_export(
     directory: Annotated[Path, typer.Argument(help="Where to write it.")],
     model: Annotated[
-        str | None, typer.Option(help="As for `serve`; by default the model that comes along.")
+        str | None, typer.Option(help="As for `serve`. Default: the shipped model.")
     ] = None,
 ) -> None:
     """Write the tokenizer as a Hugging Face folder, for tools that count tokens themselves."""
@@ -315,26 +321,26 @@ def tokenizer_export(
 @bench.command("engine")
 def bench_engine(
     model: Annotated[
-        str, typer.Option(help="As for `serve`; a folder without weights gets random ones.")
+        str, typer.Option(help="As for `serve`; random weights for a folder without any.")
     ],
     rows: Annotated[
         str,
         typer.Option(help="bs1, bs64, chat256, ..., start, all, or REQUESTSxINPUT/OUTPUT; by ','."),
     ] = "all",
     device: Annotated[str, typer.Option(help="auto, cuda or cpu.")] = "auto",
-    scale: Annotated[float, typer.Option(help="Multiplies requests and lengths of the rows.")] = 1,
-    runs: Annotated[int | None, typer.Option(help="Of each row; the best one counts.")] = None,
+    scale: Annotated[float, typer.Option(help="Factor for the rows' requests and lengths.")] = 1,
+    runs: Annotated[int | None, typer.Option(help="Runs per row; the best one counts.")] = None,
     set_: Settings = None,
     profile: Annotated[
-        Path | None, typer.Option(help="Profile steps of the rows, in place of timing, into this.")
+        Path | None, typer.Option(help="Profile steps instead of timing; output folder.")
     ] = None,
     steps: Annotated[int, typer.Option(help="Decode steps to profile.")] = 20,
     json_: Annotated[
         bool,
-        typer.Option("--json", help="JSON on stdout: all so far, a line after each row and last."),
+        typer.Option("--json", help="JSON on stdout: the results so far, one line per row."),
     ] = False,
 ) -> None:
-    """Run the engine alone, in this process: throughput, latency, start; or a step's kernels."""
+    """Benchmark the engine in this process: throughput, latency, startup; or profile a step."""
     import dataclasses
     import json
 
@@ -343,14 +349,14 @@ def bench_engine(
 
     chosen, start = select(rows)
     if scale <= 0 or (runs is not None and runs < 1) or steps < 1:
-        raise typer.BadParameter("--scale, --runs and --steps must be above 0")
+        raise typer.BadParameter("--scale, --runs and --steps must be positive")
     chosen = [row.scaled(scale) for row in chosen]
     settings = engine.engine_settings(model, device, chosen, _settings(set_))
     if profile is not None:
         from inflight.cli.bench import profile as profiling
 
         if not chosen:
-            raise typer.BadParameter("--profile needs a row with requests")
+            raise typer.BadParameter("--profile requires a row with requests")
         profiles = profiling.run(settings, chosen, steps, profile, on_progress=_note)
         if json_:
             typer.echo(json.dumps([found.as_json() for found in profiles]))
@@ -408,14 +414,14 @@ def _options(
 
 
 def _settings(pairs: list[str] | None) -> dict[str, Any]:
-    """KEY=VALUE pairs; a VALUE that is JSON is taken as such, else as a string."""
+    """Parse KEY=VALUE pairs; VALUE is JSON if it parses, otherwise a string."""
     import json
 
     settings: dict[str, Any] = {}
     for pair in pairs or []:
         key, equals, text = pair.partition("=")
         if not equals:
-            raise typer.BadParameter(f"--set {pair}: KEY=VALUE is expected")
+            raise typer.BadParameter(f"--set {pair}: expected KEY=VALUE")
         try:
             settings[key] = json.loads(text)
         except ValueError:
@@ -424,7 +430,7 @@ def _settings(pairs: list[str] | None) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Runs the command; shows our errors as one line and a hint, and exits with 1 or 2."""
+    """Run the command; errors of this package print one line and a hint, and exit with 1 or 2."""
     try:
         app()
     except Exception as error:

@@ -1,4 +1,4 @@
-"""`inflight chat`: a conversation in the terminal, and how answers are shown and timed."""
+"""`inflight chat`: a conversation in the terminal; shows and times replies."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ from inflight_client import (
 )
 
 HELP = """\
-/clear  forget the conversation     /stats  the last answer's latency and speed
+/clear  new conversation            /stats  latency and throughput of the last reply
 /help   this list                   /quit   leave (or Ctrl-D)
-Ctrl-C cancels a running answer."""
+Ctrl-C cancels the current reply."""
 
 
 @dataclass(slots=True)
 class Answer:
-    """A streamed answer and when its parts came; times are seconds since the request.
+    """A streamed reply with its timing; times are seconds since the request.
 
     Attributes:
-        ttft_s: time to the first text; None while there is none.
+        ttft_s: time to the first text; None before it.
         duration_s: time to the last response.
-        finish_reason: None when it was cancelled.
+        finish_reason: None if it was cancelled.
     """
 
     text: str = ""
@@ -49,16 +49,16 @@ class Answer:
 
     @property
     def tokens_per_s(self) -> float | None:
-        """Output tokens per second after the first response: the speed of decoding."""
+        """Output tokens per second after the first response: decode throughput."""
         if self.ttft_s is None or self.duration_s <= self.ttft_s:
             return None
         return (self.num_output_tokens - self._first_tokens) / (self.duration_s - self.ttft_s)
 
     def read(self, stream: TextStream, show: Callable[[str], None]) -> None:
-        """Take in a stream to its end, showing each piece of text.
+        """Read a stream to its end, showing each piece of text.
 
         Raises:
-            ClientError: the request failed; what came before it is kept.
+            ClientError: the request failed; the text received before it is kept.
         """
         started = time.monotonic()
         for delta in stream:
@@ -83,9 +83,11 @@ class Answer:
 
 
 def write_stdout(text: str) -> None:
-    """Raises:
-    InflightError: it cannot be written, as on a full disk. A closed pipe stays what it is: the
-        command ends quietly.
+    """Write and flush.
+
+    Raises:
+        InflightError: the write failed, as on a full disk. BrokenPipeError is passed on: the
+            command ends quietly.
     """
     try:
         sys.stdout.write(text)
@@ -98,14 +100,14 @@ def write_stdout(text: str) -> None:
 
 
 def end_line(answer: Answer) -> None:
-    """Let what comes next, such as an error, begin a line of its own."""
+    """Start a new line unless the reply ended with one."""
     if answer.text and not answer.text.endswith("\n"):
         write_stdout("\n")
 
 
 def accept_any_bytes() -> None:
-    """Let standard input give what is no UTF-8 as lone surrogates. The client refuses them by name,
-    and the lines after them can still be read."""
+    """Decode invalid UTF-8 from standard input to lone surrogates, which the client rejects; the
+    following lines can still be read."""
     if isinstance(sys.stdin, io.TextIOWrapper):
         sys.stdin.reconfigure(errors="surrogateescape")
 
@@ -114,7 +116,7 @@ def run(client: Client, options: Options, system: str | None) -> bool:
     """Read turns from standard input until /quit or its end.
 
     Returns:
-        whether it went well: False when a turn failed and no one sat at a terminal to see it.
+        False if a turn failed and standard input is not a terminal.
 
     Raises:
         ClientError: the server cannot be reached at the start, or the model is not ready.
@@ -124,14 +126,14 @@ def run(client: Client, options: Options, system: str | None) -> bool:
     accept_any_bytes()
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401  - gives input() editing and a history
-    # What is printed is text of the user's or the server's: brackets and colons stay what they are.
+    # Text of the user or the server is printed verbatim: no markup.
     console = Console(stderr=True, highlight=False, markup=False, emoji=False, soft_wrap=True)
     console.print(f"connected to {client.url}; /help lists the commands")
     start: list[Message] = [{"role": "system", "content": system}] if system else []
     messages = list(start)
     last: Answer | None = None
     attended = sys.stdin.isatty()
-    # No prompt is none, not an empty one: that is written to standard output too, and may fail.
+    # Not "": even an empty prompt is written to standard output, which may fail.
     prompt = ["> "] if attended else []
     went_well = True
     while True:
@@ -149,9 +151,9 @@ def run(client: Client, options: Options, system: str | None) -> bool:
                 return went_well
             case "/clear":
                 messages = list(start)
-                console.print("the conversation starts anew")
+                console.print("new conversation")
             case "/stats":
-                console.print(last.summary() if last else "no answer yet")
+                console.print(last.summary() if last else "no reply yet")
             case "/help":
                 console.print(HELP)
             case _ if line.startswith("/"):
@@ -161,7 +163,7 @@ def run(client: Client, options: Options, system: str | None) -> bool:
                 if answer is None:
                     went_well = attended
                 else:
-                    # A cancelled answer stays: the next turn may refer to it.
+                    # A cancelled reply is kept: the next turn may refer to it.
                     messages += [_message("user", line), _message("assistant", answer.text)]
                     last = answer
 
@@ -169,15 +171,15 @@ def run(client: Client, options: Options, system: str | None) -> bool:
 def _check_ready(client: Client) -> None:
     if not client.is_model_ready(client.chat_model):
         raise Unavailable(
-            f"model {client.chat_model!r} is not ready at {client.url}: the server does not have "
-            "it, or is still loading it; --model names another one"
+            f"model {client.chat_model!r} is not ready at {client.url}: not on the server, or "
+            "still loading; select another with --model"
         )
 
 
 def _turn(
     client: Client, messages: list[Message], options: Options, console: Console
 ) -> Answer | None:
-    """One answer, or None when the request failed."""
+    """One reply, or None if the request failed."""
     answer = Answer()
     try:
         with client.chat_stream(messages, **options) as stream:
@@ -194,8 +196,8 @@ def _turn(
 
 
 def _drop_stdout() -> None:
-    """Send what its buffer still holds nowhere: Python would write it again at exit, and fail."""
-    with contextlib.suppress(OSError):  # a stand-in without a file
+    """Discard its buffer, which Python would try to write again at exit."""
+    with contextlib.suppress(OSError):  # replaced by an object without a file
         null = os.open(os.devnull, os.O_WRONLY)
         os.dup2(null, sys.stdout.fileno())
         os.close(null)

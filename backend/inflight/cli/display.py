@@ -1,4 +1,4 @@
-"""What `inflight serve` shows: bars and a table on a terminal, plain lines elsewhere."""
+"""Output of `inflight serve`: progress bars and a table on a terminal, otherwise plain lines."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from inflight.ipc.frames import Loading
 
-# Where the output is not a terminal, a line at each of these fractions is enough.
+# Progress lines per model if the output is not a terminal.
 PLAIN_STEPS = 4
 
 
 class Display:
-    """Writes for people, to standard error: standard output is for results."""
+    """Writes to standard error; standard output is for results."""
 
     def __init__(self, console: Console | None = None) -> None:
         self._console = console or Console(stderr=True)
 
     @contextlib.contextmanager
     def loading(self) -> Iterator[Callable[[str, Loading], None]]:
-        """A callback that shows how far each model is."""
+        """A callback that shows the progress of each model."""
         if self._console.is_terminal:
             with self._bars() as show:
                 yield show
@@ -41,7 +41,7 @@ class Display:
         devices: dict[str, str],
         log_file: Path,
     ) -> None:
-        """Where it listens and computes, and what to type next."""
+        """Show endpoints, models and devices, and the next command."""
         rows = {
             "HTTP": f"http://{http}",
             "gRPC": grpc,
@@ -61,23 +61,23 @@ class Display:
         self._line("Ctrl-C drains and stops")
 
     def stopping(self) -> None:
-        self._console.print("stopping: new requests are refused; Ctrl-C again stops at once")
+        self._console.print("stopping: new requests are rejected; Ctrl-C again stops immediately")
 
     def waiting(self, num_in_flight: int) -> None:
         if num_in_flight:
             self._console.print(f"in flight: {num_in_flight}", highlight=False)
 
     def stopped(self, num_cut: int) -> None:
-        self._console.print(f"stopped; cut off: {num_cut}" if num_cut else "stopped")
+        self._console.print(f"stopped; aborted: {num_cut}" if num_cut else "stopped")
 
     def stopped_at_once(self) -> None:
-        self._console.print("stopped at once; what was in flight is cut off")
+        self._console.print("stopped immediately; requests in flight were aborted")
 
     def error(self, text: str) -> None:
         self._line(text, "[bold red]error:[/] ")
 
     def _line(self, text: str, label: str = "") -> None:
-        # Not wrapped: these lines are copied to other terminals. Of the two, the label is markup.
+        # Not wrapped, for copying to other terminals. Only the label is markup.
         self._console.print(label + escape(text), highlight=False, soft_wrap=True)
 
     @contextlib.contextmanager
@@ -111,7 +111,7 @@ class Display:
 
 
 def _of_each(devices: dict[str, str]) -> list[str]:
-    """A device for all, or one for each model."""
+    """One device for all, or one per model."""
     if len(set(devices.values())) <= 1:
         return list(devices.values())[:1]
     return [f"{model}: {device}" for model, device in devices.items()]

@@ -1,4 +1,4 @@
-"""`inflight doctor`: whether this machine can serve, and how to mend what is wrong."""
+"""`inflight doctor`: checks whether this machine can serve, and shows how to fix problems."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from inflight.errors import ConfigError
 Status = Literal["ok", "note", "broken"]
 
 SUPPORTED_PYTHON = ((3, 11), (3, 12))
-# Docker gives a container 64 MB; each instance of a Python model takes 1 MB to begin with and more
-# with long prompts.
+# Docker's default is 64 MB; each instance of a Python model takes 1 MB initially and more with long
+# prompts.
 SMALL_SHM_BYTES = 128 << 20
 # The demo model in float32, its KV cache of 1 GiB, and the processes around it.
 SMALL_MEMORY_BYTES = 3 << 30
@@ -41,13 +41,13 @@ MARKS: dict[Status, str] = {
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One finding.
+    """Result of one check.
 
     Attributes:
-        name: what was looked at.
-        status: `broken` stops the server from working; `note` is worth knowing.
-        found: what there is.
-        mend: what to do; empty when all is well.
+        name: what was checked.
+        status: `broken` keeps the server from working; `note` is informational.
+        found: what was found.
+        mend: how to fix it; "" if nothing is to be done.
     """
 
     name: str
@@ -57,7 +57,7 @@ class Check:
 
 
 class GpuFacts(msgspec.Struct, frozen=True):
-    """What torch says of the first GPU; no name if there is none."""
+    """torch's description of the first GPU; no name if there is none."""
 
     name: str = ""
     memory_bytes: int = 0
@@ -79,10 +79,10 @@ if torch.cuda.is_available():
 
 
 def examine(ports: tuple[int, int, int]) -> list[Check]:
-    """All checks, in the order in which to mend what they find.
+    """All checks, in the order in which to fix problems.
 
     Args:
-        ports: of HTTP, gRPC and metrics, which should be free.
+        ports: HTTP, gRPC and metrics ports, which should be free.
     """
     return [
         check_python(sys.version_info[:2]),
@@ -119,7 +119,7 @@ def check_numpy(version: str) -> Check:
 
 
 def check_triton() -> Iterator[Check]:
-    """The server starts, and the stub finds its libraries."""
+    """Check that the server starts, and that the stub finds its libraries."""
     try:
         found = installation.find()
         installation.check_python(found)
@@ -139,7 +139,7 @@ def check_triton() -> Iterator[Check]:
 
 
 def check_stub(stub: Path, environment: dict[str, str]) -> Check:
-    """The dynamic loader resolves all that the stub needs, libpython above all."""
+    """Check that the dynamic loader resolves the stub's libraries, above all libpython."""
     name = f"stub for Python {installation.PYTHON_VERSION}"
     output = _output(["ldd", str(stub)], environment)
     linked = re.search(r"libpython(\d+\.\d+)", output)
@@ -148,14 +148,14 @@ def check_stub(stub: Path, environment: dict[str, str]) -> Check:
     missing = [line.split()[0] for line in output.splitlines() if "not found" in line]
     if not missing:
         return Check(name, "ok", str(stub))
-    mend = "install the libraries it lacks"
+    mend = "install the missing libraries"
     if any(library.startswith("libpython") for library in missing):
         mend = (
-            "use a Python that was built with a shared library (distributions' and conda's are), "
-            f"or install the package that has it: apt-get install lib"
+            "use a Python built with a shared library (as by distributions and conda), or install "
+            f"the package with it: apt-get install lib"
             f"python{installation.PYTHON_VERSION}"
         )
-    return Check(name, "broken", f"{stub} lacks {', '.join(missing)}", mend)
+    return Check(name, "broken", f"{stub} does not find {', '.join(missing)}", mend)
 
 
 def check_model() -> Check:
@@ -165,7 +165,7 @@ def check_model() -> Check:
         checkpoint = locate(engine.model)
     except ConfigError as error:
         return Check(
-            "model", "note", str(error), "without it, serve your own: inflight serve --model PATH"
+            "model", "note", str(error), "serve another model: inflight serve --model PATH"
         )
     return Check("model", "ok", f"{checkpoint.name} ({engine.model})")
 
@@ -185,7 +185,7 @@ def check_shm(size: int) -> Check:
     return Check(
         "/dev/shm",
         "broken",
-        f"{found}: tensors travel through it, and requests fail when it is full",
+        f"{found}: tensors are passed through it, and requests fail when it is full",
         "start the container with --shm-size=1g, or: mount -o remount,size=1g /dev/shm",
     )
 
@@ -203,10 +203,10 @@ def as_json(check: Check) -> dict[str, Any]:
 
 
 def show(checks: list[Check]) -> None:
-    """Print them for people."""
+    """Print the results."""
     console = Console(highlight=False)
     for check in checks:
-        # Paths and lists of libraries are data: no markup in them.
+        # Paths and library names may contain brackets: no markup.
         console.print(f"{MARKS[check.status]} {check.name}: ", end="")
         console.print(check.found, markup=False, soft_wrap=True)
         if check.mend:
@@ -214,23 +214,23 @@ def show(checks: list[Check]) -> None:
 
 
 def check_gpu(found: GpuFacts) -> Check:
-    """Whether `"device": "cuda"` would work; a machine without a GPU is fine."""
+    """Check whether `"device": "cuda"` would work; a machine without a GPU is fine."""
     if not found.name:
-        return Check("GPU", "note", "none that torch sees", "engines run on the CPU")
+        return Check("GPU", "note", "none found by torch", "engines run on the CPU")
     shown = f"{found.name}, {found.memory_bytes / (1 << 30):.0f} GiB"
     if found.capability < config.GPU_CAPABILITY:
         capability = ".".join(map(str, found.capability))
         return Check(
-            "GPU", "note", f"{shown}, compute capability {capability}", "the kernels need 8.0"
+            "GPU", "note", f"{shown}, compute capability {capability}", "the kernels require 8.0"
         )
     if not found.has_kernels:
         mend = "to use it, in the repository: pip install -e '.[cuda]'"
-        return Check("GPU", "note", f"{shown}; the compiler of the kernels is missing", mend)
+        return Check("GPU", "note", f"{shown}; the kernel compiler is missing", mend)
     return Check("GPU", "ok", shown)
 
 
 def _gpu() -> GpuFacts:
-    # In a process of its own: torch takes seconds, and a driver that hangs would hang us.
+    # In a subprocess: importing torch takes seconds, and a driver may hang.
     output = _output([sys.executable, "-c", _GPU_CODE], dict(os.environ)).strip().splitlines()
     try:
         return msgspec.json.decode(output[-1] if output else "", type=GpuFacts)
@@ -239,7 +239,7 @@ def _gpu() -> GpuFacts:
 
 
 def _numpy_of_the_stub() -> str:
-    # The stub ignores PYTHONPATH, so that the numpy this process has may be another one.
+    # The stub ignores PYTHONPATH, so its numpy may differ from this process's.
     code = "import numpy; print(numpy.__version__)"
     python = installation.python_directory() / "python3"
     lines = _output([str(python), "-E", "-c", code], dict(os.environ)).strip().splitlines()
@@ -258,7 +258,7 @@ def _threads() -> Check:
     found = f"{usable} of {all_cores} cores"
     if usable > 1:
         return Check("threads", "ok", found)
-    return Check("threads", "note", found, "the engine and tritonserver share one core: it is slow")
+    return Check("threads", "note", found, "slow: the engine and tritonserver share one core")
 
 
 def _glibc() -> Check:
@@ -303,7 +303,7 @@ def _runs(
 
 
 def _output(command: list[str], environment: dict[str, str]) -> str:
-    """What a command prints, or why it cannot run."""
+    """A command's output, or the error if it cannot run."""
     try:
         return subprocess.run(
             command,

@@ -1,4 +1,4 @@
-"""`inflight serve`: a server in the foreground, what a person sees of it, how signals end it."""
+"""`inflight serve`: runs a server in the foreground, shows its state and handles signals."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ def run(
     drain_s: float = DEFAULT_DRAIN_S,
     verbose: bool = False,
 ) -> int:
-    """`inflight serve`: until Ctrl-C or SIGTERM, which drain; a second one stops at once.
+    """Serve until Ctrl-C or SIGTERM, which drain; a second one stops immediately.
 
     Returns:
-        The exit status: 0 after a stop that was asked for, 1 when tritonserver ended by itself.
+        The exit status: 0 after a requested stop, 1 if tritonserver exited by itself.
     """
     server = Server(repositories, host=host, ports=ports, log_file=log_file, drain_s=drain_s)
     with _Signals() as signals:
@@ -63,7 +63,7 @@ def _serve(server: Server, signals: _Signals) -> int:
     )
     while signals.count == 0:
         if server.wait(POLL_S) is not None:
-            display.error(f"{server.how_it_ended()}, by itself; log: {server.log_file}")
+            display.error(f"{server.how_it_ended()} unexpectedly; log: {server.log_file}")
             return 1
     signals.raise_on_next()
     display.stopping()
@@ -77,7 +77,7 @@ def _serve(server: Server, signals: _Signals) -> int:
 
 
 class _Signals:
-    """Counts SIGINT and SIGTERM; before the server is ready, and from the second on, they raise."""
+    """Counts SIGINT and SIGTERM; raises before the server is ready, and from the second one on."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -106,7 +106,7 @@ class _Signals:
 
 
 class _Follower:
-    """Prints a growing file."""
+    """Prints a file as it grows."""
 
     def __init__(self, path: Path) -> None:
         self._path = path

@@ -1,4 +1,4 @@
-"""One step's work as data: chunks for the scheduler, flat arrays for the device."""
+"""A step's batch: chunks for the scheduler, flat arrays for the device."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import numpy.typing as npt
 from inflight.core.request import Candidate
 from inflight.core.sequence import Sequence
 
-# What a runner says in `StepOutput.errors`.
+# Texts of `StepOutput.errors`.
 NOT_FINITE = "numerical: the model's output is not finite for this sequence"
 NO_ALLOWED_TOKENS = "numerical: the request's bans and allowed tokens leave no token to sample"
 
@@ -20,20 +20,19 @@ NO_ALLOWED_TOKENS = "numerical: the request's bans and allowed tokens leave no t
 class Chunk(msgspec.Struct, frozen=True, gc=False):
     """Compute tokens [start, start + length) of a sequence.
 
-    A prompt, a part of one, a decode step (length 1) and the verification of k drafted tokens
-    (length 1 + k) are the same thing. The last two may be scheduled before the host knows their
-    first token: then start >= len(sequence.token_ids), and the runner takes the token that an
-    earlier step chose from the device. Where that step verified drafts, start is where the chunk
-    begins if all of them were right, and it begins earlier by as many as were not.
+    Prefill, chunked prefill, decode (length 1) and the verification of k draft tokens (length
+    1 + k) are the same thing. The last two may be scheduled before the host knows their first
+    token: then start >= len(sequence.token_ids), and the runner takes the token sampled by an
+    earlier step from the device. If that step verified drafts, start assumes that all were
+    accepted; each rejected draft moves the chunk back by one.
 
     Attributes:
-        samples: whether the chunk reaches the last token of its sequence, so that the next follows.
-        generation: of the sequence when the chunk was scheduled. Once they differ, the sequence has
-            lost the blocks that the chunk writes to, and what it chooses is nobody's.
-        num_drafts: tokens at its end that the runner's drafter guesses, or fewer if it has no more.
-        num_scores: its last tokens, but for the one after which a token is chosen, of which the
-            next token's log-probability is wanted: that of the prompt. A chunk has drafts or
-            scores, if any, never both.
+        samples: whether the chunk reaches the sequence's last token, so that a token is sampled.
+        generation: the sequence's, when the chunk was scheduled. Once they differ, the sequence has
+            lost the blocks that the chunk writes to, and its sampled tokens are dropped.
+        num_drafts: draft tokens at its end, at most; the runner's drafter may find fewer.
+        num_scores: of its last tokens (without the one that samples), those whose next prompt
+            token's logprob is requested. A chunk has drafts or scores, never both.
     """
 
     sequence: Sequence
@@ -54,24 +53,24 @@ class Chunk(msgspec.Struct, frozen=True, gc=False):
 
     @property
     def scored_ids(self) -> list[int]:
-        """The prompt's tokens whose log-probabilities are wanted: num_scores of them."""
+        """The num_scores prompt tokens whose logprobs are requested."""
         end = self.end + 1 - self.samples
         return self.sequence.request.prompt_ids[end - self.num_scores : end]
 
 
 @dataclass(frozen=True, slots=True)
 class BatchArrays:
-    """A batch as a device wants it. T tokens, n chunks, B blocks in the longest table.
+    """A batch as flat arrays. T tokens, n chunks, B blocks in the longest table.
 
     Attributes:
         token_ids: [T] int64.
         positions: [T] int64, position of each token in its sequence.
         slot_mapping: [T] int64, block * block_size + offset where each token's KV goes.
-        query_start: [n + 1] int64, chunk i owns rows query_start[i]:query_start[i + 1].
+        query_start: [n + 1] int64; chunk i has rows query_start[i]:query_start[i + 1].
         seq_lens: [n] int64, tokens in the KV cache after this step (chunk.end).
         block_tables: [n, B] int64, padded with 0.
-        sample_rows: [s] int64, rows whose logits are wanted, in chunk order: the last ones of each
-            chunk. One for each score; then, with `samples`, one for each draft and the last one.
+        sample_rows: [s] int64, rows that need logits, in chunk order: the last ones of each chunk.
+            One for each score; then, with `samples`, one for each draft and the last one.
     """
 
     token_ids: npt.NDArray[np.int64]
@@ -95,14 +94,14 @@ class Batch:
         return sum(chunk.length for chunk in self.chunks)
 
     def arrays(self, block_size: int, drafts: list[list[int]] | None = None) -> BatchArrays:
-        """The batch as flat arrays; the host must know all its tokens.
+        """The batch as flat arrays; all its tokens must be committed.
 
         Args:
             block_size: tokens per block.
-            drafts: for each chunk at most num_drafts tokens that it ends with; None for no drafts.
+            drafts: for each chunk at most num_drafts tokens at its end; None for no drafts.
 
         Raises:
-            ValueError: a chunk's token is not known yet.
+            ValueError: a chunk's token is not committed yet.
         """
         num_chunks = len(self.chunks)
         if drafts is None:
@@ -149,16 +148,16 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class StepOutput:
-    """What a runner returns: per chunk, the tokens chosen (none if the chunk does not sample).
+    """A runner's result: per chunk, the sampled tokens (none if the chunk does not sample).
 
     Attributes:
-        token_ids: one list per chunk: the drafts that were right, and the token that follows them.
+        token_ids: one list per chunk: the accepted drafts, and the token after them.
         logprobs: of those tokens, under the model's own distribution (before penalties and
             temperature).
-        errors: chunk index -> what failed for that sequence alone.
-        num_drafted: chunk index -> drafts that were looked at, right or not.
-        candidates: chunk index -> for each of its tokens, what num_candidates asks for.
-        prompt_candidates: chunk index -> for each of its scores, what num_prompt_logprobs asks for.
+        errors: chunk index -> an error of that sequence alone.
+        num_drafted: chunk index -> verified drafts, accepted or not.
+        candidates: chunk index -> for each of its tokens, the num_candidates top logprobs.
+        prompt_candidates: chunk index -> for each of its scores, num_prompt_logprobs top logprobs.
     """
 
     token_ids: list[list[int]]
@@ -170,17 +169,16 @@ class StepOutput:
 
 
 class Committed(msgspec.Struct, frozen=True, gc=False):
-    """What a committed step did for one sequence.
+    """The result of a committed step for one sequence.
 
     Attributes:
-        sequence: which one; it has the tokens by now.
-        token_ids: tokens appended to it; none if the step computed a part of its prompt only, or if
-            it is a beam, whose group chooses its next token.
+        sequence: the sequence; the tokens have been appended.
+        token_ids: the appended tokens; none if the step computed only a part of its prompt, or for
+            a beam, whose group selects its next token.
         logprobs: of those tokens, under the model's own distribution.
-        candidates: for each of those tokens, what num_candidates asks for; of a beam, for the token
-            to be chosen next. Empty if it asks for nothing.
-        prompt_candidates: for each token of its prompt that the step scored, what
-            num_prompt_logprobs asks for.
+        candidates: num_candidates top logprobs for each of those tokens; for a beam, for its next
+            token. Empty if not requested.
+        prompt_candidates: num_prompt_logprobs top logprobs for each scored token of its prompt.
     """
 
     sequence: Sequence
@@ -192,7 +190,7 @@ class Committed(msgspec.Struct, frozen=True, gc=False):
 
 @dataclass(frozen=True, slots=True)
 class CompletedStep:
-    """A step that was computed while it was launched (see `runner.PendingStep`)."""
+    """A step that has run by the time `launch` returns (see `runner.PendingStep`)."""
 
     output: StepOutput
 

@@ -1,8 +1,7 @@
-"""Checks of a JSON schema that say what is wrong in the client's words, before any compiler runs.
+"""Validation of a JSON schema with errors in the client's terms, before any compiler runs.
 
-They refuse what can never be served: a schema that points outside of itself (nothing is ever
-fetched), nests without end, or asks for more than an output can hold. What a keyword means, and
-which keywords there are, is llguidance's to know.
+Refuses what can never be served: external references (nothing is ever fetched), endless nesting,
+and minimum counts that no output can hold. Keywords themselves are left to llguidance.
 """
 
 from __future__ import annotations
@@ -12,10 +11,10 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 MAX_DEPTH = 100
-"""Objects and arrays within each other; llguidance reads 128, of which it takes some itself."""
+"""Nesting depth of objects and arrays; llguidance reads 128, some of which it uses itself."""
 
 MAX_MINIMUM = 10_000
-"""Of minItems, minLength and minProperties: more would not end within any context."""
+"""For minItems, minLength and minProperties: more would exceed any context."""
 
 _MINIMA = ("minItems", "minLength", "minProperties")
 _REFERENCES = ("$ref", "$dynamicRef", "$recursiveRef")
@@ -64,7 +63,7 @@ def _values(value: Any) -> Iterator[Any]:
 
 
 def _nodes(schema: dict[str, Any]) -> Iterator[tuple[dict[str, Any], str]]:
-    """Every schema within a schema, and where it stands."""
+    """All subschemas of a schema, with their locations."""
     stack: list[tuple[Any, str]] = [(schema, "")]
     while stack:
         node, place = stack.pop()
@@ -125,11 +124,11 @@ def _short(value: Any) -> str:
 
 
 def _check_recursion(schema: dict[str, Any]) -> None:
-    """Refuse a value that has to contain another of its kind, which has to, and so on.
+    """Reject unconditional recursion: a value that must contain another one of its own schema.
 
-    Recursion with a way out (an optional property, an empty array, another branch) is fine. Only
-    what a value cannot do without is followed, so nothing that has an end is refused; of what has
-    none, a case in which every branch of an anyOf recurses passes, and runs into max_tokens.
+    Recursion with an exit (an optional property, an empty array, another branch) is allowed. Only
+    required parts are followed, so no finite schema is refused; an anyOf whose branches all recurse
+    passes and runs into max_tokens.
     """
     done: set[int] = set()
     open_: set[int] = {id(schema)}
@@ -178,7 +177,7 @@ def _needed(node: dict[str, Any], schema: dict[str, Any], place: str) -> Iterato
 
 
 def _resolve(schema: dict[str, Any], target: str) -> Any:
-    """What a JSON pointer such as #/$defs/node points at; None for one that is not followed."""
+    """The target of a JSON pointer such as #/$defs/node; None for one that is not followed."""
     _, _, pointer = target.partition("#")
     found: Any = schema
     for part in urllib.parse.unquote(pointer).split("/")[1:]:

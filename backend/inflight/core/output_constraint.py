@@ -1,4 +1,4 @@
-"""What a client wants its output to match: data, and the checks that need no compiler.
+"""The constraint of a structured output, and the checks that need no compiler.
 
 The names on the wire are TensorRT-LLM's: guided_decoding_guide_type and guided_decoding_guide.
 """
@@ -23,8 +23,8 @@ MAX_GUIDE_BYTES = 64 * 1024
 MAX_REPEAT = 10_000
 """The highest count in a repetition such as x{1,10000}."""
 
-# A count, after the alternatives for what may hold braces that are none: escapes, classes, strings.
-# Possessive, with optional ends, so that nothing is ever read twice: linear in the text.
+# A repetition count, after the alternatives that may hold literal braces: escapes, classes,
+# strings. Possessive quantifiers and optional ends keep the match linear in the text.
 _COUNT = re.compile(
     r'\\.|\[(?:\\.|[^\]\\])*+\]?|"(?:\\.|[^"\\])*+"?'
     r"|\{\s*+(\d++)\s*+(?:,\s*+(\d*+)\s*+)?\}",
@@ -34,7 +34,7 @@ _REGEX_COUNT = re.compile(r"\\.|\[(?:\\.|[^\]\\])*+\]?|\{(\d++)(?:,(\d*+))?\}", 
 
 
 class StructuredOutput(msgspec.Struct, frozen=True):
-    """What the text of an output must match, whole.
+    """A constraint that the whole text of an output must match.
 
     Attributes:
         kind: `json`, any JSON object; `json_schema`, a value of a schema; `regex`, an expression
@@ -44,7 +44,7 @@ class StructuredOutput(msgspec.Struct, frozen=True):
             array; "" for `json`.
 
     Raises:
-        RequestError: the kind is unknown, the guide too long, or there where none belongs.
+        RequestError: the kind is unknown, or the guide is missing, too long or not allowed.
     """
 
     kind: Kind
@@ -60,8 +60,8 @@ class StructuredOutput(msgspec.Struct, frozen=True):
         if self.kind == "json":
             if self.guide.strip():
                 raise RequestError(
-                    f"{TYPE_FIELD} json takes none, it means any JSON object; "
-                    "a schema goes with json_schema",
+                    f"{TYPE_FIELD} json takes no guide: it allows any JSON object; use json_schema "
+                    "with a schema",
                     GUIDE_FIELD,
                 )
             return
@@ -82,10 +82,10 @@ class StructuredOutput(msgspec.Struct, frozen=True):
             raise RequestError(f"{size} bytes; allowed: {MAX_GUIDE_BYTES} bytes", GUIDE_FIELD)
 
     def check(self) -> None:
-        """Refuse what can be seen to be wrong without compiling it.
+        """Refuse errors that are visible without compiling.
 
-        Linear in the guide; says more clearly than a compiler what is wrong. What passes may still
-        be refused by the `sandbox`.
+        Linear in the guide, with clearer errors than a compiler's. What passes may still be refused
+        by the `sandbox`.
 
         Raises:
             RequestError: naming the place in the guide and what is allowed.
@@ -129,7 +129,7 @@ _EXAMPLES: dict[Kind, str] = {
 
 
 def parse(guide_type: str | None, guide: str | None) -> StructuredOutput | None:
-    """The constraint that two strings of a request stand for; None where there are neither.
+    """The constraint given by two strings of a request; None if both are absent.
 
     Args:
         guide_type: one of KINDS; "" counts as absent, as some gateways write it.
@@ -141,7 +141,7 @@ def parse(guide_type: str | None, guide: str | None) -> StructuredOutput | None:
     if not guide_type:
         if guide:
             raise RequestError(
-                f"is missing, but {GUIDE_FIELD} is there; allowed: {', '.join(KINDS)}", TYPE_FIELD
+                f"is missing, but {GUIDE_FIELD} is set; allowed: {', '.join(KINDS)}", TYPE_FIELD
             )
         return None
     constraint = StructuredOutput(guide_type, guide or "")  # type: ignore[arg-type]  # checked in there
@@ -166,7 +166,7 @@ def decode(text: str) -> Any:
 
 
 def check_regex(expression: str) -> None:
-    """Refuse counts that only cost. The rest of the syntax is the compiler's to know.
+    """Refuse excessive repetition counts; the compiler checks the rest of the syntax.
 
     Raises:
         ValueError: says what is allowed.

@@ -1,4 +1,4 @@
-"""What an engine and a runner need of the grammar that an output must match."""
+"""Interfaces of grammars for engine and runner."""
 
 from __future__ import annotations
 
@@ -15,29 +15,29 @@ Masks = npt.NDArray[np.int32]
 
 
 class OutputGrammar(Protocol):
-    """Where one sequence's output stands in its grammar."""
+    """State of one sequence's output in its grammar."""
 
     @property
     def is_finished(self) -> bool:
-        """Whether nothing but an end may follow."""
+        """Whether only an end token may follow."""
 
     def advance(self, token_ids: Sequence[int]) -> None:
-        """Take the tokens that follow, up to the first one that ends the output.
+        """Advance by tokens, up to the first one that ends the output.
 
         Raises:
-            EngineError: one does not fit, or the grammar ran into a limit: the request is over.
+            EngineError: a token does not match, or the grammar hit a limit: the request fails.
         """
 
     def fill_masks(
         self, states: Sequence[Self], drafts: Sequence[Sequence[int]]
     ) -> tuple[list[Masks], dict[int, InflightError]]:
-        """Which tokens may come next in each sequence of a batch, and after each of its drafts.
+        """Masks of the allowed next tokens of each sequence, and after each of its drafts.
 
         Args:
-            states: of different sequences of one model; any of them may be asked.
-            drafts: of each sequence, tokens that may turn out to come next.
+            states: of different sequences of one model; callable on any of them.
+            drafts: draft tokens of each sequence.
 
         Returns:
-            For each sequence the masks of 1 + len(draft) rows; and by index the reason why a
-            sequence cannot go on.
+            For each sequence the masks of 1 + len(draft) rows; and by index the errors of sequences
+            that failed.
         """

@@ -1,4 +1,4 @@
-"""What a client asked for, and what comes back: frozen data, the same on both sides of the wire."""
+"""Requests and token events: frozen data, the same on both sides of the IPC."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from inflight.errors import InflightError, RequestError
 from inflight.sampling.params import SamplingParams
 
 AUTO_DRAFTS = -1
-"""Drafts as far as they pay (see `speculation`)."""
+"""The number of drafts adapts to their acceptance rate (see `scheduling.draft_budget`)."""
 
 
 class FinishReason(enum.StrEnum):
@@ -23,15 +23,15 @@ class FinishReason(enum.StrEnum):
 
 
 def check_length(num_tokens: int, max_tokens: int | None, max_model_len: int, param: str) -> None:
-    """Hold a prompt against a model's context, which has to have room for a token of output too,
-    unless none is wanted.
+    """Check that a prompt fits the model's context, with room for one output token unless
+    max_tokens is 0.
 
     Raises:
-        RequestError: it is too long; names `param`.
+        RequestError: the prompt is too long; names `param`.
     """
     allowed = max_model_len if max_tokens == 0 else max_model_len - 1
     if num_tokens > allowed:
-        # Gateways look for this wording to fall back to a model with a longer context.
+        # Gateways match this wording to fall back to a model with a longer context.
         raise RequestError(
             f"This model's maximum context length is {max_model_len} tokens. However, your prompt "
             f"has {num_tokens}; allowed: {allowed}"
@@ -44,20 +44,20 @@ class Request(msgspec.Struct, frozen=True):
     """One prompt to continue.
 
     Attributes:
-        request_id: unique within an engine; ours, never the client's.
+        request_id: unique within an engine; internal, never the client's.
         prompt_ids: token ids, at least one.
-        params: how to choose tokens and when to stop.
+        params: sampling and stop conditions.
         cache_salt: requests share cached prefixes only with requests of the same salt.
-        acknowledged: a detokenizer reports what it delivered; when it falls silent, the consumer
-            is gone and the request is set aside (see `delivery`).
-        speculation: tokens to draft in each step, AUTO_DRAFTS for as many as pay, 0 for none; None
-            for the engine's default. Changes how fast an output comes, never what it is.
-        structured: what the output must match; None for any text.
-        sibling: id of another request with the same prompt, sent before this one: this one begins
-            when the prompt stands in the prefix cache.
-        output_ids: of a beam search, the ids under which its outputs are told, the best one first:
-            request_id, and those of as many others as are wanted, beam_width in all at most. ()
-            for the best one alone.
+        acknowledged: a detokenizer acknowledges deliveries; a request whose acknowledgements stop
+            is suspended (see `delivery`).
+        speculation: tokens to draft in each step, AUTO_DRAFTS to adapt the number, 0 for none; None
+            for the engine's default. Changes the speed of an output, never its tokens.
+        structured: the constraint on the output; None for any text.
+        sibling: id of another request with the same prompt, sent before this one: this one starts
+            once the prompt is in the prefix cache.
+        output_ids: for a beam search, the ids under which its outputs are returned, the best first:
+            request_id, then one for each further output, at most beam_width in all. () for the best
+            one only.
     """
 
     request_id: int
@@ -72,14 +72,13 @@ class Request(msgspec.Struct, frozen=True):
 
 
 class Candidate(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """A token that might stand at a place in the text, and what the model thinks of it.
+    """A candidate token at one position of the text: its logprob and its rank.
 
     Attributes:
         token_id: the token.
-        logprob: log-probability under the model's own distribution, before penalties, biases and
-            temperature.
-        rank: 1 for the likeliest; of equally likely ones the smaller id comes first.
-        text: its text by itself, with U+FFFD for what is no whole character.
+        logprob: under the model's own distribution, before penalties, biases and temperature.
+        rank: 1 for the most probable; ties are broken by the smaller id.
+        text: its text by itself, with U+FFFD for incomplete characters.
     """
 
     token_id: int
@@ -91,11 +90,11 @@ class Candidate(msgspec.Struct, frozen=True, array_like=True, gc=False):
     def ranked(
         token_id: int, logprob: float, rank: int, ids: list[int], logprobs: list[float]
     ) -> list[Candidate]:
-        """What is reported of one token: itself, then the likeliest ones but for itself.
+        """The reported candidates of one token: itself, then the other most probable ones.
 
         Args:
-            token_id, logprob, rank: of the token that stands there.
-            ids, logprobs: of the likeliest ones, in order.
+            token_id, logprob, rank: of the token itself.
+            ids, logprobs: of the most probable tokens, in order.
         """
         others = [
             Candidate(id_, value, place)
@@ -106,24 +105,24 @@ class Candidate(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class TokenEvent(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
-    """What one step did for one request. The last one has `finish_reason` or `error`.
+    """The result of one step for one request. The last one has `finish_reason` or `error`.
 
     Attributes:
-        request_id: whose.
+        request_id: of the request.
         token_ids: ids released by this event, in order; may be empty at the end.
         window: the ids before `token_ids` that detokenizing them needs (see `text.detokenize`).
         position: output tokens released up to and including this event.
-        trim: characters to cut from the end of the text, where a stop string began.
-        finish_reason: set on the last event of a request that ended well.
-        cumulative_logprob: sum of the chosen tokens' log-probabilities so far.
-        num_cached_tokens: prompt tokens that came from the prefix cache.
-        candidates: of each of `token_ids` what num_logprobs asks for: the token itself, then the
-            likeliest ones; [] where nothing was asked for.
-        prompt_candidates: of the prompt's next tokens what num_prompt_logprobs asks for, in the
-            same form; [] for the first token, which follows nothing. They come as the prompt is
-            computed, the last ones with the first event that has tokens.
-        num_drafted, num_accepted, num_steps: at the end, drafts that were checked, those of them
-            that were right, and steps that chose tokens; num_drafted is None without drafts.
+        trim: characters to remove from the end of the text: a stop string and the text after it.
+        finish_reason: set on the last event of a request that succeeded.
+        cumulative_logprob: sum of the output tokens' logprobs so far.
+        num_cached_tokens: prompt tokens found in the prefix cache.
+        candidates: for each of `token_ids`, the token itself, then its num_logprobs top logprobs;
+            [] if none were requested.
+        prompt_candidates: the same for the prompt's next tokens and num_prompt_logprobs; [] for the
+            first token, which has no logprob. They come as the prompt is computed, the last ones
+            with the first event that has tokens.
+        num_drafted, num_accepted, num_steps: at the end, verified drafts, accepted drafts, and
+            steps that sampled tokens; num_drafted is None without drafts.
         error_kind, error: set on the last event of a request that failed (see `errors`).
     """
 

@@ -1,4 +1,4 @@
-"""How far the engine has come with one request."""
+"""The state of one request in the engine: its tokens and its KV blocks."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ from inflight.sampling.logit_adjustments import LogitAdjustments
 
 class Status(enum.Enum):
     WAITING = "waiting"  # queued: has no KV blocks
-    RUNNING = "running"  # has blocks, takes part in steps
-    SUSPENDED = "suspended"  # its consumer fell silent: no blocks, not queued
+    RUNNING = "running"  # has blocks, is scheduled
+    SUSPENDED = "suspended"  # its consumer stopped acknowledging: no blocks, not queued
     FINISHED = "finished"
 
 
 class SequenceGroup(ABC):
-    """What waits, runs, is preempted and ends as one: a sequence, or the beams of a search.
+    """The unit of scheduling and preemption: a sequence, or the beams of a search.
 
     Attributes:
-        request: what was asked for.
+        request: its request.
         request_id: the request's.
         num_prompt_tokens: tokens of its prompt.
-        width: sequences that it may run as: its slots in the batch.
-        status: where it stands.
-        finish_reason: why it ended; None as long as it has not, or has failed.
-        cumulative_logprob: sum over the output tokens that are final.
-        num_steps: committed steps that chose tokens for it.
+        width: maximum number of its sequences: its batch slots.
+        status: its state.
+        finish_reason: why it ended; None if it has not, or has failed.
+        cumulative_logprob: sum over the final output tokens.
+        num_steps: committed steps that sampled tokens for it.
         num_cached_tokens: prompt tokens found in the prefix cache when first admitted.
-        num_preemptions: how often its blocks were taken away.
+        num_preemptions: how often it was preempted.
     """
 
     __slots__ = (
@@ -62,53 +62,52 @@ class SequenceGroup(ABC):
     @property
     @abstractmethod
     def members(self) -> tuple[Sequence, ...]:
-        """The sequences that hold blocks and are computed: `width` of them, or fewer."""
+        """The sequences that have blocks and are computed: at most `width`."""
 
     @property
     @abstractmethod
     def num_output_tokens(self) -> int:
-        """Output tokens that the host knows and that are final."""
+        """Committed and final output tokens."""
 
 
 class Sequence(SequenceGroup):
-    """A request's tokens and the KV blocks that hold them; a group of one, unless it is a beam.
+    """A request's tokens and their KV blocks; a group of one, unless it is a beam.
 
-    The beams of a search are sequences of one length that share the blocks of what they have in
-    common. Their group waits, runs and loses its blocks for them, and chooses their next tokens.
+    The beams of a search are sequences of equal length that share the blocks of their common
+    prefix. Their group is scheduled and preempted for them, and selects their next tokens.
 
-    A token is in flight from when a step that will choose it is scheduled until the host commits
-    that step. Steps run in the order in which they are scheduled, so whatever is scheduled counts
-    as computed for all that is scheduled later. Drafted tokens count as if they were right until
-    their step is committed, and those that were not are taken back then.
+    A token is in flight from the scheduling of the step that samples it until the host commits that
+    step. Steps run in scheduling order, so anything scheduled counts as computed for later steps.
+    Draft tokens count as accepted until their step is committed, which undoes the rejected ones.
 
-    Invariants: KV of tokens [0, num_computed) stands in `blocks` once the scheduled steps have run;
-    a running sequence that decodes has num_computed == num_tokens - 1; `blocks[i]` holds tokens
-    i*block_size and following.
+    Invariants: KV of tokens [0, num_computed) is in `blocks` once the scheduled steps have run; a
+    running sequence in decode has num_computed == num_tokens - 1; `blocks[i]` has the tokens from
+    i*block_size on.
 
     Attributes:
-        token_ids: prompt, then output, as far as the host knows it.
-        num_in_flight: tokens that follow them and are in flight, at most.
+        token_ids: prompt and committed output.
+        num_in_flight: maximum number of tokens in flight after them.
         num_computed: tokens whose KV is in the pool, or will be before a later step runs.
-        generation: how often it has lost its blocks; a step scheduled before that is not its own.
+        generation: how often it has lost its blocks; steps of earlier generations are stale.
         blocks: the block table: ids into the pool.
-        block_hashes: chained hashes of the full blocks of `token_ids`, as far as known.
-        max_tokens: output tokens at most, after the engine's default and the context's clamp.
-        max_length: prompt and output together, at most.
-        seed: of its random draws: the request's, or one that the engine drew.
+        block_hashes: chained hashes of the full blocks of `token_ids`, as far as computed.
+        max_tokens: maximum output tokens, with the engine's default and the context's limit.
+        max_length: maximum tokens of prompt and output.
+        seed: of its sampling: the request's, or one generated by the engine.
         eos_token_ids: tokens that end it: the model's and the request's end_id.
         beam_of: the beam search whose beam it is; None if it is a group of its own.
-        num_candidates: the top tokens that a runner has to report for each of its tokens; None for
-            no token at all. Of a beam they are the top tokens among those that may be chosen.
-        logit_adjustments: what the host says of the choice of its tokens.
-        grammar: where its output stands in what it must match; None if it must match nothing.
-        is_complete: nothing may follow the tokens that it has: its grammar says so.
-        needs_committed_tokens: the host must have seen all tokens before it can say what the next
-            one may be: never more than one is in flight.
-        num_drafts: tokens to draft in each of its steps from now on.
-        num_drafted: drafts that were verified so far.
-        num_accepted: those of them that were accepted.
-        num_scored: tokens of its prompt whose log-probabilities are committed, or not wanted. Until
-            these are all, it has no output.
+        num_candidates: top logprobs that a runner reports for each of its tokens; None for none.
+            For a beam, among the allowed tokens only.
+        logit_adjustments: computed by the host before sampling.
+        grammar: state of its output's grammar; None if unconstrained.
+        is_complete: its grammar allows no further token.
+        needs_committed_tokens: the adjustments of the next token depend on all previous ones: never
+            more than one token is in flight.
+        num_drafts: draft tokens in each of its steps from now on.
+        num_drafted: drafts verified so far.
+        num_accepted: drafts accepted so far.
+        num_scored: prompt tokens whose logprobs are committed or not requested. Until that is all
+            of them, it has no output.
     """
 
     __slots__ = (
@@ -167,14 +166,14 @@ class Sequence(SequenceGroup):
         self.num_drafts = 0
         self.num_drafted = 0
         self.num_accepted = 0
-        # Of a prompt that is scored the first token follows nothing.
+        # The first token of a prompt has no logprob.
         self.num_scored = (
             self.num_prompt_tokens if request.params.num_prompt_logprobs is None else 1
         )
 
     @property
     def group(self) -> SequenceGroup:
-        """What it waits, runs and ends with."""
+        """Its group: its beam search, or itself."""
         return self if self.beam_of is None else self.beam_of
 
     @property
@@ -183,7 +182,7 @@ class Sequence(SequenceGroup):
 
     @property
     def num_tokens(self) -> int:
-        """Prompt and output, with what is in flight: at most, if drafts are."""
+        """Prompt and output, in-flight tokens included; an upper bound with drafts in flight."""
         return len(self.token_ids) + self.num_in_flight
 
     @property
@@ -192,12 +191,11 @@ class Sequence(SequenceGroup):
 
     @property
     def num_uncomputed(self) -> int:
-        """Tokens that no step computes yet: a prompt's rest, or 1 in decode."""
+        """Tokens not scheduled yet: the rest of a prompt, or 1 in decode."""
         return self.num_tokens - self.num_computed
 
     def fork(self, request_id: int) -> Sequence:
-        """A sequence of the same request and tokens that may go on otherwise, with the same blocks:
-        its owner has to count them."""
+        """A copy that may diverge. It shares the blocks; the caller must count them."""
         other = copy.copy(self)
         other.request_id = request_id
         other.logit_adjustments = self.logit_adjustments.fork()

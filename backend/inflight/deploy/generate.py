@@ -1,4 +1,4 @@
-"""Writes what follows from the tables of request options and settings: `make generate`.
+"""Generates files from the tables of request options and settings: `make generate`.
 
     python -m inflight.deploy.generate [--check]
 
@@ -43,7 +43,7 @@ def root() -> Path:
 
 
 def generated() -> dict[str, str]:
-    """What each generated file should hold, by its path in the checkout.
+    """The expected content of each generated file, by its path in the checkout.
 
     Raises:
         ConfigError: a file lacks a block.
@@ -72,7 +72,7 @@ def main(arguments: list[str]) -> int:
 
 
 def _with_block(path: str, text: str, name: str, lines: Iterable[str]) -> str:
-    """The text with other lines in a block."""
+    """The text with the lines of a block replaced."""
     pattern = rf"(?<=begin generated: {name})([^\n]*\n).*?(?=[^\n]*end generated: {name}\b)"
     body = "".join(f"{line}\n" for line in lines)
     text, count = re.subn(pattern, lambda found: found[1] + body, text, flags=re.DOTALL)
@@ -82,7 +82,7 @@ def _with_block(path: str, text: str, name: str, lines: Iterable[str]) -> str:
 
 
 def _filled(template: str, **texts: str) -> str:
-    """A template with texts in the places of their names, each between two @."""
+    """A template with names between two @ replaced by texts."""
     for name, text in texts.items():
         template = template.replace(f"@{name}@", text)
     return template
@@ -130,13 +130,13 @@ from typing import Any, TypedDict
 
 
 class Options(TypedDict, total=False):
-    """Options of a generation; what is left out is the server's choice.
+    """Options of a generation; omitted ones use the server's defaults.
 
-    The ranges are the server's to check; its error names the option.
+    The server checks the ranges; its error names the option.
 
-    logit_bias is token id -> what is added to its logit. It travels as the two tensors
-    `logit_bias_ids` and `logit_bias_values`. sampling_parameters and guided_decoding_guide travel
-    as strings; what is given as a mapping, or a guide as a list, is written as JSON.
+    logit_bias is token id -> bias. It is sent as the two tensors `logit_bias_ids` and
+    `logit_bias_values`. sampling_parameters and guided_decoding_guide are sent as strings; a
+    mapping, or a guide given as a list, is encoded as JSON.
     """
 
 @OPTIONS@
@@ -189,7 +189,7 @@ def _kserve(datatype: str) -> str:
 _C_TYPES = {"<u8": "unsigned long long", "<f4": "float", "<i4": "int"}
 
 _ROW_PARAMS_HEADER = f"""\
-// How to choose a token in a row of logits: ROW_PARAMS of ops/sampling.py as the kernels read it.
+// Sampling parameters of a row of logits: ROW_PARAMS of ops/sampling.py as the kernels read it.
 // {_HEADER}
 #pragma once
 
@@ -205,12 +205,12 @@ __device__ inline bool has_penalties(const RowParams& params) {{
     return @PENALTIES@;
 }}
 
-// Whether a row has filters that need more than its top and its bound.
+// Whether a row has filters that need more than its maximum and its bound.
 __device__ inline bool has_rare_filters(const RowParams& params) {{
     return @RARE_FILTERS@;
 }}
 
-// A word of a row's parameters, or its default where it belongs to a rare filter.
+// A word of a row's parameters, or its default if it belongs to a rare filter.
 __device__ inline int without_rare_filters(int word, int value) {{
     switch (word) {{
 @DEFAULTS@
@@ -402,7 +402,7 @@ _BLOCKS: dict[str, dict[str, Callable[[], list[str]]]] = {
         "speculative settings": _settings(config.SpeculativeConfig),
     },
 }
-"""Files with generated blocks, and who writes each block."""
+"""Files with generated blocks, and the generator of each block."""
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
-"""Where tritonserver is, and what it needs to run our backend with this Python.
+"""Finds tritonserver and prepares it to run this backend with this Python.
 
-Three things have to fit together: the server, the stub (a small program linked against one minor
-version of Python, in which Triton runs a Python model) and the folder of backends. Nothing is
-started here and nothing of Triton's is imported.
+Three parts must match: the server, the stub (a small program linked against one minor version of
+Python, in which Triton runs a Python model) and the backend directory. Nothing is started here, and
+nothing of Triton is imported.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ class Installation:
     Attributes:
         server: the executable.
         python_backend: the folder with libtriton_python.so and triton_python_backend_utils.py.
-        stub: the program Triton runs our models in, linked against this minor version of Python.
-        libraries: a folder that has to be on LD_LIBRARY_PATH, if any.
-        origin: how it was found, for people.
+        stub: the program that runs Python models, linked against this minor version of Python.
+        libraries: a folder that must be on LD_LIBRARY_PATH, if any.
+        origin: how it was found, for display.
     """
 
     server: Path
@@ -54,11 +54,11 @@ class Installation:
 
 
 def find() -> Installation:
-    """The tritonserver that $INFLIGHT_TRITONSERVER names, or the one on PATH, or that of an NGC
-    container, or that of the nvidia-pytriton wheel: the first there is.
+    """The first of: $INFLIGHT_TRITONSERVER, tritonserver on PATH, that of an NGC container, that of
+    the nvidia-pytriton wheel.
 
     Raises:
-        ConfigError: there is none, or the one there is lacks a part.
+        ConfigError: none found, or the one found is incomplete.
     """
     named = os.environ.get(SERVER_VARIABLE)
     if named:
@@ -75,18 +75,18 @@ def find() -> Installation:
     if wheel is not None:
         return _in_wheel(wheel)
     raise ConfigError(
-        f"no tritonserver was found (looked at ${SERVER_VARIABLE}, PATH, {SYSTEM_SERVER} and the "
+        f"tritonserver not found (searched ${SERVER_VARIABLE}, PATH, {SYSTEM_SERVER} and the "
         "nvidia-pytriton wheel); run in the repository: pip install -e '.[triton]'"
     )
 
 
 def backend_directory(installation: Installation, cache: Path | None = None) -> Path:
-    """A folder for `--backend-directory` that holds Triton's Python backend and ours.
+    """A folder for `--backend-directory` with Triton's Python backend and this one.
 
-    It is made once per combination of server, Python and checkout.
+    It is created once per combination of server, Python and checkout.
 
     Args:
-        cache: where to make it; None for ~/.cache/inflight/backends.
+        cache: where to create it; None for ~/.cache/inflight/backends.
 
     Raises:
         ConfigError: the folder cannot be written.
@@ -103,14 +103,14 @@ def backend_directory(installation: Installation, cache: Path | None = None) -> 
         scratch = Path(tempfile.mkdtemp(prefix=".new-", dir=root))
         _fill(scratch, installation, ours)
         shutil.rmtree(target, ignore_errors=True)
-        # Whoever makes the same folder at the same time makes the same links: either will do.
+        # A concurrent process creates the same folder: either one is fine.
         with contextlib.suppress(OSError):
             scratch.rename(target)
         shutil.rmtree(scratch, ignore_errors=True)
     except OSError as error:
         raise ConfigError(
             f"{error.filename or root}: cannot be written ({error.strerror}); "
-            "set XDG_CACHE_HOME to a folder that can"
+            "set XDG_CACHE_HOME to a writable folder"
         ) from None
     return target
 
@@ -136,7 +136,7 @@ def python_directory() -> Path:
 
 
 def libpython() -> Path | None:
-    """This interpreter's own shared library; None where it was built without one."""
+    """This interpreter's shared library; None if it was built without one."""
     name = sysconfig.get_config_var("INSTSONAME") or ""
     folder = sysconfig.get_config_var("LIBDIR")
     if not folder or ".so" not in name:
@@ -148,7 +148,7 @@ def libpython() -> Path | None:
 def check_python(installation: Installation) -> None:
     """
     Raises:
-        ConfigError: the stub would not find a `python3`, or a numpy, that it can work with.
+        ConfigError: the stub would not find a compatible `python3` or numpy.
     """
     if not (python_directory() / "python3").exists():
         raise ConfigError(
@@ -162,12 +162,12 @@ def check_python(installation: Installation) -> None:
 def check_numpy(version: str) -> None:
     """
     Raises:
-        ConfigError: Triton 2.51's Python backend passes broken tensors to this numpy.
+        ConfigError: Triton 2.51's Python backend passes corrupt tensors to this numpy.
     """
     if int(version.split(".", 1)[0]) >= 2:
         raise ConfigError(
-            f"numpy {version} is installed, but the Python backend of Triton 2.51 passes broken "
-            "tensors to numpy 2 without an error; run: pip install 'numpy<2'"
+            f"numpy {version} is installed, but the Python backend of Triton 2.51 silently passes "
+            "corrupt tensors to numpy 2; run: pip install 'numpy<2'"
         )
 
 
@@ -184,7 +184,7 @@ def _installed(server: Path, origin: str) -> Installation:
 
 
 def _wheel_root() -> Path | None:
-    # Not imported: pytriton would pull in its own server, proxies and loggers.
+    # Not imported: pytriton would import its own server, proxies and loggers.
     spec = importlib.util.find_spec("pytriton")
     if spec is None or not spec.submodule_search_locations:
         return None
@@ -216,7 +216,7 @@ def _in_wheel(package: Path) -> Installation:
 
 
 def _our_backend() -> Path | None:
-    # A checkout's backend/ is a backend as it is; from a wheel, only the package is there.
+    # A checkout's backend/ is a complete backend; a wheel has only the package.
     folder = Path(inflight.__file__).resolve().parent.parent
     return folder if (folder / "model.py").exists() else None
 
@@ -224,14 +224,14 @@ def _our_backend() -> Path | None:
 def _fill(directory: Path, installation: Installation, ours: Path | None) -> None:
     python = directory / "python"
     python.mkdir()
-    # Copies: Triton refuses a backend library whose real path leaves the backend's folder.
+    # Copies: Triton rejects a backend library whose real path is outside the backend's folder.
     for file in installation.python_backend.iterdir():
         if file.is_file() and file.name != STUB:
             shutil.copy2(file, python)
     shutil.copy2(installation.stub, python)
-    # Another libpython of the same minor version may come first in the system's own search; its
-    # patch version would not fit this interpreter's standard library. A folder with this one file,
-    # because a whole LIBDIR on LD_LIBRARY_PATH would offer more libraries than meant.
+    # The system's search may find another libpython of the same minor version first, whose patch
+    # version does not match this interpreter's standard library. A folder with this one file,
+    # because all of LIBDIR on LD_LIBRARY_PATH would expose more libraries than intended.
     (directory / "lib").mkdir()
     own = libpython()
     if own is not None:

@@ -1,4 +1,4 @@
-"""The three ports of a tritonserver."""
+"""Selection of tritonserver's three ports."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def choose_ports(host: str, ports: tuple[int, int, int]) -> tuple[int, int, int]
     """The same ports, with a free one for each 0.
 
     Raises:
-        ConfigError: ports are taken, or named twice, or are none, or the host is not an address of
+        ConfigError: a port is in use, duplicate or out of range, or the host is not an address of
             this machine.
     """
     _check_host(host)
@@ -31,7 +31,7 @@ def choose_ports(host: str, ports: tuple[int, int, int]) -> tuple[int, int, int]
     with contextlib.ExitStack() as held:
         for port, flag in zip(ports, _FLAGS, strict=True):
             probe = held.enter_context(socket.socket(socket.AF_INET, socket.SOCK_STREAM))
-            # As tritonserver does: a port whose last connections are still closing is free.
+            # As in tritonserver: a port with connections in TIME_WAIT counts as free.
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:
                 probe.bind((host, port))
@@ -42,8 +42,8 @@ def choose_ports(host: str, ports: tuple[int, int, int]) -> tuple[int, int, int]
     if taken:
         other = " ".join(f"{flag} 0" for flag, _ in taken)
         raise ConfigError(
-            f"{'; '.join(text for _, text in taken)}; stop what listens there or choose other "
-            f"ports; free ones: {other}"
+            f"{'; '.join(text for _, text in taken)}; stop the process that listens there or "
+            f"choose other ports; to pick free ones: {other}"
         )
     return chosen[0], chosen[1], chosen[2]
 
@@ -55,5 +55,5 @@ def _check_host(host: str) -> None:
     except OSError as error:
         raise ConfigError(
             f"--host: {host} is not an address of this machine ({error.strerror}); allowed: "
-            "127.0.0.1 for this machine alone, 0.0.0.0 for everybody, or one of its own addresses"
+            "127.0.0.1 (local only), 0.0.0.0 (all interfaces), or an address of this machine"
         ) from None

@@ -1,4 +1,4 @@
-"""Model repositories: the ones that come with this package, and new ones for other checkpoints."""
+"""Model repositories: those shipped with this package, and new ones for other checkpoints."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ from inflight.text.tokenizer import Tokenizer
 
 FOLDERS = ("model_repository", "ensembles")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
-# What is left out for a checkpoint that lacks what they need.
+# Models that are omitted if the checkpoint has no tokenizer, or no chat template.
 _NEED_TOKENIZER = ("tokenizer", "chat_tokenizer", "detokenizer", "generate", "chat")
 _NEED_CHAT_TEMPLATE = ("chat_tokenizer", "chat")
 
 
 @dataclass(frozen=True, slots=True)
 class Repository:
-    """A repository that `init` wrote.
+    """A repository written by `init`.
 
     Attributes:
         path: the folder to serve.
-        models: names of the models that were written, ensembles included.
-        notes: what was left out, and why.
+        models: names of the models in it, ensembles included.
+        notes: what was omitted, and why.
     """
 
     path: Path
@@ -42,10 +42,10 @@ class Repository:
 
 
 def shipped() -> list[Path]:
-    """The repositories that come with this package: the models, and the ensembles of them.
+    """The repositories shipped with this package: the models, and their ensembles.
 
     Raises:
-        ConfigError: the installation is not complete.
+        ConfigError: the installation is incomplete.
     """
     # Links in a checkout, files in a wheel.
     root = Path(inflight.__file__).resolve().parent / "_repository"
@@ -63,13 +63,12 @@ def init(
 
     Args:
         model: see `locate`.
-        directory: where to write; it may hold other models, but none of these.
+        directory: where to write; may contain other models, but none of the same names.
         name: prefix of the models' names, NAME_llm and so on, for several models in one server.
         settings: further keys of engine.json.
 
     Raises:
-        ConfigError: the model or a setting cannot work, or something is in the way. Nothing has
-            been written then.
+        ConfigError: invalid model or setting, or a model exists already. Nothing is written then.
     """
     if name and not _NAME.fullmatch(name):
         raise ConfigError(
@@ -103,9 +102,11 @@ def init(
 def _left_out(checkpoint: Checkpoint) -> tuple[tuple[str, ...], tuple[str, ...]]:
     tokenizer = Tokenizer.load_if_present(checkpoint)
     if tokenizer is None:
-        return _NEED_TOKENIZER, (f"{checkpoint.path} has no tokenizer: it is served by ids alone",)
+        return _NEED_TOKENIZER, (f"{checkpoint.path} has no tokenizer: served with token ids only",)
     if tokenizer.chat_template is None:
-        return _NEED_CHAT_TEMPLATE, (f"{checkpoint.path} has no chat template: no chat",)
+        return _NEED_CHAT_TEMPLATE, (
+            f"{checkpoint.path} has no chat template: chat is not available",
+        )
     return (), ()
 
 
@@ -128,8 +129,8 @@ def _write(
 
 
 def rename_models(text: str, names: Mapping[str, str]) -> str:
-    """A config.pbtxt with the models it refers to renamed: the steps of an ensemble, and the `llm`
-    that a tokenizer or detokenizer belongs to."""
+    """A config.pbtxt with renamed references to models: the steps of an ensemble, and the `llm` of
+    a tokenizer or detokenizer."""
 
     def renamed(match: re.Match[str]) -> str:
         return f'{match[1]}"{names.get(match[2], match[2])}"'

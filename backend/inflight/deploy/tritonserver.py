@@ -1,4 +1,4 @@
-"""A tritonserver of our own: start it, see its models load, drain it, stop it."""
+"""Runs tritonserver as a child process: start, wait for its models, drain, stop."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ DEFAULT_HOST = "127.0.0.1"
 DEFAULT_PORTS = (8000, 8001, 8002)
 DEFAULT_DRAIN_S = 30.0
 
-# Tokens the engine has handed out still pass the front, the detokenizer and the network.
+# Tokens that the engine has sent still pass the front, the detokenizer and the network.
 SETTLE_S = 0.7
 # An idle tritonserver ends within 2 s; one with an open idle gRPC stream never does.
 TRITON_EXIT_S = 4.0
@@ -41,18 +41,18 @@ CHILDREN_EXIT_S = 5.0
 KILLED_EXIT_S = 1.0
 POLL_S = 0.1
 
-# Of each thread of tritonserver. Its HTTP server (2.51) reads a body that has the type of a form,
-# as curl -d sends it, on the thread's stack: with the usual 8 MB, one of 5 MB ended the server.
-# Only what is used of it takes memory.
+# Stack of each thread of tritonserver. Its HTTP server (2.51) reads a body with a form content
+# type, as from curl -d, onto the stack: with the usual 8 MB, a body of 5 MB crashed the server.
+# Only used pages take memory.
 STACK_BYTES = 128 << 20
 
-# Runs instead of a preexec_fn, which is not safe in a process with threads. PR_SET_PDEATHSIG is 1:
-# the kernel kills tritonserver when the thread that started it ends, however it ends.
+# Instead of a preexec_fn, which is not safe in a process with threads. PR_SET_PDEATHSIG is 1: the
+# kernel kills tritonserver when the thread that started it ends for any reason.
 _LAUNCHER = """\
 import ctypes, os, resource, signal, sys
 ctypes.CDLL(None).prctl(1, signal.SIGKILL)
 if os.getppid() != int(sys.argv[1]):
-    sys.exit("the starting process has gone")
+    sys.exit("the starting process has exited")
 soft, hard = resource.getrlimit(resource.RLIMIT_STACK)
 wanted = int(sys.argv[2])
 if hard != resource.RLIM_INFINITY:
@@ -62,7 +62,7 @@ if soft != resource.RLIM_INFINITY and soft < wanted:
 os.execv(sys.argv[3], sys.argv[3:])
 """
 
-# What a stub shares with its server; one that is killed leaves it behind.
+# Shared memory of a stub and its server; a killed stub leaves it behind.
 _SHARED_MEMORY = Path("/dev/shm")
 _REGION_PREFIX = "triton_"
 
@@ -71,7 +71,7 @@ OnProgress = Callable[[str, Loading], None]
 
 @dataclass(frozen=True, slots=True)
 class Endpoints:
-    """Where a server listens, each as host:port."""
+    """Addresses of a server, each as host:port."""
 
     http: str
     grpc: str
@@ -79,17 +79,17 @@ class Endpoints:
 
 
 class Server:
-    """One tritonserver with our backend, as a child that does not outlive the starting thread.
+    """A tritonserver with this backend, as a child that does not outlive the starting thread.
 
-    As a context manager it starts, waits until every model is ready, and stops at the end:
+    As a context manager it starts, waits until all models are ready, and stops at the end:
 
         with Server(repository.shipped(), ports=(0, 0, 0)) as server:
             client = Client(server.endpoints.grpc)
 
     Args:
-        repositories: model repositories; a model's name must be unique over all of them.
+        repositories: model repositories; model names must be unique across all of them.
         ports: of HTTP, gRPC and metrics; 0 picks a free one.
-        log_file: what tritonserver and the models print; None for a file in ~/.local/state.
+        log_file: for the output of tritonserver and the models; None for one in ~/.local/state.
         drain_s: how long `stop` waits for requests in flight.
     """
 
@@ -114,7 +114,7 @@ class Server:
         self.start()
         try:
             self.wait_ready()
-        except BaseException:  # goes on up; at a Ctrl-C no tritonserver may stay behind
+        except BaseException:  # re-raised; Ctrl-C must not leave a tritonserver behind
             self.kill()
             raise
         return self
@@ -145,7 +145,7 @@ class Server:
 
     @property
     def pid(self) -> int:
-        """Of tritonserver.
+        """PID of tritonserver.
 
         Raises:
             EngineError: it was not started.
@@ -153,10 +153,10 @@ class Server:
         return self._running().pid
 
     def start(self) -> None:
-        """Start tritonserver; returns at once.
+        """Start tritonserver; returns immediately.
 
         Raises:
-            ConfigError: no tritonserver, an unusable Python, a taken port, a bad repository.
+            ConfigError: no tritonserver, incompatible Python, port in use, or invalid repository.
         """
         if self._process is not None:
             raise EngineError("the server was already started")
@@ -165,9 +165,9 @@ class Server:
                 raise ConfigError(f"repository {path} is not a folder")
             if not any(child.is_dir() for child in path.iterdir()):
                 raise ConfigError(
-                    f"repository {path} has no models; `inflight repo init` writes some"
+                    f"repository {path} has no models; create some with `inflight repo init`"
                 )
-        log.level()  # of the processes to be: an error here is read, one of theirs is not
+        log.level()  # validates it here, where the user sees the error
         found = installation.find()
         installation.check_python(found)
         backends = installation.backend_directory(found)
@@ -183,22 +183,22 @@ class Server:
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                # A Ctrl-C in our terminal is for us: we drain first.
+                # Ctrl-C in the terminal must reach only this process, which drains first.
                 start_new_session=True,
             )
 
     def wait_ready(
         self, timeout: float | None = None, on_progress: OnProgress = lambda model, loading: None
     ) -> list[str]:
-        """Wait until every model is ready; the names of the models.
+        """Wait until all models are ready; returns their names.
 
         Args:
-            timeout: seconds; None waits as long as tritonserver lives.
-            on_progress: called with a model's name and how far its engine is, on other threads.
+            timeout: seconds; None waits as long as tritonserver runs.
+            on_progress: called with a model's name and its engine's progress, on other threads.
 
         Raises:
-            ConfigError: a model cannot be loaded, and why.
-            EngineError: tritonserver ended for another reason, or not ready in time.
+            ConfigError: a model cannot be loaded, with the reason.
+            EngineError: tritonserver exited for another reason, or not ready in time.
         """
         process = self._running()
         stop_watching = threading.Event()
@@ -218,7 +218,7 @@ class Server:
         return self.models()
 
     def is_ready(self) -> bool:
-        """Whether tritonserver answers and all its models are loaded."""
+        """Whether tritonserver responds and all its models are loaded."""
         status, _ = self._ask("GET", "/v2/health/ready")
         return status == 200
 
@@ -233,23 +233,23 @@ class Server:
         return sorted(entry["name"] for entry in msgspec.json.decode(body))
 
     def devices(self) -> dict[str, str]:
-        """Where the models with an engine run, in words, by their names."""
+        """Description of the device of each model with an engine, by model name."""
         engines = self._attach_engines()
         for engine in engines.values():
             engine.close()
         return {name: engine.welcome.device for name, engine in engines.items()}
 
     def drain(self, on_waiting: Callable[[int], None] = lambda num_in_flight: None) -> int:
-        """Refuse new requests and wait for those in flight, for `drain_s` at most.
+        """Reject new requests and wait for those in flight, for at most `drain_s`.
 
-        This must come before SIGTERM: tritonserver 2.51 refuses the next step of an ensemble that
-        is in flight as soon as it gets the signal, and the stream then hangs.
+        This must precede SIGTERM: after the signal tritonserver 2.51 rejects the next step of an
+        ensemble request in flight, and its stream hangs.
 
         Args:
             on_waiting: called with the number of requests in flight whenever it changes.
 
         Returns:
-            How many requests were still in flight at the end.
+            The number of requests still in flight at the end.
         """
         deadline = time.monotonic() + self.drain_s
         engines = list(self._attach_engines().values())
@@ -266,7 +266,7 @@ class Server:
                 before = now
                 time.sleep(POLL_S)
         except InflightError:
-            pass  # an engine died, and what was in flight there has failed
+            pass  # an engine died, and its requests in flight have failed
         finally:
             for engine in engines:
                 engine.close()
@@ -275,21 +275,23 @@ class Server:
         return now
 
     def stop(self, on_waiting: Callable[[int], None] = lambda num_in_flight: None) -> int:
-        """Drain and end tritonserver and its engines; returns how many requests were cut off."""
+        """Drain and end tritonserver and its engines; returns the number of aborted requests."""
         if self._process is None:
             return 0
         num_cut = self.drain(on_waiting)
-        stubs = Process.children_of(self._process.pid)  # nobody's, once it has ended
+        stubs = Process.children_of(
+            self._process.pid
+        )  # before it exits: afterwards they are no longer its children
         if self.is_running():
             self._process.send_signal(signal.SIGTERM)
-            # All that can hold it up now are clients that keep a stream open without a request.
+            # Only clients with an open stream but no request can delay it now.
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(TRITON_EXIT_S)
         self._end(stubs, CHILDREN_EXIT_S)
         return num_cut
 
     def kill(self) -> None:
-        """End tritonserver, its stubs and its engines at once, if they run."""
+        """End tritonserver, its stubs and its engines immediately, if they run."""
         if self._process is not None:
             self._end(Process.children_of(self._process.pid), KILLED_EXIT_S)
 
@@ -302,16 +304,16 @@ class Server:
         process.wait()
         for model in self._models_with_engine():
             _end_engine(engine_client.socket_path(model, process.pid))
-        # The stubs see that their server has gone, remove their shared memory and end.
+        # The stubs detect that their server has exited, remove their shared memory and exit.
         _wait_for(stubs, patience_s)
         for stub in stubs:
-            stub.kill()  # it hangs: it would hold its memory for ever
+            stub.kill()  # hung: it would keep its memory forever
         _wait_for(stubs, KILLED_EXIT_S)
         for name in regions:
             (_SHARED_MEMORY / name).unlink(missing_ok=True)
 
     def wait(self, timeout: float | None = None) -> int | None:
-        """Wait until tritonserver ends by itself; its exit status, or None after `timeout`."""
+        """Wait until tritonserver exits; returns its exit status, or None after `timeout`."""
         try:
             return self._running().wait(timeout)
         except subprocess.TimeoutExpired:
@@ -323,8 +325,8 @@ class Server:
             return open(self.log_file, "wb")
         except OSError as error:
             raise ConfigError(
-                f"the log {self.log_file} cannot be written ({error.strerror}); choose another "
-                "file with --log-file, or another folder for all with XDG_STATE_HOME"
+                f"log file {self.log_file} cannot be written ({error.strerror}); choose another "
+                "file with --log-file, or another folder for all logs with XDG_STATE_HOME"
             ) from None
 
     def _arguments(self, backends: Path) -> Iterator[str]:
@@ -340,11 +342,11 @@ class Server:
         yield f"--metrics-port={metrics_port}"
         yield "--allow-gpu-metrics=false"
         yield "--model-control-mode=none"
-        # Our config.pbtxt files are complete; completing them would start every stub twice.
+        # The config.pbtxt files are complete; auto-completion would start every stub twice.
         yield "--disable-auto-complete-config"
         yield "--log-format=ISO8601"
-        # No --grpc-max-connection-age: it would cut healthy streams that run longer. What it is
-        # for, ending with idle streams open, `stop` does.
+        # No --grpc-max-connection-age: it would abort healthy streams that run longer. Its purpose,
+        # exiting while idle streams are open, is handled by `stop`.
 
     def _running(self) -> subprocess.Popen[bytes]:
         if self._process is None:
@@ -369,7 +371,7 @@ class Server:
                     on_loading=lambda loading: on_progress(model.name, loading),
                 )
             except CapacityError:
-                continue  # the front has not started it yet
+                continue  # not started by the front yet
             except InflightError as error:
                 self._failures[model.name] = error
             else:
@@ -379,7 +381,7 @@ class Server:
     def _attach_engines(self) -> dict[str, engine_client.EngineClient]:
         engines = {}
         for model in self._models_with_engine():
-            with contextlib.suppress(InflightError):  # one that is not up has nothing in flight
+            with contextlib.suppress(InflightError):  # not running: nothing in flight
                 path = engine_client.socket_path(model, self.pid)
                 engine = engine_client.attach(path, "observer", on_loading=_refuse)
                 engines[model.name] = engine
@@ -406,17 +408,17 @@ class Server:
         return EngineError(f"{self.how_it_ended()}; log: {self.log_file}")
 
     def how_it_ended(self) -> str:
-        """In words, with its exit status or the signal that ended it."""
+        """A message with its exit status, or the signal that ended it."""
         status = self._running().returncode
         if status < 0:
-            return f"tritonserver was ended by {signal.Signals(-status).name}"
-        return f"tritonserver ended with status {status}"
+            return f"tritonserver was terminated by {signal.Signals(-status).name}"
+        return f"tritonserver exited with status {status}"
 
 
 def load_failures(log: str) -> list[str]:
-    """Why models failed to load, one line each, from what tritonserver printed.
+    """The reasons why models failed to load, one line each, from tritonserver's log.
 
-    A model that fails only because another one did is left out.
+    A model that failed only because another one did is omitted.
     """
     reasons: dict[str, None] = {}
     pattern = r"failed to load '([^']+)' version \d+: (?:[A-Z][a-z]+(?: [a-z]+)*: )?(.+)"
@@ -449,7 +451,7 @@ def _state_directory() -> Path:
 
 
 def _end_engine(path: Path) -> None:
-    """Ask the engine that listens at `path` to end; it would wait a while for new fronts."""
+    """Terminate the engine that listens at `path`, which would otherwise wait for new fronts."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
         try:
             sock.connect(str(path))
@@ -458,16 +460,16 @@ def _end_engine(path: Path) -> None:
             if user == os.getuid():
                 os.kill(pid, signal.SIGTERM)
         except OSError:
-            pass  # it has gone already
+            pass  # already exited
 
 
 def _is_region(argument: str) -> bool:
-    """Whether an argument of a stub is the name of the memory that it shares with its server."""
+    """Whether an argument of a stub is the name of its shared memory region."""
     return argument.startswith(_REGION_PREFIX) and "/" not in argument
 
 
 def _wait_for(processes: list[Process], seconds: float) -> None:
-    """Wait until all of them have ended, for so long at most."""
+    """Wait until all of them have exited, for at most so many seconds."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline and any(one.is_running() for one in processes):
         time.sleep(0.05)

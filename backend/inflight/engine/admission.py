@@ -1,9 +1,8 @@
-"""Which requests an engine accepts: the one place where they are held against its limits.
+"""Validates requests against an engine's limits.
 
-Fronts are other processes, several on one socket, so the engine trusts nothing that they checked:
-what a request alone must fulfil is checked by its types (`core.request`, `sampling.params`), what
-this engine's model, pool and settings allow is checked here. What passes can always be served in
-the end: the scheduler relies on it.
+Fronts are other processes, so the engine does not rely on their checks: constraints of a request by
+itself are checked by its types (`core.request`, `sampling.params`), those of this engine's model,
+pool and settings here. An accepted request can always be completed; the scheduler relies on that.
 """
 
 from __future__ import annotations
@@ -26,12 +25,12 @@ from inflight.text.tokenizer import Tokenizer
 
 @dataclass(frozen=True, slots=True)
 class PoolLimits:
-    """What the KV cache and the batch have room for.
+    """Capacity of the KV cache and of the batch.
 
     Attributes:
         num_blocks: KV blocks in the pool.
         block_size: tokens per block.
-        max_num_seqs: sequences that run at once.
+        max_num_seqs: maximum running sequences.
     """
 
     num_blocks: int
@@ -54,13 +53,13 @@ class PoolLimits:
             )
             raise RequestError(
                 f"a prompt of {prompt} tokens and max_tokens of {output} need {prompt + output} "
-                f"tokens of KV cache, and the whole cache has {limit}: {fits}"
+                f"tokens of KV cache; the whole cache has {limit}: {fits}"
             )
         if sequence.width > 1:
             self._check_beams(sequence)
 
     def default_max_tokens(self, wanted: int, num_prompt_tokens: int, width: int) -> int:
-        """As many of the wanted tokens as a small pool holds, for requests that name no number."""
+        """Limit a default number of output tokens to the capacity of a small pool."""
         shared = num_prompt_tokens // self.block_size  # by all beams, at least
         limit = (shared + (self.num_blocks - shared) // width) * self.block_size
         return max(1, min(wanted, limit - num_prompt_tokens))
@@ -69,11 +68,11 @@ class PoolLimits:
         width, size = sequence.width, self.block_size
         if width > self.max_num_seqs:
             raise RequestError(
-                f"{width} beams run as {width} sequences, and at most {self.max_num_seqs} run at "
-                f"once; allowed: up to {self.max_num_seqs}",
+                f"{width} beams run as {width} sequences; allowed: up to max_num_seqs, "
+                f"{self.max_num_seqs}",
                 "beam_width",
             )
-        # At worst they have no more than the full blocks of their prompt in common.
+        # In the worst case they share only the full blocks of their prompt.
         prompt, num_blocks = sequence.num_prompt_tokens, self.num_blocks
         shared = prompt // size
         needed = shared + width * (-(-(sequence.max_length - 1) // size) - shared)
@@ -89,13 +88,13 @@ class PoolLimits:
 
 
 class Admission:
-    """Checks requests and makes sequences of them.
+    """Validates requests and creates their sequences.
 
     Args:
-        pool: what there is room for.
-        vocab_size: token ids are below it.
-        max_model_len: prompt and output together, in tokens.
-        default_max_tokens: output tokens of a request that does not name a number.
+        pool: the capacity.
+        vocab_size: upper bound of token ids.
+        max_model_len: maximum tokens of prompt and output.
+        default_max_tokens: maximum output tokens of a request that does not set it.
         eos_token_ids: the model's own end-of-sequence tokens.
         tokenizer: the model's; None if it takes token ids only.
         detokenizer: of that tokenizer.
@@ -126,7 +125,7 @@ class Admission:
         """A request's sequence.
 
         Raises:
-            RequestError: it can never be served; names what is not allowed.
+            RequestError: it can never be served; with what is allowed.
         """
         self._check_prompt(request)
         request.params.check_vocabulary(self._vocab_size)
@@ -162,7 +161,7 @@ class Admission:
         check_length(len(prompt_ids), request.params.max_tokens, self._max_model_len, "input_ids")
 
     def _check_tokenizer(self, request: Request) -> None:
-        """Refuse what is about text where there are only token ids."""
+        """Reject text options if there is no tokenizer."""
         if self._tokenizer is not None:
             return
         for name in ("stop_words", "bad_words", "dry_sequence_breakers"):
@@ -170,13 +169,13 @@ class Admission:
                 raise RequestError("this model has no tokenizer and takes token ids only", name)
 
     def _check_outputs(self, sequence: Sequence) -> None:
-        """Refuse what a beam search cannot be combined with, or has too few candidates for."""
+        """Reject options incompatible with beam search, and too many beams for the candidates."""
         request, width = sequence.request, sequence.width
         output_ids = request.output_ids
         if output_ids and (output_ids[0] != request.request_id or len(set(output_ids)) > width):
             raise RequestError(
-                f"{len(output_ids)} outputs of {width} beams; allowed: up to beam_width, of which "
-                "the first has the request's own id",
+                f"{len(output_ids)} outputs of {width} beams; allowed: up to beam_width, the first "
+                "under the request's own id",
                 "output_ids",
             )
         if width == 1:
@@ -196,13 +195,13 @@ class Admission:
         if num_candidates_needed(width, stop_conditions) > most:
             num_ids = stop_conditions.num_ids
             raise RequestError(
-                f"{width} beams and {num_ids} tokens that end them are more than the "
-                f"{most} likeliest tokens that are looked at; allowed: up to {most - num_ids}",
+                f"{width} beams and {num_ids} tokens that end them exceed the {most} candidates of "
+                f"a step; allowed: up to {most - num_ids}",
                 "beam_width",
             )
 
     def _check_constraint(self, request: Request) -> None:
-        """Refuse a grammar that cannot be matched, or that contradicts another option."""
+        """Reject a grammar that cannot be used, or that contradicts another option."""
         if request.structured is None:
             return
         if self._tokenizer is None:
@@ -213,11 +212,11 @@ class Admission:
             )
 
     def _max_tokens(self, request: Request) -> int:
-        """Output tokens at most: what the request asks for, or the default, within the context."""
+        """Maximum output tokens: the request's or the default, limited by the context."""
         params, num_prompt_tokens = request.params, len(request.prompt_ids)
         wanted = params.max_tokens
         if wanted is None:
-            # Nobody asked for more than a small pool holds; an explicit number is refused.
+            # A default is limited to the capacity of a small pool; an explicit number is rejected.
             wanted = self._pool.default_max_tokens(
                 max(self._default_max_tokens, params.min_tokens),
                 num_prompt_tokens,
@@ -226,7 +225,7 @@ class Admission:
         return min(wanted, self._max_model_len - num_prompt_tokens)
 
     def _breaker_ids(self, request: Request) -> frozenset[int]:
-        """Tokens that break the repetitions that DRY looks for."""
+        """DRY's sequence breakers."""
         params = request.params
         if self._breakers is None or not params.has_dry:
             return frozenset()

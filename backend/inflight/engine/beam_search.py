@@ -1,9 +1,8 @@
-"""Beam search: of all continuations of a prompt, the likeliest that a bounded look finds.
+"""Beam search: approximates the most probable continuations of a prompt with a bounded width.
 
-Each step looks at what may follow each of `beam_width` beams and goes on with as many of the
-likeliest: a beam may go on in several continuations, or in none. Those that have ended are ranked
-    by their
-log-probability / length ** length_penalty. Semantics are those of `generate(num_beams=beam_width,
+Each step expands all beams by one token and keeps the `beam_width` most probable continuations: a
+beam may be continued several times, or dropped. Finished beams are ranked by logprob / length **
+length_penalty. Semantics are those of `generate(num_beams=beam_width,
 num_return_sequences=n)` in Transformers 5; the method is Lowerre's (The HARPY speech recognition
 system, 1976).
 """
@@ -24,11 +23,11 @@ from inflight.scheduling.scheduler import Scheduler
 
 @dataclass(frozen=True, slots=True)
 class _BeamState:
-    """What is known of a beam beside its tokens.
+    """State of a beam besides its tokens.
 
     Attributes:
-        stop_conditions: what ends it.
-        candidates: of each of its tokens, what num_logprobs asks for; [] if it asks for nothing.
+        stop_conditions: of its output.
+        candidates: num_logprobs top logprobs of each of its tokens; [] if not requested.
     """
 
     stop_conditions: StopConditions
@@ -37,11 +36,11 @@ class _BeamState:
 
 @dataclass(frozen=True, slots=True)
 class _FinishedBeam:
-    """An output.
+    """A finished output.
 
     Attributes:
-        score: what it is ranked by.
-        logprob: of all its tokens together.
+        score: for ranking.
+        logprob: cumulative.
         token_ids: prompt and output.
         candidates: see `_BeamState`.
     """
@@ -53,15 +52,15 @@ class _FinishedBeam:
 
 
 class BeamGroup(SequenceGroup):
-    """The beams of one request, which wait, run and choose together.
+    """The beams of one request, scheduled as a group.
 
     Args:
-        first: the request's sequence: the one beam as long as there is nothing but the prompt.
+        first: the request's sequence: the only beam until the prompt is computed.
         stop_conditions: of its outputs.
         vocab_size: of the model.
 
     Attributes:
-        is_finished: no beam goes on.
+        is_finished: no live beam is left.
     """
 
     __slots__ = ("_blank", "_ended", "_members", "_params", "_states", "is_finished")
@@ -71,11 +70,11 @@ class BeamGroup(SequenceGroup):
         params = first.request.params
         self.is_finished = False
         self._params = params
-        self._blank = first.fork(first.request_id)  # what an output is made of
+        self._blank = first.fork(first.request_id)  # the finished outputs
         self._ended: list[_FinishedBeam] = []  # best first
         first.beam_of = self
         first.needs_committed_tokens = True
-        # Strings may end a beam, too, so there is more where there is room.
+        # Stop strings may end a beam too, so take more if possible.
         most = min(MAX_LOGPROBS, vocab_size)
         enough = num_candidates_needed(params.beam_width, stop_conditions)
         first.num_candidates = max(
@@ -90,18 +89,18 @@ class BeamGroup(SequenceGroup):
 
     @property
     def num_output_tokens(self) -> int:
-        """0: which tokens are an output is known at the end."""
+        """0: the output tokens are known only at the end."""
         return 0
 
     def advance(self, committed: Iterable[Committed], scheduler: Scheduler) -> list[Sequence]:
-        """Choose how the beams go on.
+        """Select the continuations of the beams.
 
         Args:
             committed: the candidates for the next tokens of all of them.
-            scheduler: of these.
+            scheduler: of the beams.
 
         Returns:
-            The beams that do not go on, whose blocks are free.
+            The dropped beams, whose blocks have been released.
         """
         beams = self._members
         ranked = {each.sequence: _by_rank(each.candidates) for each in committed}
@@ -116,7 +115,7 @@ class BeamGroup(SequenceGroup):
         ]
         continuations.sort(
             key=lambda way: -way[0]
-        )  # stable: of equals, the earlier beam's likelier token
+        )  # stable: ties go to the earlier beam, then the better rank
         chosen: list[tuple[float, Sequence, Candidate, _BeamState]] = []
         for place, (logprob, beam, candidate) in enumerate(continuations):
             if place >= width and len(chosen) == width:
@@ -142,7 +141,7 @@ class BeamGroup(SequenceGroup):
         return [beam for beam in beams if beam not in self._states]
 
     def results(self) -> list[Committed]:
-        """The best outputs that have ended, the best first, for `OutputStage.collect`."""
+        """The finished outputs, the best first, for `OutputStage.collect`."""
         found = []
         output_ids = self.request.output_ids or (self.request_id,)
         for output_id, ended in zip(output_ids, self._ended, strict=False):
@@ -158,31 +157,31 @@ class BeamGroup(SequenceGroup):
     def _end(
         self, logprob: float, token_ids: list[int], known: list[list[Candidate]], length: int
     ) -> None:
-        """A beam has ended: keep it if it is among the best."""
+        """Add a finished beam; keep it if it is among the best."""
         score = logprob / length**self._params.length_penalty
         self._ended.append(_FinishedBeam(score, logprob, token_ids, known))
         self._ended.sort(key=lambda one: -one.score)
         del self._ended[self._params.beam_width :]
 
     def _is_done(self, best: float, length: int) -> bool:
-        """Whether no beam goes on.
+        """Whether the search is done.
 
         Args:
-            best: log-probability of the likeliest beam that could; -inf if there is none.
-            length: its tokens.
+            best: cumulative logprob of the best live beam; -inf if there is none.
+            length: its output tokens.
         """
         if best == -math.inf:
             return True
         if len(self._ended) < self._params.beam_width:
             return False
-        # It may get better with more tokens; that it stays as it is, is the usual guess.
-        hope = best / length**self._params.length_penalty
-        return self._params.early_stopping or hope <= self._ended[-1].score
+        # A longer beam may score better; like Transformers, assume its current score.
+        attainable = best / length**self._params.length_penalty
+        return self._params.early_stopping or attainable <= self._ended[-1].score
 
     def _candidates(
         self, beam: Sequence, chosen: Candidate, ranked: list[Candidate]
     ) -> list[list[Candidate]]:
-        """What is to be reported of a beam's tokens with one more of them."""
+        """The reported candidates of a beam's tokens, extended by one token."""
         number = self._params.num_logprobs
         if number is None:
             return []
@@ -200,17 +199,17 @@ class BeamSearches:
         return len(self._groups)
 
     def add(self, group: BeamGroup) -> None:
-        """A search was accepted."""
+        """Add an accepted search."""
         self._groups[group] = group
 
     def forget(self, group: SequenceGroup) -> None:
-        """A request has ended; idempotent."""
+        """Drop a finished request; idempotent."""
         self._groups.pop(group, None)
 
     def split(
         self, committed: list[Committed]
     ) -> tuple[list[Committed], dict[BeamGroup, list[Committed]]]:
-        """What a step did for sequences that are no beams, and by search what it did for beams."""
+        """Split a step's results into those of ordinary sequences, and those of beams by search."""
         searches: dict[BeamGroup, list[Committed]] = {}
         if not self._groups:
             return committed, searches
@@ -225,11 +224,11 @@ class BeamSearches:
 
 
 def num_candidates_needed(beam_width: int, stop_conditions: StopConditions) -> int:
-    """Candidates by which one beam can go on in all continuations: each but those that end it."""
+    """Number of candidates of one beam that suffices for all continuations, end tokens included."""
     return beam_width + stop_conditions.num_ids
 
 
 def _by_rank(candidates: list[list[Candidate]]) -> list[Candidate]:
-    """What may follow a beam, the most likely token first."""
+    """The continuations of a beam, most probable first."""
     found = candidates[0] if candidates else []
     return sorted(found, key=lambda candidate: candidate.rank)

@@ -1,14 +1,13 @@
-"""Whose consumer has gone: told from what is no longer delivered.
+"""Detects lost consumers by missing delivery acknowledgements.
 
-Triton tells nobody when a client cancels an ensemble request: the model that streams runs on, and
-the core drops its responses on their way. So the last step of the ensemble acknowledges what passed
-through it, and a request whose responses stay unacknowledged for too long is suspected. The engine
-then sets it aside, which is cheap to take back; a late acknowledgement brings it back, and lasting
-silence ends it.
+Triton does not report the cancellation of an ensemble request to its running steps: the streaming
+model continues, and the core drops its responses. So the ensemble's last step acknowledges each
+response, and a request whose responses remain unacknowledged for too long is suspected. The engine
+suspends it, which is cheap to undo; a late acknowledgement resumes it, lasting silence cancels it.
 
-What "too long" means follows the load. Under load responses are coalesced and queue up, so the
-measure is the delay that acknowledged responses have had lately. And silence counts for little
-while nobody else has been was_acknowledged either: then the way is blocked, not one consumer gone.
+"Too long" adapts to the load. Under load responses are coalesced and queued, so the measure is the
+recent delay of acknowledged responses. While no other request is acknowledged either, silence means
+little: the whole path is blocked rather than one consumer lost.
 """
 
 from __future__ import annotations
@@ -19,32 +18,31 @@ from collections.abc import Iterable
 
 from inflight.core.request import TokenEvent
 
-# Below this, a pause is a hiccup of an operating system: a garbage collection, a scheduler's slice.
+# Shorter pauses are noise: garbage collection, a scheduler's time slice.
 MIN_PATIENCE = 0.020
-# An emission is overdue after this many steps and delays. One step: an acknowledgement is looked
-# for between two steps, so it is seen up to one late. Four delays: the mean of a skewed
-# distribution has to stand for its tail.
+# An emission is overdue after this many steps plus latencies. One step: acknowledgements are read
+# between steps, so up to one step late. Four latencies: a smoothed mean has to cover the tail of a
+# skewed distribution.
 PATIENCE_STEPS = 1.0
 PATIENCE_LATENCIES = 4.0
-# The first response of a request travels cold paths: connections, tokenizer tables, pages not
-# touched yet.
+# A request's first response takes cold paths: connections, tokenizer tables, untouched pages.
 GRACE = 1.0
-# When all fall silent at once, the cause may be a pause of the server as well.
+# When all requests fall silent at once, the server itself may have paused.
 STALL_GRACE = 0.15
-# Each time a request proves to have been suspected wrongly, its patience doubles, up to 2**this.
+# Each wrong suspicion doubles a request's patience, up to 2**this.
 MAX_DOUBLINGS = 6
-# Silence of this length is final, in seconds: longer than any pause that a server lives through.
+# Silence of this many seconds is final: longer than any pause that a server survives.
 GIVE_UP_AFTER = 5.0
-# How the smoothed times follow: half-way up at once, down with this time constant in seconds.
-# A patience that is too long wastes a few steps; one that is too short disturbs healthy streams.
+# Smoothing: half-way up at once, down with this time constant in seconds. Too much patience wastes
+# a few steps; too little suspends healthy streams.
 RISE = 0.5
 DECAY = 0.5
-# Emissions remembered per request. Beyond it the newest ones are taken together.
+# Emissions tracked per request; beyond it the newest ones are merged.
 MAX_PENDING = 64
 
 
 class _Smoothed:
-    """A mean that rises fast and falls slowly: it stands near the upper end of what was seen."""
+    """A mean that rises fast and decays slowly, near the upper end of the recent samples."""
 
     def __init__(self) -> None:
         self.value = 0.0
@@ -65,7 +63,7 @@ class _Smoothed:
 
 
 class _Stream:
-    """What is on its way to one consumer."""
+    """Unacknowledged emissions to one consumer."""
 
     __slots__ = ("num_returns", "pending", "position", "suspended_at", "was_acknowledged")
 
@@ -78,17 +76,17 @@ class _Stream:
 
 
 class DeliveryWatch:
-    """Follows the requests that a detokenizer acknowledges. Times are seconds of one clock.
+    """Tracks the requests whose detokenizer acknowledges delivery. Times are seconds of one clock.
 
-    It is soonest right when it is handed the acknowledgements that have arrived before it is asked
-    what is overdue, but it also bears with one step between the two.
+    It is most precise if acknowledgements that have arrived are recorded before `overdue` is
+    called, but tolerates one step between the two.
 
     Args:
         give_up_after: seconds of silence after which a suspended request is abandoned.
 
     Attributes:
         num_suspicions: requests ever reported as overdue.
-        num_returns: how many of these came back.
+        num_returns: how many of these resumed.
     """
 
     def __init__(self, give_up_after: float = GIVE_UP_AFTER) -> None:
@@ -112,17 +110,17 @@ class DeliveryWatch:
         )
 
     def record_step(self, duration: float) -> None:
-        """A step of the engine took this many seconds."""
+        """Record the duration of a step in seconds."""
         self._last_step = duration
         self._time_in_steps += duration
         self._step_time.add(duration, self._time_in_steps)
 
     def watch(self, request_id: int) -> None:
-        """From now on `record_events` follows a request."""
+        """Start to track a request in `record_events`."""
         self._watched.add(request_id)
 
     def record_events(self, events: Iterable[TokenEvent], now: float) -> None:
-        """Events were sent on their way."""
+        """Record sent events."""
         watched = self._watched
         if watched:
             for event in events:
@@ -130,22 +128,22 @@ class DeliveryWatch:
                     self.emitted(event.request_id, event.position, now)
 
     def emitted(self, request_id: int, position: int, now: float) -> None:
-        """Tokens up to `position` of a request were sent on their way."""
+        """Record that tokens up to `position` of a request were sent."""
         stream = self._streams.get(request_id)
         if stream is None:
             stream = self._streams[request_id] = _Stream()
         if position <= stream.position:
-            return  # acknowledged before we were told of it
+            return  # acknowledged already
         if len(stream.pending) >= MAX_PENDING:
             stream.pending.pop()
         stream.pending.append((position, now))
 
     def delivered(self, request_id: int, position: int, now: float) -> bool:
-        """Everything up to `position` of a request was handed on.
+        """Record that everything up to `position` of a request was delivered.
 
         Returns:
-            Whether this brings a suspended request back. Only news do: not a repeated
-            acknowledgement, and not one of a request that is not watched.
+            Whether this resumes a suspended request: only a new acknowledgement does, of a tracked
+            request.
         """
         stream = self._streams.get(request_id)
         if stream is None or position <= stream.position:
@@ -162,12 +160,12 @@ class DeliveryWatch:
         return True
 
     def finished(self, request_id: int) -> None:
-        """Forget a request; does nothing to one that is not watched."""
+        """Stop tracking a request; no-op for one that is not tracked."""
         self._watched.discard(request_id)
         self._streams.pop(request_id, None)
 
     def overdue(self, now: float) -> list[int]:
-        """Requests to suspend: their consumers have been silent for too long. Tells each once."""
+        """Requests to suspend: unacknowledged for too long. Returns each once."""
         usual = self.patience
         waiting = [
             (request_id, stream, stream.pending[0][1])
@@ -192,7 +190,7 @@ class DeliveryWatch:
         return found
 
     def abandoned(self, now: float) -> list[int]:
-        """Requests to cancel: suspended for so long that nobody will come back. Forgets them."""
+        """Requests to cancel: suspended for give_up_after seconds. Stops tracking them."""
         found = [
             request_id
             for request_id, stream in self._streams.items()
@@ -203,8 +201,8 @@ class DeliveryWatch:
         return found
 
     def _learn(self, stream: _Stream, now: float) -> None:
-        # The oldest of the emissions that one response carried waited longest: that is the delay
-        # which `overdue` has to bear with. It may have arrived at the start of the last step.
+        # The oldest emission in a coalesced response waited longest: that is the latency which
+        # `overdue` has to tolerate. The acknowledgement may have arrived at the last step's start.
         oldest = newest = stream.pending.popleft()[1]
         while stream.pending and stream.pending[0][0] <= stream.position:
             newest = stream.pending.popleft()[1]

@@ -1,16 +1,16 @@
-"""The engine: requests in, token events out. One thread calls it; it knows no process, no socket
-and no Triton.
+"""The engine: requests in, token events out. Called by one thread; independent of processes,
+sockets and Triton.
 
-    speculation.plan(running)                 how many tokens to draft: as many as pay
+    speculation.plan(running)                 number of draft tokens per sequence
     batch   = scheduler.schedule()            admit, budget, allocate: counts only
     pending = runner.launch(batch)            all device work: draft, forward, sample -> ids
     output  = pending.result()                of an earlier batch, if the runner works ahead
     done    = scheduler.commit(batch, output) append, register full blocks
-    events  = outputs.collect(done)           text, stop strings, what may be released
+    events  = outputs.collect(done)           text, stop strings, releasable tokens
 
-A runner that works ahead computes one batch while the results of the one before it are taken in.
-The next batch then carries tokens that the host does not know yet, of sequences that may turn out
-to have ended: what it computes for these is dropped.
+A runner that works ahead computes one batch while the results of the previous one are processed.
+The next batch then has tokens that the host does not know yet, of sequences that may turn out to
+have ended: their results are dropped.
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ class Engine:
 
     Args:
         config: settings.
-        runner: where batches are computed.
-        max_model_len: prompt and output together, in tokens.
+        runner: computes batches.
+        max_model_len: maximum tokens of prompt and output.
         eos_token_ids: the model's own end-of-sequence tokens.
-        tokenizer: needed for stop_words and bad_words only; ids are the engine's language.
+        tokenizer: needed only for options given as text; the engine works on token ids.
         clock: seconds, monotonic.
     """
 
@@ -81,7 +81,7 @@ class Engine:
         self.delivery = DeliveryWatch()
         self.speculation = make_draft_budget(config, runner)
         self.grammars = Grammars(tokenizer, runner.vocab_size, self.admission.eos_token_ids)
-        self.draining = False  # whether new requests are refused, since the server is stopping
+        self.draining = False  # the server is stopping: reject new requests
         self._counts = TokenCounts()
         self._clock = clock
         self._groups: dict[int, SequenceGroup] = {}  # by the ids of their outputs
@@ -89,23 +89,23 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        """Whether `step` would launch a batch or take a result."""
+        """Whether `step` would launch a batch or process a result."""
         scheduler = self.scheduler
         return bool(self._pipeline or scheduler.running or scheduler.waiting or self.siblings)
 
     @property
     def is_broken(self) -> bool:
-        """Whether steps fail whatever is in them, as all do after an error of a GPU."""
+        """Whether steps fail whatever they contain, as after a GPU error."""
         return self._pipeline.is_broken
 
     @property
     def is_compiling(self) -> bool:
-        """Whether some request waits for its grammar, which `sweep` finds."""
+        """Whether a request waits for its grammar; `sweep` picks it up."""
         return self.grammars.num_waiting > 0
 
     @property
     def has_suspended(self) -> bool:
-        """Whether some request waits for a sign of its consumer."""
+        """Whether a request is suspended until its consumer acknowledges."""
         return bool(self.scheduler.suspended)
 
     @property
@@ -135,7 +135,7 @@ class Engine:
         group = self._group_of(sequence)
         if request.structured is None or self.grammars.submit(sequence, request.structured):
             self._queue(group)
-        # Only now: a refusal leaves nothing behind.
+        # Last, so that a refused request leaves nothing behind.
         self._groups.update(dict.fromkeys(output_ids, group))
         if isinstance(group, BeamGroup):
             self.searches.add(group)
@@ -145,7 +145,7 @@ class Engine:
             self.delivery.watch(request.request_id)
 
     def cancel(self, request_id: int) -> list[TokenEvent]:
-        """End a request and free its blocks; no events when it has ended already."""
+        """Cancel a request and free its blocks; no events if it is already finished."""
         group = self._groups.get(request_id)
         if group is None:
             return []
@@ -163,24 +163,24 @@ class Engine:
         ]
 
     def cancel_front(self, number: int) -> None:
-        """End all requests of a front that has gone: nobody reads their events."""
+        """Cancel all requests of a front that disconnected."""
         for request_id in [key for key in self._groups if key >> 32 == number]:
             self.cancel(request_id)
 
     def delivered(self, progress: Iterable[tuple[int, int]]) -> None:
-        """A detokenizer handed on the text up to (request_id, position) each."""
+        """A detokenizer delivered text up to (request_id, position) each."""
         now = self._clock()
         for request_id, position in progress:
             if self.delivery.delivered(request_id, position, now):
                 self.scheduler.resume(self._groups[request_id])
 
     def step(self) -> list[TokenEvent]:
-        """Launch the next batch, if there is one, then take the oldest result if it is due.
+        """Launch the next batch, if any, then process the oldest result if it is due.
 
-        It is when the runner works no further ahead, or when there was nothing to launch.
+        It is due when the runner works no further ahead, or when there was nothing to launch.
 
         Returns:
-            What the result, or a failed launch, did for each request that it touched.
+            The events of the processed result, or of a failed launch.
         """
         events = self._add_all(self.siblings.pop_orphans(self._groups))
         if self.speculation is not None:
@@ -193,8 +193,8 @@ class Engine:
         return events
 
     def sweep(self) -> list[TokenEvent]:
-        """What time brings: suspend requests whose consumer fell silent, end those that stay
-        silent, begin those whose grammar has been compiled."""
+        """Periodic work: suspend requests whose consumer fell silent, cancel those that remain
+        silent, queue those whose grammar has been compiled."""
         now = self._clock()
         events: list[TokenEvent] = []
         for sequence, error in self.grammars.poll():
@@ -211,20 +211,20 @@ class Engine:
         return events
 
     def stats(self) -> Stats:
-        """What the engine has done, and what it is doing."""
+        """A snapshot of the engine's statistics."""
         return self._counts.snapshot(
             self.scheduler, self.runner.num_blocks, self.outputs.num_tokens
         )
 
     def _group_of(self, sequence: Sequence) -> SequenceGroup:
-        """What is scheduled for a request: its sequence, or its beams."""
+        """The group of a request: its sequence, or its beams."""
         if sequence.width == 1:
             return sequence
         stop_conditions = self.outputs.stop_conditions_of(sequence)
         return BeamGroup(sequence, stop_conditions, self.runner.vocab_size)
 
     def _queue(self, group: SequenceGroup) -> None:
-        """Let a request wait for its turn; or first for the prompt that a sibling computes.
+        """Queue a request, or hold it until a sibling has computed the prompt.
 
         Raises:
             CapacityError: see `Scheduler.add`.
@@ -237,7 +237,7 @@ class Engine:
             self.scheduler.add(group)
 
     def _add_all(self, siblings: Iterable[SequenceGroup]) -> list[TokenEvent]:
-        """Queue requests that wait for no sibling any more; the events of those refused now."""
+        """Queue requests that no longer wait for a sibling; returns the events of rejected ones."""
         refused = []
         for group in siblings:
             try:
@@ -247,7 +247,7 @@ class Engine:
         return refused
 
     def _take_result(self) -> list[TokenEvent]:
-        """Wait for the oldest step and take in what it computed."""
+        """Wait for the oldest step and process its results."""
         launched, output = self._pipeline.take()
         batch = launched.batch
         if output is None:
@@ -272,7 +272,7 @@ class Engine:
         return events + failed
 
     def _advance_search(self, search: BeamGroup, candidates: list[Committed]) -> list[TokenEvent]:
-        """Let a beam search choose how its beams go on; its events if it ends."""
+        """Continue a beam search; returns its events if it ends."""
         for beam in search.advance(candidates, self.scheduler):
             self.runner.forget(beam)
         if not search.is_finished:
@@ -288,7 +288,7 @@ class Engine:
         return events
 
     def _watch_delivery(self, launched: Launched, events: list[TokenEvent]) -> None:
-        """Let the watch know how long a step took, and what it put on its way."""
+        """Record a step's duration and its events for delivery tracking."""
         now, duration = self._pipeline.end_of(launched)
         self.delivery.record_step(duration)
         self.delivery.record_events(events, now)
@@ -301,20 +301,20 @@ class Engine:
         ]
 
     def _fail_batch(self, batch: Batch) -> list[TokenEvent]:
-        """End what a failed step held."""
-        # The message is fixed: an exception's own text may hold addresses or other users' data.
+        """Fail the requests of a failed step."""
+        # A fixed message: the exception's text may contain addresses or other users' data.
         error = EngineError("the step that computed this request failed; it is safe to retry")
         return [self._fail(chunk.sequence, error) for chunk in batch.chunks if not chunk.is_stale]
 
     def _fail(self, group: SequenceGroup, error: InflightError) -> TokenEvent:
-        """End a request; one event does for all outputs of a beam search."""
+        """Fail a request; one event covers all outputs of a beam search."""
         if isinstance(group, Sequence):
             group = group.group
         self._finish(group)
         return TokenEvent.failed(group.request_id, error)
 
     def _finish(self, group: SequenceGroup) -> None:
-        """The one place where a request leaves the engine."""
+        """The single place where a request leaves the engine."""
         self.scheduler.finish(group)
         self.outputs.forget(group)
         self.delivery.finished(group.request_id)
@@ -329,11 +329,11 @@ class Engine:
 
 
 def generate(engine: Engine, requests: Iterable[Request]) -> dict[int, list[int]]:
-    """Run requests to their end in this thread. Returns output ids by request id; of a beam search,
-    by those of its outputs.
+    """Run requests to completion in this thread. Returns output ids by request id; for a beam
+    search, by its outputs' ids.
 
     Raises:
-        InflightError: a request was refused or failed.
+        InflightError: a request was rejected or failed.
     """
     outputs: dict[int, list[int]] = {}
     for request in requests:

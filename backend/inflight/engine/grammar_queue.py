@@ -1,4 +1,4 @@
-"""The grammars of requests for structured output: compiled beside the engine, walked with it."""
+"""Grammars of structured outputs: compiled in the background, then attached to sequences."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class _GrammarBackend:
-    """What is made once, for a model."""
+    """The per-model state."""
 
     vocabulary: Vocabulary
     compiler: Compiler
@@ -32,10 +32,10 @@ class _GrammarBackend:
 
 
 class GrammarQueue:
-    """Compiles what requests ask for; the engine's thread calls it and never waits for it.
+    """Compiles the grammars of requests; called by the engine's thread, which never waits for it.
 
-    The vocabulary is made with the first such request, on another thread: an engine without any has
-    no cost, and one with some does not stop for it.
+    The vocabulary is built on another thread when the first such request arrives, so it costs an
+    engine without structured output nothing.
 
     Args:
         tokenizer: the model's.
@@ -47,19 +47,21 @@ class GrammarQueue:
         maker = ThreadPoolExecutor(1, "vocabulary")
         self._backend_future = maker.submit(_make, tokenizer, vocab_size, frozenset(end_ids))
         maker.shutdown(wait=False)
-        self._unsubmitted: list[tuple[Sequence, StructuredOutput]] = []  # came before the tools
+        self._unsubmitted: list[
+            tuple[Sequence, StructuredOutput]
+        ] = []  # arrived before the backend was built
         self._waiting: dict[int, tuple[Ticket, Sequence]] = {}
 
     @property
     def num_waiting(self) -> int:
-        """Requests whose grammar is not there yet."""
+        """Requests whose grammar is not compiled yet."""
         return len(self._unsubmitted) + len(self._waiting)
 
     def submit(self, sequence: Sequence, constraint: StructuredOutput) -> bool:
-        """Ask for a sequence's grammar. True if it is there, as it is if it was used lately.
+        """Request a sequence's grammar. True if it is attached at once, from the cache.
 
         Raises:
-            InflightError: it was refused.
+            InflightError: the grammar was rejected.
         """
         if not self._backend_future.done():
             self._unsubmitted.append((sequence, constraint))
@@ -74,7 +76,7 @@ class GrammarQueue:
         return False
 
     def poll(self) -> list[tuple[Sequence, InflightError | None]]:
-        """The sequences whose grammar has been compiled since, or refused, and then why."""
+        """Sequences whose grammar was compiled or rejected since the last call, with the error."""
         if not self._backend_future.done():
             return []
         done: list[tuple[Sequence, InflightError | None]] = []
@@ -100,7 +102,7 @@ class GrammarQueue:
         return done
 
     def forget(self, group: SequenceGroup) -> None:
-        """A request has ended; idempotent."""
+        """Drop a finished request; idempotent."""
         self._unsubmitted = [early for early in self._unsubmitted if early[0] is not group]
         found = self._waiting.pop(group.request_id, None)
         if found is not None:
@@ -108,16 +110,16 @@ class GrammarQueue:
 
     @property
     def _backend(self) -> _GrammarBackend:
-        """Waits for them.
+        """Wait until it is built.
 
         Raises:
-            EngineError: they could not be made.
+            EngineError: building it failed.
         """
         try:
             return self._backend_future.result()
         except InflightError:
             raise
-        except Exception as error:  # of a library; the log has it, the requests get its kind
+        except Exception as error:  # a library's: logged; the requests get only its type
             logger.exception("grammars cannot be compiled for this model")
             raise EngineError(
                 f"grammars cannot be compiled for this model: {type(error).__name__}"

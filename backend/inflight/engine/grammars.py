@@ -1,4 +1,4 @@
-"""The grammars of an engine's requests. Nothing is loaded before the first request that has one."""
+"""The grammars of an engine's requests; llguidance is imported with the first one."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ if TYPE_CHECKING:
 
 
 class Grammars:
-    """Has them compiled, and lets each follow its output.
+    """Compiles grammars and advances them with their outputs.
 
     Args:
-        tokenizer: the model's; None where no request may have a grammar (see `engine.admission`).
+        tokenizer: the model's; None if no request may have a grammar (see `engine.admission`).
         vocab_size: of the model's logits.
         end_ids: tokens that end the model's outputs.
     """
@@ -38,24 +38,24 @@ class Grammars:
         return 0 if self._queue is None else self._queue.num_waiting
 
     def submit(self, sequence: Sequence, constraint: StructuredOutput) -> bool:
-        """Ask for a sequence's grammar. Returns whether it has it now; `poll` gives it otherwise.
+        """Request a sequence's grammar. True if attached at once; otherwise `poll` reports it.
 
         Raises:
-            InflightError: it was refused.
+            InflightError: it was rejected.
         """
         if self._queue is None:
             assert self._tokenizer is not None
-            from inflight.engine.grammar_queue import GrammarQueue  # llguidance takes its time
+            from inflight.engine.grammar_queue import GrammarQueue  # importing llguidance is slow
 
             self._queue = GrammarQueue(self._tokenizer, self._vocab_size, self._end_ids)
         return self._queue.submit(sequence, constraint)
 
     def poll(self) -> list[tuple[Sequence, InflightError | None]]:
-        """The sequences whose grammar has been compiled since, or refused, and then why."""
+        """Sequences whose grammar was compiled or rejected since the last call, with the error."""
         return [] if self._queue is None else self._queue.poll()
 
     def advance(self, committed: Iterable[Committed]) -> list[tuple[Sequence, InflightError]]:
-        """Take the tokens that a step has appended; the sequences that cannot go on, and why."""
+        """Advance by the tokens that a step appended; returns failed sequences with errors."""
         failures: list[tuple[Sequence, InflightError]] = []
         if self._queue is None:
             return failures
@@ -71,6 +71,6 @@ class Grammars:
         return failures
 
     def forget(self, group: SequenceGroup) -> None:
-        """A request has ended; idempotent."""
+        """Drop a finished request; idempotent."""
         if self._queue is not None:
             self._queue.forget(group)

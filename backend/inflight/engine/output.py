@@ -1,12 +1,12 @@
-"""When an output ends, and which of its tokens may be shown.
+"""Stop conditions, and the release of output tokens.
 
-The stage sees each new token once. A request without stop words costs a few dictionary look-ups a
-token and no decoding. One with stop words is decoded token by token; a token whose text may be the
-beginning of a stop word is held back until the next tokens tell.
+Each new token is processed once. A request without stop words costs a few dictionary lookups per
+token and no decoding. With stop words every token is decoded; a token whose text may begin a stop
+word is held back until later tokens decide.
 
-A stop word is a string of the output's text, wherever the borders of tokens are. Among several,
-the one that is complete first counts, and of those complete at the same character the one that
-began first: so the result does not depend on how many tokens come at a time.
+A stop word is matched in the output's text, across token boundaries. Among several, the one that
+completes first applies, and of those completing at the same character the one that began first, so
+the result does not depend on how many tokens arrive at a time.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ class OutputStage:
     """Turns the tokens that a step appended into events.
 
     Args:
-        detokenizer: None for a model that knows ids only: then events have no window, and no
-            sequence may have stop words (`engine.admission` refuses such requests).
+        detokenizer: None for a model without tokenizer: then events have no window, and no
+            sequence may have stop words (`engine.admission` rejects such requests).
 
     Attributes:
-        num_tokens: output tokens collected so far, but for those that were cut off.
+        num_tokens: output tokens collected so far, without those cut off.
     """
 
     def __init__(self, detokenizer: Detokenizer | None) -> None:
@@ -42,23 +42,23 @@ class OutputStage:
         self.num_tokens = 0
 
     def collect(self, committed: Iterable[Committed]) -> list[TokenEvent]:
-        """Turn what a step committed into events.
+        """Convert the results of a step to events.
 
-        Sets `finish_reason` of a sequence that ends, and forgets it. Where it ends before the last
-        of several new tokens, the rest is cut off `token_ids`. What ends an output, the first of:
+        Sets `finish_reason` of a sequence that ends, and drops it. If it ends before the last of
+        several new tokens, the rest is removed from `token_ids`. An output ends with the first of:
 
-        - an end-of-sequence token, unless ignore_eos: STOP. It is released with the others; its
-          text, if it has any, is trimmed.
-        - a stop word: STOP. Its tokens are released, its text and what follows are trimmed. A stop
-          word that is the name of a special token stands for that token.
-        - max_tokens: LENGTH. Where it is 0, what was chosen after the prompt is cut off.
-        - the end of what the request's grammar allows: STOP.
+        - an EOS token, unless ignore_eos: STOP. It is released with the others; its text, if any,
+          is trimmed.
+        - a stop word: STOP. Its tokens are released, its text and the text after it are trimmed. A
+          stop word that is the name of a special token matches that token.
+        - max_tokens: LENGTH. If it is 0, the token sampled after the prompt is cut off.
+        - the end of the request's grammar: STOP.
 
-        The first two count from the token after the first `min_tokens` on.
+        The first two apply only after the first `min_tokens` tokens.
 
         Returns:
             At most one event per sequence: none while all its new tokens are held back. Those of
-            prompts that are not computed to their end come last; they have no output.
+            prompts in progress come last; they have no output.
         """
         events, prompts = [], []
         for each in committed:
@@ -82,11 +82,11 @@ class OutputStage:
         return events + prompts
 
     def stop_conditions_of(self, sequence: Sequence) -> StopConditions:
-        """What ends an output of this sequence: for beams, which are collected at their ends."""
+        """The stop conditions of a sequence, for beams, which are collected when finished."""
         return StopConditions(sequence, self._detokenizer)
 
     def forget(self, group: SequenceGroup) -> None:
-        """Drop what is known of a request that ended elsewhere; idempotent."""
+        """Drop the state of a request that ended elsewhere; idempotent."""
         self._outputs.pop(group.request_id, None)
 
 
@@ -95,8 +95,8 @@ class _End(NamedTuple):
 
     Attributes:
         reason: why.
-        stop_at: where in the text that is held back its stop word begins; None if it has none.
-        is_by_id: whether an end-of-sequence token ends it.
+        stop_at: start of its stop word in the held-back text; None if there is none.
+        is_by_id: whether an EOS token ends it.
     """
 
     reason: FinishReason
@@ -105,7 +105,7 @@ class _End(NamedTuple):
 
 
 class _Output:
-    """One sequence's output: tokens [0, released) are out, [released, seen) are held back."""
+    """One sequence's output: tokens [0, released) are released, [released, seen) held back."""
 
     __slots__ = (
         "candidates",
@@ -130,13 +130,13 @@ class _Output:
         self.min_tokens = params.min_tokens
         self.released = 0
         self.seen = 0
-        self.num_cut = 0  # of the last tokens, those that came behind the end
-        # What no event has reported yet of the prompt's tokens. The first one follows nothing.
+        self.num_cut = 0  # last tokens, past the end
+        # Prompt logprobs not reported by an event yet. The first token has none.
         self.prompt_candidates: list[list[Candidate]] = []
         if params.num_prompt_logprobs is not None:
             self.prompt_candidates.append([])
         self.window: list[int] = []
-        # Of the tokens from `released` on; None where nothing is asked of them.
+        # Of the tokens from `released` on; None if not requested.
         self.candidates: list[list[Candidate]] | None = None
         if params.num_logprobs is not None:
             self.candidates = []
@@ -173,9 +173,7 @@ class _Output:
             new = sequence.token_ids[first + self.released : first + self.seen - num_held]
             return self._event(sequence, new, self.seen - num_held) if new else None
         self.num_cut = sequence.num_output_tokens - self.seen
-        if (
-            self.num_cut
-        ):  # behind the end: accepted drafts, or what was chosen though none is wanted
+        if self.num_cut:  # past the end: accepted drafts, or a token sampled with max_tokens 0
             del sequence.token_ids[-self.num_cut :]
             sequence.cumulative_logprob -= sum(committed.logprobs[-self.num_cut :])
         rest = sequence.token_ids[first + self.released :]
@@ -186,7 +184,7 @@ class _Output:
             if end.is_by_id:
                 trim = self._eos_text_length(self.detokenizer, rest)
             if stop_at is None and self.text is not None:
-                # A character that never got complete can complete a stop word, as U+FFFD.
+                # An incomplete character at the end becomes U+FFFD, which may end a stop word.
                 stop_at = self.text.finish(self.seen > self.min_tokens)
                 if stop_at is not None:
                     sequence.finish_reason = FinishReason.STOP
@@ -195,7 +193,7 @@ class _Output:
         return self._event(sequence, rest, self.seen, trim)
 
     def _find_end(self, sequence: Sequence, new: list[int]) -> _End | None:
-        """See new tokens up to the one that ends the output; None if it goes on."""
+        """Process new tokens up to the one that ends the output; None if it continues."""
         if not sequence.max_tokens:
             return _End(FinishReason.LENGTH)
         for token_id in new:
@@ -212,12 +210,12 @@ class _Output:
         return _End(FinishReason.STOP) if sequence.is_complete else None
 
     def _eos_text_length(self, detokenizer: Detokenizer, ids: list[int]) -> int:
-        """Characters that the last id, an end-of-sequence token, has at the end of the text."""
+        """Characters at the end of the text that the last id, an end token, contributes."""
         if not detokenizer.join(ids[-1:]):
             return 0
         whole = detokenizer.delta(self.window, ids, final=True)
         before = detokenizer.delta(self.window, ids[:-1], final=True)
-        if not whole.startswith(before):  # its bytes went into a character that was incomplete
+        if not whole.startswith(before):  # its bytes completed a character
             before = detokenizer.delta(self.window, ids[:-1])
         return len(whole) - len(before)
 
@@ -249,7 +247,7 @@ class _Output:
         )
 
     def _pop_prompt_candidates(self) -> list[list[Candidate]]:
-        """What no event has reported yet of the prompt's tokens."""
+        """Prompt logprobs not reported by an event yet."""
         found = [self._with_texts(one) for one in self.prompt_candidates]
         self.prompt_candidates = []
         return found
@@ -264,7 +262,7 @@ class _Output:
 
 
 def _stop_ids(sequence: Sequence, detokenizer: Detokenizer | None) -> frozenset[int]:
-    """Tokens that end an output after its first min_tokens."""
+    """Tokens that finish an output after its first min_tokens."""
     params = sequence.request.params
     ends = frozenset() if params.ignore_eos else sequence.eos_token_ids
     if detokenizer is not None:
@@ -274,7 +272,7 @@ def _stop_ids(sequence: Sequence, detokenizer: Detokenizer | None) -> frozenset[
 
 
 class StopConditions:
-    """Whether an output that may go on in several ways ends with a token, as `collect` would say.
+    """Stop conditions of an output that may branch; the same as in `collect`.
 
     Attributes:
         num_ids: tokens of the vocabulary that end it by themselves.
@@ -296,7 +294,7 @@ class StopConditions:
         self.num_ids = len(self._ids)
 
     def after(self, token_id: int) -> StopConditions | None:
-        """The same for what may follow one more token; None if the output ends with it."""
+        """The conditions after one more token; None if the output ends with it."""
         may_stop = self._seen >= self._min_tokens
         if (may_stop and token_id in self._ids) or self._seen + 1 >= self._max_tokens:
             return None
@@ -317,9 +315,9 @@ def _drafts(sequence: Sequence) -> tuple[int | None, int, int]:
 
 
 class _WholePieces(dict[int, bool]):
-    """Token id -> whether its bytes begin with a character; filled when asked.
+    """Token id -> whether its bytes start a character; filled lazily.
 
-    After such a token none of the characters before it is incomplete: it is the whole window.
+    No character before such a token is incomplete, so the token alone is the whole window.
     """
 
     def __init__(self, detokenizer: Detokenizer) -> None:
@@ -331,7 +329,7 @@ class _WholePieces(dict[int, bool]):
         return self.setdefault(token_id, bool(piece) and piece[0] & 0xC0 != 0x80)
 
     def window_after(self, window: list[int], new: list[int]) -> list[int]:
-        """`Detokenizer.window_for` what follows the window and the new ids, mostly at less cost."""
+        """`Detokenizer.window_for` the ids after the window and the new ids, mostly cheaper."""
         if self[new[-1]]:
             return new[-1:]
         context = window + new
@@ -339,7 +337,7 @@ class _WholePieces(dict[int, bool]):
 
 
 class _HeldText:
-    """The text of the tokens that are held back, and how far each stop word has been matched."""
+    """The text of held-back tokens, and the match state of each stop word."""
 
     def __init__(
         self, detokenizer: Detokenizer, window: list[int], stop_words: tuple[str, ...]
@@ -351,14 +349,14 @@ class _HeldText:
         self._ends: list[int] = []  # of each held token: where in _text its text ends
 
     def fork(self) -> _HeldText:
-        """The same, for a text that may go on otherwise."""
+        """A copy that may diverge."""
         other = copy.copy(self)
         other._matchers = [copy.copy(matcher) for matcher in self._matchers]
         other._ends = self._ends.copy()
         return other
 
     def append(self, token_id: int, may_stop: bool) -> int | None:
-        """Add a token. Returns where a stop word that is now complete begins in the held text."""
+        """Add a token. Returns the start, in the held text, of a stop word that it completes."""
         new = self._detokenizer.delta(self._window, (token_id,))
         context = [*self._window, token_id]
         self._window = self._detokenizer.window_for(context, len(context))
@@ -367,11 +365,11 @@ class _HeldText:
         return found
 
     def finish(self, may_stop: bool) -> int | None:
-        """No token follows: as `append`, for what becomes of an incomplete character."""
+        """As `append`, for the end of the text: an incomplete character becomes U+FFFD."""
         return self._scan(self._detokenizer.delta(self._window, (), final=True), may_stop)
 
     def release(self) -> int:
-        """Let go of the tokens that cannot be part of a stop word. Returns how many stay."""
+        """Release the tokens that cannot be part of a stop word. Returns how many stay held."""
         safe = len(self._text) - max(matcher.matched for matcher in self._matchers)
         num_safe = 0
         while num_safe < len(self._ends) and self._ends[num_safe] <= safe:
@@ -395,9 +393,9 @@ class _HeldText:
 
 
 class _Matcher:
-    """Finds one word in a text that comes in parts (Knuth, Morris and Pratt 1977).
+    """Incremental search for a word in a text (Knuth, Morris and Pratt 1977).
 
-    `matched` is the length of the longest beginning of the word that the text so far ends with.
+    `matched` is the length of the longest prefix of the word that is a suffix of the text so far.
     """
 
     __slots__ = ("_fallback", "matched", "word")
@@ -405,7 +403,7 @@ class _Matcher:
     def __init__(self, word: str) -> None:
         self.word = word
         self.matched = 0
-        # fallback[i]: the next shorter beginning of word[:i] that word[:i] ends with.
+        # fallback[i]: the longest proper prefix of word[:i] that is also its suffix.
         self._fallback = [0] * (len(word) + 1)
         length = 0
         for i in range(1, len(word)):
@@ -415,7 +413,7 @@ class _Matcher:
             self._fallback[i + 1] = length
 
     def feed(self, text: str, may_match: bool) -> int | None:
-        """Add a part. Returns where in it the first occurrence ends, if one does and may."""
+        """Add text. Returns the end of the first occurrence in it that is allowed, if any."""
         word, matched = self.word, self.matched
         if not matched and word[0] not in text:
             return None
@@ -432,13 +430,13 @@ class _Matcher:
 
 
 def bad_word_ids(tokenizer: Tokenizer, words: Iterable[str]) -> tuple[tuple[int, ...], ...]:
-    """The token strings that spell words, at the start of a text, after a space and inside one.
+    """The token sequences of words: at the start of a text, after a space, and inside text.
 
     Raises:
         RequestError: a word is not Unicode.
     """
     variants: dict[tuple[int, ...], None] = {}
-    # What follows a line break has no space put before it, whatever the tokenizer does at a start.
+    # After a line break no tokenizer inserts a space, whatever it does at the start of a text.
     line = tokenizer.encode("\n", add_special_tokens=False)
     for word in words:
         for text in (word, f" {word}"):

@@ -1,4 +1,4 @@
-"""The steps of an engine that are in flight, and whether steps work at all."""
+"""The steps of an engine in flight, with detection of persistent failures."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from inflight.execution.runner import PendingStep, Runner
 logger = logging.getLogger(__name__)
 
 MAX_CONSECUTIVE_FAILURES = 8
-"""Steps, with none between them that worked: no bad request does that, but a lost GPU does."""
+"""Consecutive failed steps that indicate a lost GPU rather than a bad request."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,9 +21,9 @@ class Launched:
     """A step in flight.
 
     Attributes:
-        batch: what it computes.
-        pending: its result to come.
-        time: just before its launch, in seconds.
+        batch: its batch.
+        pending: its future result.
+        time: of its launch, in seconds.
     """
 
     batch: Batch
@@ -35,7 +35,7 @@ class StepPipeline:
     """Launches steps on a runner and takes their results, oldest first.
 
     Args:
-        runner: where batches are computed.
+        runner: computes batches.
         clock: seconds, monotonic.
     """
 
@@ -44,7 +44,7 @@ class StepPipeline:
         self._clock = clock
         self._launched: deque[Launched] = deque()
         self._consecutive_failures = 0
-        self._last_result = 0.0  # when it was taken
+        self._last_result = 0.0  # time of the last processed result
 
     def __len__(self) -> int:
         """Steps in flight."""
@@ -52,23 +52,23 @@ class StepPipeline:
 
     @property
     def is_broken(self) -> bool:
-        """Whether steps fail whatever is in them, as all do after an error of a GPU."""
+        """Whether steps fail regardless of their content, as after a GPU error."""
         return self._consecutive_failures >= MAX_CONSECUTIVE_FAILURES
 
     def launch(self, batch: Batch) -> bool:
-        """Put a batch in flight. Returns whether that worked."""
+        """Launch a batch. Returns whether that succeeded."""
         now = self._clock()
         try:
             pending = self._runner.launch(batch)
-        except Exception:  # whatever it is, it ends these requests and is logged with its trace
+        except Exception:  # any error fails these requests and is logged with its traceback
             self._record_failure(batch)
             return False
         self._launched.append(Launched(batch, pending, now))
         return True
 
     def is_due(self, has_launched: bool) -> bool:
-        """Whether the oldest result is to be taken: the runner works no further ahead, or there was
-        nothing to launch."""
+        """Whether the oldest result is due: the runner works no further ahead, or there was nothing
+        to launch."""
         return len(self._launched) > (self._runner.steps_ahead if has_launched else 0)
 
     def take(self) -> tuple[Launched, StepOutput | None]:
@@ -83,14 +83,14 @@ class StepPipeline:
         return launched, output
 
     def end_of(self, launched: Launched) -> tuple[float, float]:
-        """A step has been taken in: the time by now, and how long the step took, in seconds."""
+        """Record a processed step; returns the current time and the step's duration, in seconds."""
         now = self._clock()
-        # Of two steps in flight, the second one starts when the first one ends.
+        # With two steps in flight, the second starts when the first ends.
         duration = now - max(launched.time, self._last_result)
         self._last_result = now
         return now, duration
 
     def _record_failure(self, batch: Batch) -> None:
-        """Call it where the exception is handled."""
+        """Count and log a failed step; must be called in an exception handler."""
         logger.exception("the step of %d sequences failed", len(batch.chunks))
         self._consecutive_failures += 1

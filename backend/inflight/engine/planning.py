@@ -1,4 +1,4 @@
-"""What plans an engine's steps, made from its settings for its runner."""
+"""Creates an engine's scheduler and draft budget from its settings and its runner."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def make_scheduler(config: EngineConfig, runner: Runner) -> Scheduler:
 
 
 def make_draft_budget(config: EngineConfig, runner: Runner) -> DraftBudget | None:
-    """What says how many tokens to draft; None where nothing is drafted."""
+    """The draft budget; None without speculative decoding."""
     settings = config.speculative_config
     if settings is None or runner.step_costs is None:
         return None

@@ -1,4 +1,4 @@
-"""Requests that wait for the prompt of another one with the same prompt, to find it cached."""
+"""Requests that wait for another one with the same prompt, to find it in the prefix cache."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from inflight.core.sequence import SequenceGroup, Status
 
 
 class SiblingQueue:
-    """Holds them back until the first of them has its first token, or has ended."""
+    """Holds requests back until their sibling has its first token, or has ended."""
 
     def __init__(self) -> None:
         self._waiting: dict[int, list[SequenceGroup]] = {}  # by the request that they wait for
 
     def __len__(self) -> int:
-        """Requests that somebody waits for."""
+        """Requests that others wait for."""
         return len(self._waiting)
 
     def add(self, group: SequenceGroup, first: SequenceGroup) -> None:
-        """Let a request wait for another one's prompt."""
+        """Hold a request until another one's prompt is computed."""
         self._waiting.setdefault(first.request_id, []).append(group)
 
     def pop_orphans(self, known_ids: Container[int]) -> list[SequenceGroup]:

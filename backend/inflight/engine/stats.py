@@ -1,4 +1,4 @@
-"""What an engine says of itself."""
+"""An engine's statistics."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ class Stats(msgspec.Struct, tag="stats", frozen=True):
         num_free_blocks: KV blocks that are free or only cached.
         num_blocks: all of them.
         num_steps: batches computed.
-        num_preemptions: how often a sequence lost its blocks to an older one.
-        num_prompt_tokens, num_output_tokens: tokens of admitted prompts and of answers.
-        num_cached_tokens: prompt tokens that came from the prefix cache.
-        num_drafted_tokens: drafts that were checked.
-        num_accepted_tokens: those of them that were right.
+        num_preemptions: how often a sequence was preempted.
+        num_prompt_tokens, num_output_tokens: tokens of admitted prompts and of outputs.
+        num_cached_tokens: prompt tokens found in the prefix cache.
+        num_drafted_tokens: verified drafts.
+        num_accepted_tokens: accepted drafts.
     """
 
     num_running: int

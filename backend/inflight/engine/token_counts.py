@@ -1,4 +1,4 @@
-"""What an engine counts from step to step."""
+"""Token counters of an engine."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from inflight.scheduling.scheduler import Scheduler
 
 @dataclass(slots=True)
 class TokenCounts:
-    """What an engine's steps have computed.
+    """Counters over an engine's steps.
 
     Attributes:
         num_steps: batches computed.
-        num_drafted: drafts that were verified.
-        num_accepted: those of them that were accepted.
+        num_drafted: verified drafts.
+        num_accepted: accepted drafts.
     """
 
     num_steps: int = 0
@@ -24,14 +24,14 @@ class TokenCounts:
     num_accepted: int = 0
 
     def add(self, output: StepOutput) -> None:
-        """A step was computed."""
+        """Record a computed step."""
         self.num_steps += 1
         for index, num_drafted in output.num_drafted.items():
             self.num_drafted += num_drafted
             self.num_accepted += len(output.token_ids[index]) - 1
 
     def snapshot(self, scheduler: Scheduler, num_blocks: int, num_output_tokens: int) -> Stats:
-        """With what a scheduler counts and an output stage has counted."""
+        """A snapshot, with the counters of scheduler and output stage."""
         return Stats(
             num_running=len(scheduler.running),
             num_waiting=len(scheduler.waiting),

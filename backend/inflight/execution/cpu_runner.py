@@ -1,4 +1,4 @@
-"""Runs batches on the CPU: a model's forward pass, then each sequence's own choice of token."""
+"""Runs batches on the CPU: forward pass, then sampling and verification of drafts."""
 
 from __future__ import annotations
 
@@ -41,11 +41,11 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 _FAULTS = {NOT_FINITE_STATUS: NOT_FINITE, NO_ALLOWED_TOKENS_STATUS: NO_ALLOWED_TOKENS}
 
-# Of the steps whose cost is measured.
+# Sizes of the steps timed for `StepCosts`, in tokens.
 _COST_TOKENS = (1, 2, 4, 8, 16)
 _TIMINGS = 3
 
-# Of logits, for prompts whose log-probabilities are wanted: 50 MB of a vocabulary of 49152 tokens.
+# Rows of logits in a step, for prompt logprobs: 50 MB with a vocabulary of 49152 tokens.
 _MAX_ROWS = 256
 
 UNKNOWN_TOKEN = "numerical: a token id is outside the model's vocabulary"
@@ -55,7 +55,7 @@ class CpuRunner:
     """One model on the CPU with its KV pool (see `runner.Runner`).
 
     Raises:
-        ConfigError: the checkpoint or the settings cannot work (see `runner.build`).
+        ConfigError: the checkpoint or the settings are not supported (see `runner.build`).
     """
 
     def __init__(
@@ -116,7 +116,7 @@ class CpuRunner:
             drafts = self.drafter.propose(batch.chunks)
         arrays = batch.arrays(self.block_size, drafts)
         self._refuse_unknown_tokens(arrays, output)
-        masks = GrammarMasks(batch, drafts)  # written while the model computes
+        masks = GrammarMasks(batch, drafts)  # computed in parallel with the forward pass
         logits = self._forward(arrays)
         masks.report(output)
         if len(logits):
@@ -126,7 +126,7 @@ class CpuRunner:
         return output
 
     def _forward(self, arrays: BatchArrays) -> Tensor:
-        """Logits of the rows that sample a token, or score one."""
+        """Logits of the rows that sample a token, or score a prompt token."""
         plan = ops.AttentionPlan(
             arrays.block_tables, arrays.query_start, arrays.seq_lens, self.block_size, self._dtype
         )
@@ -144,12 +144,12 @@ class CpuRunner:
         return [data for cache in self._caches for data in cache.data]
 
     def _clear_tails(self, batch: Batch) -> None:
-        """Zero what earlier users left behind a sequence's end in blocks that are new to it."""
+        """Zero the slots past a sequence's end in blocks new to it: they may hold stale NaNs."""
         copied = {target for _, target in batch.copies}
         size = self.block_size
         slots: list[int] = []
         for chunk in batch.chunks:
-            # A drafter comes to the places of the drafts one by one.
+            # A drafter fills the slots of drafts one by one.
             begin = chunk.end - chunk.num_drafts
             while begin < chunk.end or begin % size:
                 index, offset = divmod(begin, size)
@@ -178,10 +178,10 @@ class CpuRunner:
         masks: GrammarMasks,
         output: StepOutput,
     ) -> None:
-        """Choose a token for each row of logits [s, V], which it changes, and verify the drafts;
-        look at the prompt's tokens in the rows that score them.
+        """Sample a token for each row of logits [s, V], in place, verify the drafts, and compute
+        the requested prompt logprobs.
 
-        A draft counts where the model chooses the same token after the drafts before it.
+        A draft is accepted if the model samples the same token after the drafts before it.
         """
         rows: list[LogitsRow] = []
         for index, (chunk, guessed) in enumerate(zip(batch.chunks, drafts, strict=True)):
@@ -222,14 +222,14 @@ class CpuRunner:
             row += 1 + len(guessed)
 
     def _measure_costs(self, max_drafts: int) -> StepCosts:
-        """Time steps of a few tokens, on nobody's: one sequence, read from block 0 and not kept."""
+        """Time steps of a few tokens of a dummy sequence in block 0."""
         tokens = [count for count in _COST_TOKENS if count <= self.block_size]
         seconds = tuple(map(self._seconds, tokens))
         return StepCosts(tuple(tokens), seconds, self._draft_seconds(max_drafts))
 
     @torch.inference_mode()
     def _draft_seconds(self, max_drafts: int) -> float:
-        """Of drafting a token: the shortest of a few. As above, nobody's."""
+        """Time to draft one token, the minimum of a few runs on a dummy sequence."""
         drafter = self.drafter
         assert drafter is not None
         sequence = Sequence(Request(-1, [0], SamplingParams()), 1 << 20)
@@ -249,7 +249,7 @@ class CpuRunner:
 
     @torch.inference_mode()
     def _seconds(self, num_tokens: int) -> float:
-        """Of a step: the shortest of a few. Its keys and values go where no block is."""
+        """Time of a step, the minimum of a few runs."""
         arrays = BatchArrays(
             token_ids=np.zeros(num_tokens, np.int64),
             positions=np.arange(num_tokens),

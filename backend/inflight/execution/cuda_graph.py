@@ -1,4 +1,4 @@
-"""Launches that are recorded once, to be replayed for next to nothing."""
+"""Capture of CUDA graphs."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ import torch
 
 
 def capture_graph(pool: Any, launch: Callable[..., None], *args: Any) -> torch.cuda.CUDAGraph:
-    """What a call launches, recorded.
+    """A CUDA graph of a call's launches.
 
     Args:
-        pool: of memory, of `torch.cuda.graph_pool_handle`: graphs of one pool run one at a time.
-        launch: what to call; it has been called before, so that all is compiled and loaded.
+        pool: memory pool, of `torch.cuda.graph_pool_handle`: graphs of one pool run one at a time.
+        launch: the call; called once before, so that its kernels are compiled and loaded.
         args: its arguments.
     """
-    # Not `torch.cuda.graph`, which collects garbage each time: seconds in all.
+    # Not `torch.cuda.graph`, which runs the garbage collector each time: seconds in total.
     graph = torch.cuda.CUDAGraph()
     graph.capture_begin(pool=pool, capture_error_mode="thread_local")
     try:

@@ -1,9 +1,8 @@
 """Runs batches on a GPU, one step ahead of the host.
 
-A step is put into the stream whole - its diffs, its forward pass, its choices - and the host goes
-on to plan the next one. Steps in which each sequence computes its next token, or a few more that
-are drafted, replay a CUDA graph, and so do those with short prompts; those with more tokens are
-launched kernel by kernel, which takes less time than they do.
+A whole step is enqueued on the stream - diffs, forward pass, sampling - while the host plans the
+next one. Decode steps, with or without drafts, and steps with short prompts replay a CUDA graph;
+larger steps are launched kernel by kernel, which takes less time than they run.
 """
 
 from __future__ import annotations
@@ -48,17 +47,17 @@ from inflight_kernels.runtime.launch import precompile_kernels
 logger = logging.getLogger(__name__)
 
 _DTYPE = torch.bfloat16
-# What a status of the sampler means to whoever sent the request.
+# The sampler's statuses as errors of a request.
 _FAULTS = {sampling.NOT_FINITE: NOT_FINITE, sampling.NO_ALLOWED_TOKENS: NO_ALLOWED_TOKENS}
 
-# Tokens per chunk: attention has kernels for few, some and many rows.
+# Tokens per chunk: attention has kernels for few, some and many rows per chunk.
 _WARM_UP_LENGTHS = (1, 2, 8, 64)
 
-# Of a step whose cost is measured.
+# Runs per timed step.
 _TIMINGS = 3
 
 
-# Sequences up to which a drafting is recorded: with more, few drafts pay.
+# Drafting is captured for up to so many sequences: with more, drafting rarely pays off.
 _MAX_GRAPH_DRAFT_SEQS = 64
 
 
@@ -73,10 +72,10 @@ class CudaRunner:
     """One model on one GPU with its KV pool (see `runner.Runner`).
 
     Attributes:
-        timings: seconds that the phases of the start took, by name.
+        timings: seconds of each phase of the start.
 
     Raises:
-        ConfigError: the checkpoint or the settings cannot work (see `runner.build`).
+        ConfigError: the checkpoint or the settings are not supported (see `factory.build`).
     """
 
     def __init__(
@@ -87,7 +86,7 @@ class CudaRunner:
         progress: Callable[[str, float], None],
     ) -> None:
         if not torch.cuda.is_available():
-            raise ConfigError("device: torch finds no CUDA device, or is a CPU-only build")
+            raise ConfigError("device: no CUDA device found by torch, or a CPU-only build of torch")
         self.timings: dict[str, float] = {}
         self._clock = time.perf_counter()
         speculation = config.speculative_config
@@ -103,7 +102,7 @@ class CudaRunner:
             self._max_rows,
             config.batch_invariant,
         )
-        # Before all else: whatever takes time here then happens meanwhile.
+        # First, so that everything slow below overlaps with compilation.
         precompile_kernels(find_kernels(config, checkpoint, spec, source, self._settings))
         self.block_size = config.block_size
         self.vocab_size = spec.vocab_size
@@ -128,7 +127,7 @@ class CudaRunner:
                 self._prepare(config, progress)
             except torch.OutOfMemoryError as error:
                 raise ConfigError(
-                    f"gpu_memory: the model does not fit the GPU ({error}); lower "
+                    f"gpu_memory: the model does not fit in GPU memory ({error}); lower "
                     "max_num_batched_tokens or max_num_seqs"
                 ) from None
             except CompileError as error:
@@ -140,7 +139,7 @@ class CudaRunner:
         )
 
     def _prepare(self, config: EngineConfig, progress: Callable[[str, float], None]) -> None:
-        """Compile and load the kernels, record graphs of steps, measure what drafts cost."""
+        """Compile and load the kernels, capture CUDA graphs, measure the cost of drafts."""
         progress("kernels", 0.0)
         self._warm_up(config)
         self._end_phase("kernels")
@@ -182,15 +181,15 @@ class CudaRunner:
         return _PendingCudaStep(steps.batch, steps.top_logprobs, masks, batch, sent, ended)
 
     def forget(self, sequence: Sequence) -> None:
-        # Its slot is found free when another sequence stages one.
+        # Its slot is reclaimed when another sequence stages one.
         if self._host_drafter is not None:
             self._host_drafter.forget(sequence)
 
     def _host_drafts(self, batch: Batch) -> list[list[int]]:
-        """Drafts of the sequences that need the host; of the others the device has them.
+        """Drafts of the sequences that need committed tokens; the device drafts for the others.
 
-        The host must know them to say what may follow each of them. Where fewer are found than were
-        scheduled, token 0 is guessed.
+        The host computes adjustments and masks after each of these drafts, so it must know them.
+        Where fewer are found than scheduled, token 0 fills up.
         """
         drafts: list[list[int]] = [[] for _ in batch.chunks]
         if self._host_drafter is not None:
@@ -207,7 +206,7 @@ class CudaRunner:
         return drafts
 
     def _allocate(self, config: EngineConfig, spec: ModelSpec, source: DrafterSpec | None) -> None:
-        """Take the memory of the KV pool, and of what a drafter has beside it."""
+        """Allocate the KV pool, and the drafter's caches."""
         kv_dtype = self._settings.kv_dtype
         free = self._free_bytes(config.gpu_memory)
         block_bytes = spec.kv_layout(kv_dtype).block_bytes(config.block_size)
@@ -218,16 +217,16 @@ class CudaRunner:
         self._steps.allocate(self.num_blocks)
 
     def _free_bytes(self, share: float) -> int:
-        """Memory for the pool: what is free, but for the share of the card that stays so."""
+        """Memory for the pool: free memory minus the fraction of the GPU that must remain free."""
         torch.cuda.synchronize(self._device)
         torch.cuda.empty_cache()
         free, total = torch.cuda.mem_get_info(self._device)
         return free - int(total * (1.0 - share))
 
     def _warm_up(self, config: EngineConfig) -> None:
-        """Run steps of each kind on nobody's tokens: what they need is compiled, loaded, allocated.
+        """Run dummy steps of each kind, so that everything is compiled, loaded and allocated.
 
-        The largest among them proves that its memory is there.
+        The largest one proves that its memory is available.
         """
         self._empty_step()
         limit = min(config.max_num_batched_tokens, self.num_blocks * self.block_size)
@@ -241,12 +240,12 @@ class CudaRunner:
         torch.cuda.synchronize(self._device)
 
     def _warm_up_sampler(self, config: EngineConfig, pool: Any) -> None:
-        """The same for what comes after a step's forward pass, and record the drafting.
+        """The same for the sampler and the drafter, whose graphs are captured.
 
-        Last, for these kernels take longest to compile.
+        Last, because these kernels take longest to compile.
 
         Args:
-            pool: of the graphs; None where none are recorded.
+            pool: of the graphs; None to capture none.
         """
         self._empty_step()
         every = SamplerStages(sum(need.value for need in SamplerStages))
@@ -260,12 +259,12 @@ class CudaRunner:
         torch.cuda.synchronize(self._device)
 
     def _warm_up_counts(self, config: EngineConfig) -> list[int]:
-        """Chunks of the steps to warm up with."""
+        """Numbers of chunks to warm up with."""
         most = config.max_num_seqs
         return sorted({1, min(2, most), most})
 
     def _empty_step(self) -> None:
-        """Have a step on the device that has no chunk: no block is read or written."""
+        """Submit a step without chunks, which reads and writes no block."""
         batch = self._steps.batch
         batch.step.buffer.zero_()
         batch.state.slot_mapping.fill_(-1)
@@ -273,9 +272,9 @@ class CudaRunner:
     def _capture_graphs(
         self, config: EngineConfig, pool: Any, progress: Callable[[str, float], None]
     ) -> None:
-        """Record a step of each size that is worth it, the largest first.
+        """Capture a graph of each size that is worth it, the largest first.
 
-        Graphs share one pool of memory: only one of them runs at a time.
+        Graphs share one memory pool: only one of them runs at a time.
         """
         most_tokens = min(config.max_num_batched_tokens, self.num_blocks * self.block_size)
         sizes = capture_sizes(
@@ -287,7 +286,7 @@ class CudaRunner:
         )
         found: dict[StepSize, _Graph] = {}
         for count, size in enumerate(sorted(sizes, key=lambda size: -size.num_tokens), 1):
-            self._steps.forward(size)  # what is not compiled or loaded yet cannot be recorded
+            self._steps.forward(size)  # a kernel must be compiled and loaded before capture
             torch.cuda.synchronize(self._device)
             graph = found[size] = _Graph(capture_graph(pool, self._steps.forward, size))
             if self.drafter is not None and self.drafter.has_update:
@@ -298,12 +297,12 @@ class CudaRunner:
         self._graphs = {size: found[size] for size in sizes}
 
     def _measure_costs(self) -> StepCosts:
-        """Time a step of each size with drafts, on nobody's tokens."""
+        """Time a verification step of each size, on dummy tokens."""
         drafter = self.drafter
         assert drafter is not None
         self._empty_step()
         sizes = verification_sizes(self._max_rows, self._max_drafts)
-        sizes = sizes or [StepSize(1, 1, 1, 1)]  # steps of one token, which no draft fits into
+        sizes = sizes or [StepSize(1, 1, 1, 1)]  # steps of one token, with no room for drafts
         seconds = []
         for size in sizes:
             graph = self._graphs.get(size)
@@ -324,7 +323,7 @@ class CudaRunner:
         return StepCosts((1, *counts), (seconds[0], *seconds), drafting)
 
     def _seconds(self, call: Callable[[], None]) -> float:
-        """Of a call's work on the device: the shortest of a few."""
+        """Device time of a call, the minimum of a few runs."""
         times = []
         for _ in range(_TIMINGS):
             started = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
@@ -344,11 +343,11 @@ class CudaRunner:
 
 @dataclass(slots=True)
 class _Graph:
-    """A recorded step.
+    """A capture_graph step.
 
     Attributes:
         step: up to the logits.
-        update: what a drafter does when the tokens are chosen; None if nothing.
+        update: the drafter's work after sampling; None if there is none.
     """
 
     step: torch.cuda.CUDAGraph
@@ -356,7 +355,7 @@ class _Graph:
 
 
 class _PendingCudaStep:
-    """A step in the stream (see `runner.PendingStep`)."""
+    """A step in flight on the stream (see `runner.PendingStep`)."""
 
     def __init__(
         self,

@@ -1,8 +1,7 @@
-"""The running batch on a GPU: which sequence has which slot, and what the device must be told.
+"""The running batch on a GPU: slots of sequences, and the diffs sent to the device.
 
-The device keeps of each running sequence its block table, its row_params and its last token. A step
-is
-sent as one copy: what it computes, and what changed since the last one.
+The device keeps each running sequence's block table, sampling parameters and last token. A step is
+uploaded as one copy: its chunks, and what changed since the last step.
 """
 
 from __future__ import annotations
@@ -29,17 +28,17 @@ from inflight_kernels.ops import batch_state, cache, sampling
 from inflight_kernels.ops.batch_state import FROM_DEVICE, BatchState, Step, StepLayout
 
 RING = 3
-"""Steps whose host memory is in use at a time: one computes, one is read, one is written."""
+"""Host buffers of steps in use at a time: one executing, one being read, one being written."""
 
-# What changes in a step goes along with it as far as there is room: 1 MiB, which only a crowd of
-# long prompts, found in the prefix cache, exceeds.
+# Diffs travel in the step's own copy up to 1 MiB, which only many long prompts found in the prefix
+# cache exceed.
 _UPDATE_WORDS = 1 << 18
 
 END_OF_TABLE = -1
-"""Stands behind a sequence's last block, for those who write ahead of the host."""
+"""Terminates a block table, for kernels that write ahead of the host (drafting)."""
 
 _ROW_PARAMS_WORDS = sampling.ROW_PARAMS.itemsize // 4
-# Its fields that are options as the request has them.
+# Its fields that are request options.
 _ROW_OPTIONS = tuple(
     name
     for name in sampling.ROW_PARAMS.names or ()
@@ -49,14 +48,14 @@ _Ints = npt.NDArray[np.int32]
 
 
 class SamplerStages(enum.Flag):
-    """What choices need beyond the logits and a temperature. Most need nothing of it."""
+    """Optional sampler stages, beyond logits and temperature. Most requests need none."""
 
     NONE = 0
     FILTERS = enum.auto()
     RARE_FILTERS = enum.auto()  # see `sampling.options.Option.stage`
     PENALTIES = enum.auto()
     MASKS = enum.auto()
-    TOP_LOGPROBS = enum.auto()  # log probabilities of other tokens, too
+    TOP_LOGPROBS = enum.auto()  # logprobs of other tokens
 
     @classmethod
     def of(cls, sequence: Sequence) -> SamplerStages:
@@ -78,13 +77,13 @@ class SamplerStages(enum.Flag):
 
 @dataclass(slots=True)
 class _Resident:
-    """A sequence that has a slot, and how much of its block table the device has."""
+    """A sequence with a slot, and how much of its block table is on the device."""
 
     sequence: Sequence
     generation: int
     slot: int
     stages: SamplerStages
-    is_plain: bool  # it has no stages, and the host has nothing to say of single tokens
+    is_plain: bool  # no optional sampler stages and no logit adjustments
     num_blocks: int = 0
 
     @property
@@ -94,18 +93,18 @@ class _Resident:
 
 @dataclass(frozen=True, slots=True)
 class SubmittedStep:
-    """A step that is on its way to the device.
+    """A step submitted to the device.
 
     Attributes:
         size: of the step.
-        row_start: [num_chunks + 1] chunk i has rows of logits row_start[i]:row_start[i + 1]; of
-            these the first num_scores are those of its scores.
-        num_drafts: that any of its sequences is to have in its next step.
-        ring_index: where in the ring its results will be.
-        stages: of any of its choices.
-        logit_bias: what rows add to logits; None if none does.
-        bans: ([b], [b]) int64 on the device, rows of beams and tokens that are banned there: those
-            are no candidates either. None if there are none.
+        row_start: [num_chunks + 1]; chunk i has rows of logits row_start[i]:row_start[i + 1], the
+            first num_scores of them for its scores.
+        num_drafts: maximum drafts of its sequences in the next step.
+        ring_index: index of its results in the ring.
+        stages: optional sampler stages that any of its rows needs.
+        logit_bias: of its rows; None if there is none.
+        bans: ([b], [b]) int64 on the device: rows of beams and the tokens banned there, which are
+            not candidates either. None if there are none.
     """
 
     size: StepSize
@@ -118,9 +117,9 @@ class SubmittedStep:
 
 
 class SampledTokens(NamedTuple):
-    """What a step chose for one chunk: the drafts that were right, and the token after them.
+    """The sampled tokens of one chunk: the accepted drafts, and the token after them.
 
-    Nothing, where the chunk does not sample.
+    Empty if the chunk does not sample.
     """
 
     token_ids: list[int]
@@ -130,15 +129,15 @@ class SampledTokens(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class BatchLimits:
-    """How large the steps of a batch get.
+    """Limits of a batch's steps.
 
     Attributes:
-        max_num_seqs: sequences at once.
-        max_num_batched_tokens: tokens in a step.
+        max_num_seqs: maximum running sequences.
+        max_num_batched_tokens: maximum tokens in a step.
         table_width: blocks of the longest sequence.
         max_rows: rows of logits in a step: one for each sequence, draft and score.
         max_drafts: of a sequence.
-        history_length: tokens of each sequence that the device keeps; 0 for none.
+        history_length: tokens per sequence kept on the device; 0 for none.
     """
 
     max_num_seqs: int
@@ -150,7 +149,7 @@ class BatchLimits:
 
 
 class DeviceBatch:
-    """Slots of sequences, and the memory through which steps go to the device and back.
+    """Slots of sequences, and the buffers for uploading steps and downloading results.
 
     Args:
         limits: of its steps.
@@ -158,7 +157,7 @@ class DeviceBatch:
         device: the GPU.
 
     Attributes:
-        step, state: what kernels read (see `inflight_kernels.ops.batch_state`).
+        step, state: inputs of the kernels (see `inflight_kernels.ops.batch_state`).
         counts, prompt, masks: see `ops.sampling.PenaltyState` and `TokenMasks`; a row per slot.
     """
 
@@ -180,7 +179,7 @@ class DeviceBatch:
         words = sampling.prompt_words(vocab_size)
         self.counts = torch.zeros(max_num_seqs, vocab_size, dtype=torch.int16, device=device)
         self.prompt = torch.zeros(max_num_seqs, words, dtype=torch.int32, device=device)
-        # Of slots, whose requests name the tokens that they allow; then of a step's rows.
+        # First one per slot, for allowed_token_ids; then one per row of a step, for grammars.
         num_masks = max_num_seqs + self._layout.max_rows
         self.masks = torch.zeros(num_masks, words, dtype=torch.int32, device=device)
         self._grammar_masks = self.masks[max_num_seqs:]
@@ -203,15 +202,15 @@ class DeviceBatch:
         bucket: StepSize | None = None,
         drafts: Sequence_[list[int]] | None = None,
     ) -> SubmittedStep:
-        """Bring a batch to the device, on the current stream: its copies, its diffs, its arrays.
+        """Submit a batch to the device, on the current stream: block copies, diffs, arrays.
 
         Args:
             batch: at least one chunk.
             size: of the batch.
             kv_caches: [..., num_blocks, block_size, G, D] each.
-            bucket: of the CUDA graph that it goes to; None for none.
-            drafts: of each chunk, num_drafts tokens; none where the device has them. None if it has
-                them all.
+            bucket: size of the CUDA graph that will run it; None for none.
+            drafts: for each chunk num_drafts tokens, or none if they are on the device. None if all
+                are.
         """
         self._ring_index = (self._ring_index + 1) % RING
         host = self._host[self._ring_index]
@@ -225,7 +224,7 @@ class DeviceBatch:
                 host[view] = values
                 end = view.stop
                 views.append(self.step.buffer[view])
-            else:  # a copy of its own, for which the host waits
+            else:  # a separate, synchronous copy
                 views.append(torch.tensor(values, dtype=torch.int32, device=self._device))
         pinned = self._pinned[self._ring_index]
         self.step.buffer[:end].copy_(pinned[:end], non_blocking=True)
@@ -257,7 +256,7 @@ class DeviceBatch:
         )
 
     def penalties(self, num_rows: int) -> sampling.PenaltyState:
-        """What the penalties of a step's first rows count."""
+        """Token statistics for the penalties of a step's first rows."""
         state = self.state
         tails = sampling.DraftTails(
             state.token_ids, state.tail_starts[:num_rows], state.tail_lengths[:num_rows]
@@ -265,7 +264,7 @@ class DeviceBatch:
         return sampling.PenaltyState(self.counts, self.prompt, tails)
 
     def send_masks(self, batch: Batch, masks: GrammarMasks) -> None:
-        """Bring what grammars allow to the device, after `send` and before the choice of tokens."""
+        """Upload the grammars' masks, after `send` and before sampling."""
         rows = [
             (chunk, masks.of_row(index, count))
             for index, chunk in enumerate(batch.chunks)
@@ -284,7 +283,7 @@ class DeviceBatch:
         pinned = self._pinned_masks[self._ring_index, : len(rows)]
         host = pinned.numpy()
         for place, (chunk, words) in enumerate(rows):
-            if words is None:  # its grammar cannot go on, and nor can the sequence
+            if words is None:  # its grammar failed, and so does the sequence
                 continue
             host[place] = words
             allowed = chunk.sequence.request.params.allowed_token_ids
@@ -293,7 +292,7 @@ class DeviceBatch:
         self._grammar_masks[: len(rows)].copy_(pinned, non_blocking=True)
 
     def results(self, batch: Batch, sent: SubmittedStep) -> list[SampledTokens]:
-        """What each chunk of a step that has ended chose."""
+        """The sampled tokens of each chunk of a completed step."""
         tokens, logprobs, statuses, counts = self._results[sent.ring_index]
         num_rows, num_chunks = sent.size.num_rows, sent.size.num_chunks
         all_tokens = tokens[:num_rows].tolist()
@@ -316,10 +315,10 @@ class DeviceBatch:
         changes: _Changes,
         drafts: Sequence_[list[int]] | None,
     ) -> tuple[int, list[int]]:
-        """Write a step's arrays, as if it had so many chunks.
+        """Write a step's arrays, padded to `num_chunks`.
 
         Returns:
-            Where in `host` its tokens end, and row_start.
+            The end of its tokens in `host`, and row_start.
         """
         rows = _StepRows()
         slots, sample_slots, starts = rows.slots, rows.sample_slots, rows.starts
@@ -357,7 +356,7 @@ class DeviceBatch:
                     row_start.append(first_row)
                     continue
             row_start.append(first_row + 1 + num_drafts)
-            if resident.is_plain:  # as most are; this loop is the host's share of a step
+            if resident.is_plain:  # the common case; this loop is the host's time per step
                 bias_starts += [len(changes.bias_ids)] * (1 + num_drafts)
             else:
                 self._adjust_rows(resident, chunk, tail, rows, changes)
@@ -367,8 +366,7 @@ class DeviceBatch:
     def _adjust_rows(
         self, resident: _Resident, chunk: Chunk, tail: list[int], rows: _StepRows, changes: _Changes
     ) -> None:
-        """Note what a chunk's rows, the last so far, need of the sampler, and what the host adds to
-        their logits.
+        """Add the sampler stages and logit adjustments of a chunk's rows, the last ones so far.
 
         Args:
             tail: the drafts of the chunk, if the host knows them.
@@ -392,7 +390,7 @@ class DeviceBatch:
             rows.bias_starts.append(len(changes.bias_ids))
 
     def _write_rows(self, rows: _StepRows, num_chunks: int, host: _Ints, changes: _Changes) -> None:
-        """Lay a step's arrays out in `host`, as if it had so many chunks."""
+        """Write a step's arrays to `host`, padded to so many chunks."""
         num_tokens, num_rows = len(rows.tokens), rows.row_start[-1]
         num_spare = num_chunks - len(rows.slots)
         arrays: dict[str, list[int]] = {
@@ -429,13 +427,13 @@ class DeviceBatch:
             host[first : first + len(values)] = values
 
     def _admit(self, sequence: Sequence, changes: _Changes) -> _Resident:
-        """Give a sequence a slot, and the device what it must know of it."""
+        """Give a sequence a slot, and queue its per-slot data for upload."""
         former = self._residents.pop(sequence.request_id, None)
         if former is not None:
             self._free.append(former.slot)
         if not self._free:
-            # Those that ended or lost their blocks. The running ones are never more than the slots
-            # and this one is not among them yet, so some are found.
+            # Reclaim the slots of finished and preempted sequences. There are never more running
+            # sequences than slots, and this one has none yet, so at least one is found.
             for request_id, resident in list(self._residents.items()):
                 if resident.is_stale:
                     del self._residents[request_id]
@@ -466,7 +464,7 @@ class DeviceBatch:
         return resident
 
     def _count(self, sequence: Sequence, slot: int) -> None:
-        """Tell the sampler what stands in a prompt and in the output so far."""
+        """Initialise a slot's token counts from the prompt and the output so far."""
         self.counts[slot].zero_()
         self.prompt[slot].zero_()
         ids = torch.tensor(sequence.token_ids, device=self._device)
@@ -481,10 +479,10 @@ class _StepRows:
     """The arrays of a step while it is written (see `StepLayout`).
 
     Attributes:
-        slots, sample_slots, starts, tokens, row_start, bias_starts: as they are sent.
+        slots, sample_slots, starts, tokens, row_start, bias_starts: as uploaded.
         lengths: tokens of each chunk.
-        special: rows that need more of the sampler than logits and a temperature.
-        scored: the first row of each chunk that scores tokens of its prompt.
+        special: rows that need optional sampler stages.
+        scored: first row of each chunk with prompt logprobs.
     """
 
     slots: list[int] = field(default_factory=list)
@@ -507,14 +505,14 @@ class _StepRows:
 
 @dataclass(slots=True)
 class _Changes:
-    """What the device does not know yet of a step, as flat lists of int32.
+    """The diffs of a step, as flat lists of int32.
 
     Attributes:
-        places, blocks: entries of block tables.
-        slots, row_params: of sequences that are new.
+        places, blocks: new entries of block tables.
+        slots, row_params: of newly admitted sequences.
         bias_ids, biases: of the step's rows.
-        history_places, history: tokens of sequences that are new.
-        ban_rows, ban_ids: of the step's rows that are beams'.
+        history_places, history: tokens of newly admitted sequences.
+        ban_rows, ban_ids: of the rows of beams.
         stages, num_drafts: see `SubmittedStep`.
     """
 
@@ -532,7 +530,7 @@ class _Changes:
     num_drafts: int = 0
 
     def arrays(self) -> tuple[list[int], ...]:
-        """All of them, in the order in which they are sent."""
+        """All of them, in upload order."""
         return (
             self.places,
             self.blocks,
@@ -547,7 +545,7 @@ class _Changes:
         )
 
     def add_bans(self, row: int, adjustment: Adjustment, vocab_size: int) -> None:
-        # Beams do without what adds to logits: whatever is said bans a token.
+        # Beams have no additive biases: every adjustment is a ban.
         banned = [token_id for token_id in adjustment.token_ids if token_id < vocab_size]
         self.ban_rows += [row] * len(banned)
         self.ban_ids += banned
@@ -558,13 +556,13 @@ class _Changes:
         self.places += range(first + resident.num_blocks, first + len(blocks))
         self.blocks += blocks[resident.num_blocks :]
         resident.num_blocks = len(blocks)
-        if len(blocks) < table_width:  # what follows is another sequence's
+        if len(blocks) < table_width:  # stale entries of an earlier sequence follow
             self.places.append(first + len(blocks))
             self.blocks.append(END_OF_TABLE)
 
 
 def allowed_mask(token_ids: Iterable[int], vocab_size: int) -> _Ints:
-    """[prompt_words(vocab_size)] bits of the tokens that may be chosen."""
+    """[prompt_words(vocab_size)] bits of the allowed tokens."""
     known = np.array([token_id for token_id in token_ids if token_id < vocab_size], np.int64)
     mask = np.zeros(sampling.prompt_words(vocab_size), np.uint32)
     np.bitwise_or.at(mask, known // 32, np.uint32(1) << (known % 32).astype(np.uint32))
@@ -572,7 +570,7 @@ def allowed_mask(token_ids: Iterable[int], vocab_size: int) -> _Ints:
 
 
 def _row_params(sequence: Sequence, slot: int) -> list[int]:
-    """How to choose a sequence's tokens, as int32 words of `ops.sampling.ROW_PARAMS`."""
+    """A sequence's sampling parameters, as int32 words of `sampling.ROW_PARAMS`."""
     params = sequence.request.params
     row = np.zeros(1, sampling.ROW_PARAMS)
     row["seed"] = sequence.seed

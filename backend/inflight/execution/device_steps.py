@@ -1,4 +1,4 @@
-"""What the steps of a model launch on a GPU, and the memory that they work in."""
+"""Launches of a model's steps on a GPU, and their memory."""
 
 from __future__ import annotations
 
@@ -22,26 +22,26 @@ from inflight_kernels.ops import batch_state, sampling
 
 
 class DeviceSteps:
-    """The launches of steps: forward passes, the choice of tokens, and a drafter's part.
+    """Launches steps: forward pass, sampling, and the drafter's work.
 
     Args:
         config: the engine's settings.
-        checkpoint: where the weights are.
+        checkpoint: the model's.
         spec: of the model.
-        source: what drafts; None for nothing.
-        settings: how the model runs. On torch's meta device all has shapes and no memory, and steps
-            can only be recorded (see `inflight_kernels.runtime.recording.record_launches`).
-        progress: called with what is loading and the fraction of it that is loaded.
+        source: of the drafter; None for none.
+        settings: of the model. On torch's meta device nothing is allocated, and steps can only be
+            recorded (see `inflight_kernels.runtime.recording.record_launches`).
+        progress: called with what is loading and the loaded fraction.
 
     Attributes:
         model: on the device.
         batch: slots of sequences.
         top_logprobs: of the steps.
-        drafter: None where nothing is drafted on the device.
-        caches: all that blocks are copied in; set by `allocate`.
+        drafter: None if nothing is drafted on the device.
+        caches: all caches in which blocks are copied; set by `allocate`.
 
     Raises:
-        ConfigError: the weights are damaged or do not fit the spec, or its shape is not supported
+        ConfigError: the weights are corrupt or do not match the spec, or its shape is not supported
             on GPUs.
     """
 
@@ -97,13 +97,13 @@ class DeviceSteps:
             self.drafter = source.method.load_on_device(source, target)
 
     def allocate(self, num_blocks: int) -> None:
-        """Take the memory of the KV pool, and of what a drafter has beside it.
+        """Allocate the KV pool, and the drafter's caches.
 
         Args:
-            num_blocks: that sequences can have.
+            num_blocks: of the pool.
 
         Raises:
-            ConfigError: there is not that much memory.
+            ConfigError: out of memory.
         """
         num_scratch, block_size = 0, self._config.block_size
         if self._source is not None and self._source.method.shares_target_kv:
@@ -116,7 +116,7 @@ class DeviceSteps:
             self.caches += [data for cache in self.drafter.caches for data in cache.data]
 
     def forward(self, size: StepSize) -> None:
-        """Launch a step's kernels up to the logits of each row."""
+        """Launch a step's kernels up to the logits."""
         step, state = self.batch.step, self.batch.state
         num_tokens, num_chunks, num_rows = size.num_tokens, size.num_chunks, size.num_rows
         block_size = self._config.block_size
@@ -128,12 +128,12 @@ class DeviceSteps:
             self.drafter.forward(num_tokens, num_chunks, size.max_q_len)
 
     def update_drafter(self, size: StepSize) -> None:
-        """Launch what a drafter does when a step has chosen its tokens."""
+        """Launch the drafter's work after a step's tokens are sampled."""
         assert self.drafter is not None
         self.drafter.update(size.num_tokens, size.num_chunks, size.max_q_len)
 
     def sample(self, sent: SubmittedStep) -> None:
-        """Launch the choice of tokens; what no row asks for is left out, so no graph holds it."""
+        """Launch the sampler, without the stages that no row needs; so it is not in a graph."""
         batch, num_rows, stages = self.batch, sent.size.num_rows, sent.stages
         step, state, logits = batch.step, batch.state, self.model.logits[:num_rows]
         penalties, masks = SamplerStages.PENALTIES in stages, SamplerStages.MASKS in stages
@@ -157,7 +157,9 @@ class DeviceSteps:
         if SamplerStages.TOP_LOGPROBS in stages:
             if sent.bans is not None:
                 banned = torch.full((), BANNED, dtype=logits.dtype, device=logits.device)
-                logits.index_put_(sent.bans, banned)  # the sampler has had them as they came
+                logits.index_put_(
+                    sent.bans, banned
+                )  # only now: the sampler needs the unbanned logits
             self.top_logprobs.launch(logits, step, sampled, sent.ring_index)
         batch_state.end_step(step, state, sent.size.num_chunks, pdl=True)
         if penalties:

@@ -11,10 +11,9 @@ from inflight.scheduling.draft_budget import StepCosts
 
 
 class EchoRunner:
-    """Answers each prompt with itself, then an end-of-sequence token; computes nothing.
+    """Echoes each prompt, then an end-of-sequence token; computes nothing.
 
-    Where that token is not wanted (none is known, ignore_eos, before min_tokens) the prompt starts
-    over.
+    Where no such token can be used (unknown, ignore_eos, before min_tokens) the prompt repeats.
     """
 
     def __init__(self, config: EngineConfig, spec: ModelSpec) -> None:

@@ -1,6 +1,6 @@
-"""Which runner computes an engine's batches.
+"""Selects and builds the runner of an engine.
 
-Importing this module does not import torch; the runner that needs it is loaded when it is built.
+Importing this module does not import torch; runners are imported when they are built.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ Progress = Callable[[str, float], None]
 
 
 class ResolvedDevice(NamedTuple):
-    """Settings that name a device, and where that is, in words: and why not on a GPU."""
+    """Settings with a concrete device, and a description of it: if a CPU, why not a GPU."""
 
     config: EngineConfig
     where: str
 
 
 def resolve_device(config: EngineConfig, checkpoint: Checkpoint) -> ResolvedDevice:
-    """The settings with a device in the place of `auto`, and what follows from it.
+    """The settings with `auto` replaced by a device, and the defaults that depend on it.
 
-    A GPU is taken where nothing is in its way.
+    Uses a GPU if it can run the model.
 
     Raises:
-        ConfigError: the checkpoint is damaged or of an unsupported kind, or the settings cannot be
-            combined on that device.
+        ConfigError: the checkpoint is corrupt or not supported, or the settings cannot be combined
+            on that device.
     """
     if config.device != "auto":
         return ResolvedDevice(
@@ -51,12 +51,12 @@ def resolve_device(config: EngineConfig, checkpoint: Checkpoint) -> ResolvedDevi
 
 
 def _gpu_obstacle(config: EngineConfig, checkpoint: Checkpoint) -> str | None:
-    """Why a model does not run on a GPU of this machine; None if it does."""
+    """Why a model cannot run on a GPU of this machine; None if it can."""
     _prepare_openmp()
     import torch
 
     if not torch.cuda.is_available():
-        return "torch sees no GPU"
+        return "torch finds no GPU"
     capability = torch.cuda.get_device_capability()
     if capability < GPU_CAPABILITY:
         needed = ".".join(map(str, GPU_CAPABILITY))
@@ -66,16 +66,14 @@ def _gpu_obstacle(config: EngineConfig, checkpoint: Checkpoint) -> str | None:
     if config.dtype not in ("auto", "bfloat16"):
         return f"dtype is {config.dtype}, and GPUs support bfloat16 only"
     if config.block_size not in GPU_BLOCK_SIZES:
-        return f"block_size is {config.block_size}, and on a GPU one of {GPU_BLOCK_SIZES}"
+        return f"block_size is {config.block_size}, and GPUs support {GPU_BLOCK_SIZES}"
     for attention in read_spec(checkpoint).attentions:
         if attention.head_dim not in GPU_HEAD_DIMS:
-            return f"there is no kernel for head_dim {attention.head_dim}"
+            return f"head_dim {attention.head_dim} is not supported on GPUs"
     return None
 
 
-_NO_COMPILER = (
-    "the compiler of the kernels is missing; run in the repository: pip install -e '.[cuda]'"
-)
+_NO_COMPILER = "the kernel compiler is missing; run in the repository: pip install -e '.[cuda]'"
 
 
 def _has_compiler() -> bool:
@@ -83,28 +81,28 @@ def _has_compiler() -> bool:
 
 
 def _prepare_openmp() -> None:
-    # Read by OpenMP when torch is loaded. Its threads spin between two ops by default, and a core
-    # that spins is taken from tritonserver: with one busy neighbour on two cores, a step took
-    # 440 ms, with a short spin 60 ms.
+    # Read by OpenMP when torch is imported. By default its threads spin between ops and take cores
+    # from tritonserver: with one busy neighbour on two cores a step took 440 ms, with a short spin
+    # 60 ms.
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 
 def build(
     config: EngineConfig, checkpoint: Checkpoint, progress: Progress
 ) -> tuple[Runner, ModelSpec]:
-    """Load a model onto the device that the settings name.
+    """Load a model onto the device of the settings.
 
     Args:
         config: the engine's settings, after `resolve_device`.
         checkpoint: the model's files.
-        progress: called with what is loading and the fraction of it that is there, in [0, 1].
+        progress: called with what is loading and the loaded fraction, in [0, 1].
 
     Raises:
-        ConfigError: the checkpoint is damaged or of an unsupported kind, or the settings ask for
-            more than it or this machine can do.
+        ConfigError: the checkpoint is corrupt or not supported, or the settings exceed the limits
+            of the model or of this machine.
     """
     spec = read_spec(checkpoint)
-    spec.max_model_len(config)  # refused before anything is loaded
+    spec.max_model_len(config)  # rejected before anything is loaded
     if config.speculative_config is not None:
         find_method(config.speculative_config)
     checkpoint = dataclasses.replace(checkpoint, random_weights=config.random_weights)

@@ -1,4 +1,4 @@
-"""What the grammars of a step's sequences allow, computed while the model computes."""
+"""Grammar masks of a step, computed in parallel with the forward pass."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from inflight.core.output_grammar import Masks
 
 
 class GrammarMasks:
-    """Bits of the tokens that may be chosen in each row of a step's logits.
+    """Bits of the allowed tokens for each row of a step's logits.
 
     Args:
         batch: of the step.
-        drafts: of each of its chunks.
+        drafts: for each of its chunks.
     """
 
     def __init__(self, batch: Batch, drafts: Sequence[Sequence[int]]) -> None:
@@ -31,13 +31,13 @@ class GrammarMasks:
             self._future = _thread().submit(self._fill, batch, drafts)
 
     def of_row(self, index: int, count: int) -> Masks | None:
-        """[ceil(V / 32)] of the row after so many drafts of a chunk; None if all are allowed."""
+        """[ceil(V / 32)] for the row after `count` drafts of a chunk; None if all are allowed."""
         self._wait()
         rows = self._rows.get(index)
         return None if rows is None else rows[count]
 
     def report(self, output: StepOutput) -> None:
-        """Tell which sequences cannot go on."""
+        """Report the sequences whose grammar failed."""
         self._wait()
         for index, reason in self._errors.items():
             output.errors.setdefault(index, reason)
@@ -57,5 +57,5 @@ class GrammarMasks:
 
 @cache
 def _thread() -> ThreadPoolExecutor:
-    """Beside the one that launches: masks are computed without the interpreter's lock."""
+    """Beside the launching thread: masks are computed without the GIL."""
     return ThreadPoolExecutor(1, "masks")

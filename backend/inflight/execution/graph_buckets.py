@@ -1,4 +1,4 @@
-"""How large a step is, and for which sizes steps are recorded."""
+"""Step sizes, and the sizes for which CUDA graphs are captured."""
 
 from __future__ import annotations
 
@@ -6,29 +6,29 @@ from dataclasses import dataclass
 
 from inflight.core.batch import Batch
 
-# Between two sizes the difference is computed for nothing, which costs most where there are few
-# rows; many rows pay by the tile of 64.
+# A step is padded to the next size. Padding is costliest with few rows; many rows cost by the tile
+# of 64.
 _FEW_ROWS = (1, 2, 4)
 _ROW_STEP = 8
 _MANY_ROWS = 256
 _MANY_ROW_STEP = 64
 
-# Tokens of recorded steps with prompts, and the most of them times the weights of a layer: with
-# more, a layer takes an H200 longer than its launches take the host, which are some 200 us.
+# Tokens of captured steps with prompts, and the limit of tokens times weights per layer: beyond it,
+# a layer takes an H200 longer than its launches take the host, some 200 us.
 _PROMPT_TOKENS = (16, *range(32, 257, 32), 320, 384, 448, 512)
 _LAUNCH_BOUND = 6e10
 
 
 @dataclass(frozen=True, slots=True)
 class StepSize:
-    """Of what a step computes, or of what a recorded one has room for.
+    """The size of a step, or the capacity of a captured one.
 
     Attributes:
         num_tokens: T.
         num_chunks: n.
-        num_rows: of logits, one for each chunk at least. Where there are as many as tokens, row i
-            is token i's.
-        max_q_len: no chunk has more tokens.
+        num_rows: rows of logits, at least one per chunk. If equal to num_tokens, row i is token
+            i's.
+        max_q_len: tokens of the longest chunk.
     """
 
     num_tokens: int
@@ -49,7 +49,7 @@ class StepSize:
         return cls(num_tokens, len(batch.chunks), num_rows, max_q_len)
 
     def fits(self, step: StepSize) -> bool:
-        """Whether a step fits, filled up with tokens, rows and chunks that are nobody's."""
+        """Whether a step fits when padded with tokens, rows and chunks."""
         return (
             (step.num_rows == step.num_tokens or self.num_rows < self.num_tokens)
             and step.num_tokens <= self.num_tokens
@@ -62,21 +62,21 @@ class StepSize:
 def capture_sizes(
     max_num_seqs: int, max_rows: int, max_drafts: int, max_tokens: int, layer_weights: int
 ) -> list[StepSize]:
-    """Of the steps to record: a step goes to the first that holds it.
+    """Sizes of the graphs to capture: a step runs in the first one that it fits.
 
     Args:
         max_num_seqs: n at most.
-        max_rows: of logits.
-        max_drafts: of a chunk; 0 where nothing is drafted.
+        max_rows: rows of logits.
+        max_drafts: drafts of a chunk; 0 without a drafter.
         max_tokens: T at most.
-        layer_weights: of a layer of the model.
+        layer_weights: weights of a layer of the model.
     """
     most_tokens = min(max_tokens, int(_LAUNCH_BOUND / layer_weights))
     sizes = [StepSize(rows, rows, rows, 1) for rows in row_counts(max_num_seqs)]
     sizes += verification_sizes(max_rows, max_drafts)
     for tokens in _PROMPT_TOKENS:
         if tokens <= most_tokens:
-            # One prompt alone, and a few among sequences that go on.
+            # One prompt alone, and prompts mixed with decoding sequences.
             sizes.append(StepSize(tokens, 1, 1, tokens))
             if max_num_seqs > 1:
                 num_chunks, num_rows = min(tokens, max_num_seqs), min(tokens - 1, max_rows)
@@ -85,7 +85,7 @@ def capture_sizes(
 
 
 def verification_sizes(max_rows: int, max_drafts: int) -> list[StepSize]:
-    """Of the steps with drafts to record: every token has a row."""
+    """Sizes of the verification steps to capture: every token has a row."""
     if not max_drafts:
         return []
     counts = [count for count in row_counts(max_rows) if count > 1]
@@ -93,7 +93,7 @@ def verification_sizes(max_rows: int, max_drafts: int) -> list[StepSize]:
 
 
 def row_counts(most: int) -> list[int]:
-    """Ascending; the last one takes any step of so many rows."""
+    """Buckets for up to `most` rows, ascending."""
     counts = [count for count in _FEW_ROWS if count < most]
     counts += range(_ROW_STEP, min(most, _MANY_ROWS), _ROW_STEP)
     counts += range(_MANY_ROWS, most, _MANY_ROW_STEP)

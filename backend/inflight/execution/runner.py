@@ -13,10 +13,10 @@ class PendingStep(Protocol):
     """A batch that was launched."""
 
     def result(self) -> StepOutput:
-        """Wait for the step and return what it chose; called once, oldest step first.
+        """Wait for the step and return its output; called once, oldest step first.
 
-        What fails for one sequence alone is in the output's `errors`; an exception means that the
-        runner itself is broken.
+        Failures of a single sequence are in the output's `errors`; an exception means that the
+        whole step failed.
         """
 
 
@@ -27,13 +27,12 @@ class Runner(Protocol):
         num_blocks: KV blocks in its pool.
         block_size: tokens per block.
         vocab_size: token ids are below it.
-        max_rows: rows of logits in a step. Each sequence takes one and each draft another one;
-            prompts whose log-probabilities are wanted share what is left.
-        steps_ahead: steps that may be launched before the result of the one before them is taken.
-            With 0 the host knows all tokens of a batch that it launches.
-        step_costs: what steps take, if it has a drafter; None if it has none, and then no chunk may
-            have drafts.
-        supports_host_drafts: whether chunks of sequences that need the host may have drafts.
+        max_rows: rows of logits in a step: one per sequence and one per draft; prompts whose
+            logprobs are requested share the rest.
+        steps_ahead: steps that may be launched before the previous result is processed. With 0 all
+            tokens of a launched batch are committed.
+        step_costs: step times, if it has a drafter; None without one, and then no chunk has drafts.
+        supports_host_drafts: whether sequences that need committed tokens may have drafts.
     """
 
     num_blocks: int
@@ -45,14 +44,14 @@ class Runner(Protocol):
     supports_host_drafts: bool
 
     def launch(self, batch: Batch) -> PendingStep:
-        """Copy the batch's blocks, draft tokens, compute the batch's, choose the next ones.
+        """Copy blocks, draft, compute the batch, sample.
 
-        Batches are computed in the order of their launches. All that a step needs of its sequences
-        (tokens, block tables) is read here: the host goes on to change them.
+        Batches run in launch order. Everything a step needs of its sequences (tokens, block tables)
+        is read here; the host changes them afterwards.
 
         Raises:
-            Exception: the runner is broken, as in `PendingStep.result`.
+            Exception: the whole step failed, as in `PendingStep.result`.
         """
 
     def forget(self, sequence: Sequence) -> None:
-        """A sequence has ended: drop what is kept of it; idempotent."""
+        """Drop the state of a finished sequence; idempotent."""

@@ -1,8 +1,8 @@
-"""Each row's own choice of a token, on the CPU.
+"""The sampler on the CPU.
 
-What is chosen in a row depends on the row alone: on its logits, on what its request params, and on
-the tokens before it. See `SamplingParams` for the steps and their order. In a row inside of a
-prompt the next token is there already, and is only looked at.
+A row's token depends on the row alone: its logits, its request's sampling parameters, and the
+tokens before it. See `SamplingParams` for the steps and their order. In a row inside
+a prompt the next token is given, and only its logprob is computed.
 """
 
 from __future__ import annotations
@@ -28,14 +28,13 @@ _filters_of = operator.attrgetter(*(field.name for field in dataclasses.fields(o
 
 @dataclass(frozen=True, slots=True)
 class LogitsRow:
-    """A row of logits: that of the token that follows sequence.token_ids + tail.
+    """A row of logits, for the token after sequence.token_ids + tail.
 
     Attributes:
-        sequence: whose.
-        tail: drafted tokens; mostly none.
+        sequence: of the row.
+        tail: draft tokens; mostly none.
         mask: [ceil(V / 32)] int32, bits of the tokens that its grammar allows; None for all.
-        given: the prompt's token that follows, in a row inside of a prompt; None where one is to be
-            chosen.
+        given: the prompt's next token, in a row inside a prompt; None where one is sampled.
     """
 
     sequence: Sequence
@@ -45,12 +44,12 @@ class LogitsRow:
 
     @property
     def position(self) -> int:
-        """Of the token that is chosen."""
+        """Position of the sampled token."""
         return len(self.sequence.token_ids) + len(self.tail)
 
     @property
     def num_top_logprobs(self) -> int | None:
-        """TopLogprobs tokens to tell of it; None to tell nothing."""
+        """Top logprobs to report; None to report nothing."""
         if self.given is None:
             return self.sequence.num_candidates
         return self.sequence.request.params.num_prompt_logprobs
@@ -58,14 +57,13 @@ class LogitsRow:
 
 @dataclass(frozen=True, slots=True)
 class SamplerOutput:
-    """What was chosen, per row. A row whose status is not OK has token 0 and log-probability 0.
+    """Sampled tokens, per row. A row whose status is not OK has token 0 and logprob 0.
 
     Attributes:
         token_ids: the tokens.
         logprobs: of these, under the model's own distribution, before penalties and temperature.
         statuses: OK, NOT_FINITE or NO_ALLOWED_TOKENS of `inflight_kernels.torch_ops.sampling`.
-        candidates: what the sequence's num_candidates, or num_prompt_logprobs, asks for (see
-            `Candidate`); [] where it asks for nothing.
+        candidates: num_top_logprobs candidates (see `request.Candidate`); [] if not requested.
     """
 
     token_ids: list[int]
@@ -75,7 +73,7 @@ class SamplerOutput:
 
 
 def sample(logits: Tensor, rows: list[LogitsRow]) -> SamplerOutput:
-    """Choose a token for each row.
+    """Sample a token for each row.
 
     Args:
         logits: [s, V] float32, which may be changed.
@@ -91,7 +89,7 @@ def sample(logits: Tensor, rows: list[LogitsRow]) -> SamplerOutput:
     params = [row.sequence.request.params for row in rows]
     free = [index for index in fine if rows[index].given is None]
     drawn = [index for index in free if params[index].effective_temperature > 0.0]
-    # Of a row that is not fine the token is not looked at.
+    # The token of a failed row is not used.
     chosen = torch.tensor([row.given or 0 for row in rows], dtype=torch.int64)
     if len(drawn) < len(free):
         greedy = [index for index in free if params[index].effective_temperature == 0.0]
@@ -112,14 +110,16 @@ def sample(logits: Tensor, rows: list[LogitsRow]) -> SamplerOutput:
         number = rows[index].num_top_logprobs
         if number is not None:
             ranked = logprobs[index]
-            if rows[index].sequence.beam_of is not None:  # those that may be chosen alone
+            if (
+                rows[index].sequence.beam_of is not None
+            ):  # a beam's candidates are the tokens that are not banned
                 ranked = ranked.masked_fill(logits[index] == float("-inf"), float("-inf"))
             candidates[index] = _candidates(ranked, token_ids[index], number)
     return SamplerOutput(token_ids, values, statuses, candidates)
 
 
 def _adjust(logits: Tensor, row: LogitsRow) -> bool:
-    """Apply penalties, biases and bans to logits [V] in place; whether any token may be banned."""
+    """Apply penalties, biases and bans to logits [V] in place; True if any may be banned."""
     sequence = row.sequence
     params = sequence.request.params
     vocab_size = len(logits)
@@ -140,7 +140,7 @@ def _adjust(logits: Tensor, row: LogitsRow) -> bool:
     adjustment = sequence.logit_adjustments.of_row(sequence.token_ids, row.tail)
     if adjustment.is_empty:
         return row.mask is not None
-    known = sum(token_id < vocab_size for token_id in adjustment.token_ids)  # they ascend
+    known = sum(token_id < vocab_size for token_id in adjustment.token_ids)  # ascending
     if known:
         ops.add_biases(logits, adjustment.token_ids[:known], adjustment.biases[:known])
     if adjustment.allowed:
@@ -158,14 +158,14 @@ def _draw(logits: Tensor, rows: list[LogitsRow]) -> Tensor:
         np.array([p.top_k for p in params], np.int64),
         np.array([p.top_p for p in params]),
         np.array([p.min_p for p in params]),
-        # The position of the token drawn: a sequence that is preempted and computed anew, stands in
-        # another batch or has drafts, draws the same.
+        # Keyed by seed and position: recomputation after preemption, the batch, and drafts leave
+        # the random number unchanged.
         np.array([ops.uniform(row.sequence.seed, row.position) for row in rows]),
     )
 
 
 def _draw_filtered(logits: Tensor, row: LogitsRow) -> int:
-    """Draw from a row's logits [V] with filters that few requests have."""
+    """Draw from a row's logits [V] with the less common filters."""
     params, seed = row.sequence.request.params, row.sequence.seed
     return ops.draw_filtered(
         logits,
@@ -177,7 +177,7 @@ def _draw_filtered(logits: Tensor, row: LogitsRow) -> int:
 
 
 def _candidates(logprobs: Tensor, token_id: int, number: int) -> list[Candidate]:
-    """The token itself, then the likeliest ones, of log-probabilities [V]."""
+    """The token itself, then the most probable ones, of logprobs [V]."""
     ids = ops.top(logprobs, number)
     place = ops.rank(logprobs, token_id)
     return Candidate.ranked(

@@ -1,4 +1,4 @@
-"""What a GPU's step tells of tokens besides those that it chose."""
+"""Top logprobs and prompt logprobs of a step on a GPU."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from inflight_kernels.ops import batch_state, sampling
 
 
 class TopLogprobs:
-    """The log probabilities of other tokens than the chosen ones, and of those with which a prompt
-    goes on, for the few who ask for them.
+    """Computes the top logprobs of sampled tokens, and the logprobs of prompt tokens, for the
+    requests that ask for them.
 
     Args:
-        max_rows: of logits.
-        workspace: of the sampler, which is free when it has chosen.
+        max_rows: rows of logits.
+        workspace: the sampler's, free once it has sampled.
         device: the GPU.
     """
 
@@ -46,7 +46,7 @@ class TopLogprobs:
         sampled: sampling.SamplingOutputs,
         ring_index: int,
     ) -> None:
-        """Find them, and bring them to the host's memory, after `ops.sampling.sample`."""
+        """Compute them after `sampling.sample`, and copy them to the host."""
         count = len(logits)
         sampling.top_logprobs(
             logits,
@@ -67,16 +67,16 @@ class TopLogprobs:
     def of_rows(
         self, ring_index: int, first: int, token_ids: list[int], count: int
     ) -> list[list[Candidate]]:
-        """Of a step that has ended.
+        """Candidates of a completed step.
 
         Args:
             ring_index: of the step.
-            first: row of the first of these tokens; the others follow.
-            token_ids: that were chosen or given.
-            count: likeliest tokens to name.
+            first: row of the first of these tokens, which are consecutive.
+            token_ids: sampled or given tokens.
+            count: top logprobs to report.
 
         Returns:
-            Of each token itself, then the likeliest ones. rank 0 tells logits that are not finite.
+            For each token itself, then the top ones. rank 0 marks logits that are not finite.
         """
         rows = slice(first, first + len(token_ids))
         ids, logprobs, own_logprobs, ranks = self._on_host[ring_index]

@@ -1,7 +1,7 @@
-"""How a process finds the engine of a model, starts it where it is missing, and talks to it.
+"""Client side of the engine's IPC: find a model's engine, start it if missing, talk to it.
 
-The socket's name follows from the model's folder and the pid of the tritonserver, so fronts,
-detokenizers and `inflight serve` find the same engine without being told.
+The socket's name is derived from the model's folder and tritonserver's pid, so fronts, detokenizers
+and `inflight serve` find the same engine without configuration.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ STATS_TIMEOUT_S = 10.0
 
 
 def socket_path(model_directory: Path, server_pid: int) -> Path:
-    """Where the engine of this model in this tritonserver listens.
+    """The socket of this model's engine in this tritonserver.
 
     Raises:
         ConfigError: the runtime folder belongs to somebody else.
@@ -78,7 +78,7 @@ class EngineClient:
     except `stats`.
 
     Attributes:
-        welcome: what the engine said of itself.
+        welcome: the engine's properties.
     """
 
     def __init__(
@@ -93,8 +93,8 @@ class EngineClient:
 
         Args:
             on_events: called on the reader thread with each step's events of this front.
-            on_delivered: called there with what detokenizers handed on: (request_id, position).
-            on_lost: called once, on the reader thread, when the engine has gone.
+            on_delivered: called there with what detokenizers delivered: (request_id, position).
+            on_lost: called once, on the reader thread, when the engine has exited.
         """
         self.welcome = welcome
         self._connection = connection
@@ -123,7 +123,7 @@ class EngineClient:
         self._outbox.put(Delivered(progress))
 
     def drain(self) -> None:
-        """Refuse new requests from now on; those in flight go on."""
+        """Reject new requests from now on; those in flight continue."""
         self._outbox.put(Drain())
 
     def stats(self) -> Stats:
@@ -145,7 +145,7 @@ class EngineClient:
         self._connection.close()
 
     def _write(self) -> None:
-        with contextlib.suppress(OSError):  # the reader thread notices that the engine has gone
+        with contextlib.suppress(OSError):  # the reader thread notices that the engine has exited
             while (frame := self._outbox.get()) is not None:
                 self._connection.send(frame)
 
@@ -185,9 +185,9 @@ def attach(
         role: `front`, `detokenizer` or `observer` (see wire.Hello).
 
     Raises:
-        CapacityError: nothing listens there.
-        EngineError: it went away while loading.
-        ConfigError: it could not load, and why.
+        CapacityError: no engine is listening.
+        EngineError: it exited while loading.
+        ConfigError: it could not load, with the reason.
     """
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
@@ -210,7 +210,7 @@ def attach(
     except OSError:
         connection.close()
         raise EngineError("the engine exited while loading; see its log") from None
-    except BaseException:  # goes on up; an interrupt should not leak the connection either
+    except BaseException:  # re-raised; an interrupt must not leak the connection either
         connection.close()
         raise
 
@@ -225,8 +225,8 @@ def attach_or_start(
     """Attach a front to the model's engine; the first one starts it, the others wait for that one.
 
     Raises:
-        ConfigError: the engine could not load, and why.
-        EngineError: it did not come up or went away while loading, or the server has gone.
+        ConfigError: the engine could not load, with the reason.
+        EngineError: it did not start or exited while loading, or the server has exited.
     """
     if Process.find(server_pid) is None:
         raise EngineError("tritonserver has exited: no engine is started for it")
@@ -245,7 +245,7 @@ def _greetings(connection: Connection) -> Iterator[Frame]:
 
 
 def _start(path: Path, config: Path, server_pid: int) -> subprocess.Popen[bytes]:
-    # A session of its own: a Ctrl-C in the server's terminal is for the server, which drains.
+    # In its own session: Ctrl-C in the server's terminal is for the server, which drains.
     arguments = (str(path), str(config), str(server_pid))
     return subprocess.Popen(
         [python_executable(), "-m", "inflight.ipc.engine_main", *arguments],
@@ -271,8 +271,8 @@ def _wait_until_it_listens(path: Path, process: subprocess.Popen[bytes]) -> None
             return
         if process.poll() is not None:
             raise EngineError(
-                f"the engine ended with status {process.returncode} before it listened; "
-                "its log says why"
+                f"the engine exited with status {process.returncode} before it listened; "
+                "see its log"
             )
         time.sleep(0.02)
     process.kill()

@@ -1,8 +1,8 @@
-"""The engine as a process of its own: `python -m inflight.ipc.engine_main SOCKET ENGINE_JSON`.
+"""The engine process: `python -m inflight.ipc.engine_main SOCKET ENGINE_JSON`.
 
-It listens before it loads, so that whoever attaches sees the progress; it ends by itself when the
-last front has gone. Threads: one accepts, two per peer read and write, the main one loads the model
-and runs the loop. Only the main thread touches the engine.
+It listens before it loads, so that peers see the progress, and exits after the last front.
+Threads: one accepts, two per peer read and write, the main one loads the model and runs the loop.
+Only the main thread touches the engine.
 """
 
 from __future__ import annotations
@@ -50,10 +50,10 @@ from inflight.ipc.processes import Process
 
 logger = logging.getLogger("inflight.engine")
 
-# A stub that died is replaced within about 2 s; the prefix cache outlives it.
+# A front that died is replaced within about 2 s; the prefix cache survives it.
 LAST_FRONT_GRACE_S = 3.0
 FIRST_FRONT_GRACE_S = 30.0
-# A peer that reads nothing for this many frames is cut: its frames would fill our memory.
+# A peer that leaves this many frames unread is disconnected: they would fill our memory.
 MAX_OUTBOX = 100_000
 IDLE_POLL_S = 0.05
 COMPILING_POLL_S = 0.002
@@ -80,24 +80,26 @@ class Peer:
         self.connection.close()
 
     def _write(self) -> None:
-        with contextlib.suppress(OSError):  # the reader thread notices that the peer has gone
+        with contextlib.suppress(
+            OSError
+        ):  # the reader thread notices that the peer has disconnected
             while (frame := self._outbox.get()) is not None:
                 self.connection.send(frame)
 
 
 class PeerClosed:
-    """In the inbox: the peer has left."""
+    """In the inbox: the peer has disconnected."""
 
 
 Command = tuple[Peer, Frame | PeerClosed]
 
 
 class Hub:
-    """Accepts peers, reads their frames into one inbox, ends the process after the last front.
+    """Accepts peers, reads their frames into one inbox, exits the process after the last front.
 
     Args:
         path: of the socket.
-        server: the tritonserver whose fronts these are: what holds memory for them ends with it.
+        server: the tritonserver of the fronts; the engine exits with it.
     """
 
     def __init__(self, path: Path, server: Process) -> None:
@@ -123,14 +125,14 @@ class Hub:
         threading.Thread(target=self._watch_fronts, name="watch", daemon=True).start()
 
     def broadcast(self, frame: Loading | LoadFailed) -> None:
-        """Tell everybody, and whoever attaches from now on."""
+        """Send to all peers, and to those that attach later."""
         with self._lock:
             self._greeting = frame
             for peer in self._peers.values():
                 peer.send(frame)
 
     def welcome(self, welcome: Welcome) -> None:
-        """The engine is ready; each peer learns it with its own front_id."""
+        """Announce that the engine is ready, to each peer with its own front_id."""
         with self._lock:
             self._greeting = welcome
             for peer in self._peers.values():
@@ -146,7 +148,7 @@ class Hub:
         with contextlib.suppress(FileNotFoundError):
             self._path.unlink()
         logging.shutdown()
-        # Not sys.exit: the main thread may be inside a kernel or a load, and need not finish it.
+        # Not sys.exit: the main thread may be inside a kernel or a load.
         os._exit(status)
 
     def _greet(self, peer: Peer) -> None:
@@ -177,7 +179,7 @@ class Hub:
                     self._pass_on(frame)
                 self.inbox.put((peer, frame))
         except (OSError, ValueError) as error:
-            # A broken frame costs its sender the connection and nobody else anything.
+            # A broken frame costs only its sender the connection.
             logger.warning("a peer was cut off: %s", type(error).__name__)
         finally:
             connection.close()
@@ -191,7 +193,7 @@ class Hub:
                 self.inbox.put((peer, PeerClosed()))
 
     def _pass_on(self, delivered: Delivered) -> None:
-        # From here and not from the loop: a front should not wait for the end of a step.
+        # Forwarded here and not in the loop: a front should not wait for the end of a step.
         by_front: dict[int, list[tuple[int, int]]] = {}
         for request_id, position in delivered.progress:
             by_front.setdefault(request_id >> 32, []).append((request_id, position))
@@ -268,8 +270,8 @@ class EngineProcess:
     """The loop: commands in, a step, one frame of events per front out.
 
     Args:
-        hub: where commands come from and events go to.
-        engine: what computes.
+        hub: source of commands and destination of events.
+        engine: the engine.
         log_stats_interval_s: see `StatsLog`.
     """
 
@@ -281,19 +283,19 @@ class EngineProcess:
     def run(self) -> None:
         while True:
             self._take_commands()
-            # Right after the acknowledgements that came during the last step were taken in.
+            # Right after the acknowledgements that arrived during the last step.
             self._publish(self._engine.sweep())
             if self._engine.has_work:
                 self._stats_log.before_step()
                 self._publish(self._engine.step())
                 if self._engine.is_broken:
-                    # The fronts fail what they hold and start another engine.
+                    # The fronts fail their requests and start another engine.
                     raise EngineError("consecutive steps failed: the engine is broken")
 
     def _take_commands(self) -> None:
         inbox = self._hub.inbox
         if not self._engine.has_work:
-            # Suspended requests come back by a command or end by time.
+            # Suspended requests resume by a command or time out.
             timeout = IDLE_POLL_S if self._engine.has_suspended else None
             if self._engine.is_compiling:
                 timeout = COMPILING_POLL_S
@@ -324,7 +326,7 @@ class EngineProcess:
                 self._engine.cancel_front(peer.number)
             case _:
                 logger.warning(
-                    "a peer sent a %s frame, which is ours to send", type(frame).__name__
+                    "a peer sent a %s frame, which only the engine sends", type(frame).__name__
                 )
 
     def _publish(self, events: list[TokenEvent]) -> None:
@@ -338,12 +340,12 @@ class EngineProcess:
 
 
 def load(config: settings.EngineConfig, hub: Hub) -> tuple[Engine, Welcome]:
-    """Build the engine, telling the hub how far it is.
+    """Build the engine, reporting progress to the hub.
 
     Raises:
-        ConfigError: the checkpoint or a setting cannot work.
+        ConfigError: the checkpoint or a setting is not supported.
     """
-    # Imported here: torch takes seconds, and peers should see progress before it is there.
+    # Imported here: torch takes seconds, and peers should see progress before.
     hub.broadcast(Loading("importing torch", 0.02))
     from inflight.execution import factory as runners
     from inflight.text.tokenizer import Tokenizer
@@ -357,7 +359,7 @@ def load(config: settings.EngineConfig, hub: Hub) -> tuple[Engine, Welcome]:
         config, checkpoint, lambda what, fraction: hub.broadcast(Loading(what, fraction))
     )
     max_model_len = model_config.max_model_len(config)
-    # Some GGUF files name the end of the text only, and their chat template ends turns otherwise.
+    # Some GGUF files name only the end of text, while their chat template ends turns with another.
     ends = {*model_config.eos_token_ids, *(tokenizer.eos_ids if tokenizer else ())}
     engine = Engine(config, runner, max_model_len, ends, tokenizer)
     return engine, Welcome(
@@ -377,7 +379,7 @@ def load(config: settings.EngineConfig, hub: Hub) -> tuple[Engine, Welcome]:
 def main(arguments: list[str]) -> None:
     socket_path, config_path, server_pid = Path(arguments[0]), Path(arguments[1]), arguments[2]
     log.begin()
-    # Ctrl-C in a terminal reaches every process of the group; ours ends with its last front.
+    # Ctrl-C in a terminal reaches the whole process group; this process exits with its last front.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     server = Process.find(int(server_pid))
     if server is None:
@@ -398,18 +400,18 @@ def main(arguments: list[str]) -> None:
         hub.broadcast(LoadFailed(EngineError.kind, text))
         return _linger_and_exit(hub)
     gc.collect()
-    gc.freeze()  # the model's objects live for ever: keep the collector from walking them
+    gc.freeze()  # permanent objects: exclude them from garbage collection
     hub.welcome(welcome)
     logger.info("ready after %.1f s: %s", time.monotonic() - started, welcome)
     try:
         EngineProcess(hub, engine, engine.config.log_stats_interval_s).run()
-    except BaseException:  # logged, and the process ends: without its loop it would hang
+    except BaseException:  # logged, and the process exits: without its loop it would hang
         logger.exception("the engine loop ended")
         hub.exit(1)
 
 
 def _linger_and_exit(hub: Hub) -> None:
-    # Long enough for a front that is just attaching to read why.
+    # Long enough for an attaching front to read the reason.
     deadline = time.monotonic() + LAST_FRONT_GRACE_S
     time.sleep(0.2)
     while hub.has_peers() and time.monotonic() < deadline:

@@ -1,7 +1,7 @@
-"""The frames between an engine process and what is attached to it, on a unix socket.
+"""The frames between an engine process and its peers, on a unix socket.
 
 A frame is a length (4 bytes, little endian) and a msgpack map with a type tag. Nothing is pickled,
-nothing longer than MAX_FRAME is read, an unknown tag ends the connection and nothing else.
+nothing longer than MAX_FRAME is read, and an unknown tag only closes the connection.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ class Loading(msgspec.Struct, tag="loading", frozen=True):
 class Welcome(msgspec.Struct, tag="welcome", frozen=True):
     """The engine is ready.
 
-    front_id is unique in this engine; a front's request ids are front_id << 32 | n. device says in
-    words where the model runs, and why not on a GPU.
+    front_id is unique in this engine; a front's request ids are front_id << 32 | n. device: where
+    the model runs and, if on a CPU, why not on a GPU.
     """
 
     front_id: int
@@ -72,9 +72,9 @@ class Cancel(msgspec.Struct, tag="cancel", frozen=True):
 
 
 class Delivered(msgspec.Struct, tag="delivered", frozen=True):
-    """A detokenizer handed text of these requests on: (request_id, position) each.
+    """A detokenizer delivered text of these requests: (request_id, position) each.
 
-    The engine passes it on to the fronts whose requests they are.
+    The engine forwards it to the fronts of these requests.
     """
 
     progress: list[tuple[int, int]]
@@ -85,7 +85,7 @@ class GetStats(msgspec.Struct, tag="get_stats", frozen=True):
 
 
 class Drain(msgspec.Struct, tag="drain", frozen=True):
-    """The server is about to stop: refuse new requests, finish those in flight."""
+    """The server is about to stop: reject new requests, finish those in flight."""
 
 
 class StepEvents(msgspec.Struct, tag="step", frozen=True):
@@ -113,24 +113,24 @@ _decoder = msgspec.msgpack.Decoder(Frame)
 
 
 class Connection:
-    """One end of the socket. `send` and `receive` may run in two threads, each in one only."""
+    """One end of the socket. `send` and `receive` may run in two different threads."""
 
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
         self._stream = sock.makefile("rb", buffering=1 << 16)
 
     def send(self, frame: Frame) -> None:
-        """Raises OSError when the peer has gone, ValueError when the frame is too long."""
+        """Raises OSError if the peer has disconnected, ValueError if the frame is too long."""
         body = _encoder.encode(frame)
         if len(body) > MAX_FRAME:
             raise ValueError(f"a frame of {len(body)} bytes; allowed: {MAX_FRAME}")
         self._sock.sendall(_LENGTH.pack(len(body)) + body)
 
     def receive(self) -> Frame | None:
-        """The next frame, or None when the peer has gone.
+        """The next frame, or None if the peer has disconnected.
 
         Raises:
-            ValueError: the peer sent something that is not a frame, or a value out of its bounds.
+            ValueError: the peer sent an invalid frame, or a value out of bounds.
         """
         head = self._stream.read(_LENGTH.size)
         if len(head) < _LENGTH.size:

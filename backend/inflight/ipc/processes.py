@@ -1,4 +1,4 @@
-"""Processes of this machine, told apart also where a pid has come round."""
+"""Processes of this machine, identified by pid and start time, as pids are reused."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Process:
 
     @classmethod
     def find(cls, pid: int) -> Process | None:
-        """The process that has this number now; None if there is none, or it has ended."""
+        """The process with this pid; None if there is none, or it is a zombie."""
         fields = _stat(pid)
         return cls(pid, fields[_START_TIME]) if fields and fields[0] != "Z" else None
 
@@ -50,14 +50,14 @@ class Process:
         return text.split("\0")[:-1]
 
     def kill(self) -> None:
-        """End it at once, if it runs."""
+        """Kill it, if it is running."""
         if self.is_running():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, signal.SIGKILL)
 
 
 def _stat(pid: int) -> list[str]:
-    """The fields of /proc/PID/stat from the state on (number 3 in proc(5)); none if it has gone."""
+    """The fields of /proc/PID/stat from the state on (field 3 in proc(5)); [] if it has exited."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text()
     except OSError:

@@ -1,13 +1,13 @@
-"""Who owns which KV block, and which blocks hold a prefix that someone may want again.
+"""The pool of KV blocks: reference counts, and the prefix cache by block hash.
 
-Each block of the pool is in exactly one of three states:
+Each block is in exactly one of three states:
 
-    free        ref count 0, holds nothing of use
-    evictable   ref count 0, full, known under the hash of its chain: reused or, at need, evicted
-    owned       ref count >= 1; owned by several sequences only as part of a common prefix, of
-                which beams have the last block in common too, until one of them writes to it
+    free        ref count 0, no content
+    evictable   ref count 0, full, registered under its chained hash: reused, or evicted on demand
+    owned       ref count >= 1; shared by several sequences only as part of a common prefix, which
+                for beams may include the partial last block until one of them writes to it
 
-The pool knows ids and hashes. It knows neither sequences nor the memory behind a block.
+The pool handles ids and hashes; it knows neither sequences nor the memory of a block.
 """
 
 from __future__ import annotations
@@ -21,29 +21,29 @@ from inflight.errors import EngineError
 
 
 def root_hash(cache_salt: str) -> bytes:
-    """The parent of a chain's first block: prompts of different salts never share a chain."""
+    """The parent hash of a chain's first block: different salts never share blocks."""
     return hashlib.sha256(cache_salt.encode("utf-8", "surrogatepass")).digest()
 
 
 def block_hash(parent: bytes, token_ids: Sequence[int]) -> bytes:
-    """The name of a full block: it tells all tokens from the start of the sequence to its end.
+    """The chained hash of a full block: it covers all tokens from the start of the sequence.
 
-    SHA-256, because a collision would hand one client another client's context.
+    SHA-256, because a collision would leak one client's context to another.
     """
     return hashlib.sha256(parent + array("q", token_ids).tobytes()).digest()
 
 
 class BlockPool:
-    """Ref counts, free list and prefix map of `num_blocks` KV blocks. All steps are O(1) a block.
+    """Ref counts, free list and prefix map of `num_blocks` KV blocks; O(1) per block.
 
-    Eviction is least recently released first and happens only when no block is free. `release`
-    lets go of a table's tail first, so a chain loses its end before its beginning.
+    Eviction is LRU by release time and happens only when no block is free. `release` releases a
+    table's tail first, so a chain loses its end before its beginning.
 
     Attributes:
         num_blocks: blocks in the pool.
         block_size: tokens per block.
-        queries: blocks asked for in `acquire`, ever.
-        hits: blocks found in `acquire`, ever.
+        queries: blocks requested in `acquire` so far.
+        hits: blocks found in `acquire` so far.
     """
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
@@ -54,12 +54,14 @@ class BlockPool:
         self._ref_counts = [0] * num_blocks
         self._hashes: list[bytes | None] = [None] * num_blocks  # of blocks in the prefix map
         self._by_hash: dict[bytes, int] = {}
-        self._free = list(range(num_blocks - 1, -1, -1))  # a stack: the last released is warm
+        self._free = list(
+            range(num_blocks - 1, -1, -1)
+        )  # a stack: the last released is likely still in the CPU's cache
         self._evictable: OrderedDict[int, None] = OrderedDict()  # oldest release first
 
     @property
     def num_free(self) -> int:
-        """Blocks that `allocate` can still give: free ones and evictable ones."""
+        """Blocks that `allocate` can still return: free and evictable ones."""
         return len(self._free) + len(self._evictable)
 
     @property
@@ -71,15 +73,15 @@ class BlockPool:
         return self._ref_counts[block]
 
     def is_shared(self, block: int) -> bool:
-        """Whether a write into this block would be seen by more than its one owner.
+        """Whether a write to this block could be seen by another owner.
 
-        True for a block with several owners, and for one in the prefix map, which may get some.
-        Whoever wants to write copies such a block first.
+        True for a block with several owners, and for one in the prefix map, which may get more.
+        Writers copy such a block first.
         """
         return self._ref_counts[block] > 1 or self._hashes[block] is not None
 
     def lookup(self, hashes: Iterable[bytes]) -> list[int]:
-        """Blocks of the longest known prefix of a chain of hashes. Takes nothing."""
+        """Blocks of the longest cached prefix of a chain of hashes; acquires nothing."""
         found = []
         for key in hashes:
             block = self._by_hash.get(key)
@@ -89,7 +91,7 @@ class BlockPool:
         return found
 
     def acquire(self, hashes: Sequence[bytes]) -> list[int]:
-        """Become an owner of the blocks that `lookup` finds."""
+        """`lookup`, and raise the reference counts of the blocks found."""
         blocks = self.lookup(hashes)
         for block in blocks:
             if self._ref_counts[block] == 0:
@@ -100,7 +102,7 @@ class BlockPool:
         return blocks
 
     def share(self, blocks: Iterable[int]) -> None:
-        """Become another owner of blocks that have one.
+        """Raise the reference counts of owned blocks.
 
         Raises:
             EngineError: a block has none; the pool is then as it was before that block.
@@ -111,7 +113,7 @@ class BlockPool:
             self._ref_counts[block] += 1
 
     def allocate(self) -> int:
-        """Become the only owner of a block with arbitrary content.
+        """Take a block with arbitrary content, with reference count 1.
 
         Raises:
             EngineError: `num_free` is 0.
@@ -127,17 +129,17 @@ class BlockPool:
         return block
 
     def register(self, block: int, key: bytes) -> None:
-        """Name a full block, so that others find it.
+        """Register a full block in the prefix map.
 
-        When a block of the same content is known already, that one stays: block tables only grow,
-        so the two sequences that computed the same thing at the same time keep one each.
+        If a block with the same content is registered already, that one stays: two sequences that
+        computed the same block concurrently keep one each.
         """
         if key not in self._by_hash and self._hashes[block] is None:
             self._by_hash[key] = block
             self._hashes[block] = key
 
     def release(self, blocks: Sequence[int]) -> None:
-        """Give blocks of one table back, the only way to do so.
+        """Release the blocks of one table, the only way to do so.
 
         Raises:
             EngineError: a block has no owner; the pool is then as it was before that block.

@@ -1,8 +1,8 @@
-"""The block tables of sequences: in which KV blocks their tokens stand, and who shares them.
+"""Block tables: which KV blocks hold a sequence's tokens, and who shares them.
 
-What is known when a sequence is admitted gets its blocks at once, those of a prefix that is cached
-together with whoever else has them; from then on its table grows with it. The tables take free
-blocks only: when there is none, it is the scheduler that says who has to yield.
+On admission a sequence gets blocks for all its known tokens, shared ones for a cached prefix; from
+then on its table grows with it. The tables take free blocks only: when there are none, the
+scheduler decides which sequence is preempted.
 """
 
 from __future__ import annotations
@@ -13,20 +13,20 @@ from inflight.core.sequence import Sequence, SequenceGroup
 from inflight.kv.block_pool import BlockPool, block_hash, root_hash
 
 Copy = tuple[int, int]
-"""A block whose content a step needs in another one, and that one."""
+"""(source, target): blocks to copy before a step."""
 
 
 class BlockTables:
     """Fills and empties `Sequence.blocks`.
 
     Args:
-        pool: where blocks come from.
-        enable_prefix_caching: whether blocks of equal prefixes are reused.
+        pool: the source of blocks.
+        enable_prefix_caching: whether blocks of common prefixes are reused.
 
     Attributes:
         pool: the pool.
-        num_reserved: blocks that admissions leave free: one for each admitted sequence that will
-            need more. Else a new one would take the last, and lose them in the next step.
+        num_reserved: blocks that admissions leave free, one for each admitted sequence that will
+            grow. Otherwise a newly admitted sequence would be preempted in the next step.
     """
 
     def __init__(self, pool: BlockPool, enable_prefix_caching: bool) -> None:
@@ -38,9 +38,9 @@ class BlockTables:
         """Give the members of a group blocks for all known tokens.
 
         Returns:
-            What its step has to copy before it writes, None if there are not blocks enough. The
-            source of a copy is the caller's to release when all of the step is planned: no block
-            is both read and written by the copies of one step.
+            The copies to make before its step writes; None if there are not enough blocks. The
+            caller releases the source of a copy once the whole step is planned, so that no block is
+            both source and target of a step's copies.
         """
         if group.width == 1:
             copies = self._admit(group.members[0])
@@ -51,13 +51,13 @@ class BlockTables:
         return copies
 
     def free(self, group: SequenceGroup) -> None:
-        """Take their blocks away from the members of a group that was admitted."""
+        """Release the blocks of an admitted group."""
         self.num_reserved -= self.num_reserved_for(group)
         for sequence in group.members:
             self.release(sequence)
 
     def release(self, sequence: Sequence) -> None:
-        """Empty one table. The tokens stay: should they be needed, they are computed again."""
+        """Empty one table. The tokens stay and are recomputed if needed."""
         self.pool.release(sequence.blocks)
         sequence.blocks = []
         sequence.num_computed = 0
@@ -65,24 +65,24 @@ class BlockTables:
         sequence.generation += 1
 
     def num_reserved_for(self, group: SequenceGroup) -> int:
-        """Blocks that admissions leave for an admitted group."""
+        """Blocks that admissions reserve for an admitted group."""
         if group.width > 1:
             return group.width
         return self._may_grow(group.members[0])
 
     def append(self, sequence: Sequence) -> None:
-        """Add a free block to a table whose last one is full.
+        """Append a free block to a table whose last one is full.
 
-        The last block is a decoding sequence's own: `admit` hands out no other, and a block is
-        named only when it is full. So a decode step never has to copy.
+        The last block of a decoding sequence is never shared: `admit` shares full blocks only, and
+        only full blocks are registered. So a decode step never needs copy-on-write.
         """
         sequence.blocks.append(self.pool.allocate())
         self.num_reserved -= not self._may_grow(sequence)
 
     def reserve_for_drafts(self, sequence: Sequence, wanted: int) -> int:
-        """How many drafts fit behind the next token, which has a place, `wanted` at most.
+        """Allocate blocks for up to `wanted` drafts after the next token; returns how many fit.
 
-        They take free blocks, but nobody else's: a guess is not worth another one's work.
+        Drafts take free blocks only: they never preempt another sequence.
         """
         blocks, size = sequence.blocks, self.pool.block_size
         start = sequence.num_computed
@@ -91,10 +91,9 @@ class BlockTables:
         return min(wanted, len(blocks) * size - 1 - start)
 
     def beams_needing_blocks(self, beams: Iterable[Sequence]) -> list[tuple[Sequence, int]]:
-        """Beams that need a block for their next token, and where in their tables.
+        """Beams that need their own block for their next token, with its index in the table.
 
-        Its place is in a new block, or in one that nobody else writes to: of those who have one in
-        common, the first keeps it.
+        Either a new block, or a copy of a shared one, which the first of its sharers keeps.
         """
         writers: set[int] = set()
         others = []
@@ -107,10 +106,10 @@ class BlockTables:
         return others
 
     def copy_on_write(self, places: list[tuple[Sequence, int]]) -> list[Copy]:
-        """Give each of these beams a block of its own there, of which so many are free.
+        """Give each of these beams its own block at that index; enough blocks must be free.
 
         Returns:
-            What stood there, to be copied before the step writes.
+            The copies to make before the step writes.
         """
         pool, copies = self.pool, []
         for beam, place in places:
@@ -124,7 +123,7 @@ class BlockTables:
         return copies
 
     def register_prefix(self, sequence: Sequence, start: int, end: int) -> None:
-        """Let others find the blocks that a committed chunk has filled with tokens [start, end)."""
+        """Register the full blocks that a committed chunk filled with tokens [start, end)."""
         if not self._enable_prefix_caching:
             return
         size = self.pool.block_size
@@ -137,10 +136,10 @@ class BlockTables:
         num_tokens = len(sequence.token_ids)
         hashes = self._hashes_of(sequence, num_tokens) if self._enable_prefix_caching else []
         if sequence.num_scored < sequence.num_prompt_tokens:
-            # What tells of the next token is computed, with the rest of its block.
+            # Positions whose logprobs are requested must be computed, with their whole block.
             hashes = hashes[: (sequence.num_scored - 1) // pool.block_size]
         cached = pool.lookup(hashes)
-        # The last token is always computed: its logits choose the next one.
+        # The last token is always computed: its logits give the next one.
         computed = min(len(cached) * pool.block_size, num_tokens - 1)
         num_shared = computed // pool.block_size
         num_new = -(-num_tokens // pool.block_size) - num_shared
@@ -152,25 +151,25 @@ class BlockTables:
         sequence.blocks = pool.acquire(hashes)
         new = [pool.allocate() for _ in range(num_new)]
         if len(cached) > num_shared:
-            # All is cached, and the last token goes where others read: into a copy then.
+            # Everything is cached: the last token would be written to a shared block, so copy it.
             copies.append((sequence.blocks.pop(), new[0]))
         sequence.blocks += new
         sequence.num_computed = computed
         return copies
 
     def _admit_beams(self, beams: tuple[Sequence, ...]) -> bool:
-        """As `_admit`, for all beams of a search: one with a prompt, or several of one length.
+        """As `_admit`, for all beams of a search: one with a prompt, or several of equal length.
 
-        Of the full blocks that several have in common each is taken once, whether the prefix cache
-        still has it or not. So a search needs no more blocks than it had when it lost them, but for
-        those that it had not parted with yet.
+        Common full blocks are taken once, whether or not the prefix cache still has them. So a
+        search needs no more blocks than before its preemption, except for partial blocks that its
+        beams still shared.
         """
         pool, size = self.pool, self.pool.block_size
         num_tokens = len(beams[0].token_ids)
         num_full = (num_tokens - 1) // size  # blocks without the last token
         chains = [self._hashes_of(beam, num_tokens)[:num_full] for beam in beams]
         known = [pool.lookup(chain) if self._enable_prefix_caching else [] for chain in chains]
-        # Of each beam the earlier one with which it has most in common, and how many blocks.
+        # For each beam, the earlier one with the longest common prefix, and its length in blocks.
         common = [
             _longest_common_prefix(chains[:index], chain) for index, chain in enumerate(chains)
         ]
@@ -196,7 +195,7 @@ class BlockTables:
         return True
 
     def _may_grow(self, sequence: Sequence) -> bool:
-        """Whether it may need more blocks than it has. Its last token is never computed."""
+        """Whether it may need more blocks; its last token's KV is never computed."""
         return len(sequence.blocks) * self.pool.block_size < sequence.max_length - 1
 
     def _hashes_of(self, sequence: Sequence, num_tokens: int) -> list[bytes]:
@@ -210,6 +209,6 @@ class BlockTables:
 
 
 def _longest_common_prefix(chains: list[list[bytes]], chain: list[bytes]) -> tuple[int, int]:
-    """Which of some chains of hashes has most blocks in common with another, and how many."""
+    """The chain with the longest common prefix: its index, and that prefix's length in blocks."""
     counts = [sum(a == b for a, b in zip(one, chain, strict=True)) for one in chains]
     return max(enumerate(counts), key=lambda pair: pair[1], default=(0, 0))

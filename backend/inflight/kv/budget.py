@@ -1,4 +1,4 @@
-"""How many KV blocks there is memory for."""
+"""Size of the KV block pool."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from inflight.config import EngineConfig
 from inflight.errors import ConfigError
 
 DEFAULT_KV_BYTES = 1 << 30
-"""Of a pool on a CPU."""
+"""Default pool size on a CPU."""
 
 
 def num_kv_blocks(
@@ -15,12 +15,12 @@ def num_kv_blocks(
     """KV blocks in the pool of an engine.
 
     Args:
-        config: the engine's settings; num_blocks and kv_cache_memory_bytes come before free_bytes.
-        block_bytes: memory of one block, with what a drafter keeps for it.
-        free_bytes: memory for the pool where the settings name none.
+        config: the engine's settings; num_blocks and kv_cache_memory_bytes override free_bytes.
+        block_bytes: bytes of one block, including a drafter's own KV for it.
+        free_bytes: memory for the pool if the settings leave it open.
 
     Raises:
-        ConfigError: there is no memory for one block.
+        ConfigError: not even one block fits.
     """
     if config.num_blocks is not None:
         return config.num_blocks
@@ -29,7 +29,7 @@ def num_kv_blocks(
     if pool_bytes < block_bytes:
         key = "gpu_memory" if given is None else "kv_cache_memory_bytes"
         raise ConfigError(
-            f"{key}: {max(0, pool_bytes)} bytes for the KV cache are too few; one block of "
+            f"{key}: {max(0, pool_bytes)} bytes are not enough for the KV cache; one block of "
             f"this model takes {block_bytes} bytes"
         )
     return pool_bytes // block_bytes

@@ -1,4 +1,4 @@
-"""The memory of the KV blocks: one allocation for each group of layers of one shape."""
+"""KV cache memory: one allocation for each group of layers of one shape."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ class KVCache:
     """Keys and values of all layers, in blocks. Blocks have the same ids in each group.
 
     Attributes:
-        data: the allocations, each [..., num_blocks, block_size, num_kv_heads, dim]: of each group
-            [layers, 2, ...], keys and then values; where keys are of another width than values,
-            [layers, ...] of the keys and of the values.
+        data: the allocations, each [..., num_blocks, block_size, num_kv_heads, dim]: per group
+            [layers, 2, ...], keys then values; if keys and values differ in width, [layers, ...]
+            for the keys and another for the values.
         layers: (keys, values) of each layer, [num_blocks, block_size, num_kv_heads, dim]; views
             into data.
         block_size: tokens per block.
@@ -34,10 +34,10 @@ class KVCache:
         block_size: int,
         device: torch.device | None = None,
     ) -> None:
-        """On the CPU without a device.
+        """On the CPU if device is None.
 
         Raises:
-            ConfigError: there is not that much memory.
+            ConfigError: out of memory.
         """
         self.block_size = block_size
         self.dtype = _DTYPES[layout.dtype]
@@ -48,7 +48,7 @@ class KVCache:
                 found |= self._allocate(group, (num_blocks, block_size), device)
         except (MemoryError, ValueError, torch.OutOfMemoryError):
             raise ConfigError(
-                f"num_blocks: no memory for {num_blocks} KV blocks; lower num_blocks or "
+                f"num_blocks: out of memory for {num_blocks} KV blocks; lower num_blocks or "
                 "kv_cache_memory_bytes"
             ) from None
         self.layers = [found[index] for index in range(layout.num_layers)]
@@ -75,5 +75,5 @@ class KVCache:
 
 
 def _lazy_zeros(shape: _Shape, dtype: torch.dtype) -> Tensor:
-    """Zeroed by the system when first touched: a block costs memory once it is written to."""
+    """Zero pages, mapped lazily by the OS: a block takes memory once it is written to."""
     return torch.from_numpy(np.zeros(shape, _NUMPY_DTYPES[dtype])).view(dtype)

@@ -1,4 +1,4 @@
-"""What a token leaves in the KV cache: the shape of keys and values, layer by layer."""
+"""Layout of the KV cache: the shapes of keys and values by layer."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ _ITEM_BYTES: dict[str, int] = {"float32": 4, "bfloat16": 2}
 
 @dataclass(frozen=True, slots=True)
 class KVGroup:
-    """Layers whose keys and values have the same shape and are visible for as long.
+    """Layers whose keys and values have the same shape and attention window.
 
     Attributes:
         layers: their indices, ascending.
         num_kv_heads: heads of keys and values.
-        k_dim, v_dim: values of a head's key and of its value.
-        window: tokens that a query sees, its own included; 0 for all before it.
+        k_dim, v_dim: elements of a head's key and value.
+        window: tokens that a query attends to, its own included; 0 for all previous ones.
     """
 
     layers: tuple[int, ...]
@@ -36,7 +36,7 @@ class KVLayout:
     """The KV cache of one model.
 
     Attributes:
-        groups: each layer is in one of them.
+        groups: each layer is in exactly one.
         dtype: of keys and values.
     """
 
@@ -48,6 +48,6 @@ class KVLayout:
         return sum(len(group.layers) for group in self.groups)
 
     def block_bytes(self, block_size: int) -> int:
-        """Memory of one KV block: block_size tokens in all layers."""
+        """Bytes of one KV block: block_size tokens in all layers."""
         values = sum(group.values_per_token for group in self.groups)
         return values * block_size * _ITEM_BYTES[self.dtype]

@@ -1,6 +1,6 @@
 """A decoder on the CPU: it walks a model's spec and knows no family.
 
-The forward pass as a list of ops; how each is computed is the ops' affair.
+The forward pass in terms of `torch_ops.transformer`.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ from inflight_kernels.torch_ops import transformer as ops
 
 
 class Decoder:
-    """The weights of one model on this machine's CPU, ready to run.
+    """The weights of one model on the CPU, ready to run.
 
     Args:
         checkpoint: where the weights are.
         spec: of the model.
         dtype: of weights and activations.
-        max_len: the longest sequence: the rotary tables reach that far.
-        progress: called with ("weights", fraction) as layers arrive.
+        max_len: maximum sequence length; the size of the rotary tables.
+        progress: called with ("weights", fraction) as layers are loaded.
 
     Attributes:
         weights: of the model.
-        features: [T, len(aux_layers) * hidden_size], of the last step; None where
-            `set_aux_layers` asks for none.
+        features: [T, len(aux_layers) * hidden_size], of the last step; None without auxiliary
+            layers.
 
     Raises:
-        ConfigError: the weights are damaged or do not fit the spec.
+        ConfigError: the weights are corrupt or do not match the spec.
     """
 
     def __init__(
@@ -55,8 +55,8 @@ class Decoder:
         )
 
     def set_aux_layers(self, layers: tuple[int, ...]) -> None:
-        """Keep the hidden states before these layers, after the last one where that is their
-        number: side by side, in `features`.
+        """Keep the input hidden states of these layers, concatenated, in `features`; num_layers
+        denotes the last layer's output.
         """
         self._aux_layers = layers
 
@@ -70,14 +70,14 @@ class Decoder:
         cache: KVCache,
         num_layers: int | None = None,
     ) -> Tensor:
-        """Write the keys and values of T tokens into the cache and compute the logits of some.
+        """Run T tokens: write their keys and values into the cache and compute logits.
 
         Args:
             token_ids, positions, slot_mapping: [T] int64.
-            plan: of the attention over the cache.
-            sample_rows: [s] int64, the rows that get logits.
-            cache: of all layers; changed in place.
-            num_layers: the first so many alone, then the norm and the head; None for all.
+            plan: attention plan.
+            sample_rows: [s] int64, the rows that need logits.
+            cache: of all layers; updated in place.
+            num_layers: run only so many layers, then the final norm and the head; None for all.
 
         Returns:
             Logits [s, vocab_size] float32.
@@ -85,7 +85,7 @@ class Decoder:
         spec, weights = self.spec, self.weights
         eps, last = spec.norm_eps, (num_layers or spec.num_layers) - 1
         aux_layers = self._aux_layers if num_layers is None else ()
-        # Keys and values apart, these rows are all that the last layer is computed for.
+        # After its keys and values, the last layer is computed only for these rows.
         kept = None if spec.num_layers in aux_layers else sample_rows
         ropes = self._ropes.at(positions)
         x = ops.embedding(token_ids, weights.embedding)
@@ -135,7 +135,7 @@ class RotaryTables:
             self._tables[attention.rope] = tables
 
     def at(self, positions: Tensor) -> dict[RopeSpec, tuple[Tensor, Tensor]]:
-        """The rows [T, head_dim] of these positions [T]."""
+        """The table rows [T, head_dim] for positions [T]."""
         return {
             rope: (cos.index_select(0, positions), sin.index_select(0, positions))
             for rope, (cos, sin) in self._tables.items()

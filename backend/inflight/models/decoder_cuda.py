@@ -1,8 +1,8 @@
-"""A decoder on a GPU: it walks a model's spec over the kernels, in buffers that stay where they
-are, and knows no family.
+"""Decoder on a GPU: executes a model's spec with the kernels, in fixed buffers, independently of
+its family.
 
-Nothing is allocated in a step and nothing waits for the host, so a CUDA graph may hold one. What
-follows the last layer's attention is computed for the rows that get logits alone.
+A step allocates nothing and does not synchronise with the host, so it can be captured in a CUDA
+graph. After the last layer's attention only the rows that need logits are computed.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from inflight_kernels.ops.rope import PagedKV, QkNorm
 _DTYPE_NAMES: dict[torch.dtype, Dtype] = {torch.bfloat16: "bfloat16", torch.float32: "float32"}
 
 _MAX_WIDE_HIDDEN_SIZE = 2048
-"""Up to here the residual stream is in float32. A small model's logits lie close together, and this
-is the rounding that moves them most: SmolLM2's, 576 wide, are off by 0.13 with it and by 0.08
-without (standard deviations, emulated). Decoding launches as many kernels either way. A prefill
-moves 6 bytes more for each value of the stream, twice a layer.
+"""Up to this width the residual stream is kept in float32. A small model's logits are close
+together, and rounding the stream moves them most: with SmolLM2 (hidden size 576) by a standard
+deviation of 0.13 with it, 0.08 without (emulated). Decode launches the same number of kernels
+either way; prefill moves 6 bytes more per value of the stream, twice a layer.
 """
 
 
@@ -43,10 +43,10 @@ class DecoderSettings:
     Attributes:
         dtype: of weights and activations.
         device: the GPU.
-        max_len: the longest sequence: the rotary tables reach that far.
-        max_tokens: T at most.
-        max_rows: n and s at most.
-        batch_invariant: a token's numbers do not depend on the other tokens of its step.
+        max_len: maximum sequence length; the size of the rotary tables.
+        max_tokens: maximum T.
+        max_rows: maximum n and s.
+        batch_invariant: results for a token do not depend on the other tokens of its step.
     """
 
     dtype: torch.dtype
@@ -63,10 +63,10 @@ class DecoderSettings:
 
 
 def check_head_dims(spec: ModelSpec, path: Path) -> None:
-    """Refuse heads that no kernel takes.
+    """Check that the kernels support the model's heads.
 
     Raises:
-        ConfigError: with what is allowed.
+        ConfigError: they do not.
     """
     for one in spec.attentions:
         if one.head_dim not in GPU_HEAD_DIMS:
@@ -87,11 +87,11 @@ def _qk_norm(own: LayerWeights[CudaWeight], eps: float) -> QkNorm | None:
 
 
 class Buffers:
-    """Activations that every layer writes over, [rows, width] each.
+    """Activation buffers shared by all layers, [rows, width] each.
 
     Args:
         spec: of the model, whose layers are of one shape.
-        num_rows: tokens at most; rounded up to whole tiles of INVARIANT_ROWS.
+        num_rows: maximum number of tokens; rounded up to a multiple of INVARIANT_ROWS.
         settings: of the model.
     """
 
@@ -113,22 +113,22 @@ class Buffers:
 
 
 class Decoder:
-    """The weights of one model on a GPU, and the buffers of its steps.
+    """The weights of one model on a GPU, and the activation buffers of its steps.
 
     Args:
         checkpoint: where the weights are.
         spec: of the model.
         settings: how it runs.
-        progress: called with ("weights", fraction) as layers arrive.
+        progress: called with ("weights", fraction) as layers are loaded.
 
     Attributes:
         weights: of the model.
         logits: [max_rows or more, vocab_size] float32, the last step's in its first rows.
         features: [max_tokens or more, len(aux_layers) * hidden_size], the last step's in its first
-            rows; None where `set_aux_layers` asks for none.
+            rows; None without auxiliary layers.
 
     Raises:
-        ConfigError: the weights are damaged or do not fit the spec, or its shape is not supported
+        ConfigError: the weights are corrupt or do not match the spec, or its shape is not supported
             on GPUs.
     """
 
@@ -150,7 +150,7 @@ class Decoder:
             checkpoint, spec, placement, progress, device
         )
         self._buffers = Buffers(spec, settings.max_tokens, settings)
-        # What the last layer is computed in for the sampled rows alone.
+        # Buffers of the last layer, which is computed only for the sampled rows.
         rows = -(-settings.max_rows // INVARIANT_ROWS) * INVARIANT_ROWS
         self._last_attended = self._buffers.attended.new_zeros(
             rows, self._buffers.attended.shape[1]
@@ -177,8 +177,8 @@ class Decoder:
         )
 
     def set_aux_layers(self, layers: tuple[int, ...]) -> None:
-        """Keep the hidden states before these layers, after the last one where that is their
-        number: side by side, in `features`.
+        """Keep the input hidden states of these layers, concatenated, in `features`; num_layers
+        denotes the last layer's output.
         """
         width, normed = self.spec.hidden_size, self._buffers.normed
         self.features = normed.new_zeros(len(normed), len(layers) * width)
@@ -196,21 +196,21 @@ class Decoder:
         cache: KVCache,
         num_layers: int | None = None,
     ) -> None:
-        """Write the keys and values of a step into the cache; the logits of its rows -> logits.
+        """Run a step: write its keys and values into the cache and compute `logits`.
 
         Args:
             inputs: of the step.
             num_tokens: T.
             num_chunks: n.
-            num_rows: s; T where every token has a row of logits.
-            max_q_len: no chunk has more tokens.
-            cache: of all layers; changed in place.
-            num_layers: the first so many alone, then the norm and the head; None for all.
+            num_rows: s; T if every token has a row of logits.
+            max_q_len: maximum tokens of a chunk.
+            cache: of all layers; updated in place.
+            num_layers: run only so many layers, then the final norm and the head; None for all.
         """
         spec, weights, buffers = self.spec, self.weights, self._buffers
         eps, last = spec.norm_eps, (num_layers or spec.num_layers) - 1
         aux_layers = self._aux_layers if num_layers is None else {}
-        # Keys and values apart, these rows are all that the last layer is computed for.
+        # After its keys and values, the last layer is computed only for these rows.
         num_kept = num_tokens if spec.num_layers in aux_layers else num_rows
         normed, qkv = buffers.normed[:num_tokens], buffers.qkv[:num_tokens]
         residual, attended = self._residual, buffers.attended
@@ -256,7 +256,7 @@ class Decoder:
         residual: Residual,
         num_tokens: int,
     ) -> None:
-        """What comes after a layer's attention; `attended` is a whole buffer."""
+        """The rest of a layer after attention; `attended` is an entire buffer."""
         buffers = self._buffers
         residual.add(attended, own.out, num_tokens)
         residual.norm(own.mlp_norm, self.spec.norm_eps, buffers.normed[:num_tokens])

@@ -1,8 +1,9 @@
-"""An EAGLE-3 head (arXiv:2503.01840): one layer that drafts from what its target last.
+"""EAGLE-3 head (arXiv:2503.01840): one layer that drafts from the target's hidden states.
 
-At position t it sees the target's hidden states of token t - of a low, a middle and a high layer,
-made one by `fc` - and the embedding of token t + 1, which is known by then; it scores token t + 2.
-Beyond what the target has computed, its own hidden state of position t - 1 stands for them.
+At position t its inputs are the target's hidden states of token t, from a low, a middle and a high
+layer, fused by `fc`, and the embedding of token t + 1, which is known by then; it scores token
+t + 2. Beyond the target's last position, its own hidden state of position t - 1 replaces the fused
+ones.
 
     hidden = fc(features)
     hidden += o_proj(attention(qkv_proj(input_layernorm(embedding) | hidden_norm(hidden))))
@@ -11,10 +12,10 @@ Beyond what the target has computed, its own hidden state of position t - 1 stan
 
 Format, as of yuhuili/EAGLE3-LLaMA3.1-Instruct-8B, of SGLang (python/sglang/srt/models/
 llama_eagle3.py) and vLLM (vllm/model_executor/models/llama_eagle3.py): safetensors with the names
-above, `midlayer.` or `layers.0.` before those of the layer. q, k and v read 2 * hidden_size values.
+above, `midlayer.` or `layers.0.` before those of the layer. q, k and v take 2 * hidden_size inputs.
 `lm_head` scores draft_vocab_size tokens, and draft token i is token i + d2t[i] of the target; t2d
-says the same the other way round and is not read. What the head has not - embed_tokens, and lm_head
-where its vocabulary is whole - is the target's.
+is the inverse and is not read. If the head lacks embed_tokens, or lm_head with the full vocabulary,
+the target's is used.
 """
 
 from __future__ import annotations
@@ -44,23 +45,22 @@ from inflight.models.stored_weights import (
 from inflight_kernels.torch_ops import transformer as ops
 
 UNDRAFTABLE = -1e6
-"""Logit of a token that the head cannot draft: finite, as a sampler wants it, and never drawn."""
+"""Logit of a token outside the draft vocabulary: finite for the sampler, and never sampled."""
 
 _OPTIONAL = ("embed_tokens.weight", "lm_head.weight", "d2t", "t2d")
 
 
 @dataclass(frozen=True, slots=True)
 class HeadWeights(Generic[L]):
-    """All weights of a head, where its forward pass wants them.
+    """All weights of a head, placed for its forward pass.
 
     Attributes:
         embedding: [V, hidden_size].
         fuse: fc, [hidden_size, len(aux_layers) * target_hidden_size].
-        embedding_norm, hidden_norm: of the two halves that q, k and v read.
+        embedding_norm, hidden_norm: norms of the two halves of q, k and v's input.
         embedding_qkv, hidden_qkv: the columns of q | k | v for these halves.
         head: [draft_vocab_size, hidden_size].
-        targets: [draft_vocab_size] int64, the target's id of each draft token; None where they are
-            the same.
+        targets: [draft_vocab_size] int64, the target's id of each draft token; None if equal.
     """
 
     embedding: Tensor
@@ -79,18 +79,18 @@ class HeadWeights(Generic[L]):
 
 
 class Head:
-    """An EAGLE-3 head on this machine's CPU.
+    """An EAGLE-3 head on the CPU.
 
     Args:
         checkpoint: where its weights are.
         spec: of the head.
         target: the weights of the model that it drafts for.
         dtype: of weights and activations.
-        max_len: the longest sequence.
+        max_len: maximum sequence length.
         progress: called with ("weights", fraction).
 
     Raises:
-        ConfigError: the weights are damaged or do not fit the spec.
+        ConfigError: the weights are corrupt or do not match the spec.
     """
 
     def __init__(
@@ -111,7 +111,7 @@ class Head:
         progress("weights", 1.0)
 
     def fuse(self, features: Tensor) -> Tensor:
-        """[T, len(aux_layers) * target_hidden_size] of the target -> [T, hidden_size]."""
+        """Project the target's [T, len(aux_layers) * target_hidden_size] to [T, hidden_size]."""
         return self._weights.fuse(features)
 
     def forward(
@@ -123,14 +123,14 @@ class Head:
         plan: ops.AttentionPlan,
         cache: KVCache,
     ) -> Tensor:
-        """Write keys and values of T positions into the head's cache.
+        """Run T positions; writes their keys and values into the head's cache.
 
         Args:
             token_ids: [T] int64, the token after each position.
-            hidden: [T, hidden_size], of `fuse`, or what this gave for the position before.
+            hidden: [T, hidden_size], from `fuse`, or the output for the previous position.
             positions, slot_mapping: [T] int64.
-            plan: of the attention over the cache.
-            cache: of one layer; changed in place.
+            plan: attention plan.
+            cache: of one layer; updated in place.
 
         Returns:
             Hidden states [T, hidden_size].
@@ -153,7 +153,7 @@ class Head:
         return residual + weights.down(ops.silu_mul(weights.gate_up(x)))
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Scores of all the target's tokens [s, vocab_size] float32 from hidden states [s, ...]."""
+        """Logits of the target's tokens [s, vocab_size] float32 from hidden states [s, ...]."""
         weights, layer = self._weights, self.spec.layer
         normed, _ = ops.rms_norm(hidden, weights.norm, layer.norm_eps)
         logits = weights.head(normed).float()
@@ -170,13 +170,13 @@ def load_head(
     placement: WeightPlacement[L],
     device: torch.device | str = "cpu",
 ) -> HeadWeights[L]:
-    """Read all weights of a head.
+    """Load all weights of a head.
 
     Args:
-        checkpoint: where they are.
+        checkpoint: the head's.
         spec: of the head.
         target: weights of its target.
-        placement: where they are put, as the target's.
+        placement: where and in which layout to keep them, as the target's.
         device: of the placement.
 
     Raises:
@@ -214,7 +214,7 @@ def load_head(
 
 
 def head_shapes(spec: Eagle3Spec) -> dict[str, Shape]:
-    """Every tensor that a head may have, by name; see `_OPTIONAL` for those it need not."""
+    """Shapes of all tensors that a head may have, by name; `_OPTIONAL` may be absent."""
     layer, reduced = spec.layer, spec.draft_vocab_size
     hidden, inner, vocab = layer.hidden_size, layer.layers[0].mlp.width, layer.vocab_size
     q_width, kv_width = layer.layers[0].attention.q_width, layer.layers[0].attention.kv_width
@@ -284,8 +284,8 @@ def _targets(
         ids = ids + stored.read("d2t")
         if int(ids.min()) < 0 or int(ids.max()) >= spec.layer.vocab_size:
             raise ConfigError(
-                f"{checkpoint.path}: d2t leads to token {int(ids.max())} and to "
-                f"{int(ids.min())}; allowed: 0 to {spec.layer.vocab_size - 1}"
+                f"{checkpoint.path}: d2t maps to tokens {int(ids.min())} to {int(ids.max())}; "
+                f"allowed: 0 to {spec.layer.vocab_size - 1}"
             )
     if torch.equal(ids, torch.arange(spec.layer.vocab_size)):
         return None

@@ -1,6 +1,6 @@
-"""An EAGLE-3 head on a GPU (see `eagle3`), in buffers that stay where they are.
+"""EAGLE-3 head on a GPU (see `eagle3`), in fixed buffers.
 
-As in `decoder_cuda`, nothing is allocated in a pass and nothing waits for the host.
+As in `decoder_cuda`, a pass allocates nothing and does not synchronise with the host.
 """
 
 from __future__ import annotations
@@ -26,23 +26,23 @@ from inflight_kernels.ops.rope import PagedKV
 
 
 class Head:
-    """The weights of a head, and the buffers of its passes.
+    """The weights of a head, and the activation buffers of its passes.
 
     Args:
         checkpoint: where its weights are.
         spec: of the head.
         target: the weights of the model that it drafts for.
-        settings: how both run.
-        max_chunks: of passes that draft, at most.
+        settings: of both.
+        max_chunks: maximum number of chunks in a draft pass.
         progress: called with ("weights", fraction).
 
     Attributes:
-        hidden: [max_tokens or more, hidden_size], of the step that the head was last updated with.
-        drafted: [max_chunks or more, hidden_size], of the passes that draft.
-        logits: [max_chunks or more, vocab_size] float32, of `score`.
+        hidden: [max_tokens or more, hidden_size], from the head's last update.
+        drafted: [max_chunks or more, hidden_size], from the draft passes.
+        logits: [max_chunks or more, vocab_size] float32, from `score`.
 
     Raises:
-        ConfigError: the weights are damaged or do not fit the spec, or its shape is not supported
+        ConfigError: the weights are corrupt or do not match the spec, or its shape is not supported
             on GPUs.
     """
 
@@ -83,7 +83,7 @@ class Head:
         )
 
     def fuse(self, features: Tensor, num_tokens: int) -> None:
-        """Hidden states of the target [T or more, len(aux_layers) * ...] -> `hidden`."""
+        """Project the target's hidden states [T or more, len(aux_layers) * ...] into `hidden`."""
         self._weights.fuse.product(features, self.hidden, num_tokens)
 
     def take(self, rows: Tensor) -> None:
@@ -99,7 +99,7 @@ class Head:
         max_q_len: int,
         cache: KVCache,
     ) -> None:
-        """Write keys and values of T positions into the head's cache.
+        """Run T positions; writes their keys and values into the head's cache.
 
         Args:
             inputs: of the pass; token_ids are those after each position.
@@ -108,7 +108,7 @@ class Head:
             num_tokens: T.
             num_chunks: n.
             max_q_len: no chunk has more tokens.
-            cache: of one layer; changed in place.
+            cache: of one layer; updated in place.
         """
         weights, buffers, eps = self._weights, self._buffers, self.spec.layer.norm_eps
         taken, normed = hidden[:num_tokens], buffers.normed[:num_tokens]
@@ -130,7 +130,7 @@ class Head:
         weights.down.add(buffers.gated, hidden, num_tokens)
 
     def score(self, num_rows: int) -> None:
-        """What follows the first rows of `drafted` -> `logits`."""
+        """Compute `logits` from the first rows of `drafted`."""
         weights, taken = self._weights, self.drafted[:num_rows]
         normed = self._buffers.normed[:num_rows]
         rms_norm(taken, weights.norm, self.spec.layer.norm_eps, out=normed, pdl=True)

@@ -1,4 +1,4 @@
-"""What an EAGLE-3 head is, read from its settings (see `eagle3`)."""
+"""Specification of an EAGLE-3 head, read from its config.json (see `eagle3`)."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ class Eagle3Spec:
     """The shape of an EAGLE-3 head (see `models.eagle3`).
 
     Attributes:
-        layer: the head's own, as a model of one layer: num_layers is 1, vocab_size the target's.
+        layer: the head's layer, as a one-layer model: num_layers is 1, vocab_size the target's.
         draft_vocab_size: tokens that it can draft.
-        target_hidden_size: of the model that it was trained for.
-        aux_layers: the hidden states that it sees: those before these layers of the target, or
-            after the last one where that is their number.
-        norm_before_residual: whether what its norm makes of them goes around the layer, instead of
-            they themselves.
+        target_hidden_size: hidden_size of the model that it was trained for.
+        aux_layers: layers of the target whose input hidden states the head takes; num_layers
+            denotes the last layer's output.
+        norm_before_residual: whether the residual branch takes the hidden states after their norm
+            instead of before it.
     """
 
     layer: ModelSpec
@@ -34,21 +34,19 @@ class Eagle3Spec:
 
 
 def read_eagle3_spec(checkpoint: Checkpoint, target: ModelSpec) -> Eagle3Spec:
-    """Read and check the settings of an EAGLE-3 head, in either of its public forms.
+    """Read and validate the configuration of an EAGLE-3 head, in either public format.
 
-    The form of its authors, and of SGLang (python/sglang/srt/models/llama_eagle3.py), is a llama's
-    config.json with draft_vocab_size, where the layers to look at may stand in `eagle_config`: by
-    the number of the layer whose output it is, one less than ours. The form of vLLM's speculators
-    (vllm/transformers_utils/configs/speculators/algos.py) has the llama's settings in
-    `transformer_layer_config`; its layers are counted as ours.
+    The format of the authors and of SGLang (python/sglang/srt/models/llama_eagle3.py) is a Llama
+    config.json with draft_vocab_size; `eagle_config` may give the auxiliary layers by the index of
+    the layer whose output is used, one less than aux_layers here. The format of vLLM's speculators
+    (vllm/transformers_utils/configs/speculators/algos.py) has the Llama settings in
+    `transformer_layer_config`, and indices as here.
 
     Raises:
-        ConfigError: unreadable, of another kind, or for another model than the target.
+        ConfigError: unreadable, not an EAGLE-3 head, or for another model than the target.
     """
     if checkpoint.format != "huggingface":
-        raise ConfigError(
-            f"{checkpoint.path}: a drafter eagle3 is read from a folder with a config.json"
-        )
+        raise ConfigError(f"{checkpoint.path}: an EAGLE-3 head must be a folder with a config.json")
     path = checkpoint.path / "config.json"
     outer = read_json(path)
     nested = outer.get("transformer_layer_config")
@@ -70,13 +68,12 @@ def read_eagle3_spec(checkpoint: Checkpoint, target: ModelSpec) -> Eagle3Spec:
     layer = replace(model, layers=model.layers[:1])
     if layer.vocab_size != target.vocab_size:
         raise raw.error(
-            f"vocab_size: {layer.vocab_size}; the model's own is {target.vocab_size}, and the head "
-            "must have been trained for that one"
+            f"vocab_size: {layer.vocab_size}; it must equal that of the model, {target.vocab_size}"
         )
     target_hidden_size = outer.count("target_hidden_size", layer.hidden_size)
     if target_hidden_size != target.hidden_size:
         raise outer.error(
-            f"the head is for a hidden_size of {target_hidden_size}; the model has "
+            f"the head was trained for hidden_size {target_hidden_size}; the model has "
             f"{target.hidden_size}"
         )
     draft_vocab_size = outer.count("draft_vocab_size", layer.vocab_size)
@@ -101,12 +98,11 @@ def _aux_layers(raw: CheckedFields, num_layers: int) -> tuple[int, ...]:
         if not inner.get("use_aux_hidden_state", True):
             raise raw.error("eagle_config: use_aux_hidden_state: false is not supported")
         ids = inner.get(key)
-        # The default of the head's authors, who say so in code alone.
+        # The authors' default, documented only by their code.
         aux_layers = [2, num_layers // 2, num_layers - 3] if ids is None else [i + 1 for i in ids]
     whole = isinstance(aux_layers, list) and all(isinstance(tap, int) for tap in aux_layers)
     if not whole or not aux_layers or not all(0 <= tap <= num_layers for tap in aux_layers):
         raise raw.error(
-            f"{key}: the hidden states before the layers {aux_layers} are not there; "
-            f"the model has {num_layers} layers"
+            f"{key}: {aux_layers} are not layers of the model; allowed: 0 to {num_layers}"
         )
     return tuple(aux_layers)

@@ -1,7 +1,7 @@
-"""What a family of models is, and what its settings have in common with the others'.
+"""Interface of a model family, and the settings that all families share.
 
-A family says which checkpoints are its own, how their settings become a `ModelSpec`, and how files
-name its tensors. Each family is a module of `families` with a constant FAMILY.
+A family defines which checkpoints belong to it, how their settings become a `ModelSpec`, and the
+names of its tensors. Each family is a module of `families` with a constant FAMILY.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from inflight.models.spec import AttentionSpec, LayerSpec, MlpSpec, ModelSpec, R
 Format = Literal["gguf", "huggingface"]
 
 Slot = tuple[str, str]
-"""A tensor of a layer by its names without the kind: in a Hugging Face folder, in a GGUF file."""
+"""A layer tensor's names without suffix: in a Hugging Face folder, and in a GGUF file."""
 
 TENSORS: Mapping[str, Slot] = {
     "attention_norm": ("input_layernorm", "attn_norm"),
@@ -31,7 +31,7 @@ TENSORS: Mapping[str, Slot] = {
     "up": ("mlp.up_proj", "ffn_up"),
     "down": ("mlp.down_proj", "ffn_down"),
 }
-"""The slots of a layer, under Llama's names, which most families took over."""
+"""The tensors of a layer with Llama's names, which most families use."""
 
 _GGUF_KEYS = {
     "hidden_size": "embedding_length",
@@ -48,7 +48,7 @@ _GGUF_KEYS = {
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """A checkpoint's settings, and what of them every family reads alike.
+    """A checkpoint's settings, with those that all families share already parsed.
 
     Attributes:
         fields: as the checkpoint names them.
@@ -57,7 +57,7 @@ class Settings:
         vocab_size: of embedding and head.
         tie_word_embeddings: whether the head is the embedding.
         eos_token_ids, bos_token_id: see ModelSpec.
-        tensors: names in a GGUF file, where the settings are silent about some of them.
+        tensors: tensor names of a GGUF file, whose settings do not mention biases.
     """
 
     fields: CheckedFields
@@ -70,7 +70,7 @@ class Settings:
     tensors: Collection[str] = ()
 
     def key(self, name: str) -> str:
-        """The checkpoint's own name of what config.json calls `name`."""
+        """The checkpoint's key for config.json's `name`."""
         return _GGUF_KEYS.get(name, name) if self.format == "gguf" else name
 
     def count(self, name: str, default: int | None = None) -> int:
@@ -86,7 +86,7 @@ class Settings:
         return self.count("max_position_embeddings", default)
 
     def has_bias(self, flag: str, slot: str) -> bool:
-        """Whether projections have a bias: config.json says so, GGUF files just have it.
+        """Whether projections have a bias: a flag in config.json, the tensors in a GGUF file.
 
         Args:
             flag: the key of config.json.
@@ -111,10 +111,10 @@ class Settings:
         return MlpSpec(self.count("intermediate_size"), **variants)
 
     def window(self, default: int | None = None) -> int:
-        """The sliding window; 0 for none, or for one that no sequence outgrows.
+        """The sliding window; 0 for none, or for one as long as the context.
 
         Args:
-            default: where a config.json has no such key. null says that there is no window.
+            default: if config.json does not have the key; null means no window.
         """
         key = self.key("sliding_window")
         window = self.fields.get(key)
@@ -126,8 +126,8 @@ class Settings:
         return window if window < self.max_position_embeddings else 0
 
     def layer_types(self, is_sliding: Callable[[int], bool]) -> list[bool]:
-        """Of each layer whether its attention has the window: as config.json lists it, or else by
-        the family's rule."""
+        """Whether each layer has the sliding window: listed in config.json, else by the family's
+        rule."""
         listed = self.fields.get("layer_types")
         if listed is None:
             return [is_sliding(index) for index in range(self.num_layers)]
@@ -159,15 +159,15 @@ class Settings:
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """Models whose checkpoints are read alike.
+    """A model family: how its checkpoints are read.
 
     Attributes:
         name: of the family.
-        layers: from a checkpoint's settings to its layers.
-        model_types: what config.json calls it.
-        gguf_architectures: what `general.architecture` calls it.
-        tensors: names of a layer's tensors by slot.
-        rope_pairs: formats in which q and k are ordered for a rotation of neighbours; `rotary` and
+        layers: creates the layers from a checkpoint's settings.
+        model_types: `model_type` in config.json.
+        gguf_architectures: `general.architecture` in GGUF files.
+        tensors: names of a layer's tensors.
+        rope_pairs: formats in which q and k are ordered for RoPE of adjacent pairs; `rotary` and
             the kernels rotate halves. No file states this.
     """
 

@@ -1,9 +1,7 @@
-"""From a checkpoint's tensors to a model's weights, on the device and in the layout that it runs
-with.
+"""Loads a checkpoint's tensors as a model's weights, on its device and in its layout.
 
-Whatever the file has, the weights come out in one form: q | k | v and gate | up as one product
-    each,
-rotated dimensions in halves, norms in float32.
+The result is the same for every format: q | k | v and gate | up fused, rotated dimensions in
+halves, norms in float32.
 """
 
 from __future__ import annotations
@@ -30,29 +28,29 @@ L = TypeVar("L", covariant=True)
 
 
 class WeightPlacement(Protocol[L]):
-    """Where weights stay, and in which layout. What it returns does not depend on the file."""
+    """Where weights are kept, and in which layout. Results do not alias the file."""
 
     def table(self, stored: Tensor) -> Tensor:
-        """A table of embeddings, as it is."""
+        """An embedding table, layout unchanged."""
 
     def norm(self, stored: Tensor) -> Tensor:
         """The weight of a norm."""
 
     def linear(self, weights: list[Tensor], biases: list[Tensor]) -> L:
-        """One linear layer of several, one below the other; without biases there is none."""
+        """Several linear layers fused into one, concatenated along rows; biases may be absent."""
 
     def tied(self, table: Tensor) -> L:
-        """The linear layer whose weight a table is."""
+        """The linear layer with a table as its weight."""
 
 
 class CpuPlacement:
-    """In this machine's memory."""
+    """In host memory."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self._dtype = dtype
 
     def table(self, stored: Tensor) -> Tensor:
-        # A copy even in the same type: what stays in memory must not depend on the file any more.
+        # A copy even if the dtype is the same: the weights must not depend on the mapped file.
         return stored.to(self._dtype, copy=True)
 
     def norm(self, stored: Tensor) -> Tensor:
@@ -69,7 +67,7 @@ class CpuPlacement:
 
 
 class CudaPlacement:
-    """In a GPU's memory, rows as they are stored.
+    """In GPU memory, row-major as stored.
 
     Args:
         dtype: of weights and activations.
@@ -109,7 +107,7 @@ class CudaPlacement:
 
 @dataclass(frozen=True, slots=True)
 class LayerWeights(Generic[L]):
-    """One block's weights; those of norms that its spec has not are None."""
+    """One layer's weights; norms that its spec does not have are None."""
 
     attention_norm: Tensor
     qkv: L
@@ -123,7 +121,7 @@ class LayerWeights(Generic[L]):
 
 @dataclass(frozen=True, slots=True)
 class ModelWeights(Generic[L]):
-    """All weights of a model, where its decoder wants them."""
+    """All weights of a model, placed for its decoder."""
 
     embedding: Tensor
     layers: list[LayerWeights[L]]
@@ -144,11 +142,11 @@ def load_weights(
         checkpoint: where they are.
         spec: of the model.
         placement: where they are put.
-        progress: called with ("weights", fraction) as layers arrive.
+        progress: called with ("weights", fraction) as layers are loaded.
         device: of the placement, where weights are drawn if they are.
 
     Raises:
-        ConfigError: the weights are damaged or do not fit the spec.
+        ConfigError: the weights are corrupt or do not match the spec.
     """
     stored = open_weights(checkpoint, spec, weight_shapes(spec), device)
 
@@ -156,7 +154,7 @@ def load_weights(
         return _load_layer(stored, spec, index, placement)
 
     layers: list[LayerWeights[L]] = []
-    # Reading is decompression in numpy, on one core each.
+    # Reading is bound by dequantisation in numpy, one core per tensor.
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
         embedding = pool.submit(lambda: placement.table(stored.read("model.embed_tokens.weight")))
         for done in pool.map(load_layer, range(spec.num_layers)):
@@ -173,7 +171,7 @@ def load_weights(
 
 
 def weight_shapes(spec: ModelSpec) -> dict[str, Shape]:
-    """Every tensor that a checkpoint of this model must have, by name."""
+    """Shapes of all tensors that a checkpoint of this model must have, by name."""
     shapes: dict[str, Shape] = {
         "model.embed_tokens.weight": (spec.vocab_size, spec.hidden_size),
         "model.norm.weight": (spec.hidden_size,),
@@ -189,7 +187,7 @@ def weight_shapes(spec: ModelSpec) -> dict[str, Shape]:
 
 
 def _slots(spec: ModelSpec, index: int) -> dict[str, tuple[Shape, bool]]:
-    """The tensors of a layer: shape, and whether there is a bias."""
+    """The tensors of a layer: shape, and whether it has a bias."""
     attention, mlp, hidden = spec.layers[index].attention, spec.layers[index].mlp, spec.hidden_size
     slots: dict[str, tuple[Shape, bool]] = {
         "attention_norm": ((hidden,), False),

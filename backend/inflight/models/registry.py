@@ -1,4 +1,4 @@
-"""The families of models, and which of them a checkpoint belongs to."""
+"""The model families, and selection of the family of a checkpoint."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from inflight.models.spec import ModelSpec
 
 @cache
 def all_families() -> dict[str, Family]:
-    """Every module of `families` is one, by its name."""
+    """The families by name, one per module of `families`."""
     modules = pkgutil.iter_modules(families.__path__, f"{families.__name__}.")
     found = [importlib.import_module(module.name).FAMILY for module in modules]
     return {family.name: family for family in found}
@@ -28,10 +28,10 @@ def family_of(spec: ModelSpec) -> Family:
 
 
 def read_spec(checkpoint: Checkpoint) -> ModelSpec:
-    """Read and check the settings of a checkpoint's model; its weights stay where they are.
+    """Read and validate the configuration of a checkpoint's model, without its weights.
 
     Raises:
-        ConfigError: unreadable, inconsistent, or of a kind that this engine does not run.
+        ConfigError: unreadable, inconsistent or not supported.
     """
     if checkpoint.format == "gguf":
         file = GgufFile(checkpoint.path)
@@ -49,7 +49,7 @@ def spec_of(family: Family, found: Settings) -> ModelSpec:
     """The model that the settings of a family's checkpoint describe.
 
     Raises:
-        ConfigError: the settings are inconsistent, or ask for what is not supported.
+        ConfigError: the settings are inconsistent or not supported.
     """
     spec = found.model(family.name, tuple(family.layers(found)))
     for attention in spec.attentions:
@@ -60,12 +60,12 @@ def spec_of(family: Family, found: Settings) -> ModelSpec:
             )
         head_dim, divisors = attention.head_dim, attention.rope.divisors
         if head_dim % 2:
-            raise found.fields.error(f"head_dim {head_dim} is odd: its columns rotate in pairs")
+            raise found.fields.error(f"head_dim: {head_dim} is odd; RoPE needs an even one")
         if divisors is not None and len(divisors) != head_dim // 2:
             raise found.fields.error(
                 f"rope_freqs.weight has {len(divisors)} values for {head_dim // 2} frequencies"
             )
-    # A checkpoint's own id that lies outside the vocabulary can never be sampled: harmless.
+    # A special token id outside the vocabulary is harmless: it can never be sampled.
     return spec
 
 

@@ -1,7 +1,7 @@
 """A checkpoint's settings, from a config.json or the metadata of a GGUF file.
 
-What this engine would compute wrongly whatever the family is refused here, by name, before a byte
-of weights is read.
+A setting that the engine does not implement for any family is rejected here, by name, before any
+weights are read.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from inflight.models.spec import RopeSpec
 
 
 def of_folder(folder: Path) -> Settings:
-    """Read config.json, and generation_config.json for further end-of-sequence ids.
+    """Read config.json, and generation_config.json for further EOS ids.
 
     Raises:
-        ConfigError: unreadable, or of a kind that no family of this engine has.
+        ConfigError: unreadable, or not supported by any family.
     """
     fields = read_json(folder / "config.json")
     names = fields.get("architectures") or []
@@ -63,7 +63,7 @@ def of_config(fields: CheckedFields, eos_token_ids: tuple[int, ...] = ()) -> Set
 
 
 def _rope_of_huggingface(fields: CheckedFields, max_position_embeddings: int) -> RopeSpec:
-    # Since transformers 5 everything is in rope_parameters; before, the base stood beside it.
+    # Since transformers 5 everything is in rope_parameters; before, rope_theta was beside it.
     nested = fields.get("rope_parameters") or fields.get("rope_scaling") or {}
     if not isinstance(nested, dict):
         raise fields.error(f"rope_scaling: {nested!r} is not an object")
@@ -76,7 +76,7 @@ def _rope_of_huggingface(fields: CheckedFields, max_position_embeddings: int) ->
     if kind == "default":
         return RopeSpec(theta)
     original = rope.count("original_max_position_embeddings", max_position_embeddings)
-    # Models that keep it beside the other settings mean that one.
+    # At the top level it takes precedence.
     original = fields.count("original_max_position_embeddings", original)
     if kind == "linear":
         return RopeSpec(theta, "linear", rope.number("factor"))
@@ -108,7 +108,7 @@ def _rope_of_huggingface(fields: CheckedFields, max_position_embeddings: int) ->
             mscale_all_dim=rope.number("mscale_all_dim", 0.0, low=0.0),
             truncate=rope.flag("truncate", True),
         )
-    raise rope.error(f"the type {kind!r}; allowed: default, linear, dynamic, yarn, llama3")
+    raise rope.error(f"rope_type: {kind!r}; allowed: default, linear, dynamic, yarn, llama3")
 
 
 # ---------------------------------------------------------------- GGUF
@@ -133,7 +133,7 @@ def of_gguf(file: GgufFile) -> Settings:
     head_dim = fields.count("attention.key_length", fields.count("embedding_length") // num_heads)
     for key in ("attention.value_length", "rope.dimension_count"):
         if fields.count(key, head_dim) != head_dim:
-            raise fields.error(f"{key}: {fields.get(key)}; only that of the keys is supported")
+            raise fields.error(f"{key}: {fields.get(key)}; allowed: that of the keys, {head_dim}")
     vocabulary = file.metadata.get("tokenizer.ggml.tokens")
     counted = vocabulary.count if isinstance(vocabulary, GgufArray) else None
     tokenizer = CheckedFields(file.metadata, str(file.path))
@@ -154,7 +154,7 @@ def _rope_of_gguf(fields: CheckedFields, file: GgufFile, max_position_embeddings
     theta = fields.number("rope.freq_base", 10000.0)
     kind = fields.get("rope.scaling.type", "none")
     divisors = _rope_divisors(file)
-    # The key before there were types.
+    # rope.scale_linear is the older key.
     factor = fields.number("rope.scaling.factor", fields.number("rope.scale_linear", 1.0))
     original = fields.count("rope.scaling.original_context_length", max_position_embeddings)
     if kind in ("none", "linear"):
@@ -162,7 +162,7 @@ def _rope_of_gguf(fields: CheckedFields, file: GgufFile, max_position_embeddings
             return RopeSpec(theta, divisors=divisors)
         return RopeSpec(theta, "linear", factor, divisors=divisors)
     if kind == "yarn":
-        # llama.cpp derives the attention factor itself and multiplies this onto it.
+        # llama.cpp derives the attention factor and multiplies it by this.
         extra = fields.number("rope.scaling.attn_factor", 1.0)
         derived = 0.1 * math.log(factor) + 1.0 if factor > 1.0 else 1.0
         return RopeSpec(
@@ -179,10 +179,10 @@ def _rope_of_gguf(fields: CheckedFields, file: GgufFile, max_position_embeddings
 
 
 def _rope_divisors(file: GgufFile) -> tuple[float, ...] | None:
-    """Llama 3's scaling, which GGUF states as one divisor per frequency."""
+    """Llama 3 RoPE scaling, which GGUF stores as one divisor per frequency."""
     for name in ("rope_factors_long.weight", "rope_factors_short.weight"):
         if name in file.tensors:
-            raise ConfigError(f"{file.path}: {name}: this kind of scaling is not supported")
+            raise ConfigError(f"{file.path}: {name}: this RoPE scaling is not supported")
     tensor = file.tensors.get("rope_freqs.weight")
     if tensor is None:
         return None
@@ -192,5 +192,5 @@ def _rope_divisors(file: GgufFile) -> tuple[float, ...] | None:
         )
     values = np.frombuffer(tensor.data.tobytes(), "<f4")
     if not (np.isfinite(values) & (values > 0)).all():
-        raise ConfigError(f"{file.path}: rope_freqs.weight has values that are not above 0")
+        raise ConfigError(f"{file.path}: rope_freqs.weight has values that are not positive")
     return tuple(float(value) for value in values)

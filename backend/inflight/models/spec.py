@@ -1,5 +1,5 @@
-"""What a model is: shapes and variants of its layers, as data. A family of models is a function
-that fills this in from a checkpoint's settings; the decoders walk it and know no family.
+"""Model specification: shapes and variants of its layers, as data. A model family is a function
+that creates it from a checkpoint's settings; the decoders execute it and know no family.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ class RopeSpec:
 
     Attributes:
         theta: base of the geometric series of wavelengths.
-        type: how the series is changed for long contexts.
-        factor: by how much the context grows.
-        original_max_position: the trained context (dynamic, yarn, llama3).
-        low_freq_factor, high_freq_factor: llama3: wavelengths above original / low are divided by
-            the factor, those below original / high are kept, between them it is interpolated.
+        type: scaling method for long contexts.
+        factor: scaling factor of the context length.
+        original_max_position: the trained context length (dynamic, yarn, llama3).
+        low_freq_factor, high_freq_factor: llama3: frequencies with wavelengths above original / low
+            are divided by the factor, those below original / high are kept, others interpolated.
         attention_factor: yarn: multiplies cos and sin; None derives it from the factor.
         beta_fast, beta_slow: yarn: rotations over the trained context between which to interpolate.
-        mscale, mscale_all_dim: yarn: shape the derived attention factor when both are set.
-        truncate: yarn: round the bounds of the interpolation to whole columns.
-        divisors: one per frequency, when the checkpoint carries them (GGUF's rope_freqs).
+        mscale, mscale_all_dim: yarn: modify the derived attention factor if both are set.
+        truncate: yarn: round the bounds of the interpolation to integer columns.
+        divisors: one per frequency, if the checkpoint has them (GGUF's rope_freqs).
     """
 
     theta: float = 10000.0
@@ -47,7 +47,7 @@ class RopeSpec:
     divisors: tuple[float, ...] | None = None
 
     def max_context(self, trained: int) -> int:
-        """Tokens that it can tell apart, of a model with this trained context."""
+        """The context length with this scaling, for a trained context length."""
         if self.type in ("linear", "dynamic"):
             return int(trained * self.factor)
         if self.type == "yarn":
@@ -62,9 +62,9 @@ class AttentionSpec:
     Attributes:
         num_heads, num_kv_heads, head_dim: H, G and D.
         rope: of queries and keys.
-        window: tokens that a query sees, its own included; 0 for all before it.
-        qkv_bias, out_bias: whether those projections have one.
-        qk_norm: whether each head of q and k has an RMS norm before it is rotated.
+        window: tokens that a query attends to, its own included; 0 for all previous ones.
+        qkv_bias, out_bias: whether those projections have a bias.
+        qk_norm: whether each head of q and k has an RMSNorm before RoPE.
     """
 
     num_heads: int
@@ -86,7 +86,7 @@ class AttentionSpec:
 
     @property
     def scale(self) -> float:
-        """Of the scores, before the softmax."""
+        """Of attention scores, before the softmax."""
         return float(self.head_dim**-0.5)
 
 
@@ -105,7 +105,7 @@ class MlpSpec:
 
 @dataclass(frozen=True, slots=True)
 class LayerSpec:
-    """One block: x += attention(norm(x)); x += mlp(norm(x))."""
+    """One decoder layer: x += attention(norm(x)); x += mlp(norm(x))."""
 
     attention: AttentionSpec
     mlp: MlpSpec
@@ -117,10 +117,10 @@ class ModelSpec:
 
     Attributes:
         family: name of its family (see `registry`).
-        norm_eps: added to the mean of squares in each RMS norm.
-        max_position_embeddings: the context that the checkpoint states.
-        eos_token_ids: each of them ends a text.
-        bos_token_id: begins a text; None when the model has none.
+        norm_eps: added to the mean square in each RMSNorm.
+        max_position_embeddings: the context length that the checkpoint states.
+        eos_token_ids: each of them ends a sequence.
+        bos_token_id: begins a sequence; None if the model has none.
     """
 
     family: str
@@ -139,12 +139,12 @@ class ModelSpec:
 
     @property
     def attentions(self) -> tuple[AttentionSpec, ...]:
-        """The different ones among the layers'."""
+        """The distinct attention specs of the layers."""
         return tuple(dict.fromkeys(layer.attention for layer in self.layers))
 
     @property
     def matrix_elements_per_layer(self) -> int:
-        """Elements of the matrices of a layer, in the mean."""
+        """Mean number of elements of a layer's weight matrices."""
         total = 0
         for layer in self.layers:
             attention = layer.attention
@@ -154,15 +154,15 @@ class ModelSpec:
 
     @property
     def max_context(self) -> int:
-        """Tokens that the rotary embedding can tell apart: the trained context, stretched."""
+        """The context length with RoPE scaling applied."""
         trained = self.max_position_embeddings
         return min(attention.rope.max_context(trained) for attention in self.attentions)
 
     def max_model_len(self, config: EngineConfig) -> int:
-        """The longest sequence that an engine with these settings runs.
+        """The maximum sequence length of an engine with these settings.
 
         Raises:
-            ConfigError: the setting asks for more than the model can do.
+            ConfigError: the setting exceeds the model's context.
         """
         if config.max_model_len is None:
             return self.max_position_embeddings
@@ -174,7 +174,7 @@ class ModelSpec:
         return config.max_model_len
 
     def kv_layout(self, dtype: Dtype) -> KVLayout:
-        """What its layers keep in the KV cache, in this type."""
+        """Its KV cache layout in this dtype."""
         members: dict[tuple[int, int, int], list[int]] = {}
         for index, layer in enumerate(self.layers):
             attention = layer.attention

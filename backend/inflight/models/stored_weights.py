@@ -1,4 +1,4 @@
-"""A checkpoint's tensors by Hugging Face's names, whichever format they come in."""
+"""A checkpoint's tensors under their Hugging Face names, whatever the file format."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ from inflight.models.spec import ModelSpec
 Progress = Callable[[str, float], None]
 Shape = tuple[int, ...]
 
-# Blocks that gguf's numpy code works on at once: its temporaries then stay in the CPU's cache,
-# eight times faster than its own choice of sixteen rows.
+# Blocks that gguf's numpy code processes at a time: its temporaries then stay in the CPU cache,
+# eight times faster than its default of sixteen rows.
 _BLOCKS_AT_ONCE = 4096
-_ROWS_AT_ONCE = 16  # how gguf groups the rows it is given
+_ROWS_AT_ONCE = 16  # rows per group in gguf's code
 
 _GGUF_NAMES = {
     "token_embd.weight": "model.embed_tokens.weight",
@@ -40,12 +40,12 @@ _GGUF_LAYER = re.compile(r"blk\.(\d{1,6})\.(\w+)\.(weight|bias)")
 
 
 class Weights(Protocol):
-    """Tensors that are read when asked for; `read` may run in several threads."""
+    """Tensors read on demand; `read` is thread-safe."""
 
     shapes: dict[str, Shape]
 
     def read(self, name: str) -> Tensor:
-        """In the type it is stored in (float32 if quantised); may alias the file: never write."""
+        """In its stored dtype (float32 if quantised). May alias the file: do not write to it."""
 
 
 def open_weights(
@@ -75,7 +75,7 @@ def open_weights(
         weights = _GgufWeights(checkpoint.path, spec)
     else:
         stored = safetensors.read_folder(checkpoint.path)
-        # Old checkpoints carry the rotary frequencies, which follow from the settings.
+        # Old checkpoints contain the rotary frequencies, which follow from the config.
         weights = StoredWeights(
             {name: stored[name] for name in stored if not name.endswith(".rotary_emb.inv_freq")}
         )
@@ -90,28 +90,28 @@ def check_shapes(
     expected: Mapping[str, Shape],
     ignored: Collection[str] = (),
 ) -> None:
-    """Hold the tensors of a checkpoint against those that a model needs.
+    """Compare the tensors of a checkpoint with those that a model needs.
 
     Args:
         path: of the checkpoint, for the error.
-        found: name -> shape of what is there.
-        expected: the same of what is needed.
-        ignored: may be there, and is not needed.
+        found: name -> shape of the tensors in it.
+        expected: name -> shape of the tensors needed.
+        ignored: names that may be present but are not needed.
 
     Raises:
-        ConfigError: missing or unexpected tensors, or shapes that differ, by name.
+        ConfigError: missing or unexpected tensors, or other shapes, by name.
     """
-    _refuse(path, "lacks tensors", [name for name in expected if name not in found])
+    _refuse(path, "missing tensors", [name for name in expected if name not in found])
     _refuse(
         path,
-        "has tensors that this architecture does not use",
+        "unexpected tensors for this architecture",
         [name for name in found if name not in expected and name not in ignored],
     )
     _refuse(
         path,
-        "has tensors of shapes that its settings do not imply",
+        "tensors whose shape does not match the config",
         [
-            f"{name} {list(found[name])} instead of {list(shape)}"
+            f"{name} {list(found[name])}, expected {list(shape)}"
             for name, shape in expected.items()
             if found[name] != shape
         ],
@@ -125,7 +125,7 @@ def _refuse(path: Path, what: str, names: list[str]) -> None:
 
 
 class RandomWeights:
-    """Normal with a deviation of 0.02, as models begin their training; norms 1, biases 0."""
+    """Normal with standard deviation 0.02, as at initialisation; norms 1, biases 0."""
 
     def __init__(self, shapes: Mapping[str, Shape], device: torch.device | str) -> None:
         self.shapes = dict(shapes)
@@ -137,7 +137,7 @@ class RandomWeights:
             return torch.zeros(shape, device=self._device)
         if len(shape) == 1:
             return torch.ones(shape, device=self._device)
-        # By name: the same weights in whatever order, and from however many threads, they are read.
+        # Seeded by name, so that the weights do not depend on the order or threads of reading.
         generator = torch.Generator(self._device).manual_seed(zlib.crc32(name.encode()))
         drawn = torch.empty(shape, dtype=torch.bfloat16, device=self._device)
         return drawn.normal_(0.0, 0.02, generator=generator)
@@ -154,7 +154,7 @@ class EmptyWeights:
 
 
 class StoredWeights:
-    """Tensors of safetensors files, by whatever names."""
+    """Tensors of safetensors files, under their stored names."""
 
     def __init__(self, stored: Mapping[str, StoredTensor]) -> None:
         self._stored = stored
@@ -165,7 +165,7 @@ class StoredWeights:
 
 
 class _GgufWeights:
-    """The tensors of a GGUF file by Hugging Face's names, q and k in the order of halves."""
+    """The tensors of a GGUF file under Hugging Face names, q and k reordered for `rotary`."""
 
     def __init__(self, path: Path, spec: ModelSpec) -> None:
         family = family_of(spec)
@@ -203,26 +203,28 @@ class _GgufWeights:
     def _dequantize(self, name: str) -> npt.NDArray[np.float32]:
         stored = self._stored[name]
         _, block_bytes = gguf.GGML_QUANT_SIZES[stored.type]
-        # One flat run of blocks, cut into rows so that gguf's groups have the size we want.
+        # One flat run of blocks, split into rows such that gguf's groups have the desired size.
         row_bytes = block_bytes * (_BLOCKS_AT_ONCE // _ROWS_AT_ONCE)
         whole = len(stored.data) // row_bytes * row_bytes
         parts = [stored.data[:whole].reshape(-1, row_bytes), stored.data[whole:].reshape(1, -1)]
         try:
             values = [gguf.dequantize(part, stored.type).ravel() for part in parts if part.size]
         except NotImplementedError:
-            # gguf says so of types that it knows by name only; the user has to hear which, and what
-            # to do.
+            # gguf raises this for types that it knows by name only.
             raise ConfigError(
                 f"{self._path}: the tensor {name!r} has the type {stored.type.name}, which the "
                 "`gguf` package cannot read; convert the file to another type, such as Q8_0"
             ) from None
         flat = values[0] if len(values) == 1 else np.concatenate(values)
-        if not flat.flags.writeable:  # float32 is a view of the file, and torch wants its own
+        if (
+            not flat.flags.writeable
+        ):  # float32 is a read-only view of the file; torch needs a writable array
             flat = flat.copy()
         return np.asarray(flat, np.float32).reshape(stored.shape)
 
 
 def _halves_from_pairs(values: npt.NDArray[np.float32], heads: int) -> npt.NDArray[np.float32]:
-    """Order a head's rows 0, 2, 4 ... 1, 3, 5 ...: GGUF rotates neighbours, `rotary` halves."""
+    """Reorder a head's rows to 0, 2, 4 ... 1, 3, 5 ...: GGUF rotates adjacent pairs, `rotary`
+    halves."""
     pairs = values.reshape(heads, values.shape[0] // heads // 2, 2, *values.shape[1:])
     return np.ascontiguousarray(pairs.swapaxes(1, 2)).reshape(values.shape)

@@ -1,7 +1,7 @@
-"""What the host says of one row of logits before a token is chosen from it: which tokens are more
-or less likely than the model thinks, and which are not allowed. The same for every device.
+"""Adjustments of a row of logits that the host computes before sampling: additive biases and bans.
+The same for every device.
 
-Penalties are not among it: they depend on nothing but counts, which a device keeps itself.
+Penalties are not included: they depend only on token counts, which a device keeps itself.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ BANNED = -math.inf
 
 @dataclass(frozen=True, slots=True)
 class Adjustment:
-    """What is to be done to a row of logits, after the penalties.
+    """The adjustments of one row of logits, applied after the penalties.
 
     Attributes:
-        token_ids: ascending, each once; there may be some that a model's vocabulary does not have.
-        biases: what is added to the logits of these; BANNED for those that may not be chosen.
-        allowed: tokens that alone may be chosen; () for all. The same in all rows of a sequence.
+        token_ids: ascending, unique; may include ids outside a model's vocabulary.
+        biases: added to the logits of these; BANNED for banned tokens.
+        allowed: if not (), only these tokens are allowed. The same in all rows of a sequence.
     """
 
     token_ids: tuple[int, ...] = ()
@@ -37,20 +37,18 @@ class Adjustment:
 
 
 class LogitAdjustments:
-    """One sequence's row_params about single tokens, and what they need to know of its tokens so
-    far.
+    """One sequence's logit adjustments, with the state that they need of its tokens.
 
     Args:
         params: the request's.
         num_prompt_tokens: of its prompt.
-        eos_token_ids: tokens that end it, which min_tokens bans and DRY takes for breakers.
-        bad_word_ids: strings of tokens that must not appear in the output.
-        breaker_ids: tokens across which DRY sees no repetition (see `text.dry_breakers`).
+        eos_token_ids: tokens that end it; banned before min_tokens, and breakers for DRY.
+        bad_word_ids: token sequences that must not appear in the output.
+        breaker_ids: tokens across which DRY matches no repetition (see `text.dry_breakers`).
 
     Attributes:
-        needs_committed_tokens: the host must have seen all tokens before it can say what the next
-            one may be.
-        is_noop: nothing is said of any row.
+        needs_committed_tokens: an adjustment depends on the previous tokens themselves.
+        is_noop: no row is adjusted.
     """
 
     __slots__ = (
@@ -83,7 +81,7 @@ class LogitAdjustments:
         self._phrases = tuple(word for word in bad_word_ids if len(word) > 1)
         self._fixed = dict(params.logit_bias)
         self._fixed.update((word[0], BANNED) for word in bad_word_ids if len(word) == 1)
-        # What most rows get, made once.
+        # The common cases, computed once.
         self._after_min_tokens = self._adjustment(self._fixed)
         self._before_min_tokens = self._adjustment(
             {**self._fixed, **dict.fromkeys(self._ends, BANNED)}
@@ -107,7 +105,7 @@ class LogitAdjustments:
         )
 
     def fork(self) -> LogitAdjustments:
-        """The same row_params, for a sequence that may go on otherwise from here."""
+        """A copy for a sequence that may diverge."""
         other = copy.copy(self)
         assert self._dry is None, "beams do without DRY"
         if self._ngrams is not None:
@@ -117,13 +115,12 @@ class LogitAdjustments:
     def of_row(
         self, token_ids: list[int], tail: Sequence[int] = (), num_unknown: int = 0
     ) -> Adjustment:
-        """What is said of the row of logits that follows some tokens.
+        """The adjustment of the row of logits after these tokens.
 
         Args:
-            token_ids: prompt and output, as far as they are committed.
-            tail: drafted tokens after these.
-            num_unknown: further tokens between the two that are in flight; only where the host need
-                not know them (see `needs_committed_tokens`).
+            token_ids: prompt and committed output.
+            tail: draft tokens after these.
+            num_unknown: tokens in flight between the two; only if not `needs_committed_tokens`.
         """
         num_output = len(token_ids) + num_unknown + len(tail) - self._num_prompt_tokens
         before_min_tokens = num_output < self._min_tokens
@@ -144,7 +141,7 @@ class LogitAdjustments:
         return self._adjustment(biases)
 
     def _completions(self, token_ids: list[int], tail: Sequence[int]) -> list[int]:
-        """Last tokens of the bad words whose other tokens the output ends with."""
+        """Last tokens of the bad words whose prefix the output ends with."""
         longest = max(map(len, self._phrases)) - 1
         first = max(self._num_prompt_tokens, len(token_ids) - longest)
         recent = (*token_ids[first:], *tail)
@@ -158,10 +155,10 @@ class LogitAdjustments:
 def needs_committed_tokens(
     params: SamplingParams, bad_word_ids: Sequence[tuple[int, ...]] = ()
 ) -> bool:
-    """Whether what is said of a row depends on which tokens stand before it, not only on how many.
+    """Whether adjustments depend on the previous tokens themselves, not only on their number.
 
-    So it is for DRY, no_repeat_ngram_size and bad words of several tokens; penalties, logit_bias,
-    allowed_token_ids, min_tokens and bad words of one token do without.
+    True for DRY, no_repeat_ngram_size and bad words of several tokens; not for penalties,
+    logit_bias, allowed_token_ids, min_tokens and bad words of one token.
     """
     return (
         params.has_dry

@@ -1,11 +1,11 @@
-"""The form of a request option: its meaning, bounds and names, written down once.
+"""Definition of a request option: its meaning, bounds and names, in one place.
 
 A struct whose fields are annotated with `Option` is a table of options: `SamplingParams` for those
 that concern sampling, `triton.request_options.RequestOptions` for those of a request as a whole.
-Everything else about an option follows from its entry: the check of its bounds (`check_options`),
-its input tensors (`triton.contract`), its key in vLLM's dialect (`triton.vllm_parameters`), and
-what `make generate` writes: the inputs in the config.pbtxt files, the client's options, the row
-parameters of the kernels and the reference page.
+Everything else about an option is derived from its entry: the check of its bounds
+(`check_options`), its input tensors (`triton.contract`), its vLLM key (`triton.vllm_parameters`),
+and the output of `make generate`: the inputs in the config.pbtxt files, the client's options, the
+row parameters of the kernels and the reference page.
 """
 
 from __future__ import annotations
@@ -33,27 +33,26 @@ _DATATYPES: dict[Any, Datatype] = {int: "INT32", float: "FP32", bool: "BOOL", st
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """What a field's annotation says of an option. Name, type and default are the field's own.
+    """Annotation of an option's field. Name, type and default are the field's.
 
     Attributes:
         meaning: sentences for the reference page; the first one alone is the client's docstring.
         low, high: bounds of a number, or of each bias of `logit_bias`.
         open_low, open_high: whether the bound itself is excluded.
         max_items: of a list.
-        allowed: how errors and the reference page state what is allowed, where the bounds do not.
-        default: what the default means, where its value does not say it.
+        allowed: text of what is allowed, for errors and the reference page, instead of the bounds.
+        default: meaning of the default, if its value does not tell.
         token_ids: whether the value names tokens, which must be in the vocabulary.
-        datatype: of the tensor, where it is not that of the field's type.
-        tensors: (name, datatype) of the tensors that carry the option, where these are several.
+        datatype: of the tensor, if not that of the field's type.
+        tensors: (name, datatype) of the option's tensors, if there are several.
         aliases: further tensors with the same meaning.
         vllm: its keys in `sampling_parameters`; None for its own name alone.
-        client: its type in the client's options, where it is not that of the field; "" if the
-            client does not have the option.
-        stage: what it makes the sampler do unless it has its default: count tokens for a penalty,
-            or cut tokens before the draw. The rare filters are those that cost a pass over the
-            vocabulary of their own.
+        client: its type in the client's options, if not that of the field; "" if the client does
+            not have the option.
+        stage: the sampler stage that it enables unless it has its default: a penalty, which counts
+            tokens, or a filter. Rare filters cost an additional pass over the vocabulary.
         with_beams: whether it can be combined with a beam search. Penalties and filters cannot.
-        supported: False for an option that is refused by name.
+        supported: False for an option that is rejected by name.
     """
 
     meaning: str
@@ -122,8 +121,7 @@ def option_fields(table: type[msgspec.Struct]) -> tuple[OptionField, ...]:
 
 
 def _option_field(name: str, hint: Any, default: Any) -> OptionField:
-    """Of a field annotated as Annotated[T, Option] with T a type, a tuple of any length, or either
-    or None."""
+    """Parse Annotated[T, Option], T a type, a tuple of any length, or one of these or None."""
     if get_origin(hint) is not Annotated:
         raise TypeError(f"{name}: is not annotated with an Option")
     annotation, option = get_args(hint)
@@ -136,10 +134,10 @@ def _option_field(name: str, hint: Any, default: Any) -> OptionField:
 
 
 def check_options(values: msgspec.Struct, fields: Iterable[OptionField]) -> None:
-    """Hold each option that does not have its default against the bounds of its entry.
+    """Check the bounds of all options that differ from their defaults.
 
     Raises:
-        RequestError: one is out of its bounds; names it.
+        RequestError: one is out of bounds; names it.
     """
     for field in fields:
         value = getattr(values, field.name)
@@ -148,10 +146,10 @@ def check_options(values: msgspec.Struct, fields: Iterable[OptionField]) -> None
 
 
 def check_option(field: OptionField, value: Any) -> None:
-    """Hold a value, not None, against the bounds of an option.
+    """Check a value, not None, against the bounds of an option.
 
     Raises:
-        RequestError: it is out of them; names the option.
+        RequestError: it is out of bounds; names the option.
     """
     option = field.option
     if field.is_list:
@@ -174,7 +172,7 @@ def check_option(field: OptionField, value: Any) -> None:
 def check_token_ids(name: str, token_ids: Iterable[int], vocab_size: int | None = None) -> None:
     """
     Raises:
-        RequestError: one is no token id, or not in a vocabulary of this size; names the option.
+        RequestError: one is not a token id, or not in a vocabulary of this size; names the option.
     """
     for token_id in token_ids:
         if token_id < 0 or token_id > MAX_TOKEN_ID:
@@ -200,7 +198,7 @@ def _check_count(field: OptionField, values: tuple[Any, ...]) -> None:
     limit = field.option.max_items
     if limit is not None and len(values) > limit:
         what = "strings" if field.kind is str else "tokens"
-        raise RequestError(f"{len(values)} {what} are too many; allowed: {limit}", field.name)
+        raise RequestError(f"{len(values)} {what}; allowed: {limit}", field.name)
 
 
 def _check_string(name: str, text: str) -> None:

@@ -1,4 +1,4 @@
-"""How tokens are chosen and when an output ends: the request options that concern sampling.
+"""Sampling parameters and stop conditions: the request options that concern sampling.
 
 The annotated fields of `SamplingParams` are one half of the table of request options (see
 `sampling.options`). A new option is a field here, and its effect in `torch_ops.sampling` or
@@ -35,27 +35,26 @@ MAX_DRY_BREAKERS = 32
 DRY_SEQUENCE_BREAKERS = ("\n", ":", '"', "*")
 MAX_LOGPROBS = 20
 MAX_BEAM_WIDTH = 16
-# Below this a softmax in float32 is a one-hot (or a division by zero): it means greedy.
+# Below this a softmax in float32 is one-hot (or divides by zero): treated as greedy.
 GREEDY_TEMPERATURE = 1e-5
 
 
 class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
-    """How the next token is chosen and when to stop. Order of the steps:
+    """Sampling parameters and stop conditions. Order of the steps:
 
     1. repetition, presence and frequency penalties
     2. logit_bias and DRY, which add to logits
     3. allowed_token_ids, bad words, no_repeat_ngram_size and min_tokens, which ban tokens
     4. temperature
-    5. top_n_sigma, top_k, typical_p, top_p, min_p, epsilon_cutoff, XTC: each filters what is left
-    6. draw
+    5. top_n_sigma, top_k, typical_p, top_p, min_p, epsilon_cutoff, XTC: each filters the rest
+    6. sampling
 
-    Penalties see the model's own logits, as everywhere: a bias that came first would be scaled by
-    repetition_penalty. What adds and what bans may go in any order among itself: sums are the same,
-    and a banned token stays banned. The filters stand in llama.cpp's order, which begins with those
-    that look at logits alone and ends with XTC, as that must see which tokens are good enough to be
-    dropped; temperature comes before them as in vLLM, Transformers and exllama, so that
-    probabilities are those that are drawn with. (top_n_sigma and top_k are the same before and
-    after it.) A log-probability that is reported is the model's own, before all of them.
+    Penalties apply to the raw logits, as in other engines: a bias before them would be scaled by
+    repetition_penalty. The order among additions and among bans does not matter. The filters are in
+    llama.cpp's order, which starts with those on logits and ends with XTC, as that depends on which
+    tokens are good enough to be dropped; temperature precedes them as in vLLM, Transformers and
+    exllama, so that they use the probabilities of sampling. (top_n_sigma and top_k are the same
+    before and after it.) Reported logprobs are the model's own, before all of these.
 
     Raises:
         RequestError: a value is out of its bounds, or contradicts another one; names it.
@@ -83,7 +82,7 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
     temperature: Annotated[
         float | None,
         Option(
-            "Logits are divided by it before the draw; 0 is greedy.",
+            "Logits are divided by it before sampling; 0 is greedy.",
             low=0.0,
             high=MAX_TEMPERATURE,
             default="1 with a `seed` or a filter (`top_k` above 1, `top_p`, `min_p`, `typical_p`, "
@@ -123,7 +122,7 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
     typical_p: Annotated[
         float,
         Option(
-            "Sample from the tokens whose surprise is closest to the entropy, as few as together "
+            "Sample from the tokens whose surprisal is closest to the entropy, as few as together "
             "have this probability (arXiv:2202.00666).",
             low=0.0,
             high=1.0,
@@ -358,7 +357,7 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
         self._check_beams()
 
     def check_vocabulary(self, vocab_size: int) -> None:
-        """Hold the token ids against a model's vocabulary.
+        """Check the token ids against a model's vocabulary.
 
         Raises:
             RequestError: one is not in it; names the field.
@@ -370,7 +369,7 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
 
     @property
     def effective_temperature(self) -> float:
-        """The temperature that is meant: 0.0 is greedy (see the option)."""
+        """The temperature with its default applied: 0.0 is greedy (see the option)."""
         if self.temperature is None:
             drawn = self.top_k > 1 or _CUTS.values(self) != _CUTS.defaults or self.seed is not None
             return 1.0 if drawn else 0.0
@@ -382,12 +381,12 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
 
     @property
     def has_filters(self) -> bool:
-        """Whether a draw is from less than the vocabulary."""
+        """Whether any filter applies."""
         return self.top_k > 0 or _CUTS.values(self) != _CUTS.defaults
 
     @property
     def has_rare_filters(self) -> bool:
-        """Whether filters beyond top_k, top_p and min_p cut."""
+        """Whether a filter other than top_k, top_p and min_p applies."""
         return _RARE_FILTERS.values(self) != _RARE_FILTERS.defaults
 
     @property
@@ -441,8 +440,8 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
                 if getattr(self, name) != _DEFAULTS[name]
             )
             raise RequestError(
-                f"asks for a draw, and beam_width {self.beam_width} for the likeliest outputs; "
-                "allowed: one of them, or temperature 0",
+                f"requests random sampling, which cannot be combined with beam_width "
+                f"{self.beam_width}; allowed: one of them, or temperature 0",
                 name,
             )
         for name in _WITHOUT_BEAMS:
@@ -452,8 +451,8 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
     def _check_without_beams(self, name: str, is_set: bool) -> None:
         if is_set:
             raise RequestError(
-                f"cannot be combined with beam_width {self.beam_width}: beams are compared by "
-                "the model's own probabilities; allowed with it: min_tokens, bad_words and "
+                f"cannot be combined with beam_width {self.beam_width}: beams are ranked by the "
+                "model's own probabilities; allowed with it: min_tokens, bad_words and "
                 "no_repeat_ngram_size",
                 name,
             )
@@ -466,12 +465,12 @@ _DEFAULTS: dict[str, Any] = {field.name: field.default for field in SAMPLING_OPT
 
 
 class _Group:
-    """Options that are read together; every step asks for them, so it takes one call.
+    """Options that are read together, in one call, as every step needs them.
 
     Attributes:
         names: at least two, so that `values` is a tuple.
-        values: of a SamplingParams.
-        defaults: with which none of them does anything.
+        values: getter of their values in a SamplingParams.
+        defaults: the values with which none of them has an effect.
     """
 
     def __init__(self, *stages: Stage) -> None:

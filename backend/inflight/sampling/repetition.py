@@ -1,8 +1,7 @@
-"""What would repeat what stands in a sequence already: of its tokens so far, which next ones.
+"""Finds the next tokens that would repeat earlier parts of a sequence: n-gram bans and DRY.
 
-Each class keeps an index that grows with the tokens that are committed, so that a step costs what
-it finds, not what the sequence is long. Drafted tokens (`tail`) are looked at on top of it and
-leave no trace.
+Each class keeps an incremental index of the committed tokens, so that a step costs what it finds,
+not the sequence's length. Draft tokens (`tail`) are evaluated on top and not added to the index.
 """
 
 from __future__ import annotations
@@ -14,17 +13,17 @@ import numpy as np
 import numpy.typing as npt
 
 MAX_DRY_PENALTY = 1e4
-"""More than any logit has: powers of long repetitions would leave the range of float32."""
+"""More than any logit: powers for long repetitions would overflow float32."""
 
 MAX_DRY_EXPONENT = 50
-"""A longer repetition counts as one that exceeds the allowed length by so many tokens."""
+"""Longer repetitions count as exceeding the allowed length by this many tokens."""
 
-_ROWS = 1024  # earlier occurrences that are looked at at a time
+_ROWS = 1024  # earlier occurrences compared at a time
 _NO_PLACES = array("i")
 
 
 class RepeatedNgrams:
-    """Which tokens would complete an n-gram that stands in the sequence already.
+    """Finds the tokens that would complete an n-gram that occurred before.
 
     Args:
         size: n, at least 2.
@@ -36,21 +35,21 @@ class RepeatedNgrams:
         self._seen = 0
 
     def fork(self) -> RepeatedNgrams:
-        """One for a sequence that may go on otherwise; it reads its tokens anew."""
+        """A fresh index for a sequence that may diverge; it indexes the tokens again."""
         return RepeatedNgrams(self._before + 1)
 
     def banned(self, token_ids: list[int], tail: Sequence[int] = ()) -> set[int]:
-        """The tokens that may not follow token_ids + tail.
+        """The tokens banned after token_ids + tail.
 
         Args:
-            token_ids: all of the sequence; those of the call before, and perhaps more.
-            tail: drafted tokens.
+            token_ids: all of the sequence; extends those of the previous call.
+            tail: draft tokens.
         """
         self._extend(token_ids)
         before, num_known = self._before, len(token_ids)
         if num_known + len(tail) < before:
             return set()
-        # What a drafted token is part of begins at most this far before the first of them.
+        # N-grams that include a draft token start at most this far before the first draft.
         recent = [*token_ids[max(0, num_known - before) :], *tail]
         gram = tuple(recent[len(recent) - before :])
         found = set(self._next.get(gram, ()))
@@ -68,17 +67,17 @@ class RepeatedNgrams:
 
 
 class DryPenalty:
-    """DRY: what each token loses that would continue a repetition (p-e-w, text-generation-webui
+    """DRY: penalises each token that would continue a repetition (p-e-w, text-generation-webui
     5677).
 
-    A token's repetition is the longest string, without breakers, that the sequence ends with and
-    that stood in it before with this token after it; the two may overlap.
+    A token's repetition is the longest suffix of the sequence, without breakers, that occurred
+    before followed by this token; the two occurrences may overlap.
 
     Args:
         multiplier, base, allowed_length: a repetition of n >= allowed_length tokens costs
             multiplier * base ** (n - allowed_length), MAX_DRY_PENALTY at most.
-        last_n: how many last tokens of the sequence count; -1 for all.
-        breakers: tokens that no repetition has in it, and that are not penalized.
+        last_n: number of last tokens considered; -1 for all.
+        breakers: tokens that end a repetition and are never penalised.
     """
 
     def __init__(
@@ -101,11 +100,11 @@ class DryPenalty:
         self._places: dict[tuple[int, ...], array[int]] = {}
 
     def penalties(self, token_ids: list[int], tail: Sequence[int] = ()) -> dict[int, float]:
-        """What to subtract from the logits of the tokens that may follow token_ids + tail.
+        """Penalties to subtract from the logits of the tokens after token_ids + tail.
 
         Args:
-            token_ids: all of the sequence; those of the call before, and perhaps more.
-            tail: drafted tokens.
+            token_ids: all of the sequence; extends those of the previous call.
+            tail: draft tokens.
         """
         self._extend(token_ids)
         known, end = self._seen, self._seen + len(tail)
@@ -128,7 +127,7 @@ class DryPenalty:
             for token_id, length in zip(tokens[some].tolist(), lengths.tolist(), strict=True):
                 if length > found.get(token_id, 0):
                     found[token_id] = length
-            if len(places):  # of tokens that cannot get longer repetitions, the rest is no matter
+            if len(places):  # drop further occurrences of tokens at the maximum length
                 saturated = [token_id for token_id, length in found.items() if length == longest]
                 places = places[~np.isin(tokens[places], saturated)]
         return {
@@ -144,7 +143,7 @@ class DryPenalty:
     def _occurrences(
         self, tokens: npt.NDArray[np.int32], known: int, start: int
     ) -> npt.NDArray[np.int32]:
-        """Where the last `allowed_length` tokens stood before: positions after them, ascending."""
+        """Positions after earlier occurrences of the last `allowed_length` tokens, ascending."""
         allowed, end = self._allowed, len(tokens)
         gram = tuple(tokens[end - allowed :].tolist())
         places = np.frombuffer(self._places.get(gram, _NO_PLACES), np.int32)
@@ -166,7 +165,7 @@ class DryPenalty:
         start: int,
         longest: int,
     ) -> npt.NDArray[np.int64]:
-        """For how many tokens, at most `longest`, the end stands before each place too."""
+        """Length of the match, at most `longest`, between the end and each earlier place."""
         back = np.arange(1, longest + 1)
         before = places[:, np.newaxis] - back
         same = tokens[np.maximum(before, 0)] == tokens[len(tokens) - back]
@@ -175,7 +174,7 @@ class DryPenalty:
         return lengths
 
     def _extend(self, token_ids: list[int]) -> None:
-        """Put tokens into the index that are new in it."""
+        """Add new tokens to the index."""
         known, end, allowed = self._seen, len(token_ids), self._allowed
         if end <= known:
             return

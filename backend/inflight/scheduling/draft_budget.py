@@ -1,9 +1,9 @@
-"""How many tokens to draft for each sequence: as many as pay, and none where they would not.
+"""Chooses the number of draft tokens per sequence that maximises tokens per second, possibly none.
 
-A step of n sequences that checks m drafts takes longer than one without, and yields as many tokens
-more as drafts are right. Whether that is faster depends on how often this sequence's drafts have
-been right and on how full the batch is: at a few rows a step costs what its weights cost to read,
-and drafts are nearly free; at hundreds each row costs.
+A step of n sequences that verifies m drafts takes longer than one without, and yields one token
+more per accepted draft. Whether that is faster depends on the sequence's acceptance rate and on the
+batch size: a step of a few rows is bound by reading the weights, so drafts are nearly free; at
+hundreds of rows every row costs.
 """
 
 from __future__ import annotations
@@ -17,30 +17,30 @@ from inflight.core.batch import Batch, StepOutput
 from inflight.core.request import AUTO_DRAFTS
 from inflight.core.sequence import Sequence, SequenceGroup
 
-# Of the estimate of how often a draft is right.
-_MEMORY = 0.9  # weight of what was seen a step ago
-_FADING = 0.98  # the same while nothing is drafted: so that it is tried again
-_PRIOR_WEIGHT = 2.0  # of the other sequences, in drafts
+# Estimate of the acceptance rate.
+_MEMORY = 0.9  # decay per step
+_FADING = 0.98  # decay while nothing is drafted, so that drafting is tried again
+_PRIOR_WEIGHT = 2.0  # of the other sequences' rate, in drafts
 _FIRST_GUESS = 0.5
 _SHARED_MEMORY = 0.98
-_SHARED_FADING = 0.999  # a step in which nobody drafts, though some might
+_SHARED_FADING = 0.999  # per step in which no sequence drafts, though some may
 
-# Less gain than this is not worth a change of what works.
+# Smaller gains do not justify drafting.
 _MIN_GAIN = 1.02
 
-# Plans of many sequences take host time, and change little from step to step.
+# Planning for many sequences costs host time and changes little from step to step.
 _MANY = 32
 _STEPS_BETWEEN = 8
 
 
 @dataclass(frozen=True, slots=True)
 class StepCosts:
-    """What a runner's steps take, measured when it starts.
+    """Step times of a runner, measured when it starts.
 
     Attributes:
-        tokens: of a step in which each sequence computes a few; ascending.
-        seconds: that such a step takes, without long contexts.
-        draft_seconds: that drafting one token for each sequence takes.
+        tokens: tokens of a verification step; ascending.
+        seconds: time of a step with that many tokens, with short contexts.
+        draft_seconds: time of drafting one token for every sequence.
     """
 
     tokens: tuple[int, ...]
@@ -49,7 +49,7 @@ class StepCosts:
 
 
 class _Acceptance:
-    """How often a sequence's drafts are right, from the latest ones above all."""
+    """A sequence's acceptance rate, as a decaying average."""
 
     __slots__ = ("rate", "right", "sequence", "tried")
 
@@ -72,8 +72,8 @@ class DraftBudget:
     Args:
         costs: of the runner.
         max_drafts: of a sequence in a step.
-        default: of requests that do not say: so many drafts, or AUTO_DRAFTS.
-        host_drafts: whether sequences that need the host (see `Sequence`) can have drafts.
+        default: number of drafts, or AUTO_DRAFTS, for requests that do not set it.
+        host_drafts: whether sequences that need committed tokens (see `Sequence`) can have drafts.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class DraftBudget:
         self._steps_since = 0
 
     def add(self, sequence: Sequence) -> None:
-        """A request came in: those that say how many drafts they want get them from now on."""
+        """Add a request; one with a fixed number of drafts gets it from now on."""
         wanted = sequence.request.speculation
         if wanted is None:
             wanted = self._default
@@ -101,18 +101,18 @@ class DraftBudget:
             sequence.num_drafts = min(wanted, self._max_drafts)
 
     def forget(self, group: SequenceGroup) -> None:
-        """A request has ended; idempotent."""
+        """Drop a finished request; idempotent."""
         self._acceptance.pop(group.request_id, None)
 
     def observe(self, batch: Batch, output: StepOutput) -> None:
-        """A step was committed: learn from it how good drafts are."""
+        """Update the acceptance rates from a committed step."""
         for index, chunk in enumerate(batch.chunks):
             acceptance = self._acceptance.get(chunk.sequence.request_id)
             if acceptance is None or chunk.is_stale or index in output.errors:
                 continue
             drafted = output.num_drafted.get(index, 0)
             right = len(output.token_ids[index]) - 1 if drafted else 0
-            # After the first that is wrong, nobody knows about the others.
+            # Drafts after the first rejected one tell nothing about the rate.
             tried = min(right + 1, drafted) if drafted else 0
             acceptance.observe(right, tried, self._shared_rate)
             for is_right in [True] * right + [False] * (tried - right):
@@ -120,7 +120,7 @@ class DraftBudget:
                 self._shared_rate = memory * self._shared_rate + (1.0 - memory) * is_right
 
     def plan(self, running: Collection[SequenceGroup]) -> None:
-        """Before a step is scheduled: choose the drafts that raise tokens per second most."""
+        """Set each sequence's number of drafts before a step is scheduled."""
         if not self._acceptance:
             return
         self._steps_since += 1
@@ -136,14 +136,14 @@ class DraftBudget:
         counts = self.best_counts([one.rate for one in ours], len(running))
         for one, count in zip(ours, counts, strict=True):
             one.sequence.num_drafts = count
-        if not any(counts):  # so that what was once found does not hold for ever
+        if not any(counts):  # drift back, so that drafting is tried again
             self._shared_rate += (1.0 - _SHARED_FADING) * (_FIRST_GUESS - self._shared_rate)
 
     def best_counts(self, rates: Iterable[float], num_running: int) -> list[int]:
-        """Drafts for sequences whose drafts are right at these rates.
+        """Numbers of drafts for sequences with these acceptance rates.
 
-        The j-th draft of a sequence counts if it and all before it are right: rate ** j. Drafts are
-        taken in the order of what they are worth, as long as tokens per second rise.
+        The j-th draft of a sequence is accepted with probability rate ** j. Drafts are added in
+        descending order of that probability, as long as tokens per second rise.
         """
         worth = np.array(list(rates))[:, np.newaxis] ** np.arange(1, self._max_drafts + 1)
         if not worth.size:
@@ -155,9 +155,7 @@ class DraftBudget:
         tokens = num_running + np.arange(len(gained))
         costs = self._costs
         seconds = np.interp(tokens, costs.tokens, costs.seconds)
-        beyond = (
-            tokens > costs.tokens[-1]
-        )  # in proportion, which is too much rather than too little
+        beyond = tokens > costs.tokens[-1]  # extrapolated in proportion, an upper bound
         seconds[beyond] = costs.seconds[-1] * tokens[beyond] / costs.tokens[-1]
         rate = (num_running + gained) / (seconds + passes * costs.draft_seconds)
         best = int(np.argmax(rate))

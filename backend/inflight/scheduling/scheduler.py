@@ -1,29 +1,29 @@
-"""Which tokens are computed next, and in which KV blocks they go.
+"""Plans steps: which tokens are computed next, and in which KV blocks.
 
-Continuous batching at the granularity of tokens (Orca, OSDI 2022) over a paged KV cache (vLLM,
-SOSP 2023), prompts cut into chunks that ride along with decode steps (Sarathi-Serve, OSDI 2024).
-The scheduler counts tokens and never looks at one. It knows no device and no text.
+Continuous batching at token granularity (Orca, OSDI 2022) over a paged KV cache (vLLM, SOSP 2023),
+with chunked prefill mixed into decode steps (Sarathi-Serve, OSDI 2024). The scheduler counts tokens
+and never reads their values; it knows neither devices nor text.
 
     add -> WAITING --schedule--> RUNNING --finish--> FINISHED
               ^  ^--preemption-----'  |
               '---resume--- SUSPENDED <--suspend
 
-Steps may be scheduled ahead: the next one while the tokens of the last ones are not known yet. As
-steps run in the order in which they are scheduled, a sequence counts as computed, and a block that
-it loses as free, from the moment of scheduling: who gets the block next writes to it later. The
-results come with `commit`. Those of a sequence that has lost its blocks meanwhile are dropped, told
-by its generation; they will be computed again. Only committed blocks get a name in the prefix
-cache, so no step in flight writes to a block that has one.
+Steps may be scheduled ahead, while the tokens of the previous ones are not known yet. As steps run
+in scheduling order, a chunk counts as computed, and a released block as free, from the moment of
+scheduling: the block's next owner writes to it in a later step. Results arrive with `commit`. Those
+of a sequence that has lost its blocks meanwhile, detected by its generation, are dropped and
+computed again. Only committed blocks are registered in the prefix cache, so no step in flight
+writes to a registered block.
 
-Why it cannot get stuck: every group that is added fits into the whole pool (`engine.admission`).
-Groups run in order of admission; when the pool is exhausted, the most recently admitted one is
-preempted, possibly the requester. So the first of the running groups always advances, or a commit
-is due that lets it; when it has finished, the next is the first.
+It is free of deadlocks: every group fits into the whole pool (`engine.admission`). Groups run in
+order of admission; when the pool is exhausted, the most recently admitted one is preempted,
+possibly the requester. So the first running group always advances, or a commit is due that allows
+it to; once it has finished, the next one is first.
 
-What is queued, run and preempted is a `SequenceGroup`: a sequence by itself, or the beams of a
-search. Beams choose their next tokens in one step: those that have lost their blocks are computed
-up to their last token first, and what they have in common once. Beams that diverge share their
-blocks, full or not; the first to write to a block that another one still reads writes to a copy.
+The unit of queueing, running and preemption is a `SequenceGroup`: a single sequence, or the beams
+of a search. Beams select their next tokens in one step: preempted ones are first recomputed up to
+their last token, their common prefix once. Beams that diverge share their blocks, full or not; the
+first one to write to a shared block writes to a copy (copy-on-write).
 """
 
 from __future__ import annotations
@@ -44,26 +44,26 @@ from inflight.kv.block_tables import BlockTables, Copy
 class Scheduler:
     """Plans steps and owns the KV blocks. One thread calls it.
 
-    Batches from `schedule` must be computed in their order and handed to `commit` in their order,
-    or their sequences must be finished: the copies of a batch are asked for once. How many may be
-    scheduled before the first of them is committed is the caller's choice.
+    Batches from `schedule` must be computed and committed in order, or their sequences must be
+    finished: the copies of a batch are requested only once. How many are scheduled ahead of the
+    first commit is the caller's choice.
 
     Args:
         num_blocks: KV blocks in the pool.
         block_size: tokens per block.
-        max_num_seqs: sequences that run at once.
-        max_num_batched_tokens: tokens in one step; no more sequences than that run at once.
-        max_prefill_chunk: tokens of one prompt in one step; None for the whole budget.
-        max_waiting: requests that may queue.
+        max_num_seqs: maximum running sequences.
+        max_num_batched_tokens: maximum tokens in a step; also limits the running sequences.
+        max_prefill_chunk: maximum tokens of one prompt in a step; None for the whole budget.
+        max_waiting: maximum queued requests.
         enable_prefix_caching: reuse blocks of equal prefixes.
-        max_draft_tokens: drafted tokens in one step; the first to be admitted get theirs.
-        max_rows: rows of logits in one step; None for any number. A prompt whose log-probabilities
-            are wanted takes one for each token, and never another one's: the first to be admitted
-            gets what is left, and each at least one.
+        max_draft_tokens: maximum draft tokens in a step, assigned in order of admission.
+        max_rows: maximum rows of logits in a step; None for no limit. A prompt with requested
+            logprobs takes one for each token, but never another sequence's: the remaining rows are
+            assigned in order of admission, at least one each.
 
     Attributes:
-        max_num_seqs: sequences that run at once, at most.
-        num_preemptions: how often a running sequence lost its blocks to an older one.
+        max_num_seqs: maximum running sequences.
+        num_preemptions: how often a running sequence was preempted.
         num_prompt_tokens: tokens in the prompts admitted so far.
         num_cached_tokens: those of them that came from the prefix cache.
     """
@@ -87,7 +87,7 @@ class Scheduler:
         self._pool = BlockPool(num_blocks, block_size)
         self._tables = BlockTables(self._pool, enable_prefix_caching)
         self._max_num_batched_tokens = max_num_batched_tokens
-        # Each running sequence may ask for a token in the same step.
+        # Every running sequence may need a token in the same step.
         self.max_num_seqs = min(max_num_seqs, max_num_batched_tokens)
         self._max_chunk = max_prefill_chunk or max_num_batched_tokens
         self._max_waiting = max_waiting
@@ -96,8 +96,8 @@ class Scheduler:
         self._waiting: OrderedDict[int, SequenceGroup] = OrderedDict()
         self._running: OrderedDict[int, SequenceGroup] = OrderedDict()  # in order of admission
         self._suspended: dict[int, SequenceGroup] = {}
-        self._num_batch_slots = 0  # taken by those that run
-        self._fork_ids = itertools.count(-2, -1)  # no request has such an id
+        self._num_batch_slots = 0  # of the running sequences
+        self._fork_ids = itertools.count(-2, -1)  # negative: no request has such an id
         self._admitted: set[int] = set()  # known requests that have run before
 
     @property
@@ -135,12 +135,12 @@ class Scheduler:
         self._waiting[group.request_id] = group
 
     def schedule(self) -> Batch:
-        """Plan one step: running sequences first, then new ones as long as there is room.
+        """Plan one step: running sequences first, then new ones while there is capacity.
 
-        Each running sequence that decodes gets its token and, as far as its limit and the pool
-        leave room, the drafts that it wants. Prompts share the rest of the budget:
-        in order of admission each takes half of what is left, so that a long one delays those
-        behind it but does not shut them out; what is left in the end goes to the last.
+        Each running sequence in decode gets one token and, as far as its limits and the pool allow,
+        its drafts. Prompts share the rest of the budget: in order of admission each takes half of
+        what is left, so that a long prompt delays later ones but does not starve them; the
+        remainder goes to the last.
         """
         chunks: list[Chunk] = []
         copies: list[Copy] = []
@@ -152,12 +152,12 @@ class Scheduler:
             lengths.append(self._prefill_share(sequence, budget))
             budget -= lengths[-1]
         cached: list[Copy] = []  # copies for those that are admitted
-        # Whoever was preempted just now heads the queue: nobody passes the head.
+        # A sequence preempted in this step is at the head of the queue, which is never overtaken.
         if self.num_preemptions == preempted:
             budget = self._admit_waiting(prefills, lengths, budget, cached)
-        # Only now: no block is both read and written by the copies of one step.
+        # Released last, so that no block is both source and target of this step's copies.
         self._pool.release([source for source, _ in cached])
-        # A row of logits for each of all these, and the rest for scores.
+        # One row of logits for each of these; the rest is for prompt logprobs.
         rows = max(0, self._max_rows - len(chunks) - num_drafted - len(prefills))
         self._distribute_rest(prefills, lengths, budget, rows)
         for sequence, length in zip(prefills, lengths, strict=True):
@@ -169,11 +169,11 @@ class Scheduler:
         """Plan the running sequences that decode.
 
         Returns:
-            Those that have prompts to compute, and the number of drafts planned.
+            The sequences that still have prompt to compute, and the number of drafts planned.
         """
         prefills: list[Sequence] = []
         size = self._pool.block_size
-        # Every running sequence has its token first.
+        # Every running sequence's own token takes precedence.
         drafts_left = min(
             self._max_draft_tokens, self._max_num_batched_tokens - self._num_batch_slots
         )
@@ -181,11 +181,11 @@ class Scheduler:
         running = Status.RUNNING
         for group in list(self._running.values()):
             if group.status is not running:
-                continue  # an older one has taken its blocks in this very loop
+                continue  # preempted earlier in this loop
             if not isinstance(group, Sequence):
                 prefills += self._plan_beams(group, chunks, copies)
                 continue
-            sequence = group  # most groups, and what follows is the host's share of a decode step
+            sequence = group  # most groups; the rest is the host's time of a decode step
             start, num_in_flight = sequence.num_computed, sequence.num_in_flight
             num_tokens = len(sequence.token_ids) + num_in_flight
             if num_tokens - start > 1:
@@ -193,7 +193,7 @@ class Scheduler:
             elif num_in_flight and (
                 sequence.needs_committed_tokens or num_tokens >= sequence.max_length
             ):
-                continue  # waits for its commit
+                continue  # must be committed first
             elif start < len(sequence.blocks) * size or self._grow(sequence):
                 drafts = 0
                 if sequence.num_drafts:
@@ -212,10 +212,9 @@ class Scheduler:
         budget: int,
         copies: list[Copy],
     ) -> int:
-        """Admit from the head of the queue for as long as there is room; the budget that is left.
+        """Admit from the head of the queue while there is capacity; returns the remaining budget.
 
-        Of each who is admitted, what is to be computed first goes to `prefills`, with its share of
-        the budget.
+        An admitted request's first chunk is appended to `prefills`, with its budget.
         """
         while self._waiting and budget:
             group = next(iter(self._waiting.values()))
@@ -235,8 +234,8 @@ class Scheduler:
     def _distribute_rest(
         self, prefills: list[Sequence], lengths: list[int], budget: int, rows: int
     ) -> None:
-        """Give out what is left of the budget, from the last prompt on; and take back first what
-        prompts that are scored have no rows of logits for."""
+        """Distribute the remaining budget from the last prompt on, after taking back what prompts
+        with requested logprobs have no rows of logits for."""
         limits = [self._max_chunk] * len(prefills)
         for index, sequence in enumerate(prefills):
             before = _num_before_scores(sequence)
@@ -252,19 +251,19 @@ class Scheduler:
             budget -= min(wanted, budget)
 
     def commit(self, batch: Batch, output: StepOutput) -> list[Committed]:
-        """Take over what a step computed.
+        """Apply the results of a step.
 
-        A sequence that has lost its blocks since `schedule` (it was finished, suspended, preempted)
-        is passed over, even if it runs again. So is one in `output.errors`: whoever sees the error
-        finishes it before the next `schedule`. A beam gets no token here, but the candidates for
-        it; `branch` says which beams go on with which.
+        A sequence that has lost its blocks since `schedule` (finished, suspended, preempted) is
+        skipped, even if it runs again. So is one in `output.errors`: the caller finishes it before
+        the next `schedule`. A beam gets candidates instead of tokens; `branch` selects its
+        continuations.
 
         Returns:
-            What there is for each sequence that got tokens, candidates or prompt_candidates, in
-            batch order.
+            The results of each sequence with tokens, candidates or prompt_candidates, in batch
+            order.
 
         Raises:
-            EngineError: the runner chose no token for a sequence, or more than it was asked for.
+            EngineError: the runner returned no token for a sequence, or more than requested.
         """
         committed: list[Committed] = []
         size = self._pool.block_size
@@ -286,7 +285,7 @@ class Scheduler:
                     token_ids, logprobs = [], []
                 elif chunk.num_drafts or len(token_ids) != 1:
                     num_rejected = self._settle_drafts(sequence, chunk, len(token_ids))
-                    # What was known, and the accepted drafts, stands in the pool.
+                    # The KV of the known tokens and the accepted drafts is in the pool.
                     end += len(token_ids) - 1
                     length -= num_rejected
                     sequence.num_drafted += output.num_drafted.get(index, 0)
@@ -309,21 +308,21 @@ class Scheduler:
     def branch(
         self, former: Iterable[Sequence], continuations: Iterable[tuple[Sequence, int, float]]
     ) -> list[Sequence]:
-        """Say how a beam search goes on whose beams have all been committed.
+        """Replace the beams of a search, all of them committed, by their continuations.
 
         Args:
             former: its beams.
-            continuations: a beam, the token that follows it, and the token's log-probability. One
-                may go on several times; those that do not go on end.
+            continuations: (beam, next token, its logprob) each. A beam may be continued several
+                times; the others end.
 
         Returns:
-            The beams from now on, in the order of the continuations.
+            The new beams, in the order of the continuations.
         """
         taken: set[Sequence] = set()
         continuations = list(continuations)
         beams = []
         for beam, _, _ in continuations:
-            if beam in taken:  # it is as it was before its own token follows
+            if beam in taken:  # a further continuation: fork before its token is appended
                 beam = beam.fork(next(self._fork_ids))
                 self._pool.share(beam.blocks)
             taken.add(beam)
@@ -360,7 +359,7 @@ class Scheduler:
             self._requeue(group)
 
     def _prefill_share(self, sequence: Sequence, budget: int) -> int:
-        """Tokens of a prompt in the first round: half the budget, but no crumbs."""
+        """Tokens of a prompt in the first round: half the budget, at least a block."""
         half = max((budget + 1) // 2, self._pool.block_size)
         return min(half, budget, self._max_chunk, _num_to_prefill(sequence))
 
@@ -376,15 +375,15 @@ class Scheduler:
     def _plan_beams(
         self, group: SequenceGroup, chunks: list[Chunk], copies: list[Copy]
     ) -> list[Sequence]:
-        """Plan a search's step: the next token of all its beams, if they are ready for it.
+        """Plan a search's step: the next token of all its beams, if all are computed so far.
 
         Returns:
-            The beams that are to be computed first, of which a part will do.
+            The beams that still have tokens to compute first.
         """
         beams = group.members
         late = [beam for beam in beams if beam.num_uncomputed > 1]
         if late:
-            # What a beam shares was computed in an earlier step than whatever it computes itself.
+            # A beam's shared blocks must be computed in an earlier step than its own.
             done = itertools.accumulate((beam.num_computed for beam in beams), min)
             return [
                 beam
@@ -400,7 +399,7 @@ class Scheduler:
         return []
 
     def _grow_beams(self, group: SequenceGroup, copies: list[Copy]) -> bool:
-        """Give each beam a place of its own for its next token; False if they had to yield.
+        """Give each beam its own block for its next token; False if the group was preempted.
 
         All of them or none: no copy of this step is for a group that loses its blocks in it.
         """
@@ -411,14 +410,14 @@ class Scheduler:
         return True
 
     def _settle_drafts(self, sequence: Sequence, chunk: Chunk, num_chosen: int) -> int:
-        """Take back what was counted for drafts as if all were accepted; how many were not.
+        """Undo the counts of rejected drafts, which were counted as accepted; returns their number.
 
         Raises:
-            EngineError: the runner chose no token, or more than it was asked for.
+            EngineError: the runner returned no token, or more than requested.
         """
         if not 1 <= num_chosen <= 1 + chunk.num_drafts:
             raise EngineError(
-                f"the runner chose {num_chosen} tokens for request {sequence.request_id}; "
+                f"the runner returned {num_chosen} tokens for request {sequence.request_id}; "
                 f"allowed: 1 to {1 + chunk.num_drafts}"
             )
         num_accepted = num_chosen - 1
@@ -429,8 +428,7 @@ class Scheduler:
         return num_rejected
 
     def _grow(self, sequence: Sequence) -> bool:
-        """Give a decoding sequence the next block, as its last one is full; False if it had to
-        yield."""
+        """Append a block to a decoding sequence whose last one is full; False if preempted."""
         if not self._free_blocks(1, sequence):
             return False
         self._tables.append(sequence)
@@ -447,11 +445,11 @@ class Scheduler:
         return True
 
     def _num_drafts_that_fit(self, sequence: Sequence, budget: int) -> int:
-        """How many drafts fit into a step of a decoding sequence, behind its token."""
-        # Up to min_tokens the host says what may not be chosen, and must know where a step stands.
+        """How many drafts fit into a step of a decoding sequence, after its token."""
+        # Before min_tokens the host bans EOS tokens, so it must know a step's exact position.
         if sequence.num_tokens - sequence.num_prompt_tokens < sequence.request.params.min_tokens:
             return 0
-        # With all of them right, and the token after them, it is as long as it may get.
+        # With all drafts accepted, and the token after them, it reaches max_length.
         room = sequence.max_length - sequence.num_tokens - 1
         return self._tables.reserve_for_drafts(
             sequence, max(0, min(sequence.num_drafts, budget, room))
@@ -475,9 +473,9 @@ class Scheduler:
             self.num_prompt_tokens += group.num_prompt_tokens
 
     def _remove(self, group: SequenceGroup) -> None:
-        """Take a group out of where it is, with nothing in the KV cache: the one release point.
+        """Remove a group from queue or batch and release its blocks, the only way to do so.
 
-        Its tokens stay: should it run again, they are computed like a prompt.
+        It keeps its tokens: if it runs again, they are computed like a prompt.
         """
         if self._running.pop(group.request_id, None) is not None:
             self._tables.free(group)
@@ -492,11 +490,11 @@ class Scheduler:
 
 
 def _num_before_scores(sequence: Sequence) -> int | None:
-    """Tokens to be computed before the first of which the next one's log-probability is wanted:
-    those that were scored before the sequence lost its blocks. All after them have a row of logits.
+    """Tokens to compute before the first one that needs a row of logits for prompt logprobs: those
+    scored before a preemption.
 
     Returns:
-        None where nothing is to be scored (any more).
+        None if nothing is left to score.
     """
     if sequence.num_scored >= sequence.num_prompt_tokens:
         return None
@@ -504,7 +502,7 @@ def _num_before_scores(sequence: Sequence) -> int | None:
 
 
 def _num_to_prefill(sequence: Sequence) -> int:
-    """Tokens that it may compute by itself: one of several beams leaves its last to their step."""
+    """Tokens to prefill; one of several beams leaves its last token to the search's step."""
     num_tokens = sequence.num_uncomputed
     if sequence.beam_of is not None and len(sequence.beam_of.members) > 1:
         num_tokens -= 1

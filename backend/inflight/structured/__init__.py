@@ -1,16 +1,16 @@
-"""Structured output: what a text must match, and which tokens may come next for it to do so.
+"""Structured output: constrains an output's text, by masks of the tokens allowed next.
 
-    guide       what a client asks for, checked as far as that needs no compiler
+    guide       the client's constraint, validated as far as possible without a compiler
     schema      the checks of a JSON schema
     vocabulary  a model's tokens as the bytes that they add to a text
-    grammar     what llguidance makes of a guide: the state of one sequence begins as a copy of it
-    sandbox     a child process in which a guide is tried before anything else sees it
-    compiler    guides in, grammars out, never in the way of the engine's thread
-    cache       what was compiled lately
-    matcher     where one sequence stands in its grammar
-    masks       the tokens that a whole batch may take next
+    grammar     a guide compiled by llguidance: each sequence starts with a copy of it
+    sandbox     a child process that test-compiles a guide under limits
+    compiler    guides in, grammars out, without blocking the engine's thread
+    cache       recently compiled grammars
+    matcher     the grammar state of one sequence
+    masks       the tokens allowed next, for a whole batch
 
-It knows neither scheduler nor runner. llguidance (https://github.com/guidance-ai/llguidance) does
+Independent of scheduler and runner. llguidance (https://github.com/guidance-ai/llguidance) does
 the matching: an Earley parser over a lexer of regular-expression derivatives, walked along a trie
 of the vocabulary, so nothing is precomputed per grammar and a mask costs microseconds.
 """

@@ -1,4 +1,4 @@
-"""From a tokenizer of ours to the vocabulary that grammars are matched with.
+"""Converts a tokenizer to the vocabulary that grammars are matched with.
 
 The bytes of a token are those that `text.detokenize` writes the output with: what a grammar accepts
 is, byte for byte, what the client gets, whatever family the tokenizer is of.
@@ -12,8 +12,8 @@ from inflight.structured.vocabulary import Encode, Vocabulary
 from inflight.text.detokenize import Detokenizer
 from inflight.text.tokenizer import Tokenizer
 
-# Not in any text: in front of it, a SentencePiece tokenizer puts the space that it puts in front
-# of every text, so what follows is encoded as it stands.
+# Occurs in no text: a SentencePiece tokenizer inserts its leading space before it, so what follows
+# is encoded as it is.
 _MARK = "\x02"
 
 
@@ -23,7 +23,7 @@ def vocabulary(tokenizer: Tokenizer, vocab_size: int, end_ids: Iterable[int]) ->
     Args:
         tokenizer: the model's.
         vocab_size: of the model's logits.
-        end_ids: every token that ends an output of this model; ids that it has not are left out.
+        end_ids: every token that ends an output; ids outside the vocabulary are dropped.
 
     Raises:
         ConfigError: the tokenizer's decoder is of an unknown kind.
@@ -38,10 +38,10 @@ def vocabulary(tokenizer: Tokenizer, vocab_size: int, end_ids: Iterable[int]) ->
 
 
 def encoder(tokenizer: Tokenizer, vocabulary: Vocabulary) -> Encode:
-    """A function text -> ids: the tokenizer's of a text that stands within a text.
+    """A function text -> ids, as the tokenizer encodes a text inside a longer one.
 
-    They are checked, since the library takes wrong ones for a broken grammar, and special tokens
-    that are spelled out in a text are wrong ones. Where they do not fit, it returns [].
+    The ids are checked, since the library would take wrong ones (such as special tokens spelled out
+    in the text) for a broken grammar; if they do not spell the text, it returns [].
     """
     special = frozenset(vocabulary.special_ids)
     tokens = vocabulary.tokens

@@ -1,4 +1,4 @@
-"""What was used lately, as far as it fits: least recently used goes first."""
+"""An LRU cache bounded by size."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class BoundedCache(Generic[K, V]):
 
     Attributes:
         max_bytes: the bound.
-        num_bytes: sum of the sizes that `put` was told.
+        num_bytes: sum of the sizes passed to `put`.
     """
 
     def __init__(self, max_bytes: int) -> None:
@@ -33,9 +33,9 @@ class BoundedCache(Generic[K, V]):
         return entry[0]
 
     def put(self, key: K, value: V, num_bytes: int) -> None:
-        """Keep a value, for as long as nothing newer needs its room.
+        """Insert a value, evicting the least recently used ones.
 
-        One that is larger than the whole cache is not kept.
+        A value larger than the whole cache is not kept.
         """
         self.discard(key)
         if num_bytes > self.max_bytes:

@@ -1,22 +1,21 @@
-"""Guides in, grammars out, without ever holding up the thread that asks.
+"""Guides in, grammars out, without blocking the calling thread.
 
-A guide is a stranger's program. It is tried in the `sandbox`, a process with limits of time and
-memory, and only what passed there is compiled here, by a thread that does nothing else and holds
-no interpreter lock meanwhile.
+A guide is untrusted input. It is test-compiled in the `sandbox`, a process with time and memory
+limits, and only what passed is compiled here, by a dedicated thread that does not hold the GIL.
 
-Nothing compiled crosses the border: the library cannot write its state down, and unpickling what a
-process that may have been taken over sends is how engines get taken over. What crosses is a
-verdict: text to compile, a refusal, and four numbers. So the work is done twice. That is sound:
+Nothing compiled crosses the border: the library cannot serialise its state, and unpickling data
+from a process that may be compromised would compromise the engine. Only a verdict crosses: text to
+compile, a refusal, and four numbers. So every guide is compiled twice. That is sound:
 
-- The library is deterministic and both sides compile the same text (the sandbox sends back what it
-  compiled), over the same vocabulary, under the same limits. What took t seconds and b bytes there
-  takes as much here, but for what else the machine does: less than the time limit, on a thread
-  that nobody waits for, and less than the memory limit, one grammar at a time.
-- What stays in memory was measured there and is bounded (`MAX_GRAMMAR_BYTES`); the cache counts it.
-- The stack is smaller there than that of any thread here.
-- What compiles fast may still be slow to use, since automata are built as they are used. The
-  sandbox walks through it, which finds the gross cases; the library's limits on each step and on
-  the lexer bound the rest and fail the one request (`grammar`, `matcher`).
+- The library is deterministic and both sides compile the same text (the sandbox returns what it
+  compiled), over the same vocabulary, under the same limits. So time and memory are about the same
+  here: below the time limit, on a thread that nobody waits for, and below the memory limit, one
+  grammar at a time.
+- Retained memory was measured there and is bounded (`MAX_GRAMMAR_BYTES`); the cache counts it.
+- The stack there is smaller than any thread's here.
+- What compiles fast may still be slow to use, since automata are built lazily. The sandbox walks
+  through it, which finds the gross cases; the library's limits per step and on the lexer bound the
+  rest and fail only the one request (`grammar`, `matcher`).
 """
 
 from __future__ import annotations
@@ -41,23 +40,23 @@ logger = logging.getLogger(__name__)
 
 CACHE_BYTES = 256 << 20
 MAX_WAITING = 256
-"""Guides that may wait to be compiled; the slowest takes a second."""
+"""Guides in the queue; the slowest takes a second."""
 
-# What a grammar holds beside what is measured: objects, and pages that were not fresh.
+# Memory of a grammar beyond what is measured: objects, and reused pages.
 _OVERHEAD_BYTES = 64 << 10
-# A refusal may be due to a machine that was busy for a moment: it is not for ever.
+# A refusal may be due to a briefly overloaded machine, so it expires.
 _REFUSAL_S = 60.0
 
 _Outcome = Grammar | InflightError
 
 
 class Ticket:
-    """One request's claim on a grammar.
+    """One request's pending grammar.
 
     Attributes:
         constraint: what is compiled.
-        grammar: the result, or None while it is not there.
-        error: why there is none: RequestError if the guide is at fault, else EngineError.
+        grammar: the result; None until it is compiled.
+        error: why it failed: RequestError if the guide is at fault, else EngineError.
     """
 
     __slots__ = ("constraint", "error", "grammar")
@@ -79,17 +78,17 @@ class Ticket:
 
 
 class _Job:
-    """A guide that is being compiled, and who waits for it."""
+    """A guide being compiled, and the tickets waiting for it."""
 
     def __init__(self, key: bytes, constraint: StructuredOutput) -> None:
         self.key = key
         self.constraint = constraint
         self.tickets: list[Ticket] = []
-        self.abandoned = False  # by all of them; read by the thread
+        self.abandoned = False  # by all tickets; read by the compiler's thread
 
 
 class Compiler:
-    """Compiles guides on a thread of its own; one thread, the engine's, calls its methods.
+    """Compiles guides on its own thread; its methods are called by one thread, the engine's.
 
     Args:
         vocabulary: of the model.
@@ -148,10 +147,10 @@ class Compiler:
             self._thread.start()
 
     def submit(self, constraint: StructuredOutput) -> Ticket:
-        """Ask for a grammar. Never waits.
+        """Request a grammar; never blocks.
 
         Returns:
-            A ticket that is done already, if the guide is known; else `poll` returns it when it is.
+            A ticket, done already if the guide is cached; otherwise `poll` returns it once done.
 
         Raises:
             CapacityError: too many guides are waiting.
@@ -178,7 +177,7 @@ class Compiler:
         return ticket
 
     def cancel(self, ticket: Ticket) -> None:
-        """The request is gone: `poll` will not return this ticket."""
+        """Drop a ticket: `poll` will not return it."""
         for job in self._jobs.values():
             if ticket in job.tickets:
                 job.tickets.remove(ticket)
@@ -188,7 +187,7 @@ class Compiler:
                 return
 
     def poll(self) -> list[Ticket]:
-        """The tickets that got done since the last call."""
+        """The tickets completed since the last call."""
         done: list[Ticket] = []
         while not self._outbox.empty():
             job, outcome = self._outbox.get()
@@ -201,7 +200,7 @@ class Compiler:
         return done
 
     def close(self) -> None:
-        """End thread and child; tickets that are not done stay so."""
+        """Stop thread and child; unfinished tickets never complete."""
         self._closed = True
         self._inbox.put(None)
         self._sandbox.kill()  # the thread may wait for it
@@ -221,7 +220,7 @@ class Compiler:
         try:
             tokenizer = self._vocabulary.llguidance_tokenizer(self._encode)
             self._sandbox.start()
-        except Exception:  # the first guide meets it again, and its request is told
+        except Exception:  # raised again with the first guide, and reported to its request
             logger.exception("grammars cannot be compiled")
         while (job := self._inbox.get()) is not None:
             if job.abandoned:
@@ -233,7 +232,7 @@ class Compiler:
                 outcome = self._compile(tokenizer, job.constraint)
             except InflightError as error:
                 outcome = error
-            except BaseException as error:  # a panic in Rust is one; this thread must go on
+            except BaseException as error:  # includes Rust panics; this thread must survive
                 logger.error("a grammar broke the compiler: %s", type(error).__name__)
                 outcome = EngineError("the grammar crashed the compiler; see the engine's log")
             self._outbox.put((job, outcome))
@@ -259,6 +258,6 @@ class Compiler:
             except SandboxLost:
                 if self._closed:
                     raise EngineError("the engine is stopping") from None
-                # Guides are survived by design, so something else ended it: once more.
+                # It survives any guide by design, so something else killed it: retry once.
                 logger.warning("the grammar compiler process died; restarting it")
         raise EngineError("the grammar compiler process died twice; retry later")

@@ -1,8 +1,8 @@
-"""What llguidance makes of a guide, and the limits it keeps to while a request runs.
+"""Guides compiled by llguidance, and its limits while a request runs.
 
-Two steps, because they belong to two processes. `source` rewrites a guide as a grammar of the
-library's: Python code of ours and of the library's on a stranger's text, so it runs in the sandbox
-only. `Grammar` compiles that source, which the sandbox has done before.
+Two steps, for two processes. `source` rewrites a guide as a grammar of the library: Python code on
+untrusted text, so it runs only in the sandbox. `Grammar` compiles that source, which the sandbox
+has compiled before.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from inflight.errors import EngineError
 
 MAX_SOURCE_BYTES = 1 << 20
 
-# The library's own, tightened to what a step of a batch can bear and a process can hold. A lexer
-# state takes 1-2 kB, and copies of a grammar share a lexer, so a grammar stays below some 40 MB;
-# `matcher` starts a lexer anew when it is full.
+# The library's limits, tightened to the time of a step and the memory of a process. A lexer state
+# takes 1-2 kB, and copies of a grammar share a lexer, so a grammar stays below some 40 MB;
+# `matcher` starts a new lexer when it is full.
 _LIMITS = llguidance.LLParserLimits(
     max_items_in_row=2_000,
     initial_lexer_fuel=1_000_000,  # about 20 ms
@@ -38,10 +38,10 @@ class Grammar:
 
     Attributes:
         source: what was compiled.
-        compile_s: seconds it took in the sandbox.
-        num_bytes: memory that it holds, as measured there.
-        is_json: whether white space is only a matter of looks in it, mostly.
-        generation: how often it took a new lexer.
+        compile_s: compile time in the sandbox, in seconds.
+        num_bytes: memory that it retains, as measured there.
+        is_json: whether white space is insignificant in it, mostly.
+        generation: number of times the lexer was renewed.
     """
 
     def __init__(
@@ -53,10 +53,10 @@ class Grammar:
         num_bytes: int = 0,
         is_json: bool = False,
     ) -> None:
-        """Compile. Let the sandbox do it first: this costs what the source costs.
+        """Compile; only after the sandbox did, since the cost depends on the source.
 
         Raises:
-            EngineError: the library refuses the source.
+            EngineError: the library rejects the source.
         """
         self.source = source
         self.compile_s = compile_s
@@ -67,11 +67,11 @@ class Grammar:
         self._template = self._compile()
 
     def start(self) -> llguidance.LLMatcher:
-        """The state before the first token. Shares the lexer, which learns, with all others."""
+        """The state before the first token; shares the lazily built lexer with all others."""
         return self._template.deep_copy()
 
     def renew(self) -> None:
-        """Take a new lexer, for states that start from now on; older ones keep theirs."""
+        """Start a new lexer for states started from now on; older states keep theirs."""
         self._template = self._compile()
         self.generation += 1
 
@@ -83,15 +83,15 @@ class Grammar:
 
 
 def compile_source(tokenizer: llguidance.LLTokenizer, source: str) -> llguidance.LLMatcher:
-    """The library's state machine of a source; `is_error` says whether it is one."""
+    """The library's matcher for a source; check its `is_error`."""
     return llguidance.LLMatcher(tokenizer, source, log_level=0, limits=_LIMITS)
 
 
 def source(constraint: StructuredOutput) -> str:
-    """A guide in the library's terms.
+    """A guide as a grammar of the library.
 
     Raises:
-        ValueError: it is not what its kind says.
+        ValueError: the guide is not valid for its kind.
     """
     match constraint.kind:
         case "json":
@@ -102,7 +102,7 @@ def source(constraint: StructuredOutput) -> str:
         case "regex":
             return llguidance.LLMatcher.grammar_from_regex(_unanchored(constraint.guide))
         case "choice":
-            # One expression, one lexeme: as alternatives of a grammar they would be many.
+            # One expression is a single lexeme; alternatives of a grammar would be many.
             return llguidance.LLMatcher.grammar_from_regex(
                 "|".join(_literal(text) for text in constraint.choices())
             )
@@ -111,21 +111,21 @@ def source(constraint: StructuredOutput) -> str:
 
 
 def first_line(error: str) -> str:
-    """What the library says of an error, without the grammar and the state that it quotes."""
+    """The library's error message, without the grammar and the state that it quotes."""
     found = re.search(r"^error: (.*)$", error, re.MULTILINE)
     text = found.group(1) if found else error.split("\n", 1)[0]
     return text if len(text) <= 300 else f"{text[:297]}..."
 
 
 def _json_source(schema: dict[str, object]) -> str:
-    # White space is free between the parts: `masks` keeps it from going on for ever.
+    # White space between the parts is unlimited here; `masks` bounds it.
     return llguidance.LLMatcher.grammar_from_json_schema(json.dumps(schema, ensure_ascii=False))
 
 
 def _unanchored(expression: str) -> str:
-    """Without ^ and $ around it: the whole output has to match anyway, and the library knows none.
+    """Strip ^ and $: the whole output has to match anyway, and the library has no anchors.
 
-    In `^a|b$` each belongs to one branch only, which comes to the same.
+    In `^a|b$` each belongs to one branch only, which makes no difference here.
     """
     if expression.startswith("^"):
         expression = expression[1:]
@@ -151,7 +151,7 @@ _ESCAPE = re.compile(r"#[^\n]*|\\(?:u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8})|.)", re.
 
 
 def _lark(text: str) -> str:
-    """A grammar in Lark's syntax, from there or from GBNF.
+    """A grammar in Lark's syntax, given in Lark's or GBNF's.
 
     Raises:
         ValueError: it is in neither.
@@ -181,14 +181,14 @@ def _lark(text: str) -> str:
 
 
 class Verdict(msgspec.Struct, frozen=True, tag="verdict"):
-    """What the sandbox found out about a guide.
+    """The sandbox's result for a guide.
 
     Attributes:
-        source: what to compile; None if it is refused.
-        refusal: why, in one sentence.
-        compile_s: seconds of the compilation.
-        step_s: the slowest step of the walks that tried it.
-        num_bytes: memory that it held afterwards.
+        source: what to compile; None if rejected.
+        refusal: the reason, in one sentence.
+        compile_s: compile time in seconds.
+        step_s: the slowest step of the test walks, in seconds.
+        num_bytes: memory retained afterwards.
     """
 
     source: str | None = None

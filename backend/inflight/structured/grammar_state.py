@@ -15,7 +15,7 @@ from inflight.structured.matcher import Matcher
 
 @dataclass(frozen=True, slots=True)
 class GrammarState:
-    """Where a sequence stands, and what writes its masks (see `core.output_grammar`).
+    """State of a sequence in its grammar (see `core.output_grammar`), and the writer of its masks.
 
     Attributes:
         matcher: its own.

@@ -1,4 +1,4 @@
-"""The tokens that a batch may take next, as bits: one row for each sequence and position."""
+"""Masks of the tokens allowed next in a batch, as bits: one row per sequence and position."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from inflight.structured.vocabulary import Vocabulary
 Rows = NDArray[np.int32]
 
 MAX_WHITESPACE_BYTES = 64
-"""White space on end in JSON, where any amount is allowed: some models never come back from it.
-Bounding it in the grammar would cost three times as much: each count is a state of its own."""
+"""Consecutive white space in JSON, where the grammar allows any amount and some models never stop.
+Bounding it in the grammar would cost three times as much: each count is a separate state."""
 
 MAX_MASK_S = 0.02
-"""Processor time of one mask. A grammar that takes more, after all that its sandbox and the
-library's limits let pass, fails: the others in its batch would wait for it at every step."""
+"""CPU time of one mask. A grammar that takes more, despite the sandbox and the library's limits,
+fails: the rest of the batch would wait for it at every step."""
 
 
 class MaskFiller:
-    """Fills masks one after the other, on the thread that asks for them.
+    """Fills masks one after the other, on the calling thread.
 
-    A mask takes some 10 us, and copies of a grammar wait for each other's lexer: threads cost more
-    than they bring, for 256 sequences too. The library lets go of the interpreter's lock for each
-    mask, so that another thread of the caller's gets on meanwhile.
+    A mask takes some 10 us, and copies of a grammar contend for one lexer: threads do not pay off,
+    even for 256 sequences. The library releases the GIL for each mask, so that other threads
+    proceed meanwhile.
 
     Args:
         vocabulary: of the model.
@@ -39,14 +39,14 @@ class MaskFiller:
     """
 
     def __init__(self, vocabulary: Vocabulary) -> None:
-        self._is_slow = False  # whether some mask was: then the next batch looks for the reason
+        self._is_slow = False  # a mask was slow: the next batch finds out which one
         self.num_words = vocabulary.num_words
         self._stop_id = vocabulary.stop_id
         self._model_ends = vocabulary.end_ids
         bits = np.ones(self.num_words * 32, np.uint8)
         bits[list(vocabulary.whitespace)] = 0
         self._non_whitespace = np.packbits(bits, bitorder="little").view(np.int32)
-        # Ids that the model has beyond its tokenizer's: a grammar can name them by number.
+        # The model's padding ids beyond the tokenizer's: a grammar can name them by number.
         bits = np.ones(self.num_words * 32, np.uint8)
         bits[: vocabulary.num_used] = 0
         self._first_padded = vocabulary.num_used // 32
@@ -58,24 +58,23 @@ class MaskFiller:
         out: Rows,
         drafts: Sequence[Sequence[int]] | None = None,
     ) -> dict[int, EngineError]:
-        """Write which tokens may come next.
+        """Fill the masks of the tokens allowed next.
 
         Args:
-            matchers: no one twice.
+            matchers: each at most once.
             out: [rows, ceil(vocab_size / 32)] int32, C-contiguous; bit i % 32 of word i // 32 says
                 whether token i is allowed. Without drafts, row r is that of matcher r.
-            drafts: for each matcher, tokens that may turn out to come next. It then has
-                1 + len(draft) rows, one after the other, behind those of the matchers before it:
-                the first as without a draft, each further one for when the draft is right so far.
-                Rows behind a draft token that does not fit, or that ends the output, allow all:
-                what is drawn there cannot count.
+            drafts: draft tokens for each matcher. It then has 1 + len(draft) consecutive rows,
+                after those of the previous matchers: the first as without drafts, each further one
+                after one more accepted draft. Rows after a draft that does not match, or that ends
+                the output, allow all tokens: they cannot be accepted.
 
         Returns:
-            For each matcher that failed its index and the reason. Its rows allow all tokens, so
-            that a sampler finds what it needs.
+            Index and error of each matcher that failed. Its rows allow all tokens, so that the
+            sampler can proceed.
 
         Raises:
-            ValueError: `out` is not what it has to be.
+            ValueError: `out` has another type, layout or shape.
         """
         starts: Sequence[int] = range(len(matchers) + 1)
         if drafts is not None:
@@ -133,7 +132,7 @@ class MaskFiller:
         starts: Sequence[int],
         drafts: Sequence[Sequence[int]] | None,
     ) -> list[int]:
-        """Fill what goes well; the indices of what is to be done one by one."""
+        """Fill without checks; returns the indices to redo one by one."""
         if self._is_slow:
             self._is_slow = False
             return list(range(len(matchers)))
@@ -156,7 +155,7 @@ class MaskFiller:
                     suspects.append(index)
             except (KeyboardInterrupt, SystemExit):
                 raise
-            except BaseException:  # a panic; what became of its rows shows one by one
+            except BaseException:  # a Rust panic; redone one by one
                 suspects.append(index)
             started_s, ended_s = ended_s, time.perf_counter()
             if ended_s - started_s > MAX_MASK_S:
@@ -184,7 +183,7 @@ class MaskFiller:
 
     def _fill_row(self, matcher: Matcher, row: Rows) -> None:
         for _ in range(2):
-            # By way of the state, which `recover` replaces.
+            # Via `matcher.state`, which `recover` replaces.
             started = time.thread_time()
             guarded(lambda: matcher.state.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes))
             taken_s = time.thread_time() - started
@@ -199,7 +198,7 @@ class MaskFiller:
         raise matcher.failure()
 
     def _replace_ends(self, row: Rows, end_ids: frozenset[int]) -> None:
-        """The library knows the model's ends: put the request's in their place."""
+        """Replace the model's end tokens, which the library knows, by the request's."""
         may_end = bool(row[self._stop_id // 32] >> (self._stop_id % 32) & 1)
         _set(row, [self._stop_id, *self._model_ends], False)
         _set(row, end_ids, may_end)

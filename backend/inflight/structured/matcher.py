@@ -1,12 +1,12 @@
-"""Where one sequence stands in its grammar.
+"""The grammar state of one sequence.
 
-The library reports nothing by exceptions: a matcher that meets a token that does not fit, a limit
-or a panic of its own goes into an error state, whose mask is "end here". Here every call is
-followed by a look at that state. Two kinds of trouble are told apart:
+The library does not raise exceptions: on a token that does not match, a limit or a panic a matcher
+enters an error state, whose mask is "end here". So every call is followed by a check of that state.
+There are two kinds of failures:
 
-- A lexer is full. It is shared by all copies of a grammar, which break together. That is nobody's
-  fault: the grammar gets a new lexer and the sequence's tokens are taken again, at 2 us each.
-- Anything else ends this request with an EngineError, and no other.
+- The lexer is full. It is shared by all copies of a grammar, which fail together, through no fault
+  of the request: the grammar gets a new lexer and the tokens are consumed again, at 2 us each.
+- Anything else fails this request, and only this one, with an EngineError.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from inflight.structured.vocabulary import Vocabulary
 
 T = TypeVar("T")
 
-# Taking the tokens again happens on the engine's thread.
+# Recompilation happens on the engine's thread.
 _MAX_RECOMPILE_S = 0.05
 
 
 class Matcher:
-    """A grammar and the output tokens that it has taken.
+    """A grammar and the output tokens that it has consumed.
 
-    The tokens that end an output are not part of any grammar: they may come exactly where the
-    grammar may end, and nothing comes after one.
+    End tokens are not part of the grammar: they are allowed exactly where the grammar may end, and
+    nothing follows one.
 
     Args:
         grammar: compiled for this vocabulary.
@@ -37,9 +37,9 @@ class Matcher:
 
     Attributes:
         is_json: see Grammar.
-        num_tokens: taken, and not rolled back.
-        num_whitespace_bytes: of the white space that these end with.
-        num_recoveries: how often the lexer was started anew.
+        num_tokens: consumed and not rolled back.
+        num_whitespace_bytes: length of the trailing white space.
+        num_recoveries: number of times the lexer was renewed.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class Matcher:
         self._grammar = grammar
         self._size = vocabulary.size
         self._stop_id = vocabulary.stop_id
-        # Masks come with the bits of the vocabulary's own end tokens.
+        # The library's masks have the bits of the model's own end tokens.
         self.has_own_ends = self.end_ids != frozenset(vocabulary.end_ids)
         self._whitespace = vocabulary.whitespace
         self._tokens: list[int] = []
@@ -68,24 +68,24 @@ class Matcher:
 
     @property
     def may_end(self) -> bool:
-        """Whether what was taken is a whole match."""
+        """Whether the consumed tokens are a complete match."""
         return self._ended or guarded(self.state.is_accepting)
 
     @property
     def is_finished(self) -> bool:
-        """Whether nothing but an end may follow."""
+        """Whether only an end token may follow."""
         return self._ended or (self.state.is_stopped() and not self.state.is_error())
 
     @property
     def has_ended(self) -> bool:
-        """Whether an end token was taken."""
+        """Whether an end token was consumed."""
         return self._ended
 
     def advance(self, token_ids: Sequence[int]) -> None:
-        """Take the tokens that follow.
+        """Consume the next tokens.
 
         Raises:
-            EngineError: one does not fit, or the grammar ran into a limit: the request is over.
+            EngineError: one does not match, or the grammar hit a limit: the request fails.
         """
         body = self.before_end(token_ids)
         taken = self._take(body) if not self._ended else 0
@@ -102,7 +102,7 @@ class Matcher:
             )
 
     def rollback(self, num_tokens: int) -> None:
-        """Undo the last tokens, as if they had not been taken.
+        """Undo the last tokens.
 
         Raises:
             EngineError: the grammar broke, or there are not that many.
@@ -126,21 +126,21 @@ class Matcher:
             self.recover()
 
     def count_accepted(self, token_ids: Sequence[int]) -> int:
-        """How many of these tokens may follow, one after the other. Takes none of them.
+        """How many of these tokens, in order, are allowed. Consumes none.
 
         Raises:
-            EngineError: the grammar ran into a limit.
+            EngineError: the grammar hit a limit.
         """
         if self._ended:
             return 0
         body = self.before_end(token_ids)
         length = len(body)
         ends = length < len(token_ids) and token_ids[length] in self.end_ids
-        # The library's own end, in place of any: it says whether the match is whole there.
+        # The library's own end token instead: it is valid exactly where the match is complete.
         asked = [*body, self._stop_id] if ends else body
         if not asked:
             return 0
-        if self.is_finished:  # the library takes nothing any more, not even an end
+        if self.is_finished:  # the library consumes nothing more, not even an end
             return int(length == 0 and ends)
         accepted = guarded(lambda: self.state.validate_tokens(asked))
         if self.state.is_error():
@@ -151,18 +151,18 @@ class Matcher:
         return accepted
 
     def forced(self) -> list[int]:
-        """Tokens that have to come next, whatever the model says; often none."""
+        """Tokens forced by the grammar, independent of the model; often none."""
         return [] if self.is_finished else guarded(self.state.compute_ff_tokens)
 
     def before_end(self, token_ids: Sequence[int]) -> list[int]:
-        """Tokens up to the first one that is not the library's: an end, or no token at all."""
+        """Tokens up to the first that the library does not know: an end token, or no valid id."""
         for position, id_ in enumerate(token_ids):
             if id_ in self.end_ids or not 0 <= id_ < self._size:
                 return list(token_ids[:position])
         return list(token_ids)
 
     def _take(self, body: list[int]) -> int:
-        """Take as many tokens as fit; how many those are."""
+        """Consume as many tokens as match; returns their number."""
         if not body or self.is_finished:
             return 0
         taken = guarded(lambda: self.state.try_consume_tokens(body))
@@ -178,10 +178,10 @@ class Matcher:
         return taken
 
     def recover(self) -> None:
-        """After an error: the state of before it, on a new lexer.
+        """After an error, restore the state on a new lexer.
 
         Raises:
-            EngineError: that cannot help, or did not help at this very place.
+            EngineError: recompiling is too slow, or did not help at this position.
         """
         expensive = self._grammar.compile_s > _MAX_RECOMPILE_S
         if expensive or self._recovered_at == len(self._tokens):
@@ -189,7 +189,7 @@ class Matcher:
         self._recovered_at = len(self._tokens)
         self.num_recoveries += 1
         body = self._tokens[: len(self._tokens) - self._ended]
-        if self._generation == self._grammar.generation:  # else somebody else has done it
+        if self._generation == self._grammar.generation:  # else another sequence has done it
             guarded(self._grammar.renew)
         self._generation = self._grammar.generation
         self.state = guarded(self._grammar.start)
@@ -197,7 +197,7 @@ class Matcher:
             raise self.failure()
 
     def failure(self) -> EngineError:
-        """What to tell the request's sender. The library's words are short: see `first_line`."""
+        """The error for the request's sender, with the library's message (see `first_line`)."""
         why = first_line(self.state.get_error()) or "it took more than its limits allow"
         return EngineError(f"the request's grammar failed after {self.num_tokens} tokens: {why}")
 
@@ -206,8 +206,8 @@ def guarded(call: Callable[[], T]) -> T:
     """Call the library.
 
     Raises:
-        EngineError: it panicked. Such an exception is none of `Exception`, so that it would pass
-            by whoever keeps the engine alive.
+        EngineError: it panicked. Such an exception is not a subclass of `Exception` and would
+            otherwise end the engine's loop.
     """
     try:
         return call()

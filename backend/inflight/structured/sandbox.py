@@ -1,4 +1,4 @@
-"""The sandbox, as its owner sees it: a child process that tries guides and can be lost."""
+"""The sandbox from the engine's side: a child process that test-compiles guides and may die."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ TIME_LIMIT_S = 1.0
 MEMORY_LIMIT = 512 << 20
 
 _START_S = 30.0
-_MAX_FRAME_BYTES = 2 * MAX_SOURCE_BYTES  # whatever has become of the other side
+_MAX_FRAME_BYTES = 2 * MAX_SOURCE_BYTES  # the other side is not trusted
 _GRACE_S = 1.0  # for the process to notice what its fork did
 
 
 class SandboxLost(Exception):
-    """The process has gone, or hangs and was killed."""
+    """The process died, or hung and was killed."""
 
 
 class Sandbox:
-    """One child process, started when first needed and again whenever it was lost.
+    """One child process, started on first use and restarted whenever it dies.
 
-    Not safe to share by threads, except `kill`.
+    Not thread-safe, except `kill`.
 
     Args:
         vocabulary: of the model.
@@ -70,7 +70,7 @@ class Sandbox:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             start_new_session=True,
-            # Each arena of malloc's would take 64 MiB of address space, which is what is limited.
+            # Each malloc arena would reserve 64 MiB of address space, which is what is limited.
             env={**os.environ, "MALLOC_ARENA_MAX": "1"},
         )
         try:
@@ -80,7 +80,7 @@ class Sandbox:
             raise EngineError("the grammar compiler process does not start") from None
 
     def examine(self, constraint: StructuredOutput) -> Verdict:
-        """What the process says of a guide. Takes the time limit at most, if the process runs.
+        """Test-compile a guide; takes at most the time limit once the process runs.
 
         Raises:
             SandboxLost: the process died or hung; the next call starts another one.
@@ -92,7 +92,7 @@ class Sandbox:
         return msgspec.msgpack.decode(frame, type=Verdict)
 
     def kill(self) -> None:
-        """End the process and its fork, whatever they do."""
+        """Kill the process and its fork."""
         pid = self.pid
         if pid is not None:
             with contextlib.suppress(ProcessLookupError):

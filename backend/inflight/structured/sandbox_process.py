@@ -1,9 +1,8 @@
 """The sandbox's process: `python -m inflight.structured.sandbox_process`.
 
 It reads a vocabulary, then guides, and answers each with a verdict. It forks for every guide: the
-copy is warm (library loaded, vocabulary built), works under limits of its own, and takes whatever
-happens to it (too slow, too large, a stack that overflows, a panic) with it when it dies. This
-process itself looks at no guide, so it survives them all.
+fork is warm (library loaded, vocabulary built), runs under its own limits, and contains any failure
+(timeout, memory, stack overflow, panic). This process itself processes no guide, so it survives.
 
 Frames on stdin and stdout: a length of four bytes, then MessagePack. It ends when stdin does.
 """
@@ -35,13 +34,13 @@ from inflight.structured.grammar import (
 from inflight.structured.vocabulary import Vocabulary
 
 MAX_STEP_S = 0.05
-"""What a mask, or taking a token, may cost at most. Generous: on a busy machine all takes longer,
-and the library's own limits, which count work and no time, are met long before."""
+"""Limit for a mask, or for consuming a token. Generous, for busy machines: the library's own
+limits, which count work instead of time, are hit long before."""
 
 MAX_GRAMMAR_BYTES = 64 << 20
-"""What a grammar may keep once it is compiled."""
+"""Memory that a compiled grammar may retain."""
 
-# The thread that fills masks may have 2 MiB of stack in the engine: what needs more must die here.
+# The engine's mask thread may have only 2 MiB of stack: what needs more must fail here.
 _STACK_BYTES = 1 << 20
 _WALKS = 2
 _WALK_STEPS = 48
@@ -86,10 +85,10 @@ def _read(fd: int, size: int) -> bytes | None:
 
 
 def examine(tokenizer: llguidance.LLTokenizer, constraint: StructuredOutput) -> Verdict:
-    """Compile a guide and walk through it. Call it where it may take the process down.
+    """Compile a guide and walk through it randomly. Call it where it may crash the process.
 
-    The walks are random, and find what compiling does not: the library builds its automata while
-    they are used, so a costly grammar may compile in no time.
+    The walks find what compiling does not: the library builds its automata lazily, so an expensive
+    grammar may compile instantly.
     """
     try:
         constraint.check()
@@ -131,7 +130,7 @@ def examine(tokenizer: llguidance.LLTokenizer, constraint: StructuredOutput) -> 
 
 
 def _walk(matcher: llguidance.LLMatcher, rng: random.Random, deadline: float) -> tuple[float, str]:
-    """The slowest step in seconds of processor time, and what went wrong."""
+    """The slowest step in seconds of CPU time, and the failure, if any."""
     slowest = 0.0
     for position in range(_WALK_STEPS):
         started = time.thread_time()
@@ -159,7 +158,7 @@ def _pick(mask: bytes, rng: random.Random) -> int:
 
 
 def _anonymous_bytes() -> int:
-    """Memory of this process that is no file's."""
+    """Anonymous memory of this process."""
     with open("/proc/self/status") as status:
         for line in status:
             if line.startswith("RssAnon:"):
@@ -190,10 +189,10 @@ class _Trial:
         bound = used + self._memory_limit
         resource.setrlimit(resource.RLIMIT_AS, (bound, bound))
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-        # If nobody is left to watch the clock.
+        # In case the parent dies and cannot enforce the deadline.
         seconds = int(self._time_limit_s) + 1
         resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds))
-        # What a dying guide prints is a stranger's text.
+        # A crash may print untrusted text.
         os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
 
     def _run(self, work: Callable[[], Verdict], answer: int) -> None:
@@ -242,11 +241,11 @@ class _Trial:
 
 
 def main() -> None:
-    # Whatever prints, prints elsewhere: stdout is the frames'.
+    # stdout carries frames only: redirect everything else that prints.
     stdin, stdout = os.dup(0), os.dup(1)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(2, 1)
-    # When memory runs out, this process is the one to lose.
+    # Prefer this process as the OOM killer's victim.
     try:
         with open("/proc/self/oom_score_adj", "w") as score:
             score.write("1000")
@@ -257,7 +256,7 @@ def main() -> None:
         return
     setup = msgspec.msgpack.decode(frame, type=Setup)
     tokenizer = setup.vocabulary.llguidance_tokenizer()
-    examine(tokenizer, StructuredOutput("json"))  # touches what a first use would
+    examine(tokenizer, StructuredOutput("json"))  # warm up
     gc.collect()
     gc.freeze()
     gc.disable()

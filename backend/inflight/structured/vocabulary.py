@@ -1,6 +1,6 @@
 """A model's tokens as the bytes that they add to a text, and llguidance's view of them.
 
-Light to import: the sandbox needs nothing else of a tokenizer. `bridge` makes one of ours.
+Light to import: the sandbox needs nothing else of a tokenizer. `bridge` builds one.
 """
 
 from __future__ import annotations
@@ -13,23 +13,22 @@ import msgspec
 
 Encode = Callable[[str], list[int]]
 
-# Where a grammar leaves no choice, the library has the text that must come encoded for each mask.
-# A tokenizer takes longer for that than a mask does, and the texts are the same ones again and
-# again: a schema's keys, and what is left of them. Long ones would fill the memory.
+# Where a grammar forces text, the library encodes it for each mask. That takes a tokenizer longer
+# than the mask itself, and the texts repeat (a schema's keys and their suffixes), so they are
+# cached, except long ones.
 _MAX_KEPT = 4096
 _MAX_KEPT_LEN = 128
 
 
 class Vocabulary(msgspec.Struct, frozen=True, dict=True):
-    """What a grammar has to know of a model; crosses into the sandbox as it is.
+    """A model's vocabulary as grammars need it; sent to the sandbox as it is.
 
     Attributes:
-        tokens: the bytes of each id of the *model*, of which there may be more than the tokenizer
-            has: these are b"" and never allowed. A special token's are its name, which only a
-            grammar that names the token as one can ask for (Lark's `<|name|>`).
+        tokens: the bytes of each id of the *model*, which may have more than the tokenizer: those
+            are b"" and never allowed. A special token has its name, which only a grammar that names
+            it as a token (Lark's `<|name|>`) can allow.
         special_ids: tokens that are not text.
-        end_ids: tokens that end an output; none of them is text either, whatever the tokenizer
-            says.
+        end_ids: tokens that end an output; never text, even if the tokenizer says so.
     """
 
     tokens: list[bytes]
@@ -47,7 +46,7 @@ class Vocabulary(msgspec.Struct, frozen=True, dict=True):
 
     @property
     def num_used(self) -> int:
-        """The highest id that is a token, and one more: padding follows."""
+        """One more than the highest id that is a token; padding follows."""
         size = self.size
         while size and not self.tokens[size - 1] and size - 1 not in self.end_ids:
             size -= 1
@@ -55,7 +54,7 @@ class Vocabulary(msgspec.Struct, frozen=True, dict=True):
 
     @cached_property
     def whitespace(self) -> Mapping[int, int]:
-        """The tokens that are nothing but white space in JSON, and how many bytes each has."""
+        """The tokens that are only JSON white space, with their length in bytes."""
         return {
             id_: len(text)
             for id_, text in enumerate(self.tokens)
@@ -64,15 +63,15 @@ class Vocabulary(msgspec.Struct, frozen=True, dict=True):
 
     @property
     def stop_id(self) -> int:
-        """The token that the library may take for the end: one of end_ids, if there are any."""
+        """The library's end token: one of end_ids, if there are any."""
         return (*self.end_ids, *self.special_ids, self.size - 1)[0]
 
     def llguidance_tokenizer(self, encode: Encode | None = None) -> llguidance.LLTokenizer:
         """llguidance's view.
 
         Args:
-            encode: text -> ids of the same bytes, as the model was trained to see them: where a
-                grammar leaves no choice, these are forced. None takes the longest tokens.
+            encode: text -> ids as the model was trained on, used for text that a grammar forces.
+                None takes the longest tokens.
         """
         source = _Source(self, encode)
         source.tokenizer = llguidance.LLTokenizer(
@@ -84,7 +83,7 @@ class Vocabulary(msgspec.Struct, frozen=True, dict=True):
 
 
 class _Source:
-    """What llguidance asks of a tokenizer (`llguidance.TokenizerWrapper` has the same shape)."""
+    """llguidance's tokenizer interface (that of `llguidance.TokenizerWrapper`)."""
 
     is_tokenizer_wrapper = True
     bos_token_id = None

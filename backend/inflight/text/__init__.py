@@ -1,4 +1,4 @@
-"""Text on both ends of a model: text -> ids (`tokenizer`, `chat`) and ids -> text (`detokenize`).
+"""Tokenization: text to ids (`tokenizer`, `chat`) and ids to text (`detokenize`).
 
-Nothing in here knows tensors or torch: the fronts in Triton's stub processes import it.
+Imports no torch: the fronts in Triton's stub processes use it.
 """

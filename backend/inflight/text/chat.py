@@ -1,20 +1,20 @@
-"""Conversations to ids: a JSON array of messages through the model's chat template.
+"""Chat requests to ids: a JSON array of messages through the model's chat template.
 
-The turns of a conversation are told apart by special tokens. Only the template may write them: a
-message that contains "<|im_end|>" contains ten characters. How that holds for any template:
+Special tokens separate the turns of a conversation. Only the template may produce them: a message
+that contains "<|im_end|>" contains ten characters. How this is enforced for any template:
 
-1. Wherever a message reads like a marker, a secret name takes the place of the marker's first
-   character, so the rendered text has no marker that a message wrote. All else of a message
-   passes through the template, its filters and its conditions, as it is.
-2. The rendered text is cut at the markers in it, and the secret names are undone.
-3. A template could still make a marker of harmless parts (join them, change their case). So the
-   markers found must be the same, in number and order, as those of a rendering with a harmless
-   word for each message; else the request is refused.
-4. `Tokenizer.encode_pieces` makes ids of it: a marker is an id and never text, and text that
-   reads like a marker is never an id.
+1. Wherever a message contains the text of a marker (special token), its first character is
+   replaced by a secret placeholder, so that the rendered text has no marker from a message. The
+   rest of a message passes through the template, its filters and conditions, unchanged.
+2. The rendered text is split at its markers, and the placeholders are replaced back.
+3. A template could still build a marker from harmless parts (join them, change their case). So the
+   markers found must be the same, in number and order, as when rendering with a harmless word for
+   each message; otherwise the request is rejected.
+4. `Tokenizer.encode_pieces` encodes the pieces: a marker is an id and never text, and text that
+   looks like a marker never becomes its id.
 
-A conversation without markers in its messages yields what `transformers` yields
-(`apply_chat_template`): step 1 changes nothing then, and pieces are tokenized as one text.
+A conversation without markers in its messages yields the same ids as `apply_chat_template` of
+`transformers`: step 1 changes nothing then, and the pieces are tokenized as one text.
 """
 
 from __future__ import annotations
@@ -45,27 +45,27 @@ _ALLOWED = f"an array of 1 to {MAX_MESSAGES} objects with role and content"
 
 
 def parse_messages(text: str) -> list[dict[str, str]]:
-    """Check messages that came as JSON.
+    """Parse and validate messages in JSON.
 
     Args:
-        text: an array of {"role", "content"}. role: system, developer (which is system), user,
+        text: an array of {"role", "content"}. role: system, developer (same as system), user,
             assistant or tool. content: a string, or an array of {"type": "text", "text"}, whose
             texts are joined by line breaks.
 
     Returns:
-        One {"role", "content"} each, both strings.
+        A {"role", "content"} of strings for each.
 
     Raises:
-        RequestError: names the message at fault and what is allowed.
+        RequestError: with the invalid message and what is allowed.
     """
     if len(text) > MAX_JSON_CHARACTERS:
-        raise _error(f"{len(text)} characters are too many; allowed: {MAX_JSON_CHARACTERS}")
+        raise _error(f"{len(text)} characters; allowed: at most {MAX_JSON_CHARACTERS}")
     try:
         parsed = json.loads(text, object_pairs_hook=_unique, parse_constant=_no_constant)
     except RecursionError:
         raise _error(f"nested too deeply; allowed: {_ALLOWED}") from None
     except ValueError as error:
-        # Its message quotes at most one key or a position.
+        # The error quotes at most one key or a position.
         raise _error(f"not valid JSON ({error}); allowed: {_ALLOWED}") from None
     if not isinstance(parsed, list):
         raise _error(f"{_kind(parsed)}; allowed: {_ALLOWED}")
@@ -80,16 +80,16 @@ def encode_chat(
     add_generation_prompt: bool = True,
     now: datetime.datetime | None = None,
 ) -> list[int]:
-    """Token ids of the prompt that the model's template makes of messages.
+    """Token ids of the messages, rendered by the model's chat template.
 
     Args:
         tokenizer: of a model with a chat template.
         messages: as `parse_messages` returns them.
-        add_generation_prompt: end with the beginning of the assistant's turn.
-        now: what a template that tells the date takes for it.
+        add_generation_prompt: append the start of the assistant's turn.
+        now: the date for templates that use it; None for the current time.
 
     Raises:
-        RequestError: the model has no chat template, or its template cannot take the messages.
+        RequestError: the model has no chat template, or its template rejects the messages.
         ConfigError: the template is not valid.
     """
     template = tokenizer.chat_template
@@ -110,19 +110,21 @@ def encode_chat(
     escaper = _escaper_of(tokenizer)
     contents = [message["content"] for message in messages]
     pieces = escaper.split_markers(rendered([escaper.escape(content) for content in contents]))
-    # Blank stays blank: templates ask whether there is any content.
+    # Blank stays blank: templates test whether there is any content.
     harmless = escaper.split_markers(rendered(["x" if text.strip() else text for text in contents]))
     if _markers(pieces) != _markers(harmless):
-        raise _error("the model's chat template would turn message text into special tokens")
+        raise _error(
+            "with this text the model's chat template would produce additional special tokens"
+        )
     return tokenizer.encode_pieces(pieces)
 
 
 class _MarkerEscaper:
-    """Hides markers in messages from a template, and finds the template's own."""
+    """Escapes markers in messages, and finds those that the template produced."""
 
     def __init__(self, markers: dict[str, int]) -> None:
         self._markers = markers
-        # The longest first, as the tokenizer prefers it; (?!) matches nowhere.
+        # Longest first, as in the tokenizer; (?!) never matches.
         texts = "|".join(map(re.escape, sorted(markers, key=len, reverse=True))) or "(?!)"
         self._marker = re.compile(f"({texts})")
         self._first_character = re.compile(f"(?={texts})(.)", re.DOTALL)
@@ -133,7 +135,7 @@ class _MarkerEscaper:
         )
 
     def split_markers(self, text: str) -> list[str | int]:
-        """Pieces of a rendered text: strings, with what they hid, and ids of markers."""
+        """Pieces of a rendered text: unescaped strings, and ids of markers."""
         pieces: list[str | int] = []
         for i, part in enumerate(self._marker.split(text)):
             if i % 2:
@@ -205,7 +207,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(found) < len(pairs):
         names = [name for name, _ in pairs]
         twice = next(name for name in names if names.count(name) > 1)
-        raise ValueError(f"the key {twice[:64]!r} occurs twice in an object")
+        raise ValueError(f"duplicate key {twice[:64]!r} in an object")
     return found
 
 

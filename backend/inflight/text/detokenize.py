@@ -1,24 +1,24 @@
-"""Ids to text, as a pure function: any process, any instance, no state between calls.
+"""Incremental detokenization as a pure function: no state between calls.
 
-What the text of an output is, for every family of tokenizers:
+The text of an output, for every tokenizer family, is
 
     text = what the output ids add to the text of the prompt
 
-that is: the bytes of all output ids, decoded as UTF-8 with U+FFFD for what is not UTF-8, after the
-prompt. So the prompt matters in two places only. Where it ends inside a character (a prompt given
-as ids may), that character belongs to the output. And a SentencePiece decoder strips one space at
-the very start of a text: the output starts a text only if the prompt has none, so a reply " Paris"
+that is: the bytes of all output ids after the prompt, decoded as UTF-8 with U+FFFD for invalid
+bytes. So the prompt matters in two cases only. If it ends inside a character (possible for a prompt
+of ids), that character belongs to the output. And a SentencePiece decoder strips one space at the
+start of a text: the output is at the start only if the prompt has no text, so a reply " Paris"
 keeps its space after "The capital is" and loses it after "<s>".
 
-A stream is cut anywhere. `delta` gets the ids that are new and a short `window` of ids that stand
-before them, and returns the text they add. Bytes of an incomplete character at the end are
-withheld, unless `final`, and come with a later delta, whose window reaches back over them. The
-deltas of any split of an output, the last one `final`, add up to the one decode:
+A stream may be split anywhere. `delta` takes the new ids and a short `window` of the ids before
+them, and returns the text that they add. Bytes of an incomplete character at the end are withheld,
+unless `final`, and come with a later delta, whose window includes them. The deltas of any split of
+an output, the last one `final`, concatenate to the full decode:
 
     delta(w0, ids, final=True) == "".join(delta(w[i], ids[i], final=i == last) for each part i)
 
-UTF-8 makes that possible with three bytes of memory: a lead byte is never a continuation byte, so
-the bytes after the last lead byte say alone whether a character is incomplete.
+Three bytes of context suffice in UTF-8: a lead byte is never a continuation byte, so the bytes from
+the last lead byte on determine whether a character is incomplete.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ from typing import Any
 from inflight.errors import ConfigError
 from inflight.text.tokenizer import Tokenizer
 
-# An incomplete UTF-8 character has three bytes at most.
+# An incomplete UTF-8 character has at most three bytes.
 _MAX_PENDING = 3
 
 
 class Detokenizer:
     """The inverse of a tokenizer.
 
-    Special tokens (end of turn, begin of text) have no text. Ids outside the vocabulary have none
-    either: a model's embedding is often padded beyond its tokenizer.
+    Special tokens (end of turn, begin of text) have no text, nor have ids outside the vocabulary:
+    a model's embedding is often padded beyond it.
 
     Args:
         tokenizer: with a byte-level decoder (GPT-2's alphabet), or a SentencePiece-like one
@@ -48,7 +48,7 @@ class Detokenizer:
         special_ids: text of each special token -> its id.
 
     Raises:
-        ConfigError: the decoder is of another kind; names it.
+        ConfigError: the decoder is not supported.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -62,7 +62,7 @@ class Detokenizer:
         self._special = special
 
     def decode(self, ids: Iterable[int]) -> str:
-        """The text of ids that stand at the start of a text."""
+        """The text of ids at the start of a text."""
         return self.delta((), ids, final=True)
 
     def delta(
@@ -73,8 +73,8 @@ class Detokenizer:
         Args:
             window: ids just before `new`, as `window_for` gives them.
             new: ids.
-            final: nothing follows: give out an incomplete character as U+FFFD.
-            trim: characters to cut from the end of the text.
+            final: nothing follows: return an incomplete character as U+FFFD.
+            trim: characters to remove from the end of the text.
         """
         before = self.join(window)
         pending = incomplete(before)
@@ -84,10 +84,10 @@ class Detokenizer:
         return text[:-trim] if trim > 0 else text
 
     def window_for(self, ids: Sequence[int], start: int) -> list[int]:
-        """The ids before position `start` that the next `delta` needs: three at most.
+        """The ids before position `start` that the next `delta` needs: at most three.
 
-        Ids without text are left out, so the result is bounded whatever stands there. It is enough
-        to know the last window: window_for(window + new, len(window + new)) is the same.
+        Ids without text are skipped, so the result is bounded. The last window suffices:
+        window_for(window + new, len(window + new)) is the same.
         """
         window: list[int] = []
         num_bytes = 0
@@ -103,19 +103,19 @@ class Detokenizer:
         return window
 
     def name(self, token_id: int) -> str:
-        """A token by itself, for people: its text with U+FFFD for what is no whole character, and
-        for a special token what it is called."""
+        """A token for display: its text with U+FFFD for incomplete characters, or a special
+        token's name."""
         special = self._special.get(token_id)
         return self.join((token_id,)).decode("utf-8", "replace") if special is None else special
 
     def join(self, ids: Iterable[int]) -> bytes:
-        """The bytes of ids, one after the other."""
+        """The concatenated bytes of ids."""
         get = self._bytes.get
         return b"".join([get(id_, b"") for id_ in ids])
 
 
 def incomplete(data: bytes) -> bytes:
-    """The end of `data` that is the beginning of a UTF-8 character, 0 to 3 bytes."""
+    """The incomplete UTF-8 character at the end of `data`, 0 to 3 bytes."""
     tail = data[-_MAX_PENDING:]
     if not tail or tail[-1] < 0x80:
         return b""
@@ -130,8 +130,8 @@ def _only_continues(piece: bytes) -> bool:
 def _byte_alphabet() -> dict[str, int]:
     """Character -> byte of GPT-2's alphabet.
 
-    Bytes that print in Latin-1 stand for themselves, the others for the characters from U+0100 on,
-    in order (Radford et al. 2019, `bytes_to_unicode`).
+    Printable Latin-1 bytes map to themselves, the others to the characters from U+0100 on, in order
+    (Radford et al. 2019, `bytes_to_unicode`).
     """
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(0x100) if byte not in set(printable)]
@@ -146,12 +146,12 @@ _ALPHABET = _byte_alphabet()
 def _spell_byte_level(token: str) -> bytes:
     try:
         return bytes([_ALPHABET[char] for char in token])
-    except KeyError:  # an added token is written as it reads
+    except KeyError:  # an added token is stored as plain text
         return token.encode("utf-8")
 
 
 def _spell_sentencepiece(token: str) -> bytes:
-    # <0x0A>: one byte of a character that has no token of its own.
+    # <0x0A>: byte fallback.
     if len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
         try:
             return bytes([int(token[3:5], 16)])
@@ -166,7 +166,7 @@ _SENTENCEPIECE = [_REPLACE, {"type": "ByteFallback"}, {"type": "Fuse"}]
 
 
 def _family(decoder: dict[str, Any] | None) -> tuple[Any, bool]:
-    """How to spell a token in bytes, and whether a text's first space is stripped."""
+    """The function from a token to its bytes, and whether a text's first space is stripped."""
     steps = [] if decoder is None else decoder.get("decoders", [decoder])
     if [step.get("type") for step in steps] == ["ByteLevel"]:
         return _spell_byte_level, False
@@ -176,6 +176,6 @@ def _family(decoder: dict[str, Any] | None) -> tuple[Any, bool]:
         return _spell_sentencepiece, True
     name = " + ".join(str(step.get("type")) for step in steps) or "none"
     raise ConfigError(
-        f"tokenizer: the decoder {name} is not supported; known: ByteLevel, and "
+        f"tokenizer: decoder {name} is not supported; allowed: ByteLevel, and "
         "Replace(\u2581) + ByteFallback + Fuse with or without Strip(1 space)"
     )

@@ -1,4 +1,4 @@
-"""The tokens whose text has one of some strings in it: across these, DRY sees no repetition."""
+"""DRY sequence breakers: the tokens whose text contains one of the given strings."""
 
 from __future__ import annotations
 
@@ -8,15 +8,14 @@ from collections.abc import Iterable
 from inflight.text.detokenize import Detokenizer
 from inflight.text.tokenizer import Tokenizer
 
-# Requests that ask for the same strings, nearly always the default ones, share the answer.
+# Requests with the same strings, nearly always the defaults, share the result.
 _MAX_CACHED = 64
 
 
 class DryBreakers:
-    """Finds the tokens of a vocabulary that have strings in them.
+    """Finds the tokens of a vocabulary that contain given strings.
 
-    The texts of all tokens are put into one, which is searched in microseconds; it is made when
-    first needed.
+    The texts of all tokens are concatenated on first use; searching them takes microseconds.
     """
 
     def __init__(self, tokenizer: Tokenizer, detokenizer: Detokenizer) -> None:
@@ -27,10 +26,10 @@ class DryBreakers:
         self._cache: dict[tuple[str, ...], frozenset[int]] = {}
 
     def ids(self, strings: Iterable[str]) -> frozenset[int]:
-        """The tokens that have one of these strings in their text, and the special ones.
+        """The tokens whose text contains one of these strings, and the special tokens.
 
-        Special tokens begin and end turns: what repeats across these is a form, not a loop. A
-        string that no token has in it as a whole stands for the last token that spells it.
+        Special tokens delimit turns: repetition across them is format, not looping. A string that
+        no single token contains is represented by the last token of its encoding.
         """
         key = tuple(strings)
         found = self._cache.get(key)
@@ -52,7 +51,7 @@ class DryBreakers:
             end = self._starts[token_id + 1]
             if at + len(wanted) <= end:
                 found.add(token_id)
-                at = text.find(wanted, end)  # one occurrence in a token is enough
+                at = text.find(wanted, end)  # one occurrence per token suffices
             else:
                 at = text.find(wanted, at + 1)
         if not found:

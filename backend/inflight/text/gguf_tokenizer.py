@@ -1,4 +1,4 @@
-"""The tokenizer inside a GGUF file, as the files of a Hugging Face folder.
+"""Converts the tokenizer of a GGUF file to the files of a Hugging Face folder.
 
 Sources: the GGUF specification (ggml, docs/gguf.md) for the keys; the published tokenizer.json of
 each family for its pre-tokenizer. Only metadata is read, no tensors.
@@ -32,7 +32,7 @@ _TEKKEN = (
     rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*|"
     rf"\p{{N}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_SPACES}"
 )
-# What converters wrote before they named the pre-tokenizer.
+# For files without tokenizer.ggml.pre, from older converters.
 _UNNAMED = (r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", r"[0-9][0-9][0-9]")
 
 
@@ -81,12 +81,12 @@ _PRE_TOKENIZERS: dict[str, Callable[[], pre_tokenizers.PreTokenizer]] = {
     "deepseek-r1-qwen": _qwen2,
     "tekken": _tekken,
 }
-# A pre-token that is a token as a whole is taken as such, whatever the merges say.
+# A pre-token that is in the vocabulary is one token, whatever the merges.
 _IGNORES_MERGES = {"llama-bpe", "llama3", "llama-v3", "tekken"}
 _BEGINS_WITH_BOS = {"llama-bpe", "llama3", "llama-v3", "tekken"}
 _NORMALIZES = {"qwen2", "deepseek-r1-qwen"}
 _MODELS = ("gpt2", "llama")
-# Control tokens that end a turn. Files made before tokenizer.ggml.eot_token_id lack the key.
+# Control tokens that end a turn, for older files without tokenizer.ggml.eot_token_id.
 _TURN_ENDS = ("<|eot_id|>", "<|im_end|>", "<end_of_turn>", "<|end|>", "<|return|>")
 
 
@@ -101,12 +101,12 @@ def read(path: Path) -> dict[str, Any]:
         return {key: field.contents() for key, field in reader.fields.items()}
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read ({error.strerror})") from None
-    except Exception as error:  # whatever a broken file makes the reader stumble over
-        raise ConfigError(f"{path}: not a sound GGUF file ({type(error).__name__})") from None
+    except Exception as error:  # whatever the reader raises on a corrupt file
+        raise ConfigError(f"{path}: not a valid GGUF file ({type(error).__name__})") from None
 
 
 def has_tokenizer(metadata: dict[str, Any]) -> bool:
-    """Whether there is a tokenizer at all, of whatever kind."""
+    """Whether there is a tokenizer of any type."""
     return "tokenizer.ggml.tokens" in metadata
 
 
@@ -115,11 +115,11 @@ def write_folder(path: Path, metadata: dict[str, Any], folder: Path) -> None:
 
     Args:
         path: of the GGUF file, for errors.
-        metadata: of the file, as `read` gives it.
-        folder: exists.
+        metadata: of the file, as returned by `read`.
+        folder: must exist.
 
     Raises:
-        ConfigError: the tokenizer is missing, broken or of a kind that is not known here.
+        ConfigError: the tokenizer is missing, corrupt or not supported.
         OSError: the folder cannot be written.
     """
     try:
@@ -162,20 +162,22 @@ def build(metadata: dict[str, Any]) -> tokenizers.Tokenizer:
         metadata: key -> value; arrays are lists.
 
     Raises:
-        ConfigError: a key is missing or of a kind that is not known.
+        ConfigError: a key is missing or its value is not supported.
     """
     kind = metadata.get("tokenizer.ggml.model")
     if kind not in _MODELS:
         raise ConfigError(
-            f"tokenizer.ggml.model: {kind!r} is not supported; known: {', '.join(_MODELS)}"
+            f"tokenizer.ggml.model: {kind!r} is not supported; allowed: {', '.join(_MODELS)}"
         )
     tokens = metadata.get("tokenizer.ggml.tokens")
     if not isinstance(tokens, list) or not tokens:
-        raise ConfigError("tokenizer.ggml.tokens: there are none")
+        raise ConfigError("tokenizer.ggml.tokens is missing or empty")
     vocabulary = {token: id_ for id_, token in enumerate(tokens)}
     types = metadata.get("tokenizer.ggml.token_type") or [_NORMAL] * len(tokens)
     if len(types) != len(tokens):
-        raise ConfigError(f"tokenizer.ggml.token_type: {len(types)} for {len(tokens)} tokens")
+        raise ConfigError(
+            f"tokenizer.ggml.token_type has {len(types)} entries for {len(tokens)} tokens"
+        )
     make = _byte_level if kind == "gpt2" else _sentencepiece
     backend, begins = make(metadata, vocabulary, types)
     special = (_CONTROL, _UNKNOWN) if kind == "llama" else (_CONTROL,)
@@ -186,7 +188,7 @@ def build(metadata: dict[str, Any]) -> tokenizers.Tokenizer:
             if token and type_ in (*special, _USER_DEFINED)
         ]
     )
-    # The file's word counts, where it has one.
+    # The file's setting takes precedence.
     begins = bool(metadata.get("tokenizer.ggml.add_bos_token", begins))
     ends = bool(metadata.get("tokenizer.ggml.add_eos_token", False))
     around = [
@@ -208,11 +210,11 @@ def build(metadata: dict[str, Any]) -> tokenizers.Tokenizer:
 def _byte_level(
     metadata: dict[str, Any], vocabulary: dict[str, int], types: list[int]
 ) -> tuple[tokenizers.Tokenizer, bool]:
-    """GPT-2's byte-level BPE. Also says whether prompts begin with BOS unless the file says."""
+    """GPT-2's byte-level BPE, and whether prompts begin with BOS by default."""
     pre = metadata.get("tokenizer.ggml.pre", "default")
     if pre not in _PRE_TOKENIZERS:
         raise ConfigError(
-            f"tokenizer.ggml.pre: {pre!r} is not supported; known: {', '.join(_PRE_TOKENIZERS)}"
+            f"tokenizer.ggml.pre: {pre!r} is not supported; allowed: {', '.join(_PRE_TOKENIZERS)}"
         )
     merges = []
     for merge in metadata.get("tokenizer.ggml.merges") or []:
@@ -231,10 +233,10 @@ def _byte_level(
 def _sentencepiece(
     metadata: dict[str, Any], vocabulary: dict[str, int], types: list[int]
 ) -> tuple[tokenizers.Tokenizer, bool]:
-    """SentencePiece's BPE: scores instead of merges, U+2581 for a space, bytes as a fallback."""
+    """SentencePiece BPE: scores instead of merges, U+2581 for a space, byte fallback."""
     scores = metadata.get("tokenizer.ggml.scores")
     if not isinstance(scores, list) or len(scores) != len(types):
-        raise ConfigError("tokenizer.ggml.scores: there must be one for each token")
+        raise ConfigError("tokenizer.ggml.scores must have one entry per token")
     unknown = _token_id(metadata, "unknown")
     backend = _assemble(
         vocabulary,
@@ -243,8 +245,8 @@ def _sentencepiece(
         fuse_unk=True,
         byte_fallback=True,
     )
-    # Before each text, also one that follows a special token: what models of this kind were
-    # trained with. Newer folders of the Hugging Face say otherwise, but they do not come here.
+    # A prefix space before each text, also after a special token, as in these models' training.
+    # (Newer Hugging Face folders differ, but are not read here.)
     prefixed = bool(metadata.get("tokenizer.ggml.add_space_prefix", True))
     spaces = normalizers.Replace(" ", "\u2581")
     backend.normalizer = (
@@ -267,16 +269,16 @@ def _assemble(
     try:
         return tokenizers.Tokenizer(models.BPE(vocab=vocabulary, merges=merges, **options))
     except Exception as error:  # the library raises bare Exception
-        raise ConfigError(f"tokenizer.ggml: merges and tokens do not fit: {error}") from None
+        raise ConfigError(f"tokenizer.ggml: merges and tokens do not match: {error}") from None
 
 
 def _merges(
     vocabulary: dict[str, int], types: list[int], scores: list[float]
 ) -> list[tuple[str, str]]:
-    """The merges that scores stand for: every pair that makes a token, the best token first.
+    """The merges implied by scores: every pair that forms a token, highest score first.
 
-    SentencePiece joins the neighbours whose union has the highest score. Control and byte tokens
-    take no part: text never becomes one.
+    SentencePiece merges the adjacent pair whose union has the highest score. Control and byte
+    tokens are excluded: text never becomes one.
     """
     textual = {
         token: id_ for token, id_ in vocabulary.items() if types[id_] in (_NORMAL, _USER_DEFINED)
@@ -311,7 +313,7 @@ def _number(metadata: dict[str, Any], key: str) -> Any:
 
 
 def _config(metadata: dict[str, Any]) -> dict[str, Any]:
-    """The numbers of config.json that tools look at, under the names they have there."""
+    """The settings of config.json that tools read, under their names there."""
     architecture = metadata.get("general.architecture")
     heads = _number(metadata, "attention.head_count")
     return {

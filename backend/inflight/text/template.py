@@ -1,14 +1,14 @@
-"""Chat templates, rendered as Hugging Face renders them, within bounds.
+"""Chat templates, rendered as Hugging Face renders them, with resource limits.
 
-A template comes with the model and never with a request. It is still code of a stranger, so:
+A template comes with the model and never with a request, but it is still third-party code, so:
 
-- it runs in Jinja's immutable sandbox: no attribute that leads out, no change of its arguments;
-- its loops, macros and calls watch a clock of MAX_SECONDS of this thread's own CPU time;
-- its output and every string or list that an operator builds end at MAX_CHARACTERS.
+- it runs in Jinja's immutable sandbox: no unsafe attributes, no mutation of its arguments;
+- its loops, macros and calls check a limit of MAX_SECONDS of this thread's CPU time;
+- its output and every string or list that an operator builds are limited to MAX_CHARACTERS.
 
-What that does not cover is one single call of a built-in filter or string method that is slow or
-large by itself, such as a `replace` or a `format` that makes much of little; most of those that pad
-a text to any width are closed. A model folder is to be trusted that far.
+Not covered is a single call of a built-in filter or string method that is slow or large by itself,
+such as a `replace` or a `format` that expands its input; most of those that pad a text to any width
+are disabled. A model folder has to be trusted that far.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ _WIDE_FORMAT = re.compile(r"%[^a-zA-Z%]*(\d{5,}|\*)")
 
 
 class _Refused(Exception):
-    """A template called raise_exception: its words are for the sender of the messages."""
+    """A template called raise_exception; its message is for the client."""
 
 
 class _OutOfBounds(Exception):
-    """A template took too long or built too much; says which."""
+    """A template exceeded a limit; the message says which."""
 
 
 def render(
@@ -53,18 +53,18 @@ def render(
     add_generation_prompt: bool = True,
     now: datetime.datetime | None = None,
 ) -> str:
-    """The prompt that a chat template makes of messages.
+    """Render messages with a chat template.
 
     Args:
         template: Jinja source.
         messages: objects with `role` and `content`.
-        bos_token, eos_token: for the template; "" stands for None.
-        add_generation_prompt: end with the beginning of the assistant's turn.
-        now: the time that `strftime_now` tells; None for the clock's.
+        bos_token, eos_token: for the template; None is passed as "".
+        add_generation_prompt: append the start of the assistant's turn.
+        now: the time for `strftime_now`; None for the current time.
 
     Raises:
         ConfigError: the template is not valid.
-        RequestError: the template refuses the messages, fails on them, or exceeds its bounds.
+        RequestError: the template rejects the messages, fails on them, or exceeds its limits.
     """
     compiled = _compile(template)
     environment = _environment()
@@ -85,22 +85,24 @@ def render(
             parts.append(part)
             length += len(part)
             if length > MAX_CHARACTERS:
-                raise _OutOfBounds(f"makes more than {MAX_CHARACTERS} characters of them")
+                raise _OutOfBounds(f"produces more than {MAX_CHARACTERS} characters")
             environment.tick()
     except _Refused as error:
-        raise RequestError(f"the model's chat template refuses them: {error}", "messages") from None
+        raise RequestError(
+            f"the model's chat template rejected the messages: {error}", "messages"
+        ) from None
     except _OutOfBounds as error:
         raise RequestError(f"the model's chat template {error}", "messages") from None
     except Exception as error:
-        # Its text may quote the template's insides: the kind is enough.
+        # The error's text may quote the template, so only its type is reported.
         raise RequestError(
-            f"the model's chat template fails on them ({type(error).__name__})", "messages"
+            f"the model's chat template failed on the messages ({type(error).__name__})", "messages"
         ) from None
     return "".join(parts)
 
 
 class _Environment(ImmutableSandboxedEnvironment):
-    """Jinja with a clock and with limits on what operators build."""
+    """Jinja with limits on CPU time and on the results of operators."""
 
     intercepted_binops = frozenset({"+", "*", "**", "%"})
 
@@ -119,9 +121,9 @@ class _Environment(ImmutableSandboxedEnvironment):
         self._clock.deadline = time.thread_time() + MAX_SECONDS
 
     def tick(self) -> str:
-        """Raise if the time is up; "" otherwise."""
+        """Raise if the time limit is exceeded; "" otherwise."""
         if time.thread_time() > self._clock.deadline:
-            raise _OutOfBounds(f"takes more than {MAX_SECONDS} s of computing on them")
+            raise _OutOfBounds(f"takes more than {MAX_SECONDS} s of CPU time")
         return ""
 
     def bounded_concat(self, *values: Any) -> str:
@@ -138,9 +140,9 @@ class _Environment(ImmutableSandboxedEnvironment):
         if operator == "*" and hasattr(left, "__len__") and isinstance(right, int):
             _check_length(len(left) * right)
         elif operator == "**" and not (abs(left) <= 1 << 32 and abs(right) <= 64):
-            raise _OutOfBounds("raises a number to too high a power")
+            raise _OutOfBounds("computes a power that is too large")
         elif operator == "%" and isinstance(left, str) and _WIDE_FORMAT.search(left):
-            raise _OutOfBounds("formats to too wide a field")
+            raise _OutOfBounds("formats a field that is too wide")
         return _bounded(super().call_binop(context, operator, left, right))
 
     def call(
@@ -160,7 +162,7 @@ class _Environment(ImmutableSandboxedEnvironment):
 
 
 class _Watch(NodeTransformer):
-    """Lets every loop and macro look at the clock, and sends `~` through a bounded function."""
+    """Adds a time check to every loop and macro, and maps `~` to a bounded function."""
 
     def visit_For(self, node: nodes.For) -> nodes.Node:
         return self._watched(node)
@@ -189,7 +191,7 @@ class _Watch(NodeTransformer):
 
 
 class _GenerationBlock(Extension):
-    """`{% generation %}` marks the assistant's words for training; here it is only its body."""
+    """`{% generation %}` marks assistant text for training; only its body is rendered."""
 
     tags = {"generation"}  # noqa: RUF012 - Jinja's interface
 
@@ -226,7 +228,7 @@ def _bounded(value: Any) -> Any:
 
 def _check_length(length: int) -> None:
     if length > MAX_CHARACTERS:
-        raise _OutOfBounds(f"builds something longer than {MAX_CHARACTERS}")
+        raise _OutOfBounds(f"builds a value longer than {MAX_CHARACTERS}")
 
 
 def _raise_exception(message: str) -> None:
@@ -240,7 +242,7 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """JSON as it is: Jinja's own filter escapes it for HTML, which models were not trained on."""
+    """Plain JSON: Jinja's filter escapes it for HTML, which models are not trained on."""
     return json.dumps(
         value,
         ensure_ascii=ensure_ascii,

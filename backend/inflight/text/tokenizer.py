@@ -1,8 +1,8 @@
-"""Text to ids, and what else of a checkpoint concerns text: special tokens and the chat template.
+"""Tokenizer of a checkpoint, with its special tokens and chat template.
 
-A Hugging Face folder is read as it is. A GGUF file carries its tokenizer as metadata, slow to read
-and to assemble, so it is turned into such a folder once, in the user's cache, and read from there
-by every process that follows.
+A Hugging Face folder is read directly. A GGUF file has its tokenizer in the metadata, slow to read
+and to build, so it is converted to such a folder once, in the user's cache, for all further
+processes.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from inflight.checkpoint.locate import Checkpoint
 from inflight.errors import ConfigError, RequestError
 from inflight.text import gguf_tokenizer
 
-# Part of the cache's key: raise it when the files that `gguf.write_folder` writes change.
+# Part of the cache key: increment it when the output of `gguf_tokenizer.write_folder` changes.
 _CACHE_VERSION = 1
 _EXPORTED = (
     "tokenizer.json",
@@ -38,18 +38,18 @@ _EXPORTED = (
 
 
 class Tokenizer:
-    """A `tokenizers` tokenizer with its checkpoint's special tokens. Safe to share by threads.
+    """A `tokenizers` tokenizer with its checkpoint's special tokens. Thread-safe.
 
     Attributes:
-        vocab_size: the highest id and one more. A model's own may be larger (padded).
-        bos_token, eos_token: texts for the chat template; None where the model has none.
+        vocab_size: the highest id plus one. The model's may be larger (padded).
+        bos_token, eos_token: texts for the chat template; None if the model has none.
         bos_id: id of bos_token.
-        eos_ids: the ids that end an output, the model's own (`generation_config.json` counts).
-        special_ids: id -> text of the tokens that are not text: they are skipped in an output.
-        markers: text -> id of the tokens that a chat template builds turns with, which no message
-            may contain: the special ones, those that end an output, and those that read `<|...`.
+        eos_ids: the ids that end an output (`generation_config.json` included).
+        special_ids: id -> text of the special tokens, which are skipped in an output.
+        markers: text -> id of the tokens that delimit turns in a chat template, which no message
+            may contain: special tokens, EOS tokens, and those that start with `<|`.
         chat_template: the Jinja source, if there is one.
-        decoder: the description of the backend's decoder, as in tokenizer.json.
+        decoder: the backend's decoder, as in tokenizer.json.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class Tokenizer:
         eos_ids: tuple[int, ...] = (),
         chat_template: str | None = None,
     ) -> None:
-        # Lengths are the engine's to check: a tokenizer that cuts or pads would hide them.
+        # The engine checks lengths: truncation or padding here would hide them.
         backend.no_padding()
         backend.no_truncation()
         self._backend = backend
@@ -91,7 +91,7 @@ class Tokenizer:
         """The tokenizer of a checkpoint.
 
         Raises:
-            ConfigError: it has none, or one that is not supported; names the file and what is.
+            ConfigError: it has none, or one that is not supported.
         """
         if checkpoint.format == "huggingface":
             return cls._from_folder(checkpoint.path)
@@ -100,7 +100,7 @@ class Tokenizer:
 
     @classmethod
     def load_if_present(cls, checkpoint: Checkpoint) -> Tokenizer | None:
-        """The tokenizer of a checkpoint, or None for one that knows ids only.
+        """The tokenizer of a checkpoint, or None if it has none.
 
         Raises:
             ConfigError: it has one that is not supported.
@@ -125,7 +125,7 @@ class Tokenizer:
             return None
         try:
             return cls._from_folder(cached)
-        except ConfigError:  # not there, or broken: it is made anew
+        except ConfigError:  # missing or corrupt: it is written again
             return None
 
     @classmethod
@@ -162,15 +162,15 @@ class Tokenizer:
     def encode(
         self, text: str, add_special_tokens: bool = True, param: str = "text_input"
     ) -> list[int]:
-        """Token ids of a text. Special tokens written in it become special tokens.
+        """Token ids of a text. The text of a special token in it becomes that token.
 
         Args:
-            text: any text; "" gives what the tokenizer adds by itself, perhaps nothing.
-            add_special_tokens: put what the model wants around a prompt, such as a begin token.
-            param: the field that the text came from, for the error.
+            text: any text; "" yields only the tokens that the tokenizer adds, if any.
+            add_special_tokens: add the model's special tokens around a prompt, such as BOS.
+            param: the request field of the text, for the error.
 
         Raises:
-            RequestError: the text holds a lone surrogate, so it is not Unicode.
+            RequestError: the text contains a lone surrogate.
         """
         check_unicode(text, param)
         ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
@@ -186,17 +186,17 @@ class Tokenizer:
         return [encoding.ids for encoding in encodings]
 
     def encode_pieces(self, pieces: Sequence[str | int], param: str = "messages") -> list[int]:
-        """Token ids of a text whose markers are told apart from text that reads like one.
+        """Token ids of a text in which markers are distinct from text that looks like one.
 
-        The ids are those of the whole text, merges across pieces included; only that a string
+        The ids are those of the whole text, merges across pieces included, except that a string
         never yields a marker and an int always does.
 
         Args:
             pieces: strings, and ids of markers.
 
         Raises:
-            RequestError: a string has a lone surrogate, or the tokenizer's own merges make a
-                marker of it.
+            RequestError: a string contains a lone surrogate, or the tokenizer's merges turn it into
+                a marker.
         """
         for piece in pieces:
             if isinstance(piece, str):
@@ -207,23 +207,23 @@ class Tokenizer:
         return self._marking.encode(pieces, param)
 
     def vocabulary(self) -> dict[str, int]:
-        """Token, in the tokenizer's own alphabet -> id; a new dict."""
+        """Token, in the tokenizer's alphabet -> id; a new dict."""
         vocabulary: dict[str, int] = self._backend.get_vocab(with_added_tokens=True)
         return vocabulary
 
 
 class _MarkingBackend:
-    """A twin of a backend in which each marker is spelled so that nobody can type it.
+    """A copy of a backend in which each marker has a secret, unguessable text.
 
-    The library finds markers by their text, and must: what stands around one decides how a text
-    is split. So a marker that is meant goes in under a secret name that is the marker's in the
-    twin, and the marker's own text, which the twin does not know, is text like any other.
+    The library finds markers by their text, which it needs for splitting the text around them. So
+    an intended marker is passed as its secret text, and the marker's own text, which is not a token
+    here, is ordinary text.
     """
 
     def __init__(self, backend: tokenizers.Tokenizer, markers: dict[str, int]) -> None:
         secret = secrets.token_hex(16)
         self._spelling = {id_: f"\ue000{secret}:{id_:x}\ue001" for id_ in markers.values()}
-        # Shares the model: a twin costs next to nothing.
+        # Shares the model: the copy costs next to nothing.
         self._twin = tokenizers.Tokenizer(backend.model)
         if backend.normalizer is not None:
             self._twin.normalizer = backend.normalizer
@@ -263,16 +263,15 @@ class _MarkingBackend:
 
 
 def export(checkpoint: Checkpoint, directory: Path) -> None:
-    """Write what a Hugging Face folder holds beside its weights: the tokenizer and the settings.
+    """Write the tokenizer and the configuration of a checkpoint as a Hugging Face folder.
 
-    Tools that count tokens themselves take such a folder (`transformers.AutoTokenizer`).
+    For tools that count tokens themselves (`transformers.AutoTokenizer`).
 
     Args:
         directory: created if missing; files of the same names are replaced.
 
     Raises:
-        ConfigError: the checkpoint has no tokenizer that is supported, or the directory cannot
-            be written.
+        ConfigError: the checkpoint has no supported tokenizer, or the directory cannot be written.
     """
     try:
         directory.mkdir(parents=True, exist_ok=True)
@@ -281,7 +280,7 @@ def export(checkpoint: Checkpoint, directory: Path) -> None:
                 checkpoint.path, gguf_tokenizer.read(checkpoint.path), directory
             )
             return
-        Tokenizer.load(checkpoint)  # refuses what nobody could load
+        Tokenizer.load(checkpoint)  # raises if it cannot be loaded
         for name in _EXPORTED:
             source = checkpoint.path / name
             if source.is_file() and source.resolve() != (directory / name).resolve():
@@ -291,10 +290,10 @@ def export(checkpoint: Checkpoint, directory: Path) -> None:
 
 
 def check_unicode(text: str, param: str) -> None:
-    """Refuse what no encoder can write.
+    """Check that a text can be encoded in UTF-8.
 
     Raises:
-        RequestError: a lone surrogate; says where.
+        RequestError: a lone surrogate, with its position.
     """
     if text.isascii():
         return
@@ -302,8 +301,7 @@ def check_unicode(text: str, param: str) -> None:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
         raise RequestError(
-            f"the text has a lone surrogate at character {error.start}; "
-            "allowed: Unicode that UTF-8 can write",
+            f"lone surrogate at character {error.start}; allowed: text that is valid in UTF-8",
             param,
         ) from None
 
@@ -316,12 +314,12 @@ def _read_json(path: Path) -> dict[str, Any]:
     except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"tokenizer: {path} cannot be read: {error}") from None
     if not isinstance(value, dict):
-        raise ConfigError(f"tokenizer: {path} must hold a JSON object")
+        raise ConfigError(f"tokenizer: {path} is not a JSON object")
     return value
 
 
 def _token_text(value: Any) -> str | None:
-    """A special token is written as its text, or as an object that holds it."""
+    """A special token is given as its text, or as an object that contains it."""
     if isinstance(value, dict):
         value = value.get("content")
     return value if isinstance(value, str) and value else None
@@ -356,7 +354,7 @@ def _chat_template(folder: Path, config: dict[str, Any]) -> str | None:
 
 
 def _cache_folder(path: Path) -> Path | None:
-    """Where the tokenizer of this very file is, or will be, cached."""
+    """The cache folder for this version of a file's tokenizer."""
     home = os.environ.get("XDG_CACHE_HOME", "")
     try:
         base = Path(home) if os.path.isabs(home) else Path.home() / ".cache"
@@ -370,17 +368,17 @@ def _cache_folder(path: Path) -> Path | None:
 
 
 def _publish(folder: Path, cached: Path) -> None:
-    """Put a copy of `folder` into the cache, whole or not at all.
+    """Copy `folder` into the cache atomically.
 
-    Several processes may do so at once: each renames a copy of its own, and the first stays. A
-    cache that cannot be written only costs time.
+    With several processes at once, each renames its own copy, and the first one stays. A cache that
+    cannot be written only costs time.
     """
     with contextlib.suppress(OSError):
         cached.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         copy = Path(tempfile.mkdtemp(prefix=".new-", dir=cached.parent))
         try:
             shutil.copytree(folder, copy, dirs_exist_ok=True)
-            # Whoever read it before found it missing or broken: an older one is in the way.
+            # This process found it missing or corrupt: remove an invalid one.
             if cached.exists() and not _is_sound(cached):
                 shutil.rmtree(cached, ignore_errors=True)
             os.rename(copy, cached)

@@ -1,1 +1,1 @@
-"""What runs inside Triton's stub processes: thin fronts between tensors and the engine."""
+"""Code in Triton's stub processes: thin fronts between tensors and the engine."""

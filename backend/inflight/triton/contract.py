@@ -1,8 +1,7 @@
-"""The tensors of every model, as one table: for reading them, for error messages, for the reference
-page, and for the test that holds the config.pbtxt files to it. Those of the options follow from the
-table of options.
+"""Table of all models' tensors: for parsing, error messages, the reference page, and the test of
+the config.pbtxt files. The tensors of options are derived from the table of options.
 
-Knows nothing of Triton's Python API: a tensor is a name and a numpy array.
+Independent of Triton's Python API: a tensor is a name and a numpy array.
 """
 
 from __future__ import annotations
@@ -37,10 +36,10 @@ class Tensor:
 
     Attributes:
         dims: [dims]; -1 is any length.
-        meaning: for people.
-        required: whether the model cannot do without it. Where the tokenizers are concerned it is
-            optional for Triton all the same: an ensemble whose first step lacks its only input
-            ends with an empty success, where the step itself can say what is missing.
+        meaning: for the reference page.
+        required: whether the model needs it. Inputs of the tokenizers are nevertheless optional for
+            Triton: an ensemble whose first step lacks its only input ends with an empty success,
+            while the step itself can report the missing input.
     """
 
     name: str
@@ -59,7 +58,7 @@ class Contract:
 
 
 def tensors_of(field: OptionField) -> list[Tensor]:
-    """The tensors that an option travels as: itself, its aliases, or its parts."""
+    """The tensors of an option: itself, its aliases, or its parts."""
     dims = -1 if field.is_list else 1
     return [
         Tensor(
@@ -78,15 +77,15 @@ OPTIONS = tuple(tensor for field in request_options.OPTIONS for tensor in tensor
 
 NUM_INPUT_TOKENS = Tensor("num_input_tokens", "UINT32", "Tokens of the prompt.")
 
-# Every response carries all of them.
+# Part of every response.
 ANSWER = (
-    Tensor("index", "UINT32", "Which of n outputs each of the others is about.", dims=-1),
+    Tensor("index", "UINT32", "Index of the output that each other element belongs to.", dims=-1),
     Tensor("finish_reason", "STRING", "stop, length or cancelled; empty until the end.", dims=-1),
     NUM_INPUT_TOKENS,
     Tensor(
         "num_output_tokens",
         "UINT32",
-        "Tokens of this response: a stream's sum is the total.",
+        "Tokens of this response; a stream's sum is the total.",
         dims=-1,
     ),
     Tensor(
@@ -98,20 +97,20 @@ ANSWER = (
     Tensor(
         "logprobs",
         "STRING",
-        "A JSON list, of each new token {id: {logprob, rank, decoded_token}}, itself first; empty "
-        "unless num_logprobs asks for it.",
+        "A JSON list with {id: {logprob, rank, decoded_token}} for each new token, itself first; "
+        "empty unless num_logprobs is set.",
         dims=-1,
     ),
     Tensor(
         "prompt_logprobs",
         "STRING",
-        "The same of each prompt token, null for the first; empty unless num_prompt_logprobs or "
-        "echo asks for it. In a stream in parts, the last one with the first output token.",
+        "The same for each prompt token, null for the first; empty unless num_prompt_logprobs or "
+        "echo is set. Streamed in parts, the last one with the first output token.",
     ),
     Tensor(
         "draft_stats",
         "STRING",
-        "At the end, where tokens were drafted: JSON of num_drafted, num_accepted, num_steps and "
+        "At the end of an output with drafts: JSON of num_drafted, num_accepted, num_steps and "
         "tokens_per_step.",
         dims=-1,
     ),
@@ -125,25 +124,25 @@ INPUT_IDS = Tensor("input_ids", "INT32", "Token ids of the prompt.", dims=-1, re
 PROMPT_TENSOR = Tensor(
     "prompt_tensor",
     "STRING",
-    "Set by our tokenizers alone: the tensor that the prompt came from. It also says that a "
-    "detokenizer follows, which reports what it delivered.",
+    "Set only by the tokenizers: the tensor that the prompt came from. It also means that a "
+    "detokenizer follows, which acknowledges deliveries.",
 )
 PROMPT_ERROR = Tensor(
     "prompt_error",
     "STRING",
-    "Set by our tokenizers alone, in place of a prompt that they refuse: why, as JSON of kind and "
+    "Set only by the tokenizers, instead of a prompt that they reject: why, as JSON of kind and "
     "message. The model llm answers the request with that error.",
 )
 DETOKENIZE_IDS = Tensor("detokenize_ids", "INT32", "A window of ids, then the new ones.", dims=-1)
 DETOKENIZE_STATE = Tensor(
     "detokenize_state",
     "INT64",
-    "Of each output: ids, length of the window, characters to trim, 1 at the end, request id, "
-    "position.",
+    "For each output: number of ids, length of the window, characters to trim, 1 at the end, "
+    "request id, position.",
     dims=-1,
 )
 DETOKENIZE_STATE_SIZE = 6
-"""Of one output."""
+"""Values per output."""
 
 _PROMPT = (INPUT_IDS, PROMPT_TENSOR)
 _TOKENIZED = (*_PROMPT, PROMPT_ERROR, NUM_INPUT_TOKENS)
@@ -165,11 +164,11 @@ _BY_NAME = {tensor.name: tensor for tensor in (*_PROMPT, *OPTIONS)}
 
 
 def read(tensor: Tensor, array: Array) -> Any:
-    """The checked content of a tensor as Python values of its own: `array` may be a view of shared
-    memory that Triton takes back.
+    """The checked content of a tensor as Python values: copied, as `array` may be a view of shared
+    memory that Triton reclaims.
 
     Returns:
-        int, float, bool or str where dims is 1; a list of them otherwise.
+        int, float, bool or str if dims is 1, otherwise a list of them.
 
     Raises:
         RequestError: datatype, shape or a value is not allowed.
@@ -205,7 +204,7 @@ def read_request(tensors: Mapping[str, Array]) -> dict[str, Any]:
 
 def _text(value: object, name: str) -> str:
     if not isinstance(value, bytes):
-        raise RequestError("holds something that is not bytes", name)
+        raise RequestError("has an element that is not bytes", name)
     try:
         return value.decode()
     except UnicodeDecodeError as error:

@@ -1,10 +1,10 @@
-"""Errors that reach tritonserver no sooner than it can take them.
+"""Delays errors to avoid a crash of tritonserver.
 
-With the metadata `triton_grpc_error: true` an error ends its gRPC stream. Triton 2.51 hands a
-request to the models first and asks gRPC for the stream's next request afterwards; an error that
-comes in between has the stream's state freed twice, and the whole server dies (SIGSEGV). The gap
-is a few microseconds, unless tritonserver's thread loses its core there. On one core, a server
-that had just started died within 15 refusals; with 5 ms between request and error, none did.
+With the metadata `triton_grpc_error: true` an error ends its gRPC stream. Triton 2.51 passes a
+request to the models first and requests the stream's next message from gRPC afterwards; an error in
+between frees the stream's state twice, and the server crashes (SIGSEGV). The gap is a few
+microseconds, unless tritonserver's thread is preempted there. On one core, a server that had just
+started crashed within 15 rejected requests; with 5 ms between request and error it never did.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ EARLIEST_ERROR_S = 0.02
 
 
 class DelayedErrors:
-    """Sends errors from a thread of its own, each EARLIEST_ERROR_S after its request arrived."""
+    """Sends errors from its own thread, each EARLIEST_ERROR_S after its request arrived."""
 
     def __init__(self) -> None:
         self._waiting: queue.SimpleQueue[tuple[float, Callable[[], None]] | None] = (
@@ -36,7 +36,7 @@ class DelayedErrors:
         self._thread.start()
 
     def send(self, sender: Any, error: InflightError) -> None:
-        """Answer a request that has just arrived with an error.
+        """Respond to a request that has just arrived with an error.
 
         Args:
             sender: the request's, in Triton's Python API.
@@ -46,10 +46,10 @@ class DelayedErrors:
         self.when_due(time.monotonic(), lambda: sender.send(response, flags=final))
 
     def when_due(self, arrived: float, send: Callable[[], None]) -> None:
-        """Call `send`, at once and on this thread where the request is old enough.
+        """Call `send`, immediately and on this thread if the request is old enough.
 
         Args:
-            arrived: when the request did, in time.monotonic().
+            arrived: arrival time of the request, in time.monotonic().
             send: must not block for long, as the next errors wait for it.
         """
         due = arrived + EARLIEST_ERROR_S
@@ -59,7 +59,7 @@ class DelayedErrors:
             self._waiting.put((due, send))
 
     def close(self) -> None:
-        """Send what waits, each error at its time, then end the thread."""
+        """Send the pending errors, each at its time, then end the thread."""
         self._waiting.put(None)
         self._thread.join(timeout=5.0)
 
@@ -70,5 +70,5 @@ class DelayedErrors:
             time.sleep(max(0.0, due - time.monotonic()))
             try:
                 send()
-            except Exception:  # Triton's; the next errors still have to leave
+            except Exception:  # raised by Triton; the next errors must still be sent
                 logger.exception("an error could not be sent")

@@ -1,8 +1,8 @@
-"""Ids to text: a pure function of its inputs, so that any instance may take any response.
+"""Ids to text: a pure function of its inputs, so that any instance can process any response.
 
-It also tells the engine what became of an ensemble's client, which Triton tells no running step:
-what was delivered, and who is seen to have cancelled. With dynamic batching a cancelled request's
-responses are dropped before they come here; then the missing deliveries speak.
+It also reports to the engine what Triton does not report to the running steps of an ensemble:
+delivered responses and cancelled clients. With dynamic batching a cancelled request's responses are
+dropped before they arrive here; the engine then notices the missing acknowledgements.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from inflight.triton.stub import server_pid
 logger = logging.getLogger(__name__)
 
 ATTACH_PAUSE_S = 0.2
-# Asking Triton is a round trip through its shared memory. So a fast stream is not asked about at
-# each response, and all questions together take at most about a tenth of the time.
+# `is_cancelled` is a round trip through Triton's shared memory. So it is not polled for every
+# response of a fast stream, and polling takes at most about a tenth of the time.
 CANCEL_INTERVAL_S = 0.01
 CANCEL_POLL_BACKOFF = 9.0
-# Streams whose last question is remembered; a forgotten one is merely asked again at once.
+# Streams whose last poll is remembered; a forgotten one is merely polled again at once.
 MAX_POLLED = 4096
 
 
@@ -57,7 +57,7 @@ class DetokenizerFront:
         self._next_poll_at = 0.0
 
     def execute(self, requests: list[Any]) -> list[Any]:
-        """A response to each request, or None where an error follows."""
+        """A response to each request, or None if an error follows."""
         responses: list[Any] = []
         progress = []
         for request in requests:
@@ -68,7 +68,7 @@ class DetokenizerFront:
                 self._errors.send(request.get_response_sender(), error)
                 responses.append(None)
                 continue
-            except Exception:  # costs this request an error, and the others of the batch nothing
+            except Exception:  # fails this request, not the others of the batch
                 logger.exception("a response could not be detokenized")
                 failure = EngineError("the response could not be detokenized")
                 self._errors.send(request.get_response_sender(), failure)
@@ -86,7 +86,7 @@ class DetokenizerFront:
         self._reports.close()
 
     def _texts(self, request: Any) -> tuple[list[str], list[tuple[int, int]]]:
-        """Of each output in a response its text, and which request is how far with it."""
+        """The text of each output in a response, and the delivered (request id, position)."""
         ids = _row(request, contract.DETOKENIZE_IDS)
         state = _row(request, contract.DETOKENIZE_STATE)
         size = contract.DETOKENIZE_STATE_SIZE
@@ -124,7 +124,7 @@ class DetokenizerFront:
 
 
 class DeliveryReports:
-    """Tells the engine what was delivered. Never blocks; silent while there is no engine."""
+    """Reports deliveries to the engine. Never blocks; drops reports while there is no engine."""
 
     def __init__(self, llm: Path) -> None:
         self._path = socket_path(llm, server_pid())
@@ -152,7 +152,7 @@ class DeliveryReports:
             client.close()
 
     def _keep_attached(self) -> None:
-        # The model `llm` may load after this one, and its engine may be replaced.
+        # The model `llm` may load after this one, and its engine may be restarted.
         while not self._closing.wait(ATTACH_PAUSE_S):
             self._lost.clear()
             try:
@@ -164,7 +164,7 @@ class DeliveryReports:
 
 
 def _row(request: Any, tensor: contract.Tensor) -> list[int]:
-    """A tensor of shape [1, N]: the model takes batches, each request is a batch of one."""
+    """A tensor of shape [1, N]: the model is batched, and each request is a batch of one."""
     found = pb_utils.get_input_tensor_by_name(request, tensor.name)
     if found is None:
         raise RequestError("is missing", tensor.name)

@@ -1,4 +1,4 @@
-"""Our errors as Triton's."""
+"""Maps errors to TritonError."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from inflight.errors import (
     RequestError,
 )
 
-# Both CapacityError and EngineError say: not your fault, worth another try.
+# CapacityError and EngineError are both retryable.
 _CODES: dict[type[InflightError], str] = {
     RequestError: "INVALID_ARG",
     CapacityError: "UNAVAILABLE",
@@ -23,6 +23,6 @@ _CODES: dict[type[InflightError], str] = {
 
 
 def triton_error(error: InflightError) -> Any:
-    """The TritonError with the code that belongs to an error's class."""
+    """The TritonError with the code of an error's class."""
     code = getattr(pb_utils.TritonError, _CODES.get(type(error), "INTERNAL"))
     return pb_utils.TritonError(str(error), code)

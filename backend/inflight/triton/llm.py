@@ -1,7 +1,7 @@
-"""The front of the engine: requests in, responses out; it computes nothing.
+"""The engine's front in Triton: requests in, responses out; it computes nothing.
 
-`execute` checks and forwards. What the engine answers goes through mailboxes to the sender threads.
-A sweep asks Triton now and then which requests were cancelled, never on the way of a token.
+`execute` checks and forwards. The engine's events go through response queues to sender threads. A
+periodic sweep polls Triton for cancelled requests, off the token path.
 """
 
 from __future__ import annotations
@@ -36,28 +36,28 @@ logger = logging.getLogger(__name__)
 
 DEFAULT_SENDER_THREADS = 8
 CANCEL_INTERVAL_S = 0.02
-# One that is being detokenized and one that waits for it: the detokenizer never idles, and what
-# comes in the meantime goes out together.
+# One being detokenized and one queued: the detokenizer never idles, and what arrives meanwhile is
+# coalesced.
 MAX_UNDELIVERED = 2
 RESTART_BACKOFF_S = (0.0, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
-# Triton 2.51 never lets go of an ensemble's request that fails while an earlier response of it is
-# on its way through a later step, and then cannot shut down in order. So an error waits for those.
+# Triton 2.51 never releases an ensemble request that fails while an earlier response of it is in a
+# later step, and then cannot shut down cleanly. So an error is delayed until those have passed.
 ERROR_DELAY_S = 0.05
 
 
 class ResponseWriter:
-    """One client's request: its outputs' way back.
+    """Writes the responses of one client's request.
 
     Args:
-        sender: Triton's.
-        requested_outputs: names of the outputs that the client, or the ensemble, generation for.
-        generation: what was generation; None where it could not be read.
+        sender: Triton's response sender.
+        requested_outputs: names of the outputs requested by the client or the ensemble.
+        generation: the parsed request; None if it could not be read.
 
     Attributes:
-        arrived: when the request did, in time.monotonic().
-        request_ids: in the engine, of the outputs in their order.
-        cancel: ends all of them there.
-        detokenized: a detokenizer takes the responses.
+        arrived: arrival time of the request, in time.monotonic().
+        request_ids: in the engine, of the outputs in order.
+        cancel: cancels all of them there.
+        detokenized: a detokenizer receives the responses.
     """
 
     def __init__(
@@ -78,14 +78,14 @@ class ResponseWriter:
         error = events[0].error
         if error is not None:
             if len(self.request_ids) > 1:
-                self.cancel()  # the other outputs are nobody's now
+                self.cancel()  # the other outputs are not needed any more
             if self.detokenized:
                 time.sleep(max(0.0, self._sent_at + ERROR_DELAY_S - time.monotonic()))
             failure = triton_error(from_kind(events[0].error_kind or "", error))
             self._sender.send(pb_utils.InferenceResponse(error=failure), flags=flags)
             return
         assert self._generation is not None
-        # Of all outputs one tells of the prompt, and it may not be among the best.
+        # One output carries the prompt's logprobs, and it may not be among the best.
         prompt_candidates = [one for event in events for one in event.prompt_candidates]
         parts = self._generation.answer([self._delta(event) for event in events])
         arrays = protocol.outputs(parts, len(self._generation.prompt_ids), prompt_candidates)
@@ -112,9 +112,9 @@ class ResponseWriter:
 
     def abandon(self) -> None:
         self.cancel()
-        error = triton_error(EngineError("the answer could not be sent"))
+        error = triton_error(EngineError("the response could not be sent"))
         final = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
-        # If it was the final response that failed half-way, the sender is closed already.
+        # If the final response failed half-way, the sender is closed already.
         with contextlib.suppress(Exception):
             self._sender.send(pb_utils.InferenceResponse(error=error), flags=final)
 
@@ -126,11 +126,11 @@ class LlmFront:
     """Triton's model `llm`.
 
     Args:
-        directory: the model's folder, whose engine.json says what to run.
-        parameters: of config.pbtxt; `sender_threads` is known here.
+        directory: the model's folder with its engine.json.
+        parameters: of config.pbtxt; only `sender_threads` is used.
 
     Raises:
-        InflightError: the engine cannot load, and why.
+        InflightError: the engine cannot load, with the reason.
     """
 
     def __init__(self, directory: Path, parameters: Mapping[str, str]) -> None:
@@ -147,7 +147,7 @@ class LlmFront:
         self._sweep = Sweep(self._sweep_cancelled, CANCEL_INTERVAL_S)
 
     def execute(self, requests: list[Any]) -> None:
-        """Take requests over; each gets its final response later, from a sender thread."""
+        """Accept requests; each gets its final response later, from a sender thread."""
         for request in requests:
             sender = request.get_response_sender()
             requested_outputs = frozenset(request.requested_output_names())
@@ -155,7 +155,7 @@ class LlmFront:
                 self._accept(request, sender, requested_outputs)
             except InflightError as error:
                 self._refuse(sender, requested_outputs, error)
-            except Exception:  # costs its sender an error; one that left here would cost all
+            except Exception:  # fails only this request; raising would fail the whole batch
                 logger.exception("a request could not be read")
                 self._refuse(
                     sender, requested_outputs, EngineError("the request could not be read")
@@ -173,7 +173,7 @@ class LlmFront:
         self._senders.close()
 
     def _accept(self, request: Any, sender: Any, requested_outputs: frozenset[str]) -> None:
-        # Before anything else of the request: the tokenizer came first and has refused it.
+        # Before anything else: the tokenizer has rejected the request.
         refused = pb_utils.get_input_tensor_by_name(request, contract.PROMPT_ERROR.name)
         if refused is not None:
             raise protocol.read_prompt_error(refused.as_numpy())
@@ -193,8 +193,8 @@ class LlmFront:
         response_queue = self._senders.response_queue(
             writer, generation.stream, MAX_UNDELIVERED if watched else None, num_outputs
         )
-        # Under the lock: either the loss of this engine finds the request and fails it, or the
-        # request finds the engine lost.
+        # Under the lock: either the loss of the engine fails this request, or the request finds
+        # the engine lost.
         with self._lock:
             if self._client is not client:
                 raise CapacityError("the engine is restarting; retry in a moment")
@@ -239,8 +239,8 @@ class LlmFront:
                 entry[0].delivered(position)
 
     def _sweep_cancelled(self) -> None:
-        # An ensemble's cancellation never shows in its running steps: asking would be for nothing.
-        # There, the detokenizer's silence tells the engine.
+        # An ensemble's cancellation is not visible to its running steps, so those are not polled;
+        # there the engine notices missing acknowledgements.
         client = self._client
         for request_id, (response_queue, writer) in list(self._in_flight.items()):
             if writer.detokenized or client is None:
@@ -299,7 +299,7 @@ class LlmFront:
 
 
 def _nothing() -> None:
-    """There is nothing to cancel yet."""
+    """Nothing to cancel yet."""
 
 
 def _sender_threads(parameters: Mapping[str, str]) -> int:

@@ -1,4 +1,4 @@
-"""The class that Triton's Python backend loads; config.pbtxt says which front it is."""
+"""The class that Triton's Python backend loads; config.pbtxt selects the front."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from inflight.triton.tokenizer import TokenizerFront
 
 
 class Front(Protocol):
-    """What each role does with Triton's requests."""
+    """Interface of a role."""
 
     def execute(self, requests: list[Any]) -> list[Any] | None: ...
 
@@ -48,7 +48,7 @@ _ROLES: dict[str, Callable[[Path, Mapping[str, str]], Front]] = {
 
 
 class TritonPythonModel:
-    """One instance of a model with `backend: "inflight"`; its parameter `role` picks the front."""
+    """One instance of a model with `backend: "inflight"`; parameter `role` selects the front."""
 
     _front: Front | None = None
 

@@ -1,4 +1,4 @@
-"""Between tensors and requests: what a client's inputs mean, and what an answer's outputs are.
+"""Between tensors and requests: parses a client's inputs, builds a response's outputs.
 
 Pure functions: no Triton, no engine, no clock.
 """
@@ -28,12 +28,12 @@ from inflight.triton.request_options import (
     RequestOptions,
 )
 
-# Of a refused prompt. JSON may write each character as six.
+# For a rejected prompt. JSON may encode each character as six.
 MAX_ERROR_CHARACTERS = 2048
 _MAX_PROMPT_ERROR_CHARACTERS = 8 * MAX_ERROR_CHARACTERS
 
-# Parameters that clients of other servers send and that change nothing here: switches of other
-# backends, and headers that a proxy may have the server forward.
+# Parameters that other servers' clients send and that are ignored here: switches of other backends,
+# and headers that a proxy may have the server forward.
 HARMLESS_PARAMETERS = frozenset(
     {"accumulate_tokens", "pad_id", "traceparent", "tracestate", "x-request-id"}
 )
@@ -44,19 +44,19 @@ _UNSUPPORTED = tuple(field.name for field in OPTIONS if not field.option.support
 
 
 class Limits(msgspec.Struct, frozen=True):
-    """What an engine can take: see wire.Welcome."""
+    """An engine's limits: see frames.Welcome."""
 
     vocab_size: int
     max_model_len: int
 
 
 class OutputDelta(NamedTuple):
-    """What is new of one output.
+    """One output's part of a response.
 
     Attributes:
-        output: which one it is.
-        event: of it.
-        echo: ids to put in front of the event's: the prompt's, in a first response that wants it.
+        output: its index.
+        event: its event.
+        echo: the prompt's ids, to put first, in a first response with echo.
     """
 
     output: int
@@ -65,11 +65,11 @@ class OutputDelta(NamedTuple):
 
 
 class PromptError(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Why a tokenizer refused a prompt, on its way to the model `llm`.
+    """A tokenizer's error for a prompt, sent to the model `llm`.
 
     Attributes:
         kind: of errors.KINDS.
-        message: for the client; it names the tensor at fault.
+        message: for the client; names the invalid tensor.
     """
 
     kind: str
@@ -81,14 +81,14 @@ class Generation(msgspec.Struct, frozen=True):
 
     Attributes:
         prompt_ids: at least one.
-        params: how to choose tokens.
+        params: sampling and stop conditions.
         cache_salt: see Request.
-        stream: answer as tokens come.
-        echo: the prompt leads the output.
-        detokenized: a detokenizer follows and reports what it delivered.
-        n: outputs to answer with.
-        best_of: outputs to compute; those with the likeliest tokens are the answer. n in a beam
-            search, which computes its outputs together.
+        stream: respond as tokens arrive.
+        echo: the prompt precedes the output.
+        detokenized: a detokenizer follows and acknowledges deliveries.
+        n: outputs to return.
+        best_of: outputs to generate; the n with the highest mean logprob are returned. n for a beam
+            search, which generates its outputs together.
         speculation, structured: see Request.
     """
 
@@ -106,11 +106,10 @@ class Generation(msgspec.Struct, frozen=True):
     def requests(self, request_ids: list[int]) -> list[Request]:
         """The engine's requests, one for each of `best_of` outputs.
 
-        With a seed, output i has seed + i; all but the first wait for the prompt that it computes,
-        and leave it to the first to tell of that.
-        A beam search is one request.
+        With a seed, output i has seed + i. All but the first wait until the first has computed the
+        prompt, and only the first reports prompt logprobs. A beam search is one request.
         """
-        # Without a stream the detokenizer sees one response, at the end: no sign of life before.
+        # Without a stream the detokenizer acknowledges only at the end.
         acknowledged = self.detokenized and self.stream
         if self.params.beam_width > 1:
             return [
@@ -145,7 +144,7 @@ class Generation(msgspec.Struct, frozen=True):
         return made
 
     def answer(self, parts: list[OutputDelta]) -> list[OutputDelta]:
-        """Of outputs that have ended, or of the parts of a stream, what goes out."""
+        """The parts to return, of finished outputs or of a stream."""
         if len(parts) > self.n:
             parts = sorted(parts, key=_logprob_per_token, reverse=True)[: self.n]
             return [part._replace(output=output) for output, part in enumerate(parts)]
@@ -157,15 +156,15 @@ def _logprob_per_token(part: OutputDelta) -> float:
 
 
 def parse(inputs: Mapping[str, Array], parameters: Mapping[str, Any], limits: Limits) -> Generation:
-    """What a request to the model `llm` asks for.
+    """Parse a request to the model `llm`.
 
     Args:
         inputs: its tensors by name; not kept.
-        parameters: Triton's request parameters, to which HTTP adds keys that no input has.
+        parameters: Triton's request parameters; over HTTP also JSON keys that are not inputs.
         limits: of the engine.
 
     Raises:
-        RequestError: something is not allowed; the client's name of it leads the message.
+        RequestError: invalid request; the message starts with the client's name of the input.
     """
     _check_parameters(parameters)
     values = contract.read_request(inputs)
@@ -207,7 +206,7 @@ def parse(inputs: Mapping[str, Array], parameters: Mapping[str, Any], limits: Li
 
 
 def write_prompt_error(error: InflightError) -> Array:
-    """The tensor `prompt_error` of a prompt that a tokenizer refuses."""
+    """The tensor `prompt_error` of a prompt that a tokenizer rejects."""
     # A lone surrogate, which JSON could carry and UTF-8 cannot, becomes a question mark.
     message = str(error).encode(errors="replace").decode()
     found = PromptError(error.kind, message[:MAX_ERROR_CHARACTERS])
@@ -215,11 +214,11 @@ def write_prompt_error(error: InflightError) -> Array:
 
 
 def read_prompt_error(array: Array) -> InflightError:
-    """What a tokenizer refused a prompt for. A client may have written the tensor itself: it gets
-    no more than an error of its own request.
+    """Parse a tokenizer's error for a prompt. A client may send the tensor itself; then only its
+    own request fails.
 
     Raises:
-        RequestError: no tokenizer wrote it.
+        RequestError: not written by a tokenizer.
     """
     text: str = contract.read(contract.PROMPT_ERROR, array)
     try:
@@ -230,13 +229,13 @@ def read_prompt_error(array: Array) -> InflightError:
             raise ValueError("not a tokenizer's")
     except ValueError:  # msgspec's errors are ValueErrors too
         raise RequestError(
-            "is set by the tokenizers alone; leave it out", contract.PROMPT_ERROR.name
+            "is set only by the tokenizers; omit it", contract.PROMPT_ERROR.name
         ) from None
     return from_kind(found.kind, found.message)
 
 
 def merge(earlier: TokenEvent, later: TokenEvent) -> TokenEvent:
-    """Two events of one request as one."""
+    """Merge two consecutive events of one request."""
     return msgspec.structs.replace(
         later,
         token_ids=earlier.token_ids + later.token_ids,
@@ -255,16 +254,16 @@ def outputs(
     """The tensors of one response of the model `llm`.
 
     Args:
-        parts: of different outputs, each with what is new of it.
+        parts: of different outputs.
         num_input_tokens: tokens of the prompt.
-        prompt_candidates: what is new of these (see `TokenEvent`); None for nothing.
+        prompt_candidates: new prompt candidates (see `TokenEvent`); None for none.
     """
     output_ids: list[int] = []
     detokenize_ids: list[int] = []
     state: list[int] = []
     for _, event, echo in parts:
         new = echo + event.token_ids
-        # Echoed, the prompt is part of the text, so that nothing stands before it.
+        # With echo the prompt is part of the text, so there is no context before it.
         window = [] if echo else event.window
         output_ids += new
         detokenize_ids += window + new
@@ -287,7 +286,7 @@ def outputs(
 
 
 def _drafts(event: TokenEvent) -> str:
-    """At the end of an output that had drafts, what became of them."""
+    """Draft statistics, at the end of an output that had drafts."""
     if not event.is_last or event.num_drafted is None:
         return ""
     found = {
@@ -351,7 +350,7 @@ def _prompt(ids: list[int] | None, name: str, limits: Limits) -> list[int]:
 
 
 def _join_biases(values: dict[str, Any]) -> dict[str, Any]:
-    """The two tensors of biases as one value."""
+    """Combine the two logit_bias tensors into one value."""
     ids, biases = values.get("logit_bias_ids"), values.get("logit_bias_values")
     if ids is None and biases is None:
         return values
@@ -366,7 +365,7 @@ def _join_biases(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _merge_vllm_parameters(values: dict[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
-    """Values under our names, and how the client called each of them."""
+    """Values under our names, and the client's name of each."""
     values = dict(values)
     names = {name: name for name in _OPTION_NAMES} | {field.name: field.name for field in OPTIONS}
     reports_own = values.pop("return_log_probs", False)
@@ -406,7 +405,7 @@ def _num_outputs(options: RequestOptions, names: dict[str, str]) -> tuple[int, i
 
 
 def _check_search(options: RequestOptions, names: dict[str, str], beam_width: int) -> None:
-    """Refuse what cannot be combined with a beam search; for sampling, see `SamplingParams`."""
+    """Reject options that cannot be combined with beam search, besides `SamplingParams`."""
     if beam_width == 1:
         return
     n = options.n
@@ -417,7 +416,7 @@ def _check_search(options: RequestOptions, names: dict[str, str], beam_width: in
         (
             "best_of",
             options.best_of not in (None, n),
-            "beam_width says how many outputs are followed, and n how many are the answer",
+            "beam_width is the number of beams, and n the number of outputs returned",
         ),
         ("stream", options.stream, "which outputs are best is known only at the end"),
         (
@@ -439,8 +438,8 @@ def _check_search(options: RequestOptions, names: dict[str, str], beam_width: in
 
 
 def _echo(options: RequestOptions, values: dict[str, Any], names: dict[str, str]) -> bool:
-    """Whether the prompt leads the output. As in OpenAI's API it then comes with what the output
-    comes with: with num_logprobs, its own."""
+    """Whether the prompt precedes the output. As in OpenAI's API, num_logprobs then applies to the
+    prompt as well."""
     echo, excluded = options.echo, options.exclude_input_in_output
     if echo is not None and echo == excluded:
         raise RequestError(
@@ -495,7 +494,7 @@ def _sampling(values: dict[str, Any], names: dict[str, str], vocab_size: int) ->
             value = values[field.name]
             chosen[field.name] = tuple(value) if field.is_list else value
     for name in ("stop_words", "bad_words"):
-        # A lone empty string is how some gateways write "none".
+        # Some gateways send a single empty string for "none".
         if chosen.get(name) == ("",):
             chosen[name] = ()
     if chosen.get("allowed_token_ids") == ():
@@ -534,6 +533,6 @@ def _salt(salt: str) -> str:
 
 
 def request_parameters(text: str) -> dict[str, Any]:
-    """Triton's request parameters, which its Python API gives as JSON."""
+    """Triton's request parameters, which its Python API provides as JSON."""
     found: dict[str, Any] = json.loads(text) if text else {}
     return found

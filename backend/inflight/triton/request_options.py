@@ -20,7 +20,7 @@ MAX_SALT_LENGTH = 256
 
 
 class RequestOptions(msgspec.Struct, frozen=True):
-    """What a request asks for beyond `SamplingParams`, under our names; None where it does not say.
+    """Request options beyond `SamplingParams`; None if not set.
 
     Raises:
         RequestError: a value is out of its bounds; names it.
@@ -28,16 +28,16 @@ class RequestOptions(msgspec.Struct, frozen=True):
 
     stream: Annotated[
         bool,
-        Option("Answer as the text grows, not once at the end.", vllm=(), client=""),
+        Option("Respond as tokens arrive, not once at the end.", vllm=(), client=""),
     ] = False
     exclude_input_in_output: Annotated[
         bool | None,
-        Option("False puts the prompt in front of the output.", vllm=(), default="true"),
+        Option("False prepends the prompt to the output.", vllm=(), default="true"),
     ] = None
     echo: Annotated[
         bool | None,
         Option(
-            "True puts the prompt in front of the output. With `num_logprobs` it also asks for the "
+            "True puts the prompt in front of the output. With `num_logprobs` it also requests the "
             "prompt's log-probabilities.",
             default="false",
         ),

@@ -1,10 +1,9 @@
-"""From token events to responses: a response_queue per client's request, and the threads that empty
-them.
+"""From token events to responses: a queue per client request, and the threads that flush them.
 
-Sending one response takes about 0.1 ms, in which the sender waits for Triton. So whatever came for
-a request in the meantime goes out in its next response: one token each when there is little to do,
-more by itself when there is much. Where a later step of an ensemble is the slower one, responses
-would pile up before it instead; so a request has only a few on their way there at a time.
+Sending a response takes about 0.1 ms, during which the sender waits for Triton. So events that
+arrive meanwhile are coalesced into the next response: one token per response under low load, more
+under high load. If a later step of an ensemble is the bottleneck, responses would queue up there
+instead; so a request has only a few undelivered responses at a time.
 """
 
 from __future__ import annotations
@@ -25,27 +24,27 @@ logger = logging.getLogger(__name__)
 
 
 class ResponseSink(Protocol):
-    """Where a response_queue empties to."""
+    """Where a response queue flushes to."""
 
     def send(self, events: list[TokenEvent], is_final: bool) -> None:
-        """Send one response: of one output, or of all of them at their end."""
+        """Send one response: of one output, or of all outputs at the end."""
 
     def abandon(self) -> None:
-        """A response could not be sent: end the request somehow, and do not raise."""
+        """A response could not be sent: end the request; must not raise."""
 
 
 class ResponseQueue:
-    """What one client still has to be told of what it asked for, which may be several outputs.
+    """The pending events of one client request, which may have several outputs.
 
-    `post` may be called from any thread; events of an output leave in that order, from one thread
-    at a time. The last one leaves once, and nothing after it; an error is the last of all.
+    `post` may be called from any thread; events of an output are sent in that order, from one
+    thread at a time. The final one is sent once, and nothing after it; an error is final for all.
 
     Args:
-        sink: takes the events.
-        stream: False to keep everything for one response at the end.
-        max_undelivered: responses that may be sent but not delivered yet; the last one goes in any
-            case. None where nobody reports deliveries.
-        num_outputs: that were asked for; each has a request id of its own in the engine.
+        sink: receives the events.
+        stream: False to send everything in one response at the end.
+        max_undelivered: responses that may be sent but not delivered yet; the final one is always
+            sent. None if deliveries are not reported.
+        num_outputs: requested outputs; each has its own request id in the engine.
     """
 
     __slots__ = (
@@ -90,21 +89,20 @@ class ResponseQueue:
         self._queue()
 
     def delivered(self, position: int) -> None:
-        """Responses up to this position have passed the later step."""
+        """Responses up to this position have been delivered."""
         while self._undelivered and self._undelivered[0] <= position:
             self._undelivered.popleft()
         self._queue()
 
     def _queue(self) -> None:
-        # No lock needed: a sender clears `_queued` before it empties `_pending`, so an event that
-        # finds it set is still seen, and one that finds it clear at worst queues an empty
-        # response_queue.
+        # No lock needed: a sender clears `_queued` before it drains `_pending`, so an event that
+        # finds it set is still seen, and one that finds it clear at worst queues an empty queue.
         if not self._queued:
             self._queued = True
             self._shard.put(self)
 
     def flush(self) -> None:
-        """Send what is pending, of each output as one event."""
+        """Send pending events, coalesced per output."""
         self._queued = False
         while self._pending:
             later = self._pending.popleft()
@@ -137,7 +135,7 @@ class ResponseQueue:
             self.closed = is_final
             try:
                 self._sink.send(events, is_final)
-            except Exception:  # Triton's: the client gets no more, so its request is given up
+            except Exception:  # Triton's: the client gets nothing more, so cancel its request
                 logger.exception("a response could not be sent")
                 self.closed = True
                 self._sink.abandon()
@@ -147,8 +145,7 @@ class ResponseQueue:
 
 
 class SenderPool:
-    """Threads that flush mailboxes. A response_queue belongs to one thread, which keeps its
-    order."""
+    """Threads that flush response queues. Each queue is pinned to one thread, which keeps order."""
 
     def __init__(self, num_threads: int) -> None:
         self._shards: list[queue.SimpleQueue[ResponseQueue | None]] = [
@@ -172,7 +169,7 @@ class SenderPool:
         return ResponseQueue(sink, stream, next(self._next_shard), max_undelivered, num_outputs)
 
     def close(self) -> None:
-        """Send what is pending, then end the threads."""
+        """Send pending events, then stop the threads."""
         for shard in self._shards:
             shard.put(None)
         for thread in self._threads:
@@ -184,8 +181,8 @@ class SenderPool:
 
 
 class Sweep:
-    """Calls `look` again and again from a thread of its own: at most every `interval` seconds, and
-    no more than a tenth of the time."""
+    """Calls `look` periodically on its own thread: at most every `interval` seconds, and for
+    at most a tenth of the time."""
 
     def __init__(self, look: Callable[[], None], interval: float) -> None:
         self._look = look
@@ -204,6 +201,6 @@ class Sweep:
             started = time.monotonic()
             try:
                 self._look()
-            except Exception:  # logged; a thread that ended here would see no cancel any more
+            except Exception:  # logged; the thread must survive to see later cancellations
                 logger.exception("looking for cancelled requests failed")
             pause = max(self._interval, 9 * (time.monotonic() - started))

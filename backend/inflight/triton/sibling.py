@@ -1,4 +1,4 @@
-"""How the text models find the checkpoint: through the model `llm` beside them, which names it."""
+"""The text models find the checkpoint through the model `llm` in the same repository."""
 
 from __future__ import annotations
 

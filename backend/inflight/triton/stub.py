@@ -11,9 +11,9 @@ _SERVER_PID = 5
 
 
 def server_pid() -> int:
-    """Of the tritonserver that started this process.
+    """Pid of the tritonserver that started this process.
 
-    That is its parent, unless it has gone already: then a stranger is, and the command line tells.
+    That is the parent, unless it has exited already; then the command line has it.
     """
     parent = os.getppid()
     this = Process.find(os.getpid())

@@ -31,7 +31,7 @@ class TokenizerFront:
         encode: from that input's text to ids.
 
     Raises:
-        ConfigError: the sibling or what is needed of its checkpoint is missing.
+        ConfigError: the sibling, its tokenizer or its chat template is missing.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class TokenizerFront:
             ids = self._ids(request)
         except InflightError as error:
             return self._refuse(request, wanted, error)
-        except Exception:  # costs this request an error, and the others of the batch nothing
+        except Exception:  # fails this request, not the others of the batch
             logger.exception("a prompt could not be tokenized")
             failure = EngineError("the prompt could not be tokenized")
             return self._refuse(request, wanted, failure)
@@ -88,7 +88,7 @@ class TokenizerFront:
         text: str = contract.read(self._tensor, found.as_numpy())
         if not text:
             raise RequestError("is empty; allowed: at least one character", self._tensor.name)
-        # Before tokenizing: one instance serves everybody, and a megabyte takes half a second.
+        # Before tokenizing: one instance serves all clients, and a megabyte takes half a second.
         size = len(text.encode())
         if size > self._max_bytes:
             raise RequestError(
@@ -100,8 +100,8 @@ class TokenizerFront:
 
 
 def _leaves_errors_to_llm(wanted: Collection[str]) -> bool:
-    """Whether an ensemble asks, whose step `llm` answers for a prompt that is refused. Triton asks
-    for all outputs where a client names none, and an ensemble maps all but one."""
+    """Whether the request comes from an ensemble, whose step `llm` responds to a rejected prompt.
+    Triton requests all outputs if a client names none, and an ensemble maps all but one."""
     return contract.PROMPT_ERROR.name in wanted and contract.NUM_INPUT_TOKENS.name not in wanted
 
 

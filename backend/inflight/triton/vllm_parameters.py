@@ -1,8 +1,7 @@
-"""The tensor `sampling_parameters`: options as a JSON object, in vLLM's names.
+"""The tensor `sampling_parameters`: options as a JSON object, under vLLM's names.
 
-Benchmark tools and gateways that were made for vLLM's backend send it, so numbers may come as
-strings, null means the default, and what this version does not do is accepted at the value that
-asks for nothing.
+Benchmark tools and gateways for vLLM's backend send it, so numbers may be strings, null means the
+default, and unsupported options are accepted at their neutral value.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ def parse(text: str) -> dict[str, Any]:
             name, convert = _KEYS[key]
             if value is not None:
                 options[name] = convert(key, value)
-                if options[name] is None:  # the value asks for nothing
+                if options[name] is None:  # a neutral value
                     del options[name]
         else:
             raise RequestError(
@@ -132,7 +131,7 @@ def _strings(key: str, value: Any) -> list[str]:
 
 
 def _logprobs(key: str, value: Any) -> int | None:
-    """OpenAI's flag of the chat endpoint, or a number as everywhere else."""
+    """OpenAI's chat flag, or a number as everywhere else."""
     if isinstance(value, bool):
         return 0 if value else None
     return _integer(key, value)
@@ -174,14 +173,14 @@ _READERS: dict[tuple[type, bool], Callable[[str, Any], Any]] = {
     (int, True): _ids,
     (tuple, True): _biases,
 }
-# Keys whose values vLLM spells in another way than the option's type says.
+# Keys whose vLLM values have another type than the option.
 _READERS_BY_KEY: dict[str, Callable[[str, Any], Any]] = {
     "stop_token_ids": _one_id,
     "logprobs": _logprobs,
 }
 
 # vLLM's key, or where vLLM has none llama.cpp's or our own -> our name, and the reader of its
-# value, which returns None for a value that asks for nothing.
+# value, which returns None for a value without effect.
 _KEYS: dict[str, tuple[str, Callable[[str, Any], Any]]] = {
     key: (field.name, _READERS_BY_KEY.get(key) or _READERS[field.kind, field.is_list])
     for field in OPTIONS
@@ -192,7 +191,7 @@ _KEYS: dict[str, tuple[str, Callable[[str, Any], Any]]] = {
     "use_beam_search": ("use_beam_search", _flag),
 }
 
-# Accepted at these values only: they ask for what happens anyway.
+# Accepted only at these neutral values.
 IGNORED: dict[str, tuple[Any, ...]] = {
     "detokenize": (True, None),
     "skip_special_tokens": (True, None),

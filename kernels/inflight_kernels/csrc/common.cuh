@@ -1,6 +1,6 @@
-// What kernels share: 16-byte vectors of any storage type, reductions, dependent launch.
+// Shared by all kernels: 16-byte vectors of any storage type, reductions, dependent launch.
 //
-// Values are stored as float, half or bfloat16 and computed with in float.
+// Values are stored as float, half or bfloat16; arithmetic is in float.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -10,9 +10,9 @@ constexpr unsigned FULL_WARP = 0xffffffffu;
 
 // ---------------------------------------------------------------- templates
 
-// Both of these are in libcu++, which takes half a second to parse, more than most kernels.
+// Both are in libcu++ too, but that takes half a second to parse, more than most kernels.
 
-// Whether A and B are one type.
+// Whether A and B are the same type.
 template <typename A, typename B>
 constexpr bool SAME = false;
 template <typename A>
@@ -68,7 +68,7 @@ struct Word<__nv_bfloat16> {
     }
 };
 
-// Values of T in a vector of 16 bytes, the widest that a thread moves at once.
+// Values of T in a 16-byte vector, the widest memory access of a thread.
 template <typename T>
 constexpr int VECTOR = 16 / sizeof(T);
 
@@ -89,8 +89,8 @@ __device__ uint4 pack(const float (&values)[VECTOR<T>]) {
                       Word<T>::pack(values + 2 * size), Word<T>::pack(values + 3 * size));
 }
 
-// Pointers to 16-byte vectors are not marked __restrict__ const: the compiler would then take them
-// for constant during the whole kernel and might move a load before pdl_wait().
+// Pointers to 16-byte vectors are not marked __restrict__ const: the compiler would then assume
+// the data constant during the whole kernel and might move a load before pdl_wait().
 template <typename T>
 __device__ uint4 load_vector(const T* address) {
     return *reinterpret_cast<const uint4*>(address);
@@ -101,7 +101,7 @@ __device__ void store_vector(T* address, const uint4& raw) {
     *reinterpret_cast<uint4*>(address) = raw;
 }
 
-// Reads past L1, where a line may be older than what another block or kernel has written. OFFSET is
+// Loads bypassing L1, where a line may be stale after a write by another block or kernel. OFFSET is
 // in bytes.
 template <int OFFSET = 0, typename T>
 __device__ __forceinline__ T load_l2(const T* address) {
@@ -134,8 +134,8 @@ __device__ __forceinline__ T load_l2(const T* address) {
 
 // ---------------------------------------------------------------- reductions
 
-// Sum over each aligned group of WIDTH lanes, a power of two; every lane gets it. All lanes of the
-// warp must call it.
+// Sum over each aligned group of WIDTH lanes, a power of two; returned to every lane. All lanes of
+// the warp must call it.
 template <int WIDTH = 32>
 __device__ float warp_sum(float value) {
 #pragma unroll
@@ -152,8 +152,8 @@ __device__ float warp_max(float value) {
     return value;
 }
 
-// Sum over the block, whose size is a multiple of 32; every thread gets it. One barrier; `partial`
-// must not be used again before another.
+// Sum over the block, whose size is a multiple of 32; returned to every thread. One barrier;
+// `partial` must not be reused before another one.
 __device__ inline float block_sum(float value, float (&partial)[32]) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, num_warps = blockDim.x / 32;
     value = warp_sum(value);
@@ -164,21 +164,22 @@ __device__ inline float block_sum(float value, float (&partial)[32]) {
 
 // ---------------------------------------------------------------- programmatic dependent launch
 
-// Wait until the kernels before have ended and their writes are seen. Nothing that they write may
-// be read before, nothing that they read may be written before. No-op for a plain launch.
+// Wait until the preceding kernels have ended and their writes are visible. Before it, nothing that
+// they write may be read, and nothing that they read may be written. No-op for a plain launch.
 __device__ inline void pdl_wait() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
 }
 
-// Let the next kernel start, up to its own pdl_wait(), once all blocks have said so. Said
-// before one's own wait, it lets a whole chain of kernels in, whose blocks then stand in each
-// other's way: worth it only where the next one has much to do before its wait.
+// Let the next kernel start, up to its own pdl_wait(), once all blocks have called this. Called
+// before the own wait, it lets a whole chain of kernels start, whose blocks then compete for
+// multiprocessors: useful only if the next kernel has much to do before its wait.
 //
-// What a kernel may read before its wait, besides what no kernel writes: what was written before
-// some kernel between that calls this only after its own wait. That one let nothing in before all
-// kernels in front of it had ended. Such data is called history_ready, and is read with load_l2.
+// Besides data that no kernel writes, a kernel may read before its wait what was written before
+// some kernel in between that calls this only after its own wait: nothing starts after that one
+// until all kernels before it have ended. Such data is called history_ready, and is read with
+// load_l2.
 __device__ inline void pdl_launch_dependents() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");

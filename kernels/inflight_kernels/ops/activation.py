@@ -1,4 +1,4 @@
-"""The gate between the two projections of an MLP. Shapes: n rows of `width` values."""
+"""Gated activation of an MLP. Shapes: n rows of `width` values."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _THREADS = 256
 
 
 def silu_mul(x: Tensor, *, out: Tensor, pdl: bool = False) -> None:
-    """SwiGLU's gate (arXiv:2002.05202): silu(gate) * up -> out.
+    """SwiGLU (arXiv:2002.05202): silu(gate) * up -> out.
 
     Args:
         x: [n, 2 * width] = gate | up.
@@ -19,7 +19,7 @@ def silu_mul(x: Tensor, *, out: Tensor, pdl: bool = False) -> None:
         pdl: see `Kernel`.
 
     Raises:
-        ValueError: for operands of other shapes or types.
+        ValueError: wrong shape or type of an operand.
     """
     _activate_mul("silu_mul", x, out, pdl)
 
@@ -34,7 +34,7 @@ def gelu_tanh_mul(x: Tensor, *, out: Tensor, pdl: bool = False) -> None:
         pdl: see `Kernel`.
 
     Raises:
-        ValueError: for operands of other shapes or types.
+        ValueError: wrong shape or type of an operand.
     """
     _activate_mul("gelu_tanh_mul", x, out, pdl)
 
@@ -56,7 +56,7 @@ def _activate_mul(name: str, x: Tensor, out: Tensor, pdl: bool) -> None:
 
 
 def instantiations() -> list[Instantiation]:
-    """What this module may launch."""
+    """All kernels of this module."""
     names = (
         f"{name}<{storage}>"
         for name in ("silu_mul", "gelu_tanh_mul")

@@ -1,12 +1,12 @@
-"""Causal attention over a paged KV cache, for any mix of decode rows and chunks of prompts.
+"""Causal attention over a paged KV cache, for any mix of decodes and prefill chunks.
 
 Shapes: T tokens in n chunks, H query heads, G KV heads, D values per head; caches
 [num_blocks, block_size, G, D]. A step is planned once, on the device, from the chunks' lengths;
-each layer then works the plan off. Both have fixed grids, so a CUDA graph may hold them and be
-replayed with other lengths. `rope_attend` takes a step of one token per chunk from the qkv
-projection on, `attend` any other, after `rope_write_kv`.
+each layer then executes the plan. Both have fixed grids, so they can be captured in a CUDA graph
+and replayed with other lengths. `rope_attend` handles a step of one token per chunk, from the qkv
+projection on; `attend` handles any step, after `rope_write_kv`.
 
-Which kernel takes which chunks of a step is said in attention_dispatch.py.
+attention_dispatch.py decides which kernel handles which chunks.
 """
 
 from __future__ import annotations
@@ -59,14 +59,14 @@ def workspace_size(
     max_q_len: int | None = None,
     batch_invariant: bool = False,
 ) -> int:
-    """Bytes that `plan` and `attend` need on the current device for a step, or for any smaller one;
-    more is fine.
+    """Workspace bytes that suffice for `plan` and `attend` on the current device, for all steps up
+    to these sizes.
 
     Args:
-        num_chunks: n at most.
-        num_tokens: T at most.
+        num_chunks: maximum n.
+        num_tokens: maximum T.
         num_heads, num_kv_heads, head_dim: H, G and D.
-        max_q_len: of `AttentionMetadata` at most; None if that may be anything.
+        max_q_len: maximum `AttentionMetadata.max_q_len`; None if unbounded.
         batch_invariant: see `AttentionParams`.
     """
     check_heads(num_heads, num_kv_heads, head_dim)
@@ -85,7 +85,7 @@ def workspace_size(
 
 
 def plan(metadata: AttentionMetadata, *, pdl: bool = False) -> None:
-    """Plan a step: its workspace then serves each layer that has this spec.
+    """Plan a step; its workspace then holds the plan for all layers with this spec.
 
     Args:
         metadata: of the step.
@@ -128,25 +128,25 @@ def attend(
 ) -> None:
     """Attention of q over a layer's cache -> out.
 
-    The last token of a chunk sees all seq_lens[i] keys, the one before it one less, and so on. A
-    token that sees none gets zeros; tokens of no chunk, past query_start[n], are left alone.
-    Storage of blocks past a chunk's keys is not read, so it may hold anything.
+    The last token of a chunk attends to all seq_lens[i] keys, the one before it to one less, and so
+    on. A token without keys gets zeros; padding tokens, past query_start[n], are not written.
+    Blocks past a chunk's keys are not read, so their content is arbitrary.
 
     Args:
-        q: [T, H, D]; its tokens may be apart, as in a slice of [T, (H + 2 * G) * D].
+        q: [T, H, D]; tokens may be strided, as in a slice of [T, (H + 2 * G) * D].
         kv: of the layer.
         metadata: of the step.
         out: [T, H, D] or [T, H * D].
-        history_ready: an earlier `attend` or `rope_attend` of this plan is on the stream, and what
-            this one reads was written before that one was launched: all but q, and the keys and
-            values of the tokens of q, which no other chunk may see. It is then read before the
-            kernel in front has ended. A model can say so of every layer but a step's first, if no
-            chunk's history has tokens of another chunk of the step. Where nothing guarantees it,
-            results are wrong now and then, so False is the default.
+        history_ready: an earlier `attend` or `rope_attend` of this plan is on the stream, and
+            everything that this one reads was written before that launch, except q and the keys
+            and values of the tokens of q, which no other chunk may attend to. It is then read
+            before the preceding kernel has ended. Holds for every layer but a step's first, if no
+            chunk's history contains tokens of another chunk of the step. If violated, results are
+            wrong intermittently, so False is the default.
         pdl: see `Kernel`.
 
     Raises:
-        ValueError: for operands of other shapes or types, or `history_ready` of a step that is not
+        ValueError: wrong shape or type of an operand, or `history_ready` for a step that is not
             planned.
     """
     _check_queries(q, metadata)
@@ -185,18 +185,18 @@ def rope_attend(
 ) -> None:
     """`rope_write_kv` and `attend` in one, for a step of one token per chunk.
 
-    qkv itself is left as it is. One launch less: at few sequences, a step is made of latencies. A
-    token with a negative slot is not written to the cache, but seen.
+    qkv is not modified. Saves a launch: with few sequences, a step is bound by latencies. A token
+    with a negative slot is not written to the cache, but attended to.
 
     Args:
         qkv, rope, qk_norm: see `rope_write_kv`; T = n, though the last chunks may have no token.
         kv, metadata, out: see `attend`.
-        history_ready: see `attend`; positions and slot_mapping are among what is ready.
+        history_ready: see `attend`; covers positions and slot_mapping too.
         pdl: see `Kernel`.
 
     Raises:
-        ValueError: as `attend`, for heads that `rotates` says no to, and for so many chunks that
-            `attend` would take another kernel.
+        ValueError: as `attend`; heads not supported according to `rotates`; or so many chunks that
+            `attend` uses another kernel.
     """
     spec, num_tokens = metadata.spec, len(qkv)
     width = (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim
@@ -230,22 +230,22 @@ def rope_attend(
 
 
 def prefers_rope_attend(num_tokens: int, num_heads: int, num_kv_heads: int, head_dim: int) -> bool:
-    """Whether `rope_attend` takes such heads and is faster than `rope_write_kv` and `attend`.
+    """Whether `rope_attend` supports such heads and is faster than `rope_write_kv` and `attend`.
 
-    For a step of so many chunks of one token each; measured on an H200 (benchmarks/notes.md).
+    For a step with so many chunks of one token; measured on an H200 (benchmarks/notes.md).
     """
     return num_tokens <= _MAX_ROPE_TOKENS and rotates(num_heads, num_kv_heads, head_dim)
 
 
 def rotates(num_heads: int, num_kv_heads: int, head_dim: int) -> bool:
-    """Whether `rope_attend` takes such heads."""
+    """Whether `rope_attend` supports such heads."""
     check_heads(num_heads, num_kv_heads, head_dim)
     few, _, _ = shapes(head_dim)
     return few.rotates and num_heads // num_kv_heads < few.rows
 
 
 def instantiations() -> list[Instantiation]:
-    """What this module may launch."""
+    """All kernels of this module."""
     found: dict[str, dict[str, None]] = {}
     for dtype in _STORAGE_TYPES:
         for head_dim in HEAD_DIMS:
@@ -272,11 +272,11 @@ def _kernels_for(head_dim: int, dtype: torch.dtype, hopper: bool) -> list[tuple[
     return found
 
 
-# ---------------------------------------------------------------- what the copy engine sees
+# ---------------------------------------------------------------- tensor maps for TMA
 
 
 class _Memory:
-    """Elements of 16 bits somewhere on the device."""
+    """16-bit elements in device memory, for the CUDA array interface."""
 
     def __init__(self, pointer: int, shape: tuple[int, ...], strides: tuple[int, ...]) -> None:
         self.__cuda_array_interface__ = {
@@ -289,7 +289,7 @@ class _Memory:
 
 
 def _tensor_map(cache: Tensor) -> TensorMapDescriptor | None:
-    """[num_blocks, block_size / 8, G * D / 64, 8, 64], in boxes of a KV head's rows of a block."""
+    """[num_blocks, block_size / 8, G * D / 64, 8, 64]; a box is one KV head's rows of a block."""
     num_blocks, block_size, num_kv_heads, head_dim = cache.shape
     return _encode(
         cache.data_ptr(), num_blocks, block_size, num_kv_heads, head_dim, cache.stride(0)
@@ -325,7 +325,7 @@ def _encode(
 def _arguments(
     part: Part, q: Tensor, kv: PagedKV, metadata: AttentionMetadata, out: Tensor
 ) -> tuple[object, ...]:
-    """Of a kernel, from `out` to `slots`."""
+    """A kernel's arguments from `out` to `slots`."""
     spec, base = metadata.spec, metadata.workspace.data_ptr()
     return (
         out,
@@ -347,25 +347,25 @@ def _arguments(
 
 
 def _only_part(metadata: AttentionMetadata) -> tuple[Part, Shape] | None:
-    """The launch of a step that `rope_attend` takes; None if there is nothing to compute.
+    """The only launch of a step for `rope_attend`; None if there is nothing to compute.
 
     Raises:
-        ValueError: it does not take it.
+        ValueError: `rope_attend` does not support the step.
     """
     spec, num_chunks = metadata.spec, len(metadata.seq_lens)
     if not rotates(spec.num_heads, spec.num_kv_heads, spec.head_dim):
         raise ValueError(
             f"{spec.num_heads} query heads for {spec.num_kv_heads} KV heads of {spec.head_dim} "
-            "values: rope_attend takes up to 15 for one, of up to 128 values"
+            "values: rope_attend supports up to 15 per KV head, of up to 128 values"
         )
     if num_chunks != metadata.num_tokens:
         raise ValueError(
-            f"{metadata.num_tokens} tokens in {num_chunks} chunks: it takes one in each"
+            f"{metadata.num_tokens} tokens in {num_chunks} chunks: rope_attend needs one per chunk"
         )
     if metadata.longest != 1 or spec.batch_invariant:
         raise ValueError(
             f"max_q_len {metadata.max_q_len}, batch_invariant {spec.batch_invariant}: rope_attend "
-            "takes steps with a max_q_len of 1 that are not batch-invariant"
+            "requires max_q_len 1 and not batch_invariant"
         )
     if not metadata.parts:
         return None
@@ -373,8 +373,8 @@ def _only_part(metadata: AttentionMetadata) -> tuple[Part, Shape] | None:
     shape = part.shape
     if not isinstance(shape, Shape):
         raise ValueError(
-            f"{num_chunks} chunks of such heads: `attend` has a kernel for so many that "
-            "rope_attend has not"
+            f"{num_chunks} chunks of such heads: not supported by rope_attend, which lacks the "
+            "kernel that `attend` uses for so many"
         )
     return part, shape
 
@@ -382,10 +382,10 @@ def _only_part(metadata: AttentionMetadata) -> tuple[Part, Shape] | None:
 def _check_layer(
     q: Tensor, kv: PagedKV, metadata: AttentionMetadata, out: Tensor, history_ready: bool
 ) -> str:
-    """Refuse what `attend` and `rope_attend` cannot take; the C++ name of the values' type.
+    """Check the operands of `attend` and `rope_attend`; returns the C++ name of their type.
 
     Args:
-        q: rows of queries, or of a projection that begins with them.
+        q: rows of queries, or of a projection that starts with them.
     """
     spec = metadata.spec
     storage = name_of(_STORAGE_TYPES, "q", q)
@@ -393,7 +393,7 @@ def _check_layer(
         raise ValueError(f"q has {len(q)} rows; the step has {metadata.num_tokens} tokens")
     if history_ready and not metadata.planned:
         raise ValueError(
-            "history_ready without planned: a plan that is made now is not history_ready"
+            "history_ready requires a planned step: without one the plan itself is not ready"
         )
     _check_caches(kv, spec, q.dtype)
     rows = (metadata.num_tokens, spec.num_heads, spec.head_dim)
@@ -406,13 +406,13 @@ def _check_queries(q: Tensor, metadata: AttentionMetadata) -> None:
     _, num_heads, head_dim = q.shape
     if num_heads != spec.num_heads or head_dim != spec.head_dim:
         raise ValueError(
-            f"q is {list(q.shape)}; it should be [{metadata.num_tokens}, {spec.num_heads}, "
+            f"q is {list(q.shape)}; expected [{metadata.num_tokens}, {spec.num_heads}, "
             f"{spec.head_dim}]"
         )
     if q.stride()[1:] != (head_dim, 1) or q.stride(0) % 8:
         raise ValueError(
-            f"q has strides {q.stride()}; its heads must lie one after the other, and its tokens "
-            "a multiple of 8 values apart"
+            f"q has strides {q.stride()}; heads must be contiguous, and the stride of tokens a "
+            "multiple of 8 values"
         )
     check_memory("q", q)
 
@@ -421,7 +421,7 @@ def _check_caches(kv: PagedKV, spec: AttentionParams, dtype: torch.dtype) -> Non
     num_kv_heads, head_dim = spec.num_kv_heads, spec.head_dim
     shape, block_stride = kv.k_cache.shape, kv.k_cache.stride(0)
     if shape[1] not in BLOCK_SIZES:
-        raise ValueError(f"block_size is {shape[1]}; it may be {', '.join(map(str, BLOCK_SIZES))}")
+        raise ValueError(f"block_size is {shape[1]}; allowed: {', '.join(map(str, BLOCK_SIZES))}")
     strides = (block_stride, num_kv_heads * head_dim, head_dim, 1)
     for name, cache in (("k_cache", kv.k_cache), ("v_cache", kv.v_cache)):
         if (
@@ -433,7 +433,7 @@ def _check_caches(kv: PagedKV, spec: AttentionParams, dtype: torch.dtype) -> Non
         ):
             raise ValueError(
                 f"{name} is {tuple(cache.shape)} of {cache.dtype} with strides {cache.stride()}; "
-                f"both caches must be alike, of {dtype}, with {num_kv_heads} heads of {head_dim} "
-                "values, each block without gaps"
+                f"both caches must have the same layout, {dtype}, {num_kv_heads} heads of "
+                f"{head_dim} values, and contiguous blocks"
             )
         check_memory(name, cache)

@@ -1,9 +1,9 @@
-"""Which of attention's kernels takes which chunks of a step, and what memory their plans need: a
-pure function of what the host knows of the step.
+"""Selects the attention kernels for the chunks of a step, and computes the memory of their plans:
+a pure function of what the host knows about the step.
 
-On Hopper, chunks with many rows have a kernel of their own (attention_hopper.cu) where heads have
-64 or 128 values, and so have, anywhere, the rows of many sequences (attention_heads.cu); everything
-else goes to attention.cu.
+On Hopper, chunks with many rows have their own kernel (attention_hopper.cu) for heads of 64 or 128
+values; on any GPU, few rows of many sequences have one (attention_heads.cu); attention.cu handles
+everything else.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from typing import NamedTuple
 
 HEAD_DIMS = (64, 96, 128, 256)
 HOPPER_HEAD_DIMS = (64, 128)
-"""Those with a kernel for Hopper alone."""
+"""Head dims with a Hopper-only kernel."""
 
 _NO_LIMIT = 2**31 - 1
-# Shared memory that the driver keeps of each block.
+# Shared memory that the driver reserves per block.
 _RESERVED_SHARED = 1024
 _ALIGNMENT = 256
 _ARRIVALS = 4  # per share
@@ -28,7 +28,7 @@ _QUEUE_BYTES = 16
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """How a block is laid over its work: as in attention_tile.cuh, which explains the fields."""
+    """Tile shape of a block; the fields are documented in attention_tile.cuh."""
 
     head_dim: int
     warps_m: int
@@ -36,10 +36,10 @@ class Shape:
     fragments: int
     keys: int
     stages: int
-    max_blocks: int  # on a multiprocessor, by their registers
+    max_blocks: int  # per multiprocessor, limited by registers
 
     stem = "attention"
-    heads = 1  # KV heads of a unit
+    heads = 1  # KV heads per unit
 
     @property
     def rows(self) -> int:
@@ -59,7 +59,7 @@ class Shape:
 
     @property
     def rotates(self) -> bool:
-        """Whether it has a `rope_attend`: a warp holds the queries, and the keys it has copied."""
+        """Whether `rope_attend` supports it: one warp holds the queries and the keys it copied."""
         return self.warps_m == self.fragments == 1 and self.head_dim <= 128
 
     def type(self, storage: str) -> str:
@@ -73,24 +73,24 @@ class Shape:
         return f"attend<{self.type(storage)}>"
 
     def rotating_name(self, storage: str, norms: bool) -> str:
-        """The same of `rope_attend`."""
+        """The name expression of `rope_attend`."""
         return f"rope_attend<{self.type(storage)}, {'true' if norms else 'false'}>"
 
 
-# Tiles of each warp in shared memory: as many as let two blocks onto a multiprocessor.
+# Tiles per warp in shared memory: as many as allow two blocks per multiprocessor.
 _HEADS_STAGES = {64: 6, 96: 4, 128: 3}
 
 
 @dataclass(frozen=True, slots=True)
 class HeadsShape:
-    """The same for attention_heads.cu: a warp for each of the KV heads of a unit."""
+    """Tile shape for attention_heads.cu: one warp per KV head of a unit."""
 
     head_dim: int
 
     stem = "attention_heads"
     heads = 4
     max_blocks = 2
-    rows = 8  # of each KV head
+    rows = 8  # per KV head
     keys = 16
     threads = 32 * heads
 
@@ -110,7 +110,7 @@ class HeadsShape:
 
 @dataclass(frozen=True, slots=True)
 class HopperShape:
-    """The same for attention_hopper.cu, where only the head dimension is free."""
+    """Tile shape for attention_hopper.cu, where only the head dimension varies."""
 
     head_dim: int
 
@@ -132,10 +132,10 @@ class HopperShape:
 
 
 def shapes(head_dim: int) -> tuple[Shape, Shape, Shape]:
-    """For few, some and many rows per chunk.
+    """Shapes for few, some and many rows per chunk.
 
-    With 16 rows reading the cache is all the time there is: the warps share the keys of a tile out,
-    and as many tiles as fit are on their way. With more, each warp has rows of its own.
+    With 16 rows the kernel is bound by reading the cache: the warps split the keys of a tile, and
+    as many tiles as fit are in flight. With more rows, each warp has its own rows.
     """
     if head_dim == 256:
         some = Shape(head_dim, 4, 1, 1, 32, 2, 2)
@@ -148,15 +148,15 @@ def shapes(head_dim: int) -> tuple[Shape, Shape, Shape]:
 
 
 def heads_shape(num_kv_heads: int, group: int, head_dim: int) -> HeadsShape | None:
-    """For few rows of each of many sequences, where there is a kernel for such heads."""
+    """Shape for few rows of each of many sequences; None if not supported for such heads."""
     if head_dim not in _HEADS_STAGES or num_kv_heads % HeadsShape.heads or group > HeadsShape.rows:
         return None
     return HeadsShape(head_dim)
 
 
 def _prefers_heads_kernel(units: int, num_blocks: int) -> bool:
-    """Whether a `HeadsShape` is faster, measured on an H200 (benchmarks/notes.md): where blocks
-    have a unit each, or units are so many that few are cut."""
+    """Whether a `HeadsShape` is faster, measured on an H200 (benchmarks/notes.md): if each block
+    has one unit, or there are so many units that few are split."""
     return 0.9 * num_blocks <= units <= num_blocks or units >= 1.5 * num_blocks
 
 
@@ -165,12 +165,12 @@ AnyShape = Shape | HeadsShape | HopperShape
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Chunks of a step that one launch takes, and where its plan is in the workspace.
+    """The chunks of a step that one launch handles, and the place of its plan in the workspace.
 
     Attributes:
         shape: of its blocks.
-        min_rows, max_rows: takes chunks with more than min_rows, at most max_rows rows, where a
-            chunk of q_len tokens has q_len * H / G.
+        min_rows, max_rows: handles chunks with more than min_rows and at most max_rows rows; a
+            chunk of q_len tokens has q_len * H / G rows.
         num_shares: blocks.
         arrivals, queue, shares, first_item, items, slots: offsets in bytes.
         end: of the part in the workspace.
@@ -190,11 +190,11 @@ class Part:
 
 
 class Gpu(NamedTuple):
-    """What a split depends on.
+    """Device properties that determine the split.
 
     Attributes:
-        num_multiprocessors: blocks that run at once, where each takes a whole one.
-        shared_bytes: shared memory of a multiprocessor.
+        num_multiprocessors: number of multiprocessors.
+        shared_bytes: shared memory per multiprocessor.
         is_hopper: whether it has sm_90a.
     """
 
@@ -214,12 +214,12 @@ def parts(
     gpu: Gpu,
     batch_invariant: bool = False,
 ) -> tuple[Part, ...]:
-    """How to split a step: a pure function of what the host knows of it.
+    """The launches of a step, a pure function of what the host knows about it.
 
     Args:
         num_chunks: n.
         num_tokens: T.
-        max_q_len: no chunk has more tokens.
+        max_q_len: maximum tokens of a chunk.
         num_kv_heads: G.
         group: H / G.
         head_dim: D.
@@ -235,8 +235,8 @@ def parts(
     )
     found: list[Part] = []
     for shape, min_rows, max_rows in chosen:
-        # Which kernel few rows have depends on the number of chunks. There is room for any, so that
-        # fewer chunks never need more.
+        # The kernel for few rows depends on the number of chunks. The workspace fits any of them,
+        # so that fewer chunks never need more.
         any_of = for_few if shape in for_few else (shape,)
         most_shares = max(_num_blocks(one, gpu) for one in any_of)
         num_items = num_chunks + num_tokens * group // min(one.rows for one in any_of)
@@ -257,7 +257,7 @@ def parts(
 
 
 def _num_blocks(shape: AnyShape, gpu: Gpu) -> int:
-    """That run at once."""
+    """Blocks that run concurrently."""
     fit = gpu.shared_bytes // (shape.shared_bytes + _RESERVED_SHARED)
     return gpu.num_multiprocessors * max(1, min(fit, shape.max_blocks))
 
@@ -274,7 +274,7 @@ def _choose_shapes(
     """Shapes of a step's launches, each with min_rows and max_rows (see `Part`).
 
     Args:
-        rows: no chunk has more.
+        rows: maximum rows of a chunk.
         num_chunks, num_kv_heads, group, head_dim, gpu, batch_invariant: see `parts`.
     """
     few_anywhere, some, many_anywhere = shapes(head_dim)
@@ -308,11 +308,11 @@ def max_workspace_bytes(
     gpu: Gpu,
     batch_invariant: bool = False,
 ) -> int:
-    """Bytes of workspace that serve any step of at most so many chunks and tokens, with a max_q_len
-    up to this one, or any if it is None; see `parts`.
+    """Workspace bytes that suffice for any step with at most so many chunks and tokens, and a
+    max_q_len up to this one, or any if None; see `parts`.
 
-    A step of longer chunks may need less, for one chunk alone goes to another kernel the longer it
-    is. So the largest step of each kind counts.
+    A step of longer chunks may need less, as the kernel for a single chunk depends on its length.
+    So this is the maximum over the largest step of each kernel.
     """
     if max_q_len is None:
         max_q_len = _NO_LIMIT

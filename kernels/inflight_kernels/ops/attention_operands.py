@@ -1,7 +1,7 @@
-"""What attention takes: the spec of a layer, and what the layers of a step share.
+"""Operands of attention: the spec of a layer, and the metadata that a step's layers share.
 
-Operands that stay the same from layer to layer are checked once, where their struct is made, so
-that a launch checks only what differs.
+Operands that all layers share are checked once, when their struct is created, so that a launch
+checks only the others.
 """
 
 from __future__ import annotations
@@ -26,24 +26,24 @@ def _shared_bytes() -> int:
 
 
 def current_gpu() -> Gpu:
-    """What the dispatch has to know of the current device."""
+    """The properties of the current device for the dispatch."""
     return Gpu(num_multiprocessors(), _shared_bytes(), is_hopper())
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionParams:
-    """Attention of a layer, or of all layers that have the same.
+    """Parameters of attention, shared by all layers with equal ones.
 
     Attributes:
         num_heads, num_kv_heads, head_dim: H, G and D.
         scale: of the scores, > 0.
-        window: a token sees the last `window` keys, its own included; 0 for all.
-        soft_cap: scores become soft_cap * tanh(score / soft_cap); 0 leaves them.
-        batch_invariant: a token's result does not depend, to the bit, on how its sequence is cut
-            into chunks and on what else is in the step. Slower: no block helps another one.
+        window: a token attends to the last `window` keys, its own included; 0 for all.
+        soft_cap: scores become soft_cap * tanh(score / soft_cap); 0 for no cap.
+        batch_invariant: results are bitwise independent of how a sequence is split into chunks and
+            of the rest of the step. Slower: no work is split across blocks.
 
     Raises:
-        ValueError: there is no kernel for such heads, or a number is out of range.
+        ValueError: heads not supported, or a number out of range.
     """
 
     num_heads: int
@@ -70,25 +70,23 @@ class AttentionParams:
 
 @dataclass(frozen=True, slots=True)
 class AttentionMetadata:
-    """The chunks of a step, as all layers of one spec see them, checked.
+    """The chunks of a step for all layers of one spec, validated.
 
     Attributes:
         spec: of the layers.
-        query_start: [n + 1] int32, chunk i owns rows query_start[i]:query_start[i + 1] of q.
+        query_start: [n + 1] int32; chunk i has rows query_start[i]:query_start[i + 1] of q.
         seq_lens: [n] int32, keys of chunk i, its own tokens included.
         block_tables: [n, B] int32; entries past a chunk's keys are not read.
         num_tokens: T, rows of q.
-        workspace: uint8, at least `attention.workspace_size` of it; holds the plan. Not shared by
-            steps that run at the same time.
-        max_q_len: no chunk has more tokens; None if each has at least one and nothing else is
-            known.
-        planned: `attention.plan` is called before the layers; otherwise each makes a plan of its
-            own.
-        parts: the launches of a layer, and where their plans are; empty if nothing is to be
-            computed.
+        workspace: uint8, at least `attention.workspace_size` bytes; holds the plan. Concurrent
+            steps must not share it.
+        max_q_len: maximum tokens of a chunk; None if unknown and each has at least one.
+        planned: `attention.plan` is called before the layers; otherwise each plans by itself.
+        parts: the launches of a layer, with the places of their plans; empty if there is nothing
+            to compute.
 
     Raises:
-        ValueError: for operands of other shapes or types, or a workspace that is too small.
+        ValueError: wrong shape or type of an operand, or a workspace that is too small.
     """
 
     spec: AttentionParams
@@ -129,21 +127,19 @@ class AttentionMetadata:
 
     @property
     def longest(self) -> int:
-        """Tokens that no chunk has more of."""
+        """Upper bound of the tokens of a chunk."""
         if self.max_q_len is not None:
             return self.max_q_len
         return self.num_tokens - len(self.seq_lens) + 1
 
 
 def check_heads(num_heads: int, num_kv_heads: int, head_dim: int) -> None:
-    """Refuse heads that no kernel takes.
+    """Check that there is a kernel for such heads.
 
     Raises:
-        ValueError: with what is allowed.
+        ValueError: there is none.
     """
     if head_dim not in HEAD_DIMS:
-        raise ValueError(f"head_dim is {head_dim}; it may be {', '.join(map(str, HEAD_DIMS))}")
+        raise ValueError(f"head_dim is {head_dim}; allowed: {', '.join(map(str, HEAD_DIMS))}")
     if num_kv_heads < 1 or num_heads % num_kv_heads or not num_heads:
-        raise ValueError(
-            f"{num_heads} query heads for {num_kv_heads} KV heads; each KV head needs as many"
-        )
+        raise ValueError(f"{num_heads} query heads for {num_kv_heads} KV heads; must be a multiple")

@@ -1,9 +1,9 @@
-"""The batch as it stays on the device between steps, and how the host's diffs get into it.
+"""Persistent batch state on the device, and the kernels that apply the host's updates to it.
 
-Shapes: a step has n chunks of T tokens in all and s rows of logits; N is the most of n and of s.
-`slots` sequences have state, with tables of B blocks and up to K drafts. A step comes as one buffer
-of int32 (`StepLayout`), in one copy; everything else that its kernels need is already there or is
-worked out from it.
+Shapes: a step has n chunks with T tokens in total and s rows of logits; N is the maximum of n and
+s. `slots` sequences have state, with block tables of B blocks and up to K drafts. A step arrives as
+one int32 buffer (`StepLayout`), in one copy; everything else that its kernels need is already on
+the device or derived from it.
 """
 
 from __future__ import annotations
@@ -21,37 +21,37 @@ _THREADS = 128
 _MAX_THREADS = 256
 
 FROM_DEVICE = -1
-"""Of a step, what the host does not know: the first token of a chunk, which is the last one of its
-sequence; a later one, which is drafted; where a chunk starts, which is at that token."""
+"""In a step, a value that only the device knows: a chunk's first token, which is its sequence's
+last one; a later token, which is a draft; a chunk's start, the position of the first token."""
 
 RESULT_ROWS = 4
-"""What `end_step` writes: token, log probability (bits of a float32) and status of each row that
-counts; and how many count, of each chunk."""
+"""Rows that `end_step` writes: token, logprob (bits of a float32) and status of each accepted row,
+and the number of accepted rows of each chunk."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepLayout:
-    """Where things are in the int32 buffer of a step.
+    """Layout of a step's int32 buffer.
 
-        header        n, index into the ring of results, T, s
-        slots         [N] of each chunk's sequence
-        sample_slots  [N] the same; negative where no token is to be chosen
-        starts        [N] position of each chunk's first token, or FROM_DEVICE
-        query_start   [N + 1] chunk i owns tokens query_start[i]:query_start[i + 1]; T after all
-        row_start     [N + 1] the logits of chunk i are rows row_start[i]:row_start[i + 1]: of its
-                      last token, and of one more before it for each draft, or of more of a prompt
-        given         [N] token that follows row i in a prompt, whose log probability is wanted;
-                      negative where one is to be chosen. A chunk that has such rows has no drafts,
-                      and but for these one row at most, its last
-        bias_starts   [N + 1] biases[bias_starts[i]:bias_starts[i + 1]] are added in row i mask_rows
-        [N] which mask tells what row i may choose; negative for none num_top_logprobs [N] tokens to
-        tell of row i, with their log probabilities; negative for none tokens        [T] ids, or
-        FROM_DEVICE; after those of the step, anything else
+        header            n, index into the ring of results, T, s
+        slots             [N] slot of each chunk's sequence
+        sample_slots      [N] the same; negative if no token is sampled
+        starts            [N] position of each chunk's first token, or FROM_DEVICE
+        query_start       [N + 1] chunk i has tokens query_start[i]:query_start[i + 1]; T at the end
+        row_start         [N + 1] chunk i has logits rows row_start[i]:row_start[i + 1]: its last
+                          token, one more before it per draft, or more of a prompt
+        given             [N] the prompt token after row i, whose logprob is requested; negative if
+                          a token is sampled. A chunk with such rows has no drafts, and besides
+                          them at most one row, its last
+        bias_starts       [N + 1] biases[bias_starts[i]:bias_starts[i + 1]] are added to row i
+        mask_rows         [N] index of the token mask of row i; negative for none
+        num_top_logprobs  [N] top tokens to report for row i; negative for nothing
+        tokens            [T] ids, or FROM_DEVICE; followed by arbitrary data
 
     Attributes:
         max_rows: N.
-        max_tokens: T at most.
-        extra: int32 after the tokens.
+        max_tokens: maximum T.
+        extra: number of int32 after the tokens.
     """
 
     max_rows: int
@@ -83,12 +83,12 @@ class StepLayout:
 
     @property
     def size(self) -> int:
-        """Of the buffer, in int32."""
+        """Size of the buffer, in int32."""
         return self.offsets["tokens"][1]
 
 
 class Step:
-    """A step's buffer, on the device, and its parts by the names of `StepLayout`."""
+    """A step's buffer on the device, and its sections by the names of `StepLayout`."""
 
     def __init__(self, layout: StepLayout, device: torch.device | str) -> None:
         self.buffer = torch.zeros(layout.size, dtype=torch.int32, device=device)
@@ -107,26 +107,25 @@ class Step:
 
 
 class BatchState:
-    """What the device knows of the running sequences, and what a step's kernels read.
+    """State of the running sequences on the device, and the inputs of a step's kernels.
 
     Attributes:
         tables: [slots, B] int32, block tables.
-        last_tokens: [slots] int64, the token chosen last.
-        last_positions: [slots] int32, where it stands in its sequence.
-        drafts: [slots, K] int32, the tokens that may follow it; negative for none.
-        row_params: [slots, ROW_PARAMS words] int32, how to choose.
-        history: [slots, length] int32, tokens of the sequences up to the last one; None where
-            nobody looks back.
+        last_tokens: [slots] int64, the last sampled token.
+        last_positions: [slots] int32, its position.
+        drafts: [slots, K] int32, the draft tokens after it; negative for none.
+        row_params: [slots, ROW_PARAMS words] int32, sampling parameters.
+        history: [slots, length] int32, tokens of the sequences up to the last one; None if no
+            drafter needs it.
         token_ids, positions, slot_mapping: [T] int64, of the step.
         seq_lens: [N] int32, tokens in the KV cache after the step; 0 past the chunks.
         step_tables: [N, B] int32, of the step's chunks.
-        sample_rows: [N] int64, the tokens after which one is to be chosen, or is given.
-        step_row_params: [N, ROW_PARAMS words] int32, of these rows; none, where one is given.
-        sample_positions: [N] int64, of the tokens to be chosen, or given.
-        tail_starts, tail_lengths: [N] int32, where the drafts that a row counts on stand among the
-            step's tokens.
-        chosen: [N] int64; logprobs: [N] float32; statuses: [N] int32: what `sample` found.
-        count_slots: [N] int32, where to count what was chosen; negative for nowhere.
+        sample_rows: [N] int64, the tokens whose next token is sampled or given.
+        step_row_params: [N, ROW_PARAMS words] int32, of these rows; defaults if given.
+        sample_positions: [N] int64, positions of the tokens sampled or given.
+        tail_starts, tail_lengths: [N] int32, the drafts before a row, within the step's tokens.
+        chosen: [N] int64; logprobs: [N] float32; statuses: [N] int32: outputs of `sample`.
+        count_slots: [N] int32, slot in which to count the sampled token; negative for none.
         results: [ring, RESULT_ROWS, N] int32 in pinned host memory.
     """
 
@@ -166,13 +165,13 @@ class BatchState:
         self.logprobs = empty(rows, dtype=torch.float32)
         self.statuses = empty(rows, dtype=torch.int32)
         self.count_slots = empty(rows, dtype=torch.int32)
-        # The device writes into the host's memory: a copy of a few kilobytes would cost more.
+        # Written by the device directly: a separate copy of a few kilobytes would cost more.
         self.results = torch.zeros(
             ring, RESULT_ROWS, rows, dtype=torch.int32, pin_memory=torch.cuda.is_available()
         )
 
     def sampled(self, num_rows: int) -> SamplingOutputs:
-        """Where `sample` writes what it finds for the first rows."""
+        """Output buffers of `sample` for the first rows."""
         return SamplingOutputs(
             self.chosen[:num_rows], self.logprobs[:num_rows], self.statuses[:num_rows]
         )
@@ -188,7 +187,7 @@ def write_tables(places: Tensor, blocks: Tensor, tables: Tensor, *, pdl: bool = 
         pdl: see `Kernel`.
 
     Raises:
-        ValueError: for operands of other shapes or types.
+        ValueError: wrong shape or type of an operand.
     """
     (count,) = places.shape
     check("places", places, (count,), torch.int32, vectors=False)
@@ -211,7 +210,7 @@ def write_row_params(slots: Tensor, news: Tensor, row_params: Tensor, *, pdl: bo
         pdl: see `Kernel`.
 
     Raises:
-        ValueError: for operands of other shapes or types.
+        ValueError: wrong shape or type of an operand.
     """
     count, words = news.shape[0], ROW_PARAMS.itemsize // 4
     check("slots", slots, (count,), torch.int32, vectors=False)
@@ -234,22 +233,22 @@ def begin_step(
     *,
     pdl: bool = False,
 ) -> None:
-    """Spread a step out: ids, positions and slots of its tokens, tables of its chunks, its rows.
+    """Expand a step: ids, positions and slots of its tokens, block tables of its chunks, its rows.
 
     Args:
-        step: what the host sent.
-        state: read: what is kept of the sequences; written: the attributes of the step.
-        num_chunks: n, or more where a CUDA graph is filled up; the others have no sequence.
+        step: as sent by the host.
+        state: read: the sequences' state; written: the attributes of the step.
+        num_chunks: n, or more with a padded CUDA graph; the others have no sequence.
         block_size: tokens per KV block, a power of two.
-        num_tokens, num_rows: up to here tokens and rows that are not the step's become nobody's, at
-            least as many tokens as rows; 0 where nothing is filled up.
+        num_tokens, num_rows: tokens and rows up to these numbers that are not the step's become
+            padding; at least as many tokens as rows; 0 for no padding.
         pdl: see `Kernel`.
 
     Raises:
-        ValueError: for a block size that is no power of two.
+        ValueError: the block size is not a power of two.
     """
     if block_size & (block_size - 1) or block_size < 1:
-        raise ValueError(f"block_size is {block_size}; a power of two is needed")
+        raise ValueError(f"block_size is {block_size}; it must be a power of two")
     if not num_chunks:
         return
     kernel("batch_state", "begin_step")(
@@ -287,18 +286,18 @@ def begin_step(
 
 
 def end_step(step: Step, state: BatchState, num_chunks: int, *, pdl: bool = False) -> None:
-    """Verify the drafts, keep what was chosen for the next step, and write it to the host's memory.
+    """Verify the drafts, keep the sampled tokens for the next step, and write them to host memory.
 
-    A draft counts where the model chose the same token after the drafts before it. What a model
-    draws depends on its logits and on the number that belongs to a position, so whether something
-    was drafted leaves no trace in an output, and its distribution is the model's.
+    A draft is accepted if the model sampled the same token after the drafts before it. Sampling
+    depends only on the logits and on the random number of a position, so drafting does not change
+    an output or its distribution.
 
     Args:
-        step: what the host sent.
-        state: read: chosen, logprobs, statuses; written: last_tokens, last_positions, drafts (used
-            up), history, count_slots and the step's part of the ring of results, for the rows that
-            count.
-        num_chunks: n at least.
+        step: as sent by the host.
+        state: read: chosen, logprobs, statuses; written: last_tokens, last_positions, drafts
+            (cleared), history, count_slots and the step's entry of the ring of results, for the
+            accepted rows.
+        num_chunks: at least n.
         pdl: see `Kernel`.
     """
     if not num_chunks:
@@ -336,5 +335,5 @@ _NAMES = ("begin_step", "end_step", "write_tables", "write_row_params")
 
 
 def instantiations() -> list[Instantiation]:
-    """What this module may launch."""
+    """All kernels of this module."""
     return [("batch_state", _NAMES, ())]

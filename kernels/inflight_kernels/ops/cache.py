@@ -1,7 +1,7 @@
-"""Copies and clean-ups in the paged KV cache; `rope` does the writes of a step.
+"""Copying and clearing in the paged KV cache; `rope` writes the KV of a step.
 
-Shapes: caches [..., num_blocks, block_size, G, D], where the leading dimensions are layers, keys
-and values; all of them are treated alike. Slot s is block s // block_size, offset s % block_size.
+Shapes: caches [..., num_blocks, block_size, G, D]; the leading dimensions (layers, keys and values)
+are all treated the same. Slot s is block s // block_size, offset s % block_size.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from inflight_kernels.runtime.launch import (
 )
 
 MAX_PAIRS = 192
-"""Copies in one launch: 96 KiB wait between reads and writes, which all GPUs since Ampere have."""
+"""Maximum copies per launch: 96 KiB of staging memory, available on all GPUs since Ampere."""
 
 _MAX_THREADS = 128
 _MIN_THREADS = 32
-# More per block would leave room for too few blocks to keep the memory busy.
+# More per block would allow too few blocks to saturate the memory bandwidth.
 _SHARED_AIM = 48 * 1024
 
 
@@ -41,7 +41,7 @@ def copy_blocks(caches: Tensor, sources: Tensor, targets: Tensor, *, pdl: bool =
         pdl: see `Kernel`.
 
     Raises:
-        ValueError: for operands of other shapes or types, or too many pairs.
+        ValueError: wrong shape or type of an operand, or too many pairs.
     """
     id_type = name_of(ID_TYPES, "sources", sources)
     num_blocks, *block_shape = caches.shape[-4:]
@@ -52,8 +52,8 @@ def copy_blocks(caches: Tensor, sources: Tensor, targets: Tensor, *, pdl: bool =
     check("targets", targets, (num_pairs,), sources.dtype, vectors=False)
     if num_pairs > MAX_PAIRS:
         raise ValueError(
-            f"{num_pairs} copies; at most {MAX_PAIRS} in a launch. Make several calls, and none "
-            "may overwrite what a later one reads"
+            f"{num_pairs} copies; at most {MAX_PAIRS} per launch. Split them into several calls, "
+            "none of which may overwrite a block that a later one reads"
         )
     vectors = vectors_in("a block", math.prod(block_shape), caches.dtype)
     if not num_pairs or not vectors or not num_layers:
@@ -80,11 +80,11 @@ def clear_slots(caches: Tensor, slots: Tensor, *, pdl: bool = False) -> None:
 
     Args:
         caches: [..., num_blocks, block_size, G, D], of any type.
-        slots: [n] int32 or int64; negative ones are passed over.
+        slots: [n] int32 or int64; negative ones are skipped.
         pdl: see `Kernel`.
 
     Raises:
-        ValueError: for operands of other shapes or types.
+        ValueError: wrong shape or type of an operand.
     """
     id_type = name_of(ID_TYPES, "slots", slots)
     num_blocks, block_size, num_kv_heads, head_dim = caches.shape[-4:]
@@ -107,7 +107,7 @@ def clear_slots(caches: Tensor, slots: Tensor, *, pdl: bool = False) -> None:
 
 
 def instantiations() -> list[Instantiation]:
-    """What this module may launch."""
+    """All kernels of this module."""
     names = tuple(
         f"{op}<{id_type}>" for op in ("copy_blocks", "clear_slots") for id_type in ID_TYPES.values()
     )

@@ -1,5 +1,5 @@
-"""Drafts on the device, where the tokens before them are known first: from a sequence's own tokens,
-and the passes of a model that drafts.
+"""Drafting on the device, where the previous tokens are known first: prompt lookup in a sequence's
+tokens, and the passes of a draft model.
 
 Shapes: n chunks of a step, `slots` sequences with up to K drafts and a history of W tokens.
 """
@@ -16,7 +16,7 @@ from inflight_kernels.ops.sampling import ROW_PARAMS, SamplingInputs, SamplingOu
 from inflight_kernels.runtime.compile import Instantiation
 from inflight_kernels.runtime.launch import check, kernel
 
-# As drafting.cu has it.
+# As in drafting.cu.
 _THREADS = 256
 _PASS_THREADS = 128
 
@@ -31,22 +31,22 @@ def draft_ngram(
     *,
     pdl: bool = False,
 ) -> None:
-    """drafts[slot] = what followed the latest earlier place of the sequence's last tokens.
+    """drafts[slot] = the tokens after the latest earlier occurrence of the sequence's last tokens.
 
-    The longest match counts, up to max_match tokens, and of equally long ones the latest. What is
-    drafted past the end repeats it. Without a match of min_match tokens all drafts are -1. See
-    `torch_ops.drafting.latest_match`.
+    The longest match wins, up to max_match tokens, and among equally long ones the latest. Drafts
+    beyond the end repeat the continuation. Without a match of min_match tokens all drafts are -1.
+    See `torch_ops.drafting.latest_match`.
 
     Args:
-        slots: [n] int32, sequences to draft for; negative ones are passed over.
+        slots: [n] int32, sequences to draft for; negative ones are skipped.
         last_positions: [slots] int32, of each sequence's last token.
         history: [slots, W] int32, its tokens; a sequence beyond W gets no drafts.
         drafts: [slots, K] int32, written.
-        max_match, min_match: tokens that must agree, 1 or more.
+        max_match, min_match: tokens that must match, at least 1.
         pdl: see `Kernel`.
 
     Raises:
-        ValueError: for operands of other shapes or types.
+        ValueError: wrong shape or type of an operand.
     """
     (n,) = slots.shape
     num_slots, width = history.shape
@@ -55,7 +55,7 @@ def draft_ngram(
     check("history", history, (num_slots, width), torch.int32, vectors=False)
     check("drafts", drafts, (num_slots, drafts.shape[1]), torch.int32, vectors=False)
     if not 1 <= min_match <= max_match:
-        raise ValueError(f"min_match {min_match}, max_match {max_match}; 1 <= min <= max is needed")
+        raise ValueError(f"min_match {min_match}, max_match {max_match}; required: 1 <= min <= max")
     if n:
         kernel("drafting", "draft_ngram")(
             n,
@@ -73,18 +73,18 @@ def draft_ngram(
 
 
 class DraftPass:
-    """The rows of a pass of a model that drafts: one token of each chunk of the last step.
+    """The rows of a draft model's pass: one token for each chunk of the last step.
 
     Attributes:
-        slots: [n] int32, of the sequences; negative where nothing is drafted (any more).
-        rows: [n] int64, of the last step: the token before the last one.
+        slots: [n] int32, of the sequences; negative if nothing (more) is drafted.
+        rows: [n] int64, row of the last step with the token before the last one.
         token_ids, positions, slot_mapping: [n] int64.
-        seq_lens: [n] int32, tokens in the KV cache after the pass; 1 where the row is nobody's, for
-            attention lets each row see one.
+        seq_lens: [n] int32, tokens in the KV cache after the pass; 1 for padding rows, as attention
+            needs at least one key.
         query_start: [n + 1] int32.
-        row_params: [n, ROW_PARAMS words] int32, how to choose: without penalties and rare filters.
-        sample_positions: [n] int64, of the tokens to be chosen.
-        chosen: [n] int64; logprobs: [n] float32; statuses: [n] int32: what `sample` found.
+        row_params: [n, ROW_PARAMS words] int32, without penalties and rare filters.
+        sample_positions: [n] int64, of the tokens to sample.
+        chosen: [n] int64; logprobs: [n] float32; statuses: [n] int32: outputs of `sample`.
     """
 
     def __init__(self, max_chunks: int, device: torch.device | str) -> None:
@@ -105,12 +105,12 @@ class DraftPass:
         self.statuses = empty(torch.int32)
 
     def inputs(self, num_rows: int) -> SamplingInputs:
-        """How `sample` chooses for the first rows."""
+        """Inputs of `sample` for the first rows."""
         row_params = self.row_params[:num_rows].view(torch.uint8)
         return SamplingInputs(row_params, self.sample_positions[:num_rows])
 
     def sampled(self, num_rows: int) -> SamplingOutputs:
-        """Where `sample` writes what it finds for them."""
+        """Output buffers of `sample` for the first rows."""
         return SamplingOutputs(
             self.chosen[:num_rows], self.logprobs[:num_rows], self.statuses[:num_rows]
         )
@@ -118,13 +118,13 @@ class DraftPass:
 
 @dataclass(frozen=True, slots=True)
 class DraftLimits:
-    """Where the passes of a drafter begin, and where they may write.
+    """Where the passes of a drafter start, and where they may write.
 
     Attributes:
         block_size: tokens per KV block, a power of two.
-        behind: 0 if the first pass begins at the last token, which the model has not computed; 1 if
-            at the one before it.
-        max_positions: no token stands there or further on.
+        behind: 0 if the first pass starts at the last token, which the model has not computed yet;
+            1 if at the one before it.
+        max_positions: upper bound (exclusive) of positions.
         first_scratch: scratch block of the first chunk; those of the others follow.
     """
 
@@ -147,26 +147,26 @@ def begin_drafting(
     *,
     pdl: bool = False,
 ) -> None:
-    """Prepare the first pass over what a step has chosen.
+    """Prepare the first pass over the tokens that a step has sampled.
 
-    Where a sequence has no block yet for its drafts, which a negative entry at the end of its table
-    says (see `write_tables`), its chunk has one scratch block, so K is at most block_size.
+    If a sequence has no block yet for its drafts, marked by a negative entry at the end of its
+    block table (see `write_tables`), its chunk uses one scratch block, so K is at most block_size.
 
     Args:
-        step: that has ended.
-        state: after `end_step`; step_tables are continued.
+        step: the completed step.
+        state: after `end_step`; step_tables are extended.
         rows: written.
-        num_rows: n, or more where a CUDA graph is filled up.
+        num_rows: n, or more with a padded CUDA graph.
         limits: of the drafter.
         pdl: see `Kernel`.
 
     Raises:
-        ValueError: for a block size that is no power of two, or smaller than K.
+        ValueError: the block size is not a power of two, or smaller than K.
     """
     num_drafts, block_size = state.drafts.shape[1], limits.block_size
     if block_size & (block_size - 1) or block_size < num_drafts:
         raise ValueError(
-            f"block_size is {block_size}; a power of two is needed, and {num_drafts} or more"
+            f"block_size is {block_size}; it must be a power of two and at least {num_drafts}"
         )
     if not num_rows:
         return
@@ -208,9 +208,9 @@ def advance_drafting(
     *,
     pdl: bool = False,
 ) -> None:
-    """Keep what a pass has chosen as the next draft, and make it the token of the next pass.
+    """Store the sampled tokens of a pass as the next drafts and as the tokens of the next pass.
 
-    Where nothing could be chosen, or nothing may follow, the row becomes nobody's.
+    If no token could be sampled, or none may follow, the row becomes padding.
 
     Args:
         state: drafts are written.
@@ -253,10 +253,10 @@ def next_tokens(
     *,
     pdl: bool = False,
 ) -> None:
-    """The token after each token of a step, as far as it is known; any other where it is not.
+    """The token after each token of a step if it is known, otherwise an arbitrary one.
 
     Args:
-        step: that has ended.
+        step: the completed step.
         state: after `end_step`, with a history.
         token_ids: [T] int64, written.
         num_chunks, num_tokens: as in `begin_step`.
@@ -285,5 +285,5 @@ _PASS_NAMES = ("begin_drafting", "advance_drafting", "next_tokens")
 
 
 def instantiations() -> list[Instantiation]:
-    """What this module may launch."""
+    """All kernels of this module."""
     return [("drafting", ("draft_ngram", *_PASS_NAMES), ())]

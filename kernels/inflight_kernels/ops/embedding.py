@@ -1,4 +1,4 @@
-"""Rows of the embedding table. Shapes: T tokens, V rows of `hidden` values."""
+"""Embedding lookup. Shapes: T tokens, V rows of `hidden` values."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ def embedding(
     """Rows of table for token_ids -> out.
 
     Args:
-        token_ids: [T] int32 or int64. An id outside [first, first + V) gives a row of zeros, as
-            the sum over the ranks that share a vocabulary needs it.
+        token_ids: [T] int32 or int64. An id outside [first, first + V) yields a row of zeros, for
+            the all-reduce of a vocabulary-parallel embedding.
         table: [V, hidden], of any type.
         out: [T, hidden], of the same type.
-        first: the id of the table's first row.
+        first: token id of the table's first row.
         pdl: see `Kernel`.
 
     Raises:
-        ValueError: for operands of other shapes or types.
+        ValueError: wrong shape or type of an operand.
     """
     id_type = name_of(ID_TYPES, "token_ids", token_ids)
     num_rows, hidden = table.shape
@@ -57,5 +57,5 @@ def _name(id_type: str) -> str:
 
 
 def instantiations() -> list[Instantiation]:
-    """What this module may launch."""
+    """All kernels of this module."""
     return [("embedding", tuple(_name(id_type) for id_type in ID_TYPES.values()), ())]

@@ -1,9 +1,8 @@
-"""Linear layers of many tokens. Shapes: m tokens, k inputs, n rows of the weight.
+"""Linear layers for many tokens. Shapes: m tokens, k inputs, n rows of the weight.
 
-From 65 tokens on a linear layer is as much arithmetic as it is reading. This one keeps Hopper's
-tensor cores busy and spares what a library's product leaves to other kernels: an MLP's gate is part
-of it, and so is the residual. One thread adds up a sum, in order: the same operands give the same
-bits.
+From 65 tokens on a linear layer is compute-bound as much as memory-bound. This GEMM keeps Hopper's
+tensor cores busy and fuses what a library GEMM leaves to other kernels: an MLP's gate and the
+residual. Each sum is accumulated by one thread in a fixed order: results are bitwise reproducible.
 """
 
 from __future__ import annotations
@@ -23,9 +22,9 @@ from inflight_kernels.runtime.launch import is_hopper, kernel, num_multiprocesso
 from inflight_kernels.runtime.tensor_map import matrix_map
 
 MIN_TOKENS = 65
-"""For which `linear` is made; for fewer, see `inflight_kernels.ops.skinny_gemm`."""
+"""Minimum tokens for `linear`; for fewer, see `inflight_kernels.ops.skinny_gemm`."""
 
-# As gemm_hopper.cu has them.
+# As in gemm_hopper.cu.
 _TOKENS = 128
 _DEPTH = 64
 _THREADS = 3 * 128
@@ -33,11 +32,11 @@ _THREADS = 3 * 128
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Of the tiles of a cluster's two blocks.
+    """Tile shape of a cluster of two blocks.
 
     Attributes:
-        rows: of the weight, in a block's tile; half of them gate and half up when gated.
-        share_weight: whether both blocks have the same rows, else the same tokens.
+        rows: weight rows in a block's tile; half of them gate and half up if gated.
+        share_weight: whether the blocks share their weight rows, otherwise their tokens.
     """
 
     rows: int
@@ -45,12 +44,12 @@ class Shape:
 
     @property
     def step_bytes(self) -> int:
-        """Of shared memory, for the columns that are multiplied together, and their barriers."""
+        """Shared memory of a pipeline stage, with its barriers."""
         return (_TOKENS + self.rows) * _DEPTH * 2 + 16
 
     @property
     def stages(self) -> int:
-        """Steps in shared memory: as many as fit."""
+        """Pipeline stages in shared memory: as many as fit."""
         return (MAX_SHARED_BYTES - 1024) // self.step_bytes
 
     @property
@@ -59,19 +58,19 @@ class Shape:
         return 1024 + self.stages * self.step_bytes
 
 
-# What the kernel is compiled for.
+# Shapes that the kernel is compiled for.
 _PLAIN = (Shape(256, True), Shape(256, False))
 _GATED = (Shape(256, True), Shape(224, True), Shape(224, False))
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """How a linear layer is cut into work.
+    """Tiling of a linear layer.
 
     Attributes:
         shape: of a block's tile.
-        tiles: of a cluster of two blocks, that cover the output.
-        clusters: launched; cluster c takes tiles c, c + clusters and so on.
+        tiles: number of cluster tiles that cover the output.
+        clusters: launched; cluster c computes tiles c, c + clusters and so on.
     """
 
     shape: Shape
@@ -85,7 +84,7 @@ class Plan:
 
     @property
     def work(self) -> int:
-        """Products of a token and a row that the busiest block computes, whether wanted or not."""
+        """Output elements that the busiest block computes, padding included."""
         return self.rounds * _TOKENS * self.shape.rows
 
 
@@ -118,23 +117,23 @@ def _cut(m: int, n: int, gated: bool, shape: Shape, num_multiprocessors: int) ->
     return Plan(shape, tiles, min(num_multiprocessors // 2, tiles))
 
 
-# Below, and with fewer columns, cuBLAS was as fast or faster.
+# Below these, cuBLAS was at least as fast.
 _MIN_UTILIZATION = 0.86
 _MIN_COLUMNS = 2048
 
 
 def utilization(m: int, n: int, gated: bool, num_multiprocessors: int) -> float:
-    """Of the device's tensor cores: the part of their time that they compute what is wanted."""
+    """Fraction of the tensor cores' time spent on valid output elements."""
     work = plan(m, n, gated, num_multiprocessors).work
     return m * n / (num_multiprocessors * work)
 
 
 def prefers(m: int, n: int, k: int, gated: bool, float32_out: bool) -> bool:
-    """Whether `linear` is faster than cuBLAS, and the gate after it, on this device.
+    """Whether `linear` is faster than cuBLAS with a separate gate, on this device.
 
-    A rule from measurements on an H200. Gated products are, unless many tiles are partly empty. Up
-    to 128 tokens reading the weight is what takes time, and tokens that are missing cost nothing;
-    there, plain products into float32 are faster as well.
+    A heuristic from measurements on an H200. Gated products are faster, unless many tiles are
+    partly empty. Up to 128 tokens the time is bound by reading the weight, and empty rows cost
+    nothing; there, plain products into float32 are faster as well.
 
     Args:
         m: tokens.
@@ -162,17 +161,17 @@ def linear(
     """x @ weight.T + bias, gated or not, + residual -> out, accumulated in float32.
 
     Args:
-        x: [m, k], bfloat16 or float16; rows may be apart, by a multiple of 8 values.
+        x: [m, k], bfloat16 or float16; the stride of rows is a multiple of 8 values.
         weight: [n, k]; n, half of it when gated, and k are multiples of 8.
         bias: [n].
         residual: [m, n], or [m, n / 2] when gated; may be out.
         out: of the residual's shape; of x's type or float32, float32 only when not gated.
         gated: the weight is gate | up, and out is silu(gate) * up (arXiv:2002.05202).
-        pdl: see `Kernel`. The first steps of the weights are read while the kernel before runs.
+        pdl: see `Kernel`. The first stages of the weights are read during the preceding kernel.
 
     Raises:
-        ValueError: for operands of other shapes, types or alignment.
-        RuntimeError: on a GPU of another architecture.
+        ValueError: wrong shape, type or alignment of an operand.
+        RuntimeError: not a Hopper GPU.
     """
     m, n, k, storage, out_type = check_linear_operands(
         x, weight, bias, residual, out, gated=gated, whole_vectors=True
@@ -180,7 +179,7 @@ def linear(
     if not m or not n:
         return
     if not is_hopper():
-        raise RuntimeError("this product needs a Hopper GPU; see `prefers`")
+        raise RuntimeError("this kernel requires a Hopper GPU; see `prefers`")
     cut = plan(m, n, gated, num_multiprocessors())
     shape = cut.shape
     kernel("gemm_hopper", _name(shape, storage, out_type, gated))(
@@ -205,7 +204,7 @@ def _name(shape: Shape, storage: str, out_type: str, gated: bool) -> str:
 
 
 def instantiations() -> list[Instantiation]:
-    """What this module may launch."""
+    """All kernels of this module."""
     return [
         ("gemm_hopper", (_name(shape, storage, out_type, gated),), ())
         for storage in STORAGE_TYPES.values()

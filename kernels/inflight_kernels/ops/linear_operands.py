@@ -1,6 +1,6 @@
-"""What a linear layer's kernels take: x @ weight.T + bias, gated or not, + residual -> out.
+"""Operands of the linear kernels: x @ weight.T + bias, gated or not, + residual -> out.
 
-Shapes: m tokens, k inputs, n rows of the weight, which are gate | up when gated.
+Shapes: m tokens, k inputs, n rows of the weight, which are gate | up if gated.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ from torch import Tensor
 from inflight_kernels.runtime.launch import check, check_memory, name_of
 
 STORAGE_TYPES = {torch.bfloat16: "__nv_bfloat16", torch.float16: "__half"}
-"""Types of x and the weight, as torch and as C++ name them."""
+"""Types of x and the weight: torch dtype -> C++ type."""
 
 OUT_TYPES = {**STORAGE_TYPES, torch.float32: "float"}
 
 MAX_SHARED_BYTES = 227 * 1024
-"""Of a block, on Hopper."""
+"""Shared memory per block on Hopper."""
 
 
 class LinearOperands(NamedTuple):
-    """Operands that fit together.
+    """Validated operands.
 
     Attributes:
         m, n, k: see above.
@@ -48,20 +48,20 @@ def check_linear_operands(
     whole_vectors: bool,
     max_tokens: int | None = None,
 ) -> LinearOperands:
-    """Examine the operands of a product.
+    """Validate the operands of a linear kernel.
 
     Args:
-        x: [m, k]; rows may be apart, by a multiple of 8 values.
+        x: [m, k]; the stride of rows is a multiple of 8 values.
         weight: [n, k], k a multiple of 8.
         bias: [n].
         residual: [m, n], or [m, n / 2] when gated.
         out: of the residual's shape; of x's type or float32, float32 only when not gated.
         gated: whether the weight is gate | up.
         whole_vectors: whether rows of out are read and written in vectors of 8 values.
-        max_tokens: m at most; None for any number.
+        max_tokens: maximum m; None for no limit.
 
     Raises:
-        ValueError: with the operand that does not fit, and what would.
+        ValueError: an operand is invalid; with what is required.
     """
     storage = name_of(STORAGE_TYPES, "x", x)
     if x.dim() != 2 or weight.dim() != 2 or x.shape[1] != weight.shape[1]:
@@ -71,7 +71,7 @@ def check_linear_operands(
     (m, k), n = x.shape, weight.shape[0]
     width = n // 2 if gated else n
     if max_tokens is not None and m > max_tokens:
-        raise ValueError(f"x has {m} rows; at most {max_tokens} are read in one pass")
+        raise ValueError(f"x has {m} rows; allowed: up to {max_tokens}")
     if k % 8 or k == 0 or (gated and n % 2):
         raise ValueError(f"weight is [{n}, {k}]; k must be a multiple of 8, and n even when gated")
     if whole_vectors and width % 8:
@@ -79,7 +79,7 @@ def check_linear_operands(
             f"weight is [{n}, {k}]; n, or half of it when gated, must be a multiple of 8"
         )
     if gated and out.dtype != x.dtype:
-        raise ValueError(f"out is {out.dtype}; a gated product is stored as x is, {x.dtype}")
+        raise ValueError(f"out is {out.dtype}; if gated, it must be {x.dtype} like x")
     out_dtype = x.dtype if out.dtype == x.dtype else torch.float32
     check("weight", weight, (n, k), x.dtype)
     check("out", out, (m, width), out_dtype, vectors=whole_vectors)
@@ -90,6 +90,6 @@ def check_linear_operands(
     check_memory("x", x)
     if x.stride(1) != 1 or x.stride(0) % 8:
         raise ValueError(
-            f"x has strides {x.stride()}; a row must be contiguous, and rows a multiple of 8 apart"
+            f"x has strides {x.stride()}; rows must be contiguous, their stride a multiple of 8"
         )
     return LinearOperands(m, n, k, storage, OUT_TYPES[out_dtype])

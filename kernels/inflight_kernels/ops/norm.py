@@ -1,4 +1,4 @@
-"""RMSNorm with the residual sum before it. Shapes: n rows of `hidden` values."""
+"""RMSNorm with fused residual addition. Shapes: n rows of `hidden` values."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _MAX_THREADS = 512
 _VECTORS_PER_THREAD = (1, 2, 4, 8)
 
 MAX_HIDDEN_BYTES = 16 * _MAX_THREADS * _VECTORS_PER_THREAD[-1]
-"""A row stays in the registers of one block: 16384 values of float32, 32768 of 16 bits."""
+"""A row is kept in the registers of one block: 16384 float32 values, or 32768 of 16 bits."""
 
 
 def rms_norm(
@@ -27,21 +27,21 @@ def rms_norm(
 ) -> None:
     """Root-mean-square norm (arXiv:1910.07467) of x + residual -> out, and that sum -> total.
 
-    The sum is rounded to its storage type first, and that is what is normalised.
+    The sum is rounded to its storage type before it is normalised.
 
     Args:
         x: [n, hidden].
         weight: [hidden].
-        eps: added to the mean of squares.
-        residual: [n, hidden], of the total's type; None for zero, and then there is no total, or
-            it is x in float32.
-        out: [n, hidden]; may be x or, of one type with it, residual.
-        total: [n, hidden], of x's type or float32; may be residual or, of one type with it, x, but
-            not out.
-        pdl: see `Kernel`; the kernel before must not write `weight`, which is read early.
+        eps: added to the mean square.
+        residual: [n, hidden], of the total's type; None for zero: then total is None, or x in
+            float32.
+        out: [n, hidden]; may alias x or, if of the same type, residual.
+        total: [n, hidden], of x's type or float32; may alias residual or, if of the same type, x,
+            but not out.
+        pdl: see `Kernel`; the preceding kernel must not write `weight`, which is read early.
 
     Raises:
-        ValueError: for operands of other shapes or types, or a row of more than MAX_HIDDEN_BYTES.
+        ValueError: wrong shape or type of an operand, or a row of more than MAX_HIDDEN_BYTES.
     """
     storage = name_of(STORAGE_TYPES, "x", x)
     num_rows, hidden = x.shape
@@ -51,13 +51,13 @@ def rms_norm(
     widens = total is not None and total.dtype != x.dtype
     sum_type = torch.float32 if widens else x.dtype
     if (residual is None) != (total is None) and not (widens and residual is None):
-        raise ValueError("residual and total come together: the sum needs both")
+        raise ValueError("residual and total must be given together")
     if residual is not None:
         check("residual", residual, (num_rows, hidden), sum_type)
     if total is not None:
         check("total", total, (num_rows, hidden), sum_type)
         if num_rows and _same_memory(total, out):
-            raise ValueError("total and out are the same memory; each needs its own")
+            raise ValueError("total and out must not share memory")
     vectors = vectors_in("hidden", hidden, x.dtype)
     per_thread, threads = _block(vectors, hidden, sum_type)
     if not num_rows:
@@ -86,7 +86,7 @@ def _name(storage: str, sum_type: str, per_thread: int, adds: bool) -> str:
 
 
 def _block(vectors: int, hidden: int, sum_type: torch.dtype) -> tuple[int, int]:
-    """(vectors per thread, threads) that cover a row with as many threads as are useful."""
+    """(vectors per thread, threads) for a row, with as many threads as are useful."""
     if hidden * sum_type.itemsize <= MAX_HIDDEN_BYTES:
         for per_thread in _VECTORS_PER_THREAD:
             threads = -(-vectors // (32 * per_thread)) * 32
@@ -94,19 +94,19 @@ def _block(vectors: int, hidden: int, sum_type: torch.dtype) -> tuple[int, int]:
                 return per_thread, threads
     raise ValueError(
         f"a row of {hidden} values is {hidden * sum_type.itemsize} bytes; at most "
-        f"{MAX_HIDDEN_BYTES} fit a block"
+        f"{MAX_HIDDEN_BYTES} fit in a block"
     )
 
 
 def instantiations() -> list[Instantiation]:
-    """What this module may launch."""
+    """All kernels of this module."""
     wide = STORAGE_TYPES[torch.float32]
     kinds = [(storage, storage) for storage in STORAGE_TYPES.values()]
     kinds += [(storage, wide) for storage in STORAGE_TYPES.values() if storage != wide]
     names = tuple(
         _name(storage, sum_type, per_thread, adds)
         for storage, sum_type in kinds
-        # Of sums that are wider than x half as many fit.
+        # Of wider sums half as many fit.
         for per_thread in _VECTORS_PER_THREAD[: None if sum_type == storage else -1]
         for adds in (True, False)
     )

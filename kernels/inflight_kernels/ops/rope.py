@@ -1,4 +1,4 @@
-"""From the fused qkv projection to attention: q and k rotated, k and v put into the cache.
+"""Fused RoPE and KV cache write, between the qkv projection and attention.
 
 Shapes: T tokens, H query heads, G KV heads, D head_dim.
 """
@@ -22,10 +22,10 @@ from inflight_kernels.runtime.launch import (
 )
 
 HEAD_DIMS = (32, 48, 64, 80, 96, 112, 128, 160, 192, 256)
-"""Head dims that are compiled in tests; others of which a half is whole vectors work as well."""
+"""Head dims that tests compile; others work too if half a head is a multiple of a vector."""
 
-# A block of a small step has a thread for each vector pair, so that nothing is done in turn; in a
-# large one, where blocks are plenty, a thread does four heads with the cosines it has loaded.
+# In a small step a block has one thread per vector pair, for the lowest latency; in a large one,
+# with many blocks, a thread handles four heads with the cosines it has loaded.
 _MANY_TOKENS = 512
 _HEADS_PER_THREAD = 4
 _MAX_THREADS = 512
@@ -38,7 +38,7 @@ class PagedKV:
     """The KV cache of one layer, in blocks.
 
     Attributes:
-        k_cache, v_cache: [num_blocks, block_size, G, D], laid out alike; their blocks may be apart.
+        k_cache, v_cache: [num_blocks, block_size, G, D], of equal layout; blocks may be strided.
     """
 
     k_cache: Tensor
@@ -47,7 +47,7 @@ class PagedKV:
 
 @dataclass(frozen=True, slots=True)
 class RopeInputs:
-    """How far the tokens of a step turn, and where their keys and values go.
+    """Positions and cache slots of a step's tokens, with the rotary tables.
 
     Attributes:
         positions: [T] int64, rows of cos and sin.
@@ -55,7 +55,7 @@ class RopeInputs:
         cos, sin: [num_positions, D] float32, from `torch_ops.transformer.rotary_tables`.
 
     Raises:
-        ValueError: for operands of other shapes, types or layouts.
+        ValueError: wrong shape, type or layout of an operand.
     """
 
     positions: Tensor
@@ -72,10 +72,10 @@ class RopeInputs:
         check("sin", self.sin, (num_positions, head_dim), torch.float32)
 
     def check_fits(self, num_tokens: int, head_dim: int) -> None:
-        """Refuse rows of another number, or heads of another width.
+        """Check the number of tokens and the head dim.
 
         Raises:
-            ValueError: with both.
+            ValueError: they do not match.
         """
         if len(self.positions) != num_tokens or self.cos.shape[1] != head_dim:
             raise ValueError(
@@ -86,7 +86,7 @@ class RopeInputs:
 
 @dataclass(frozen=True, slots=True)
 class QkNorm:
-    """RMSNorm of each head of q and k before it turns.
+    """RMSNorm of each head of q and k before RoPE.
 
     Attributes:
         q_weight, k_weight: [D].
@@ -98,7 +98,7 @@ class QkNorm:
     eps: float = 1e-6
 
     def check_fits(self, head_dim: int, dtype: torch.dtype) -> None:
-        """Refuse weights of other heads or another type.
+        """Check the head dim and type of the weights.
 
         Raises:
             ValueError: with the name of the operand.
@@ -119,21 +119,21 @@ def rope_write_kv(
 ) -> None:
     """Rotate q -> q_out and k -> its slots (arXiv:2104.09864, halves as pairs); v -> its slots.
 
-    This is `torch_ops.transformer.rms_norm` of each head of q and k if there is a qk_norm, then
-    `torch_ops.transformer.rotary` of both, then `torch_ops.transformer.write_kv`.
+    Equivalent to `torch_ops.transformer.rms_norm` of each head of q and k if there is a qk_norm,
+    then `torch_ops.transformer.rotary` of both, then `torch_ops.transformer.write_kv`.
 
     Args:
-        qkv: [T, (H + 2 * G) * D], each row q, then k, then v; rows may lie further apart.
+        qkv: [T, (H + 2 * G) * D], each row q, then k, then v; rows may be strided.
         rope: of the step.
-        kv: of the layer; its caches are of the same strides, any but that of D.
-        q_out: [T, H, D]; tokens may lie further apart; may be the q of qkv itself.
+        kv: of the layer; both caches have the same strides, contiguous in D.
+        q_out: [T, H, D]; tokens may be strided; may alias the q of qkv.
         qk_norm: of the layer; None for no norm.
-        history_ready: positions and slot_mapping are read before the kernel in front has ended;
+        history_ready: positions and slot_mapping may be read before the preceding kernel has ended:
             they were written before an `attend` that was launched since (see there).
         pdl: see `Kernel`.
 
     Raises:
-        ValueError: for operands of other shapes, types or layouts.
+        ValueError: wrong shape, type or layout of an operand.
     """
     storage = name_of(STORAGE_TYPES, "qkv", qkv)
     num_tokens, num_heads, head_dim = q_out.shape
@@ -170,7 +170,7 @@ def rope_write_kv(
 
 
 def norm_arguments(qk_norm: QkNorm | None, unused: Tensor) -> tuple[Tensor, Tensor, float]:
-    """The weights and eps of a kernel, which has these parameters without a norm as well."""
+    """The norm arguments of a kernel, which exist without a norm as well."""
     if qk_norm is None:
         return unused, unused, _UNUSED_EPS
     return qk_norm.q_weight, qk_norm.k_weight, qk_norm.eps
@@ -184,7 +184,7 @@ def _check_operands(
     check_rows("qkv", qkv, (num_tokens, width), qkv.dtype)
     check_rows("q_out", q_out, (num_tokens, num_heads, head_dim), qkv.dtype)
     if q_out.stride(1) != head_dim:
-        raise ValueError(f"heads of q_out are {q_out.stride(1)} apart, not {head_dim}")
+        raise ValueError(f"heads of q_out have stride {q_out.stride(1)}; expected {head_dim}")
     _check_caches(kv, head_dim, qkv.dtype)
     rope.check_fits(num_tokens, head_dim)
     if qk_norm is not None:
@@ -200,17 +200,17 @@ def _check_caches(kv: PagedKV, head_dim: int, dtype: torch.dtype) -> None:
     if k_cache.stride() != v_cache.stride():
         raise ValueError(f"k_cache has strides {k_cache.stride()}, v_cache {v_cache.stride()}")
     if num_blocks * block_size >= 2**31:
-        raise ValueError(f"a cache of {num_blocks} * {block_size} slots: at most 2**31 - 1")
+        raise ValueError(f"a cache of {num_blocks} * {block_size} slots; allowed: up to 2**31 - 1")
 
 
 def _group(head_dim: int, dtype: torch.dtype) -> int:
-    """Lanes that share a head: a power of two, each with a vector of both halves."""
+    """Lanes per head: a power of two, each with one vector of both halves."""
     values = VECTOR_BYTES // dtype.itemsize
     lanes, rest = divmod(head_dim, 2 * values)
     if rest or not 1 <= lanes <= 32:
         raise ValueError(
-            f"a head dim of {head_dim} in {dtype}: multiples of {2 * values} up to "
-            f"{64 * values} are possible"
+            f"a head dim of {head_dim} in {dtype}; allowed: multiples of {2 * values} up to "
+            f"{64 * values}"
         )
     return 1 << (lanes - 1).bit_length()
 
@@ -222,16 +222,16 @@ def _threads(num_tokens: int, all_heads: int, group: int) -> int:
 
 
 def check_rows(name: str, tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    """As `check`, but only the last dimension is contiguous; the others keep to whole vectors."""
+    """Like `check`, but contiguous only in the last dimension; other strides in whole vectors."""
     if tensor.shape != shape or tensor.dtype != dtype or tensor.stride(-1) != 1:
         raise ValueError(
             f"{name} is {tensor.dtype} {list(tensor.shape)}, strides {tensor.stride()}; "
-            f"it should be {dtype} {list(shape)}, contiguous in the last dimension"
+            f"expected {dtype} {list(shape)}, contiguous in the last dimension"
         )
     if any(stride * dtype.itemsize % VECTOR_BYTES for stride in tensor.stride()[:-1]):
         raise ValueError(
-            f"{name} has strides {tensor.stride()} of {dtype}; all but the last should be whole "
-            f"vectors of {VECTOR_BYTES} bytes"
+            f"{name} has strides {tensor.stride()} of {dtype}; all but the last must be multiples "
+            f"of {VECTOR_BYTES} bytes"
         )
     check_memory(name, tensor)
 
@@ -241,7 +241,7 @@ def _name(storage: str, head_dim: int, norms: bool) -> str:
 
 
 def instantiations() -> list[Instantiation]:
-    """What this module may launch, for HEAD_DIMS."""
+    """All kernels of this module, for HEAD_DIMS."""
     found: list[Instantiation] = []
     for dtype, storage in STORAGE_TYPES.items():
         names = tuple(

@@ -1,13 +1,12 @@
-"""The choice of tokens. Shapes: n rows of logits, V vocabulary, `slots` sequences with state.
+"""Sampling. Shapes: n rows of logits, V vocabulary, `slots` sequences with state.
 
-The steps and their order are those of `torch_ops.sampling`: penalties, biases and the mask,
-temperature, the filters in their order (see `Filters`), and one draw by the inverse of the CDF with
-the number that `torch_ops.sampling.uniform` gives. The CDF runs where the reference's does: over
-the most probable tokens first where top_k or a rare filter cuts or top_p keeps at most 256, over
-the vocabulary in order elsewhere. A filter is rare unless it is top_k, top_p or min_p: it costs a
-launch of its own. Equal logits stand in order of their ids. Beyond the logits everything is
-computed in integers, or in one fixed order, so a row's token depends on nothing but the row; it is
-the reference's up to the rounding of exp.
+The steps and their order are those of `torch_ops.sampling`: penalties, biases and token mask,
+temperature, the filters in order (see `Filters`), and one draw by inversion of the CDF with the
+random number of `torch_ops.sampling.uniform`. The CDF has the reference's order: by descending
+probability if top_k or a rare filter applies or top_p keeps at most 256 tokens, otherwise by token
+id. All filters but top_k, top_p and min_p are rare: they cost an additional launch. Equal logits
+are ordered by id. Beyond the logits everything is computed in integers or in a fixed order, so a
+row's token depends only on the row; it equals the reference's up to the rounding of exp.
 """
 
 from __future__ import annotations
@@ -38,15 +37,14 @@ def _row_params() -> np.dtype[np.void]:
     fields = [("seed", "<u8"), ("temperature", "<f4"), ("slot", "<i4")]
     for field in (*dataclasses.fields(Penalties), *dataclasses.fields(Filters)):
         fields.append((field.name, "<i4" if isinstance(field.default, int) else "<f4"))
-    if len(fields) % 2 == 0:  # a multiple of 8 bytes, as the struct of the kernels
+    if len(fields) % 2 == 0:  # a multiple of 8 bytes, like the kernels' struct
         fields.append(("unused", "<i4"))
     return np.dtype(fields)
 
 
 ROW_PARAMS = _row_params()
-"""How to choose in a row: `torch_ops.sampling.Penalties` and `Filters`, a seed, a temperature of
-which 0 is greedy, and a slot: the row of counts and prompt bits; negative for none, and then there
-are no penalties.
+"""Sampling parameters of a row: `torch_ops.sampling.Penalties` and `Filters`, a seed, a temperature
+(0 is greedy), and a slot: the row of counts and prompt bits; negative for none, without penalties.
 
 The kernels read it as the struct of csrc/sampling/row_params.cuh, which `make generate` writes.
 """
@@ -54,9 +52,9 @@ The kernels read it as the struct of csrc/sampling/row_params.cuh, which `make g
 MAX_VOCAB_SIZE = 2**21
 
 MAX_TOP = 20
-"""Of the likeliest tokens that `top_logprobs` can name."""
+"""Maximum number of tokens that `top_logprobs` reports."""
 
-# As sampling_job.cuh has them.
+# As in sampling_job.cuh.
 _THREADS = 256
 _SLICE = 8192
 _CAPACITY = 2048
@@ -65,7 +63,7 @@ _PARTIAL_BYTES = 32
 
 
 def greedy_row_params(n: int) -> np.ndarray[tuple[int], np.dtype[np.void]]:
-    """[n] of ROW_PARAMS: greedy, without filters, penalties and slot, to be filled in."""
+    """[n] of ROW_PARAMS with defaults: greedy, without filters, penalties and slot."""
     rows = np.zeros(n, ROW_PARAMS)
     for field in (*dataclasses.fields(Penalties), *dataclasses.fields(Filters)):
         rows[field.name] = field.default
@@ -74,23 +72,23 @@ def greedy_row_params(n: int) -> np.ndarray[tuple[int], np.dtype[np.void]]:
 
 
 def num_slices(vocab_size: int) -> int:
-    """Blocks that share a row."""
+    """Number of blocks per row."""
     return -(-vocab_size // _SLICE)
 
 
 def scratch_bytes(vocab_size: int) -> int:
-    """Of the workspace, per row."""
+    """Workspace bytes per row."""
     slices = num_slices(vocab_size)
     return _BOUND_BYTES + _CAPACITY * 8 + slices * (_PARTIAL_BYTES + _THREADS * 4)
 
 
 def prompt_words(vocab_size: int) -> int:
-    """int32 words of a bit per token: token t is bit t % 32 of word t // 32."""
+    """int32 words of a token bitmask: token t is bit t % 32 of word t // 32."""
     return -(-vocab_size // 32)
 
 
 class Workspace:
-    """What a row's blocks tell each other; for launches in one stream, one after the other.
+    """Scratch memory through which a row's blocks communicate; for launches in one stream.
 
     Attributes:
         max_rows, vocab_size: of the logits.
@@ -110,7 +108,7 @@ class Workspace:
 
 @dataclass(frozen=True, slots=True)
 class DraftTails:
-    """The drafts that a row counts on; they count as output too.
+    """The drafts before a row, which count as output for its penalties.
 
     Attributes:
         tokens: [T] int64.
@@ -124,11 +122,11 @@ class DraftTails:
 
 @dataclass(frozen=True, slots=True)
 class PenaltyState:
-    """What the penalties of rows count.
+    """Token statistics for the penalties.
 
     Attributes:
-        counts: [slots, V] int16, how often a token is in the output.
-        prompt: [slots, prompt_words(V)] int32, bits of the tokens in the prompt.
+        counts: [slots, V] int16, occurrences of a token in the output.
+        prompt: [slots, prompt_words(V)] int32, bitmask of the tokens in the prompt.
         tails: drafts before the rows; None if no row has any.
     """
 
@@ -139,12 +137,12 @@ class PenaltyState:
 
 @dataclass(frozen=True, slots=True)
 class LogitBias:
-    """What is added to logits after the penalties.
+    """Logit biases, added after the penalties.
 
     Attributes:
-        starts: [n + 1] int32; row i has biases starts[i]:starts[i + 1], and of these the ids
-            ascend, each once.
-        token_ids: [m] int32; those out of the vocabulary are passed over.
+        starts: [n + 1] int32; row i has biases starts[i]:starts[i + 1], with strictly ascending
+            ids.
+        token_ids: [m] int32; those outside the vocabulary are skipped.
         biases: [m] float32; -inf bans.
     """
 
@@ -155,11 +153,11 @@ class LogitBias:
 
 @dataclass(frozen=True, slots=True)
 class TokenMasks:
-    """Which tokens may be chosen.
+    """Masks of allowed tokens.
 
     Attributes:
-        masks: [k, prompt_words(V)] int32, bits of the tokens that may be chosen.
-        rows: [n] int32, which of these masks holds for a row; negative for none.
+        masks: [k, prompt_words(V)] int32, bitmasks of the allowed tokens.
+        rows: [n] int32, index of a row's mask; negative for none.
     """
 
     masks: Tensor
@@ -168,7 +166,7 @@ class TokenMasks:
 
 @dataclass(frozen=True, slots=True)
 class SamplingInputs:
-    """How tokens are chosen, of n rows.
+    """Inputs of `sample` for n rows.
 
     Attributes:
         row_params: [n, ROW_PARAMS.itemsize] uint8.
@@ -189,7 +187,7 @@ class SamplingOutputs:
 
     Attributes:
         token_ids: [n] int64.
-        logprobs: [n] float32, log softmax of the logits as they came, at the token.
+        logprobs: [n] float32, log softmax of the raw logits at the token.
         statuses: [n] int32.
     """
 
@@ -200,14 +198,13 @@ class SamplingOutputs:
 
 @dataclass(frozen=True, slots=True)
 class TopLogprobsOutputs:
-    """What `top_logprobs` writes.
+    """Outputs of `top_logprobs`.
 
     Attributes:
-        ids: [n, MAX_TOP] int32, the most probable tokens in order, and -1 past those.
-        logprobs: [n, MAX_TOP] float32, log softmax of the logits as they came, and -inf.
-        own_logprobs: [n] float32, the same at the row's own token; 0 where the status is not OK.
-        ranks: [n] int32, the place of that token in that order, from 1; 0 where the status is not
-            OK.
+        ids: [n, MAX_TOP] int32, the most probable tokens in order, then -1.
+        logprobs: [n, MAX_TOP] float32, log softmax of the raw logits, then -inf.
+        own_logprobs: [n] float32, that of the row's own token; 0 if the status is not OK.
+        ranks: [n] int32, rank of that token, from 1; 0 if the status is not OK.
     """
 
     ids: Tensor
@@ -216,7 +213,7 @@ class TopLogprobsOutputs:
     ranks: Tensor
 
     def check_fits(self, n: int) -> None:
-        """Refuse another number of rows, or another type.
+        """Check the number of rows and the types.
 
         Raises:
             ValueError: with the name of the operand.
@@ -237,21 +234,21 @@ def sample(
     rare: bool = True,
     pdl: bool = False,
 ) -> None:
-    """Choose a token for each row of logits, which stay as they are.
+    """Sample a token for each row of logits, which are not modified.
 
-    A row whose status is not OK gets token 0 and log probability 0.
+    A row whose status is not OK gets token 0 and logprob 0.
 
     Args:
-        logits: [n, V] float32, bfloat16 or float16; rows may be apart.
+        logits: [n, V] float32, bfloat16 or float16; rows may be strided.
         inputs: of the rows.
         workspace: for at least n rows of V.
         out: written.
-        filters: False if no drawn row has a filter: saves a launch.
-        rare: False if no drawn row has a rare filter: saves another one.
+        filters: False if no random-sampled row has a filter: saves a launch.
+        rare: False if no random-sampled row has a rare filter: saves another one.
         pdl: see `Kernel`.
 
     Raises:
-        ValueError: for operands of other shapes or types.
+        ValueError: wrong shape or type of an operand.
     """
     storage, n, vocab_size = _check_logits(logits, workspace)
     check("row_params", inputs.row_params, (n, ROW_PARAMS.itemsize), torch.uint8)
@@ -331,28 +328,26 @@ def top_logprobs(
     given: Tensor | None = None,
     pdl: bool = False,
 ) -> None:
-    """Name the most probable tokens of rows; to be called after `sample`, with what it had and
-    wrote.
+    """Find the most probable tokens of rows; called after `sample`, with its inputs and outputs.
 
-    Each row's own token is looked up as well: the chosen one or, where the text goes on already, a
-    given one. What `sample` chose there does not matter, but it must have found some token to
-    choose.
+    Each row's own token is looked up as well: the sampled one or, within a prompt, a given one.
+    What `sample` sampled there does not matter, but its status must be OK.
 
-    Rows without a request cost nothing, and nothing is written for them. Of equal logits the
-    smaller id comes first.
+    Rows without a request cost nothing, and nothing is written for them. Equal logits are ordered
+    by id.
 
     Args:
-        logits, workspace: of `sample`, as that left them.
-        wanted: [n] int32, how many tokens of a row, MAX_TOP at most; negative: the row needs
-            nothing at all.
+        logits, workspace: of `sample`, unmodified since.
+        wanted: [n] int32, number of tokens for a row, at most MAX_TOP; negative if the row needs
+            nothing.
         sampled: of `sample`; its logprobs are not read.
         out: written.
-        given: [n] int32, tokens to look at in place of the chosen ones, below V; negative for none.
-            None where no row has one.
+        given: [n] int32, tokens to look up instead of the sampled ones, below V; negative for none.
+            None if no row has one.
         pdl: see `Kernel`.
 
     Raises:
-        ValueError: for operands of other shapes or types.
+        ValueError: wrong shape or type of an operand.
     """
     storage, n, vocab_size = _check_logits(logits, workspace)
     check("wanted", wanted, (n,), torch.int32, vectors=False)
@@ -384,7 +379,7 @@ def top_logprobs(
 
 
 def _check_logits(logits: Tensor, workspace: Workspace) -> tuple[str, int, int]:
-    """The C++ name of their type, their rows and their vocabulary."""
+    """Check logits; returns the C++ name of their type, the rows and the vocabulary size."""
     storage = name_of(STORAGE_TYPES, "logits", logits)
     if logits.dim() != 2 or (logits.numel() and logits.stride(1) != 1):
         raise ValueError(f"logits are {list(logits.shape)}; they must be [n, V], a row contiguous")
@@ -403,16 +398,16 @@ def _check_logits(logits: Tensor, workspace: Workspace) -> tuple[str, int, int]:
 def count_output_tokens(
     slots: Tensor, token_ids: Tensor, counts: Tensor, *, pdl: bool = False
 ) -> None:
-    """Count tokens in their slots' output; a count stays at 32767.
+    """Count tokens in their slots' output; counts saturate at 32767.
 
     Args:
-        slots: [n] int32; negative ones are passed over.
-        token_ids: [n] int64; those out of the vocabulary are passed over.
+        slots: [n] int32; negative ones are skipped.
+        token_ids: [n] int64; those outside the vocabulary are skipped.
         counts: [slots, V] int16.
         pdl: see `Kernel`.
 
     Raises:
-        ValueError: for operands of other shapes or types.
+        ValueError: wrong shape or type of an operand.
     """
     check("counts", counts, tuple(counts.shape), torch.int16)
     _update_counts("count_output_tokens", slots, token_ids, counts, counts.shape[1], pdl)
@@ -421,17 +416,17 @@ def count_output_tokens(
 def mark_prompt_tokens(
     slots: Tensor, token_ids: Tensor, prompt: Tensor, vocab_size: int, *, pdl: bool = False
 ) -> None:
-    """Mark tokens as standing in their slots' prompt.
+    """Mark tokens as part of their slots' prompt.
 
     Args:
-        slots: [n] int32; negative ones are passed over.
-        token_ids: [n] int64; those out of the vocabulary are passed over.
+        slots: [n] int32; negative ones are skipped.
+        token_ids: [n] int64; those outside the vocabulary are skipped.
         prompt: [slots, prompt_words(vocab_size)] int32.
         vocab_size: V.
         pdl: see `Kernel`.
 
     Raises:
-        ValueError: for operands of other shapes or types.
+        ValueError: wrong shape or type of an operand.
     """
     check("prompt", prompt, (prompt.shape[0], prompt_words(vocab_size)), torch.int32)
     _update_counts("mark_prompt_tokens", slots, token_ids, prompt, vocab_size, pdl)
@@ -450,7 +445,7 @@ def _update_counts(
         )
 
 
-# Those that take longest to compile first.
+# Longest to compile first.
 _PASSES = (
     ("sampling_gather", "gather"),
     ("sampling_scan", "scan"),
@@ -461,7 +456,7 @@ _COUNT_KERNELS = ("count_output_tokens", "mark_prompt_tokens")
 
 
 def instantiations() -> list[Instantiation]:
-    """What this module may launch."""
+    """All kernels of this module."""
     return [
         *(
             (stem, tuple(f"{name}<{storage}>" for storage in STORAGE_TYPES.values()), ())

@@ -1,8 +1,8 @@
-"""Linear layers of few tokens. Shapes: m tokens, k inputs, n rows of the weight.
+"""Linear layers for few tokens. Shapes: m tokens, k inputs, n rows of the weight.
 
-A linear layer of at most 64 tokens costs what its weights cost to read, so this one streams them
-once and does the rest meanwhile. It needs a Hopper GPU. How a shape is cut up is fixed by `plan`,
-and sums are added in an order that the plan fixes: the same operands give the same bits.
+With at most 64 tokens a linear layer is bound by reading its weights, so this kernel streams them
+once and overlaps the rest. Requires a Hopper GPU. The tiling and the order of summation are fixed
+by `plan`: results are bitwise reproducible.
 """
 
 from __future__ import annotations
@@ -23,25 +23,25 @@ from inflight_kernels.runtime.tensor_map import matrix_map
 
 MAX_TOKENS = 64
 
-# As skinny_gemm.cu has them.
+# As in skinny_gemm.cu.
 _THREADS = 160
 _TOKENS = 64
 _DEPTH = 64
 
-# Rows of a tile that the kernel is compiled for, of a pair of blocks and of one.
+# Tile rows that the kernel is compiled for, for a pair of blocks and for one.
 _PAIR_ROWS = (32, 48, 64, 80, 96, 112, 128)
 _BLOCK_ROWS = (80, 96, 112, 128, 144)
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """How a linear layer is cut into work.
+    """Tiling of a linear layer.
 
     Attributes:
-        rows: of the weight, in a tile; half of them gate and half up when gated.
-        pair: whether two blocks, a cluster, take a tile together, half of its columns each.
-        tiles: that cover the weight.
-        blocks: launched; block or pair b takes tiles b, b + blocks and so on, a pair only one.
+        rows: weight rows in a tile; half of them gate and half up if gated.
+        pair: whether a cluster of two blocks computes a tile, each half of its columns.
+        tiles: number of tiles that cover the weight.
+        blocks: launched; block b computes tiles b, b + blocks and so on, a pair only one.
     """
 
     rows: int
@@ -51,10 +51,10 @@ class Plan:
 
     @property
     def stages(self) -> int:
-        """Steps in shared memory: as many as there is room for.
+        """Pipeline stages in shared memory: as many as fit.
 
-        So a multiprocessor has one block, also of a kernel that is launched before the one before
-        it has ended: with room for two, some got both and others none.
+        So a multiprocessor has one block, even of a kernel launched before the preceding one has
+        ended: with room for two, some got both and others none.
         """
         return (MAX_SHARED_BYTES - self._other_bytes) // self._step_bytes
 
@@ -69,13 +69,13 @@ class Plan:
 
     @property
     def _other_bytes(self) -> int:
-        return 1024 + (self.rows * 128 if self.pair else 0)  # sums of the other block
+        return 1024 + (self.rows * 128 if self.pair else 0)  # partial sums of the other block
 
 
 @functools.lru_cache(maxsize=4096)
 def plan(n: int, num_multiprocessors: int) -> Plan:
-    """The fewest rows with which each pair of blocks has a tile at most, or else the fewest with
-    which blocks have as few tiles each as they can.
+    """The fewest rows such that each pair of blocks has at most one tile, or else such that the
+    maximum number of tiles per block is minimal.
 
     Args:
         n: rows of the weight.
@@ -94,10 +94,10 @@ def plan(n: int, num_multiprocessors: int) -> Plan:
 def prefers(m: int, n: int, k: int) -> bool:
     """Whether `linear` is faster than cuBLAS for a product of this shape, on this device.
 
-    Measured on an H200 in chains of qkv, o, gate | up and down of an 8B Llama in bfloat16, each of
-    them launched while the one before it ends: 108 us a layer with 1 token, 110 with 16, 114 with
-    32 and 122 with 64. cuBLAS, in other runs, took 123, 130, 134 and 136 to 140. With 64 tokens the
-    device is at its power limit.
+    Measured on an H200 in chains of qkv, o, gate | up and down of an 8B Llama in bfloat16, with
+    programmatic dependent launch: 108 us per layer with 1 token, 110 with 16, 114 with 32 and 122
+    with 64. cuBLAS, in other runs, took 123, 130, 134 and 136 to 140. With 64 tokens the device is
+    at its power limit.
     """
     return 1 <= m <= MAX_TOKENS and k % 8 == 0 and is_hopper()
 
@@ -115,18 +115,18 @@ def linear(
     """x @ weight.T + bias, gated or not, + residual -> out, accumulated in float32.
 
     Args:
-        x: [m, k], m <= MAX_TOKENS; rows may be apart, by a multiple of 8 values.
+        x: [m, k], m <= MAX_TOKENS; the stride of rows is a multiple of 8 values.
         weight: [n, k], k a multiple of 8.
         bias: [n].
         residual: [m, n], or [m, n / 2] when gated; may be out.
         out: of the residual's shape; of x's type or float32, float32 only when not gated.
         gated: the weight is gate | up, and out is silu(gate) * up (arXiv:2002.05202).
-        pdl: see `Kernel`. The first steps of the weights are read while the kernel before runs,
+        pdl: see `Kernel`. The first stages of the weights are read during the preceding kernel,
             which must not write them.
 
     Raises:
-        ValueError: for operands of other shapes, types or alignment.
-        RuntimeError: on a GPU of another architecture.
+        ValueError: wrong shape, type or alignment of an operand.
+        RuntimeError: not a Hopper GPU.
     """
     m, n, k, storage, out_type = check_linear_operands(
         x, weight, bias, residual, out, gated=gated, whole_vectors=False, max_tokens=MAX_TOKENS
@@ -134,7 +134,7 @@ def linear(
     if not m or not n:
         return
     if not is_hopper():
-        raise RuntimeError("this product needs a Hopper GPU; see `prefers`")
+        raise RuntimeError("this kernel requires a Hopper GPU; see `prefers`")
     cut = plan(n, num_multiprocessors())
     kernel("skinny_gemm", _name(cut.rows, cut.pair, storage, out_type, gated))(
         cut.blocks,
@@ -159,7 +159,7 @@ def _name(rows: int, pair: bool, storage: str, out_type: str, gated: bool) -> st
 
 
 def instantiations() -> list[Instantiation]:
-    """What this module may launch."""
+    """All kernels of this module."""
     shapes = [(rows, True) for rows in _PAIR_ROWS] + [(rows, False) for rows in _BLOCK_ROWS]
     return [
         (

@@ -1,8 +1,7 @@
-"""CUDA C++ in csrc/ -> cubins, with NVRTC: no toolkit, no GPU and no driver needed.
+"""Compiles the CUDA C++ in csrc/ to cubins with NVRTC; needs no toolkit, GPU or driver.
 
-A cubin depends on the source, the headers that it includes, the options and the compiler: all of
-these name its file in the cache. An entry is never stale, and several processes may write it at
-once.
+A cache entry's name is a hash of the source, the headers that it includes, the options and the
+compiler version, so entries are never stale. Several processes may write one at once.
 """
 
 from __future__ import annotations
@@ -24,22 +23,22 @@ from cuda.core import Program, ProgramOptions
 from cuda.pathfinder import find_nvidia_header_directory
 
 ARCHITECTURES = ("sm_80", "sm_90a")
-"""What kernels are compiled for: anything from Ampere on, and Hopper with its own instructions."""
+"""Architectures that kernels are compiled for: Ampere and later, and Hopper-specific."""
 
 Instantiation = tuple[str, tuple[str, ...], tuple[tuple[str, str], ...]]
-"""Kernels that a module of ops may launch: stem, names and defines of `cubin`."""
+"""Kernels of a module of ops: stem, names and defines of `cubin`."""
 
 _CSRC = Path(__file__).parents[1] / "csrc"
 
-# What `precompile` has begun and nobody has asked for yet.
+# Compilations started by `precompile` and not requested yet.
 _pending: dict[tuple[str, tuple[str, ...], tuple[tuple[str, str], ...], str], Future[Cubin]] = {}
 
-# Raised when the layout of a cache file or the way of compiling changes.
+# Incremented when the format of a cache file or the compilation changes.
 _FORMAT = 1
 
 
 class CompileError(RuntimeError):
-    """A source or a name expression that NVRTC refuses; the text is its log."""
+    """NVRTC rejected a source or a name expression; the message is its log."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,12 +55,12 @@ class Cubin:
 
 
 def architectures(stem: str) -> tuple[str, ...]:
-    """What <stem>.cu is compiled for: sources named *_hopper.cu for Hopper alone."""
+    """Architectures of <stem>.cu: sources named *_hopper.cu are for Hopper only."""
     return ("sm_90a",) if stem.endswith("_hopper") else ARCHITECTURES
 
 
 def source_of(stem: str) -> Path:
-    """The file <stem>.cu, in whichever folder of csrc/ it is.
+    """The path of <stem>.cu in any folder of csrc/.
 
     Raises:
         CompileError: there is no such file.
@@ -79,7 +78,7 @@ def cubin(
     *,
     arch: str,
 ) -> Cubin:
-    """Compile <stem>.cu, or take it from the cache.
+    """Compile <stem>.cu, or read the cubin from the cache.
 
     Args:
         stem: of the source file.
@@ -92,7 +91,7 @@ def cubin(
     """
     names, defines = tuple(names), tuple(defines)
     coming = _pending.pop((stem, names, defines, arch), None)
-    if coming is None or coming.cancel():  # not begun: no need to wait for those before it
+    if coming is None or coming.cancel():  # not started: no need to wait for those queued before it
         return _find(stem, names, defines, arch)
     return coming.result()
 
@@ -105,19 +104,19 @@ def _find(
     found = _read(path)
     if found is None:
         found = _compile(stem, source, names, defines, arch)
-        # A home that cannot be written costs a compilation per start, not the start.
+        # If the cache cannot be written, each start compiles again.
         with contextlib.suppress(OSError):
             _write(path, found)
     return found
 
 
 def precompile(kernels: Iterable[tuple[str, str]], *, arch: str) -> None:
-    """Begin to compile kernels that will be asked for one by one, on as many threads as there are
-    cores; NVRTC works without the interpreter's lock.
+    """Start to compile kernels in the background, on as many threads as there are cores; NVRTC
+    releases the GIL.
 
     Args:
-        kernels: (stem, name) each, in the order in which they are begun: the longest first.
-        arch: as of `cubin`.
+        kernels: (stem, name) of each, in the order in which they are started: longest first.
+        arch: see `cubin`.
     """
     wanted = [(stem, (name,), (), arch) for stem, name in dict.fromkeys(kernels)]
     pool = ThreadPoolExecutor(len(os.sched_getaffinity(0)), "compile")
@@ -144,7 +143,7 @@ def _compile(
     )
     try:
         code = Program(source, "c++", options).compile("cubin", name_expressions=names)
-    except Exception as error:  # cuda.core's own exceptions have no common, public base
+    except Exception as error:  # cuda.core's exceptions have no common public base
         macros = "".join(f", {name}={value}" for name, value in defines)
         raise CompileError(f"{stem}.cu for {arch}{macros}:\n{error}") from error
     symbols = {name: symbol.decode() for name, symbol in code.symbol_mapping.items()}
@@ -164,7 +163,7 @@ _INCLUDE = re.compile(r'^\s*#\s*include\s*"([^"]+)"', re.MULTILINE)
 
 
 def _collect_headers(source: str, found: dict[str, str]) -> None:
-    """Put the texts of the headers in csrc/ that a source includes, directly or not, into found."""
+    """Add the texts of the headers in csrc/ that a source includes, directly or not, to found."""
     for name in _INCLUDE.findall(source):
         path = _CSRC / name
         if name not in found and path.is_file():
@@ -174,7 +173,7 @@ def _collect_headers(source: str, found: dict[str, str]) -> None:
 
 @functools.cache
 def _toolkit() -> tuple[int, ...]:
-    """Versions of the compiler, as NVRTC tells them."""
+    """NVRTC's version."""
     _, major, minor = nvrtc.nvrtcVersion()
     return int(major), int(minor)
 
@@ -204,7 +203,7 @@ def _cache_folder() -> Path:
 
 
 def _read(path: Path) -> Cubin | None:
-    """A header line in JSON, then the code. None for no file, or one that is not whole."""
+    """Read a header line in JSON, then the code. None if missing or corrupt."""
     try:
         header, _, code = path.read_bytes().partition(b"\n")
         fields = json.loads(header)
@@ -223,6 +222,6 @@ def _write(path: Path, entry: Cubin) -> None:
             file.write(json.dumps(header).encode() + b"\n" + entry.code)
             file.close()
             os.replace(file.name, path)
-        except BaseException:  # goes on up, and leaves no half-written file behind
+        except BaseException:  # re-raised; leaves no partial file behind
             os.unlink(file.name)
             raise

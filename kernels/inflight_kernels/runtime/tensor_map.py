@@ -1,4 +1,4 @@
-"""What Hopper's copy engine has to know of a matrix, to copy boxes of it to shared memory."""
+"""Tensor maps, with which Hopper's TMA copies boxes of a matrix to shared memory."""
 
 from __future__ import annotations
 
@@ -14,21 +14,20 @@ from inflight_kernels.runtime.recording import cleared_by_recordings, launched
 
 L2Sector = Literal[128, 256]
 
-# cuda.core exports the options of a tensor map and not the enumerations that they are of; a default
-# of each is at hand.
+# cuda.core exports the options of a tensor map but not their enumerations, which are taken from the
+# defaults.
 SWIZZLE_128B = type(TensorMapDescriptorOptions.swizzle).SWIZZLE_128B
 _L2Promotion = type(TensorMapDescriptorOptions.l2_promotion)
 L2_PROMOTIONS: dict[L2Sector, Any] = {128: _L2Promotion.L2_128B, 256: _L2Promotion.L2_256B}
 
 
 def matrix_map(matrix: Tensor, box: tuple[int, int], l2_sector: L2Sector) -> object:
-    """A tensor map of a matrix, as a kernel takes it by value.
+    """A tensor map of a matrix, to be passed to a kernel by value.
 
     Args:
-        matrix: [rows, columns] of 16-bit values on a GPU; a row is contiguous, rows may be apart.
-        box: rows and columns that a copy brings. 64 columns are 128 bytes, whose chunks of 16 the
-            map swizzles.
-        l2_sector: bytes that a read brings to the L2 cache at once.
+        matrix: [rows, columns] of 16-bit values on a GPU; rows are contiguous and may be strided.
+        box: rows and columns per copy. 64 columns are 128 bytes, swizzled in chunks of 16.
+        l2_sector: bytes that a read promotes to the L2 cache.
     """
     rows, columns = matrix.shape
     return _encode(matrix.data_ptr(), rows, columns, matrix.stride(0), box, l2_sector)
@@ -56,9 +55,9 @@ def _encode(
 
 
 class _Matrix:
-    """16-bit values in device memory, as the CUDA array interface tells of them.
+    """16-bit values in device memory, for the CUDA array interface.
 
-    A tensor map made of a tensor would keep its memory, and maps stay in the cache.
+    A tensor map created from a tensor would keep its memory alive in the cache of maps.
     """
 
     def __init__(self, address: int, shape: tuple[int, int], row_stride: int) -> None:

@@ -1,4 +1,4 @@
-"""What the kernels of `drafting` are to do, in numpy; the path on a CPU as well."""
+"""Reference implementation of the kernels of `drafting` in numpy, also used on CPUs."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ import numpy.typing as npt
 def latest_match(
     tokens: npt.NDArray[np.int64], max_match: int, min_match: int, count: int
 ) -> list[int]:
-    """What follows the latest earlier occurrence of the last tokens.
+    """The tokens after the latest earlier occurrence of the last tokens.
 
-    The longest match counts, from max_match tokens down to min_match; among equally long ones the
-    latest. It may run into the end: then what is drafted repeats.
+    The longest match wins, from max_match tokens down to min_match; among equally long ones the
+    latest. If the continuation reaches the end, it repeats.
 
     Args:
         tokens: [length].
-        max_match, min_match: tokens that must agree.
+        max_match, min_match: tokens that must match.
         count: tokens to draft.
 
     Returns:
         `count` tokens, or none.
     """
     length = len(tokens)
-    # Ends of earlier matches: places of the last token, then those whose neighbours agree too.
+    # Ends of earlier matches: positions of the last token, then those whose predecessors match.
     ends = np.flatnonzero(tokens[: length - 1] == tokens[length - 1]) if length else tokens
     best: npt.NDArray[np.int64] | None = None
     for matched in range(1, max_match + 1):

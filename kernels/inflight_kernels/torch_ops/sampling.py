@@ -1,7 +1,6 @@
-"""The choice of tokens in torch on the CPU: the definition of what is right, and the path of
-`device: cpu`.
+"""Sampling in torch: the reference implementation, and the one for `device: cpu`.
 
-Shapes: n rows of logits, V vocabulary. Logits are float32, and changed where it says so.
+Shapes: n rows of logits, V vocabulary. Logits are float32 and not modified unless documented.
 """
 
 from __future__ import annotations
@@ -18,15 +17,15 @@ Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
 
 OK, NOT_FINITE, NO_ALLOWED_TOKENS = 0, 1, 2
-"""Statuses: a token was chosen; the logits have NaN or infinity; all tokens are banned."""
+"""Statuses: a token was sampled; the logits have NaN or infinity; all tokens are banned."""
 
-# ---------------------------------------------------------------- shaping the logits
+# ---------------------------------------------------------------- logit adjustments
 
 
 def finite_rows(logits: Tensor) -> Tensor:
     """[n] bool: rows of logits [n, V] without NaN and infinity."""
-    # One sum finds either at a fraction of the cost of a look at each; a sum that overflows by
-    # itself is looked at again.
+    # A sum detects either at a fraction of the cost of testing each; as a sum may overflow by
+    # itself, a hit is verified.
     finite = torch.isfinite(logits.sum(-1))
     if not bool(finite.all()):
         finite = torch.isfinite(logits).all(-1)
@@ -40,7 +39,7 @@ def log_probs(logits: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Penalties:
-    """How tokens that occurred before lose probability; the defaults change nothing.
+    """Penalties for tokens that occurred before; the defaults change nothing.
 
     Attributes:
         repetition_penalty: divides positive and multiplies negative logits of tokens in the prompt
@@ -57,12 +56,12 @@ class Penalties:
 def apply_penalties(
     row: Tensor, seen_ids: Ints, output_ids: Ints, output_counts: Ints, penalties: Penalties
 ) -> None:
-    """Make tokens that occurred before less probable, in place.
+    """Apply penalties to tokens that occurred before, in place.
 
     Args:
         row: [V] logits.
         seen_ids: distinct tokens of prompt and output.
-        output_ids, output_counts: distinct tokens of the output and how often each occurs there.
+        output_ids, output_counts: distinct tokens of the output and their number of occurrences.
     """
     repetition = penalties.repetition_penalty
     presence, frequency = penalties.presence_penalty, penalties.frequency_penalty
@@ -87,7 +86,7 @@ def allow_only(row: Tensor, token_ids: Tensor) -> None:
     row[token_ids] = kept
 
 
-# ---------------------------------------------------------------- the draw
+# ---------------------------------------------------------------- sampling
 
 _PHILOX_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _PHILOX_WEYL = (0x9E3779B9, 0xBB67AE85)
@@ -108,13 +107,13 @@ def philox(counter: tuple[int, int, int, int], key: tuple[int, int]) -> tuple[in
 
 
 DRAW, XTC = 0, 1
-"""What a random number is for: numbers for different ends have nothing to do with each other."""
+"""Purpose of a random number: numbers for different purposes are independent."""
 
 
 def uniform(seed: int, position: int, purpose: int = DRAW) -> float:
-    """The one random number in [0, 1) of a seed (64 bit) at a token position.
+    """The random number in [0, 1) of a seed (64 bit) at a token position.
 
-    It depends on nothing else, so a sequence draws the same in any batch and after a restart.
+    It depends on nothing else, so a sequence samples the same in any batch and after a restart.
     52 bits: u * total is then always below total, whatever the rounding.
     """
     words = philox((position & _WORD, position >> 32, purpose, 0), (seed & _WORD, seed >> 32))
@@ -122,12 +121,12 @@ def uniform(seed: int, position: int, purpose: int = DRAW) -> float:
 
 
 def greedy(logits: Tensor) -> Tensor:
-    """The likeliest token of each row: [n, V] -> [n]."""
+    """The most probable token of each row: [n, V] -> [n]."""
     return logits.argmax(-1)
 
 
 def top(values: Tensor, n: int) -> Tensor:
-    """Ids of the n largest of values [V], in order; of equal ones the first comes first."""
+    """Ids of the n largest of values [V] in order; equal ones are ordered by id."""
     n = min(n, len(values))
     if n == 0:
         return torch.empty(0, dtype=torch.int64)
@@ -137,18 +136,18 @@ def top(values: Tensor, n: int) -> Tensor:
 
 
 def rank(values: Tensor, token_id: int) -> int:
-    """The place, from 1, of a token in that order."""
+    """The rank, from 1, of a token in that order."""
     value = values[token_id]
     return int((values > value).sum()) + int((values[:token_id] == value).sum()) + 1
 
 
-# Most nuclei and nearly all top_k lie within this many likeliest tokens; finding those costs a
+# Most nuclei and nearly all top_k are within this many most probable tokens; finding those costs a
 # fraction of a sort.
 _PREFIX = 256
 
 
-# Relative to the likeliest token. What is unlikelier has no mass in the kernels' integers, and
-# none here: it would be seen where XTC leaves the unlikeliest token.
+# Relative to the most probable token. Less probable ones have no mass in the kernels' integers, and
+# none here: otherwise XTC, which keeps the least probable token, would differ.
 _LEAST_MASS = 2.0**-41
 
 
@@ -189,16 +188,16 @@ class Filters:
 def draw_filtered(
     logits: Tensor, temperature: float, filters: Filters, u: float, xtc_u: float
 ) -> int:
-    """Draw from one row of logits [V] with any filters; the CDF is over the likeliest first.
+    """Sample from a row of logits [V] with any filters; the CDF is in descending probability.
 
-    What is left after each filter is a range of the tokens in order of their likelihood.
+    The tokens left after each filter are a range of those sorted by probability.
 
     Args:
         logits: [V]; at least one is finite, the others may be -inf.
         temperature: > 0.
         filters: which tokens to keep.
         u: in [0, 1), for the draw.
-        xtc_u: in [0, 1): XTC cuts where it is below xtc_probability.
+        xtc_u: in [0, 1): XTC applies if it is below xtc_probability.
     """
     order = logits.sort(descending=True, stable=True)
     ids = order.indices.numpy()
@@ -244,18 +243,18 @@ def draw(
     min_p: Floats,
     uniforms: Floats,
 ) -> Tensor:
-    """Draw one token per row: temperature, top_k, top_p, min_p, then the inverse of the CDF.
+    """Sample one token per row: temperature, top_k, top_p, min_p, then inversion of the CDF.
 
-    Rows do not influence each other. The CDF runs over the likeliest tokens first where top_k or
-    top_p cut, over the vocabulary in order elsewhere.
+    Rows are independent. The CDF is in descending probability if top_k or top_p apply, otherwise in
+    order of token ids.
 
     Args:
-        logits: [n, V]; -inf is never drawn; each row has at least one finite logit.
+        logits: [n, V]; -inf is never sampled; each row has at least one finite logit.
         temperature: [n], > 0.
-        top_k: [n]; keep the k likeliest; 0 or less keeps all.
-        top_p: [n], in (0, 1]; keep the fewest likeliest tokens that have this probability together,
-            among what top_k kept.
-        min_p: [n], in [0, 1); keep tokens at least this likely, relative to the likeliest
+        top_k: [n]; keep the k most probable tokens; 0 or less keeps all.
+        top_p: [n], in (0, 1]; keep the fewest most probable tokens with this cumulative
+            probability, among those that top_k kept.
+        min_p: [n], in [0, 1); keep tokens with at least this probability, relative to the top token
             (arXiv:2407.01082).
         uniforms: [n], in [0, 1).
 
@@ -264,7 +263,7 @@ def draw(
     """
     n, vocab_size = logits.shape
     divisor = torch.from_numpy(temperature).to(logits.dtype).unsqueeze(1)
-    scores = (logits - logits.amax(-1, keepdim=True)) / divisor  # the likeliest is 0
+    scores = (logits - logits.amax(-1, keepdim=True)) / divisor  # the maximum is 0
     weights = scores.exp()
     keep_k = np.where((top_k <= 0) | (top_k >= vocab_size), vocab_size, top_k)
     cuts = (keep_k < vocab_size) | (top_p < 1.0)
@@ -298,7 +297,7 @@ def _draw_cut(
         (masses * (ranks < torch.from_numpy(keep_k).unsqueeze(1))).sum(-1),
         weights.sum(-1, dtype=torch.float64),
     )
-    # top_k is covered by a long enough prefix, top_p by a heavy enough one.
+    # A prefix covers top_k if it is long enough, and top_p if its mass is large enough.
     wanted = torch.from_numpy(top_p) * total
     covered = np.where(
         keep_k < vocab_size, keep_k <= top.shape[1], (masses.sum(-1) >= wanted).numpy()
@@ -316,7 +315,7 @@ def _draw_cut(
 
 
 def _keep(top: Tensor, total: Tensor, keep_k: Ints, top_p: Floats, min_p: Floats) -> Tensor:
-    """Zero what the filters cut from weights [n, m], sorted, of mass total [n] after top_k."""
+    """Apply filters to sorted weights [n, m], of mass total [n] after top_k; removed ones are 0."""
     masses = top.double()
     before = masses.cumsum(-1) - masses
     kept = torch.arange(top.shape[1]) < torch.from_numpy(keep_k).unsqueeze(1)
@@ -329,7 +328,7 @@ def _keep(top: Tensor, total: Tensor, keep_k: Ints, top_p: Floats, min_p: Floats
 def _draw_wide(
     weights: Tensor, keep_k: Ints, top_p: Floats, min_p: Floats, uniforms: Floats
 ) -> Tensor:
-    """One row [V] whose filters keep more than the prefix."""
+    """Sample from a row [V] whose filters keep more tokens than the prefix."""
     k = int(keep_k[0])
     if k < len(weights):
         top, ids = weights.topk(k)
@@ -341,11 +340,10 @@ def _draw_wide(
 
 
 def _nucleus(weights: Tensor, top_p: float) -> Tensor:
-    """[V] bool: the fewest largest of weights [V] that have top_p of the mass together; of equal
-    ones, the first.
+    """[V] bool: the fewest largest of weights [V] with top_p of the mass; ties by id.
 
-    Bits of floats that are not negative sort as integers do, so their upper half is a histogram's
-    bin. All bins above the one in which the mass is reached are in, and only that one is sorted.
+    The bits of non-negative floats sort like integers, so their upper half serves as a histogram
+    bin. All bins above the one in which the mass is reached are kept, and only that one is sorted.
     """
     values = weights.numpy()
     bins = values.view(np.int32) >> 16

@@ -1,8 +1,8 @@
-"""Every op in torch on the CPU: the definition of what is right, and the path of `device: cpu`.
+"""Transformer ops in torch: the reference implementation, and the one for `device: cpu`.
 
-Shapes are written with T tokens in the step, H query heads, G KV heads (H is a multiple of G),
-D head_dim, V vocabulary, n rows. A KV cache of one layer is [num_blocks, block_size, G, D]; slot s
-is block s // block_size, offset s % block_size. Nothing here knows a sequence or a request.
+Shapes: T tokens in the step, H query heads, G KV heads (H is a multiple of G), D head_dim, V
+vocabulary, n rows. A layer's KV cache is [num_blocks, block_size, G, D]; slot s is block
+s // block_size, offset s % block_size. Independent of sequences and requests.
 
 The ops of sampling are in `torch_ops.sampling`.
 """
@@ -23,16 +23,16 @@ Floats = npt.NDArray[np.float64]
 
 # ---------------------------------------------------------------- linear layers and norms
 
-# oneDNN lays weights out for the number of rows named when packing. The layout for 16 is within a
-# few percent of the best one for any number of rows, and faster than the layout for 1 even there.
+# oneDNN packs weights for a given number of rows. The layout for 16 is within a few percent of the
+# best for any number of rows, and even for one row faster than the layout for 1.
 _PACKED_FOR_ROWS = 16
 # Packing and the product with a packed weight are operators of torch.compile without public names.
-# F.linear takes a weight of the public Tensor.to_mkldnn only with activations converted as well.
+# F.linear supports weights of the public Tensor.to_mkldnn only with converted activations.
 
 
 @functools.cache
 def _can_pack(dtype: torch.dtype) -> bool:
-    """Whether oneDNN's packed linear exists here and is right for this type."""
+    """Whether oneDNN's packed linear is available and correct for this dtype."""
     if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
         return False
     weight = torch.linspace(-1, 1, 48 * 32).view(48, 32).to(dtype)
@@ -40,15 +40,15 @@ def _can_pack(dtype: torch.dtype) -> bool:
     try:
         packed = torch.ops.mkldnn._reorder_linear_weight(weight, _PACKED_FOR_ROWS)
         got = linear(x, packed)
-    except (RuntimeError, AttributeError):  # a build or a CPU without this op
+    except (RuntimeError, AttributeError):  # not in this build, or not on this CPU
         return False
     return bool(torch.allclose(got.float(), F.linear(x, weight).float(), rtol=0.02, atol=0.02))
 
 
 def pack(weight: Tensor) -> Tensor:
-    """A weight [out, in] in the layout that `linear` multiplies fastest; opaque otherwise.
+    """A weight [out, in] packed for `linear`; opaque otherwise.
 
-    Where the CPU or the build of torch has no such layout, the weight itself.
+    The weight itself if the CPU or the build of torch does not support packing.
     """
     if not _can_pack(weight.dtype):
         return weight
@@ -77,7 +77,7 @@ def rms_norm(
     Args:
         x: [n, hidden].
         weight: [hidden].
-        eps: added to the mean of squares.
+        eps: added to the mean square.
         residual: [n, hidden], of x's type or a wider one; None for zero.
 
     Returns:
@@ -89,7 +89,7 @@ def rms_norm(
 
 
 def silu_mul(x: Tensor) -> Tensor:
-    """SwiGLU's gate (arXiv:2002.05202): x [n, 2 * width] = gate | up -> silu(gate) * up."""
+    """SwiGLU (arXiv:2002.05202): x [n, 2 * width] = gate | up -> silu(gate) * up."""
     gate, up = x.chunk(2, -1)
     return F.silu(gate).mul_(up)
 
@@ -113,8 +113,8 @@ def rotary_tables(
 ) -> tuple[Tensor, Tensor]:
     """Tables of `rotary`, both [num_positions, D] for D/2 inverse frequencies.
 
-    The angle of column i and of column i + D/2 is position * inverse_frequencies[i]. The first half
-    of the sine table is negated: the minus of the rotation lives there.
+    The angle of columns i and i + D/2 is position * inverse_frequencies[i]. The first half of the
+    sine table is negated, for the minus sign of the rotation.
     """
     angles = torch.outer(
         torch.arange(num_positions, dtype=torch.float32, device=device),
@@ -140,7 +140,7 @@ def rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def write_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
-    """Put k and v [T, G, D] into the slots [T] of one layer's cache, in place."""
+    """Write k and v [T, G, D] into slots [T] of a layer's cache, in place."""
     k_cache.flatten(0, 1).index_copy_(0, slot_mapping, k)
     v_cache.flatten(0, 1).index_copy_(0, slot_mapping, v)
 
@@ -156,8 +156,8 @@ def copy_blocks(caches: Tensor, sources: Tensor, targets: Tensor) -> None:
 def clear_slots(caches: Tensor, slots: Tensor) -> None:
     """Zero slots [n] in caches [..., num_blocks, block_size, G, D], in place.
 
-    Attention gives a slot past a row's length the weight 0, but 0 * NaN is NaN: what an earlier,
-    broken sequence left in a reused block must not reach the next one.
+    Attention gives slots past a row's length the weight 0, but 0 * NaN is NaN: a NaN that an
+    earlier sequence left in a reused block must not reach the next one.
     """
     caches.flatten(-4, -3).index_fill_(-3, slots, 0.0)
 
@@ -167,13 +167,13 @@ def clear_slots(caches: Tensor, slots: Tensor) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _DecodeGroup:
-    """Rows with one query each, of similar length.
+    """Decode rows of similar length.
 
     Attributes:
         rows: [n] their rows in q; None for all rows in order.
-        blocks: [n * B] their block tables, padded with blocks of their own.
-        kv_len: keys to look at: the longest of them.
-        mask: [n, 1, 1, kv_len] added to the scores; None when all have kv_len keys.
+        blocks: [n * B] their block tables, each padded with one of its own blocks.
+        kv_len: the maximum number of keys.
+        mask: [n, 1, 1, kv_len] added to the scores; None if all have kv_len keys.
     """
 
     rows: Tensor | None
@@ -187,8 +187,8 @@ class _ChunkPiece:
     """Several queries of one sequence: rows [start, end) of q.
 
     Attributes:
-        mask: [end - start, kv_len] True where a query sees a key; None when the queries are all
-            the keys, in order.
+        mask: [end - start, kv_len], True if a query attends to a key; None for plain causal
+            attention of all keys.
     """
 
     start: int
@@ -201,16 +201,16 @@ class _ChunkPiece:
 class AttentionPlan:
     """How `attend` splits a step's chunks into batched decode rows and single longer chunks.
 
-    The same for each layer with the same window, so it is made once per step.
+    The same for all layers with the same window, so it is created once per step.
 
     Args:
         block_tables: [n, B]; entries past a sequence's length are not read.
-        query_start: [n + 1]; chunk i owns rows query_start[i]:query_start[i + 1] of q.
-        seq_lens: [n]; keys of chunk i, its own rows included. Its last row sees all of them, the
-            row before one less, and so on.
+        query_start: [n + 1]; chunk i has rows query_start[i]:query_start[i + 1] of q.
+        seq_lens: [n]; keys of chunk i, its own rows included. Its last row attends to all of them,
+            the row before to one less, and so on.
         block_size: tokens per block.
         dtype: of q.
-        window: a row sees the last `window` keys up to its own; 0 for all.
+        window: a row attends to the last `window` keys up to its own; 0 for all.
     """
 
     def __init__(
@@ -225,7 +225,7 @@ class AttentionPlan:
         self._step = (block_tables, query_start, seq_lens, block_size, dtype)
         self._windows = {window: self}
         q_lens = np.diff(query_start)
-        # Blocks that end before the window of a chunk's first row are not looked at.
+        # Blocks that end before the window of a chunk's first row are skipped.
         first_visible = seq_lens - q_lens + 1 - window if window else np.zeros_like(seq_lens)
         first_block = np.maximum(first_visible, 0) // block_size
         skipped = first_block * block_size
@@ -239,7 +239,7 @@ class AttentionPlan:
         self.groups: list[_DecodeGroup] = []
         begin = 0
         while begin < len(single):
-            # Padding to the longest wastes at most half of what a group gathers, or a few blocks.
+            # Padding to the longest wastes at most half of a group's gathers, or a few blocks.
             shortest = num_blocks[single[begin]]
             limit = max(2 * shortest, shortest + 8)
             end = begin + int(np.searchsorted(num_blocks[single[begin:]], limit, side="right"))
@@ -284,11 +284,11 @@ def _decode_group(
     first_keys: Ints | None,
     dtype: torch.dtype,
 ) -> _DecodeGroup:
-    """A group whose rows see keys [first_keys, kv_lens) of the blocks in their tables."""
+    """A group whose rows attend to keys [first_keys, kv_lens) of the blocks in their tables."""
     width = int(num_blocks.max())
     kv_len = int(kv_lens.max())
-    # A row pads its table with its own first block, so that no other sequence's values, which may
-    # be NaN, come near it.
+    # A row's table is padded with its own first block, so that another sequence's values, which may
+    # be NaN, are never read.
     inside = np.arange(width) < num_blocks[:, None]
     blocks = np.where(inside, tables[:, :width], tables[:, :1])
     hidden = np.arange(kv_len) >= kv_lens[:, None]
@@ -341,7 +341,7 @@ def _attend_decode(
     num_kv_heads = k_cache.shape[-2]
     k = _gather(k_cache, group.blocks, num_rows, group.kv_len)
     v = _gather(v_cache, group.blocks, num_rows, group.kv_len)
-    # The query heads of one KV head stand where a longer chunk's queries would.
+    # The query heads of one KV head take the place of a longer chunk's queries.
     values = F.scaled_dot_product_attention(
         q.reshape(num_rows, num_kv_heads, num_heads // num_kv_heads, head_dim),
         k,
@@ -353,7 +353,7 @@ def _attend_decode(
 
 
 def _gather(cache: Tensor, blocks: Tensor, num_rows: int, kv_len: int) -> Tensor:
-    """Pages of num_rows sequences -> [num_rows, G, kv_len, D]."""
+    """Gather the blocks of num_rows sequences -> [num_rows, G, kv_len, D]."""
     pages = cache.index_select(0, blocks)
     pages = pages.view(num_rows, -1, cache.shape[-2], cache.shape[-1])
     return pages[:, :kv_len].transpose(1, 2)
@@ -373,12 +373,12 @@ def paged_attention(
 
     Args:
         q: [T, H, D].
-        k_cache, v_cache: [num_blocks, block_size, G, D]; the chunks' own keys are in it already.
+        k_cache, v_cache: [num_blocks, block_size, G, D]; already with the chunks' own keys.
         block_tables: [n, B] int64.
-        query_start: [n + 1] int64, chunk i owns rows query_start[i]:query_start[i + 1].
+        query_start: [n + 1] int64; chunk i has rows query_start[i]:query_start[i + 1].
         seq_lens: [n] int64, keys of chunk i, its own rows included.
         scale: of the scores, before softmax.
-        window: a row sees the last `window` keys up to its own; 0 for all.
+        window: a row attends to the last `window` keys up to its own; 0 for all.
 
     Returns:
         [T, H * D].

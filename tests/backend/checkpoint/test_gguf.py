@@ -1,4 +1,4 @@
-"""A GGUF header is read as the official reader reads it, and not believed where it cannot be."""
+"""The GGUF header parser matches the official reader, and rejects inconsistent headers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A model setting leads to one checkpoint or to a sentence that says what was looked for."""
+"""A model setting resolves to one checkpoint, or to an error with what was searched."""
 
 from __future__ import annotations
 

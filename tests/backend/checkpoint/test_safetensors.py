@@ -1,4 +1,4 @@
-"""A safetensors file is believed only where its header and its bytes agree."""
+"""A safetensors file is accepted only if its header and its data are consistent."""
 
 from __future__ import annotations
 

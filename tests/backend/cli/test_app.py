@@ -1,4 +1,4 @@
-"""The command, against a server in this process that answers as each test says."""
+"""The command, against a fake server in this process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is shown is what was said, also where it looks like markup."""
+"""Text is shown verbatim, even if it looks like markup."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Each finding says what is wrong and how to mend it."""
+"""Each failed check reports the problem and how to fix it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Chunks become flat arrays that say the same thing."""
+"""Chunks are converted to equivalent flat arrays."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A schema that can never be served is refused with the place that makes it so."""
+"""An unsupported schema is rejected with the location of the problem."""
 
 import itertools
 import json

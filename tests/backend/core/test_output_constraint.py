@@ -1,5 +1,4 @@
-"""Two strings become a constraint, or an error that says which of them is wrong and what is
-allowed."""
+"""Two strings are parsed to a constraint, or to an error with what is allowed."""
 
 import json
 import time

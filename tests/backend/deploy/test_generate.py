@@ -1,4 +1,4 @@
-"""Files that follow from the tables of options and settings match `make generate`."""
+"""Files generated from the tables of options and settings match `make generate`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Finding tritonserver and preparing what it needs, on made-up installations."""
+"""Finding and preparing tritonserver, on fake installations."""
 
 from __future__ import annotations
 

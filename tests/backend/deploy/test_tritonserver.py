@@ -1,5 +1,4 @@
-"""Starting, draining and stopping, by program and by `inflight serve`; what is started looks like
-tritonserver from outside."""
+"""Starting, draining and stopping, by API and by `inflight serve`, with a fake tritonserver."""
 
 from __future__ import annotations
 

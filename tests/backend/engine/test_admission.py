@@ -1,4 +1,4 @@
-"""A request that can never be served is refused before anything is kept of it."""
+"""A request that can never be served is rejected before any state is kept."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Beam search: outputs are those of Transformers, whatever else runs and whoever yields."""
+"""Beam search: outputs match Transformers, regardless of other requests and preemption."""
 
 from __future__ import annotations
 

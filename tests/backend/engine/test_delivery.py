@@ -1,4 +1,4 @@
-"""A consumer that left is noticed within a few steps; one that is merely slow is left in peace."""
+"""A disconnected consumer is detected within a few steps; a slow one is not suspected."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What grammars need is made beside the engine, and what goes wrong there is told to who asked."""
+"""Grammars are built in the background, and failures are reported to their requests."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""What is told of a prompt's tokens is what `transformers` says of the whole prompt, however the
-engine got to compute it, and is told once. On a CPU, and on a GPU with the kernels' definitions in
-the kernels' place; tests/backend/gpu/test_cuda_runner.py says the same of the kernels."""
+"""Prompt logprobs match those of `transformers` for the whole prompt, however the engine computes
+it, and are reported once. On a CPU, and with the GPU runner on the kernels' reference
+implementations; tests/backend/gpu/test_cuda_runner.py covers the kernels."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a request says that its output must match, it matches: in any batch, with drafts or not."""
+"""An output matches its constraint in any batch, with drafts or without."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What of the GPU's runner can be said without one; the rest is tests/backend/gpu."""
+"""Tests of the GPU runner that need no GPU; the others are in tests/backend/gpu."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""What is sent to a GPU of each step is what the step is, with little of it said twice.
+"""The diffs sent to a GPU reproduce each step, with little redundancy.
 
-The kernels that take it in are stood in for by their definitions in torch, so this stages no GPU;
-that the kernels do the same is tests/kernels/gpu/test_batch_state.py.
+The kernels that apply them are replaced by their torch definitions, so no GPU is needed; the
+kernels are tested in tests/kernels/gpu/test_batch_state.py.
 """
 
 from __future__ import annotations

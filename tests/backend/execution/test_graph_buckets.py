@@ -1,4 +1,4 @@
-"""A step that is recorded is found by all that fit it, and is little larger than they are."""
+"""A captured size is used by all steps that fit it, and is only slightly larger."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Each row gets what a slow, plain reading of its options says, whoever else is in the step."""
+"""Each row matches a slow, straightforward implementation of its options, in any step."""
 
 from __future__ import annotations
 
@@ -149,7 +149,7 @@ def expected(
     return ids[-1]
 
 
-# Each options by itself, then several.
+# Each option alone, then several.
 OPTIONS: list[dict[str, Any]] = [
     {},
     {"temperature": 0.7},
@@ -291,7 +291,7 @@ def test_the_likeliest_tokens_are_reported_as_the_model_sees_them() -> None:
 
 
 def test_a_token_that_is_given_is_looked_at_and_nothing_is_chosen() -> None:
-    """Whatever its request options of tokens that are chosen."""
+    """Random request options about sampling."""
     logits = torch.randn(4, VOCAB)
     logits[2, 9] = float("nan")
     options = {

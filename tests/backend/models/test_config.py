@@ -1,4 +1,4 @@
-"""Settings of a checkpoint are read in full, and what would compute wrongly is refused by name."""
+"""Reading a checkpoint's configuration; unsupported settings are rejected by name."""
 
 from __future__ import annotations
 
@@ -83,8 +83,8 @@ def test_yarn_is_read_from_old_and_new_settings(tmp_path: Path, beside: bool) ->
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
-        ({"model_type": None}, "model_type: is missing"),
-        ({"model_type": 7}, "model_type: 7 is not a name"),
+        ({"model_type": None}, "model_type is missing"),
+        ({"model_type": 7}, "model_type: 7 is not a string"),
         (
             {"model_type": "mamba"},
             "'mamba' is not supported; allowed: llama, mistral, qwen2, qwen3",
@@ -93,7 +93,7 @@ def test_yarn_is_read_from_old_and_new_settings(tmp_path: Path, beside: bool) ->
         ({"quantization_config": {"quant_method": "awq"}}, "quantization_config"),
         ({"model_type": "mistral", "sliding_window": -1}, "sliding_window: -1; allowed: one whole"),
         ({"num_key_value_heads": 3}, "4 attention heads cannot share 3"),
-        ({"head_dim": 15}, "head_dim 15 is odd"),
+        ({"head_dim": 15}, "head_dim: 15 is odd"),
         ({"hidden_act": "gelu"}, "hidden_act"),
         ({"hidden_size": "absent"}, "hidden_size"),
         ({"vocab_size": 0}, "vocab_size"),

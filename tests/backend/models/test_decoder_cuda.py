@@ -41,7 +41,7 @@ def model(
 
 @pytest.fixture
 def gated(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """ForwardInputs that each MLP was given."""
+    """Inputs of each MLP."""
     found: list[int] = []
     inner = host_kernels.HostLinear.gated
 

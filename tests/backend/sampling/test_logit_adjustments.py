@@ -1,4 +1,4 @@
-"""What the host says of a row: each options by itself, and all of them together."""
+"""Logit adjustments of a row: each option alone, and all of them together."""
 
 from __future__ import annotations
 

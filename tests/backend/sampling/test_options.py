@@ -1,4 +1,4 @@
-"""An entry of the table of options says all that the checks need."""
+"""The table of options determines the checks."""
 
 from __future__ import annotations
 

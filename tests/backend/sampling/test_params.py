@@ -1,4 +1,4 @@
-"""Each options has its bounds: the last allowed value passes, the next one is refused by name."""
+"""Bounds of each option: the last allowed value passes, the next one is rejected by name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The indices of repetitions say what a look at the whole sequence says."""
+"""The incremental repetition indexes match a search of the whole sequence."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Drafts are asked for where they pay, and only there."""
+"""Drafts are scheduled only if they increase throughput."""
 
 from __future__ import annotations
 

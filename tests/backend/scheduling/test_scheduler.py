@@ -1,4 +1,4 @@
-"""Who gets which tokens and blocks in a step, and who waits; case by case."""
+"""Tokens and blocks that each sequence gets in a step, case by case."""
 
 from __future__ import annotations
 

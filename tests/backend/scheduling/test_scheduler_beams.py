@@ -1,4 +1,4 @@
-"""The beams of a search run, share their blocks and lose them as one."""
+"""The beams of a search are scheduled and preempted as a group, and share their blocks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whatever the pool, the budget and the crowd: each request gets the tokens that it gets alone."""
+"""For any pool, budget and load, each request gets the same tokens as alone."""
 
 from __future__ import annotations
 

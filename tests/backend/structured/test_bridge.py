@@ -1,4 +1,4 @@
-"""A grammar sees each token as the bytes that the client will get."""
+"""A grammar uses the bytes of each token as delivered to the client."""
 
 import random
 

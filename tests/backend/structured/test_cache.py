@@ -1,4 +1,4 @@
-"""The cache's bound holds whatever goes in; what was used lately stays."""
+"""The cache respects its limit and keeps recently used items."""
 
 from hypothesis import given
 from hypothesis import strategies as st

@@ -1,4 +1,4 @@
-"""GrammarQueue arrive without anybody waiting, once for all who want the same, and bounded."""
+"""Grammars are compiled in the background, once for equal guides, and with limits."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Whatever the model would pick, an output that ended is valid: seeded schemas, random tokens."""
+"""Any finished output is valid, whatever the model samples: seeded schemas, random tokens."""
 
 import json
 import random

@@ -1,4 +1,4 @@
-"""The masks of a batch are those of its sequences one by one, whatever one of them does."""
+"""The masks of a batch equal those of its single sequences, even if one of them fails."""
 
 import json
 import random

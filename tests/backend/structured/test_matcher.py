@@ -1,4 +1,4 @@
-"""A matcher takes what its grammar allows, can take it back, and fails alone."""
+"""A matcher accepts what its grammar allows, can roll back, and fails in isolation."""
 
 import functools
 import random

@@ -1,4 +1,4 @@
-"""Guides that are made to break a compiler break nothing: refused, or harmless, within a second."""
+"""Malicious guides are rejected, or harmless, within a second."""
 
 import json
 import os

@@ -1,5 +1,4 @@
-"""Messages become the prompt that the model was trained with, and nothing that they say can leave
-their turn."""
+"""Messages are rendered to the prompt format of training; their text cannot escape its turn."""
 
 import datetime
 import json

@@ -1,4 +1,4 @@
-"""Streamed text is the text of one decode, wherever the stream is cut."""
+"""Streamed text equals a full decode, wherever the stream is split."""
 
 import functools
 import itertools

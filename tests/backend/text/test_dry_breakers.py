@@ -1,4 +1,4 @@
-"""A token breaks repetitions where its text has one of the strings in it."""
+"""A token is a breaker if its text contains one of the strings."""
 
 import pytest
 

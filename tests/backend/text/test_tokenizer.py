@@ -1,4 +1,4 @@
-"""Texts become the ids that the model was trained with, whatever file the tokenizer comes in."""
+"""Texts are encoded to the ids of training, whatever the tokenizer's file format."""
 
 import itertools
 import json

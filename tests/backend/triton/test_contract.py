@@ -1,4 +1,4 @@
-"""A tensor is read as documented, or refused with its name in front."""
+"""A tensor is read as documented, or rejected by name."""
 
 import numpy as np
 import pytest
@@ -46,7 +46,7 @@ def test_values_do_not_change_with_the_array():
         (Tensor("x", "FP32", ""), np.array([np.nan], np.float32), "x: nan is not a finite number"),
         (Tensor("x", "FP32", ""), np.array([-np.inf], np.float32), "x: -inf is not a finite"),
         (Tensor("x", "STRING", ""), strings(b"ok\xff"), "x: is not valid UTF-8 (at byte 2)"),
-        (Tensor("x", "STRING", ""), strings("str"), "x: holds something that is not bytes"),
+        (Tensor("x", "STRING", ""), strings("str"), "x: has an element that is not bytes"),
         (Tensor("x", "STRING", "", dims=-1), strings(b"ok", b"\xc3"), "x: is not valid UTF-8"),
     ],
 )

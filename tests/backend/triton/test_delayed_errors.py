@@ -1,4 +1,4 @@
-"""An error waits until it can do tritonserver no harm, and is never lost."""
+"""An error is delayed until it is safe for tritonserver, and is never lost."""
 
 import time
 

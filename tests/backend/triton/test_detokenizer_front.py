@@ -1,4 +1,4 @@
-"""Ids become text in any batch and any order, and the engine hears of it."""
+"""Ids are detokenized in any batch and order, and deliveries are reported to the engine."""
 
 import random
 import time

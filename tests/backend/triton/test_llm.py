@@ -285,7 +285,7 @@ EMPTY = RequestError("is empty; allowed: at least one character", "text_input")
     ("error", "code"),
     [
         (EMPTY, "INVALID_ARG"),
-        (EngineError("the prompt could not be turned into tokens"), "UNAVAILABLE"),
+        (EngineError("the prompt could not be tokenized"), "UNAVAILABLE"),
         (ConfigError("chat template: line 1: unexpected end"), "INTERNAL"),
     ],
 )
@@ -314,7 +314,7 @@ def test_the_tokenizers_error_comes_before_all_others(front, engines, monkeypatc
 def test_a_client_cannot_make_an_error_up(front, engines):
     (response,) = ask(front, prompt_error=np.array([b'{"kind": "x"}'], object)).wait()
     assert response.error().code() == pb_utils.TritonError.INVALID_ARG
-    assert response.error().message().startswith("prompt_error: is set by the tokenizers alone")
+    assert response.error().message().startswith("prompt_error: is set only by the tokenizers")
     assert engines[0].submitted == []
 
 

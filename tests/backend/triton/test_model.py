@@ -1,4 +1,4 @@
-"""What Triton loads: one class, whose config says which front it is."""
+"""The model class that Triton loads; its config selects the front."""
 
 import importlib.util
 import json

@@ -441,7 +441,7 @@ def test_an_error_in_a_text_prompt_names_the_text():
     [
         RequestError("is empty; allowed: at least one character", "text_input"),
         RequestError('not valid JSON ("\\n\x00\x1f"); allowed: «an array»', "messages"),
-        EngineError("the prompt could not be turned into tokens"),
+        EngineError("the prompt could not be tokenized"),
         ConfigError("chat template: line 1: unexpected end"),
         CapacityError("later"),
     ],
@@ -485,7 +485,7 @@ def test_a_tokenizers_error_is_unicode():
 def test_a_clients_error_in_a_tokenizers_place_is_refused(text):
     with pytest.raises(RequestError) as caught:
         protocol.read_prompt_error(strings(text))
-    assert str(caught.value) == "prompt_error: is set by the tokenizers alone; leave it out"
+    assert str(caught.value) == "prompt_error: is set only by the tokenizers; leave it out"
 
 
 def test_a_clients_error_that_is_not_text_is_refused():

@@ -1,4 +1,4 @@
-"""The config.pbtxt files say what the table of tensors says, and the ensembles are wired right."""
+"""The config.pbtxt files match the table of tensors, and the ensembles are wired correctly."""
 
 from pathlib import Path
 

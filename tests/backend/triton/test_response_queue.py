@@ -1,4 +1,4 @@
-"""Mailboxes keep order, lose nothing, end once, and coalesce what waited."""
+"""Response queues keep order, lose nothing, end once, and coalesce pending responses."""
 
 import itertools
 import queue

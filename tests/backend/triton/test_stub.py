@@ -1,4 +1,4 @@
-"""A stub knows its server, also one that has gone."""
+"""A stub identifies its server, even after it has exited."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Prompts become ids, or an answer that names their tensor."""
+"""Prompts are encoded to ids, or fail with an error that names their tensor."""
 
 import json
 import shutil

@@ -1,4 +1,4 @@
-"""The JSON of sampling_parameters says the same as tensors, or is refused with the key's name."""
+"""The JSON of sampling_parameters is equivalent to tensors, or rejected with the key's name."""
 
 import json
 

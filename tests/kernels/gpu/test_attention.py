@@ -1,4 +1,4 @@
-"""Paged attention against its definition in float64, on fresh random inputs."""
+"""Paged attention against the float64 reference, on fresh random inputs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A step spread out on the device is the step that the host meant."""
+"""A step expanded on the device matches the host's batch."""
 
 from __future__ import annotations
 

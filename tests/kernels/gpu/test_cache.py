@@ -1,4 +1,4 @@
-"""Copies and clean-ups in the paged cache, exactly, and nothing beside what was asked for."""
+"""Copying and clearing in the paged cache, exact, without touching anything else."""
 
 from __future__ import annotations
 

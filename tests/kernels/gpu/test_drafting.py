@@ -1,5 +1,4 @@
-"""Drafts from a sequence's own tokens are those of the definition; a model that drafts passes over
-the tokens that it is meant to."""
+"""Prompt lookup matches the reference; a draft model's passes process the right tokens."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Linear layers of many tokens against float64."""
+"""Linear layers for many tokens against float64."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Norm of heads, rotation and the write into pages against the reference in float64."""
+"""QK norm, RoPE and the paged KV write against the float64 reference."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The choice of tokens against its definition in float64, and against the CPU's."""
+"""Sampling against the float64 reference, and against the CPU's."""
 
 from __future__ import annotations
 

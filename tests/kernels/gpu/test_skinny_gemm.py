@@ -1,4 +1,4 @@
-"""Linear layers of few tokens against float64."""
+"""Linear layers for few tokens against float64."""
 
 from __future__ import annotations
 

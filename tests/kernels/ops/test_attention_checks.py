@@ -1,4 +1,4 @@
-"""What attention refuses before it launches anything, without a GPU."""
+"""Invalid operands that attention rejects before any launch, without a GPU."""
 
 from __future__ import annotations
 

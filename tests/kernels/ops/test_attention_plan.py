@@ -1,8 +1,8 @@
-"""The index maps of attention_tile.cuh, attention_heads.cu and attention_hopper.cu, written a
-second time in numpy, and what they must satisfy.
+"""The index maps of attention_tile.cuh, attention_heads.cu and attention_hopper.cu, reimplemented
+in numpy, and their invariants.
 
-The kernel itself needs a GPU (tests/kernels/gpu); that each key meets each row once, that lanes
-hold what the matrix instructions take, and that shared memory has no bank conflicts does not.
+The kernels need a GPU (tests/kernels/gpu); these checks do not: each key is paired with each row
+once, lanes hold the fragments of the mma instructions, and shared memory has no bank conflicts.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""How linear layers of many tokens are cut, and when they are preferred: without a GPU."""
+"""Tiling of the linear layers for many tokens, and when they are preferred, without a GPU."""
 
 from __future__ import annotations
 

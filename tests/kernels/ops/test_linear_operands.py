@@ -1,4 +1,4 @@
-"""Operands of a product that do not fit together are refused by name; no GPU is asked."""
+"""Mismatched operands of a linear layer are rejected by name, without a GPU."""
 
 from __future__ import annotations
 

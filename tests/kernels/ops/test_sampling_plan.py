@@ -1,7 +1,7 @@
-"""What of the sampler can be held against the reference without a GPU: its layout and its numbers.
+"""Checks of the sampler against the reference without a GPU: its layout and its arithmetic.
 
-`choose` and `choose_filtered` do in numpy and Python's integers what the kernels do: fixed-point
-scores, integer masses, and cuts and a draw that are exact from there on.
+`choose` and `choose_filtered` reimplement the kernels in numpy and Python integers: fixed-point
+scores, integer masses, and filters and a draw that are exact from there on.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""How linear layers of few tokens are cut: without a GPU."""
+"""Tiling of the linear layers for few tokens, without a GPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every kernel that may be launched compiles, and the cache of cubins returns what was compiled."""
+"""Every kernel compiles, and the cubin cache returns the compiled code."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What reaches a kernel, and what is refused before it: all that needs no GPU."""
+"""Arguments passed to kernels and rejected operands, as far as testable without a GPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The reference ops against slow, obviously right loops."""
+"""The reference ops against slow, obviously correct loops."""
 
 from __future__ import annotations
 

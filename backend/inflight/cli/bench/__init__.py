@@ -1,1 +1,1 @@
-"""Benchmarks that users run: `inflight bench`."""
+"""Benchmarks for users: `inflight bench`."""

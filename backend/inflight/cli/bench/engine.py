@@ -1,8 +1,8 @@
-"""`inflight bench engine`: the engine alone, in this process, on fixed workloads.
+"""`inflight bench engine`: benchmarks the engine in this process on fixed workloads.
 
-Random token ids, greedy, the end-of-sequence token ignored, no prefix cache. All requests of a row
-are submitted at once; its time ends with the last token. A short run of the same shape comes before
-each row, unmeasured; of the measured runs the best one counts, and all are kept.
+Random token ids, greedy, EOS ignored, no prefix caching. All requests of a row are submitted at
+once; its time ends with the last token. A short warm-up run of the same shape precedes each row; of
+the measured runs the best one counts, and all are reported.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from inflight.errors import ConfigError
 MAX_NUM_BATCHED_TOKENS = 8192
 MIN_SEQS, MAX_SEQS = 256, 1024
 UNQUANTISED = "none"
-# Enough to compile what is compiled on first use and to raise the clocks.
+# Enough to compile everything that is compiled on first use, and to raise the clocks.
 _WARM_UP_TOKENS = 16384
 _WARM_UP_OUTPUT = 4
 
@@ -32,14 +32,14 @@ OnProgress = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What was measured.
+    """Results.
 
     Attributes:
         device: name of the GPU, or `cpu`.
-        versions: of what runs there.
+        versions: of Python and torch.
         settings: of the engine, as in engine.json.
-        start: phases of the start in this process -> seconds.
-        facts: KV blocks; on a GPU, free memory and the share in use after the start.
+        start: startup phases in this process -> seconds.
+        facts: KV blocks; on a GPU, free memory and the fraction in use after startup.
         rows: flat, one per workload, then those of `start`.
     """
 
@@ -54,9 +54,9 @@ class Report:
 def engine_settings(
     model: str, device: str, rows: Sequence[Row], changes: dict[str, Any]
 ) -> dict[str, Any]:
-    """Settings as in engine.json that suit the rows; `changes` go over them.
+    """Settings as in engine.json for the rows, overridden by `changes`.
 
-    A folder without weights gets random ones.
+    Random weights for a folder without any.
     """
     most = max((row.num_requests for row in rows), default=1)
     found: dict[str, Any] = {
@@ -73,7 +73,7 @@ def engine_settings(
 
 
 def has_weights(model: str) -> bool:
-    """Whether weights lie beside a model's config.json; a GGUF file always has some.
+    """Whether there are weights beside a model's config.json; a GGUF file always has some.
 
     Raises:
         ConfigError: there is no such model.
@@ -93,25 +93,25 @@ def run(
     on_progress: OnProgress = lambda what: None,
     on_row: Callable[[Report], None] = lambda so_far: None,
 ) -> Report:
-    """Measure.
+    """Run the benchmark.
 
     Args:
         raw: settings as in engine.json; see `engine_settings`.
         rows: the workloads.
-        start: measure the start in processes of its own, too.
-        num_runs: of every row, in place of its own number.
-        on_progress: called with what comes next, and with what was found.
-        on_row: called with the report so far, after each row: a run that is cut off has said that.
+        start: also measure startup, in separate processes.
+        num_runs: runs per row, overriding the rows' own.
+        on_progress: called with status messages.
+        on_row: called with the report so far after each row, so that an aborted run leaves results.
 
     Raises:
-        ConfigError: a setting cannot work, or a row does not fit into the model's context.
+        ConfigError: invalid setting, or a row exceeds the model's context.
         InflightError: a request failed.
     """
     config = settings.parse(raw, "settings")
     quant = str(raw.get("quantization") or UNQUANTISED)
     found: list[dict[str, Any]] = []
-    if start:  # first: afterwards this process holds the card's memory
-        on_progress("starting an engine in a new process, twice")
+    if start:  # first: afterwards this process holds the GPU's memory
+        on_progress("starting an engine in a new process, cold and warm")
         found = list(_start_rows(raw, quant))
     on_progress("starting the engine")
     started = starting.build(config)
@@ -141,14 +141,14 @@ def run(
 
 
 class EngineBench:
-    """Runs workloads on an engine, one after the other."""
+    """Runs workloads on an engine, one at a time."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self._next_id = 1
 
     def requests(self, row: Row) -> list[Any]:
-        """The row's requests, with ids that were not used before."""
+        """The row's requests, with new ids."""
         made = row.requests(self.engine.runner.vocab_size, self._next_id)
         self._next_id += len(made)
         return made
@@ -182,7 +182,7 @@ def check_fits(row: Row, engine: Engine) -> None:
     needed = row.input_len + row.output_len
     if needed > engine.max_model_len:
         raise ConfigError(
-            f"row {row.name}: {needed} tokens are more than the context of {engine.max_model_len}; "
+            f"row {row.name}: {needed} tokens exceed the context of {engine.max_model_len}; "
             "choose other rows with --rows, or shorter ones with --scale"
         )
 

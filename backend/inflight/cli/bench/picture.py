@@ -1,4 +1,4 @@
-"""What a step is made of, as a picture: a bar per kind of step. SVG, for light and dark pages."""
+"""Draws where the time of a step goes, one bar per kind of step. SVG for light and dark pages."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ _BAR_HEIGHT, _BAR_PITCH = 44, 72
 _TOP = 64
 _LEGEND_PITCH = 24
 _LEGEND_COLUMN = 230
-# Narrower ones get no text; the legend and the tooltip still name them.
+# Narrower segments have no label, only legend and tooltip.
 _MIN_LABEL_WIDTH = 44
 
-# A colour-blind-safe palette (Okabe and Ito, 2008), which stands out on white and on black.
+# A colour-blind-safe palette (Okabe and Ito, 2008), visible on white and on black.
 _COLOURS = {
     "linear": "#0072b2",
     "attention": "#e69f00",
@@ -43,7 +43,7 @@ _LIGHT = {"attention", "batch state", "sampling"}
 
 
 def svg(title: str, profiles: Sequence[StepProfile]) -> str:
-    """A stacked bar per step, each as wide as the picture, its length in the label.
+    """A stacked bar per step, each as wide as the picture, labelled with its duration.
 
     Args:
         title: above the bars.

@@ -1,7 +1,7 @@
-"""`inflight bench engine --profile`: a step under torch.profiler, kernel by kernel.
+"""`inflight bench engine --profile`: profiles a step with torch.profiler, kernel by kernel.
 
-On a GPU only the device is traced: tracing the host as well would slow it down, and what it does is
-in the gap. Nothing here imports torch before the engine is built (see `runner.build`).
+On a GPU only the device is traced: tracing the host would slow it down, and its time shows as the
+gap. Nothing here imports torch before the engine is built (see `factory.build`).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from inflight.core.request import TokenEvent
 from inflight.engine.engine import Engine
 from inflight.errors import ConfigError, EngineError
 
-# Steps before the traced ones, with all requests decoding: graphs and clocks settle.
+# Decode steps before the traced ones, for graphs and clocks to stabilise.
 _SETTLE_STEPS = 4
 
 
@@ -35,16 +35,16 @@ def run(
 ) -> list[Profile]:
     """Profile steady decode steps and a full prefill step of each row.
 
-    Of a row, its requests decode together, as many as run at once, and its prompts fill the prefill
-    step. Writes two traces, profile.json and profile.svg into `folder`; for several rows, into one
-    folder in it for each.
+    The decode steps run as many of the row's requests as fit; its prompts fill the prefill step.
+    Writes two traces, profile.json and profile.svg into `folder`, or a subfolder per row if there
+    are several.
 
     Args:
         raw: settings as in engine.json; see `engine.engine_settings`.
         num_steps: decode steps to average over.
 
     Raises:
-        ConfigError: a setting cannot work, or a row leaves the context no room for the steps.
+        ConfigError: invalid setting, or a row leaves no room in the context for the steps.
         EngineError: a request failed.
     """
     on_progress("starting the engine")
@@ -66,7 +66,7 @@ def run(
 
 
 def _prefill(bench: EngineBench, row: Row, folder: Path) -> StepProfile:
-    """One step that is as full of prompts as the settings allow."""
+    """One step with as many prompt tokens as the settings allow."""
     engine = bench.engine
     prompts = dataclasses.replace(
         row,
@@ -83,11 +83,11 @@ def _prefill(bench: EngineBench, row: Row, folder: Path) -> StepProfile:
 
 
 def _decode(bench: EngineBench, row: Row, num_steps: int, folder: Path) -> StepProfile:
-    """Steps in which every request of the row gets a token."""
+    """Steps in which every request of the row decodes a token."""
     engine = bench.engine
     room = engine.max_model_len - row.input_len
     count = _at_once(row, engine)
-    # While the last prompts are computed, the first requests decode already.
+    # The first requests decode already while the last prompts are prefilled.
     prefill_steps = -(-count * row.input_len // max(1, _budget(engine) - count))
     needed = 2 * prefill_steps + _SETTLE_STEPS + 2 * num_steps
     if room < needed:
@@ -137,12 +137,12 @@ def _step(engine: Engine) -> list[TokenEvent]:
 
 
 def _trace(path: Path, call: Callable[[], object]) -> list[dict[str, Any]]:
-    """The events of a call and of what it left to the device; `path` keeps the trace."""
+    """The events of a call, device work included; the trace is kept at `path`."""
     import torch
     from torch.profiler import ProfilerActivity
 
     activity = ProfilerActivity.CUDA if torch.cuda.is_available() else ProfilerActivity.CPU
-    # The first session sets the tracing up, which takes the device a while.
+    # The first session initialises tracing, which takes a while.
     with torch.profiler.profile(activities=[activity]):
         _wait_for_device()
     with torch.profiler.profile(activities=[activity]) as session:

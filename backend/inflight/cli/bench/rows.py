@@ -1,4 +1,4 @@
-"""The workloads: how many requests of which lengths at once, and what is read off their time."""
+"""The workloads: number and lengths of requests, and the metrics computed from their time."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ _CUSTOM = re.compile(r"([1-9]\d*)x([1-9]\d*)/([1-9]\d*)")
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """Requests that are submitted at once and run to their end.
+    """Requests that are submitted at once and run to completion.
 
     Attributes:
         input_len, output_len: tokens of each request.
-        num_runs: how often it is measured; the best run counts.
+        num_runs: number of measured runs; the best one counts.
     """
 
     name: str
@@ -40,11 +40,11 @@ class Row:
 
     @property
     def metric(self) -> Metric:
-        """What the row is about."""
+        """The main metric of the row."""
         return "prompt_tok_s" if self.output_len == 1 else "out_tok_s"
 
     def scaled(self, factor: float) -> Row:
-        """The same shape, smaller or larger in all three numbers; a single output token stays."""
+        """The row with all three numbers scaled; a single output token stays one."""
         return dataclasses.replace(
             self,
             num_requests=max(1, round(self.num_requests * factor)),
@@ -53,11 +53,11 @@ class Row:
         )
 
     def requests(self, vocab_size: int, first_id: int) -> list[Request]:
-        """Random prompts, the same for the same row; greedy, the end-of-sequence token ignored.
+        """Random prompts, deterministic per row; greedy, EOS ignored.
 
         Args:
-            vocab_size: token ids are below it.
-            first_id: request ids start there.
+            vocab_size: upper bound of token ids.
+            first_id: first request id.
         """
         random = np.random.default_rng(self.num_requests)
         shape = (self.num_requests, self.input_len)
@@ -66,11 +66,11 @@ class Row:
         return [Request(first_id + i, prompt, params) for i, prompt in enumerate(prompts)]
 
     def figures(self, seconds: Sequence[float]) -> dict[str, Any]:
-        """What the times of the runs come to.
+        """Metrics of the runs.
 
         Returns:
             Tokens per second and milliseconds per token of each request, of the best run; `spread`,
-            what the slowest run took longer, in percent; `seconds` of all runs.
+            how much longer the slowest run took, in percent; `seconds` of all runs.
         """
         best = min(seconds)
         num_out, num_in = (
@@ -97,14 +97,14 @@ ROWS = (
     Row("long", 16, 8192, 256, num_runs=1),
 )
 START = "start"
-"""Not a workload: the seconds from nothing to an engine that is ready."""
+"""Not a workload: seconds from process start to a ready engine."""
 
 
 def select(names: str) -> tuple[list[Row], bool]:
     """The rows of a comma-separated list, and whether `start` is among them.
 
     Args:
-        names: of ROWS, `start`, `all`, or a workload of one's own: REQUESTSxINPUT/OUTPUT.
+        names: of ROWS, `start`, `all`, or a custom workload: REQUESTSxINPUT/OUTPUT.
 
     Raises:
         ConfigError: a name is unknown.

@@ -1,4 +1,4 @@
-"""Results for people: tables on a terminal, plain lines elsewhere."""
+"""Prints results: tables on a terminal, otherwise plain lines."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Show:
     def report(self, report: Report, as_cells: AsCells | None = None) -> None:
         """
         Args:
-            as_cells: makes the texts of a row's table of the row; by default `cells`.
+            as_cells: formats a row of the report; by default `cells`.
         """
         self._line(f"device: {report.device}")
         for line in facts(report.facts, report.start):
@@ -40,7 +40,7 @@ class Show:
                 self._step(f"{profile.workload}, {step.kind}", step)
 
     def _step(self, name: str, step: StepProfile) -> None:
-        title = f"{name}: {step.step_us:.0f} us a step traced, {step.untraced_us:.0f} us untraced"
+        title = f"{name}: {step.step_us:.0f} us per step traced, {step.untraced_us:.0f} us untraced"
         rows = [
             {
                 "kernel": kernel.name,
@@ -87,7 +87,7 @@ class Show:
 
 
 def facts(found: Mapping[str, Any], start: Mapping[str, float]) -> list[str]:
-    """What a report says of the engine, in lines."""
+    """The engine's facts, one line each."""
     lines = [f"KV cache: {found['num_blocks']:,} blocks of {found['block_size']} tokens"]
     if "in_use" in found:
         lines.append(f"GPU memory: {found['in_use']:.1%} in use, {found['free_gib']} GiB free")
@@ -96,7 +96,7 @@ def facts(found: Mapping[str, Any], start: Mapping[str, float]) -> list[str]:
 
 
 def cells(row: Mapping[str, Any]) -> dict[str, str]:
-    """A row of a report as the texts of a table; what is not known is empty."""
+    """A row of a report as table cells; unknown values are ""."""
     metric = row["metric"]
     return {
         "row": row["row"],
@@ -110,7 +110,7 @@ def cells(row: Mapping[str, Any]) -> dict[str, str]:
 
 
 def number(value: float) -> str:
-    """A figure with thousands separated, and one decimal where it is below 1000."""
+    """A number with thousands separators, and one decimal if below 1000."""
     return f"{value:,.0f}" if value >= 1000 else f"{value:,.1f}"
 
 

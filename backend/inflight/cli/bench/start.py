@@ -1,4 +1,4 @@
-"""Building an engine, and how long its phases take: in this process, or from nothing in a new one.
+"""Measures engine startup and its phases, in this process or in a new one.
 
 python -m inflight.cli.bench.start SETTINGS     prints one JSON object when the engine is ready
 """
@@ -29,12 +29,12 @@ from inflight.execution import factory as runners
 
 @dataclass(frozen=True, slots=True)
 class Started:
-    """An engine, and what became known while it was built.
+    """An engine with the facts of its startup.
 
     Attributes:
         device: name of the GPU, or `cpu`.
-        versions: of what runs there.
-        phases: what was loading -> seconds, in order; the first phase is imports and settings.
+        versions: of Python and torch.
+        phases: phase -> seconds, in order; the first one is imports and settings.
         facts: blocks and memory.
     """
 
@@ -46,7 +46,7 @@ class Started:
 
 
 class Phases:
-    """Times from one progress report to the next."""
+    """Measures the time between progress reports."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
@@ -65,7 +65,7 @@ class Phases:
         self._since = now
 
     def refine(self, timings: Mapping[str, float]) -> None:
-        """Put a runner's own timings in the place of what its reports made of its start."""
+        """Replace the times taken from progress reports by the runner's own timings."""
         if timings:
             rest = sum(self.seconds.values()) - sum(timings.values())
             self.seconds = {"imports": max(0.0, rest), **timings}
@@ -86,9 +86,9 @@ def build(config: EngineConfig) -> Started:
     gc.collect()
     gc.freeze()  # as the engine's process does
     phases.end()
-    # A runner may know its own phases better than its reports tell.
+    # A runner's own timings may be finer than its progress reports.
     phases.refine(getattr(runner, "timings", {}))
-    # Not before: `runner.build` sets what OpenMP reads when torch is imported.
+    # Not earlier: `factory.build` sets the variables that OpenMP reads when torch is imported.
     import torch
 
     facts: dict[str, Any] = {"num_blocks": runner.num_blocks, "block_size": runner.block_size}
@@ -105,12 +105,12 @@ def build(config: EngineConfig) -> Started:
 
 @dataclass(frozen=True, slots=True)
 class Startup:
-    """One start in a process of its own; seconds since that process was started.
+    """One startup in a new process; seconds since that process was started.
 
     Attributes:
-        ready_s: the engine takes requests.
-        first_token_s: it has answered one.
-        phases: see `Started`; `interpreter` is what came before them.
+        ready_s: the engine accepts requests.
+        first_token_s: it has generated a token.
+        phases: see `Started`; `interpreter` is the time before them.
     """
 
     ready_s: float
@@ -119,15 +119,15 @@ class Startup:
 
 
 def measure(raw: dict[str, Any]) -> dict[str, Startup]:
-    """Start an engine twice, first with an empty cache of kernels, then with what that one left.
+    """Start an engine twice, first with an empty kernel cache, then with a warm one.
 
-    The machine's cache of files is as it is: what this process has imported comes from memory.
+    The page cache is not cleared: modules that this process has imported are read from memory.
 
     Args:
         raw: settings as in engine.json.
 
     Raises:
-        EngineError: a start failed; with the end of what it printed.
+        EngineError: a start failed, with the end of its output.
     """
     with tempfile.TemporaryDirectory(prefix="inflight-bench-") as cache:
         return {name: _start(raw, Path(cache)) for name in ("cold", "warm")}
@@ -155,7 +155,7 @@ def _start(raw: dict[str, Any], cache: Path) -> Startup:
 
 
 def main(arguments: list[str]) -> None:
-    # Linux counts time.monotonic() from the machine's start, the same for all processes.
+    # On Linux time.monotonic() counts from boot, the same for all processes.
     began = time.monotonic()
     started = build(settings.parse(json.loads(arguments[0]), "settings"))
     ready = time.monotonic()

@@ -1,7 +1,7 @@
-"""From a chrome trace, as torch.profiler exports it, to what the kernels of a step took.
+"""Computes the kernel times of a step from a Chrome trace of torch.profiler.
 
-Kernels that ran inside a CUDA graph are in the trace like all others. A trace without any device
-activity is one of a CPU; there, the outermost ops stand for kernels.
+Kernels in a CUDA graph are in the trace like all others. A trace without device activity is one of
+a CPU; there the outermost ops count as kernels.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _CPU = {"cpu_op"}
 
 GAP = "gap"
 OTHER = "other"
-# Searched in the shortened name, then in the whole one, in this order; what comes first decides.
+# Searched in the shortened name, then in the full one, in this order; the first match wins.
 _GROUPS: tuple[tuple[str, re.Pattern[str]], ...] = tuple(
     (group, re.compile(pattern, re.IGNORECASE))
     for group, pattern in (
@@ -42,7 +42,7 @@ GROUPS = ("linear", "attention", "norm, rope, activation", "sampling", "batch st
 
 @dataclass(frozen=True, slots=True)
 class KernelTime:
-    """One kernel's part of a step.
+    """One kernel's time in a step.
 
     Attributes:
         name: shortened.
@@ -60,17 +60,17 @@ class KernelTime:
 
 @dataclass(frozen=True, slots=True)
 class StepProfile:
-    """A step, on average over the traced ones.
+    """A step, averaged over the traced ones.
 
     Attributes:
         kind: of the step: `decode`, `prefill`.
-        num_steps: that the trace holds.
-        step_us: from the first kernel's start to the last one's end, over all steps.
-        gap_us: of it, while no kernel ran. Of n steps, n - 1 have what lies between them.
-        kernels: longest first. Where two overlap, the time counts for the one that began first,
-            so that they and the gap add up to step_us.
-        untraced_us: a step while nothing was traced, by the host's clock: tracing slows the host
-            down, so the gap without it is smaller by what the step is shorter.
+        num_steps: in the trace.
+        step_us: from the first kernel's start to the last one's end, per step.
+        gap_us: time of it without a kernel running, between steps included (n - 1 for n steps).
+        kernels: longest first. Overlapping time counts for the kernel that started first, so that
+            kernels and gap add up to step_us.
+        untraced_us: duration of a step without tracing, by the host's clock: tracing slows the
+            host down, so without it the gap is smaller by the difference.
     """
 
     kind: str
@@ -81,7 +81,7 @@ class StepProfile:
     untraced_us: float
 
     def groups(self) -> dict[str, float]:
-        """Microseconds per step by group, the gap last; empty ones are left out."""
+        """Microseconds per step by group, the gap last; empty groups are omitted."""
         found: dict[str, float] = defaultdict(float)
         for kernel in self.kernels:
             found[kernel.group] += kernel.us
@@ -112,7 +112,7 @@ class Profile:
 
 
 def read(path: Path) -> list[dict[str, Any]]:
-    """The events of a chrome trace."""
+    """The events of a Chrome trace."""
     raw = json.loads(path.read_text(encoding="utf-8", errors="replace"))
     events: list[dict[str, Any]] = raw["traceEvents"] if isinstance(raw, dict) else raw
     return events
@@ -121,17 +121,17 @@ def read(path: Path) -> list[dict[str, Any]]:
 def aggregate(
     events: Iterable[dict[str, Any]], kind: str, num_steps: int, untraced_us: float
 ) -> StepProfile:
-    """Add up a trace of `num_steps` equal steps, and nothing else.
+    """Aggregate a trace of exactly `num_steps` equal steps.
 
     Raises:
-        EngineError: nothing in it ran.
+        EngineError: the trace has no kernel and no op.
     """
     complete = [event for event in events if event.get("ph") == "X"]
     spans = [event for event in complete if event.get("cat") in _DEVICE]
     if not spans:
         spans = [event for event in complete if event.get("cat") in _CPU]
     if not spans:
-        raise EngineError("the trace holds no kernel and no op")
+        raise EngineError("the trace contains no kernel and no op")
     spans.sort(key=lambda event: (event["ts"], -event["dur"]))
     calls: dict[str, int] = defaultdict(int)
     busy: dict[str, float] = defaultdict(float)
@@ -162,7 +162,7 @@ def aggregate(
 
 
 def group_of(name: str) -> str:
-    """The group of a kernel, by its whole name."""
+    """The group of a kernel, by its full name."""
     for text in (short(name), name):
         for group, pattern in _GROUPS:
             if pattern.search(text):

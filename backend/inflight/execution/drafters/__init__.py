@@ -1,9 +1,8 @@
 """Drafting the next tokens of a sequence, which the model then verifies in one step.
 
-A drafter may be as wrong as it likes: a draft counts only where the model itself chooses the same
-token, with the random number that belongs to its position. So an output does not depend on whether,
-how and by what anything was drafted; only its speed does. A drafter that chooses as the model does,
-with the same number, is right more often.
+A draft is accepted only if the model itself samples the same token, with the random number of its
+position. So the output does not depend on the drafts, only its speed does. A drafter that samples
+like the model, with the same random number, is accepted more often.
 
-A method of drafting is a module in `methods`, which no other file names; `registry` finds it.
+A drafting method is a module in `methods`, found by `registry`; no other file refers to it.
 """

@@ -1,7 +1,7 @@
-"""Drafting by a model on a GPU: a chain of passes with one token of each sequence.
+"""Drafting with a model on a GPU: a chain of passes with one token per sequence.
 
-A pass is the model, the choice, and a kernel that keeps the choice and prepares the next pass. A
-CUDA graph holds a whole chain.
+A pass consists of the model, sampling, and a kernel that stores the token and prepares the next
+pass. A CUDA graph captures a whole chain.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from inflight.models.layers.attention import ForwardInputs
 from inflight_kernels.ops import drafting, sampling
 from inflight_kernels.ops.drafting import DraftLimits, DraftPass
 
-# Numbers of passes that graphs are recorded for, besides the largest.
+# Numbers of passes for which graphs are captured, besides the largest.
 _PASSES = (1, 2, 3, 5, 8)
 
 
@@ -49,14 +49,14 @@ class PassModel(Protocol):
     def compute(
         self, inputs: ForwardInputs, sources: Tensor, num_rows: int, is_first: bool
     ) -> Tensor:
-        """Launch a pass up to its logits [num_rows, vocab_size], which it returns.
+        """Launch a pass up to its logits [num_rows, vocab_size], which are returned.
 
         Args:
             inputs: of the pass.
-            sources: [num_rows] int64, of the first pass: rows of the last step, of the token before
-                the last one.
+            sources: [num_rows] int64, for the first pass: rows of the last step with the token
+                before the last one.
             num_rows: of the pass.
-            is_first: of its chain.
+            is_first: whether it is the first of its chain.
         """
 
 
@@ -64,8 +64,8 @@ class PassDrafter(DeviceDrafter):
     """Drafts with a chain of passes.
 
     Args:
-        model: whose passes they are.
-        target: what is drafted for.
+        model: the draft model.
+        target: the target model.
     """
 
     def __init__(self, model: PassModel, target: DeviceTarget) -> None:
@@ -109,7 +109,7 @@ class PassDrafter(DeviceDrafter):
         counts = [count for count in _PASSES if count < most] + [most]
         found: dict[int, dict[int, torch.cuda.CUDAGraph]] = {}
         for size in sizes:
-            self._launch(size, most)  # what is not compiled or loaded yet cannot be recorded
+            self._launch(size, most)  # a kernel must be compiled and loaded before capture
             torch.cuda.synchronize(self._target.settings.device)
             found[size] = {
                 count: capture_graph(pool, self._launch, size, count) for count in counts

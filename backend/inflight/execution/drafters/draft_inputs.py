@@ -1,4 +1,4 @@
-"""The rows of one pass of a drafter: a token of each sequence."""
+"""Inputs of a drafter's forward pass: one token per sequence."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Ints = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class DraftInputs:
-    """What a forward pass wants to know of T tokens.
+    """Inputs of a forward pass over T tokens.
 
     Attributes:
         token_ids, positions, slot_mapping: [T] int64.
@@ -40,11 +40,11 @@ class DraftInputs:
         block_size: int,
         dtype: torch.dtype,
     ) -> DraftInputs:
-        """DraftInputs of n chunks, of which each sees its sequence up to itself.
+        """Inputs for n chunks, each attending to its sequence up to itself.
 
         Args:
             token_ids, positions: [T].
-            query_start: [n + 1] chunk i owns rows query_start[i]:query_start[i + 1]: at least one.
+            query_start: [n + 1]; chunk i has rows query_start[i]:query_start[i + 1], at least one.
             block_tables: [n, B].
             block_size: tokens per block.
             dtype: of activations.
@@ -63,13 +63,13 @@ class DraftInputs:
     def one_each(
         cls, chunks: list[Chunk], tokens: list[int], offset: int, cache: KVCache
     ) -> DraftInputs:
-        """A token of each chunk's sequence, `offset` places behind the chunk's first.
+        """One token per chunk's sequence, `offset` positions after the chunk's first.
 
         Args:
             chunks: n of them.
             tokens: n.
-            offset: places.
-            cache: that the rows are written to.
+            offset: in tokens.
+            cache: to which the rows are written.
         """
         tables = [chunk.sequence.blocks for chunk in chunks]
         block_tables = np.zeros((len(chunks), max(map(len, tables))), np.int64)

@@ -1,4 +1,4 @@
-"""What drafters are on either device, and what they are given."""
+"""Interfaces of drafters on CPU and GPU, and of their targets."""
 
 from __future__ import annotations
 
@@ -25,43 +25,43 @@ if TYPE_CHECKING:
 class Drafter(Protocol):
     """Drafts on the host, where all tokens are known.
 
-    In each step: `propose`, the model's own pass, the choice of tokens, `update`.
+    In each step: `propose`, the model's own pass, sampling, `update`.
 
     Attributes:
-        caches: keys and values of its own, in the blocks of the same ids as the model's. Whoever
-            copies a block of the one copies that of the other.
+        caches: its own KV caches, with the same block ids as the model's. A copy of a block must be
+            made in all of them.
     """
 
     caches: list[KVCache]
 
     def propose(self, chunks: list[Chunk]) -> list[list[int]]:
-        """The tokens that may follow each chunk's sequence: at most num_drafts; fewer is fine."""
+        """Draft tokens for each chunk's sequence, at most num_drafts."""
 
     def update(self, batch: Batch, arrays: BatchArrays, output: StepOutput) -> None:
-        """Take in what the model has computed.
+        """Update its state with what the model has computed.
 
         Args:
             batch: of the step.
             arrays: all rows that the model computed, drafts included.
-            output: what it chose.
+            output: the sampled tokens.
         """
 
     def forget(self, sequence: Sequence) -> None:
-        """Drop what is kept of a sequence that has ended; idempotent."""
+        """Drop the state of a finished sequence; idempotent."""
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """The model that is drafted for, and how it runs.
+    """The target model, and how it runs.
 
     Attributes:
         model: on the CPU.
-        cache: its keys and values.
+        cache: its KV cache.
         config: the engine's settings.
         dtype: of weights and activations.
-        max_len: the longest sequence.
+        max_len: maximum sequence length.
         num_blocks: of the cache.
-        progress: called with what is loading and the fraction of it that is loaded.
+        progress: called with what is loading and the loaded fraction.
     """
 
     model: Decoder
@@ -75,17 +75,17 @@ class Target:
 
 @dataclass(frozen=True, slots=True)
 class DeviceTarget:
-    """The model that is drafted for, and how its steps run.
+    """The target model, and how its steps run.
 
     Attributes:
         model: on the GPU.
-        rows: of its steps.
+        rows: inputs of its steps.
         batch: slots of sequences.
-        workspace: of the sampler, which is free when a step has chosen.
+        workspace: the sampler's, free once a step has sampled.
         config: the engine's settings.
         settings: of the model.
         max_drafts: of a sequence.
-        progress: called with what is loading and the fraction of it that is loaded.
+        progress: called with what is loading and the loaded fraction.
     """
 
     model: DeviceDecoder
@@ -99,14 +99,13 @@ class DeviceTarget:
 
 
 class DeviceDrafter:
-    """Drafts on the GPU, in the stream of the steps, so that nothing waits for the host. This one
-    drafts nothing.
+    """Drafts on the GPU, in the stream of the steps, so that nothing waits for the host. This base
+    class drafts nothing.
 
-    In each step: `forward`, the choice of tokens, `update`; then `draft`, if any sequence is to
-    have drafts.
+    In each step: `forward`, sampling, `update`; then `draft`, if any sequence has drafts.
 
     Attributes:
-        caches: keys and values of its own, in the blocks of the same ids as the model's.
+        caches: its own KV caches, with the same block ids as the model's.
         has_update: whether `update` does anything.
     """
 
@@ -116,31 +115,31 @@ class DeviceDrafter:
         self.caches: list[KVCache] = []
 
     def allocate(self, cache: KVCache, num_blocks: int) -> None:
-        """Take the memory for keys and values.
+        """Allocate its KV caches.
 
         Args:
-            cache: the model's; after its blocks it has one for each sequence that the drafter may
-                write to, if the drafter uses this cache (see `DrafterSpec.scratch_bytes`).
-            num_blocks: that sequences can have.
+            cache: the model's; if the drafter uses it, one scratch block per sequence follows
+                the pool's blocks (see `DrafterSpec.scratch_bytes`).
+            num_blocks: blocks of the pool.
 
         Raises:
-            ConfigError: there is not that much memory.
+            ConfigError: out of memory.
         """
 
     def forward(self, num_tokens: int, num_chunks: int, max_q_len: int) -> None:
-        """Launch what belongs to a step's forward pass, after the model's own."""
+        """Launch its part of a step's forward pass, after the model's."""
 
     def update(self, num_tokens: int, num_chunks: int, max_q_len: int) -> None:
-        """Launch what can be done when the step has chosen its tokens."""
+        """Launch its work after the step's tokens are sampled."""
 
     def draft(self, batch: DeviceBatch, num_chunks: int, num_drafts: int) -> None:
-        """Launch the work that fills `BatchState.drafts` of the sequences of the last step.
+        """Launch the work that fills `BatchState.drafts` for the sequences of the last step.
 
         Args:
             batch: after `end_step`.
             num_chunks: of that step.
-            num_drafts: that any of them is to have.
+            num_drafts: maximum over its sequences.
         """
 
     def capture(self, sizes: list[int], pool: Any) -> None:
-        """Record `draft` for so many chunks each, on empty slots; ascending."""
+        """Capture `draft` for each of these numbers of chunks, ascending, on empty slots."""

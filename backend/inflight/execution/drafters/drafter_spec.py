@@ -1,4 +1,4 @@
-"""A method of drafting as the registry knows it, and a drafter that settings ask for."""
+"""Registry entry of a drafting method, and the specification of a configured drafter."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from inflight.models.spec import ModelSpec
 
 @dataclass(frozen=True, slots=True)
 class DrafterSpec:
-    """A drafter that settings ask for, found and checked before anything is loaded.
+    """A configured drafter, resolved and validated before anything is loaded.
 
     Attributes:
-        method: its entry.
-        settings: what they say.
-        checkpoint: where its weights are, if it has any of its own.
-        model: the shape of what keeps keys and values of its own: a smaller model, or a head's one
-            layer; None where the drafter has none.
+        method: its registry entry.
+        settings: speculative_config.
+        checkpoint: of its own weights, if any.
+        model: specification of its own KV: a draft model, or a head's one layer; None if the
+            drafter has no KV of its own.
     """
 
     method: DraftMethod
@@ -29,9 +29,8 @@ class DrafterSpec:
     model: ModelSpec | None = None
 
     def scratch_bytes(self, config: EngineConfig, model: ModelSpec, kv_dtype: Dtype) -> int:
-        """Memory on a GPU for drafts whose blocks their sequences do not have yet: one block each.
-
-        They are in the cache that the drafter writes to, after its other blocks.
+        """GPU memory for drafts past the end of a sequence's block table: one scratch block each,
+        after the pool's blocks in the cache that the drafter writes to.
         """
         if not self.method.needs_scratch_blocks:
             return 0
@@ -39,7 +38,7 @@ class DrafterSpec:
         return config.max_num_seqs * layout.block_bytes(config.block_size)
 
     def block_bytes(self, config: EngineConfig, kv_dtype: Dtype) -> int:
-        """Memory of its own for each KV block of the model."""
+        """Bytes of its own KV cache per block of the model's."""
         if self.model is None:
             return 0
         return self.model.kv_layout(kv_dtype).block_bytes(config.block_size)
@@ -51,23 +50,22 @@ def _read_nothing(spec: DrafterSpec, checkpoint: Checkpoint, model: ModelSpec) -
 
 @dataclass(frozen=True, slots=True)
 class DraftMethod:
-    """A method of drafting: what it needs, and how it is loaded.
+    """A drafting method: its requirements, and how it is loaded.
 
     Attributes:
-        load: the drafter on the CPU. Raises ConfigError: its weights are damaged or do not fit its
-            settings.
-        load_on_device: the drafter on a GPU. Raises ConfigError: the same, or no kernel supports
-            them.
-        read: a spec with what its checkpoint says, given one with the path of the checkpoint, and
-            the checkpoint and the shape of the model that is drafted for. Raises ConfigError: it is
-            damaged, or for another model.
-        requires_model: it has weights of its own: the setting `model`.
-        requires_num_layers: it is the first layers of its target: the setting `num_layers`.
+        load: load the drafter on the CPU. Raises ConfigError: its weights are corrupt or do not
+            match its settings.
+        load_on_device: load the drafter on a GPU. Raises ConfigError: the same, or not supported by
+            the kernels.
+        read: complete a spec from its checkpoint, given a spec with the path, and the target's
+            checkpoint and spec. Raises ConfigError: corrupt, or for another model.
+        requires_model: it has weights of its own: requires the setting `model`.
+        requires_num_layers: it is the target's first layers: requires the setting `num_layers`.
         needs_history: on a GPU it reads the tokens of its sequences.
-        needs_scratch_blocks: on a GPU it writes keys and values where sequences may have no block.
-        shares_target_kv: these keys and values are in its target's cache.
-        load_on_host: beside a GPU, the drafter of those sequences whose tokens the host must know
-            before the next step; None if they cannot have drafts.
+        needs_scratch_blocks: on a GPU it writes KV where sequences may have no block.
+        shares_target_kv: this KV is in the target's cache.
+        load_on_host: with a GPU, load the drafter of sequences that need committed tokens; None if
+            they cannot have drafts.
     """
 
     load: Callable[[DrafterSpec, Target], Drafter]

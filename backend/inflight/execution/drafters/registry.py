@@ -1,4 +1,4 @@
-"""Finds the drafter that settings ask for among the modules of `methods`.
+"""Finds the configured drafter among the modules of `methods`.
 
 Importing this module loads no method, and no torch.
 """
@@ -18,15 +18,15 @@ from inflight.models.spec import ModelSpec
 
 
 def method_names() -> list[str]:
-    """What `speculative_config.method` may be."""
+    """The allowed values of `speculative_config.method`."""
     return sorted(module.name for module in pkgutil.iter_modules(methods.__path__))
 
 
 def find_method(settings: SpeculativeConfig) -> DraftMethod:
-    """The method that settings name, which has all that it requires.
+    """The method of the settings, with its required settings checked.
 
     Raises:
-        ConfigError: it is unknown, or a setting of it is missing or not used by it.
+        ConfigError: unknown method, a required setting is missing, or one is not used by it.
     """
     names = method_names()
     if settings.method not in names:
@@ -52,15 +52,15 @@ def find_method(settings: SpeculativeConfig) -> DraftMethod:
 def find_drafter(
     config: EngineConfig, checkpoint: Checkpoint, model: ModelSpec
 ) -> DrafterSpec | None:
-    """The drafter that settings ask for; None if they ask for none.
+    """The configured drafter; None if there is none.
 
     Args:
         config: the engine's settings.
-        checkpoint: of the model that is drafted for.
-        model: its shape.
+        checkpoint: of the target model.
+        model: its spec.
 
     Raises:
-        ConfigError: its method or its checkpoint is unknown, damaged, or for another model.
+        ConfigError: unknown method, or its checkpoint is missing, corrupt, or for another model.
     """
     settings = config.speculative_config
     if settings is None:
@@ -69,7 +69,7 @@ def find_drafter(
     if settings.num_layers is not None and settings.num_layers > model.num_layers:
         raise ConfigError(
             f"speculative_config.num_layers: {settings.num_layers} is out of range; allowed: 1 to "
-            f"{model.num_layers}, the layers that the model has"
+            f"{model.num_layers}, the number of the model's layers"
         )
     if settings.model is None:
         return DrafterSpec(method, settings)

@@ -11,7 +11,7 @@ def layers(settings: Settings) -> list[LayerSpec]:
     attention = settings.attention(
         qkv_bias=bias,
         out_bias=bias,
-        # Mistral's GGUF files go by Llama's name, and may have a window.
+        # Mistral's GGUF files have architecture llama, and may have a window.
         window=settings.window() if settings.format == "gguf" else 0,
     )
     mlp = settings.mlp(bias=settings.has_bias("mlp_bias", "gate"))

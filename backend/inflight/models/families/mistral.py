@@ -1,4 +1,4 @@
-"""Mistral (arXiv:2310.06825): Llama whose layers all may have a sliding window."""
+"""Mistral (arXiv:2310.06825): Llama, optionally with a sliding window in all layers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ def layers(settings: Settings) -> list[LayerSpec]:
     return [LayerSpec(attention, settings.mlp())] * settings.num_layers
 
 
-# llama.cpp converts Mistral to Llama, whose reader minds the window as well.
+# llama.cpp converts Mistral to Llama, whose family reads the window as well.
 FAMILY = Family(
     name="mistral",
     layers=layers,

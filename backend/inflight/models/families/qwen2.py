@@ -1,4 +1,4 @@
-"""Qwen 2 and 2.5 (arXiv:2407.10671): q, k and v always have a bias, which no setting says, and the
+"""Qwen 2 and 2.5 (arXiv:2407.10671): q, k and v always have a bias, without a setting, and the
 upper layers may have a sliding window.
 """
 
@@ -15,7 +15,7 @@ def layers(settings: Settings) -> list[LayerSpec]:
 
 
 def windowed_layers(settings: Settings, attention: AttentionSpec) -> list[LayerSpec]:
-    """Layers from max_window_layers on see a window only, if use_sliding_window says so."""
+    """With use_sliding_window, layers from max_window_layers on have a sliding window."""
     window = settings.window(default=4096) if settings.fields.flag("use_sliding_window") else 0
     first = settings.fields.get("max_window_layers", 28)
     mlp = settings.mlp()

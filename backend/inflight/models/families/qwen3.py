@@ -1,4 +1,4 @@
-"""Qwen 3 (arXiv:2505.09388): each head of q and k has a norm before it is rotated; no biases."""
+"""Qwen 3 (arXiv:2505.09388): each head of q and k has a norm before RoPE; no biases."""
 
 from __future__ import annotations
 

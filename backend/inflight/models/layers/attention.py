@@ -1,6 +1,6 @@
-"""Attention of a model's layers on a GPU: the rotation, the cache's new entries, the product.
+"""Attention layers on a GPU: RoPE, KV cache writes and attention itself.
 
-Shapes: T tokens in n chunks, s rows of logits, B blocks in the longest table.
+Shapes: T tokens in n chunks, s rows of logits, B blocks in the longest block table.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from inflight_kernels.torch_ops.transformer import rotary_tables
 
 @dataclass(frozen=True, slots=True)
 class ForwardInputs:
-    """Where a forward pass finds what it computes: buffers, of which it takes the first elements.
+    """Input buffers of a forward pass, which uses their first elements.
 
     Attributes:
         token_ids, positions, slot_mapping: [T] int64.
-        query_start: [n + 1] int32, chunk i owns tokens query_start[i]:query_start[i + 1].
+        query_start: [n + 1] int32; chunk i has tokens query_start[i]:query_start[i + 1].
         seq_lens: [n] int32, tokens in the KV cache after the pass.
         tables: [n, B] int32, block tables.
-        sample_rows: [s] int64, the tokens after which one is to be chosen.
+        sample_rows: [s] int64, the tokens that need logits.
     """
 
     token_ids: Tensor
@@ -72,9 +72,9 @@ class Attention:
     Args:
         spec: of these layers.
         tables: cos and sin of their rotary embedding.
-        max_tokens: T at most.
-        max_rows: n at most.
-        batch_invariant: a token's numbers do not depend on the other tokens of its step.
+        max_tokens: maximum T.
+        max_rows: maximum n.
+        batch_invariant: results for a token do not depend on the other tokens of its step.
     """
 
     def __init__(
@@ -99,7 +99,7 @@ class Attention:
     def begin(
         self, rows: ForwardInputs, num_tokens: int, num_chunks: int, max_q_len: int
     ) -> AttentionPass:
-        """Launch the plan of a pass, which all its layers follow."""
+        """Launch the planning of a pass, which all its layers use."""
         params = self._params
         metadata = AttentionMetadata(
             params,
@@ -112,7 +112,7 @@ class Attention:
             planned=True,
         )
         attention.plan(metadata, pdl=True)
-        # One token each: the rotation is part of attention, and q need not come apart.
+        # Pure decode: RoPE is fused into attention, and q is not written separately.
         rotates = (
             num_tokens == num_chunks
             and max_q_len == 1
@@ -134,8 +134,8 @@ class AttentionPass:
         metadata: of the pass.
         rope: of its tokens.
         rotates: whether attention rotates q and k itself.
-        history_ready: whether what the layers have in common, and their caches as other steps left
-            them, are complete: once the first layer's attention has been let in.
+        history_ready: the shared inputs and the KV written by previous steps are complete; true
+            once the first layer's attention has been launched.
     """
 
     metadata: AttentionMetadata
@@ -163,11 +163,11 @@ class AttentionPass:
         self.history_ready = True
 
     def write(self, qkv: Tensor, kv: PagedKV, qk_norm: QkNorm | None) -> None:
-        """Launch of the last layer only what later passes need: keys and values into the cache."""
+        """Launch only the KV cache write, for a last layer whose output is not needed."""
         self._rotate(qkv, kv, qk_norm)
 
     def _rotate(self, qkv: Tensor, kv: PagedKV, qk_norm: QkNorm | None) -> Tensor:
-        """Rotate q and k, put k and v into the cache -> q [T, H, D], in its place."""
+        """Rotate q and k, write k and v into the cache; returns q [T, H, D], in place."""
         num_heads, head_dim = self.metadata.spec.num_heads, self.metadata.spec.head_dim
         q = qkv[:, : num_heads * head_dim].view(len(qkv), num_heads, head_dim)
         ready = self.history_ready

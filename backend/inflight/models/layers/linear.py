@@ -1,9 +1,9 @@
-"""What a decoder asks of the weight of a linear layer. A weight owns its data, its format and its
-device: each format is a module of `quantization`.
+"""Interfaces of a linear layer's weight. A weight owns its data, format and device; each format is
+a module of `quantization`.
 
-Shapes: T tokens that count, in buffers of more rows; weights [n, k] as checkpoints have them. On a
-GPU whole buffers are taken, since where a token's numbers must not depend on the batch they are
-computed in tiles of one size, rows that count and others.
+Shapes: T valid tokens, in buffers with more rows; weights [n, k] as in checkpoints. On a GPU the
+methods take entire buffers because batch-invariant mode computes tiles of a fixed size, padding
+rows included.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Protocol
 from torch import Tensor
 
 INVARIANT_ROWS = 128
-"""Rows of such a tile. Buffers have a multiple of it."""
+"""Rows of a batch-invariant tile. Buffers have a multiple of it."""
 
 
 class CpuWeight(Protocol):
@@ -24,10 +24,10 @@ class CpuWeight(Protocol):
 
 
 class CudaWeight(Protocol):
-    """A weight on a GPU: the three products that a transformer has."""
+    """A weight on a GPU, with the three forms of a linear layer in a transformer."""
 
     def product(self, x: Tensor, out: Tensor, num_tokens: int) -> None:
-        """out = x @ weight.T + bias, out in float32 or in x's type."""
+        """out = x @ weight.T + bias, out in float32 or in x's dtype."""
 
     def add(self, x: Tensor, total: Tensor, num_tokens: int) -> None:
         """total += x @ weight.T + bias"""

@@ -1,7 +1,7 @@
-"""The residual stream of a model on a GPU: what its blocks read, normed, and add to.
+"""The residual stream of a model on a GPU.
 
-Shapes: T tokens that count, in buffers of more rows. A norm and what a block adds take turns, and
-the norm comes first.
+Shapes: T valid tokens, in buffers with more rows. Calls of `norm` and `add` alternate, beginning
+with `norm`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from inflight_kernels.ops.norm import rms_norm
 
 
 class Residual:
-    """One in the type of the activations: linear layers add to it, where that costs nothing.
+    """A residual stream in the activations' dtype; linear layers accumulate into it directly.
 
     Args:
         num_rows, hidden_size: of the buffer.
@@ -36,25 +36,25 @@ class Residual:
         self.hidden = torch.zeros(num_rows, hidden_size, dtype=dtype, device=device)
 
     def begin(self, token_ids: Tensor, table: Tensor) -> None:
-        """Start with the tokens' [T] rows of the embedding."""
+        """Initialise with the embeddings of tokens [T]."""
         embedding(token_ids, table, out=self.hidden[: len(token_ids)], pdl=True)
 
     def take(self, rows: Tensor, whole: Residual, num_tokens: int) -> None:
-        """Start with rows [n] of another one, of T tokens, after a norm."""
+        """Initialise with rows [n] of another stream of T tokens, after a norm."""
         embedding(rows, whole.hidden[:num_tokens], out=self.hidden[: len(rows)], pdl=True)
 
     def norm(self, weight: Tensor, eps: float, out: Tensor) -> None:
-        """RMSNorm of the first rows -> out [T, hidden_size]."""
+        """RMSNorm of the first rows into out [T, hidden_size]."""
         rms_norm(self.hidden[: len(out)], weight, eps, out=out, pdl=True)
 
     def add(self, x: Tensor, linear: CudaWeight, num_tokens: int) -> None:
-        """hidden += linear(x); x is a whole buffer."""
+        """hidden += linear(x); x is an entire buffer."""
         linear.add(x, self.hidden, num_tokens)
 
 
 class WideResidual(Residual):
-    """One in float32, whatever the type of the activations: the norm adds to it what the linear
-    layer before it has left, in the activations' type.
+    """A residual stream in float32: the norm kernel accumulates the output of the preceding
+    linear layer, in the activations' dtype, into it.
 
     Args: as above.
     """
@@ -68,7 +68,7 @@ class WideResidual(Residual):
     ) -> None:
         super().__init__(num_rows, hidden_size, torch.float32, device)
         self._addend = torch.zeros(num_rows, hidden_size, dtype=dtype, device=device)
-        self._is_new = False  # nothing is in `hidden` yet
+        self._is_new = False  # `hidden` is not initialised yet
 
     def begin(self, token_ids: Tensor, table: Tensor) -> None:
         embedding(token_ids, table, out=self._addend[: len(token_ids)], pdl=True)

@@ -1,4 +1,4 @@
-"""Rotary frequencies with the four ways in use to stretch them beyond the trained context."""
+"""Rotary embedding frequencies, with the scaling methods for contexts beyond the trained one."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from inflight.models.spec import RopeSpec
 def inverse_frequencies(
     rope: RopeSpec, head_dim: int, max_len: int
 ) -> tuple[npt.NDArray[np.float32], float]:
-    """Radians per position of each column pair, and the factor of cos and sin.
+    """Radians per position of each column pair, and the attention factor of cos and sin.
 
     Args:
-        rope: which formula, with its parameters.
-        head_dim: columns of a head; all of them rotate.
-        max_len: the longest sequence that will be run. Dynamic scaling depends on it: one table
-            for it serves all positions, since keys in the cache cannot be rotated again.
+        rope: parameters.
+        head_dim: columns of a head; all of them are rotated.
+        max_len: maximum sequence length. Dynamic scaling is computed for it and used for all
+            positions, since cached keys cannot be rotated again.
 
     Returns:
         ([head_dim / 2] float32, attention factor).
@@ -27,7 +27,7 @@ def inverse_frequencies(
     theta = rope.theta
     if rope.type == "dynamic":
         theta = _dynamic_theta(rope, head_dim, max_len)
-    # float32 in each step, as the models were trained with.
+    # float32 at every step, as in training.
     exponents = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)
     frequencies = (1.0 / np.power(np.float32(theta), exponents)).astype(np.float32)
     attention_factor = 1.0
@@ -44,14 +44,14 @@ def inverse_frequencies(
 
 
 def _dynamic_theta(rope: RopeSpec, head_dim: int, max_len: int) -> float:
-    # NTK-aware scaling with a base that follows the length; none within the trained context.
+    # NTK-aware scaling whose base depends on the length; none within the trained context.
     length = max(max_len, rope.original_max_position)
     stretch = rope.factor * length / rope.original_max_position - (rope.factor - 1.0)
     return float(rope.theta * stretch ** (head_dim / (head_dim - 2)))
 
 
 def _llama3(rope: RopeSpec, frequencies: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
-    # Llama 3.1: long waves stretched, short ones kept, a linear blend between.
+    # Llama 3.1: long wavelengths scaled, short ones kept, linear interpolation between.
     wavelengths = 2 * math.pi / frequencies
     blend = (rope.original_max_position / wavelengths - rope.low_freq_factor) / (
         rope.high_freq_factor - rope.low_freq_factor

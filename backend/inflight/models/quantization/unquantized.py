@@ -1,7 +1,7 @@
-"""Weights of linear layers in 16 or 32 bits, as a CPU and a GPU multiply with them.
+"""Unquantised linear weights, 16 or 32 bits, on a CPU and on a GPU.
 
-On a GPU, shapes are those of `layers.linear`: T tokens that count, in buffers of more rows. Our own
-kernels are taken where they are faster, cuBLAS elsewhere.
+Shapes on a GPU are those of `layers.linear`: T valid tokens, in buffers with more rows. Own kernels
+are used where they are faster, otherwise cuBLAS.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from inflight_kernels.torch_ops import transformer as ops
 
 
 class CpuLinear:
-    """A weight on the CPU, in the layout that it multiplies fastest with.
+    """A weight on the CPU, packed for its GEMM.
 
     Args:
         weight: [n, k]; not kept.
@@ -38,7 +38,7 @@ class CudaLinear:
     Args:
         weight: [n, k].
         bias: [n], or None.
-        batch_invariant: one kernel, and tiles of one size, whatever the number of tokens.
+        batch_invariant: use one kernel and one tile size for any number of tokens.
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None, batch_invariant: bool) -> None:

@@ -1,14 +1,14 @@
-// Causal attention over a paged KV cache: decode rows, chunks of prompts and any mix of them.
+// Causal attention over a paged KV cache: decodes, prefill chunks and any mix of them.
 //
-// attention_units.cuh says what units, items and shares are; `plan` of attention_plan.cu makes
-// them, `attend` works a share off. A unit cut by the end of a share leaves partial sums, and the
-// last of its blocks to arrive merges them (splitting keys, Flash-Decoding). The plan lives in
-// device memory and the grid is fixed, so a CUDA graph replays with other lengths.
+// Units, items and shares are defined in attention_units.cuh; `plan` of attention_plan.cu creates
+// them, `attend` processes a share per block. For a unit split across shares, each block writes
+// partial sums, and the last one to arrive merges them (split-KV, Flash-Decoding). The plan is in
+// device memory and the grid is fixed, so a CUDA graph can be replayed with other lengths.
 //
-// A small step is a chain of latencies, so as many of them as can be lie under the kernel before:
-// a step `history_ready` says that only q and the keys and values of this step's own tokens may still be
-// on their way, and all else is read before that kernel has ended. `rope_attend` takes the qkv
-// projection as it is, one token per chunk, and saves the kernel in between.
+// A small step is bound by latencies, so as many as possible are overlapped with the preceding
+// kernel: `history_ready` means that only q and the keys and values of this step's own tokens may
+// not be written yet, and everything else is read before that kernel has ended. `rope_attend` reads
+// the qkv projection directly, for one token per chunk, and saves the kernel in between.
 
 #include "attention/attention_source.cuh"
 #include "attention/attention_tile.cuh"
@@ -16,12 +16,12 @@
 
 namespace attention {
 
-// Work on a share. A unit's tiles come in turns: each starts a copy and multiplies the tile whose
-// copy was started STAGES - 1 turns before; where nothing is on its way yet, turns before the first
+// Process a share. Each iteration starts the copy of a tile and multiplies the tile whose copy was
+// started STAGES - 1 iterations before; if nothing is in flight yet, iterations before the first
 // tile only copy.
 //
-// Of the first unit, what is history_ready is read before the kernels in front have ended: all keys, but
-// for those of this step's tokens.
+// For the first unit, history_ready data is read before the preceding kernels have ended: all keys
+// except those of this step's tokens.
 template <class S, class Source>
 __device__ __forceinline__ void mainloop(const Arguments<typename S::Element>& args, Source source,
                                          const Item* items, const Share* shares, int* arrivals,
@@ -39,7 +39,7 @@ __device__ __forceinline__ void mainloop(const Arguments<typename S::Element>& a
     if (!history_ready) pdl_wait();
     const Share share = load_l2(shares + blockIdx.x);
     if (share.begin == share.end) {
-        // A kernel without a block that waits would let the next one believe that all is done.
+        // If no block waited, the next kernel would start before the preceding ones have ended.
         pdl_wait();
         return;
     }
@@ -48,13 +48,13 @@ __device__ __forceinline__ void mainloop(const Arguments<typename S::Element>& a
     TileProducer<S, Source::ROTATES> producer;
     HeadRow<S> rows[2];
     State<S> state;
-    Unit done;           // the unit before, whose sums are in `state`
-    int stage = 0;       // of the tile whose turn it is
-    int ready = 0;       // keys below it have been read of the next `num_begun` tiles
+    Unit done;           // the previous unit, whose sums are in `state`
+    int stage = 0;       // of the current tile
+    int ready = 0;       // keys below it have been copied for the next `num_begun` tiles
     int num_begun = 0;
     bool is_first = true, is_over = false;
 
-    // Adds up the sums of the warps. They go where the last tile was: in other stages, tiles of the
+    // Reduces the sums of the warps in the stage of the last tile: in other stages, tiles of the
     // next unit may be arriving.
     const auto finish = [&] {
         const int last = stage == 0 ? S::STAGES - 1 : stage - 1;
@@ -78,15 +78,15 @@ __device__ __forceinline__ void mainloop(const Arguments<typename S::Element>& a
                 const int new_tile = history / S::KEYS;
                 const bool has_new = Source::ROTATES && unit.item.kv_len > 0 && new_tile >= begin &&
                                      new_tile < end && history % S::KEYS / S::COPY_KEYS == warp;
-                source.prepare(args, unit, has_new);  // or it would come behind the copies
-                // What `Source` rotates, it does not look for in the cache.
+                source.prepare(args, unit, has_new);  // ahead of the copies in the memory pipeline
+                // The key that `Source` rotates is not read from the cache.
                 ready = Source::ROTATES || !history_ready || !is_first ? ALL_KEYS : history;
                 num_begun = min(end - begin, S::STAGES);
-                // Not unrolled: at few sequences, reading the instructions takes its time.
+                // Not unrolled: with few sequences, instruction fetches are noticeable.
 #pragma unroll 1
                 for (int i = 0; i < S::STAGES; ++i) {
                     if (i < num_begun) producer.load(tiles, args, i, begin + i, 0, ready);
-                    // The last one waits with what the first tile's turn copies.
+                    // The last one is awaited together with the first iteration's copy.
                     if (i < S::STAGES - 1) ptx::commit_copies();
                 }
             }
@@ -129,7 +129,7 @@ __device__ __forceinline__ void mainloop(const Arguments<typename S::Element>& a
         for (; tile < end; ++turn) {
             if (turn >= 0) {
                 ptx::wait_copies<S::STAGES - 2>();
-                // The tile is there for all its readers, and all have read what is overwritten next.
+                // The tile is visible to all readers, and the one to be overwritten has been read.
                 if (S::PRIVATE)
                     __syncwarp();
                 else
@@ -180,15 +180,15 @@ __device__ __forceinline__ void mainloop(const Arguments<typename S::Element>& a
 
 }  // namespace attention
 
-// Attention of the chunks that `plan` took, with the same unit_rows = ROWS, unit_keys = KEYS,
+// Attention of the chunks selected by `plan`, with the same unit_rows = ROWS, unit_keys = KEYS,
 // window and number of shares = blocks.
 //
 //   q [T, H, D], rows q_stride elements apart; out [T, H, D]
 //   k_cache, v_cache [num_blocks, block_size, G, D], blocks block_stride elements apart
 //   block_tables [n, table_stride]
 //   slots 2 * gridDim.x * ROWS * (D + 2) floats of scratch
-//   history_ready   all but q, and the keys and values of the tokens in q, was written before the kernel
-//             before was launched
+//   history_ready   everything except q, and the keys and values of the tokens in q, was written
+//                   before the preceding kernel was launched
 template <class S>
 __global__ void __launch_bounds__(S::THREADS, 2)
     attend(const typename S::Element* q, const typename S::Element* k_cache,
@@ -204,7 +204,7 @@ __global__ void __launch_bounds__(S::THREADS, 2)
     mainloop<S>(args, InPlace<S>(), items, shares, arrivals, slots, history_ready);
 }
 
-// The same and, before, what `rope_write_kv` of rope.cu does, for chunks of one token each.
+// Fused `rope_write_kv` of rope.cu and `attend`, for chunks of one token each.
 //
 //   qkv [T, (H + 2 * G) * D], rows qkv_stride elements apart
 //   slots, positions [T]; cos, sin [positions, D]; q_weight, k_weight [D] if NORM

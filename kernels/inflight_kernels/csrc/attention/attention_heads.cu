@@ -1,29 +1,29 @@
-// Attention where sequences are many and have a token or two each: a warp for each KV head.
+// Attention for many sequences with one or two tokens each: one warp per KV head.
 //
-// As attention.cu, but a unit is HEADS KV heads side by side and each warp has one of them to
-// itself: it copies, multiplies and adds up without ever waiting for another, and with so many
-// sequences there is work for all. The product is turned round: keys are the 16 rows of the
-// tensor cores, and the few queries their 8 columns, which takes half of their time and half of the
-// registers.
+// Like attention.cu, but a unit is HEADS adjacent KV heads and each warp processes one of them: it
+// copies, multiplies and accumulates without waiting for other warps, and with so many sequences
+// there is work for all. The product is transposed: keys are the 16 rows of the mma, and the few
+// queries its 8 columns, which takes half of the time and half of the registers.
 //
-// Fragments: a lane has the scores of keys lane / 4 and lane / 4 + 8 for rows 2 * (lane % 4) and the
-// one after it, and of the sums the columns lane / 4 and lane / 4 + 8 of each 16, for the same rows.
+// Fragments: a lane has the scores of keys lane / 4 and lane / 4 + 8 for rows 2 * (lane % 4) and
+// the next one, and of the sums the columns lane / 4 and lane / 4 + 8 of each 16, for the same
+// rows.
 
 #include "attention/attention_work.cuh"
 
 namespace attention {
 
-// How a block of threads is laid over a unit.
+// Tile shape of a block of threads.
 //   STAGES tiles of each warp are in shared memory.
 template <typename Element_, int HEAD_DIM_, int HEADS_, int STAGES_>
 struct HeadsShape {
     using Element = Element_;
     static constexpr int HEAD_DIM = HEAD_DIM_;
-    static constexpr int HEADS = HEADS_;  // KV heads of a unit, and warps
+    static constexpr int HEADS = HEADS_;  // KV heads per unit, and warps
     static constexpr int STAGES = STAGES_;
 
     static constexpr int THREADS = 32 * HEADS;
-    static constexpr int ROWS = 8;  // of each KV head
+    static constexpr int ROWS = 8;  // per KV head
     static constexpr int KEYS = 16;
     static constexpr int COPY_KEYS = KEYS;
     static constexpr bool CROSSES_UNITS = true;
@@ -38,12 +38,12 @@ struct HeadsShape {
     }
 };
 
-// What a warp has of its unit, for two rows in each lane.
+// A warp's state of its unit, two rows per lane.
 template <class S>
 struct HeadState {
     float sums[S::HEAD_DIM / 16][4];
-    float max[2];    // of the scores so far, in units of log 2
-    float total[2];  // of the weights so far, this lane's keys only
+    float max[2];    // running maximum of the scores, in units of log 2
+    float total[2];  // running sum of the weights, this lane's keys only
 
     __device__ __forceinline__ void clear() {
 #pragma unroll
@@ -72,7 +72,7 @@ __device__ __forceinline__ float sum_over_keys(float x) {
     return x;
 }
 
-// The row lane / 4 of a unit's queries, zero if it does not exist.
+// Loads row lane / 4 of a unit's queries; zero if it does not exist.
 template <class S>
 __device__ __forceinline__ void load_row(HeadRow<S>& row,
                                          const Arguments<typename S::Element>& args,
@@ -84,7 +84,7 @@ __device__ __forceinline__ void load_row(HeadRow<S>& row,
         row.clear();
 }
 
-// scores = keys @ queries^T, in two sums, for each product waits for the one that it adds to.
+// scores = keys @ queries^T, in two accumulators to shorten the dependency chain.
 template <class S>
 __device__ __forceinline__ void mma_kq(float (&scores)[4], const HeadRow<S>& row,
                                        const typename S::Element* keys) {
@@ -119,7 +119,7 @@ __device__ __forceinline__ void mma_vp(HeadState<S>& state, const float (&weight
     }
 }
 
-// Keys that a row does not see get no weight.
+// Masked scores become -inf.
 template <class S>
 __device__ __forceinline__ void mask_scores(float (&scores)[4],
                                             const Arguments<typename S::Element>& args,
@@ -135,7 +135,7 @@ __device__ __forceinline__ void mask_scores(float (&scores)[4],
     }
 }
 
-// Scores become weights relative to the largest score so far; what was summed before is rescaled.
+// Online softmax: scores become weights relative to the running maximum; earlier sums are rescaled.
 template <class S>
 __device__ __forceinline__ void softmax_step(HeadState<S>& state, float (&scores)[4], float scale) {
 #pragma unroll
@@ -143,7 +143,7 @@ __device__ __forceinline__ void softmax_step(HeadState<S>& state, float (&scores
         const float before = state.max[r];
         const float largest = max_over_keys(fmaxf(scores[r], scores[2 + r]));
         const float now = fmaxf(before, largest * scale);
-        // A row that has seen no key yet: -inf - -inf would be NaN.
+        // For a row without keys so far, -inf - -inf would be NaN.
         const float origin = now == -CUDART_INF_F ? 0.0f : now;
         const float rescale = ptx::exp2(before - origin);
         state.max[r] = now;
@@ -158,7 +158,7 @@ __device__ __forceinline__ void softmax_step(HeadState<S>& state, float (&scores
     }
 }
 
-// Writes the rows of a unit of which this warp has seen all keys.
+// Writes the rows of a unit that was not split.
 template <class S>
 __device__ __forceinline__ void write_rows(const Arguments<typename S::Element>& args,
                                            const Unit& unit, const HeadState<S>& state) {
@@ -168,7 +168,7 @@ __device__ __forceinline__ void write_rows(const Arguments<typename S::Element>&
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
         const float total = sum_over_keys(state.total[r]);
-        inverse[r] = total > 0.0f ? 1.0f / total : 0.0f;  // zero for a row that sees no key
+        inverse[r] = total > 0.0f ? 1.0f / total : 0.0f;  // zero for a row without keys
     }
     const bool exists = lane / 4 < unit.num_rows;
     unsigned* const out =
@@ -184,8 +184,8 @@ __device__ __forceinline__ void write_rows(const Arguments<typename S::Element>&
         }
 }
 
-// Leaves the sums of a unit that is cut in a slot; merges the slots if this warp is the last one of
-// its head to come here.
+// Stores the partial sums of a split unit in a slot; merges the slots if this warp is the last one
+// of its head to arrive.
 template <class S>
 __device__ __forceinline__ void leave_rows(const Arguments<typename S::Element>& args,
                                            const Unit& unit, const Share& share,
@@ -221,10 +221,10 @@ __device__ __forceinline__ void leave_rows(const Arguments<typename S::Element>&
 
 }  // namespace attention
 
-// Attention of the chunks that `plan` took, with the same unit_rows = ROWS, unit_keys = KEYS,
+// Attention of the chunks selected by `plan`, with the same unit_rows = ROWS, unit_keys = KEYS,
 // num_kv_heads = G / HEADS, window and number of shares = blocks. G is a multiple of HEADS.
 //
-//   arguments as of `attend` in attention.cu, but for
+//   arguments as of `attend` in attention.cu, except
 //   slots 2 * gridDim.x * HEADS * ROWS * (D + 2) floats of scratch
 template <class S>
 __global__ void __launch_bounds__(S::THREADS, 8 / S::HEADS)
@@ -247,7 +247,7 @@ __global__ void __launch_bounds__(S::THREADS, 8 / S::HEADS)
     if (!history_ready) pdl_wait();
     const Share share = load_l2(shares + blockIdx.x);
     if (share.begin == share.end) {
-        // A kernel without a block that waits would let the next one believe that all is done.
+        // If no block waited, the next kernel would start before the preceding ones have ended.
         pdl_wait();
         return;
     }
@@ -256,8 +256,8 @@ __global__ void __launch_bounds__(S::THREADS, 8 / S::HEADS)
     TileProducer<S, false> producer;
     producer.begin(args, work);
 
-    // Of the first unit, what is history_ready is read before the kernels in front have ended: all keys
-    // but those of this step's tokens.
+    // For the first unit, history_ready data is read before the preceding kernels have ended: all
+    // keys except those of this step's tokens.
     const int ready = history_ready ? work.unit.item.kv_len - work.unit.item.query_len : ALL_KEYS;
     const int begun = min(producer.end - producer.tile, S::STAGES - 1);
 #pragma unroll 1
@@ -277,7 +277,7 @@ __global__ void __launch_bounds__(S::THREADS, 8 / S::HEADS)
     HeadRow<S> row;
     HeadState<S> state;
     load_row(row, args, work.unit);
-    int stage = 0;  // of the tile whose turn it is
+    int stage = 0;  // of the current tile
     while (true) {
         const Unit unit = work.unit;
         const int history = unit.item.kv_len - unit.item.query_len;
@@ -287,7 +287,7 @@ __global__ void __launch_bounds__(S::THREADS, 8 / S::HEADS)
 #pragma unroll 1
         for (int tile = unit.item.kv_begin + unit.from; tile < unit.item.kv_begin + unit.to;
              ++tile) {
-            __syncwarp();  // all lanes have read the tile before, whose place is taken now
+            __syncwarp();  // all lanes have read the previous tile, which is overwritten now
             if (producer.has_more()) {
                 producer.load(tiles, args, stage == 0 ? S::STAGES - 1 : stage - 1, producer.tile, 0,
                           ALL_KEYS);
@@ -295,7 +295,7 @@ __global__ void __launch_bounds__(S::THREADS, 8 / S::HEADS)
             }
             ptx::commit_copies();
             ptx::wait_copies<S::STAGES - 1>();
-            __syncwarp();  // the tile is there for all lanes
+            __syncwarp();  // the tile is visible to all lanes
 
             const T* const keys = tiles + 2 * stage * S::TILE;
             stage = stage + 1 == S::STAGES ? 0 : stage + 1;

@@ -1,16 +1,16 @@
-// Causal attention of chunks with many rows over a paged KV cache, on Hopper's own tensor cores.
+// Causal attention of chunks with many rows over a paged KV cache, with Hopper's wgmma and TMA.
 //
-// A block has three groups of four warps (FlashAttention-3, arXiv:2407.08608). Two multiply: each
-// has 64 of a unit's 128 rows, and while one turns scores into weights, the other one's products
-// run. They go through the tiles of keys from the last to the first, and on into the next unit
-// without a pause. The third group feeds them: two warps find the units and copy their queries, two
-// have the copy engine fetch keys and values, block by block, into rings. attention_plan.cu says
-// who works on what, and attention_units.cuh what units and shares are.
+// A block has three warpgroups (FlashAttention-3, arXiv:2407.08608). Two are consumers: each has 64
+// of a unit's 128 rows, and the softmax of one overlaps with the products of the other. They
+// iterate over the tiles of keys from the last to the first, and continue with the next unit
+// without a bubble. The third is the producer: two of its warps take units and copy their queries,
+// two issue TMA copies of keys and values, block by block, into ring buffers. attention_plan.cu
+// assigns the work; units and shares are defined in attention_units.cuh.
 
 #include "attention/attention_hopper_producer.cuh"
 #include "attention/attention_hopper_consumer.cuh"
 
-// Attention of the chunks that `plan` took, with the same unit_rows = ROWS, unit_keys = KEYS,
+// Attention of the chunks selected by `plan`, with the same unit_rows = ROWS, unit_keys = KEYS,
 // window and number of shares = blocks, and a queue.
 //
 //   q [T, H, D], rows q_stride elements apart; out [T, H, D]

@@ -1,5 +1,4 @@
-// Hopper's instructions that attention is built of: barriers in shared memory, copies of boxes of a
-// tensor (TMA), and the products of a group of four warps (wgmma). sm_90a only.
+// Hopper instructions for attention: mbarriers, TMA copies and wgmma. sm_90a only.
 #pragma once
 
 
@@ -8,15 +7,15 @@
 
 namespace hopper {
 
-// A tensor as the copy engine sees it; the host encodes it.
+// A tensor map for TMA, encoded by the host.
 struct alignas(64) TensorMap {
     unsigned long long opaque[16];
 };
 
 // ---------------------------------------------------------------- barriers
 
-// A barrier in shared memory whose phases end when all arrivals and all bytes that it expects have
-// come. Addresses are those of the shared window.
+// An mbarrier: a phase completes when all expected arrivals and bytes have come. Addresses are in
+// the shared window.
 __device__ __forceinline__ void init_barrier(unsigned barrier, int arrivals) {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals)
                  : "memory");
@@ -32,7 +31,7 @@ __device__ __forceinline__ void expect_tx(unsigned barrier, int bytes) {
                  : "memory");
 }
 
-// Waits for the end of the phase of this parity; a fresh barrier is in phase 0, after a phase 1.
+// Waits for the completion of the phase with this parity; a new barrier is in phase 0.
 __device__ __forceinline__ void barrier_wait(unsigned barrier, unsigned parity) {
     asm volatile(
         "{\n"
@@ -47,21 +46,20 @@ __device__ __forceinline__ void barrier_wait(unsigned barrier, unsigned parity) 
         : "memory");
 }
 
-// A barrier of its own for each group of so many threads.
+// Named barrier for a group of so many threads.
 template <int THREADS>
 __device__ __forceinline__ void named_barrier_sync(int barrier) {
     asm volatile("bar.sync %0, %1;" ::"r"(barrier), "n"(THREADS) : "memory");
 }
 
-// Writes to shared memory by this thread, before, are seen by copies and products, after.
+// Makes earlier writes to shared memory by this thread visible to later TMA copies and wgmma.
 __device__ __forceinline__ void fence_async_proxy() {
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
 // ---------------------------------------------------------------- copies
 
-// The box at (0, 0, x, 0, y), the dimension of neighbours first; zeros where it is outside the
-// tensor.
+// Copies the box at (0, 0, x, 0, y), contiguous dimension first; zeros outside the tensor.
 __device__ __forceinline__ void tma_load(unsigned target, const TensorMap& map, int x, int y,
                                          unsigned barrier) {
     asm volatile(
@@ -77,9 +75,9 @@ __device__ __forceinline__ void prefetch_tensor_map(const TensorMap& map) {
 
 // ---------------------------------------------------------------- products
 
-// A matrix in shared memory in pieces of 8 rows x 64 columns, each 1024 bytes, at a multiple of
-// that, and with its 16-byte chunks swizzled. 64 columns are 1024 bytes from the next, 8 rows
-// ROWS_APART. (`address` + `offset`) is that of its first element.
+// Descriptor of a matrix in shared memory, in atoms of 8 rows x 64 columns, each 1024 bytes and
+// aligned to that, with its 16-byte chunks swizzled. The stride is 1024 bytes between 64 columns,
+// and ROWS_APART between 8 rows. (`address` + `offset`) is the address of its first element.
 template <int ROWS_APART>
 __device__ __forceinline__ unsigned long long smem_descriptor(unsigned address, int offset) {
     constexpr unsigned COLUMNS_APART = 1024 >> 4 << 16;
@@ -88,7 +86,7 @@ __device__ __forceinline__ unsigned long long smem_descriptor(unsigned address, 
     return static_cast<unsigned long long>(SWIZZLE_128 | ROWS_APART >> 4) << 32 | low;
 }
 
-// Four 8x8 matrices of 16-bit elements to shared memory; the inverse of ptx::load_matrices.
+// Stores four 8x8 matrices of 16-bit elements to shared memory; the inverse of ptx::load_matrices.
 __device__ __forceinline__ void store_matrices(unsigned address, unsigned a, unsigned b, unsigned c,
                                                unsigned d) {
     asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address),
@@ -96,12 +94,12 @@ __device__ __forceinline__ void store_matrices(unsigned address, unsigned a, uns
                  : "memory");
 }
 
-// Where a chunk of a row of 8 is in such a piece.
+// Offset of a 16-byte chunk of a row in such an atom.
 __device__ __forceinline__ int swizzle(int row, int chunk) {
     return row * 128 + ((chunk ^ row) << 4);
 }
 
-// Before the first product, and whenever its registers were written by other instructions.
+// Required before the first wgmma, and after other instructions wrote its registers.
 __device__ __forceinline__ void wgmma_fence() {
     asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 }
@@ -110,7 +108,7 @@ __device__ __forceinline__ void wgmma_commit() {
     asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
 }
 
-// Waits until at most PENDING of the youngest groups are on their way.
+// Waits until at most the PENDING most recent groups are in flight.
 template <int PENDING>
 __device__ __forceinline__ void wgmma_wait() {
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
@@ -141,8 +139,8 @@ __device__ __forceinline__ void fence_operand(unsigned (&x)[N]) {
     "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, " \
     "%50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
 
-// c [64, N] = a [64, 16] @ b [16, N], or += where `add`. a is in registers, four of each lane, as
-// for mma.m16n8k16; b is in shared memory, and is summed over its rows, or over its columns where
+// c [64, N] = a [64, 16] @ b [16, N], or += if `add`. a is in registers, four per lane, as for
+// mma.m16n8k16; b is in shared memory, and is contracted over its rows, or its columns if
 // TRANSPOSED.
 #define ATTENTION_MULTIPLY_128(T)                                                            \
     asm volatile(                                                                            \
@@ -188,7 +186,7 @@ __device__ __forceinline__ void wgmma(float (&c)[32], const unsigned* a, unsigne
 
 // ---------------------------------------------------------------- registers
 
-// Of each thread of this group of four warps, from now on.
+// Sets the registers per thread of this warpgroup.
 template <int N>
 __device__ __forceinline__ void warpgroup_reg_alloc() {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(N));

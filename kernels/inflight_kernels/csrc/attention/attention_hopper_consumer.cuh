@@ -1,5 +1,4 @@
-// The threads of attention_hopper.cu that multiply: four warps go through the units of their block,
-// with 64 of the rows of each.
+// The consumer warpgroups of attention_hopper.cu: each processes 64 rows of all units of its block.
 #pragma once
 
 #include "attention/attention_hopper_block.cuh"
@@ -12,20 +11,20 @@ using Sums = float[S::HEAD_DIM / 2];  // [HEAD_DIM / 8][2 rows][2 columns]
 template <class S>
 struct State {
     Sums<S> sums;
-    float max[2];    // of the scores so far, in units of log 2
-    float total[2];  // of the weights so far, this lane's columns only
+    float max[2];    // running maximum of the scores, in units of log 2
+    float total[2];  // running sum of the weights, this lane's columns only
 };
 
 template <class S>
 using Scores = float[S::KEYS / 2];  // [KEYS / 8][2 rows][2 columns]
 
 template <class S>
-using Weights = unsigned[S::KEYS / 4];  // pairs of columns, as left operands of products
+using Weights = unsigned[S::KEYS / 4];  // pairs of columns, as left operands of wgmma
 
 template <class S>
-using Queries = unsigned[S::HEAD_DIM / 4];  // pairs of columns, as left operands of products
+using Queries = unsigned[S::HEAD_DIM / 4];  // pairs of columns, as left operands of wgmma
 
-// This warp's 16 rows, of which `rows` is the shared address, into registers.
+// Loads this warp's 16 rows, at shared address `rows`, into registers.
 template <class S>
 __device__ __forceinline__ void load_queries(Queries<S>& queries, unsigned rows) {
     const int lane = threadIdx.x % 32;
@@ -63,11 +62,11 @@ __device__ __forceinline__ void start_sums(State<S>& state, const Weights<S>& we
     hopper::wgmma_commit();
 }
 
-// What a thread knows of its two rows. Rows that do not exist follow the last one that does.
+// Mask bounds of a thread's two rows. Rows that do not exist are treated like the last valid one.
 struct Rows {
-    int last[2];     // key that each sees
-    int lowest;      // key that all rows of the four warps see, if not for a window
-    int window_end;  // the last key that one of them does not see for the window
+    int last[2];     // last key that each attends to
+    int lowest;      // last key that all rows of the warpgroup attend to, ignoring the window
+    int window_end;  // last key that the window masks for one of them
 
     template <typename T>
     __device__ __forceinline__ void find(const Arguments<T>& args, const Unit& unit,
@@ -86,7 +85,7 @@ struct Rows {
     }
 };
 
-// Scores of keys after the last one that a row sees, or of those BEFORE its window, become -inf.
+// Scores of keys after a row's last one, or of those BEFORE its window, become -inf.
 template <class S, bool BEFORE>
 __device__ __forceinline__ void mask_scores(Scores<S>& scores, const int (&last)[2],
                                             int first_key) {
@@ -102,8 +101,8 @@ __device__ __forceinline__ void mask_scores(Scores<S>& scores, const int (&last)
     }
 }
 
-// Scores become weights relative to the largest score so far; what was summed before is to be
-// multiplied with `rescale`.
+// Online softmax: scores become weights relative to the running maximum; earlier sums are to be
+// multiplied by `rescale`.
 template <class S>
 __device__ __forceinline__ void softmax_step(State<S>& state, Scores<S>& scores, float scale,
                                              float (&rescale)[2]) {
@@ -115,7 +114,7 @@ __device__ __forceinline__ void softmax_step(State<S>& state, Scores<S>& scores,
     for (int half = 0; half < 2; ++half) {
         const float before = state.max[half];
         const float now = fmaxf(before, max_of_quad(largest[half]) * scale);
-        // A row that has seen no key yet: -inf - -inf would be NaN.
+        // For a row without keys so far, -inf - -inf would be NaN.
         origin[half] = now == -CUDART_INF_F ? 0.0f : now;
         rescale[half] = ptx::exp2(before - origin[half]);
         state.max[half] = now;
@@ -139,8 +138,8 @@ __device__ __forceinline__ void pack_weights(Weights<S>& weights, const Scores<S
         weights[i] = ptx::pack<typename S::Element>(scores[2 * i], scores[2 * i + 1]);
 }
 
-// Writes this warp's rows of a whole unit, by way of the shared memory that its queries were in.
-// `first_row` is the first of the 16 in the unit.
+// Writes this warp's rows of a whole unit, staged in the shared memory of its queries. `first_row`
+// is the first of the 16 in the unit.
 template <class S>
 __device__ __forceinline__ void write_rows(const Arguments<typename S::Element>& args,
                                            const Unit& unit, const Sums<S>& sums,
@@ -184,8 +183,8 @@ __device__ __forceinline__ void write_rows(const Arguments<typename S::Element>&
     }
 }
 
-// Leaves the partial sums of a unit that is cut, and merges those of its blocks if this is the last
-// one to come here with these rows.
+// Stores the partial sums of a split unit, and merges those of its blocks if this is the last one
+// to arrive with these rows.
 template <class S>
 __device__ __forceinline__ void leave_rows(const Arguments<typename S::Element>& args,
                                            const Unit& unit, const Sums<S>& sums,
@@ -222,12 +221,12 @@ __device__ __forceinline__ void leave_rows(const Arguments<typename S::Element>&
                         min(begin + S::GROUP_ROWS, unit.num_rows), thread);
 }
 
-// Four warps: all units of the block, their rows [64 * group, 64 * group + 64).
+// A consumer warpgroup: rows [64 * group, 64 * group + 64) of all units of the block.
 template <class S>
 __device__ __forceinline__ void consume_units(const Arguments<typename S::Element>& args,
                                                const SharedStorage<S>& shared, const Slots<S>& slots,
                                                int* arrivals, int group) {
-    const bool is_elected = threadIdx.x % 32 == 0;  // for its warp, once the warp's products are done
+    const bool is_elected = threadIdx.x % 32 == 0;  // signals for its warp after its products
     const unsigned keys = ptx::shared_address(shared.keys);
     const unsigned values = ptx::shared_address(shared.values);
     const bool capped = args.soft_cap > 0.0f;
@@ -245,18 +244,18 @@ __device__ __forceinline__ void consume_units(const Arguments<typename S::Elemen
     Queries<S> queries;
 #pragma unroll
     for (int i = 0; i < S::HEAD_DIM / 4; ++i) queries[i] = 0;
-    int begin = 0, tile = 0;  // of the unit that `at` names; tile is the one in `weights`
+    int begin = 0, tile = 0;  // of the unit of `at`; tile is the one in `weights`
     bool is_first = true;
     const int warp_row = group * S::GROUP_ROWS + threadIdx.x / 32 % 4 * 16;
 
     PipelineState<S::KEY_STAGES> key;
     PipelineState<S::VALUE_STAGES> value;
     PipelineState<S::UNITS> at, upcoming;
-    PipelineState<S::QUERY_STAGES> used, loaded;  // by the unit `at`, and by the one upcoming
+    PipelineState<S::QUERY_STAGES> used, loaded;  // by the unit of `at`, and by the next one
 
-    // Each round starts the scores of the next tile and the sums of this one, also where the next
-    // tile is another unit's. There is no tile before the first and none after the last: what is
-    // multiplied in their place is not used.
+    // Each iteration starts the scores of the next tile and the sums of this one, even if the next
+    // tile is another unit's. There is no tile before the first and none after the last: the
+    // products computed in their place are not used.
     for (;;) {
         const bool ends = is_first || tile == begin;  // the unit
         bool is_last = false;
@@ -324,8 +323,8 @@ __device__ __forceinline__ void consume_units(const Arguments<typename S::Elemen
                 else
                     leave_rows<S>(args, unit, state.sums, before_max, before_total, slots,
                                   shared.totals[at.index], arrivals, shared.is_last, group);
-                // Every thread for itself, as racecheck does not know that a warp's barrier orders
-                // what the others read from the staged rows.
+                // By every thread, as racecheck does not know that a warp's barrier orders the
+                // other lanes' reads of the staged rows.
                 hopper::arrive(used.of(shared.q_empty));
                 __syncwarp();
                 if (is_elected) hopper::arrive(at.of(shared.unit_empty));
@@ -340,7 +339,7 @@ __device__ __forceinline__ void consume_units(const Arguments<typename S::Elemen
         } else {
             if (is_elected) hopper::arrive(value.of(shared.v_empty));
             value.advance();
-            // Most tiles have no larger score than those before.
+            // Most tiles do not raise the maximum.
             if (__any_sync(FULL_WARP, rescale[0] != 1.0f || rescale[1] != 1.0f)) {
 #pragma unroll
                 for (int i = 0; i < S::HEAD_DIM / 2; ++i) state.sums[i] *= rescale[i / 2 % 2];

@@ -1,12 +1,12 @@
-// The threads of attention_hopper.cu that feed the others: two warps find units and copy their
-// queries, two have the copy engine fetch tiles of keys and values.
+// The producer warpgroup of attention_hopper.cu: two warps take units and copy their queries, two
+// issue TMA copies of tiles of keys and values.
 #pragma once
 
 #include "attention/attention_hopper_block.cuh"
 
 namespace attention {
 
-// The units of a block, one after the other: off the queue, or of its share.
+// Iterates over the units of a block: from the queue, or of its share.
 template <class S>
 struct UnitSource {
     const Item* items;
@@ -16,9 +16,9 @@ struct UnitSource {
     int heads_at_once;
     int num_kv_heads;
     int group;
-    int upcoming;  // unit off the queue; asked for early, since the answer takes long
+    int upcoming;  // next unit from the queue, requested early to hide the latency
 
-    // A unit without rows ends the work.
+    // A unit without rows marks the end.
     __device__ __forceinline__ void next(Unit& unit) {
         unit.num_rows = 0;
         if (num_units > 0) {
@@ -51,8 +51,8 @@ struct UnitSource {
         if (num_units > 0) upcoming = atomicAdd(&queue->next, 1);
     }
 
-    // After the last one. The last block to come here leaves the queue ready for the next launch
-    // with this plan.
+    // After the last one. The last block to arrive resets the queue for the next launch with this
+    // plan.
     __device__ __forceinline__ void close() {
         if (num_units > 0 && atomicAdd(&queue->finished, 1) == gridDim.x - 1) {
             queue->next = 0;
@@ -61,7 +61,7 @@ struct UnitSource {
     }
 };
 
-// Two warps: the second one hands the units out, one more than queries are copied of; both copy
+// Two warps: the second one publishes the units, one ahead of the copied queries; both copy
 // queries. Rows past the chunk become zero.
 template <class S>
 __device__ __forceinline__ void produce_units(const Arguments<typename S::Element>& args,
@@ -112,9 +112,8 @@ __device__ __forceinline__ void produce_units(const Arguments<typename S::Elemen
     if (thread == 32) source.close();
 }
 
-// Copies the rows of a block of the cache that are in the sequence, and makes the others zero:
-// their weights are 0, but the cache may hold NaN there. `target` is where the block begins in the
-// tile.
+// Copies the rows of a cache block that are in the sequence, and zeros the others: their weights
+// are 0, but the cache may contain NaN there. `target` is the block's address in the tile.
 template <class S>
 __device__ __forceinline__ void copy_partial(unsigned char* target,
                                              const typename S::Element* source, int row_stride,
@@ -129,11 +128,11 @@ __device__ __forceinline__ void copy_partial(unsigned char* target,
     }
 }
 
-// One warp: has the tiles of keys, or of VALUES, copied.
+// One warp: issues the copies of the tiles of keys, or of VALUES.
 template <class S, bool VALUES>
 __device__ __forceinline__ void produce_tiles(const Arguments<typename S::Element>& args,
                                            const SharedStorage<S>& shared, const hopper::TensorMap& map) {
-    const int page = threadIdx.x % 32;  // of a tile; this lane's
+    const int page = threadIdx.x % 32;  // this lane's page of a tile
     const int block_size = 1 << args.block_shift;
     const int block_bytes = S::ROW_BYTES << args.block_shift;
     const int pages = S::KEYS >> args.block_shift;
@@ -153,7 +152,7 @@ __device__ __forceinline__ void produce_tiles(const Arguments<typename S::Elemen
         const int head = unit.head;
         const int* const table =
             args.block_tables + static_cast<long long>(unit.item.sequence) * args.table_stride;
-        // Past the sequence, where the table ends, one that does not exist: its rows become zero.
+        // Past the sequence, where the block table ends, an invalid block: its rows become zero.
         const auto block_of = [&](int tile) {
             const int index = tile * pages + page;
             const bool valid = page < pages && tile >= begin && index << args.block_shift < kv_len;
@@ -165,7 +164,7 @@ __device__ __forceinline__ void produce_tiles(const Arguments<typename S::Elemen
             next = block_of(tile - 1);
             const unsigned barrier = stage.of(full);
             unsigned char* const target = tiles + stage.index * S::TILE_BYTES;
-            // Of the block that the sequence ends in.
+            // For the block in which the sequence ends.
             const int rows = kv_len - ((tile * pages + page) << args.block_shift);
             const bool partial = VALUES && page < pages && 0 < rows && rows < block_size;
             const unsigned partials = VALUES ? __ballot_sync(FULL_WARP, partial) : 0;

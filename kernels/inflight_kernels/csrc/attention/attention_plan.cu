@@ -1,15 +1,16 @@
-// Who does what in attention: cuts a step's chunks into items and shares, on the device, so that a
-// CUDA graph replays with other lengths. attention_units.cuh says what items and shares are.
+// Planning of attention: splits a step's chunks into items and shares, on the device, so that a
+// CUDA graph can be replayed with other lengths. Items and shares are defined in
+// attention_units.cuh.
 //
-// Items are laid end to end and cut into shares of the same length (Stream-K, arXiv:2301.03598), or
-// where that costs little at the ends of units, or each unit into pieces of one size.
+// Items are laid end to end and split into shares of equal length (Stream-K, arXiv:2301.03598), or
+// at the ends of units if that costs little, or each unit into pieces of equal size.
 
 #include "attention/attention_units.cuh"
 #include "common.cuh"
 
 namespace attention {
 
-// Inclusive sum over the block's threads; every thread gets the sum of all in `total`.
+// Inclusive scan over the block's threads; `total` is the sum of all, for every thread.
 template <int THREADS>
 __device__ __noinline__ int scan(int value, int& total) {
     static_assert(THREADS == 1024, "a warp scans the warps");
@@ -51,9 +52,8 @@ __device__ __forceinline__ int last_at_most(int wanted, int count, const Start& 
 
 constexpr int PLAN_THREADS = 1024;
 
-// Puts item_at(0), ..., item_at(count - 1) from long to short, those of one length in their order:
-// a counting sort by tiles. Where the longest has more tiles than there are threads, lengths that
-// are nearly the same count as one.
+// Sorts item_at(0), ..., item_at(count - 1) by descending length, stably: a counting sort by tiles.
+// If the longest has more tiles than there are threads, nearly equal lengths count as equal.
 template <class ItemAt>
 __device__ __forceinline__ void sort_items(Item* items, int count, const ItemAt& item_at) {
     __shared__ int longest, places[PLAN_THREADS];
@@ -77,7 +77,7 @@ __device__ __forceinline__ void sort_items(Item* items, int count, const ItemAt&
         const int k = base + thread;
         Item item;
         if (k < count) item = item_at(k);
-        // One warp after the other, so that the order is always the same.
+        // One warp at a time, so that the order is deterministic.
         for (int warp = 0; warp < min(PLAN_THREADS, count - base); warp += 32) {
             __syncthreads();
             if (thread / 32 * 32 != warp) continue;
@@ -92,14 +92,14 @@ __device__ __forceinline__ void sort_items(Item* items, int count, const ItemAt&
     }
 }
 
-// What a cut costs a block, in tiles: sums that go through memory.
+// Cost of a split to a block, in tiles: partial sums that go through memory.
 constexpr int CUT_TILES = 6;
-// The same where blocks have so little to do that a tile takes as long as its arithmetic.
+// The same if blocks have so little work that a tile takes as long as its arithmetic.
 constexpr int SHORT_CUT_TILES = 4;
 constexpr int NONE = 1 << 30;
 
-// The smallest pieces, in tiles, into which all units can be cut so that there are no more of them
-// than shares. Each warp tries a size, from `even`, that of equal shares, to twice that.
+// The smallest piece size, in tiles, for splitting all units into at most num_shares pieces. Each
+// warp tries a size, from `even`, that of equal shares, to twice that.
 __device__ __forceinline__ int piece_size(const Item* items, int num_items, int num_kv_heads,
                                           int even, int num_shares) {
     __shared__ int smallest;
@@ -117,7 +117,7 @@ __device__ __forceinline__ int piece_size(const Item* items, int num_items, int 
     return smallest;
 }
 
-// The largest of a number per thread, or 0.
+// The maximum of a number per thread, or 0.
 __device__ __forceinline__ int block_max(int number) {
     __shared__ int largest;
     if (threadIdx.x == 0) largest = 0;
@@ -130,16 +130,16 @@ __device__ __forceinline__ int block_max(int number) {
     return found;
 }
 
-// As few as give each block twice the tiles of the longest unit: so that the queue, which starts
-// again with a long one for the last heads, ends with short ones for all blocks.
+// The fewest heads that give each block twice the tiles of the longest unit, so that the queue,
+// which restarts with long units for the last heads, ends with short ones for all blocks.
 __device__ __forceinline__ int heads_at_once(int longest, int num_tiles, int num_kv_heads,
                                              int num_blocks) {
     const int turns = min(max(num_tiles / (2 * longest * num_blocks), 1), num_kv_heads);
     return (num_kv_heads + turns - 1) / turns;
 }
 
-// Tiles that the busiest block has, about, when blocks take whole units, long ones first: what the
-// first would get if they took turns, less half of what taking turns is worse by.
+// Estimate of the busiest block's tiles if blocks take whole units, longest first: those of the
+// first block under round robin, minus half of its excess over greedy scheduling.
 __device__ __forceinline__ int queue_time(const Item* items, int units, int num_kv_heads,
                                           int num_blocks) {
     int turns = 0;
@@ -158,17 +158,17 @@ __device__ __forceinline__ int queue_time(const Item* items, int units, int num_
 
 using attention::PLAN_THREADS;
 
-// Cuts the step's chunks into items and shares. Takes only the chunks that have more than min_rows
-// and at most max_rows rows, so that small and large ones can have kernels of their own.
-// One block of PLAN_THREADS threads.
+// Splits the step's chunks into items and shares. Handles only chunks with more than min_rows and
+// at most max_rows rows, so that short and long chunks can have different kernels. One block of
+// PLAN_THREADS threads.
 //
 //   query_start [n + 1], seq_lens [n]   as of `attend`; n chunks
 //   first_item [n + 1]                  scratch
 //   items [capacity]                    at least n + rows / unit_rows
 //   shares [num_shares], arrivals [4 * num_shares]   arrivals become 0
-//   queue   for a kernel that can work off whole units; then items go from long to short. May be
-//           null.
-//   whole   shares end where units do, so that no sum depends on what else is in the step
+//   queue   for a kernel that can process whole units; items are then sorted by descending length.
+//           May be null.
+//   whole   shares end where units end, so that results do not depend on the rest of the step
 extern "C" __global__ void __launch_bounds__(PLAN_THREADS, 1)
     plan(const int* query_start, const int* seq_lens, int n, int group, int num_kv_heads,
          int unit_rows, int unit_keys, int window, int min_rows, int max_rows, int num_shares,
@@ -178,7 +178,7 @@ extern "C" __global__ void __launch_bounds__(PLAN_THREADS, 1)
     pdl_wait();
     pdl_launch_dependents();
     const int thread = threadIdx.x;
-    // Where something of each chunk, and then of each item, begins; here if they are few.
+    // Offsets of the chunks, later of the items, if they are few enough for shared memory.
     __shared__ int begins[PLAN_THREADS];
     const bool few_chunks = n <= PLAN_THREADS;
     int num_items = 0;
@@ -200,7 +200,7 @@ extern "C" __global__ void __launch_bounds__(PLAN_THREADS, 1)
     const auto item_at = [&](int k) {
         Item item;
         item.first_tile = 0;
-        // Chunks without items share their place with the next one: the last of them has items.
+        // Chunks without items have the same offset as the next one: the last of them has items.
         item.sequence = last_at_most(
             k, n, [&](int i) { return few_chunks ? begins[i] : first_item[i]; });
         item.query_start = query_start[item.sequence];
@@ -212,7 +212,7 @@ extern "C" __global__ void __launch_bounds__(PLAN_THREADS, 1)
         const int lowest = history + item.first_row / group;
         const int highest = history + last_row / group;
         item.kv_begin = max(0, lowest - window + 1) / unit_keys;
-        // A row that sees nothing has a tile all the same, for it must be written.
+        // A row without keys still has a tile, because it must be written.
         item.kv_tiles = max(1, highest / unit_keys + 1 - item.kv_begin);
         return item;
     };
@@ -253,7 +253,7 @@ extern "C" __global__ void __launch_bounds__(PLAN_THREADS, 1)
         return last_at_most(tile, num_items,
                             [&](int k) { return few_items ? begins[k] : items[k].first_tile; });
     };
-    // Where a share begins that ends where a unit does.
+    // Start of each share if shares end where units end.
     __shared__ int borders[PLAN_THREADS + 1];
     const bool few_shares = num_shares <= PLAN_THREADS;
     const auto find_border = [&](int share) {

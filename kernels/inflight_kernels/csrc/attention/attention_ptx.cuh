@@ -1,5 +1,5 @@
-// The instructions that attention is built of. Each of mma and ldmatrix is one warp's; the maps
-// between lanes and elements are those of the PTX manual, "Matrix Fragments for mma.m16n8k16".
+// PTX instructions for attention. mma and ldmatrix are warp-wide; the layouts of fragments are
+// those of the PTX manual, "Matrix Fragments for mma.m16n8k16".
 #pragma once
 
 #include <cuda_bf16.h>
@@ -11,8 +11,8 @@ __device__ __forceinline__ unsigned shared_address(const void* pointer) {
     return static_cast<unsigned>(__cvta_generic_to_shared(pointer));
 }
 
-// 16 bytes from global to shared memory, past the registers and L1. Where not `valid`, zeros, and
-// the source is not read.
+// Copies 16 bytes from global to shared memory, bypassing registers and L1. Zeros if not `valid`;
+// then the source is not read.
 __device__ __forceinline__ void copy_async(unsigned target, const void* source, bool valid) {
     const int bytes = valid ? 16 : 0;
     asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;"
@@ -21,9 +21,9 @@ __device__ __forceinline__ void copy_async(unsigned target, const void* source, 
                  : "memory");
 }
 
-// Adds 1 and returns the number before. What this thread's block wrote before its last barrier is
-// seen by whoever finds the 1, and by that one's block after a barrier. One thread's fence in place
-// of all threads' two.
+// Adds 1 and returns the previous value. The block's writes before its last barrier are visible to
+// a thread that observes the increment, and to its block after a barrier. One fence by one thread
+// replaces two by all threads.
 __device__ __forceinline__ int count_arrival(int* counter) {
     int before;
     asm volatile("atom.acq_rel.gpu.global.add.s32 %0, [%1], 1;"
@@ -33,7 +33,7 @@ __device__ __forceinline__ int count_arrival(int* counter) {
     return before;
 }
 
-// The same only if `wanted`, without a branch.
+// The same, predicated on `wanted`, without a branch.
 __device__ __forceinline__ void copy_async_if(bool wanted, unsigned target, const void* source,
                                               bool valid) {
     asm volatile(
@@ -48,7 +48,8 @@ __device__ __forceinline__ void copy_async_if(bool wanted, unsigned target, cons
         : "memory");
 }
 
-// What another block has written, past L1; if not `wanted`, `other` in the first place and zeros.
+// Loads another block's data, bypassing L1; if not `wanted`, `other` in the first element and
+// zeros.
 __device__ __forceinline__ float2 load_if(bool wanted, const float2* address, float other = 0.0f) {
     float2 value = make_float2(other, 0.0f);
     asm volatile(
@@ -77,19 +78,19 @@ __device__ __forceinline__ float4 load_if(bool wanted, const float4* address) {
     return value;
 }
 
-// Closes a group of this thread's copies; a group may be empty.
+// Commits a group of this thread's copies; a group may be empty.
 __device__ __forceinline__ void commit_copies() {
     asm volatile("cp.async.commit_group;" ::: "memory");
 }
 
-// Waits until at most `PENDING` of this thread's youngest groups are on their way.
+// Waits until at most the `PENDING` most recent groups of this thread are in flight.
 template <int PENDING>
 __device__ __forceinline__ void wait_copies() {
     asm volatile("cp.async.wait_group %0;" : : "n"(PENDING) : "memory");
 }
 
-// Four 8x8 matrices of 16-bit elements; lane l names row l % 8 of matrix l / 8 and receives of each
-// matrix the elements (l / 4, 2 * (l % 4)) and the one to the right.
+// Loads four 8x8 matrices of 16-bit elements; lane l addresses row l % 8 of matrix l / 8 and
+// receives the elements (l / 4, 2 * (l % 4)) and the next one of each matrix.
 __device__ __forceinline__ void load_matrices(unsigned (&out)[4], unsigned address) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                  : "=r"(out[0]), "=r"(out[1]), "=r"(out[2]), "=r"(out[3])
@@ -105,7 +106,7 @@ __device__ __forceinline__ void load_matrices_transposed(unsigned (&out)[4], uns
                  : "memory");
 }
 
-// An 8x8 matrix of 16-bit elements, laid over the lanes as by load_matrices, transposed.
+// Transposes an 8x8 matrix of 16-bit elements, distributed over the lanes as by load_matrices.
 __device__ __forceinline__ unsigned transposed(unsigned word) {
     unsigned out;
     asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(out) : "r"(word));
@@ -153,7 +154,7 @@ __device__ __forceinline__ unsigned pack<__half>(float low, float high) {
     return *reinterpret_cast<const unsigned*>(&pair);
 }
 
-// And back.
+// The inverse of `pack`.
 template <typename T>
 __device__ __forceinline__ float2 unpack(unsigned word);
 

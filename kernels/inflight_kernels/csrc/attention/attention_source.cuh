@@ -1,11 +1,11 @@
-// Where `attend` and `rope_attend` have their queries and this step's keys and values from.
+// Sources of the queries and of this step's keys and values, for `attend` and `rope_attend`.
 #pragma once
 
 #include "attention/attention_tile.cuh"
 
 namespace attention {
 
-// q and the cache as `rope_write_kv` has left them.
+// q and the cache as written by `rope_write_kv`.
 template <class S>
 struct InPlace {
     using T = typename S::Element;
@@ -21,7 +21,7 @@ struct InPlace {
                                           const HeadRow<S> (&)[2], T*, T*) const {}
 };
 
-// What `rope_attend` knows more than `attend`; see rope.cu.
+// Additional arguments of `rope_attend`; see rope.cu.
 template <typename T>
 struct Projection {
     T* k_cache;
@@ -35,9 +35,9 @@ struct Projection {
     float eps;
 };
 
-// The rows of a qkv projection, one token per chunk: q is normed and rotated on its way into
-// registers. The token's key rides along as one more row of q, and goes from there into the tile
-// and the cache that it is of.
+// The rows of a qkv projection, one token per chunk: q is normed and rotated while it is loaded
+// into registers. The token's key is processed as an additional row of q, and then written to its
+// tile and to the cache.
 template <class S, bool NORM>
 struct Rotated {
     using T = typename S::Element;
@@ -54,7 +54,7 @@ struct Rotated {
 
     __device__ __forceinline__ explicit Rotated(const Projection<T>& all) : projection(all) {}
 
-    // What the projection does not write.
+    // Loads everything that the projection does not write.
     __device__ __forceinline__ void prepare(const Arguments<T>& args, const Unit& unit,
                                             bool has_new) {
         has_key = has_new;
@@ -93,7 +93,7 @@ struct Rotated {
         if (unit.num_rows >= 8) rotate(rows[1], weights[1]);
     }
 
-    // Into the tile, where this warp alone reads it, and into the cache.
+    // Writes it to the tile, where only this warp reads it, and to the cache.
     __device__ __forceinline__ void place(const Arguments<T>& args, const Unit& unit,
                                           const HeadRow<S> (&rows)[2], T* keys,
                                           T* values) const {

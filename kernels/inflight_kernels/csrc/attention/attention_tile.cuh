@@ -1,6 +1,6 @@
-// What a block of threads does with a unit on any tensor cores: copies tiles of keys and values,
-// multiplies, keeps the sums and adds those of its warps up (FlashAttention, arXiv:2205.14135).
-// attention_units.cuh says what units and shares are.
+// Processing of a unit by a block with mma.sync: copying tiles of keys and values, the products,
+// the running sums, and their reduction over warps (FlashAttention, arXiv:2205.14135). Units and
+// shares are defined in attention_units.cuh.
 #pragma once
 
 
@@ -10,7 +10,7 @@
 
 namespace attention {
 
-// How a block of threads is laid over a unit.
+// Tile shape of a block of threads.
 //   WARPS_M x WARPS_N warps; each has FRAGMENTS * 16 rows and KEYS / WARPS_N of the keys.
 //   STAGES tiles of keys and values are in shared memory.
 template <typename Element_, int HEAD_DIM_, int WARPS_M_, int WARPS_N_, int FRAGMENTS_, int KEYS_,
@@ -23,17 +23,17 @@ struct Shape {
     static constexpr int FRAGMENTS = FRAGMENTS_;
     static constexpr int KEYS = KEYS_;
     static constexpr int STAGES = STAGES_;
-    static constexpr int HEADS = 1;  // KV heads of a unit
+    static constexpr int HEADS = 1;  // KV heads per unit
 
     static constexpr int WARPS = WARPS_M * WARPS_N;
     static constexpr int THREADS = 32 * WARPS;
     static constexpr int WARP_ROWS = 16 * FRAGMENTS;
     static constexpr int ROWS = WARPS_M * WARP_ROWS;
-    static constexpr int WARP_KEYS = KEYS / WARPS_N;  // a warp multiplies
-    static constexpr int COPY_KEYS = KEYS / WARPS;    // a warp copies
-    // With one row of warps these are the same keys: no warp ever waits for another one's copies.
+    static constexpr int WARP_KEYS = KEYS / WARPS_N;  // multiplied by a warp
+    static constexpr int COPY_KEYS = KEYS / WARPS;    // copied by a warp
+    // With one row of warps these are the same keys: no warp waits for another one's copies.
     static constexpr bool PRIVATE = WARPS_M == 1;
-    // Queries stay in registers where they fit, and then go there at once.
+    // Queries are kept in registers if they fit, and are then loaded there directly.
     static constexpr bool QUERIES_IN_REGISTERS = FRAGMENTS == 1 && HEAD_DIM <= 128;
 
     static constexpr int CHUNKS = HEAD_DIM / 8;  // of 16 bytes, in a row
@@ -47,14 +47,14 @@ struct Shape {
     static constexpr int STATE_BYTES = WARPS_N * ROWS * 8;
     static constexpr int SHARED_BYTES = QUERY_BYTES + TILE_BYTES + STATE_BYTES;
 
-    static_assert(HEAD_DIM % 32 == 0, "copies and fragments take 32 columns at a time");
+    static_assert(HEAD_DIM % 32 == 0, "copies and fragments cover 32 columns at a time");
     static_assert(WARP_KEYS % 16 == 0, "a fragment of probabilities has 16 keys");
     static_assert(COPY_KEYS <= 16, "16 consecutive keys are always in one block of the cache");
     static_assert(COPY_KEYS * CHUNKS % 32 == 0, "each lane copies the same number of chunks");
-    // The sums of all warps go where tiles were.
+    // The sums of all warps reuse the memory of the tiles.
     static constexpr int SUMS_BYTES = WARPS_N * ROWS * FLOAT_PITCH * 4;
     static_assert(SUMS_BYTES <= TILE_BYTES, "no room for the sums");
-    // Or in one stage: then the others may have the next unit's already.
+    // If one stage suffices, the others may already receive the next unit's tiles.
     static constexpr bool CROSSES_UNITS = QUERIES_IN_REGISTERS && SUMS_BYTES <= TILE_BYTES / STAGES;
 
     // What this warp copies of a tile: its keys from here on, of this head.
@@ -110,8 +110,8 @@ struct Pages {
     }
 };
 
-// Copies this warp's part of a tile of keys and values, but only of the keys [begin, end). What
-// lies past the sequence becomes zero: its weight is 0, but the cache may hold NaN there.
+// Copies this warp's part of a tile of keys and values, restricted to the keys [begin, end). Values
+// past the sequence become zero: their weight is 0, but the cache may contain NaN there.
 template <class S>
 __device__ __forceinline__ void load_tile(typename S::Element* keys,
                                           const Arguments<typename S::Element>& args, int kv_head,
@@ -133,7 +133,7 @@ __device__ __forceinline__ void load_tile(typename S::Element* keys,
         ptx::shared_address(keys + (first_row + lane_row) * S::PITCH + lane_chunk * 8);
 #pragma unroll
     for (int i = 0; i < S::COPY_KEYS * S::CHUNKS / 32; ++i) {
-        // Rows and chunks from that of the lane on, the same for all lanes if it comes out even.
+        // Rows and chunks relative to the lane's, the same for all lanes if they divide evenly.
         const int index = i * 32 + (32 % S::CHUNKS == 0 ? 0 : lane);
         const int row = index / S::CHUNKS - (32 % S::CHUNKS == 0 ? 0 : lane_row);
         const int chunk = index % S::CHUNKS - (32 % S::CHUNKS == 0 ? 0 : lane_chunk);
@@ -163,14 +163,14 @@ __device__ __forceinline__ void load_query_fragment(unsigned (&fragment)[4],
 template <class S>
 struct State {
     float sums[S::FRAGMENTS][S::HEAD_DIM / 8][4];
-    float max[S::FRAGMENTS][2];    // of the scores so far, in units of log 2
-    float total[S::FRAGMENTS][2];  // of the weights so far, this lane's columns only
+    float max[S::FRAGMENTS][2];    // running maximum of the scores, in units of log 2
+    float total[S::FRAGMENTS][2];  // running sum of the weights, this lane's columns only
 };
 
 template <class S>
 using Scores = float[S::FRAGMENTS][S::WARP_KEYS / 8][4];
 
-// What a lane has of a row of a head, as in a fragment: of each 16 columns, four in two words.
+// A lane's part of a row of a head, as in a fragment: four of each 16 columns, in two words.
 template <class S>
 struct HeadRow {
     static constexpr int STEPS = S::HEAD_DIM / 16;
@@ -194,8 +194,8 @@ struct HeadRow {
     }
 };
 
-// The queries of this warp and, where there is one, `key` as the row behind them; other rows that
-// do not exist are zero.
+// Loads the queries of this warp and, if not null, `key` as the row after them; other rows that do
+// not exist are zero.
 template <class S>
 __device__ __forceinline__ void load_queries(HeadRow<S> (&rows)[2],
                                              const Arguments<typename S::Element>& args,
@@ -267,8 +267,9 @@ __device__ __forceinline__ void cap_scores(Scores<S>& scores, float scale, float
             for (int e = 0; e < 4; ++e) scores[f][n][e] = cap(scores[f][n][e]);
 }
 
-// Scores that a row does not see become -inf. A row sees the keys up to its own position; rows that
-// do not exist follow the last one that does. Few tiles need this, so no register is kept for it.
+// Masked scores become -inf. A row attends to the keys up to its own position; rows that do not
+// exist are treated like the last valid one. Few tiles need this, so no register is reserved for
+// it.
 template <class S>
 __device__ __forceinline__ void mask_scores(Scores<S>& scores,
                                             const Arguments<typename S::Element>& args,
@@ -291,7 +292,7 @@ __device__ __forceinline__ void mask_scores(Scores<S>& scores,
         }
 }
 
-// Scores become weights relative to the largest score so far; what was summed before is rescaled.
+// Online softmax: scores become weights relative to the running maximum; earlier sums are rescaled.
 template <class S>
 __device__ __forceinline__ void softmax_step(State<S>& state, Scores<S>& scores, float scale) {
 #pragma unroll
@@ -304,7 +305,7 @@ __device__ __forceinline__ void softmax_step(State<S>& state, Scores<S>& scores,
                 largest = fmaxf(largest, fmaxf(scores[f][n][2 * half], scores[f][n][2 * half + 1]));
             const float before = state.max[f][half];
             const float now = fmaxf(before, max_of_quad(largest) * scale);
-            // A row that has seen no key yet: -inf - -inf would be NaN.
+            // For a row without keys so far, -inf - -inf would be NaN.
             const float origin = now == -CUDART_INF_F ? 0.0f : now;
             const float rescale = ptx::exp2(before - origin);
             state.max[f][half] = now;
@@ -325,8 +326,8 @@ __device__ __forceinline__ void softmax_step(State<S>& state, Scores<S>& scores,
         }
 }
 
-// sums += weights @ values. Two 8-column fragments of scores, side by side, are just the fragment
-// of a 16-column left operand.
+// sums += weights @ values. Two adjacent 8-column fragments of scores have the layout of a
+// 16-column left operand.
 template <class S>
 __device__ __forceinline__ void mma_pv(State<S>& state, const Scores<S>& weights,
                                        const typename S::Element* values, int warp_n) {
@@ -360,7 +361,7 @@ __device__ __forceinline__ void mma_pv(State<S>& state, const Scores<S>& weights
 
 // ---------------------------------------------------------------- results
 
-// Each warp's sums, and the maximum and total of each row, to shared memory.
+// Stores each warp's sums, and the maximum and total of each row, to shared memory.
 template <class S>
 __device__ __forceinline__ void store_state(float* sums, float2* states, const State<S>& state,
                                             int num_rows, int warp_m, int warp_n) {
@@ -381,8 +382,8 @@ __device__ __forceinline__ void store_state(float* sums, float2* states, const S
         }
 }
 
-// Adds up the warps' sums and writes the rows, to `out` or, if the unit is cut, to a slot; merges
-// the slots if this is the last block of the unit to come here.
+// Reduces the warps' sums and writes the rows, to `out` or, if the unit is split, to a slot; merges
+// the slots if this is the last block of the unit to arrive.
 template <class S>
 __device__ __forceinline__ void finish_unit(const Arguments<typename S::Element>& args,
                                             const Unit& unit, const Share& share, const float* sums,

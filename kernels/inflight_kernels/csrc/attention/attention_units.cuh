@@ -1,17 +1,17 @@
-// What the kernels of attention share: the work that `plan` hands out, and the merging of units
-// that several blocks work on.
+// Shared by the attention kernels: the work that `plan` assigns to blocks, and the merging of units
+// that several blocks process.
 //
-// The query heads that share a KV head stand below each other: row r of a chunk is its token
-// r / group, head r % group, so that one read of K and V serves the whole group.
+// The query heads of a KV head are packed into rows: row r of a chunk is its token r / group, head
+// r % group, so that one read of K and V serves the whole group.
 //
-//   unit   ROWS consecutive rows of a chunk x one KV head, or HEADS of them that lie side by side:
-//          softmaxes over its tiles of KEYS keys
-//   item   the units of the same rows, one per KV head or HEADS of them
-//   share  a run of consecutive tiles of the step, what one block works on. Shares are of the same
-//          number of tiles (+-1) each, or, where that costs little, end where units do; or each
-//          unit is cut into pieces of one size, and a share is a piece.
+//   unit   ROWS consecutive rows of a chunk x one KV head, or HEADS adjacent ones: softmaxes over
+//          its tiles of KEYS keys
+//   item   the units of the same rows, one per KV head or per HEADS of them
+//   share  consecutive tiles of the step that one block processes. Shares have equal numbers of
+//          tiles (+-1), or, if that costs little, end where units end; or each unit is split into
+//          pieces of equal size, and a share is a piece.
 //
-// A unit cut by the end of a share leaves partial sums, and the last of its blocks to arrive merges
+// For a unit split across shares, each block writes partial sums, and the last one to arrive merges
 // them.
 #pragma once
 
@@ -25,13 +25,13 @@ namespace attention {
 constexpr float LOG2_E = 1.4426950408889634f;
 
 struct Item {
-    int first_tile;  // its place among all tiles of the step
+    int first_tile;  // its index among all tiles of the step
     int sequence;
     int first_row;  // in the chunk
     int query_start;
     int query_len;
     int kv_len;
-    int kv_begin;  // first tile of keys that a row sees
+    int kv_begin;  // first tile of keys that a row attends to
     int kv_tiles;  // of a unit, at least 1
 };
 
@@ -42,20 +42,20 @@ struct Share {
     int piece;       // of its unit, if units are cut into pieces
     int pieces;      // of its unit; 0 if they are not
     int unused[2];
-    Item first;  // the item itself, so that nobody waits for two reads
+    Item first;  // a copy of the item, to avoid two dependent reads
 };
 
-// For kernels that can take whole units off a common list instead of shares.
+// For kernels that can take whole units from a common queue instead of shares.
 struct Queue {
-    int units;     // of the step; 0: take the shares
-    int next;      // unit that nobody has taken; 0 between launches
-    int finished;  // blocks that found the list empty; 0 between launches
-    // The list goes through the items for so many KV heads, then for as many others: the fewer at
-    // a time, the more often their keys and values are found in L2.
+    int units;     // of the step; 0: use the shares
+    int next;      // next unit to take; 0 between launches
+    int finished;  // blocks that found the queue empty; 0 between launches
+    // The queue iterates over the items for so many KV heads, then for the next ones: the fewer at
+    // a time, the higher the L2 hit rate of their keys and values.
     int heads_at_once;
 };
 
-// What `attend` is given; the same for each block.
+// Arguments of `attend`; the same for each block.
 template <typename T>
 struct Arguments {
     const T* q;
@@ -70,7 +70,7 @@ struct Arguments {
     int num_heads;
     int num_kv_heads;
     int group;
-    float scale;     // of the scores, times log2(e) unless they are capped
+    float scale;     // of the scores, times log2(e) unless soft-capped
     float soft_cap;  // 0 for none
     int window;
     unsigned group_inverse;  // 2^32 / group, rounded up
@@ -103,17 +103,17 @@ struct Arguments {
     }
 };
 
-// Where a block is: a unit, and the tiles of it that are in the share.
+// Position of a block: a unit, and its tiles that are in the share.
 struct Unit {
     Item item;
-    int head;      // its place in the item: the KV head, where HEADS is 1
+    int head;      // its index in the item: the KV head if HEADS is 1
     int from, to;  // tiles of the item
-    int num_rows;  // that exist, of ROWS
+    int num_rows;  // valid ones of ROWS
 
     __device__ __forceinline__ bool whole() const { return from == 0 && to == item.kv_tiles; }
 };
 
-// The block whose share holds a tile; the inverse of `share_begin`.
+// The block whose share contains a tile; the inverse of `share_begin`.
 __device__ __forceinline__ int share_of(int tile, int total, int num_shares) {
     const int size = total / num_shares;
     const int longer = total - size * num_shares;  // shares of size + 1 come first
@@ -137,8 +137,8 @@ __device__ __forceinline__ float sum_of_quad(float x) {
     return x + __shfl_xor_sync(0xffffffffu, x, 2);
 }
 
-// cap * tanh(score / cap) in units of log 2, through exp2: near 0 it errs by cap * 2^-23, not
-// relatively.
+// cap * tanh(score / cap) in units of log 2, through exp2: near 0 the absolute error is
+// cap * 2^-23.
 struct SoftCap {
     float inner, outer;
 
@@ -151,7 +151,7 @@ struct SoftCap {
     }
 };
 
-// Sums relative to several maxima, added up relative to the largest one.
+// Merges softmax sums relative to different maxima, rescaled to the largest one.
 struct Merged {
     float4 sums;
     float max, total;
@@ -163,7 +163,7 @@ struct Merged {
         return ptx::exp2(other - (max == -CUDART_INF_F ? 0.0f : max));
     }
 
-    // From now on relative to this maximum, at least the one so far.
+    // Rescales to a new maximum, not below the current one.
     __device__ __forceinline__ void raise(float largest) {
         const float before = max;
         max = largest;
@@ -185,7 +185,7 @@ struct Merged {
     }
 };
 
-// The place in `out` of a row of a unit.
+// Address in `out` of a row of a unit.
 template <class S>
 __device__ __forceinline__ typename S::Element* out_row(const Arguments<typename S::Element>& args,
                                                         const Unit& unit, int row) {
@@ -197,7 +197,7 @@ __device__ __forceinline__ typename S::Element* out_row(const Arguments<typename
                S::HEAD_DIM;
 }
 
-// Four columns of a row of `out`: zero for a row that sees no key.
+// Writes four columns of a row of `out`; zeros for a row without keys.
 template <class S>
 __device__ __forceinline__ void write_out(const Arguments<typename S::Element>& args,
                                           const Unit& unit, int row, int column,
@@ -209,15 +209,15 @@ __device__ __forceinline__ void write_out(const Arguments<typename S::Element>& 
                    ptx::pack<T>(merged.sums.z * inverse, merged.sums.w * inverse));
 }
 
-// Where blocks leave partial sums: two slots each, 2b for a unit that began in an earlier block,
-// 2b + 1 for one that begins in block b and goes on.
+// Partial sums of blocks: two slots each, 2b for a unit that began in an earlier block, 2b + 1 for
+// one that begins in block b and continues.
 template <class S>
 struct Slots {
     static constexpr int ROWS = S::HEADS * S::ROWS;
     float* sums;     // [slots, ROWS, HEAD_DIM]
     float2* states;  // [slots, ROWS]: maximum and total
 
-    // Of the rows from `first_row` on.
+    // For the rows from `first_row` on.
     __device__ __forceinline__ explicit Slots(float* base, int first_row = 0)
         : sums(base + first_row * S::HEAD_DIM),
           states(reinterpret_cast<float2*>(base + 2ll * gridDim.x * ROWS * S::HEAD_DIM) +
@@ -234,8 +234,8 @@ struct Slots {
     }
 };
 
-// The blocks that work on a unit. A block begins at most one unit that it does not end, so `first`
-// names a unit that is cut.
+// The blocks that process a unit. A block begins at most one unit that it does not end, so `first`
+// identifies a split unit.
 struct Blocks {
     int first, last;
 
@@ -244,7 +244,7 @@ struct Blocks {
         if (share.pieces == 0) *this = Blocks(unit, share.total);
     }
 
-    // Of shares that are even.
+    // For equal shares.
     __device__ __forceinline__ Blocks(const Unit& unit, int total) {
         const int first_tile = unit.item.first_tile + unit.head * unit.item.kv_tiles;
         first = share_of(first_tile, total, gridDim.x);
@@ -252,13 +252,13 @@ struct Blocks {
     }
 };
 
-// Adds up the slots of a unit and writes the rows [begin, end); `thread` is one of THREADS.
+// Merges the slots of a unit and writes the rows [begin, end); `thread` is one of THREADS.
 template <class S, int THREADS>
 __device__ __forceinline__ void merge_slots(const Arguments<typename S::Element>& args,
                                             const Unit& unit, const Slots<S>& slots,
                                             const Blocks& blocks, int begin, int end, int thread) {
     constexpr int QUARTERS = S::HEAD_DIM / 4;
-    // On their way together: a round trip to L2 takes longer than anything else here.
+    // Loads in flight together: the L2 latency dominates here.
     constexpr int AT_ONCE = 8;
 #pragma unroll 1
     for (int index = begin * QUARTERS + thread; index < end * QUARTERS; index += THREADS) {

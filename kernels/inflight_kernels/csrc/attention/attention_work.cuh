@@ -1,5 +1,5 @@
-// The way through a share: where a block, or a warp of it, is, and the copies that run ahead of it.
-// attention_units.cuh says what units and shares are.
+// Iteration over a share: the position of a block, or of one of its warps, and the copies that run
+// ahead of it. Units and shares are defined in attention_units.cuh.
 #pragma once
 
 #include "attention/attention_tile.cuh"
@@ -8,13 +8,13 @@
 
 namespace attention {
 
-// Where a block, or one of its warps, is in its share.
+// Position of a block, or of one of its warps, in its share.
 template <class S>
 struct WorkIterator {
     const Item* items;
     Unit unit;
     int k;     // of the unit's item
-    int left;  // tiles of the share behind those of the unit
+    int left;  // tiles of the share after those of the unit
 
     __device__ __forceinline__ void begin(const Arguments<typename S::Element>& args,
                                           const Item* all, const Share& share) {
@@ -46,19 +46,19 @@ struct WorkIterator {
 
 constexpr int ALL_KEYS = 1 << 30;
 
-// Has tiles copied, one after the other, ahead of those who multiply. Where it CROSSES_UNITS it does not
-// stop at the end of a unit, so that its neighbour's keys come while its sums are written.
+// Issues the copies of tiles ahead of the consumers. If it CROSSES_UNITS it does not stop at the
+// end of a unit, so that the next unit's keys are copied while the sums are written.
 template <class S, bool ROTATES>
 struct TileProducer {
     using T = typename S::Element;
     static constexpr bool CROSSES_UNITS = S::CROSSES_UNITS && !ROTATES;
 
     WorkIterator<S> work;
-    int tile, end;  // the next one to copy, and the end of the unit
-    int kv_end;     // of the cache, for this unit
+    int tile, end;  // next tile to copy, and end of the unit
+    int kv_end;     // end of the cached keys of this unit
     Pages<S> pages;
 
-    // Looks at the first tile of a unit.
+    // Starts at the first tile of a unit.
     __device__ __forceinline__ void begin(const Arguments<T>& args, const WorkIterator<S>& at) {
         work = at;
         enter();

@@ -1,8 +1,8 @@
-// Rows of a table by token id.
+// Embedding lookup.
 #include "common.cuh"
 
-// One thread per vector of 16 bytes of `out`. The table has the rows of ids [first, first +
-// num_rows), as one rank's part of a vocabulary does; other ids give zeros.
+// One thread per 16-byte vector of `out`. The table has the rows of ids [first, first + num_rows),
+// as in a rank of a vocabulary-parallel embedding; other ids yield zeros.
 template <typename Id>
 __global__ void __launch_bounds__(256)
     embedding(const Id* ids, const uint4* table, uint4* out, unsigned num_vectors,

@@ -1,9 +1,9 @@
-// RMSNorm of x + residual, and that sum, in one pass over memory.
+// RMSNorm with fused residual addition, in one pass over memory.
 #include "common.cuh"
 
-// One block per row of `hidden` values; blockDim.x * VECTORS vectors of 16 bytes of T cover it. The
-// residual and `total` are in R, which is T or float. A row stays in registers between its sum of
-// squares and its scaling. Where types are equal, `total` and `out` may be `x` or `residual`: a
+// One block per row of `hidden` values, covered by blockDim.x * VECTORS 16-byte vectors of T. The
+// residual and `total` are in R, which is T or float. A row is kept in registers between its sum of
+// squares and its scaling. If types are equal, `total` and `out` may alias `x` or `residual`: a
 // thread writes only what it has read itself.
 //
 // ADD: there is a residual. Without one `total` is written only if it is x in another type.
@@ -12,13 +12,13 @@ __global__ void __launch_bounds__(512)
     rms_norm(const T* x, const R* residual, const T* weight, R* total, T* out, int hidden,
              float eps) {
     constexpr int N = VECTOR<T>, M = VECTOR<R>;
-    constexpr int PARTS = N / M;  // vectors of R that hold the values of one of T
+    constexpr int PARTS = N / M;  // vectors of R with the values of one of T
     static_assert(PARTS * M == N, "R has at least the size of T");
     __shared__ float partial[32];
     const long long row = static_cast<long long>(blockIdx.x) * hidden;
 
     pdl_launch_dependents();
-    // No kernel writes weights, so they are on their way while the one before ends.
+    // No kernel writes weights, so they are loaded while the preceding one ends.
     uint4 weights[VECTORS];
 #pragma unroll
     for (int i = 0; i < VECTORS; i++) {
@@ -58,7 +58,7 @@ __global__ void __launch_bounds__(512)
                     }
                     sums[i][part] = pack<R>(sum);
                     store_vector(total + row + column + part * M, sums[i][part]);
-                    unpack<R>(sums[i][part], sum);  // the norm is of the sum as it is stored
+                    unpack<R>(sums[i][part], sum);  // the norm is of the rounded sum
                 }
             } else {
                 sums[i][0] = values[i];

@@ -1,4 +1,4 @@
-// Between the qkv projection and attention: per-head norm, rotation, and the way into the cache.
+// Fused per-head norm, RoPE and KV cache write, between the qkv projection and attention.
 #include "common.cuh"
 
 __device__ constexpr int power_of_two_from(int n) {
@@ -7,11 +7,11 @@ __device__ constexpr int power_of_two_from(int n) {
 
 // One block per token. A row of qkv is num_heads heads of q, then num_kv_heads of k and of v.
 //
-// A head is the work of GROUP lanes of a warp. Each holds a vector of the first half and its
-// partner of the second, so a rotation stays in a thread; cosines and sines are loaded once for all
-// heads of a thread. cos and sin are rows of D per position, of which the second half of `sin` has
-// the plain sign. A slot below 0 is not written. `history_ready`: slots and positions are (common.cuh),
-// and what comes next has much to do before its wait.
+// GROUP lanes of a warp process a head. Each has a vector of the first half and the corresponding
+// one of the second, so a rotation stays in a thread; cosines and sines are loaded once for all
+// heads of a thread. cos and sin are rows of D per position; the second half of `sin` has the
+// positive sign. Negative slots are not written. `history_ready`: slots and positions are
+// (common.cuh), and the next kernel has much to do before its wait.
 template <typename T, int D, bool NORM>
 __global__ void __launch_bounds__(512)
     rope_write_kv(const T* qkv, long long qkv_stride, T* q_out, long long q_stride, T* k_cache,
@@ -49,7 +49,7 @@ __global__ void __launch_bounds__(512)
     if (history_ready) pdl_wait();
 
     const T* row = qkv + token * qkv_stride + column;
-    // The vectors of the next turn are on their way during this one.
+    // The vectors of the next iteration are loaded during this one.
     uint4 low = {}, high = {};
     if (lane < LANES && first < all_heads) {
         low = load_vector(row + first * D);
@@ -59,7 +59,8 @@ __global__ void __launch_bounds__(512)
                                      : static_cast<int>(slot) / block_size * block_stride +
                                            static_cast<int>(slot) % block_size * slot_stride;
 
-    // Each warp goes round equally often: the reduction of NORM needs all its lanes.
+    // All lanes of a warp have the same number of iterations: the reduction of NORM needs all of
+    // them.
     for (int base = 0; base < all_heads; base += heads_at_once) {
         const int head = base + first;
         const bool mine = lane < LANES && head < all_heads;

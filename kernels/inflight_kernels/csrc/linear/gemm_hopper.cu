@@ -1,24 +1,23 @@
-// A linear layer of many tokens, on Hopper's own tensor cores.
+// A linear layer for many tokens, with Hopper's wgmma and TMA.
 //
-// Two blocks, a cluster, take two neighbouring tiles of TOKENS tokens x ROWS rows of the weight:
-// either of the same rows, or of the same tokens. What they have in common each reads half of, and
-// the copy engine brings it to both. A block has a warp that keeps a ring of steps in shared memory
-// full, across the ends of tiles, and two warpgroups that multiply out of it, 64 tokens each.
-// Clusters walk over tiles, a few tiles of tokens at a time: what they read about the same time is
-// then in the L2 cache.
+// A cluster of two blocks computes two adjacent tiles of TOKENS tokens x ROWS rows of the weight,
+// with the same rows or the same tokens. Each block loads half of the shared operand and multicasts
+// it to both. In a block, a producer warp keeps a ring of stages in shared memory full, across the
+// ends of tiles, and two consumer warpgroups multiply from it, 64 tokens each. Clusters iterate
+// over tiles, a few tiles of tokens at a time, so that concurrent reads hit the L2 cache.
 #include "linear/gemm_hopper.cuh"
 
 namespace gemm {
 
-constexpr int GROUPS = 2;            // warpgroups that multiply
+constexpr int GROUPS = 2;            // consumer warpgroups
 constexpr int TOKENS = GROUPS * 64;  // of a tile
-constexpr int DEPTH = 64;            // columns in a step
-constexpr int TILES_AT_ONCE = 8;     // along the tokens, that are walked over together
+constexpr int DEPTH = 64;            // columns per stage
+constexpr int TILES_AT_ONCE = 8;     // along the tokens, that are iterated over together
 
-// Of the registers of a multiprocessor, 65536: those of a thread that copies, or multiplies.
+// Registers per producer and consumer thread, of 65536 per multiprocessor.
 constexpr int PRODUCER_REGISTERS = 40, CONSUMER_REGISTERS = 232;
 
-// Where the tiles of a cluster are, counted in tiles of a cluster.
+// Iterates over the tiles of a cluster, in units of cluster tiles.
 struct Place {
     int tokens, rows;
 };
@@ -29,7 +28,7 @@ __device__ inline Place find(int tile, int token_tiles, int row_tiles) {
     return {first + rest % size, rest / size};
 }
 
-// Among four neighbouring lanes: word j of lane i becomes word i of lane j.
+// Transposes among four adjacent lanes: word j of lane i becomes word i of lane j.
 __device__ inline void transpose(unsigned (&words)[4]) {
     const bool odd = threadIdx.x & 1, upper = threadIdx.x & 2;
 #pragma unroll
@@ -52,8 +51,8 @@ __device__ void add_pair(float& a, float& b, unsigned word) {
     b += both[1];
 }
 
-// Add the residual, or nothing where it is null, and store columns [column, column + 8 * PARTS) of
-// the tokens `token` and `token` + 8 of this thread; `width` is a multiple of 8.
+// Add the residual unless it is null, and store columns [column, column + 8 * PARTS) of this
+// thread's tokens `token` and `token` + 8; `width` is a multiple of 8.
 template <typename T, typename Out, int PARTS>
 __device__ void store(float (&acc)[4 * PARTS], int token, int column, int m, int width,
                       const T* residual, Out* out) {
@@ -63,7 +62,7 @@ __device__ void store(float (&acc)[4 * PARTS], int token, int column, int m, int
     };
     const auto inside = [&](int r, int at) { return token + 8 * r < m && at < width; };
 
-    // Lanes trade their pairs of columns for vectors, four of them at a time.
+    // Lanes exchange their pairs of columns for vectors, in groups of four.
     constexpr int VECTORS = sizeof(Out) == 2 ? PARTS / 4 : 0, AT_ONCE = 4;
 #pragma unroll
     for (int from = 0; from < VECTORS; from += AT_ONCE) {
@@ -138,10 +137,10 @@ __device__ inline float silu_mul(float gate, float up) {
 }
 
 // out[m, n'] = epilogue(x[m, k] @ weight[n, k]^T), n' and k multiples of 8.
-// Epilogue: + bias; GATED, where the weight is gate | up: silu(gate) * up, n' = n / 2; + residual.
-// bias and residual may be null; out may be the residual.
-// SHARE_WEIGHT: the blocks of a cluster have the same rows, else the same tokens. Boxes of maps:
-// [TOKENS, DEPTH] of x, half as many rows where it is shared, and [ROWS / 2, DEPTH] of weight.
+// Epilogue: + bias; if GATED, with a weight of gate | up: silu(gate) * up, n' = n / 2; + residual.
+// bias and residual may be null; out may alias the residual. SHARE_WEIGHT: the blocks of a cluster
+// have the same rows, otherwise the same tokens. Boxes of maps: [TOKENS, DEPTH] of x, half as many
+// rows if shared, and [ROWS / 2, DEPTH] of weight.
 // Threads: GROUPS + 1 warpgroups. Dynamic shared memory:
 // 1024 + STAGES * ((TOKENS + ROWS) * DEPTH * 2 + 16) bytes.
 template <typename T, typename Out, int ROWS, int STAGES, bool GATED, bool SHARE_WEIGHT>
@@ -149,7 +148,7 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(128 * (GROUPS + 1), 
     gemm(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap weight,
          const T* bias, const T* residual, Out* out, int m, int n, int k) {
     constexpr int STAGE = (TOKENS + ROWS) * DEPTH;
-    constexpr int HALF = ROWS / 2;                // of the rows: in a box
+    constexpr int HALF = ROWS / 2;                // rows per box
     constexpr int COLUMNS = GATED ? HALF : ROWS;  // of out, in a tile
     constexpr int PARTS = ROWS / 8;
 
@@ -160,7 +159,7 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(128 * (GROUPS + 1), 
 
     pdl_launch_dependents();
     const int rank = rank_in_cluster();
-    // Of a lane, so that the compiler sees that warps do not diverge.
+    // Read from a lane, so that the compiler knows that warps do not diverge.
     const int lane = threadIdx.x % 32, warp = __shfl_sync(FULL_WARP, threadIdx.x / 32, 0);
     if (threadIdx.x == 0) {
         for (int s = 0; s < STAGES; s++) {
@@ -186,7 +185,7 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(128 * (GROUPS + 1), 
             prefetch_tensor_map(&x);
             const auto copy_weight = [&](int slot, const Place& place, int step) {
                 T* const target = ring + slot * STAGE + TOKENS * DEPTH;
-                const int next = GATED ? width : HALF;  // from a box to the other
+                const int next = GATED ? width : HALF;  // from one box to the next
                 if (SHARE_WEIGHT) {
                     tma_load_multicast(target + rank * HALF * DEPTH, &weight,
                                      place.rows * COLUMNS + rank * next, step * DEPTH, full + slot);
@@ -207,7 +206,7 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(128 * (GROUPS + 1), 
                                      place.tokens * TOKENS + rank * (TOKENS / 2),
                                      step * DEPTH, full + slot);
             };
-            // Weights are nobody's output: they may be fetched before the kernel before has ended.
+            // No kernel writes weights: they may be fetched before the preceding kernel has ended.
             const Place first = find(first_tile, token_tiles, row_tiles);
             const int ahead = min(STAGES, steps);
             for (int s = 0; s < ahead; s++) {
@@ -230,7 +229,7 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(128 * (GROUPS + 1), 
                     }
                 }
             }
-            // A block may not end before the other one has arrived at its barriers.
+            // A block must not exit before the other one has arrived at its barriers.
             for (int s = 0; s < STAGES; s++) {
                 barrier_wait(empty + slot, parity ^ 1);
                 if (++slot == STAGES) {

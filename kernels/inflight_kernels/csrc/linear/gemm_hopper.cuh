@@ -1,4 +1,4 @@
-// What a cluster of two blocks shares. sm_90a only.
+// Cluster operations for two blocks. sm_90a only.
 #pragma once
 
 #include "linear/hopper_linear.cuh"
@@ -13,15 +13,15 @@ __device__ inline int rank_in_cluster() {
     return rank;
 }
 
-// Wait for all threads of the cluster. What they wrote need not be seen.
+// Barrier of the cluster, without memory ordering.
 __device__ inline void cluster_sync() {
     asm volatile("barrier.cluster.arrive.relaxed;\nbarrier.cluster.wait;" ::: "memory");
 }
 
 // ---------------------------------------------------------------- barriers in shared memory
 
-// Arrive at this barrier of a block of the cluster. To release memory to the whole cluster as well
-// would cost a fence of all of it at each arrival.
+// Arrive at a barrier of a block of the cluster, without releasing memory to the cluster, which
+// would cost a fence at each arrival.
 __device__ inline void arrive_at(Barrier* barrier, int rank) {
     asm volatile(
         "{\n"
@@ -35,7 +35,7 @@ __device__ inline void arrive_at(Barrier* barrier, int rank) {
 
 // ---------------------------------------------------------------- copies of boxes
 
-// tma_load to this place of both blocks; the barrier of each counts what came to it.
+// tma_load to the same address of both blocks; each block's barrier counts its own bytes.
 __device__ inline void tma_load_multicast(void* shared, const TensorMap* map, int row, int column,
                                         Barrier* barrier) {
     constexpr unsigned short BOTH = 3;
@@ -48,7 +48,7 @@ __device__ inline void tma_load_multicast(void* shared, const TensorMap* map, in
 
 // ---------------------------------------------------------------- registers
 
-// Of each thread of this warpgroup, from now on.
+// Sets the registers per thread of this warpgroup.
 template <int N>
 __device__ inline void warpgroup_reg_alloc() {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(N));

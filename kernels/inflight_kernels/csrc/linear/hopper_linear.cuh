@@ -1,10 +1,10 @@
-// What linear layers on Hopper share: bulk copies of boxes of a matrix, the barriers that they
-// complete on, and the products of a warpgroup. sm_90a only.
+// Shared by the Hopper linear kernels: TMA copies of boxes of a matrix, mbarriers, and wgmma.
+// sm_90a only.
 #pragma once
 
 #include "common.cuh"
 
-// CUtensorMap: how a matrix lies in memory, and the box of it that a copy takes.
+// CUtensorMap: the layout of a matrix in memory, and the box of a copy.
 struct alignas(64) TensorMap {
     char opaque[128];
 };
@@ -23,13 +23,13 @@ __device__ inline void init_barrier(Barrier* barrier, int arrivals) {
                  : "memory");
 }
 
-// Make initialized barriers known to the copy engine and, with a barrier of it, to the cluster.
+// Make initialized barriers visible to TMA and, together with a cluster barrier, to the cluster.
 __device__ inline void fence_barrier_init() {
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
-// Arrive, and let the phase not end before copies have brought so many bytes.
+// Arrive, and expect so many bytes of copies before the phase completes.
 __device__ inline void arrive_expect_tx(Barrier* barrier, int bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(
                      shared_address(barrier)),
@@ -37,7 +37,7 @@ __device__ inline void arrive_expect_tx(Barrier* barrier, int bytes) {
                  : "memory");
 }
 
-// Wait for the end of the phase of this parity; a fresh barrier is in phase 0, after a phase 1.
+// Wait for the completion of the phase with this parity; a new barrier is in phase 0.
 __device__ inline void barrier_wait(Barrier* barrier, int parity) {
     asm volatile(
         "{\n"
@@ -56,7 +56,7 @@ __device__ inline void prefetch_tensor_map(const TensorMap* map) {
     asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
 }
 
-// Bring the box at (row, column) to shared memory, swizzled as the map says; zeros past the matrix.
+// Copy the box at (row, column) to shared memory, swizzled as in the map; zeros past the matrix.
 __device__ inline void tma_load(void* shared, const TensorMap* map, int row, int column,
                                 Barrier* barrier) {
     asm volatile(
@@ -66,20 +66,20 @@ __device__ inline void tma_load(void* shared, const TensorMap* map, int row, int
         : "memory");
 }
 
-// ---------------------------------------------------------------- products of a warpgroup
+// ---------------------------------------------------------------- wgmma
 
-// Have the registers of a product at rest here: nothing that is done to them moves past.
+// Keep the compiler from moving accesses to the registers of a product across this point.
 template <int N>
 __device__ void fence_operand(float (&acc)[N]) {
 #pragma unroll
     for (int i = 0; i < N; i++) asm volatile("" : "+f"(acc[i])::"memory");
 }
 
-// Before products, with all of their registers pinned.
+// Required before products, with all of their registers fenced.
 __device__ inline void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 
-// A matrix in shared memory whose rows are 64 16-bit values, swizzled in units of 8 rows, 1024
-// bytes. Add 2 for the next 16 columns.
+// Descriptor of a matrix in shared memory with rows of 64 16-bit values, swizzled in atoms of 8
+// rows, 1024 bytes. Add 2 for the next 16 columns.
 __device__ inline unsigned long long smem_descriptor(const void* shared) {
     constexpr unsigned long long SWIZZLE_128B = 1ull << 62, NEXT_UNIT = 1024 / 16;
     return SWIZZLE_128B | NEXT_UNIT << 32 | 1ull << 16 | (shared_address(shared) & 0x3ffff) >> 4;
@@ -89,20 +89,20 @@ __device__ inline void wgmma_commit() {
     asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
 }
 
-// Wait until at most PENDING of the youngest groups of products are on their way.
+// Wait until at most the PENDING most recent groups of products are in flight.
 template <int PENDING>
 __device__ inline void wgmma_wait() {
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
 }
 
-// acc[64 x N] = a[64 x 16] @ b[N x 16]^T, or += where `add`. Thread t of the warpgroup holds,
+// acc[64 x N] = a[64 x 16] @ b[N x 16]^T, or += if `add`. Thread t of the warpgroup holds,
 // with w = t / 32, g = t % 32 / 4 and q = t % 4, of columns 8j + 2q and 8j + 2q + 1: in acc[4j] and
 // acc[4j + 1] row 16w + g, in acc[4j + 2] and acc[4j + 3] row 16w + g + 8.
 template <typename T, int N>
 __device__ void wgmma(float (&acc)[N / 2], unsigned long long a, unsigned long long b,
                          bool add);
 
-// The registers %0 to %<n - 1>, and the accumulators that they stand for.
+// The operands %0 to %<n - 1>, and the accumulators bound to them.
 #define PRODUCT_ACC_8(i)                                                                  \
     "+f"(acc[i]), "+f"(acc[i + 1]), "+f"(acc[i + 2]), "+f"(acc[i + 3]), "+f"(acc[i + 4]), \
         "+f"(acc[i + 5]), "+f"(acc[i + 6]), "+f"(acc[i + 7])

@@ -1,15 +1,15 @@
-// A linear layer for few tokens: the weights flow through once, as fast as memory gives them.
+// A linear layer for few tokens: streams the weights once, at memory bandwidth.
 //
-// A block has one warp that keeps a ring of steps in shared memory full with bulk copies, across
-// the ends of tiles, and a warpgroup that multiplies out of it: 64 tokens, of which fewer may be
-// wanted, by the rows of a tile. Tiles have the number of rows that keeps all multiprocessors busy.
-// Where that would be few rows, two blocks, a cluster, take a tile together, half of its columns
-// each, and add up in each other's shared memory.
+// In a block, a producer warp keeps a ring of stages in shared memory full with TMA copies, across
+// the ends of tiles, and a consumer warpgroup multiplies from it: 64 tokens (padded) by the rows of
+// a tile. The number of rows is chosen to keep all multiprocessors busy. If that would be few rows,
+// a cluster of two blocks computes a tile, half of its columns each, and the blocks exchange
+// partial sums through each other's shared memory.
 #include "linear/skinny_gemm.cuh"
 
-constexpr int WARPS = 4;    // that multiply
-constexpr int TOKENS = 64;  // that are multiplied
-constexpr int DEPTH = 64;   // columns in a step
+constexpr int WARPS = 4;    // consumers
+constexpr int TOKENS = 64;  // of a tile
+constexpr int DEPTH = 64;   // columns per stage
 
 template <typename Out>
 __device__ Out narrow(float value);
@@ -38,7 +38,7 @@ __device__ void mainloop(const TensorMap& x, const TensorMap& weight, const T* b
                                const T* residual, Out* out, int m, int n, int k) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
     constexpr int HALF = ROWS / 2, COLUMNS = GATED ? HALF : ROWS;  // of out, in a tile
-    constexpr int SUMS = PAIR ? ROWS / 4 : ROWS / 2;               // of a thread, in the end
+    constexpr int SUMS = PAIR ? ROWS / 4 : ROWS / 2;               // per thread, after the exchange
     constexpr int STAGE = (ROWS + TOKENS) * DEPTH;
 
     extern __shared__ char memory[];
@@ -47,10 +47,10 @@ __device__ void mainloop(const TensorMap& x, const TensorMap& weight, const T* b
     Barrier* const full = reinterpret_cast<Barrier*>(sent + (PAIR ? SUMS / 4 * WARPS * 32 : 0));
     Barrier* const empty = full + STAGES;
 
-    // At once: a small kernel fits beside, and the next of this kind takes over each multiprocessor
-    // as it gets free, its weights on their way.
+    // Immediately: a small kernel fits alongside, and the next one of this kind takes over each
+    // multiprocessor as it becomes free, with its weights in flight.
     pdl_launch_dependents();
-    // Of a lane, so that the compiler sees that warps do not diverge.
+    // Read from a lane, so that the compiler knows that warps do not diverge.
     const int lane = threadIdx.x % 32, warp = __shfl_sync(FULL_WARP, threadIdx.x / 32, 0);
     const int rank = PAIR ? blockIdx.x % 2 : 0;
     const int width = GATED ? n / 2 : n, tiles = (width + COLUMNS - 1) / COLUMNS;
@@ -59,7 +59,7 @@ __device__ void mainloop(const TensorMap& x, const TensorMap& weight, const T* b
     const int first = PAIR ? rank * steps / 2 : 0, last = PAIR ? (rank + 1) * steps / 2 : steps;
     const int box = (m + 7) / 8 * 8;  // tokens that are copied
 
-    // Of the thread that copies: steps of all of its tiles, and where the next is.
+    // State of the producer thread: stages of all of its tiles, and the next one.
     const int count = (tiles - first_tile + next_tile - 1) / next_tile * (last - first);
     const int ahead = min(count, STAGES);
     int tile = first_tile, step = first;
@@ -68,7 +68,7 @@ __device__ void mainloop(const TensorMap& x, const TensorMap& weight, const T* b
         const int row = tile * COLUMNS;
         arrive_expect_tx(full + slot, (ROWS + box) * DEPTH * sizeof(T));
         tma_load_evict_first(to, &weight, row, step * DEPTH, full + slot);
-        // Halves follow each other, or are gate and up.
+        // The halves are adjacent, or gate and up.
         tma_load_evict_first(to + HALF * DEPTH, &weight, row + (GATED ? width : HALF), step * DEPTH,
                       full + slot);
         if (++step == last) {
@@ -84,10 +84,10 @@ __device__ void mainloop(const TensorMap& x, const TensorMap& weight, const T* b
             init_barrier(empty + s, WARPS);
         }
         fence_barrier_init();
-        // Weights are nobody's output: they may be fetched before the kernel before has ended.
+        // No kernel writes weights: they may be fetched before the preceding kernel has ended.
         for (int s = 0; s < ahead; s++) copy_weight(s);
     } else if (warp < WARPS) {
-        // Tokens that are not copied are multiplied as well: zeros, which take the least power.
+        // Padding tokens are multiplied as well: zeros, which take the least power.
         const int vectors = (TOKENS - box) * DEPTH / VECTOR<T>;
         for (int s = 0; s < STAGES; s++)
             for (int i = threadIdx.x; i < vectors; i += WARPS * 32)
@@ -96,7 +96,7 @@ __device__ void mainloop(const TensorMap& x, const TensorMap& weight, const T* b
         fence_async_proxy();
     }
     if (PAIR)
-        cluster_sync_release();  // a block must have started before it is sent anything
+        cluster_sync_release();  // a block must have started before anything is sent to it
     else
         __syncthreads();
 
@@ -128,7 +128,7 @@ __device__ void mainloop(const TensorMap& x, const TensorMap& weight, const T* b
 #pragma unroll
         for (int i = 0; i < ROWS / 2; i++) acc[i] = 0.0f;
         fence_operand(acc);
-        // A step's room is given back once the next is being multiplied: there is no pause between.
+        // A stage is released while the next one is being multiplied, so that there is no bubble.
         int before = slot;
         const auto release = [&] {
             if (lane == 0) arrive(empty + before);
@@ -155,7 +155,7 @@ __device__ void mainloop(const TensorMap& x, const TensorMap& weight, const T* b
         fence_operand(acc);
         if (first < last) release();
 
-        // A thread has two tokens. Of a pair, each block keeps one and sends the other.
+        // A thread has two tokens. In a pair, each block keeps one and sends the other.
         float sums[SUMS];
         if constexpr (PAIR) {
 #pragma unroll
@@ -186,7 +186,7 @@ __device__ void mainloop(const TensorMap& x, const TensorMap& weight, const T* b
         }
 
         constexpr int OUTS = GATED ? SUMS / 2 : SUMS;
-        constexpr int PER_EIGHT = PAIR ? 2 : 4;  // of a thread, in 8 columns
+        constexpr int PER_EIGHT = PAIR ? 2 : 4;  // per thread, in 8 columns
         const auto token_of = [&](int i) {
             return warp * 16 + lane / 4 + (PAIR ? rank : i % 4 / 2) * 8;
         };
@@ -226,10 +226,9 @@ __device__ void mainloop(const TensorMap& x, const TensorMap& weight, const T* b
 }
 
 // out[m, n'] = epilogue(x[m, k] @ weight[n, k]^T), k a multiple of 8, m <= TOKENS.
-// Epilogue: + bias; GATED, with a weight that is gate | up: silu(gate) * up, n' = n / 2; + residual
-// (bias and residual may be null; out may be the residual).
-// A tile has ROWS rows of the weight, half of them gate and half up when GATED; block b takes tiles
-// b, b + blocks and so on.
+// Epilogue: + bias; if GATED, with a weight of gate | up: silu(gate) * up, n' = n / 2; + residual
+// (bias and residual may be null; out may alias the residual). A tile has ROWS rows of the weight,
+// half of them gate and half up if GATED; block b computes tiles b, b + blocks and so on.
 // Boxes of the maps: [m rounded up to 8, DEPTH] of x, [ROWS / 2, DEPTH] of weight. Dynamic shared
 // memory: 1024 + STAGES * ((ROWS + TOKENS) * DEPTH * 2 + 16) bytes.
 template <typename T, typename Out, int ROWS, int STAGES, bool GATED>
@@ -245,8 +244,8 @@ __global__ void __launch_bounds__((WARPS + 1) * 32, 1)
 #define CLUSTERS_OF_TWO
 #endif
 
-// The same, a tile by a cluster of two blocks, with ROWS * 128 bytes more of shared memory. There
-// is a cluster for each tile.
+// The same with a cluster of two blocks per tile, and ROWS * 128 bytes more of shared memory. There
+// is one cluster for each tile.
 template <typename T, typename Out, int ROWS, int STAGES, bool GATED>
 __global__ void CLUSTERS_OF_TWO __launch_bounds__((WARPS + 1) * 32, 1)
     skinny_gemm_pairs(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap weight,

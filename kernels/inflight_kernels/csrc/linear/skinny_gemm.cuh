@@ -1,4 +1,4 @@
-// Copies of weights that are used once, and what a cluster of two blocks shares. sm_90a only.
+// Copies of weights that are used once, and cluster operations for two blocks. sm_90a only.
 #pragma once
 
 #include "linear/hopper_linear.cuh"
@@ -10,14 +10,14 @@ __device__ inline void arrive(Barrier* barrier) {
                  : "memory");
 }
 
-// Let copies and products see what this thread has written to shared memory.
+// Make this thread's writes to shared memory visible to TMA copies and wgmma.
 __device__ inline void fence_async_proxy() {
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
 // ---------------------------------------------------------------- copies of boxes
 
-// The same as tma_load, of values that are used once: they leave the L2 cache before others.
+// Like tma_load, for values that are used once: evicted first from the L2 cache.
 __device__ inline void tma_load_evict_first(void* shared, const TensorMap* map, int row, int column,
                                      Barrier* barrier) {
     constexpr unsigned long long EVICT_FIRST = 0x12f0000000000000;  // as createpolicy encodes it
@@ -30,7 +30,7 @@ __device__ inline void tma_load_evict_first(void* shared, const TensorMap* map, 
 
 // ---------------------------------------------------------------- clusters of two blocks
 
-// Write to this place of the shared memory of a block of the cluster.
+// Write to an address in the shared memory of a block of the cluster.
 __device__ inline void send(float4* place, int rank, const float4& value) {
     asm volatile(
         "{\n"
@@ -42,7 +42,7 @@ __device__ inline void send(float4* place, int rank, const float4& value) {
         : "memory");
 }
 
-// Wait for all threads of the cluster but those that have ended, and see what they have sent.
+// Barrier of all running threads of the cluster; their writes are visible afterwards.
 __device__ inline void cluster_sync_release() {
     asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;" ::: "memory");
 }

@@ -1,4 +1,4 @@
-// How to choose a token in a row of logits: ROW_PARAMS of ops/sampling.py as the kernels read it.
+// Sampling parameters of a row of logits: ROW_PARAMS of ops/sampling.py as the kernels read it.
 // Written by `make generate`; do not edit.
 #pragma once
 
@@ -30,7 +30,7 @@ __device__ inline bool has_penalties(const RowParams& params) {
            params.frequency_penalty != 0.0f;
 }
 
-// Whether a row has filters that need more than its top and its bound.
+// Whether a row has filters that need more than its maximum and its bound.
 __device__ inline bool has_rare_filters(const RowParams& params) {
     return params.typical_p != 1.0f ||
            params.top_n_sigma != 0.0f ||
@@ -38,7 +38,7 @@ __device__ inline bool has_rare_filters(const RowParams& params) {
            params.xtc_probability != 0.0f;
 }
 
-// A word of a row's parameters, or its default where it belongs to a rare filter.
+// A word of a row's parameters, or its default if it belongs to a rare filter.
 __device__ inline int without_rare_filters(int word, int value) {
     switch (word) {
         case 9: return __float_as_int(1.0f);  // typical_p

@@ -1,9 +1,9 @@
-// What the sampler counts with: Philox, fixed-point scores and their masses, sums over a block.
+// Arithmetic of the sampler: Philox, fixed-point scores and their masses, sums over a block.
 //
-// A score is a token's distance below the likeliest one, (top - logit) / temperature, as a 32-bit
-// fixed-point number: 5 bits before the point, 27 after. Its mass is exp(-score) in units of
-// 2^-40, so tokens 28 or more below have none. Past these two roundings everything is in integers:
-// sums come out the same in any order, and a pass over the row agrees with the pass before.
+// A score is a token's distance from the most probable one, (top - logit) / temperature, as a
+// 32-bit fixed-point number: 5 integer bits, 27 fraction bits. Its mass is exp(-score) in units of
+// 2^-40, so tokens 28 or more below have none. After these two roundings everything is in integers:
+// sums do not depend on their order, and successive passes over a row agree.
 #pragma once
 
 #include "common.cuh"
@@ -19,7 +19,7 @@ constexpr float LARGEST = 3.402823466e+38f;
 constexpr float SCORE_ONE = 134217728.0f;  // 2^27
 constexpr float MASS_ONE = 1099511627776.0f;  // 2^40
 
-// 2^x, to 2 ulp; what is below 2^-126 is 0.
+// 2^x, to 2 ulp; results below 2^-126 are 0.
 __device__ inline float exp2_fast(float x) {
     float y;
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
@@ -48,7 +48,7 @@ __device__ inline unsigned mean_score(u64 mass, u64 moment) {
     return __double2uint_rn(static_cast<double>(moment) / static_cast<double>(mass) * 0x1p24);
 }
 
-// What a random number is for.
+// Purpose of a random number.
 enum Purpose { DRAW = 0, XTC = 1 };
 
 // The random number in [0, 1) of a seed at a position, times 2^64: the upper 52 bits of two words
@@ -72,8 +72,8 @@ __device__ inline u64 uniform(u64 seed, u64 position, Purpose purpose) {
 
 // ---------------------------------------------------------------- over a block of THREADS
 
-// Each of these begins and ends with a barrier, so calls may follow each other with the same
-// `scratch`, of WARPS values.
+// Each of these begins and ends with a barrier, so successive calls may use the same `scratch`, of
+// WARPS values.
 
 template <typename V, typename Op>
 __device__ V block_reduce(V value, V* scratch, Op op) {
@@ -99,7 +99,7 @@ __device__ inline float block_largest(float value, float* scratch) {
     return block_reduce(value, scratch, [](float a, float b) { return fmaxf(a, b); });
 }
 
-// Sum over the threads before this one, and over all.
+// Exclusive prefix sum over threads, and the total.
 __device__ inline u64 block_sum_before(u64 value, u64* scratch, u64& total) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     u64 sum = value;

@@ -1,8 +1,8 @@
-// What the sampler's penalties look at: which tokens stand in a prompt, and how often in an output.
+// State of the sampler's penalties: the tokens of a prompt, and token counts of an output.
 #include "common.cuh"
 
-// Count token ids[i] of the output of slots[i], for i < n; negative slots and ids are passed over.
-// A count stays at 32767.
+// Count token ids[i] in the output of slots[i], for i < n; negative slots and ids are skipped.
+// Counts saturate at 32767.
 __global__ void count_output_tokens(const int* slots, const long long* ids, short* counts, int n,
                             int vocab) {
     pdl_wait();

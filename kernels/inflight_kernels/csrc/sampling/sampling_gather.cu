@@ -1,7 +1,7 @@
-// The last pass of the sampler, over the rows that filters leave open (see sampling_job.cuh).
+// The last pass of the sampler, over the rows that still need a token (see sampling_job.cuh).
 #include "sampling/sampling_job.cuh"
 
-constexpr int RANKED = 256;  // a nucleus up to this size is drawn from likeliest first
+constexpr int RANKED = 256;  // a nucleus up to this size is sampled in descending probability
 
 struct GatherShared : Shared {
     union {
@@ -21,8 +21,8 @@ struct GatherShared : Shared {
 
 // ---------------------------------------------------------------- candidates
 
-// Sort `shared.candidates[0:size]`, size a power of two, ascending (Batcher's bitonic network). This
-// and what follows is called once or twice for a row, so its code stands once.
+// Sort `shared.candidates[0:size]`, size a power of two, ascending (Batcher's bitonic network).
+// Called once or twice per row, so it is not inlined, like the following functions.
 __device__ __noinline__ void sort_candidates(int size, GatherShared& shared) {
     u64* const keys = shared.candidates;
     for (int width = 2; width <= size; width *= 2) {
@@ -58,7 +58,7 @@ __device__ __noinline__ void sum_masses(int count, int shift, GatherShared& shar
     __syncthreads();
 }
 
-// How many i < count have good(i), which holds up to some i and not from there on.
+// Number of i < count with good(i), a predicate that is true up to some i and false from there on.
 template <typename Good>
 __device__ int count_while(int count, GatherShared& shared, Good good) {
     int mine = 0;
@@ -67,7 +67,7 @@ __device__ int count_while(int count, GatherShared& shared, Good good) {
     return block_total(mine, shared.ints);
 }
 
-// The token, of the first `count` candidates, at which their running mass passes `target`.
+// The first of `count` candidates at which the cumulative mass exceeds `target`.
 __device__ __noinline__ int candidate_at(int count, u64 target, int shift, GatherShared& shared) {
     for (int i = threadIdx.x; i < count; i += THREADS)
         if ((i == 0 || shared.masses[i - 1] <= target) && target < shared.masses[i])
@@ -76,8 +76,8 @@ __device__ __noinline__ int candidate_at(int count, u64 target, int shift, Gathe
     return shared.id;
 }
 
-// Sort `count` candidates by score, then by token id, and sum their masses. Returns the count with
-// what fills them up to a power of two.
+// Sort `count` candidates by score, then by token id, and sum their masses. Returns the count
+// padded to a power of two.
 __device__ __noinline__ int order_candidates(int count, GatherShared& shared) {
     int size = 2;
     while (size < count) size *= 2;
@@ -87,7 +87,7 @@ __device__ __noinline__ int order_candidates(int count, GatherShared& shared) {
     return size;
 }
 
-// Draw from `count` candidates in shared memory, if they are enough: the token, or -1.
+// Sample from `count` candidates in shared memory if they suffice: the token, or -1.
 template <typename T>
 __device__ __noinline__ int draw_from_candidates(const Job<T>& job, const RowParams& params,
                                                  const Bound& bound, int count, u64 random,
@@ -129,8 +129,8 @@ __device__ __noinline__ int draw_from_candidates(const Job<T>& job, const RowPar
     return candidate_at(kept, target, shift, shared);
 }
 
-// The mass from which on XTC takes a token for a top choice. One without any mass cannot be drawn, so
-// it is never the one that is left.
+// The mass from which XTC treats a token as a top choice. A token without mass cannot be sampled,
+// so it is never the one that is kept.
 __device__ inline double least_top(const RowParams& params, u64 mass) {
     return fmax(static_cast<double>(params.xtc_threshold) * static_cast<double>(mass), 1.0);
 }
@@ -140,7 +140,7 @@ __device__ inline double least_epsilon(const RowParams& params, u64 mass) {
     return static_cast<double>(params.epsilon_cutoff) * static_cast<double>(mass);
 }
 
-// How many of the first `count` candidates have scores below `score`. Any thread may call it alone.
+// Number of the first `count` candidates with scores below `score`. Callable by a single thread.
 __device__ inline int count_below(unsigned score, int count, const GatherShared& shared) {
     int low = 0, high = count;
     while (low < high) {
@@ -153,8 +153,8 @@ __device__ inline int count_below(unsigned score, int count, const GatherShared&
     return low;
 }
 
-// The same with any filters. What they keep is candidates [begin, end); while it is `open`, tokens
-// that are no candidates may follow.
+// The same with any filters. They keep candidates [begin, end); while `open`, tokens that are not
+// candidates may follow.
 template <typename T>
 __device__ __noinline__ int draw_rare_from_candidates(const Job<T>& job, const RowParams& params,
                                                       const Bound& bound, int count, u64 random,
@@ -162,7 +162,7 @@ __device__ __noinline__ int draw_rare_from_candidates(const Job<T>& job, const R
     const bool cut_k = cuts_rank(job, params);
     bool open = bound.threshold > -INFINITE;
     order_candidates(count, shared);
-    // Of tokens with the bound's own score, some may be no candidates.
+    // Some tokens with exactly the bound's score may not be candidates.
     const unsigned known = open ? score_of(bound.threshold, bound.top, params.temperature) : ANY_SCORE;
     if (open) count = count_below(known, count, shared);
     if (count == 0) return -1;
@@ -178,7 +178,7 @@ __device__ __noinline__ int draw_rare_from_candidates(const Job<T>& job, const R
         end = params.top_k;
         open = false;
     }
-    // Of what these cut, all must be there.
+    // These filters need all tokens that they apply to as candidates.
     if (open && (cut_k || params.top_n_sigma > 0.0f)) return -1;
     if (params.typical_p < 1.0f) {
         u64 mass = bound.mass;
@@ -259,18 +259,18 @@ __device__ __noinline__ int draw_rare_from_candidates(const Job<T>& job, const R
     return candidate_at(end, base + __umul64hi(random, mass_before(end) - base), 0, shared);
 }
 
-// ---------------------------------------------------------------- cuts through the whole row
+// ---------------------------------------------------------------- filters over the whole row
 
-// A token's place among all in order of score, then of id: the `tie`-th, from 0, of those with the
-// score; before it, tokens with lower scores have this mass and count.
+// A token's position among all sorted by score, then id: the `tie`-th, from 0, of those with this
+// score; mass and count are those of the tokens with lower scores.
 struct Place {
     unsigned score;
     u64 tie, mass_before;
     unsigned count_before;
 };
 
-// What tokens are in order of: their score, or its distance from `center`. Those that `scale` has not
-// are left out.
+// Sort key of tokens: their score, or its distance from `center`. Tokens outside `scale` are
+// excluded.
 struct Order {
     Scale scale;
     bool by_distance;
@@ -282,7 +282,7 @@ struct Order {
     }
 };
 
-// Add a row's keys, of those whose upper bits are `prefix`, to the histogram of the next bits.
+// Add a row's keys whose upper bits are `prefix` to the histogram of the next bits.
 template <typename T>
 __device__ void fill_histogram(const Job<T>& job, int row, const RowParams& params, const Order& order,
                                unsigned prefix, int prefix_shift, int shift, GatherShared& shared) {
@@ -312,8 +312,8 @@ __device__ void fill_histogram(const Job<T>& job, int row, const RowParams& para
     __syncthreads();
 }
 
-// Where the running mass, or count, passes `target`; false if it does not. By distance, where there
-// are two scores for a key, the place is the key and what comes before it.
+// The position at which the cumulative mass, or count, exceeds `target`; false if it does not. With
+// distances, where two scores have the same key, the position is the key and what precedes it.
 template <typename T>
 __device__ __noinline__ bool descend(const Job<T>& job, int row, const RowParams& params,
                                      const Order order, bool by_mass, u64 target, Place& place, GatherShared& shared) {
@@ -388,8 +388,8 @@ __device__ __noinline__ int draw_from_row(const Job<T>& job, int row, const RowP
     const auto mass_up_to = [&](const Place& place) {
         return place.mass_before + (place.tie + 1) * mass_of(place.score);
     };
-    // Each filter keeps the first so many in order of score: the strictest decides. What is kept is
-    // known by its mass.
+    // Each filter keeps a prefix in order of score: the shortest applies. It is represented by its
+    // mass.
     u64 kept = sum_of(all);
     Scale allowed = all;
     bool ranked = cut_k;
@@ -421,8 +421,8 @@ __device__ __noinline__ int draw_from_row(const Job<T>& job, int row, const RowP
     return id_at(place);
 }
 
-// The largest score that has good(score), which holds from 0 up to some score; ANY_SCORE if not even
-// 0 has it.
+// The largest score with good(score), a predicate that is true from 0 up to some score; ANY_SCORE
+// if it is false for 0.
 template <typename Good>
 __device__ unsigned largest_score(Good good) {
     if (!good(0u)) return ANY_SCORE;
@@ -432,8 +432,8 @@ __device__ unsigned largest_score(Good good) {
     return found;
 }
 
-// The same with any filters. Tokens in order of score, then of id, stand one after the other on a
-// line, each as long as its mass: what is kept is [begin, end) of it.
+// The same with any filters. Tokens sorted by score, then id, are laid end to end, each as long as
+// its mass: [begin, end) of that is kept.
 template <typename T>
 __device__ __noinline__ int draw_rare_from_row(const Job<T>& job, int row, const RowParams& params,
                                                const Bound& bound, u64 random, bool excludes,
@@ -542,7 +542,7 @@ __device__ void gather_slice(int row, int slice, const Common<T>& common, Gather
     }
     __syncthreads();
     const Bound& bound = shared.bound;
-    // Most threads know from `scan` that they have no candidate, and read nothing.
+    // Most threads know from `scan` that they have no candidates, and read nothing.
     const float top = __ldcg(job.maxima(row) + slice * THREADS + threadIdx.x);
     const bool hot = top >= bound.threshold && top > -INFINITE;
     float x[VALUES];
@@ -589,7 +589,7 @@ __device__ void gather_slice(int row, int slice, const Common<T>& common, Gather
     if (threadIdx.x == 0) write_result(job, row, id, bound.log_sum);
 }
 
-// Grid: (slices, rows). After `scan`, and after `spread` where a row has rare filters, with the same
+// Grid: (slices, rows). After `scan`, and after `spread` if a row has rare filters, with the same
 // arguments.
 template <typename T>
 __global__ void __launch_bounds__(THREADS, 4) gather(JOB_PARAMETERS) {

@@ -1,46 +1,46 @@
-// What the passes of the sampler share: a row's row_params and scratch, its logits as they are adjusted, and
-// a walk over them in order of their ids.
+// Shared by the passes of the sampler: a row's parameters and scratch memory, its adjusted logits,
+// and iteration over them in order of token ids.
 //
 // `scan` reads each row once, in slices of SLICE logits held in registers. The block that finishes
-// a row's last slice knows the likeliest token, the softmax's denominators and a lower bound of the
+// a row's last slice has the most probable token, the softmax denominators and a lower bound of the
 // k-th largest logit: the k-th largest of the maxima of all threads. Greedy rows and rows without
-// filters end there. `spread`, for rows with rare filters, reads a row again, for its mean surprise
-// and the deviation of its logits. `gather` reads of the others what threads with a maximum above
-// the bound had, and finds a little more than k candidates; the last block sorts them, cuts and
-// draws. Where they do not suffice (k over BOUND_RANK, a nucleus of thousands) it finds the cuts by
-// radix selection over the whole row.
+// filters end there. `spread`, for rows with rare filters, reads a row again, for its mean
+// surprisal and the standard deviation of its logits. `gather` rereads, for the other rows, the
+// logits of threads with a maximum above the bound, which yields slightly more than k candidates;
+// the last block sorts, filters and samples. If they do not suffice (k over BOUND_RANK, a nucleus
+// of thousands) it applies the filters by radix selection over the whole row.
 #pragma once
 
 #include "sampling/row_params.cuh"
 #include "sampling/sampling.cuh"
 
-constexpr int VALUES = 32;  // logits of a thread
+constexpr int VALUES = 32;  // logits per thread
 constexpr int SLICE = THREADS * VALUES;
 
-constexpr int CAPACITY = 2048;  // candidates of a row
-constexpr int MAX_SLICES = 256;  // of a row
+constexpr int CAPACITY = 2048;  // candidates per row
+constexpr int MAX_SLICES = 256;  // per row
 
-// Consecutive logits of a thread: a vector, so that a warp reads whole lines.
+// Consecutive logits of a thread: a vector, so that a warp reads whole cache lines.
 template <typename T>
 constexpr int RUN = VECTOR<T>;
 
-// What a slice tells of its row.
+// Partial results of a slice.
 struct Partial {
-    float raw_top, raw_sum;  // of the logits as they came: maximum, and sum of exp(x - maximum)
+    float raw_top, raw_sum;  // of the raw logits: maximum, and sum of exp(x - maximum)
     float top, sum;          // the same of the adjusted logits over the temperature
     int id;                  // of the first logit that is `top`
     int finite;
     int unused[2];
 };
 
-// What a row's slices tell together.
+// Combined results of a row's slices.
 struct Bound {
     float top, log_sum, sum, threshold;
     int open;        // whether the row still needs a token
-    unsigned worst;  // score that top_n_sigma keeps at most
-    unsigned mean;   // score: the mean surprise, but for what all have in common
+    unsigned worst;  // largest score that top_n_sigma keeps
+    unsigned mean;   // as a score: the mean surprisal, up to a constant
     int unused;
-    u64 mass;  // of all tokens; it and those before it are known where `spread` looked
+    u64 mass;  // of all tokens; it and the fields before it are set by `spread`
     u64 unused_too;
 };
 
@@ -89,13 +89,13 @@ struct Job {
     }
 };
 
-// Parameters of the kernels of all passes, and the job that they are.
+// Kernel parameters of all passes, and their job.
 //
-// Logits [rows, vocab], `stride` apart; tokens, logprobs, statuses [rows]. `arrivals` and `found`
-// [rows]; arrivals are 0 before and after. See Job::of_row for `scratch`. Any of these may be null:
-// counts [slots, vocab] with prompt [slots, words of 32 tokens]; bias_starts [rows + 1] with bias_ids
-// and biases, where a row's ids ascend; masks [.., words of 32 tokens] with mask_rows [rows], negative
-// for none; tail_starts and tail_lengths [rows], a row's part of drafts, which are tokens.
+// Logits [rows, vocab] with row stride `stride`; tokens, logprobs, statuses [rows]. `arrivals` and
+// `found` [rows]; arrivals are 0 before and after. See Job::of_row for `scratch`. Nullable: counts
+// [slots, vocab] with prompt [slots, words of 32 tokens]; bias_starts [rows + 1] with bias_ids and
+// biases, where a row's ids ascend; masks [.., words of 32 tokens] with mask_rows [rows], negative for
+// none; tail_starts and tail_lengths [rows], a row's part of drafts, which are tokens.
 #define JOB_PARAMETERS                                                                          \
     const T *logits, long long stride, int vocab, const RowParams *row_params, const long long *positions, \
         const short *counts, const unsigned char *prompt, const long long *drafts,              \
@@ -108,15 +108,15 @@ struct Job {
      tail_lengths, bias_starts, bias_ids, biases, masks, mask_rows, scratch, arrivals, found,   \
      tokens,      logprobs, statuses}
 
-// A block's own copy of what the functions that stand apart read: were they given the address of a
-// thread's, each thread would first write all of it to local memory, which is more than its logits.
+// The block's copy of the job for functions that are not inlined: given the address of a thread's
+// copy, each thread would first write all of it to local memory, which is more than its logits.
 template <typename T>
 struct Common {
     Job<T> job;
     RowParams params;
 };
 
-// Make the copy. Threads of a block call it together.
+// Make the copy. Called by all threads of a block.
 template <typename T>
 __device__ void copy_to_shared(const Job<T>& job, const RowParams& params, Common<T>& common) {
     __syncthreads();
@@ -127,10 +127,10 @@ __device__ void copy_to_shared(const Job<T>& job, const RowParams& params, Commo
     __syncthreads();
 }
 
-// A block's shared memory, as far as every pass needs it.
+// Shared memory that every pass needs.
 struct Shared {
     unsigned marked[SLICE / 32];
-    u64 run_sums[VALUES / 4][WARPS];  // of a slice's runs, by warp
+    u64 run_sums[VALUES / 4][WARPS];  // sums of a slice's runs, by warp
     union {
         u64 sums[WARPS];
         double doubles[WARPS];
@@ -149,7 +149,7 @@ __device__ int id_of(int slice, int i) {
     return slice * SLICE + (i / RUN<T> * THREADS + threadIdx.x) * RUN<T> + i % RUN<T>;
 }
 
-// Logits of a slice; -inf past the vocabulary. False where one is not finite.
+// Load the logits of a slice; -inf past the vocabulary. Returns false if one is not finite.
 template <typename T>
 __device__ bool read_slice(const Job<T>& job, int row, int slice, float (&x)[VALUES]) {
     constexpr int N = RUN<T>, RUNS = VALUES / N;
@@ -193,7 +193,7 @@ __device__ bool read_slice(const Job<T>& job, int row, int slice, float (&x)[VAL
     return finite;
 }
 
-// ---------------------------------------------------------------- shaping it
+// ---------------------------------------------------------------- adjusting it
 
 template <typename T>
 __device__ bool has_penalties(const Job<T>& job, const RowParams& params) {
@@ -215,7 +215,7 @@ __device__ bool is_adjusted(const Job<T>& job, int row, const RowParams& params)
     return has_penalties(job, params) || has_biases(job, row) || has_mask(job, row);
 }
 
-// What is added to a token's logit: 0 where its id is not in the row's list, which ascends.
+// The bias of a token: 0 if its id is not in the row's list, which is in ascending order.
 template <typename T>
 __device__ __noinline__ float bias_of(const Job<T>& job, int row, int id) {
     int low = job.bias_starts[row], high = job.bias_starts[row + 1];
@@ -229,13 +229,13 @@ __device__ __noinline__ float bias_of(const Job<T>& job, int row, int id) {
     return low < job.bias_starts[row + 1] && job.bias_ids[low] == id ? job.biases[low] : 0.0f;
 }
 
-// Mark a token, if it is in the slice, as one to look at.
+// Mark a token, if it is in the slice, for processing.
 __device__ inline void mark(long long id, int slice, Shared& shared) {
     const long long at = id - static_cast<long long>(slice) * SLICE;
     if (0 <= at && at < SLICE) atomicOr(&shared.marked[at / 32], 1u << at % 32);
 }
 
-// How often a token is among the first `count` drafts.
+// Number of occurrences of a token in the first `count` drafts.
 __device__ __noinline__ int times_drafted(const long long* drafts, int count, int id) {
     int times = 0;
 #pragma unroll 1
@@ -243,10 +243,10 @@ __device__ __noinline__ int times_drafted(const long long* drafts, int count, in
     return times;
 }
 
-// Counts of a run of tokens, of which those past the vocabulary are 0.
+// Counts of a run of tokens; 0 for those past the vocabulary.
 template <int N>
 __device__ void read_counts(const short* counts, int first, int vocab, short (&found)[N]) {
-    if (vocab % N == 0) {  // then a run lies in the vocabulary, and at a multiple of its size
+    if (vocab % N == 0) {  // then runs are inside the vocabulary, and aligned to their size
         unsigned words[N / 2];
 #pragma unroll
         for (int i = 0; i < N / 4; i++) {
@@ -262,8 +262,8 @@ __device__ void read_counts(const short* counts, int first, int vocab, short (&f
     for (int j = 0; j < N; j++) found[j] = first + j < vocab ? counts[first + j] : 0;
 }
 
-// Penalties, biases and the mask, in place. Threads of a block call it together. Code for UNROLL runs
-// of tokens stands side by side.
+// Apply penalties, biases and the mask, in place. Called by all threads of a block. Unrolled over
+// UNROLL runs of tokens.
 template <int UNROLL, typename T>
 __device__ __forceinline__ void adjust(const Job<T>& job, int row, const RowParams& params, int slice,
                                       float (&x)[VALUES], Shared& shared) {
@@ -333,8 +333,8 @@ __device__ __forceinline__ void adjust(const Job<T>& job, int row, const RowPara
     }
 }
 
-// The same, for the passes that few rows need: its code stands once, apart, and is short, since it is
-// most of what these passes take to compile.
+// The same, for the passes that few rows need: not inlined and not unrolled, since it dominates the
+// compile time of these passes.
 template <typename T>
 __device__ __noinline__ void adjust_slice(const Job<T>& job, int row, const RowParams& params, int slice,
                                          float (&x)[VALUES], Shared& shared) {
@@ -346,7 +346,7 @@ __device__ void read_adjusted(const Job<T>& job, int row, const RowParams& param
                             float (&x)[VALUES], Shared& shared) {
     read_slice(job, row, slice, x);
     if (!is_adjusted(job, row, params)) return;
-    float adjusted[VALUES];  // whose address is taken
+    float adjusted[VALUES];  // its address is taken
 #pragma unroll
     for (int i = 0; i < VALUES; i++) adjusted[i] = x[i];
     adjust_slice(job, row, params, slice, adjusted, shared);
@@ -361,22 +361,22 @@ __device__ bool cuts_rank(const Job<T>& job, const RowParams& params) {
     return params.top_k > 0 && params.top_k < job.vocab;
 }
 
-// Whether this block is the last of the row's blocks to come here; the writes of the others are then
-// seen. To be called after a barrier: what a block's threads wrote before it counts as written by the
-// one thread that tells the other blocks.
+// Whether this block is the last of the row's blocks to arrive; the writes of the others are then
+// visible. Must be called after a barrier, so that the signalling thread releases the writes of its
+// whole block.
 template <typename T>
 __device__ bool arrives_last(const Job<T>& job, int row) {
     bool last = false;
     if (threadIdx.x == 0) {
         __threadfence();
         last = atomicAdd(job.arrivals + row, 1) == job.slices() - 1;
-        if (last) job.arrivals[row] = 0;  // as the next launch wants it
+        if (last) job.arrivals[row] = 0;  // reset for the next launch
         __threadfence();
     }
     return __syncthreads_or(last);
 }
 
-// One thread calls it.
+// Called by one thread.
 template <typename T>
 __device__ void write_result(const Job<T>& job, int row, int id, float log_sum) {
     job.tokens[row] = id;
@@ -391,12 +391,12 @@ __device__ void write_failure(const Job<T>& job, int row, Status status) {
     job.statuses[row] = status;
 }
 
-// ---------------------------------------------------------------- walking a row by token id
+// ---------------------------------------------------------------- iteration by token id
 
 enum Weight { MASS, MOMENT, TIES };
 
-// What tokens weigh in a walk: their mass, or its moment, of those with a score up to `worst` and not
-// past token `last` at score `edge`; or for TIES, 1 for those at score `edge`.
+// Weight of tokens in an iteration: their mass, or its moment, for those with a score up to `worst`
+// and not past token `last` at score `edge`; or for TIES, 1 for those at score `edge`.
 struct Scale {
     float top, temperature;
     unsigned worst, edge;
@@ -413,14 +413,13 @@ struct Scale {
         if (!has(score, id)) return 0;
         return weight == MASS ? mass_of(score) : moment_of(score);
     }
-    // Of four tokens from `id` on. Apart: with all of it in one place, a walk takes half a second
-    // longer to compile.
+    // Of four tokens from `id` on. Separate: inlined, it adds half a second of compile time.
     __device__ __noinline__ u64 weigh_four(float a, float b, float c, float d, int id) const {
         return weigh(a, id) + weigh(b, id + 1) + weigh(c, id + 2) + weigh(d, id + 3);
     }
 };
 
-// What weighs like a Scale that leaves nothing out, by mass.
+// Weights like a Scale that excludes nothing, by mass.
 struct Masses {
     float top, temperature;
 
@@ -436,8 +435,8 @@ constexpr unsigned ANY_SCORE = ~0u;
 constexpr int ANY_ID = 0x7fffffff;
 constexpr u64 NEVER = ~0ull;
 
-// The first token of slices [begin, end) at which the running sum of weights passes `target`; -1 if
-// it does not. `sum` gets the sum up to there. Threads of a block call it together.
+// The first token of slices [begin, end) at which the cumulative weight exceeds `target`; -1 if it
+// does not. `sum` is set to the cumulative weight before it. Called by all threads of a block.
 template <typename T, typename Weights>
 __device__ __noinline__ int walk(const Job<T>& job, int row, const RowParams& params, int begin, int end,
                                  const Weights weights, u64 target, u64& sum, Shared& shared) {
@@ -470,8 +469,8 @@ __device__ __noinline__ int walk(const Job<T>& job, int row, const RowParams& pa
             if (threadIdx.x % 32 == 0) shared.run_sums[run][threadIdx.x / 32] = part;
         }
         __syncthreads();
-        // The run that it is in, then the thread, then the token. What follows stands here once, not
-        // once for each run: that halves the time in which this compiles.
+        // Find its run, then the thread, then the token. Not unrolled over runs, which halves the
+        // compile time.
         int run_at = 0;
         for (; run_at < RUNS - 1; run_at++) {
             u64 total = 0;

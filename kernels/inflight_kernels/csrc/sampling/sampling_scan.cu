@@ -1,10 +1,10 @@
 // The first pass of the sampler, and for most rows the last one (see sampling_job.cuh).
 #include "sampling/sampling_job.cuh"
 
-constexpr int BOUND_RANK = 1024;  // of the bound that candidates lie above, at most
-constexpr int MAXIMA = 32;        // of a thread, at most, when it looks for the bound
+constexpr int BOUND_RANK = 1024;  // maximum rank of the lower bound of candidates
+constexpr int MAXIMA = 32;        // maximum per thread, when computing the bound
 
-// What a warp tells of its slice; `top` and `sum` as in Partial.
+// Partial results of a warp; `top` and `sum` as in Partial.
 struct WarpPart {
     float raw_top, raw_sum, top, sum;
 };
@@ -13,8 +13,8 @@ struct ScanShared : Shared {
     WarpPart parts[WARPS];
 };
 
-// A value that about `rank` of the row's maxima are not below, and no fewer: at least `rank` logits
-// are not below it either. -inf if there are not as many.
+// A value that at least, and about, `rank` of the row's maxima reach: at least `rank` logits reach
+// it too. -inf if there are not as many.
 template <typename T>
 __device__ __noinline__ float find_bound(const Job<T>& job, int row, int rank, float top,
                                          Shared& shared) {
@@ -49,12 +49,12 @@ __device__ __noinline__ float find_bound(const Job<T>& job, int row, int rank, f
     return low;
 }
 
-// A draw from all of a row, by slices and then inside one.
+// Sample from a whole row, first a slice and then a token in it.
 template <typename T>
 __device__ __noinline__ void draw_from_all(const Job<T>& job, int row, const RowParams& params, float top,
                               float log_sum, float scale, Shared& shared) {
     const Partial* const partials = job.partials(row);
-    // In double the sum of slices is the same whoever adds, and close to exact.
+    // In double, and in a fixed order: the sum of slices is the same in every block.
     double sum = 0.0;
     for (int s = 0; s < job.slices(); s++) {
         const float peak = __ldcg(&partials[s].top);
@@ -77,7 +77,7 @@ __device__ __noinline__ void draw_from_all(const Job<T>& job, int row, const Row
         running += mass;
         if (running > target) break;
     }
-    // Masses are relative to the slice's own maximum: they do not vanish far below `top`.
+    // Masses are relative to the slice's maximum, so that they do not vanish far below `top`.
     const float peak = __ldcg(&partials[slice].top);
     const Masses all = {peak, params.temperature};
     u64 total, unused;
@@ -89,7 +89,7 @@ __device__ __noinline__ void draw_from_all(const Job<T>& job, int row, const Row
     if (threadIdx.x == 0) write_result(job, row, id, log_sum);
 }
 
-// A row whose slices are all scanned.
+// Finish a row after all its slices are scanned.
 template <typename T>
 __device__ __noinline__ void finish_scan(const Job<T>& job, int row, const RowParams& params,
                                          Shared& shared) {
@@ -140,7 +140,7 @@ __device__ __noinline__ void finish_scan(const Job<T>& job, int row, const RowPa
     }
     float threshold = -INFINITE;
     if (open && job.vocab > CAPACITY) {
-        // min_p is relative to the top, unless typical_p may cut that off.
+        // min_p is relative to the top token, unless typical_p may remove that.
         if (cut_k || cut_p || params.min_p == 0.0f || params.typical_p < 1.0f) {
             const int rank = cut_k ? params.top_k : max(job.vocab / (4 * VALUES), 1);
             threshold = find_bound(job, row, min(rank, BOUND_RANK), top, shared);
@@ -154,21 +154,21 @@ __device__ __noinline__ void finish_scan(const Job<T>& job, int row, const RowPa
     }
 }
 
-// Sum over the warp, each value scaled from its own base to the common one.
+// Sum over the warp, each value rescaled from its own base to the common one.
 __device__ inline float rebased_sum(float sum, float base, float new_base, float scale) {
     return warp_sum(sum * exp2_fast((base - new_base) * scale));
 }
 
-// Not -inf, from which -inf cannot be subtracted.
+// Not -inf, to avoid -inf - -inf.
 __device__ inline float base_of(float top) { return fmaxf(top, -LARGEST); }
 
-// Read a slice, and tell of it. Rows that are shaped and others have code of their own, so that these
-// have all registers.
+// Process a slice. Separate code for rows with and without adjustments, so that the latter can use
+// all registers.
 template <bool ADJUSTED, typename T>
 __device__ __forceinline__ bool scan_slice(const Job<T>& job, int row, const RowParams& params, int slice,
                                            ScanShared& shared) {
     const bool drawn = params.temperature > 0.0f;
-    // Whoever cuts by rank or by likelihood alone never asks for the mass of all.
+    // Filters by rank or by relative probability alone do not need the total mass.
     const bool summed = drawn && !cuts_rank(job, params) && (params.top_p < 1.0f || params.min_p == 0.0f);
     const float scale = LOG2_E / params.temperature;
     if (threadIdx.x == 0) shared.id = job.vocab;
@@ -198,7 +198,7 @@ __device__ __forceinline__ bool scan_slice(const Job<T>& job, int row, const Row
     }
     if (drawn) job.maxima(row)[slice * THREADS + threadIdx.x] = top;
 
-    // Warps by themselves, then all at once: a block that waits at barriers reads nothing.
+    // By warp first, then combined: a block that waits at barriers does not load.
     WarpPart part;
     part.raw_top = warp_max(raw_top);
     part.raw_sum = rebased_sum(raw_sum, raw_base, base_of(part.raw_top), LOG2_E);

@@ -1,8 +1,8 @@
-// The pass of the sampler between the others, over rows with rare filters (see sampling_job.cuh): how
-// far a row's logits and its tokens' surprises spread.
+// The middle pass of the sampler, over rows with rare filters (see sampling_job.cuh): the standard
+// deviation of a row's logits and the mean surprisal of its tokens.
 #include "sampling/sampling_job.cuh"
 
-// What a slice tells of its row: masses and moments are exact, and the rest is added up in one order.
+// Partial results of a slice: masses and moments are exact, the rest is summed in a fixed order.
 struct Share {
     u64 mass, moment;
     double distance, square;  // sums of logits' distances from the top, and of their squares
@@ -16,7 +16,7 @@ __device__ void spread_slice(int row, int slice, const Common<T>& common, Shared
     const RowParams& params = common.params;
     Bound& bound = *job.bound(row);
     const float top = bound.top;
-    Share* const shares = reinterpret_cast<Share*>(job.candidates(row));  // which come later
+    Share* const shares = reinterpret_cast<Share*>(job.candidates(row));  // not used yet
 
     float x[VALUES];
     read_adjusted(job, row, params, slice, x, shared);

@@ -1,14 +1,14 @@
-// The likeliest tokens of a row, and the rank of its own one: of the token that was chosen, or of one
-// that is given. After the sampler.
+// The most probable tokens of a row, and the rank of the sampled, or of a given, token. Runs after
+// the sampler.
 //
-// A token's key is its logit, as an integer in the same order, and the complement of its id: the
-// larger key is the likelier token, and the first one of equal logits. Each block finds the largest
-// keys of a slice, the last one of a row the largest of those.
+// A token's key is its logit, as an order-preserving integer, and the complement of its id: a
+// larger key is a more probable token, or the first one of equal logits. Each block finds the
+// largest keys of a slice, the last block of a row the largest of those.
 #include "sampling/sampling_job.cuh"
 
-constexpr int MOST = 20;  // tokens of a row
+constexpr int MOST = 20;  // maximum tokens per row
 
-// What a slice tells of its row; in place of the maxima, which the sampler needs no more.
+// Partial results of a slice; overwrites the maxima, which are no longer needed.
 struct Best {
     u64 keys[MOST];
     int before;  // keys above the row's own token's
@@ -33,11 +33,11 @@ __device__ inline float logit_in(u64 key) {
 
 __device__ inline u64 larger(u64 a, u64 b) { return a > b ? a : b; }
 
-// Grid: (slices, rows). wanted [rows]: tokens of each row, MOST at most; negative for no answer.
-// chosen, statuses [rows]: what the sampler found; given [rows], may be null: the token to look at in
-// place of the chosen one, negative for none. ids and logprobs [rows, MOST]: -1 and -inf past the
-// tokens wanted; own_logprobs and ranks [rows], from 1, of the row's own token; 0 where the status is
-// not OK. See Job::of_row for `scratch`, which is as the sampler left it.
+// Grid: (slices, rows). wanted [rows]: number of tokens for each row, at most MOST; negative for no
+// output. chosen, statuses [rows]: outputs of the sampler; given [rows], may be null: the token to
+// look up instead of the sampled one, negative for none. ids and logprobs [rows, MOST]: -1 and -inf
+// past the tokens wanted; own_logprobs and ranks [rows], from 1, of the row's own token; 0 if the
+// status is not OK. See Job::of_row for `scratch`, unmodified since the sampler.
 template <typename T>
 __global__ void __launch_bounds__(THREADS, 4)
     top_logprobs(const T* logits, long long stride, int vocab, const long long* chosen,
@@ -66,7 +66,7 @@ __global__ void __launch_bounds__(THREADS, 4)
             before += id < vocab && key_of(x[i], id) > own;
         }
         before = block_total(before, shared.ints);
-        // Of a thread's keys only the largest is looked at, until it is taken.
+        // Only the largest of a thread's remaining keys takes part.
         const auto largest_below = [&](u64 limit) {
             u64 found = NO_KEY;
 #pragma unroll
@@ -87,7 +87,7 @@ __global__ void __launch_bounds__(THREADS, 4)
     }
     if (!arrives_last(job, row)) return;
 
-    int taken = 0, before = 0;  // of the slice that is this thread's
+    int taken = 0, before = 0;  // in this thread's slice
     const bool mine = fine && static_cast<int>(threadIdx.x) < job.slices();
     if (mine) before = __ldcg(&best[threadIdx.x].before);
     before = block_total(before, shared.ints);

@@ -1,5 +1,5 @@
-// The batch as it stays on the device: what the host sends of a step is spread out at its beginning,
-// and what was chosen is kept at its end. See batch_state.py for the layout of a step.
+// Persistent batch state: the inputs of a step are expanded at its start, and the sampled tokens
+// are stored at its end. See batch_state.py for the layout of a step.
 
 #include "common.cuh"
 #include "sampling/row_params.cuh"
@@ -25,8 +25,8 @@ extern "C" __global__ void write_row_params(const int* slots, const int* news, i
         row_params[slots[i / ROW_PARAMS_WORDS] * ROW_PARAMS_WORDS + i % ROW_PARAMS_WORDS] = news[i];
 }
 
-// One block per chunk of the step, and one for each that fills up a CUDA graph. Tokens and rows up to
-// `num_tokens` and `num_rows` that are not the step's are nobody's, and go nowhere.
+// One block per chunk of the step, and per padding chunk of a CUDA graph. Tokens and rows up to
+// `num_tokens` and `num_rows` that are not the step's are padding: nothing of them is stored.
 extern "C" __global__ void begin_step(
     const int* header, const int* slots, const int* starts, const int* query_start,
     const int* row_start, const int* given, const int* tokens, const int* tables,
@@ -49,7 +49,7 @@ extern "C" __global__ void begin_step(
         sample_positions[row] = 0;
         tail_starts[row] = 0;
         tail_lengths[row] = 0;
-        // All zero is greedy, but for the slot: none.
+        // All zeros mean greedy, except the slot, which is none.
         for (int word = 0; word < ROW_PARAMS_WORDS; word++)
             step_row_params[row * ROW_PARAMS_WORDS + word] = word == ROW_PARAMS_SLOT ? -1 : 0;
     }
@@ -66,7 +66,7 @@ extern "C" __global__ void begin_step(
     const int offset_mask = (1 << block_shift) - 1;
     for (int i = threadIdx.x; i < length; i += blockDim.x) {
         int token = tokens[first_token + i];
-        // A draft that is missing is a guess like any other: token 0.
+        // A missing draft is replaced by token 0, verified like any other.
         if (token < 0)
             token = i == 0 ? static_cast<int>(last_tokens[slot])
                            : max(drafts[slot * num_drafts + i - 1], 0);
@@ -84,7 +84,7 @@ extern "C" __global__ void begin_step(
 
     const int first_row = row_start[chunk];
     const int own_rows = row_start[chunk + 1] - first_row;
-    // A chunk of a prompt whose tokens are looked at has no drafts.
+    // A chunk with prompt logprobs has no drafts.
     const bool scores = own_rows && given[first_row] >= 0;
     for (int i = threadIdx.x; i < own_rows; i += blockDim.x) {
         const int offset = length - own_rows + i;
@@ -101,11 +101,11 @@ extern "C" __global__ void begin_step(
     }
 }
 
-// Keeps of each chunk the drafts that the model chose as well and the token after them, for the next
-// step, and tells the host: results is its memory. Row i of a chunk was chosen to follow the first i
-// drafts, so it counts if these are right. Rows whose next token is given choose nothing.
+// Keeps the accepted drafts of each chunk and the token after them for the next step, and writes
+// them to the host's memory (results). Row i of a chunk was sampled after the first i drafts, so it
+// is accepted if these are. Rows whose next token is given sample nothing.
 //
-//   results [ring, 4, max_rows]: tokens, log probabilities as bits, statuses; of each chunk how many
+//   results [ring, 4, max_rows]: tokens, logprobs as bits, statuses; number accepted of each chunk
 //   history [slots, width], may be null: the sequences' tokens
 extern "C" __global__ void end_step(const int* header, const int* sample_slots,
                                     const int* row_start, const int* given,
@@ -148,6 +148,6 @@ extern "C" __global__ void end_step(const int* header, const int* sample_slots,
     result[3 * max_rows + chunk] = row + 1 - first;
     last_tokens[slot] = chosen[row];
     last_positions[slot] = static_cast<int>(sample_positions[row]);
-    // They are used up: were they taken for the next ones, all would be wrong.
+    // Clear the drafts: they must not be used for the next step.
     for (int i = 0; i < num_drafts; i++) drafts[slot * num_drafts + i] = -1;
 }

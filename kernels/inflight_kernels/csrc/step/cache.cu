@@ -1,9 +1,9 @@
-// Blocks of the KV cache as bytes, copied, and slots, cleared. A layer here is any leading index.
+// Copying of KV cache blocks and clearing of slots, as bytes. A layer here is any leading index.
 #include "common.cuh"
 
-// Grid: (parts of a block, layers). A thread takes one column, 16 bytes at the same place of every
-// block of a layer: it reads the column of all sources before it writes that of any target, so a
-// block may be both. The values wait in shared memory, num_pairs * 16 bytes per thread.
+// Grid: (parts of a block, layers). A thread copies one column, 16 bytes at the same offset of
+// every block of a layer: it reads the column of all sources before it writes that of any target,
+// so a block may be both. The values are staged in shared memory, num_pairs * 16 bytes per thread.
 template <typename Id>
 __global__ void __launch_bounds__(128)
     copy_blocks(uint4* caches, const Id* sources, const Id* targets, int num_pairs,
@@ -25,7 +25,7 @@ __global__ void __launch_bounds__(128)
             waiting[i * blockDim.x + threadIdx.x];
 }
 
-// Grid: (slots, parts of a slot, layers); one thread per 16 bytes. A slot below 0 is not touched.
+// Grid: (slots, parts of a slot, layers); one thread per 16 bytes. Negative slots are skipped.
 template <typename Id>
 __global__ void __launch_bounds__(128)
     clear_slots(uint4* caches, const Id* slots, int vectors_per_slot, long long vectors_per_layer) {

@@ -1,4 +1,4 @@
-// Drafts by looking back in a sequence's own tokens (prompt lookup). One block per sequence.
+// Prompt lookup: drafts from a sequence's own tokens. One block per sequence.
 
 #include "common.cuh"
 #include "sampling/row_params.cuh"
@@ -7,8 +7,8 @@ typedef unsigned long long u64;
 
 constexpr int THREADS = 256;
 
-// Each place of the last token is a match; the longer and, among equals, the later wins: both are
-// in one number, of which the largest is found.
+// Each occurrence of the last token is a match; the longest and, among equals, the latest wins.
+// Both are encoded in one number, whose maximum is computed.
 extern "C" __global__ void __launch_bounds__(THREADS)
     draft_ngram(const int* slots, const int* last_positions, const int* history, int width,
                 int* drafts, int num_drafts, int max_match, int min_match) {
@@ -46,22 +46,23 @@ extern "C" __global__ void __launch_bounds__(THREADS)
         drafts[slot * num_drafts + i] = best == 0 ? -1 : tokens[start + i % (last + 1 - start)];
 }
 
-// ---------------------------------------------------------------- drafting with a model
+// ---------------------------------------------------------------- draft models
 
 // As in batch_state.py.
 constexpr int NUM_CHUNKS = 0, NUM_TOKENS = 2;
 constexpr int OK = 0;
 
-// A row of nobody's has token 0 at position 0, which goes nowhere: it sees itself, or whatever stands
-// first in its table, and nobody looks at what follows it.
+// A padding row has token 0 at position 0, whose KV is not stored: it attends to itself, or to the
+// first entry of its block table, and its output is not used.
 constexpr int PADDING = -1;
 
-// Prepares the first pass: the last token of each chunk's sequence, or, `behind` by one, the
-// position before it. One block per row; rows past the chunks, and those of chunks that chose
-// nothing, are nobody's.
+// Prepares the first pass: the last token of each chunk's sequence, or, with `behind`, the position
+// before it. One block per row; rows past the chunks, and those of chunks that sampled nothing, are
+// padding.
 //
-// The tables of the step's chunks are continued up to the last place of a draft. A sequence's table
-// ends with a negative entry: what would stand there and after it has one scratch block per chunk.
+// The block tables of the step's chunks are extended up to the last position of a draft. A
+// sequence's block table ends with a negative entry: positions from there on use one scratch block
+// per chunk.
 extern "C" __global__ void begin_drafting(
     const int* header, const int* sample_slots, const int* query_start,
     const long long* step_positions, const long long* last_tokens, const int* last_positions,
@@ -78,7 +79,7 @@ extern "C" __global__ void begin_drafting(
     const int word = threadIdx.x;
     if (word < ROW_PARAMS_WORDS) {
         const int value = slot < 0 ? 0 : row_params[slot * ROW_PARAMS_WORDS + word];
-        // Drafts are drawn without penalties and rare filters: the slot of none, and defaults.
+        // Drafts are sampled without penalties and rare filters: no slot, and defaults.
         draft_row_params[chunk * ROW_PARAMS_WORDS + word] =
             word == ROW_PARAMS_SLOT ? -1 : without_rare_filters(word, value);
     }
@@ -112,7 +113,7 @@ extern "C" __global__ void begin_drafting(
     sample_positions[chunk] = last + 1;
 }
 
-// Keeps what a pass has chosen as the next draft, and makes it the token of the next pass.
+// Stores the sampled token of a pass as the next draft, and as the token of the next pass.
 extern "C" __global__ void advance_drafting(int* slots, const long long* chosen,
                                             const int* statuses, const int* last_positions,
                                             const int* step_tables, int table_width,
@@ -150,9 +151,9 @@ extern "C" __global__ void advance_drafting(int* slots, const long long* chosen,
     sample_positions[chunk]++;
 }
 
-// The token after each token of a step, as far as it is known; any other where it is not. One block
-// per chunk, and one for each that fills up a CUDA graph; tokens up to `num_tokens` that are not the
-// step's are nobody's.
+// The token after each token of a step if it is known, otherwise an arbitrary one. One block per
+// chunk, and per padding chunk of a CUDA graph; tokens up to `num_tokens` that are not the step's
+// are padding.
 extern "C" __global__ void next_tokens(const int* header, const int* slots, const int* query_start,
                                        const long long* positions, const int* history, int width,
                                        int num_tokens, long long* token_ids) {

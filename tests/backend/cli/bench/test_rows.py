@@ -1,4 +1,4 @@
-"""The workloads, and what is read off their time."""
+"""The workloads, and the metrics computed from their time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Results for people."""
+"""Printing of results."""
 
 from __future__ import annotations
 

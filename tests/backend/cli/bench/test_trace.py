@@ -1,4 +1,4 @@
-"""From a chrome trace to the kernels of a step."""
+"""Kernel times of a step from a Chrome trace."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Drafting on a GPU, with the kernels' definitions in the kernels' place: where drafts go, which
-tokens a drafter sees, and what it leaves behind. tests/backend/gpu/test_drafters.py says the same
-of the kernels."""
+"""Drafting on a GPU with the kernels' reference implementations: where drafts are stored, which
+tokens a drafter reads, and the state that it leaves. tests/backend/gpu/test_drafters.py covers the
+kernels."""
 
 from __future__ import annotations
 

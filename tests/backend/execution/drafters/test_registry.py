@@ -1,4 +1,4 @@
-"""A drafter that cannot work is refused before anything is loaded; its memory is counted."""
+"""An invalid drafter is rejected before anything is loaded; its memory is counted."""
 
 from __future__ import annotations
 

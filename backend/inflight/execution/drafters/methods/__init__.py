@@ -1,5 +1,5 @@
-"""One module per method of drafting, of the same name, each with an entry `METHOD`.
+"""One module per drafting method, of the same name, each with an entry `METHOD`.
 
-A module holds the CPU's side and the GPU's. What only a GPU's runner needs is imported when that
-loads it: the CUDA packages may not be installed.
+A module has the implementations for CPU and GPU. GPU-only imports are deferred until the method is
+loaded on a GPU: the CUDA packages may not be installed.
 """

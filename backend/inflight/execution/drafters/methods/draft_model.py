@@ -1,7 +1,7 @@
 """Drafts by a smaller model of the same vocabulary (speculative decoding, arXiv:2211.17192).
 
-It drafts token by token and chooses as the target does: with the same row_params, and the random
-number of the same position. It keeps keys and values of its own.
+It drafts token by token and samples like the target: with the same row_params, and the random
+number of the same position. It has its own KV cache.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ class ModelDrafter:
     """Drafts with a model, or with its first layers.
 
     Args:
-        model: that drafts.
-        cache: its keys and values.
-        num_layers: the first so many, of the target itself, whose cache this is then; None for a
-            model of its own.
+        model: the draft model.
+        cache: its KV cache.
+        num_layers: draft with the target's first `num_layers` layers, in the target's cache; None
+            for a separate model.
     """
 
     def __init__(self, model: Decoder, cache: KVCache, num_layers: int | None = None) -> None:
@@ -52,10 +52,10 @@ class ModelDrafter:
 
     @classmethod
     def load(cls, source: DrafterSpec, target: Target) -> ModelDrafter:
-        """A smaller model.
+        """Load a separate draft model.
 
         Raises:
-            ConfigError: the weights are damaged or do not fit the settings.
+            ConfigError: the weights are corrupt or do not match the settings.
         """
         own, checkpoint = source.model, source.checkpoint
         assert own is not None and checkpoint is not None
@@ -112,16 +112,16 @@ class ModelDrafter:
         )
 
     def forget(self, sequence: Sequence) -> None:
-        """All it keeps is in the blocks."""
+        """Nothing to drop: its state is in the blocks."""
 
 
 class DeviceModelPasses:
     """Passes of a model on a GPU (see `device_passes.PassModel`).
 
     Args:
-        target: what is drafted for.
-        spec: of a model of its own; None to draft with the target itself.
-        num_layers: the first so many; None for all.
+        target: the target model.
+        spec: of a separate draft model; None to draft with the target itself.
+        num_layers: use only so many first layers; None for all.
     """
 
     behind = 0
@@ -164,7 +164,7 @@ class DeviceModelPasses:
             self._model.forward(rows, num_tokens, num_chunks, 0, max_q_len, self._cache)
 
     def update(self, num_tokens: int, num_chunks: int, max_q_len: int) -> None:
-        """All it needs was computed in `forward`."""
+        """Nothing to do: `forward` computed everything."""
 
     def compute(
         self, inputs: ForwardInputs, sources: Tensor, num_rows: int, is_first: bool
@@ -186,15 +186,15 @@ def _read(spec: DrafterSpec, checkpoint: Checkpoint, model: ModelSpec) -> Drafte
     smaller = read_spec(own)
     if smaller.vocab_size != model.vocab_size:
         raise ConfigError(
-            f"{own.path} has a vocabulary of {smaller.vocab_size} tokens; the model's has "
-            f"{model.vocab_size}, and a draft model must have the same"
+            f"{own.path} has a vocabulary of {smaller.vocab_size} tokens; a draft model must have "
+            f"the model's, of {model.vocab_size}"
         )
     _check_tokenizers(checkpoint, own)
     return replace(spec, model=smaller)
 
 
 def _check_tokenizers(checkpoint: Checkpoint, own: Checkpoint) -> None:
-    """Equal ids must be equal texts, but for special tokens, which models rename."""
+    """Equal ids must have equal texts, except special tokens, which models rename."""
     ours, theirs = Tokenizer.load_if_present(checkpoint), Tokenizer.load_if_present(own)
     if ours is None or theirs is None:
         return
@@ -203,7 +203,7 @@ def _check_tokenizers(checkpoint: Checkpoint, own: Checkpoint) -> None:
     for text, id_ in ours.vocabulary().items():
         if id_ in texts and texts[id_] != text:
             raise ConfigError(
-                f"{own.path} has another tokenizer: its token {id_} is {texts[id_]!r}, and the "
+                f"{own.path} has a different tokenizer: its token {id_} is {texts[id_]!r}, and the "
                 f"model's is {text!r}"
             )
 

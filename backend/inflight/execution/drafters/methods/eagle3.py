@@ -1,9 +1,9 @@
-"""Drafts by a head that was trained for the model (EAGLE-3; see `models.eagle3`).
+"""EAGLE-3 drafter: a head trained for the model (see `models.eagle3`).
 
-At each position the head sees the model's hidden states there and the token after it. So it
-follows a step when that has chosen its tokens, one position behind, and then knows the first draft:
-it needs one pass less than drafts. In the prefix cache the last position of a block was computed
-with the token that followed it then; where another one does now, that one entry is a little off.
+At each position the head takes the model's hidden states there and the token after it. So it runs
+after a step has sampled, one position behind, and then has the first draft already: it needs one
+pass less than drafts. In the prefix cache the last position of a block was computed with the token
+that followed it then; if another one follows now, that one entry is slightly off.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Eagle3Spec(DrafterSpec):
-    """A head that settings ask for.
+    """A configured EAGLE-3 head.
 
     Attributes:
-        head: its shape.
+        head: its spec.
     """
 
     head: HeadSpec | None = None
@@ -47,11 +47,11 @@ class Eagle3Spec(DrafterSpec):
 
 @dataclass(frozen=True, slots=True)
 class _LastHidden:
-    """What the head made of a sequence's last computed position.
+    """The head's hidden state at a sequence's last computed position.
 
     Attributes:
-        generation: of the sequence then.
-        position: that one.
+        generation: the sequence's, at that time.
+        position: the position.
         hidden: [hidden_size].
     """
 
@@ -65,8 +65,8 @@ class Eagle3Drafter:
 
     Args:
         model: the head.
-        cache: its keys and values.
-        target: the model that it drafts for, whose `features` it reads.
+        cache: its KV cache.
+        target: the target model, whose `features` it reads.
     """
 
     def __init__(self, model: Head, cache: KVCache, target: Decoder) -> None:
@@ -79,10 +79,10 @@ class Eagle3Drafter:
 
     @classmethod
     def load(cls, source: DrafterSpec, target: Target) -> Eagle3Drafter:
-        """The head that settings name.
+        """Load the head named in the settings.
 
         Raises:
-            ConfigError: the weights are damaged or do not fit the settings.
+            ConfigError: the weights are corrupt or do not match the settings.
         """
         head, checkpoint = _head_of(source)
         model = Head(
@@ -127,7 +127,7 @@ class Eagle3Drafter:
         return drafts
 
     def update(self, batch: Batch, arrays: BatchArrays, output: StepOutput) -> None:
-        """Compute the positions whose next token is known: all but those of wrong drafts."""
+        """Compute the positions whose next token is known: all but those of rejected drafts."""
         chunks: list[int] = []
         kept: list[int] = []
         lengths: list[int] = []
@@ -177,7 +177,7 @@ class DeviceHeadPasses:
 
     Args:
         spec: of the head.
-        target: what is drafted for, with a history of its tokens.
+        target: the target model, with a history of its tokens.
     """
 
     behind = 1
@@ -211,7 +211,7 @@ class DeviceHeadPasses:
         self.caches = [self._cache]
 
     def forward(self, num_tokens: int, num_chunks: int, max_q_len: int) -> None:
-        """The head needs the tokens that follow: see `update`."""
+        """Nothing to do: the head needs the sampled tokens; see `update`."""
 
     def update(self, num_tokens: int, num_chunks: int, max_q_len: int) -> None:
         from inflight_kernels.ops import drafting

@@ -1,7 +1,7 @@
-"""Drafts by looking back: what followed the last time that these tokens stood there.
+"""N-gram drafter: drafts what followed the last occurrence of the most recent tokens.
 
-Prompt lookup decoding (Saxena, 2023; "LLMA", arXiv:2304.04487). It costs next to nothing and is
-right where an output repeats its prompt or itself: edited code, quotations, tables, names.
+Prompt lookup decoding (Saxena, 2023; "LLMA", arXiv:2304.04487). Almost free, and effective where an
+output repeats its prompt or itself: edited code, quotations, tables, names.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ _ROOM = 256  # tokens by which a history's array grows
 
 
 class NgramDrafter:
-    """Finds the latest earlier place of a sequence's last tokens, and drafts what stands behind it.
+    """Finds the latest earlier occurrence of a sequence's last tokens, and drafts what followed it.
 
     Args:
-        max_match: tokens that must agree, at first.
-        min_match: tokens that must agree, at least.
+        max_match: longest n-gram to match, tried first.
+        min_match: shortest n-gram to match.
     """
 
     def __init__(self, max_match: int, min_match: int) -> None:
@@ -45,7 +45,7 @@ class NgramDrafter:
         ]
 
     def update(self, batch: Batch, arrays: BatchArrays, output: StepOutput) -> None:
-        """All it needs is in the sequences."""
+        """Nothing to update: it reads the sequences."""
 
     def _matches(self, sequence: Sequence, count: int) -> list[int]:
         history = self._histories.get(sequence.request_id)
@@ -60,7 +60,7 @@ class NgramDrafter:
 
 
 class _History:
-    """A sequence's tokens as an array that grows with it."""
+    """A sequence's tokens as a growing array."""
 
     def __init__(self) -> None:
         self._tokens = np.empty(0, np.int64)

@@ -1,7 +1,7 @@
 """Drafts by the model's own first layers (self-speculation, arXiv:2309.08168).
 
-They write to the target's KV cache: what they write at a draft's place is what the target writes
-there when it verifies the draft.
+They write to the target's KV cache: at a draft's position, the same values that the target writes
+when it verifies the draft.
 """
 
 from __future__ import annotations

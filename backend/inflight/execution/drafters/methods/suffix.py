@@ -1,11 +1,11 @@
 """Drafts by suffix: what most often followed the longest earlier occurrence of the last tokens.
 
-SuffixDecoding (Oliaro et al., arXiv:2411.04975) over the tokens of the sequence itself. Where
-`ngram` copies what stands behind the latest match, whatever comes, this follows the most frequent
-continuation and ends the draft where that becomes improbable, so that fewer tokens are verified in
-vain. It pays where text repeats with variations: agents' loops, tables, code.
+SuffixDecoding (Oliaro et al., arXiv:2411.04975) over the tokens of the sequence itself. While
+`ngram` copies the tokens after the latest match, this follows the most frequent continuation and
+ends the draft where that becomes improbable, so that fewer drafts are rejected. Effective where
+text repeats with variations: agents' loops, tables, code.
 
-It looks back on the host, where the tokens of the last step must be known: on the CPU only.
+It searches on the host, where the tokens of the last step must be known: on CPUs only.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from inflight.execution.drafters.drafter_spec import DrafterSpec, DraftMethod
 from inflight.kv.cache import KVCache
 
 MAX_MATCH = 64
-"""Tokens of the longest match, as many as the paper's trees are deep."""
+"""Maximum length of a match, the depth of the paper's trees."""
 
 MIN_PROBABILITY = 0.1
-"""A draft ends before the token with which its estimated probability falls below this."""
+"""A draft ends before its estimated probability falls below this."""
 
 
 class SuffixDrafter:
-    """Finds all earlier places of a sequence's longest suffix that occurs twice, and drafts the
-    most frequent of what stands behind them."""
+    """Finds all earlier occurrences of a sequence's longest repeated suffix, and drafts their most
+    frequent continuation."""
 
     def __init__(self) -> None:
         self.caches: list[KVCache] = []
@@ -47,7 +47,7 @@ class SuffixDrafter:
         ]
 
     def update(self, batch: Batch, arrays: BatchArrays, output: StepOutput) -> None:
-        """All it needs is in the sequences."""
+        """Nothing to update: it reads the sequences."""
 
     def forget(self, sequence: Sequence) -> None:
         self._histories.pop(sequence.request_id, None)
@@ -60,24 +60,24 @@ class SuffixDrafter:
 
 
 def continuation(tokens: npt.NDArray[np.int64], count: int) -> list[int]:
-    """What most often followed the longest suffix of a text that occurs earlier in it.
+    """The most frequent continuation of the longest suffix that occurs earlier in the tokens.
 
-    Each token of the draft is the most frequent one behind the places that agree with the suffix
-    and with the draft so far; of equally frequent ones, the one that occurred last. Its share of
-    these places is its estimated probability, and that of a draft is the product.
+    Each draft token is the most frequent one after the occurrences that match the suffix and the
+    draft so far; among equally frequent ones, the one that occurred last. Its relative frequency is
+    its estimated probability, and that of a draft is the product.
 
     Args:
         tokens: [length].
-        count: tokens to draft, at most.
+        count: maximum number of tokens to draft.
 
     Returns:
-        Up to `count` tokens; none where the last token is new.
+        Up to `count` tokens; none if the last token is new.
     """
     ends = _longest_matches(tokens)
     drafts: list[int] = []
     probability = 1.0
     while len(drafts) < count:
-        ends = ends[ends + 1 < len(tokens)] + 1  # places of the next token
+        ends = ends[ends + 1 < len(tokens)] + 1  # positions of the next token
         if not len(ends):
             break
         following, last_places, counts = np.unique(
@@ -93,7 +93,7 @@ def continuation(tokens: npt.NDArray[np.int64], count: int) -> list[int]:
 
 
 def _longest_matches(tokens: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """Ascending places, before the last, at which the longest suffix that is found there ends."""
+    """Ascending end positions of the earlier occurrences of the longest repeated suffix."""
     length = len(tokens)
     ends = np.flatnonzero(tokens[: length - 1] == tokens[length - 1])
     for matched in range(2, MAX_MATCH + 1):

@@ -1,5 +1,5 @@
-"""Whatever drafts, the output is what it would have been; and a drafter that knows the answer is
-right each time, however the engine came to where it is."""
+"""Drafting does not change outputs; and an oracle drafter's drafts are all accepted, whatever the
+engine's state."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Looking back finds the longest, then the latest match, and never costs a scan in Python."""
+"""Prompt lookup finds the longest, then the latest match, without a scan in Python."""
 
 from __future__ import annotations
 
