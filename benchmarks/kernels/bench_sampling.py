@@ -8,7 +8,7 @@ normal with a deviation of 3; `flat` ones have 1, where a nucleus of 0.9 keeps t
 tokens. `torch_us` is an argmax for greedy rows, a softmax and an exponential race for plain draws,
 and a sort with two masks in front of it for the others: captured alike, but of those with a sort,
 which take milliseconds, a single call and a few replays; null where torch has nothing like it.
-`top 5 of greedy` is a greedy choice and the naming of each row's five likeliest tokens. See
+`top 5 of greedy` is a greedy choice and the naming of each row's five most_probable tokens. See
 timing.py for the method.
 """
 

@@ -35,7 +35,7 @@ def test_a_model_is_all_that_is_needed() -> None:
     ("device", "dtype", "max_num_seqs", "max_num_batched_tokens"),
     [("cpu", "float32", 64, 512), ("cuda", "bfloat16", 256, 8192)],
 )
-def test_what_is_left_open_follows_the_device(
+def test_unset_settings_depend_on_the_device(
     device: str, dtype: str, max_num_seqs: int, max_num_batched_tokens: int
 ) -> None:
     config = parse({"model": "m", "device": device}, "here")
@@ -172,7 +172,7 @@ def test_each_setting_is_taken_over() -> None:
         ),
     ],
 )
-def test_what_cannot_work_is_named(raw: object, words: str) -> None:
+def test_invalid_operands_are_named(raw: object, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         parse(raw, "here")
 
@@ -234,7 +234,7 @@ def test_0_is_the_default_of_the_device(name: str) -> None:
 
 
 @pytest.mark.parametrize("value", ["?", 10**30, -0.5, True, None, [], {}, [[]], {"a": None}])
-def test_any_value_of_any_setting_is_taken_or_refused_in_our_words(value: Any) -> None:
+def test_any_value_of_any_setting_is_accepted_or_rejected_with_a_config_error(value: Any) -> None:
     for raw in [{name: value} for name in EngineConfig.__struct_fields__] + [
         {"speculative_config": {name: value}} for name in SpeculativeConfig.__struct_fields__
     ]:
@@ -298,7 +298,7 @@ def test_home_is_expanded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
         b'{"model": "m", "block_size": 1e999}',
     ],
 )
-def test_what_is_not_json_is_refused_by_file_name(tmp_path: Path, text: bytes) -> None:
+def test_invalid_json_is_rejected_by_file_name(tmp_path: Path, text: bytes) -> None:
     path = written(tmp_path, text)
     with pytest.raises(ConfigError, match=re.escape(f"{path}: not valid JSON")):
         load(path)
@@ -312,7 +312,7 @@ def test_a_value_of_any_depth_is_refused_by_file_name(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("model", ["a\\u0000b", "~no-such-user-here/m.gguf"])
-def test_what_is_no_path_is_refused_by_file_name(tmp_path: Path, model: str) -> None:
+def test_an_invalid_path_is_rejected_by_file_name(tmp_path: Path, model: str) -> None:
     path = written(tmp_path, f'{{"model": "{model}"}}')
     with pytest.raises(ConfigError, match=re.escape(f"{path}: model: ")):
         load(path)

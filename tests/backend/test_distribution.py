@@ -118,14 +118,14 @@ def p_values(tokens: npt.NDArray[np.int64], probs: npt.NDArray[np.float64]) -> l
 
 
 @pytest.mark.parametrize("options", OPTIONS)
-def test_drawn_with_drafts_as_without(options: dict[str, float]) -> None:
+def test_sampling_with_drafts_equals_sampling_without(options: dict[str, float]) -> None:
     params = SamplingParams(**options)  # type: ignore[arg-type]
     tokens = draws(params, np.random.default_rng(2))
     assert min(p_values(tokens, exact(params))) > MIN_P
 
 
 @pytest.mark.parametrize("options", OPTIONS[:1])
-def test_a_draft_that_counts_unchosen_is_found_out(
+def test_an_accepted_draft_that_was_not_sampled_is_detected(
     options: dict[str, float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One wrong draft in twenty is taken: the test above is sharp enough to see that."""

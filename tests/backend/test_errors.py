@@ -49,7 +49,7 @@ def test_the_tensor_at_fault_leads_the_message() -> None:
     assert RequestError("too long").param is None
 
 
-def test_the_param_is_said_once_after_a_trip() -> None:
+def test_the_param_is_named_once_after_a_round_trip() -> None:
     sent = RequestError("7 is too much", "top_p")
     assert str(from_kind(sent.kind, str(sent))) == str(sent)
 

@@ -91,7 +91,7 @@ def test_a_compared_row_is_shown_with_its_bars():
         ("ready_s", 100, "must"),
     ],
 )
-def test_a_verdict_takes_seconds_the_other_way_round(metric: str, value: float, expected: str):
+def test_lower_is_better_for_times(metric: str, value: float, expected: str):
     row = {"metric": metric, metric: value, "must": 100}
     if metric != "ready_s":
         row["goal"] = 120

@@ -36,7 +36,7 @@ speculation = load_script("speculation")
 
 
 @pytest.mark.parametrize("vocab_size", [512, 20_000, 128_256])
-def test_words_of_the_made_up_tokenizer_are_one_token_each(vocab_size: int):
+def test_words_of_the_synthetic_tokenizer_are_one_token_each(vocab_size: int):
     made, words = serving.make_tokenizer(vocab_size)
     tokenizer = tokenizers.Tokenizer.from_str(json.dumps(made))
     assert tokenizer.get_vocab_size() == vocab_size
@@ -90,7 +90,7 @@ def rows(llm: float, generate: float, extra_us: float) -> list[dict[str, Any]]:
         (990, 970, 100, ["must", "must", "goal", "must"]),
     ],
 )
-def test_serving_is_judged_by_its_share_and_by_what_a_token_pays(
+def test_serving_is_rated_by_its_share_and_by_time_per_token(
     llm: float, generate: float, extra_us: float, verdicts: list[str]
 ):
     found = [row for row in rows(llm, generate, extra_us) if row["row"] != "engine"]

@@ -48,7 +48,7 @@ def test_generate_joins_the_deltas_and_adds_up_the_tokens() -> None:
         assert client.generate("Hi") == Completion("Hello wörld", "stop", 5, 5)
 
 
-def test_a_stream_gives_each_delta_and_names_the_reason_in_the_last() -> None:
+def test_a_stream_yields_all_deltas_and_the_finish_reason_in_the_last() -> None:
     with fake_triton.serve(two_words) as server, Client(server.url) as client:
         deltas = list(client.stream("Hi"))
     assert [(d.text, d.finish_reason) for d in deltas] == [("Hello", None), (" wörld", "stop")]
@@ -121,7 +121,7 @@ def test_lists_and_biases_travel_as_tensors() -> None:
         ({"stop_words": [b"x" * 999]}, r"stop_words: b'x{70,75}\.\.\. is not a string"),
     ],
 )
-def test_what_is_no_tensor_is_refused_by_name(option: dict[str, Any], message: str) -> None:
+def test_an_invalid_tensor_is_rejected_by_name(option: dict[str, Any], message: str) -> None:
     with Client("127.0.0.1:1") as client, pytest.raises(InvalidRequest, match=message):
         client.generate("Hi", **option)
 
@@ -256,7 +256,7 @@ def test_logprobs_that_cannot_be_read_are_the_servers_fault(text: str) -> None:
         client.generate("Hi")
 
 
-def test_only_what_was_asked_for_is_sent() -> None:
+def test_only_given_options_are_sent() -> None:
     """What is left out is the server's choice."""
     with fake_triton.serve(two_words) as server, Client(server.url) as client:
         client.generate("Hi")
@@ -293,7 +293,7 @@ def test_several_outputs_in_one_response_come_in_their_order() -> None:
     assert search.input("early_stopping") == ("BOOL", [1], b"\1")
 
 
-def test_several_outputs_stream_beside_each_other() -> None:
+def test_several_outputs_stream_concurrently() -> None:
     def mixed(call: Call) -> Iterator[Any]:
         yield answer("a", index=1)
         yield answer("x")
@@ -433,7 +433,7 @@ def test_a_url_is_host_and_port(url: str, address: str) -> None:
         *("https://localhost:8001", "http://localhost", "localhost:8001/v2", "a b:8001", None),
     ],
 )
-def test_what_is_no_url_of_grpc_is_refused(url: Any) -> None:
+def test_an_invalid_grpc_url_is_rejected(url: Any) -> None:
     with pytest.raises(InvalidRequest, match=r"url: .* is not host:port; .* 127\.0\.0\.1:8001"):
         Client(url)
 
@@ -507,7 +507,7 @@ def test_an_option_of_the_wrong_type_is_refused_by_name() -> None:
         client.generate("Hi", max_tokens="many")  # type: ignore[arg-type]
 
 
-def test_what_is_no_option_is_refused_and_a_close_one_named() -> None:
+def test_an_unknown_option_is_rejected_with_the_closest_name() -> None:
     with Client("127.0.0.1:1") as client:
         with pytest.raises(InvalidRequest, match="max_token is not an option; did you mean 'max_t"):
             client.generate("Hi", max_token=1)  # type: ignore[call-arg]
@@ -530,7 +530,7 @@ def test_the_options_are_those_of_the_server() -> None:
     assert set(Options.__annotations__) == {*DATATYPES, "logit_bias"}
 
 
-def test_readiness_is_asked_of_the_server() -> None:
+def test_readiness_is_queried_from_the_server() -> None:
     with fake_triton.serve(two_words) as server, Client(server.url) as client:
         assert client.is_ready()
     with (
@@ -540,7 +540,7 @@ def test_readiness_is_asked_of_the_server() -> None:
         client.is_ready()
 
 
-def test_readiness_of_a_model_is_asked_by_its_name() -> None:
+def test_model_readiness_is_queried_by_name() -> None:
     with fake_triton.serve(two_words) as server, Client(server.url) as client:
         assert client.is_model_ready("chat")
         assert not client.is_model_ready("nope")

@@ -25,7 +25,7 @@ def test_every_grpc_status_has_an_error_of_ours() -> None:
         ("something else", ServerError),
     ],
 )
-def test_what_triton_says_without_a_code_is_sorted_by_its_words(
+def test_triton_messages_without_a_code_are_classified_by_text(
     message: str, kind: type[ClientError]
 ) -> None:
     assert type(from_message(message)) is kind

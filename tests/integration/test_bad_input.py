@@ -25,7 +25,7 @@ VOCAB_SIZE = 49152
 
 
 @pytest.fixture(autouse=True)
-def nobody_else_notices(echo):
+def other_requests_are_unaffected(echo):
     tokens = tensor("max_tokens", "INT32", 300)
     bystander = Stream(echo.grpc, request("generate", text(BYSTANDER), STREAM, IGNORE_EOS, tokens))
     first = bystander.next()["text_output"]

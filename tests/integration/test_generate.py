@@ -86,7 +86,7 @@ def test_http_takes_integers_for_floats_and_members_of_parameters(echo):
     assert answer["finish_reason"] == "length"
 
 
-def test_what_benchmark_clients_send_is_accepted(echo):
+def test_requests_of_benchmark_clients_are_accepted(echo):
     answer = generate(
         echo.http,
         "generate",
@@ -135,7 +135,7 @@ def test_ids_in_and_ids_out(echo):
     assert answers[-1]["finish_reason"] == "length"
 
 
-def test_an_answer_holds_only_the_outputs_asked_for(echo):
+def test_a_response_has_only_the_requested_outputs(echo):
     message = request("generate", text("Hello"))
     message.outputs.add(name="text_output")
     assert ask(echo.grpc, message) == [{"text_output": "Hello"}]
@@ -174,14 +174,14 @@ def test_logprobs_come_with_their_tokens_streamed_or_whole(cpu):
     )
     for token in tokens:
         places = [one["rank"] for one in token.values()]
-        assert places == [1, 2, 3], "greedy: the token itself is the likeliest"
+        assert places == [1, 2, 3], "greedy: the token itself is the most_probable"
     total = sum(next(iter(token.values()))["logprob"] for token in tokens)
     assert total == pytest.approx(whole["cumulative_logprob"], abs=1e-3)
     joined = [token for answer in streamed for token in json.loads(answer["logprobs"])]
     assert [list(token) for token in joined] == [list(token) for token in tokens]
 
 
-def test_an_echoed_prompt_leads_and_is_told_of_like_the_output(cpu):
+def test_an_echoed_prompt_comes_first_with_logprobs_like_the_output(cpu):
     inputs = (
         text(PROMPTS[0]),
         tensor("max_tokens", "INT32", 2),
@@ -227,12 +227,12 @@ def test_a_prompt_is_scored_alone_over_grpc_and_http(cpu):
     cpu.wait_until_idle()
 
 
-def test_biases_and_allowed_tokens_rule_the_choice(cpu):
+def test_biases_and_allowed_tokens_apply_to_sampling(cpu):
     (free,) = ask(
         cpu.grpc,
         request("generate", text(PROMPTS[0]), tensor("max_tokens", "INT32", 1), RETURN_LOG_PROBS),
     )
-    ((likeliest,),) = json.loads(free["logprobs"])
+    ((most_probable,),) = json.loads(free["logprobs"])
 
     def first_token(*inputs):
         message = request(
@@ -246,11 +246,11 @@ def test_biases_and_allowed_tokens_rule_the_choice(cpu):
         ((token_id,),) = json.loads(answer["logprobs"])
         return token_id
 
-    ids = tensor("logit_bias_ids", "INT32", [int(likeliest), 1234])
-    assert first_token(ids, tensor("logit_bias_values", "FP32", [-100.0, 0.0])) != likeliest
+    ids = tensor("logit_bias_ids", "INT32", [int(most_probable), 1234])
+    assert first_token(ids, tensor("logit_bias_values", "FP32", [-100.0, 0.0])) != most_probable
     assert first_token(ids, tensor("logit_bias_values", "FP32", [0.0, 100.0])) == "1234"
     assert first_token(tensor("allowed_token_ids", "INT32", [77])) == "77"
-    assert first_token() == likeliest
+    assert first_token() == most_probable
 
 
 def test_greedy_text_is_the_same_streamed_batched_and_alone(cpu):

@@ -74,7 +74,7 @@ def test_several_outputs_are_those_of_seeds_in_a_row(cpu):
     cpu.wait_until_idle()
 
 
-def test_several_outputs_stream_beside_each_other(cpu):
+def test_several_outputs_stream_concurrently(cpu):
     prompt = text("Once upon a time, in a town by the sea,")
     options = (max_tokens(12), tensor("n", "INT32", 3), *drawn(70))
     (whole,) = ask(cpu.grpc, request("generate", prompt, *options))
@@ -188,7 +188,7 @@ def test_a_streamed_output_matches_its_expression(cpu):
         ("choice", "[]", "guided_decoding_guide"),
     ],
 )
-def test_what_cannot_be_matched_is_refused_by_name(cpu, kind, guide, named):
+def test_unmatchable_constraints_are_rejected_by_name(cpu, kind, guide, named):
     options = (
         tensor("guided_decoding_guide_type", "BYTES", kind),
         tensor("guided_decoding_guide", "BYTES", guide),
@@ -269,8 +269,8 @@ def test_a_prompts_log_probabilities_are_those_of_a_recomputation(drafting):
         assert first is None
         expected = torch.log_softmax(teacher.logits(ids), -1)
         for token_id, row, scores in zip(ids[1:], expected[:-1], others, strict=True):
-            likeliest = row.topk(3).indices.tolist()
-            assert list(map(int, scores)) == list(dict.fromkeys([token_id, *likeliest]))
+            most_probable = row.topk(3).indices.tolist()
+            assert list(map(int, scores)) == list(dict.fromkeys([token_id, *most_probable]))
             for id_, one in scores.items():
                 assert one["logprob"] == pytest.approx(float(row[int(id_)]), abs=1e-3)
                 assert one["rank"] == 1 + int((row > row[int(id_)]).sum())
@@ -307,8 +307,8 @@ def test_log_probabilities_are_those_of_a_recomputation(drafting):
         total = 0.0
         for token_id, row, found in zip(ids, expected, rows, strict=True):
             total += float(row[token_id])
-            likeliest = row.topk(3).indices.tolist()
-            assert list(map(int, found)) == list(dict.fromkeys([token_id, *likeliest]))
+            most_probable = row.topk(3).indices.tolist()
+            assert list(map(int, found)) == list(dict.fromkeys([token_id, *most_probable]))
             for id_, one in found.items():
                 assert one["logprob"] == pytest.approx(float(row[int(id_)]), abs=1e-3)
                 assert one["rank"] == 1 + int((row > row[int(id_)]).sum())

@@ -216,7 +216,7 @@ class DraftingClaims:
         assert engine.stats().num_accepted_tokens > total // 4
 
     @ways
-    def test_a_head_drafts_what_is_published(self, rig: Rig, way: str) -> None:
+    def test_an_eagle3_head_matches_the_reference(self, rig: Rig, way: str) -> None:
         """As `transformers` and plain torch do, that see whole texts and keep nothing.
 
         Near-ties aside in bfloat16, where the later drafts follow from the earlier ones; and where

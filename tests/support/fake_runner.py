@@ -73,7 +73,7 @@ NAMED = range(NUM_NAMED)
 
 
 def candidates(token_ids: list[int], count: int, named: range = NAMED) -> list[Candidate]:
-    """The likeliest of them, the likeliest first; which it is, any token before decides."""
+    """The most_probable of them, the most_probable first; which it is, any token before decides."""
     digests = {one: zlib.crc32(bytes([*token_ids, one])) for one in named}
     logprobs = {one: -(1 + digest % 1_000_003) / 200_000 for one, digest in digests.items()}
     ids = sorted(named, key=lambda one: -logprobs[one])[:count]

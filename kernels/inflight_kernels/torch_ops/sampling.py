@@ -161,12 +161,12 @@ class Filters:
     Attributes:
         top_n_sigma: > 0: keep logits at most so many standard deviations, of all logits that are
             not -inf, below the largest (arXiv:2411.07641). 0 keeps all.
-        top_k: keep the k likeliest; 0 or less keeps all.
+        top_k: keep the k most_probable; 0 or less keeps all.
         typical_p: in (0, 1]; keep the tokens whose surprise is nearest to the mean, as few as have
             this probability together, and all that are as near as the last of these
             (arXiv:2202.00666).
-        top_p: in (0, 1]; keep the fewest likeliest tokens that have this probability together.
-        min_p: in [0, 1); keep tokens at least this likely, relative to the likeliest
+        top_p: in (0, 1]; keep the fewest most_probable tokens that have this probability together.
+        min_p: in [0, 1); keep tokens at least this likely, relative to the most_probable
             (arXiv:2407.01082).
         epsilon_cutoff: in [0, 1); keep tokens with at least this probability among those that are
             left, and always the most probable of these (Hewitt et al., arXiv:2210.15191).

@@ -38,7 +38,7 @@ def test_home_is_expanded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert locate("~/m.gguf").path == tmp_path / "m.gguf"
 
 
-def test_several_gguf_files_are_a_choice_to_make(tmp_path: Path) -> None:
+def test_several_gguf_files_are_ambiguous(tmp_path: Path) -> None:
     for name in ("a.gguf", "b.gguf"):
         (tmp_path / name).touch()
     with pytest.raises(ConfigError, match=r"several \.gguf files: name one"):
@@ -58,7 +58,7 @@ def test_another_file_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("model", ["/no/such/model", "a\0b"])
-def test_what_does_not_exist_is_named(model: str) -> None:
+def test_missing_paths_are_named(model: str) -> None:
     with pytest.raises(ConfigError, match="does not exist"):
         locate(model)
 
@@ -66,7 +66,7 @@ def test_what_does_not_exist_is_named(model: str) -> None:
 @pytest.mark.parametrize(
     "model", ["meta-llama/Llama-3.1-8B", "https://huggingface.co/org/name", "nowhere.gguf"]
 )
-def test_what_may_be_meant_as_a_download_says_that_there_is_none(model: str) -> None:
+def test_a_hub_id_is_rejected_with_a_hint_to_download(model: str) -> None:
     with pytest.raises(ConfigError) as caught:
         locate(model)
     assert str(caught.value).startswith(f"model: {model} does not exist; allowed: a file or folder")

@@ -88,7 +88,7 @@ def test_threads_read_from_one_file(tmp_path: Path) -> None:
         pytest.param({"a": entry(0, 64, [16]), "__metadata__": {"x": 1}}, 64, id="metadata"),
     ],
 )
-def test_what_the_library_refuses_is_refused(tmp_path: Path, header: Any, size: int) -> None:
+def test_errors_of_the_library_are_raised(tmp_path: Path, header: Any, size: int) -> None:
     path = write(tmp_path / "x.safetensors", header, b"\0" * size)
     with pytest.raises(ConfigError, match=r"library does not read it \(.+\); fetch the file again"):
         read_file(path)

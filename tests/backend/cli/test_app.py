@@ -83,9 +83,7 @@ def test_no_server_is_one_line_and_a_hint(run: Run) -> None:
 
 
 @pytest.mark.parametrize("arguments", [("--url", "localhost"), ("--timeout", "-1")])
-def test_what_the_client_refuses_is_told_before_anything_is_sent(
-    run: Run, arguments: tuple[str, str]
-) -> None:
+def test_client_side_errors_are_raised_before_sending(run: Run, arguments: tuple[str, str]) -> None:
     status, out, err = run("generate", "Hi", *arguments)
     assert (status, out) == (app.EXIT_USAGE, "")
     assert err.startswith(f"error: {arguments[0].removeprefix('--')}: ")
@@ -130,7 +128,7 @@ def test_no_color_is_heeded_on_a_terminal() -> None:
     assert b"\x1b[31m" in _on_a_terminal("generate", "Hi", "--timeout", "-1", NO_COLOR="")
 
 
-def test_what_the_server_refuses_is_the_callers_to_mend(run: Run) -> None:
+def test_server_rejections_are_invalid_requests(run: Run) -> None:
     def refuse(call: Call) -> Iterator[Any]:
         import grpc
 
@@ -219,7 +217,7 @@ def test_a_turn_that_cannot_be_sent_does_not_end_the_chat(run: Run) -> None:
 
 
 @pytest.mark.parametrize("encoding", ["utf-8", "utf-8:strict"])
-def test_bytes_that_are_not_utf_8_cost_their_own_turn_alone(encoding: str) -> None:
+def test_invalid_utf8_fails_only_its_own_turn(encoding: str) -> None:
     with fake_triton.serve(two_words) as server:
         command = [sys.executable, "-m", "inflight.cli.app", "chat", "--url", server.url]
         done = subprocess.run(

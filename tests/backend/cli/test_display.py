@@ -40,9 +40,7 @@ def test_texts_are_not_taken_for_markup(is_terminal: bool) -> None:
         ({}, ""),
     ],
 )
-def test_where_models_run_is_told_once_for_all_that_run_there(
-    devices: dict[str, str], shown: str
-) -> None:
+def test_devices_are_shown_once_for_all_models_on_them(devices: dict[str, str], shown: str) -> None:
     output = io.StringIO()
     Display(Console(file=output, width=200)).ready("1", "2", "3", ["llm"], devices, Path("log"))
     assert shown in output.getvalue()

@@ -96,7 +96,7 @@ def test_this_machine_is_examined_to_the_end() -> None:
     assert doctor.as_json(checks[0])["name"] == "Python"
 
 
-def test_a_gpu_is_no_must_and_says_what_it_lacks() -> None:
+def test_a_gpu_is_optional_and_missing_parts_are_reported() -> None:
     assert doctor.check_gpu(doctor.GpuFacts()).status == "note"
     fine = doctor.GpuFacts("H200", 140 << 30, (9, 0), has_kernels=True)
     assert doctor.check_gpu(fine).status == "ok"

@@ -46,7 +46,7 @@ NODE = {"type": "object", "properties": {"next": {"$ref": "#/$defs/node"}}}
         {"$ref": "#/nowhere/at/all"},
     ],
 )  # fmt: skip
-def test_what_can_be_served_passes(value: Any) -> None:
+def test_supported_schemas_pass(value: Any) -> None:
     check(value)
 
 
@@ -78,7 +78,7 @@ def test_what_can_be_served_passes(value: Any) -> None:
         ({"allOf": [{"anyOf": [{"$ref": "#"}]}]}, "no end"),
     ],
 )  # fmt: skip
-def test_what_never_can_be_is_refused(value: Any, message: str) -> None:
+def test_unsatisfiable_requests_are_rejected(value: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         check(value)
 

@@ -63,7 +63,7 @@ def test_json_needs_no_guide() -> None:
         ("choice", '["a", ""]', r"must not be empty"),
     ],
 )  # fmt: skip
-def test_what_is_wrong_is_said(guide_type: str | None, guide: str | None, message: str) -> None:
+def test_problems_are_reported(guide_type: str | None, guide: str | None, message: str) -> None:
     with pytest.raises(RequestError, match=message):
         parse(guide_type, guide)
 
@@ -91,5 +91,5 @@ def test_checking_is_linear(kind: str, unit: str) -> None:
     assert time.perf_counter() - started < 0.5
 
 
-def test_choices_are_each_there_once() -> None:
+def test_choices_are_deduplicated() -> None:
     assert StructuredOutput("choice", json.dumps(["b", "a", "b"])).choices() == ["b", "a"]

@@ -46,7 +46,7 @@ def test_a_file_without_its_block_is_refused() -> None:
         generate._with_block("x", "text", "inputs", [])
 
 
-def test_text_outside_a_block_stays() -> None:
+def test_text_outside_a_block_is_preserved() -> None:
     text = "# by hand\n# begin generated: a (x)\nold\n# end generated: a\n# by hand too\n"
     found = generate._with_block("x", text, "a", ["new", "lines"])
     assert found == text.replace("old\n", "new\nlines\n")
@@ -86,7 +86,7 @@ def test_a_new_sampling_option_reaches_every_file_from_its_entry_alone(
     assert row in texts["docs/reference/options.md"].splitlines()
 
 
-def test_what_the_sampler_reads_of_a_row_are_options_with_the_same_defaults() -> None:
+def test_row_params_are_options_with_the_same_defaults() -> None:
     defaults = {field.name: field.default for field in SAMPLING_OPTIONS}
     for kind in (Filters, Penalties):
         for field in dataclasses.fields(kind):

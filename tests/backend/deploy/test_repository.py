@@ -36,7 +36,7 @@ def test_a_repository_serves_the_model_it_was_made_for(tmp_path: Path) -> None:
     assert made.notes == ()
 
 
-def test_every_copy_is_what_was_shipped(tmp_path: Path) -> None:
+def test_every_copy_equals_the_shipped_file(tmp_path: Path) -> None:
     repository.init(DEMO, tmp_path)
     for folder in repository.shipped():
         for model in folder.iterdir():
@@ -75,7 +75,7 @@ def test_nothing_is_overwritten(tmp_path: Path) -> None:
         (DEMO, {"max_model_len": 1 << 30}, "max_model_len"),
     ],
 )
-def test_what_cannot_work_is_refused_before_anything_is_written(
+def test_invalid_settings_are_rejected_before_writing(
     tmp_path: Path, model: str, settings: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message):

@@ -92,7 +92,7 @@ def wait_until(condition: Callable[[], bool]) -> None:
         time.sleep(0.02)
 
 
-def test_a_server_starts_tells_its_models_and_stops(make: Callable[..., Server]) -> None:
+def test_a_server_starts_lists_its_models_and_stops(make: Callable[..., Server]) -> None:
     with make() as server:
         pid = server.pid
         assert server.is_ready()
@@ -231,7 +231,7 @@ def test_a_model_that_cannot_load_is_one_line_and_nothing_is_left(
     assert not server.is_running()
 
 
-def test_what_the_engine_says_comes_before_what_the_log_says(
+def test_the_engines_error_takes_precedence_over_the_log(
     make: Callable[..., Server], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def attach(*args: Any, **more: Any) -> Any:
@@ -247,7 +247,7 @@ def test_what_the_engine_says_comes_before_what_the_log_says(
     assert str(server._why_it_ended()) == "model llm: model: /nowhere does not exist"
 
 
-def test_a_server_that_dies_without_a_word_names_its_log(make: Callable[..., Server]) -> None:
+def test_a_silent_crash_of_the_server_names_its_log(make: Callable[..., Server]) -> None:
     server = make(status=7)
     server.start()
     with pytest.raises(EngineError, match=r"status 7; log: .*log"):
@@ -277,7 +277,7 @@ def test_all_taken_ports_are_named_at_once() -> None:
 
 
 @pytest.mark.parametrize("port", [-1, 65536, 99999])
-def test_what_is_no_port_is_refused(port: int) -> None:
+def test_an_invalid_port_is_rejected(port: int) -> None:
     with pytest.raises(ConfigError, match=f"--metrics-port: {port} is out of range; allowed: 1 to"):
         choose_ports("127.0.0.1", (0, 0, port))
 
@@ -361,7 +361,7 @@ def test_a_second_signal_stops_at_once(make: Callable[..., Server], tmp_path: Pa
     assert "stopped at once" in (tmp_path / "shown").read_text()
 
 
-def test_serve_fails_when_tritonserver_ends_by_itself(
+def test_serve_fails_if_tritonserver_exits_unexpectedly(
     make: Callable[..., Server], tmp_path: Path
 ) -> None:
     make()
@@ -384,7 +384,7 @@ def test_verbose_shows_what_tritonserver_prints(
     assert "a line of the log" in (tmp_path / "shown").read_text()
 
 
-def test_load_failures_leave_out_what_follows_from_another() -> None:
+def test_load_failures_omit_consequential_errors() -> None:
     log = (
         "failed to load 'a' version 1: Invalid argument: ConfigError: no model\\n\\nAt: x\n"
         "failed to load 'a' version 1: Invalid argument: ConfigError: no model\\n\\nAt: x\n"

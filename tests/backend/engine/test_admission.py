@@ -66,7 +66,7 @@ def test_a_prompt_without_tokens_is_refused() -> None:
         admission.sequence(Request(1, [], SamplingParams()))
 
 
-def test_a_request_of_its_own_seed_and_end_keeps_them() -> None:
+def test_a_request_keeps_its_own_seed_and_end_id() -> None:
     admission = Admission(PoolLimits(99, 4, 4), 100, 64, 16, [2])
     made = admission.sequence(Request(1, [1], SamplingParams(seed=7, end_id=9)))
     assert (made.seed, made.eos_token_ids) == (7, frozenset({2, 9}))

@@ -58,7 +58,7 @@ SEARCHES: list[dict[str, Any]] = [
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
     weights = tiny.random_weights(tiny.SETTINGS | SHAPE)
     for name in weights:
-        if "lm_head" in name:  # so that many tokens are nearly as likely as the likeliest
+        if "lm_head" in name:  # so that many tokens are nearly as likely as the most_probable
             weights[name] *= 0.6
     folder = tmp_path_factory.mktemp("model")
     return tiny.write_llama(folder, weights, **SHAPE)
@@ -270,7 +270,7 @@ def test_a_search_is_cancelled_by_any_of_its_outputs(
     without_leak(engine)
 
 
-def test_a_front_that_left_takes_its_searches_along(
+def test_beam_searches_of_a_disconnected_front_are_cancelled(
     checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = make_engine(checkpoint, "cpu", monkeypatch)
@@ -284,7 +284,7 @@ def test_a_front_that_left_takes_its_searches_along(
 
 
 @pytest.mark.parametrize("victim", ["search", "other"])
-def test_the_failure_of_one_beam_is_told_once(victim: str) -> None:
+def test_the_failure_of_one_beam_is_reported_once(victim: str) -> None:
     runner = PagedRunner(vocab_size=3, steps_ahead=1)
     runner.vocab_size = NUM_NAMED
     engine = Engine(EngineConfig(model="none"), runner, 64, [7])
@@ -310,7 +310,7 @@ def test_the_failure_of_one_beam_is_told_once(victim: str) -> None:
     without_leak(engine)
 
 
-def test_a_failed_step_is_told_once_for_all_beams(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_failed_step_is_reported_once_for_all_beams(caplog: pytest.LogCaptureFixture) -> None:
     runner = PagedRunner(vocab_size=NUM_NAMED)
     engine = Engine(EngineConfig(model="none"), runner, 64, [7])
     params = SamplingParams(max_tokens=12, min_tokens=12, beam_width=3)
@@ -359,8 +359,8 @@ def test_each_token_has_its_candidates(
             logprobs = torch.log_softmax(model(ids).logits[0, -len(event.token_ids) - 1 : -1], -1)
         assert len(event.candidates) == len(event.token_ids)
         for token_id, own, row in zip(event.token_ids, event.candidates, logprobs, strict=True):
-            likeliest = row.topk(2).indices.tolist()
-            expected = [token_id, *(one for one in likeliest if one != token_id)]
+            most_probable = row.topk(2).indices.tolist()
+            expected = [token_id, *(one for one in most_probable if one != token_id)]
             assert [one.token_id for one in own] == expected
             for one in own:
                 assert one.logprob == pytest.approx(float(row[one.token_id]), abs=1e-4)
@@ -474,7 +474,7 @@ def test_a_stop_word_ends_a_beam(min_tokens: int) -> None:
         ),
     ],
 )
-def test_what_a_search_cannot_be_is_refused(
+def test_invalid_beam_search_options_are_rejected(
     checkpoint: Checkpoint,
     fields: dict[str, Any],
     message: str,
@@ -495,7 +495,7 @@ def test_what_a_search_cannot_be_is_refused(
 
 
 @pytest.mark.parametrize("length", [1, 15, 16, 17, 40])
-def test_who_asks_for_no_length_gets_what_the_cache_holds(length: int) -> None:
+def test_max_tokens_defaults_to_the_room_in_the_cache(length: int) -> None:
     engine = Engine(EngineConfig(model="none"), PagedRunner(num_blocks=20), 200, [])
     params = SamplingParams(beam_width=3)
     prompt_ids = [index % 2 for index in range(length)]
@@ -506,7 +506,7 @@ def test_who_asks_for_no_length_gets_what_the_cache_holds(length: int) -> None:
     without_leak(engine)
 
 
-def test_an_output_of_a_search_has_an_id_of_its_own(
+def test_each_output_of_a_beam_search_has_its_own_id(
     checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = make_engine(checkpoint, "cpu", monkeypatch)

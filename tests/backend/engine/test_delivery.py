@@ -79,7 +79,9 @@ class Pipeline:
 
 
 @pytest.mark.parametrize("num_streams", [1, 2, 64])
-def test_a_consumer_that_leaves_costs_two_steps_after_the_first_lost_one(num_streams: int) -> None:
+def test_a_disconnected_consumer_costs_two_steps_after_the_first_lost_response(
+    num_streams: int,
+) -> None:
     line = Pipeline(num_streams, lambda now: 0.001)
     line.steps(100)
     line.cancelled.add(0)
@@ -100,13 +102,13 @@ def test_with_very_short_steps_the_floor_counts() -> None:
 
 @pytest.mark.parametrize("num_streams", [1, 2, 64])
 @pytest.mark.parametrize("latency", [0.0, 0.01, 0.1, 0.4])
-def test_a_steady_latency_of_any_size_disturbs_nobody(num_streams: int, latency: float) -> None:
+def test_a_constant_latency_never_triggers_suspicion(num_streams: int, latency: float) -> None:
     line = Pipeline(num_streams, lambda now: latency)
     line.steps(200)
     assert line.num_suspensions == 0
 
 
-def test_growing_latency_disturbs_nobody() -> None:
+def test_growing_latency_never_triggers_suspicion() -> None:
     """Load builds up: each response takes a little longer than the one before."""
     line = Pipeline(8, lambda now: 0.001 + 0.05 * (now - 100.0))
     line.steps(600)
@@ -123,7 +125,7 @@ def test_uneven_latency_disturbs_few() -> None:
 
 
 @pytest.mark.parametrize("num_streams", [1, 4])
-def test_long_steps_disturb_nobody(num_streams: int) -> None:
+def test_long_steps_never_trigger_suspicion(num_streams: int) -> None:
     """A step with a big prompt in it takes twenty times as long."""
     line = Pipeline(num_streams, lambda now: 0.002)
     line.steps(20)
@@ -153,7 +155,7 @@ def test_all_come_back_after_a_long_pause_of_the_way(pause: float) -> None:
     assert not line.abandoned
 
 
-def test_all_consumers_leaving_at_once_are_noticed_after_a_stall() -> None:
+def test_simultaneous_disconnects_are_detected_after_a_stall() -> None:
     line = Pipeline(8, lambda now: 0.002)
     line.steps(100)
     line.cancelled.update(range(8))
@@ -170,7 +172,7 @@ def test_the_first_response_has_time() -> None:
     assert watch.overdue(delivery.GRACE + 0.001) == [1]
 
 
-def test_the_delay_of_a_first_response_says_nothing_about_the_others() -> None:
+def test_the_delay_of_a_first_response_does_not_affect_later_estimates() -> None:
     watch = DeliveryWatch()
     watch.emitted(1, 1, 0.0)
     watch.delivered(1, 1, 0.001)
@@ -202,7 +204,7 @@ def test_a_repeated_acknowledgement_is_no_sign_of_life() -> None:
     assert watch.abandoned(6.0) == [1]
 
 
-def test_what_is_still_under_way_is_not_suspected_right_after_a_return() -> None:
+def test_responses_in_flight_are_not_suspected_right_after_a_resume() -> None:
     watch = DeliveryWatch()
     watch.emitted(1, 1, 0.0)
     watch.delivered(1, 1, 0.001)
@@ -213,7 +215,7 @@ def test_what_is_still_under_way_is_not_suspected_right_after_a_return() -> None
     assert watch.overdue(0.070) == []
 
 
-def test_patience_doubles_for_who_was_suspected_wrongly() -> None:
+def test_patience_doubles_after_a_false_suspicion() -> None:
     watch = DeliveryWatch()
     waits = []
     now = 0.0
@@ -262,7 +264,7 @@ def test_lasting_silence_ends_a_request_once() -> None:
     assert not watch.delivered(1, 1, 9.1), "too late"
 
 
-def test_a_finished_request_is_nobody_to_wait_for() -> None:
+def test_a_sibling_does_not_wait_for_a_finished_request() -> None:
     watch = DeliveryWatch()
     watch.emitted(1, 1, 0.0)
     watch.finished(1)
@@ -300,7 +302,7 @@ def test_a_lost_consumer_ends_and_the_others_go_on() -> None:
 
 @settings(max_examples=100, deadline=None)
 @given(data=st.data(), num_streams=st.integers(1, 4))
-def test_who_answers_within_the_floor_is_never_suspected(
+def test_replies_within_the_floor_never_trigger_suspicion(
     data: st.DataObject, num_streams: int
 ) -> None:
     """Any order, any coalescing, any step time: a delay below the floor is always borne."""

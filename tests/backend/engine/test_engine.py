@@ -70,7 +70,7 @@ def test_the_end_of_sequence_token_stops():
     assert last.position == 3
 
 
-def test_ignore_eos_goes_on_and_length_ends_it():
+def test_ignore_eos_continues_until_max_tokens():
     engine = make_engine()
     engine.submit(request(1, [97], max_tokens=4, ignore_eos=True))
     events = run(engine)[1]
@@ -176,7 +176,7 @@ def test_an_error_of_one_sequence_ends_that_one_alone():
     assert [i for e in events[2] for i in e.token_ids] == [6, 7, 8]
 
 
-def test_a_failed_step_ends_its_requests_and_the_engine_goes_on(caplog):
+def test_a_failed_step_ends_its_requests_and_the_engine_continues(caplog):
     runner = CountingRunner()
     engine = make_engine(runner)
     engine.submit(request(1, [1], max_tokens=3))
@@ -228,7 +228,7 @@ def test_a_silent_consumer_is_set_aside_and_comes_back():
     assert engine.stats().num_running == 1
 
 
-def test_a_consumer_that_stays_silent_is_given_up():
+def test_a_consumer_that_remains_silent_is_dropped():
     clock = Clock()
     engine = make_engine(clock=clock)
     engine.submit(request(1, [1], acknowledged=True, max_tokens=60))
@@ -254,7 +254,7 @@ def test_a_direct_request_needs_no_acknowledgement():
     assert engine.stats().num_running == 1
 
 
-def test_a_front_that_left_takes_only_its_requests_along():
+def test_only_requests_of_a_disconnected_front_are_cancelled():
     engine = make_engine()
     engine.submit(request(1 << 32 | 1, [1], max_tokens=60))
     engine.submit(request(2 << 32 | 1, [1], max_tokens=60))
@@ -289,7 +289,7 @@ def test_tokens_are_those_of_a_runner_that_does_not_work_ahead():
     assert runner.num_launched == 20, "no step beyond the last token"
 
 
-def test_what_was_computed_after_the_end_of_sequence_token_is_dropped():
+def test_tokens_computed_after_eos_are_dropped():
     expected = alone([1], 50)
     end = expected.index(0) + 1
     runner = PagedRunner(steps_ahead=1)
@@ -364,7 +364,7 @@ def test_a_failed_launch_ends_its_requests_in_the_step_before_too(caplog):
     assert generate(engine, [request(2, [2], max_tokens=3, ignore_eos=True)]) == {2: alone([2], 3)}
 
 
-def test_an_error_of_a_request_that_has_ended_is_not_told_again():
+def test_an_error_of_an_ended_request_is_not_reported_again():
     runner = PagedRunner(steps_ahead=1)
     runner.poisoned = {1}
     engine = make_engine(runner)
@@ -524,9 +524,7 @@ def drafting_engine(steps_ahead: int, default: int | str = 3, vocab_size: int = 
 
 @pytest.mark.parametrize("steps_ahead", [0, 1])
 @pytest.mark.parametrize("default", [1, 4, "auto"])
-def test_drafts_change_how_fast_tokens_come_and_nothing_else(
-    steps_ahead: int, default: int | str
-) -> None:
+def test_speculative_decoding_changes_only_the_speed(steps_ahead: int, default: int | str) -> None:
     engine = drafting_engine(steps_ahead, default)
     prompts = {i: [i % 3, 1, 2] for i in range(5)}
     outputs = generate(engine, [request(i, p, max_tokens=40) for i, p in prompts.items()])
@@ -550,7 +548,7 @@ def test_a_request_may_ask_for_no_drafts_or_for_so_many() -> None:
     assert engine.stats().num_drafted_tokens > 0
 
 
-def test_what_is_drafted_behind_the_end_is_nobodys() -> None:
+def test_drafts_past_the_end_are_discarded() -> None:
     """The end token comes in the middle of several that are right."""
     found = set()
     for prompt in range(60):
@@ -598,7 +596,7 @@ def test_siblings_compute_their_prompt_once(steps_ahead: int, length: int) -> No
 
 
 @pytest.mark.parametrize("how", ["cancelled", "failed", "refused"])
-def test_siblings_go_on_when_the_first_has_gone(how: str) -> None:
+def test_siblings_continue_after_the_first_has_ended(how: str) -> None:
     runner = PagedRunner()
     engine = make_engine(runner, max_waiting=8)
     first, *others = siblings([1, 2], 3, max_tokens=5)
@@ -617,7 +615,7 @@ def test_siblings_go_on_when_the_first_has_gone(how: str) -> None:
     assert not engine.has_work
 
 
-def test_who_has_no_sibling_waits_for_nobody() -> None:
+def test_a_request_without_siblings_does_not_wait() -> None:
     engine = make_engine(PagedRunner(), max_num_batched_tokens=64)
     for request_id in range(3):  # an id of 0 is one like any other
         engine.submit(request(request_id, [1, 2], max_tokens=5))

@@ -50,7 +50,7 @@ def held(monkeypatch: pytest.MonkeyPatch, make: Callable[..., object]) -> Callab
     return go.set
 
 
-def test_nobody_waits_for_the_vocabulary(
+def test_requests_do_not_wait_for_the_vocabulary(
     tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     go = held(monkeypatch, grammar_queue._make)

@@ -105,7 +105,7 @@ def test_without_stop_words_nothing_is_decoded(monkeypatch: pytest.MonkeyPatch) 
     assert run(sequence_of(SamplingParams()), [*encode("a b c"), EOS], stage=stage)
 
 
-def test_events_tell_what_the_sequence_knows() -> None:
+def test_events_carry_the_sequences_logprobs() -> None:
     sequence = sequence_of(SamplingParams())
     sequence.num_cached_tokens = 3
     sequence.cumulative_logprob = -1.5
@@ -149,7 +149,7 @@ def test_no_candidates_come_where_none_were_asked_for() -> None:
         assert all(event.candidates == [] for event in stage.collect([committed]))
 
 
-def test_what_is_known_of_a_prompt_is_told_once_and_before_its_output() -> None:
+def test_prompt_logprobs_are_reported_once_before_the_output() -> None:
     sequence = sequence_of(SamplingParams(num_prompt_logprobs=1))
     ids = sequence.request.prompt_ids
     known = [[], *[[Candidate(id_, -0.5, 2), Candidate(EOS, -0.25, 1)] for id_ in ids[1:]]]
@@ -170,7 +170,7 @@ def test_what_is_known_of_a_prompt_is_told_once_and_before_its_output() -> None:
 
 
 @pytest.mark.parametrize("params", [{}, {"stop_words": ("a",)}, {"num_logprobs": 1}], ids=str)
-def test_where_no_output_is_wanted_what_was_chosen_is_cut_off(params: dict[str, Any]) -> None:
+def test_without_output_the_sampled_token_is_dropped(params: dict[str, Any]) -> None:
     for chosen in (encode("a")[0], EOS):
         sequence = sequence_of(SamplingParams(max_tokens=0, **params), max_tokens=0)
         sequence.cumulative_logprob = -0.5
@@ -207,7 +207,7 @@ def test_nothing_follows_an_end_of_sequence_token(sizes: tuple[int, ...]) -> Non
     assert sequence.finish_reason is FinishReason.STOP
 
 
-def test_ignore_eos_goes_on() -> None:
+def test_ignore_eos_continues() -> None:
     sequence = sequence_of(SamplingParams(ignore_eos=True), max_tokens=4)
     events = run(sequence, [EOS] * 9)
     assert sequence.finish_reason is FinishReason.LENGTH
@@ -256,7 +256,7 @@ def test_a_stop_word_inside_a_token_cuts_the_token() -> None:
     assert events[-1].token_ids == [token]
 
 
-def test_what_may_begin_a_stop_word_is_held_and_comes_when_it_does_not() -> None:
+def test_a_possible_stop_word_prefix_is_held_until_it_cannot_match() -> None:
     sequence = sequence_of(SamplingParams(stop_words=("one two four",)))
     ids = encode("one two three")
     stage = OutputStage(detokenizer())
@@ -267,7 +267,7 @@ def test_what_may_begin_a_stop_word_is_held_and_comes_when_it_does_not() -> None
     assert released == [[], [], [ids]]
 
 
-def test_what_is_held_comes_at_the_end() -> None:
+def test_held_text_is_emitted_at_the_end() -> None:
     ids = encode("one two")
     for last, reason in ((EOS, FinishReason.STOP), (ids[0], FinishReason.LENGTH)):
         sequence = sequence_of(SamplingParams(stop_words=("one two one 3",)), max_tokens=3)
@@ -277,7 +277,7 @@ def test_what_is_held_comes_at_the_end() -> None:
         assert events[0].finish_reason is reason
 
 
-def test_a_stop_word_that_names_a_special_token_stands_for_it() -> None:
+def test_a_stop_word_naming_a_special_token_matches_its_id() -> None:
     params = SamplingParams(stop_words=("<|im_end|>",), ignore_eos=True)
     sequence = sequence_of(params)
     assert text_of(run(sequence, [*encode("a"), EOS, *encode("b")])) == "a"
@@ -298,7 +298,7 @@ def test_the_stop_word_that_is_complete_first_counts() -> None:
         assert text_of(run(sequence, ids, sizes)) == "a"
 
 
-def test_a_forgotten_sequence_leaves_nothing_behind() -> None:
+def test_a_forgotten_sequence_leaves_no_state() -> None:
     stage = OutputStage(detokenizer())
     sequence = sequence_of(SamplingParams(stop_words=("zz",)))
     run(sequence, encode("a b z"), stage=stage)
@@ -439,10 +439,10 @@ class TestBadWords:
         assert len(found) == len(set(found))
         assert () not in found
 
-    def test_no_words_no_ids(self) -> None:
+    def test_no_bad_words_yield_no_ids(self) -> None:
         assert bad_word_ids(smollm(), []) == ()
 
-    def test_what_is_not_unicode_is_refused(self) -> None:
+    def test_invalid_unicode_is_rejected(self) -> None:
         with pytest.raises(RequestError, match=r"bad_words: .*surrogate"):
             bad_word_ids(smollm(), ["\ud800"])
 
@@ -456,7 +456,7 @@ def smollm_text(ids: Ids[int]) -> str:
 
 @settings(max_examples=150, deadline=None)
 @given(data=st.data())
-def test_what_ends_a_beam_is_what_ends_an_output(data: st.DataObject) -> None:
+def test_a_beam_ends_on_the_same_tokens_as_an_output(data: st.DataObject) -> None:
     """The same token says so to both, whatever other ways were tried on the way."""
     letters = [encode(one)[0] for one in "abc"]
     tokens = st.sampled_from([*letters, *letters, EOS, *encode("\u00e9")])

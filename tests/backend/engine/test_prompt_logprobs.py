@@ -35,7 +35,7 @@ SHAPE = {
     "max_position_embeddings": 128,
 }
 MAX_LEN = 128
-NUM_LIKELIEST = 3
+NUM_TOP_LOGPROBS = 3
 TOLERANCE = 1e-3
 SMALL = {"max_num_batched_tokens": 40, "num_blocks": 8}
 WAYS = [
@@ -105,7 +105,7 @@ def requests(first_id: int = 0) -> list[Request]:
         if i % 3:
             options = {"temperature": 0.8, "seed": i, "top_k": 40}
         if i % 2 == 0:
-            options["num_prompt_logprobs"] = NUM_LIKELIEST if i % 8 else 0
+            options["num_prompt_logprobs"] = NUM_TOP_LOGPROBS if i % 8 else 0
         if i % 4 == 0:
             options["num_logprobs"] = 1
         options["max_tokens"] = 45 if i % 2 else 8  # who goes on for long takes others' blocks
@@ -135,12 +135,12 @@ def prompt_candidates(events: list[TokenEvent]) -> list[list[Candidate]]:
 def check(
     model: Any, token_ids: list[int], found: list[list[Candidate]], number: int, first: int = 1
 ) -> None:
-    """Each token from `first` on: itself, then the likeliest others in order."""
+    """Each token from `first` on: itself, then the most_probable others in order."""
     with torch.inference_mode():
         rows = torch.log_softmax(model(torch.tensor([token_ids])).logits[0], -1)[first - 1 :]
     for row, token, candidates in zip(rows, token_ids[first:], found, strict=False):
-        likeliest = row.topk(number).indices.tolist()
-        assert [one.token_id for one in candidates] == list(dict.fromkeys([token, *likeliest]))
+        most_probable = row.topk(number).indices.tolist()
+        assert [one.token_id for one in candidates] == list(dict.fromkeys([token, *most_probable]))
         for one in candidates:
             value = row[one.token_id]
             assert one.logprob == pytest.approx(float(value), abs=TOLERANCE)
@@ -154,7 +154,7 @@ def check_prompt(model: Any, prompt: list[int], found: list[list[Candidate]], nu
 
 
 @pytest.mark.parametrize("settings", WAYS)
-def test_a_prompts_tokens_are_what_the_model_says(
+def test_prompt_logprobs_match_the_model(
     make_engine: MakeEngine, model: Any, settings: dict[str, Any]
 ) -> None:
     engine = make_engine(**settings)
@@ -182,7 +182,7 @@ def test_a_prompts_tokens_are_what_the_model_says(
 
 
 @pytest.mark.parametrize("enable_prefix_caching", [False, True])
-def test_who_loses_its_blocks_inside_of_a_prompt_is_told_of_each_token_once(
+def test_preemption_during_prefill_reports_each_prompt_token_once(
     make_engine: MakeEngine, model: Any, enable_prefix_caching: bool
 ) -> None:
     """Also of those that a step in flight was about to tell."""
@@ -264,7 +264,7 @@ def test_without_output_a_prompt_of_the_whole_context_is_scored(
         engine.submit(Request(4, prompt, SamplingParams(max_tokens=1)))
 
 
-def test_where_decoding_takes_all_rows_a_prompt_goes_on_token_by_token(
+def test_if_decodes_use_all_logits_rows_a_prompt_advances_token_by_token(
     make_engine: MakeEngine,
 ) -> None:
     engine = make_engine(max_rows=6)

@@ -129,7 +129,7 @@ def test_outputs_match_beside_others_that_may_say_anything(
 
 
 @pytest.mark.parametrize("kind", ["json_schema", "regex"])
-def test_drafts_change_nothing(
+def test_outputs_do_not_depend_on_drafts(
     engine: Engine, drafting_engine: Engine, tokenizer: Tokenizer, kind: str
 ) -> None:
     wanted = [request(tokenizer, i, kind, temperature=0.7) for i in range(3)]
@@ -154,7 +154,7 @@ def test_a_grammar_that_says_when_it_ends_ends_the_output(
         ("ebnf_grammar", 'root ::= "a', "guide"),
     ],
 )
-def test_what_cannot_be_compiled_is_refused_and_nobody_else_notices(
+def test_an_invalid_grammar_is_rejected_without_affecting_others(
     engine: Engine, tokenizer: Tokenizer, kind: str, guide: str, named: str
 ) -> None:
     good, bad = request(tokenizer, 1, "choice"), request(tokenizer, 2, kind, guide)

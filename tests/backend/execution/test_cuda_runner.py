@@ -273,7 +273,7 @@ DRAFTERS: dict[str, dict[str, Any]] = {
     ],
 )
 @pytest.mark.parametrize("hopper", [False, True])
-def test_what_a_start_and_its_steps_launch_is_compiled_ahead(
+def test_all_launched_kernels_are_precompiled(
     changes: dict[str, Any],
     drafter: str | None,
     settings: dict[str, Any],

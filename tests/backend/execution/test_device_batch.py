@@ -277,7 +277,7 @@ def test_a_slot_is_given_to_the_next_sequence_when_its_own_has_ended() -> None:
     generate(engine, [Request(100 + r.request_id, r.prompt_ids, r.params) for r in requests(5)])
 
 
-def test_tokens_that_may_not_be_chosen_are_listed_by_row() -> None:
+def test_banned_tokens_are_listed_by_row() -> None:
     engine = make_engine(1)
     engine.admission.eos_token_ids = frozenset({7, 11})
     device = engine.runner.device  # type: ignore[attr-defined]
@@ -332,7 +332,7 @@ def test_any_number_of_tokens_may_be_banned() -> None:
         ({"num_logprobs": 0}, SamplerStages.TOP_LOGPROBS),
     ],
 )
-def test_a_step_says_what_its_choices_need(
+def test_a_step_lists_the_sampler_stages_that_it_needs(
     params: dict[str, object], stages: SamplerStages, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     noted: list[int] = []
@@ -357,7 +357,7 @@ def test_a_step_says_what_its_choices_need(
         assert int(device.step.num_top_logprobs[0]) == 0
 
 
-def test_drafts_that_the_host_knows_are_sent_with_what_may_follow_each() -> None:
+def test_host_drafts_are_sent_with_the_mask_after_each() -> None:
     engine = make_engine(0, drafts=3)
     (request,) = requests(1, no_repeat_ngram_size=2)
     request = msgspec.structs.replace(request, prompt_ids=[1, 2, 1, 3])
@@ -378,7 +378,7 @@ def test_drafts_that_the_host_knows_are_sent_with_what_may_follow_each() -> None
     assert banned[3] == {1}
 
 
-def test_masks_stand_where_their_rows_look_for_them() -> None:
+def test_masks_are_at_their_rows_indices() -> None:
     engine = make_engine(0, drafts=2)
     for request in requests(3):
         engine.submit(request)

@@ -93,7 +93,7 @@ def test_rows_are_taken_for_tokens_only_where_each_has_one(
         assert bucket.num_rows < bucket.num_tokens
 
 
-def test_what_is_larger_finds_none() -> None:
+def test_larger_requests_find_no_room() -> None:
     assert bucket_for(StepSize(513, 1, 1, 513)) is None
     assert bucket_for(StepSize(200, MAX_NUM_SEQS + 1, MAX_NUM_SEQS + 1, 100)) is None
     assert bucket_for(StepSize(200, 1, 200, 200)) is None, "each token has a score"
@@ -108,6 +108,6 @@ def test_no_size_is_larger_than_a_step_can_be() -> None:
         assert size.num_chunks == 1
 
 
-def test_where_the_gpu_takes_longer_than_the_launches_nothing_is_recorded() -> None:
+def test_no_graph_is_captured_if_the_gpu_is_slower_than_the_launches() -> None:
     sizes = capture_sizes(8, 8, 0, 8192, LAYER_OF_8B)
     assert max(size.num_tokens for size in sizes) == 256

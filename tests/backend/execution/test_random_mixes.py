@@ -160,7 +160,7 @@ def on_cpu(folder: Path, settings: dict[str, Any]) -> Engine:
 
 
 @pytest.mark.parametrize("seed", range(NUM_MIXES))
-def test_a_gpu_s_runner_says_what_the_cpu_s_does(
+def test_the_gpu_runner_matches_the_cpu_runner(
     rig: Rig, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     generator = random.Random(seed)

@@ -48,7 +48,7 @@ def text(
 # ---------------------------------------------------------------- batches
 
 
-def test_sequences_together_say_what_each_says_alone(runner: Runner) -> None:
+def test_batched_sequences_match_single_ones(runner: Runner) -> None:
     """Greedy and seeded ones, with different filters, joining at different times."""
     options = [
         (SamplingParams(), 0),
@@ -81,7 +81,7 @@ def test_sequences_together_say_what_each_says_alone(runner: Runner) -> None:
     assert together == alone
 
 
-def test_a_chunk_that_does_not_reach_the_end_chooses_nothing(runner: Runner) -> None:
+def test_a_chunk_before_the_end_of_the_prompt_samples_nothing(runner: Runner) -> None:
     one = tiny.make_sequence(PROMPT, [0, 1])
     two = tiny.make_sequence(PROMPT, [2, 3])
     output = tiny.run(runner, [tiny.chunk(one, 0, 4), tiny.chunk(two, 0, 6)])
@@ -125,13 +125,13 @@ def test_logprobs_are_the_models_own(runner: Runner, tiny_llama: Checkpoint) -> 
 # ---------------------------------------------------------------- options
 
 
-def test_the_same_seed_says_the_same_and_another_something_else(runner: Runner) -> None:
+def test_the_same_seed_reproduces_the_text_and_another_does_not(runner: Runner) -> None:
     texts = [text(runner, fields={"seed": seed}, temperature=2.0) for seed in (7, 7, 8)]
     assert texts[0] == texts[1]
     assert texts[0] != texts[2]
 
 
-def test_a_recomputed_sequence_draws_what_it_would_have_drawn(runner: Runner) -> None:
+def test_a_recomputed_sequence_samples_the_same_tokens(runner: Runner) -> None:
     """After a preemption the output is computed anew as if it were prompt."""
     params = SamplingParams(temperature=2.0, presence_penalty=1.0)
     whole = text(runner, fields={"seed": 5}, temperature=2.0, presence_penalty=1.0)
@@ -151,7 +151,7 @@ def test_top_k_of_one_and_a_tiny_nucleus_are_greedy(runner: Runner) -> None:
     assert text(runner, temperature=1.0, top_p=1e-9) == greedy
 
 
-def test_bad_words_never_stand_in_the_output(runner: Runner) -> None:
+def test_bad_words_never_occur_in_the_output(runner: Runner) -> None:
     plain = text(runner)
     assert plain[0] not in text(runner, fields={"bad_word_ids": ((plain[0],),)})
     pair = (plain[2], plain[3])
@@ -240,7 +240,7 @@ def test_blocks_of_a_broken_sequence_do_not_break_the_next(fragile: Runner, copi
         assert tiny.generate(fragile, [after, long], 2)[0] == expected
 
 
-def test_nothing_left_to_choose_from_is_an_error_of_that_sequence(runner: Runner) -> None:
+def test_a_sequence_with_all_tokens_banned_fails_alone(runner: Runner) -> None:
     everything = tuple((i,) for i in range(160))
     stuck = tiny.make_sequence(PROMPT, [0, 1], bad_word_ids=everything)
     drawn = tiny.make_sequence(
@@ -353,7 +353,7 @@ def test_echo_never_loads_torch(tiny_llama: Checkpoint) -> None:
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
-def test_seeds_spread_first_tokens_as_the_model_says(runner: Runner) -> None:
+def test_first_tokens_over_seeds_follow_the_models_distribution(runner: Runner) -> None:
     """300 sequences of one prompt, one batch: frequencies match the model's distribution."""
     sequences = [
         tiny.make_sequence([5], [0], SamplingParams(temperature=1.0), seed=seed)

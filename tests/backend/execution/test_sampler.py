@@ -208,7 +208,7 @@ BAD = ((7,), (2, 3), (1, 2, 0))
     st.sampled_from([(), BAD]),
 )
 @settings(max_examples=30, deadline=None)
-def test_every_row_gets_what_the_definition_says(
+def test_every_row_matches_the_reference(
     seed: int,
     prompt: list[int],
     output: list[int],
@@ -254,7 +254,7 @@ def test_equal_logits_stand_in_the_order_of_their_ids() -> None:
         assert sample(torch.zeros(1, VOCAB), [row]).token_ids[0] < 3
 
 
-def test_a_row_that_is_not_finite_or_has_no_token_left_says_so_alone() -> None:
+def test_non_finite_and_fully_banned_rows_are_reported_individually() -> None:
     logits = torch.randn(5, VOCAB)
     logits[0, 3] = float("nan")
     logits[3, 3] = float("inf")
@@ -268,7 +268,7 @@ def test_a_row_that_is_not_finite_or_has_no_token_left_says_so_alone() -> None:
     assert choices.candidates == [[]] * 5
 
 
-def test_the_likeliest_tokens_are_reported_as_the_model_sees_them() -> None:
+def test_top_logprobs_are_those_of_the_raw_model() -> None:
     logits = torch.zeros(3, VOCAB)
     logits[:, 5] = 3.0
     logits[:, [8, 4]] = 2.0
@@ -290,7 +290,7 @@ def test_the_likeliest_tokens_are_reported_as_the_model_sees_them() -> None:
     assert third == [Candidate(9, float(own[9]), 10), *first[:2]]
 
 
-def test_a_token_that_is_given_is_looked_at_and_nothing_is_chosen() -> None:
+def test_a_given_token_is_scored_and_nothing_is_sampled() -> None:
     """Random request options about sampling."""
     logits = torch.randn(4, VOCAB)
     logits[2, 9] = float("nan")
@@ -318,8 +318,8 @@ def test_a_token_that_is_given_is_looked_at_and_nothing_is_chosen() -> None:
         first, *others = choices.candidates[row]
         assert (first.token_id, first.logprob) == (token_id, float(own[row, token_id]))
         assert first.rank == 1 + int((own[row] > own[row, token_id]).sum())
-        likeliest = own[row].topk(2).indices.tolist()
-        assert [one.token_id for one in others] == [id_ for id_ in likeliest if id_ != token_id]
+        most_probable = own[row].topk(2).indices.tolist()
+        assert [one.token_id for one in others] == [id_ for id_ in most_probable if id_ != token_id]
 
 
 def test_no_more_than_the_vocabulary_is_reported() -> None:
@@ -344,7 +344,7 @@ def test_ids_beyond_the_vocabulary_are_passed_over() -> None:
     ],
     ids=lambda fields: list(fields)[1],
 )
-def test_draws_have_the_frequencies_of_the_definition(fields: dict[str, Any]) -> None:
+def test_sample_frequencies_match_the_reference(fields: dict[str, Any]) -> None:
     n, vocab_size = 3000, 12
     params = SamplingParams(**fields)
     logits = np.linspace(-2, 2, vocab_size).astype(np.float32)

@@ -58,7 +58,7 @@ def requests(prompts: list[list[int]]) -> list[Request]:
 
 
 def test_alone(checkpoint, prompts, right):
-    """Each id is the one that `transformers` finds likeliest after those before it, so they are
+    """Each id is the one that `transformers` finds most_probable after those before it, so they are
     what it generates; and it need not go token by token.
     """
     import transformers
@@ -72,9 +72,9 @@ def test_alone(checkpoint, prompts, right):
     for prompt, output in zip(prompts, right, strict=True):
         with torch.inference_mode():
             logits = model(torch.tensor([prompt + output])).logits[0]
-        likeliest = logits[len(prompt) - 1 : -1].argmax(-1).tolist()
+        most_probable = logits[len(prompt) - 1 : -1].argmax(-1).tolist()
         assert len(output) == OUTPUT_LEN
-        assert output == likeliest
+        assert output == most_probable
 
 
 def test_sixteen_at_once_with_random_arrival(make_engine, prompts, right):

@@ -137,7 +137,7 @@ def test_greedy_output_is_the_model_s(
 
 
 @pytest.mark.parametrize("settings", [{}, {"batch_invariant": True}], ids=str)
-def test_a_residual_stream_in_bfloat16_says_the_same(
+def test_a_bfloat16_residual_stream_gives_the_same_tokens(
     checkpoint: Checkpoint,
     teacher: Teacher,
     settings: dict[str, object],
@@ -153,7 +153,7 @@ def test_a_residual_stream_in_bfloat16_says_the_same(
 @pytest.mark.parametrize(
     "settings", [{}, {"speculative_config": {"default": 5}}], ids=["plain", "drafts"]
 )
-def test_nothing_is_compiled_that_was_not_begun_ahead(
+def test_only_precompiled_kernels_are_compiled(
     checkpoint: Checkpoint, settings: dict[str, object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     begun: list[tuple[str, str]] = []
@@ -301,7 +301,7 @@ def test_drafts_leave_no_trace(checkpoint: Checkpoint, settings: dict[str, objec
             assert stats.num_preemptions > 0
 
 
-def test_who_needs_the_host_has_drafts_that_it_knows(checkpoint: Checkpoint) -> None:
+def test_a_sequence_needing_committed_tokens_uses_host_drafts(checkpoint: Checkpoint) -> None:
     """What may follow depends on the tokens before, also on drafted ones."""
     few = {"allowed_token_ids": (5, 6, 7, 8, 9), "no_repeat_ngram_size": 4}
     inputs = prompts(6, seed=12)
@@ -317,7 +317,7 @@ def test_who_needs_the_host_has_drafts_that_it_knows(checkpoint: Checkpoint) -> 
     assert engine.stats().num_accepted_tokens > 50
 
 
-def test_what_repeats_is_drafted_from_the_text_itself(checkpoint: Checkpoint) -> None:
+def test_repetitions_are_drafted_by_prompt_lookup(checkpoint: Checkpoint) -> None:
     """Of the only tokens that it may choose a model soon has said all there is."""
     params = SamplingParams(
         max_tokens=200, temperature=0.0, ignore_eos=True, allowed_token_ids=(5, 6, 7)
@@ -401,7 +401,7 @@ def run_searches(engine: Engine, wanted: list[Request]) -> dict[int, TokenEvent]
         pytest.param({"num_blocks": 40, "enable_prefix_caching": True}, id="preemption, prefixes"),
     ],
 )
-def test_beams_are_as_likely_as_the_model_says(
+def test_beam_scores_match_the_model(
     checkpoint: Checkpoint, teacher: Teacher, settings: dict[str, object]
 ) -> None:
     """Whoever read another beam's keys and values would say something else."""
@@ -457,7 +457,7 @@ def test_a_search_finds_the_same_alone_and_in_any_batch(checkpoint: Checkpoint) 
         pytest.param({"speculative_config": {"default": 3}}, id="drafts"),
     ],
 )
-def test_a_prompts_tokens_are_what_the_model_says(
+def test_prompt_logprobs_match_the_model(
     checkpoint: Checkpoint, teacher: Teacher, settings: dict[str, object]
 ) -> None:
     """Also in a crowd that decodes, draws and has penalties."""
@@ -548,7 +548,7 @@ def test_no_end_before_min_tokens(checkpoint: Checkpoint) -> None:
         assert not ends & set(ids[:9])
 
 
-def test_what_is_not_a_number_costs_its_own_request_only(tmp_path: Path) -> None:
+def test_nan_logits_fail_only_their_own_request(tmp_path: Path) -> None:
     engine = make_engine(write_model(tmp_path, broken_token=7))
     clean = [[token for token in prompt if token != 7] or [3] for prompt in prompts(10)]
     broken = [*clean[:5], [5, 7, 9], *clean[5:]]
@@ -566,7 +566,7 @@ def test_what_is_not_a_number_costs_its_own_request_only(tmp_path: Path) -> None
     assert all(len(outputs[index]) == 16 or 7 in outputs[index] for index in outputs if index != 5)
 
 
-def test_the_pool_takes_what_the_card_leaves(checkpoint: Checkpoint) -> None:
+def test_the_pool_uses_the_free_gpu_memory(checkpoint: Checkpoint) -> None:
     engine = make_engine(checkpoint, num_blocks=None, gpu_memory=0.93)
     free, total = torch.cuda.mem_get_info()
     assert 0.92 <= 1 - free / total < 0.95

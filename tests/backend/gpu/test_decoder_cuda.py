@@ -47,7 +47,7 @@ def test_the_last_layer_ends_for_the_sampled_rows_alone(
 
 
 @sampled_rows
-def test_who_taps_the_last_layer_gets_all_of_its_rows(
+def test_features_of_the_last_layer_have_all_rows(
     checkpoint: Checkpoint, sampled: list[int]
 ) -> None:
     model = make_model(checkpoint, torch.bfloat16, torch.device("cuda"))

@@ -124,7 +124,7 @@ def test_statistics_are_logged_in_each_interval_with_work(caplog: pytest.LogCapt
     assert caplog.messages == [line] * 3
 
 
-def test_statistics_that_nobody_asks_for_cost_nothing(caplog: pytest.LogCaptureFixture) -> None:
+def test_statistics_cost_nothing_unless_queried(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "inflight.engine")
     engine = Working()
     engine.work(StatsLog(engine, 0.0, lambda: engine.now), 100)  # type: ignore[arg-type]
@@ -218,7 +218,7 @@ def test_two_fronts_share_one_engine_and_get_their_own_events(front, model_direc
     other.client.close()
 
 
-def test_a_refused_request_costs_its_sender_one_error(front: Front):
+def test_a_rejected_request_yields_one_error(front: Front):
     refused = front.submit([10**6], max_tokens=1)
     served = front.submit([9], max_tokens=1)
     event = front.finish(refused)[-1]
@@ -236,7 +236,7 @@ def test_cancel_ends_a_request_and_frees_its_blocks(front: Front):
     assert (stats.num_running, stats.num_free_blocks) == (0, stats.num_blocks)
 
 
-def test_a_front_hears_what_was_delivered_of_its_requests(front: Front, model_directory: Path):
+def test_a_front_is_informed_of_deliveries_for_its_requests(front: Front, model_directory: Path):
     other = Front(model_directory)
     path = engine_client.socket_path(model_directory, os.getpid())
     detokenizer = engine_client.attach(path, "detokenizer")
@@ -265,7 +265,7 @@ def test_a_draining_engine_refuses_the_new_and_finishes_the_old(front: Front):
     assert found[old].finish_reason == FinishReason.LENGTH
 
 
-def test_a_front_that_dies_takes_its_requests_along(front: Front, model_directory: Path):
+def test_requests_of_a_crashed_front_are_cancelled(front: Front, model_directory: Path):
     other = Front(model_directory)
     other.submit([1] * 20, max_tokens=8000, ignore_eos=True)
     other.events.get(timeout=20)
@@ -315,7 +315,7 @@ def test_a_load_error_reaches_the_front_with_its_cause(tmp_path, monkeypatch):
         Front(tmp_path / "llm")
 
 
-def test_nobody_listens(tmp_path: Path):
+def test_no_server_is_listening(tmp_path: Path):
     with pytest.raises(CapacityError):
         engine_client.attach(tmp_path / "none.sock", "observer")
 

@@ -159,7 +159,7 @@ def test_a_frame_in_crumbs_is_put_together(raw: tuple[socket.socket, Connection]
     ],
     ids=lambda value: repr(value)[:40],
 )
-def test_what_is_no_frame_is_a_value_error(
+def test_an_invalid_frame_is_a_value_error(
     raw: tuple[socket.socket, Connection], value: Any
 ) -> None:
     """One kind of error whatever was wrong, so that a reader's loop has one way to end."""
@@ -186,7 +186,7 @@ def test_a_frame_beyond_the_limit_is_not_sent(
     assert pair[1].receive() == frames.Drain(), "nothing of the long one was sent"
 
 
-def test_sending_to_a_peer_that_left_is_an_os_error(pair: tuple[Connection, Connection]) -> None:
+def test_sending_to_a_closed_peer_is_an_os_error(pair: tuple[Connection, Connection]) -> None:
     pair[1].close()
     with pytest.raises(OSError):
         pair[0].send(frames.Drain())

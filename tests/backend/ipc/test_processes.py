@@ -39,7 +39,7 @@ def test_a_process_runs_until_it_has_ended(child: subprocess.Popen[bytes]) -> No
     process.kill()  # of one that has gone: nothing
 
 
-def test_one_that_nobody_has_waited_for_has_ended(child: subprocess.Popen[bytes]) -> None:
+def test_a_zombie_process_counts_as_ended(child: subprocess.Popen[bytes]) -> None:
     process = found(child.pid)
     os.kill(child.pid, signal.SIGKILL)
     os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)

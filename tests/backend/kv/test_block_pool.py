@@ -31,7 +31,7 @@ def filled(pool: BlockPool, hashes: list[bytes]) -> list[int]:
     return blocks
 
 
-def test_a_hash_tells_everything_before_it() -> None:
+def test_a_block_hash_covers_all_previous_tokens() -> None:
     one, other = chain([1, 2, 3, 4]), chain([9, 2, 3, 4])
     assert one[0] != other[0]
     assert one[1] != other[1], "same tokens in the block, another beginning"
@@ -69,7 +69,7 @@ def test_a_released_prefix_is_found_again() -> None:
     assert (pool.hits, pool.queries) == (2, 3)
 
 
-def test_lookup_takes_nothing() -> None:
+def test_lookup_takes_no_reference() -> None:
     pool = BlockPool(4, BLOCK_SIZE)
     hashes = chain([1, 2])
     blocks = filled(pool, hashes)
@@ -117,7 +117,7 @@ def test_the_least_recently_released_chain_is_evicted_first() -> None:
     assert pool.lookup(old) == first
 
 
-def test_the_first_block_of_a_content_stays_the_known_one() -> None:
+def test_the_first_block_with_a_content_remains_the_cached_one() -> None:
     pool = BlockPool(2, BLOCK_SIZE)
     hashes = chain([1, 2])
     first, twin = filled(pool, hashes), filled(pool, hashes)
@@ -128,7 +128,7 @@ def test_the_first_block_of_a_content_stays_the_known_one() -> None:
     assert pool.num_cached == 1
 
 
-def test_a_known_block_counts_as_shared_even_with_one_owner() -> None:
+def test_a_cached_block_counts_as_shared_even_with_one_owner() -> None:
     pool = BlockPool(2, BLOCK_SIZE)
     block = pool.allocate()
     assert not pool.is_shared(block)
@@ -156,7 +156,7 @@ def test_releasing_twice_is_an_error() -> None:
     assert pool.num_free == 2
 
 
-def test_a_shared_block_is_free_when_its_last_owner_lets_go() -> None:
+def test_a_shared_block_is_freed_with_its_last_owner() -> None:
     pool = BlockPool(2, BLOCK_SIZE)
     blocks = [pool.allocate()]
     pool.share(blocks)

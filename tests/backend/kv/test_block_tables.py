@@ -84,7 +84,7 @@ def test_nothing_is_shared_without_a_cache_or_before_it_is_computed(computed: bo
     assert not set(first.blocks) & set(second.blocks)
 
 
-def test_a_table_that_does_not_fit_takes_nothing() -> None:
+def test_a_failed_block_table_allocation_takes_no_blocks() -> None:
     tables = make_tables(num_blocks=3)
     one = sequence(1, prompt(13))
     assert tables.admit(one) is None
@@ -92,7 +92,7 @@ def test_a_table_that_does_not_fit_takes_nothing() -> None:
     assert (tables.pool.num_free, tables.num_reserved) == (3, 0)
 
 
-def test_an_admission_leaves_a_block_for_each_that_grows() -> None:
+def test_admission_reserves_a_block_for_each_sequence_that_grows() -> None:
     tables = make_tables(num_blocks=4)
     growing = admitted(tables, 1, prompt(4), max_tokens=2)
     admitted(tables, 2, prompt(2), max_tokens=2)  # its block takes all that it may get
@@ -106,7 +106,7 @@ def test_an_admission_leaves_a_block_for_each_that_grows() -> None:
 # ---------------------------------------------------------------- growth
 
 
-def test_drafts_take_free_blocks_but_none_that_is_promised() -> None:
+def test_drafts_use_free_blocks_but_no_reserved_ones() -> None:
     tables = make_tables(num_blocks=4)
     one = admitted(tables, 1, prompt(4), max_tokens=40)
     one.num_computed = 3
@@ -151,7 +151,7 @@ def test_beams_at_the_end_of_a_block_get_new_ones_and_copy_nothing() -> None:
     assert len({beam.blocks[2] for beam in beams}) == 3
 
 
-def test_beams_that_come_back_take_what_they_have_in_common_once() -> None:
+def test_resumed_beams_allocate_common_blocks_once() -> None:
     tables = make_tables(enable_prefix_caching=False)
     beams = beams_of(tables, prompt(9))
     group = beams[0].group
@@ -165,7 +165,7 @@ def test_beams_that_come_back_take_what_they_have_in_common_once() -> None:
 # ---------------------------------------------------------------- the end
 
 
-def test_what_is_withdrawn_stays_in_the_cache_and_counts_as_lost() -> None:
+def test_a_preempted_sequences_blocks_stay_in_the_prefix_cache() -> None:
     tables = make_tables(num_blocks=3)
     one = admitted(tables, 1, prompt(9), max_tokens=9)
     compute(tables, one)

@@ -53,7 +53,7 @@ def test_the_pool_has_the_bytes_that_the_layout_counts() -> None:
     )
 
 
-def test_unused_blocks_take_no_memory() -> None:
+def test_unused_blocks_use_no_memory() -> None:
     process = psutil.Process()
     before = process.memory_info().rss
     cache = KVCache(layout(), 200_000, 16)
@@ -61,6 +61,6 @@ def test_unused_blocks_take_no_memory() -> None:
     assert process.memory_info().rss - before < 1 << 27
 
 
-def test_more_than_can_be_addressed_is_refused() -> None:
+def test_sizes_beyond_32_bits_are_rejected() -> None:
     with pytest.raises(ConfigError, match="no memory for 1125899906842624 KV blocks"):
         KVCache(layout(), 1 << 50, 16)

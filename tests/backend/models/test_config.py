@@ -56,7 +56,7 @@ def test_a_config_json_is_read_in_full(tmp_path: Path) -> None:
     )
 
 
-def test_what_is_absent_or_null_follows_from_the_rest(tmp_path: Path) -> None:
+def test_missing_or_null_settings_are_derived(tmp_path: Path) -> None:
     config = read(
         tmp_path, head_dim=None, num_key_value_heads="absent", bos_token_id=None, eos_token_id=None
     )
@@ -119,7 +119,7 @@ def test_yarn_is_read_from_old_and_new_settings(tmp_path: Path, beside: bool) ->
         ),
     ],
 )
-def test_what_would_compute_wrongly_is_refused_by_name(
+def test_unsupported_settings_are_rejected_by_name(
     tmp_path: Path, changes: dict[str, Any], named: str
 ) -> None:
     with pytest.raises(ConfigError) as caught:
@@ -140,7 +140,7 @@ def test_mistral_with_a_window_as_wide_as_its_context_is_llama(tmp_path: Path) -
     assert read(tmp_path, model_type="mistral", sliding_window=256).family == "mistral"
 
 
-def test_the_context_is_the_models_own_unless_less_or_a_stretched_one_is_asked_for(
+def test_max_model_len_defaults_to_the_models_context_and_may_use_rope_scaling(
     tmp_path: Path,
 ) -> None:
     plain = read(tmp_path)

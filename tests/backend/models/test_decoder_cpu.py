@@ -225,7 +225,7 @@ def test_the_last_layer_ends_for_the_sampled_rows_alone(
 
 
 @pytest.mark.parametrize("sampled", SAMPLED, ids=str)
-def test_who_taps_the_last_layer_gets_all_of_its_rows(
+def test_features_of_the_last_layer_have_all_rows(
     tiny_llama: Checkpoint, gated: list[int], sampled: list[int]
 ) -> None:
     model = load(tiny_llama)

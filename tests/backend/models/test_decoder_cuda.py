@@ -89,7 +89,7 @@ def test_a_step_that_samples_nothing_has_no_attention_in_the_last_layer(
 
 
 @sampled_rows
-def test_who_taps_the_last_layer_gets_all_of_its_rows(
+def test_features_of_the_last_layer_have_all_rows(
     model: Decoder, gated: list[int], sampled: list[int]
 ) -> None:
     whole, _ = run(model, EVERY_ROW)

@@ -104,7 +104,7 @@ def test_numbers_are_those_of_the_published_form(
     assert (logits[:, others] == UNDRAFTABLE).all()
 
 
-def test_what_a_head_has_not_is_its_target_s(tmp_path: Path, target: Target) -> None:
+def test_missing_head_tensors_are_shared_with_the_target(tmp_path: Path, target: Target) -> None:
     head = tiny.random_head(SETTINGS, 160)
     for name in ("lm_head.weight", "d2t", "t2d"):
         del head[name]
@@ -114,14 +114,14 @@ def test_what_a_head_has_not_is_its_target_s(tmp_path: Path, target: Target) -> 
     assert model._weights.targets is None
 
 
-def test_an_embedding_of_its_own_is_used(tmp_path: Path, target: Target) -> None:
+def test_a_heads_own_embedding_is_used(tmp_path: Path, target: Target) -> None:
     own = torch.randn(160, 64)
     head = tiny.random_head(SETTINGS, DRAFT_VOCAB_SIZE) | {"embed_tokens.weight": own}
     model = load(tiny.write_eagle3(tmp_path, head), target)
     assert torch.equal(model._weights.embedding, own)
 
 
-def test_features_are_what_goes_into_layers(target: Target, target_checkpoint: Checkpoint) -> None:
+def test_features_are_the_inputs_of_layers(target: Target, target_checkpoint: Checkpoint) -> None:
     from transformers import AutoModelForCausalLM
 
     tokens = [5, 17, 99, 3, 150, 42]
@@ -162,7 +162,7 @@ def test_the_layers_that_a_head_sees(
     assert read(tmp_path, **changes).aux_layers == aux_layers
 
 
-def test_a_head_is_one_layer_whatever_it_says(tmp_path: Path) -> None:
+def test_an_eagle3_head_always_has_one_layer(tmp_path: Path) -> None:
     config = read(tmp_path, num_hidden_layers=40)
     assert config.layer.num_layers == 1
     assert config.draft_vocab_size == DRAFT_VOCAB_SIZE
@@ -183,7 +183,7 @@ def test_a_head_is_one_layer_whatever_it_says(tmp_path: Path) -> None:
         ({"model_type": "qwen3"}, "the architecture 'qwen3' is not supported"),
     ],
 )
-def test_what_would_draft_nonsense_is_refused(
+def test_incompatible_drafters_are_rejected(
     tmp_path: Path, changes: dict[str, Any], words: str
 ) -> None:
     with pytest.raises(ConfigError, match=words):

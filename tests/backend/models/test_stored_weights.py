@@ -90,7 +90,7 @@ def test_gguf_types_that_only_llama_cpp_writes_are_read(tmp_path: Path, kind: Ki
     assert got.unique().numel() > 10
 
 
-def test_a_gguf_type_that_nobody_reads_is_refused_by_name(tmp_path: Path) -> None:
+def test_an_unsupported_gguf_type_is_rejected_by_name(tmp_path: Path) -> None:
     values = np.zeros((96, 64), np.float64)
     original = tiny.random_weights(tiny.SETTINGS)
     name = "model.layers.1.mlp.up_proj.weight"
@@ -230,7 +230,7 @@ def test_more_layers_than_settings_say_are_refused(tmp_path: Path) -> None:
         open_all(tiny.write_llama(tmp_path, weights, num_hidden_layers=1))
 
 
-def test_what_follows_from_the_settings_may_stand_in_the_file(tmp_path: Path) -> None:
+def test_derived_tensors_may_be_in_the_file(tmp_path: Path) -> None:
     """Rotary frequencies of old checkpoints; an output layer that is tied all the same."""
     weights = tiny.random_weights(tiny.SETTINGS)
     weights["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(8)

@@ -40,7 +40,7 @@ def test_default_params_adjust_no_logits() -> None:
     assert adjustments(temperature=0.5, top_k=3, repetition_penalty=1.5).of_row([1, 2]).is_empty
 
 
-def test_biases_are_said_of_every_row() -> None:
+def test_biases_apply_to_every_row() -> None:
     one = adjustments(logit_bias=((7, -3.5), (3, 2.0)))
     assert (
         adjustment_of(one.of_row([1, 2]))
@@ -79,7 +79,7 @@ def test_a_bad_word_is_completed_by_no_token_of_the_output_or_a_draft() -> None:
     assert one.of_row([8, 8, 5], [1]).is_empty
 
 
-def test_the_allowed_tokens_are_said_once_in_order() -> None:
+def test_allowed_tokens_are_sorted_and_unique() -> None:
     one = adjustments(allowed_token_ids=(9, 4, 9))
     assert one.of_row([1, 2]) == Adjustment((), (), (4, 9))
 

@@ -126,7 +126,7 @@ def test_the_next_value_is_refused_by_name(name: str, values: list[Any]) -> None
     ],
 )
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-def test_what_is_not_finite_is_refused(name: str, value: float) -> None:
+def test_non_finite_values_are_rejected(name: str, value: float) -> None:
     with pytest.raises(RequestError, match=f"^{name}: "):
         SamplingParams(**{name: value})
 
@@ -159,7 +159,7 @@ def test_a_bias_that_is_not_finite_is_refused() -> None:
         ({"max_tokens": 0}, "beam_width: cannot be combined with max_tokens 0"),
     ],
 )
-def test_what_does_not_go_with_beams_is_refused_by_name(
+def test_options_incompatible_with_beam_search_are_rejected_by_name(
     options: dict[str, Any], named: str
 ) -> None:
     SamplingParams(**options)
@@ -168,14 +168,14 @@ def test_what_does_not_go_with_beams_is_refused_by_name(
         SamplingParams(**options, beam_width=4)
 
 
-def test_what_bans_goes_with_beams_and_so_does_greedy() -> None:
+def test_bans_and_greedy_can_be_combined_with_beam_search() -> None:
     options = {"min_tokens": 3, "bad_words": ("x",), "no_repeat_ngram_size": 2}
     SamplingParams(beam_width=4, temperature=0.0, top_p=0.9, seed=5, num_logprobs=3, **options)
 
 
 @pytest.mark.parametrize("options", [{"typical_p": 0.9}, {"xtc_probability": 0.1}])
 @pytest.mark.parametrize("temperature", [0.0, 1e-6])
-def test_what_may_drop_the_likeliest_token_does_not_go_with_greedy(
+def test_filters_that_may_remove_the_top_token_cannot_be_combined_with_greedy(
     options: dict[str, Any], temperature: float
 ) -> None:
     (name,) = options
@@ -234,13 +234,13 @@ def test_greedy_unless_something_asks_for_a_draw(
     assert SamplingParams(**options).effective_temperature == temperature
 
 
-def test_penalties_are_told() -> None:
+def test_penalties_are_forwarded() -> None:
     assert not SamplingParams().has_penalties
     for options in ("repetition_penalty", "presence_penalty", "frequency_penalty"):
         assert SamplingParams(**{options: 1.5}).has_penalties
 
 
-def test_filters_are_told() -> None:
+def test_filters_are_forwarded() -> None:
     assert not SamplingParams(temperature=1.0, top_k=-1, xtc_threshold=0.2).has_filters
     for options in ({"top_k": 3}, {"top_p": 0.9}, {"min_p": 0.1}):
         assert SamplingParams(**options).has_filters
@@ -255,7 +255,7 @@ def test_filters_are_told() -> None:
         assert SamplingParams(**options).has_rare_filters
 
 
-def test_defaults_take_no_room_on_the_wire() -> None:
+def test_defaults_are_omitted_on_the_wire() -> None:
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(SamplingParams())) == {}
 
 

@@ -139,7 +139,7 @@ def test_a_long_repetition_costs_a_finite_number() -> None:
     [[5] * 50_000, [5, 6] * 25_000, list(range(50_000)), [i % 700 for i in range(50_000)]],
     ids=["one", "two", "all", "period"],
 )
-def test_a_step_does_not_cost_what_the_sequence_is_long(tokens: list[int]) -> None:
+def test_the_cost_of_a_step_does_not_grow_with_the_sequence(tokens: list[int]) -> None:
     """Generous: a look at each token in Python would take longer than a hundred of these."""
     index, penalty = RepeatedNgrams(3), DryPenalty(0.8, 1.75, 2)
     index.banned(tokens)

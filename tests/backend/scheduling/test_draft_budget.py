@@ -37,11 +37,11 @@ def test_drafts_are_free_where_a_step_costs_the_same() -> None:
     assert DraftBudget(FLAT, 5, AUTO_DRAFTS).best_counts([0.5, 0.9], 2) == [5, 5]
 
 
-def test_nothing_is_drafted_where_each_token_costs_as_much_as_a_step() -> None:
+def test_no_drafts_if_a_token_costs_as_much_as_a_step() -> None:
     assert DraftBudget(STEEP, 5, AUTO_DRAFTS).best_counts([0.9, 0.5], 2) == [0, 0]
 
 
-def test_who_is_mostly_right_gets_more() -> None:
+def test_a_higher_acceptance_rate_gets_more_drafts() -> None:
     costs = StepCosts((1, 4, 8, 64), (1.0, 1.0, 1.4, 8.0))
     few, many = DraftBudget(costs, 5, AUTO_DRAFTS).best_counts([0.3, 0.95], 2)
     assert few < many
@@ -66,7 +66,7 @@ def test_no_other_choice_is_faster(rates: list[float], slope: float, draft_secon
     assert speed(chosen) >= best / 1.05
 
 
-def test_beyond_what_was_measured_a_token_costs_its_share() -> None:
+def test_costs_beyond_the_measured_range_are_extrapolated_linearly() -> None:
     costs = StepCosts((1, 2), (1.0, 1.0))
     assert DraftBudget(costs, 5, AUTO_DRAFTS).best_counts([0.99] * 4, 4) == [0] * 4
 
@@ -86,7 +86,7 @@ def test_a_sequence_whose_drafts_are_wrong_stops_drafting_and_tries_again() -> N
     assert counts[-1] == 5, "and found to be right"
 
 
-def test_what_others_found_is_where_a_new_one_begins() -> None:
+def test_a_new_sequence_starts_with_the_shared_estimate() -> None:
     costs = StepCosts((1, 64), (1.0, 20.0))
     speculation = DraftBudget(costs, 5, AUTO_DRAFTS)
     for request_id in range(40):
@@ -113,7 +113,7 @@ def test_a_request_gets_the_number_that_it_asks_for(
     assert one.num_drafts == expected
 
 
-def test_who_needs_the_host_has_none_where_drafts_never_reach_it() -> None:
+def test_a_sequence_needing_committed_tokens_has_no_device_drafts() -> None:
     one = sequence(1, 3)
     one.needs_committed_tokens = True
     DraftBudget(FLAT, 5, AUTO_DRAFTS, host_drafts=False).add(one)
@@ -122,7 +122,7 @@ def test_who_needs_the_host_has_none_where_drafts_never_reach_it() -> None:
     assert one.num_drafts == 3
 
 
-def test_what_others_found_does_not_hold_for_ever() -> None:
+def test_shared_estimates_expire() -> None:
     costs = StepCosts((1, 64), (1.0, 20.0))
     speculation = DraftBudget(costs, 5, AUTO_DRAFTS)
     for request_id in range(100):

@@ -71,7 +71,7 @@ def test_a_prompt_that_is_scored_is_cut_to_the_rows(fake: PagedRunner) -> None:
     assert scores[one] == scores_of(one)
 
 
-def test_a_prompt_that_is_scored_leaves_others_their_rows_and_the_tokens_that_it_cannot_use(
+def test_prompt_logprobs_leave_logits_rows_and_token_budget_to_other_sequences(
     fake: PagedRunner,
 ) -> None:
     plan = scheduler(max_rows=6, max_num_batched_tokens=16)
@@ -94,7 +94,7 @@ def test_of_two_prompts_that_are_scored_the_first_has_the_spare_rows(fake: Paged
     run_all(plan, fake)
 
 
-def test_what_is_scored_is_not_taken_from_the_prefix_cache(fake: PagedRunner) -> None:
+def test_tokens_with_prompt_logprobs_are_not_taken_from_the_prefix_cache(fake: PagedRunner) -> None:
     plan = scheduler()
     plan.add(sequence(1, prompt(12)))
     run_all(plan, fake)
@@ -106,7 +106,7 @@ def test_what_is_scored_is_not_taken_from_the_prefix_cache(fake: PagedRunner) ->
     assert scores[one] == scores_of(one)
 
 
-def test_who_lost_its_blocks_goes_on_where_its_scores_end(fake: PagedRunner) -> None:
+def test_a_preempted_sequence_continues_where_its_prompt_logprobs_end(fake: PagedRunner) -> None:
     """Up to there the prefix cache may help, and rows are not needed."""
     plan = scheduler(max_rows=7)
     one = scored(1, prompt(24))
@@ -123,7 +123,7 @@ def test_who_lost_its_blocks_goes_on_where_its_scores_end(fake: PagedRunner) -> 
     assert scores[one] == scores_of(one)
 
 
-def test_decode_goes_on_while_a_long_prompt_is_read(fake: PagedRunner) -> None:
+def test_decode_continues_during_a_long_prefill(fake: PagedRunner) -> None:
     plan = scheduler()
     plan.add(sequence(1, prompt(4), max_tokens=8))
     step(plan, fake)
@@ -150,7 +150,7 @@ def test_budget_that_a_blocked_head_cannot_use_goes_to_the_first(fake: PagedRunn
     assert lengths(step(plan, fake)) == {1: 16}
 
 
-def test_nobody_passes_the_head_of_the_queue(fake: PagedRunner) -> None:
+def test_no_sequence_overtakes_the_head_of_the_queue(fake: PagedRunner) -> None:
     plan = scheduler(num_blocks=8)
     plan.add(sequence(1, prompt(20)))
     plan.add(sequence(2, prompt(20, start=9)))
@@ -159,7 +159,7 @@ def test_nobody_passes_the_head_of_the_queue(fake: PagedRunner) -> None:
     assert [waiting.request_id for waiting in plan.waiting] == [2, 3]
 
 
-def test_no_more_sequences_run_than_there_are_seats(fake: PagedRunner) -> None:
+def test_at_most_max_num_seqs_sequences_run(fake: PagedRunner) -> None:
     plan = scheduler(max_num_seqs=2)
     for request_id in range(5):
         plan.add(sequence(request_id, prompt(2, start=request_id)))
@@ -168,7 +168,7 @@ def test_no_more_sequences_run_than_there_are_seats(fake: PagedRunner) -> None:
     assert len(plan.waiting) == 3
 
 
-def test_a_budget_smaller_than_the_seats_starves_nobody(fake: PagedRunner) -> None:
+def test_a_budget_below_the_number_of_sequences_starves_none(fake: PagedRunner) -> None:
     plan = scheduler(max_num_seqs=8, max_num_batched_tokens=2)
     for request_id in range(4):
         plan.add(sequence(request_id, prompt(3, start=request_id)))
@@ -241,7 +241,7 @@ def test_a_prompt_that_is_cached_whole_writes_into_a_copy(fake: PagedRunner) -> 
     assert two.num_cached_tokens == 7
 
 
-def test_another_salt_shares_nothing(fake: PagedRunner) -> None:
+def test_a_different_salt_shares_no_prefix(fake: PagedRunner) -> None:
     plan = scheduler()
     plan.add(sequence(1, prompt(8), cache_salt="a"))
     run_all(plan, fake)
@@ -268,7 +268,7 @@ def crowded() -> tuple[Scheduler, list[Sequence]]:
     return plan, crowd
 
 
-def test_the_youngest_yields_and_still_gets_its_tokens(fake: PagedRunner) -> None:
+def test_the_most_recently_admitted_sequence_is_preempted_and_completes(fake: PagedRunner) -> None:
     plan, crowd = crowded()
     run_all(plan, fake)
     for one in crowd:
@@ -310,7 +310,7 @@ def test_prompt_tokens_are_counted_once_however_often_one_runs(fake: PagedRunner
     assert plan.num_cached_tokens == sum(one.num_cached_tokens for one in crowd) == 0
 
 
-def test_admission_leaves_each_growing_sequence_a_block(fake: PagedRunner) -> None:
+def test_admission_reserves_a_block_for_each_growing_sequence(fake: PagedRunner) -> None:
     plan = scheduler(num_blocks=4, max_num_batched_tokens=32)
     plan.add(sequence(1, prompt(4), max_tokens=12))
     plan.add(sequence(2, prompt(12, start=9), max_tokens=1))
@@ -423,7 +423,7 @@ def test_a_failed_sequence_stays_where_it_was(fake: PagedRunner) -> None:
 
 
 @pytest.mark.parametrize("token_ids", [[], [5, 6]])
-def test_a_runner_that_chooses_no_token_or_several_is_an_error(token_ids: list[int]) -> None:
+def test_a_runner_returning_no_token_or_too_many_is_an_error(token_ids: list[int]) -> None:
     plan = scheduler()
     plan.add(sequence(7, prompt(3)))
     batch = plan.schedule()
@@ -474,13 +474,15 @@ def test_a_sequence_with_its_last_token_in_flight_waits() -> None:
     assert one.num_output_tokens == 2
 
 
-def test_only_multi_token_bad_words_need_the_host() -> None:
+def test_only_multi_token_bad_words_need_committed_tokens() -> None:
     request = Request(1, [1], SamplingParams())
     assert not Sequence(request, 4, bad_word_ids=((1,), (2,))).needs_committed_tokens
     assert Sequence(request, 4, bad_word_ids=((1,), (2, 3))).needs_committed_tokens
 
 
-def test_a_sequence_that_needs_the_host_runs_every_other_step_and_delays_nobody() -> None:
+def test_a_sequence_needing_committed_tokens_runs_every_other_step_without_delaying_others() -> (
+    None
+):
     plan = scheduler(max_num_seqs=3)
     plan.add(lockstep(1, prompt(3), max_tokens=9))
     plan.add(sequence(2, prompt(3, start=5), max_tokens=9))

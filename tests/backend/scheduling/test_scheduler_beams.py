@@ -21,7 +21,7 @@ def fake() -> PagedRunner:
     return PagedRunner(block_size=4)
 
 
-def test_beams_compute_their_prompt_once_and_choose_in_one_step(fake: PagedRunner) -> None:
+def test_beams_prefill_once_and_select_in_one_step(fake: PagedRunner) -> None:
     plan = scheduler()
     group = beam_search(1, [0] * 9, 4, stops=False, beam_width=3)
     plan.add(group)
@@ -46,7 +46,7 @@ def test_beams_share_blocks_until_they_write(fake: PagedRunner) -> None:
 
 @pytest.mark.parametrize("enable_prefix_caching", [True, False])
 @pytest.mark.parametrize("max_prefill_chunk", [2, 16])
-def test_beams_that_lost_their_blocks_compute_what_they_had_in_common_once(
+def test_preempted_beams_recompute_their_common_prefix_once(
     fake: PagedRunner, enable_prefix_caching: bool, max_prefill_chunk: int
 ) -> None:
     plan = scheduler(
@@ -76,7 +76,7 @@ def test_beams_that_lost_their_blocks_compute_what_they_had_in_common_once(
     assert plan.num_free_blocks == 16
 
 
-def test_a_search_yields_as_one_and_finds_the_same(fake: PagedRunner) -> None:
+def test_a_beam_search_is_preempted_as_a_whole_with_the_same_result(fake: PagedRunner) -> None:
     plan = scheduler(num_blocks=16, max_num_seqs=8, enable_prefix_caching=False)
     olds = [sequence(one, prompt(8, start=one), max_tokens=20) for one in (3, 4)]
     group = beam_search(5, [0, 1] * 3, 12, stops=False, beam_width=3)

@@ -38,7 +38,7 @@ def test_tokens_are_the_detokenizer_s(tokenizer: Tokenizer) -> None:
         assert text == (detokenizer.join([id_]) if expected is None else expected.encode())
 
 
-def test_a_smaller_model_has_its_own_tokens_only(byte_level: Tokenizer) -> None:
+def test_a_draft_model_samples_only_from_its_own_vocabulary(byte_level: Tokenizer) -> None:
     vocabulary = bridge.vocabulary(byte_level, 500, [3, 700, -1])
     assert (vocabulary.size, vocabulary.end_ids, vocabulary.special_ids) == (500, [3], [3])
 
@@ -101,7 +101,7 @@ def test_padding_is_not_allowed_by_number_either(smollm: Tokenizer) -> None:
     assert allowed(out[0]).max() == vocabulary.num_used - 1
 
 
-def test_an_end_that_the_tokenizer_takes_for_text_is_none(byte_level: Tokenizer) -> None:
+def test_an_end_that_is_ordinary_text_is_not_a_special_token(byte_level: Tokenizer) -> None:
     """Checkpoints exist whose end of turn is an added token that is not marked special."""
     tool = byte_level.vocabulary()["<tool>"]
     assert tool not in byte_level.special_ids
@@ -154,7 +154,7 @@ class TestEncoder:
         for text in tokenizer.special_ids.values():
             assert bridge.encoder(tokenizer, vocabulary)(f"a {text} b") == []
 
-    def test_what_is_forced_is_what_the_model_knows(self, smollm: Tokenizer) -> None:
+    def test_forced_tokens_are_canonical_tokens(self, smollm: Tokenizer) -> None:
         vocabulary = vocabulary_of(smollm)
         library = vocabulary.llguidance_tokenizer(bridge.encoder(smollm, vocabulary))
         text = '{"temperature":21.5}'

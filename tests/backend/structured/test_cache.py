@@ -15,7 +15,7 @@ def test_least_recently_used_goes_first() -> None:
     assert [cache.get(key) for key in "abcd"] == [0, None, 2, 3]
 
 
-def test_what_is_larger_than_the_cache_is_not_kept() -> None:
+def test_items_larger_than_the_cache_are_not_kept() -> None:
     cache: BoundedCache[str, int] = BoundedCache(30)
     cache.put("a", 1, 10)
     cache.put("b", 2, 31)

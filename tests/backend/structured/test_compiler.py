@@ -80,7 +80,7 @@ def test_submit_does_not_wait(own: Compiler) -> None:
 
 
 @pytest.mark.alone
-def test_the_interpreter_goes_on_meanwhile(own: Compiler) -> None:
+def test_the_gil_is_released_meanwhile(own: Compiler) -> None:
     wait(own, own.submit(StructuredOutput("json")))
     ticket = own.submit(SLOW)
     longest, last = 0.0, time.perf_counter()
@@ -178,7 +178,7 @@ def test_a_cancelled_ticket_is_not_polled(own: Compiler) -> None:
     assert not abandoned.done
 
 
-def test_a_child_killed_in_mid_compile_costs_nothing(own: Compiler) -> None:
+def test_killing_a_process_during_compilation_is_harmless(own: Compiler) -> None:
     wait(own, own.submit(StructuredOutput("json")))
     pid = own.sandbox_pid
     assert pid is not None
@@ -243,5 +243,5 @@ def test_closing_does_not_wait_for_a_guide(vocabulary: Vocabulary) -> None:
     assert time.perf_counter() - started < 0.5
 
 
-def test_closing_what_was_never_used_is_fine(vocabulary: Vocabulary) -> None:
+def test_closing_an_unused_queue_is_fine(vocabulary: Vocabulary) -> None:
     Compiler(vocabulary).close()

@@ -58,13 +58,13 @@ def test_a_batch_is_its_rows_one_by_one(
     assert all(row.any() for row in together)
 
 
-def test_rows_behind_the_batch_stay_as_they_are(filler: MaskFiller, vocabulary: Vocabulary) -> None:
+def test_rows_past_the_batch_are_not_modified(filler: MaskFiller, vocabulary: Vocabulary) -> None:
     out = np.full((4, vocabulary.num_words), 77, np.int32)
     filler.fill(started(vocabulary, 2), out)
     assert (out[2:] == 77).all() and not (out[:2] == 77).all()
 
 
-def test_bits_behind_the_vocabulary_are_zero(filler: MaskFiller, vocabulary: Vocabulary) -> None:
+def test_mask_bits_past_the_vocabulary_are_zero(filler: MaskFiller, vocabulary: Vocabulary) -> None:
     assert vocabulary.size % 32
     out = np.full((9, vocabulary.num_words), -1, np.int32)
     filler.fill(started(vocabulary, 9), out)
@@ -129,7 +129,7 @@ def test_rows_of_drafts_are_those_of_the_way_there(
             position += len(draft) + 1
 
 
-def test_what_goes_well_is_not_done_one_by_one(
+def test_successful_batches_are_not_retried_one_by_one(
     filler: MaskFiller, vocabulary: Vocabulary, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whether there are drafts, in some sequences or in none."""
@@ -219,7 +219,7 @@ def test_a_slow_grammar_is_found_and_fails(
     assert sorted(failures) == [0, 1, 2] and "a mask takes" in str(failures[0])
 
 
-def test_many_masks_are_not_a_slow_one(
+def test_many_masks_cost_no_more_than_one_slow_mask(
     vocabulary: Vocabulary, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     matchers = started(vocabulary, 9)
@@ -250,7 +250,7 @@ def test_white_space_in_json_comes_to_an_end(
     assert space in allowed(out[0])
 
 
-def test_white_space_that_is_asked_for_is_allowed(
+def test_required_whitespace_is_allowed(
     filler: MaskFiller, vocabulary: Vocabulary, smollm: Tokenizer
 ) -> None:
     guide = json.dumps({"const": "a" + " " * 200 + "b"})

@@ -111,7 +111,7 @@ def test_white_space_is_counted_from_the_end(fixed: Fixed) -> None:
 
 
 @pytest.mark.parametrize(("kind", "guide"), GRAMMARS)
-def test_the_mask_says_what_is_accepted(fixed: Fixed, kind: Kind, guide: str) -> None:
+def test_the_mask_matches_the_accepted_tokens(fixed: Fixed, kind: Kind, guide: str) -> None:
     """Each token that is allowed is accepted. Of the others, none that is not forced otherwise."""
     rng = random.Random(0)
     matcher = fixed.start(kind, guide)
@@ -130,7 +130,7 @@ def test_the_mask_says_what_is_accepted(fixed: Fixed, kind: Kind, guide: str) ->
         matcher.advance([token])
 
 
-def test_drafts_are_accepted_up_to_what_does_not_fit(fixed: Fixed) -> None:
+def test_drafts_are_accepted_up_to_the_first_mismatch(fixed: Fixed) -> None:
     matcher = fixed.start("regex", "ab|abc")
     a, b, c = (fixed.ids(letter)[0] for letter in "abc")
     cases: list[tuple[list[int], int]] = [
@@ -198,7 +198,7 @@ def test_more_than_there_is_cannot_be_rolled_back(fixed: Fixed) -> None:
     assert matcher.num_tokens == 0
 
 
-def test_a_request_s_own_end_counts_where_the_model_s_does(fixed: Fixed) -> None:
+def test_a_requests_end_id_is_treated_like_the_models_eos(fixed: Fixed) -> None:
     comma = fixed.ids(",")[0]
     matcher = fixed.start("regex", "[a-z,]*x", end_ids=[END, comma])
     matcher.advance(fixed.ids("a"))
@@ -220,7 +220,7 @@ def test_without_the_model_s_end_only_the_request_s_counts(fixed: Fixed) -> None
     assert set(allowed(fixed.walker.mask(matcher)).tolist()) == {comma}
 
 
-def test_what_is_forced_can_be_taken(fixed: Fixed) -> None:
+def test_forced_tokens_are_accepted(fixed: Fixed) -> None:
     text = '["the one and only answer, 42"]'
     matcher = fixed.start("choice", text)
     forced = matcher.forced()

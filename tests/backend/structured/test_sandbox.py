@@ -130,7 +130,7 @@ def test_it_costs_no_more_than_others(
     assert verdict.num_bytes < 32 << 20
 
 
-def test_the_sandbox_outlives_them_all(vocabulary: Vocabulary) -> None:
+def test_the_sandbox_survives_them_all(vocabulary: Vocabulary) -> None:
     sandbox = Sandbox(vocabulary)
     try:
         sandbox.start()

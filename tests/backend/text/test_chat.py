@@ -152,7 +152,7 @@ class TestRender:
         found = render("{{ [1]|tojson(indent=2) }}", self.MESSAGES, None, None)
         assert found == "[\n  1\n]"
 
-    def test_what_hugging_face_gives_a_template_is_there(self) -> None:
+    def test_template_globals_match_hugging_face(self) -> None:
         now = datetime.datetime(2031, 2, 3)
         template = (
             "{{ bos_token }}{{ eos_token }}{{ strftime_now('%d %b %Y') }}{{ tools is none }}"
@@ -166,7 +166,7 @@ class TestRender:
         found = render(template, self.MESSAGES, "<s>", None, now=now)
         assert found == "<s>03 Feb 2031True02saida1b33[1]"
 
-    def test_it_is_what_transformers_renders(
+    def test_rendering_matches_transformers(
         self, llama3_reference: transformers.PreTrainedTokenizerBase
     ) -> None:
         for messages in conversations():
@@ -174,7 +174,7 @@ class TestRender:
             bos, eos = "<|begin_of_text|>", "<|eot_id|>"
             assert render(LLAMA3_TEMPLATE, messages, bos, eos, False) == right
 
-    def test_a_template_s_own_refusal_is_told(self) -> None:
+    def test_a_templates_exception_is_reported(self) -> None:
         with pytest.raises(RequestError, match=r"messages: .*refuses them: roles must alternate"):
             render("{{ raise_exception('roles must alternate') }}", self.MESSAGES, None, None)
 
@@ -305,7 +305,7 @@ class TestParse:
             ),
         ],
     )
-    def test_what_is_wrong_is_named(self, text: str, message: str) -> None:
+    def test_invalid_messages_are_named(self, text: str, message: str) -> None:
         with pytest.raises(RequestError) as caught:
             parse_messages(text)
         assert message in str(caught.value)
@@ -321,7 +321,7 @@ class TestParse:
             ),
         )
     )
-    def test_any_json_is_parsed_or_refused(self, value: object) -> None:
+    def test_any_json_is_parsed_or_rejected(self, value: object) -> None:
         try:
             messages = parse_messages(json.dumps(value))
         except InflightError as error:

@@ -231,7 +231,7 @@ def _library(tokenizer: Tokenizer) -> tokenizers.Tokenizer:
     return tokenizer._backend
 
 
-def test_a_token_by_itself_has_a_name(smollm: Tokenizer, sentencepiece: Tokenizer) -> None:
+def test_a_single_token_has_a_display_name(smollm: Tokenizer, sentencepiece: Tokenizer) -> None:
     for tokenizer in (smollm, sentencepiece):
         detokenizer = detokenizer_of(tokenizer)
         for id_, name in tokenizer.special_ids.items():

@@ -28,7 +28,7 @@ def test_breakers_are_the_tokens_with_the_strings_in_them(
         assert breakers.ids(list(strings)) is breakers.ids(strings), "and are remembered"
 
 
-def test_a_string_that_no_token_has_stands_for_its_last_token(smollm: Tokenizer) -> None:
+def test_a_breaker_in_no_single_token_is_represented_by_its_last_token(smollm: Tokenizer) -> None:
     string = "zq zq Bartholomew"
     ids = smollm.encode(string, add_special_tokens=False)
     found = DryBreakers(smollm, Detokenizer(smollm)).ids([string])

@@ -146,7 +146,7 @@ class TestFolder:
         backend.save(str(tmp_path / "tokenizer.json"))
         assert len(_load(tmp_path).encode("one two three four five six")) not in (3, 64)
 
-    def test_what_is_wrong_is_named(self, tmp_path: Path) -> None:
+    def test_invalid_messages_are_named(self, tmp_path: Path) -> None:
         byte_level_folder(tmp_path)
         (tmp_path / "tokenizer_config.json").write_text("[")
         with pytest.raises(ConfigError, match=r"tokenizer_config\.json cannot be read"):
@@ -203,7 +203,7 @@ class TestByteLevelGguf:
         backend = build(_byte_level_metadata(pre="qwen2"))
         assert backend.encode("e\u0301").ids == backend.encode("\u00e9").ids
 
-    def test_ends_are_added_where_the_file_says(self) -> None:
+    def test_eos_is_added_if_the_file_requests_it(self) -> None:
         metadata = _byte_level_metadata(
             pre="gpt-2", bos_token_id=600, eos_token_id=603, add_eos_token=True
         )
@@ -227,7 +227,7 @@ class TestByteLevelGguf:
             ({"model": "llama"}, "tokenizer.ggml.scores: there must be one for each token"),
         ],
     )
-    def test_what_is_not_known_is_named(self, changes: dict[str, object], message: str) -> None:
+    def test_unsupported_values_are_named(self, changes: dict[str, object], message: str) -> None:
         with pytest.raises(ConfigError) as caught:
             build({**_byte_level_metadata(pre="gpt-2"), **_prefixed_keys(changes)})
         assert message in str(caught.value)
@@ -313,7 +313,7 @@ class TestCache:
         _load(path)
         assert len(list((tmp_path / "home/.cache/inflight/tokenizers").iterdir())) == 1
 
-    def test_many_may_write_it_at_once(self, path: Path, folder: Path) -> None:
+    def test_concurrent_writes_are_safe(self, path: Path, folder: Path) -> None:
         found: list[list[int]] = []
 
         def load() -> None:
@@ -327,7 +327,7 @@ class TestCache:
         assert found == [found[0]] * 6
         assert len(list(folder.iterdir())) == 1
 
-    def test_processes_may_write_it_at_once(self, path: Path, folder: Path) -> None:
+    def test_concurrent_processes_may_write_it(self, path: Path, folder: Path) -> None:
         context = multiprocessing.get_context("spawn")
         with context.Pool(2) as pool:
             found = pool.map(_encode_a, [path] * 4)
@@ -336,7 +336,7 @@ class TestCache:
 
 
 class TestExport:
-    def test_transformers_loads_what_a_gguf_file_becomes(
+    def test_transformers_loads_the_converted_gguf_tokenizer(
         self, smollm: Tokenizer, smollm_checkpoint: Checkpoint, tmp_path: Path
     ) -> None:
         export(smollm_checkpoint, tmp_path / "new" / "folder")
@@ -394,7 +394,7 @@ def test_a_gguf_file_without_a_tokenizer_is_a_model_of_ids(tmp_path: Path) -> No
         _load(path)
 
 
-def test_the_decoder_is_told_as_the_file_has_it(llama3: Tokenizer) -> None:
+def test_the_decoder_is_reported_as_in_the_file(llama3: Tokenizer) -> None:
     assert llama3.decoder is not None
     assert llama3.decoder["type"] == type(library_decoders.ByteLevel()).__name__
 

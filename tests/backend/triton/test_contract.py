@@ -50,7 +50,7 @@ def test_values_do_not_change_with_the_array():
         (Tensor("x", "STRING", "", dims=-1), strings(b"ok", b"\xc3"), "x: is not valid UTF-8"),
     ],
 )
-def test_what_is_not_allowed_is_refused_by_name(tensor, array, message):
+def test_disallowed_values_are_rejected_by_name(tensor, array, message):
     with pytest.raises(RequestError) as caught:
         read(tensor, array)
     assert message in str(caught.value)

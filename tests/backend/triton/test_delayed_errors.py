@@ -16,7 +16,7 @@ def errors():
     errors.close()
 
 
-def test_an_error_leaves_once_its_request_is_old_enough(errors):
+def test_an_error_is_sent_once_its_request_is_old_enough(errors):
     sender = pb_utils.ResponseSender()
     sent = time.monotonic()
     errors.send(sender, RequestError("is empty", "text_input"))
@@ -27,7 +27,7 @@ def test_an_error_leaves_once_its_request_is_old_enough(errors):
     assert sender.misuses == []
 
 
-def test_what_is_due_does_not_wait(errors):
+def test_due_responses_do_not_wait(errors):
     sent = []
     errors.when_due(time.monotonic() - EARLIEST_ERROR_S, lambda: sent.append(1))
     assert sent == [1]
@@ -44,7 +44,7 @@ def test_many_errors_wait_together_and_keep_their_order(errors):
     assert time.monotonic() - started < 1000 * EARLIEST_ERROR_S / 2
 
 
-def test_an_error_that_cannot_be_sent_costs_the_next_ones_nothing(errors, caplog):
+def test_an_error_that_cannot_be_sent_does_not_affect_later_ones(errors, caplog):
     broken, fine = pb_utils.ResponseSender(), pb_utils.ResponseSender()
     broken.failures = 1
     for sender in (broken, fine):

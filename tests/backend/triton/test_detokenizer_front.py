@@ -110,7 +110,7 @@ def test_any_split_of_any_text_adds_up_in_any_order(front, tokenizer):
         assert found == text
 
 
-def test_what_a_stop_string_cuts_is_trimmed(front, tokenizer):
+def test_text_cut_by_a_stop_string_is_trimmed(front, tokenizer):
     event = TokenEvent(1, tokenizer.encode("one two END"), [], 3, 4, FinishReason.STOP)
     assert texts_of(front.execute([request(event)])) == ["one two"]
 
@@ -134,7 +134,7 @@ def test_the_engine_hears_of_a_cancel(front, clients):
     assert clients[0].cancelled == [7]
 
 
-def test_a_fast_stream_is_not_asked_each_time(front, clients):
+def test_a_fast_stream_is_not_polled_every_time(front, clients):
     wait_until(lambda: front._reports._client is not None)
     asked = [request(TokenEvent(7, [5], [], n)) for n in range(1, 50)]
     front.execute(asked)
@@ -142,7 +142,7 @@ def test_a_fast_stream_is_not_asked_each_time(front, clients):
 
 
 @pytest.mark.alone
-def test_questions_take_a_tenth_of_the_time_at_most(front, clients):
+def test_polling_takes_at_most_a_tenth_of_the_time(front, clients):
     wait_until(lambda: front._reports._client is not None)
     streams = [request(TokenEvent(number, [5], [], 1)) for number in range(200)]
     for one in streams:

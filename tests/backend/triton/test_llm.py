@@ -155,7 +155,7 @@ def test_a_beam_search_is_one_request_of_one_answer(front, engines):
     assert not front._in_flight
 
 
-def test_a_failed_beam_search_is_answered_once(front, engines):
+def test_a_failed_beam_search_yields_one_response(front, engines):
     sender = ask(front, n=two(), beam_width=np.array([3], np.int32))
     engine = engines[0]
     engine.on_events([TokenEvent(engine.submitted[0].request_id, error_kind="engine", error="no")])
@@ -217,7 +217,7 @@ def prompt_token_ids(response):
     return [one and int(next(iter(one))) for one in json.loads(text)] if text else []
 
 
-def test_what_is_known_of_a_prompt_streams_with_its_echo_in_front(front, engines):
+def test_prompt_logprobs_stream_with_the_echoed_prompt_first(front, engines):
     inputs = {"echo": true(), "num_prompt_logprobs": np.array([0], np.int32)}
     sender = ask(front, stream=true(), **inputs)
     engines[0].say([], position=0, window=[3], prompt_candidates=PROMPT[:2])
@@ -233,7 +233,7 @@ def test_what_is_known_of_a_prompt_streams_with_its_echo_in_front(front, engines
     assert prompt_token_ids(last) == [3]
 
 
-def test_a_prompt_without_output_is_an_answer_too(front, engines):
+def test_a_request_without_output_tokens_gets_a_response(front, engines):
     inputs = {"echo": true(), "num_logprobs": np.array([0], np.int32)}
     sender = ask(front, max_tokens=np.array([0], np.int32), **inputs)
     (submitted,) = engines[0].submitted
@@ -246,7 +246,7 @@ def test_a_prompt_without_output_is_an_answer_too(front, engines):
     assert prompt_token_ids(response) == [None, 2, 3]
 
 
-def test_the_prompt_is_told_of_though_the_output_that_tells_is_not_the_best(front, engines):
+def test_prompt_logprobs_are_reported_even_if_their_output_is_not_returned(front, engines):
     inputs = {"best_of": two(), "num_prompt_logprobs": np.array([0], np.int32)}
     sender = ask(front, **inputs)
     first, second = engines[0].submitted
@@ -289,7 +289,7 @@ EMPTY = RequestError("is empty; allowed: at least one character", "text_input")
         (ConfigError("chat template: line 1: unexpected end"), "INTERNAL"),
     ],
 )
-def test_a_prompt_that_the_tokenizer_refused_is_refused_for_it(front, engines, error, code):
+def test_a_prompt_rejected_by_the_tokenizer_fails_with_its_error(front, engines, error, code):
     nothing = np.array([], np.int32)
     (response,) = ask(front, input_ids=nothing, prompt_error=write_prompt_error(error)).wait()
     assert response.error().code() == getattr(pb_utils.TritonError, code)
@@ -318,7 +318,7 @@ def test_a_client_cannot_make_an_error_up(front, engines):
     assert engines[0].submitted == []
 
 
-def test_no_error_leaves_too_soon_after_its_request(front, engines, monkeypatch):
+def test_no_error_is_sent_too_soon_after_its_request(front, engines, monkeypatch):
     """Triton 2.51 can crash on one that does."""
     monkeypatch.setattr(delayed_errors, "EARLIEST_ERROR_S", 0.3)
     senders = [ask(front, correlation_id=7), ask(front)]
@@ -336,7 +336,7 @@ def test_no_error_leaves_too_soon_after_its_request(front, engines, monkeypatch)
     assert time.monotonic() - asked >= 0.3
 
 
-def test_a_late_error_leaves_at_once(front, engines):
+def test_a_late_error_is_sent_immediately(front, engines):
     sender = ask(front)
     time.sleep(delayed_errors.EARLIEST_ERROR_S)
     error = EngineError("the step failed")

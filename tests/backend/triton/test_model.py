@@ -49,7 +49,7 @@ def test_a_complete_config_stays_as_it_is():
         ({"role": "tokenizer"}, "the parameter 'llm' is ''; it must name the folder"),
     ],
 )
-def test_what_cannot_load_is_reported_to_triton(parameters, message):
+def test_a_load_failure_is_reported_to_triton(parameters, message):
     with pytest.raises(pb_utils.TritonModelException) as caught:
         TritonPythonModel().initialize(arguments(**parameters))
     assert message in str(caught.value)

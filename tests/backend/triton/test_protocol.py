@@ -183,7 +183,7 @@ def test_options_naming_token_ids_are_checked(inputs, message):
     assert refusal(**inputs).startswith(message)
 
 
-def test_biases_of_nothing_are_none():
+def test_zero_biases_are_a_noop():
     none = {"logit_bias_ids": ints(), "logit_bias_values": floats()}
     assert generation(**none).params == SamplingParams()
 
@@ -219,7 +219,7 @@ def test_the_rest_of_the_tensors_arrives():
     assert asked.cache_salt == "tenant 7"
 
 
-def test_an_echoed_prompt_has_what_the_output_has():
+def test_an_echoed_prompt_has_logprobs_like_the_output():
     """As in OpenAI's API, with its flag alone."""
     assert generation(echo=flags(True)).params.num_prompt_logprobs is None
     both = generation(echo=flags(True), num_logprobs=ints(3))
@@ -250,7 +250,7 @@ def test_echo_and_its_other_name_may_not_contradict():
     assert message.startswith("sampling_parameters: echo: true contradicts")
 
 
-def test_without_output_the_prompt_must_be_wanted():
+def test_a_request_without_output_must_request_the_prompt():
     nothing = {"max_tokens": ints(0)}
     for options in (
         {"echo": flags(True)},
@@ -400,7 +400,7 @@ def test_an_error_in_the_json_dialect_names_it():
         ({"deadline_ms": ints(5)}, "deadline_ms: is not supported in this version"),
     ],
 )
-def test_what_this_version_cannot_do_is_refused(inputs, message):
+def test_unsupported_features_are_rejected(inputs, message):
     assert refusal(**inputs).startswith(message)
 
 
@@ -482,13 +482,13 @@ def test_a_tokenizers_error_is_unicode():
         '{"kind": "invalid", "message": "x"}' + " " * 20_000,
     ],
 )
-def test_a_clients_error_in_a_tokenizers_place_is_refused(text):
+def test_a_tokenizer_error_sent_by_a_client_is_rejected(text):
     with pytest.raises(RequestError) as caught:
         protocol.read_prompt_error(strings(text))
     assert str(caught.value) == "prompt_error: is set only by the tokenizers; leave it out"
 
 
-def test_a_clients_error_that_is_not_text_is_refused():
+def test_a_tokenizer_error_that_is_not_text_is_rejected():
     for array in (np.array([b"\xff"], object), strings("{}", "{}"), ints(5)):
         with pytest.raises(RequestError, match=r"prompt_error: (is not valid UTF-8|has )"):
             protocol.read_prompt_error(array)
@@ -513,7 +513,7 @@ def test_a_salt_is_short_and_printable(salt):
     assert refusal(cache_salt=strings(salt)).startswith("cache_salt: allowed: up to 256 char")
 
 
-def test_a_merged_event_is_what_one_step_would_have_said():
+def test_a_merged_event_equals_that_of_a_single_step():
     first = TokenEvent(5, [1, 2], [9], 2, cumulative_logprob=-1.0, num_cached_tokens=3)
     second = TokenEvent(5, [3], [1, 2], 3, 0, None, -2.0, 3)
     last = TokenEvent(5, [4], [2, 3], 4, 6, FinishReason.STOP, -3.0, 3)
@@ -527,7 +527,7 @@ def test_a_merged_event_has_the_candidates_of_both():
     assert merge(first, TokenEvent(5, [2], [1], 2, candidates=two)).candidates == one + two
 
 
-def test_a_merged_event_tells_of_all_the_prompt():
+def test_a_merged_event_has_the_logprobs_of_the_whole_prompt():
     one, two = [[], [Candidate(1, -0.5, 1, "a")]], [[Candidate(2, -0.25, 1, "b")]]
     first = TokenEvent(5, [], [9], prompt_candidates=one)
     last = TokenEvent(5, [2], [9], 1, prompt_candidates=two)
@@ -612,7 +612,7 @@ def test_outputs_of_one_prompt_are_siblings_with_seeds_in_a_row():
     assert {request.cache_salt for request in requests} == {"x"}
 
 
-def test_of_several_outputs_the_first_tells_of_the_prompt():
+def test_only_the_first_of_several_outputs_has_prompt_logprobs():
     asked = generation(n=ints(2), num_prompt_logprobs=ints(1), num_logprobs=ints(0))
     first, second = asked.requests([7, 8])
     assert first.params == asked.params
@@ -638,7 +638,7 @@ def test_several_outputs_are_one_response_in_their_order():
     assert json.loads(drafted)["num_drafted"] == 4
 
 
-def test_the_best_outputs_are_those_with_the_likeliest_tokens():
+def test_the_best_outputs_have_the_highest_mean_logprobs():
     asked = generation(n=ints(2), best_of=ints(3))
     events = {
         output: TokenEvent(output, [1] * length, [], length, cumulative_logprob=logprob)

@@ -107,7 +107,7 @@ def test_nothing_follows_the_last_event():
     assert [event.position for event in sink.events] == [1]
 
 
-def test_several_outputs_stream_apart_and_end_together():
+def test_several_outputs_stream_separately_and_end_together():
     sink = ResponseSink()
     response_queue = ResponseQueue(sink, True, queue.SimpleQueue(), num_outputs=3)
     for event in (token(1), token(1, output=2), token(2), token(1, True, output=3)):

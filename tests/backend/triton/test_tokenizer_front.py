@@ -89,7 +89,7 @@ def test_a_chat_becomes_the_ids_of_its_template(chat_tokenizer):
         ({"text_input": strings(b"a" * 1001)}, "text_input: 1001 bytes are too many; allowed: 10"),
     ],
 )
-def test_what_is_not_a_prompt_is_refused(tokenizer, inputs, message):
+def test_an_invalid_prompt_is_rejected(tokenizer, inputs, message):
     good, nothing = ask(tokenizer, {"text_input": strings(b"fine")}, inputs)
     assert good.error() is None
     assert nothing is None
@@ -102,7 +102,7 @@ def test_what_is_not_a_prompt_is_refused(tokenizer, inputs, message):
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", "null", '[{"role": "wizard", "content": "x"}]'])
-def test_what_is_not_a_chat_is_refused(chat_tokenizer, text):
+def test_invalid_messages_are_rejected(chat_tokenizer, text):
     error = error_of(chat_tokenizer, {"messages": strings(text.encode())})
     assert error.code() == pb_utils.TritonError.INVALID_ARG
     assert error.message().startswith("messages")

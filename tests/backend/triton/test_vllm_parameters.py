@@ -102,7 +102,7 @@ def test_null_means_the_default():
     assert vllm_parameters.parse('{"temperature": null, "seed": null, "stop": null}') == {}
 
 
-def test_what_asks_for_nothing_is_accepted():
+def test_options_without_effect_are_accepted():
     """Triton's OpenAI frontend sends every field that has a default."""
     text = '{"logprobs": false, "top_logprobs": 0, "best_of": 1, "logit_bias": null, "n": 1}'
     assert vllm_parameters.parse(text) == {"n": 1, "best_of": 1}
@@ -166,7 +166,7 @@ def test_stop_may_be_a_list():
         (" " * (vllm_parameters.MAX_BYTES + 1), "characters are too many"),
     ],
 )
-def test_what_is_not_allowed_is_refused(text, message):
+def test_disallowed_options_are_rejected(text, message):
     with pytest.raises(RequestError) as caught:
         vllm_parameters.parse(text)
     assert str(caught.value).startswith("sampling_parameters: ")

@@ -45,7 +45,7 @@ def test_gates_far_from_zero_are_closed_or_open(op: Op, reference: Reference) ->
 
 
 @pytest.mark.parametrize(("op", "reference"), GATES)
-def test_a_nan_stays_one(op: Op, reference: Reference) -> None:
+def test_nan_is_preserved(op: Op, reference: Reference) -> None:
     x = torch.ones(1, 16, device="cuda")
     x[0, 1], x[0, 10] = torch.nan, torch.nan
     out = torch.empty(1, 8, device="cuda")

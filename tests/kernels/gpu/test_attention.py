@@ -259,7 +259,7 @@ def test_queries_may_be_a_slice_of_a_projection():
     assert torch.equal(made.run(), expected)
 
 
-def test_blocks_of_the_cache_may_be_apart():
+def test_cache_blocks_may_be_strided():
     """Keys and values of a layer in one tensor [num_blocks, 2, block_size, G, D]."""
     made = make_step(*STEPS["mixed"])
     expected = made.run()
@@ -269,7 +269,7 @@ def test_blocks_of_the_cache_may_be_apart():
 
 
 @pytest.mark.parametrize("step", ["decode, ragged", "one chunk", "long prefill", "mixed"])
-def test_a_plan_serves_each_layer_and_leaves_the_workspace_ready(step):
+def test_a_plan_is_valid_for_all_layers_and_resets_the_workspace(step):
     made = make_step(*STEPS[step])
     workspace = made.workspace()
     plan(made.metadata(workspace, planned=True))
@@ -279,7 +279,7 @@ def test_a_plan_serves_each_layer_and_leaves_the_workspace_ready(step):
 
 
 @pytest.mark.parametrize("step", ["decode, ragged", "one chunk", "long prefill", "mixed"])
-def test_the_same_plan_gives_the_same_bits(step):
+def test_the_same_plan_gives_bitwise_equal_results(step):
     """Partial sums are merged in the order of their keys, whichever block comes last."""
     made = make_step(*STEPS[step])
     first = made.run()
@@ -526,7 +526,7 @@ def test_a_token_without_a_slot_is_seen_but_not_written():
     assert made.step.v_cache.flatten(0, 1)[slots].isnan().all()
 
 
-def test_chunks_of_a_graph_without_a_token_do_nothing():
+def test_padding_chunks_of_a_graph_do_nothing():
     made = make_projection([1] * 4, [70, 300, 64, 65])
     expected = made.run()
     made.step.query_start.copy_(torch.tensor([0, 1, 2, 2, 2]))
@@ -640,7 +640,7 @@ def test_caches_at_other_places_are_told_apart():
     assert torch.equal(made.run(), expected)
 
 
-def test_what_the_kernels_cannot_take_is_refused():
+def test_operands_not_supported_by_the_kernels_are_rejected():
     """Without a GPU: tests/kernels/test_attention_checks.py."""
     made = make_step([1], [20])
     workspace = made.workspace()

@@ -182,7 +182,7 @@ def test_tokens_positions_slots_and_rows(parts: list[Part]) -> None:
     ("more_chunks", "more_tokens", "more_rows"),
     [(3, 3, 3), (0, 700, 0), (1, 2000, 17), (0, 1, 1), (9, 0, 0)],
 )
-def test_what_fills_up_a_graph_is_nobodys(
+def test_graph_padding_belongs_to_no_sequence(
     parts: list[Part], more_chunks: int, more_tokens: int, more_rows: int
 ) -> None:
     state = make_state()
@@ -215,7 +215,7 @@ def test_what_fills_up_a_graph_is_nobodys(
 
 
 @pytest.mark.parametrize("history", [HISTORY, 0])
-def test_what_was_chosen_is_kept_and_told(history: int) -> None:
+def test_sampled_tokens_are_kept_and_reported(history: int) -> None:
     state = make_state(history)
     parts = [Part(4, 10, 1), Part(9, 20, 1, False), Part(2, 30, 1)]
     step, _ = send(parts)
@@ -295,7 +295,7 @@ def test_drafts_count_as_far_as_the_model_chose_the_same(right: int) -> None:
     assert state.count_slots[1:7].tolist() == [row_params] * (right + 1) + [-1] * (5 - right)
 
 
-def test_nothing_counts_behind_a_row_that_failed() -> None:
+def test_no_row_after_a_failed_one_is_accepted() -> None:
     state = make_state()
     state.drafts[6] = torch.tensor([11, 12, 13, 14, 15])
     step, _ = send([Part(6, None, 6, True, 5)])

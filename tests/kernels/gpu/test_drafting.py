@@ -106,7 +106,7 @@ def after_a_step() -> tuple[Step, BatchState]:
 
 
 @pytest.mark.parametrize("behind", [0, 1])
-def test_a_drafting_goes_from_token_to_token(behind: int) -> None:
+def test_draft_passes_advance_token_by_token(behind: int) -> None:
     step, state = after_a_step()
     rows = DraftPass(12, "cuda")
     for name in ("token_ids", "positions", "slot_mapping", "seq_lens", "row_params", "rows"):

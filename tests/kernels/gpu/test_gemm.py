@@ -117,7 +117,7 @@ def test_a_gate_may_be_far_below_zero(tokens: int) -> None:
 
 @pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize("tokens", [100, 150, 256])
-def test_the_same_operands_give_the_same_bits(tokens: int, gated: bool) -> None:
+def test_results_are_bitwise_reproducible(tokens: int, gated: bool) -> None:
     x, weight = _random(tokens, 4096), _random(4096, 4096)
     width = 2048 if gated else 4096
     first, again = (torch.empty(tokens, width, dtype=DTYPE, device="cuda") for _ in range(2))
@@ -143,7 +143,7 @@ def test_a_broken_token_breaks_no_other(tokens: int, gated: bool) -> None:
 
 
 @pytest.mark.parametrize("tokens", [70, 150, 200])
-def test_rows_of_x_may_lie_apart(tokens: int) -> None:
+def test_rows_of_x_can_be_strided(tokens: int) -> None:
     wide = torch.full((tokens, 3 * 576), torch.nan, dtype=DTYPE, device="cuda")
     x = wide[:, 576:1152]
     x.copy_(_random(tokens, 576))

@@ -35,7 +35,7 @@ class Chain:
 
 
 @pytest.mark.parametrize("rows", [1, 64, 3000])
-def test_overlapping_launches_give_what_plain_ones_do(rows: int) -> None:
+def test_dependent_launches_give_the_same_results_as_plain_ones(rows: int) -> None:
     chain = Chain(torch.randn(rows, 2048, device="cuda").bfloat16())
     plain = chain.run(pdl=False)
     for _ in range(5):

@@ -90,7 +90,7 @@ RARE: dict[str, dict[str, list[float]]] = {
 ALL = KINDS | RARE
 
 LEAST_MASS = 2.0**-41
-"""Relative to the likeliest token: what is unlikelier has no mass in fixed-point numbers."""
+"""Relative to the most_probable token: what is unlikelier has no mass in fixed-point numbers."""
 
 
 @dataclass
@@ -261,7 +261,7 @@ def own_logprobs(logits: torch.Tensor, chosen: Chosen) -> npt.NDArray[np.float64
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("vocab_size", VOCABULARIES)
 @pytest.mark.parametrize("kind", ALL)
-def test_a_row_draws_what_its_number_falls_on(
+def test_a_row_samples_the_token_at_its_random_number(
     dtype: torch.dtype, vocab_size: int, kind: str
 ) -> None:
     """bfloat16 logits are equal by the hundred: ids decide between them."""
@@ -332,7 +332,7 @@ def test_the_token_is_the_cpus_with_rare_filters() -> None:
     assert differ <= 2
 
 
-def test_draws_have_the_softmaxs_frequencies() -> None:
+def test_sample_frequencies_match_the_softmax() -> None:
     n, vocab_size = 20000, 16
     logits = torch.linspace(-2, 1, vocab_size, device="cuda").repeat(n, 1)
     row_params = greedy_row_params(n)
@@ -394,20 +394,20 @@ def shape(logits: torch.Tensor, row_params: RowParamsArray, rng: np.random.Gener
     mark_prompt_tokens(on_device(prompt_tokens[0]), on_device(prompt_tokens[1]), prompt, vocab_size)
     count_output_tokens(on_device(output_tokens[0]), on_device(output_tokens[1]), counts)
 
-    likeliest = logits.float().argmax(-1).cpu().numpy()
+    most_probable = logits.float().argmax(-1).cpu().numpy()
     tokens = rng.integers(0, vocab_size, 300)
-    tokens[:n] = likeliest  # drafts that matter
+    tokens[:n] = most_probable  # drafts that matter
     tail_starts = rng.integers(0, 200, n).astype(np.int32)
     tail_lengths = rng.choice([0, 0, 1, 2, 7], n).astype(np.int32)
     tail_starts[::3] = np.arange(n, dtype=np.int32)[::3]
     biases: list[dict[int, float]] = []
     for row in range(n):
-        ids = [int(likeliest[row]), *rng.integers(0, vocab_size, 5).tolist(), vocab_size + 3]
+        ids = [int(most_probable[row]), *rng.integers(0, vocab_size, 5).tolist(), vocab_size + 3]
         values = rng.choice([-np.inf, -3.0, 2.5], len(ids))
         biases.append(dict(sorted(zip(ids, values.tolist(), strict=True))) if row % 3 else {})
     starts = np.cumsum([0, *map(len, biases)]).astype(np.int32)
     allowed = rng.random((2, vocab_size)) < 0.5
-    allowed[:, likeliest[0]] = True
+    allowed[:, most_probable[0]] = True
     packed = np.zeros((2, prompt_words(vocab_size) * 4), np.uint8)
     bits = np.packbits(allowed, axis=1, bitorder="little")
     packed[:, : bits.shape[1]] = bits
@@ -457,9 +457,7 @@ def shape(logits: torch.Tensor, row_params: RowParamsArray, rng: np.random.Gener
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("vocab_size", [300, 8200, 50257, 128256])
-def test_what_shapes_the_logits_comes_before_everything(
-    dtype: torch.dtype, vocab_size: int
-) -> None:
+def test_logit_adjustments_are_applied_first(dtype: torch.dtype, vocab_size: int) -> None:
     rng = np.random.default_rng(vocab_size)
     row_params = np.concatenate([random_row_params(6, kind, rng) for kind in ALL])
     n = len(row_params)
@@ -522,7 +520,7 @@ def test_many_biases_find_their_tokens() -> None:
     check_draws(shaped, row_params, chosen)
 
 
-def test_counts_are_exact_where_many_tokens_come_at_once_and_end_at_the_largest() -> None:
+def test_concurrent_counts_are_exact_and_saturate() -> None:
     for vocab_size in (10, 11):
         counts = torch.zeros(3, vocab_size, dtype=torch.int16, device="cuda")
         counts[1, 4] = 32760
@@ -540,9 +538,7 @@ def test_counts_are_exact_where_many_tokens_come_at_once_and_end_at_the_largest(
 
 @pytest.mark.parametrize("broken", [float("nan"), float("inf"), float("-inf")])
 @pytest.mark.parametrize("where", [0, 8191, 8192, 31999])
-def test_a_row_that_is_not_finite_says_so_and_its_neighbours_go_on(
-    broken: float, where: int
-) -> None:
+def test_a_non_finite_row_is_reported_and_other_rows_continue(broken: float, where: int) -> None:
     logits = torch.randn(6, 32000, device="cuda")
     row_params = greedy_row_params(6)
     row_params["temperature"] = [0, 0, 1, 1, 1, 1]
@@ -555,7 +551,7 @@ def test_a_row_that_is_not_finite_says_so_and_its_neighbours_go_on(
     assert (chosen.token_ids[::2] == 0).all()
 
 
-def test_a_row_of_bans_alone_says_so() -> None:
+def test_a_row_with_all_tokens_banned_is_reported() -> None:
     vocab_size = 9000
     logits = torch.randn(2, vocab_size, device="cuda")
     row_params = greedy_row_params(2)
@@ -571,7 +567,7 @@ def test_a_row_of_bans_alone_says_so() -> None:
 # ---------------------------------------------------------------- how it is called
 
 
-def test_rows_may_lie_apart_and_start_anywhere() -> None:
+def test_rows_may_be_strided_and_unaligned() -> None:
     wide = torch.randn(12, 9001 + 100, device="cuda")
     row_params = random_row_params(12, "all", np.random.default_rng(6))
     for first in range(3):
@@ -650,7 +646,7 @@ def test_no_rows_are_no_launch() -> None:
     run(torch.empty(0, 100, device="cuda"), greedy_row_params(0), Workspace(4, 100, "cuda"))
 
 
-# ---------------------------------------------------------------- the likeliest tokens
+# ---------------------------------------------------------------- the most_probable tokens
 
 
 @pytest.mark.parametrize("is_given", [False, True], ids=["chosen", "given"])

@@ -121,7 +121,7 @@ def test_tiles_of_every_size_come_to_the_same(
 
 
 @pytest.mark.parametrize("tokens", [1, 8, 64])
-def test_the_same_operands_give_the_same_bits(tokens: int) -> None:
+def test_results_are_bitwise_reproducible(tokens: int) -> None:
     """Blocks finish in any order; their sums are added in one."""
     x, weight = (_random(size, 4096, dtype=torch.bfloat16) for size in (tokens, 6144))
     assert plan(6144, num_multiprocessors()).pair, "no tile is shared"
@@ -146,7 +146,7 @@ def test_a_broken_token_breaks_no_other(tokens: int) -> None:
 
 
 @pytest.mark.parametrize("tokens", [1, 7, 30])
-def test_rows_of_x_may_lie_apart(tokens: int) -> None:
+def test_rows_of_x_can_be_strided(tokens: int) -> None:
     wide = torch.full((tokens, 3 * 576), torch.nan, dtype=torch.bfloat16, device="cuda")
     x = wide[:, 576:1152]
     x.copy_(_random(tokens, 576, dtype=torch.bfloat16))

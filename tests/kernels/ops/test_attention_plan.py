@@ -239,7 +239,7 @@ def test_shares_cover_all_tiles_and_differ_by_one(total, num_shares):
 
 
 @pytest.mark.parametrize("num_shares", [3, 7, 264])
-def test_a_cut_unit_has_slots_and_a_counter_of_its_own(num_shares):
+def test_a_split_unit_has_its_own_slots_and_counter(num_shares):
     """Slots and counters are named by blocks; no two units that are cut may meet in one."""
     rng = np.random.default_rng(0)
     for _ in range(50):
@@ -371,7 +371,7 @@ def test_many_sequences_have_a_warp_for_each_head(num_chunks, max_q_len, heads, 
     assert [part.min_rows for part in found] == [0, *rows[:-1]]
 
 
-def test_hopper_has_a_kernel_of_its_own_for_many_rows():
+def test_hopper_has_its_own_kernel_for_many_rows():
     def stems(head_dim, device):
         return [part.shape.stem for part in parts(9, 2056, 2048, 8, 4, head_dim, device)]
 
@@ -379,7 +379,7 @@ def test_hopper_has_a_kernel_of_its_own_for_many_rows():
     assert stems(256, H200) == stems(96, H200) == stems(128, A100) == ["attention", "attention"]
 
 
-def test_parts_lie_behind_each_other_and_aligned():
+def test_parts_are_consecutive_and_aligned():
     for part in (found := parts(9, 2056, 2048, 8, 4, 128, H200)):
         places = [
             part.arrivals,
@@ -415,14 +415,14 @@ def test_a_workspace_for_the_largest_step_serves_all_smaller_ones(most, device, 
 
 
 @all_shapes
-def test_a_block_fits_ampere_and_hopper(shape):
+def test_a_block_fits_on_ampere_and_hopper(shape):
     assert shape.shared_bytes <= 163 * 1024
     if shape.head_dim <= 128:
         assert 2 * (shape.shared_bytes + 1024) <= 228 * 1024
 
 
 @pytest.mark.parametrize("head_dim", [64, 96, 128])
-def test_two_blocks_with_a_warp_for_each_head_fit_hopper_and_one_fits_ampere(head_dim):
+def test_two_blocks_of_the_heads_kernel_fit_on_hopper_and_one_on_ampere(head_dim):
     shared_bytes = HeadsShape(head_dim).shared_bytes
     assert 2 * (shared_bytes + 1024) <= 228 * 1024
     assert shared_bytes + 1024 <= 164 * 1024
@@ -655,5 +655,5 @@ def test_hopper_tiles_have_no_bank_conflicts(head_dim):
 
 
 @pytest.mark.parametrize("head_dim", HOPPER_HEAD_DIMS)
-def test_a_hopper_block_fits(head_dim):
+def test_a_hopper_block_fits_in_shared_memory(head_dim):
     assert HopperShape(head_dim).shared_bytes + 1024 <= 227 * 1024

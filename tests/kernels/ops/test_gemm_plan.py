@@ -98,7 +98,7 @@ def test_a_shape_suits_the_hardware(shape: gemm.Shape) -> None:
 
 @pytest.mark.parametrize("layer", LAYERS)
 @pytest.mark.parametrize("m", TOKENS)
-def test_whatever_a_plan_takes_is_compiled(layer: str, m: int) -> None:
+def test_every_kernel_of_a_plan_is_compiled(layer: str, m: int) -> None:
     n, gated = LAYERS[layer]
     shape = plan(m, n, gated, HOPPER).shape
     compiled = {name for _, names, _ in gemm.instantiations() for name in names}
@@ -168,7 +168,7 @@ def test_whatever_is_preferred_is_preferred_where_tiles_are_full(
 
 
 @pytest.mark.usefixtures("hopper")
-def test_what_linear_refuses_is_not_preferred() -> None:
+def test_unsupported_shapes_are_not_preferred() -> None:
     assert prefers(256, 28672, 4096, True, False)
     assert not prefers(256, 28672, 4100, True, False)
     assert not prefers(256, 28672 + 8, 4096, True, False)

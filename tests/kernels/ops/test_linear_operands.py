@@ -40,7 +40,7 @@ def examine(gated: bool = False, **changes: Any) -> LinearOperands:
 
 
 @pytest.mark.parametrize("gated", [False, True])
-def test_what_fits_is_told(gated: bool) -> None:
+def test_operands_that_fit_are_described(gated: bool) -> None:
     assert examine(gated) == LinearOperands(M, N, K, "__nv_bfloat16", "__nv_bfloat16")
     assert examine(gated, bias=None, residual=None) == examine(gated)
 
@@ -53,7 +53,7 @@ def test_types_are_those_of_the_operands() -> None:
     assert examine(out=zeros(M, N, dtype=torch.float32)).out_type == "float"
 
 
-def test_rows_of_x_may_be_apart() -> None:
+def test_rows_of_x_may_be_strided() -> None:
     assert examine(x=zeros(M, 2 * K)[:, :K]) == examine()
 
 
@@ -83,7 +83,7 @@ def test_rows_that_are_no_vectors_fit_where_none_are_needed() -> None:
         ({"max_tokens": M - 1}, "x has 5 rows; at most 4"),
     ],
 )
-def test_what_does_not_fit_is_named(changes: dict[str, Any], message: str) -> None:
+def test_mismatched_operands_are_named(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         examine(**changes)
 
@@ -97,6 +97,6 @@ def test_what_does_not_fit_is_named(changes: dict[str, Any], message: str) -> No
         ({"out": zeros(M, N // 2, dtype=torch.float32)}, "a gated product is stored as x is"),
     ],
 )
-def test_what_does_not_fit_a_gate_is_named(changes: dict[str, Any], message: str) -> None:
+def test_invalid_gated_operands_are_named(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         examine(gated=True, **changes)

@@ -41,7 +41,7 @@ FILTERS = [
 
 
 def scores_of(logits: npt.NDArray[np.float32], temperature: float) -> Scores:
-    """Distance below the likeliest, over the temperature, in units of 2**-27."""
+    """Distance below the most_probable, over the temperature, in units of 2**-27."""
     scaled = (logits.max() - logits) / np.float32(temperature) * np.float32(2**27)
     return np.minimum(np.rint(scaled.astype(np.float64)), 2**32 - 1).astype(np.int64)
 
@@ -142,7 +142,7 @@ RARE = [
 @pytest.mark.parametrize("filters", RARE, ids=str)
 @pytest.mark.parametrize("temperature", [0.3, 1.0, 5.0])
 @pytest.mark.parametrize("spread", [0.5, 3.0])
-def test_integers_choose_what_the_reference_chooses_with_rare_filters(
+def test_integer_sampling_matches_the_reference_with_rare_filters(
     filters: Filters, temperature: float, spread: float
 ) -> None:
     rng = np.random.default_rng(2)
@@ -164,7 +164,7 @@ def test_moments_of_the_largest_vocabulary_fit_64_bits() -> None:
 @pytest.mark.parametrize("filters", FILTERS, ids=str)
 @pytest.mark.parametrize("temperature", [0.3, 1.0, 5.0])
 @pytest.mark.parametrize("spread", [0.5, 3.0])
-def test_integers_choose_what_the_reference_chooses(
+def test_integer_sampling_matches_the_reference(
     filters: tuple[int, float, float], temperature: float, spread: float
 ) -> None:
     rng = np.random.default_rng(1)
@@ -226,7 +226,7 @@ def test_the_other_headers_constants_are_too() -> None:
 @pytest.mark.parametrize(
     ("struct", "size"), [("Bound", sampling._BOUND_BYTES), ("Partial", sampling._PARTIAL_BYTES)]
 )
-def test_scratch_has_room_for_what_lies_there(struct: str, size: int) -> None:
+def test_scratch_is_large_enough_for_its_contents(struct: str, size: int) -> None:
     body = re.search(rf"struct {struct} \{{(.*?)\}};", SOURCE, re.DOTALL)
     assert body is not None
     found = 0

@@ -29,7 +29,7 @@ def test_every_row_is_in_one_tile(n: int, num_multiprocessors: int) -> None:
 
 @pytest.mark.parametrize("n", ROWS)
 @pytest.mark.parametrize("num_multiprocessors", [2, 78, 114, HOPPER])
-def test_blocks_run_at_once_and_each_pair_has_a_tile_of_its_own(
+def test_blocks_run_concurrently_and_each_pair_has_its_own_tile(
     n: int, num_multiprocessors: int
 ) -> None:
     cut = plan(n, num_multiprocessors)

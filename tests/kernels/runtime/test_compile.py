@@ -204,7 +204,7 @@ def test_missing_headers_name_the_wheel(csrc: Path, monkeypatch: pytest.MonkeyPa
 # ---------------------------------------------------------------- ahead of their use
 
 
-def test_what_is_begun_ahead_is_waited_for_and_compiled_once(
+def test_a_precompiled_kernel_is_awaited_and_compiled_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
@@ -223,7 +223,7 @@ def test_what_is_begun_ahead_is_waited_for_and_compiled_once(
     assert compiled == ["batch_state"] * 2
 
 
-def test_what_cannot_be_compiled_ahead_is_an_error_where_it_is_used(
+def test_a_precompile_failure_is_raised_where_the_kernel_is_used(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
@@ -232,7 +232,7 @@ def test_what_cannot_be_compiled_ahead_is_an_error_where_it_is_used(
         cubin("cache", ("no_such_kernel",), arch="sm_80")
 
 
-def test_what_is_not_begun_yet_is_not_waited_for(
+def test_a_compilation_not_started_yet_is_not_awaited(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))

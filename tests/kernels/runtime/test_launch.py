@@ -62,7 +62,7 @@ def test_a_device_without_dependent_launch_gets_a_plain_one(
 
 
 @pytest.mark.parametrize("value", [2**31, -(2**31) - 1])
-def test_an_int_that_would_be_cut_is_refused(packed: Any, value: int) -> None:
+def test_an_int_that_would_overflow_is_rejected(packed: Any, value: int) -> None:
     with pytest.raises(OverflowError, match="Int64"):
         packed(1, 32, value)
 

@@ -149,7 +149,7 @@ FILTERS: list[dict[str, float]] = [
 
 
 @pytest.mark.parametrize("filters", FILTERS, ids=str)
-def test_draws_follow_the_exact_distribution(filters: dict[str, float]) -> None:
+def test_samples_follow_the_exact_distribution(filters: dict[str, float]) -> None:
     """Evenly spread uniforms hit each token as often as its probability says, to one part in n."""
     logits = torch.randn(VOCAB) * 2
     n = 4000
@@ -255,7 +255,7 @@ def test_biases_add_and_infinite_ones_ban() -> None:
     assert torch.equal(row, expected)
 
 
-def test_only_what_is_allowed_stays() -> None:
+def test_only_allowed_tokens_remain() -> None:
     row = torch.randn(VOCAB)
     before = row.clone()
     ops.allow_only(row, torch.tensor([3, 7]))
@@ -278,7 +278,7 @@ def support(logits: torch.Tensor, temperature: float = 1.0, **filters: float) ->
 
 @pytest.mark.parametrize("mass", [0.1, 0.5, 0.9])
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
-def test_typical_p_keeps_what_transformers_keeps(mass: float, temperature: float) -> None:
+def test_typical_p_matches_transformers(mass: float, temperature: float) -> None:
     for _ in range(5):
         logits = torch.randn(20)
         kept = TypicalLogitsWarper(mass)(torch.empty(1, 0), logits[None] / temperature)
@@ -288,7 +288,7 @@ def test_typical_p_keeps_what_transformers_keeps(mass: float, temperature: float
 
 @pytest.mark.parametrize("epsilon", [0.001, 0.02, 0.08, 0.5, 0.99])
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
-def test_epsilon_cutoff_keeps_what_transformers_keeps(epsilon: float, temperature: float) -> None:
+def test_epsilon_cutoff_matches_transformers(epsilon: float, temperature: float) -> None:
     for _ in range(5):
         logits = torch.randn(20)
         kept = EpsilonLogitsWarper(epsilon)(torch.empty(1, 0), logits[None] / temperature)
@@ -299,7 +299,7 @@ def test_epsilon_cutoff_keeps_what_transformers_keeps(epsilon: float, temperatur
         assert found >= expected & set(likely.nonzero()[:, 0].tolist())
 
 
-def test_epsilon_cutoff_is_of_the_probability_among_what_other_filters_left() -> None:
+def test_epsilon_cutoff_applies_after_the_other_filters() -> None:
     logits = torch.tensor([0.4, 0.3, 0.2, 0.06, 0.04]).log()
     assert support(logits, epsilon_cutoff=0.25) == {0, 1}
     assert support(logits, top_k=3, epsilon_cutoff=0.21) == {0, 1, 2}
@@ -324,7 +324,7 @@ def test_banned_tokens_do_not_widen_the_deviation() -> None:
     assert support(banned, top_n_sigma=1.0) == support(logits, top_n_sigma=1.0)
 
 
-def test_xtc_leaves_the_unlikeliest_of_the_top_choices() -> None:
+def test_xtc_keeps_the_least_probable_top_choice() -> None:
     logits = torch.tensor([0.4, 0.3, 0.2, 0.06, 0.04]).log()
     xtc = {"xtc_probability": 1.0}
     assert support(logits, xtc_threshold=0.1, **xtc) == {2, 3, 4}
@@ -348,7 +348,7 @@ def test_numbers_for_different_ends_are_independent() -> None:
     assert abs(np.corrcoef(np.array(pairs).T)[0, 1]) < 0.1
 
 
-# ---------------------------------------------------------------- the likeliest tokens
+# ---------------------------------------------------------------- the most_probable tokens
 
 
 @given(st.lists(st.integers(-3, 3), min_size=1, max_size=40), st.integers(0, 25))

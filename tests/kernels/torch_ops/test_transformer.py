@@ -104,7 +104,7 @@ def test_rotary_turns_each_pair_by_its_angle() -> None:
 # ---------------------------------------------------------------- paged KV cache
 
 
-def test_write_kv_fills_the_slots_and_nothing_else() -> None:
+def test_write_kv_writes_only_the_slots() -> None:
     k_cache, v_cache = torch.zeros(6, 4, 2, 3), torch.zeros(6, 4, 2, 3)
     k, v = torch.randn(3, 2, 3), torch.randn(3, 2, 3)
     ops.write_kv(k, v, k_cache, v_cache, torch.tensor([5, 23, 0]))

@@ -112,7 +112,7 @@ def test_a_profile_needs_room_for_its_steps(bench: Run, tmp_path: Path):
     assert "need room for" in err
 
 
-def test_a_runners_own_timings_replace_what_its_reports_tell():
+def test_a_runners_timings_replace_those_from_progress_reports():
     phases = Phases()
     phases.seconds = {"imports": 1.0, "weights": 9.0}
     phases.refine({})

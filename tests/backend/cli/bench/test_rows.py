@@ -54,7 +54,7 @@ def test_scaling_keeps_a_row_runnable_and_prefill_prefill():
     assert Row("row", 64, 16, 500).scaled(0.5) == Row("row", 32, 8, 250)
 
 
-def test_requests_are_the_same_each_time_greedy_and_go_on_past_the_end_of_sequence():
+def test_requests_are_deterministic_greedy_and_ignore_eos():
     row = Row("row", num_requests=3, input_len=7, output_len=5)
     requests = row.requests(vocab_size=30, first_id=11)
     assert [request.request_id for request in requests] == [11, 12, 13]

@@ -52,7 +52,7 @@ class TestDrafts(DraftingClaims):
     pass
 
 
-def test_a_drafting_has_no_more_passes_than_anybody_wants(
+def test_drafting_runs_at_most_the_passes_that_are_needed(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Or a few more, where graphs are recorded for some numbers of them only."""
@@ -101,7 +101,7 @@ def test_model_and_drafter_share_the_memory(
 
 
 @ways
-def test_who_needs_the_host_has_drafts_that_it_knows(rig: Rig, way: str) -> None:
+def test_a_sequence_needing_committed_tokens_uses_host_drafts(rig: Rig, way: str) -> None:
     """What may follow depends on the tokens before: on drafted ones, too."""
     wanted = [
         msgspec.structs.replace(

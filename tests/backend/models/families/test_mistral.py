@@ -37,7 +37,7 @@ def test_a_gguf_file_goes_by_llama_s_name(tmp_path: Path, window: int | None) ->
     family.check(checkpoint, model)
 
 
-def test_a_window_that_nothing_outgrows_is_none(tmp_path: Path) -> None:
+def test_a_window_as_long_as_the_context_is_ignored(tmp_path: Path) -> None:
     model = family.make(MistralConfig(**family.SHAPE, sliding_window=256))
     spec = read_spec(family.write_folder(model, tmp_path))
     assert {layer.attention.window for layer in spec.layers} == {0}

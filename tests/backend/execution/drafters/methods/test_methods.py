@@ -195,7 +195,7 @@ def test_a_drafter_that_is_the_model_is_right_each_time(
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_a_head_drafts_what_is_published(
+def test_an_eagle3_head_matches_the_reference(
     folder: Path, expected: dict[int, list[int]], way: dict[str, Any]
 ) -> None:
     """As `transformers` and plain torch do, that see whole texts and keep nothing."""
