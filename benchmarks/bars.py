@@ -1,12 +1,12 @@
-"""What `inflight bench engine` is compared with: another engine's figures, what a release has to
-reach, and what the machine can do.
+"""Reference figures for `inflight bench engine`: another engine's, the minimum for a release, and
+the limit of the machine.
 
-They hold for one model on one kind of machine, so they come from a file and not from here:
+They apply to one model on one kind of machine, so they are read from a file:
 
     {"peer": "vLLM 0.22.1, measured earlier on the same kind of machine",
      "rows": {"bs64": {"none": {"peer": 10792, "must": 11500, "goal": 13000, "limit": 13900}}}}
 
-by row and by quantisation; a figure that is not known is left out.
+by row and by quantisation; unknown figures are omitted.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ class Bar(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults
     """In the row's metric: tokens per second, or seconds for `start`.
 
     Attributes:
-        peer: what the other engine reached.
-        must: what is the least.
-        goal: what is aimed at.
-        limit: what the memory and the arithmetic units allow, one after the other.
+        peer: figure of the other engine.
+        must: minimum for a release.
+        goal: target.
+        limit: bound by memory bandwidth and arithmetic throughput, without overlap.
     """
 
     peer: float | None = None

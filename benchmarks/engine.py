@@ -56,7 +56,7 @@ def machine(device: str) -> dict[str, Any]:
 
 
 def mode(report: Report) -> list[str]:
-    """What is unlike the usual, in words."""
+    """Settings that differ from the defaults, in words."""
     words = [str(report.settings.get("quantization") or "")]
     if report.settings.get("batch_invariant"):
         words.append("batch invariant")
@@ -71,12 +71,12 @@ def default_path(report: Report) -> Path:
 
 
 def settings(report: Report) -> dict[str, Any]:
-    """The engine's settings; of the model, its name: a path says nothing on another machine."""
+    """The engine's settings, with the model's name only: its path is specific to the machine."""
     return {**report.settings, "model": Path(report.settings["model"]).name}
 
 
 def write(path: Path, report: Report, peer: str) -> None:
-    """Write what was measured; `peer` says what the column of that name is."""
+    """Write the measurements; `peer` describes the column of that name."""
     result.write(
         path,
         ", ".join(["engine", *mode(report)]),

@@ -26,10 +26,10 @@ def spread(values: Sequence[float], digits: int = 3) -> dict[str, float]:
 
 @functools.cache
 def commit(checkout: Path = ROOT) -> str:
-    """What is measured; $BENCHMARK_COMMIT says it where a checkout has not its own history.
+    """The measured commit; $BENCHMARK_COMMIT overrides it, for a checkout without history.
 
-    Asked of git once: a result that is written row by row, over a file of this repository, would
-    make the checkout dirty by itself.
+    Cached: a result that is written row by row, over a file of this repository, would itself make
+    the checkout dirty.
     """
     named = os.environ.get("BENCHMARK_COMMIT")
     if named:
@@ -47,7 +47,7 @@ def cpu() -> dict[str, Any]:
 
 
 def gpu() -> dict[str, Any]:
-    """The first GPU, its driver, and the CPU beside it."""
+    """The first GPU, its driver, and the CPU."""
     query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader", "--id=0"]
     done = subprocess.run(query, capture_output=True, text=True, check=True)
     name, driver = (text.strip() for text in done.stdout.split(","))
@@ -55,7 +55,7 @@ def gpu() -> dict[str, Any]:
 
 
 def write(path: Path, benchmark: str, rows: list[dict[str, Any]], **facts: Any) -> None:
-    """Write a result; `facts` go in front of the rows, over what is found out here."""
+    """Write a result; `facts` precede the rows, and override the detected ones."""
     found = {
         "benchmark": benchmark,
         "machine": cpu(),

@@ -118,7 +118,7 @@ def make_tokenizer(vocab_size: int) -> tuple[dict[str, Any], list[str]]:
 
 @dataclass(frozen=True, slots=True)
 class Fronts:
-    """How many of what Triton runs; None for what the repository says."""
+    """Numbers of instances of Triton's models; None for those of the repository."""
 
     llm: int | None = None
     tokenizer: int | None = None

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-# Before anything imports torch: the suite runs beside servers of its own (see runner.build).
+# Before anything imports torch: the suite runs alongside its own servers (see runner.build).
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 # Of several processes that run tests, each has its share of the cores.
 _num_processes = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))

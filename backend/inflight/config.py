@@ -68,12 +68,12 @@ _MAX_SHOWN = 80
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """What a field's annotation says of a setting. Name, allowed values and default are the field's
-    own; `make generate` writes the reference page from them.
+    """Annotation of a setting's field. Name, allowed values and default are the field's own. The
+    reference page is written from them (`make generate`).
 
     Attributes:
         meaning: sentences for the reference page.
-        default: meaning of the default, if its value does not tell.
+        default: meaning of the default, unless its value shows it.
         former: a former name, which is accepted with a warning.
     """
 
@@ -283,7 +283,7 @@ def load(path: Path) -> EngineConfig:
 
 def _beside(path: Path, model: str, key: str) -> str:
     """A model's path, resolved against the folder of the file that names it."""
-    if model.startswith("package:") or "://" in model:  # `locate` rejects a URL
+    if model.startswith("package:") or "://" in model:  # `locate` rejects a URL as given
         return model
     try:
         return str((path.parent / Path(model).expanduser()).resolve())

@@ -43,7 +43,7 @@ from inflight_kernels.ops.sampling import (
 VOCAB = 128256
 ROWS = (1, 16, 64, 256)
 DTYPES = (torch.bfloat16, torch.float32)
-# name: (deviation of the logits, options)
+# name: (standard deviation of the logits, options)
 CASES: dict[str, tuple[float, dict[str, float]]] = {
     "greedy": (3.0, {}),
     "greedy, penalties": (3.0, {"repetition_penalty": 1.1, "frequency_penalty": 0.1}),

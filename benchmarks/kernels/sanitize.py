@@ -1,4 +1,4 @@
-"""The kernels' tests under compute-sanitizer, which looks for accesses out of bounds and for races.
+"""The kernels' tests under compute-sanitizer, which detects out-of-bounds accesses and races.
 
     PYTHONPATH=benchmarks python benchmarks/kernels/sanitize.py [--json FILE]
 

@@ -23,7 +23,7 @@ from torch import Tensor
 import result
 
 COLD_BYTES = 256 * 2**20
-"""What the sets of operands come to: several times the 50 MB of L2 of a Hopper GPU."""
+"""Total size of the sets of operands: several times the 50 MB of L2 of a Hopper GPU."""
 
 _MAX_SETS = 256
 _MIN_CALLS = 32
@@ -46,7 +46,7 @@ class Timing:
     cold: bool
 
     def row(self, num_bytes: int = 0, flops: int = 0) -> dict[str, Any]:
-        """As fields of a result, with what the bytes moved or the operations done come to."""
+        """As fields of a result, with the bandwidth or throughput."""
         found: dict[str, Any] = {
             "us": round(self.median, 2),
             "min_us": round(self.min, 2),
@@ -104,7 +104,7 @@ def _replay(graph: torch.cuda.CUDAGraph, num_calls: int) -> list[float]:
 
 
 def copy_ceiling() -> dict[str, Any]:
-    """A pass over 1 GiB: what reads and writes together can reach."""
+    """A pass over 1 GiB: the bandwidth of reads and writes together."""
     # A kernel: a captured copy_ is a memcpy node, which moved 2.8 TB/s where kernels move 4.2.
     source = torch.zeros(2**28, device="cuda")
     target = torch.empty_like(source)
@@ -126,7 +126,7 @@ def gemm_ceiling(size: int = 8192, dtype: torch.dtype = torch.bfloat16) -> dict[
 
 
 def machine() -> dict[str, Any]:
-    """What one must know to read the numbers."""
+    """The machine on which the numbers were measured."""
     properties = torch.cuda.get_device_properties(torch.cuda.current_device())
     return {
         "gpu": properties.name,

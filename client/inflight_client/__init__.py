@@ -6,7 +6,7 @@
             for delta in stream:
                 print(delta.text, end="", flush=True)
 
-It shares the wire format with the server but no code, so it can be installed on any machine.
+It shares the wire format with the server but no code, so it works on any machine that reaches it.
 """
 
 from inflight_client.client import Client as Client

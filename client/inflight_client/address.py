@@ -9,8 +9,8 @@ from inflight_client.errors import InvalidRequest
 DEFAULT_URL = "127.0.0.1:8001"
 WANTED = f"gRPC's host:port, by default {DEFAULT_URL}"
 
-# gRPC treats an address without a port, or with a scheme, as a name to resolve; its errors do not
-# tell.
+# gRPC treats an address without a port, or with a scheme, as a name to resolve, without saying so
+# in its errors.
 _ADDRESS = re.compile(
     r"(?:(?:grpc|http)://)?((?:\[[^\s/\[\]]+\]|[^\s/:\[\]]+):([0-9]{1,5}))/?", re.IGNORECASE
 )

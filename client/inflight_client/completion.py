@@ -41,8 +41,8 @@ class Delta:
         num_output_tokens: of this response only; may be more than one.
         logprobs: of these tokens, if num_logprobs was set.
         index: of the output, if there are several.
-        prompt_logprobs: of the prompt's next tokens, if num_prompt_logprobs or echo was set;
-            complete with the first output token.
+        prompt_logprobs: of the prompt's next tokens, if num_prompt_logprobs or echo was set; all
+            have arrived by the first output token.
     """
 
     text: str

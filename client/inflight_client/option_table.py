@@ -26,7 +26,7 @@ class Options(TypedDict, total=False):
     min_length: int
     """Another name of `min_tokens`."""
     temperature: float
-    """Logits are divided by it before the draw; 0 is greedy."""
+    """Logits are divided by it before sampling; 0 is greedy."""
     top_k: int
     """Sample from the k most probable tokens."""
     top_p: float
@@ -34,8 +34,8 @@ class Options(TypedDict, total=False):
     min_p: float
     """Sample from tokens with at least `min_p` times the probability of the most probable one."""
     typical_p: float
-    """Sample from the tokens whose surprise is closest to the entropy, as few as together have this
-    probability (arXiv:2202.00666).
+    """Sample from the tokens whose surprisal is closest to the entropy, as few as together have
+    this probability (arXiv:2202.00666).
     """
     top_n_sigma: float
     """Sample from logits at most this many standard deviations of all logits below the largest

@@ -19,7 +19,7 @@ class Message(TypedDict):
     content: str
 
 
-# Options that may be given as a value that is written as JSON.
+# Options whose values may be objects of these types, which are encoded as JSON.
 _JSON: dict[str, tuple[type, ...]] = {
     "sampling_parameters": (Mapping,),
     "guided_decoding_guide": (Mapping, list, tuple),
@@ -27,10 +27,10 @@ _JSON: dict[str, tuple[type, ...]] = {
 
 
 def tensors_of(options: Mapping[str, Any]) -> Iterator[tuple[str, str, Any]]:
-    """(name, datatype, value or list of values) of each tensor that options travel as.
+    """(name, datatype, value or list of values) of each tensor that encodes options.
 
     Raises:
-        InvalidRequest: there is no such option, or it cannot be told as tensors.
+        InvalidRequest: there is no such option, or it cannot be encoded as tensors.
     """
     for name, value in options.items():
         if name == "logit_bias":
@@ -44,8 +44,8 @@ def tensors_of(options: Mapping[str, Any]) -> Iterator[tuple[str, str, Any]]:
 
 
 def num_outputs(options: Mapping[str, Any]) -> int:
-    """The n that was asked for, as an option or in sampling_parameters; 1 where it is not a number:
-    the server says so."""
+    """The requested n, as an option or in sampling_parameters; 1 if it is not a number, which the
+    server rejects."""
     asked = options.get("n")
     try:
         if asked is None and (parameters := options.get("sampling_parameters")):

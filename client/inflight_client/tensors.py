@@ -24,12 +24,12 @@ _MAX_SHOWN = 80
 
 
 def add_input(request: Any, name: str, datatype: str, value: Any) -> None:
-    """Append an input of shape [1], or [N] where `value` is a list.
+    """Append an input of shape [1], or [N] if `value` is a list.
 
     Raises:
         InvalidRequest: the value does not fit the datatype.
     """
-    # A mapping is one value, and the wrong one: its keys are not what was meant.
+    # A mapping is a single value, which is then rejected: its keys are not meant as values.
     many = isinstance(value, Iterable) and not isinstance(value, str | bytes | bytearray | Mapping)
     values: Sequence[Any] = list(value) if many else [value]
     request.inputs.add(name=name, datatype=datatype, shape=[len(values)])
@@ -40,7 +40,7 @@ def outputs(response: Any) -> dict[str, list[Any]]:
     """The values of each output, by name; outputs without any are left out.
 
     Raises:
-        ServerError: an output is not what the contract says.
+        ServerError: an output does not match its datatype.
     """
     values: dict[str, list[Any]] = {}
     raws = response.raw_output_contents
@@ -60,7 +60,7 @@ def _pack(name: str, datatype: str, value: Any) -> bytes:
             data: bytes = value.encode()
             return struct.pack("<I", len(data)) + data
         if datatype == "BOOL" and value not in (True, False):
-            raise TypeError  # struct takes any object, and most of them for True
+            raise TypeError  # struct accepts any object, most of them as True
         return struct.pack(_FORMATS[datatype], value)
     except UnicodeEncodeError as error:
         raise InvalidRequest(
@@ -76,7 +76,7 @@ def _pack(name: str, datatype: str, value: Any) -> bytes:
 
 
 def shown(value: Any) -> str:
-    """`value` as an error names it: cut where it is long."""
+    """`repr` of a value for an error message, truncated if long."""
     text = repr(value)
     return text if len(text) <= _MAX_SHOWN else f"{text[: _MAX_SHOWN - 3]}..."
 

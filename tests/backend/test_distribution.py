@@ -41,7 +41,7 @@ OPTIONS = [
 
 
 def exact(params: SamplingParams) -> npt.NDArray[np.float64]:
-    """[V, V]: how likely a token is after each."""
+    """[V, V]: probability of each token after each."""
     probs = torch.softmax(LOGITS.double() / params.effective_temperature, -1).numpy()
     for row in probs:
         order = np.argsort(-row, kind="stable")
@@ -96,7 +96,7 @@ def draws(params: SamplingParams, drafter: np.random.Generator) -> npt.NDArray[n
 
 
 def p_values(tokens: npt.NDArray[np.int64], probs: npt.NDArray[np.float64]) -> list[float]:
-    """Of each position: how likely counts at least as far off are."""
+    """Per position: p-value of the counts."""
     found = []
     for position in range(NUM_POSITIONS):
         before = tokens[:, position - 1] if position else np.full(len(tokens), FIRST)

@@ -462,7 +462,7 @@ def test_a_status_becomes_an_error_of_ours(code: grpc.StatusCode, kind: type[Exc
 
 
 def test_an_error_inside_a_stream_that_ends_well_is_raised() -> None:
-    """Triton reports an unknown model so, whatever the client asked for."""
+    """Triton reports an unknown model this way, whatever the request."""
 
     def script(call: Call) -> Iterator[Any]:
         yield fake_triton.error("Request for unknown model: 'nope' is not found")

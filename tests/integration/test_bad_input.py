@@ -1,7 +1,7 @@
 """Each bad input fails with an error that names it, without affecting other requests.
 
 The numbers are those of a catalogue of 107 bad inputs for LLM servers; those of the HTTP layer, of
-authentication and of unsupported features are not included. After each case a canary request
+authentication and of unsupported features are not covered here. After each case a canary request
 returns the same, a concurrent stream is intact, and all KV blocks are free.
 """
 
@@ -55,7 +55,7 @@ def params(**options):
 
 PROMPT = text("A prompt")
 
-# case -> model, inputs, what the error says
+# case -> model, inputs, expected error text
 GRPC = {
     "25-no-prompt": ("generate", [grpc("max_tokens", values=5)], "text_input: is missing"),
     "25-nothing": ("generate", [], "text_input: is missing"),
@@ -224,7 +224,7 @@ def test_a_bad_input_over_grpc_is_refused_by_name(echo, case):
     assert message in str(caught.value)
 
 
-# case -> body of /generate, what the error says
+# case -> body of /generate, expected error text
 HTTP = {
     "25-no-prompt": ({"max_tokens": 5}, "text_input: is missing"),
     "25-nothing": ({}, "text_input: is missing"),
@@ -328,7 +328,7 @@ def test_62_a_word_without_end_is_refused_soon(echo, size):
 
 @pytest.mark.parametrize("content_type", ["application/x-www-form-urlencoded", "text/plain"])
 def test_62_a_body_of_any_type_and_size_costs_its_sender_an_error(echo, content_type):
-    """A form's type is what curl sends if it is told none."""
+    """curl sends a form's content type by default."""
     connection = http.client.HTTPConnection(echo.http, timeout=30)
     try:
         headers = {"Content-Type": content_type}

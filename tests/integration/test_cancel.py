@@ -119,7 +119,7 @@ def test_cancels_before_the_first_token_leave_nothing_behind(cpu):
 
 
 def test_a_living_ensemble_stream_is_never_set_aside(cpu):
-    """Beside streams that were cancelled, the survivor's text is what it is alone."""
+    """With other streams cancelled, the remaining one has the same text as alone."""
     tokens = tensor("max_tokens", "INT32", 60)
     message = request("generate", text("Once upon a time"), ENDLESS[0], ENDLESS[1], tokens)
     (alone,) = ask(cpu.grpc, request("generate", text("Once upon a time"), ENDLESS[1], tokens))
@@ -141,7 +141,7 @@ def batch_the_detokenizer(models):
 
 
 def test_the_silence_of_a_batched_detokenizer_speaks(tmp_path):
-    """Triton drops what was cancelled before a batched detokenizer: nobody tells the engine."""
+    """Triton drops cancelled requests before a batched detokenizer; the engine is not notified."""
     with contextlib.contextmanager(serve)(tmp_path, "cpu", batch_the_detokenizer) as triton:
         stream = started(triton, ENSEMBLE, num_responses=10)
         before = triton.stats()

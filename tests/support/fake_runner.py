@@ -13,7 +13,7 @@ from inflight.scheduling.draft_budget import StepCosts
 
 
 class CountingRunner:
-    """The next token is the last one plus one, modulo the vocabulary; can be told to fail.
+    """The next token is the last one plus one, modulo the vocabulary; can be made to fail.
 
     Satisfies runner.Runner.
     """
@@ -60,7 +60,7 @@ def score(token_ids: list[int], token_id: int) -> Candidate:
 
 
 def alone(prompt_ids: list[int], max_tokens: int, vocab_size: int = 3) -> list[int]:
-    """What a `PagedRunner` says after a prompt when nothing else runs."""
+    """The output of a `PagedRunner` after a prompt when nothing else runs."""
     token_ids = list(prompt_ids)
     for _ in range(max_tokens):
         token_ids.append(next_token(token_ids, vocab_size))
@@ -202,7 +202,7 @@ class PagedRunner:
             generation, known = self._known[chunk.sequence]
             assert generation == chunk.generation, "a token of an earlier life"
             assert known[: len(ids)] == ids
-            # The host counts drafts as right until it knows better.
+            # The host counts drafts as accepted until the results arrive.
             assert len(ids) < len(known) <= chunk.start + length, "a token that nobody has chosen"
             ids = known
         drafts = self.draft(ids, chunk.num_drafts)[: chunk.num_drafts]
@@ -236,7 +236,7 @@ class _Rows:
 
 
 class LateStep:
-    """A step that has run, whose result nobody has seen."""
+    """A step that has run, whose result has not been read."""
 
     def __init__(self, runner: PagedRunner, number: int, output: StepOutput) -> None:
         self._runner = runner

@@ -52,7 +52,7 @@ def poison_steps(monkeypatch: pytest.MonkeyPatch, generator: random.Random) -> N
 
 @torch.inference_mode()
 def poison_memory(runner: CudaRunner) -> None:
-    """Make NaN of the KV caches and of a model's activations, as nobody has used them yet."""
+    """Fill the KV caches and a model's activations, which are not in use yet, with NaN."""
     model = runner._steps.model
     owners = (model, model._residual, model._last)
     activations = [value for owner in owners for value in vars(owner).values()]

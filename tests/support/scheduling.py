@@ -68,17 +68,17 @@ def run_all(
 
 
 def lengths(batch: Batch) -> dict[int, int]:
-    """Of the chunks, by request."""
+    """Lengths of the chunks, by request."""
     return {chunk.sequence.request_id: chunk.length for chunk in batch.chunks}
 
 
 def rows_of(chunk: Chunk) -> int:
-    """Of logits that somebody looks at."""
+    """Number of rows of logits that are used."""
     return chunk.num_scores + chunk.num_drafts + chunk.samples
 
 
 def scores_of(one: Sequence) -> list[list[Candidate]]:
-    """What the runner thinks of the tokens of a prompt after its first, if that is asked for."""
+    """The runner's logprobs of the prompt tokens after the first, if requested."""
     prompt_ids = one.request.prompt_ids
     if one.request.params.num_prompt_logprobs is None:
         return []

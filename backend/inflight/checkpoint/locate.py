@@ -39,7 +39,7 @@ def locate(model: str) -> Checkpoint:
             or `package:NAME`, an installed distribution that contains a GGUF file.
 
     Raises:
-        ConfigError: no usable checkpoint; with what was looked for.
+        ConfigError: no usable checkpoint; the message lists what was searched for.
     """
     try:
         path = _in_package(model) if model.startswith(PACKAGE_PREFIX) else Path(model).expanduser()

@@ -148,7 +148,7 @@ def _check_header(path: Path, tables: bool) -> None:
     """Validate the header's entries: format, supported dtypes, and the size of the file.
 
     Raises:
-        ConfigError: invalid.
+        ConfigError: an entry is invalid.
         OSError: the file cannot be read.
     """
     header, data_bytes = _read_header(path)

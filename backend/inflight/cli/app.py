@@ -337,7 +337,7 @@ def bench_engine(
     steps: Annotated[int, typer.Option(help="Decode steps to profile.")] = 20,
     json_: Annotated[
         bool,
-        typer.Option("--json", help="JSON on stdout: the results so far, one line per row."),
+        typer.Option("--json", help="JSON on stdout: results so far, per row and at the end."),
     ] = False,
 ) -> None:
     """Benchmark the engine in this process: throughput, latency, startup; or profile a step."""

@@ -125,7 +125,7 @@ def run(client: Client, options: Options, system: str | None) -> bool:
     _check_ready(client)
     accept_any_bytes()
     with contextlib.suppress(ImportError):
-        import readline  # noqa: F401  - gives input() editing and a history
+        import readline  # noqa: F401  - adds editing and history to input()
     # Text of the user or the server is printed verbatim: no markup.
     console = Console(stderr=True, highlight=False, markup=False, emoji=False, soft_wrap=True)
     console.print(f"connected to {client.url}; /help lists the commands")

@@ -12,7 +12,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from inflight.ipc.frames import Loading
 
-# Progress lines per model if the output is not a terminal.
+# Number of progress lines per model if the output is not a terminal.
 PLAIN_STEPS = 4
 
 

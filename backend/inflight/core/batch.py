@@ -28,11 +28,12 @@ class Chunk(msgspec.Struct, frozen=True, gc=False):
 
     Attributes:
         samples: whether the chunk reaches the sequence's last token, so that a token is sampled.
-        generation: the sequence's, when the chunk was scheduled. Once they differ, the sequence has
-            lost the blocks that the chunk writes to, and its sampled tokens are dropped.
-        num_drafts: draft tokens at its end, at most; the runner's drafter may find fewer.
-        num_scores: of its last tokens (without the one that samples), those whose next prompt
-            token's logprob is requested. A chunk has drafts or scores, never both.
+        generation: the sequence's generation when the chunk was scheduled. Once they differ, the
+            sequence has lost the blocks that the chunk writes to, and its sampled tokens are
+            dropped.
+        num_drafts: maximum number of draft tokens at its end; the runner's drafter may find fewer.
+        num_scores: number of its last tokens, not counting the one that samples, for which the
+            logprob of the next prompt token is requested. A chunk has drafts or scores, never both.
     """
 
     sequence: Sequence

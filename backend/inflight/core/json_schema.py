@@ -127,8 +127,8 @@ def _check_recursion(schema: dict[str, Any]) -> None:
     """Reject unconditional recursion: a value that must contain another one of its own schema.
 
     Recursion with an exit (an optional property, an empty array, another branch) is allowed. Only
-    required parts are followed, so no finite schema is refused; an anyOf whose branches all recurse
-    passes and runs into max_tokens.
+    required parts are followed, so no schema with a finite value is refused; an anyOf whose
+    branches all recurse passes and runs into max_tokens.
     """
     done: set[int] = set()
     open_: set[int] = {id(schema)}

@@ -82,7 +82,7 @@ class StructuredOutput(msgspec.Struct, frozen=True):
             raise RequestError(f"{size} bytes; allowed: {MAX_GUIDE_BYTES} bytes", GUIDE_FIELD)
 
     def check(self) -> None:
-        """Refuse errors that are visible without compiling.
+        """Refuse a constraint whose errors are visible without compiling it.
 
         Linear in the guide, with clearer errors than a compiler's. What passes may still be refused
         by the `sandbox`.

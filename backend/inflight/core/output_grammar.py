@@ -1,4 +1,4 @@
-"""Interfaces of grammars for engine and runner."""
+"""Interface of grammars for the engine and the runner."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class OutputGrammar(Protocol):
         """Masks of the allowed next tokens of each sequence, and after each of its drafts.
 
         Args:
-            states: of different sequences of one model; callable on any of them.
+            states: of different sequences of one model; `self` may be any of them.
             drafts: draft tokens of each sequence.
 
         Returns:

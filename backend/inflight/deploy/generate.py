@@ -82,7 +82,7 @@ def _with_block(path: str, text: str, name: str, lines: Iterable[str]) -> str:
 
 
 def _filled(template: str, **texts: str) -> str:
-    """A template with names between two @ replaced by texts."""
+    """A template with each @name@ replaced by its text."""
     for name, text in texts.items():
         template = template.replace(f"@{name}@", text)
     return template

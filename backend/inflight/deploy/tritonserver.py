@@ -279,9 +279,8 @@ class Server:
         if self._process is None:
             return 0
         num_cut = self.drain(on_waiting)
-        stubs = Process.children_of(
-            self._process.pid
-        )  # before it exits: afterwards they are no longer its children
+        # Before it exits: afterwards they are no longer its children.
+        stubs = Process.children_of(self._process.pid)
         if self.is_running():
             self._process.send_signal(signal.SIGTERM)
             # Only clients with an open stream but no request can delay it now.
@@ -469,7 +468,7 @@ def _is_region(argument: str) -> bool:
 
 
 def _wait_for(processes: list[Process], seconds: float) -> None:
-    """Wait until all of them have exited, for at most so many seconds."""
+    """Wait until all of them have exited, for at most `seconds`."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline and any(one.is_running() for one in processes):
         time.sleep(0.05)

@@ -59,7 +59,7 @@ class PoolLimits:
             self._check_beams(sequence)
 
     def default_max_tokens(self, wanted: int, num_prompt_tokens: int, width: int) -> int:
-        """Limit a default number of output tokens to the capacity of a small pool."""
+        """The default number of output tokens, limited to the capacity of a small pool."""
         shared = num_prompt_tokens // self.block_size  # by all beams, at least
         limit = (shared + (self.num_blocks - shared) // width) * self.block_size
         return max(1, min(wanted, limit - num_prompt_tokens))
@@ -92,7 +92,7 @@ class Admission:
 
     Args:
         pool: the capacity.
-        vocab_size: upper bound of token ids.
+        vocab_size: token ids are below it.
         max_model_len: maximum tokens of prompt and output.
         default_max_tokens: maximum output tokens of a request that does not set it.
         eos_token_ids: the model's own end-of-sequence tokens.
@@ -125,7 +125,7 @@ class Admission:
         """A request's sequence.
 
         Raises:
-            RequestError: it can never be served; with what is allowed.
+            RequestError: it can never be served; the message states what is allowed.
         """
         self._check_prompt(request)
         request.params.check_vocabulary(self._vocab_size)

@@ -1,10 +1,10 @@
 """Beam search: approximates the most probable continuations of a prompt with a bounded width.
 
 Each step expands all beams by one token and keeps the `beam_width` most probable continuations: a
-beam may be continued several times, or dropped. Finished beams are ranked by logprob / length **
-length_penalty. Semantics are those of `generate(num_beams=beam_width,
-num_return_sequences=n)` in Transformers 5; the method is Lowerre's (The HARPY speech recognition
-system, 1976).
+beam may be continued several times, or dropped. Finished beams are ranked by
+logprob / length ** length_penalty. Semantics are those of
+`generate(num_beams=beam_width, num_return_sequences=n)` in Transformers 5; the method is Lowerre's
+(The HARPY speech recognition system, 1976).
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class BeamGroup(SequenceGroup):
         params = first.request.params
         self.is_finished = False
         self._params = params
-        self._blank = first.fork(first.request_id)  # the finished outputs
+        self._blank = first.fork(first.request_id)  # forked for each output
         self._ended: list[_FinishedBeam] = []  # best first
         first.beam_of = self
         first.needs_committed_tokens = True
@@ -113,9 +113,8 @@ class BeamGroup(SequenceGroup):
             for candidate in ranked[beam]
             if candidate.logprob > -math.inf
         ]
-        continuations.sort(
-            key=lambda way: -way[0]
-        )  # stable: ties go to the earlier beam, then the better rank
+        # Stable: ties go to the earlier beam, then to the better rank.
+        continuations.sort(key=lambda way: -way[0])
         chosen: list[tuple[float, Sequence, Candidate, _BeamState]] = []
         for place, (logprob, beam, candidate) in enumerate(continuations):
             if place >= width and len(chosen) == width:

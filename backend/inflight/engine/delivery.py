@@ -20,9 +20,9 @@ from inflight.core.request import TokenEvent
 
 # Shorter pauses are noise: garbage collection, a scheduler's time slice.
 MIN_PATIENCE = 0.020
-# An emission is overdue after this many steps plus latencies. One step: acknowledgements are read
-# between steps, so up to one step late. Four latencies: a smoothed mean has to cover the tail of a
-# skewed distribution.
+# An emission is overdue after so many steps plus so many latencies. One step: acknowledgements are
+# read between steps, so up to one step late. Four latencies: a smoothed mean has to cover the tail
+# of a skewed distribution.
 PATIENCE_STEPS = 1.0
 PATIENCE_LATENCIES = 4.0
 # A request's first response takes cold paths: connections, tokenizer tables, untouched pages.

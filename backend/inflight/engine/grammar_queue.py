@@ -47,9 +47,8 @@ class GrammarQueue:
         maker = ThreadPoolExecutor(1, "vocabulary")
         self._backend_future = maker.submit(_make, tokenizer, vocab_size, frozenset(end_ids))
         maker.shutdown(wait=False)
-        self._unsubmitted: list[
-            tuple[Sequence, StructuredOutput]
-        ] = []  # arrived before the backend was built
+        # Arrived before the backend was built.
+        self._unsubmitted: list[tuple[Sequence, StructuredOutput]] = []
         self._waiting: dict[int, tuple[Ticket, Sequence]] = {}
 
     @property
@@ -110,7 +109,7 @@ class GrammarQueue:
 
     @property
     def _backend(self) -> _GrammarBackend:
-        """Wait until it is built.
+        """The backend, once it is built; blocks until then.
 
         Raises:
             EngineError: building it failed.

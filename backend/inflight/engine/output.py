@@ -130,7 +130,7 @@ class _Output:
         self.min_tokens = params.min_tokens
         self.released = 0
         self.seen = 0
-        self.num_cut = 0  # last tokens, past the end
+        self.num_cut = 0  # number of last tokens that are past the end
         # Prompt logprobs not reported by an event yet. The first token has none.
         self.prompt_candidates: list[list[Candidate]] = []
         if params.num_prompt_logprobs is not None:
@@ -329,7 +329,7 @@ class _WholePieces(dict[int, bool]):
         return self.setdefault(token_id, bool(piece) and piece[0] & 0xC0 != 0x80)
 
     def window_after(self, window: list[int], new: list[int]) -> list[int]:
-        """`Detokenizer.window_for` the ids after the window and the new ids, mostly cheaper."""
+        """`Detokenizer.window_for` of the window and the new ids, mostly at lower cost."""
         if self[new[-1]]:
             return new[-1:]
         context = window + new
@@ -413,7 +413,7 @@ class _Matcher:
             self._fallback[i + 1] = length
 
     def feed(self, text: str, may_match: bool) -> int | None:
-        """Add text. Returns the end of the first occurrence in it that is allowed, if any."""
+        """Add text. Returns the end in it of the first occurrence, if any and if `may_match`."""
         word, matched = self.word, self.matched
         if not matched and word[0] not in text:
             return None

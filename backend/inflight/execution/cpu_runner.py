@@ -55,7 +55,7 @@ class CpuRunner:
     """One model on the CPU with its KV pool (see `runner.Runner`).
 
     Raises:
-        ConfigError: the checkpoint or the settings are not supported (see `runner.build`).
+        ConfigError: the checkpoint or the settings are not supported (see `factory.build`).
     """
 
     def __init__(

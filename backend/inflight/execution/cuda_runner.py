@@ -189,7 +189,7 @@ class CudaRunner:
         """Drafts of the sequences that need committed tokens; the device drafts for the others.
 
         The host computes adjustments and masks after each of these drafts, so it must know them.
-        Where fewer are found than scheduled, token 0 fills up.
+        Where fewer are found than scheduled, token 0 fills the rest.
         """
         drafts: list[list[int]] = [[] for _ in batch.chunks]
         if self._host_drafter is not None:
@@ -343,7 +343,7 @@ class CudaRunner:
 
 @dataclass(slots=True)
 class _Graph:
-    """A capture_graph step.
+    """The CUDA graphs of a step.
 
     Attributes:
         step: up to the logits.

@@ -133,7 +133,7 @@ class DeviceSteps:
         self.drafter.update(size.num_tokens, size.num_chunks, size.max_q_len)
 
     def sample(self, sent: SubmittedStep) -> None:
-        """Launch the sampler, without the stages that no row needs; so it is not in a graph."""
+        """Launch the sampler, without the stages that no row needs; hence it is not in a graph."""
         batch, num_rows, stages = self.batch, sent.size.num_rows, sent.stages
         step, state, logits = batch.step, batch.state, self.model.logits[:num_rows]
         penalties, masks = SamplerStages.PENALTIES in stages, SamplerStages.MASKS in stages
@@ -157,9 +157,8 @@ class DeviceSteps:
         if SamplerStages.TOP_LOGPROBS in stages:
             if sent.bans is not None:
                 banned = torch.full((), BANNED, dtype=logits.dtype, device=logits.device)
-                logits.index_put_(
-                    sent.bans, banned
-                )  # only now: the sampler needs the unbanned logits
+                # Only now: the sampler needs the logits as they were.
+                logits.index_put_(sent.bans, banned)
             self.top_logprobs.launch(logits, step, sampled, sent.ring_index)
         batch_state.end_step(step, state, sent.size.num_chunks, pdl=True)
         if penalties:

@@ -1,5 +1,5 @@
-"""Which kernels an engine will launch, before its weights are loaded: its steps are run once
-without memory, and what they would launch is noted."""
+"""Finds the kernels that an engine will launch, before its weights are loaded: its steps are run
+once without memory, and their launches are recorded."""
 
 from __future__ import annotations
 
@@ -52,8 +52,8 @@ def find_kernels(
         config: the engine's settings.
         checkpoint: of the model; no weight is read.
         spec: of the model.
-        source: what drafts; None for nothing.
-        settings: how the model runs.
+        source: of the drafter; None for none.
+        settings: of the model.
 
     Raises:
         ConfigError: the shape of the model or of its drafter is not supported on GPUs.

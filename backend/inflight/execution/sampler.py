@@ -1,8 +1,8 @@
 """The sampler on the CPU.
 
 A row's token depends on the row alone: its logits, its request's sampling parameters, and the
-tokens before it. See `SamplingParams` for the steps and their order. In a row inside
-a prompt the next token is given, and only its logprob is computed.
+tokens before it. See `SamplingParams` for the steps and their order. In a row inside a prompt the
+next token is given, and only its logprob is computed.
 """
 
 from __future__ import annotations
@@ -63,7 +63,8 @@ class SamplerOutput:
         token_ids: the tokens.
         logprobs: of these, under the model's own distribution, before penalties and temperature.
         statuses: OK, NOT_FINITE or NO_ALLOWED_TOKENS of `inflight_kernels.torch_ops.sampling`.
-        candidates: num_top_logprobs candidates (see `request.Candidate`); [] if not requested.
+        candidates: the token itself, then the row's num_top_logprobs most probable ones (see
+            `request.Candidate`); [] if not requested.
     """
 
     token_ids: list[int]
@@ -110,16 +111,15 @@ def sample(logits: Tensor, rows: list[LogitsRow]) -> SamplerOutput:
         number = rows[index].num_top_logprobs
         if number is not None:
             ranked = logprobs[index]
-            if (
-                rows[index].sequence.beam_of is not None
-            ):  # a beam's candidates are the tokens that are not banned
+            # A beam's candidates are the tokens that are not banned.
+            if rows[index].sequence.beam_of is not None:
                 ranked = ranked.masked_fill(logits[index] == float("-inf"), float("-inf"))
             candidates[index] = _candidates(ranked, token_ids[index], number)
     return SamplerOutput(token_ids, values, statuses, candidates)
 
 
 def _adjust(logits: Tensor, row: LogitsRow) -> bool:
-    """Apply penalties, biases and bans to logits [V] in place; True if any may be banned."""
+    """Apply penalties, biases and bans to logits [V] in place; True if a token may be banned."""
     sequence = row.sequence
     params = sequence.request.params
     vocab_size = len(logits)

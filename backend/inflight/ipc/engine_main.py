@@ -80,9 +80,8 @@ class Peer:
         self.connection.close()
 
     def _write(self) -> None:
-        with contextlib.suppress(
-            OSError
-        ):  # the reader thread notices that the peer has disconnected
+        # The reader thread notices that the peer has disconnected.
+        with contextlib.suppress(OSError):
             while (frame := self._outbox.get()) is not None:
                 self.connection.send(frame)
 
@@ -148,7 +147,7 @@ class Hub:
         with contextlib.suppress(FileNotFoundError):
             self._path.unlink()
         logging.shutdown()
-        # Not sys.exit: the main thread may be inside a kernel or a load.
+        # Not sys.exit: the main thread may be inside a kernel or a load, which need not finish.
         os._exit(status)
 
     def _greet(self, peer: Peer) -> None:
@@ -232,12 +231,12 @@ class StatsLog:
         self._interval_s = interval_s
         self._clock = clock
         self._last_step = -math.inf
-        self._begun = 0.0  # when the interval began, and what the engine had done then
+        self._begun = 0.0  # start of the interval, and the statistics then
         self._before: Stats | None = None
 
     def before_step(self) -> None:
-        """Log the interval that has ended, if one has. It begins anew after a pause of its length:
-        a rate over idle time would mean nothing."""
+        """Log the interval that has ended, if any. A pause as long as the interval restarts it: a
+        rate over idle time would be meaningless."""
         if not self._interval_s:
             return
         now = self._clock()
@@ -271,7 +270,7 @@ class EngineProcess:
 
     Args:
         hub: source of commands and destination of events.
-        engine: the engine.
+        engine: the engine to run.
         log_stats_interval_s: see `StatsLog`.
     """
 

@@ -113,7 +113,7 @@ _decoder = msgspec.msgpack.Decoder(Frame)
 
 
 class Connection:
-    """One end of the socket. `send` and `receive` may run in two different threads."""
+    """One end of the socket. One thread may call `send`, and one `receive`."""
 
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock

@@ -54,9 +54,8 @@ class BlockPool:
         self._ref_counts = [0] * num_blocks
         self._hashes: list[bytes | None] = [None] * num_blocks  # of blocks in the prefix map
         self._by_hash: dict[bytes, int] = {}
-        self._free = list(
-            range(num_blocks - 1, -1, -1)
-        )  # a stack: the last released is likely still in the CPU's cache
+        # A stack: the block released last is likely still in a hardware cache.
+        self._free = list(range(num_blocks - 1, -1, -1))
         self._evictable: OrderedDict[int, None] = OrderedDict()  # oldest release first
 
     @property

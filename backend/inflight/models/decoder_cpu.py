@@ -1,4 +1,4 @@
-"""A decoder on the CPU: it walks a model's spec and knows no family.
+"""Decoder on the CPU: executes a model's spec, independently of its family.
 
 The forward pass in terms of `torch_ops.transformer`.
 """

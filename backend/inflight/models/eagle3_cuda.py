@@ -103,11 +103,11 @@ class Head:
 
         Args:
             inputs: of the pass; token_ids are those after each position.
-            hidden: of `fuse`, or what this made of it for the positions before; changed in place
-                to what it makes of these.
+            hidden: from `fuse`, or the output for the previous positions; replaced in place by the
+                output.
             num_tokens: T.
             num_chunks: n.
-            max_q_len: no chunk has more tokens.
+            max_q_len: maximum tokens of a chunk.
             cache: of one layer; updated in place.
         """
         weights, buffers, eps = self._weights, self._buffers, self.spec.layer.norm_eps

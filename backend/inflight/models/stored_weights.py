@@ -54,7 +54,7 @@ def open_weights(
     expected: Mapping[str, Shape],
     device: torch.device | str = "cpu",
 ) -> Weights:
-    """Open a checkpoint and hold what is there against what the model needs.
+    """Open a checkpoint and compare its tensors with those that the model needs.
 
     Args:
         checkpoint: where.
@@ -99,7 +99,7 @@ def check_shapes(
         ignored: names that may be present but are not needed.
 
     Raises:
-        ConfigError: missing or unexpected tensors, or other shapes, by name.
+        ConfigError: missing or unexpected tensors, or wrong shapes, by name.
     """
     _refuse(path, "missing tensors", [name for name in expected if name not in found])
     _refuse(
@@ -216,9 +216,8 @@ class _GgufWeights:
                 "`gguf` package cannot read; convert the file to another type, such as Q8_0"
             ) from None
         flat = values[0] if len(values) == 1 else np.concatenate(values)
-        if (
-            not flat.flags.writeable
-        ):  # float32 is a read-only view of the file; torch needs a writable array
+        # float32 is a read-only view of the file; torch needs a writable array.
+        if not flat.flags.writeable:
             flat = flat.copy()
         return np.asarray(flat, np.float32).reshape(stored.shape)
 

@@ -141,7 +141,7 @@ class LogitAdjustments:
         return self._adjustment(biases)
 
     def _completions(self, token_ids: list[int], tail: Sequence[int]) -> list[int]:
-        """Last tokens of the bad words whose prefix the output ends with."""
+        """Last tokens of the bad words whose other tokens the output ends with."""
         longest = max(map(len, self._phrases)) - 1
         first = max(self._num_prompt_tokens, len(token_ids) - longest)
         recent = (*token_ids[first:], *tail)

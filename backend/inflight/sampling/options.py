@@ -41,7 +41,7 @@ class Option:
         open_low, open_high: whether the bound itself is excluded.
         max_items: of a list.
         allowed: text of what is allowed, for errors and the reference page, instead of the bounds.
-        default: meaning of the default, if its value does not tell.
+        default: meaning of the default, unless its value shows it.
         token_ids: whether the value names tokens, which must be in the vocabulary.
         datatype: of the tensor, if not that of the field's type.
         tensors: (name, datatype) of the option's tensors, if there are several.

@@ -38,7 +38,7 @@ class StepCosts:
     """Step times of a runner, measured when it starts.
 
     Attributes:
-        tokens: tokens of a verification step; ascending.
+        tokens: numbers of tokens of the verification steps timed; ascending.
         seconds: time of a step with that many tokens, with short contexts.
         draft_seconds: time of drafting one token for every sequence.
     """

@@ -375,7 +375,7 @@ class Scheduler:
     def _plan_beams(
         self, group: SequenceGroup, chunks: list[Chunk], copies: list[Copy]
     ) -> list[Sequence]:
-        """Plan a search's step: the next token of all its beams, if all are computed so far.
+        """Plan a search's step: the next token of all its beams, if all are ready.
 
         Returns:
             The beams that still have tokens to compute first.

@@ -1,7 +1,7 @@
 """Converts a tokenizer to the vocabulary that grammars are matched with.
 
-The bytes of a token are those that `text.detokenize` writes the output with: what a grammar accepts
-is, byte for byte, what the client gets, whatever family the tokenizer is of.
+The bytes of a token are those with which `text.detokenize` writes the output, so that the client
+gets, byte for byte, what the grammar accepts, for every tokenizer family.
 """
 
 from __future__ import annotations

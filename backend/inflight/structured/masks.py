@@ -67,7 +67,7 @@ class MaskFiller:
             drafts: draft tokens for each matcher. It then has 1 + len(draft) consecutive rows,
                 after those of the previous matchers: the first as without drafts, each further one
                 after one more accepted draft. Rows after a draft that does not match, or that ends
-                the output, allow all tokens: they cannot be accepted.
+                the output, allow all tokens: what is sampled there is dropped.
 
         Returns:
             Index and error of each matcher that failed. Its rows allow all tokens, so that the

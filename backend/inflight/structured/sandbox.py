@@ -60,7 +60,7 @@ class Sandbox:
         """Start the process unless it runs.
 
         Raises:
-            EngineError: it does not come up.
+            EngineError: it does not start.
         """
         if self._process is not None and self._process.poll() is None:
             return
@@ -84,7 +84,7 @@ class Sandbox:
 
         Raises:
             SandboxLost: the process died or hung; the next call starts another one.
-            EngineError: the process does not come up.
+            EngineError: the process does not start.
         """
         self.start()
         self._send(constraint)

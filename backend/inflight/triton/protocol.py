@@ -455,7 +455,7 @@ def _echo(options: RequestOptions, values: dict[str, Any], names: dict[str, str]
 def _check_scoring(
     options: RequestOptions, params: SamplingParams, names: dict[str, str], echo: bool
 ) -> None:
-    """With max_tokens 0: the request must ask for its prompt, and for nothing about outputs."""
+    """With max_tokens 0: require a report on the prompt, and no option about outputs."""
     if not echo and params.num_prompt_logprobs is None:
         raise RequestError(
             f"0 is out of range; allowed: [1, {MAX_TOKENS_LIMIT}], and 0 with echo or "

@@ -181,8 +181,8 @@ class SenderPool:
 
 
 class Sweep:
-    """Calls `look` periodically on its own thread: at most every `interval` seconds, and for
-    at most a tenth of the time."""
+    """Calls `look` periodically on its own thread: at most every `interval` seconds, and during at
+    most a tenth of the time."""
 
     def __init__(self, look: Callable[[], None], interval: float) -> None:
         self._look = look

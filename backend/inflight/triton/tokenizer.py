@@ -48,7 +48,7 @@ class TokenizerFront:
         self._errors = DelayedErrors()
 
     def execute(self, requests: list[Any]) -> list[Any]:
-        """A response to each request, or None where an error follows."""
+        """A response to each request, or None if an error follows."""
         return [self._respond(request) for request in requests]
 
     def finalize(self) -> None:

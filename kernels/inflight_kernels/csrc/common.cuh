@@ -172,8 +172,8 @@ __device__ inline void pdl_wait() {
 #endif
 }
 
-// Let the next kernel start, up to its own pdl_wait(), once all blocks have called this. Called
-// before the own wait, it lets a whole chain of kernels start, whose blocks then compete for
+// Let the next kernel start, up to its own pdl_wait(), once all blocks have called this. Calling it
+// before a kernel's own wait lets a whole chain of kernels start, whose blocks then compete for
 // multiprocessors: useful only if the next kernel has much to do before its wait.
 //
 // Besides data that no kernel writes, a kernel may read before its wait what was written before

@@ -140,9 +140,9 @@ def attend(
         history_ready: an earlier `attend` or `rope_attend` of this plan is on the stream, and
             everything that this one reads was written before that launch, except q and the keys
             and values of the tokens of q, which no other chunk may attend to. It is then read
-            before the preceding kernel has ended. Holds for every layer but a step's first, if no
-            chunk's history contains tokens of another chunk of the step. If violated, results are
-            wrong intermittently, so False is the default.
+            before the preceding kernel has ended. The condition holds for every layer but a step's
+            first, if no chunk's history contains tokens of another chunk of the step. If violated,
+            results are wrong intermittently, so False is the default.
         pdl: see `Kernel`.
 
     Raises:
@@ -347,7 +347,7 @@ def _arguments(
 
 
 def _only_part(metadata: AttentionMetadata) -> tuple[Part, Shape] | None:
-    """The only launch of a step for `rope_attend`; None if there is nothing to compute.
+    """The single launch of a step with `rope_attend`; None if there is nothing to compute.
 
     Raises:
         ValueError: `rope_attend` does not support the step.

@@ -40,7 +40,7 @@ class AttentionParams:
         window: a token attends to the last `window` keys, its own included; 0 for all.
         soft_cap: scores become soft_cap * tanh(score / soft_cap); 0 for no cap.
         batch_invariant: results are bitwise independent of how a sequence is split into chunks and
-            of the rest of the step. Slower: no work is split across blocks.
+            of the rest of the step. Slower: no row's keys are split across blocks.
 
     Raises:
         ValueError: heads not supported, or a number out of range.

@@ -1,6 +1,6 @@
 """Linear layers for many tokens. Shapes: m tokens, k inputs, n rows of the weight.
 
-From 65 tokens on a linear layer is compute-bound as much as memory-bound. This GEMM keeps Hopper's
+From 65 tokens on, a linear layer is as much compute-bound as memory-bound. This GEMM keeps Hopper's
 tensor cores busy and fuses what a library GEMM leaves to other kernels: an MLP's gate and the
 residual. Each sum is accumulated by one thread in a fixed order: results are bitwise reproducible.
 """

@@ -170,7 +170,7 @@ def rope_write_kv(
 
 
 def norm_arguments(qk_norm: QkNorm | None, unused: Tensor) -> tuple[Tensor, Tensor, float]:
-    """The norm arguments of a kernel, which exist without a norm as well."""
+    """The norm arguments of a kernel; without a norm, placeholders."""
     if qk_norm is None:
         return unused, unused, _UNUSED_EPS
     return qk_norm.q_weight, qk_norm.k_weight, qk_norm.eps

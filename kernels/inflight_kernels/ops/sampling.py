@@ -170,7 +170,7 @@ class SamplingInputs:
 
     Attributes:
         row_params: [n, ROW_PARAMS.itemsize] uint8.
-        positions: [n] int64, of the tokens to be chosen.
+        positions: [n] int64, of the tokens to sample.
         penalties, logit_bias, masks: None if no row has any.
     """
 
@@ -183,7 +183,7 @@ class SamplingInputs:
 
 @dataclass(frozen=True, slots=True)
 class SamplingOutputs:
-    """What `sample` writes.
+    """Outputs of `sample`.
 
     Attributes:
         token_ids: [n] int64.

@@ -39,9 +39,9 @@ class Plan:
 
     Attributes:
         rows: weight rows in a tile; half of them gate and half up if gated.
-        pair: whether a cluster of two blocks computes a tile, each half of its columns.
+        pair: whether a cluster of two blocks computes a tile, each block half of its columns.
         tiles: number of tiles that cover the weight.
-        blocks: launched; block b computes tiles b, b + blocks and so on, a pair only one.
+        blocks: launched; block b computes tiles b, b + blocks and so on, pair b only tile b.
     """
 
     rows: int
@@ -54,7 +54,7 @@ class Plan:
         """Pipeline stages in shared memory: as many as fit.
 
         So a multiprocessor has one block, even of a kernel launched before the preceding one has
-        ended: with room for two, some got both and others none.
+        ended: with room for two, some multiprocessors got both and others none.
         """
         return (MAX_SHARED_BYTES - self._other_bytes) // self._step_bytes
 

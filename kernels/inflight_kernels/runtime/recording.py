@@ -17,26 +17,26 @@ _Cached = TypeVar("_Cached", bound="functools._lru_cache_wrapper[Any]")
 
 
 def cleared_by_recordings(function: _Cached) -> _Cached:
-    """Have a cached function forget its results where a recording begins and where it ends.
+    """Clear a function's cache at the start and at the end of each recording.
 
-    It then looks for a recording only where it has no result yet, so launches cost no more.
+    The function then checks for a recording only on a cache miss, so launches cost no more.
     """
     _clear.append(function.cache_clear)
     return function
 
 
 def launched() -> Launched | None:
-    """Where to note launches; None unless they are recorded."""
+    """The current recording; None if launches are not recorded."""
     return _launched
 
 
 @contextlib.contextmanager
 def record_launches() -> Iterator[Launched]:
-    """Note the kernels that are launched within; nothing is compiled, and nothing runs.
+    """Record the kernels that are launched in the context; nothing is compiled, and nothing runs.
 
-    Operands are on torch's meta device, where they have shapes and no memory. No other thread of
-    the process may launch meanwhile: its kernels would not run. Within another recording, only this
-    one takes note.
+    Operands are on torch's meta device, where they have shapes but no memory. No other thread of
+    the process may launch meanwhile: its kernels would not run. Of nested recordings, only the
+    innermost one is active.
     """
     global _launched
     found: Launched = {}

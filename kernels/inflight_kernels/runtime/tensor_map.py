@@ -25,7 +25,7 @@ def matrix_map(matrix: Tensor, box: tuple[int, int], l2_sector: L2Sector) -> obj
     """A tensor map of a matrix, to be passed to a kernel by value.
 
     Args:
-        matrix: [rows, columns] of 16-bit values on a GPU; rows are contiguous and may be strided.
+        matrix: [rows, columns] of 16-bit values on a GPU; each row contiguous, rows may be strided.
         box: rows and columns per copy. 64 columns are 128 bytes, swizzled in chunks of 16.
         l2_sector: bytes that a read promotes to the L2 cache.
     """

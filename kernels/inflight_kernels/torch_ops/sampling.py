@@ -153,26 +153,26 @@ _LEAST_MASS = 2.0**-41
 
 @dataclass(frozen=True, slots=True)
 class Filters:
-    """What cuts the tokens that a row draws from; the defaults cut nothing.
+    """Filters of the tokens that a row samples from; the defaults remove nothing.
 
-    Each filter looks at what those before it have left, in this order: top_n_sigma, top_k,
+    Each filter applies to the tokens that those before it kept, in this order: top_n_sigma, top_k,
     typical_p, top_p, min_p, epsilon_cutoff, XTC.
 
     Attributes:
         top_n_sigma: > 0: keep logits at most so many standard deviations, of all logits that are
             not -inf, below the largest (arXiv:2411.07641). 0 keeps all.
-        top_k: keep the k most_probable; 0 or less keeps all.
-        typical_p: in (0, 1]; keep the tokens whose surprise is nearest to the mean, as few as have
-            this probability together, and all that are as near as the last of these
+        top_k: keep the k most probable tokens; 0 or less keeps all.
+        typical_p: in (0, 1]; keep the tokens whose surprisal is closest to its mean, as few as have
+            this probability together, and all that are as close as the last of these
             (arXiv:2202.00666).
-        top_p: in (0, 1]; keep the fewest most_probable tokens that have this probability together.
-        min_p: in [0, 1); keep tokens at least this likely, relative to the most_probable
+        top_p: in (0, 1]; keep the fewest most probable tokens with this cumulative probability.
+        min_p: in [0, 1); keep tokens with at least this probability, relative to the top token
             (arXiv:2407.01082).
         epsilon_cutoff: in [0, 1); keep tokens with at least this probability among those that are
             left, and always the most probable of these (Hewitt et al., arXiv:2210.15191).
-        xtc_threshold, xtc_probability: with this probability, of the tokens at least as likely as
-            the threshold keep the unlikeliest alone, and all below (p-e-w, "Exclude Top Choices",
-            text-generation-webui 6335).
+        xtc_threshold, xtc_probability: with this probability, of the tokens with at least the
+            threshold's probability keep only the least probable, and keep all below (p-e-w,
+            "Exclude Top Choices", text-generation-webui 6335).
     """
 
     top_n_sigma: float = 0.0
@@ -286,7 +286,7 @@ def draw(
 def _draw_cut(
     weights: Tensor, keep_k: Ints, top_p: Floats, min_p: Floats, uniforms: Floats
 ) -> Tensor:
-    """Rows [n, V] that top_k or top_p cut -> [n]: from their prefixes where these suffice."""
+    """Sample from rows [n, V] with top_k or top_p -> [n]: from their prefixes if these suffice."""
     n, vocab_size = weights.shape
     chosen = torch.empty(n, dtype=torch.int64)
     top, ids = weights.topk(min(_PREFIX, vocab_size), -1)

@@ -42,7 +42,7 @@ def test_a_file_of_the_official_writer_is_read(tmp_path: Path) -> None:
 
 
 def test_a_tensor_is_a_private_view_into_the_mapped_file(tmp_path: Path) -> None:
-    """Nothing is copied when a model is loaded, and nobody can damage its file."""
+    """Loading a model copies nothing, and writing to a tensor does not change its file."""
     path = tmp_path / "x.safetensors"
     save_file({"a": torch.arange(1 << 16), "b": torch.zeros(3).half()}, path)
     stored = read_file(path, tables=True)["a"]

@@ -93,7 +93,7 @@ def test_the_backend_directory_holds_tritons_backend_and_ours(
     backends = installation.backend_directory(installation.find(), tmp_path / "cache")
     python = backends / "python"
     assert (python / installation.STUB).read_text() == f"stub for {installation.PYTHON_VERSION}"
-    # Triton refuses a backend library whose real path lies elsewhere.
+    # Triton rejects a backend library whose real path is elsewhere.
     assert (python / "libtriton_python.so").resolve().parent == python.resolve()
     model = (backends / "inflight" / "model.py").read_text()
     assert "from inflight.triton.model import TritonPythonModel" in model

@@ -58,7 +58,7 @@ SEARCHES: list[dict[str, Any]] = [
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
     weights = tiny.random_weights(tiny.SETTINGS | SHAPE)
     for name in weights:
-        if "lm_head" in name:  # so that many tokens are nearly as likely as the most_probable
+        if "lm_head" in name:  # so that many tokens are nearly as probable as the top one
             weights[name] *= 0.6
     folder = tmp_path_factory.mktemp("model")
     return tiny.write_llama(folder, weights, **SHAPE)
@@ -344,7 +344,7 @@ def test_others_with_the_same_prompt_wait_for_it_no_longer_than_needed(
     without_leak(engine)
 
 
-# ---------------------------------------------------------------- what is told and what is refused
+# ---------------------------------------------------------------- results and rejections
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -373,7 +373,7 @@ def test_each_token_has_its_candidates(
 def test_a_banned_word_is_in_no_beam(
     checkpoint: Checkpoint, model: Any, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As in Transformers, the probability of what is banned goes to nobody else."""
+    """As in Transformers, the probability of banned tokens is not redistributed."""
     ids = torch.tensor([prompt(3)])
     options = {"max_new_tokens": 12, "num_beams": 4, "num_return_sequences": 4, "do_sample": False}
     options |= {"eos_token_id": None, "pad_token_id": 0, "attention_mask": torch.ones_like(ids)}

@@ -1,4 +1,4 @@
-"""A disconnected consumer is detected within a few steps; a slow one is not suspected."""
+"""A disconnected consumer is detected within a few steps; a slow one is not mistaken for one."""
 
 from __future__ import annotations
 
@@ -329,7 +329,7 @@ def test_replies_within_the_floor_never_trigger_suspicion(
     silent_at=st.integers(0, 20),
 )
 def test_silence_always_ends_in_cancellation(latencies: list[float], silent_at: int) -> None:
-    """Whatever was seen before, a request that is silent for good is given up."""
+    """A request that stays silent is cancelled, whatever was observed before."""
     watch = DeliveryWatch()
     now = 0.0
     for position, latency in enumerate(latencies, start=1):

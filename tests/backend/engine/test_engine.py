@@ -475,7 +475,7 @@ def plans(draw: st.DrawFn) -> Plan:
     enable_prefix_caching=st.booleans(),
 )
 def test_working_ahead_changes_no_token(plan, num_blocks, **settings_of_the_engine):
-    """Nor does it matter who is cancelled, preempted or lost with a failed step meanwhile."""
+    """Nor do cancellations, preemptions and failed steps in between matter."""
     logging.disable(logging.ERROR)
     try:
         runs = []

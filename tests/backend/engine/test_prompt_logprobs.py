@@ -1,5 +1,5 @@
 """Prompt logprobs match those of `transformers` for the whole prompt, however the engine computes
-it, and are reported once. On a CPU, and with the GPU runner on the kernels' reference
+them, and are reported once. On a CPU, and with the GPU runner on the kernels' reference
 implementations; tests/backend/gpu/test_cuda_runner.py covers the kernels."""
 
 from __future__ import annotations
@@ -135,7 +135,7 @@ def prompt_candidates(events: list[TokenEvent]) -> list[list[Candidate]]:
 def check(
     model: Any, token_ids: list[int], found: list[list[Candidate]], number: int, first: int = 1
 ) -> None:
-    """Each token from `first` on: itself, then the most_probable others in order."""
+    """Each token from `first` on: itself, then the most probable others in order."""
     with torch.inference_mode():
         rows = torch.log_softmax(model(torch.tensor([token_ids])).logits[0], -1)[first - 1 :]
     for row, token, candidates in zip(rows, token_ids[first:], found, strict=False):
@@ -185,7 +185,7 @@ def test_prompt_logprobs_match_the_model(
 def test_preemption_during_prefill_reports_each_prompt_token_once(
     make_engine: MakeEngine, model: Any, enable_prefix_caching: bool
 ) -> None:
-    """Also of those that a step in flight was about to tell."""
+    """Including those that a step in flight was about to report."""
     engine = make_engine(enable_prefix_caching=enable_prefix_caching, max_prefill_chunk=9)
     generator = random.Random(3)
     interrupted = 0

@@ -1,4 +1,4 @@
-"""A runner's tokens depend only on each sequence's options, seed and failures."""
+"""A sequence's tokens depend only on its own options and seed; a failure affects no other one."""
 
 from __future__ import annotations
 

@@ -291,7 +291,7 @@ def test_top_logprobs_are_those_of_the_raw_model() -> None:
 
 
 def test_a_given_token_is_scored_and_nothing_is_sampled() -> None:
-    """Random request options about sampling."""
+    """Whatever the request's sampling options are."""
     logits = torch.randn(4, VOCAB)
     logits[2, 9] = float("nan")
     options = {

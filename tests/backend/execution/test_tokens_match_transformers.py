@@ -58,7 +58,7 @@ def requests(prompts: list[list[int]]) -> list[Request]:
 
 
 def test_alone(checkpoint, prompts, right):
-    """Each id is the one that `transformers` finds most_probable after those before it, so they are
+    """Each id is the one that `transformers` finds most probable after those before it, so they are
     what it generates; and it need not go token by token.
     """
     import transformers

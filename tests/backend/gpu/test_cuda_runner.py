@@ -1,4 +1,4 @@
-"""The engine on a GPU chooses what the model says, however it got to compute it.
+"""The engine on a GPU samples the model's own tokens, however it computes them.
 
 bfloat16 rounds, so a token may be another one where two are nearly equal. What the model says is
 asked along the output itself: each token may be at most a near-tie below the best.
@@ -404,7 +404,7 @@ def run_searches(engine: Engine, wanted: list[Request]) -> dict[int, TokenEvent]
 def test_beam_scores_match_the_model(
     checkpoint: Checkpoint, teacher: Teacher, settings: dict[str, object]
 ) -> None:
-    """Whoever read another beam's keys and values would say something else."""
+    """A beam that read another beam's keys and values would yield other tokens."""
     engine = make_engine(checkpoint, **settings)
     inputs = prompts(8, seed=12)
     engine_requests = requests(prompts(6, seed=13), max_tokens=60, first_id=1000)

@@ -282,7 +282,7 @@ def test_the_engine_ends_after_its_last_front(model_directory: Path):
 
 
 def test_the_engine_ends_with_its_server(model_directory: Path) -> None:
-    """Whoever is attached: it holds memory that the next server needs."""
+    """Even with clients attached: it holds memory that the next server needs."""
     server = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
     lost = threading.Event()
     client = engine_client.attach_or_start(

@@ -1,4 +1,4 @@
-"""A process is itself, and nobody else who gets its number."""
+"""A process is not confused with a later one that gets the same pid."""
 
 from __future__ import annotations
 

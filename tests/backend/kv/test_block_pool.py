@@ -1,4 +1,4 @@
-"""The pool never loses a block, never gives one to two owners, and never tells a wrong prefix."""
+"""The pool never leaks a block, never gives one to two owners, and never matches a wrong prefix."""
 
 from __future__ import annotations
 
@@ -171,7 +171,7 @@ def test_a_shared_block_is_freed_with_its_last_owner() -> None:
 
 
 class PoolMachine(RuleBasedStateMachine):
-    """Tables come and go; a model that keeps whole histories says what each block holds."""
+    """Tables are created and freed; a model with full histories predicts each block's content."""
 
     NUM_BLOCKS = 6
 

@@ -1,4 +1,4 @@
-"""Weights arrive as they were written, from either format, and a wrong set is refused by name."""
+"""Weights are read as written, from either format, and a wrong set is rejected by name."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ TAIL = st.lists(st.integers(0, 3), max_size=6)
 
 
 def repeated(tokens: list[int], size: int) -> set[int]:
-    """The definition: what stood after each earlier occurrence of the last size - 1 tokens."""
+    """The definition: the token after each earlier occurrence of the last size - 1 tokens."""
     if len(tokens) < size - 1:
         return set()
     end = tokens[len(tokens) - size + 1 :]

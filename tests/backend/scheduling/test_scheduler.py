@@ -446,7 +446,7 @@ def test_a_storm_of_cancels_costs_the_same_for_each() -> None:
 
 
 def lockstep(request_id: int, prompt_ids: list[int], max_tokens: int) -> Sequence:
-    """A sequence whose next choice needs a host that knows all tokens."""
+    """A sequence whose next token can only be sampled once the host has all tokens."""
     request = Request(request_id, prompt_ids, SamplingParams())
     return Sequence(request, max_tokens, bad_word_ids=((250, 251),))
 

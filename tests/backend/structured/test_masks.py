@@ -1,4 +1,4 @@
-"""The masks of a batch equal those of its single sequences, even if one of them fails."""
+"""The masks of a batch equal those of each sequence alone, even if one of them fails."""
 
 import json
 import random
@@ -203,7 +203,7 @@ def test_an_output_that_nothing_can_end_fails(
 def test_a_slow_grammar_is_found_and_fails(
     vocabulary: Vocabulary, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In the step after the slow one, so that a pause of the machine's blames nobody."""
+    """In the step after the slow one, so that a pause of the machine fails no sequence."""
     matchers = started(vocabulary, 3, steps=0)
     filler = MaskFiller(vocabulary)
     right = rows(vocabulary, 3)

@@ -1,4 +1,4 @@
-"""Messages are rendered to the prompt format of training; their text cannot escape its turn."""
+"""Messages are rendered to the model's prompt format; their text cannot escape its turn."""
 
 import datetime
 import json

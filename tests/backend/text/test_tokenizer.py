@@ -1,4 +1,4 @@
-"""Texts are encoded to the ids of training, whatever the tokenizer's file format."""
+"""Texts are encoded to the ids of the model's training, whatever the tokenizer's file format."""
 
 import itertools
 import json

@@ -403,7 +403,7 @@ def test_a_detokenized_request_is_not_asked_for_its_cancellation(front, engines)
 
 
 def test_a_closed_sender_is_never_touched_again(front, engines):
-    """Triton has freed what stands behind it: a look at it could crash the server."""
+    """Triton has freed the memory behind it: reading it could crash the server."""
     senders = []
     for _ in range(300):
         senders.append(ask(front, stream=true()))

@@ -21,7 +21,7 @@ if importlib.util.find_spec("cuda") is None or importlib.util.find_spec("cuda.co
 @pytest.fixture(autouse=True)
 def _device() -> None:
     if not torch.cuda.is_available():
-        # Not skipped: who asks for these tests and has no GPU has not passed them.
+        # Not skipped: requesting these tests without a GPU must not pass.
         pytest.fail("no CUDA device; these tests are left out without -m gpu", pytrace=False)
     torch.manual_seed(0)
     # A reference evaluated on the GPU is as exact as its type.

@@ -245,7 +245,7 @@ def test_sampled_tokens_are_kept_and_reported(history: int) -> None:
 
 
 def test_of_a_prompt_only_the_token_after_its_last_one_counts() -> None:
-    """The tokens inside are given: they are no output, whatever the sampler found."""
+    """The tokens inside are given: they are not output, whatever the sampler chose."""
     state = make_state()
     parts = [Part(4, 0, 5, False, 0, 5), Part(9, 20, 6, True, 0, 5), Part(2, 30, 1)]
     step, _ = send(parts)

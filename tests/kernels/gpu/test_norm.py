@@ -90,7 +90,7 @@ def test_results_may_lie_where_the_operands_were(hidden: int) -> None:
 
 
 def test_small_and_large_rows_keep_their_scale() -> None:
-    """The mean of squares neither overflows half nor vanishes beside eps."""
+    """The mean of squares neither overflows half nor vanishes next to eps."""
     x = torch.full((2, 4096), 60000.0, dtype=torch.float16, device="cuda")
     x[1] = 6e-5
     weight = torch.ones(4096, dtype=torch.float16, device="cuda")

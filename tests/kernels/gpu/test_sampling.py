@@ -90,7 +90,7 @@ RARE: dict[str, dict[str, list[float]]] = {
 ALL = KINDS | RARE
 
 LEAST_MASS = 2.0**-41
-"""Relative to the most_probable token: what is unlikelier has no mass in fixed-point numbers."""
+"""Relative to the most probable token; tokens below it have no mass in fixed point."""
 
 
 @dataclass

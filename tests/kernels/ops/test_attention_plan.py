@@ -407,7 +407,7 @@ def test_a_workspace_for_the_largest_step_serves_all_smaller_ones(most, device, 
     for max_tokens in (most, most + 1, most + 300, 1024):
         room = max_workspace_bytes(most, max_tokens, None, *heads, device)
         for num_chunks in (count for count in counts if count <= min(most, max_tokens)):
-            # A recorded step may be told of longer chunks than it has room for.
+            # A captured step may get a larger max_q_len than it has room for.
             for q_len in (1, 2, 3, 4, 5, 8, 15, 16, 17, 21, 22, 32, 63, 64, 65, max_tokens):
                 num_tokens = min(max_tokens, num_chunks * q_len)
                 found = parts(num_chunks, num_tokens, q_len, *heads, device)

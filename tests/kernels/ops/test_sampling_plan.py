@@ -41,7 +41,7 @@ FILTERS = [
 
 
 def scores_of(logits: npt.NDArray[np.float32], temperature: float) -> Scores:
-    """Distance below the most_probable, over the temperature, in units of 2**-27."""
+    """Distance below the most probable token, over the temperature, in units of 2**-27."""
     scaled = (logits.max() - logits) / np.float32(temperature) * np.float32(2**27)
     return np.minimum(np.rint(scaled.astype(np.float64)), 2**32 - 1).astype(np.int64)
 

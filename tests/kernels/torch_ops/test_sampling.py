@@ -348,7 +348,7 @@ def test_numbers_for_different_ends_are_independent() -> None:
     assert abs(np.corrcoef(np.array(pairs).T)[0, 1]) < 0.1
 
 
-# ---------------------------------------------------------------- the most_probable tokens
+# ---------------------------------------------------------------- the most probable tokens
 
 
 @given(st.lists(st.integers(-3, 3), min_size=1, max_size=40), st.integers(0, 25))

@@ -176,7 +176,7 @@ def attention_case(
         blocks = [order.pop() for _ in range(count)]
         block_tables[i, :count] = torch.tensor(blocks)
         for block in blocks:
-            # The tail of the last block is cleared by whoever starts a block.
+            # The tail of the last block is cleared when a block is started.
             k_cache[block], v_cache[block] = torch.randn(2, block_size, kv_heads, 8)
         assert count * block_size >= keys
     starts = np.cumsum([0, *(queries for queries, _ in chunks)])
@@ -251,7 +251,7 @@ def test_a_broken_row_breaks_no_other_row() -> None:
 
 
 def test_a_long_row_does_not_pad_the_short_ones() -> None:
-    """64 short rows beside one of 4096 keys gather little more than their own keys."""
+    """64 short rows next to one of 4096 keys gather little more than their own keys."""
     lens = np.array([4096] + [20] * 64)
     tables = np.zeros((65, 256), np.int64)
     plan = ops.AttentionPlan(tables, np.arange(66), lens, 16)

@@ -56,7 +56,7 @@ class Row:
         """Random prompts, deterministic per row; greedy, EOS ignored.
 
         Args:
-            vocab_size: upper bound of token ids.
+            vocab_size: token ids are below it.
             first_id: first request id.
         """
         random = np.random.default_rng(self.num_requests)

@@ -75,7 +75,7 @@ def build(config: EngineConfig) -> Started:
     """Build an engine in this process.
 
     Raises:
-        ConfigError: see `runner.build`.
+        ConfigError: see `factory.build`.
     """
     phases = Phases()
     checkpoint = locate(config.model)

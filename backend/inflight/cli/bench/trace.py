@@ -64,9 +64,9 @@ class StepProfile:
 
     Attributes:
         kind: of the step: `decode`, `prefill`.
-        num_steps: in the trace.
+        num_steps: number of steps in the trace.
         step_us: from the first kernel's start to the last one's end, per step.
-        gap_us: time of it without a kernel running, between steps included (n - 1 for n steps).
+        gap_us: part of it in which no kernel ran. Of n steps, n - 1 include the gap to the next.
         kernels: longest first. Overlapping time counts for the kernel that started first, so that
             kernels and gap add up to step_us.
         untraced_us: duration of a step without tracing, by the host's clock: tracing slows the

@@ -63,7 +63,7 @@ class DraftInputs:
     def one_each(
         cls, chunks: list[Chunk], tokens: list[int], offset: int, cache: KVCache
     ) -> DraftInputs:
-        """One token per chunk's sequence, `offset` positions after the chunk's first.
+        """One token of each chunk's sequence, `offset` positions after the chunk's first.
 
         Args:
             chunks: n of them.

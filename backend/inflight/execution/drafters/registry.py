@@ -26,7 +26,7 @@ def find_method(settings: SpeculativeConfig) -> DraftMethod:
     """The method of the settings, with its required settings checked.
 
     Raises:
-        ConfigError: unknown method, a required setting is missing, or one is not used by it.
+        ConfigError: unknown method, or a setting is missing or not used by the method.
     """
     names = method_names()
     if settings.method not in names:

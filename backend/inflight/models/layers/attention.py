@@ -67,7 +67,7 @@ class RotaryTables:
 
 
 class Attention:
-    """What the layers of one AttentionSpec have in common.
+    """The shared part of the layers with one AttentionSpec.
 
     Args:
         spec: of these layers.
@@ -128,7 +128,7 @@ class Attention:
 
 @dataclass(slots=True)
 class AttentionPass:
-    """One pass over the layers: what they share is checked and laid out once.
+    """One pass over the layers; their shared inputs are checked and prepared once.
 
     Attributes:
         metadata: of the pass.

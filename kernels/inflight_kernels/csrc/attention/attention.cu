@@ -39,7 +39,8 @@ __device__ __forceinline__ void mainloop(const Arguments<typename S::Element>& a
     if (!history_ready) pdl_wait();
     const Share share = load_l2(shares + blockIdx.x);
     if (share.begin == share.end) {
-        // If no block waited, the next kernel would start before the preceding ones have ended.
+        // If no block waited, the next kernel's wait could return before the preceding kernels have
+        // ended.
         pdl_wait();
         return;
     }

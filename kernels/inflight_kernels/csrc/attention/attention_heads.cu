@@ -247,7 +247,8 @@ __global__ void __launch_bounds__(S::THREADS, 8 / S::HEADS)
     if (!history_ready) pdl_wait();
     const Share share = load_l2(shares + blockIdx.x);
     if (share.begin == share.end) {
-        // If no block waited, the next kernel would start before the preceding ones have ended.
+        // If no block waited, the next kernel's wait could return before the preceding kernels have
+        // ended.
         pdl_wait();
         return;
     }

@@ -31,7 +31,8 @@ __device__ __forceinline__ void expect_tx(unsigned barrier, int bytes) {
                  : "memory");
 }
 
-// Waits for the completion of the phase with this parity; a new barrier is in phase 0.
+// Waits for the completion of the phase with this parity. A new barrier is in phase 0; waiting for
+// parity 1 then returns immediately.
 __device__ __forceinline__ void barrier_wait(unsigned barrier, unsigned parity) {
     asm volatile(
         "{\n"
@@ -76,8 +77,9 @@ __device__ __forceinline__ void prefetch_tensor_map(const TensorMap& map) {
 // ---------------------------------------------------------------- products
 
 // Descriptor of a matrix in shared memory, in atoms of 8 rows x 64 columns, each 1024 bytes and
-// aligned to that, with its 16-byte chunks swizzled. The stride is 1024 bytes between 64 columns,
-// and ROWS_APART between 8 rows. (`address` + `offset`) is the address of its first element.
+// aligned to that, with its 16-byte chunks swizzled. The stride is 1024 bytes between atoms of the
+// same rows, and ROWS_APART between groups of 8 rows. (`address` + `offset`) is the address of the
+// first element.
 template <int ROWS_APART>
 __device__ __forceinline__ unsigned long long smem_descriptor(unsigned address, int offset) {
     constexpr unsigned COLUMNS_APART = 1024 >> 4 << 16;

@@ -33,7 +33,7 @@ struct HopperShape {
     static constexpr int SHARED_BYTES =
         (QUERY_STAGES + KEY_STAGES + VALUE_STAGES) * TILE_BYTES + 1024;  // to align
 
-    static_assert(ROWS == KEYS, "queries lie like a tile of keys");
+    static_assert(ROWS == KEYS, "queries have the layout of a tile of keys");
     static_assert(HEAD_DIM == 64 || HEAD_DIM == 128, "of which there are instructions here");
 
     static __device__ __forceinline__ int kv_head(const Unit& unit) { return unit.head; }

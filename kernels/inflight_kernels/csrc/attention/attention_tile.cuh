@@ -54,10 +54,10 @@ struct Shape {
     // The sums of all warps reuse the memory of the tiles.
     static constexpr int SUMS_BYTES = WARPS_N * ROWS * FLOAT_PITCH * 4;
     static_assert(SUMS_BYTES <= TILE_BYTES, "no room for the sums");
-    // If one stage suffices, the others may already receive the next unit's tiles.
+    // If one stage holds the sums, the others may already receive the next unit's tiles.
     static constexpr bool CROSSES_UNITS = QUERIES_IN_REGISTERS && SUMS_BYTES <= TILE_BYTES / STAGES;
 
-    // What this warp copies of a tile: its keys from here on, of this head.
+    // The part of a tile that this warp copies: its keys from here on, of this head.
     __device__ __forceinline__ static int first_key() { return threadIdx.x / 32 * COPY_KEYS; }
     __device__ __forceinline__ static int kv_head(const Unit& unit) { return unit.head; }
 };
@@ -90,7 +90,7 @@ __device__ __forceinline__ void copy_queries(typename S::Element* shared,
     }
 }
 
-// The cache blocks of the keys that this warp copies, of 32 tiles in a row: each lane knows one.
+// The cache blocks of the keys that this warp copies, for 32 consecutive tiles: one per lane.
 template <class S>
 struct Pages {
     int first;  // tile
@@ -110,7 +110,7 @@ struct Pages {
     }
 };
 
-// Copies this warp's part of a tile of keys and values, restricted to the keys [begin, end). Values
+// Copies this warp's part of a tile of keys and values, restricted to the keys [begin, end). Rows
 // past the sequence become zero: their weight is 0, but the cache may contain NaN there.
 template <class S>
 __device__ __forceinline__ void load_tile(typename S::Element* keys,

@@ -17,7 +17,7 @@ constexpr int TILES_AT_ONCE = 8;     // along the tokens, that are iterated over
 // Registers per producer and consumer thread, of 65536 per multiprocessor.
 constexpr int PRODUCER_REGISTERS = 40, CONSUMER_REGISTERS = 232;
 
-// Iterates over the tiles of a cluster, in units of cluster tiles.
+// Position of a cluster's tile, in units of cluster tiles.
 struct Place {
     int tokens, rows;
 };

@@ -37,7 +37,8 @@ __device__ inline void arrive_expect_tx(Barrier* barrier, int bytes) {
                  : "memory");
 }
 
-// Wait for the completion of the phase with this parity; a new barrier is in phase 0.
+// Wait for the completion of the phase with this parity. A new barrier is in phase 0; waiting for
+// parity 1 then returns immediately.
 __device__ inline void barrier_wait(Barrier* barrier, int parity) {
     asm volatile(
         "{\n"

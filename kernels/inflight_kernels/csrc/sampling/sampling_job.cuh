@@ -5,10 +5,10 @@
 // a row's last slice has the most probable token, the softmax denominators and a lower bound of the
 // k-th largest logit: the k-th largest of the maxima of all threads. Greedy rows and rows without
 // filters end there. `spread`, for rows with rare filters, reads a row again, for its mean
-// surprisal and the standard deviation of its logits. `gather` rereads, for the other rows, the
-// logits of threads with a maximum above the bound, which yields slightly more than k candidates;
-// the last block sorts, filters and samples. If they do not suffice (k over BOUND_RANK, a nucleus
-// of thousands) it applies the filters by radix selection over the whole row.
+// surprisal and the standard deviation of its logits. `gather` rereads, for all rows that did not
+// end in `scan`, the logits of threads with a maximum above the bound, which yields slightly more
+// than k candidates; the last block sorts, filters and samples. If they do not suffice (k over
+// BOUND_RANK, a nucleus of thousands) it applies the filters by radix selection over the whole row.
 #pragma once
 
 #include "sampling/row_params.cuh"
@@ -94,8 +94,8 @@ struct Job {
 // Logits [rows, vocab] with row stride `stride`; tokens, logprobs, statuses [rows]. `arrivals` and
 // `found` [rows]; arrivals are 0 before and after. See Job::of_row for `scratch`. Nullable: counts
 // [slots, vocab] with prompt [slots, words of 32 tokens]; bias_starts [rows + 1] with bias_ids and
-// biases, where a row's ids ascend; masks [.., words of 32 tokens] with mask_rows [rows], negative for
-// none; tail_starts and tail_lengths [rows], a row's part of drafts, which are tokens.
+// biases, where a row's ids ascend; masks [.., words of 32 tokens] with mask_rows [rows], negative
+// for none; tail_starts and tail_lengths [rows], a row's part of drafts, which are tokens.
 #define JOB_PARAMETERS                                                                          \
     const T *logits, long long stride, int vocab, const RowParams *row_params, const long long *positions, \
         const short *counts, const unsigned char *prompt, const long long *drafts,              \
@@ -436,7 +436,7 @@ constexpr int ANY_ID = 0x7fffffff;
 constexpr u64 NEVER = ~0ull;
 
 // The first token of slices [begin, end) at which the cumulative weight exceeds `target`; -1 if it
-// does not. `sum` is set to the cumulative weight before it. Called by all threads of a block.
+// does not, and then `sum` is the total weight. Called by all threads of a block.
 template <typename T, typename Weights>
 __device__ __noinline__ int walk(const Job<T>& job, int row, const RowParams& params, int begin, int end,
                                  const Weights weights, u64 target, u64& sum, Shared& shared) {

@@ -2,7 +2,7 @@
 #include "sampling/sampling_job.cuh"
 
 constexpr int BOUND_RANK = 1024;  // maximum rank of the lower bound of candidates
-constexpr int MAXIMA = 32;        // maximum per thread, when computing the bound
+constexpr int MAXIMA = 32;        // upper limit of row maxima per thread, when computing the bound
 
 // Partial results of a warp; `top` and `sum` as in Partial.
 struct WarpPart {
@@ -13,8 +13,8 @@ struct ScanShared : Shared {
     WarpPart parts[WARPS];
 };
 
-// A value that at least, and about, `rank` of the row's maxima reach: at least `rank` logits reach
-// it too. -inf if there are not as many.
+// A lower bound of the `rank`-th largest logit: a value that at least `rank`, and not many more, of
+// the row's maxima reach. -inf if there are fewer maxima.
 template <typename T>
 __device__ __noinline__ float find_bound(const Job<T>& job, int row, int rank, float top,
                                          Shared& shared) {
@@ -54,7 +54,7 @@ template <typename T>
 __device__ __noinline__ void draw_from_all(const Job<T>& job, int row, const RowParams& params, float top,
                               float log_sum, float scale, Shared& shared) {
     const Partial* const partials = job.partials(row);
-    // In double, and in a fixed order: the sum of slices is the same in every block.
+    // In double the sum over slices is close to exact, and the same in every thread.
     double sum = 0.0;
     for (int s = 0; s < job.slices(); s++) {
         const float peak = __ldcg(&partials[s].top);

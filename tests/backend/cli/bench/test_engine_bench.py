@@ -40,7 +40,7 @@ def test_rows_and_the_start_are_measured(bench: Run):
     assert status == 0
     *so_far, report = map(json.loads, out.splitlines())
     decode, prefill, cold, warm = report["rows"]
-    # Whoever cuts it off has what was found until then.
+    # An interrupted run has the results up to then.
     assert [one["rows"] for one in so_far] == [[decode, cold, warm], report["rows"]]
     best = min(decode["seconds"])
     assert 12 / (best + 5e-5) <= decode["out_tok_s"] + 0.01  # seconds are rounded to 0.1 ms

@@ -97,7 +97,7 @@ def test_model_and_drafter_share_the_memory(
     assert runner.step_costs.draft_seconds > 0.0
 
 
-# ---------------------------------------------------------------- who needs the host
+# ---------------------------------------------------------------- sequences that need the host
 
 
 @ways
