@@ -2,7 +2,7 @@
 
     PYTHONPATH=benchmarks python benchmarks/kernels/sanitize.py [--json FILE]
 
-Both tools make a launch so slow that not every case can run: memcheck gets each so-manieth case of
+Both tools make a launch so slow that not every case can run: memcheck gets each nth case of
 every test, racecheck, which takes seconds for a launch, one or a few of every kernel. Only our own
 kernels are looked at, not those of torch. Ends with 1 if there is an error or a test fails.
 """
@@ -38,7 +38,7 @@ class Job:
         tool: of compute-sanitizer.
         name: of the job.
         files: test_<file>.py each.
-        every: keeps each so-manieth case of every test.
+        every: keeps each nth case of every test.
         only: what pytest's -k keeps of them.
     """
 
@@ -55,7 +55,7 @@ FIRST = 100_000
 
 JOBS = (
     Job("memcheck", "attention", ("attention",), 50),
-    Job("memcheck", "products", ("gemm", "dense"), 20),
+    Job("memcheck", "products", ("skinny_gemm", "gemm"), 20),
     Job("memcheck", "sampling", ("sampling",), 40),
     Job("memcheck", "other kernels", SMALL, 20),
     Job("racecheck", "attention, few rows", ("attention",), only="head_dim[decode-128-torch.bf"),
@@ -67,11 +67,11 @@ JOBS = (
     ),
     Job("racecheck", "attention, many sequences", ("attention",), only="sequences[short-128"),
     Job("racecheck", "attention, prompts", ("attention",), only="head_dim[mixed-128-torch.bf"),
-    Job("racecheck", "products of few tokens", ("gemm",), FIRST),
-    Job("racecheck", "products of many tokens", ("dense",), FIRST),
-    Job("racecheck", "sampling", ("sampling",), FIRST, "kinds_of or likeliest_t or exact_where"),
+    Job("racecheck", "products of few tokens", ("skinny_gemm",), FIRST),
+    Job("racecheck", "products of many tokens", ("gemm",), FIRST),
+    Job("racecheck", "sampling", ("sampling",), FIRST, "kinds_of or top_logprobs or exact_and"),
     # But for a launch that overlaps the one before it, on which the tool itself breaks.
-    Job("racecheck", "other kernels", SMALL, FIRST, "not settled_step"),
+    Job("racecheck", "other kernels", SMALL, FIRST, "not ready_history"),
 )
 
 

@@ -286,7 +286,9 @@ def test_build_gives_the_runner_of_the_device(tiny_llama: Checkpoint) -> None:
 def test_the_pool_takes_the_memory_that_the_settings_give_it(tiny_llama: Checkpoint) -> None:
     config = EngineConfig(model=".", kv_cache_memory_bytes=1 << 20)
     runner, model = build(config, tiny_llama, lambda what, done: None)
-    assert runner.num_blocks == (1 << 20) // model.kv_layout(config.dtype).block_bytes(config.block_size)
+    assert runner.num_blocks == (1 << 20) // model.kv_layout(config.dtype).block_bytes(
+        config.block_size
+    )
 
 
 def test_a_pool_beyond_all_memory_is_refused(tiny_llama: Checkpoint) -> None:
