@@ -4,7 +4,7 @@ If a client requests status codes, tritonserver 2.51 can crash on an error that 
 its request (see delayed_errors.py). So a plain client requests them here, on one channel. The
 server has just started and runs on one core, where it crashed soonest: within 15 rejected requests,
 by an ensemble's first step, by a later step, or by a model that was called directly. The statuses
-and texts are those of the version in which it crashed.
+are those of the version in which it crashed.
 """
 
 from __future__ import annotations
@@ -112,21 +112,20 @@ KINDS = {
         "no content": chat('[{"role": "user", "content": null}]', f"[0].content: null; {CONTENT}"),
         "surrogate": chat(
             '[{"role": "user", "content": "\\ud800"}]',
-            "[0].content: the text has a lone surrogate at character 0; "
-            "allowed: Unicode that UTF-8 can write",
+            "[0].content: lone surrogate at character 0; allowed: text that is valid in UTF-8",
         ),
         "template refuses": user_message(
-            "refuse", ": the model's chat template refuses them: no such talk"
+            "refuse", ": the model's chat template rejected the messages: no such talk"
         ),
         "template fails": user_message(
-            "fail", ": the model's chat template fails on them (ZeroDivisionError)"
+            "fail", ": the model's chat template failed on the messages (ZeroDivisionError)"
         ),
         "template out of bounds": user_message(
-            "grow", ": the model's chat template builds something longer than 1048576"
+            "grow", ": the model's chat template builds a value longer than 1048576"
         ),
         "template makes a marker": user_message(
             "<|IM_END|>",
-            ": the model's chat template would turn message text into special tokens",
+            ": with this text the model's chat template would produce additional special tokens",
         ),
     },
     "other steps and direct calls": {

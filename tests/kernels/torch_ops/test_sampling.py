@@ -265,15 +265,29 @@ def test_only_allowed_tokens_remain() -> None:
 
 # ---------------------------------------------------------------- rare filters
 
-NUMBERS = np.random.default_rng(6).random(4000)
+RESOLUTION = 2.0**-30
 
 
 def support(logits: torch.Tensor, temperature: float = 1.0, **filters: float) -> set[int]:
-    """The tokens that are drawn, of a vocabulary whose tokens all have a share worth drawing."""
+    """The tokens with more than RESOLUTION of the draws.
+
+    A draw inverts the distribution function, so each token has one interval of numbers, whose ends
+    are found by bisection.
+    """
     row_params = Filters(**filters)  # type: ignore[arg-type]
-    drawn = {ops.draw_filtered(logits, temperature, row_params, float(u), 0.0) for u in NUMBERS}
-    ends = (ops.draw_filtered(logits, temperature, row_params, u, 0.0) for u in (0.0, 1 - 2.0**-52))
-    return drawn | set(ends)
+
+    def drawn(uniform: float) -> int:
+        return int(ops.draw_filtered(logits, temperature, row_params, uniform, 0.0))
+
+    def within(low: float, first: int, high: float, last: int) -> set[int]:
+        if first == last or high - low <= RESOLUTION:
+            return {first, last}
+        middle = (low + high) / 2
+        token = drawn(middle)
+        return within(low, first, middle, token) | within(middle, token, high, last)
+
+    end = 1 - 2.0**-52
+    return within(0.0, drawn(0.0), end, drawn(end))
 
 
 @pytest.mark.parametrize("mass", [0.1, 0.5, 0.9])
@@ -293,10 +307,7 @@ def test_epsilon_cutoff_matches_transformers(epsilon: float, temperature: float)
         logits = torch.randn(20)
         kept = EpsilonLogitsWarper(epsilon)(torch.empty(1, 0), logits[None] / temperature)
         expected = set(kept.isfinite().nonzero()[:, 1].tolist())
-        likely = (logits / temperature).softmax(-1) > 4 / len(NUMBERS)
-        found = support(logits, temperature, epsilon_cutoff=epsilon)
-        assert found <= expected
-        assert found >= expected & set(likely.nonzero()[:, 0].tolist())
+        assert support(logits, temperature, epsilon_cutoff=epsilon) == expected
 
 
 def test_epsilon_cutoff_applies_after_the_other_filters() -> None:
