@@ -600,9 +600,9 @@ def test_layers_with_ready_history_read_early_and_are_right(kind):
 
 def test_history_ready_without_a_plan_is_refused():
     made = make_projection([1], [20])
-    with pytest.raises(ValueError, match="history_ready without planned"):
+    with pytest.raises(ValueError, match="history_ready requires a planned step"):
         made.run(history_ready=True)
-    with pytest.raises(ValueError, match="history_ready without planned"):
+    with pytest.raises(ValueError, match="history_ready requires a planned step"):
         made.step.run(history_ready=True)
 
 
@@ -622,10 +622,10 @@ def test_a_step_takes_the_heads_and_tokens_of_its_metadata():
     metadata = made.metadata()
     with pytest.raises(ValueError, match="q has 1 rows; the step has 2 tokens"):
         attend(made.q[:1], made.kv, metadata, made.out())
-    with pytest.raises(ValueError, match=r"q is .*; it should be \[2, 8, 128\]"):
+    with pytest.raises(ValueError, match=r"q is .*; expected \[2, 8, 128\]"):
         attend(made.q[:, :4], made.kv, metadata, made.out())
     fewer = AttentionParams(8, 4, 128, scale=1.0)
-    with pytest.raises(ValueError, match="with 4 heads of 128 values"):
+    with pytest.raises(ValueError, match="4 heads of 128 values"):
         attend(made.q, made.kv, replace(metadata, spec=fewer), made.out())
 
 

@@ -117,9 +117,9 @@ def test_no_rows_are_no_launch() -> None:
 
 def test_total_and_out_need_memory_of_their_own() -> None:
     x = _random(2, 64, dtype=torch.float32)
-    with pytest.raises(ValueError, match="same memory"):
+    with pytest.raises(ValueError, match="must not share memory"):
         rms_norm(x, x[0], EPS, x, out=x, total=x)
-    with pytest.raises(ValueError, match="come together"):
+    with pytest.raises(ValueError, match="must be given together"):
         rms_norm(x, x[0], EPS, x, out=torch.empty_like(x))
 
 
