@@ -21,16 +21,22 @@ PIP = $(BIN)/python -m pip --disable-pip-version-check install --quiet
 SIDE_BY_SIDE = -n logical --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 # Whatever is on PYTHONPATH would be seen by pip, but not by Triton's stub.
 RUN = env -u PYTHONPATH -u PYTHONHOME
+PYTEST = $(RUN) $(BIN)/python -m pytest
 
 demo: $(VENV)/.serve
 	$(RUN) $(BIN)/inflight demo
 
+# Tests of real servers wait most of the time; tests that compute, at a lower priority, fill it.
 test: $(VENV)/.dev
-	$(RUN) $(BIN)/python -m pytest -m "not (gpu or integration or alone or long)" $(SIDE_BY_SIDE)
-	$(RUN) $(BIN)/python -m pytest -m "(integration or alone) and not long"
+	@echo "servers are tested meanwhile; their results follow"; \
+	log=$$(mktemp); trap 'kill $$servers 2>/dev/null; rm -f $$log' EXIT; trap 'exit 130' INT TERM; \
+	$(PYTEST) -m "integration and not long" >$$log 2>&1 & servers=$$!; \
+	nice $(PYTEST) -m "not (gpu or integration or alone or long)" $(SIDE_BY_SIDE); computed=$$?; \
+	wait $$servers; served=$$?; cat $$log; [ $$computed = 0 ] && [ $$served = 0 ]
+	$(PYTEST) -m "alone and not long"
 
 test-long: $(VENV)/.dev
-	$(RUN) $(BIN)/python -m pytest -m long
+	$(PYTEST) -m long
 
 check: $(VENV)/.dev
 	$(BIN)/ruff check
