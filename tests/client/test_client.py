@@ -408,7 +408,9 @@ def test_the_timeout_bounds_the_whole_request() -> None:
 
 @pytest.mark.parametrize("timeout", [-1, 0, float("nan"), float("inf"), "5"])
 def test_a_timeout_that_cannot_be_one_is_refused(timeout: Any) -> None:
-    with pytest.raises(InvalidRequest, match=r"timeout: .* is not a number of seconds; allowed"):
+    with pytest.raises(
+        InvalidRequest, match=r"timeout: .* is not a valid number of seconds; allowed"
+    ):
         Client(timeout=timeout)
 
 

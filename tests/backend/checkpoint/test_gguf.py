@@ -98,20 +98,23 @@ def header(tensors: list[tuple[str, list[int], int, int]], version: int = 3) -> 
         (header([], version=3 << 24), "version 50331648"),
         (b"GGUF" + struct.pack("<IQQ", 3, 1 << 60, 0), f"{1 << 60} tensors"),
         (b"GGUF" + struct.pack("<IQQ", 3, 0, 1 << 60), "metadata entries"),
-        (b"GGUF" + struct.pack("<IQQQ", 3, 0, 1, 1 << 63), "cut off"),
+        (b"GGUF" + struct.pack("<IQQQ", 3, 0, 1, 1 << 63), "truncated header"),
         (b"GGUF" + struct.pack("<IQQQcI", 3, 0, 1, 1, b"k", 77), "unknown type 77"),
-        (b"GGUF" + struct.pack("<IQQQcIIQ", 3, 0, 1, 1, b"k", 9, 9, 5), "array of the type 9"),
-        (b"GGUF" + struct.pack("<IQQQcIIQ", 3, 0, 1, 1, b"k", 9, 4, 1 << 62), "cut off"),
-        (b"GGUF" + struct.pack("<IQQQcIIQQ", 3, 0, 1, 1, b"k", 9, 8, 9, 1 << 62), "cut off"),
+        (b"GGUF" + struct.pack("<IQQQcIIQ", 3, 0, 1, 1, b"k", 9, 9, 5), "array of type 9"),
+        (b"GGUF" + struct.pack("<IQQQcIIQ", 3, 0, 1, 1, b"k", 9, 4, 1 << 62), "truncated header"),
+        (
+            b"GGUF" + struct.pack("<IQQQcIIQQ", 3, 0, 1, 1, b"k", 9, 8, 9, 1 << 62),
+            "truncated header",
+        ),
         (header([("a", [8] * 5, 0, 0)]), "5 dimensions"),
-        (header([("a", [8], 0, 16)]), "outside the file"),
-        (header([("a", [1 << 40], 0, 0)]), "outside the file"),
-        (header([("a", [1 << 63, 1 << 63], 0, 0)]), "outside the file"),
-        (header([("a", [8], 0, 1 << 40)]), "outside the file"),
+        (header([("a", [8], 0, 16)]), "beyond the end of the file"),
+        (header([("a", [1 << 40], 0, 0)]), "beyond the end of the file"),
+        (header([("a", [1 << 63, 1 << 63], 0, 0)]), "beyond the end of the file"),
+        (header([("a", [8], 0, 1 << 40)]), "beyond the end of the file"),
         (header([("a", [8], 999, 0)]), "unknown type 999"),
         (header([("a", [33], 2, 0)]), "rows of (33,) Q4_0"),
         (header([("a", [], 0, 0)]), "rows of"),
-        (header([("a", [8], 0, 0), ("a", [8], 0, 32)]), "occurs twice"),
+        (header([("a", [8], 0, 0), ("a", [8], 0, 32)]), "duplicate tensor 'a'"),
         (header([("a", [16], 0, 0), ("b", [8], 0, 32)]), "'a' and 'b' overlap"),
     ],
 )
@@ -128,7 +131,9 @@ def test_a_truncated_file_says_so(small: Checkpoint, tmp_path: Path) -> None:
     path = tmp_path / "x.gguf"
     path.write_bytes(small.path.read_bytes())
     os.truncate(path, path.stat().st_size - 4096)
-    with pytest.raises(ConfigError, match="lies outside the file: it is cut off; fetch the file"):
+    with pytest.raises(
+        ConfigError, match="extends beyond the end of the file: truncated; download"
+    ):
         GgufFile(path)
 
 

@@ -41,7 +41,7 @@ def test_home_is_expanded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
 def test_several_gguf_files_are_ambiguous(tmp_path: Path) -> None:
     for name in ("a.gguf", "b.gguf"):
         (tmp_path / name).touch()
-    with pytest.raises(ConfigError, match=r"several \.gguf files: name one"):
+    with pytest.raises(ConfigError, match=r"several \.gguf files: specify one"):
         locate(str(tmp_path))
 
 
@@ -91,7 +91,7 @@ def test_a_package_that_is_not_installed_says_how_to_get_it() -> None:
 
 
 def test_a_package_without_a_model_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"'msgspec' carries no \.gguf file"):
+    with pytest.raises(ConfigError, match=r"'msgspec' contains no \.gguf file"):
         locate("package:msgspec")
 
 

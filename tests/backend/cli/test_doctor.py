@@ -74,7 +74,7 @@ def test_a_stub_without_libpython_says_where_to_get_it(
     monkeypatch.setattr(doctor, "_output", lambda command, environment: output)
     check = doctor.check_stub(tmp_path / "stub", {})
     assert check.status == "broken"
-    assert f"lacks {library}" in check.found
+    assert f"does not find {library}" in check.found
     assert "libpython" in check.mend
 
 

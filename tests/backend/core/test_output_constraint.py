@@ -43,8 +43,8 @@ def test_json_needs_no_guide() -> None:
         ("jsn_schema", "{}", r"^guided_decoding_guide_type: 'jsn_schema' is unknown; allowed: json,"
          r" json_schema, .*; did you mean 'json_schema'\?$"),
         ("JSON", "", r"_guide_type: 'JSON' is unknown"),
-        (None, "{}", r"^guided_decoding_guide_type: is missing, but guided_decoding_guide is ther"),
-        ("json", "{}", r"^guided_decoding_guide: .* a schema goes with json_schema"),
+        (None, "{}", r"^guided_decoding_guide_type: is missing, but guided_decoding_guide is set"),
+        ("json", "{}", r"^guided_decoding_guide: .* use json_schema with a schema"),
         ("json_schema", "", r"^guided_decoding_guide: is missing; .* needs one: {"),
         ("regex", None, r"^guided_decoding_guide: is missing"),
         ("regex", "a\ud800", r"lone surrogate at character 1"),

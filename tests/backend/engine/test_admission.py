@@ -23,7 +23,7 @@ def test_a_request_beyond_the_pool_is_refused_with_what_fits() -> None:
 @pytest.mark.parametrize(
     ("num_blocks", "max_num_seqs", "max_tokens", "message"),
     [
-        (16, 2, 4, "beam_width: 3 beams run as 3 sequences, and at most 2 run"),
+        (16, 2, 4, "beam_width: 3 beams run as 3 sequences; allowed: up to max_num_seqs, 2"),
         (
             9,
             4,

@@ -470,7 +470,7 @@ def test_a_stop_word_ends_a_beam(min_tokens: int) -> None:
         ({"params": SamplingParams(beam_width=13, max_tokens=1)}, "beam_width: 13 beams run as"),
         (
             {"params": SamplingParams(beam_width=16, end_id=30, max_tokens=1), "ends": range(4)},
-            "beam_width: 16 beams and 5 tokens that end them are more than the 20 .* up to 15",
+            "beam_width: 16 beams and 5 tokens that end them exceed the 20 .* up to 15",
         ),
     ],
 )

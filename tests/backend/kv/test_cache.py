@@ -62,5 +62,5 @@ def test_unused_blocks_use_no_memory() -> None:
 
 
 def test_sizes_beyond_32_bits_are_rejected() -> None:
-    with pytest.raises(ConfigError, match="no memory for 1125899906842624 KV blocks"):
+    with pytest.raises(ConfigError, match="out of memory for 1125899906842624 KV blocks"):
         KVCache(layout(), 1 << 50, 16)

@@ -91,7 +91,10 @@ def test_yarn_is_read_from_old_and_new_settings(tmp_path: Path, beside: bool) ->
         ),
         ({"architectures": ["LlamaForSequenceClassification"]}, "architectures"),
         ({"quantization_config": {"quant_method": "awq"}}, "quantization_config"),
-        ({"model_type": "mistral", "sliding_window": -1}, "sliding_window: -1; allowed: one whole"),
+        (
+            {"model_type": "mistral", "sliding_window": -1},
+            "sliding_window: -1; allowed: an integer of at least 1",
+        ),
         ({"num_key_value_heads": 3}, "4 attention heads cannot share 3"),
         ({"head_dim": 15}, "head_dim: 15 is odd"),
         ({"hidden_act": "gelu"}, "hidden_act"),

@@ -173,11 +173,11 @@ def test_an_eagle3_head_always_has_one_layer(tmp_path: Path) -> None:
     [
         ({"architectures": ["LlamaForCausalLM"]}, "is not an EAGLE-3 head"),
         ({"speculators_model_type": "eagle"}, "is not an EAGLE-3 head"),
-        ({"vocab_size": 150}, "vocab_size: 150; the model's own is 160"),
-        ({"target_hidden_size": 32}, "for a hidden_size of 32; the model has 64"),
+        ({"vocab_size": 150}, "vocab_size: 150; it must equal that of the model, 160"),
+        ({"target_hidden_size": 32}, "trained for hidden_size 32; the model has 64"),
         ({"draft_vocab_size": 161}, "draft_vocab_size: 161; allowed: up to vocab_size"),
-        ({TAPS_KEY: [1, 8]}, "before the layers .1, 8. are not there"),
-        ({TAPS_KEY: "all"}, "are not there"),
+        ({TAPS_KEY: [1, 8]}, ".1, 8. are not layers of the model; allowed: 0 to 7"),
+        ({TAPS_KEY: "all"}, "all are not layers"),
         ({"eagle_config": {"use_aux_hidden_state": False}}, "use_aux_hidden_state"),
         ({"attention_bias": True}, "attention_bias: true is not supported"),
         ({"model_type": "qwen3"}, "the architecture 'qwen3' is not supported"),
@@ -193,12 +193,12 @@ def test_incompatible_drafters_are_rejected(
 @pytest.mark.parametrize(
     ("name", "value", "words"),
     [
-        ("fc.weight", None, "lacks tensors: fc.weight"),
-        ("d2t", None, "lacks tensors: d2t"),
-        ("lm_head.weight", None, "lacks tensors: lm_head.weight"),
-        ("fc.bias", torch.zeros(64), "does not use: fc.bias"),
-        ("norm.weight", torch.zeros(32), r"norm.weight \[32\] instead of \[64\]"),
-        ("d2t", torch.full((DRAFT_VOCAB_SIZE,), 150), "d2t leads to token 209"),
+        ("fc.weight", None, "missing tensors: fc.weight"),
+        ("d2t", None, "missing tensors: d2t"),
+        ("lm_head.weight", None, "missing tensors: lm_head.weight"),
+        ("fc.bias", torch.zeros(64), "unexpected tensors .*: fc.bias"),
+        ("norm.weight", torch.zeros(32), r"norm.weight \[32\], expected \[64\]"),
+        ("d2t", torch.full((DRAFT_VOCAB_SIZE,), 150), "d2t maps to tokens 150 to 209"),
     ],
 )
 def test_damaged_weights_are_refused(

@@ -171,7 +171,7 @@ def test_a_gguf_file_is_read_in_full(tmp_path: Path) -> None:
         ({"expert_count": 8}, "expert_count"),
         ({"rope.dimension_count": 8}, "rope.dimension_count"),
         ({"attention.value_length": 32}, "attention.value_length"),
-        ({"attention.head_count_kv": [2, 1]}, "attention.head_count_kv: differs by layer"),
+        ({"attention.head_count_kv": [2, 1]}, "attention.head_count_kv: varies by layer"),
         ({"rope.scaling.type": "longrope"}, "'longrope'"),
         ({"block_count": None}, "block_count"),
     ],
@@ -187,7 +187,7 @@ def test_a_gguf_file_of_another_kind_is_refused_by_name(
     ("extra", "named"),
     [
         ({"rope_freqs.weight": np.ones(5, np.float32)}, "5 values for 8"),
-        ({"rope_freqs.weight": np.zeros(8, np.float32)}, "not above 0"),
+        ({"rope_freqs.weight": np.zeros(8, np.float32)}, "not positive"),
         ({"rope_freqs.weight": np.ones(8, np.float16)}, "F16; allowed: F32"),
         ({"rope_factors_long.weight": np.ones(8, np.float32)}, "rope_factors_long"),
     ],
@@ -206,27 +206,29 @@ def test_missing_tensors_are_named(tmp_path: Path) -> None:
             del weights[f"model.layers.{layer}.self_attn.{name}_proj.weight"]
     with pytest.raises(ConfigError) as caught:
         open_all(tiny.write_llama(tmp_path, weights))
-    assert "lacks tensors: model.layers.0.self_attn.q_proj.weight" in str(caught.value)
+    assert "missing tensors: model.layers.0.self_attn.q_proj.weight" in str(caught.value)
     assert "and 1 more" in str(caught.value)
 
 
 def test_unexpected_tensors_are_named(tmp_path: Path) -> None:
     weights = tiny.random_weights(tiny.SETTINGS)
     weights["model.layers.0.self_attn.q_norm.weight"] = torch.ones(16)
-    with pytest.raises(ConfigError, match=r"does not use: model\.layers\.0\.self_attn\.q_norm"):
+    with pytest.raises(
+        ConfigError, match=r"unexpected tensors .*: model\.layers\.0\.self_attn\.q_norm"
+    ):
         open_all(tiny.write_llama(tmp_path, weights))
 
 
 def test_wrong_shapes_are_named(tmp_path: Path) -> None:
     weights = tiny.random_weights(tiny.SETTINGS)
     weights["model.norm.weight"] = torch.ones(63)
-    with pytest.raises(ConfigError, match=r"model\.norm\.weight \[63\] instead of \[64\]"):
+    with pytest.raises(ConfigError, match=r"model\.norm\.weight \[63\], expected \[64\]"):
         open_all(tiny.write_llama(tmp_path, weights))
 
 
 def test_more_layers_than_settings_say_are_refused(tmp_path: Path) -> None:
     weights = tiny.random_weights(tiny.SETTINGS)
-    with pytest.raises(ConfigError, match=r"does not use: model\.layers\.1\."):
+    with pytest.raises(ConfigError, match=r"unexpected tensors .*: model\.layers\.1\."):
         open_all(tiny.write_llama(tmp_path, weights, num_hidden_layers=1))
 
 

@@ -427,7 +427,7 @@ def test_a_runner_returning_no_token_or_too_many_is_an_error(token_ids: list[int
     plan = scheduler()
     plan.add(sequence(7, prompt(3)))
     batch = plan.schedule()
-    with pytest.raises(EngineError, match=f"chose {len(token_ids)} tokens for request 7"):
+    with pytest.raises(EngineError, match=f"returned {len(token_ids)} tokens for request 7"):
         plan.commit(batch, StepOutput([token_ids], [[]]))
 
 

@@ -120,7 +120,7 @@ def test_a_marker_that_a_template_makes_of_harmless_parts_is_refused(smollm: Tok
         template = CHATML.replace("m['content']", f"m['content']|{step}")
         tokenizer = _with_template(smollm, template)
         assert encode_chat(tokenizer, [{"role": "user", "content": "fine # <|im_"}])
-        with pytest.raises(RequestError, match="into special tokens"):
+        with pytest.raises(RequestError, match="additional special tokens"):
             encode_chat(tokenizer, [{"role": "user", "content": attack}])
 
 
@@ -175,7 +175,9 @@ class TestRender:
             assert render(LLAMA3_TEMPLATE, messages, bos, eos, False) == right
 
     def test_a_templates_exception_is_reported(self) -> None:
-        with pytest.raises(RequestError, match=r"messages: .*refuses them: roles must alternate"):
+        with pytest.raises(
+            RequestError, match=r"messages: .*rejected the messages: roles must alternate"
+        ):
             render("{{ raise_exception('roles must alternate') }}", self.MESSAGES, None, None)
 
     @pytest.mark.alone
@@ -211,7 +213,7 @@ class TestRender:
         ],
     )
     def test_a_template_that_builds_too_much_is_stopped(self, template: str) -> None:
-        with pytest.raises(RequestError, match=r"chat template (makes|builds|raises|formats)"):
+        with pytest.raises(RequestError, match=r"chat template (produces|builds|computes|formats)"):
             render(template, self.MESSAGES, None, None)
 
     @pytest.mark.parametrize(
@@ -227,7 +229,7 @@ class TestRender:
         ],
     )
     def test_a_template_cannot_leave_the_sandbox(self, template: str) -> None:
-        with pytest.raises(RequestError, match="chat template fails on them"):
+        with pytest.raises(RequestError, match="chat template failed on the messages"):
             render(template, self.MESSAGES, None, None)
         assert self.MESSAGES == [{"role": "user", "content": 'a"<b>ü'}]
 
@@ -292,16 +294,16 @@ class TestParse:
             ),
             (
                 '[{"role":"user","role":"system","content":"x"}]',
-                "messages: not valid JSON (the key 'role' occurs twice in an object)",
+                "messages: not valid JSON (duplicate key 'role' in an object)",
             ),
-            ('[{"role":"user","content":"\\ud800"}]', "messages[0].content: the text has a lone"),
+            ('[{"role":"user","content":"\\ud800"}]', "messages[0].content: lone surrogate"),
             (
                 json.dumps([{"role": "user", "content": "x"}] * 513),
                 "messages: 513 messages; allowed: an array of 1 to 512",
             ),
             (
                 json.dumps([{"role": "user", "content": "x" * (5 << 20)}]),
-                "characters are too many; allowed: 4194304",
+                "characters; allowed: at most 4194304",
             ),
         ],
     )

@@ -212,7 +212,7 @@ def test_a_decoder_of_another_kind_is_refused_by_name(decoder: Any, name: str) -
     backend = tokenizers.Tokenizer(tokenizers.models.BPE())
     if decoder is not None:
         backend.decoder = decoder
-    with pytest.raises(ConfigError, match=f"the decoder {name} is not supported"):
+    with pytest.raises(ConfigError, match=f"decoder {name} is not supported"):
         Detokenizer(Tokenizer(backend))
 
 

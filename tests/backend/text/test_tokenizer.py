@@ -152,7 +152,7 @@ class TestFolder:
         with pytest.raises(ConfigError, match=r"tokenizer_config\.json cannot be read"):
             _load(tmp_path)
         (tmp_path / "tokenizer_config.json").write_text("[]")
-        with pytest.raises(ConfigError, match=r"tokenizer_config\.json must hold a JSON object"):
+        with pytest.raises(ConfigError, match=r"tokenizer_config\.json is not a JSON object"):
             _load(tmp_path)
         (tmp_path / "tokenizer_config.json").unlink()
         assert _load(tmp_path).bos_token is None
@@ -216,15 +216,18 @@ class TestByteLevelGguf:
     @pytest.mark.parametrize(
         ("changes", "message"),
         [
-            ({"pre": "klingon"}, "tokenizer.ggml.pre: 'klingon' is not supported; known: default,"),
-            ({"model": "t5"}, "tokenizer.ggml.model: 't5' is not supported; known: gpt2, llama"),
+            (
+                {"pre": "klingon"},
+                "tokenizer.ggml.pre: 'klingon' is not supported; allowed: default,",
+            ),
+            ({"model": "t5"}, "tokenizer.ggml.model: 't5' is not supported; allowed: gpt2, llama"),
             ({"model": None}, "tokenizer.ggml.model: None is not supported"),
-            ({"tokens": []}, "tokenizer.ggml.tokens: there are none"),
-            ({"token_type": [1]}, "tokenizer.ggml.token_type: 1 for "),
+            ({"tokens": []}, "tokenizer.ggml.tokens is missing or empty"),
+            ({"token_type": [1]}, "tokenizer.ggml.token_type has 1 entries for "),
             ({"merges": ["a"]}, "'a' is not two tokens"),
             ({"merges": ["a b c"]}, "'a b c' is not two tokens"),
-            ({"merges": ["zz9 qq9"]}, "merges and tokens do not fit"),
-            ({"model": "llama"}, "tokenizer.ggml.scores: there must be one for each token"),
+            ({"merges": ["zz9 qq9"]}, "merges and tokens do not match"),
+            ({"model": "llama"}, "tokenizer.ggml.scores must have one entry per token"),
         ],
     )
     def test_unsupported_values_are_named(self, changes: dict[str, object], message: str) -> None:
@@ -381,7 +384,7 @@ class TestExport:
 def test_a_file_that_is_no_gguf_file_is_named(tmp_path: Path) -> None:
     path = tmp_path / "model.gguf"
     path.write_bytes(b"not a model")
-    with pytest.raises(ConfigError, match=r"model\.gguf: not a sound GGUF file"):
+    with pytest.raises(ConfigError, match=r"model\.gguf: not a valid GGUF file"):
         _load(path)
     with pytest.raises(ConfigError, match=r"gone\.gguf: cannot be read"):
         Tokenizer.load(Checkpoint(tmp_path / "gone.gguf", "gguf"))

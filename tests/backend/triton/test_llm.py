@@ -420,7 +420,7 @@ def test_a_response_that_cannot_be_sent_ends_the_request(front, engines, caplog)
     sender.failures = 1
     engines[0].say([7], position=1)
     (response,) = sender.wait()
-    assert response.error().message() == "the answer could not be sent"
+    assert response.error().message() == "the response could not be sent"
     assert engines[0].cancelled == [engines[0].submitted[0].request_id]
     engines[0].say([8], position=2, finish_reason=FinishReason.CANCELLED)
     assert len(sender.responses) == 1

@@ -365,7 +365,7 @@ def test_an_error_in_the_json_dialect_names_it():
         ),
         (
             {"beam_width": ints(4), "n": ints(2), "best_of": ints(3)},
-            "best_of: cannot be combined with beam_width 4: beam_width says how many",
+            "best_of: cannot be combined with beam_width 4: beam_width is the number of beams",
         ),
         (
             {"beam_width": ints(4), "speculation": strings("auto")},
@@ -379,10 +379,13 @@ def test_an_error_in_the_json_dialect_names_it():
             },
             "guided_decoding_guide_type: cannot be combined with beam_width 4: a grammar",
         ),
-        ({"beam_width": ints(4), "temperature": floats(0.5)}, "temperature: asks for a draw"),
+        (
+            {"beam_width": ints(4), "temperature": floats(0.5)},
+            "temperature: requests random sampling",
+        ),
         (
             {"sampling_parameters": strings('{"use_beam_search": true, "n": 2, "top_k": 5}')},
-            "sampling_parameters: top_k: asks for a draw, and beam_width 2",
+            "sampling_parameters: top_k: requests random sampling, which cannot be combined",
         ),
         ({"speculation": strings("fast")}, "speculation: 'fast' is unknown; allowed: auto, off"),
         ({"speculation": strings("17")}, "speculation: '17' is unknown; allowed: auto, off, or 0"),
@@ -485,7 +488,7 @@ def test_a_tokenizers_error_is_unicode():
 def test_a_tokenizer_error_sent_by_a_client_is_rejected(text):
     with pytest.raises(RequestError) as caught:
         protocol.read_prompt_error(strings(text))
-    assert str(caught.value) == "prompt_error: is set only by the tokenizers; leave it out"
+    assert str(caught.value) == "prompt_error: is set only by the tokenizers; omit it"
 
 
 def test_a_tokenizer_error_that_is_not_text_is_rejected():

@@ -67,20 +67,20 @@ def test_rows_that_are_no_vectors_fit_where_none_are_needed() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"x": zeros(M, K, dtype=torch.float32)}, r"x is torch.float32; it may be torch.bfloat16"),
+        ({"x": zeros(M, K, dtype=torch.float32)}, r"x is torch.float32; allowed: torch.bfloat16"),
         ({"x": zeros(M)}, r"x is \[5\] and weight \[48, 64\]; they must be \[m, k\] and \[n, k\]"),
         ({"weight": zeros(N, K + 8)}, r"x is \[5, 64\] and weight \[48, 72\]"),
         ({"x": zeros(M, 60), "weight": zeros(N, 60)}, r"\[48, 60\]; k must be a multiple of 8"),
         ({"x": zeros(M, 0), "weight": zeros(N, 0)}, r"\[48, 0\]; k must be a multiple of 8"),
         ({"weight": zeros(N, K, dtype=torch.float16)}, "weight is torch.float16"),
         ({"weight": zeros(K, N).T}, "weight is .*not contiguous"),
-        ({"out": zeros(M, N + 8)}, r"out is torch.bfloat16 \[5, 56\]; it should be .* \[5, 48\]"),
+        ({"out": zeros(M, N + 8)}, r"out is torch.bfloat16 \[5, 56\]; expected .* \[5, 48\]"),
         ({"out": zeros(M, N, dtype=torch.float64)}, r"out is torch.float64"),
         ({"bias": zeros(N + 1)}, r"bias is torch.bfloat16 \[49\]"),
         ({"residual": zeros(M + 1, N)}, r"residual is torch.bfloat16 \[6, 48\]"),
-        ({"x": zeros(K, M).T}, r"x has strides \(1, 5\); a row must be contiguous"),
-        ({"x": zeros(M, K + 4)[:, :K]}, r"x has strides \(68, 1\); .* a multiple of 8 apart"),
-        ({"max_tokens": M - 1}, "x has 5 rows; at most 4"),
+        ({"x": zeros(K, M).T}, r"x has strides \(1, 5\); rows must be contiguous"),
+        ({"x": zeros(M, K + 4)[:, :K]}, r"x has strides \(68, 1\); .* a multiple of 8"),
+        ({"max_tokens": M - 1}, "x has 5 rows; allowed: up to 4"),
     ],
 )
 def test_mismatched_operands_are_named(changes: dict[str, Any], message: str) -> None:
@@ -93,8 +93,11 @@ def test_mismatched_operands_are_named(changes: dict[str, Any], message: str) ->
     [
         ({"weight": zeros(N + 1, K)}, "n even when gated"),
         ({"weight": zeros(8, K)}, "half of it when gated, must be a multiple of 8"),
-        ({"out": zeros(M, N)}, r"out is torch.bfloat16 \[5, 48\]; it should be .* \[5, 24\]"),
-        ({"out": zeros(M, N // 2, dtype=torch.float32)}, "a gated product is stored as x is"),
+        ({"out": zeros(M, N)}, r"out is torch.bfloat16 \[5, 48\]; expected .* \[5, 24\]"),
+        (
+            {"out": zeros(M, N // 2, dtype=torch.float32)},
+            "if gated, it must be torch.bfloat16 like x",
+        ),
     ],
 )
 def test_invalid_gated_operands_are_named(changes: dict[str, Any], message: str) -> None:

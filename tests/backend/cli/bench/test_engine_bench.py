@@ -69,7 +69,7 @@ def test_rows_scale_and_are_shown_in_lines(bench: Run):
 def test_a_row_that_does_not_fit_is_refused_before_anything_runs(bench: Run):
     status, _, err = bench("--rows", "2x5/4,long")
     assert status == 1
-    assert "row long: 8448 tokens are more than the context of 256" in err
+    assert "row long: 8448 tokens exceed the context of 256" in err
 
 
 @pytest.mark.parametrize(

@@ -79,6 +79,6 @@ def test_a_profile_shows_kernels_the_rest_and_the_gap():
     file = io.StringIO()
     Show(Console(file=file, width=200)).profiles([Profile("bs1", "1 x 128/512", "a GPU", [step])])
     lines = file.getvalue().splitlines()
-    assert lines[0] == "1 x 128/512, decode: 1000 us a step traced, 900 us untraced"
+    assert lines[0] == "1 x 128/512, decode: 1000 us per step traced, 900 us untraced"
     assert lines[-2].split() == ["6", "more", "6", "60.0", "6.0%"]
     assert lines[-1].split() == ["no", "kernel", "runs", "gap", "700.0", "70.0%"]
