@@ -5,6 +5,8 @@ place, and with poison where a step has not written."""
 from __future__ import annotations
 
 import random
+import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,7 @@ from typing import Any
 import pytest
 
 import host_kernels
+import result
 from device_drafting import Rig, small_rig
 from inflight.checkpoint.locate import Checkpoint
 from inflight.config import EngineConfig
@@ -28,6 +31,8 @@ from poisoned_memory import poison_memory, poison_steps
 VOCAB_SIZE = 160
 NUM_REQUESTS = 14
 NUM_MIXES = 24
+NUM_LONG_MIXES = 200
+RESULT = result.ROOT / "benchmarks" / "results" / "random-mixes.json"
 
 DRAFTERS: tuple[dict[str, Any] | None, ...] = (
     None,
@@ -159,10 +164,33 @@ def on_cpu(folder: Path, settings: dict[str, Any]) -> Engine:
     return Engine(config, runner, model.max_model_len(config), model.eos_token_ids)
 
 
-@pytest.mark.parametrize("seed", range(NUM_MIXES))
+@pytest.fixture(scope="module")
+def results() -> Iterator[list[dict[str, Any]]]:
+    """The mixes of the full count; written to benchmarks/results."""
+    rows: list[dict[str, Any]] = []
+    yield rows
+    if rows:
+        result.write(RESULT, "random mixes, GPU runner and CPU runner", rows)
+
+
+@pytest.mark.parametrize(
+    "seed",
+    [
+        *range(NUM_MIXES),
+        *(
+            pytest.param(seed, marks=pytest.mark.long)
+            for seed in range(NUM_MIXES, NUM_MIXES + NUM_LONG_MIXES)
+        ),
+    ],
+)
 def test_the_gpu_runner_matches_the_cpu_runner(
-    rig: Rig, seed: int, monkeypatch: pytest.MonkeyPatch
+    request: pytest.FixtureRequest,
+    rig: Rig,
+    seed: int,
+    results: list[dict[str, Any]],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    started = time.monotonic()
     generator = random.Random(seed)
     settings, drafter = settings_of(generator), generator.choice(DRAFTERS)
     requests = requests_of(generator, settings["max_num_seqs"])
@@ -178,6 +206,17 @@ def test_the_gpu_runner_matches_the_cpu_runner(
         poison_memory(engine.runner)
         assert run(engine, requests, random.Random(seed)) == expected
         assert engine.scheduler.num_free_blocks == engine.runner.num_blocks
+    if request.node.get_closest_marker("long"):
+        results.append(
+            {
+                "seed": seed,
+                "method": None if drafter is None else drafter["method"],
+                "settings": settings,
+                "requests": len(requests),
+                "tokens": sum(len(one.token_ids) for one in expected.values()),
+                "seconds": round(time.monotonic() - started, 1),
+            }
+        )
 
 
 def test_the_mixes_go_through_steps_of_all_kinds(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,103 @@
+"""Minutes of mixed load leave nothing behind: no sequence, no block, no process, no memory."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import psutil
+import pytest
+
+import result
+from kserve import Refused, Stream, ask, request, tensor, text
+from serving import Triton
+
+pytestmark = pytest.mark.integration
+
+MINUTES = 5
+CLIENTS = 8
+RESULT = result.ROOT / "benchmarks" / "results" / "soak.json"
+# Of all processes together, from the end of the first minute on: caches are full by then.
+MAX_GROWTH_MIB = 64
+
+STREAMED = tensor("stream", "BOOL", True)
+WORDS = ("a lighthouse", "seven ducks", "the last train", "rain", "Ünïcödé", "🦆")
+
+
+def complete(triton: Triton, generator: random.Random) -> None:
+    prompt = " ".join(generator.choices(WORDS, k=generator.randint(1, 40)))
+    inputs = [text(prompt), tensor("max_tokens", "INT32", generator.randint(1, 24))]
+    if generator.random() < 0.5:
+        inputs.append(tensor("temperature", "FP32", 0.8))
+    if generator.random() < 0.7:
+        inputs.append(STREAMED)
+    answers = ask(triton.grpc, request("generate", *inputs))
+    assert answers[-1]["finish_reason"] in ("stop", "length")
+
+
+def leave(triton: Triton, generator: random.Random) -> None:
+    endless = (STREAMED, tensor("ignore_eos", "BOOL", True), tensor("max_tokens", "INT32", 500))
+    stream = Stream(triton.grpc, request("generate", text("Once upon a time"), *endless))
+    for _ in range(generator.randint(0, 5)):
+        stream.next()
+    generator.choice([stream.cancel, stream.hang_up])()
+
+
+def be_refused(triton: Triton, generator: random.Random) -> None:
+    wrong = generator.choice(
+        [(text(""),), (text("x"), tensor("top_k", "INT32", -7)), (text(b"\xff\xfe"),)]
+    )
+    with pytest.raises(Refused):
+        ask(triton.grpc, request("generate", *wrong))
+
+
+ACTIONS = {complete: 6, leave: 2, be_refused: 2}
+
+
+def memory_mib(processes: list[psutil.Process]) -> int:
+    return sum(process.memory_info().rss for process in processes) >> 20
+
+
+@pytest.mark.long
+@pytest.mark.timeout(MINUTES * 60 + 240)
+def test_minutes_of_mixed_load_leave_nothing_behind(cpu: Triton) -> None:
+    tritonserver = psutil.Process(cpu.server.pid)
+    processes = [tritonserver, *tritonserver.children(recursive=True)]
+    canary = cpu.canary()
+    done: Counter[str] = Counter()
+    is_over = threading.Event()
+
+    def client(seed: int) -> None:
+        generator = random.Random(seed)
+        while not is_over.is_set():
+            (action,) = generator.choices([*ACTIONS], [*ACTIONS.values()])
+            action(cpu, generator)
+            done[action.__name__] += 1
+
+    rows: list[dict[str, Any]] = []
+    with ThreadPoolExecutor(CLIENTS) as pool:
+        clients = [pool.submit(client, seed) for seed in range(CLIENTS)]
+        try:
+            for minute in range(1, MINUTES + 1):
+                time.sleep(60)
+                rows.append(
+                    {
+                        "minute": minute,
+                        **done,
+                        "rss_mib": memory_mib(processes),
+                        "fds": sum(process.num_fds() for process in processes),
+                    }
+                )
+                assert cpu.canary() == canary
+        finally:
+            is_over.set()
+        for one in clients:
+            one.result()
+    cpu.wait_until_idle(30)
+    assert [tritonserver, *tritonserver.children(recursive=True)] == processes
+    assert rows[-1]["rss_mib"] - rows[0]["rss_mib"] < MAX_GROWTH_MIB
+    result.write(RESULT, f"soak, {CLIENTS} clients", rows)
