@@ -110,7 +110,7 @@ class Options(TypedDict, total=False):
     exclude_input_in_output: bool
     """False prepends the prompt to the output."""
     echo: bool
-    """True puts the prompt in front of the output."""
+    """True prepends the prompt to the output."""
     return_num_input_tokens: bool
     """Accepted; the count is always part of the answer."""
     return_num_output_tokens: bool

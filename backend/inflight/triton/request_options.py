@@ -37,7 +37,7 @@ class RequestOptions(msgspec.Struct, frozen=True):
     echo: Annotated[
         bool | None,
         Option(
-            "True puts the prompt in front of the output. With `num_logprobs` it also requests the "
+            "True prepends the prompt to the output. With `num_logprobs` it also requests the "
             "prompt's log-probabilities.",
             default="false",
         ),
