@@ -1,11 +1,11 @@
-# make demo    a server, one question, the streamed answer
-# make test    the tests
-# make check   lint, format, types, import rules
-# make generate   what follows from the tables of options and settings: configs, client, pages
-# make test-long  the tests with their full counts, in an hour; writes their benchmarks/results
-# make sanitize   some kernel tests under compute-sanitizer, on a GPU
+# make demo       start a server, ask one question, stream the answer
+# make test       run the tests
+# make check      lint, format, types, import rules
+# make generate   configs, client and pages, from the tables of options and settings
+# make test-long  run the tests with full counts, in an hour; writes their benchmarks/results
+# make sanitize   run some kernel tests under compute-sanitizer, on a GPU
 #
-# Each makes what it needs: a virtual environment in .venv, once. Nothing else is installed.
+# Each creates what it needs, once: a virtual environment in .venv. Nothing else is installed.
 
 .POSIX:
 .SUFFIXES:
@@ -16,17 +16,17 @@ PYTHON =
 VENV = .venv
 BIN = $(VENV)/bin
 PIP = $(BIN)/python -m pip --disable-pip-version-check install --quiet
-# Whole files, in up to four processes. Not reordered: xdist would begin with the files of most tests
-# and end, alone, with the one that takes longest.
+# Distribute whole files over up to four processes, in order: by default xdist starts with the files
+# that have the most tests, and the slowest file runs last, alone.
 SIDE_BY_SIDE = -n logical --maxprocesses 4 --dist loadfile --no-loadscope-reorder
-# Whatever is on PYTHONPATH would be seen by pip, but not by Triton's stub.
+# pip would see packages on PYTHONPATH, but Triton's stub would not.
 RUN = env -u PYTHONPATH -u PYTHONHOME
 PYTEST = $(RUN) $(BIN)/python -m pytest
 
 demo: $(VENV)/.serve
 	$(RUN) $(BIN)/inflight demo
 
-# Tests of real servers wait most of the time; tests that compute, at a lower priority, fill it.
+# Tests of real servers are mostly idle; compute-bound tests run meanwhile, at lower priority.
 test: $(VENV)/.dev
 	@echo "servers are tested meanwhile; their results follow"; \
 	log=$$(mktemp); trap 'kill $$servers 2>/dev/null; rm -f $$log' EXIT; trap 'exit 130' INT TERM; \
@@ -47,8 +47,8 @@ check: $(VENV)/.dev
 generate: $(VENV)/.dev
 	$(RUN) $(BIN)/python -m inflight.deploy.generate
 
-# Memory errors, then races in shared memory. Errors of the API are not asked for: the bindings look
-# for entry points that a driver need not have.
+# Memory errors, then races in shared memory. API errors are not reported: the bindings look up entry
+# points that a driver may lack.
 sanitize: $(VENV)/.dev
 	PYTHONPATH=benchmarks $(BIN)/python benchmarks/kernels/sanitize.py
 
@@ -60,7 +60,7 @@ clean:
 	rm -rf $(VENV) dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-# A stamp is written last: what was interrupted is done again, what is done is not.
+# Stamps are written last, so that an interrupted installation is repeated and a complete one is not.
 # On a machine with an NVIDIA GPU, the kernels' compiler is installed as well.
 $(VENV)/.serve: $(VENV)/.python pyproject.toml constraints.txt
 	@echo "installing into $(VENV); the first time takes a minute or two"

@@ -6,7 +6,7 @@ They apply to one model on one kind of machine, so they are read from a file:
     {"peer": "vLLM 0.22.1, measured earlier on the same kind of machine",
      "rows": {"bs64": {"none": {"peer": 10792, "must": 11500, "goal": 13000, "limit": 13900}}}}
 
-by row and by quantisation; unknown figures are omitted.
+keyed by row, then by quantisation; unknown figures are omitted.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Bars(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 def load(path: Path) -> Bars:
     """
     Raises:
-        ConfigError: it cannot be read or is of another form.
+        ConfigError: the file cannot be read or is malformed.
     """
     try:
         return msgspec.json.decode(path.read_bytes(), type=Bars)
@@ -68,7 +68,7 @@ def load(path: Path) -> Bars:
 
 
 def compare(row: Mapping[str, Any], bars: Bars) -> dict[str, Any]:
-    """A row of a report with its bars and, where there is a peer, its share of that figure."""
+    """A row of a report with its bars and, if there is a peer, the ratio to its figure."""
     bar = bars.of(row["row"], row["quant"])
     found = dict(row)
     for name in _FIGURES:
@@ -77,14 +77,14 @@ def compare(row: Mapping[str, Any], bars: Bars) -> dict[str, Any]:
             found[name] = wanted
     if bar.peer is not None:
         value = row[row["metric"]]
-        # Above 1 is better than the peer, for seconds too.
+        # Above 1 means better than the peer, for times as well.
         ratio = bar.peer / value if row["metric"] == "ready_s" else value / bar.peer
         found["of_peer"] = round(ratio, 3)
     return found
 
 
 def cells(row: Mapping[str, Any]) -> dict[str, str]:
-    """A row of `compare` as the texts of a table; what is not known is empty."""
+    """A row of `compare` as table cells; unknown values are empty."""
     found = show.cells(row)
     for name in _FIGURES:
         found[name] = show.number(row[name]) if name in row else ""
@@ -96,7 +96,7 @@ def cells(row: Mapping[str, Any]) -> dict[str, str]:
 
 
 def verdict(row: Mapping[str, Any]) -> str:
-    """`goal` or `must` where a row with a `must` reaches it, `below` where it does not."""
+    """The higher of `goal` and `must` that a row with a `must` reaches, else `below`."""
     sign = -1 if row["metric"] == "ready_s" else 1
     value = sign * row[row["metric"]]
     if "goal" in row and value >= sign * row["goal"]:

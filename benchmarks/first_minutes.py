@@ -2,11 +2,11 @@
 
     python benchmarks/first_minutes.py [--rounds N] [--json FILE]
 
-Clones the committed state into a temporary folder, with a home folder of its own, and times:
-`make demo` (installs, then runs), `make demo` again, `inflight serve` until READY, the first token
-after READY, steps that a request computes after its client has left (through the model `llm` and
-through the ensemble), and Ctrl-C until exit. Quoted are medians with minimum and maximum; the first
-`make demo` happens once by its nature.
+Clones the committed state into a temporary folder, with a temporary home folder, and measures:
+`make demo` (installation, then a run), `make demo` again, `inflight serve` until READY, the first
+token after READY, the steps that a request still computes after its client has disconnected
+(through the model `llm` and through the ensemble), and Ctrl-C until exit. Reported are medians with
+minimum and maximum; the first `make demo` runs only once per clone.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from typing import Any
 
 import result
 
-# Runs in the clone's own interpreter: it has what it takes to attach to the engine.
+# Runs in the clone's interpreter, where the modules to attach to the engine are installed.
 CANCEL_STEPS = """
 import json, sys, time
 from pathlib import Path
@@ -121,7 +121,7 @@ def summary(name: str, values: list[float]) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--json", type=Path, help="write the result there")
+    parser.add_argument("--json", type=Path, help="where to write the result")
     options = parser.parse_args()
     rows = []
     with tempfile.TemporaryDirectory() as folder:

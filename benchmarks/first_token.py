@@ -1,15 +1,15 @@
-"""How long a prompt waits for its first token, alone and while others decode.
+"""Time to first token of a prompt, alone and while other sequences decode.
 
     python benchmarks/first_token.py [--launches] [--json FILE]
 
-The engine in this process, the shape of Llama-3.1-8B with random weights on a GPU, random token
-ids, no prefix cache. `alone`: from the submission of one prompt to its first token. `among 32`: the
-same while 32 sequences decode, and what these feel of it: the longest wait between two of their
-tokens, from the submission to the newcomer's token. It comes when a step has just begun, the worst
-moment: it waits for all of that one. Medians of 15 with minimum and maximum.
+The engine runs in this process, with the shape of Llama-3.1-8B and random weights on a GPU, random
+token ids, no prefix cache. `alone`: from the submission of a prompt to its first token. `among 32`:
+the same while 32 sequences decode, and the longest gap between tokens of these sequences from the
+submission to the first token. The prompt is submitted when a step has just begun, which is the
+worst case: it waits for the whole step. Medians of 15 with minimum and maximum.
 
-With --launches no step is recorded as a CUDA graph, each costs its kernels' launches. Then the host
-is slower than the GPU where sequences decode, and a newcomer waits for no step.
+With --launches, steps are not captured as CUDA graphs, and each pays for its kernel launches. While
+sequences decode, the host is then slower than the GPU, and a new prompt waits for no step.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ SHAPE = result.ROOT / "benchmarks/models/llama-3.1-8b"
 PROMPT_LENGTHS = (16, 32, 64, 100, 128, 200, 256, 384, 512, 1024, 2048)
 NUM_OTHERS = 32
 NUM_RUNS = 15
-# Steps between two newcomers.
+# Steps between two prompts.
 PAUSE = 5
 
 
 class Bench:
-    """Newcomers to an engine, one after the other."""
+    """Times prompts on an engine, one after the other."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -56,7 +56,7 @@ class Bench:
         return request_id
 
     def step(self) -> set[int]:
-        """Whose tokens came."""
+        """Returns the ids of the requests that got tokens."""
         events = self._engine.step()
         for event in events:
             assert event.error is None, event.error
@@ -70,7 +70,7 @@ class Bench:
             waiting -= len(self.step())
 
     def first_token(self, prompt_len: int) -> tuple[float, float]:
-        """Seconds until the newcomer's token, and the longest without any of the others'."""
+        """Seconds until the prompt's first token, and the others' longest gap between tokens."""
         for _ in range(PAUSE):
             self.step()
         last = started = time.perf_counter()
@@ -103,7 +103,7 @@ def milliseconds(seconds: list[float]) -> dict[str, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--launches", action="store_true", help="record no step")
+    parser.add_argument("--launches", action="store_true", help="capture no CUDA graphs")
     parser.add_argument("--json", type=Path, help="where to write the result")
     arguments = parser.parse_args()
     config = EngineConfig(
@@ -120,7 +120,7 @@ def main() -> None:
     for row in rows(Bench(started.engine)):
         print(row, flush=True)
         found.append(row)
-        if arguments.json is not None:  # each time: a run that is cut off leaves what it has found
+        if arguments.json is not None:  # each time, so that an interrupted run keeps its rows
             name = "first token, launches" if arguments.launches else "first token"
             versions = {"python": started.versions["python"], "torch": torch.__version__}
             result.write(arguments.json, name, found, machine=result.gpu(), versions=versions)

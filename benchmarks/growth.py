@@ -1,8 +1,8 @@
-"""Count the files that additions touched, on real commits: python benchmarks/growth.py [--check]
+"""Count the files that additions touched, in real commits: python benchmarks/growth.py [--check]
 
-growth.json lists, by what was added, the commits that added one. Counted are the files of a commit
-that are neither tests nor written by `make generate`. The table goes to docs/growth.md; with
---check nothing is written, and the exit status is 1 where the page differs from the commits.
+growth.json lists commits by what they added. Of a commit, the files counted are those that are
+neither tests nor written by `make generate`. The table is written to docs/growth.md; with --check
+nothing is written, and the exit status is 1 if the page does not match the commits.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ PAGE = ROOT / "docs/growth.md"
 BEGIN, END = "<!-- table: begin -->\n", "<!-- table: end -->"
 
 LIMITS = {"option": 3, "setting": 2, "op": 4, "family": 1, "drafting method": 1}
-"""How many files each may touch, at most."""
+"""Maximum number of files per addition."""
 
 
 def counted(paths: Iterable[str], generated: Collection[str]) -> list[str]:
-    """The files that someone had to edit by hand, tests apart.
+    """The files edited by hand, without tests.
 
     Args:
-        paths: of a commit, relative to the checkout.
+        paths: the files of a commit, relative to the checkout.
         generated: the files that `make generate` writes, whole or in part.
     """
     return [
@@ -47,7 +47,7 @@ def git(checkout: Path, *arguments: str) -> str:
 def rows(
     commits: dict[str, list[str]], checkout: Path, generated: Collection[str]
 ) -> list[list[str]]:
-    """A row of the table for each commit.
+    """One table row per commit.
 
     Raises:
         SystemExit: an addition has no limit in LIMITS.

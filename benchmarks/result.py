@@ -1,4 +1,4 @@
-"""A result file: the rows, with their context."""
+"""Result files: rows with their context."""
 
 from __future__ import annotations
 
@@ -28,8 +28,7 @@ def spread(values: Sequence[float], digits: int = 3) -> dict[str, float]:
 def commit(checkout: Path = ROOT) -> str:
     """The measured commit; $BENCHMARK_COMMIT overrides it, for a checkout without history.
 
-    Cached: a result that is written row by row, over a file of this repository, would itself make
-    the checkout dirty.
+    Cached: writing a result row by row over a tracked file would itself make the checkout dirty.
     """
     named = os.environ.get("BENCHMARK_COMMIT")
     if named:
@@ -55,7 +54,7 @@ def gpu() -> dict[str, Any]:
 
 
 def write(path: Path, benchmark: str, rows: list[dict[str, Any]], **facts: Any) -> None:
-    """Write a result; `facts` precede the rows, and override the detected ones."""
+    """Write a result; `facts` precede the rows and override the detected ones."""
     found = {
         "benchmark": benchmark,
         "machine": cpu(),

@@ -1,14 +1,14 @@
-"""What Triton leaves of the engine's speed: alone, through `llm`, through the ensemble `generate`.
+"""Serving overhead of Triton: engine alone, through `llm`, through the ensemble `generate`.
 
     python benchmarks/serving.py [--set KEY=VALUE ...] [--result FILE]
 
-It needs a perf_analyzer that can count requests (2.60 does), and no installation but PYTHONPATH.
-One machine, one run: first the engine alone, in a process that ends before the next one starts;
-then one tritonserver under Triton's perf_analyzer, with a gRPC stream per request. Everywhere the
-same load: as many requests as there are streams, sent at once, and its time ends with the last
-token; the best of some runs counts. Random weights; greedy, the end-of-sequence token ignored, no
-prefix cache. The tokenizer is made up: its words are one token each, so that prompts of text have
-an exact length. That the engine made as many tokens as were asked for is checked for each run.
+Requires a perf_analyzer with --request-count (such as 2.60). The packages need not be installed;
+PYTHONPATH suffices. All measurements are on one machine in one run: first the engine alone, in a
+process that exits before the next one starts; then one tritonserver under Triton's perf_analyzer,
+with a gRPC stream per request. The load is the same throughout: one request per stream, all sent at
+once, timed until the last token; the best of several runs counts. Random weights, greedy, EOS
+ignored, no prefix cache. The tokenizer is synthetic: each of its words is one token, so text
+prompts have an exact length. Each run is checked to have produced the requested number of tokens.
 """
 
 from __future__ import annotations
@@ -52,10 +52,10 @@ RUN_TIMEOUT_S = 300.0
 
 
 def make_model(source: Path, target: Path) -> list[str]:
-    """A model folder with the files of `source` and a tokenizer for its vocabulary.
+    """Create a model folder: the files of `source`, with a tokenizer made for its vocabulary.
 
     Returns:
-        Words that are one token each, with the space that leads them.
+        Words of one token each, leading space included.
     """
     target.mkdir()
     for file in source.iterdir():
@@ -70,8 +70,8 @@ def make_model(source: Path, target: Path) -> list[str]:
 def make_tokenizer(vocab_size: int) -> tuple[dict[str, Any], list[str]]:
     """A byte-level BPE whose tokens are the bytes, syllables, and words of up to three syllables.
 
-    A consonant and a vowel make a syllable and nothing else merges, so there is one way to read a
-    word. `Ġ` is the byte-level alphabet's space.
+    A syllable is a consonant and a vowel, and nothing else merges, so a word has exactly one
+    segmentation. `Ġ` is the byte-level alphabet's space.
     """
     from tokenizers.pre_tokenizers import ByteLevel
 
@@ -118,7 +118,7 @@ def make_tokenizer(vocab_size: int) -> tuple[dict[str, Any], list[str]]:
 
 @dataclass(frozen=True, slots=True)
 class Fronts:
-    """Numbers of instances of Triton's models; None for those of the repository."""
+    """Instance counts of Triton's models, and sender threads; None: as in the repository."""
 
     llm: int | None = None
     tokenizer: int | None = None
@@ -136,7 +136,7 @@ class Fronts:
             )
             if not found:
                 sys.exit(f"{path} has no instance_group")
-            if name == "detokenizer" and count > 1:  # else a stream's responses change places
+            if name == "detokenizer" and count > 1:  # or a stream's responses are reordered
                 text += "dynamic_batching { preserve_ordering: true }\n"
             path.write_text(text)
         if self.sender_threads is not None:
@@ -147,7 +147,7 @@ class Fronts:
 
 @contextlib.contextmanager
 def serve(models: Path, log: Path) -> Iterator[tuple[str, engine_client.EngineClient]]:
-    """A server on free ports of 127.0.0.1: its gRPC address, and its engine, to observe."""
+    """Run a server on free ports of 127.0.0.1; yields its gRPC address and an engine observer."""
     server = Server([models], ports=(0, 0, 0), log_file=log)
     try:
         server.start()
@@ -171,7 +171,7 @@ def serve(models: Path, log: Path) -> Iterator[tuple[str, engine_client.EngineCl
 def find_perf_analyzer(named: str | None) -> str:
     """The named perf_analyzer, or the first one on PATH that runs and can count requests.
 
-    A script on PATH may name a Python of another machine, and a wheel may need a newer glibc.
+    A script on PATH may refer to another machine's Python, and a wheel may need a newer glibc.
     """
     found = [Path(folder, "perf_analyzer") for folder in os.get_exec_path()]
     for path in [Path(named)] if named else found:
@@ -195,7 +195,7 @@ class Load:
     folder: Path
 
     def prompts(self, model: str, count: int, words: list[str], vocab_size: int) -> Path:
-        """perf_analyzer's input: `count` prompts of random words, or for `llm` of random ids."""
+        """perf_analyzer's input: `count` prompts of random words, or of random ids for `llm`."""
         rng = random.Random(count)
         options = {"max_tokens": [self.output_len], "ignore_eos": [True], "stream": [True]}
         data: list[dict[str, Any]] = []
@@ -215,10 +215,10 @@ class Load:
 
         Returns:
             seconds: from the first request to the last response.
-            ttft_ms: from a request to its first response, the median.
+            ttft_ms: median time from a request to its first response.
         """
         export = self.folder / "export.json"
-        export.unlink(missing_ok=True)  # perf_analyzer refuses to write over it
+        export.unlink(missing_ok=True)  # perf_analyzer refuses to overwrite it
         done = subprocess.run(
             [
                 *(self.program, "-m", model, "-u", url, "-i", "grpc", "--streaming", "--async"),
@@ -233,7 +233,7 @@ class Load:
             check=False,
         )
         if done.returncode != 0 or re.search(r"\b(error|failed)\b", done.stdout, re.IGNORECASE):
-            # Of its two ends, one has the error and the other the usage; which one, varies.
+            # The error is at one end and the usage at the other; which is where varies.
             text = (
                 done.stdout if len(done.stdout) < 3000 else done.stdout[:999] + done.stdout[-999:]
             )
@@ -243,7 +243,7 @@ class Load:
 
 def read_export(path: Path, streams: int) -> dict[str, float]:
     """See `Load.run`."""
-    # The export holds outputs as raw bytes.
+    # The export contains outputs as raw bytes.
     profile = json.loads(path.read_text(encoding="latin-1"))
     requests = profile["experiments"][0]["requests"]
     if len(requests) != streams:
@@ -255,7 +255,7 @@ def read_export(path: Path, streams: int) -> dict[str, float]:
 
 
 def wait_until_idle(engine: engine_client.EngineClient) -> int:
-    """Output tokens that the engine has made since it started, once nothing runs."""
+    """Wait until no request is left; returns the output tokens since the engine's start."""
     while True:
         stats = engine.stats()
         if stats.num_running + stats.num_waiting + stats.num_suspended == 0:
@@ -280,7 +280,7 @@ def row(name: str, streams: int, load: Load, runs: list[dict[str, float]]) -> di
 
 
 def compare(rows: list[dict[str, Any]], with_peer: bool) -> None:
-    """Add to each row its share of what the engine does alone, or what a token pays more."""
+    """Add to each row its share of the engine's throughput, or its extra time per token."""
     own = {found["streams"]: found for found in rows if found["row"] == "engine"}
     for found in rows:
         name, streams = found["row"], found["streams"]
@@ -328,9 +328,9 @@ def main() -> None:
     parser.add_argument("--llm-fronts", type=int, help="instances of the model llm")
     parser.add_argument("--tokenizers", type=int, help="instances of the model tokenizer")
     parser.add_argument("--detokenizers", type=int, help="instances of the model detokenizer")
-    parser.add_argument("--sender-threads", type=int, help="of each instance of llm")
-    parser.add_argument("--perf-analyzer", help="the program; by default the first that works")
-    parser.add_argument("--log", type=Path, help="where tritonserver's log goes")
+    parser.add_argument("--sender-threads", type=int, help="sender threads per instance of llm")
+    parser.add_argument("--perf-analyzer", help="path; default: the first on PATH that works")
+    parser.add_argument("--log", type=Path, help="where to write tritonserver's log")
     parser.add_argument("--result", type=Path, help="where to write the result")
     options = parser.parse_args()
 

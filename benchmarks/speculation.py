@@ -1,21 +1,20 @@
-"""What speculative decoding gains, and that it never loses.
+"""What speculative decoding gains, and whether it ever loses.
 
     python benchmarks/speculation.py synthetic [--json FILE]
     python benchmarks/speculation.py copy [--model MODEL] [--device cpu|cuda] [--json FILE]
 
-`synthetic`: the shape of Llama-3.1-8B on a GPU with random weights. Whether a draft counts is
-drawn, right with a given probability whatever the model chose, so that the share of right drafts is
-known and everything else is done and paid for as always. Quoted: the speed-up over the same engine
-without drafts, and that speed-up as a share of the tokens that a step yields, 1 + accepted drafts.
+`synthetic`: the shape of Llama-3.1-8B on a GPU with random weights. Whether a draft is right is
+drawn with a given probability, regardless of what the model chose. The rate of right drafts is thus
+known, while all computation is done as usual. Reported: the speed-up over the same engine without
+drafts, and that speed-up as a share of the tokens per step, 1 + accepted drafts.
 
-`copy`: a chat model that is to repeat much of its prompt - code with a change, a quotation - with
-drafts from the text itself; one request at a time, greedy. A row counts only if all its runs, with
-and without drafts, produced equal ids: in bfloat16 outputs may part where two tokens are nearly
-equally likely, and then the two runs did different work. Such a row is reported as not counted,
-with the length of the prefix that its outputs share. The mean, `all`, is the total time of the
-counted rows without drafts over that with drafts. On a GPU all rows are measured a second time with
-`batch_invariant`, where outputs are equal to the bit; each engine is compared with itself, and each
-has a mean of its own.
+`copy`: a chat model repeats much of its prompt (code with a change, a quotation), with drafts from
+the text itself; one request at a time, greedy. A row counts only if all its runs, with and without
+drafts, produced equal ids: in bfloat16, outputs may diverge where two tokens are almost equally
+likely, and the runs then did different work. Such a row is reported as not counted, with the length
+of the prefix common to its outputs. The mean, `all`, is the total time of the counted rows without
+drafts over that with drafts. On a GPU, all rows are measured again with `batch_invariant`, where
+outputs are bitwise equal; each engine is compared with itself and has its own mean.
 
 Every case is run several times; the fastest run counts.
 """
@@ -50,7 +49,7 @@ SHAPE = result.ROOT / "benchmarks/models/llama-3.1-8b"
 MAX_DRAFTS = 5
 NUM_RUNS = 2
 
-# Row, drafts, chance that a draft is right.
+# Row, drafts, probability that a draft is right.
 SYNTHETIC = [
     (Row("bs1", 1, 128, 512), drafts, chance)
     for drafts, chance in ((3, 0.7), (5, 0.8), (5, 0.95), (AUTO_DRAFTS, 0.8), (AUTO_DRAFTS, 0.0))
@@ -65,11 +64,11 @@ MAX_LOSS = 0.02
 MUST_COPY = {"cuda": 1.8, "cpu": 1.5}
 
 Rows = Iterator[tuple[dict[str, Any], dict[str, Any]]]
-"""A row, and what holds for all rows."""
+"""Each row, with the facts common to all rows."""
 
 
 class Chance:
-    """Decides which drafts of a step count, between the model's choice and its verification."""
+    """Decides which drafts of a step are right, between sampling and verification."""
 
     def __init__(self) -> None:
         self.right = 0.0
@@ -82,7 +81,7 @@ class Chance:
         def end_step(step: Any, state: Any, num_chunks: int, **options: Any) -> None:
             count = len(state.chosen)
             wrong = torch.rand(count, device=state.chosen.device) >= self.right
-            # Rows are tokens in a step without prompts; in one with them no draft is looked at.
+            # In a step without prompts, rows are tokens; in one with prompts, drafts are ignored.
             state.token_ids[1 : count + 1] = state.chosen + wrong
             verify(step, state, num_chunks, **options)
 
@@ -90,7 +89,7 @@ class Chance:
 
 
 def timed(bench: EngineBench, row: Row, drafts: int) -> tuple[float, Any, Any]:
-    """Seconds of a run, and what the engine counted before and after."""
+    """Seconds of a run, and the engine's stats before and after."""
     requests = [
         msgspec.structs.replace(request, speculation=drafts) for request in bench.requests(row)
     ]
@@ -136,7 +135,7 @@ def synthetic() -> Rows:
         num_accepted = after.num_accepted_tokens - before.num_accepted_tokens
         num_drafted = after.num_drafted_tokens - before.num_drafted_tokens
         num_tokens = row.num_requests * row.output_len
-        # Of the steps of a sequence; those that were computed for nothing at the end do not count.
+        # Per step of a sequence; steps computed in vain at its end do not count.
         per_step = num_tokens / max(1, num_tokens - num_accepted)
         speed_up = plain[row.name] / seconds
         found = {
@@ -214,9 +213,9 @@ class CopyRow:
 
     Attributes:
         name: of the task.
-        outputs: drafts of a request (0 or AUTO_DRAFTS) -> the ids of each run, OUTPUT_LEN each.
-        seconds: drafts of a request -> of each run, from the first token to the last.
-        num_accepted: drafts that were right in the last run with drafts.
+        outputs: drafts of a request (0 or AUTO_DRAFTS) -> ids of each run, OUTPUT_LEN each.
+        seconds: drafts of a request -> time of each run, from the first token to the last.
+        num_accepted: drafts accepted in the last run with drafts.
     """
 
     name: str
@@ -226,7 +225,7 @@ class CopyRow:
 
     @property
     def shared_prefix(self) -> int:
-        """Ids at the beginning that are equal in all runs."""
+        """Length of the prefix common to all runs."""
         runs = [ids for of_drafts in self.outputs.values() for ids in of_drafts]
         together = zip(*runs, strict=True)
         return sum(1 for _ in itertools.takewhile(lambda ids: len(set(ids)) == 1, together))
@@ -239,7 +238,7 @@ class CopyRow:
         return min(self.seconds[drafts])
 
     def cells(self) -> dict[str, Any]:
-        """What the result file holds. Runs of different texts have no speed-up."""
+        """The row of the result file; no speed-up if the outputs differ."""
         timed = OUTPUT_LEN - 1
         found: dict[str, Any] = {
             "row": self.name,
@@ -255,7 +254,7 @@ class CopyRow:
 
 
 def mean(name: str, rows: Sequence[CopyRow], must: float | None = None) -> dict[str, Any]:
-    """The speed-up by total time of the rows that count, of equally many tokens each."""
+    """Speed-up in total time over the counted rows, which have equal numbers of tokens."""
     counted = [row for row in rows if row.is_counted]
     found: dict[str, Any] = {"row": name}
     if counted:
@@ -277,7 +276,7 @@ def copy(model: str, device: str) -> Rows:
         for row in copy_rows(model, device, settings):
             rows.append(row)
             yield row.cells() | settings, facts
-        # A release is judged by the engine as it is served.
+        # The bar for a release applies to the engine as it is served.
         must = None if settings else MUST_COPY[device]
         yield mean(name, rows, must) | settings, facts
 
@@ -338,7 +337,7 @@ def main() -> None:
     for row, facts in found:
         print(row, flush=True)
         rows.append(row)
-        if arguments.json is not None:  # each time: a run that is cut off leaves what it has found
+        if arguments.json is not None:  # each time, so that an interrupted run keeps its rows
             name = f"speculation, {arguments.what}"
             result.write(arguments.json, name, rows, machine=machine, **facts)
 

@@ -1,22 +1,23 @@
-"""What structured output costs on the host: masks and tokens of a batch, per step.
+"""Host cost of structured output: masks and tokens of a batch, per step.
 
     python benchmarks/structured.py [--json FILE]
 
-A batch of sequences states through grammars, each with the tokens of a model that picks at random:
-a mask for every sequence, a token from it, and taking the token; a sequence that ended starts
-again. Timed per step of the whole batch are the masks (`walk.fill`, as the runners call it; `cpu`
-is the processor time, which others on the machine disturb less) and the taking of the tokens.
-Both are one thread's work. Random tokens are harder than a model's: strings go through all
-scripts and half characters, and no token comes twice. The bar is a p99 of 1 ms for the masks of 32.
+Each sequence of a batch advances through a grammar with the tokens of a model that picks at random:
+compute a mask for every sequence, pick a token from it, advance by the token; a sequence that has
+ended starts again. Timed per step of the whole batch are computing the masks (`fill_masks`, as
+called by the runners; `cpu` is processor time, which is less sensitive to other load on the
+machine) and advancing by the tokens. Both are single-threaded. Random tokens are harder than a
+model's: strings contain all scripts and partial characters, and no token repeats. The bar is a p99
+of 1 ms for the masks of 32.
 
 Workloads:
-    seeded schemas   each sequence a schema of its own, of tests/support/json_schemas.py
-    one schema       all sequences the same, as an application's requests are
+    seeded schemas   each sequence has its own schema, of tests/support/json_schemas.py
+    one schema       all sequences have the same, like the requests of an application
     any JSON         type `json`
     one regex        a log line
 
-First come `warm-up` steps that are not counted; quoted is the median of the rounds, each with other
-seeds, with minimum and maximum.
+The first --warm-up steps are not counted. Reported is the median over rounds with different seeds,
+with minimum and maximum.
 """
 
 from __future__ import annotations
@@ -89,7 +90,7 @@ def constraints(workload: str, batch: int, seed: int) -> list[StructuredOutput]:
 
 
 class Batch:
-    """Sequences that walk."""
+    """Sequences that advance through their grammars."""
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int) -> None:
         self.vocabulary = bridge.vocabulary(tokenizer, vocab_size, tokenizer.eos_ids)
@@ -101,7 +102,7 @@ class Batch:
     def run(
         self, guides: list[StructuredOutput], warm_up: int, steps: int, seed: int
     ) -> list[NDArray[np.float64]]:
-        """Milliseconds of each step: masks, the processor time of these, tokens."""
+        """Milliseconds of each step: masks, processor time of the masks, tokens."""
         sources = {guide: grammar.source(guide) for guide in guides}
         compiled = {
             guide: Grammar(self._library, text, is_json=guide.kind.startswith("json"))
@@ -135,10 +136,10 @@ _NUM_BITS = np.array([bits.bit_count() for bits in range(1 << 16)], np.uint8)
 
 
 def pick(row: NDArray[np.int32], rng: random.Random) -> int:
-    """One of the tokens that are allowed.
+    """A random allowed token.
 
-    Without unpacking the row: a batch of lists of the vocabulary would push the grammars out of
-    the processor's caches, which a step on a GPU does not.
+    Does not unpack the row: expanding the vocabulary for a whole batch would evict the grammars
+    from the CPU's caches, which a step on a GPU does not do.
     """
     halves = row.view(np.uint16)
     ends = np.cumsum(_NUM_BITS[halves], dtype=np.int32)
@@ -172,7 +173,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--warm-up", type=int, default=20)
     parser.add_argument("--steps", type=int, default=300)
-    parser.add_argument("--json", type=Path, help="write the result there")
+    parser.add_argument("--json", type=Path, help="where to write the result")
     options = parser.parse_args()
 
     tokenizer = Tokenizer.load(locate(options.model))

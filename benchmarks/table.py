@@ -14,7 +14,7 @@ BEGIN, END = "<!-- tables: begin -->\n", "<!-- tables: end -->\n"
 
 
 def table(result: dict[str, Any]) -> str:
-    """One result file as a heading, where it comes from, and its rows."""
+    """One result file in Markdown: heading, provenance, rows."""
     rows = [cells(result["benchmark"], row) for row in result["rows"]]
     columns = list(dict.fromkeys(name for row in rows for name, text in row.items() if text))
     machine = ", ".join(
@@ -38,7 +38,7 @@ def table(result: dict[str, Any]) -> str:
 
 
 def cells(benchmark: str, row: dict[str, Any]) -> dict[str, str]:
-    """A row's texts. Lists and objects, such as the times of all runs, stay in the file."""
+    """A row as text, without lists and objects such as the times of all runs."""
     if benchmark.startswith("engine"):
         return bars.cells(row)
     return {name: str(value) for name, value in row.items() if not isinstance(value, list | dict)}

@@ -1,4 +1,4 @@
-"""A chat of two turns: the second question refers to the first answer."""
+"""Hold a two-turn chat in which the second question refers to the first answer."""
 
 import argparse
 

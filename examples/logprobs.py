@@ -1,4 +1,4 @@
-"""Print the log-probability of each token, and of the most probable alternatives."""
+"""Print the logprob of each token and of its most probable alternatives."""
 
 import argparse
 

@@ -1,4 +1,4 @@
-"""Print a completion while it is generated."""
+"""Stream a completion and print it as it is generated."""
 
 import argparse
 

@@ -1,4 +1,4 @@
-"""Ask for output that matches a JSON schema, and read it."""
+"""Request output that matches a JSON schema, and parse it."""
 
 import argparse
 import json

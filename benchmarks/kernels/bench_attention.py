@@ -3,13 +3,13 @@
     PYTHONPATH=benchmarks python benchmarks/kernels/bench_attention.py [--peers | --in-layers]
         [--json rows.json]
 
-Decode rows count the bytes of keys and values, against a copy; prefill rows the operations of a
-causal product, against a large matrix product. The plan is made once per step, so it is timed on
-its own. With --peers, the same inputs go to FlashInfer, if it is installed (its plan is outside the
-timing too), and, unpaged, to torch's scaled_dot_product_attention. With --in-layers, decode is
-timed where it stands: in layers of norm, qkv, rotation, attention and output projection, each
-kernel let in early as in a model, less the same layers without rotation and attention. Timing: see
-timing.py.
+For decode, the rows report the bandwidth over the bytes of keys and values, to compare with a copy;
+for prefill, the throughput of the causal product, to compare with a large GEMM. The plan is
+computed once per step and therefore timed separately. With --peers, the same inputs go to
+FlashInfer, if installed (its plan is not timed either), and, unpaged, to torch's
+scaled_dot_product_attention. With --in-layers, decode is timed in context: layers of norm, qkv,
+rotation, attention and output projection, with programmatic dependent launch as in a model, minus
+the same layers without rotation and attention. See timing.py for the method.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ Call = Callable[[], object]
 
 
 def ragged(count: int, low: int, high: int) -> list[int]:
-    """Lengths spread evenly over the orders of magnitude."""
+    """Log-uniformly distributed lengths."""
     generator = random.Random(0)
     return [round(low * (high / low) ** generator.random()) for _ in range(count)]
 
@@ -57,7 +57,7 @@ DECODE = {
     "b1 ctx16384": [16384],
     "b8 ctx8192": [8192] * 8,
 }
-# Sequences and their length.
+# Number of sequences, and their length.
 IN_LAYERS = (
     (1, 400),
     (4, 500),
@@ -74,7 +74,7 @@ PREFILL = {"8 x 1024": [1024] * 8, "4 x 4096": [4096] * 4, "1 x 16384": [16384]}
 
 
 class Inputs:
-    """A step: q_lens new tokens of sequences of kv_lens, blocks in random order."""
+    """A step: q_lens new tokens of sequences of length kv_lens, with blocks in random order."""
 
     def __init__(self, q_lens: list[int], kv_lens: list[int], block_size: int) -> None:
         self.kv_lens = kv_lens
@@ -118,7 +118,7 @@ def _starts(lengths: list[int]) -> Tensor:
 
 
 def ours(inputs: Inputs) -> tuple[Call, Call]:
-    """(a layer, the plan)."""
+    """Returns (attention of one layer, the plan)."""
 
     def make_plan() -> None:
         plan(inputs.metadata)
@@ -134,10 +134,10 @@ def ours(inputs: Inputs) -> tuple[Call, Call]:
 
 
 class Layers:
-    """Decode layers with weights and caches of their own, and what they are timed with.
+    """Decode layers, each with its own weights and cache, and their inputs.
 
     Args:
-        count: sequences, all of kv_len tokens.
+        count: number of sequences, each of kv_len tokens.
     """
 
     def __init__(self, count: int, kv_len: int) -> None:
@@ -156,13 +156,13 @@ class Layers:
         frequencies = (5e5 ** -(np.arange(0, HEAD_DIM, 2) / HEAD_DIM)).astype(np.float32)
         cos, sin = (table.cuda() for table in rotary_tables(frequencies, kv_len))
         positions = torch.full((count,), kv_len - 1, device="cuda")
-        # One table and one plan for all layers, as all have sequences of the same lengths.
+        # All layers share a block table and a plan, as their sequences have the same lengths.
         self.metadata = self.inputs[0].metadata
         slots = self.metadata.block_tables[:, -1].long() * 16 + (kv_len - 1) % 16
         self.rope = RopeInputs(positions, slots, cos, sin)
 
     def run(self, attention: str) -> None:
-        """All layers; `attention` names the kernels, "" for none."""
+        """Run all layers; `attention` names its kernels, "" for none."""
         plan(self.metadata, pdl=True)
         for i, (qkv, out) in enumerate(self.weights):
             rms_norm(self.hidden, self.norm, 1e-5, out=self.normed, pdl=True)
@@ -218,7 +218,7 @@ def rows_in_layers() -> Iterator[dict[str, Any]]:
 
 
 def _time(call: Call) -> float:
-    """Microseconds; the layers' weights together are what L2 does not hold."""
+    """Microseconds; the weights of all layers together exceed L2."""
     return timing.measure(lambda: call, timing.COLD_BYTES).median
 
 
@@ -241,7 +241,7 @@ def flashinfer(inputs: Inputs, decode: bool) -> Call:
 
 
 def sdpa(inputs: Inputs, backend: SDPBackend) -> Call:
-    """Unpaged, and only where all sequences are of one length."""
+    """Unpaged; all sequences must have the same length."""
     batch, kv_len = len(inputs.kv_lens), inputs.kv_lens[0]
     q = inputs.q.view(batch, -1, NUM_HEADS, HEAD_DIM).transpose(1, 2)
     k, v = (
@@ -301,7 +301,7 @@ def compare(
         make = functools.partial(_make, maker, q_lens, kv_lens, block_size)
         try:
             found = timing.measure(make, num_bytes)
-        except (ImportError, RuntimeError) as error:  # a peer that is not here, or cannot do this
+        except (ImportError, RuntimeError) as error:  # not installed, or not supported
             if peer == "inflight":
                 raise
             yield {**row, "failed": str(error).splitlines()[0][:200]}
@@ -321,9 +321,9 @@ def _make(
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--peers", action="store_true", help="time FlashInfer and torch too")
-    parser.add_argument("--block-size", type=int, help="the only one; 16 and 64 without")
-    parser.add_argument("--in-layers", action="store_true", help="time decode inside of layers")
+    parser.add_argument("--peers", action="store_true", help="also time FlashInfer and torch")
+    parser.add_argument("--block-size", type=int, help="KV block size; default: 16 and 64")
+    parser.add_argument("--in-layers", action="store_true", help="time decode within layers")
     parser.add_argument("--json", type=Path, help="where to write the rows")
     options = parser.parse_args()
     torch.manual_seed(0)

@@ -2,12 +2,12 @@
 
     PYTHONPATH=benchmarks python benchmarks/kernels/bench_gemm.py [--json FILE] [--tokens M ...]
 
-`cublas_us` is torch's product on the same operands, for gate_up with the kernel `silu_mul` behind
-it, for o and down added to the output; the head is stored as float32. Each launch has a weight of
-its own out of several. `pdl` says whether ours starts while the one before ends, as it would inside
-a model, and `preferred` whether a model takes it. Products of this size draw as much power as the
-device may have, and its clock follows, so cuBLAS is timed before and after ours. See timing.py for
-the method.
+`cublas_us` is torch's GEMM on the same operands: for gate_up followed by the kernel `silu_mul`, for
+o and down accumulated into the output; the head's output is float32. Launches cycle through several
+weights. `pdl`: whether our kernel starts before the preceding one has ended, as it would in a
+model; `preferred`: whether a model uses it. GEMMs of this size run at the device's power limit,
+which lowers its clock, so cuBLAS is timed both before and after ours. See timing.py for the
+method.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from inflight_kernels.ops.gemm import linear, prefers
 
 DTYPE = torch.bfloat16
 TOKENS = (65, 96, 128, 192, 256, 384, 512, 1024, 2048, 8192)
-# name: (n, k, gated, added to the output, type of the output)
+# name: (n, k, gated, accumulates into the output, dtype of the output)
 LAYERS = {
     "qkv": (6144, 4096, False, False, DTYPE),
     "o": (4096, 4096, False, True, DTYPE),
@@ -33,7 +33,7 @@ LAYERS = {
     "down": (4096, 14336, False, True, DTYPE),
     "head": (128256, 4096, False, False, torch.float32),
 }
-# The head's output at more tokens is never made: only the last of a prompt have one.
+# The head is never run on more tokens: of a prompt, only the last token has logits.
 MOST_TOKENS = {"head": 256}
 
 Call = Callable[[], object]

@@ -1,11 +1,11 @@
-"""Norm, rotation, gate, embedding and copies: bytes per second against a plain copy.
+"""Bandwidth of norm, rotation, gate, embedding and copies, against a plain copy.
 
     PYTHONPATH=benchmarks python benchmarks/kernels/bench_memory_bound.py [--json FILE]
 
 Shapes are those of an 8B model (hidden 4096, 32 query and 8 KV heads of 128, width 14336) in
-bfloat16, for steps of 1 token to 16384. `tb_per_s` counts each operand once, read or written;
-`torch_us` beside it is what torch's own operations, captured alike, take for the same result, where
-there is a short way to say it. See timing.py for the method.
+bfloat16, for steps of 1 to 16384 tokens. `tb_per_s` counts each operand once, read or written;
+`torch_us` is the time of torch's own operations for the same result, captured in the same way,
+where torch has a short equivalent. See timing.py for the method.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def rotations(tokens: int, normed: bool) -> tuple[Callable[[], Call], int]:
             2, num_blocks, BLOCK_SIZE, KV_HEADS, HEAD_DIM, dtype=DTYPE, device="cuda"
         )
         positions = torch.randint(0, 16384, (tokens,), device="cuda")
-        # A prefill fills blocks in order, a decode step one slot here and there.
+        # A prefill fills blocks in order; a decode step writes scattered slots.
         slots = torch.arange(num_blocks * BLOCK_SIZE, device="cuda")[:tokens]
         if tokens <= 256:
             slots = slots[torch.randperm(tokens, device="cuda")]
@@ -103,7 +103,7 @@ def embeddings(tokens: int, ours: bool) -> tuple[Callable[[], Call], int]:
 
 
 def copies(pairs: int, ours: bool) -> tuple[Callable[[], Call], int]:
-    """Blocks of the 32 layers of a model, keys and values."""
+    """Copies of blocks in all 32 layers of a model, keys and values."""
     num_blocks = 1024
     shape = (64, num_blocks, BLOCK_SIZE, KV_HEADS, HEAD_DIM)
     caches = torch.zeros(shape, dtype=DTYPE, device="cuda")
@@ -140,7 +140,7 @@ def _rows() -> Iterator[dict[str, Any]]:
 
 
 def _launch() -> dict[str, Any]:
-    """What a launch costs the host, checks included, while the device is far behind."""
+    """Host time of a launch, checks included, while the device lags far behind."""
     x, out = _random(1, 2 * WIDTH), _random(1, WIDTH)
     silu_mul(x, out=out)
     torch.cuda.synchronize()

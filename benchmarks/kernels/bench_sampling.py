@@ -2,14 +2,14 @@
 
     PYTHONPATH=benchmarks python benchmarks/kernels/bench_sampling.py [--json FILE]
 
-`tb_per_s` counts one read of the logits, the least there is, and `of_ceiling` is its share of what
-a pass over 1 GiB moves; with few rows the logits come from the L2 cache, in a model too. Logits are
-normal with a deviation of 3; `flat` ones have 1, where a nucleus of 0.9 keeps tens of thousands of
-tokens. `torch_us` is an argmax for greedy rows, a softmax and an exponential race for plain draws,
-and a sort with two masks in front of it for the others: captured alike, but of those with a sort,
-which take milliseconds, a single call and a few replays; null where torch has nothing like it.
-`top 5 of greedy` is a greedy choice and the naming of each row's five most_probable tokens. See
-timing.py for the method.
+`tb_per_s` counts one read of the logits, the minimum, and `of_ceiling` is its fraction of the
+bandwidth of a pass over 1 GiB; with few rows the logits come from L2, as in a model. Logits are
+normal with a standard deviation of 3; `flat` ones have 1, where a nucleus of 0.9 keeps tens of
+thousands of tokens. `torch_us` is an argmax for greedy rows, a softmax and an exponential race for
+plain draws, and for the others a sort and two masks before the race. All are captured in the same
+way, except that those with a sort, which take milliseconds, are a single call and a few replays;
+null where torch has no equivalent. `top 5 of greedy` is a greedy choice plus the five most probable
+tokens of each row. See timing.py for the method.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ CASES: dict[str, tuple[float, dict[str, float]]] = {
 
 RARE = {"typical_p", "top_n_sigma", "xtc_probability"}
 FILTERS = {"top_k", "top_p", "min_p", *RARE}
-# What torch is not compared with.
+# Not compared with torch.
 SPECIAL = {"biases", "mask", "top", *RARE}
 
 _PEER_REPLAYS = 5
@@ -76,7 +76,7 @@ Call = Callable[[], object]
 
 
 def inputs_of(n: int, options: dict[str, float]) -> SamplingInputs:
-    """Of n rows."""
+    """Sampling inputs of n rows."""
     rows = greedy_row_params(n)
     for name, value in options.items():
         if name in ROW_PARAMS.fields:

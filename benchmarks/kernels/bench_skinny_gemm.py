@@ -3,12 +3,12 @@
     PYTHONPATH=benchmarks python benchmarks/kernels/bench_skinny_gemm.py [--json FILE]
         [--tokens 1 64] [--rows layer head]
 
-`tb_per_s` counts the weights alone, which is what such layers have to read, and `of_ceiling` is
-its share of what a pass over 1 GiB moves. `cublas_us` is torch's linear on the same operands, for
-gate_up with torch's silu and product behind it. Each launch has weights of its own out of several,
-and `pdl` says whether ours starts while the one before ends, as it would inside a model. A `layer`
-is qkv, o, gate_up and down, each on what the one before wrote; where it `adds`, o and down add to
-a residual, as they do in a model. See timing.py for the method.
+`tb_per_s` counts only the weights, which bound such layers, and `of_ceiling` is its fraction of the
+bandwidth of a pass over 1 GiB. `cublas_us` is torch's linear on the same operands, for gate_up
+followed by torch's silu and multiplication. Launches cycle through several weights; `pdl`: whether
+our kernel starts before the preceding one has ended, as it would in a model. A `layer` is a chain
+of qkv, o, gate_up and down, each on the output of the one before; where it `adds`, o and down are
+accumulated into a residual, as in a model. See timing.py for the method.
 """
 
 from __future__ import annotations
@@ -151,8 +151,8 @@ def _rows(tokens: Sequence[int], rows: Sequence[str]) -> Iterator[dict[str, Any]
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", type=Path, help="where to write the rows")
-    parser.add_argument("--tokens", type=int, nargs="+", default=TOKENS, help="in a batch")
-    parser.add_argument("--rows", nargs="+", choices=ROWS, default=ROWS, help="to measure")
+    parser.add_argument("--tokens", type=int, nargs="+", default=TOKENS, help="per batch")
+    parser.add_argument("--rows", nargs="+", choices=ROWS, default=ROWS, help="rows to measure")
     args = parser.parse_args()
     timing.report("linear layers", _rows(args.tokens, args.rows), args.json)
 

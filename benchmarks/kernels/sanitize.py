@@ -2,9 +2,9 @@
 
     PYTHONPATH=benchmarks python benchmarks/kernels/sanitize.py [--json FILE]
 
-Both tools make a launch so slow that not every case can run: memcheck gets each nth case of
-every test, racecheck, which takes seconds for a launch, one or a few of every kernel. Only our own
-kernels are looked at, not those of torch. Ends with 1 if there is an error or a test fails.
+Both tools slow launches down too much to run every case: memcheck runs every nth case of each test;
+racecheck, which takes seconds per launch, runs one or a few cases per kernel. Only our own kernels
+are checked, not torch's. The exit status is 1 if an error is found or a test fails.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ SUMMARIES = {
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """Tests in a process of their own.
+    """Tests that run in one process.
 
     Attributes:
-        tool: of compute-sanitizer.
+        tool: a tool of compute-sanitizer.
         name: of the job.
         files: test_<file>.py each.
-        every: keeps each nth case of every test.
-        only: what pytest's -k keeps of them.
+        every: run every nth case of each test.
+        only: run the tests that match this expression of pytest's -k.
     """
 
     tool: str
@@ -51,7 +51,7 @@ class Job:
 
 SMALL = ("activation", "batch_state", "cache", "drafting", "embedding", "launch", "norm", "rope")
 FIRST = 100_000
-"""As `every`: of every test the first case alone."""
+"""As `every`: only the first case of each test."""
 
 JOBS = (
     Job("memcheck", "attention", ("attention",), 50),
@@ -70,13 +70,13 @@ JOBS = (
     Job("racecheck", "products of few tokens", ("skinny_gemm",), FIRST),
     Job("racecheck", "products of many tokens", ("gemm",), FIRST),
     Job("racecheck", "sampling", ("sampling",), FIRST, "kinds_of or top_logprobs or exact_and"),
-    # But for a launch that overlaps the one before it, on which the tool itself breaks.
+    # Except a launch that overlaps the preceding one, on which the tool itself fails.
     Job("racecheck", "other kernels", SMALL, FIRST, "not ready_history"),
 )
 
 
 def own_kernels() -> list[str]:
-    """Names, as parts of which compute-sanitizer takes them."""
+    """Names of our kernels; compute-sanitizer matches them as substrings."""
     found = set()
     for path in KERNELS.rglob("*.cu"):
         for text in path.read_text().split("__global__")[1:]:
@@ -88,7 +88,7 @@ def own_kernels() -> list[str]:
 
 
 def run(job: Job, limit: float, logs: Path | None) -> dict[str, Any]:
-    """One row: what the tool found, or that it was not done in `limit` seconds."""
+    """One row: what the tool found, if it finished within `limit` seconds."""
     command = ["compute-sanitizer", "--tool", job.tool, "--report-api-errors", "no"]
     for name in own_kernels():
         command += ["--kernel-name", f"kns={name}"]
@@ -128,10 +128,10 @@ def run(job: Job, limit: float, logs: Path | None) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--limit", type=float, default=600.0, help="seconds for a job")
-    parser.add_argument("--at-once", type=int, default=6, help="jobs that run at the same time")
-    parser.add_argument("--only", default="", help="part of the name of jobs, such as racecheck")
-    parser.add_argument("--logs", type=Path, help="folder for what they print")
+    parser.add_argument("--limit", type=float, default=600.0, help="time limit per job in seconds")
+    parser.add_argument("--at-once", type=int, default=6, help="number of concurrent jobs")
+    parser.add_argument("--only", default="", help="part of the jobs' names, such as racecheck")
+    parser.add_argument("--logs", type=Path, help="folder for the output of jobs")
     parser.add_argument("--json", type=Path, help="where to write the rows")
     options = parser.parse_args()
     jobs = [job for job in JOBS if options.only in f"{job.tool}, {job.name}"]

@@ -1,11 +1,11 @@
-"""How kernels are timed, and what they are compared with.
+"""Timing of kernels, and the ceilings that they are compared with.
 
-A CUDA graph holds many launches, each on the next of several sets of operands. The sets together
-come to several times the L2 cache, so each launch finds its operands in memory; where an operation
-is too small for that, a row says `cold: false`. A replay is timed with events and divided by its
-launches: the gaps between kernels on the device count, the host does not. Quoted are the median,
-minimum and maximum over the replays. The ceilings, a large copy and a large matrix product, are
-measured in the same process.
+A CUDA graph holds many launches, which cycle through several sets of operands. The sets together
+are several times the size of L2, so every launch reads its operands from memory; if an operation is
+too small for that, its row has `cold: false`. A replay is timed with events and divided by the
+number of launches, so gaps between kernels on the device count, but host time does not. Reported
+are the median, minimum and maximum over the replays. The ceilings, a large copy and a large GEMM,
+are measured in the same process.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch import Tensor
 import result
 
 COLD_BYTES = 256 * 2**20
-"""Total size of the sets of operands: several times the 50 MB of L2 of a Hopper GPU."""
+"""Total size of the operand sets: several times the 50 MB of L2 of a Hopper GPU."""
 
 _MAX_SETS = 256
 _MIN_CALLS = 32
@@ -37,7 +37,7 @@ class Timing:
 
     Attributes:
         median, min, max: over the replays.
-        cold: whether the operands came from memory, rather than from the L2 cache.
+        cold: whether the operands were read from memory rather than from L2.
     """
 
     median: float
@@ -46,7 +46,7 @@ class Timing:
     cold: bool
 
     def row(self, num_bytes: int = 0, flops: int = 0) -> dict[str, Any]:
-        """As fields of a result, with the bandwidth or throughput."""
+        """Fields of a result row, with bandwidth or throughput."""
         found: dict[str, Any] = {
             "us": round(self.median, 2),
             "min_us": round(self.min, 2),
@@ -64,8 +64,8 @@ def measure(make: Callable[[], Callable[[], object]], num_bytes: int) -> Timing:
     """Time a call.
 
     Args:
-        make: allocates a set of operands and returns the call on it, which may be captured.
-        num_bytes: that a call reads and writes; how many sets there are depends on it.
+        make: allocates a set of operands and returns a call on it that can be captured.
+        num_bytes: bytes read and written by a call, which determine the number of sets.
     """
     sets = max(2, min(_MAX_SETS, -(-COLD_BYTES // max(num_bytes, 1))))
     calls = [make() for _ in range(sets)]
@@ -73,7 +73,7 @@ def measure(make: Callable[[], Callable[[], object]], num_bytes: int) -> Timing:
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
-        for call in calls:  # compiles and loads what the capture may not
+        for call in calls:  # compiles and loads what a capture may not
             call()
     torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
@@ -105,7 +105,7 @@ def _replay(graph: torch.cuda.CUDAGraph, num_calls: int) -> list[float]:
 
 def copy_ceiling() -> dict[str, Any]:
     """A pass over 1 GiB: the bandwidth of reads and writes together."""
-    # A kernel: a captured copy_ is a memcpy node, which moved 2.8 TB/s where kernels move 4.2.
+    # Not copy_: it is captured as a memcpy node, which reached 2.8 TB/s; kernels reach 4.2.
     source = torch.zeros(2**28, device="cuda")
     target = torch.empty_like(source)
     num_bytes = 2 * source.numel() * source.element_size()
@@ -114,7 +114,7 @@ def copy_ceiling() -> dict[str, Any]:
 
 
 def gemm_ceiling(size: int = 8192, dtype: torch.dtype = torch.bfloat16) -> dict[str, Any]:
-    """A square product of random matrices by cuBLAS, at the clock that its power leaves."""
+    """A square GEMM of random matrices by cuBLAS, at the clock that the power limit allows."""
     a, b = (torch.randn(size, size, device="cuda").to(dtype) for _ in range(2))
     out = torch.empty_like(a)
 
@@ -136,16 +136,16 @@ def machine() -> dict[str, Any]:
     }
 
 
-# ---------------------------------------------------------------- a script's end
+# ---------------------------------------------------------------- report
 
 
 def report(kind: str, rows: Iterable[dict[str, Any]], path: Path | None) -> None:
-    """Print each row as it comes, and write all of them if there is a path.
+    """Print each row as soon as it is measured, and write all rows if there is a path.
 
     Args:
-        kind: of kernels, as the result names it.
-        rows: of the result.
-        path: of the result.
+        kind: the kind of kernels, part of the result's name.
+        rows: the rows of the result.
+        path: the file of the result.
     """
     found = []
     for row in rows:
