@@ -29,17 +29,13 @@ PYTEST = $(RUN) $(BIN)/python -m pytest
 demo: $(VENV)/.serve
 	$(RUN) $(BIN)/inflight demo
 
-# Tests of real servers are mostly idle; compute-bound tests run meanwhile, at lower priority.
 test: $(VENV)/.dev
-	@echo "servers are tested meanwhile; their results follow"; \
-	log=$$(mktemp); trap 'kill $$servers 2>/dev/null; rm -f $$log' EXIT; trap 'exit 130' INT TERM; \
-	$(PYTEST) -m "integration and not long" tests/integration >$$log 2>&1 & servers=$$!; \
-	nice $(PYTEST) -m "not (gpu or integration or alone or long)" $(WITHOUT_GPU) $(SIDE_BY_SIDE); computed=$$?; \
-	wait $$servers; served=$$?; cat $$log; [ $$computed = 0 ] && [ $$served = 0 ]
+	$(PYTEST) -m "not (gpu or integration or alone or long)" $(WITHOUT_GPU) $(SIDE_BY_SIDE)
+	$(PYTEST) -m "integration and not (alone or long)" $(SIDE_BY_SIDE) tests/integration
 	$(PYTEST) -m "alone and not long" $(WITHOUT_GPU)
 
 test-long: $(VENV)/.dev
-	$(PYTEST) -m long
+	$(PYTEST) -m long $(SIDE_BY_SIDE)
 
 check: $(VENV)/.dev
 	$(BIN)/ruff check
