@@ -1,7 +1,7 @@
 """Loads a checkpoint's tensors as a model's weights, on its device and in its layout.
 
 The result is the same for every format: q | k | v and gate | up fused, rotated dimensions in
-halves, norms in float32.
+halves, all in the dtype of the activations.
 """
 
 from __future__ import annotations
