@@ -90,6 +90,7 @@ def kill_engine_in_flight(triton):
             time.sleep(0.1)
     assert answer["finish_reason"] in ("stop", "length")
     serving_s = time.monotonic() - killed
+    triton.attach()
 
     # The detokenizer found the new engine too: else this stream would be taken for abandoned.
     tokens = tensor("max_tokens", "INT32", 100)

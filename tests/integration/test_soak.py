@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import random
 import threading
 import time
 from collections import Counter
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -14,12 +17,13 @@ import pytest
 
 import result
 from kserve import Refused, Stream, ask, request, tensor, text
-from serving import Triton
+from serving import Triton, serve
 
 pytestmark = pytest.mark.integration
 
 MINUTES = 5
 CLIENTS = 8
+NUM_BLOCKS = 160  # of 16 tokens; each takes 0.7 MiB
 RESULT = result.ROOT / "benchmarks" / "results" / "soak.json"
 # Of all processes together, from the end of the first minute on: caches are full by then.
 MAX_GROWTH_MIB = 64
@@ -60,6 +64,17 @@ ACTIONS = {complete: 6, leave: 2, be_refused: 2}
 
 def memory_mib(processes: list[psutil.Process]) -> int:
     return sum(process.memory_info().rss for process in processes) >> 20
+
+
+@pytest.fixture
+def cpu(tmp_path: Path) -> Iterator[Triton]:
+    """A server of its own with a small KV pool, whose memory the first minute touches wholly."""
+
+    def shrink_pool(models: Path) -> None:
+        path = models / "llm" / "1" / "engine.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"num_blocks": NUM_BLOCKS}))
+
+    yield from serve(tmp_path, "cpu", shrink_pool)
 
 
 @pytest.mark.long

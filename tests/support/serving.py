@@ -39,6 +39,12 @@ class Triton:
     engine: EngineClient
     log: Path
 
+    def attach(self) -> None:
+        """Observe the engine that runs now, after another one has ended."""
+        self.engine.close()
+        path = engine_client.socket_path(self.log.parent / "models" / "llm", self.server.pid)
+        self.engine = engine_client.attach(path, "observer")
+
     def stats(self) -> Stats:
         return self.engine.stats()
 
@@ -84,6 +90,7 @@ def serve(
     with Server([models], ports=(0, 0, 0), log_file=log, drain_s=2.0) as server:
         path = engine_client.socket_path(models / "llm", server.pid)
         engine = engine_client.attach(path, "observer")
-        yield Triton(server, server.endpoints.http, server.endpoints.grpc, engine, log)
-        engine.close()
+        triton = Triton(server, server.endpoints.http, server.endpoints.grpc, engine, log)
+        yield triton
+        triton.engine.close()
     assert "Traceback" not in log.read_text(errors="replace"), log
