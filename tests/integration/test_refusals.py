@@ -37,7 +37,7 @@ pytestmark = pytest.mark.integration
 STATUS_CODES = {"triton_grpc_error": "true"}
 MAX_PROMPT_BYTES = 4096
 SIDE_BY_SIDE = 16
-RESULT = result.ROOT / "benchmarks" / "results" / "refusals.json"
+RESULT = result.ROOT / "benchmarks" / "results" / "long" / "refusals.json"
 
 TEMPLATE = """\
 {%- for message in messages -%}

@@ -32,7 +32,7 @@ VOCAB_SIZE = 160
 NUM_REQUESTS = 14
 NUM_MIXES = 24
 NUM_LONG_MIXES = 200
-RESULT = result.ROOT / "benchmarks" / "results" / "random-mixes.json"
+RESULT = result.ROOT / "benchmarks" / "results" / "long" / "random-mixes.json"
 
 DRAFTERS: tuple[dict[str, Any] | None, ...] = (
     None,
