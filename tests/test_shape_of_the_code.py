@@ -1,4 +1,5 @@
-"""Functions stay short and take few parameters, and folders hold few modules."""
+"""Functions stay short and take few parameters, or give a reason in a comment on their first line;
+folders hold few modules."""
 
 from __future__ import annotations
 
@@ -11,17 +12,6 @@ MAX_LINES = 60
 MAX_PARAMETERS = 8  # self and cls apart
 MAX_MODULES = 14  # of a folder, __init__ apart
 
-_OPTIONS = "typer reads the options from the signature"
-LONGER = {
-    "backend/inflight/models/decoder_cuda.py:forward": "one step, as its launches follow",
-}
-WIDER = {
-    "backend/inflight/cli/app.py:serve": _OPTIONS,
-    "backend/inflight/cli/app.py:generate": _OPTIONS,
-    "backend/inflight/cli/app.py:chat": _OPTIONS,
-    "backend/inflight/cli/app.py:bench_engine": _OPTIONS,
-    "backend/inflight/scheduling/scheduler.py:__init__": "the limits of a step, by keyword alone",
-}
 # Found by their modules, one for each of their kind.
 FULLER = {"backend/inflight/models/families", "backend/inflight/models/quantization"}
 
@@ -33,11 +23,13 @@ def modules() -> Iterator[Path]:
         yield from sorted((ROOT / folder).rglob("*.py"))
 
 
-def functions() -> Iterator[tuple[str, Function]]:
+def functions_without_a_reason() -> Iterator[tuple[str, Function]]:
     """Each with its module's path and its name."""
     for path in modules():
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, Function):
+        source = path.read_text()
+        lines = source.splitlines()
+        for node in ast.walk(ast.parse(source)):
+            if isinstance(node, Function) and "  # " not in lines[node.lineno - 1]:
                 yield f"{path.relative_to(ROOT).as_posix()}:{node.name}", node
 
 
@@ -52,12 +44,13 @@ def num_parameters(node: Function) -> int:
 
 
 def test_functions_are_short() -> None:
-    assert {name for name, node in functions() if num_lines(node) > MAX_LINES} == set(LONGER)
+    found = functions_without_a_reason()
+    assert [name for name, node in found if num_lines(node) > MAX_LINES] == []
 
 
 def test_functions_take_few_parameters() -> None:
-    found = {name for name, node in functions() if num_parameters(node) > MAX_PARAMETERS}
-    assert found == set(WIDER)
+    found = functions_without_a_reason()
+    assert [name for name, node in found if num_parameters(node) > MAX_PARAMETERS] == []
 
 
 def test_folders_hold_few_modules() -> None:

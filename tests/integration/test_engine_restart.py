@@ -10,7 +10,7 @@ import time
 import psutil
 import pytest
 
-import result
+import long_results
 from inflight.ipc import engine_client
 from kserve import Refused, Stream, ask, request, tensor, text
 from serving import serve
@@ -18,7 +18,6 @@ from serving import serve
 pytestmark = pytest.mark.integration
 
 NUM_KILLS = 20
-RESULT = result.ROOT / "benchmarks" / "results" / "long" / "engine-kills.json"
 
 ENDLESS = (
     tensor("stream", "BOOL", True),
@@ -132,4 +131,4 @@ def test_an_engine_comes_back_each_time_it_is_killed(triton):
     assert rows[-1]["tritonserver_fds"] <= rows[1]["tritonserver_fds"] + 4
     assert rows[-1]["stubs"] == rows[0]["stubs"]
     end_in_order(triton)
-    result.write(RESULT, "kills of the engine", rows)
+    long_results.write("engine-kills", "kills of the engine", rows)

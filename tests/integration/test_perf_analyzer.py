@@ -13,7 +13,7 @@ from serving import Triton
 
 STREAMS = 32
 REQUESTS = 64
-OUTPUT_LEN = 8
+OUTPUT_LEN = 16
 
 pytestmark = pytest.mark.integration
 

@@ -27,7 +27,7 @@ import pytest
 import tritonclient.grpc as triton
 import tritonclient.grpc.aio as triton_aio
 
-import result
+import long_results
 from inflight.checkpoint.locate import locate
 from inflight.text.tokenizer import export
 from serving import CANARY, Triton, serve
@@ -37,7 +37,6 @@ pytestmark = pytest.mark.integration
 STATUS_CODES = {"triton_grpc_error": "true"}
 MAX_PROMPT_BYTES = 4096
 SIDE_BY_SIDE = 16
-RESULT = result.ROOT / "benchmarks" / "results" / "long" / "refusals.json"
 
 TEMPLATE = """\
 {%- for message in messages -%}
@@ -198,11 +197,8 @@ def one_core(
 
 @pytest.fixture(scope="module")
 def results() -> Iterator[list[dict[str, Any]]]:
-    """What the full counts found; they are written where the other results are."""
-    found: list[dict[str, Any]] = []
-    yield found
-    if found:
-        result.write(RESULT, "refusals", found)
+    """The refusals of the full counts."""
+    yield from long_results.collected("refusals", "refusals")
 
 
 def infer_input(name: str, values: list[Any]) -> Any:

@@ -18,7 +18,7 @@ from typing import Any
 import psutil
 import pytest
 
-import result
+import long_results
 from kserve import Refused, Stream, ask, request, tensor, text
 from serving import Triton, serve
 
@@ -27,7 +27,6 @@ pytestmark = pytest.mark.integration
 MINUTES = 5
 CLIENTS = 8
 NUM_BLOCKS = 160  # of 16 tokens; each takes 0.7 MiB
-RESULT = result.ROOT / "benchmarks" / "results" / "long" / "soak.json"
 MAX_MORE_FDS = 16
 
 STREAMED = tensor("stream", "BOOL", True)
@@ -121,4 +120,4 @@ def test_minutes_of_mixed_load_leave_nothing_behind(cpu: Triton) -> None:
     cpu.wait_until_idle(30)
     assert {tritonserver, *tritonserver.children(recursive=True)} == set(processes)
     assert rows[-1]["fds"] - rows[0]["fds"] < MAX_MORE_FDS
-    result.write(RESULT, f"soak, {CLIENTS} clients", rows)
+    long_results.write("soak", f"soak, {CLIENTS} clients", rows)

@@ -28,7 +28,7 @@ _MEMORY = 139 << 30  # bytes, of an H200
 def recording(
     monkeypatch: pytest.MonkeyPatch, *, hopper: bool = True, num_multiprocessors: int = 132
 ) -> Iterator[Launched]:
-    """Record launches for a GPU that is not there.
+    """Record the launches of an absent GPU.
 
     Args:
         hopper: whether it is one.

@@ -94,7 +94,7 @@ def root(
 
 
 @app.command()
-def serve(
+def serve(  # typer reads the options from the signature
     http_port: Annotated[int, typer.Option(help="0 picks a free port.")] = HTTP_PORT,
     grpc_port: Annotated[int, typer.Option(help="0 picks a free port.")] = GRPC_PORT,
     metrics_port: Annotated[int, typer.Option(help="0 picks a free port.")] = METRICS_PORT,
@@ -148,7 +148,7 @@ def serve(
 
 
 @app.command()
-def generate(
+def generate(  # typer reads the options from the signature
     prompt: Annotated[str, typer.Argument(help="The text to continue; - reads it from stdin.")],
     max_tokens: MaxTokens = None,
     temperature: Temperature = None,
@@ -198,7 +198,7 @@ def generate(
 
 
 @app.command()
-def chat(
+def chat(  # typer reads the options from the signature
     system: Annotated[str | None, typer.Option(help="System message.")] = None,
     max_tokens: MaxTokens = None,
     temperature: Temperature = None,
@@ -319,7 +319,7 @@ def tokenizer_export(
 
 
 @bench.command("engine")
-def bench_engine(
+def bench_engine(  # typer reads the options from the signature
     model: Annotated[
         str, typer.Option(help="As for `serve`; random weights for a folder without any.")
     ],

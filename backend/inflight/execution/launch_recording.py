@@ -70,7 +70,7 @@ def find_kernels(
             _run(steps, config, on_meta)
     except ConfigError:
         raise
-    except Exception:
+    except Exception:  # whatever it is: the recording only saves time, and a start needs none
         logger.warning(
             "the kernels could not be found ahead of their launches; the start takes longer, for "
             "they are compiled one by one",

@@ -201,9 +201,7 @@ class Decoder:
 
         Args:
             inputs: of the step.
-            num_tokens: T.
-            num_chunks: n.
-            num_rows: s; T if every token has a row of logits.
+            num_tokens, num_chunks, num_rows: T, n, s; s = T for logits of every token.
             max_q_len: maximum tokens of a chunk.
             cache: of all layers; updated in place.
             num_layers: run only so many layers, then the final norm and the head; None for all.

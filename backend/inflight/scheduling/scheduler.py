@@ -68,7 +68,7 @@ class Scheduler:
         num_cached_tokens: those of them that came from the prefix cache.
     """
 
-    def __init__(
+    def __init__(  # limits, by keyword alone
         self,
         *,
         num_blocks: int,

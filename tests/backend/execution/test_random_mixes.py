@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 import host_kernels
-import result
+import long_results
 from device_drafting import Rig, small_rig
 from inflight.checkpoint.locate import Checkpoint
 from inflight.config import EngineConfig
@@ -32,7 +32,6 @@ VOCAB_SIZE = 160
 NUM_REQUESTS = 14
 NUM_MIXES = 24
 NUM_LONG_MIXES = 200
-RESULT = result.ROOT / "benchmarks" / "results" / "long" / "random-mixes.json"
 
 DRAFTERS: tuple[dict[str, Any] | None, ...] = (
     None,
@@ -166,11 +165,8 @@ def on_cpu(folder: Path, settings: dict[str, Any]) -> Engine:
 
 @pytest.fixture(scope="module")
 def results() -> Iterator[list[dict[str, Any]]]:
-    """The mixes of the full count; written to benchmarks/results."""
-    rows: list[dict[str, Any]] = []
-    yield rows
-    if rows:
-        result.write(RESULT, "random mixes, GPU runner and CPU runner", rows)
+    """The mixes of the full count."""
+    yield from long_results.collected("random-mixes", "random mixes, GPU runner and CPU runner")
 
 
 @pytest.mark.parametrize(

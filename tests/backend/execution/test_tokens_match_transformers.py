@@ -24,7 +24,6 @@ from paged_decoder import Paged, blocks_for, load
 from prompts import PROMPTS
 
 OUTPUT_LEN = 64
-ALONE_LEN = 16
 PARAMS = SamplingParams(max_tokens=OUTPUT_LEN, temperature=0.0, ignore_eos=True)
 
 pytestmark = pytest.mark.timeout(600)
@@ -124,16 +123,10 @@ def test_sixteen_at_once_with_random_arrival(reference, prompts, arrivals):
         assert output == most_probable_after(reference, prompt, output)
 
 
-@pytest.mark.parametrize(
-    "output_len", [ALONE_LEN, pytest.param(OUTPUT_LEN, marks=pytest.mark.long)]
-)
-def test_alone(make_engine, prompts, right, output_len):
-    """One prompt after another. A step of one token takes as long as one of several, so the whole
-    length is run by `make test-long`."""
+def test_alone(make_engine, prompts, right):
     engine = make_engine(enable_prefix_caching=False)
-    params = SamplingParams(max_tokens=output_len, temperature=0.0, ignore_eos=True)
-    for i, prompt in enumerate(prompts):
-        assert generate(engine, [Request(i, prompt, params)])[i] == right[i][:output_len]
+    outputs = [generate(engine, [request])[request.request_id] for request in requests(prompts)]
+    assert outputs == right
 
 
 def test_prefill_in_chunks_of_16_tokens(make_engine, prompts, right):
