@@ -45,6 +45,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "torch", host_torch)
         monkeypatch.setattr(module, "capture_graph", Recorded)
     monkeypatch.setattr(cuda_runner, "_DTYPE", torch.float32)
+    monkeypatch.setattr(cuda_runner, "_TIMINGS", 1)  # HostCuda's events always measure the same
     monkeypatch.setattr(cuda_runner, "find_kernels", lambda *engine: [])
     monkeypatch.setattr(cuda_runner, "precompile_kernels", lambda kernels: None)
     state = _Ops(write_tables, write_row_params, begin_step, end_step)
@@ -367,18 +368,18 @@ def sample(
     _adjust(logits, inputs, found)
     out.statuses.fill_(sampling.OK)
     out.token_ids.copy_(torch_sampling.greedy(logits))
-    for row in np.flatnonzero(found["temperature"] > 0.0).tolist():
-        params = found[row : row + 1]
-        number = torch_sampling.uniform(int(params["seed"][0]), int(inputs.positions[row]))
-        drawn = torch_sampling.draw(
-            logits[row : row + 1],
+    drawn = np.flatnonzero(found["temperature"] > 0.0)
+    if len(drawn):
+        params, rows = found[drawn], torch.from_numpy(drawn)
+        keys = zip(params["seed"].tolist(), inputs.positions[rows].tolist(), strict=True)
+        out.token_ids[rows] = torch_sampling.draw(
+            logits[rows],
             params["temperature"].astype(np.float64),
             params["top_k"].astype(np.int64),
             params["top_p"].astype(np.float64),
             params["min_p"].astype(np.float64),
-            np.array([number]),
-        )
-        out.token_ids[row] = drawn[0]
+            np.array([torch_sampling.uniform(seed, position) for seed, position in keys]),
+        ).to(out.token_ids.dtype)
     found_logprobs = torch_sampling.log_probs(raw).gather(1, out.token_ids[:, None])
     out.logprobs.copy_(found_logprobs[:, 0])
     broken = ~torch_sampling.finite_rows(raw)
@@ -569,7 +570,7 @@ def rope_write_kv(
     num_heads, head_dim = q_out.shape[1:]
     groups = kv.k_cache.shape[2]
     heads = qkv.view(len(qkv), -1, head_dim)
-    cos, sin = rope.cos[rope.positions], rope.sin[rope.positions]
+    cos, sin = (table.index_select(0, rope.positions) for table in (rope.cos, rope.sin))
     qk = heads[:, : num_heads + groups]
     if qk_norm is not None:
         q, _ = transformer.rms_norm(qk[:, :num_heads], qk_norm.q_weight, qk_norm.eps)
@@ -577,36 +578,41 @@ def rope_write_kv(
         qk = torch.cat((q, k), 1)
     qk = transformer.rotary(qk, cos, sin)
     qk = qk.to(qkv.dtype)
-    kept = rope.slot_mapping >= 0
-    k, v = qk[kept, num_heads:], heads[kept, num_heads + groups :]
-    transformer.write_kv(k, v, kv.k_cache, kv.v_cache, rope.slot_mapping[kept])
+    k, v, slots = qk[:, num_heads:], heads[:, num_heads + groups :], rope.slot_mapping
+    if int(slots.min()) < 0:
+        kept = (slots >= 0).nonzero()[:, 0]
+        k, v, slots = (values.index_select(0, kept) for values in (k, v, slots))
+    transformer.write_kv(k, v, kv.k_cache, kv.v_cache, slots)
     q_out.copy_(qk[:, :num_heads])
 
 
 def attend(
     q: Tensor, kv: PagedKV, metadata: HostAttentionMetadata, out: Tensor, **settings: object
 ) -> None:
-    groups = kv.k_cache.shape[2]
     out.fill_(float("nan"))  # rows of no chunk stay as they were: whatever that is
-    for chunk, length in enumerate(metadata.seq_lens.tolist()):
-        first, end = metadata.query_start[chunk : chunk + 2].tolist()
+    bounds = itertools.pairwise(metadata.query_start.tolist())
+    for chunk, (length, (first, end)) in enumerate(
+        zip(metadata.seq_lens.tolist(), bounds, strict=True)
+    ):
         assert 0 <= end - first <= length, "tokens without keys"
         if first == end:
             assert length == 0, "nobody's keys"
             continue
         blocks = metadata.block_tables[chunk, : -(-length // kv.k_cache.shape[1])].long()
         keys, values = (
-            cache[blocks].flatten(0, 1)[:length].transpose(0, 1)
+            cache.index_select(0, blocks).flatten(0, 1)[:length].transpose(0, 1)
             for cache in (kv.k_cache, kv.v_cache)
         )
         mask = torch.ones(end - first, length, dtype=torch.bool).tril_(length - (end - first))
         if window := metadata.spec.window:
             mask.triu_(length - (end - first) + 1 - window)
+        # As a batch of one: torch has no fused attention for less than four dimensions.
         found = torch.nn.functional.scaled_dot_product_attention(
-            q[first:end].transpose(0, 1),
-            keys.repeat_interleave(q.shape[1] // groups, 0),
-            values.repeat_interleave(q.shape[1] // groups, 0),
+            q[first:end].transpose(0, 1)[None],
+            keys[None],
+            values[None],
             attn_mask=mask,
             scale=metadata.spec.scale,
+            enable_gqa=True,
         )
-        out[first:end] = found.transpose(0, 1).reshape(end - first, -1)
+        out[first:end] = found[0].transpose(0, 1).reshape(end - first, -1)

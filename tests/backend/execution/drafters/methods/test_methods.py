@@ -122,11 +122,22 @@ def test_drafts_leave_no_trace(
         assert stats.num_cached_tokens > 0
 
 
+def penalised_requests() -> list[Request]:
+    return requests(repetition_penalty=1.3, presence_penalty=0.4, logit_bias=((7, 2.0),))
+
+
+@pytest.fixture(scope="module")
+def expected_penalised(folder: Path) -> dict[int, list[int]]:
+    """The same of penalised requests."""
+    return generate(make_engine(folder), penalised_requests())
+
+
 @pytest.mark.parametrize("drafter", DRAFTERS)
-def test_drafts_leave_no_trace_in_penalised_output(folder: Path, drafter: str) -> None:
-    wanted = requests(repetition_penalty=1.3, presence_penalty=0.4, logit_bias=((7, 2.0),))
-    plain = generate(make_engine(folder), wanted)
-    assert generate(make_engine(folder, drafting(folder, drafter)), wanted) == plain
+def test_drafts_leave_no_trace_in_penalised_output(
+    folder: Path, expected_penalised: dict[int, list[int]], drafter: str
+) -> None:
+    engine = make_engine(folder, drafting(folder, drafter))
+    assert generate(engine, penalised_requests()) == expected_penalised
 
 
 class Spoiled:
