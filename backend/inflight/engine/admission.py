@@ -212,7 +212,11 @@ class Admission:
             )
 
     def _max_tokens(self, request: Request) -> int:
-        """Maximum output tokens: the request's or the default, limited by the context."""
+        """Maximum output tokens: the request's or the default, limited by the context.
+
+        Raises:
+            RequestError: the context is too small for min_tokens.
+        """
         params, num_prompt_tokens = request.params, len(request.prompt_ids)
         wanted = params.max_tokens
         if wanted is None:
@@ -222,7 +226,14 @@ class Admission:
                 num_prompt_tokens,
                 params.beam_width,
             )
-        return min(wanted, self._max_model_len - num_prompt_tokens)
+        possible = self._max_model_len - num_prompt_tokens
+        if params.min_tokens > possible:
+            raise RequestError(
+                f"{params.min_tokens} do not fit the context of {self._max_model_len} tokens with "
+                f"a prompt of {num_prompt_tokens}; allowed: up to {possible}",
+                "min_tokens",
+            )
+        return min(wanted, possible)
 
     def _breaker_ids(self, request: Request) -> frozenset[int]:
         """DRY's sequence breakers."""

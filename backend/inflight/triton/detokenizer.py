@@ -24,7 +24,7 @@ from inflight.text.detokenize import Detokenizer
 from inflight.triton import contract
 from inflight.triton.delayed_errors import DelayedErrors
 from inflight.triton.sibling import llm_directory, load_tokenizer
-from inflight.triton.stub import server_pid
+from inflight.triton.stub import owner
 
 logger = logging.getLogger(__name__)
 
@@ -35,6 +35,7 @@ CANCEL_INTERVAL_S = 0.01
 CANCEL_POLL_BACKOFF = 9.0
 # Streams whose last poll is remembered; a forgotten one is merely polled again at once.
 MAX_POLLED = 4096
+MAX_VOCAB_SIZE = 1 << 24
 
 
 class DetokenizerFront:
@@ -90,6 +91,7 @@ class DetokenizerFront:
         ids = _row(request, contract.DETOKENIZE_IDS)
         state = _row(request, contract.DETOKENIZE_STATE)
         size = contract.DETOKENIZE_STATE_SIZE
+        self._check_range(ids)
         texts = []
         delivered = []
         first = 0
@@ -109,6 +111,16 @@ class DetokenizerFront:
             delivered.append((request_id, position))
         return texts, delivered
 
+    def _check_range(self, ids: list[int]) -> None:
+        # The model's vocabulary may be larger than the tokenizer's, which skips unknown ids.
+        highest = self._reports.vocab_size - 1
+        if ids and not 0 <= min(ids) <= max(ids) <= highest:
+            wrong = min(ids) if min(ids) < 0 else max(ids)
+            raise RequestError(
+                f"{wrong} is not a token id of this model; allowed: 0 to {highest}",
+                contract.DETOKENIZE_IDS.name,
+            )
+
     def _poll_cancellation(self, request: Any, request_id: int) -> None:
         now = time.monotonic()
         if now < max(self._next_poll_at, self._polled_at.get(request_id, 0.0) + CANCEL_INTERVAL_S):
@@ -127,12 +139,18 @@ class DeliveryReports:
     """Reports deliveries to the engine. Never blocks; drops reports while there is no engine."""
 
     def __init__(self, llm: Path) -> None:
-        self._path = socket_path(llm, server_pid())
+        self._path = socket_path(llm, owner().pid)
         self._client: EngineClient | None = None
+        self._vocab_size = MAX_VOCAB_SIZE
         self._lost = threading.Event()
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._keep_attached, name="reports", daemon=True)
         self._thread.start()
+
+    @property
+    def vocab_size(self) -> int:
+        """Of the model; the largest possible one before an engine was found."""
+        return self._vocab_size
 
     def send(self, progress: list[tuple[int, int]]) -> None:
         client = self._client
@@ -159,6 +177,7 @@ class DeliveryReports:
                 self._client = attach(self._path, "detokenizer", on_lost=self._lost.set)
             except InflightError:
                 continue
+            self._vocab_size = self._client.welcome.vocab_size
             self._lost.wait()
             self._client = None
 

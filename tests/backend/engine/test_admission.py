@@ -60,6 +60,13 @@ def test_the_length_is_the_requests_or_the_default_within_the_context(
     assert admission.sequence(Request(1, [1] * 10, params)).max_tokens == expected
 
 
+@pytest.mark.parametrize("min_tokens", [55, 2**31 - 1])
+def test_a_minimum_beyond_the_context_is_refused(min_tokens: int) -> None:
+    admission = Admission(PoolLimits(99, 4, 4), 100, 64, 16, [2])
+    with pytest.raises(RequestError, match=r"min_tokens: .* allowed: up to 54"):
+        admission.sequence(Request(1, [1] * 10, SamplingParams(min_tokens=min_tokens)))
+
+
 def test_a_prompt_without_tokens_is_refused() -> None:
     admission = Admission(PoolLimits(99, 4, 4), 100, 64, 16, [2])
     with pytest.raises(RequestError, match="input_ids: the prompt has no tokens"):

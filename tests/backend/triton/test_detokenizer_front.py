@@ -3,6 +3,7 @@
 import random
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -21,6 +22,7 @@ REPOSITORY = Path(__file__).parents[3] / "model_repository"
 class FakeClient:
     def __init__(self, on_lost):
         self.on_lost = on_lost
+        self.welcome = SimpleNamespace(vocab_size=49152)
         self.frames = []
         self.cancelled = []
         self.closed = False
@@ -177,6 +179,16 @@ def test_closing_ends_the_attachment(clients):
     [
         ({}, "detokenize_ids: is missing"),
         ({"detokenize_ids": np.zeros((1, 1), np.int32)}, "detokenize_state: is missing"),
+        *(
+            (
+                {
+                    "detokenize_ids": np.array([[wrong]], np.int32),
+                    "detokenize_state": np.array([[1, 0, 0, 1, 1, 1]]),
+                },
+                f"detokenize_ids: {wrong} is not a token id of this model; allowed: 0 to 49151",
+            )
+            for wrong in (-1, 2**31 - 1)
+        ),
         (
             {
                 "detokenize_ids": np.zeros((1, 1), np.int32),
@@ -191,6 +203,7 @@ def test_closing_ends_the_attachment(clients):
     ],
 )
 def test_a_malformed_request_fails_alone(front, tokenizer, inputs, message):
+    wait_until(lambda: front._reports.vocab_size == 49152)  # it has attached
     good = TokenEvent(1, tokenizer.encode("fine"), [], 1)
     bad = pb_utils.InferenceRequest(inputs)
     nothing, fine = front.execute([bad, request(good)])
