@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import signal
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+_PR_SET_PDEATHSIG = 1
 _PARENT, _START_TIME = 1, 19  # among the fields of `_stat`
 
 
@@ -54,6 +57,14 @@ class Process:
         if self.is_running():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, signal.SIGKILL)
+
+
+def end_with(parent: int) -> None:
+    """Have the kernel kill this process when the thread of its parent that started it exits, even
+    if this process is stopped or stuck. Exits at once if the parent has exited before."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        sys.exit("the starting process has exited")
 
 
 def _stat(pid: int) -> list[str]:

@@ -1,0 +1,176 @@
+"""The calls in progress: how long each may wait, and how the door ends it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import secrets
+import time
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import grpc
+
+from inflight.door.grpc import status
+from inflight.door.grpc.status import Code, Status
+from inflight.door.limits import Limits
+
+DRAINING = Status(Code.UNAVAILABLE, "the server is shutting down; send the request again later")
+CHECK_S = 0.5
+DRAIN_POLL_S = 0.05
+
+logger = logging.getLogger(__name__)
+
+
+class Call:
+    """One call of a client.
+
+    Attributes:
+        context: gRPC's.
+        request_id: this server's own name of the call; clients' ids are not unique.
+        writing_since, reading_since, waiting_since: in time.monotonic(): since when it waits for
+            the client to read, for the client's request, for Triton; infinity if it does not.
+        is_idle: without a request in flight; it may end when the server drains.
+        has_ended: its status or its only response is being sent.
+    """
+
+    def __init__(self, context: Any) -> None:
+        self.context = context
+        self.request_id = secrets.token_hex(8)
+        self.writing_since = math.inf
+        self.reading_since = math.inf
+        self.waiting_since = math.inf
+        self.is_idle = False
+        self.has_ended = False
+        self._task = asyncio.current_task()
+        self._status: Status | None = None
+        self._lock = asyncio.Lock()
+        # Sent on their own: gRPC does not learn that they were if a write with them is interrupted,
+        # and then cannot send a status.
+        self._headers: asyncio.Future[None] | None = None
+
+    async def read(self) -> bytes | None:
+        """The client's next message; None if there is no further one."""
+        data = await self.context.read()
+        return None if data is grpc.aio.EOF else data
+
+    async def write(self, data: bytes) -> None:
+        """Send a message; returns when the client's window has taken it.
+
+        gRPC allows one message at a time, and a stream's errors come from another task than its
+        responses.
+        """
+        async with self._lock:
+            self.writing_since = time.monotonic()
+            if self._headers is None:
+                self._headers = asyncio.ensure_future(self.context.send_initial_metadata(()))
+                self._headers.add_done_callback(_retrieve)
+            await asyncio.shield(self._headers)
+            await self.context.write(data)
+            self.writing_since = math.inf
+
+    async def answer(self, data: bytes) -> None:
+        """Send the only message of a call that is over then; nothing interrupts it."""
+        self.has_ended = True
+        await self.context.write(data)
+
+    def end(self, why: Status) -> None:
+        """End the call with a status, from another task or the watch."""
+        if self._status is None and not self.has_ended and self._task is not None:
+            self._status = why
+            self._task.cancel()
+
+    async def run(self, work: Coroutine[Any, Any, None]) -> None:
+        """Do the work of the call; whatever goes wrong becomes its status."""
+        self.context.set_trailing_metadata((("x-request-id", self.request_id),))
+        try:
+            await work
+            return
+        except asyncio.CancelledError:
+            if self._status is None:  # the client has left
+                raise
+            why = self._status
+        except grpc.aio.AioRpcError as error:
+            why = status.of(error)
+        except grpc.aio.BaseError:  # the client has left while a message was sent or read
+            raise asyncio.CancelledError from None
+        except Exception as error:
+            why = status.of(error)
+            if why.code is Code.INTERNAL:
+                logger.exception("call %s failed", self.request_id)
+        self.has_ended = True
+        if self._headers is not None:
+            await asyncio.wait([self._headers])
+        await self.context.abort(why.code, why.text)
+
+
+class Calls:
+    """All calls of a worker."""
+
+    def __init__(self, limits: Limits) -> None:
+        self.is_draining = False
+        self._limits = limits
+        self._calls: set[Call] = set()
+
+    async def run(self, context: Any, work: Callable[[Call], Coroutine[Any, Any, None]]) -> None:
+        """Run a call as one of these."""
+        call = Call(context)
+        self._calls.add(call)
+        try:
+            await call.run(work(call))
+        finally:
+            self._calls.discard(call)
+
+    def became_idle(self, call: Call) -> None:
+        """A call has no request in flight now."""
+        call.is_idle = True
+        if self.is_draining:
+            call.end(DRAINING)
+
+    async def drain(self, timeout: float) -> None:
+        """End idle calls, and wait until the others have ended, for `timeout` seconds."""
+        self.is_draining = True
+        for call in tuple(self._calls):
+            if call.is_idle:
+                call.end(DRAINING)
+        deadline = time.monotonic() + timeout
+        # A call that has ended stays if its client does not read the status.
+        while any(not call.has_ended for call in self._calls) and time.monotonic() < deadline:
+            await asyncio.sleep(DRAIN_POLL_S)
+
+    async def watch(self) -> None:
+        """End calls that have waited for too long; runs as long as the worker."""
+        limits = self._limits
+        while True:
+            await asyncio.sleep(CHECK_S)
+            now = time.monotonic()
+            for call in tuple(self._calls):
+                if now - call.writing_since > limits.write_timeout_s:
+                    call.end(_not_read(limits.write_timeout_s))
+                elif now - call.reading_since > limits.body_timeout_s:
+                    call.end(_not_sent(limits.body_timeout_s))
+                elif now - call.waiting_since > limits.first_byte_timeout_s:
+                    call.end(_not_answered(limits.first_byte_timeout_s))
+
+
+def _retrieve(future: asyncio.Future[None]) -> None:
+    """Headers that cannot be sent are those of a client that has left."""
+    if not future.cancelled():
+        future.exception()
+
+
+def _not_read(seconds: float) -> Status:
+    return Status(
+        Code.RESOURCE_EXHAUSTED,
+        f"responses were not read for {seconds:g} s, and the request was cancelled; read them as "
+        "they arrive",
+    )
+
+
+def _not_sent(seconds: float) -> Status:
+    return Status(Code.DEADLINE_EXCEEDED, f"request: no complete message within {seconds:g} s")
+
+
+def _not_answered(seconds: float) -> Status:
+    return Status(Code.DEADLINE_EXCEEDED, f"no response to the request within {seconds:g} s")

@@ -1,0 +1,85 @@
+"""The options of the gRPC door, for its first process and its workers."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Sequence
+
+import msgspec
+
+from inflight.door.limits import Limits
+from inflight.errors import ConfigError
+
+DEFAULT_DRAIN_S = 30.0
+MAX_WORKERS = 4
+
+
+class Settings(msgspec.Struct, frozen=True, kw_only=True):
+    """What a door is told.
+
+    Attributes:
+        listen, upstream: host:port of the clients' side and of Triton's gRPC.
+        health: the file that the supervisor writes.
+        workers: processes that share the port.
+        drain_s: how long requests in flight may take to end after SIGTERM.
+        tls_cert, tls_key: PEM files; both or none.
+        parent: pid of the process with which this one ends.
+    """
+
+    listen: str
+    upstream: str
+    health: str
+    workers: int
+    drain_s: float
+    limits: Limits
+    tls_cert: str | None
+    tls_key: str | None
+    parent: int
+
+    def address(self) -> tuple[str, int]:
+        """Host and port to listen on.
+
+        Raises:
+            ConfigError: they are not.
+        """
+        host, colon, port = self.listen.rpartition(":")
+        if not (host and colon and port.isdecimal() and int(port) < 2**16):
+            raise ConfigError(f"--listen: {self.listen!r}; allowed: host:port")
+        return host.strip("[]"), int(port)
+
+
+def parse(arguments: Sequence[str] | None = None) -> Settings:
+    """The settings from a command line.
+
+    Raises:
+        ConfigError: the limits or the TLS files are not as they should be.
+    """
+    parser = argparse.ArgumentParser(description="Guards Triton's gRPC.")
+    parser.add_argument("--listen", required=True, metavar="HOST:PORT")
+    parser.add_argument("--upstream", required=True, metavar="HOST:PORT", help="Triton's gRPC")
+    parser.add_argument("--health", required=True, metavar="FILE")
+    parser.add_argument("--workers", type=int, default=min(MAX_WORKERS, os.cpu_count() or 1))
+    parser.add_argument("--drain", type=float, default=DEFAULT_DRAIN_S, metavar="S")
+    parser.add_argument("--limits", default="{}", metavar="JSON", help="fields of Limits")
+    parser.add_argument("--tls-cert", metavar="FILE")
+    parser.add_argument("--tls-key", metavar="FILE")
+    parser.add_argument("--parent", type=int, default=os.getppid(), metavar="PID")
+    found = parser.parse_args(arguments)
+    try:
+        limits = msgspec.json.decode(found.limits, type=Limits)
+    except msgspec.DecodeError as error:
+        raise ConfigError(f"--limits: {error}; allowed: a JSON object of limits") from None
+    if (found.tls_cert is None) != (found.tls_key is None):
+        raise ConfigError("--tls-cert and --tls-key: one is missing; allowed: both or none")
+    return Settings(
+        listen=found.listen,
+        upstream=found.upstream,
+        health=found.health,
+        workers=max(1, found.workers),
+        drain_s=found.drain,
+        limits=limits,
+        tls_cert=found.tls_cert,
+        tls_key=found.tls_key,
+        parent=found.parent,
+    )

@@ -1,0 +1,74 @@
+"""How a call ends: gRPC's status codes with texts that show nothing of the inside."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+import grpc
+
+from inflight.errors import CapacityError, EngineError, InflightError, RequestError
+
+Code = grpc.StatusCode
+LOST = "the server was lost while it ran the request; send the request again"
+FAILED = "the server failed to run the request"
+
+# What the gRPC library says about a connection, in contrast to Triton about a request.
+_CONNECTION = re.compile(
+    r"ipv[46]:|unix:|socket|connect|stream removed|goaway|transport|keepalive|broken pipe"
+    r"|cancelling all calls|endpoint",
+    re.IGNORECASE,
+)
+# A path, or the name of a shared-memory region (CVE-2025-23320).
+_INTERNAL = re.compile(r"shm_region|/dev/shm|(?<![\w.])/(?:[\w.-]+/)+[\w.-]+|Traceback")
+
+
+@dataclass(frozen=True, slots=True)
+class Status:
+    """The end of a call, other than OK.
+
+    Attributes:
+        text: one sentence: what is wrong, where, what is allowed.
+    """
+
+    code: grpc.StatusCode
+    text: str
+
+
+class Refused(InflightError):
+    """A call that the door does not pass on."""
+
+    kind = "refused"
+
+    def __init__(self, code: grpc.StatusCode, text: str) -> None:
+        super().__init__(text)
+        self.status = Status(code, text)
+
+
+def of(error: Exception) -> Status:
+    """The status of an error raised by the door or by the call to Triton."""
+    if isinstance(error, Refused):
+        return error.status
+    if isinstance(error, RequestError):
+        return Status(Code.INVALID_ARGUMENT, str(error))
+    if isinstance(error, CapacityError):
+        return Status(Code.UNAVAILABLE, str(error))
+    if isinstance(error, grpc.aio.AioRpcError):
+        return of_triton(error.code(), error.details() or "")
+    if isinstance(error, EngineError):
+        return Status(Code.INTERNAL, str(error))
+    return Status(Code.INTERNAL, FAILED)
+
+
+def of_triton(code: grpc.StatusCode, text: str) -> Status:
+    """Triton's own status, or that its connection was lost."""
+    if code is Code.UNAVAILABLE and _CONNECTION.search(text):
+        return Status(code, LOST)
+    if code is Code.UNIMPLEMENTED and "decoupled" in text:
+        return Status(code, "ModelInfer: the model streams; allowed: ModelStreamInfer")
+    return Status(code, clean(text))
+
+
+def clean(text: str) -> str:
+    """An error text of Triton or a model, if it shows no path and no shared-memory region."""
+    return FAILED if _INTERNAL.search(text) else text

@@ -1,0 +1,201 @@
+"""ModelStreamInfer: a client's stream and Triton's, relayed message by message."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import time
+from collections import deque
+from typing import Any
+
+import grpc
+
+from inflight.door.grpc import checks, messages, status
+from inflight.door.grpc.calls import Call, Calls
+from inflight.door.grpc.health import Probes
+from inflight.door.grpc.status import Code, Refused, Status
+from inflight.door.grpc.upstream import Upstream, passed_on
+from inflight.door.limits import Limits
+from inflight.errors import InflightError
+
+METHOD = "/inference.GRPCInferenceService/ModelStreamInfer"
+MAX_IN_FLIGHT = 1024
+# The entry of a last response's parameters; the texts of a response may contain it, too.
+FINAL = b"triton_final_response\x12\x02\x08\x01"
+# The first byte of a ModelStreamInferResponse with an error_message.
+ERROR_TAG = b"\x0a"
+
+logger = logging.getLogger(__name__)
+
+
+class InFlight:
+    """The requests of a stream that have not had their last response.
+
+    Triton marks the last response. To a request whose last response is empty it sends one only if
+    asked to; the door always asks, and keeps what its client did not ask for.
+    """
+
+    def __init__(self) -> None:
+        self._wants_final: dict[str, deque[bool]] = {}
+        self._count = 0
+
+    def __len__(self) -> int:
+        return self._count
+
+    def begin(self, request: Any) -> None:
+        """Note a request, and have Triton mark its end."""
+        asked = checks.EMPTY_FINAL in request.parameters
+        wants = asked and request.parameters[checks.EMPTY_FINAL].bool_param
+        request.parameters[checks.EMPTY_FINAL].bool_param = True
+        self._wants_final.setdefault(request.id, deque()).append(wants)
+        self._count += 1
+
+    def end(self, request_id: str) -> bool:
+        """Note the end of a request; returns whether its client wants an empty last response."""
+        waiting = self._wants_final.get(request_id)
+        if not waiting:
+            return True
+        self._count -= 1
+        wants = waiting.popleft()
+        if not waiting:
+            del self._wants_final[request_id]
+        return wants
+
+
+class Stream:
+    """One call of ModelStreamInfer."""
+
+    def __init__(
+        self, call: Call, calls: Calls, probes: Probes, upstream: Upstream, limits: Limits
+    ) -> None:
+        self._call = call
+        self._calls = calls
+        self._probes = probes
+        self._upstream = upstream
+        self._limits = limits
+        self._in_flight = InFlight()
+        self._is_half_closed = False
+        metadata = call.context.invocation_metadata()
+        self._metadata = passed_on(metadata, call.request_id)
+        self._ends_on_error = ("triton_grpc_error", "true") in self._metadata
+
+    async def run(self) -> None:
+        """Relay until either side ends its part.
+
+        Triton's stream begins with the first request that passes: an idle one costs it nothing.
+        """
+        first = await self._next()
+        if first is None:
+            return
+        triton = self._upstream.stream(METHOD, self._call.context.time_remaining(), self._metadata)
+        sender = asyncio.create_task(self._send(triton, first))
+        sender.add_done_callback(self._sender_ended)
+        try:
+            await self._receive(triton)
+        finally:
+            sender.cancel()
+            triton.cancel()
+
+    async def _next(self) -> bytes | None:
+        """The next request that passes, as Triton shall read it; None if there is none."""
+        call = self._call
+        while True:
+            if not self._in_flight:
+                self._calls.became_idle(call)
+            data = await call.read()
+            if data is None:
+                return None
+            call.is_idle = False
+            request = None
+            try:
+                if len(self._in_flight) >= MAX_IN_FLIGHT:
+                    raise Refused(
+                        Code.RESOURCE_EXHAUSTED,
+                        f"request: the stream has {MAX_IN_FLIGHT} in flight; allowed: "
+                        f"{MAX_IN_FLIGHT}",
+                    )
+                request = checks.infer_request(data, self._limits)
+                self._probes.check_ready()
+            except InflightError as error:
+                await self._refuse(status.of(error), _id_of(data))
+                continue
+            self._in_flight.begin(request)
+            return checks.written(request)
+
+    async def _refuse(self, why: Status, request_id: str) -> None:
+        """Answer a request that Triton does not see, as Triton would."""
+        if self._ends_on_error:
+            self._call.end(why)
+            await asyncio.get_running_loop().create_future()  # until it cancels this task, too
+        response = messages.StreamResponse(error_message=why.text)
+        response.infer_response.id = request_id
+        await self._call.write(response.SerializeToString())
+
+    async def _send(self, triton: Any, first: bytes) -> None:
+        """The client's requests to Triton."""
+        data: bytes | None = first
+        while data is not None:
+            if math.isinf(self._call.waiting_since):
+                self._call.waiting_since = time.monotonic()
+            await triton.write(data)
+            data = await self._next()
+        self._is_half_closed = True
+        self._call.is_idle = False
+        await triton.done_writing()
+
+    def _sender_ended(self, sender: asyncio.Task[None]) -> None:
+        if sender.cancelled() or (error := sender.exception()) is None:
+            return
+        # What ends Triton's stream is reported by `_receive`, and what ends the client's by gRPC.
+        if not isinstance(error, grpc.RpcError | asyncio.InvalidStateError | grpc.aio.BaseError):
+            logger.error("call %s failed", self._call.request_id, exc_info=error)
+            self._call.end(status.of(Exception()))
+
+    async def _receive(self, triton: Any) -> None:
+        """Triton's responses to the client, up to the end of Triton's stream."""
+        call = self._call
+        while (data := await triton.read()) is not grpc.aio.EOF:
+            call.waiting_since = time.monotonic()
+            is_last = data[:1] == ERROR_TAG or FINAL in data
+            passed = self._last(data) if is_last else data
+            if passed is not None:
+                await call.write(passed)
+            if is_last and not self._in_flight:
+                call.waiting_since = math.inf
+                if not self._is_half_closed:  # otherwise Triton ends it now
+                    self._calls.became_idle(call)
+        if not self._is_half_closed:
+            raise Refused(Code.UNAVAILABLE, status.LOST)
+
+    def _last(self, data: bytes) -> bytes | None:
+        """Note the end of a request if `data` is its last response; returns what to pass on."""
+        response = messages.StreamResponse.FromString(data)
+        answer = response.infer_response
+        has_mark = "triton_final_response" in answer.parameters
+        is_final = has_mark and answer.parameters["triton_final_response"].bool_param
+        if response.error_message:
+            if is_final or not has_mark:
+                self._in_flight.end(answer.id)
+            return _cleaned(response, data)
+        if is_final and not self._in_flight.end(answer.id) and not answer.outputs:
+            return None
+        return data
+
+
+def _cleaned(response: Any, data: bytes) -> bytes:
+    text = status.clean(response.error_message)
+    if text == response.error_message:
+        return data
+    response.error_message = text
+    cleaned: bytes = response.SerializeToString()
+    return cleaned
+
+
+def _id_of(data: bytes) -> str:
+    """The id of a refused request, if it can be read."""
+    try:
+        found: str = checks.parse(messages.RequestId, data).id
+    except InflightError:
+        return ""
+    return found if len(found) <= checks.MAX_ID else ""

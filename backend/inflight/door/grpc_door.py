@@ -1,0 +1,158 @@
+"""The gRPC door: a guard in front of a private Triton.
+
+    python -m inflight.door.grpc_door --listen HOST:PORT --upstream HOST:PORT --health FILE
+
+This process holds the port and runs workers that share it; it starts another one for each that
+ends. It prints one line, `listening HOST:PORT`, when all of them accept connections. SIGTERM stops
+accepting, lets requests in flight finish for `--drain` seconds, and exits with 0.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import msgspec
+
+from inflight import log
+from inflight.door.grpc.settings import Settings, parse
+from inflight.errors import ConfigError
+from inflight.ipc.processes import end_with
+
+START_TIMEOUT_S = 20.0
+# After `drain_s`, a worker flushes statuses and exits.
+EXIT_S = 4.0
+# A worker that ends soon after its start is not started again at once.
+RESTART_PAUSE_S = 1.0
+_SIGNALS = {signal.SIGTERM, signal.SIGCHLD}
+
+logger = logging.getLogger(__name__)
+
+
+def reserve(settings: Settings) -> tuple[socket.socket, Settings]:
+    """Hold the port for the workers; port 0 becomes a free one.
+
+    The socket does not listen, so the kernel gives it no connections.
+
+    Raises:
+        ConfigError: the port is in use.
+    """
+    host, port = settings.address()
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    held = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        held.bind((host, port))
+    except OSError as error:
+        held.close()
+        raise ConfigError(f"--listen: {settings.listen}: {error.strerror}") from None
+    port = held.getsockname()[1]
+    name = f"[{host}]" if ":" in host else host
+    return held, msgspec.structs.replace(settings, listen=f"{name}:{port}")
+
+
+class Workers:
+    """The processes that serve."""
+
+    def __init__(self, settings: Settings) -> None:
+        ours = msgspec.structs.replace(settings, parent=os.getpid())
+        self._command = [
+            *(sys.executable, "-m", "inflight.door.grpc.worker"),
+            msgspec.json.encode(ours).decode(),
+        ]
+        self._drain_s = settings.drain_s
+        self._started_at = time.monotonic()
+        self._processes = [self._start() for _ in range(settings.workers)]
+
+    def wait_ready(self) -> None:
+        """Wait until each accepts connections.
+
+        Raises:
+            ConfigError: one did not start; it has printed why.
+        """
+        deadline = time.monotonic() + START_TIMEOUT_S
+        for worker in self._processes:
+            assert worker.stdout is not None
+            remaining = max(0.0, deadline - time.monotonic())
+            readable, _, _ = select.select([worker.stdout], [], [], remaining)
+            if not readable or not worker.stdout.readline():
+                raise ConfigError("a worker of the gRPC door did not start")
+
+    def restart(self) -> None:
+        """Start another one for each that has ended."""
+        for index, worker in enumerate(self._processes):
+            if worker.poll() is None:
+                continue
+            logger.error("a worker ended with status %d; another one starts", worker.returncode)
+            _close(worker)
+            pause = self._started_at + RESTART_PAUSE_S - time.monotonic()
+            if pause > 0:
+                time.sleep(pause)
+            self._started_at = time.monotonic()
+            self._processes[index] = self._start()
+
+    def stop(self) -> None:
+        """Drain all of them, and end those that do not."""
+        for worker in self._processes:
+            worker.send_signal(signal.SIGTERM)
+        deadline = time.monotonic() + self._drain_s + EXIT_S
+        for worker in self._processes:
+            try:
+                worker.wait(max(0.0, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                worker.kill()
+                worker.wait()
+            _close(worker)
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        return subprocess.Popen(self._command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE)
+
+
+def _close(worker: subprocess.Popen[bytes]) -> None:
+    if worker.stdout is not None:
+        worker.stdout.close()
+
+
+def run(settings: Settings) -> None:
+    """Serve until SIGTERM.
+
+    Raises:
+        ConfigError: the port is in use, or a worker did not start.
+    """
+    # Waited for with sigtimedwait; workers unblock them.
+    signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
+    held, settings = reserve(settings)
+    with held:
+        workers = Workers(settings)
+        try:
+            workers.wait_ready()
+            print(f"listening {settings.listen}", flush=True)
+            while True:
+                # The timeout is for a SIGCHLD that was merged with another one.
+                received = signal.sigtimedwait(_SIGNALS, 1.0)
+                if received is not None and received.si_signo == signal.SIGTERM:
+                    return
+                workers.restart()
+        finally:
+            workers.stop()
+
+
+def main() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        log.begin()
+        options = parse()
+        end_with(options.parent)
+        run(options)
+    except ConfigError as error:
+        sys.exit(str(error))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,400 @@
+"""The HTTP door's routes: those of KServe and Triton that serve models; all others are closed."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import re
+import secrets
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from inflight.door.http import generate, infer
+from inflight.door.http.generate import Models
+from inflight.door.http.refusal import Refusal, from_triton, unavailable
+from inflight.door.http.upstream import Exchange, Upstream, UpstreamLost
+from inflight.door.limits import Limits
+from inflight.ipc import health
+from inflight.ipc.health import Health
+
+# The supervisor writes it several times a second.
+HEALTH_TTL_S = 0.1
+_JSON = "application/json"
+_OCTETS = "application/octet-stream"
+# `curl -d` sends JSON as a form.
+_TYPES = ("", _JSON, _OCTETS, "application/x-www-form-urlencoded")
+_HEADER_LENGTH = "inference-header-content-length"
+_CLOSED = re.compile(
+    r"/v2/(?:(?:system|cuda)sharedmemory|logging|trace|repository/models|models/[^/]+/trace)(?:/|$)"
+)
+# No names of dots alone, no percent-encoding, no empty segments.
+_PATH = re.compile(rb"(?:/(?!\.+(?:/|$))[A-Za-z0-9_.-]{1,128})+")
+_VERSION = re.compile(r"[0-9]{1,18}")
+_DIGITS = re.compile(r"[0-9]{1,12}")
+_ENDED = "the server stopped while it generated this response; send the request again"
+_NO_ANSWER = "the server closed the connection before it answered; retry later"
+
+
+async def admit(request: Request) -> str:
+    """The tenant that a request belongs to: everybody, so far.
+
+    Raises:
+        Refusal: the request is not admitted. Nothing of its body has been read.
+    """
+    return "everybody"
+
+
+class HealthFile:
+    """The server's health as of at most `HEALTH_TTL_S` ago."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._read_at = -HEALTH_TTL_S
+        self._health = health.UNKNOWN
+
+    def read(self) -> Health:
+        now = time.monotonic()
+        if now - self._read_at >= HEALTH_TTL_S:
+            self._health, self._read_at = health.read(self._path), now
+        return self._health
+
+
+class Door:
+    """What the routes share.
+
+    Args:
+        upstream: to Triton.
+        health_file: written by the supervisor.
+    """
+
+    def __init__(self, upstream: Upstream, health_file: Path, limits: Limits) -> None:
+        self.upstream = upstream
+        self.limits = limits
+        self.health = HealthFile(health_file)
+        self.models = Models(upstream)
+        self._num_buffered = 0
+
+    # What the health file answers
+
+    async def live(self, request: Request) -> Response:
+        return _probe(self.health.read().is_live, "the server is not live")
+
+    async def ready(self, request: Request) -> Response:
+        found = self.health.read()
+        return _probe(found.is_ready, found.reason or "the server is not ready")
+
+    async def model_ready(self, request: Request) -> Response:
+        found = self.health.read()
+        if not found.is_ready:
+            return _probe(False, found.reason or "the server is not ready")
+        return await self.metadata(request)
+
+    async def index(self, request: Request) -> Response:
+        """From the health file: Triton's own route belongs to its control of models."""
+        await admit(request)
+        body = await self._body(request)
+        if body:
+            generate.rebuild(body, {}, self.limits)
+        models = [
+            {"name": name, "version": "1", "state": "READY"} for name in self.health.read().models
+        ]
+        return Response(msgspec.json.encode(models), media_type=_JSON)
+
+    # What Triton answers
+
+    async def metadata(self, request: Request) -> Response:
+        await admit(request)
+        _check_version(request)
+        await self._body(request)  # of no meaning, but it has to be out of the way
+        return Relay(self, "GET", request.scope["path"], b"", {})
+
+    async def infer(self, request: Request) -> Response:
+        body = await self._admitted_body(request)
+        length = request.headers.get(_HEADER_LENGTH)
+        if length is None:
+            length = str(len(body))
+        elif not _DIGITS.fullmatch(length) or not 0 < int(length) <= len(body):
+            raise Refusal(
+                "Inference-Header-Content-Length: is not valid; allowed: the number of bytes of "
+                "JSON, within the body"
+            )
+        body, json_length = infer.rebuild(body, int(length), self.limits)
+        headers = {"Content-Type": _JSON}
+        if json_length < len(body):
+            headers = {"Content-Type": _OCTETS, _HEADER_LENGTH: str(json_length)}
+        return Relay(self, "POST", request.scope["path"], body, headers)
+
+    async def generate(self, request: Request) -> Response:
+        body = await self._admitted_body(request)
+        model, _, route = request.scope["path"].rpartition("/")
+        inputs = await self.models.inputs(model)
+        body = generate.rebuild(body, inputs, self.limits)
+        headers = {"Content-Type": _JSON}
+        return Relay(self, "POST", f"{model}/{route}", body, headers, is_whole=route == "generate")
+
+    async def _admitted_body(self, request: Request) -> bytes:
+        await admit(request)
+        _check_version(request)
+        found = self.health.read()
+        if not found.is_ready:
+            raise unavailable(found.reason)
+        return await self._body(request)
+
+    async def _body(self, request: Request) -> bytes:
+        """The body, once its headers have been checked. Raises Refusal."""
+        headers, limits = request.headers, self.limits
+        kind = headers.get("content-type", "").partition(";")[0].strip().lower()
+        if kind not in _TYPES:
+            raise Refusal(f"Content-Type: is not supported; allowed: {_JSON} and {_OCTETS}", 415)
+        if headers.get("content-encoding", "identity").strip().lower() != "identity":
+            raise Refusal("Content-Encoding: is not supported; allowed: identity", 415)
+        length = headers.get("content-length", "0")
+        if not _DIGITS.fullmatch(length) or int(length) > limits.max_body_bytes:
+            raise self._too_large()
+        body = bytearray()
+        try:
+            async with asyncio.timeout(limits.body_timeout_s):
+                await self._receive(request, body)
+        except TimeoutError:
+            raise Refusal(f"body: took over {limits.body_timeout_s:g} s", 408) from None
+        finally:
+            self._num_buffered -= len(body)
+        return bytes(body)
+
+    async def _receive(self, request: Request, body: bytearray) -> None:
+        """Append all of a body. Raises Refusal."""
+        while True:
+            message = await request.receive()
+            if message["type"] == "http.disconnect":
+                raise Refusal("the client has closed the connection", 499)
+            part = message.get("body", b"")
+            body += part
+            self._num_buffered += len(part)
+            if len(body) > self.limits.max_body_bytes:
+                raise self._too_large()
+            if self._num_buffered > self.limits.max_buffered_bytes:
+                raise unavailable("the server receives too many large requests; retry later")
+            if not message.get("more_body", False):
+                return
+
+    def _too_large(self) -> Refusal:
+        return Refusal(f"body: is too large; allowed: {self.limits.max_body_bytes} bytes", 413)
+
+
+class Relay(Response):
+    """Triton's answer to a request, passed on as it comes.
+
+    Args:
+        is_whole: the answer is passed on once it is complete; its status may come too early.
+    """
+
+    def __init__(
+        self,
+        door: Door,
+        method: str,
+        path: str,
+        body: bytes,
+        headers: dict[str, str],
+        *,
+        is_whole: bool = False,
+    ) -> None:
+        self._door = door
+        self._request = (method, path, headers, body)
+        self._is_whole = is_whole
+        self.background = None
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            exchange = await self._door.upstream.connect()
+        except UpstreamLost:
+            raise self._lost() from None
+        # The body has been read: what comes next is that the client has left.
+        leaving = asyncio.ensure_future(receive())
+
+        def leave(left: object) -> None:
+            exchange.close()
+
+        leaving.add_done_callback(leave)
+        try:
+            async with asyncio.timeout(self._door.limits.first_byte_timeout_s):
+                await exchange.ask(*self._request)
+            await self._pass_on(exchange, scope, receive, send)
+        except UpstreamLost:
+            if not leaving.done():
+                raise self._lost() from None
+        except TimeoutError:
+            raise Refusal("the server did not answer in time; retry later", 504) from None
+        finally:
+            leaving.remove_done_callback(leave)
+            if leaving.done():
+                exchange.close()
+            else:
+                leaving.cancel()
+                exchange.finish()
+
+    def _lost(self) -> Refusal:
+        return unavailable(self._door.health.read().reason or _NO_ANSWER)
+
+    async def _pass_on(
+        self, exchange: Exchange, scope: Scope, receive: Receive, send: Send
+    ) -> None:
+        if exchange.status >= 400 or self._is_whole:
+            response = await self._whole(exchange)
+            await response(scope, receive, send)
+            return
+        await send(
+            {
+                "type": "http.response.start",
+                "status": exchange.status,
+                "headers": [
+                    (name.encode(), exchange.headers[name].encode("latin-1"))
+                    for name in ("content-type", "content-length", _HEADER_LENGTH)
+                    if name in exchange.headers
+                ],
+            }
+        )
+        part = b""
+        try:
+            while part := await exchange.read():
+                await send({"type": "http.response.body", "body": part, "more_body": True})
+        except UpstreamLost:
+            if not exchange.headers.get("content-type", "").startswith("text/event-stream"):
+                raise Cut from None
+            # The event that was cut off ends first.
+            gap = b"" if part.endswith(b"\n\n") else b"\n\n"
+            event = gap + b"data: " + Refusal(_ENDED).body + b"\n\n"
+            await send({"type": "http.response.body", "body": event, "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _whole(self, exchange: Exchange) -> Response:
+        body = await exchange.read_all()
+        if exchange.status >= 400 or body.startswith(b'{"error":'):
+            raise from_triton(exchange.status, body)
+        return Response(body, exchange.status, media_type=exchange.headers.get("content-type"))
+
+
+class Cut(Exception):
+    """A response that cannot be completed: its connection is closed."""
+
+
+class Framed:
+    """Around the routes: paths that are plain, an id for each request, and the access log.
+
+    Args:
+        log: prints one line for each request, or None.
+    """
+
+    def __init__(self, app: ASGIApp, log: Callable[[str], None] | None) -> None:
+        self._app = app
+        self._log = log
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        request_id = secrets.token_hex(8)
+        status, num_bytes, started = 0, 0, time.monotonic()
+
+        async def send_marked(message: Message) -> None:
+            nonlocal status, num_bytes
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                message["headers"].append((b"x-request-id", request_id.encode()))
+            else:
+                num_bytes += len(message.get("body", b""))
+            await send(message)
+
+        app = self._app if _PATH.fullmatch(scope["raw_path"]) else _nothing_here
+        with contextlib.suppress(Cut):
+            await app(scope, receive, send_marked)
+        if self._log is not None:
+            record = {
+                "time": round(time.time(), 3),
+                "request_id": request_id,
+                "method": scope["method"],
+                "path": scope["raw_path"][:200].decode("ascii", "replace"),
+                "status": status,
+                "bytes": num_bytes,
+                "ms": round((time.monotonic() - started) * 1e3, 1),
+            }
+            self._log(msgspec.json.encode(record).decode())
+
+
+def make(door: Door, *, has_access_log: bool = False) -> ASGIApp:
+    """The door as an ASGI application."""
+    routes = []  # tried in order: those of inference first
+    for model in ("/v2/models/{model}", "/v2/models/{model}/versions/{version}"):
+        routes += [
+            Route(f"{model}/generate_stream", door.generate, methods=["POST"]),
+            Route(f"{model}/generate", door.generate, methods=["POST"]),
+            Route(f"{model}/infer", door.infer, methods=["POST"]),
+            Route(f"{model}/ready", door.model_ready),
+            Route(f"{model}/config", door.metadata),
+            Route(f"{model}/stats", door.metadata),
+            Route(model, door.metadata),
+        ]
+    routes += [
+        Route("/v2/health/live", door.live),
+        Route("/v2/health/ready", door.ready),
+        Route("/v2", door.metadata),
+        Route("/v2/repository/index", door.index, methods=["POST"]),
+    ]
+    app = Starlette(
+        routes=routes,
+        exception_handlers={Refusal: _refused, HTTPException: _refused, Exception: _failed},
+    )
+    app.router.redirect_slashes = False
+    return Framed(app, _print if has_access_log else None)
+
+
+def _probe(is_well: bool, reason: str) -> Response:
+    return Response(status_code=200) if is_well else _answer(unavailable(reason))
+
+
+def _check_version(request: Request) -> None:
+    version = request.path_params.get("version", "1")
+    if not _VERSION.fullmatch(version):
+        raise Refusal("version: is not a number; allowed: digits", 404)
+
+
+def _answer(refusal: Refusal) -> Response:
+    return Response(refusal.body, refusal.status, refusal.headers, _JSON)
+
+
+async def _refused(request: Request, error: Exception) -> Response:
+    if isinstance(error, Refusal):
+        response = _answer(error)
+    elif isinstance(error, HTTPException) and error.status_code == 405:
+        allowed = (error.headers or {}).get("Allow", "")
+        response = _answer(Refusal(f"method: is not allowed here; allowed: {allowed}", 405))
+        response.headers["Allow"] = allowed
+    elif _CLOSED.match(request.scope["path"]):
+        text = "path: this part of the server is closed; allowed: health, models, generate, infer"
+        response = _answer(Refusal(text, 403))
+    else:
+        response = _answer(_NOT_FOUND)
+    if "expect" in request.headers:  # whether the body comes is up to the client
+        response.headers["Connection"] = "close"
+    return response
+
+
+async def _failed(request: Request, error: Exception) -> Response:
+    return _answer(Refusal("the server failed to process the request", 500))
+
+
+_NOT_FOUND = Refusal("path: there is nothing here; allowed: the routes of KServe's HTTP API", 404)
+
+
+async def _nothing_here(scope: Scope, receive: Receive, send: Send) -> None:
+    await _answer(_NOT_FOUND)(scope, receive, send)
+
+
+def _print(line: str) -> None:
+    print(line, file=sys.stdout, flush=True)

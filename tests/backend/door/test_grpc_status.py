@@ -1,0 +1,67 @@
+"""Statuses tell the client what to do, and nothing of the inside."""
+
+import grpc
+import pytest
+
+from inflight.door.grpc import status
+from inflight.door.grpc.status import Code
+from inflight.errors import CapacityError, EngineError, RequestError
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "failed to connect to all addresses; last error: UNKNOWN: ipv4:127.0.0.1:36973: Failed to "
+        "connect to remote host: Connection refused",
+        "Stream removed (Socket closed)",
+        "Socket closed",
+        "recvmsg:Connection reset by peer",
+        "Cancelling all calls",
+        "GOAWAY received",
+    ],
+)
+def test_a_lost_connection_is_one_sentence(text):
+    assert status.of_triton(Code.UNAVAILABLE, text).text == status.LOST
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "Failed to open region triton_python_backend_shm_region_0c1",
+        "cannot open /dev/shm/x",
+        "File /opt/tritonserver/backends/x.py, line 5",
+        "Traceback (most recent call last)",
+    ],
+)
+def test_texts_of_the_inside_are_replaced(text):
+    assert status.of_triton(Code.INTERNAL, text).text == status.FAILED
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "max_tokens: -1 is out of range; allowed: [0, 2147483647]",
+        "in ensemble 'generate', text_input: is empty; allowed: at least one character",
+        "Request for unknown model: 'a/b' is not found",
+        "the queue is full (10/10); try again later",
+    ],
+)
+def test_other_texts_are_passed_on(text):
+    assert status.of_triton(Code.UNAVAILABLE, text).text == text
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (RequestError("x"), Code.INVALID_ARGUMENT),
+        (CapacityError("x"), Code.UNAVAILABLE),
+        (EngineError("x"), Code.INTERNAL),
+        (status.Refused(Code.PERMISSION_DENIED, "x"), Code.PERMISSION_DENIED),
+    ],
+)
+def test_errors_have_a_code(error, code):
+    assert status.of(error) == status.Status(code, "x")
+
+
+def test_an_unexpected_error_shows_nothing():
+    assert status.of(KeyError("/etc/x")) == status.Status(grpc.StatusCode.INTERNAL, status.FAILED)
