@@ -56,11 +56,25 @@ def pack(weight: Tensor) -> Tensor:
     return packed
 
 
+def padded_rows(num_rows: int) -> int:
+    """The number of rows with which a packed product is computed: at most an eighth more.
+
+    oneDNN generates code for each number of rows of each weight shape, half a megabyte, and keeps
+    half of it for ever. With 8 sizes per octave it stays at some tens of megabytes; with all of
+    them, a long prompt's every length would add to it.
+    """
+    step = 1 << max(0, (num_rows - 1).bit_length() - 4)
+    return -(-num_rows // step) * step
+
+
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x [n, in] @ weight.T + bias -> [n, out]; weight is [out, in], packed or plain."""
     if weight.is_mkldnn:
-        product: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
-        return product
+        num_rows = len(x)
+        missing = padded_rows(num_rows) - num_rows
+        padded = F.pad(x, (0, 0, 0, missing)) if missing else x
+        product: Tensor = torch.ops.mkldnn._linear_pointwise(padded, weight, bias, "none", [], "")
+        return product[:num_rows]
     return F.linear(x, weight, bias)
 
 

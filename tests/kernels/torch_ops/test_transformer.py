@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import subprocess
+import sys
 from typing import Any
 
 import numpy as np
@@ -45,6 +47,37 @@ def test_a_row_is_multiplied_alike_alone_and_among_others() -> None:
     assert together[3].isnan().all()
     for row in (0, 2, 4, 15):
         torch.testing.assert_close(together[row : row + 1], ops.linear(x[row : row + 1], packed))
+
+
+def test_a_packed_product_is_computed_with_few_numbers_of_rows() -> None:
+    sizes = [ops.padded_rows(num_rows) for num_rows in range(1, 8193)]
+    assert sizes[:16] == list(range(1, 17)), "decode steps of few sequences are not padded"
+    for num_rows, size in enumerate(sizes, 1):
+        assert num_rows <= size <= num_rows * 1.125
+    assert len(set(sizes)) == 16 + 9 * 8
+    assert sizes == sorted(sizes)
+
+
+_MEMORY = """
+import psutil, torch
+from inflight_kernels.torch_ops import transformer as ops
+torch.set_num_threads(1)
+packed = ops.pack(torch.randn(1536, 576))
+x = torch.randn(600, 576)
+ops.linear(x, packed)
+before = psutil.Process().memory_info().rss
+for num_rows in range(1, 601):
+    ops.linear(x[:num_rows], packed)
+print((psutil.Process().memory_info().rss - before) >> 20)
+"""
+
+
+def test_products_of_all_lengths_take_bounded_memory() -> None:
+    """One size of memory for each number of rows would be 300 MiB for this weight alone."""
+    done = subprocess.run(
+        [sys.executable, "-c", _MEMORY], capture_output=True, text=True, check=True
+    )
+    assert int(done.stdout) < 120
 
 
 def test_rms_norm_divides_the_sum_by_its_root_mean_square() -> None:
