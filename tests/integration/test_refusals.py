@@ -120,7 +120,9 @@ KINDS = {
             "fail", ": the model's chat template failed on the messages (ZeroDivisionError)"
         ),
         "template out of bounds": user_message(
-            "grow", ": the model's chat template builds a value longer than 1048576"
+            "grow",
+            ": the model's chat template produces a text that is too long; "
+            "allowed: 1048576 characters",
         ),
         "template makes a marker": user_message(
             "<|IM_END|>",

@@ -1,29 +1,22 @@
 """The sandbox's process: `python -m inflight.structured.sandbox_process`.
 
-It reads a vocabulary, then guides, and answers each with a verdict. It forks for every guide: the
-fork is warm (library loaded, vocabulary built), runs under its own limits, and contains any failure
-(timeout, memory, stack overflow, panic). This process itself processes no guide, so it survives.
-
-Frames on stdin and stdout: a length of four bytes, then MessagePack. It ends when stdin does.
+It is set up with a vocabulary; a job is a guide, and the answer a verdict. Each guide gets a worker
+of its own, with the library loaded and the vocabulary built.
 """
 
 from __future__ import annotations
 
-import gc
-import os
 import random
-import resource
-import select
-import signal
 import threading
 import time
-from collections.abc import Callable
 
 import llguidance
 import msgspec
 
 from inflight.core.output_constraint import StructuredOutput
 from inflight.errors import RequestError
+from inflight.sandbox.server import serve
+from inflight.sandbox.worker import Work
 from inflight.structured.grammar import (
     MAX_SOURCE_BYTES,
     Verdict,
@@ -45,43 +38,6 @@ _STACK_BYTES = 1 << 20
 _WALKS = 2
 _WALK_STEPS = 48
 _WALKS_S = 0.25  # of processor time, all together
-
-HEADER_BYTES = 4
-
-
-class Setup(msgspec.Struct, frozen=True, tag="setup"):
-    """The first frame to the process."""
-
-    vocabulary: Vocabulary
-    time_limit_s: float
-    memory_limit: int
-
-
-class Ready(msgspec.Struct, frozen=True, tag="ready"):
-    """The answer to Setup."""
-
-
-def write_frame(fd: int, frame: msgspec.Struct | StructuredOutput) -> None:
-    body = msgspec.msgpack.encode(frame)
-    data = memoryview(len(body).to_bytes(HEADER_BYTES, "big") + body)
-    while data:
-        data = data[os.write(fd, data) :]
-
-
-def _read_frame(fd: int) -> bytes | None:
-    header = _read(fd, HEADER_BYTES)
-    return None if header is None else _read(fd, int.from_bytes(header, "big"))
-
-
-def _read(fd: int, size: int) -> bytes | None:
-    parts = []
-    while size:
-        part = os.read(fd, min(size, 1 << 20))
-        if not part:
-            return None
-        parts.append(part)
-        size -= len(part)
-    return b"".join(parts)
 
 
 def examine(tokenizer: llguidance.LLTokenizer, constraint: StructuredOutput) -> Verdict:
@@ -166,113 +122,51 @@ def _anonymous_bytes() -> int:
     return 0
 
 
-class _Trial:
-    """A fork that examines one guide under limits."""
-
-    def __init__(self, work: Callable[[], Verdict], time_limit_s: float, memory_limit: int) -> None:
-        self._time_limit_s = time_limit_s
-        self._memory_limit = memory_limit
-        self._deadline = time.monotonic() + time_limit_s
-        self._answer, answer = os.pipe()
-        self._pid = os.fork()
-        if self._pid == 0:
-            try:
-                self._limit()
-                self._run(work, answer)
-            finally:
-                os._exit(1)
-        os.close(answer)
-
-    def _limit(self) -> None:
-        with open("/proc/self/statm") as sizes:
-            used = int(sizes.read().split()[0]) * resource.getpagesize()
-        bound = used + self._memory_limit
-        resource.setrlimit(resource.RLIMIT_AS, (bound, bound))
-        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-        # In case the parent dies and cannot enforce the deadline.
-        seconds = int(self._time_limit_s) + 1
-        resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds))
-        # A crash may print untrusted text.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
-
-    def _run(self, work: Callable[[], Verdict], answer: int) -> None:
-        def examine_and_answer() -> None:
-            try:
-                verdict = work()
-            except MemoryError:
-                verdict = Verdict(refusal=self._too_large())
-            except BaseException as error:  # a panic in Rust is one
-                verdict = Verdict(refusal=f"the compiler failed ({type(error).__name__})")
-            write_frame(answer, verdict)
-            os._exit(0)
-
-        threading.stack_size(_STACK_BYTES)
-        thread = threading.Thread(target=examine_and_answer)
-        thread.start()
-        thread.join()
-
-    def verdict(self) -> Verdict:
-        """Wait for the end of the fork, one way or another."""
-        data = b""
-        try:
-            while True:
-                left = self._deadline - time.monotonic()
-                if left <= 0 or not select.select([self._answer], [], [], left)[0]:
-                    os.kill(self._pid, signal.SIGKILL)
-                    return Verdict(
-                        refusal=f"too complex: it does not compile within {self._time_limit_s:g} s"
-                    )
-                part = os.read(self._answer, 1 << 20)
-                if not part:
-                    break
-                data += part
-        finally:
-            os.close(self._answer)
-            _, status = os.waitpid(self._pid, 0)
-        size = int.from_bytes(data[:HEADER_BYTES], "big")
-        if len(data) > HEADER_BYTES and len(data) == HEADER_BYTES + size:
-            return msgspec.msgpack.decode(data[HEADER_BYTES:], type=Verdict)
-        if os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGSEGV:
-            return Verdict(refusal="too deeply nested: it overflows the compiler's stack")
-        return Verdict(refusal=self._too_large())
-
-    def _too_large(self) -> str:
-        return f"too large: it does not compile within {self._memory_limit >> 20} MiB of memory"
-
-
-def main() -> None:
-    # stdout carries frames only: redirect everything else that prints.
-    stdin, stdout = os.dup(0), os.dup(1)
-    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    os.dup2(2, 1)
-    # Prefer this process as the OOM killer's victim.
-    try:
-        with open("/proc/self/oom_score_adj", "w") as score:
-            score.write("1000")
-    except OSError:
-        pass
-    frame = _read_frame(stdin)
-    if frame is None:
-        return
-    setup = msgspec.msgpack.decode(frame, type=Setup)
-    tokenizer = setup.vocabulary.llguidance_tokenizer()
+def _prepare(setup: bytes) -> Work:
+    vocabulary = msgspec.msgpack.decode(setup, type=Vocabulary)
+    tokenizer = vocabulary.llguidance_tokenizer()
     examine(tokenizer, StructuredOutput("json"))  # warm up
-    gc.collect()
-    gc.freeze()
-    gc.disable()
-    write_frame(stdout, Ready())
-    while (frame := _read_frame(stdin)) is not None:
+
+    def work(job: bytes) -> bytes:
         try:
-            constraint = msgspec.msgpack.decode(frame, type=StructuredOutput)
+            constraint = msgspec.msgpack.decode(job, type=StructuredOutput)
         except (msgspec.ValidationError, RequestError) as error:
-            write_frame(stdout, Verdict(refusal=str(error)))
-            continue
+            return msgspec.msgpack.encode(Verdict(refusal=str(error)))
+        return msgspec.msgpack.encode(_examine_on_small_stack(tokenizer, constraint))
 
-        def work(constraint: StructuredOutput = constraint) -> Verdict:
-            return examine(tokenizer, constraint)
+    return work
 
-        write_frame(stdout, _Trial(work, setup.time_limit_s, setup.memory_limit).verdict())
+
+def _examine_on_small_stack(
+    tokenizer: llguidance.LLTokenizer, constraint: StructuredOutput
+) -> Verdict:
+    """`examine` on a thread with the stack of the engine's.
+
+    Raises:
+        MemoryError: it does not fit into the worker's memory.
+    """
+    verdicts: list[Verdict | None] = []
+
+    def run() -> None:
+        try:
+            verdicts.append(examine(tokenizer, constraint))
+        except MemoryError:
+            verdicts.append(None)
+        except BaseException as error:  # a panic in Rust is one
+            verdicts.append(Verdict(refusal=f"the compiler failed ({type(error).__name__})"))
+
+    threading.stack_size(_STACK_BYTES)
+    thread = threading.Thread(target=run)
+    try:
+        thread.start()
+    except RuntimeError:  # no memory for its stack
+        raise MemoryError from None
+    thread.join()
+    verdict = verdicts[0]
+    if verdict is None:
+        raise MemoryError
+    return verdict
 
 
 if __name__ == "__main__":
-    main()
+    serve(_prepare, keeps_workers=False)

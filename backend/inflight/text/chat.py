@@ -27,7 +27,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from inflight.errors import RequestError, did_you_mean
-from inflight.text.template import render
+from inflight.text.template import Rendering, render, render_each
 from inflight.text.tokenizer import Tokenizer, check_unicode
 
 __all__ = ["encode_chat", "parse_messages", "render"]
@@ -89,8 +89,10 @@ def encode_chat(
         now: the date for templates that use it; None for the current time.
 
     Raises:
-        RequestError: the model has no chat template, or its template rejects the messages.
+        RequestError: the model has no chat template, or its template rejects the messages or
+            exceeds its limits.
         ConfigError: the template is not valid.
+        EngineError: there is no sandbox.
     """
     template = tokenizer.chat_template
     if template is None:
@@ -98,25 +100,33 @@ def encode_chat(
     for index, message in enumerate(messages):
         check_unicode(message["content"], f"messages[{index}].content")
 
-    def rendered(contents: list[str]) -> str:
-        turns = [
-            {**message, "content": content}
-            for message, content in zip(messages, contents, strict=True)
-        ]
-        return render(
-            template, turns, tokenizer.bos_token, tokenizer.eos_token, add_generation_prompt, now
-        )
-
     escaper = _escaper_of(tokenizer)
     contents = [message["content"] for message in messages]
-    pieces = escaper.split_markers(rendered([escaper.escape(content) for content in contents]))
     # Blank stays blank: templates test whether there is any content.
-    harmless = escaper.split_markers(rendered(["x" if text.strip() else text for text in contents]))
+    harmless_contents = ["x" if content.strip() else content for content in contents]
+    rendering = Rendering(
+        template,
+        [
+            _with_contents(messages, [escaper.escape(content) for content in contents]),
+            _with_contents(messages, harmless_contents),
+        ],
+        tokenizer.bos_token or "",
+        tokenizer.eos_token or "",
+        add_generation_prompt,
+        now,
+    )
+    pieces, harmless = [escaper.split_markers(text) for text in render_each(rendering)]
     if _markers(pieces) != _markers(harmless):
         raise _error(
             "with this text the model's chat template would produce additional special tokens"
         )
     return tokenizer.encode_pieces(pieces)
+
+
+def _with_contents(messages: list[dict[str, str]], contents: list[str]) -> list[dict[str, str]]:
+    return [
+        {**message, "content": content} for message, content in zip(messages, contents, strict=True)
+    ]
 
 
 class _MarkerEscaper:

@@ -35,6 +35,9 @@ _TEKKEN = (
 # For files without tokenizer.ggml.pre, from older converters.
 _UNNAMED = (r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", r"[0-9][0-9][0-9]")
 
+KNOWN_PATTERNS = frozenset({_GPT2, _LLAMA3, _QWEN2, _TEKKEN, *_UNNAMED})
+"""Regular expressions whose time was measured to be linear in the text."""
+
 
 def _split(*patterns: str) -> pre_tokenizers.PreTokenizer:
     steps: list[Any] = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in patterns]

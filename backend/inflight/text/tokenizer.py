@@ -11,10 +11,8 @@ import contextlib
 import hashlib
 import json
 import os
-import secrets
 import shutil
 import tempfile
-import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -24,6 +22,17 @@ import tokenizers
 from inflight.checkpoint.locate import Checkpoint
 from inflight.errors import ConfigError, RequestError
 from inflight.text import gguf_tokenizer
+from inflight.text.encoder import Encoder
+from inflight.text.encoding_sandbox import EncodingSandbox
+from inflight.text.linear_pipeline import is_linear
+
+MAX_CHARACTERS_HERE = 1 << 15
+"""A longer text is encoded in a sandbox: the library holds the interpreter's lock meanwhile, and
+needs some 600 bytes per character in the worst case."""
+
+MAX_VOCAB_SIZE = 1 << 20
+MAX_FILE_BYTES = 128 << 20
+"""Of each file of a tokenizer; the largest of a published model have a quarter of it."""
 
 # Part of the cache key: increment it when the output of `gguf_tokenizer.write_folder` changes.
 _CACHE_VERSION = 1
@@ -50,6 +59,9 @@ class Tokenizer:
             may contain: special tokens, EOS tokens, and those that start with `<|`.
         chat_template: the Jinja source, if there is one.
         decoder: the backend's decoder, as in tokenizer.json.
+
+    Raises:
+        ConfigError: its ids are too large.
     """
 
     def __init__(
@@ -65,8 +77,6 @@ class Tokenizer:
         backend.no_padding()
         backend.no_truncation()
         self._backend = backend
-        self._lock = threading.Lock()
-        self._marking: _MarkingBackend | None = None
         self.bos_token = bos_token
         self.eos_token = eos_token
         self.bos_id = None if bos_token is None else backend.token_to_id(bos_token)
@@ -85,6 +95,14 @@ class Tokenizer:
         self.decoder: dict[str, Any] | None = (
             None if backend.decoder is None else json.loads(backend.decoder.__getstate__())
         )
+        if self.vocab_size > MAX_VOCAB_SIZE:
+            raise ConfigError(
+                f"tokenizer: the id {self.vocab_size - 1} is too large; "
+                f"allowed: ids below {MAX_VOCAB_SIZE}"
+            )
+        self._encoder = Encoder(backend, self.markers)
+        self._sandbox = EncodingSandbox(backend, self.markers)
+        self._is_linear = is_linear(backend)
 
     @classmethod
     def load(cls, checkpoint: Checkpoint) -> Tokenizer:
@@ -145,9 +163,12 @@ class Tokenizer:
                 f"tokenizer: {folder} has no tokenizer.json; write one with transformers: "
                 "AutoTokenizer.from_pretrained(...).save_pretrained(...)"
             )
+        _check_size(path)
         try:
             backend = tokenizers.Tokenizer.from_file(str(path))
-        except Exception as error:  # the library raises bare Exception
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:  # the library raises bare Exception, and its panics are none
             raise ConfigError(f"tokenizer: {path} cannot be read: {error}") from None
         config = _read_json(folder / "tokenizer_config.json")
         named = {**_read_json(folder / "special_tokens_map.json"), **config}
@@ -170,20 +191,19 @@ class Tokenizer:
             param: the request field of the text, for the error.
 
         Raises:
-            RequestError: the text contains a lone surrogate.
+            RequestError: the text contains a lone surrogate, the tokenizer fails on it, or it
+                exceeds the limits.
         """
         check_unicode(text, param)
-        ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
-        return ids
+        if self._runs_here(len(text)):
+            return self._encoder.encode(text, add_special_tokens, param)
+        return self._sandbox.encode(text, add_special_tokens, param)
 
     def encode_batch(
         self, texts: Sequence[str], add_special_tokens: bool = True, param: str = "text_input"
     ) -> list[list[int]]:
-        """`encode` of several texts, in parallel."""
-        for text in texts:
-            check_unicode(text, param)
-        encodings = self._backend.encode_batch(list(texts), add_special_tokens=add_special_tokens)
-        return [encoding.ids for encoding in encodings]
+        """`encode` of several texts."""
+        return [self.encode(text, add_special_tokens, param) for text in texts]
 
     def encode_pieces(self, pieces: Sequence[str | int], param: str = "messages") -> list[int]:
         """Token ids of a text in which markers are distinct from text that looks like one.
@@ -195,71 +215,31 @@ class Tokenizer:
             pieces: strings, and ids of markers.
 
         Raises:
-            RequestError: a string contains a lone surrogate, or the tokenizer's merges turn it into
-                a marker.
+            RequestError: a string contains a lone surrogate, the tokenizer's merges turn it into a
+                marker, or it exceeds the limits.
         """
         for piece in pieces:
             if isinstance(piece, str):
                 check_unicode(piece, param)
-        with self._lock:
-            if self._marking is None:
-                self._marking = _MarkingBackend(self._backend, self.markers)
-        return self._marking.encode(pieces, param)
+        if self._runs_here(sum(len(piece) for piece in pieces if isinstance(piece, str))):
+            return self._encoder.encode_pieces(pieces, param)
+        return self._sandbox.encode_pieces(pieces, param)
+
+    def warm(self) -> None:
+        """Start the sandbox now, instead of with the first text that needs it.
+
+        Raises:
+            EngineError: it does not start.
+        """
+        self._sandbox.warm()
+
+    def _runs_here(self, num_characters: int) -> bool:
+        return self._is_linear and num_characters <= MAX_CHARACTERS_HERE
 
     def vocabulary(self) -> dict[str, int]:
         """Token, in the tokenizer's alphabet -> id; a new dict."""
         vocabulary: dict[str, int] = self._backend.get_vocab(with_added_tokens=True)
         return vocabulary
-
-
-class _MarkingBackend:
-    """A copy of a backend in which each marker has a secret, unguessable text.
-
-    The library finds markers by their text, which it needs for splitting the text around them. So
-    an intended marker is passed as its secret text, and the marker's own text, which is not a token
-    here, is ordinary text.
-    """
-
-    def __init__(self, backend: tokenizers.Tokenizer, markers: dict[str, int]) -> None:
-        secret = secrets.token_hex(16)
-        self._spelling = {id_: f"\ue000{secret}:{id_:x}\ue001" for id_ in markers.values()}
-        # Shares the model: the copy costs next to nothing.
-        self._twin = tokenizers.Tokenizer(backend.model)
-        if backend.normalizer is not None:
-            self._twin.normalizer = backend.normalizer
-        if backend.pre_tokenizer is not None:
-            self._twin.pre_tokenizer = backend.pre_tokenizer
-        added = dict(sorted(backend.get_added_tokens_decoder().items()))
-        self._twin.add_tokens(
-            [
-                tokenizers.AddedToken(
-                    self._spelling.get(id_, token.content),
-                    single_word=token.single_word,
-                    lstrip=token.lstrip,
-                    rstrip=token.rstrip,
-                    normalized=token.normalized,
-                    special=token.special,
-                )
-                for id_, token in added.items()
-            ]
-        )
-        self._real_id = {
-            self._twin.token_to_id(self._spelling.get(id_, token.content)): id_
-            for id_, token in added.items()
-        }
-        unknown = getattr(backend.model, "unk_token", None)
-        self._forbidden = {
-            id_ for text, id_ in markers.items() if text != unknown and id_ not in self._real_id
-        }
-
-    def encode(self, pieces: Sequence[str | int], param: str) -> list[int]:
-        text = "".join(
-            self._spelling[piece] if isinstance(piece, int) else piece for piece in pieces
-        )
-        ids = self._twin.encode(text, add_special_tokens=False).ids
-        if not self._forbidden.isdisjoint(ids):
-            raise RequestError("the text contains one of the model's special tokens", param)
-        return [self._real_id.get(id_, id_) for id_ in ids]
 
 
 def export(checkpoint: Checkpoint, directory: Path) -> None:
@@ -306,7 +286,19 @@ def check_unicode(text: str, param: str) -> None:
         ) from None
 
 
+def _check_size(path: Path) -> None:
+    try:
+        size = path.stat().st_size
+    except OSError:
+        return  # reading it says what is wrong
+    if size > MAX_FILE_BYTES:
+        raise ConfigError(
+            f"tokenizer: {path} has {size} bytes, which is too much; allowed: {MAX_FILE_BYTES}"
+        )
+
+
 def _read_json(path: Path) -> dict[str, Any]:
+    _check_size(path)
     try:
         value = json.loads(path.read_bytes())
     except FileNotFoundError:
@@ -338,6 +330,7 @@ def _eos_ids(folder: Path) -> tuple[int, ...]:
 def _chat_template(folder: Path, config: dict[str, Any]) -> str | None:
     path = folder / "chat_template.jinja"
     if path.is_file():
+        _check_size(path)
         try:
             return path.read_text("utf-8")
         except (OSError, ValueError) as error:

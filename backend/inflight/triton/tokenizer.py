@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import numpy as np
 
 import triton_python_backend_utils as pb_utils
 from inflight.errors import ConfigError, EngineError, InflightError, RequestError
+from inflight.text import template
 from inflight.text.tokenizer import Tokenizer
 from inflight.triton import contract, protocol
 from inflight.triton.delayed_errors import DelayedErrors
@@ -46,6 +48,7 @@ class TokenizerFront:
         self._encode = encode
         self._tokenizer = load_tokenizer(llm_directory(directory, parameters))
         self._errors = DelayedErrors()
+        threading.Thread(target=self._warm, name="sandboxes", daemon=True).start()
 
     def execute(self, requests: list[Any]) -> list[Any]:
         """A response to each request, or None if an error follows."""
@@ -53,6 +56,16 @@ class TokenizerFront:
 
     def finalize(self) -> None:
         self._errors.close()
+
+    def _warm(self) -> None:
+        try:
+            if self._tensor is contract.MESSAGES:
+                template.warm()
+            self._tokenizer.warm()
+        except (
+            EngineError
+        ):  # raised again with the first request that needs one, and reported to it
+            logger.exception("a sandbox does not start")
 
     def _respond(self, request: Any) -> Any:
         wanted = request.requested_output_names()

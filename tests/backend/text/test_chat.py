@@ -2,7 +2,6 @@
 
 import datetime
 import json
-import time
 
 import pytest
 import transformers
@@ -179,59 +178,6 @@ class TestRender:
             RequestError, match=r"messages: .*rejected the messages: roles must alternate"
         ):
             render("{{ raise_exception('roles must alternate') }}", self.MESSAGES, None, None)
-
-    @pytest.mark.alone
-    @pytest.mark.parametrize(
-        "template",
-        [
-            "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
-            "{% macro f(n) %}{% if n %}{{ f(n-1)[:1] }}{{ f(n-1)[:1] }}{% endif %}{% endmacro %}"
-            "{{ f(60) }}",
-            "{% for i in range(99999) %}{% set x = range(9999)|map('string')|join %}{% endfor %}",
-        ],
-    )
-    def test_a_template_that_does_not_end_is_stopped(self, template: str) -> None:
-        started = time.thread_time()
-        with pytest.raises(RequestError, match=r"takes more than 0\.5 s"):
-            render(template, self.MESSAGES, None, None)
-        assert time.thread_time() - started < 5
-
-    @pytest.mark.parametrize(
-        "template",
-        [
-            "{{ 'a' * 10**10 }}",
-            "{{ 10**10 * 'a' }}",
-            "{{ [1] * 10**9 }}",
-            "{{ 9 ** 9 ** 9 ** 9 }}",
-            "{{ '%999999999d' % 1 }}",
-            "{{ '%*d' % (999999999, 1) }}",
-            "{% for i in range(99) %}{{ 'a' * 100000 }}{% endfor %}",
-            "{% set n = namespace(x='ab') %}{% for i in range(60) %}{% set n.x = n.x + n.x %}"
-            "{% endfor %}",
-            "{% set n = namespace(x='ab') %}{% for i in range(60) %}{% set n.x = n.x ~ n.x %}"
-            "{% endfor %}",
-        ],
-    )
-    def test_a_template_that_builds_too_much_is_stopped(self, template: str) -> None:
-        with pytest.raises(RequestError, match=r"chat template (produces|builds|computes|formats)"):
-            render(template, self.MESSAGES, None, None)
-
-    @pytest.mark.parametrize(
-        "template",
-        [
-            "{{ ''.__class__.__mro__ }}",
-            "{{ messages.append(1) }}",
-            "{{ messages[0].update(role='system') }}",
-            "{{ cycler.__init__.__globals__ }}",
-            "{{ 'x'.ljust(10) }}",
-            "{{ messages[9].content.x }}",
-            "{{ lipsum() }}",
-        ],
-    )
-    def test_a_template_cannot_leave_the_sandbox(self, template: str) -> None:
-        with pytest.raises(RequestError, match="chat template failed on the messages"):
-            render(template, self.MESSAGES, None, None)
-        assert self.MESSAGES == [{"role": "user", "content": 'a"<b>ü'}]
 
     @pytest.mark.parametrize(
         "template", ["{% if %}", "{{ x", "{% include 'x' %}{% nonsense %}", "x" * (1 << 19)]
