@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import threading
 import time
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -138,3 +138,52 @@ class InferenceRequest:
 
 def get_input_tensor_by_name(request: InferenceRequest, name: str) -> Tensor | None:
     return next((tensor for tensor in request.inputs() if tensor.name() == name), None)
+
+
+class MetricFamily:
+    """Series of one name. Families of all models and processes share the server's registry.
+
+    Attributes:
+        registry: values by name and labels.
+        calls: calls of the metrics API so far: each is a message to the server.
+    """
+
+    COUNTER, GAUGE, HISTOGRAM = range(3)
+    registry: ClassVar[dict[tuple[str, tuple[tuple[str, str], ...]], float]] = {}
+    kinds: ClassVar[dict[str, int]] = {}
+    calls: ClassVar[int] = 0
+
+    def __init__(self, name: str, description: str, kind: int) -> None:
+        if self.kinds.setdefault(name, kind) != kind:
+            raise TritonModelException(f"the family {name} exists with another kind")
+        assert description
+        MetricFamily.calls += 1
+        self.name = name
+        self.kind = kind
+
+    def Metric(self, labels: dict[str, str]) -> Metric:
+        return Metric(self, labels)
+
+
+class Metric:
+    def __init__(self, family: MetricFamily, labels: dict[str, str]) -> None:
+        self._family = family
+        self._key = family.name, tuple(sorted(labels.items()))
+        MetricFamily.calls += 1
+        family.registry.setdefault(self._key, 0.0)
+
+    def value(self) -> float:
+        MetricFamily.calls += 1
+        return self._family.registry[self._key]
+
+    def increment(self, amount: float) -> None:
+        MetricFamily.calls += 1
+        if self._family.kind == MetricFamily.COUNTER and amount < 0:
+            raise TritonModelException("a counter cannot be decremented")
+        self._family.registry[self._key] += amount
+
+    def set(self, value: float) -> None:
+        MetricFamily.calls += 1
+        if self._family.kind != MetricFamily.GAUGE:
+            raise TritonModelException("only gauges can be set")
+        self._family.registry[self._key] = value

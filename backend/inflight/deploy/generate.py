@@ -1,11 +1,12 @@
-"""Generates files from the tables of request options and settings: `make generate`.
+"""Generates files from the tables of request options, settings and metrics: `make generate`.
 
     python -m inflight.deploy.generate [--check]
 
 The tables are `SamplingParams` and `RequestOptions` (see `sampling.options`), and `EngineConfig`
-and `SpeculativeConfig` (see `config.Setting`). Some files are generated whole; in others, written
-by hand, the lines between "begin generated: NAME" and "end generated: NAME" are. A test compares
-the files with the tables, so a change of a table needs `make generate`.
+and `SpeculativeConfig` (see `config.Setting`), and `FAMILIES` of `engine.metrics`. Some files are
+generated whole; in others, written by hand, the lines between "begin generated: NAME" and "end
+generated: NAME" are. A test compares the files with the tables, so a change of a table needs
+`make generate`.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from pathlib import Path
 import msgspec
 
 from inflight import config
+from inflight.engine.metrics.families import FAMILIES, Family
 from inflight.errors import ConfigError
 from inflight.sampling.options import MAX_STRING_BYTES, OptionField
 from inflight.sampling.params import SAMPLING_OPTIONS, SamplingParams
@@ -368,6 +370,35 @@ def _setting_default(field: msgspec.structs.FieldInfo) -> str:
     return "" if field.default is None else f"`{json.dumps(field.default)}`"
 
 
+def _metrics(*kinds: str) -> Callable[[], list[str]]:
+    rows = [_metric_row(one) for one in FAMILIES if one.kind in kinds]
+    return lambda: _table(["Name", "Meaning", "Own labels", "vLLM", "TensorRT-LLM backend"], rows)
+
+
+def _metric_row(family: Family) -> list[str]:
+    labels = [
+        f"`{label}`: {_code(dict.fromkeys(values[place] for values in family.values))}"
+        for place, label in enumerate(family.labels)
+    ]
+    labels += [f"`{label}`" for label, _ in family.facts]
+    vllm = _code(one.name for one in family.aliases if one.flavour == "vllm")
+    trtllm = _code(
+        one.name + "{" + ", ".join(f'{name}="{value}"' for name, value in one.labels) + "}"
+        for one in family.aliases
+        if one.flavour == "trtllm"
+    )
+    return [f"`{family.name}`", _cell(family.meaning), "; ".join(labels), vllm, trtllm]
+
+
+def _metric_buckets() -> list[str]:
+    rows = [
+        [f"`{one.name}`", ", ".join(f"{bound:g}" for bound in one.bounds)]
+        for one in FAMILIES
+        if one.bounds
+    ]
+    return _table(["Histogram", "Upper bounds of the buckets"], rows)
+
+
 # ---------------------------------------------------------------- what is written
 
 _FILES: dict[str, Callable[[], str]] = {
@@ -396,6 +427,12 @@ _BLOCKS: dict[str, dict[str, Callable[[], list[str]]]] = {
             if one not in contract.MODELS["generate"].outputs
         ),
         "other keys": _other_keys,
+    },
+    "docs/reference/metrics.md": {
+        "gauges": _metrics("gauge"),
+        "counters": _metrics("counter"),
+        "histograms": _metrics("histogram"),
+        "buckets": _metric_buckets,
     },
     "docs/reference/settings.md": {
         "engine settings": _settings(config.EngineConfig),

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from inflight.config import MAX_DRAFTS
 from inflight.core.batch import StepOutput
 from inflight.engine.stats import Stats
 from inflight.scheduling.scheduler import Scheduler
@@ -17,18 +18,22 @@ class TokenCounts:
         num_steps: batches computed.
         num_drafted: verified drafts.
         num_accepted: accepted drafts.
+        num_accepted_at: verifications of drafts, by the number of those accepted.
     """
 
     num_steps: int = 0
     num_drafted: int = 0
     num_accepted: int = 0
+    num_accepted_at: list[int] = field(default_factory=lambda: [0] * (1 + MAX_DRAFTS))
 
     def add(self, output: StepOutput) -> None:
         """Record a computed step."""
         self.num_steps += 1
         for index, num_drafted in output.num_drafted.items():
+            num_accepted = len(output.token_ids[index]) - 1
             self.num_drafted += num_drafted
-            self.num_accepted += len(output.token_ids[index]) - 1
+            self.num_accepted += num_accepted
+            self.num_accepted_at[num_accepted] += 1
 
     def snapshot(self, scheduler: Scheduler, num_blocks: int, num_output_tokens: int) -> Stats:
         """A snapshot, with the counters of scheduler and output stage."""

@@ -1,0 +1,1 @@
+"""What an engine counts and measures: the table of families, the recorder, snapshots."""

@@ -1,0 +1,144 @@
+"""Triton's metrics port shows what the engine did."""
+
+import os
+import signal
+import time
+import urllib.request
+
+import psutil
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from inflight.cli.top import sample_name
+from inflight.engine.metrics.families import FAMILIES, published
+from kserve import Refused, ask, request, tensor, text
+from serving import serve
+
+pytestmark = pytest.mark.integration
+
+COMPAT = """
+parameters { key: "metrics_compat" value { string_value: "vllm,trtllm" } }
+"""
+WITHIN_S = 2.0  # published once a second
+
+
+@pytest.fixture
+def triton(tmp_path):
+    def publish_aliases(models):
+        with open(models / "llm" / "config.pbtxt", "a") as file:
+            file.write(COMPAT)
+
+    yield from serve(tmp_path, "echo", publish_aliases)
+
+
+def scrape(triton):
+    """(name, own labels but those of every series) -> value, of the model `llm`."""
+    url = f"http://{triton.server.endpoints.metrics}/metrics"
+    with urllib.request.urlopen(url, timeout=5) as response:
+        shown = response.read().decode()
+    found = {}
+    for family in text_string_to_metric_families(shown):
+        for sample in family.samples:
+            if not sample.name.startswith("nv_inference"):
+                labels = dict(sample.labels)
+                for label in ("model_name", "engine", "model", "version"):
+                    labels.pop(label, None)
+                found[sample_name(sample.name), tuple(sorted(labels.items()))] = sample.value
+    return found
+
+
+def value(shown, name, **labels):
+    return shown.get((name, tuple(sorted(labels.items()))), 0.0)
+
+
+def wait_until(triton, check, timeout=WITHIN_S):
+    """The first scrape that passes a check, which asserts: series are published one by one."""
+    deadline = time.monotonic() + timeout
+    while True:
+        shown = scrape(triton)
+        try:
+            check(shown)
+            return shown
+        except AssertionError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.05)
+
+
+def generate(triton, prompt, num_tokens):
+    options = (
+        tensor("max_tokens", "INT32", num_tokens),
+        tensor("ignore_eos", "BOOL", True),
+        tensor("stream", "BOOL", True),
+    )
+    prompt_ids = tensor("input_ids", "INT32", prompt)
+    answers = ask(triton.grpc, request("llm", prompt_ids, *options))
+    assert sum(answer["num_output_tokens"] for answer in answers) == num_tokens
+
+
+def kill_engine(triton):
+    (engine,) = (
+        process
+        for process in psutil.process_iter(["cmdline"])
+        if "inflight.ipc.engine_main" in (process.info["cmdline"] or [])
+        and str(triton.server.pid) in process.info["cmdline"]
+    )
+    os.kill(engine.pid, signal.SIGKILL)
+
+
+def check_names(shown):
+    assert set(published(["vllm", "trtllm"])) <= {name for name, _ in shown}
+
+
+def check_totals(shown, num_requests, num_prompt, num_output):
+    name = "inflight_request_success_total"
+    assert value(shown, name, finished_reason="length") == num_requests
+    assert value(shown, "inflight_prompt_tokens_total") == num_prompt
+    assert value(shown, "inflight_generation_tokens_total") == num_output
+    for stem in ("time_to_first_token_seconds", "e2e_request_latency_seconds"):
+        assert value(shown, f"inflight_{stem}_count") == num_requests
+        assert value(shown, f"inflight_{stem}_bucket", le="+Inf") == num_requests
+    gaps = value(shown, "inflight_inter_token_latency_seconds_count")
+    assert gaps == num_output - num_requests
+    assert value(shown, "inflight_request_prompt_tokens_sum") == num_prompt
+    assert value(shown, "inflight_request_generation_tokens_sum") == num_output
+
+
+def test_totals_are_right_and_survive_a_killed_engine(triton):
+    for number in range(1, 6):
+        generate(triton, [504 + number] * 10 * number, 20 * number)
+    shown = wait_until(triton, lambda shown: check_totals(shown, 5, 150, 300))
+    shown = wait_until(triton, check_names)
+    assert value(shown, "vllm:generation_tokens_total") == 300
+    kv = {"kv_cache_block_type": "max"}
+    assert value(shown, "nv_trt_llm_kv_cache_block_metrics", **kv) == 1024
+
+    kill_engine(triton)
+    deadline = time.monotonic() + 30
+    while True:
+        try:
+            generate(triton, [600] * 10, 7)
+            break
+        except Refused:
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+    later = wait_until(triton, lambda shown: check_totals(shown, 6, 160, 307))
+    assert value(later, "inflight_engine_up") == 1
+    assert value(later, "inflight_engine_restarts_total") == 1
+    gauges = {family.name for family in FAMILIES if family.kind == "gauge"}
+    for key, before in shown.items():
+        if key[0].startswith("inflight_") and key[0] not in gauges:
+            assert later[key] >= before, key
+
+
+def test_refusals_are_counted_by_kind(triton):
+    refused = {"error_kind": "invalid", "by": "front"}
+    with pytest.raises(Refused):
+        ask(triton.grpc, request("llm", tensor("input_ids", "INT32", [-1])))
+    with pytest.raises(Refused):
+        ask(triton.grpc, request("generate", text("x"), tensor("top_p", "FP32", 7.0)))
+
+    def check(shown):
+        assert value(shown, "inflight_requests_refused_total", **refused) == 2
+
+    wait_until(triton, check)
