@@ -35,7 +35,8 @@ test: $(VENV)/.dev
 	$(PYTEST) -m "alone and not long" $(WITHOUT_GPU)
 
 test-long: $(VENV)/.dev
-	$(PYTEST) -m long $(SIDE_BY_SIDE)
+	$(PYTEST) -m "long and not alone" $(SIDE_BY_SIDE)
+	$(PYTEST) -m "long and alone"
 
 check: $(VENV)/.dev
 	$(BIN)/ruff check

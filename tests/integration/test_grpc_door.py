@@ -302,7 +302,7 @@ def test_case_100_a_lost_client_reaches_the_engine(cpu, cpu_door, how):
 
 
 def test_case_102_a_slow_reader_is_cut_off_and_others_are_served(echo, door):
-    """A client's window takes a few megabytes: requests of 8000 tokens are sent until it is full."""
+    """A client's window takes a few megabytes: requests are sent until it is full."""
     requests = queue.Queue()
     call = door.stub.ModelStreamInfer(iter(requests.get, None))
 

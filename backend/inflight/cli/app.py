@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 # Repeated here because importing serve for them would slow down --help.
 HTTP_PORT, GRPC_PORT, METRICS_PORT = 8000, 8001, 8002
 HOST = "127.0.0.1"
+METRICS_URL = f"http://{HOST}:{METRICS_PORT}/metrics"
 DRAIN_S = 30.0
 URL = f"{HOST}:{GRPC_PORT}"
 
@@ -114,6 +115,17 @@ def serve(  # typer reads the options from the signature
     drain: Annotated[
         float, typer.Option(min=0.0, help="Seconds to wait for requests in flight.")
     ] = DRAIN_S,
+    metrics_compat: Annotated[
+        str, typer.Option(help="Publish metrics under these names, too: vllm,trtllm.")
+    ] = "",
+    grpc_guard: Annotated[
+        bool | None,
+        typer.Option(
+            "--grpc-guard/--no-grpc-guard",
+            help="Check gRPC requests before Triton reads them. Default: beyond loopback.",
+            show_default=False,
+        ),
+    ] = None,
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Show the log.")] = False,
 ) -> None:
     """Start tritonserver with the ensembles and serve until Ctrl-C, which drains."""
@@ -142,6 +154,8 @@ def serve(  # typer reads the options from the signature
             ports=(http_port, grpc_port, metrics_port),
             log_file=log_file,
             drain_s=drain,
+            guards_grpc=grpc_guard,
+            metrics_compat=metrics_compat,
             verbose=verbose,
         )
     raise typer.Exit(status)
@@ -195,6 +209,21 @@ def generate(  # typer reads the options from the signature
         chat.write_stdout("\n")
     if stats:
         typer.echo(answer.summary(), err=True)
+
+
+@app.command()
+def top(
+    url: Annotated[
+        str, typer.Option(envvar="INFLIGHT_METRICS_URL", help="Metrics endpoint of a server.")
+    ] = METRICS_URL,
+    interval: Annotated[float, typer.Option(min=0.1, help="Seconds between two readings.")] = 2.0,
+    once: Annotated[bool, typer.Option("--once", help="Show one reading and exit.")] = False,
+    json_: Annotated[bool, typer.Option("--json", help="For programs: JSON lines.")] = False,
+) -> None:
+    """Show what a running server does: requests, tokens/s, KV use, latencies."""
+    from inflight.cli import top as tops
+
+    raise typer.Exit(tops.run(url, interval_s=interval, once=once, as_json=json_))
 
 
 @app.command()

@@ -10,7 +10,9 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
+from inflight.deploy.tritonserver import Endpoints
 from inflight.ipc.frames import Loading
+from inflight.ipc.health import Health
 
 # Number of progress lines per model if the output is not a terminal.
 PLAIN_STEPS = 4
@@ -21,6 +23,7 @@ class Display:
 
     def __init__(self, console: Console | None = None) -> None:
         self._console = console or Console(stderr=True)
+        self._was_ready = True
 
     @contextlib.contextmanager
     def loading(self) -> Iterator[Callable[[str, Loading], None]]:
@@ -34,18 +37,16 @@ class Display:
 
     def ready(
         self,
-        http: str,
-        grpc: str,
-        metrics: str,
+        endpoints: Endpoints,
         models: list[str],
         devices: dict[str, str],
         log_file: Path,
     ) -> None:
         """Show endpoints, models and devices, and the next command."""
         rows = {
-            "HTTP": f"http://{http}",
-            "gRPC": grpc,
-            "metrics": f"http://{metrics}/metrics",
+            "HTTP": f"http://{endpoints.http}",
+            "gRPC": endpoints.grpc,
+            "metrics": f"http://{endpoints.metrics}/metrics",
             "models": ", ".join(models),
             "device": "; ".join(_of_each(devices)),
             "log": str(log_file),
@@ -55,10 +56,19 @@ class Display:
             if value:
                 self._line(value, f"[bold]{name:<9}[/]")
         if "chat" in models:
-            self._line(f"next: inflight chat --url {grpc}")
+            self._line(f"next: inflight chat --url {endpoints.grpc}")
         elif "generate" in models:
-            self._line(f'next: inflight generate --url {grpc} "The capital of France is"')
+            self._line(f'next: inflight generate --url {endpoints.grpc} "The capital of France is"')
         self._line("Ctrl-C drains and stops")
+
+    def health(self, health: Health) -> None:
+        """Tell when the server has become unready, and when it is ready again."""
+        if health.is_ready != self._was_ready:
+            self._was_ready = health.is_ready
+            if health.is_ready:
+                self._line("ready again")
+            else:
+                self.error(f"not ready: {health.reason}")
 
     def stopping(self) -> None:
         self._console.print("stopping: new requests are rejected; Ctrl-C again stops immediately")

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import signal
 import sys
 import threading
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from inflight.deploy.tritonserver import (
-    DEFAULT_DRAIN_S,
-    DEFAULT_HOST,
-    DEFAULT_PORTS,
-    POLL_S,
-    Server,
-)
+from inflight.deploy.tritonserver import DEFAULT_DRAIN_S, DEFAULT_HOST, DEFAULT_PORTS, POLL_S
+from inflight.supervision.notify import notify
+from inflight.supervision.orphans import adopt_orphans, kill_children
+from inflight.supervision.supervisor import Supervisor
 
 
 def run(
@@ -26,54 +26,79 @@ def run(
     ports: tuple[int, int, int] = DEFAULT_PORTS,
     log_file: Path | None = None,
     drain_s: float = DEFAULT_DRAIN_S,
+    guards_grpc: bool | None = None,
+    metrics_compat: str = "",
     verbose: bool = False,
 ) -> int:
     """Serve until Ctrl-C or SIGTERM, which drain; a second one stops immediately.
 
     Returns:
-        The exit status: 0 after a requested stop, 1 if tritonserver exited by itself.
+        The exit status: 0 after a requested stop.
+
+    Raises:
+        InflightError: the server does not start, with the reason.
     """
-    server = Server(repositories, host=host, ports=ports, log_file=log_file, drain_s=drain_s)
-    with _Signals() as signals:
-        server.start()
-        follower = _Follower(server.log_file) if verbose else None
+    supervisor = Supervisor(
+        repositories,
+        host=host,
+        ports=ports,
+        log_file=log_file,
+        drain_s=drain_s,
+        guards_grpc=guards_grpc,
+        metrics_compat=metrics_compat,
+    )
+    adopt_orphans()
+    with _Signals() as signals, _log_to(supervisor.log_file):
+        follower = _Follower(supervisor.log_file) if verbose else None
         try:
-            return _serve(server, signals)
+            return _serve(supervisor, signals)
         finally:
-            server.kill()
+            supervisor.kill()
+            kill_children()
             if follower is not None:
                 follower.close()
 
 
-def _serve(server: Server, signals: _Signals) -> int:
+def _serve(supervisor: Supervisor, signals: _Signals) -> int:
     from inflight.cli.display import Display
 
     display = Display()
     with display.loading() as on_progress:
-        models = server.wait_ready(on_progress=on_progress)
+        models = supervisor.start(on_progress)
     signals.count_only()
-    endpoints = server.endpoints
-    display.ready(
-        endpoints.http,
-        endpoints.grpc,
-        endpoints.metrics,
-        models,
-        server.devices(),
-        server.log_file,
-    )
+    display.ready(supervisor.endpoints, models, supervisor.devices(), supervisor.log_file)
+    notify("READY=1")
     while signals.count == 0:
-        if server.wait(POLL_S) is not None:
-            display.error(f"{server.how_it_ended()} unexpectedly; log: {server.log_file}")
-            return 1
+        health = supervisor.poll()
+        display.health(health)
+        if health.is_live:
+            notify("WATCHDOG=1")
+        time.sleep(POLL_S)
     signals.raise_on_next()
+    notify("STOPPING=1")
     display.stopping()
     try:
-        num_cut = server.stop(display.waiting)
+        num_cut = supervisor.stop(display.waiting)
     except KeyboardInterrupt:
         display.stopped_at_once()
     else:
         display.stopped(num_cut)
     return 0
+
+
+@contextlib.contextmanager
+def _log_to(path: Path) -> Iterator[None]:
+    """Write what the supervisor reports into the server's log; `Display` shows the outcome."""
+    handler = logging.FileHandler(path)
+    handler.setFormatter(logging.Formatter("%(asctime)s supervisor: %(message)s"))
+    logger = logging.getLogger("inflight.supervisor")
+    logger.addHandler(handler)
+    logger.propagate = False
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+        handler.close()
 
 
 class _Signals:

@@ -11,14 +11,18 @@ _FLAGS = ("--http-port", "--grpc-port", "--metrics-port")
 _MAX_PORT = 65535
 
 
-def choose_ports(host: str, ports: tuple[int, int, int]) -> tuple[int, int, int]:
-    """The same ports, with a free one for each 0.
+def choose_ports(
+    host: str | tuple[str, str, str], ports: tuple[int, int, int]
+) -> tuple[int, int, int]:
+    """The same ports, with a free one for each 0; host: of all, or one each.
 
     Raises:
-        ConfigError: a port is in use, duplicate or out of range, or the host is not an address of
+        ConfigError: a port is in use, duplicate or out of range, or a host is not an address of
             this machine.
     """
-    _check_host(host)
+    hosts = (host, host, host) if isinstance(host, str) else host
+    for one in dict.fromkeys(hosts):
+        _check_host(one)
     for port, flag in zip(ports, _FLAGS, strict=True):
         if not 0 <= port <= _MAX_PORT:
             raise ConfigError(
@@ -29,16 +33,16 @@ def choose_ports(host: str, ports: tuple[int, int, int]) -> tuple[int, int, int]
             raise ConfigError(f"{' and '.join(named)} are both {port}; each needs its own")
     chosen, taken = [], []
     with contextlib.ExitStack() as held:
-        for port, flag in zip(ports, _FLAGS, strict=True):
+        for one, port, flag in zip(hosts, ports, _FLAGS, strict=True):
             probe = held.enter_context(socket.socket(socket.AF_INET, socket.SOCK_STREAM))
             # As in tritonserver: a port with connections in TIME_WAIT counts as free.
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:
-                probe.bind((host, port))
+                probe.bind((one, port))
                 probe.listen(1)
                 chosen.append(probe.getsockname()[1])
             except OSError as error:
-                taken.append((flag, f"{host}:{port} cannot be used ({error.strerror})"))
+                taken.append((flag, f"{one}:{port} cannot be used ({error.strerror})"))
     if taken:
         other = " ".join(f"{flag} 0" for flag, _ in taken)
         raise ConfigError(

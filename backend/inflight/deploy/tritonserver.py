@@ -6,6 +6,7 @@ import contextlib
 import http.client
 import os
 import re
+import secrets
 import signal
 import socket
 import struct
@@ -13,7 +14,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -23,11 +24,16 @@ import msgspec
 
 from inflight import log
 from inflight.deploy import installation
+from inflight.deploy.file_limit import raise_file_limit
+from inflight.deploy.log_files import default_log_file
 from inflight.deploy.ports import choose_ports
 from inflight.errors import CapacityError, ConfigError, EngineError, InflightError
 from inflight.ipc import engine_client
 from inflight.ipc.frames import Loading
-from inflight.ipc.processes import Process
+from inflight.ipc.owner import SUPERVISOR, Owner
+from inflight.ipc.processes import Process, how_it_exited
+from inflight.ipc.runtime_folder import remove_folder_of
+from inflight.triton.stub import REGION_PREFIX, SHARED_MEMORY
 
 DEFAULT_HOST = "127.0.0.1"
 DEFAULT_PORTS = (8000, 8001, 8002)
@@ -62,9 +68,9 @@ if soft != resource.RLIM_INFINITY and soft < wanted:
 os.execv(sys.argv[3], sys.argv[3:])
 """
 
-# Shared memory of a stub and its server; a killed stub leaves it behind.
-_SHARED_MEMORY = Path("/dev/shm")
-_REGION_PREFIX = "triton_"
+_KINDS = ("http", "grpc", "metrics")
+_ADMIN_HEADER = "inflight-admin"
+
 
 OnProgress = Callable[[str, Loading], None]
 
@@ -88,27 +94,36 @@ class Server:
 
     Args:
         repositories: model repositories; model names must be unique across all of them.
+        host: address to listen on, or one each for HTTP, gRPC and metrics.
         ports: of HTTP, gRPC and metrics; 0 picks a free one.
         log_file: for the output of tritonserver and the models; None for one in ~/.local/state.
         drain_s: how long `stop` waits for requests in flight.
+        owner: of the engines, if they are to outlive tritonserver; None: tritonserver itself.
+        environment: further variables for tritonserver and its stubs.
     """
 
     def __init__(
         self,
         repositories: Sequence[Path],
         *,
-        host: str = DEFAULT_HOST,
+        host: str | tuple[str, str, str] = DEFAULT_HOST,
         ports: tuple[int, int, int] = DEFAULT_PORTS,
         log_file: Path | None = None,
         drain_s: float = DEFAULT_DRAIN_S,
+        owner: Owner | None = None,
+        environment: Mapping[str, str] | None = None,
     ) -> None:
         self.repositories = [Path(path).resolve() for path in repositories]
-        self.host = host
+        self._hosts = (host, host, host) if isinstance(host, str) else host
         self.drain_s = drain_s
         self._ports = ports
         self._log_file = log_file
+        self._owner = owner
+        self._further = dict(environment or {})
+        self._admin_key = secrets.token_urlsafe(24)
         self._process: subprocess.Popen[bytes] | None = None
         self._failures: dict[str, InflightError] = {}
+        self._regions_of: dict[Process, list[str]] = {}  # shared memory by stub
 
     def __enter__(self) -> Server:
         self.start()
@@ -132,16 +147,13 @@ class Server:
 
     @property
     def endpoints(self) -> Endpoints:
-        http_port, grpc_port, metrics_port = self._ports
         return Endpoints(
-            http=f"{self.host}:{http_port}",
-            grpc=f"{self.host}:{grpc_port}",
-            metrics=f"{self.host}:{metrics_port}",
+            *(f"{host}:{port}" for host, port in zip(self._hosts, self._ports, strict=True))
         )
 
     @property
     def log_file(self) -> Path:
-        return self._log_file or _state_directory() / f"tritonserver-{self._ports[0]}.log"
+        return self._log_file or default_log_file(self._ports[0])
 
     @property
     def pid(self) -> int:
@@ -152,13 +164,27 @@ class Server:
         """
         return self._running().pid
 
+    @property
+    def models_with_engine(self) -> list[Path]:
+        """The folders of the models that have an engine."""
+        return [
+            model
+            for path in self.repositories
+            for model in sorted(path.iterdir())
+            if any(model.glob("*/engine.json"))
+        ]
+
+    def engine_socket(self, model: Path) -> Path:
+        """The socket of a model's engine."""
+        return engine_client.socket_path(model, self._owner.pid if self._owner else self.pid)
+
     def start(self) -> None:
-        """Start tritonserver; returns immediately.
+        """Start tritonserver; returns immediately. After `kill` it starts again, on the same ports.
 
         Raises:
             ConfigError: no tritonserver, incompatible Python, port in use, or invalid repository.
         """
-        if self._process is not None:
+        if self.is_running():
             raise EngineError("the server was already started")
         for path in self.repositories:
             if not path.is_dir():
@@ -168,18 +194,19 @@ class Server:
                     f"repository {path} has no models; create some with `inflight repo init`"
                 )
         log.level()  # validates it here, where the user sees the error
+        raise_file_limit()
         found = installation.find()
         installation.check_python(found)
         backends = installation.backend_directory(found)
-        self._ports = choose_ports(self.host, self._ports)
-        with self._open_log() as output:
+        self.choose_ports()
+        with self.open_log(anew=self._owner is None and self._process is None) as output:
             self._process = subprocess.Popen(
                 [
                     *(sys.executable, "-I", "-S", "-c", _LAUNCHER),
                     *(str(os.getpid()), str(STACK_BYTES), str(found.server)),
                     *self._arguments(backends),
                 ],
-                env=installation.environment(found, backends),
+                env=self._environment(found, backends),
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
@@ -188,13 +215,17 @@ class Server:
             )
 
     def wait_ready(
-        self, timeout: float | None = None, on_progress: OnProgress = lambda model, loading: None
+        self,
+        timeout: float | None = None,
+        on_progress: OnProgress = lambda model, loading: None,
+        on_poll: Callable[[], None] = lambda: None,
     ) -> list[str]:
         """Wait until all models are ready; returns their names.
 
         Args:
             timeout: seconds; None waits as long as tritonserver runs.
             on_progress: called with a model's name and its engine's progress, on other threads.
+            on_poll: called several times a second.
 
         Raises:
             ConfigError: a model cannot be loaded, with the reason.
@@ -202,7 +233,7 @@ class Server:
         """
         process = self._running()
         stop_watching = threading.Event()
-        for model in self._models_with_engine():
+        for model in self.models_with_engine:
             arguments = (model, stop_watching, on_progress)
             threading.Thread(target=self._watch, args=arguments, name="watch", daemon=True).start()
         deadline = None if timeout is None else time.monotonic() + timeout
@@ -212,6 +243,7 @@ class Server:
                     raise self._why_it_ended()
                 if deadline is not None and time.monotonic() > deadline:
                     raise EngineError(f"not ready within {timeout:g} s; log: {self.log_file}")
+                on_poll()
                 time.sleep(POLL_S)
         finally:
             stop_watching.set()
@@ -219,11 +251,37 @@ class Server:
 
     def is_ready(self) -> bool:
         """Whether tritonserver responds and all its models are loaded."""
+        return self.probe() == 200
+
+    def probe(self) -> int:
+        """The status of tritonserver's own readiness; 0 if it does not answer."""
         status, _ = self._ask("GET", "/v2/health/ready")
-        return status == 200
+        return status
 
     def is_running(self) -> bool:
         return self._process is not None and self._process.poll() is None
+
+    def choose_ports(self) -> None:
+        """Replace each port 0 by a free one, for those who need to know it before the start.
+
+        Raises:
+            ConfigError: see `ports.choose_ports`.
+        """
+        self._ports = choose_ports(self._hosts, self._ports)
+
+    def stubs(self) -> list[Process]:
+        """The processes of the models. They are remembered, for when tritonserver has exited: then
+        they are no longer its children, and one that hangs would keep its memory forever."""
+        found = Process.children_of(self.pid)
+        for stub in found:
+            regions = [one for one in stub.arguments() if _is_region(one)]
+            if regions or stub not in self._regions_of:  # none are seen before its exec
+                self._regions_of[stub] = regions
+        return found
+
+    def exit_status(self) -> int | None:
+        """Of tritonserver, negative for a signal; None while it runs."""
+        return self._running().poll()
 
     def models(self) -> list[str]:
         """Names of the models that are ready."""
@@ -239,7 +297,11 @@ class Server:
             engine.close()
         return {name: engine.welcome.device for name, engine in engines.items()}
 
-    def drain(self, on_waiting: Callable[[int], None] = lambda num_in_flight: None) -> int:
+    def drain(
+        self,
+        on_waiting: Callable[[int], None] = lambda num_in_flight: None,
+        on_poll: Callable[[], None] = lambda: None,
+    ) -> int:
         """Reject new requests and wait for those in flight, for at most `drain_s`.
 
         This must precede SIGTERM: after the signal tritonserver 2.51 rejects the next step of an
@@ -247,6 +309,7 @@ class Server:
 
         Args:
             on_waiting: called with the number of requests in flight whenever it changes.
+            on_poll: called several times a second.
 
         Returns:
             The number of requests still in flight at the end.
@@ -264,6 +327,7 @@ class Server:
                 if now == 0 or time.monotonic() > deadline:
                     break
                 before = now
+                on_poll()
                 time.sleep(POLL_S)
         except InflightError:
             pass  # an engine died, and its requests in flight have failed
@@ -279,37 +343,46 @@ class Server:
         if self._process is None:
             return 0
         num_cut = self.drain(on_waiting)
-        # Before it exits: afterwards they are no longer its children.
-        stubs = Process.children_of(self._process.pid)
+        self.end()
+        return num_cut
+
+    def end(self) -> None:
+        """End tritonserver and its engines in order, without waiting for requests."""
+        process = self._running()
+        self.stubs()
         if self.is_running():
-            self._process.send_signal(signal.SIGTERM)
+            process.send_signal(signal.SIGTERM)
             # Only clients with an open stream but no request can delay it now.
             with contextlib.suppress(subprocess.TimeoutExpired):
-                self._process.wait(TRITON_EXIT_S)
-        self._end(stubs, CHILDREN_EXIT_S)
-        return num_cut
+                process.wait(TRITON_EXIT_S)
+        self._end(CHILDREN_EXIT_S)
 
     def kill(self) -> None:
         """End tritonserver, its stubs and its engines immediately, if they run."""
         if self._process is not None:
-            self._end(Process.children_of(self._process.pid), KILLED_EXIT_S)
+            self._end(0.0)
 
-    def _end(self, stubs: list[Process], patience_s: float) -> None:
-        process = self._process
-        assert process is not None
-        regions = [name for stub in stubs for name in stub.arguments() if _is_region(name)]
+    def _end(self, patience_s: float) -> None:
+        process = self._running()
+        self.stubs()
+        stubs = list(self._regions_of)
+        regions = [name for names in self._regions_of.values() for name in names]
+        self._regions_of = {}
         if process.poll() is None:
             process.kill()
         process.wait()
-        for model in self._models_with_engine():
-            _end_engine(engine_client.socket_path(model, process.pid))
+        if self._owner is None:
+            for model in self.models_with_engine:
+                _end_engine(self.engine_socket(model))
         # The stubs detect that their server has exited, remove their shared memory and exit.
         _wait_for(stubs, patience_s)
         for stub in stubs:
             stub.kill()  # hung: it would keep its memory forever
         _wait_for(stubs, KILLED_EXIT_S)
         for name in regions:
-            (_SHARED_MEMORY / name).unlink(missing_ok=True)
+            (SHARED_MEMORY / name).unlink(missing_ok=True)
+        if self._owner is None:
+            remove_folder_of(process.pid)
 
     def wait(self, timeout: float | None = None) -> int | None:
         """Wait until tritonserver exits; returns its exit status, or None after `timeout`."""
@@ -318,10 +391,15 @@ class Server:
         except subprocess.TimeoutExpired:
             return None
 
-    def _open_log(self) -> BinaryIO:
+    def open_log(self, *, anew: bool) -> BinaryIO:
+        """The log file, which several processes append to; anew: emptied.
+
+        Raises:
+            ConfigError: it cannot be written.
+        """
         try:
             self.log_file.parent.mkdir(parents=True, exist_ok=True)
-            return open(self.log_file, "wb")
+            return open(self.log_file, "wb" if anew else "ab")
         except OSError as error:
             raise ConfigError(
                 f"log file {self.log_file} cannot be written ({error.strerror}); choose another "
@@ -329,16 +407,17 @@ class Server:
             ) from None
 
     def _arguments(self, backends: Path) -> Iterator[str]:
-        http_port, grpc_port, metrics_port = self._ports
         for path in self.repositories:
             yield f"--model-repository={path}"
         yield f"--backend-directory={backends}"
-        yield f"--http-address={self.host}"
-        yield f"--http-port={http_port}"
-        yield f"--grpc-address={self.host}"
-        yield f"--grpc-port={grpc_port}"
-        yield f"--metrics-address={self.host}"
-        yield f"--metrics-port={metrics_port}"
+        for kind, host, port in zip(_KINDS, self._hosts, self._ports, strict=True):
+            yield f"--{kind}-address={host}"
+            yield f"--{kind}-port={port}"
+        # What no client of an LLM needs and every client could harm the server with: regions of
+        # shared memory, log settings, traces, loading and unloading.
+        closed = "shared-memory,model-repository,logging,trace"
+        yield f"--http-restricted-api={closed}:{_ADMIN_HEADER}={self._admin_key}"
+        yield f"--grpc-restricted-protocol={closed}:{_ADMIN_HEADER}={self._admin_key}"
         yield "--allow-gpu-metrics=false"
         yield "--model-control-mode=none"
         # The config.pbtxt files are complete; auto-completion would start every stub twice.
@@ -347,21 +426,21 @@ class Server:
         # No --grpc-max-connection-age: it would abort healthy streams that run longer. Its purpose,
         # exiting while idle streams are open, is handled by `stop`.
 
+    def _environment(self, found: installation.Installation, backends: Path) -> dict[str, str]:
+        variables = installation.environment(found, backends)
+        variables.pop(SUPERVISOR, None)
+        variables |= self._further
+        if self._owner is not None:
+            variables[SUPERVISOR] = str(self._owner.pid)
+        return variables
+
     def _running(self) -> subprocess.Popen[bytes]:
         if self._process is None:
             raise EngineError("the server was not started")
         return self._process
 
-    def _models_with_engine(self) -> list[Path]:
-        return [
-            model
-            for path in self.repositories
-            for model in sorted(path.iterdir())
-            if any(model.glob("*/engine.json"))
-        ]
-
     def _watch(self, model: Path, stop: threading.Event, on_progress: OnProgress) -> None:
-        path = engine_client.socket_path(model, self.pid)
+        path = self.engine_socket(model)
         while not stop.wait(POLL_S):
             try:
                 engine = engine_client.attach(
@@ -379,17 +458,17 @@ class Server:
 
     def _attach_engines(self) -> dict[str, engine_client.EngineClient]:
         engines = {}
-        for model in self._models_with_engine():
+        for model in self.models_with_engine:
             with contextlib.suppress(InflightError):  # not running: nothing in flight
-                path = engine_client.socket_path(model, self.pid)
+                path = self.engine_socket(model)
                 engine = engine_client.attach(path, "observer", on_loading=_refuse)
                 engines[model.name] = engine
         return engines
 
     def _ask(self, method: str, path: str, body: bytes | None = None) -> tuple[int, bytes]:
-        connection = http.client.HTTPConnection(self.host, self._ports[0], timeout=5)
+        connection = http.client.HTTPConnection(self._hosts[0], self._ports[0], timeout=5)
         try:
-            connection.request(method, path, body)
+            connection.request(method, path, body, {_ADMIN_HEADER: self._admin_key})
             response = connection.getresponse()
             return response.status, response.read()
         except (OSError, http.client.HTTPException):
@@ -408,10 +487,7 @@ class Server:
 
     def how_it_ended(self) -> str:
         """A message with its exit status, or the signal that ended it."""
-        status = self._running().returncode
-        if status < 0:
-            return f"tritonserver was terminated by {signal.Signals(-status).name}"
-        return f"tritonserver exited with status {status}"
+        return f"tritonserver {how_it_exited(self._running().returncode)}"
 
 
 def load_failures(log: str) -> list[str]:
@@ -444,11 +520,6 @@ def _num_in_flight(engine: engine_client.EngineClient) -> int:
     return stats.num_running + stats.num_waiting + stats.num_suspended
 
 
-def _state_directory() -> Path:
-    base = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
-    return Path(base, "inflight")
-
-
 def _end_engine(path: Path) -> None:
     """Terminate the engine that listens at `path`, which would otherwise wait for new fronts."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
@@ -464,7 +535,7 @@ def _end_engine(path: Path) -> None:
 
 def _is_region(argument: str) -> bool:
     """Whether an argument of a stub is the name of its shared memory region."""
-    return argument.startswith(_REGION_PREFIX) and "/" not in argument
+    return argument.startswith(REGION_PREFIX) and "/" not in argument
 
 
 def _wait_for(processes: list[Process], seconds: float) -> None:

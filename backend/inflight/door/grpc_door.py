@@ -17,12 +17,14 @@ import socket
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import msgspec
 
 from inflight import log
-from inflight.door.grpc.settings import Settings, parse
+from inflight.door.grpc.settings import Settings, heartbeat_of, parse
 from inflight.errors import ConfigError
+from inflight.ipc.heartbeat import PATIENCE_S, Heartbeat, overdue_s
 from inflight.ipc.processes import end_with
 
 START_TIMEOUT_S = 20.0
@@ -67,6 +69,7 @@ class Workers:
             msgspec.json.encode(ours).decode(),
         ]
         self._drain_s = settings.drain_s
+        self._heartbeat = settings.heartbeat
         self._started_at = time.monotonic()
         self._processes = [self._start() for _ in range(settings.workers)]
 
@@ -85,8 +88,11 @@ class Workers:
                 raise ConfigError("a worker of the gRPC door did not start")
 
     def restart(self) -> None:
-        """Start another one for each that has ended."""
+        """Start another one for each that has ended or hangs."""
         for index, worker in enumerate(self._processes):
+            if self._heartbeat and overdue_s(heartbeat_of(self._heartbeat, worker.pid)):
+                worker.kill()
+                worker.wait()
             if worker.poll() is None:
                 continue
             logger.error("a worker ended with status %d; another one starts", worker.returncode)
@@ -133,7 +139,10 @@ def run(settings: Settings) -> None:
         try:
             workers.wait_ready()
             print(f"listening {settings.listen}", flush=True)
+            heartbeat = Heartbeat(Path(settings.heartbeat)) if settings.heartbeat else None
             while True:
+                if heartbeat is not None:
+                    heartbeat.beat(PATIENCE_S)
                 # The timeout is for a SIGCHLD that was merged with another one.
                 received = signal.sigtimedwait(_SIGNALS, 1.0)
                 if received is not None and received.si_signo == signal.SIGTERM:

@@ -7,6 +7,7 @@ parent; SIGTERM ends it once the requests in flight have their answers.
 from __future__ import annotations
 
 import argparse
+import asyncio
 import contextlib
 import math
 import os
@@ -26,6 +27,7 @@ from inflight.door.http.protocol import BoundedProtocol
 from inflight.door.http.upstream import Upstream
 from inflight.door.limits import Limits
 from inflight.errors import ConfigError
+from inflight.ipc.heartbeat import beat_from_loop
 from inflight.ipc.processes import end_with
 
 BACKLOG = 1024
@@ -74,8 +76,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
             timeout_graceful_shutdown=math.ceil(options.drain),
         )
     )
-    uvloop.run(server.serve(sockets=[listener]))
+    uvloop.run(_serve(server, listener, options.heartbeat))
     return 0
+
+
+async def _serve(server: Server, listener: socket.socket, heartbeat: Path | None) -> None:
+    beating = asyncio.create_task(beat_from_loop(heartbeat)) if heartbeat is not None else None
+    await server.serve(sockets=[listener])
+    if beating is not None:
+        beating.cancel()
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -83,6 +92,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--listen", type=_address, required=True, metavar="HOST:PORT")
     parser.add_argument("--upstream", type=_address, required=True, metavar="HOST:PORT")
     parser.add_argument("--health", type=Path, required=True, metavar="FILE")
+    parser.add_argument("--heartbeat", type=Path, metavar="FILE")
     parser.add_argument("--drain", type=float, default=30.0, metavar="SECONDS")
     parser.add_argument("--limits", type=_limits, default=Limits(), metavar="JSON")
     parser.add_argument("--parent", type=int, default=os.getppid(), metavar="PID")

@@ -26,6 +26,8 @@ from inflight.engine.admission import Admission, PoolLimits
 from inflight.engine.beam_search import BeamGroup, BeamSearches
 from inflight.engine.delivery import DeliveryWatch
 from inflight.engine.grammars import Grammars
+from inflight.engine.metrics.recorder import Recorder
+from inflight.engine.metrics.snapshot import Metrics
 from inflight.engine.output import OutputStage
 from inflight.engine.pipeline import Launched, StepPipeline
 from inflight.engine.planning import make_draft_budget, make_scheduler
@@ -38,6 +40,8 @@ from inflight.text.detokenize import Detokenizer
 from inflight.text.tokenizer import Tokenizer
 
 _COMPILING_POLL_S = 0.001
+# A front's clock is this machine's; anything else is not a time of arrival.
+_MAX_TRANSIT_S = 3600.0
 
 
 class Engine:
@@ -50,6 +54,7 @@ class Engine:
         eos_token_ids: the model's own end-of-sequence tokens.
         tokenizer: needed only for options given as text; the engine works on token ids.
         clock: seconds, monotonic.
+        on_launch: see `StepPipeline`.
     """
 
     def __init__(
@@ -60,6 +65,7 @@ class Engine:
         eos_token_ids: Iterable[int],
         tokenizer: Tokenizer | None = None,
         clock: Callable[[], float] = time.monotonic,
+        on_launch: Callable[[float], None] | None = None,
     ) -> None:
         self.config = config
         self.runner = runner
@@ -82,10 +88,13 @@ class Engine:
         self.speculation = make_draft_budget(config, runner)
         self.grammars = Grammars(tokenizer, runner.vocab_size, self.admission.eos_token_ids)
         self.draining = False  # the server is stopping: reject new requests
+        self.recorder = Recorder(
+            self.scheduler.max_num_seqs, runner.block_size, config.enable_prefix_caching
+        )
         self._counts = TokenCounts()
         self._clock = clock
         self._groups: dict[int, SequenceGroup] = {}  # by the ids of their outputs
-        self._pipeline = StepPipeline(runner, clock)
+        self._pipeline = StepPipeline(runner, clock, on_launch)
 
     @property
     def has_work(self) -> bool:
@@ -118,13 +127,25 @@ class Engine:
         """Batches computed."""
         return self._counts.num_steps
 
-    def submit(self, request: Request) -> None:
-        """Queue a request.
+    def submit(self, request: Request, arrived: float | None = None) -> None:
+        """Queue a request; arrived: at the front, in the clock's seconds; None for now.
 
         Raises:
             RequestError: it can never be served.
             CapacityError: too many are queued, or the server is stopping.
         """
+        try:
+            self._accept(request)
+        except InflightError as error:
+            self.recorder.refused(error.kind)
+            raise
+        now = self._clock()
+        if arrived is None or not now - _MAX_TRANSIT_S < arrived < now:
+            arrived = now
+        self.recorder.submitted(request.request_id, arrived)
+
+    def _accept(self, request: Request) -> None:
+        """Queue a request; raises as `submit` does."""
         if self.draining:
             raise CapacityError("the server is stopping; send the request to another server")
         output_ids = request.output_ids or (request.request_id,)
@@ -186,6 +207,7 @@ class Engine:
         if self.speculation is not None:
             self.speculation.plan(self.scheduler.running)
         batch = self.scheduler.schedule()
+        self.recorder.scheduled(batch, self.scheduler.num_prompt_tokens, self._clock())
         if batch.chunks and not self._pipeline.launch(batch):
             events += self._fail_batch(batch)
         if self._pipeline.is_due(has_launched=bool(batch.chunks)):
@@ -215,6 +237,10 @@ class Engine:
         return self._counts.snapshot(
             self.scheduler, self.runner.num_blocks, self.outputs.num_tokens
         )
+
+    def metrics(self) -> Metrics:
+        """A snapshot of what the engine has counted and measured."""
+        return self.recorder.snapshot(self.stats(), self._counts.num_accepted_at)
 
     def _group_of(self, sequence: Sequence) -> SequenceGroup:
         """The group of a request: its sequence, or its beams."""
@@ -264,11 +290,12 @@ class Engine:
         for search, candidates in searched.items():
             failed += self._advance_search(search, candidates)
         events = self.outputs.collect(committed)
+        self.recorder.committed(committed, self._clock())
         for one in committed:
             if one.sequence.finish_reason is not None:
                 self._finish(one.sequence)
         self._counts.add(output)
-        self._watch_delivery(launched, events)
+        self._watch_delivery(launched, output, events)
         return events + failed
 
     def _advance_search(self, search: BeamGroup, candidates: list[Committed]) -> list[TokenEvent]:
@@ -284,12 +311,18 @@ class Engine:
             )
             return [self._fail(search, error)]
         events = self.outputs.collect(results)
+        search.finish_reason = results[0].sequence.finish_reason
+        num_tokens = sum(one.sequence.num_output_tokens for one in results)
+        self.recorder.searched(search.request_id, num_tokens, self._clock())
         self._finish(search)
         return events
 
-    def _watch_delivery(self, launched: Launched, events: list[TokenEvent]) -> None:
+    def _watch_delivery(
+        self, launched: Launched, output: StepOutput, events: list[TokenEvent]
+    ) -> None:
         """Record a step's duration and its events for delivery tracking."""
         now, duration = self._pipeline.end_of(launched)
+        self.recorder.stepped(launched.batch, bool(output.num_drafted), duration)
         self.delivery.record_step(duration)
         self.delivery.record_events(events, now)
 
@@ -310,12 +343,14 @@ class Engine:
         """Fail a request; one event covers all outputs of a beam search."""
         if isinstance(group, Sequence):
             group = group.group
+        self.recorder.failed(group.request_id, error.kind)
         self._finish(group)
         return TokenEvent.failed(group.request_id, error)
 
     def _finish(self, group: SequenceGroup) -> None:
         """The single place where a request leaves the engine."""
         self.scheduler.finish(group)
+        self.recorder.finished(group, self._clock())
         self.outputs.forget(group)
         self.delivery.finished(group.request_id)
         for sequence in group.members:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from inflight.core.batch import Batch, StepOutput
+from inflight.engine.step_times import StepTimes
 from inflight.execution.runner import PendingStep, Runner
 
 logger = logging.getLogger(__name__)
@@ -37,11 +38,20 @@ class StepPipeline:
     Args:
         runner: computes batches.
         clock: seconds, monotonic.
+        on_launch: called before each launch with the seconds within which the next result should
+            be there.
     """
 
-    def __init__(self, runner: Runner, clock: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        runner: Runner,
+        clock: Callable[[], float],
+        on_launch: Callable[[float], None] | None = None,
+    ) -> None:
         self._runner = runner
         self._clock = clock
+        self._on_launch = on_launch
+        self._times = StepTimes()
         self._launched: deque[Launched] = deque()
         self._consecutive_failures = 0
         self._last_result = 0.0  # time of the last processed result
@@ -58,6 +68,9 @@ class StepPipeline:
     def launch(self, batch: Batch) -> bool:
         """Launch a batch. Returns whether that succeeded."""
         now = self._clock()
+        if self._on_launch is not None:
+            batches = [batch, *(launched.batch for launched in self._launched)]
+            self._on_launch(sum(self._times.bound_s(one.num_tokens) for one in batches))
         try:
             pending = self._runner.launch(batch)
         except Exception:  # any error fails these requests and is logged with its traceback
@@ -88,6 +101,8 @@ class StepPipeline:
         # With two steps in flight, the second starts when the first ends.
         duration = now - max(launched.time, self._last_result)
         self._last_result = now
+        if self._on_launch is not None:
+            self._times.record(launched.batch.num_tokens, duration)
         return now, duration
 
     def _record_failure(self, batch: Batch) -> None:

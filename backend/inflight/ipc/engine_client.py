@@ -1,7 +1,8 @@
 """Client side of the engine's IPC: find a model's engine, start it if missing, talk to it.
 
-The socket's name is derived from the model's folder and tritonserver's pid, so fronts, detokenizers
-and `inflight serve` find the same engine without configuration.
+The socket's name is derived from the model's folder and the pid of the engine's owner, which is
+`inflight serve` or, without it, tritonserver. So fronts, detokenizers and `serve` find the same
+engine without configuration.
 """
 
 from __future__ import annotations
@@ -14,15 +15,16 @@ import logging
 import os
 import queue
 import socket
-import stat
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import BinaryIO, TypeVar
 
 from inflight.core.request import Request, TokenEvent
+from inflight.engine.metrics.snapshot import Metrics
 from inflight.engine.stats import Stats
 from inflight.errors import CapacityError, ConfigError, EngineError, from_kind
 from inflight.ipc.frames import (
@@ -32,30 +34,48 @@ from inflight.ipc.frames import (
     Delivered,
     Drain,
     Frame,
+    GetMetrics,
     GetStats,
     Hello,
     LoadFailed,
     Loading,
+    Refused,
     StepEvents,
     Submit,
     Welcome,
 )
+from inflight.ipc.owner import Owner
 from inflight.ipc.processes import Process
+from inflight.ipc.runtime_folder import folder_of
 
 logger = logging.getLogger(__name__)
 
+Answer = TypeVar("Answer")
+
 START_TIMEOUT_S = 30.0
+MAX_SOCKET_PATH = 107  # bytes, of Linux
 STATS_TIMEOUT_S = 10.0
 
 
-def socket_path(model_directory: Path, server_pid: int) -> Path:
-    """The socket of this model's engine in this tritonserver.
+def socket_path(model_directory: Path, owner_pid: int) -> Path:
+    """The socket of the engine that this owner has for this model.
 
     Raises:
-        ConfigError: the runtime folder belongs to somebody else.
+        ConfigError: the runtime folder belongs to somebody else, or its path is too long.
     """
-    name = hashlib.sha256(f"{model_directory.resolve()}|{server_pid}".encode()).hexdigest()[:16]
-    return _runtime_directory() / f"{name}.sock"
+    name = hashlib.sha256(str(model_directory.resolve()).encode()).hexdigest()[:8]
+    path = folder_of(owner_pid) / f"{name}.sock"
+    if len(os.fsencode(path)) > MAX_SOCKET_PATH:
+        raise ConfigError(
+            f"{path} is too long for a socket; allowed: {MAX_SOCKET_PATH} bytes: set "
+            "XDG_RUNTIME_DIR to a shorter path"
+        )
+    return path
+
+
+def heartbeat_path(socket: Path) -> Path:
+    """Where the engine that listens on this socket has its heartbeat."""
+    return socket.with_suffix(".beat")
 
 
 def engine_config_path(model_directory: Path) -> Path:
@@ -75,7 +95,7 @@ def engine_config_path(model_directory: Path) -> Path:
 
 class EngineClient:
     """An attached engine. Methods may be called from any thread and never block on the engine,
-    except `stats`.
+    except `stats` and `metrics`.
 
     Attributes:
         welcome: the engine's properties.
@@ -89,7 +109,7 @@ class EngineClient:
         on_lost: Callable[[], None],
         on_delivered: Callable[[list[tuple[int, int]]], None],
     ) -> None:
-        """Use `attach` or `attach_or_start`.
+        """Use `attach` or `attach_front`.
 
         Args:
             on_events: called on the reader thread with each step's events of this front.
@@ -103,8 +123,10 @@ class EngineClient:
         self._on_delivered = on_delivered
         self._counter = itertools.count(1)
         self._outbox: queue.SimpleQueue[Frame | None] = queue.SimpleQueue()
-        self._stats: queue.SimpleQueue[Stats] = queue.SimpleQueue()
+        self._stats: queue.SimpleQueue[Stats | None] = queue.SimpleQueue()  # None: it has exited
         self._stats_lock = threading.Lock()
+        self._metrics: queue.SimpleQueue[Metrics | None] = queue.SimpleQueue()
+        self._metrics_lock = threading.Lock()
         self._closed = False
         threading.Thread(target=self._write, name="engine-write", daemon=True).start()
         threading.Thread(target=self._read, name="engine-read", daemon=True).start()
@@ -114,13 +136,17 @@ class EngineClient:
         return self.welcome.front_id << 32 | next(self._counter)
 
     def submit(self, request: Request) -> None:
-        self._outbox.put(Submit(request))
+        self._outbox.put(Submit(request, time.monotonic()))
 
     def cancel(self, request_id: int) -> None:
         self._outbox.put(Cancel(request_id))
 
     def delivered(self, progress: list[tuple[int, int]]) -> None:
         self._outbox.put(Delivered(progress))
+
+    def refused(self, counts: dict[str, int]) -> None:
+        """This front has refused so many requests, by kind of error; only counted."""
+        self._outbox.put(Refused(counts))
 
     def drain(self) -> None:
         """Reject new requests from now on; those in flight continue."""
@@ -130,19 +156,44 @@ class EngineClient:
         """A snapshot, taken between two steps.
 
         Raises:
-            EngineError: no answer came in time.
+            EngineError: no answer came in time, or the engine has exited.
         """
         with self._stats_lock:
-            self._outbox.put(GetStats())
-            try:
-                return self._stats.get(timeout=STATS_TIMEOUT_S)
-            except queue.Empty:
-                raise EngineError("the engine did not answer") from None
+            return self._ask(GetStats(), self._stats)
+
+    def metrics(self) -> Metrics:
+        """What the engine has counted and measured, between two steps.
+
+        Raises:
+            EngineError: no answer came in time, or the engine has exited.
+        """
+        with self._metrics_lock:
+            return self._ask(GetMetrics(), self._metrics)
 
     def close(self) -> None:
         self._closed = True
         self._outbox.put(None)
         self._connection.close()
+
+    def _ask(self, question: Frame, answers: queue.SimpleQueue[Answer | None]) -> Answer:
+        """The engine's answer; None among the answers: it has exited.
+
+        Raises:
+            EngineError: no answer came in time, or the engine has exited.
+        """
+        has_exited = False
+        while not answers.empty():  # an answer that came too late for who asked
+            has_exited = answers.get() is None
+        if not has_exited:
+            self._outbox.put(question)
+            try:
+                found = answers.get(timeout=STATS_TIMEOUT_S)
+            except queue.Empty:
+                raise EngineError("the engine did not answer") from None
+            if found is not None:
+                return found
+        answers.put(None)  # for the next one who asks
+        raise EngineError("the engine has exited")
 
     def _write(self) -> None:
         with contextlib.suppress(OSError):  # the reader thread notices that the engine has exited
@@ -159,6 +210,8 @@ class EngineClient:
                         self._on_delivered(progress)
                     case Stats():
                         self._stats.put(frame)
+                    case Metrics():
+                        self._metrics.put(frame)
                     case _:
                         logger.warning("unexpected %s frame", type(frame).__name__)
         except (OSError, ValueError) as error:
@@ -166,6 +219,8 @@ class EngineClient:
                 logger.error("the engine's connection broke: %s", type(error).__name__)
         finally:
             self._connection.close()
+            self._stats.put(None)
+            self._metrics.put(None)
             if not self._closed:
                 self._on_lost()
 
@@ -215,27 +270,32 @@ def attach(
         raise
 
 
-def attach_or_start(
+def attach_front(
     model_directory: Path,
-    server_pid: int,
+    owner: Owner,
     on_events: Callable[[list[TokenEvent]], None],
     on_lost: Callable[[], None],
     on_delivered: Callable[[list[tuple[int, int]]], None] = lambda progress: None,
 ) -> EngineClient:
-    """Attach a front to the model's engine; the first one starts it, the others wait for that one.
+    """Attach a front to the model's engine. A supervisor starts it; without one the first front
+    does, and the others wait for that one.
 
     Raises:
         ConfigError: the engine could not load, with the reason.
-        EngineError: it did not start or exited while loading, or the server has exited.
+        EngineError: it did not start or exited while loading, or the owner has exited.
     """
-    if Process.find(server_pid) is None:
-        raise EngineError("tritonserver has exited: no engine is started for it")
-    path = socket_path(model_directory, server_pid)
-    config = engine_config_path(model_directory)
-    with _file_lock(path.with_suffix(".lock")):
-        if not _listens(path):
-            process = _start(path, config, server_pid)
-            _wait_until_it_listens(path, process)
+    if Process.find(owner.pid) is None:
+        raise EngineError("the server has exited: it has no engine any more")
+    path = socket_path(model_directory, owner.pid)
+    if owner.is_supervisor:
+        _wait_until_it_listens(path)
+    else:
+        with _file_lock(path.with_suffix(".lock")):
+            if not _listens(path):
+                process = start_engine(model_directory, owner)
+                _wait_until_it_listens(path, process)
+                # Reap it whenever it ends: a zombie would look like a running engine.
+                threading.Thread(target=process.wait, name="engine-reaper", daemon=True).start()
     return attach(path, "front", on_events, on_lost, on_delivered=on_delivered)
 
 
@@ -244,12 +304,22 @@ def _greetings(connection: Connection) -> Iterator[Frame]:
         yield frame
 
 
-def _start(path: Path, config: Path, server_pid: int) -> subprocess.Popen[bytes]:
-    # In its own session: Ctrl-C in the server's terminal is for the server, which drains.
-    arguments = (str(path), str(config), str(server_pid))
+def start_engine(
+    model_directory: Path, owner: Owner, output: BinaryIO | None = None
+) -> subprocess.Popen[bytes]:
+    """Start the engine process of a model; output: for its log, by default this process's."""
+    path = socket_path(model_directory, owner.pid)
+    config = engine_config_path(model_directory)
+    kind = "supervisor" if owner.is_supervisor else "tritonserver"
     return subprocess.Popen(
-        [python_executable(), "-m", "inflight.ipc.engine_main", *arguments],
+        [
+            *(python_executable(), "-m", "inflight.ipc.engine_main"),
+            *(str(path), str(config), str(owner.pid), kind),
+        ],
         stdin=subprocess.DEVNULL,
+        stdout=output,
+        stderr=output,
+        # Ctrl-C in the server's terminal is for the server, which drains.
         start_new_session=True,
     )
 
@@ -262,20 +332,19 @@ def python_executable() -> str:
     return "python3"
 
 
-def _wait_until_it_listens(path: Path, process: subprocess.Popen[bytes]) -> None:
+def _wait_until_it_listens(path: Path, process: subprocess.Popen[bytes] | None = None) -> None:
     deadline = time.monotonic() + START_TIMEOUT_S
     while time.monotonic() < deadline:
         if _listens(path):
-            # Reap it whenever it ends: a zombie would look like a running engine.
-            threading.Thread(target=process.wait, name="engine-reaper", daemon=True).start()
             return
-        if process.poll() is not None:
+        if process is not None and process.poll() is not None:
             raise EngineError(
                 f"the engine exited with status {process.returncode} before it listened; "
                 "see its log"
             )
         time.sleep(0.02)
-    process.kill()
+    if process is not None:
+        process.kill()
     raise EngineError(f"the engine did not listen within {START_TIMEOUT_S:.0f} s")
 
 
@@ -286,19 +355,6 @@ def _listens(path: Path) -> bool:
         except OSError:
             return False
         return True
-
-
-def _runtime_directory() -> Path:
-    base = os.environ.get("XDG_RUNTIME_DIR")
-    directory = Path(base, "inflight") if base else Path("/tmp", f"inflight-{os.getuid()}")
-    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-    found = directory.lstat()
-    if found.st_uid != os.getuid() or not stat.S_ISDIR(found.st_mode) or found.st_mode & 0o077:
-        raise ConfigError(
-            f"{directory} must be a folder of mode 0700 that belongs to user {os.getuid()}; "
-            "remove it or set XDG_RUNTIME_DIR"
-        )
-    return directory
 
 
 @contextlib.contextmanager

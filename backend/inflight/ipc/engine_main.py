@@ -1,6 +1,7 @@
-"""The engine process: `python -m inflight.ipc.engine_main SOCKET ENGINE_JSON`.
+"""The engine process: `python -m inflight.ipc.engine_main SOCKET ENGINE_JSON OWNER_PID KIND`.
 
-It listens before it loads, so that peers see the progress, and exits after the last front.
+It listens before it loads, so that peers see the progress. It exits with its owner; if that is a
+tritonserver, also after the last front.
 Threads: one accepts, two per peer read and write, the main one loads the model and runs the loop.
 Only the main thread touches the engine.
 """
@@ -31,6 +32,7 @@ from inflight.core.request import TokenEvent
 from inflight.engine.engine import Engine
 from inflight.engine.stats import Stats
 from inflight.errors import EngineError, InflightError
+from inflight.ipc.engine_client import heartbeat_path
 from inflight.ipc.frames import (
     PROTOCOL,
     Cancel,
@@ -38,15 +40,20 @@ from inflight.ipc.frames import (
     Delivered,
     Drain,
     Frame,
+    GetMetrics,
     GetStats,
     Hello,
     LoadFailed,
     Loading,
+    Refused,
     StepEvents,
     Submit,
     Welcome,
 )
-from inflight.ipc.processes import Process
+from inflight.ipc.heartbeat import Heartbeat
+from inflight.ipc.owner import Owner
+from inflight.ipc.processes import Process, end_with
+from inflight.ipc.runtime_folder import remove_folder_of
 
 logger = logging.getLogger("inflight.engine")
 
@@ -57,6 +64,11 @@ FIRST_FRONT_GRACE_S = 30.0
 MAX_OUTBOX = 100_000
 IDLE_POLL_S = 0.05
 COMPILING_POLL_S = 0.002
+# Between two beats of an idle engine; a supervisor kills an engine that is overdue.
+IDLE_BEAT_S = 1.0
+BEAT_PATIENCE_S = 3.0
+# While loading, a library that is mapped from a slow disk holds all threads.
+LOADING_PATIENCE_S = 120.0
 
 
 class Peer:
@@ -98,12 +110,14 @@ class Hub:
 
     Args:
         path: of the socket.
-        server: the tritonserver of the fronts; the engine exits with it.
+        owner: the engine exits with it.
+        exits_after_last_front: whether it also exits when no front is attached for a while.
     """
 
-    def __init__(self, path: Path, server: Process) -> None:
+    def __init__(self, path: Path, owner: Process, *, exits_after_last_front: bool = True) -> None:
         self._path = path
-        self._server = server
+        self._owner = owner
+        self._exits_after_last_front = exits_after_last_front
         self._lock = threading.Lock()
         self._peers: dict[int, Peer] = {}
         self._next_number = 1
@@ -204,9 +218,12 @@ class Hub:
     def _watch_fronts(self) -> None:
         while True:
             time.sleep(0.25)
-            if not self._server.is_running():
-                logger.info("tritonserver has exited: exiting")
+            if not self._owner.is_running():
+                logger.info("the server has exited: exiting")
+                remove_folder_of(self._owner.pid)
                 self.exit(0)
+            if not self._exits_after_last_front:
+                continue
             with self._lock:
                 attached = any(peer.role == "front" for peer in self._peers.values())
                 alone_for = time.monotonic() - self._without_front_since
@@ -272,15 +289,24 @@ class EngineProcess:
         hub: source of commands and destination of events.
         engine: the engine to run.
         log_stats_interval_s: see `StatsLog`.
+        beat: called with the seconds within which it will be called again.
     """
 
-    def __init__(self, hub: Hub, engine: Engine, log_stats_interval_s: float = 0.0) -> None:
+    def __init__(
+        self,
+        hub: Hub,
+        engine: Engine,
+        log_stats_interval_s: float = 0.0,
+        beat: Callable[[float], None] = lambda patience_s: None,
+    ) -> None:
         self._hub = hub
         self._engine = engine
         self._stats_log = StatsLog(engine, log_stats_interval_s)
+        self._beat = beat
 
     def run(self) -> None:
         while True:
+            self._beat(IDLE_BEAT_S + BEAT_PATIENCE_S)
             self._take_commands()
             # Right after the acknowledgements that arrived during the last step.
             self._publish(self._engine.sweep())
@@ -295,7 +321,7 @@ class EngineProcess:
         inbox = self._hub.inbox
         if not self._engine.has_work:
             # Suspended requests resume by a command or time out.
-            timeout = IDLE_POLL_S if self._engine.has_suspended else None
+            timeout = IDLE_POLL_S if self._engine.has_suspended else IDLE_BEAT_S
             if self._engine.is_compiling:
                 timeout = COMPILING_POLL_S
             with contextlib.suppress(queue.Empty):
@@ -305,12 +331,12 @@ class EngineProcess:
 
     def _apply(self, peer: Peer, frame: Frame | PeerClosed) -> None:
         match frame:
-            case Submit(request):
+            case Submit(request, arrived):
                 try:
                     ids = (request.request_id, *request.output_ids)
                     if any(one >> 32 != peer.number for one in ids):
                         raise EngineError("a front may only use its own request ids")
-                    self._engine.submit(request)
+                    self._engine.submit(request, arrived)
                 except InflightError as error:
                     peer.send(StepEvents([TokenEvent.failed(request.request_id, error)]))
             case Cancel(request_id):
@@ -321,6 +347,10 @@ class EngineProcess:
                 self._engine.draining = True
             case GetStats():
                 peer.send(self._engine.stats())
+            case GetMetrics():
+                peer.send(self._engine.metrics())
+            case Refused(counts):
+                self._engine.recorder.refused_by_front(counts)
             case PeerClosed():
                 self._engine.cancel_front(peer.number)
             case _:
@@ -338,8 +368,10 @@ class EngineProcess:
                 peer.send(StepEvents(its_events))
 
 
-def load(config: settings.EngineConfig, hub: Hub) -> tuple[Engine, Welcome]:
-    """Build the engine, reporting progress to the hub.
+def load(
+    config: settings.EngineConfig, hub: Hub, on_launch: Callable[[float], None]
+) -> tuple[Engine, Welcome]:
+    """Build the engine, reporting progress to the hub; on_launch: see `StepPipeline`.
 
     Raises:
         ConfigError: the checkpoint or a setting is not supported.
@@ -360,7 +392,7 @@ def load(config: settings.EngineConfig, hub: Hub) -> tuple[Engine, Welcome]:
     max_model_len = model_config.max_model_len(config)
     # Some GGUF files name only the end of text, while their chat template ends turns with another.
     ends = {*model_config.eos_token_ids, *(tokenizer.eos_ids if tokenizer else ())}
-    engine = Engine(config, runner, max_model_len, ends, tokenizer)
+    engine = Engine(config, runner, max_model_len, ends, tokenizer, on_launch=on_launch)
     return engine, Welcome(
         front_id=0,
         model_name=checkpoint.name,
@@ -376,18 +408,25 @@ def load(config: settings.EngineConfig, hub: Hub) -> tuple[Engine, Welcome]:
 
 
 def main(arguments: list[str]) -> None:
-    socket_path, config_path, server_pid = Path(arguments[0]), Path(arguments[1]), arguments[2]
+    path, config_path = Path(arguments[0]), Path(arguments[1])
+    owner = Owner(int(arguments[2]), is_supervisor=arguments[3] == "supervisor")
     log.begin()
-    # Ctrl-C in a terminal reaches the whole process group; this process exits with its last front.
+    # Ctrl-C in a terminal reaches the whole process group; this process exits with its owner.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    server = Process.find(int(server_pid))
-    if server is None:
-        sys.exit("tritonserver has exited")
-    hub = Hub(socket_path, server)
+    if owner.is_supervisor:
+        end_with(owner.pid)
+    process = Process.find(owner.pid)
+    if process is None:
+        sys.exit("the server has exited")
+    hub = Hub(path, process, exits_after_last_front=not owner.is_supervisor)
     signal.signal(signal.SIGTERM, lambda *_: hub.exit(0))
+    heartbeat = Heartbeat(heartbeat_path(path))
+    heartbeat.beat(LOADING_PATIENCE_S)
     started = time.monotonic()
     try:
-        engine, welcome = load(settings.load(config_path), hub)
+        engine, welcome = load(
+            settings.load(config_path), hub, lambda s: heartbeat.beat(s + BEAT_PATIENCE_S)
+        )
     except InflightError as error:
         logger.error("cannot load: %s", error)
         hub.broadcast(LoadFailed(error.kind, str(error)))
@@ -403,7 +442,7 @@ def main(arguments: list[str]) -> None:
     hub.welcome(welcome)
     logger.info("ready after %.1f s: %s", time.monotonic() - started, welcome)
     try:
-        EngineProcess(hub, engine, engine.config.log_stats_interval_s).run()
+        EngineProcess(hub, engine, engine.config.log_stats_interval_s, heartbeat.beat).run()
     except BaseException:  # logged, and the process exits: without its loop it would hang
         logger.exception("the engine loop ended")
         hub.exit(1)

@@ -13,10 +13,11 @@ import struct
 import msgspec
 
 from inflight.core.request import Request, TokenEvent
+from inflight.engine.metrics.snapshot import Metrics
 from inflight.engine.stats import Stats
 from inflight.errors import InflightError
 
-PROTOCOL = 5
+PROTOCOL = 6
 MAX_FRAME = 64 << 20
 _LENGTH = struct.Struct("<I")
 
@@ -64,7 +65,10 @@ class LoadFailed(msgspec.Struct, tag="load_failed", frozen=True):
 
 
 class Submit(msgspec.Struct, tag="submit", frozen=True):
+    """arrived: at the front, in time.monotonic(), which all processes of a machine share."""
+
     request: Request
+    arrived: float | None = None
 
 
 class Cancel(msgspec.Struct, tag="cancel", frozen=True):
@@ -82,6 +86,16 @@ class Delivered(msgspec.Struct, tag="delivered", frozen=True):
 
 class GetStats(msgspec.Struct, tag="get_stats", frozen=True):
     pass
+
+
+class GetMetrics(msgspec.Struct, tag="get_metrics", frozen=True):
+    pass
+
+
+class Refused(msgspec.Struct, tag="refused", frozen=True):
+    """A front has refused so many requests, by kind of error; only counted."""
+
+    counts: dict[str, int]
 
 
 class Drain(msgspec.Struct, tag="drain", frozen=True):
@@ -105,6 +119,9 @@ Frame = (
     | Drain
     | GetStats
     | Stats
+    | GetMetrics
+    | Metrics
+    | Refused
     | StepEvents
 )
 

@@ -67,6 +67,13 @@ def end_with(parent: int) -> None:
         sys.exit("the starting process has exited")
 
 
+def how_it_exited(status: int) -> str:
+    """A process's exit in words; negative statuses are signals, as in subprocess."""
+    if status < 0:
+        return f"was killed by {signal.Signals(-status).name}"
+    return f"exited with status {status}"
+
+
 def _stat(pid: int) -> list[str]:
     """The fields of /proc/PID/stat from the state on (field 3 in proc(5)); [] if it has exited."""
     try:

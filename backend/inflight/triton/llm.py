@@ -25,12 +25,13 @@ from inflight.errors import (
     RequestError,
     from_kind,
 )
-from inflight.ipc.engine_client import EngineClient, attach_or_start
+from inflight.ipc.engine_client import EngineClient, attach_front
 from inflight.triton import contract, protocol
 from inflight.triton.delayed_errors import DelayedErrors
 from inflight.triton.errors import triton_error
+from inflight.triton.metrics import MetricsPublisher
 from inflight.triton.response_queue import ResponseQueue, SenderPool, Sweep
-from inflight.triton.stub import server_pid
+from inflight.triton.stub import owner
 
 logger = logging.getLogger(__name__)
 
@@ -127,7 +128,7 @@ class LlmFront:
 
     Args:
         directory: the model's folder with its engine.json.
-        parameters: of config.pbtxt; only `sender_threads` is used.
+        parameters: of config.pbtxt; `sender_threads` and `metrics_compat` are used.
 
     Raises:
         InflightError: the engine cannot load, with the reason.
@@ -135,7 +136,7 @@ class LlmFront:
 
     def __init__(self, directory: Path, parameters: Mapping[str, str]) -> None:
         self._directory = directory
-        self._server_pid = server_pid()
+        self._owner = owner()
         self._lock = threading.Lock()
         self._client: EngineClient | None = None
         self._attachment = 0
@@ -145,6 +146,7 @@ class LlmFront:
         self._errors = DelayedErrors()
         self._connect()
         self._sweep = Sweep(self._sweep_cancelled, CANCEL_INTERVAL_S)
+        self._metrics = MetricsPublisher(directory, self._owner, lambda: self._client, parameters)
 
     def execute(self, requests: list[Any]) -> None:
         """Accept requests; each gets its final response later, from a sender thread."""
@@ -164,6 +166,7 @@ class LlmFront:
     def finalize(self) -> None:
         self._closing.set()
         self._sweep.close()
+        self._metrics.close()
         with self._lock:
             client, self._client = self._client, None
         if client is not None:
@@ -211,6 +214,7 @@ class LlmFront:
                 client.cancel(request_id)
 
     def _refuse(self, sender: Any, requested_outputs: frozenset[str], error: InflightError) -> None:
+        self._metrics.refused(error.kind)
         writer = ResponseWriter(sender, requested_outputs, None)
         response_queue = self._senders.response_queue(writer, stream=True)
         self._post(response_queue, writer, TokenEvent.failed(0, error))
@@ -256,9 +260,9 @@ class LlmFront:
         with self._lock:
             self._attachment += 1
             attachment = self._attachment
-        client = attach_or_start(
+        client = attach_front(
             self._directory,
-            self._server_pid,
+            self._owner,
             self._on_events,
             lambda: self._on_lost(attachment),
             self._on_delivered,

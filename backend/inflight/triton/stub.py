@@ -2,12 +2,44 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+from pathlib import Path
 
+from inflight.ipc.heartbeat import beat_from_thread
+from inflight.ipc.owner import SUPERVISOR, Owner
 from inflight.ipc.processes import Process
+from inflight.ipc.runtime_folder import folder_of
+
+# Where a stub and its server share memory; the name is one of the stub's arguments.
+SHARED_MEMORY = Path("/dev/shm")
+REGION_PREFIX = "triton_"
 
 # Of the stub's arguments, in Triton 2.51.
 _SERVER_PID = 5
+
+
+def owner() -> Owner:
+    """The owner of the engines that this process attaches to."""
+    supervisor = os.environ.get(SUPERVISOR, "")
+    if supervisor.isdigit():
+        return Owner(int(supervisor), is_supervisor=True)
+    return Owner(server_pid(), is_supervisor=False)
+
+
+def start_heartbeat(owner: Owner) -> None:
+    """Beat for the rest of this process's life, for a supervisor that replaces hung stubs."""
+    beat_from_thread(folder_of(owner.pid) / f"stub-{os.getpid()}.beat")
+
+
+def close_shared_memory() -> None:
+    """Let only this user read the memory that this process shares with Triton: it holds prompts and
+    answers, and Triton makes it readable for everybody."""
+    this = Process.find(os.getpid())
+    for argument in this.arguments() if this is not None else []:
+        if argument.startswith(REGION_PREFIX) and "/" not in argument:
+            with contextlib.suppress(OSError):  # another Triton may place it elsewhere
+                (SHARED_MEMORY / argument).chmod(0o600)
 
 
 def server_pid() -> int:

@@ -9,7 +9,9 @@ import pytest
 from rich.console import Console
 
 from inflight.cli.display import Display
+from inflight.deploy.tritonserver import Endpoints
 from inflight.ipc.frames import Loading
+from inflight.ipc.health import Health
 
 ODD = "[/b] a [bold]path[/x]"
 
@@ -21,7 +23,7 @@ def test_texts_are_not_taken_for_markup(is_terminal: bool) -> None:
     with display.loading() as show:
         show(ODD, Loading(ODD, 0.5))
     listens = ("127.0.0.1:1", "127.0.0.1:2", "127.0.0.1:3")
-    display.ready(*listens, ["chat", ODD], {ODD: ODD}, Path("/tmp") / ODD)
+    display.ready(Endpoints(*listens), ["chat", ODD], {ODD: ODD}, Path("/tmp") / ODD)
     display.error(ODD)
     text = shown.getvalue()
     assert f"chat, {ODD}" in text
@@ -42,6 +44,21 @@ def test_texts_are_not_taken_for_markup(is_terminal: bool) -> None:
 )
 def test_devices_are_shown_once_for_all_models_on_them(devices: dict[str, str], shown: str) -> None:
     output = io.StringIO()
-    Display(Console(file=output, width=200)).ready("1", "2", "3", ["llm"], devices, Path("log"))
+    Display(Console(file=output, width=200)).ready(
+        Endpoints("1", "2", "3"), ["llm"], devices, Path("log")
+    )
     assert shown in output.getvalue()
     assert ("device" in output.getvalue()) == bool(shown)
+
+
+def test_a_server_that_becomes_unready_is_told_once() -> None:
+    output = io.StringIO()
+    display = Display(Console(file=output, width=200))
+    broken = Health(is_live=True, is_ready=False, reason="the engine [of] llm was killed")
+    for health in (broken, broken, Health(is_live=True, is_ready=True), broken):
+        display.health(health)
+    assert output.getvalue() == (
+        "error: not ready: the engine [of] llm was killed\n"
+        "ready again\n"
+        "error: not ready: the engine [of] llm was killed\n"
+    )

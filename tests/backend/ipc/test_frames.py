@@ -17,6 +17,7 @@ from inflight.core.request import Candidate, FinishReason, Request, TokenEvent
 from inflight.ipc import frames
 from inflight.ipc.frames import MAX_FRAME, Connection
 from inflight.sampling.params import SamplingParams
+from metric_snapshots import empty, observed, with_values
 
 FRAMES: list[frames.Frame] = [
     frames.Hello(frames.PROTOCOL, "front", 77),
@@ -30,13 +31,17 @@ FRAMES: list[frames.Frame] = [
             SamplingParams(temperature=0.5, seed=2**64 - 1, stop_words=("\n", "ü")),
             cache_salt="tenant",
             acknowledged=True,
-        )
+        ),
+        arrived=12345.678,
     ),
     frames.Cancel(2**63),
     frames.Delivered([(1, 2), (3, 4)]),
     frames.Drain(),
     frames.GetStats(),
     frames.Stats(*range(len(frames.Stats.__struct_fields__))),
+    frames.GetMetrics(),
+    observed(with_values(empty(), generation_tokens=3), "step_seconds", [0.1], "decode"),
+    frames.Refused({"invalid": 2}),
     frames.StepEvents(
         [
             TokenEvent(1, [5], [4], 1, cumulative_logprob=-0.5),

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from inflight.ipc.processes import Process
+from inflight.ipc.processes import Process, how_it_exited
 
 SLEEP = [sys.executable, "-c", "import time; time.sleep(60)", "an argument"]
 
@@ -60,3 +60,11 @@ def test_children_and_their_arguments(child: subprocess.Popen[bytes]) -> None:
     child.kill()
     child.wait()
     assert Process(child.pid, "1").arguments() == []
+
+
+@pytest.mark.parametrize(
+    ("status", "text"),
+    [(-9, "was killed by SIGKILL"), (-11, "was killed by SIGSEGV"), (1, "exited with status 1")],
+)
+def test_an_exit_is_told_in_words(status: int, text: str) -> None:
+    assert how_it_exited(status) == text

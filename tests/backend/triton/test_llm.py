@@ -20,7 +20,7 @@ OUTPUTS = tuple(tensor.name for tensor in MODELS["llm"].outputs)
 
 
 class FakeEngine:
-    """What attach_or_start returns."""
+    """What attach_front returns."""
 
     def __init__(self, number, on_events, on_lost, on_delivered):
         self.welcome = Welcome(number, "fake", 100, 64, 8, 16, [2], 16, True)
@@ -65,14 +65,14 @@ def engines(monkeypatch):
 
     started = Engines()
 
-    def attach_or_start(directory, server_pid, on_events, on_lost, on_delivered):
+    def attach_front(directory, owner, on_events, on_lost, on_delivered):
         if started.errors:
             raise started.errors.pop(0)
         started.append(FakeEngine(len(started) + 1, on_events, on_lost, on_delivered))
         started.started.release()
         return started[-1]
 
-    monkeypatch.setattr(llm, "attach_or_start", attach_or_start)
+    monkeypatch.setattr(llm, "attach_front", attach_front)
     monkeypatch.setattr(llm, "RESTART_BACKOFF_S", (0.0, 0.01))
     return started
 

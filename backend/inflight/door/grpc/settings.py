@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Sequence
+from pathlib import Path
 
 import msgspec
 
@@ -21,6 +22,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         listen, upstream: host:port of the clients' side and of Triton's gRPC.
         health: the file that the supervisor writes.
+        heartbeat: a file that shows the supervisor that the first process works; or None.
         workers: processes that share the port.
         drain_s: how long requests in flight may take to end after SIGTERM.
         tls_cert, tls_key: PEM files; both or none.
@@ -30,6 +32,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     listen: str
     upstream: str
     health: str
+    heartbeat: str | None
     workers: int
     drain_s: float
     limits: Limits
@@ -49,6 +52,11 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         return host.strip("[]"), int(port)
 
 
+def heartbeat_of(heartbeat: str, worker: int) -> Path:
+    """The file of a worker's heartbeat, beside that of the first process."""
+    return Path(f"{heartbeat}.{worker}")
+
+
 def parse(arguments: Sequence[str] | None = None) -> Settings:
     """The settings from a command line.
 
@@ -59,6 +67,7 @@ def parse(arguments: Sequence[str] | None = None) -> Settings:
     parser.add_argument("--listen", required=True, metavar="HOST:PORT")
     parser.add_argument("--upstream", required=True, metavar="HOST:PORT", help="Triton's gRPC")
     parser.add_argument("--health", required=True, metavar="FILE")
+    parser.add_argument("--heartbeat", metavar="FILE")
     parser.add_argument("--workers", type=int, default=min(MAX_WORKERS, os.cpu_count() or 1))
     parser.add_argument("--drain", type=float, default=DEFAULT_DRAIN_S, metavar="S")
     parser.add_argument("--limits", default="{}", metavar="JSON", help="fields of Limits")
@@ -76,6 +85,7 @@ def parse(arguments: Sequence[str] | None = None) -> Settings:
         listen=found.listen,
         upstream=found.upstream,
         health=found.health,
+        heartbeat=found.heartbeat,
         workers=max(1, found.workers),
         drain_s=found.drain,
         limits=limits,

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import signal
 import sys
 from pathlib import Path
@@ -20,10 +21,11 @@ from inflight.deploy.file_limit import raise_file_limit
 from inflight.door.grpc.calls import Calls
 from inflight.door.grpc.health import Probes
 from inflight.door.grpc.routes import Routes
-from inflight.door.grpc.settings import Settings
+from inflight.door.grpc.settings import Settings, heartbeat_of
 from inflight.door.grpc.upstream import Upstream
 from inflight.door.limits import Limits
 from inflight.errors import ConfigError
+from inflight.ipc.heartbeat import beat_from_loop
 from inflight.ipc.processes import end_with
 
 LISTENING = "listening"
@@ -102,7 +104,10 @@ class Worker:
 
     async def run(self, stop: asyncio.Event) -> None:
         """Serve until `stop` is set, and drain."""
-        watch = asyncio.create_task(self._calls.watch())
+        tasks = [asyncio.create_task(self._calls.watch())]
+        if self._settings.heartbeat:
+            path = heartbeat_of(self._settings.heartbeat, os.getpid())
+            tasks.append(asyncio.create_task(beat_from_loop(path)))
         await self._server.start()
         print(LISTENING, flush=True)
         await stop.wait()
@@ -112,7 +117,8 @@ class Worker:
         await asyncio.wait([stopped], timeout=FLUSH_S)
         await self._server.stop(None)
         await stopped
-        watch.cancel()
+        for task in tasks:
+            task.cancel()
         await self._upstream.close()
 
 

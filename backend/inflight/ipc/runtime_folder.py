@@ -1,0 +1,46 @@
+"""The folder for sockets, locks and heartbeats: one per server, removed with it."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import stat
+from pathlib import Path
+
+from inflight.errors import ConfigError
+from inflight.ipc.processes import Process
+
+
+def folder_of(owner_pid: int) -> Path:
+    """The folder of a server, created if missing; owner_pid: its supervisor or tritonserver.
+
+    Raises:
+        ConfigError: the runtime folder belongs to somebody else.
+    """
+    folder = _base() / str(owner_pid)
+    folder.mkdir(mode=0o700, exist_ok=True)
+    return folder
+
+
+def remove_folder_of(owner_pid: int) -> None:
+    shutil.rmtree(_base() / str(owner_pid), ignore_errors=True)
+
+
+def remove_abandoned() -> None:
+    """Remove the folders of servers that have exited without removing them."""
+    for folder in _base().iterdir():
+        if folder.name.isdigit() and Process.find(int(folder.name)) is None:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _base() -> Path:
+    base = os.environ.get("XDG_RUNTIME_DIR")
+    directory = Path(base, "inflight") if base else Path("/tmp", f"inflight-{os.getuid()}")
+    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    found = directory.lstat()
+    if found.st_uid != os.getuid() or not stat.S_ISDIR(found.st_mode) or found.st_mode & 0o077:
+        raise ConfigError(
+            f"{directory} must be a folder of mode 0700 that belongs to user {os.getuid()}; "
+            "remove it or set XDG_RUNTIME_DIR"
+        )
+    return directory

@@ -1,0 +1,96 @@
+"""The engine processes of a supervised server."""
+
+from __future__ import annotations
+
+import contextlib
+import subprocess
+import threading
+from pathlib import Path
+
+from inflight.errors import ConfigError, InflightError
+from inflight.ipc import engine_client
+from inflight.ipc.engine_client import EngineClient
+from inflight.ipc.heartbeat import overdue_s
+from inflight.ipc.owner import Owner
+from inflight.ipc.processes import how_it_exited
+
+ATTACH_PAUSE_S = 0.1
+EXIT_S = 2.0
+
+
+class EngineChild:
+    """The engine of one model, started by the supervisor, and its observer.
+
+    Args:
+        model: the model's folder.
+        owner: the supervisor.
+        log_file: for the engine's output; appended to.
+    """
+
+    def __init__(self, model: Path, owner: Owner, log_file: Path) -> None:
+        self.name = f"the engine of {model.name}"
+        self.model = model
+        self._owner = owner
+        self._log_file = log_file
+        self._path = engine_client.socket_path(model, owner.pid)
+        self._process: subprocess.Popen[bytes] | None = None
+        self._client: EngineClient | None = None
+        self._load_failure = ""
+        self._closing = threading.Event()
+
+    @property
+    def client(self) -> EngineClient | None:
+        """The observer; None unless the engine has loaded and runs."""
+        return self._client
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid if self._process is not None else 0
+
+    def start(self) -> None:
+        for path in (self._path, engine_client.heartbeat_path(self._path)):
+            path.unlink(missing_ok=True)  # of the one before: it would look overdue
+        self._load_failure = ""
+        with open(self._log_file, "ab") as output:
+            self._process = engine_client.start_engine(self.model, self._owner, output)
+        observer = threading.Thread(
+            target=self._observe, args=(self._process,), name="observe", daemon=True
+        )
+        observer.start()
+
+    def problem(self) -> str:
+        process = self._process
+        assert process is not None
+        status = process.poll()
+        if status is not None:
+            return self._load_failure or how_it_exited(status)
+        if overdue_s(engine_client.heartbeat_path(self._path)):
+            return "hangs: no progress within the time that a step may take"
+        return ""
+
+    def kill(self) -> None:
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+
+    def close(self) -> None:
+        """End it in order; kill it if that takes too long."""
+        self._closing.set()
+        if self._process is not None:
+            self._process.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(EXIT_S)
+            self.kill()
+
+    def _observe(self, process: subprocess.Popen[bytes]) -> None:
+        while process.returncode is None and not self._closing.wait(ATTACH_PAUSE_S):
+            lost = threading.Event()
+            try:
+                self._client = engine_client.attach(self._path, "observer", on_lost=lost.set)
+            except ConfigError as error:
+                self._load_failure = f"cannot load: {error}"
+                return
+            except InflightError:
+                continue  # it does not listen yet, or exited while loading
+            lost.wait()
+            self._client = None

@@ -1,0 +1,210 @@
+"""Keeps a server running: tritonserver, the engines and the doors, each replaced when it exits or
+hangs. The engines, and with them the prefix cache, outlive tritonserver.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from inflight.deploy.file_limit import raise_file_limit
+from inflight.deploy.log_files import cap_log, default_log_file
+from inflight.deploy.ports import choose_ports
+from inflight.deploy.tritonserver import (
+    DEFAULT_DRAIN_S,
+    DEFAULT_HOST,
+    DEFAULT_PORTS,
+    POLL_S,
+    Endpoints,
+    OnProgress,
+    Server,
+)
+from inflight.engine.metrics.families import COMPAT_VARIABLE, parse_compat
+from inflight.ipc import health
+from inflight.ipc.health import Health
+from inflight.ipc.owner import Owner
+from inflight.ipc.runtime_folder import folder_of, remove_abandoned, remove_folder_of
+from inflight.supervision.doors import DoorChild
+from inflight.supervision.engines import EngineChild
+from inflight.supervision.keeper import Child, Keeper
+from inflight.supervision.orphans import reap_orphans
+from inflight.supervision.triton_child import TritonChild
+
+HEALTH_INTERVAL_S = 0.5
+# Requests in flight have ended by then, or their time is over.
+DOOR_DRAIN_S = 1.0
+LOOPBACK = "127.0.0.1"
+
+
+class Supervisor:
+    """A server in the foreground: `start`, then `poll` several times a second, then `stop`.
+
+    HTTP always passes a door. gRPC passes one if the server listens beyond loopback; there, clients
+    reach tritonserver itself otherwise.
+
+    Args:
+        repositories: model repositories; model names must be unique across all of them.
+        host: address to listen on.
+        ports: of HTTP, gRPC and metrics; 0 picks a free one.
+        log_file: for the output of all processes; None for one in ~/.local/state.
+        drain_s: how long `stop` waits for requests in flight.
+        guards_grpc: whether gRPC passes a door; None: if the server listens beyond loopback.
+        metrics_compat: other names for the metrics, as for `parse_compat`.
+
+    Attributes:
+        endpoints: the clients' addresses.
+        health: as last written.
+
+    Raises:
+        ConfigError: a port is in use, or the host is not an address of this machine.
+    """
+
+    def __init__(
+        self,
+        repositories: Sequence[Path],
+        *,
+        host: str = DEFAULT_HOST,
+        ports: tuple[int, int, int] = DEFAULT_PORTS,
+        log_file: Path | None = None,
+        drain_s: float = DEFAULT_DRAIN_S,
+        guards_grpc: bool | None = None,
+        metrics_compat: str = "",
+    ) -> None:
+        parse_compat(metrics_compat, "--metrics-compat")
+        owner = Owner(os.getpid(), is_supervisor=True)
+        remove_abandoned()
+        raise_file_limit()
+        if guards_grpc is None:
+            guards_grpc = not ipaddress.ip_address(host).is_loopback
+        ports = choose_ports(host, ports)
+        self.endpoints = Endpoints(*(f"{host}:{port}" for port in ports))
+        self.log_file = log_file or default_log_file(ports[0])
+        self._server = Server(
+            repositories,
+            host=(LOOPBACK, LOOPBACK if guards_grpc else host, host),
+            ports=(0, 0 if guards_grpc else ports[1], ports[2]),
+            log_file=self.log_file,
+            drain_s=drain_s,
+            owner=owner,
+            environment={COMPAT_VARIABLE: metrics_compat} if metrics_compat else {},
+        )
+        self._health_file = folder_of(owner.pid) / "health.json"
+        self._triton = TritonChild(self._server, owner)
+        self._engines = [
+            EngineChild(model, owner, self.log_file) for model in self._server.models_with_engine
+        ]
+        self._doors = [self._door("http")]
+        if guards_grpc:
+            self._doors.append(self._door("grpc"))
+        children: list[Child] = [*self._engines, self._triton, *self._doors]
+        self._keepers = [Keeper(child) for child in children]
+        self._server.open_log(anew=True).close()
+        self._models: list[str] = []
+        self._is_draining = False
+        self._written_at = 0.0
+        self.health = health.UNKNOWN
+
+    @property
+    def num_restarts(self) -> dict[str, int]:
+        """By the child's name."""
+        return {keeper.child.name: keeper.num_restarts for keeper in self._keepers}
+
+    def start(self, on_progress: OnProgress = lambda model, loading: None) -> list[str]:
+        """Start everything; returns the names of the models once all are ready.
+
+        Args:
+            on_progress: called with a model's name and its engine's progress, on other threads.
+
+        Raises:
+            InflightError: something does not start, with the reason.
+        """
+        self._server.choose_ports()
+        for keeper in self._keepers:
+            keeper.start()
+        self._models = self._server.wait_ready(on_progress=on_progress, on_poll=self._write_health)
+        for door in self._doors:
+            door.wait_until_it_listens()
+        while not self.poll().is_ready:
+            time.sleep(POLL_S)
+        return self._models
+
+    def poll(self) -> Health:
+        """Replace what has failed; returns the current health."""
+        for keeper in self._keepers:
+            keeper.poll()
+        reap_orphans({keeper.child.pid for keeper in self._keepers})
+        found = self._assess()
+        if found.is_ready:
+            for keeper in self._keepers:
+                keeper.serves()
+        if found != self.health or time.monotonic() - self._written_at > HEALTH_INTERVAL_S:
+            self._write_health()
+            cap_log(self._server.log_file)
+        return found
+
+    def stop(self, on_waiting: Callable[[int], None] = lambda num_in_flight: None) -> int:
+        """Drain and end everything; returns the number of aborted requests."""
+        self._is_draining = True
+        self._write_health()
+        num_cut = self._server.drain(on_waiting, self._write_health)
+        for door in self._doors:
+            door.close()
+        self._triton.close()
+        self._server.end()
+        for engine in self._engines:
+            engine.close()
+        remove_folder_of(os.getpid())
+        return num_cut
+
+    def kill(self) -> None:
+        """End everything immediately."""
+        self._triton.close()
+        for keeper in self._keepers:
+            keeper.stop()
+        remove_folder_of(os.getpid())
+
+    def devices(self) -> dict[str, str]:
+        """Description of the device of each model with an engine, by model name."""
+        return {
+            engine.model.name: engine.client.welcome.device
+            for engine in self._engines
+            if engine.client is not None
+        }
+
+    def _door(self, kind: str) -> DoorChild:
+        return DoorChild(
+            kind,
+            listen=getattr(self.endpoints, kind),
+            upstream=lambda: getattr(self._server.endpoints, kind),
+            health_file=self._health_file,
+            log_file=self.log_file,
+            options=("--drain", str(DOOR_DRAIN_S)),
+        )
+
+    def _write_health(self) -> None:
+        self.health = self._assess()
+        self._written_at = time.monotonic()
+        health.write(self._health_file, self.health)
+
+    def _assess(self) -> Health:
+        failing = [keeper for keeper in self._keepers if keeper.is_failing]
+        reasons = [
+            f"{keeper.child.name} {keeper.problem}" for keeper in self._keepers if keeper.problem
+        ]
+        if self._is_draining:
+            reasons = ["the server is stopping"]
+        elif not reasons:
+            reasons = [f"{one.name} is loading" for one in self._engines if one.client is None]
+            if not self._triton.is_ready:
+                reasons.append("tritonserver is starting")
+        is_up = self._triton.is_ready and all(one.client is not None for one in self._engines)
+        is_ready = is_up and not self._is_draining
+        return Health(
+            is_live=not failing,
+            is_ready=is_ready,
+            reason="" if is_ready else "; ".join(reasons),
+            models=self._models if is_ready else [],
+        )

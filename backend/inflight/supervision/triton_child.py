@@ -1,0 +1,92 @@
+"""tritonserver as a supervised child: it, and its stubs, must make progress.
+
+Triton 2.51 never restarts a stub, keeps reporting that it is ready without one, and aborts when a
+stub that was stopped continues. So any problem of a stub is one of the whole server.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+
+from inflight.deploy.tritonserver import Server
+from inflight.ipc.heartbeat import overdue_s
+from inflight.ipc.owner import Owner
+from inflight.ipc.processes import Process, how_it_exited
+from inflight.ipc.runtime_folder import folder_of
+
+PROBE_INTERVAL_S = 0.25
+# tritonserver answers a probe within milliseconds, under any load that was measured.
+SILENCE_S = 4.0
+
+
+class TritonChild:
+    """Starts tritonserver, probes it, and ends it with its stubs.
+
+    Args:
+        server: to start.
+        owner: the supervisor; in its folder are the stubs' heartbeats.
+    """
+
+    name = "tritonserver"
+
+    def __init__(self, server: Server, owner: Owner) -> None:
+        self.server = server
+        self._owner = owner
+        self._stubs: list[Process] = []
+        self._is_ready = False
+        self._answered_at: float | None = None  # None until it was ready once
+        self._closing = threading.Event()
+        threading.Thread(target=self._probe, name="probe", daemon=True).start()
+
+    @property
+    def pid(self) -> int:
+        return self.server.pid
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether it answered the last probe, with all models loaded."""
+        return self._is_ready
+
+    def start(self) -> None:
+        self._is_ready, self._answered_at, self._stubs = False, None, []
+        self.server.start()
+
+    def problem(self) -> str:
+        status = self.server.exit_status()
+        if status is not None:
+            return how_it_exited(status)
+        answered_at = self._answered_at
+        if answered_at is None:
+            return ""  # it loads; what fails to load ends it
+        for stub in self._stubs:
+            if not stub.is_running():
+                return "lost a model's process"
+            if overdue_s(folder_of(self._owner.pid) / f"stub-{stub.pid}.beat"):
+                return "has a model's process that hangs"
+        silence = time.monotonic() - answered_at
+        return f"has not answered for {silence:.1f} s" if silence > SILENCE_S else ""
+
+    def kill(self) -> None:
+        self._is_ready = False
+        self.server.kill()
+
+    def close(self) -> None:
+        """Stop probing."""
+        self._closing.set()
+
+    def _probe(self) -> None:
+        while not self._closing.wait(PROBE_INTERVAL_S):
+            if not self.server.is_running():
+                continue
+            status = self.server.probe()
+            if self._answered_at is None:
+                self.server.stubs()  # it remembers them, for when tritonserver is killed
+            if not status:
+                self._is_ready = False
+                continue
+            if status == 200 and not self._stubs:
+                self._stubs = self.server.stubs()
+            self._is_ready = status == 200
+            if self._is_ready or self._answered_at is not None:
+                self._answered_at = time.monotonic()

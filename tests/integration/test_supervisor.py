@@ -1,0 +1,236 @@
+"""A process of a server may die or hang: clients are told at once, and it is replaced."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+import long_results
+from inflight.supervision.keeper import STABLE_S
+from kserve import Refused, Stream, ask, generate, request, tensor, text
+from supervised import Serving, serve
+
+pytestmark = [pytest.mark.integration, pytest.mark.alone, pytest.mark.timeout(240)]
+
+STREAMS = 32
+LONG_PROMPT = "The prefix cache has whole blocks only, so this prompt is longer. " * 4
+# Of a request whose server dies; and of one whose server stops, which takes a while to be noticed.
+ENDS_S = {signal.SIGKILL: 2.0, signal.SIGSTOP: 8.0}
+
+# What fails, how, and seconds until it is serving again.
+FAULTS = [
+    ("engine", signal.SIGKILL, 3.0 + 6.0),  # 3 s and the time to load
+    ("llm", signal.SIGKILL, 6.0),
+]
+LONG_FAULTS = [
+    ("engine", signal.SIGSTOP, 5.0 + 3.0 + 6.0),
+    ("tritonserver", signal.SIGKILL, 6.0),
+    ("tritonserver", signal.SIGSTOP, 5.0 + 6.0),
+    ("llm", signal.SIGSTOP, 5.0 + 6.0),
+    ("detokenizer", signal.SIGKILL, 6.0),
+    ("tokenizer", signal.SIGKILL, 6.0),
+]
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
+    with serve(tmp_path_factory.mktemp("supervised"), "cpu") as serving:
+        yield serving
+
+
+@pytest.fixture
+def serving(server: Serving) -> Iterator[Serving]:
+    """It is ready, and what has failed before does not count: the first restart is immediate."""
+    server.wait_until(lambda: server.health()[0] == 200, 60)
+    time.sleep(STABLE_S + 0.5)
+    yield server
+
+
+def complete(serving: Serving, prompt: str) -> int:
+    """Answer a prompt; returns how many of its tokens were in the prefix cache."""
+    before = serving.stats().num_cached_tokens
+    ask(serving.grpc, request("generate", text(prompt), tensor("max_tokens", "INT32", 1)))
+    return serving.stats().num_cached_tokens - before
+
+
+VICTIMS = ("engine", "tritonserver", "http", "llm", "detokenizer", "tokenizer", "chat_tokenizer")
+WAYS = (signal.SIGKILL, signal.SIGKILL, signal.SIGSEGV, signal.SIGABRT, signal.SIGSTOP)
+NUM_KILLS = 200
+
+
+def fault_id(fault: tuple[str, signal.Signals, float]) -> str:
+    return f"{fault[0]}-{fault[1].name}"
+
+
+class Streams:
+    """Endless streams, each on a connection of its own, and how each ended."""
+
+    def __init__(self, address: str, number: int) -> None:
+        self.errors: list[str] = []
+        self.num_begun = 0
+        self._address = address
+        self._lock = threading.Lock()
+        self._threads = [threading.Thread(target=self._read, args=(i,)) for i in range(number)]
+        for thread in self._threads:
+            thread.start()
+
+    def wait_until_begun(self, number: int) -> None:
+        deadline = time.monotonic() + 60
+        while self.num_begun < number:
+            assert not self.errors and time.monotonic() < deadline, (self.num_begun, self.errors)
+            time.sleep(0.02)
+
+    def wait(self, timeout: float) -> bool:
+        """Whether all have ended in time."""
+        deadline = time.monotonic() + timeout
+        for thread in self._threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
+        return not any(thread.is_alive() for thread in self._threads)
+
+    def _read(self, number: int) -> None:
+        inputs = [tensor("stream", "BOOL", True), tensor("ignore_eos", "BOOL", True)]
+        inputs.append(tensor("max_tokens", "INT32", 1500))
+        message = request("generate", text(f"Tell me about the number {number}."), *inputs)
+        try:
+            for place, _ in enumerate(Stream(self._address, message)):
+                if place == 0:
+                    with self._lock:
+                        self.num_begun += 1
+        except Refused as refused:
+            with self._lock:
+                self.errors.append(str(refused))
+
+
+@pytest.mark.parametrize(
+    ("what", "how", "serving_s"),
+    [
+        *(pytest.param(*fault, id=fault_id(fault)) for fault in FAULTS),
+        *(
+            pytest.param(*fault, id=fault_id(fault), marks=pytest.mark.long)
+            for fault in LONG_FAULTS
+        ),
+    ],
+)
+def test_a_fault_ends_streams_with_an_error_and_is_repaired(
+    serving: Serving, what: str, how: signal.Signals, serving_s: float
+) -> None:
+    canary = serving.canary()
+    complete(serving, LONG_PROMPT)
+    engine, regions = serving.pid_of("engine"), serving.regions()
+    assert len(regions) == 4 and {oct(path.stat().st_mode) for path in regions} == {"0o100600"}
+    num_children = len(serving.children())
+    streams = Streams(serving.grpc, STREAMS)
+    streams.wait_until_begun(STREAMS)
+    os.kill(serving.pid_of(what), how)
+    happened = time.monotonic()
+    assert streams.wait(ENDS_S[how])
+    assert len(streams.errors) == STREAMS, "each ended with an error, once"
+    serving.wait_until_serving(canary)
+    assert time.monotonic() - happened < serving_s
+    serving.wait_until(lambda: serving.health()[0] == 200, 5)
+    assert len(serving.children()) == num_children
+    assert not [path for path in regions - serving.regions() if path.exists()]
+    if what == "engine":
+        assert serving.pid_of("engine") != engine
+    else:
+        assert serving.pid_of("engine") == engine
+        assert complete(serving, LONG_PROMPT) > 0, "the prefix cache is warm"
+
+
+def test_readiness_tells_the_truth_while_an_engine_is_replaced(serving: Serving) -> None:
+    assert serving.health()[0] == 200
+    os.kill(serving.pid_of("engine"), signal.SIGKILL)
+    took = serving.wait_until(lambda: serving.health()[0] == 503, 5)
+    assert took < 1.0
+    assert "the engine of llm was killed by SIGKILL" in serving.health()[1]
+    with pytest.raises(Refused, match="503"):
+        generate(serving.http, "generate", text_input="x", max_tokens=1)
+    serving.wait_until(lambda: serving.health()[0] == 200, 30)
+    assert generate(serving.http, "generate", text_input="x", max_tokens=1)["finish_reason"]
+
+
+def test_a_door_that_dies_is_replaced(serving: Serving) -> None:
+    os.kill(serving.pid_of("http"), signal.SIGKILL)
+    serving.wait_until(lambda: serving.health()[0] == 0, 5)
+    assert serving.wait_until(lambda: serving.health()[0] == 200, 10) < 6.0
+
+
+@pytest.mark.long
+@pytest.mark.timeout(7200)
+def test_random_kills_are_repaired_without_a_hand(tmp_path: Path) -> None:
+    generator = random.Random(7)
+    rows: list[dict[str, Any]] = []
+    with serve(tmp_path, "echo") as server:
+        canary, num_children = server.canary(), len(server.children())
+        for number in range(1, NUM_KILLS + 1):
+            what, how = generator.choice(VICTIMS), generator.choice(WAYS)
+            streams = Streams(server.grpc, 8)
+            streams.wait_until_begun(8)
+            time.sleep(generator.random())
+            os.kill(server.pid_of(what), how)
+            happened = time.monotonic()
+            all_ended = streams.wait(30)
+            server.wait_until_serving(canary, 90)
+            serving_s = time.monotonic() - happened
+            server.wait_until(lambda: server.health()[0] == 200, 30)
+            server.wait_until(lambda: len(server.children()) == num_children, 10)
+            rows.append(
+                {
+                    "kill": number,
+                    "what": what,
+                    "how": how.name,
+                    "serving_s": round(serving_s, 2),
+                    "all_streams_ended": all_ended,
+                    "regions": len(server.regions()),
+                    "fds": server.process.num_fds(),
+                    "rss_mib": server.process.memory_info().rss >> 20,
+                }
+            )
+            time.sleep(STABLE_S + 0.5)
+    assert all(row["all_streams_ended"] for row in rows)
+    assert {row["regions"] for row in rows} == {4}
+    assert rows[-1]["fds"] <= rows[0]["fds"] + 4
+    long_results.write("random-kills", "random kills of a supervised server", rows)
+
+
+def test_a_drain_finishes_streams_and_leaves_nothing(tmp_path: Path) -> None:
+    with serve(tmp_path, "echo") as server:
+        regions = server.regions()
+        idle = Stream(server.grpc, request("generate", text("x"), tensor("max_tokens", "INT32", 1)))
+        idle.next()
+        children = server.children()
+        inputs = [tensor("stream", "BOOL", True), tensor("max_tokens", "INT32", 500)]
+        busy = Stream(server.grpc, request("generate", text("word " * 600), *inputs))
+        first = busy.next()["num_output_tokens"]
+        started = time.monotonic()
+        server.process.send_signal(signal.SIGTERM)
+        rest = sum(response["num_output_tokens"] for response in busy)
+        assert first < 500 and first + rest == 500
+        assert server.process.wait(15) == 0
+        assert time.monotonic() - started < 10.0
+        idle.hang_up()
+    _, alive = psutil.wait_procs(children, timeout=5)
+    assert alive == []
+    assert not [path for path in regions if path.exists()]
+
+
+@pytest.mark.parametrize("stops_engine", [False, True])
+def test_nothing_outlives_a_supervisor_that_is_killed(tmp_path: Path, stops_engine: bool) -> None:
+    with serve(tmp_path, "echo") as server:
+        children = server.children()
+        assert len(children) >= 7
+        if stops_engine:
+            os.kill(server.pid_of("engine"), signal.SIGSTOP)
+        server.process.kill()
+        server.process.wait()
+        _, alive = psutil.wait_procs(children, timeout=10)
+        assert alive == []

