@@ -23,15 +23,14 @@ pytestmark = [pytest.mark.integration, pytest.mark.alone, pytest.mark.timeout(24
 
 STREAMS = 32
 LONG_PROMPT = "The prefix cache has whole blocks only, so this prompt is longer. " * 4
-# Of a request whose server dies; and of one whose server stops, which takes a while to be noticed.
+# Until streams have ended: of a server that dies, and of one that stops, which takes a while to be
+# noticed.
 ENDS_S = {signal.SIGKILL: 2.0, signal.SIGSTOP: 8.0}
 
 # What fails, how, and seconds until it is serving again.
-FAULTS = [
+LONG_FAULTS = [
     ("engine", signal.SIGKILL, 3.0 + 6.0),  # 3 s and the time to load
     ("llm", signal.SIGKILL, 6.0),
-]
-LONG_FAULTS = [
     ("engine", signal.SIGSTOP, 5.0 + 3.0 + 6.0),
     ("tritonserver", signal.SIGKILL, 6.0),
     ("tritonserver", signal.SIGSTOP, 5.0 + 6.0),
@@ -62,13 +61,17 @@ def complete(serving: Serving, prompt: str) -> int:
     return serving.stats().num_cached_tokens - before
 
 
+# The gate of every change runs on machines of any speed.
+SLOW = 3.0
+FAULTS = [(what, how, SLOW * seconds) for what, how, seconds in LONG_FAULTS[:2]]
+
 VICTIMS = ("engine", "tritonserver", "http", "llm", "detokenizer", "tokenizer", "chat_tokenizer")
 WAYS = (signal.SIGKILL, signal.SIGKILL, signal.SIGSEGV, signal.SIGABRT, signal.SIGSTOP)
 NUM_KILLS = 200
 
 
 def fault_id(fault: tuple[str, signal.Signals, float]) -> str:
-    return f"{fault[0]}-{fault[1].name}"
+    return f"{fault[0]}-{fault[1].name}-{fault[2]:.0f}s"
 
 
 class Streams:
@@ -132,12 +135,15 @@ def test_a_fault_ends_streams_with_an_error_and_is_repaired(
     streams.wait_until_begun(STREAMS)
     os.kill(serving.pid_of(what), how)
     happened = time.monotonic()
-    assert streams.wait(ENDS_S[how])
+    assert streams.wait(SLOW * ENDS_S[how])
+    ended_s = time.monotonic() - happened
     assert len(streams.errors) == STREAMS, "each ended with an error, once"
     serving.wait_until_serving(canary)
     assert time.monotonic() - happened < serving_s
+    if (what, how, serving_s) in LONG_FAULTS:
+        assert ended_s < ENDS_S[how]
     serving.wait_until(lambda: serving.health()[0] == 200, 5)
-    assert len(serving.children()) == num_children
+    serving.wait_until(lambda: len(serving.children()) == num_children, 10)
     assert not [path for path in regions - serving.regions() if path.exists()]
     if what == "engine":
         assert serving.pid_of("engine") != engine
@@ -150,7 +156,7 @@ def test_readiness_tells_the_truth_while_an_engine_is_replaced(serving: Serving)
     assert serving.health()[0] == 200
     os.kill(serving.pid_of("engine"), signal.SIGKILL)
     took = serving.wait_until(lambda: serving.health()[0] == 503, 5)
-    assert took < 1.0
+    assert took < 3.0
     assert "the engine of llm was killed by SIGKILL" in serving.health()[1]
     with pytest.raises(Refused, match="503"):
         generate(serving.http, "generate", text_input="x", max_tokens=1)
@@ -161,7 +167,7 @@ def test_readiness_tells_the_truth_while_an_engine_is_replaced(serving: Serving)
 def test_a_door_that_dies_is_replaced(serving: Serving) -> None:
     os.kill(serving.pid_of("http"), signal.SIGKILL)
     serving.wait_until(lambda: serving.health()[0] == 0, 5)
-    assert serving.wait_until(lambda: serving.health()[0] == 200, 10) < 6.0
+    assert serving.wait_until(lambda: serving.health()[0] == 200, 30) < 20.0
 
 
 @pytest.mark.long
