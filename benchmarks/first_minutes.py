@@ -92,13 +92,9 @@ def serve(clone: Path, environment: dict[str, str]) -> dict[str, Any]:
         clone,
         environment,
     )
-    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-    server = next(
-        pid for pid in children if "tritonserver" in Path(f"/proc/{pid}/comm").read_text()
-    )
     models = clone / "model_repository"
     python = str(clone / ".venv/bin/python")
-    _, cancels = run([python, "-c", CANCEL_STEPS, url, server, str(models)], clone, environment)
+    _, cancels = run([python, "-c", CANCEL_STEPS, url, str(process.pid), str(models)], clone, environment)
     started = time.perf_counter()
     process.send_signal(signal.SIGINT)
     process.communicate()

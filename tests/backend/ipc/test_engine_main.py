@@ -389,7 +389,7 @@ def test_too_long_a_runtime_folder_is_refused(
     folder = tmp_path / ("x" * 100)
     folder.mkdir(mode=0o700)
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(folder))
-    with pytest.raises(ConfigError, match="too long for a socket.* set XDG_RUNTIME_DIR"):
+    with pytest.raises(ConfigError, match=r"too long for a socket.* set XDG_RUNTIME_DIR"):
         engine_client.socket_path(tmp_path, os.getpid())
 
 
