@@ -94,7 +94,9 @@ def serve(clone: Path, environment: dict[str, str]) -> dict[str, Any]:
     )
     models = clone / "model_repository"
     python = str(clone / ".venv/bin/python")
-    _, cancels = run([python, "-c", CANCEL_STEPS, url, str(process.pid), str(models)], clone, environment)
+    _, cancels = run(
+        [python, "-c", CANCEL_STEPS, url, str(process.pid), str(models)], clone, environment
+    )
     started = time.perf_counter()
     process.send_signal(signal.SIGINT)
     process.communicate()
