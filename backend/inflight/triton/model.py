@@ -15,7 +15,7 @@ from inflight.text.tokenizer import Tokenizer
 from inflight.triton import contract
 from inflight.triton.detokenizer import DetokenizerFront
 from inflight.triton.llm import LlmFront
-from inflight.triton.stub import close_shared_memory, owner, start_heartbeat
+from inflight.triton.stub import close_shared_memory, exit_with_server, owner, start_heartbeat
 from inflight.triton.tokenizer import TokenizerFront
 
 
@@ -71,6 +71,7 @@ class TritonPythonModel:
         try:
             log.begin()
             close_shared_memory()
+            exit_with_server()
             its_owner = owner()
             if its_owner.is_supervisor:
                 start_heartbeat(its_owner)

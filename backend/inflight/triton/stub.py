@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import os
+import threading
+import time
 from pathlib import Path
 
 from inflight.ipc.heartbeat import beat_from_thread
@@ -14,6 +16,9 @@ from inflight.ipc.runtime_folder import folder_of
 # Where a stub and its server share memory; the name is one of the stub's arguments.
 SHARED_MEMORY = Path("/dev/shm")
 REGION_PREFIX = "triton_"
+
+SERVER_POLL_S = 0.5
+EXIT_GRACE_S = 3.0
 
 # Of the stub's arguments, in Triton 2.51.
 _SERVER_PID = 5
@@ -35,11 +40,35 @@ def start_heartbeat(owner: Owner) -> None:
 def close_shared_memory() -> None:
     """Let only this user read the memory that this process shares with Triton: it holds prompts and
     answers, and Triton makes it readable for everybody."""
+    for region in _regions():
+        with contextlib.suppress(OSError):  # another Triton may place it elsewhere
+            region.chmod(0o600)
+
+
+def exit_with_server() -> None:
+    """End this process some seconds after tritonserver has exited. Triton's own stub notices that
+    within two seconds, but not always, and would then keep its memory."""
+    server, regions = Process.find(server_pid()), _regions()
+
+    def watch() -> None:
+        while server is not None and server.is_running():
+            time.sleep(SERVER_POLL_S)
+        time.sleep(EXIT_GRACE_S)
+        for region in regions:
+            with contextlib.suppress(OSError):
+                region.unlink()
+        os._exit(1)
+
+    threading.Thread(target=watch, name="server", daemon=True).start()
+
+
+def _regions() -> list[Path]:
+    """The memory that this process shares with Triton."""
     this = Process.find(os.getpid())
-    for argument in this.arguments() if this is not None else []:
-        if argument.startswith(REGION_PREFIX) and "/" not in argument:
-            with contextlib.suppress(OSError):  # another Triton may place it elsewhere
-                (SHARED_MEMORY / argument).chmod(0o600)
+    arguments = this.arguments() if this is not None else []
+    return [
+        SHARED_MEMORY / one for one in arguments if one.startswith(REGION_PREFIX) and "/" not in one
+    ]
 
 
 def server_pid() -> int:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
+import stat
 import subprocess
 import sys
+import time
+from pathlib import Path
 
 import pytest
 
@@ -36,3 +39,44 @@ def test_a_parent_is_found_by_a_real_command_line() -> None:
     command = [sys.executable, "-c", code]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert int(done.stdout) == os.getpid()
+
+
+_SERVER = """
+import subprocess, sys, time
+stub = subprocess.Popen([sys.executable, "-c", sys.argv[1], *sys.argv[2:]])
+print(stub.pid, flush=True)
+time.sleep(60)
+"""
+_STUB = """
+import sys, time
+from pathlib import Path
+from inflight.triton import stub
+stub.SHARED_MEMORY = Path(sys.argv[1])
+stub.SERVER_POLL_S, stub.EXIT_GRACE_S = 0.05, 0.2
+stub.close_shared_memory()
+stub.exit_with_server()
+print("watches", flush=True)
+time.sleep(60)
+"""
+
+
+def test_a_stub_does_not_outlive_its_server(tmp_path: Path) -> None:
+    region, other = tmp_path / "triton_region", tmp_path / "other"
+    for path in (region, other):
+        path.touch(mode=0o644)
+    command = [sys.executable, "-c", _SERVER, _STUB, str(tmp_path), region.name]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
+        assert server.stdout is not None
+        pid = int(server.stdout.readline())
+        assert server.stdout.readline() == "watches\n"
+        assert stat.S_IMODE(region.stat().st_mode) == 0o600
+        time.sleep(0.5)
+        process = Process.find(pid)
+        assert process is not None and region.exists(), "as long as the server runs"
+        server.kill()
+        server.wait()
+        deadline = time.monotonic() + 10.0
+        while process.is_running():
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+    assert not region.exists() and other.exists()
