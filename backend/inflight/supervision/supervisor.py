@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import ipaddress
 import os
+import subprocess
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -27,6 +28,7 @@ from inflight.ipc import health
 from inflight.ipc.health import Health
 from inflight.ipc.owner import Owner
 from inflight.ipc.runtime_folder import folder_of, remove_abandoned, remove_folder_of
+from inflight.supervision import janitor
 from inflight.supervision.doors import DoorChild
 from inflight.supervision.engines import EngineChild
 from inflight.supervision.keeper import Child, Keeper
@@ -103,6 +105,7 @@ class Supervisor:
         self._keepers = [Keeper(child) for child in children]
         self._server.open_log(anew=True).close()
         self._models: list[str] = []
+        self._janitor: subprocess.Popen[bytes] | None = None
         self._is_draining = False
         self._written_at = 0.0
         self.health = health.UNKNOWN
@@ -122,6 +125,7 @@ class Supervisor:
             InflightError: something does not start, with the reason.
         """
         self._server.choose_ports()
+        self._janitor = janitor.start(self._health_file.parent)
         for keeper in self._keepers:
             keeper.start()
         self._models = self._server.wait_ready(on_progress=on_progress, on_poll=self._write_health)
@@ -135,7 +139,8 @@ class Supervisor:
         """Replace what has failed; returns the current health."""
         for keeper in self._keepers:
             keeper.poll()
-        reap_orphans({keeper.child.pid for keeper in self._keepers})
+        own = {keeper.child.pid for keeper in self._keepers}
+        reap_orphans(own | ({self._janitor.pid} if self._janitor is not None else set()))
         found = self._assess()
         if found.is_ready:
             for keeper in self._keepers:
@@ -156,7 +161,7 @@ class Supervisor:
         self._server.end()
         for engine in self._engines:
             engine.close()
-        remove_folder_of(os.getpid())
+        self._leave()
         return num_cut
 
     def kill(self) -> None:
@@ -164,7 +169,15 @@ class Supervisor:
         self._triton.close()
         for keeper in self._keepers:
             keeper.stop()
+        self._leave()
+
+    def _leave(self) -> None:
         remove_folder_of(os.getpid())
+        process, self._janitor = self._janitor, None
+        if process is not None:
+            assert process.stdin is not None
+            process.stdin.close()
+            process.wait()
 
     def devices(self) -> dict[str, str]:
         """Description of the device of each model with an engine, by model name."""

@@ -1,0 +1,58 @@
+"""Cleans up after a supervisor that was killed: `python -m inflight.supervision.janitor FOLDER`.
+
+The kernel kills what the supervisor started itself. The stubs are tritonserver's: most notice that
+it has exited, but one that was inside a call of Triton's metrics API waits for its answer for ever,
+and holds the interpreter's lock while it does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from inflight.ipc.processes import Process
+from inflight.triton.stub import REGION_PREFIX, SHARED_MEMORY
+
+# The stubs have so long to exit by themselves, which removes their shared memory, too.
+GRACE_S = 3.0
+
+
+def start(folder: Path) -> subprocess.Popen[bytes]:
+    """Start the janitor of a server's runtime folder; it acts when this process has exited."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "inflight.supervision.janitor", str(folder)],
+        stdin=subprocess.PIPE,  # its end tells of ours
+        start_new_session=True,
+    )
+
+
+def clean(folder: Path) -> None:
+    """Kill the stubs that have a heartbeat in the folder, remove their shared memory and it."""
+    for path in folder.glob("stub-*.beat"):
+        stub = Process.find(int(path.stem.removeprefix("stub-")))
+        arguments = stub.arguments() if stub is not None else []
+        regions = [one for one in arguments if one.startswith(REGION_PREFIX) and "/" not in one]
+        if stub is not None and regions:  # else its pid has another process now
+            stub.kill()
+            for region in regions:
+                (SHARED_MEMORY / region).unlink(missing_ok=True)
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def main(folder: Path) -> None:
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    with contextlib.suppress(OSError):
+        sys.stdin.buffer.read()
+    if folder.exists():  # a supervisor that stops in order removes it
+        time.sleep(GRACE_S)
+        clean(folder)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
