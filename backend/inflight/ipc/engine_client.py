@@ -16,7 +16,6 @@ import os
 import queue
 import socket
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -47,6 +46,7 @@ from inflight.ipc.frames import (
 from inflight.ipc.owner import Owner
 from inflight.ipc.processes import Process
 from inflight.ipc.runtime_folder import folder_of
+from inflight.sandbox.process import python_executable
 
 logger = logging.getLogger(__name__)
 
@@ -240,7 +240,7 @@ def attach(
         role: `front`, `detokenizer` or `observer` (see wire.Hello).
 
     Raises:
-        CapacityError: no engine is listening.
+        CapacityError: no engine is listening, or it was exiting and did not accept.
         EngineError: it exited while loading.
         ConfigError: it could not load, with the reason.
     """
@@ -251,20 +251,22 @@ def attach(
         sock.close()
         raise CapacityError(f"no engine is listening ({error.strerror})") from None
     connection = Connection(sock)
+    is_accepted = False
     try:
-        connection.send(Hello(PROTOCOL, role, os.getpid()))
-        for greeting in _greetings(connection):
-            match greeting:
-                case Loading():
-                    on_loading(greeting)
-                case LoadFailed(kind, message):
-                    raise from_kind(kind, message)
-                case Welcome():
-                    return EngineClient(connection, greeting, on_events, on_lost, on_delivered)
+        with contextlib.suppress(OSError):
+            connection.send(Hello(PROTOCOL, role, os.getpid()))
+            for greeting in _greetings(connection):
+                is_accepted = True
+                match greeting:
+                    case Loading():
+                        on_loading(greeting)
+                    case LoadFailed(kind, message):
+                        raise from_kind(kind, message)
+                    case Welcome():
+                        return EngineClient(connection, greeting, on_events, on_lost, on_delivered)
+        if not is_accepted:
+            raise CapacityError("no engine is listening (it has exited)")
         raise EngineError("the engine exited while loading; see its log")
-    except OSError:
-        connection.close()
-        raise EngineError("the engine exited while loading; see its log") from None
     except BaseException:  # re-raised; an interrupt must not leak the connection either
         connection.close()
         raise
@@ -287,16 +289,28 @@ def attach_front(
     if Process.find(owner.pid) is None:
         raise EngineError("the server has exited: it has no engine any more")
     path = socket_path(model_directory, owner.pid)
-    if owner.is_supervisor:
-        _wait_until_it_listens(path)
-    else:
-        with _file_lock(path.with_suffix(".lock")):
-            if not _listens(path):
-                process = start_engine(model_directory, owner)
-                _wait_until_it_listens(path, process)
-                # Reap it whenever it ends: a zombie would look like a running engine.
-                threading.Thread(target=process.wait, name="engine-reaper", daemon=True).start()
-    return attach(path, "front", on_events, on_lost, on_delivered=on_delivered)
+    deadline = time.monotonic() + START_TIMEOUT_S
+    while True:
+        if owner.is_supervisor:
+            _wait_until_it_listens(path)
+        else:
+            _start_unless_it_listens(model_directory, owner)
+        try:
+            return attach(path, "front", on_events, on_lost, on_delivered=on_delivered)
+        except CapacityError as error:  # that engine was exiting: its successor is next
+            if time.monotonic() > deadline:
+                raise EngineError(f"the engine does not stay up: {error}") from None
+            time.sleep(0.02)
+
+
+def _start_unless_it_listens(model_directory: Path, owner: Owner) -> None:
+    path = socket_path(model_directory, owner.pid)
+    with _file_lock(path.with_suffix(".lock")):
+        if not _listens(path):
+            process = start_engine(model_directory, owner)
+            _wait_until_it_listens(path, process)
+            # Reap it whenever it ends: a zombie would look like a running engine.
+            threading.Thread(target=process.wait, name="engine-reaper", daemon=True).start()
 
 
 def _greetings(connection: Connection) -> Iterator[Frame]:
@@ -322,14 +336,6 @@ def start_engine(
         # Ctrl-C in the server's terminal is for the server, which drains.
         start_new_session=True,
     )
-
-
-def python_executable() -> str:
-    """This interpreter as a file; inside Triton's stub `sys.executable` may name the stub."""
-    for candidate in (Path(sys.prefix, "bin", "python3"), Path(sys.executable or "python3")):
-        if candidate.exists():
-            return str(candidate)
-    return "python3"
 
 
 def _wait_until_it_listens(path: Path, process: subprocess.Popen[bytes] | None = None) -> None:

