@@ -1,7 +1,7 @@
 """Any invalid request yields an error for its sender and does not harm the server.
 
 If a client requests status codes, tritonserver 2.51 can crash on an error that comes too soon after
-its request (see delayed_errors.py). So a plain client requests them here, on one channel. The
+its request (see triton/errors.py). So a plain client requests them here, on one channel. The
 server has just started and runs on one core, where it crashed soonest: within 15 rejected requests,
 by an ensemble's first step, by a later step, or by a model that was called directly. The statuses
 are those of the version in which it crashed.

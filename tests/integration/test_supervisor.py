@@ -1,4 +1,4 @@
-"""A process of a server may die or hang: clients are told at once, and it is replaced."""
+"""A process that dies or hangs is replaced, and its clients get an error at once."""
 
 from __future__ import annotations
 

@@ -31,6 +31,25 @@ def find_or_fetch() -> tuple[list[str], dict[str, str]]:
     return [str(BINARY)], environment
 
 
+def run(arguments: str, data: Path, *further: str) -> None:
+    """Run it in the folder of its input data; it must succeed without an error in its output."""
+    program, environment = find_or_fetch()
+    done = subprocess.run(
+        [*program, *arguments.split(), "--input-data", str(data), *further],
+        env=environment,
+        cwd=data.parent,
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    output = done.stdout + done.stderr
+    assert done.returncode == 0, output
+    assert "Throughput:" in output, output
+    for word in ("failed", "error", "Failed", "Error"):
+        assert word not in output, output
+
+
 def _fetch() -> None:
     partial = HOME.with_suffix(".partial")
     shutil.rmtree(partial, ignore_errors=True)

@@ -134,6 +134,7 @@ def serve(  # typer reads the options from the signature
 
     from inflight.cli import serve as serving
     from inflight.deploy import repository as repositories
+    from inflight.supervision.supervisor import Supervisor
 
     if model is not None and repository:
         raise typer.BadParameter("--model and --repository are mutually exclusive")
@@ -148,7 +149,7 @@ def serve(  # typer reads the options from the signature
             for note in made.notes:
                 typer.echo(note, err=True)
             repository = [made.path]
-        status = serving.run(
+        supervisor = Supervisor(
             repository or repositories.shipped(),
             host=host,
             ports=(http_port, grpc_port, metrics_port),
@@ -156,8 +157,8 @@ def serve(  # typer reads the options from the signature
             drain_s=drain,
             guards_grpc=grpc_guard,
             metrics_compat=metrics_compat,
-            verbose=verbose,
         )
+        status = serving.run(supervisor, verbose=verbose)
     raise typer.Exit(status)
 
 

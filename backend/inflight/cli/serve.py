@@ -8,28 +8,18 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from inflight.deploy.tritonserver import DEFAULT_DRAIN_S, DEFAULT_HOST, DEFAULT_PORTS, POLL_S
+from inflight.deploy.tritonserver import POLL_S
 from inflight.supervision.notify import notify
 from inflight.supervision.orphans import adopt_orphans, kill_children
 from inflight.supervision.supervisor import Supervisor
 
 
-def run(
-    repositories: Sequence[Path],
-    *,
-    host: str = DEFAULT_HOST,
-    ports: tuple[int, int, int] = DEFAULT_PORTS,
-    log_file: Path | None = None,
-    drain_s: float = DEFAULT_DRAIN_S,
-    guards_grpc: bool | None = None,
-    metrics_compat: str = "",
-    verbose: bool = False,
-) -> int:
+def run(supervisor: Supervisor, *, verbose: bool = False) -> int:
     """Serve until Ctrl-C or SIGTERM, which drain; a second one stops immediately.
 
     Returns:
@@ -38,15 +28,6 @@ def run(
     Raises:
         InflightError: the server does not start, with the reason.
     """
-    supervisor = Supervisor(
-        repositories,
-        host=host,
-        ports=ports,
-        log_file=log_file,
-        drain_s=drain_s,
-        guards_grpc=guards_grpc,
-        metrics_compat=metrics_compat,
-    )
     adopt_orphans()
     with _Signals() as signals, _log_to(supervisor.log_file):
         follower = _Follower(supervisor.log_file) if verbose else None

@@ -33,7 +33,7 @@ from inflight.ipc.frames import Loading
 from inflight.ipc.owner import SUPERVISOR, Owner
 from inflight.ipc.processes import Process, how_it_exited
 from inflight.ipc.runtime_folder import remove_folder_of
-from inflight.triton.stub import REGION_PREFIX, SHARED_MEMORY
+from inflight.ipc.shared_memory import regions_of
 
 DEFAULT_HOST = "127.0.0.1"
 DEFAULT_PORTS = (8000, 8001, 8002)
@@ -123,7 +123,7 @@ class Server:
         self._admin_key = secrets.token_urlsafe(24)
         self._process: subprocess.Popen[bytes] | None = None
         self._failures: dict[str, InflightError] = {}
-        self._regions_of: dict[Process, list[str]] = {}  # shared memory by stub
+        self._regions_of: dict[Process, list[Path]] = {}  # shared memory by stub
 
     def __enter__(self) -> Server:
         self.start()
@@ -262,7 +262,7 @@ class Server:
         return self._process is not None and self._process.poll() is None
 
     def choose_ports(self) -> None:
-        """Replace each port 0 by a free one, for those who need to know it before the start.
+        """Replace each port 0 by a free one; `start` does that, too.
 
         Raises:
             ConfigError: see `ports.choose_ports`.
@@ -274,7 +274,7 @@ class Server:
         they are no longer its children, and one that hangs would keep its memory forever."""
         found = Process.children_of(self.pid)
         for stub in found:
-            regions = [one for one in stub.arguments() if _is_region(one)]
+            regions = regions_of(stub)
             if regions or stub not in self._regions_of:  # none are seen before its exec
                 self._regions_of[stub] = regions
         return found
@@ -366,7 +366,7 @@ class Server:
         process = self._running()
         self.stubs()
         stubs = list(self._regions_of)
-        regions = [name for names in self._regions_of.values() for name in names]
+        regions = [region for found in self._regions_of.values() for region in found]
         self._regions_of = {}
         if process.poll() is None:
             process.kill()
@@ -379,8 +379,8 @@ class Server:
         for stub in stubs:
             stub.kill()  # hung: it would keep its memory forever
         _wait_for(stubs, KILLED_EXIT_S)
-        for name in regions:
-            (SHARED_MEMORY / name).unlink(missing_ok=True)
+        for region in regions:
+            region.unlink(missing_ok=True)
         if self._owner is None:
             remove_folder_of(process.pid)
 
@@ -531,11 +531,6 @@ def _end_engine(path: Path) -> None:
                 os.kill(pid, signal.SIGTERM)
         except OSError:
             pass  # already exited
-
-
-def _is_region(argument: str) -> bool:
-    """Whether an argument of a stub is the name of its shared memory region."""
-    return argument.startswith(REGION_PREFIX) and "/" not in argument
 
 
 def _wait_for(processes: list[Process], seconds: float) -> None:

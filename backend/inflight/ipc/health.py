@@ -13,7 +13,7 @@ MAX_AGE_S = 3.0
 
 
 class Health(msgspec.Struct, frozen=True, kw_only=True):
-    """What probes are told.
+    """The response to liveness and readiness probes.
 
     Attributes:
         is_live: false if only a restart from outside can help.

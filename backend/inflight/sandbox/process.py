@@ -86,7 +86,7 @@ class SandboxProcess:
         self._forget()
         setup = msgspec.msgpack.encode(Setup(self.limits, self._setup()))
         self._process = subprocess.Popen(
-            [_python(), "-m", self._module],
+            [python_executable(), "-m", self._module],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             start_new_session=True,
@@ -155,7 +155,7 @@ class SandboxProcess:
             raise self._lose() from None
 
 
-def _python() -> str:
+def python_executable() -> str:
     """This interpreter as a file; inside Triton's stub `sys.executable` may name the stub."""
     for candidate in (Path(sys.prefix, "bin", "python3"), Path(sys.executable or "python3")):
         if candidate.exists():

@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 
 from inflight.ipc.processes import Process
-from inflight.triton.stub import REGION_PREFIX, SHARED_MEMORY
+from inflight.ipc.shared_memory import regions_of
 
 # The stubs have so long to exit by themselves, which removes their shared memory, too.
 GRACE_S = 3.0
@@ -26,7 +26,7 @@ def start(folder: Path) -> subprocess.Popen[bytes]:
     """Start the janitor of a server's runtime folder; it acts when this process has exited."""
     return subprocess.Popen(
         [sys.executable, "-m", "inflight.supervision.janitor", str(folder)],
-        stdin=subprocess.PIPE,  # its end tells of ours
+        stdin=subprocess.PIPE,  # closed by the kernel when this process exits
         start_new_session=True,
     )
 
@@ -35,12 +35,11 @@ def clean(folder: Path) -> None:
     """Kill the stubs that have a heartbeat in the folder, remove their shared memory and it."""
     for path in folder.glob("stub-*.beat"):
         stub = Process.find(int(path.stem.removeprefix("stub-")))
-        arguments = stub.arguments() if stub is not None else []
-        regions = [one for one in arguments if one.startswith(REGION_PREFIX) and "/" not in one]
-        if stub is not None and regions:  # else its pid has another process now
+        regions = regions_of(stub) if stub is not None else []
+        if stub is not None and regions:  # else another process has its pid now
             stub.kill()
             for region in regions:
-                (SHARED_MEMORY / region).unlink(missing_ok=True)
+                region.unlink(missing_ok=True)
     shutil.rmtree(folder, ignore_errors=True)
 
 

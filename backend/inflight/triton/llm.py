@@ -27,8 +27,7 @@ from inflight.errors import (
 )
 from inflight.ipc.engine_client import EngineClient, attach_front
 from inflight.triton import contract, protocol
-from inflight.triton.delayed_errors import DelayedErrors
-from inflight.triton.errors import triton_error
+from inflight.triton.errors import DelayedErrors, triton_error
 from inflight.triton.metrics import MetricsPublisher
 from inflight.triton.response_queue import ResponseQueue, SenderPool, Sweep
 from inflight.triton.stub import owner

@@ -12,10 +12,7 @@ from inflight.ipc.heartbeat import beat_from_thread
 from inflight.ipc.owner import SUPERVISOR, Owner
 from inflight.ipc.processes import Process
 from inflight.ipc.runtime_folder import folder_of
-
-# Where a stub and its server share memory; the name is one of the stub's arguments.
-SHARED_MEMORY = Path("/dev/shm")
-REGION_PREFIX = "triton_"
+from inflight.ipc.shared_memory import regions_of
 
 SERVER_POLL_S = 0.5
 EXIT_GRACE_S = 3.0
@@ -40,7 +37,7 @@ def start_heartbeat(owner: Owner) -> None:
 def close_shared_memory() -> None:
     """Let only this user read the memory that this process shares with Triton: it holds prompts and
     answers, and Triton makes it readable for everybody."""
-    for region in _regions():
+    for region in _own_regions():
         with contextlib.suppress(OSError):  # another Triton may place it elsewhere
             region.chmod(0o600)
 
@@ -48,7 +45,7 @@ def close_shared_memory() -> None:
 def exit_with_server() -> None:
     """End this process some seconds after tritonserver has exited. Triton's own stub notices that
     within two seconds, but not always, and would then keep its memory."""
-    server, regions = Process.find(server_pid()), _regions()
+    server, regions = Process.find(server_pid()), _own_regions()
 
     def watch() -> None:
         while server is not None and server.is_running():
@@ -62,13 +59,9 @@ def exit_with_server() -> None:
     threading.Thread(target=watch, name="server", daemon=True).start()
 
 
-def _regions() -> list[Path]:
-    """The memory that this process shares with Triton."""
+def _own_regions() -> list[Path]:
     this = Process.find(os.getpid())
-    arguments = this.arguments() if this is not None else []
-    return [
-        SHARED_MEMORY / one for one in arguments if one.startswith(REGION_PREFIX) and "/" not in one
-    ]
+    return regions_of(this) if this is not None else []
 
 
 def server_pid() -> int:

@@ -15,7 +15,7 @@ from inflight.errors import ConfigError, EngineError, InflightError, RequestErro
 from inflight.text import template
 from inflight.text.tokenizer import Tokenizer
 from inflight.triton import contract, protocol
-from inflight.triton.delayed_errors import DelayedErrors
+from inflight.triton.errors import DelayedErrors
 from inflight.triton.sibling import llm_directory, load_tokenizer
 
 logger = logging.getLogger(__name__)

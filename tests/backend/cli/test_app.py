@@ -316,10 +316,10 @@ def test_doctor_tells_programs_in_json(run: Run) -> None:
 
 def test_the_defaults_are_those_of_the_server() -> None:
     """They are repeated so that --help need not import it."""
-    from inflight.cli import serve
+    from inflight.deploy import tritonserver
 
-    assert (app.HTTP_PORT, app.GRPC_PORT, app.METRICS_PORT) == serve.DEFAULT_PORTS
-    assert (app.HOST, app.DRAIN_S) == (serve.DEFAULT_HOST, serve.DEFAULT_DRAIN_S)
+    assert (app.HTTP_PORT, app.GRPC_PORT, app.METRICS_PORT) == tritonserver.DEFAULT_PORTS
+    assert (app.HOST, app.DRAIN_S) == (tritonserver.DEFAULT_HOST, tritonserver.DEFAULT_DRAIN_S)
 
 
 @pytest.mark.alone

@@ -21,7 +21,7 @@ from inflight.deploy import installation, tritonserver
 from inflight.deploy.ports import choose_ports
 from inflight.deploy.tritonserver import Server, load_failures
 from inflight.errors import CapacityError, ConfigError, EngineError
-from inflight.ipc import engine_client
+from inflight.ipc import engine_client, shared_memory
 
 WAIT_S = 15.0
 FREE = (0, 0, 0)
@@ -153,7 +153,7 @@ def test_the_shared_memory_of_a_stub_does_not_stay(
 ) -> None:
     monkeypatch.setattr(tritonserver, "CHILDREN_EXIT_S", 0.1)
     monkeypatch.setattr(tritonserver, "KILLED_EXIT_S", 0.1)
-    monkeypatch.setattr(tritonserver, "SHARED_MEMORY", tmp_path)
+    monkeypatch.setattr(shared_memory, "FOLDER", tmp_path)
     own, other = tmp_path / "triton_of_the_stub", tmp_path / "triton_of_another"
     own.touch()
     other.touch()
@@ -401,8 +401,10 @@ def _serve(tmp_path: Path, patch: str = "", arguments: str = "") -> subprocess.P
         "import sys; from pathlib import Path; from inflight.cli import serve\n"
         "from inflight.deploy import tritonserver\n"
         f"{patch}\n"
-        f"sys.exit(serve.run([Path({str(tmp_path / 'repository')!r})], ports=(0, 0, 0),"
-        f" log_file=Path({str(tmp_path / 'log')!r}){arguments}))"
+        "from inflight.supervision.supervisor import Supervisor\n"
+        f"supervisor = Supervisor([Path({str(tmp_path / 'repository')!r})], ports=(0, 0, 0),"
+        f" log_file=Path({str(tmp_path / 'log')!r}))\n"
+        f"sys.exit(serve.run(supervisor{arguments}))"
     )
     with open(tmp_path / "shown", "wb") as shown:
         return subprocess.Popen([sys.executable, "-c", code], stderr=shown)

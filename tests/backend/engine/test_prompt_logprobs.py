@@ -211,7 +211,7 @@ def test_preemption_during_prefill_reports_each_prompt_token_once(
 
 @pytest.fixture(scope="module")
 def unscored_outputs() -> dict[str, dict[int, list[int]]]:
-    """By device, what is said if no prompt is looked at; filled by the first test that needs it."""
+    """Outputs without prompt logprobs, by device; computed by the first test that needs them."""
     return {}
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from inflight.ipc import shared_memory
 from inflight.supervision import janitor
 
 
@@ -16,7 +17,7 @@ from inflight.supervision import janitor
 def test_only_stubs_are_ended(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_stub: bool
 ) -> None:
-    monkeypatch.setattr(janitor, "SHARED_MEMORY", tmp_path)
+    monkeypatch.setattr(shared_memory, "FOLDER", tmp_path)
     region = tmp_path / "triton_region"
     region.touch()
     arguments = [region.name] if is_stub else ["another process with its pid"]

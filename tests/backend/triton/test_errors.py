@@ -6,7 +6,7 @@ import pytest
 
 import triton_python_backend_utils as pb_utils
 from inflight.errors import CapacityError, RequestError
-from inflight.triton.delayed_errors import EARLIEST_ERROR_S, DelayedErrors
+from inflight.triton.errors import EARLIEST_ERROR_S, DelayedErrors
 
 
 @pytest.fixture

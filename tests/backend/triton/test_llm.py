@@ -12,7 +12,7 @@ import triton_python_backend_utils as pb_utils
 from inflight.core.request import Candidate, FinishReason, TokenEvent
 from inflight.errors import CapacityError, ConfigError, EngineError, RequestError
 from inflight.ipc.frames import Welcome
-from inflight.triton import delayed_errors, llm
+from inflight.triton import errors, llm
 from inflight.triton.contract import MODELS
 from inflight.triton.protocol import write_prompt_error
 
@@ -320,7 +320,7 @@ def test_a_client_cannot_make_an_error_up(front, engines):
 
 def test_no_error_is_sent_too_soon_after_its_request(front, engines, monkeypatch):
     """Triton 2.51 can crash on one that does."""
-    monkeypatch.setattr(delayed_errors, "EARLIEST_ERROR_S", 0.3)
+    monkeypatch.setattr(errors, "EARLIEST_ERROR_S", 0.3)
     senders = [ask(front, correlation_id=7), ask(front)]
     failed = TokenEvent.failed(
         engines[0].submitted[0].request_id, CapacityError("the queue is full")
@@ -338,7 +338,7 @@ def test_no_error_is_sent_too_soon_after_its_request(front, engines, monkeypatch
 
 def test_a_late_error_is_sent_immediately(front, engines):
     sender = ask(front)
-    time.sleep(delayed_errors.EARLIEST_ERROR_S)
+    time.sleep(errors.EARLIEST_ERROR_S)
     error = EngineError("the step failed")
     engines[0].on_events([TokenEvent.failed(engines[0].submitted[0].request_id, error)])
     assert front._errors._waiting.empty()

@@ -50,8 +50,9 @@ time.sleep(60)
 _STUB = """
 import sys, time
 from pathlib import Path
+from inflight.ipc import shared_memory
 from inflight.triton import stub
-stub.SHARED_MEMORY = Path(sys.argv[1])
+shared_memory.FOLDER = Path(sys.argv[1])
 stub.SERVER_POLL_S, stub.EXIT_GRACE_S = 0.05, 0.2
 stub.close_shared_memory()
 stub.exit_with_server()

@@ -13,7 +13,7 @@ from inflight.errors import ConfigError, EngineError, RequestError
 from inflight.text.chat import encode_chat
 from inflight.triton import protocol
 from inflight.triton.contract import MODELS
-from inflight.triton.delayed_errors import EARLIEST_ERROR_S
+from inflight.triton.errors import EARLIEST_ERROR_S
 from inflight.triton.model import _ROLES
 
 REPOSITORY = Path(__file__).parents[3] / "model_repository"

@@ -17,7 +17,7 @@ MAX_WORKERS = 4
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True):
-    """What a door is told.
+    """The configuration of a gRPC door.
 
     Attributes:
         listen, upstream: host:port of the clients' side and of Triton's gRPC.

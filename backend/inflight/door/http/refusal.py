@@ -1,4 +1,4 @@
-"""Errors that a client is told of: the door's own refusals, and Triton's with a fitting status."""
+"""Error responses: the door's own refusals, and Triton's errors under the right status."""
 
 from __future__ import annotations
 

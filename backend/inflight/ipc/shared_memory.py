@@ -1,0 +1,19 @@
+"""The memory that a stub shares with tritonserver: it holds prompts and answers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from inflight.ipc.processes import Process
+
+FOLDER = Path("/dev/shm")
+_PREFIX = "triton_"
+
+
+def regions_of(stub: Process) -> list[Path]:
+    """The regions of a stub, which are named on its command line; none if it has exited."""
+    return [
+        FOLDER / argument
+        for argument in stub.arguments()
+        if argument.startswith(_PREFIX) and "/" not in argument
+    ]
