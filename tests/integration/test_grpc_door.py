@@ -195,7 +195,7 @@ def test_bad_grpc(echo, door, case):
 
 
 MODELS = {
-    "case-23-unknown": (request("nobody", text("x")), "'nobody' is not found"),
+    "case-23-unknown": (request("unknown", text("x")), "'unknown' is not found"),
     "case-24-version": (request("generate", text("x")), "version"),
     "case-25-missing": (request("generate", max_tokens(5)), "text_input: is missing"),
     "case-26-unknown": (request("generate", text("x"), tensor("y", "INT32", 1)), "'y'"),

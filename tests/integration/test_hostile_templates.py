@@ -1,4 +1,4 @@
-"""Behind a real tritonserver, a stranger's checkpoint fails its own requests and no others."""
+"""Behind a real tritonserver, an untrusted checkpoint fails its own requests only."""
 
 import json
 import threading

@@ -39,7 +39,7 @@ class Rig:
 
     Attributes:
         folder: of the checkpoints, `target`, `smaller` and `head`.
-        shape: what their config.json says beside `tiny.SETTINGS`.
+        shape: settings of their config.json beside `tiny.SETTINGS`.
         draft_vocab_size: of the head.
         dtype: of the weights.
         scale: of the layers' weights: small, so that the first layers say what the last ones do.

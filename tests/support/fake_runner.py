@@ -85,7 +85,7 @@ class PagedRunner:
 
     Like a real one it copies blocks, then writes each layer for the whole batch before it reads.
     Layer one holds a token, layer two a digest of what layer one showed of all positions before:
-    a slot that is stale, overwritten or another sequence's is told by the first read.
+    a slot that is stale, overwritten or another sequence's is detected by the first read.
 
     Like a device it computes batches in the order of their launches, from what the host knew at the
     launch, and hands a result out when it is asked for. It knows each sequence's latest token
@@ -203,7 +203,7 @@ class PagedRunner:
             assert generation == chunk.generation, "a token of an earlier life"
             assert known[: len(ids)] == ids
             # The host counts drafts as accepted until the results arrive.
-            assert len(ids) < len(known) <= chunk.start + length, "a token that nobody has chosen"
+            assert len(ids) < len(known) <= chunk.start + length, "a token that was not sampled"
             ids = known
         drafts = self.draft(ids, chunk.num_drafts)[: chunk.num_drafts]
         return _Rows(len(ids) - length, len(ids), ids + drafts)

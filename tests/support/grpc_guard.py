@@ -107,7 +107,7 @@ def answered(request_id: str, is_final: bool, data: bytes = b"", num_outputs: in
 
 
 class StandIn:
-    """Answers each request as its model's name says, and notes what it has received.
+    """Answers each request as scripted by its model's name, and records what it has received.
 
     Attributes:
         received: method, message and metadata of each request.

@@ -596,7 +596,7 @@ def attend(
     ):
         assert 0 <= end - first <= length, "tokens without keys"
         if first == end:
-            assert length == 0, "nobody's keys"
+            assert length == 0, "keys of no sequence"
             continue
         blocks = metadata.block_tables[chunk, : -(-length // kv.k_cache.shape[1])].long()
         keys, values = (

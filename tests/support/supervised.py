@@ -77,7 +77,7 @@ class Serving:
         return {path for path in found if path.exists()}
 
     def health(self) -> tuple[int, str]:
-        """Status and body of the readiness that probes see; status 0 if nobody answers."""
+        """Status and body of the readiness that probes see; status 0 without a response."""
         connection = http.client.HTTPConnection(self.http, timeout=2.0)
         try:
             connection.request("GET", "/v2/health/ready")

@@ -34,11 +34,11 @@ BACKLOG = 1024
 
 
 class Server(uvicorn.Server):
-    """uvicorn, with signals as all processes of ours take them."""
+    """uvicorn, with the signal handling of inflight's processes."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """SIGTERM drains; SIGINT, which a terminal sends to all, is the supervisor's."""
+        """SIGTERM drains; SIGINT, which a terminal sends to all, is for the supervisor."""
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         signal.signal(signal.SIGTERM, self.handle_exit)
         yield

@@ -1,4 +1,4 @@
-"""What a client may send at most; the doors refuse the rest before Triton reads it."""
+"""Bounds on what a client may send; the doors refuse the rest before Triton reads it."""
 
 from __future__ import annotations
 

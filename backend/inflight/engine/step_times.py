@@ -1,4 +1,4 @@
-"""How long a step may take, from earlier ones: tells a long prefill from a hung engine."""
+"""How long a step may take, from earlier steps, to distinguish a long prefill from a hang."""
 
 from __future__ import annotations
 

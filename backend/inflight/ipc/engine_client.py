@@ -182,7 +182,7 @@ class EngineClient:
             EngineError: no answer came in time, or the engine has exited.
         """
         has_exited = False
-        while not answers.empty():  # an answer that came too late for who asked
+        while not answers.empty():  # of a call that has timed out
             has_exited = answers.get() is None
         if not has_exited:
             self._outbox.put(question)
@@ -192,7 +192,7 @@ class EngineClient:
                 raise EngineError("the engine did not answer") from None
             if found is not None:
                 return found
-        answers.put(None)  # for the next one who asks
+        answers.put(None)  # also for the next call
         raise EngineError("the engine has exited")
 
     def _write(self) -> None:

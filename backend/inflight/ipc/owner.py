@@ -1,4 +1,4 @@
-"""Who an engine belongs to."""
+"""The owner of an engine: the process with which it exits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a sandbox and its owner tell each other."""
+"""The messages between a sandbox and its owner."""
 
 from __future__ import annotations
 

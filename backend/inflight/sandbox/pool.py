@@ -1,4 +1,4 @@
-"""Sandboxes for several threads: a job waits for no other one, up to a number of jobs."""
+"""Sandboxes for several threads: jobs run side by side, up to a number of them."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ class SandboxPool:
             finally:
                 self._give_back(sandbox)
 
-    def ask(self, job: bytes) -> bytes:
-        """Have a sandbox do a job.
+    def run(self, job: bytes) -> bytes:
+        """Run a job in a sandbox.
 
         Raises:
             LimitExceeded: it crossed a limit.
@@ -55,7 +55,7 @@ class SandboxPool:
             try:
                 for _ in range(2):
                     try:
-                        return sandbox.ask(job)
+                        return sandbox.run(job)
                     except SandboxLost:
                         # It survives any job by design, so something else killed it: retry once.
                         continue

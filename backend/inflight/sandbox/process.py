@@ -19,7 +19,7 @@ from inflight.sandbox.messages import Answer, Cause, Died, Limits, Setup
 
 MAX_ANSWER_BYTES = 65 << 20
 _START_S = 30.0
-_GRACE_S = 1.0  # for the process to notice what its worker did
+_GRACE_S = 1.0  # for the process to report the end of its worker
 
 
 class SandboxLost(Exception):
@@ -99,8 +99,8 @@ class SandboxProcess:
         except SandboxLost:
             raise EngineError(f"the {self._name} process does not start") from None
 
-    def ask(self, job: bytes) -> bytes:
-        """Have a worker do a job; takes at most the time limit once the process runs.
+    def run(self, job: bytes) -> bytes:
+        """Run a job in a worker; takes at most the time limit once the process runs.
 
         Raises:
             LimitExceeded: the worker died of it.

@@ -1,4 +1,4 @@
-"""A sandbox's process: reads its setup and then jobs, and has a worker do each.
+"""A sandbox's process: reads its setup and then jobs, and runs each in a worker.
 
 A worker is a fork, so it is warm: libraries are loaded and the setup is done. This process itself
 does no job, so it survives them all. Frames are on stdin and stdout; it ends when stdin does.
@@ -39,7 +39,7 @@ def serve(prepare: Callable[[bytes], Work], *, keeps_workers: bool) -> None:
     worker: Worker | None = None
     while (job := frames.read(stdin)) is not None:
         worker = worker or Worker(work, setup.limits)
-        answer: Answer = worker.ask(job)
+        answer: Answer = worker.run(job)
         if isinstance(answer, Died):
             worker = None
         elif not keeps_workers:
@@ -49,7 +49,7 @@ def serve(prepare: Callable[[bytes], Work], *, keeps_workers: bool) -> None:
 
 
 def _claim_standard_streams() -> tuple[int, int]:
-    """The pipes from and to the owner; whatever else reads or prints gets nothing, and stderr."""
+    """The pipes from and to the owner; stdin is empty and stdout is stderr for everything else."""
     stdin, stdout = os.dup(0), os.dup(1)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(2, 1)

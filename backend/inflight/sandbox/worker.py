@@ -1,4 +1,4 @@
-"""A fork that does jobs under limits. Whatever happens in it, only the fork ends."""
+"""A fork that runs jobs under limits. A crash or a crossed limit ends the fork alone."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from inflight.sandbox import frames
 from inflight.sandbox.messages import Answer, Cause, Died, Done, Limits
 
 Work = Callable[[bytes], bytes]
-"""What a worker does: from a job to its answer. Only a MemoryError may leave it."""
+"""A worker's work: from a job to its answer. It may raise MemoryError only."""
 
 MAX_ANSWER_BYTES = 64 << 20
 
 
 def allow_cpu(seconds: float) -> None:
-    """End this process after so much more CPU time of it; 0: never.
+    """Limit the further CPU time of this process; 0: no limit.
 
     A default action of the kernel, so that no code, in whatever language, can hold it up.
     """
@@ -50,8 +50,8 @@ class Worker:
         os.close(answers)
         os.set_blocking(self._jobs, False)
 
-    def ask(self, job: bytes) -> Answer:
-        """Do a job. After `Died`, the worker is gone."""
+    def run(self, job: bytes) -> Answer:
+        """Run a job. After `Died`, the worker has exited."""
         deadline = time.monotonic() + self._limits.wall_s
         try:
             frames.write(self._jobs, job, deadline)

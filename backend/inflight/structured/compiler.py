@@ -9,7 +9,7 @@ compile, a refusal, and four numbers. So every guide is compiled twice. That is 
 
 - The library is deterministic and both sides compile the same text (the sandbox returns what it
   compiled), over the same vocabulary, under the same limits. So time and memory are about the same
-  here: below the time limit, on a thread that nobody waits for, and below the memory limit, one
+  here: below the time limit, on a thread that is not joined, and below the memory limit, one
   grammar at a time.
 - Retained memory was measured there and is bounded (`MAX_GRAMMAR_BYTES`); the cache counts it.
 - The stack there is smaller than any thread's here.

@@ -47,7 +47,7 @@ class Sandbox(SandboxProcess):
             EngineError: the process does not start.
         """
         try:
-            answer = self.ask(msgspec.msgpack.encode(constraint))
+            answer = self.run(msgspec.msgpack.encode(constraint))
         except LimitExceeded as error:
             return Verdict(refusal=self._refusal(error))
         return msgspec.msgpack.decode(answer, type=Verdict)

@@ -1,4 +1,4 @@
-"""The processes that face the clients: they check requests and pass them on to tritonserver."""
+"""The door processes: they check clients' requests and pass them on to tritonserver."""
 
 from __future__ import annotations
 

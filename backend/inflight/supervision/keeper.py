@@ -1,5 +1,4 @@
-"""Keeps a child process running: replaces it when it has exited or hangs, ever more slowly if that
-happens often."""
+"""Keeps a child process running: replaces it when it has exited or hangs, with back-off."""
 
 from __future__ import annotations
 
@@ -16,7 +15,7 @@ logger = logging.getLogger("inflight.supervisor")
 PAUSES_S = (0.0, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0)
 # A child that served so long before it failed is not failing in a row.
 STABLE_S = 5.0
-# So many failures in a row need a person, or a restart of the machine's.
+# So many failures in a row need an operator.
 MAX_FAILURES = 5
 
 
@@ -37,7 +36,7 @@ class Child(Protocol):
         """Start it; returns immediately. Raises InflightError if it cannot."""
 
     def problem(self) -> str:
-        """Why it has to be replaced; empty if it works, as far as can be seen."""
+        """Why it has to be replaced; empty if it works."""
 
     def kill(self) -> None:
         """End it and what belongs to it, immediately."""
@@ -66,7 +65,7 @@ class Keeper:
 
     @property
     def is_failing(self) -> bool:
-        """Whether it failed so often that waiting is no remedy."""
+        """Whether it keeps failing, so that an operator is needed."""
         return self._num_failures >= MAX_FAILURES
 
     @property
@@ -90,7 +89,7 @@ class Keeper:
             self.poll()  # the first restart is due at once
 
     def serves(self) -> None:
-        """The child does its work; call it as often as that is seen."""
+        """Note that the child serves; resets its back-off after a while."""
         if self.is_down:
             return
         now = self._clock()

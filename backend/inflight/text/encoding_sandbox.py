@@ -1,6 +1,6 @@
 """A tokenizer in a sandbox, for what may be slow or large: long texts, and unknown tokenizers.
 
-A tokenizer.json from a stranger can have regular expressions that backtrack without end, and rules
+An untrusted tokenizer.json can have regular expressions that backtrack without end, and rules
 that expand a text without bound; the library then panics, or aborts its process.
 """
 
@@ -107,7 +107,7 @@ class EncodingSandbox:
 
     def _ask(self, job: Text | Pieces, param: str) -> list[int]:
         try:
-            frame = self._pool.ask(msgspec.msgpack.encode(job))
+            frame = self._pool.run(msgspec.msgpack.encode(job))
             answer = msgspec.msgpack.decode(frame, type=Ids | Refusal)
         except LimitExceeded as error:
             raise RequestError(f"the text {_EXCEEDED[error.cause]}", param) from None

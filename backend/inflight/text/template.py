@@ -90,7 +90,7 @@ def render_each(rendering: Rendering) -> list[str]:
         EngineError: there is no sandbox.
     """
     try:
-        frame = _sandboxes.ask(msgspec.msgpack.encode(rendering))
+        frame = _sandboxes.run(msgspec.msgpack.encode(rendering))
         answer = msgspec.msgpack.decode(frame, type=Rendered | Refusal)
     except LimitExceeded as error:
         raise _error(_EXCEEDED[error.cause]) from None

@@ -290,7 +290,7 @@ def _check_size(path: Path) -> None:
     try:
         size = path.stat().st_size
     except OSError:
-        return  # reading it says what is wrong
+        return  # loading it raises the error
     if size > MAX_FILE_BYTES:
         raise ConfigError(
             f"tokenizer: {path} has {size} bytes, which is too much; allowed: {MAX_FILE_BYTES}"

@@ -45,7 +45,7 @@ class Series:
     def publish(self, published: Published) -> None:
         """Set gauges, and raise counters to their values. A counter is never lowered."""
         is_gauge = published.kind == "gauge"
-        # Last buckets first: whoever reads in between sees no bucket that exceeds a wider one.
+        # Last buckets first: a scrape in between sees no bucket that exceeds a wider one.
         for suffix, labels, value in reversed(published.samples):
             name = published.name + suffix
             key = name, tuple(labels.values())

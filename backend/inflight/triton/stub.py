@@ -36,7 +36,7 @@ def start_heartbeat(owner: Owner) -> None:
 
 def close_shared_memory() -> None:
     """Let only this user read the memory that this process shares with Triton: it holds prompts and
-    answers, and Triton makes it readable for everybody."""
+    answers, and Triton makes it readable for all users."""
     for region in _own_regions():
         with contextlib.suppress(OSError):  # another Triton may place it elsewhere
             region.chmod(0o600)

@@ -58,7 +58,7 @@ def test_the_server_answers_only_its_path():
             assert response.headers["Content-Type"].startswith("text/plain")
         with pytest.raises(urllib.error.HTTPError, match="404"):
             urllib.request.urlopen(f"{base}/", timeout=5)
-        # One that never finishes its request holds up nobody.
+        # A client that never finishes its request does not block others.
         with socket.create_connection(server.address) as idle:
             idle.sendall(b"GET /met")
             with urllib.request.urlopen(f"{base}/metrics", timeout=5) as response:

@@ -184,7 +184,7 @@ def test_probes_tell_what_the_supervisor_wrote(door, triton):
     assert not door.stub.ServerReady(service_pb2.ServerReadyRequest()).ready
     assert not door.stub.ModelReady(service_pb2.ModelReadyRequest(name="generate")).ready
     assert check(door) == NOT_SERVING
-    assert refused(check, door, b"nobody")[0] is CODE.NOT_FOUND
+    assert refused(check, door, b"unknown")[0] is CODE.NOT_FOUND
     door.set_health(None)
     assert not door.stub.ServerLive(service_pb2.ServerLiveRequest()).live
     assert not triton.received

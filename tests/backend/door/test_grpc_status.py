@@ -1,4 +1,4 @@
-"""Statuses tell the client what to do, and nothing of the inside."""
+"""Statuses name the remedy, and no internal details."""
 
 import grpc
 import pytest

@@ -1,4 +1,4 @@
-"""The HTTP door in front of a Triton that answers as told.
+"""The HTTP door in front of a scripted Triton.
 
 The numbers are those of a catalogue of bad inputs for LLM servers.
 """

@@ -187,7 +187,7 @@ def test_a_late_acknowledgement_brings_a_request_back() -> None:
     watch.delivered(1, 1, 0.001)
     watch.emitted(1, 2, 0.010)
     assert watch.overdue(0.050) == [1]
-    assert watch.overdue(0.060) == [], "told once"
+    assert watch.overdue(0.060) == [], "reported once"
     assert watch.delivered(1, 2, 0.100)
     assert not watch.delivered(1, 2, 0.101), "a repetition is no news"
     assert watch.abandoned(100.0) == []

@@ -459,7 +459,7 @@ def smollm_text(ids: Ids[int]) -> str:
 @settings(max_examples=150, deadline=None)
 @given(data=st.data())
 def test_a_beam_ends_on_the_same_tokens_as_an_output(data: st.DataObject) -> None:
-    """The same token says so to both, whatever other ways were tried on the way."""
+    """Both see the same token, whichever alternatives were tried before."""
     letters = [encode(one)[0] for one in "abc"]
     tokens = st.sampled_from([*letters, *letters, EOS, *encode("\u00e9")])
     params = SamplingParams(

@@ -107,9 +107,7 @@ class CheckingRunner:
                 self._check_scores(sent, chunk, rows)
                 rows = rows[chunk.num_scores :]
             assert (step.given[rows.start : rows.stop] == -1).all()
-            chooses = (
-                chunk.samples or not chunk.num_scores
-            )  # one of a prompt's last row is nobody's
+            chooses = chunk.samples or not chunk.num_scores  # one of a prompt's last row is unused
             assert len(rows) == (1 + chunk.num_drafts if chooses else 0)
             slot, start = int(step.slots[i]), int(step.starts[i])
             tokens = step.tokens[query_start[i] : query_start[i + 1]].tolist()
@@ -164,7 +162,7 @@ class CheckingRunner:
     def _end(
         self, sent: SubmittedStep, chunk: int, rows: range, slot: int, tokens: list[int]
     ) -> None:
-        """Verify, keep, tell; then draft, mostly what is right."""
+        """Verify, keep, report; then draft, mostly correct tokens."""
         state = self.device.state
         result = state.results[sent.ring_index]
         known = len(tokens) - len(rows) + 1

@@ -1,6 +1,6 @@
 """Whatever requests come together, however steps are cut, recorded and filled up, and whatever is
-drafted: a GPU's runner says what the CPU's does. Here with the kernels' definitions in the kernels'
-place, and with poison where a step has not written."""
+drafted: a GPU's runner returns what the CPU's does. Here the kernels are replaced by their
+definitions in torch, and what a step has not written is poisoned."""
 
 from __future__ import annotations
 

@@ -88,7 +88,7 @@ def arrivals(make_engine: Callable[..., Engine], prompts: list[list[int]]) -> Ar
 
 @pytest.fixture(scope="module")
 def right(arrivals: Arrivals) -> list[list[int]]:
-    """`test_sixteen_at_once_with_random_arrival` says that they are right."""
+    """`test_sixteen_at_once_with_random_arrival` shows that they are correct."""
     return arrivals.outputs
 
 

@@ -67,7 +67,7 @@ def test_the_loop_of_a_broken_engine_ends() -> None:
     with pytest.raises(EngineError, match="the engine is broken"):
         EngineProcess(hub, engine).run()  # type: ignore[arg-type]
     assert engine.num_steps == 1
-    assert len(hub.sent) == 1, "what the step did is told before"
+    assert len(hub.sent) == 1, "the events of the step are sent first"
 
 
 class Working:

@@ -1,4 +1,4 @@
-"""Each server has a folder of its own, which nobody else can read and which does not stay."""
+"""Each server has a folder of its own, private to its user and removed with the server."""
 
 from __future__ import annotations
 

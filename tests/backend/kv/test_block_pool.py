@@ -188,7 +188,7 @@ class PoolMachine(RuleBasedStateMachine):
         history = [(ord(salt), *token_ids[: (i + 1) * BLOCK_SIZE]) for i in range(len(hashes))]
         known = self.pool.lookup(hashes)
         for block, tokens in zip(known, history, strict=False):
-            assert self.content[block] == tokens, "a lookup told a block of another chain"
+            assert self.content[block] == tokens, "a lookup returned a block of another chain"
         idle = sum(self.pool.ref_count(block) == 0 for block in known)
         if len(hashes) - len(known) + idle > self.pool.num_free:
             return

@@ -71,7 +71,7 @@ def test_where_all_is_cached_the_last_token_is_computed_in_a_copy() -> None:
     copies = tables.admit(second)
     assert copies == [(first.blocks[1], second.blocks[1])]
     assert second.num_computed == 7
-    assert tables.pool.ref_count(first.blocks[1]) == 2, "nobody writes there before the copy"
+    assert tables.pool.ref_count(first.blocks[1]) == 2, "written to before the copy"
 
 
 @pytest.mark.parametrize("computed", [True, False])

@@ -1,5 +1,5 @@
 """The forward pass on a GPU, with the kernels' definitions in the kernels' place: which rows of a
-step are computed, and in which buffers. tests/backend/gpu says the same of the kernels."""
+step are computed, and in which buffers. tests/backend/gpu has the same claims for the kernels."""
 
 from __future__ import annotations
 

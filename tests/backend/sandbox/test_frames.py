@@ -53,7 +53,7 @@ def test_a_frame_that_is_too_large_is_not_read(pipe: tuple[int, int]) -> None:
         frames.read_within(reader, time.monotonic() + 1, 1 << 20)
 
 
-def test_nobody_waits_for_a_side_that_hangs(pipe: tuple[int, int]) -> None:
+def test_a_side_that_hangs_times_out(pipe: tuple[int, int]) -> None:
     reader, writer = pipe
     with pytest.raises(TimeoutError):
         frames.read_within(reader, time.monotonic() + 0.05, 10)

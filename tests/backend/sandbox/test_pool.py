@@ -35,7 +35,7 @@ def pool() -> Iterator[SandboxPool]:
 def test_jobs_of_one_thread_share_a_sandbox(pool: SandboxPool) -> None:
     pool.warm()
     for _ in range(5):
-        pool.ask(b"answer = b''")
+        pool.run(b"answer = b''")
     assert len(pool.pids) == 1
 
 
@@ -44,12 +44,12 @@ def test_a_job_does_not_wait_for_another_thread_s(pool: SandboxPool) -> None:
     meeting = "import time, os; open({0!r}, 'w').close()\nwhile not os.path.exists({1!r}): "
     meeting += "time.sleep(0.01)\nanswer = b'met'"
 
-    def ask(job: str) -> None:
-        answers.append(pool.ask(job.encode()))
+    def run(job: str) -> None:
+        answers.append(pool.run(job.encode()))
 
     first, second = f"/tmp/sandbox-{os.getpid()}-a", f"/tmp/sandbox-{os.getpid()}-b"
     jobs = (meeting.format(first, second), meeting.format(second, first))
-    threads = [threading.Thread(target=ask, args=(job,)) for job in jobs]
+    threads = [threading.Thread(target=run, args=(job,)) for job in jobs]
     try:
         for thread in threads:
             thread.start()
@@ -65,7 +65,7 @@ def test_a_job_does_not_wait_for_another_thread_s(pool: SandboxPool) -> None:
 def test_more_jobs_than_sandboxes_wait(pool: SandboxPool) -> None:
     job = b"import time; time.sleep(0.05); answer = b'done'"
     answers: list[bytes] = []
-    threads = [threading.Thread(target=lambda: answers.append(pool.ask(job))) for _ in range(9)]
+    threads = [threading.Thread(target=lambda: answers.append(pool.run(job))) for _ in range(9)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -78,14 +78,14 @@ def test_a_lost_sandbox_is_replaced(pool: SandboxPool) -> None:
     pool.warm()
     (pid,) = pool.pids
     os.killpg(pid, signal.SIGKILL)
-    assert pool.ask(b"answer = b'here'") == b"here"
+    assert pool.run(b"answer = b'here'") == b"here"
     assert pool.pids != [pid]
 
 
 def test_a_job_that_kills_its_sandbox_fails(pool: SandboxPool) -> None:
     with pytest.raises(EngineError, match="died twice; retry later"):
-        pool.ask(b"import os, signal; os.kill(os.getppid(), signal.SIGKILL)")
-    assert pool.ask(b"answer = b'here'") == b"here"
+        pool.run(b"import os, signal; os.kill(os.getppid(), signal.SIGKILL)")
+    assert pool.run(b"answer = b'here'") == b"here"
 
 
 def test_closing_ends_all(pool: SandboxPool) -> None:

@@ -1,4 +1,4 @@
-"""A job may do to its worker what it likes."""
+"""A job can crash, hang or exhaust its worker, and the next job runs."""
 
 import os
 import signal
@@ -24,9 +24,9 @@ import sys, time
 from inflight.sandbox.messages import Limits
 from inflight.sandbox.process import SandboxProcess
 sandbox = SandboxProcess("sandbox_jobs", "test", Limits(1.5, 1.5, 64 << 20))
-print(sandbox.ask(b"import os; answer = f'{os.getpid()} {os.getppid()}'.encode()").decode())
+print(sandbox.run(b"import os; answer = f'{os.getpid()} {os.getppid()}'.encode()").decode())
 sys.stdout.flush()
-sandbox.ask(b"while True: pass")
+sandbox.run(b"while True: pass")
 """
 
 
@@ -44,9 +44,9 @@ def sandbox() -> Iterator[SandboxProcess]:
 
 
 def test_a_worker_is_kept_between_jobs(sandbox: SandboxProcess) -> None:
-    assert sandbox.ask(b"answer = setup") == b"the setup"
+    assert sandbox.run(b"answer = setup") == b"the setup"
     job = b"import os; answer = f'{os.getpid()} {count}'.encode()"
-    first, second = sandbox.ask(job).split(), sandbox.ask(job).split()
+    first, second = sandbox.run(job).split(), sandbox.run(job).split()
     assert first[0] == second[0]
     assert (first[1], second[1]) == (b"2", b"3")
 
@@ -73,26 +73,26 @@ def test_only_the_worker_dies(sandbox: SandboxProcess, job: str, cause: str) -> 
     pid = sandbox.pid
     started = time.monotonic()
     with pytest.raises(LimitExceeded) as caught:
-        sandbox.ask(job.encode())
+        sandbox.run(job.encode())
     assert caught.value.cause == cause
     assert time.monotonic() - started < 2.0
     assert sandbox.pid == pid
-    assert sandbox.ask(b"answer = str(count).encode()") == b"1"  # a new worker
+    assert sandbox.run(b"answer = str(count).encode()") == b"1"  # a new worker
     assert len(psutil.Process(pid).children()) == 1
 
 
 def test_a_job_may_allow_itself_more_time(sandbox: SandboxProcess) -> None:
     busy = "import time; allow_cpu({}); end = time.thread_time() + 0.3\n"
     busy += "while time.thread_time() < end: pass\nanswer = b'done'"
-    assert sandbox.ask(busy.format(0.6).encode()) == b"done"
+    assert sandbox.run(busy.format(0.6).encode()) == b"done"
     with pytest.raises(LimitExceeded):  # the next job has its usual time again
-        sandbox.ask(b"while True: pass")
+        sandbox.run(b"while True: pass")
 
 
 def test_a_worker_has_two_files_and_prints_nowhere(
     sandbox: SandboxProcess, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    listed = sandbox.ask(
+    listed = sandbox.run(
         b"import os; print('x'); os.write(2, b'x')\n"
         b"answer = ' '.join(os.readlink(f'/proc/self/fd/{fd}') for fd in range(3)).encode()\n"
         b"answer += f' {len(os.listdir(\"/proc/self/fd\"))}'.encode()"
@@ -107,14 +107,14 @@ def test_a_closed_worker_cannot_open_files() -> None:
     try:
         for call in ("open('/etc/passwd')", "__import__('socket').socket()", "os.pipe()"):
             job = f"import os\ntry: {call}\nexcept (OSError, ImportError): answer = b'refused'"
-            assert sandbox.ask(job.encode()) == b"refused"
+            assert sandbox.run(job.encode()) == b"refused"
     finally:
         sandbox.close()
 
 
 def test_a_job_that_is_large_arrives(sandbox: SandboxProcess) -> None:
     job = b"answer = b'" + b"x" * (8 << 20) + b"'"
-    assert len(sandbox.ask(job)) == 8 << 20
+    assert len(sandbox.run(job)) == 8 << 20
 
 
 def test_a_process_that_hangs_is_replaced(sandbox: SandboxProcess) -> None:
@@ -123,9 +123,9 @@ def test_a_process_that_hangs_is_replaced(sandbox: SandboxProcess) -> None:
     os.kill(pid, signal.SIGSTOP)
     started = time.monotonic()
     with pytest.raises(SandboxLost):
-        sandbox.ask(b"#" + b"x" * (1 << 20))  # more than its pipe holds
+        sandbox.run(b"#" + b"x" * (1 << 20))  # more than its pipe holds
     assert time.monotonic() - started < 3.0
-    assert sandbox.ask(b"answer = b'here'") == b"here"
+    assert sandbox.run(b"answer = b'here'") == b"here"
     assert sandbox.pid not in (None, pid)
 
 

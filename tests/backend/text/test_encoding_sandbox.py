@@ -1,4 +1,4 @@
-"""What a stranger's tokenizer or text costs is bounded, and costs nobody else."""
+"""The time and memory of an untrusted tokenizer are bounded, and other requests run on."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""A chat template from a stranger costs its own request, and nothing else."""
+"""An untrusted chat template fails its own request only."""
 
 import os
 import signal

@@ -44,7 +44,7 @@ def test_tensors_are_those_of_the_table(name):
 @pytest.mark.parametrize("name", MODELS)
 def test_inputs_are_optional_where_leaving_them_out_is_allowed_or_gets_an_answer(name):
     """An ensemble whose first step lacks its only input ends with an empty success, unless that
-    input is optional: then the step runs, and says what is missing."""
+    input is optional: then the step runs, and its error names the missing input."""
     must_be_there = {"llm": {"input_ids"}, "detokenizer": {"detokenize_ids", "detokenize_state"}}
     required = {tensor.name for tensor in config(name).input if not tensor.optional}
     assert required == must_be_there.get(name, set())

@@ -41,7 +41,7 @@ def test_drafts_are_those_of_the_definition(
         tokens = history[slot, :length].astype(np.int64)
         expected = latest_match(tokens, max_match, min_match, num_drafts)
         assert drafts[slot].tolist() == (expected or [-1] * num_drafts), f"{length} tokens"
-    assert drafts[-1].tolist() == [POISON] * num_drafts, "nobody's"
+    assert drafts[-1].tolist() == [POISON] * num_drafts, "rows of no sequence"
 
 
 def test_a_sequence_that_outgrows_its_history_gets_no_drafts() -> None:
@@ -180,5 +180,5 @@ def test_the_token_after_each_of_a_step(num_tokens: int) -> None:
         expected = state.history[slot, first + 1 : first + length + 1].long()
         assert torch.equal(token_ids[end : end + length], expected)
         end += length
-    assert (token_ids[end:num_tokens] == 0).all(), "nobody's"
+    assert (token_ids[end:num_tokens] == 0).all(), "rows of no sequence"
     assert (token_ids[max(end, num_tokens) :] == POISON).all(), "not asked for"

@@ -150,7 +150,7 @@ FILTERS: list[dict[str, float]] = [
 
 @pytest.mark.parametrize("filters", FILTERS, ids=str)
 def test_samples_follow_the_exact_distribution(filters: dict[str, float]) -> None:
-    """Evenly spread uniforms hit each token as often as its probability says, to one part in n."""
+    """Evenly spread uniforms hit each token in proportion to its probability, to one part in n."""
     logits = torch.randn(VOCAB) * 2
     n = 4000
     uniforms = (np.arange(n) + 0.5) / n

@@ -1,4 +1,4 @@
-"""Who may make a call."""
+"""Admission: whether a call may be made, and for which tenant."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ Metadata = Sequence[tuple[str, str | bytes]]
 
 @dataclass(frozen=True, slots=True)
 class Tenant:
-    """On whose account a call runs."""
+    """The account of a call."""
 
     name: str
 
 
-EVERYBODY = Tenant("everybody")
+DEFAULT = Tenant("default")
 
 
 async def admit(method: str, metadata: Metadata) -> Tenant:
     """The tenant of a call, before its first message is read.
 
     Raises:
-        Refused: nobody may make this call.
+        Refused: the call is not admitted.
     """
-    return EVERYBODY
+    return DEFAULT

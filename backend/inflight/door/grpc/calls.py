@@ -51,7 +51,7 @@ class Call:
         self._headers: asyncio.Future[None] | None = None
 
     async def read(self) -> bytes | None:
-        """The client's next message; None if there is no further one."""
+        """The client's next message; None at the end of its stream."""
         data = await self.context.read()
         return None if data is grpc.aio.EOF else data
 
@@ -71,7 +71,7 @@ class Call:
             self.writing_since = math.inf
 
     async def answer(self, data: bytes) -> None:
-        """Send the only message of a call that is over then; nothing interrupts it."""
+        """Send the only message of a unary call; not interrupted by its timeout."""
         self.has_ended = True
         await self.context.write(data)
 
@@ -82,7 +82,7 @@ class Call:
             self._task.cancel()
 
     async def run(self, work: Coroutine[Any, Any, None]) -> None:
-        """Do the work of the call; whatever goes wrong becomes its status."""
+        """Run the call's handler; an exception becomes the call's status."""
         self.context.set_trailing_metadata((("x-request-id", self.request_id),))
         try:
             await work
@@ -114,7 +114,7 @@ class Calls:
         self._calls: set[Call] = set()
 
     async def run(self, context: Any, work: Callable[[Call], Coroutine[Any, Any, None]]) -> None:
-        """Run a call as one of these."""
+        """Run a call until it ends."""
         call = Call(context)
         self._calls.add(call)
         try:
@@ -155,7 +155,7 @@ class Calls:
 
 
 def _retrieve(future: asyncio.Future[None]) -> None:
-    """Headers that cannot be sent are those of a client that has left."""
+    """Sending headers fails if the client has left."""
     if not future.cancelled():
         future.exception()
 

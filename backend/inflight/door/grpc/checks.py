@@ -30,7 +30,7 @@ _SEQUENCE = ("sequence_id", "sequence_start", "sequence_end")
 
 
 def infer_request(data: bytes, limits: Limits) -> Any:
-    """A ModelInferRequest whose form is right; whether the model accepts it, Triton says.
+    """A well-formed ModelInferRequest. Triton and the model check it against the model's inputs.
 
     Raises:
         RequestError: what is wrong.
@@ -46,14 +46,14 @@ def infer_request(data: bytes, limits: Limits) -> Any:
 
 
 def written(message: Any) -> bytes:
-    """The bytes of a message, without fields that the protocol does not know."""
+    """The bytes of a message, without unknown fields."""
     message.DiscardUnknownFields()
     data: bytes = message.SerializeToString()
     return data
 
 
 def model_request(data: bytes) -> bytes:
-    """A request about a model: its metadata, its configuration, whether it is ready.
+    """A request for a model's metadata, configuration or readiness.
 
     Raises:
         RequestError: the name or the version is not one.
@@ -64,7 +64,7 @@ def model_request(data: bytes) -> bytes:
 
 
 def statistics_request(data: bytes) -> bytes:
-    """As `model_request`; without a name, it is about all models."""
+    """As `model_request`; without a name, for all models."""
     request = parse(messages.NameRequest, data)
     check_model(request.name or "all", request.version)
     return written(request)
@@ -77,7 +77,7 @@ def index_request(data: bytes) -> None:
 
 
 def empty_request(data: bytes) -> bytes:
-    """A request that says nothing."""
+    """A request without fields."""
     return written(parse(messages.EmptyRequest, data))
 
 
@@ -97,7 +97,7 @@ def parse(message_class: Any, data: bytes) -> Any:
 
 
 def check_model(name: str, version: str) -> None:
-    """The form of a model's name and version."""
+    """Check the form of a model's name and version."""
     if not _MODEL.fullmatch(name):
         raise RequestError(
             f"allowed: 1 to {MAX_NAME} letters, digits, '_', '-' and '.'", "model_name"
@@ -203,7 +203,7 @@ def _check_name(name: str, names: set[str], where: str) -> None:
 
 
 def _refuse_tensor_parameters(name: str, parameters: Any) -> None:
-    """Triton 2.51 dies from some of them, and those that are left are for other protocols."""
+    """Some crash Triton 2.51; the others belong to other protocols."""
     if any(key.startswith("shared_memory_") for key in parameters):
         raise RequestError("shared memory is closed; allowed: data in the message", name)
     if "classification" in parameters:

@@ -21,7 +21,7 @@ SERVING, NOT_SERVING, SERVICE_UNKNOWN = 1, 2, 3
 
 
 class Probes:
-    """The server's health, and the calls that ask for it.
+    """The server's health, and the calls that return it.
 
     Args:
         path: the file that the supervisor writes.
@@ -68,8 +68,8 @@ class Probes:
         return _ready(self.is_ready())
 
     async def index(self, call: Call, data: bytes) -> bytes:
-        """RepositoryIndex: the models that are ready. Triton's own goes with loading and unloading,
-        which are closed."""
+        """RepositoryIndex: the models that are ready. Triton's own is restricted with the rest of
+        model control."""
         checks.index_request(data)
         models = self.current().models if self.is_ready() else []
         response = messages.IndexResponse()
@@ -111,7 +111,7 @@ class Probes:
 
 
 def not_ready_model() -> bytes:
-    """The response of ModelReady while Triton is not asked."""
+    """The response of ModelReady while the server is not ready."""
     return _ready(False)
 
 

@@ -1,4 +1,4 @@
-"""The methods that the door lets through; all others are closed."""
+"""The methods that the door serves; all others are closed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a call ends: gRPC's status codes with texts that show nothing of the inside."""
+"""How a call ends: gRPC's status codes with texts without internal details."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Code = grpc.StatusCode
 LOST = "the server was lost while it ran the request; send the request again"
 FAILED = "the server failed to run the request"
 
-# What the gRPC library says about a connection, in contrast to Triton about a request.
+# Texts of the gRPC library about a connection; all others are Triton's, about a request.
 _CONNECTION = re.compile(
     r"ipv[46]:|unix:|socket|connect|stream removed|goaway|transport|keepalive|broken pipe"
     r"|cancelling all calls|endpoint",
@@ -36,7 +36,7 @@ class Status:
 
 
 class Refused(InflightError):
-    """A call that the door does not pass on."""
+    """A call that the door refuses."""
 
     kind = "refused"
 
@@ -70,5 +70,5 @@ def of_triton(code: grpc.StatusCode, text: str) -> Status:
 
 
 def clean(text: str) -> str:
-    """An error text of Triton or a model, if it shows no path and no shared-memory region."""
+    """An error text of Triton or a model, unless it contains a path or a shared-memory region."""
     return FAILED if _INTERNAL.search(text) else text

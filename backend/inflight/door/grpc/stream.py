@@ -32,8 +32,8 @@ logger = logging.getLogger(__name__)
 class InFlight:
     """The requests of a stream that have not had their last response.
 
-    Triton marks the last response. To a request whose last response is empty it sends one only if
-    asked to; the door always asks, and keeps what its client did not ask for.
+    Triton marks the last response of a request. It sends an empty last response only if the request
+    enables that. The door always enables it, and drops the response unless its client did, too.
     """
 
     def __init__(self) -> None:
@@ -44,15 +44,15 @@ class InFlight:
         return self._count
 
     def begin(self, request: Any) -> None:
-        """Note a request, and have Triton mark its end."""
-        asked = checks.EMPTY_FINAL in request.parameters
-        wants = asked and request.parameters[checks.EMPTY_FINAL].bool_param
+        """Count a request, and enable its empty last response."""
+        is_set = checks.EMPTY_FINAL in request.parameters
+        wants = is_set and request.parameters[checks.EMPTY_FINAL].bool_param
         request.parameters[checks.EMPTY_FINAL].bool_param = True
         self._wants_final.setdefault(request.id, deque()).append(wants)
         self._count += 1
 
     def end(self, request_id: str) -> bool:
-        """Note the end of a request; returns whether its client wants an empty last response."""
+        """Count its end; returns whether the client enabled the empty last response."""
         waiting = self._wants_final.get(request_id)
         if not waiting:
             return True
@@ -81,7 +81,7 @@ class Stream:
         self._ends_on_error = ("triton_grpc_error", "true") in self._metadata
 
     async def run(self) -> None:
-        """Relay until either side ends its part.
+        """Relay until either side ends its stream.
 
         Triton's stream begins with the first request that passes: an idle one costs it nothing.
         """
@@ -98,7 +98,7 @@ class Stream:
             triton.cancel()
 
     async def _next(self) -> bytes | None:
-        """The next request that passes, as Triton shall read it; None if there is none."""
+        """The next valid request, as it is sent to Triton; None at the end of the stream."""
         call = self._call
         while True:
             if not self._in_flight:
@@ -124,7 +124,7 @@ class Stream:
             return checks.written(request)
 
     async def _refuse(self, why: Status, request_id: str) -> None:
-        """Answer a request that Triton does not see, as Triton would."""
+        """Respond to a refused request in the form of Triton's errors."""
         if self._ends_on_error:
             self._call.end(why)
             await asyncio.get_running_loop().create_future()  # until it cancels this task, too
@@ -169,7 +169,7 @@ class Stream:
             raise Refused(Code.UNAVAILABLE, status.LOST)
 
     def _last(self, data: bytes) -> bytes | None:
-        """Note the end of a request if `data` is its last response; returns what to pass on."""
+        """Count the end of a request if `data` is its last response; returns what to relay."""
         response = messages.StreamResponse.FromString(data)
         answer = response.infer_response
         has_mark = "triton_final_response" in answer.parameters

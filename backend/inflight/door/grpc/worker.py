@@ -29,10 +29,10 @@ from inflight.ipc.heartbeat import beat_from_loop
 from inflight.ipc.processes import end_with
 
 LISTENING = "listening"
-# Of one connection; further ones wait in the client.
+# Per connection; gRPC clients queue further ones.
 MAX_STREAMS = 1024
 MAX_CALLS = 8192
-# For statuses on their way to clients that read.
+# Time for the last statuses to reach clients that read.
 FLUSH_S = 1.0
 KEEPALIVE_S = 30.0
 KEEPALIVE_TIMEOUT_S = 20.0
@@ -44,7 +44,7 @@ logger = logging.getLogger(__name__)
 
 
 def channel_options(limits: Limits, num_workers: int) -> list[tuple[str, int]]:
-    """Settings of gRPC's own server."""
+    """Options of the gRPC server."""
     return [
         ("grpc.so_reuseport", 1),
         ("grpc.max_receive_message_length", limits.max_body_bytes),
@@ -57,7 +57,7 @@ def channel_options(limits: Limits, num_workers: int) -> list[tuple[str, int]]:
         ("grpc.compression_enabled_algorithms_bitset", _IDENTITY_ONLY),
         ("grpc.server_handshake_timeout_ms", _ms(limits.header_timeout_s)),
         ("grpc.max_connection_idle_ms", _ms(limits.idle_timeout_s)),
-        # A client that is gone or does not read its socket; TCP's user timeout is set as well.
+        # Detects clients that are gone or do not read; gRPC sets TCP_USER_TIMEOUT from it.
         ("grpc.keepalive_time_ms", _ms(KEEPALIVE_S)),
         ("grpc.keepalive_timeout_ms", _ms(KEEPALIVE_TIMEOUT_S)),
         ("grpc.keepalive_permit_without_calls", 1),

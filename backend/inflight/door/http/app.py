@@ -46,12 +46,12 @@ _NO_ANSWER = "the server closed the connection before it answered; retry later"
 
 
 async def admit(request: Request) -> str:
-    """The tenant that a request belongs to: everybody, so far.
+    """The tenant of a request; there is only one.
 
     Raises:
         Refusal: the request is not admitted. Nothing of its body has been read.
     """
-    return "everybody"
+    return "default"
 
 
 class HealthFile:
@@ -70,7 +70,7 @@ class HealthFile:
 
 
 class Door:
-    """What the routes share.
+    """The state that the routes share.
 
     Args:
         upstream: to Triton.
@@ -192,7 +192,7 @@ class Door:
 
 
 class Relay(Response):
-    """Triton's answer to a request, passed on as it comes.
+    """Triton's response, relayed as it arrives.
 
     Args:
         is_whole: the answer is passed on once it is complete; its status may come too early.
@@ -227,7 +227,7 @@ class Relay(Response):
         leaving.add_done_callback(leave)
         try:
             async with asyncio.timeout(self._door.limits.first_byte_timeout_s):
-                await exchange.ask(*self._request)
+                await exchange.send(*self._request)
             await self._pass_on(exchange, scope, receive, send)
         except UpstreamLost:
             if not leaving.done():

@@ -1,4 +1,4 @@
-"""A client's connection: what uvicorn leaves unbounded is bounded here."""
+"""A client's connection, with the bounds that uvicorn lacks."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class BoundedProtocol(HttpToolsProtocol):
         for timer in (self._head_timer, self._write_timer, self._linger_timer):
             if timer is not None:
                 timer.cancel()
-        # uvicorn tells the last request of a connection; with pipelining an earlier one runs.
+        # uvicorn only informs the connection's last request; with pipelining an earlier one runs.
         if self._running is not None and not self._running.response_complete:
             self._running.disconnected = True
             self._running.message_event.set()
@@ -145,7 +145,7 @@ class BoundedProtocol(HttpToolsProtocol):
             self._linger_timer = self.loop.call_later(LINGER_S, self.transport.abort)
 
     def timeout_keep_alive_handler(self) -> None:
-        """Abort, not close: that would wait for a client that has not read the last answer."""
+        """Abort, not close: close would wait for a client that has not read the last response."""
         self.transport.abort()
 
     # Ours
@@ -156,7 +156,7 @@ class BoundedProtocol(HttpToolsProtocol):
             raise Refusal(f"headers: too long; allowed: {self.limits.max_header_bytes} bytes", 431)
 
     def _check_head(self) -> None:
-        """What proxies and servers have understood in different ways is refused."""
+        """Refuse what proxies and servers parse differently (request smuggling)."""
         found: dict[bytes, list[bytes]] = {}
         for name, value in self.headers:
             found.setdefault(name, []).append(value)
@@ -178,11 +178,11 @@ class BoundedProtocol(HttpToolsProtocol):
             raise Refusal("path: is not valid; allowed: one that begins with a slash")
 
     def _is_busy(self) -> bool:
-        """Whether a request has come whose response is not complete."""
+        """Whether the response to a received request is incomplete."""
         return self._running is not None and not self._running.response_complete
 
     def _refuse(self, refusal: Refusal) -> None:
-        """Answer what cannot become a request, and close the connection."""
+        """Respond to a malformed request, and close the connection."""
         self._is_refused = True
         if self.transport.is_closing():
             return

@@ -49,7 +49,7 @@ class Upstream:
         """Status and whole body. Raises UpstreamLost."""
         exchange = await self.connect()
         try:
-            await exchange.ask("GET", path, {})
+            await exchange.send("GET", path, {})
             return exchange.status, await exchange.read_all()
         finally:
             exchange.finish()
@@ -84,7 +84,9 @@ class Exchange(asyncio.Protocol):
         self._is_paused = False
         self._waiter: asyncio.Future[None] | None = None
 
-    async def ask(self, method: str, path: str, headers: dict[str, str], body: bytes = b"") -> None:
+    async def send(
+        self, method: str, path: str, headers: dict[str, str], body: bytes = b""
+    ) -> None:
         """Send a request and wait for the head of its response.
 
         Args:
@@ -107,7 +109,7 @@ class Exchange(asyncio.Protocol):
             await self._wait()
 
     async def read(self) -> bytes:
-        """What has come of the body since the last call, at least one byte; b"" at its end.
+        """What has arrived of the body since the last call, at least one byte; b"" at its end.
 
         Raises:
             UpstreamLost: the body is not complete.
@@ -166,7 +168,7 @@ class Exchange(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         if self._parser is None or self._is_complete:
-            self.close()  # nobody asked
+            self.close()  # no request is in flight
             return
         try:
             self._parser.feed_data(data)

@@ -90,7 +90,7 @@ def parse(body: bytes, max_depth: int) -> dict[str, Any]:
 
 
 def _check_depth(value: Any, max_depth: int) -> None:
-    """Level by level: a recursion of ours would be as deep as the client likes."""
+    """Level by level, as the client controls how deep a recursion would go."""
     level = [value]
     for _ in range(max_depth):
         level = [
@@ -109,12 +109,12 @@ def _too_deep(max_depth: int) -> Refusal:
 
 
 def title(value: Any) -> str:
-    """What a JSON value is, for messages."""
+    """The kind of a JSON value, for errors."""
     return _TITLES.get(type(value), "a value")
 
 
 def shown(value: Any) -> str:
-    """A short form of a scalar, for messages."""
+    """A scalar, shortened for errors."""
     if type(value) is bool:
         return "true" if value else "false"
     if type(value) is int or type(value) is float:

@@ -69,7 +69,7 @@ class Recorder:
         self._enable_prefix_caching = enable_prefix_caching
         self._requests: dict[int, _Request] = {}
         self._last_token: dict[int, float] = {}  # of those that have tokens, by request id
-        self._num_prompt_tokens = 0  # of admitted prompts, when last looked at
+        self._num_prompt_tokens = 0  # of admitted prompts, at the last step
         self._num_finished = dict.fromkeys(FINISHED_REASONS, 0)
         self._num_failed = dict.fromkeys(ERROR_KINDS, 0)
         self._num_refused = {by: dict.fromkeys(ERROR_KINDS, 0) for by in (ENGINE, FRONT)}

@@ -39,7 +39,7 @@ _COUNT_AT, _NUM_COUNTS = _offsets(
     (one.stem, len(one.values) * (len(one.bounds) + 1)) for one in _HISTOGRAMS
 )
 _IS_COUNTER = [one.kind == "counter" for one in _SCALARS for _ in one.values]
-# What is true of an engine that does not run.
+# Gauges of an engine that is not running.
 _ACTIVITY = ("num_requests_running", "num_requests_waiting", "num_requests_suspended")
 _IDLE = (*_ACTIVITY, "num_requests_active", "kv_cache_usage_perc", "saturation", "engine_up")
 
@@ -108,8 +108,8 @@ class Totals:
         return self._with_base(snapshot)
 
     def without_engine(self) -> Metrics | None:
-        """The counts so far, with the gauges of an engine that does not run; None before the first
-        one."""
+        """The counts until now, with the gauges of an engine that is not running; None before the
+        first engine."""
         if self._last is None:
             return None
         found = self._with_base(self._last)
@@ -141,7 +141,7 @@ class Totals:
 
 
 class Sample(NamedTuple):
-    """A value as it is published. suffix: of a histogram's series; "" otherwise."""
+    """A value as published. suffix: of a histogram's series; "" otherwise."""
 
     suffix: str
     labels: Labels
@@ -179,7 +179,7 @@ def _aliased(metrics: Metrics, family: Family, alias: Alias, labels: Labels) -> 
         samples = _samples(metrics, family, family.values)
         own = {name: labels[name] for name in LABELS}
         return _published(family, alias.name, family.kind, own, samples)
-    # TensorRT-LLM's names have the series of one family in several of ours.
+    # TensorRT-LLM's names split what is one family there into several families here.
     values = family.values if alias.of is None else (alias.of,)
     kind: Kind = "gauge" if family.kind == "counter" else family.kind
     constant = {name: labels[name] for name in TRTLLM_LABELS} | dict(alias.labels)
