@@ -170,7 +170,7 @@ def main() -> None:
     options = parser.parse_args()
     short = {"text_input": "The capital of France is", "max_tokens": 8}
     count = NUM_REQUESTS[options.device]
-    settings = {"model": options.model, "device": options.device, "num_blocks": 1024}
+    settings = {"model": options.model, "device": options.device, "num_blocks": 8192}
     with tempfile.TemporaryDirectory() as name, contextlib.ExitStack() as stack:
         folder = Path(name)
         direct = stack.enter_context(servers.tritonserver(folder, **settings)).http
