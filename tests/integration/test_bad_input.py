@@ -321,7 +321,9 @@ def test_61_max_tokens_is_cut_to_what_the_context_leaves(echo):
 @pytest.mark.parametrize("size", [10**6, 3 * 10**6])
 def test_62_a_word_without_end_is_refused_soon(echo, size):
     started = time.monotonic()
-    with pytest.raises(Refused, match=r"text_input: (This model's maximum|\d+ bytes are too many)"):
+    # Which limit comes first depends on the machine.
+    limits = r"This model's maximum|\d+ bytes are too many|the text takes the tokenizer too long"
+    with pytest.raises(Refused, match=rf"text_input: ({limits})"):
         ask(echo.grpc, request("generate", text("x" * size)))
     assert time.monotonic() - started < 4  # under a second alone; the machine may be busy
 

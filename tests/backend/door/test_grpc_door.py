@@ -556,6 +556,7 @@ def is_running(pid):
         return False
 
 
+@pytest.mark.alone
 def test_the_door_starts_within_a_second_and_imports_nothing_heavy(tmp_path):
     triton = StandIn()
     started = time.monotonic()

@@ -51,16 +51,20 @@ class InFlight:
         self._wants_final.setdefault(request.id, deque()).append(wants)
         self._count += 1
 
-    def end(self, request_id: str) -> bool:
-        """Count its end; returns whether the client enabled the empty last response."""
+    def wants_final(self, request_id: str) -> bool:
+        """Whether the client enabled the empty last response of this request."""
+        waiting = self._wants_final.get(request_id)
+        return waiting[0] if waiting else True
+
+    def end(self, request_id: str) -> None:
+        """Count the end of a request."""
         waiting = self._wants_final.get(request_id)
         if not waiting:
-            return True
+            return
         self._count -= 1
-        wants = waiting.popleft()
+        waiting.popleft()
         if not waiting:
             del self._wants_final[request_id]
-        return wants
 
 
 class Stream:
@@ -157,30 +161,35 @@ class Stream:
         call = self._call
         while (data := await triton.read()) is not grpc.aio.EOF:
             call.waiting_since = time.monotonic()
-            is_last = data[:1] == ERROR_TAG or FINAL in data
-            passed = self._last(data) if is_last else data
+            may_be_last = data[:1] == ERROR_TAG or FINAL in data
+            passed, ended = self._last(data) if may_be_last else (data, None)
             if passed is not None:
                 await call.write(passed)
-            if is_last and not self._in_flight:
+            if ended is None:
+                continue
+            # Not before the write: while the server drains, a call without requests is ended.
+            self._in_flight.end(ended)
+            if not self._in_flight:
                 call.waiting_since = math.inf
                 if not self._is_half_closed:  # otherwise Triton ends it now
                     self._calls.became_idle(call)
         if not self._is_half_closed:
             raise Refused(Code.UNAVAILABLE, status.LOST)
 
-    def _last(self, data: bytes) -> bytes | None:
-        """Count the end of a request if `data` is its last response; returns what to relay."""
+    def _last(self, data: bytes) -> tuple[bytes | None, str | None]:
+        """What to relay of a response that may be its request's last, and the id of the request if
+        it is."""
         response = messages.StreamResponse.FromString(data)
         answer = response.infer_response
         has_mark = "triton_final_response" in answer.parameters
         is_final = has_mark and answer.parameters["triton_final_response"].bool_param
         if response.error_message:
-            if is_final or not has_mark:
-                self._in_flight.end(answer.id)
-            return _cleaned(response, data)
-        if is_final and not self._in_flight.end(answer.id) and not answer.outputs:
-            return None
-        return data
+            ends = is_final or not has_mark
+            return _cleaned(response, data), answer.id if ends else None
+        if not is_final:
+            return data, None
+        is_wanted = answer.outputs or self._in_flight.wants_final(answer.id)
+        return data if is_wanted else None, answer.id
 
 
 def _cleaned(response: Any, data: bytes) -> bytes:
