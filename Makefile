@@ -16,9 +16,9 @@ PYTHON =
 VENV = .venv
 BIN = $(VENV)/bin
 PIP = $(BIN)/python -m pip --disable-pip-version-check install --quiet
-# Distribute whole files over up to four processes, in order: by default xdist starts with the files
-# that have the most tests, and the slowest file runs last, alone.
-SIDE_BY_SIDE = -n logical --maxprocesses 4 --dist loadfile --no-loadscope-reorder
+# Distribute whole files over some processes (tests/conftest.py), in order: by default xdist starts
+# with the files that have the most tests, and the slowest file runs last, alone.
+SIDE_BY_SIDE = -n auto --dist loadfile --no-loadscope-reorder
 # pip would see packages on PYTHONPATH, but Triton's stub would not.
 # Bytecode is kept: many short processes import the same modules.
 RUN = env -u PYTHONPATH -u PYTHONHOME -u PYTHONDONTWRITEBYTECODE
@@ -30,8 +30,7 @@ demo: $(VENV)/.serve
 	$(RUN) $(BIN)/inflight demo
 
 test: $(VENV)/.dev
-	$(PYTEST) -m "not (gpu or integration or alone or long)" $(WITHOUT_GPU) $(SIDE_BY_SIDE)
-	$(PYTEST) -m "integration and not (alone or long)" $(SIDE_BY_SIDE) tests/integration
+	$(PYTEST) -m "not (gpu or alone or long)" $(WITHOUT_GPU) $(SIDE_BY_SIDE)
 	$(PYTEST) -m "alone and not long" $(WITHOUT_GPU)
 
 test-long: $(VENV)/.dev

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from operator import itemgetter
+from pathlib import Path
 
 import pytest
+
+INTEGRATION = Path(__file__).parent / "integration"
 
 # Before anything imports torch: the suite runs alongside its own servers (see runner.build).
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")
@@ -14,6 +18,25 @@ _num_processes = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
 if _num_processes > 1:
     _num_threads = max(1, (os.cpu_count() or 1) // _num_processes)
     os.environ.setdefault("OMP_NUM_THREADS", str(_num_threads))
+
+
+def pytest_xdist_auto_num_workers() -> int:
+    """One process more than cores, up to five: about one of them waits for a server at a time."""
+    return min(os.cpu_count() or 1, 4) + 1
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Spread the files of integration tests, which mostly wait, evenly over the others."""
+    files: dict[bool, dict[Path, list[pytest.Item]]] = {True: {}, False: {}}
+    for item in items:
+        is_integration = item.path.is_relative_to(INTEGRATION)
+        files[is_integration].setdefault(item.path, []).append(item)
+    placed = [
+        (number / len(group), tests)
+        for group in files.values()
+        for number, tests in enumerate(group.values())
+    ]
+    items[:] = [item for _, tests in sorted(placed, key=itemgetter(0)) for item in tests]
 
 
 @pytest.fixture(autouse=True)
