@@ -537,6 +537,12 @@ TENSORS: dict[str, tuple[str, Any, str]] = {
     "50-reserved-generate": ("generate", {**PROMPT, "triton_x": 1}, "triton_x: is reserved"),
     "50-object": ("infer", infer(parameters={"a": {}}), "parameters.a: is an object"),
     "50-object-generate": ("generate", {**PROMPT, "extra": {"a": {"b": 1}}}, "extra: is an object"),
+    "50-many": ("infer", infer(parameters={f"p{i}": 1 for i in range(65)}), "has 65 parameters"),
+    "50-many-generate": (
+        "generate",
+        {**PROMPT, **{f"p{i}": 1 for i in range(65)}},
+        "body: has 65 parameters; allowed: up to 64",
+    ),
     "50-null": ("generate", {**PROMPT, "extra": None}, "extra: is null"),
     "50-array": ("generate", {**PROMPT, "extra": [1]}, "extra: is an array"),
     "50-parameters": ("generate", {**PROMPT, "parameters": 5}, "parameters: is an integer"),
@@ -1010,3 +1016,21 @@ def test_the_access_log_has_no_prompts(tmp_path: Path) -> None:
     assert [one["status"] for one in records] == [200, 404]
     assert "secret" not in "".join(lines)
     assert os.fspath(tmp_path) not in "".join(lines)
+
+
+@pytest.mark.alone
+def test_a_body_of_many_values_delays_no_other_request(tmp_path: Path) -> None:
+    """Checked on the event loop, it delays probes by 0.3 to 0.5 s."""
+    body = json.dumps({"text_input": [{}] * 1_000_000}).encode()
+    with a_door(tmp_path, limits={}) as door:
+        found: list[tuple[int, str]] = []
+        sender = threading.Thread(target=lambda: found.append(post(door, body)))
+        sender.start()
+        delays = []
+        while sender.is_alive():
+            started = time.monotonic()
+            assert ask(door, "GET", "/v2/health/live")[0] == 200
+            delays.append(time.monotonic() - started)
+        sender.join()
+    assert found[0][0] == 400 and "text_input: is nested" in found[0][1]
+    assert max(delays) < 0.2  # 0.1 s: the parser itself does not yield

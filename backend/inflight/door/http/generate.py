@@ -18,7 +18,6 @@ from inflight.door.http.values import (
     DATATYPES,
     Datatype,
     check_elements,
-    check_name,
     check_parameters,
     parse,
     title,
@@ -95,13 +94,14 @@ def rebuild(body: bytes, inputs: dict[str, Datatype], limits: Limits) -> bytes:
 
 def _check_members(where: str, members: dict[str, Any], inputs: dict[str, Datatype]) -> None:
     """Check each member as the input, or else as the request parameter, of that name."""
+    parameters = {}
     for name, value in members.items():
         datatype = inputs.get(name)
         if datatype is not None:
             _check_input(f"{where}{name}", datatype, value)
         elif where or name != "parameters":
-            check_name(f"{where}{name}", name)
-            check_parameters(where, {name: value})
+            parameters[name] = value
+    check_parameters(where, parameters)
 
 
 def _check_input(where: str, datatype: Datatype, value: Any) -> None:

@@ -18,6 +18,7 @@ MAX_FP32 = 3.4028234663852886e38
 MAX_FP64 = sys.float_info.max
 MAX_NAME = 256
 MAX_TEXT_PARAMETER = 64 << 10
+MAX_PARAMETERS = 64
 _TITLES = {
     dict: "an object", list: "an array", str: "a string", bool: "a boolean", int: "an integer",
     float: "a number with a fraction", type(None): "null",
@@ -154,7 +155,10 @@ def flatten(where: str, data: Any, max_rank: int) -> list[Any]:
 
 
 def check_parameters(where: str, parameters: Mapping[str, Any]) -> None:
-    """Refuse parameters of a request that are no scalars, or out of bounds."""
+    """Refuse too many parameters, and those that are no scalars or out of bounds."""
+    if len(parameters) > MAX_PARAMETERS:
+        at = where.rstrip(".") or "body"
+        raise Refusal(f"{at}: has {len(parameters)} parameters; allowed: up to {MAX_PARAMETERS}")
     for name, value in parameters.items():
         at = f"{where}{name}"
         check_name(at, name)
