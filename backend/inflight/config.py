@@ -51,6 +51,7 @@ Model = Annotated[
     str, Meta(description="the path of a .gguf file or a Hugging Face folder, or package:NAME")
 ]
 Count = Annotated[int, Meta(ge=1)]
+Share = Annotated[float, Meta(ge=0.01, le=0.99)]
 ByDevice = Annotated[int, Meta(ge=0, description="1 or more, or 0 for the default of the device")]
 
 _TYPE_NAMES: dict[Any, str] = {
@@ -75,11 +76,13 @@ class Setting:
         meaning: sentences for the reference page.
         default: meaning of the default, unless its value shows it.
         former: a former name, which is accepted with a warning.
+        former_meaning: how the value's meaning has changed, for the warning.
     """
 
     meaning: str
     default: str = ""
     former: str | None = None
+    former_meaning: str = ""
 
 
 class SpeculativeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -166,7 +169,7 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
         Count | None,
         Setting(
             "Memory of the KV pool. `num_blocks` overrides it.",
-            default="1 GiB; on a GPU what `gpu_memory` leaves",
+            default="1 GiB; on a GPU what `gpu_memory_utilization` leaves",
             former="kv_cache_bytes",
         ),
     ] = None
@@ -174,11 +177,19 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
         Count | None,
         Setting("KV blocks in the pool.", default="from `kv_cache_memory_bytes`"),
     ] = None
-    gpu_memory: Annotated[
-        float,
-        Meta(ge=0.1, le=0.99),
-        Setting("Fraction of the GPU's memory that may be in use, by all processes together."),
-    ] = 0.95
+    gpu_memory_utilization: Annotated[
+        Share | None,
+        Setting(
+            "The engine's budget as a fraction of the GPU's memory: weights, KV pool, and 1 GiB "
+            "for the CUDA context, kernels and graphs. It counts for this engine alone; the "
+            "budgets of all engines on a GPU must fit into it together. Without effect if "
+            "`num_blocks` or `kv_cache_memory_bytes` is set.",
+            default="0.92, but no more KV than `max_num_seqs` sequences of `max_model_len` take",
+            former="gpu_memory",
+            former_meaning="it was a fraction in use by all processes together and is now the "
+            "budget of this engine alone",
+        ),
+    ] = None
     cuda_graphs: Annotated[
         bool,
         Setting(
@@ -333,8 +344,14 @@ def _former_names(kind: type[msgspec.Struct]) -> dict[str, str]:
     }
 
 
+def _changed_meanings(kind: type[msgspec.Struct]) -> dict[str, str]:
+    found = [(field.name, setting(field).former_meaning) for field in msgspec.structs.fields(kind)]
+    return {name: f"; {meaning}" for name, meaning in found if meaning}
+
+
 _FORMER_NAMES = _former_names(EngineConfig)
 _FORMER_SPECULATIVE_NAMES = _former_names(SpeculativeConfig)
+_CHANGED_MEANINGS = _changed_meanings(EngineConfig)
 
 
 def _with_current_names(
@@ -350,7 +367,10 @@ def _with_current_names(
                 f"{where}: {prefix}{former}: is a former name of {name}, which is set as well; "
                 "remove the former one"
             )
-        logger.warning("%s: %s%s is deprecated; use %s%s", where, prefix, former, prefix, name)
+        changed = _CHANGED_MEANINGS.get(prefix + name, "")
+        logger.warning(
+            "%s: %s%s is deprecated; use %s%s%s", where, prefix, former, prefix, name, changed
+        )
         found[name] = found.pop(former)
     return found
 

@@ -55,7 +55,7 @@ def test_each_setting_is_taken_over() -> None:
         "block_size": 8,
         "kv_cache_memory_bytes": 1000,
         "num_blocks": 7,
-        "gpu_memory": 0.5,
+        "gpu_memory_utilization": 0.5,
         "cuda_graphs": False,
         "batch_invariant": True,
         "random_weights": True,
@@ -100,9 +100,18 @@ def test_each_setting_is_taken_over() -> None:
             {"model": "m", "enable_prefix_caching": 1},
             "enable_prefix_caching: 1 .*; allowed: true or false$",
         ),
-        ({"model": "m", "gpu_memory": "9"}, "'9' .*; allowed: a number, 0.1 to 0.99$"),
-        ({"model": "m", "gpu_memory": False}, "gpu_memory: false is of the wrong type"),
-        ({"model": "m", "gpu_memory": float("nan")}, "gpu_memory: NaN is out of range"),
+        (
+            {"model": "m", "gpu_memory_utilization": "9"},
+            "'9' .*; allowed: a number, 0.01 to 0.99; or null$",
+        ),
+        (
+            {"model": "m", "gpu_memory_utilization": False},
+            "gpu_memory_utilization: false is of the wrong type",
+        ),
+        (
+            {"model": "m", "gpu_memory_utilization": float("nan")},
+            "gpu_memory_utilization: NaN is out of range",
+        ),
         (
             {"model": "m", "log_stats_interval_s": -1},
             "here: log_stats_interval_s: -1 is out of range; allowed: 0 to 86400$",
@@ -110,7 +119,10 @@ def test_each_setting_is_taken_over() -> None:
         ({"model": ["x" * 999]}, r'here: model: \["x{78}\.\.\. is of the wrong type'),
         ({"model": "m", "device": "cudo"}, "here: device: 'cudo' is unknown; allowed: auto, cpu, "),
         ({"model": "m", "device": "GPU"}, "'GPU' is unknown; .*; did you mean 'cuda'"),
-        ({"model": "m", "gpu_memory": 1.5}, "here: gpu_memory: 1.5 is out of range; allowed: 0.1"),
+        (
+            {"model": "m", "gpu_memory_utilization": 1.5},
+            "here: gpu_memory_utilization: 1.5 is out of range; allowed: 0.01",
+        ),
         (
             {"model": "m", "device": "cuda", "dtype": "float32"},
             "here: dtype: float32 is not supported on GPUs; allowed: bfloat16",
@@ -183,6 +195,7 @@ def test_invalid_operands_are_named(raw: object, words: str) -> None:
         ("max_batch_tokens", "max_num_batched_tokens", 500),
         ("prefix_cache", "enable_prefix_caching", False),
         ("kv_cache_bytes", "kv_cache_memory_bytes", 1 << 20),
+        ("gpu_memory", "gpu_memory_utilization", 0.5),
     ],
 )
 def test_a_former_name_is_accepted_with_a_warning(
@@ -193,6 +206,14 @@ def test_a_former_name_is_accepted_with_a_warning(
     assert f"here: {former} is deprecated; use {name}" in caplog.text
     with pytest.raises(ConfigError, match=f"here: {former}: .* former name of {name}"):
         parse({"model": "m", former: value, name: value}, "here")
+
+
+def test_the_warning_about_gpu_memory_states_its_new_meaning(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    parse({"model": "m", "gpu_memory": 0.5}, "here")
+    assert "use gpu_memory_utilization; it was a fraction in use by all processes" in caplog.text
+    assert "is now the budget of this engine alone" in caplog.text
 
 
 def test_former_names_of_speculative_decoding_are_accepted(

@@ -26,6 +26,7 @@ class CountingRunner:
         self.steps_ahead = 0
         self.step_costs: StepCosts | None = None
         self.supports_host_drafts = True
+        self.gpu_budget_bytes = 0
         self.batches: list[Batch] = []
         self.raises: Exception | None = None
         self.poisoned: set[int] = set()
@@ -110,6 +111,7 @@ class PagedRunner:
         self.steps_ahead = steps_ahead
         self.step_costs: StepCosts | None = None
         self.supports_host_drafts = True
+        self.gpu_budget_bytes = 0
         self.draft: Callable[[list[int], int], list[int]] = lambda ids, count: []
         self.log: list[str] = []
         self.failing_launches: set[int] = set()

@@ -132,7 +132,10 @@ class HostCuda:
         pass
 
     def mem_get_info(self, device: object) -> tuple[int, int]:
-        return 1 << 30, 1 << 30
+        return 2 << 30, 2 << 30
+
+    def memory_reserved(self, device: object) -> int:
+        return 0
 
     def graph_pool_handle(self) -> tuple[int, int]:
         return 0, 0

@@ -78,6 +78,7 @@ class CpuRunner:
         self.steps_ahead = 0
         self.step_costs: StepCosts | None = None
         self.supports_host_drafts = True
+        self.gpu_budget_bytes = 0
         self._dtype = _DTYPES[config.dtype]
         self._cache = KVCache(layout, self.num_blocks, self.block_size)
         max_len = spec.max_model_len(config)

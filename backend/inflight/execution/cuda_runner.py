@@ -36,7 +36,7 @@ from inflight.execution.graph_buckets import (
 )
 from inflight.execution.launch_recording import find_kernels
 from inflight.execution.top_logprobs import TopLogprobs
-from inflight.kv.budget import num_kv_blocks
+from inflight.kv.budget import gpu_budget_bytes, gpu_pool_bytes, num_kv_blocks
 from inflight.models.decoder_cuda import DecoderSettings
 from inflight.models.spec import ModelSpec
 from inflight.scheduling.draft_budget import StepCosts
@@ -94,6 +94,7 @@ class CudaRunner:
         self.max_rows = self._max_rows = _max_rows(config)
         source = find_drafter(config, checkpoint, spec)
         self._device = torch.device("cuda", torch.cuda.current_device())
+        self._allocated_before = self._allocated_bytes()  # other engines of this process
         self._settings = DecoderSettings(
             _DTYPE,
             self._device,
@@ -127,8 +128,8 @@ class CudaRunner:
                 self._prepare(config, progress)
             except torch.OutOfMemoryError as error:
                 raise ConfigError(
-                    f"gpu_memory: the model does not fit in GPU memory ({error}); lower "
-                    "max_num_batched_tokens or max_num_seqs"
+                    "gpu_memory_utilization: the model does not fit in GPU memory "
+                    f"({error}); lower max_num_batched_tokens or max_num_seqs"
                 ) from None
             except CompileError as error:
                 raise ConfigError(f"device: the kernels could not be compiled: {error}") from None
@@ -208,20 +209,22 @@ class CudaRunner:
     def _allocate(self, config: EngineConfig, spec: ModelSpec, source: DrafterSpec | None) -> None:
         """Allocate the KV pool, and the drafter's caches."""
         kv_dtype = self._settings.kv_dtype
-        free = self._free_bytes(config.gpu_memory)
+        used = self._allocated_bytes() - self._allocated_before
         block_bytes = spec.kv_layout(kv_dtype).block_bytes(config.block_size)
         if source is not None:
-            free -= source.scratch_bytes(config, spec, kv_dtype)
+            used += source.scratch_bytes(config, spec, kv_dtype)
             block_bytes += source.block_bytes(config, kv_dtype)
-        self.num_blocks = num_kv_blocks(config, block_bytes, free)
+        _, total = torch.cuda.mem_get_info(self._device)
+        sizes = (total, used, block_bytes, spec.max_model_len(config))
+        self.num_blocks = num_kv_blocks(config, block_bytes, gpu_pool_bytes(config, *sizes))
+        self.gpu_budget_bytes = gpu_budget_bytes(config, *sizes)
         self._steps.allocate(self.num_blocks)
 
-    def _free_bytes(self, share: float) -> int:
-        """Memory for the pool: free memory minus the fraction of the GPU that must remain free."""
+    def _allocated_bytes(self) -> int:
+        """GPU memory that torch has reserved in this process."""
         torch.cuda.synchronize(self._device)
         torch.cuda.empty_cache()
-        free, total = torch.cuda.mem_get_info(self._device)
-        return free - int(total * (1.0 - share))
+        return torch.cuda.memory_reserved(self._device)
 
     def _warm_up(self, config: EngineConfig) -> None:
         """Run dummy steps of each kind, so that everything is compiled, loaded and allocated.

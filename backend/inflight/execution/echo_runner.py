@@ -25,6 +25,7 @@ class EchoRunner:
         self.steps_ahead = 0
         self.step_costs: StepCosts | None = None
         self.supports_host_drafts = False
+        self.gpu_budget_bytes = 0
 
     def launch(self, batch: Batch) -> CompletedStep:
         token_ids = [[_echo(chunk.sequence)] if chunk.samples else [] for chunk in batch.chunks]

@@ -19,6 +19,8 @@ from inflight.errors import ConfigError
 from inflight.execution.drafters.registry import find_method
 from inflight.execution.echo_runner import EchoRunner
 from inflight.execution.runner import Runner
+from inflight.kv.budget import gpu_budget_bytes
+from inflight.kv.gpu import CurrentGpu, Gpu
 from inflight.models.registry import read_spec
 from inflight.models.spec import ModelSpec
 
@@ -78,6 +80,38 @@ _NO_COMPILER = "the kernel compiler is missing; run in the repository: pip insta
 
 def _has_compiler() -> bool:
     return all(importlib.util.find_spec(name) is not None for name in ("cuda", "cuda.core"))
+
+
+def gpu_of(config: EngineConfig) -> Gpu | None:
+    """The GPU that an engine will run on; None for a CPU, and if torch finds no GPU.
+
+    config: after `resolve_device`.
+    """
+    if config.device != "cuda":
+        return None
+    _prepare_openmp()
+    import torch
+
+    return CurrentGpu() if torch.cuda.is_available() else None
+
+
+def expected_budget_bytes(config: EngineConfig, checkpoint: Checkpoint, total_bytes: int) -> int:
+    """The budget of an engine on a GPU, before it is loaded; a drafter's weights are not counted.
+
+    Args:
+        config: the engine's settings, after `resolve_device`.
+        checkpoint: the model's files.
+        total_bytes: of the GPU.
+
+    Raises:
+        ConfigError: the checkpoint is corrupt or not supported, or the budget is too small.
+    """
+    spec = read_spec(checkpoint)
+    weight_bytes = 2 * spec.matrix_elements  # bfloat16
+    block_bytes = spec.kv_layout("bfloat16").block_bytes(config.block_size)
+    return gpu_budget_bytes(
+        config, total_bytes, weight_bytes, block_bytes, spec.max_model_len(config)
+    )
 
 
 def _prepare_openmp() -> None:

@@ -33,6 +33,7 @@ class Runner(Protocol):
             tokens of a launched batch are committed.
         step_costs: step times, if it has a drafter; None without one, and then no chunk has drafts.
         supports_host_drafts: whether sequences that need committed tokens may have drafts.
+        gpu_budget_bytes: GPU memory that it may use; 0 on a CPU.
     """
 
     num_blocks: int
@@ -42,6 +43,7 @@ class Runner(Protocol):
     steps_ahead: int
     step_costs: StepCosts | None
     supports_host_drafts: bool
+    gpu_budget_bytes: int
 
     def launch(self, batch: Batch) -> PendingStep:
         """Copy blocks, draft, compute the batch, sample.

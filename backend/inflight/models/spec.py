@@ -143,6 +143,12 @@ class ModelSpec:
         return tuple(dict.fromkeys(layer.attention for layer in self.layers))
 
     @property
+    def matrix_elements(self) -> int:
+        """Number of elements of all weight matrices, with the embedding and the output layer."""
+        embeddings = self.vocab_size * self.hidden_size * (1 if self.tie_word_embeddings else 2)
+        return self.num_layers * self.matrix_elements_per_layer + embeddings
+
+    @property
     def matrix_elements_per_layer(self) -> int:
         """Mean number of elements of a layer's weight matrices."""
         total = 0

@@ -22,6 +22,7 @@ from inflight.execution import cuda_runner
 from inflight.execution import factory as runners
 from inflight.execution.device_batch import DeviceBatch
 from inflight.execution.drafters.drafter import DeviceDrafter
+from inflight.kv.budget import GPU_OVERHEAD_BYTES
 from inflight.models import decoder_cuda
 from inflight.sampling.params import SamplingParams
 from inflight_kernels.ops import gemm
@@ -566,9 +567,24 @@ def test_nan_logits_fail_only_their_own_request(tmp_path: Path) -> None:
     assert all(len(outputs[index]) == 16 or 7 in outputs[index] for index in outputs if index != 5)
 
 
-def test_the_pool_uses_the_free_gpu_memory(checkpoint: Checkpoint) -> None:
-    engine = make_engine(checkpoint, num_blocks=None, gpu_memory=0.93)
-    free, total = torch.cuda.mem_get_info()
-    assert 0.92 <= 1 - free / total < 0.95
+def test_the_pool_uses_the_budget(checkpoint: Checkpoint) -> None:
+    """As counted for this process: other tests may use the same GPU."""
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_reserved()
+    total = torch.cuda.mem_get_info()[1]
+    share = 4 * GPU_OVERHEAD_BYTES / total
+    engine = make_engine(checkpoint, num_blocks=None, gpu_memory_utilization=share)
+    used = torch.cuda.memory_reserved() - before
+    assert 2.9 * GPU_OVERHEAD_BYTES < used < 4 * GPU_OVERHEAD_BYTES
+    assert engine.runner.gpu_budget_bytes == pytest.approx(4 * GPU_OVERHEAD_BYTES, rel=1e-3)
+    inputs = prompts(24)
+    assert len(generate(engine, requests(inputs))) == 24
+
+
+def test_by_default_the_pool_has_blocks_for_all_sequences_and_no_more(
+    checkpoint: Checkpoint,
+) -> None:
+    engine = make_engine(checkpoint, num_blocks=None)
+    assert engine.runner.num_blocks == 24 * MAX_LEN // engine.runner.block_size
     inputs = prompts(24)
     assert len(generate(engine, requests(inputs))) == 24

@@ -13,6 +13,7 @@ import torch
 import host_kernels
 from device_drafting import DraftingClaims, Rig, drafters, small_rig, ways
 from inflight.engine.engine import generate
+from inflight.kv import budget
 
 
 @pytest.fixture(autouse=True)
@@ -82,7 +83,8 @@ def test_model_and_drafter_share_the_memory(
     """In proportion to what their blocks take, and with room for the blocks that drafts lack."""
     total = 16 << 20
     monkeypatch.setattr(host_kernels.HostCuda, "mem_get_info", lambda *given: (total, total))
-    engine = rig.make_engine(drafter, num_blocks=None, gpu_memory=0.5)
+    monkeypatch.setattr(budget, "GPU_OVERHEAD_BYTES", 0)
+    engine = rig.make_engine(drafter, num_blocks=None, gpu_memory_utilization=0.5)
     runner = engine.runner
     caches = runner._steps.caches  # type: ignore[attr-defined]
     own_layers = {"draft_model": 5, "eagle3": 1}.get(drafter["method"], 0)
