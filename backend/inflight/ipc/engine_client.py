@@ -8,7 +8,6 @@ engine without configuration.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
 import itertools
 import logging
@@ -26,6 +25,7 @@ from inflight.core.request import Request, TokenEvent
 from inflight.engine.metrics.snapshot import Metrics
 from inflight.engine.stats import Stats
 from inflight.errors import CapacityError, ConfigError, EngineError, from_kind
+from inflight.ipc.file_lock import file_lock
 from inflight.ipc.frames import (
     PROTOCOL,
     Cancel,
@@ -305,7 +305,7 @@ def attach_front(
 
 def _start_unless_it_listens(model_directory: Path, owner: Owner) -> None:
     path = socket_path(model_directory, owner.pid)
-    with _file_lock(path.with_suffix(".lock")):
+    with file_lock(path.with_suffix(".lock")):
         if not _listens(path):
             process = start_engine(model_directory, owner)
             _wait_until_it_listens(path, process)
@@ -361,11 +361,3 @@ def _listens(path: Path) -> bool:
         except OSError:
             return False
         return True
-
-
-@contextlib.contextmanager
-def _file_lock(path: Path) -> Iterator[None]:
-    with open(path, "a") as file:
-        os.chmod(path, 0o600)
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield

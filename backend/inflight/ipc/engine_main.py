@@ -20,7 +20,7 @@ import sys
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import msgspec
@@ -50,10 +50,12 @@ from inflight.ipc.frames import (
     Submit,
     Welcome,
 )
+from inflight.ipc.gpu_ledger import GpuLedger, Reservation
 from inflight.ipc.heartbeat import Heartbeat
 from inflight.ipc.owner import Owner
 from inflight.ipc.processes import Process, end_with
-from inflight.ipc.runtime_folder import remove_folder_of
+from inflight.ipc.runtime_folder import gpu_folder, remove_folder_of
+from inflight.kv.gpu import Gpu
 
 logger = logging.getLogger("inflight.engine")
 
@@ -368,14 +370,40 @@ class EngineProcess:
                 peer.send(StepEvents(its_events))
 
 
+@contextlib.contextmanager
+def reserved(
+    gpu: Gpu, model: str, num_bytes: int, progress: Callable[[str, float], None]
+) -> Iterator[Reservation]:
+    """Reserve this process's budget on a GPU; see `GpuLedger.reserve`."""
+    this = Process.find(os.getpid())
+    assert this is not None
+
+    def wait(models: list[str]) -> None:
+        progress(f"waiting for {', '.join(models) or 'GPU memory'}", 0.06)
+
+    with GpuLedger(gpu_folder(), gpu).reserve(model, num_bytes, this, wait) as reservation:
+        yield reservation
+
+
 def load(
-    config: settings.EngineConfig, hub: Hub, on_launch: Callable[[float], None]
+    config: settings.EngineConfig, name: str, hub: Hub, beat: Callable[[float], None]
 ) -> tuple[Engine, Welcome]:
-    """Build the engine, reporting progress to the hub; on_launch: see `StepPipeline`.
+    """Build the engine, reporting progress to the hub.
+
+    Args:
+        config: its settings.
+        name: of the model in its repository.
+        beat: called with the seconds within which it will be called again.
 
     Raises:
-        ConfigError: the checkpoint or a setting is not supported.
+        ConfigError: the checkpoint or a setting is not supported, or other engines have reserved
+            the GPU's memory.
     """
+
+    def progress(what: str, fraction: float) -> None:
+        beat(LOADING_PATIENCE_S)
+        hub.broadcast(Loading(what, fraction))
+
     # Imported here: torch takes seconds, and peers should see progress before.
     hub.broadcast(Loading("importing torch", 0.02))
     from inflight.execution import factory as runners
@@ -386,13 +414,25 @@ def load(
     tokenizer = Tokenizer.load_if_present(checkpoint)
     config, where = runners.resolve_device(config, checkpoint)
     logger.info("device: %s", where)
-    runner, model_config = runners.build(
-        config, checkpoint, lambda what, fraction: hub.broadcast(Loading(what, fraction))
-    )
+    gpu = runners.gpu_of(config)
+    if gpu is None:
+        runner, model_config = runners.build(config, checkpoint, progress)
+    else:
+        expected = runners.expected_budget_bytes(config, checkpoint, gpu.total_bytes)
+        with reserved(gpu, f"{name} ({checkpoint.name})", expected, progress) as reservation:
+            runner, model_config = runners.build(config, checkpoint, progress)
+            reservation.settle(runner.gpu_budget_bytes)
     max_model_len = model_config.max_model_len(config)
     # Some GGUF files name only the end of text, while their chat template ends turns with another.
     ends = {*model_config.eos_token_ids, *(tokenizer.eos_ids if tokenizer else ())}
-    engine = Engine(config, runner, max_model_len, ends, tokenizer, on_launch=on_launch)
+    engine = Engine(
+        config,
+        runner,
+        max_model_len,
+        ends,
+        tokenizer,
+        on_launch=lambda seconds: beat(seconds + BEAT_PATIENCE_S),
+    )
     return engine, Welcome(
         front_id=0,
         model_name=checkpoint.name,
@@ -424,9 +464,8 @@ def main(arguments: list[str]) -> None:
     heartbeat.beat(LOADING_PATIENCE_S)
     started = time.monotonic()
     try:
-        engine, welcome = load(
-            settings.load(config_path), hub, lambda s: heartbeat.beat(s + BEAT_PATIENCE_S)
-        )
+        name = config_path.parent.parent.name
+        engine, welcome = load(settings.load(config_path), name, hub, heartbeat.beat)
     except InflightError as error:
         logger.error("cannot load: %s", error)
         hub.broadcast(LoadFailed(error.kind, str(error)))

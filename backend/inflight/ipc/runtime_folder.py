@@ -22,6 +22,17 @@ def folder_of(owner_pid: int) -> Path:
     return folder
 
 
+def gpu_folder() -> Path:
+    """The folder for what the engines of all servers of this user share about GPUs.
+
+    Raises:
+        ConfigError: the runtime folder belongs to somebody else.
+    """
+    folder = _base() / "gpus"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    return folder
+
+
 def remove_folder_of(owner_pid: int) -> None:
     shutil.rmtree(_base() / str(owner_pid), ignore_errors=True)
 
