@@ -52,10 +52,12 @@ app = typer.Typer(
 )
 repo = typer.Typer(no_args_is_help=True, help="Model repositories.")
 tokenizer = typer.Typer(no_args_is_help=True, help="The tokenizer of a served model.")
+model_commands = typer.Typer(no_args_is_help=True, help="The models of a running server.")
 bench = typer.Typer(no_args_is_help=True, help="Measurements on this machine.")
 app.add_typer(repo, name="repo")
 app.add_typer(tokenizer, name="tokenizer")
 app.add_typer(bench, name="bench")
+app.add_typer(model_commands, name="model")
 
 Model = Annotated[str, typer.Option(help="A .gguf file, a Hugging Face folder, or package:NAME.")]
 Url = Annotated[str, typer.Option(envvar="INFLIGHT_URL", help="gRPC address, host:port.")]
@@ -75,6 +77,11 @@ Settings = Annotated[
         "--set", metavar="KEY=VALUE", help="Override a setting of engine.json; repeatable."
     ),
 ]
+ModelName = Annotated[str, typer.Argument(help="Name of the model with the engine, such as llm.")]
+ServerPort = Annotated[
+    int | None, typer.Option("--port", help="HTTP port of the server, if there are several.")
+]
+ModelJson = Annotated[bool, typer.Option("--json", help="For programs: one JSON object.")]
 
 
 def _version(wanted: bool) -> None:
@@ -126,6 +133,13 @@ def serve(  # typer reads the options from the signature
             show_default=False,
         ),
     ] = None,
+    model_control: Annotated[
+        bool, typer.Option("--model-control", help="Let `inflight model` load and unload models.")
+    ] = False,
+    load_model: Annotated[
+        list[str] | None,
+        typer.Option(help="With --model-control: load only this model first; repeatable."),
+    ] = None,
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Show the log.")] = False,
 ) -> None:
     """Start tritonserver with the ensembles and serve until Ctrl-C, which drains."""
@@ -134,6 +148,7 @@ def serve(  # typer reads the options from the signature
 
     from inflight.cli import serve as serving
     from inflight.deploy import repository as repositories
+    from inflight.deploy.model_group import ALL_MODELS
     from inflight.supervision.supervisor import Supervisor
 
     if model is not None and repository:
@@ -142,6 +157,8 @@ def serve(  # typer reads the options from the signature
         raise typer.BadParameter(
             "--set requires --model; a repository has its settings in engine.json"
         )
+    if load_model and not model_control:
+        raise typer.BadParameter("--load-model requires --model-control")
     with contextlib.ExitStack() as stack:
         if model is not None:
             folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="inflight-"))
@@ -157,6 +174,7 @@ def serve(  # typer reads the options from the signature
             drain_s=drain,
             guards_grpc=grpc_guard,
             metrics_compat=metrics_compat,
+            controlled=(load_model or ALL_MODELS) if model_control else None,
         )
         status = serving.run(supervisor, verbose=verbose)
     raise typer.Exit(status)
@@ -346,6 +364,35 @@ def tokenizer_export(
         model = config.load(repository.shipped()[0] / "llm" / "1" / "engine.json").model
     export(locate(model), directory)
     typer.echo(f"wrote {directory}")
+
+
+@model_commands.command("load")
+def model_load(
+    name: ModelName,
+    set_: Settings = None,
+    port: ServerPort = None,
+    json_: ModelJson = False,
+) -> None:
+    """Load a model, or replace it; requests of the former one finish."""
+    from inflight.cli import model
+
+    model.load(name, _settings(set_), port=port, as_json=json_)
+
+
+@model_commands.command("unload")
+def model_unload(name: ModelName, port: ServerPort = None, json_: ModelJson = False) -> None:
+    """Finish a model's requests and unload it."""
+    from inflight.cli import model
+
+    model.unload(name, port=port, as_json=json_)
+
+
+@model_commands.command("list")
+def model_list(port: ServerPort = None, json_: ModelJson = False) -> None:
+    """Show the models of a running server."""
+    from inflight.cli import model
+
+    model.show(port=port, as_json=json_)
 
 
 @bench.command("engine")

@@ -46,6 +46,9 @@ TRITON_EXIT_S = 4.0
 CHILDREN_EXIT_S = 5.0
 KILLED_EXIT_S = 1.0
 POLL_S = 0.1
+# Of Triton's answers; a load or unload answers when it is done.
+ASK_S = 5.0
+CONTROL_S = 300.0
 
 # Stack of each thread of tritonserver. Its HTTP server (2.51) reads a body with a form content
 # type, as from curl -d, onto the stack: with the usual 8 MB, a body of 5 MB crashed the server.
@@ -100,6 +103,11 @@ class Server:
         drain_s: how long `stop` waits for requests in flight.
         owner: of the engines, if they are to outlive tritonserver; None: tritonserver itself.
         environment: further variables for tritonserver and its stubs.
+        controls_models: whether models are loaded and unloaded while it runs.
+
+    Attributes:
+        loaded: with `controls_models`, the names of the models that it loads at its next start, in
+            an order in which no model needs a later one; None for all.
     """
 
     def __init__(
@@ -112,6 +120,7 @@ class Server:
         drain_s: float = DEFAULT_DRAIN_S,
         owner: Owner | None = None,
         environment: Mapping[str, str] | None = None,
+        controls_models: bool = False,
     ) -> None:
         self.repositories = [Path(path).resolve() for path in repositories]
         self._hosts = (host, host, host) if isinstance(host, str) else host
@@ -120,6 +129,8 @@ class Server:
         self._log_file = log_file
         self._owner = owner
         self._further = dict(environment or {})
+        self._controls_models = controls_models
+        self.loaded: list[str] | None = None
         self._admin_key = secrets.token_urlsafe(24)
         self._process: subprocess.Popen[bytes] | None = None
         self._failures: dict[str, InflightError] = {}
@@ -166,12 +177,13 @@ class Server:
 
     @property
     def models_with_engine(self) -> list[Path]:
-        """The folders of the models that have an engine."""
+        """The folders of the models that have an engine, as far as they are to be loaded."""
         return [
             model
             for path in self.repositories
             for model in sorted(path.iterdir())
             if any(model.glob("*/engine.json"))
+            and (self.loaded is None or model.name in self.loaded)
         ]
 
     def engine_socket(self, model: Path) -> Path:
@@ -285,10 +297,58 @@ class Server:
 
     def models(self) -> list[str]:
         """Names of the models that are ready."""
-        status, body = self._ask("POST", "/v2/repository/index", b"{}")
+        return sorted(self._index(b'{"ready": true}'))
+
+    def load_model(self, name: str, config: str | None = None) -> None:
+        """Load a model; returns once it is ready.
+
+        Args:
+            config: in place of its config.pbtxt, as JSON; a loaded model is replaced if it differs.
+
+        Raises:
+            EngineError: it cannot be loaded, with Triton's reason. One that was loaded before still
+                is.
+        """
+        parameters = {"parameters": {"config": config}} if config is not None else {}
+        self._control(f"{name}/load", msgspec.json.encode(parameters))
+
+    def unload_model(self, name: str, timeout_s: float) -> None:
+        """Unload a model; returns once its requests and its stub have ended.
+
+        Raises:
+            EngineError: Triton refuses, or it takes too long.
+        """
+        self._control(f"{name}/unload", b"{}")
+        deadline = time.monotonic() + timeout_s
+        while self._index(b"{}").get(name, "UNAVAILABLE") != "UNAVAILABLE":
+            if time.monotonic() > deadline:
+                raise EngineError(f"model {name} was not unloaded within {timeout_s:g} s")
+            time.sleep(POLL_S)
+
+    def forget_stubs(self) -> list[Process]:
+        """The remembered stubs that have exited; they are forgotten."""
+        ended = [stub for stub in self._regions_of if not stub.is_running()]
+        for stub in ended:
+            for region in self._regions_of.pop(stub):
+                region.unlink(missing_ok=True)
+        return ended
+
+    def _index(self, body: bytes) -> dict[str, str]:
+        """States of Triton's models, by name; empty if it does not answer."""
+        status, answer = self._ask("POST", "/v2/repository/index", body)
         if status != 200:
-            return []
-        return sorted(entry["name"] for entry in msgspec.json.decode(body))
+            return {}
+        return {one["name"]: one.get("state", "") for one in msgspec.json.decode(answer)}
+
+    def _control(self, path: str, body: bytes) -> None:
+        status, answer = self._ask("POST", f"/v2/repository/models/{path}", body, CONTROL_S)
+        if status == 200:
+            return
+        if not status:
+            raise EngineError("tritonserver did not answer; see its log")
+        text = str(msgspec.json.decode(answer).get("error", ""))
+        reasons = load_failures(text)
+        raise EngineError("; ".join(reasons) or text)
 
     def devices(self) -> dict[str, str]:
         """Description of the device of each model with an engine, by model name."""
@@ -419,7 +479,15 @@ class Server:
         yield f"--http-restricted-api={closed}:{_ADMIN_HEADER}={self._admin_key}"
         yield f"--grpc-restricted-protocol={closed}:{_ADMIN_HEADER}={self._admin_key}"
         yield "--allow-gpu-metrics=false"
-        yield "--model-control-mode=none"
+        if self._controls_models:
+            yield "--model-control-mode=explicit"
+            # Else the server would not be ready while one of its models loads, or cannot load.
+            # Without that, it answers once the models of its start are loaded.
+            yield "--strict-readiness=false"
+            for name in self.loaded if self.loaded is not None else ["*"]:
+                yield f"--load-model={name}"
+        else:
+            yield "--model-control-mode=none"
         # The config.pbtxt files are complete; auto-completion would start every stub twice.
         yield "--disable-auto-complete-config"
         yield "--log-format=ISO8601"
@@ -465,8 +533,10 @@ class Server:
                 engines[model.name] = engine
         return engines
 
-    def _ask(self, method: str, path: str, body: bytes | None = None) -> tuple[int, bytes]:
-        connection = http.client.HTTPConnection(self._hosts[0], self._ports[0], timeout=5)
+    def _ask(
+        self, method: str, path: str, body: bytes | None = None, timeout_s: float = ASK_S
+    ) -> tuple[int, bytes]:
+        connection = http.client.HTTPConnection(self._hosts[0], self._ports[0], timeout=timeout_s)
         try:
             connection.request(method, path, body, {_ADMIN_HEADER: self._admin_key})
             response = connection.getresponse()

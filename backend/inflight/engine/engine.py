@@ -87,7 +87,7 @@ class Engine:
         self.delivery = DeliveryWatch()
         self.speculation = make_draft_budget(config, runner)
         self.grammars = Grammars(tokenizer, runner.vocab_size, self.admission.eos_token_ids)
-        self.draining = False  # the server is stopping: reject new requests
+        self.drain_reason = ""  # unless it is empty, new requests are rejected for it
         self.recorder = Recorder(
             self.scheduler.max_num_seqs, runner.block_size, config.enable_prefix_caching
         )
@@ -146,8 +146,8 @@ class Engine:
 
     def _accept(self, request: Request) -> None:
         """Queue a request; raises as `submit` does."""
-        if self.draining:
-            raise CapacityError("the server is stopping; send the request to another server")
+        if self.drain_reason:
+            raise CapacityError(self.drain_reason)
         output_ids = request.output_ids or (request.request_id,)
         for request_id in output_ids:
             if request_id in self._groups:

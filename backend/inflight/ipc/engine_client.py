@@ -28,6 +28,7 @@ from inflight.errors import CapacityError, ConfigError, EngineError, from_kind
 from inflight.ipc.file_lock import file_lock
 from inflight.ipc.frames import (
     PROTOCOL,
+    STOPPING,
     Cancel,
     Connection,
     Delivered,
@@ -57,14 +58,16 @@ MAX_SOCKET_PATH = 107  # bytes, of Linux
 STATS_TIMEOUT_S = 10.0
 
 
-def socket_path(model_directory: Path, owner_pid: int) -> Path:
-    """The socket of the engine that this owner has for this model.
+def socket_path(model_directory: Path, owner_pid: int, generation: int = 0) -> Path:
+    """The socket of the engine that this owner has for this model. Fronts attach to that of
+    generation 0, which is a link if another one has replaced it.
 
     Raises:
         ConfigError: the runtime folder belongs to somebody else, or its path is too long.
     """
     name = hashlib.sha256(str(model_directory.resolve()).encode()).hexdigest()[:8]
-    path = folder_of(owner_pid) / f"{name}.sock"
+    suffix = f"-{generation}" if generation else ""
+    path = folder_of(owner_pid) / f"{name}{suffix}.sock"
     if len(os.fsencode(path)) > MAX_SOCKET_PATH:
         raise ConfigError(
             f"{path} is too long for a socket; allowed: {MAX_SOCKET_PATH} bytes: set "
@@ -148,9 +151,9 @@ class EngineClient:
         """This front has refused so many requests, by kind of error; only counted."""
         self._outbox.put(Refused(counts))
 
-    def drain(self) -> None:
-        """Reject new requests from now on; those in flight continue."""
-        self._outbox.put(Drain())
+    def drain(self, reason: str = STOPPING) -> None:
+        """Reject new requests from now on, for this reason; those in flight continue."""
+        self._outbox.put(Drain(reason))
 
     def stats(self) -> Stats:
         """A snapshot, taken between two steps.
@@ -319,11 +322,22 @@ def _greetings(connection: Connection) -> Iterator[Frame]:
 
 
 def start_engine(
-    model_directory: Path, owner: Owner, output: BinaryIO | None = None
+    model_directory: Path,
+    owner: Owner,
+    output: BinaryIO | None = None,
+    *,
+    path: Path | None = None,
+    config: Path | None = None,
 ) -> subprocess.Popen[bytes]:
-    """Start the engine process of a model; output: for its log, by default this process's."""
-    path = socket_path(model_directory, owner.pid)
-    config = engine_config_path(model_directory)
+    """Start the engine process of a model.
+
+    Args:
+        output: for its log, by default this process's.
+        path: of its socket, if not that of `socket_path`.
+        config: its engine.json, if not that of `engine_config_path`.
+    """
+    path = path or socket_path(model_directory, owner.pid)
+    config = config or engine_config_path(model_directory)
     kind = "supervisor" if owner.is_supervisor else "tritonserver"
     return subprocess.Popen(
         [

@@ -135,6 +135,7 @@ class Hub:
             self._listener.bind(str(path))
         finally:
             os.umask(before)
+        self._inode = path.stat().st_ino
         self._listener.listen(64)
         threading.Thread(target=self._accept, name="accept", daemon=True).start()
         threading.Thread(target=self._watch_fronts, name="watch", daemon=True).start()
@@ -161,7 +162,8 @@ class Hub:
 
     def exit(self, status: int) -> None:
         with contextlib.suppress(FileNotFoundError):
-            self._path.unlink()
+            if self._path.lstat().st_ino == self._inode:  # else it is that of a replacement
+                self._path.unlink()
         logging.shutdown()
         # Not sys.exit: the main thread may be inside a kernel or a load, which need not finish.
         os._exit(status)
@@ -345,8 +347,8 @@ class EngineProcess:
                 self._publish(self._engine.cancel(request_id))
             case Delivered(progress):
                 self._engine.delivered(progress)
-            case Drain():
-                self._engine.draining = True
+            case Drain(reason):
+                self._engine.drain_reason = reason
             case GetStats():
                 peer.send(self._engine.stats())
             case GetMetrics():

@@ -98,8 +98,13 @@ class Refused(msgspec.Struct, tag="refused", frozen=True):
     counts: dict[str, int]
 
 
+STOPPING = "the server is stopping; send the request to another server"
+
+
 class Drain(msgspec.Struct, tag="drain", frozen=True):
-    """The server is about to stop: reject new requests, finish those in flight."""
+    """Reject new requests for this reason, finish those in flight."""
+
+    reason: str = STOPPING
 
 
 class StepEvents(msgspec.Struct, tag="step", frozen=True):

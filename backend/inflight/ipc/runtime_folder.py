@@ -22,6 +22,15 @@ def folder_of(owner_pid: int) -> Path:
     return folder
 
 
+def server_folders() -> list[Path]:
+    """The folders of the running servers of this user."""
+    return [
+        folder
+        for folder in sorted(_base().iterdir())
+        if folder.name.isdigit() and Process.find(int(folder.name)) is not None
+    ]
+
+
 def gpu_folder() -> Path:
     """The folder for what the engines of all servers of this user share about GPUs.
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 import contextlib
 import subprocess
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 from inflight.errors import ConfigError, InflightError
 from inflight.ipc import engine_client
 from inflight.ipc.engine_client import EngineClient
+from inflight.ipc.frames import Loading
 from inflight.ipc.heartbeat import overdue_s
 from inflight.ipc.owner import Owner
 from inflight.ipc.processes import how_it_exited
@@ -25,14 +27,31 @@ class EngineChild:
         model: the model's folder.
         owner: the supervisor.
         log_file: for the engine's output; appended to.
+        generation: 0, or another number if it is to replace an engine of the model that runs; then
+            fronts find it after `link`.
+        config: its engine.json; None for that of the model's highest version.
+
+    Attributes:
+        on_progress: called with the progress of loading, on another thread.
     """
 
-    def __init__(self, model: Path, owner: Owner, log_file: Path) -> None:
+    def __init__(
+        self,
+        model: Path,
+        owner: Owner,
+        log_file: Path,
+        *,
+        generation: int = 0,
+        config: Path | None = None,
+    ) -> None:
         self.name = f"the engine of {model.name}"
         self.model = model
+        self.generation = generation
+        self.config = config or engine_client.engine_config_path(model)
+        self.on_progress: Callable[[Loading], None] = lambda loading: None
         self._owner = owner
         self._log_file = log_file
-        self._path = engine_client.socket_path(model, owner.pid)
+        self._path = engine_client.socket_path(model, owner.pid, generation)
         self._process: subprocess.Popen[bytes] | None = None
         self._client: EngineClient | None = None
         self._load_failure = ""
@@ -52,11 +71,21 @@ class EngineChild:
             path.unlink(missing_ok=True)  # of the one before: it would look overdue
         self._load_failure = ""
         with open(self._log_file, "ab") as output:
-            self._process = engine_client.start_engine(self.model, self._owner, output)
+            self._process = engine_client.start_engine(
+                self.model, self._owner, output, path=self._path, config=self.config
+            )
         observer = threading.Thread(
             target=self._observe, args=(self._process,), name="observe", daemon=True
         )
         observer.start()
+
+    def link(self) -> None:
+        """Have fronts that attach from now on find this engine."""
+        if self.generation:
+            new = self._path.with_suffix(".link")
+            new.unlink(missing_ok=True)
+            new.symlink_to(self._path)
+            new.replace(engine_client.socket_path(self.model, self._owner.pid))
 
     def problem(self) -> str:
         process = self._process
@@ -81,16 +110,23 @@ class EngineChild:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(EXIT_S)
             self.kill()
+        engine_client.heartbeat_path(self._path).unlink(missing_ok=True)
 
     def _observe(self, process: subprocess.Popen[bytes]) -> None:
         while process.returncode is None and not self._closing.wait(ATTACH_PAUSE_S):
             lost = threading.Event()
             try:
-                self._client = engine_client.attach(self._path, "observer", on_lost=lost.set)
+                self._client = engine_client.attach(
+                    self._path,
+                    "observer",
+                    on_lost=lost.set,
+                    on_loading=lambda loading: self.on_progress(loading),
+                )
             except ConfigError as error:
                 self._load_failure = f"cannot load: {error}"
                 return
             except InflightError:
                 continue  # it does not listen yet, or exited while loading
             lost.wait()
+            self._client.close()
             self._client = None

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from inflight.deploy.file_limit import raise_file_limit
 from inflight.deploy.log_files import cap_log, default_log_file
+from inflight.deploy.model_group import other_models, select_groups
 from inflight.deploy.ports import choose_ports
 from inflight.deploy.tritonserver import (
     DEFAULT_DRAIN_S,
@@ -25,13 +26,18 @@ from inflight.deploy.tritonserver import (
 )
 from inflight.engine.metrics.families import COMPAT_VARIABLE, parse_compat
 from inflight.ipc import health
+from inflight.ipc.control import SOCKET
 from inflight.ipc.health import Health
 from inflight.ipc.owner import Owner
 from inflight.ipc.runtime_folder import folder_of, remove_abandoned, remove_folder_of
 from inflight.supervision import janitor
+from inflight.supervision.control_socket import ControlSocket
 from inflight.supervision.doors import DoorChild
-from inflight.supervision.engines import EngineChild
+from inflight.supervision.engine_set import EngineSet
+from inflight.supervision.fleet import ServerFleet
 from inflight.supervision.keeper import Child, Keeper
+from inflight.supervision.main_thread import MainThread
+from inflight.supervision.model_control import ModelControl
 from inflight.supervision.orphans import reap_orphans
 from inflight.supervision.triton_child import TritonChild
 
@@ -55,6 +61,8 @@ class Supervisor:
         drain_s: how long `stop` waits for requests in flight.
         guards_grpc: whether gRPC passes a door; None: if the server listens beyond loopback.
         metrics_compat: other names for the metrics, as for `parse_compat`.
+        controlled: with model control (`inflight model`), the names of the models to load at the
+            start, or `ALL_MODELS`; None without it: all models, for good.
 
     Attributes:
         endpoints: the clients' addresses.
@@ -74,6 +82,7 @@ class Supervisor:
         drain_s: float = DEFAULT_DRAIN_S,
         guards_grpc: bool | None = None,
         metrics_compat: str = "",
+        controlled: Sequence[str] | None = None,
     ) -> None:
         parse_compat(metrics_compat, "--metrics-compat")
         owner = Owner(os.getpid(), is_supervisor=True)
@@ -92,23 +101,31 @@ class Supervisor:
             drain_s=drain_s,
             owner=owner,
             environment={COMPAT_VARIABLE: metrics_compat} if metrics_compat else {},
+            controls_models=controlled is not None,
         )
         self._health_file = folder_of(owner.pid) / "health.json"
         self._triton = TritonChild(self._server, owner)
-        self._engines = [
-            EngineChild(model, owner, self.log_file) for model in self._server.models_with_engine
-        ]
+        self._main = MainThread()
+        self._engines = EngineSet(owner, self.log_file)
+        self._models: list[str] = []
+        self._control: ControlSocket | None = None
+        self._fleet = self._begin_control(controlled) if controlled is not None else None
+        for model in self._server.models_with_engine:
+            self._engines.add(model)
         self._doors = [self._door("http")]
         if guards_grpc:
             self._doors.append(self._door("grpc"))
-        children: list[Child] = [*self._engines, self._triton, *self._doors]
-        self._keepers = [Keeper(child) for child in children]
+        children: list[Child] = [self._triton, *self._doors]
+        self._own_keepers = [Keeper(child) for child in children]
         self._server.open_log(anew=True).close()
-        self._models: list[str] = []
         self._janitor: subprocess.Popen[bytes] | None = None
         self._is_draining = False
         self._written_at = 0.0
         self.health = health.UNKNOWN
+
+    @property
+    def _keepers(self) -> list[Keeper]:
+        return [*self._engines.keepers, *self._own_keepers]
 
     @property
     def num_restarts(self) -> dict[str, int]:
@@ -133,13 +150,20 @@ class Supervisor:
             door.wait_until_it_listens()
         while not self.poll().is_ready:
             time.sleep(POLL_S)
+        if self._fleet is not None:
+            folder = self._health_file.parent
+            control = ModelControl(
+                self._server.repositories, self._fleet, folder, self._server.drain_s
+            )
+            self._control = ControlSocket(folder / SOCKET, control, self.endpoints.http)
         return self._models
 
     def poll(self) -> Health:
         """Replace what has failed; returns the current health."""
+        self._main.make_calls()
         for keeper in self._keepers:
             keeper.poll()
-        own = {keeper.child.pid for keeper in self._keepers}
+        own = {keeper.child.pid for keeper in self._keepers} | self._engines.pids
         reap_orphans(own | ({self._janitor.pid} if self._janitor is not None else set()))
         found = self._assess()
         if found.is_ready:
@@ -153,25 +177,29 @@ class Supervisor:
     def stop(self, on_waiting: Callable[[int], None] = lambda num_in_flight: None) -> int:
         """Drain and end everything; returns the number of aborted requests."""
         self._is_draining = True
+        self._main.close()
         self._write_health()
         num_cut = self._server.drain(on_waiting, self._write_health)
         for door in self._doors:
             door.close()
         self._triton.close()
         self._server.end()
-        for engine in self._engines:
-            engine.close()
+        self._engines.end_all()
         self._leave()
         return num_cut
 
     def kill(self) -> None:
         """End everything immediately."""
         self._triton.close()
-        for keeper in self._keepers:
+        self._main.close()
+        for keeper in self._own_keepers:
             keeper.stop()
+        self._engines.kill_all()
         self._leave()
 
     def _leave(self) -> None:
+        if self._control is not None:
+            self._control.close()
         remove_folder_of(os.getpid())
         process, self._janitor = self._janitor, None
         if process is not None:
@@ -183,9 +211,26 @@ class Supervisor:
         """Description of the device of each model with an engine, by model name."""
         return {
             engine.model.name: engine.client.welcome.device
-            for engine in self._engines
+            for engine in self._engines.serving
             if engine.client is not None
         }
+
+    def _begin_control(self, names: Sequence[str]) -> ServerFleet:
+        """Raises ConfigError: the repositories lack one of these models."""
+        repositories = self._server.repositories
+        fleet = ServerFleet(
+            self._engines,
+            self._triton,
+            self._server,
+            self._main,
+            other_models(repositories),
+            self._set_models,
+        )
+        fleet.set_loaded(select_groups(repositories, names))
+        return fleet
+
+    def _set_models(self, names: list[str]) -> None:
+        self._models = names
 
     def _door(self, kind: str) -> DoorChild:
         return DoorChild(
@@ -210,10 +255,14 @@ class Supervisor:
         if self._is_draining:
             reasons = ["the server is stopping"]
         elif not reasons:
-            reasons = [f"{one.name} is loading" for one in self._engines if one.client is None]
+            reasons = [
+                f"{one.name} is loading" for one in self._engines.serving if one.client is None
+            ]
             if not self._triton.is_ready:
                 reasons.append("tritonserver is starting")
-        is_up = self._triton.is_ready and all(one.client is not None for one in self._engines)
+        is_up = self._triton.is_ready and all(
+            one.client is not None for one in self._engines.serving
+        )
         is_ready = is_up and not self._is_draining
         return Health(
             is_live=not failing,

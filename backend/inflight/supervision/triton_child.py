@@ -6,14 +6,20 @@ stub that was stopped continues. So any problem of a stub is one of the whole se
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
+from collections.abc import Iterable, Iterator
+from pathlib import Path
 
 from inflight.deploy.tritonserver import Server
 from inflight.ipc.heartbeat import overdue_s
 from inflight.ipc.owner import Owner
 from inflight.ipc.processes import Process, how_it_exited
 from inflight.ipc.runtime_folder import folder_of
+
+# Of a stub's arguments, in Triton 2.51.
+_MODEL_PATH, _INSTANCE = 1, 8
 
 PROBE_INTERVAL_S = 0.25
 # tritonserver answers a probe within milliseconds, under any load that was measured.
@@ -33,7 +39,8 @@ class TritonChild:
     def __init__(self, server: Server, owner: Owner) -> None:
         self.server = server
         self._owner = owner
-        self._stubs: list[Process] = []
+        self._stubs: dict[Process, str] = {}  # with their models
+        self._changing: frozenset[str] = frozenset()
         self._is_ready = False
         self._answered_at: float | None = None  # None until it was ready once
         self._closing = threading.Event()
@@ -49,7 +56,7 @@ class TritonChild:
         return self._is_ready
 
     def start(self) -> None:
-        self._is_ready, self._answered_at, self._stubs = False, None, []
+        self._is_ready, self._answered_at, self._stubs = False, None, {}
         self.server.start()
 
     def problem(self) -> str:
@@ -59,13 +66,41 @@ class TritonChild:
         answered_at = self._answered_at
         if answered_at is None:
             return ""  # it loads; what fails to load ends it
-        for stub in self._stubs:
+        for stub, model in self._stubs.items():
+            if model in self._changing:
+                continue
             if not stub.is_running():
                 return "lost a model's process"
-            if overdue_s(folder_of(self._owner.pid) / f"stub-{stub.pid}.beat"):
+            if overdue_s(self._heartbeat(stub)):
                 return "has a model's process that hangs"
         silence = time.monotonic() - answered_at
         return f"has not answered for {silence:.1f} s" if silence > SILENCE_S else ""
+
+    @contextlib.contextmanager
+    def changing(self, models: Iterable[str]) -> Iterator[list[Process]]:
+        """Their stubs may end and start within the `with` block; yields those that run now."""
+        self._changing = frozenset(models)
+        try:
+            yield [stub for stub, model in self._stubs.items() if model in self._changing]
+        finally:
+            if self._stubs:  # else it is being restarted
+                self._stubs = self._find_stubs()
+            self._changing = frozenset()
+            for stub in self.server.forget_stubs():
+                self._heartbeat(stub).unlink(missing_ok=True)
+
+    def _find_stubs(self) -> dict[Process, str]:
+        """The stubs, with their models. One that finishes the requests of a replaced model is
+        left out: it exits when they have ended."""
+        newest: dict[tuple[str, str], Process] = {}
+        for stub in sorted(self.server.stubs(), key=lambda one: int(one.start_time)):
+            model, instance = _model_of(stub)
+            if model:
+                newest[model, instance] = stub
+        return {stub: model for (model, _), stub in newest.items()}
+
+    def _heartbeat(self, stub: Process) -> Path:
+        return folder_of(self._owner.pid) / f"stub-{stub.pid}.beat"
 
     def kill(self) -> None:
         self._is_ready = False
@@ -86,7 +121,16 @@ class TritonChild:
                 self._is_ready = False
                 continue
             if status == 200 and not self._stubs:
-                self._stubs = self.server.stubs()
+                self._stubs = self._find_stubs()
             self._is_ready = status == 200
             if self._is_ready or self._answered_at is not None:
                 self._answered_at = time.monotonic()
+
+
+def _model_of(stub: Process) -> tuple[str, str]:
+    """The names of a stub's model and instance; empty if it has exited."""
+    arguments = stub.arguments()
+    if len(arguments) <= _INSTANCE:
+        return "", ""
+    # REPOSITORY/MODEL/VERSION/model.py
+    return Path(arguments[_MODEL_PATH]).parent.parent.name, arguments[_INSTANCE]

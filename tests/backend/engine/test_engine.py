@@ -138,7 +138,7 @@ def test_the_queue_has_an_end():
 def test_a_draining_engine_takes_nothing_new_and_finishes_the_rest():
     engine = make_engine()
     engine.submit(request(1, [1], max_tokens=2))
-    engine.draining = True
+    engine.drain_reason = "the server is stopping"
     with pytest.raises(CapacityError):
         engine.submit(request(2, [1]))
     assert run(engine)[1][-1].finish_reason == FinishReason.LENGTH

@@ -59,6 +59,8 @@ def from_triton(status: int, body: bytes) -> Refusal:
         body: JSON, plain text, or the first server-sent event.
     """
     text = _INTERNAL.sub("[...]", _error_text(body))
+    if status == 404:  # of a model that is not loaded, although its name is known
+        return Refusal(text, 404)
     if _UNAVAILABLE.search(text):
         return Refusal(text, 503)
     if status == 500 and _AT_FAULT.search(text):

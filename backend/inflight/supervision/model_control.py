@@ -1,0 +1,307 @@
+"""Loads, replaces and unloads models of a running server, one after another."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any, Protocol
+
+import msgspec
+
+from inflight import config as settings
+from inflight.deploy.model_group import ModelGroup, config_of, find_group, find_groups
+from inflight.errors import ConfigError, EngineError, InflightError
+from inflight.ipc.control import ModelStatus, Progress
+from inflight.ipc.engine_client import EngineClient, engine_config_path
+from inflight.ipc.frames import Loading
+from inflight.ipc.processes import Process
+
+logger = logging.getLogger("inflight.supervisor")
+
+OnProgress = Callable[[Progress], None]
+
+POLL_S = 0.05
+# Tokens that an engine has sent still pass the front, the detokenizer and the network.
+SETTLE_S = 0.7
+UNLOADING = "the model is unloading; it is not available until it is loaded again"
+
+
+class Engine(Protocol):
+    """An engine's process (see `EngineChild`)."""
+
+    config: Path
+    on_progress: Callable[[Loading], None]
+
+    @property
+    def client(self) -> EngineClient | None: ...
+
+    def problem(self) -> str: ...
+
+
+class Fleet(Protocol):
+    """What model control changes: engines and Triton's models. The supervisor implements it.
+
+    Attributes:
+        loaded: the groups that are served, by name; kept across restarts of tritonserver.
+    """
+
+    loaded: dict[str, ModelGroup]
+
+    def engine_of(self, group: ModelGroup) -> Engine | None: ...
+
+    def start_engine(self, group: ModelGroup, config: Path) -> Engine: ...
+
+    def serve_with(self, engine: Any) -> Any:
+        """Have fronts find this engine; returns the one before."""
+
+    def retire_engine(self, engine: Any) -> None: ...
+
+    def end_engine(self, engine: Any) -> None: ...
+
+    def set_loaded(self, loaded: dict[str, ModelGroup]) -> None: ...
+
+    def changing(self, models: Iterable[str]) -> AbstractContextManager[list[Process]]: ...
+
+    def load_model(self, name: str, config: str) -> None: ...
+
+    def unload_model(self, name: str, timeout_s: float) -> None: ...
+
+
+class ModelControl:
+    """Changes which models a server has. One thread at a time may call `load` and `unload`.
+
+    Args:
+        repositories: model repositories.
+        fleet: the server.
+        folder: for the settings of engines that differ from engine.json.
+        drain_s: how long a request may take to finish when its model is unloaded or replaced.
+    """
+
+    def __init__(
+        self, repositories: list[Path], fleet: Fleet, folder: Path, drain_s: float
+    ) -> None:
+        self._repositories = repositories
+        self._fleet = fleet
+        self._folder = folder
+        self._drain_s = drain_s
+        self._num_loads = 0
+        self._changes: dict[str, str] = {}  # state by name of group
+
+    def status(self, name: str | None = None) -> list[ModelStatus]:
+        """Of all models in the repositories and all that are loaded, or of one."""
+        groups = {**find_groups(self._repositories), **self._fleet.loaded}
+        return [self._status(group) for key, group in sorted(groups.items()) if name in (None, key)]
+
+    def load(
+        self, name: str, overrides: Mapping[str, Any], on_progress: OnProgress
+    ) -> list[ModelStatus]:
+        """Load a model, or replace it; returns its status once it is ready.
+
+        A model that is replaced serves until the new one is ready, and finishes its requests.
+
+        Args:
+            overrides: of settings in engine.json.
+
+        Raises:
+            InflightError: it cannot be loaded. What was loaded before still is.
+        """
+        group = find_group(self._repositories, name)
+        self._num_loads += 1
+        config = engine_config_path(group.folder)
+        if overrides:
+            config = self._write_config(group, overrides)
+        settings.load(config)
+        self._changes[group.name] = "loading"
+        engine = self._fleet.start_engine(group, config)
+        try:
+            self._wait_until_loaded(engine, on_progress)
+            with self._fleet.changing(group.names) as old_stubs:
+                old = self._swap(group, engine, on_progress)
+                if old is not None:
+                    on_progress(Progress("finishing the requests of the former engine"))
+                    self._wait_for_requests(old, old_stubs)
+                    self._fleet.end_engine(old)
+                    self._remove(old.config)
+        except InflightError:
+            self._give_up(engine)
+            self._remove(config)
+            raise
+        finally:
+            del self._changes[group.name]
+        logger.warning("model %s is loaded", group.name)
+        return self.status(group.name)
+
+    def unload(self, name: str, on_progress: OnProgress) -> list[ModelStatus]:
+        """Finish a model's requests and unload it; new requests are rejected meanwhile.
+
+        Raises:
+            InflightError: it is not loaded, or the server is stopping.
+        """
+        group = self._fleet.loaded.get(name) or self._fleet.loaded.get(f"{name}_llm")
+        if group is None:
+            raise ConfigError(
+                f"model {name} is not loaded; loaded: {', '.join(self._fleet.loaded) or 'none'}"
+            )
+        self._changes[group.name] = "unloading"
+        try:
+            engine = self._fleet.engine_of(group)
+            on_progress(Progress("finishing its requests"))
+            if engine is not None and engine.client is not None:
+                engine.client.drain(UNLOADING)
+                self._wait_for_requests(engine, [])
+            on_progress(Progress("unloading"))
+            self._fleet.set_loaded(_without(self._fleet.loaded, group))
+            if engine is not None:
+                self._fleet.retire_engine(engine)
+            with self._fleet.changing(group.names):
+                self._unload_all(reversed(group.names))
+            if engine is not None:  # requests that have not finished fail now
+                self._fleet.end_engine(engine)
+                self._remove(engine.config)
+        finally:
+            del self._changes[group.name]
+        logger.warning("model %s is unloaded", group.name)
+        return self.status(group.name)
+
+    def _write_config(self, group: ModelGroup, overrides: Mapping[str, Any]) -> Path:
+        """An engine.json with overrides; its paths are absolute."""
+        path = engine_config_path(group.folder)
+        if "model" in overrides:
+            raise ConfigError(
+                "model: cannot be set here, as the tokenizers read it from engine.json; change it "
+                "there and load the model again"
+            )
+        loaded = settings.load(path)
+        raw = {**msgspec.json.decode(path.read_bytes()), **overrides, "model": loaded.model}
+        drafting = loaded.speculative_config
+        if drafting is not None and drafting.model and "speculative_config" not in overrides:
+            raw["speculative_config"] = msgspec.to_builtins(drafting)
+            raw.pop("speculation", None)
+        settings.parse(raw, "settings")
+        # The engine takes its model's name from the folder.
+        found = self._folder / f"load-{self._num_loads}" / group.name / path.parent.name / path.name
+        found.parent.mkdir(parents=True, mode=0o700)
+        found.write_bytes(msgspec.json.encode(raw))
+        return found
+
+    def _wait_until_loaded(self, engine: Engine, on_progress: OnProgress) -> None:
+        engine.on_progress = lambda loading: on_progress(Progress(loading.what, loading.fraction))
+        while engine.client is None:
+            problem = engine.problem()
+            if problem:
+                raise EngineError(f"the engine {problem}")
+            time.sleep(POLL_S)
+
+    def _swap(self, group: ModelGroup, engine: Engine, on_progress: OnProgress) -> Any:
+        """Have Triton's models use a loaded engine; returns the former one.
+
+        Raises:
+            InflightError: a model cannot be loaded; then the former engine serves again.
+        """
+        fleet = self._fleet
+        old = fleet.serve_with(engine)
+        before = fleet.loaded.get(group.name)
+        done: list[str] = []
+        try:
+            for place, folder in enumerate(group.members):
+                on_progress(Progress(f"loading {folder.name}", place / len(group.members)))
+                done.append(folder.name)
+                fleet.load_model(folder.name, config_of(folder, self._num_loads))
+        except InflightError:
+            if old is not None:
+                fleet.serve_with(old)
+            else:
+                fleet.retire_engine(engine)
+            self._undo(before, done)
+            raise
+        if before is not None:  # of models that no longer belong to it
+            self._unload_all(set(before.names) - set(group.names))
+        fleet.set_loaded({**fleet.loaded, group.name: group})
+        return old
+
+    def _undo(self, before: ModelGroup | None, names: list[str]) -> None:
+        """Restore Triton's models after a load that failed half-way."""
+        former = {folder.name: folder for folder in before.members} if before is not None else {}
+        self._num_loads += 1
+        for name in names:
+            folder = former.get(name)
+            try:
+                if folder is not None:
+                    self._fleet.load_model(name, config_of(folder, self._num_loads))
+            except InflightError as error:  # Triton still has the former one
+                logger.error("model %s: %s", name, error)
+        self._unload_all(name for name in reversed(names) if name not in former)
+
+    def _unload_all(self, names: Iterable[str]) -> None:
+        for name in names:
+            try:
+                self._fleet.unload_model(name, self._drain_s)
+            except InflightError as error:
+                logger.error("model %s: %s", name, error)
+
+    def _give_up(self, engine: Engine) -> None:
+        try:
+            self._fleet.end_engine(engine)
+        except InflightError as error:  # the server is stopping, and ends it
+            logger.error("%s", error)
+
+    def _wait_for_requests(self, engine: Engine, stubs: list[Process]) -> None:
+        """Wait until an engine has no request and these stubs have exited, for `drain_s` at most.
+
+        An engine that was replaced may get requests as long as the stubs of its time run.
+        """
+        deadline = time.monotonic() + self._drain_s
+        had_requests = False
+        while time.monotonic() < deadline:
+            client = engine.client
+            num = 0
+            if client is not None:
+                try:
+                    stats = client.stats()
+                except EngineError:
+                    return  # it has exited
+                num = stats.num_running + stats.num_waiting + stats.num_suspended
+            had_requests = had_requests or num > 0
+            if num == 0 and not any(stub.is_running() for stub in stubs):
+                break
+            time.sleep(POLL_S)
+        if had_requests and not stubs:
+            time.sleep(SETTLE_S)
+
+    def _remove(self, config: Path) -> None:
+        """Remove the settings of an engine that has ended, if they were written for it."""
+        if self._folder in config.parents:
+            config.unlink(missing_ok=True)
+            for folder in list(config.parents)[:3]:
+                folder.rmdir()
+
+    def _status(self, group: ModelGroup) -> ModelStatus:
+        loaded = self._fleet.loaded.get(group.name)
+        engine = self._fleet.engine_of(group) if loaded is not None else None
+        client = engine.client if engine is not None else None
+        state = "unloaded" if loaded is None else "failed" if client is None else "ready"
+        state = self._changes.get(group.name, state)
+        known = ModelStatus(name=group.name, models=sorted(group.names), state=state)
+        if client is None:
+            return known
+        try:
+            stats = client.stats()
+        except EngineError:
+            return msgspec.structs.replace(known, state="failed")
+        return msgspec.structs.replace(
+            known,
+            version=engine.config.parent.name if engine is not None else "",
+            checkpoint=client.welcome.model_name,
+            device=client.welcome.device,
+            num_blocks=stats.num_blocks,
+            num_free_blocks=stats.num_free_blocks,
+            num_running=stats.num_running,
+            num_waiting=stats.num_waiting + stats.num_suspended,
+        )
+
+
+def _without(groups: dict[str, ModelGroup], group: ModelGroup) -> dict[str, ModelGroup]:
+    return {name: one for name, one in groups.items() if name != group.name}
