@@ -3,6 +3,7 @@
     InflightError
     ├── ConfigError      an unsupported setting, checkpoint or installation: refused at load
     ├── RequestError     the request is not allowed: its sender has to change it
+    ├── QuarantinedError it crashed the engine before: refused for a while
     ├── CapacityError    allowed, but not now: retry later
     └── EngineError      the engine failed: no request is at fault
 
@@ -42,6 +43,10 @@ class RequestError(InflightError):
         self.param = param
 
 
+class QuarantinedError(InflightError):
+    kind = "quarantined"
+
+
 class CapacityError(InflightError):
     kind = "capacity"
 
@@ -51,7 +56,8 @@ class EngineError(InflightError):
 
 
 _BY_KIND: dict[str, type[InflightError]] = {
-    cls.kind: cls for cls in (ConfigError, RequestError, CapacityError, EngineError)
+    cls.kind: cls
+    for cls in (ConfigError, RequestError, QuarantinedError, CapacityError, EngineError)
 }
 
 

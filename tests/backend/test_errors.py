@@ -10,12 +10,13 @@ from inflight.errors import (
     ConfigError,
     EngineError,
     InflightError,
+    QuarantinedError,
     RequestError,
     did_you_mean,
     from_kind,
 )
 
-LEAVES = [ConfigError, RequestError, CapacityError, EngineError]
+LEAVES = [ConfigError, RequestError, QuarantinedError, CapacityError, EngineError]
 
 
 @pytest.mark.parametrize("cls", LEAVES)

@@ -77,10 +77,11 @@ def fault_id(fault: tuple[str, signal.Signals, float]) -> str:
 class Streams:
     """Endless streams, each on a connection of its own, and how each ended."""
 
-    def __init__(self, address: str, number: int) -> None:
+    def __init__(self, address: str, number: int, topic: str = "number") -> None:
         self.errors: list[str] = []
         self.num_begun = 0
         self._address = address
+        self._topic = topic
         self._lock = threading.Lock()
         self._threads = [threading.Thread(target=self._read, args=(i,)) for i in range(number)]
         for thread in self._threads:
@@ -102,7 +103,7 @@ class Streams:
     def _read(self, number: int) -> None:
         inputs = [tensor("stream", "BOOL", True), tensor("ignore_eos", "BOOL", True)]
         inputs.append(tensor("max_tokens", "INT32", 1500))
-        message = request("generate", text(f"Tell me about the number {number}."), *inputs)
+        message = request("generate", text(f"Tell me about the {self._topic} {number}."), *inputs)
         try:
             for place, _ in enumerate(Stream(self._address, message)):
                 if place == 0:
@@ -186,7 +187,8 @@ def test_random_kills_are_repaired_without_a_hand(tmp_path: Path) -> None:
         canary, num_children = server.canary(), len(server.children())
         for number in range(1, NUM_KILLS + 1):
             what, how = generator.choice(VICTIMS), generator.choice(WAYS)
-            streams = Streams(server.grpc, 8)
+            # Other prompts each time: those of two engines that aborted are quarantined.
+            streams = Streams(server.grpc, 8, f"kill {number} and the number")
             streams.wait_until_begun(8)
             time.sleep(generator.random())
             victim = server.pid_of(what)

@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterable
 
 from inflight.config import EngineConfig
 from inflight.core.batch import Batch, Committed, StepOutput
+from inflight.core.quarantine import Quarantine
 from inflight.core.request import FinishReason, Request, TokenEvent
 from inflight.core.sequence import Sequence, SequenceGroup, Status
 from inflight.engine.admission import Admission, PoolLimits
@@ -55,6 +56,7 @@ class Engine:
         tokenizer: needed only for options given as text; the engine works on token ids.
         clock: seconds, monotonic.
         on_launch: see `StepPipeline`.
+        quarantine: of requests that crash the engine; by default one of its own.
     """
 
     def __init__(
@@ -66,6 +68,7 @@ class Engine:
         tokenizer: Tokenizer | None = None,
         clock: Callable[[], float] = time.monotonic,
         on_launch: Callable[[float], None] | None = None,
+        quarantine: Quarantine | None = None,
     ) -> None:
         self.config = config
         self.runner = runner
@@ -91,6 +94,7 @@ class Engine:
         self.recorder = Recorder(
             self.scheduler.max_num_seqs, runner.block_size, config.enable_prefix_caching
         )
+        self._quarantine = quarantine or Quarantine()
         self._counts = TokenCounts()
         self._clock = clock
         self._groups: dict[int, SequenceGroup] = {}  # by the ids of their outputs
@@ -132,6 +136,7 @@ class Engine:
 
         Raises:
             RequestError: it can never be served.
+            QuarantinedError: the engine crashed repeatedly while it ran it.
             CapacityError: too many are queued, or the server is stopping.
         """
         try:
@@ -153,6 +158,7 @@ class Engine:
             if request_id in self._groups:
                 raise RequestError(f"the request id {request_id} is in use")
         sequence = self.admission.sequence(request)
+        self._quarantine.check(request)
         group = self._group_of(sequence)
         if request.structured is None or self.grammars.submit(sequence, request.structured):
             self._queue(group)
@@ -207,7 +213,9 @@ class Engine:
         if self.speculation is not None:
             self.speculation.plan(self.scheduler.running)
         batch = self.scheduler.schedule()
-        self.recorder.scheduled(batch, self.scheduler.num_prompt_tokens, self._clock())
+        num_prompt_tokens = self.scheduler.num_prompt_tokens
+        for group in self.recorder.scheduled(batch, num_prompt_tokens, self._clock()):
+            self._quarantine.started(group.request)
         if batch.chunks and not self._pipeline.launch(batch):
             events += self._fail_batch(batch)
         if self._pipeline.is_due(has_launched=bool(batch.chunks)):
@@ -278,6 +286,7 @@ class Engine:
         batch = launched.batch
         if output is None:
             return self._fail_batch(batch)
+        self._quarantine.step_succeeded()
         failed = self._fail_errored(batch, output)
         committed = self.scheduler.commit(batch, output)
         if self.speculation is not None:
@@ -337,6 +346,8 @@ class Engine:
         """Fail the requests of a failed step."""
         # A fixed message: the exception's text may contain addresses or other users' data.
         error = EngineError("the step that computed this request failed; it is safe to retry")
+        self._quarantine.step_failed({one.sequence.group.request_id for one in batch.chunks})
+        # The first beam of a search fails all of them, and the others become stale.
         return [self._fail(chunk.sequence, error) for chunk in batch.chunks if not chunk.is_stale]
 
     def _fail(self, group: SequenceGroup, error: InflightError) -> TokenEvent:
@@ -351,6 +362,10 @@ class Engine:
         """The single place where a request leaves the engine."""
         self.scheduler.finish(group)
         self.recorder.finished(group, self._clock())
+        if group.finish_reason in (FinishReason.STOP, FinishReason.LENGTH):
+            self._quarantine.completed(group.request_id)
+        else:
+            self._quarantine.ended(group.request_id)
         self.outputs.forget(group)
         self.delivery.finished(group.request_id)
         for sequence in group.members:

@@ -28,10 +28,12 @@ import msgspec
 from inflight import config as settings
 from inflight import log
 from inflight.checkpoint.locate import locate
+from inflight.core.quarantine import Quarantine
 from inflight.core.request import TokenEvent
 from inflight.engine.engine import Engine
 from inflight.engine.stats import Stats
 from inflight.errors import EngineError, InflightError
+from inflight.ipc.crash_report import CrashReport
 from inflight.ipc.engine_client import heartbeat_path
 from inflight.ipc.frames import (
     PROTOCOL,
@@ -388,7 +390,11 @@ def reserved(
 
 
 def load(
-    config: settings.EngineConfig, name: str, hub: Hub, beat: Callable[[float], None]
+    config: settings.EngineConfig,
+    name: str,
+    hub: Hub,
+    beat: Callable[[float], None],
+    quarantine: Quarantine,
 ) -> tuple[Engine, Welcome]:
     """Build the engine, reporting progress to the hub.
 
@@ -396,6 +402,7 @@ def load(
         config: its settings.
         name: of the model in its repository.
         beat: called with the seconds within which it will be called again.
+        quarantine: see `Engine`.
 
     Raises:
         ConfigError: the checkpoint or a setting is not supported, or other engines have reserved
@@ -428,12 +435,9 @@ def load(
     # Some GGUF files name only the end of text, while their chat template ends turns with another.
     ends = {*model_config.eos_token_ids, *(tokenizer.eos_ids if tokenizer else ())}
     engine = Engine(
-        config,
-        runner,
-        max_model_len,
-        ends,
-        tokenizer,
+        *(config, runner, max_model_len, ends, tokenizer),
         on_launch=lambda seconds: beat(seconds + BEAT_PATIENCE_S),
+        quarantine=quarantine,
     )
     return engine, Welcome(
         front_id=0,
@@ -464,10 +468,14 @@ def main(arguments: list[str]) -> None:
     signal.signal(signal.SIGTERM, lambda *_: hub.exit(0))
     heartbeat = Heartbeat(heartbeat_path(path))
     heartbeat.beat(LOADING_PATIENCE_S)
+    report = CrashReport(path.with_suffix(".crash"))
+    if report.former:
+        logger.error("the engine before this one crashed:\n%s", report.former)
+    quarantine = Quarantine(path, has_crashed=bool(report.former))
     started = time.monotonic()
     try:
         name = config_path.parent.parent.name
-        engine, welcome = load(settings.load(config_path), name, hub, heartbeat.beat)
+        engine, welcome = load(settings.load(config_path), name, hub, heartbeat.beat, quarantine)
     except InflightError as error:
         logger.error("cannot load: %s", error)
         hub.broadcast(LoadFailed(error.kind, str(error)))
@@ -484,8 +492,9 @@ def main(arguments: list[str]) -> None:
     logger.info("ready after %.1f s: %s", time.monotonic() - started, welcome)
     try:
         EngineProcess(hub, engine, engine.config.log_stats_interval_s, heartbeat.beat).run()
-    except BaseException:  # logged, and the process exits: without its loop it would hang
+    except BaseException as error:  # logged, and the process exits: without its loop it would hang
         logger.exception("the engine loop ended")
+        report.write(error)
         hub.exit(1)
 
 

@@ -15,6 +15,7 @@ from inflight.errors import (
     ConfigError,
     EngineError,
     InflightError,
+    QuarantinedError,
     RequestError,
 )
 
@@ -30,6 +31,7 @@ EARLIEST_ERROR_S = 0.02
 # CapacityError and EngineError are both retryable.
 _CODES: dict[type[InflightError], str] = {
     RequestError: "INVALID_ARG",
+    QuarantinedError: "INVALID_ARG",
     CapacityError: "UNAVAILABLE",
     EngineError: "UNAVAILABLE",
     ConfigError: "INTERNAL",

@@ -20,7 +20,9 @@ import msgspec
 import pytest
 
 from attached_front import Front, running_engines, write_config
+from failpoint import set_failpoint
 from inflight.core.request import FinishReason, Request, TokenEvent
+from inflight.engine.pipeline import MAX_CONSECUTIVE_FAILURES
 from inflight.engine.stats import Stats
 from inflight.errors import CapacityError, ConfigError, EngineError
 from inflight.ipc import engine_client
@@ -310,6 +312,69 @@ def test_a_front_hears_of_an_engine_that_is_killed(front: Front, model_directory
     deadline = time.monotonic() + 5
     while front.events.get(timeout=5) is not None:
         assert time.monotonic() < deadline
+
+
+def lose_engine(model_directory: Path, prompt: list[int], kill: bool = False) -> None:
+    """Send a prompt that ends the engine, or kill it while it runs the prompt."""
+    front = Front(model_directory)
+    front.submit(prompt, max_tokens=8000, ignore_eos=True)
+    if kill:
+        assert front.events.get(timeout=20) is not None
+        (pid,) = running_engines(model_directory)
+        os.kill(pid, signal.SIGKILL)
+    while (event := front.events.get(timeout=20)) is not None:
+        assert event.error is None, event.error
+    front.client.close()
+    wait_until(lambda: not running_engines(model_directory), 5)
+
+
+POISON = [5, 4242, 6]
+
+
+@pytest.mark.parametrize("kind", ["abort", "segfault"])
+def test_a_request_that_crashed_two_engines_is_refused_by_the_third(
+    model_directory: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    set_failpoint(monkeypatch, kind, 4242)
+    for _ in range(2):
+        lose_engine(model_directory, POISON)
+    for front in (Front(model_directory), Front(model_directory)):
+        refused = front.submit(POISON, max_tokens=8000, ignore_eos=True)
+        (event,) = front.finish(refused)
+        assert event.error_kind == "quarantined"
+        assert "the engine crashed 2 times while it ran this request" in (event.error or "")
+        assert front.finish(front.submit([5, 6], max_tokens=2))[-1].error is None
+        metrics = front.client.metrics()
+        assert metrics.value("requests_refused", "quarantined", "engine") >= 1
+        front.client.close()
+
+
+def test_a_request_that_breaks_every_step_is_refused_in_the_end(
+    model_directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    set_failpoint(monkeypatch, "raise", 4242)
+    kinds: list[str | None] = []
+    while "quarantined" not in kinds:
+        assert len(kinds) <= 2 * MAX_CONSECUTIVE_FAILURES, kinds
+        front = Front(model_directory)
+        is_lost = False
+        while not is_lost and "quarantined" not in kinds:
+            kinds.append(front.finish(front.submit(POISON, max_tokens=1))[-1].error_kind)
+            is_lost = len(kinds) % MAX_CONSECUTIVE_FAILURES == 0
+        front.client.close()
+        if is_lost:
+            wait_until(lambda: not running_engines(model_directory), 5)
+    assert kinds == ["engine"] * (2 * MAX_CONSECUTIVE_FAILURES) + ["quarantined"]
+
+
+def test_a_killed_engine_quarantines_nothing(model_directory: Path) -> None:
+    for _ in range(3):
+        lose_engine(model_directory, [1] * 20, kill=True)
+    front = Front(model_directory)
+    assert front.finish(front.submit([1] * 20, max_tokens=2))[-1].error is None
+    same = front.submit([1] * 20, max_tokens=8000, ignore_eos=True)
+    assert front.finish(same)[-1].finish_reason == FinishReason.LENGTH
+    front.client.close()
 
 
 def test_a_load_error_reaches_the_front_with_its_cause(tmp_path, monkeypatch):

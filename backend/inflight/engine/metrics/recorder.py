@@ -98,15 +98,23 @@ class Recorder:
         for kind, count in counts.items():
             self._num_refused[FRONT][_known(kind)] += max(0, count)
 
-    def scheduled(self, batch: Batch, num_prompt_tokens: int, now: float) -> None:
-        """A step has been planned; num_prompt_tokens: of the prompts admitted so far."""
+    def scheduled(self, batch: Batch, num_prompt_tokens: int, now: float) -> list[SequenceGroup]:
+        """A step has been planned; num_prompt_tokens: of the prompts admitted so far.
+
+        Returns:
+            The groups whose first step it is.
+        """
         if num_prompt_tokens == self._num_prompt_tokens:
-            return  # nothing was admitted for the first time
+            return []  # nothing was admitted for the first time
         self._num_prompt_tokens = num_prompt_tokens
+        started = []
         for chunk in batch.chunks:
-            request = self._requests.get(chunk.sequence.group.request_id)
+            group = chunk.sequence.group
+            request = self._requests.get(group.request_id)
             if request is not None and request.scheduled is None:
                 request.scheduled = now
+                started.append(group)
+        return started
 
     def committed(self, committed: Iterable[Committed], now: float) -> None:
         """Sequences got tokens."""

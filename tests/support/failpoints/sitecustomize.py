@@ -1,0 +1,48 @@
+"""Failures of an engine process, for tests that put this folder on PYTHONPATH.
+
+FAILPOINT is `KIND:NUMBER`. `abort`, `segfault` and `raise` end the engine in the step that runs a
+prompt with this token id; `leak` keeps so many bytes for each request.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import sys
+from typing import Any
+
+_KEPT: list[bytes] = []
+
+
+def fail(kind: str) -> None:
+    if kind == "abort":
+        os.abort()
+    if kind == "segfault":
+        ctypes.string_at(0)
+    raise RuntimeError("a failpoint")
+
+
+def install(kind: str, number: int) -> None:
+    from inflight.engine.engine import Engine
+    from inflight.execution.echo_runner import EchoRunner
+
+    launch, submit = EchoRunner.launch, Engine.submit
+
+    def crashing_launch(self: Any, batch: Any) -> Any:
+        if any(number in chunk.sequence.request.prompt_ids for chunk in batch.chunks):
+            fail(kind)
+        return launch(self, batch)
+
+    def leaking_submit(self: Any, request: Any, arrived: float | None = None) -> None:
+        _KEPT.append(os.urandom(number))
+        submit(self, request, arrived)
+
+    if kind == "leak":
+        Engine.submit = leaking_submit  # type: ignore[method-assign]
+    else:
+        EchoRunner.launch = crashing_launch  # type: ignore[method-assign]
+
+
+if "inflight.ipc.engine_main" in sys.orig_argv and "FAILPOINT" in os.environ:
+    what, _, value = os.environ["FAILPOINT"].partition(":")
+    install(what, int(value))
