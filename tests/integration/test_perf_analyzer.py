@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import urllib.request
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 import perf_analyzer
 from serving import Triton
+from supervised import serve
 
 STREAMS = 32
 REQUESTS = 64
@@ -45,3 +50,31 @@ def test_32_streams_of_text(cpu: Triton, tmp_path: Path):
     # The last response is Triton's empty final one; the model may have put tokens together.
     assert all(2 <= len(r["response_timestamps"]) <= OUTPUT_LEN + 1 for r in requests)
     cpu.wait_until_idle()
+
+
+def num_inferences(address: str, model: str) -> int:
+    with urllib.request.urlopen(f"http://{address}/v2/models/{model}/stats", timeout=10) as answer:
+        return int(json.load(answer)["model_stats"][0]["inference_count"])
+
+
+def test_a_lost_stub_ends_the_run_with_an_error_for_each_worker(tmp_path: Path) -> None:
+    """Over HTTP: the tool waits for ever for the responses of a gRPC stream that has ended."""
+    data = tmp_path / "prompts.json"
+    data.write_text(json.dumps({"data": [{"text_input": ["Tell me a story."]}]}))
+    load = """
+        -m tokenizer -u {} -i http --concurrency-range 8 --measurement-mode count_windows
+        --measurement-request-count {} --max-trials 4 --stability-percentage 999
+    """
+    with serve(tmp_path, "echo") as serving, ThreadPoolExecutor(1) as pool:
+        tokenizer = serving.pid_of("tokenizer")
+        running = pool.submit(perf_analyzer.execute, load.format(serving.http, 100_000), data)
+        serving.wait_until(lambda: num_inferences(serving.http, "tokenizer") > 500, 60)
+        os.kill(tokenizer, signal.SIGKILL)
+        ended = running.result(60)
+        assert ended.returncode != 0
+        errors = [line for line in ended.stderr.splitlines() if " had error: " in line]
+        assert len(errors) == 8, ended.stderr
+        serving.wait_until(lambda: serving.health()[0] == 503, 5)
+        serving.wait_until(lambda: serving.health()[0] == 200, 60)
+        assert serving.pid_of("tokenizer") != tokenizer
+        perf_analyzer.run(load.format(serving.http, REQUESTS), data)

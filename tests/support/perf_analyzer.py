@@ -33,8 +33,18 @@ def find_or_fetch() -> tuple[list[str], dict[str, str]]:
 
 def run(arguments: str, data: Path, *further: str) -> None:
     """Run it in the folder of its input data; it must succeed without an error in its output."""
+    done = execute(arguments, data, *further)
+    output = done.stdout + done.stderr
+    assert done.returncode == 0, output
+    assert "Throughput:" in output, output
+    for word in ("failed", "error", "Failed", "Error"):
+        assert word not in output, output
+
+
+def execute(arguments: str, data: Path, *further: str) -> subprocess.CompletedProcess[str]:
+    """Run it in the folder of its input data, whatever comes of it; it must end."""
     program, environment = find_or_fetch()
-    done = subprocess.run(
+    return subprocess.run(
         [*program, *arguments.split(), "--input-data", str(data), *further],
         env=environment,
         cwd=data.parent,
@@ -43,11 +53,6 @@ def run(arguments: str, data: Path, *further: str) -> None:
         timeout=240,
         check=False,
     )
-    output = done.stdout + done.stderr
-    assert done.returncode == 0, output
-    assert "Throughput:" in output, output
-    for word in ("failed", "error", "Failed", "Error"):
-        assert word not in output, output
 
 
 def _fetch() -> None:
