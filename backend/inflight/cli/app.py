@@ -13,9 +13,9 @@ if TYPE_CHECKING:
     from inflight_client import Options
 
 # Repeated here because importing serve for them would slow down --help.
-HTTP_PORT, GRPC_PORT, METRICS_PORT = 8000, 8001, 8002
+HTTP_PORT, GRPC_PORT, METRICS_PORT, ENGINE_METRICS_PORT = 8000, 8001, 8002, 8003
 HOST = "127.0.0.1"
-METRICS_URL = f"http://{HOST}:{METRICS_PORT}/metrics"
+METRICS_URL = f"http://{HOST}:{ENGINE_METRICS_PORT}/metrics"
 DRAIN_S = 30.0
 URL = f"{HOST}:{GRPC_PORT}"
 
@@ -106,6 +106,14 @@ def serve(  # typer reads the options from the signature
     http_port: Annotated[int, typer.Option(help="0 picks a free port.")] = HTTP_PORT,
     grpc_port: Annotated[int, typer.Option(help="0 picks a free port.")] = GRPC_PORT,
     metrics_port: Annotated[int, typer.Option(help="0 picks a free port.")] = METRICS_PORT,
+    engine_metrics_port: Annotated[
+        int | None,
+        typer.Option(
+            help="Metrics of the engines and the server, without tritonserver's; 0 picks a free "
+            "port. Default: the one after --metrics-port.",
+            show_default=False,
+        ),
+    ] = None,
     host: Annotated[
         str, typer.Option(help="Address to listen on. Triton has no authentication.")
     ] = HOST,
@@ -159,6 +167,8 @@ def serve(  # typer reads the options from the signature
         )
     if load_model and not model_control:
         raise typer.BadParameter("--load-model requires --model-control")
+    if engine_metrics_port is None:
+        engine_metrics_port = metrics_port and metrics_port + 1
     with contextlib.ExitStack() as stack:
         if model is not None:
             folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="inflight-"))
@@ -169,7 +179,7 @@ def serve(  # typer reads the options from the signature
         supervisor = Supervisor(
             repository or repositories.shipped(),
             host=host,
-            ports=(http_port, grpc_port, metrics_port),
+            ports=(http_port, grpc_port, metrics_port, engine_metrics_port),
             log_file=log_file,
             drain_s=drain,
             guards_grpc=grpc_guard,
@@ -233,7 +243,11 @@ def generate(  # typer reads the options from the signature
 @app.command()
 def top(
     url: Annotated[
-        str, typer.Option(envvar="INFLIGHT_METRICS_URL", help="Metrics endpoint of a server.")
+        str,
+        typer.Option(
+            envvar="INFLIGHT_METRICS_URL",
+            help="Metrics endpoint; a plain tritonserver has port 8002.",
+        ),
     ] = METRICS_URL,
     interval: Annotated[float, typer.Option(min=0.1, help="Seconds between two readings.")] = 2.0,
     once: Annotated[bool, typer.Option("--once", help="Show one reading and exit.")] = False,

@@ -43,10 +43,12 @@ class Display:
         log_file: Path,
     ) -> None:
         """Show endpoints, models and devices, and the next command."""
+        address = endpoints.engine_metrics
         rows = {
             "HTTP": f"http://{endpoints.http}",
             "gRPC": endpoints.grpc,
             "metrics": f"http://{endpoints.metrics}/metrics",
+            "engines": f"http://{address}/metrics" if address else "",
             "models": ", ".join(models),
             "device": "; ".join(_of_each(devices)),
             "log": str(log_file),

@@ -3,7 +3,7 @@
     python -m inflight.deploy.generate [--check]
 
 The tables are `SamplingParams` and `RequestOptions` (see `sampling.options`), and `EngineConfig`
-and `SpeculativeConfig` (see `config.Setting`), and `FAMILIES` of `engine.metrics`. Some files are
+and `SpeculativeConfig` (see `config.Setting`), and `FAMILIES` and `SERVER_FAMILIES`. Some files are
 generated whole; in others, written by hand, the lines between "begin generated: NAME" and "end
 generated: NAME" are. A test compares the files with the tables, so a change of a table needs
 `make generate`.
@@ -21,6 +21,7 @@ from pathlib import Path
 import msgspec
 
 from inflight import config
+from inflight.deploy.server_families import SERVER_FAMILIES
 from inflight.engine.metrics.families import FAMILIES, Family
 from inflight.errors import ConfigError
 from inflight.sampling.options import MAX_STRING_BYTES, OptionField
@@ -390,6 +391,14 @@ def _metric_row(family: Family) -> list[str]:
     return [f"`{family.name}`", _cell(family.meaning), "; ".join(labels), vllm, trtllm]
 
 
+def _server_metrics() -> list[str]:
+    rows = [
+        [f"`{one.name}`", one.kind, _cell(one.meaning), _code(one.labels)]
+        for one in SERVER_FAMILIES
+    ]
+    return _table(["Name", "Type", "Meaning", "Labels"], rows)
+
+
 def _metric_buckets() -> list[str]:
     rows = [
         [f"`{one.name}`", ", ".join(f"{bound:g}" for bound in one.bounds)]
@@ -432,6 +441,7 @@ _BLOCKS: dict[str, dict[str, Callable[[], list[str]]]] = {
         "gauges": _metrics("gauge"),
         "counters": _metrics("counter"),
         "histograms": _metrics("histogram"),
+        "server": _server_metrics,
         "buckets": _metric_buckets,
     },
     "docs/reference/settings.md": {

@@ -10,7 +10,7 @@ from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_l
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
-from inflight.engine.metrics.snapshot import publish
+from inflight.engine.metrics.snapshot import Published, publish
 from inflight.ipc.metrics_source import ModelMetrics
 
 PATH = "/metrics"
@@ -24,30 +24,44 @@ class MetricsCollector(Collector):
     Args:
         models: their metrics.
         flavours: whose aliases are shown, too.
+        further: samples of other families.
     """
 
-    def __init__(self, models: Iterable[ModelMetrics], flavours: frozenset[str]) -> None:
+    def __init__(
+        self,
+        models: Iterable[ModelMetrics],
+        flavours: frozenset[str],
+        further: Iterable[Published] = (),
+    ) -> None:
         self._models = list(models)
         self._flavours = flavours
+        self._further = list(further)
 
     def collect(self) -> Iterator[Metric]:
         """Each name once, with the series of all models."""
         families: dict[str, Metric] = {}
-        for labels, metrics in self._models:
-            for one in publish(metrics, labels, self._flavours):
-                # Its writer appends the suffix of counters.
-                is_counter = one.kind == "counter"
-                name = one.name.removesuffix(_TOTAL) if is_counter else one.name
-                family = families.setdefault(one.name, Metric(name, one.meaning, one.kind))
-                for suffix, its_labels, value in one.samples:
-                    family.add_sample(one.name + suffix, its_labels, value)
+        for one in self._published():
+            # Its writer appends the suffix of counters.
+            name = one.name.removesuffix(_TOTAL) if one.kind == "counter" else one.name
+            family = families.setdefault(one.name, Metric(name, one.meaning, one.kind))
+            for suffix, labels, value in one.samples:
+                family.add_sample(one.name + suffix, labels, value)
         yield from families.values()
 
+    def _published(self) -> Iterator[Published]:
+        yield from self._further
+        for labels, metrics in self._models:
+            yield from publish(metrics, labels, self._flavours)
 
-def render(models: Iterable[ModelMetrics], flavours: frozenset[str] = frozenset()) -> bytes:
-    """The metrics of models in Prometheus's text format."""
+
+def render(
+    models: Iterable[ModelMetrics],
+    flavours: frozenset[str] = frozenset(),
+    further: Iterable[Published] = (),
+) -> bytes:
+    """The metrics of models, and further families, in Prometheus's text format."""
     registry = CollectorRegistry(auto_describe=False)
-    registry.register(MetricsCollector(models, flavours))
+    registry.register(MetricsCollector(models, flavours, further))
     return generate_latest(registry)
 
 

@@ -1,39 +1,40 @@
-"""Selection of tritonserver's three ports."""
+"""Selection of the ports of tritonserver and the supervisor."""
 
 from __future__ import annotations
 
 import contextlib
 import socket
+from collections.abc import Sequence
 
 from inflight.errors import ConfigError
 
-_FLAGS = ("--http-port", "--grpc-port", "--metrics-port")
+# In this order; tritonserver has the first three.
+_FLAGS = ("--http-port", "--grpc-port", "--metrics-port", "--engine-metrics-port")
 _MAX_PORT = 65535
 
 
-def choose_ports(
-    host: str | tuple[str, str, str], ports: tuple[int, int, int]
-) -> tuple[int, int, int]:
+def choose_ports(host: str | Sequence[str], ports: Sequence[int]) -> tuple[int, ...]:
     """The same ports, with a free one for each 0; host: of all, or one each.
 
     Raises:
         ConfigError: a port is in use, duplicate or out of range, or a host is not an address of
             this machine.
     """
-    hosts = (host, host, host) if isinstance(host, str) else host
+    hosts = [host] * len(ports) if isinstance(host, str) else host
+    flags = _FLAGS[: len(ports)]
     for one in dict.fromkeys(hosts):
         _check_host(one)
-    for port, flag in zip(ports, _FLAGS, strict=True):
+    for port, flag in zip(ports, flags, strict=True):
         if not 0 <= port <= _MAX_PORT:
             raise ConfigError(
                 f"{flag}: {port} is out of range; allowed: 1 to {_MAX_PORT}, or 0 for a free one"
             )
         if port and ports.count(port) > 1:
-            named = [name for name, other in zip(_FLAGS, ports, strict=True) if other == port]
+            named = [name for name, other in zip(flags, ports, strict=True) if other == port]
             raise ConfigError(f"{' and '.join(named)} are both {port}; each needs its own")
     chosen, taken = [], []
     with contextlib.ExitStack() as held:
-        for one, port, flag in zip(hosts, ports, _FLAGS, strict=True):
+        for one, port, flag in zip(hosts, ports, flags, strict=True):
             probe = held.enter_context(socket.socket(socket.AF_INET, socket.SOCK_STREAM))
             # As in tritonserver: a port with connections in TIME_WAIT counts as free.
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -49,7 +50,7 @@ def choose_ports(
             f"{'; '.join(text for _, text in taken)}; stop the process that listens there or "
             f"choose other ports; to pick free ones: {other}"
         )
-    return chosen[0], chosen[1], chosen[2]
+    return tuple(chosen)
 
 
 def _check_host(host: str) -> None:

@@ -80,11 +80,17 @@ OnProgress = Callable[[str, Loading], None]
 
 @dataclass(frozen=True, slots=True)
 class Endpoints:
-    """Addresses of a server, each as host:port."""
+    """Addresses of a server, each as host:port.
+
+    Attributes:
+        metrics: of tritonserver's own, which shows the engines as well.
+        engine_metrics: of the supervisor's; empty without one.
+    """
 
     http: str
     grpc: str
     metrics: str
+    engine_metrics: str = ""
 
 
 class Server:
@@ -279,7 +285,8 @@ class Server:
         Raises:
             ConfigError: see `ports.choose_ports`.
         """
-        self._ports = choose_ports(self._hosts, self._ports)
+        http, grpc, metrics = choose_ports(self._hosts, self._ports)
+        self._ports = http, grpc, metrics
 
     def stubs(self) -> list[Process]:
         """The processes of the models. They are remembered, for when tritonserver has exited: then

@@ -22,7 +22,7 @@ from pathlib import Path
 import msgspec
 
 from inflight import log
-from inflight.door.grpc.settings import Settings, heartbeat_of, parse
+from inflight.door.grpc.settings import Settings, counts_of, heartbeat_of, parse
 from inflight.errors import ConfigError
 from inflight.ipc.heartbeat import PATIENCE_S, Heartbeat, overdue_s
 from inflight.ipc.processes import end_with
@@ -63,15 +63,11 @@ class Workers:
     """The processes that serve."""
 
     def __init__(self, settings: Settings) -> None:
-        ours = msgspec.structs.replace(settings, parent=os.getpid())
-        self._command = [
-            *(sys.executable, "-m", "inflight.door.grpc.worker"),
-            msgspec.json.encode(ours).decode(),
-        ]
+        self._settings = msgspec.structs.replace(settings, parent=os.getpid())
         self._drain_s = settings.drain_s
         self._heartbeat = settings.heartbeat
         self._started_at = time.monotonic()
-        self._processes = [self._start() for _ in range(settings.workers)]
+        self._processes = [self._start(index) for index in range(settings.workers)]
 
     def wait_ready(self) -> None:
         """Wait until each accepts connections.
@@ -101,7 +97,7 @@ class Workers:
             if pause > 0:
                 time.sleep(pause)
             self._started_at = time.monotonic()
-            self._processes[index] = self._start()
+            self._processes[index] = self._start(index)
 
     def stop(self) -> None:
         """Drain all of them, and end those that do not."""
@@ -116,8 +112,18 @@ class Workers:
                 worker.wait()
             _close(worker)
 
-    def _start(self) -> subprocess.Popen[bytes]:
-        return subprocess.Popen(self._command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE)
+    def _start(self, index: int) -> subprocess.Popen[bytes]:
+        settings = self._settings
+        if settings.counts:
+            settings = msgspec.structs.replace(settings, counts=counts_of(settings.counts, index))
+        return subprocess.Popen(
+            [
+                *(sys.executable, "-m", "inflight.door.grpc.worker"),
+                msgspec.json.encode(settings).decode(),
+            ],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+        )
 
 
 def _close(worker: subprocess.Popen[bytes]) -> None:

@@ -29,6 +29,7 @@ from inflight.door.limits import Limits
 from inflight.errors import ConfigError
 from inflight.ipc.heartbeat import beat_from_loop
 from inflight.ipc.processes import end_with
+from inflight.ipc.request_counts import RequestCounts
 
 BACKLOG = 1024
 
@@ -60,10 +61,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
     upstream = Upstream(*options.upstream)
     door = app.Door(upstream, options.health, limits)
+    counts = RequestCounts(options.counts) if options.counts is not None else None
     BoundedProtocol.limits = limits
     server = Server(
         uvicorn.Config(
-            app.make(door, has_access_log=options.access_log),
+            app.make(door, has_access_log=options.access_log, counts=counts),
             http=BoundedProtocol,
             ws="none",
             lifespan="off",
@@ -93,6 +95,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--upstream", type=_address, required=True, metavar="HOST:PORT")
     parser.add_argument("--health", type=Path, required=True, metavar="FILE")
     parser.add_argument("--heartbeat", type=Path, metavar="FILE")
+    parser.add_argument("--counts", type=Path, metavar="FILE")
     parser.add_argument("--drain", type=float, default=30.0, metavar="SECONDS")
     parser.add_argument("--limits", type=_limits, default=Limits(), metavar="JSON")
     parser.add_argument("--parent", type=int, default=os.getppid(), metavar="PID")

@@ -14,6 +14,7 @@ from pathlib import Path
 from inflight.errors import EngineError
 from inflight.ipc.heartbeat import overdue_s
 from inflight.ipc.processes import how_it_exited
+from inflight.ipc.request_counts import SUFFIX
 
 START_TIMEOUT_S = 30.0
 EXIT_S = 5.0
@@ -49,7 +50,8 @@ class DoorChild:
         self._command = [
             *(sys.executable, "-m", f"inflight.door.{kind}_door"),
             *("--listen", listen, "--health", str(health_file), "--parent", str(os.getpid())),
-            *("--heartbeat", str(self._heartbeat), *options),
+            *("--heartbeat", str(self._heartbeat)),
+            *("--counts", str(health_file.with_name(kind + SUFFIX)), *options),
         ]
         self._process: subprocess.Popen[bytes] | None = None
 

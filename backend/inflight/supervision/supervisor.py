@@ -13,12 +13,12 @@ from pathlib import Path
 
 from inflight.deploy.file_limit import raise_file_limit
 from inflight.deploy.log_files import cap_log, default_log_file
+from inflight.deploy.metrics import MetricsServer
 from inflight.deploy.model_group import other_models, select_groups
 from inflight.deploy.ports import choose_ports
 from inflight.deploy.tritonserver import (
     DEFAULT_DRAIN_S,
     DEFAULT_HOST,
-    DEFAULT_PORTS,
     POLL_S,
     Endpoints,
     OnProgress,
@@ -39,12 +39,14 @@ from inflight.supervision.keeper import Child, Keeper
 from inflight.supervision.main_thread import MainThread
 from inflight.supervision.model_control import ModelControl
 from inflight.supervision.orphans import reap_orphans
+from inflight.supervision.server_metrics import ServerMetrics
 from inflight.supervision.triton_child import TritonChild
 
 HEALTH_INTERVAL_S = 0.5
 # Requests in flight have ended by then, or their time is over.
 DOOR_DRAIN_S = 1.0
 LOOPBACK = "127.0.0.1"
+DEFAULT_PORTS = (8000, 8001, 8002, 8003)
 
 
 class Supervisor:
@@ -56,7 +58,7 @@ class Supervisor:
     Args:
         repositories: model repositories; model names must be unique across all of them.
         host: address to listen on.
-        ports: of HTTP, gRPC and metrics; 0 picks a free one.
+        ports: of HTTP, gRPC, tritonserver's metrics and the engines' metrics; 0 picks a free one.
         log_file: for the output of all processes; None for one in ~/.local/state.
         drain_s: how long `stop` waits for requests in flight.
         guards_grpc: whether gRPC passes a door; None: if the server listens beyond loopback.
@@ -77,33 +79,34 @@ class Supervisor:
         repositories: Sequence[Path],
         *,
         host: str = DEFAULT_HOST,
-        ports: tuple[int, int, int] = DEFAULT_PORTS,
+        ports: tuple[int, int, int, int] = DEFAULT_PORTS,
         log_file: Path | None = None,
         drain_s: float = DEFAULT_DRAIN_S,
         guards_grpc: bool | None = None,
         metrics_compat: str = "",
         controlled: Sequence[str] | None = None,
     ) -> None:
-        parse_compat(metrics_compat, "--metrics-compat")
+        flavours = parse_compat(metrics_compat, "--metrics-compat")
         owner = Owner(os.getpid(), is_supervisor=True)
         remove_abandoned()
         raise_file_limit()
         if guards_grpc is None:
             guards_grpc = not ipaddress.ip_address(host).is_loopback
-        ports = choose_ports(host, ports)
-        self.endpoints = Endpoints(*(f"{host}:{port}" for port in ports))
-        self.log_file = log_file or default_log_file(ports[0])
+        chosen = choose_ports(host, ports)
+        self.endpoints = Endpoints(*(f"{host}:{port}" for port in chosen))
+        self.log_file = log_file or default_log_file(chosen[0])
         self._server = Server(
             repositories,
             host=(LOOPBACK, LOOPBACK if guards_grpc else host, host),
-            ports=(0, 0 if guards_grpc else ports[1], ports[2]),
+            ports=(0, 0 if guards_grpc else chosen[1], chosen[2]),
             log_file=self.log_file,
             drain_s=drain_s,
             owner=owner,
             environment={COMPAT_VARIABLE: metrics_compat} if metrics_compat else {},
             controls_models=controlled is not None,
         )
-        self._health_file = folder_of(owner.pid) / "health.json"
+        folder = folder_of(owner.pid)
+        self._health_file = folder / "health.json"
         self._triton = TritonChild(self._server, owner)
         self._main = MainThread()
         self._engines = EngineSet(owner, self.log_file)
@@ -117,6 +120,11 @@ class Supervisor:
             self._doors.append(self._door("grpc"))
         children: list[Child] = [self._triton, *self._doors]
         self._own_keepers = [Keeper(child) for child in children]
+        self._metrics = ServerMetrics(
+            lambda: self._keepers, lambda: self._engines.serving, folder, flavours
+        )
+        self._metrics_address = host, chosen[3]
+        self._metrics_server: MetricsServer | None = None
         self._server.open_log(anew=True).close()
         self._janitor: subprocess.Popen[bytes] | None = None
         self._is_draining = False
@@ -142,6 +150,7 @@ class Supervisor:
             InflightError: something does not start, with the reason.
         """
         self._server.choose_ports()
+        self._metrics_server = MetricsServer(self._metrics_address, self._metrics.render)
         self._janitor = janitor.start(self._health_file.parent)
         for keeper in self._keepers:
             keeper.start()
@@ -166,6 +175,7 @@ class Supervisor:
         own = {keeper.child.pid for keeper in self._keepers} | self._engines.pids
         reap_orphans(own | ({self._janitor.pid} if self._janitor is not None else set()))
         found = self._assess()
+        self._metrics.observe(found)
         if found.is_ready:
             for keeper in self._keepers:
                 keeper.serves()
@@ -200,6 +210,10 @@ class Supervisor:
     def _leave(self) -> None:
         if self._control is not None:
             self._control.close()
+        if self._metrics_server is not None:
+            self._metrics_server.close()
+            self._metrics_server = None
+        self._metrics.close()
         remove_folder_of(os.getpid())
         process, self._janitor = self._janitor, None
         if process is not None:

@@ -11,6 +11,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from inflight.deploy.metrics import MetricsServer, render
 from inflight.engine.metrics.families import FLAVOURS, published
+from inflight.engine.metrics.snapshot import Published, Sample
 from inflight.ipc.metrics_source import ModelMetrics
 from metric_snapshots import empty, observed, with_values
 
@@ -67,3 +68,11 @@ def test_the_server_answers_only_its_path():
         server.close()
     with pytest.raises(OSError):
         urllib.request.urlopen(f"{base}/metrics", timeout=5)
+
+
+def test_further_families_are_rendered_beside_the_models():
+    further = [Published("inflight_x_total", "counter", "Xs.", [Sample("", {"of": "a"}, 3.0)])]
+    models = [ModelMetrics(labels("llm"), empty())]
+    text = render(models, further=further).decode()
+    assert '# TYPE inflight_x_total counter\ninflight_x_total{of="a"} 3.0' in text
+    assert "inflight_generation_tokens_total{" in text

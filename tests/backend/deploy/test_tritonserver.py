@@ -402,7 +402,7 @@ def _serve(tmp_path: Path, patch: str = "", arguments: str = "") -> subprocess.P
         "from inflight.deploy import tritonserver\n"
         f"{patch}\n"
         "from inflight.supervision.supervisor import Supervisor\n"
-        f"supervisor = Supervisor([Path({str(tmp_path / 'repository')!r})], ports=(0, 0, 0),"
+        f"supervisor = Supervisor([Path({str(tmp_path / 'repository')!r})], ports=(0, 0, 0, 0),"
         f" log_file=Path({str(tmp_path / 'log')!r}))\n"
         f"sys.exit(serve.run(supervisor{arguments}))"
     )

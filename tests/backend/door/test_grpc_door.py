@@ -16,6 +16,7 @@ import pytest
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
 from grpc_guard import OWN, READY, SERVICE, Door, StandIn, opened
+from inflight.ipc import request_counts
 from inflight.ipc.health import Health
 from kserve import request, text
 
@@ -601,3 +602,19 @@ def test_tls(tmp_path):
         code, _ = refused(door.stub.ServerReady, service_pb2.ServerReadyRequest(), timeout=5)
         assert code is CODE.UNAVAILABLE
     triton.close()
+
+
+def test_calls_are_counted_by_status_over_all_workers_and_probes_are_not(tmp_path):
+    triton = StandIn()
+    counts = ("--workers", "2", "--counts", str(tmp_path / "grpc.requests"))
+    with opened(tmp_path, triton.address, *counts) as door:
+        door.stub.ModelInfer(request("echo", PROMPT))
+        assert refused(door.stub.ModelInfer, request("busy", PROMPT))[0] is CODE.UNAVAILABLE
+        assert door.stub.ServerReady(service_pb2.ServerReadyRequest()).ready
+        stream = Stream(door.stub)
+        stream.ask("wait")
+        stream.call.cancel()
+        assert triton.cancelled.wait(5.0)
+    triton.close()
+    expected = {"OK": 1, "UNAVAILABLE": 1, "CANCELLED": 1}
+    assert request_counts.read(tmp_path, "grpc") == expected

@@ -25,6 +25,7 @@ from typing import Any
 import psutil
 import pytest
 
+from inflight.ipc import request_counts
 from inflight.ipc.health import Health, write
 
 LIMITS = {
@@ -1034,3 +1035,13 @@ def test_a_body_of_many_values_delays_no_other_request(tmp_path: Path) -> None:
         sender.join()
     assert found[0][0] == 400 and "text_input: is nested" in found[0][1]
     assert max(delays) < 0.2  # 0.1 s: the parser itself does not yield
+
+
+def test_requests_are_counted_by_status_and_probes_are_not(tmp_path: Path) -> None:
+    counts = ("--counts", str(tmp_path / "http.requests"))
+    with a_door(tmp_path, *counts) as door:
+        assert post(door, {"text_input": "x"})[0] == 200
+        assert post(door, b"{")[0] == 400
+        assert ask(door, "GET", "/nothing")[0] == 404
+        assert ask(door, "GET", "/v2/health/ready")[0] == 200
+    assert request_counts.read(tmp_path, "http") == {"200": 1, "400": 1, "404": 1}

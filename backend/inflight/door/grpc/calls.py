@@ -15,6 +15,7 @@ import grpc
 from inflight.door.grpc import status
 from inflight.door.grpc.status import Code, Status
 from inflight.door.limits import Limits
+from inflight.ipc.request_counts import RequestCounts
 
 DRAINING = Status(Code.UNAVAILABLE, "the server is shutting down; send the request again later")
 CHECK_S = 0.5
@@ -33,6 +34,7 @@ class Call:
             the client to read, for the client's request, for Triton; infinity if it does not.
         is_idle: without a request in flight; it may end when the server drains.
         has_ended: its status or its only response is being sent.
+        code: of its status; until it has one, that of a client that has left.
     """
 
     def __init__(self, context: Any) -> None:
@@ -43,6 +45,7 @@ class Call:
         self.waiting_since = math.inf
         self.is_idle = False
         self.has_ended = False
+        self.code = Code.CANCELLED
         self._task = asyncio.current_task()
         self._status: Status | None = None
         self._lock = asyncio.Lock()
@@ -86,6 +89,7 @@ class Call:
         self.context.set_trailing_metadata((("x-request-id", self.request_id),))
         try:
             await work
+            self.code = Code.OK
             return
         except asyncio.CancelledError:
             if self._status is None:  # the client has left
@@ -100,27 +104,41 @@ class Call:
             if why.code is Code.INTERNAL:
                 logger.exception("call %s failed", self.request_id)
         self.has_ended = True
+        self.code = why.code
         if self._headers is not None:
             await asyncio.wait([self._headers])
         await self.context.abort(why.code, why.text)
 
 
 class Calls:
-    """All calls of a worker."""
+    """All calls of a worker.
 
-    def __init__(self, limits: Limits) -> None:
+    Args:
+        counts: of calls by status; or None.
+    """
+
+    def __init__(self, limits: Limits, counts: RequestCounts | None = None) -> None:
         self.is_draining = False
         self._limits = limits
+        self._counts = counts
         self._calls: set[Call] = set()
 
-    async def run(self, context: Any, work: Callable[[Call], Coroutine[Any, Any, None]]) -> None:
-        """Run a call until it ends."""
+    async def run(
+        self,
+        context: Any,
+        work: Callable[[Call], Coroutine[Any, Any, None]],
+        *,
+        is_counted: bool = True,
+    ) -> None:
+        """Run a call until it ends; is_counted: whether its status is."""
         call = Call(context)
         self._calls.add(call)
         try:
             await call.run(work(call))
         finally:
             self._calls.discard(call)
+            if self._counts is not None and is_counted:
+                self._counts.count(call.code.value[0])
 
     def became_idle(self, call: Call) -> None:
         """A call has no request in flight now."""

@@ -39,6 +39,15 @@ PASSED: dict[str, Callable[[bytes], bytes]] = {
     "ModelConfig": checks.model_request,
     "ModelStatistics": checks.statistics_request,
 }
+# Not counted: they would outnumber the requests.
+_PROBES = frozenset(
+    {
+        f"/{SERVICE}/ServerLive",
+        f"/{SERVICE}/ServerReady",
+        f"/{HEALTH}/Check",
+        f"/{HEALTH}/Watch",
+    }
+)
 
 Unary = Callable[[Call, bytes], Awaitable[bytes]]
 Work = Callable[[Call], Awaitable[None]]
@@ -81,7 +90,7 @@ class Routes(grpc.GenericRpcHandler):  # type: ignore[misc]
             await work(call)
 
         async def handle(_: Any, context: Any) -> None:
-            await self._calls.run(context, admitted)
+            await self._calls.run(context, admitted, is_counted=method not in _PROBES)
 
         return grpc.stream_stream_rpc_method_handler(handle)
 

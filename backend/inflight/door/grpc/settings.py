@@ -23,6 +23,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         listen, upstream: host:port of the clients' side and of Triton's gRPC.
         health: the file that the supervisor writes.
         heartbeat: a file that shows the supervisor that the first process works; or None.
+        counts: a file for counts of requests by status, one per worker; or None.
         workers: processes that share the port.
         drain_s: how long requests in flight may take to end after SIGTERM.
         tls_cert, tls_key: PEM files; both or none.
@@ -33,6 +34,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     upstream: str
     health: str
     heartbeat: str | None
+    counts: str | None
     workers: int
     drain_s: float
     limits: Limits
@@ -57,6 +59,12 @@ def heartbeat_of(heartbeat: str, worker: int) -> Path:
     return Path(f"{heartbeat}.{worker}")
 
 
+def counts_of(counts: str, worker: int) -> str:
+    """The file of a worker's counts; worker: its index, which its successor has, too."""
+    path = Path(counts)
+    return str(path.with_name(f"{path.stem}.{worker}{path.suffix}"))
+
+
 def parse(arguments: Sequence[str] | None = None) -> Settings:
     """The settings from a command line.
 
@@ -68,6 +76,7 @@ def parse(arguments: Sequence[str] | None = None) -> Settings:
     parser.add_argument("--upstream", required=True, metavar="HOST:PORT", help="Triton's gRPC")
     parser.add_argument("--health", required=True, metavar="FILE")
     parser.add_argument("--heartbeat", metavar="FILE")
+    parser.add_argument("--counts", metavar="FILE")
     parser.add_argument("--workers", type=int, default=min(MAX_WORKERS, os.cpu_count() or 1))
     parser.add_argument("--drain", type=float, default=DEFAULT_DRAIN_S, metavar="S")
     parser.add_argument("--limits", default="{}", metavar="JSON", help="fields of Limits")
@@ -86,6 +95,7 @@ def parse(arguments: Sequence[str] | None = None) -> Settings:
         upstream=found.upstream,
         health=found.health,
         heartbeat=found.heartbeat,
+        counts=found.counts,
         workers=max(1, found.workers),
         drain_s=found.drain,
         limits=limits,

@@ -27,6 +27,7 @@ from inflight.door.limits import Limits
 from inflight.errors import ConfigError
 from inflight.ipc.heartbeat import beat_from_loop
 from inflight.ipc.processes import end_with
+from inflight.ipc.request_counts import RequestCounts
 
 LISTENING = "listening"
 # Per connection; gRPC clients queue further ones.
@@ -75,7 +76,8 @@ class Worker:
     def __init__(self, settings: Settings) -> None:
         limits = settings.limits
         self._settings = settings
-        self._calls = Calls(limits)
+        counts = RequestCounts(Path(settings.counts)) if settings.counts else None
+        self._calls = Calls(limits, counts)
         self._upstream = Upstream(settings.upstream)
         probes = Probes(Path(settings.health), self._calls)
         self._server = grpc.aio.server(

@@ -28,6 +28,7 @@ from inflight.door.http.upstream import Exchange, Upstream, UpstreamLost
 from inflight.door.limits import Limits
 from inflight.ipc import health
 from inflight.ipc.health import Health
+from inflight.ipc.request_counts import RequestCounts
 
 T = TypeVar("T")
 
@@ -39,6 +40,9 @@ _OCTETS = "application/octet-stream"
 _TYPES = ("", _JSON, _OCTETS, "application/x-www-form-urlencoded")
 # A body of 4 MiB can take 0.4 s to check; this one takes some 10 ms at most. In bytes.
 _LARGE_BODY = 128 << 10
+_HEALTH = "/v2/health/"
+# As in nginx: the client left before it was answered.
+_LEFT = 499
 _HEADER_LENGTH = "inference-header-content-length"
 _CLOSED = re.compile(
     r"/v2/(?:(?:system|cuda)sharedmemory|logging|trace|repository/models|models/[^/]+/trace)(?:/|$)"
@@ -301,15 +305,19 @@ class Cut(Exception):
 
 
 class Framed:
-    """Around the routes: paths that are plain, an id for each request, and the access log.
+    """Around the routes: paths that are plain, an id for each request, counts and the access log.
 
     Args:
         log: prints one line for each request, or None.
+        counts: of requests by status, health probes excluded; or None.
     """
 
-    def __init__(self, app: ASGIApp, log: Callable[[str], None] | None) -> None:
+    def __init__(
+        self, app: ASGIApp, log: Callable[[str], None] | None, counts: RequestCounts | None
+    ) -> None:
         self._app = app
         self._log = log
+        self._counts = counts
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         request_id = secrets.token_hex(8)
@@ -325,8 +333,12 @@ class Framed:
             await send(message)
 
         app = self._app if _PATH.fullmatch(scope["raw_path"]) else _nothing_here
-        with contextlib.suppress(Cut):
-            await app(scope, receive, send_marked)
+        try:
+            with contextlib.suppress(Cut):
+                await app(scope, receive, send_marked)
+        finally:
+            if self._counts is not None and not scope["path"].startswith(_HEALTH):
+                self._counts.count(status or _LEFT)
         if self._log is not None:
             record = {
                 "time": round(time.time(), 3),
@@ -340,8 +352,10 @@ class Framed:
             self._log(msgspec.json.encode(record).decode())
 
 
-def make(door: Door, *, has_access_log: bool = False) -> ASGIApp:
-    """The door as an ASGI application."""
+def make(
+    door: Door, *, has_access_log: bool = False, counts: RequestCounts | None = None
+) -> ASGIApp:
+    """The door as an ASGI application; counts: of requests by status."""
     routes = []  # tried in order: those of inference first
     for model in ("/v2/models/{model}", "/v2/models/{model}/versions/{version}"):
         routes += [
@@ -364,7 +378,7 @@ def make(door: Door, *, has_access_log: bool = False) -> ASGIApp:
         exception_handlers={Refusal: _refused, HTTPException: _refused, Exception: _failed},
     )
     app.router.redirect_slashes = False
-    return Framed(app, _print if has_access_log else None)
+    return Framed(app, _print if has_access_log else None, counts)
 
 
 def _probe(is_well: bool, reason: str) -> Response:

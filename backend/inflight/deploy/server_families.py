@@ -1,0 +1,45 @@
+"""The table of the server's own metrics, which only the supervisor's endpoint shows.
+
+They have none of the labels of a model. Label values that are only known at run time are missing
+in the table.
+"""
+
+from __future__ import annotations
+
+from inflight.engine.metrics.families import Family
+
+SERVER_FAMILIES: tuple[Family, ...] = (
+    Family(
+        "server_ready",
+        "gauge",
+        "1 while all models are loaded and the server accepts requests, else 0.",
+    ),
+    Family(
+        "server_live",
+        "gauge",
+        "1 while the server can recover by itself, 0 when it has to be restarted from outside.",
+    ),
+    Family(
+        "server_not_ready_seconds",
+        "counter",
+        "Time that the server was not ready, since it was ready for the first time.",
+    ),
+    Family(
+        "process_restarts",
+        "counter",
+        "Restarts of processes that exited or hung: tritonserver, each engine, each door.",
+        ("process",),
+        (),
+    ),
+    Family(
+        "door_requests",
+        "counter",
+        "Requests at the doors by status, health probes excluded: HTTP's number or gRPC's name. 499 "
+        "and CANCELLED: the client left before the end. A stream counts when it ends.",
+        ("door", "status"),
+        (),
+    ),
+)
+"""All of them."""
+
+SERVER_BY_STEM = {family.stem: family for family in SERVER_FAMILIES}

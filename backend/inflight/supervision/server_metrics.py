@@ -1,0 +1,108 @@
+"""The metrics of a supervised server: those of all its models, and its own."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from inflight.deploy.metrics import render
+from inflight.deploy.server_families import SERVER_BY_STEM
+from inflight.engine.metrics.snapshot import Labels, Published, Sample
+from inflight.ipc import request_counts
+from inflight.ipc.engine_client import EngineClient
+from inflight.ipc.health import Health
+from inflight.ipc.metrics_source import MetricsSource
+from inflight.supervision.engines import EngineChild
+from inflight.supervision.keeper import Keeper
+
+DOORS = ("http", "grpc")
+NUM_READERS = 8
+
+
+class ServerMetrics:
+    """What the endpoint of a server shows. It does not depend on tritonserver.
+
+    Args:
+        keepers: returns those of all children.
+        engines: returns those that serve.
+        folder: the server's runtime folder, where the doors count their requests.
+        flavours: whose aliases of the models' metrics are shown, too.
+        clock: seconds, monotonic.
+    """
+
+    def __init__(
+        self,
+        keepers: Callable[[], Sequence[Keeper]],
+        engines: Callable[[], Sequence[EngineChild]],
+        folder: Path,
+        flavours: frozenset[str],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._keepers = keepers
+        self._engines = engines
+        # By model, also while it is not loaded: its counters continue when it is loaded again.
+        self._sources: dict[Path, MetricsSource] = {}
+        self._folder = folder
+        self._flavours = flavours
+        self._clock = clock
+        self._health: Health | None = None
+        self._has_been_ready = False
+        self._not_ready_s = 0.0
+        self._not_ready_since: float | None = None
+        self._readers = ThreadPoolExecutor(NUM_READERS, "metrics")
+
+    def observe(self, health: Health) -> None:
+        """Note the server's health; called at each assessment."""
+        now = self._clock()
+        self._health = health
+        self._has_been_ready |= health.is_ready
+        if self._not_ready_since is not None:
+            self._not_ready_s += now - self._not_ready_since
+        is_counted = self._has_been_ready and not health.is_ready
+        self._not_ready_since = now if is_counted else None
+
+    def render(self) -> bytes:
+        """All metrics in Prometheus's text format. One thread at a time may call it."""
+        # An engine in a long step answers after it: the others are read meanwhile.
+        models = self._readers.map(MetricsSource.read, map(self._source, self._engines()))
+        found = [one for one in models if one is not None]
+        return render(found, self._flavours, self._own())
+
+    def close(self) -> None:
+        self._readers.shutdown(wait=False, cancel_futures=True)
+
+    def _source(self, engine: EngineChild) -> MetricsSource:
+        source = self._sources.get(engine.model)
+        if source is None:
+            source = MetricsSource(engine.model, lambda: self._client_of(engine.model))
+            self._sources[engine.model] = source
+        return source
+
+    def _client_of(self, model: Path) -> EngineClient | None:
+        clients = [engine.client for engine in self._engines() if engine.model == model]
+        return clients[0] if clients else None
+
+    def _own(self) -> Iterator[Published]:
+        health = self._health
+        yield _published("server_ready", ({}, health is not None and health.is_ready))
+        yield _published("server_live", ({}, health is not None and health.is_live))
+        yield _published("server_not_ready_seconds", ({}, self._not_ready_s))
+        restarts = [
+            ({"process": one.child.name.removeprefix("the ")}, one.num_restarts)
+            for one in self._keepers()
+        ]
+        yield _published("process_restarts", *restarts)
+        requests = [
+            ({"door": door, "status": status}, count)
+            for door in DOORS
+            for status, count in request_counts.read(self._folder, door).items()
+        ]
+        yield _published("door_requests", *requests)
+
+
+def _published(stem: str, *values: tuple[Labels, float]) -> Published:
+    family = SERVER_BY_STEM[stem]
+    samples = [Sample("", labels, float(value)) for labels, value in values]
+    return Published(family.name, family.kind, family.meaning, samples)
