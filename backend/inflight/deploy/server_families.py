@@ -34,7 +34,7 @@ SERVER_FAMILIES: tuple[Family, ...] = (
     Family(
         "door_requests",
         "counter",
-        "Requests at the doors by status, health probes excluded: HTTP's number or gRPC's name. 499 "
+        "Requests at the doors by status (HTTP's number, gRPC's name), health probes excluded. 499 "
         "and CANCELLED: the client left before the end. A stream counts when it ends.",
         ("door", "status"),
         (),
