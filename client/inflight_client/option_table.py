@@ -128,6 +128,8 @@ class Options(TypedDict, total=False):
     """Draft tokens per step."""
     return_log_probs: bool
     """True reports each output token, as `num_logprobs` 0 does."""
+    return_timing: bool
+    """True reports where the time of each output went: `timing` in `draft_stats`."""
     guided_decoding_guide_type: str
     """What the output must match: any JSON, or a JSON schema, a regular expression, a grammar (GBNF
     or Lark) or one of several strings (a JSON list).
@@ -182,6 +184,7 @@ DATATYPES: dict[str, str] = {
     "best_of": "INT32",
     "speculation": "BYTES",
     "return_log_probs": "BOOL",
+    "return_timing": "BOOL",
     "guided_decoding_guide_type": "BYTES",
     "guided_decoding_guide": "BYTES",
 }

@@ -198,6 +198,23 @@ def test_unmatchable_constraints_are_rejected_by_name(cpu, kind, guide, named):
     assert cpu.canary()
 
 
+# ---------------------------------------------------------------- timing
+
+
+def test_timing_comes_with_the_end_of_a_stream_on_request(cpu):
+    options = (max_tokens(8), tensor("ignore_eos", "BOOL", True), STREAM)
+    timed = tensor("return_timing", "BOOL", True)
+    answers = ask(cpu.grpc, request("generate", text("Once upon a time"), *options, timed))
+    assert {answer["draft_stats"] for answer in answers[:-1]} <= {""}
+    timing = json.loads(answers[-1]["draft_stats"])["timing"]
+    assert 0 < timing["ttft_s"] < 60 and timing["num_decode_steps"] == 7
+    spans = ("queue_s", "prefill_s", "decode_s", "preempted_s", "suspended_s")
+    expected = timing["ttft_s"] + 7 * timing["mean_itl_s"]
+    assert sum(timing[name] for name in spans) == pytest.approx(expected, abs=1e-4)
+    plain = ask(cpu.grpc, request("generate", text("Once upon a time"), *options))
+    assert {answer["draft_stats"] for answer in plain} == {""}
+
+
 # ---------------------------------------------------------------- drafts
 
 REPEAT = "one two three four, one two three four, one two three four, one two three"

@@ -58,6 +58,7 @@ class Request(msgspec.Struct, frozen=True):
         output_ids: for a beam search, the ids under which its outputs are returned, the best first:
             request_id, then one for each further output, at most beam_width in all. () for the best
             one only.
+        return_timing: whether its last event reports where its time went.
     """
 
     request_id: int
@@ -69,6 +70,7 @@ class Request(msgspec.Struct, frozen=True):
     structured: StructuredOutput | None = None
     sibling: int | None = None
     output_ids: tuple[int, ...] = ()
+    return_timing: bool = False
 
 
 class Candidate(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -104,6 +106,48 @@ class Candidate(msgspec.Struct, frozen=True, array_like=True, gc=False):
         return [Candidate(token_id, logprob, rank), *others]
 
 
+class RequestTiming(msgspec.Struct, frozen=True, kw_only=True):
+    """Where the time of a request went, in seconds, as its engine saw it.
+
+    queue_s, prefill_s, decode_s, preempted_s and suspended_s add up to the time from its arrival to
+    its end.
+
+    Attributes:
+        queue_s: before its first step.
+        kv_wait_s: of queue_s, while the head of the queue waited for KV blocks.
+        prefill_s, decode_s: from its first step to its first token, and from there on.
+        preempted_s: from each preemption to the next token: in the queue, and to compute again.
+        suspended_s: the same for suspensions, as its consumer did not read.
+        ttft_s: from its arrival to its first token; None without one.
+        mean_itl_s: mean time per token after the first; None without two.
+        prefill_interference_s: by how much its decode steps with prompts of other requests exceeded
+            its mean decode step without; None if all of them had prompts.
+        num_prefill_steps, num_decode_steps: steps that computed it.
+        num_preemptions: how often it lost its KV blocks.
+        num_cached_tokens: prompt tokens found in the prefix cache.
+        num_drafted, num_accepted: draft tokens.
+        energy_j: of the GPU in its steps, in joules, by its share of their tokens; None if the
+            power is not known.
+    """
+
+    queue_s: float
+    kv_wait_s: float
+    prefill_s: float
+    decode_s: float
+    preempted_s: float
+    suspended_s: float
+    ttft_s: float | None
+    mean_itl_s: float | None
+    prefill_interference_s: float | None
+    num_prefill_steps: int
+    num_decode_steps: int
+    num_preemptions: int
+    num_cached_tokens: int
+    num_drafted: int
+    num_accepted: int
+    energy_j: float | None
+
+
 class TokenEvent(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     """The result of one step for one request. The last one has `finish_reason` or `error`.
 
@@ -124,6 +168,7 @@ class TokenEvent(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
         num_drafted, num_accepted, num_steps: at the end, verified drafts, accepted drafts, and
             steps that sampled tokens; num_drafted is None without drafts.
         error_kind, error: set on the last event of a request that failed (see `errors`).
+        timing: at the end, if the request asked for it.
     """
 
     request_id: int
@@ -141,6 +186,7 @@ class TokenEvent(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     num_steps: int = 0
     error_kind: str | None = None
     error: str | None = None
+    timing: RequestTiming | None = None
 
     @property
     def is_last(self) -> bool:

@@ -32,6 +32,7 @@ from inflight.engine.metrics.snapshot import Metrics
 from inflight.engine.output import OutputStage
 from inflight.engine.pipeline import Launched, StepPipeline
 from inflight.engine.planning import make_draft_budget, make_scheduler
+from inflight.engine.request_timings import RequestTimings
 from inflight.engine.sibling_queue import SiblingQueue
 from inflight.engine.stats import Stats
 from inflight.engine.token_counts import TokenCounts
@@ -57,6 +58,7 @@ class Engine:
         clock: seconds, monotonic.
         on_launch: see `StepPipeline`.
         quarantine: of requests that crash the engine; by default one of its own.
+        watts: the GPU's power now, for the energy of requests; None if it is not known.
     """
 
     def __init__(
@@ -69,6 +71,7 @@ class Engine:
         clock: Callable[[], float] = time.monotonic,
         on_launch: Callable[[float], None] | None = None,
         quarantine: Quarantine | None = None,
+        watts: Callable[[], float | None] = lambda: None,
     ) -> None:
         self.config = config
         self.runner = runner
@@ -95,6 +98,7 @@ class Engine:
             self.scheduler.max_num_seqs, runner.block_size, config.enable_prefix_caching
         )
         self._quarantine = quarantine or Quarantine()
+        self._timings = RequestTimings(watts)
         self._counts = TokenCounts()
         self._clock = clock
         self._groups: dict[int, SequenceGroup] = {}  # by the ids of their outputs
@@ -148,6 +152,8 @@ class Engine:
         if arrived is None or not now - _MAX_TRANSIT_S < arrived < now:
             arrived = now
         self.recorder.submitted(request.request_id, arrived)
+        if request.return_timing:
+            self._timings.add(self._groups[request.request_id], arrived)
 
     def _accept(self, request: Request) -> None:
         """Queue a request; raises as `submit` does."""
@@ -178,7 +184,7 @@ class Engine:
             return []
         group.finish_reason = FinishReason.CANCELLED
         self._finish(group)
-        return [
+        events = [
             TokenEvent(
                 output_id,
                 position=group.num_output_tokens,
@@ -188,6 +194,7 @@ class Engine:
             )
             for output_id in group.request.output_ids or (group.request_id,)
         ]
+        return self._timings.attach(events)
 
     def cancel_front(self, number: int) -> None:
         """Cancel all requests of a front that disconnected."""
@@ -213,9 +220,12 @@ class Engine:
         if self.speculation is not None:
             self.speculation.plan(self.scheduler.running)
         batch = self.scheduler.schedule()
+        now = self._clock()
         num_prompt_tokens = self.scheduler.num_prompt_tokens
-        for group in self.recorder.scheduled(batch, num_prompt_tokens, self._clock()):
+        for group in self.recorder.scheduled(batch, num_prompt_tokens, now):
             self._quarantine.started(group.request)
+        if self._timings:
+            self._timings.scheduled(batch, self.scheduler.lacks_blocks, now)
         if batch.chunks and not self._pipeline.launch(batch):
             events += self._fail_batch(batch)
         if self._pipeline.is_due(has_launched=bool(batch.chunks)):
@@ -305,7 +315,8 @@ class Engine:
                 self._finish(one.sequence)
         self._counts.add(output)
         self._watch_delivery(launched, output, events)
-        return events + failed
+        events += failed
+        return self._timings.attach(events) if self._timings else events
 
     def _advance_search(self, search: BeamGroup, candidates: list[Committed]) -> list[TokenEvent]:
         """Continue a beam search; returns its events if it ends."""
@@ -332,6 +343,8 @@ class Engine:
         """Record a step's duration and its events for delivery tracking."""
         now, duration = self._pipeline.end_of(launched)
         self.recorder.stepped(launched.batch, bool(output.num_drafted), duration)
+        if self._timings:
+            self._timings.processed(launched.batch, now, duration)
         self.delivery.record_step(duration)
         self.delivery.record_events(events, now)
 
@@ -355,6 +368,7 @@ class Engine:
         if isinstance(group, Sequence):
             group = group.group
         self.recorder.failed(group.request_id, error.kind)
+        self._timings.forget(group.request_id)
         self._finish(group)
         return TokenEvent.failed(group.request_id, error)
 

@@ -66,6 +66,8 @@ class Scheduler:
         num_preemptions: how often a running sequence was preempted.
         num_prompt_tokens: tokens in the prompts admitted so far.
         num_cached_tokens: those of them that came from the prefix cache.
+        lacks_blocks: whether the last step could not admit the head of the queue, for it needs more
+            KV blocks than are free.
     """
 
     def __init__(  # limits, by keyword alone
@@ -84,6 +86,7 @@ class Scheduler:
         self.num_preemptions = 0
         self.num_prompt_tokens = 0
         self.num_cached_tokens = 0
+        self.lacks_blocks = False
         self._pool = BlockPool(num_blocks, block_size)
         self._tables = BlockTables(self._pool, enable_prefix_caching)
         self._max_num_batched_tokens = max_num_batched_tokens
@@ -153,7 +156,8 @@ class Scheduler:
             budget -= lengths[-1]
         cached: list[Copy] = []  # copies for those that are admitted
         # A sequence preempted in this step is at the head of the queue, which is never overtaken.
-        if self.num_preemptions == preempted:
+        self.lacks_blocks = self.num_preemptions > preempted
+        if not self.lacks_blocks:
             budget = self._admit_waiting(prefills, lengths, budget, cached)
         # Released last, so that no block is both source and target of this step's copies.
         self._pool.release([source for source, _ in cached])
@@ -222,6 +226,7 @@ class Scheduler:
                 break
             needed = self._tables.admit(group)
             if needed is None:
+                self.lacks_blocks = True
                 break
             copies += needed
             first = group.members[0]

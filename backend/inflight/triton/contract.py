@@ -111,7 +111,7 @@ ANSWER = (
         "draft_stats",
         "STRING",
         "At the end of an output with drafts: JSON of num_drafted, num_accepted, num_steps and "
-        "tokens_per_step.",
+        "tokens_per_step. With return_timing, also of timing, whether there were drafts or not.",
         dims=-1,
     ),
 )

@@ -89,7 +89,7 @@ class Generation(msgspec.Struct, frozen=True):
         n: outputs to return.
         best_of: outputs to generate; the n with the highest mean logprob are returned. n for a beam
             search, which generates its outputs together.
-        speculation, structured: see Request.
+        speculation, structured, return_timing: see Request.
     """
 
     prompt_ids: list[int]
@@ -102,6 +102,7 @@ class Generation(msgspec.Struct, frozen=True):
     best_of: int = 1
     speculation: int | None = None
     structured: StructuredOutput | None = None
+    return_timing: bool = False
 
     def requests(self, request_ids: list[int]) -> list[Request]:
         """The engine's requests, one for each of `best_of` outputs.
@@ -121,6 +122,7 @@ class Generation(msgspec.Struct, frozen=True):
                     speculation=self.speculation,
                     structured=self.structured,
                     output_ids=tuple(request_ids),
+                    return_timing=self.return_timing,
                 )
             ]
         made = []
@@ -139,6 +141,7 @@ class Generation(msgspec.Struct, frozen=True):
                     speculation=self.speculation,
                     structured=self.structured,
                     sibling=request_ids[0] if index else None,
+                    return_timing=self.return_timing,
                 )
             )
         return made
@@ -200,6 +203,7 @@ def parse(inputs: Mapping[str, Array], parameters: Mapping[str, Any], limits: Li
         best_of=best_of,
         speculation=_speculation(options.speculation),
         structured=structured,
+        return_timing=options.return_timing,
         echo=echo,
         detokenized=prompt_tensor is not None,
     )
@@ -286,15 +290,19 @@ def outputs(
 
 
 def _drafts(event: TokenEvent) -> str:
-    """Draft statistics, at the end of an output that had drafts."""
-    if not event.is_last or event.num_drafted is None:
+    """Draft statistics and timing, at the end of an output that had drafts or asked for timing."""
+    if not event.is_last or (event.num_drafted is None and event.timing is None):
         return ""
-    found = {
-        "num_drafted": event.num_drafted,
-        "num_accepted": event.num_accepted,
-        "num_steps": event.num_steps,
-        "tokens_per_step": round(event.position / max(1, event.num_steps), 3),
-    }
+    found: dict[str, Any] = {}
+    if event.num_drafted is not None:
+        found = {
+            "num_drafted": event.num_drafted,
+            "num_accepted": event.num_accepted,
+            "num_steps": event.num_steps,
+            "tokens_per_step": round(event.position / max(1, event.num_steps), 3),
+        }
+    if event.timing is not None:
+        found["timing"] = msgspec.structs.asdict(event.timing)
     return json.dumps(found)
 
 

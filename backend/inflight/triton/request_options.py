@@ -100,6 +100,12 @@ class RequestOptions(msgspec.Struct, frozen=True):
         bool,
         Option("True reports each output token, as `num_logprobs` 0 does.", vllm=()),
     ] = False
+    return_timing: Annotated[
+        bool,
+        Option(
+            "True reports where the time of each output went: `timing` in `draft_stats`.", vllm=()
+        ),
+    ] = False
     guided_decoding_guide_type: Annotated[
         str | None,
         Option(

@@ -2,10 +2,11 @@
 
 import json
 
+import msgspec
 import numpy as np
 import pytest
 
-from inflight.core.request import AUTO_DRAFTS, Candidate, FinishReason, TokenEvent
+from inflight.core.request import AUTO_DRAFTS, Candidate, FinishReason, RequestTiming, TokenEvent
 from inflight.errors import CapacityError, ConfigError, EngineError, RequestError
 from inflight.sampling.params import SamplingParams
 from inflight.triton import protocol
@@ -689,3 +690,18 @@ def test_the_outputs_of_a_beam_search_keep_the_order_of_the_engine():
         OutputDelta(0, TokenEvent(7, [1, 2], position=2, cumulative_logprob=-4.0), []),
     ]
     assert [part.output for part in asked.answer(parts)] == [0, 1]
+
+
+def test_timing_is_reported_with_and_without_drafts():
+    asked = generation(return_timing=flags(True))
+    assert [one.return_timing for one in asked.requests([7])] == [True]
+    assert [one.return_timing for one in generation().requests([7])] == [False]
+    numbers = dict.fromkeys(RequestTiming.__struct_fields__, 0)
+    timing = RequestTiming(**numbers | {"queue_s": 1.5, "energy_j": None})
+    end = TokenEvent(7, [5], [], 1, finish_reason=FinishReason.STOP, timing=timing)
+    drafted = msgspec.structs.replace(end, num_drafted=4, num_steps=1)
+    for event, has_drafts in ((end, False), (drafted, True)):
+        (text,) = outputs([OutputDelta(0, event, [])], 3)["draft_stats"].tolist()
+        found = json.loads(text)
+        assert found["timing"]["queue_s"] == 1.5 and found["timing"]["energy_j"] is None
+        assert ("num_drafted" in found) == has_drafts
