@@ -39,6 +39,28 @@ SERVER_FAMILIES: tuple[Family, ...] = (
         ("door", "status"),
         (),
     ),
+    Family(
+        "gpu_power_watts",
+        "gauge",
+        "Power of the GPU that the engines use. Absent without NVML or GPU, as the next two.",
+        ("uuid", "gpu_name"),
+        (),
+    ),
+    Family(
+        "gpu_energy_joules",
+        "counter",
+        "Energy of that GPU since the server was started.",
+        ("uuid", "gpu_name"),
+        (),
+    ),
+    Family(
+        "gpu_joules_per_token",
+        "gauge",
+        "Energy of that GPU per output token of all models, over the scrapes of the last minute; "
+        "absent without tokens.",
+        ("uuid", "gpu_name"),
+        (),
+    ),
 )
 """All of them."""
 

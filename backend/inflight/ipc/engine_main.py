@@ -33,6 +33,7 @@ from inflight.core.request import TokenEvent
 from inflight.engine.engine import Engine
 from inflight.engine.stats import Stats
 from inflight.errors import EngineError, InflightError
+from inflight.ipc import gpu_power
 from inflight.ipc.crash_report import CrashReport
 from inflight.ipc.engine_client import heartbeat_path
 from inflight.ipc.frames import (
@@ -438,6 +439,7 @@ def load(
         *(config, runner, max_model_len, ends, tokenizer),
         on_launch=lambda seconds: beat(seconds + BEAT_PATIENCE_S),
         quarantine=quarantine,
+        watts=_power_meter(config.device),
     )
     return engine, Welcome(
         front_id=0,
@@ -451,6 +453,16 @@ def load(
         has_tokenizer=tokenizer is not None,
         device=where,
     )
+
+
+def _power_meter(device: str) -> Callable[[], float | None]:
+    """Start reading the GPU's power; returns the power now, None if it is not known."""
+    gpu = gpu_power.find_gpu() if device == "cuda" else None
+    if gpu is None:
+        return lambda: None
+    meter = gpu_power.PowerMeter(gpu)
+    meter.start()
+    return meter.watts
 
 
 def main(arguments: list[str]) -> None:

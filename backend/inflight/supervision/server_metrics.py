@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -12,13 +13,15 @@ from inflight.deploy.server_families import SERVER_BY_STEM
 from inflight.engine.metrics.snapshot import Labels, Published, Sample
 from inflight.ipc import request_counts
 from inflight.ipc.engine_client import EngineClient
+from inflight.ipc.gpu_power import PowerMeter
 from inflight.ipc.health import Health
-from inflight.ipc.metrics_source import MetricsSource
+from inflight.ipc.metrics_source import MetricsSource, ModelMetrics
 from inflight.supervision.engines import EngineChild
 from inflight.supervision.keeper import Keeper
 
 DOORS = ("http", "grpc")
 NUM_READERS = 8
+ENERGY_WINDOW_S = 60.0
 
 
 class ServerMetrics:
@@ -29,6 +32,7 @@ class ServerMetrics:
         engines: returns those that serve.
         folder: the server's runtime folder, where the doors count their requests.
         flavours: whose aliases of the models' metrics are shown, too.
+        meter: of the GPU; None if its power cannot be read.
         clock: seconds, monotonic.
     """
 
@@ -38,6 +42,7 @@ class ServerMetrics:
         engines: Callable[[], Sequence[EngineChild]],
         folder: Path,
         flavours: frozenset[str],
+        meter: PowerMeter | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._keepers = keepers
@@ -46,6 +51,8 @@ class ServerMetrics:
         self._sources: dict[Path, MetricsSource] = {}
         self._folder = folder
         self._flavours = flavours
+        self._meter = meter
+        self._energy: deque[tuple[float, float, float]] = deque()  # time, joules, output tokens
         self._clock = clock
         self._health: Health | None = None
         self._has_been_ready = False
@@ -68,7 +75,7 @@ class ServerMetrics:
         # An engine in a long step answers after it: the others are read meanwhile.
         models = self._readers.map(MetricsSource.read, map(self._source, self._engines()))
         found = [one for one in models if one is not None]
-        return render(found, self._flavours, self._own())
+        return render(found, self._flavours, [*self._own(), *self._of_gpu(found)])
 
     def close(self) -> None:
         self._readers.shutdown(wait=False, cancel_futures=True)
@@ -100,6 +107,26 @@ class ServerMetrics:
             for status, count in request_counts.read(self._folder, door).items()
         ]
         yield _published("door_requests", *requests)
+
+    def _of_gpu(self, models: Sequence[ModelMetrics]) -> Iterator[Published]:
+        meter = self._meter
+        devices = [one.client.welcome.device for one in self._engines() if one.client is not None]
+        if meter is None or not any(device.startswith("GPU") for device in devices):
+            return
+        labels = {"uuid": meter.gpu.uuid, "gpu_name": meter.gpu.name}
+        watts, joules = meter.watts(), meter.joules
+        if watts is not None:
+            yield _published("gpu_power_watts", (labels, watts))
+        yield _published("gpu_energy_joules", (labels, joules))
+        now = self._clock()
+        tokens = sum(one.metrics.value("generation_tokens") for one in models)
+        while self._energy and now - self._energy[0][0] > ENERGY_WINDOW_S:
+            self._energy.popleft()
+        self._energy.append((now, joules, tokens))
+        _, joules_before, tokens_before = self._energy[0]
+        if tokens > tokens_before:
+            per_token = (joules - joules_before) / (tokens - tokens_before)
+            yield _published("gpu_joules_per_token", (labels, per_token))
 
 
 def _published(stem: str, *values: tuple[Labels, float]) -> Published:

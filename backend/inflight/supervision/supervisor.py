@@ -25,7 +25,7 @@ from inflight.deploy.tritonserver import (
     Server,
 )
 from inflight.engine.metrics.families import COMPAT_VARIABLE, parse_compat
-from inflight.ipc import health
+from inflight.ipc import gpu_power, health
 from inflight.ipc.control import SOCKET
 from inflight.ipc.health import Health
 from inflight.ipc.owner import Owner
@@ -120,8 +120,10 @@ class Supervisor:
             self._doors.append(self._door("grpc"))
         children: list[Child] = [self._triton, *self._doors]
         self._own_keepers = [Keeper(child) for child in children]
+        gpu = gpu_power.find_gpu()
+        self._meter = gpu_power.PowerMeter(gpu) if gpu is not None else None
         self._metrics = ServerMetrics(
-            lambda: self._keepers, lambda: self._engines.serving, folder, flavours
+            lambda: self._keepers, lambda: self._engines.serving, folder, flavours, self._meter
         )
         self._metrics_address = host, chosen[3]
         self._metrics_server: MetricsServer | None = None
@@ -151,6 +153,8 @@ class Supervisor:
         """
         self._server.choose_ports()
         self._metrics_server = MetricsServer(self._metrics_address, self._metrics.render)
+        if self._meter is not None:
+            self._meter.start()
         self._janitor = janitor.start(self._health_file.parent)
         for keeper in self._keepers:
             keeper.start()
@@ -214,6 +218,8 @@ class Supervisor:
             self._metrics_server.close()
             self._metrics_server = None
         self._metrics.close()
+        if self._meter is not None:
+            self._meter.close()
         remove_folder_of(os.getpid())
         process, self._janitor = self._janitor, None
         if process is not None:

@@ -11,6 +11,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from inflight.deploy.server_families import SERVER_FAMILIES
 from inflight.errors import EngineError
+from inflight.ipc.gpu_power import PowerMeter, Reading
 from inflight.ipc.health import Health
 from inflight.ipc.request_counts import RequestCounts
 from inflight.supervision.server_metrics import ServerMetrics
@@ -30,13 +31,25 @@ class FakeEngine:
         self.num_tokens = 0
         self.has_exited = False
         self.client: Any = SimpleNamespace(
-            welcome=SimpleNamespace(model_name="small"), metrics=self._metrics
+            welcome=SimpleNamespace(model_name="small", device="CPU"), metrics=self._metrics
         )
 
     def _metrics(self) -> Any:
         if self.has_exited:
             raise EngineError("the engine has exited")
         return with_values(empty(), generation_tokens=self.num_tokens, engine_up=1)
+
+
+class FakeGpu:
+    """Its power is 100 W, and 50 W while it idles."""
+
+    uuid, name = "GPU-1", "NVIDIA X"
+
+    def __init__(self) -> None:
+        self.watts = 50.0
+
+    def read(self) -> Reading:
+        return Reading(self.watts, None)
 
 
 class Watched:
@@ -52,8 +65,10 @@ class Watched:
         ]
         keepers: Any = self.keepers
         engines: Any = self.engines
+        self.gpu = FakeGpu()
+        self.meter = PowerMeter(self.gpu, lambda: self.now)
         self.metrics = ServerMetrics(
-            lambda: keepers, lambda: engines, folder, frozenset(), lambda: self.now
+            lambda: keepers, lambda: engines, folder, frozenset(), self.meter, lambda: self.now
         )
 
     def observe(self, health: Health, seconds: float) -> None:
@@ -86,6 +101,10 @@ def watched(tmp_path: Path) -> Any:
 
 
 def test_all_families_are_shown(watched: Watched) -> None:
+    watched.engines[0].client.welcome.device = "GPU"
+    watched.meter.read()
+    watched.shown()
+    watched.engines[0].num_tokens = 5
     RequestCounts(watched.folder / "http.requests").count(200)
     names = {name for name, _ in watched.shown()}
     expected = {family.name for family in SERVER_FAMILIES}
@@ -140,3 +159,34 @@ def test_a_model_without_its_engine_keeps_its_counters(watched: Watched) -> None
     assert shown["inflight_generation_tokens_total", ("a",)] == 7
     assert shown["inflight_generation_tokens_total", ("b",)] == 9
     assert (shown["inflight_engine_up", ("a",)], shown["inflight_engine_up", ("b",)]) == (0, 1)
+
+
+def test_without_an_engine_on_a_gpu_its_power_is_not_ours(watched: Watched) -> None:
+    watched.meter.read()
+    assert not [name for name, _ in watched.shown() if name.startswith("inflight_gpu")]
+
+
+def test_energy_per_token_is_that_of_the_last_minute(watched: Watched) -> None:
+    watched.engines[0].client.welcome.device = "GPU"
+    of_gpu = ("NVIDIA X", "GPU-1")
+
+    def pass_time(seconds: int, tokens: int) -> dict[tuple[str, tuple[str, ...]], float]:
+        for _ in range(seconds):
+            watched.now += 1.0
+            watched.meter.read()
+        watched.engines[0].num_tokens += tokens
+        return watched.shown()
+
+    watched.meter.read()
+    shown = watched.shown()
+    assert shown["inflight_gpu_power_watts", of_gpu] == 50.0
+    assert ("inflight_gpu_joules_per_token", of_gpu) not in shown
+    watched.gpu.watts = 100.0
+    watched.meter.read()
+    shown = pass_time(10, 200)
+    assert shown["inflight_gpu_energy_joules_total", of_gpu] == pytest.approx(1000.0)
+    assert shown["inflight_gpu_joules_per_token", of_gpu] == pytest.approx(5.0)
+    pass_time(70, 0)
+    shown = pass_time(10, 100)
+    assert shown["inflight_gpu_energy_joules_total", of_gpu] == pytest.approx(9000.0)
+    assert shown["inflight_gpu_joules_per_token", of_gpu] == pytest.approx(10.0)
