@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from inflight.cli import keys
+
 if TYPE_CHECKING:
     from inflight_client import Options
 
@@ -58,6 +60,7 @@ app.add_typer(repo, name="repo")
 app.add_typer(tokenizer, name="tokenizer")
 app.add_typer(bench, name="bench")
 app.add_typer(model_commands, name="model")
+app.add_typer(keys.app, name="key")
 
 Model = Annotated[str, typer.Option(help="A .gguf file, a Hugging Face folder, or package:NAME.")]
 Url = Annotated[str, typer.Option(envvar="INFLIGHT_URL", help="gRPC address, host:port.")]

@@ -10,9 +10,14 @@ from pathlib import Path
 MAX_LOG_BYTES = 64 << 20
 
 
-def default_log_file(http_port: int) -> Path:
+def state_folder() -> Path:
+    """Where a user's servers keep what outlives them; it may not exist yet."""
     base = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
-    return Path(base, "inflight") / f"tritonserver-{http_port}.log"
+    return Path(base, "inflight")
+
+
+def default_log_file(http_port: int) -> Path:
+    return state_folder() / f"tritonserver-{http_port}.log"
 
 
 def cap_log(path: Path, max_bytes: int = MAX_LOG_BYTES) -> None:
