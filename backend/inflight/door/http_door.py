@@ -21,8 +21,10 @@ import msgspec
 import uvicorn
 import uvloop
 
+from inflight.access import options as access_options
 from inflight.deploy.file_limit import raise_file_limit
 from inflight.door.http import app
+from inflight.door.http.gate import Gate
 from inflight.door.http.protocol import BoundedProtocol
 from inflight.door.http.upstream import Upstream
 from inflight.door.limits import Limits
@@ -51,6 +53,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     end_with(options.parent)
     limits = options.limits
     try:
+        access = access_options.chosen(options)
+        admission = access.admission("http")
+        tls = access.tls.context() if access.tls is not None else None
         raise_file_limit()
         listener = _listen(*options.listen)
     except ConfigError as error:
@@ -65,7 +70,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     BoundedProtocol.limits = limits
     server = Server(
         uvicorn.Config(
-            app.make(door, has_access_log=options.access_log, counts=counts),
+            app.make(
+                door,
+                has_access_log=options.access_log,
+                gate=Gate(admission) if admission is not None else None,
+                counts=counts,
+            ),
+            ssl_context_factory=None if tls is None else lambda config, default: tls,
             http=BoundedProtocol,
             ws="none",
             lifespan="off",
@@ -100,6 +111,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--limits", type=_limits, default=Limits(), metavar="JSON")
     parser.add_argument("--parent", type=int, default=os.getppid(), metavar="PID")
     parser.add_argument("--access-log", action="store_true")
+    access_options.add_to(parser)
     return parser
 
 

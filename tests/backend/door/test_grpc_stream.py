@@ -10,6 +10,7 @@ import pytest
 
 from grpc_guard import answered
 from inflight.door.grpc.calls import Calls
+from inflight.door.grpc.gate import Gate
 from inflight.door.grpc.stream import Stream
 from inflight.door.limits import Limits
 from kserve import request, text
@@ -89,7 +90,10 @@ def test_a_last_response_behind_refusals_is_delivered(refused: int) -> None:
         context, triton = Context(message, *[REFUSED] * refused), Triton()
         calls = Calls(Limits())
         served = asyncio.create_task(
-            calls.run(context, lambda call: Stream(call, calls, Ready(), triton, Limits()).run())
+            calls.run(
+                context,
+                lambda call: Stream(call, calls, Ready(), triton, Limits(), Gate(None)).run(),
+            )
         )
         await settle()
         assert triton.num_received == 1

@@ -6,7 +6,6 @@ The numbers are those of a catalogue of bad inputs for LLM servers.
 from __future__ import annotations
 
 import contextlib
-import http.client
 import json
 import os
 import re
@@ -17,233 +16,27 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 
+from http_door import (
+    BODY,
+    EVENT,
+    GENERATE,
+    GET,
+    Running,
+    a_door,
+    ask,
+    head,
+    post,
+    receive,
+    sized,
+)
 from inflight.ipc import request_counts
 from inflight.ipc.health import Health, write
-
-LIMITS = {
-    "max_body_bytes": 1 << 20,
-    "header_timeout_s": 1.0,
-    "body_timeout_s": 1.5,
-    "write_timeout_s": 1.0,
-    "idle_timeout_s": 3.0,
-    "max_connections": 60,
-}
-INPUTS = {
-    "text_input": "STRING",
-    "max_tokens": "INT32",
-    "seed": "UINT64",
-    "temperature": "FP32",
-    "stream": "BOOL",
-    "stop_words": "STRING",
-}
-EVENT = b'data: {"text_output":"a"}\n\n'
-
-
-class FakeTriton(ThreadingHTTPServer):
-    """Serves models named after what they do."""
-
-    daemon_threads = True
-
-    def __init__(self) -> None:
-        super().__init__(("127.0.0.1", 0), Answers)
-        self.bodies: list[tuple[str, bytes]] = []
-        self.num_lost = 0
-
-
-class Answers(BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"
-    server: FakeTriton
-
-    def log_message(self, format: str, *args: Any) -> None:
-        pass
-
-    def answer(self, status: int, body: Any, kind: str = "application/json") -> None:
-        payload = body if isinstance(body, bytes) else json.dumps(body).encode()
-        self.send_response(status)
-        self.send_header("Content-Type", kind)
-        self.send_header("Content-Length", str(len(payload)))
-        self.end_headers()
-        self.wfile.write(payload)
-
-    def chunk(self, data: bytes) -> None:
-        self.wfile.write(b"%x\r\n%s\r\n" % (len(data), data))
-        self.wfile.flush()
-
-    def begin_chunks(self, status: int = 200, kind: str = "text/event-stream") -> None:
-        self.send_response(status)
-        self.send_header("Content-Type", kind)
-        self.send_header("Transfer-Encoding", "chunked")
-        self.end_headers()
-
-    def do_GET(self) -> None:
-        self.server.bodies.append((self.path, b""))
-        if self.path.startswith("/v2/models/unknown"):
-            self.answer(404, {"error": "Request for unknown model: 'unknown' is not found"})
-        elif self.path.endswith("/config"):
-            declared = [{"name": n, "data_type": f"TYPE_{t}"} for n, t in INPUTS.items()]
-            self.answer(200, {"input": declared})
-        else:
-            self.answer(200, {"name": "triton"})
-
-    def do_POST(self) -> None:
-        body = self.rfile.read(int(self.headers["Content-Length"]))
-        self.server.bodies.append((self.path, body))
-        model = self.path.split("/")[3]
-        getattr(self, f"model_{model}", self.model_echo)(body)
-
-    def model_echo(self, body: bytes) -> None:
-        self.answer(200, body, "application/json")
-
-    def model_stream(self, body: bytes) -> None:
-        self.begin_chunks()
-        for _ in range(3):
-            self.chunk(EVENT)
-        self.chunk(b"")
-
-    def model_slow(self, body: bytes) -> None:
-        """Nothing until the peer has left."""
-        if not self.connection.recv(1):
-            self.server.num_lost += 1
-        self.close_connection = True
-
-    def model_endless(self, body: bytes) -> None:
-        self.begin_chunks()
-        try:
-            while True:
-                self.chunk(EVENT * 1000 if b"wide" in body else EVENT)
-                time.sleep(0.002)
-        except OSError:
-            self.server.num_lost += 1
-            self.close_connection = True
-
-    def model_drop(self, body: bytes) -> None:
-        self.close_connection = True
-
-    def model_half(self, body: bytes) -> None:
-        self.begin_chunks(kind="application/json" if b"json" in body else "text/event-stream")
-        self.chunk(EVENT)
-        self.close_connection = True
-
-    def model_blamed(self, body: bytes) -> None:
-        self.answer(500, {"error": json.loads(body)["text_input"]})
-
-
-@dataclass
-class Running:
-    """A door, and the Triton behind it."""
-
-    triton: FakeTriton
-    process: subprocess.Popen[str]
-    port: int
-    health: Path
-    is_ready: bool = True
-    is_live: bool = True
-    reason: str = ""
-    is_written: threading.Event = field(default_factory=threading.Event)
-
-    @property
-    def address(self) -> str:
-        return f"127.0.0.1:{self.port}"
-
-    def set(self, *, is_ready: bool, is_live: bool = True, reason: str = "") -> None:
-        self.is_ready, self.is_live, self.reason = is_ready, is_live, reason
-        write(self.health, Health(is_live=is_live, is_ready=is_ready, reason=reason))
-        time.sleep(0.15)  # the door reads it ten times a second
-
-    def connect(self) -> socket.socket:
-        return socket.create_connection(("127.0.0.1", self.port), timeout=20)
-
-    def raw(self, request: bytes) -> bytes:
-        """All that comes back until the door closes the connection or nothing comes for 0.7 s."""
-        with self.connect() as sock:
-            with contextlib.suppress(OSError):
-                sock.sendall(request)
-            return receive(sock)
-
-    def answer(self, request: bytes) -> bytes:
-        """One answer, or what there is of it after 0.7 s of silence."""
-        with self.connect() as sock:
-            with contextlib.suppress(OSError):
-                sock.sendall(request)
-            sock.settimeout(0.7)
-            found = b""
-            with contextlib.suppress(OSError):
-                while not is_whole(found) and (data := sock.recv(1 << 16)):
-                    found += data
-            return found
-
-    def rss(self) -> int:
-        return int(psutil.Process(self.process.pid).memory_info().rss)
-
-
-def is_whole(answer: bytes) -> bool:
-    top, end, body = answer.partition(b"\r\n\r\n")
-    length = re.search(rb"content-length: (\d+)", top)
-    return bool(end) and length is not None and len(body) >= int(length[1])
-
-
-def receive(sock: socket.socket, silence_s: float = 0.7) -> bytes:
-    sock.settimeout(silence_s)
-    found = b""
-    with contextlib.suppress(OSError):
-        while data := sock.recv(1 << 16):
-            found += data
-    return found
-
-
-@contextlib.contextmanager
-def a_door(folder: Path, *options: str, limits: dict[str, Any] = LIMITS) -> Iterator[Running]:
-    triton = FakeTriton()
-    threading.Thread(target=triton.serve_forever, args=(0.05,), daemon=True).start()
-    with socket.create_server(("127.0.0.1", 0)) as chosen:
-        port = chosen.getsockname()[1]
-    health = folder / "health.json"
-    write(health, Health(is_live=True, is_ready=True))
-    process = subprocess.Popen(
-        [
-            *(sys.executable, "-m", "inflight.door.http_door"),
-            *("--listen", f"127.0.0.1:{port}", "--health", str(health)),
-            *("--upstream", f"127.0.0.1:{triton.server_address[1]}"),
-            *("--limits", json.dumps(limits), *options),
-        ],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-    running = Running(triton, process, port, health)
-    stop = threading.Event()
-
-    def keep_fresh() -> None:
-        while not stop.wait(0.5):
-            is_well = Health(
-                is_live=running.is_live, is_ready=running.is_ready, reason=running.reason
-            )
-            write(health, is_well)
-
-    threading.Thread(target=keep_fresh, daemon=True).start()
-    try:
-        deadline = time.monotonic() + 20
-        while time.monotonic() < deadline:
-            with contextlib.suppress(OSError), running.connect():
-                break
-            time.sleep(0.02)
-        yield running
-    finally:
-        stop.set()
-        process.kill()
-        process.wait()
-        assert process.stdout is not None
-        process.stdout.close()
-        triton.shutdown()
-        triton.server_close()
 
 
 @pytest.fixture(scope="module")
@@ -251,41 +44,6 @@ def door(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     with a_door(tmp_path_factory.mktemp("door")) as running:
         yield running
 
-
-def ask(
-    door: Running, method: str, path: str, body: Any = None, **headers: str
-) -> tuple[int, dict[str, str], bytes]:
-    connection = http.client.HTTPConnection("127.0.0.1", door.port, timeout=20)
-    try:
-        payload = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
-        connection.request(
-            method, path, payload, {k.replace("_", "-"): v for k, v in headers.items()}
-        )
-        response = connection.getresponse()
-        found = {name.lower(): value for name, value in response.getheaders()}
-        return response.status, found, response.read()
-    finally:
-        connection.close()
-
-
-def post(door: Running, body: Any, route: str = "echo/generate", **headers: str) -> tuple[int, str]:
-    status, _, reply = ask(door, "POST", f"/v2/models/{route}", body, **headers)
-    return status, reply.decode()
-
-
-GENERATE = "POST /v2/models/echo/generate HTTP/1.1\r\nHost: x\r\n"
-
-
-def head(*lines: str, start: str = GENERATE) -> bytes:
-    return (start + "".join(f"{line}\r\n" for line in lines) + "\r\n").encode("latin-1")
-
-
-def sized(body: bytes, *lines: str) -> bytes:
-    return head(f"Content-Length: {len(body)}", *lines) + body
-
-
-BODY = b'{"text_input": "x"}'
-GET = "GET {} HTTP/1.1\r\nHost: x\r\n"
 
 # case -> raw request, expected status. Nothing of it reaches Triton.
 RAW = {

@@ -12,6 +12,7 @@ from typing import Any
 
 import grpc
 
+from inflight.access.key import Key
 from inflight.door.grpc import status
 from inflight.door.grpc.status import Code, Status
 from inflight.door.limits import Limits
@@ -35,10 +36,12 @@ class Call:
         is_idle: without a request in flight; it may end when the server drains.
         has_ended: its status or its only response is being sent.
         code: of its status; until it has one, that of a client that has left.
+        key: of its client; None if the server has no keys, or for a probe.
     """
 
     def __init__(self, context: Any) -> None:
         self.context = context
+        self.key: Key | None = None
         self.request_id = secrets.token_hex(8)
         self.writing_since = math.inf
         self.reading_since = math.inf

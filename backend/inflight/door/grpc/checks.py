@@ -15,6 +15,7 @@ from inflight.door.grpc import messages, tensors
 from inflight.door.grpc.status import Code, Refused
 from inflight.door.limits import Limits
 from inflight.errors import RequestError
+from inflight.ipc.usage import RESERVED
 
 EMPTY_FINAL = "triton_enable_empty_final_response"
 MAX_NAME = 128
@@ -68,6 +69,12 @@ def statistics_request(data: bytes) -> bytes:
     request = parse(messages.NameRequest, data)
     check_model(request.name or "all", request.version)
     return written(request)
+
+
+def model_of(data: bytes) -> str:
+    """The name in a request that `model_request` or `statistics_request` has checked."""
+    name: str = parse(messages.NameRequest, data).name
+    return name
 
 
 def index_request(data: bytes) -> None:
@@ -139,6 +146,8 @@ def _check_parameters(parameters: Any) -> None:
             raise RequestError(
                 f"is reserved for the server; allowed with this prefix: {EMPTY_FINAL}", key
             )
+        elif key.startswith(RESERVED):
+            raise RequestError("is reserved for the server; allowed: other names", key)
 
 
 def _parameter(value: Any, key: str) -> bool | int | float | str:

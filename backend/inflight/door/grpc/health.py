@@ -74,6 +74,8 @@ class Probes:
         models = self.current().models if self.is_ready() else []
         response = messages.IndexResponse()
         for name in models:
+            if call.key is not None and not call.key.allows(name):
+                continue
             response.models.add(name=name, state="READY")
         written: bytes = response.SerializeToString()
         return written

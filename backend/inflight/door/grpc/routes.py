@@ -9,15 +9,14 @@ from typing import Any
 import grpc
 
 from inflight.door.grpc import checks
-from inflight.door.grpc.admission import admit
 from inflight.door.grpc.calls import Call, Calls
+from inflight.door.grpc.gate import HEALTH, Gate, check_model
 from inflight.door.grpc.health import SERVICE, Probes, not_ready_model
 from inflight.door.grpc.status import Code, Refused
 from inflight.door.grpc.stream import Stream
 from inflight.door.grpc.upstream import Upstream, passed_on
 from inflight.door.limits import Limits
 
-HEALTH = "grpc.health.v1.Health"
 CLOSED = frozenset(
     {
         "RepositoryModelLoad",
@@ -49,6 +48,8 @@ _PROBES = frozenset(
     }
 )
 
+ABOUT_MODELS = frozenset({"ModelMetadata", "ModelConfig", "ModelStatistics"})
+
 Unary = Callable[[Call, bytes], Awaitable[bytes]]
 Work = Callable[[Call], Awaitable[None]]
 
@@ -59,8 +60,11 @@ class Routes(grpc.GenericRpcHandler):  # type: ignore[misc]
     To gRPC all of them are streams of bytes, so that each read and each write can be timed.
     """
 
-    def __init__(self, calls: Calls, probes: Probes, upstream: Upstream, limits: Limits) -> None:
+    def __init__(
+        self, calls: Calls, probes: Probes, upstream: Upstream, limits: Limits, gate: Gate
+    ) -> None:
         self._calls = calls
+        self._gate = gate
         self._probes = probes
         self._upstream = upstream
         self._limits = limits
@@ -86,7 +90,7 @@ class Routes(grpc.GenericRpcHandler):  # type: ignore[misc]
 
     def _handler(self, method: str, work: Work) -> Any:
         async def admitted(call: Call) -> None:
-            await admit(method, call.context.invocation_metadata())
+            self._gate.enter(call, method)
             await work(call)
 
         async def handle(_: Any, context: Any) -> None:
@@ -110,6 +114,8 @@ class Routes(grpc.GenericRpcHandler):  # type: ignore[misc]
     def _pass(self, name: str, check: Callable[[bytes], bytes]) -> Unary:
         async def answer(call: Call, data: bytes) -> bytes:
             checked = check(data)
+            if name in ABOUT_MODELS:
+                check_model(call, checked)
             self._probes.check_ready()
             return await self._ask(call, name, checked)
 
@@ -117,6 +123,7 @@ class Routes(grpc.GenericRpcHandler):  # type: ignore[misc]
 
     async def _model_ready(self, call: Call, data: bytes) -> bytes:
         checked = checks.model_request(data)
+        check_model(call, checked)
         if not self._probes.is_ready():
             return not_ready_model()
         return await self._ask(call, "ModelReady", checked)
@@ -124,10 +131,17 @@ class Routes(grpc.GenericRpcHandler):  # type: ignore[misc]
     async def _infer(self, call: Call, data: bytes) -> bytes:
         request = checks.infer_request(data, self._limits)
         self._probes.check_ready()
-        return await self._ask(call, "ModelInfer", checks.written(request))
+        lease = await self._gate.begin(call, request, f"/{SERVICE}/ModelInfer")
+        try:
+            return await self._ask(call, "ModelInfer", checks.written(request))
+        finally:
+            if lease is not None:
+                lease.end()
 
     async def _stream(self, call: Call) -> None:
-        await Stream(call, self._calls, self._probes, self._upstream, self._limits).run()
+        await Stream(
+            call, self._calls, self._probes, self._upstream, self._limits, self._gate
+        ).run()
 
     async def _ask(self, call: Call, name: str, data: bytes) -> bytes:
         """Triton's response, within the client's deadline and the server's."""

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import msgspec
 
+from inflight.access import options as access_options
+from inflight.access.options import AccessOptions
 from inflight.door.limits import Limits
 from inflight.errors import ConfigError
 
@@ -26,7 +28,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         counts: a file for counts of requests by status, one per worker; or None.
         workers: processes that share the port.
         drain_s: how long requests in flight may take to end after SIGTERM.
-        tls_cert, tls_key: PEM files; both or none.
+        access: who may make calls, and TLS.
         parent: pid of the process with which this one ends.
     """
 
@@ -38,8 +40,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     workers: int
     drain_s: float
     limits: Limits
-    tls_cert: str | None
-    tls_key: str | None
+    access: AccessOptions
     parent: int
 
     def address(self) -> tuple[str, int]:
@@ -80,16 +81,13 @@ def parse(arguments: Sequence[str] | None = None) -> Settings:
     parser.add_argument("--workers", type=int, default=min(MAX_WORKERS, os.cpu_count() or 1))
     parser.add_argument("--drain", type=float, default=DEFAULT_DRAIN_S, metavar="S")
     parser.add_argument("--limits", default="{}", metavar="JSON", help="fields of Limits")
-    parser.add_argument("--tls-cert", metavar="FILE")
-    parser.add_argument("--tls-key", metavar="FILE")
     parser.add_argument("--parent", type=int, default=os.getppid(), metavar="PID")
+    access_options.add_to(parser)
     found = parser.parse_args(arguments)
     try:
         limits = msgspec.json.decode(found.limits, type=Limits)
     except msgspec.DecodeError as error:
         raise ConfigError(f"--limits: {error}; allowed: a JSON object of limits") from None
-    if (found.tls_cert is None) != (found.tls_key is None):
-        raise ConfigError("--tls-cert and --tls-key: one is missing; allowed: both or none")
     return Settings(
         listen=found.listen,
         upstream=found.upstream,
@@ -99,7 +97,6 @@ def parse(arguments: Sequence[str] | None = None) -> Settings:
         workers=max(1, found.workers),
         drain_s=found.drain,
         limits=limits,
-        tls_cert=found.tls_cert,
-        tls_key=found.tls_key,
+        access=access_options.chosen(found),
         parent=found.parent,
     )

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import grpc
 
+from inflight.access.refusals import LimitExceeded, NotPermitted, Unauthenticated, UnknownModel
 from inflight.errors import CapacityError, EngineError, InflightError, RequestError
 
 Code = grpc.StatusCode
@@ -21,6 +22,14 @@ _CONNECTION = re.compile(
 )
 # A path, or the name of a shared-memory region (CVE-2025-23320).
 _INTERNAL = re.compile(r"shm_region|/dev/shm|(?<![\w.])/(?:[\w.-]+/)+[\w.-]+|Traceback")
+
+
+_OF_KEYS = {
+    Unauthenticated: Code.UNAUTHENTICATED,
+    NotPermitted: Code.PERMISSION_DENIED,
+    UnknownModel: Code.NOT_FOUND,
+    LimitExceeded: Code.RESOURCE_EXHAUSTED,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +58,9 @@ def of(error: Exception) -> Status:
     """The status of an error raised by the door or by the call to Triton."""
     if isinstance(error, Refused):
         return error.status
+    for kind, code in _OF_KEYS.items():
+        if isinstance(error, kind):
+            return Status(code, str(error))
     if isinstance(error, RequestError):
         return Status(Code.INVALID_ARGUMENT, str(error))
     if isinstance(error, CapacityError):

@@ -11,8 +11,10 @@ from typing import Any
 
 import grpc
 
+from inflight.access.accounts_client import Lease
 from inflight.door.grpc import checks, messages, status
 from inflight.door.grpc.calls import Call, Calls
+from inflight.door.grpc.gate import Gate
 from inflight.door.grpc.health import Probes
 from inflight.door.grpc.status import Code, Refused, Status
 from inflight.door.grpc.upstream import Upstream, passed_on
@@ -39,12 +41,15 @@ class InFlight:
     def __init__(self) -> None:
         self._wants_final: dict[str, deque[bool]] = {}
         self._count = 0
+        self._leases: list[Lease] = []
 
     def __len__(self) -> int:
         return self._count
 
-    def begin(self, request: Any) -> None:
+    def begin(self, request: Any, lease: Lease | None) -> None:
         """Count a request, and enable its empty last response."""
+        if lease is not None:
+            self._leases.append(lease)
         is_set = checks.EMPTY_FINAL in request.parameters
         wants = is_set and request.parameters[checks.EMPTY_FINAL].bool_param
         request.parameters[checks.EMPTY_FINAL].bool_param = True
@@ -62,18 +67,32 @@ class InFlight:
         if not waiting:
             return
         self._count -= 1
+        if self._leases:  # one is like another: they are of one key
+            self._leases.pop().end()
         waiting.popleft()
         if not waiting:
             del self._wants_final[request_id]
+
+    def end_all(self) -> None:
+        """The stream is over, and with it its requests."""
+        while self._leases:
+            self._leases.pop().end()
 
 
 class Stream:
     """One call of ModelStreamInfer."""
 
     def __init__(
-        self, call: Call, calls: Calls, probes: Probes, upstream: Upstream, limits: Limits
+        self,
+        call: Call,
+        calls: Calls,
+        probes: Probes,
+        upstream: Upstream,
+        limits: Limits,
+        gate: Gate,
     ) -> None:
         self._call = call
+        self._gate = gate
         self._calls = calls
         self._probes = probes
         self._upstream = upstream
@@ -89,9 +108,14 @@ class Stream:
 
         Triton's stream begins with the first request that passes: an idle one costs it nothing.
         """
-        first = await self._next()
-        if first is None:
-            return
+        try:
+            first = await self._next()
+            if first is not None:
+                await self._relay(first)
+        finally:
+            self._in_flight.end_all()
+
+    async def _relay(self, first: bytes) -> None:
         triton = self._upstream.stream(METHOD, self._call.context.time_remaining(), self._metadata)
         sender = asyncio.create_task(self._send(triton, first))
         sender.add_done_callback(self._sender_ended)
@@ -111,7 +135,6 @@ class Stream:
             if data is None:
                 return None
             call.is_idle = False
-            request = None
             try:
                 if len(self._in_flight) >= MAX_IN_FLIGHT:
                     raise Refused(
@@ -121,10 +144,11 @@ class Stream:
                     )
                 request = checks.infer_request(data, self._limits)
                 self._probes.check_ready()
+                lease = await self._gate.begin(call, request, METHOD)
             except InflightError as error:
                 await self._refuse(status.of(error), _id_of(data))
                 continue
-            self._in_flight.begin(request)
+            self._in_flight.begin(request, lease)
             return checks.written(request)
 
     async def _refuse(self, why: Status, request_id: str) -> None:

@@ -19,6 +19,7 @@ import uvloop
 from inflight import log
 from inflight.deploy.file_limit import raise_file_limit
 from inflight.door.grpc.calls import Calls
+from inflight.door.grpc.gate import Gate
 from inflight.door.grpc.health import Probes
 from inflight.door.grpc.routes import Routes
 from inflight.door.grpc.settings import Settings, heartbeat_of
@@ -71,7 +72,11 @@ def _ms(seconds: float) -> int:
 
 
 class Worker:
-    """The server of one process."""
+    """The server of one process.
+
+    Raises:
+        ConfigError: the keys file cannot be read.
+    """
 
     def __init__(self, settings: Settings) -> None:
         limits = settings.limits
@@ -80,10 +85,11 @@ class Worker:
         self._calls = Calls(limits, counts)
         self._upstream = Upstream(settings.upstream)
         probes = Probes(Path(settings.health), self._calls)
+        gate = Gate(settings.access.admission("grpc"))
         self._server = grpc.aio.server(
             options=channel_options(limits, settings.workers),
             maximum_concurrent_rpcs=MAX_CALLS,
-            handlers=[Routes(self._calls, probes, self._upstream, limits)],
+            handlers=[Routes(self._calls, probes, self._upstream, limits, gate)],
         )
 
     def bind(self) -> int:
@@ -94,11 +100,14 @@ class Worker:
         """
         settings = self._settings
         try:
-            if settings.tls_cert is None or settings.tls_key is None:
+            if settings.access.tls is None:
                 port: int = self._server.add_insecure_port(settings.listen)
             else:
-                pair = (Path(settings.tls_key).read_bytes(), Path(settings.tls_cert).read_bytes())
-                credentials = grpc.ssl_server_credentials([pair])
+                settings.access.tls.context()  # gRPC reports a file that it cannot use badly
+                cert, key, client_ca = settings.access.tls.read()
+                credentials = grpc.ssl_server_credentials(
+                    [(key, cert)], client_ca, require_client_auth=client_ca is not None
+                )
                 port = self._server.add_secure_port(settings.listen, credentials)
         except (RuntimeError, OSError) as error:
             raise ConfigError(f"cannot listen on {settings.listen}: {error}") from None

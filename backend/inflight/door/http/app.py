@@ -22,13 +22,16 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from inflight.door.http import generate, infer
+from inflight.door.http.gate import Gate, check_model, visit_of
 from inflight.door.http.generate import Models
-from inflight.door.http.refusal import Refusal, from_triton, unavailable
+from inflight.door.http.refusal import Refusal, from_triton, of_error, unavailable
 from inflight.door.http.upstream import Exchange, Upstream, UpstreamLost
 from inflight.door.limits import Limits
+from inflight.errors import InflightError
 from inflight.ipc import health
 from inflight.ipc.health import Health
 from inflight.ipc.request_counts import RequestCounts
+from inflight.ipc.usage import ACCOUNT
 
 T = TypeVar("T")
 
@@ -53,15 +56,6 @@ _VERSION = re.compile(r"[0-9]{1,18}")
 _DIGITS = re.compile(r"[0-9]{1,12}")
 _ENDED = "the server stopped while it generated this response; send the request again"
 _NO_ANSWER = "the server closed the connection before it answered; retry later"
-
-
-async def admit(request: Request) -> str:
-    """The tenant of a request; there is only one.
-
-    Raises:
-        Refusal: the request is not admitted. Nothing of its body has been read.
-    """
-    return "default"
 
 
 class HealthFile:
@@ -104,6 +98,7 @@ class Door:
         return _probe(found.is_ready, found.reason or "the server is not ready")
 
     async def model_ready(self, request: Request) -> Response:
+        check_model(request)
         found = self.health.read()
         if not found.is_ready:
             return _probe(False, found.reason or "the server is not ready")
@@ -111,19 +106,21 @@ class Door:
 
     async def index(self, request: Request) -> Response:
         """From the health file: Triton's own route belongs to its control of models."""
-        await admit(request)
         body = await self._body(request)
         if body:
             await _checked(body, partial(generate.rebuild, body, {}, self.limits))
+        visit = visit_of(request)
         models = [
-            {"name": name, "version": "1", "state": "READY"} for name in self.health.read().models
+            {"name": name, "version": "1", "state": "READY"}
+            for name in self.health.read().models
+            if visit is None or visit.key.allows(name)
         ]
         return Response(msgspec.json.encode(models), media_type=_JSON)
 
     # What Triton answers
 
     async def metadata(self, request: Request) -> Response:
-        await admit(request)
+        check_model(request)
         _check_version(request)
         await self._body(request)  # of no meaning, but it has to be out of the way
         return Relay(self, "GET", request.scope["path"], b"", {})
@@ -138,8 +135,9 @@ class Door:
                 "Inference-Header-Content-Length: is not valid; allowed: the number of bytes of "
                 "JSON, within the body"
             )
+        own = _own_parameters(request)
         body, json_length = await _checked(
-            body, partial(infer.rebuild, body, int(length), self.limits)
+            body, partial(infer.rebuild, body, int(length), self.limits, own)
         )
         headers = {"Content-Type": _JSON}
         if json_length < len(body):
@@ -150,16 +148,19 @@ class Door:
         body = await self._admitted_body(request)
         model, _, route = request.scope["path"].rpartition("/")
         inputs = await self.models.inputs(model)
-        body = await _checked(body, partial(generate.rebuild, body, inputs, self.limits))
+        check = partial(generate.rebuild, body, inputs, self.limits, _own_parameters(request))
+        body = await _checked(body, check)
         headers = {"Content-Type": _JSON}
         return Relay(self, "POST", f"{model}/{route}", body, headers, is_whole=route == "generate")
 
     async def _admitted_body(self, request: Request) -> bytes:
-        await admit(request)
         _check_version(request)
         found = self.health.read()
         if not found.is_ready:
             raise unavailable(found.reason)
+        visit = visit_of(request)
+        if visit is not None:
+            await visit.begin(request.path_params["model"])
         return await self._body(request)
 
     async def _body(self, request: Request) -> bytes:
@@ -305,18 +306,25 @@ class Cut(Exception):
 
 
 class Framed:
-    """Around the routes: paths that are plain, an id for each request, counts and the access log.
+    """Around the routes: paths that are plain, keys, an id for each request, counts and the access
+    log.
 
     Args:
+        gate: None if the server has no keys.
         log: prints one line for each request, or None.
         counts: of requests by status, health probes excluded; or None.
     """
 
     def __init__(
-        self, app: ASGIApp, log: Callable[[str], None] | None, counts: RequestCounts | None
+        self,
+        app: ASGIApp,
+        log: Callable[[str], None] | None,
+        gate: Gate | None,
+        counts: RequestCounts | None,
     ) -> None:
         self._app = app
         self._log = log
+        self._gate = gate
         self._counts = counts
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -335,7 +343,10 @@ class Framed:
         app = self._app if _PATH.fullmatch(scope["raw_path"]) else _nothing_here
         try:
             with contextlib.suppress(Cut):
-                await app(scope, receive, send_marked)
+                if self._gate is None:
+                    await app(scope, receive, send_marked)
+                else:
+                    await self._gate.enter(app, scope, receive, send_marked)
         finally:
             if self._counts is not None and not scope["path"].startswith(_HEALTH):
                 self._counts.count(status or _LEFT)
@@ -353,9 +364,18 @@ class Framed:
 
 
 def make(
-    door: Door, *, has_access_log: bool = False, counts: RequestCounts | None = None
+    door: Door,
+    *,
+    has_access_log: bool = False,
+    gate: Gate | None = None,
+    counts: RequestCounts | None = None,
 ) -> ASGIApp:
-    """The door as an ASGI application; counts: of requests by status."""
+    """The door as an ASGI application.
+
+    Args:
+        gate: None: no key is needed.
+        counts: of requests by status.
+    """
     routes = []  # tried in order: those of inference first
     for model in ("/v2/models/{model}", "/v2/models/{model}/versions/{version}"):
         routes += [
@@ -375,14 +395,25 @@ def make(
     ]
     app = Starlette(
         routes=routes,
-        exception_handlers={Refusal: _refused, HTTPException: _refused, Exception: _failed},
+        exception_handlers={
+            Refusal: _refused,
+            InflightError: _refused,
+            HTTPException: _refused,
+            Exception: _failed,
+        },
     )
     app.router.redirect_slashes = False
-    return Framed(app, _print if has_access_log else None, counts)
+    return Framed(app, _print if has_access_log else None, gate, counts)
 
 
 def _probe(is_well: bool, reason: str) -> Response:
     return Response(status_code=200) if is_well else _answer(unavailable(reason))
+
+
+def _own_parameters(request: Request) -> dict[str, str]:
+    """Request parameters that only the door may set."""
+    visit = visit_of(request)
+    return {} if visit is None else {ACCOUNT: visit.key.account}
 
 
 def _check_version(request: Request) -> None:
@@ -398,6 +429,8 @@ def _answer(refusal: Refusal) -> Response:
 async def _refused(request: Request, error: Exception) -> Response:
     if isinstance(error, Refusal):
         response = _answer(error)
+    elif isinstance(error, InflightError):
+        response = _answer(of_error(error))
     elif isinstance(error, HTTPException) and error.status_code == 405:
         allowed = (error.headers or {}).get("Allow", "")
         response = _answer(Refusal(f"method: is not allowed here; allowed: {allowed}", 405))

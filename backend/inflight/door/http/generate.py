@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
@@ -16,6 +17,7 @@ from inflight.door.http.refusal import Refusal, from_triton, unavailable
 from inflight.door.http.upstream import Upstream, UpstreamLost
 from inflight.door.http.values import (
     DATATYPES,
+    NOTHING,
     Datatype,
     check_elements,
     check_parameters,
@@ -76,8 +78,16 @@ class Models:
         return {one.name: _datatype(one.data_type) for one in config.input}
 
 
-def rebuild(body: bytes, inputs: dict[str, Datatype], limits: Limits) -> bytes:
+def rebuild(
+    body: bytes,
+    inputs: dict[str, Datatype],
+    limits: Limits,
+    own: Mapping[str, str] = NOTHING,
+) -> bytes:
     """A checked request, as Triton gets it.
+
+    Args:
+        own: request parameters of the door.
 
     Raises:
         Refusal: with the key at fault.
@@ -89,6 +99,7 @@ def rebuild(body: bytes, inputs: dict[str, Datatype], limits: Limits) -> bytes:
     _check_members("", request, inputs)
     if type(parameters) is dict:
         _check_members("parameters.", parameters, inputs)
+    request.update(own)
     return msgspec.json.encode(request)
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import struct
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
@@ -14,6 +15,7 @@ import msgspec
 from inflight.door.http.refusal import Refusal
 from inflight.door.http.values import (
     DATATYPES,
+    NOTHING,
     check_elements,
     check_name,
     check_parameters,
@@ -29,11 +31,14 @@ MAX_ELEMENTS = 1 << 31
 _OUTPUT_PARAMETERS = {"binary_data"}
 
 
-def rebuild(body: bytes, json_length: int, limits: Limits) -> tuple[bytes, int]:
+def rebuild(
+    body: bytes, json_length: int, limits: Limits, own: Mapping[str, str] = NOTHING
+) -> tuple[bytes, int]:
     """A checked request, as Triton gets it.
 
     Args:
         json_length: bytes of the body that are JSON; binary data follows.
+        own: request parameters of the door.
 
     Returns:
         The body, and how much of it is JSON.
@@ -62,6 +67,8 @@ def rebuild(body: bytes, json_length: int, limits: Limits) -> tuple[bytes, int]:
     for index, output in enumerate(_list("outputs", request.get("outputs", []), limits.max_inputs)):
         _check_output(f"outputs[{index}]", output)
     check_unique("outputs", (output["name"] for output in request.get("outputs", [])))
+    if own:
+        request["parameters"] = {**request.get("parameters", {}), **own}
     head = msgspec.json.encode(request)
     return head + body[json_length:], len(head)
 

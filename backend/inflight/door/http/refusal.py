@@ -6,6 +6,15 @@ import re
 
 import msgspec
 
+from inflight.access.refusals import (
+    REALM,
+    LimitExceeded,
+    NotPermitted,
+    Unauthenticated,
+    UnknownModel,
+)
+from inflight.errors import CapacityError, InflightError
+
 # Of a request that may be repeated as it is, in seconds.
 RETRY_AFTER_S = 1
 
@@ -32,15 +41,15 @@ class Refusal(Exception):
     Args:
         text: one sentence: the field, what is wrong and what is allowed.
         status: of HTTP.
+        headers: further ones of the response.
     """
 
-    def __init__(self, text: str, status: int = 400) -> None:
+    def __init__(self, text: str, status: int = 400, headers: dict[str, str] | None = None) -> None:
         super().__init__(text)
         self.status = status
-
-    @property
-    def headers(self) -> dict[str, str]:
-        return {"Retry-After": str(RETRY_AFTER_S)} if self.status == 503 else {}
+        self.headers = headers or {}
+        if status == 503:
+            self.headers["Retry-After"] = str(RETRY_AFTER_S)
 
     @property
     def body(self) -> bytes:
@@ -50,6 +59,22 @@ class Refusal(Exception):
 
 def unavailable(reason: str) -> Refusal:
     return Refusal(reason or "the server is not ready; retry later", 503)
+
+
+def of_error(error: InflightError) -> Refusal:
+    """The refusal of a request that its key does not allow."""
+    text = str(error)
+    if isinstance(error, Unauthenticated):
+        return Refusal(text, 401, {"WWW-Authenticate": f'Bearer realm="{REALM}"'})
+    if isinstance(error, NotPermitted):
+        return Refusal(text, 403)
+    if isinstance(error, UnknownModel):
+        return Refusal(text, 404)
+    if isinstance(error, LimitExceeded):
+        return Refusal(text, 429, {"Retry-After": str(error.retry_after_s)})
+    if isinstance(error, CapacityError):
+        return unavailable(text)
+    return Refusal("the server failed to process the request", 500)
 
 
 def from_triton(status: int, body: bytes) -> Refusal:

@@ -8,12 +8,15 @@ from __future__ import annotations
 import itertools
 import sys
 from collections.abc import Iterable, Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jiter
 
 from inflight.door.http.refusal import Refusal
+from inflight.ipc.usage import RESERVED
 
+NOTHING: Mapping[str, str] = MappingProxyType({})
 MAX_FP32 = 3.4028234663852886e38
 MAX_FP64 = sys.float_info.max
 MAX_NAME = 256
@@ -164,6 +167,8 @@ def check_parameters(where: str, parameters: Mapping[str, Any]) -> None:
         check_name(at, name)
         if name.startswith(_RESERVED) and name != _OPEN:
             raise Refusal(f"{at}: is reserved; allowed: names without the prefix {_RESERVED}")
+        if name.startswith(RESERVED):
+            raise Refusal(f"{at}: is reserved for the server; allowed: other names")
         if name.startswith("shared_memory_"):
             raise Refusal(f"{at}: shared memory is closed; send the data in the body")
         if type(value) not in (str, bool, int):

@@ -1,0 +1,92 @@
+"""What each account has used of its limits.
+
+Requests and tokens are counted in fixed windows of one minute, which need one counter per key and
+window, whatever the limit; around the end of a window, up to twice the limit can pass within a
+minute. Tokens are known when an output has ended: a request is refused if its window has no token
+left, and one that was admitted runs to its end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections import Counter
+
+from limits import RateLimitItem, RateLimitItemPerMinute
+from limits.aio.storage import MemoryStorage
+from limits.aio.strategies import FixedWindowRateLimiter
+
+from inflight.access.key import NO_LIMITS, KeyLimits
+from inflight.access.ledger import Ledger
+from inflight.access.messages import Verdict
+from inflight.ipc.usage import Usage
+
+REQUESTS, TOKENS, CONCURRENT = "requests_per_minute", "tokens_per_minute", "concurrent_requests"
+ALLOWED = Verdict()
+# Of a request that waits for another one to end.
+CONCURRENT_RETRY_S = 1
+
+
+class Accounts:
+    """Counts requests and tokens, and says which requests exceed a limit.
+
+    Args:
+        ledger: records all of it.
+    """
+
+    def __init__(self, ledger: Ledger) -> None:
+        self._ledger = ledger
+        self._limiter = FixedWindowRateLimiter(MemoryStorage())
+        self._limits: dict[str, KeyLimits] = {}
+        self._in_flight: Counter[str] = Counter()
+        self._lock = asyncio.Lock()  # between a check and what it counts
+
+    def num_in_flight(self, account: str) -> int:
+        return self._in_flight[account]
+
+    async def begin(self, account: str, limits: KeyLimits) -> Verdict:
+        """Admit a request, or say which limit it exceeds; `end` belongs to each admitted one."""
+        self._limits[account] = limits
+        async with self._lock:
+            verdict = await self._check(account, limits)
+            if verdict.limit:
+                self._ledger.add(account, refused=1)
+            else:
+                self._in_flight[account] += 1
+                self._ledger.add(account, requests=1)
+        return verdict
+
+    def end(self, account: str, count: int = 1) -> None:
+        """Requests have ended."""
+        self._in_flight[account] -= count
+        if self._in_flight[account] <= 0:
+            del self._in_flight[account]
+
+    async def used(self, usage: Usage) -> None:
+        """Charge tokens."""
+        prompt, generated = usage.num_prompt_tokens, usage.num_output_tokens
+        self._ledger.add(usage.account, prompt_tokens=prompt, generated_tokens=generated)
+        bound = self._limits.get(usage.account, NO_LIMITS).tokens_per_minute
+        if bound is not None:
+            # Counted even where it exceeds the limit: the strategy only returns that it does.
+            window = RateLimitItemPerMinute(bound)
+            await self._limiter.hit(window, TOKENS, usage.account, cost=prompt + generated)
+
+    async def _check(self, account: str, limits: KeyLimits) -> Verdict:
+        concurrent = limits.concurrent_requests
+        if concurrent is not None and self._in_flight[account] >= concurrent:
+            return Verdict(CONCURRENT, concurrent, CONCURRENT_RETRY_S)
+        if (tokens := limits.tokens_per_minute) is not None:
+            window = RateLimitItemPerMinute(tokens)
+            if not await self._limiter.test(window, TOKENS, account):
+                return await self._exceeded(TOKENS, window, account)
+        if (requests := limits.requests_per_minute) is not None:
+            window = RateLimitItemPerMinute(requests)
+            if not await self._limiter.hit(window, REQUESTS, account):
+                return await self._exceeded(REQUESTS, window, account)
+        return ALLOWED
+
+    async def _exceeded(self, limit: str, window: RateLimitItem, account: str) -> Verdict:
+        reset_at, _ = await self._limiter.get_window_stats(window, limit, account)
+        return Verdict(limit, window.amount, max(1, math.ceil(reset_at - time.time())))
