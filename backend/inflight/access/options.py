@@ -29,6 +29,11 @@ class AccessOptions(msgspec.Struct, frozen=True, kw_only=True):
     audit: str | None = None
     tls: TlsFiles | None = None
 
+    @property
+    def needs_doors(self) -> bool:
+        """Whether all requests have to pass a door, which checks them."""
+        return self.keys is not None or self.tls is not None
+
     def check(self) -> None:
         """Raises ConfigError if a file cannot be used."""
         if self.keys is not None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from inflight.cli import keys
+from inflight.cli import keys as key_commands
 
 if TYPE_CHECKING:
     from inflight_client import Options
@@ -60,7 +60,7 @@ app.add_typer(repo, name="repo")
 app.add_typer(tokenizer, name="tokenizer")
 app.add_typer(bench, name="bench")
 app.add_typer(model_commands, name="model")
-app.add_typer(keys.app, name="key")
+app.add_typer(key_commands.app, name="key")
 
 Model = Annotated[str, typer.Option(help="A .gguf file, a Hugging Face folder, or package:NAME.")]
 Url = Annotated[str, typer.Option(envvar="INFLIGHT_URL", help="gRPC address, host:port.")]
@@ -117,9 +117,7 @@ def serve(  # typer reads the options from the signature
             show_default=False,
         ),
     ] = None,
-    host: Annotated[
-        str, typer.Option(help="Address to listen on. Triton has no authentication.")
-    ] = HOST,
+    host: Annotated[str, typer.Option(help="Address to listen on; see --keys.")] = HOST,
     model: Annotated[
         str | None,
         typer.Option(help="Serve this model: a .gguf file, a Hugging Face folder, package:NAME."),
@@ -151,6 +149,17 @@ def serve(  # typer reads the options from the signature
         list[str] | None,
         typer.Option(help="With --model-control: load only this model first; repeatable."),
     ] = None,
+    keys: Annotated[
+        Path | None,
+        typer.Option(help="Refuse requests without a key of this file; see `inflight key`."),
+    ] = None,
+    tls_cert: Annotated[
+        Path | None, typer.Option(help="Serve with TLS: the certificate's PEM file.")
+    ] = None,
+    tls_key: Annotated[Path | None, typer.Option(help="The certificate's private key.")] = None,
+    tls_client_ca: Annotated[
+        Path | None, typer.Option(help="Require certificates of clients, of these authorities.")
+    ] = None,
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Show the log.")] = False,
 ) -> None:
     """Start tritonserver with the ensembles and serve until Ctrl-C, which drains."""
@@ -160,6 +169,7 @@ def serve(  # typer reads the options from the signature
     from inflight.cli import serve as serving
     from inflight.deploy import repository as repositories
     from inflight.deploy.model_group import ALL_MODELS
+    from inflight.supervision.options import ServeOptions
     from inflight.supervision.supervisor import Supervisor
 
     if model is not None and repository:
@@ -179,16 +189,17 @@ def serve(  # typer reads the options from the signature
             for note in made.notes:
                 typer.echo(note, err=True)
             repository = [made.path]
-        supervisor = Supervisor(
-            repository or repositories.shipped(),
+        options = ServeOptions(
             host=host,
             ports=(http_port, grpc_port, metrics_port, engine_metrics_port),
             log_file=log_file,
             drain_s=drain,
-            guards_grpc=grpc_guard,
+            grpc_guard=grpc_guard,
             metrics_compat=metrics_compat,
             controlled=(load_model or ALL_MODELS) if model_control else None,
+            access=serving.access_of(keys, tls_cert, tls_key, tls_client_ca),
         )
+        supervisor = Supervisor(repository or repositories.shipped(), options)
         status = serving.run(supervisor, verbose=verbose)
     raise typer.Exit(status)
 

@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
+from inflight.access.options import AccessOptions
 from inflight.deploy.tritonserver import Endpoints
 from inflight.ipc.frames import Loading
 from inflight.ipc.health import Health
@@ -41,16 +42,19 @@ class Display:
         models: list[str],
         devices: dict[str, str],
         log_file: Path,
+        access: AccessOptions = AccessOptions(),  # noqa: B008  (immutable)
     ) -> None:
         """Show endpoints, models and devices, and the next command."""
         address = endpoints.engine_metrics
+        scheme = "http" if access.tls is None else "https"
         rows = {
-            "HTTP": f"http://{endpoints.http}",
+            "HTTP": f"{scheme}://{endpoints.http}",
             "gRPC": endpoints.grpc,
             "metrics": f"http://{endpoints.metrics}/metrics",
             "engines": f"http://{address}/metrics" if address else "",
             "models": ", ".join(models),
             "device": "; ".join(_of_each(devices)),
+            "keys": access.keys or "",
             "log": str(log_file),
         }
         self._console.print("[bold green]READY[/]")
@@ -71,6 +75,9 @@ class Display:
                 self._line("ready again")
             else:
                 self.error(f"not ready: {health.reason}")
+
+    def warning(self, text: str) -> None:
+        self._line(text, "[bold yellow]warning:[/] ")
 
     def stopping(self) -> None:
         self._console.print("stopping: new requests are rejected; Ctrl-C again stops immediately")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ipaddress
 import logging
 import signal
 import sys
@@ -13,10 +14,23 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from inflight.access import audit, tls
+from inflight.access.options import AccessOptions
 from inflight.deploy.tritonserver import POLL_S
 from inflight.supervision.notify import notify
 from inflight.supervision.orphans import adopt_orphans, kill_children
 from inflight.supervision.supervisor import Supervisor
+
+
+def access_of(
+    keys: Path | None, tls_cert: Path | None, tls_key: Path | None, tls_client_ca: Path | None
+) -> AccessOptions:
+    """Of the options of the command line, of which each may be missing. Raises ConfigError."""
+    names = (str(path) if path is not None else None for path in (tls_cert, tls_key, tls_client_ca))
+    files = tls.chosen(*names)
+    if keys is None:
+        return AccessOptions(tls=files)
+    return AccessOptions(keys=str(keys), audit=str(audit.default_path()), tls=files)
 
 
 def run(supervisor: Supervisor, *, verbose: bool = False) -> int:
@@ -47,7 +61,16 @@ def _serve(supervisor: Supervisor, signals: _Signals) -> int:
     with display.loading() as on_progress:
         models = supervisor.start(on_progress)
     signals.count_only()
-    display.ready(supervisor.endpoints, models, supervisor.devices(), supervisor.log_file)
+    host = supervisor.endpoints.http.rpartition(":")[0]
+    if supervisor.options.access.keys is None and not ipaddress.ip_address(host).is_loopback:
+        display.warning(f"all who can reach {host} can use the server; restrict it with --keys")
+    display.ready(
+        supervisor.endpoints,
+        models,
+        supervisor.devices(),
+        supervisor.log_file,
+        supervisor.options.access,
+    )
     notify("READY=1")
     while signals.count == 0:
         health = supervisor.poll()

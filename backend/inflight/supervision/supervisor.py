@@ -4,21 +4,21 @@ hangs. The engines, and with them the prefix cache, outlive tritonserver.
 
 from __future__ import annotations
 
-import ipaddress
 import os
 import subprocess
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import msgspec
+
+from inflight.access import ledger
 from inflight.deploy.file_limit import raise_file_limit
 from inflight.deploy.log_files import cap_log, default_log_file
 from inflight.deploy.metrics import MetricsServer
 from inflight.deploy.model_group import other_models, select_groups
 from inflight.deploy.ports import choose_ports
 from inflight.deploy.tritonserver import (
-    DEFAULT_DRAIN_S,
-    DEFAULT_HOST,
     POLL_S,
     Endpoints,
     OnProgress,
@@ -38,94 +38,86 @@ from inflight.supervision.fleet import ServerFleet
 from inflight.supervision.keeper import Child, Keeper
 from inflight.supervision.main_thread import MainThread
 from inflight.supervision.model_control import ModelControl
+from inflight.supervision.options import ServeOptions
 from inflight.supervision.orphans import reap_orphans
 from inflight.supervision.server_metrics import ServerMetrics
+from inflight.supervision.service_child import ServiceChild
 from inflight.supervision.triton_child import TritonChild
 
 HEALTH_INTERVAL_S = 0.5
 # Requests in flight have ended by then, or their time is over.
 DOOR_DRAIN_S = 1.0
 LOOPBACK = "127.0.0.1"
-DEFAULT_PORTS = (8000, 8001, 8002, 8003)
+ACCOUNTS_SOCKET = "accounts.sock"
 
 
 class Supervisor:
     """A server in the foreground: `start`, then `poll` several times a second, then `stop`.
 
-    HTTP always passes a door. gRPC passes one if the server listens beyond loopback; there, clients
-    reach tritonserver itself otherwise.
+    HTTP always passes a door. gRPC passes one if the server listens beyond loopback or checks who
+    its clients are; otherwise clients reach tritonserver itself.
 
     Args:
         repositories: model repositories; model names must be unique across all of them.
-        host: address to listen on.
-        ports: of HTTP, gRPC, tritonserver's metrics and the engines' metrics; 0 picks a free one.
-        log_file: for the output of all processes; None for one in ~/.local/state.
-        drain_s: how long `stop` waits for requests in flight.
-        guards_grpc: whether gRPC passes a door; None: if the server listens beyond loopback.
-        metrics_compat: other names for the metrics, as for `parse_compat`.
-        controlled: with model control (`inflight model`), the names of the models to load at the
-            start, or `ALL_MODELS`; None without it: all models, for good.
+        options: see `ServeOptions`.
 
     Attributes:
+        options: as given.
         endpoints: the clients' addresses.
         health: as last written.
 
     Raises:
-        ConfigError: a port is in use, or the host is not an address of this machine.
+        ConfigError: a port is in use, the host is not an address of this machine, or an option is
+            not supported.
     """
 
-    def __init__(
-        self,
-        repositories: Sequence[Path],
-        *,
-        host: str = DEFAULT_HOST,
-        ports: tuple[int, int, int, int] = DEFAULT_PORTS,
-        log_file: Path | None = None,
-        drain_s: float = DEFAULT_DRAIN_S,
-        guards_grpc: bool | None = None,
-        metrics_compat: str = "",
-        controlled: Sequence[str] | None = None,
-    ) -> None:
-        flavours = parse_compat(metrics_compat, "--metrics-compat")
+    def __init__(self, repositories: Sequence[Path], options: ServeOptions | None = None) -> None:
+        self.options = options = options or ServeOptions()
+        options.check()
         owner = Owner(os.getpid(), is_supervisor=True)
         remove_abandoned()
         raise_file_limit()
-        if guards_grpc is None:
-            guards_grpc = not ipaddress.ip_address(host).is_loopback
-        chosen = choose_ports(host, ports)
-        self.endpoints = Endpoints(*(f"{host}:{port}" for port in chosen))
-        self.log_file = log_file or default_log_file(chosen[0])
+        host, guards_grpc = options.host, options.guards_grpc
+        ports = choose_ports(host, options.ports)
+        self.endpoints = Endpoints(*(f"{host}:{port}" for port in ports))
+        self.log_file = options.log_file or default_log_file(ports[0])
+        compat = options.metrics_compat
         self._server = Server(
             repositories,
             host=(LOOPBACK, LOOPBACK if guards_grpc else host, host),
-            ports=(0, 0 if guards_grpc else chosen[1], chosen[2]),
+            ports=(0, 0 if guards_grpc else ports[1], ports[2]),
             log_file=self.log_file,
-            drain_s=drain_s,
+            drain_s=options.drain_s,
             owner=owner,
-            environment={COMPAT_VARIABLE: metrics_compat} if metrics_compat else {},
-            controls_models=controlled is not None,
+            environment={COMPAT_VARIABLE: compat} if compat else {},
+            controls_models=options.controlled is not None,
         )
-        folder = folder_of(owner.pid)
-        self._health_file = folder / "health.json"
+        self._folder = folder_of(owner.pid)
         self._triton = TritonChild(self._server, owner)
         self._main = MainThread()
         self._engines = EngineSet(owner, self.log_file)
         self._models: list[str] = []
         self._control: ControlSocket | None = None
-        self._fleet = self._begin_control(controlled) if controlled is not None else None
+        names = options.controlled
+        self._fleet = self._begin_control(names) if names is not None else None
         for model in self._server.models_with_engine:
             self._engines.add(model)
-        self._doors = [self._door("http")]
-        if guards_grpc:
-            self._doors.append(self._door("grpc"))
-        children: list[Child] = [self._triton, *self._doors]
+        self._accountants = [self._accountant()] if options.access.keys is not None else []
+        self._doors = [
+            self._door(kind) for kind in (("http", "grpc") if guards_grpc else ("http",))
+        ]
+        children: list[Child] = [*self._accountants, self._triton, *self._doors]
         self._own_keepers = [Keeper(child) for child in children]
         gpu = gpu_power.find_gpu()
         self._meter = gpu_power.PowerMeter(gpu) if gpu is not None else None
         self._metrics = ServerMetrics(
-            lambda: self._keepers, lambda: self._engines.serving, folder, flavours, self._meter
+            lambda: self._keepers,
+            lambda: self._engines.serving,
+            self._folder,
+            parse_compat(compat, "--metrics-compat"),
+            self._meter,
         )
-        self._metrics_address = host, chosen[3]
+        self._metrics_address = host, ports[3]
         self._metrics_server: MetricsServer | None = None
         self._server.open_log(anew=True).close()
         self._janitor: subprocess.Popen[bytes] | None = None
@@ -155,7 +147,7 @@ class Supervisor:
         self._metrics_server = MetricsServer(self._metrics_address, self._metrics.render)
         if self._meter is not None:
             self._meter.start()
-        self._janitor = janitor.start(self._health_file.parent)
+        self._janitor = janitor.start(self._folder)
         for keeper in self._keepers:
             keeper.start()
         self._models = self._server.wait_ready(on_progress=on_progress, on_poll=self._write_health)
@@ -164,11 +156,10 @@ class Supervisor:
         while not self.poll().is_ready:
             time.sleep(POLL_S)
         if self._fleet is not None:
-            folder = self._health_file.parent
             control = ModelControl(
-                self._server.repositories, self._fleet, folder, self._server.drain_s
+                self._server.repositories, self._fleet, self._folder, self._server.drain_s
             )
-            self._control = ControlSocket(folder / SOCKET, control, self.endpoints.http)
+            self._control = ControlSocket(self._folder / SOCKET, control, self.endpoints.http)
         return self._models
 
     def poll(self) -> Health:
@@ -199,6 +190,8 @@ class Supervisor:
         self._triton.close()
         self._server.end()
         self._engines.end_all()
+        for accountant in self._accountants:  # after the last report of usage
+            accountant.close()
         self._leave()
         return num_cut
 
@@ -252,15 +245,33 @@ class Supervisor:
     def _set_models(self, names: list[str]) -> None:
         self._models = names
 
+    def _accountant(self) -> ServiceChild:
+        options = ("--listen", self._folder / ACCOUNTS_SOCKET, "--ledger", ledger.default_path())
+        return ServiceChild(
+            "the accountant",
+            "inflight.access.accountant",
+            heartbeat=self._folder / "accountant.beat",
+            log_file=self.log_file,
+            options=[str(option) for option in options],
+        )
+
     def _door(self, kind: str) -> DoorChild:
+        access = self.options.access
+        if access.keys is not None:
+            accounts = str(self._folder / ACCOUNTS_SOCKET)
+            access = msgspec.structs.replace(access, accounts=accounts)
         return DoorChild(
             kind,
             listen=getattr(self.endpoints, kind),
             upstream=lambda: getattr(self._server.endpoints, kind),
             health_file=self._health_file,
             log_file=self.log_file,
-            options=("--drain", str(DOOR_DRAIN_S)),
+            options=("--drain", str(DOOR_DRAIN_S), *access.arguments()),
         )
+
+    @property
+    def _health_file(self) -> Path:
+        return self._folder / "health.json"
 
     def _write_health(self) -> None:
         self.health = self._assess()

@@ -401,9 +401,10 @@ def _serve(tmp_path: Path, patch: str = "", arguments: str = "") -> subprocess.P
         "import sys; from pathlib import Path; from inflight.cli import serve\n"
         "from inflight.deploy import tritonserver\n"
         f"{patch}\n"
+        "from inflight.supervision.options import ServeOptions\n"
         "from inflight.supervision.supervisor import Supervisor\n"
-        f"supervisor = Supervisor([Path({str(tmp_path / 'repository')!r})], ports=(0, 0, 0, 0),"
-        f" log_file=Path({str(tmp_path / 'log')!r}))\n"
+        f"options = ServeOptions(ports=(0, 0, 0, 0), log_file=Path({str(tmp_path / 'log')!r}))\n"
+        f"supervisor = Supervisor([Path({str(tmp_path / 'repository')!r})], options)\n"
         f"sys.exit(serve.run(supervisor{arguments}))"
     )
     with open(tmp_path / "shown", "wb") as shown:

@@ -1,0 +1,60 @@
+"""Options of a supervised server."""
+
+from __future__ import annotations
+
+import ipaddress
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from inflight.access.options import AccessOptions
+from inflight.deploy.tritonserver import DEFAULT_DRAIN_S, DEFAULT_HOST
+from inflight.engine.metrics.families import parse_compat
+from inflight.errors import ConfigError
+
+DEFAULT_PORTS = (8000, 8001, 8002, 8003)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServeOptions:
+    """What `inflight serve` can set.
+
+    Attributes:
+        host: address to listen on.
+        ports: of HTTP, gRPC, Triton's metrics and the engines' metrics; 0 picks a free one.
+        log_file: for the output of all processes; None for one in ~/.local/state.
+        drain_s: how long to wait for requests in flight at the end.
+        grpc_guard: whether gRPC passes a door; None: if the server listens beyond loopback, or has
+            keys or TLS.
+        metrics_compat: other names for the metrics, as for `parse_compat`.
+        controlled: with model control (`inflight model`), the names of the models to load at the
+            start, or `ALL_MODELS`; None without it: all models, for good.
+        access: keys and TLS; both imply a door for gRPC.
+    """
+
+    host: str = DEFAULT_HOST
+    ports: tuple[int, int, int, int] = DEFAULT_PORTS
+    log_file: Path | None = None
+    drain_s: float = DEFAULT_DRAIN_S
+    grpc_guard: bool | None = None
+    metrics_compat: str = ""
+    controlled: Sequence[str] | None = None
+    access: AccessOptions = field(default_factory=AccessOptions)
+
+    @property
+    def guards_grpc(self) -> bool:
+        """Whether gRPC passes a door."""
+        if self.grpc_guard is not None:
+            return self.grpc_guard
+        is_local = ipaddress.ip_address(self.host).is_loopback
+        return self.access.needs_doors or not is_local
+
+    def check(self) -> None:
+        """Raises ConfigError: options do not go together, or a file cannot be used."""
+        parse_compat(self.metrics_compat, "--metrics-compat")
+        if self.access.needs_doors and self.grpc_guard is False:
+            raise ConfigError(
+                "--no-grpc-guard: cannot be combined with --keys or TLS, which tritonserver would "
+                "not check; omit it"
+            )
+        self.access.check()
