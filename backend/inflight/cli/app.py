@@ -274,6 +274,21 @@ def top(
 
 
 @app.command()
+def usage(
+    tenant: Annotated[str | None, typer.Option(help="Only of this tenant.")] = None,
+    since: Annotated[str, typer.Option(help="Only from this day on: YYYY-MM-DD, in UTC.")] = "",
+    ledger: Annotated[
+        Path | None, typer.Option(help="Default: ~/.local/state/inflight/usage.sqlite.")
+    ] = None,
+    json_: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Show requests and tokens by day, tenant and key, as `serve --keys` has recorded them."""
+    from inflight.cli import usage as usages
+
+    usages.show(ledger, tenant=tenant, since=since, as_json=json_)
+
+
+@app.command()
 def chat(  # typer reads the options from the signature
     system: Annotated[str | None, typer.Option(help="System message.")] = None,
     max_tokens: MaxTokens = None,

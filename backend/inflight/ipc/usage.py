@@ -6,9 +6,10 @@ the id of its key, with a slash between.
 
 from __future__ import annotations
 
-import contextlib
 import socket
 import threading
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -20,6 +21,7 @@ RESERVED = "inflight_"
 # One datagram stays far below the smallest usual socket buffer.
 MAX_ACCOUNTS = 200
 MAX_REMEMBERED = 10_000
+INTERVAL_S = 0.2
 
 
 class Usage(msgspec.Struct, frozen=True, array_like=True):
@@ -33,6 +35,10 @@ class Usage(msgspec.Struct, frozen=True, array_like=True):
     account: str
     num_prompt_tokens: int = 0
     num_output_tokens: int = 0
+
+
+def tenant_of(account: str) -> str:
+    return account.partition("/")[0]
 
 
 def usage_path(folder: Path) -> Path:
@@ -54,15 +60,18 @@ def decode(data: bytes) -> list[Usage]:
 
 
 class UsageReporter:
-    """Adds up usage, and reports it when told. Thread-safe.
+    """Adds up usage and reports it. Thread-safe.
 
     Args:
         path: of the accountant's socket; there may be none.
+        clock: seconds, monotonic.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, clock: Callable[[], float] = time.monotonic) -> None:
         self._path = str(path)
-        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK)
+        self._clock = clock
+        self._reported_at = -INTERVAL_S
+        self._socket: socket.socket | None = None
         self._lock = threading.Lock()
         self._used: dict[str, list[int]] = {}
 
@@ -74,8 +83,16 @@ class UsageReporter:
             counts[0] += num_prompt_tokens
             counts[1] += num_output_tokens
 
+    def report_if_due(self) -> None:
+        """Report several times a second, if called often; costs nothing without accounts."""
+        if self._used and self._clock() - self._reported_at >= INTERVAL_S:
+            self._reported_at = self._clock()
+            self.report()
+
     def report(self) -> None:
         """Send what was added; kept for the next time if there is no accountant."""
+        if self._socket is None:
+            self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK)
         while self._used:
             with self._lock:
                 chosen = list(self._used.items())[:MAX_ACCOUNTS]
@@ -89,6 +106,8 @@ class UsageReporter:
                 return
 
     def close(self) -> None:
-        with contextlib.suppress(OSError):
+        """Report what is left."""
+        if self._used:
             self.report()
-        self._socket.close()
+        if self._socket is not None:
+            self._socket.close()

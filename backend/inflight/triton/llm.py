@@ -26,6 +26,8 @@ from inflight.errors import (
     from_kind,
 )
 from inflight.ipc.engine_client import EngineClient, attach_front
+from inflight.ipc.runtime_folder import folder_of
+from inflight.ipc.usage import ACCOUNT, UsageReporter, tenant_of, usage_path
 from inflight.triton import contract, protocol
 from inflight.triton.errors import DelayedErrors, triton_error
 from inflight.triton.metrics import MetricsPublisher
@@ -58,6 +60,7 @@ class ResponseWriter:
         request_ids: in the engine, of the outputs in order.
         cancel: cancels all of them there.
         detokenized: a detokenizer receives the responses.
+        account: on which it runs; empty if the server has no keys.
     """
 
     def __init__(
@@ -72,6 +75,7 @@ class ResponseWriter:
         self.request_ids: list[int] = []
         self.cancel: Callable[[], None] = _nothing
         self.detokenized = generation is not None and generation.detokenized
+        self.account = ""
 
     def send(self, events: list[TokenEvent], is_final: bool) -> None:
         flags = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL if is_final else 0
@@ -143,6 +147,7 @@ class LlmFront:
         self._closing = threading.Event()
         self._senders = SenderPool(_sender_threads(parameters))
         self._errors = DelayedErrors()
+        self._usage = UsageReporter(usage_path(folder_of(self._owner.pid)))
         self._connect()
         self._sweep = Sweep(self._sweep_cancelled, CANCEL_INTERVAL_S)
         self._metrics = MetricsPublisher(directory, self._owner, lambda: self._client, parameters)
@@ -173,6 +178,7 @@ class LlmFront:
         self._fail_all()
         self._errors.close()
         self._senders.close()
+        self._usage.close()
 
     def _accept(self, request: Any, sender: Any, requested_outputs: frozenset[str]) -> None:
         # Before anything else: the tokenizer has rejected the request.
@@ -183,13 +189,17 @@ class LlmFront:
             raise RequestError("stateful sequences are not supported; omit it", "sequence_id")
         inputs = {tensor.name(): tensor.as_numpy() for tensor in request.inputs()}
         parameters = protocol.request_parameters(request.parameters())
+        account = str(parameters.pop(ACCOUNT, ""))
         client = self._client
         if client is None:
             raise CapacityError("the engine is restarting; retry in a moment")
         welcome = client.welcome
         limits = protocol.Limits(welcome.vocab_size, welcome.max_model_len)
         generation = protocol.parse(inputs, parameters, limits)
+        if account:
+            generation = generation.of_tenant(tenant_of(account))
         writer = ResponseWriter(sender, requested_outputs, generation)
+        writer.account = account
         num_outputs = generation.best_of
         watched = generation.detokenized and generation.stream and num_outputs == 1
         response_queue = self._senders.response_queue(
@@ -206,6 +216,8 @@ class LlmFront:
                 self._in_flight[request_id] = (response_queue, writer)
             for request in generation.requests(writer.request_ids):
                 client.submit(request)
+        if account:
+            self._usage.add(account, len(generation.prompt_ids), 0)
 
     def _forget(self, client: EngineClient, request_ids: list[int]) -> None:
         for request_id in request_ids:
@@ -230,6 +242,8 @@ class LlmFront:
         for event in events:
             if event.is_last:
                 entry = self._in_flight.pop(event.request_id, None)
+                if entry is not None and entry[1].account:
+                    self._usage.add(entry[1].account, 0, event.position)
             else:
                 entry = self._in_flight.get(event.request_id)
             if entry is not None:
@@ -244,6 +258,7 @@ class LlmFront:
     def _sweep_cancelled(self) -> None:
         # An ensemble's cancellation is not visible to its running steps, so those are not polled;
         # there the engine notices missing acknowledgements.
+        self._usage.report_if_due()
         client = self._client
         for request_id, (response_queue, writer) in list(self._in_flight.items()):
             if writer.detokenized or client is None:

@@ -146,6 +146,11 @@ class Generation(msgspec.Struct, frozen=True):
             )
         return made
 
+    def of_tenant(self, tenant: str) -> Generation:
+        """The same, sharing cached prefixes only with requests of this tenant."""
+        # A client's salt is printable, so it cannot contain the separator.
+        return msgspec.structs.replace(self, cache_salt=f"{tenant}\0{self.cache_salt}")
+
     def answer(self, parts: list[OutputDelta]) -> list[OutputDelta]:
         """The parts to return, of finished outputs or of a stream."""
         if len(parts) > self.n:

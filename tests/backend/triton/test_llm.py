@@ -1,6 +1,7 @@
 """The llm front with a fake engine: each request ends once, whatever happens."""
 
 import json
+import socket
 import threading
 import time
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 import triton_python_backend_utils as pb_utils
 from inflight.core.request import Candidate, FinishReason, TokenEvent
 from inflight.errors import CapacityError, ConfigError, EngineError, RequestError
+from inflight.ipc import usage
 from inflight.ipc.frames import Welcome
 from inflight.triton import errors, llm
 from inflight.triton.contract import MODELS
@@ -500,3 +502,57 @@ def test_an_engine_that_cannot_load_is_reported(engines):
 def test_sender_threads_is_checked(engines, text):
     with pytest.raises(ConfigError, match=r"sender_threads is .*; allowed: 1 to 64"):
         llm.LlmFront(Path("/models/llm"), {"sender_threads": text})
+
+
+# ---------------------------------------------------------------- accounts
+
+
+@pytest.fixture
+def usages(tmp_path, monkeypatch):
+    """What the fronts made after it report to the accountant."""
+    monkeypatch.setattr(llm, "folder_of", lambda pid: tmp_path)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as receiver:
+        receiver.bind(str(usage.usage_path(tmp_path)))
+        receiver.settimeout(5)
+        yield receiver
+
+
+def test_an_account_is_charged_for_prompt_and_outputs(usages, engines, front):
+    sender = ask(front, {usage.ACCOUNT: "acme/1"}, n=np.array([2], np.int32))
+    for index in (0, 1):
+        reason = FinishReason.STOP if index == 0 else FinishReason.CANCELLED
+        engines[0].say([7, 8], index, position=2 + index, finish_reason=reason)
+    sender.wait()
+    found = []
+    while sum(one.num_output_tokens for one in found) < 5:
+        found += usage.decode(usages.recv(1 << 16))
+    assert {one.account for one in found} == {"acme/1"}
+    assert sum(one.num_prompt_tokens for one in found) == 3
+    assert sum(one.num_output_tokens for one in found) == 5
+
+
+def test_a_tenant_shares_prefixes_only_with_itself(engines, front):
+    ask(front, {usage.ACCOUNT: "acme/1"})
+    ask(front, {usage.ACCOUNT: "acme/2"})
+    ask(front, {usage.ACCOUNT: "other/1"}, cache_salt=np.array([b"acme"], object))
+    ask(front, cache_salt=np.array([b"acme"], object))
+    ask(front)
+    salts = [request.cache_salt for request in engines[0].submitted]
+    assert salts == ["acme\0", "acme\0", "other\0acme", "acme", ""]
+
+
+def test_without_an_account_nothing_is_reported(usages, engines, front):
+    sender = ask(front)
+    engines[0].say([7], position=1, finish_reason=FinishReason.STOP)
+    sender.wait()
+    usages.settimeout(0.5)
+    with pytest.raises(TimeoutError):
+        usages.recv(1)
+
+
+def test_a_refused_request_is_not_charged(usages, engines, front):
+    sender = ask(front, {usage.ACCOUNT: "acme/1", "top_kk": 5})
+    assert "top_kk" in sender.wait()[-1].error().message()
+    usages.settimeout(0.5)
+    with pytest.raises(TimeoutError):
+        usages.recv(1)
