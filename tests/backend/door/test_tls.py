@@ -1,0 +1,147 @@
+"""Both doors with TLS, in front of stand-ins for Triton."""
+
+from __future__ import annotations
+
+import http.client
+import socket
+import ssl
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from tritonclient.grpc import service_pb2, service_pb2_grpc
+
+import certificates
+from certificates import Certificates
+from grpc_guard import Door, StandIn, opened
+from http_door import BODY, Running, a_door
+from kserve import request, text
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Certificates:
+    return certificates.make(tmp_path_factory.mktemp("tls"))
+
+
+@pytest.fixture(scope="module", params=["server", "mutual"])
+def is_mutual(request: pytest.FixtureRequest) -> bool:
+    return bool(request.param == "mutual")
+
+
+@pytest.fixture(scope="module")
+def options(made: Certificates, is_mutual: bool) -> tuple[str, ...]:
+    return (*made.options, "--tls-client-ca", str(made.ca)) if is_mutual else made.options
+
+
+@pytest.fixture(scope="module")
+def http_door(
+    tmp_path_factory: pytest.TempPathFactory, options: tuple[str, ...]
+) -> Iterator[Running]:
+    with a_door(tmp_path_factory.mktemp("http"), *options) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def grpc_door(tmp_path_factory: pytest.TempPathFactory, options: tuple[str, ...]) -> Iterator[Door]:
+    triton = StandIn()
+    folder = tmp_path_factory.mktemp("grpc")
+    with opened(folder, triton.address, "--workers", "1", "--drain", "1", *options) as door:
+        yield door
+    triton.close()
+
+
+def post(door: Running, context: ssl.SSLContext, route: str = "echo/generate") -> tuple[int, bytes]:
+    connection = http.client.HTTPSConnection(door.address, context=context, timeout=10)
+    try:
+        connection.request("POST", f"/v2/models/{route}", BODY)
+        response = connection.getresponse()
+        return response.status, response.read()
+    finally:
+        connection.close()
+
+
+def secure(door: Door, made: Certificates, pair: tuple[Path, Path] | None = None) -> grpc.Channel:
+    cert, key = (path.read_bytes() for path in pair) if pair is not None else (None, None)
+    credentials = grpc.ssl_channel_credentials(made.ca.read_bytes(), key, cert)
+    options = [("grpc.use_local_subchannel_pool", 1), ("grpc.enable_http_proxy", 0)]
+    return grpc.secure_channel(door.address, credentials, options=options)
+
+
+def infer(channel: grpc.Channel) -> Any:
+    stub = service_pb2_grpc.GRPCInferenceServiceStub(channel)
+    return stub.ModelInfer(request("tokenizer", text("x")), timeout=10)
+
+
+def test_https_serves_responses_and_streams(
+    http_door: Running, made: Certificates, is_mutual: bool
+) -> None:
+    context = made.context(made.client if is_mutual else None)
+    assert post(http_door, context) == (200, BODY.replace(b": ", b":"))
+    status, events = post(http_door, context, "stream/generate_stream")
+    assert status == 200 and events.count(b"data: ") == 3
+
+
+@pytest.mark.parametrize("version", [ssl.TLSVersion.TLSv1, ssl.TLSVersion.TLSv1_1])
+@pytest.mark.filterwarnings("ignore:ssl.TLSVersion:DeprecationWarning")
+@pytest.mark.parametrize("kind", ["http", "grpc"])
+def test_old_versions_are_refused(
+    http_door: Running, grpc_door: Door, version: ssl.TLSVersion, kind: str
+) -> None:
+    address = http_door.address if kind == "http" else grpc_door.address
+    host, _, port = address.rpartition(":")
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    context.minimum_version = context.maximum_version = version
+    context.set_ciphers("ALL:@SECLEVEL=0")
+    with (
+        socket.create_connection((host, int(port)), timeout=10) as plain,
+        pytest.raises((ssl.SSLError, ConnectionResetError)),
+        context.wrap_socket(plain),
+    ):
+        pass
+
+
+def test_plain_http_on_the_tls_port_is_closed(http_door: Running, made: Certificates) -> None:
+    reply = http_door.raw(b"GET /v2/health/ready HTTP/1.1\r\nHost: x\r\n\r\n")
+    assert b"HTTP/1.1 200" not in reply
+    assert http_door.process.poll() is None
+
+
+def test_https_needs_the_clients_certificate_if_so_configured(
+    http_door: Running, made: Certificates, is_mutual: bool
+) -> None:
+    for client in (None, made.stranger):
+        if is_mutual:
+            with pytest.raises((ssl.SSLError, OSError)):
+                post(http_door, made.context(client))
+        else:
+            assert post(http_door, made.context(client))[0] == 200
+
+
+def test_grpc_serves_with_tls(grpc_door: Door, made: Certificates, is_mutual: bool) -> None:
+    with secure(grpc_door, made, made.client if is_mutual else None) as channel:
+        assert isinstance(infer(channel), service_pb2.ModelInferResponse)
+
+
+def test_grpc_needs_the_clients_certificate_if_so_configured(
+    grpc_door: Door, made: Certificates, is_mutual: bool
+) -> None:
+    with secure(grpc_door, made, made.stranger if is_mutual else None) as channel:
+        if is_mutual:
+            with pytest.raises(grpc.RpcError) as refused:
+                infer(channel)
+            assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
+        else:
+            infer(channel)
+
+
+def test_plain_grpc_on_the_tls_port_is_refused(grpc_door: Door) -> None:
+    options = [("grpc.use_local_subchannel_pool", 1), ("grpc.enable_http_proxy", 0)]
+    with (
+        grpc.insecure_channel(grpc_door.address, options=options) as channel,
+        pytest.raises(grpc.RpcError) as refused,
+    ):
+        infer(channel)
+    assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
