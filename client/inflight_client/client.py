@@ -12,7 +12,7 @@ from typing import Any, Unpack
 import grpc
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
-from inflight_client import address, errors, tensors
+from inflight_client import address, credentials, errors, tensors
 from inflight_client.completion import Completion, Delta, joined, read_logprobs
 from inflight_client.option_table import Options
 from inflight_client.options import Message, as_json, num_outputs, tensors_of
@@ -159,9 +159,11 @@ class Client:
         generate_model: name of the ensemble for prompts.
         chat_model: name of the ensemble for messages.
         timeout: seconds for each request as a whole; None for no limit.
+        api_key: of a server with keys.
+        ca_file: connect with TLS, and trust the authorities of this PEM file.
 
     Raises:
-        InvalidRequest: the url or the timeout is invalid.
+        InvalidRequest: the url, the timeout, the key or the file is invalid.
     """
 
     def __init__(
@@ -171,12 +173,15 @@ class Client:
         generate_model: str = GENERATE,
         chat_model: str = CHAT,
         timeout: float | None = None,
+        api_key: str | None = None,
+        ca_file: str | None = None,
     ) -> None:
         self.url = address.checked_url(url)
         self.generate_model = generate_model
         self.chat_model = chat_model
         self._timeout = address.checked_timeout(timeout)
-        self._channel = grpc.insecure_channel(self.url, options=_CHANNEL_OPTIONS)
+        self._authorization = credentials.authorization(api_key)
+        self._channel = credentials.channel(self.url, ca_file, _CHANNEL_OPTIONS)
         self._stub = service_pb2_grpc.GRPCInferenceServiceStub(self._channel)
 
     def __enter__(self) -> Client:
@@ -255,7 +260,9 @@ class Client:
             tensors.add_input(request, name, datatype, value)
         # The iterator of one request half-closes the stream: the server ends it after the response.
         return TextStream(
-            self._stub.ModelStreamInfer(iter([request]), timeout=self._timeout, metadata=_METADATA),
+            self._stub.ModelStreamInfer(
+                iter([request]), timeout=self._timeout, metadata=(*_METADATA, *self._authorization)
+            ),
             num_outputs(options),
             functools.partial(errors.from_rpc, hint=self._hint, timeout=self._timeout),
         )
@@ -263,7 +270,7 @@ class Client:
     def _is_ready(self, ask: Any, request: Any) -> bool:
         timeout = self._timeout or _READY_TIMEOUT_S
         try:
-            answer = ask(request, timeout=timeout)
+            answer = ask(request, timeout=timeout, metadata=self._authorization)
         except grpc.RpcError as error:
             raise errors.from_rpc(error, self._hint, timeout) from None
         return bool(answer.ready)

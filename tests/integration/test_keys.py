@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import os
 import subprocess
 import sys
 import time
@@ -17,6 +18,7 @@ from tritonclient.grpc import service_pb2_grpc
 
 from inflight.access import keys_file
 from inflight.access.key import Key, KeyLimits, issue
+from inflight_client import Client, InvalidRequest
 from kserve import outputs, request, tensor, text
 from supervised import Serving, serve
 
@@ -152,6 +154,35 @@ def test_a_token_limit_refuses_what_comes_after_it(server: Serving, keys: Path) 
         status, reply = over_http(server, secret, body)
     assert status == 429
     assert "tokens_per_minute: the key has reached its limit of 50; retry in" in reply["error"]
+
+
+def test_the_bundled_client_and_the_command_send_a_key(server: Serving, keys: Path) -> None:
+    _, secret = new_key(keys, "bundled")
+    with Client(server.grpc, api_key=secret) as client:
+        assert client.is_ready() and client.is_model_ready("generate")
+        assert client.generate("Hello", max_tokens=4).text == "Hello"
+    with Client(server.grpc) as client, pytest.raises(InvalidRequest, match="no valid API key"):
+        client.generate("Hello", max_tokens=4)
+    command = [sys.executable, "-m", "inflight.cli.app", "generate", "Hello", "--max-tokens", "4"]
+    for key, status in ((secret, 0), ("inf-x", 2)):
+        ended = subprocess.run(
+            [*command, "--url", server.grpc],
+            env={**os.environ, "INFLIGHT_API_KEY": key},
+            capture_output=True,
+        )
+        assert ended.returncode == status, ended.stderr
+
+
+def test_admins_read_metrics(server: Serving, keys: Path) -> None:
+    key, secret = issue("operator", role="admin")
+    keys_file.add(keys, key)
+    time.sleep(0.4)
+    connection = http.client.HTTPConnection(server.http, timeout=30)
+    connection.request("GET", "/metrics", headers={"X-Api-Key": secret})
+    response = connection.getresponse()
+    assert response.status == 200
+    assert b"inflight_" in response.read()
+    connection.close()
 
 
 def test_no_secret_is_in_any_file_of_the_server(server: Serving, keys: Path, state: Path) -> None:

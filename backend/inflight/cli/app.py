@@ -64,6 +64,14 @@ app.add_typer(key_commands.app, name="key")
 
 Model = Annotated[str, typer.Option(help="A .gguf file, a Hugging Face folder, or package:NAME.")]
 Url = Annotated[str, typer.Option(envvar="INFLIGHT_URL", help="gRPC address, host:port.")]
+ApiKey = Annotated[
+    str | None,
+    typer.Option(envvar="INFLIGHT_API_KEY", show_envvar=True, help="Of a server with --keys."),
+]
+CaFile = Annotated[
+    str | None,
+    typer.Option(envvar="INFLIGHT_CA_FILE", help="Of a server with TLS: PEM file to trust."),
+]
 Timeout = Annotated[
     float | None, typer.Option(help="Seconds per request, above 0; no limit by default.")
 ]
@@ -217,6 +225,8 @@ def generate(  # typer reads the options from the signature
     url: Url = URL,
     model: Annotated[str, typer.Option(help="Name of the ensemble.")] = "generate",
     timeout: Timeout = None,
+    api_key: ApiKey = None,
+    ca_file: CaFile = None,
     stats: Annotated[
         bool, typer.Option("--stats", help="Print latency and throughput to stderr.")
     ] = False,
@@ -236,7 +246,9 @@ def generate(  # typer reads the options from the signature
     answer = chat.Answer()
     try:
         with (
-            Client(url, generate_model=model, timeout=timeout) as client,
+            Client(
+                url, generate_model=model, timeout=timeout, api_key=api_key, ca_file=ca_file
+            ) as client,
             client.stream(text, **options) as stream,
         ):
             answer.read(stream, (lambda text: None) if json_ else chat.write_stdout)
@@ -301,13 +313,15 @@ def chat(  # typer reads the options from the signature
     url: Url = URL,
     model: Annotated[str, typer.Option(help="Name of the ensemble.")] = "chat",
     timeout: Timeout = None,
+    api_key: ApiKey = None,
+    ca_file: CaFile = None,
 ) -> None:
     """Chat with the model. /help lists the commands; Ctrl-C cancels the current reply."""
     from inflight.cli import chat
     from inflight_client import Client
 
     options = _options(max_tokens, temperature, top_k, top_p, min_p, seed, stop)
-    with Client(url, chat_model=model, timeout=timeout) as client:
+    with Client(url, chat_model=model, timeout=timeout, api_key=api_key, ca_file=ca_file) as client:
         if not chat.run(client, options, system):
             raise typer.Exit(EXIT_FAILED)
 

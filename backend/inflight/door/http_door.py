@@ -65,7 +65,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"--listen: cannot listen there ({error.strerror})", file=sys.stderr)
         return 1
     upstream = Upstream(*options.upstream)
-    door = app.Door(upstream, options.health, limits)
+    metrics = Upstream(*options.metrics) if options.metrics is not None else None
+    door = app.Door(upstream, options.health, limits, metrics)
     counts = RequestCounts(options.counts) if options.counts is not None else None
     BoundedProtocol.limits = limits
     server = Server(
@@ -105,6 +106,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--listen", type=_address, required=True, metavar="HOST:PORT")
     parser.add_argument("--upstream", type=_address, required=True, metavar="HOST:PORT")
     parser.add_argument("--health", type=Path, required=True, metavar="FILE")
+    parser.add_argument("--metrics", type=_address, metavar="HOST:PORT", help="for admins' keys")
     parser.add_argument("--heartbeat", type=Path, metavar="FILE")
     parser.add_argument("--counts", type=Path, metavar="FILE")
     parser.add_argument("--drain", type=float, default=30.0, metavar="SECONDS")

@@ -78,13 +78,16 @@ class Supervisor:
         remove_abandoned()
         raise_file_limit()
         host, guards_grpc = options.host, options.guards_grpc
-        ports = choose_ports(host, options.ports)
-        self.endpoints = Endpoints(*(f"{host}:{port}" for port in ports))
+        # With keys, the HTTP door serves metrics, to admins.
+        metrics_host = host if options.access.keys is None else LOOPBACK
+        hosts = (host, host, metrics_host, metrics_host)
+        ports = choose_ports(hosts, options.ports)
+        self.endpoints = Endpoints(*(f"{a}:{port}" for a, port in zip(hosts, ports, strict=True)))
         self.log_file = options.log_file or default_log_file(ports[0])
         compat = options.metrics_compat
         self._server = Server(
             repositories,
-            host=(LOOPBACK, LOOPBACK if guards_grpc else host, host),
+            host=(LOOPBACK, LOOPBACK if guards_grpc else host, metrics_host),
             ports=(0, 0 if guards_grpc else ports[1], ports[2]),
             log_file=self.log_file,
             drain_s=options.drain_s,
@@ -117,7 +120,7 @@ class Supervisor:
             parse_compat(compat, "--metrics-compat"),
             self._meter,
         )
-        self._metrics_address = host, ports[3]
+        self._metrics_address = metrics_host, ports[3]
         self._metrics_server: MetricsServer | None = None
         self._server.open_log(anew=True).close()
         self._janitor: subprocess.Popen[bytes] | None = None
@@ -260,13 +263,16 @@ class Supervisor:
         if access.keys is not None:
             accounts = str(self._folder / ACCOUNTS_SOCKET)
             access = msgspec.structs.replace(access, accounts=accounts)
+        options = ["--drain", str(DOOR_DRAIN_S), *access.arguments()]
+        if kind == "http" and access.keys is not None:
+            options += ["--metrics", self.endpoints.engine_metrics]
         return DoorChild(
             kind,
             listen=getattr(self.endpoints, kind),
             upstream=lambda: getattr(self._server.endpoints, kind),
             health_file=self._health_file,
             log_file=self.log_file,
-            options=("--drain", str(DOOR_DRAIN_S), *access.arguments()),
+            options=options,
         )
 
     @property

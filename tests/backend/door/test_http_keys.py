@@ -43,7 +43,8 @@ def keys(tmp_path_factory: pytest.TempPathFactory) -> Iterator[KeyDesk]:
 
 @pytest.fixture(scope="module")
 def door(tmp_path_factory: pytest.TempPathFactory, keys: KeyDesk) -> Iterator[Running]:
-    with a_door(tmp_path_factory.mktemp("door"), *keys.options) as running:
+    options = (*keys.options, "--metrics", "127.0.0.1:{triton}")
+    with a_door(tmp_path_factory.mktemp("door"), *options) as running:
         yield running
 
 
@@ -192,6 +193,16 @@ def test_the_account_is_the_keys_whatever_the_client_sends(keys: KeyDesk, door: 
     ):
         status, text = post(door, body, f"echo/{route}", **bearer(secret))
         assert status == 400 and "reserved for the server" in text
+
+
+def test_metrics_are_for_admins(keys: KeyDesk, door: Running, key: str) -> None:
+    before = len(door.triton.bodies)
+    status, _, reply = ask(door, "GET", "/metrics", **bearer(key))
+    assert (status, "allowed: an admin's" in reply.decode()) == (403, True)
+    assert door.triton.bodies[before:] == []
+    assert audited(keys)[-1]["event"] == "refused.role"
+    assert ask(door, "GET", "/metrics", **bearer(keys.issue(role="admin")))[0] == 200
+    assert door.triton.bodies[before:] == [("/metrics", b"")]
 
 
 def test_requests_over_the_limit_get_429(keys: KeyDesk, door: Running) -> None:

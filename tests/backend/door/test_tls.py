@@ -17,6 +17,7 @@ import certificates
 from certificates import Certificates
 from grpc_guard import Door, StandIn, opened
 from http_door import BODY, Running, a_door
+from inflight_client import Client, InvalidRequest
 from kserve import request, text
 
 
@@ -123,6 +124,18 @@ def test_https_needs_the_clients_certificate_if_so_configured(
 def test_grpc_serves_with_tls(grpc_door: Door, made: Certificates, is_mutual: bool) -> None:
     with secure(grpc_door, made, made.client if is_mutual else None) as channel:
         assert isinstance(infer(channel), service_pb2.ModelInferResponse)
+
+
+def test_the_bundled_client_connects_with_tls(
+    grpc_door: Door, made: Certificates, is_mutual: bool
+) -> None:
+    if not is_mutual:
+        with Client(grpc_door.address, ca_file=str(made.ca)) as client:
+            assert client.is_ready()
+    with pytest.raises(InvalidRequest, match="ca_file: none: No such file"):
+        Client(grpc_door.address, ca_file="none")
+    with pytest.raises(InvalidRequest, match="api_key: allowed"):
+        Client(grpc_door.address, api_key="a b")
 
 
 def test_grpc_needs_the_clients_certificate_if_so_configured(

@@ -79,10 +79,18 @@ class Door:
     Args:
         upstream: to Triton.
         health_file: written by the supervisor.
+        metrics: to Triton's metrics; None if they are not served here.
     """
 
-    def __init__(self, upstream: Upstream, health_file: Path, limits: Limits) -> None:
+    def __init__(
+        self,
+        upstream: Upstream,
+        health_file: Path,
+        limits: Limits,
+        metrics: Upstream | None = None,
+    ) -> None:
         self.upstream = upstream
+        self.metrics_upstream = metrics
         self.limits = limits
         self.health = HealthFile(health_file)
         self.models = Models(upstream)
@@ -124,6 +132,15 @@ class Door:
         _check_version(request)
         await self._body(request)  # of no meaning, but it has to be out of the way
         return Relay(self, "GET", request.scope["path"], b"", {})
+
+    async def metrics(self, request: Request) -> Response:
+        """Of the whole server, so for admins alone."""
+        visit = visit_of(request)
+        if visit is None:
+            raise _NOT_FOUND
+        visit.check_admin()
+        await self._body(request)
+        return Relay(self, "GET", "/metrics", b"", {}, upstream=self.metrics_upstream)
 
     async def infer(self, request: Request) -> Response:
         body = await self._admitted_body(request)
@@ -214,6 +231,7 @@ class Relay(Response):
 
     Args:
         is_whole: the answer is passed on once it is complete; its status may come too early.
+        upstream: where the request goes; None: the door's.
     """
 
     def __init__(
@@ -225,15 +243,17 @@ class Relay(Response):
         headers: dict[str, str],
         *,
         is_whole: bool = False,
+        upstream: Upstream | None = None,
     ) -> None:
         self._door = door
+        self._upstream = upstream or door.upstream
         self._request = (method, path, headers, body)
         self._is_whole = is_whole
         self.background = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            exchange = await self._door.upstream.connect()
+            exchange = await self._upstream.connect()
         except UpstreamLost:
             raise self._lost() from None
         # The body has been read: what comes next is that the client has left.
@@ -393,6 +413,8 @@ def make(
         Route("/v2", door.metadata),
         Route("/v2/repository/index", door.index, methods=["POST"]),
     ]
+    if door.metrics_upstream is not None:
+        routes.append(Route("/metrics", door.metrics))
     app = Starlette(
         routes=routes,
         exception_handlers={
