@@ -149,17 +149,21 @@ class ModelControl:
         try:
             engine = self._fleet.engine_of(group)
             on_progress(Progress("finishing its requests"))
+            is_idle = True
             if engine is not None and engine.client is not None:
                 engine.client.drain(UNLOADING)
-                self._wait_for_requests(engine, [])
+                is_idle = self._wait_for_requests(engine, [])
             on_progress(Progress("unloading"))
             self._fleet.set_loaded(_without(self._fleet.loaded, group))
             if engine is not None:
                 self._fleet.retire_engine(engine)
+                if not is_idle:  # Triton waits for requests, which fail now
+                    self._fleet.end_engine(engine)
             with self._fleet.changing(group.names):
                 self._unload_all(reversed(group.names))
-            if engine is not None:  # requests that have not finished fail now
-                self._fleet.end_engine(engine)
+            if engine is not None:
+                if is_idle:
+                    self._fleet.end_engine(engine)
                 self._remove(engine.config)
         finally:
             del self._changes[group.name]
@@ -248,8 +252,9 @@ class ModelControl:
         except InflightError as error:  # the server is stopping, and ends it
             logger.error("%s", error)
 
-    def _wait_for_requests(self, engine: Engine, stubs: list[Process]) -> None:
-        """Wait until an engine has no request and these stubs have exited, for `drain_s` at most.
+    def _wait_for_requests(self, engine: Engine, stubs: list[Process]) -> bool:
+        """Wait until an engine has no request and these stubs have exited, for `drain_s` at most;
+        returns whether they have.
 
         An engine that was replaced may get requests as long as the stubs of its time run.
         """
@@ -262,14 +267,15 @@ class ModelControl:
                 try:
                     stats = client.stats()
                 except EngineError:
-                    return  # it has exited
+                    return True  # it has exited
                 num = stats.num_running + stats.num_waiting + stats.num_suspended
             had_requests = had_requests or num > 0
             if num == 0 and not any(stub.is_running() for stub in stubs):
-                break
+                if had_requests and not stubs:
+                    time.sleep(SETTLE_S)
+                return True
             time.sleep(POLL_S)
-        if had_requests and not stubs:
-            time.sleep(SETTLE_S)
+        return False
 
     def _remove(self, config: Path) -> None:
         """Remove the settings of an engine that has ended, if they were written for it."""
