@@ -90,12 +90,13 @@ class TritonChild:
                 self._heartbeat(stub).unlink(missing_ok=True)
 
     def _find_stubs(self) -> dict[Process, str]:
-        """The stubs, with their models. One that finishes the requests of a replaced model is
-        left out: it exits when they have ended."""
+        """The stubs, with their models. Those of models that are unloaded or replaced are left out:
+        they exit when their requests have ended."""
+        loaded = self.server.loaded
         newest: dict[tuple[str, str], Process] = {}
         for stub in sorted(self.server.stubs(), key=lambda one: int(one.start_time)):
             model, instance = _model_of(stub)
-            if model:
+            if model and (loaded is None or model in loaded):
                 newest[model, instance] = stub
         return {stub: model for (model, _), stub in newest.items()}
 

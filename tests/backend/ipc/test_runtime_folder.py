@@ -44,3 +44,15 @@ def test_a_folder_that_others_can_read_is_refused(base: Path) -> None:
     base.chmod(0o755)
     with pytest.raises(ConfigError, match="must be a folder of mode 0700"):
         runtime_folder.folder_of(4711)
+
+
+def test_the_folders_of_running_servers_are_listed(base: Path) -> None:
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    runtime_folder.folder_of(ended.pid)
+    own = runtime_folder.folder_of(os.getpid())
+    gpus = runtime_folder.gpu_folder()
+    assert runtime_folder.server_folders() == [own]
+    assert stat.S_IMODE(gpus.stat().st_mode) == 0o700
+    runtime_folder.remove_abandoned()
+    assert gpus.exists(), "it belongs to all servers"

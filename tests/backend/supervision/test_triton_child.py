@@ -1,0 +1,117 @@
+"""A stub that exits is a fault, unless its model is being changed."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from inflight.deploy.tritonserver import Server
+from inflight.ipc.owner import Owner
+from inflight.ipc.processes import Process
+from inflight.supervision.triton_child import TritonChild
+
+_PROGRAM = "import sys; sys.stdin.read()"
+
+
+class FakeServer(Server):
+    """A server that always answers; its stubs are processes with the arguments of Triton's."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__([folder], controls_models=True)
+        self.children: dict[str, subprocess.Popen[bytes]] = {}
+        self.loaded = []
+
+    def start_stub(self, model: str) -> None:
+        arguments = [f"/models/{model}/1/model.py", "region", "1", "1", str(os.getpid()), "x", "y"]
+        self.children[model] = subprocess.Popen(
+            [sys.executable, "-c", _PROGRAM, *arguments, f"{model}_0_0"], stdin=subprocess.PIPE
+        )
+        assert self.loaded is not None
+        self.loaded = [*self.loaded, model]
+
+    def end_stub(self, model: str) -> None:
+        child = self.children.pop(model)
+        child.kill()
+        child.communicate()
+
+    def stubs(self) -> list[Process]:
+        found = [Process.find(child.pid) for child in self.children.values()]
+        return [one for one in found if one is not None]
+
+    def exit_status(self) -> int | None:
+        return None
+
+    def is_running(self) -> bool:
+        return True
+
+    def probe(self) -> int:
+        return 200
+
+
+@pytest.fixture
+def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeServer]:
+    (tmp_path / "run").mkdir(mode=0o700)
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / "run"))
+    # `python -c PROGRAM` takes the places of the program's name.
+    monkeypatch.setattr("inflight.supervision.triton_child._MODEL_PATH", 3)
+    monkeypatch.setattr("inflight.supervision.triton_child._INSTANCE", 10)
+    found = FakeServer(tmp_path)
+    found.start_stub("llm")
+    found.start_stub("two_llm")
+    yield found
+    for model in list(found.children):
+        found.end_stub(model)
+
+
+@pytest.fixture
+def child(server: FakeServer) -> Iterator[TritonChild]:
+    found = TritonChild(server, Owner(os.getpid(), is_supervisor=True))
+    deadline = time.monotonic() + 10
+    while not found.is_ready:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    yield found
+    found.close()
+
+
+def test_a_stub_that_exits_is_a_problem(server: FakeServer, child: TritonChild) -> None:
+    assert child.problem() == ""
+    server.end_stub("llm")
+    assert child.problem() == "lost a model's process"
+
+
+def test_only_the_stubs_of_changing_models_may_exit(server: FakeServer, child: TritonChild) -> None:
+    with child.changing(["two_llm"]) as stubs:
+        assert [one.pid for one in stubs] == [server.children["two_llm"].pid]
+        server.end_stub("two_llm")
+        assert child.problem() == ""
+        server.start_stub("two_llm")
+        server.end_stub("llm")
+        assert child.problem() == "lost a model's process"
+        server.start_stub("llm")
+    assert child.problem() == ""
+    server.end_stub("two_llm")
+    assert child.problem() == "lost a model's process", "the new one is watched"
+
+
+def test_a_replaced_stub_may_exit_later(server: FakeServer, child: TritonChild) -> None:
+    """It still finishes requests when the change is over."""
+    with child.changing(["two_llm"]):
+        server.children["former"] = server.children.pop("two_llm")
+        time.sleep(0.05)  # start times have a resolution of 10 ms
+        server.start_stub("two_llm")
+    server.end_stub("former")
+    assert child.problem() == ""
+
+
+def test_a_stub_of_an_unloaded_model_may_exit_later(server: FakeServer, child: TritonChild) -> None:
+    with child.changing(["two_llm"]):
+        server.loaded = ["llm"]
+    server.end_stub("two_llm")
+    assert child.problem() == ""
