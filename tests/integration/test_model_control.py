@@ -344,3 +344,52 @@ def test_a_selection_is_loaded_at_the_start(tmp_path: Path) -> None:
         assert answer(server, "two_generate")
         change(server, LoadModel("llm"))
         assert answer(server, "generate")
+
+
+def begin(serving: Serving, message: control.Request) -> tuple[threading.Thread, list[str]]:
+    """Make a change on a thread of its own; returns that and the errors, which come later."""
+    errors: list[str] = []
+
+    def run() -> None:
+        try:
+            change(serving, message)
+        except InflightError as error:
+            errors.append(str(error))
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    return thread, errors
+
+
+def wait_until_changing(serving: Serving, name: str) -> None:
+    serving.wait_until(lambda: states(serving)[name].state in ("loading", "unloading"), 10)
+
+
+def test_tritonserver_is_killed_while_a_model_is_replaced(serving: Serving) -> None:
+    """The change fails, and the restarted server has the models of before."""
+    num_children = len(serving.children())
+    thread, errors = begin(serving, LoadModel("two_llm", {"num_blocks": 55}))
+    wait_until_changing(serving, "two_llm")
+    os.kill(serving.pid_of("tritonserver"), signal.SIGKILL)
+    thread.join(120)
+    assert not thread.is_alive() and len(errors) == 1
+    serving.wait_until(lambda: serving.health()[0] == 200, 60)
+    serving.wait_until(lambda: is_answered(serving, "two_generate"), 30)
+    assert answer(serving, "generate")
+    assert states(serving)["two_llm"].num_blocks == ENGINE["num_blocks"]
+    serving.wait_until(lambda: len(serving.children()) == num_children, 15)
+
+
+def test_a_server_stops_while_a_model_loads(tmp_path: Path) -> None:
+    with serving_two(tmp_path, "--load-model", "llm") as server:
+        thread, errors = begin(server, LoadModel("two_llm"))
+        wait_until_changing(server, "two_llm")
+        children = server.children()
+        started = time.monotonic()
+        server.process.send_signal(signal.SIGTERM)
+        assert server.process.wait(30) == 0
+        assert time.monotonic() - started < 20
+        thread.join(10)
+        assert not thread.is_alive() and len(errors) == 1
+    _, alive = psutil.wait_procs(children, timeout=10)
+    assert alive == []

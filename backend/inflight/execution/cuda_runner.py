@@ -94,7 +94,6 @@ class CudaRunner:
         self.max_rows = self._max_rows = _max_rows(config)
         source = find_drafter(config, checkpoint, spec)
         self._device = torch.device("cuda", torch.cuda.current_device())
-        self._allocated_before = self._allocated_bytes()  # other engines of this process
         self._settings = DecoderSettings(
             _DTYPE,
             self._device,
@@ -105,6 +104,7 @@ class CudaRunner:
         )
         # First, so that everything slow below overlaps with compilation.
         precompile_kernels(find_kernels(config, checkpoint, spec, source, self._settings))
+        self._allocated_before = self._allocated_bytes()  # other engines of this process
         self.block_size = config.block_size
         self.vocab_size = spec.vocab_size
         self.steps_ahead = 1

@@ -32,7 +32,7 @@ class CurrentGpu:
         properties = torch.cuda.get_device_properties(self._device)
         self.uuid = str(properties.uuid)
         self.name = str(properties.name)
-        self.total_bytes: int = torch.cuda.mem_get_info(self._device)[1]
+        self.total_bytes = int(properties.total_memory)
 
     def free_bytes(self) -> int:
         import torch
