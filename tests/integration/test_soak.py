@@ -1,6 +1,7 @@
-"""Minutes of mixed load leave nothing behind: no sequence, no block, no process, no open file.
+"""Mixed load leaves nothing behind: no sequence, no block, no process, no open file, no thread, no
+shared memory; and no memory, on a supervised server that computes nothing.
 
-Memory is recorded by process, but not bounded: that of the engine still grows.
+With the model on a CPU, memory is recorded by process, but not bounded: that of the engine grows.
 """
 
 from __future__ import annotations
@@ -19,8 +20,13 @@ import psutil
 import pytest
 
 import long_results
+from failpoint import set_failpoint
+from inflight.engine.stats import Stats
 from kserve import Refused, Stream, ask, request, tensor, text
 from serving import Triton, serve
+from soak import Load, Usage, slope, usage
+from supervised import Serving
+from supervised import serve as serve_supervised
 
 pytestmark = pytest.mark.integration
 
@@ -120,4 +126,106 @@ def test_minutes_of_mixed_load_leave_nothing_behind(cpu: Triton) -> None:
     cpu.wait_until_idle(30)
     assert {tritonserver, *tritonserver.children(recursive=True)} == set(processes)
     assert rows[-1]["fds"] - rows[0]["fds"] < MAX_MORE_FDS
-    long_results.write("soak", f"soak, {CLIENTS} clients", rows)
+    long_results.write("soak-model", f"soak, {CLIENTS} clients", rows)
+
+
+# Of each process, over the second half of the requests.
+MAX_BYTES_PER_REQUEST = 1024.0
+LEAKED_BYTES_PER_REQUEST = 4096
+# Pools of threads and of kept connections reach their size late.
+MAX_MORE = 2
+SETTLES_S = 20.0
+SANDBOXES = ("encoding_server ", "jinja_sandbox ")
+
+
+def memory_slopes(samples: list[tuple[int, dict[str, Usage]]]) -> dict[str, float]:
+    """Bytes per request over the second half of the samples, by process."""
+    half = samples[len(samples) // 2 :]
+    names = set.intersection(*(set(processes) for _, processes in half))
+    return {
+        name: slope([(done, processes[name].rss) for done, processes in half]) for name in names
+    }
+
+
+def leaks(samples: list[tuple[int, dict[str, Usage]]]) -> dict[str, float]:
+    """The processes whose memory grows faster than allowed."""
+    found = memory_slopes(samples)
+    return {name: value for name, value in found.items() if value > MAX_BYTES_PER_REQUEST}
+
+
+def left_behind(serving: Serving, before: dict[str, Usage]) -> list[str]:
+    """What runs or is held that was not before; waits until there is nothing."""
+    deadline = time.monotonic() + SETTLES_S
+    while found := [*_busy(serving.stats()), *_more(before, usage(serving))]:
+        if time.monotonic() > deadline:
+            break
+        time.sleep(0.2)
+    return found
+
+
+def _busy(stats: Stats) -> Iterator[str]:
+    if stats.num_running + stats.num_waiting + stats.num_suspended:
+        yield "requests"
+    if stats.num_free_blocks != stats.num_blocks:
+        yield "KV blocks"
+
+
+def _more(before: dict[str, Usage], now: dict[str, Usage]) -> Iterator[str]:
+    yield from before.keys() - now.keys()
+    # A pool starts a sandbox when all others are busy.
+    yield from (name for name in now.keys() - before.keys() if not name.startswith(SANDBOXES))
+    for name in before.keys() & now.keys():
+        held, has = before[name], now[name]
+        if has.fds > held.fds + MAX_MORE or has.threads > held.threads + MAX_MORE:
+            yield f"{name}: {held}, now {has}"
+
+
+def soak(serving: Serving, num_first: int, number: int) -> tuple[Load, list[dict[str, Any]]]:
+    """Send requests; returns the load, and a row for each process."""
+    canary = serving.canary()
+    load = Load(serving)
+    load.run(num_first)
+    before, regions = usage(serving), serving.regions()
+    samples = load.run(number)
+    assert leaks(samples) == {}
+    assert left_behind(serving, before) == []
+    assert serving.regions() == regions and len(regions) == 4
+    assert serving.canary() == canary
+    assert load.num_cancelled > 0.15 * load.num_done
+    after, slopes = usage(serving), memory_slopes(samples)
+    return load, [
+        {
+            "process": name.rpartition(" ")[0],
+            "bytes_per_request": round(slopes[name]),
+            "rss_mib": [held.rss >> 20, after[name].rss >> 20],
+            "fds": [held.fds, after[name].fds],
+            "threads": [held.threads, after[name].threads],
+        }
+        for name, held in before.items()
+    ]
+
+
+def test_2400_requests_leave_nothing_behind(tmp_path: Path) -> None:
+    with serve_supervised(tmp_path, "echo", "--grpc-guard") as serving:
+        soak(serving, 800, 2400)
+        log = serving.log.read_text(errors="replace")
+    assert "Traceback" not in log and "lighthouse" not in log
+
+
+def test_a_planted_leak_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    set_failpoint(monkeypatch, "leak", LEAKED_BYTES_PER_REQUEST)
+    with serve_supervised(tmp_path, "echo", "--grpc-guard") as serving:
+        load = Load(serving)
+        load.run(300)
+        found = leaks(load.run(500))
+    assert [name for name in found if name.startswith("engine_main ")], found
+
+
+@pytest.mark.long
+@pytest.mark.alone
+@pytest.mark.timeout(1800)
+def test_20000_requests_leave_nothing_behind(tmp_path: Path) -> None:
+    with serve_supervised(tmp_path, "echo", "--grpc-guard") as serving:
+        load, rows = soak(serving, 1000, 20_000)
+    counts = {"requests": load.num_done, "cancelled": load.num_cancelled, **load.done}
+    long_results.write("soak", "soak, supervised echo engine, both doors", [counts, *rows])

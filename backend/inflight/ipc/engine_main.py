@@ -9,6 +9,7 @@ Only the main thread touches the engine.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import gc
 import logging
 import math
@@ -500,6 +501,8 @@ def main(arguments: list[str]) -> None:
         return _linger_and_exit(hub)
     gc.collect()
     gc.freeze()  # permanent objects: exclude them from garbage collection
+    with contextlib.suppress(AttributeError):  # glibc's: return what loading has freed
+        ctypes.CDLL(None).malloc_trim(0)
     hub.welcome(welcome)
     logger.info("ready after %.1f s: %s", time.monotonic() - started, welcome)
     try:
