@@ -12,7 +12,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -125,8 +125,15 @@ class Serving:
 
 
 @contextlib.contextmanager
-def serve(folder: Path, device: str, *arguments: str, **settings: object) -> Iterator[Serving]:
-    """Run `inflight serve` with the shipped repositories on a device; it must stop in order."""
+def serve(
+    folder: Path, device: str, *arguments: str, prefix: Sequence[str] = (), **settings: object
+) -> Iterator[Serving]:
+    """Run `inflight serve` with the shipped repositories on a device; it must stop in order.
+
+    Args:
+        prefix: of its command, such as `unshare`.
+        settings: of the engine.
+    """
     models = folder / "models"
     for source in repository.shipped():
         shutil.copytree(source, models, dirs_exist_ok=True)
@@ -137,7 +144,7 @@ def serve(folder: Path, device: str, *arguments: str, **settings: object) -> Ite
     with open(shown, "wb") as output:
         process = psutil.Popen(
             [
-                *(sys.executable, "-m", "inflight.cli.app", "serve"),
+                *(*prefix, sys.executable, "-m", "inflight.cli.app", "serve"),
                 *("--repository", str(models), "--log-file", str(log), "--drain", "5"),
                 *("--http-port", "0", "--grpc-port", "0", "--metrics-port", "0", *arguments),
             ],

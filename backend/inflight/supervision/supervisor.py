@@ -13,6 +13,7 @@ from pathlib import Path
 import msgspec
 
 from inflight.access import ledger
+from inflight.deploy.core_dumps import forbid_core_dumps
 from inflight.deploy.file_limit import raise_file_limit
 from inflight.deploy.log_files import cap_log, default_log_file
 from inflight.deploy.metrics import MetricsServer
@@ -77,6 +78,7 @@ class Supervisor:
         owner = Owner(os.getpid(), is_supervisor=True)
         remove_abandoned()
         raise_file_limit()
+        forbid_core_dumps()
         host, guards_grpc = options.host, options.guards_grpc
         # With keys, the HTTP door serves metrics, to admins.
         metrics_host = host if options.access.keys is None else LOOPBACK
@@ -98,7 +100,7 @@ class Supervisor:
         self._folder = folder_of(owner.pid)
         self._triton = TritonChild(self._server, owner)
         self._main = MainThread()
-        self._engines = EngineSet(owner, self.log_file, are_replaced=controlled is not None)
+        self._engines = EngineSet(owner, self.log_file, are_replaced=options.controlled is not None)
         self._models: list[str] = []
         self._control: ControlSocket | None = None
         names = options.controlled
