@@ -168,12 +168,17 @@ def serve(  # typer reads the options from the signature
     tls_client_ca: Annotated[
         Path | None, typer.Option(help="Require certificates of clients, of these authorities.")
     ] = None,
+    log_format: Annotated[
+        str | None,
+        typer.Option(envvar="INFLIGHT_LOG_FORMAT", help="Of the log: text or json (one per line)."),
+    ] = None,
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Show the log.")] = False,
 ) -> None:
     """Start tritonserver with the ensembles and serve until Ctrl-C, which drains."""
     import contextlib
     import tempfile
 
+    from inflight import log
     from inflight.cli import serve as serving
     from inflight.deploy import repository as repositories
     from inflight.deploy.model_group import ALL_MODELS
@@ -188,6 +193,9 @@ def serve(  # typer reads the options from the signature
         )
     if load_model and not model_control:
         raise typer.BadParameter("--load-model requires --model-control")
+    if log_format is not None:
+        os.environ[log.FORMAT_VARIABLE] = log_format  # of all processes
+        log.formatter()
     if engine_metrics_port is None:
         engine_metrics_port = metrics_port and metrics_port + 1
     with contextlib.ExitStack() as stack:

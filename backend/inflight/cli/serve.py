@@ -14,6 +14,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from inflight import log
 from inflight.access import audit, tls
 from inflight.access.options import AccessOptions
 from inflight.deploy.tritonserver import POLL_S
@@ -94,7 +95,7 @@ def _serve(supervisor: Supervisor, signals: _Signals) -> int:
 def _log_to(path: Path) -> Iterator[None]:
     """Write what the supervisor reports into the server's log; `Display` shows the outcome."""
     handler = logging.FileHandler(path)
-    handler.setFormatter(logging.Formatter("%(asctime)s supervisor: %(message)s"))
+    handler.setFormatter(log.formatter("supervisor:"))
     logger = logging.getLogger("inflight.supervisor")
     logger.addHandler(handler)
     logger.propagate = False

@@ -211,7 +211,8 @@ class Server:
                 raise ConfigError(
                     f"repository {path} has no models; create some with `inflight repo init`"
                 )
-        log.level()  # validates it here, where the user sees the error
+        log.level()  # these validate them here, where the user sees the error
+        log.formatter()
         raise_file_limit()
         found = installation.find()
         installation.check_python(found)

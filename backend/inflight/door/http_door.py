@@ -21,6 +21,7 @@ import msgspec
 import uvicorn
 import uvloop
 
+from inflight import log
 from inflight.access import options as access_options
 from inflight.deploy.file_limit import raise_file_limit
 from inflight.door.http import app
@@ -53,6 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     end_with(options.parent)
     limits = options.limits
     try:
+        log.begin()
         access = access_options.chosen(options)
         admission = access.admission("http")
         tls = access.tls.context() if access.tls is not None else None

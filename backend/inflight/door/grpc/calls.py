@@ -105,7 +105,8 @@ class Call:
         except Exception as error:
             why = status.of(error)
             if why.code is Code.INTERNAL:
-                logger.exception("call %s failed", self.request_id)
+                extra = {"request_id": self.request_id}
+                logger.exception("call %s failed", self.request_id, extra=extra)
         self.has_ended = True
         self.code = why.code
         if self._headers is not None:
