@@ -31,6 +31,6 @@ def test_the_records_of_all_processes_are_json_without_prompts(tmp_path: Path) -
     records = [json.loads(line) for line in lines if line.startswith("{")]
     assert {"time", "level", "logger", "message"} <= set.intersection(*map(set, records))
     loggers = {record["logger"] for record in records}
-    assert {"inflight.engine", "inflight.supervisor", "uvicorn.error"} <= loggers
+    assert {"inflight.engine", "inflight.supervisor"} <= loggers
     assert not [line for line in lines if " INFO inflight" in line or " supervisor:" in line]
     assert "xyzzy" not in "\n".join(lines)

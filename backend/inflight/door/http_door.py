@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import logging
 import math
 import os
 import signal
@@ -58,6 +59,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         access = access_options.chosen(options)
         admission = access.admission("http")
         tls = access.tls.context() if access.tls is not None else None
+        logging.getLogger("uvicorn").setLevel(
+            logging.WARNING
+        )  # the supervisor logs starts and stops
         raise_file_limit()
         listener = _listen(*options.listen)
     except ConfigError as error:
