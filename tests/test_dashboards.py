@@ -10,14 +10,28 @@ from typing import Any
 
 import pytest
 
+from inflight.deploy.server_families import SERVER_FAMILIES
 from inflight.engine.metrics.families import FAMILIES, LABELS, Family, published
 
 FOLDER = Path(__file__).resolve().parents[1] / "docs" / "grafana"
 DASHBOARDS = sorted(FOLDER.glob("*.json"))
 
-_FUNCTIONS = {"rate", "increase", "changes", "histogram_quantile", "sum", "max", "label_values"}
+_FUNCTIONS = {
+    "rate",
+    "increase",
+    "changes",
+    "histogram_quantile",
+    "sum",
+    "max",
+    "label_values",
+    "count",
+}
 _WITH_LABELS = {"by", "on", "group_left"}
 _FROM_PROMETHEUS = {"instance", "job"}
+_VARIABLES = {
+    "label_values(inflight_engine_up, model)",
+    "label_values(inflight_server_ready, instance)",
+}
 
 
 def load(path: Path) -> dict[str, Any]:
@@ -39,8 +53,9 @@ def queries(dashboard: dict[str, Any]) -> Iterator[str]:
 
 def labels_of(name: str) -> set[str]:
     """The labels of a series."""
-    family = next(one for one in FAMILIES if name in _names(one))
-    return {*LABELS, *family.labels, *(["le"] if name.endswith("_bucket") else [])}
+    family = next(one for one in (*FAMILIES, *SERVER_FAMILIES) if name in _names(one))
+    common = () if family in SERVER_FAMILIES else LABELS
+    return {*common, *family.labels, *(["le"] if name.endswith("_bucket") else [])}
 
 
 def _names(family: Family) -> set[str]:
@@ -84,22 +99,22 @@ def parse(query: str) -> tuple[list[tuple[str, set[str]]], set[str]]:
 
 def test_there_are_dashboards():
     names = [path.stem for path in DASHBOARDS]
-    assert names == ["kv", "latency", "overview", "speculation"]
+    assert names == ["fleet", "kv", "latency", "overview", "speculation"]
 
 
 @pytest.mark.parametrize("path", DASHBOARDS, ids=lambda path: path.stem)
 def test_queries_name_metrics_and_labels_that_exist(path: Path) -> None:
-    known = set(published())
+    known = set(published()) | {one.name for one in SERVER_FAMILIES}
     for query in queries(load(path)):
         if query.startswith("label_values"):
-            assert query == "label_values(inflight_engine_up, model)"
+            assert query in _VARIABLES
             continue
         selectors, grouped = parse(query)
         assert selectors, query
         allowed: set[str] = set(_FROM_PROMETHEUS)
         for name, matched in selectors:
             assert name in known, f"{query}: {name} is not published"
-            assert matched <= labels_of(name), query
+            assert matched <= labels_of(name) | _FROM_PROMETHEUS, query
             allowed |= labels_of(name)
         assert grouped <= allowed, query
 
