@@ -170,6 +170,10 @@ CASES: dict[str, Case] = {
         message(PROMPT, parameters={"triton_x": 1}),
         "triton_x: is reserved for the server",
     ),
+    "case-50-account": (
+        message(PROMPT, parameters={"inflight_account": "a/1"}),
+        "inflight_account: is reserved for the server",
+    ),
     "case-50-final": (
         message(PROMPT, parameters={"triton_final_response": True}),
         "triton_final_response: is reserved for the server",

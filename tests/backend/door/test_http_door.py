@@ -294,6 +294,12 @@ TENSORS: dict[str, tuple[str, Any, str]] = {
     "48-binary-number": ("infer", output(parameters={"binary_data": 1}), "allowed: true or false"),
     "50-reserved": ("infer", infer(parameters={"triton_x": 1}), "triton_x: is reserved"),
     "50-reserved-generate": ("generate", {**PROMPT, "triton_x": 1}, "triton_x: is reserved"),
+    "50-account": ("infer", infer(parameters={"inflight_account": "a/1"}), "account: is reserved"),
+    "50-account-generate": (
+        "generate",
+        {**PROMPT, "parameters": {"inflight_account": "a/1"}},
+        "inflight_account: is reserved",
+    ),
     "50-object": ("infer", infer(parameters={"a": {}}), "parameters.a: is an object"),
     "50-object-generate": ("generate", {**PROMPT, "extra": {"a": {"b": 1}}}, "extra: is an object"),
     "50-many": ("infer", infer(parameters={f"p{i}": 1 for i in range(65)}), "has 65 parameters"),
