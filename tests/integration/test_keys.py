@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.client
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -181,7 +182,11 @@ def test_admins_read_metrics(server: Serving, keys: Path) -> None:
     connection.request("GET", "/metrics", headers={"X-Api-Key": secret})
     response = connection.getresponse()
     assert response.status == 200
-    assert b"inflight_" in response.read()
+    text = response.read().decode()
+    assert "inflight_num_requests_running" in text and "nv_inference_request_success" in text
+    name = "inflight_tenant_generation_tokens_total"
+    found = re.search(rf'^{name}{{tenant="bundled"}} (.*)$', text, re.MULTILINE)
+    assert found is not None and float(found[1]) > 0
     connection.close()
 
 

@@ -18,11 +18,12 @@ from collections import Counter
 from pathlib import Path
 
 import msgspec
+from prometheus_client import disable_created_metrics
 
 from inflight import log
 from inflight.access.accounts import Accounts
 from inflight.access.ledger import Ledger
-from inflight.access.messages import Begin, End, to_line
+from inflight.access.messages import Begin, End, Metrics, ReadMetrics, to_line
 from inflight.errors import ConfigError
 from inflight.ipc import usage
 from inflight.ipc.heartbeat import beat_from_loop
@@ -41,7 +42,7 @@ class Accountant:
     def __init__(self, ledger: Ledger) -> None:
         self._accounts = Accounts(ledger)
         self._ledger = ledger
-        self._decoder = msgspec.json.Decoder(Begin | End)
+        self._decoder = msgspec.json.Decoder(Begin | End | ReadMetrics)
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """One connection of a door."""
@@ -53,6 +54,9 @@ class Accountant:
                     if in_flight[message.account] > 0:
                         in_flight[message.account] -= 1
                         self._accounts.end(message.account)
+                    continue
+                if isinstance(message, ReadMetrics):
+                    writer.write(to_line(Metrics(self._accounts.metrics.text())))
                     continue
                 verdict = await self._accounts.begin(message.account, message.limits)
                 if not verdict.limit:
@@ -130,6 +134,7 @@ def main() -> int:
     log.begin()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.umask(0o177)
+    disable_created_metrics()  # type: ignore[no-untyped-call]  # twice as many series
     try:
         asyncio.run(run(options))
     except ConfigError as error:

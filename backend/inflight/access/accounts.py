@@ -20,7 +20,8 @@ from limits.aio.strategies import FixedWindowRateLimiter
 from inflight.access.key import NO_LIMITS, KeyLimits
 from inflight.access.ledger import Ledger
 from inflight.access.messages import Verdict
-from inflight.ipc.usage import Usage
+from inflight.access.tenant_metrics import TenantMetrics
+from inflight.ipc.usage import Usage, tenant_of
 
 REQUESTS, TOKENS, CONCURRENT = "requests_per_minute", "tokens_per_minute", "concurrent_requests"
 ALLOWED = Verdict()
@@ -33,9 +34,13 @@ class Accounts:
 
     Args:
         ledger: records all of it.
+
+    Attributes:
+        metrics: the same since the start, by tenant.
     """
 
     def __init__(self, ledger: Ledger) -> None:
+        self.metrics = TenantMetrics()
         self._ledger = ledger
         self._limiter = FixedWindowRateLimiter(MemoryStorage())
         self._limits: dict[str, KeyLimits] = {}
@@ -52,9 +57,11 @@ class Accounts:
             verdict = await self._check(account, limits)
             if verdict.limit:
                 self._ledger.add(account, refused=1)
+                self.metrics.refused(tenant_of(account), verdict.limit)
             else:
                 self._in_flight[account] += 1
                 self._ledger.add(account, requests=1)
+                self.metrics.admitted(tenant_of(account))
         return verdict
 
     def end(self, account: str, count: int = 1) -> None:
@@ -67,6 +74,7 @@ class Accounts:
         """Charge tokens."""
         prompt, generated = usage.num_prompt_tokens, usage.num_output_tokens
         self._ledger.add(usage.account, prompt_tokens=prompt, generated_tokens=generated)
+        self.metrics.used(tenant_of(usage.account), prompt, generated)
         bound = self._limits.get(usage.account, NO_LIMITS).tokens_per_minute
         if bound is not None:
             # Counted even where it exceeds the limit: the strategy only returns that it does.

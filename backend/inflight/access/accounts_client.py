@@ -9,12 +9,16 @@ from pathlib import Path
 import msgspec
 
 from inflight.access.key import Key
-from inflight.access.messages import Begin, End, Verdict, to_line
+from inflight.access.messages import Begin, End, Metrics, ReadMetrics, Verdict, to_line
 from inflight.access.refusals import LimitExceeded
 from inflight.errors import CapacityError
 
 TIMEOUT_S = 5.0
 _LOST = "the server cannot check the limits of the key now; retry later"
+
+
+Question = Begin | ReadMetrics
+Reply = Verdict | Metrics
 
 
 class Lease:
@@ -52,19 +56,33 @@ class AccountsClient:
             LimitExceeded: it exceeds a limit of the key.
             CapacityError: the accountant does not answer.
         """
-        try:
-            async with asyncio.timeout(TIMEOUT_S):
-                link = await self._connected()
-                verdict = await link.ask(Begin(key.account, key.limits))
-        except (OSError, TimeoutError):
-            raise CapacityError(_LOST) from None
+        link, verdict = await self._ask(Begin(key.account, key.limits))
+        assert isinstance(verdict, Verdict)
         if verdict.limit:
             raise LimitExceeded(verdict.limit, verdict.value, verdict.retry_after_s)
         return Lease(link, key.account)
 
+    async def metrics(self) -> str:
+        """By tenant, in Prometheus's text format.
+
+        Raises:
+            CapacityError: the accountant does not answer.
+        """
+        _, metrics = await self._ask(ReadMetrics())
+        assert isinstance(metrics, Metrics)
+        return metrics.text
+
     def close(self) -> None:
         if self._link is not None:
             self._link.close()
+
+    async def _ask(self, question: Question) -> tuple[_Link, Reply]:
+        try:
+            async with asyncio.timeout(TIMEOUT_S):
+                link = await self._connected()
+                return link, await link.ask(question)
+        except (OSError, TimeoutError):
+            raise CapacityError(_LOST) from None
 
     async def _connected(self) -> _Link:
         async with self._connecting:
@@ -75,20 +93,20 @@ class AccountsClient:
 
 
 class _Link(asyncio.Protocol):
-    """One connection. Verdicts come in the order of the questions."""
+    """One connection. Replies come in the order of the questions."""
 
     def __init__(self) -> None:
         self.is_closed = False
         self._transport: asyncio.WriteTransport | None = None
-        self._waiting: deque[tuple[asyncio.Future[Verdict], str]] = deque()
-        self._decoder = msgspec.json.Decoder(Verdict)
+        self._waiting: deque[tuple[asyncio.Future[Reply], Question]] = deque()
+        self._decoder = msgspec.json.Decoder(Verdict | Metrics)
         self._rest = b""
 
-    async def ask(self, message: Begin) -> Verdict:
+    async def ask(self, question: Question) -> Reply:
         """Raises ConnectionError."""
-        answer: asyncio.Future[Verdict] = asyncio.get_running_loop().create_future()
-        self._waiting.append((answer, message.account))
-        self.send(message)
+        answer: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
+        self._waiting.append((answer, question))
+        self.send(question)
         if self.is_closed:
             self._fail()
         try:
@@ -96,17 +114,17 @@ class _Link(asyncio.Protocol):
         except asyncio.CancelledError:
             # The verdict and the end of the client's request came together.
             if answer.done() and not answer.cancelled() and not answer.exception():
-                self._give_back(answer.result(), message.account)
+                self._give_back(answer.result(), question)
             raise
 
-    def send(self, message: Begin | End) -> None:
+    def send(self, message: Question | End) -> None:
         if self._transport is not None and not self.is_closed:
             self._transport.write(to_line(message))
 
-    def _give_back(self, verdict: Verdict, account: str) -> None:
+    def _give_back(self, reply: Reply, question: Question) -> None:
         """The request is gone by the time it is admitted."""
-        if not verdict.limit:
-            self.send(End(account))
+        if isinstance(question, Begin) and isinstance(reply, Verdict) and not reply.limit:
+            self.send(End(question.account))
 
     def close(self) -> None:
         if self._transport is not None:
@@ -120,12 +138,12 @@ class _Link(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         *lines, self._rest = (self._rest + data).split(b"\n")
         for line in lines:
-            answer, account = self._waiting.popleft()
-            verdict = self._decoder.decode(line)
+            answer, question = self._waiting.popleft()
+            reply = self._decoder.decode(line)
             if not answer.done():
-                answer.set_result(verdict)
+                answer.set_result(reply)
             else:
-                self._give_back(verdict, account)
+                self._give_back(reply, question)
 
     def connection_lost(self, error: Exception | None) -> None:
         self.is_closed = True

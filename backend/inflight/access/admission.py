@@ -71,6 +71,10 @@ class Admission:
             self._refused("limit", error.limit, peer, what, key)
             raise
 
+    async def metrics(self) -> str:
+        """By tenant, in Prometheus's text format. Raises CapacityError."""
+        return await self._accounts.metrics()
+
     def check_admin(self, key: Key, *, peer: str, what: str) -> None:
         """Raises NotPermitted."""
         if key.role != "admin":

@@ -20,7 +20,19 @@ class End(msgspec.Struct, frozen=True, tag=True):
     account: str
 
 
-class Verdict(msgspec.Struct, frozen=True, omit_defaults=True):
+class ReadMetrics(msgspec.Struct, frozen=True, tag=True):
+    """A door asks for the metrics by tenant. The reply is a Metrics, in order."""
+
+
+class Metrics(msgspec.Struct, frozen=True, tag=True):
+    """Attributes:
+    text: in Prometheus's text format.
+    """
+
+    text: str
+
+
+class Verdict(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     """Whether the request may run.
 
     Attributes:

@@ -163,6 +163,23 @@ def test_the_ledger_is_written_within_seconds(keys: KeyDesk) -> None:
     assert [day.requests for day in ledger.read(keys.ledger)] == [1]
 
 
+def test_metrics_and_verdicts_come_in_order(keys: KeyDesk) -> None:
+    async def work(client: Open) -> None:
+        one, accounts = key(concurrent_requests=2), client()
+        found = await asyncio.gather(
+            *(outcome(accounts, one) if step % 2 else accounts.metrics() for step in range(8))
+        )
+        assert [isinstance(text, str) for text in found[::2]] == [True] * 4
+        assert sum(isinstance(lease, Lease) for lease in found) == 2
+        text = await accounts.metrics()
+        assert 'inflight_tenant_requests_total{tenant="acme"} 2.0' in text
+        labels = 'limit="concurrent_requests",tenant="acme"'
+        assert f"inflight_tenant_refused_total{{{labels}}} 2.0" in text
+        assert "_created" not in text
+
+    run(keys, work)
+
+
 def test_its_sockets_are_private(keys: KeyDesk) -> None:
     for name in ("accounts.sock", "usage.sock"):
         assert stat.S_IMODE((keys.folder / name).stat().st_mode) == 0o600

@@ -201,7 +201,12 @@ def test_metrics_are_for_admins(keys: KeyDesk, door: Running, key: str) -> None:
     assert (status, "allowed: an admin's" in reply.decode()) == (403, True)
     assert door.triton.bodies[before:] == []
     assert audited(keys)[-1]["event"] == "refused.role"
-    assert ask(door, "GET", "/metrics", **bearer(keys.issue(role="admin")))[0] == 200
+    post(door, BODY, **bearer(keys.issue("measured")))
+    before = len(door.triton.bodies)
+    admin = bearer(keys.issue(role="admin"))
+    status, _, reply = ask(door, "GET", "/metrics", **admin)
+    assert status == 200
+    assert 'inflight_tenant_requests_total{tenant="measured"} 1.0' in reply.decode()
     assert door.triton.bodies[before:] == [("/metrics", b"")]
 
 

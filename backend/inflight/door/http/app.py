@@ -37,7 +37,9 @@ T = TypeVar("T")
 
 # The supervisor writes it several times a second.
 HEALTH_TTL_S = 0.1
+METRICS_TIMEOUT_S = 10.0
 _JSON = "application/json"
+_METRICS = "text/plain; version=0.0.4"
 _OCTETS = "application/octet-stream"
 # `curl -d` sends JSON as a form.
 _TYPES = ("", _JSON, _OCTETS, "application/x-www-form-urlencoded")
@@ -134,13 +136,19 @@ class Door:
         return Relay(self, "GET", request.scope["path"], b"", {})
 
     async def metrics(self, request: Request) -> Response:
-        """Of the whole server, so for admins alone."""
+        """Of the whole server and by tenant, for admins."""
         visit = visit_of(request)
-        if visit is None:
+        if visit is None or self.metrics_upstream is None:
             raise _NOT_FOUND
-        visit.check_admin()
-        await self._body(request)
-        return Relay(self, "GET", "/metrics", b"", {}, upstream=self.metrics_upstream)
+        by_tenant = await visit.tenant_metrics()
+        try:
+            async with asyncio.timeout(METRICS_TIMEOUT_S):
+                status, body = await self.metrics_upstream.get("/metrics")
+        except (UpstreamLost, TimeoutError):
+            raise unavailable(self.health.read().reason or _NO_ANSWER) from None
+        if status != 200:
+            raise from_triton(status, body)
+        return Response(body + by_tenant.encode(), media_type=_METRICS)
 
     async def infer(self, request: Request) -> Response:
         body = await self._admitted_body(request)
@@ -231,7 +239,6 @@ class Relay(Response):
 
     Args:
         is_whole: the answer is passed on once it is complete; its status may come too early.
-        upstream: where the request goes; None: the door's.
     """
 
     def __init__(
@@ -243,17 +250,15 @@ class Relay(Response):
         headers: dict[str, str],
         *,
         is_whole: bool = False,
-        upstream: Upstream | None = None,
     ) -> None:
         self._door = door
-        self._upstream = upstream or door.upstream
         self._request = (method, path, headers, body)
         self._is_whole = is_whole
         self.background = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            exchange = await self._upstream.connect()
+            exchange = await self._door.upstream.connect()
         except UpstreamLost:
             raise self._lost() from None
         # The body has been read: what comes next is that the client has left.

@@ -34,9 +34,10 @@ class Visit:
         """Admit an inference request, until the response is complete. Raises InflightError."""
         self.lease = await self._admission.begin(self.key, model, peer=self._peer, what=self._what)
 
-    def check_admin(self) -> None:
-        """Raises NotPermitted."""
+    async def tenant_metrics(self) -> str:
+        """For an admin. Raises InflightError."""
         self._admission.check_admin(self.key, peer=self._peer, what=self._what)
+        return await self._admission.metrics()
 
 
 class Gate:
