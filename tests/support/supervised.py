@@ -159,7 +159,7 @@ def serve(
             time.sleep(0.05)
         time.sleep(0.1)
         text = shown.read_text()
-        found = [re.search(rf"{kind}\s+(?:http://)?(\S+:\d+)", text) for kind in ("HTTP", "gRPC")]
+        found = [re.search(rf"{kind}\s+(?:https?://)?(\S+:\d+)", text) for kind in ("HTTP", "gRPC")]
         http_address, grpc_address = (match.group(1) for match in found if match)
         yield Serving(process, http_address, grpc_address, models, shown, log)
     finally:

@@ -34,6 +34,22 @@ def access_of(
     return AccessOptions(keys=str(keys), audit=str(audit.default_path()), tls=files)
 
 
+def exposure(address: str, access: AccessOptions) -> str:
+    """A warning about a server that others can use; empty if there is no reason for one.
+
+    Args:
+        address: host:port that it listens on.
+    """
+    host = address.rpartition(":")[0]
+    if ipaddress.ip_address(host).is_loopback:
+        return ""
+    if access.keys is None:
+        return f"all who can reach {host} can use the server; restrict it with --keys"
+    if access.tls is None:
+        return "keys are sent without encryption; use --tls-cert, or a proxy that ends TLS"
+    return ""
+
+
 def run(supervisor: Supervisor, *, verbose: bool = False) -> int:
     """Serve until Ctrl-C or SIGTERM, which drain; a second one stops immediately.
 
@@ -62,9 +78,9 @@ def _serve(supervisor: Supervisor, signals: _Signals) -> int:
     with display.loading() as on_progress:
         models = supervisor.start(on_progress)
     signals.count_only()
-    host = supervisor.endpoints.http.rpartition(":")[0]
-    if supervisor.options.access.keys is None and not ipaddress.ip_address(host).is_loopback:
-        display.warning(f"all who can reach {host} can use the server; restrict it with --keys")
+    exposed = exposure(supervisor.endpoints.http, supervisor.options.access)
+    if exposed:
+        display.warning(exposed)
     display.ready(
         supervisor.endpoints,
         models,
