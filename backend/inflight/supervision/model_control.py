@@ -26,7 +26,7 @@ OnProgress = Callable[[Progress], None]
 POLL_S = 0.05
 # Tokens that an engine has sent still pass the front, the detokenizer and the network.
 SETTLE_S = 0.7
-UNLOADING = "the model is unloading; it is not available until it is loaded again"
+UNLOADING = "the model is unloading; send the request to another server"
 
 
 class Engine(Protocol):
