@@ -168,6 +168,10 @@ def serve(  # typer reads the options from the signature
     tls_client_ca: Annotated[
         Path | None, typer.Option(help="Require certificates of clients, of these authorities.")
     ] = None,
+    otlp_endpoint: Annotated[
+        str,
+        typer.Option(help="Send a span per request there, by OTLP over HTTP; needs extra otel."),
+    ] = "",
     log_format: Annotated[
         str | None,
         typer.Option(envvar="INFLIGHT_LOG_FORMAT", help="Of the log: text or json (one per line)."),
@@ -182,6 +186,7 @@ def serve(  # typer reads the options from the signature
     from inflight.cli import serve as serving
     from inflight.deploy import repository as repositories
     from inflight.deploy.model_group import ALL_MODELS
+    from inflight.door import tracing
     from inflight.supervision.options import ServeOptions
     from inflight.supervision.supervisor import Supervisor
 
@@ -193,6 +198,8 @@ def serve(  # typer reads the options from the signature
         )
     if load_model and not model_control:
         raise typer.BadParameter("--load-model requires --model-control")
+    if otlp_endpoint:
+        tracing.check_endpoint(otlp_endpoint)
     if log_format is not None:
         os.environ[log.FORMAT_VARIABLE] = log_format  # of all processes
         log.formatter()
@@ -214,6 +221,7 @@ def serve(  # typer reads the options from the signature
             metrics_compat=metrics_compat,
             controlled=(load_model or ALL_MODELS) if model_control else None,
             access=serving.access_of(keys, tls_cert, tls_key, tls_client_ca),
+            otlp_endpoint=otlp_endpoint,
         )
         supervisor = Supervisor(repository or repositories.shipped(), options)
         status = serving.run(supervisor, verbose=verbose)

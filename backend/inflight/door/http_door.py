@@ -30,6 +30,7 @@ from inflight.door.http.gate import Gate
 from inflight.door.http.protocol import BoundedProtocol
 from inflight.door.http.upstream import Upstream
 from inflight.door.limits import Limits
+from inflight.door.tracing import connect
 from inflight.errors import ConfigError
 from inflight.ipc.heartbeat import beat_from_loop
 from inflight.ipc.processes import end_with
@@ -59,11 +60,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         access = access_options.chosen(options)
         admission = access.admission("http")
         tls = access.tls.context() if access.tls is not None else None
-        logging.getLogger("uvicorn").setLevel(
-            logging.WARNING
-        )  # the supervisor logs starts and stops
+        # The supervisor logs starts and stops.
+        logging.getLogger("uvicorn").setLevel(logging.WARNING)
         raise_file_limit()
         listener = _listen(*options.listen)
+        tracing = connect(options.otlp_endpoint) if options.otlp_endpoint else None
     except ConfigError as error:
         print(error, file=sys.stderr)
         return 1
@@ -82,6 +83,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 has_access_log=options.access_log,
                 gate=Gate(admission) if admission is not None else None,
                 counts=counts,
+                tracing=tracing,
             ),
             ssl_context_factory=None if tls is None else lambda config, default: tls,
             http=BoundedProtocol,
@@ -97,6 +99,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         )
     )
     uvloop.run(_serve(server, listener, options.heartbeat))
+    if tracing is not None:
+        tracing.close()
     return 0
 
 
@@ -118,6 +122,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--drain", type=float, default=30.0, metavar="SECONDS")
     parser.add_argument("--limits", type=_limits, default=Limits(), metavar="JSON")
     parser.add_argument("--parent", type=int, default=os.getppid(), metavar="PID")
+    parser.add_argument("--otlp-endpoint", default="", metavar="URL")
     parser.add_argument("--access-log", action="store_true")
     access_options.add_to(parser)
     return parser

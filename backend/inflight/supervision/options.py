@@ -30,6 +30,7 @@ class ServeOptions:
         controlled: with model control (`inflight model`), the names of the models to load at the
             start, or `ALL_MODELS`; None without it: all models, for good.
         access: keys and TLS; both imply a door for gRPC.
+        otlp_endpoint: URL that the doors send spans to; empty for none.
     """
 
     host: str = DEFAULT_HOST
@@ -40,6 +41,7 @@ class ServeOptions:
     metrics_compat: str = ""
     controlled: Sequence[str] | None = None
     access: AccessOptions = field(default_factory=AccessOptions)
+    otlp_endpoint: str = ""
 
     @property
     def guards_grpc(self) -> bool:

@@ -268,6 +268,8 @@ class Supervisor:
         options = ["--drain", str(DOOR_DRAIN_S), *access.arguments()]
         if kind == "http" and access.keys is not None:
             options += ["--metrics", self.endpoints.engine_metrics]
+        if self.options.otlp_endpoint:
+            options += ["--otlp-endpoint", self.options.otlp_endpoint]
         return DoorChild(
             kind,
             listen=getattr(self.endpoints, kind),

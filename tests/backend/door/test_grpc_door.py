@@ -19,6 +19,7 @@ from grpc_guard import OWN, READY, SERVICE, Door, StandIn, opened
 from inflight.ipc import request_counts
 from inflight.ipc.health import Health
 from kserve import request, text
+from otlp_collector import attributes, collecting
 
 CODE = grpc.StatusCode
 PROMPT = text("A prompt")
@@ -618,3 +619,20 @@ def test_calls_are_counted_by_status_over_all_workers_and_probes_are_not(tmp_pat
     triton.close()
     expected = {"OK": 1, "UNAVAILABLE": 1, "CANCELLED": 1}
     assert request_counts.read(tmp_path, "grpc") == expected
+
+
+def test_spans_of_calls_reach_the_collector(tmp_path):
+    triton = StandIn()
+    context = (("traceparent", f"00-{'a' * 32}-{'b' * 16}-01"),)
+    with collecting() as collector:
+        options = ("--workers", "1", "--drain", "1", "--otlp-endpoint", collector.url)
+        with opened(tmp_path, triton.address, *options) as door:
+            door.stub.ModelInfer(request("echo", PROMPT), metadata=context)
+            assert refused(door.stub.ModelInfer, request("busy", PROMPT))[0] is CODE.UNAVAILABLE
+        spans = {attributes(one)["gen_ai.request.model"]: one for one in collector.wait_for(2)}
+    triton.close()
+    assert spans["echo"].trace_id.hex() == "a" * 32
+    assert spans["echo"].parent_span_id.hex() == "b" * 16
+    assert attributes(spans["echo"])["inflight.status"] == "OK"
+    assert "gen_ai.server.time_to_first_token" in attributes(spans["echo"])
+    assert attributes(spans["busy"])["error.type"] == "UNAVAILABLE"

@@ -37,6 +37,7 @@ from http_door import (
 )
 from inflight.ipc import request_counts
 from inflight.ipc.health import Health, write
+from otlp_collector import attributes, collecting
 
 
 @pytest.fixture(scope="module")
@@ -809,3 +810,15 @@ def test_requests_are_counted_by_status_and_probes_are_not(tmp_path: Path) -> No
         assert ask(door, "GET", "/nothing")[0] == 404
         assert ask(door, "GET", "/v2/health/ready")[0] == 200
     assert request_counts.read(tmp_path, "http") == {"200": 1, "400": 1, "404": 1}
+
+
+def test_spans_reach_the_collector(tmp_path: Path) -> None:
+    with collecting() as collector:
+        with a_door(tmp_path, "--otlp-endpoint", collector.url) as door:
+            assert post(door, {"text_input": "xyzzy"})[0] == 200
+            door.process.terminate()
+            assert door.process.wait(20) == 0
+        (span,) = collector.wait_for(1)
+    found = attributes(span)
+    assert found["gen_ai.request.model"] == "echo" and found["inflight.status"] == "200"
+    assert b"xyzzy" not in b"".join(collector.bodies)

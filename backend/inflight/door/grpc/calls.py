@@ -16,6 +16,7 @@ from inflight.access.key import Key
 from inflight.door.grpc import status
 from inflight.door.grpc.status import Code, Status
 from inflight.door.limits import Limits
+from inflight.door.tracing import RequestSpan
 from inflight.ipc.request_counts import RequestCounts
 
 DRAINING = Status(Code.UNAVAILABLE, "the server is shutting down; send the request again later")
@@ -35,6 +36,7 @@ class Call:
             the client to read, for the client's request, for Triton; infinity if it does not.
         is_idle: without a request in flight; it may end when the server drains.
         has_ended: its status or its only response is being sent.
+        span: of the call, if it is traced.
         code: of its status; until it has one, that of a client that has left.
         key: of its client; None if the server has no keys, or for a probe.
     """
@@ -49,6 +51,7 @@ class Call:
         self.is_idle = False
         self.has_ended = False
         self.code = Code.CANCELLED
+        self.span: RequestSpan | None = None
         self._task = asyncio.current_task()
         self._status: Status | None = None
         self._lock = asyncio.Lock()
@@ -73,12 +76,16 @@ class Call:
                 self._headers = asyncio.ensure_future(self.context.send_initial_metadata(()))
                 self._headers.add_done_callback(_retrieve)
             await asyncio.shield(self._headers)
+            if self.span is not None:
+                self.span.responded()
             await self.context.write(data)
             self.writing_since = math.inf
 
     async def answer(self, data: bytes) -> None:
         """Send the only message of a unary call; not interrupted by its timeout."""
         self.has_ended = True
+        if self.span is not None:
+            self.span.responded()
         await self.context.write(data)
 
     def end(self, why: Status) -> None:
@@ -141,6 +148,8 @@ class Calls:
             await call.run(work(call))
         finally:
             self._calls.discard(call)
+            if call.span is not None:
+                call.span.end(call.code.name, is_error=call.code is not Code.OK)
             if self._counts is not None and is_counted:
                 self._counts.count(call.code.value[0])
 

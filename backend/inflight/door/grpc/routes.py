@@ -16,6 +16,7 @@ from inflight.door.grpc.status import Code, Refused
 from inflight.door.grpc.stream import Stream
 from inflight.door.grpc.upstream import Upstream, passed_on
 from inflight.door.limits import Limits
+from inflight.door.tracing import Tracing
 
 CLOSED = frozenset(
     {
@@ -38,6 +39,7 @@ PASSED: dict[str, Callable[[bytes], bytes]] = {
     "ModelConfig": checks.model_request,
     "ModelStatistics": checks.statistics_request,
 }
+_INFERENCE = frozenset({f"/{SERVICE}/ModelInfer", f"/{SERVICE}/ModelStreamInfer"})
 # Not counted: they would outnumber the requests.
 _PROBES = frozenset(
     {
@@ -61,13 +63,20 @@ class Routes(grpc.GenericRpcHandler):  # type: ignore[misc]
     """
 
     def __init__(
-        self, calls: Calls, probes: Probes, upstream: Upstream, limits: Limits, gate: Gate
+        self,
+        calls: Calls,
+        probes: Probes,
+        upstream: Upstream,
+        limits: Limits,
+        gate: Gate,
+        tracing: Tracing | None = None,
     ) -> None:
         self._calls = calls
         self._gate = gate
         self._probes = probes
         self._upstream = upstream
         self._limits = limits
+        self._tracing = tracing
         works: dict[str, Work] = {
             f"/{SERVICE}/ServerLive": self._unary(probes.server_live),
             f"/{SERVICE}/ServerReady": self._unary(probes.server_ready),
@@ -90,6 +99,9 @@ class Routes(grpc.GenericRpcHandler):  # type: ignore[misc]
 
     def _handler(self, method: str, work: Work) -> Any:
         async def admitted(call: Call) -> None:
+            if self._tracing is not None and method in _INFERENCE:
+                metadata = call.context.invocation_metadata()
+                call.span = self._tracing.begin(metadata, call.request_id)
             self._gate.enter(call, method)
             await work(call)
 
@@ -130,6 +142,8 @@ class Routes(grpc.GenericRpcHandler):  # type: ignore[misc]
 
     async def _infer(self, call: Call, data: bytes) -> bytes:
         request = checks.infer_request(data, self._limits)
+        if call.span is not None:
+            call.span.requested(request.model_name)
         self._probes.check_ready()
         lease = await self._gate.begin(call, request, f"/{SERVICE}/ModelInfer")
         try:

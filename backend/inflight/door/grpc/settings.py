@@ -29,6 +29,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         workers: processes that share the port.
         drain_s: how long requests in flight may take to end after SIGTERM.
         access: who may make calls, and TLS.
+        otlp_endpoint: URL that spans are sent to; empty for none.
         parent: pid of the process with which this one ends.
     """
 
@@ -41,6 +42,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     drain_s: float
     limits: Limits
     access: AccessOptions
+    otlp_endpoint: str
     parent: int
 
     def address(self) -> tuple[str, int]:
@@ -81,6 +83,7 @@ def parse(arguments: Sequence[str] | None = None) -> Settings:
     parser.add_argument("--workers", type=int, default=min(MAX_WORKERS, os.cpu_count() or 1))
     parser.add_argument("--drain", type=float, default=DEFAULT_DRAIN_S, metavar="S")
     parser.add_argument("--limits", default="{}", metavar="JSON", help="fields of Limits")
+    parser.add_argument("--otlp-endpoint", default="", metavar="URL")
     parser.add_argument("--parent", type=int, default=os.getppid(), metavar="PID")
     access_options.add_to(parser)
     found = parser.parse_args(arguments)
@@ -98,5 +101,6 @@ def parse(arguments: Sequence[str] | None = None) -> Settings:
         drain_s=found.drain,
         limits=limits,
         access=access_options.chosen(found),
+        otlp_endpoint=found.otlp_endpoint,
         parent=found.parent,
     )

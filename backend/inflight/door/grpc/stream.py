@@ -143,6 +143,8 @@ class Stream:
                         f"{MAX_IN_FLIGHT}",
                     )
                 request = checks.infer_request(data, self._limits)
+                if call.span is not None:
+                    call.span.requested(request.model_name)
                 self._probes.check_ready()
                 lease = await self._gate.begin(call, request, METHOD)
             except InflightError as error:

@@ -25,6 +25,7 @@ from inflight.door.grpc.routes import Routes
 from inflight.door.grpc.settings import Settings, heartbeat_of
 from inflight.door.grpc.upstream import Upstream
 from inflight.door.limits import Limits
+from inflight.door.tracing import connect
 from inflight.errors import ConfigError
 from inflight.ipc.heartbeat import beat_from_loop
 from inflight.ipc.processes import end_with
@@ -84,12 +85,13 @@ class Worker:
         counts = RequestCounts(Path(settings.counts)) if settings.counts else None
         self._calls = Calls(limits, counts)
         self._upstream = Upstream(settings.upstream)
+        self._tracing = connect(settings.otlp_endpoint) if settings.otlp_endpoint else None
         probes = Probes(Path(settings.health), self._calls)
         gate = Gate(settings.access.admission("grpc"))
         self._server = grpc.aio.server(
             options=channel_options(limits, settings.workers),
             maximum_concurrent_rpcs=MAX_CALLS,
-            handlers=[Routes(self._calls, probes, self._upstream, limits, gate)],
+            handlers=[Routes(self._calls, probes, self._upstream, limits, gate, self._tracing)],
         )
 
     def bind(self) -> int:
@@ -131,6 +133,8 @@ class Worker:
         for task in tasks:
             task.cancel()
         await self._upstream.close()
+        if self._tracing is not None:
+            self._tracing.close()
 
 
 async def serve(settings: Settings) -> None:

@@ -27,6 +27,7 @@ from inflight.door.http.generate import Models
 from inflight.door.http.refusal import Refusal, from_triton, of_error, unavailable
 from inflight.door.http.upstream import Exchange, Upstream, UpstreamLost
 from inflight.door.limits import Limits
+from inflight.door.tracing import RequestSpan, Tracing, Usage, model_of
 from inflight.errors import InflightError
 from inflight.ipc import health
 from inflight.ipc.health import Health
@@ -338,6 +339,7 @@ class Framed:
         gate: None if the server has no keys.
         log: prints one line for each request, or None.
         counts: of requests by status, health probes excluded; or None.
+        tracing: of inference requests; or None.
     """
 
     def __init__(
@@ -346,11 +348,13 @@ class Framed:
         log: Callable[[str], None] | None,
         gate: Gate | None,
         counts: RequestCounts | None,
+        tracing: Tracing | None,
     ) -> None:
         self._app = app
         self._log = log
         self._gate = gate
         self._counts = counts
+        self._tracing = tracing
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         request_id = secrets.token_hex(8)
@@ -365,14 +369,19 @@ class Framed:
                 num_bytes += len(message.get("body", b""))
             await send(message)
 
-        app = self._app if _PATH.fullmatch(scope["raw_path"]) else _nothing_here
+        is_plain = bool(_PATH.fullmatch(scope["raw_path"]))
+        app = self._app if is_plain else _nothing_here
+        trace = self._trace(scope, request_id) if is_plain else None
+        sender = send_marked if trace is None else trace.around(send_marked)
         try:
             with contextlib.suppress(Cut):
                 if self._gate is None:
-                    await app(scope, receive, send_marked)
+                    await app(scope, receive, sender)
                 else:
-                    await self._gate.enter(app, scope, receive, send_marked)
+                    await self._gate.enter(app, scope, receive, sender)
         finally:
+            if trace is not None:
+                trace.end(status or _LEFT)
             if self._counts is not None and not scope["path"].startswith(_HEALTH):
                 self._counts.count(status or _LEFT)
         if self._log is not None:
@@ -387,6 +396,41 @@ class Framed:
             }
             self._log(msgspec.json.encode(record).decode())
 
+    def _trace(self, scope: Scope, request_id: str) -> _Trace | None:
+        model = model_of(scope["path"]) if self._tracing is not None else None
+        if self._tracing is None or model is None:
+            return None
+        headers = (
+            (name.decode("latin-1"), value.decode("latin-1")) for name, value in scope["headers"]
+        )
+        return _Trace(self._tracing.begin(headers, request_id), model)
+
+
+class _Trace:
+    """The span of a request, from the messages of its response."""
+
+    def __init__(self, span: RequestSpan, model: str) -> None:
+        self._span = span
+        self._usage = Usage()
+        span.requested(model)
+
+    def around(self, send: Send) -> Send:
+        """Send, and read along."""
+
+        async def send_traced(message: Message) -> None:
+            part = message.get("body", b"")
+            if part:
+                self._span.responded()
+                self._usage.feed(part)
+            await send(message)
+
+        return send_traced
+
+    def end(self, status: int) -> None:
+        self._usage.finish()
+        self._span.used(self._usage)
+        self._span.end(str(status), is_error=status >= 400)
+
 
 def make(
     door: Door,
@@ -394,12 +438,14 @@ def make(
     has_access_log: bool = False,
     gate: Gate | None = None,
     counts: RequestCounts | None = None,
+    tracing: Tracing | None = None,
 ) -> ASGIApp:
     """The door as an ASGI application.
 
     Args:
         gate: None: no key is needed.
         counts: of requests by status.
+        tracing: of inference requests.
     """
     routes = []  # tried in order: those of inference first
     for model in ("/v2/models/{model}", "/v2/models/{model}/versions/{version}"):
@@ -430,7 +476,7 @@ def make(
         },
     )
     app.router.redirect_slashes = False
-    return Framed(app, _print if has_access_log else None, gate, counts)
+    return Framed(app, _print if has_access_log else None, gate, counts, tracing)
 
 
 def _probe(is_well: bool, reason: str) -> Response:
