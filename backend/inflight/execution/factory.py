@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from inflight.checkpoint import manifest
 from inflight.checkpoint.locate import Checkpoint
 from inflight.config import GPU_BLOCK_SIZES, GPU_CAPABILITY, GPU_HEAD_DIMS, EngineConfig
 from inflight.errors import ConfigError
@@ -139,6 +140,8 @@ def build(
     spec.max_model_len(config)  # rejected before anything is loaded
     if config.speculative_config is not None:
         find_method(config.speculative_config)
+    if not config.random_weights:
+        manifest.check(checkpoint, progress)
     checkpoint = dataclasses.replace(checkpoint, random_weights=config.random_weights)
     if config.device == "echo":
         progress("weights", 1.0)

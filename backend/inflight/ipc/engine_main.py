@@ -394,34 +394,29 @@ def reserved(
 def load(
     config: settings.EngineConfig,
     name: str,
-    hub: Hub,
-    beat: Callable[[float], None],
+    progress: Callable[[str, float], None],
+    on_launch: Callable[[float], None],
     quarantine: Quarantine,
 ) -> tuple[Engine, Welcome]:
-    """Build the engine, reporting progress to the hub.
+    """Build the engine.
 
     Args:
         config: its settings.
         name: of the model in its repository.
-        beat: called with the seconds within which it will be called again.
-        quarantine: see `Engine`.
+        progress: called with what is loading and the loaded fraction, in [0, 1].
+        on_launch, quarantine: see `Engine`.
 
     Raises:
         ConfigError: the checkpoint or a setting is not supported, or other engines have reserved
             the GPU's memory.
     """
-
-    def progress(what: str, fraction: float) -> None:
-        beat(LOADING_PATIENCE_S)
-        hub.broadcast(Loading(what, fraction))
-
     # Imported here: torch takes seconds, and peers should see progress before.
-    hub.broadcast(Loading("importing torch", 0.02))
+    progress("importing torch", 0.02)
     from inflight.execution import factory as runners
     from inflight.text.tokenizer import Tokenizer
 
     checkpoint = locate(config.model)
-    hub.broadcast(Loading("reading the tokenizer", 0.05))
+    progress("reading the tokenizer", 0.05)
     tokenizer = Tokenizer.load_if_present(checkpoint)
     config, where = runners.resolve_device(config, checkpoint)
     logger.info("device: %s", where)
@@ -438,7 +433,7 @@ def load(
     ends = {*model_config.eos_token_ids, *(tokenizer.eos_ids if tokenizer else ())}
     engine = Engine(
         *(config, runner, max_model_len, ends, tokenizer),
-        on_launch=lambda seconds: beat(seconds + BEAT_PATIENCE_S),
+        on_launch=on_launch,
         quarantine=quarantine,
         watts=_power_meter(config.device),
     )
@@ -480,15 +475,25 @@ def main(arguments: list[str]) -> None:
     hub = Hub(path, process, exits_after_last_front=not owner.is_supervisor)
     signal.signal(signal.SIGTERM, lambda *_: hub.exit(0))
     heartbeat = Heartbeat(heartbeat_path(path))
-    heartbeat.beat(LOADING_PATIENCE_S)
+
+    def progress(what: str, fraction: float) -> None:
+        heartbeat.beat(LOADING_PATIENCE_S)  # a large model takes longer than that in all
+        hub.broadcast(Loading(what, fraction))
+
+    progress("starting", 0.0)
     report = CrashReport(path.with_suffix(".crash"))
     if report.former:
         logger.error("the engine before this one crashed:\n%s", report.former)
     quarantine = Quarantine(path, has_crashed=bool(report.former))
     started = time.monotonic()
     try:
-        name = config_path.parent.parent.name
-        engine, welcome = load(settings.load(config_path), name, hub, heartbeat.beat, quarantine)
+        engine, welcome = load(
+            settings.load(config_path),
+            config_path.parent.parent.name,
+            progress,
+            lambda s: heartbeat.beat(s + BEAT_PATIENCE_S),
+            quarantine,
+        )
     except InflightError as error:
         logger.error("cannot load: %s", error)
         hub.broadcast(LoadFailed(error.kind, str(error)))
