@@ -54,6 +54,16 @@ def params(**options):
 
 
 PROMPT = text("A prompt")
+GUIDE = "guided_decoding_guide: "
+
+
+def guided(kind, guide):
+    return [
+        PROMPT,
+        words("guided_decoding_guide_type", kind),
+        words("guided_decoding_guide", guide),
+    ]
+
 
 # case -> model, inputs, expected error text
 GRPC = {
@@ -206,6 +216,16 @@ GRPC = {
         [PROMPT, words("guided_decoding_guide", "x")],
         "guided_decoding_guide_type: is missing",
     ),
+    "89-repeat": ("generate", guided("regex", "x{1,100000}"), GUIDE),
+    "89-look-behind": ("generate", guided("regex", "(?<=a)b"), GUIDE),
+    "90-parentheses": ("generate", guided("ebnf_grammar", "root ::= " + "(" * 30_000), GUIDE),
+    "90-endless": ("generate", guided("ebnf_grammar", "root ::= root"), GUIDE),
+    "91-remote": ("generate", guided("json_schema", '{"$ref": "http://169.254.169.254/x"}'), GUIDE),
+    "91-depth": ("generate", guided("json_schema", '{"not": ' * 1000 + "{}" + "}" * 1000), GUIDE),
+    "91-min-items": ("generate", guided("json_schema", '{"minItems": 1000000000}'), GUIDE),
+    "93-empty": ("generate", guided("json_schema", ""), GUIDE),
+    "93-list": ("generate", guided("json_schema", "[]"), GUIDE),
+    "93-type": ("generate", guided("json_schema", '{"type": 5}'), GUIDE),
     "96-salt": ("generate", [PROMPT, words("cache_salt", "x" * 10**6)], "cache_salt: allowed: up"),
     "96-salt-control": (
         "generate",
