@@ -25,8 +25,8 @@ from inflight.access.accounts import Accounts
 from inflight.access.ledger import Ledger
 from inflight.access.messages import Begin, End, Metrics, ReadMetrics, to_line
 from inflight.errors import ConfigError
-from inflight.ipc import usage
 from inflight.ipc.heartbeat import beat_from_loop
+from inflight.ipc.metrics import usage
 from inflight.ipc.processes import end_with
 
 FLUSH_S = 1.0

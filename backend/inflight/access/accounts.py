@@ -21,7 +21,7 @@ from inflight.access.key import NO_LIMITS, KeyLimits
 from inflight.access.ledger import Ledger
 from inflight.access.messages import Verdict
 from inflight.access.tenant_metrics import TenantMetrics
-from inflight.ipc.usage import Usage, tenant_of
+from inflight.ipc.metrics.usage import Usage, tenant_of
 
 REQUESTS, TOKENS, CONCURRENT = "requests_per_minute", "tokens_per_minute", "concurrent_requests"
 ALLOWED = Verdict()

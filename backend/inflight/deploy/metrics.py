@@ -11,7 +11,7 @@ from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
 from inflight.engine.metrics.snapshot import Published, publish
-from inflight.ipc.metrics_source import ModelMetrics
+from inflight.ipc.metrics.source import ModelMetrics
 
 PATH = "/metrics"
 READ_TIMEOUT_S = 5.0

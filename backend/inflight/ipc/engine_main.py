@@ -34,7 +34,6 @@ from inflight.core.request import TokenEvent
 from inflight.engine.engine import Engine
 from inflight.engine.stats import Stats
 from inflight.errors import EngineError, InflightError
-from inflight.ipc import gpu_power
 from inflight.ipc.crash_report import CrashReport
 from inflight.ipc.engine_client import heartbeat_path
 from inflight.ipc.frames import (
@@ -54,7 +53,8 @@ from inflight.ipc.frames import (
     Submit,
     Welcome,
 )
-from inflight.ipc.gpu_ledger import GpuLedger, Reservation
+from inflight.ipc.gpu import power
+from inflight.ipc.gpu.ledger import GpuLedger, Reservation
 from inflight.ipc.heartbeat import Heartbeat
 from inflight.ipc.owner import Owner
 from inflight.ipc.processes import Process, end_with
@@ -453,10 +453,10 @@ def load(
 
 def _power_meter(device: str) -> Callable[[], float | None]:
     """Start reading the GPU's power; returns the power now, None if it is not known."""
-    gpu = gpu_power.find_gpu() if device == "cuda" else None
+    gpu = power.find_gpu() if device == "cuda" else None
     if gpu is None:
         return lambda: None
-    meter = gpu_power.PowerMeter(gpu)
+    meter = power.PowerMeter(gpu)
     meter.start()
     return meter.watts
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from inflight.errors import EngineError
-from inflight.ipc.request_counts import SUFFIX
+from inflight.ipc.metrics.request_counts import SUFFIX
 from inflight.supervision.service_child import ServiceChild
 
 START_TIMEOUT_S = 30.0

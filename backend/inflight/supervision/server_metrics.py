@@ -11,11 +11,11 @@ from pathlib import Path
 from inflight.deploy.metrics import render
 from inflight.deploy.server_families import SERVER_BY_STEM
 from inflight.engine.metrics.snapshot import Labels, Published, Sample
-from inflight.ipc import request_counts
 from inflight.ipc.engine_client import EngineClient
-from inflight.ipc.gpu_power import PowerMeter
+from inflight.ipc.gpu.power import PowerMeter
 from inflight.ipc.health import Health
-from inflight.ipc.metrics_source import MetricsSource, ModelMetrics
+from inflight.ipc.metrics import request_counts
+from inflight.ipc.metrics.source import MetricsSource, ModelMetrics
 from inflight.supervision.engines import EngineChild
 from inflight.supervision.keeper import Keeper
 

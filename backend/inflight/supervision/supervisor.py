@@ -26,19 +26,20 @@ from inflight.deploy.tritonserver import (
     Server,
 )
 from inflight.engine.metrics.families import COMPAT_VARIABLE, parse_compat
-from inflight.ipc import gpu_power, health
+from inflight.ipc import health
 from inflight.ipc.control import SOCKET
+from inflight.ipc.gpu import power
 from inflight.ipc.health import Health
 from inflight.ipc.owner import Owner
 from inflight.ipc.runtime_folder import folder_of, remove_abandoned, remove_folder_of
 from inflight.supervision import janitor
-from inflight.supervision.control_socket import ControlSocket
 from inflight.supervision.doors import DoorChild
 from inflight.supervision.engine_set import EngineSet
-from inflight.supervision.fleet import ServerFleet
 from inflight.supervision.keeper import Child, Keeper
-from inflight.supervision.main_thread import MainThread
-from inflight.supervision.model_control import ModelControl
+from inflight.supervision.models.control_socket import ControlSocket
+from inflight.supervision.models.fleet import ServerFleet
+from inflight.supervision.models.main_thread import MainThread
+from inflight.supervision.models.model_control import ModelControl
 from inflight.supervision.options import ServeOptions
 from inflight.supervision.orphans import reap_orphans
 from inflight.supervision.server_metrics import ServerMetrics
@@ -113,8 +114,8 @@ class Supervisor:
         ]
         children: list[Child] = [*self._accountants, self._triton, *self._doors]
         self._own_keepers = [Keeper(child) for child in children]
-        gpu = gpu_power.find_gpu()
-        self._meter = gpu_power.PowerMeter(gpu) if gpu is not None else None
+        gpu = power.find_gpu()
+        self._meter = power.PowerMeter(gpu) if gpu is not None else None
         self._metrics = ServerMetrics(
             lambda: self._keepers,
             lambda: self._engines.serving,

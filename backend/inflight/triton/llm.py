@@ -26,8 +26,8 @@ from inflight.errors import (
     from_kind,
 )
 from inflight.ipc.engine_client import EngineClient, attach_front
+from inflight.ipc.metrics.usage import ACCOUNT, UsageReporter, tenant_of, usage_path
 from inflight.ipc.runtime_folder import folder_of
-from inflight.ipc.usage import ACCOUNT, UsageReporter, tenant_of, usage_path
 from inflight.triton import contract, protocol
 from inflight.triton.errors import DelayedErrors, triton_error
 from inflight.triton.metrics import MetricsPublisher

@@ -21,7 +21,7 @@ import triton_python_backend_utils as pb_utils
 from inflight.engine.metrics.families import COMPAT_VARIABLE, parse_compat
 from inflight.engine.metrics.snapshot import Labels, Published, publish
 from inflight.ipc.engine_client import EngineClient, socket_path
-from inflight.ipc.metrics_source import MetricsSource
+from inflight.ipc.metrics.source import MetricsSource
 from inflight.ipc.owner import Owner
 
 logger = logging.getLogger(__name__)

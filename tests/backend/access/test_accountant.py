@@ -18,8 +18,8 @@ from inflight.access.accounts_client import AccountsClient, Lease
 from inflight.access.key import Key, KeyLimits, issue
 from inflight.access.refusals import LimitExceeded
 from inflight.errors import CapacityError
-from inflight.ipc import usage
-from inflight.ipc.usage import UsageReporter
+from inflight.ipc.metrics import usage
+from inflight.ipc.metrics.usage import UsageReporter
 from keys import KeyDesk, desk
 
 

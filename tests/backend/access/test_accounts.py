@@ -10,7 +10,7 @@ import pytest
 from inflight.access.accounts import Accounts
 from inflight.access.key import KeyLimits
 from inflight.access.ledger import Ledger, read
-from inflight.ipc.usage import Usage
+from inflight.ipc.metrics.usage import Usage
 
 FREE = KeyLimits()
 

@@ -16,7 +16,7 @@ from inflight.deploy.metrics import MetricsServer, render
 from inflight.engine.metrics.families import BY_STEM
 from inflight.engine.metrics.snapshot import Metrics
 from inflight.errors import EngineError
-from inflight.ipc.metrics_source import ModelMetrics
+from inflight.ipc.metrics.source import ModelMetrics
 from metric_snapshots import empty, observed, with_values
 
 LABELS = {"model_name": "small", "engine": "0", "model": "llm", "version": "1"}

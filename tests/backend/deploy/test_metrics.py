@@ -12,7 +12,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from inflight.deploy.metrics import MetricsServer, render
 from inflight.engine.metrics.families import FLAVOURS, published
 from inflight.engine.metrics.snapshot import Published, Sample
-from inflight.ipc.metrics_source import ModelMetrics
+from inflight.ipc.metrics.source import ModelMetrics
 from metric_snapshots import empty, observed, with_values
 
 

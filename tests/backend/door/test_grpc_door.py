@@ -16,8 +16,8 @@ import pytest
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
 from grpc_guard import OWN, READY, SERVICE, Door, StandIn, opened
-from inflight.ipc import request_counts
 from inflight.ipc.health import Health
+from inflight.ipc.metrics import request_counts
 from kserve import request, text
 from otlp_collector import attributes, collecting
 

@@ -35,8 +35,8 @@ from http_door import (
     receive,
     sized,
 )
-from inflight.ipc import request_counts
 from inflight.ipc.health import Health, write
+from inflight.ipc.metrics import request_counts
 from otlp_collector import attributes, collecting
 
 

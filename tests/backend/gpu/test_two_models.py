@@ -24,7 +24,7 @@ from inflight.core.request import Request, TokenEvent
 from inflight.errors import ConfigError
 from inflight.ipc import engine_client
 from inflight.ipc.engine_client import EngineClient
-from inflight.ipc.gpu_ledger import Entry, GpuLedger
+from inflight.ipc.gpu.ledger import Entry, GpuLedger
 from inflight.ipc.owner import Owner
 from inflight.ipc.runtime_folder import gpu_folder
 from inflight.kv.budget import GPU_OVERHEAD_BYTES

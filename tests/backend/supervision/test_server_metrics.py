@@ -11,9 +11,9 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from inflight.deploy.server_families import SERVER_FAMILIES
 from inflight.errors import EngineError
-from inflight.ipc.gpu_power import PowerMeter, Reading
+from inflight.ipc.gpu.power import PowerMeter, Reading
 from inflight.ipc.health import Health
-from inflight.ipc.request_counts import RequestCounts
+from inflight.ipc.metrics.request_counts import RequestCounts
 from inflight.supervision.server_metrics import ServerMetrics
 from metric_snapshots import empty, with_values
 

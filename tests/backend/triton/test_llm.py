@@ -12,8 +12,8 @@ import pytest
 import triton_python_backend_utils as pb_utils
 from inflight.core.request import Candidate, FinishReason, TokenEvent
 from inflight.errors import CapacityError, ConfigError, EngineError, RequestError
-from inflight.ipc import usage
 from inflight.ipc.frames import Welcome
+from inflight.ipc.metrics import usage
 from inflight.triton import errors, llm
 from inflight.triton.contract import MODELS
 from inflight.triton.protocol import write_prompt_error

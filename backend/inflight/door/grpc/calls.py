@@ -17,7 +17,7 @@ from inflight.door.grpc import status
 from inflight.door.grpc.status import Code, Status
 from inflight.door.limits import Limits
 from inflight.door.tracing import RequestSpan
-from inflight.ipc.request_counts import RequestCounts
+from inflight.ipc.metrics.request_counts import RequestCounts
 
 DRAINING = Status(Code.UNAVAILABLE, "the server is shutting down; send the request again later")
 CHECK_S = 0.5

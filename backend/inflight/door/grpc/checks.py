@@ -15,7 +15,7 @@ from inflight.door.grpc import messages, tensors
 from inflight.door.grpc.status import Code, Refused
 from inflight.door.limits import Limits
 from inflight.errors import RequestError
-from inflight.ipc.usage import RESERVED
+from inflight.ipc.metrics.usage import RESERVED
 
 EMPTY_FINAL = "triton_enable_empty_final_response"
 MAX_NAME = 128

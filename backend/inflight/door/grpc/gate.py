@@ -10,7 +10,7 @@ from inflight.door.grpc import checks
 from inflight.door.grpc.calls import Call
 from inflight.door.grpc.health import SERVICE
 from inflight.door.grpc.status import Code, Refused
-from inflight.ipc.usage import ACCOUNT
+from inflight.ipc.metrics.usage import ACCOUNT
 
 HEALTH = "grpc.health.v1.Health"
 PROBES = frozenset(

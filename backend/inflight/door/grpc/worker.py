@@ -28,8 +28,8 @@ from inflight.door.limits import Limits
 from inflight.door.tracing import connect
 from inflight.errors import ConfigError
 from inflight.ipc.heartbeat import beat_from_loop
+from inflight.ipc.metrics.request_counts import RequestCounts
 from inflight.ipc.processes import end_with
-from inflight.ipc.request_counts import RequestCounts
 
 LISTENING = "listening"
 # Per connection; gRPC clients queue further ones.

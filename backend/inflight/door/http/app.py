@@ -31,8 +31,8 @@ from inflight.door.tracing import RequestSpan, Tracing, Usage, model_of
 from inflight.errors import InflightError
 from inflight.ipc import health
 from inflight.ipc.health import Health
-from inflight.ipc.request_counts import RequestCounts
-from inflight.ipc.usage import ACCOUNT
+from inflight.ipc.metrics.request_counts import RequestCounts
+from inflight.ipc.metrics.usage import ACCOUNT
 
 T = TypeVar("T")
 

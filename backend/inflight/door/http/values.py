@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import jiter
 
 from inflight.door.http.refusal import Refusal
-from inflight.ipc.usage import RESERVED
+from inflight.ipc.metrics.usage import RESERVED
 
 NOTHING: Mapping[str, str] = MappingProxyType({})
 MAX_FP32 = 3.4028234663852886e38

@@ -19,8 +19,8 @@ from inflight.errors import ConfigError, EngineError
 from inflight.ipc.control import Progress
 from inflight.ipc.frames import Loading
 from inflight.ipc.processes import Process
-from inflight.supervision import model_control
-from inflight.supervision.model_control import ModelControl
+from inflight.supervision.models import model_control
+from inflight.supervision.models.model_control import ModelControl
 
 IDLE = Stats(*(0 for _ in Stats.__struct_fields__))
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from inflight.errors import EngineError, InflightError
 from inflight.ipc import control
 from inflight.ipc.control import Failed, ListModels, LoadModel, Models, ModelStatus, Progress
-from inflight.supervision.model_control import ModelControl
+from inflight.supervision.models.model_control import ModelControl
 
 logger = logging.getLogger("inflight.supervisor")
 

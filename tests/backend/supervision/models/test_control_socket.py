@@ -22,7 +22,7 @@ from inflight.ipc.control import (
     Progress,
     UnloadModel,
 )
-from inflight.supervision.control_socket import ControlSocket
+from inflight.supervision.models.control_socket import ControlSocket
 
 SERVER = "127.0.0.1:8000"
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from inflight.errors import ConfigError
-from inflight.ipc.gpu_ledger import GpuLedger
+from inflight.ipc.gpu.ledger import GpuLedger
 from inflight.ipc.processes import Process
 from inflight.kv.budget import GPU_OVERHEAD_BYTES
 

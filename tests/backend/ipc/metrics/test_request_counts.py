@@ -6,7 +6,7 @@ from pathlib import Path
 
 import grpc
 
-from inflight.ipc.request_counts import GRPC_STATUSES, RequestCounts, read
+from inflight.ipc.metrics.request_counts import GRPC_STATUSES, RequestCounts, read
 
 
 def test_counts_are_read_by_status(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from inflight.deploy.tritonserver import Server
 from inflight.ipc.processes import Process
 from inflight.supervision.engine_set import EngineSet
 from inflight.supervision.engines import EngineChild
-from inflight.supervision.main_thread import MainThread
+from inflight.supervision.models.main_thread import MainThread
 from inflight.supervision.triton_child import TritonChild
 
 

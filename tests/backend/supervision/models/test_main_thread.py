@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from inflight.errors import ConfigError, EngineError
-from inflight.supervision.main_thread import MainThread
+from inflight.supervision.models.main_thread import MainThread
 
 
 def test_a_call_runs_on_the_main_thread_and_returns_its_result() -> None:

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from inflight.ipc import gpu_power
-from inflight.ipc.gpu_power import PowerMeter, Reading
+from inflight.ipc.gpu import power
+from inflight.ipc.gpu.power import PowerMeter, Reading
 
 
 class NVMLError(Exception):
@@ -66,7 +66,7 @@ def nvml(monkeypatch: pytest.MonkeyPatch) -> FakeNvml:
 
 
 def find() -> Any:
-    found = gpu_power.find_gpu()
+    found = power.find_gpu()
     assert found is not None
     return found
 
@@ -87,16 +87,16 @@ def test_without_a_visible_gpu_there_is_none(
     nvml: FakeNvml, monkeypatch: pytest.MonkeyPatch, visible: str
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    assert gpu_power.find_gpu() is None
+    assert power.find_gpu() is None
 
 
 def test_without_a_driver_or_the_package_there_is_none(
     nvml: FakeNvml, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     nvml.has_driver = False
-    assert gpu_power.find_gpu() is None
+    assert power.find_gpu() is None
     monkeypatch.setitem(sys.modules, "pynvml", None)
-    assert gpu_power.find_gpu() is None
+    assert power.find_gpu() is None
 
 
 def test_units_are_watts_and_joules(nvml: FakeNvml) -> None:

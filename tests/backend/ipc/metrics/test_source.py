@@ -12,7 +12,7 @@ import pytest
 from attached_front import Front, running_engines
 from inflight.errors import EngineError
 from inflight.ipc.engine_client import EngineClient
-from inflight.ipc.metrics_source import MetricsSource
+from inflight.ipc.metrics.source import MetricsSource
 
 
 def generate(front: Front, num_tokens: int) -> None:

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from inflight.ipc import usage
-from inflight.ipc.usage import MAX_ACCOUNTS, Usage, UsageReporter
+from inflight.ipc.metrics import usage
+from inflight.ipc.metrics.usage import MAX_ACCOUNTS, Usage, UsageReporter
 
 
 @pytest.fixture

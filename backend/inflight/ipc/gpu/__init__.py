@@ -1,0 +1,1 @@
+"""What the engines of a machine share about its GPUs."""

@@ -1,0 +1,1 @@
+"""What processes count, for the metrics of a server and the usage of its accounts."""

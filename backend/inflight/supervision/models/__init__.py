@@ -1,0 +1,1 @@
+"""Model control: loads, replaces and unloads models of a running server."""
