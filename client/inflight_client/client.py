@@ -267,10 +267,10 @@ class Client:
             functools.partial(errors.from_rpc, hint=self._hint, timeout=self._timeout),
         )
 
-    def _is_ready(self, ask: Any, request: Any) -> bool:
+    def _is_ready(self, method: Any, request: Any) -> bool:
         timeout = self._timeout or _READY_TIMEOUT_S
         try:
-            answer = ask(request, timeout=timeout, metadata=self._authorization)
+            answer = method(request, timeout=timeout, metadata=self._authorization)
         except grpc.RpcError as error:
             raise errors.from_rpc(error, self._hint, timeout) from None
         return bool(answer.ready)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import http.client
 import json
 import os
-import re
 import signal
 import threading
 import time
@@ -32,9 +31,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
 
 
 def scrape(serving: Serving) -> str:
-    match = re.search(r"engines\s+(http://\S+)", serving.shown.read_text())
-    assert match is not None
-    with urllib.request.urlopen(match[1], timeout=15) as response:
+    with urllib.request.urlopen(serving.engine_metrics, timeout=15) as response:
         return str(response.read().decode())
 
 

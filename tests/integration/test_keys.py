@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import json
 import os
@@ -178,16 +179,15 @@ def test_admins_read_metrics(server: Serving, keys: Path) -> None:
     key, secret = issue("operator", role="admin")
     keys_file.add(keys, key)
     time.sleep(0.4)
-    connection = http.client.HTTPConnection(server.http, timeout=30)
-    connection.request("GET", "/metrics", headers={"X-Api-Key": secret})
-    response = connection.getresponse()
-    assert response.status == 200
-    text = response.read().decode()
-    assert "inflight_num_requests_running" in text and "nv_inference_request_success" in text
+    with contextlib.closing(http.client.HTTPConnection(server.http, timeout=30)) as connection:
+        connection.request("GET", "/metrics", headers={"X-Api-Key": secret})
+        response = connection.getresponse()
+        assert response.status == 200
+        text = response.read().decode()
+    assert "inflight_num_requests_running" in text and "inflight_server_ready" in text
     name = "inflight_tenant_generation_tokens_total"
     found = re.search(rf'^{name}{{tenant="bundled"}} (.*)$', text, re.MULTILINE)
     assert found is not None and float(found[1]) > 0
-    connection.close()
 
 
 def test_no_secret_is_in_any_file_of_the_server(server: Serving, keys: Path, state: Path) -> None:

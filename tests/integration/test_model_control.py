@@ -58,7 +58,7 @@ def _both_are_loaded(serving: Serving) -> None:
 
 
 def change(serving: Serving, message: control.Request) -> Models:
-    return control.ask(folder_of(serving.process.pid) / control.SOCKET, message)
+    return control.call(folder_of(serving.process.pid) / control.SOCKET, message)
 
 
 def states(serving: Serving) -> dict[str, ModelStatus]:

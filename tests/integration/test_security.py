@@ -21,6 +21,7 @@ import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import grpc
 import msgspec
@@ -96,7 +97,8 @@ def test_02_only_the_clients_ports_listen_and_on_loopback(serving: Serving) -> N
         if one.status == psutil.CONN_LISTEN
     ]
     assert all(is_loopback(ip) for ip, _ in listening), listening
-    doors = {port(serving.http), port(serving.grpc)}
+    metrics = urlsplit(serving.engine_metrics).port
+    doors = {port(serving.http), port(serving.grpc), metrics}
     assert doors <= {number for _, number in listening}
     # Those of tritonserver: HTTP and gRPC for the doors, and metrics.
     triton = psutil.Process(serving.pid_of("tritonserver")).net_connections("inet")

@@ -1,4 +1,4 @@
-"""The HTTP door as a process, in front of a Triton that answers as told."""
+"""The HTTP door as a process, in front of a scripted Triton."""
 
 from __future__ import annotations
 

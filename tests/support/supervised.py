@@ -47,6 +47,13 @@ class Serving:
     shown: Path
     log: Path
 
+    @property
+    def engine_metrics(self) -> str:
+        """URL of the metrics of the engines and the server."""
+        match = re.search(r"engines\s+(http://\S+)", self.shown.read_text())
+        assert match is not None
+        return match[1]
+
     def children(self) -> list[psutil.Process]:
         found: list[psutil.Process] = self.process.children(recursive=True)
         return found

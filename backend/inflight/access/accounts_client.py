@@ -36,7 +36,7 @@ class Lease:
 
 
 class AccountsClient:
-    """Asks the accountant about each request; connects when first used and after a loss.
+    """Has the accountant admit each request; connects when first used and after a loss.
 
     Without the accountant no request is admitted: its limits could not be checked.
 
@@ -56,7 +56,7 @@ class AccountsClient:
             LimitExceeded: it exceeds a limit of the key.
             CapacityError: the accountant does not answer.
         """
-        link, verdict = await self._ask(Begin(key.account, key.limits))
+        link, verdict = await self._call(Begin(key.account, key.limits))
         assert isinstance(verdict, Verdict)
         if verdict.limit:
             raise LimitExceeded(verdict.limit, verdict.value, verdict.retry_after_s)
@@ -68,7 +68,7 @@ class AccountsClient:
         Raises:
             CapacityError: the accountant does not answer.
         """
-        _, metrics = await self._ask(ReadMetrics())
+        _, metrics = await self._call(ReadMetrics())
         assert isinstance(metrics, Metrics)
         return metrics.text
 
@@ -76,11 +76,11 @@ class AccountsClient:
         if self._link is not None:
             self._link.close()
 
-    async def _ask(self, question: Question) -> tuple[_Link, Reply]:
+    async def _call(self, question: Question) -> tuple[_Link, Reply]:
         try:
             async with asyncio.timeout(TIMEOUT_S):
                 link = await self._connected()
-                return link, await link.ask(question)
+                return link, await link.call(question)
         except (OSError, TimeoutError):
             raise CapacityError(_LOST) from None
 
@@ -102,7 +102,7 @@ class _Link(asyncio.Protocol):
         self._decoder = msgspec.json.Decoder(Verdict | Metrics)
         self._rest = b""
 
-    async def ask(self, question: Question) -> Reply:
+    async def call(self, question: Question) -> Reply:
         """Raises ConnectionError."""
         answer: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
         self._waiting.append((answer, question))

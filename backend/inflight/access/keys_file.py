@@ -37,7 +37,7 @@ def read(path: Path) -> list[Key]:
             found = os.fstat(file.fileno())
             if not stat.S_ISREG(found.st_mode) or found.st_size > MAX_BYTES:
                 raise ConfigError(f"{path}: allowed: a file of up to {MAX_BYTES} bytes")
-            # Whoever may write it can admit themselves. Secrets mounted into containers are 0644.
+            # A user who can write it can grant access. Secrets mounted into containers are 0644.
             if found.st_uid not in (0, os.getuid()) or found.st_mode & 0o022:
                 raise ConfigError(
                     f"{path}: other users may write it; allowed: owner {os.getuid()}, mode 0600"

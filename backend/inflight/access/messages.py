@@ -21,7 +21,7 @@ class End(msgspec.Struct, frozen=True, tag=True):
 
 
 class ReadMetrics(msgspec.Struct, frozen=True, tag=True):
-    """A door asks for the metrics by tenant. The reply is a Metrics, in order."""
+    """Request of a door for the metrics by tenant. The reply is a Metrics, in order."""
 
 
 class Metrics(msgspec.Struct, frozen=True, tag=True):

@@ -18,7 +18,7 @@ class AccessOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Files of a server.
 
     Attributes:
-        keys: the keys file; None: everybody may use the server.
+        keys: the keys file; None: no key is needed.
         accounts: the accountant's socket, if there are keys.
         audit: the audit log; None for no log.
         tls: None for no TLS.

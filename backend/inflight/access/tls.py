@@ -33,7 +33,7 @@ class TlsFiles(msgspec.Struct, frozen=True):
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.minimum_version = ssl.TLSVersion.TLSv1_2
         try:
-            # Without a passphrase here, OpenSSL would ask for one on the terminal.
+            # Without a passphrase here, OpenSSL would prompt for one on the terminal.
             context.load_cert_chain(self.cert, self.key, password="")
         except (ssl.SSLError, ValueError):
             raise ConfigError(

@@ -27,7 +27,7 @@ def unload(name: str, *, port: int | None, as_json: bool) -> None:
 
 def show(*, port: int | None, as_json: bool) -> None:
     """Raises ConfigError: there is no server with model control, or there are several."""
-    _write(control.ask(control.find_server(port), ListModels()), as_json)
+    _write(control.call(control.find_server(port), ListModels()), as_json)
 
 
 def _change(request: LoadModel | UnloadModel, port: int | None, as_json: bool) -> None:
@@ -38,7 +38,7 @@ def _change(request: LoadModel | UnloadModel, port: int | None, as_json: bool) -
         def on_progress(progress: Progress) -> None:
             status.update(Text(f"{progress.what} {progress.fraction:.0%}"))
 
-        found = control.ask(path, request, on_progress)
+        found = control.call(path, request, on_progress)
     _write(found, as_json)
 
 

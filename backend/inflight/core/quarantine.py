@@ -78,7 +78,7 @@ class Quarantine:
         self._suspects = {one.digest: one for one in self._load()}  # the most recent one last
         table = None if path is None else path.with_suffix(".running")
         if table is not None and has_crashed:
-            self._accuse(running_table.read(table))
+            self._suspect(running_table.read(table))
         self._running = RunningTable(table)
         self._failed: set[int] = set()  # requests of failed steps, since a step succeeded
 
@@ -123,7 +123,7 @@ class Quarantine:
                 self._running.leave(request_id)
             self._failed.clear()
 
-    def _accuse(self, digests: set[bytes]) -> None:
+    def _suspect(self, digests: set[bytes]) -> None:
         now = self._clock()
         for digest in digests:
             former = self._suspects.pop(digest, None)

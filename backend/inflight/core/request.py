@@ -168,7 +168,7 @@ class TokenEvent(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
         num_drafted, num_accepted, num_steps: at the end, verified drafts, accepted drafts, and
             steps that sampled tokens; num_drafted is None without drafts.
         error_kind, error: set on the last event of a request that failed (see `errors`).
-        timing: at the end, if the request asked for it.
+        timing: at the end, with `return_timing`.
     """
 
     request_id: int

@@ -52,7 +52,7 @@ class RequestSpan:
             self._span.set_attribute("gen_ai.server.time_to_first_token", seconds)
 
     def used(self, usage: Usage) -> None:
-        """What the responses told of tokens and ends."""
+        """The tokens and ends that the responses reported."""
         self._span.set_attribute("gen_ai.usage.input_tokens", usage.num_input_tokens)
         self._span.set_attribute("gen_ai.usage.output_tokens", usage.num_output_tokens)
         if usage.finish_reasons:
@@ -148,7 +148,7 @@ def _is_installed() -> bool:
 
 
 class _Answer(msgspec.Struct):
-    """What a response of a generate request tells of tokens: of one output, or of several."""
+    """Token counts of a response to a generate request, of one output or of several."""
 
     num_input_tokens: int = 0
     num_output_tokens: int | list[int] = 0

@@ -1,4 +1,4 @@
-"""Where the time of a request goes, for those that ask for it (`return_timing`).
+"""Where the time of a request goes, for those that enable `return_timing`.
 
 Costs nothing while no such request is in the engine; otherwise one pass over the batch per step.
 """
@@ -84,7 +84,7 @@ class _Timed:
 
 
 class RequestTimings:
-    """The requests in the engine that ask for their times; false if there are none.
+    """The requests in the engine with `return_timing`; false if there are none.
 
     Args:
         watts: the GPU's power now; None if it is not known.

@@ -1,4 +1,4 @@
-"""Model control: what `inflight model` asks of a running server's supervisor.
+"""Model control: the requests of `inflight model` to a running server's supervisor.
 
 One connection per request, over a unix socket in the server's runtime folder that only its user can
 open. Messages are JSON, one per line: a request, then any number of `Progress`, then the response.
@@ -121,7 +121,7 @@ def receive_request(sock: socket.socket) -> Request:
     return found
 
 
-def ask(
+def call(
     path: Path, request: Request, on_progress: Callable[[Progress], None] = lambda progress: None
 ) -> Models:
     """The response of a server.
@@ -167,7 +167,7 @@ def find_server(port: int | None = None) -> Path:
         path = folder / SOCKET
         if path.exists():
             try:
-                found[ask(path, ListModels()).server] = path
+                found[call(path, ListModels()).server] = path
             except EngineError:
                 continue  # it is exiting
     if port is not None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import logging
 import traceback
 from pathlib import Path
 
@@ -30,6 +31,11 @@ class CrashReport:
             self.former = path.read_text(errors="replace")
         self._file = open(path, "w")  # stays open: the handler writes to it  # noqa: SIM115
         faulthandler.enable(self._file)
+
+    def log(self, logger: logging.Logger) -> None:
+        """Log the former report; a record is one line."""
+        for number, line in enumerate(self.former.splitlines()):
+            logger.error("the engine before this one %s: %s", "at" if number else "crashed", line)
 
     def write(self, error: BaseException) -> None:
         """The process is about to exit because of an error."""

@@ -482,8 +482,7 @@ def main(arguments: list[str]) -> None:
 
     progress("starting", 0.0)
     report = CrashReport(path.with_suffix(".crash"))
-    if report.former:
-        logger.error("the engine before this one crashed:\n%s", report.former)
+    report.log(logger)
     quarantine = Quarantine(path, has_crashed=bool(report.former))
     started = time.monotonic()
     try:

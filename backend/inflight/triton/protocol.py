@@ -295,7 +295,7 @@ def outputs(
 
 
 def _drafts(event: TokenEvent) -> str:
-    """Draft statistics and timing, at the end of an output that had drafts or asked for timing."""
+    """Draft statistics and timing, at the end of an output with drafts or `return_timing`."""
     if not event.is_last or (event.num_drafted is None and event.timing is None):
         return ""
     found: dict[str, Any] = {}

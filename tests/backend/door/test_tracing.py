@@ -1,4 +1,4 @@
-"""A span says what a request was and how it ended, and nothing of its texts."""
+"""A span records a request and how it ended, without its texts."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def answer(path: str, status: int, *parts: bytes, headers: Any = (), tracing: An
         pass
 
     scope = {"path": path, "raw_path": path.encode(), "method": "POST", "headers": headers}
-    asyncio.run(Framed(app, None, None, tracing)(scope, None, send))  # type: ignore[arg-type]
+    asyncio.run(Framed(app, None, None, None, tracing)(scope, None, send))  # type: ignore[arg-type]
 
 
 def event(num_tokens: int, reason: str = "") -> bytes:

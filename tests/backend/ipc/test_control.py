@@ -50,7 +50,7 @@ def test_a_request_is_answered_after_its_progress(
     response = Models("127.0.0.1:8000", [LOADED])
     server = start(tmp_path / "s", Progress("weights", 0.5), Progress("graphs"), response)
     seen: list[Progress] = []
-    assert control.ask(tmp_path / "s", request_, seen.append) == response
+    assert control.call(tmp_path / "s", request_, seen.append) == response
     assert server.requests == [request_]
     assert seen == [Progress("weights", 0.5), Progress("graphs")]
 
@@ -58,15 +58,15 @@ def test_a_request_is_answered_after_its_progress(
 def test_an_error_keeps_its_kind(tmp_path: Path, start: Start) -> None:
     start(tmp_path / "s", Failed("capacity", "the GPU is full"))
     with pytest.raises(CapacityError, match=r"^the GPU is full$"):
-        control.ask(tmp_path / "s", ListModels())
+        control.call(tmp_path / "s", ListModels())
 
 
 def test_a_server_that_exits_or_does_not_listen_is_an_error(tmp_path: Path, start: Start) -> None:
     start(tmp_path / "s", Progress("weights"))
     with pytest.raises(EngineError, match="exited before it answered"):
-        control.ask(tmp_path / "s", ListModels())
+        control.call(tmp_path / "s", ListModels())
     with pytest.raises(EngineError, match="does not answer"):
-        control.ask(tmp_path / "nothing", ListModels())
+        control.call(tmp_path / "nothing", ListModels())
 
 
 @pytest.mark.parametrize(

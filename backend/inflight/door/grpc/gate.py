@@ -27,7 +27,7 @@ class Gate:
     """Calls other than probes need a key.
 
     Args:
-        admission: None if the server has no keys; then everybody may make all calls.
+        admission: None if the server has no keys; then no call needs one.
     """
 
     def __init__(self, admission: Admission | None) -> None:

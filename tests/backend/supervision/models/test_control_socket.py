@@ -76,9 +76,9 @@ def path(tmp_path: Path, models: FakeModels) -> Iterator[Path]:
 def test_each_request_reaches_the_models(path: Path, models: FakeModels) -> None:
     response = Models(SERVER, models.status())
     seen: list[Progress] = []
-    assert control.ask(path, LoadModel("llm", {"num_blocks": 3}), seen.append) == response
-    assert control.ask(path, UnloadModel("llm")) == response
-    assert control.ask(path, ListModels()) == response
+    assert control.call(path, LoadModel("llm", {"num_blocks": 3}), seen.append) == response
+    assert control.call(path, UnloadModel("llm")) == response
+    assert control.call(path, ListModels()) == response
     assert models.log == [("load", "llm", {"num_blocks": 3}), ("unload", "llm", {})]
     assert seen == [Progress("weights", 0.5)]
 
@@ -90,9 +90,9 @@ def test_only_the_user_of_the_server_opens_the_socket(path: Path) -> None:
 def test_changes_run_one_after_another_on_one_thread(path: Path, models: FakeModels) -> None:
     """A thread that lives as long as the server; lists are answered meanwhile."""
     with ThreadPoolExecutor(8) as pool:
-        found = [pool.submit(control.ask, path, LoadModel(f"m{i}")) for i in range(8)]
+        found = [pool.submit(control.call, path, LoadModel(f"m{i}")) for i in range(8)]
         started = time.monotonic()
-        control.ask(path, ListModels())
+        control.call(path, ListModels())
         assert time.monotonic() - started < 0.3
     assert all(one.result().models for one in found)
     assert (models.most_at_once, len(models.threads), len(models.log)) == (1, 1, 8)
@@ -101,19 +101,19 @@ def test_changes_run_one_after_another_on_one_thread(path: Path, models: FakeMod
 def test_errors_reach_the_client_without_internals(path: Path, models: FakeModels) -> None:
     models.error = ConfigError("there is no model x")
     with pytest.raises(ConfigError, match=r"^there is no model x$"):
-        control.ask(path, LoadModel("x"))
+        control.call(path, LoadModel("x"))
     models.error = KeyError("/some/path")
     with pytest.raises(EngineError, match=r"^the request failed: KeyError; see the server's log$"):
-        control.ask(path, LoadModel("x"))
+        control.call(path, LoadModel("x"))
     models.error = None
-    assert control.ask(path, LoadModel("x")).models, "the thread goes on"
+    assert control.call(path, LoadModel("x")).models, "the thread goes on"
 
 
 @pytest.mark.parametrize("name", ["../x", "a/b", "file:1/model", ""])
 def test_a_name_that_no_model_has_is_refused(path: Path, models: FakeModels, name: str) -> None:
     for request in (LoadModel(name), UnloadModel(name)):
         with pytest.raises(RequestError, match="is not a model name"):
-            control.ask(path, request)
+            control.call(path, request)
     assert models.log == []
 
 
@@ -127,5 +127,5 @@ def test_a_client_that_leaves_does_not_end_the_change(path: Path, models: FakeMo
     while len(models.log) < 1:
         assert time.monotonic() < deadline
         time.sleep(0.01)
-    assert control.ask(path, UnloadModel("llm")).models
+    assert control.call(path, UnloadModel("llm")).models
     assert models.log == [("load", "llm", {}), ("unload", "llm", {})]
