@@ -140,7 +140,8 @@ class Running:
     is_ready: bool = True
     is_live: bool = True
     reason: str = ""
-    is_written: threading.Event = field(default_factory=threading.Event)
+    models: list[str] = field(default_factory=list)
+    is_supervised: bool = True
 
     @property
     def address(self) -> str:
@@ -148,8 +149,19 @@ class Running:
 
     def set(self, *, is_ready: bool, is_live: bool = True, reason: str = "") -> None:
         self.is_ready, self.is_live, self.reason = is_ready, is_live, reason
-        write(self.health, Health(is_live=is_live, is_ready=is_ready, reason=reason))
+        self.write()
         time.sleep(0.15)  # the door reads it ten times a second
+
+    def write(self) -> None:
+        """Write the health file, unless the supervisor is gone."""
+        if self.is_supervised:
+            found = Health(
+                is_live=self.is_live,
+                is_ready=self.is_ready,
+                reason=self.reason,
+                models=self.models,
+            )
+            write(self.health, found)
 
     def connect(self) -> socket.socket:
         return socket.create_connection(("127.0.0.1", self.port), timeout=20)
@@ -217,10 +229,7 @@ def a_door(folder: Path, *options: str, limits: dict[str, Any] = LIMITS) -> Iter
 
     def keep_fresh() -> None:
         while not stop.wait(0.5):
-            is_well = Health(
-                is_live=running.is_live, is_ready=running.is_ready, reason=running.reason
-            )
-            write(health, is_well)
+            running.write()
 
     threading.Thread(target=keep_fresh, daemon=True).start()
     try:

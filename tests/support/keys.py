@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import socket
 import subprocess
 import sys
 import time
@@ -64,9 +65,13 @@ class KeyDesk:
             ]
         )
         deadline = time.monotonic() + START_S
-        while not (self.folder / "accounts.sock").exists():
+        while not self._listens():
             assert self.process.poll() is None and time.monotonic() < deadline
             time.sleep(0.02)
+
+    def _listens(self) -> bool:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
+            return sock.connect_ex(str(self.folder / "accounts.sock")) == 0
 
     def start_again(self) -> None:
         """After it was killed."""

@@ -35,7 +35,6 @@ from http_door import (
     receive,
     sized,
 )
-from inflight.ipc.health import Health, write
 from inflight.ipc.metrics import request_counts
 from otlp_collector import attributes, collecting
 
@@ -572,8 +571,8 @@ def test_probes_are_answered_from_the_health_file(tmp_path: Path) -> None:
 
 def test_the_index_is_that_of_the_health_file(tmp_path: Path) -> None:
     with a_door(tmp_path) as door:
-        write(door.health, Health(is_live=True, is_ready=True, models=["llm"]))
-        time.sleep(0.15)
+        door.models = ["llm"]
+        door.set(is_ready=True)
         status, _, reply = ask(door, "POST", "/v2/repository/index", b"{}")
         assert status == 200
         assert json.loads(reply) == [{"name": "llm", "version": "1", "state": "READY"}]
@@ -582,8 +581,9 @@ def test_the_index_is_that_of_the_health_file(tmp_path: Path) -> None:
 
 def test_without_a_supervisor_nothing_is_ready(tmp_path: Path) -> None:
     with a_door(tmp_path) as door:
+        door.is_supervised = False
+        time.sleep(0.1)  # for a file that is being written
         door.health.unlink()
-        (tmp_path / "health.json").mkdir()  # nothing can be written there
         time.sleep(0.2)
         assert ask(door, "GET", "/v2/health/live")[0] == 503
         assert post(door, BODY)[0] == 503
