@@ -27,6 +27,8 @@ def test_as_pid_1_it_serves_reaps_and_stops_in_order(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if subprocess.run([*UNSHARE, "true"], check=False, capture_output=True).returncode:
+        # Many containers forbid namespaces to all but privileged users; nothing else can make a
+        # PID 1. tests/backend/supervision/test_orphans.py tests reaping without one.
         pytest.skip("PID namespaces are not permitted here")
     # Folders of other servers would look abandoned: their pids are not in this namespace.
     (tmp_path / "run").mkdir(mode=0o700)
@@ -87,6 +89,8 @@ def test_the_unit_is_valid(tmp_path: Path) -> None:
         assert line in text.splitlines()
     analyze = shutil.which("systemd-analyze")
     if analyze is None:
+        # Only systems that boot with systemd have it. The lines that matter were checked above, and
+        # test_systemd_hears_that_it_is_ready_works_and_stops tests the protocol without it.
         pytest.skip("systemd-analyze is not installed")
     command = Path(sys.executable).with_name("inflight")
     unit = tmp_path / "inflight.service"

@@ -116,7 +116,7 @@ class Server:
             an order in which no model needs a later one; None for all.
     """
 
-    def __init__(
+    def __init__(  # settings, by keyword alone
         self,
         repositories: Sequence[Path],
         *,

@@ -152,7 +152,8 @@ class GpuLedger:
         new.replace(self._path)
 
     def refusal(self, num_bytes: int, others: list[Entry]) -> str:
-        """Why a budget does not fit: the GPU, its memory, who has reserved it, what to set."""
+        """The error for a budget that does not fit: names the GPU, its memory and the engines that
+        have reserved it, and the settings to lower."""
         reserved = sum(one.num_bytes for one in others)
         left = max(0, self.gpu.total_bytes - reserved)
         names = ", ".join(f"{one.model} {_gib(one.num_bytes)}" for one in others)
