@@ -5,6 +5,10 @@
     ├── RequestError     the request is not allowed: its sender has to change it
     ├── QuarantinedError it crashed the engine before: refused for a while
     ├── CapacityError    allowed, but not now: retry later
+    │   └── LimitExceeded    a limit of the API key
+    ├── Unauthenticated  no valid API key
+    ├── NotPermitted     the key's role does not suffice
+    ├── UnknownModel     a model that the key does not allow
     └── EngineError      the engine failed: no request is at fault
 
 Each message is one sentence: what is wrong, where, what is allowed and what to do.
@@ -53,6 +57,57 @@ class CapacityError(InflightError):
 
 class EngineError(InflightError):
     kind = "engine"
+
+
+# Refusals of a door that checks API keys; they do not cross a process border.
+
+
+class Unauthenticated(InflightError):
+    """No valid key: 401, UNAUTHENTICATED. The text does not tell an unknown key from an expired
+    one; the audit log does.
+
+    Args:
+        reason: for the audit log.
+    """
+
+    kind = "unauthenticated"
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(
+            "Authorization: no valid API key; allowed: `Bearer KEY`, or `X-Api-Key: KEY`, once"
+        )
+        self.reason = reason
+
+
+class NotPermitted(InflightError):
+    """The key's role does not suffice: 403, PERMISSION_DENIED."""
+
+    kind = "not_permitted"
+
+
+class UnknownModel(InflightError):
+    """A model that the key does not allow, whether or not it exists: 404, NOT_FOUND."""
+
+    kind = "unknown_model"
+
+
+class LimitExceeded(CapacityError):
+    """A limit of the key: 429 with Retry-After, RESOURCE_EXHAUSTED.
+
+    Args:
+        limit: its name in the keys file.
+        value: what it allows.
+        retry_after_s: seconds, at least 1.
+    """
+
+    kind = "limit"
+
+    def __init__(self, limit: str, value: int, retry_after_s: int) -> None:
+        super().__init__(
+            f"{limit}: the key has reached its limit of {value}; retry in {retry_after_s} s"
+        )
+        self.limit = limit
+        self.retry_after_s = retry_after_s
 
 
 _BY_KIND: dict[str, type[InflightError]] = {

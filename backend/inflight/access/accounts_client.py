@@ -10,8 +10,7 @@ import msgspec
 
 from inflight.access.key import Key
 from inflight.access.messages import Begin, End, Metrics, ReadMetrics, Verdict, to_line
-from inflight.access.refusals import LimitExceeded
-from inflight.errors import CapacityError
+from inflight.errors import CapacityError, LimitExceeded
 
 TIMEOUT_S = 5.0
 _LOST = "the server cannot check the limits of the key now; retry later"

@@ -10,7 +10,7 @@ from inflight.access.accounts_client import AccountsClient, Lease
 from inflight.access.audit import AuditLog
 from inflight.access.key import Key
 from inflight.access.key_ring import KeyRing
-from inflight.access.refusals import LimitExceeded, NotPermitted, Unauthenticated, UnknownModel
+from inflight.errors import LimitExceeded, NotPermitted, Unauthenticated, UnknownModel
 
 _SCHEME = "bearer "
 

@@ -11,8 +11,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from inflight.access.refusals import UnknownModel
-from inflight.errors import ConfigError
+from inflight.errors import ConfigError, UnknownModel
 
 # Secret scanners find keys by it: `inf-[A-Za-z0-9]{43}`.
 PREFIX = "inf-"

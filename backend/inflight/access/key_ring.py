@@ -10,8 +10,7 @@ from pathlib import Path
 
 from inflight.access import keys_file
 from inflight.access.key import ID_DIGITS, NUM_CHARACTERS, PREFIX, Key, digest
-from inflight.access.refusals import Unauthenticated
-from inflight.errors import ConfigError
+from inflight.errors import ConfigError, Unauthenticated
 
 # A revoked key is refused this soon.
 REREAD_S = 0.25

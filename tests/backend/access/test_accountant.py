@@ -16,8 +16,7 @@ import pytest
 from inflight.access import ledger
 from inflight.access.accounts_client import AccountsClient, Lease
 from inflight.access.key import Key, KeyLimits, issue
-from inflight.access.refusals import LimitExceeded
-from inflight.errors import CapacityError
+from inflight.errors import CapacityError, LimitExceeded
 from inflight.ipc.metrics import usage
 from inflight.ipc.metrics.usage import UsageReporter
 from keys import KeyDesk, desk

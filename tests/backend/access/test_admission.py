@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from inflight.access.admission import secret_of
-from inflight.access.refusals import Unauthenticated
+from inflight.errors import Unauthenticated
 
 
 @pytest.mark.parametrize(

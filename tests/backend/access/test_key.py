@@ -8,8 +8,7 @@ import time
 import pytest
 
 from inflight.access.key import KeyLimits, digest, issue
-from inflight.access.refusals import UnknownModel
-from inflight.errors import ConfigError
+from inflight.errors import ConfigError, UnknownModel
 
 
 def test_a_secret_has_a_prefix_for_scanners_and_256_bits() -> None:

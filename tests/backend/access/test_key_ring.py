@@ -10,8 +10,7 @@ import pytest
 from inflight.access import keys_file
 from inflight.access.key import issue
 from inflight.access.key_ring import REREAD_S, KeyRing
-from inflight.access.refusals import Unauthenticated
-from inflight.errors import ConfigError
+from inflight.errors import ConfigError, Unauthenticated
 
 
 class Clock:

@@ -7,8 +7,16 @@ from dataclasses import dataclass
 
 import grpc
 
-from inflight.access.refusals import LimitExceeded, NotPermitted, Unauthenticated, UnknownModel
-from inflight.errors import CapacityError, EngineError, InflightError, RequestError
+from inflight.errors import (
+    CapacityError,
+    EngineError,
+    InflightError,
+    LimitExceeded,
+    NotPermitted,
+    RequestError,
+    Unauthenticated,
+    UnknownModel,
+)
 
 Code = grpc.StatusCode
 LOST = "the server was lost while it ran the request; send the request again"

@@ -9,8 +9,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from inflight.access.accounts_client import Lease
 from inflight.access.admission import Admission
 from inflight.access.key import Key
-from inflight.access.refusals import Unauthenticated
 from inflight.door.http.refusal import of_error
+from inflight.errors import Unauthenticated
 
 PROBES = frozenset({b"/v2/health/live", b"/v2/health/ready"})
 _VISIT = "inflight.visit"

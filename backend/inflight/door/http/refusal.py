@@ -6,14 +6,14 @@ import re
 
 import msgspec
 
-from inflight.access.refusals import (
-    REALM,
+from inflight.errors import (
+    CapacityError,
+    InflightError,
     LimitExceeded,
     NotPermitted,
     Unauthenticated,
     UnknownModel,
 )
-from inflight.errors import CapacityError, InflightError
 
 # Of a request that may be repeated as it is, in seconds.
 RETRY_AFTER_S = 1
@@ -65,7 +65,7 @@ def of_error(error: InflightError) -> Refusal:
     """The refusal of a request that its key does not allow."""
     text = str(error)
     if isinstance(error, Unauthenticated):
-        return Refusal(text, 401, {"WWW-Authenticate": f'Bearer realm="{REALM}"'})
+        return Refusal(text, 401, {"WWW-Authenticate": 'Bearer realm="inflight"'})
     if isinstance(error, NotPermitted):
         return Refusal(text, 403)
     if isinstance(error, UnknownModel):
