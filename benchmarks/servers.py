@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from inflight.deploy import repository
+from inflight.deploy.ports import HeldPorts
 from inflight.deploy.tritonserver import Endpoints, Server
 from inflight.ipc import health
 from inflight.ipc.health import Health
@@ -54,8 +55,8 @@ def door(
         workers: processes of the gRPC door; the HTTP door is one.
     """
     file, stop = folder / f"{kind}-health.json", threading.Event()
-    with socket.create_server(("127.0.0.1", 0)) as chosen:
-        address = f"127.0.0.1:{chosen.getsockname()[1]}"
+    held = HeldPorts("127.0.0.1", (0,))
+    address = f"127.0.0.1:{held.numbers[0]}"
     command = [sys.executable, "-m", f"inflight.door.{kind}_door", "--listen", address]
     command += ["--upstream", upstream, "--health", str(file), "--drain", "1"]
     if kind == "grpc":
@@ -69,6 +70,7 @@ def door(
     finally:
         process.terminate()
         process.wait()
+        held.release()
         stop.set()
         writer.join()
 

@@ -20,6 +20,7 @@ import numpy as np
 import pytest
 import tritonclient.http as triton_http
 
+from inflight.deploy.ports import HeldPorts
 from inflight.ipc.health import Health, write
 from kserve import generate, generate_stream, post
 from serving import Triton
@@ -56,8 +57,8 @@ class Guarded:
 @pytest.fixture(scope="module")
 def guarded(echo: Triton, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Guarded]:
     health = tmp_path_factory.mktemp("door") / "health.json"
-    with socket.create_server(("127.0.0.1", 0)) as chosen:
-        port = chosen.getsockname()[1]
+    held = HeldPorts("127.0.0.1", (0,))
+    port = held.numbers[0]
     models = echo.server.models()
     stop = threading.Event()
 
@@ -79,6 +80,7 @@ def guarded(echo: Triton, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
     yield running
     process.terminate()
     assert process.wait(10) == 0
+    held.release()
     stop.set()
 
 

@@ -19,6 +19,7 @@ from typing import Any
 
 import psutil
 
+from inflight.deploy.ports import HeldPorts
 from inflight.ipc.health import Health, write
 
 LIMITS = {
@@ -208,8 +209,8 @@ def receive(sock: socket.socket, silence_s: float = 0.7) -> bytes:
 def a_door(folder: Path, *options: str, limits: dict[str, Any] = LIMITS) -> Iterator[Running]:
     triton = FakeTriton()
     threading.Thread(target=triton.serve_forever, args=(0.05,), daemon=True).start()
-    with socket.create_server(("127.0.0.1", 0)) as chosen:
-        port = chosen.getsockname()[1]
+    held = HeldPorts("127.0.0.1", (0,))
+    port = held.numbers[0]
     health = folder / "health.json"
     write(health, Health(is_live=True, is_ready=True))
     process = subprocess.Popen(
@@ -243,6 +244,7 @@ def a_door(folder: Path, *options: str, limits: dict[str, Any] = LIMITS) -> Iter
         stop.set()
         process.kill()
         process.wait()
+        held.release()
         assert process.stdout is not None
         process.stdout.close()
         triton.shutdown()

@@ -20,7 +20,7 @@ from rich.console import Console
 from inflight import config
 from inflight.checkpoint.locate import locate
 from inflight.deploy import installation, repository
-from inflight.deploy.ports import choose_ports
+from inflight.deploy.ports import HeldPorts
 from inflight.errors import ConfigError
 
 Status = Literal["ok", "note", "broken"]
@@ -172,7 +172,7 @@ def check_model() -> Check:
 
 def check_ports(ports: tuple[int, int, int]) -> Check:
     try:
-        choose_ports("127.0.0.1", ports)
+        HeldPorts("127.0.0.1", ports).release()
     except ConfigError as error:
         return Check("ports", "note", "taken", str(error))
     return Check("ports", "ok", f"{', '.join(map(str, ports))} are free")

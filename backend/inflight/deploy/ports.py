@@ -1,9 +1,10 @@
-"""Selection of the ports of tritonserver and the supervisor."""
+"""The ports of tritonserver and the supervisor: checked, chosen and held."""
 
 from __future__ import annotations
 
 import contextlib
 import socket
+import weakref
 from collections.abc import Sequence
 
 from inflight.errors import ConfigError
@@ -13,17 +14,64 @@ _FLAGS = ("--http-port", "--grpc-port", "--metrics-port", "--engine-metrics-port
 _MAX_PORT = 65535
 
 
-def choose_ports(host: str | Sequence[str], ports: Sequence[int]) -> tuple[int, ...]:
-    """The same ports, with a free one for each 0; host: of all, or one each.
+class HeldPorts:
+    """Ports that are kept free for a server until it listens on them, which may be minutes later.
+
+    Each is bound but does not listen, with SO_REUSEADDR: the kernel gives it neither to an outgoing
+    connection nor to a process that asks for any free port, while a server that sets SO_REUSEADDR,
+    too, can bind it and listen. tritonserver and the doors do.
+
+    Args:
+        host: of all, or one each.
+        ports: 0 becomes a free one.
+
+    Attributes:
+        numbers: the same ports, none of them 0.
 
     Raises:
         ConfigError: a port is in use, duplicate or out of range, or a host is not an address of
             this machine.
     """
-    hosts = [host] * len(ports) if isinstance(host, str) else host
-    flags = _FLAGS[: len(ports)]
-    for one in dict.fromkeys(hosts):
-        _check_host(one)
+
+    def __init__(self, host: str | Sequence[str], ports: Sequence[int]) -> None:
+        hosts = [host] * len(ports) if isinstance(host, str) else host
+        flags = _FLAGS[: len(ports)]
+        for one in dict.fromkeys(hosts):
+            _check_host(one)
+        _check_ports(ports, flags)
+        self.numbers: tuple[int, ...] = ()
+        taken = []
+        with contextlib.ExitStack() as held:
+            for one, port, flag in zip(hosts, ports, flags, strict=True):
+                bound = held.enter_context(socket.socket(socket.AF_INET, socket.SOCK_STREAM))
+                # As in tritonserver: a port with connections in TIME_WAIT counts as free.
+                bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                try:
+                    bound.bind((one, port))
+                    self.numbers += (bound.getsockname()[1],)
+                except OSError as error:
+                    taken.append((flag, f"{one}:{port} cannot be used ({error.strerror})"))
+            if taken:
+                other = " ".join(f"{flag} 0" for flag, _ in taken)
+                raise ConfigError(
+                    f"{'; '.join(text for _, text in taken)}; stop the process that listens there "
+                    f"or choose other ports; to pick free ones: {other}"
+                )
+            # At the latest when nobody refers to them any more, as after a failed start.
+            self._release = weakref.finalize(self, held.pop_all().close)
+
+    def __enter__(self) -> HeldPorts:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
+    def release(self) -> None:
+        """Others can bind them from now on."""
+        self._release()
+
+
+def _check_ports(ports: Sequence[int], flags: Sequence[str]) -> None:
     for port, flag in zip(ports, flags, strict=True):
         if not 0 <= port <= _MAX_PORT:
             raise ConfigError(
@@ -32,25 +80,6 @@ def choose_ports(host: str | Sequence[str], ports: Sequence[int]) -> tuple[int, 
         if port and ports.count(port) > 1:
             named = [name for name, other in zip(flags, ports, strict=True) if other == port]
             raise ConfigError(f"{' and '.join(named)} are both {port}; each needs its own")
-    chosen, taken = [], []
-    with contextlib.ExitStack() as held:
-        for one, port, flag in zip(hosts, ports, flags, strict=True):
-            probe = held.enter_context(socket.socket(socket.AF_INET, socket.SOCK_STREAM))
-            # As in tritonserver: a port with connections in TIME_WAIT counts as free.
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                probe.bind((one, port))
-                probe.listen(1)
-                chosen.append(probe.getsockname()[1])
-            except OSError as error:
-                taken.append((flag, f"{one}:{port} cannot be used ({error.strerror})"))
-    if taken:
-        other = " ".join(f"{flag} 0" for flag, _ in taken)
-        raise ConfigError(
-            f"{'; '.join(text for _, text in taken)}; stop the process that listens there or "
-            f"choose other ports; to pick free ones: {other}"
-        )
-    return tuple(chosen)
 
 
 def _check_host(host: str) -> None:

@@ -26,7 +26,7 @@ from inflight import log
 from inflight.deploy import installation
 from inflight.deploy.file_limit import raise_file_limit
 from inflight.deploy.log_files import default_log_file
-from inflight.deploy.ports import choose_ports
+from inflight.deploy.ports import HeldPorts
 from inflight.errors import CapacityError, ConfigError, EngineError, InflightError
 from inflight.ipc import engine_client
 from inflight.ipc.frames import Loading
@@ -132,6 +132,7 @@ class Server:
         self._hosts = (host, host, host) if isinstance(host, str) else host
         self.drain_s = drain_s
         self._ports = ports
+        self._held_ports: HeldPorts | None = None
         self._log_file = log_file
         self._owner = owner
         self._further = dict(environment or {})
@@ -217,7 +218,7 @@ class Server:
         found = installation.find()
         installation.check_python(found)
         backends = installation.backend_directory(found)
-        self.choose_ports()
+        self.hold_ports()
         with self.open_log(anew=self._owner is None and self._process is None) as output:
             self._process = subprocess.Popen(
                 [
@@ -280,14 +281,22 @@ class Server:
     def is_running(self) -> bool:
         return self._process is not None and self._process.poll() is None
 
-    def choose_ports(self) -> None:
-        """Replace each port 0 by a free one; `start` does that, too.
+    def hold_ports(self) -> None:
+        """Replace each port 0 by a free one and hold all of them; `start` does that, too.
 
         Raises:
-            ConfigError: see `ports.choose_ports`.
+            ConfigError: see `HeldPorts`.
         """
-        http, grpc, metrics = choose_ports(self._hosts, self._ports)
-        self._ports = http, grpc, metrics
+        if self._held_ports is None:
+            self._held_ports = HeldPorts(self._hosts, self._ports)
+            http, grpc, metrics = self._held_ports.numbers
+            self._ports = http, grpc, metrics
+
+    def release_ports(self) -> None:
+        """It will not start again on the same ports."""
+        if self._held_ports is not None:
+            self._held_ports.release()
+            self._held_ports = None
 
     def stubs(self) -> list[Process]:
         """The processes of the models. They are remembered, for when tritonserver has exited: then
@@ -451,6 +460,7 @@ class Server:
             region.unlink(missing_ok=True)
         if self._owner is None:
             remove_folder_of(process.pid)
+            self.release_ports()
 
     def wait(self, timeout: float | None = None) -> int | None:
         """Wait until tritonserver exits; returns its exit status, or None after `timeout`."""

@@ -50,6 +50,8 @@ def reserve(settings: Settings) -> tuple[socket.socket, Settings]:
     held = socket.socket(family, socket.SOCK_STREAM)
     try:
         held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        # The supervisor may hold it, too (see HeldPorts).
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         held.bind((host, port))
     except OSError as error:
         held.close()

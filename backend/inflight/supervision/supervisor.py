@@ -18,7 +18,7 @@ from inflight.deploy.file_limit import raise_file_limit
 from inflight.deploy.log_files import cap_log, default_log_file
 from inflight.deploy.metrics import MetricsServer
 from inflight.deploy.model_group import other_models, select_groups
-from inflight.deploy.ports import choose_ports
+from inflight.deploy.ports import HeldPorts
 from inflight.deploy.tritonserver import (
     POLL_S,
     Endpoints,
@@ -84,7 +84,8 @@ class Supervisor:
         # With keys, the HTTP door serves metrics, to admins.
         metrics_host = host if options.access.keys is None else LOOPBACK
         hosts = (host, host, metrics_host, metrics_host)
-        ports = choose_ports(hosts, options.ports)
+        self._held_ports = HeldPorts(hosts, options.ports)
+        ports = self._held_ports.numbers
         self.endpoints = Endpoints(*(f"{a}:{port}" for a, port in zip(hosts, ports, strict=True)))
         self.log_file = options.log_file or default_log_file(ports[0])
         compat = options.metrics_compat
@@ -149,7 +150,7 @@ class Supervisor:
         Raises:
             InflightError: something does not start, with the reason.
         """
-        self._server.choose_ports()
+        self._server.hold_ports()
         self._metrics_server = MetricsServer(self._metrics_address, self._metrics.render)
         if self._meter is not None:
             self._meter.start()
@@ -219,6 +220,8 @@ class Supervisor:
         self._metrics.close()
         if self._meter is not None:
             self._meter.close()
+        self._server.release_ports()
+        self._held_ports.release()
         remove_folder_of(os.getpid())
         process, self._janitor = self._janitor, None
         if process is not None:

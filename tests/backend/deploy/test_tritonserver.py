@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -18,7 +17,6 @@ import pytest
 
 import fake_tritonserver
 from inflight.deploy import installation, tritonserver
-from inflight.deploy.ports import choose_ports
 from inflight.deploy.tritonserver import Server, load_failures
 from inflight.errors import CapacityError, ConfigError, EngineError
 from inflight.ipc import engine_client, shared_memory
@@ -259,40 +257,6 @@ def test_a_missing_repository_is_refused_before_the_start(tmp_path: Path) -> Non
         Server([tmp_path / "nowhere"], ports=FREE).start()
 
 
-def test_a_taken_port_is_named_with_its_flag() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-        with pytest.raises(ConfigError, match=f"127.0.0.1:{port} .*--grpc-port"):
-            choose_ports("127.0.0.1", (0, port, 0))
-
-
-def test_all_taken_ports_are_named_at_once() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as one, socket.create_server(("", 0)) as other:
-        ports = (one.getsockname()[1], 0, other.getsockname()[1])
-        with pytest.raises(ConfigError) as found:
-            choose_ports("127.0.0.1", ports)
-    text = str(found.value)
-    assert all(f"127.0.0.1:{port} cannot be used" in text for port in (ports[0], ports[2]))
-    assert text.endswith("free ones: --http-port 0 --metrics-port 0")
-
-
-@pytest.mark.parametrize("port", [-1, 65536, 99999])
-def test_an_invalid_port_is_rejected(port: int) -> None:
-    with pytest.raises(ConfigError, match=f"--metrics-port: {port} is out of range; allowed: 1 to"):
-        choose_ports("127.0.0.1", (0, 0, port))
-
-
-def test_a_port_is_not_given_twice() -> None:
-    with pytest.raises(ConfigError, match="--http-port and --grpc-port are both 4711"):
-        choose_ports("127.0.0.1", (4711, 4711, 0))
-
-
-@pytest.mark.parametrize("host", ["192.0.2.1", "no host"])
-def test_a_host_that_is_not_ours_is_not_taken_for_a_taken_port(host: str) -> None:
-    with pytest.raises(ConfigError, match=f"--host: {host} is not an address of this machine"):
-        choose_ports(host, FREE)
-
-
 def test_a_repository_without_models_is_refused(make: Callable[..., Server]) -> None:
     server = make()
     (server.repositories[0] / "plain").rmdir()
@@ -309,10 +273,6 @@ def test_a_log_that_cannot_be_written_is_named(
     server = Server(repositories, ports=FREE, log_file=tmp_path / place)
     with pytest.raises(ConfigError, match=r"log file .* cannot be written .*--log-file"):
         server.start()
-
-
-def test_free_ports_are_three_different_ones() -> None:
-    assert len(set(choose_ports("127.0.0.1", FREE))) == 3
 
 
 def test_a_server_does_not_outlive_the_process_that_started_it(
