@@ -10,16 +10,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from inflight.cli import keys as key_commands
+from inflight.cli import options
 
 if TYPE_CHECKING:
     from inflight_client import Options
-
-# Repeated here because importing serve for them would slow down --help.
-HTTP_PORT, GRPC_PORT, METRICS_PORT, ENGINE_METRICS_PORT = 8000, 8001, 8002, 8003
-HOST = "127.0.0.1"
-METRICS_URL = f"http://{HOST}:{ENGINE_METRICS_PORT}/metrics"
-DRAIN_S = 30.0
-URL = f"{HOST}:{GRPC_PORT}"
 
 EXIT_FAILED = 1
 EXIT_USAGE = 2
@@ -62,38 +56,6 @@ app.add_typer(bench, name="bench")
 app.add_typer(model_commands, name="model")
 app.add_typer(key_commands.app, name="key")
 
-Model = Annotated[str, typer.Option(help="A .gguf file, a Hugging Face folder, or package:NAME.")]
-Url = Annotated[str, typer.Option(envvar="INFLIGHT_URL", help="gRPC address, host:port.")]
-ApiKey = Annotated[
-    str | None,
-    typer.Option(envvar="INFLIGHT_API_KEY", show_envvar=True, help="Of a server with --keys."),
-]
-CaFile = Annotated[
-    str | None,
-    typer.Option(envvar="INFLIGHT_CA_FILE", help="Of a server with TLS: PEM file to trust."),
-]
-Timeout = Annotated[
-    float | None, typer.Option(help="Seconds per request, above 0; no limit by default.")
-]
-MaxTokens = Annotated[int | None, typer.Option(help="Maximum number of output tokens.")]
-Temperature = Annotated[float | None, typer.Option(help="Sampling temperature; 0 is greedy.")]
-TopK = Annotated[int | None, typer.Option(help="Sample from the k most probable tokens.")]
-TopP = Annotated[float | None, typer.Option(help="Nucleus sampling: cumulative probability.")]
-MinP = Annotated[float | None, typer.Option(help="Minimum probability, relative to the top token.")]
-Seed = Annotated[int | None, typer.Option(help="The same seed gives the same output.")]
-Stop = Annotated[list[str] | None, typer.Option(help="Stop string; repeatable.")]
-Settings = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--set", metavar="KEY=VALUE", help="Override a setting of engine.json; repeatable."
-    ),
-]
-ModelName = Annotated[str, typer.Argument(help="Name of the model with the engine, such as llm.")]
-ServerPort = Annotated[
-    int | None, typer.Option("--port", help="HTTP port of the server, if there are several.")
-]
-ModelJson = Annotated[bool, typer.Option("--json", help="For programs: one JSON object.")]
-
 
 def _version(wanted: bool) -> None:
     if wanted:
@@ -114,135 +76,70 @@ def root(
 
 @app.command()
 def serve(  # typer reads the options from the signature
-    http_port: Annotated[int, typer.Option(help="0 picks a free port.")] = HTTP_PORT,
-    grpc_port: Annotated[int, typer.Option(help="0 picks a free port.")] = GRPC_PORT,
-    metrics_port: Annotated[int, typer.Option(help="0 picks a free port.")] = METRICS_PORT,
-    engine_metrics_port: Annotated[
-        int | None,
-        typer.Option(
-            help="Metrics of the engines and the server, without tritonserver's; 0 picks a free "
-            "port. Default: the one after --metrics-port.",
-            show_default=False,
-        ),
-    ] = None,
-    host: Annotated[str, typer.Option(help="Address to listen on; see --keys.")] = HOST,
-    model: Annotated[
-        str | None,
-        typer.Option(help="Serve this model: a .gguf file, a Hugging Face folder, package:NAME."),
-    ] = None,
-    set_: Settings = None,
-    repository: Annotated[
-        list[Path] | None,
-        typer.Option(help="A model repository; repeatable. Default: those shipped with inflight."),
-    ] = None,
-    log_file: Annotated[Path | None, typer.Option(help="tritonserver's log file.")] = None,
-    drain: Annotated[
-        float, typer.Option(min=0.0, help="Seconds to wait for requests in flight.")
-    ] = DRAIN_S,
-    metrics_compat: Annotated[
-        str, typer.Option(help="Publish metrics under these names, too: vllm,trtllm.")
-    ] = "",
-    grpc_guard: Annotated[
-        bool | None,
-        typer.Option(
-            "--grpc-guard/--no-grpc-guard",
-            help="Check gRPC requests before Triton reads them. Default: beyond loopback.",
-            show_default=False,
-        ),
-    ] = None,
-    model_control: Annotated[
-        bool, typer.Option("--model-control", help="Let `inflight model` load and unload models.")
-    ] = False,
-    load_model: Annotated[
-        list[str] | None,
-        typer.Option(help="With --model-control: load only this model first; repeatable."),
-    ] = None,
-    keys: Annotated[
-        Path | None,
-        typer.Option(help="Refuse requests without a key of this file; see `inflight key`."),
-    ] = None,
-    tls_cert: Annotated[
-        Path | None, typer.Option(help="Serve with TLS: the certificate's PEM file.")
-    ] = None,
-    tls_key: Annotated[Path | None, typer.Option(help="The certificate's private key.")] = None,
-    tls_client_ca: Annotated[
-        Path | None, typer.Option(help="Require certificates of clients, of these authorities.")
-    ] = None,
-    otlp_endpoint: Annotated[
-        str,
-        typer.Option(help="Send a span per request there, by OTLP over HTTP; needs extra otel."),
-    ] = "",
-    log_format: Annotated[
-        str | None,
-        typer.Option(envvar="INFLIGHT_LOG_FORMAT", help="Of the log: text or json (one per line)."),
-    ] = None,
-    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Show the log.")] = False,
+    http_port: options.FreePort = options.HTTP_PORT,
+    grpc_port: options.FreePort = options.GRPC_PORT,
+    metrics_port: options.FreePort = options.METRICS_PORT,
+    engine_metrics_port: options.EngineMetricsPort = None,
+    host: options.Host = options.HOST,
+    model: options.OneModel = None,
+    set_: options.Settings = None,
+    repository: options.Repositories = None,
+    log_file: options.LogFile = None,
+    drain: options.Drain = options.DRAIN_S,
+    metrics_compat: options.MetricsCompat = "",
+    grpc_guard: options.GrpcGuard = None,
+    model_control: options.ModelControl = False,
+    load_model: options.LoadModels = None,
+    keys: options.KeysFile = None,
+    tls_cert: options.TlsCert = None,
+    tls_key: options.TlsKey = None,
+    tls_client_ca: options.TlsClientCa = None,
+    otlp_endpoint: options.OtlpEndpoint = "",
+    log_format: options.LogFormat = None,
+    verbose: options.Verbose = False,
 ) -> None:
     """Start tritonserver with the ensembles and serve until Ctrl-C, which drains."""
-    import contextlib
-    import tempfile
-
-    from inflight import log
     from inflight.cli import serve as serving
-    from inflight.deploy import repository as repositories
-    from inflight.deploy.model_group import ALL_MODELS
     from inflight.door import tracing
     from inflight.supervision.options import ServeOptions
     from inflight.supervision.supervisor import Supervisor
 
-    if model is not None and repository:
-        raise typer.BadParameter("--model and --repository are mutually exclusive")
-    if set_ and model is None:
-        raise typer.BadParameter(
-            "--set requires --model; a repository has its settings in engine.json"
-        )
-    if load_model and not model_control:
-        raise typer.BadParameter("--load-model requires --model-control")
-    if otlp_endpoint:
-        tracing.check_endpoint(otlp_endpoint)
-    if log_format is not None:
-        os.environ[log.FORMAT_VARIABLE] = log_format  # of all processes
-        log.formatter()
     if engine_metrics_port is None:
         engine_metrics_port = metrics_port and metrics_port + 1
-    with contextlib.ExitStack() as stack:
-        if model is not None:
-            folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="inflight-"))
-            made = repositories.init(model, Path(folder), settings=_settings(set_))
-            for note in made.notes:
-                typer.echo(note, err=True)
-            repository = [made.path]
-        options = ServeOptions(
-            host=host,
-            ports=(http_port, grpc_port, metrics_port, engine_metrics_port),
-            log_file=log_file,
-            drain_s=drain,
-            grpc_guard=grpc_guard,
-            metrics_compat=metrics_compat,
-            controlled=(load_model or ALL_MODELS) if model_control else None,
-            access=serving.access_of(keys, tls_cert, tls_key, tls_client_ca),
-            otlp_endpoint=otlp_endpoint,
-        )
-        supervisor = Supervisor(repository or repositories.shipped(), options)
-        status = serving.run(supervisor, verbose=verbose)
+    if otlp_endpoint:
+        tracing.check_endpoint(otlp_endpoint)
+    serving.set_log_format(log_format)
+    chosen = ServeOptions(
+        host=host,
+        ports=(http_port, grpc_port, metrics_port, engine_metrics_port),
+        log_file=log_file,
+        drain_s=drain,
+        grpc_guard=grpc_guard,
+        metrics_compat=metrics_compat,
+        controlled=serving.controlled_models(model_control, load_model),
+        access=serving.access_of(keys, tls_cert, tls_key, tls_client_ca),
+        otlp_endpoint=otlp_endpoint,
+    )
+    with serving.repositories(repository, model, _settings(set_)) as found:
+        status = serving.run(Supervisor(found, chosen), verbose=verbose)
     raise typer.Exit(status)
 
 
 @app.command()
 def generate(  # typer reads the options from the signature
     prompt: Annotated[str, typer.Argument(help="The text to continue; - reads it from stdin.")],
-    max_tokens: MaxTokens = None,
-    temperature: Temperature = None,
-    top_k: TopK = None,
-    top_p: TopP = None,
-    min_p: MinP = None,
-    seed: Seed = None,
-    stop: Stop = None,
-    url: Url = URL,
+    max_tokens: options.MaxTokens = None,
+    temperature: options.Temperature = None,
+    top_k: options.TopK = None,
+    top_p: options.TopP = None,
+    min_p: options.MinP = None,
+    seed: options.Seed = None,
+    stop: options.Stop = None,
+    url: options.Url = options.URL,
     model: Annotated[str, typer.Option(help="Name of the ensemble.")] = "generate",
-    timeout: Timeout = None,
-    api_key: ApiKey = None,
-    ca_file: CaFile = None,
+    timeout: options.Timeout = None,
+    api_key: options.ApiKey = None,
+    ca_file: options.CaFile = None,
     stats: Annotated[
         bool, typer.Option("--stats", help="Print latency and throughput to stderr.")
     ] = False,
@@ -256,7 +153,7 @@ def generate(  # typer reads the options from the signature
     from inflight.cli import chat
     from inflight_client import Client, ClientError
 
-    options = _options(max_tokens, temperature, top_k, top_p, min_p, seed, stop)
+    sampling = _sampling(max_tokens, temperature, top_k, top_p, min_p, seed, stop)
     chat.accept_any_bytes()
     text = sys.stdin.read() if prompt == "-" else prompt
     answer = chat.Answer()
@@ -265,7 +162,7 @@ def generate(  # typer reads the options from the signature
             Client(
                 url, generate_model=model, timeout=timeout, api_key=api_key, ca_file=ca_file
             ) as client,
-            client.stream(text, **options) as stream,
+            client.stream(text, **sampling) as stream,
         ):
             answer.read(stream, (lambda text: None) if json_ else chat.write_stdout)
     except ClientError:
@@ -290,7 +187,7 @@ def top(
             envvar="INFLIGHT_METRICS_URL",
             help="Metrics endpoint; a plain tritonserver has port 8002.",
         ),
-    ] = METRICS_URL,
+    ] = options.METRICS_URL,
     interval: Annotated[float, typer.Option(min=0.1, help="Seconds between two readings.")] = 2.0,
     once: Annotated[bool, typer.Option("--once", help="Show one reading and exit.")] = False,
     json_: Annotated[bool, typer.Option("--json", help="For programs: JSON lines.")] = False,
@@ -319,26 +216,26 @@ def usage(
 @app.command()
 def chat(  # typer reads the options from the signature
     system: Annotated[str | None, typer.Option(help="System message.")] = None,
-    max_tokens: MaxTokens = None,
-    temperature: Temperature = None,
-    top_k: TopK = None,
-    top_p: TopP = None,
-    min_p: MinP = None,
-    seed: Seed = None,
-    stop: Stop = None,
-    url: Url = URL,
+    max_tokens: options.MaxTokens = None,
+    temperature: options.Temperature = None,
+    top_k: options.TopK = None,
+    top_p: options.TopP = None,
+    min_p: options.MinP = None,
+    seed: options.Seed = None,
+    stop: options.Stop = None,
+    url: options.Url = options.URL,
     model: Annotated[str, typer.Option(help="Name of the ensemble.")] = "chat",
-    timeout: Timeout = None,
-    api_key: ApiKey = None,
-    ca_file: CaFile = None,
+    timeout: options.Timeout = None,
+    api_key: options.ApiKey = None,
+    ca_file: options.CaFile = None,
 ) -> None:
     """Chat with the model. /help lists the commands; Ctrl-C cancels the current reply."""
     from inflight.cli import chat
     from inflight_client import Client
 
-    options = _options(max_tokens, temperature, top_k, top_p, min_p, seed, stop)
+    sampling = _sampling(max_tokens, temperature, top_k, top_p, min_p, seed, stop)
     with Client(url, chat_model=model, timeout=timeout, api_key=api_key, ca_file=ca_file) as client:
-        if not chat.run(client, options, system):
+        if not chat.run(client, sampling, system):
             raise typer.Exit(EXIT_FAILED)
 
 
@@ -382,9 +279,9 @@ def demo(
 
 @app.command()
 def doctor(
-    http_port: Annotated[int, typer.Option(help="Port to check.")] = HTTP_PORT,
-    grpc_port: Annotated[int, typer.Option(help="Port to check.")] = GRPC_PORT,
-    metrics_port: Annotated[int, typer.Option(help="Port to check.")] = METRICS_PORT,
+    http_port: Annotated[int, typer.Option(help="Port to check.")] = options.HTTP_PORT,
+    grpc_port: Annotated[int, typer.Option(help="Port to check.")] = options.GRPC_PORT,
+    metrics_port: Annotated[int, typer.Option(help="Port to check.")] = options.METRICS_PORT,
     json_: Annotated[bool, typer.Option("--json", help="Print the checks as a JSON list.")] = False,
 ) -> None:
     """Check whether this machine can serve, and show how to fix problems."""
@@ -404,11 +301,11 @@ def doctor(
 @repo.command("init")
 def repo_init(
     directory: Annotated[Path, typer.Argument(help="Where to write it.")],
-    model: Model,
+    model: options.Model,
     name: Annotated[
         str, typer.Option(help="Prefix of the models' names, for several models in one server.")
     ] = "",
-    set_: Settings = None,
+    set_: options.Settings = None,
 ) -> None:
     """Write a model repository that serves a checkpoint."""
     from inflight.deploy import repository
@@ -441,10 +338,10 @@ def tokenizer_export(
 
 @model_commands.command("load")
 def model_load(
-    name: ModelName,
-    set_: Settings = None,
-    port: ServerPort = None,
-    json_: ModelJson = False,
+    name: options.ModelName,
+    set_: options.Settings = None,
+    port: options.ServerPort = None,
+    json_: options.ModelJson = False,
 ) -> None:
     """Load a model, or replace it; requests of the former one finish."""
     from inflight.cli import model
@@ -453,7 +350,9 @@ def model_load(
 
 
 @model_commands.command("unload")
-def model_unload(name: ModelName, port: ServerPort = None, json_: ModelJson = False) -> None:
+def model_unload(
+    name: options.ModelName, port: options.ServerPort = None, json_: options.ModelJson = False
+) -> None:
     """Finish a model's requests and unload it."""
     from inflight.cli import model
 
@@ -461,7 +360,7 @@ def model_unload(name: ModelName, port: ServerPort = None, json_: ModelJson = Fa
 
 
 @model_commands.command("list")
-def model_list(port: ServerPort = None, json_: ModelJson = False) -> None:
+def model_list(port: options.ServerPort = None, json_: options.ModelJson = False) -> None:
     """Show the models of a running server."""
     from inflight.cli import model
 
@@ -470,25 +369,15 @@ def model_list(port: ServerPort = None, json_: ModelJson = False) -> None:
 
 @bench.command("engine")
 def bench_engine(  # typer reads the options from the signature
-    model: Annotated[
-        str, typer.Option(help="As for `serve`; random weights for a folder without any.")
-    ],
-    rows: Annotated[
-        str,
-        typer.Option(help="bs1, bs64, chat256, ..., start, all, or REQUESTSxINPUT/OUTPUT; by ','."),
-    ] = "all",
-    device: Annotated[str, typer.Option(help="auto, cuda or cpu.")] = "auto",
-    scale: Annotated[float, typer.Option(help="Factor for the rows' requests and lengths.")] = 1,
-    runs: Annotated[int | None, typer.Option(help="Runs per row; the best one counts.")] = None,
-    set_: Settings = None,
-    profile: Annotated[
-        Path | None, typer.Option(help="Profile steps instead of timing; output folder.")
-    ] = None,
-    steps: Annotated[int, typer.Option(help="Decode steps to profile.")] = 20,
-    json_: Annotated[
-        bool,
-        typer.Option("--json", help="JSON on stdout: results so far, per row and at the end."),
-    ] = False,
+    model: options.BenchModel,
+    rows: options.BenchRows = "all",
+    device: options.Device = "auto",
+    scale: options.Scale = 1,
+    runs: options.Runs = None,
+    set_: options.Settings = None,
+    profile: options.Profile = None,
+    steps: options.Steps = 20,
+    json_: options.BenchJson = False,
 ) -> None:
     """Benchmark the engine in this process: throughput, latency, startup; or profile a step."""
     import dataclasses
@@ -535,7 +424,7 @@ def _note(what: str) -> None:
     typer.echo(what, err=True)
 
 
-def _options(
+def _sampling(
     max_tokens: int | None,
     temperature: float | None,
     top_k: int | None,
@@ -545,22 +434,22 @@ def _options(
     stop: list[str] | None,
 ) -> Options:
     """The options that were given."""
-    options: Options = {}
+    found: Options = {}
     if max_tokens is not None:
-        options["max_tokens"] = max_tokens
+        found["max_tokens"] = max_tokens
     if temperature is not None:
-        options["temperature"] = temperature
+        found["temperature"] = temperature
     if top_k is not None:
-        options["top_k"] = top_k
+        found["top_k"] = top_k
     if top_p is not None:
-        options["top_p"] = top_p
+        found["top_p"] = top_p
     if min_p is not None:
-        options["min_p"] = min_p
+        found["min_p"] = min_p
     if seed is not None:
-        options["seed"] = seed
+        found["seed"] = seed
     if stop:
-        options["stop_words"] = stop
-    return options
+        found["stop_words"] = stop
+    return found
 
 
 def _settings(pairs: list[str] | None) -> dict[str, Any]:

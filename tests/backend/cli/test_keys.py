@@ -3,33 +3,23 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from inflight.access.key import digest
-from inflight.cli import app
 
 Run = Callable[..., tuple[int, str, str]]
 
 
 @pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Run:
+def run(inflight: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Run:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
     monkeypatch.setenv("COLUMNS", "200")
-
-    def inflight(*arguments: str) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["inflight", "key", *arguments])
-        with pytest.raises(SystemExit) as ended:
-            app.main()
-        shown = capsys.readouterr()
-        code = ended.value.code
-        return (code if isinstance(code, int) else 0), shown.out, shown.err
-
-    return inflight
+    return partial(inflight, "key")
 
 
 def test_a_key_is_created_listed_and_revoked(run: Run, tmp_path: Path) -> None:

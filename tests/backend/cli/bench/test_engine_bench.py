@@ -6,12 +6,12 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from inflight.checkpoint.locate import Checkpoint
-from inflight.cli import app
 from inflight.cli.bench import engine
 from inflight.cli.bench.rows import Row
 from inflight.cli.bench.start import Phases
@@ -20,19 +20,9 @@ Run = Callable[..., tuple[int, str, str]]
 
 
 @pytest.fixture
-def bench(
-    tiny_llama: Checkpoint, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> Run:
-    def run(*arguments: str) -> tuple[int, str, str]:
-        model = ["--model", str(tiny_llama.path), "--device", "cpu", "--set", "num_threads=1"]
-        monkeypatch.setattr(sys, "argv", ["inflight", "bench", "engine", *model, *arguments])
-        with pytest.raises(SystemExit) as ended:
-            app.main()
-        shown = capsys.readouterr()
-        code = ended.value.code
-        return (code if isinstance(code, int) else 0), shown.out, shown.err
-
-    return run
+def bench(inflight: Run, tiny_llama: Checkpoint) -> Run:
+    model = ["--model", str(tiny_llama.path), "--device", "cpu", "--set", "num_threads=1"]
+    return partial(inflight, "bench", "engine", *model)
 
 
 def test_rows_and_the_start_are_measured(bench: Run):
