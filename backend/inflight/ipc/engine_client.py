@@ -56,6 +56,8 @@ Answer = TypeVar("Answer")
 START_TIMEOUT_S = 30.0
 MAX_SOCKET_PATH = 107  # bytes, of Linux
 STATS_TIMEOUT_S = 10.0
+# Of engines that may be replaced, in turn.
+GENERATIONS = (1, 2)
 
 
 def socket_path(model_directory: Path, owner_pid: int, generation: int = 0) -> Path:
@@ -226,6 +228,15 @@ class EngineClient:
             self._metrics.put(None)
             if not self._closed:
                 self._on_lost()
+
+
+def engine_sockets(model_directory: Path, owner_pid: int) -> list[Path]:
+    """The sockets of the model's engines: one, or two while one replaces the other."""
+    only = socket_path(model_directory, owner_pid)
+    if not only.is_symlink():
+        return [only]
+    paths = (socket_path(model_directory, owner_pid, generation) for generation in GENERATIONS)
+    return [path for path in paths if path.exists()]
 
 
 def attach(

@@ -15,6 +15,7 @@ import logging
 import math
 import os
 import queue
+import secrets
 import signal
 import socket
 import sys
@@ -68,6 +69,8 @@ LAST_FRONT_GRACE_S = 3.0
 FIRST_FRONT_GRACE_S = 30.0
 # A peer that leaves this many frames unread is disconnected: they would fill our memory.
 MAX_OUTBOX = 100_000
+# Request ids are INT64, with 32 bits for the front's own number.
+MAX_FIRST_FRONT_ID = 1 << 30
 IDLE_POLL_S = 0.05
 COMPILING_POLL_S = 0.002
 # Between two beats of an idle engine; a supervisor kills an engine that is overdue.
@@ -126,7 +129,9 @@ class Hub:
         self._exits_after_last_front = exits_after_last_front
         self._lock = threading.Lock()
         self._peers: dict[int, Peer] = {}
-        self._next_number = 1
+        # Of an engine that replaces another one, they begin elsewhere: a detokenizer reports to
+        # both what it has delivered.
+        self._next_number = secrets.randbelow(MAX_FIRST_FRONT_ID) + 1
         self._greeting: Frame = Loading("starting", 0.0)
         self._without_front_since = time.monotonic()
         self._grace = FIRST_FRONT_GRACE_S

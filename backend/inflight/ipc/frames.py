@@ -41,7 +41,8 @@ class Loading(msgspec.Struct, tag="loading", frozen=True):
 class Welcome(msgspec.Struct, tag="welcome", frozen=True):
     """The engine is ready.
 
-    front_id is unique in this engine; a front's request ids are front_id << 32 | n. device: where
+    front_id is unique among the engines of a model, which may replace each other; a front's
+    request ids, which are INT64, are front_id << 32 | n. device: where
     the model runs and, if on a CPU, why not on a GPU.
     """
 

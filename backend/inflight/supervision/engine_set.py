@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from inflight.ipc.engine_client import GENERATIONS
 from inflight.ipc.owner import Owner
 from inflight.supervision.engines import EngineChild
 from inflight.supervision.keeper import Keeper
@@ -46,7 +47,7 @@ class EngineSet:
 
     def add(self, model: Path) -> None:
         """An engine that is started with the server."""
-        generation = 1 if self._are_replaced else 0
+        generation = GENERATIONS[0] if self._are_replaced else 0
         engine = EngineChild(model, self._owner, self._log_file, generation=generation)
         engine.link()
         self._keepers[model] = engine, Keeper(engine)
@@ -58,7 +59,8 @@ class EngineSet:
             config: its engine.json.
         """
         before = self.of(model)
-        generation = 2 if before is not None and before.generation == 1 else 1
+        first, second = GENERATIONS
+        generation = second if before is not None and before.generation == first else first
         engine = EngineChild(
             model, self._owner, self._log_file, generation=generation, config=config
         )

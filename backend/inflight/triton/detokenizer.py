@@ -19,7 +19,7 @@ import numpy as np
 
 import triton_python_backend_utils as pb_utils
 from inflight.errors import EngineError, InflightError, RequestError
-from inflight.ipc.engine_client import EngineClient, attach, socket_path
+from inflight.ipc.engine_client import EngineClient, attach, engine_sockets
 from inflight.text.detokenize import Detokenizer
 from inflight.triton import contract
 from inflight.triton.errors import DelayedErrors
@@ -136,13 +136,17 @@ class DetokenizerFront:
 
 
 class DeliveryReports:
-    """Reports deliveries to the engine. Never blocks; drops reports while there is no engine."""
+    """Reports deliveries to the engines of a model: to one, or to both while one replaces the
+    other, since a stream goes on with the engine on which it began. An engine ignores the requests
+    of the other one. Never blocks; drops reports while there is no engine.
+    """
 
     def __init__(self, llm: Path) -> None:
-        self._path = socket_path(llm, owner().pid)
-        self._client: EngineClient | None = None
+        self._llm = llm
         self._vocab_size = MAX_VOCAB_SIZE
-        self._lost = threading.Event()
+        self._lock = threading.Lock()
+        self._attached: dict[Path, tuple[EngineClient, threading.Event]] = {}  # with its loss
+        self._clients: tuple[EngineClient, ...] = ()  # of `_attached`, to be read without the lock
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._keep_attached, name="reports", daemon=True)
         self._thread.start()
@@ -153,33 +157,51 @@ class DeliveryReports:
         return self._vocab_size
 
     def send(self, progress: list[tuple[int, int]]) -> None:
-        client = self._client
-        if client is not None and progress:
-            client.delivered(progress)
+        if progress:
+            for client in self._clients:
+                client.delivered(progress)
 
     def cancel(self, request_id: int) -> None:
-        client = self._client
-        if client is not None:
+        for client in self._clients:
             client.cancel(request_id)
 
     def close(self) -> None:
-        self._closing.set()
-        self._lost.set()
-        client = self._client
-        if client is not None:
+        with self._lock:
+            self._closing.set()
+            attached = list(self._attached.values())
+        for client, lost in attached:
+            lost.set()
             client.close()
 
     def _keep_attached(self) -> None:
-        # The model `llm` may load after this one, and its engine may be restarted.
+        # The model `llm` may load after this one, and its engine may be restarted or replaced.
+        threads: dict[Path, threading.Thread] = {}
         while not self._closing.wait(ATTACH_PAUSE_S):
-            self._lost.clear()
-            try:
-                self._client = attach(self._path, "detokenizer", on_lost=self._lost.set)
-            except InflightError:
-                continue
-            self._vocab_size = self._client.welcome.vocab_size
-            self._lost.wait()
-            self._client = None
+            for path in engine_sockets(self._llm, owner().pid):
+                if path not in threads or not threads[path].is_alive():
+                    threads[path] = threading.Thread(
+                        target=self._attach, args=(path,), name="reports-attach", daemon=True
+                    )
+                    threads[path].start()
+
+    def _attach(self, path: Path) -> None:
+        """Attach to an engine, and wait until it is lost."""
+        lost = threading.Event()
+        try:
+            client = attach(path, "detokenizer", on_lost=lost.set)  # waits while it loads
+        except InflightError:
+            return
+        with self._lock:
+            if self._closing.is_set():
+                client.close()
+                return
+            self._vocab_size = client.welcome.vocab_size
+            self._attached[path] = client, lost
+            self._clients = tuple(one for one, _ in self._attached.values())
+        lost.wait()
+        with self._lock:
+            del self._attached[path]
+            self._clients = tuple(one for one, _ in self._attached.values())
 
 
 def _row(request: Any, tensor: contract.Tensor) -> list[int]:

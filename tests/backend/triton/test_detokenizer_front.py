@@ -123,13 +123,13 @@ def test_a_response_without_new_ids_has_no_text(front):
 
 
 def test_the_engine_hears_once_per_batch(front, clients):
-    wait_until(lambda: front._reports._client is not None)
+    wait_until(lambda: front._reports._clients)
     front.execute([request(TokenEvent(7, [5], [], 1)), request(TokenEvent(8, [5, 6], [], 9))])
     assert clients[0].frames == [[(7, 1), (8, 9)]]
 
 
 def test_the_engine_hears_of_a_cancel(front, clients):
-    wait_until(lambda: front._reports._client is not None)
+    wait_until(lambda: front._reports._clients)
     gone = request(TokenEvent(7, [5], [], 1))
     gone.cancelled = True
     front.execute([gone, request(TokenEvent(8, [5], [], 1))])
@@ -137,7 +137,7 @@ def test_the_engine_hears_of_a_cancel(front, clients):
 
 
 def test_a_fast_stream_is_not_polled_every_time(front, clients):
-    wait_until(lambda: front._reports._client is not None)
+    wait_until(lambda: front._reports._clients)
     asked = [request(TokenEvent(7, [5], [], n)) for n in range(1, 50)]
     front.execute(asked)
     assert sum(one.num_questions for one in asked) == 1
@@ -145,7 +145,7 @@ def test_a_fast_stream_is_not_polled_every_time(front, clients):
 
 @pytest.mark.alone
 def test_polling_takes_at_most_a_tenth_of_the_time(front, clients):
-    wait_until(lambda: front._reports._client is not None)
+    wait_until(lambda: front._reports._clients)
     streams = [request(TokenEvent(number, [5], [], 1)) for number in range(200)]
     for one in streams:
         one.answer_takes = 0.001
@@ -157,17 +157,36 @@ def test_polling_takes_at_most_a_tenth_of_the_time(front, clients):
 
 
 def test_a_new_engine_is_found(front, clients):
-    wait_until(lambda: front._reports._client is not None)
+    wait_until(lambda: front._reports._clients)
     clients[0].on_lost()
-    wait_until(lambda: len(clients) == 2 and front._reports._client is clients[1])
+    wait_until(lambda: len(clients) == 2 and front._reports._clients == (clients[1],))
     front.execute([request(TokenEvent(7, [5], [], 1))])
     assert clients[1].frames == [[(7, 1)]]
     assert clients[0].frames == []
 
 
+def test_both_engines_hear_while_one_replaces_the_other(clients, monkeypatch):
+    """A stream goes on with the engine on which it began."""
+    sockets = [Path("first.sock")]
+    monkeypatch.setattr(detokenizer, "engine_sockets", lambda llm, owner_pid: sockets)
+    reports = DeliveryReports(REPOSITORY / "llm")
+    wait_until(lambda: len(reports._clients) == 1)
+    sockets.append(Path("second.sock"))
+    wait_until(lambda: len(reports._clients) == 2)
+    reports.send([(7, 1)])
+    reports.cancel(8)
+    assert [(one.frames, one.cancelled) for one in clients] == [([[(7, 1)]], [8])] * 2
+    clients[0].on_lost()
+    del sockets[0]
+    wait_until(lambda: reports._clients == (clients[1],))
+    reports.close()
+    reports._thread.join(5)
+    assert not reports._thread.is_alive()
+
+
 def test_closing_ends_the_attachment(clients):
     reports = DeliveryReports(REPOSITORY / "llm")
-    wait_until(lambda: reports._client is not None)
+    wait_until(lambda: reports._clients)
     reports.close()
     reports._thread.join(5)
     assert clients[0].closed

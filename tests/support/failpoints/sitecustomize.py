@@ -1,7 +1,8 @@
 """Failures of an engine process, for tests that put this folder on PYTHONPATH.
 
 FAILPOINT is `KIND:NUMBER`. `abort`, `segfault` and `raise` end the engine in the step that runs a
-prompt with this token id; `leak` keeps so many bytes for each request.
+prompt with this token id; `leak` keeps so many bytes for each request; with `slow`, a step takes so
+many milliseconds, as one on a GPU does, without using a core.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import os
 import sys
+import time
 from typing import Any
 
 _KEPT: list[bytes] = []
@@ -33,12 +35,18 @@ def install(kind: str, number: int) -> None:
             fail(kind)
         return launch(self, batch)
 
+    def slow_launch(self: Any, batch: Any) -> Any:
+        time.sleep(number / 1e3)
+        return launch(self, batch)
+
     def leaking_submit(self: Any, request: Any, arrived: float | None = None) -> None:
         _KEPT.append(os.urandom(number))
         submit(self, request, arrived)
 
     if kind == "leak":
         Engine.submit = leaking_submit  # type: ignore[method-assign]
+    elif kind == "slow":
+        EchoRunner.launch = slow_launch  # type: ignore[method-assign]
     else:
         EchoRunner.launch = crashing_launch  # type: ignore[method-assign]
 
