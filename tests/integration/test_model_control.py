@@ -27,17 +27,17 @@ from inflight.ipc.runtime_folder import folder_of
 from kserve import Refused, Stream, ask, post, request, tensor, text
 from supervised import Serving, serve
 
-pytestmark = [pytest.mark.integration, pytest.mark.alone, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
 
 STREAMS = 4
 # Each with two loads.
-NUM_ROUNDS = 5
+NUM_ROUNDS = 4
 NUM_LONG_ROUNDS = 50
 # As of a model on a GPU: an engine that starts needs the cores, and a step does not.
 STEP_MS = 20
 # A load of one model may add so much to the 99th percentile of another's inter-token latency.
 MAX_ITL_GROWTH = 1.2
-QUIET_S = 5.0
+QUIET_S = 2.0
 ENGINE: dict[str, Any] = {"device": "echo", "num_threads": 1, "num_blocks": 256}
 
 
@@ -216,6 +216,7 @@ def test_models_come_and_go_under_streams_of_another(serving: Serving) -> None:
 
 
 @pytest.mark.long
+@pytest.mark.alone
 @pytest.mark.timeout(7200)
 def test_a_hundred_loads_leave_nothing(tmp_path: Path) -> None:
     with serving_two(tmp_path) as server:

@@ -13,8 +13,8 @@ from inflight.supervision.orphans import adopt_orphans, kill_children, reap_orph
 from inflight.ipc.processes import Process
 
 adopt_orphans()
-child = "import subprocess, sys; "
-child += "print(subprocess.Popen([sys.executable, '-c', {code!r}], stdout=subprocess.DEVNULL).pid)"
+child = "import subprocess, sys; to = subprocess.DEVNULL; "  # else `run` would wait for the orphan
+child += "print(subprocess.Popen([sys.executable, '-c', {code!r}], stdout=to, stderr=to).pid)"
 own = subprocess.Popen([sys.executable, "-c", ""])
 made = subprocess.run([sys.executable, "-c", child], capture_output=True, text=True, check=True)
 orphan = int(made.stdout)
