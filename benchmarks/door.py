@@ -5,6 +5,8 @@
 One tritonserver and one door on this machine; the load alternates between them, so both see the
 same noise. `metadata` is GET /v2, the cheapest answer of Triton: the difference is the door's.
 `generate` has a short prompt and 8 tokens. Both send one request after the other on a connection.
+`metadata after a pause` is GET /v2 with 9 ms before each request, in which all processes sleep, as
+they do while a model generates: what it costs more than `metadata` is to wake the door.
 `streams`: 64 streams of server-sent events at once, timed until the last one has ended. With
 `--device echo`, the engine costs next to nothing, and Triton alone loads all cores of a small
 machine; otherwise the model runs.
@@ -31,6 +33,7 @@ NUM_STREAMS = 64
 NUM_TOKENS = {"echo": 400, "cpu": 16, "cuda": 400}
 NUM_REQUESTS = {"echo": 600, "cpu": 40, "cuda": 300}
 WARM_UP = 10
+PAUSE_S = 0.009
 MAX_ADDED_US = 500.0
 MAX_LOST = 0.03
 END = b"0\r\n\r\n"
@@ -120,12 +123,15 @@ async def run_streams(address: str, message: bytes) -> tuple[float, int]:
     return elapsed, sum(stream.num_events for _, stream in made)
 
 
-def latency(addresses: dict[str, str], name: str, message: bytes, count: int) -> dict[str, Any]:
-    """`count` requests one after the other, each sent to both."""
+def latency(
+    addresses: dict[str, str], name: str, message: bytes, count: int, pause_s: float = 0.0
+) -> dict[str, Any]:
+    """`count` requests one after the other, each sent to both after a pause."""
     connections = {way: Connection(address) for way, address in addresses.items()}
     times: dict[str, list[float]] = {way: [] for way in addresses}
     for index in range(WARM_UP + count):
         for way, connection in connections.items():
+            time.sleep(pause_s)
             elapsed = connection.send(message) * 1e6
             if index >= WARM_UP:
                 times[way].append(elapsed)
@@ -178,6 +184,7 @@ def main() -> None:
         addresses["door"] = stack.enter_context(servers.door("http", direct, folder))
         rows = [
             latency(addresses, "metadata", request("/v2"), 600),
+            latency(addresses, "metadata after a pause", request("/v2"), 600, PAUSE_S),
             latency(addresses, "generate", request(f"{MODEL}/generate", short), count),
             throughput(addresses, options.device, options.rounds),
         ]
