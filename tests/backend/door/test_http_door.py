@@ -19,6 +19,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import jiter
 import psutil
 import pytest
 
@@ -786,8 +787,12 @@ def test_the_access_log_has_no_prompts(tmp_path: Path) -> None:
 
 @pytest.mark.alone
 def test_a_body_of_many_values_delays_no_other_request(tmp_path: Path) -> None:
-    """Checked on the event loop, it delays probes by 0.3 to 0.5 s."""
+    """Checked on the event loop, it delays probes by the time of the whole check: three to five
+    times that of the parser, which does not yield."""
     body = json.dumps({"text_input": [{}] * 1_000_000}).encode()
+    started = time.monotonic()
+    jiter.from_json(body)
+    parser_s = time.monotonic() - started
     with a_door(tmp_path, limits={}) as door:
         found: list[tuple[int, str]] = []
         sender = threading.Thread(target=lambda: found.append(post(door, body)))
@@ -799,7 +804,7 @@ def test_a_body_of_many_values_delays_no_other_request(tmp_path: Path) -> None:
             delays.append(time.monotonic() - started)
         sender.join()
     assert found[0][0] == 400 and "text_input: is nested" in found[0][1]
-    assert max(delays) < 0.2  # 0.1 s: the parser itself does not yield
+    assert max(delays) < 2 * parser_s + 0.03
 
 
 def test_requests_are_counted_by_status_and_probes_are_not(tmp_path: Path) -> None:
