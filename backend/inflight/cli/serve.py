@@ -156,6 +156,7 @@ def _serve(supervisor: Supervisor, signals: _Signals) -> int:
 @contextlib.contextmanager
 def _log_to(path: Path) -> Iterator[None]:
     """Write what the supervisor reports into the server's log; `Display` shows the outcome."""
+    logging.raiseExceptions = False  # a full disk is no reason for tracebacks on the terminal
     handler = logging.FileHandler(path)
     handler.setFormatter(log.formatter("supervisor:"))
     logger = logging.getLogger("inflight.supervisor")

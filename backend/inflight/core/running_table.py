@@ -10,6 +10,8 @@ import contextlib
 import mmap
 from pathlib import Path
 
+from inflight.core.mapped_file import map_file
+
 DIGEST_BYTES = 16
 # More than can run at a time: those of failed steps stay until a step succeeds.
 NUM_SLOTS = 4096
@@ -25,12 +27,8 @@ class RunningTable:
 
     def __init__(self, path: Path | None = None) -> None:
         size = NUM_SLOTS * DIGEST_BYTES
-        if path is None:
-            self._map = mmap.mmap(-1, size)
-        else:
-            with open(path, "w+b") as file:
-                file.truncate(size)
-                self._map = mmap.mmap(file.fileno(), size)
+        self._map = mmap.mmap(-1, size) if path is None else map_file(path, size)
+        self._map[:] = bytes(size)
         self._free = list(range(NUM_SLOTS))
         self._offsets: dict[int, int] = {}  # by request id
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import time
 from pathlib import Path
@@ -34,11 +35,27 @@ UNKNOWN = Health(is_live=False, is_ready=False, reason="the supervisor does not 
 
 
 def write(path: Path, health: Health) -> None:
-    """Replace the file at once: a reader sees the former health or this one."""
+    """Replace the file at once: a reader sees the former health or this one.
+
+    Raises:
+        OSError: it cannot be written.
+    """
     stamped = msgspec.structs.replace(health, written_at=time.monotonic())
+    data = msgspec.json.encode(stamped)
     new = path.with_suffix(f".{os.getpid()}")
-    new.write_bytes(msgspec.json.encode(stamped))
-    new.replace(path)
+    try:
+        new.write_bytes(data)
+        new.replace(path)
+    except OSError:
+        _overwrite(path, data)
+
+
+def _overwrite(path: Path, data: bytes) -> None:
+    """Use the space of the former health: a full disk has none for another file."""
+    with open(path, "r+b", buffering=0) as file:
+        padded = data.ljust(os.fstat(file.fileno()).st_size)  # JSON may end with spaces
+        if file.write(padded) < len(data):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 def read(path: Path) -> Health:

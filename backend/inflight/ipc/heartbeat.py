@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import mmap
 import struct
 import threading
 import time
 from pathlib import Path
+
+from inflight.core.mapped_file import map_file
 
 # Of a process that beats regardless of its work.
 INTERVAL_S = 0.5
@@ -24,14 +25,13 @@ class Heartbeat:
     """The writer's side.
 
     Args:
-        path: of the file; created or replaced.
+        path: of the file; created or replaced. Without room for it on the disk, the process works
+            on, and is not found if it hangs.
     """
 
     def __init__(self, path: Path) -> None:
-        with open(path, "w+b") as file:
-            file.truncate(_DEADLINE.size)
-            self._map = mmap.mmap(file.fileno(), _DEADLINE.size)
-        self._deadline = memoryview(self._map).cast("d")
+        self._deadline = memoryview(map_file(path, _DEADLINE.size)).cast("d")
+        self._deadline[0] = 0.0
 
     def beat(self, patience_s: float) -> None:
         """Promise another beat within `patience_s` seconds."""

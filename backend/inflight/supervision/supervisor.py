@@ -4,6 +4,7 @@ hangs. The engines, and with them the prefix cache, outlive tritonserver.
 
 from __future__ import annotations
 
+import logging
 import os
 import subprocess
 import time
@@ -45,6 +46,8 @@ from inflight.supervision.orphans import reap_orphans
 from inflight.supervision.server_metrics import ServerMetrics
 from inflight.supervision.service_child import ServiceChild
 from inflight.supervision.triton_child import TritonChild
+
+logger = logging.getLogger("inflight.supervisor")
 
 HEALTH_INTERVAL_S = 0.5
 # Requests in flight have ended by then, or their time is over.
@@ -130,6 +133,7 @@ class Supervisor:
         self._janitor: subprocess.Popen[bytes] | None = None
         self._is_draining = False
         self._written_at = 0.0
+        self._health_problem = ""
         self.health = health.UNKNOWN
 
     @property
@@ -290,7 +294,14 @@ class Supervisor:
     def _write_health(self) -> None:
         self.health = self._assess()
         self._written_at = time.monotonic()
-        health.write(self._health_file, self.health)
+        problem = ""
+        try:
+            health.write(self._health_file, self.health)
+        except OSError as error:  # not ready after a while, for readers; it may recover
+            problem = f"the health cannot be written: {error.strerror}"
+        if problem and problem != self._health_problem:
+            logger.error("%s", problem)
+        self._health_problem = problem
 
     def _assess(self) -> Health:
         failing = [keeper for keeper in self._keepers if keeper.is_failing]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import time
 from pathlib import Path
 
@@ -38,3 +40,23 @@ def test_a_broken_file_is_unknown(content: bytes, tmp_path: Path) -> None:
 
 def test_a_missing_file_is_unknown(tmp_path: Path) -> None:
     assert health.read(tmp_path / "health.json") == UNKNOWN
+
+
+def test_a_full_disk_has_room_for_it_in_place_of_the_former_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "health.json"
+    health.write(path, Health(is_live=True, is_ready=False, reason="llm is loading"))
+
+    def fail(self: Path, data: bytes) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(Path, "write_bytes", fail)
+    health.write(path, Health(is_live=True, is_ready=True, models=["a"]))
+    assert health.read(path).is_ready, "a shorter one"
+    reason = "the engine of llm was killed by SIGKILL; tritonserver is starting"
+    health.write(path, Health(is_live=True, is_ready=False, reason=reason))
+    assert health.read(path).reason == reason, "a longer one"
+    path.unlink()
+    with pytest.raises(OSError, match="No such file"):
+        health.write(path, Health(is_live=True, is_ready=True))

@@ -5,8 +5,9 @@ A count costs no system call. The file outlives its writer: the next process of 
 
 from __future__ import annotations
 
-import mmap
 from pathlib import Path
+
+from inflight.core.mapped_file import map_file
 
 SUFFIX = ".requests"
 # HTTP's statuses have three digits, gRPC's are below 17.
@@ -43,10 +44,7 @@ class RequestCounts:
     """
 
     def __init__(self, path: Path) -> None:
-        with open(path, "a+b") as file:
-            file.truncate(_NUM_STATUSES * _BYTES_PER_COUNT)
-            self._map = mmap.mmap(file.fileno(), 0)
-        self._counts = memoryview(self._map).cast("Q")
+        self._counts = memoryview(map_file(path, _NUM_STATUSES * _BYTES_PER_COUNT)).cast("Q")
 
     def count(self, status: int) -> None:
         """A request has ended with an HTTP status or the number of a gRPC status."""
