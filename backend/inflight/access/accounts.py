@@ -14,13 +14,13 @@ import time
 from collections import Counter
 
 from limits import RateLimitItem, RateLimitItemPerMinute
-from limits.aio.storage import MemoryStorage
 from limits.aio.strategies import FixedWindowRateLimiter
 
 from inflight.access.key import NO_LIMITS, KeyLimits
 from inflight.access.ledger import Ledger
 from inflight.access.messages import Verdict
 from inflight.access.tenant_metrics import TenantMetrics
+from inflight.access.window_storage import WindowStorage
 from inflight.ipc.metrics.usage import Usage, tenant_of
 
 REQUESTS, TOKENS, CONCURRENT = "requests_per_minute", "tokens_per_minute", "concurrent_requests"
@@ -42,7 +42,7 @@ class Accounts:
     def __init__(self, ledger: Ledger) -> None:
         self.metrics = TenantMetrics()
         self._ledger = ledger
-        self._limiter = FixedWindowRateLimiter(MemoryStorage())
+        self._limiter = FixedWindowRateLimiter(WindowStorage())
         self._limits: dict[str, KeyLimits] = {}
         self._in_flight: Counter[str] = Counter()
         self._lock = asyncio.Lock()  # between a check and what it counts
@@ -97,4 +97,4 @@ class Accounts:
 
     async def _exceeded(self, limit: str, window: RateLimitItem, account: str) -> Verdict:
         reset_at, _ = await self._limiter.get_window_stats(window, limit, account)
-        return Verdict(limit, window.amount, max(1, math.ceil(reset_at - time.time())))
+        return Verdict(limit, window.amount, max(1, math.ceil(reset_at - time.monotonic())))
