@@ -17,6 +17,7 @@ import socket
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import uvicorn
@@ -48,6 +49,23 @@ class Server(uvicorn.Server):
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         signal.signal(signal.SIGTERM, self.handle_exit)
         yield
+
+
+class Loop(uvloop.Loop):
+    """Closes connections whose TLS handshake takes too long; uvicorn has no option for that.
+
+    Args:
+        handshake_timeout_s: for a TLS handshake.
+    """
+
+    def __init__(self, handshake_timeout_s: float) -> None:
+        super().__init__()
+        self._handshake_timeout_s = handshake_timeout_s
+
+    async def create_server(self, *args: Any, **options: Any) -> Any:  # type: ignore[override]
+        if options.get("ssl") is not None:
+            options["ssl_handshake_timeout"] = self._handshake_timeout_s
+        return await super().create_server(*args, **options)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -98,7 +116,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             timeout_graceful_shutdown=math.ceil(options.drain),
         )
     )
-    uvloop.run(_serve(server, listener, options.heartbeat))
+    uvloop.run(
+        _serve(server, listener, options.heartbeat),
+        loop_factory=lambda: Loop(limits.header_timeout_s),
+    )
     if tracing is not None:
         tracing.close()
     return 0

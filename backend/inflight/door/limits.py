@@ -16,9 +16,12 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
         max_json_depth: levels of arrays and objects.
         max_inputs: tensors of a request; as many outputs may be requested.
         max_connections: at the same time, of all clients.
-        header_timeout_s: from the first byte of a request to the end of its headers.
+        max_streams_per_key: gRPC streams that are open at the same time, in each process.
+        header_timeout_s: from the first byte of a request to the end of its headers; also for a
+            TLS handshake.
         body_timeout_s: from there to the end of its body.
         idle_timeout_s: for a connection without a request.
+        stream_idle_timeout_s: for a gRPC stream without a request in flight.
         first_byte_timeout_s: for Triton to begin a response; queued requests wait inside of it.
         write_timeout_s: for a client that has stopped reading.
     """
@@ -30,8 +33,10 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     max_json_depth: int = 32
     max_inputs: int = 64
     max_connections: int = 4096
+    max_streams_per_key: int = 1024
     header_timeout_s: float = 10.0
     body_timeout_s: float = 30.0
     idle_timeout_s: float = 75.0
+    stream_idle_timeout_s: float = 600.0
     first_byte_timeout_s: float = 600.0
     write_timeout_s: float = 60.0

@@ -42,6 +42,4 @@ def test_a_full_disk_leaves_memory_of_its_own(
     mapped[:3] = b"abc"
     assert mapped[:4] == b"abc\0"
     assert (tmp_path / "file").read_bytes() == bytes(100)
-    assert caplog.messages == [
-        "file cannot be written, and is not used: No space left on device"
-    ]
+    assert caplog.messages == ["file cannot be written, and is not used: No space left on device"]

@@ -438,6 +438,20 @@ def test_connections_above_the_limit_are_closed(tmp_path, triton):
             one.close()
 
 
+def test_case_103_an_idle_stream_is_closed_and_one_with_a_request_is_not(tmp_path, triton):
+    options = ("--workers", "1")
+    with opened(tmp_path, triton.address, *options, stream_idle_timeout_s=1.0) as door:
+        unused, used, busy = (Stream(door.stub) for _ in range(3))
+        assert used.ask(id="1").infer_response.id == "1"
+        busy.ask("wait", id="2")
+        for stream in (unused, used):
+            code, details = stream.status()
+            assert code is CODE.UNAVAILABLE and "no request for 1 s" in details
+        triton.release.set()
+        assert next(busy.call).infer_response.id == "2", "its request was in flight all the time"
+        busy.close()
+
+
 # ---------------------------------------------------------------- processes
 
 

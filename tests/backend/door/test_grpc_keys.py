@@ -253,3 +253,28 @@ def test_a_door_does_not_start_with_a_broken_keys_file(tmp_path: Path, triton: S
     assert ended.returncode == 1
     assert "keys.json: is not a keys file" in ended.stderr
     assert "Traceback" not in ended.stderr
+
+
+def test_103_a_key_has_so_many_streams_and_another_key_its_own(
+    tmp_path: Path, keys: KeyDesk, triton: StandIn, key: str
+) -> None:
+    options = ("--workers", "1", "--drain", "1", *keys.options)
+    with opened(tmp_path, triton.address, *options, max_streams_per_key=3) as door:
+        held = [Stream(door, key) for _ in range(3)]
+        assert [one.ask() for one in held] == [""] * 3
+        more = Stream(door, key)
+        code, details = status(lambda: next(more.call))
+        more.close()
+        assert code is CODE.RESOURCE_EXHAUSTED
+        assert details == (
+            "stream: the key has 3 open streams; allowed: 3; close some, or send several requests "
+            "on one"
+        )
+        other = Stream(door, keys.issue())
+        assert other.ask() == ""
+        held[0].close()
+        assert list(held[0].call) == []
+        another = Stream(door, key)
+        assert another.ask() == ""
+        for one in (other, another, *held[1:]):
+            one.close()

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import socket
 import ssl
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -48,7 +50,8 @@ def http_door(
 def grpc_door(tmp_path_factory: pytest.TempPathFactory, options: tuple[str, ...]) -> Iterator[Door]:
     triton = StandIn()
     folder = tmp_path_factory.mktemp("grpc")
-    with opened(folder, triton.address, "--workers", "1", "--drain", "1", *options) as door:
+    started = ("--workers", "1", "--drain", "1", *options)
+    with opened(folder, triton.address, *started, header_timeout_s=1.0) as door:
         yield door
     triton.close()
 
@@ -108,6 +111,31 @@ def test_plain_http_on_the_tls_port_is_closed(http_door: Running, made: Certific
     reply = http_door.raw(b"GET /v2/health/ready HTTP/1.1\r\nHost: x\r\n\r\n")
     assert b"HTTP/1.1 200" not in reply
     assert http_door.process.poll() is None
+
+
+@pytest.mark.parametrize("pause_s", [None, 0.5], ids=["silent", "slow"])
+@pytest.mark.parametrize("kind", ["http", "grpc"])
+def test_104_a_slow_handshake_is_closed(
+    http_door: Running, grpc_door: Door, kind: str, pause_s: float | None
+) -> None:
+    """A client that sends nothing, or a byte twice a second."""
+    address = http_door.address if kind == "http" else grpc_door.address
+    host, _, port = address.rpartition(":")
+    hello = b"\x16\x03\x01\x02\x00" + bytes(512)  # a record, of which most never comes
+    started = time.monotonic()
+    with socket.create_connection((host, int(port)), timeout=10) as plain:
+        plain.settimeout(pause_s or 10.0)
+        for number in range(len(hello)):
+            with contextlib.suppress(TimeoutError):
+                try:
+                    if not plain.recv(4096):
+                        break
+                except ConnectionError:
+                    break
+            assert pause_s is not None and time.monotonic() - started < 20.0
+            with contextlib.suppress(OSError):  # closed; found by the next read
+                plain.send(hello[number : number + 1])
+    assert time.monotonic() - started >= 0.9
 
 
 def test_https_needs_the_clients_certificate_if_so_configured(

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import math
 import secrets
 import time
-from collections.abc import Callable, Coroutine
+from collections import Counter
+from collections.abc import Callable, Coroutine, Iterator
 from typing import Any
 
 import grpc
 
 from inflight.access.key import Key
 from inflight.door.grpc import status
-from inflight.door.grpc.status import Code, Status
+from inflight.door.grpc.status import Code, Refused, Status
 from inflight.door.limits import Limits
 from inflight.door.tracing import RequestSpan
 from inflight.ipc.metrics.request_counts import RequestCounts
@@ -34,7 +36,8 @@ class Call:
         request_id: this server's own name of the call; clients' ids are not unique.
         writing_since, reading_since, waiting_since: in time.monotonic(): since when it waits for
             the client to read, for the client's request, for Triton; infinity if it does not.
-        is_idle: without a request in flight; it may end when the server drains.
+        idle_since: in time.monotonic(): since when it is without a request in flight; infinity if
+            it has one. An idle call may end when the server drains.
         has_ended: its status or its only response is being sent.
         span: of the call, if it is traced.
         code: of its status; until it has one, that of a client that has left.
@@ -48,7 +51,7 @@ class Call:
         self.writing_since = math.inf
         self.reading_since = math.inf
         self.waiting_since = math.inf
-        self.is_idle = False
+        self.idle_since = math.inf
         self.has_ended = False
         self.code = Code.CANCELLED
         self.span: RequestSpan | None = None
@@ -133,6 +136,7 @@ class Calls:
         self._limits = limits
         self._counts = counts
         self._calls: set[Call] = set()
+        self._num_streams: Counter[str] = Counter()  # by the key's id
 
     async def run(
         self,
@@ -155,15 +159,38 @@ class Calls:
 
     def became_idle(self, call: Call) -> None:
         """A call has no request in flight now."""
-        call.is_idle = True
+        call.idle_since = time.monotonic()
         if self.is_draining:
             call.end(DRAINING)
+
+    @contextlib.contextmanager
+    def open_stream(self, call: Call) -> Iterator[None]:
+        """A stream is open within the `with` block.
+
+        Raises:
+            Refused: its key has too many.
+        """
+        key = call.key.id if call.key is not None else ""
+        allowed = self._limits.max_streams_per_key
+        if key and self._num_streams[key] >= allowed:
+            raise Refused(
+                Code.RESOURCE_EXHAUSTED,
+                f"stream: the key has {allowed} open streams; allowed: {allowed}; close some, or "
+                "send several requests on one",
+            )
+        self._num_streams[key] += 1
+        try:
+            yield
+        finally:
+            self._num_streams[key] -= 1
+            if not self._num_streams[key]:
+                del self._num_streams[key]
 
     async def drain(self, timeout: float) -> None:
         """End idle calls, and wait until the others have ended, for `timeout` seconds."""
         self.is_draining = True
         for call in tuple(self._calls):
-            if call.is_idle:
+            if not math.isinf(call.idle_since):
                 call.end(DRAINING)
         deadline = time.monotonic() + timeout
         # A call that has ended stays if its client does not read the status.
@@ -183,6 +210,8 @@ class Calls:
                     call.end(_not_sent(limits.body_timeout_s))
                 elif now - call.waiting_since > limits.first_byte_timeout_s:
                     call.end(_not_answered(limits.first_byte_timeout_s))
+                elif now - call.idle_since > limits.stream_idle_timeout_s:
+                    call.end(_not_used(limits.stream_idle_timeout_s))
 
 
 def _retrieve(future: asyncio.Future[None]) -> None:
@@ -201,6 +230,13 @@ def _not_read(seconds: float) -> Status:
 
 def _not_sent(seconds: float) -> Status:
     return Status(Code.DEADLINE_EXCEEDED, f"request: no complete message within {seconds:g} s")
+
+
+def _not_used(seconds: float) -> Status:
+    return Status(
+        Code.UNAVAILABLE,
+        f"the stream had no request for {seconds:g} s and is closed; open another one",
+    )
 
 
 def _not_answered(seconds: float) -> Status:

@@ -153,9 +153,10 @@ class Routes(grpc.GenericRpcHandler):  # type: ignore[misc]
                 lease.end()
 
     async def _stream(self, call: Call) -> None:
-        await Stream(
-            call, self._calls, self._probes, self._upstream, self._limits, self._gate
-        ).run()
+        with self._calls.open_stream(call):
+            await Stream(
+                call, self._calls, self._probes, self._upstream, self._limits, self._gate
+            ).run()
 
     async def _ask(self, call: Call, name: str, data: bytes) -> bytes:
         """Triton's response, within the client's deadline and the server's."""

@@ -134,7 +134,7 @@ class Stream:
             data = await call.read()
             if data is None:
                 return None
-            call.is_idle = False
+            call.idle_since = math.inf
             try:
                 if len(self._in_flight) >= MAX_IN_FLIGHT:
                     raise Refused(
@@ -171,7 +171,7 @@ class Stream:
             await triton.write(data)
             data = await self._next()
         self._is_half_closed = True
-        self._call.is_idle = False
+        self._call.idle_since = math.inf
         await triton.done_writing()
 
     def _sender_ended(self, sender: asyncio.Task[None]) -> None:
