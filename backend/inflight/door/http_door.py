@@ -62,7 +62,7 @@ class Loop(uvloop.Loop):
         super().__init__()
         self._handshake_timeout_s = handshake_timeout_s
 
-    async def create_server(self, *args: Any, **options: Any) -> Any:  # type: ignore[override]
+    async def create_server(self, *args: Any, **options: Any) -> Any:
         if options.get("ssl") is not None:
             options["ssl_handshake_timeout"] = self._handshake_timeout_s
         return await super().create_server(*args, **options)

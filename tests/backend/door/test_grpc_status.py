@@ -65,3 +65,13 @@ def test_errors_have_a_code(error, code):
 
 def test_an_unexpected_error_shows_nothing():
     assert status.of(KeyError("/etc/x")) == status.Status(grpc.StatusCode.INTERNAL, status.FAILED)
+
+
+def test_full_shared_memory_is_a_reason_to_retry():
+    text = (
+        "Failed to increase the shared memory pool size for key "
+        "'triton_python_backend_shm_region_1' to 1048576 bytes. Error: No space left on device"
+    )
+    found = status.of_triton(Code.INTERNAL, text)
+    assert found.code is Code.UNAVAILABLE and "too little free shared memory" in found.text
+    assert status.clean(text) == found.text

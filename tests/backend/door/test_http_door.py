@@ -626,6 +626,20 @@ def test_errors_of_triton_name_nothing_of_the_server(door: Running) -> None:
     assert not re.search(r"/opt|\.py|shm|0x", reply)
 
 
+def test_full_shared_memory_is_503(door: Running) -> None:
+    text = (
+        "in ensemble 'chat', Failed to increase the shared memory pool size for key "
+        "'triton_python_backend_shm_region_1a1f-47be' to 1048576 bytes. If you are running Triton "
+        "inside docker, use '--shm-size' flag. Error: No space left on device"
+    )
+    status, headers, reply = ask(door, "POST", "/v2/models/blamed/generate", {"text_input": text})
+    assert (status, headers["retry-after"]) == (503, "1")
+    assert json.loads(reply)["error"] == (
+        "the server has too little free shared memory for the request; retry later, or send a "
+        "shorter request"
+    )
+
+
 def test_a_connection_lost_before_the_answer_is_503(door: Running) -> None:
     status, headers, _ = ask(door, "POST", "/v2/models/drop/generate", BODY)
     assert (status, headers["retry-after"]) == (503, "1")

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import grpc
 
+from inflight.door import shared_memory
 from inflight.errors import (
     CapacityError,
     EngineError,
@@ -86,9 +87,11 @@ def of_triton(code: grpc.StatusCode, text: str) -> Status:
         return Status(code, LOST)
     if code is Code.UNIMPLEMENTED and "decoupled" in text:
         return Status(code, "ModelInfer: the model streams; allowed: ModelStreamInfer")
-    return Status(code, clean(text))
+    return Status(Code.UNAVAILABLE if shared_memory.is_full(text) else code, clean(text))
 
 
 def clean(text: str) -> str:
     """An error text of Triton or a model, unless it contains a path or a shared-memory region."""
+    if shared_memory.is_full(text):
+        return shared_memory.FULL
     return FAILED if _INTERNAL.search(text) else text

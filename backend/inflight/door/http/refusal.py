@@ -6,6 +6,7 @@ import re
 
 import msgspec
 
+from inflight.door import shared_memory
 from inflight.errors import (
     CapacityError,
     InflightError,
@@ -83,7 +84,10 @@ def from_triton(status: int, body: bytes) -> Refusal:
     Args:
         body: JSON, plain text, or the first server-sent event.
     """
-    text = _INTERNAL.sub("[...]", _error_text(body))
+    text = _error_text(body)
+    if shared_memory.is_full(text):
+        return Refusal(shared_memory.FULL, 503)
+    text = _INTERNAL.sub("[...]", text)
     if status == 404:  # of a model that is not loaded, although its name is known
         return Refusal(text, 404)
     if _UNAVAILABLE.search(text):
