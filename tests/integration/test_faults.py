@@ -1,0 +1,143 @@
+"""Faults of the machine and of operators: full file systems, a clock that jumps, signals at any
+time. The server serves on, or ends and leaves nothing."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from inflight.errors import InflightError
+from inflight.ipc import control
+from inflight.ipc.control import UnloadModel
+from inflight.ipc.runtime_folder import folder_of
+from kserve import Refused, Stream, request, tensor, text
+from supervised import Serving, launch, serve
+
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(240)]
+
+SUPPORT = Path(__file__).parents[1] / "support"
+# Seconds after the start: the command itself, the engine, tritonserver with its stubs.
+STARTS_S = (0.3, 1.5, 4.0)
+EXIT_S = 30.0
+
+
+@pytest.mark.parametrize("what", ["disk", "shared-memory"])
+def test_a_full_file_system_ends_no_server(what: str) -> None:
+    unshare = ["unshare", "--map-root-user", "--mount"]
+    if subprocess.run([*unshare, "true"], check=False).returncode:
+        # As for network namespaces in test_security.py. The parts are tested in
+        # tests/backend/core/test_mapped_file.py, tests/backend/ipc/test_health.py and
+        # tests/backend/access/test_ledger.py, and for shared memory in the tests of the doors.
+        pytest.skip("mount namespaces are not permitted here")
+    # A short path: a runtime folder with sockets lies in it.
+    with tempfile.TemporaryDirectory() as folder:
+        done = subprocess.run(
+            [*unshare, sys.executable, str(SUPPORT / "small_file_systems.py"), what, folder],
+            cwd=folder,
+            # Assertions of the script count.
+            env={**os.environ, "PYTHONOPTIMIZE": ""},
+            capture_output=True,
+            text=True,
+            timeout=220,
+            check=False,
+        )
+    assert done.returncode == 0, done.stderr
+    assert "served with" in done.stdout
+
+
+def endless(ensemble: str = "generate") -> object:
+    inputs = [tensor("stream", "BOOL", True), tensor("ignore_eos", "BOOL", True)]
+    return request(ensemble, text("word " * 50), *inputs, tensor("max_tokens", "INT32", 8000))
+
+
+def assert_nothing_is_left(
+    children: list[psutil.Process], regions: set[Path], folder: Path
+) -> None:
+    _, alive = psutil.wait_procs(children, timeout=15)
+    assert alive == []
+    assert not folder.exists()
+    assert not [region for region in regions if region.exists()]
+
+
+def test_a_second_sigterm_ends_a_drain_and_leaves_nothing(tmp_path: Path) -> None:
+    with serve(tmp_path, "cpu", "--drain", "120") as server:
+        children, regions, folder = server.children(), server.regions(), server.runtime_folder
+        stream = Stream(server.grpc, endless())
+        stream.next()
+        started = time.monotonic()
+        server.process.send_signal(signal.SIGTERM)
+        server.wait_until(lambda: server.health()[0] == 503, 30)
+        assert server.process.is_running() and stream.next(), "it drains"
+        server.process.send_signal(signal.SIGTERM)
+        assert server.process.wait(EXIT_S) == 0
+        assert time.monotonic() - started < 60, "not the time of the drain"
+        with pytest.raises(Refused):
+            list(stream)
+    assert_nothing_is_left(children, regions, folder)
+
+
+@pytest.mark.parametrize("after_s", STARTS_S)
+def test_sigterm_before_it_is_ready_leaves_nothing(tmp_path: Path, after_s: float) -> None:
+    process = launch(tmp_path, "echo")
+    serving = Serving(process, "", "", tmp_path / "models", tmp_path / "shown", tmp_path / "log")
+    try:
+        children: set[psutil.Process] = set()
+        regions: set[Path] = set()
+        until = time.monotonic() + after_s
+        while time.monotonic() < until and process.is_running():
+            children |= set(serving.children())
+            regions |= serving.regions()
+            time.sleep(0.05)
+        folder = folder_of(process.pid)
+        process.send_signal(signal.SIGTERM)
+        process.wait(EXIT_S)
+    finally:
+        if process.is_running():
+            process.kill()
+            process.wait()
+    assert "Traceback" not in serving.shown.read_text()
+    if not children and folder.exists():
+        folder.rmdir()  # made by this test: the server had not begun
+    assert_nothing_is_left(list(children), regions, folder)
+
+
+def test_sigterm_while_a_model_unloads_leaves_nothing(tmp_path: Path) -> None:
+    """Its streams finish within the time of the drain, or get an error; the command gets one."""
+    with serve(tmp_path, "cpu", "--model-control") as server:
+        children, regions, folder = server.children(), server.regions(), server.runtime_folder
+        socket = folder / control.SOCKET
+        stream = Stream(server.grpc, endless())
+        stream.next()
+        outcomes: list[str] = []
+
+        def unload() -> None:
+            try:
+                control.call(socket, UnloadModel("llm"))
+                outcomes.append("unloaded")
+            except InflightError as error:
+                outcomes.append(str(error))
+
+        thread = threading.Thread(target=unload)
+        thread.start()
+
+        def is_unloading() -> bool:
+            (status,) = control.call(socket, control.ListModels()).models
+            return status.state == "unloading"
+
+        server.wait_until(is_unloading, 30)
+        server.process.send_signal(signal.SIGTERM)
+        assert server.process.wait(2 * EXIT_S) == 0
+        thread.join(EXIT_S)
+        assert not thread.is_alive() and len(outcomes) == 1
+        with pytest.raises(Refused):
+            list(stream)
+    assert_nothing_is_left(children, regions, folder)
