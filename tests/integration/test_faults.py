@@ -3,6 +3,8 @@ time. The server serves on, or ends and leaves nothing."""
 
 from __future__ import annotations
 
+import email.utils
+import http.client
 import os
 import signal
 import subprocess
@@ -20,6 +22,7 @@ from inflight.ipc import control
 from inflight.ipc.control import UnloadModel
 from inflight.ipc.runtime_folder import folder_of
 from kserve import Refused, Stream, request, tensor, text
+from shifted_clock import ShiftedClock
 from supervised import Serving, launch, serve
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(240)]
@@ -28,6 +31,9 @@ SUPPORT = Path(__file__).parents[1] / "support"
 # Seconds after the start: the command itself, the engine, tritonserver with its stubs.
 STARTS_S = (0.3, 1.5, 4.0)
 EXIT_S = 30.0
+HOUR_S = 3600
+# Longer than each patience of the supervisor and the doors (3 to 4 s).
+WATCHED_S = 5.0
 
 
 @pytest.mark.parametrize("what", ["disk", "shared-memory"])
@@ -141,3 +147,48 @@ def test_sigterm_while_a_model_unloads_leaves_nothing(tmp_path: Path) -> None:
         with pytest.raises(Refused):
             list(stream)
     assert_nothing_is_left(children, regions, folder)
+
+
+def date_of(serving: Serving) -> float:
+    """The door's wall clock, in seconds since 1970."""
+    connection = http.client.HTTPConnection(serving.http, timeout=10)
+    try:
+        connection.request("GET", "/v2/health/live")
+        response = connection.getresponse()
+        assert response.status == 200
+        date = response.getheader("Date")
+        assert date is not None
+        return email.utils.parsedate_to_datetime(date).timestamp()
+    finally:
+        connection.close()
+
+
+def test_a_jump_of_the_clock_expires_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An hour ahead and two hours back under a stream, in the supervisor, the doors, the engine
+    and its sandboxes."""
+    try:
+        clock = ShiftedClock(tmp_path, monkeypatch)
+    except FileNotFoundError:
+        # tests/test_wall_clock.py tests the same claim by the sources.
+        pytest.skip("there is no C compiler")
+    with serve(tmp_path, "cpu", "--grpc-guard") as server:
+        canary, pids = server.canary(), {child.pid for child in server.children()}
+        stream = Stream(server.grpc, endless())
+        num_tokens = stream.next()["num_output_tokens"]
+        for shift_s in (HOUR_S, -HOUR_S):
+            clock.jump(shift_s)
+            server.wait_until(lambda s=shift_s: is_near(date_of(server) - time.time(), s), 10)
+            until = time.monotonic() + WATCHED_S
+            while time.monotonic() < until:
+                assert server.health() == (200, "")
+                num_tokens += stream.next()["num_output_tokens"]
+            assert server.canary() == canary
+        assert num_tokens > 2
+        stream.cancel()
+        assert {child.pid for child in server.children()} == pids, "nothing was restarted"
+
+
+def is_near(found: float, expected: float) -> bool:
+    return abs(found - expected) < 60
