@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import random
+import re
 import signal
 import stat
 import statistics
@@ -403,3 +405,61 @@ def test_a_server_stops_while_a_model_loads(tmp_path: Path) -> None:
         assert not thread.is_alive() and len(errors) == 1
     _, alive = psutil.wait_procs(children, timeout=10)
     assert alive == []
+
+
+STORM_THREADS = 4
+NUM_LONG_CHANGES = 50
+# Of two changes of a model, the later one may find that the earlier one has unloaded it.
+UNLOADED = re.compile(r"model \w+ is not loaded; loaded: ")
+
+
+def storm(serving: Serving, names: list[str], num_changes: int) -> list[str]:
+    """Loads, replacements and unloads of models from four threads; returns the errors other than
+    that a model to unload is not loaded."""
+    errors: list[str] = []
+
+    def run(number: int) -> None:
+        generator = random.Random(number)
+        for place in range(num_changes):
+            name = generator.choice(names)
+            message: control.Request = LoadModel(name, {"max_num_seqs": generator.randint(8, 64)})
+            if (number + place) % STORM_THREADS == 1:
+                message = UnloadModel(name)
+            try:
+                change(serving, message)
+            except InflightError as error:
+                if not UNLOADED.match(str(error)):
+                    errors.append(str(error))
+
+    threads = [threading.Thread(target=run, args=(number,)) for number in range(STORM_THREADS)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return errors
+
+
+def check_storm(serving: Serving, names: list[str], num_changes: int) -> None:
+    """All models are loaded and answer after it, and nothing else is left."""
+    for name in names:
+        change(serving, LoadModel(name))  # a first replacement leaves the second engine's files
+    before = footprint(serving)
+    assert storm(serving, names, num_changes) == []
+    for name in names:
+        change(serving, LoadModel(name))
+    assert {one.state for one in states(serving).values()} == {"ready"}
+    assert answer(serving, "generate") == answer(serving, "two_generate") == "The canary sings."
+    serving.wait_until(lambda: footprint(serving)["processes"] == before["processes"], 15)
+    check_footprint(before, footprint(serving))
+    serving.wait_until(lambda: serving.health()[0] == 200, 15)
+
+
+def test_changes_from_four_sides_leave_the_state_of_the_last_one(serving: Serving) -> None:
+    check_storm(serving, ["two_llm"], 1)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(7200)
+def test_a_storm_of_changes_leaves_nothing(tmp_path: Path) -> None:
+    with serving_two(tmp_path) as server:
+        check_storm(server, ["two_llm", "llm"], NUM_LONG_CHANGES)
