@@ -17,9 +17,7 @@ ODD = "[/b] a [bold]path[/x]"
 
 
 @pytest.mark.parametrize("is_terminal", [True, False])
-def test_texts_are_not_taken_for_markup(
-    is_terminal: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_texts_are_not_taken_for_markup(is_terminal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERM", "xterm")  # a dumb one shows no progress
     shown = io.StringIO()
     display = Display(Console(file=shown, force_terminal=is_terminal, width=200, color_system=None))
