@@ -17,6 +17,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from failpoint import set_failpoint
 from inflight.errors import InflightError
 from inflight.ipc import control
 from inflight.ipc.control import UnloadModel
@@ -34,6 +35,13 @@ EXIT_S = 30.0
 HOUR_S = 3600
 # Longer than each patience of the supervisor and the doors (3 to 4 s).
 WATCHED_S = 5.0
+# A stream of the echo engine alone would end too soon.
+STEP_MS = 50
+
+
+@pytest.fixture
+def _slow_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    set_failpoint(monkeypatch, "slow", STEP_MS)
 
 
 @pytest.mark.parametrize("what", ["disk", "shared-memory"])
@@ -74,8 +82,9 @@ def assert_nothing_is_left(
     assert not [region for region in regions if region.exists()]
 
 
+@pytest.mark.usefixtures("_slow_steps")
 def test_a_second_sigterm_ends_a_drain_and_leaves_nothing(tmp_path: Path) -> None:
-    with serve(tmp_path, "cpu", "--drain", "120") as server:
+    with serve(tmp_path, "echo", "--drain", "120") as server:
         children, regions, folder = server.children(), server.regions(), server.runtime_folder
         stream = Stream(server.grpc, endless())
         stream.next()
@@ -116,9 +125,10 @@ def test_sigterm_before_it_is_ready_leaves_nothing(tmp_path: Path, after_s: floa
     assert_nothing_is_left(list(children), regions, folder)
 
 
+@pytest.mark.usefixtures("_slow_steps")
 def test_sigterm_while_a_model_unloads_leaves_nothing(tmp_path: Path) -> None:
     """Its streams finish within the time of the drain, or get an error; the command gets one."""
-    with serve(tmp_path, "cpu", "--model-control") as server:
+    with serve(tmp_path, "echo", "--model-control") as server:
         children, regions, folder = server.children(), server.regions(), server.runtime_folder
         socket = folder / control.SOCKET
         stream = Stream(server.grpc, endless())
@@ -163,6 +173,7 @@ def date_of(serving: Serving) -> float:
         connection.close()
 
 
+@pytest.mark.usefixtures("_slow_steps")
 def test_a_jump_of_the_clock_expires_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -173,7 +184,7 @@ def test_a_jump_of_the_clock_expires_nothing(
     except FileNotFoundError:
         # tests/test_wall_clock.py tests the same claim by the sources.
         pytest.skip("there is no C compiler")
-    with serve(tmp_path, "cpu", "--grpc-guard") as server:
+    with serve(tmp_path, "echo", "--grpc-guard") as server:
         canary, pids = server.canary(), {child.pid for child in server.children()}
         stream = Stream(server.grpc, endless())
         num_tokens = stream.next()["num_output_tokens"]
