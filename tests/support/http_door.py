@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -206,7 +206,10 @@ def receive(sock: socket.socket, silence_s: float = 0.7) -> bytes:
 
 
 @contextlib.contextmanager
-def a_door(folder: Path, *options: str, limits: dict[str, Any] = LIMITS) -> Iterator[Running]:
+def a_door(
+    folder: Path, *options: str, limits: dict[str, Any] = LIMITS, prefix: Sequence[str] = ()
+) -> Iterator[Running]:
+    """prefix: of its command, such as `prlimit`."""
     triton = FakeTriton()
     threading.Thread(target=triton.serve_forever, args=(0.05,), daemon=True).start()
     held = HeldPorts("127.0.0.1", (0,))
@@ -215,7 +218,7 @@ def a_door(folder: Path, *options: str, limits: dict[str, Any] = LIMITS) -> Iter
     write(health, Health(is_live=True, is_ready=True))
     process = subprocess.Popen(
         [
-            *(sys.executable, "-m", "inflight.door.http_door"),
+            *(*prefix, sys.executable, "-m", "inflight.door.http_door"),
             *("--listen", f"127.0.0.1:{port}", "--health", str(health)),
             *("--upstream", f"127.0.0.1:{triton.server_address[1]}"),
             *("--limits", json.dumps(limits)),

@@ -28,6 +28,7 @@ from http_door import (
     EVENT,
     GENERATE,
     GET,
+    LIMITS,
     Running,
     a_door,
     ask,
@@ -36,6 +37,7 @@ from http_door import (
     receive,
     sized,
 )
+from inflight.deploy.file_limit import raise_file_limit
 from inflight.ipc.metrics import request_counts
 from otlp_collector import attributes, collecting
 
@@ -712,6 +714,28 @@ def test_connections_over_the_limit_are_refused(tmp_path: Path) -> None:
         reply = door.raw(head(start=GET.format("/v2/health/live")))
         assert b" 503 " in reply
         assert b"retry-after: 1" in reply.lower()
+
+
+def test_a_door_without_descriptors_recovers(tmp_path: Path) -> None:
+    """Connections beyond its limit of open files are closed; later ones are served."""
+    raise_file_limit()  # of this process
+    limits = {**LIMITS, "max_connections": 4096, "idle_timeout_s": 60.0}
+    limited = ("prlimit", "--nofile=1024:1024")
+    with a_door(tmp_path, limits=limits, prefix=limited) as door, contextlib.ExitStack() as held:
+        for _ in range(1200):
+            held.enter_context(door.connect())
+        with pytest.raises(OSError):
+            ask(door, "GET", "/v2/health/live")
+        held.close()
+        until = time.monotonic() + 20
+        while True:
+            try:
+                assert post(door, BODY)[0] == 200
+                break
+            except OSError:
+                assert time.monotonic() < until
+                time.sleep(0.1)
+        assert door.process.poll() is None
 
 
 def test_bodies_of_all_requests_are_bounded_together(tmp_path: Path) -> None:
