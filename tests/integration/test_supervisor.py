@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import http.client
+import json
 import os
 import random
 import signal
@@ -165,9 +168,16 @@ def test_readiness_tells_the_truth_while_an_engine_is_replaced(serving: Serving)
     assert generate(serving.http, "generate", text_input="x", max_tokens=1)["finish_reason"]
 
 
-def test_a_door_that_dies_is_replaced(serving: Serving) -> None:
-    os.kill(serving.pid_of("http"), signal.SIGKILL)
-    serving.wait_until(lambda: serving.health()[0] == 0, 5)
+def test_a_door_that_dies_is_replaced_and_its_streams_are_cancelled(serving: Serving) -> None:
+    connection = http.client.HTTPConnection(serving.http, timeout=60)
+    options = {"max_tokens": 8000, "ignore_eos": True, "stream": True}
+    body = json.dumps({"text_input": "Tell me about doors.", **options})
+    connection.request("POST", "/v2/models/generate/generate_stream", body)
+    with contextlib.closing(connection), connection.getresponse() as response:
+        assert response.readline().startswith(b"data: ")
+        assert serving.stats().num_running == 1
+        os.kill(serving.pid_of("http"), signal.SIGKILL)
+        serving.wait_until(lambda: serving.stats().num_running == 0, SLOW * 2.0)
     assert serving.wait_until(lambda: serving.health()[0] == 200, 30) < 20.0
 
 
