@@ -19,7 +19,7 @@ import pytest
 
 from failpoint import set_failpoint
 from inflight.errors import InflightError
-from inflight.ipc import control
+from inflight.ipc import control, engine_client
 from inflight.ipc.control import UnloadModel
 from inflight.ipc.runtime_folder import folder_of
 from kserve import Refused, Stream, request, tensor, text
@@ -157,6 +157,26 @@ def test_sigterm_while_a_model_unloads_leaves_nothing(tmp_path: Path) -> None:
         with pytest.raises(Refused):
             list(stream)
     assert_nothing_is_left(children, regions, folder)
+
+
+@pytest.mark.parametrize("options", [(), ("--model-control",)], ids=["plain", "model control"])
+def test_a_socket_that_is_removed_does_not_keep_fronts_out(
+    tmp_path: Path, options: tuple[str, ...]
+) -> None:
+    """By a program that cleans folders. Its engine, or the link to it, is replaced."""
+    with serve(tmp_path, "echo", *options) as server:
+        canary, engine = server.canary(), server.pid_of("engine")
+        path = engine_client.socket_path(server.models / "llm", server.process.pid)
+        path.unlink()
+        server.wait_until(path.exists, 30)
+        server.wait_until_serving(canary)
+        assert (server.pid_of("engine") == engine) == bool(options)
+        server.wait_until(lambda: server.health()[0] == 200, 30)
+        tritonserver = server.pid_of("tritonserver")
+        os.kill(tritonserver, signal.SIGKILL)
+        server.wait_until(lambda: server.health()[0] != 200, 30)
+        server.wait_until_serving(canary)
+        assert server.pid_of("tritonserver") != tritonserver
 
 
 def date_of(serving: Serving) -> float:

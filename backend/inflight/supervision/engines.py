@@ -52,9 +52,12 @@ class EngineChild:
         self._owner = owner
         self._log_file = log_file
         self._path = engine_client.socket_path(model, owner.pid, generation)
+        self._link = engine_client.socket_path(model, owner.pid)
+        self._is_linked = False
         self._process: subprocess.Popen[bytes] | None = None
         self._client: EngineClient | None = None
         self._load_failure = ""
+        self._has_socket = False
         self._closing = threading.Event()
 
     @property
@@ -70,6 +73,7 @@ class EngineChild:
         for path in (self._path, engine_client.heartbeat_path(self._path)):
             path.unlink(missing_ok=True)  # of the one before: it would look overdue
         self._load_failure = ""
+        self._has_socket = False
         with open(self._log_file, "ab") as output:
             self._process = engine_client.start_engine(
                 self.model, self._owner, output, path=self._path, config=self.config
@@ -85,7 +89,8 @@ class EngineChild:
             new = self._path.with_suffix(".link")
             new.unlink(missing_ok=True)
             new.symlink_to(self._path)
-            new.replace(engine_client.socket_path(self.model, self._owner.pid))
+            new.replace(self._link)
+            self._is_linked = True
 
     def problem(self) -> str:
         process = self._process
@@ -95,6 +100,12 @@ class EngineChild:
             return self._load_failure or how_it_exited(status)
         if overdue_s(engine_client.heartbeat_path(self._path)):
             return "hangs: no progress within the time that a step may take"
+        if self._path.exists():
+            self._has_socket = True
+        elif self._has_socket:
+            return "has lost its socket"  # fronts that start later could not attach
+        if self._is_linked and not self._link.is_symlink():
+            self.link()
         return ""
 
     def kill(self) -> None:
