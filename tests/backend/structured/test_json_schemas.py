@@ -5,6 +5,7 @@ import random
 from collections.abc import Iterable
 
 import jsonschema
+import pytest
 
 from grammar_walk import Walker
 from grammars import compile_with
@@ -57,6 +58,7 @@ def test_schemas_are_kept_by_other_vocabularies(
             compiler.close()
 
 
+@pytest.mark.long
 def test_a_thousand_schemas_are_kept(compiler: Compiler, vocabulary: Vocabulary) -> None:
     ended, total = check(compiler, vocabulary, range(1000))
     assert total == 1000 and ended >= 980
