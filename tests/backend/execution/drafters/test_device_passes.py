@@ -44,8 +44,8 @@ def rig(tmp_path_factory: pytest.TempPathFactory) -> Rig:
         num_requests=12,
         prompt_len=40,
         common_len=32,
-        last_prompt_len=76,
-        max_tokens=20,
+        last_prompt_len=79,
+        max_tokens=17,
     )
 
 

@@ -82,7 +82,7 @@ def make_engine(
     return Engine(config, runner, model.max_model_len(config), model.eos_token_ids)
 
 
-def requests(max_tokens: int = 24, **params: Any) -> list[Request]:
+def requests(max_tokens: int = 16, **params: Any) -> list[Request]:
     """24 prompts, of which some begin alike; every other one is drawn."""
     generator = random.Random(3)
     common = [generator.randrange(3, 160) for _ in range(16)]
@@ -110,10 +110,12 @@ def expected(folder: Path) -> dict[int, list[int]]:
 def test_drafts_leave_no_trace(
     folder: Path, expected: dict[int, list[int]], drafter: str, way: dict[str, Any]
 ) -> None:
+    # One after another they share no step: a third of them shows as much.
+    given = requests()[:8] if way.get("max_num_seqs") == 1 else requests()
     engine = make_engine(folder, drafting(folder, drafter), **way)
     if drafter == "eagle3":  # a head with random weights is never right by itself
         Spoiled(engine, expected)
-    assert generate(engine, requests()) == expected
+    assert generate(engine, given) == {one.request_id: expected[one.request_id] for one in given}
     stats = engine.stats()
     assert 0 < stats.num_accepted_tokens < stats.num_drafted_tokens
     if "num_blocks" in way:
