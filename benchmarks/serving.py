@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import itertools
 import json
 import os
@@ -69,6 +70,22 @@ def make_model(source: Path, target: Path) -> list[str]:
     return words
 
 
+def _syllables() -> list[str]:
+    return ["".join(pair) for pair in itertools.product("bcdfghjklmnpqrstvwxyz", "aeiou")]
+
+
+@functools.cache
+def _merges() -> list[tuple[str, str]]:
+    """A million of them, of syllables and of words of one to three syllables."""
+    syllables = _syllables()
+    merges = [(syllable[0], syllable[1]) for syllable in syllables]
+    merges += [("Ġ", syllable) for syllable in syllables]
+    merges += [(f"Ġ{a}", b) for a, b in itertools.product(syllables, syllables)]
+    triples = [(f"Ġ{a}{b}", c) for a, b, c in itertools.product(syllables, repeat=3)]
+    random.Random(0).shuffle(triples)
+    return merges + triples
+
+
 def make_tokenizer(vocab_size: int) -> tuple[dict[str, Any], list[str]]:
     """A byte-level BPE whose tokens are the bytes, syllables, and words of up to three syllables.
 
@@ -77,16 +94,10 @@ def make_tokenizer(vocab_size: int) -> tuple[dict[str, Any], list[str]]:
     """
     from tokenizers.pre_tokenizers import ByteLevel
 
-    syllables = ["".join(pair) for pair in itertools.product("bcdfghjklmnpqrstvwxyz", "aeiou")]
-    merges = [(syllable[0], syllable[1]) for syllable in syllables]
-    merges += [("Ġ", syllable) for syllable in syllables]
-    merges += [(f"Ġ{a}", b) for a, b in itertools.product(syllables, syllables)]
-    triples = [(f"Ġ{a}{b}", c) for a, b, c in itertools.product(syllables, repeat=3)]
-    random.Random(0).shuffle(triples)
     vocabulary = sorted(ByteLevel.alphabet())
-    merges = [*merges, *triples][: vocab_size - len(vocabulary)]
+    merges = _merges()[: vocab_size - len(vocabulary)]
     vocabulary += [a + b for a, b in merges]
-    if len(vocabulary) != vocab_size or len(merges) <= 2 * len(syllables):
+    if len(vocabulary) != vocab_size or len(merges) <= 2 * len(_syllables()):
         sys.exit(f"no tokenizer can be made up for a vocabulary of {vocab_size} tokens")
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "use_regex": True}
     tokenizer = {

@@ -2,6 +2,7 @@
 
 import json
 import random
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -12,10 +13,13 @@ from grammars import compile_here
 from inflight.core.output_constraint import Kind
 from inflight.errors import EngineError
 from inflight.structured import masks
+from inflight.structured.grammar import Grammar
 from inflight.structured.masks import MaskFiller
 from inflight.structured.matcher import Matcher
 from inflight.structured.vocabulary import Vocabulary
 from inflight.text.tokenizer import Tokenizer
+
+Started = Callable[..., list[Matcher]]
 
 END = 2
 GUIDES: list[tuple[Kind, str]] = [
@@ -35,21 +39,34 @@ def rows(vocabulary: Vocabulary, count: int) -> Any:
     return np.zeros((count, vocabulary.num_words), np.int32)
 
 
-def started(vocabulary: Vocabulary, count: int, steps: int = 3) -> list[Matcher]:
-    """Matchers of several grammars, some tokens on their way."""
-    walker = Walker(vocabulary)
-    compiled = [compile_here(vocabulary, *guide) for guide in GUIDES]
-    matchers = [Matcher(compiled[i % len(compiled)], vocabulary) for i in range(count)]
-    for i, matcher in enumerate(matchers):
-        walker.walk(matcher, random.Random(i), steps, max_steps=i % (steps + 1))
-    return matchers
+@pytest.fixture(scope="module")
+def compiled(vocabulary: Vocabulary) -> list[Grammar]:
+    return [compile_here(vocabulary, *guide) for guide in GUIDES]
+
+
+@pytest.fixture(scope="module")
+def walker(vocabulary: Vocabulary) -> Walker:
+    return Walker(vocabulary)
+
+
+@pytest.fixture
+def started(vocabulary: Vocabulary, compiled: list[Grammar], walker: Walker) -> Started:
+    """Makes matchers of several grammars, some tokens on their way."""
+
+    def make(count: int, steps: int = 3) -> list[Matcher]:
+        matchers = [Matcher(compiled[i % len(compiled)], vocabulary) for i in range(count)]
+        for i, matcher in enumerate(matchers):
+            walker.walk(matcher, random.Random(i), steps, max_steps=i % (steps + 1))
+        return matchers
+
+    return make
 
 
 @pytest.mark.parametrize("count", [1, 2, 9])
 def test_a_batch_is_its_rows_one_by_one(
-    filler: MaskFiller, vocabulary: Vocabulary, count: int
+    started: Started, filler: MaskFiller, vocabulary: Vocabulary, count: int
 ) -> None:
-    matchers = started(vocabulary, count)
+    matchers = started(count)
     together, alone = rows(vocabulary, count), rows(vocabulary, count)
     assert filler.fill(matchers, together) == {}
     for i, matcher in enumerate(matchers):
@@ -58,16 +75,20 @@ def test_a_batch_is_its_rows_one_by_one(
     assert all(row.any() for row in together)
 
 
-def test_rows_past_the_batch_are_not_modified(filler: MaskFiller, vocabulary: Vocabulary) -> None:
+def test_rows_past_the_batch_are_not_modified(
+    started: Started, filler: MaskFiller, vocabulary: Vocabulary
+) -> None:
     out = np.full((4, vocabulary.num_words), 77, np.int32)
-    filler.fill(started(vocabulary, 2), out)
+    filler.fill(started(2), out)
     assert (out[2:] == 77).all() and not (out[:2] == 77).all()
 
 
-def test_mask_bits_past_the_vocabulary_are_zero(filler: MaskFiller, vocabulary: Vocabulary) -> None:
+def test_mask_bits_past_the_vocabulary_are_zero(
+    started: Started, filler: MaskFiller, vocabulary: Vocabulary
+) -> None:
     assert vocabulary.size % 32
     out = np.full((9, vocabulary.num_words), -1, np.int32)
-    filler.fill(started(vocabulary, 9), out)
+    filler.fill(started(9), out)
     assert all(allowed(row).max() < vocabulary.num_used for row in out)
 
 
@@ -85,19 +106,24 @@ def test_no_sequences_no_masks(filler: MaskFiller, vocabulary: Vocabulary) -> No
         lambda n: np.zeros(2 * n, np.int32),
     ],
 )
-def test_a_wrong_array_is_refused(filler: MaskFiller, vocabulary: Vocabulary, wrong: Any) -> None:
+def test_a_wrong_array_is_refused(
+    started: Started, filler: MaskFiller, vocabulary: Vocabulary, wrong: Any
+) -> None:
     with pytest.raises(ValueError, match="it has to be int32, C-contiguous, of"):
-        filler.fill(started(vocabulary, 2), wrong(vocabulary.num_words))
+        filler.fill(started(2), wrong(vocabulary.num_words))
 
 
 @pytest.mark.parametrize("own_end", [False, True])
 def test_rows_of_drafts_are_those_of_the_way_there(
-    filler: MaskFiller, vocabulary: Vocabulary, smollm: Tokenizer, own_end: bool
+    filler: MaskFiller,
+    vocabulary: Vocabulary,
+    smollm: Tokenizer,
+    compiled: list[Grammar],
+    walker: Walker,
+    own_end: bool,
 ) -> None:
     comma = smollm.encode(",", add_special_tokens=False)[0]
     rng = random.Random(1)
-    walker = Walker(vocabulary)
-    compiled = [compile_here(vocabulary, *guide) for guide in GUIDES]
     for _ in range(15):
         matchers = [
             Matcher(grammar, vocabulary, [END, comma] if own_end else None) for grammar in compiled
@@ -130,10 +156,10 @@ def test_rows_of_drafts_are_those_of_the_way_there(
 
 
 def test_successful_batches_are_not_retried_one_by_one(
-    filler: MaskFiller, vocabulary: Vocabulary, monkeypatch: pytest.MonkeyPatch
+    started: Started, filler: MaskFiller, vocabulary: Vocabulary, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whether there are drafts, in some sequences or in none."""
-    matchers = started(vocabulary, 4, steps=0)
+    matchers = started(4, steps=0)
     right, out = rows(vocabulary, 4), rows(vocabulary, 5)
     assert filler.fill(matchers, right) == {}
 
@@ -149,9 +175,9 @@ def test_successful_batches_are_not_retried_one_by_one(
 
 
 def test_a_sequence_that_ended_may_end_only(
-    filler: MaskFiller, vocabulary: Vocabulary, smollm: Tokenizer
+    started: Started, filler: MaskFiller, vocabulary: Vocabulary, smollm: Tokenizer
 ) -> None:
-    matchers = started(vocabulary, 3, steps=0)
+    matchers = started(3, steps=0)
     matchers[2].advance([*smollm.encode("no", add_special_tokens=False), END])
     out = rows(vocabulary, 3)
     assert filler.fill(matchers, out) == {}
@@ -166,8 +192,10 @@ class Broken:
         raise SystemError("not a matcher")
 
 
-def test_one_that_fails_fails_alone(filler: MaskFiller, vocabulary: Vocabulary) -> None:
-    matchers = started(vocabulary, 5)
+def test_one_that_fails_fails_alone(
+    started: Started, filler: MaskFiller, vocabulary: Vocabulary
+) -> None:
+    matchers = started(5)
     right = rows(vocabulary, 5)
     filler.fill(matchers, right)
     matchers[1].state.consume_token(vocabulary.size - 1)  # behind its back: now it is broken
@@ -181,8 +209,10 @@ def test_one_that_fails_fails_alone(filler: MaskFiller, vocabulary: Vocabulary) 
     assert np.array_equal(out[[0, 2, 3]], right[[0, 2, 3]])
 
 
-def test_one_that_can_recover_does(filler: MaskFiller, vocabulary: Vocabulary) -> None:
-    matchers = started(vocabulary, 4)
+def test_one_that_can_recover_does(
+    started: Started, filler: MaskFiller, vocabulary: Vocabulary
+) -> None:
+    matchers = started(4)
     right, out = rows(vocabulary, 4), rows(vocabulary, 4)
     filler.fill(matchers, right)
     matchers[1].state.consume_token(vocabulary.size - 1)
@@ -201,10 +231,10 @@ def test_an_output_that_nothing_can_end_fails(
 
 
 def test_a_slow_grammar_is_found_and_fails(
-    vocabulary: Vocabulary, monkeypatch: pytest.MonkeyPatch
+    started: Started, vocabulary: Vocabulary, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In the step after the slow one, so that a pause of the machine fails no sequence."""
-    matchers = started(vocabulary, 3, steps=0)
+    matchers = started(3, steps=0)
     filler = MaskFiller(vocabulary)
     right = rows(vocabulary, 3)
     monkeypatch.setattr(masks, "MAX_MASK_S", 0.0)
@@ -220,9 +250,9 @@ def test_a_slow_grammar_is_found_and_fails(
 
 
 def test_many_masks_cost_no_more_than_one_slow_mask(
-    vocabulary: Vocabulary, monkeypatch: pytest.MonkeyPatch
+    started: Started, vocabulary: Vocabulary, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    matchers = started(vocabulary, 9)
+    matchers = started(9)
     filler = MaskFiller(vocabulary)
     clock = iter(np.arange(100) * 0.9 * masks.MAX_MASK_S)
     monkeypatch.setattr(masks.time, "perf_counter", lambda: next(clock))
