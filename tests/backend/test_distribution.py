@@ -22,7 +22,6 @@ from inflight.execution.sampler import LogitsRow, SamplerOutput, sample
 from inflight.sampling.params import SamplingParams
 
 VOCAB_SIZE = 8
-NUM_DRAWS = 20_000
 NUM_POSITIONS = 3
 NUM_DRAFTS = 2
 AT_ONCE = 1000
@@ -38,6 +37,11 @@ OPTIONS = [
     pytest.param({"temperature": 0.9, "top_p": 0.6}, id="top_p"),
     pytest.param({"temperature": 1.2, "top_k": 5, "min_p": 0.05}, id="top_k, min_p"),
 ]
+
+
+all_draws = pytest.mark.parametrize(
+    "num_draws", [10_000, pytest.param(20_000, marks=pytest.mark.long)]
+)
 
 
 def exact(params: SamplingParams) -> npt.NDArray[np.float64]:
@@ -56,15 +60,17 @@ def exact(params: SamplingParams) -> npt.NDArray[np.float64]:
     return probs
 
 
-def draws(params: SamplingParams, drafter: np.random.Generator) -> npt.NDArray[np.int64]:
-    """[NUM_DRAWS, NUM_POSITIONS] tokens, drawn by as many requests with drafts."""
+def draws(
+    params: SamplingParams, drafter: np.random.Generator, num_draws: int
+) -> npt.NDArray[np.int64]:
+    """[num_draws, NUM_POSITIONS] tokens, drawn by as many requests with drafts."""
     runner = object.__new__(CpuRunner)  # without a model: its choice needs none
     # Half of what it drafts is likely, half of it is not.
     guesses = (torch.softmax(LOGITS, -1) + torch.softmax(-LOGITS, -1)).cumsum(-1).numpy()
     guesses /= guesses[:, -1:]
     found = []
     accepted = 0
-    for first in range(0, NUM_DRAWS, AT_ONCE):
+    for first in range(0, num_draws, AT_ONCE):
         running = [
             Sequence(Request(i, [FIRST], params), 100, seed=7 * i + 1)
             for i in range(first, first + AT_ONCE)
@@ -91,7 +97,7 @@ def draws(params: SamplingParams, drafter: np.random.Generator) -> npt.NDArray[n
                 one.token_ids += chosen
                 accepted += len(chosen) - 1
         found += [one.token_ids[1 : 1 + NUM_POSITIONS] for one in running]
-    assert 0.1 * NUM_DRAWS < accepted < 2 * NUM_DRAWS
+    assert 0.1 * num_draws < accepted < 2 * num_draws
     return np.array(found)
 
 
@@ -117,16 +123,20 @@ def p_values(tokens: npt.NDArray[np.int64], probs: npt.NDArray[np.float64]) -> l
     return found
 
 
+@all_draws
 @pytest.mark.parametrize("options", OPTIONS)
-def test_sampling_with_drafts_equals_sampling_without(options: dict[str, float]) -> None:
+def test_sampling_with_drafts_equals_sampling_without(
+    options: dict[str, float], num_draws: int
+) -> None:
     params = SamplingParams(**options)  # type: ignore[arg-type]
-    tokens = draws(params, np.random.default_rng(2))
+    tokens = draws(params, np.random.default_rng(2), num_draws)
     assert min(p_values(tokens, exact(params))) > MIN_P
 
 
+@all_draws
 @pytest.mark.parametrize("options", OPTIONS[:1])
 def test_an_accepted_draft_that_was_not_sampled_is_detected(
-    options: dict[str, float], monkeypatch: pytest.MonkeyPatch
+    options: dict[str, float], num_draws: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One wrong draft in twenty is taken: the test above is sharp enough to see that."""
     mistakes = np.random.default_rng(3)
@@ -140,5 +150,5 @@ def test_an_accepted_draft_that_was_not_sampled_is_detected(
 
     monkeypatch.setattr(cpu_runner, "sample", careless)
     params = SamplingParams(**options)  # type: ignore[arg-type]
-    tokens = draws(params, np.random.default_rng(2))
+    tokens = draws(params, np.random.default_rng(2), num_draws)
     assert min(p_values(tokens, exact(params))) < MIN_P**3
