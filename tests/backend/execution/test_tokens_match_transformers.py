@@ -3,12 +3,15 @@ engine got to compute them."""
 
 from __future__ import annotations
 
+import functools
 import random
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import gguf
+import msgspec
 import pytest
 import torch
 import transformers
@@ -18,6 +21,8 @@ from inflight.config import EngineConfig
 from inflight.core.request import Request
 from inflight.engine.engine import Engine, generate
 from inflight.execution import factory as runners
+from inflight.execution.runner import Runner
+from inflight.models.spec import ModelSpec
 from inflight.sampling.params import SamplingParams
 from inflight.text.tokenizer import Tokenizer
 from paged_decoder import Paged, blocks_for, load
@@ -27,6 +32,10 @@ OUTPUT_LEN = 64
 PARAMS = SamplingParams(max_tokens=OUTPUT_LEN, temperature=0.0, ignore_eos=True)
 
 pytestmark = pytest.mark.timeout(600)
+
+# Of the prompts, every so many, the longest among them; all of them in a long run.
+LONGEST = 22
+some_or_all = pytest.mark.parametrize("every", [4, pytest.param(1, marks=pytest.mark.long)])
 
 
 @pytest.fixture(scope="module")
@@ -42,9 +51,16 @@ def prompts(checkpoint: Checkpoint) -> list[list[int]]:
 
 @pytest.fixture(scope="module")
 def make_engine(checkpoint: Checkpoint) -> Callable[..., Engine]:
-    def make(**settings: object) -> Engine:
-        config = EngineConfig(model=str(checkpoint.path), **settings)  # type: ignore[arg-type]
-        runner, model = runners.build(config, checkpoint, lambda what, fraction: None)
+    """Engines that share the runner of their number of blocks: all else is for the scheduler."""
+
+    @functools.cache
+    def build(num_blocks: int | None) -> tuple[Runner, ModelSpec]:
+        config = EngineConfig(model=str(checkpoint.path), num_blocks=num_blocks)
+        return runners.build(config, checkpoint, lambda what, fraction: None)
+
+    def make(num_blocks: int | None = None, **settings: object) -> Engine:
+        runner, model = build(num_blocks)
+        config = EngineConfig(model=str(checkpoint.path), num_blocks=num_blocks, **settings)  # type: ignore[arg-type]
         return Engine(config, runner, model.max_model_len(config), model.eos_token_ids)
 
     return make
@@ -52,9 +68,14 @@ def make_engine(checkpoint: Checkpoint) -> Callable[..., Engine]:
 
 @pytest.fixture(scope="module")
 def reference(checkpoint: Checkpoint) -> Any:
-    """The model of `transformers`, from the same file."""
-    with warnings.catch_warnings():
+    """The model of `transformers`, from the same file.
+
+    It reads the file three times, and makes the map of tensor names for each of its modules.
+    """
+    with warnings.catch_warnings(), pytest.MonkeyPatch.context() as patch:
         warnings.simplefilter("ignore")
+        for name in ("GGUFReader", "get_tensor_name_map"):
+            patch.setattr(gguf, name, functools.cache(getattr(gguf, name)))
         return transformers.AutoModelForCausalLM.from_pretrained(
             checkpoint.path.parent, gguf_file=checkpoint.path.name, dtype=torch.float32
         ).eval()
@@ -92,8 +113,13 @@ def right(arrivals: Arrivals) -> list[list[int]]:
     return arrivals.outputs
 
 
-def requests(prompts: list[list[int]]) -> list[Request]:
-    return [Request(i, prompt, PARAMS) for i, prompt in enumerate(prompts)]
+def selected(of_prompts: list[list[int]], every: int) -> list[list[int]]:
+    """Every so many of the prompts, or of their outputs."""
+    return of_prompts[LONGEST % every :: every]
+
+
+def requests(prompts: list[list[int]], params: SamplingParams = PARAMS) -> list[Request]:
+    return [Request(i, prompt, params) for i, prompt in enumerate(prompts)]
 
 
 def most_probable_after(reference: Any, prompt: list[int], output: list[int]) -> list[int]:
@@ -123,29 +149,39 @@ def test_sixteen_at_once_with_random_arrival(reference, prompts, arrivals):
         assert output == most_probable_after(reference, prompt, output)
 
 
-def test_alone(make_engine, prompts, right):
+@pytest.mark.parametrize(
+    ("every", "length"), [(4, 24), pytest.param(1, OUTPUT_LEN, marks=pytest.mark.long)]
+)
+def test_alone(make_engine, prompts, right, every, length):
     engine = make_engine(enable_prefix_caching=False)
-    outputs = [generate(engine, [request])[request.request_id] for request in requests(prompts)]
-    assert outputs == right
+    chosen = requests(selected(prompts, every), msgspec.structs.replace(PARAMS, max_tokens=length))
+    outputs = [generate(engine, [request])[request.request_id] for request in chosen]
+    assert outputs == [output[:length] for output in selected(right, every)]
 
 
-def test_prefill_in_chunks_of_16_tokens(make_engine, prompts, right):
+@some_or_all
+def test_prefill_in_chunks_of_16_tokens(make_engine, prompts, right, every):
     engine = make_engine(enable_prefix_caching=False, max_prefill_chunk=16)
-    assert max(map(len, prompts)) > 3 * 16
-    assert list(generate(engine, requests(prompts)).values()) == right
+    chosen = selected(prompts, every)
+    assert max(map(len, chosen)) > 3 * 16
+    assert list(generate(engine, requests(chosen)).values()) == selected(right, every)
 
 
-def test_prefix_hits(make_engine, prompts, right):
+@some_or_all
+def test_prefix_hits(make_engine, prompts, right, every):
     engine = make_engine(enable_prefix_caching=True)
-    generate(engine, requests(prompts))
-    again = generate(engine, requests(prompts))
-    assert list(again.values()) == right
-    whole_blocks = sum((len(p) - 1) // 16 * 16 for p in prompts)
+    chosen = selected(prompts, every)
+    generate(engine, requests(chosen))
+    again = generate(engine, requests(chosen))
+    assert list(again.values()) == selected(right, every)
+    whole_blocks = sum((len(p) - 1) // 16 * 16 for p in chosen)
     assert engine.stats().num_cached_tokens >= whole_blocks > 0
 
 
-def test_preemption_in_a_small_pool(make_engine, prompts, right):
+@some_or_all
+def test_preemption_in_a_small_pool(make_engine, prompts, right, every):
     engine = make_engine(num_blocks=24, max_num_seqs=16)
-    assert list(generate(engine, requests(prompts)).values()) == right
+    chosen = requests(selected(prompts, every))
+    assert list(generate(engine, chosen).values()) == selected(right, every)
     assert engine.stats().num_preemptions > 0
     assert engine.stats().num_free_blocks == 24
