@@ -21,8 +21,12 @@ class OutputGrammar(Protocol):
     def is_finished(self) -> bool:
         """Whether only an end token may follow."""
 
-    def advance(self, token_ids: Sequence[int]) -> None:
+    def advance(self, token_ids: Sequence[int]) -> int:
         """Advance by tokens, up to the first one that ends the output.
+
+        Returns:
+            How many of them belong to the output. An end token does not if nothing else was allowed
+            to follow: it was sampled after a draft, and without drafts the output ends before it.
 
         Raises:
             EngineError: a token does not match, or the grammar hit a limit: the request fails.

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from inflight.core.batch import Committed
 from inflight.core.output_constraint import StructuredOutput
 from inflight.core.sequence import Sequence, SequenceGroup
@@ -54,20 +56,28 @@ class Grammars:
         """Sequences whose grammar was compiled or rejected since the last call, with the error."""
         return [] if self._queue is None else self._queue.poll()
 
-    def advance(self, committed: Iterable[Committed]) -> list[tuple[Sequence, InflightError]]:
-        """Advance by the tokens that a step appended; returns failed sequences with errors."""
+    def advance(self, committed: list[Committed]) -> list[tuple[Sequence, InflightError]]:
+        """Advance by the tokens that a step appended; returns failed sequences with errors.
+
+        Args:
+            committed: in place, loses tokens that do not belong to an output.
+        """
         failures: list[tuple[Sequence, InflightError]] = []
         if self._queue is None:
             return failures
-        for each in committed:
+        for place, each in enumerate(committed):
             sequence = each.sequence
             if sequence.grammar is None or not each.token_ids:
                 continue
             try:
-                sequence.grammar.advance(each.token_ids)
+                num_tokens = sequence.grammar.advance(each.token_ids)
                 sequence.is_complete = sequence.grammar.is_finished
             except EngineError as error:
                 failures.append((sequence, error))
+                continue
+            if num_tokens < len(each.token_ids):
+                own = each.token_ids[:num_tokens]
+                committed[place] = msgspec.structs.replace(each, token_ids=own)
         return failures
 
     def forget(self, group: SequenceGroup) -> None:

@@ -30,18 +30,23 @@ class GrammarState:
         """Whether nothing but an end may follow."""
         return self.matcher.is_finished
 
-    def advance(self, token_ids: Sequence[int]) -> None:
-        """Take the tokens that follow, up to the first one that ends the output.
+    def advance(self, token_ids: Sequence[int]) -> int:
+        """Take the tokens that follow, up to the first one that ends the output; returns how many
+        belong to it (see `core.output_grammar`).
 
         Raises:
             EngineError: one does not fit, or the grammar ran into a limit: the request is over.
         """
-        taken: list[int] = []
-        for token_id in token_ids:
-            taken.append(token_id)
+        for place, token_id in enumerate(token_ids):
             if token_id in self.matcher.end_ids:
-                break
-        self.matcher.advance(taken)
+                if place:
+                    self.matcher.advance(token_ids[:place])
+                    if self.matcher.is_finished:
+                        return place
+                self.matcher.advance([token_id])
+                return place + 1
+        self.matcher.advance(token_ids)
+        return len(token_ids)
 
     def fill_masks(
         self, states: Sequence[GrammarState], drafts: Sequence[Sequence[int]]

@@ -149,6 +149,19 @@ def test_outputs_do_not_depend_on_drafts(
     assert drafting_engine.stats().num_drafted_tokens > drafted
 
 
+def test_an_end_that_follows_the_last_draft_is_not_part_of_the_output(
+    engine: Engine, drafting_engine: Engine, tokenizer: Tokenizer
+) -> None:
+    """The last token of the grammar is a draft that is accepted, and only an end may follow it."""
+    wanted = [
+        request(tokenizer, i, "regex", "(ab){6}(cd){6}(ab){6}", temperature=0.7) for i in range(8)
+    ]
+    expected = {i: ids for i, (ids, _) in run(engine, wanted).items()}
+    found = run(drafting_engine, wanted)
+    assert {i: ids for i, (ids, _) in found.items()} == expected
+    assert all(last.finish_reason is FinishReason.STOP for _, last in found.values())
+
+
 def test_a_grammar_that_says_when_it_ends_ends_the_output(
     engine: Engine, tokenizer: Tokenizer
 ) -> None:
