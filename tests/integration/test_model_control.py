@@ -454,10 +454,6 @@ def check_storm(serving: Serving, names: list[str], num_changes: int) -> None:
     serving.wait_until(lambda: serving.health()[0] == 200, 15)
 
 
-def test_changes_from_four_sides_leave_the_state_of_the_last_one(serving: Serving) -> None:
-    check_storm(serving, ["two_llm"], 1)
-
-
 @pytest.mark.long
 @pytest.mark.timeout(7200)
 def test_a_storm_of_changes_leaves_nothing(tmp_path: Path) -> None:
