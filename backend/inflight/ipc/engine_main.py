@@ -35,6 +35,7 @@ from inflight.core.request import TokenEvent
 from inflight.engine.engine import Engine
 from inflight.engine.stats import Stats
 from inflight.errors import EngineError, InflightError
+from inflight.ipc.accepting import accept_connections
 from inflight.ipc.crash_report import CrashReport
 from inflight.ipc.engine_client import heartbeat_path
 from inflight.ipc.frames import (
@@ -146,7 +147,12 @@ class Hub:
             os.umask(before)
         self._inode = path.stat().st_ino
         self._listener.listen(64)
-        threading.Thread(target=self._accept, name="accept", daemon=True).start()
+        threading.Thread(
+            target=accept_connections,
+            args=(self._listener, self._read, "read"),
+            name="accept",
+            daemon=True,
+        ).start()
         threading.Thread(target=self._watch_fronts, name="watch", daemon=True).start()
 
     def broadcast(self, frame: Loading | LoadFailed) -> None:
@@ -182,11 +188,6 @@ class Hub:
         if isinstance(greeting, Welcome):
             greeting = msgspec.structs.replace(greeting, front_id=peer.number)
         peer.send(greeting)
-
-    def _accept(self) -> None:
-        while True:
-            sock, _ = self._listener.accept()
-            threading.Thread(target=self._read, args=(sock,), name="read", daemon=True).start()
 
     def _read(self, sock: socket.socket) -> None:
         connection = Connection(sock)

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from inflight.errors import EngineError, InflightError
 from inflight.ipc import control
+from inflight.ipc.accepting import accept_connections
 from inflight.ipc.control import Failed, ListModels, LoadModel, Models, ModelStatus, Progress
 from inflight.supervision.models.model_control import ModelControl
 
@@ -49,19 +50,16 @@ class ControlSocket:
             os.umask(before)
         self._listener.listen(16)
         threading.Thread(target=self._operate, name="models", daemon=True).start()
-        threading.Thread(target=self._accept, name="control", daemon=True).start()
+        arguments = (self._listener, self._serve, "control")
+        threading.Thread(
+            target=accept_connections, args=arguments, name="control", daemon=True
+        ).start()
 
     def close(self) -> None:
         """Accept no further requests."""
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
-
-    def _accept(self) -> None:
-        with contextlib.suppress(OSError):  # closed
-            while True:
-                sock, _ = self._listener.accept()
-                threading.Thread(target=self._serve, args=(sock,), daemon=True).start()
 
     def _serve(self, sock: socket.socket) -> None:
         sock.settimeout(_TIMEOUT_S)

@@ -1,0 +1,31 @@
+"""A thread for each connection to a socket."""
+
+from __future__ import annotations
+
+import errno
+import socket
+import threading
+import time
+from collections.abc import Callable
+
+# Of the process or the machine; they come back when connections are closed.
+_SHORTAGES = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
+_PAUSE_S = 0.1
+
+
+def accept_connections(
+    listener: socket.socket, serve: Callable[[socket.socket], None], name: str
+) -> None:
+    """Call `serve` with each connection, on a thread of this name, until the listener is closed.
+
+    Without a free file descriptor, connections wait in the listener's queue.
+    """
+    while True:
+        try:
+            sock, _ = listener.accept()
+        except OSError as error:
+            if error.errno not in _SHORTAGES:
+                return
+            time.sleep(_PAUSE_S)
+            continue
+        threading.Thread(target=serve, args=(sock,), name=name, daemon=True).start()
