@@ -122,13 +122,14 @@ class Streams:
         inputs.append(tensor("max_tokens", "INT32", self._num_tokens))
         message = request(self._ensemble, text("word " * 50), *inputs)
         while not self._is_stopping.is_set():
-            num_tokens, gaps = 0, []
+            num_tokens = 0
             try:
                 before = None
                 for response in Stream(self._serving.grpc, message):
                     now = time.monotonic()
                     if before is not None:
-                        gaps.append(now - before)
+                        with self._lock:
+                            self.gaps.append(now - before)
                     before = now
                     num_tokens += response["num_output_tokens"]
                 assert num_tokens == self._num_tokens, num_tokens
@@ -138,7 +139,6 @@ class Streams:
                 return
             with self._lock:
                 self.num_ended += 1
-                self.gaps += gaps
 
 
 def itl_p99_ms(streams: Streams) -> float:

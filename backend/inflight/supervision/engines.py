@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import subprocess
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -18,6 +19,8 @@ from inflight.ipc.processes import how_it_exited
 
 ATTACH_PAUSE_S = 0.1
 EXIT_S = 2.0
+# An engine that exits removes its socket first.
+SOCKET_S = 1.0
 
 
 class EngineChild:
@@ -57,7 +60,7 @@ class EngineChild:
         self._process: subprocess.Popen[bytes] | None = None
         self._client: EngineClient | None = None
         self._load_failure = ""
-        self._has_socket = False
+        self._socket_seen_at = 0.0
         self._closing = threading.Event()
 
     @property
@@ -73,7 +76,6 @@ class EngineChild:
         for path in (self._path, engine_client.heartbeat_path(self._path)):
             path.unlink(missing_ok=True)  # of the one before: it would look overdue
         self._load_failure = ""
-        self._has_socket = False
         with open(self._log_file, "ab") as output:
             self._process = engine_client.start_engine(
                 self.model, self._owner, output, path=self._path, config=self.config
@@ -101,8 +103,8 @@ class EngineChild:
         if overdue_s(engine_client.heartbeat_path(self._path)):
             return "hangs: no progress within the time that a step may take"
         if self._path.exists():
-            self._has_socket = True
-        elif self._has_socket:
+            self._socket_seen_at = time.monotonic()
+        elif self._client is not None and time.monotonic() - self._socket_seen_at > SOCKET_S:
             return "has lost its socket"  # fronts that start later could not attach
         if self._is_linked and not self._link.is_symlink():
             self.link()

@@ -29,6 +29,9 @@ from inflight.triton.stub import owner
 logger = logging.getLogger(__name__)
 
 ATTACH_PAUSE_S = 0.2
+# A detokenizer that is loaded while requests run must not miss their deliveries.
+FIRST_ATTACH_S = 2.0
+CLOSE_S = 0.2
 # `is_cancelled` is a round trip through Triton's shared memory. So it is not polled for every
 # response of a fast stream, and polling takes at most about a tenth of the time.
 CANCEL_INTERVAL_S = 0.01
@@ -138,7 +141,8 @@ class DetokenizerFront:
 class DeliveryReports:
     """Reports deliveries to the engines of a model: to one, or to both while one replaces the
     other, since a stream goes on with the engine on which it began. An engine ignores the requests
-    of the other one. Never blocks; drops reports while there is no engine.
+    of the other one. Reports never block, and are dropped while there is no engine. Waits at first
+    until it is attached to the engines that have loaded.
     """
 
     def __init__(self, llm: Path) -> None:
@@ -148,6 +152,11 @@ class DeliveryReports:
         self._attached: dict[Path, tuple[EngineClient, threading.Event]] = {}  # with its loss
         self._clients: tuple[EngineClient, ...] = ()  # of `_attached`, to be read without the lock
         self._closing = threading.Event()
+        self._threads: dict[Path, threading.Thread] = {}
+        tried = [self._start_attaching(path) for path in engine_sockets(llm, owner().pid)]
+        deadline = time.monotonic() + FIRST_ATTACH_S
+        for one in tried:
+            one.wait(max(0.0, deadline - time.monotonic()))
         self._thread = threading.Thread(target=self._keep_attached, name="reports", daemon=True)
         self._thread.start()
 
@@ -172,24 +181,35 @@ class DeliveryReports:
         for client, lost in attached:
             lost.set()
             client.close()
+        for thread in (self._thread, *self._threads.values()):
+            thread.join(CLOSE_S)  # one may wait for an engine that loads
 
     def _keep_attached(self) -> None:
         # The model `llm` may load after this one, and its engine may be restarted or replaced.
-        threads: dict[Path, threading.Thread] = {}
         while not self._closing.wait(ATTACH_PAUSE_S):
             for path in engine_sockets(self._llm, owner().pid):
-                if path not in threads or not threads[path].is_alive():
-                    threads[path] = threading.Thread(
-                        target=self._attach, args=(path,), name="reports-attach", daemon=True
-                    )
-                    threads[path].start()
+                if path not in self._threads or not self._threads[path].is_alive():
+                    self._start_attaching(path)
 
-    def _attach(self, path: Path) -> None:
+    def _start_attaching(self, path: Path) -> threading.Event:
+        """Attach to an engine on a thread; the event is set once it has, unless the engine still
+        loads or does not answer."""
+        tried = threading.Event()
+        self._threads[path] = threading.Thread(
+            target=self._attach, args=(path, tried), name="reports-attach", daemon=True
+        )
+        self._threads[path].start()
+        return tried
+
+    def _attach(self, path: Path, tried: threading.Event) -> None:
         """Attach to an engine, and wait until it is lost."""
         lost = threading.Event()
         try:
-            client = attach(path, "detokenizer", on_lost=lost.set)  # waits while it loads
+            client = attach(
+                path, "detokenizer", on_lost=lost.set, on_loading=lambda loading: tried.set()
+            )
         except InflightError:
+            tried.set()
             return
         with self._lock:
             if self._closing.is_set():
@@ -198,6 +218,7 @@ class DeliveryReports:
             self._vocab_size = client.welcome.vocab_size
             self._attached[path] = client, lost
             self._clients = tuple(one for one, _ in self._attached.values())
+        tried.set()
         lost.wait()
         with self._lock:
             del self._attached[path]

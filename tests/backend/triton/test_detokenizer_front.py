@@ -1,6 +1,7 @@
 """Ids are detokenized in any batch and order, and deliveries are reported to the engine."""
 
 import random
+import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,6 +12,7 @@ import pytest
 import triton_python_backend_utils as pb_utils
 from inflight.core.request import FinishReason, TokenEvent
 from inflight.errors import CapacityError
+from inflight.ipc.frames import Loading
 from inflight.triton import detokenizer, protocol
 from inflight.triton.detokenizer import DeliveryReports, DetokenizerFront
 from inflight.triton.sibling import load_tokenizer
@@ -43,7 +45,7 @@ def clients(monkeypatch):
     attached = []
     attempts = []
 
-    def attach(path, role, on_lost):
+    def attach(path, role, on_lost, on_loading):
         assert role == "detokenizer"
         attempts.append(path)
         if len(attempts) == 1:
@@ -182,6 +184,38 @@ def test_both_engines_hear_while_one_replaces_the_other(clients, monkeypatch):
     reports.close()
     reports._thread.join(5)
     assert not reports._thread.is_alive()
+
+
+def test_a_detokenizer_that_is_loaded_under_streams_misses_no_delivery(monkeypatch):
+    """It is attached before it gets its first response: a stream waits for the acknowledgement."""
+    attached = []
+
+    def attach(path, role, on_lost, on_loading):
+        time.sleep(0.05)
+        attached.append(FakeClient(on_lost))
+        return attached[-1]
+
+    monkeypatch.setattr(detokenizer, "attach", attach)
+    reports = DeliveryReports(REPOSITORY / "llm")
+    reports.send([(7, 1)])
+    assert [one.frames for one in attached] == [[[(7, 1)]]]
+    reports.close()
+
+
+def test_a_detokenizer_does_not_wait_for_an_engine_that_loads(monkeypatch):
+    ended = threading.Event()
+
+    def attach(path, role, on_lost, on_loading):
+        on_loading(Loading("weights", 0.5))
+        ended.wait(10)
+        raise CapacityError("no engine is listening")
+
+    monkeypatch.setattr(detokenizer, "attach", attach)
+    started = time.monotonic()
+    reports = DeliveryReports(REPOSITORY / "llm")
+    assert time.monotonic() - started < detokenizer.FIRST_ATTACH_S / 2
+    ended.set()
+    reports.close()
 
 
 def test_closing_ends_the_attachment(clients):
