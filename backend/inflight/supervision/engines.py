@@ -60,6 +60,7 @@ class EngineChild:
         self._process: subprocess.Popen[bytes] | None = None
         self._client: EngineClient | None = None
         self._load_failure = ""
+        self._has_loaded = False  # since its start
         self._socket_seen_at = 0.0
         self._closing = threading.Event()
 
@@ -69,6 +70,13 @@ class EngineChild:
         return self._client
 
     @property
+    def why_unavailable(self) -> str:
+        """Why it cannot take requests; empty if it can."""
+        if self._client is not None:
+            return ""
+        return "does not respond" if self._has_loaded else "is loading"
+
+    @property
     def pid(self) -> int:
         return self._process.pid if self._process is not None else 0
 
@@ -76,6 +84,7 @@ class EngineChild:
         for path in (self._path, engine_client.heartbeat_path(self._path)):
             path.unlink(missing_ok=True)  # of the one before: it would look overdue
         self._load_failure = ""
+        self._has_loaded = False
         with open(self._log_file, "ab") as output:
             self._process = engine_client.start_engine(
                 self.model, self._owner, output, path=self._path, config=self.config
@@ -140,6 +149,7 @@ class EngineChild:
                 return
             except InflightError:
                 continue  # it does not listen yet, or exited while loading
+            self._has_loaded = True
             lost.wait()
             self._client.close()
             self._client = None

@@ -312,7 +312,9 @@ class Supervisor:
             reasons = ["the server is stopping"]
         elif not reasons:
             reasons = [
-                f"{one.name} is loading" for one in self._engines.serving if one.client is None
+                f"{one.name} {one.why_unavailable}"
+                for one in self._engines.serving
+                if one.why_unavailable
             ]
             if not self._triton.is_ready:
                 reasons.append("tritonserver is starting")
