@@ -60,8 +60,8 @@ class NullRecorder(Recorder):
     def refused_by_front(self, counts: Mapping[str, int]) -> None:
         pass
 
-    def scheduled(self, batch: Batch, num_prompt_tokens: int, now: float) -> None:
-        pass
+    def scheduled(self, batch: Batch, num_prompt_tokens: int, now: float) -> list[SequenceGroup]:
+        return []
 
     def committed(self, committed: Iterable[Committed], now: float) -> None:
         pass
@@ -93,10 +93,11 @@ class TimedRecorder(Recorder):
         super().submitted(request_id, arrived)
         self.seconds += time.thread_time() - started
 
-    def scheduled(self, batch: Batch, num_prompt_tokens: int, now: float) -> None:
+    def scheduled(self, batch: Batch, num_prompt_tokens: int, now: float) -> list[SequenceGroup]:
         started = time.thread_time()
-        super().scheduled(batch, num_prompt_tokens, now)
+        found = super().scheduled(batch, num_prompt_tokens, now)
         self.seconds += time.thread_time() - started
+        return found
 
     def committed(self, committed: Iterable[Committed], now: float) -> None:
         started = time.thread_time()
