@@ -28,11 +28,11 @@ from inflight.engine.beam_search import BeamGroup, BeamSearches
 from inflight.engine.delivery import DeliveryWatch
 from inflight.engine.grammars import Grammars
 from inflight.engine.metrics.recorder import Recorder
+from inflight.engine.metrics.request_timings import RequestTimings
 from inflight.engine.metrics.snapshot import Metrics
 from inflight.engine.output import OutputStage
 from inflight.engine.pipeline import Launched, StepPipeline
 from inflight.engine.planning import make_draft_budget, make_scheduler
-from inflight.engine.request_timings import RequestTimings
 from inflight.engine.sibling_queue import SiblingQueue
 from inflight.engine.stats import Stats
 from inflight.engine.token_counts import TokenCounts

@@ -312,9 +312,7 @@ class Supervisor:
             reasons = ["the server is stopping"]
         elif not reasons:
             reasons = [
-                f"{one.name} {one.why_unavailable}"
-                for one in self._engines.serving
-                if one.why_unavailable
+                f"{one.name} {why}" for one in self._engines.serving if (why := one.why_unavailable)
             ]
             if not self._triton.is_ready:
                 reasons.append("tritonserver is starting")

@@ -9,7 +9,7 @@ import pytest
 from limits import RateLimitItemPerMinute
 from limits.aio.strategies import FixedWindowRateLimiter
 
-from inflight.access.window_storage import WindowStorage
+from inflight.access.accounts import WindowStorage
 
 LIMIT = RateLimitItemPerMinute(2)
 HOUR_S = 3600.0
