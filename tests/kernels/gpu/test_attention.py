@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from inflight_kernels.ops import skinny_gemm
 from inflight_kernels.ops.attention import attend, plan, rope_attend, rotates, workspace_size
 from inflight_kernels.ops.attention_dispatch import HEAD_DIMS
 from inflight_kernels.ops.attention_operands import AttentionMetadata, AttentionParams
+from inflight_kernels.ops.linear import skinny_gemm
 from inflight_kernels.ops.rope import PagedKV, QkNorm, RopeInputs, rope_write_kv
 from inflight_kernels.torch_ops import transformer
 
@@ -472,9 +472,7 @@ def make_projection(q_lens, kv_lens, *, normed=False, num_layer=0, **options) ->
     qkv = torch.randn(num_tokens, width, generator=generator, device="cuda").to(step.q.dtype)
     qk_norm = None
     if normed:
-        qk_norm = QkNorm(
-            *(torch.randn(head_dim, device="cuda").to(step.q.dtype) for _ in "qk"), eps=1e-6
-        )
+        qk_norm = QkNorm(*(torch.randn(head_dim, device="cuda") for _ in "qk"), eps=1e-6)
     return Projection(step, qkv, positions, slots, cos.cuda(), sin.cuda(), qk_norm)
 
 
