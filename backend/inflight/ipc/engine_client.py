@@ -224,6 +224,7 @@ class EngineClient:
                 logger.error("the engine's connection broke: %s", type(error).__name__)
         finally:
             self._connection.close()
+            self._outbox.put(None)  # ends the writer thread
             self._stats.put(None)
             self._metrics.put(None)
             if not self._closed:
