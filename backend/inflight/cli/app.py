@@ -19,7 +19,7 @@ EXIT_USAGE = 2
 DEMO_QUESTION = "Write one sentence about why the sky is blue."
 
 
-def _sort(error: Exception) -> tuple[int | None, str]:
+def _status_and_hint(error: Exception) -> tuple[int | None, str]:
     """Exit status and hint for an error of this package; None for others."""
     from inflight.errors import InflightError, RequestError
 
@@ -396,7 +396,7 @@ def main() -> None:
     try:
         app()
     except Exception as error:
-        status, hint = _sort(error)
+        status, hint = _status_and_hint(error)
         if status is None:
             raise
         plain = bool(os.environ.get("NO_COLOR"))

@@ -31,7 +31,7 @@ from inflight.supervision.supervisor import Supervisor
 
 
 def set_log_format(name: str | None) -> None:
-    """Of all processes. Raises ConfigError: there is no such format."""
+    """Set the log format of all processes. Raises ConfigError: the format is unknown."""
     if name is not None:
         os.environ[log.FORMAT_VARIABLE] = name
         log.formatter()

@@ -131,8 +131,8 @@ class Hub:
         self._exits_after_last_front = exits_after_last_front
         self._lock = threading.Lock()
         self._peers: dict[int, Peer] = {}
-        # Of an engine that replaces another one, they begin elsewhere: a detokenizer reports to
-        # both what it has delivered.
+        # Random, to differ from those of an engine that this one replaces: detokenizers report
+        # deliveries to both.
         self._next_number = secrets.randbelow(MAX_FIRST_FRONT_ID) + 1
         self._greeting: Frame = Loading("starting", 0.0)
         self._without_front_since = time.monotonic()
