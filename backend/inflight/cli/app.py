@@ -331,48 +331,9 @@ def model_list(port: options.ServerPort = None, json_: options.ModelJson = False
 @expand_groups
 def bench_engine(chosen: options.BenchOptions) -> None:
     """Benchmark the engine in this process: throughput, latency, startup; or profile a step."""
-    import dataclasses
-    import json
+    from inflight.cli.bench import command
 
-    from inflight.cli.bench import engine, show
-    from inflight.cli.bench.rows import select
-
-    rows, start = select(chosen.rows)
-    if chosen.scale <= 0 or (chosen.runs is not None and chosen.runs < 1) or chosen.steps < 1:
-        raise typer.BadParameter("--scale, --runs and --steps must be positive")
-    rows = [row.scaled(chosen.scale) for row in rows]
-    settings = engine.engine_settings(chosen.model, chosen.device, rows, _settings(chosen.set_))
-    if chosen.profile is not None:
-        from inflight.cli.bench import profile as profiling
-
-        if not rows:
-            raise typer.BadParameter("--profile requires a row with requests")
-        profiles = profiling.run(settings, rows, chosen.steps, chosen.profile, on_progress=_note)
-        if chosen.json_:
-            typer.echo(json.dumps([found.as_json() for found in profiles]))
-        else:
-            show.Show().profiles(profiles)
-        return
-
-    def say(report: engine.Report) -> None:
-        typer.echo(json.dumps(dataclasses.asdict(report)))
-
-    report = engine.run(
-        settings,
-        rows,
-        start=start,
-        num_runs=chosen.runs,
-        on_progress=_note,
-        on_row=say if chosen.json_ else lambda so_far: None,
-    )
-    if chosen.json_:
-        say(report)
-    else:
-        show.Show().report(report)
-
-
-def _note(what: str) -> None:
-    typer.echo(what, err=True)
+    command.run(chosen, _settings(chosen.set_))
 
 
 def _settings(pairs: list[str] | None) -> dict[str, Any]:
