@@ -96,6 +96,7 @@ def serve(
         log_file=server.log_file,
         drain_s=server.drain,
         grpc_guard=server.grpc_guard,
+        busy_poll_ms=server.busy_poll,
         metrics_compat=server.metrics_compat,
         controlled=serving.controlled_models(server.model_control, server.load_model),
         access=serving.access_of(access),

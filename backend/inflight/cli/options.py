@@ -187,6 +187,17 @@ class ServerOptions:
             show_default=False,
         ),
     ] = None
+    busy_poll: Annotated[
+        float | None,
+        typer.Option(
+            min=0.0,
+            max=1000.0,
+            metavar="MILLISECONDS",
+            help="How long the HTTP door polls for an answer before it sleeps. Default: 20 with 8 "
+            "cores and more, else 0.",
+            show_default=False,
+        ),
+    ] = None
     model_control: Annotated[
         bool, typer.Option("--model-control", help="Let `inflight model` load and unload models.")
     ] = False
