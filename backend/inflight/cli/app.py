@@ -131,10 +131,7 @@ def generate(
     text = sys.stdin.read() if prompt == "-" else prompt
     answer = chat.Answer()
     try:
-        with (
-            connection.client() as client,
-            client.stream(text, **sampling.given()) as stream,
-        ):
+        with connection.client() as client, client.stream(text, **sampling.given()) as stream:
             answer.read(stream, (lambda text: None) if json_ else chat.write_stdout)
     except ClientError:
         if not json_:
