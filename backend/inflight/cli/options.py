@@ -40,7 +40,12 @@ Settings = Annotated[
         "--set", metavar="KEY=VALUE", help="Override a setting of engine.json; repeatable."
     ),
 ]
-ModelName = Annotated[str, typer.Argument(help="Name of the model with the engine, such as llm.")]
+ModelName = Annotated[
+    str,
+    typer.Argument(
+        help="Name of the model with the engine, such as llm; llm@2 for one of several versions."
+    ),
+]
 ServerPort = Annotated[
     int | None, typer.Option("--port", help="HTTP port of the server, if there are several.")
 ]
@@ -75,7 +80,8 @@ GrpcGuard = Annotated[
     bool | None,
     typer.Option(
         "--grpc-guard/--no-grpc-guard",
-        help="Check gRPC requests before Triton reads them. Default: beyond loopback.",
+        help="Check gRPC requests before Triton reads them. Default: beyond loopback, or with "
+        "keys, TLS or several versions of a model.",
         show_default=False,
     ),
 ]
