@@ -22,6 +22,7 @@ from changing_models import STREAMS, Streams, change, check_footprint, footprint
 from failpoint import set_failpoint
 from inflight.errors import ConfigError
 from inflight.ipc.control import LoadModel, UnloadModel
+from inflight_client import Client
 from kserve import Refused, ask, generate_stream, post, request, tensor, text
 from supervised import Serving, serve
 
@@ -161,6 +162,9 @@ def test_two_versions_answer_at_the_same_time(serving: Serving) -> None:
         for version in (1, 2):
             assert version_of(serving, str(version)) == version
             assert http_version_of(serving, str(version)) == version
+            with Client(serving.grpc, version=version) as client:
+                answer = client.generate("one", ignore_eos=True)
+                assert answer.num_output_tokens == default_max_tokens(version)
         assert version_of(serving) == http_version_of(serving) == 2, "the highest"
 
 
