@@ -97,6 +97,11 @@ class Catalog:
                 )
             return [source]
         available = _versions(source)
+        if not available:
+            raise ConfigError(
+                f"model {key} has no version; allowed: folders {key}/1, {key}/2, ... with an "
+                "engine.json"
+            )
         policy = read_policy(source.folder)
         if version is not None:
             policy = VersionPolicy(specific=(version,))

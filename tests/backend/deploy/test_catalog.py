@@ -97,6 +97,16 @@ def test_versions_and_changes_of_a_configuration_are_seen_later(
     assert text.string_value == "9"
 
 
+def test_a_model_needs_a_version(models: Path, tmp_path: Path) -> None:
+    write_policy(models, "all {}")
+    catalog = Catalog([models], tmp_path / "versions")
+    for version in ("2", "10"):
+        shutil.rmtree(models / "llm" / version)
+    (models / "llm" / "1").rename(models / "llm" / "first")
+    with pytest.raises(ConfigError, match=r"model llm has no version; allowed: folders llm/1, "):
+        catalog.find("llm")
+
+
 def test_the_separator_is_not_allowed_in_names(models: Path, tmp_path: Path) -> None:
     (models / "llm").rename(models / "llm@1")
     with pytest.raises(ConfigError, match="model llm@1: '@' is not allowed in names"):
