@@ -142,6 +142,7 @@ class Running:
     is_live: bool = True
     reason: str = ""
     models: list[str] = field(default_factory=list)
+    versions: dict[str, list[int]] = field(default_factory=dict)
     is_supervised: bool = True
 
     @property
@@ -161,6 +162,7 @@ class Running:
                 is_ready=self.is_ready,
                 reason=self.reason,
                 models=self.models,
+                versions=self.versions,
             )
             write(self.health, found)
 
