@@ -277,7 +277,7 @@ def test_a_load_makes_the_loaded_versions_those_of_the_policy(serving: Serving) 
     write_policy(serving.models, "specific { versions: [ 1, 4 ] }")
     with pytest.raises(ConfigError, match=r"model llm: .* version 4 does not exist; allowed: 1, 2"):
         change(serving, LoadModel("llm"))
-    with pytest.raises(ConfigError, match="version 9 does not exist; allowed: 1, 2, 3"):
+    with pytest.raises(ConfigError, match="model llm has no version 9; allowed: 1, 2, 3"):
         change(serving, LoadModel("llm@9"))
     assert loaded(serving) == [3]
     change(serving, UnloadModel("llm"))

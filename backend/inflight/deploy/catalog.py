@@ -15,7 +15,7 @@ from inflight.deploy.model_group import (
     parse_config,
 )
 from inflight.deploy.repository import rename_models
-from inflight.deploy.version_policy import VersionPolicy, read_policy
+from inflight.deploy.version_policy import read_policy
 from inflight.errors import ConfigError
 
 
@@ -102,13 +102,17 @@ class Catalog:
                 f"model {key} has no version; allowed: folders {key}/1, {key}/2, ... with an "
                 "engine.json"
             )
-        policy = read_policy(source.folder)
-        if version is not None:
-            policy = VersionPolicy(specific=(version,))
-        try:
-            selected = policy.select(available)
-        except ConfigError as error:
-            raise ConfigError(f"model {key}: {error}") from None
+        if version is None:
+            try:
+                selected = read_policy(source.folder).select(available)
+            except ConfigError as error:
+                raise ConfigError(f"model {key}: {error}") from None
+        elif version in available:
+            selected = [version]
+        else:
+            raise ConfigError(
+                f"model {key} has no version {version}; allowed: {', '.join(map(str, available))}"
+            )
         for one in selected:
             self._write(source, one)
         return [self._version(source, one) for one in selected]

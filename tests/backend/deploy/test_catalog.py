@@ -78,7 +78,7 @@ def test_a_version_is_found_whatever_the_policy(models: Path, tmp_path: Path) ->
     catalog = Catalog([models], tmp_path / "versions")
     assert [group.name for group in catalog.find("llm")] == ["llm@2", "llm@10"]
     assert [group.name for group in catalog.find("llm@1")] == ["llm@1"]
-    with pytest.raises(ConfigError, match="version 3 does not exist; allowed: 1, 2, 10"):
+    with pytest.raises(ConfigError, match="model llm has no version 3; allowed: 1, 2, 10"):
         catalog.find("llm@3")
 
 
