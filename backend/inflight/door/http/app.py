@@ -58,6 +58,7 @@ _PATH = re.compile(rb"(?:/(?!\.+(?:/|$))[A-Za-z0-9_.-]{1,128})+")
 _VERSION = re.compile(r"[0-9]{1,18}")
 _DIGITS = re.compile(r"[0-9]{1,12}")
 _ENDED = "the server stopped while it generated this response; send the request again"
+_STALLED = "the server did not continue this response in time; send the request again"
 _NO_ANSWER = "the server closed the connection before it answered; retry later"
 
 
@@ -309,19 +310,21 @@ class Relay(Response):
         )
         part = b""
         try:
-            while part := await exchange.read():
+            while part := await exchange.read(self._door.limits.first_byte_timeout_s):
                 await send({"type": "http.response.body", "body": part, "more_body": True})
-        except UpstreamLost:
+        except (UpstreamLost, TimeoutError) as error:
+            exchange.close()
             if not exchange.headers.get("content-type", "").startswith("text/event-stream"):
                 raise Cut from None
             # The event that was cut off ends first.
             gap = b"" if part.endswith(b"\n\n") else b"\n\n"
-            event = gap + b"data: " + Refusal(_ENDED).body + b"\n\n"
+            text = _STALLED if isinstance(error, TimeoutError) else _ENDED
+            event = gap + b"data: " + Refusal(text).body + b"\n\n"
             await send({"type": "http.response.body", "body": event, "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _whole(self, exchange: Exchange) -> Response:
-        body = await exchange.read_all()
+        body = await exchange.read_all(self._door.limits.first_byte_timeout_s)
         if exchange.status >= 400 or body.startswith(b'{"error":'):
             raise from_triton(exchange.status, body)
         return Response(body, exchange.status, media_type=exchange.headers.get("content-type"))

@@ -12,6 +12,11 @@ import httptools
 # Of a response that its client does not take as fast as Triton sends it: reading pauses above.
 HIGH_WATER_BYTES = 64 << 10
 MAX_IDLE = 256
+# On loopback it takes microseconds, unless Triton's queue of connections is full.
+CONNECT_TIMEOUT_S = 5.0
+# Triton's heads have some 200 bytes; the parser has no limit of its own.
+MAX_HEAD_BYTES = 64 << 10
+MAX_STATUS = 599
 
 
 class UpstreamLost(Exception):
@@ -36,12 +41,13 @@ class Upstream:
             if not exchange.is_closed:
                 return exchange
         try:
-            _, exchange = await asyncio.get_running_loop().create_connection(
-                lambda: Exchange(f"{self._host}:{self._port}", self._release),
-                self._host,
-                self._port,
-            )
-        except OSError:
+            async with asyncio.timeout(CONNECT_TIMEOUT_S):
+                _, exchange = await asyncio.get_running_loop().create_connection(
+                    lambda: Exchange(f"{self._host}:{self._port}", self._release),
+                    self._host,
+                    self._port,
+                )
+        except OSError:  # TimeoutError is one
             raise UpstreamLost from None
         return exchange
 
@@ -79,6 +85,7 @@ class Exchange(asyncio.Protocol):
         self._parser: httptools.HttpResponseParser | None = None
         self._parts: list[bytes] = []
         self._num_bytes = 0
+        self._num_head_bytes = 0
         self._has_head = False
         self._is_complete = True
         self._is_paused = False
@@ -100,6 +107,7 @@ class Exchange(asyncio.Protocol):
         if method == "POST":
             lines.append(f"Content-Length: {len(body)}")
         self.status, self.headers = 0, {}
+        self._num_head_bytes = 0
         self._has_head = self._is_complete = False
         self._parts.clear()
         self._parser = httptools.HttpResponseParser(self)
@@ -108,16 +116,18 @@ class Exchange(asyncio.Protocol):
         while not self._has_head:
             await self._wait()
 
-    async def read(self) -> bytes:
+    async def read(self, timeout_s: float | None = None) -> bytes:
         """What has arrived of the body since the last call, at least one byte; b"" at its end.
 
         Raises:
             UpstreamLost: the body is not complete.
+            TimeoutError: nothing has arrived for so long.
         """
         while not self._parts:
             if self._is_complete:
                 return b""
-            await self._wait()
+            async with asyncio.timeout(timeout_s):
+                await self._wait()
         part = self._parts[0] if len(self._parts) == 1 else b"".join(self._parts)
         self._parts.clear()
         self._num_bytes = 0
@@ -126,10 +136,10 @@ class Exchange(asyncio.Protocol):
             self._transport.resume_reading()
         return part
 
-    async def read_all(self) -> bytes:
-        """The whole body. Raises UpstreamLost."""
+    async def read_all(self, timeout_s: float | None = None) -> bytes:
+        """The whole body. Raises as `read` does."""
         parts = []
-        while part := await self.read():
+        while part := await self.read(timeout_s):
             parts.append(part)
         return b"".join(parts)
 
@@ -175,6 +185,11 @@ class Exchange(asyncio.Protocol):
         except httptools.HttpParserError:
             self.close()
             return
+        if not self._has_head:
+            self._num_head_bytes += len(data)
+            if self._num_head_bytes > MAX_HEAD_BYTES:
+                self.close()
+                return
         if self._num_bytes > HIGH_WATER_BYTES and not self._is_paused:
             assert self._transport is not None
             self._is_paused = True
@@ -194,7 +209,9 @@ class Exchange(asyncio.Protocol):
     def on_headers_complete(self) -> None:
         assert self._parser is not None
         status = self._parser.get_status_code()
-        if status >= 200:  # after an interim response, the one that counts follows
+        if status > MAX_STATUS:
+            self.close()
+        elif status >= 200:  # after an interim response, the one that counts follows
             self.status = status
             self._has_head = True
 
