@@ -34,6 +34,7 @@ from inflight.ipc.owner import SUPERVISOR, Owner
 from inflight.ipc.processes import Process, how_it_exited
 from inflight.ipc.runtime_folder import remove_folder_of
 from inflight.ipc.shared_memory import regions_of
+from inflight.sandbox.process import start_process
 
 DEFAULT_HOST = "127.0.0.1"
 DEFAULT_PORTS = (8000, 8001, 8002)
@@ -202,6 +203,7 @@ class Server:
 
         Raises:
             ConfigError: no tritonserver, incompatible Python, port in use, or invalid repository.
+            CapacityError: see `start_process`.
         """
         if self.is_running():
             raise EngineError("the server was already started")
@@ -220,7 +222,7 @@ class Server:
         backends = installation.backend_directory(found)
         self.hold_ports()
         with self.open_log(anew=self._owner is None and self._process is None) as output:
-            self._process = subprocess.Popen(
+            self._process = start_process(
                 [
                     *(sys.executable, "-I", "-S", "-c", _LAUNCHER),
                     *(str(os.getpid()), str(STACK_BYTES), str(found.server)),

@@ -205,7 +205,7 @@ class Hub:
                 if isinstance(frame, Delivered):
                     self._pass_on(frame)
                 self.inbox.put((peer, frame))
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RuntimeError) as error:  # RuntimeError: no further thread
             # A broken frame costs only its sender the connection.
             logger.warning("a peer was cut off: %s", type(error).__name__)
         finally:

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from inflight.errors import ConfigError, InflightError
+from inflight.errors import CapacityError, ConfigError, InflightError
 from inflight.ipc import engine_client
 from inflight.ipc.engine_client import EngineClient
 from inflight.ipc.frames import Loading
@@ -92,7 +92,10 @@ class EngineChild:
         observer = threading.Thread(
             target=self._observe, args=(self._process,), name="observe", daemon=True
         )
-        observer.start()
+        try:
+            observer.start()
+        except RuntimeError as error:
+            raise CapacityError(f"the system refuses a thread ({error}); retry later") from None
 
     def link(self) -> None:
         """Have fronts that attach from now on find this engine."""

@@ -295,7 +295,7 @@ class LlmFront:
             was_attached, self._client = self._client is not None, None
         self._fail_all()
         if was_attached:
-            threading.Thread(target=self._reconnect, name="reconnect", daemon=True).start()
+            self._reconnect()  # on the lost engine's thread, since another one may be refused
 
     def _reconnect(self) -> None:
         attempt = 0

@@ -233,7 +233,12 @@ class Door:
 
 async def _checked(body: bytes, check: Callable[[], T]) -> T:
     """The result of a check of this body; a large one is checked beside the event loop."""
-    return check() if len(body) <= _LARGE_BODY else await asyncio.to_thread(check)
+    if len(body) <= _LARGE_BODY:
+        return check()
+    try:
+        return await asyncio.to_thread(check)
+    except RuntimeError:  # no further thread can be started
+        raise unavailable("the server has too many threads; retry later") from None
 
 
 class Relay(Response):

@@ -1,0 +1,112 @@
+"""Resources of the machine run short while a server serves: threads, memory, shared memory. It
+serves what it can, refuses the rest with the cause, and serves all again afterwards."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import signal
+import subprocess
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+
+import kserve
+from failpoint import set_failpoint
+from kserve import Refused, Stream, request, tensor, text
+from supervised import Serving, serve
+
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(240)]
+
+# Limits of processes do not bind root; another user without privileges but that of reading and
+# writing the files of this checkout.
+USER = 48617
+OTHER_USER = (
+    *("setpriv", "--reuid", str(USER), "--clear-groups"),
+    *("--inh-caps", "-all,+dac_override", "--ambient-caps", "-all,+dac_override"),
+    *("--bounding-set", "-all,+dac_override"),
+)
+RESTART_S = 60.0
+# A body that the door checks on a thread.
+LARGE_BODY = 200_000
+STEP_MS = 50
+ALLOWED = str(resource.getrlimit(resource.RLIMIT_NPROC)[0])
+
+
+@pytest.fixture
+def _slow_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    set_failpoint(monkeypatch, "slow", STEP_MS)
+
+
+@pytest.fixture
+def folder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """With short paths, for a server of another user; a runtime folder is in it."""
+    with tempfile.TemporaryDirectory() as name:
+        monkeypatch.setenv("XDG_RUNTIME_DIR", name)
+        monkeypatch.setenv("XDG_STATE_HOME", name)
+        monkeypatch.setenv("HOME", name)
+        if os.getuid() == 0:
+            os.chown(name, USER, -1)
+        yield Path(name)
+
+
+def set_thread_limit(server: Serving, limit: str) -> None:
+    """Of each of its processes: that many threads and processes of its user."""
+    for pid in (server.process.pid, *(child.pid for child in server.children())):
+        command = ("prlimit", "--pid", str(pid), f"--nproc={limit}:")
+        subprocess.run([*prefix(), *command], check=True)
+
+
+def prefix() -> Sequence[str]:
+    return OTHER_USER if os.getuid() == 0 else ()
+
+
+GRAMMAR = {"guided_decoding_guide_type": "choice", "guided_decoding_guide": '["a"]'}
+MESSAGES = '[{"role": "user", "content": "x"}]'
+
+
+@pytest.mark.usefixtures("_slow_steps")
+def test_a_server_that_may_start_no_further_thread_serves_on_and_recovers(folder: Path) -> None:
+    with serve(folder, "echo", "--grpc-guard", prefix=prefix()) as server:
+        canary = server.canary()
+        stream = Stream(server.grpc, endless())
+        stream.next()
+        set_thread_limit(server, "1")
+        # What runs needs no further thread.
+        for _ in range(5):
+            assert server.canary() == canary
+            assert server.health() == (200, "")
+        assert stream.next()
+        # These need a thread of the door or of the engine, or a sandbox.
+        needy: list[tuple[str, str]] = [
+            ("generate", json.dumps({"text_input": "x"}) + " " * LARGE_BODY),
+            ("generate", json.dumps({"text_input": "a", **GRAMMAR})),
+            ("chat", json.dumps({"messages": MESSAGES})),
+        ]
+        for model, body in needy:
+            status, answer = kserve.post(server.http, model, "generate", body)
+            assert status == 503 and "retry later" in answer, answer
+        assert server.canary() == canary
+        # These cannot be replaced: the server says so, and goes on trying.
+        for what in ("engine", "tritonserver", "http"):
+            os.kill(server.pid_of(what), signal.SIGKILL)
+        with pytest.raises(Refused):
+            list(stream)
+        server.wait_until(lambda: server.log.read_text().count("cannot be started") >= 6, 30)
+        assert server.process.is_running()
+        set_thread_limit(server, ALLOWED)
+        server.wait_until(lambda: server.health()[0] == 200, RESTART_S)
+        assert server.canary() == canary
+        for model, body in needy:
+            status, answer = kserve.post(server.http, model, "generate", body)
+            assert status == 200, answer
+    assert server.process.wait(30) == 0
+    assert "Traceback" not in server.shown.read_text() + server.log.read_text()
+
+
+def endless() -> object:
+    inputs = [tensor("stream", "BOOL", True), tensor("ignore_eos", "BOOL", True)]
+    return request("generate", text("word " * 50), *inputs, tensor("max_tokens", "INT32", 8000))
