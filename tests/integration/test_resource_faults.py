@@ -3,21 +3,25 @@ serves what it can, refuses the rest with the cause, and serves all again afterw
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import resource
 import signal
 import subprocess
 import tempfile
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+import psutil
 import pytest
 
 import kserve
 from failpoint import set_failpoint
+from inflight.ipc.runtime_folder import folder_of
 from kserve import Refused, Stream, request, tensor, text
-from supervised import Serving, serve
+from supervised import Serving, launch, serve
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(240)]
 
@@ -110,3 +114,58 @@ def test_a_server_that_may_start_no_further_thread_serves_on_and_recovers(folder
 def endless() -> object:
     inputs = [tensor("stream", "BOOL", True), tensor("ignore_eos", "BOOL", True)]
     return request("generate", text("word " * 50), *inputs, tensor("max_tokens", "INT32", 8000))
+
+
+LOAD_TIMEOUT_S = 6.0
+# Five of them take longer than that.
+PAUSE_MS = 1500
+
+
+@pytest.fixture
+def stalls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """While this file exists, an engine that loads makes no progress; else it is slow."""
+    path = tmp_path / "stalls"
+    monkeypatch.setenv("FAILPOINT_STALLS", str(path))
+    set_failpoint(monkeypatch, "load", PAUSE_MS)
+    return path
+
+
+def test_an_engine_that_stops_loading_is_started_again_and_a_slow_one_is_not(
+    tmp_path: Path, stalls: Path
+) -> None:
+    with serve(tmp_path, "echo", load_timeout_s=LOAD_TIMEOUT_S) as server:
+        canary = server.canary()
+        assert "starting it again" not in server.log.read_text(), "it was slow, but made progress"
+        stalls.touch()
+        os.kill(server.pid_of("engine"), signal.SIGKILL)
+        server.wait_until(lambda: "stopped loading" in server.health()[1], 60)
+        status, body = server.health()
+        assert status == 503 and "no progress within load_timeout_s (pausing, 0%)" in body
+        with pytest.raises(Refused):
+            server.canary()
+        server.wait_until(lambda: server.log.read_text().count("stopped loading") >= 2, 60)
+        stalls.unlink()
+        server.wait_until_serving(canary)
+        server.wait_until(lambda: server.health()[0] == 200, 30)
+    assert server.process.wait(30) == 0
+
+
+def test_an_engine_that_stops_loading_at_the_start_is_an_error_and_nothing_is_left(
+    tmp_path: Path, stalls: Path
+) -> None:
+    stalls.touch()
+    process = launch(tmp_path, "echo", load_timeout_s=LOAD_TIMEOUT_S)
+    children: set[psutil.Process] = set()
+    try:
+        while process.poll() is None:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                children |= set(process.children(recursive=True))
+            time.sleep(0.1)
+    finally:
+        if process.poll() is None:
+            process.kill()
+    assert process.wait() == 1
+    shown = (tmp_path / "shown").read_text()
+    assert "the engine of llm stopped loading" in shown and "Traceback" not in shown
+    assert children and psutil.wait_procs(children, timeout=15)[1] == []
+    assert not folder_of(process.pid).exists() or not list(folder_of(process.pid).iterdir())

@@ -27,6 +27,7 @@ from inflight.deploy.tritonserver import (
     Server,
 )
 from inflight.engine.metrics.families import COMPAT_VARIABLE, parse_compat
+from inflight.errors import EngineError
 from inflight.ipc import health
 from inflight.ipc.control import SOCKET
 from inflight.ipc.gpu import power
@@ -161,7 +162,7 @@ class Supervisor:
         self._janitor = janitor.start(self._folder)
         for keeper in self._keepers:
             keeper.start()
-        self._models = self._server.wait_ready(on_progress=on_progress, on_poll=self._write_health)
+        self._models = self._server.wait_ready(on_progress=on_progress, on_poll=self._poll_start)
         for door in self._doors:
             door.wait_until_it_listens()
         while not self.poll().is_ready:
@@ -172,6 +173,14 @@ class Supervisor:
             )
             self._control = ControlSocket(self._folder / SOCKET, control, self.endpoints.http)
         return self._models
+
+    def _poll_start(self) -> None:
+        """Raises EngineError: an engine does not load, in time."""
+        self._write_health()
+        for engine in self._engines.serving:
+            stalled = engine.why_stalled()
+            if stalled:
+                raise EngineError(f"{engine.name} {stalled}; log: {self.log_file}")
 
     def poll(self) -> Health:
         """Replace what has failed; returns the current health."""
