@@ -11,6 +11,7 @@ import signal
 import subprocess
 import tempfile
 import time
+import urllib.request
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -169,3 +170,59 @@ def test_an_engine_that_stops_loading_at_the_start_is_an_error_and_nothing_is_le
     assert "the engine of llm stopped loading" in shown and "Traceback" not in shown
     assert children and psutil.wait_procs(children, timeout=15)[1] == []
     assert not folder_of(process.pid).exists() or not list(folder_of(process.pid).iterdir())
+
+
+# A /proc/meminfo that the test writes, for the server alone.
+OWN_MEMINFO = 'mount --bind "$0" /proc/meminfo && exec "$@"'
+UNSHARE = ("unshare", "--map-root-user", "--mount")
+
+
+def set_available(meminfo: Path, mib: int) -> None:
+    meminfo.write_text(f"MemTotal: 99999999 kB\nMemAvailable: {mib << 10} kB\n")
+
+
+@pytest.mark.usefixtures("_slow_steps")
+def test_a_server_whose_host_is_short_of_memory_refuses_new_requests_only(tmp_path: Path) -> None:
+    meminfo = tmp_path / "meminfo"
+    set_available(meminfo, 8192)
+    prefix = (*UNSHARE, "sh", "-c", OWN_MEMINFO, str(meminfo))
+    if subprocess.run([*prefix, "true"], check=False).returncode:
+        # The parts are tested in tests/backend/supervision/test_host_memory.py.
+        pytest.skip("mount namespaces are not permitted here")
+    with serve(tmp_path, "echo", "--min-free-memory", "300", prefix=prefix) as server:
+        canary, engine = server.canary(), server.pid_of("engine")
+        stream = Stream(server.grpc, endless())
+        num_tokens = stream.next()["num_output_tokens"]
+        set_available(meminfo, 100)
+        server.wait_until(lambda: server.health()[0] == 503, 10)
+        assert "short of memory: 100 MiB are available, and it needs 300" in server.health()[1]
+        # HTTP passes a door; gRPC reaches the engine here.
+        status, answer = kserve.post(server.http, "generate", "generate", {"text_input": "x"})
+        assert status == 503 and "short of memory" in answer
+        with pytest.raises(Refused, match="short of memory"):
+            server.canary()
+        assert "inflight_server_ready 0" in metrics(server)
+        assert "inflight_host_memory_available_bytes 1.048576e+08" in metrics(server)
+        assert stream.next()["num_output_tokens"] and num_tokens, "what runs goes on"
+        os.kill(engine, signal.SIGKILL)  # as the OOM killer does: the next one refuses, too
+        server.wait_until(lambda: is_loaded(server, engine), RESTART_S)
+        server.wait_until(lambda: "short of memory" in server.health()[1], RESTART_S)
+        time.sleep(1.0)  # the supervisor tells engines twice a second
+        with pytest.raises(Refused, match="short of memory"):
+            server.canary()
+        set_available(meminfo, 8192)
+        server.wait_until(lambda: server.health()[0] == 200, 10)
+        server.wait_until_serving(canary, 5)
+        stream.cancel()
+    assert server.process.wait(30) == 0
+
+
+def metrics(server: Serving) -> str:
+    with urllib.request.urlopen(server.engine_metrics, timeout=10) as response:
+        return str(response.read().decode())
+
+
+def is_loaded(server: Serving, former: int) -> bool:
+    with contextlib.suppress(LookupError):
+        return server.pid_of("engine") != former
+    return False

@@ -94,6 +94,7 @@ def serve(  # typer reads the options from the signature
     tls_cert: options.TlsCert = None,
     tls_key: options.TlsKey = None,
     tls_client_ca: options.TlsClientCa = None,
+    min_free_memory: options.MinFreeMemory = options.MIN_FREE_MEMORY,
     otlp_endpoint: options.OtlpEndpoint = "",
     log_format: options.LogFormat = None,
     verbose: options.Verbose = False,
@@ -118,6 +119,7 @@ def serve(  # typer reads the options from the signature
         metrics_compat=metrics_compat,
         controlled=serving.controlled_models(model_control, load_model),
         access=serving.access_of(keys, tls_cert, tls_key, tls_client_ca),
+        min_free_memory=min_free_memory,
         otlp_endpoint=otlp_endpoint,
     )
     with serving.repositories(repository, model, _settings(set_)) as found:

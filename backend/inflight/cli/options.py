@@ -12,6 +12,7 @@ HTTP_PORT, GRPC_PORT, METRICS_PORT, ENGINE_METRICS_PORT = 8000, 8001, 8002, 8003
 HOST = "127.0.0.1"
 METRICS_URL = f"http://{HOST}:{ENGINE_METRICS_PORT}/metrics"
 DRAIN_S = 30.0
+MIN_FREE_MEMORY = 256
 URL = f"{HOST}:{GRPC_PORT}"
 
 Model = Annotated[str, typer.Option(help="A .gguf file, a Hugging Face folder, or package:NAME.")]
@@ -94,6 +95,14 @@ TlsCert = Annotated[Path | None, typer.Option(help="Serve with TLS: the certific
 TlsKey = Annotated[Path | None, typer.Option(help="The certificate's private key.")]
 TlsClientCa = Annotated[
     Path | None, typer.Option(help="Require certificates of clients, of these authorities.")
+]
+MinFreeMemory = Annotated[
+    int,
+    typer.Option(
+        min=0,
+        metavar="MIB",
+        help="Refuse new requests while less host memory is available; 0 never does.",
+    ),
 ]
 OtlpEndpoint = Annotated[
     str,
