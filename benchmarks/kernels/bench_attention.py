@@ -29,9 +29,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from inflight_kernels.ops import skinny_gemm
 from inflight_kernels.ops.attention import attend, plan, rope_attend, workspace_size
 from inflight_kernels.ops.attention_operands import AttentionMetadata, AttentionParams
+from inflight_kernels.ops.linear import skinny_gemm
 from inflight_kernels.ops.norm import rms_norm
 from inflight_kernels.ops.rope import PagedKV, RopeInputs, rope_write_kv
 from inflight_kernels.torch_ops.transformer import rotary_tables
@@ -148,7 +148,7 @@ class Layers:
             [torch.randn(shape, device="cuda").to(DTYPE) / HIDDEN**0.5 for shape in shapes]
             for _ in range(NUM_LAYERS)
         ]
-        self.norm = torch.ones(HIDDEN, device="cuda", dtype=DTYPE)
+        self.norm = torch.ones(HIDDEN, device="cuda")
         self.hidden = torch.randn(count, HIDDEN, device="cuda").to(DTYPE)
         self.normed = torch.empty_like(self.hidden)
         self.attended = torch.zeros_like(self.hidden)

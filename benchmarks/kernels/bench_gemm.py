@@ -21,7 +21,7 @@ import timing
 import torch
 
 from inflight_kernels.ops.activation import silu_mul
-from inflight_kernels.ops.gemm import linear, prefers
+from inflight_kernels.ops.linear.gemm import linear, prefers
 
 DTYPE = torch.bfloat16
 TOKENS = (65, 96, 128, 192, 256, 384, 512, 1024, 2048, 8192)

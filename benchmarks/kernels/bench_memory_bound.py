@@ -41,14 +41,15 @@ def _random(*shape: int) -> torch.Tensor:
 
 
 def norms(tokens: int, ours: bool) -> tuple[Callable[[], Call], int]:
-    weight = _random(HIDDEN)
+    weight = _random(HIDDEN).float()
 
     def make() -> Call:
         x, residual = _random(tokens, HIDDEN), _random(tokens, HIDDEN)
         out, total = torch.empty_like(x), torch.empty_like(x)
         if ours:
             return lambda: rms_norm(x, weight, 1e-5, residual, out=out, total=total, pdl=True)
-        return lambda: F.rms_norm(torch.add(x, residual, out=total), (HIDDEN,), weight, 1e-5)
+        narrow = weight.to(DTYPE)
+        return lambda: F.rms_norm(torch.add(x, residual, out=total), (HIDDEN,), narrow, 1e-5)
 
     return make, 4 * tokens * HIDDEN * 2
 
@@ -68,7 +69,7 @@ def gates(tokens: int, ours: bool) -> tuple[Callable[[], Call], int]:
 def rotations(tokens: int, normed: bool) -> tuple[Callable[[], Call], int]:
     frequencies = (5e5 ** -(np.arange(0, HEAD_DIM, 2) / HEAD_DIM)).astype(np.float32)
     cos, sin = (table.cuda() for table in transformer.rotary_tables(frequencies, 16384))
-    qk_norm = QkNorm(_random(HEAD_DIM), _random(HEAD_DIM)) if normed else None
+    qk_norm = QkNorm(_random(HEAD_DIM).float(), _random(HEAD_DIM).float()) if normed else None
     num_blocks = tokens // BLOCK_SIZE + 1
     all_heads = HEADS + 2 * KV_HEADS
 

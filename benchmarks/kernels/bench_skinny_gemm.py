@@ -22,7 +22,7 @@ import timing
 import torch
 import torch.nn.functional as F
 
-from inflight_kernels.ops.skinny_gemm import linear, prefers
+from inflight_kernels.ops.linear.skinny_gemm import linear, prefers
 
 DTYPE = torch.bfloat16
 TOKENS = (1, 8, 16, 32, 64)

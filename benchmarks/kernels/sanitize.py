@@ -54,22 +54,23 @@ FIRST = 100_000
 """As `every`: only the first case of each test."""
 
 JOBS = (
-    Job("memcheck", "attention", ("attention",), 50),
+    Job("memcheck", "attention", ("attention", "rope_attend"), 50),
     Job("memcheck", "products", ("skinny_gemm", "gemm"), 20),
-    Job("memcheck", "sampling", ("sampling",), 40),
+    Job("memcheck", "sampling", ("sampling", "logit_adjustments"), 40),
     Job("memcheck", "other kernels", SMALL, 20),
     Job("racecheck", "attention, few rows", ("attention",), only="head_dim[decode-128-torch.bf"),
-    Job(
-        "racecheck",
-        "attention, rotated",
-        ("attention",),
-        only="one[decode-28-4-128-torch.bfl",
-    ),
+    Job("racecheck", "attention, rotated", ("rope_attend",), only="one[decode-28-4-128-torch.bfl"),
     Job("racecheck", "attention, many sequences", ("attention",), only="sequences[short-128"),
     Job("racecheck", "attention, prompts", ("attention",), only="head_dim[mixed-128-torch.bf"),
     Job("racecheck", "products of few tokens", ("skinny_gemm",), FIRST),
     Job("racecheck", "products of many tokens", ("gemm",), FIRST),
-    Job("racecheck", "sampling", ("sampling",), FIRST, "kinds_of or top_logprobs or exact_and"),
+    Job(
+        "racecheck",
+        "sampling",
+        ("sampling", "logit_adjustments"),
+        FIRST,
+        "kinds_of or top_logprobs or exact_and",
+    ),
     # Except a launch that overlaps the preceding one, on which the tool itself fails.
     Job("racecheck", "other kernels", SMALL, FIRST, "not ready_history"),
 )

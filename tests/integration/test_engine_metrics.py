@@ -11,6 +11,7 @@ import time
 import urllib.request
 from collections.abc import Iterator
 
+import psutil
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -25,7 +26,7 @@ SECRET = "The password is xyzzy."
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
-    options = ("--grpc-guard", "--metrics-compat", "vllm")
+    options = ("--grpc-guard", "--metrics-compat", "vllm", "--busy-poll", "5")
     with serve(tmp_path_factory.mktemp("metrics"), "echo", *options) as serving:
         yield serving
 
@@ -107,3 +108,9 @@ def test_it_answers_while_tritonserver_is_replaced(server: Serving) -> None:
     assert value(after, restarts, process="engine of llm") == 0
     assert value(after, "inflight_server_not_ready_seconds_total") > 0
     assert value(after, "inflight_generation_tokens_total") > tokens[0]
+
+
+def test_the_http_door_polls_as_long_as_it_is_set_to(server: Serving) -> None:
+    command = psutil.Process(server.pid_of("http")).cmdline()
+    assert float(command[command.index("--busy-poll") + 1]) == 5.0
+    assert generate(server, SECRET) == 200

@@ -17,7 +17,8 @@ from inflight.execution import cuda_runner
 from inflight.execution.drafters import device_passes
 from inflight.models.layers import attention as attention_layers
 from inflight.models.quantization import unquantized
-from inflight_kernels.ops import attention_operands, gemm, skinny_gemm
+from inflight_kernels.ops import attention_operands
+from inflight_kernels.ops.linear import gemm, skinny_gemm
 from inflight_kernels.runtime.recording import Launched, record_launches
 
 _META = torch.device("meta")

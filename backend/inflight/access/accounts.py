@@ -31,8 +31,8 @@ CONCURRENT_RETRY_S = 1
 
 
 class WindowStorage(MemoryStorage):
-    """The storage in memory of `limits`, with windows on the monotonic clock: it uses the wall
-    clock, and one that is set back by an hour would keep a window open for that hour.
+    """The in-memory storage of `limits`, with windows on the monotonic clock. The original uses the
+    wall clock: set back by an hour, it would keep a window open for that hour.
 
     Args:
         clock: seconds, monotonic.

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path
 
-from inflight.access import audit
 from inflight.access.accounts_client import AccountsClient, Lease
 from inflight.access.audit import AuditLog
 from inflight.access.key import Key
@@ -87,10 +86,6 @@ class Admission:
         who = {} if key is None else {"key": key.id, "tenant": key.tenant}
         place = {"door": self._door, "peer": peer, "what": what}
         self._audit.write(f"refused.{event}", reason=reason, **who, **place)
-
-
-def default_audit_file() -> Path:
-    return audit.default_path()
 
 
 def secret_of(headers: Headers) -> str:

@@ -5,15 +5,13 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
 from inflight.cli import keys as key_commands
 from inflight.cli import options
-
-if TYPE_CHECKING:
-    from inflight_client import Options
+from inflight.cli.option_groups import expand_groups
 
 EXIT_FAILED = 1
 EXIT_USAGE = 2
@@ -21,7 +19,7 @@ EXIT_USAGE = 2
 DEMO_QUESTION = "Write one sentence about why the sky is blue."
 
 
-def _sort(error: Exception) -> tuple[int | None, str]:
+def _status_and_hint(error: Exception) -> tuple[int | None, str]:
     """Exit status and hint for an error of this package; None for others."""
     from inflight.errors import InflightError, RequestError
 
@@ -75,29 +73,13 @@ def root(
 
 
 @app.command()
-def serve(  # typer reads the options from the signature
-    http_port: options.FreePort = options.HTTP_PORT,
-    grpc_port: options.FreePort = options.GRPC_PORT,
-    metrics_port: options.FreePort = options.METRICS_PORT,
-    engine_metrics_port: options.EngineMetricsPort = None,
-    host: options.Host = options.HOST,
-    model: options.OneModel = None,
-    set_: options.Settings = None,
-    repository: options.Repositories = None,
-    log_file: options.LogFile = None,
-    drain: options.Drain = options.DRAIN_S,
-    metrics_compat: options.MetricsCompat = "",
-    grpc_guard: options.GrpcGuard = None,
-    model_control: options.ModelControl = False,
-    load_model: options.LoadModels = None,
-    keys: options.KeysFile = None,
-    tls_cert: options.TlsCert = None,
-    tls_key: options.TlsKey = None,
-    tls_client_ca: options.TlsClientCa = None,
-    min_free_memory: options.MinFreeMemory = options.MIN_FREE_MEMORY,
-    otlp_endpoint: options.OtlpEndpoint = "",
-    log_format: options.LogFormat = None,
-    verbose: options.Verbose = False,
+@expand_groups
+def serve(
+    address: options.AddressOptions,
+    models: options.ServedModels,
+    server: options.ServerOptions,
+    access: options.AccessFiles,
+    telemetry: options.TelemetryOptions,
 ) -> None:
     """Start tritonserver with the ensembles and serve until Ctrl-C, which drains."""
     from inflight.cli import serve as serving
@@ -105,43 +87,34 @@ def serve(  # typer reads the options from the signature
     from inflight.supervision.options import ServeOptions
     from inflight.supervision.supervisor import Supervisor
 
-    if engine_metrics_port is None:
-        engine_metrics_port = metrics_port and metrics_port + 1
-    if otlp_endpoint:
-        tracing.check_endpoint(otlp_endpoint)
-    serving.set_log_format(log_format)
+    if telemetry.otlp_endpoint:
+        tracing.check_endpoint(telemetry.otlp_endpoint)
+    serving.set_log_format(telemetry.log_format)
     chosen = ServeOptions(
-        host=host,
-        ports=(http_port, grpc_port, metrics_port, engine_metrics_port),
-        log_file=log_file,
-        drain_s=drain,
-        grpc_guard=grpc_guard,
-        metrics_compat=metrics_compat,
-        controlled=serving.controlled_models(model_control, load_model),
-        access=serving.access_of(keys, tls_cert, tls_key, tls_client_ca),
-        min_free_memory=min_free_memory,
-        otlp_endpoint=otlp_endpoint,
+        host=address.host,
+        ports=address.ports,
+        log_file=server.log_file,
+        drain_s=server.drain,
+        min_free_memory=server.min_free_memory,
+        grpc_guard=server.grpc_guard,
+        busy_poll_ms=server.busy_poll,
+        metrics_compat=server.metrics_compat,
+        controlled=serving.controlled_models(server.model_control, server.load_model),
+        access=serving.access_of(access),
+        otlp_endpoint=telemetry.otlp_endpoint,
     )
-    with serving.repositories(repository, model, _settings(set_)) as found:
-        status = serving.run(Supervisor(found, chosen), verbose=verbose)
+    settings = _settings(models.set_)
+    with serving.repositories(models.repository, models.model, settings) as found:
+        status = serving.run(Supervisor(found, chosen), verbose=telemetry.verbose)
     raise typer.Exit(status)
 
 
 @app.command()
-def generate(  # typer reads the options from the signature
+@expand_groups
+def generate(
     prompt: Annotated[str, typer.Argument(help="The text to continue; - reads it from stdin.")],
-    max_tokens: options.MaxTokens = None,
-    temperature: options.Temperature = None,
-    top_k: options.TopK = None,
-    top_p: options.TopP = None,
-    min_p: options.MinP = None,
-    seed: options.Seed = None,
-    stop: options.Stop = None,
-    url: options.Url = options.URL,
-    model: Annotated[str, typer.Option(help="Name of the ensemble.")] = "generate",
-    timeout: options.Timeout = None,
-    api_key: options.ApiKey = None,
-    ca_file: options.CaFile = None,
+    sampling: options.SamplingOptions,
+    connection: options.GenerateConnection,
     stats: Annotated[
         bool, typer.Option("--stats", help="Print latency and throughput to stderr.")
     ] = False,
@@ -153,19 +126,13 @@ def generate(  # typer reads the options from the signature
     import json
 
     from inflight.cli import chat
-    from inflight_client import Client, ClientError
+    from inflight_client import ClientError
 
-    sampling = _sampling(max_tokens, temperature, top_k, top_p, min_p, seed, stop)
     chat.accept_any_bytes()
     text = sys.stdin.read() if prompt == "-" else prompt
     answer = chat.Answer()
     try:
-        with (
-            Client(
-                url, generate_model=model, timeout=timeout, api_key=api_key, ca_file=ca_file
-            ) as client,
-            client.stream(text, **sampling) as stream,
-        ):
+        with connection.client() as client, client.stream(text, **sampling.given()) as stream:
             answer.read(stream, (lambda text: None) if json_ else chat.write_stdout)
     except ClientError:
         if not json_:
@@ -216,28 +183,18 @@ def usage(
 
 
 @app.command()
-def chat(  # typer reads the options from the signature
+@expand_groups
+def chat(
+    *,
     system: Annotated[str | None, typer.Option(help="System message.")] = None,
-    max_tokens: options.MaxTokens = None,
-    temperature: options.Temperature = None,
-    top_k: options.TopK = None,
-    top_p: options.TopP = None,
-    min_p: options.MinP = None,
-    seed: options.Seed = None,
-    stop: options.Stop = None,
-    url: options.Url = options.URL,
-    model: Annotated[str, typer.Option(help="Name of the ensemble.")] = "chat",
-    timeout: options.Timeout = None,
-    api_key: options.ApiKey = None,
-    ca_file: options.CaFile = None,
+    sampling: options.SamplingOptions,
+    connection: options.ChatConnection,
 ) -> None:
     """Chat with the model. /help lists the commands; Ctrl-C cancels the current reply."""
     from inflight.cli import chat
-    from inflight_client import Client
 
-    sampling = _sampling(max_tokens, temperature, top_k, top_p, min_p, seed, stop)
-    with Client(url, chat_model=model, timeout=timeout, api_key=api_key, ca_file=ca_file) as client:
-        if not chat.run(client, sampling, system):
+    with connection.client() as client:
+        if not chat.run(client, sampling.given(), system):
             raise typer.Exit(EXIT_FAILED)
 
 
@@ -370,88 +327,12 @@ def model_list(port: options.ServerPort = None, json_: options.ModelJson = False
 
 
 @bench.command("engine")
-def bench_engine(  # typer reads the options from the signature
-    model: options.BenchModel,
-    rows: options.BenchRows = "all",
-    device: options.Device = "auto",
-    scale: options.Scale = 1,
-    runs: options.Runs = None,
-    set_: options.Settings = None,
-    profile: options.Profile = None,
-    steps: options.Steps = 20,
-    json_: options.BenchJson = False,
-) -> None:
+@expand_groups
+def bench_engine(chosen: options.BenchOptions) -> None:
     """Benchmark the engine in this process: throughput, latency, startup; or profile a step."""
-    import dataclasses
-    import json
+    from inflight.cli.bench import command
 
-    from inflight.cli.bench import engine, show
-    from inflight.cli.bench.rows import select
-
-    chosen, start = select(rows)
-    if scale <= 0 or (runs is not None and runs < 1) or steps < 1:
-        raise typer.BadParameter("--scale, --runs and --steps must be positive")
-    chosen = [row.scaled(scale) for row in chosen]
-    settings = engine.engine_settings(model, device, chosen, _settings(set_))
-    if profile is not None:
-        from inflight.cli.bench import profile as profiling
-
-        if not chosen:
-            raise typer.BadParameter("--profile requires a row with requests")
-        profiles = profiling.run(settings, chosen, steps, profile, on_progress=_note)
-        if json_:
-            typer.echo(json.dumps([found.as_json() for found in profiles]))
-        else:
-            show.Show().profiles(profiles)
-        return
-
-    def say(report: engine.Report) -> None:
-        typer.echo(json.dumps(dataclasses.asdict(report)))
-
-    report = engine.run(
-        settings,
-        chosen,
-        start=start,
-        num_runs=runs,
-        on_progress=_note,
-        on_row=say if json_ else lambda so_far: None,
-    )
-    if json_:
-        say(report)
-    else:
-        show.Show().report(report)
-
-
-def _note(what: str) -> None:
-    typer.echo(what, err=True)
-
-
-def _sampling(
-    max_tokens: int | None,
-    temperature: float | None,
-    top_k: int | None,
-    top_p: float | None,
-    min_p: float | None,
-    seed: int | None,
-    stop: list[str] | None,
-) -> Options:
-    """The options that were given."""
-    found: Options = {}
-    if max_tokens is not None:
-        found["max_tokens"] = max_tokens
-    if temperature is not None:
-        found["temperature"] = temperature
-    if top_k is not None:
-        found["top_k"] = top_k
-    if top_p is not None:
-        found["top_p"] = top_p
-    if min_p is not None:
-        found["min_p"] = min_p
-    if seed is not None:
-        found["seed"] = seed
-    if stop:
-        found["stop_words"] = stop
-    return found
+    command.run(chosen, _settings(chosen.set_))
 
 
 def _settings(pairs: list[str] | None) -> dict[str, Any]:
@@ -475,7 +356,7 @@ def main() -> None:
     try:
         app()
     except Exception as error:
-        status, hint = _sort(error)
+        status, hint = _status_and_hint(error)
         if status is None:
             raise
         plain = bool(os.environ.get("NO_COLOR"))

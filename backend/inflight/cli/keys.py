@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 import getpass
 import os
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+
+from inflight.cli.option_groups import expand_groups
 
 app = typer.Typer(no_args_is_help=True, help="API keys, for `inflight serve --keys FILE`.")
 
@@ -20,8 +24,21 @@ Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 _DAY_S = 86400
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LimitOptions:
+    """What a key may use."""
+
+    requests_per_minute: Annotated[int | None, typer.Option(min=1, help="Limit.")] = None
+    tokens_per_minute: Annotated[
+        int | None, typer.Option(min=1, help="Limit on tokens of prompts and outputs.")
+    ] = None
+    concurrent_requests: Annotated[int | None, typer.Option(min=1, help="Limit.")] = None
+
+
 @app.command("create")
-def create(  # typer reads the options from the signature
+@expand_groups
+def create(
+    *,
     tenant: Annotated[str, typer.Option(help="On whose account requests with the key run.")],
     admin: Annotated[bool, typer.Option("--admin", help="It may also read /metrics.")] = False,
     expires_days: Annotated[
@@ -30,11 +47,7 @@ def create(  # typer reads the options from the signature
     model: Annotated[
         list[str] | None, typer.Option(help="A model it may use; repeatable. Default: all.")
     ] = None,
-    requests_per_minute: Annotated[int | None, typer.Option(min=1, help="Limit.")] = None,
-    tokens_per_minute: Annotated[
-        int | None, typer.Option(min=1, help="Limit on tokens of prompts and outputs.")
-    ] = None,
-    concurrent_requests: Annotated[int | None, typer.Option(min=1, help="Limit.")] = None,
+    limits: LimitOptions,
     keys: Keys = None,
     json_: Json = False,
 ) -> None:
@@ -50,11 +63,7 @@ def create(  # typer reads the options from the signature
         role="admin" if admin else "user",
         expires_in_s=None if expires_days is None else expires_days * _DAY_S,
         models=tuple(model or ()),
-        limits=KeyLimits(
-            requests_per_minute=requests_per_minute,
-            tokens_per_minute=tokens_per_minute,
-            concurrent_requests=concurrent_requests,
-        ),
+        limits=KeyLimits(**dataclasses.asdict(limits)),
     )
     keys_file.add(path, key)
     _audit("key.created", key.id, key.tenant, path)

@@ -1,11 +1,15 @@
-"""Options of the commands, with their help; typer reads them from the signatures."""
+"""Options of the commands, with their help: fields of groups (`option_groups`) and single ones."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+if TYPE_CHECKING:
+    from inflight_client import Client, Options
 
 # Repeated here because importing serve for them would slow down --help.
 HTTP_PORT, GRPC_PORT, METRICS_PORT, ENGINE_METRICS_PORT = 8000, 8001, 8002, 8003
@@ -16,121 +20,254 @@ MIN_FREE_MEMORY = 256
 URL = f"{HOST}:{GRPC_PORT}"
 
 Model = Annotated[str, typer.Option(help="A .gguf file, a Hugging Face folder, or package:NAME.")]
-Url = Annotated[str, typer.Option(envvar="INFLIGHT_URL", help="gRPC address, host:port.")]
-ApiKey = Annotated[
-    str | None,
-    typer.Option(envvar="INFLIGHT_API_KEY", show_envvar=True, help="Of a server with --keys."),
-]
-CaFile = Annotated[
-    str | None,
-    typer.Option(envvar="INFLIGHT_CA_FILE", help="Of a server with TLS: PEM file to trust."),
-]
-Timeout = Annotated[
-    float | None, typer.Option(help="Seconds per request, above 0; no limit by default.")
-]
-MaxTokens = Annotated[int | None, typer.Option(help="Maximum number of output tokens.")]
-Temperature = Annotated[float | None, typer.Option(help="Sampling temperature; 0 is greedy.")]
-TopK = Annotated[int | None, typer.Option(help="Sample from the k most probable tokens.")]
-TopP = Annotated[float | None, typer.Option(help="Nucleus sampling: cumulative probability.")]
-MinP = Annotated[float | None, typer.Option(help="Minimum probability, relative to the top token.")]
-Seed = Annotated[int | None, typer.Option(help="The same seed gives the same output.")]
-Stop = Annotated[list[str] | None, typer.Option(help="Stop string; repeatable.")]
 Settings = Annotated[
     list[str] | None,
     typer.Option(
         "--set", metavar="KEY=VALUE", help="Override a setting of engine.json; repeatable."
     ),
 ]
+Ensemble = Annotated[str, typer.Option(help="Name of the ensemble.")]
 ModelName = Annotated[str, typer.Argument(help="Name of the model with the engine, such as llm.")]
 ServerPort = Annotated[
     int | None, typer.Option("--port", help="HTTP port of the server, if there are several.")
 ]
 ModelJson = Annotated[bool, typer.Option("--json", help="For programs: one JSON object.")]
+FreePort = Annotated[int, typer.Option(help="0 picks a free port.")]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingOptions:
+    """Of a generation."""
+
+    max_tokens: Annotated[int | None, typer.Option(help="Maximum number of output tokens.")] = None
+    temperature: Annotated[
+        float | None, typer.Option(help="Sampling temperature; 0 is greedy.")
+    ] = None
+    top_k: Annotated[int | None, typer.Option(help="Sample from the k most probable tokens.")] = (
+        None
+    )
+    top_p: Annotated[
+        float | None, typer.Option(help="Nucleus sampling: cumulative probability.")
+    ] = None
+    min_p: Annotated[
+        float | None, typer.Option(help="Minimum probability, relative to the top token.")
+    ] = None
+    seed: Annotated[int | None, typer.Option(help="The same seed gives the same output.")] = None
+    stop: Annotated[list[str] | None, typer.Option(help="Stop string; repeatable.")] = None
+
+    def given(self) -> Options:
+        """Those of the command line, for the client."""
+        found: Options = {}
+        if self.max_tokens is not None:
+            found["max_tokens"] = self.max_tokens
+        if self.temperature is not None:
+            found["temperature"] = self.temperature
+        if self.top_k is not None:
+            found["top_k"] = self.top_k
+        if self.top_p is not None:
+            found["top_p"] = self.top_p
+        if self.min_p is not None:
+            found["min_p"] = self.min_p
+        if self.seed is not None:
+            found["seed"] = self.seed
+        if self.stop:
+            found["stop_words"] = self.stop
+        return found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConnectionOptions:
+    """Which ensemble of which server, and how to reach it."""
+
+    url: Annotated[str, typer.Option(envvar="INFLIGHT_URL", help="gRPC address, host:port.")] = URL
+    model: Ensemble
+    timeout: Annotated[
+        float | None, typer.Option(help="Seconds per request, above 0; no limit by default.")
+    ] = None
+    api_key: Annotated[
+        str | None,
+        typer.Option(envvar="INFLIGHT_API_KEY", show_envvar=True, help="Of a server with --keys."),
+    ] = None
+    ca_file: Annotated[
+        str | None,
+        typer.Option(envvar="INFLIGHT_CA_FILE", help="Of a server with TLS: PEM file to trust."),
+    ] = None
+
+    def client(self) -> Client:
+        """A client of this ensemble, whichever of its methods is used.
+
+        Raises:
+            InvalidRequest: an option is out of its range.
+        """
+        from inflight_client import Client
+
+        return Client(
+            self.url,
+            generate_model=self.model,
+            chat_model=self.model,
+            timeout=self.timeout,
+            api_key=self.api_key,
+            ca_file=self.ca_file,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerateConnection(ConnectionOptions):
+    """Of `generate`."""
+
+    model: Ensemble = "generate"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChatConnection(ConnectionOptions):
+    """Of `chat`."""
+
+    model: Ensemble = "chat"
+
 
 # Of `serve`
 
-FreePort = Annotated[int, typer.Option(help="0 picks a free port.")]
-EngineMetricsPort = Annotated[
-    int | None,
-    typer.Option(
-        help="Metrics of the engines and the server, without tritonserver's; 0 picks a free "
-        "port. Default: the one after --metrics-port.",
-        show_default=False,
-    ),
-]
-Host = Annotated[str, typer.Option(help="Address to listen on; see --keys.")]
-OneModel = Annotated[
-    str | None,
-    typer.Option(help="Serve this model: a .gguf file, a Hugging Face folder, package:NAME."),
-]
-Repositories = Annotated[
-    list[Path] | None,
-    typer.Option(help="A model repository; repeatable. Default: those shipped with inflight."),
-]
-LogFile = Annotated[Path | None, typer.Option(help="tritonserver's log file.")]
-Drain = Annotated[float, typer.Option(min=0.0, help="Seconds to wait for requests in flight.")]
-MetricsCompat = Annotated[
-    str, typer.Option(help="Publish metrics under these names, too: vllm,trtllm.")
-]
-GrpcGuard = Annotated[
-    bool | None,
-    typer.Option(
-        "--grpc-guard/--no-grpc-guard",
-        help="Check gRPC requests before Triton reads them. Default: beyond loopback.",
-        show_default=False,
-    ),
-]
-ModelControl = Annotated[
-    bool, typer.Option("--model-control", help="Let `inflight model` load and unload models.")
-]
-LoadModels = Annotated[
-    list[str] | None,
-    typer.Option(help="With --model-control: load only this model first; repeatable."),
-]
-KeysFile = Annotated[
-    Path | None,
-    typer.Option(help="Refuse requests without a key of this file; see `inflight key`."),
-]
-TlsCert = Annotated[Path | None, typer.Option(help="Serve with TLS: the certificate's PEM file.")]
-TlsKey = Annotated[Path | None, typer.Option(help="The certificate's private key.")]
-TlsClientCa = Annotated[
-    Path | None, typer.Option(help="Require certificates of clients, of these authorities.")
-]
-MinFreeMemory = Annotated[
-    int,
-    typer.Option(
-        min=0,
-        metavar="MIB",
-        help="Refuse new requests while less host memory is available; 0 never does.",
-    ),
-]
-OtlpEndpoint = Annotated[
-    str,
-    typer.Option(help="Send a span per request there, by OTLP over HTTP; needs extra otel."),
-]
-LogFormat = Annotated[
-    str | None,
-    typer.Option(envvar="INFLIGHT_LOG_FORMAT", help="Of the log: text or json (one per line)."),
-]
-Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Show the log.")]
 
-# Of `bench engine`
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AddressOptions:
+    """Where a server listens."""
 
-BenchModel = Annotated[
-    str, typer.Option(help="As for `serve`; random weights for a folder without any.")
-]
-BenchRows = Annotated[
-    str,
-    typer.Option(help="bs1, bs64, chat256, ..., start, all, or REQUESTSxINPUT/OUTPUT; by ','."),
-]
-Device = Annotated[str, typer.Option(help="auto, cuda or cpu.")]
-Scale = Annotated[float, typer.Option(help="Factor for the rows' requests and lengths.")]
-Runs = Annotated[int | None, typer.Option(help="Runs per row; the best one counts.")]
-Profile = Annotated[
-    Path | None, typer.Option(help="Profile steps instead of timing; output folder.")
-]
-Steps = Annotated[int, typer.Option(help="Decode steps to profile.")]
-BenchJson = Annotated[
-    bool,
-    typer.Option("--json", help="JSON on stdout: results so far, per row and at the end."),
-]
+    http_port: FreePort = HTTP_PORT
+    grpc_port: FreePort = GRPC_PORT
+    metrics_port: FreePort = METRICS_PORT
+    engine_metrics_port: Annotated[
+        int | None,
+        typer.Option(
+            help="Metrics of the engines and the server, without tritonserver's; 0 picks a free "
+            "port. Default: the one after --metrics-port.",
+            show_default=False,
+        ),
+    ] = None
+    host: Annotated[str, typer.Option(help="Address to listen on; see --keys.")] = HOST
+
+    @property
+    def ports(self) -> tuple[int, int, int, int]:
+        """Of HTTP, gRPC, Triton's metrics and the engines' metrics; 0 picks a free one."""
+        engine_metrics_port = self.engine_metrics_port
+        if engine_metrics_port is None:
+            engine_metrics_port = self.metrics_port and self.metrics_port + 1
+        return self.http_port, self.grpc_port, self.metrics_port, engine_metrics_port
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServedModels:
+    """What to serve: a model with its settings, or repositories."""
+
+    model: Annotated[
+        str | None,
+        typer.Option(help="Serve this model: a .gguf file, a Hugging Face folder, package:NAME."),
+    ] = None
+    set_: Settings = None
+    repository: Annotated[
+        list[Path] | None,
+        typer.Option(help="A model repository; repeatable. Default: those shipped with inflight."),
+    ] = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerOptions:
+    """How a server runs."""
+
+    log_file: Annotated[Path | None, typer.Option(help="tritonserver's log file.")] = None
+    drain: Annotated[
+        float, typer.Option(min=0.0, help="Seconds to wait for requests in flight.")
+    ] = DRAIN_S
+    min_free_memory: Annotated[
+        int,
+        typer.Option(
+            min=0,
+            metavar="MIB",
+            help="Refuse new requests while less host memory is available; 0 never does.",
+        ),
+    ] = MIN_FREE_MEMORY
+    metrics_compat: Annotated[
+        str, typer.Option(help="Publish metrics under these names, too: vllm,trtllm.")
+    ] = ""
+    grpc_guard: Annotated[
+        bool | None,
+        typer.Option(
+            "--grpc-guard/--no-grpc-guard",
+            help="Check gRPC requests before Triton reads them. Default: beyond loopback.",
+            show_default=False,
+        ),
+    ] = None
+    busy_poll: Annotated[
+        float | None,
+        typer.Option(
+            min=0.0,
+            max=1000.0,
+            metavar="MILLISECONDS",
+            help="How long the HTTP door polls for an answer before it sleeps. Default: 20 with 8 "
+            "cores and more, else 0.",
+            show_default=False,
+        ),
+    ] = None
+    model_control: Annotated[
+        bool, typer.Option("--model-control", help="Let `inflight model` load and unload models.")
+    ] = False
+    load_model: Annotated[
+        list[str] | None,
+        typer.Option(help="With --model-control: load only this model first; repeatable."),
+    ] = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AccessFiles:
+    """Who may use a server."""
+
+    keys: Annotated[
+        Path | None,
+        typer.Option(help="Refuse requests without a key of this file; see `inflight key`."),
+    ] = None
+    tls_cert: Annotated[
+        Path | None, typer.Option(help="Serve with TLS: the certificate's PEM file.")
+    ] = None
+    tls_key: Annotated[Path | None, typer.Option(help="The certificate's private key.")] = None
+    tls_client_ca: Annotated[
+        Path | None, typer.Option(help="Require certificates of clients, of these authorities.")
+    ] = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TelemetryOptions:
+    """Traces and logs of a server."""
+
+    otlp_endpoint: Annotated[
+        str,
+        typer.Option(help="Send a span per request there, by OTLP over HTTP; needs extra otel."),
+    ] = ""
+    log_format: Annotated[
+        str | None,
+        typer.Option(envvar="INFLIGHT_LOG_FORMAT", help="Of the log: text or json (one per line)."),
+    ] = None
+    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Show the log.")] = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BenchOptions:
+    """What `bench engine` runs."""
+
+    model: Annotated[
+        str, typer.Option(help="As for `serve`; random weights for a folder without any.")
+    ]
+    rows: Annotated[
+        str,
+        typer.Option(help="bs1, bs64, chat256, ..., start, all, or REQUESTSxINPUT/OUTPUT; by ','."),
+    ] = "all"
+    device: Annotated[str, typer.Option(help="auto, cuda or cpu.")] = "auto"
+    scale: Annotated[float, typer.Option(help="Factor for the rows' requests and lengths.")] = 1
+    runs: Annotated[int | None, typer.Option(help="Runs per row; the best one counts.")] = None
+    set_: Settings = None
+    profile: Annotated[
+        Path | None, typer.Option(help="Profile steps instead of timing; output folder.")
+    ] = None
+    steps: Annotated[int, typer.Option(help="Decode steps to profile.")] = 20
+    json_: Annotated[
+        bool,
+        typer.Option("--json", help="JSON on stdout: results so far, per row and at the end."),
+    ] = False

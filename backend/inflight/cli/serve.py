@@ -21,6 +21,7 @@ import typer
 from inflight import log
 from inflight.access import audit, tls
 from inflight.access.options import AccessOptions
+from inflight.cli.options import AccessFiles
 from inflight.deploy import repository
 from inflight.deploy.model_group import ALL_MODELS
 from inflight.deploy.tritonserver import POLL_S
@@ -30,7 +31,7 @@ from inflight.supervision.supervisor import Supervisor
 
 
 def set_log_format(name: str | None) -> None:
-    """Of all processes. Raises ConfigError: there is no such format."""
+    """Set the log format of all processes. Raises ConfigError: the format is unknown."""
     if name is not None:
         os.environ[log.FORMAT_VARIABLE] = name
         log.formatter()
@@ -69,15 +70,13 @@ def repositories(
         yield [made.path]
 
 
-def access_of(
-    keys: Path | None, tls_cert: Path | None, tls_key: Path | None, tls_client_ca: Path | None
-) -> AccessOptions:
-    """Of the options of the command line, of which each may be missing. Raises ConfigError."""
-    names = (str(path) if path is not None else None for path in (tls_cert, tls_key, tls_client_ca))
-    files = tls.chosen(*names)
-    if keys is None:
-        return AccessOptions(tls=files)
-    return AccessOptions(keys=str(keys), audit=str(audit.default_path()), tls=files)
+def access_of(files: AccessFiles) -> AccessOptions:
+    """Of the options of the command line. Raises ConfigError: some of them are missing."""
+    paths = (files.tls_cert, files.tls_key, files.tls_client_ca)
+    found = tls.chosen(*(str(path) if path is not None else None for path in paths))
+    if files.keys is None:
+        return AccessOptions(tls=found)
+    return AccessOptions(keys=str(files.keys), audit=str(audit.default_path()), tls=found)
 
 
 def exposure(address: str, access: AccessOptions) -> str:

@@ -1,4 +1,4 @@
-"""Small files that one process writes by memory and others read."""
+"""Small memory-mapped files that one process writes and others read."""
 
 from __future__ import annotations
 
@@ -11,11 +11,14 @@ logger = logging.getLogger(__name__)
 
 
 def map_file(path: Path, size: int) -> mmap.mmap:
-    """A file, created if missing, of `size` bytes; what it has stays.
+    """Map a file of `size` bytes, which is created if missing; existing contents are kept.
 
-    All of it is allocated: a write to a page for which the disk has no room would end the process
-    with SIGBUS. If there is no room now, returns memory that no other process sees, of zeros, and
-    logs it.
+    Its blocks are allocated first: writing to a page without one on a full disk would end the
+    process with SIGBUS.
+
+    Returns:
+        The mapping; zeroed memory that is not shared if the file cannot be written, which is
+        logged.
     """
     try:
         with open(path, "a+b") as file:

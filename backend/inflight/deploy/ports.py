@@ -57,7 +57,7 @@ class HeldPorts:
                     f"{'; '.join(text for _, text in taken)}; stop the process that listens there "
                     f"or choose other ports; to pick free ones: {other}"
                 )
-            # At the latest when nobody refers to them any more, as after a failed start.
+            # Without `release`, as after a failed start, when the object is collected.
             self._release = weakref.finalize(self, held.pop_all().close)
 
     def __enter__(self) -> HeldPorts:
@@ -67,7 +67,7 @@ class HeldPorts:
         self.release()
 
     def release(self) -> None:
-        """Others can bind them from now on."""
+        """Let other processes bind them."""
         self._release()
 
 

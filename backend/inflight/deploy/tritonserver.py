@@ -117,7 +117,7 @@ class Server:
             an order in which no model needs a later one; None for all.
     """
 
-    def __init__(  # settings, by keyword alone
+    def __init__(
         self,
         repositories: Sequence[Path],
         *,

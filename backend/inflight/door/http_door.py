@@ -27,7 +27,7 @@ from inflight import log
 from inflight.access import options as access_options
 from inflight.access.certificate import LiveCertificate, LiveContext
 from inflight.deploy.file_limit import raise_file_limit
-from inflight.door.http import app
+from inflight.door.http import app, busy_poll
 from inflight.door.http.gate import Gate
 from inflight.door.http.protocol import BoundedProtocol
 from inflight.door.http.upstream import Upstream
@@ -92,7 +92,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
     upstream = Upstream(*options.upstream)
     metrics = Upstream(*options.metrics) if options.metrics is not None else None
-    door = app.Door(upstream, options.health, limits, metrics)
+    door = app.Door(upstream, options.health, limits, metrics, options.busy_poll / 1e3)
     counts = RequestCounts(options.counts) if options.counts is not None else None
     BoundedProtocol.limits = limits
     server = Server(
@@ -145,6 +145,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--limits", type=_limits, default=Limits(), metavar="JSON")
     parser.add_argument("--parent", type=int, default=os.getppid(), metavar="PID")
     parser.add_argument("--otlp-endpoint", default="", metavar="URL")
+    parser.add_argument(
+        "--busy-poll", type=float, default=busy_poll.default_s() * 1e3, metavar="MILLISECONDS"
+    )
     parser.add_argument("--access-log", action="store_true")
     access_options.add_to(parser)
     return parser

@@ -60,7 +60,7 @@ class Grammars:
         """Advance by the tokens that a step appended; returns failed sequences with errors.
 
         Args:
-            committed: in place, loses tokens that do not belong to an output.
+            committed: changed in place: tokens that do not belong to an output are removed.
         """
         failures: list[tuple[Sequence, InflightError]] = []
         if self._queue is None:

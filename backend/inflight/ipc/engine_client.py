@@ -65,7 +65,7 @@ def socket_path(model_directory: Path, owner_pid: int, generation: int = 0) -> P
     generation 0, which is a link if another one has replaced it.
 
     Raises:
-        ConfigError: the runtime folder belongs to somebody else, or its path is too long.
+        ConfigError: the runtime folder belongs to another user, or its path is too long.
     """
     name = hashlib.sha256(str(model_directory.resolve()).encode()).hexdigest()[:8]
     suffix = f"-{generation}" if generation else ""
@@ -231,6 +231,7 @@ class EngineClient:
                 logger.error("the engine's connection broke: %s", type(error).__name__)
         finally:
             self._connection.close()
+            self._outbox.put(None)  # ends the writer thread
             self._stats.put(None)
             self._metrics.put(None)
             if not self._closed:

@@ -59,6 +59,7 @@ from inflight.ipc.gpu import power
 from inflight.ipc.gpu.ledger import GpuLedger, Reservation
 from inflight.ipc.heartbeat import Heartbeat
 from inflight.ipc.owner import Owner
+from inflight.ipc.private_socket import listen
 from inflight.ipc.processes import Process, end_with
 from inflight.ipc.runtime_folder import gpu_folder, remove_folder_of
 from inflight.kv.gpu import Gpu
@@ -130,23 +131,15 @@ class Hub:
         self._exits_after_last_front = exits_after_last_front
         self._lock = threading.Lock()
         self._peers: dict[int, Peer] = {}
-        # Of an engine that replaces another one, they begin elsewhere: a detokenizer reports to
-        # both what it has delivered.
+        # Random, to differ from those of an engine that this one replaces: detokenizers report
+        # deliveries to both.
         self._next_number = secrets.randbelow(MAX_FIRST_FRONT_ID) + 1
         self._greeting: Frame = Loading("starting", 0.0)
         self._without_front_since = time.monotonic()
         self._grace = FIRST_FRONT_GRACE_S
         self.inbox: queue.SimpleQueue[Command] = queue.SimpleQueue()
-        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        with contextlib.suppress(FileNotFoundError):
-            path.unlink()
-        before = os.umask(0o177)
-        try:
-            self._listener.bind(str(path))
-        finally:
-            os.umask(before)
+        self._listener = listen(path, backlog=64)
         self._inode = path.stat().st_ino
-        self._listener.listen(64)
         threading.Thread(
             target=accept_connections,
             args=(self._listener, self._read, "read"),

@@ -25,8 +25,8 @@ class Heartbeat:
     """The writer's side.
 
     Args:
-        path: of the file; created or replaced. Without room for it on the disk, the process works
-            on, and is not found if it hangs.
+        path: of the file; created or replaced. If the disk is full, the process continues, and a
+            hang is not detected.
     """
 
     def __init__(self, path: Path) -> None:

@@ -15,7 +15,7 @@ def folder_of(owner_pid: int) -> Path:
     """The folder of a server, created if missing; owner_pid: its supervisor or tritonserver.
 
     Raises:
-        ConfigError: the runtime folder belongs to somebody else.
+        ConfigError: the runtime folder belongs to another user.
     """
     folder = _base() / str(owner_pid)
     folder.mkdir(mode=0o700, exist_ok=True)
@@ -35,7 +35,7 @@ def gpu_folder() -> Path:
     """The folder for what the engines of all servers of this user share about GPUs.
 
     Raises:
-        ConfigError: the runtime folder belongs to somebody else.
+        ConfigError: the runtime folder belongs to another user.
     """
     folder = _base() / "gpus"
     folder.mkdir(mode=0o700, exist_ok=True)

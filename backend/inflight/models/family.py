@@ -169,6 +169,7 @@ class Family:
         tensors: names of a layer's tensors.
         rope_pairs: formats in which q and k are ordered for RoPE of adjacent pairs; `rotary` and
             the kernels rotate halves. No file states this.
+        zero_centered_norms: formats that store the weights of norms minus one.
     """
 
     name: str
@@ -177,3 +178,4 @@ class Family:
     gguf_architectures: tuple[str, ...] = ()
     tensors: Mapping[str, Slot] = field(default_factory=lambda: TENSORS)
     rope_pairs: tuple[Format, ...] = ()
+    zero_centered_norms: tuple[Format, ...] = ()

@@ -1,7 +1,8 @@
 """Loads a checkpoint's tensors as a model's weights, on its device and in its layout.
 
 The result is the same for every format: q | k | v and gate | up fused, rotated dimensions in
-halves, all in the dtype of the activations.
+halves, norms' weights in float32 and ready to multiply with, all others in the dtype of the
+activations.
 """
 
 from __future__ import annotations
@@ -33,8 +34,8 @@ class WeightPlacement(Protocol[L]):
     def table(self, stored: Tensor) -> Tensor:
         """An embedding table, layout unchanged."""
 
-    def norm(self, stored: Tensor) -> Tensor:
-        """The weight of a norm."""
+    def norm(self, stored: Tensor, offset: float = 0.0) -> Tensor:
+        """The weight of a norm plus an offset, in float32."""
 
     def linear(self, weights: list[Tensor], biases: list[Tensor]) -> L:
         """Several linear layers fused into one, concatenated along rows; biases may be absent."""
@@ -53,8 +54,9 @@ class CpuPlacement:
         # A copy even if the dtype is the same: the weights must not depend on the mapped file.
         return stored.to(self._dtype, copy=True)
 
-    def norm(self, stored: Tensor) -> Tensor:
-        return stored.to(self._dtype, copy=True)
+    def norm(self, stored: Tensor, offset: float = 0.0) -> Tensor:
+        # In place: a sum on the meta device would import torch's compiler, which takes seconds.
+        return stored.to(torch.float32, copy=True).add_(offset)
 
     def linear(self, weights: list[Tensor], biases: list[Tensor]) -> CpuLinear:
         return CpuLinear(self._joined(weights), self._joined(biases) if biases else None)
@@ -83,8 +85,8 @@ class CudaPlacement:
     def table(self, stored: Tensor) -> Tensor:
         return stored.to(self._device, self._dtype)
 
-    def norm(self, stored: Tensor) -> Tensor:
-        return stored.to(self._device, self._dtype)
+    def norm(self, stored: Tensor, offset: float = 0.0) -> Tensor:
+        return stored.to(self._device, torch.float32, copy=True).add_(offset)
 
     def linear(self, weights: list[Tensor], biases: list[Tensor]) -> CudaLinear:
         bias = self._joined(biases) if biases else None
@@ -107,7 +109,7 @@ class CudaPlacement:
 
 @dataclass(frozen=True, slots=True)
 class LayerWeights(Generic[L]):
-    """One layer's weights; norms that its spec does not have are None."""
+    """One layer's weights; norms, in float32, are None if its spec does not have them."""
 
     attention_norm: Tensor
     qkv: L
@@ -150,8 +152,10 @@ def load_weights(
     """
     stored = open_weights(checkpoint, spec, weight_shapes(spec), device)
 
+    offset = _norm_offset(checkpoint, spec)
+
     def load_layer(index: int) -> LayerWeights[L]:
-        return _load_layer(stored, spec, index, placement)
+        return _load_layer(stored, spec, index, placement, offset)
 
     layers: list[LayerWeights[L]] = []
     # Reading is bound by dequantisation in numpy, one core per tensor.
@@ -165,7 +169,7 @@ def load_weights(
         head = placement.tied(table)
     else:
         head = placement.linear([stored.read("lm_head.weight")], [])
-    norm = placement.norm(stored.read("model.norm.weight"))
+    norm = placement.norm(stored.read("model.norm.weight"), offset)
     progress("weights", 1.0)
     return ModelWeights(embedding=table, layers=layers, norm=norm, head=head)
 
@@ -209,15 +213,25 @@ def _name(spec: ModelSpec, index: int, slot: str, kind: str) -> str:
     return f"model.layers.{index}.{family_of(spec).tensors[slot][0]}.{kind}"
 
 
+def _norm_offset(checkpoint: Checkpoint, spec: ModelSpec) -> float:
+    """What to add to the weights of norms."""
+    centered = checkpoint.format in family_of(spec).zero_centered_norms
+    return 1.0 if centered and not checkpoint.random_weights else 0.0
+
+
 def _load_layer(
-    stored: Weights, spec: ModelSpec, index: int, placement: WeightPlacement[L]
+    stored: Weights,
+    spec: ModelSpec,
+    index: int,
+    placement: WeightPlacement[L],
+    norm_offset: float,
 ) -> LayerWeights[L]:
     slots = _slots(spec, index)
 
     def norm(slot: str) -> Tensor | None:
         if slot not in slots:
             return None
-        return placement.norm(stored.read(_name(spec, index, slot, "weight")))
+        return placement.norm(stored.read(_name(spec, index, slot, "weight")), norm_offset)
 
     def linear(*names: str) -> L:
         biases = [name for name in names if slots[name][1]]

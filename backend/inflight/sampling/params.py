@@ -14,7 +14,6 @@ import msgspec
 
 from inflight.errors import RequestError
 from inflight.sampling.options import (
-    MAX_STRING_BYTES,
     MAX_TOKEN_ID,
     Option,
     Stage,
@@ -24,7 +23,6 @@ from inflight.sampling.options import (
 )
 
 MAX_STOP_WORDS = 16
-MAX_STOP_WORD_BYTES = MAX_STRING_BYTES
 MAX_BAD_WORDS = 64
 MAX_TOKENS_LIMIT = MAX_TOKEN_ID
 MAX_TEMPERATURE = 100.0

@@ -28,6 +28,7 @@ class ServeOptions:
         drain_s: how long to wait for requests in flight at the end.
         grpc_guard: whether gRPC passes a door; None: if the server listens beyond loopback, or has
             keys or TLS.
+        busy_poll_ms: how long the HTTP door polls for an answer; None for the machine's default.
         metrics_compat: other names for the metrics, as for `parse_compat`.
         controlled: with model control (`inflight model`), the names of the models to load at the
             start, or `ALL_MODELS`; None without it: all models, for good.
@@ -41,6 +42,7 @@ class ServeOptions:
     log_file: Path | None = None
     drain_s: float = DEFAULT_DRAIN_S
     grpc_guard: bool | None = None
+    busy_poll_ms: float | None = None
     metrics_compat: str = ""
     controlled: Sequence[str] | None = None
     access: AccessOptions = field(default_factory=AccessOptions)

@@ -308,6 +308,8 @@ class Supervisor:
         options = ["--drain", str(DOOR_DRAIN_S), *access.arguments()]
         if kind == "http" and access.keys is not None:
             options += ["--metrics", self.endpoints.engine_metrics]
+        if kind == "http" and self.options.busy_poll_ms is not None:
+            options += ["--busy-poll", str(self.options.busy_poll_ms)]
         if self.options.otlp_endpoint:
             options += ["--otlp-endpoint", self.options.otlp_endpoint]
         return DoorChild(

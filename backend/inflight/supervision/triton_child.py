@@ -9,7 +9,8 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from inflight.deploy.tritonserver import Server
@@ -26,6 +27,19 @@ PROBE_INTERVAL_S = 0.25
 SILENCE_S = 4.0
 
 
+@dataclass(frozen=True, slots=True)
+class _Watched:
+    """What is checked; replaced as a whole, as two threads read it.
+
+    Attributes:
+        stubs: with their models.
+        changing: models whose stubs may end.
+    """
+
+    stubs: Mapping[Process, str]
+    changing: frozenset[str] = frozenset()
+
+
 class TritonChild:
     """Starts tritonserver, probes it, and ends it with its stubs.
 
@@ -39,8 +53,8 @@ class TritonChild:
     def __init__(self, server: Server, owner: Owner) -> None:
         self.server = server
         self._owner = owner
-        self._stubs: dict[Process, str] = {}  # with their models
-        self._changing: frozenset[str] = frozenset()
+        self._watched = _Watched({})
+        self._lock = threading.Lock()  # of those who replace it
         self._is_ready = False
         self._answered_at: float | None = None  # None until it was ready once
         self._closing = threading.Event()
@@ -56,7 +70,9 @@ class TritonChild:
         return self._is_ready
 
     def start(self) -> None:
-        self._is_ready, self._answered_at, self._stubs = False, None, {}
+        self._is_ready, self._answered_at = False, None
+        with self._lock:
+            self._watched = replace(self._watched, stubs={})
         self.server.start()
 
     def problem(self) -> str:
@@ -68,8 +84,9 @@ class TritonChild:
         answered_at = self._answered_at
         if answered_at is None:
             return ""  # it loads; what fails to load ends it
-        for stub, model in self._stubs.items():
-            if model in self._changing:
+        watched = self._watched
+        for stub, model in watched.stubs.items():
+            if model in watched.changing:
                 continue
             if not stub.is_running():
                 return "lost a model's process"
@@ -81,13 +98,14 @@ class TritonChild:
     @contextlib.contextmanager
     def changing(self, models: Iterable[str]) -> Iterator[list[Process]]:
         """Their stubs may end and start within the `with` block; yields those that run now."""
-        self._changing = frozenset(models)
+        with self._lock:
+            watched = self._watched = replace(self._watched, changing=frozenset(models))
         try:
-            yield [stub for stub, model in self._stubs.items() if model in self._changing]
+            yield [stub for stub, model in watched.stubs.items() if model in watched.changing]
         finally:
-            if self._stubs:  # else it is being restarted
-                self._stubs = self._find_stubs()
-            self._changing = frozenset()
+            with self._lock:
+                is_restarting = not self._watched.stubs
+                self._watched = _Watched({} if is_restarting else self._find_stubs())
             for stub in self.server.forget_stubs():
                 self._heartbeat(stub).unlink(missing_ok=True)
 
@@ -123,8 +141,9 @@ class TritonChild:
             if not status:
                 self._is_ready = False
                 continue
-            if status == 200 and not self._stubs:
-                self._stubs = self._find_stubs()
+            if status == 200 and not self._watched.stubs:
+                with self._lock:
+                    self._watched = replace(self._watched, stubs=self._find_stubs())
             self._is_ready = status == 200
             if self._is_ready or self._answered_at is not None:
                 self._answered_at = time.monotonic()

@@ -101,6 +101,14 @@ __device__ void store_vector(T* address, const uint4& raw) {
     *reinterpret_cast<uint4*>(address) = raw;
 }
 
+// Whole vectors of floats.
+template <int N>
+__device__ void load_floats(const float* address, float (&values)[N]) {
+#pragma unroll
+    for (int i = 0; i < N; i += 4)
+        unpack<float>(load_vector(address + i), *reinterpret_cast<float(*)[4]>(values + i));
+}
+
 // Loads bypassing L1, where a line may be stale after a write by another block or kernel. OFFSET is
 // in bytes.
 template <int OFFSET = 0, typename T>

@@ -203,7 +203,7 @@ def rope_attend(
     check_rows("qkv", qkv, (num_tokens, width), qkv.dtype)
     rope.check_fits(num_tokens, spec.head_dim)
     if qk_norm is not None:
-        qk_norm.check_fits(spec.head_dim, qkv.dtype)
+        qk_norm.check_fits(spec.head_dim)
     storage = _check_layer(qkv, kv, metadata, out, history_ready)
     found = _only_part(metadata)
     if found is None:

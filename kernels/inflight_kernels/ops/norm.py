@@ -31,7 +31,7 @@ def rms_norm(
 
     Args:
         x: [n, hidden].
-        weight: [hidden].
+        weight: [hidden] float32.
         eps: added to the mean square.
         residual: [n, hidden], of the total's type; None for zero: then total is None, or x in
             float32.
@@ -46,7 +46,7 @@ def rms_norm(
     storage = name_of(STORAGE_TYPES, "x", x)
     num_rows, hidden = x.shape
     check("x", x, (num_rows, hidden), x.dtype)
-    check("weight", weight, (hidden,), x.dtype)
+    check("weight", weight, (hidden,), torch.float32)
     check("out", out, (num_rows, hidden), x.dtype)
     widens = total is not None and total.dtype != x.dtype
     sum_type = torch.float32 if widens else x.dtype

@@ -89,7 +89,7 @@ class QkNorm:
     """RMSNorm of each head of q and k before RoPE.
 
     Attributes:
-        q_weight, k_weight: [D].
+        q_weight, k_weight: [D] float32.
         eps: of the norm.
     """
 
@@ -97,14 +97,14 @@ class QkNorm:
     k_weight: Tensor
     eps: float = 1e-6
 
-    def check_fits(self, head_dim: int, dtype: torch.dtype) -> None:
+    def check_fits(self, head_dim: int) -> None:
         """Check the head dim and type of the weights.
 
         Raises:
             ValueError: with the name of the operand.
         """
-        check("q_weight", self.q_weight, (head_dim,), dtype)
-        check("k_weight", self.k_weight, (head_dim,), dtype)
+        check("q_weight", self.q_weight, (head_dim,), torch.float32)
+        check("k_weight", self.k_weight, (head_dim,), torch.float32)
 
 
 def rope_write_kv(
@@ -188,7 +188,7 @@ def _check_operands(
     _check_caches(kv, head_dim, qkv.dtype)
     rope.check_fits(num_tokens, head_dim)
     if qk_norm is not None:
-        qk_norm.check_fits(head_dim, qkv.dtype)
+        qk_norm.check_fits(head_dim)
 
 
 def _check_caches(kv: PagedKV, head_dim: int, dtype: torch.dtype) -> None:

@@ -90,7 +90,7 @@ def rms_norm(
 
     Args:
         x: [n, hidden].
-        weight: [hidden].
+        weight: [hidden] float32.
         eps: added to the mean square.
         residual: [n, hidden], of x's type or a wider one; None for zero.
 
@@ -98,7 +98,8 @@ def rms_norm(
         (normed, sum), each [n, hidden]: of x's type, and of the residual's.
     """
     total = x if residual is None else x + residual
-    normed = F.rms_norm(total, (total.shape[-1],), weight.to(total.dtype), eps)
+    wide = torch.promote_types(total.dtype, torch.float32)
+    normed = F.rms_norm(total.to(wide), (total.shape[-1],), weight.to(wide), eps)
     return normed.to(x.dtype), total
 
 

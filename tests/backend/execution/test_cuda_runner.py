@@ -251,7 +251,7 @@ OTHERS: dict[str, dict[str, Any]] = {
 # Kernels that tests compile, each for itself.
 COMPILED = {
     (stem, name)
-    for module in pkgutil.iter_modules(ops.__path__, "inflight_kernels.ops.")
+    for module in pkgutil.walk_packages(ops.__path__, "inflight_kernels.ops.")
     for stem, names, _ in getattr(importlib.import_module(module.name), "instantiations", list)()
     for name in names
 }

@@ -25,7 +25,7 @@ from inflight.execution.drafters.drafter import DeviceDrafter
 from inflight.kv.budget import GPU_OVERHEAD_BYTES
 from inflight.models import decoder_cuda
 from inflight.sampling.params import SamplingParams
-from inflight_kernels.ops import gemm
+from inflight_kernels.ops.linear import gemm
 from inflight_kernels.runtime import launch
 from inflight_kernels.runtime.compile import Cubin
 from reference_model import Teacher

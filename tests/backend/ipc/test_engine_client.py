@@ -1,13 +1,17 @@
-"""How a front finds the engines of its model."""
+"""How a front finds the engines of its model, and what a lost one leaves."""
 
 from __future__ import annotations
 
 import os
+import socket
+import threading
+import time
 from pathlib import Path
 
 import pytest
 
-from inflight.ipc.engine_client import engine_sockets, socket_path
+from inflight.ipc.engine_client import EngineClient, engine_sockets, socket_path
+from inflight.ipc.frames import Connection, Welcome
 
 
 @pytest.fixture
@@ -31,3 +35,19 @@ def test_an_engine_and_the_one_that_it_replaces_have_one_each(model: Path) -> No
     assert engine_sockets(model, os.getpid()) == [first, second]
     first.unlink()
     assert engine_sockets(model, os.getpid()) == [second]
+
+
+def test_a_lost_engine_leaves_no_thread() -> None:
+    """A front lives as long as tritonserver, and loses an engine with each restart."""
+    before = set(threading.enumerate())
+    ours, engines = socket.socketpair()
+    lost = threading.Event()
+    welcome = Welcome(1, "llm", 100, 64, 10, 16, [99], 8, has_tokenizer=False)
+    EngineClient(Connection(ours), welcome, lambda events: None, lost.set, lambda progress: None)
+    assert len(set(threading.enumerate()) - before) == 2
+    engines.close()
+    assert lost.wait(5)
+    deadline = time.monotonic() + 5
+    while set(threading.enumerate()) - before:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)

@@ -9,12 +9,12 @@ import msgspec
 import pytest
 
 from inflight.errors import RequestError
+from inflight.sampling.options import MAX_STRING_BYTES
 from inflight.sampling.params import (
     MAX_ALLOWED_TOKENS,
     MAX_BAD_WORDS,
     MAX_DRY_BREAKERS,
     MAX_LOGIT_BIASES,
-    MAX_STOP_WORD_BYTES,
     MAX_STOP_WORDS,
     MAX_TEMPERATURE,
     MAX_TOKENS_LIMIT,
@@ -54,8 +54,8 @@ TINY = math.ulp(0.0)
         ("num_prompt_logprobs", [None, 0, 20]),
         ("seed", [0, 2**64 - 1, None]),
         ("end_id", [0, None]),
-        ("stop_words", [(), ("x" * MAX_STOP_WORD_BYTES,), ("x",) * MAX_STOP_WORDS, ("é" * 128,)]),
-        ("bad_words", [(), ("x" * MAX_STOP_WORD_BYTES,), ("x",) * MAX_BAD_WORDS]),
+        ("stop_words", [(), ("x" * MAX_STRING_BYTES,), ("x",) * MAX_STOP_WORDS, ("é" * 128,)]),
+        ("bad_words", [(), ("x" * MAX_STRING_BYTES,), ("x",) * MAX_BAD_WORDS]),
     ],
 )
 def test_the_whole_range_is_allowed(name: str, values: list[Any]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -115,3 +116,22 @@ def test_a_stub_of_an_unloaded_model_may_exit_later(server: FakeServer, child: T
         server.loaded = ["llm"]
     server.end_stub("two_llm")
     assert child.problem() == ""
+
+
+def test_a_change_may_end_while_the_stubs_are_checked(
+    server: FakeServer, child: TritonChild, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The check reads the stubs of before the change, one of which has exited since."""
+    change = contextlib.ExitStack()
+    change.enter_context(child.changing(["two_llm"]))
+    server.end_stub("two_llm")
+    server.start_stub("two_llm")
+
+    def overdue_s(heartbeat: Path) -> float:
+        change.close()
+        return 0.0
+
+    monkeypatch.setattr("inflight.supervision.triton_child.overdue_s", overdue_s)
+    assert child.problem() == ""
+    server.end_stub("two_llm")
+    assert child.problem() == "lost a model's process"

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from guarded import ROUNDING, Guarded, relative_error
-from inflight_kernels.ops.gemm import linear
+from inflight_kernels.ops.linear.gemm import linear
 from inflight_kernels.torch_ops import transformer
 
 pytestmark = pytest.mark.gpu

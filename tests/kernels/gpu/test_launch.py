@@ -19,7 +19,7 @@ class Chain:
 
     def __init__(self, x: torch.Tensor) -> None:
         self.x = x
-        self.weight = torch.randn(x.shape[1], device="cuda").to(x.dtype)
+        self.weight = torch.randn(x.shape[1], device="cuda")
         self.buffers = [torch.empty_like(x), torch.empty_like(x), x.new_empty(2, *x.shape)]
         torch.cuda.synchronize()  # weights are read before the kernel ahead has ended
 

@@ -24,7 +24,7 @@ def _random(*shape: int, dtype: torch.dtype, scale: float = 1.0) -> torch.Tensor
 @pytest.mark.parametrize("rows", [1, 3, 257])
 def test_a_norm_is_that_of_the_reference(dtype: torch.dtype, hidden: int, rows: int) -> None:
     x = _random(rows, hidden, dtype=dtype, scale=3.0)
-    weight = _random(hidden, dtype=dtype)
+    weight = _random(hidden, dtype=torch.float32)
     out = Guarded(rows, hidden, dtype=dtype)
     rms_norm(x, weight, EPS, out=out.tensor)
     expected, _ = transformer.rms_norm(x.double(), weight.double(), EPS)
@@ -39,7 +39,7 @@ def test_the_sum_is_rounded_once_and_then_normalised(
 ) -> None:
     x = _random(rows, hidden, dtype=dtype)
     residual = _random(rows, hidden, dtype=dtype, scale=10.0)
-    weight = _random(hidden, dtype=dtype)
+    weight = _random(hidden, dtype=torch.float32)
     out, total = Guarded(rows, hidden, dtype=dtype), Guarded(rows, hidden, dtype=dtype)
     rms_norm(x, weight, EPS, residual, out=out.tensor, total=total.tensor)
     assert torch.equal(total.check(), (x.float() + residual.float()).to(dtype))
@@ -53,7 +53,7 @@ def test_the_sum_is_rounded_once_and_then_normalised(
 def test_a_sum_in_float32_is_not_rounded(dtype: torch.dtype, hidden: int, rows: int) -> None:
     x = _random(rows, hidden, dtype=dtype)
     residual = _random(rows, hidden, dtype=torch.float32, scale=10.0)
-    weight = _random(hidden, dtype=dtype)
+    weight = _random(hidden, dtype=torch.float32)
     out, total = Guarded(rows, hidden, dtype=dtype), Guarded(rows, hidden, dtype=torch.float32)
     rms_norm(x, weight, EPS, residual, out=out.tensor, total=total.tensor)
     assert torch.equal(total.check(), x.float() + residual)
@@ -69,7 +69,7 @@ def test_a_sum_in_float32_is_not_rounded(dtype: torch.dtype, hidden: int, rows: 
 @pytest.mark.parametrize("rows", [1, 3, 257])
 def test_the_first_sum_in_float32_is_x(dtype: torch.dtype, hidden: int, rows: int) -> None:
     x = _random(rows, hidden, dtype=dtype, scale=3.0)
-    weight = _random(hidden, dtype=dtype)
+    weight = _random(hidden, dtype=torch.float32)
     out, total = Guarded(rows, hidden, dtype=dtype), Guarded(rows, hidden, dtype=torch.float32)
     plain = torch.empty_like(x)
     rms_norm(x, weight, EPS, out=out.tensor, total=total.tensor)
@@ -81,7 +81,7 @@ def test_the_first_sum_in_float32_is_x(dtype: torch.dtype, hidden: int, rows: in
 @pytest.mark.parametrize("hidden", [4096, 16384])
 def test_results_may_lie_where_the_operands_were(hidden: int) -> None:
     x, residual = (_random(70, hidden, dtype=torch.bfloat16) for _ in range(2))
-    weight = _random(hidden, dtype=torch.bfloat16)
+    weight = _random(hidden, dtype=torch.float32)
     out, total = torch.empty_like(x), torch.empty_like(x)
     rms_norm(x, weight, EPS, residual, out=out, total=total)
     rms_norm(x, weight, EPS, residual, out=x, total=residual)
@@ -93,7 +93,7 @@ def test_small_and_large_rows_keep_their_scale() -> None:
     """The mean of squares neither overflows half nor vanishes next to eps."""
     x = torch.full((2, 4096), 60000.0, dtype=torch.float16, device="cuda")
     x[1] = 6e-5
-    weight = torch.ones(4096, dtype=torch.float16, device="cuda")
+    weight = torch.ones(4096, device="cuda")
     out = torch.empty_like(x)
     rms_norm(x, weight, 1e-12, out=out)
     expected, _ = transformer.rms_norm(x.double(), weight.double(), 1e-12)
@@ -103,7 +103,7 @@ def test_small_and_large_rows_keep_their_scale() -> None:
 
 def test_a_row_does_not_depend_on_its_neighbours() -> None:
     x = _random(33, 4096, dtype=torch.bfloat16)
-    weight = _random(4096, dtype=torch.bfloat16)
+    weight = _random(4096, dtype=torch.float32)
     together, alone = torch.empty_like(x), torch.empty_like(x[:1])
     rms_norm(x, weight, EPS, out=together)
     rms_norm(x[20:21], weight, EPS, out=alone)
@@ -112,7 +112,7 @@ def test_a_row_does_not_depend_on_its_neighbours() -> None:
 
 def test_no_rows_are_no_launch() -> None:
     x = torch.empty(0, 4096, dtype=torch.bfloat16, device="cuda")
-    rms_norm(x, x.new_ones(4096), EPS, out=torch.empty_like(x))
+    rms_norm(x, torch.ones(4096, device="cuda"), EPS, out=torch.empty_like(x))
 
 
 def test_total_and_out_need_memory_of_their_own() -> None:
@@ -128,12 +128,12 @@ def test_the_residual_has_the_type_of_the_total() -> None:
     for kind, other in ((torch.float32, torch.bfloat16), (torch.bfloat16, torch.float32)):
         total, residual = torch.empty_like(x, dtype=kind), torch.zeros_like(x, dtype=other)
         with pytest.raises(ValueError, match=f"residual is {other}"):
-            rms_norm(x, x[0], EPS, residual, out=torch.empty_like(x), total=total)
+            rms_norm(x, x[0].float(), EPS, residual, out=torch.empty_like(x), total=total)
     with pytest.raises(ValueError, match=r"total is torch.float16"):
-        rms_norm(x, x[0], EPS, out=torch.empty_like(x), total=torch.empty_like(x).half())
+        rms_norm(x, x[0].float(), EPS, out=torch.empty_like(x), total=torch.empty_like(x).half())
 
 
 def test_a_wide_row_that_no_block_holds_is_refused() -> None:
     x = _random(1, 16392, dtype=torch.bfloat16)
     with pytest.raises(ValueError, match="65568 bytes"):
-        rms_norm(x, x[0], EPS, out=torch.empty_like(x), total=torch.empty_like(x).float())
+        rms_norm(x, x[0].float(), EPS, out=torch.empty_like(x), total=torch.empty_like(x).float())

@@ -105,7 +105,7 @@ def test_a_step_is_that_of_the_reference(
     step = _step(tokens, heads, kv_heads, head_dim, dtype)
     qk_norm = None
     if normed:
-        weights = [torch.randn(head_dim, device="cuda").to(dtype) for _ in range(2)]
+        weights = [torch.randn(head_dim, device="cuda") for _ in range(2)]
         qk_norm = QkNorm(weights[0], weights[1], EPS)
     q_out = Guarded(tokens, heads, head_dim, dtype=dtype)
     step.run(q_out.tensor, qk_norm)

@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 
 from guarded import ROUNDING, Guarded, relative_error
-from inflight_kernels.ops import skinny_gemm
-from inflight_kernels.ops.skinny_gemm import MAX_TOKENS, Plan, linear, plan
+from inflight_kernels.ops.linear import skinny_gemm
+from inflight_kernels.ops.linear.skinny_gemm import MAX_TOKENS, Plan, linear, plan
 from inflight_kernels.runtime.launch import num_multiprocessors
 from inflight_kernels.torch_ops import transformer
 

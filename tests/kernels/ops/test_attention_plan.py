@@ -1,8 +1,7 @@
-"""The index maps of attention_tile.cuh, attention_heads.cu and attention_hopper.cu, reimplemented
-in numpy, and their invariants.
+"""The plan of attention, reimplemented in numpy: which thread block computes which rows and keys.
 
 The kernels need a GPU (tests/kernels/gpu); these checks do not: each key is paired with each row
-once, lanes hold the fragments of the mma instructions, and shared memory has no bank conflicts.
+once, and work is cut where that is faster.
 """
 
 from __future__ import annotations
@@ -14,28 +13,16 @@ import itertools
 import numpy as np
 import pytest
 
-from inflight_kernels.ops.attention import instantiations
 from inflight_kernels.ops.attention_dispatch import (
     HEAD_DIMS,
-    HOPPER_HEAD_DIMS,
     Gpu,
-    HeadsShape,
     HopperShape,
-    Shape,
     max_workspace_bytes,
     parts,
-    shapes,
 )
 
 H200 = Gpu(132, 228 * 1024, is_hopper=True)
 A100 = Gpu(108, 164 * 1024, is_hopper=False)
-LANES = np.arange(32)
-
-all_shapes = pytest.mark.parametrize(
-    "shape",
-    [shape for head_dim in HEAD_DIMS for shape in dict.fromkeys(shapes(head_dim))],
-    ids=lambda shape: f"d{shape.head_dim}-r{shape.rows}",
-)
 
 
 # ---------------------------------------------------------------- the plan
@@ -418,248 +405,3 @@ def test_a_workspace_for_the_largest_step_serves_all_smaller_ones(most, device, 
             for q_len in (1, 2, 3, 4, 5, 8, 15, 16, 17, 21, 22, 32, 63, 64, 65, max_tokens):
                 num_tokens = min(max_tokens, num_chunks * q_len)
                 assert end_of_parts(num_chunks, num_tokens, q_len, heads, device) <= room
-
-
-@all_shapes
-def test_a_block_fits_on_ampere_and_hopper(shape):
-    assert shape.shared_bytes <= 163 * 1024
-    if shape.head_dim <= 128:
-        assert 2 * (shape.shared_bytes + 1024) <= 228 * 1024
-
-
-@pytest.mark.parametrize("head_dim", [64, 96, 128])
-def test_two_blocks_of_the_heads_kernel_fit_on_hopper_and_one_on_ampere(head_dim):
-    shared_bytes = HeadsShape(head_dim).shared_bytes
-    assert 2 * (shared_bytes + 1024) <= 228 * 1024
-    assert shared_bytes + 1024 <= 164 * 1024
-
-
-# ---------------------------------------------------------------- copies and shared memory
-
-
-@all_shapes
-def test_a_tile_is_copied_once_each_warp_from_whole_pages(shape: Shape):
-    warps = shape.threads // 32
-    chunks = shape.head_dim // 8
-    copy_keys = shape.keys // warps
-    page_keys = copy_keys
-    assert page_keys <= 16
-    seen = np.zeros((shape.keys, chunks), np.int32)
-    for warp in range(warps):
-        for page in range(copy_keys // page_keys):
-            first_row = warp * copy_keys + page * page_keys
-            assert first_row // 16 == (first_row + page_keys - 1) // 16, "one block of the cache"
-            for i in range(page_keys * chunks // 32):
-                row, chunk = np.divmod(i * 32 + LANES, chunks)
-                np.add.at(seen, (first_row + row, chunk), 1)
-    assert (seen == 1).all()
-    if shape.warps_m == 1:  # no barrier in the loop: a warp multiplies what it copied itself
-        assert copy_keys == shape.keys // shape.warps_n
-
-
-def banks(addresses, width):
-    """Banks of 4 bytes that lanes touch, `width` bytes each."""
-    return np.concatenate([(addresses + offset) // 4 % 32 for offset in range(0, width, 4)])
-
-
-@all_shapes
-def test_shared_memory_has_no_bank_conflicts(shape: Shape):
-    pitch = (shape.head_dim + 8) * 2
-    # An ldmatrix reads 8 rows of 16 bytes at a time.
-    assert len(set(banks(np.arange(8) * pitch, 16))) == 32
-    # Sums are stored as float2: half a warp at a time, rows lane / 4, columns 2 * (lane % 4).
-    half = LANES[:16]
-    assert len(set(banks((half // 4 * (shape.head_dim + 8) + half % 4 * 2) * 4, 8))) == 32
-
-
-# ---------------------------------------------------------------- matrix fragments
-
-
-def ldmatrix(tile, rows, columns, transposed=False):
-    """[32, 4, 2]: what each lane gets of four 8x8 matrices, whose rows start at (rows, columns)."""
-    out = np.empty((32, 4, 2), tile.dtype)
-    for matrix in range(4):
-        source = slice(8 * matrix, 8 * matrix + 8)
-        values = np.stack(
-            [tile[r, c : c + 8] for r, c in zip(rows[source], columns[source], strict=True)]
-        )
-        if transposed:
-            values = values.T
-        for element in range(2):
-            out[:, matrix, element] = values[LANES // 4, 2 * (LANES % 4) + element]
-    return out
-
-
-def left(fragment):
-    """[16, 16] from the registers a0..a3 of all lanes, as mma.m16n8k16 reads them."""
-    matrix = np.full((16, 16), np.nan)
-    for register, element in itertools.product(range(4), range(2)):
-        row = LANES // 4 + register % 2 * 8
-        matrix[row, 2 * (LANES % 4) + element + register // 2 * 8] = fragment[:, register, element]
-    return matrix
-
-
-def right(fragment):
-    """[16, 8] from b0, b1."""
-    matrix = np.full((16, 8), np.nan)
-    for register, element in itertools.product(range(2), range(2)):
-        matrix[2 * (LANES % 4) + element + register * 8, LANES // 4] = fragment[
-            :, register, element
-        ]
-    return matrix
-
-
-def accumulators(matrix):
-    """[32, 4] of a [16, 8] result."""
-    element = np.arange(4)
-    return matrix[(LANES // 4)[:, None] + element // 2 * 8, 2 * (LANES % 4)[:, None] + element % 2]
-
-
-def test_fragments_multiply_queries_keys_and_values():
-    """One warp, 16 rows, 32 keys, 64 columns, through the lane addresses of attention_tile.cuh."""
-    rng = np.random.default_rng(1)
-    queries, keys, values = rng.random((16, 64)), rng.random((32, 64)), rng.random((32, 64))
-    scores = np.zeros((4, 32, 4))
-    for step in range(4):
-        a = left(ldmatrix(queries, LANES % 16, step * 16 + LANES // 16 * 8))
-        for n in range(2):
-            rows = n * 16 + LANES // 16 * 8 + LANES % 8
-            b = ldmatrix(keys, rows, step * 16 + LANES // 8 % 2 * 8)
-            scores[2 * n] += accumulators(a @ right(b[:, :2]))
-            scores[2 * n + 1] += accumulators(a @ right(b[:, 2:]))
-    expected = queries @ keys.T
-    for n in range(4):
-        np.testing.assert_allclose(scores[n], accumulators(expected[:, 8 * n : 8 * n + 8]))
-
-    sums = np.zeros((8, 32, 4))
-    for n in range(2):
-        packed = np.stack(
-            [
-                scores[2 * n][:, 0:2],
-                scores[2 * n][:, 2:4],
-                scores[2 * n + 1][:, 0:2],
-                scores[2 * n + 1][:, 2:4],
-            ],
-            axis=1,
-        )
-        for column in range(4):
-            rows = n * 16 + LANES % 16
-            b = ldmatrix(values, rows, column * 16 + LANES // 16 * 8, transposed=True)
-            sums[2 * column] += accumulators(left(packed) @ right(b[:, :2]))
-            sums[2 * column + 1] += accumulators(left(packed) @ right(b[:, 2:]))
-    expected = expected @ values
-    for n in range(8):
-        np.testing.assert_allclose(sums[n], accumulators(expected[:, 8 * n : 8 * n + 8]))
-
-
-def transposed(word):
-    """movmatrix: 8x8, two elements a lane, as ldmatrix lays them."""
-    matrix = np.empty((8, 8), word.dtype)
-    for element in range(2):
-        matrix[LANES // 4, 2 * (LANES % 4) + element] = word[:, element]
-    return matrix[2 * (LANES % 4)[:, None] + np.arange(2), (LANES // 4)[:, None]]
-
-
-def test_transposed_is_that():
-    word = np.arange(64).reshape(8, 8)
-    laid = np.stack([word[LANES // 4, 2 * (LANES % 4) + e] for e in range(2)], axis=1)
-    turned = np.stack([word.T[LANES // 4, 2 * (LANES % 4) + e] for e in range(2)], axis=1)
-    assert (transposed(laid) == turned).all()
-
-
-def test_fragments_multiply_keys_and_queries_turned_round():
-    """One warp, 16 keys, 8 rows, 64 columns, through the lane addresses of attention_heads.cu."""
-    rng = np.random.default_rng(1)
-    queries, keys, values = rng.random((8, 64)), rng.random((16, 64)), rng.random((16, 64))
-    scores = np.zeros((32, 4))
-    for step in range(4):
-        a = left(ldmatrix(keys, LANES % 16, step * 16 + LANES // 16 * 8))
-        # Of a row of queries, as HeadRow loads it: two pairs of each 16 columns.
-        columns = step * 16 + LANES % 4 * 2
-        words = np.stack(
-            [
-                np.stack([queries[LANES // 4, columns + half * 8 + e] for e in range(2)], axis=1)
-                for half in range(2)
-            ],
-            axis=1,
-        )
-        scores += accumulators(a @ right(words))
-    expected = keys @ queries.T
-    np.testing.assert_allclose(scores, accumulators(expected))
-    # What a lane masks and takes the maximum of.
-    held = accumulators(np.arange(16)[:, None] * np.ones((1, 8)))
-    assert (held == (LANES // 4)[:, None] + np.array([0, 0, 8, 8])).all()
-    held = accumulators(np.arange(8) * np.ones((16, 1)))
-    assert (held == (LANES % 4 * 2)[:, None] + np.array([0, 1, 0, 1])).all()
-
-    weights = np.stack([transposed(scores[:, 0:2]), transposed(scores[:, 2:4])], axis=1)
-    expected = values.T @ expected
-    rows = LANES // 16 * 8 + LANES % 8
-    for column in range(4):
-        a = ldmatrix(values, rows, column * 16 + LANES // 8 % 2 * 8, transposed=True)
-        sums = accumulators(left(a) @ right(weights))
-        np.testing.assert_allclose(sums, accumulators(expected[16 * column : 16 * column + 16]))
-        # And to memory: a lane has two columns of one row.
-        for half in range(2):
-            word = transposed(sums[:, 2 * half : 2 * half + 2])
-            first = column * 16 + half * 8 + LANES % 4 * 2
-            for element in range(2):
-                np.testing.assert_allclose(word[:, element], expected[first + element, LANES // 4])
-
-
-def test_the_rows_that_a_lane_masks_are_those_it_holds():
-    rows = np.arange(16)[:, None] * np.ones((1, 8))
-    held = accumulators(rows)
-    assert (held == (LANES // 4)[:, None] + np.array([0, 0, 8, 8])).all()
-
-
-def test_every_shape_of_every_type_is_instantiated():
-    counts = {stem: len(set(names)) for stem, names, _ in instantiations()}
-    rotating = 2 * 2 * 3  # with and without norms, heads of 64, 96 and 128
-    anywhere = 2 * (3 * 3 + 2) + rotating
-    assert counts == {
-        "attention": anywhere,
-        "attention_heads": 2 * 3,
-        "attention_hopper": 2 * 2,
-        "attention_plan": 1,
-    }
-
-
-# ---------------------------------------------------------------- tiles on Hopper
-
-
-def place(row, chunk, head_dim):
-    """Where 16 bytes of a tile are."""
-    piece = row // 8 * head_dim * 16 + chunk // 8 * 1024
-    return piece + row % 8 * 128 + ((chunk % 8) ^ (row % 8)) * 16
-
-
-@pytest.mark.parametrize("block_size", [16, 32, 64])
-@pytest.mark.parametrize("head_dim", HOPPER_HEAD_DIMS)
-def test_boxes_land_where_the_products_look(head_dim, block_size):
-    """A box (block_size / 8, D / 64, 8, 64) is written in order, the 128-byte rows swizzled."""
-    keys = HopperShape(head_dim).keys
-    tile = np.full(keys * head_dim * 2 // 16, -1)
-    for page in range(keys // block_size):
-        box = np.arange(block_size * head_dim * 2 // 16)
-        target = page * block_size * head_dim * 2 + box * 16
-        target ^= (target >> 7 & 7) << 4  # what the copy engine does to addresses
-        row = page * block_size + box // (head_dim // 64 * 64) * 8 + box // 8 % 8
-        chunk = box // 64 % (head_dim // 64) * 8 + box % 8
-        assert (target == place(row, chunk, head_dim)).all()
-        tile[target // 16] = row
-    assert (tile >= 0).all()
-
-
-@pytest.mark.parametrize("head_dim", HOPPER_HEAD_DIMS)
-def test_hopper_tiles_have_no_bank_conflicts(head_dim):
-    # Results are stored as 4 bytes per lane: rows lane / 4, 8 columns in a chunk.
-    lane_places = place(LANES // 4, 3, head_dim) + LANES % 4 * 4
-    assert len(set(banks(lane_places, 4))) == 32
-    # And loaded as 16: eight lanes at a time, chunks of one row.
-    assert len(set(banks(place(5, np.arange(8), head_dim), 16))) == 32
-
-
-@pytest.mark.parametrize("head_dim", HOPPER_HEAD_DIMS)
-def test_a_hopper_block_fits_in_shared_memory(head_dim):
-    assert HopperShape(head_dim).shared_bytes + 1024 <= 227 * 1024

@@ -29,7 +29,7 @@ SOURCES = sorted(path.stem for path in compiler._CSRC.rglob("*.cu"))
 
 def _instantiations() -> list[Instantiation]:
     found: list[Instantiation] = []
-    for module in pkgutil.iter_modules(ops.__path__, "inflight_kernels.ops."):
+    for module in pkgutil.walk_packages(ops.__path__, "inflight_kernels.ops."):
         offers = getattr(importlib.import_module(module.name), "instantiations", None)
         if offers is not None:
             found.extend(offers())

@@ -237,7 +237,7 @@ def test_a_head_that_is_not_whole_vectors_is_refused(head_dim: int) -> None:
 
 def test_a_recording_notes_each_kernel_once_in_the_order_of_first_launches() -> None:
     x = torch.empty(4, 256, dtype=torch.bfloat16, device="meta")
-    weight = torch.empty(256, dtype=torch.bfloat16, device="meta")
+    weight = torch.empty(256, device="meta")
     with record_launches() as launched:
         for _ in range(2):
             rms_norm(x, weight, 1e-6, out=torch.empty_like(x))

@@ -22,6 +22,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from inflight.door.http import generate, infer
+from inflight.door.http.busy_poll import BusyPoll
 from inflight.door.http.gate import Gate, check_model, visit_of
 from inflight.door.http.generate import Models
 from inflight.door.http.refusal import Refusal, from_triton, of_error, unavailable
@@ -84,6 +85,7 @@ class Door:
         upstream: to Triton.
         health_file: written by the supervisor.
         metrics: to Triton's metrics; None if they are not served here.
+        busy_poll_s: see `BusyPoll`.
     """
 
     def __init__(
@@ -92,8 +94,10 @@ class Door:
         health_file: Path,
         limits: Limits,
         metrics: Upstream | None = None,
+        busy_poll_s: float = 0.0,
     ) -> None:
         self.upstream = upstream
+        self.busy_poll = BusyPoll(busy_poll_s)
         self.metrics_upstream = metrics
         self.limits = limits
         self.health = HealthFile(health_file)
@@ -276,9 +280,10 @@ class Relay(Response):
 
         leaving.add_done_callback(leave)
         try:
-            async with asyncio.timeout(self._door.limits.first_byte_timeout_s):
-                await exchange.send(*self._request)
-            await self._pass_on(exchange, scope, receive, send)
+            with self._door.busy_poll.awaiting():
+                async with asyncio.timeout(self._door.limits.first_byte_timeout_s):
+                    await exchange.send(*self._request)
+                await self._pass_on(exchange, scope, receive, send)
         except UpstreamLost:
             if not leaving.done():
                 raise self._lost() from None

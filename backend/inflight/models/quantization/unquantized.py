@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from inflight.models.layers.linear import INVARIANT_ROWS
-from inflight_kernels.ops import gemm, skinny_gemm
 from inflight_kernels.ops.activation import silu_mul
+from inflight_kernels.ops.linear import gemm, skinny_gemm
 from inflight_kernels.torch_ops import transformer as ops
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import queue
 import socket
 import threading
@@ -16,6 +15,7 @@ from inflight.errors import EngineError, InflightError
 from inflight.ipc import control
 from inflight.ipc.accepting import accept_connections
 from inflight.ipc.control import Failed, ListModels, LoadModel, Models, ModelStatus, Progress
+from inflight.ipc.private_socket import listen
 from inflight.supervision.models.model_control import ModelControl
 
 logger = logging.getLogger("inflight.supervisor")
@@ -41,14 +41,7 @@ class ControlSocket:
         self._operations: queue.SimpleQueue[tuple[Operation, Future[list[ModelStatus]]]] = (
             queue.SimpleQueue()
         )
-        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        path.unlink(missing_ok=True)
-        before = os.umask(0o177)
-        try:
-            self._listener.bind(str(path))
-        finally:
-            os.umask(before)
-        self._listener.listen(16)
+        self._listener = listen(path, backlog=16)
         threading.Thread(target=self._operate, name="models", daemon=True).start()
         arguments = (self._listener, self._serve, "control")
         threading.Thread(

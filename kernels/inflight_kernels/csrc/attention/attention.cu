@@ -218,8 +218,7 @@ __global__ void __launch_bounds__(S::THREADS, 2)
                 const attention::Item* items, const attention::Share* shares, int* arrivals,
                 float* slots, bool history_ready, const long long* slot_mapping,
                 const long long* positions, const float* cos, const float* sin,
-                const typename S::Element* q_weight, const typename S::Element* k_weight,
-                float eps) {
+                const float* q_weight, const float* k_weight, float eps) {
     using namespace attention;
     const Arguments<typename S::Element> args(qkv, k_cache, v_cache, out, block_tables, qkv_stride,
                                               block_stride, table_stride, block_shift, num_heads,

@@ -30,8 +30,8 @@ struct Projection {
     const long long* positions;
     const float* cos;
     const float* sin;
-    const T* q_weight;
-    const T* k_weight;
+    const float* q_weight;
+    const float* k_weight;
     float eps;
 };
 
@@ -49,7 +49,7 @@ struct Rotated {
     bool has_key;  // this warp has the token's key in one of its tiles
     long long slot;
     float2 cos[HALF_STEPS][2], sin[HALF_STEPS][2];
-    HeadRow<S> weights[2];  // of `rows`
+    float2 weights[2][2 * HALF_STEPS][2];  // of `rows`, in the order of their words
     uint4 value;
 
     __device__ __forceinline__ explicit Rotated(const Projection<T>& all) : projection(all) {}
@@ -67,10 +67,14 @@ struct Rotated {
                     typename IndicesUpTo<HALF_STEPS>::type());
         if constexpr (NORM) {
 #pragma unroll
-            for (int half = 0; half < 2; ++half)
-                weights[half].load(half * 8 + threadIdx.x % 32 / 4 < unit.num_rows
-                                       ? projection.q_weight
-                                       : projection.k_weight);
+            for (int half = 0; half < 2; ++half) {
+                const float* const weight = half * 8 + threadIdx.x % 32 / 4 < unit.num_rows
+                                                ? projection.q_weight
+                                                : projection.k_weight;
+                load_weights(weights[half],
+                             reinterpret_cast<const float2*>(weight + threadIdx.x % 4 * 2),
+                             typename IndicesUpTo<2 * HALF_STEPS>::type());
+            }
         }
     }
 
@@ -134,7 +138,15 @@ struct Rotated {
         ((sin[STEP][1] = load_l2<SECOND + STEP * 64 + 32>(sines)), ...);
     }
 
-    __device__ __forceinline__ void rotate(HeadRow<S>& row, const HeadRow<S>& weight) const {
+    template <int... STEP>
+    __device__ __forceinline__ static void load_weights(float2 (&into)[2 * HALF_STEPS][2],
+                                                        const float2* first, Indices<STEP...>) {
+        ((into[STEP][0] = load_l2<STEP * 64>(first)), ...);
+        ((into[STEP][1] = load_l2<STEP * 64 + 32>(first)), ...);
+    }
+
+    __device__ __forceinline__ void rotate(HeadRow<S>& row,
+                                           const float2 (&weight)[2 * HALF_STEPS][2]) const {
         float scale = 1.0f;
         if (NORM) {
             float squares = 0.0f;
@@ -155,8 +167,7 @@ struct Rotated {
                 unsigned& high = row.words[step + HALF_STEPS][half];
                 float2 a = ptx::unpack<T>(low), b = ptx::unpack<T>(high);
                 if (NORM) {
-                    const float2 w = ptx::unpack<T>(weight.words[step][half]);
-                    const float2 v = ptx::unpack<T>(weight.words[step + HALF_STEPS][half]);
+                    const float2 w = weight[step][half], v = weight[step + HALF_STEPS][half];
                     a = make_float2(a.x * (scale * w.x), a.y * (scale * w.y));
                     b = make_float2(b.x * (scale * v.x), b.y * (scale * v.y));
                 }

@@ -9,7 +9,7 @@
 // ADD: there is a residual. Without one `total` is written only if it is x in another type.
 template <typename T, typename R, int VECTORS, bool ADD>
 __global__ void __launch_bounds__(512)
-    rms_norm(const T* x, const R* residual, const T* weight, R* total, T* out, int hidden,
+    rms_norm(const T* x, const R* residual, const float* weight, R* total, T* out, int hidden,
              float eps) {
     constexpr int N = VECTOR<T>, M = VECTOR<R>;
     constexpr int PARTS = N / M;  // vectors of R with the values of one of T
@@ -18,12 +18,14 @@ __global__ void __launch_bounds__(512)
     const long long row = static_cast<long long>(blockIdx.x) * hidden;
 
     pdl_launch_dependents();
-    // No kernel writes weights, so they are loaded while the preceding one ends.
-    uint4 weights[VECTORS];
+    // No kernel writes weights, so they are loaded while the preceding one ends; those of a long row
+    // would take too many registers.
+    constexpr bool EARLY = VECTORS <= 4;
+    float weights[EARLY ? VECTORS : 1][N];
 #pragma unroll
-    for (int i = 0; i < VECTORS; i++) {
+    for (int i = 0; EARLY && i < VECTORS; i++) {
         const int column = (i * blockDim.x + threadIdx.x) * N;
-        if (column < hidden) weights[i] = load_vector(weight + column);
+        if (column < hidden) load_floats(weight + column, weights[i]);
     }
     pdl_wait();
 
@@ -73,11 +75,12 @@ __global__ void __launch_bounds__(512)
     for (int i = 0; i < VECTORS; i++) {
         const int column = (i * blockDim.x + threadIdx.x) * N;
         if (column < hidden) {
-            float a[N], w[N];
+            float a[N];
+            float(&w)[N] = weights[EARLY ? i : 0];
+            if (!EARLY) load_floats(weight + column, w);
 #pragma unroll
             for (int part = 0; part < PARTS; part++)
                 unpack<R>(sums[i][part], *reinterpret_cast<float(*)[M]>(a + part * M));
-            unpack<T>(weights[i], w);
 #pragma unroll
             for (int j = 0; j < N; j++) a[j] *= scale * w[j];
             store_vector(out + row + column, pack<T>(a));

@@ -17,8 +17,8 @@ __global__ void __launch_bounds__(512)
     rope_write_kv(const T* qkv, long long qkv_stride, T* q_out, long long q_stride, T* k_cache,
                   T* v_cache, long long block_stride, long long slot_stride, long long head_stride,
                   int block_size, const long long* slots, const long long* positions,
-                  const float* cos, const float* sin, const T* q_weight, const T* k_weight,
-                  float eps, int num_heads, int num_kv_heads, bool history_ready) {
+                  const float* cos, const float* sin, const float* q_weight,
+                  const float* k_weight, float eps, int num_heads, int num_kv_heads, bool history_ready) {
     constexpr int N = VECTOR<T>;
     constexpr int HALF = D / 2;
     constexpr int LANES = HALF / N;
@@ -38,13 +38,8 @@ __global__ void __launch_bounds__(512)
     const long long slot = load_l2(slots + token), position = load_l2(positions + token);
     float c[N], s[N];
     if (lane < LANES) {
-        const float* cosines = cos + position * D + column;
-        const float* sines = sin + position * D + HALF + column;
-#pragma unroll
-        for (int j = 0; j < N; j += 4) {
-            unpack<float>(load_vector(cosines + j), *reinterpret_cast<float(*)[4]>(c + j));
-            unpack<float>(load_vector(sines + j), *reinterpret_cast<float(*)[4]>(s + j));
-        }
+        load_floats(cos + position * D + column, c);
+        load_floats(sin + position * D + HALF + column, s);
     }
     if (history_ready) pdl_wait();
 
@@ -79,12 +74,12 @@ __global__ void __launch_bounds__(512)
             for (int j = 0; j < N; j++) squares += a[j] * a[j] + b[j] * b[j];
             const float scale = rsqrtf(warp_sum<GROUP>(squares) / D + eps);
             if (mine && rotated) {
-                const T* weight = (head < num_heads ? q_weight : k_weight) + column;
+                const float* weight = (head < num_heads ? q_weight : k_weight) + column;
                 float w[N];
-                unpack<T>(load_vector(weight), w);
+                load_floats(weight, w);
 #pragma unroll
                 for (int j = 0; j < N; j++) a[j] *= scale * w[j];
-                unpack<T>(load_vector(weight + HALF), w);
+                load_floats(weight + HALF, w);
 #pragma unroll
                 for (int j = 0; j < N; j++) b[j] *= scale * w[j];
             }

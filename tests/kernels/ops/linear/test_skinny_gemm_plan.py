@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from inflight_kernels.ops import skinny_gemm
-from inflight_kernels.ops.skinny_gemm import MAX_TOKENS, plan
+from inflight_kernels.ops.linear import skinny_gemm
+from inflight_kernels.ops.linear.skinny_gemm import MAX_TOKENS, plan
 
 # Rows of weights: of models of 135M, 1B, 3B, 7B, 8B, 14B, 32B and 70B, their shards, and odd ones.
 ROWS = [
@@ -61,7 +61,7 @@ def test_a_multiprocessor_has_one_block_with_all_its_memory(n: int) -> None:
 
 
 def test_constants_are_the_same_on_both_sides() -> None:
-    source = (Path(skinny_gemm.__file__).parents[1] / "csrc/linear/skinny_gemm.cu").read_text()
+    source = (Path(skinny_gemm.__file__).parents[2] / "csrc/linear/skinny_gemm.cu").read_text()
     found = dict(re.findall(r"constexpr int (\w+) = (\d+);", source))
     assert (int(found["WARPS"]) + 1) * 32 == skinny_gemm._THREADS
     assert int(found["TOKENS"]) == skinny_gemm._TOKENS == MAX_TOKENS

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from inflight_kernels.ops.linear_operands import (
+from inflight_kernels.ops.linear.operands import (
     MAX_SHARED_BYTES,
     STORAGE_TYPES,
     check_linear_operands,

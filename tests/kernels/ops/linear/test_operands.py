@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from inflight_kernels.ops import linear_operands
-from inflight_kernels.ops.linear_operands import LinearOperands, check_linear_operands
+from inflight_kernels.ops.linear import operands
+from inflight_kernels.ops.linear.operands import LinearOperands, check_linear_operands
 from inflight_kernels.runtime import launch
 
 M, N, K = 5, 48, 64
@@ -18,7 +18,7 @@ M, N, K = 5, 48, 64
 @pytest.fixture(autouse=True)
 def _anywhere(monkeypatch: pytest.MonkeyPatch) -> None:
     """Operands may be on the CPU, too."""
-    for module in (launch, linear_operands):
+    for module in (launch, operands):
         monkeypatch.setattr(module, "check_memory", lambda *operand, **settings: None)
 
 

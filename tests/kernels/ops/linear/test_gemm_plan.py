@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from inflight_kernels.ops import gemm, linear_operands
-from inflight_kernels.ops.gemm import Plan, Shape, plan, prefers, utilization
+from inflight_kernels.ops.linear import gemm, operands
+from inflight_kernels.ops.linear.gemm import Plan, Shape, plan, prefers, utilization
 
 # name: (n, gated)
 LAYERS = {
@@ -27,7 +27,7 @@ LAYERS = {
 TOKENS = [1, 65, 128, 129, 192, 256, 257, 1000, 8192, 16384]
 HOPPER = 132
 
-CSRC = Path(gemm.__file__).parents[1] / "csrc/linear"
+CSRC = Path(gemm.__file__).parents[2] / "csrc/linear"
 SOURCE = (CSRC / "gemm_hopper.cu").read_text()
 HEADER = (CSRC / "hopper_linear.cuh").read_text()
 CONSTANTS = {name: int(value) for name, value in re.findall(r"int (\w+) = (\d+);", SOURCE)}
@@ -90,7 +90,7 @@ def test_utilization_is_a_fraction(m: int) -> None:
 
 @pytest.mark.parametrize("shape", gemm._GATED + gemm._PLAIN, ids=str)
 def test_a_shape_suits_the_hardware(shape: gemm.Shape) -> None:
-    assert shape.shared_bytes <= linear_operands.MAX_SHARED_BYTES
+    assert shape.shared_bytes <= operands.MAX_SHARED_BYTES
     assert shape.stages >= 4, "too few steps to hide the latency of memory"
     assert shape.rows % 16 == 0, "half of the rows, a box, is whole units of 8 rows, swizzled"
     assert re.search(rf"PRODUCT_MULTIPLY\({shape.rows},", HEADER), "no such instruction"
@@ -102,7 +102,7 @@ def test_every_kernel_of_a_plan_is_compiled(layer: str, m: int) -> None:
     n, gated = LAYERS[layer]
     shape = plan(m, n, gated, HOPPER).shape
     compiled = {name for _, names, _ in gemm.instantiations() for name in names}
-    for storage in linear_operands.STORAGE_TYPES.values():
+    for storage in operands.STORAGE_TYPES.values():
         for out_type in (storage,) if gated else (storage, "float"):
             assert gemm._name(shape, storage, out_type, gated) in compiled
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from inflight_kernels.ops.linear_operands import (
+from inflight_kernels.ops.linear.operands import (
     MAX_SHARED_BYTES,
     STORAGE_TYPES,
     check_linear_operands,
@@ -22,7 +22,7 @@ from inflight_kernels.runtime.launch import is_hopper, kernel, num_multiprocesso
 from inflight_kernels.runtime.tensor_map import matrix_map
 
 MIN_TOKENS = 65
-"""Minimum tokens for `linear`; for fewer, see `inflight_kernels.ops.skinny_gemm`."""
+"""Minimum tokens for `linear`; for fewer, see `inflight_kernels.ops.linear.skinny_gemm`."""
 
 # As in gemm_hopper.cu.
 _TOKENS = 128

@@ -1,0 +1,230 @@
+"""Attention from the projection on: queries and keys are rotated and written by the same kernel."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from attention_steps import BOUND, DTYPES, STEPS, Step, error, make_step
+from inflight_kernels.ops.attention import plan, rope_attend, rotates
+from inflight_kernels.ops.linear import skinny_gemm
+from inflight_kernels.ops.rope import QkNorm, RopeInputs, rope_write_kv
+from inflight_kernels.torch_ops import transformer
+
+pytestmark = pytest.mark.gpu
+
+
+@dataclass
+class Projection:
+    """qkv of a step's tokens, and where they go. Their slots in the step's cache are NaN before."""
+
+    step: Step
+    qkv: Tensor
+    positions: Tensor
+    slots: Tensor
+    cos: Tensor
+    sin: Tensor
+    qk_norm: QkNorm | None
+
+    @property
+    def rope(self) -> RopeInputs:
+        return RopeInputs(self.positions, self.slots, self.cos, self.sin)
+
+    def rotate(self, q_out: Tensor, **options) -> None:
+        rope_write_kv(
+            self.qkv, self.rope, self.step.kv, q_out=q_out, qk_norm=self.qk_norm, **options
+        )
+
+    def run(
+        self,
+        workspace: Tensor | None = None,
+        out: Tensor | None = None,
+        *,
+        history_ready: bool = False,
+        pdl: bool = False,
+        **options,
+    ) -> Tensor:
+        """`options` are those of `Step.metadata`."""
+        step = self.step
+        out = step.out() if out is None else out
+        metadata = step.metadata(workspace, 1, **options)
+        rope_attend(
+            self.qkv,
+            self.rope,
+            step.kv,
+            metadata,
+            out,
+            qk_norm=self.qk_norm,
+            history_ready=history_ready,
+            pdl=pdl,
+        )
+        return out
+
+
+def make_projection(q_lens, kv_lens, *, normed=False, num_layer=0, **options) -> Projection:
+    step = make_step(q_lens, kv_lens, **options)
+    num_heads, num_kv_heads, head_dim = step.heads
+    num_tokens, block_size = len(step.q), step.k_cache.shape[1]
+    positions = torch.cat(
+        [
+            torch.arange(kv_len - q_len, kv_len)
+            for q_len, kv_len in zip(q_lens, kv_lens, strict=True)
+        ]
+    ).cuda()
+    chunk = torch.arange(len(q_lens)).repeat_interleave(torch.tensor(q_lens)).cuda()
+    blocks = step.block_tables[chunk, positions // block_size].long()
+    slots = blocks * block_size + positions % block_size
+    for cache in (step.k_cache, step.v_cache):
+        cache.flatten(0, 1)[slots] = float("nan")
+    frequencies = (1e4 ** -(np.arange(0, head_dim, 2) / head_dim)).astype(np.float32)
+    cos, sin = transformer.rotary_tables(frequencies, max(kv_lens))
+    generator = torch.Generator("cuda").manual_seed(1000 + num_layer)
+    width = (num_heads + 2 * num_kv_heads) * head_dim
+    qkv = torch.randn(num_tokens, width, generator=generator, device="cuda").to(step.q.dtype)
+    qk_norm = None
+    if normed:
+        qk_norm = QkNorm(*(torch.randn(head_dim, device="cuda") for _ in "qk"), eps=1e-6)
+    return Projection(step, qkv, positions, slots, cos.cuda(), sin.cuda(), qk_norm)
+
+
+# But for so many sequences that they have a kernel of their own.
+DECODES = [step for step in STEPS if step.startswith("decode") and step != "decode, many"]
+ROTATED_HEADS = [(32, 8, 128), (8, 8, 64), (28, 4, 128), (15, 1, 96), (8, 1, 64)]
+
+
+@pytest.mark.parametrize("normed", [False, True], ids=["plain", "normed"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("num_heads", "num_kv_heads", "head_dim"), ROTATED_HEADS)
+@pytest.mark.parametrize("step", DECODES)
+def test_a_projection_is_rotated_written_and_attended_in_one(
+    step, num_heads, num_kv_heads, head_dim, dtype, normed
+):
+    assert rotates(num_heads, num_kv_heads, head_dim)
+    options = {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim}
+    made = make_projection(*STEPS[step], normed=normed, dtype=dtype, **options)
+    qkv = made.qkv.clone()
+    out = made.run()
+    k_cache, v_cache = made.step.k_cache.clone(), made.step.v_cache.clone()
+    assert torch.equal(made.qkv, qkv)
+    made.rotate(made.step.q)
+    assert torch.equal(v_cache.nan_to_num(7.0), made.step.v_cache.nan_to_num(7.0))
+    assert torch.equal(k_cache.isnan(), made.step.k_cache.isnan())
+    # Rounded once more where the compiler joins other products and sums.
+    assert error(k_cache.nan_to_num(0.0), made.step.k_cache.nan_to_num(0.0).double()) < 1e-4
+    assert error(out, made.step.definition()) < BOUND[dtype]
+
+
+@pytest.mark.parametrize("block_size", [16, 32, 64])
+def test_a_projection_goes_into_any_block_size_with_a_window_and_a_cap(block_size):
+    made = make_projection(*STEPS["decode"], block_size=block_size)
+    out = made.run(window=63, soft_cap=30.0)
+    made.rotate(made.step.q)
+    expected = made.step.definition(window=63, soft_cap=30.0)
+    assert error(out, expected) < BOUND[torch.bfloat16]
+
+
+def test_a_token_without_a_slot_is_seen_but_not_written():
+    made = make_projection([1] * 3, [70, 1, 4000])
+    expected = made.run()
+    slots = made.slots.clone()
+    for cache in (made.step.k_cache, made.step.v_cache):
+        cache.flatten(0, 1)[slots] = float("nan")
+    made.slots.fill_(-1)
+    assert torch.equal(made.run(), expected)
+    assert made.step.k_cache.flatten(0, 1)[slots].isnan().all()
+    assert made.step.v_cache.flatten(0, 1)[slots].isnan().all()
+
+
+def test_padding_chunks_of_a_graph_do_nothing():
+    made = make_projection([1] * 4, [70, 300, 64, 65])
+    expected = made.run()
+    made.step.query_start.copy_(torch.tensor([0, 1, 2, 2, 2]))
+    made.step.seq_lens[2:] = 0
+    made.slots[2:] = -1
+    out = made.run()
+    assert torch.equal(out[:2], expected[:2])
+    assert out[2:].isnan().all()
+
+
+@pytest.mark.parametrize("kind", ["decode", "rope and decode", "many", "verify", "chunks"])
+def test_layers_with_ready_history_read_early_and_are_right(kind):
+    """Layers of one plan behind each other, as in a model: what they read early is there, and what
+    their own step writes is not read early."""
+    q_lens, kv_lens = {
+        "decode": ([1] * 7, [1, 17, 64, 300, 2000, 65, 129]),
+        "rope and decode": ([1] * 7, [1, 17, 64, 300, 2000, 65, 129]),
+        "many": ([1] * 150, [1, 17, 64, 300, 129] * 30),
+        "verify": ([5] * 6, [5, 70, 64, 1000, 333, 4000]),
+        "chunks": ([1, 513, 1, 3, 200], [900, 513, 4000, 77, 3000]),
+    }[kind]
+    heads = {"num_heads": 32, "num_kv_heads": 8}
+    layers = [make_projection(q_lens, kv_lens, num_layer=i, seed=i, **heads) for i in range(12)]
+    first = layers[0].step
+    for layer in layers:  # one table and one plan; each layer has caches of its own
+        assert torch.equal(layer.step.query_start, first.query_start)
+    fused = kind == "decode"
+    workspace = first.workspace(max(q_lens))
+    hidden, width = 4096, layers[0].qkv.shape[1]
+    weight = torch.randn(width, hidden, device="cuda", dtype=torch.bfloat16) / hidden**0.5
+    x = torch.randn(len(layers), len(first.q), hidden, device="cuda", dtype=torch.bfloat16)
+
+    def project(i: int) -> None:
+        """As in a model: a kernel that takes a while and lets its successors in at once."""
+        if skinny_gemm.prefers(len(first.q), width, hidden):
+            skinny_gemm.linear(x[i], weight, out=layers[i].qkv, pdl=True)
+        else:
+            torch.mm(x[i], weight.t(), out=layers[i].qkv)
+
+    outs = [layer.step.out() for layer in layers]
+
+    def run() -> None:
+        plan(first.metadata(workspace, max(q_lens), planned=True), pdl=True)
+        for i, layer in enumerate(layers):
+            options = {"planned": True, "history_ready": i > 0, "pdl": True}
+            project(i)
+            if fused:
+                layer.run(workspace, outs[i], **options)
+            else:
+                layer.rotate(layer.step.q, history_ready=i > 0, pdl=True)
+                layer.step.run(workspace, outs[i], max_q_len=max(q_lens), **options)
+
+    run()  # compiles
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    for _ in range(3):
+        for layer in layers:
+            for cache in (layer.step.k_cache, layer.step.v_cache):
+                cache.flatten(0, 1)[layer.slots] = float("nan")
+            layer.qkv.fill_(float("nan"))
+        for out in outs:
+            out.fill_(float("nan"))
+        workspace.fill_(0xFF)
+        graph.replay()
+        for layer, out in zip(layers, outs, strict=True):
+            if fused:
+                layer.rotate(layer.step.q)
+            assert error(out, layer.step.definition()) < BOUND[torch.bfloat16]
+
+
+def test_history_ready_without_a_plan_is_refused():
+    made = make_projection([1], [20])
+    with pytest.raises(ValueError, match="history_ready requires a planned step"):
+        made.run(history_ready=True)
+    with pytest.raises(ValueError, match="history_ready requires a planned step"):
+        made.step.run(history_ready=True)
+
+
+def test_projections_that_rope_attend_cannot_take_are_refused():
+    assert not rotates(16, 1, 64)
+    assert not rotates(4, 1, 256)
+    with pytest.raises(ValueError, match="4 query heads for 1 KV heads of 256 values"):
+        make_projection([1], [20], num_heads=4, num_kv_heads=1, head_dim=256).run()
+    with pytest.raises(ValueError, match="3 tokens in 1 chunks"):
+        make_projection([3], [20]).run()
+    with pytest.raises(ValueError, match="batch_invariant True"):
+        make_projection([1], [20]).run(batch_invariant=True)
