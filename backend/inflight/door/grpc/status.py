@@ -30,7 +30,9 @@ _CONNECTION = re.compile(
     re.IGNORECASE,
 )
 # Of the same library about bytes that are no HTTP/2 or no gRPC.
-_PROTOCOL = re.compile(r"stream removed|http/?2|rst_stream|hpack|:status", re.IGNORECASE)
+_PROTOCOL = re.compile(
+    r"stream removed|http/?2|rst_stream|hpack|:status|internal error from core", re.IGNORECASE
+)
 # A path, or the name of a shared-memory region (CVE-2025-23320).
 _INTERNAL = re.compile(r"shm_region|/dev/shm|(?<![\w.])/(?:[\w.-]+/)+[\w.-]+|Traceback")
 
