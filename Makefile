@@ -3,13 +3,15 @@
 # make check      lint, format, types, import rules
 # make generate   configs, client and pages, from the tables of options and settings
 # make test-long  run the tests with full counts, in an hour; writes their benchmarks/results
+# make lock       requirements.lock: hashes of what a server needs, from constraints.txt
+# make sbom       dist/sbom.json: what is installed in .venv, in CycloneDX's format
 # make sanitize   run some kernel tests under compute-sanitizer, on a GPU
 #
 # Each creates what it needs, once: a virtual environment in .venv. Nothing else is installed.
 
 .POSIX:
 .SUFFIXES:
-.PHONY: demo test test-long check generate sanitize format clean
+.PHONY: demo test test-long check generate lock sbom sanitize format clean
 
 # To use another interpreter for a new .venv: make demo PYTHON=/path/to/python3.12
 PYTHON =
@@ -45,6 +47,22 @@ check: $(VENV)/.dev
 
 generate: $(VENV)/.dev
 	$(RUN) $(BIN)/python -m inflight.deploy.generate
+
+# Without torch, whose builds for CPUs and for CUDA have different hashes. Packages that only torch
+# needs come with it. The versions are the same for Python 3.11 and 3.12.
+lock: $(VENV)/.dev
+	$(BIN)/uv pip compile pyproject.toml --extra triton --extra cuda --extra otel \
+	    --constraint constraints.txt --override .ci/without-torch --generate-hashes \
+	    --python-version 3.11 --python-platform x86_64-manylinux_2_35 \
+	    --default-index https://pypi.org/simple --no-annotate \
+	    --custom-compile-command "make lock" --quiet --output-file requirements.lock
+
+# Of another environment, such as that of an image: make sbom SBOM_OF=/path/to/its/venv
+SBOM_OF = $(VENV)
+sbom: $(VENV)/.dev
+	@mkdir -p dist
+	$(BIN)/cyclonedx-py environment --pyproject pyproject.toml --output-reproducible \
+	    --output-file dist/sbom.json $(SBOM_OF)/bin/python
 
 # Memory errors, then races in shared memory. API errors are not reported: the bindings look up entry
 # points that a driver may lack.

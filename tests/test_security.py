@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import ast
+import json
+import re
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -153,3 +156,52 @@ def test_19_every_dependency_has_a_pinned_version() -> None:
     pinned = [line for line in lines if line and not line.startswith("#")]
     assert len(pinned) > 30
     assert [line for line in pinned if "==" not in line] == []
+
+
+def pins(path: Path) -> dict[str, str]:
+    """Versions by normalized name."""
+    found = re.findall(r"(?m)^([\w.-]+)==([^\s\\]+)", path.read_text())
+    return {normalized(name): version for name, version in found}
+
+
+def normalized(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def needed() -> set[str]:
+    """What a server needs directly, but for torch."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    requirements = [*project["dependencies"], *(one for x in EXTRAS for one in extras[x])]
+    names = {re.split(r"[^\w.-]", one)[0] for one in requirements}
+    return {normalized(name) for name in names} - {"torch"}
+
+
+EXTRAS = ("triton", "cuda", "otel")
+
+
+def test_19_the_lock_has_hashes_and_agrees_with_the_constraints() -> None:
+    lock, constraints = pins(ROOT / "requirements.lock"), pins(ROOT / "constraints.txt")
+    assert {name: lock.get(name) for name in constraints if name in lock} == {
+        name: version for name, version in constraints.items() if name in lock
+    }
+    assert set(lock) <= set(constraints), "run `make lock` after a change of constraints.txt"
+    assert needed() <= set(lock)
+    entries = re.split(r"(?m)^(?=[\w.-]+==)", (ROOT / "requirements.lock").read_text())[1:]
+    assert len(entries) == len(lock)
+    hashed = re.compile(r"[\w.-]+==\S+(?: \\\n    --hash=sha256:[0-9a-f]{64})+\n")
+    assert [entry for entry in entries if not hashed.fullmatch(entry)] == []
+
+
+def test_19_the_bill_of_materials_has_each_dependency(tmp_path: Path) -> None:
+    """As `make sbom` writes it."""
+    path = tmp_path / "sbom.json"
+    command = [str(Path(sys.executable).with_name("cyclonedx-py")), "environment"]
+    command += ["--pyproject", "pyproject.toml", "--output-reproducible", "--output-file"]
+    subprocess.run([*command, str(path), sys.executable], cwd=ROOT, check=True, timeout=200)
+    bill = json.loads(path.read_text())
+    assert bill["bomFormat"] == "CycloneDX"
+    assert bill["metadata"]["component"]["name"] == "inflight-triton"
+    found = {normalized(one["name"]): one for one in bill["components"]}
+    assert needed() | {"torch"} <= set(found)
+    assert all(found[name]["purl"].startswith("pkg:pypi/") for name in needed())

@@ -242,6 +242,15 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
         ),
     ] = None
     max_draft_tokens: Annotated[Count, Setting("Draft tokens of all sequences in one step.")] = 256
+    load_timeout_s: Annotated[
+        float,
+        Meta(ge=1, le=86400),
+        Setting(
+            "Seconds that loading may take without progress. `inflight serve` ends an engine that "
+            "exceeds them, and starts it again if the server was ready before. Raise it for slow "
+            "disks."
+        ),
+    ] = 120.0
     log_stats_interval_s: Annotated[
         float,
         Meta(ge=0, le=86400),

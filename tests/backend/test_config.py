@@ -67,6 +67,7 @@ def test_each_setting_is_taken_over() -> None:
         "enable_prefix_caching": False,
         "default_max_tokens": 11,
         "max_draft_tokens": 40,
+        "load_timeout_s": 33.0,
         "log_stats_interval_s": 2.5,
         "speculative_config": {"method": "ngram", "num_speculative_tokens": 3, "default": 2},
     }

@@ -44,7 +44,7 @@ def _slow_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     set_failpoint(monkeypatch, "slow", STEP_MS)
 
 
-@pytest.mark.parametrize("what", ["disk", "shared-memory"])
+@pytest.mark.parametrize("what", ["disk", "shared-memory", "shared-memory-of-others"])
 def test_a_full_file_system_ends_no_server(what: str) -> None:
     unshare = ["unshare", "--map-root-user", "--mount"]
     if subprocess.run([*unshare, "true"], check=False).returncode:

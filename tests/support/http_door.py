@@ -7,6 +7,7 @@ import http.client
 import json
 import re
 import socket
+import struct
 import subprocess
 import sys
 import threading
@@ -38,6 +39,7 @@ INPUTS = {
     "stream": "BOOL",
     "stop_words": "STRING",
 }
+RESET = struct.pack("ii", 1, 0)  # SO_LINGER: close sends RST
 EVENT = b'data: {"text_output":"a"}\n\n'
 
 
@@ -79,7 +81,11 @@ class Answers(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         self.server.bodies.append((self.path, b""))
-        if self.path.startswith("/v2/models/unknown"):
+        if self.path.startswith("/v2/models/odd_config"):
+            self.answer(200, b"[1")
+        elif self.path.startswith("/v2/models/mute_config"):
+            self.model_slow(b"")
+        elif self.path.startswith("/v2/models/unknown"):
             self.answer(404, {"error": "Request for unknown model: 'unknown' is not found"})
         elif self.path.endswith("/config"):
             declared = [{"name": n, "data_type": f"TYPE_{t}"} for n, t in INPUTS.items()]
@@ -125,6 +131,50 @@ class Answers(BaseHTTPRequestHandler):
         self.begin_chunks(kind="application/json" if b"json" in body else "text/event-stream")
         self.chunk(EVENT)
         self.close_connection = True
+
+    def raw(self, *parts: bytes) -> None:
+        """Write these bytes as the response, and end the connection."""
+        self.close_connection = True
+        with contextlib.suppress(OSError):
+            for part in parts:
+                self.wfile.write(part)
+
+    def model_garbage(self, body: bytes) -> None:
+        self.raw(bytes(range(256)) * 8)
+
+    def model_strange(self, body: bytes) -> None:
+        """A status that does not exist."""
+        self.raw(b"HTTP/1.1 999 Odd\r\nContent-Length: 0\r\n\r\n")
+
+    def model_cut_head(self, body: bytes) -> None:
+        self.raw(b"HTTP/1.1 200 OK\r\nContent-Ty")
+
+    def model_endless_head(self, body: bytes) -> None:
+        self.raw(b"HTTP/1.1 200 OK\r\n", *(b"x-%d: %s\r\n" % (i, b"y" * 9000) for i in range(4000)))
+
+    def model_short(self, body: bytes) -> None:
+        """A body shorter than its length."""
+        self.raw(
+            b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: 99\r\n\r\n{"
+        )
+
+    def model_bad_chunk(self, body: bytes) -> None:
+        """One event, and then no chunk."""
+        self.begin_chunks()
+        self.chunk(EVENT)
+        self.raw(b"this is no chunk\r\n")
+
+    def model_reset(self, body: bytes) -> None:
+        self.begin_chunks()
+        self.chunk(EVENT)
+        self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, RESET)
+        self.close_connection = True
+
+    def model_stalled(self, body: bytes) -> None:
+        """One event, and nothing more until the peer has left."""
+        self.begin_chunks(kind="application/json" if b"json" in body else "text/event-stream")
+        self.chunk(EVENT)
+        self.model_slow(body)
 
     def model_blamed(self, body: bytes) -> None:
         self.answer(500, {"error": json.loads(body)["text_input"]})

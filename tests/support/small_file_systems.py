@@ -1,5 +1,5 @@
 """Fills file systems that a server uses while it serves, within a mount namespace of its own:
-`unshare --map-root-user --mount python small_file_systems.py disk|shared-memory FOLDER`."""
+`unshare --map-root-user --mount python small_file_systems.py KIND FOLDER`; see `KINDS`."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ SIZE = "8m"
 STUBS = ("llm", "tokenizer", "chat_tokenizer", "detokenizer")
 # The doors pass it on; Triton copies it into the shared memory of a stub.
 LARGE = "word " * 780_000
+NUM_REQUESTS = 16
 # The supervisor writes the health twice a second, doors take one of 3 s for none.
 WATCHED_S = 5.0
 
@@ -136,5 +138,45 @@ def shared_memory(folder: Path) -> None:
     print("served with full shared memory")
 
 
+def shared_memory_of_others(folder: Path) -> None:
+    """Other programs take all shared memory that the stubs do not have yet."""
+    mount(SHARED_MEMORY)
+    with serve(folder, "echo", "--grpc-guard") as serving:
+        canary = serving.canary()
+        pids = {name: serving.pid_of(name) for name in (*STUBS, "tritonserver", "engine")}
+        fill(SHARED_MEMORY)
+        assert os.statvfs(SHARED_MEMORY).f_bavail == 0
+        assert [ask_many(serving) for _ in range(3)] == [[canary] * NUM_REQUESTS] * 3
+        # No page is missing under what the stubs have: that would end them by SIGBUS.
+        assert {name: serving.pid_of(name) for name in pids} == pids
+        assert serving.health()[0] == 200
+        # A server that is started again has no shared memory for its stubs.
+        os.kill(serving.pid_of("llm"), signal.SIGKILL)
+        serving.wait_until(lambda: serving.health()[0] == 503, 30)
+        ballast = fill(SHARED_MEMORY)  # also what the stubs have left
+        serving.wait_until(lambda: "too little shared memory" in serving.health()[1], 60)
+        assert "/" not in json.loads(serving.health()[1])["error"]
+        ballast.unlink()
+        serving.wait_until_serving(canary)
+        serving.wait_until(lambda: serving.health()[0] == 200, 30)
+        assert serving.pid_of("engine") == pids["engine"]
+        assert set(SHARED_MEMORY.iterdir()) == serving.regions(), "failed starts leave nothing"
+    assert serving.process.wait(30) == 0
+    assert list(SHARED_MEMORY.iterdir()) == []
+    print("served with shared memory that others had filled")
+
+
+def ask_many(serving: Serving) -> list[str]:
+    """The answers to requests at the same time."""
+    with ThreadPoolExecutor(NUM_REQUESTS) as pool:
+        return list(pool.map(lambda number: serving.canary(), range(NUM_REQUESTS)))
+
+
+KINDS = {
+    "disk": disk,
+    "shared-memory": shared_memory,
+    "shared-memory-of-others": shared_memory_of_others,
+}
+
 if __name__ == "__main__":
-    {"disk": disk, "shared-memory": shared_memory}[sys.argv[1]](Path(sys.argv[2]))
+    KINDS[sys.argv[1]](Path(sys.argv[2]))

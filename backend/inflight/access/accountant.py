@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import logging
 import os
 import signal
@@ -89,7 +90,8 @@ class Accountant:
         """Write the ledger once a second, for ever."""
         while True:
             await asyncio.sleep(FLUSH_S)
-            await asyncio.to_thread(self._ledger.flush)
+            with contextlib.suppress(RuntimeError):  # no further thread: it is written later
+                await asyncio.to_thread(self._ledger.flush)
 
 
 async def run(options: argparse.Namespace) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from inflight.access import keys_file
 from inflight.access.key import ID_DIGITS, NUM_CHARACTERS, PREFIX, Key, digest
+from inflight.core.file_signature import signature
 from inflight.errors import ConfigError, Unauthenticated
 
 # A revoked key is refused this soon.
@@ -17,8 +18,6 @@ REREAD_S = 0.25
 _LENGTH = len(PREFIX) + NUM_CHARACTERS
 
 logger = logging.getLogger(__name__)
-
-Signature = tuple[int, ...] | None
 
 
 class KeyRing:
@@ -38,7 +37,7 @@ class KeyRing:
     def __init__(self, path: Path, clock: Callable[[], float] = time.monotonic) -> None:
         self._path = path
         self._clock = clock
-        self._signature = self._current()
+        self._signature = signature(path)
         self._keys = _by_id(keys_file.read(path))
         self._looked_at = clock()
 
@@ -66,22 +65,14 @@ class KeyRing:
             return
         self._looked_at = now
         # Taken first: a change during the reading is found the next time.
-        signature = self._current()
-        if signature == self._signature:
+        found = signature(self._path)
+        if found == self._signature:
             return
-        self._signature = signature
+        self._signature = found
         try:
             self._keys = _by_id(keys_file.read(self._path))
         except ConfigError as error:
             logger.error("the keys stay as they were: %s", error)
-
-    def _current(self) -> Signature:
-        """What changes whenever the file is replaced or written."""
-        try:
-            found = self._path.stat()
-        except OSError:
-            return None
-        return found.st_mtime_ns, found.st_ctime_ns, found.st_ino, found.st_size
 
 
 def _by_id(keys: list[Key]) -> dict[str, Key]:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import msgspec
 
+from inflight.core.file_signature import Signature, signature
 from inflight.errors import ConfigError
 
 
@@ -49,6 +50,11 @@ class TlsFiles(msgspec.Struct, frozen=True):
                 ) from None
             context.verify_mode = ssl.CERT_REQUIRED
         return context
+
+    def signature(self) -> tuple[Signature, ...]:
+        """What changes whenever one of the files is replaced or written."""
+        paths = (self.cert, self.key, self.client_ca)
+        return tuple(signature(Path(path)) for path in paths if path is not None)
 
     def read(self) -> tuple[bytes, bytes, bytes | None]:
         """Contents of the certificate, the key and the clients' authorities. Raises ConfigError."""

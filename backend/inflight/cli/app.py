@@ -95,6 +95,7 @@ def serve(
         ports=address.ports,
         log_file=server.log_file,
         drain_s=server.drain,
+        min_free_memory=server.min_free_memory,
         grpc_guard=server.grpc_guard,
         busy_poll_ms=server.busy_poll,
         metrics_compat=server.metrics_compat,

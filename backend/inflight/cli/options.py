@@ -16,6 +16,7 @@ HTTP_PORT, GRPC_PORT, METRICS_PORT, ENGINE_METRICS_PORT = 8000, 8001, 8002, 8003
 HOST = "127.0.0.1"
 METRICS_URL = f"http://{HOST}:{ENGINE_METRICS_PORT}/metrics"
 DRAIN_S = 30.0
+MIN_FREE_MEMORY = 256
 URL = f"{HOST}:{GRPC_PORT}"
 
 Model = Annotated[str, typer.Option(help="A .gguf file, a Hugging Face folder, or package:NAME.")]
@@ -181,6 +182,14 @@ class ServerOptions:
     drain: Annotated[
         float, typer.Option(min=0.0, help="Seconds to wait for requests in flight.")
     ] = DRAIN_S
+    min_free_memory: Annotated[
+        int,
+        typer.Option(
+            min=0,
+            metavar="MIB",
+            help="Refuse new requests while less host memory is available; 0 never does.",
+        ),
+    ] = MIN_FREE_MEMORY
     metrics_compat: Annotated[
         str, typer.Option(help="Publish metrics under these names, too: vllm,trtllm.")
     ] = ""

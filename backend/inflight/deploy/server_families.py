@@ -40,6 +40,12 @@ SERVER_FAMILIES: tuple[Family, ...] = (
         (),
     ),
     Family(
+        "host_memory_available_bytes",
+        "gauge",
+        "Memory that is available on the machine, or less below the limit of a control group (v2). "
+        "Below `--min-free-memory` the server refuses new requests.",
+    ),
+    Family(
         "gpu_power_watts",
         "gauge",
         "Power of the GPU that the engines use. Absent without NVML or GPU, as the next two.",

@@ -34,6 +34,7 @@ from inflight.ipc.owner import SUPERVISOR, Owner
 from inflight.ipc.processes import Process, how_it_exited
 from inflight.ipc.runtime_folder import remove_folder_of
 from inflight.ipc.shared_memory import regions_of
+from inflight.sandbox.process import start_process
 
 DEFAULT_HOST = "127.0.0.1"
 DEFAULT_PORTS = (8000, 8001, 8002)
@@ -140,6 +141,7 @@ class Server:
         self.loaded: list[str] | None = None
         self._admin_key = secrets.token_urlsafe(24)
         self._process: subprocess.Popen[bytes] | None = None
+        self._log_begin = 0  # of what this tritonserver has logged
         self._failures: dict[str, InflightError] = {}
         self._regions_of: dict[Process, list[Path]] = {}  # shared memory by stub
 
@@ -202,6 +204,7 @@ class Server:
 
         Raises:
             ConfigError: no tritonserver, incompatible Python, port in use, or invalid repository.
+            CapacityError: see `start_process`.
         """
         if self.is_running():
             raise EngineError("the server was already started")
@@ -220,7 +223,8 @@ class Server:
         backends = installation.backend_directory(found)
         self.hold_ports()
         with self.open_log(anew=self._owner is None and self._process is None) as output:
-            self._process = subprocess.Popen(
+            self._log_begin = output.tell()
+            self._process = start_process(
                 [
                     *(sys.executable, "-I", "-S", "-c", _LAUNCHER),
                     *(str(os.getpid()), str(STACK_BYTES), str(found.server)),
@@ -311,6 +315,17 @@ class Server:
     def exit_status(self) -> int | None:
         """Of tritonserver, negative for a signal; None while it runs."""
         return self._running().poll()
+
+    def lacks_shared_memory(self) -> bool:
+        """Whether there was none for a model's process since the last start, by the log."""
+        try:
+            with open(self.log_file, "rb") as log:
+                if log.seek(0, os.SEEK_END) < self._log_begin:
+                    self._log_begin = 0  # it was capped
+                log.seek(self._log_begin)
+                return _NO_SHARED_MEMORY.search(log.read()) is not None
+        except OSError:
+            return False
 
     def models(self) -> list[str]:
         """Names of the models that are ready."""
@@ -576,6 +591,9 @@ class Server:
     def how_it_ended(self) -> str:
         """A message with its exit status, or the signal that ended it."""
         return f"tritonserver {how_it_exited(self._running().returncode)}"
+
+
+_NO_SHARED_MEMORY = re.compile(rb"shared memory key [^\n]* No space left on device")
 
 
 def load_failures(log: str) -> list[str]:

@@ -23,9 +23,10 @@ import msgspec
 
 from inflight import log
 from inflight.door.grpc.settings import Settings, counts_of, heartbeat_of, parse
-from inflight.errors import ConfigError
+from inflight.errors import CapacityError, ConfigError
 from inflight.ipc.heartbeat import PATIENCE_S, Heartbeat, overdue_s
 from inflight.ipc.processes import end_with
+from inflight.sandbox.process import start_process
 
 START_TIMEOUT_S = 20.0
 # After `drain_s`, a worker flushes statuses and exits.
@@ -99,7 +100,10 @@ class Workers:
             if pause > 0:
                 time.sleep(pause)
             self._started_at = time.monotonic()
-            self._processes[index] = self._start(index)
+            try:
+                self._processes[index] = self._start(index)
+            except CapacityError as error:  # the others serve; it is tried again
+                logger.error("a worker cannot be started: %s", error)
 
     def stop(self) -> None:
         """Drain all of them, and end those that do not."""
@@ -118,7 +122,7 @@ class Workers:
         settings = self._settings
         if settings.counts:
             settings = msgspec.structs.replace(settings, counts=counts_of(settings.counts, index))
-        return subprocess.Popen(
+        return start_process(
             [
                 *(sys.executable, "-m", "inflight.door.grpc.worker"),
                 msgspec.json.encode(settings).decode(),
@@ -138,6 +142,7 @@ def run(settings: Settings) -> None:
 
     Raises:
         ConfigError: the port is in use, or a worker did not start.
+        CapacityError: see `start_process`.
     """
     # Waited for with sigtimedwait; workers unblock them.
     signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
@@ -167,7 +172,7 @@ def main() -> None:
         options = parse()
         end_with(options.parent)
         run(options)
-    except ConfigError as error:
+    except (ConfigError, CapacityError) as error:
         sys.exit(str(error))
 
 

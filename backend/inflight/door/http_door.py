@@ -25,6 +25,7 @@ import uvloop
 
 from inflight import log
 from inflight.access import options as access_options
+from inflight.access.certificate import LiveCertificate, LiveContext
 from inflight.deploy.file_limit import raise_file_limit
 from inflight.door.http import app, busy_poll
 from inflight.door.http.gate import Gate
@@ -77,7 +78,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         log.begin()
         access = access_options.chosen(options)
         admission = access.admission("http")
-        tls = access.tls.context() if access.tls is not None else None
+        tls = LiveContext.of(LiveCertificate(access.tls)) if access.tls is not None else None
         # The supervisor logs starts and stops.
         logging.getLogger("uvicorn").setLevel(logging.WARNING)
         raise_file_limit()

@@ -22,7 +22,8 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
         body_timeout_s: from there to the end of its body.
         idle_timeout_s: for a connection without a request.
         stream_idle_timeout_s: for a gRPC stream without a request in flight.
-        first_byte_timeout_s: for Triton to begin a response; queued requests wait inside of it.
+        first_byte_timeout_s: for Triton to begin a response, and to continue it; queued requests
+            wait inside of it.
         write_timeout_s: for a client that has stopped reading.
     """
 

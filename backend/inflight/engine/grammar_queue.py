@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from inflight.core.output_constraint import StructuredOutput
 from inflight.core.sequence import Sequence, SequenceGroup
-from inflight.errors import EngineError, InflightError
+from inflight.errors import CapacityError, EngineError, InflightError
 from inflight.structured import bridge
 from inflight.structured.compiler import Compiler, Ticket
 from inflight.structured.grammar import Grammar
@@ -41,11 +41,17 @@ class GrammarQueue:
         tokenizer: the model's.
         vocab_size: of its logits.
         end_ids: tokens that end its outputs.
+
+    Raises:
+        CapacityError: this process cannot start a thread.
     """
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, end_ids: Iterable[int]) -> None:
         maker = ThreadPoolExecutor(1, "vocabulary")
-        self._backend_future = maker.submit(_make, tokenizer, vocab_size, frozenset(end_ids))
+        try:
+            self._backend_future = maker.submit(_make, tokenizer, vocab_size, frozenset(end_ids))
+        except RuntimeError as error:
+            raise CapacityError(f"grammars cannot be compiled: {error}; retry later") from None
         maker.shutdown(wait=False)
         # Arrived before the backend was built.
         self._unsubmitted: list[tuple[Sequence, StructuredOutput]] = []

@@ -28,7 +28,12 @@ class GrammarMasks:
         ]
         self._future: Future[None] | None = None
         if self._places:
-            self._future = _thread().submit(self._fill, batch, drafts)
+            try:
+                thread = _thread()
+            except RuntimeError:  # it cannot be started: slower, but as good
+                self._fill(batch, drafts)
+            else:
+                self._future = thread.submit(self._fill, batch, drafts)
 
     def of_row(self, index: int, count: int) -> Masks | None:
         """[ceil(V / 32)] for the row after `count` drafts of a chunk; None if all are allowed."""
@@ -57,5 +62,8 @@ class GrammarMasks:
 
 @cache
 def _thread() -> ThreadPoolExecutor:
-    """Beside the launching thread: masks are computed without the GIL."""
-    return ThreadPoolExecutor(1, "masks")
+    """Beside the launching thread: masks are computed without the GIL. Raises RuntimeError if it
+    cannot be started."""
+    executor = ThreadPoolExecutor(1, "masks")
+    executor.submit(int)
+    return executor

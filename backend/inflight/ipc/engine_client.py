@@ -47,7 +47,7 @@ from inflight.ipc.frames import (
 from inflight.ipc.owner import Owner
 from inflight.ipc.processes import Process
 from inflight.ipc.runtime_folder import folder_of
-from inflight.sandbox.process import python_executable
+from inflight.sandbox.process import python_executable, start_process
 
 logger = logging.getLogger(__name__)
 
@@ -120,6 +120,9 @@ class EngineClient:
             on_events: called on the reader thread with each step's events of this front.
             on_delivered: called there with what detokenizers delivered: (request_id, position).
             on_lost: called once, on the reader thread, when the engine has exited.
+
+        Raises:
+            CapacityError: this process cannot start its threads.
         """
         self.welcome = welcome
         self._connection = connection
@@ -133,8 +136,12 @@ class EngineClient:
         self._metrics: queue.SimpleQueue[Metrics | None] = queue.SimpleQueue()
         self._metrics_lock = threading.Lock()
         self._closed = False
-        threading.Thread(target=self._write, name="engine-write", daemon=True).start()
-        threading.Thread(target=self._read, name="engine-read", daemon=True).start()
+        try:
+            threading.Thread(target=self._write, name="engine-write", daemon=True).start()
+            threading.Thread(target=self._read, name="engine-read", daemon=True).start()
+        except RuntimeError as error:
+            self.close()
+            raise CapacityError(f"the engine cannot be attached to: {error}; retry later") from None
 
     def next_request_id(self) -> int:
         """An id no other request of this engine has."""
@@ -347,11 +354,14 @@ def start_engine(
         output: for its log, by default this process's.
         path: of its socket, if not that of `socket_path`.
         config: its engine.json, if not that of `engine_config_path`.
+
+    Raises:
+        CapacityError: see `start_process`.
     """
     path = path or socket_path(model_directory, owner.pid)
     config = config or engine_config_path(model_directory)
     kind = "supervisor" if owner.is_supervisor else "tritonserver"
-    return subprocess.Popen(
+    return start_process(
         [
             *(python_executable(), "-m", "inflight.ipc.engine_main"),
             *(str(path), str(config), str(owner.pid), kind),

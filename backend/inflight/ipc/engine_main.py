@@ -78,8 +78,8 @@ COMPILING_POLL_S = 0.002
 # Between two beats of an idle engine; a supervisor kills an engine that is overdue.
 IDLE_BEAT_S = 1.0
 BEAT_PATIENCE_S = 3.0
-# While loading, a library that is mapped from a slow disk holds all threads.
-LOADING_PATIENCE_S = 120.0
+# Until the settings are read.
+STARTING_PATIENCE_S = 120.0
 
 
 class Peer:
@@ -198,7 +198,7 @@ class Hub:
                 if isinstance(frame, Delivered):
                     self._pass_on(frame)
                 self.inbox.put((peer, frame))
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RuntimeError) as error:  # RuntimeError: no further thread
             # A broken frame costs only its sender the connection.
             logger.warning("a peer was cut off: %s", type(error).__name__)
         finally:
@@ -474,9 +474,10 @@ def main(arguments: list[str]) -> None:
     hub = Hub(path, process, exits_after_last_front=not owner.is_supervisor)
     signal.signal(signal.SIGTERM, lambda *_: hub.exit(0))
     heartbeat = Heartbeat(heartbeat_path(path))
+    patience_s = STARTING_PATIENCE_S
 
     def progress(what: str, fraction: float) -> None:
-        heartbeat.beat(LOADING_PATIENCE_S)  # a large model takes longer than that in all
+        heartbeat.beat(patience_s)  # a large model takes longer than that in all
         hub.broadcast(Loading(what, fraction))
 
     progress("starting", 0.0)
@@ -485,8 +486,10 @@ def main(arguments: list[str]) -> None:
     quarantine = Quarantine(path, has_crashed=bool(report.former))
     started = time.monotonic()
     try:
+        config = settings.load(config_path)
+        patience_s = config.load_timeout_s
         engine, welcome = load(
-            settings.load(config_path),
+            config,
             config_path.parent.parent.name,
             progress,
             lambda s: heartbeat.beat(s + BEAT_PATIENCE_S),

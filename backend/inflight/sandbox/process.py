@@ -8,12 +8,13 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
-from inflight.errors import EngineError
+from inflight.errors import CapacityError, EngineError
 from inflight.sandbox import frames
 from inflight.sandbox.messages import Answer, Cause, Died, Limits, Setup
 
@@ -79,13 +80,14 @@ class SandboxProcess:
         """Start the process unless it runs.
 
         Raises:
+            CapacityError: the machine or the user has too many processes, or too little memory.
             EngineError: it does not start.
         """
         if self._process is not None and self._process.poll() is None:
             return
         self._forget()
         setup = msgspec.msgpack.encode(Setup(self.limits, self._setup()))
-        self._process = subprocess.Popen(
+        self._process = start_process(
             [python_executable(), "-m", self._module],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -161,3 +163,17 @@ def python_executable() -> str:
         if candidate.exists():
             return str(candidate)
     return "python3"
+
+
+def start_process(command: Sequence[str], **options: Any) -> subprocess.Popen[bytes]:
+    """Start a child process, with options of `subprocess.Popen`.
+
+    Raises:
+        CapacityError: the machine or the user has too many processes, or too little memory.
+    """
+    try:
+        process: subprocess.Popen[bytes] = subprocess.Popen(command, **options)
+    except OSError as error:
+        reason = error.strerror
+        raise CapacityError(f"the system refuses a process ({reason}); retry later") from None
+    return process

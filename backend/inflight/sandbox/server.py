@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import os
+import sys
 from collections.abc import Callable
 
 import msgspec
@@ -38,7 +39,10 @@ def serve(prepare: Callable[[bytes], Work], *, keeps_workers: bool) -> None:
     frames.write(stdout, b"")
     worker: Worker | None = None
     while (job := frames.read(stdin)) is not None:
-        worker = worker or Worker(work, setup.limits)
+        try:
+            worker = worker or Worker(work, setup.limits)
+        except OSError as error:  # the owner starts this process again
+            sys.exit(f"the system refuses a process ({error.strerror})")
         answer: Answer = worker.run(job)
         if isinstance(answer, Died):
             worker = None

@@ -141,10 +141,18 @@ class Compiler:
         return self._sandbox.pid
 
     def warm(self) -> None:
-        """Start the thread and its child now, instead of with the first guide."""
+        """Start the thread and its child now, instead of with the first guide.
+
+        Raises:
+            CapacityError: this process cannot start a thread.
+        """
         if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="grammars", daemon=True)
-            self._thread.start()
+            thread = threading.Thread(target=self._run, name="grammars", daemon=True)
+            try:
+                thread.start()
+            except RuntimeError as error:
+                raise CapacityError(f"grammars cannot be compiled: {error}; retry later") from None
+            self._thread = thread
 
     def submit(self, constraint: StructuredOutput) -> Ticket:
         """Request a grammar; never blocks.
@@ -153,7 +161,7 @@ class Compiler:
             A ticket, done already if the guide is cached; otherwise `poll` returns it once done.
 
         Raises:
-            CapacityError: too many guides are waiting.
+            CapacityError: too many guides are waiting, or no thread can be started.
         """
         ticket = Ticket(constraint)
         key = hashlib.sha256(f"{constraint.kind}\0{constraint.guide}".encode()).digest()
@@ -170,9 +178,9 @@ class Compiler:
                 raise CapacityError(
                     f"{len(self._jobs)} grammars are queued for compilation; retry later"
                 )
+            self.warm()
             job = self._jobs[key] = _Job(key, constraint)
             self._inbox.put(job)
-            self.warm()
         job.tickets.append(ticket)
         return ticket
 

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from inflight.errors import ConfigError, InflightError
+from inflight.errors import CapacityError, ConfigError, InflightError
 from inflight.ipc import engine_client
 from inflight.ipc.engine_client import EngineClient
 from inflight.ipc.frames import Loading
@@ -17,6 +17,8 @@ from inflight.ipc.heartbeat import overdue_s
 from inflight.ipc.owner import Owner
 from inflight.ipc.processes import how_it_exited
 
+# From its start to its first progress: Python and its modules.
+START_S = 120.0
 ATTACH_PAUSE_S = 0.1
 EXIT_S = 2.0
 # An engine that exits removes its socket first.
@@ -61,6 +63,8 @@ class EngineChild:
         self._client: EngineClient | None = None
         self._load_failure = ""
         self._has_loaded = False  # since its start
+        self._started_at = 0.0
+        self._loading: Loading | None = None  # the last progress since its start
         self._socket_seen_at = 0.0
         self._closing = threading.Event()
 
@@ -85,6 +89,7 @@ class EngineChild:
             path.unlink(missing_ok=True)  # of the one before: it would look overdue
         self._load_failure = ""
         self._has_loaded = False
+        self._started_at, self._loading = time.monotonic(), None
         with open(self._log_file, "ab") as output:
             self._process = engine_client.start_engine(
                 self.model, self._owner, output, path=self._path, config=self.config
@@ -92,7 +97,10 @@ class EngineChild:
         observer = threading.Thread(
             target=self._observe, args=(self._process,), name="observe", daemon=True
         )
-        observer.start()
+        try:
+            observer.start()
+        except RuntimeError as error:
+            raise CapacityError(f"the system refuses a thread ({error}); retry later") from None
 
     def link(self) -> None:
         """Have fronts that attach from now on find this engine."""
@@ -109,6 +117,9 @@ class EngineChild:
         status = process.poll()
         if status is not None:
             return self._load_failure or how_it_exited(status)
+        stalled = self.why_stalled()
+        if stalled:
+            return stalled
         if overdue_s(engine_client.heartbeat_path(self._path)):
             return "hangs: no progress within the time that a step may take"
         if self._path.exists():
@@ -118,6 +129,19 @@ class EngineChild:
         if self._is_linked and not self._link.is_symlink():
             self.link()
         return ""
+
+    def why_stalled(self) -> str:
+        """Why its start takes too long; empty if it does not."""
+        if self._has_loaded:
+            return ""
+        loading = self._loading
+        if loading is None:
+            is_late = time.monotonic() - self._started_at > START_S
+            return f"has not begun to load within {START_S:.0f} s" if is_late else ""
+        if not overdue_s(engine_client.heartbeat_path(self._path)):
+            return ""
+        where = f"{loading.what}, {loading.fraction:.0%}"
+        return f"stopped loading: no progress within load_timeout_s ({where})"
 
     def kill(self) -> None:
         if self._process is not None:
@@ -134,6 +158,10 @@ class EngineChild:
             self.kill()
         engine_client.heartbeat_path(self._path).unlink(missing_ok=True)
 
+    def _note_progress(self, loading: Loading) -> None:
+        self._loading = loading
+        self.on_progress(loading)
+
     def _observe(self, process: subprocess.Popen[bytes]) -> None:
         while process.returncode is None and not self._closing.wait(ATTACH_PAUSE_S):
             lost = threading.Event()
@@ -142,7 +170,7 @@ class EngineChild:
                     self._path,
                     "observer",
                     on_lost=lost.set,
-                    on_loading=lambda loading: self.on_progress(loading),
+                    on_loading=self._note_progress,
                 )
             except ConfigError as error:
                 self._load_failure = f"cannot load: {error}"

@@ -112,7 +112,7 @@ class Keeper:
         try:
             self.child.start()
         except InflightError as error:
-            self._fail(str(error))
+            self._fail(f"cannot be started: {error}")
 
     def _fail(self, problem: str) -> None:
         pause = PAUSES_S[min(self._num_failures, len(PAUSES_S) - 1)]

@@ -13,6 +13,8 @@ from inflight.engine.metrics.families import parse_compat
 from inflight.errors import ConfigError
 
 DEFAULT_PORTS = (8000, 8001, 8002, 8003)
+# A step of an engine and the answers under way; an idle server grows by less.
+DEFAULT_MIN_FREE_MEMORY = 256
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,6 +33,7 @@ class ServeOptions:
         controlled: with model control (`inflight model`), the names of the models to load at the
             start, or `ALL_MODELS`; None without it: all models, for good.
         access: keys and TLS; both imply a door for gRPC.
+        min_free_memory: MiB of host memory; with less available, new requests are refused.
         otlp_endpoint: URL that the doors send spans to; empty for none.
     """
 
@@ -43,6 +46,7 @@ class ServeOptions:
     metrics_compat: str = ""
     controlled: Sequence[str] | None = None
     access: AccessOptions = field(default_factory=AccessOptions)
+    min_free_memory: int = DEFAULT_MIN_FREE_MEMORY
     otlp_endpoint: str = ""
 
     def guards_grpc(self, *, has_versions: bool = False) -> bool:

@@ -17,6 +17,7 @@ from inflight.ipc.health import Health
 from inflight.ipc.metrics import request_counts
 from inflight.ipc.metrics.source import MetricsSource, ModelMetrics
 from inflight.supervision.engines import EngineChild
+from inflight.supervision.host_memory import HostMemory
 from inflight.supervision.keeper import Keeper
 
 DOORS = ("http", "grpc")
@@ -32,6 +33,7 @@ class ServerMetrics:
         engines: returns those that serve.
         folder: the server's runtime folder, where the doors count their requests.
         flavours: whose aliases of the models' metrics are shown, too.
+        memory: of the host.
         meter: of the GPU; None if its power cannot be read.
         clock: seconds, monotonic.
     """
@@ -42,6 +44,7 @@ class ServerMetrics:
         engines: Callable[[], Sequence[EngineChild]],
         folder: Path,
         flavours: frozenset[str],
+        memory: HostMemory,
         meter: PowerMeter | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -51,6 +54,7 @@ class ServerMetrics:
         self._sources: dict[Path, MetricsSource] = {}
         self._folder = folder
         self._flavours = flavours
+        self._memory = memory
         self._meter = meter
         self._energy: deque[tuple[float, float, float]] = deque()  # time, joules, output tokens
         self._clock = clock
@@ -96,6 +100,8 @@ class ServerMetrics:
         yield _published("server_ready", ({}, health is not None and health.is_ready))
         yield _published("server_live", ({}, health is not None and health.is_live))
         yield _published("server_not_ready_seconds", ({}, self._not_ready_s))
+        if self._memory.available_bytes is not None:
+            yield _published("host_memory_available_bytes", ({}, self._memory.available_bytes))
         restarts = [
             ({"process": one.child.name.removeprefix("the ")}, one.num_restarts)
             for one in self._keepers()

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from inflight.ipc.heartbeat import overdue_s
 from inflight.ipc.processes import how_it_exited
+from inflight.sandbox.process import start_process
 
 EXIT_S = 5.0
 
@@ -45,7 +46,7 @@ class ServiceChild:
     def start(self) -> None:
         self._heartbeat.unlink(missing_ok=True)  # of the one before: it would look overdue
         with open(self._log_file, "ab") as output:
-            self._process = subprocess.Popen(
+            self._process = start_process(
                 [*self._command, *self._options_of_start()],
                 stdin=subprocess.DEVNULL,
                 stdout=output,

@@ -29,6 +29,7 @@ from inflight.deploy.tritonserver import (
     Server,
 )
 from inflight.engine.metrics.families import COMPAT_VARIABLE, parse_compat
+from inflight.errors import EngineError
 from inflight.ipc import health
 from inflight.ipc.control import SOCKET
 from inflight.ipc.gpu import power
@@ -38,6 +39,7 @@ from inflight.ipc.runtime_folder import folder_of, remove_abandoned, remove_fold
 from inflight.supervision import janitor
 from inflight.supervision.doors import DoorChild
 from inflight.supervision.engine_set import EngineSet
+from inflight.supervision.host_memory import HostMemory
 from inflight.supervision.keeper import Child, Keeper
 from inflight.supervision.models.control_socket import ControlSocket
 from inflight.supervision.models.fleet import ServerFleet
@@ -123,13 +125,9 @@ class Supervisor:
         self._own_keepers = [Keeper(child) for child in children]
         gpu = power.find_gpu()
         self._meter = power.PowerMeter(gpu) if gpu is not None else None
-        self._metrics = ServerMetrics(
-            lambda: self._keepers,
-            lambda: self._engines.serving,
-            self._folder,
-            parse_compat(compat, "--metrics-compat"),
-            self._meter,
-        )
+        self._memory = HostMemory(options.min_free_memory << 20)
+        self._was_short = False
+        self._metrics = self._make_metrics()
         self._metrics_address = metrics_host, ports[3]
         self._metrics_server: MetricsServer | None = None
         self._server.open_log(anew=True).close()
@@ -164,16 +162,26 @@ class Supervisor:
         self._janitor = janitor.start(self._folder)
         for keeper in self._keepers:
             keeper.start()
-        ready = self._server.wait_ready(on_progress=on_progress, on_poll=self._write_health)
+        ready = self._server.wait_ready(on_progress=on_progress, on_poll=self._poll_start)
         self._set_models(ready)
         for door in self._doors:
             door.wait_until_it_listens()
-        while not self.poll().is_ready:
+        while not self._is_up:
+            self.poll()
             time.sleep(POLL_S)
+        self.poll()
         if self._fleet is not None and self.options.controlled is not None:
             control = ModelControl(self._catalog, self._fleet, self._folder, self._server.drain_s)
             self._control = ControlSocket(self._folder / SOCKET, control, self.endpoints.http)
         return self._models
+
+    def _poll_start(self) -> None:
+        """Raises EngineError: an engine does not load, in time."""
+        self._write_health()
+        for engine in self._engines.serving:
+            stalled = engine.why_stalled()
+            if stalled:
+                raise EngineError(f"{engine.name} {stalled}; log: {self.log_file}")
 
     def poll(self) -> Health:
         """Replace what has failed; returns the current health."""
@@ -182,15 +190,29 @@ class Supervisor:
             keeper.poll()
         own = {keeper.child.pid for keeper in self._keepers} | self._engines.pids
         reap_orphans(own | ({self._janitor.pid} if self._janitor is not None else set()))
+        self._watch_memory()
         found = self._assess()
         self._metrics.observe(found)
-        if found.is_ready:
+        if self._is_up:  # also while memory is short
             for keeper in self._keepers:
                 keeper.serves()
         if found != self.health or time.monotonic() - self._written_at > HEALTH_INTERVAL_S:
             self._write_health()
             cap_log(self._server.log_file)
         return found
+
+    def _watch_memory(self) -> None:
+        """Have the engines refuse requests while memory is short: not all pass a door."""
+        if not self._memory.poll():
+            return
+        shortage = self._memory.shortage
+        if bool(shortage) != self._was_short:
+            logger.error("%s", shortage or "enough memory is available again")
+        if shortage or self._was_short:
+            for engine in self._engines.serving:
+                if engine.client is not None:
+                    engine.client.drain(shortage)
+        self._was_short = bool(shortage)
 
     def stop(self, on_waiting: Callable[[int], None] = lambda num_in_flight: None) -> int:
         """Drain and end everything; returns the number of aborted requests."""
@@ -272,6 +294,16 @@ class Supervisor:
                 versions[model] = sorted([*versions.get(model, []), version])
         self._models, self._versions = sorted(models), versions
 
+    def _make_metrics(self) -> ServerMetrics:
+        return ServerMetrics(
+            lambda: self._keepers,
+            lambda: self._engines.serving,
+            self._folder,
+            parse_compat(self.options.metrics_compat, "--metrics-compat"),
+            self._memory,
+            self._meter,
+        )
+
     def _accountant(self) -> ServiceChild:
         options = ("--listen", self._folder / ACCOUNTS_SOCKET, "--ledger", ledger.default_path())
         return ServiceChild(
@@ -319,6 +351,13 @@ class Supervisor:
             logger.error("%s", problem)
         self._health_problem = problem
 
+    @property
+    def _is_up(self) -> bool:
+        """Whether all models are loaded."""
+        return self._triton.is_ready and all(
+            one.client is not None for one in self._engines.serving
+        )
+
     def _assess(self) -> Health:
         failing = [keeper for keeper in self._keepers if keeper.is_failing]
         reasons = [
@@ -332,10 +371,9 @@ class Supervisor:
             ]
             if not self._triton.is_ready:
                 reasons.append("tritonserver is starting")
-        is_up = self._triton.is_ready and all(
-            one.client is not None for one in self._engines.serving
-        )
-        is_ready = is_up and not self._is_draining
+        if not reasons and self._memory.shortage:
+            reasons = [self._memory.shortage]
+        is_ready = self._is_up and not self._is_draining and not self._memory.shortage
         return Health(
             is_live=not failing,
             is_ready=is_ready,

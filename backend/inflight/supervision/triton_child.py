@@ -78,6 +78,8 @@ class TritonChild:
     def problem(self) -> str:
         status = self.server.exit_status()
         if status is not None:
+            if self._answered_at is None and self.server.lacks_shared_memory():
+                return "cannot start: there is too little shared memory for the models' processes"
             return how_it_exited(status)
         answered_at = self._answered_at
         if answered_at is None:

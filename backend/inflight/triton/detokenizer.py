@@ -195,10 +195,15 @@ class DeliveryReports:
         """Attach to an engine on a thread; the event is set once it has, unless the engine still
         loads or does not answer."""
         tried = threading.Event()
-        self._threads[path] = threading.Thread(
+        thread = threading.Thread(
             target=self._attach, args=(path, tried), name="reports-attach", daemon=True
         )
-        self._threads[path].start()
+        try:
+            thread.start()
+        except RuntimeError:  # tried again
+            tried.set()
+        else:
+            self._threads[path] = thread
         return tried
 
     def _attach(self, path: Path, tried: threading.Event) -> None:

@@ -295,7 +295,11 @@ class LlmFront:
             was_attached, self._client = self._client is not None, None
         self._fail_all()
         if was_attached:
-            threading.Thread(target=self._reconnect, name="reconnect", daemon=True).start()
+            thread = threading.Thread(target=self._reconnect, name="reconnect", daemon=True)
+            try:
+                thread.start()
+            except RuntimeError:  # the system refuses a thread: that of the lost engine is free
+                self._reconnect()
 
     def _reconnect(self) -> None:
         attempt = 0

@@ -62,9 +62,7 @@ class TokenizerFront:
             if self._tensor is contract.MESSAGES:
                 template.warm()
             self._tokenizer.warm()
-        except (
-            EngineError
-        ):  # raised again with the first request that needs one, and reported to it
+        except InflightError:  # raised again with the first request that needs one
             logger.exception("a sandbox does not start")
 
     def _respond(self, request: Any) -> Any:

@@ -27,6 +27,19 @@ def test_a_lost_connection_is_one_sentence(text):
 @pytest.mark.parametrize(
     "text",
     [
+        "Stream removed (Failed parsing HTTP/2 (integer overflow in hpack integer decoding))",
+        "Received RST_STREAM with error code 2",
+        "Internal error from Core",
+    ],
+)
+@pytest.mark.parametrize("code", [Code.INTERNAL, Code.UNKNOWN, Code.UNAVAILABLE])
+def test_a_malformed_response_is_a_lost_connection(code, text):
+    assert status.of_triton(code, text) == status.Status(Code.UNAVAILABLE, status.LOST)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
         "Failed to open region triton_python_backend_shm_region_0c1",
         "cannot open /dev/shm/x",
         "File /opt/tritonserver/backends/x.py, line 5",

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import http.client
+import os
 import socket
 import ssl
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,9 @@ from tritonclient.grpc import service_pb2, service_pb2_grpc
 import certificates
 from certificates import Certificates
 from grpc_guard import Door, StandIn, opened
-from http_door import BODY, Running, a_door
+from http_door import BODY, EVENT, Running, a_door
+from inflight.access.certificate import REREAD_S
+from inflight.access.tls import TlsFiles
 from inflight_client import Client, InvalidRequest
 from kserve import request, text
 
@@ -186,3 +189,76 @@ def test_plain_grpc_on_the_tls_port_is_refused(grpc_door: Door) -> None:
     ):
         infer(channel)
     assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
+
+
+def renew(files: TlsFiles, folder: Path) -> Certificates:
+    """Replace a door's files by those of another authority; returns them."""
+    new = certificates.make(folder)
+    os.replace(new.server.cert, files.cert)
+    os.replace(new.server.key, files.key)
+    return new
+
+
+def trusts(address: str, made: Certificates) -> bool:
+    """Whether a new handshake has a certificate of this authority."""
+    host, _, port = address.rpartition(":")
+    context = made.context()
+    with socket.create_connection((host, int(port)), timeout=10) as plain:
+        try:
+            with context.wrap_socket(plain, server_hostname=host):
+                return True
+        except ssl.SSLCertVerificationError:
+            return False
+
+
+def stays(address: str, made: Certificates) -> None:
+    """Its certificate is in use for longer than changes are looked for."""
+    until = time.monotonic() + 1.5 * REREAD_S
+    while time.monotonic() < until:
+        assert trusts(address, made)
+
+
+def wait_for(what: Callable[[], bool]) -> None:
+    until = time.monotonic() + 20
+    while not what():
+        assert time.monotonic() < until
+        time.sleep(0.1)
+
+
+def test_the_http_door_takes_a_new_certificate_and_keeps_its_streams(tmp_path: Path) -> None:
+    old = certificates.make(tmp_path / "old")
+    with a_door(tmp_path, *old.options) as door:
+        connection = http.client.HTTPSConnection(door.address, context=old.context(), timeout=20)
+        connection.request("POST", "/v2/models/endless/generate_stream", BODY)
+        response = connection.getresponse()
+        assert response.read(len(EVENT)) == EVENT
+        Path(old.server.cert).write_text("broken")
+        stays(door.address, old)
+        new = renew(old.server, tmp_path / "new")
+        wait_for(lambda: trusts(door.address, new))
+        assert not trusts(door.address, old)
+        assert post(door, new.context()) == (200, BODY.replace(b": ", b":"))
+        assert response.read(3 * len(EVENT)) == 3 * EVENT, "an open stream goes on"
+        connection.close()
+
+
+def test_the_grpc_door_takes_a_new_certificate_and_keeps_its_streams(tmp_path: Path) -> None:
+    old, triton = certificates.make(tmp_path / "old"), StandIn()
+    started = ("--workers", "1", "--drain", "1", *old.options)
+    with opened(tmp_path, triton.address, *started) as door, secure(door, old) as channel:
+        stub = service_pb2_grpc.GRPCInferenceServiceStub(channel)
+        stream = stub.ModelStreamInfer(iter([request("endless", text("x"), id="1")]), timeout=60)
+        next(stream)
+        Path(old.server.cert).write_text("broken")
+        stays(door.address, old)
+        new = renew(old.server, tmp_path / "new")
+        wait_for(lambda: trusts(door.address, new))
+        with secure(door, new) as another:
+            infer(another)
+        with secure(door, old) as another, pytest.raises(grpc.RpcError) as caught:
+            infer(another)
+        assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+        for _ in range(3):
+            next(stream)
+        stream.cancel()
+    triton.close()

@@ -1,4 +1,4 @@
-"""Connections are accepted again after file descriptors ran out."""
+"""Connections are accepted again after file descriptors or threads ran out."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import errno
 import socket
 import threading
 from pathlib import Path
+
+import pytest
 
 from inflight.ipc.accepting import accept_connections
 
@@ -47,3 +49,34 @@ def test_connections_wait_while_file_descriptors_are_short(tmp_path: Path) -> No
         listener.shutdown(socket.SHUT_RDWR)
         thread.join(5)
         assert not thread.is_alive(), "a listener that is shut down ends it"
+
+
+def test_a_connection_without_a_thread_is_closed_and_the_next_one_served(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(tmp_path / "socket"))
+        listener.listen()
+        served = threading.Event()
+
+        def serve(sock: socket.socket) -> None:
+            sock.close()
+            served.set()
+
+        thread = threading.Thread(target=accept_connections, args=(listener, serve, "serve"))
+        thread.start()
+        start = threading.Thread.start
+
+        def refuse(self: threading.Thread) -> None:
+            monkeypatch.setattr(threading.Thread, "start", start)
+            raise RuntimeError("can't start new thread")
+
+        monkeypatch.setattr(threading.Thread, "start", refuse)
+        for is_served in (False, True):
+            with socket.socket(socket.AF_UNIX) as client:
+                client.settimeout(5)
+                client.connect(str(tmp_path / "socket"))
+                assert served.wait(5) if is_served else client.recv(1) == b""
+        listener.shutdown(socket.SHUT_RDWR)
+        thread.join(5)
+        assert not thread.is_alive()

@@ -20,7 +20,7 @@ class FakeChild:
         self.calls.append("start")
         self.found = ""
         if self.refuses:
-            raise EngineError("cannot start")
+            raise EngineError("no room")
 
     def problem(self) -> str:
         return self.found
@@ -103,7 +103,7 @@ def test_a_start_that_fails_is_a_failure(kept: Kept) -> None:
     kept.child.refuses = True
     kept.fail()
     assert kept.child.calls == ["kill", "start", "kill"]
-    assert kept.keeper.is_down and kept.keeper.problem == "cannot start"
+    assert kept.keeper.is_down and kept.keeper.problem == "cannot be started: no room"
     kept.child.refuses = False
     kept.now += PAUSES_S[1]
     kept.keeper.poll()

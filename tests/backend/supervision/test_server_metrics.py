@@ -14,6 +14,7 @@ from inflight.errors import EngineError
 from inflight.ipc.gpu.power import PowerMeter, Reading
 from inflight.ipc.health import Health
 from inflight.ipc.metrics.request_counts import RequestCounts
+from inflight.supervision.host_memory import HostMemory
 from inflight.supervision.server_metrics import ServerMetrics
 from metric_snapshots import empty, with_values
 
@@ -67,8 +68,15 @@ class Watched:
         engines: Any = self.engines
         self.gpu = FakeGpu()
         self.meter = PowerMeter(self.gpu, lambda: self.now)
+        self.memory = HostMemory(0)
         self.metrics = ServerMetrics(
-            lambda: keepers, lambda: engines, folder, frozenset(), self.meter, lambda: self.now
+            lambda: keepers,
+            lambda: engines,
+            folder,
+            frozenset(),
+            self.memory,
+            self.meter,
+            lambda: self.now,
         )
 
     def observe(self, health: Health, seconds: float) -> None:
@@ -103,6 +111,7 @@ def watched(tmp_path: Path) -> Any:
 def test_all_families_are_shown(watched: Watched) -> None:
     watched.engines[0].client.welcome.device = "GPU"
     watched.meter.read()
+    watched.memory.available_bytes = 1
     watched.shown()
     watched.engines[0].num_tokens = 5
     RequestCounts(watched.folder / "http.requests").count(200)
@@ -190,3 +199,9 @@ def test_energy_per_token_is_that_of_the_last_minute(watched: Watched) -> None:
     shown = pass_time(10, 100)
     assert shown["inflight_gpu_energy_joules_total", of_gpu] == pytest.approx(9000.0)
     assert shown["inflight_gpu_joules_per_token", of_gpu] == pytest.approx(10.0)
+
+
+def test_available_host_memory_is_shown_once_it_is_known(watched: Watched) -> None:
+    assert ("inflight_host_memory_available_bytes", ()) not in watched.shown()
+    watched.memory.available_bytes = 5 << 30
+    assert watched.shown()["inflight_host_memory_available_bytes", ()] == 5 << 30

@@ -2,7 +2,8 @@
 
 FAILPOINT is `KIND:NUMBER`. `abort`, `segfault` and `raise` end the engine in the step that runs a
 prompt with this token id; `leak` keeps so many bytes for each request; with `slow`, a step takes so
-many milliseconds, as one on a GPU does, without using a core.
+many milliseconds, as one on a GPU does, without using a core; with `load`, loading pauses five
+times for so many milliseconds, or for ever while the file FAILPOINT_STALLS exists.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import sys
 import time
 from typing import Any
 
+NUM_PAUSES = 5
 _KEPT: list[bytes] = []
 
 
@@ -24,10 +26,29 @@ def fail(kind: str) -> None:
     raise RuntimeError("a failpoint")
 
 
+def pause_while_loading(number: int) -> None:
+    from inflight.execution import factory
+
+    build = factory.build
+
+    def slow_build(config: Any, checkpoint: Any, progress: Any) -> Any:
+        for place in range(NUM_PAUSES):
+            progress("pausing", place / NUM_PAUSES)
+            time.sleep(number / 1e3)
+            while os.path.exists(os.environ["FAILPOINT_STALLS"]):
+                time.sleep(0.1)
+        return build(config, checkpoint, progress)
+
+    factory.build = slow_build
+
+
 def install(kind: str, number: int) -> None:
     from inflight.engine.engine import Engine
     from inflight.execution.echo_runner import EchoRunner
 
+    if kind == "load":
+        pause_while_loading(number)
+        return
     launch, submit = EchoRunner.launch, Engine.submit
 
     def crashing_launch(self: Any, batch: Any) -> Any:

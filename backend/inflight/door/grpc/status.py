@@ -30,6 +30,10 @@ _CONNECTION = re.compile(
     r"|cancelling all calls|endpoint",
     re.IGNORECASE,
 )
+# Of the same library about bytes that are no HTTP/2 or no gRPC.
+_PROTOCOL = re.compile(
+    r"stream removed|http/?2|rst_stream|hpack|:status|internal error from core", re.IGNORECASE
+)
 # A path, or the name of a shared-memory region (CVE-2025-23320).
 _INTERNAL = re.compile(r"shm_region|/dev/shm|(?<![\w.])/(?:[\w.-]+/)+[\w.-]+|Traceback")
 
@@ -86,6 +90,8 @@ def of_triton(code: grpc.StatusCode, text: str) -> Status:
     """Triton's own status, or that its connection was lost."""
     if code is Code.UNAVAILABLE and _CONNECTION.search(text):
         return Status(code, LOST)
+    if code in (Code.INTERNAL, Code.UNKNOWN, Code.UNAVAILABLE) and _PROTOCOL.search(text):
+        return Status(Code.UNAVAILABLE, LOST)
     if code is Code.UNIMPLEMENTED and "decoupled" in text:
         return Status(code, "ModelInfer: the model streams; allowed: ModelStreamInfer")
     return Status(Code.UNAVAILABLE if shared_memory.is_full(text) else code, clean(text))

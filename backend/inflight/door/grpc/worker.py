@@ -11,12 +11,14 @@ import os
 import signal
 import sys
 from pathlib import Path
+from typing import Any
 
 import grpc
 import msgspec
 import uvloop
 
 from inflight import log
+from inflight.access.certificate import LiveCertificate
 from inflight.deploy.file_limit import raise_file_limit
 from inflight.door.grpc.calls import Calls
 from inflight.door.grpc.gate import Gate
@@ -105,11 +107,7 @@ class Worker:
             if settings.access.tls is None:
                 port: int = self._server.add_insecure_port(settings.listen)
             else:
-                settings.access.tls.context()  # gRPC reports a file that it cannot use badly
-                cert, key, client_ca = settings.access.tls.read()
-                credentials = grpc.ssl_server_credentials(
-                    [(key, cert)], client_ca, require_client_auth=client_ca is not None
-                )
+                credentials = _credentials(LiveCertificate(settings.access.tls))
                 port = self._server.add_secure_port(settings.listen, credentials)
         except (RuntimeError, OSError) as error:
             raise ConfigError(f"cannot listen on {settings.listen}: {error}") from None
@@ -135,6 +133,28 @@ class Worker:
         await self._upstream.close()
         if self._tracing is not None:
             self._tracing.close()
+
+
+def _credentials(certificate: LiveCertificate) -> grpc.ServerCredentials:
+    """Credentials of which each handshake uses the current certificate."""
+    used = certificate.contents()
+
+    def changed() -> Any:
+        """gRPC calls it before each handshake; None: as before."""
+        nonlocal used
+        found = certificate.contents()
+        if found is used:
+            return None
+        used = found
+        return _configuration(found)
+
+    needs_client = used[2] is not None
+    return grpc.dynamic_ssl_server_credentials(_configuration(used), changed, needs_client)
+
+
+def _configuration(contents: tuple[bytes, bytes, bytes | None]) -> Any:
+    cert, key, client_ca = contents
+    return grpc.ssl_server_certificate_configuration([(key, cert)], client_ca)
 
 
 async def serve(settings: Settings) -> None:

@@ -62,6 +62,7 @@ _PATH = re.compile(rb"(?:/(?!\.+(?:/|$))[A-Za-z0-9_.-]{1,128})+")
 _VERSION = re.compile(r"[0-9]{1,18}")
 _DIGITS = re.compile(r"[0-9]{1,12}")
 _ENDED = "the server stopped while it generated this response; send the request again"
+_STALLED = "the server did not continue this response in time; send the request again"
 _NO_ANSWER = "the server closed the connection before it answered; retry later"
 
 
@@ -260,7 +261,12 @@ class Door:
 
 async def _checked(body: bytes, check: Callable[[], T]) -> T:
     """The result of a check of this body; a large one is checked beside the event loop."""
-    return check() if len(body) <= _LARGE_BODY else await asyncio.to_thread(check)
+    if len(body) <= _LARGE_BODY:
+        return check()
+    try:
+        return await asyncio.to_thread(check)
+    except RuntimeError:  # no further thread can be started
+        raise unavailable("the server has too many threads; retry later") from None
 
 
 class Relay(Response):
@@ -341,22 +347,24 @@ class Relay(Response):
         )
         part, renamed = b"", self._renamed
         try:
-            while part := await exchange.read():
+            while part := await exchange.read(self._door.limits.first_byte_timeout_s):
                 if renamed is not None and not (part := renamed.events(part)):
                     continue  # half an event
                 await send({"type": "http.response.body", "body": part, "more_body": True})
-        except UpstreamLost:
+        except (UpstreamLost, TimeoutError) as error:
+            exchange.close()
             if not exchange.headers.get("content-type", "").startswith("text/event-stream"):
                 raise Cut from None
             # The event that was cut off ends first.
             rest = renamed.rest() if renamed is not None else b""
             gap = b"" if not rest and part.endswith(b"\n\n") else b"\n\n"
-            event = rest + gap + b"data: " + Refusal(_ENDED).body + b"\n\n"
+            text = _STALLED if isinstance(error, TimeoutError) else _ENDED
+            event = rest + gap + b"data: " + Refusal(text).body + b"\n\n"
             await send({"type": "http.response.body", "body": event, "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _whole(self, exchange: Exchange) -> Response:
-        body = await exchange.read_all()
+        body = await exchange.read_all(self._door.limits.first_byte_timeout_s)
         if exchange.status >= 400 or body.startswith(b'{"error":'):
             raise from_triton(exchange.status, body)
         return self._response(exchange, body)

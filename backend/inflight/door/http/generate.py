@@ -74,7 +74,10 @@ class Models:
             raise unavailable("the server is not ready; retry later") from None
         if status != 200:
             raise from_triton(status, body)
-        config = msgspec.json.decode(body, type=_Config)
+        try:
+            config = msgspec.json.decode(body, type=_Config)
+        except msgspec.DecodeError:
+            raise unavailable("the server is not ready; retry later") from None
         return {one.name: _datatype(one.data_type) for one in config.input}
 
 

@@ -12,6 +12,11 @@ import httptools
 # Of a response that its client does not take as fast as Triton sends it: reading pauses above.
 HIGH_WATER_BYTES = 64 << 10
 MAX_IDLE = 256
+# On loopback it takes microseconds, unless Triton's queue of connections is full.
+CONNECT_TIMEOUT_S = 5.0
+# Triton's heads have some 200 bytes; the parser has no limit of its own.
+MAX_HEAD_BYTES = 64 << 10
+MAX_STATUS = 599
 
 
 class UpstreamLost(Exception):
@@ -36,12 +41,13 @@ class Upstream:
             if not exchange.is_closed:
                 return exchange
         try:
-            _, exchange = await asyncio.get_running_loop().create_connection(
-                lambda: Exchange(f"{self._host}:{self._port}", self._release),
-                self._host,
-                self._port,
-            )
-        except OSError:
+            async with asyncio.timeout(CONNECT_TIMEOUT_S):
+                _, exchange = await asyncio.get_running_loop().create_connection(
+                    lambda: Exchange(f"{self._host}:{self._port}", self._release),
+                    self._host,
+                    self._port,
+                )
+        except OSError:  # TimeoutError is one
             raise UpstreamLost from None
         return exchange
 
@@ -79,10 +85,15 @@ class Exchange(asyncio.Protocol):
         self._parser: httptools.HttpResponseParser | None = None
         self._parts: list[bytes] = []
         self._num_bytes = 0
+        self._num_head_bytes = 0
         self._has_head = False
         self._is_complete = True
         self._is_paused = False
         self._waiter: asyncio.Future[None] | None = None
+        self._waits_since = 0.0
+        self._is_stalled = False
+        # One timer for a response: one for each part of a stream would cost more than the part.
+        self._watch: asyncio.TimerHandle | None = None
 
     async def send(
         self, method: str, path: str, headers: dict[str, str], body: bytes = b""
@@ -100,6 +111,7 @@ class Exchange(asyncio.Protocol):
         if method == "POST":
             lines.append(f"Content-Length: {len(body)}")
         self.status, self.headers = 0, {}
+        self._num_head_bytes = 0
         self._has_head = self._is_complete = False
         self._parts.clear()
         self._parser = httptools.HttpResponseParser(self)
@@ -108,12 +120,15 @@ class Exchange(asyncio.Protocol):
         while not self._has_head:
             await self._wait()
 
-    async def read(self) -> bytes:
+    async def read(self, timeout_s: float | None = None) -> bytes:
         """What has arrived of the body since the last call, at least one byte; b"" at its end.
 
         Raises:
             UpstreamLost: the body is not complete.
+            TimeoutError: nothing has arrived for so long.
         """
+        if timeout_s is not None and self._watch is None:
+            self._watch_silence(timeout_s)
         while not self._parts:
             if self._is_complete:
                 return b""
@@ -126,15 +141,16 @@ class Exchange(asyncio.Protocol):
             self._transport.resume_reading()
         return part
 
-    async def read_all(self) -> bytes:
-        """The whole body. Raises UpstreamLost."""
+    async def read_all(self, timeout_s: float | None = None) -> bytes:
+        """The whole body. Raises as `read` does."""
         parts = []
-        while part := await self.read():
+        while part := await self.read(timeout_s):
             parts.append(part)
         return b"".join(parts)
 
     def finish(self) -> None:
         """Keep the connection for another request, if the response was complete."""
+        self._end_watch()
         if self._is_complete and not self.is_closed:
             self._release(self)
         else:
@@ -142,6 +158,7 @@ class Exchange(asyncio.Protocol):
 
     def close(self) -> None:
         """Close the connection at once; Triton cancels a request in flight. `read` then raises."""
+        self._end_watch()
         if not self.is_closed:
             self.is_closed = True
             if self._transport is not None:
@@ -151,7 +168,11 @@ class Exchange(asyncio.Protocol):
     async def _wait(self) -> None:
         if self.is_closed:
             raise UpstreamLost
-        self._waiter = asyncio.get_running_loop().create_future()
+        if self._is_stalled:
+            raise TimeoutError
+        loop = asyncio.get_running_loop()
+        self._waits_since = loop.time()
+        self._waiter = loop.create_future()
         try:
             await self._waiter
         finally:
@@ -160,6 +181,25 @@ class Exchange(asyncio.Protocol):
     def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
+
+    def _watch_silence(self, timeout_s: float) -> None:
+        """Have `read` raise TimeoutError once it has waited for so long."""
+        loop = asyncio.get_running_loop()
+
+        def check() -> None:
+            waited = loop.time() - self._waits_since if self._waiter is not None else 0.0
+            if waited < timeout_s:
+                self._watch = loop.call_later(timeout_s - waited, check)
+            else:
+                self._is_stalled = True
+                self._wake()
+
+        self._watch = loop.call_later(timeout_s, check)
+
+    def _end_watch(self) -> None:
+        if self._watch is not None:
+            self._watch.cancel()
+            self._watch = None
 
     # asyncio's callbacks
 
@@ -175,6 +215,11 @@ class Exchange(asyncio.Protocol):
         except httptools.HttpParserError:
             self.close()
             return
+        if not self._has_head:
+            self._num_head_bytes += len(data)
+            if self._num_head_bytes > MAX_HEAD_BYTES:
+                self.close()
+                return
         if self._num_bytes > HIGH_WATER_BYTES and not self._is_paused:
             assert self._transport is not None
             self._is_paused = True
@@ -194,7 +239,9 @@ class Exchange(asyncio.Protocol):
     def on_headers_complete(self) -> None:
         assert self._parser is not None
         status = self._parser.get_status_code()
-        if status >= 200:  # after an interim response, the one that counts follows
+        if status > MAX_STATUS:
+            self.close()
+        elif status >= 200:  # after an interim response, the one that counts follows
             self.status = status
             self._has_head = True
 
