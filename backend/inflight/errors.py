@@ -8,7 +8,7 @@
     │   └── LimitExceeded    a limit of the API key
     ├── Unauthenticated  no valid API key
     ├── NotPermitted     the key's role does not suffice
-    ├── UnknownModel     a model that the key does not allow
+    ├── UnknownModel     a model that the key does not allow, or a version that is not loaded
     └── EngineError      the engine failed: no request is at fault
 
 Each message is one sentence: what is wrong, where, what is allowed and what to do.
@@ -86,7 +86,8 @@ class NotPermitted(InflightError):
 
 
 class UnknownModel(InflightError):
-    """A model that the key does not allow, whether or not it exists: 404, NOT_FOUND."""
+    """A model that the key does not allow, whether or not it exists, or a version of one that is
+    not loaded: 404, NOT_FOUND."""
 
     kind = "unknown_model"
 

@@ -158,12 +158,13 @@ class Client:
         url: host:port of the server's gRPC endpoint, optionally with `grpc://` or `http://`.
         generate_model: name of the ensemble for prompts.
         chat_model: name of the ensemble for messages.
+        version: of the models, if the server has several; None for the highest.
         timeout: seconds for each request as a whole; None for no limit.
         api_key: of a server with keys.
         ca_file: connect with TLS, and trust the authorities of this PEM file.
 
     Raises:
-        InvalidRequest: the url, the timeout, the key or the file is invalid.
+        InvalidRequest: the url, the version, the timeout, the key or the file is invalid.
     """
 
     def __init__(
@@ -172,6 +173,7 @@ class Client:
         *,
         generate_model: str = GENERATE,
         chat_model: str = CHAT,
+        version: int | None = None,
         timeout: float | None = None,
         api_key: str | None = None,
         ca_file: str | None = None,
@@ -179,6 +181,7 @@ class Client:
         self.url = address.checked_url(url)
         self.generate_model = generate_model
         self.chat_model = chat_model
+        self._version = _checked_version(version)
         self._timeout = address.checked_timeout(timeout)
         self._authorization = credentials.authorization(api_key)
         self._channel = credentials.channel(self.url, ca_file, _CHANNEL_OPTIONS)
@@ -213,7 +216,8 @@ class Client:
         Raises:
             ClientError: the server does not respond.
         """
-        return self._is_ready(self._stub.ModelReady, service_pb2.ModelReadyRequest(name=name))
+        request = service_pb2.ModelReadyRequest(name=name, version=self._version)
+        return self._is_ready(self._stub.ModelReady, request)
 
     def generate(self, prompt: str, **options: Unpack[Options]) -> Completion:
         """Complete a prompt, with one output; see `generate_several` for n.
@@ -253,7 +257,7 @@ class Client:
     def _send(
         self, model: str, tensor: str, text: str, stream: bool, options: Options
     ) -> TextStream:
-        request = tensors.infer_request(model)
+        request = tensors.infer_request(model, self._version)
         tensors.add_input(request, tensor, "BYTES", text)
         tensors.add_input(request, "stream", "BOOL", stream)
         for name, datatype, value in tensors_of(options):
@@ -278,6 +282,15 @@ class Client:
     @property
     def _hint(self) -> str:
         return f"url is {self.url}; it must be {address.WANTED}"
+
+
+def _checked_version(version: int | None) -> str:
+    """As it is sent. Raises InvalidRequest: it is not one."""
+    if version is None:
+        return ""
+    if isinstance(version, bool) or not isinstance(version, int) or version < 0:
+        raise errors.InvalidRequest(f"version: is {version!r}; allowed: 0 or more, or None")
+    return str(version)
 
 
 def _refuse_several(options: Options, remedy: str) -> None:

@@ -50,8 +50,8 @@ def outputs(response: Any) -> dict[str, list[Any]]:
     return values
 
 
-def infer_request(model: str) -> Any:
-    return service_pb2.ModelInferRequest(model_name=model)
+def infer_request(model: str, version: str = "") -> Any:
+    return service_pb2.ModelInferRequest(model_name=model, model_version=version)
 
 
 def _pack(name: str, datatype: str, value: Any) -> bytes:

@@ -548,6 +548,21 @@ def test_model_readiness_is_queried_by_name() -> None:
         assert not client.is_model_ready("nope")
 
 
+def test_a_version_is_sent_with_each_request() -> None:
+    for version, sent in ((None, ""), (0, "0"), (12, "12")):
+        with (
+            fake_triton.serve(two_words) as server,
+            Client(server.url, version=version) as client,
+        ):
+            client.generate("Hi")
+            client.chat([{"role": "user", "content": "Hi"}])
+            assert client.is_model_ready("chat")
+        assert [call.request.model_version for call in server.calls] == [sent, sent]
+    for wrong in (-1, True, "1"):
+        with pytest.raises(InvalidRequest, match=r"version: is .*; allowed: 0 or more, or None"):
+            Client(version=wrong)  # type: ignore[arg-type]
+
+
 def test_threads_may_share_a_client() -> None:
     def script(call: Call) -> Iterator[Any]:
         yield answer(call.input("text_input")[2][4:].decode(), "stop")

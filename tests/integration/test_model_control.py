@@ -20,18 +20,18 @@ import psutil
 import pytest
 
 import long_results
+from changing_models import STREAMS, Streams, change, check_footprint, footprint, states
 from failpoint import set_failpoint
 from inflight.deploy import repository
 from inflight.errors import ConfigError, InflightError
 from inflight.ipc import control
-from inflight.ipc.control import ListModels, LoadModel, Models, ModelStatus, UnloadModel
+from inflight.ipc.control import LoadModel, UnloadModel
 from inflight.ipc.runtime_folder import folder_of
 from kserve import Refused, Stream, ask, post, request, tensor, text
 from supervised import Serving, serve
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
 
-STREAMS = 4
 # Each with two loads.
 NUM_ROUNDS = 4
 NUM_LONG_ROUNDS = 50
@@ -66,110 +66,14 @@ def _both_are_loaded(serving: Serving) -> None:
             change(serving, LoadModel(name))
 
 
-def change(serving: Serving, message: control.Request) -> Models:
-    return control.call(folder_of(serving.process.pid) / control.SOCKET, message)
-
-
-def states(serving: Serving) -> dict[str, ModelStatus]:
-    return {one.name: one for one in change(serving, ListModels()).models}
-
-
 def answer(serving: Serving, ensemble: str) -> str:
     message = request(ensemble, text("The canary sings."), tensor("max_tokens", "INT32", 16))
     return str(ask(serving.grpc, message)[0]["text_output"])
 
 
-class Streams:
-    """Streams of an ensemble, one after another on each of some threads, until they are stopped.
-
-    Attributes:
-        errors: of streams that did not end in order.
-        num_ended: streams that did, with all their tokens.
-        gaps: seconds between the responses of a stream.
-    """
-
-    def __init__(self, serving: Serving, ensemble: str, num_tokens: int = 100) -> None:
-        self.errors: list[str] = []
-        self.num_ended = 0
-        self.gaps: list[float] = []
-        self._serving = serving
-        self._ensemble = ensemble
-        self._num_tokens = num_tokens
-        self._is_stopping = threading.Event()
-        self._lock = threading.Lock()
-        self._threads = [threading.Thread(target=self._run) for _ in range(STREAMS)]
-        for thread in self._threads:
-            thread.start()
-
-    def wait_until_ended(self, number: int) -> None:
-        deadline = time.monotonic() + 60
-        while self.num_ended < number and not self.errors:
-            assert time.monotonic() < deadline
-            time.sleep(0.02)
-
-    def stop(self) -> None:
-        self._is_stopping.set()
-        for thread in self._threads:
-            thread.join()
-
-    def take_gaps(self) -> list[float]:
-        with self._lock:
-            found, self.gaps = self.gaps, []
-        return found
-
-    def _run(self) -> None:
-        inputs = [tensor("stream", "BOOL", True), tensor("ignore_eos", "BOOL", True)]
-        inputs.append(tensor("max_tokens", "INT32", self._num_tokens))
-        message = request(self._ensemble, text("word " * 50), *inputs)
-        while not self._is_stopping.is_set():
-            num_tokens = 0
-            try:
-                before = None
-                for response in Stream(self._serving.grpc, message):
-                    now = time.monotonic()
-                    if before is not None:
-                        with self._lock:
-                            self.gaps.append(now - before)
-                    before = now
-                    num_tokens += response["num_output_tokens"]
-                assert num_tokens == self._num_tokens, num_tokens
-            except (Refused, AssertionError) as error:
-                with self._lock:
-                    self.errors.append(str(error))
-                return
-            with self._lock:
-                self.num_ended += 1
-
-
 def itl_p99_ms(streams: Streams) -> float:
     """Of the responses since the last call."""
     return round(statistics.quantiles(streams.take_gaps(), n=100)[-1] * 1e3, 2)
-
-
-def footprint(serving: Serving) -> dict[str, int]:
-    """What a model that has come and gone must leave as it was."""
-    tritonserver = psutil.Process(serving.pid_of("tritonserver"))
-    return {
-        "processes": len(serving.children()),
-        "regions": len(serving.regions()),
-        "files": sum(1 for _ in folder_of(serving.process.pid).rglob("*")),
-        "tritonserver_fds": tritonserver.num_fds(),
-        "tritonserver_threads": tritonserver.num_threads(),
-        "tritonserver_mib": tritonserver.memory_info().rss >> 20,
-        "supervisor_fds": serving.process.num_fds(),
-        "supervisor_threads": serving.process.num_threads(),
-        "supervisor_mib": serving.process.memory_info().rss >> 20,
-    }
-
-
-def check_footprint(first: dict[str, int], last: dict[str, int]) -> None:
-    exact = ("processes", "regions", "files")
-    assert {name: last[name] for name in exact} == {name: first[name] for name in exact}
-    for name in ("tritonserver_fds", "tritonserver_threads", "supervisor_fds"):
-        assert last[name] <= first[name] + 4, (first, last)
-    assert last["supervisor_threads"] <= first["supervisor_threads"] + 2, (first, last)
-    assert last["supervisor_mib"] <= first["supervisor_mib"] + 16, (first, last)
-    assert last["tritonserver_mib"] <= first["tritonserver_mib"] + 32, (first, last)
 
 
 def come_and_go(serving: Serving, num_rounds: int) -> list[dict[str, Any]]:

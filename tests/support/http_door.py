@@ -192,6 +192,7 @@ class Running:
     is_live: bool = True
     reason: str = ""
     models: list[str] = field(default_factory=list)
+    versions: dict[str, list[int]] = field(default_factory=dict)
     is_supervised: bool = True
 
     @property
@@ -211,6 +212,7 @@ class Running:
                 is_ready=self.is_ready,
                 reason=self.reason,
                 models=self.models,
+                versions=self.versions,
             )
             write(self.health, found)
 

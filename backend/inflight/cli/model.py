@@ -64,7 +64,7 @@ def _write(found: Models, as_json: bool) -> None:
 
 def _cells(one: ModelStatus) -> tuple[str, ...]:
     if not one.num_blocks:
-        return one.name, "", one.state, "", "", "", ""
+        return one.name, one.version, one.state, "", "", "", ""
     requests = f"{one.num_running} running, {one.num_waiting} waiting"
     blocks = f"{one.num_free_blocks} of {one.num_blocks}"
     return one.name, one.version, one.state, one.checkpoint, one.device, blocks, requests

@@ -27,7 +27,12 @@ Settings = Annotated[
     ),
 ]
 Ensemble = Annotated[str, typer.Option(help="Name of the ensemble.")]
-ModelName = Annotated[str, typer.Argument(help="Name of the model with the engine, such as llm.")]
+ModelName = Annotated[
+    str,
+    typer.Argument(
+        help="Name of the model with the engine, such as llm; llm@2 for one of several versions."
+    ),
+]
 ServerPort = Annotated[
     int | None, typer.Option("--port", help="HTTP port of the server, if there are several.")
 ]
@@ -192,7 +197,8 @@ class ServerOptions:
         bool | None,
         typer.Option(
             "--grpc-guard/--no-grpc-guard",
-            help="Check gRPC requests before Triton reads them. Default: beyond loopback.",
+            help="Check gRPC requests before Triton reads them. Default: beyond loopback, or with "
+            "keys, TLS or several versions of a model.",
             show_default=False,
         ),
     ] = None

@@ -10,7 +10,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -21,6 +21,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from inflight.core.model_version import SEPARATOR
 from inflight.engine.metrics.families import LABELS, PREFIX
 from inflight.errors import EngineError
 
@@ -30,6 +31,8 @@ _HISTOGRAM_SUFFIXES = ("_bucket", "_sum", "_count")
 
 Series = dict[tuple[str, tuple[str, ...]], float]
 """Values by name and the values of a family's own labels; names without prefix."""
+Version = tuple[str, str]
+"""A model and its version."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,20 +41,21 @@ class Scrape:
 
     Attributes:
         time: in seconds, monotonic.
-        models: by Triton's name of the model.
+        models: by Triton's name and version of the model.
         names: the checkpoints' names.
     """
 
     time: float
-    models: dict[str, Series]
-    names: dict[str, str]
+    models: dict[Version, Series]
+    names: dict[Version, str]
 
 
 class Row(msgspec.Struct, frozen=True, kw_only=True):
     """What a model did between two scrapes; None where it did nothing of the kind.
 
     Attributes:
-        model, checkpoint: Triton's name, and the name of what it serves.
+        model, checkpoint: Triton's name, with @VERSION if there are several, and the name of what
+            it serves.
         running, waiting, suspended: requests by state, at the end.
         kv_use: fraction of the KV blocks in use, at the end.
         requests_per_s, errors_per_s: requests that succeeded, and that failed or were refused.
@@ -123,14 +127,14 @@ def parse(text: str, now: float) -> Scrape:
     Raises:
         ValueError: it is another format.
     """
-    models: defaultdict[str, Series] = defaultdict(dict)
-    names: dict[str, str] = {}
+    models: defaultdict[Version, Series] = defaultdict(dict)
+    names: dict[Version, str] = {}
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
             name = sample_name(sample.name)
             if not name.startswith(PREFIX) or "model" not in sample.labels:
                 continue
-            model = sample.labels["model"]
+            model = sample.labels["model"], sample.labels.get("version", "")
             names[model] = sample.labels.get("model_name", "")
             # By the labels' names: their order is not significant.
             own = sorted(pair for pair in sample.labels.items() if pair[0] not in LABELS)
@@ -149,10 +153,14 @@ def sample_name(name: str) -> str:
 def rows(before: Scrape, now: Scrape) -> list[Row]:
     """What each model did between two scrapes."""
     seconds = max(now.time - before.time, 1e-9)
-    return [
-        _row(model, now.names[model], _Change(before.models.get(model, {}), series), seconds)
-        for model, series in sorted(now.models.items())
-    ]
+    num_versions = Counter(model for model, _ in now.models)
+    found = []
+    for key, series in sorted(now.models.items()):
+        model, version = key
+        name = f"{model}{SEPARATOR}{version}" if num_versions[model] > 1 else model
+        change = _Change(before.models.get(key, {}), series)
+        found.append(_row(name, now.names[key], change, seconds))
+    return found
 
 
 def quantile(buckets: list[tuple[float, float]], share: float) -> float | None:

@@ -6,6 +6,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from inflight.errors import ConfigError
 
@@ -40,6 +41,7 @@ def _folders(repositories: Sequence[Path]) -> list[Path]:
     return [
         folder
         for repository in repositories
+        if repository.is_dir()
         for folder in sorted(repository.iterdir())
         if (folder / "config.pbtxt").is_file()
     ]
@@ -67,31 +69,29 @@ def find_groups(repositories: Sequence[Path]) -> dict[str, ModelGroup]:
     return found
 
 
-def find_group(repositories: Sequence[Path], name: str) -> ModelGroup:
-    """The group of this name, or with this prefix as for `inflight repo init --name`.
-
-    Raises:
-        ConfigError: there is none.
-    """
-    groups = find_groups(repositories)
-    group = groups.get(name) or groups.get(f"{name}_llm")
-    if group is None:
-        raise ConfigError(
-            f"the repositories have no model {name} with an engine; allowed: "
-            f"{', '.join(sorted(groups)) or 'none'}"
-        )
-    return group
-
-
 ALL_MODELS = ("*",)
 
 
-def select_groups(repositories: Sequence[Path], names: Sequence[str]) -> dict[str, ModelGroup]:
-    """The groups of these names, or of `ALL_MODELS`. Raises ConfigError as `find_group` does."""
-    if tuple(names) == ALL_MODELS:
-        return find_groups(repositories)
-    found = [find_group(repositories, name) for name in names]
-    return {group.name: group for group in found}
+def has_version_policy(folder: Path) -> bool:
+    """Whether a model's config.pbtxt may have one."""
+    return "version_policy" in (folder / "config.pbtxt").read_text(errors="replace")
+
+
+def parse_config(folder: Path) -> Any:
+    """A model's config.pbtxt as Triton's message ModelConfig.
+
+    Raises:
+        ConfigError: the file is not valid.
+    """
+    from google.protobuf import text_format
+    from tritonclient.grpc import model_config_pb2  # imports grpc, which takes a while
+
+    config = model_config_pb2.ModelConfig()
+    try:
+        text_format.Parse((folder / "config.pbtxt").read_text(), config)
+    except (OSError, UnicodeDecodeError, text_format.ParseError) as error:
+        raise ConfigError(f"{folder.name}/config.pbtxt: not valid ({error})") from None
+    return config
 
 
 def config_of(folder: Path, generation: int) -> str:
@@ -101,15 +101,9 @@ def config_of(folder: Path, generation: int) -> str:
     Raises:
         ConfigError: the file is not valid.
     """
-    from google.protobuf import json_format, text_format
-    from tritonclient.grpc import model_config_pb2  # imports grpc, which takes a while
+    from google.protobuf import json_format
 
-    path = folder / "config.pbtxt"
-    config = model_config_pb2.ModelConfig()
-    try:
-        text_format.Parse(path.read_text(), config)
-    except (OSError, text_format.ParseError) as error:
-        raise ConfigError(f"{folder.name}/config.pbtxt: not valid ({error})") from None
+    config = parse_config(folder)
     config.name = folder.name
     config.parameters["generation"].string_value = str(generation)
     return str(json_format.MessageToJson(config, preserving_proto_field_name=True, indent=None))

@@ -20,14 +20,14 @@ from inflight.ipc.runtime_folder import server_folders
 SOCKET = "control.sock"
 MAX_MESSAGE = 1 << 20  # bytes
 CONNECT_TIMEOUT_S = 5.0
-_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}(?:@[0-9]{1,18})?")
 
 
 class LoadModel(msgspec.Struct, tag="load", frozen=True):
     """Load a model, or replace it if it is loaded.
 
     Attributes:
-        name: of the model with the engine.
+        name: of the model with the engine; NAME@VERSION for one of several versions.
         settings: override those of engine.json until the model is loaded again.
     """
 
@@ -54,10 +54,10 @@ class ModelStatus(msgspec.Struct, frozen=True, kw_only=True):
     """A model of the repositories.
 
     Attributes:
-        name: of the model with the engine.
-        models: names of all models of Triton that belong to it.
+        name: of the model with the engine; NAME@VERSION if its policy allows several versions.
+        models: names of all models that belong to it.
         state: `unloaded`, `loading`, `ready`, `unloading`; `failed` while its engine restarts.
-        version: the version folder that it was loaded from.
+        version: the version folder that it was loaded from, or is loaded from.
         checkpoint: name of the checkpoint; empty unless it is loaded, as the following.
         device: what it runs on.
         num_blocks: KV blocks of its pool; `num_free_blocks` of them are free.
@@ -101,7 +101,7 @@ def check_name(name: str) -> str:
     if not _NAME.fullmatch(name) or ".." in name:
         raise RequestError(
             f"{name[:80]!r} is not a model name; allowed: 1 to 64 letters, digits, '_', '-' and "
-            "'.', without '..'"
+            "'.', without '..', and @VERSION"
         )
     return name
 

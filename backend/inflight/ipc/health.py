@@ -20,7 +20,8 @@ class Health(msgspec.Struct, frozen=True, kw_only=True):
         is_live: false if only a restart from outside can help.
         is_ready: all models are loaded, and the server neither drains nor is broken.
         reason: why it is not ready; empty if it is.
-        models: names of the models that are ready.
+        models: names of the models that are ready, as clients use them.
+        versions: of models that have several, those that are loaded, in ascending order.
         written_at: in time.monotonic(), which all processes of a machine share.
     """
 
@@ -28,6 +29,7 @@ class Health(msgspec.Struct, frozen=True, kw_only=True):
     is_ready: bool
     reason: str = ""
     models: list[str] = []
+    versions: dict[str, list[int]] = {}
     written_at: float = 0.0
 
 

@@ -26,8 +26,8 @@ class ServeOptions:
         ports: of HTTP, gRPC, Triton's metrics and the engines' metrics; 0 picks a free one.
         log_file: for the output of all processes; None for one in ~/.local/state.
         drain_s: how long to wait for requests in flight at the end.
-        grpc_guard: whether gRPC passes a door; None: if the server listens beyond loopback, or has
-            keys or TLS.
+        grpc_guard: whether gRPC passes a door; None: if the server listens beyond loopback, has
+            keys or TLS, or serves several versions of a model.
         busy_poll_ms: how long the HTTP door polls for an answer; None for the machine's default.
         metrics_compat: other names for the metrics, as for `parse_compat`.
         controlled: with model control (`inflight model`), the names of the models to load at the
@@ -49,13 +49,24 @@ class ServeOptions:
     min_free_memory: int = DEFAULT_MIN_FREE_MEMORY
     otlp_endpoint: str = ""
 
-    @property
-    def guards_grpc(self) -> bool:
-        """Whether gRPC passes a door."""
+    def guards_grpc(self, *, has_versions: bool = False) -> bool:
+        """Whether gRPC passes a door.
+
+        Args:
+            has_versions: the server has several versions of a model, which the doors find.
+
+        Raises:
+            ConfigError: it must not, but has to.
+        """
+        if has_versions and self.grpc_guard is False:
+            raise ConfigError(
+                "--no-grpc-guard: cannot be combined with a version_policy for several versions, "
+                "which only the doors find; omit it"
+            )
         if self.grpc_guard is not None:
             return self.grpc_guard
         is_local = ipaddress.ip_address(self.host).is_loopback
-        return self.access.needs_doors or not is_local
+        return self.access.needs_doors or has_versions or not is_local
 
     def check(self) -> None:
         """Raises ConfigError: options do not go together, or a file cannot be used."""

@@ -14,11 +14,13 @@ from pathlib import Path
 import msgspec
 
 from inflight.access import ledger
+from inflight.core.model_version import split_version
+from inflight.deploy.catalog import Catalog
 from inflight.deploy.core_dumps import forbid_core_dumps
 from inflight.deploy.file_limit import raise_file_limit
 from inflight.deploy.log_files import cap_log, default_log_file
 from inflight.deploy.metrics import MetricsServer
-from inflight.deploy.model_group import other_models, select_groups
+from inflight.deploy.model_group import ALL_MODELS
 from inflight.deploy.ports import HeldPorts
 from inflight.deploy.tritonserver import (
     POLL_S,
@@ -85,7 +87,7 @@ class Supervisor:
         remove_abandoned()
         raise_file_limit()
         forbid_core_dumps()
-        host, guards_grpc = options.host, options.guards_grpc
+        host = options.host
         # With keys, the HTTP door serves metrics, to admins.
         metrics_host = host if options.access.keys is None else LOOPBACK
         hosts = (host, host, metrics_host, metrics_host)
@@ -94,30 +96,31 @@ class Supervisor:
         self.endpoints = Endpoints(*(f"{a}:{port}" for a, port in zip(hosts, ports, strict=True)))
         self.log_file = options.log_file or default_log_file(ports[0])
         compat = options.metrics_compat
+        self._folder = folder_of(owner.pid)
+        self._catalog = Catalog(repositories, self._folder / "versions")
+        has_versions = bool(self._catalog.versioned)
+        guards_grpc = options.guards_grpc(has_versions=has_versions)
         self._server = Server(
-            repositories,
+            self._catalog.repositories,
             host=(LOOPBACK, LOOPBACK if guards_grpc else host, metrics_host),
             ports=(0, 0 if guards_grpc else ports[1], ports[2]),
             log_file=self.log_file,
             drain_s=options.drain_s,
             owner=owner,
             environment={COMPAT_VARIABLE: compat} if compat else {},
-            controls_models=options.controlled is not None,
+            controls_models=options.controlled is not None or has_versions,
         )
-        self._folder = folder_of(owner.pid)
         self._triton = TritonChild(self._server, owner)
         self._main = MainThread()
         self._engines = EngineSet(owner, self.log_file, are_replaced=options.controlled is not None)
         self._models: list[str] = []
+        self._versions: dict[str, list[int]] = {}
         self._control: ControlSocket | None = None
-        names = options.controlled
-        self._fleet = self._begin_control(names) if names is not None else None
+        self._fleet = self._begin_control()
         for model in self._server.models_with_engine:
             self._engines.add(model)
         self._accountants = [self._accountant()] if options.access.keys is not None else []
-        self._doors = [
-            self._door(kind) for kind in (("http", "grpc") if guards_grpc else ("http",))
-        ]
+        self._doors = [self._door(kind) for kind in ("http", "grpc")[: 1 + guards_grpc]]
         children: list[Child] = [*self._accountants, self._triton, *self._doors]
         self._own_keepers = [Keeper(child) for child in children]
         gpu = power.find_gpu()
@@ -159,17 +162,16 @@ class Supervisor:
         self._janitor = janitor.start(self._folder)
         for keeper in self._keepers:
             keeper.start()
-        self._models = self._server.wait_ready(on_progress=on_progress, on_poll=self._poll_start)
+        ready = self._server.wait_ready(on_progress=on_progress, on_poll=self._poll_start)
+        self._set_models(ready)
         for door in self._doors:
             door.wait_until_it_listens()
         while not self._is_up:
             self.poll()
             time.sleep(POLL_S)
         self.poll()
-        if self._fleet is not None:
-            control = ModelControl(
-                self._server.repositories, self._fleet, self._folder, self._server.drain_s
-            )
+        if self._fleet is not None and self.options.controlled is not None:
+            control = ModelControl(self._catalog, self._fleet, self._folder, self._server.drain_s)
             self._control = ControlSocket(self._folder / SOCKET, control, self.endpoints.http)
         return self._models
 
@@ -263,22 +265,34 @@ class Supervisor:
             if engine.client is not None
         }
 
-    def _begin_control(self, names: Sequence[str]) -> ServerFleet:
-        """Raises ConfigError: the repositories lack one of these models."""
-        repositories = self._server.repositories
+    def _begin_control(self) -> ServerFleet | None:
+        """None if Triton loads all models itself. Raises ConfigError: the repositories lack one
+        of the models to load."""
+        names = self.options.controlled
+        if names is None and not self._catalog.versioned:
+            return None
         fleet = ServerFleet(
             self._engines,
             self._triton,
             self._server,
             self._main,
-            other_models(repositories),
+            self._catalog.others,
             self._set_models,
+            self._write_health,
         )
-        fleet.set_loaded(select_groups(repositories, names))
+        fleet.set_loaded(self._catalog.select(ALL_MODELS if names is None else names))
         return fleet
 
     def _set_models(self, names: list[str]) -> None:
-        self._models = names
+        """Of the models in Triton that clients can reach."""
+        versions: dict[str, list[int]] = {name: [] for name in self._catalog.versioned}
+        models = set()
+        for name in names:
+            model, version = split_version(name)
+            models.add(model)
+            if version is not None:
+                versions[model] = sorted([*versions.get(model, []), version])
+        self._models, self._versions = sorted(models), versions
 
     def _make_metrics(self) -> ServerMetrics:
         return ServerMetrics(
@@ -365,4 +379,5 @@ class Supervisor:
             is_ready=is_ready,
             reason="" if is_ready else "; ".join(reasons),
             models=self._models if is_ready else [],
+            versions=self._versions,
         )

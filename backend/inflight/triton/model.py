@@ -15,6 +15,7 @@ from inflight.text.tokenizer import Tokenizer
 from inflight.triton import contract
 from inflight.triton.detokenizer import DetokenizerFront
 from inflight.triton.llm import LlmFront
+from inflight.triton.sibling import check_version
 from inflight.triton.stub import close_shared_memory, exit_with_server, owner, start_heartbeat
 from inflight.triton.tokenizer import TokenizerFront
 
@@ -81,7 +82,10 @@ class TritonPythonModel:
                     f"config.pbtxt: the parameter 'role' is {role!r}; "
                     f"allowed: {', '.join(_ROLES)}{did_you_mean(role, _ROLES)}"
                 )
-            self._front = _ROLES[role](Path(args["model_repository"]), parameters)
+            folder = Path(args["model_repository"])
+            if role == "llm":
+                check_version(folder, args.get("model_version", ""))
+            self._front = _ROLES[role](folder, parameters)
         except InflightError as error:
             raise pb_utils.TritonModelException(str(error)) from None
 

@@ -1,4 +1,4 @@
-"""The text models find the checkpoint through the model `llm` in the same repository."""
+"""The model `llm` of a repository, through which the text models find the checkpoint."""
 
 from __future__ import annotations
 
@@ -26,6 +26,20 @@ def llm_directory(directory: Path, parameters: Mapping[str, str]) -> Path:
             f"folder of the llm model in {directory.parent}"
         )
     return llm
+
+
+def check_version(llm: Path, version: str) -> None:
+    """Refuse a version that has an engine.json but not the highest: one folder has one engine.
+
+    Raises:
+        ConfigError: several versions are to be served by tritonserver alone.
+    """
+    highest = engine_config_path(llm).parent.name
+    if version != highest and (llm / version / "engine.json").is_file():
+        raise ConfigError(
+            f"version {version} of {llm.name} is not the highest, {highest}: a version_policy for "
+            "other versions requires `inflight serve`"
+        )
 
 
 def load_tokenizer(llm: Path) -> Tokenizer:

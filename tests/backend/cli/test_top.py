@@ -70,6 +70,21 @@ def test_rows_show_the_growth_between_two_scrapes(as_shown):
     assert row.itl_p95_s == pytest.approx(0.0075)
 
 
+def test_versions_of_a_model_have_rows_of_their_own():
+    versions = [
+        ModelMetrics({**LABELS, "version": str(version)}, with_values(empty(), **values))
+        for version, values in (
+            (1, {"num_requests_running": 3}),
+            (2, {"num_requests_running": 5}),
+        )
+    ]
+    before, now = (top.parse(render(found).decode(), 0.0) for found in (versions[:1], versions))
+    assert [(row.model, row.running) for row in top.rows(before, now)] == [
+        ("llm@1", 3),
+        ("llm@2", 5),
+    ]
+
+
 def test_a_restarted_server_counts_from_zero():
     before = top.parse(shown(with_values(empty(), generation_tokens=1000)), 0.0)
     (row,) = top.rows(before, top.parse(shown(later()), 1.0))

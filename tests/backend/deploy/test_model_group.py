@@ -10,12 +10,9 @@ import pytest
 
 from inflight.deploy import repository
 from inflight.deploy.model_group import (
-    ALL_MODELS,
     config_of,
-    find_group,
     find_groups,
     other_models,
-    select_groups,
 )
 from inflight.errors import ConfigError
 
@@ -45,14 +42,6 @@ def test_a_group_is_found_across_repositories() -> None:
     """The shipped ensembles are in a repository of their own."""
     (group,) = find_groups(repository.shipped()).values()
     assert group.names[-2:] == ["chat", "generate"]
-
-
-def test_a_group_is_found_by_its_name_or_prefix(models: Path) -> None:
-    assert find_group([models], "two") == find_group([models], "two_llm")
-    with pytest.raises(ConfigError, match="no model three with an engine; allowed: llm, two_llm"):
-        find_group([models], "three")
-    assert set(select_groups([models], ALL_MODELS)) == {"llm", "two_llm"}
-    assert set(select_groups([models], ["two"])) == {"two_llm"}
 
 
 def test_a_model_of_another_backend_belongs_to_no_engine(models: Path) -> None:

@@ -12,10 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+import msgspec
 import pytest
 from tritonclient.grpc import service_pb2
 
-from grpc_guard import SERVICE, Door, StandIn, opened
+from grpc_guard import READY, SERVICE, Door, StandIn, opened
 from inflight.access.key import KeyLimits
 from inflight.door.grpc.routes import CLOSED
 from keys import KeyDesk, desk
@@ -170,6 +171,32 @@ def test_other_models_are_unknown_to_a_key(keys: KeyDesk, door: Door, triton: St
     index = door.stub.RepositoryIndex(service_pb2.RepositoryIndexRequest(), metadata=bearer(secret))
     assert list(index.models) == []
     assert infer(door, secret)[0] is CODE.OK
+
+
+def test_a_key_allows_all_versions_of_its_models(
+    keys: KeyDesk, door: Door, triton: StandIn
+) -> None:
+    versions = {"tokenizer": [1, 2], "other": [3]}
+    door.set_health(msgspec.structs.replace(READY, versions=versions))
+    try:
+        secret = keys.issue(models=("tokenizer",))
+        triton.received.clear()
+        assert infer(door, secret)[0] is CODE.OK
+        about = service_pb2.ModelMetadataRequest(name="tokenizer", version="1")
+        assert raw(door, "ModelReady", about.SerializeToString(), secret)[0] is CODE.OK
+        names = [
+            service_pb2.ModelInferRequest.FromString(triton.received[0][1]).model_name,
+            service_pb2.ModelMetadataRequest.FromString(triton.received[1][1]).name,
+        ]
+        assert names == ["tokenizer@2", "tokenizer@1"]
+        for name, words in (("tokenizer", "no version 9; allowed: 1, 2"), ("other", "tokenizer")):
+            about = service_pb2.ModelMetadataRequest(name=name, version="9")
+            for method in ("ModelMetadata", "ModelReady"):
+                code, details = raw(door, method, about.SerializeToString(), secret)
+                assert code is CODE.NOT_FOUND and words in details
+        assert len(triton.received) == 2
+    finally:
+        door.set_health(READY)
 
 
 class Stream:

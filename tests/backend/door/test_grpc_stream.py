@@ -8,11 +8,12 @@ from typing import Any
 import grpc.aio
 import pytest
 
-from grpc_guard import answered
+from grpc_guard import READY, answered
 from inflight.door.grpc.calls import Calls
 from inflight.door.grpc.gate import Gate
 from inflight.door.grpc.stream import Stream
 from inflight.door.limits import Limits
+from inflight.ipc.health import Health
 from kserve import request, text
 
 REFUSED = b"not a request"
@@ -75,6 +76,9 @@ class Triton:
 class Ready:
     def check_ready(self) -> None:
         pass
+
+    def current(self) -> Health:
+        return READY
 
 
 async def settle() -> None:

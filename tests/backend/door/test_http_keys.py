@@ -175,6 +175,31 @@ def test_other_models_are_unknown_to_a_key(keys: KeyDesk, door: Running) -> None
     assert post(door, BODY, **bearer(secret))[0] == 200
 
 
+def test_a_key_allows_all_versions_of_its_models(keys: KeyDesk, door: Running) -> None:
+    door.versions = {"echo": [1, 2], "other": [3]}
+    door.set(is_ready=True)
+    try:
+        secret = keys.issue(models=("echo",))
+        for path, upstream in (
+            ("echo/generate", "echo@2/generate"),
+            ("echo/versions/1/generate", "echo@1/versions/1/generate"),
+        ):
+            assert post(door, BODY, path, **bearer(secret))[0] == 200
+            assert door.triton.bodies[-1][0] == f"/v2/models/{upstream}"
+        before = len(door.triton.bodies)
+        status, text = post(door, BODY, "echo/versions/3/generate", **bearer(secret))
+        assert (status, "no version 3; allowed: 1, 2" in text) == (404, True)
+        status, text = post(door, BODY, "other/versions/9/generate", **bearer(secret))
+        assert (status, "allowed: echo" in text) == (404, True)
+        assert ask(door, "GET", "/v2/models/other/versions/9", **bearer(secret))[0] == 404
+        assert door.triton.bodies[before:] == []
+        index = json.loads(ask(door, "POST", "/v2/repository/index", **bearer(secret))[2])
+        assert {one["name"] for one in index} <= {"echo"}
+    finally:
+        door.versions = {}
+        door.set(is_ready=True)
+
+
 def test_the_account_is_the_keys_whatever_the_client_sends(keys: KeyDesk, door: Running) -> None:
     made, secret = keys.issue_key("acme")
     headers = {**bearer(secret), "X-Tenant": "other", "inflight_account": "other/1"}

@@ -9,6 +9,7 @@ import pytest
 import triton_python_backend_utils as pb_utils
 from inflight import errors
 from inflight.triton import errors as triton_errors
+from inflight.triton import sibling
 from inflight.triton.model import TritonPythonModel
 
 ROOT = Path(__file__).parents[3]
@@ -53,6 +54,19 @@ def test_a_load_failure_is_reported_to_triton(parameters, message):
     with pytest.raises(pb_utils.TritonModelException) as caught:
         TritonPythonModel().initialize(arguments(**parameters))
     assert message in str(caught.value)
+
+
+def test_tritonserver_alone_serves_the_highest_version(tmp_path):
+    """Its fronts would share the engine of the highest one."""
+    for version in ("2", "10"):
+        (tmp_path / "llm" / version).mkdir(parents=True)
+        (tmp_path / "llm" / version / "engine.json").write_text('{"model": "x"}')
+    given = {**arguments(role="llm"), "model_repository": str(tmp_path / "llm")}
+    words = "version 2 of llm is not the highest, 10: a version_policy .* `inflight serve`"
+    with pytest.raises(pb_utils.TritonModelException, match=words):
+        TritonPythonModel().initialize({**given, "model_version": "2"})
+    for version in ("10", "11"):  # without an engine.json, 11 is none of ours
+        sibling.check_version(tmp_path / "llm", version)
 
 
 def test_a_model_that_did_not_load_can_be_finalized():

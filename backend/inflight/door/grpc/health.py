@@ -71,12 +71,13 @@ class Probes:
         """RepositoryIndex: the models that are ready. Triton's own is restricted with the rest of
         model control."""
         checks.index_request(data)
-        models = self.current().models if self.is_ready() else []
+        found = self.current()
         response = messages.IndexResponse()
-        for name in models:
+        for name in found.models if self.is_ready() else []:
             if call.key is not None and not call.key.allows(name):
                 continue
-            response.models.add(name=name, state="READY")
+            for version in found.versions.get(name, ("",)):
+                response.models.add(name=name, version=str(version), state="READY")
         written: bytes = response.SerializeToString()
         return written
 

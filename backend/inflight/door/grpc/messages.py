@@ -63,10 +63,17 @@ _MESSAGES: dict[str, dict[str, tuple[int, str]]] = {
     "RequestId": {"id": (3, "string")},
     "InferResponse": {"id": (3, "string"), "parameters": (4, "map"), "outputs": (5, "*bytes")},
     "StreamResponse": {"error_message": (1, "string"), "infer_response": (2, "InferResponse")},
+    # Responses about a model, as far as they name it.
+    "Named": {"name": (1, "string")},
+    "ModelMetadata": {"name": (1, "string"), "versions": (2, "*string")},
+    "ModelConfig": {"config": (1, "Named")},
+    "ModelStatistics": {"model_stats": (1, "*Named")},
+    "NamedResponse": {"model_name": (1, "string")},
+    "NamedStreamResponse": {"error_message": (1, "string"), "infer_response": (2, "NamedResponse")},
     # Of a model, or of a repository in the index.
     "NameRequest": {"name": (1, "string"), "version": (2, "string")},
     "IndexRequest": {"repository_name": (1, "string"), "ready": (2, "bool")},
-    "IndexEntry": {"name": (1, "string"), "state": (3, "string")},
+    "IndexEntry": {"name": (1, "string"), "version": (2, "string"), "state": (3, "string")},
     "IndexResponse": {"models": (1, "*IndexEntry")},
     "EmptyRequest": {},
     "ReadyResponse": {"ready": (1, "bool")},
@@ -148,6 +155,11 @@ InferRequest = _CLASSES["InferRequest"]
 Outline = _CLASSES["Outline"]
 RequestId = _CLASSES["RequestId"]
 StreamResponse = _CLASSES["StreamResponse"]
+ModelMetadata = _CLASSES["ModelMetadata"]
+ModelConfig = _CLASSES["ModelConfig"]
+ModelStatistics = _CLASSES["ModelStatistics"]
+NamedResponse = _CLASSES["NamedResponse"]
+NamedStreamResponse = _CLASSES["NamedStreamResponse"]
 NameRequest = _CLASSES["NameRequest"]
 IndexRequest = _CLASSES["IndexRequest"]
 IndexResponse = _CLASSES["IndexResponse"]

@@ -8,7 +8,7 @@ from typing import Any
 
 import grpc
 
-from inflight.door.grpc import checks
+from inflight.door.grpc import checks, renamed
 from inflight.door.grpc.calls import Call, Calls
 from inflight.door.grpc.gate import HEALTH, Gate, check_model
 from inflight.door.grpc.health import SERVICE, Probes, not_ready_model
@@ -17,6 +17,7 @@ from inflight.door.grpc.stream import Stream
 from inflight.door.grpc.upstream import Upstream, passed_on
 from inflight.door.limits import Limits
 from inflight.door.tracing import Tracing
+from inflight.door.versions import resolve
 
 CLOSED = frozenset(
     {
@@ -129,6 +130,8 @@ class Routes(grpc.GenericRpcHandler):  # type: ignore[misc]
             if name in ABOUT_MODELS:
                 check_model(call, checked)
             self._probes.check_ready()
+            if name in ABOUT_MODELS:
+                checked = renamed.name_request(self._probes.current(), checked)
             return await self._ask(call, name, checked)
 
         return answer
@@ -138,6 +141,7 @@ class Routes(grpc.GenericRpcHandler):  # type: ignore[misc]
         check_model(call, checked)
         if not self._probes.is_ready():
             return not_ready_model()
+        checked = renamed.name_request(self._probes.current(), checked)
         return await self._ask(call, "ModelReady", checked)
 
     async def _infer(self, call: Call, data: bytes) -> bytes:
@@ -147,6 +151,8 @@ class Routes(grpc.GenericRpcHandler):  # type: ignore[misc]
         self._probes.check_ready()
         lease = await self._gate.begin(call, request, f"/{SERVICE}/ModelInfer")
         try:
+            found = self._probes.current()
+            request.model_name = resolve(found, request.model_name, request.model_version)
             return await self._ask(call, "ModelInfer", checks.written(request))
         finally:
             if lease is not None:
@@ -164,7 +170,8 @@ class Routes(grpc.GenericRpcHandler):  # type: ignore[misc]
         remaining = call.context.time_remaining()
         timeout = limit if remaining is None else min(remaining, limit)
         metadata = passed_on(call.context.invocation_metadata(), call.request_id)
-        return await self._upstream.unary(f"/{SERVICE}/{name}", data, timeout, metadata)
+        response = await self._upstream.unary(f"/{SERVICE}/{name}", data, timeout, metadata)
+        return renamed.unary_response(name, response, self._probes.current().versions)
 
 
 def _refuse(name: str) -> Work:

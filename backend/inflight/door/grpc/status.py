@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import grpc
 
 from inflight.door import shared_memory
+from inflight.door.versions import without_versions
 from inflight.errors import (
     CapacityError,
     EngineError,
@@ -100,4 +101,4 @@ def clean(text: str) -> str:
     """An error text of Triton or a model, unless it contains a path or a shared-memory region."""
     if shared_memory.is_full(text):
         return shared_memory.FULL
-    return FAILED if _INTERNAL.search(text) else text
+    return FAILED if _INTERNAL.search(text) else without_versions(text)

@@ -12,13 +12,14 @@ from typing import Any
 import grpc
 
 from inflight.access.accounts_client import Lease
-from inflight.door.grpc import checks, messages, status
+from inflight.door.grpc import checks, messages, renamed, status
 from inflight.door.grpc.calls import Call, Calls
 from inflight.door.grpc.gate import Gate
 from inflight.door.grpc.health import Probes
 from inflight.door.grpc.status import Code, Refused, Status
 from inflight.door.grpc.upstream import Upstream, passed_on
 from inflight.door.limits import Limits
+from inflight.door.versions import resolve
 from inflight.errors import InflightError
 
 METHOD = "/inference.GRPCInferenceService/ModelStreamInfer"
@@ -99,6 +100,7 @@ class Stream:
         self._limits = limits
         self._in_flight = InFlight()
         self._is_half_closed = False
+        self._has_versions = False  # among its requests
         metadata = call.context.invocation_metadata()
         self._metadata = passed_on(metadata, call.request_id)
         self._ends_on_error = ("triton_grpc_error", "true") in self._metadata
@@ -147,11 +149,24 @@ class Stream:
                     call.span.requested(request.model_name)
                 self._probes.check_ready()
                 lease = await self._gate.begin(call, request, METHOD)
+                self._find_version(request, lease)
             except InflightError as error:
                 await self._refuse(status.of(error), _id_of(data))
                 continue
             self._in_flight.begin(request, lease)
             return checks.written(request)
+
+    def _find_version(self, request: Any, lease: Lease | None) -> None:
+        """Name the model as in Triton. Raises UnknownModel: the version is not loaded."""
+        try:
+            found = self._probes.current()
+            name = resolve(found, request.model_name, request.model_version)
+        except InflightError:
+            if lease is not None:
+                lease.end()
+            raise
+        self._has_versions |= name != request.model_name
+        request.model_name = name
 
     async def _refuse(self, why: Status, request_id: str) -> None:
         """Respond to a refused request in the form of Triton's errors."""
@@ -187,6 +202,8 @@ class Stream:
         call = self._call
         while (data := await triton.read()) is not grpc.aio.EOF:
             call.waiting_since = time.monotonic()
+            if self._has_versions:
+                data = renamed.stream_response(data)
             may_be_last = data[:1] == ERROR_TAG or FINAL in data
             passed, ended = self._last(data) if may_be_last else (data, None)
             if passed is not None:

@@ -26,9 +26,11 @@ from inflight.door.http.busy_poll import BusyPoll
 from inflight.door.http.gate import Gate, check_model, visit_of
 from inflight.door.http.generate import Models
 from inflight.door.http.refusal import Refusal, from_triton, of_error, unavailable
+from inflight.door.http.renamed import Renamed
 from inflight.door.http.upstream import Exchange, Upstream, UpstreamLost
 from inflight.door.limits import Limits
 from inflight.door.tracing import RequestSpan, Tracing, Usage, model_of
+from inflight.door.versions import resolve
 from inflight.errors import InflightError
 from inflight.ipc import health
 from inflight.ipc.health import Health
@@ -48,6 +50,7 @@ _TYPES = ("", _JSON, _OCTETS, "application/x-www-form-urlencoded")
 # A body of 4 MiB can take 0.4 s to check; this one takes some 10 ms at most. In bytes.
 _LARGE_BODY = 128 << 10
 _HEALTH = "/v2/health/"
+_MODELS = "/v2/models/"
 # As in nginx: the client left before it was answered.
 _LEFT = 499
 _HEADER_LENGTH = "inference-header-content-length"
@@ -125,11 +128,12 @@ class Door:
         body = await self._body(request)
         if body:
             await _checked(body, partial(generate.rebuild, body, {}, self.limits))
-        visit = visit_of(request)
+        visit, found = visit_of(request), self.health.read()
         models = [
-            {"name": name, "version": "1", "state": "READY"}
-            for name in self.health.read().models
+            {"name": name, "version": str(version), "state": "READY"}
+            for name in found.models
             if visit is None or visit.key.allows(name)
+            for version in found.versions.get(name, (1,))
         ]
         return Response(msgspec.json.encode(models), media_type=_JSON)
 
@@ -139,7 +143,12 @@ class Door:
         check_model(request)
         _check_version(request)
         await self._body(request)  # of no meaning, but it has to be out of the way
-        return Relay(self, "GET", request.scope["path"], b"", {})
+        path, renamed = self._target(request)
+        versions = self.health.read().versions
+        if versions and renamed is None:
+            renamed = Renamed("")  # a response may be about all models
+        is_whole = renamed is not None
+        return Relay(self, "GET", path, b"", {}, is_whole=is_whole, renamed=renamed)
 
     async def metrics(self, request: Request) -> Response:
         """Of the whole server and by tenant, for admins."""
@@ -173,16 +182,31 @@ class Door:
         headers = {"Content-Type": _JSON}
         if json_length < len(body):
             headers = {"Content-Type": _OCTETS, _HEADER_LENGTH: str(json_length)}
-        return Relay(self, "POST", request.scope["path"], body, headers)
+        path, renamed = self._target(request)
+        is_whole = renamed is not None
+        return Relay(self, "POST", path, body, headers, is_whole=is_whole, renamed=renamed)
 
     async def generate(self, request: Request) -> Response:
         body = await self._admitted_body(request)
-        model, _, route = request.scope["path"].rpartition("/")
+        path, renamed = self._target(request)
+        model, _, route = path.rpartition("/")
         inputs = await self.models.inputs(model)
         check = partial(generate.rebuild, body, inputs, self.limits, _own_parameters(request))
         body = await _checked(body, check)
-        headers = {"Content-Type": _JSON}
-        return Relay(self, "POST", f"{model}/{route}", body, headers, is_whole=route == "generate")
+        headers, is_whole = {"Content-Type": _JSON}, route == "generate"
+        return Relay(self, "POST", path, body, headers, is_whole=is_whole, renamed=renamed)
+
+    def _target(self, request: Request) -> tuple[str, Renamed | None]:
+        """The path of a request in Triton; and what renames the response, if the model has several
+        versions. Raises UnknownModel: the version is not loaded."""
+        path: str = request.scope["path"]
+        model = request.path_params.get("model", "")
+        found = self.health.read()
+        name = resolve(found, model, request.path_params.get("version", ""))
+        if name == model:
+            return path, None
+        place = len(_MODELS)
+        return _MODELS + name + path[place + len(model) :], Renamed(name, found.versions[model])
 
     async def _admitted_body(self, request: Request) -> bytes:
         _check_version(request)
@@ -250,6 +274,7 @@ class Relay(Response):
 
     Args:
         is_whole: the answer is passed on once it is complete; its status may come too early.
+        renamed: gives the response the name of the model that the client used.
     """
 
     def __init__(
@@ -261,10 +286,12 @@ class Relay(Response):
         headers: dict[str, str],
         *,
         is_whole: bool = False,
+        renamed: Renamed | None = None,
     ) -> None:
         self._door = door
         self._request = (method, path, headers, body)
         self._is_whole = is_whole
+        self._renamed = renamed
         self.background = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -318,18 +345,21 @@ class Relay(Response):
                 ],
             }
         )
-        part = b""
+        part, renamed = b"", self._renamed
         try:
             while part := await exchange.read(self._door.limits.first_byte_timeout_s):
+                if renamed is not None and not (part := renamed.events(part)):
+                    continue  # half an event
                 await send({"type": "http.response.body", "body": part, "more_body": True})
         except (UpstreamLost, TimeoutError) as error:
             exchange.close()
             if not exchange.headers.get("content-type", "").startswith("text/event-stream"):
                 raise Cut from None
             # The event that was cut off ends first.
-            gap = b"" if part.endswith(b"\n\n") else b"\n\n"
+            rest = renamed.rest() if renamed is not None else b""
+            gap = b"" if not rest and part.endswith(b"\n\n") else b"\n\n"
             text = _STALLED if isinstance(error, TimeoutError) else _ENDED
-            event = gap + b"data: " + Refusal(text).body + b"\n\n"
+            event = rest + gap + b"data: " + Refusal(text).body + b"\n\n"
             await send({"type": "http.response.body", "body": event, "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
@@ -337,7 +367,19 @@ class Relay(Response):
         body = await exchange.read_all(self._door.limits.first_byte_timeout_s)
         if exchange.status >= 400 or body.startswith(b'{"error":'):
             raise from_triton(exchange.status, body)
-        return Response(body, exchange.status, media_type=exchange.headers.get("content-type"))
+        return self._response(exchange, body)
+
+    def _response(self, exchange: Exchange, body: bytes) -> Response:
+        headers, renamed = {}, self._renamed
+        if renamed is not None:
+            method, *_ = self._request
+            before = len(body)
+            body = renamed.description(body) if method == "GET" else renamed.inference(body)
+            if _HEADER_LENGTH in exchange.headers:
+                length = int(exchange.headers[_HEADER_LENGTH]) - before + len(body)
+                headers[_HEADER_LENGTH] = str(length)
+        kind = exchange.headers.get("content-type")
+        return Response(body, exchange.status, headers, kind)
 
 
 class Cut(Exception):

@@ -7,6 +7,7 @@ import re
 import msgspec
 
 from inflight.door import shared_memory
+from inflight.door.versions import without_versions
 from inflight.errors import (
     CapacityError,
     InflightError,
@@ -87,7 +88,7 @@ def from_triton(status: int, body: bytes) -> Refusal:
     text = _error_text(body)
     if shared_memory.is_full(text):
         return Refusal(shared_memory.FULL, 503)
-    text = _INTERNAL.sub("[...]", text)
+    text = _INTERNAL.sub("[...]", without_versions(text))
     if status == 404:  # of a model that is not loaded, although its name is known
         return Refusal(text, 404)
     if _UNAVAILABLE.search(text):

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
+from inflight.core.model_version import public_name
 from inflight.engine.metrics.snapshot import Labels, Metrics, Totals
 from inflight.errors import EngineError
 from inflight.ipc.engine_client import EngineClient, engine_config_path
@@ -49,6 +50,6 @@ class MetricsSource:
         return {
             "model_name": client.welcome.model_name,
             "engine": "0",
-            "model": self._model.name,
+            "model": public_name(self._model.name),
             "version": engine_config_path(self._model).parent.name,
         }

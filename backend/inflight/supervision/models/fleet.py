@@ -24,7 +24,8 @@ class ServerFleet:
         server: that tritonserver.
         main: the supervisor's main thread.
         others: names of models that belong to no group; they stay loaded.
-        on_change: called with the names of all of Triton's models after a change.
+        on_change: called with the names of Triton's models that clients can reach.
+        write_health: tells the doors; called on the main thread.
     """
 
     def __init__(
@@ -35,6 +36,7 @@ class ServerFleet:
         main: MainThread,
         others: list[str],
         on_change: Callable[[list[str]], None],
+        write_health: Callable[[], None],
     ) -> None:
         self.loaded: dict[str, ModelGroup] = {}
         self._others = others
@@ -43,6 +45,7 @@ class ServerFleet:
         self._server = server
         self._main = main
         self._on_change = on_change
+        self._write_health = write_health
 
     def engine_of(self, group: ModelGroup) -> EngineChild | None:
         return self._engines.of(group.folder)
@@ -65,6 +68,11 @@ class ServerFleet:
         names = [*self._others, *(name for group in loaded.values() for name in group.names)]
         self._server.loaded = names
         self._on_change(sorted(names))
+
+    def publish(self, without: ModelGroup | None = None) -> None:
+        names = {name for one in self.loaded.values() if one != without for name in one.names}
+        self._on_change(sorted(names.union(self._others)))
+        self._main.run(self._write_health)
 
     def changing(self, models: Iterable[str]) -> AbstractContextManager[list[Process]]:
         return self._triton.changing(models)

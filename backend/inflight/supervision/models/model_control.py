@@ -12,7 +12,9 @@ from typing import Any, Protocol
 import msgspec
 
 from inflight import config as settings
-from inflight.deploy.model_group import ModelGroup, config_of, find_group, find_groups
+from inflight.core.model_version import public_name, split_version, versioned
+from inflight.deploy.catalog import Catalog
+from inflight.deploy.model_group import ModelGroup, config_of
 from inflight.errors import ConfigError, EngineError, InflightError
 from inflight.ipc.control import ModelStatus, Progress
 from inflight.ipc.engine_client import EngineClient, engine_config_path
@@ -26,6 +28,8 @@ OnProgress = Callable[[Progress], None]
 POLL_S = 0.05
 # Tokens that an engine has sent still pass the front, the detokenizer and the network.
 SETTLE_S = 0.7
+# The doors have read by then which versions there are.
+PUBLISHED_S = 0.3
 UNLOADING = "the model is unloading; send the request to another server"
 
 
@@ -63,6 +67,9 @@ class Fleet(Protocol):
 
     def set_loaded(self, loaded: dict[str, ModelGroup]) -> None: ...
 
+    def publish(self, without: ModelGroup | None = None) -> None:
+        """Have doors know which versions are loaded, with one left out that is to be unloaded."""
+
     def changing(self, models: Iterable[str]) -> AbstractContextManager[list[Process]]: ...
 
     def load_model(self, name: str, config: str) -> None: ...
@@ -74,33 +81,35 @@ class ModelControl:
     """Changes which models a server has. One thread at a time may call `load` and `unload`.
 
     Args:
-        repositories: model repositories.
+        catalog: the models.
         fleet: the server.
         folder: for the settings of engines that differ from engine.json.
         drain_s: how long a request may take to finish when its model is unloaded or replaced.
     """
 
-    def __init__(
-        self, repositories: list[Path], fleet: Fleet, folder: Path, drain_s: float
-    ) -> None:
-        self._repositories = repositories
+    def __init__(self, catalog: Catalog, fleet: Fleet, folder: Path, drain_s: float) -> None:
+        self._catalog = catalog
         self._fleet = fleet
         self._folder = folder
         self._drain_s = drain_s
         self._num_loads = 0
+        self._written: set[Path] = set()  # settings of engines with overrides
         self._changes: dict[str, str] = {}  # state by name of group
 
     def status(self, name: str | None = None) -> list[ModelStatus]:
         """Of all models in the repositories and all that are loaded, or of one."""
-        groups = {**find_groups(self._repositories), **self._fleet.loaded}
-        return [self._status(group) for key, group in sorted(groups.items()) if name in (None, key)]
+        groups = {**self._catalog.groups(), **self._fleet.loaded}
+        found = sorted(groups.values(), key=lambda group: split_version(group.name))
+        return [self._status(one) for one in found if name in (None, one.name, _model_of(one))]
 
     def load(
         self, name: str, overrides: Mapping[str, Any], on_progress: OnProgress
     ) -> list[ModelStatus]:
         """Load a model, or replace it; returns its status once it is ready.
 
-        A model that is replaced serves until the new one is ready, and finishes its requests.
+        A model that is replaced serves until the new one is ready, and finishes its requests. Of a
+        model with several versions, those that its policy selects are loaded unless they are, and
+        then the others are unloaded; with @VERSION, that version is loaded or replaced.
 
         Args:
             overrides: of settings in engine.json.
@@ -108,7 +117,48 @@ class ModelControl:
         Raises:
             InflightError: it cannot be loaded. What was loaded before still is.
         """
-        group = find_group(self._repositories, name)
+        groups = self._catalog.find(name)
+        model = _model_of(groups[0])
+        if model == groups[0].name or split_version(name)[1] is not None:
+            return self._load(groups[0], overrides, on_progress)
+        if overrides:
+            raise ConfigError(
+                f"settings of {model} cannot be overridden for all its versions; name one, such as "
+                f"{groups[-1].name}"
+            )
+        for group in groups:
+            if group.name not in self._fleet.loaded:
+                self._load(group, {}, on_progress)
+        for former in self._loaded_of(model):
+            if former not in groups:
+                self._unload(former, on_progress)
+        return self.status(model)
+
+    def unload(self, name: str, on_progress: OnProgress) -> list[ModelStatus]:
+        """Finish a model's requests and unload it, or all its versions; new requests are rejected
+        meanwhile. With @VERSION, that version is unloaded, and new requests go to the others.
+
+        Raises:
+            InflightError: it is not loaded, or the server is stopping.
+        """
+        found = self._loaded_of(name) or self._loaded_of(_with_suffix(name))
+        if not found:
+            raise ConfigError(
+                f"model {name} is not loaded; loaded: {', '.join(self._fleet.loaded) or 'none'}"
+            )
+        for group in found:
+            self._unload(group, on_progress)
+        names = {group.name for group in found}
+        return [one for one in self.status() if one.name in names]
+
+    def _loaded_of(self, name: str) -> list[ModelGroup]:
+        """The loaded groups of a model, lowest version first, or of one version."""
+        found = [one for one in self._fleet.loaded.values() if name in (one.name, _model_of(one))]
+        return sorted(found, key=lambda group: split_version(group.name))
+
+    def _load(
+        self, group: ModelGroup, overrides: Mapping[str, Any], on_progress: OnProgress
+    ) -> list[ModelStatus]:
         self._num_loads += 1
         config = engine_config_path(group.folder)
         if overrides:
@@ -131,22 +181,14 @@ class ModelControl:
             raise
         finally:
             del self._changes[group.name]
+        self._publish(group)
         logger.warning("model %s is loaded", group.name)
         return self.status(group.name)
 
-    def unload(self, name: str, on_progress: OnProgress) -> list[ModelStatus]:
-        """Finish a model's requests and unload it; new requests are rejected meanwhile.
-
-        Raises:
-            InflightError: it is not loaded, or the server is stopping.
-        """
-        group = self._fleet.loaded.get(name) or self._fleet.loaded.get(f"{name}_llm")
-        if group is None:
-            raise ConfigError(
-                f"model {name} is not loaded; loaded: {', '.join(self._fleet.loaded) or 'none'}"
-            )
+    def _unload(self, group: ModelGroup, on_progress: OnProgress) -> None:
         self._changes[group.name] = "unloading"
         try:
+            self._publish(group, without=group)
             engine = self._fleet.engine_of(group)
             on_progress(Progress("finishing its requests"))
             is_idle = True
@@ -168,7 +210,12 @@ class ModelControl:
         finally:
             del self._changes[group.name]
         logger.warning("model %s is unloaded", group.name)
-        return self.status(group.name)
+
+    def _publish(self, changed: ModelGroup, without: ModelGroup | None = None) -> None:
+        """After this, doors use the versions that are loaded, if the change is one of a version."""
+        if changed.name != _model_of(changed):
+            self._fleet.publish(without)
+            time.sleep(PUBLISHED_S)
 
     def _write_config(self, group: ModelGroup, overrides: Mapping[str, Any]) -> Path:
         """An engine.json with overrides; its paths are absolute."""
@@ -189,6 +236,7 @@ class ModelControl:
         found = self._folder / f"load-{self._num_loads}" / group.name / path.parent.name / path.name
         found.parent.mkdir(parents=True, mode=0o700)
         found.write_bytes(msgspec.json.encode(raw))
+        self._written.add(found)
         return found
 
     def _wait_until_loaded(self, engine: Engine, on_progress: OnProgress) -> None:
@@ -279,7 +327,8 @@ class ModelControl:
 
     def _remove(self, config: Path) -> None:
         """Remove the settings of an engine that has ended, if they were written for it."""
-        if self._folder in config.parents:
+        if config in self._written:
+            self._written.discard(config)
             config.unlink(missing_ok=True)
             for folder in list(config.parents)[:3]:
                 folder.rmdir()
@@ -290,7 +339,13 @@ class ModelControl:
         client = engine.client if engine is not None else None
         state = "unloaded" if loaded is None else "failed" if client is None else "ready"
         state = self._changes.get(group.name, state)
-        known = ModelStatus(name=group.name, models=sorted(group.names), state=state)
+        _, version = split_version(group.name)
+        known = ModelStatus(
+            name=group.name,
+            models=sorted(map(public_name, group.names)),
+            state=state,
+            version="" if version is None else str(version),
+        )
         if client is None:
             return known
         try:
@@ -307,6 +362,17 @@ class ModelControl:
             num_running=stats.num_running,
             num_waiting=stats.num_waiting + stats.num_suspended,
         )
+
+
+def _model_of(group: ModelGroup) -> str:
+    """The model of which the group is a version, or its own name."""
+    return public_name(group.name)
+
+
+def _with_suffix(name: str) -> str:
+    """The name of a model by its prefix, as in `Catalog.find`."""
+    model, version = split_version(name)
+    return f"{model}_llm" if version is None else versioned(f"{model}_llm", version)
 
 
 def _has(group: ModelGroup | None, name: str) -> bool:

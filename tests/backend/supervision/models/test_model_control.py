@@ -4,6 +4,7 @@ error."""
 from __future__ import annotations
 
 import contextlib
+import re
 import shutil
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ import msgspec
 import pytest
 
 from inflight.deploy import repository
+from inflight.deploy.catalog import Catalog
 from inflight.deploy.model_group import ModelGroup
 from inflight.engine.stats import Stats
 from inflight.errors import ConfigError, EngineError
@@ -49,7 +51,8 @@ class FakeClient:
 
 
 class FakeEngine:
-    def __init__(self, number: int, config: Path, log: list[str], problem: str) -> None:
+    def __init__(self, model: str, number: int, config: Path, log: list[str], problem: str) -> None:
+        self.model = model
         self.number = number
         self.config = config
         self.client = None if problem else FakeClient(log)
@@ -74,25 +77,31 @@ class FakeFleet:
         self.loaded: dict[str, ModelGroup] = {}
         self.problem = ""
         self.broken = ""
-        self.engine: FakeEngine | None = None
+        self.engines: dict[str, FakeEngine] = {}
         self._num_engines = 0
 
+    @property
+    def engine(self) -> FakeEngine | None:
+        """Of the model `llm`."""
+        return self.engines.get("llm")
+
     def engine_of(self, group: ModelGroup) -> FakeEngine | None:
-        return self.engine
+        return self.engines.get(group.name)
 
     def start_engine(self, group: ModelGroup, config: Path) -> FakeEngine:
         self._num_engines += 1
         self.log.append(f"start {self._num_engines}")
-        return FakeEngine(self._num_engines, config, self.log, self.problem)
+        return FakeEngine(group.name, self._num_engines, config, self.log, self.problem)
 
     def serve_with(self, engine: FakeEngine) -> FakeEngine | None:
-        before, self.engine = self.engine, engine
+        before = self.engines.get(engine.model)
+        self.engines[engine.model] = engine
         self.log.append(f"serve {engine.number}")
         return before
 
     def retire_engine(self, engine: FakeEngine) -> None:
         self.log.append(f"retire {engine.number}")
-        self.engine = None
+        del self.engines[engine.model]
 
     def end_engine(self, engine: FakeEngine) -> None:
         self.log.append(f"end {engine.number}")
@@ -100,6 +109,10 @@ class FakeFleet:
     def set_loaded(self, loaded: dict[str, ModelGroup]) -> None:
         self.loaded = loaded
         self.log.append(f"loaded: {', '.join(loaded)}")
+
+    def publish(self, without: ModelGroup | None = None) -> None:
+        names = [name for name, one in self.loaded.items() if one != without]
+        self.log.append(f"publish: {', '.join(names)}")
 
     @contextlib.contextmanager
     def changing(self, models: Iterable[str]) -> Iterator[list[Process]]:
@@ -132,12 +145,34 @@ def models(tmp_path: Path) -> Path:
 def fleet(monkeypatch: pytest.MonkeyPatch) -> FakeFleet:
     monkeypatch.setattr(model_control, "POLL_S", 0.0)
     monkeypatch.setattr(model_control, "SETTLE_S", 0.0)
+    monkeypatch.setattr(model_control, "PUBLISHED_S", 0.0)
     return FakeFleet()
 
 
 @pytest.fixture
 def control(models: Path, fleet: FakeFleet, tmp_path: Path) -> ModelControl:
-    return ModelControl([models], fleet, tmp_path / "run", drain_s=5.0)
+    return ModelControl(Catalog([models], tmp_path / "v"), fleet, tmp_path / "run", drain_s=5.0)
+
+
+@pytest.fixture
+def versions(models: Path, fleet: FakeFleet, tmp_path: Path) -> ModelControl:
+    """Of a model with the versions 1, 2 and 3, of which the policy selects the highest two."""
+    for version in ("2", "3"):
+        shutil.copytree(models / "llm" / "1", models / "llm" / version)
+    write_policy(models, "latest { num_versions: 2 }")
+    return ModelControl(Catalog([models], tmp_path / "v"), fleet, tmp_path / "run", drain_s=5.0)
+
+
+def write_policy(models: Path, policy: str) -> None:
+    with open(models / "llm" / "config.pbtxt", "a") as file:
+        file.write(f"\nversion_policy {{ {policy} }}\n")
+
+
+def changes(fleet: FakeFleet) -> list[str]:
+    """What has happened to versions, without the models of each."""
+    found = [one for one in fleet.log if re.match(r"loaded|publish|drain", one)]
+    fleet.log.clear()
+    return found
 
 
 def nothing(progress: Progress) -> None:
@@ -261,3 +296,64 @@ def test_progress_is_that_of_the_engine_and_of_triton(
     assert seen[0] == Progress("weights", 0.5)
     assert seen[1] == Progress("loading chat_tokenizer", 0.0)
     assert seen[-1].what == "loading generate"
+
+
+def test_a_load_follows_the_policy_and_then_unloads_the_others(
+    versions: ModelControl, fleet: FakeFleet, models: Path
+) -> None:
+    found = versions.load("llm", {}, nothing)
+    assert [(one.name, one.version, one.state) for one in found] == [
+        ("llm@1", "1", "unloaded"),
+        ("llm@2", "2", "ready"),
+        ("llm@3", "3", "ready"),
+    ]
+    assert changes(fleet) == [
+        *("loaded: llm@2", "publish: llm@2", "loaded: llm@2, llm@3", "publish: llm@2, llm@3"),
+    ]
+    shutil.copytree(models / "llm" / "1", models / "llm" / "10")
+    versions.load("llm", {}, nothing)
+    assert changes(fleet) == [
+        *("loaded: llm@2, llm@3, llm@10", "publish: llm@2, llm@3, llm@10"),
+        *("publish: llm@3, llm@10", f"drain: {model_control.UNLOADING}", "loaded: llm@3, llm@10"),
+    ]
+    versions.load("llm", {}, nothing)
+    assert changes(fleet) == [], "they are loaded"
+
+
+def test_a_version_is_loaded_and_unloaded_by_its_name(
+    versions: ModelControl, fleet: FakeFleet
+) -> None:
+    for _ in range(2):
+        (status,) = versions.load("llm@1", {"num_blocks": 5}, nothing)
+        assert (status.name, status.version, status.state) == ("llm@1", "1", "ready")
+        assert changes(fleet) == ["loaded: llm@1", "publish: llm@1"]
+    versions.load("llm", {}, nothing)
+    assert list(fleet.loaded) == ["llm@2", "llm@3"], "the policy does not select version 1"
+    changes(fleet)
+    (status,) = versions.unload("llm@3", nothing)
+    assert (status.name, status.state) == ("llm@3", "unloaded")
+    assert changes(fleet) == [
+        *("publish: llm@2", f"drain: {model_control.UNLOADING}", "loaded: llm@2"),
+    ]
+    versions.load("llm", {}, nothing)
+    assert [one.state for one in versions.unload("llm", nothing)] == ["unloaded", "unloaded"]
+    assert fleet.loaded == {} and fleet.engines == {}
+
+
+def test_a_version_that_is_not_there_is_named(versions: ModelControl, fleet: FakeFleet) -> None:
+    for name, words in (
+        ("llm@4", "model llm has no version 4; allowed: 1, 2, 3"),
+        ("two@1", "no model two with an engine; allowed: llm"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            versions.load(name, {}, nothing)
+    with pytest.raises(ConfigError, match="for all its versions; name one, such as llm@3"):
+        versions.load("llm", {"num_blocks": 5}, nothing)
+    with pytest.raises(ConfigError, match="model llm@2 is not loaded; loaded: none"):
+        versions.unload("llm@2", nothing)
+    assert fleet.log == []
+
+
+def test_a_model_without_a_policy_has_one_version(control: ModelControl) -> None:
+    with pytest.raises(ConfigError, match="model llm has one version at a time"):
+        control.load("llm@1", {}, nothing)

@@ -1,0 +1,29 @@
+"""Options of a server that depend on each other."""
+
+from __future__ import annotations
+
+import pytest
+
+from inflight.errors import ConfigError
+from inflight.supervision.options import ServeOptions
+
+
+@pytest.mark.parametrize(
+    ("options", "has_versions", "guards"),
+    [
+        (ServeOptions(), False, False),
+        (ServeOptions(), True, True),
+        (ServeOptions(host="0.0.0.0"), False, True),
+        (ServeOptions(host="0.0.0.0", grpc_guard=False), False, False),
+        (ServeOptions(grpc_guard=True), False, True),
+    ],
+)
+def test_grpc_passes_a_door_where_it_has_to(
+    options: ServeOptions, has_versions: bool, guards: bool
+) -> None:
+    assert options.guards_grpc(has_versions=has_versions) == guards
+
+
+def test_versions_are_found_by_doors_alone() -> None:
+    with pytest.raises(ConfigError, match="--no-grpc-guard: cannot be combined with a version_po"):
+        ServeOptions(grpc_guard=False).guards_grpc(has_versions=True)
