@@ -3,6 +3,7 @@ time. The server serves on, or ends and leaves nothing."""
 
 from __future__ import annotations
 
+import contextlib
 import email.utils
 import http.client
 import os
@@ -24,7 +25,7 @@ from inflight.ipc.control import UnloadModel
 from inflight.ipc.runtime_folder import folder_of
 from kserve import Refused, Stream, request, tensor, text
 from shifted_clock import ShiftedClock
-from supervised import Serving, launch, serve
+from supervised import START_S, Serving, launch, serve
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(240)]
 
@@ -123,6 +124,44 @@ def test_sigterm_before_it_is_ready_leaves_nothing(tmp_path: Path, after_s: floa
     if not children and folder.exists():
         folder.rmdir()  # made by this test: the server had not begun
     assert_nothing_is_left(list(children), regions, folder)
+
+
+@pytest.mark.parametrize("times", [1, 3])
+def test_a_tritonserver_that_aborts_while_it_starts_is_started_again(
+    tmp_path: Path, times: int
+) -> None:
+    """Twice at most; then the start fails with the reason."""
+    process = launch(tmp_path, "echo")
+    serving = Serving(process, "", "", tmp_path / "models", tmp_path / "shown", tmp_path / "log")
+    aborted: set[int] = set()
+    regions: set[Path] = set()
+    deadline = time.monotonic() + START_S
+    try:
+        while process.poll() is None and "READY" not in serving.shown.read_text():
+            assert time.monotonic() < deadline, serving.shown.read_text()
+            with contextlib.suppress(LookupError, psutil.Error):
+                pid = serving.pid_of("tritonserver")
+                found = serving.regions()
+                regions |= found
+                # Its child that becomes a stub looks like it until then.
+                is_it = psutil.Process(pid).ppid() == process.pid
+                if is_it and pid not in aborted and len(aborted) < times and found:
+                    folder = folder_of(process.pid)
+                    aborted.add(pid)
+                    os.kill(pid, signal.SIGABRT)
+            time.sleep(0.01)
+        assert len(aborted) == times
+        if times == 1:
+            assert "READY" in serving.shown.read_text()
+            process.send_signal(signal.SIGTERM)
+        assert process.wait(EXIT_S) == (0 if times == 1 else 1)
+    finally:
+        if process.is_running():
+            process.kill()
+            process.wait()
+    if times > 1:
+        assert "error: tritonserver was killed by SIGABRT" in serving.shown.read_text()
+    assert_nothing_is_left([], regions, folder)
 
 
 @pytest.mark.usefixtures("_slow_steps")

@@ -3,13 +3,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import json
 import os
 import signal
 import subprocess
 import sys
+import threading
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -43,6 +46,25 @@ def fill(path: Path) -> Path:
                 file.write(bytes(4096))
         except OSError:
             return ballast
+
+
+@contextlib.contextmanager
+def kept_full(path: Path) -> Iterator[None]:
+    """Whatever becomes free is taken at once, until the end of the `with` block."""
+    is_over = threading.Event()
+
+    def keep_full() -> None:
+        while not is_over.wait(0.002):
+            fill(path)
+
+    filling = threading.Thread(target=keep_full)
+    filling.start()
+    try:
+        yield
+    finally:
+        is_over.set()
+        filling.join()
+        (path / "ballast").unlink()
 
 
 def post(serving: Serving, secret: str, route: str, **inputs: Any) -> tuple[int, dict[str, Any]]:
@@ -151,12 +173,10 @@ def shared_memory_of_others(folder: Path) -> None:
         assert {name: serving.pid_of(name) for name in pids} == pids
         assert serving.health()[0] == 200
         # A server that is started again has no shared memory for its stubs.
-        os.kill(serving.pid_of("llm"), signal.SIGKILL)
-        serving.wait_until(lambda: serving.health()[0] == 503, 30)
-        ballast = fill(SHARED_MEMORY)  # also what the stubs have left
-        serving.wait_until(lambda: "too little shared memory" in serving.health()[1], 60)
-        assert "/" not in json.loads(serving.health()[1])["error"]
-        ballast.unlink()
+        with kept_full(SHARED_MEMORY):  # also with what the stubs leave
+            os.kill(serving.pid_of("llm"), signal.SIGKILL)
+            serving.wait_until(lambda: "too little shared memory" in serving.health()[1], 60)
+            assert "/" not in json.loads(serving.health()[1])["error"]
         serving.wait_until_serving(canary)
         serving.wait_until(lambda: serving.health()[0] == 200, 30)
         assert serving.pid_of("engine") == pids["engine"]

@@ -33,7 +33,7 @@ from inflight.ipc.frames import Loading
 from inflight.ipc.owner import SUPERVISOR, Owner
 from inflight.ipc.processes import Process, how_it_exited
 from inflight.ipc.runtime_folder import remove_folder_of
-from inflight.ipc.shared_memory import regions_of
+from inflight.ipc.shared_memory import region_prefix, regions_of, remove_regions
 from inflight.sandbox.process import start_process
 
 DEFAULT_HOST = "127.0.0.1"
@@ -144,6 +144,7 @@ class Server:
         self._log_begin = 0  # of what this tritonserver has logged
         self._failures: dict[str, InflightError] = {}
         self._regions_of: dict[Process, list[Path]] = {}  # shared memory by stub
+        self._region_prefix = f"{region_prefix(os.getpid())}{secrets.token_hex(4)}_"
 
     def __enter__(self) -> Server:
         self.start()
@@ -458,7 +459,6 @@ class Server:
         process = self._running()
         self.stubs()
         stubs = list(self._regions_of)
-        regions = [region for found in self._regions_of.values() for region in found]
         self._regions_of = {}
         if process.poll() is None:
             process.kill()
@@ -471,8 +471,7 @@ class Server:
         for stub in stubs:
             stub.kill()  # hung: it would keep its memory forever
         _wait_for(stubs, KILLED_EXIT_S)
-        for region in regions:
-            region.unlink(missing_ok=True)
+        remove_regions(self._region_prefix)
         if self._owner is None:
             remove_folder_of(process.pid)
             self.release_ports()
@@ -503,6 +502,7 @@ class Server:
         for path in self.repositories:
             yield f"--model-repository={path}"
         yield f"--backend-directory={backends}"
+        yield f"--backend-config=python,shm-region-prefix-name={self._region_prefix}"
         for kind, host, port in zip(_KINDS, self._hosts, self._ports, strict=True):
             yield f"--{kind}-address={host}"
             yield f"--{kind}-port={port}"

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from inflight.errors import ConfigError
 from inflight.ipc.processes import Process
+from inflight.ipc.shared_memory import region_prefix, remove_regions
 
 
 def folder_of(owner_pid: int) -> Path:
@@ -47,9 +48,10 @@ def remove_folder_of(owner_pid: int) -> None:
 
 
 def remove_abandoned() -> None:
-    """Remove the folders of servers that have exited without removing them."""
+    """Remove the folders, and the shared memory of stubs, of servers that have exited without that."""
     for folder in _base().iterdir():
         if folder.name.isdigit() and Process.find(int(folder.name)) is None:
+            remove_regions(region_prefix(int(folder.name)))
             shutil.rmtree(folder, ignore_errors=True)
 
 

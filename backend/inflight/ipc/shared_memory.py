@@ -17,3 +17,14 @@ def regions_of(stub: Process) -> list[Path]:
         for argument in stub.arguments()
         if argument.startswith(_PREFIX) and "/" not in argument
     ]
+
+
+def region_prefix(server_pid: int) -> str:
+    """What the names of all regions of a server begin with."""
+    return f"{_PREFIX}inflight_shm_region_{server_pid}_"
+
+
+def remove_regions(prefix: str) -> None:
+    """Remove those of stubs that have exited, also of stubs that were never seen."""
+    for region in FOLDER.glob(f"{prefix}*"):
+        region.unlink(missing_ok=True)

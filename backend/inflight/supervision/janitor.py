@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 
 from inflight.ipc.processes import Process
-from inflight.ipc.shared_memory import regions_of
+from inflight.ipc.shared_memory import region_prefix, regions_of, remove_regions
 
 # The stubs have so long to exit by themselves, which removes their shared memory, too.
 GRACE_S = 3.0
@@ -40,6 +40,7 @@ def clean(folder: Path) -> None:
             stub.kill()
             for region in regions:
                 region.unlink(missing_ok=True)
+    remove_regions(region_prefix(int(folder.name)))
     shutil.rmtree(folder, ignore_errors=True)
 
 

@@ -53,6 +53,7 @@ from inflight.supervision.triton_child import TritonChild
 
 logger = logging.getLogger("inflight.supervisor")
 
+MAX_START_RETRIES = 2
 HEALTH_INTERVAL_S = 0.5
 # Requests in flight have ended by then, or their time is over.
 DOOR_DRAIN_S = 1.0
@@ -162,8 +163,7 @@ class Supervisor:
         self._janitor = janitor.start(self._folder)
         for keeper in self._keepers:
             keeper.start()
-        ready = self._server.wait_ready(on_progress=on_progress, on_poll=self._poll_start)
-        self._set_models(ready)
+        self._set_models(self._wait_until_loaded(on_progress))
         for door in self._doors:
             door.wait_until_it_listens()
         while not self._is_up:
@@ -174,6 +174,22 @@ class Supervisor:
             control = ModelControl(self._catalog, self._fleet, self._folder, self._server.drain_s)
             self._control = ControlSocket(self._folder / SOCKET, control, self.endpoints.http)
         return self._models
+
+    def _wait_until_loaded(self, on_progress: OnProgress) -> list[str]:
+        """The models of tritonserver once it has loaded them.
+
+        One that a signal ends is started again: Triton 2.51 can abort while the processes of its
+        models start ("lock_exception", seen under load).
+        """
+        (keeper,) = (one for one in self._own_keepers if one.child is self._triton)
+        while True:
+            try:
+                return self._server.wait_ready(on_progress=on_progress, on_poll=self._poll_start)
+            except EngineError:
+                status = self._server.exit_status()
+                if status is None or status >= 0 or keeper.num_restarts == MAX_START_RETRIES:
+                    raise
+                keeper.poll()
 
     def _poll_start(self) -> None:
         """Raises EngineError: an engine does not load, in time."""

@@ -50,3 +50,18 @@ def test_it_acts_when_its_starter_has_exited_and_not_before(tmp_path: Path) -> N
     process.stdin.close()
     assert process.wait(20) == 0
     assert not folder.exists()
+
+
+def test_regions_of_stubs_that_were_never_seen_are_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """tritonserver creates a stub's region before the stub."""
+    monkeypatch.setattr(shared_memory, "FOLDER", tmp_path)
+    (tmp_path / "4711").mkdir()
+    names = [
+        f"{shared_memory.region_prefix(pid)}0a_{number}" for pid in (4711, 47) for number in "12"
+    ]
+    for name in names:
+        (tmp_path / name).touch()
+    janitor.clean(tmp_path / "4711")
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(names[2:])
