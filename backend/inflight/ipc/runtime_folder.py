@@ -48,7 +48,7 @@ def remove_folder_of(owner_pid: int) -> None:
 
 
 def remove_abandoned() -> None:
-    """Remove the folders, and the shared memory of stubs, of servers that have exited without that."""
+    """Remove what servers that have exited left: their folders, and shared memory of stubs."""
     for folder in _base().iterdir():
         if folder.name.isdigit() and Process.find(int(folder.name)) is None:
             remove_regions(region_prefix(int(folder.name)))
