@@ -21,8 +21,8 @@ if _num_processes > 1:
 
 
 def pytest_xdist_auto_num_workers() -> int:
-    """One process more than cores, up to five: about one of them waits for a server at a time."""
-    return min(os.cpu_count() or 1, 4) + 1
+    """Two processes more than cores, up to six: about two of them wait for a server at a time."""
+    return min(os.cpu_count() or 1, 4) + 2
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

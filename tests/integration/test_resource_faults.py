@@ -52,6 +52,7 @@ def folder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     with tempfile.TemporaryDirectory() as name:
         monkeypatch.setenv("XDG_RUNTIME_DIR", name)
         monkeypatch.setenv("XDG_STATE_HOME", name)
+        monkeypatch.setenv("XDG_CACHE_HOME", name)
         monkeypatch.setenv("HOME", name)
         if os.getuid() == 0:
             os.chown(name, USER, -1)

@@ -115,6 +115,7 @@ class Server:
     Attributes:
         loaded: with `controls_models`, the names of the models that it loads at its next start, in
             an order in which no model needs a later one; None for all.
+        region_prefix: of the names of its stubs' shared memory.
     """
 
     def __init__(
@@ -144,7 +145,7 @@ class Server:
         self._log_begin = 0  # of what this tritonserver has logged
         self._failures: dict[str, InflightError] = {}
         self._regions_of: dict[Process, list[Path]] = {}  # shared memory by stub
-        self._region_prefix = f"{region_prefix(os.getpid())}{secrets.token_hex(4)}_"
+        self.region_prefix = f"{region_prefix(os.getpid())}{secrets.token_hex(4)}_"
 
     def __enter__(self) -> Server:
         self.start()
@@ -471,7 +472,7 @@ class Server:
         for stub in stubs:
             stub.kill()  # hung: it would keep its memory forever
         _wait_for(stubs, KILLED_EXIT_S)
-        remove_regions(self._region_prefix)
+        remove_regions(self.region_prefix)
         if self._owner is None:
             remove_folder_of(process.pid)
             self.release_ports()
@@ -502,7 +503,7 @@ class Server:
         for path in self.repositories:
             yield f"--model-repository={path}"
         yield f"--backend-directory={backends}"
-        yield f"--backend-config=python,shm-region-prefix-name={self._region_prefix}"
+        yield f"--backend-config=python,shm-region-prefix-name={self.region_prefix}"
         for kind, host, port in zip(_KINDS, self._hosts, self._ports, strict=True):
             yield f"--{kind}-address={host}"
             yield f"--{kind}-port={port}"

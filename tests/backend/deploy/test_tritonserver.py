@@ -152,10 +152,11 @@ def test_the_shared_memory_of_a_stub_does_not_stay(
     monkeypatch.setattr(tritonserver, "CHILDREN_EXIT_S", 0.1)
     monkeypatch.setattr(tritonserver, "KILLED_EXIT_S", 0.1)
     monkeypatch.setattr(shared_memory, "FOLDER", tmp_path)
-    own, other = tmp_path / "triton_of_the_stub", tmp_path / "triton_of_another"
+    started = make(hanging_stub=True)
+    own = tmp_path / f"{started.region_prefix}1"
+    other = tmp_path / f"{shared_memory.region_prefix(os.getpid())}another_1"
     own.touch()
     other.touch()
-    started = make(hanging_stub=True, region=own.name)
     started.start()
     started.wait_ready(WAIT_S)
     end(started)
