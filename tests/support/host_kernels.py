@@ -20,7 +20,7 @@ from torch import Tensor
 from host_sampling import count_output_tokens, mark_prompt_tokens, sample, top_logprobs
 from inflight.execution import cuda_runner, device_batch, device_steps
 from inflight.execution.drafters import device_passes
-from inflight.models import decoder_cuda, eagle3_cuda, loader
+from inflight.models import cuda_placement, decoder_cuda, eagle3_cuda
 from inflight.models.layers import attention, residual
 from inflight_kernels.ops import drafting, sampling
 from inflight_kernels.ops.attention_operands import AttentionParams
@@ -60,7 +60,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(model, "embedding", embedding)
     for model in (residual, eagle3_cuda):
         monkeypatch.setattr(model, "rms_norm", rms_norm)
-    monkeypatch.setattr(loader, "CudaLinear", HostLinear)
+    monkeypatch.setattr(cuda_placement, "CudaLinear", HostLinear)
     monkeypatch.setattr(attention, "rope_write_kv", rope_write_kv)
     monkeypatch.setattr(attention, "AttentionMetadata", HostAttentionMetadata)
     monkeypatch.setattr(attention, "RopeInputs", HostRopeInputs)

@@ -18,10 +18,11 @@ from inflight.checkpoint.locate import Checkpoint
 from inflight.config import GPU_HEAD_DIMS, Dtype
 from inflight.errors import ConfigError
 from inflight.kv.cache import KVCache
+from inflight.models.cuda_placement import CudaPlacement
 from inflight.models.layers.attention import Attention, ForwardInputs, RotaryTables
 from inflight.models.layers.linear import INVARIANT_ROWS, CudaWeight
 from inflight.models.layers.residual import Residual, WideResidual
-from inflight.models.loader import CudaPlacement, LayerWeights, ModelWeights, Progress, load_weights
+from inflight.models.loader import LayerWeights, ModelWeights, Progress, load_weights
 from inflight.models.spec import ModelSpec
 from inflight_kernels.ops.embedding import embedding
 from inflight_kernels.ops.rope import PagedKV, QkNorm

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from inflight.checkpoint.locate import Checkpoint
 from inflight.kv.cache import KVCache
+from inflight.models.cuda_placement import CudaPlacement
 from inflight.models.decoder_cuda import (
     Buffers,
     DecoderSettings,
@@ -19,7 +20,7 @@ from inflight.models.eagle3 import UNDRAFTABLE, HeadWeights, load_head
 from inflight.models.eagle3_spec import Eagle3Spec
 from inflight.models.layers.attention import Attention, ForwardInputs, RotaryTables
 from inflight.models.layers.linear import INVARIANT_ROWS, CudaWeight
-from inflight.models.loader import CudaPlacement, ModelWeights, Progress
+from inflight.models.loader import ModelWeights, Progress
 from inflight_kernels.ops.embedding import embedding
 from inflight_kernels.ops.norm import rms_norm
 from inflight_kernels.ops.rope import PagedKV

@@ -33,6 +33,10 @@ class FakeServer(Server):
         self.children[model] = subprocess.Popen(
             [sys.executable, "-c", _PROGRAM, *arguments, f"{model}_0_0"], stdin=subprocess.PIPE
         )
+        found = Process.find(self.children[model].pid)
+        # For a moment after its exec, a process has no arguments.
+        while found is not None and not found.arguments():
+            time.sleep(0.001)
         assert self.loaded is not None
         self.loaded = [*self.loaded, model]
 

@@ -1,17 +1,9 @@
-"""Unquantised linear weights, 16 or 32 bits, on a CPU and on a GPU.
-
-Shapes on a GPU are those of `layers.linear`: T valid tokens, in buffers with more rows. Own kernels
-are used where they are faster, otherwise cuBLAS.
-"""
+"""Unquantised linear weights, 16 or 32 bits, on a CPU."""
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
-from inflight.models.layers.linear import INVARIANT_ROWS
-from inflight_kernels.ops.activation import silu_mul
-from inflight_kernels.ops.linear import gemm, skinny_gemm
 from inflight_kernels.torch_ops import transformer as ops
 
 
@@ -30,71 +22,3 @@ class CpuLinear:
     def __call__(self, x: Tensor) -> Tensor:
         """x [T, k] -> [T, n]."""
         return ops.linear(x, self._weight, self._bias)
-
-
-class CudaLinear:
-    """A weight on a GPU.
-
-    Args:
-        weight: [n, k].
-        bias: [n], or None.
-        batch_invariant: use one kernel and one tile size for any number of tokens.
-    """
-
-    def __init__(self, weight: Tensor, bias: Tensor | None, batch_invariant: bool) -> None:
-        self.weight = weight
-        self._bias = bias
-        self._batch_invariant = batch_invariant
-
-    def product(self, x: Tensor, out: Tensor, num_tokens: int) -> None:
-        weight, bias = self.weight, self._bias
-        widens = out.dtype != x.dtype
-        n, k = weight.shape
-        if self._uses_skinny_gemm(num_tokens):
-            taken, target = x[:num_tokens], out[:num_tokens]
-            skinny_gemm.linear(taken, weight, bias, out=target, pdl=True)
-        elif not self._batch_invariant and gemm.prefers(num_tokens, n, k, False, widens):
-            gemm.linear(x[:num_tokens], weight, bias, out=out[:num_tokens], pdl=True)
-        else:
-            for rows in self._tiles(x, num_tokens):
-                if widens:
-                    torch.mm(x[rows], weight.t(), out_dtype=out.dtype, out=out[rows])
-                elif bias is None:
-                    torch.mm(x[rows], weight.t(), out=out[rows])
-                else:
-                    torch.addmm(bias, x[rows], weight.t(), out=out[rows])
-
-    def add(self, x: Tensor, total: Tensor, num_tokens: int) -> None:
-        weight, bias = self.weight, self._bias
-        if self._uses_skinny_gemm(num_tokens):
-            target = total[:num_tokens]
-            skinny_gemm.linear(x[:num_tokens], weight, bias, target, out=target, pdl=True)
-            return
-        for rows in self._tiles(x, num_tokens):
-            total[rows].addmm_(x[rows], weight.t())
-            if bias is not None:
-                total[rows].add_(bias)
-
-    def gated(self, x: Tensor, gate_up: Tensor, out: Tensor, num_tokens: int) -> None:
-        n, k = self.weight.shape
-        taken, target = x[:num_tokens], out[:num_tokens]
-        if self._uses_skinny_gemm(num_tokens):
-            skinny_gemm.linear(taken, self.weight, self._bias, out=target, gated=True, pdl=True)
-        elif not self._batch_invariant and gemm.prefers(num_tokens, n, k, True, False):
-            gemm.linear(taken, self.weight, self._bias, out=target, gated=True, pdl=True)
-        else:
-            self.product(x, gate_up, num_tokens)
-            silu_mul(gate_up[:num_tokens], out=target, pdl=True)
-
-    def _uses_skinny_gemm(self, num_tokens: int) -> bool:
-        n, k = self.weight.shape
-        return not self._batch_invariant and skinny_gemm.prefers(num_tokens, n, k)
-
-    def _tiles(self, x: Tensor, num_tokens: int) -> list[slice]:
-        """Rows of x that cuBLAS multiplies at a time; none while launches are recorded."""
-        if x.is_meta:
-            return []
-        if not self._batch_invariant:
-            return [slice(0, num_tokens)]
-        starts = range(0, num_tokens, INVARIANT_ROWS)
-        return [slice(first, first + INVARIANT_ROWS) for first in starts]
