@@ -16,7 +16,7 @@ import host_kernels
 from inflight.execution import cuda_runner
 from inflight.execution.drafters import device_passes
 from inflight.models.layers import attention as attention_layers
-from inflight.models.quantization import unquantized
+from inflight.models.quantization import unquantized_cuda
 from inflight_kernels.ops import attention_operands
 from inflight_kernels.ops.linear import gemm, skinny_gemm
 from inflight_kernels.runtime.recording import Launched, record_launches
@@ -40,7 +40,7 @@ def recording(
         "num_multiprocessors": lambda: num_multiprocessors,
         "_shared_bytes": lambda: 228 << 10,
     }
-    for module in (attention_layers, attention_operands, gemm, skinny_gemm, unquantized):
+    for module in (attention_layers, attention_operands, gemm, skinny_gemm, unquantized_cuda):
         for name, place in gpu.items():
             if hasattr(module, name):
                 monkeypatch.setattr(module, name, place)
