@@ -49,7 +49,8 @@ def _slow_steps(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_full_file_system_ends_no_server(what: str) -> None:
     unshare = ["unshare", "--map-root-user", "--mount"]
     if subprocess.run([*unshare, "true"], check=False).returncode:
-        # As for network namespaces in test_security.py. The parts are tested in
+        # Many containers forbid namespaces to all but privileged users, and only one of its own
+        # gives a process a small file system. Without one, the parts are tested in
         # tests/backend/core/test_mapped_file.py, tests/backend/ipc/test_health.py and
         # tests/backend/access/test_ledger.py, and for shared memory in the tests of the doors.
         pytest.skip("mount namespaces are not permitted here")
@@ -241,6 +242,7 @@ def test_a_jump_of_the_clock_expires_nothing(
     try:
         clock = ShiftedClock(tmp_path, monkeypatch)
     except FileNotFoundError:
+        # Only a preloaded library shifts the clock of one process, and it must be compiled.
         # tests/test_wall_clock.py tests the same claim by the sources.
         pytest.skip("there is no C compiler")
     with serve(tmp_path, "echo", "--grpc-guard") as server:

@@ -118,7 +118,7 @@ class Server:
         region_prefix: of the names of its stubs' shared memory.
     """
 
-    def __init__(
+    def __init__(  # settings, by keyword alone
         self,
         repositories: Sequence[Path],
         *,

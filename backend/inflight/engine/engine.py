@@ -61,7 +61,7 @@ class Engine:
         watts: the GPU's power now, for the energy of requests; None if it is not known.
     """
 
-    def __init__(
+    def __init__(  # its parts, and four seams with defaults
         self,
         config: EngineConfig,
         runner: Runner,

@@ -209,7 +209,7 @@ class _GgufWeights:
         parts = [stored.data[:whole].reshape(-1, row_bytes), stored.data[whole:].reshape(1, -1)]
         try:
             values = [gguf.dequantize(part, stored.type).ravel() for part in parts if part.size]
-        except NotImplementedError:  # raised by gguf for types that it cannot decode
+        except NotImplementedError:  # gguf has no list of the types that it decodes; it raises this
             raise ConfigError(
                 f"{self._path}: the tensor {name!r} has the type {stored.type.name}, which the "
                 "`gguf` package cannot read; convert the file to another type, such as Q8_0"

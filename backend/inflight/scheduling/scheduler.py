@@ -70,7 +70,7 @@ class Scheduler:
             KV blocks than are free.
     """
 
-    def __init__(
+    def __init__(  # limits, by keyword alone
         self,
         *,
         num_blocks: int,

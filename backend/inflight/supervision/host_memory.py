@@ -31,7 +31,7 @@ class HostMemory:
 
     Attributes:
         available_bytes: as read last; None if the system does not report it.
-        shortage: what is short, for those who are refused; empty if nothing is.
+        shortage: the error that new requests get while memory is short; empty otherwise.
     """
 
     def __init__(

@@ -54,7 +54,7 @@ class TritonChild:
         self.server = server
         self._owner = owner
         self._watched = _Watched({})
-        self._lock = threading.Lock()  # of those who replace it
+        self._lock = threading.Lock()  # held while `_watched` is replaced
         self._is_ready = False
         self._answered_at: float | None = None  # None until it was ready once
         self._closing = threading.Event()
