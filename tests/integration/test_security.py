@@ -129,8 +129,9 @@ def test_12_no_process_connects_beyond_the_machine(serving: Serving) -> None:
 def test_12_a_server_works_without_a_network(tmp_path: Path) -> None:
     unshare = ["unshare", "--map-root-user", "--net"]
     if shutil.which("ip") is None or subprocess.run([*unshare, "true"], check=False).returncode:
-        # Many containers forbid namespaces to all but privileged users. test_12_no_process_connects_beyond_the_machine
-        # tests the same claim by the sockets of all processes.
+        # Many containers forbid namespaces to all but privileged users.
+        # test_12_no_process_connects_beyond_the_machine tests the same claim by the sockets of all
+        # processes.
         pytest.skip("network namespaces are not permitted here")
     (tmp_path / "run").mkdir(mode=0o700)
     done = subprocess.run(

@@ -25,8 +25,8 @@ import uvloop
 
 from inflight import log
 from inflight.access import options as access_options
-from inflight.access.certificate import LiveCertificate, LiveContext
 from inflight.deploy.file_limit import raise_file_limit
+from inflight.door.certificate import LiveCertificate, LiveContext
 from inflight.door.http import app, busy_poll
 from inflight.door.http.gate import Gate
 from inflight.door.http.protocol import BoundedProtocol

@@ -35,7 +35,6 @@ from inflight.core.request import TokenEvent
 from inflight.engine.engine import Engine
 from inflight.engine.stats import Stats
 from inflight.errors import EngineError, InflightError
-from inflight.ipc.accepting import accept_connections
 from inflight.ipc.crash_report import CrashReport
 from inflight.ipc.engine_client import heartbeat_path
 from inflight.ipc.frames import (
@@ -59,9 +58,10 @@ from inflight.ipc.gpu import power
 from inflight.ipc.gpu.ledger import GpuLedger, Reservation
 from inflight.ipc.heartbeat import Heartbeat
 from inflight.ipc.owner import Owner
-from inflight.ipc.private_socket import listen
 from inflight.ipc.processes import Process, end_with
 from inflight.ipc.runtime_folder import gpu_folder, remove_folder_of
+from inflight.ipc.sockets.accepting import accept_connections
+from inflight.ipc.sockets.private_socket import listen
 from inflight.kv.gpu import Gpu
 
 logger = logging.getLogger("inflight.engine")

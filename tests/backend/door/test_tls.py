@@ -20,8 +20,8 @@ import certificates
 from certificates import Certificates
 from grpc_guard import Door, StandIn, opened
 from http_door import BODY, EVENT, Running, a_door
-from inflight.access.certificate import REREAD_S
 from inflight.access.tls import TlsFiles
+from inflight.door.certificate import REREAD_S
 from inflight_client import Client, InvalidRequest
 from kserve import request, text
 

@@ -18,8 +18,8 @@ import msgspec
 import uvloop
 
 from inflight import log
-from inflight.access.certificate import LiveCertificate
 from inflight.deploy.file_limit import raise_file_limit
+from inflight.door.certificate import LiveCertificate
 from inflight.door.grpc.calls import Calls
 from inflight.door.grpc.gate import Gate
 from inflight.door.grpc.health import Probes

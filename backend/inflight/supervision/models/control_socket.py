@@ -13,9 +13,9 @@ from pathlib import Path
 
 from inflight.errors import EngineError, InflightError
 from inflight.ipc import control
-from inflight.ipc.accepting import accept_connections
 from inflight.ipc.control import Failed, ListModels, LoadModel, Models, ModelStatus, Progress
-from inflight.ipc.private_socket import listen
+from inflight.ipc.sockets.accepting import accept_connections
+from inflight.ipc.sockets.private_socket import listen
 from inflight.supervision.models.model_control import ModelControl
 
 logger = logging.getLogger("inflight.supervisor")

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from inflight.ipc.private_socket import listen
+from inflight.ipc.sockets.private_socket import listen
 
 
 def test_a_listener_takes_the_place_of_a_former_one_and_is_private(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from inflight.ipc.accepting import accept_connections
+from inflight.ipc.sockets.accepting import accept_connections
 
 
 class Scarce:

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 import certificates
-from inflight.access.certificate import REREAD_S, LiveCertificate
 from inflight.access.tls import TlsFiles
+from inflight.door.certificate import REREAD_S, LiveCertificate
 from inflight.errors import ConfigError
 
 
