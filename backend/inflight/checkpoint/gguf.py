@@ -1,7 +1,7 @@
 """GGUF header parser for untrusted files: all sizes are checked against the file.
 
 Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. Arrays such as the vocabulary are
-skipped: no forward pass needs 100 000 Python strings.
+read on demand: no forward pass needs 100 000 Python strings.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import math
 import mmap
 import struct
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ _VERSIONS = (2, 3)
 _MAX_ENTRIES = 1 << 20
 _MAX_DIMS = 4
 _STRING, _ARRAY = 8, 9
+_STRING_SIZE = struct.Struct("<Q")
 # Value type -> struct format of one scalar.
 _SCALARS = {
     0: "<B",
@@ -43,9 +44,17 @@ _SCALARS = {
 
 @dataclass(frozen=True, slots=True)
 class GgufArray:
-    """A metadata array that was skipped; count is its number of items."""
+    """A metadata array; see `GgufFile.items`.
+
+    Attributes:
+        count: number of items.
+        kind: of the items, as in the file.
+        position: of the first item in the file, in bytes.
+    """
 
     count: int
+    kind: int = field(default=0, compare=False, repr=False)
+    position: int = field(default=0, compare=False, repr=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +98,27 @@ class GgufFile:
             self._read()
         except (struct.error, UnicodeDecodeError) as error:
             raise self._broken(f"truncated or corrupt header ({error})") from None
+
+    def items(self, array: GgufArray) -> list[Any]:
+        """The items of an array of this file's metadata: numbers or strings.
+
+        Raises:
+            ConfigError: a string is not UTF-8.
+        """
+        if array.kind in _SCALARS:
+            dtype = np.dtype(_SCALARS[array.kind])
+            found = np.frombuffer(self._bytes, dtype, array.count, array.position)
+            items: list[Any] = found.tolist()
+            return items
+        position, strings = array.position, []
+        for _ in range(array.count):
+            (size,) = _STRING_SIZE.unpack_from(self._bytes, position)
+            position += _STRING_SIZE.size + size
+            strings.append(self._bytes[position - size : position])
+        try:
+            return [string.decode("utf-8") for string in strings]
+        except UnicodeDecodeError as error:
+            raise self._broken(f"corrupt header ({error})") from None
 
     def _broken(self, what: str) -> ConfigError:
         return ConfigError(f"{self.path}: {what}; download the file again")
@@ -139,19 +169,20 @@ class GgufFile:
 
     def _array(self) -> GgufArray:
         kind, count = self._scalar("<I"), self._scalar("<Q")
+        begin = self._position
         if kind in _SCALARS:
             self._skip(count * struct.calcsize(_SCALARS[kind]))
         elif kind == _STRING:
             position, end = self._position, len(self._bytes)
             for _ in range(count):
-                (size,) = struct.unpack_from("<Q", self._bytes, position)
-                position += 8 + size
+                (size,) = _STRING_SIZE.unpack_from(self._bytes, position)
+                position += _STRING_SIZE.size + size
                 if position > end:
                     raise self._broken("truncated header")
             self._position = position
         else:
             raise self._broken(f"a metadata array of type {kind}")
-        return GgufArray(count)
+        return GgufArray(count, kind, begin)
 
     def _tensor_entry(self) -> tuple[str, tuple[int, ...], int, int]:
         name, num_dims = self._string(), self._scalar("<I")

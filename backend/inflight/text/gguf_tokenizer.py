@@ -11,7 +11,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import gguf
 import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
 
@@ -99,13 +98,14 @@ def read(path: Path) -> dict[str, Any]:
     Raises:
         ConfigError: it cannot be read or is not a GGUF file.
     """
-    try:
-        reader = gguf.GGUFReader(path)
-        return {key: field.contents() for key, field in reader.fields.items()}
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot be read ({error.strerror})") from None
-    except Exception as error:  # whatever the reader raises on a corrupt file
-        raise ConfigError(f"{path}: not a valid GGUF file ({type(error).__name__})") from None
+    # Takes 40 ms to import, and most processes find the tokenizer in the cache.
+    from inflight.checkpoint.gguf import GgufArray, GgufFile
+
+    file = GgufFile(path)
+    return {
+        key: file.items(value) if isinstance(value, GgufArray) else value
+        for key, value in file.metadata.items()
+    }
 
 
 def has_tokenizer(metadata: dict[str, Any]) -> bool:

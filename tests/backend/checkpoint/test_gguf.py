@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import struct
 from pathlib import Path
@@ -36,9 +37,36 @@ def test_the_official_reader_agrees(small: Checkpoint) -> None:
             continue
         value = ours.metadata[key]
         if isinstance(value, GgufArray):
-            assert value.count == len(field.data)
+            assert ours.items(value) == field.contents()
         else:
             assert value == field.contents()
+
+
+def test_arrays_of_all_types_are_those_of_the_official_reader(tmp_path: Path) -> None:
+    path = tmp_path / "arrays.gguf"
+    writer = gguf.GGUFWriter(path, "llama")
+    kinds = gguf.GGUFValueType
+    for kind in set(kinds) - {kinds.STRING, kinds.ARRAY}:
+        writer.add_key_value(kind.name, [0, 1, 1], kinds.ARRAY, kind)
+    writer.add_key_value("texts", ["", "a", "\u4e2d\n"], kinds.ARRAY, kinds.STRING)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    ours, theirs = GgufFile(path), gguf.GGUFReader(path)
+    arrays = {key: value for key, value in ours.metadata.items() if isinstance(value, GgufArray)}
+    assert len(arrays) == 12
+    for key, value in arrays.items():
+        assert ours.items(value) == theirs.fields[key].contents(), key
+        assert {type(item) for item in ours.items(value)} <= {int, float, bool, str}
+
+
+def test_a_string_of_an_array_that_is_not_utf_8_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "x.gguf"
+    entry = struct.pack("<QcIIQQ", 1, b"k", 9, 8, 1, 2) + b"\xff\xfe"
+    path.write_bytes(b"GGUF" + struct.pack("<IQQ", 3, 0, 1) + entry)
+    file = GgufFile(path)
+    with pytest.raises(ConfigError, match=r"x\.gguf: corrupt header \('utf-8' codec"):
+        file.items(file.metadata["k"])
 
 
 def test_the_demo_models_header_is_read() -> None:
@@ -78,6 +106,10 @@ def test_a_damaged_header_is_read_or_refused_but_never_crashes(
     except ConfigError as error:
         assert str(path) in str(error)
     else:
+        for value in file.metadata.values():
+            if isinstance(value, GgufArray):
+                with contextlib.suppress(ConfigError):
+                    assert len(file.items(value)) == value.count
         size = len(damaged)
         assert all(tensor.data.size <= size for tensor in file.tensors.values())
 

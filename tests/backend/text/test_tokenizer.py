@@ -384,7 +384,7 @@ class TestExport:
 def test_a_file_that_is_no_gguf_file_is_named(tmp_path: Path) -> None:
     path = tmp_path / "model.gguf"
     path.write_bytes(b"not a model")
-    with pytest.raises(ConfigError, match=r"model\.gguf: not a valid GGUF file"):
+    with pytest.raises(ConfigError, match=r"model\.gguf: not a GGUF file"):
         _load(path)
     with pytest.raises(ConfigError, match=r"gone\.gguf: cannot be read"):
         Tokenizer.load(Checkpoint(tmp_path / "gone.gguf", "gguf"))
