@@ -6,7 +6,6 @@ whose threads are stuck cannot move it.
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import struct
 import threading
@@ -53,6 +52,8 @@ def beat_from_thread(path: Path) -> None:
 
 async def beat_from_loop(path: Path) -> None:
     """Beat until cancelled, as long as the event loop turns."""
+    import asyncio  # Triton's stubs beat from threads, and it takes 20 ms to import
+
     heartbeat = Heartbeat(path)
     while True:
         heartbeat.beat(PATIENCE_S)

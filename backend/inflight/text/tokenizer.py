@@ -226,12 +226,13 @@ class Tokenizer:
         return self._sandbox.encode_pieces(pieces, param)
 
     def warm(self) -> None:
-        """Start the sandbox now, instead of with the first text that needs it.
+        """Start the sandbox now, if each text needs it; otherwise the first long one starts it.
 
         Raises:
             EngineError: it does not start.
         """
-        self._sandbox.warm()
+        if not self._is_linear:
+            self._sandbox.warm()
 
     def _runs_here(self, num_characters: int) -> bool:
         return self._is_linear and num_characters <= MAX_CHARACTERS_HERE

@@ -218,6 +218,7 @@ class LlmFront:
                 client.submit(request)
         if account:
             self._usage.add(account, len(generation.prompt_ids), 0)
+        self._sweep.wake()
 
     def _forget(self, client: EngineClient, request_ids: list[int]) -> None:
         for request_id in request_ids:
@@ -244,6 +245,7 @@ class LlmFront:
                 entry = self._in_flight.pop(event.request_id, None)
                 if entry is not None and entry[1].account:
                     self._usage.add(entry[1].account, 0, event.position)
+                    self._sweep.wake()
             else:
                 entry = self._in_flight.get(event.request_id)
             if entry is not None:
@@ -255,7 +257,8 @@ class LlmFront:
             if entry is not None:
                 entry[0].delivered(position)
 
-    def _sweep_cancelled(self) -> None:
+    def _sweep_cancelled(self) -> bool:
+        """Returns whether there may be more to do later."""
         # An ensemble's cancellation is not visible to its running steps, so those are not polled;
         # there the engine notices missing acknowledgements.
         self._usage.report_if_due()
@@ -269,6 +272,7 @@ class LlmFront:
                         client.cancel(request_id)
                 finally:
                     response_queue.lock.release()
+        return bool(self._in_flight) or self._usage.is_unreported
 
     def _connect(self) -> None:
         with self._lock:

@@ -182,25 +182,40 @@ class SenderPool:
 
 class Sweep:
     """Calls `look` periodically on its own thread: at most every `interval` seconds, and during at
-    most a tenth of the time."""
+    most a tenth of the time.
 
-    def __init__(self, look: Callable[[], None], interval: float) -> None:
+    Args:
+        look: returns whether to look again; otherwise it is called after the next `wake`.
+        interval: seconds.
+    """
+
+    def __init__(self, look: Callable[[], bool], interval: float) -> None:
         self._look = look
         self._interval = interval
         self._stopped = threading.Event()
+        self._woken = threading.Event()
         self._thread = threading.Thread(target=self._run, name="sweep", daemon=True)
         self._thread.start()
 
+    def wake(self) -> None:
+        """There is something to look at."""
+        self._woken.set()
+
     def close(self) -> None:
         self._stopped.set()
+        self._woken.set()
         self._thread.join(timeout=5.0)
 
     def _run(self) -> None:
         pause = self._interval
         while not self._stopped.wait(pause):
+            self._woken.clear()  # before looking: what comes meanwhile is looked at next time
             started = time.monotonic()
+            is_busy = True
             try:
-                self._look()
+                is_busy = self._look()
             except Exception:  # logged; the thread must survive to see later cancellations
                 logger.exception("looking for cancelled requests failed")
             pause = max(self._interval, 9 * (time.monotonic() - started))
+            if not is_busy:
+                self._woken.wait()

@@ -142,7 +142,7 @@ def test_a_hostile_tokenizer_costs_one_request(name: str, request: pytest.Fixtur
 def test_a_long_text_is_answered_or_refused(
     smollm: Tokenizer, name: str, request: pytest.FixtureRequest
 ) -> None:
-    smollm.warm()
+    smollm._sandbox.warm()
     request.getfixturevalue("unharmed")
     try:
         assert len(smollm.encode(HARMLESS[name])) > 10_000
@@ -151,6 +151,18 @@ def test_a_long_text_is_answered_or_refused(
             "text_input: the text takes the tokenizer too long; allowed: 0.8 s of CPU time"
         )
     assert smollm.encode("fine")
+
+
+@pytest.mark.parametrize(("make", "num_started"), [(backend, 0), (lambda: split("(a+)+b"), 1)])
+def test_a_sandbox_is_started_early_only_if_each_text_needs_it(
+    make: Callable[[], tokenizers.Tokenizer], num_started: int
+) -> None:
+    """Each holds the tokenizer once more: memory that a server of many models lacks."""
+    tokenizer = Tokenizer(make())
+    tokenizer.warm()
+    assert len(tokenizer._sandbox._pool.pids) == num_started
+    assert tokenizer.encode("b" * LONG)
+    assert len(tokenizer._sandbox._pool.pids) == 1
 
 
 def test_the_sandbox_s_ids_are_those_of_this_process(tokenizer: Tokenizer) -> None:

@@ -202,6 +202,7 @@ def test_a_sweep_takes_a_tenth_of_the_time_at_most():
     def look():
         looks.append(time.monotonic())
         time.sleep(0.02)
+        return True
 
     sweep = Sweep(look, interval=0.001)
     time.sleep(0.7)
@@ -221,3 +222,39 @@ def test_a_sweep_survives_an_exception(caplog):
     time.sleep(0.1)
     sweep.close()
     assert len(looks) > 1
+
+
+def test_a_sweep_with_nothing_to_look_at_waits_until_it_is_woken():
+    looks = threading.Semaphore(0)
+
+    def look():
+        looks.release()
+        return False
+
+    sweep = Sweep(look, interval=0.001)
+    assert looks.acquire(timeout=5)
+    assert not looks.acquire(timeout=0.1)
+    sweep.wake()
+    assert looks.acquire(timeout=5)
+    sweep.close()
+
+
+def test_a_sweep_that_is_woken_while_it_looks_looks_again():
+    looks = []
+    is_looking, may_end = threading.Event(), threading.Event()
+
+    def look():
+        looks.append(1)
+        is_looking.set()
+        may_end.wait(5)
+        return False
+
+    sweep = Sweep(look, interval=0.001)
+    assert is_looking.wait(5)
+    sweep.wake()
+    may_end.set()
+    deadline = time.monotonic() + 5
+    while len(looks) < 2 and time.monotonic() < deadline:
+        time.sleep(0.005)
+    sweep.close()
+    assert len(looks) == 2

@@ -83,6 +83,11 @@ class UsageReporter:
             counts[0] += num_prompt_tokens
             counts[1] += num_output_tokens
 
+    @property
+    def is_unreported(self) -> bool:
+        """Whether anything was added since the last report."""
+        return bool(self._used)
+
     def report_if_due(self) -> None:
         """Report several times a second, if called often; costs nothing without accounts."""
         if self._used and self._clock() - self._reported_at >= INTERVAL_S:
