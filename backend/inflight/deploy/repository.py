@@ -16,8 +16,6 @@ import inflight
 from inflight import config
 from inflight.checkpoint.locate import PACKAGE_PREFIX, Checkpoint, locate
 from inflight.errors import ConfigError
-from inflight.models.registry import read_spec
-from inflight.text.tokenizer import Tokenizer
 
 FOLDERS = ("model_repository", "ensembles")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
@@ -74,6 +72,8 @@ def init(
         raise ConfigError(
             f"name {name!r} is not allowed; letters, digits, '_', '-' and '.', 64 at most"
         )
+    from inflight.models.registry import read_spec  # 0.15 s, and whoever serves does not need it
+
     checkpoint = locate(model)
     where = model if model.startswith(PACKAGE_PREFIX) else str(Path(model).expanduser().resolve())
     engine = {"model": where, "device": "auto", **(settings or {})}
@@ -100,6 +100,8 @@ def init(
 
 
 def _left_out(checkpoint: Checkpoint) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    from inflight.text.tokenizer import Tokenizer  # as above
+
     tokenizer = Tokenizer.load_if_present(checkpoint)
     if tokenizer is None:
         return _NEED_TOKENIZER, (f"{checkpoint.path} has no tokenizer: served with token ids only",)

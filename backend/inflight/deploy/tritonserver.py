@@ -201,6 +201,15 @@ class Server:
         """The socket of a model's engine."""
         return engine_client.socket_path(model, self._owner.pid if self._owner else self.pid)
 
+    def check_repositories(self) -> None:
+        """Raises ConfigError: a repository is missing or empty."""
+        create = "create one with `inflight repo init`"
+        for path in self.repositories:
+            if not path.is_dir():
+                raise ConfigError(f"repository {path} is not a folder; {create}")
+            if not any(child.is_dir() for child in path.iterdir()):
+                raise ConfigError(f"repository {path} has no models; {create}")
+
     def start(self) -> None:
         """Start tritonserver; returns immediately. After `kill` it starts again, on the same ports.
 
@@ -210,13 +219,7 @@ class Server:
         """
         if self.is_running():
             raise EngineError("the server was already started")
-        for path in self.repositories:
-            if not path.is_dir():
-                raise ConfigError(f"repository {path} is not a folder")
-            if not any(child.is_dir() for child in path.iterdir()):
-                raise ConfigError(
-                    f"repository {path} has no models; create some with `inflight repo init`"
-                )
+        self.check_repositories()
         log.level()  # these validate them here, where the user sees the error
         log.formatter()
         raise_file_limit()

@@ -111,6 +111,7 @@ class Supervisor:
             environment={COMPAT_VARIABLE: compat} if compat else {},
             controls_models=options.controlled is not None or has_versions,
         )
+        self._server.check_repositories()
         self._triton = TritonChild(self._server, owner)
         self._main = MainThread()
         self._engines = EngineSet(owner, self.log_file, are_replaced=options.controlled is not None)

@@ -150,6 +150,20 @@ def test_serve_refuses_a_model_that_is_not_there(inflight: Run) -> None:
     assert (status, err) == (1, "error: model: /nowhere.gguf does not exist\n")
 
 
+@pytest.mark.parametrize("control", [(), ("--model-control",)])
+@pytest.mark.parametrize(
+    ("name", "error"), [("missing", "is not a folder"), ("empty", "has no models")]
+)
+def test_serve_refuses_a_repository_without_models(
+    inflight: Run, tmp_path: Path, name: str, error: str, control: tuple[str, ...]
+) -> None:
+    (tmp_path / "empty").mkdir()
+    path = tmp_path / name
+    status, _, err = inflight("serve", "--repository", str(path), *control)
+    hint = "create one with `inflight repo init`"
+    assert (status, err) == (1, f"error: repository {path} {error}; {hint}\n")
+
+
 def test_a_chat_sends_the_conversation_so_far(inflight: Run) -> None:
     with fake_triton.serve(two_words) as server:
         status, out, _ = inflight(

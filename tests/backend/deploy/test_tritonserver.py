@@ -261,7 +261,7 @@ def test_a_missing_repository_is_refused_before_the_start(tmp_path: Path) -> Non
 def test_a_repository_without_models_is_refused(make: Callable[..., Server]) -> None:
     server = make()
     (server.repositories[0] / "plain").rmdir()
-    with pytest.raises(ConfigError, match=r"has no models; create some with `inflight repo init`"):
+    with pytest.raises(ConfigError, match=r"has no models; create one with `inflight repo init`"):
         server.start()
 
 
