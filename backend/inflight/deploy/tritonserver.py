@@ -47,6 +47,7 @@ TRITON_EXIT_S = 4.0
 CHILDREN_EXIT_S = 5.0
 KILLED_EXIT_S = 1.0
 POLL_S = 0.1
+_UNLOADED = "UNAVAILABLE"
 # Of Triton's answers; a load or unload answers when it is done.
 ASK_S = 5.0
 CONTROL_S = 300.0
@@ -349,18 +350,32 @@ class Server:
         parameters = {"parameters": {"config": config}} if config is not None else {}
         self._control(f"{name}/load", msgspec.json.encode(parameters))
 
-    def unload_model(self, name: str, timeout_s: float) -> None:
-        """Unload a model; returns once its requests and its stub have ended.
+    def unload_models(self, names: Sequence[str], timeout_s: float) -> None:
+        """Unload models; returns once their requests and their stubs have ended.
+
+        Triton takes a second to end a stub, so they end side by side.
+
+        Args:
+            names: in an order in which no model is needed by a later one.
 
         Raises:
-            EngineError: Triton refuses, or it takes too long.
+            EngineError: Triton refuses, or it takes too long. The others are unloaded.
         """
-        self._control(f"{name}/unload", b"{}")
+        problems, waiting = [], []
+        for name in names:
+            try:
+                self._control(f"{name}/unload", b"{}")
+                waiting.append(name)
+            except EngineError as error:
+                problems.append(f"model {name}: {error}")
         deadline = time.monotonic() + timeout_s
-        while self._index(b"{}").get(name, "UNAVAILABLE") != "UNAVAILABLE":
-            if time.monotonic() > deadline:
-                raise EngineError(f"model {name} was not unloaded within {timeout_s:g} s")
-            time.sleep(POLL_S)
+        while waiting and time.monotonic() <= deadline:
+            states = self._index(b"{}")
+            waiting = [one for one in waiting if states.get(one, _UNLOADED) != _UNLOADED]
+            time.sleep(POLL_S if waiting else 0.0)
+        problems += [f"model {name} was not unloaded within {timeout_s:g} s" for name in waiting]
+        if problems:
+            raise EngineError("; ".join(problems))
 
     def forget_stubs(self) -> list[Process]:
         """The remembered stubs that have exited; they are forgotten."""

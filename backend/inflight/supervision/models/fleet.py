@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 
@@ -80,5 +80,5 @@ class ServerFleet:
     def load_model(self, name: str, config: str) -> None:
         self._server.load_model(name, config)
 
-    def unload_model(self, name: str, timeout_s: float) -> None:
-        self._server.unload_model(name, timeout_s)
+    def unload_models(self, names: Sequence[str], timeout_s: float) -> None:
+        self._server.unload_models(names, timeout_s)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Protocol
@@ -74,7 +74,7 @@ class Fleet(Protocol):
 
     def load_model(self, name: str, config: str) -> None: ...
 
-    def unload_model(self, name: str, timeout_s: float) -> None: ...
+    def unload_models(self, names: Sequence[str], timeout_s: float) -> None: ...
 
 
 class ModelControl:
@@ -288,11 +288,10 @@ class ModelControl:
                 logger.error("model %s: %s", name, error)
 
     def _unload_all(self, names: Iterable[str]) -> None:
-        for name in names:
-            try:
-                self._fleet.unload_model(name, self._drain_s)
-            except InflightError as error:
-                logger.error("model %s: %s", name, error)
+        try:
+            self._fleet.unload_models(list(names), self._drain_s)
+        except InflightError as error:
+            logger.error("%s", error)
 
     def _give_up(self, engine: Engine) -> None:
         try:

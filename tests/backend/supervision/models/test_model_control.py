@@ -6,7 +6,7 @@ from __future__ import annotations
 import contextlib
 import re
 import shutil
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -127,8 +127,8 @@ class FakeFleet:
             raise EngineError(f"model {name}: it is broken")
         self.log.append(f"+{name}")
 
-    def unload_model(self, name: str, timeout_s: float) -> None:
-        self.log.append(f"-{name}")
+    def unload_models(self, names: Sequence[str], timeout_s: float) -> None:
+        self.log += [f"-{name}" for name in names]
 
 
 ALL = ["chat_tokenizer", "detokenizer", "tokenizer", "llm", "chat", "generate"]
