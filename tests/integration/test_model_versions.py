@@ -24,7 +24,7 @@ from inflight.errors import ConfigError
 from inflight.ipc.control import LoadModel, UnloadModel
 from inflight_client import Client
 from kserve import Refused, ask, generate_stream, post, request, tensor, text
-from supervised import Serving, serve
+from supervised import Serving, serve, without_chat
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
 
@@ -58,8 +58,7 @@ def serving_versions(
     """A server with the ensemble `generate`, whose model has these versions."""
 
     def prepare(models: Path) -> None:
-        for name in ("chat", "chat_tokenizer"):
-            shutil.rmtree(models / name)
+        without_chat(models)
         for version in versions:
             write_version(models, version)
         write_policy(models, policy)
