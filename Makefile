@@ -26,6 +26,8 @@ SIDE_BY_SIDE = -n auto --dist loadfile --no-loadscope-reorder
 RUN = env -u PYTHONPATH -u PYTHONHOME -u PYTHONDONTWRITEBYTECODE
 # Thousands of cases, not even collected.
 WITHOUT_GPU = --ignore=tests/backend/gpu --ignore=tests/kernels/gpu
+# The files with such tests: to collect all others takes longer than most of these tests.
+ALONE = $$(grep -rl --include='test_*.py' --exclude-dir=gpu 'mark\.alone' tests | sort)
 PYTEST = $(RUN) $(BIN)/python -m pytest
 
 demo: $(VENV)/.serve
@@ -33,7 +35,7 @@ demo: $(VENV)/.serve
 
 test: $(VENV)/.dev
 	$(PYTEST) -m "not (gpu or alone or long)" $(WITHOUT_GPU) $(SIDE_BY_SIDE)
-	$(PYTEST) -m "alone and not long" $(WITHOUT_GPU)
+	$(PYTEST) -m "alone and not long" $(ALONE)
 
 test-long: $(VENV)/.dev
 	$(PYTEST) -m "long and not alone" $(SIDE_BY_SIDE)

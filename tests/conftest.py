@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator
 from operator import itemgetter
 from pathlib import Path
@@ -13,6 +14,9 @@ INTEGRATION = Path(__file__).parent / "integration"
 
 # Before anything imports torch: the suite runs alongside its own servers (see runner.build).
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")
+# jsonschema would compile 38 grammars with it at import, in each process, for formats that no test
+# checks. It comes with cyclonedx-bom.
+sys.modules["rfc3987_syntax"] = None  # type: ignore[assignment]
 # Of several processes that run tests, each has its share of the cores.
 _num_processes = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
 if _num_processes > 1:
