@@ -7,10 +7,12 @@ import http.client
 import json
 import os
 import random
+import re
 import signal
 import threading
 import time
 from collections.abc import Iterator
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +24,7 @@ from inflight.supervision.keeper import STABLE_S
 from kserve import Refused, Stream, ask, generate, request, tensor, text
 from supervised import Serving, serve
 
-pytestmark = [pytest.mark.integration, pytest.mark.alone, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(240)]
 
 STREAMS = 32
 LONG_PROMPT = "The prefix cache has whole blocks only, so this prompt is longer. " * 4
@@ -51,10 +53,24 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
 
 @pytest.fixture
 def serving(server: Serving) -> Iterator[Serving]:
-    """It is ready, and what has failed before does not count: the first restart is immediate."""
+    """It is ready."""
     server.wait_until(lambda: server.health()[0] == 200, 60)
-    time.sleep(STABLE_S + 0.5)
     yield server
+
+
+# In the supervisor's messages; all other processes belong to tritonserver.
+NAMES = {"engine": "the engine of llm", "http": "the HTTP door"}
+
+
+def wait_until_stable(serving: Serving, what: str) -> None:
+    """Its earlier failures do not count: the first restart is immediate."""
+    name = NAMES.get(what, "tritonserver")
+    times = re.findall(
+        rf"^(\S+ \S+) supervisor: {name} serves again$", serving.log.read_text(), re.M
+    )
+    if times:
+        since = datetime.strptime(times[-1], "%Y-%m-%d %H:%M:%S,%f")
+        time.sleep(max(0.0, STABLE_S + 0.5 - (datetime.now() - since).total_seconds()))
 
 
 def complete(serving: Serving, prompt: str) -> int:
@@ -117,6 +133,7 @@ class Streams:
                 self.errors.append(str(refused))
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize(
     ("what", "how", "serving_s"),
     [
@@ -130,6 +147,7 @@ class Streams:
 def test_a_fault_ends_streams_with_an_error_and_is_repaired(
     serving: Serving, what: str, how: signal.Signals, serving_s: float
 ) -> None:
+    wait_until_stable(serving, what)
     canary = serving.canary()
     complete(serving, LONG_PROMPT)
     engine, regions = serving.pid_of("engine"), serving.regions()
@@ -156,7 +174,24 @@ def test_a_fault_ends_streams_with_an_error_and_is_repaired(
         assert complete(serving, LONG_PROMPT) > 0, "the prefix cache is warm"
 
 
+@pytest.mark.alone
+def test_a_door_that_dies_is_replaced_and_its_streams_are_cancelled(serving: Serving) -> None:
+    wait_until_stable(serving, "http")
+    connection = http.client.HTTPConnection(serving.http, timeout=60)
+    options = {"max_tokens": 8000, "ignore_eos": True, "stream": True}
+    body = json.dumps({"text_input": "Tell me about doors.", **options})
+    connection.request("POST", "/v2/models/generate/generate_stream", body)
+    with contextlib.closing(connection), connection.getresponse() as response:
+        assert response.readline().startswith(b"data: ")
+        assert serving.stats().num_running == 1
+        os.kill(serving.pid_of("http"), signal.SIGKILL)
+        serving.wait_until(lambda: serving.stats().num_running == 0, SLOW * 2.0)
+    assert serving.wait_until(lambda: serving.health()[0] == 200, 30) < 20.0
+
+
+@pytest.mark.alone
 def test_readiness_tells_the_truth_while_an_engine_is_replaced(serving: Serving) -> None:
+    wait_until_stable(serving, "engine")
     assert serving.health()[0] == 200
     os.kill(serving.pid_of("engine"), signal.SIGKILL)
     took = serving.wait_until(lambda: serving.health()[0] == 503, 5)
@@ -170,19 +205,6 @@ def test_readiness_tells_the_truth_while_an_engine_is_replaced(serving: Serving)
     assert generate(serving.http, "generate", text_input="x", max_tokens=1)["finish_reason"]
 
 
-def test_a_door_that_dies_is_replaced_and_its_streams_are_cancelled(serving: Serving) -> None:
-    connection = http.client.HTTPConnection(serving.http, timeout=60)
-    options = {"max_tokens": 8000, "ignore_eos": True, "stream": True}
-    body = json.dumps({"text_input": "Tell me about doors.", **options})
-    connection.request("POST", "/v2/models/generate/generate_stream", body)
-    with contextlib.closing(connection), connection.getresponse() as response:
-        assert response.readline().startswith(b"data: ")
-        assert serving.stats().num_running == 1
-        os.kill(serving.pid_of("http"), signal.SIGKILL)
-        serving.wait_until(lambda: serving.stats().num_running == 0, SLOW * 2.0)
-    assert serving.wait_until(lambda: serving.health()[0] == 200, 30) < 20.0
-
-
 def is_replaced(serving: Serving, what: str, victim: int) -> bool:
     try:
         return serving.pid_of(what) != victim
@@ -191,6 +213,7 @@ def is_replaced(serving: Serving, what: str, victim: int) -> bool:
 
 
 @pytest.mark.long
+@pytest.mark.alone
 @pytest.mark.timeout(7200)
 def test_random_kills_are_repaired_without_a_hand(tmp_path: Path) -> None:
     generator = random.Random(7)
