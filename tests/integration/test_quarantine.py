@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -20,11 +19,18 @@ POISON = [5, MARKER, 6]
 QUARANTINED = r"the engine crashed 2 times while it ran this request.* for another \d+ s"
 
 
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
+    with pytest.MonkeyPatch.context() as patch:
+        set_failpoint(patch, "abort", MARKER)
+        with serve(tmp_path_factory.mktemp("quarantine"), "echo") as found:
+            yield found
+
+
 @pytest.fixture
-def serving(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Serving]:
-    set_failpoint(monkeypatch, "abort", MARKER)
-    with serve(tmp_path, "echo") as server:
-        yield server
+def serving(server: Serving) -> Serving:
+    server.wait_until_stable("engine")
+    return server
 
 
 def run(serving: Serving, ids: list[int], max_tokens: int = 4) -> list[int]:

@@ -7,12 +7,10 @@ import http.client
 import json
 import os
 import random
-import re
 import signal
 import threading
 import time
 from collections.abc import Iterator
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -56,21 +54,6 @@ def serving(server: Serving) -> Iterator[Serving]:
     """It is ready."""
     server.wait_until(lambda: server.health()[0] == 200, 60)
     yield server
-
-
-# In the supervisor's messages; all other processes belong to tritonserver.
-NAMES = {"engine": "the engine of llm", "http": "the HTTP door"}
-
-
-def wait_until_stable(serving: Serving, what: str) -> None:
-    """Its earlier failures do not count: the first restart is immediate."""
-    name = NAMES.get(what, "tritonserver")
-    times = re.findall(
-        rf"^(\S+ \S+) supervisor: {name} serves again$", serving.log.read_text(), re.M
-    )
-    if times:
-        since = datetime.strptime(times[-1], "%Y-%m-%d %H:%M:%S,%f")
-        time.sleep(max(0.0, STABLE_S + 0.5 - (datetime.now() - since).total_seconds()))
 
 
 def complete(serving: Serving, prompt: str) -> int:
@@ -147,7 +130,7 @@ class Streams:
 def test_a_fault_ends_streams_with_an_error_and_is_repaired(
     serving: Serving, what: str, how: signal.Signals, serving_s: float
 ) -> None:
-    wait_until_stable(serving, what)
+    serving.wait_until_stable(what)
     canary = serving.canary()
     complete(serving, LONG_PROMPT)
     engine, regions = serving.pid_of("engine"), serving.regions()
@@ -176,7 +159,7 @@ def test_a_fault_ends_streams_with_an_error_and_is_repaired(
 
 @pytest.mark.alone
 def test_a_door_that_dies_is_replaced_and_its_streams_are_cancelled(serving: Serving) -> None:
-    wait_until_stable(serving, "http")
+    serving.wait_until_stable("http")
     connection = http.client.HTTPConnection(serving.http, timeout=60)
     options = {"max_tokens": 8000, "ignore_eos": True, "stream": True}
     body = json.dumps({"text_input": "Tell me about doors.", **options})
@@ -191,7 +174,7 @@ def test_a_door_that_dies_is_replaced_and_its_streams_are_cancelled(serving: Ser
 
 @pytest.mark.alone
 def test_readiness_tells_the_truth_while_an_engine_is_replaced(serving: Serving) -> None:
-    wait_until_stable(serving, "engine")
+    serving.wait_until_stable("engine")
     assert serving.health()[0] == 200
     os.kill(serving.pid_of("engine"), signal.SIGKILL)
     took = serving.wait_until(lambda: serving.health()[0] == 503, 5)

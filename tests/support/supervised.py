@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 
 import psutil
@@ -22,10 +23,13 @@ from inflight.deploy import repository
 from inflight.engine.stats import Stats
 from inflight.ipc import engine_client
 from inflight.ipc.runtime_folder import folder_of
+from inflight.supervision.keeper import STABLE_S
 from kserve import Refused, ask, request, tensor, text
 
 CANARY = "The canary sings."
 SHARED_MEMORY = Path("/dev/shm")
+# In the supervisor's messages; all other processes belong to tritonserver.
+NAMES = {"engine": "the engine of llm", "http": "the HTTP door"}
 START_S = 60.0
 
 
@@ -122,6 +126,16 @@ class Serving:
             assert seconds < timeout, self.shown.read_text() + self.log.read_text()[-2000:]
             time.sleep(0.02)
         return time.monotonic() - started
+
+    def wait_until_stable(self, what: str) -> None:
+        """Its earlier failures do not count: the first restart is immediate."""
+        name = NAMES.get(what, "tritonserver")
+        message = re.compile(rf"^(\S+ \S+) supervisor: {name} serves again$", re.MULTILINE)
+        times = message.findall(self.log.read_text())
+        if times:
+            since = datetime.strptime(times[-1], "%Y-%m-%d %H:%M:%S,%f")
+            passed_s = (datetime.now() - since).total_seconds()
+            time.sleep(max(0.0, STABLE_S + 0.5 - passed_s))
 
     def wait_until_serving(self, canary: str, timeout: float = 60.0) -> float:
         """Seconds until the canary's answer is right; a wrong answer fails at once."""
