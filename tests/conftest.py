@@ -25,10 +25,6 @@ if _num_processes > 1:
     os.environ.setdefault("OMP_NUM_THREADS", str(_num_threads))
 
 
-# jsonschema would import it and build 38 grammars, in 1.6 s, for formats of IRIs: of no test.
-sys.modules.setdefault("rfc3987_syntax", None)  # type: ignore[arg-type]
-
-
 def pytest_xdist_auto_num_workers() -> int:
     """One process more than cores, up to five: about one of them waits for a server at a time. A
     further one saves 4 % of the time and disturbs tests that wait for others."""
