@@ -39,22 +39,35 @@ def _instantiations() -> list[Instantiation]:
 KERNELS = _instantiations()
 
 
+def _is_of_models(stem: str, name: str) -> bool:
+    """Whether GPUs run models with it: in bfloat16, with logits in float32."""
+    if stem.startswith("sampling") or stem == "top_logprobs":
+        return "__nv_bfloat16" not in name and "__half" not in name
+    return "__half" not in name and "<float" not in name
+
+
+def _template(stem: str, name: str) -> tuple[str, str, bool, bool]:
+    """Stem, template, whether models use it with these types, and whether the first is float32."""
+    template, _, types = name.partition("<")
+    return stem, template, _is_of_models(stem, name), types.startswith("float")
+
+
 def _sampled(arch: str) -> list[tuple[str, ...]]:
-    """The names of each of KERNELS that `make test` compiles. GPUs run models in bfloat16: of the
-    kernels for float16, the first of each template, for the latest architecture."""
-    found: list[tuple[str, ...]] = []
-    templates: set[tuple[str, str]] = set()
+    """The names of each of KERNELS that `make test` compiles. For the latest architecture: all of
+    models, and the last of each other template, in float16 or float32. For an earlier one, whose
+    sources lack only Hopper's instructions: the first and the last of each template of models."""
+    groups: dict[tuple[str, str, bool, bool], list[str]] = {}
     for stem, names, _ in KERNELS:
-        kept = []
         for name in names:
-            if "__half" in name:
-                template = (stem, name.partition("<")[0])
-                if arch != ARCHITECTURES[-1] or template in templates:
-                    continue
-                templates.add(template)
-            kept.append(name)
-        found.append(tuple(kept))
-    return found
+            groups.setdefault(_template(stem, name), []).append(name)
+    wanted: set[tuple[str, str]] = set()
+    for (stem, _, of_models, _), names in groups.items():
+        if arch != ARCHITECTURES[-1]:
+            chosen = [names[0], names[-1]] if of_models else []
+        else:
+            chosen = names if of_models else names[-1:]
+        wanted.update((stem, name) for name in chosen)
+    return [tuple(name for name in names if (stem, name) in wanted) for stem, names, _ in KERNELS]
 
 
 def _cases() -> Iterator[Any]:
@@ -101,21 +114,23 @@ def test_every_kernel_compiles_without_a_gpu(
         assert symbol.encode() in found.code
 
 
-def test_only_kernels_for_float16_are_left_to_a_long_run() -> None:
+def test_the_sample_has_all_kernels_of_models_and_all_templates() -> None:
+    every = {(stem, name) for stem, names, _ in KERNELS for name in names}
+    of_models = {(stem, name) for stem, name in every if _is_of_models(stem, name)}
+    sampled = {
+        arch: {
+            (stem, name)
+            for (stem, _, _), names in zip(KERNELS, _sampled(arch), strict=True)
+            for name in names
+        }
+        for arch in ARCHITECTURES
+    }
+    assert of_models < sampled[ARCHITECTURES[-1]] <= every
+    templates = {_template(stem, name) for stem, name in every}
+    assert {_template(stem, name) for stem, name in sampled[ARCHITECTURES[-1]]} == templates
+    templates = {_template(stem, name) for stem, name in of_models}
     for arch in ARCHITECTURES:
-        for (_, names, _), some in zip(KERNELS, _sampled(arch), strict=True):
-            assert all("__half" in name for name in set(names) - set(some))
-    templates = {
-        (stem, name.partition("<")[0], "__half" in name)
-        for stem, names, _ in KERNELS
-        for name in names
-    }
-    latest = zip(KERNELS, _sampled(ARCHITECTURES[-1]), strict=True)
-    assert templates == {
-        (stem, name.partition("<")[0], "__half" in name)
-        for (stem, _, _), some in latest
-        for name in some
-    }
+        assert {_template(stem, name) for stem, name in sampled[arch] & of_models} == templates
 
 
 def test_every_source_belongs_to_a_module_of_ops() -> None:
