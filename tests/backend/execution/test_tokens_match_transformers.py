@@ -5,17 +5,15 @@ from __future__ import annotations
 
 import functools
 import random
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import gguf
-import msgspec
 import pytest
 import torch
 import transformers
 
+from gguf_transformers import quick_reader
 from inflight.checkpoint.locate import Checkpoint, locate
 from inflight.config import EngineConfig
 from inflight.core.request import Request
@@ -29,7 +27,6 @@ from paged_decoder import Paged, blocks_for, load
 from prompts import PROMPTS
 
 OUTPUT_LEN = 64
-PARAMS = SamplingParams(max_tokens=OUTPUT_LEN, temperature=0.0, ignore_eos=True)
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -68,14 +65,8 @@ def make_engine(checkpoint: Checkpoint) -> Callable[..., Engine]:
 
 @pytest.fixture(scope="module")
 def reference(checkpoint: Checkpoint) -> Any:
-    """The model of `transformers`, from the same file.
-
-    It reads the file three times, and makes the map of tensor names for each of its modules.
-    """
-    with warnings.catch_warnings(), pytest.MonkeyPatch.context() as patch:
-        warnings.simplefilter("ignore")
-        for name in ("GGUFReader", "get_tensor_name_map"):
-            patch.setattr(gguf, name, functools.cache(getattr(gguf, name)))
+    """The model of `transformers`, from the same file."""
+    with quick_reader():
         return transformers.AutoModelForCausalLM.from_pretrained(
             checkpoint.path.parent, gguf_file=checkpoint.path.name, dtype=torch.float32
         ).eval()
@@ -118,7 +109,8 @@ def selected(of_prompts: list[list[int]], every: int) -> list[list[int]]:
     return of_prompts[LONGEST % every :: every]
 
 
-def requests(prompts: list[list[int]], params: SamplingParams = PARAMS) -> list[Request]:
+def requests(prompts: list[list[int]], max_tokens: int = OUTPUT_LEN) -> list[Request]:
+    params = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
     return [Request(i, prompt, params) for i, prompt in enumerate(prompts)]
 
 
@@ -154,7 +146,7 @@ def test_sixteen_at_once_with_random_arrival(reference, prompts, arrivals):
 )
 def test_alone(make_engine, prompts, right, every, length):
     engine = make_engine(enable_prefix_caching=False)
-    chosen = requests(selected(prompts, every), msgspec.structs.replace(PARAMS, max_tokens=length))
+    chosen = requests(selected(prompts, every), length)
     outputs = [generate(engine, [request])[request.request_id] for request in chosen]
     assert outputs == [output[:length] for output in selected(right, every)]
 
@@ -171,7 +163,7 @@ def test_prefill_in_chunks_of_16_tokens(make_engine, prompts, right, every):
 def test_prefix_hits(make_engine, prompts, right, every):
     engine = make_engine(enable_prefix_caching=True)
     chosen = selected(prompts, every)
-    generate(engine, requests(chosen))
+    generate(engine, requests(chosen, max_tokens=1))
     again = generate(engine, requests(chosen))
     assert list(again.values()) == selected(right, every)
     whole_blocks = sum((len(p) - 1) // 16 * 16 for p in chosen)

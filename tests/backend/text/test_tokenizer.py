@@ -6,7 +6,6 @@ import multiprocessing
 import os
 import shutil
 import threading
-import warnings
 from pathlib import Path
 
 import gguf
@@ -16,6 +15,7 @@ import transformers
 from tokenizers import decoders as library_decoders
 from tokenizers import models, pre_tokenizers
 
+from gguf_transformers import quick_reader
 from inflight.checkpoint.locate import Checkpoint, locate
 from inflight.errors import ConfigError, RequestError
 from inflight.text.gguf_tokenizer import build
@@ -39,8 +39,7 @@ def test_smollm_s_ids_are_those_of_transformers(
     smollm: Tokenizer, smollm_checkpoint: Checkpoint
 ) -> None:
     path = smollm_checkpoint.path
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with quick_reader():
         right = transformers.AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
     # It forgets that SmolLM2 takes digits one by one; its published tokenizer.json does not.
     right.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
