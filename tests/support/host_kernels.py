@@ -10,7 +10,9 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
 
 import numpy as np
 import pytest
@@ -418,15 +420,51 @@ class HostAttentionMetadata:
         self.query_start = query_start
         self.seq_lens = seq_lens
         self.block_tables = block_tables
+        self._chunks: list[tuple[int, int, int, Tensor, Tensor | None]] = []
+
+    def chunks(self, block_size: int) -> list[tuple[int, int, int, Tensor, Tensor | None]]:
+        """(first row, last row + 1, number of keys, blocks, mask if any) of each chunk with rows:
+        the same for all layers of a pass."""
+        if not self._chunks:
+            bounds = itertools.pairwise(self.query_start.tolist())
+            lengths = self.seq_lens.tolist()
+            for table, length, (first, end) in zip(self.block_tables, lengths, bounds, strict=True):
+                assert 0 <= end - first <= length, "tokens without keys"
+                if first == end:
+                    assert length == 0, "keys of no sequence"
+                    continue
+                blocks = table[: -(-length // block_size)].long()
+                self._chunks.append((first, end, length, blocks, self._mask(end - first, length)))
+        return self._chunks
+
+    def _mask(self, q_len: int, length: int) -> Tensor | None:
+        window = self.spec.window
+        if q_len == 1 and not window:
+            return None
+        mask = torch.ones(q_len, length, dtype=torch.bool).tril_(length - q_len)
+        return mask.triu_(length - q_len + 1 - window) if window else mask
 
 
-class HostRopeInputs(NamedTuple):
-    """Satisfies `RopeInputs`, of operands on the CPU."""
+@dataclass
+class HostRopeInputs:
+    """Satisfies `RopeInputs`, of operands on the CPU. A pass has one for all its layers."""
 
     positions: Tensor
     slot_mapping: Tensor
     cos: Tensor
     sin: Tensor
+
+    @cached_property
+    def rows(self) -> tuple[Tensor, Tensor]:
+        """cos and sin at each token's position."""
+        return self.cos.index_select(0, self.positions), self.sin.index_select(0, self.positions)
+
+    @cached_property
+    def kept(self) -> Tensor | None:
+        """The tokens with a slot; None if all have one."""
+        if int(self.slot_mapping.min()) >= 0:
+            return None
+        return (self.slot_mapping >= 0).nonzero()[:, 0]
 
 
 def rope_write_kv(
@@ -442,7 +480,7 @@ def rope_write_kv(
     num_heads, head_dim = q_out.shape[1:]
     groups = kv.k_cache.shape[2]
     heads = qkv.view(len(qkv), -1, head_dim)
-    cos, sin = (table.index_select(0, rope.positions) for table in (rope.cos, rope.sin))
+    cos, sin = rope.rows
     qk = heads[:, : num_heads + groups]
     if qk_norm is not None:
         q, _ = transformer.rms_norm(qk[:, :num_heads], qk_norm.q_weight, qk_norm.eps)
@@ -451,9 +489,8 @@ def rope_write_kv(
     qk = transformer.rotary(qk, cos, sin)
     qk = qk.to(qkv.dtype)
     k, v, slots = qk[:, num_heads:], heads[:, num_heads + groups :], rope.slot_mapping
-    if int(slots.min()) < 0:
-        kept = (slots >= 0).nonzero()[:, 0]
-        k, v, slots = (values.index_select(0, kept) for values in (k, v, slots))
+    if rope.kept is not None:
+        k, v, slots = (values.index_select(0, rope.kept) for values in (k, v, slots))
     transformer.write_kv(k, v, kv.k_cache, kv.v_cache, slots)
     q_out.copy_(qk[:, :num_heads])
 
@@ -462,22 +499,11 @@ def attend(
     q: Tensor, kv: PagedKV, metadata: HostAttentionMetadata, out: Tensor, **settings: object
 ) -> None:
     out.fill_(float("nan"))  # rows of no chunk stay as they were: whatever that is
-    bounds = itertools.pairwise(metadata.query_start.tolist())
-    for chunk, (length, (first, end)) in enumerate(
-        zip(metadata.seq_lens.tolist(), bounds, strict=True)
-    ):
-        assert 0 <= end - first <= length, "tokens without keys"
-        if first == end:
-            assert length == 0, "keys of no sequence"
-            continue
-        blocks = metadata.block_tables[chunk, : -(-length // kv.k_cache.shape[1])].long()
+    for first, end, length, blocks, mask in metadata.chunks(kv.k_cache.shape[1]):
         keys, values = (
             cache.index_select(0, blocks).flatten(0, 1)[:length].transpose(0, 1)
             for cache in (kv.k_cache, kv.v_cache)
         )
-        mask = torch.ones(end - first, length, dtype=torch.bool).tril_(length - (end - first))
-        if window := metadata.spec.window:
-            mask.triu_(length - (end - first) + 1 - window)
         # As a batch of one: torch has no fused attention for less than four dimensions.
         found = torch.nn.functional.scaled_dot_product_attention(
             q[first:end].transpose(0, 1)[None],
