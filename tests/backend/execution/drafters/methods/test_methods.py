@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
+from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 import tiny
@@ -152,7 +154,7 @@ class Spoiled:
     Attributes:
         num_right: guesses before the first that was replaced.
         num_spoiled: times that one was.
-        proposed: of greedy sequences, what stood there and what was guessed.
+        proposed: of greedy sequences, the request, what stood there and what was guessed.
     """
 
     def __init__(self, engine: Engine, expected: dict[int, list[int]] | None = None) -> None:
@@ -162,14 +164,15 @@ class Spoiled:
         drafter.propose = self.propose
         self.num_right = 0
         self.num_spoiled = 0
-        self.proposed: list[tuple[list[int], list[int]]] = []
+        self.proposed: list[tuple[int, list[int], list[int]]] = []
 
     def propose(self, chunks: list[Chunk]) -> list[list[int]]:
         proposed = self._propose(chunks)
         for chunk, drafts in zip(chunks, proposed, strict=True):
             assert len(drafts) == chunk.num_drafts
             if drafts and chunk.sequence.request.params.temperature == 0.0:
-                self.proposed.append((list(chunk.sequence.token_ids), list(drafts)))
+                sequence = chunk.sequence
+                self.proposed.append((sequence.request_id, list(sequence.token_ids), list(drafts)))
             if self._expected is not None and chunk.start % 2:
                 sequence = chunk.sequence
                 rest = self._expected[sequence.request_id][sequence.num_output_tokens :]
@@ -207,9 +210,26 @@ def test_a_drafter_that_is_the_model_is_right_each_time(
     assert engine.stats().num_accepted_tokens == spoiled.num_right > 100
 
 
+@pytest.fixture(scope="module")
+def features(folder: Path, expected: dict[int, list[int]]) -> dict[int, Tensor]:
+    """What a head reads of each token, by request: [T, 3 * hidden] from `transformers`."""
+    target = AutoModelForCausalLM.from_pretrained(folder / "target", dtype=torch.float32).eval()
+    aux_layers = (2, SETTINGS["num_hidden_layers"] // 2, SETTINGS["num_hidden_layers"] - 3)
+    found = {}
+    for one in requests():
+        whole = torch.tensor([one.prompt_ids + expected[one.request_id]])
+        with torch.inference_mode():
+            states = target(whole, output_hidden_states=True).hidden_states
+        found[one.request_id] = torch.cat([states[tap][0] for tap in aux_layers], -1)
+    return found
+
+
 @pytest.mark.parametrize("way", WAYS)
 def test_an_eagle3_head_matches_the_reference(
-    folder: Path, expected: dict[int, list[int]], way: dict[str, Any]
+    folder: Path,
+    expected: dict[int, list[int]],
+    features: dict[int, Tensor],
+    way: dict[str, Any],
 ) -> None:
     """As `transformers` and plain torch do, that see whole texts and keep nothing."""
     engine = make_engine(folder, drafting(folder, "eagle3"), **way)
@@ -218,16 +238,12 @@ def test_an_eagle3_head_matches_the_reference(
     assert engine.stats().num_accepted_tokens > 100
     assert len(spoiled.proposed) > 60
 
-    target = AutoModelForCausalLM.from_pretrained(folder / "target", dtype=torch.float32).eval()
-    embedding = target.get_input_embeddings().weight.detach()
+    embedding = load_file(folder / "target" / "model.safetensors")["model.embed_tokens.weight"]
     head = Head(tiny.random_head(SETTINGS, DRAFT_VOCAB_SIZE), SETTINGS, embedding)
-    aux_layers = (2, SETTINGS["num_hidden_layers"] // 2, SETTINGS["num_hidden_layers"] - 3)
     right = 0
     sample = random.Random(4).sample(spoiled.proposed, 60)
-    for token_ids, drafts in sample:
-        with torch.inference_mode():
-            states = target(torch.tensor([token_ids[:-1]]), output_hidden_states=True).hidden_states
-        features = torch.cat([states[tap][0] for tap in aux_layers], -1)
-        right += head.drafts(features, token_ids, len(drafts)) == drafts
+    for request_id, token_ids, drafts in sample:
+        known = features[request_id][: len(token_ids) - 1]
+        right += head.drafts(known, token_ids, len(drafts)) == drafts
     # Where a prefix was found, the entry of its last position may be of another next token.
     assert right >= len(sample) * (0.8 if way.get("enable_prefix_caching") else 1)
