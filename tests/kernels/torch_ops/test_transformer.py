@@ -62,8 +62,8 @@ _MEMORY = """
 import psutil, torch
 from inflight_kernels.torch_ops import transformer as ops
 torch.set_num_threads(1)
-packed = ops.pack(torch.randn(1536, 576))
-x = torch.randn(600, 576)
+packed = ops.pack(torch.randn(1536, 144))
+x = torch.randn(600, 144)
 ops.linear(x, packed)
 before = psutil.Process().memory_info().rss
 for num_rows in range(1, 601):
