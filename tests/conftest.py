@@ -32,7 +32,8 @@ def pytest_xdist_auto_num_workers() -> int:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Spread the files of integration tests, which mostly wait, evenly over the others."""
+    """Spread the files of integration tests, which mostly wait, evenly over the others. A process
+    gets whole files."""
     files: dict[bool, dict[Path, list[pytest.Item]]] = {True: {}, False: {}}
     for item in items:
         is_integration = item.path.is_relative_to(INTEGRATION)
@@ -43,6 +44,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for number, tests in enumerate(group.values())
     ]
     items[:] = [item for _, tests in sorted(placed, key=itemgetter(0)) for item in tests]
+    for group in files.values():
+        for path, tests in group.items():
+            name = "servers" if _share_servers(tests) else str(path)
+            for item in tests:
+                item.add_marker(pytest.mark.xdist_group(name))
+
+
+def _share_servers(tests: list[pytest.Item]) -> bool:
+    """Whether they use the servers of the whole session: one process starts and keeps these."""
+    used = {name for item in tests for name in getattr(item, "fixturenames", ())}
+    return bool(used & {"cpu", "echo"})
 
 
 @pytest.hookimpl(wrapper=True)
