@@ -18,9 +18,9 @@ PYTHON =
 VENV = .venv
 BIN = $(VENV)/bin
 PIP = $(BIN)/python -m pip --disable-pip-version-check install --quiet
-# Distribute whole files over some processes (tests/conftest.py), in order: by default xdist starts
+# Distribute whole files over some processes (see tests/conftest.py), in order: by default xdist starts
 # with the files that have the most tests, and the slowest file runs last, alone.
-SIDE_BY_SIDE = -n auto --dist loadgroup --no-loadscope-reorder
+SIDE_BY_SIDE = -n auto --dist loadfile --no-loadscope-reorder
 # pip would see packages on PYTHONPATH, but Triton's stub would not.
 # Bytecode is kept: many short processes import the same modules.
 RUN = env -u PYTHONPATH -u PYTHONHOME -u PYTHONDONTWRITEBYTECODE

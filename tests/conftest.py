@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import os
+import re
 import sys
 from collections.abc import Iterator
 from operator import itemgetter
 from pathlib import Path
+from typing import Any
 
 import pytest
+from xdist.scheduler import LoadFileScheduling
 
-INTEGRATION = Path(__file__).parent / "integration"
+ROOT = Path(__file__).parents[1]
+INTEGRATION = ROOT / "tests" / "integration"
 
 # Before anything imports torch: the suite runs alongside its own servers (see runner.build).
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")
@@ -32,8 +37,7 @@ def pytest_xdist_auto_num_workers() -> int:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Spread the files of integration tests, which mostly wait, evenly over the others. A process
-    gets whole files."""
+    """Spread the files of integration tests, which mostly wait, evenly over the others."""
     files: dict[bool, dict[Path, list[pytest.Item]]] = {True: {}, False: {}}
     for item in items:
         is_integration = item.path.is_relative_to(INTEGRATION)
@@ -44,17 +48,29 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for number, tests in enumerate(group.values())
     ]
     items[:] = [item for _, tests in sorted(placed, key=itemgetter(0)) for item in tests]
-    for group in files.values():
-        for path, tests in group.items():
-            name = "servers" if _share_servers(tests) else str(path)
-            for item in tests:
-                item.add_marker(pytest.mark.xdist_group(name))
 
 
-def _share_servers(tests: list[pytest.Item]) -> bool:
-    """Whether they use the servers of the whole session: one process starts and keeps these."""
-    used = {name for item in tests for name in getattr(item, "fixturenames", ())}
-    return bool(used & {"cpu", "echo"})
+class ByFile(LoadFileScheduling):  # type: ignore[misc]
+    """A process gets whole files; one of them gets all files that use the servers of the session,
+    so that these are started once."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        file: str = super()._split_scope(nodeid)
+        return "servers" if file in _files_with_servers() else file
+
+
+@functools.cache
+def _files_with_servers() -> frozenset[str]:
+    uses = re.compile(r"^(?: {4})?def \w+\((?:[^)]*\s)?(?:cpu|echo)\b", re.MULTILINE)
+    return frozenset(
+        str(path.relative_to(ROOT))
+        for path in INTEGRATION.glob("test_*.py")
+        if uses.search(path.read_text())
+    )
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> ByFile:
+    return ByFile(config, log)
 
 
 @pytest.hookimpl(wrapper=True)
