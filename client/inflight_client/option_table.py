@@ -115,6 +115,12 @@ class Options(TypedDict, total=False):
     """Accepted; the count is always part of the answer."""
     return_num_output_tokens: bool
     """Accepted; the count is always part of the answer."""
+    return_finish_reason: bool
+    """Accepted; the reason is always part of the answer."""
+    return_cumulative_logprob: bool
+    """Accepted; the sum is always part of the answer."""
+    return_logprobs: bool
+    """Accepted; `num_logprobs` decides what is reported."""
     sampling_parameters: str | Mapping[str, Any]
     """Options as one JSON object, under vLLM's names."""
     cache_salt: str
@@ -178,6 +184,9 @@ DATATYPES: dict[str, str] = {
     "echo": "BOOL",
     "return_num_input_tokens": "BOOL",
     "return_num_output_tokens": "BOOL",
+    "return_finish_reason": "BOOL",
+    "return_cumulative_logprob": "BOOL",
+    "return_logprobs": "BOOL",
     "sampling_parameters": "BYTES",
     "cache_salt": "BYTES",
     "n": "INT32",

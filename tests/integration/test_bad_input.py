@@ -293,9 +293,15 @@ def test_37_raw_and_typed_contents_mixed(echo):
         ask(echo.grpc, message)
 
 
-def test_52_a_sequence_id_is_refused(echo):
-    with pytest.raises(Refused, match="sequence_id: stateful sequences are not supported"):
-        ask(echo.grpc, request("generate", text("x"), parameters={"sequence_id": 7}))
+@pytest.mark.parametrize("of_sequence", [{"sequence_id": 7}, {"sequence_id": "a"}], ids=str)
+def test_52_a_sequence_s_parameters_change_nothing(echo, of_sequence):
+    """Clients of models with state send them; each request to these models stands for itself."""
+    flags = {"sequence_start": True, "sequence_end": False}
+    for _ in range(2):
+        (answer,) = ask(
+            echo.grpc, request("generate", text("x y"), parameters={**of_sequence, **flags})
+        )
+        assert answer["text_output"] == "x y"
 
 
 GOOD = {

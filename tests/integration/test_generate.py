@@ -86,6 +86,23 @@ def test_http_takes_integers_for_floats_and_members_of_parameters(echo):
     assert answer["finish_reason"] == "length"
 
 
+def test_request_parameters_are_options_and_tensors_take_precedence(echo):
+    def num_tokens(*inputs, **parameters):
+        message = request("generate", text("a b c d e f"), *inputs, parameters=parameters)
+        return ask(echo.grpc, message)[-1]["num_output_tokens"]
+
+    assert num_tokens(max_tokens=2) == num_tokens(max_tokens="2", priority=1, user="me") == 2
+    assert num_tokens(tensor("max_tokens", "INT32", 3), max_tokens=2) == 3
+    streamed = request("generate", text("word " * 200), parameters={"stream": True})
+    assert len(ask(echo.grpc, streamed)) > 1
+    for body in (
+        {"min_tokens": 1, "stop": "c", "logprobs": 0},
+        {"parameters": {"stop": "c", "logprobs": "0", "stream": False}},
+    ):
+        answer = generate(echo.http, "generate", text_input="a b c d", **body)
+        assert (answer["text_output"], answer["finish_reason"]) == ("a b ", "stop")
+
+
 def test_requests_of_benchmark_clients_are_accepted(echo):
     answer = generate(
         echo.http,

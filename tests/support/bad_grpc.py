@@ -189,8 +189,8 @@ CASES: dict[str, Case] = {
     "case-51-text": (changed(_text_timeout), "timeout: allowed: an integer from 0"),
     "case-51-priority": (changed(_priority), "priority: allowed: an integer from 0"),
     "case-52-sequence": (
-        message(PROMPT, parameters={"sequence_id": 7}),
-        "sequence_id: stateful sequences are not supported",
+        message(PROMPT, parameters={"sequence_id": -7}),
+        "sequence_id: allowed: an integer from 0",
     ),
     "case-56-model": (INVALID_UTF8, "request: is not a message of the protocol"),
     "case-56-parameter": (

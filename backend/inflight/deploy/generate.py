@@ -26,7 +26,8 @@ from inflight.engine.metrics.families import FAMILIES, Family
 from inflight.errors import ConfigError
 from inflight.sampling.options import MAX_STRING_BYTES, OptionField
 from inflight.sampling.params import SAMPLING_OPTIONS, SamplingParams
-from inflight.triton import contract, vllm_parameters
+from inflight.triton import contract
+from inflight.triton.dialects import option_values
 from inflight.triton.request_options import OPTIONS, REQUEST_OPTIONS
 from inflight_kernels.ops.sampling import ROW_PARAMS
 
@@ -343,7 +344,7 @@ def _tensor_rows(tensors: Iterable[contract.Tensor]) -> Callable[[], list[str]]:
 def _other_keys() -> list[str]:
     rows = [
         [f"`{key}`", _code(json.dumps(value) for value in values)]
-        for key, values in vllm_parameters.IGNORED.items()
+        for key, values in option_values.IGNORED.items()
     ]
     return _table(["Key", "Accepted at"], rows)
 

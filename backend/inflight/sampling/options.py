@@ -3,7 +3,7 @@
 A struct whose fields are annotated with `Option` is a table of options: `SamplingParams` for those
 that concern sampling, `triton.request_options.RequestOptions` for those of a request as a whole.
 Everything else about an option is derived from its entry: the check of its bounds
-(`check_options`), its input tensors (`triton.contract`), its vLLM key (`triton.vllm_parameters`),
+(`check_options`), its input tensors (`triton.contract`), its vLLM key (`triton.dialects`),
 and the output of `make generate`: the inputs in the config.pbtxt files, the client's options, the
 row parameters of the kernels and the reference page.
 """

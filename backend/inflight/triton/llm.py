@@ -22,13 +22,13 @@ from inflight.errors import (
     ConfigError,
     EngineError,
     InflightError,
-    RequestError,
     from_kind,
 )
 from inflight.ipc.engine_client import EngineClient, attach_front
 from inflight.ipc.metrics.usage import ACCOUNT, UsageReporter, tenant_of, usage_path
 from inflight.ipc.runtime_folder import folder_of
 from inflight.triton import contract, protocol
+from inflight.triton.dialects import request_parameters
 from inflight.triton.errors import DelayedErrors, triton_error
 from inflight.triton.metrics import MetricsPublisher
 from inflight.triton.response_queue import ResponseQueue, SenderPool, Sweep
@@ -185,10 +185,8 @@ class LlmFront:
         refused = pb_utils.get_input_tensor_by_name(request, contract.PROMPT_ERROR.name)
         if refused is not None:
             raise protocol.read_prompt_error(refused.as_numpy())
-        if request.correlation_id():
-            raise RequestError("stateful sequences are not supported; omit it", "sequence_id")
         inputs = {tensor.name(): tensor.as_numpy() for tensor in request.inputs()}
-        parameters = protocol.request_parameters(request.parameters())
+        parameters = request_parameters.decode(request.parameters())
         account = str(parameters.pop(ACCOUNT, ""))
         client = self._client
         if client is None:

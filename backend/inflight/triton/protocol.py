@@ -17,10 +17,11 @@ from inflight.config import MAX_DRAFTS
 from inflight.core.output_constraint import StructuredOutput
 from inflight.core.output_constraint import parse as parse_guide
 from inflight.core.request import AUTO_DRAFTS, Candidate, Request, TokenEvent, check_length
-from inflight.errors import KINDS, InflightError, RequestError, did_you_mean, from_kind
+from inflight.errors import KINDS, InflightError, RequestError, from_kind
 from inflight.sampling.params import MAX_TOKENS_LIMIT, SAMPLING_OPTIONS, SamplingParams
-from inflight.triton import contract, vllm_parameters
+from inflight.triton import contract
 from inflight.triton.contract import Array
+from inflight.triton.dialects import request_parameters, sampling_parameters
 from inflight.triton.request_options import (
     MAX_SALT_LENGTH,
     OPTIONS,
@@ -31,12 +32,6 @@ from inflight.triton.request_options import (
 # For a rejected prompt. JSON may encode each character as six.
 MAX_ERROR_CHARACTERS = 2048
 _MAX_PROMPT_ERROR_CHARACTERS = 8 * MAX_ERROR_CHARACTERS
-
-# Parameters that other servers' clients send and that are ignored here: switches of other backends,
-# and headers that a proxy may have the server forward.
-HARMLESS_PARAMETERS = frozenset(
-    {"accumulate_tokens", "pad_id", "traceparent", "tracestate", "x-request-id"}
-)
 
 _OPTION_NAMES = tuple(tensor.name for tensor in contract.OPTIONS)
 _PROMPT_TENSORS = (contract.TEXT_INPUT.name, contract.MESSAGES.name)
@@ -174,13 +169,12 @@ def parse(inputs: Mapping[str, Array], parameters: Mapping[str, Any], limits: Li
     Raises:
         RequestError: invalid request; the message starts with the client's name of the input.
     """
-    _check_parameters(parameters)
     values = contract.read_request(inputs)
     prompt_tensor = values.pop("prompt_tensor", None)
     if prompt_tensor not in (None, *_PROMPT_TENSORS):
         raise RequestError(f"allowed: {' or '.join(_PROMPT_TENSORS)}", "prompt_tensor")
     prompt_ids = _prompt(values.pop("input_ids", None), prompt_tensor or "input_ids", limits)
-    values, names = _merge_vllm_parameters(_join_biases(values))
+    values, names = _merge(_join_biases(values), request_parameters.read(parameters))
     for name in _UNSUPPORTED:
         if name in values:
             raise RequestError("is not supported in this version; omit it", name)
@@ -336,17 +330,6 @@ def _strings(*texts: str) -> Array:
     return np.array([text.encode() for text in texts], object)
 
 
-def _check_parameters(parameters: Mapping[str, Any]) -> None:
-    for name in parameters:
-        if name in HARMLESS_PARAMETERS or name.startswith("triton_"):
-            continue
-        if name in _OPTION_NAMES:
-            raise RequestError("is an input tensor, not a request parameter", name)
-        raise RequestError(
-            f"is neither an input nor a parameter{did_you_mean(name, _OPTION_NAMES)}", name
-        )
-
-
 def _prompt(ids: list[int] | None, name: str, limits: Limits) -> list[int]:
     if ids is None:
         raise RequestError("is missing", name)
@@ -377,11 +360,12 @@ def _join_biases(values: dict[str, Any]) -> dict[str, Any]:
     return rest | {"logit_bias": list(zip(ids, biases, strict=True))}
 
 
-def _merge_vllm_parameters(values: dict[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
-    """Values under our names, and the client's name of each."""
+def _merge(
+    values: dict[str, Any], parameters: dict[str, Any]
+) -> tuple[dict[str, Any], dict[str, str]]:
+    """Values under our names, and the client's name of each. Tensors precede parameters."""
     values = dict(values)
     names = {name: name for name in _OPTION_NAMES} | {field.name: field.name for field in OPTIONS}
-    reports_own = values.pop("return_log_probs", False)
     for field in OPTIONS:
         for alias in field.option.aliases:
             if alias in values:
@@ -389,16 +373,21 @@ def _merge_vllm_parameters(values: dict[str, Any]) -> tuple[dict[str, Any], dict
                     raise RequestError(f"is another name of {field.name}; send one of them", alias)
                 values[field.name] = values.pop(alias)
                 names[field.name] = alias
-    if (text := values.pop(vllm_parameters.PARAM, None)) is not None:
-        for name, value in vllm_parameters.parse(text).items():
+    where = sampling_parameters.PARAM
+    text = values.pop(where, parameters.pop(where, None))
+    if text is not None:
+        for name, value in sampling_parameters.parse(text).items():
             if name in values:
                 raise RequestError(
-                    f"{name} is also set by the tensor {names[name]}; send one of them",
-                    vllm_parameters.PARAM,
+                    f"{name} is also set by the tensor {names[name]}; send one of them", where
                 )
             values[name] = value
-            names[name] = f"{vllm_parameters.PARAM}: {name}"
-    if reports_own:
+            names[name] = f"{where}: {name}"
+    for name, value in parameters.items():
+        if name not in values:
+            values[name] = value
+            names[name] = f"{request_parameters.WHERE}: {name}"
+    if values.pop("return_log_probs", False):
         values.setdefault("num_logprobs", 0)
     return values, names
 
@@ -543,9 +532,3 @@ def _salt(salt: str) -> str:
             f"allowed: up to {MAX_SALT_LENGTH} characters, all printable", "cache_salt"
         )
     return salt
-
-
-def request_parameters(text: str) -> dict[str, Any]:
-    """Triton's request parameters, which its Python API provides as JSON."""
-    found: dict[str, Any] = json.loads(text) if text else {}
-    return found

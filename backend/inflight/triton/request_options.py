@@ -50,6 +50,18 @@ class RequestOptions(msgspec.Struct, frozen=True):
         bool,
         Option("Accepted; the count is always part of the answer.", vllm=()),
     ] = True
+    return_finish_reason: Annotated[
+        bool,
+        Option("Accepted; the reason is always part of the answer.", vllm=()),
+    ] = True
+    return_cumulative_logprob: Annotated[
+        bool,
+        Option("Accepted; the sum is always part of the answer.", vllm=()),
+    ] = True
+    return_logprobs: Annotated[
+        bool,
+        Option("Accepted; `num_logprobs` decides what is reported.", vllm=()),
+    ] = True
     sampling_parameters: Annotated[
         str | None,
         Option(

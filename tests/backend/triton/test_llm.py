@@ -347,13 +347,6 @@ def test_a_late_error_is_sent_immediately(front, engines):
     assert sender.wait()[0].error().message() == "the step failed"
 
 
-def test_a_request_of_a_sequence_is_refused(front):
-    (response,) = ask(front, correlation_id=7).wait()
-    assert (
-        response.error().message() == "sequence_id: stateful sequences are not supported; omit it"
-    )
-
-
 def test_a_request_that_cannot_be_read_is_answered(front, caplog):
     class Broken(pb_utils.InferenceRequest):
         def inputs(self):

@@ -474,12 +474,25 @@ def test_unknown_parameters_are_refused_with_the_nearest_name():
         "temprature: is neither an input nor a parameter; did you mean 'temperature'?"
     )
     assert refusal({"xyzzy": 1}) == "xyzzy: is neither an input nor a parameter"
-    assert refusal({"top_p": 1}) == "top_p: is an input tensor, not a request parameter"
 
 
-@pytest.mark.parametrize("name", sorted(protocol.HARMLESS_PARAMETERS | {"triton_anything"}))
-def test_harmless_parameters_are_accepted(name):
-    assert generation({name: 1}).prompt_ids == [1, 2, 3]
+def test_a_parameter_is_an_option_unless_a_tensor_is() -> None:
+    def temperature(parameters, **tensors):
+        return generation(parameters, **tensors).params.temperature
+
+    own, vllm = {"temperature": 0.25}, {"sampling_parameters": '{"temperature": 0.5}'}
+    tensor = np.array([0.75], np.float32)
+    assert temperature(own) == 0.25
+    assert temperature(own | vllm) == 0.5
+    assert temperature(own, sampling_parameters=strings(vllm["sampling_parameters"])) == 0.5
+    assert temperature(own, temperature=tensor) == 0.75
+    assert generation({"return_log_probs": True}).params.num_logprobs == 0
+    assert generation({"seed": "7", "stream": True}).params.seed == 7
+
+
+def test_a_parameter_out_of_bounds_is_refused_by_its_name() -> None:
+    assert refusal({"top_p": 7}).startswith("parameters: top_p: 7.0 is out of range")
+    assert refusal({"top_p": "much"}) == 'parameters: top_p is "much"; allowed: a number'
 
 
 @pytest.mark.parametrize("salt", ["x" * 257, "a\nb", "a\x00", "a\u200b"])

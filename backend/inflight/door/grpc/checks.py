@@ -27,7 +27,7 @@ MAX_PRIORITY = 2**32 - 1
 _MODEL = re.compile(rf"[A-Za-z0-9_][A-Za-z0-9_.-]{{0,{MAX_NAME - 1}}}")
 _VERSION = re.compile(rf"[0-9]{{0,{MAX_VERSION_DIGITS}}}")
 _NAME = re.compile(rf"[!-~]([ -~]{{0,{MAX_NAME - 1}}})")
-_SEQUENCE = ("sequence_id", "sequence_start", "sequence_end")
+MAX_SEQUENCE_ID = 2**63 - 1
 
 
 def infer_request(data: bytes, limits: Limits) -> Any:
@@ -133,9 +133,11 @@ def _parse_infer_request(data: bytes, limits: Limits) -> Any:
 def _check_parameters(parameters: Any) -> None:
     for key in parameters:
         value = _parameter(parameters[key], key)
-        if key in _SEQUENCE:
-            raise RequestError("stateful sequences are not supported", key)
-        if key == "timeout":
+        if key == "sequence_id" and not isinstance(value, str):
+            _check_number(key, value, MAX_SEQUENCE_ID)
+        elif key in ("sequence_start", "sequence_end") and not isinstance(value, bool):
+            raise RequestError("allowed: a bool_param", key)
+        elif key == "timeout":
             _check_number(key, value, MAX_TIMEOUT_US)
         elif key == "priority":
             _check_number(key, value, MAX_PRIORITY)

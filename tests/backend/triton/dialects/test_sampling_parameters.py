@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from inflight.errors import RequestError
-from inflight.triton import vllm_parameters
+from inflight.triton.dialects import guides, option_values, sampling_parameters
 
 
 def test_vllm_names_become_ours():
@@ -24,7 +24,7 @@ def test_vllm_names_become_ours():
             "seed": 2**64 - 1,
         }
     )
-    assert vllm_parameters.parse(text) == {
+    assert sampling_parameters.parse(text) == {
         "max_tokens": 5,
         "temperature": 0.0,
         "top_p": 0.9,
@@ -58,7 +58,7 @@ def test_rarer_names_are_vllms_or_llama_cpps() -> None:
             "echo": True,
         }
     )
-    assert vllm_parameters.parse(text) == {
+    assert sampling_parameters.parse(text) == {
         "logit_bias": [(50, -100.0), (7, 2.5)],
         "allowed_token_ids": [1, 2],
         "typical_p": 0.9,
@@ -89,41 +89,45 @@ def test_rarer_names_are_vllms_or_llama_cpps() -> None:
     ],
 )
 def test_logprobs_are_openais_flag_or_a_number(text: str, number: int) -> None:
-    assert vllm_parameters.parse(text) == {"num_logprobs": number}
+    assert sampling_parameters.parse(text) == {"num_logprobs": number}
 
 
 def test_numbers_may_come_as_strings():
     """GenAI-Perf writes them so."""
     text = '{"max_tokens": "16", "min_tokens": "16", "temperature": "0.5"}'
-    assert vllm_parameters.parse(text) == {"max_tokens": 16, "min_tokens": 16, "temperature": 0.5}
+    assert sampling_parameters.parse(text) == {
+        "max_tokens": 16,
+        "min_tokens": 16,
+        "temperature": 0.5,
+    }
 
 
 def test_null_means_the_default():
-    assert vllm_parameters.parse('{"temperature": null, "seed": null, "stop": null}') == {}
+    assert sampling_parameters.parse('{"temperature": null, "seed": null, "stop": null}') == {}
 
 
 def test_options_without_effect_are_accepted():
     """Triton's OpenAI frontend sends every field that has a default."""
     text = '{"logprobs": false, "top_logprobs": 0, "best_of": 1, "logit_bias": null, "n": 1}'
-    assert vllm_parameters.parse(text) == {"n": 1, "best_of": 1}
+    assert sampling_parameters.parse(text) == {"n": 1, "best_of": 1}
     text = '{"logprobs": null, "prompt_logprobs": null, "allowed_token_ids": null, "echo": null}'
-    assert vllm_parameters.parse(text) == {}
+    assert sampling_parameters.parse(text) == {}
 
 
 def test_a_beam_search_has_best_of_beams_or_n():
     search = '{"use_beam_search": true, "n": 3, "temperature": 0, "length_penalty": 0.5'
     found = {"n": 3, "beam_width": 3, "temperature": 0.0, "length_penalty": 0.5}
-    assert vllm_parameters.parse(search + "}") == found
-    assert vllm_parameters.parse(search + ', "best_of": 5, "early_stopping": true}') == (
+    assert sampling_parameters.parse(search + "}") == found
+    assert sampling_parameters.parse(search + ', "best_of": 5, "early_stopping": true}') == (
         found | {"beam_width": 5, "early_stopping": True}
     )
-    assert vllm_parameters.parse('{"beam_width": "4"}') == {"beam_width": 4}
-    assert vllm_parameters.parse('{"use_beam_search": false, "n": 3}') == {"n": 3}
-    assert vllm_parameters.parse('{"use_beam_search": null, "early_stopping": null}') == {}
+    assert sampling_parameters.parse('{"beam_width": "4"}') == {"beam_width": 4}
+    assert sampling_parameters.parse('{"use_beam_search": false, "n": 3}') == {"n": 3}
+    assert sampling_parameters.parse('{"use_beam_search": null, "early_stopping": null}') == {}
 
 
 def test_stop_may_be_a_list():
-    assert vllm_parameters.parse('{"stop": ["a", "b"]}') == {"stop_words": ["a", "b"]}
+    assert sampling_parameters.parse('{"stop": ["a", "b"]}') == {"stop_words": ["a", "b"]}
 
 
 @pytest.mark.parametrize(
@@ -163,20 +167,20 @@ def test_stop_may_be_a_list():
         ('{"allowed_token_ids": [1.5]}', "allowed_token_ids is 1.5; allowed: an integer"),
         ('{"max_tokens": ' + "9" * 5000 + "}", "a number that is too long"),
         ("[" * 30_000, "nested too deeply"),
-        (" " * (vllm_parameters.MAX_BYTES + 1), "characters are too many"),
+        (" " * (sampling_parameters.MAX_BYTES + 1), "characters are too many"),
     ],
 )
 def test_disallowed_options_are_rejected(text, message):
     with pytest.raises(RequestError) as caught:
-        vllm_parameters.parse(text)
+        sampling_parameters.parse(text)
     assert str(caught.value).startswith("sampling_parameters: ")
     assert message in str(caught.value)
 
 
 @given(st.recursive(st.none() | st.booleans() | st.floats() | st.text(), st.lists, max_leaves=5))
 def test_any_value_of_any_key_is_read_or_refused(value):
-    for key in [*vllm_parameters._KEYS, *vllm_parameters.IGNORED]:
+    for key in [*option_values.KEYS, *option_values.IGNORED, *guides.KEYS]:
         try:
-            vllm_parameters.parse(json.dumps({key: value}))
+            sampling_parameters.parse(json.dumps({key: value}))
         except RequestError as error:
             assert str(error).startswith("sampling_parameters: ")

@@ -1,0 +1,1 @@
+"""Requests in the forms that clients of other servers send."""
