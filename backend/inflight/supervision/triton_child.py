@@ -107,7 +107,8 @@ class TritonChild:
                 is_restarting = not self._watched.stubs
                 self._watched = _Watched({} if is_restarting else self._find_stubs())
             for stub in self.server.forget_stubs():
-                self._heartbeat(stub).unlink(missing_ok=True)
+                for path in folder_of(self._owner.pid).glob(f"stub-{stub.pid}.*"):
+                    path.unlink(missing_ok=True)
 
     def _find_stubs(self) -> dict[Process, str]:
         """The stubs, with their models. Those of models that are unloaded or replaced are left out:

@@ -9,9 +9,10 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import math
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from inflight.errors import (
 from inflight.ipc.engine_client import EngineClient, attach_front
 from inflight.ipc.metrics.usage import ACCOUNT, UsageReporter, tenant_of, usage_path
 from inflight.ipc.runtime_folder import folder_of
+from inflight.ipc.sockets.disconnects import TICKET, DisconnectListener
 from inflight.triton import contract, protocol
 from inflight.triton.dialects import request_parameters
 from inflight.triton.errors import DelayedErrors, triton_error
@@ -37,6 +39,8 @@ from inflight.triton.stub import owner
 logger = logging.getLogger(__name__)
 
 DEFAULT_SENDER_THREADS = 8
+# Of an ensemble's request without a stream that passed no door: if its client leaves, nobody says.
+DEFAULT_UNWATCHED_TIMEOUT_S = 600
 CANCEL_INTERVAL_S = 0.02
 # One being detokenized and one queued: the detokenizer never idles, and what arrives meanwhile is
 # coalesced.
@@ -61,6 +65,8 @@ class ResponseWriter:
         cancel: cancels all of them there.
         detokenized: a detokenizer receives the responses.
         account: on which it runs; empty if the server has no keys.
+        ticket: of the door that passed it; empty without a door.
+        deadline: in time.monotonic(), of a request whose client's disconnect cannot be noticed.
     """
 
     def __init__(
@@ -76,6 +82,8 @@ class ResponseWriter:
         self.cancel: Callable[[], None] = _nothing
         self.detokenized = generation is not None and generation.detokenized
         self.account = ""
+        self.ticket = ""
+        self.deadline = math.inf
 
     def send(self, events: list[TokenEvent], is_final: bool) -> None:
         flags = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL if is_final else 0
@@ -131,7 +139,8 @@ class LlmFront:
 
     Args:
         directory: the model's folder with its engine.json.
-        parameters: of config.pbtxt; `sender_threads` and `metrics_compat` are used.
+        parameters: of config.pbtxt; `sender_threads`, `unwatched_timeout_s` and `metrics_compat`
+            are used.
 
     Raises:
         InflightError: the engine cannot load, with the reason.
@@ -145,9 +154,15 @@ class LlmFront:
         self._attachment = 0
         self._in_flight: dict[int, tuple[ResponseQueue, ResponseWriter]] = {}
         self._closing = threading.Event()
-        self._senders = SenderPool(_sender_threads(parameters))
+        self._senders = SenderPool(
+            _number(parameters, "sender_threads", DEFAULT_SENDER_THREADS, 64)
+        )
+        self._unwatched_timeout_s = _number(
+            parameters, "unwatched_timeout_s", DEFAULT_UNWATCHED_TIMEOUT_S, 10**6
+        )
         self._errors = DelayedErrors()
         self._usage = UsageReporter(usage_path(folder_of(self._owner.pid)))
+        self._disconnects = DisconnectListener(folder_of(self._owner.pid), self._on_disconnect)
         self._connect()
         self._sweep = Sweep(self._sweep_cancelled, CANCEL_INTERVAL_S)
         self._metrics = MetricsPublisher(directory, self._owner, lambda: self._client, parameters)
@@ -169,6 +184,7 @@ class LlmFront:
 
     def finalize(self) -> None:
         self._closing.set()
+        self._disconnects.close()
         self._sweep.close()
         self._metrics.close()
         with self._lock:
@@ -188,6 +204,7 @@ class LlmFront:
         inputs = {tensor.name(): tensor.as_numpy() for tensor in request.inputs()}
         parameters = request_parameters.decode(request.parameters())
         account = str(parameters.pop(ACCOUNT, ""))
+        ticket = str(parameters.pop(TICKET, ""))
         client = self._client
         if client is None:
             raise CapacityError("the engine is restarting; retry in a moment")
@@ -197,7 +214,7 @@ class LlmFront:
         if account:
             generation = generation.of_tenant(tenant_of(account))
         writer = ResponseWriter(sender, requested_outputs, generation)
-        writer.account = account
+        writer.account, writer.ticket = account, ticket
         num_outputs = generation.best_of
         watched = generation.detokenized and generation.stream and num_outputs == 1
         response_queue = self._senders.response_queue(
@@ -216,11 +233,22 @@ class LlmFront:
                 client.submit(request)
         if account:
             self._usage.add(account, len(generation.prompt_ids), 0)
+        if not (ticket or generation.stream):
+            writer.deadline = writer.arrived + self._unwatched_timeout_s
+        if ticket and self._disconnects.has_left(ticket):
+            self._on_disconnect([ticket])
         self._sweep.wake()
 
     def _forget(self, client: EngineClient, request_ids: list[int]) -> None:
         for request_id in request_ids:
             if self._in_flight.pop(request_id, None) is not None:
+                client.cancel(request_id)
+
+    def _on_disconnect(self, tickets: Collection[str]) -> None:
+        """Cancel the requests of clients that have left; their responses end as usual."""
+        client = self._client
+        for request_id, (_, writer) in list(self._in_flight.items()):
+            if writer.ticket in tickets and client is not None:
                 client.cancel(request_id)
 
     def _refuse(self, sender: Any, requested_outputs: frozenset[str], error: InflightError) -> None:
@@ -257,12 +285,16 @@ class LlmFront:
 
     def _sweep_cancelled(self) -> bool:
         """Returns whether there may be more to do later."""
-        # An ensemble's cancellation is not visible to its running steps, so those are not polled;
-        # there the engine notices missing acknowledgements.
+        # An ensemble's cancellation is not visible to its running steps, so those are not polled.
+        # The engine notices that a stream is not acknowledged, and doors report disconnects.
         self._usage.report_if_due()
         client = self._client
         for request_id, (response_queue, writer) in list(self._in_flight.items()):
-            if writer.detokenized or client is None:
+            if client is None:
+                continue
+            if writer.detokenized:
+                if time.monotonic() > writer.deadline:
+                    client.cancel(request_id)
                 continue
             if response_queue.lock.acquire(blocking=False):
                 try:
@@ -326,8 +358,8 @@ def _nothing() -> None:
     """Nothing to cancel yet."""
 
 
-def _sender_threads(parameters: Mapping[str, str]) -> int:
-    text = parameters.get("sender_threads", str(DEFAULT_SENDER_THREADS))
-    if not text.isdecimal() or not 1 <= int(text) <= 64:
-        raise ConfigError(f"config.pbtxt: sender_threads is {text!r}; allowed: 1 to 64")
+def _number(parameters: Mapping[str, str], name: str, default: int, high: int) -> int:
+    text = parameters.get(name, str(default))
+    if not text.isdecimal() or not 1 <= int(text) <= high:
+        raise ConfigError(f"config.pbtxt: {name} is {text!r}; allowed: 1 to {high}")
     return int(text)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 from typing import Any
 
 import grpc.aio
@@ -14,6 +15,7 @@ from inflight.door.grpc.gate import Gate
 from inflight.door.grpc.stream import Stream
 from inflight.door.limits import Limits
 from inflight.ipc.health import Health
+from inflight.ipc.sockets.disconnects import DisconnectReporter
 from kserve import request, text
 
 REFUSED = b"not a request"
@@ -92,11 +94,14 @@ def test_a_last_response_behind_refusals_is_delivered(refused: int) -> None:
     async def run() -> tuple[list[bytes], tuple[Any, str] | None]:
         message = request("generate", text("x"), id="1").SerializeToString()
         context, triton = Context(message, *[REFUSED] * refused), Triton()
+        disconnects = DisconnectReporter(Path("/nonexistent"))
         calls = Calls(Limits())
         served = asyncio.create_task(
             calls.run(
                 context,
-                lambda call: Stream(call, calls, Ready(), triton, Limits(), Gate(None)).run(),
+                lambda call: Stream(
+                    call, calls, Ready(), triton, Limits(), Gate(None), disconnects
+                ).run(),
             )
         )
         await settle()

@@ -14,6 +14,8 @@ from inflight.core.request import Candidate, FinishReason, TokenEvent
 from inflight.errors import CapacityError, ConfigError, EngineError, RequestError
 from inflight.ipc.frames import Welcome
 from inflight.ipc.metrics import usage
+from inflight.ipc.runtime_folder import folder_of
+from inflight.ipc.sockets.disconnects import TICKET, DisconnectReporter
 from inflight.triton import errors, llm
 from inflight.triton.contract import MODELS
 from inflight.triton.protocol import write_prompt_error
@@ -46,6 +48,13 @@ class FakeEngine:
     def cancel(self, request_id):
         self.cancelled.append(request_id)
         self.has_work.release()
+
+    def wait_until_cancelled(self, *request_ids):
+        """These, and no others."""
+        deadline = time.monotonic() + 5
+        while not set(request_ids) <= set(self.cancelled) and time.monotonic() < deadline:
+            time.sleep(0.005)
+        assert set(self.cancelled) == set(request_ids)
 
     def close(self):
         self.closed = True
@@ -495,6 +504,45 @@ def test_an_engine_that_cannot_load_is_reported(engines):
 def test_sender_threads_is_checked(engines, text):
     with pytest.raises(ConfigError, match=r"sender_threads is .*; allowed: 1 to 64"):
         llm.LlmFront(Path("/models/llm"), {"sender_threads": text})
+
+
+def test_the_timeout_of_unwatched_requests_is_checked(engines):
+    with pytest.raises(ConfigError, match=r"unwatched_timeout_s is '0'; allowed: 1 to 1000000"):
+        llm.LlmFront(Path("/models/llm"), {"unwatched_timeout_s": "0"})
+
+
+# ---------------------------------------------------------------- clients that have left
+
+
+def test_requests_of_a_disconnected_client_are_cancelled(front, engines):
+    senders = [ask(front, {TICKET: ticket}) for ticket in ("a", "b", "a")]
+    DisconnectReporter(folder_of(front._owner.pid)).report("a")
+    first, _, third = engines[0].submitted
+    engines[0].wait_until_cancelled(first.request_id, third.request_id)
+    for place, reason in enumerate([FinishReason.CANCELLED, FinishReason.STOP] * 2):
+        if place < 3:
+            engines[0].say([7], place, position=1, finish_reason=reason)
+            assert len(senders[place].wait()) == 1
+
+
+def test_a_disconnect_may_be_reported_before_the_request_arrives(front, engines):
+    DisconnectReporter(folder_of(front._owner.pid)).report("early")
+    deadline = time.monotonic() + 5
+    while not front._disconnects.has_left("early") and time.monotonic() < deadline:
+        time.sleep(0.005)
+    ask(front, {TICKET: "early"})
+    ask(front, {TICKET: "late"})
+    assert engines[0].cancelled == [engines[0].submitted[0].request_id]
+
+
+def test_a_request_whose_client_cannot_be_watched_has_a_deadline(front, engines, monkeypatch):
+    """Without a door, an ensemble's request without a stream would outlive its client."""
+    monkeypatch.setattr(front, "_unwatched_timeout_s", 0)
+    prompt = np.array([b"text_input"], object)
+    ask(front, {TICKET: "a"}, prompt_tensor=prompt)
+    ask(front, prompt_tensor=prompt, stream=true())
+    ask(front, prompt_tensor=prompt)
+    engines[0].wait_until_cancelled(engines[0].submitted[2].request_id)
 
 
 # ---------------------------------------------------------------- accounts

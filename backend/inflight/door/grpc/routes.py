@@ -18,6 +18,7 @@ from inflight.door.grpc.upstream import Upstream, passed_on
 from inflight.door.limits import Limits
 from inflight.door.tracing import Tracing
 from inflight.door.versions import resolve
+from inflight.ipc.sockets.disconnects import TICKET, DisconnectReporter, new_ticket
 
 CLOSED = frozenset(
     {
@@ -70,10 +71,12 @@ class Routes(grpc.GenericRpcHandler):  # type: ignore[misc]
         upstream: Upstream,
         limits: Limits,
         gate: Gate,
+        disconnects: DisconnectReporter,
         tracing: Tracing | None = None,
     ) -> None:
         self._calls = calls
         self._gate = gate
+        self._disconnects = disconnects
         self._probes = probes
         self._upstream = upstream
         self._limits = limits
@@ -150,18 +153,30 @@ class Routes(grpc.GenericRpcHandler):  # type: ignore[misc]
             call.span.requested(request.model_name)
         self._probes.check_ready()
         lease = await self._gate.begin(call, request, f"/{SERVICE}/ModelInfer")
+        ticket = request.parameters[TICKET].string_param = new_ticket()
+        is_complete = False
         try:
             found = self._probes.current()
             request.model_name = resolve(found, request.model_name, request.model_version)
-            return await self._ask(call, "ModelInfer", checks.written(request))
+            response = await self._ask(call, "ModelInfer", checks.written(request))
+            is_complete = True
+            return response
         finally:
+            if not is_complete:
+                self._disconnects.report(ticket)
             if lease is not None:
                 lease.end()
 
     async def _stream(self, call: Call) -> None:
         with self._calls.open_stream(call):
             await Stream(
-                call, self._calls, self._probes, self._upstream, self._limits, self._gate
+                call,
+                self._calls,
+                self._probes,
+                self._upstream,
+                self._limits,
+                self._gate,
+                self._disconnects,
             ).run()
 
     async def _ask(self, call: Call, name: str, data: bytes) -> bytes:

@@ -21,6 +21,7 @@ from inflight.door.grpc.upstream import Upstream, passed_on
 from inflight.door.limits import Limits
 from inflight.door.versions import resolve
 from inflight.errors import InflightError
+from inflight.ipc.sockets.disconnects import TICKET, DisconnectReporter, new_ticket
 
 METHOD = "/inference.GRPCInferenceService/ModelStreamInfer"
 MAX_IN_FLIGHT = 1024
@@ -37,9 +38,13 @@ class InFlight:
 
     Triton marks the last response of a request. It sends an empty last response only if the request
     enables that. The door always enables it, and drops the response unless its client did, too.
+
+    Attributes:
+        ticket: of all of them.
     """
 
     def __init__(self) -> None:
+        self.ticket = new_ticket()
         self._wants_final: dict[str, deque[bool]] = {}
         self._count = 0
         self._leases: list[Lease] = []
@@ -48,7 +53,8 @@ class InFlight:
         return self._count
 
     def begin(self, request: Any, lease: Lease | None) -> None:
-        """Count a request, and enable its empty last response."""
+        """Count a request, enable its empty last response, and give it the ticket."""
+        request.parameters[TICKET].string_param = self.ticket
         if lease is not None:
             self._leases.append(lease)
         is_set = checks.EMPTY_FINAL in request.parameters
@@ -91,6 +97,7 @@ class Stream:
         upstream: Upstream,
         limits: Limits,
         gate: Gate,
+        disconnects: DisconnectReporter,
     ) -> None:
         self._call = call
         self._gate = gate
@@ -98,6 +105,7 @@ class Stream:
         self._probes = probes
         self._upstream = upstream
         self._limits = limits
+        self._disconnects = disconnects
         self._in_flight = InFlight()
         self._is_half_closed = False
         self._has_versions = False  # among its requests
@@ -115,6 +123,8 @@ class Stream:
             if first is not None:
                 await self._relay(first)
         finally:
+            if self._in_flight:
+                self._disconnects.report(self._in_flight.ticket)
             self._in_flight.end_all()
 
     async def _relay(self, first: bytes) -> None:

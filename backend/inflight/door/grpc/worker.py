@@ -32,6 +32,7 @@ from inflight.errors import ConfigError
 from inflight.ipc.heartbeat import beat_from_loop
 from inflight.ipc.metrics.request_counts import RequestCounts
 from inflight.ipc.processes import end_with
+from inflight.ipc.sockets.disconnects import DisconnectReporter
 
 LISTENING = "listening"
 # Per connection; gRPC clients queue further ones.
@@ -89,11 +90,16 @@ class Worker:
         self._upstream = Upstream(settings.upstream)
         self._tracing = connect(settings.otlp_endpoint) if settings.otlp_endpoint else None
         probes = Probes(Path(settings.health), self._calls)
+        disconnects = DisconnectReporter(Path(settings.health).parent)
         gate = Gate(settings.access.admission("grpc"))
         self._server = grpc.aio.server(
             options=channel_options(limits, settings.workers),
             maximum_concurrent_rpcs=MAX_CALLS,
-            handlers=[Routes(self._calls, probes, self._upstream, limits, gate, self._tracing)],
+            handlers=[
+                Routes(
+                    self._calls, probes, self._upstream, limits, gate, disconnects, self._tracing
+                )
+            ],
         )
 
     def bind(self) -> int:

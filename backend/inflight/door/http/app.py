@@ -36,6 +36,7 @@ from inflight.ipc import health
 from inflight.ipc.health import Health
 from inflight.ipc.metrics.request_counts import RequestCounts
 from inflight.ipc.metrics.usage import ACCOUNT
+from inflight.ipc.sockets.disconnects import TICKET, DisconnectReporter, new_ticket
 
 T = TypeVar("T")
 
@@ -104,6 +105,7 @@ class Door:
         self.metrics_upstream = metrics
         self.limits = limits
         self.health = HealthFile(health_file)
+        self.disconnects = DisconnectReporter(health_file.parent)
         self.models = Models(upstream)
         self._num_buffered = 0
 
@@ -184,17 +186,21 @@ class Door:
             headers = {"Content-Type": _OCTETS, _HEADER_LENGTH: str(json_length)}
         path, renamed = self._target(request)
         is_whole = renamed is not None
-        return Relay(self, "POST", path, body, headers, is_whole=is_whole, renamed=renamed)
+        relay = Relay(self, "POST", path, body, headers, is_whole=is_whole, renamed=renamed)
+        relay.ticket = own[TICKET]
+        return relay
 
     async def generate(self, request: Request) -> Response:
         body = await self._admitted_body(request)
         path, renamed = self._target(request)
         model, _, route = path.rpartition("/")
         inputs = await self.models.inputs(model)
-        check = partial(generate.rebuild, body, inputs, self.limits, _own_parameters(request))
-        body = await _checked(body, check)
+        own = _own_parameters(request)
+        body = await _checked(body, partial(generate.rebuild, body, inputs, self.limits, own))
         headers, is_whole = {"Content-Type": _JSON}, route == "generate"
-        return Relay(self, "POST", path, body, headers, is_whole=is_whole, renamed=renamed)
+        relay = Relay(self, "POST", path, body, headers, is_whole=is_whole, renamed=renamed)
+        relay.ticket = own[TICKET]
+        return relay
 
     def _target(self, request: Request) -> tuple[str, Renamed | None]:
         """The path of a request in Triton; and what renames the response, if the model has several
@@ -275,6 +281,9 @@ class Relay(Response):
     Args:
         is_whole: the answer is passed on once it is complete; its status may come too early.
         renamed: gives the response the name of the model that the client used.
+
+    Attributes:
+        ticket: of an inference request, reported if it does not get its whole response.
     """
 
     def __init__(
@@ -292,6 +301,7 @@ class Relay(Response):
         self._request = (method, path, headers, body)
         self._is_whole = is_whole
         self._renamed = renamed
+        self.ticket = ""
         self.background = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -306,11 +316,13 @@ class Relay(Response):
             exchange.close()
 
         leaving.add_done_callback(leave)
+        is_complete = False
         try:
             with self._door.busy_poll.awaiting():
                 async with asyncio.timeout(self._door.limits.first_byte_timeout_s):
                     await exchange.send(*self._request)
                 await self._pass_on(exchange, scope, receive, send)
+            is_complete = True
         except UpstreamLost:
             if not leaving.done():
                 raise self._lost() from None
@@ -323,6 +335,8 @@ class Relay(Response):
             else:
                 leaving.cancel()
                 exchange.finish()
+            if self.ticket and not is_complete:
+                self._door.disconnects.report(self.ticket)
 
     def _lost(self) -> Refusal:
         return unavailable(self._door.health.read().reason or _NO_ANSWER)
@@ -541,7 +555,8 @@ def _probe(is_well: bool, reason: str) -> Response:
 def _own_parameters(request: Request) -> dict[str, str]:
     """Request parameters that only the door may set."""
     visit = visit_of(request)
-    return {} if visit is None else {ACCOUNT: visit.key.account}
+    account = {} if visit is None else {ACCOUNT: visit.key.account}
+    return {TICKET: new_ticket(), **account}
 
 
 def _check_version(request: Request) -> None:
