@@ -33,6 +33,12 @@ class Process:
         return cls(pid, fields[_START_TIME]) if fields and fields[0] != "Z" else None
 
     @classmethod
+    def all(cls) -> list[Process]:
+        """All that run, zombies excluded."""
+        pids = [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()]
+        return [found for pid in pids if (found := cls.find(pid)) is not None]
+
+    @classmethod
     def children_of(cls, pid: int) -> list[Process]:
         found = []
         for entry in Path("/proc").iterdir():
@@ -55,7 +61,7 @@ class Process:
     def kill(self) -> None:
         """Kill it, if it is running."""
         if self.is_running():
-            with contextlib.suppress(ProcessLookupError):
+            with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(self.pid, signal.SIGKILL)
 
 

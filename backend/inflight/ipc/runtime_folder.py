@@ -9,7 +9,7 @@ from pathlib import Path
 
 from inflight.errors import ConfigError
 from inflight.ipc.processes import Process
-from inflight.ipc.shared_memory import region_prefix, remove_regions
+from inflight.ipc.shared_memory import region_prefix, remove_regions, stubs_of
 
 
 def folder_of(owner_pid: int) -> Path:
@@ -48,11 +48,18 @@ def remove_folder_of(owner_pid: int) -> None:
 
 
 def remove_abandoned() -> None:
-    """Remove what servers that have exited left: their folders, and shared memory of stubs."""
+    """Clean up after the servers that have exited."""
     for folder in _base().iterdir():
         if folder.name.isdigit() and Process.find(int(folder.name)) is None:
-            remove_regions(region_prefix(int(folder.name)))
-            shutil.rmtree(folder, ignore_errors=True)
+            clean_up(folder)
+
+
+def clean_up(folder: Path) -> None:
+    """Kill the stubs that a server has left, and remove their shared memory and its folder."""
+    for stub in stubs_of(int(folder.name)):
+        stub.kill()
+    remove_regions(region_prefix(int(folder.name)))
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 def _base() -> Path:

@@ -24,6 +24,17 @@ def region_prefix(server_pid: int) -> str:
     return f"{_PREFIX}inflight_shm_region_{server_pid}_"
 
 
+def stubs_of(server_pid: int) -> list[Process]:
+    """The running stubs of a server, by the regions on their command lines: they need no server
+    that remembers them, and no file."""
+    prefix = region_prefix(server_pid)
+    return [
+        process
+        for process in Process.all()
+        if any(argument.startswith(prefix) for argument in process.arguments())
+    ]
+
+
 def remove_regions(prefix: str) -> None:
     """Remove those of stubs that have exited, also of stubs that were never seen."""
     for region in FOLDER.glob(f"{prefix}*"):

@@ -8,15 +8,14 @@ and holds the interpreter's lock while it does.
 from __future__ import annotations
 
 import contextlib
-import shutil
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
 
-from inflight.ipc.processes import Process
-from inflight.ipc.shared_memory import region_prefix, regions_of, remove_regions
+from inflight.ipc.runtime_folder import clean_up
+from inflight.ipc.shared_memory import stubs_of
 
 # The stubs have so long to exit by themselves, which removes their shared memory, too.
 GRACE_S = 3.0
@@ -31,27 +30,16 @@ def start(folder: Path) -> subprocess.Popen[bytes]:
     )
 
 
-def clean(folder: Path) -> None:
-    """Kill the stubs that have a heartbeat in the folder, remove their shared memory and it."""
-    for path in folder.glob("stub-*.beat"):
-        stub = Process.find(int(path.stem.removeprefix("stub-")))
-        regions = regions_of(stub) if stub is not None else []
-        if stub is not None and regions:  # else another process has its pid now
-            stub.kill()
-            for region in regions:
-                region.unlink(missing_ok=True)
-    remove_regions(region_prefix(int(folder.name)))
-    shutil.rmtree(folder, ignore_errors=True)
-
-
 def main(folder: Path) -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     with contextlib.suppress(OSError):
         sys.stdin.buffer.read()
-    if folder.exists():  # a supervisor that stops in order removes it
+    # A supervisor that stops in order leaves neither. Of one that was killed, an engine or another
+    # server may have removed the folder by now.
+    if folder.exists() or stubs_of(int(folder.name)):
         time.sleep(GRACE_S)
-        clean(folder)
+        clean_up(folder)
 
 
 if __name__ == "__main__":

@@ -6,12 +6,14 @@ import os
 import stat
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
 from inflight.errors import ConfigError
 from inflight.ipc import runtime_folder
+from inflight.ipc.shared_memory import region_prefix
 
 
 @pytest.fixture
@@ -37,6 +39,22 @@ def test_folders_of_servers_that_exited_are_removed(base: Path) -> None:
     assert sorted(base.iterdir()) == sorted([own, base / "other"])
     runtime_folder.remove_folder_of(os.getpid())
     assert not own.exists()
+
+
+def test_a_stub_of_a_server_that_exited_is_ended(base: Path) -> None:
+    """It may wait for its tritonserver for ever; its server's janitor may not have begun."""
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    runtime_folder.folder_of(ended.pid)
+    arguments = [f"{region_prefix(ended.pid)}0a_1"]
+    stub = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)", *arguments])
+    try:
+        time.sleep(0.3)  # its arguments are those of this process before
+        runtime_folder.remove_abandoned()
+        assert stub.wait(10) == -9
+    finally:
+        stub.kill()
+        stub.wait()
 
 
 def test_a_folder_that_others_can_read_is_refused(base: Path) -> None:

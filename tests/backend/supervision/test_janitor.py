@@ -2,42 +2,60 @@
 
 from __future__ import annotations
 
+import contextlib
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from inflight.ipc import shared_memory
+from inflight.ipc.runtime_folder import clean_up
 from inflight.supervision import janitor
 
 
-@pytest.mark.parametrize("is_stub", [True, False])
-def test_only_stubs_are_ended(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_stub: bool
-) -> None:
-    monkeypatch.setattr(shared_memory, "FOLDER", tmp_path)
-    region = tmp_path / "triton_region"
-    region.touch()
-    arguments = [region.name] if is_stub else ["another process with its pid"]
+@contextlib.contextmanager
+def running(*arguments: str) -> Iterator[subprocess.Popen[bytes]]:
     process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)", *arguments])
     try:
         time.sleep(0.3)  # its arguments are those of this process before
-        folder = tmp_path / "4711"
-        folder.mkdir()
-        for pid in (process.pid, 2**22 + 1):  # the second one has exited
-            (folder / f"stub-{pid}.beat").touch()
-        janitor.clean(folder)
-        assert not folder.exists()
-        assert region.exists() != is_stub
-        if is_stub:
-            assert process.wait(10) == -9
-        else:
-            assert process.poll() is None
+        yield process
     finally:
         process.kill()
         process.wait()
+
+
+@pytest.fixture
+def memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(shared_memory, "FOLDER", tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize("has_folder", [True, False])
+def test_the_stubs_of_a_server_are_ended_and_no_others(memory: Path, has_folder: bool) -> None:
+    """Another server may have removed the folder."""
+    region, other = (f"{shared_memory.region_prefix(pid)}0a_1" for pid in (4711, 47112))
+    (memory / region).touch()
+    folder = memory / "4711"
+    if has_folder:
+        folder.mkdir()
+    with running(region) as stub, running(other) as another:
+        clean_up(folder)
+        assert stub.wait(10) == -9
+        assert another.poll() is None
+    assert not folder.exists() and not (memory / region).exists()
+
+
+def test_a_stub_is_ended_though_the_folder_is_gone(tmp_path: Path) -> None:
+    region = f"{shared_memory.region_prefix(2**22 + 4711)}0a_1"
+    janitor_process = janitor.start(tmp_path / str(2**22 + 4711))
+    with running(region) as stub:
+        assert janitor_process.stdin is not None
+        janitor_process.stdin.close()
+        assert janitor_process.wait(20) == 0
+        assert stub.wait(10) == -9
 
 
 def test_it_acts_when_its_starter_has_exited_and_not_before(tmp_path: Path) -> None:
@@ -63,5 +81,5 @@ def test_regions_of_stubs_that_were_never_seen_are_removed(
     ]
     for name in names:
         (tmp_path / name).touch()
-    janitor.clean(tmp_path / "4711")
+    clean_up(tmp_path / "4711")
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted(names[2:])
