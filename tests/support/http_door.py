@@ -43,14 +43,25 @@ RESET = struct.pack("ii", 1, 0)  # SO_LINGER: close sends RST
 EVENT = b'data: {"text_output":"a"}\n\n'
 
 
+# The door adds it to each request, and nothing else.
+TICKET = re.compile(rb',"inflight_ticket":"([0-9a-f]{16})"')
+
+
 class FakeTriton(ThreadingHTTPServer):
-    """Serves models named after what they do."""
+    """Serves models named after what they do.
+
+    Attributes:
+        bodies: (path, body) of each request, bodies without their tickets.
+        tickets: of these requests.
+        num_lost: connections that were closed before their responses were complete.
+    """
 
     daemon_threads = True
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), Answers)
         self.bodies: list[tuple[str, bytes]] = []
+        self.tickets: list[str] = []
         self.num_lost = 0
 
 
@@ -95,6 +106,8 @@ class Answers(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         body = self.rfile.read(int(self.headers["Content-Length"]))
+        self.server.tickets += [ticket.decode() for ticket in TICKET.findall(body)]
+        body = TICKET.sub(b"", body)
         self.server.bodies.append((self.path, body))
         model = self.path.split("/")[3]
         getattr(self, f"model_{model}", self.model_echo)(body)

@@ -29,6 +29,7 @@ from inflight.errors import ConfigError
 from inflight.ipc.heartbeat import beat_from_loop
 from inflight.ipc.metrics import usage
 from inflight.ipc.processes import end_with
+from inflight.ipc.sockets import private_socket
 
 FLUSH_S = 1.0
 MAX_LINE = 4096
@@ -119,9 +120,8 @@ async def run(options: argparse.Namespace) -> None:
 
 
 def _receiver(path: Path) -> socket.socket:
-    path.unlink(missing_ok=True)
-    receiver = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK)
-    receiver.bind(str(path))
+    receiver = private_socket.receive(path)
+    receiver.setblocking(False)
     return receiver
 
 

@@ -53,11 +53,14 @@ def raw(door, method, data, **named):
 # ---------------------------------------------------------------- what passes
 
 
-def test_a_unary_request_reaches_triton_as_it_was(door, triton):
-    message = request("tokenizer", PROMPT, id="7").SerializeToString()
-    assert raw(door, "ModelInfer", message) == message
+def test_a_unary_request_reaches_triton_with_a_ticket(door, triton):
+    message = request("tokenizer", PROMPT, id="7")
+    answer = raw(door, "ModelInfer", message.SerializeToString())
     method, data, metadata = triton.received[0]
-    assert method == f"{SERVICE}/ModelInfer" and data == message
+    assert method == f"{SERVICE}/ModelInfer" and answer == data
+    found = service_pb2.ModelInferRequest.FromString(data)
+    assert len(found.parameters.pop("inflight_ticket").string_param) == 16
+    assert found == message
     assert len(metadata["x-request-id"]) == 16
 
 

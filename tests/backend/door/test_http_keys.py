@@ -209,6 +209,7 @@ def test_the_account_is_the_keys_whatever_the_client_sends(keys: KeyDesk, door: 
     tensor = {"name": "text_input", "datatype": "BYTES", "shape": [1], "data": ["x"]}
     assert post(door, {"inputs": [tensor]}, "echo/infer", **headers)[0] == 200
     sent = json.loads(door.triton.bodies[-1][1])
+    assert sent["parameters"].pop("inflight_ticket")
     assert sent["parameters"] == {"inflight_account": f"acme/{made.id}"}
     mine = {"inflight_account": "other/1"}
     for body, route in (

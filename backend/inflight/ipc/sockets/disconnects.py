@@ -18,6 +18,8 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from inflight.ipc.sockets.private_socket import receive
+
 TICKET = "inflight_ticket"
 """A request parameter that doors set and refuse from clients."""
 
@@ -86,14 +88,16 @@ class DisconnectListener:
         self._on_disconnect = on_disconnect
         self._remembered: OrderedDict[str, None] = OrderedDict()
         self._path = folder / f"stub-{os.getpid()}{_SUFFIX}"
-        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        self._socket: socket.socket | None = None
         try:
-            self._path.unlink(missing_ok=True)
-            self._socket.bind(str(self._path))
+            self._socket = receive(self._path)
         except OSError as error:  # the disk is full: abandoned requests run to their ends
             logger.warning("disconnects are not noticed: %s", error)
             return
-        threading.Thread(target=self._listen, name="disconnects", daemon=True).start()
+        arguments = (self._socket,)
+        threading.Thread(
+            target=self._listen, args=arguments, name="disconnects", daemon=True
+        ).start()
 
     def has_left(self, ticket: str) -> bool:
         """Whether the client of a ticket was reported before."""
@@ -101,14 +105,15 @@ class DisconnectListener:
 
     def close(self) -> None:
         self._path.unlink(missing_ok=True)
-        with contextlib.suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)
-        self._socket.close()
+        if self._socket is not None:
+            with contextlib.suppress(OSError):
+                self._socket.shutdown(socket.SHUT_RDWR)
+            self._socket.close()
 
-    def _listen(self) -> None:
+    def _listen(self, receiver: socket.socket) -> None:
         while True:
             try:
-                tickets = self._socket.recv(_MAX_BYTES).decode("ascii", "replace").split()
+                tickets = receiver.recv(_MAX_BYTES).decode("ascii", "replace").split()
             except OSError:  # closed
                 return
             if not tickets:  # shut down

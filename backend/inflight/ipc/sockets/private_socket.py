@@ -13,12 +13,29 @@ def listen(path: Path, backlog: int) -> socket.socket:
     Raises:
         OSError: the socket cannot be created.
     """
-    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    listener = _bind(path, socket.SOCK_STREAM)
+    listener.listen(backlog)
+    return listener
+
+
+def receive(path: Path) -> socket.socket:
+    """A socket for datagrams at `path`, in place of a file that is there.
+
+    Raises:
+        OSError: the socket cannot be created.
+    """
+    return _bind(path, socket.SOCK_DGRAM)
+
+
+def _bind(path: Path, kind: int) -> socket.socket:
+    found = socket.socket(socket.AF_UNIX, kind)
     path.unlink(missing_ok=True)
     before = os.umask(0o177)
     try:
-        listener.bind(str(path))
+        found.bind(str(path))
+    except OSError:
+        found.close()
+        raise
     finally:
         os.umask(before)
-    listener.listen(backlog)
-    return listener
+    return found
