@@ -104,7 +104,8 @@ def serve(
         otlp_endpoint=telemetry.otlp_endpoint,
     )
     settings = _settings(models.set_)
-    with serving.repositories(models.repository, models.model, settings) as found:
+    model = serving.model_of(models)
+    with serving.repositories(models.repository, model, settings) as found:
         status = serving.run(Supervisor(found, chosen), verbose=telemetry.verbose)
     raise typer.Exit(status)
 

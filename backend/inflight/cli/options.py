@@ -163,10 +163,15 @@ class AddressOptions:
 class ServedModels:
     """What to serve: a model with its settings, or repositories."""
 
-    model: Annotated[
+    checkpoint: Annotated[
         str | None,
-        typer.Option(help="Serve this model: a .gguf file, a Hugging Face folder, package:NAME."),
+        typer.Argument(
+            metavar="[MODEL]",
+            help="A .gguf file, a Hugging Face folder, or package:NAME. Default: the demo model.",
+            show_default=False,
+        ),
     ] = None
+    model: Annotated[str | None, typer.Option(help="The same as MODEL.")] = None
     set_: Settings = None
     repository: Annotated[
         list[Path] | None,

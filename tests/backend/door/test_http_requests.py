@@ -164,7 +164,8 @@ def test_08_a_flood_of_one_byte_chunks_is_refused_in_flat_memory(door: Running) 
             for _ in range(60):
                 sock.sendall(b"1\r\nx\r\n" * 30_000)
         reply = receive(sock)
-    assert reply == b"" or b" 413 " in reply
+    # Too large, or, if this process sends too slowly, too late.
+    assert reply == b"" or b" 413 " in reply or b" 408 " in reply
     assert door.rss() - before < 16 << 20
 
 
