@@ -8,7 +8,7 @@ import threading
 
 import pytest
 
-from failpoint import set_failpoint
+from failpoint import failpoint
 from kserve import Stream, ask, request, tensor, text
 from serving import serve
 
@@ -30,8 +30,7 @@ STEP_MS = 40
 
 @pytest.fixture(scope="module", autouse=True)
 def _slow_steps():
-    with pytest.MonkeyPatch.context() as patch:
-        set_failpoint(patch, "slow", STEP_MS)
+    with failpoint("slow", STEP_MS):
         yield
 
 

@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from failpoint import set_failpoint
+from failpoint import failpoint
 from kserve import Stream, ask, request, tensor, text
 from supervised import Serving, serve, without_chat
 
@@ -28,8 +28,7 @@ ENDLESS = (tensor("ignore_eos", "BOOL", True), tensor("max_tokens", "INT32", MAX
 
 @pytest.fixture(scope="module")
 def serving(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
-    with pytest.MonkeyPatch.context() as patch:
-        set_failpoint(patch, "slow", STEP_MS)
+    with failpoint("slow", STEP_MS):
         folder = tmp_path_factory.mktemp("disconnects")
         with serve(
             folder, "echo", "--grpc-guard", prepare=without_chat, num_blocks=8192, max_num_seqs=128

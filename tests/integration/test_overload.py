@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import pytest
 
 import long_results
-from failpoint import set_failpoint
+from failpoint import failpoint
 from kserve import Refused, ask, post, request, tensor, text
 from supervised import Serving, serve
 
@@ -34,8 +34,7 @@ NORMAL_WITHIN_S = 10.0
 
 @pytest.fixture(scope="module")
 def serving(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
-    with pytest.MonkeyPatch.context() as patch:
-        set_failpoint(patch, "slow", STEP_MS)
+    with failpoint("slow", STEP_MS):
         folder = tmp_path_factory.mktemp("overload")
         with serve(folder, "echo", max_num_seqs=RUNNING, max_waiting=WAITING) as found:
             yield found

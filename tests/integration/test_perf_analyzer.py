@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 import perf_analyzer
-from failpoint import set_failpoint
+from failpoint import failpoint
 from inflight.engine.stats import Stats
 from supervised import Serving, serve
 
@@ -29,10 +29,11 @@ pytestmark = pytest.mark.integration
 
 @pytest.fixture(scope="module")
 def serving(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
-    with pytest.MonkeyPatch.context() as patch:
-        set_failpoint(patch, "slow", STEP_MS)
-        with serve(tmp_path_factory.mktemp("perf-analyzer"), "echo") as found:
-            yield found
+    with (
+        failpoint("slow", STEP_MS),
+        serve(tmp_path_factory.mktemp("perf-analyzer"), "echo") as found,
+    ):
+        yield found
 
 
 def test_32_streams_of_text(serving: Serving, tmp_path: Path):

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from failpoint import set_failpoint
+from failpoint import failpoint
 from kserve import Refused, Stream, ask, post, request, tensor
 from supervised import Serving, serve
 
@@ -21,10 +21,11 @@ QUARANTINED = r"the engine crashed 2 times while it ran this request.* for anoth
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
-    with pytest.MonkeyPatch.context() as patch:
-        set_failpoint(patch, "abort", MARKER)
-        with serve(tmp_path_factory.mktemp("quarantine"), "echo") as found:
-            yield found
+    with (
+        failpoint("abort", MARKER),
+        serve(tmp_path_factory.mktemp("quarantine"), "echo") as found,
+    ):
+        yield found
 
 
 @pytest.fixture

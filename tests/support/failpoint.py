@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -12,3 +14,11 @@ FOLDER = Path(__file__).with_name("failpoints")
 def set_failpoint(monkeypatch: pytest.MonkeyPatch, kind: str, number: int) -> None:
     monkeypatch.setenv("PYTHONPATH", str(FOLDER))
     monkeypatch.setenv("FAILPOINT", f"{kind}:{number}")
+
+
+@contextlib.contextmanager
+def failpoint(kind: str, number: int) -> Iterator[None]:
+    """Set it within the `with` block, for a fixture of a module."""
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        set_failpoint(monkeypatch, kind, number)
+        yield

@@ -288,12 +288,12 @@ class LlmFront:
         # An ensemble's cancellation is not visible to its running steps, so those are not polled.
         # The engine notices that a stream is not acknowledged, and doors report disconnects.
         self._usage.report_if_due()
-        client = self._client
+        client, now = self._client, time.monotonic()
         for request_id, (response_queue, writer) in list(self._in_flight.items()):
             if client is None:
                 continue
             if writer.detokenized:
-                if time.monotonic() > writer.deadline:
+                if now > writer.deadline:
                     client.cancel(request_id)
                 continue
             if response_queue.lock.acquire(blocking=False):

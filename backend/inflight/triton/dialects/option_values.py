@@ -25,23 +25,23 @@ for a value without effect, and raises Unreadable."""
 
 
 def read(
-    values: Mapping[str, Any], where: str, further: Mapping[str, Key] | None = None
+    values: Mapping[str, Any], where: str, keys: Mapping[str, Key] | None = None
 ) -> dict[str, Any]:
     """Options under the names of our tensors.
 
     Args:
         values: by key, as JSON has them.
         where: the client's name of what holds them, for errors.
-        further: keys besides vLLM's.
+        keys: those that are known; KEYS by default.
 
     Raises:
         RequestError: an unknown key, or a value that is not allowed.
     """
-    keys = {**(further or {}), **KEYS}
+    known = KEYS if keys is None else keys
     options: dict[str, Any] = {}
     try:
         for key, value in values.items():
-            options |= _option(key, value, keys)
+            options |= _option(key, value, known)
         _join_top_logprobs(options)
         if options.pop("use_beam_search", False):
             _beam_search_options(options)

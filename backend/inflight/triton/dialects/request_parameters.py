@@ -26,14 +26,15 @@ HARMLESS = frozenset(
 """Ignored: switches of other backends, OpenAI's names of what the request has elsewhere, and
 headers that a proxy may have the server forward."""
 
-# Options under the names of their tensors; those of a list in parts are under one vLLM key.
-_OWN: dict[str, Key] = {
+# Options under the names of their tensors, and under vLLM's keys: an option in several tensors has
+# one key there.
+_KEYS: dict[str, Key] = {
     name: (field.name, reader_of(field))
     for field in OPTIONS
     if not field.option.tensors
     for name, _ in field.tensors
-}
-NAMES = frozenset({*_OWN, *KEYS, *IGNORED, *guides.KEYS})
+} | KEYS
+NAMES = frozenset({*_KEYS, *IGNORED, *guides.KEYS})
 """All parameters that are options."""
 
 
@@ -55,7 +56,7 @@ def read(parameters: Mapping[str, Any]) -> dict[str, Any]:
             raise RequestError(
                 f"is neither an input nor a parameter{did_you_mean(name, sorted(NAMES))}", name
             )
-    return option_values.read(options, WHERE, _OWN) if options else {}
+    return option_values.read(options, WHERE, _KEYS) if options else {}
 
 
 def _is_ignored(name: str) -> bool:
