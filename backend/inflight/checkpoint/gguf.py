@@ -17,7 +17,6 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
 from inflight.errors import ConfigError
 
@@ -192,6 +191,9 @@ class GgufFile:
         return name, shape, self._scalar("<I"), self._scalar("<Q")
 
     def _map_tensors(self, table: Iterable[tuple[str, tuple[int, ...], int, int]]) -> None:
+        # Takes 60 ms to import, and Hugging Face folders do not need it.
+        from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+
         alignment = self.metadata.get("general.alignment", 32)
         if not isinstance(alignment, int) or alignment < 1 or alignment & (alignment - 1):
             raise self._broken(f"general.alignment is {alignment}, not a power of two")

@@ -8,7 +8,6 @@ data.
 from __future__ import annotations
 
 import math
-import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,12 +16,10 @@ import msgspec
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from inflight.checkpoint import shards
 from inflight.checkpoint.gguf import check_overlap
 from inflight.errors import ConfigError
 
-MAX_HEADER_BYTES = 100_000_000
-INDEX_NAME = "model.safetensors.index.json"
-SINGLE_NAME = "model.safetensors"
 _ALIGNMENT = 8  # bytes
 # Supported dtypes of weights -> bytes per element.
 _ITEM_BYTES = {"F32": 4, "F16": 2, "BF16": 2}
@@ -62,24 +59,18 @@ def read_folder(folder: Path, tables: bool = False) -> dict[str, StoredTensor]:
         ConfigError: no such file, a corrupt one, a shard outside the folder, or an index that does
             not match the shards.
     """
-    index = folder / INDEX_NAME
+    index = folder / shards.INDEX_NAME
     if not index.is_file():
-        single = folder / SINGLE_NAME
-        if not single.is_file():
-            raise ConfigError(
-                f"{folder}: neither {SINGLE_NAME} nor {INDEX_NAME} exists; other weight formats "
-                "are not supported: convert the weights to safetensors"
-            )
-        return read_file(single, tables)
-    weight_map = _read_index(index)
+        return read_file(shards.single_path(folder), tables)
+    weight_map = shards.read_index(index)
     tensors: dict[str, StoredTensor] = {}
     for shard in sorted(set(weight_map.values())):
-        path = _shard_path(folder, shard)
+        path = shards.shard_path(folder, shard)
         for name, tensor in read_file(path, tables).items():
             if weight_map.get(name) != shard:
                 raise ConfigError(
-                    f"{path}: tensor {name!r} is not in this shard according to {INDEX_NAME}; "
-                    "download the checkpoint again"
+                    f"{path}: tensor {name!r} is not in this shard according to "
+                    f"{shards.INDEX_NAME}; download the checkpoint again"
                 )
             tensors[name] = tensor
     missing = sorted(weight_map.keys() - tensors.keys())
@@ -89,31 +80,6 @@ def read_folder(folder: Path, tables: bool = False) -> dict[str, StoredTensor]:
             "download the checkpoint again"
         )
     return tensors
-
-
-def _read_index(index: Path) -> dict[str, str]:
-    class Index(msgspec.Struct):
-        weight_map: dict[str, str]
-
-    try:
-        return msgspec.json.decode(index.read_bytes(), type=Index).weight_map
-    except (OSError, msgspec.DecodeError) as error:
-        raise ConfigError(f"{index}: not a valid index ({error})") from None
-
-
-def _shard_path(folder: Path, shard: str) -> Path:
-    path = (folder / shard).resolve()
-    home = folder.resolve()
-    allowed = [home]
-    if home.parent.name == "snapshots":  # the Hub's cache links snapshots to blobs
-        allowed.append(home.parent.parent / "blobs")
-    if not any(path.is_relative_to(parent) for parent in allowed):
-        raise ConfigError(
-            f"{folder / INDEX_NAME}: shard {shard!r} is outside the folder, at {path}"
-        )
-    if not path.is_file():
-        raise ConfigError(f"{path}: listed in {INDEX_NAME}, but does not exist")
-    return path
 
 
 def read_file(path: Path, tables: bool = False) -> dict[str, StoredTensor]:
@@ -132,16 +98,12 @@ def read_file(path: Path, tables: bool = False) -> dict[str, StoredTensor]:
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read ({error.strerror or error})") from None
     except SafetensorError as error:
-        raise _broken(path, f"rejected by the safetensors library ({error})") from None
+        raise shards.broken(path, f"rejected by the safetensors library ({error})") from None
     tensors = {}
     for name in file.keys():  # noqa: SIM118 - a safe_open is no mapping
         stored = file.get_slice(name)
         tensors[name] = StoredTensor(tuple(stored.get_shape()), stored.get_dtype(), name, file)
     return tensors
-
-
-def _broken(path: Path, what: str) -> ConfigError:
-    return ConfigError(f"{path}: {what}; download the file again")
 
 
 def _check_header(path: Path, tables: bool) -> None:
@@ -151,7 +113,7 @@ def _check_header(path: Path, tables: bool) -> None:
         ConfigError: an entry is invalid.
         OSError: the file cannot be read.
     """
-    header, data_bytes = _read_header(path)
+    header, data_bytes = shards.read_header(path)
     item_bytes = _ITEM_BYTES | (_TABLE_BYTES if tables else {})
     spans = []
     for name, raw in header.items():
@@ -164,34 +126,15 @@ def _check_header(path: Path, tables: bool) -> None:
                 f"{', '.join(item_bytes)}"
             )
         if end > data_bytes:
-            raise _broken(path, f"tensor {name!r} extends beyond the end of the file: truncated")
+            raise shards.broken(
+                path, f"tensor {name!r} extends beyond the end of the file: truncated"
+            )
         if end - begin != math.prod(shape) * item_bytes[dtype]:
-            raise _broken(path, f"the tensor {name!r} of shape {shape} has {end - begin} bytes")
+            raise shards.broken(
+                path, f"the tensor {name!r} of shape {shape} has {end - begin} bytes"
+            )
         spans.append((begin, end, name))
     check_overlap(path, spans)
-
-
-def _read_header(path: Path) -> tuple[dict[str, Any], int]:
-    """The header of a file, and the number of data bytes after it."""
-    with path.open("rb") as file:
-        size = os.fstat(file.fileno()).st_size
-        if size < 8:
-            raise _broken(path, f"{size} bytes are not a safetensors file")
-        header_bytes = int.from_bytes(file.read(8), "little")
-        if header_bytes > min(MAX_HEADER_BYTES, size - 8):
-            raise _broken(
-                path,
-                f"a header of {header_bytes} bytes in a file of {size}; allowed: "
-                f"{MAX_HEADER_BYTES}",
-            )
-        text = file.read(header_bytes)
-    try:
-        header = msgspec.json.decode(text)
-    except (msgspec.DecodeError, RecursionError) as error:
-        raise _broken(path, f"the header is not valid JSON ({error})") from None
-    if not isinstance(header, dict):
-        raise _broken(path, "the header is not a JSON object")
-    return header, size - 8 - header_bytes
 
 
 class _Entry(msgspec.Struct):
@@ -204,8 +147,10 @@ def _entry(path: Path, raw: Any, name: str) -> tuple[str, list[int], int, int]:
     try:
         entry = msgspec.convert(raw, _Entry)
     except msgspec.ValidationError as error:
-        raise _broken(path, f"invalid entry for tensor {name!r} ({error})") from None
+        raise shards.broken(path, f"invalid entry for tensor {name!r} ({error})") from None
     begin, end = entry.data_offsets
     if min(entry.shape, default=0) < 0 or not 0 <= begin <= end:
-        raise _broken(path, f"the tensor {name!r} has the shape {entry.shape} at {begin}:{end}")
+        raise shards.broken(
+            path, f"the tensor {name!r} has the shape {entry.shape} at {begin}:{end}"
+        )
     return entry.dtype, entry.shape, begin, end

@@ -32,6 +32,30 @@ def test_a_folder_with_a_config_is_a_hugging_face_model(tmp_path: Path) -> None:
     assert locate(str(folder)).name == "org.model-1.5"
 
 
+@pytest.mark.parametrize(
+    ("path", "name"),
+    [
+        ("SmolLM2-135M-Instruct.Q4_1.gguf", "SmolLM2-135M-Instruct"),
+        ("Qwen3-8B-Q4_K_M.gguf", "Qwen3-8B"),
+        ("llama-3.1-8b-instruct.iq4_xs.gguf", "llama-3.1-8b-instruct"),
+        ("m-UD-Q2_K_XL.gguf", "m"),
+        ("m-bf16.gguf", "m"),
+        ("gpt-oss-20b-mxfp4.gguf", "gpt-oss-20b"),
+        ("Qwen2.gguf", "Qwen2"),
+        ("org.model-1.5", "org.model-1.5"),
+        ("hub/models--org--model-1.5/snapshots/0123456789abcdef", "org/model-1.5"),
+        ("snapshots/0123456789abcdef", "0123456789abcdef"),
+    ],
+)
+def test_a_model_is_named_without_its_quantization(tmp_path: Path, path: str, name: str) -> None:
+    if path.endswith(".gguf"):
+        (tmp_path / path).touch()
+    else:
+        (tmp_path / path).mkdir(parents=True)
+        (tmp_path / path / "config.json").touch()
+    assert locate(str(tmp_path / path)).model_name == name
+
+
 def test_home_is_expanded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "m.gguf").touch()
@@ -64,13 +88,21 @@ def test_missing_paths_are_named(model: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "model", ["meta-llama/Llama-3.1-8B", "https://huggingface.co/org/name", "nowhere.gguf"]
+    ("model", "pull"),
+    [
+        ("meta-llama/Llama-3.1-8B", "meta-llama/Llama-3.1-8B"),
+        ("https://huggingface.co/org/name", "ORGANISATION/NAME"),
+        ("nowhere.gguf", "ORGANISATION/NAME"),
+    ],
 )
-def test_a_hub_id_is_rejected_with_a_hint_to_download(model: str) -> None:
+def test_a_model_that_was_not_downloaded_has_the_command_for_it(
+    model: str, pull: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
     with pytest.raises(ConfigError) as caught:
         locate(model)
     assert str(caught.value).startswith(f"model: {model} does not exist; allowed: a file or folder")
-    assert "not downloaded: fetch it first" in str(caught.value)
+    assert str(caught.value).endswith(f"run: inflight pull {pull}")
 
 
 def test_an_unknown_home_is_no_path() -> None:

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import save_file
 
 import tiny
-from inflight.checkpoint import safetensors
+from inflight.checkpoint import shards
 from inflight.checkpoint.safetensors import read_file, read_folder
 from inflight.errors import ConfigError
 
@@ -135,7 +135,7 @@ def test_a_header_that_does_not_fit_is_refused(tmp_path: Path, header: Any, name
     assert str(path) in str(caught.value)
 
 
-@pytest.mark.parametrize("length", [1000, safetensors.MAX_HEADER_BYTES + 1, (1 << 64) - 1])
+@pytest.mark.parametrize("length", [1000, shards.MAX_HEADER_BYTES + 1, (1 << 64) - 1])
 def test_a_header_longer_than_the_file_or_the_limit_is_not_read(
     tmp_path: Path, length: int
 ) -> None:
@@ -162,14 +162,14 @@ def test_a_truncated_file_is_refused(tmp_path: Path) -> None:
 def test_shards_are_read_as_one(tmp_path: Path) -> None:
     tiny.write_llama(tmp_path / "whole")
     tiny.write_llama(tmp_path / "shards", shards=3)
-    whole, shards = read_folder(tmp_path / "whole"), read_folder(tmp_path / "shards")
-    assert whole.keys() == shards.keys()
-    assert all(torch.equal(whole[name].read(), shards[name].read()) for name in whole)
+    whole, parts = read_folder(tmp_path / "whole"), read_folder(tmp_path / "shards")
+    assert whole.keys() == parts.keys()
+    assert all(torch.equal(whole[name].read(), parts[name].read()) for name in whole)
 
 
 def index(folder: Path, weight_map: Any) -> Path:
     folder.mkdir(exist_ok=True)
-    (folder / safetensors.INDEX_NAME).write_text(json.dumps({"weight_map": weight_map}))
+    (folder / shards.INDEX_NAME).write_text(json.dumps({"weight_map": weight_map}))
     return folder
 
 
