@@ -24,6 +24,7 @@ the last lead byte on determine whether a character is incomplete.
 from __future__ import annotations
 
 import codecs
+import itertools
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -127,26 +128,25 @@ def _only_continues(piece: bytes) -> bool:
     return all(byte & 0xC0 == 0x80 for byte in piece)
 
 
-def _byte_alphabet() -> dict[str, int]:
-    """Character -> byte of GPT-2's alphabet.
+def _byte_alphabet() -> str:
+    """The character of each byte in GPT-2's alphabet.
 
     Printable Latin-1 bytes map to themselves, the others to the characters from U+0100 on, in order
     (Radford et al. 2019, `bytes_to_unicode`).
     """
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(0x100) if byte not in set(printable)]
-    alphabet = {chr(byte): byte for byte in printable}
-    alphabet.update({chr(0x100 + i): byte for i, byte in enumerate(others)})
-    return alphabet
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = map(chr, itertools.count(0x100))
+    return "".join(chr(byte) if byte in printable else next(others) for byte in range(0x100))
 
 
-_ALPHABET = _byte_alphabet()
+# A character set of the codecs spells a token in one call: vocabularies have 100,000 and more.
+_ALPHABET = codecs.charmap_build(_byte_alphabet())
 
 
 def _spell_byte_level(token: str) -> bytes:
     try:
-        return bytes([_ALPHABET[char] for char in token])
-    except KeyError:  # an added token is stored as plain text
+        return codecs.charmap_encode(token, "strict", _ALPHABET)[0]
+    except UnicodeEncodeError:  # an added token is stored as plain text
         return token.encode("utf-8")
 
 

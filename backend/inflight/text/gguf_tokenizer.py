@@ -149,13 +149,25 @@ def write_folder(path: Path, metadata: dict[str, Any], folder: Path) -> None:
             **texts,
             "clean_up_tokenization_spaces": False,
             "model_max_length": _number(metadata, "context_length"),
-            "chat_template": metadata.get("tokenizer.chat_template"),
+            "chat_template": _chat_template(metadata),
         },
     )
     eos = eos_ids[0] if len(eos_ids) == 1 else list(eos_ids)
     ends = {"bos_token_id": _token_id(metadata, "bos"), "eos_token_id": eos or None}
     _write_json(folder / "config.json", {**_config(metadata), **ends})
     _write_json(folder / "generation_config.json", ends)
+
+
+def _chat_template(metadata: dict[str, Any]) -> Any:
+    """The template, or several under names."""
+    default = metadata.get("tokenizer.chat_template")
+    for_tools = metadata.get("tokenizer.chat_template.tool_use")
+    if for_tools is None:
+        return default
+    return [
+        {"name": "default", "template": default},
+        {"name": "tool_use", "template": for_tools},
+    ]
 
 
 def build(metadata: dict[str, Any]) -> tokenizers.Tokenizer:

@@ -27,6 +27,7 @@ from inflight.text.template import (
     MAX_COMPILE_S,
     MAX_RENDER_S,
     MAX_TEMPLATE_CHARACTERS,
+    Conversation,
     Refusal,
     Rendered,
     Rendering,
@@ -72,22 +73,27 @@ def render(rendering: Rendering) -> list[str]:
     template = _compile(rendering.template)
     moment = rendering.now or datetime.datetime.now()
     shared = {
-        "tools": None,
-        "documents": None,
         "bos_token": rendering.bos_token,
         "eos_token": rendering.eos_token,
-        "add_generation_prompt": rendering.add_generation_prompt,
         "strftime_now": moment.strftime,
     }
-    return [_text(template, messages, shared) for messages in rendering.conversations]
+    return [_text(template, conversation, shared) for conversation in rendering.conversations]
 
 
-def _text(template: jinja2.Template, messages: list[dict[str, str]], shared: dict[str, Any]) -> str:
+def _text(template: jinja2.Template, conversation: Conversation, shared: dict[str, Any]) -> str:
     parts: list[str] = []
     length = 0
+    variables = {
+        "documents": None,
+        **conversation.variables,
+        "messages": conversation.messages,
+        "tools": conversation.tools,
+        "add_generation_prompt": conversation.add_generation_prompt,
+        **shared,
+    }
     allow_cpu(MAX_RENDER_S)
     try:
-        for part in template.generate(messages=messages, **shared):
+        for part in template.generate(variables):
             parts.append(part)
             length += len(part)
             if length > MAX_CHARACTERS:
@@ -153,7 +159,7 @@ def _prepare(_: bytes) -> Work:
     # A worker cannot open files, so what Jinja imports late is imported here.
     for template in ("{{ messages[0]|tojson }}{{ strftime_now('%c') }}", "{{ ''.x.y }}"):
         with contextlib.suppress(RequestError):
-            render(Rendering(template, [[{"role": "user", "content": ""}]]))
+            render(Rendering(template, [Conversation([{"role": "user", "content": ""}])]))
     allow_cpu(0)
     return _work
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import datetime
+from typing import Any
 
 import msgspec
 
@@ -36,14 +37,29 @@ _EXCEEDED: dict[Cause, str] = {
 }
 
 
+class Conversation(msgspec.Struct, frozen=True):
+    """The variables of a chat template that come from a request.
+
+    Attributes:
+        messages: objects with `role`, `content` and further members.
+        tools: JSON schemas of functions; None without tools.
+        variables: further ones, by name.
+        add_generation_prompt: append the start of the assistant's turn.
+    """
+
+    messages: list[dict[str, Any]]
+    tools: list[dict[str, Any]] | None = None
+    variables: dict[str, Any] = {}
+    add_generation_prompt: bool = True
+
+
 class Rendering(msgspec.Struct, frozen=True):
     """A job of the sandbox; the attributes are those of `render_each`."""
 
     template: str
-    conversations: list[list[dict[str, str]]]
+    conversations: list[Conversation]
     bos_token: str = ""
     eos_token: str = ""
-    add_generation_prompt: bool = True
     now: datetime.datetime | None = None
 
 
@@ -62,16 +78,15 @@ class Refusal(msgspec.Struct, frozen=True, tag="refusal"):
 
 def render(
     template: str,
-    messages: list[dict[str, str]],
+    messages: list[dict[str, Any]],
     bos_token: str | None,
     eos_token: str | None,
     add_generation_prompt: bool = True,
     now: datetime.datetime | None = None,
 ) -> str:
     """Render messages with a chat template: `render_each` of one conversation."""
-    rendering = Rendering(
-        template, [messages], bos_token or "", eos_token or "", add_generation_prompt, now
-    )
+    conversation = Conversation(messages, add_generation_prompt=add_generation_prompt)
+    rendering = Rendering(template, [conversation], bos_token or "", eos_token or "", now)
     return render_each(rendering)[0]
 
 
@@ -79,10 +94,9 @@ def render_each(rendering: Rendering) -> list[str]:
     """Render conversations with a chat template. Thread-safe.
 
     Args:
-        rendering: template: Jinja source. conversations: lists of objects with `role` and
-            `content`; the limits are those of each. bos_token, eos_token: for the template.
-            add_generation_prompt: append the start of the assistant's turn. now: the time for
-            `strftime_now`; None for the current time.
+        rendering: template: Jinja source. conversations: the limits are those of each. bos_token,
+            eos_token: for the template. now: the time for `strftime_now`; None for the current
+            time.
 
     Raises:
         ConfigError: the template is not valid.

@@ -35,12 +35,13 @@ MAX_FILE_BYTES = 128 << 20
 """Of each file of a tokenizer; the largest of a published model have a quarter of it."""
 
 # Part of the cache key: increment it when the output of `gguf_tokenizer.write_folder` changes.
-_CACHE_VERSION = 1
+_CACHE_VERSION = 2
 _EXPORTED = (
     "tokenizer.json",
     "tokenizer_config.json",
     "special_tokens_map.json",
     "chat_template.jinja",
+    "additional_chat_templates/tool_use.jinja",
     "config.json",
     "generation_config.json",
 )
@@ -58,6 +59,7 @@ class Tokenizer:
         markers: text -> id of the tokens that delimit turns in a chat template, which no message
             may contain: special tokens, EOS tokens, and those that start with `<|`.
         chat_template: the Jinja source, if there is one.
+        tool_chat_template: the one for chats with tools, if there is another one.
         decoder: the backend's decoder, as in tokenizer.json.
 
     Raises:
@@ -72,6 +74,7 @@ class Tokenizer:
         eos_token: str | None = None,
         eos_ids: tuple[int, ...] = (),
         chat_template: str | None = None,
+        tool_chat_template: str | None = None,
     ) -> None:
         # The engine checks lengths: truncation or padding here would hide them.
         backend.no_padding()
@@ -91,6 +94,7 @@ class Tokenizer:
             if token.special or id_ in self.eos_ids or token.content.startswith("<|")
         }
         self.chat_template = chat_template
+        self.tool_chat_template = tool_chat_template
         self.vocab_size = max(backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
         self.decoder: dict[str, Any] | None = (
             None if backend.decoder is None else json.loads(backend.decoder.__getstate__())
@@ -177,7 +181,8 @@ class Tokenizer:
             bos_token=_token_text(named.get("bos_token")),
             eos_token=_token_text(named.get("eos_token")),
             eos_ids=_eos_ids(folder),
-            chat_template=_chat_template(folder, config),
+            chat_template=_chat_template(folder, config, "default"),
+            tool_chat_template=_chat_template(folder, config, "tool_use"),
         )
 
     def encode(
@@ -265,6 +270,7 @@ def export(checkpoint: Checkpoint, directory: Path) -> None:
         for name in _EXPORTED:
             source = checkpoint.path / name
             if source.is_file() and source.resolve() != (directory / name).resolve():
+                (directory / name).parent.mkdir(exist_ok=True)
                 shutil.copyfile(source, directory / name)
     except OSError as error:
         raise ConfigError(f"{directory}: cannot be written ({error.strerror})") from None
@@ -328,8 +334,11 @@ def _eos_ids(folder: Path) -> tuple[int, ...]:
     return ()
 
 
-def _chat_template(folder: Path, config: dict[str, Any]) -> str | None:
-    path = folder / "chat_template.jinja"
+def _chat_template(folder: Path, config: dict[str, Any], name: str) -> str | None:
+    """A named template, in the places where transformers has stored them."""
+    path = folder / "additional_chat_templates" / f"{name}.jinja"
+    if name == "default":
+        path = folder / "chat_template.jinja"
     if path.is_file():
         _check_size(path)
         try:
@@ -337,13 +346,15 @@ def _chat_template(folder: Path, config: dict[str, Any]) -> str | None:
         except (OSError, ValueError) as error:
             raise ConfigError(f"tokenizer: {path} cannot be read: {error}") from None
     template = config.get("chat_template")
-    if isinstance(template, list):  # several under names
+    if isinstance(template, list):
         named = {
             entry.get("name"): entry.get("template")
             for entry in template
             if isinstance(entry, dict)
         }
-        template = named.get("default")
+        template = named.get(name)
+    elif name != "default":
+        template = None
     return template if isinstance(template, str) else None
 
 

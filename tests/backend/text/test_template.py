@@ -11,7 +11,7 @@ import pytest
 
 from inflight.errors import ConfigError, RequestError
 from inflight.text import template
-from inflight.text.template import Rendering, render, render_each
+from inflight.text.template import Conversation, Rendering, render, render_each
 
 MESSAGES = [{"role": "user", "content": 'a"<b>ü'}]
 CANARY = "{% for m in messages %}[{{ m.role }}: {{ m.content }}]{% endfor %}"
@@ -211,7 +211,7 @@ def test_what_pads_a_text_is_allowed() -> None:
 
 
 def test_conversations_are_rendered_one_by_one() -> None:
-    conversations = [[{"role": "user", "content": text}] for text in ("a", "b", "")]
+    conversations = [Conversation([{"role": "user", "content": text}]) for text in ("a", "b", "")]
     assert render_each(Rendering(CANARY, conversations)) == ["[user: a]", "[user: b]", "[user: ]"]
 
 

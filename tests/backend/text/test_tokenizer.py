@@ -18,7 +18,7 @@ from tokenizers import models, pre_tokenizers
 from gguf_transformers import quick_reader
 from inflight.checkpoint.locate import Checkpoint, locate
 from inflight.errors import ConfigError, RequestError
-from inflight.text.gguf_tokenizer import build
+from inflight.text.gguf_tokenizer import build, read, write_folder
 from inflight.text.tokenizer import Tokenizer, export
 from texts import TEXTS
 from vocabularies import (
@@ -129,6 +129,22 @@ class TestFolder:
         assert _load(tmp_path).chat_template == "é"
         (tmp_path / "chat_template.jinja").unlink()
         assert _load(byte_level_folder(tmp_path, chat_template=None)).chat_template is None
+
+    def test_a_template_for_tools_has_two_places(self, tmp_path: Path) -> None:
+        named = [{"name": "tool_use", "template": "a"}, {"name": "default", "template": "b"}]
+        assert _load(byte_level_folder(tmp_path)).tool_chat_template is None
+        found = _load(byte_level_folder(tmp_path, chat_template=named))
+        assert (found.chat_template, found.tool_chat_template) == ("b", "a")
+        # As transformers saves it.
+        byte_level_folder(tmp_path)
+        both = transformers.AutoTokenizer.from_pretrained(tmp_path)
+        both.chat_template = {"default": "c", "tool_use": "d"}
+        both.save_pretrained(tmp_path / "two")
+        (tmp_path / "two" / "config.json").write_text("{}")
+        export(locate(str(tmp_path / "two")), tmp_path / "three")
+        for folder in ("two", "three"):
+            found = _load(tmp_path / folder)
+            assert (found.chat_template, found.tool_chat_template) == ("c", "d")
 
     def test_generation_config_names_the_ends(self, tmp_path: Path) -> None:
         byte_level_folder(tmp_path)
@@ -378,6 +394,14 @@ class TestExport:
         (tmp_path / "file").write_text("")
         with pytest.raises(ConfigError, match=r"file.*cannot be written"):
             export(locate(str(llama3_folder)), tmp_path / "file" / "out")
+
+
+def test_a_gguf_file_may_have_a_template_for_tools(tmp_path: Path) -> None:
+    path = sentencepiece_gguf(tmp_path / "model.gguf")
+    templates = {"tokenizer.chat_template": "a", "tokenizer.chat_template.tool_use": "b"}
+    write_folder(path, read(path) | templates, tmp_path)
+    found = _load(tmp_path)
+    assert (found.chat_template, found.tool_chat_template) == ("a", "b")
 
 
 def test_a_file_that_is_no_gguf_file_is_named(tmp_path: Path) -> None:
