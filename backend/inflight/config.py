@@ -45,11 +45,13 @@ GPU_HEAD_DIMS = (64, 96, 128, 256)
 
 
 MAX_DRAFTS = 16
+MAX_MODEL_NAME = 256
 
 # Types of settings. `_check_value` checks their bounds; errors show the description instead.
 Model = Annotated[
     str, Meta(description="the path of a .gguf file or a Hugging Face folder, or package:NAME")
 ]
+ModelName = Annotated[str, Meta(description=f"up to {MAX_MODEL_NAME} characters, all printable")]
 Count = Annotated[int, Meta(ge=1)]
 Share = Annotated[float, Meta(ge=0.01, le=0.99)]
 ByDevice = Annotated[int, Meta(ge=0, description="1 or more, or 0 for the default of the device")]
@@ -149,6 +151,14 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
             "it. Nothing is downloaded."
         ),
     ]
+    served_model_name: Annotated[
+        ModelName | None,
+        Setting(
+            "The name under which clients see the model, in `description` of the model "
+            "`tokenizer`.",
+            default="that of the checkpoint's folder or file",
+        ),
+    ] = None
     device: Annotated[
         Device,
         Setting(
@@ -265,6 +275,12 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
             if getattr(self, name) in (0, "auto"):
                 msgspec.structs.force_setattr(self, name, value)
         _check_fields(self)
+        served = self.served_model_name
+        if served is not None and not (0 < len(served) <= MAX_MODEL_NAME and served.isprintable()):
+            raise ConfigError(
+                f"served_model_name: {_shown(served)} is not a name; allowed: 1 to "
+                f"{MAX_MODEL_NAME} characters, all printable"
+            )
         if self.device == "cuda" and self.dtype != "bfloat16":
             raise ConfigError(f"dtype: {self.dtype} is not supported on GPUs; allowed: bfloat16")
         if self.device == "cuda" and self.block_size not in GPU_BLOCK_SIZES:

@@ -91,6 +91,8 @@ class Options(TypedDict, total=False):
     """Continue after the end-of-sequence token."""
     end_id: int
     """A further end-of-sequence token."""
+    stop_token_ids: Sequence[int]
+    """Tokens that end the output, also with `ignore_eos`; their text is not part of it."""
     num_logprobs: int
     """Report, in `logprobs`, the log-probability of each output token and of this many of the most
     probable ones.
@@ -175,6 +177,7 @@ DATATYPES: dict[str, str] = {
     "bad_words": "BYTES",
     "ignore_eos": "BOOL",
     "end_id": "INT32",
+    "stop_token_ids": "INT32",
     "num_logprobs": "INT32",
     "num_prompt_logprobs": "INT32",
     "beam_width": "INT32",

@@ -48,6 +48,7 @@ def test_unset_settings_depend_on_the_device(
 
 def test_each_setting_is_taken_over() -> None:
     raw = {
+        "served_model_name": "org/m",
         "model": "m.gguf",
         "device": "echo",
         "dtype": "bfloat16",
@@ -83,9 +84,15 @@ def test_each_setting_is_taken_over() -> None:
         ({}, r"here: model: is missing; allowed: a string, the path of a \.gguf file or a "),
         ([], "here: settings must be a JSON object, not list"),
         (None, "here: settings must be a JSON object"),
+        (
+            {"model": "m", "served_model_name": ""},
+            "here: served_model_name: '' is not a name; allowed: 1 to 256 characters",
+        ),
+        ({"model": "m", "served_model_name": "a\n"}, "here: served_model_name: .* is not a name"),
+        ({"model": "m", "served_model_name": 1}, "served_model_name: 1 is of the wrong type"),
         ({"model": 1}, "here: model: 1 is of the wrong type; allowed: a string, the path of "),
         ({"model": "m", "block_sise": 8}, "here: unknown key 'block_sise'.*'block_size'"),
-        ({"model": "m", "qqq": 8}, "here: unknown key 'qqq'; known keys: model, device"),
+        ({"model": "m", "qqq": 8}, "here: unknown key 'qqq'; known keys: model, served_model_name"),
         (
             {"model": "m", "block_size": "8"},
             "here: block_size: '8' is of the wrong type; allowed: a whole number, 1 or more$",

@@ -169,6 +169,7 @@ class TokenEvent(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
             steps that sampled tokens; num_drafted is None without drafts.
         error_kind, error: set on the last event of a request that failed (see `errors`).
         timing: at the end, with `return_timing`.
+        stop_word: that ended the output; empty if none did.
     """
 
     request_id: int
@@ -187,6 +188,7 @@ class TokenEvent(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     error_kind: str | None = None
     error: str | None = None
     timing: RequestTiming | None = None
+    stop_word: str = ""
 
     @property
     def is_last(self) -> bool:

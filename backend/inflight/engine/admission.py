@@ -17,7 +17,7 @@ from inflight.core.sequence import Sequence
 from inflight.engine.beam_search import num_candidates_needed
 from inflight.engine.output import StopConditions, bad_word_ids
 from inflight.errors import RequestError
-from inflight.sampling.params import DRY_SEQUENCE_BREAKERS, MAX_LOGPROBS
+from inflight.sampling.params import DRY_SEQUENCE_BREAKERS, MAX_LOGPROBS, WHOLE_CONTEXT
 from inflight.text.detokenize import Detokenizer
 from inflight.text.dry_breakers import DryBreakers
 from inflight.text.tokenizer import Tokenizer
@@ -58,8 +58,8 @@ class PoolLimits:
         if sequence.width > 1:
             self._check_beams(sequence)
 
-    def default_max_tokens(self, wanted: int, num_prompt_tokens: int, width: int) -> int:
-        """The default number of output tokens, limited to the capacity of a small pool."""
+    def clipped_max_tokens(self, wanted: int, num_prompt_tokens: int, width: int) -> int:
+        """A number of output tokens, limited to the capacity of a small pool."""
         shared = num_prompt_tokens // self.block_size  # by all beams, at least
         limit = (shared + (self.num_blocks - shared) // width) * self.block_size
         return max(1, min(wanted, limit - num_prompt_tokens))
@@ -136,7 +136,7 @@ class Admission:
             request,
             max_tokens=self._max_tokens(request),
             seed=secrets.randbits(64) if params.seed is None else params.seed,
-            eos_token_ids=self.eos_token_ids.union(end_ids),
+            eos_token_ids=self.eos_token_ids.union(end_ids, params.stop_token_ids),
             bad_word_ids=(
                 bad_word_ids(self._tokenizer, params.bad_words) if self._tokenizer else ()
             ),
@@ -219,14 +219,14 @@ class Admission:
         """
         params, num_prompt_tokens = request.params, len(request.prompt_ids)
         wanted = params.max_tokens
-        if wanted is None:
-            # A default is limited to the capacity of a small pool; an explicit number is rejected.
-            wanted = self._pool.default_max_tokens(
-                max(self._default_max_tokens, params.min_tokens),
+        possible = self._max_model_len - num_prompt_tokens
+        if wanted is None or wanted == WHOLE_CONTEXT:
+            # These are limited to the capacity of a small pool; an explicit number is rejected.
+            wanted = self._pool.clipped_max_tokens(
+                max(self._default_max_tokens, params.min_tokens) if wanted is None else possible,
                 num_prompt_tokens,
                 params.beam_width,
             )
-        possible = self._max_model_len - num_prompt_tokens
         if params.min_tokens > possible:
             raise RequestError(
                 f"{params.min_tokens} do not fit the context of {self._max_model_len} tokens with "

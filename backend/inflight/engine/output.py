@@ -47,8 +47,8 @@ class OutputStage:
         Sets `finish_reason` of a sequence that ends, and drops it. If it ends before the last of
         several new tokens, the rest is removed from `token_ids`. An output ends with the first of:
 
-        - an EOS token, unless ignore_eos: STOP. It is released with the others; its text, if any,
-          is trimmed.
+        - an EOS token, unless ignore_eos, or a stop token: STOP. It is released with the others;
+          its text, if any, is trimmed.
         - a stop word: STOP. Its tokens are released, its text and the text after it are trimmed. A
           stop word that is the name of a special token matches that token.
         - max_tokens: LENGTH. If it is 0, the token sampled after the prompt is cut off.
@@ -190,7 +190,19 @@ class _Output:
                     sequence.finish_reason = FinishReason.STOP
             if stop_at is not None:
                 trim = len(self.detokenizer.delta(self.window, rest, final=True)) - stop_at
-        return self._event(sequence, rest, self.seen, trim)
+        event = self._event(sequence, rest, self.seen, trim)
+        word = self._stop_word(sequence, end, rest)
+        return msgspec.structs.replace(event, stop_word=word) if word else event
+
+    def _stop_word(self, sequence: Sequence, end: _End, rest: list[int]) -> str:
+        """The stop word that ended the output; empty if none did."""
+        if self.text is not None and self.text.stop_word:
+            return self.text.stop_word
+        if not end.is_by_id or self.detokenizer is None:
+            return ""
+        names = self.detokenizer.special_ids
+        words = sequence.request.params.stop_words
+        return next((word for word in words if names.get(word) == rest[-1]), "")
 
     def _find_end(self, sequence: Sequence, new: list[int]) -> _End | None:
         """Process new tokens up to the one that ends the output; None if it continues."""
@@ -264,7 +276,7 @@ class _Output:
 def _stop_ids(sequence: Sequence, detokenizer: Detokenizer | None) -> frozenset[int]:
     """Tokens that finish an output after its first min_tokens."""
     params = sequence.request.params
-    ends = frozenset() if params.ignore_eos else sequence.eos_token_ids
+    ends = frozenset(params.stop_token_ids) if params.ignore_eos else sequence.eos_token_ids
     if detokenizer is not None:
         named = {detokenizer.special_ids.get(word) for word in params.stop_words}
         ends |= {id_ for id_ in named if id_ is not None}
@@ -337,7 +349,11 @@ class _WholePieces(dict[int, bool]):
 
 
 class _HeldText:
-    """The text of held-back tokens, and the match state of each stop word."""
+    """The text of held-back tokens, and the match state of each stop word.
+
+    Attributes:
+        stop_word: the one that was found; empty until then.
+    """
 
     def __init__(
         self, detokenizer: Detokenizer, window: list[int], stop_words: tuple[str, ...]
@@ -345,6 +361,7 @@ class _HeldText:
         self._detokenizer = detokenizer
         self._window = window
         self._matchers = [_Matcher(word) for word in dict.fromkeys(stop_words)]
+        self.stop_word = ""
         self._text = ""
         self._ends: list[int] = []  # of each held token: where in _text its text ends
 
@@ -388,7 +405,8 @@ class _HeldText:
             end = matcher.feed(new, may_stop)
             if end is not None:
                 found = (base + end, base + end - len(matcher.word))
-                best = found if best is None else min(best, found)
+                if best is None or found < best:
+                    best, self.stop_word = found, matcher.word
         return None if best is None else best[1]
 
 

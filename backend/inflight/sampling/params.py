@@ -25,6 +25,10 @@ from inflight.sampling.options import (
 MAX_STOP_WORDS = 16
 MAX_BAD_WORDS = 64
 MAX_TOKENS_LIMIT = MAX_TOKEN_ID
+WHOLE_CONTEXT = -1
+"""As max_tokens: what the context and the KV cache have left after the prompt."""
+
+MAX_STOP_TOKENS = 1024
 MAX_TEMPERATURE = 100.0
 MAX_LOGIT_BIASES = 1024
 MAX_ALLOWED_TOKENS = 1 << 16
@@ -61,9 +65,9 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
     max_tokens: Annotated[
         int | None,
         Option(
-            "Maximum number of output tokens. 0, with `echo` or `num_prompt_logprobs`, computes "
-            "the prompt and generates nothing.",
-            low=0,
+            "Maximum number of output tokens. -1 is as many as the context allows. 0, with `echo` "
+            "or `num_prompt_logprobs`, computes the prompt and generates nothing.",
+            low=WHOLE_CONTEXT,
             high=MAX_TOKENS_LIMIT,
             default="the engine's `default_max_tokens`",
         ),
@@ -294,10 +298,17 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
         Option(
             "A further end-of-sequence token.",
             token_ids=True,
-            vllm=("stop_token_ids",),
             default="the model's own only",
         ),
     ] = None
+    stop_token_ids: Annotated[
+        tuple[int, ...],
+        Option(
+            "Tokens that end the output, also with `ignore_eos`; their text is not part of it.",
+            max_items=MAX_STOP_TOKENS,
+            token_ids=True,
+        ),
+    ] = ()
     num_logprobs: Annotated[
         int | None,
         Option(
@@ -362,6 +373,7 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
         """
         if self.end_id is not None:
             check_token_ids("end_id", (self.end_id,), vocab_size)
+        check_token_ids("stop_token_ids", self.stop_token_ids, vocab_size)
         check_token_ids("logit_bias", (token_id for token_id, _ in self.logit_bias), vocab_size)
         check_token_ids("allowed_token_ids", self.allowed_token_ids, vocab_size)
 
@@ -392,10 +404,9 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
         return self.dry_multiplier > 0.0 and self.dry_penalty_last_n != 0
 
     def _check_lengths(self) -> None:
-        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
-            raise RequestError(
-                f"{self.min_tokens} is more than max_tokens ({self.max_tokens})", "min_tokens"
-            )
+        limit = None if self.max_tokens == WHOLE_CONTEXT else self.max_tokens
+        if limit is not None and self.min_tokens > limit:
+            raise RequestError(f"{self.min_tokens} is more than max_tokens ({limit})", "min_tokens")
         if self.no_repeat_ngram_size == 1:
             raise RequestError(
                 "1 would ban every token of the prompt; allowed: 0, which is off, and "

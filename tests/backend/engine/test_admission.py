@@ -50,7 +50,15 @@ def test_the_largest_search_that_fits_is_accepted() -> None:
 
 @pytest.mark.parametrize(
     ("max_tokens", "min_tokens", "expected"),
-    [(None, 0, 16), (None, 20, 20), (5, 0, 5), (99, 0, 54), (None, 54, 54)],
+    [
+        (None, 0, 16),
+        (None, 20, 20),
+        (5, 0, 5),
+        (99, 0, 54),
+        (None, 54, 54),
+        (-1, 0, 54),
+        (-1, 54, 54),
+    ],
 )
 def test_the_length_is_the_requests_or_the_default_within_the_context(
     max_tokens: int | None, min_tokens: int, expected: int
@@ -71,6 +79,22 @@ def test_a_prompt_without_tokens_is_refused() -> None:
     admission = Admission(PoolLimits(99, 4, 4), 100, 64, 16, [2])
     with pytest.raises(RequestError, match="input_ids: the prompt has no tokens"):
         admission.sequence(Request(1, [], SamplingParams()))
+
+
+def test_the_whole_context_is_limited_to_a_small_pool() -> None:
+    admission = Admission(PoolLimits(4, 8, 4), 100, 64, 16, [2])
+    made = admission.sequence(Request(1, [1] * 10, SamplingParams(max_tokens=-1)))
+    assert made.max_tokens == 4 * 8 - 10
+    with pytest.raises(RequestError, match="whole cache has 32"):
+        admission.sequence(Request(1, [1] * 10, SamplingParams(max_tokens=54)))
+
+
+def test_stop_tokens_end_a_request_beside_the_model_s_own() -> None:
+    admission = Admission(PoolLimits(99, 4, 4), 100, 64, 16, [2])
+    params = SamplingParams(end_id=9, stop_token_ids=(7, 8, 7))
+    assert admission.sequence(Request(1, [1], params)).eos_token_ids == frozenset({2, 7, 8, 9})
+    with pytest.raises(RequestError, match="stop_token_ids: 100 is not in the vocabulary"):
+        admission.sequence(Request(1, [1], SamplingParams(stop_token_ids=(5, 100))))
 
 
 def test_a_request_keeps_its_own_seed_and_end_id() -> None:

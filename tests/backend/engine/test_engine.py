@@ -45,10 +45,21 @@ def test_end_id_stops_as_well():
     assert [i for e in run(engine)[1] for i in e.token_ids] == [41, 42]
 
 
+@pytest.mark.parametrize("ignore_eos", [False, True])
+def test_the_first_of_several_stop_tokens_ends_the_output(ignore_eos):
+    engine = make_engine()
+    stops = (7, 44, 42)
+    engine.submit(request(1, [40], max_tokens=10, stop_token_ids=stops, ignore_eos=ignore_eos))
+    assert [i for e in run(engine)[1] for i in e.token_ids] == [41, 42]
+
+
 def test_max_tokens_is_cut_to_the_context():
     engine = make_engine()
     engine.submit(request(1, [1] * 60, max_tokens=50, ignore_eos=True))
     assert run(engine)[1][-1].position == 4
+    engine.submit(request(2, [1] * 50, max_tokens=-1, ignore_eos=True))
+    last = run(engine)[2][-1]
+    assert (last.position, last.finish_reason) == (14, FinishReason.LENGTH)
 
 
 def test_the_cumulative_logprob_adds_up():

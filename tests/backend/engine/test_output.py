@@ -214,6 +214,14 @@ def test_ignore_eos_continues() -> None:
     assert [len(event.token_ids) for event in events] == [1, 1, 1, 1]
 
 
+def test_ignore_eos_leaves_stop_tokens() -> None:
+    params = SamplingParams(ignore_eos=True, min_tokens=3, stop_token_ids=(5, 6))
+    sequence = sequence_of(params, eos=[EOS, 5, 6])
+    events = run(sequence, [EOS, 5, EOS, 6, 7])
+    assert sequence.finish_reason is FinishReason.STOP
+    assert [id_ for event in events for id_ in event.token_ids] == [EOS, 5, EOS, 6]
+
+
 def test_an_end_id_that_is_a_word_is_not_shown() -> None:
     (end,) = encode(" END")[-1:]
     sequence = sequence_of(SamplingParams(), eos=[end])
@@ -280,22 +288,30 @@ def test_held_text_is_emitted_at_the_end() -> None:
 def test_a_stop_word_naming_a_special_token_matches_its_id() -> None:
     params = SamplingParams(stop_words=("<|im_end|>",), ignore_eos=True)
     sequence = sequence_of(params)
-    assert text_of(run(sequence, [*encode("a"), EOS, *encode("b")])) == "a"
+    events = run(sequence, [*encode("a"), EOS, *encode("b")])
+    assert text_of(events) == "a"
     assert sequence.finish_reason is FinishReason.STOP
+    assert events[-1].stop_word == "<|im_end|>"
+    events = run(sequence_of(SamplingParams(stop_words=("x",))), [*encode("a"), EOS])
+    assert events[-1].stop_word == ""
 
 
 def test_a_half_character_at_the_end_can_complete_a_stop_word() -> None:
     half = encode("𠮷")[:2]
     sequence = sequence_of(SamplingParams(stop_words=("\ufffd",)), max_tokens=3)
-    assert text_of(run(sequence, [*encode("a"), *half])) == "a"
+    events = run(sequence, [*encode("a"), *half])
+    assert text_of(events) == "a"
     assert sequence.finish_reason is FinishReason.STOP
+    assert events[-1].stop_word == "\ufffd"
 
 
 def test_the_stop_word_that_is_complete_first_counts() -> None:
     ids = encode("abcdefg")
     for sizes in ((1,), (99,)):
         sequence = sequence_of(SamplingParams(stop_words=("abcdef", "cd", "bcd")))
-        assert text_of(run(sequence, ids, sizes)) == "a"
+        events = run(sequence, ids, sizes)
+        assert text_of(events) == "a"
+        assert events[-1].stop_word == "bcd"
 
 
 def test_a_forgotten_sequence_leaves_no_state() -> None:
@@ -375,7 +391,11 @@ def test_stop_strings_of_few_letters_are_found_by_definition(data: st.DataObject
     sizes = data.draw(st.lists(st.integers(1, 4), min_size=1, max_size=4))
     ids = [id_ for token in tokens for id_ in encode(token)]
     events = run(sequence_of(SamplingParams(stop_words=tuple(words))), [*ids, EOS], sizes)
-    right = first_stop("".join(tokens), words)
+    text = "".join(tokens)
+    right = first_stop(text, words)
+    word = events[-1].stop_word
+    assert (word in words) == (right != text)
+    assert text.startswith(right + word)
     parts = shown(events)
     assert "".join(parts) == right
     assert all(right.startswith("".join(parts[:i])) for i in range(len(parts)))

@@ -15,6 +15,7 @@ from inflight.sampling.params import (
     MAX_BAD_WORDS,
     MAX_DRY_BREAKERS,
     MAX_LOGIT_BIASES,
+    MAX_STOP_TOKENS,
     MAX_STOP_WORDS,
     MAX_TEMPERATURE,
     MAX_TOKENS_LIMIT,
@@ -27,7 +28,7 @@ TINY = math.ulp(0.0)
 @pytest.mark.parametrize(
     ("name", "values"),
     [
-        ("max_tokens", [0, 1, MAX_TOKENS_LIMIT, None]),
+        ("max_tokens", [-1, 0, 1, MAX_TOKENS_LIMIT, None]),
         ("min_tokens", [0, MAX_TOKENS_LIMIT]),
         ("temperature", [0.0, MAX_TEMPERATURE, None, 1]),
         ("top_k", [-1, 0, 1, 2**31 - 1]),
@@ -54,6 +55,7 @@ TINY = math.ulp(0.0)
         ("num_prompt_logprobs", [None, 0, 20]),
         ("seed", [0, 2**64 - 1, None]),
         ("end_id", [0, None]),
+        ("stop_token_ids", [(), (0, MAX_TOKENS_LIMIT), (7,) * MAX_STOP_TOKENS]),
         ("stop_words", [(), ("x" * MAX_STRING_BYTES,), ("x",) * MAX_STOP_WORDS, ("é" * 128,)]),
         ("bad_words", [(), ("x" * MAX_STRING_BYTES,), ("x",) * MAX_BAD_WORDS]),
     ],
@@ -66,7 +68,7 @@ def test_the_whole_range_is_allowed(name: str, values: list[Any]) -> None:
 @pytest.mark.parametrize(
     ("name", "values"),
     [
-        ("max_tokens", [-1, MAX_TOKENS_LIMIT + 1]),
+        ("max_tokens", [-2, MAX_TOKENS_LIMIT + 1]),
         ("min_tokens", [-1, MAX_TOKENS_LIMIT + 1]),
         ("temperature", [-TINY, -1.0, math.nextafter(MAX_TEMPERATURE, 200)]),
         ("top_k", [-2, 2**31]),
@@ -203,6 +205,7 @@ def test_ids_are_held_against_a_vocabulary(options: dict[str, Any]) -> None:
 
 def test_min_tokens_cannot_exceed_max_tokens() -> None:
     SamplingParams(min_tokens=5, max_tokens=5)
+    SamplingParams(min_tokens=5, max_tokens=-1)
     with pytest.raises(RequestError, match=r"min_tokens: 6 is more than max_tokens \(5\)"):
         SamplingParams(min_tokens=6, max_tokens=5)
 
