@@ -14,6 +14,8 @@ from tritonclient.grpc import service_pb2, service_pb2_grpc
 
 Script = Callable[["Call"], Iterator[Any]]
 
+WAIT_S = 10.0
+
 
 class Call:
     """One request as the server sees it.
@@ -44,26 +46,92 @@ class Call:
         return [tensor.name for tensor in self.request.inputs]
 
 
+def two_words(call: Call) -> Iterator[Any]:
+    """A script: two tokens, then three."""
+    yield answer("Hello", num_output=2)
+    yield answer(" wörld", "stop", num_output=3)
+
+
+def endless(call: Call) -> Iterator[Any]:
+    """A script: one token, and none until the call ends."""
+    yield answer("Hello")
+    call.ended.wait(WAIT_S)
+
+
+def failing(num_failures: int, code: grpc.StatusCode, text: str, *trailing: Any) -> Script:
+    """A script: the first calls fail with a status, later ones yield two words; trailing: metadata
+    of the failures."""
+    failed: list[Call] = []
+
+    def script(call: Call) -> Iterator[Any]:
+        if len(failed) < num_failures:
+            failed.append(call)
+            call.context.set_trailing_metadata(trailing)
+            call.context.abort(code, text)
+        yield from two_words(call)
+
+    return script
+
+
 MISSING = ("nope", "no[/b]pe")
 """Models that the server does not have."""
+NATIVE_MODELS = ("chat", "chat_tokenizer", "detokenizer", "generate", "llm", "tokenizer")
 
 
 class FakeTriton(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore[misc]
     """Attributes:
     script: yields the responses of a call.
     calls: all calls so far.
+    models: of the server; None for all names but MISSING, with the native ones in the index.
+    has_index: whether the index is open.
     """
 
     def __init__(self, script: Script) -> None:
         self.script = script
         self.calls: list[Call] = []
+        self.models: tuple[str, ...] | None = None
+        self.has_index = True
         self.url = ""
+
+    def ServerLive(self, request: Any, context: Any) -> Any:
+        return service_pb2.ServerLiveResponse(live=True)
+
+    def RepositoryIndex(self, request: Any, context: Any) -> Any:
+        if not self.has_index:  # as Triton answers
+            text = "This protocol is restricted, expecting header 'triton-grpc-protocol-x'"
+            context.abort(grpc.StatusCode.UNAVAILABLE, text)
+        index = service_pb2.RepositoryIndexResponse()
+        for name in NATIVE_MODELS if self.models is None else self.models:
+            ready = name not in MISSING
+            index.models.add(
+                name=name, version="1" if ready else "", state="READY" if ready else "UNAVAILABLE"
+            )
+        return index
+
+    def ModelMetadata(self, request: Any, context: Any) -> Any:
+        if not self._has(request.name):
+            context.abort(grpc.StatusCode.NOT_FOUND, f"Request for unknown model: {request.name}")
+        found = service_pb2.ModelMetadataResponse(
+            name=request.name, versions=["1", "2"], platform="ensemble"
+        )
+        found.inputs.add(name="text_input", datatype="BYTES", shape=[1])
+        found.outputs.add(name="text_output", datatype="BYTES", shape=[-1])
+        return found
+
+    def ModelInfer(self, request: Any, context: Any) -> Any:
+        call = Call(request, context)
+        self.calls.append(call)
+        (response,) = self.script(call)
+        return response
+
+    def _has(self, name: str) -> bool:
+        return name not in MISSING and (self.models is None or name in self.models)
 
     def ServerReady(self, request: Any, context: Any) -> Any:
         return service_pb2.ServerReadyResponse(ready=True)
 
     def ModelReady(self, request: Any, context: Any) -> Any:
-        return service_pb2.ModelReadyResponse(ready=request.name not in MISSING)
+        return service_pb2.ModelReadyResponse(ready=self._has(request.name))
 
     def ModelStreamInfer(self, requests: Any, context: Any) -> Iterator[Any]:
         call = Call(next(requests), context)
@@ -73,11 +141,11 @@ class FakeTriton(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore
 
 
 @contextlib.contextmanager
-def serve(script: Script) -> Iterator[FakeTriton]:
+def serve(script: Script, port: int = 0) -> Iterator[FakeTriton]:
     fake = FakeTriton(script)
     server = grpc.server(ThreadPoolExecutor(8))
     service_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(fake, server)
-    port = server.add_insecure_port("127.0.0.1:0")
+    port = server.add_insecure_port(f"127.0.0.1:{port}")
     fake.url = f"127.0.0.1:{port}"
     server.start()
     try:
@@ -137,3 +205,22 @@ def error(message: str) -> Any:
 def _string(text: str) -> bytes:
     data = text.encode()
     return struct.pack("<I", len(data)) + data
+
+
+def inferred(*outputs: tuple[str, str, list[int], bytes]) -> Any:
+    """A response of ModelInfer: (name, datatype, shape, bytes) of each output."""
+    infer = service_pb2.ModelInferResponse(model_name="some")
+    for name, datatype, shape, raw in outputs:
+        infer.outputs.add(name=name, datatype=datatype, shape=shape)
+        infer.raw_output_contents.append(raw)
+    return infer
+
+
+def streamed(*outputs: tuple[str, str, list[int], bytes]) -> Any:
+    """The same as a message of a stream."""
+    return service_pb2.ModelStreamInferResponse(infer_response=inferred(*outputs))
+
+
+def strings(*texts: str) -> bytes:
+    """As the elements of a tensor."""
+    return b"".join(map(_string, texts))

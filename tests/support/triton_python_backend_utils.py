@@ -105,7 +105,9 @@ class InferenceRequest:
         parameters: dict[str, Any] | None = None,
         outputs: tuple[str, ...] = (),
         correlation_id: int = 0,
+        request_id: str = "",
     ) -> None:
+        self._request_id = request_id
         self._inputs = [Tensor(name, array) for name, array in inputs.items()]
         self._parameters = parameters or {}
         self._outputs = outputs
@@ -128,6 +130,9 @@ class InferenceRequest:
 
     def requested_output_names(self) -> set[str]:
         return set(self._outputs)
+
+    def request_id(self) -> str:
+        return self._request_id
 
     def correlation_id(self) -> int:
         return self._correlation_id

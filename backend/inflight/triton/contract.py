@@ -111,13 +111,46 @@ ANSWER = (
         "draft_stats",
         "STRING",
         "At the end of an output with drafts: JSON of num_drafted, num_accepted, num_steps and "
-        "tokens_per_step. With return_timing, also of timing, whether there were drafts or not.",
+        "tokens_per_step. With return_timing, also of timing, whether there were drafts or not, "
+        "and of the stop_word that ended the output, if one did.",
         dims=-1,
     ),
 )
 
 TEXT_INPUT = Tensor("text_input", "STRING", "The prompt.", required=True)
-MESSAGES = Tensor("messages", "STRING", "A chat as a JSON list of messages.", required=True)
+PROMPT_TOKEN_IDS = Tensor(
+    "prompt_token_ids", "INT32", "The prompt as token ids, instead of text_input.", dims=-1
+)
+ADD_SPECIAL_TOKENS = Tensor(
+    "add_special_tokens",
+    "BOOL",
+    "Whether the model's special tokens, such as BOS, are added to text_input; true by default.",
+)
+MESSAGES = Tensor(
+    "messages",
+    "STRING",
+    "A chat as a JSON list of OpenAI's message objects: content, tool_calls, tool_call_id, name, "
+    "reasoning_content.",
+    required=True,
+)
+TOOLS = Tensor("tools", "STRING", "Tools for the chat template: a JSON list of OpenAI's objects.")
+CHAT_TEMPLATE_KWARGS = Tensor(
+    "chat_template_kwargs",
+    "STRING",
+    'Further variables of the chat template: a JSON object, such as {"enable_thinking": false}.',
+)
+ADD_GENERATION_PROMPT = Tensor(
+    "add_generation_prompt",
+    "BOOL",
+    "Whether the prompt ends with the start of the assistant's turn; true by default, unless "
+    "continue_final_message is.",
+)
+CONTINUE_FINAL_MESSAGE = Tensor(
+    "continue_final_message",
+    "BOOL",
+    "Whether the prompt ends with the text of the last message, which the output continues; false "
+    "by default.",
+)
 TEXT_OUTPUT = Tensor("text_output", "STRING", "New text: valid UTF-8, always.", dims=-1)
 
 INPUT_IDS = Tensor("input_ids", "INT32", "Token ids of the prompt.", dims=-1, required=True)
@@ -133,12 +166,23 @@ PROMPT_ERROR = Tensor(
     "Set only by the tokenizers, instead of a prompt that they reject: why, as JSON of kind and "
     "message. The model llm answers the request with that error.",
 )
+DESCRIBE = Tensor(
+    "describe", "BOOL", "True asks for the description instead of token ids; false by default."
+)
+DESCRIPTION = Tensor(
+    "description",
+    "STRING",
+    "With describe: a JSON object of model (its name for clients), max_model_len, vocab_size, "
+    "bos_token, eos_token, chat_template, tool_chat_template (for chats with tools, if it is "
+    "another one), and special_tokens, a list of texts. null is what the model does not have.",
+)
 DETOKENIZE_IDS = Tensor("detokenize_ids", "INT32", "A window of ids, then the new ones.", dims=-1)
 DETOKENIZE_STATE = Tensor(
     "detokenize_state",
     "INT64",
     "For each output: number of ids, length of the window, characters to trim, 1 at the end, "
-    "request id, position.",
+    "request id, position. [n, 0, 0, 1, 0, 0] with n ids is a text by itself: request id 0 is no "
+    "request.",
     dims=-1,
 )
 DETOKENIZE_STATE_SIZE = 6
@@ -146,6 +190,14 @@ DETOKENIZE_STATE_SIZE = 6
 
 _PROMPT = (INPUT_IDS, PROMPT_TENSOR)
 _TOKENIZED = (*_PROMPT, PROMPT_ERROR, NUM_INPUT_TOKENS)
+TEXT_PROMPT = (TEXT_INPUT, PROMPT_TOKEN_IDS, ADD_SPECIAL_TOKENS)
+CHAT_PROMPT = (
+    MESSAGES,
+    TOOLS,
+    CHAT_TEMPLATE_KWARGS,
+    ADD_GENERATION_PROMPT,
+    CONTINUE_FINAL_MESSAGE,
+)
 _DETOKENIZE = (DETOKENIZE_IDS, DETOKENIZE_STATE)
 
 MODELS = {
@@ -153,11 +205,11 @@ MODELS = {
         (*_PROMPT, PROMPT_ERROR, *OPTIONS),
         (Tensor("output_ids", "INT32", "New token ids.", dims=-1), *_DETOKENIZE, *ANSWER),
     ),
-    "tokenizer": Contract((TEXT_INPUT,), _TOKENIZED),
-    "chat_tokenizer": Contract((MESSAGES,), _TOKENIZED),
+    "tokenizer": Contract((*TEXT_PROMPT, DESCRIBE), (*_TOKENIZED, DESCRIPTION)),
+    "chat_tokenizer": Contract(CHAT_PROMPT, _TOKENIZED),
     "detokenizer": Contract(_DETOKENIZE, (TEXT_OUTPUT,)),
-    "generate": Contract((TEXT_INPUT, *OPTIONS), (TEXT_OUTPUT, *ANSWER)),
-    "chat": Contract((MESSAGES, *OPTIONS), (TEXT_OUTPUT, *ANSWER)),
+    "generate": Contract((*TEXT_PROMPT, *OPTIONS), (TEXT_OUTPUT, *ANSWER)),
+    "chat": Contract((*CHAT_PROMPT, *OPTIONS), (TEXT_OUTPUT, *ANSWER)),
 }
 
 _BY_NAME = {tensor.name: tensor for tensor in (*_PROMPT, *OPTIONS)}
@@ -185,6 +237,20 @@ def read(tensor: Tensor, array: Array) -> Any:
         broken = array[~np.isfinite(array)].tolist()
         raise RequestError(f"{broken[0]} is not a finite number", tensor.name)
     return values[0] if tensor.dims == 1 else values
+
+
+def read_required(tensor: Tensor, inputs: Mapping[str, Array]) -> Any:
+    """The value of a tensor. Raises RequestError: it is missing, or not allowed."""
+    if tensor.name not in inputs:
+        raise RequestError("is missing", tensor.name)
+    return read(tensor, inputs[tensor.name])
+
+
+def read_flag(name: str, inputs: Mapping[str, Array]) -> bool | None:
+    """The value of a BOOL[1]; None if it is missing. Raises RequestError: not allowed."""
+    if name not in inputs:
+        return None
+    return bool(read(Tensor(name, "BOOL", ""), inputs[name]))
 
 
 def read_request(tensors: Mapping[str, Array]) -> dict[str, Any]:

@@ -67,7 +67,8 @@ class DetokenizerFront:
         for request in requests:
             try:
                 texts, delivered = self._texts(request)
-                self._poll_cancellation(request, delivered[0][0])
+                if delivered:
+                    self._poll_cancellation(request, delivered[0][0])
             except InflightError as error:
                 self._errors.send(request.get_response_sender(), error)
                 responses.append(None)
@@ -90,7 +91,8 @@ class DetokenizerFront:
         self._reports.close()
 
     def _texts(self, request: Any) -> tuple[list[str], list[tuple[int, int]]]:
-        """The text of each output in a response, and the delivered (request id, position)."""
+        """The text of each output in a response, and the delivered (request id, position), without
+        those of id 0, which is no request."""
         ids = _row(request, contract.DETOKENIZE_IDS)
         state = _row(request, contract.DETOKENIZE_STATE)
         size = contract.DETOKENIZE_STATE_SIZE
@@ -111,7 +113,8 @@ class DetokenizerFront:
             first += count
             new = own[width:]
             texts.append(self._detokenizer.delta(own[:width], new, final=bool(final), trim=trim))
-            delivered.append((request_id, position))
+            if request_id:
+                delivered.append((request_id, position))
         return texts, delivered
 
     def _check_range(self, ids: list[int]) -> None:

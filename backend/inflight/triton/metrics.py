@@ -85,7 +85,8 @@ class MetricsPublisher:
         model: the model's folder.
         owner: of the engine.
         client: the attached engine; None while there is none.
-        parameters: of config.pbtxt; only `metrics_compat` is used, by default COMPAT_VARIABLE.
+        parameters: of config.pbtxt; `metrics_compat` is used, by default COMPAT_VARIABLE, and
+            `llm`: a front that names another model leaves publishing to the fronts of that one.
 
     Raises:
         ConfigError: `metrics_compat` has an unknown item.
@@ -100,6 +101,7 @@ class MetricsPublisher:
     ) -> None:
         compat = parameters.get("metrics_compat", os.environ.get(COMPAT_VARIABLE, ""))
         self._compat = parse_compat(compat, "config.pbtxt: metrics_compat")
+        self._is_publisher = "llm" not in parameters
         self._client = client
         self._source = MetricsSource(model, client)
         # Held by the front that publishes; released when its process ends, however it ends.
@@ -150,7 +152,7 @@ class MetricsPublisher:
 
     def _may_publish(self) -> bool:
         """Whether this front is the one that publishes."""
-        if self._lock is None:
+        if self._lock is None and self._is_publisher:
             with contextlib.suppress(BlockingIOError), contextlib.ExitStack() as stack:
                 file = stack.enter_context(open(self._lock_file, "ab"))
                 os.fchmod(file.fileno(), 0o600)

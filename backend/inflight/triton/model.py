@@ -4,20 +4,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
+from importlib import import_module
 from pathlib import Path
 from typing import Any, Protocol
 
 import triton_python_backend_utils as pb_utils
 from inflight import log
 from inflight.errors import ConfigError, InflightError, did_you_mean
-from inflight.text.chat import encode_chat, parse_messages
-from inflight.text.tokenizer import Tokenizer
-from inflight.triton import contract
-from inflight.triton.detokenizer import DetokenizerFront
-from inflight.triton.llm import LlmFront
 from inflight.triton.sibling import check_version
 from inflight.triton.stub import close_shared_memory, exit_with_server, owner, start_heartbeat
-from inflight.triton.tokenizer import TokenizerFront
 
 
 class Front(Protocol):
@@ -28,25 +23,23 @@ class Front(Protocol):
     def finalize(self) -> None: ...
 
 
-def _tokenizer(directory: Path, parameters: Mapping[str, str]) -> Front:
-    return TokenizerFront(directory, parameters, contract.TEXT_INPUT, Tokenizer.encode)
-
-
-def _chat_tokenizer(directory: Path, parameters: Mapping[str, str]) -> Front:
-    return TokenizerFront(
-        directory,
-        parameters,
-        contract.MESSAGES,
-        lambda tokenizer, text: encode_chat(tokenizer, parse_messages(text)),
-    )
-
-
-_ROLES: dict[str, Callable[[Path, Mapping[str, str]], Front]] = {
-    "llm": LlmFront,
-    "tokenizer": _tokenizer,
-    "chat_tokenizer": _chat_tokenizer,
-    "detokenizer": DetokenizerFront,
+# Where the front of each role is: a process has one role, and imports no other.
+_ROLES = {
+    "llm": "inflight.triton.llm:LlmFront",
+    "tokenizer": "inflight.triton.tokenizer:text_tokenizer",
+    "chat_tokenizer": "inflight.triton.tokenizer:chat_tokenizer",
+    "detokenizer": "inflight.triton.detokenizer:DetokenizerFront",
+    "completion": "inflight.triton.completion.front:CompletionFront",
+    "tensorrt_llm": "inflight.triton.tensorrtllm.llm:TensorrtLlmFront",
+    "preprocessing": "inflight.triton.tensorrtllm.preprocessing:PreprocessingFront",
+    "postprocessing": "inflight.triton.tensorrtllm.postprocessing:PostprocessingFront",
 }
+
+
+def _front(role: str, directory: Path, parameters: Mapping[str, str]) -> Front:
+    module, _, name = _ROLES[role].partition(":")
+    make: Callable[[Path, Mapping[str, str]], Front] = getattr(import_module(module), name)
+    return make(directory, parameters)
 
 
 class TritonPythonModel:
@@ -69,6 +62,8 @@ class TritonPythonModel:
         parameters = {
             name: value["string_value"] for name, value in config.get("parameters", {}).items()
         }
+        policy = config.get("model_transaction_policy") or {}
+        parameters["decoupled"] = "true" if policy.get("decoupled") else "false"
         try:
             log.begin()
             close_shared_memory()
@@ -83,9 +78,9 @@ class TritonPythonModel:
                     f"allowed: {', '.join(_ROLES)}{did_you_mean(role, _ROLES)}"
                 )
             folder = Path(args["model_repository"])
-            if role == "llm":
+            if role in ("llm", "completion", "tensorrt_llm") and "llm" not in parameters:
                 check_version(folder, args.get("model_version", ""))
-            self._front = _ROLES[role](folder, parameters)
+            self._front = _front(role, folder, parameters)
         except InflightError as error:
             raise pb_utils.TritonModelException(str(error)) from None
 

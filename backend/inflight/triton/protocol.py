@@ -34,7 +34,9 @@ MAX_ERROR_CHARACTERS = 2048
 _MAX_PROMPT_ERROR_CHARACTERS = 8 * MAX_ERROR_CHARACTERS
 
 _OPTION_NAMES = tuple(tensor.name for tensor in contract.OPTIONS)
-_PROMPT_TENSORS = (contract.TEXT_INPUT.name, contract.MESSAGES.name)
+_PROMPT_TENSORS = tuple(
+    tensor.name for tensor in (contract.TEXT_INPUT, contract.PROMPT_TOKEN_IDS, contract.MESSAGES)
+)
 _UNSUPPORTED = tuple(field.name for field in OPTIONS if not field.option.supported)
 
 
@@ -172,7 +174,7 @@ def parse(inputs: Mapping[str, Array], parameters: Mapping[str, Any], limits: Li
     values = contract.read_request(inputs)
     prompt_tensor = values.pop("prompt_tensor", None)
     if prompt_tensor not in (None, *_PROMPT_TENSORS):
-        raise RequestError(f"allowed: {' or '.join(_PROMPT_TENSORS)}", "prompt_tensor")
+        raise RequestError(f"allowed: {', '.join(_PROMPT_TENSORS)}", "prompt_tensor")
     prompt_ids = _prompt(values.pop("input_ids", None), prompt_tensor or "input_ids", limits)
     values, names = _merge(_join_biases(values), request_parameters.read(parameters))
     for name in _UNSUPPORTED:
@@ -289,7 +291,8 @@ def outputs(
 
 
 def _drafts(event: TokenEvent) -> str:
-    """Draft statistics and timing, at the end of an output with drafts or `return_timing`."""
+    """Draft statistics, timing and stop word, at the end of an output with drafts or
+    `return_timing`."""
     if not event.is_last or (event.num_drafted is None and event.timing is None):
         return ""
     found: dict[str, Any] = {}
@@ -302,6 +305,8 @@ def _drafts(event: TokenEvent) -> str:
         }
     if event.timing is not None:
         found["timing"] = msgspec.structs.asdict(event.timing)
+        if event.stop_word:
+            found["stop_word"] = event.stop_word
     return json.dumps(found)
 
 
@@ -460,8 +465,8 @@ def _check_scoring(
     """With max_tokens 0: require a report on the prompt, and no option about outputs."""
     if not echo and params.num_prompt_logprobs is None:
         raise RequestError(
-            f"0 is out of range; allowed: [1, {MAX_TOKENS_LIMIT}], and 0 with echo or "
-            "num_prompt_logprobs",
+            f"0 is out of range; allowed: -1, [1, {MAX_TOKENS_LIMIT}], and 0 with echo "
+            "or num_prompt_logprobs",
             names["max_tokens"],
         )
     for name, default in (("n", 1), ("best_of", 1), ("guided_decoding_guide", None)):
@@ -504,7 +509,7 @@ def _sampling(values: dict[str, Any], names: dict[str, str], vocab_size: int) ->
             "is empty, so no token could be sampled; omit it to allow all",
             names["allowed_token_ids"],
         )
-    with _client_names(names):
+    with client_names(names):
         params = SamplingParams(**chosen)
         params.check_vocabulary(vocab_size)
         return params
@@ -512,18 +517,18 @@ def _sampling(values: dict[str, Any], names: dict[str, str], vocab_size: int) ->
 
 def _request_options(values: dict[str, Any], names: dict[str, str]) -> RequestOptions:
     chosen = {field.name for field in REQUEST_OPTIONS} & values.keys()
-    with _client_names(names):
+    with client_names(names):
         return RequestOptions(**{name: values[name] for name in chosen})
 
 
 @contextlib.contextmanager
-def _client_names(names: dict[str, str]) -> Iterator[None]:
+def client_names(names: Mapping[str, str]) -> Iterator[None]:
     """Errors name an option as the client did."""
     try:
         yield
     except RequestError as error:
         text = str(error).removeprefix(f"{error.param}: ")
-        raise RequestError(text, names.get(error.param or "")) from None
+        raise RequestError(text, names.get(error.param or "", error.param)) from None
 
 
 def _salt(salt: str) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from inflight import config
 from inflight.checkpoint.locate import locate
@@ -53,3 +54,26 @@ def load_tokenizer(llm: Path) -> Tokenizer:
     if tokenizer is None:
         raise ConfigError(f"{settings.model}: has no tokenizer, so the model takes token ids only")
     return tokenizer
+
+
+def describe(llm: Path, tokenizer: Tokenizer) -> dict[str, Any]:
+    """What clients need to know of an llm model, as a JSON object; see `contract.DESCRIPTION`.
+
+    Raises:
+        ConfigError: the checkpoint or its settings are not supported.
+    """
+    from inflight.models.registry import read_spec  # 0.15 s, and most tokenizers are never asked
+
+    settings = config.load(engine_config_path(llm))
+    checkpoint = locate(settings.model)
+    spec = read_spec(checkpoint)
+    return {
+        "model": settings.served_model_name or checkpoint.model_name,
+        "max_model_len": spec.max_model_len(settings),
+        "vocab_size": spec.vocab_size,
+        "bos_token": tokenizer.bos_token,
+        "eos_token": tokenizer.eos_token,
+        "chat_template": tokenizer.chat_template,
+        "tool_chat_template": tokenizer.tool_chat_template,
+        "special_tokens": [text for _, text in sorted(tokenizer.special_ids.items())],
+    }

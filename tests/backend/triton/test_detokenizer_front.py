@@ -130,6 +130,21 @@ def test_the_engine_hears_once_per_batch(front, clients):
     assert clients[0].frames == [[(7, 1), (8, 9)]]
 
 
+def test_ids_without_a_request_are_text_and_no_delivery(front, clients, tokenizer):
+    wait_until(lambda: front._reports._clients)
+    ids = tokenizer.encode("Grüße 🎉")
+    alone = pb_utils.InferenceRequest(
+        {
+            "detokenize_ids": np.array([ids], np.int32),
+            "detokenize_state": np.array([[len(ids), 0, 0, 1, 0, 0]]),
+        }
+    )
+    alone.cancelled = True
+    assert texts_of(front.execute([alone, request(TokenEvent(7, [5], [], 1))]))[0] == "Grüße 🎉"
+    assert clients[0].frames == [[(7, 1)]]
+    assert clients[0].cancelled == []
+
+
 def test_the_engine_hears_of_a_cancel(front, clients):
     wait_until(lambda: front._reports._clients)
     gone = request(TokenEvent(7, [5], [], 1))

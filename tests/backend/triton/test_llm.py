@@ -16,7 +16,7 @@ from inflight.ipc.frames import Welcome
 from inflight.ipc.metrics import usage
 from inflight.ipc.runtime_folder import folder_of
 from inflight.ipc.sockets.disconnects import TICKET, DisconnectReporter
-from inflight.triton import errors, llm
+from inflight.triton import engine_front, errors, llm
 from inflight.triton.contract import MODELS
 from inflight.triton.protocol import write_prompt_error
 
@@ -83,8 +83,8 @@ def engines(monkeypatch):
         started.started.release()
         return started[-1]
 
-    monkeypatch.setattr(llm, "attach_front", attach_front)
-    monkeypatch.setattr(llm, "RESTART_BACKOFF_S", (0.0, 0.01))
+    monkeypatch.setattr(engine_front, "attach_front", attach_front)
+    monkeypatch.setattr(engine_front, "RESTART_BACKOFF_S", (0.0, 0.01))
     return started
 
 
@@ -309,7 +309,7 @@ def test_a_prompt_rejected_by_the_tokenizer_fails_with_its_error(front, engines,
 
 
 def test_the_tokenizers_error_comes_before_all_others(front, engines, monkeypatch):
-    monkeypatch.setattr(llm, "RESTART_BACKOFF_S", (60.0,))
+    monkeypatch.setattr(engine_front, "RESTART_BACKOFF_S", (60.0,))
     engines[0].on_lost()
     (response,) = ask(
         front,
@@ -401,7 +401,7 @@ def test_a_detokenized_request_is_not_asked_for_its_cancellation(front, engines)
     """An ensemble's cancellation never shows in a step that runs."""
     sender = ask(front, stream=true(), prompt_tensor=np.array([b"text_input"], object))
     sender.cancelled = True
-    assert not threading.Event().wait(5 * llm.CANCEL_INTERVAL_S)
+    assert not threading.Event().wait(5 * engine_front.CANCEL_INTERVAL_S)
     assert engines[0].cancelled == []
     assert engines[0].submitted[0].acknowledged
 
@@ -415,7 +415,7 @@ def test_a_closed_sender_is_never_touched_again(front, engines):
         engines[0].say([2], position=2, finish_reason=FinishReason.STOP)
     for sender in senders:
         sender.wait()
-    assert not threading.Event().wait(3 * llm.CANCEL_INTERVAL_S)
+    assert not threading.Event().wait(3 * engine_front.CANCEL_INTERVAL_S)
     assert [sender.misuses for sender in senders] == [[]] * 300
 
 
@@ -458,7 +458,7 @@ def test_a_lost_engine_is_started_again(front, engines):
 
 
 def test_without_an_engine_requests_are_refused_at_once(front, engines, monkeypatch):
-    monkeypatch.setattr(llm, "RESTART_BACKOFF_S", (60.0,))
+    monkeypatch.setattr(engine_front, "RESTART_BACKOFF_S", (60.0,))
     engines[0].on_lost()
     (response,) = ask(front).wait()
     assert response.error().code() == pb_utils.TritonError.UNAVAILABLE
@@ -483,7 +483,7 @@ def test_an_error_of_a_detokenized_stream_keeps_its_distance(front, engines):
     error = TokenEvent.failed(engines[0].submitted[0].request_id, EngineError("x"))
     engines[0].on_events([error])
     sender.wait()
-    assert time.monotonic() - sent > llm.ERROR_DELAY_S * 0.8
+    assert time.monotonic() - sent > engine_front.ERROR_DELAY_S * 0.8
 
 
 def test_finalize_ends_what_is_in_flight(engines):
@@ -551,7 +551,7 @@ def test_a_request_whose_client_cannot_be_watched_has_a_deadline(front, engines,
 @pytest.fixture
 def usages(tmp_path, monkeypatch):
     """What the fronts made after it report to the accountant."""
-    monkeypatch.setattr(llm, "folder_of", lambda pid: tmp_path)
+    monkeypatch.setattr(engine_front, "folder_of", lambda pid: tmp_path)
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as receiver:
         receiver.bind(str(usage.usage_path(tmp_path)))
         receiver.settimeout(5)

@@ -10,6 +10,7 @@ import triton_python_backend_utils as pb_utils
 from inflight import errors
 from inflight.triton import errors as triton_errors
 from inflight.triton import sibling
+from inflight.triton.completion import front
 from inflight.triton.model import TritonPythonModel
 
 ROOT = Path(__file__).parents[3]
@@ -35,6 +36,18 @@ def test_a_role_picks_the_front():
     model.initialize(arguments(role="tokenizer", llm="llm"))
     assert model.execute([]) == []
     model.finalize()
+
+
+@pytest.mark.parametrize("policy", [None, {}, {"decoupled": False}, {"decoupled": True}])
+def test_a_front_gets_the_transaction_policy(monkeypatch, policy):
+    given = arguments(role="completion", llm="llm")
+    config = json.loads(given["model_config"]) | {"model_transaction_policy": policy}
+    found = {}
+    monkeypatch.setattr(
+        front, "CompletionFront", lambda folder, parameters: found.update(parameters)
+    )
+    TritonPythonModel().initialize({**given, "model_config": json.dumps(config)})
+    assert found["decoupled"] == ("true" if policy and policy.get("decoupled") else "false")
 
 
 def test_a_complete_config_stays_as_it_is():

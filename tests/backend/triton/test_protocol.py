@@ -231,11 +231,11 @@ def test_a_request_without_output_must_request_the_prompt():
     ):
         assert generation(**nothing, **options).params.max_tokens == 0
     assert refusal(**nothing) == (
-        "max_tokens: 0 is out of range; allowed: [1, 2147483647], and 0 with echo or "
+        "max_tokens: 0 is out of range; allowed: -1, [1, 2147483647], and 0 with echo or "
         "num_prompt_logprobs"
     )
     assert refusal(sampling_parameters=strings('{"max_tokens": 0, "echo": false}')).startswith(
-        "sampling_parameters: max_tokens: 0 is out of range; allowed: [1, "
+        "sampling_parameters: max_tokens: 0 is out of range; allowed: -1, [1, "
     )
 
 
@@ -317,7 +317,7 @@ def test_an_error_in_the_json_dialect_names_it():
         "sampling_parameters: n: 65 is out of range; allowed: 1 to 64"
     )
     assert refusal(sampling_parameters=strings('{"stop_token_ids": [100]}')).startswith(
-        "sampling_parameters: end_id: 100 is not in the vocabulary"
+        "sampling_parameters: stop_token_ids: 100 is not in the vocabulary"
     )
 
 
@@ -407,7 +407,10 @@ def test_a_missing_prompt_is_refused():
 def test_an_error_in_a_text_prompt_names_the_text():
     message = refusal(input_ids=ints(*[1] * 20), prompt_tensor=strings("messages"))
     assert message.startswith("messages: This model's maximum context length is 16 tokens.")
-    assert refusal(prompt_tensor=strings("x")) == "prompt_tensor: allowed: text_input or messages"
+    assert (
+        refusal(prompt_tensor=strings("x"))
+        == "prompt_tensor: allowed: text_input, prompt_token_ids, messages"
+    )
 
 
 @pytest.mark.parametrize(

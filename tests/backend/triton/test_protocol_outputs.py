@@ -167,3 +167,14 @@ def test_timing_is_reported_with_and_without_drafts():
         found = json.loads(text)
         assert found["timing"]["queue_s"] == 1.5 and found["timing"]["energy_j"] is None
         assert ("num_drafted" in found) == has_drafts
+
+
+def test_the_stop_word_is_reported_with_the_timing():
+    timing = RequestTiming(**dict.fromkeys(RequestTiming.__struct_fields__, 0))
+    end = TokenEvent(7, [5], [], 1, finish_reason=FinishReason.STOP, stop_word="x", timing=timing)
+    (text,) = outputs([OutputDelta(0, end, [])], 3)["draft_stats"].tolist()
+    assert json.loads(text)["stop_word"] == "x"
+    for one in ({"stop_word": ""}, {"timing": None, "num_drafted": 4, "num_steps": 1}):
+        event = msgspec.structs.replace(end, **one)
+        (text,) = outputs([OutputDelta(0, event, [])], 3)["draft_stats"].tolist()
+        assert "stop_word" not in json.loads(text)

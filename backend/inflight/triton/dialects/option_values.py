@@ -156,15 +156,6 @@ def _biases(key: str, value: Any) -> list[tuple[int, float]]:
     return [(_integer(key, one), _number(key, bias)) for one, bias in value.items()]
 
 
-def _one_id(key: str, value: Any) -> int | None:
-    value = _parsed(value)
-    if value == []:
-        return None
-    if not isinstance(value, list) or len(value) != 1:
-        raise Unreadable(f"{key} is {shown(value)}; allowed: a list of one token id")
-    return _integer(key, value[0])
-
-
 def _text(key: str, value: Any) -> str:
     if not isinstance(value, str):
         raise Unreadable(f"{key} is {shown(value)}; allowed: a string")
@@ -192,7 +183,6 @@ _READERS: dict[tuple[type, bool], Callable[[str, Any], Any]] = {
 }
 # Keys whose vLLM values have another type than the option.
 _READERS_BY_KEY: dict[str, Callable[[str, Any], Any]] = {
-    "stop_token_ids": _one_id,
     "logprobs": _logprobs,
 }
 

@@ -32,7 +32,7 @@ def test_numbers_flags_and_texts_are_read_under_both_names() -> None:
 def test_lists_and_objects_are_json() -> None:
     found = {"stop_token_ids": "[7]", "logit_bias": '{"5": -1}', "allowed_token_ids": "[1, 2]"}
     assert read(found) == {
-        "end_id": 7,
+        "stop_token_ids": [7],
         "logit_bias": [(5, -1.0)],
         "allowed_token_ids": [1, 2],
     }

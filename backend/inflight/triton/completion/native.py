@@ -1,0 +1,32 @@
+"""The tensors of the ensemble `generate`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from inflight.text.tokenizer import Tokenizer
+from inflight.triton.completion.dialect import Asked, read_prompt, strings
+from inflight.triton.contract import MODELS, TEXT_OUTPUT, Array
+
+
+class NativeForm:
+    """Responses as those of `generate`."""
+
+    num_responses = 1
+
+    def responses(self, texts: list[str], arrays: Mapping[str, Array]) -> list[Mapping[str, Array]]:
+        return [{**arrays, TEXT_OUTPUT.name: strings(texts)}]
+
+
+class Native:
+    """Requests and responses as those of `generate`."""
+
+    contract = MODELS["generate"]
+
+    def read(
+        self, inputs: Mapping[str, Array], parameters: Mapping[str, Any], tokenizer: Tokenizer
+    ) -> Asked:
+        prompt = read_prompt(inputs)
+        options = {name: array for name, array in inputs.items() if name not in prompt}
+        return Asked(prompt, options, parameters, lambda generation: NativeForm())

@@ -1,0 +1,1 @@
+"""The tensors of TensorRT-LLM's backend for Triton."""
