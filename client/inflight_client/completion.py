@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from inflight_client.errors import ServerError
@@ -76,8 +77,22 @@ class Completion:
     prompt_logprobs: Logprobs = ()
 
 
-def joined(deltas: list[Delta]) -> Completion:
-    """Concatenate all deltas of one output."""
+def joined(deltas: Sequence[Delta]) -> list[Completion]:
+    """One completion per output, in order.
+
+    Raises:
+        ServerError: there are no deltas.
+    """
+    if not deltas:
+        raise ServerError("the stream has already been read to its end")
+    by_output: dict[int, list[Delta]] = {}
+    for delta in deltas:
+        by_output.setdefault(delta.index, []).append(delta)
+    return [_joined(own) for _, own in sorted(by_output.items())]
+
+
+def _joined(deltas: Sequence[Delta]) -> Completion:
+    """All deltas of one output."""
     return Completion(
         text="".join(delta.text for delta in deltas),
         finish_reason=deltas[-1].finish_reason or "",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +10,13 @@ import grpc
 
 from inflight_client.errors import InvalidRequest
 
+_CHANNEL_OPTIONS = (
+    ("grpc.max_send_message_length", -1),
+    ("grpc.max_receive_message_length", -1),
+    # By default gRPC tries to connect again after 1 s, later than the first retries of a request.
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 5000),
+)
 _KEY = re.compile(r"[!-~]{1,4096}")
 
 
@@ -27,16 +33,22 @@ def authorization(api_key: str | None) -> tuple[tuple[str, str], ...]:
     return (("authorization", f"Bearer {api_key}"),)
 
 
-def channel(url: str, ca_file: str | None, options: Sequence[tuple[str, Any]]) -> grpc.Channel:
-    """A connection; with TLS if `ca_file` names the authorities to trust.
+def of_channel(ca_file: str | None) -> grpc.ChannelCredentials | None:
+    """For TLS, if `ca_file` names the authorities to trust.
 
     Raises:
         InvalidRequest: the file cannot be read.
     """
     if ca_file is None:
-        return grpc.insecure_channel(url, options=options)
+        return None
     try:
-        authorities = Path(ca_file).read_bytes()
+        return grpc.ssl_channel_credentials(Path(ca_file).read_bytes())
     except OSError as error:
         raise InvalidRequest(f"ca_file: {ca_file}: {error.strerror}") from None
-    return grpc.secure_channel(url, grpc.ssl_channel_credentials(authorities), options=options)
+
+
+def channel(transport: Any, url: str, credentials: grpc.ChannelCredentials | None) -> Any:
+    """A connection of `transport`, which is grpc or grpc.aio."""
+    if credentials is None:
+        return transport.insecure_channel(url, options=_CHANNEL_OPTIONS)
+    return transport.secure_channel(url, credentials, options=_CHANNEL_OPTIONS)

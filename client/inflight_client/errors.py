@@ -27,7 +27,11 @@ class InvalidRequest(ClientError):
 
 
 class Unavailable(ClientError):
-    pass
+    """Attributes:
+    retry_after: seconds after which the server allows another attempt; None if it gave none.
+    """
+
+    retry_after: float | None = None
 
 
 class Cancelled(ClientError):
@@ -74,6 +78,14 @@ _TRANSPORT = re.compile(
     re.IGNORECASE,
 )
 
+# Of a tritonserver whose operator has closed a method, as UNAVAILABLE.
+_RESTRICTED = "This protocol is restricted"
+
+# When to try again, as a server reports it: seconds, milliseconds (gRFC A6), or in the text.
+_RETRY_AFTER = "retry-after"
+_PUSHBACK = "grpc-retry-pushback-ms"
+_RETRY_IN = re.compile(r"\bretry in (\d+(?:\.\d+)?) s\b")
+
 # Triton sends some errors as messages in a successful stream, without a code.
 _MESSAGES: tuple[tuple[re.Pattern[str], type[ClientError]], ...] = (
     (
@@ -98,7 +110,7 @@ def from_rpc(error: grpc.RpcError, hint: str = "", timeout: float | None = None)
         timeout: seconds, as set by the caller.
     """
     hint = hint and f" ({hint})"
-    if not isinstance(error, grpc.Call):
+    if not isinstance(error, grpc.Call | grpc.aio.AioRpcError):
         return ConnectionFailed(f"{error}{hint}")
     code = error.code()
     details = error.details() or code.name
@@ -106,7 +118,12 @@ def from_rpc(error: grpc.RpcError, hint: str = "", timeout: float | None = None)
         return ConnectionFailed(f"{details}{hint}")
     if code is grpc.StatusCode.DEADLINE_EXCEEDED and timeout is not None:
         return TimedOut(f"no complete response within the timeout of {timeout:g} s")
-    return BY_CODE.get(code, ServerError)(details)
+    if code is grpc.StatusCode.UNAVAILABLE and _RESTRICTED in details:
+        return InvalidRequest("the method is closed on this server")
+    mapped = BY_CODE.get(code, ServerError)(details)
+    if isinstance(mapped, Unavailable):
+        mapped.retry_after = _retry_after(error, details)
+    return mapped
 
 
 def from_message(message: str) -> ClientError:
@@ -115,3 +132,16 @@ def from_message(message: str) -> ClientError:
         if pattern.search(message):
             return kind(message)
     return ServerError(message)
+
+
+def _retry_after(error: grpc.Call | grpc.aio.AioRpcError, details: str) -> float | None:
+    metadata = dict(error.trailing_metadata() or ())
+    for name, scale in ((_RETRY_AFTER, 1.0), (_PUSHBACK, 0.001)):
+        try:
+            seconds = float(metadata[name]) * scale
+        except (KeyError, ValueError):  # or a date, which HTTP allows
+            continue
+        if seconds >= 0:
+            return seconds
+    found = _RETRY_IN.search(details)
+    return float(found[1]) if found else None

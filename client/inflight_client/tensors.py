@@ -10,9 +10,17 @@ from tritonclient.grpc import service_pb2
 
 from inflight_client.errors import InvalidRequest, ServerError
 
-_FORMATS = {"INT32": "<i", "UINT32": "<I", "UINT64": "<Q", "FP32": "<f", "BOOL": "<?"}
+_FORMATS = {
+    "INT32": "<i",
+    "INT64": "<q",
+    "UINT32": "<I",
+    "UINT64": "<Q",
+    "FP32": "<f",
+    "BOOL": "<?",
+}
 _KINDS = {
     "INT32": f"an integer from {-(2**31)} to {2**31 - 1}",
+    "INT64": f"an integer from {-(2**63)} to {2**63 - 1}",
     "UINT32": f"an integer from 0 to {2**32 - 1}",
     "UINT64": f"an integer from 0 to {2**64 - 1}",
     "FP32": "a number that fits 32 bits",
@@ -23,8 +31,9 @@ _KINDS = {
 _MAX_SHOWN = 80
 
 
-def add_input(request: Any, name: str, datatype: str, value: Any) -> None:
-    """Append an input of shape [1], or [N] if `value` is a list.
+def add_input(request: Any, name: str, datatype: str, value: Any, is_batched: bool = False) -> None:
+    """Append an input of shape [1], or [N] if `value` is a list; with a batch of one, [1, 1] or
+    [1, N].
 
     Raises:
         InvalidRequest: the value does not fit the datatype.
@@ -32,7 +41,8 @@ def add_input(request: Any, name: str, datatype: str, value: Any) -> None:
     # A mapping is a single value, which is then rejected: its keys are not meant as values.
     many = isinstance(value, Iterable) and not isinstance(value, str | bytes | bytearray | Mapping)
     values: Sequence[Any] = list(value) if many else [value]
-    request.inputs.add(name=name, datatype=datatype, shape=[len(values)])
+    shape = [1, len(values)] if is_batched else [len(values)]
+    request.inputs.add(name=name, datatype=datatype, shape=shape)
     request.raw_input_contents.append(b"".join(_pack(name, datatype, item) for item in values))
 
 

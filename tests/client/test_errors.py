@@ -2,11 +2,28 @@
 
 from __future__ import annotations
 
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
 import grpc
 import pytest
 
-from inflight_client import ClientError, InvalidRequest, ServerError, Unavailable
+import fake_triton
+from fake_triton import Call, two_words
+from inflight_client import (
+    Cancelled,
+    Client,
+    ClientError,
+    ConnectionFailed,
+    InvalidRequest,
+    ServerError,
+    Unavailable,
+)
 from inflight_client.errors import BY_CODE, from_message
+
+Use = Callable[..., Any]
 
 
 def test_every_grpc_status_has_an_error_of_ours() -> None:
@@ -29,3 +46,89 @@ def test_triton_messages_without_a_code_are_classified_by_text(
     message: str, kind: type[ClientError]
 ) -> None:
     assert type(from_message(message)) is kind
+
+
+@pytest.mark.parametrize(
+    ("code", "kind"),
+    [
+        (grpc.StatusCode.INVALID_ARGUMENT, InvalidRequest),
+        (grpc.StatusCode.NOT_FOUND, InvalidRequest),
+        (grpc.StatusCode.UNAVAILABLE, Unavailable),
+        (grpc.StatusCode.CANCELLED, Cancelled),
+        (grpc.StatusCode.INTERNAL, ServerError),
+    ],
+)
+def test_a_status_becomes_an_error_of_ours(
+    use: Use, code: grpc.StatusCode, kind: type[Exception]
+) -> None:
+    def script(call: Call) -> Iterator[Any]:
+        call.context.abort(code, "max_tokens: 0 is out of range")
+        yield
+
+    with (
+        fake_triton.serve(script) as server,
+        pytest.raises(kind, match="max_tokens: 0 is out of range"),
+    ):
+        use(server.url, lambda client: client.generate("Hi", max_tokens=0))
+
+
+def test_no_server_is_a_failed_connection() -> None:
+    with fake_triton.serve(two_words) as server:
+        url = server.url
+    with Client(url, timeout=5) as client, pytest.raises(ConnectionFailed):
+        client.generate("Hi")
+
+
+def test_a_server_that_dies_is_a_failed_connection() -> None:
+    with (
+        Client(_dying_server()) as client,
+        pytest.raises(ConnectionFailed, match=f"url is {client.url}; it must be gRPC's host:port"),
+    ):
+        list(client.stream("Hi"))
+
+
+def _dying_server() -> str:
+    """The address of a server that takes one connection and drops it."""
+    listener = socket.create_server(("127.0.0.1", 0))
+
+    def drop() -> None:
+        connection, _ = listener.accept()
+        connection.recv(100)
+        connection.close()
+        listener.close()
+
+    threading.Thread(target=drop, daemon=True).start()
+    return f"127.0.0.1:{listener.getsockname()[1]}"
+
+
+@pytest.mark.parametrize(
+    ("trailing", "text", "seconds"),
+    [
+        ((("retry-after", "7"),), "full", 7.0),
+        ((("grpc-retry-pushback-ms", "1500"),), "full", 1.5),
+        ((), "concurrency: the key has reached its limit of 2; retry in 3 s", 3.0),
+        ((("retry-after", "Wed, 21 Oct 2026 07:28:00 GMT"),), "full", None),
+        ((("grpc-retry-pushback-ms", "-1"),), "full", None),
+        ((), "full", None),
+    ],
+)
+def test_a_servers_wait_is_an_attribute_of_the_error(
+    use: Callable[..., Any], trailing: tuple[Any, ...], text: str, seconds: float | None
+) -> None:
+    script = fake_triton.failing(1, grpc.StatusCode.RESOURCE_EXHAUSTED, text, *trailing)
+    with fake_triton.serve(script) as server, pytest.raises(Unavailable) as raised:
+        use(server.url, lambda client: client.generate("Hi"), max_retries=0)
+    assert raised.value.retry_after == seconds
+
+
+def test_a_method_that_an_operator_has_closed_is_an_invalid_request(
+    use: Callable[..., Any],
+) -> None:
+    """Triton reports it as UNAVAILABLE, with the header that opens it."""
+    text = "This protocol is restricted, expecting header 'triton-grpc-protocol-x'"
+    script = fake_triton.failing(1, grpc.StatusCode.UNAVAILABLE, text)
+    with (
+        fake_triton.serve(script) as server,
+        pytest.raises(InvalidRequest, match=r"^the method is closed on this server$"),
+    ):
+        use(server.url, lambda client: client.generate("Hi"))

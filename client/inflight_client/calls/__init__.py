@@ -1,0 +1,1 @@
+"""Calls apart from completions, and when a call is repeated."""

@@ -1,0 +1,1 @@
+"""How servers name the models and tensors of a completion."""
