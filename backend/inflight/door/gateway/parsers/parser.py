@@ -1,0 +1,89 @@
+"""The parser of an output, put together from its formats."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+
+from inflight.door.gateway.parsers.formats.registry import find_format
+from inflight.door.gateway.parsers.formats.tool_format import Read
+from inflight.door.gateway.parsers.pieces import OutputParser, Piece, Text
+from inflight.door.gateway.parsers.reader import Reader, Steps
+from inflight.door.gateway.parsers.reasoning import check_reasoning_format, read_reasoning
+from inflight.door.gateway.parsers.tools import Schemas
+from inflight.door.gateway.parsers.writer import Writer
+
+
+def plain() -> OutputParser:
+    """The parser of an output that is all content."""
+    return _Plain()
+
+
+def parser_for(
+    tool_format: str | None,
+    reasoning_format: str | None,
+    tool_names: Collection[str],
+    in_reasoning: bool = False,
+) -> OutputParser:
+    """The parser of an output.
+
+    Args:
+        tool_format: a name in FORMATS; None if the request offers no tools.
+        reasoning_format: "think", or None.
+        tool_names: of the functions that the request offers. As a mapping from each name to the
+            schema of its parameters (`schemas_of`), it also tells formats without types those of
+            the values.
+        in_reasoning: the prompt ends inside of the reasoning (`opens_reasoning`).
+
+    Raises:
+        ConfigError: a format is unknown.
+    """
+    if reasoning_format is not None:
+        check_reasoning_format(reasoning_format)
+    if tool_format is None and reasoning_format is None:
+        return plain()
+    read = _read_text if tool_format is None else find_format(tool_format).read
+    if isinstance(tool_names, Mapping):
+        schemas = dict(tool_names)
+    else:
+        schemas = {name: {} for name in tool_names}
+    return _Parser(read, schemas, reasoning_format is not None, in_reasoning)
+
+
+class _Plain:
+    def feed(self, text: str) -> list[Piece]:
+        return [Text(text)] if text else []
+
+    def finish(self) -> list[Piece]:
+        return []
+
+
+class _Parser:
+    """Runs the generator of a format over the parts of an output."""
+
+    def __init__(
+        self, read: Read, schemas: Schemas, has_reasoning: bool, in_reasoning: bool
+    ) -> None:
+        self._reader = Reader()
+        self._writer = Writer()
+        self._steps = self._run(read, schemas, has_reasoning, in_reasoning)
+
+    def feed(self, text: str) -> list[Piece]:
+        self._reader.append(text)
+        next(self._steps, None)
+        return self._writer.drain()
+
+    def finish(self) -> list[Piece]:
+        self._reader.ended = True
+        return self.feed("")
+
+    def _run(
+        self, read: Read, schemas: Schemas, has_reasoning: bool, in_reasoning: bool
+    ) -> Steps[None]:
+        if has_reasoning:
+            yield from read_reasoning(self._reader, self._writer, in_reasoning)
+        yield from read(self._reader, self._writer, schemas)
+
+
+def _read_text(reader: Reader, writer: Writer, schemas: Schemas) -> Steps[None]:
+    while (yield from reader.more()):
+        writer.text(reader.advance(len(reader.text)))
