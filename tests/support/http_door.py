@@ -12,7 +12,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -270,6 +270,18 @@ def receive(sock: socket.socket, silence_s: float = 0.7) -> bytes:
     return found
 
 
+def keep_fresh(write: Callable[[], None]) -> threading.Event:
+    """Write a health file again and again, as a supervisor does, until the event is set."""
+    stop = threading.Event()
+
+    def run() -> None:
+        while not stop.wait(0.5):
+            write()
+
+    threading.Thread(target=run, daemon=True).start()
+    return stop
+
+
 @contextlib.contextmanager
 def a_door(
     folder: Path, *options: str, limits: dict[str, Any] = LIMITS, prefix: Sequence[str] = ()
@@ -294,13 +306,7 @@ def a_door(
         text=True,
     )
     running = Running(triton, process, port, health)
-    stop = threading.Event()
-
-    def keep_fresh() -> None:
-        while not stop.wait(0.5):
-            running.write()
-
-    threading.Thread(target=keep_fresh, daemon=True).start()
+    stop = keep_fresh(running.write)
     try:
         deadline = time.monotonic() + 20
         while process.poll() is None and time.monotonic() < deadline:

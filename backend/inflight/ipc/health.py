@@ -9,6 +9,11 @@ from pathlib import Path
 
 import msgspec
 
+from inflight.ipc.processes import Process
+from inflight.ipc.runtime_folder import server_folders
+
+HEALTH_FILE = "health.json"
+"""Its name in a server's runtime folder."""
 # A supervisor writes it several times a second; an older one is that of a hung or dead supervisor.
 MAX_AGE_S = 3.0
 
@@ -22,6 +27,7 @@ class Health(msgspec.Struct, frozen=True, kw_only=True):
         reason: why it is not ready; empty if it is.
         models: names of the models that are ready, as clients use them.
         versions: of models that have several, those that are loaded, in ascending order.
+        endpoints: host:port of `http`, `grpc`, `metrics`, `engine_metrics` and `gateway`.
         written_at: in time.monotonic(), which all processes of a machine share.
     """
 
@@ -30,6 +36,7 @@ class Health(msgspec.Struct, frozen=True, kw_only=True):
     reason: str = ""
     models: list[str] = []
     versions: dict[str, list[int]] = {}
+    endpoints: dict[str, str] = {}
     written_at: float = 0.0
 
 
@@ -67,3 +74,19 @@ def read(path: Path) -> Health:
     except (OSError, msgspec.DecodeError):
         return UNKNOWN
     return health if time.monotonic() - health.written_at < MAX_AGE_S else UNKNOWN
+
+
+def of_servers() -> dict[int, Health]:
+    """The health of each running server of this user by its pid; `UNKNOWN` for a supervisor that
+    hangs, and for a tritonserver without one."""
+    return {
+        int(folder.name): read(folder / HEALTH_FILE)
+        for folder in server_folders()
+        if (folder / HEALTH_FILE).exists() or _is_tritonserver(int(folder.name))
+    }
+
+
+def _is_tritonserver(pid: int) -> bool:
+    """Whether it runs; an abandoned folder may have the pid of any process."""
+    process = Process.find(pid)
+    return process is not None and "tritonserver" in "".join(process.arguments()[:1])

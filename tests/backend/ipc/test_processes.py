@@ -68,3 +68,10 @@ def test_children_and_their_arguments(child: subprocess.Popen[bytes]) -> None:
 )
 def test_an_exit_is_told_in_words(status: int, text: str) -> None:
     assert how_it_exited(status) == text
+
+
+def test_a_process_has_an_age(child: subprocess.Popen[bytes]) -> None:
+    before = found(child.pid).age_s()
+    assert -0.02 <= before < 60  # start times are in ticks of 10 ms
+    assert found(child.pid).age_s() >= before
+    assert found(os.getpid()).age_s() >= before

@@ -3,15 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import re
-import secrets
-import sys
-import time
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
 
 import msgspec
 from starlette.applications import Starlette
@@ -19,37 +13,31 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
-from inflight.door.http import generate, infer
+from inflight.door.departure import Departure
+from inflight.door.health_file import HealthFile
+from inflight.door.http import generate, infer, metrics
+from inflight.door.http.body import BodyReader, checked
 from inflight.door.http.busy_poll import BusyPoll
-from inflight.door.http.gate import Gate, check_model, visit_of
+from inflight.door.http.framed import Cut, Framed, Paths
+from inflight.door.http.gate import Gate, check_model, plain_response, visit_of
 from inflight.door.http.generate import Models
 from inflight.door.http.refusal import Refusal, from_triton, of_error, unavailable
 from inflight.door.http.renamed import Renamed
 from inflight.door.http.upstream import Exchange, Upstream, UpstreamLost
 from inflight.door.limits import Limits
-from inflight.door.tracing import RequestSpan, Tracing, Usage, model_of
+from inflight.door.tracing import Tracing
 from inflight.door.versions import resolve
 from inflight.errors import InflightError
-from inflight.ipc import health
-from inflight.ipc.health import Health
 from inflight.ipc.metrics.request_counts import RequestCounts
 from inflight.ipc.metrics.usage import ACCOUNT
 from inflight.ipc.sockets.disconnects import TICKET, DisconnectReporter, new_ticket
 
-T = TypeVar("T")
-
-# The supervisor writes it several times a second.
-HEALTH_TTL_S = 0.1
-METRICS_TIMEOUT_S = 10.0
 _JSON = "application/json"
-_METRICS = "text/plain; version=0.0.4"
 _OCTETS = "application/octet-stream"
 # `curl -d` sends JSON as a form.
 _TYPES = ("", _JSON, _OCTETS, "application/x-www-form-urlencoded")
-# A body of 4 MiB can take 0.4 s to check; this one takes some 10 ms at most. In bytes.
-_LARGE_BODY = 128 << 10
 _HEALTH = "/v2/health/"
 _MODELS = "/v2/models/"
 # As in nginx: the client left before it was answered.
@@ -65,21 +53,6 @@ _DIGITS = re.compile(r"[0-9]{1,12}")
 _ENDED = "the server stopped while it generated this response; send the request again"
 _STALLED = "the server did not continue this response in time; send the request again"
 _NO_ANSWER = "the server closed the connection before it answered; retry later"
-
-
-class HealthFile:
-    """The server's health as of at most `HEALTH_TTL_S` ago."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._read_at = -HEALTH_TTL_S
-        self._health = health.UNKNOWN
-
-    def read(self) -> Health:
-        now = time.monotonic()
-        if now - self._read_at >= HEALTH_TTL_S:
-            self._health, self._read_at = health.read(self._path), now
-        return self._health
 
 
 class Door:
@@ -107,7 +80,7 @@ class Door:
         self.health = HealthFile(health_file)
         self.disconnects = DisconnectReporter(health_file.parent)
         self.models = Models(upstream)
-        self._num_buffered = 0
+        self._bodies = BodyReader(limits, _TYPES)
 
     # What the health file answers
 
@@ -127,9 +100,9 @@ class Door:
 
     async def index(self, request: Request) -> Response:
         """From the health file: Triton's own route belongs to its control of models."""
-        body = await self._body(request)
+        body = await self._bodies.read(request)
         if body:
-            await _checked(body, partial(generate.rebuild, body, {}, self.limits))
+            await checked(body, partial(generate.rebuild, body, {}, self.limits))
         visit, found = visit_of(request), self.health.read()
         models = [
             {"name": name, "version": str(version), "state": "READY"}
@@ -144,7 +117,7 @@ class Door:
     async def metadata(self, request: Request) -> Response:
         check_model(request)
         _check_version(request)
-        await self._body(request)  # of no meaning, but it has to be out of the way
+        await self._bodies.read(request)  # of no meaning, but it has to be out of the way
         path, renamed = self._target(request)
         versions = self.health.read().versions
         if versions and renamed is None:
@@ -157,15 +130,7 @@ class Door:
         visit = visit_of(request)
         if visit is None or self.metrics_upstream is None:
             raise _NOT_FOUND
-        by_tenant = await visit.tenant_metrics()
-        try:
-            async with asyncio.timeout(METRICS_TIMEOUT_S):
-                status, body = await self.metrics_upstream.get("/metrics")
-        except (UpstreamLost, TimeoutError):
-            raise unavailable(self.health.read().reason or _NO_ANSWER) from None
-        if status != 200:
-            raise from_triton(status, body)
-        return Response(body + by_tenant.encode(), media_type=_METRICS)
+        return await metrics.relay(request, self.metrics_upstream)
 
     async def infer(self, request: Request) -> Response:
         body = await self._admitted_body(request)
@@ -178,7 +143,7 @@ class Door:
                 "JSON, within the body"
             )
         own = _own_parameters(request)
-        body, json_length = await _checked(
+        body, json_length = await checked(
             body, partial(infer.rebuild, body, int(length), self.limits, own)
         )
         headers = {"Content-Type": _JSON}
@@ -196,7 +161,7 @@ class Door:
         model, _, route = path.rpartition("/")
         inputs = await self.models.inputs(model)
         own = _own_parameters(request)
-        body = await _checked(body, partial(generate.rebuild, body, inputs, self.limits, own))
+        body = await checked(body, partial(generate.rebuild, body, inputs, self.limits, own))
         headers, is_whole = {"Content-Type": _JSON}, route == "generate"
         relay = Relay(self, "POST", path, body, headers, is_whole=is_whole, renamed=renamed)
         relay.ticket = own[TICKET]
@@ -222,57 +187,7 @@ class Door:
         visit = visit_of(request)
         if visit is not None:
             await visit.begin(request.path_params["model"])
-        return await self._body(request)
-
-    async def _body(self, request: Request) -> bytes:
-        """The body, once its headers have been checked. Raises Refusal."""
-        headers, limits = request.headers, self.limits
-        kind = headers.get("content-type", "").partition(";")[0].strip().lower()
-        if kind not in _TYPES:
-            raise Refusal(f"Content-Type: is not supported; allowed: {_JSON} and {_OCTETS}", 415)
-        if headers.get("content-encoding", "identity").strip().lower() != "identity":
-            raise Refusal("Content-Encoding: is not supported; allowed: identity", 415)
-        length = headers.get("content-length", "0")
-        if not _DIGITS.fullmatch(length) or int(length) > limits.max_body_bytes:
-            raise self._too_large()
-        body = bytearray()
-        try:
-            async with asyncio.timeout(limits.body_timeout_s):
-                await self._receive(request, body)
-        except TimeoutError:
-            raise Refusal(f"body: took over {limits.body_timeout_s:g} s", 408) from None
-        finally:
-            self._num_buffered -= len(body)
-        return bytes(body)
-
-    async def _receive(self, request: Request, body: bytearray) -> None:
-        """Append all of a body. Raises Refusal."""
-        while True:
-            message = await request.receive()
-            if message["type"] == "http.disconnect":
-                raise Refusal("the client has closed the connection", 499)
-            part = message.get("body", b"")
-            body += part
-            self._num_buffered += len(part)
-            if len(body) > self.limits.max_body_bytes:
-                raise self._too_large()
-            if self._num_buffered > self.limits.max_buffered_bytes:
-                raise unavailable("the server receives too many large requests; retry later")
-            if not message.get("more_body", False):
-                return
-
-    def _too_large(self) -> Refusal:
-        return Refusal(f"body: is too large; allowed: {self.limits.max_body_bytes} bytes", 413)
-
-
-async def _checked(body: bytes, check: Callable[[], T]) -> T:
-    """The result of a check of this body; a large one is checked beside the event loop."""
-    if len(body) <= _LARGE_BODY:
-        return check()
-    try:
-        return await asyncio.to_thread(check)
-    except RuntimeError:  # no further thread can be started
-        raise unavailable("the server has too many threads; retry later") from None
+        return await self._bodies.read(request)
 
 
 class Relay(Response):
@@ -309,13 +224,7 @@ class Relay(Response):
             exchange = await self._door.upstream.connect()
         except UpstreamLost:
             raise self._lost() from None
-        # The body has been read: what comes next is that the client has left.
-        leaving = asyncio.ensure_future(receive())
-
-        def leave(left: object) -> None:
-            exchange.close()
-
-        leaving.add_done_callback(leave)
+        departure = Departure(receive, exchange.close)
         is_complete = False
         try:
             with self._door.busy_poll.awaiting():
@@ -324,16 +233,15 @@ class Relay(Response):
                 await self._pass_on(exchange, scope, receive, send)
             is_complete = True
         except UpstreamLost:
-            if not leaving.done():
+            if not departure.has_left:
                 raise self._lost() from None
         except TimeoutError:
             raise Refusal("the server did not answer in time; retry later", 504) from None
         finally:
-            leaving.remove_done_callback(leave)
-            if leaving.done():
+            departure.end()
+            if departure.has_left:
                 exchange.close()
             else:
-                leaving.cancel()
                 exchange.finish()
             if self.ticket and not is_complete:
                 self._door.disconnects.report(self.ticket)
@@ -396,111 +304,6 @@ class Relay(Response):
         return Response(body, exchange.status, headers, kind)
 
 
-class Cut(Exception):
-    """A response that cannot be completed: its connection is closed."""
-
-
-class Framed:
-    """Around the routes: paths that are plain, keys, an id for each request, counts and the access
-    log.
-
-    Args:
-        gate: None if the server has no keys.
-        log: prints one line for each request, or None.
-        counts: of requests by status, health probes excluded; or None.
-        tracing: of inference requests; or None.
-    """
-
-    def __init__(
-        self,
-        app: ASGIApp,
-        log: Callable[[str], None] | None,
-        gate: Gate | None,
-        counts: RequestCounts | None,
-        tracing: Tracing | None,
-    ) -> None:
-        self._app = app
-        self._log = log
-        self._gate = gate
-        self._counts = counts
-        self._tracing = tracing
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        request_id = secrets.token_hex(8)
-        status, num_bytes, started = 0, 0, time.monotonic()
-
-        async def send_marked(message: Message) -> None:
-            nonlocal status, num_bytes
-            if message["type"] == "http.response.start":
-                status = message["status"]
-                message["headers"].append((b"x-request-id", request_id.encode()))
-            else:
-                num_bytes += len(message.get("body", b""))
-            await send(message)
-
-        is_plain = bool(_PATH.fullmatch(scope["raw_path"]))
-        app = self._app if is_plain else _nothing_here
-        trace = self._trace(scope, request_id) if is_plain else None
-        sender = send_marked if trace is None else trace.around(send_marked)
-        try:
-            with contextlib.suppress(Cut):
-                if self._gate is None:
-                    await app(scope, receive, sender)
-                else:
-                    await self._gate.enter(app, scope, receive, sender)
-        finally:
-            if trace is not None:
-                trace.end(status or _LEFT)
-            if self._counts is not None and not scope["path"].startswith(_HEALTH):
-                self._counts.count(status or _LEFT)
-        if self._log is not None:
-            record = {
-                "time": round(time.time(), 3),
-                "request_id": request_id,
-                "method": scope["method"],
-                "path": scope["raw_path"][:200].decode("ascii", "replace"),
-                "status": status,
-                "bytes": num_bytes,
-                "ms": round((time.monotonic() - started) * 1e3, 1),
-            }
-            self._log(msgspec.json.encode(record).decode())
-
-    def _trace(self, scope: Scope, request_id: str) -> _Trace | None:
-        model = model_of(scope["path"]) if self._tracing is not None else None
-        if self._tracing is None or model is None:
-            return None
-        headers = (
-            (name.decode("latin-1"), value.decode("latin-1")) for name, value in scope["headers"]
-        )
-        return _Trace(self._tracing.begin(headers, request_id), model)
-
-
-class _Trace:
-    """The span of a request, from the messages of its response."""
-
-    def __init__(self, span: RequestSpan, model: str) -> None:
-        self._span = span
-        self._usage = Usage()
-        span.requested(model)
-
-    def around(self, send: Send) -> Send:
-        """Send, and read along."""
-
-        async def send_traced(message: Message) -> None:
-            part = message.get("body", b"")
-            if part:
-                self._span.responded()
-                self._usage.feed(part)
-            await send(message)
-
-        return send_traced
-
-    def end(self, status: int) -> None:
-        self._usage.finish()
-        self._span.used(self._usage)
-        self._span.end(str(status), is_error=status >= 400)
-
-
 def make(
     door: Door,
     *,
@@ -545,11 +348,18 @@ def make(
         },
     )
     app.router.redirect_slashes = False
-    return Framed(app, _print if has_access_log else None, gate, counts, tracing)
+    return Framed(
+        app,
+        Paths(_PATH, _nothing_here),
+        gate,
+        has_access_log=has_access_log,
+        counts=counts,
+        tracing=tracing,
+    )
 
 
 def _probe(is_well: bool, reason: str) -> Response:
-    return Response(status_code=200) if is_well else _answer(unavailable(reason))
+    return Response(status_code=200) if is_well else plain_response(unavailable(reason))
 
 
 def _own_parameters(request: Request) -> dict[str, str]:
@@ -565,39 +375,31 @@ def _check_version(request: Request) -> None:
         raise Refusal("version: is not a number; allowed: digits", 404)
 
 
-def _answer(refusal: Refusal) -> Response:
-    return Response(refusal.body, refusal.status, refusal.headers, _JSON)
-
-
 async def _refused(request: Request, error: Exception) -> Response:
     if isinstance(error, Refusal):
-        response = _answer(error)
+        response = plain_response(error)
     elif isinstance(error, InflightError):
-        response = _answer(of_error(error))
+        response = plain_response(of_error(error))
     elif isinstance(error, HTTPException) and error.status_code == 405:
         allowed = (error.headers or {}).get("Allow", "")
-        response = _answer(Refusal(f"method: is not allowed here; allowed: {allowed}", 405))
+        response = plain_response(Refusal(f"method: is not allowed here; allowed: {allowed}", 405))
         response.headers["Allow"] = allowed
     elif _CLOSED.match(request.scope["path"]):
         text = "path: this part of the server is closed; allowed: health, models, generate, infer"
-        response = _answer(Refusal(text, 403))
+        response = plain_response(Refusal(text, 403))
     else:
-        response = _answer(_NOT_FOUND)
+        response = plain_response(_NOT_FOUND)
     if "expect" in request.headers:  # whether the body comes is up to the client
         response.headers["Connection"] = "close"
     return response
 
 
 async def _failed(request: Request, error: Exception) -> Response:
-    return _answer(Refusal("the server failed to process the request", 500))
+    return plain_response(Refusal("the server failed to process the request", 500))
 
 
 _NOT_FOUND = Refusal("path: there is nothing here; allowed: the routes of KServe's HTTP API", 404)
 
 
 async def _nothing_here(scope: Scope, receive: Receive, send: Send) -> None:
-    await _answer(_NOT_FOUND)(scope, receive, send)
-
-
-def _print(line: str) -> None:
-    print(line, file=sys.stdout, flush=True)
+    await plain_response(_NOT_FOUND)(scope, receive, send)

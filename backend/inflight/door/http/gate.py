@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -9,11 +11,16 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from inflight.access.accounts_client import Lease
 from inflight.access.admission import Admission
 from inflight.access.key import Key
-from inflight.door.http.refusal import of_error
+from inflight.door.http.refusal import Refusal, of_error
 from inflight.errors import Unauthenticated
 
 PROBES = frozenset({b"/v2/health/live", b"/v2/health/ready"})
 _VISIT = "inflight.visit"
+
+
+def plain_response(refusal: Refusal, scope: Scope | None = None) -> Response:
+    """In the form of Triton's errors, for each path."""
+    return Response(refusal.body, refusal.status, refusal.headers, "application/json")
 
 
 class Visit:
@@ -34,28 +41,43 @@ class Visit:
         """Admit an inference request, until the response is complete. Raises InflightError."""
         self.lease = await self._admission.begin(self.key, model, peer=self._peer, what=self._what)
 
+    def check_admin(self) -> None:
+        """Raises NotPermitted."""
+        self._admission.check_admin(self.key, peer=self._peer, what=self._what)
+
     async def tenant_metrics(self) -> str:
         """For an admin. Raises InflightError."""
-        self._admission.check_admin(self.key, peer=self._peer, what=self._what)
+        self.check_admin()
         return await self._admission.metrics()
 
 
 class Gate:
-    """Requests other than probes need a key: 401 before the path and the body are looked at."""
+    """Requests other than probes need a key: 401 before the path and the body are looked at.
 
-    def __init__(self, admission: Admission) -> None:
+    Args:
+        probes: paths, as they stand in a request line.
+        respond: the response to a request without a key, which has this scope.
+    """
+
+    def __init__(
+        self,
+        admission: Admission,
+        probes: frozenset[bytes] = PROBES,
+        respond: Callable[[Refusal, Scope], Response] = plain_response,
+    ) -> None:
         self._admission = admission
+        self._probes = probes
+        self._respond = respond
 
     async def enter(self, app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
         """Run the application for a request that may enter."""
-        if scope["raw_path"] in PROBES and scope["method"] in ("GET", "HEAD"):
+        if scope["raw_path"] in self._probes and scope["method"] in ("GET", "HEAD"):
             await app(scope, receive, send)
             return
         try:
             key = self._admission.identify(scope["headers"], peer=_peer(scope), what=_what(scope))
         except Unauthenticated as error:
-            refusal = of_error(error)
-            response = Response(refusal.body, refusal.status, refusal.headers, "application/json")
+            response = self._respond(of_error(error), scope)
             response.headers["Connection"] = "close"  # its body is not read
             await response(scope, receive, send)
             return

@@ -150,6 +150,10 @@ class BoundedProtocol(HttpToolsProtocol):
 
     # Ours
 
+    def body_of(self, refusal: Refusal) -> bytes:
+        """JSON, of the response to a malformed request."""
+        return refusal.body
+
     def _count_head(self, num_bytes: int) -> None:
         self._head_bytes += num_bytes
         if self._head_bytes > self.limits.max_header_bytes:
@@ -193,7 +197,7 @@ class BoundedProtocol(HttpToolsProtocol):
                 return
             running.disconnected = True
             running.message_event.set()
-        body = refusal.body
+        body = self.body_of(refusal)
         lines = [
             f"HTTP/1.1 {refusal.status} {HTTPStatus(refusal.status).phrase}",
             "content-type: application/json",

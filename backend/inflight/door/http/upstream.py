@@ -1,8 +1,10 @@
-"""The door's HTTP client: kept connections to one tritonserver, on the same machine."""
+"""The door's HTTP client: kept connections to one tritonserver, on the same machine. The load
+generator of `inflight bench serve` uses it for other servers, too."""
 
 from __future__ import annotations
 
 import asyncio
+import ssl
 from collections import deque
 from collections.abc import Callable
 from typing import cast
@@ -27,11 +29,15 @@ class Upstream:
     """Connections to the tritonserver at host:port; one request at a time on each.
 
     Requests are never sent twice: one that took Triton down would take down the next one as well.
+
+    Args:
+        tls: connect with TLS; None for plain HTTP.
     """
 
-    def __init__(self, host: str, port: int) -> None:
+    def __init__(self, host: str, port: int, tls: ssl.SSLContext | None = None) -> None:
         self._host = host
         self._port = port
+        self._tls = tls
         self._idle: deque[Exchange] = deque()
 
     async def connect(self) -> Exchange:
@@ -46,6 +52,7 @@ class Upstream:
                     lambda: Exchange(f"{self._host}:{self._port}", self._release),
                     self._host,
                     self._port,
+                    ssl=self._tls,
                 )
         except OSError:  # TimeoutError is one
             raise UpstreamLost from None
@@ -53,12 +60,28 @@ class Upstream:
 
     async def get(self, path: str) -> tuple[int, bytes]:
         """Status and whole body. Raises UpstreamLost."""
+        return await self._whole("GET", path, b"")
+
+    async def post(
+        self, path: str, body: bytes, headers: dict[str, str] | None = None
+    ) -> tuple[int, bytes]:
+        """Status and whole body. Raises UpstreamLost."""
+        return await self._whole("POST", path, body, headers)
+
+    async def _whole(
+        self, method: str, path: str, body: bytes, headers: dict[str, str] | None = None
+    ) -> tuple[int, bytes]:
         exchange = await self.connect()
         try:
-            await exchange.send("GET", path, {})
+            await exchange.send(method, path, headers or {}, body)
             return exchange.status, await exchange.read_all()
         finally:
             exchange.finish()
+
+    def close(self) -> None:
+        """Close the connections that are kept."""
+        while self._idle:
+            self._idle.pop().close()
 
     def _release(self, exchange: Exchange) -> None:
         if len(self._idle) < MAX_IDLE:

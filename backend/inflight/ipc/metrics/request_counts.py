@@ -10,6 +10,7 @@ from pathlib import Path
 from inflight.core.mapped_file import map_file
 
 SUFFIX = ".requests"
+IGNORED_SUFFIX = ".ignored"
 # HTTP's statuses have three digits, gRPC's are below 17.
 _NUM_STATUSES = 1000
 _BYTES_PER_COUNT = 8

@@ -7,7 +7,6 @@ when the client has left.
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import logging
 import os
@@ -17,8 +16,12 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from inflight.ipc.sockets.private_socket import receive
+
+if TYPE_CHECKING:
+    import asyncio
 
 TICKET = "inflight_ticket"
 """A request parameter that doors set and refuse from clients."""
@@ -73,6 +76,8 @@ class DisconnectReporter:
                     pass
                 del self._pending[path]
         if self._pending:
+            import asyncio  # doors have imported it; the fronts need none
+
             self._retry = asyncio.get_running_loop().call_later(_RETRY_S, self._send)
 
 
