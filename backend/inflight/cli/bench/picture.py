@@ -5,6 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from xml.sax.saxutils import escape
 
+from inflight.cli.bench.svg import (
+    BLUE,
+    GREEN,
+    GREY,
+    ORANGE,
+    PURPLE,
+    RED,
+    SKY,
+    attribute,
+)
 from inflight.cli.bench.trace import GAP, GROUPS, OTHER, StepProfile
 
 _WIDTH = 960
@@ -16,15 +26,14 @@ _LEGEND_COLUMN = 230
 # Narrower segments have no label, only legend and tooltip.
 _MIN_LABEL_WIDTH = 44
 
-# A colour-blind-safe palette (Okabe and Ito, 2008), visible on white and on black.
 _COLOURS = {
-    "linear": "#0072b2",
-    "attention": "#e69f00",
-    "norm, rope, activation": "#009e73",
-    "sampling": "#cc79a7",
-    "batch state": "#56b4e9",
-    "copies": "#d55e00",
-    OTHER: "#8a8a8a",
+    "linear": BLUE,
+    "attention": ORANGE,
+    "norm, rope, activation": GREEN,
+    "sampling": PURPLE,
+    "batch state": SKY,
+    "copies": RED,
+    OTHER: GREY,
     GAP: "none",
 }
 _STYLE = """
@@ -56,7 +65,7 @@ def svg(title: str, profiles: Sequence[StepProfile]) -> str:
     height = legend_top + -(-len(legend) // columns) * _LEGEND_PITCH + 16
     lines = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {height}" '
-        f'width="{_WIDTH}" height="{height}" role="img" aria-label="{_attribute(title)}">',
+        f'width="{_WIDTH}" height="{height}" role="img" aria-label="{attribute(title)}">',
         f"<style>{_STYLE}</style>",
         f'<text class="title" x="24" y="34">{escape(title)}</text>',
     ]
@@ -95,7 +104,3 @@ def _bar(profile: StepProfile, y: float) -> Iterator[str]:
 def _rectangle(group: str, x: float, y: float, width: float, height: float) -> str:
     paint = 'class="gap"' if group == GAP else f'fill="{_COLOURS[group]}"'
     return f'<rect {paint} x="{x:.1f}" y="{y:.1f}" width="{width:.2f}" height="{height}"/>'
-
-
-def _attribute(text: str) -> str:
-    return escape(text, {'"': "&quot;"})

@@ -6,9 +6,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 
 from inflight.cli.bench.engine import Report
+from inflight.cli.bench.tables import Tables, number
 from inflight.cli.bench.trace import GAP, Profile, StepProfile
 
 AsCells = Callable[[Mapping[str, Any]], Mapping[str, str]]
@@ -21,18 +21,18 @@ class Show:
     """Writes reports; by default to standard output."""
 
     def __init__(self, console: Console | None = None) -> None:
-        self._console = console or Console()
+        self._tables = Tables(console)
 
     def report(self, report: Report, as_cells: AsCells | None = None) -> None:
         """
         Args:
             as_cells: formats a row of the report; by default `cells`.
         """
-        self._line(f"device: {report.device}")
+        self._tables.line(f"device: {report.device}")
         for line in facts(report.facts, report.start):
-            self._line(line)
+            self._tables.line(line)
         if report.rows:
-            self._table("", [(as_cells or cells)(row) for row in report.rows])
+            self._tables.table("", [(as_cells or cells)(row) for row in report.rows])
 
     def profiles(self, profiles: Sequence[Profile]) -> None:
         for profile in profiles:
@@ -65,25 +65,7 @@ class Show:
         share = step.gap_us / step.step_us
         gap = {"kernel": "no kernel runs", "group": GAP}
         rows.append(gap | {"us": f"{step.gap_us:.1f}", "share": f"{share:.1%}"})
-        self._table(title, rows)
-
-    def _table(self, title: str, rows: Sequence[Mapping[str, str]]) -> None:
-        columns = list(dict.fromkeys(name for row in rows for name, text in row.items() if text))
-        if not self._console.is_terminal:
-            if title:
-                self._line(title)
-            for line in _aligned(columns, rows):
-                self._line(line)
-            return
-        table = Table(title=title or None, title_justify="left")
-        for index, name in enumerate(columns):
-            table.add_column(name, justify="left" if index < 2 else "right", no_wrap=True)
-        for row in rows:
-            table.add_row(*(row.get(name, "") for name in columns))
-        self._console.print(table)
-
-    def _line(self, text: str) -> None:
-        self._console.print(text, highlight=False, markup=False, soft_wrap=True)
+        self._tables.table(title, rows)
 
 
 def facts(found: Mapping[str, Any], start: Mapping[str, float]) -> list[str]:
@@ -107,20 +89,3 @@ def cells(row: Mapping[str, Any]) -> dict[str, str]:
         "ms/token": f"{row['ms_per_token']:.3f}" if "ms_per_token" in row else "",
         "spread": f"{row['spread']:.1f} %" if "spread" in row else "",
     }
-
-
-def number(value: float) -> str:
-    """A number with thousands separators, and one decimal if below 1000."""
-    return f"{value:,.0f}" if value >= 1000 else f"{value:,.1f}"
-
-
-def _aligned(columns: Sequence[str], rows: Sequence[Mapping[str, str]]) -> list[str]:
-    lines = [list(columns), *([row.get(name, "") for name in columns] for row in rows)]
-    widths = [max(len(line[i]) for line in lines) for i in range(len(columns))]
-    return [
-        "  ".join(
-            text.ljust(width) if index < 2 else text.rjust(width)
-            for index, (text, width) in enumerate(zip(line, widths, strict=True))
-        ).rstrip()
-        for line in lines
-    ]

@@ -1,0 +1,1 @@
+"""`inflight bench serve`: a load generator for a running server."""

@@ -1,0 +1,1 @@
+"""The report as a page of HTML that needs no other file."""

@@ -1,0 +1,1 @@
+"""What was measured: records, figures, reports and their comparison."""

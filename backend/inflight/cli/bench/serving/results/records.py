@@ -1,0 +1,104 @@
+"""What is kept of a request, and its latencies.
+
+Several tokens may arrive in one response, under load or with speculative decoding. They arrive at
+the same time, so:
+
+- TTFT ends with the first response that has a token.
+- A response with k tokens after a gap g counts as k intervals of g / k in ITL. The undivided gaps
+  are a metric of their own, since they are the pauses that a reader sees.
+- TPOT is the time from the first response to the last one, divided by the tokens after the first
+  response. It equals the request's mean ITL.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+UNFINISHED = "Unfinished"
+"""The error of a request that was in flight when the run was interrupted."""
+
+
+@dataclass(slots=True)
+class Record:
+    """A request as it runs; times of `time.perf_counter()`.
+
+    Attributes:
+        sent: when it was sent.
+        arrivals: (time, tokens) of each response with tokens.
+        ended: when its stream ended or failed; 0 before.
+        num_input_tokens: as the server reports.
+        num_output_tokens: as the server reports for the whole output; 0 if it does not.
+        error: kind of its failure; "" if there is none.
+    """
+
+    sent: float
+    arrivals: list[tuple[float, int]] = field(default_factory=list)
+    ended: float = 0.0
+    num_input_tokens: int = 0
+    num_output_tokens: int = 0
+    error: str = ""
+
+    def settled(self) -> list[tuple[float, float]]:
+        """(time, tokens) of each response. If the server reports only the total, it is spread
+        evenly over the responses."""
+        total = sum(count for _, count in self.arrivals)
+        if not self.num_output_tokens or self.num_output_tokens == total or not total:
+            return [(at, float(count)) for at, count in self.arrivals]
+        each = self.num_output_tokens / len(self.arrivals)
+        return [(at, each) for at, _ in self.arrivals]
+
+
+@dataclass(frozen=True, slots=True)
+class RequestTimes:
+    """Latencies of one request, in milliseconds.
+
+    Attributes:
+        sent_s: seconds since the start of the level.
+        input_tokens: of the prompt.
+        output_tokens: received.
+        ttft_ms: time to first token; None without a token.
+        tpot_ms: time per output token after the first response; None if there is only one response.
+        gap_ms: the longest gap between two responses; None likewise.
+        e2e_ms: until the end of the stream.
+        error: kind of the failure; "" if there is none.
+    """
+
+    sent_s: float
+    input_tokens: int
+    output_tokens: int
+    ttft_ms: float | None
+    tpot_ms: float | None
+    gap_ms: float | None
+    e2e_ms: float
+    error: str = ""
+
+
+def times_of(record: Record, started: float) -> RequestTimes:
+    """
+    Args:
+        started: `time.perf_counter()` at the start of the level.
+    """
+    arrivals = record.settled()
+    gaps = gaps_of(arrivals)
+    rest = sum(count for _, count in arrivals[1:])
+    return RequestTimes(
+        sent_s=round(record.sent - started, 6),
+        input_tokens=record.num_input_tokens,
+        output_tokens=round(sum(count for _, count in arrivals)),
+        ttft_ms=_ms(arrivals[0][0] - record.sent) if arrivals else None,
+        tpot_ms=_ms((arrivals[-1][0] - arrivals[0][0]) / rest) if rest else None,
+        gap_ms=_ms(max(gap for gap, _ in gaps)) if gaps else None,
+        e2e_ms=_ms(record.ended - record.sent),
+        error=record.error,
+    )
+
+
+def gaps_of(arrivals: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+    """(seconds since the preceding response, tokens) of each response but the first."""
+    return [(after[0] - before[0], after[1]) for before, after in itertools.pairwise(arrivals)]
+
+
+def _ms(seconds: float) -> float:
+    return round(seconds * 1e3, 4)

@@ -1,0 +1,1 @@
+"""What a load is sent to: a server and its protocol."""

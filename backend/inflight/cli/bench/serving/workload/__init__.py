@@ -1,0 +1,1 @@
+"""What is sent: arrival times, lengths and prompts."""

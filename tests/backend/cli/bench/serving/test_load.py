@@ -1,0 +1,133 @@
+"""Closed and open loops, against a target without a server."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from fake_target import FakeTarget
+from inflight.cli.bench.serving.load import Limit, LoadGenerator
+from inflight.cli.bench.serving.results.measured import Measured
+from inflight.cli.bench.serving.results.records import UNFINISHED
+from inflight.cli.bench.serving.targets.target import Prompt
+from inflight_client import ServerError, Unavailable
+
+OUTPUT_LEN = 3
+
+
+def generate(
+    target: FakeTarget,
+    limit: Limit,
+    concurrency: int = 0,
+    arrivals: Iterator[float] | None = None,
+    stop_after_s: float | None = None,
+) -> Measured:
+    async def run() -> Measured:
+        stop = asyncio.Event()
+        numbers = itertools.count()
+        generator = LoadGenerator(
+            target, lambda: Prompt(f"prompt {next(numbers)}", OUTPUT_LEN), limit, stop
+        )
+        if stop_after_s is not None:
+            asyncio.get_running_loop().call_later(stop_after_s, stop.set)
+        if arrivals is not None:
+            return await generator.open(arrivals)
+        return await generator.closed(concurrency)
+
+    return asyncio.run(run())
+
+
+def every(seconds: float) -> Iterator[float]:
+    return itertools.count(seconds, seconds)
+
+
+def test_a_closed_loop_keeps_its_number_in_flight() -> None:
+    target = FakeTarget(ttft_s=0.002, itl_s=0.001)
+    found = generate(target, Limit(30), concurrency=4)
+    assert (len(found.records), target.max_in_flight) == (30, 4)
+    assert all(len(one.arrivals) == OUTPUT_LEN and not one.error for one in found.records)
+    assert not found.is_interrupted
+
+
+def test_prompts_differ() -> None:
+    target = FakeTarget()
+    generate(target, Limit(20), concurrency=4)
+    assert len({prompt.text for prompt in target.prompts}) == 20
+
+
+def test_an_open_loop_sends_whether_or_not_requests_are_answered() -> None:
+    """Each answer takes longer than all arrivals together."""
+    target = FakeTarget(ttft_s=0.4)
+    found = generate(target, Limit(20), arrivals=every(0.005))
+    assert target.max_in_flight == 20
+    assert max(one.sent for one in found.records) - found.started < 0.4
+    assert len(found.late_s) == 20
+
+
+def test_arrivals_of_an_open_loop_do_not_depend_on_the_answers() -> None:
+    """Slow and fast targets get requests at the same times, up to the lateness of the loop."""
+
+    def sent(ttft_s: float) -> list[float]:
+        found = generate(
+            FakeTarget(ttft_s), Limit(10), arrivals=iter([i * 0.02 for i in range(10)])
+        )
+        late = found.late_s
+        # What was sent late was late by what is reported, not by what the target did.
+        return [
+            one.sent - found.started - index * 0.02 - late[index]
+            for index, one in enumerate(found.records)
+        ]
+
+    for offsets in (sent(0.0), sent(0.5)):
+        assert all(-0.001 <= offset < 0.05 for offset in offsets)
+
+
+def test_an_open_loop_ends_with_its_duration() -> None:
+    found = generate(FakeTarget(), Limit(duration_s=0.2), arrivals=every(0.01))
+    # 0.01, 0.02, ..., 0.19, and 0.20 if the sum falls short of it.
+    assert len(found.records) in (19, 20)
+    assert found.window_s == 0.2
+
+
+def test_an_open_loop_without_arrivals_lasts_as_long() -> None:
+    found = generate(FakeTarget(), Limit(duration_s=0.1), arrivals=iter([5.0]))
+    assert (found.records, found.window_s) == ([], 0.1)
+
+
+def test_requests_in_flight_at_the_end_of_the_duration_are_completed() -> None:
+    found = generate(FakeTarget(ttft_s=0.15), Limit(duration_s=0.2), concurrency=2)
+    assert [one.error for one in found.records] == [""] * 4
+    # What arrives after the duration is not part of the window.
+    assert found.window_s == 0.2 < found.elapsed_s
+
+
+def test_errors_are_recorded_by_kind_and_the_load_goes_on() -> None:
+    errors = [Unavailable("full"), ServerError("broken"), Unavailable("full again")]
+    found = generate(FakeTarget(errors=errors), Limit(6), concurrency=1)
+    kinds = [one.error for one in found.records]
+    assert kinds == ["Unavailable", "ServerError", "Unavailable", "", "", ""]
+    assert found.examples == {"Unavailable": "full", "ServerError": "broken"}
+
+
+@pytest.mark.parametrize(
+    "load",
+    [lambda: {"concurrency": 3}, lambda: {"arrivals": iter([0.0, 0.001, 0.002, 60.0])}],
+    ids=["closed", "open"],
+)
+def test_stopping_cancels_what_is_in_flight(load: Callable[[], dict[str, object]]) -> None:
+    target = FakeTarget(ttft_s=30.0)
+    found = generate(target, Limit(100), stop_after_s=0.1, **load())  # type: ignore[arg-type]
+    assert found.is_interrupted and found.elapsed_s < 5
+    assert (target.num_in_flight, target.num_cancelled) == (0, 3)
+    assert [one.error for one in found.records] == [UNFINISHED] * 3
+
+
+def test_a_bug_in_a_target_ends_the_run() -> None:
+    """Only a client's errors are results."""
+    target = FakeTarget(errors=[ValueError("a bug")])  # type: ignore[list-item]
+    with pytest.raises(ExceptionGroup) as caught:
+        generate(target, Limit(5), concurrency=2)
+    assert caught.group_contains(ValueError, match="a bug")
