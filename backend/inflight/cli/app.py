@@ -47,7 +47,7 @@ app = typer.Typer(
 repo = typer.Typer(no_args_is_help=True, help="Model repositories.")
 tokenizer = typer.Typer(no_args_is_help=True, help="The tokenizer of a served model.")
 model_commands = typer.Typer(no_args_is_help=True, help="The models of a running server.")
-bench = typer.Typer(no_args_is_help=True, help="Measurements on this machine.")
+bench = typer.Typer(no_args_is_help=True, help="Measurements of an engine or a running server.")
 app.add_typer(repo, name="repo")
 app.add_typer(tokenizer, name="tokenizer")
 app.add_typer(bench, name="bench")
@@ -76,6 +76,7 @@ def root(
 @expand_groups
 def serve(
     address: options.AddressOptions,
+    gateway: options.GatewayOptions,
     models: options.ServedModels,
     server: options.ServerOptions,
     access: options.AccessFiles,
@@ -93,6 +94,10 @@ def serve(
     chosen = ServeOptions(
         host=address.host,
         ports=address.ports,
+        gateway_port=gateway.port,
+        gateway_workers=gateway.gateway_workers,
+        strict_params=gateway.strict_params,
+        page=gateway.page,
         log_file=server.log_file,
         drain_s=server.drain,
         min_free_memory=server.min_free_memory,
@@ -103,11 +108,24 @@ def serve(
         access=serving.access_of(access),
         otlp_endpoint=telemetry.otlp_endpoint,
     )
-    settings = _settings(models.set_)
-    model = serving.model_of(models)
-    with serving.repositories(models.repository, model, settings) as found:
+    with serving.repositories(models, _settings(models.set_)) as found:
         status = serving.run(Supervisor(found, chosen), verbose=telemetry.verbose)
     raise typer.Exit(status)
+
+
+@app.command()
+@expand_groups
+def gateway(
+    triton: Annotated[
+        list[str],
+        typer.Option(metavar="HOST:PORT", help="HTTP port of a Triton server; repeatable."),
+    ],
+    chosen: options.GatewayProcess,
+) -> None:
+    """Serve OpenAI's API in front of Triton servers that run already, until Ctrl-C."""
+    from inflight.cli import gateway
+
+    raise typer.Exit(gateway.run(triton, chosen))
 
 
 @app.command()
@@ -126,25 +144,25 @@ def generate(
     """Continue a prompt; the text streams to stdout."""
     import json
 
-    from inflight.cli import chat
+    from inflight.cli.chat import answer as answers
     from inflight_client import ClientError
 
-    chat.accept_any_bytes()
+    answers.accept_any_bytes()
     text = sys.stdin.read() if prompt == "-" else prompt
-    answer = chat.Answer()
+    answer = answers.Answer()
     try:
         with connection.client() as client, client.stream(text, **sampling.given()) as stream:
-            answer.read(stream, (lambda text: None) if json_ else chat.write_stdout)
+            answer.read(stream, (lambda text: None) if json_ else answers.write_stdout)
     except ClientError:
         if not json_:
-            chat.end_line(answer)
+            answers.end_line(answer)
         raise
     if json_:
         figures = ("text", "finish_reason", "num_input_tokens", "num_output_tokens")
         result = {name: getattr(answer, name) for name in (*figures, "ttft_s", "duration_s")}
-        chat.write_stdout(json.dumps(result, ensure_ascii=False) + "\n")
+        answers.write_stdout(json.dumps(result, ensure_ascii=False) + "\n")
     else:
-        chat.write_stdout("\n")
+        answers.write_stdout("\n")
     if stats:
         typer.echo(answer.summary(), err=True)
 
@@ -166,6 +184,32 @@ def top(
     from inflight.cli import top as tops
 
     raise typer.Exit(tops.run(url, interval_s=interval, once=once, as_json=json_))
+
+
+@app.command()
+def ps(
+    json_: Annotated[bool, typer.Option("--json", help="For programs: a JSON list.")] = False,
+) -> None:
+    """Show the running servers of this user: pid, ports, models, health, requests in flight."""
+    from inflight.cli import ps as servers
+
+    servers.show(servers.running(), as_json=json_)
+
+
+@app.command()
+def pull(
+    model: Annotated[str, typer.Argument(help="ORGANISATION/NAME, or with @REVISION.")],
+    dir_: Annotated[
+        Path | None, typer.Option("--dir", help="Folder; default: the Hugging Face cache.")
+    ] = None,
+    gguf: Annotated[
+        str, typer.Option(metavar="PATTERN", help="One GGUF file, such as Q4_K_M or '*-q8_0*'.")
+    ] = "",
+) -> None:
+    """Download a model from the Hugging Face hub; `serve` finds it by its name."""
+    from inflight.cli import pull as pulls
+
+    pulls.run(model, dir_, gguf)
 
 
 @app.command()
@@ -192,11 +236,26 @@ def chat(
     connection: options.ChatConnection,
 ) -> None:
     """Chat with the model. /help lists the commands; Ctrl-C cancels the current reply."""
-    from inflight.cli import chat
+    from inflight.cli.chat.conversation import Conversation
 
-    with connection.client() as client:
-        if not chat.run(client, sampling.given(), system):
-            raise typer.Exit(EXIT_FAILED)
+    found = Conversation(connection.client, connection.model, sampling.given(), system)
+    if not found.run():
+        raise typer.Exit(EXIT_FAILED)
+
+
+@app.command()
+@expand_groups
+def run(
+    *,
+    models: options.ServedModels,
+    system: Annotated[str | None, typer.Option(help="System message.")] = None,
+    sampling: options.SamplingOptions,
+) -> None:
+    """Start a server as `serve` does, on free ports, and chat with the model until /bye."""
+    from inflight.cli.chat import run as runs
+
+    if not runs.run(models, sampling.given(), system):
+        raise typer.Exit(EXIT_FAILED)
 
 
 @app.command()
@@ -207,7 +266,7 @@ def demo(
     """Start a server on free ports, ask one question, show the answer, stop."""
     import tempfile
 
-    from inflight.cli.chat import Answer, write_stdout
+    from inflight.cli.chat.answer import Answer, write_stdout
     from inflight.cli.display import Display
     from inflight.deploy import repository
     from inflight.deploy.tritonserver import Server
@@ -242,19 +301,31 @@ def doctor(
     http_port: Annotated[int, typer.Option(help="Port to check.")] = options.HTTP_PORT,
     grpc_port: Annotated[int, typer.Option(help="Port to check.")] = options.GRPC_PORT,
     metrics_port: Annotated[int, typer.Option(help="Port to check.")] = options.METRICS_PORT,
+    self_test: Annotated[
+        bool, typer.Option("--self-test", help="Start a server on free ports and send it requests.")
+    ] = False,
+    repository: Annotated[
+        list[Path] | None, typer.Option(help="For --self-test, instead of the demo model.")
+    ] = None,
     json_: Annotated[bool, typer.Option("--json", help="Print the checks as a JSON list.")] = False,
 ) -> None:
     """Check whether this machine can serve, and show how to fix problems."""
-    import json
+    from rich.console import Console
 
-    from inflight.cli import doctor as checks
+    from inflight.cli.doctor import check, machine
+    from inflight.cli.doctor import self_test as server
 
-    results = checks.examine((http_port, grpc_port, metrics_port))
+    if repository and not self_test:
+        raise typer.BadParameter("--repository requires --self-test")
+    results = machine.examine((http_port, grpc_port, metrics_port))
+    if self_test and all(one.status != "broken" for one in results):
+        with Console(stderr=True).status("") as status:
+            results += server.examine(repository, lambda name: status.update(f"self-test: {name}"))
     if json_:
-        typer.echo(json.dumps([checks.as_json(check) for check in results], indent=2))
+        typer.echo(check.to_json(results))
     else:
-        checks.show(results)
-    broken = any(check.status == "broken" for check in results)
+        check.show(results)
+    broken = any(one.status == "broken" for one in results)
     raise typer.Exit(EXIT_FAILED if broken else 0)
 
 
@@ -266,11 +337,15 @@ def repo_init(
         str, typer.Option(help="Prefix of the models' names, for several models in one server.")
     ] = "",
     set_: options.Settings = None,
+    layout: options.Layout = "native",
+    unary: options.Unary = False,
 ) -> None:
     """Write a model repository that serves a checkpoint."""
     from inflight.deploy import repository
 
-    made = repository.init(model, directory, name=name, settings=_settings(set_))
+    made = repository.init(
+        model, directory, name=name, settings=_settings(set_), layout=layout, unary=unary
+    )
     typer.echo(f"wrote {made.path}: {', '.join(made.models)}")
     for note in made.notes:
         typer.echo(note, err=True)
@@ -334,6 +409,26 @@ def bench_engine(chosen: options.BenchOptions) -> None:
     from inflight.cli.bench import command
 
     command.run(chosen, _settings(chosen.set_))
+
+
+@bench.command("serve")
+@expand_groups
+def bench_serve(
+    target: options.TargetOptions,
+    load: options.LoadOptions,
+    reports: options.ReportOptions,
+    compare: Annotated[
+        tuple[Path, Path] | None,
+        typer.Option(metavar="BEFORE AFTER", help="Instead: compare two --json files."),
+    ] = None,
+) -> None:
+    """Load a running server and report latency, throughput and goodput as its clients see them."""
+    from inflight.cli.bench.serving import command
+
+    if compare is not None:
+        command.compare(*compare, reports)
+        return
+    raise typer.Exit(command.run(target, load, reports))
 
 
 def _settings(pairs: list[str] | None) -> dict[str, Any]:

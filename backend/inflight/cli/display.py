@@ -43,11 +43,15 @@ class Display:
         devices: dict[str, str],
         log_file: Path,
         access: AccessOptions = AccessOptions(),  # noqa: B008  (immutable)
+        *,
+        has_page: bool = False,
     ) -> None:
         """Show endpoints, models and devices, and the next command."""
         address = endpoints.engine_metrics
         scheme = "http" if access.tls is None else "https"
         rows = {
+            "OpenAI": f"{scheme}://{endpoints.gateway}/v1" if endpoints.gateway else "",
+            "chat": f"{scheme}://{endpoints.gateway}/" if endpoints.gateway and has_page else "",
             "HTTP": f"{scheme}://{endpoints.http}",
             "gRPC": endpoints.grpc,
             "metrics": f"http://{endpoints.metrics}/metrics",

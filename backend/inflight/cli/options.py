@@ -13,18 +13,30 @@ if TYPE_CHECKING:
 
 # Repeated here because importing serve for them would slow down --help.
 HTTP_PORT, GRPC_PORT, METRICS_PORT, ENGINE_METRICS_PORT = 8000, 8001, 8002, 8003
+GATEWAY_PORT = 9000
 HOST = "127.0.0.1"
 METRICS_URL = f"http://{HOST}:{ENGINE_METRICS_PORT}/metrics"
 DRAIN_S = 30.0
 MIN_FREE_MEMORY = 256
 URL = f"{HOST}:{GRPC_PORT}"
 
-Model = Annotated[str, typer.Option(help="A .gguf file, a Hugging Face folder, or package:NAME.")]
+Model = Annotated[
+    str,
+    typer.Option(help="A .gguf file, a Hugging Face folder, package:NAME, or a name; see `pull`."),
+]
 Settings = Annotated[
     list[str] | None,
     typer.Option(
         "--set", metavar="KEY=VALUE", help="Override a setting of engine.json; repeatable."
     ),
+]
+Layout = Annotated[
+    str,
+    typer.Option(help="Names and tensors of the models: native, vllm or tensorrtllm."),
+]
+Unary = Annotated[
+    bool,
+    typer.Option("--unary", help="One response per request, for /infer and unary gRPC."),
 ]
 Ensemble = Annotated[str, typer.Option(help="Name of the ensemble.")]
 ModelName = Annotated[
@@ -80,26 +92,31 @@ class SamplingOptions:
         return found
 
 
+Timeout = Annotated[
+    float | None, typer.Option(help="Seconds per request, above 0; no limit by default.")
+]
+ApiKey = Annotated[
+    str | None,
+    typer.Option(envvar="INFLIGHT_API_KEY", show_envvar=True, help="Of a server with --keys."),
+]
+CaFile = Annotated[
+    str | None,
+    typer.Option(envvar="INFLIGHT_CA_FILE", help="Of a server with TLS: PEM file to trust."),
+]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConnectionOptions:
     """Which ensemble of which server, and how to reach it."""
 
     url: Annotated[str, typer.Option(envvar="INFLIGHT_URL", help="gRPC address, host:port.")] = URL
     model: Ensemble
-    timeout: Annotated[
-        float | None, typer.Option(help="Seconds per request, above 0; no limit by default.")
-    ] = None
-    api_key: Annotated[
-        str | None,
-        typer.Option(envvar="INFLIGHT_API_KEY", show_envvar=True, help="Of a server with --keys."),
-    ] = None
-    ca_file: Annotated[
-        str | None,
-        typer.Option(envvar="INFLIGHT_CA_FILE", help="Of a server with TLS: PEM file to trust."),
-    ] = None
+    timeout: Timeout = None
+    api_key: ApiKey = None
+    ca_file: CaFile = None
 
-    def client(self) -> Client:
-        """A client of this ensemble, whichever of its methods is used.
+    def client(self, model: str = "") -> Client:
+        """A client of this ensemble, or of another one, whichever of its methods is used.
 
         Raises:
             InvalidRequest: an option is out of its range.
@@ -108,8 +125,8 @@ class ConnectionOptions:
 
         return Client(
             self.url,
-            generate_model=self.model,
-            chat_model=self.model,
+            generate_model=model or self.model,
+            chat_model=model or self.model,
             timeout=self.timeout,
             api_key=self.api_key,
             ca_file=self.ca_file,
@@ -131,6 +148,41 @@ class ChatConnection(ConnectionOptions):
 
 
 # Of `serve`
+
+GatewayPort = Annotated[int, typer.Option(help="OpenAI's API; 0 picks a free port.")]
+GatewayWorkers = Annotated[
+    int, typer.Option(min=1, max=64, help="Processes that serve OpenAI's API.")
+]
+StrictParams = Annotated[
+    bool,
+    typer.Option("--strict-params", help="Refuse unknown fields of OpenAI's API, not ignore them."),
+]
+Page = Annotated[
+    bool | None,
+    typer.Option(
+        "--page/--no-page",
+        help="Serve the chat page beside OpenAI's API. Default: on loopback alone.",
+        show_default=False,
+    ),
+]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GatewayOptions:
+    """OpenAI's API of a server."""
+
+    gateway_port: GatewayPort = GATEWAY_PORT
+    no_gateway: Annotated[bool, typer.Option("--no-gateway", help="Do not serve OpenAI's API.")] = (
+        False
+    )
+    gateway_workers: GatewayWorkers = 1
+    strict_params: StrictParams = False
+    page: Page = None
+
+    @property
+    def port(self) -> int | None:
+        """None for no gateway."""
+        return None if self.no_gateway else self.gateway_port
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -160,6 +212,23 @@ class AddressOptions:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class GatewayProcess:
+    """Of `gateway`."""
+
+    port: GatewayPort = GATEWAY_PORT
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = HOST
+    strict_params: StrictParams = False
+    page: Page = None
+    tls_cert: Annotated[
+        Path | None, typer.Option(help="Serve with TLS: the certificate's PEM file.")
+    ] = None
+    tls_key: Annotated[Path | None, typer.Option(help="The certificate's private key.")] = None
+    drain: Annotated[
+        float, typer.Option(min=0.0, help="Seconds to wait for requests in flight.")
+    ] = DRAIN_S
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ServedModels:
     """What to serve: a model with its settings, or repositories."""
 
@@ -167,12 +236,15 @@ class ServedModels:
         str | None,
         typer.Argument(
             metavar="[MODEL]",
-            help="A .gguf file, a Hugging Face folder, or package:NAME. Default: the demo model.",
+            help="A .gguf file, a Hugging Face folder, package:NAME, or the name of a model that "
+            "was pulled. Default: the demo model.",
             show_default=False,
         ),
     ] = None
     model: Annotated[str | None, typer.Option(help="The same as MODEL.")] = None
     set_: Settings = None
+    layout: Layout = "native"
+    unary: Unary = False
     repository: Annotated[
         list[Path] | None,
         typer.Option(help="A model repository; repeatable. Default: those shipped with inflight."),
@@ -282,3 +354,97 @@ class BenchOptions:
         bool,
         typer.Option("--json", help="JSON on stdout: results so far, per row and at the end."),
     ] = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TargetOptions:
+    """The server that `bench serve` measures, and how to reach it."""
+
+    url: Annotated[
+        str,
+        typer.Option(
+            help="Default: 127.0.0.1:8001 with grpc, http://127.0.0.1:9000 with openai.",
+            show_default=False,
+        ),
+    ] = ""
+    endpoint: Annotated[str, typer.Option(help="Protocol: grpc (Triton's) or openai.")] = "grpc"
+    model: Annotated[
+        str,
+        typer.Option(
+            help="Default: the ensemble generate (chat with --chat), or OpenAI's first model.",
+            show_default=False,
+        ),
+    ] = ""
+    chat: Annotated[bool, typer.Option("--chat", help="Send prompts as chats.")] = False
+    timeout: Timeout = None
+    api_key: ApiKey = None
+    ca_file: CaFile = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadOptions:
+    """What `bench serve` sends."""
+
+    concurrency: Annotated[
+        str | None,
+        typer.Option(
+            metavar="N,...",
+            help="Requests in flight, a level for each number. Default: 1,4,16,64.",
+            show_default=False,
+        ),
+    ] = None
+    rate: Annotated[
+        str | None,
+        typer.Option(
+            metavar="RATE,...", help="Instead: requests per second, at random times (Poisson)."
+        ),
+    ] = None
+    requests: Annotated[int | None, typer.Option(min=1, help="Requests per level.")] = None
+    duration: Annotated[
+        float | None,
+        typer.Option(
+            min=0.1,
+            help="Seconds per level. Default: 30, without --requests.",
+            show_default=False,
+        ),
+    ] = None
+    input_tokens: Annotated[
+        str | None,
+        typer.Option(metavar="MEAN[:SD]", help="Prompt lengths. Default: 128.", show_default=False),
+    ] = None
+    output_tokens: Annotated[
+        str | None,
+        typer.Option(metavar="MEAN[:SD]", help="Output lengths. Default: 64.", show_default=False),
+    ] = None
+    lengths: Annotated[
+        str | None,
+        typer.Option(help="Instead: chat, rag, agents, or a file of JSON lines."),
+    ] = None
+    shared_prefix: Annotated[
+        int, typer.Option(min=0, help="Tokens that all prompts have in common.")
+    ] = 0
+    max_model_len: Annotated[
+        int | None, typer.Option(min=2, help="Draw lengths until they fit. Default: the model's.")
+    ] = None
+    warmup: Annotated[
+        int, typer.Option(min=0, help="Requests before the first level, not measured.")
+    ] = 4
+    slo: Annotated[
+        str | None,
+        typer.Option(
+            metavar="ttft=MS,itl=MS", help="Bounds of a good request: ttft, itl, gap, e2e."
+        ),
+    ] = None
+    cost: Annotated[
+        float | None,
+        typer.Option(min=0.0, metavar="PER_HOUR", help="Of the server: shows cost per tokens."),
+    ] = None
+    seed: Annotated[int, typer.Option(help="Of lengths and arrival times.")] = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReportOptions:
+    """Where `bench serve` writes its results."""
+
+    json_: Annotated[Path | None, typer.Option("--json", help="Write a JSON file.")] = None
+    html: Annotated[Path | None, typer.Option(help="Write a page of HTML with charts.")] = None

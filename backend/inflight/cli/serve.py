@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ipaddress
 import logging
 import os
 import signal
@@ -24,6 +23,7 @@ from inflight.access.options import AccessOptions
 from inflight.cli.options import AccessFiles, ServedModels
 from inflight.deploy import repository
 from inflight.deploy.model_group import ALL_MODELS
+from inflight.deploy.ports import is_loopback
 from inflight.deploy.tritonserver import POLL_S
 from inflight.supervision.notify import notify
 from inflight.supervision.orphans import adopt_orphans, kill_children
@@ -52,28 +52,32 @@ def model_of(models: ServedModels) -> str | None:
 
 
 @contextlib.contextmanager
-def repositories(
-    given: list[Path] | None, model: str | None, settings: dict[str, Any]
-) -> Iterator[list[Path]]:
-    """The model repositories to serve; one for `model`, with these settings, lasts for the `with`
-    block. Settings without a model or a repository are for the demo model.
+def repositories(models: ServedModels, settings: dict[str, Any]) -> Iterator[list[Path]]:
+    """The model repositories to serve; one for a model, with these settings, lasts for the `with`
+    block. Settings, or a layout, without a model or a repository are for the demo model.
 
     Raises:
         ConfigError: the model or a setting is not supported.
     """
+    given, model = models.repository, model_of(models)
+    is_default = not settings and models.layout == "native" and not models.unary
     if given and model is not None:
         raise typer.BadParameter("MODEL and --repository are mutually exclusive")
     if given and settings:
         raise typer.BadParameter(
             "--set requires a MODEL; a repository has its settings in engine.json"
         )
-    if model is None and not settings:
+    if given and not is_default:
+        raise typer.BadParameter("--layout and --unary require a MODEL; a repository has a layout")
+    if model is None and is_default:
         yield given or repository.shipped()
         return
     if model is None:
         model = repository.shipped_model()
     with tempfile.TemporaryDirectory(prefix="inflight-") as folder:
-        made = repository.init(model, Path(folder), settings=settings)
+        made = repository.init(
+            model, Path(folder), settings=settings, layout=models.layout, unary=models.unary
+        )
         for note in made.notes:
             typer.echo(note, err=True)
         yield [made.path]
@@ -95,7 +99,7 @@ def exposure(address: str, access: AccessOptions) -> str:
         address: host:port that it listens on.
     """
     host = address.rpartition(":")[0]
-    if ipaddress.ip_address(host).is_loopback:
+    if is_loopback(host):
         return ""
     if access.keys is None:
         return f"all who can reach {host} can use the server; restrict it with --keys"
@@ -141,6 +145,7 @@ def _serve(supervisor: Supervisor, signals: _Signals) -> int:
         supervisor.devices(),
         supervisor.log_file,
         supervisor.options.access,
+        has_page=supervisor.options.serves_page,
     )
     notify("READY=1")
     while signals.count == 0:

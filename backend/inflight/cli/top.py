@@ -150,6 +150,12 @@ def sample_name(name: str) -> str:
     return stem if stem.endswith(_HISTOGRAM_SUFFIXES) else name
 
 
+def num_in_flight(found: Scrape) -> int:
+    """Requests of all models that run, wait or are suspended."""
+    names = [(f"num_requests_{state}", ()) for state in ("running", "waiting", "suspended")]
+    return int(sum(series.get(name, 0.0) for series in found.models.values() for name in names))
+
+
 def rows(before: Scrape, now: Scrape) -> list[Row]:
     """What each model did between two scrapes."""
     seconds = max(now.time - before.time, 1e-9)

@@ -422,8 +422,11 @@ _BLOCKS: dict[str, dict[str, Callable[[], list[str]]]] = {
     "ensembles/generate/config.pbtxt": _ENSEMBLE,
     "ensembles/chat/config.pbtxt": _ENSEMBLE,
     "model_repository/llm/config.pbtxt": {"option inputs": _config_inputs},
+    "backend/inflight/_repository/layouts/unary/completion/config.pbtxt": {
+        "option inputs": _config_inputs
+    },
     "docs/reference/options.md": {
-        "prompts": _tensor_rows([contract.TEXT_INPUT, contract.MESSAGES]),
+        "prompts": _tensor_rows([*contract.TEXT_PROMPT, *contract.CHAT_PROMPT]),
         "steps": _steps,
         "sampling options": _sampling_options,
         "request options": _request_options,

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import inflight
+from inflight.deploy.checks.triton_version import NUMPY_2, TritonVersion, version_of
 from inflight.errors import ConfigError
 
 SERVER_VARIABLE = "INFLIGHT_TRITONSERVER"
@@ -51,6 +52,11 @@ class Installation:
     def is_wheel(self) -> bool:
         """Whether it is the tritonserver 2.51 of the nvidia-pytriton wheel."""
         return self.libraries is not None
+
+    @property
+    def version(self) -> TritonVersion | None:
+        """None if it is not known."""
+        return version_of(self.server, is_wheel=self.is_wheel)
 
 
 def find() -> Installation:
@@ -155,19 +161,19 @@ def check_python(installation: Installation) -> None:
             f"{python_directory()}/python3 does not exist, so Triton's stub would run another "
             "Python; use a virtual environment made by `python3 -m venv`"
         )
-    if installation.is_wheel:
-        check_numpy(importlib.metadata.version("numpy"))
+    if installation.version is not None:
+        check_numpy(importlib.metadata.version("numpy"), installation.version)
 
 
-def check_numpy(version: str) -> None:
+def check_numpy(version: str, triton: TritonVersion) -> None:
     """
     Raises:
-        ConfigError: Triton 2.51's Python backend passes corrupt tensors to this numpy.
+        ConfigError: this Triton's Python backend passes corrupt tensors to this numpy.
     """
-    if int(version.split(".", 1)[0]) >= 2:
+    if int(version.split(".", 1)[0]) >= 2 and not NUMPY_2.holds(triton):
         raise ConfigError(
-            f"numpy {version} is installed, but the Python backend of Triton 2.51 silently passes "
-            "corrupt tensors to numpy 2; run: pip install 'numpy<2'"
+            f"numpy {version} is installed, but the Python backend of Triton {triton} silently "
+            "passes corrupt tensors to numpy 2; run: pip install 'numpy<2'"
         )
 
 

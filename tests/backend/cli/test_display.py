@@ -63,3 +63,13 @@ def test_a_server_that_becomes_unready_is_told_once() -> None:
         "ready again\n"
         "error: not ready: the engine [of] llm was killed\n"
     )
+
+
+@pytest.mark.parametrize(("gateway", "row"), [("127.0.0.1:9", "http://127.0.0.1:9/v1"), ("", "")])
+def test_the_gateway_is_shown_if_there_is_one(gateway: str, row: str) -> None:
+    output = io.StringIO()
+    Display(Console(file=output, width=200)).ready(
+        Endpoints("1", "2", "3", gateway=gateway), ["llm"], {}, Path("log")
+    )
+    assert ("OpenAI" in output.getvalue()) == bool(row)
+    assert row in output.getvalue()

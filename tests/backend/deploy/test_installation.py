@@ -11,6 +11,7 @@ import pytest
 
 import fake_tritonserver
 from inflight.deploy import installation
+from inflight.deploy.checks.triton_version import TESTED
 from inflight.errors import ConfigError
 
 
@@ -146,8 +147,8 @@ def test_the_stub_finds_this_interpreter_first(
 @pytest.mark.parametrize("version", ["2.0.0", "2.4.1"])
 def test_numpy_2_is_refused_for_triton_2_51(version: str) -> None:
     with pytest.raises(ConfigError, match="numpy<2"):
-        installation.check_numpy(version)
-    installation.check_numpy("1.26.4")
+        installation.check_numpy(version, TESTED)
+    installation.check_numpy("1.26.4", TESTED)
 
 
 def test_finding_the_wheel_does_not_import_it() -> None:

