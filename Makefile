@@ -5,13 +5,14 @@
 # make test-long  run the tests with full counts, in an hour; writes their benchmarks/results
 # make lock       requirements.lock: hashes of what a server needs, from constraints.txt
 # make sbom       dist/sbom.json: what is installed in .venv, in CycloneDX's format
+# make compat     run clients that other projects write against a server, in .venv-compat
 # make sanitize   run some kernel tests under compute-sanitizer, on a GPU
 #
 # Each creates what it needs, once: a virtual environment in .venv. Nothing else is installed.
 
 .POSIX:
 .SUFFIXES:
-.PHONY: demo test test-long check generate lock sbom sanitize format clean
+.PHONY: demo test test-long check generate lock sbom compat sanitize format clean
 
 # To use another interpreter for a new .venv: make demo PYTHON=/path/to/python3.12
 PYTHON =
@@ -66,6 +67,18 @@ sbom: $(VENV)/.dev
 	$(BIN)/cyclonedx-py environment --pyproject pyproject.toml --output-reproducible \
 	    --output-file dist/sbom.json $(SBOM_OF)/bin/python
 
+# With an environment of its own: these clients' dependencies are not those of the server.
+COMPAT = .venv-compat
+compat: $(VENV)/.dev $(COMPAT)/.installed
+	$(RUN) INFLIGHT=$(BIN)/inflight $(COMPAT)/bin/python -m pytest -c tests/compat/pytest.ini \
+	    --rootdir tests/compat --confcutdir tests/compat tests/compat
+
+$(COMPAT)/.installed: tests/compat/requirements.txt $(VENV)/.python
+	$(RUN) $(BIN)/python -m venv $(COMPAT)
+	$(RUN) $(COMPAT)/bin/python -m pip --disable-pip-version-check install --quiet \
+	    -r tests/compat/requirements.txt
+	@touch $@
+
 # Memory errors, then races in shared memory. API errors are not reported: the bindings look up entry
 # points that a driver may lack.
 sanitize: $(VENV)/.dev
@@ -76,7 +89,7 @@ format: $(VENV)/.dev
 	$(BIN)/ruff format
 
 clean:
-	rm -rf $(VENV) dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(COMPAT) dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # Stamps are written last, so that an interrupted installation is repeated and a complete one is not.
