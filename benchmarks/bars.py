@@ -17,7 +17,7 @@ from typing import Any
 
 import msgspec
 
-from inflight.cli.bench import show
+from inflight.cli.bench import show, tables
 from inflight.errors import ConfigError
 
 _FIGURES = ("peer", "must", "goal", "limit")
@@ -87,7 +87,7 @@ def cells(row: Mapping[str, Any]) -> dict[str, str]:
     """A row of `compare` as table cells; unknown values are empty."""
     found = show.cells(row)
     for name in _FIGURES:
-        found[name] = show.number(row[name]) if name in row else ""
+        found[name] = tables.number(row[name]) if name in row else ""
     found["of peer"] = f"{row['of_peer']:.2f} x" if "of_peer" in row else ""
     found["of limit"] = f"{row[row['metric']] / row['limit']:.0%}" if "limit" in row else ""
     if "must" in row:

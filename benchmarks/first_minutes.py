@@ -70,7 +70,7 @@ def run(command: list[str], clone: Path, environment: dict[str, str]) -> tuple[f
 def serve(clone: Path, environment: dict[str, str]) -> dict[str, Any]:
     """One server from start to Ctrl-C."""
     inflight = str(clone / ".venv/bin/inflight")
-    ports = ["--http-port", "0", "--grpc-port", "0", "--metrics-port", "0"]
+    ports = ["--http-port", "0", "--grpc-port", "0", "--metrics-port", "0", "--gateway-port", "0"]
     started = time.perf_counter()
     process = subprocess.Popen(
         [inflight, "serve", *ports],

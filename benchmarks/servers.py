@@ -82,9 +82,36 @@ def door(
         writer.join()
 
 
+@contextlib.contextmanager
+def gateway(upstream: str, folder: Path, workers: int = 1) -> Iterator[tuple[str, list[int]]]:
+    """A gateway in front of `upstream`; yields its address and the pids of its processes."""
+    file, stop = folder / f"gateway-{workers}-health.json", threading.Event()
+    held = HeldPorts("127.0.0.1", (0,))
+    address = f"127.0.0.1:{held.numbers[0]}"
+    command = [sys.executable, "-m", "inflight.door.gateway_door", "--listen", address]
+    command += ["--upstream", upstream, "--health", str(file), "--drain", "1"]
+    command += ["--gateway-shared", "--busy-poll", "0"]
+    writer = threading.Thread(target=_keep_healthy, args=(file, stop))
+    writer.start()
+    processes = [subprocess.Popen(command, stdout=subprocess.DEVNULL) for _ in range(workers)]
+    try:
+        for process in processes:
+            _wait_until_it_listens(address, process)
+        time.sleep(1.0)  # the others listen on the same port
+        yield address, [process.pid for process in processes]
+    finally:
+        for process in processes:
+            process.terminate()
+            process.wait()
+        held.release()
+        stop.set()
+        writer.join()
+
+
 def _keep_healthy(path: Path, stop: threading.Event) -> None:
+    models = ["chat", "generate", "llm"]
     while not stop.is_set():
-        health.write(path, Health(is_live=True, is_ready=True))
+        health.write(path, Health(is_live=True, is_ready=True, models=models))
         stop.wait(HEALTH_PERIOD_S)
 
 

@@ -43,6 +43,7 @@ from inflight.core.request import AUTO_DRAFTS, Request
 from inflight.engine.engine import Engine, generate
 from inflight.sampling.params import SamplingParams
 from inflight.text.chat import encode_chat
+from inflight.text.template import Conversation
 from inflight.text.tokenizer import Tokenizer
 
 SHAPE = result.ROOT / "benchmarks/models/llama-3.1-8b"
@@ -297,7 +298,7 @@ def copy_rows(model: str, device: str, settings: dict[str, Any]) -> Iterator[Cop
     engine = start.build(config).engine
     params = SamplingParams(max_tokens=OUTPUT_LEN, temperature=0.0, ignore_eos=True)
     for name, task in COPY.items():
-        prompt = encode_chat(tokenizer, [{"role": "user", "content": task}])
+        prompt = encode_chat(tokenizer, Conversation([{"role": "user", "content": task}]))
         row = CopyRow(name, {0: [], AUTO_DRAFTS: []}, {0: [], AUTO_DRAFTS: []}, 0)
         for _ in range(1 + NUM_RUNS):
             for drafts in (0, AUTO_DRAFTS):
