@@ -18,6 +18,8 @@ from xdist.scheduler import LoadFileScheduling
 ROOT = Path(__file__).parents[1]
 INTEGRATION = ROOT / "tests" / "integration"
 
+collect_ignore = ["compat"]  # make compat
+
 # Before anything imports torch: the suite runs alongside its own servers (see runner.build).
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 # jsonschema would compile 38 grammars with it at import, in each process, for formats that no test
@@ -52,21 +54,23 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 class ByFile(LoadFileScheduling):  # type: ignore[misc]
     """A process gets whole files; one of them gets all files that use the servers of the session,
-    so that these are started once."""
+    so that these are started once, and one those that use its gateway."""
 
     def _split_scope(self, nodeid: str) -> str:
         file: str = super()._split_scope(nodeid)
-        return "servers" if file in _files_with_servers() else file
+        return next((name for name, files in _files_with_servers() if file in files), file)
 
 
 @functools.cache
-def _files_with_servers() -> frozenset[str]:
-    uses = re.compile(r"^(?: {4})?def \w+\((?:[^)]*\s)?(?:cpu|echo)\b", re.MULTILINE)
-    return frozenset(
-        str(path.relative_to(ROOT))
-        for path in INTEGRATION.glob("test_*.py")
-        if uses.search(path.read_text())
-    )
+def _files_with_servers() -> list[tuple[str, frozenset[str]]]:
+    texts = {
+        str(path.relative_to(ROOT)): path.read_text() for path in INTEGRATION.glob("test_*.py")
+    }
+    found = []
+    for fixtures in ("cpu|echo", "gateway"):
+        uses = re.compile(rf"^(?: {{4}})?def \w+\((?:[^)]*\s)?(?:{fixtures})\b", re.MULTILINE)
+        found.append((fixtures, frozenset(file for file in texts if uses.search(texts[file]))))
+    return found
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> ByFile:

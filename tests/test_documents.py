@@ -15,6 +15,7 @@ PAGES = [
     ROOT / "benchmarks/README.md",
     ROOT / "benchmarks/kernels/README.md",
     ROOT / "examples/README.md",
+    ROOT / "examples/deployment/README.md",
 ]
 # [text](target), outside code.
 LINK = re.compile(r"\]\(([^)\s]+)\)")

@@ -6,7 +6,9 @@ from collections.abc import Iterator
 
 import pytest
 
+import supervised
 from serving import Triton, serve
+from supervised import Serving
 
 
 @pytest.fixture(scope="session")
@@ -19,3 +21,11 @@ def echo(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Triton]:
 def cpu(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Triton]:
     """Runs the small model."""
     yield from serve(tmp_path_factory.mktemp("cpu"), "cpu")
+
+
+@pytest.fixture(scope="session")
+def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
+    """Runs the small model, with two processes that serve the gateway."""
+    options = ("--gateway-port", "0", "--gateway-workers", "2")
+    with supervised.serve(tmp_path_factory.mktemp("gateway"), "cpu", *options) as found:
+        yield found

@@ -136,11 +136,11 @@ GRPC = {
     "76-presence": ("generate", [PROMPT, fp32("presence_penalty", 3)], "presence_penalty: 3.0"),
     "76-frequency": ("generate", [PROMPT, fp32("frequency_penalty", -3)], "frequency_penalty: -3"),
     "76-repetition": ("generate", [PROMPT, fp32("repetition_penalty", 0)], "repetition_penalty: 0"),
-    "77-negative": ("generate", [PROMPT, grpc("max_tokens", values=-1)], "max_tokens: -1 is out"),
+    "77-negative": ("generate", [PROMPT, grpc("max_tokens", values=-2)], "max_tokens: -2 is out"),
     "77-0": (
         "generate",
         [PROMPT, grpc("max_tokens")],
-        "max_tokens: 0 is out of range; allowed: [1",
+        "max_tokens: 0 is out of range; allowed: -1, [1",
     ),
     "77-1.5": ("generate", [PROMPT, params(max_tokens=1.5)], "max_tokens is 1.5; allowed: an int"),
     "77-2-31": ("generate", [PROMPT, params(max_tokens=2**31)], "max_tokens: 2147483648 is out"),

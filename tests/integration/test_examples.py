@@ -16,6 +16,7 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 # What the small model's greedy output makes each of them print.
 PRINTED = {
     "stream_completion.py": r"Paris.*\n\[(length|stop)\]\n\Z",
+    "async_completions.py": r"\A(?=.*'The capital of France is': ' Paris)('.+, \d tokens\n){3}\Z",
     "chat.py": r"\A> What is .*France\?\n.*Paris.*\n> Which river flows through it\?\n.+",
     "structured_output.py": r"\A.{0,20} is (small|medium|large)\n\Z",
     "logprobs.py": r"\A(\S.+ -?\d+\.\d\d \(rank 1\); others: .+ -\d+\.\d\d.*\n){4}\Z",

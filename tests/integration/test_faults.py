@@ -25,7 +25,7 @@ from inflight.ipc.control import UnloadModel
 from inflight.ipc.runtime_folder import folder_of
 from kserve import Refused, Stream, request, tensor, text
 from shifted_clock import ShiftedClock
-from supervised import START_S, Serving, launch, serve
+from supervised import START_S, Serving, launch, serve, without_chat
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(240)]
 
@@ -86,7 +86,7 @@ def assert_nothing_is_left(
 
 @pytest.mark.usefixtures("_slow_steps")
 def test_a_second_sigterm_ends_a_drain_and_leaves_nothing(tmp_path: Path) -> None:
-    with serve(tmp_path, "echo", "--drain", "120") as server:
+    with serve(tmp_path, "echo", "--drain", "120", prepare=without_chat) as server:
         children, regions, folder = server.children(), server.regions(), server.runtime_folder
         stream = Stream(server.grpc, endless())
         stream.next()
@@ -104,7 +104,7 @@ def test_a_second_sigterm_ends_a_drain_and_leaves_nothing(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("after_s", STARTS_S)
 def test_sigterm_before_it_is_ready_leaves_nothing(tmp_path: Path, after_s: float) -> None:
-    process = launch(tmp_path, "echo")
+    process = launch(tmp_path, "echo", prepare=without_chat)
     serving = Serving(process, "", "", tmp_path / "models", tmp_path / "shown", tmp_path / "log")
     try:
         children: set[psutil.Process] = set()
@@ -132,7 +132,7 @@ def test_a_tritonserver_that_aborts_while_it_starts_is_started_again(
     tmp_path: Path, times: int
 ) -> None:
     """Twice at most; then the start fails with the reason."""
-    process = launch(tmp_path, "echo")
+    process = launch(tmp_path, "echo", prepare=without_chat)
     serving = Serving(process, "", "", tmp_path / "models", tmp_path / "shown", tmp_path / "log")
     aborted: set[int] = set()
     regions: set[Path] = set()
@@ -150,7 +150,7 @@ def test_a_tritonserver_that_aborts_while_it_starts_is_started_again(
                     folder = folder_of(process.pid)
                     aborted.add(pid)
                     os.kill(pid, signal.SIGABRT)
-            time.sleep(0.01)
+            time.sleep(0.05)  # a look at all processes takes as long
         assert len(aborted) == times
         if times == 1:
             assert "READY" in serving.shown.read_text()
@@ -168,7 +168,7 @@ def test_a_tritonserver_that_aborts_while_it_starts_is_started_again(
 @pytest.mark.usefixtures("_slow_steps")
 def test_sigterm_while_a_model_unloads_leaves_nothing(tmp_path: Path) -> None:
     """Its streams finish within the time of the drain, or get an error; the command gets one."""
-    with serve(tmp_path, "echo", "--model-control") as server:
+    with serve(tmp_path, "echo", "--model-control", prepare=without_chat) as server:
         children, regions, folder = server.children(), server.regions(), server.runtime_folder
         socket = folder / control.SOCKET
         stream = Stream(server.grpc, endless())
@@ -204,7 +204,7 @@ def test_a_socket_that_is_removed_does_not_keep_fronts_out(
     tmp_path: Path, options: tuple[str, ...]
 ) -> None:
     """By a program that cleans folders. Its engine, or the link to it, is replaced."""
-    with serve(tmp_path, "echo", *options) as server:
+    with serve(tmp_path, "echo", *options, prepare=without_chat) as server:
         canary, engine = server.canary(), server.pid_of("engine")
         path = engine_client.socket_path(server.models / "llm", server.process.pid)
         path.unlink()

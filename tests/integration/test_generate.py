@@ -1,12 +1,26 @@
 """Responses of a real server over gRPC and HTTP."""
 
 import json
+import re
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
+import grpc
 import pytest
+from tritonclient.grpc import service_pb2_grpc
 
-from kserve import Refused, Stream, ask, generate, generate_stream, post, request, tensor, text
+from kserve import (
+    Refused,
+    Stream,
+    ask,
+    generate,
+    generate_stream,
+    outputs,
+    post,
+    request,
+    tensor,
+    text,
+)
 from prompts import PROMPTS
 from texts import TEXTS
 
@@ -143,6 +157,29 @@ def test_a_stop_string_is_never_shown(echo, stream):
     assert answers[-1]["finish_reason"] == "stop"
 
 
+def test_several_stop_tokens(echo):
+    ids = encoded(echo, text("a b c d e f g"))
+    stops = tensor("stop_token_ids", "INT32", [ids[5], ids[3]])
+    for inputs in (
+        (stops,),
+        (stops, tensor("ignore_eos", "BOOL", True)),
+        (text(json.dumps({"stop_token_ids": [ids[5], ids[3]]}), "sampling_parameters"),),
+    ):
+        (answer,) = ask(echo.grpc, request("generate", text("a b c d e f g"), *inputs))
+        assert (answer["text_output"], answer["finish_reason"]) == ("a b c", "stop")
+    answer = generate(
+        echo.http, "generate", text_input="a b c d e f g", stop_token_ids=[ids[5], ids[3]]
+    )
+    assert (answer["text_output"], answer["finish_reason"]) == ("a b c", "stop")
+
+
+def test_as_many_tokens_as_the_context_allows(echo):
+    ids = [5] * 8000
+    answer = generate(echo.http, "generate", prompt_token_ids=ids, max_tokens=-1, ignore_eos=True)
+    assert answer["num_output_tokens"] == echo.engine.welcome.max_model_len - len(ids)
+    assert answer["finish_reason"] == "length"
+
+
 def test_ids_in_and_ids_out(echo):
     ids = tensor("input_ids", "INT32", [10, 11, 12, 13])
     answers = ask(echo.grpc, request("llm", ids, tensor("max_tokens", "INT32", 4), STREAM))
@@ -164,6 +201,119 @@ def test_a_chat_goes_through_the_template(echo):
     answer = generate(echo.http, "chat", messages=messages, max_tokens=40, ignore_eos=True)
     prompt = "system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face\n"
     assert answer["text_output"].startswith(prompt + "user\nWhich way?\nassistant\n")
+
+
+def test_a_chat_s_last_message_is_continued(echo):
+    messages = [
+        {"role": "user", "content": "Which way?"},
+        {"role": "assistant", "content": "The way is"},
+    ]
+    answer = generate(
+        echo.http,
+        "chat",
+        messages=json.dumps(messages),
+        continue_final_message=True,
+        tools=json.dumps([{"type": "function", "function": {"name": "f"}}]),
+        chat_template_kwargs='{"enable_thinking": false}',
+        ignore_eos=True,
+    )
+    # The echo starts again where the prompt ends: no line break follows an end-of-turn token.
+    assert "user\nWhich way?\nassistant\nThe way issystem\n" in answer["text_output"]
+
+
+@pytest.mark.parametrize(
+    ("inputs", "error"),
+    [
+        ({"tools": '[{"type": "function"}]'}, "tools[0]: function is missing"),
+        ({"tools": "[" * 5000}, "tools: nested too deeply"),
+        ({"chat_template_kwargs": '{"messages": 1}'}, "chat_template_kwargs: 'messages' is not"),
+        (
+            {"continue_final_message": True, "add_generation_prompt": True},
+            "add_generation_prompt: cannot be combined with continue_final_message",
+        ),
+        ({"messages": "[" * 100_000}, "messages: nested too deeply"),
+    ],
+)
+def test_a_chat_s_other_inputs_are_checked(echo, inputs, error):
+    messages = json.dumps([{"role": "user", "content": "x"}])
+    with pytest.raises(Refused, match=f"400: .*{re.escape(error)}"):
+        generate(echo.http, "chat", **{"messages": messages, **inputs})
+
+
+def test_a_prompt_of_ids_is_generated_from(echo):
+    ids = encoded(echo, tensor("add_special_tokens", "BOOL", False), text("Grüße aus Köln 🎉"))
+    answer = generate(echo.http, "generate", prompt_token_ids=ids)
+    assert answer["text_output"] == "Grüße aus Köln 🎉"
+    assert answer["num_input_tokens"] == len(ids)
+    streamed = request("generate", tensor("prompt_token_ids", "INT32", ids), STREAM)
+    answers = ask(echo.grpc, streamed)
+    assert "".join(answer["text_output"] for answer in answers) == "Grüße aus Köln 🎉"
+
+
+@pytest.mark.parametrize(
+    ("inputs", "error"),
+    [
+        ({"prompt_token_ids": [49152]}, "prompt_token_ids: 49152 is not in the vocabulary"),
+        ({"prompt_token_ids": [5] * 9000}, "prompt_token_ids: This model's maximum context length"),
+        (
+            {"prompt_token_ids": [5], "text_input": "x"},
+            "prompt_token_ids: is set beside text_input; send one of them",
+        ),
+        ({"add_special_tokens": False}, "text_input: is missing"),
+    ],
+)
+def test_a_prompt_of_ids_is_checked(echo, inputs, error):
+    with pytest.raises(Refused, match=f"400: .*{re.escape(error)}"):
+        generate(echo.http, "generate", **inputs)
+
+
+def test_the_tokenizer_describes_the_model(echo):
+    found = infer(echo, "tokenizer", tensor("describe", "BOOL", True))
+    assert set(found) == {"description"}
+    description = json.loads(found["description"])
+    assert description["model"] == "SmolLM2-135M-Instruct"
+    welcome = echo.engine.welcome
+    assert description["max_model_len"] == welcome.max_model_len
+    assert description["vocab_size"] == welcome.vocab_size
+    assert "<|im_start|>" in description["special_tokens"]
+    assert "messages" in description["chat_template"]
+
+
+def test_the_detokenizer_takes_ids_by_themselves(echo):
+    """Also while requests run; request id 0 is none of theirs."""
+    ids = encoded(echo, text("Grüße aus Köln 🎉"))
+    state = [len(ids), 0, 0, 1, 0, 0]
+    with ThreadPoolExecutor() as pool:
+        running = pool.submit(generate_stream, echo.http, "generate", text_input="word " * 200)
+        found = infer(
+            echo,
+            "detokenizer",
+            tensor("detokenize_ids", "INT32", ids, [1, len(ids)]),
+            tensor("detokenize_state", "INT64", state, [1, len(state)]),
+        )
+        events = running.result()
+    assert found["text_output"] == ["Grüße aus Köln 🎉"]
+    assert "".join(event["text_output"] for event in events) == "word " * 200
+    body = {
+        "inputs": [
+            {"name": "detokenize_ids", "datatype": "INT32", "shape": [1, len(ids)], "data": ids},
+            {"name": "detokenize_state", "datatype": "INT64", "shape": [1, 6], "data": state},
+        ]
+    }
+    status, answer = post(echo.http, "detokenizer", "infer", body)
+    assert status == 200
+    assert json.loads(answer)["outputs"][0]["data"] == ["Grüße aus Köln 🎉"]
+
+
+def infer(server, model, *inputs):
+    """Outputs of a model that is not decoupled."""
+    with grpc.insecure_channel(server.grpc) as channel:
+        stub = service_pb2_grpc.GRPCInferenceServiceStub(channel)
+        return outputs(stub.ModelInfer(request(model, *inputs), timeout=30))
+
+
+def encoded(server, *inputs):
+    return infer(server, "tokenizer", *inputs)["input_ids"]
 
 
 def test_the_small_model_writes_text(cpu):
@@ -338,5 +488,5 @@ def test_a_stream_asked_of_generate_is_refused_by_the_server(cpu):
 
 
 def test_a_refused_stream_names_the_cause(echo):
-    with pytest.raises(Refused, match="max_tokens: -1 is out of range"):
-        list(Stream(echo.grpc, request("generate", text("x"), tensor("max_tokens", "INT32", -1))))
+    with pytest.raises(Refused, match="max_tokens: -2 is out of range"):
+        list(Stream(echo.grpc, request("generate", text("x"), tensor("max_tokens", "INT32", -2))))

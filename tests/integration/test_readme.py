@@ -31,8 +31,8 @@ def on(server: Triton, text: str) -> str:
 
 @pytest.mark.parametrize(
     ("page", "client"),
-    [(README, "inflight_client"), (CLIENTS, "tritonclient")],
-    ids=["inflight_client", "tritonclient"],
+    [(README, "inflight_client"), (CLIENTS, "inflight_client"), (CLIENTS, "tritonclient")],
+    ids=["inflight_client", "asyncio", "tritonclient"],
 )
 def test_the_python_programs_run(cpu: Triton, page: Path, client: str):
     (program,) = blocks(page, "python", client)

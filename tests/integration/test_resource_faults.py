@@ -24,7 +24,7 @@ from inflight.checkpoint.locate import locate
 from inflight.ipc.runtime_folder import folder_of
 from inflight.text.tokenizer import Tokenizer
 from kserve import Refused, Stream, request, tensor, text
-from supervised import Serving, launch, serve
+from supervised import Serving, launch, serve, without_chat
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(240)]
 
@@ -143,7 +143,7 @@ def stalls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_an_engine_that_stops_loading_is_started_again_and_a_slow_one_is_not(
     tmp_path: Path, stalls: Path
 ) -> None:
-    with serve(tmp_path, "echo", load_timeout_s=LOAD_TIMEOUT_S) as server:
+    with serve(tmp_path, "echo", prepare=without_chat, load_timeout_s=LOAD_TIMEOUT_S) as server:
         canary = server.canary()
         assert "starting it again" not in server.log.read_text(), "it was slow, but made progress"
         stalls.touch()
@@ -164,7 +164,7 @@ def test_an_engine_that_stops_loading_at_the_start_is_an_error_and_nothing_is_le
     tmp_path: Path, stalls: Path
 ) -> None:
     stalls.touch()
-    process = launch(tmp_path, "echo", load_timeout_s=LOAD_TIMEOUT_S)
+    process = launch(tmp_path, "echo", prepare=without_chat, load_timeout_s=LOAD_TIMEOUT_S)
     children: set[psutil.Process] = set()
     try:
         while process.poll() is None:

@@ -50,7 +50,8 @@ INTERNAL = re.compile(
 def serving(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONOPTIMIZE", "1")
-        with serve(tmp_path_factory.mktemp("security"), "echo", "--grpc-guard") as server:
+        options = ("--grpc-guard", "--gateway-port", "0")
+        with serve(tmp_path_factory.mktemp("security"), "echo", *options) as server:
             yield server
 
 
@@ -98,7 +99,7 @@ def test_02_only_the_clients_ports_listen_and_on_loopback(serving: Serving) -> N
     ]
     assert all(is_loopback(ip) for ip, _ in listening), listening
     metrics = urlsplit(serving.engine_metrics).port
-    doors = {port(serving.http), port(serving.grpc), metrics}
+    doors = {port(serving.http), port(serving.grpc), port(serving.gateway), metrics}
     assert doors <= {number for _, number in listening}
     # Those of tritonserver: HTTP and gRPC for the doors, and metrics.
     triton = psutil.Process(serving.pid_of("tritonserver")).net_connections("inet")

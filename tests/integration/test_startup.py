@@ -26,7 +26,16 @@ class Serve:
     """`inflight serve` on free ports, and what it prints."""
 
     def __init__(self) -> None:
-        ports = ["--http-port", "0", "--grpc-port", "0", "--metrics-port", "0"]
+        ports = [
+            "--http-port",
+            "0",
+            "--grpc-port",
+            "0",
+            "--metrics-port",
+            "0",
+            "--gateway-port",
+            "0",
+        ]
         self.started = time.monotonic()
         self.process = subprocess.Popen(
             [str(INFLIGHT), "serve", *ports], stdout=subprocess.PIPE, stderr=subprocess.STDOUT

@@ -14,6 +14,9 @@ from kserve import Refused, Stream, request, tensor, text
 from supervised import Serving
 
 STREAMS = 4
+# Of an engine without a model: each response of a stream costs the test's cores a millisecond.
+STEP_MS = 50
+NUM_TOKENS = 40
 
 
 def change(serving: Serving, message: control.Request) -> Models:
@@ -34,7 +37,7 @@ class Streams:
     """
 
     def __init__(
-        self, serving: Serving, ensemble: str, num_tokens: int = 100, version: str = ""
+        self, serving: Serving, ensemble: str, num_tokens: int = NUM_TOKENS, version: str = ""
     ) -> None:
         self.errors: list[str] = []
         self.num_ended = 0

