@@ -44,7 +44,7 @@ DESCRIPTIONS: dict[str, dict[str, Any]] = {
 }
 UNTIL_LEFT = "until the client has left"
 DROP = "close the connection"
-Step = bytes | float | str | dict[str, Any]
+Step = bytes | float | str | threading.Event | dict[str, Any]
 
 
 def delta(text: str = "", **members: Any) -> dict[str, Any]:
@@ -77,7 +77,8 @@ class ScriptedTriton(ThreadingHTTPServer):
     """Plays `script` as the response to each generate_stream.
 
     Attributes:
-        script: bytes and events are chunks of the response, numbers pauses in seconds.
+        script: bytes and responses are chunks of the body, numbers pauses in seconds. A
+            threading.Event is a pause until it is set.
         refusal: status and error of the response instead; None for the script.
         requests: (model, body) of each, bodies without tickets.
         keys: the header Authorization of each.
@@ -170,6 +171,8 @@ class Answers(BaseHTTPRequestHandler):
         for step in self.server.script:
             if isinstance(step, float):
                 time.sleep(step)
+            elif isinstance(step, threading.Event):
+                step.wait(30)
             elif step == DROP:
                 self.close_connection = True
                 return
