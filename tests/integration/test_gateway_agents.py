@@ -73,7 +73,8 @@ def test_a_response_streams_what_it_answers_whole(client: OpenAI) -> None:
 
 
 def test_a_response_that_is_cut_off_is_incomplete(client: OpenAI) -> None:
-    found = client.responses.create(model=MODEL, input="Count to 100.", max_output_tokens=4)
+    fields: Any = {"model": MODEL, "input": "Count to 100.", "temperature": 0}
+    found = client.responses.create(max_output_tokens=4, **fields)
     assert found.status == "incomplete"
     assert found.incomplete_details is not None
     assert found.incomplete_details.reason == "max_output_tokens"
