@@ -33,9 +33,8 @@ if _num_processes > 1:
 
 
 def pytest_xdist_auto_num_workers() -> int:
-    """One process more than cores, up to five: about one of them waits for a server at a time. A
-    further one saves 4 % of the time and disturbs tests that wait for others."""
-    return min(os.cpu_count() or 1, 4) + 1
+    """Two processes more than cores, up to six: half of the time, each waits for a server."""
+    return min(os.cpu_count() or 1, 4) + 2
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
