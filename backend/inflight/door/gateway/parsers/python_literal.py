@@ -25,10 +25,11 @@ _NAMES |= {name: name for name in ("true", "false", "null")}
 _PLAIN = {quote: re.compile(rf"[^{quote}\\]+") for quote in "'\""}
 _CLOSING = {"[": "]", "(": ")", "{": "}"}
 # Escape -> its value, and the number of hexadecimal digits of others.
-_ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "v": "\v", "a": "\a", "0": "\0",
+_ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "v": "\v", "a": "\a",
             "\\": "\\", "'": "'", '"': '"', "/": "/", "\n": ""}  # fmt: skip
 _DIGITS = {"x": 2, "u": 4, "U": 8}
 _HEX = re.compile(r"[0-9a-fA-F]+")
+_OCTAL = re.compile(r"[0-7]+")
 
 Emit = Callable[[str], None]
 
@@ -108,6 +109,9 @@ def _escape(reader: Reader) -> Steps[str]:
     reader.advance(reader.at + 1)
     if char in _ESCAPES:
         return _ESCAPES[char]
+    if _OCTAL.match(char):
+        digits = yield from reader.run(_OCTAL, 2)
+        return chr(int(char + digits, 8))
     if char not in _DIGITS:
         return f"\\{char}"
     digits = yield from reader.run(_HEX, _DIGITS[char])
