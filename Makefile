@@ -39,6 +39,7 @@ test: $(VENV)/.dev
 	$(PYTEST) -m "alone and not long" $(ALONE)
 
 test-long: $(VENV)/.dev
+	$(PYTEST) -m "hypothesis and not gpu" --hypothesis-profile search $(SIDE_BY_SIDE)
 	$(PYTEST) -m "long and not alone" $(SIDE_BY_SIDE)
 	$(PYTEST) -m "long and alone"
 

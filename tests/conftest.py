@@ -13,10 +13,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import settings
 from xdist.scheduler import LoadFileScheduling
 
 ROOT = Path(__file__).parents[1]
 INTEGRATION = ROOT / "tests" / "integration"
+
+# The gate's result depends on the code alone: the same examples each time. `make test-long` searches.
+settings.register_profile("gate", derandomize=True, deadline=None)
+settings.register_profile("search", max_examples=1000, deadline=None)
+settings.load_profile("gate")
 
 collect_ignore = ["compat"]  # make compat
 
