@@ -54,8 +54,8 @@ RESTART_BACKOFF_S = (0.0, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
 ERROR_DELAY_S = 0.05
 
 
-class Answer(Protocol):
-    """The form of a request's responses.
+class ResponseBuilder(Protocol):
+    """Builds the responses of a request.
 
     Attributes:
         num_responses: without a stream.
@@ -79,11 +79,11 @@ class Call(NamedTuple):
 
     Attributes:
         generation: for the engine.
-        answer: the form of its responses.
+        builder: of its responses.
     """
 
     generation: protocol.Generation
-    answer: Answer
+    builder: ResponseBuilder
 
 
 class ResponseWriter:
@@ -115,7 +115,7 @@ class ResponseWriter:
     ) -> None:
         self._sender = sender
         self._requested_outputs = requested_outputs
-        self._answer = call.answer if call is not None else None
+        self._builder = call.builder if call is not None else None
         self._empty_final = empty_final
         self._sent_at = 0.0
         self.arrived = time.monotonic()
@@ -138,8 +138,8 @@ class ResponseWriter:
             failure = triton_error(from_kind(events[0].error_kind or "", error))
             self._sender.send(pb_utils.InferenceResponse(error=failure), flags=flags)
             return
-        assert self._answer is not None
-        *earlier, last = self._answer.responses(events, self.request_ids)
+        assert self._builder is not None
+        *earlier, last = self._builder.responses(events, self.request_ids)
         for arrays in earlier:
             self._sender.send(self._response(arrays))
         if is_final and self._empty_final:
@@ -271,7 +271,7 @@ class EngineFront(ABC):
         limits = protocol.Limits(welcome.vocab_size, welcome.max_model_len)
         call = self.read(inputs, parameters, limits)
         generation = call.generation
-        if not self._is_decoupled and call.answer.num_responses > 1:
+        if not self._is_decoupled and call.builder.num_responses > 1:
             raise RequestError(
                 f"{generation.n} outputs are as many responses, and this model sends one "
                 "(decoupled: false); allowed: 1",

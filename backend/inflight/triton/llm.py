@@ -11,7 +11,7 @@ from inflight.triton.contract import Array
 from inflight.triton.engine_front import Call, EngineFront
 
 
-class LlmAnswer:
+class LlmResponseBuilder:
     """Responses of the model `llm`, see `protocol.outputs`."""
 
     num_responses = 1
@@ -51,4 +51,4 @@ class LlmFront(EngineFront):
         self, inputs: Mapping[str, Array], parameters: dict[str, Any], limits: protocol.Limits
     ) -> Call:
         generation = protocol.parse(inputs, parameters, limits)
-        return Call(generation, LlmAnswer(generation))
+        return Call(generation, LlmResponseBuilder(generation))

@@ -15,7 +15,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from opentelemetry.trace import StatusCode
 
 from inflight.door import tracing
-from inflight.door.http.framed import Framed, Paths
+from inflight.door.http.middleware import Paths, RequestMiddleware
 from inflight.door.tracing import Tracing, Usage, check_endpoint, connect, model_of
 from inflight.errors import ConfigError
 
@@ -36,7 +36,7 @@ def traced(exporter: InMemorySpanExporter) -> Any:
 
 
 def answer(path: str, status: int, *parts: bytes, headers: Any = (), tracing: Any) -> None:
-    """Send a request through `Framed` around an application with this response."""
+    """Send a request through `RequestMiddleware` around an application with this response."""
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
         if status:
@@ -48,8 +48,8 @@ def answer(path: str, status: int, *parts: bytes, headers: Any = (), tracing: An
         pass
 
     scope = {"path": path, "raw_path": path.encode(), "method": "POST", "headers": headers}
-    framed = Framed(app, Paths(re.compile(rb".*"), app), tracing=tracing)
-    asyncio.run(framed(scope, None, send))  # type: ignore[arg-type]
+    middleware = RequestMiddleware(app, Paths(re.compile(rb".*"), app), tracing=tracing)
+    asyncio.run(middleware(scope, None, send))  # type: ignore[arg-type]
 
 
 def event(num_tokens: int, reason: str = "") -> bytes:

@@ -27,8 +27,8 @@ from inflight.door.gateway.openapi.route import OpenApi
 from inflight.door.gateway.page.page import Page
 from inflight.door.gateway.problem import Problem, of_refusal, of_request
 from inflight.door.gateway.server import ServerRoutes
-from inflight.door.http.framed import Framed, Paths
 from inflight.door.http.gate import Gate
+from inflight.door.http.middleware import Paths, RequestMiddleware
 from inflight.door.http.protocol import BoundedProtocol
 from inflight.door.http.refusal import Refusal, of_error
 from inflight.door.http.upstream import Upstream
@@ -90,7 +90,7 @@ def make(
     if admission is not None:
         public = PROBES | page.paths if page is not None else PROBES
         gate = Gate(admission, public, _unauthenticated)
-    return Framed(
+    return RequestMiddleware(
         app,
         Paths(_PATH, _nothing_here, _PROBE_PREFIXES),
         gate,

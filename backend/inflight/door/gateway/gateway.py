@@ -10,13 +10,13 @@ from typing import TypeVar
 from starlette.requests import Request
 
 from inflight.door.gateway.directory import Directory, ServedModel
-from inflight.door.gateway.generation import Call, Generation, Several, Stream
+from inflight.door.gateway.generation import Call, Generation, MergedGenerations, Stream
 from inflight.door.gateway.problem import Problem
 from inflight.door.gateway.triton import Triton
 from inflight.door.http.body import BodyReader, checked
 from inflight.door.http.busy_poll import BusyPoll
-from inflight.door.http.framed import REQUEST_ID
 from inflight.door.http.gate import visit_of
+from inflight.door.http.middleware import REQUEST_ID
 from inflight.door.limits import Limits
 from inflight.door.tracing import Tracing
 from inflight.ipc.metrics.mapped_counter import MappedCounter
@@ -150,7 +150,7 @@ class Gateway:
             for one in made:
                 one.close()
             raise
-        stream = made[0] if len(made) == 1 else Several(made, calls[0].num_outputs)
+        stream = made[0] if len(made) == 1 else MergedGenerations(made, calls[0].num_outputs)
         if self._tracing is None:
             return stream
         from inflight.door.gateway.traced import TracedStream

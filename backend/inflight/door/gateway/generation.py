@@ -175,7 +175,7 @@ class Generation:
             self._triton.abandon(self._own)
 
 
-class Several:
+class MergedGenerations:
     """Generations at the same time, as one: the outputs of call i have the indices from
     i * num_outputs on."""
 

@@ -10,7 +10,7 @@ import msgspec
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from inflight.door.departure import Departure
+from inflight.door.disconnect_watch import DisconnectWatch
 from inflight.door.gateway.generation import Delta, Stream
 from inflight.door.gateway.problem import Problem
 from inflight.door.http.busy_poll import BusyPoll
@@ -63,15 +63,15 @@ class _Reply(Response, ABC):
         self.background = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        departure = Departure(receive, self._stream.close)
+        watch = DisconnectWatch(receive, self._stream.close)
         try:
             with self._busy_poll.awaiting():
                 await self._respond(scope, receive, send)
         except Problem:
-            if not departure.has_left:
+            if not watch.has_left:
                 raise
         finally:
-            departure.end()
+            watch.end()
             self._stream.close()
 
     @abstractmethod

@@ -15,14 +15,14 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from inflight.door.departure import Departure
+from inflight.door.disconnect_watch import DisconnectWatch
 from inflight.door.health_file import HealthFile
 from inflight.door.http import generate, infer, metrics
 from inflight.door.http.body import BodyReader, checked
 from inflight.door.http.busy_poll import BusyPoll
-from inflight.door.http.framed import Cut, Framed, Paths
 from inflight.door.http.gate import Gate, check_model, plain_response, visit_of
 from inflight.door.http.generate import Models
+from inflight.door.http.middleware import Paths, RequestMiddleware, TruncatedResponse
 from inflight.door.http.refusal import Refusal, from_triton, of_error, unavailable
 from inflight.door.http.renamed import Renamed
 from inflight.door.http.upstream import Exchange, Upstream, UpstreamLost
@@ -224,7 +224,7 @@ class Relay(Response):
             exchange = await self._door.upstream.connect()
         except UpstreamLost:
             raise self._lost() from None
-        departure = Departure(receive, exchange.close)
+        watch = DisconnectWatch(receive, exchange.close)
         is_complete = False
         try:
             with self._door.busy_poll.awaiting():
@@ -233,13 +233,13 @@ class Relay(Response):
                 await self._pass_on(exchange, scope, receive, send)
             is_complete = True
         except UpstreamLost:
-            if not departure.has_left:
+            if not watch.has_left:
                 raise self._lost() from None
         except TimeoutError:
             raise Refusal("the server did not answer in time; retry later", 504) from None
         finally:
-            departure.end()
-            if departure.has_left:
+            watch.end()
+            if watch.has_left:
                 exchange.close()
             else:
                 exchange.finish()
@@ -276,7 +276,7 @@ class Relay(Response):
         except (UpstreamLost, TimeoutError) as error:
             exchange.close()
             if not exchange.headers.get("content-type", "").startswith("text/event-stream"):
-                raise Cut from None
+                raise TruncatedResponse from None
             # The event that was cut off ends first.
             rest = renamed.rest() if renamed is not None else b""
             gap = b"" if not rest and part.endswith(b"\n\n") else b"\n\n"
@@ -348,7 +348,7 @@ def make(
         },
     )
     app.router.redirect_slashes = False
-    return Framed(
+    return RequestMiddleware(
         app,
         Paths(_PATH, _nothing_here),
         gate,

@@ -14,8 +14,8 @@ from inflight.triton.contract import Array
 from inflight.triton.protocol import Generation
 
 
-class Form(Protocol):
-    """The form of a request's responses; may keep state from one response to the next.
+class TextResponseBuilder(Protocol):
+    """Builds the responses of a request; may keep state from one response to the next.
 
     Attributes:
         num_responses: without a stream.
@@ -33,21 +33,21 @@ class Form(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class Translation:
     """A request in the terms of the model `llm`.
 
     Attributes:
         prompt: values of `contract.TEXT_PROMPT`, by name.
         inputs: further inputs of `llm`.
         parameters: request parameters.
-        form: of the responses to a checked request.
+        make_builder: of the responses to a checked request.
         names: the client's names of inputs that it calls differently.
     """
 
     prompt: Mapping[str, Any]
     inputs: Mapping[str, Array]
     parameters: Mapping[str, Any]
-    form: Callable[[Generation], Form]
+    make_builder: Callable[[Generation], TextResponseBuilder]
     names: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -56,7 +56,7 @@ class Dialect(Protocol):
 
     def read(
         self, inputs: Mapping[str, Array], parameters: Mapping[str, Any], tokenizer: Tokenizer
-    ) -> Asked:
+    ) -> Translation:
         """Translate a request.
 
         Args:

@@ -15,7 +15,7 @@ from inflight.core.request import TokenEvent
 from inflight.errors import ConfigError, did_you_mean
 from inflight.text.detokenize import Detokenizer
 from inflight.triton import contract, protocol
-from inflight.triton.completion.dialect import Dialect, Form
+from inflight.triton.completion.dialect import Dialect, TextResponseBuilder
 from inflight.triton.completion.native import Native
 from inflight.triton.completion.tensorrtllm import TensorrtLlm
 from inflight.triton.completion.vllm import Vllm
@@ -37,24 +37,28 @@ DIALECTS: dict[str, Callable[[Mapping[str, str]], Dialect]] = {
 """Each is made from the parameters of config.pbtxt."""
 
 
-class CompletionAnswer:
+class CompletionResponseBuilder:
     """The responses of a request.
 
     Args:
         text: the prompt.
         generation: the request.
         detokenizer: of the model.
-        form: of the responses.
+        builder: of responses from texts.
     """
 
     def __init__(
-        self, text: str, generation: protocol.Generation, detokenizer: Detokenizer, form: Form
+        self,
+        text: str,
+        generation: protocol.Generation,
+        detokenizer: Detokenizer,
+        builder: TextResponseBuilder,
     ) -> None:
         self._prefix = text if generation.echo else ""
         self._generation = generation
         self._detokenizer = detokenizer
-        self._form = form
-        self.num_responses = form.num_responses
+        self._builder = builder
+        self.num_responses = builder.num_responses
         self._begun: set[int] = set()
 
     def responses(
@@ -67,7 +71,7 @@ class CompletionAnswer:
         )
         texts = [self._text(event) for _, event, _ in parts]
         arrays = protocol.outputs(parts, len(self._generation.prompt_ids), prompt_candidates)
-        return self._form.responses(texts, arrays)
+        return self._builder.responses(texts, arrays)
 
     def _text(self, event: TokenEvent) -> str:
         new = self._detokenizer.delta(
@@ -111,23 +115,27 @@ class CompletionFront(EngineFront):
     def read(
         self, inputs: Mapping[str, Array], parameters: dict[str, Any], limits: protocol.Limits
     ) -> Call:
-        asked = self._dialect.read(inputs, parameters, self._tokenizer)
-        text = asked.prompt.get(contract.TEXT_INPUT.name)
+        translation = self._dialect.read(inputs, parameters, self._tokenizer)
+        text = translation.prompt.get(contract.TEXT_INPUT.name)
         if text is not None:
             check_prompt(text, contract.TEXT_INPUT.name, self._max_bytes)
-        prompt = encode_text(self._tokenizer, asked.prompt)
+        prompt = encode_text(self._tokenizer, translation.prompt)
         tensors = {
-            **asked.inputs,
+            **translation.inputs,
             contract.INPUT_IDS.name: np.array(prompt.ids, np.int32),
             contract.PROMPT_TENSOR.name: np.array([prompt.tensor.encode()], object),
         }
         if not self._is_decoupled:
             tensors["stream"] = np.array([False])  # Triton allows it one response
-        with protocol.client_names(asked.names):
-            generation = protocol.parse(tensors, asked.parameters, limits)
+        with protocol.client_names(translation.names):
+            generation = protocol.parse(tensors, translation.parameters, limits)
         generation = msgspec.structs.replace(generation, detokenized=False)
         if text is None and generation.echo:
             text = self._detokenizer.delta([], prompt.ids, final=True)
-        form = asked.form(generation)
-        answer = CompletionAnswer(text or "", generation, self._detokenizer, form)
-        return Call(generation, answer)
+        builder = CompletionResponseBuilder(
+            text or "",
+            generation,
+            self._detokenizer,
+            translation.make_builder(generation),
+        )
+        return Call(generation, builder)

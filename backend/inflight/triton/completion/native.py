@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from inflight.text.tokenizer import Tokenizer
-from inflight.triton.completion.dialect import Asked, read_prompt, strings
+from inflight.triton.completion.dialect import Translation, read_prompt, strings
 from inflight.triton.contract import MODELS, TEXT_OUTPUT, Array
 
 
-class NativeForm:
+class NativeResponseBuilder:
     """Responses as those of `generate`."""
 
     num_responses = 1
@@ -26,7 +26,7 @@ class Native:
 
     def read(
         self, inputs: Mapping[str, Array], parameters: Mapping[str, Any], tokenizer: Tokenizer
-    ) -> Asked:
+    ) -> Translation:
         prompt = read_prompt(inputs)
         options = {name: array for name, array in inputs.items() if name not in prompt}
-        return Asked(prompt, options, parameters, lambda generation: NativeForm())
+        return Translation(prompt, options, parameters, lambda generation: NativeResponseBuilder())

@@ -9,7 +9,7 @@ import numpy as np
 
 from inflight.text.tokenizer import Tokenizer
 from inflight.triton import contract
-from inflight.triton.completion.dialect import Asked, read_prompt, strings
+from inflight.triton.completion.dialect import Translation, read_prompt, strings
 from inflight.triton.contract import Array, Tensor
 from inflight.triton.dialects import request_parameters
 from inflight.triton.protocol import Generation
@@ -21,7 +21,7 @@ _MAX_TOKENS = Tensor("max_tokens", "INT32", "Maximum number of output tokens.", 
 _COUNTS = ("num_input_tokens", "num_output_tokens")
 
 
-class TensorrtLlmForm:
+class TensorrtLlmResponseBuilder:
     """One response for each output, or for all beams of a search.
 
     Args:
@@ -79,7 +79,7 @@ class TensorrtLlm:
 
     def read(
         self, inputs: Mapping[str, Array], parameters: Mapping[str, Any], tokenizer: Tokenizer
-    ) -> Asked:
+    ) -> Translation:
         given = options.unbatched(inputs)
         prompt = read_prompt(given)
         contract.read_required(_MAX_TOKENS, given)
@@ -95,10 +95,10 @@ class TensorrtLlm:
         known = {
             name: value for name, value in parameters.items() if name in request_parameters.NAMES
         }
-        return Asked(
+        return Translation(
             prompt,
             passed,
             known,
-            lambda generation: TensorrtLlmForm(generation, requested),
+            lambda generation: TensorrtLlmResponseBuilder(generation, requested),
             options.client_names(given),
         )

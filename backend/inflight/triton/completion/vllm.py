@@ -10,7 +10,7 @@ import numpy as np
 from inflight.errors import RequestError
 from inflight.text.tokenizer import Tokenizer
 from inflight.triton import contract
-from inflight.triton.completion.dialect import Asked, read_prompt, strings
+from inflight.triton.completion.dialect import Translation, read_prompt, strings
 from inflight.triton.contract import Array, Contract, Tensor
 from inflight.triton.dialects import sampling_parameters
 from inflight.triton.protocol import Generation
@@ -35,7 +35,7 @@ _UNSUPPORTED = {
 _REASONS = {"": "None", "cancelled": "abort"}
 
 
-class VllmForm:
+class VllmResponseBuilder:
     """Each response has an element for each of the n outputs, with the text that is new.
 
     Args:
@@ -69,8 +69,8 @@ class VllmForm:
             "num_input_tokens": arrays["num_input_tokens"],
             "num_output_tokens": np.array(counts, np.uint32),
         }
-        asked = {name: array for name, array in found.items() if name in self._requested}
-        return [{"text_output": strings(all_texts), **asked}]
+        requested = {name: array for name, array in found.items() if name in self._requested}
+        return [{"text_output": strings(all_texts), **requested}]
 
 
 class Vllm:
@@ -99,7 +99,7 @@ class Vllm:
 
     def read(
         self, inputs: Mapping[str, Array], parameters: Mapping[str, Any], tokenizer: Tokenizer
-    ) -> Asked:
+    ) -> Translation:
         for name, reason in _UNSUPPORTED.items():
             if name in inputs:
                 raise RequestError(f"is not supported: {reason}; omit it", name)
@@ -120,9 +120,9 @@ class Vllm:
         requested = frozenset(
             output for flag, output in _OPTIONAL.items() if contract.read_flag(flag, inputs)
         )
-        return Asked(
+        return Translation(
             prompt,
             passed,
             {**_DEFAULTS, **parameters},
-            lambda generation: VllmForm(generation, requested),
+            lambda generation: VllmResponseBuilder(generation, requested),
         )

@@ -28,7 +28,7 @@ _STOP = "stop"
 _WORD_LISTS = {"stop_words_list": "stop_words", "bad_words_list": "bad_words"}
 
 
-class TensorrtLlmAnswer:
+class TensorrtLlmResponseBuilder:
     """One response for each output, or for all beams of a search.
 
     Args:
@@ -117,7 +117,7 @@ class TensorrtLlmFront(EngineFront):
         with protocol.client_names(options.client_names(given)):
             generation = protocol.parse(passed, known, limits)
         pad_id = int(given["pad_id"][0]) if "pad_id" in given else 0
-        return Call(generation, TensorrtLlmAnswer(generation, pad_id))
+        return Call(generation, TensorrtLlmResponseBuilder(generation, pad_id))
 
     def _words(self, name: str, array: Array) -> Array:
         """The texts of a list of token sequences: ids in row 0, and the end of each in row 1,

@@ -85,18 +85,20 @@ ALL = {
 def test_a_response_has_only_the_outputs_that_were_requested():
     event = TokenEvent(7, [5], position=1, finish_reason=FinishReason.STOP)
     found = generation()
-    assert set(respond(read().form(found), found, (0, "a", event))) == {"text_output"}
-    form = read(return_finish_reason=flags(True), return_logprobs=flags(False)).form(found)
-    assert set(respond(form, found, (0, "a", event))) == {"text_output", "finish_reason"}
+    assert set(respond(read().make_builder(found), found, (0, "a", event))) == {"text_output"}
+    builder = read(return_finish_reason=flags(True), return_logprobs=flags(False)).make_builder(
+        found
+    )
+    assert set(respond(builder, found, (0, "a", event))) == {"text_output", "finish_reason"}
 
 
 def test_a_stream_has_deltas_and_no_reason_until_the_end():
     inputs = {**ALL, "sampling_parameters": strings('{"logprobs": 1}'), "stream": flags(True)}
     found = generation(**inputs)
-    form = read(**inputs).form(found)
+    builder = read(**inputs).make_builder(found)
     token = [Candidate(5, -0.5, 1, "a")]
     first = respond(
-        form, found, (0, "a", TokenEvent(7, [5], candidates=[token], cumulative_logprob=-0.5))
+        builder, found, (0, "a", TokenEvent(7, [5], candidates=[token], cumulative_logprob=-0.5))
     )
     assert first["finish_reason"].tolist() == [b"None"]
     assert first["logprobs"].tolist() == [
@@ -106,14 +108,14 @@ def test_a_stream_has_deltas_and_no_reason_until_the_end():
     assert first["num_input_tokens"].tolist() == [2]
     assert first["num_output_tokens"].tolist() == [1]
     end = TokenEvent(7, [], finish_reason=FinishReason.CANCELLED)
-    last = respond(form, found, (0, "", end))
+    last = respond(builder, found, (0, "", end))
     assert last["finish_reason"].tolist() == [b"abort"]
     assert last["logprobs"].tolist() == [b"[]"]
 
 
 def test_logprobs_are_null_unless_a_number_of_them_was_set():
     found = generation(**ALL)
-    answer = respond(read(**ALL).form(found), found, (0, "a", TokenEvent(7, [5])))
+    answer = respond(read(**ALL).make_builder(found), found, (0, "a", TokenEvent(7, [5])))
     assert answer["logprobs"].tolist() == [b"null"]
 
 
@@ -121,13 +123,13 @@ def test_a_response_has_an_element_for_each_output():
     """Of a stream, which reports one output at a time; those that have ended keep their reason."""
     inputs = {**ALL, "sampling_parameters": strings('{"n": 2}'), "stream": flags(True)}
     found = generation(**inputs)
-    form = read(**inputs).form(found)
+    builder = read(**inputs).make_builder(found)
     ended = TokenEvent(7, [5, 6], cumulative_logprob=-2.0, finish_reason=FinishReason.STOP)
-    first = respond(form, found, (1, "b", ended))
+    first = respond(builder, found, (1, "b", ended))
     assert first["text_output"].tolist() == [b"", b"b"]
     assert first["finish_reason"].tolist() == [b"None", b"stop"]
     assert first["num_output_tokens"].tolist() == [0, 2]
-    second = respond(form, found, (0, "a", TokenEvent(6, [4], cumulative_logprob=-1.0)))
+    second = respond(builder, found, (0, "a", TokenEvent(6, [4], cumulative_logprob=-1.0)))
     assert second["text_output"].tolist() == [b"a", b""]
     assert second["finish_reason"].tolist() == [b"None", b"stop"]
     assert second["cumulative_logprob"].tolist() == [-1.0, -2.0]
@@ -135,7 +137,7 @@ def test_a_response_has_an_element_for_each_output():
 
 def test_arrays_have_the_datatypes_of_the_contract():
     found = generation(**ALL)
-    answer = respond(read(**ALL).form(found), found, (0, "a", TokenEvent(7, [5])))
+    answer = respond(read(**ALL).make_builder(found), found, (0, "a", TokenEvent(7, [5])))
     types = {"STRING": object, "FP32": np.float32, "UINT32": np.uint32}
     expected = {one.name: types[one.datatype] for one in DIALECT.contract.outputs}
     assert {name: array.dtype for name, array in answer.items()} == expected

@@ -88,8 +88,8 @@ class CountRequest(msgspec.Struct, kw_only=True):
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
 
-    def asked(self, description: Description) -> Conversation:
-        """What the model is asked. Raises Problem."""
+    def conversation(self, description: Description) -> Conversation:
+        """The request, in no wire format. Raises Problem."""
         is_on = None
         if self.thinking is not None:
             if self.thinking.type not in _THINKING:

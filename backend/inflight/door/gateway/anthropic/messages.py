@@ -22,21 +22,21 @@ class Messages:
     async def create(self, request: Request) -> Response:
         """Raises Problem, Refusal, InflightError."""
         gateway = self._gateway
-        asked = await gateway.read_fields(request, MessagesRequest, parse)
-        served = await gateway.find(request, asked.model)
-        conversation = asked.asked(served.description)
-        call, plan = conversation.call(served, asked.options(), asked.max_tokens, NAMING)
+        fields = await gateway.read_fields(request, MessagesRequest, parse)
+        served = await gateway.find(request, fields.model)
+        conversation = fields.conversation(served.description)
+        call, plan = conversation.call(served, fields.options(), fields.max_tokens, NAMING)
         stream = await gateway.generate(request, served, [call])
-        response = MessageResponse(served.id, plan, asked.shows_reasoning)
-        if asked.stream:
+        response = MessageResponse(served.id, plan, fields.shows_reasoning)
+        if fields.stream:
             return StreamedReply(stream, MessageEvents(response), gateway.busy_poll)
         return WholeReply(stream, response, gateway.busy_poll)
 
     async def count_tokens(self, request: Request) -> Response:
         """Raises Problem, Refusal, InflightError."""
         gateway = self._gateway
-        asked = await gateway.read_fields(request, CountRequest, parse)
-        served = await gateway.find(request, asked.model)
-        conversation = asked.asked(served.description)
+        fields = await gateway.read_fields(request, CountRequest, parse)
+        served = await gateway.find(request, fields.model)
+        conversation = fields.conversation(served.description)
         await gateway.admit(request, chat_model(served))
         return json_response({"input_tokens": await conversation.count_tokens(served, NAMING)})

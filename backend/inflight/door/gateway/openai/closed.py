@@ -23,14 +23,14 @@ class ClosedRoutes:
     async def embeddings(self, request: Request) -> Response:
         """Raises Problem, always."""
         try:
-            asked = await self._gateway.read(
+            fields = await self._gateway.read(
                 request, lambda body: msgspec.json.decode(body, type=_Named)
             )
         except msgspec.DecodeError:
-            asked = _Named()
-        if asked.model is None:
+            fields = _Named()
+        if fields.model is None:
             raise Problem("model: is missing", param="model")
-        served = await self._gateway.find(request, asked.model)
+        served = await self._gateway.find(request, fields.model)
         raise Problem(
             f"model: {served.id} generates text and has no embeddings; use /v1/chat/completions or "
             "/v1/completions",

@@ -56,19 +56,19 @@ class Completions:
     async def respond(self, request: Request) -> Response:
         """Raises Problem, Refusal, InflightError."""
         gateway = self._gateway
-        asked = await gateway.read_fields(request, CompletionRequest, parse)
-        prompts = prompts_of(asked.prompt)
-        served = await gateway.find(request, asked.model)
+        fields = await gateway.read_fields(request, CompletionRequest, parse)
+        prompts = prompts_of(fields.prompt)
+        served = await gateway.find(request, fields.model)
         model = _completion_model(served)
-        shared = _tensors(asked, gateway.policy.default_completion_tokens)
-        names = names_of(asked, "logprobs")
-        calls = [Call(model, {**one, **shared}, names, asked.num_outputs) for one in prompts]
+        shared = _tensors(fields, gateway.policy.default_completion_tokens)
+        names = names_of(fields, "logprobs")
+        calls = [Call(model, {**one, **shared}, names, fields.num_outputs) for one in prompts]
         stream = await gateway.generate(request, served, calls)
-        num_choices = len(calls) * asked.num_outputs
-        if asked.stream:
-            events = CompletionEvents(asked, served.id, num_choices)
+        num_choices = len(calls) * fields.num_outputs
+        if fields.stream:
+            events = CompletionEvents(fields, served.id, num_choices)
             return StreamedReply(stream, events, gateway.busy_poll)
-        whole = CompletionResult(asked, served.id, num_choices)
+        whole = CompletionResult(fields, served.id, num_choices)
         return WholeReply(stream, whole, gateway.busy_poll)
 
 
@@ -81,15 +81,15 @@ def _completion_model(served: ServedModel) -> str:
     return model
 
 
-def _tensors(asked: CompletionRequest, default_max_tokens: int) -> dict[str, Any]:
-    max_tokens = default_max_tokens if asked.max_tokens is None else asked.max_tokens
-    tensors = tensors_of(asked, max_tokens)
-    if asked.echo:
+def _tensors(fields: CompletionRequest, default_max_tokens: int) -> dict[str, Any]:
+    max_tokens = default_max_tokens if fields.max_tokens is None else fields.max_tokens
+    tensors = tensors_of(fields, max_tokens)
+    if fields.echo:
         tensors["echo"] = True
-    if asked.logprobs is not None:
-        tensors["num_logprobs"] = asked.logprobs
-    if asked.add_special_tokens is not None:
-        tensors["add_special_tokens"] = asked.add_special_tokens
+    if fields.logprobs is not None:
+        tensors["num_logprobs"] = fields.logprobs
+    if fields.add_special_tokens is not None:
+        tensors["add_special_tokens"] = fields.add_special_tokens
     return tensors
 
 
@@ -124,12 +124,12 @@ class CompletionEvents:
         num_choices: of all prompts.
     """
 
-    def __init__(self, asked: CompletionRequest, model: str, num_choices: int) -> None:
+    def __init__(self, fields: CompletionRequest, model: str, num_choices: int) -> None:
         self._identity = Identity("cmpl", "text_completion", model)
-        self._usage = UsageChunks(asked.num_outputs, asked.includes_usage, asked.continues_usage)
+        self._usage = UsageChunks(fields.num_outputs, fields.includes_usage, fields.continues_usage)
         head = self._identity.head
         self._heads = [b'%s{"index":%d,"text":' % (head, i) for i in range(num_choices)]
-        self._logprobs = [_Logprobs(asked) for _ in range(num_choices)]
+        self._logprobs = [_Logprobs(fields) for _ in range(num_choices)]
 
     def feed(self, deltas: list[Delta]) -> bytes:
         parts = []
@@ -163,9 +163,9 @@ class CompletionEvents:
 class _Logprobs:
     """Of one choice: those of its prompt, if it is echoed, and of its tokens."""
 
-    def __init__(self, asked: CompletionRequest) -> None:
-        self._echoes = bool(asked.echo)
-        self._format = CompletionLogprobs(asked.logprobs or 0)
+    def __init__(self, fields: CompletionRequest) -> None:
+        self._echoes = bool(fields.echo)
+        self._format = CompletionLogprobs(fields.logprobs or 0)
         self._prompt: list[Place | None] = []
         self._places: list[Place | None] = []
         self._first = ""
@@ -192,13 +192,13 @@ class _Logprobs:
 class CompletionResult:
     """Completions that are complete."""
 
-    def __init__(self, asked: CompletionRequest, model: str, num_choices: int) -> None:
+    def __init__(self, fields: CompletionRequest, model: str, num_choices: int) -> None:
         self._identity = Identity("cmpl", "text_completion", model)
-        self._usage = Usage(asked.num_outputs)
+        self._usage = Usage(fields.num_outputs)
         self._texts: list[list[str]] = [[] for _ in range(num_choices)]
         self._finish_reasons = [""] * num_choices
-        self._logprobs = [_Logprobs(asked) for _ in range(num_choices)]
-        self._has_logprobs = asked.logprobs is not None
+        self._logprobs = [_Logprobs(fields) for _ in range(num_choices)]
+        self._has_logprobs = fields.logprobs is not None
 
     def feed(self, deltas: list[Delta]) -> None:
         self._usage.add(deltas)

@@ -54,21 +54,21 @@ class TokenRoutes:
 
     async def tokenize(self, request: Request) -> Response:
         """Raises Problem, Refusal, InflightError."""
-        asked = await self._gateway.read_fields(request, TokenizeRequest, parse)
-        if (asked.prompt is None) == (asked.messages is None):
+        fields = await self._gateway.read_fields(request, TokenizeRequest, parse)
+        if (fields.prompt is None) == (fields.messages is None):
             raise Problem("prompt: allowed: a prompt or messages, one of them", param="prompt")
-        served = await self._model(request, asked.model)
-        if asked.prompt is not None:
-            role, inputs = "tokenizer", [strings("text_input", asked.prompt)]
-            if asked.add_special_tokens is not None:
-                inputs.append(flag("add_special_tokens", asked.add_special_tokens))
+        served = await self._model(request, fields.model)
+        if fields.prompt is not None:
+            role, inputs = "tokenizer", [strings("text_input", fields.prompt)]
+            if fields.add_special_tokens is not None:
+                inputs.append(flag("add_special_tokens", fields.add_special_tokens))
         else:
             chat_model(served)
-            role, inputs = "chat_tokenizer", _chat_inputs(asked)
+            role, inputs = "chat_tokenizer", _chat_inputs(fields)
         values = await self._infer(served, role, inputs, "input_ids")
         tokens: list[int] = values
         texts = None
-        if asked.return_token_strs:
+        if fields.return_token_strs:
             texts = [await self._text(served, [token]) for token in tokens]
         return json_response(
             {
@@ -81,9 +81,9 @@ class TokenRoutes:
 
     async def detokenize(self, request: Request) -> Response:
         """Raises Problem, Refusal, InflightError."""
-        asked = await self._gateway.read_fields(request, DetokenizeRequest, parse)
-        served = await self._model(request, asked.model)
-        text = await self._text(served, asked.tokens) if asked.tokens else ""
+        fields = await self._gateway.read_fields(request, DetokenizeRequest, parse)
+        served = await self._model(request, fields.model)
+        text = await self._text(served, fields.tokens) if fields.tokens else ""
         return json_response({"prompt": text})
 
     async def info(self, request: Request) -> Response:
@@ -132,15 +132,15 @@ class TokenRoutes:
         return str(found[0])
 
 
-def _chat_inputs(asked: TokenizeRequest) -> list[dict[str, Any]]:
-    assert asked.messages is not None
-    inputs = [strings("messages", msgspec.json.encode(asked.messages).decode())]
+def _chat_inputs(fields: TokenizeRequest) -> list[dict[str, Any]]:
+    assert fields.messages is not None
+    inputs = [strings("messages", msgspec.json.encode(fields.messages).decode())]
     for name in ("tools", "chat_template_kwargs"):
-        value = getattr(asked, name)
+        value = getattr(fields, name)
         if value:
             inputs.append(strings(name, msgspec.json.encode(value).decode()))
     for name in ("add_generation_prompt", "continue_final_message"):
-        value = getattr(asked, name)
+        value = getattr(fields, name)
         if value is not None:
             inputs.append(flag(name, value))
     return inputs

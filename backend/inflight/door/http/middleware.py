@@ -26,7 +26,7 @@ PROBES = ("/v2/health/",)
 _LEFT = 499
 
 
-class Cut(Exception):
+class TruncatedResponse(Exception):
     """A response that cannot be completed: its connection is closed."""
 
 
@@ -44,7 +44,7 @@ class Paths(NamedTuple):
     probes: tuple[str, ...] = PROBES
 
 
-class Framed:
+class RequestMiddleware:
     """Around the routes: paths that are plain, keys, an id for each request, counts and the access
     log.
 
@@ -91,7 +91,7 @@ class Framed:
         trace = self._trace(scope, request_id) if is_plain else None
         sender = send_marked if trace is None else trace.around(send_marked)
         try:
-            with contextlib.suppress(Cut):
+            with contextlib.suppress(TruncatedResponse):
                 if self._gate is None:
                     await app(scope, receive, sender)
                 else:

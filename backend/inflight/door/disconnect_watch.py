@@ -8,7 +8,7 @@ from collections.abc import Callable
 from starlette.types import Receive
 
 
-class Departure:
+class DisconnectWatch:
     """Waits for the end of a client's connection, until `end`.
 
     The request's body has been read: the next message is that the client has left.
