@@ -19,7 +19,8 @@ from xdist.scheduler import LoadFileScheduling
 ROOT = Path(__file__).parents[1]
 INTEGRATION = ROOT / "tests" / "integration"
 
-# The gate's result depends on the code alone: the same examples each time. `make test-long` searches.
+# The gate's result depends on the code alone: its examples are the same each time. `make test-long`
+# draws new ones.
 settings.register_profile("gate", derandomize=True, deadline=None)
 settings.register_profile("search", max_examples=1000, deadline=None)
 settings.load_profile("gate")
