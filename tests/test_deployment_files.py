@@ -32,7 +32,7 @@ YAML = [path for path in TEXTS if path.suffix == ".yaml" and "templates" not in 
 
 KUBERNETES = "1.31"
 GRACE_S = 15  # after the drain, for tritonserver and the engines
-HTTP, GRPC = options.HTTP_PORT, options.GRPC_PORT
+HTTP, GRPC, GATEWAY = options.HTTP_PORT, options.GRPC_PORT, options.GATEWAY_PORT
 METRICS, ENGINE_METRICS = options.METRICS_PORT, options.ENGINE_METRICS_PORT
 LIVE, READY = "/v2/health/live", "/v2/health/ready"
 # Kinds of the custom resources, whose schemas Kubernetes does not have.
@@ -216,6 +216,7 @@ def test_ports_and_probes_are_the_servers(name: str) -> None:
     assert ports == {
         "http": HTTP,
         "grpc": GRPC,
+        "openai": GATEWAY,
         "triton-metrics": METRICS,
         "metrics": ENGINE_METRICS,
     }
@@ -230,7 +231,7 @@ def test_ports_and_probes_are_the_servers(name: str) -> None:
         for port in service["spec"]["ports"]:
             assert ports[port["targetPort"]] == port["port"]
     reachable = {port["port"] for port in services[0]["spec"]["ports"]}
-    assert reachable == {HTTP, GRPC}  # metrics have no authentication
+    assert reachable == {HTTP, GRPC, GATEWAY}  # metrics have no authentication
 
 
 def test_the_paths_of_probes_are_routes_of_the_door() -> None:
@@ -238,7 +239,29 @@ def test_the_paths_of_probes_are_routes_of_the_door() -> None:
     assert f'Route("{LIVE}"' in source and f'Route("{READY}"' in source
     for path in DOCKERFILES:
         assert f"http://127.0.0.1:{HTTP}{LIVE}" in path.read_text()
-        assert re.search(rf"^EXPOSE {HTTP} {GRPC}\b", path.read_text(), re.MULTILINE)
+        assert re.search(rf"^EXPOSE {HTTP} {GRPC} {GATEWAY}$", path.read_text(), re.MULTILINE)
+
+
+def test_compose_publishes_the_ports_of_clients() -> None:
+    published_ports = yaml.safe_load(COMPOSE.read_text())["services"]["inflight"]["ports"]
+    assert published_ports == [f"127.0.0.1:{port}:{port}" for port in (HTTP, GRPC, GATEWAY)]
+
+
+@pytest.mark.parametrize("where", [*dict(commands())])
+def test_no_two_ports_are_the_same(where: str) -> None:
+    ports = {
+        "http": HTTP,
+        "grpc": GRPC,
+        "metrics": METRICS,
+        "engine-metrics": ENGINE_METRICS,
+        "gateway": GATEWAY,
+    }
+    text = " ".join(dict(commands())[where])
+    for name in ports:
+        found = re.search(rf"--{name}-port[ =](\d+)", text)
+        if found is not None:
+            ports[name] = int(found[1])
+    assert len(set(ports.values())) == len(ports)
 
 
 def test_kserves_ports_are_those_of_its_arguments() -> None:
@@ -246,6 +269,7 @@ def test_kserves_ports_are_those_of_its_arguments() -> None:
     ports = {one["name"]: one["containerPort"] for one in container["ports"]}
     assert f"--http-port={ports['http1']}" in container["args"]
     assert f"--grpc-port={ports['h2c']}" in container["args"]
+    assert f"--gateway-port={ports['openai']}" in container["args"]
     annotations = manifests(FOLDER / "kserve" / "serving-runtime.yaml")[0]["spec"]["annotations"]
     port = annotations["prometheus.kserve.io/port"]
     assert f"--engine-metrics-port={port}" in container["args"]
