@@ -344,7 +344,7 @@ def test_metrics_are_scraped_where_they_are() -> None:
     labels = pool["inferencePool"]["modelServers"]["matchLabels"]
     template = rendered("defaults")["Deployment", "qwen-inflight"]["spec"]["template"]
     assert labels.items() <= template["metadata"]["labels"].items()
-    assert pool["inferencePool"]["targetPorts"] == [{"number": HTTP}]
+    assert pool["inferencePool"]["targetPorts"] == [{"number": GATEWAY}]
 
 
 def test_files_that_compose_mounts_exist() -> None:
