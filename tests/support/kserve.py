@@ -12,7 +12,7 @@ import grpc
 import numpy as np
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
-TIMEOUT_S = 30.0
+TIMEOUT_S = 60.0
 _NUMPY = {
     "BOOL": np.bool_,
     "INT32": np.int32,
