@@ -19,6 +19,7 @@ own = subprocess.Popen([sys.executable, "-c", ""])
 made = subprocess.run([sys.executable, "-c", child], capture_output=True, text=True, check=True)
 orphan = int(made.stdout)
 deadline = time.monotonic() + 60.0
+os.waitid(os.P_PID, own.pid, os.WEXITED | os.WNOWAIT)
 {then}
 while os.path.exists(f"/proc/{{orphan}}"):
     assert time.monotonic() < deadline, "it is still there"
