@@ -27,7 +27,8 @@ from inflight.engine.pipeline import MAX_CONSECUTIVE_FAILURES
 from inflight.engine.stats import Stats
 from inflight.errors import CapacityError, ConfigError, EngineError
 from inflight.ipc import engine_client
-from inflight.ipc.engine_main import LAST_FRONT_GRACE_S, Command, EngineProcess, StatsLog
+from inflight.ipc.engine_main import LAST_FRONT_GRACE_S, Command, EngineProcess, Peer, StatsLog
+from inflight.ipc.frames import PROTOCOL, Cancel, Connection, Hello
 from inflight.ipc.heartbeat import overdue_s
 from inflight.ipc.owner import Owner
 from inflight.sampling.params import SamplingParams
@@ -72,6 +73,21 @@ def test_the_loop_of_a_broken_engine_ends() -> None:
         EngineProcess(hub, engine).run()  # type: ignore[arg-type]
     assert engine.num_steps == 1
     assert len(hub.sent) == 1, "the events of the step are sent first"
+
+
+def test_a_peer_gets_what_was_sent_before_the_engine_exits() -> None:
+    ours, theirs = (Connection(end) for end in socket.socketpair())
+    peer = Peer(ours, Hello(PROTOCOL, "front", 1), 1)
+    found: list[object] = []
+    reader = threading.Thread(target=lambda: found.extend(iter(theirs.receive, None)))
+    reader.start()
+    for request_id in range(2000):
+        peer.send(Cancel(request_id))
+    peer.finish(PATIENCE_S)
+    ours.close()
+    reader.join(PATIENCE_S)
+    assert found == [Cancel(request_id) for request_id in range(2000)]
+    theirs.close()
 
 
 class Working:
