@@ -35,7 +35,7 @@ def test_an_example_prints_what_it_promises(cpu: Triton, name: str) -> None:
         [sys.executable, str(EXAMPLES / name), "--url", cpu.grpc],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=240,
         check=False,
     )
     assert done.returncode == 0, done.stderr

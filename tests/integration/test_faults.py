@@ -32,7 +32,7 @@ pytestmark = [pytest.mark.integration, pytest.mark.timeout(240)]
 SUPPORT = Path(__file__).parents[1] / "support"
 # Seconds after the start: the command itself, the engine, tritonserver with its stubs.
 STARTS_S = (0.3, 1.5, 4.0)
-EXIT_S = 30.0
+EXIT_S = 60.0
 HOUR_S = 3600
 # Longer than each patience of the supervisor and the doors (3 to 4 s).
 WATCHED_S = 5.0
@@ -78,7 +78,7 @@ def endless(ensemble: str = "generate") -> object:
 def assert_nothing_is_left(
     children: list[psutil.Process], regions: set[Path], folder: Path
 ) -> None:
-    _, alive = psutil.wait_procs(children, timeout=15)
+    _, alive = psutil.wait_procs(children, timeout=60)
     assert alive == []
     assert not folder.exists()
     assert not [region for region in regions if region.exists()]
@@ -92,11 +92,11 @@ def test_a_second_sigterm_ends_a_drain_and_leaves_nothing(tmp_path: Path) -> Non
         stream.next()
         started = time.monotonic()
         server.process.send_signal(signal.SIGTERM)
-        server.wait_until(lambda: server.health()[0] == 503, 30)
+        server.wait_until(lambda: server.health()[0] == 503)
         assert server.process.is_running() and stream.next(), "it drains"
         server.process.send_signal(signal.SIGTERM)
         assert server.process.wait(EXIT_S) == 0
-        assert time.monotonic() - started < 60, "not the time of the drain"
+        assert time.monotonic() - started < 110, "not the time of the drain"
         with pytest.raises(Refused):
             list(stream)
     assert_nothing_is_left(children, regions, folder)
@@ -189,7 +189,7 @@ def test_sigterm_while_a_model_unloads_leaves_nothing(tmp_path: Path) -> None:
             (status,) = control.call(socket, control.ListModels()).models
             return status.state == "unloading"
 
-        server.wait_until(is_unloading, 30)
+        server.wait_until(is_unloading)
         server.process.send_signal(signal.SIGTERM)
         assert server.process.wait(2 * EXIT_S) == 0
         thread.join(EXIT_S)
@@ -208,20 +208,20 @@ def test_a_socket_that_is_removed_does_not_keep_fronts_out(
         canary, engine = server.canary(), server.pid_of("engine")
         path = engine_client.socket_path(server.models / "llm", server.process.pid)
         path.unlink()
-        server.wait_until(path.exists, 30)
+        server.wait_until(path.exists)
         server.wait_until_serving(canary)
         assert (server.pid_of("engine") == engine) == bool(options)
-        server.wait_until(lambda: server.health()[0] == 200, 30)
+        server.wait_until(lambda: server.health()[0] == 200)
         tritonserver = server.pid_of("tritonserver")
-        os.kill(tritonserver, signal.SIGKILL)
-        server.wait_until(lambda: server.health()[0] != 200, 30)
+        with server.restarting("tritonserver"):
+            os.kill(tritonserver, signal.SIGKILL)
         server.wait_until_serving(canary)
         assert server.pid_of("tritonserver") != tritonserver
 
 
 def date_of(serving: Serving) -> float:
     """The door's wall clock, in seconds since 1970."""
-    connection = http.client.HTTPConnection(serving.http, timeout=10)
+    connection = http.client.HTTPConnection(serving.http, timeout=60)
     try:
         connection.request("GET", "/v2/health/live")
         response = connection.getresponse()
@@ -251,7 +251,7 @@ def test_a_jump_of_the_clock_expires_nothing(
         num_tokens = stream.next()["num_output_tokens"]
         for shift_s in (HOUR_S, -HOUR_S):
             clock.jump(shift_s)
-            server.wait_until(lambda s=shift_s: is_near(date_of(server) - time.time(), s), 10)
+            server.wait_until(lambda s=shift_s: is_near(date_of(server) - time.time(), s))
             until = time.monotonic() + WATCHED_S
             while time.monotonic() < until:
                 assert server.health() == (200, "")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import re
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,6 +16,7 @@ from pydantic import BaseModel
 
 import supervised
 from supervised import Serving
+from waiting import wait_until
 
 pytestmark = pytest.mark.integration
 
@@ -182,10 +182,7 @@ def test_a_client_that_leaves_frees_the_engine(serving: Serving, url: str) -> No
             await stream.close()
 
     asyncio.run(leave())
-    deadline = time.monotonic() + 20
-    while serving.stats().num_running:
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    wait_until(lambda: serving.stats().num_running == 0)
 
 
 def test_probes_and_metrics(client: OpenAI, url: str) -> None:
@@ -208,8 +205,8 @@ def test_a_worker_that_dies_is_replaced(serving: Serving, client: OpenAI) -> Non
 
     (before,) = workers()
     before.kill()
-    serving.wait_until(lambda: [one.pid for one in workers()] not in ([], [before.pid]), 60)
-    serving.wait_until(lambda: serving.health()[0] == 200, 30)
+    serving.wait_until(lambda: [one.pid for one in workers()] not in ([], [before.pid]))
+    serving.wait_until(lambda: serving.health()[0] == 200)
     assert client.models.list().data
 
 

@@ -57,14 +57,14 @@ def url(serving: Serving) -> str:
 
 @pytest.fixture(scope="module")
 def document(url: str) -> dict[str, Any]:
-    found: dict[str, Any] = requests.get(f"{url}/openapi.json", timeout=20).json()
+    found: dict[str, Any] = requests.get(f"{url}/openapi.json", timeout=60).json()
     return found
 
 
 @pytest.fixture(scope="module")
 def schema(url: str, document: dict[str, Any]) -> schemathesis.BaseSchema:
     """The document, narrowed to the served model and to short outputs."""
-    (model,) = requests.get(f"{url}/v1/models", timeout=20).json()["data"]
+    (model,) = requests.get(f"{url}/v1/models", timeout=60).json()["data"]
     narrowed = json.loads(json.dumps(document))
     for one in narrowed["components"]["schemas"].values():
         properties = one.get("properties", {})
@@ -81,7 +81,7 @@ def schema(url: str, document: dict[str, Any]) -> schemathesis.BaseSchema:
 
 def ask(url: str, case: Case, document: dict[str, Any]) -> int:
     """The status of a response that conforms to the document."""
-    response = case.call(base_url=url, timeout=30)
+    response = case.call(base_url=url, timeout=60)
     status = response.status_code
     assert status < 500 or status == 503, response.text
     if status in (429, 503):

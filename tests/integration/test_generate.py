@@ -309,7 +309,7 @@ def infer(server, model, *inputs):
     """Outputs of a model that is not decoupled."""
     with grpc.insecure_channel(server.grpc) as channel:
         stub = service_pb2_grpc.GRPCInferenceServiceStub(channel)
-        return outputs(stub.ModelInfer(request(model, *inputs), timeout=30))
+        return outputs(stub.ModelInfer(request(model, *inputs), timeout=60))
 
 
 def encoded(server, *inputs):
@@ -473,7 +473,7 @@ def test_a_unary_call_says_what_to_call_instead(echo):
     with grpc.insecure_channel(echo.grpc) as channel:
         stub = service_pb2_grpc.GRPCInferenceServiceStub(channel)
         with pytest.raises(grpc.RpcError) as caught:
-            stub.ModelInfer(request("generate", text("x")), timeout=5)
+            stub.ModelInfer(request("generate", text("x")), timeout=60)
     assert "doesn't support models with decoupled transaction policy" in caught.value.details()
 
 

@@ -10,7 +10,6 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,10 +19,12 @@ import numpy as np
 import pytest
 import tritonclient.http as triton_http
 
+import lasting_health
 from inflight.deploy.ports import HeldPorts
-from inflight.ipc.health import Health, write
+from inflight.ipc.health import Health
 from kserve import generate, generate_stream, post
 from serving import Triton
+from waiting import wait_until
 
 pytestmark = pytest.mark.integration
 
@@ -41,10 +42,10 @@ class Guarded:
 
     def connect(self) -> socket.socket:
         host, port = self.http.split(":")
-        return socket.create_connection((host, int(port)), timeout=20)
+        return socket.create_connection((host, int(port)), timeout=60)
 
     def post(self, path: str, body: bytes, **headers: str) -> tuple[int, dict[str, Any]]:
-        connection = http.client.HTTPConnection(self.http, timeout=20)
+        connection = http.client.HTTPConnection(self.http, timeout=60)
         try:
             named = {name.replace("_", "-"): value for name, value in headers.items()}
             connection.request("POST", path, body, named)
@@ -60,28 +61,22 @@ def guarded(echo: Triton, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
     held = HeldPorts("127.0.0.1", (0,))
     port = held.numbers[0]
     models = echo.server.models()
-    stop = threading.Event()
-
-    def supervise() -> None:
-        while not stop.is_set():
-            write(health, Health(is_live=True, is_ready=True, models=models))
-            stop.wait(0.5)
-
-    threading.Thread(target=supervise, daemon=True).start()
+    lasting_health.write(health, Health(is_live=True, is_ready=True, models=models))
     command = [sys.executable, "-m", "inflight.door.http_door", "--health", str(health)]
     addresses = ["--listen", f"127.0.0.1:{port}", "--upstream", echo.http]
     process = subprocess.Popen([*command, *addresses])
     running = Guarded(echo, f"127.0.0.1:{port}", health)
-    deadline = time.monotonic() + 20
-    while time.monotonic() < deadline:
+
+    def listens() -> bool:
         with contextlib.suppress(OSError), running.connect():
-            break
-        time.sleep(0.05)
+            return True
+        return False
+
+    wait_until(listens)
     yield running
     process.terminate()
-    assert process.wait(10) == 0
+    assert process.wait(60) == 0
     held.release()
-    stop.set()
 
 
 @pytest.fixture(autouse=True)

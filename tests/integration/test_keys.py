@@ -7,6 +7,7 @@ import http.client
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -23,6 +24,7 @@ from inflight.access.key import Key, KeyLimits, issue
 from inflight_client import Client, InvalidRequest
 from kserve import outputs, request, tensor, text
 from supervised import Serving, serve
+from waiting import wait_until
 
 pytestmark = pytest.mark.integration
 
@@ -61,7 +63,7 @@ def new_key(keys: Path, tenant: str, **limits: int) -> tuple[Key, str]:
 def over_http(
     server: Serving, secret: str, body: dict[str, Any], path: str = "/v2/models/generate/generate"
 ) -> tuple[int, dict[str, Any]]:
-    connection = http.client.HTTPConnection(server.http, timeout=30)
+    connection = http.client.HTTPConnection(server.http, timeout=60)
     try:
         headers = {"Authorization": f"Bearer {secret}", "Content-Type": "application/json"}
         connection.request("POST", path, json.dumps(body), headers)
@@ -72,7 +74,7 @@ def over_http(
 
 
 def over_gateway(server: Serving, secret: str, **fields: Any) -> tuple[int, dict[str, Any]]:
-    connection = http.client.HTTPConnection(server.gateway, timeout=30)
+    connection = http.client.HTTPConnection(server.gateway, timeout=60)
     try:
         body = json.dumps({"model": "llm", "prompt": "Hello", "ignore_eos": True} | fields)
         headers = {"Authorization": f"Bearer {secret}"}
@@ -88,7 +90,7 @@ def over_grpc(server: Serving, secret: str, model: str, *inputs: Any) -> list[di
         stub = service_pb2_grpc.GRPCInferenceServiceStub(channel)
         metadata = (("authorization", f"Bearer {secret}"), ("triton_grpc_error", "true"))
         sent = request(model, *inputs)
-        call = stub.ModelStreamInfer(iter([sent]), metadata=metadata, timeout=30)
+        call = stub.ModelStreamInfer(iter([sent]), metadata=metadata, timeout=60)
         return [outputs(one.infer_response) for one in call if one.infer_response.outputs]
 
 
@@ -101,7 +103,7 @@ def used(tenant: str) -> dict[str, int]:
 
 
 def wait_for_usage(tenant: str, expected: dict[str, int]) -> None:
-    until = time.monotonic() + 15
+    until = time.monotonic() + 60
     while (found := used(tenant)) != expected and time.monotonic() < until:
         time.sleep(0.3)
     assert found == expected
@@ -176,12 +178,15 @@ def test_a_token_limit_refuses_what_comes_after_it(server: Serving, keys: Path) 
     _, secret = new_key(keys, "bounded", tokens_per_minute=50)
     body = {"text_input": "Hello", "max_tokens": 60, "ignore_eos": True}
     assert over_http(server, secret, body)[0] == 200
-    time.sleep(1.0)
-    status, reply = over_http(server, secret, body)
-    if status == 200:  # a minute's window ended in between
-        time.sleep(1.0)
+
+    def refused() -> dict[str, Any] | None:
         status, reply = over_http(server, secret, body)
-    assert status == 429
+        assert status in (200, 429), reply
+        return reply if status == 429 else None
+
+    # Usage is reported several times a second.
+    reply = wait_until(refused)
+    assert reply is not None
     assert "tokens_per_minute: the key has reached its limit of 50; retry in" in reply["error"]
 
 
@@ -206,7 +211,7 @@ def test_admins_read_metrics(server: Serving, keys: Path) -> None:
     key, secret = issue("operator", role="admin")
     keys_file.add(keys, key)
     time.sleep(0.4)
-    with contextlib.closing(http.client.HTTPConnection(server.http, timeout=30)) as connection:
+    with contextlib.closing(http.client.HTTPConnection(server.http, timeout=60)) as connection:
         connection.request("GET", "/metrics", headers={"X-Api-Key": secret})
         response = connection.getresponse()
         assert response.status == 200
@@ -221,19 +226,15 @@ def test_no_secret_is_in_any_file_of_the_server(server: Serving, keys: Path, sta
     _, secret = new_key(keys, "hidden")
     over_http(server, secret, {"text_input": "Hello", "max_tokens": 1})
     over_http(server, f"{secret}x", {"text_input": "A secret prompt"})
-    time.sleep(0.5)
-    audit = (state / "audit.jsonl").read_text()
-    assert '"reason": "malformed"' in audit and "secret prompt" not in audit
+    wait_until(lambda: '"reason": "malformed"' in (state / "audit.jsonl").read_text())
+    assert "secret prompt" not in (state / "audit.jsonl").read_text()
     for path in (server.log, server.shown, state / "audit.jsonl", state / "usage.sqlite"):
         assert secret[4:].encode() not in path.read_bytes(), path
 
 
 def test_the_accountant_is_replaced(server: Serving, keys: Path) -> None:
     _, secret = new_key(keys, "patient")
-    (accountant,) = (
-        child for child in server.children() if "inflight.access.accountant" in child.cmdline()
-    )
-    accountant.kill()
+    os.kill(server.pid_of("accountant"), signal.SIGKILL)
     body = {"text_input": "Hello", "max_tokens": 1}
 
     def serves() -> bool:
@@ -241,6 +242,6 @@ def test_the_accountant_is_replaced(server: Serving, keys: Path) -> None:
         assert status in (200, 503), reply
         return status == 200
 
-    assert server.wait_until(serves, 10) < 10
+    server.wait_until(serves)
     assert server.health()[0] in (200, 503)
-    server.wait_until(lambda: server.health()[0] == 200, 10)
+    server.wait_until(lambda: server.health()[0] == 200)

@@ -24,8 +24,8 @@ PROMPT = " ".join(f"The capital of country {letter} is city {letter}." for lette
 GREEDY = {"temperature": "0", "top_p": "1"}
 FLAGS = ("finish_reason", "cumulative_logprob", "logprobs", "num_input_tokens", "num_output_tokens")
 # More than any cancel takes, and less than the output.
-LEAVES_S = 2.0
-ENDLESS = {"max_tokens": 1500, "ignore_eos": True}
+LEAVES_S = 20.0
+ENDLESS = {"max_tokens": 8000, "ignore_eos": True}
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +54,7 @@ def whole(server, *inputs, **fields):
 
 
 def post(server, body, route="generate"):
-    connection = http.client.HTTPConnection(server.http, timeout=30)
+    connection = http.client.HTTPConnection(server.http, timeout=60)
     try:
         connection.request("POST", f"/v2/models/{MODEL}/{route}", json.dumps(body))
         return connection.getresponse().read().decode()
@@ -217,7 +217,7 @@ def test_a_cancelled_call_ends_in_the_engine(server, stream, how):
 
 @pytest.mark.parametrize("route", ["generate", "generate_stream"])
 def test_a_closed_connection_ends_in_the_engine(server, route):
-    connection = http.client.HTTPConnection(server.http, timeout=30)
+    connection = http.client.HTTPConnection(server.http, timeout=60)
     body = {"text_input": PROMPT, "stream": route == "generate_stream", **ENDLESS}
     connection.request("POST", f"/v2/models/{MODEL}/{route}", json.dumps(body))
     server.wait_until_running()

@@ -13,13 +13,13 @@ from inflight.cli.top import sample_name
 from inflight.engine.metrics.families import FAMILIES, published
 from kserve import Refused, ask, request, tensor, text
 from serving import serve
+from waiting import PATIENCE_S
 
 pytestmark = pytest.mark.integration
 
 COMPAT = """
 parameters { key: "metrics_compat" value { string_value: "vllm,trtllm" } }
 """
-WITHIN_S = 2.0  # published once a second
 
 
 @pytest.fixture
@@ -34,7 +34,7 @@ def triton(tmp_path):
 def scrape(triton):
     """(name, own labels but those of every series) -> value, of the model `llm`."""
     url = f"http://{triton.server.endpoints.metrics}/metrics"
-    with urllib.request.urlopen(url, timeout=5) as response:
+    with urllib.request.urlopen(url, timeout=PATIENCE_S) as response:
         shown = response.read().decode()
     found = {}
     for family in text_string_to_metric_families(shown):
@@ -51,9 +51,9 @@ def value(shown, name, **labels):
     return shown.get((name, tuple(sorted(labels.items()))), 0.0)
 
 
-def wait_until(triton, check, timeout=WITHIN_S):
+def wait_until(triton, check):
     """The first scrape that passes a check, which asserts: series are published one by one."""
-    deadline = time.monotonic() + timeout
+    deadline = time.monotonic() + PATIENCE_S
     while True:
         shown = scrape(triton)
         try:
@@ -114,7 +114,7 @@ def test_totals_are_right_and_survive_a_killed_engine(triton):
     assert value(shown, "nv_trt_llm_kv_cache_block_metrics", **kv) == 1024
 
     kill_engine(triton)
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + PATIENCE_S
     while True:
         try:
             generate(triton, [600] * 10, 7)

@@ -88,7 +88,7 @@ def test_escape_ends_the_request_in_the_engine(tab: Tab, serving: Serving) -> No
     tab.press("Escape")
     tab.wait_until_complete()
     assert "stopped by you" in stats_of(tab)
-    serving.wait_until(lambda: serving.stats().num_running == 0, 10)
+    serving.wait_until(lambda: serving.stats().num_running == 0)
 
 
 def test_what_the_server_refuses_is_shown_with_its_reason(tab: Tab) -> None:

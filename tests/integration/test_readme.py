@@ -37,7 +37,7 @@ def on(server: Triton, text: str) -> str:
 def test_the_python_programs_run(cpu: Triton, page: Path, client: str):
     (program,) = blocks(page, "python", client)
     done = subprocess.run(
-        [sys.executable, "-c", on(cpu, program)], capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", on(cpu, program)], capture_output=True, text=True, timeout=120
     )
     assert done.returncode == 0, done.stderr
     assert "Paris" in done.stdout
@@ -52,7 +52,7 @@ def test_the_curl_commands_run(cpu: Triton):
     answers = []
     for command in commands:
         done = subprocess.run(
-            on(cpu, command), shell=True, capture_output=True, text=True, timeout=60, check=True
+            on(cpu, command), shell=True, capture_output=True, text=True, timeout=120, check=True
         )
         lines = done.stdout.replace("data: ", "").split("\n")
         answers.append([json.loads(line)["text_output"] for line in lines if line])
@@ -75,7 +75,7 @@ def test_a_python_that_does_not_fit_is_refused_before_it_is_installed_into(tmp_p
         cwd=tmp_path,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=120,
         check=False,
     )
     assert done.returncode != 0

@@ -36,7 +36,6 @@ OTHER_USER = (
     *("--inh-caps", "-all,+dac_override", "--ambient-caps", "-all,+dac_override"),
     *("--bounding-set", "-all,+dac_override"),
 )
-RESTART_S = 60.0
 # A body that the door checks on a thread.
 LARGE_BODY = 200_000
 STEP_MS = 50
@@ -109,15 +108,15 @@ def test_a_server_that_may_start_no_further_thread_serves_on_and_recovers(folder
             os.kill(server.pid_of(what), signal.SIGKILL)
         with pytest.raises(Refused):
             list(stream)
-        server.wait_until(lambda: server.log.read_text().count("cannot be started") >= 6, 30)
+        server.wait_until(lambda: server.log.read_text().count("cannot be started") >= 6)
         assert server.process.is_running()
         set_thread_limit(server, ALLOWED)
-        server.wait_until(lambda: server.health()[0] == 200, RESTART_S)
+        server.wait_until(lambda: server.health()[0] == 200)
         assert server.canary() == canary
         for model, body in needy:
             status, answer = kserve.post(server.http, model, "generate", body)
             assert status == 200, answer
-    assert server.process.wait(30) == 0
+    assert server.process.wait(60) == 0
     assert "Traceback" not in server.shown.read_text() + server.log.read_text()
 
 
@@ -126,9 +125,9 @@ def endless() -> object:
     return request("generate", text("word " * 50), *inputs, tensor("max_tokens", "INT32", 8000))
 
 
-LOAD_TIMEOUT_S = 4.0
+LOAD_TIMEOUT_S = 6.0
 # Five of them take longer than that.
-PAUSE_MS = 1000
+PAUSE_MS = 1500
 
 
 @pytest.fixture
@@ -148,16 +147,16 @@ def test_an_engine_that_stops_loading_is_started_again_and_a_slow_one_is_not(
         assert "starting it again" not in server.log.read_text(), "it was slow, but made progress"
         stalls.touch()
         os.kill(server.pid_of("engine"), signal.SIGKILL)
-        server.wait_until(lambda: "stopped loading" in server.health()[1], 60)
+        server.wait_until(lambda: "stopped loading" in server.health()[1])
         status, body = server.health()
         assert status == 503 and "no progress within load_timeout_s (pausing, 0%)" in body
         with pytest.raises(Refused):
             server.canary()
-        server.wait_until(lambda: server.log.read_text().count("stopped loading") >= 2, 60)
+        server.wait_until(lambda: server.log.read_text().count("stopped loading") >= 2)
         stalls.unlink()
         server.wait_until_serving(canary)
-        server.wait_until(lambda: server.health()[0] == 200, 30)
-    assert server.process.wait(30) == 0
+        server.wait_until(lambda: server.health()[0] == 200)
+    assert server.process.wait(60) == 0
 
 
 def test_an_engine_that_stops_loading_at_the_start_is_an_error_and_nothing_is_left(
@@ -177,7 +176,7 @@ def test_an_engine_that_stops_loading_at_the_start_is_an_error_and_nothing_is_le
     assert process.wait() == 1
     shown = (tmp_path / "shown").read_text()
     assert "the engine of llm stopped loading" in shown and "Traceback" not in shown
-    assert children and psutil.wait_procs(children, timeout=15)[1] == []
+    assert children and psutil.wait_procs(children, timeout=60)[1] == []
     assert not folder_of(process.pid).exists() or not list(folder_of(process.pid).iterdir())
 
 
@@ -205,7 +204,7 @@ def test_a_server_whose_host_is_short_of_memory_refuses_new_requests_only(tmp_pa
         stream = Stream(server.grpc, endless())
         num_tokens = stream.next()["num_output_tokens"]
         set_available(meminfo, 100)
-        server.wait_until(lambda: server.health()[0] == 503, 10)
+        server.wait_until(lambda: server.health()[0] == 503)
         assert "short of memory: 100 MiB are available, and it needs 300" in server.health()[1]
         # HTTP passes a door; gRPC reaches the engine here.
         status, answer = kserve.post(server.http, "generate", "generate", {"text_input": "x"})
@@ -216,20 +215,28 @@ def test_a_server_whose_host_is_short_of_memory_refuses_new_requests_only(tmp_pa
         assert "inflight_host_memory_available_bytes 1.048576e+08" in metrics(server)
         assert stream.next()["num_output_tokens"] and num_tokens, "what runs goes on"
         os.kill(engine, signal.SIGKILL)  # as the OOM killer does: the next one refuses, too
-        server.wait_until(lambda: is_loaded(server, engine), RESTART_S)
-        server.wait_until(lambda: "short of memory" in server.health()[1], RESTART_S)
-        time.sleep(1.0)  # the supervisor tells engines twice a second
-        with pytest.raises(Refused, match="short of memory"):
-            server.canary()
+        server.wait_until(lambda: is_loaded(server, engine))
+        server.wait_until(lambda: "short of memory" in server.health()[1])
+        # The supervisor tells engines twice a second.
+        server.wait_until(lambda: "short of memory" in refusal(server))
         set_available(meminfo, 8192)
-        server.wait_until(lambda: server.health()[0] == 200, 10)
-        server.wait_until_serving(canary, 5)
+        server.wait_until(lambda: server.health()[0] == 200)
+        server.wait_until_serving(canary)
         stream.cancel()
-    assert server.process.wait(30) == 0
+    assert server.process.wait(60) == 0
+
+
+def refusal(server: Serving) -> str:
+    """Of the canary; empty if it is answered."""
+    try:
+        server.canary()
+    except Refused as refused:
+        return str(refused)
+    return ""
 
 
 def metrics(server: Serving) -> str:
-    with urllib.request.urlopen(server.engine_metrics, timeout=10) as response:
+    with urllib.request.urlopen(server.engine_metrics, timeout=60) as response:
         return str(response.read().decode())
 
 

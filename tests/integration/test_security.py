@@ -78,7 +78,7 @@ def refusals(serving: Serving) -> Iterator[str]:
     for body in (*BAD_BODIES, json.dumps({"text_input": FORGED, "top_k": -7})):
         yield post(serving.http, "generate", "generate", body)[1]
     for route in (f"/v2/models/{SECRET}", "/v2/models/..%2f..%2fetc/ready", "/v2/repository/index"):
-        with socket.create_connection(("127.0.0.1", port(serving.http)), 10) as sock:
+        with socket.create_connection(("127.0.0.1", port(serving.http)), 60) as sock:
             sock.sendall(f"GET {route} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n".encode())
             yield sock.makefile("rb").read().decode().partition("\r\n\r\n")[2]
     for inputs in BAD_INPUTS:
@@ -142,7 +142,7 @@ def test_12_a_server_works_without_a_network(tmp_path: Path) -> None:
         env={**os.environ, "XDG_RUNTIME_DIR": str(tmp_path / "run"), "PYTHONOPTIMIZE": ""},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=220,
         check=False,
     )
     assert done.returncode == 0, done.stderr
@@ -169,7 +169,7 @@ def test_15_logs_and_metrics_hold_no_texts_of_clients(serving: Serving) -> None:
     log = serving.log.read_text() + serving.shown.read_text()
     assert SECRET not in log and "forged" not in log
     assert not re.search(r"[\x00-\x08\x0b-\x1f\x7f]", serving.log.read_text())
-    with urllib.request.urlopen(f"http://{metrics_address(serving)}/metrics", timeout=10) as found:
+    with urllib.request.urlopen(f"http://{metrics_address(serving)}/metrics", timeout=60) as found:
         metrics = found.read().decode()
     assert "inflight_prompt_tokens_total" in metrics
     assert SECRET not in metrics
@@ -179,7 +179,7 @@ def test_16_model_control_is_closed(serving: Serving) -> None:
     for route in ("unload", "load"):
         address = f"http://{serving.http}/v2/repository/models/llm/{route}"
         with pytest.raises(urllib.error.HTTPError, match="403"):
-            urllib.request.urlopen(address, data=b"{}", timeout=10)
+            urllib.request.urlopen(address, data=b"{}", timeout=60)
     with grpc.insecure_channel(serving.grpc) as channel:
         stub = service_pb2_grpc.GRPCInferenceServiceStub(channel)
         with pytest.raises(grpc.RpcError) as refused:
@@ -200,7 +200,7 @@ def test_17_fuzzed_frames_cost_their_sender_the_connection(serving: Serving) -> 
             body[generator.randrange(len(body))] = generator.randrange(256)
         length = generator.choice([len(body), len(body), len(body) + 3, 1 << 31, 0])
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as peer:
-            peer.settimeout(5)
+            peer.settimeout(60)
             peer.connect(str(path))
             peer.sendall(struct.pack("<I", length) + bytes(body))
             peer.shutdown(socket.SHUT_WR)
@@ -209,5 +209,5 @@ def test_17_fuzzed_frames_cost_their_sender_the_connection(serving: Serving) -> 
     assert serving.pid_of("engine") == engine
     assert serving.canary() == canary
     name = next(one for one in before if one.startswith("engine_main "))
-    serving.wait_until(lambda: usage(serving)[name].fds <= before[name].fds + 2, 10)
+    serving.wait_until(lambda: usage(serving)[name].fds <= before[name].fds + 2)
     assert usage(serving)[name].threads <= before[name].threads + 2

@@ -123,7 +123,7 @@ def test_minutes_of_mixed_load_leave_nothing_behind(cpu: Triton) -> None:
             is_over.set()
         for one in clients:
             one.result()
-    cpu.wait_until_idle(30)
+    cpu.wait_until_idle()
     assert {tritonserver, *tritonserver.children(recursive=True)} == set(processes)
     assert rows[-1]["fds"] - rows[0]["fds"] < MAX_MORE_FDS
     long_results.write("soak-model", f"soak, {CLIENTS} clients", rows)
@@ -134,7 +134,7 @@ MAX_BYTES_PER_REQUEST = 1024.0
 LEAKED_BYTES_PER_REQUEST = 4096
 # The door keeps a connection to Triton for each client at a time, and rarely all are busy at once.
 MAX_MORE = CLIENTS
-SETTLES_S = 20.0
+SETTLES_S = 60.0
 SANDBOXES = ("encoding_server ", "jinja_sandbox ")
 
 

@@ -25,7 +25,7 @@ def test_both_doors_serve_with_tls(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     options = (*made.options, "--keys", str(tmp_path / "keys.json"))
     with serve(tmp_path / "server", "echo", *options) as server:
         assert f"https://{server.http}" in server.shown.read_text()
-        connection = http.client.HTTPSConnection(server.http, context=made.context(), timeout=30)
+        connection = http.client.HTTPSConnection(server.http, context=made.context(), timeout=60)
         connection.request("GET", "/v2/health/ready")
         assert connection.getresponse().read() == b""
         body = json.dumps({"text_input": "Hello", "max_tokens": 4})

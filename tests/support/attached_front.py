@@ -12,6 +12,7 @@ from inflight.ipc import engine_client
 from inflight.ipc.engine_client import EngineClient
 from inflight.ipc.owner import Owner
 from inflight.sampling.params import SamplingParams
+from waiting import PATIENCE_S
 
 UNSUPERVISED = Owner(os.getpid(), is_supervisor=False)
 
@@ -48,7 +49,7 @@ class Front:
         """This request's events up to its last."""
         mine = []
         while not mine or not mine[-1].is_last:
-            event = self.events.get(timeout=20)
+            event = self.events.get(timeout=PATIENCE_S)
             assert event is not None, "the engine went away"
             if event.request_id == request_id:
                 mine.append(event)

@@ -12,6 +12,7 @@ from inflight.ipc.control import ListModels, Models, ModelStatus
 from inflight.ipc.runtime_folder import folder_of
 from kserve import Refused, Stream, request, tensor, text
 from supervised import Serving
+from waiting import wait_until
 
 STREAMS = 4
 # Of an engine without a model: each response of a stream costs the test's cores a millisecond.
@@ -53,10 +54,7 @@ class Streams:
             thread.start()
 
     def wait_until_ended(self, number: int) -> None:
-        deadline = time.monotonic() + 60
-        while self.num_ended < number and not self.errors:
-            assert time.monotonic() < deadline
-            time.sleep(0.02)
+        wait_until(lambda: self.num_ended >= number or self.errors)
 
     def stop(self) -> None:
         self._is_stopping.set()
@@ -92,8 +90,28 @@ class Streams:
                 self.num_ended += 1
 
 
+EXACT = ("processes", "regions", "files")
+_SETTLED = 3
+_PAUSE_S = 0.5
+
+
 def footprint(serving: Serving) -> dict[str, int]:
-    """What a model that has come and gone must leave as it was."""
+    """What a model that has come and gone must leave as it was, once nothing ends any more."""
+    samples = [_sample(serving)]
+
+    def is_settled() -> bool:
+        time.sleep(_PAUSE_S)
+        samples.append(_sample(serving))
+        last = samples[-_SETTLED:]
+        return len(last) == _SETTLED and all(
+            one[name] == last[0][name] for one in last for name in EXACT
+        )
+
+    wait_until(is_settled)
+    return samples[-1]
+
+
+def _sample(serving: Serving) -> dict[str, int]:
     tritonserver = psutil.Process(serving.pid_of("tritonserver"))
     return {
         "processes": len(serving.children()),
@@ -109,8 +127,7 @@ def footprint(serving: Serving) -> dict[str, int]:
 
 
 def check_footprint(first: dict[str, int], last: dict[str, int]) -> None:
-    exact = ("processes", "regions", "files")
-    assert {name: last[name] for name in exact} == {name: first[name] for name in exact}
+    assert {name: last[name] for name in EXACT} == {name: first[name] for name in EXACT}
     for name in ("tritonserver_fds", "tritonserver_threads", "supervisor_fds"):
         assert last[name] <= first[name] + 4, (first, last)
     assert last["supervisor_threads"] <= first["supervisor_threads"] + 2, (first, last)

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from playwright.sync_api import Browser, ConsoleMessage, Page, Request
 
 NAMES = ("chromium", "chromium-browser", "google-chrome")
-TIMEOUT_MS = 30_000
+TIMEOUT_MS = 60_000
 # It asks no other host for anything.
 QUIET = [
     *("--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking"),

@@ -12,8 +12,9 @@ FOLDER = Path(__file__).with_name("failpoints")
 
 
 def set_failpoint(monkeypatch: pytest.MonkeyPatch, kind: str, number: int) -> None:
+    """Beside those that are set."""
     monkeypatch.setenv("PYTHONPATH", str(FOLDER))
-    monkeypatch.setenv("FAILPOINT", f"{kind}:{number}")
+    monkeypatch.setenv("FAILPOINT", f"{kind}:{number}", prepend=",")
 
 
 @contextlib.contextmanager

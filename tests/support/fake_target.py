@@ -8,6 +8,7 @@ from collections.abc import AsyncGenerator, Sequence
 
 from inflight.cli.bench.serving.targets.target import Arrival, Prompt
 from inflight_client import ClientError
+from waiting import PATIENCE_S
 
 INPUT_TOKENS_BESIDES_WORDS = 3
 
@@ -20,6 +21,7 @@ class FakeTarget:
         itl_s: before each further one.
         errors: raised by the first requests instead of an answer, one each.
         two_tokens: words that count as two tokens.
+        held_until: no request is answered before so many are in flight.
 
     Attributes:
         prompts: all that were sent.
@@ -33,7 +35,10 @@ class FakeTarget:
         itl_s: float = 0.0,
         errors: Sequence[ClientError] = (),
         two_tokens: Sequence[str] = (),
+        held_until: int = 0,
     ) -> None:
+        self._held_until = held_until
+        self._may_answer = asyncio.Event()
         self._ttft_s = ttft_s
         self._itl_s = itl_s
         self._errors = list(errors)
@@ -52,6 +57,10 @@ class FakeTarget:
         self.max_in_flight = max(self.max_in_flight, self.num_in_flight)
         is_complete = False
         try:
+            if self.num_in_flight >= self._held_until:
+                self._may_answer.set()
+            if not self._may_answer.is_set():
+                await asyncio.wait_for(self._may_answer.wait(), PATIENCE_S)
             await asyncio.sleep(self._ttft_s)
             if self._errors:
                 raise self._errors.pop(0)

@@ -14,7 +14,7 @@ from tritonclient.grpc import service_pb2, service_pb2_grpc
 
 Script = Callable[["Call"], Iterator[Any]]
 
-WAIT_S = 10.0
+WAIT_S = 60.0
 
 
 class Call:

@@ -22,7 +22,7 @@ if {stubborn!r}:
 if {hanging_stub!r}:
     import subprocess
 
-    stub = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)", {region!r}])
+    stub = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)", {region!r}])
     print("stub", stub.pid, flush=True)
 
 

@@ -15,9 +15,11 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
-from http_door import LIMITS, TICKET, keep_fresh
+import lasting_health
+from http_door import LIMITS, TICKET
 from inflight.deploy.ports import HeldPorts
-from inflight.ipc.health import Health, write
+from inflight.ipc.health import Health
+from waiting import PATIENCE_S, wait_until
 
 MODELS = [
     *("chat", "chat_tokenizer", "detokenizer", "generate", "llm", "tokenizer"),
@@ -172,12 +174,12 @@ class Answers(BaseHTTPRequestHandler):
             if isinstance(step, float):
                 time.sleep(step)
             elif isinstance(step, threading.Event):
-                step.wait(30)
+                step.wait(2 * PATIENCE_S)
             elif step == DROP:
                 self.close_connection = True
                 return
             elif step == UNTIL_LEFT:
-                self.connection.settimeout(20)
+                self.connection.settimeout(2 * PATIENCE_S)
                 self.server.num_lost += not self.connection.recv(1)
                 self.close_connection = True
                 return
@@ -215,12 +217,12 @@ class Gateway:
         found = Health(
             is_live=True, is_ready=self.is_ready, models=self.models, versions=self.versions
         )
-        write(self.health, found)
+        lasting_health.write(self.health, found)
 
     def ask(
         self, method: str, path: str, body: Any = None, **headers: str
     ) -> tuple[int, dict[str, str], bytes]:
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=20)
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=PATIENCE_S)
         try:
             payload = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
             named = {name.replace("_", "-"): value for name, value in headers.items()}
@@ -230,6 +232,11 @@ class Gateway:
             return response.status, found, response.read()
         finally:
             connection.close()
+
+    def is_serving(self) -> bool:
+        with contextlib.suppress(OSError, http.client.HTTPException):
+            return self.ask("GET", "/ready")[0] == 200
+        return False
 
     def post(self, path: str, **body: Any) -> tuple[int, dict[str, Any]]:
         """To a route below /v1."""
@@ -288,7 +295,7 @@ def a_gateway(
     held = HeldPorts("127.0.0.1", (0,))
     port = held.numbers[0]
     health = folder / "health.json"
-    write(health, Health(is_live=True, is_ready=True, models=models))
+    lasting_health.write(health, Health(is_live=True, is_ready=True, models=models))
     process = subprocess.Popen(
         [
             *(sys.executable, "-m", "inflight.door.gateway_door"),
@@ -299,17 +306,10 @@ def a_gateway(
         ]
     )
     running = Gateway(triton, process, port, health, models)
-    stop = keep_fresh(running.write)
     try:
-        deadline = time.monotonic() + 60
-        while process.poll() is None and time.monotonic() < deadline:
-            with contextlib.suppress(OSError, http.client.HTTPException):
-                if running.ask("GET", "/ready")[0] == 200:
-                    break
-            time.sleep(0.02)
+        wait_until(lambda: process.poll() is not None or running.is_serving())
         yield running
     finally:
-        stop.set()
         process.kill()
         process.wait()
         held.release()

@@ -13,7 +13,7 @@ from inflight.structured.grammar import Grammar
 from inflight.structured.vocabulary import Vocabulary
 
 
-def wait(compiler: Compiler, *tickets: Ticket, timeout_s: float = 30.0) -> None:
+def wait(compiler: Compiler, *tickets: Ticket, timeout_s: float = 60.0) -> None:
     """Poll until these tickets are done."""
     deadline = time.monotonic() + timeout_s
     pause = threading.Event()

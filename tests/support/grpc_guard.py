@@ -16,32 +16,27 @@ import grpc
 import msgspec
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
-from inflight.ipc import health
+import lasting_health
 from inflight.ipc.health import Health
+from waiting import PATIENCE_S
 
 READY = Health(is_live=True, is_ready=True, models=["generate"])
 SERVICE = "/inference.GRPCInferenceService"
-PERIOD_S = 0.2
-TIMEOUT_S = 30.0
+# What waits for the test waits longer than the test does for anything.
+RELEASE_S = 4 * PATIENCE_S
 
 
 class Door:
     """A door under test.
 
     Attributes:
-        health: what the supervisor would write; it may be replaced at any time.
         address: host:port of the clients' side.
         process: its first process.
     """
 
     def __init__(self, folder: Path, upstream: str, *options: str, **limits: Any) -> None:
-        self.health: Health | None = READY
-        self._lock = threading.Lock()
         self._file = folder / "health.json"
-        health.write(self._file, READY)
-        self._stop = threading.Event()
-        self._writer = threading.Thread(target=self._write)
-        self._writer.start()
+        lasting_health.write(self._file, READY)
         command = [sys.executable, "-m", "inflight.door.grpc_door", "--listen", "127.0.0.1:0"]
         command += ["--upstream", upstream, "--health", str(self._file)]
         command += ["--limits", msgspec.json.encode(limits).decode(), *options]
@@ -57,29 +52,19 @@ class Door:
         return [int(pid) for pid in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
     def set_health(self, value: Health | None) -> None:
-        """Write it now, or nothing any more."""
-        with self._lock:
-            self.health = value
-            if value is None:
-                self._file.unlink()
-            else:
-                health.write(self._file, value)
+        """What the supervisor would write; None for a supervisor that is gone."""
+        if value is None:
+            self._file.unlink()
+        else:
+            lasting_health.write(self._file, value)
         time.sleep(0.15)  # workers remember it for a tenth of a second
 
     def close(self) -> None:
         self.channel.close()
         self.process.terminate()
-        self.process.wait(TIMEOUT_S)
+        self.process.wait(PATIENCE_S)
         assert self.process.stdout is not None
         self.process.stdout.close()
-        self._stop.set()
-        self._writer.join()
-
-    def _write(self) -> None:
-        while not self._stop.wait(PERIOD_S):
-            with self._lock:
-                if self.health is not None:
-                    health.write(self._file, self.health)
 
 
 OWN = [("grpc.use_local_subchannel_pool", 1), ("grpc.enable_http_proxy", 0)]
@@ -120,15 +105,23 @@ class StandIn:
         self.cancelled = threading.Event()
         self.release = threading.Event()
         self.num_sent = 0
+        self.address = address
         self._pool = ThreadPoolExecutor(48)
+        self.start()
+
+    def start(self) -> None:
         self._server = grpc.server(self._pool, options=[("grpc.so_reuseport", 0)])
         self._server.add_generic_rpc_handlers((_Handlers(self),))
-        self.address = f"127.0.0.1:{self._server.add_insecure_port(address)}"
+        self.address = f"127.0.0.1:{self._server.add_insecure_port(self.address)}"
         self._server.start()
+
+    def stop(self) -> None:
+        """As if it had ended; it can start again."""
+        self._server.stop(0).wait(PATIENCE_S)
 
     def close(self) -> None:
         self.release.set()
-        self._server.stop(0).wait(TIMEOUT_S)
+        self.stop()
         self._pool.shutdown()
 
     def unary(self, method: str, data: bytes, context: Any) -> bytes:
@@ -136,7 +129,7 @@ class StandIn:
         message = service_pb2.ModelInferRequest.FromString(data)
         if message.model_name == "slow":
             context.add_callback(self.cancelled.set)
-            self.release.wait(TIMEOUT_S)
+            self.release.wait(RELEASE_S)
         if message.model_name == "path":
             context.abort(grpc.StatusCode.INTERNAL, "cannot open /dev/shm/triton_python_region_1")
         if message.model_name == "busy":
@@ -153,7 +146,7 @@ class StandIn:
     def _answers(self, message: Any, context: Any) -> Iterator[bytes]:
         if message.model_name == "wait":
             yield answered(message.id, False, b"first")
-            self.release.wait(TIMEOUT_S)
+            self.release.wait(RELEASE_S)
         if message.model_name == "endless":
             while context.is_active():
                 self.num_sent += 1

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -20,16 +20,27 @@ from typing import Any
 
 import psutil
 
+import lasting_health
 from inflight.deploy.ports import HeldPorts
-from inflight.ipc.health import Health, write
+from inflight.ipc.health import Health
+from waiting import PATIENCE_S, wait_until
 
+# A pause of a client under test exceeds none of these times.
 LIMITS = {
     "max_body_bytes": 1 << 20,
+    "header_timeout_s": 90.0,
+    "body_timeout_s": 90.0,
+    "write_timeout_s": 90.0,
+    "idle_timeout_s": 90.0,
+    "max_connections": 60,
+}
+# For the tests of the times themselves.
+IMPATIENT = {
+    **LIMITS,
     "header_timeout_s": 1.0,
     "body_timeout_s": 1.5,
     "write_timeout_s": 1.0,
     "idle_timeout_s": 3.0,
-    "max_connections": 60,
 }
 INPUTS = {
     "text_input": "STRING",
@@ -206,7 +217,6 @@ class Running:
     reason: str = ""
     models: list[str] = field(default_factory=list)
     versions: dict[str, list[int]] = field(default_factory=dict)
-    is_supervised: bool = True
 
     @property
     def address(self) -> str:
@@ -218,68 +228,75 @@ class Running:
         time.sleep(0.15)  # the door reads it ten times a second
 
     def write(self) -> None:
-        """Write the health file, unless the supervisor is gone."""
-        if self.is_supervised:
-            found = Health(
-                is_live=self.is_live,
-                is_ready=self.is_ready,
-                reason=self.reason,
-                models=self.models,
-                versions=self.versions,
-            )
-            write(self.health, found)
+        """Write the health file."""
+        found = Health(
+            is_live=self.is_live,
+            is_ready=self.is_ready,
+            reason=self.reason,
+            models=self.models,
+            versions=self.versions,
+        )
+        lasting_health.write(self.health, found)
 
     def connect(self) -> socket.socket:
-        return socket.create_connection(("127.0.0.1", self.port), timeout=20)
+        return socket.create_connection(("127.0.0.1", self.port), timeout=PATIENCE_S)
 
     def raw(self, request: bytes) -> bytes:
-        """All that comes back until the door closes the connection or nothing comes for 0.7 s."""
+        """All that comes back until the door closes the connection."""
         with self.connect() as sock:
             with contextlib.suppress(OSError):
                 sock.sendall(request)
             return receive(sock)
 
-    def answer(self, request: bytes) -> bytes:
-        """One answer, or what there is of it after 0.7 s of silence."""
+    def answer(self, request: bytes, number: int = 1) -> bytes:
+        """So many answers, or what there is of them when the door closes the connection."""
         with self.connect() as sock:
             with contextlib.suppress(OSError):
                 sock.sendall(request)
-            sock.settimeout(0.7)
-            found = b""
-            with contextlib.suppress(OSError):
-                while not is_whole(found) and (data := sock.recv(1 << 16)):
-                    found += data
-            return found
+            return receive(sock, number, has_body=not request.startswith(b"HEAD "))
 
     def rss(self) -> int:
         return int(psutil.Process(self.process.pid).memory_info().rss)
 
 
-def is_whole(answer: bytes) -> bool:
-    top, end, body = answer.partition(b"\r\n\r\n")
-    length = re.search(rb"content-length: (\d+)", top)
-    return bool(end) and length is not None and len(body) >= int(length[1])
+_LENGTH = re.compile(rb"^content-length: (\d+)", re.IGNORECASE | re.MULTILINE)
 
 
-def receive(sock: socket.socket, silence_s: float = 0.7) -> bytes:
-    sock.settimeout(silence_s)
+def receive(sock: socket.socket, number: int | None = None, *, has_body: bool = True) -> bytes:
+    """What comes until the peer closes the connection, or until `number` answers are complete.
+
+    Raises:
+        TimeoutError: neither happens in time.
+    """
     found = b""
-    with contextlib.suppress(OSError):
-        while data := sock.recv(1 << 16):
+    with contextlib.suppress(ConnectionError):
+        while number is None or num_answers(found, has_body) < number:
+            data = sock.recv(1 << 16)
+            if not data:
+                break
             found += data
     return found
 
 
-def keep_fresh(write: Callable[[], None]) -> threading.Event:
-    """Write a health file again and again, as a supervisor does, until the event is set."""
-    stop = threading.Event()
+def num_answers(found: bytes, has_body: bool = True) -> int:
+    """Complete answers with a Content-Length at the beginning."""
+    number = 0
+    while (end := found.find(b"\r\n\r\n")) >= 0:
+        length = _LENGTH.search(found[: end + 2])
+        size = end + 4 + (int(length[1]) if length is not None and has_body else 0)
+        if length is None or len(found) < size:
+            break
+        number, found = number + 1, found[size:]
+    return number
 
-    def run() -> None:
-        while not stop.wait(0.5):
-            write()
 
-    threading.Thread(target=run, daemon=True).start()
-    return stop
+def is_listening(door: Running) -> bool:
+    """Whether it answers a probe, and has closed the probe's connection: that does not count as an
+    open one. A door with TLS only closes it."""
+    with contextlib.suppress(OSError):
+        door.raw(head("Connection: close", start=GET.format("/v2/health/live")))
+        return True
+    return False
 
 
 @contextlib.contextmanager
@@ -292,7 +309,7 @@ def a_door(
     held = HeldPorts("127.0.0.1", (0,))
     port = held.numbers[0]
     health = folder / "health.json"
-    write(health, Health(is_live=True, is_ready=True))
+    lasting_health.write(health, Health(is_live=True, is_ready=True))
     process = subprocess.Popen(
         [
             *(*prefix, sys.executable, "-m", "inflight.door.http_door"),
@@ -306,16 +323,10 @@ def a_door(
         text=True,
     )
     running = Running(triton, process, port, health)
-    stop = keep_fresh(running.write)
     try:
-        deadline = time.monotonic() + 20
-        while process.poll() is None and time.monotonic() < deadline:
-            with contextlib.suppress(OSError), running.connect():
-                break
-            time.sleep(0.02)
+        wait_until(lambda: process.poll() is not None or is_listening(running))
         yield running
     finally:
-        stop.set()
         process.kill()
         process.wait()
         held.release()
@@ -328,7 +339,7 @@ def a_door(
 def ask(
     door: Running, method: str, path: str, body: Any = None, **headers: str
 ) -> tuple[int, dict[str, str], bytes]:
-    connection = http.client.HTTPConnection("127.0.0.1", door.port, timeout=20)
+    connection = http.client.HTTPConnection("127.0.0.1", door.port, timeout=PATIENCE_S)
     try:
         payload = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
         connection.request(

@@ -14,8 +14,7 @@ from typing import Any
 
 from inflight.access import keys_file
 from inflight.access.key import Key, KeyLimits, issue
-
-START_S = 20.0
+from waiting import PATIENCE_S, wait_until
 
 
 @dataclass
@@ -64,10 +63,8 @@ class KeyDesk:
                 *("--listen", str(self.folder / "accounts.sock"), "--ledger", str(self.ledger)),
             ]
         )
-        deadline = time.monotonic() + START_S
-        while not self._listens():
-            assert self.process.poll() is None and time.monotonic() < deadline
-            time.sleep(0.02)
+        wait_until(lambda: self.process.poll() is not None or self._listens())
+        assert self.process.poll() is None
 
     def _listens(self) -> bool:
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
@@ -81,7 +78,7 @@ class KeyDesk:
     def stop(self) -> None:
         if self.process is not None:
             self.process.terminate()
-            assert self.process.wait(10) == 0
+            assert self.process.wait(PATIENCE_S) == 0
 
 
 @contextlib.contextmanager

@@ -12,7 +12,8 @@ import grpc
 import numpy as np
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
-TIMEOUT_S = 30.0
+# Of a request with all its responses: far more than any takes, even on a busy machine.
+TIMEOUT_S = 120.0
 _NUMPY = {
     "BOOL": np.bool_,
     "INT32": np.int32,

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import threading
-import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+
+from waiting import wait_until
 
 
 class Collector(ThreadingHTTPServer):
@@ -31,12 +32,9 @@ class Collector(ThreadingHTTPServer):
     def url(self) -> str:
         return f"http://127.0.0.1:{self.server_address[1]}"
 
-    def wait_for(self, count: int, timeout: float = 20.0) -> list[Any]:
+    def wait_for(self, count: int) -> list[Any]:
         """The spans, once there are so many."""
-        deadline = time.monotonic() + timeout
-        while len(self.spans) < count:
-            assert time.monotonic() < deadline, self.spans
-            time.sleep(0.02)
+        wait_until(lambda: len(self.spans) >= count, lambda: self.spans)
         return self.spans
 
 

@@ -19,6 +19,7 @@ from inflight.engine.stats import Stats
 from inflight.ipc import engine_client
 from inflight.ipc.engine_client import EngineClient
 from kserve import ask, request, tensor, text
+from waiting import PATIENCE_S
 
 CANARY = "The canary sings."
 
@@ -48,16 +49,15 @@ class Triton:
     def stats(self) -> Stats:
         return self.engine.stats()
 
-    def wait_for(self, what: Callable[[Stats], bool], timeout: float) -> float:
-        """Seconds until the engine's stats are so."""
+    def wait_for(self, what: Callable[[Stats], bool], timeout: float = PATIENCE_S) -> None:
+        """Until the engine's stats are so."""
         started = time.monotonic()
         while not what(stats := self.stats()):
             assert time.monotonic() - started < timeout, stats
             time.sleep(0.005)
-        return time.monotonic() - started
 
-    def wait_until_idle(self, timeout: float = 10.0) -> float:
-        return self.wait_for(
+    def wait_until_idle(self, timeout: float = PATIENCE_S) -> None:
+        self.wait_for(
             lambda stats: (
                 stats.num_running + stats.num_waiting + stats.num_suspended == 0
                 and stats.num_free_blocks == stats.num_blocks

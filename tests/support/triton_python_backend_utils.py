@@ -13,6 +13,8 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from waiting import PATIENCE_S, wait_until
+
 TRITONSERVER_RESPONSE_COMPLETE_FINAL = 1
 
 
@@ -59,10 +61,11 @@ class InferenceResponse:
 
 
 class ResponseSender:
-    """Keeps what was sent."""
+    """Keeps what was sent, and when."""
 
     def __init__(self) -> None:
         self.responses: list[InferenceResponse] = []
+        self.sent_at: list[float] = []
         self.cancelled = False
         self.closed = threading.Event()
         self.misuses: list[str] = []
@@ -76,6 +79,7 @@ class ResponseSender:
             self.failures -= 1
             raise TritonModelException("Failed to increase the shared memory pool size.")
         if response is not None:
+            self.sent_at.append(time.monotonic())
             self.responses.append(response)
         if flags & TRITONSERVER_RESPONSE_COMPLETE_FINAL:
             self.closed.set()
@@ -85,16 +89,16 @@ class ResponseSender:
             self.misuses.append("is_cancelled")
         return self.cancelled
 
-    def wait(self, timeout: float = 5.0) -> list[InferenceResponse]:
+    def wait(self, timeout: float = PATIENCE_S) -> list[InferenceResponse]:
         """The responses, once the final one is there."""
         assert self.closed.wait(timeout), "no final response came"
         return self.responses
 
-    def wait_for(self, num_responses: int, timeout: float = 5.0) -> list[InferenceResponse]:
-        deadline = time.monotonic() + timeout
-        while len(self.responses) < num_responses:
-            assert time.monotonic() < deadline, f"only {len(self.responses)} responses came"
-            time.sleep(0.002)
+    def wait_for(self, num_responses: int) -> list[InferenceResponse]:
+        wait_until(
+            lambda: len(self.responses) >= num_responses,
+            lambda: f"only {len(self.responses)} responses came",
+        )
         return self.responses
 
 

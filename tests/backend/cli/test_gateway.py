@@ -20,6 +20,7 @@ from inflight.cli import gateway as module
 from inflight.cli.gateway import run
 from inflight.cli.options import GatewayProcess
 from inflight.errors import ConfigError
+from waiting import PATIENCE_S, wait_until
 
 
 def test_it_serves_in_front_of_servers_until_ctrl_c() -> None:
@@ -38,18 +39,21 @@ def test_it_serves_in_front_of_servers_until_ctrl_c() -> None:
         assert match is not None
         headers = {"Authorization": "Bearer client"}
         body = json.dumps({"model": "llm", "prompt": "x"}).encode()
-        for _ in range(200):  # it does not listen at once
+        request = urllib.request.Request(f"{match[1]}/completions", body, headers)
+
+        def answer() -> dict[str, Any] | None:
             try:
-                request = urllib.request.Request(f"{match[1]}/completions", body, headers)
-                with urllib.request.urlopen(request, timeout=20) as response:
-                    found = json.load(response)
-                    break
-            except OSError:
+                with urllib.request.urlopen(request, timeout=PATIENCE_S) as response:
+                    found: dict[str, Any] = json.load(response)
+                    return found
+            except OSError:  # it does not listen at once
                 assert process.poll() is None
-                threading.Event().wait(0.1)
-        assert found["choices"][0]["text"] == "Hi"
+                return None
+
+        found = wait_until(answer)
+        assert found is not None and found["choices"][0]["text"] == "Hi"
         process.send_signal(signal.SIGINT)
-        assert process.wait(20) == 0
+        assert process.wait(PATIENCE_S) == 0
     finally:
         process.kill()
         process.communicate()

@@ -54,20 +54,20 @@ def test_the_server_answers_only_its_path():
     server = MetricsServer(("127.0.0.1", 0), lambda: b"up 1\n")
     base = f"http://127.0.0.1:{server.address[1]}"
     try:
-        with urllib.request.urlopen(f"{base}/metrics", timeout=5) as response:
+        with urllib.request.urlopen(f"{base}/metrics", timeout=60) as response:
             assert response.read() == b"up 1\n"
             assert response.headers["Content-Type"].startswith("text/plain")
         with pytest.raises(urllib.error.HTTPError, match="404"):
-            urllib.request.urlopen(f"{base}/", timeout=5)
+            urllib.request.urlopen(f"{base}/", timeout=60)
         # A client that never finishes its request does not block others.
         with socket.create_connection(server.address) as idle:
             idle.sendall(b"GET /met")
-            with urllib.request.urlopen(f"{base}/metrics", timeout=5) as response:
+            with urllib.request.urlopen(f"{base}/metrics", timeout=60) as response:
                 assert response.status == 200
     finally:
         server.close()
     with pytest.raises(OSError):
-        urllib.request.urlopen(f"{base}/metrics", timeout=5)
+        urllib.request.urlopen(f"{base}/metrics", timeout=60)
 
 
 def test_further_families_are_rendered_beside_the_models():

@@ -16,34 +16,47 @@ from grpc_guard import OWN, READY, SERVICE, StandIn, opened
 from grpc_stream import PROMPT, Stream, refused
 from inflight.ipc.health import Health
 from kserve import request, text
+from waiting import PATIENCE_S, wait_until
 
 CODE = grpc.StatusCode
 
 
 @pytest.fixture(scope="module")
-def shared(tmp_path_factory):
-    """A door with one worker and short limits."""
-    triton = StandIn()
+def stand_in():
+    found = StandIn()
+    yield found
+    found.close()
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory, stand_in):
+    """A door with one worker."""
     folder = tmp_path_factory.mktemp("door")
+    with opened(folder, stand_in.address, "--workers", "1", "--drain", "1") as door:
+        yield door
+
+
+@pytest.fixture(scope="module")
+def impatient(tmp_path_factory, stand_in):
+    """A door that soon gives up slow clients."""
+    folder = tmp_path_factory.mktemp("impatient")
     limits = {"write_timeout_s": 2.0, "body_timeout_s": 2.0, "header_timeout_s": 2.0}
-    with opened(folder, triton.address, "--workers", "1", "--drain", "1", **limits) as door:
-        yield door, triton
-    triton.close()
+    with opened(folder, stand_in.address, "--workers", "1", "--drain", "1", **limits) as door:
+        yield door
 
 
 @pytest.fixture
-def door(shared):
-    found, triton = shared
-    found.set_health(READY)
-    triton.received.clear()
-    triton.cancelled.clear()
-    triton.release.clear()
-    return found
+def triton(stand_in):
+    stand_in.received.clear()
+    stand_in.cancelled.clear()
+    stand_in.release.clear()
+    return stand_in
 
 
 @pytest.fixture
-def triton(shared):
-    return shared[1]
+def door(shared, triton):
+    shared.set_health(READY)
+    return shared
 
 
 def raw(door, method, data, **named):
@@ -121,9 +134,9 @@ def test_an_unknown_method_is_refused(door, method):
     assert details.startswith("the method is unknown") or code is CODE.UNIMPLEMENTED
 
 
-def check(door, service=b""):
+def check(door, service=b"", timeout=None):
     data = b"\x0a" + bytes([len(service)]) + service if service else b""
-    return door.channel.unary_unary("/grpc.health.v1.Health/Check")(data)
+    return door.channel.unary_unary("/grpc.health.v1.Health/Check")(data, timeout=timeout)
 
 
 SERVING, NOT_SERVING = b"\x08\x01", b"\x08\x02"
@@ -236,7 +249,7 @@ def test_case_100_a_cancel_reaches_triton_at_once(door, triton):
     stream = Stream(door.stub)
     stream.ask("wait")
     stream.call.cancel()
-    assert triton.cancelled.wait(1.0)
+    assert triton.cancelled.wait(PATIENCE_S)
 
 
 def test_case_100_a_lost_connection_reaches_triton_at_once(door, triton):
@@ -244,15 +257,14 @@ def test_case_100_a_lost_connection_reaches_triton_at_once(door, triton):
     stream = Stream(service_pb2_grpc.GRPCInferenceServiceStub(channel))
     stream.ask("wait")
     channel.close()
-    assert triton.cancelled.wait(1.0)
+    assert triton.cancelled.wait(PATIENCE_S)
 
 
 def test_case_100_a_cancelled_unary_call_reaches_triton(door, triton):
     future = door.stub.ModelInfer.future(request("slow", PROMPT))
-    while not triton.received:
-        time.sleep(0.01)
+    wait_until(lambda: triton.received)
     future.cancel()
-    assert triton.cancelled.wait(1.0)
+    assert triton.cancelled.wait(PATIENCE_S)
 
 
 def test_case_101_a_half_closed_stream_goes_on(door, triton):
@@ -263,33 +275,34 @@ def test_case_101_a_half_closed_stream_goes_on(door, triton):
 
 
 def test_case_105_deadlines_are_passed_on(door, triton):
-    started = time.monotonic()
     call = door.stub.ModelInfer
-    assert refused(call, request("slow", PROMPT), timeout=0.5)[0] is CODE.DEADLINE_EXCEEDED
-    assert triton.cancelled.wait(1.0)
-    assert time.monotonic() - started < 2.0
+    for timeout in (0.5, 5.0, 50.0):  # until it is enough to reach Triton
+        assert refused(call, request("slow", PROMPT), timeout=timeout)[0] is CODE.DEADLINE_EXCEEDED
+        if triton.received:
+            break
+    assert triton.cancelled.wait(PATIENCE_S)
     assert refused(call, request("slow", PROMPT), timeout=0.0001)[0] is CODE.DEADLINE_EXCEEDED
 
 
-def test_case_102_a_client_that_does_not_read_is_cut_off(door, triton):
-    slow = Stream(door.stub)
-    slow.send(request("endless", PROMPT))
-    other = Stream(door.stub)
+def test_case_102_a_client_that_does_not_read_is_cut_off(impatient, triton):
     started = time.monotonic()
+    slow = Stream(impatient.stub)
+    slow.send(request("endless", PROMPT))
+    other = Stream(impatient.stub)
     while not triton.cancelled.wait(0.1):
         assert other.ask(id="1").infer_response.id == "1"
-        assert time.monotonic() - started < 10
+        assert time.monotonic() - started < PATIENCE_S
     assert time.monotonic() - started > 1.5
     code, details = slow.status()
     assert code is CODE.RESOURCE_EXHAUSTED and "not read for 2 s" in details
     other.close()
 
 
-def test_case_13_a_request_that_never_comes_is_given_up(door):
+def test_case_13_a_request_that_never_comes_is_given_up(impatient):
     requests = queue.Queue()
-    call = door.channel.stream_unary(f"{SERVICE}/ModelInfer").future(iter(requests.get, None))
+    call = impatient.channel.stream_unary(f"{SERVICE}/ModelInfer").future(iter(requests.get, None))
     with pytest.raises(grpc.RpcError) as caught:
-        call.result(timeout=10)
+        call.result(timeout=PATIENCE_S)
     assert caught.value.code() is CODE.DEADLINE_EXCEEDED
     requests.put(None)
 
@@ -299,10 +312,10 @@ def test_case_13_a_request_that_never_comes_is_given_up(door):
 
 def test_case_104_bytes_of_other_protocols_are_survived(door):
     context = ssl.create_default_context()
-    with pytest.raises(OSError), socket.create_connection(address(door), 5) as plain:
+    with pytest.raises(OSError), connect(door) as plain:
         context.wrap_socket(plain, server_hostname="localhost")
     for data in (b"GET / HTTP/1.1\r\n\r\n", b"\x00" * 1000, os.urandom(5000)):
-        with socket.create_connection(address(door), 5) as plain:
+        with connect(door) as plain:
             plain.sendall(data)
     assert check(door) == SERVING
 
@@ -330,7 +343,7 @@ def call_headers(path):
 def test_case_104_a_rapid_reset_is_survived(door, method):
     """Thousands of calls, each reset at once."""
     block = call_headers(f"{SERVICE}/{method}")
-    with socket.create_connection(address(door), 5) as plain:
+    with connect(door) as plain:
         plain.sendall(PREFACE)
         try:
             for index in range(5000):
@@ -339,13 +352,11 @@ def test_case_104_a_rapid_reset_is_survived(door, method):
                 plain.sendall(frame(HEADERS, 4, stream, block) + reset)
         except OSError:
             pass  # the server has closed the connection
-    started = time.monotonic()
-    assert check(door) == SERVING
-    assert time.monotonic() - started < 5
+    assert check(door, timeout=PATIENCE_S) == SERVING
 
 
 def test_the_headers_of_the_rapid_reset_are_a_call(door):
-    with socket.create_connection(address(door), 5) as plain:
+    with connect(door) as plain:
         message = b"\0\0\0\0\0"
         live = call_headers(f"{SERVICE}/ServerLive")
         plain.sendall(PREFACE + frame(HEADERS, 4, 1, live) + frame(0, 1, 1, message))
@@ -354,38 +365,38 @@ def test_the_headers_of_the_rapid_reset_are_a_call(door):
             found += plain.recv(4096)
 
 
-def test_case_104_many_bare_connections_are_survived_and_closed(door):
-    sockets = [socket.create_connection(address(door), 5) for _ in range(300)]
-    assert check(door) == SERVING
-    assert closes(sockets[0], 6)
+def test_case_104_many_bare_connections_are_survived_and_closed(impatient):
+    sockets = [connect(impatient) for _ in range(300)]
+    assert check(impatient) == SERVING
+    wait_until(lambda: is_closed(sockets[0]))
     for one in sockets:
         one.close()
-    assert check(door) == SERVING
+    assert check(impatient) == SERVING
 
 
-def closes(connection, seconds):
-    connection.settimeout(seconds)
+def is_closed(connection):
+    connection.setblocking(False)
     try:
         while connection.recv(4096):
             pass
-    except TimeoutError:
+    except BlockingIOError:
         return False
     except OSError:
         pass
     return True
 
 
-def address(door):
+def connect(door):
     host, port = door.address.rsplit(":", 1)
-    return host, int(port)
+    return socket.create_connection((host, int(port)), PATIENCE_S)
 
 
 def test_connections_above_the_limit_are_closed(tmp_path, triton):
     options = ("--workers", "1")
     with opened(tmp_path, triton.address, *options, max_connections=20) as door:
         assert check(door) == SERVING
-        sockets = [socket.create_connection(address(door), 5) for _ in range(40)]
-        assert sum(closes(one, 0.2) for one in sockets) >= 20
+        sockets = [connect(door) for _ in range(40)]
+        wait_until(lambda: sum(is_closed(one) for one in sockets) >= 20)
         assert check(door) == SERVING
         for one in sockets:
             one.close()
@@ -393,13 +404,13 @@ def test_connections_above_the_limit_are_closed(tmp_path, triton):
 
 def test_case_103_an_idle_stream_is_closed_and_one_with_a_request_is_not(tmp_path, triton):
     options = ("--workers", "1")
-    with opened(tmp_path, triton.address, *options, stream_idle_timeout_s=1.0) as door:
+    with opened(tmp_path, triton.address, *options, stream_idle_timeout_s=4.0) as door:
         unused, used, busy = (Stream(door.stub) for _ in range(3))
         assert used.ask(id="1").infer_response.id == "1"
         busy.ask("wait", id="2")
         for stream in (unused, used):
             code, details = stream.status()
-            assert code is CODE.UNAVAILABLE and "no request for 1 s" in details
+            assert code is CODE.UNAVAILABLE and "no request for 4 s" in details
         triton.release.set()
         assert next(busy.call).infer_response.id == "2", "its request was in flight all the time"
         busy.close()

@@ -8,7 +8,7 @@ import os
 import socket
 import ssl
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +19,12 @@ from tritonclient.grpc import service_pb2, service_pb2_grpc
 import certificates
 from certificates import Certificates
 from grpc_guard import Door, StandIn, opened
-from http_door import BODY, EVENT, Running, a_door
+from http_door import BODY, EVENT, IMPATIENT, Running, a_door
 from inflight.access.tls import TlsFiles
 from inflight.door.certificate import REREAD_S
 from inflight_client import Client, InvalidRequest
 from kserve import request, text
+from waiting import PATIENCE_S, wait_until
 
 
 @pytest.fixture(scope="module")
@@ -54,13 +55,29 @@ def grpc_door(tmp_path_factory: pytest.TempPathFactory, options: tuple[str, ...]
     triton = StandIn()
     folder = tmp_path_factory.mktemp("grpc")
     started = ("--workers", "1", "--drain", "1", *options)
-    with opened(folder, triton.address, *started, header_timeout_s=1.0) as door:
+    with opened(folder, triton.address, *started) as door:
         yield door
     triton.close()
 
 
+@pytest.fixture(scope="module", params=["http", "grpc"])
+def impatient(
+    tmp_path_factory: pytest.TempPathFactory,
+    options: tuple[str, ...],
+    request: pytest.FixtureRequest,
+) -> Iterator[Running | Door]:
+    """A door that soon gives up slow clients."""
+    folder = tmp_path_factory.mktemp("impatient")
+    if request.param == "http":
+        with a_door(folder, *options, limits=IMPATIENT) as running:
+            yield running
+    else:
+        with opened(folder, "127.0.0.1:1", *options, header_timeout_s=1.0) as door:
+            yield door
+
+
 def post(door: Running, context: ssl.SSLContext, route: str = "echo/generate") -> tuple[int, bytes]:
-    connection = http.client.HTTPSConnection(door.address, context=context, timeout=10)
+    connection = http.client.HTTPSConnection(door.address, context=context, timeout=PATIENCE_S)
     try:
         connection.request("POST", f"/v2/models/{route}", BODY)
         response = connection.getresponse()
@@ -78,7 +95,7 @@ def secure(door: Door, made: Certificates, pair: tuple[Path, Path] | None = None
 
 def infer(channel: grpc.Channel) -> Any:
     stub = service_pb2_grpc.GRPCInferenceServiceStub(channel)
-    return stub.ModelInfer(request("tokenizer", text("x")), timeout=10)
+    return stub.ModelInfer(request("tokenizer", text("x")), timeout=PATIENCE_S)
 
 
 def test_https_serves_responses_and_streams(
@@ -103,7 +120,7 @@ def test_old_versions_are_refused(
     context.minimum_version = context.maximum_version = version
     context.set_ciphers("ALL:@SECLEVEL=0")
     with (
-        socket.create_connection((host, int(port)), timeout=10) as plain,
+        socket.create_connection((host, int(port)), timeout=PATIENCE_S) as plain,
         pytest.raises((ssl.SSLError, ConnectionResetError)),
         context.wrap_socket(plain),
     ):
@@ -117,17 +134,13 @@ def test_plain_http_on_the_tls_port_is_closed(http_door: Running, made: Certific
 
 
 @pytest.mark.parametrize("pause_s", [None, 0.5], ids=["silent", "slow"])
-@pytest.mark.parametrize("kind", ["http", "grpc"])
-def test_104_a_slow_handshake_is_closed(
-    http_door: Running, grpc_door: Door, kind: str, pause_s: float | None
-) -> None:
+def test_104_a_slow_handshake_is_closed(impatient: Running | Door, pause_s: float | None) -> None:
     """A client that sends nothing, or a byte twice a second."""
-    address = http_door.address if kind == "http" else grpc_door.address
-    host, _, port = address.rpartition(":")
+    host, _, port = impatient.address.rpartition(":")
     hello = b"\x16\x03\x01\x02\x00" + bytes(512)  # a record, of which most never comes
     started = time.monotonic()
-    with socket.create_connection((host, int(port)), timeout=10) as plain:
-        plain.settimeout(pause_s or 10.0)
+    with socket.create_connection((host, int(port)), timeout=PATIENCE_S) as plain:
+        plain.settimeout(pause_s or PATIENCE_S)
         for number in range(len(hello)):
             with contextlib.suppress(TimeoutError):
                 try:
@@ -135,7 +148,7 @@ def test_104_a_slow_handshake_is_closed(
                         break
                 except ConnectionError:
                     break
-            assert pause_s is not None and time.monotonic() - started < 20.0
+            assert pause_s is not None and time.monotonic() - started < PATIENCE_S
             with contextlib.suppress(OSError):  # closed; found by the next read
                 plain.send(hello[number : number + 1])
     assert time.monotonic() - started >= 0.9
@@ -203,7 +216,7 @@ def trusts(address: str, made: Certificates) -> bool:
     """Whether a new handshake has a certificate of this authority."""
     host, _, port = address.rpartition(":")
     context = made.context()
-    with socket.create_connection((host, int(port)), timeout=10) as plain:
+    with socket.create_connection((host, int(port)), timeout=PATIENCE_S) as plain:
         try:
             with context.wrap_socket(plain, server_hostname=host):
                 return True
@@ -218,24 +231,19 @@ def stays(address: str, made: Certificates) -> None:
         assert trusts(address, made)
 
 
-def wait_for(what: Callable[[], bool]) -> None:
-    until = time.monotonic() + 20
-    while not what():
-        assert time.monotonic() < until
-        time.sleep(0.1)
-
-
 def test_the_http_door_takes_a_new_certificate_and_keeps_its_streams(tmp_path: Path) -> None:
     old = certificates.make(tmp_path / "old")
     with a_door(tmp_path, *old.options) as door:
-        connection = http.client.HTTPSConnection(door.address, context=old.context(), timeout=20)
+        connection = http.client.HTTPSConnection(
+            door.address, context=old.context(), timeout=PATIENCE_S
+        )
         connection.request("POST", "/v2/models/endless/generate_stream", BODY)
         response = connection.getresponse()
         assert response.read(len(EVENT)) == EVENT
         Path(old.server.cert).write_text("broken")
         stays(door.address, old)
         new = renew(old.server, tmp_path / "new")
-        wait_for(lambda: trusts(door.address, new))
+        wait_until(lambda: trusts(door.address, new))
         assert not trusts(door.address, old)
         assert post(door, new.context()) == (200, BODY.replace(b": ", b":"))
         assert response.read(3 * len(EVENT)) == 3 * EVENT, "an open stream goes on"
@@ -247,12 +255,14 @@ def test_the_grpc_door_takes_a_new_certificate_and_keeps_its_streams(tmp_path: P
     started = ("--workers", "1", "--drain", "1", *old.options)
     with opened(tmp_path, triton.address, *started) as door, secure(door, old) as channel:
         stub = service_pb2_grpc.GRPCInferenceServiceStub(channel)
-        stream = stub.ModelStreamInfer(iter([request("endless", text("x"), id="1")]), timeout=60)
+        stream = stub.ModelStreamInfer(
+            iter([request("endless", text("x"), id="1")]), timeout=2 * PATIENCE_S
+        )
         next(stream)
         Path(old.server.cert).write_text("broken")
         stays(door.address, old)
         new = renew(old.server, tmp_path / "new")
-        wait_for(lambda: trusts(door.address, new))
+        wait_until(lambda: trusts(door.address, new))
         with secure(door, new) as another:
             infer(another)
         with secure(door, old) as another, pytest.raises(grpc.RpcError) as caught:

@@ -10,7 +10,7 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import grpc
@@ -24,10 +24,11 @@ from inflight.door.http import upstream
 from inflight.door.http.upstream import Upstream, UpstreamLost
 from kserve import request, text
 from tcp_proxy import TcpProxy, proxied
+from waiting import PATIENCE_S, wait_until
 
-# The doors' patience with Triton; far below each time limit of the tests.
-PATIENCE_S = 1.0
-NOTICED_S = 20.0
+# The patience with Triton of the doors in question; far below each time limit of the tests.
+GIVES_UP_S = 1.0
+TIMEOUT_S = 2 * PATIENCE_S
 BODY = {"text_input": "x"}
 Code = grpc.StatusCode
 
@@ -37,19 +38,38 @@ Code = grpc.StatusCode
 
 @pytest.fixture(scope="module")
 def door(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    limits = {**LIMITS, "first_byte_timeout_s": PATIENCE_S}
-    with a_door(tmp_path_factory.mktemp("http"), limits=limits) as running:
+    with a_door(tmp_path_factory.mktemp("http")) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def impatient(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    limits = {**LIMITS, "first_byte_timeout_s": GIVES_UP_S}
+    with a_door(tmp_path_factory.mktemp("impatient"), limits=limits) as running:
         yield running
 
 
 @pytest.fixture(autouse=True)
 def _serves_afterwards(request: pytest.FixtureRequest) -> Iterator[None]:
     yield
-    if "door" in request.fixturenames:
-        running: Running = request.getfixturevalue("door")
-        status, _, reply = ask(running, "POST", "/v2/models/echo/generate", BODY)
+    for name in {"door", "impatient"} & set(request.fixturenames):
+        running: Running = request.getfixturevalue(name)
+        status, reply = ask_in_time(running, "echo/generate")
         assert (status, json.loads(reply)) == (200, BODY)
         assert ask(running, "GET", "/v2/health/ready")[0] == 200
+
+
+def ask_in_time(door: Running, route: str) -> tuple[int, bytes]:
+    """Status and body of an answer that Triton has begun: on a busy machine, it may have been given
+    up before."""
+
+    def begun() -> tuple[int, bytes] | None:
+        status, _, reply = ask(door, "POST", f"/v2/models/{route}", BODY)
+        return (status, reply) if status != 504 else None
+
+    found = wait_until(begun)
+    assert found is not None
+    return found
 
 
 def events(reply: bytes) -> list[dict[str, str]]:
@@ -83,35 +103,28 @@ def test_half_an_answer_is_no_answer(door: Running, fault: str) -> None:
     assert status == 503 and "text_output" not in reply.decode()
 
 
-def test_a_stalled_stream_ends_with_an_error_event(door: Running) -> None:
-    num_lost, started = door.triton.num_lost, time.monotonic()
-    status, _, reply = ask(door, "POST", "/v2/models/stalled/generate_stream", BODY)
-    assert PATIENCE_S <= time.monotonic() - started < NOTICED_S
+def test_a_stalled_stream_ends_with_an_error_event(impatient: Running) -> None:
+    num_lost, started = impatient.triton.num_lost, time.monotonic()
+    status, reply = ask_in_time(impatient, "stalled/generate_stream")
+    assert time.monotonic() - started >= GIVES_UP_S
     assert status == 200
     first, error = events(reply)
     assert first == {"text_output": "a"} and "in time" in error["error"]
-    wait_for(lambda: door.triton.num_lost == num_lost + 1)
+    wait_until(lambda: impatient.triton.num_lost > num_lost)
 
 
 @pytest.mark.parametrize("model", ["stalled", "slow"])
-def test_a_stalled_answer_is_504(door: Running, model: str) -> None:
-    num_lost = door.triton.num_lost
-    status, _, reply = ask(door, "POST", f"/v2/models/{model}/generate", BODY)
+def test_a_stalled_answer_is_504(impatient: Running, model: str) -> None:
+    num_lost = impatient.triton.num_lost
+    status, _, reply = ask(impatient, "POST", f"/v2/models/{model}/generate", BODY)
     assert status == 504 and "in time" in json.loads(reply)["error"]
-    wait_for(lambda: door.triton.num_lost == num_lost + 1)
+    wait_until(lambda: impatient.triton.num_lost > num_lost)
 
 
 @pytest.mark.parametrize("model", ["odd_config", "mute_config"])
-def test_a_model_whose_configuration_is_not_answered_is_503(door: Running, model: str) -> None:
-    status, _, reply = ask(door, "POST", f"/v2/models/{model}/generate", BODY)
+def test_a_model_whose_configuration_is_not_answered_is_503(impatient: Running, model: str) -> None:
+    status, _, reply = ask(impatient, "POST", f"/v2/models/{model}/generate", BODY)
     assert status == 503 and "retry later" in json.loads(reply)["error"]
-
-
-def wait_for(what: Callable[[], bool]) -> None:
-    until = time.monotonic() + NOTICED_S
-    while not what():
-        assert time.monotonic() < until
-        time.sleep(0.02)
 
 
 def test_connecting_to_a_triton_that_accepts_nothing_is_bounded(
@@ -129,7 +142,7 @@ def test_connecting_to_a_triton_that_accepts_nothing_is_bounded(
         started = time.monotonic()
         with pytest.raises(UpstreamLost):
             asyncio.run(Upstream("127.0.0.1", port).connect())
-        assert 0.3 <= time.monotonic() - started < 10
+        assert 0.29 <= time.monotonic() - started < PATIENCE_S
 
 
 # gRPC
@@ -143,9 +156,9 @@ def triton() -> Iterator[StandIn]:
 
 
 @contextlib.contextmanager
-def grpc_door(folder: Path, address: str) -> Iterator[Door]:
+def grpc_door(folder: Path, address: str, first_byte_timeout_s: float) -> Iterator[Door]:
     options = ("--workers", "1", "--drain", "1")
-    with opened(folder, address, *options, first_byte_timeout_s=PATIENCE_S) as door:
+    with opened(folder, address, *options, first_byte_timeout_s=first_byte_timeout_s) as door:
         yield door
 
 
@@ -156,19 +169,19 @@ def between(triton: StandIn) -> Iterator[TcpProxy]:
 
 
 def begin(door: Door, model: str) -> grpc.Call:
-    return door.stub.ModelStreamInfer(iter([request(model, text("x"), id="1")]), timeout=60)
+    return door.stub.ModelStreamInfer(iter([request(model, text("x"), id="1")]), timeout=TIMEOUT_S)
 
 
 def assert_serves(door: Door) -> None:
     def serves() -> bool:
         try:
             found = next(begin(door, "generate")).infer_response.raw_output_contents[0]
-        except grpc.RpcError as error:  # until it has connected again
-            assert error.code() is Code.UNAVAILABLE
+        except grpc.RpcError as error:  # until it has connected again, and Triton answers in time
+            assert error.code() in (Code.UNAVAILABLE, Code.DEADLINE_EXCEEDED)
             return False
         return bool(found == b"all")
 
-    wait_for(serves)
+    wait_until(serves)
 
 
 def assert_is_clean(error: grpc.RpcError) -> None:
@@ -178,7 +191,7 @@ def assert_is_clean(error: grpc.RpcError) -> None:
 def test_a_connection_reset_in_mid_stream_ends_its_grpc_streams(
     tmp_path: Path, between: TcpProxy
 ) -> None:
-    with grpc_door(tmp_path, between.address) as door:
+    with grpc_door(tmp_path, between.address, TIMEOUT_S) as door:
         calls = [begin(door, "endless") for _ in range(3)]
         for call in calls:
             next(call)
@@ -194,19 +207,33 @@ def test_a_connection_reset_in_mid_stream_ends_its_grpc_streams(
 
 
 def test_a_grpc_stream_that_stalls_ends_in_time(tmp_path: Path, between: TcpProxy) -> None:
-    with grpc_door(tmp_path, between.address) as door:
-        call = begin(door, "endless")
-        next(call)
+    with grpc_door(tmp_path, between.address, GIVES_UP_S) as door:
+        call = begun(door, "endless")
         started = time.monotonic()
         between.is_black_hole = True
         with pytest.raises(grpc.RpcError) as caught:
             for _ in call:
                 pass
         assert caught.value.code() is Code.DEADLINE_EXCEEDED
-        assert PATIENCE_S <= time.monotonic() - started < NOTICED_S
+        assert time.monotonic() - started < PATIENCE_S
         between.is_black_hole = False
         between.reset()  # as when the supervisor replaces Triton
         assert_serves(door)
+
+
+def begun(door: Door, model: str) -> grpc.Call:
+    """A stream after its first response: on a busy machine, it may have been given up before."""
+
+    def begin_once() -> grpc.Call | None:
+        call = begin(door, model)
+        try:
+            next(call)
+        except grpc.RpcError as error:
+            assert error.code() is Code.DEADLINE_EXCEEDED
+            return None
+        return call
+
+    return wait_until(begin_once)
 
 
 class BrokenServer:
@@ -264,16 +291,16 @@ def test_a_triton_that_speaks_no_grpc_costs_each_request_one_error(
     answer, closes = BROKEN[case]
     server = BrokenServer(answer, closes=closes)
     try:
-        with grpc_door(tmp_path, server.address) as door:
+        with grpc_door(tmp_path, server.address, GIVES_UP_S) as door:
             started = time.monotonic()
             stub = service_pb2_grpc.GRPCInferenceServiceStub(door.channel)
             with pytest.raises(grpc.RpcError) as caught:
-                stub.ModelInfer(request("generate", text("x")), timeout=60)
+                stub.ModelInfer(request("generate", text("x")), timeout=TIMEOUT_S)
             errors = [caught.value]
             with pytest.raises(grpc.RpcError) as caught:
                 list(begin(door, "generate"))
             errors.append(caught.value)
-            assert time.monotonic() - started < NOTICED_S
+            assert time.monotonic() - started < PATIENCE_S
             for error in errors:
                 assert error.code() in (Code.UNAVAILABLE, Code.DEADLINE_EXCEEDED)
                 assert_is_clean(error)

@@ -31,7 +31,7 @@ def sequence(request_id: int) -> Sequence:
 
 
 def poll(grammars: GrammarQueue) -> list[tuple[Sequence, InflightError | None]]:
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 60
     while not (found := grammars.poll()):
         assert time.monotonic() < deadline
         time.sleep(0.005)
@@ -43,7 +43,7 @@ def held(monkeypatch: pytest.MonkeyPatch, make: Callable[..., object]) -> Callab
     go = threading.Event()
 
     def wait_and_make(*arguments: object) -> object:
-        assert go.wait(30)
+        assert go.wait(60)
         return make(*arguments)
 
     monkeypatch.setattr(grammar_queue, "_make", wait_and_make)

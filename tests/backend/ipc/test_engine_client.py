@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 import socket
 import threading
-import time
 from pathlib import Path
 
 import pytest
 
 from inflight.ipc.engine_client import EngineClient, engine_sockets, socket_path
 from inflight.ipc.frames import Connection, Welcome
+from waiting import PATIENCE_S, wait_until
 
 
 @pytest.fixture
@@ -46,8 +46,5 @@ def test_a_lost_engine_leaves_no_thread() -> None:
     EngineClient(Connection(ours), welcome, lambda events: None, lost.set, lambda progress: None)
     assert len(set(threading.enumerate()) - before) == 2
     engines.close()
-    assert lost.wait(5)
-    deadline = time.monotonic() + 5
-    while set(threading.enumerate()) - before:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    assert lost.wait(PATIENCE_S)
+    wait_until(lambda: not set(threading.enumerate()) - before)

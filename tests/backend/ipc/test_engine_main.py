@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import queue
+import select
 import signal
 import socket
 import stat
@@ -26,10 +27,12 @@ from inflight.engine.pipeline import MAX_CONSECUTIVE_FAILURES
 from inflight.engine.stats import Stats
 from inflight.errors import CapacityError, ConfigError, EngineError
 from inflight.ipc import engine_client
-from inflight.ipc.engine_main import LAST_FRONT_GRACE_S, Command, EngineProcess, StatsLog
+from inflight.ipc.engine_main import LAST_FRONT_GRACE_S, Command, EngineProcess, Peer, StatsLog
+from inflight.ipc.frames import PROTOCOL, Cancel, Connection, Hello
 from inflight.ipc.heartbeat import overdue_s
 from inflight.ipc.owner import Owner
 from inflight.sampling.params import SamplingParams
+from waiting import PATIENCE_S, wait_until
 
 SUPERVISOR = Owner(os.getpid(), is_supervisor=True)
 
@@ -70,6 +73,21 @@ def test_the_loop_of_a_broken_engine_ends() -> None:
         EngineProcess(hub, engine).run()  # type: ignore[arg-type]
     assert engine.num_steps == 1
     assert len(hub.sent) == 1, "the events of the step are sent first"
+
+
+def test_a_peer_gets_what_was_sent_before_the_engine_exits() -> None:
+    ours, theirs = (Connection(end) for end in socket.socketpair())
+    peer = Peer(ours, Hello(PROTOCOL, "front", 1), 1)
+    found: list[object] = []
+    reader = threading.Thread(target=lambda: found.extend(iter(theirs.receive, None)))
+    reader.start()
+    for request_id in range(2000):
+        peer.send(Cancel(request_id))
+    peer.finish(PATIENCE_S)
+    ours.close()
+    reader.join(PATIENCE_S)
+    assert found == [Cancel(request_id) for request_id in range(2000)]
+    theirs.close()
 
 
 class Working:
@@ -130,13 +148,6 @@ def test_statistics_cost_nothing_unless_queried(caplog: pytest.LogCaptureFixture
     assert engine.num_calls == 0 and caplog.messages == []
 
 
-def wait_until(condition, timeout_s: float) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, "not in time"
-        time.sleep(0.02)
-
-
 def test_a_request_is_answered(front: Front):
     request_id = front.submit([5, 6, 7], max_tokens=3)
     events = front.finish(request_id)
@@ -172,13 +183,18 @@ def test_a_rejected_request_yields_one_error(front: Front):
     assert front.finish(served)[-1].finish_reason == FinishReason.LENGTH
 
 
-def test_cancel_ends_a_request_and_frees_its_blocks(front: Front):
+def test_cancel_ends_a_request_and_frees_its_blocks(
+    model_directory: Path, monkeypatch: pytest.MonkeyPatch
+):
+    set_failpoint(monkeypatch, "slow", 20)
+    front = Front(model_directory)
     request_id = front.submit([1] * 20, max_tokens=8000, ignore_eos=True)
-    front.events.get(timeout=20)
+    front.events.get(timeout=PATIENCE_S)
     front.client.cancel(request_id)
     assert front.finish(request_id)[-1].finish_reason == FinishReason.CANCELLED
     stats = front.client.stats()
     assert (stats.num_running, stats.num_free_blocks) == (0, stats.num_blocks)
+    front.client.close()
 
 
 def test_a_front_is_informed_of_deliveries_for_its_requests(front: Front, model_directory: Path):
@@ -187,8 +203,8 @@ def test_a_front_is_informed_of_deliveries_for_its_requests(front: Front, model_
     detokenizer = engine_client.attach(path, "detokenizer")
     mine, theirs = front.client.next_request_id(), other.client.next_request_id()
     detokenizer.delivered([(theirs, 5), (mine, 7)])
-    assert front.delivered.get(timeout=5) == (mine, 7)
-    assert other.delivered.get(timeout=5) == (theirs, 5)
+    assert front.delivered.get(timeout=PATIENCE_S) == (mine, 7)
+    assert other.delivered.get(timeout=PATIENCE_S) == (theirs, 5)
     assert front.delivered.empty()
     detokenizer.close()
     other.client.close()
@@ -196,12 +212,12 @@ def test_a_front_is_informed_of_deliveries_for_its_requests(front: Front, model_
 
 def test_a_draining_engine_refuses_the_new_and_finishes_the_old(front: Front):
     old = front.submit([1] * 20, max_tokens=2000, ignore_eos=True)
-    front.events.get(timeout=20)
+    front.events.get(timeout=PATIENCE_S)
     front.client.drain()
     new = front.submit([5], max_tokens=1)
     ended: list[TokenEvent] = []
     while len(ended) < 2:
-        event = front.events.get(timeout=30)
+        event = front.events.get(timeout=PATIENCE_S)
         assert event is not None
         if event.is_last:
             ended.append(event)
@@ -213,32 +229,32 @@ def test_a_draining_engine_refuses_the_new_and_finishes_the_old(front: Front):
 def test_requests_of_a_crashed_front_are_cancelled(front: Front, model_directory: Path):
     other = Front(model_directory)
     other.submit([1] * 20, max_tokens=8000, ignore_eos=True)
-    other.events.get(timeout=20)
+    other.events.get(timeout=PATIENCE_S)
     other.client.close()
-    wait_until(lambda: front.client.stats().num_running == 0, 5)
+    wait_until(lambda: front.client.stats().num_running == 0)
 
 
 def test_the_engine_ends_after_its_last_front(model_directory: Path):
     front = Front(model_directory)
     assert len(running_engines(model_directory)) == 1
     front.client.close()
-    wait_until(lambda: not running_engines(model_directory), 10)
+    wait_until(lambda: not running_engines(model_directory))
     assert not engine_client.socket_path(model_directory, os.getpid()).exists()
 
 
 def test_the_engine_ends_with_its_server(model_directory: Path) -> None:
     """Even with clients attached: it holds memory that the next server needs."""
-    server = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    server = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
     lost = threading.Event()
     owner = Owner(server.pid, is_supervisor=False)
     client = engine_client.attach_front(model_directory, owner, lambda events: None, lost.set)
     path = engine_client.socket_path(model_directory, server.pid)
     server.kill()
     server.wait()
-    assert lost.wait(5)
+    assert lost.wait(PATIENCE_S)
     client.close()
-    wait_until(lambda: not path.exists(), 5)
-    wait_until(lambda: not path.parent.exists(), 5)
+    wait_until(lambda: not path.exists())
+    wait_until(lambda: not path.parent.exists())
     with pytest.raises(EngineError, match="the server has exited"):
         engine_client.attach_front(model_directory, owner, lambda events: None, lost.set)
 
@@ -274,18 +290,27 @@ def test_a_stopped_engine_misses_its_beat_whether_it_works_or_not(
     socket_path = engine_client.socket_path(model_directory, os.getpid())
     beat = engine_client.heartbeat_path(socket_path)
     time.sleep(1.5)
-    assert overdue_s(beat) == 0.0
+    wait_until(lambda: overdue_s(beat) == 0.0)
     for is_working in (False, True):
         if is_working:
             front.submit([1] * 20, max_tokens=8000, ignore_eos=True)
-            assert front.events.get(timeout=5) is not None
-        supervised.send_signal(signal.SIGSTOP)
-        started = time.monotonic()
-        wait_until(lambda: overdue_s(beat) > 0.0, 5)
-        assert time.monotonic() - started > 1.0, "a step may take a while"
-        supervised.send_signal(signal.SIGCONT)
-        wait_until(lambda: overdue_s(beat) == 0.0, 5)
+            assert front.events.get(timeout=PATIENCE_S) is not None
+        patience_s = [stopped_until_overdue(supervised, beat)]
+        while patience_s[-1] <= 1.0 and len(patience_s) < 5:
+            patience_s.append(stopped_until_overdue(supervised, beat))
+        assert patience_s[-1] > 1.0, "a step may take a while"
     front.client.close()
+
+
+def stopped_until_overdue(engine: subprocess.Popen[bytes], beat: Path) -> float:
+    """Seconds; less if the engine was paused before, as by a busy machine."""
+    started = time.monotonic()
+    engine.send_signal(signal.SIGSTOP)
+    wait_until(lambda: overdue_s(beat) > 0.0)
+    found = time.monotonic() - started
+    engine.send_signal(signal.SIGCONT)
+    wait_until(lambda: overdue_s(beat) == 0.0)
+    return found
 
 
 def test_a_front_waits_for_the_supervisor_to_start_the_engine(model_directory: Path) -> None:
@@ -295,23 +320,22 @@ def test_a_front_waits_for_the_supervisor_to_start_the_engine(model_directory: P
     time.sleep(0.5)
     assert running_engines(model_directory) == [] and not fronts
     process = engine_client.start_engine(model_directory, SUPERVISOR)
-    waiting.join(20)
+    waiting.join(PATIENCE_S)
     try:
         (front,) = fronts
         assert front.finish(front.submit([3], max_tokens=1))[-1].is_last
         front.client.close()
     finally:
         process.terminate()
-        assert process.wait(5) == 0
+        assert process.wait(PATIENCE_S) == 0
 
 
 def test_a_front_hears_of_an_engine_that_is_killed(front: Front, model_directory: Path):
     front.submit([1] * 20, max_tokens=8000, ignore_eos=True)
     (pid,) = running_engines(model_directory)
     os.kill(pid, signal.SIGKILL)
-    deadline = time.monotonic() + 5
-    while front.events.get(timeout=5) is not None:
-        assert time.monotonic() < deadline
+    while front.events.get(timeout=PATIENCE_S) is not None:
+        pass
 
 
 def lose_engine(model_directory: Path, prompt: list[int], kill: bool = False) -> None:
@@ -319,13 +343,13 @@ def lose_engine(model_directory: Path, prompt: list[int], kill: bool = False) ->
     front = Front(model_directory)
     front.submit(prompt, max_tokens=8000, ignore_eos=True)
     if kill:
-        assert front.events.get(timeout=20) is not None
+        assert front.events.get(timeout=PATIENCE_S) is not None
         (pid,) = running_engines(model_directory)
         os.kill(pid, signal.SIGKILL)
-    while (event := front.events.get(timeout=20)) is not None:
+    while (event := front.events.get(timeout=PATIENCE_S)) is not None:
         assert event.error is None, event.error
     front.client.close()
-    wait_until(lambda: not running_engines(model_directory), 5)
+    wait_until(lambda: not running_engines(model_directory))
 
 
 POISON = [5, 4242, 6]
@@ -363,7 +387,7 @@ def test_a_request_that_breaks_every_step_is_refused_in_the_end(
             is_lost = len(kinds) % MAX_CONSECUTIVE_FAILURES == 0
         front.client.close()
         if is_lost:
-            wait_until(lambda: not running_engines(model_directory), 5)
+            wait_until(lambda: not running_engines(model_directory))
     assert kinds == ["engine"] * (2 * MAX_CONSECUTIVE_FAILURES) + ["quarantined"]
 
 
@@ -405,7 +429,12 @@ def test_an_engine_that_exits_before_it_accepts_is_not_listening(tmp_path: Path)
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
         listener.bind(str(path))
         listener.listen()
-        exits = threading.Timer(0.2, listener.close)
+
+        def exit_once_asked() -> None:
+            select.select([listener], [], [], PATIENCE_S)
+            listener.close()
+
+        exits = threading.Thread(target=exit_once_asked)
         exits.start()
         with pytest.raises(CapacityError, match="it has exited"):
             engine_client.attach(path, "observer")
@@ -429,6 +458,6 @@ def test_a_broken_frame_costs_its_sender_the_connection(front, model_directory, 
         peer.connect(str(path))
         peer.sendall(frame)
         peer.shutdown(socket.SHUT_WR)
-        peer.settimeout(5)
+        peer.settimeout(PATIENCE_S)
         assert peer.recv(1) == b""
     assert front.finish(front.submit([3], max_tokens=1))[-1].finish_reason == FinishReason.LENGTH

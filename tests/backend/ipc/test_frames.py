@@ -109,7 +109,7 @@ def test_both_directions_at_once(pair: tuple[Connection, Connection]) -> None:
     for thread in readers + writers:
         thread.start()
     for thread in readers + writers:
-        thread.join(timeout=30)
+        thread.join(timeout=60)
     assert received == [big, big]
 
 
@@ -138,7 +138,7 @@ def test_a_frame_in_crumbs_is_put_together(raw: tuple[socket.socket, Connection]
     thread = threading.Thread(target=crumble)
     thread.start()
     assert end.receive() == frames.Cancel(1)
-    thread.join(timeout=10)
+    thread.join(timeout=60)
 
 
 @pytest.mark.parametrize(
@@ -202,7 +202,7 @@ def test_closing_wakes_a_reader(pair: tuple[Connection, Connection]) -> None:
     reader = threading.Thread(target=lambda: received.append(pair[0].receive()))
     reader.start()
     pair[0].close()
-    reader.join(timeout=10)
+    reader.join(timeout=60)
     assert received == [None]
     pair[0].close()  # a second time does nothing
 

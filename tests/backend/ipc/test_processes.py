@@ -11,8 +11,9 @@ from collections.abc import Iterator
 import pytest
 
 from inflight.ipc.processes import Process, how_it_exited
+from waiting import wait_until
 
-SLEEP = [sys.executable, "-c", "import time; time.sleep(60)", "an argument"]
+SLEEP = [sys.executable, "-c", "import time; time.sleep(600)", "an argument"]
 
 
 @pytest.fixture
@@ -56,7 +57,8 @@ def test_another_one_of_the_same_number_is_not_it(child: subprocess.Popen[bytes]
 def test_children_and_their_arguments(child: subprocess.Popen[bytes]) -> None:
     assert found(child.pid) in Process.children_of(os.getpid())
     assert found(child.pid) not in Process.children_of(child.pid)
-    assert found(child.pid).arguments()[-1] == "an argument"
+    # For a moment after its exec, a process has none.
+    wait_until(lambda: found(child.pid).arguments()[-1:] == ["an argument"])
     child.kill()
     child.wait()
     assert Process(child.pid, "1").arguments() == []

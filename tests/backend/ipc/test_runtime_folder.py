@@ -6,7 +6,6 @@ import os
 import stat
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -14,6 +13,7 @@ import pytest
 from inflight.errors import ConfigError
 from inflight.ipc import runtime_folder
 from inflight.ipc.shared_memory import region_prefix
+from waiting import PATIENCE_S, has_arguments, wait_until
 
 
 @pytest.fixture
@@ -47,11 +47,11 @@ def test_a_stub_of_a_server_that_exited_is_ended(base: Path) -> None:
     ended.wait()
     runtime_folder.folder_of(ended.pid)
     arguments = [f"{region_prefix(ended.pid)}0a_1"]
-    stub = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)", *arguments])
+    stub = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)", *arguments])
     try:
-        time.sleep(0.3)  # its arguments are those of this process before
+        wait_until(lambda: has_arguments(stub.pid, *arguments))
         runtime_folder.remove_abandoned()
-        assert stub.wait(10) == -9
+        assert stub.wait(PATIENCE_S) == -9
     finally:
         stub.kill()
         stub.wait()

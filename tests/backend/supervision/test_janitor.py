@@ -14,13 +14,14 @@ import pytest
 from inflight.ipc import shared_memory
 from inflight.ipc.runtime_folder import clean_up
 from inflight.supervision import janitor
+from waiting import PATIENCE_S, has_arguments, wait_until
 
 
 @contextlib.contextmanager
 def running(*arguments: str) -> Iterator[subprocess.Popen[bytes]]:
-    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)", *arguments])
+    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)", *arguments])
     try:
-        time.sleep(0.3)  # its arguments are those of this process before
+        wait_until(lambda: has_arguments(process.pid, *arguments))
         yield process
     finally:
         process.kill()
@@ -43,7 +44,7 @@ def test_the_stubs_of_a_server_are_ended_and_no_others(memory: Path, has_folder:
         folder.mkdir()
     with running(region) as stub, running(other) as another:
         clean_up(folder)
-        assert stub.wait(10) == -9
+        assert stub.wait(PATIENCE_S) == -9
         assert another.poll() is None
     assert not folder.exists() and not (memory / region).exists()
 
@@ -54,8 +55,8 @@ def test_a_stub_is_ended_though_the_folder_is_gone(tmp_path: Path) -> None:
     with running(region) as stub:
         assert janitor_process.stdin is not None
         janitor_process.stdin.close()
-        assert janitor_process.wait(20) == 0
-        assert stub.wait(10) == -9
+        assert janitor_process.wait(PATIENCE_S) == 0
+        assert stub.wait(PATIENCE_S) == -9
 
 
 def test_it_acts_when_its_starter_has_exited_and_not_before(tmp_path: Path) -> None:
@@ -66,7 +67,7 @@ def test_it_acts_when_its_starter_has_exited_and_not_before(tmp_path: Path) -> N
     assert process.poll() is None and folder.exists()
     assert process.stdin is not None
     process.stdin.close()
-    assert process.wait(20) == 0
+    assert process.wait(PATIENCE_S) == 0
     assert not folder.exists()
 
 

@@ -18,7 +18,8 @@ child += "print(subprocess.Popen([sys.executable, '-c', {code!r}], stdout=to, st
 own = subprocess.Popen([sys.executable, "-c", ""])
 made = subprocess.run([sys.executable, "-c", child], capture_output=True, text=True, check=True)
 orphan = int(made.stdout)
-deadline = time.monotonic() + 20.0
+deadline = time.monotonic() + 60.0
+os.waitid(os.P_PID, own.pid, os.WEXITED | os.WNOWAIT)
 {then}
 while os.path.exists(f"/proc/{{orphan}}"):
     assert time.monotonic() < deadline, "it is still there"
@@ -33,7 +34,7 @@ assert own.wait() == 0, "its status was not taken from its owner"
     ("code", "then"),
     [
         ("import time; time.sleep(0.2)", ""),
-        ("import time; time.sleep(60)", "kill_children()"),
+        ("import time; time.sleep(600)", "kill_children()"),
     ],
     ids=["reaped", "killed"],
 )

@@ -16,6 +16,7 @@ from inflight.deploy.tritonserver import Server
 from inflight.ipc.owner import Owner
 from inflight.ipc.processes import Process
 from inflight.supervision.triton_child import TritonChild
+from waiting import has_arguments, wait_until
 
 _PROGRAM = "import sys; sys.stdin.read()"
 
@@ -33,10 +34,7 @@ class FakeServer(Server):
         self.children[model] = subprocess.Popen(
             [sys.executable, "-c", _PROGRAM, *arguments, f"{model}_0_0"], stdin=subprocess.PIPE
         )
-        found = Process.find(self.children[model].pid)
-        # For a moment after its exec, a process has no arguments.
-        while found is not None and not found.arguments():
-            time.sleep(0.001)
+        wait_until(lambda: has_arguments(self.children[model].pid, *arguments, f"{model}_0_0"))
         assert self.loaded is not None
         self.loaded = [*self.loaded, model]
 
@@ -77,10 +75,7 @@ def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeServ
 @pytest.fixture
 def child(server: FakeServer) -> Iterator[TritonChild]:
     found = TritonChild(server, Owner(os.getpid(), is_supervisor=True))
-    deadline = time.monotonic() + 10
-    while not found.is_ready:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    wait_until(lambda: found.is_ready)
     yield found
     found.close()
 

@@ -17,6 +17,7 @@ from inflight.triton import detokenizer, protocol
 from inflight.triton.detokenizer import DeliveryReports, DetokenizerFront
 from inflight.triton.sibling import load_tokenizer
 from texts import TEXTS
+from waiting import PATIENCE_S, wait_until
 
 REPOSITORY = Path(__file__).parents[3] / "model_repository"
 
@@ -82,13 +83,6 @@ def texts_of(responses):
     assert [response.error() for response in responses] == [None] * len(responses)
     assert all(response.tensors["text_output"].shape == (1, 1) for response in responses)
     return [response.tensors["text_output"][0, 0].decode() for response in responses]
-
-
-def wait_until(condition):
-    deadline = time.monotonic() + 5
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
 
 
 def test_any_split_of_any_text_adds_up_in_any_order(front, tokenizer):
@@ -197,7 +191,7 @@ def test_both_engines_hear_while_one_replaces_the_other(clients, monkeypatch):
     del sockets[0]
     wait_until(lambda: reports._clients == (clients[1],))
     reports.close()
-    reports._thread.join(5)
+    reports._thread.join(PATIENCE_S)
     assert not reports._thread.is_alive()
 
 
@@ -211,6 +205,7 @@ def test_a_detokenizer_that_is_loaded_under_streams_misses_no_delivery(monkeypat
         return attached[-1]
 
     monkeypatch.setattr(detokenizer, "attach", attach)
+    monkeypatch.setattr(detokenizer, "FIRST_ATTACH_S", PATIENCE_S)
     reports = DeliveryReports(REPOSITORY / "llm")
     reports.send([(7, 1)])
     assert [one.frames for one in attached] == [[[(7, 1)]]]
@@ -218,11 +213,12 @@ def test_a_detokenizer_that_is_loaded_under_streams_misses_no_delivery(monkeypat
 
 
 def test_a_detokenizer_does_not_wait_for_an_engine_that_loads(monkeypatch):
+    monkeypatch.setattr(detokenizer, "FIRST_ATTACH_S", PATIENCE_S)
     ended = threading.Event()
 
     def attach(path, role, on_lost, on_loading):
         on_loading(Loading("weights", 0.5))
-        ended.wait(10)
+        ended.wait(2 * PATIENCE_S)
         raise CapacityError("no engine is listening")
 
     monkeypatch.setattr(detokenizer, "attach", attach)
@@ -237,7 +233,7 @@ def test_closing_ends_the_attachment(clients):
     reports = DeliveryReports(REPOSITORY / "llm")
     wait_until(lambda: reports._clients)
     reports.close()
-    reports._thread.join(5)
+    reports._thread.join(PATIENCE_S)
     assert clients[0].closed
     assert not reports._thread.is_alive()
 

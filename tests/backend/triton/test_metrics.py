@@ -61,7 +61,7 @@ def value(name, **labels):
 
 
 def wait_for(is_so):
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 60
     while not is_so():
         assert time.monotonic() < deadline
         time.sleep(0.002)

@@ -11,6 +11,7 @@ import pytest
 from inflight.core.request import FinishReason, TokenEvent
 from inflight.errors import EngineError
 from inflight.triton.response_queue import ResponseQueue, SenderPool, Sweep
+from waiting import PATIENCE_S, wait_until
 
 
 class ResponseSink:
@@ -178,7 +179,7 @@ def test_streams_keep_their_order_under_load():
         for response_queue in mailboxes:
             response_queue.post(token(position, last=position == 50))
     for sink in outlets:
-        assert sink.ended.wait(10)
+        assert sink.ended.wait(PATIENCE_S)
         ids = [id_ for event in sink.events for id_ in event.token_ids]
         assert ids == list(range(1, 51))
     assert sum(len(sink.events) for sink in outlets) < 200 * 50, "nothing was coalesced"
@@ -219,9 +220,8 @@ def test_a_sweep_survives_an_exception(caplog):
         raise RuntimeError("the stub is going down")
 
     sweep = Sweep(look, interval=0.005)
-    time.sleep(0.1)
+    wait_until(lambda: len(looks) > 1)
     sweep.close()
-    assert len(looks) > 1
 
 
 def test_a_sweep_with_nothing_to_look_at_waits_until_it_is_woken():
@@ -232,10 +232,10 @@ def test_a_sweep_with_nothing_to_look_at_waits_until_it_is_woken():
         return False
 
     sweep = Sweep(look, interval=0.001)
-    assert looks.acquire(timeout=5)
+    assert looks.acquire(timeout=PATIENCE_S)
     assert not looks.acquire(timeout=0.1)
     sweep.wake()
-    assert looks.acquire(timeout=5)
+    assert looks.acquire(timeout=PATIENCE_S)
     sweep.close()
 
 
@@ -246,15 +246,13 @@ def test_a_sweep_that_is_woken_while_it_looks_looks_again():
     def look():
         looks.append(1)
         is_looking.set()
-        may_end.wait(5)
+        may_end.wait(PATIENCE_S)
         return False
 
     sweep = Sweep(look, interval=0.001)
-    assert is_looking.wait(5)
+    assert is_looking.wait(PATIENCE_S)
     sweep.wake()
     may_end.set()
-    deadline = time.monotonic() + 5
-    while len(looks) < 2 and time.monotonic() < deadline:
-        time.sleep(0.005)
+    wait_until(lambda: len(looks) == 2)
     sweep.close()
     assert len(looks) == 2

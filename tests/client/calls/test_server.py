@@ -19,7 +19,7 @@ def test_liveness_and_readiness_are_queried_from_the_server(use: Use) -> None:
         assert use(server.url, lambda client: client.is_live()) is True
         assert use(server.url, lambda client: client.is_ready()) is True
     with pytest.raises(ConnectionFailed, match="it must be gRPC's host:port"):
-        use(server.url, lambda client: client.is_ready(), timeout=5)
+        use(server.url, lambda client: client.is_ready(), timeout=60)
 
 
 def test_model_readiness_is_queried_by_name(use: Use) -> None:

@@ -1,9 +1,10 @@
 """Failures of an engine process, for tests that put this folder on PYTHONPATH.
 
-FAILPOINT is `KIND:NUMBER`. `abort`, `segfault` and `raise` end the engine in the step that runs a
-prompt with this token id; `leak` keeps so many bytes for each request; with `slow`, a step takes so
-many milliseconds, as one on a GPU does, without using a core; with `load`, loading pauses five
-times for so many milliseconds, or for ever while the file FAILPOINT_STALLS exists.
+FAILPOINT is `KIND:NUMBER`, or several of these with commas. `abort`, `segfault` and `raise` end the
+engine in the step that runs a prompt with this token id; `leak` keeps so many bytes for each
+request; with `slow`, a step takes so many milliseconds, as one on a GPU does, without using a core;
+with `load`, loading pauses five times for so many milliseconds, or for ever while the file
+FAILPOINT_STALLS exists.
 """
 
 from __future__ import annotations
@@ -73,5 +74,6 @@ def install(kind: str, number: int) -> None:
 
 
 if "inflight.ipc.engine_main" in sys.orig_argv and "FAILPOINT" in os.environ:
-    what, _, value = os.environ["FAILPOINT"].partition(":")
-    install(what, int(value))
+    for one in os.environ["FAILPOINT"].split(","):
+        what, _, value = one.partition(":")
+        install(what, int(value))

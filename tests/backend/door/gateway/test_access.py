@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import http.client
 import json
-import time
 from collections.abc import Iterator
 
 import pytest
@@ -14,6 +13,7 @@ from gateway import UNTIL_LEFT, Gateway, a_gateway, delta, end
 from inflight.access.key import KeyLimits
 from inflight.ipc.control import SOCKET, LoadModel, Models, ModelStatus, UnloadModel
 from keys import KeyDesk
+from waiting import PATIENCE_S, wait_until
 
 BODY = {"model": "llm", "prompt": "x"}
 
@@ -101,17 +101,13 @@ def test_a_limit_says_when_to_retry(gateway: Gateway, keys: KeyDesk) -> None:
 def test_a_request_counts_until_its_client_has_left(gateway: Gateway, keys: KeyDesk) -> None:
     secret = bearer(keys.issue(limits=KeyLimits(concurrent_requests=1)))
     gateway.triton.plays(delta("x"), UNTIL_LEFT)
-    connection = http.client.HTTPConnection("127.0.0.1", gateway.port, timeout=20)
+    connection = http.client.HTTPConnection("127.0.0.1", gateway.port, timeout=PATIENCE_S)
     connection.request("POST", "/v1/completions", json.dumps(BODY | {"stream": True}), secret)
     connection.getresponse().fp.readline()
     gateway.triton.plays(delta("x"), end())
     assert gateway.ask("POST", "/v1/completions", BODY, **secret)[0] == 429
     connection.close()
-    deadline = time.monotonic() + 10
-    while (status := gateway.ask("POST", "/v1/completions", BODY, **secret)[0]) == 429:
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-    assert status == 200
+    wait_until(lambda: gateway.ask("POST", "/v1/completions", BODY, **secret)[0] == 200)
 
 
 def test_admins_read_metrics(gateway: Gateway, keys: KeyDesk) -> None:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import http.client
 import json
-import time
 from typing import Any
 
 import pytest
 
 from gateway import DROP, UNTIL_LEFT, Gateway, delta, end, named_events
+from waiting import PATIENCE_S, wait_until
 
 TOOL = {
     "type": "function",
@@ -183,15 +183,12 @@ def test_an_error_after_the_first_token_fails_the_response(gateway: Gateway) -> 
 def test_a_client_that_leaves_ends_its_request(gateway: Gateway) -> None:
     gateway.triton.plays(delta("Hi"), UNTIL_LEFT)
     before = gateway.triton.num_lost
-    connection = http.client.HTTPConnection("127.0.0.1", gateway.port, timeout=20)
+    connection = http.client.HTTPConnection("127.0.0.1", gateway.port, timeout=PATIENCE_S)
     body = json.dumps({"model": "llm", "input": "Hello", "stream": True})
     connection.request("POST", "/v1/responses", body)
     assert connection.getresponse().read(10)
     connection.close()
-    deadline = time.monotonic() + 20
-    while gateway.triton.num_lost == before:
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    wait_until(lambda: gateway.triton.num_lost > before)
 
 
 @pytest.mark.parametrize(

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import http.client
 import json
+import threading
 import time
 from typing import Any
 
 import pytest
 
-from gateway import DROP, UNTIL_LEFT, Gateway, delta, end, sse
+from gateway import DROP, UNTIL_LEFT, Gateway, delta, end, events, sse
+from waiting import PATIENCE_S, wait_until
 
 MESSAGES = [{"role": "user", "content": "Hello"}]
 USAGE = {"stream_options": {"include_usage": True}}
@@ -188,10 +190,24 @@ def test_13_reasoning_can_be_left_out(gateway: Gateway) -> None:
     assert "".join(one.get("content", "") for one in deltas) == "two"
 
 
+def begin(gateway: Gateway, is_streamed: bool) -> http.client.HTTPConnection:
+    """Send a request; its response is not read yet."""
+    connection = http.client.HTTPConnection("127.0.0.1", gateway.port, timeout=PATIENCE_S)
+    body = {"model": "llm", "messages": MESSAGES, "stream": is_streamed}
+    connection.request("POST", "/v1/chat/completions", json.dumps(body))
+    return connection
+
+
 def test_10_an_error_in_mid_stream_is_the_last_event(gateway: Gateway) -> None:
     error = {"error": "the engine exited while it processed this request; retry it"}
-    gateway.triton.plays(delta("Hi"), 0.05, sse(error))
-    *chunks, last = gateway.stream()
+    has_begun = threading.Event()
+    gateway.triton.plays(delta("Hi"), has_begun, sse(error))
+    connection = begin(gateway, is_streamed=True)
+    response = connection.getresponse()
+    assert response.status == 200
+    has_begun.set()
+    *chunks, last = events(response.read())
+    connection.close()
     assert [chunk["choices"][0]["delta"].get("content") for chunk in chunks] == ["", "Hi"]
     assert last["error"]["message"] == error["error"]
     assert last["error"]["type"] == "server_error"
@@ -224,18 +240,12 @@ def test_11_a_client_that_leaves_ends_its_request(
 ) -> None:
     gateway.triton.plays(*script)  # type: ignore[arg-type]
     num_lost = gateway.triton.num_lost
-    connection = http.client.HTTPConnection("127.0.0.1", gateway.port, timeout=20)
-    body = {"model": "llm", "messages": MESSAGES, "stream": is_streamed}
-    connection.request("POST", "/v1/chat/completions", json.dumps(body))
-    deadline = time.monotonic() + 20
-    while not gateway.triton.requests and time.monotonic() < deadline:
-        time.sleep(0.01)
+    connection = begin(gateway, is_streamed)
+    wait_until(lambda: gateway.triton.requests)
     time.sleep(0.1)
     assert gateway.triton.num_lost == num_lost
     connection.close()
-    while gateway.triton.num_lost == num_lost and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert gateway.triton.num_lost == num_lost + 1
+    wait_until(lambda: gateway.triton.num_lost == num_lost + 1)
 
 
 def test_completions_stream_text(gateway: Gateway) -> None:

@@ -6,7 +6,6 @@ import itertools
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,6 +15,7 @@ from inflight.errors import ConfigError
 from inflight.ipc.gpu.ledger import GpuLedger
 from inflight.ipc.processes import Process
 from inflight.kv.budget import GPU_OVERHEAD_BYTES
+from waiting import PATIENCE_S, wait_until
 
 GIB = 1 << 30
 TOTAL = 24 * GIB
@@ -102,7 +102,7 @@ def test_simultaneous_starts_load_one_after_another(tmp_path: Path, engines: Eng
             with found as reservation:
                 loading += 1
                 most = max(most, loading)
-                time.sleep(0.15)
+                wait_until(lambda: waits)
                 loading -= 1
                 reservation.settle(3 * GIB)  # less than was expected
         except ConfigError as error:
@@ -161,7 +161,7 @@ def test_an_engine_that_dies_while_it_loads_stops_nobody(tmp_path: Path, engines
     """The kernel releases its lock, and its entry does not count."""
     program = (
         "import sys, time; from pathlib import Path; from inflight.ipc.file_lock import file_lock\n"
-        "with file_lock(Path(sys.argv[1])): print('locked', flush=True); time.sleep(60)"
+        "with file_lock(Path(sys.argv[1])): print('locked', flush=True); time.sleep(600)"
     )
     path = tmp_path / "GPU-12345678-aaaa.lock"
     child = subprocess.Popen([sys.executable, "-c", program, path], stdout=subprocess.PIPE)
@@ -176,14 +176,14 @@ def test_an_engine_that_dies_while_it_loads_stops_nobody(tmp_path: Path, engines
     assert not done.wait(0.5)
     child.kill()
     child.communicate()
-    assert done.wait(10)
+    assert done.wait(PATIENCE_S)
 
 
 def test_the_successor_of_an_engine_waits_for_its_memory(tmp_path: Path, engines: Engines) -> None:
     first = engines.start()
     start(ledger(tmp_path), "one", 20, first)
     threading.Timer(0.4, engines.kill, (first,)).start()
-    start(ledger(tmp_path, patience_s=10.0), "one", 20, engines.start())
+    start(ledger(tmp_path, patience_s=PATIENCE_S), "one", 20, engines.start())
     assert budgets(ledger(tmp_path)) == {"one": 20.0}
 
 

@@ -149,7 +149,7 @@ def test_a_gpu_that_is_lost_has_no_power(nvml: FakeNvml) -> None:
 def test_the_meter_reads_by_itself(nvml: FakeNvml) -> None:
     meter = PowerMeter(find(), interval_s=0.01)
     meter.start()
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 60
     while meter.watts() != 42.0 and time.monotonic() < deadline:
         nvml.power[0] = 42_000
     meter.close()

@@ -11,7 +11,7 @@ import pytest
 
 from attached_front import Front, running_engines
 from inflight.errors import EngineError
-from inflight.ipc.engine_client import EngineClient
+from inflight.ipc.engine_client import STATS_TIMEOUT_S, EngineClient
 from inflight.ipc.metrics.source import MetricsSource
 
 
@@ -38,11 +38,11 @@ def test_counters_continue_after_the_engine_is_killed(model_directory: Path) -> 
 
     (engine,) = running_engines(model_directory)
     os.kill(engine, signal.SIGKILL)
-    assert front.events.get(timeout=10) is None, "the connection is not lost"
+    assert front.events.get(timeout=60) is None, "the connection is not lost"
     started = time.monotonic()
     with pytest.raises(EngineError, match="the engine has exited"):
         client.metrics()
-    assert time.monotonic() - started < 1, "a dead engine is waited for"
+    assert time.monotonic() - started < STATS_TIMEOUT_S, "a dead engine is waited for"
     found = source.read()
     assert found is not None
     assert found.metrics.value("generation_tokens") == 7

@@ -16,7 +16,7 @@ from inflight.ipc.metrics.usage import MAX_ACCOUNTS, Usage, UsageReporter
 def receiver(tmp_path: Path) -> Iterator[socket.socket]:
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as found:
         found.bind(str(usage.usage_path(tmp_path)))
-        found.settimeout(5)
+        found.settimeout(60)
         yield found
 
 

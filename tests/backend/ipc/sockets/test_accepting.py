@@ -44,10 +44,10 @@ def test_connections_wait_while_file_descriptors_are_short(tmp_path: Path) -> No
         scarce = Scarce(listener)
         thread = threading.Thread(target=accept_connections, args=(scarce, serve, "serve"))
         thread.start()
-        assert served.wait(5)
+        assert served.wait(60)
         assert scarce.num_failures == 2
         listener.shutdown(socket.SHUT_RDWR)
-        thread.join(5)
+        thread.join(60)
         assert not thread.is_alive(), "a listener that is shut down ends it"
 
 
@@ -74,9 +74,9 @@ def test_a_connection_without_a_thread_is_closed_and_the_next_one_served(
         monkeypatch.setattr(threading.Thread, "start", refuse)
         for is_served in (False, True):
             with socket.socket(socket.AF_UNIX) as client:
-                client.settimeout(5)
+                client.settimeout(60)
                 client.connect(str(tmp_path / "socket"))
-                assert served.wait(5) if is_served else client.recv(1) == b""
+                assert served.wait(60) if is_served else client.recv(1) == b""
         listener.shutdown(socket.SHUT_RDWR)
-        thread.join(5)
+        thread.join(60)
         assert not thread.is_alive()

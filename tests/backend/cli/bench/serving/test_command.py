@@ -104,7 +104,7 @@ def test_ctrl_c_reports_what_was_measured(tmp_path: Path) -> None:
             while len(server.calls) < num_before + 5:
                 time.sleep(0.02)
             process.send_signal(signal.SIGINT)
-            out, err = process.communicate(timeout=30)
+            out, err = process.communicate(timeout=120)
     assert process.returncode == 130
     assert "stopping: Ctrl-C again stops at once" in err
     (level,) = read(path).levels

@@ -20,14 +20,23 @@ from inflight.errors import ConfigError
 from inflight_client import Unavailable
 
 
-def run(target: FakeTarget, stop_after_s: float | None = None, **options: Any) -> list[Level]:
+def run(target: FakeTarget, stop_at: int | None = None, **options: Any) -> list[Level]:
+    """stop_at: stops once so many prompts were sent."""
+
     async def levels() -> list[Level]:
         stop = asyncio.Event()
-        if stop_after_s is not None:
-            asyncio.get_running_loop().call_later(stop_after_s, stop.set)
+
+        async def stop_in_time(number: int) -> None:
+            while len(target.prompts) < number:
+                await asyncio.sleep(0.001)
+            stop.set()
+
+        stopping = asyncio.create_task(stop_in_time(stop_at)) if stop_at is not None else None
         show = Show(Console(file=io.StringIO()), Console(file=io.StringIO()))
         runner = Runner(target, plan(LoadOptions(**options)), show, stop)
         await runner.run()
+        if stopping is not None:
+            await stopping
         return runner.levels
 
     return asyncio.run(levels())
@@ -113,9 +122,7 @@ def test_lengths_that_never_fit_the_context_are_refused() -> None:
 
 
 def test_a_stopped_run_keeps_what_was_measured() -> None:
-    found = run(
-        FakeTarget(ttft_s=0.02), stop_after_s=0.5, concurrency="1,2", duration=60.0, warmup=1
-    )
+    found = run(FakeTarget(ttft_s=0.01), stop_at=30, concurrency="1,2", duration=300.0, warmup=1)
     assert [one.name for one in found] == ["concurrency 1"]
     assert found[0].is_interrupted and found[0].num_completed > 0
     assert found[0].num_completed < found[0].num_requests
@@ -127,4 +134,4 @@ def test_a_server_that_refuses_prompts_ends_the_run() -> None:
 
 
 def test_a_run_that_is_stopped_while_it_counts_words_has_no_level() -> None:
-    assert run(FakeTarget(ttft_s=30.0), stop_after_s=0.05) == []
+    assert run(FakeTarget(ttft_s=300.0), stop_at=1) == []

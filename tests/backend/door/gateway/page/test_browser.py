@@ -16,6 +16,7 @@ from chromium import Tab, a_browser
 from gateway import DROP, UNTIL_LEFT, Gateway, a_gateway, delta, end
 from keys import desk
 from page_markdown import a_text
+from waiting import wait_until
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser
@@ -87,11 +88,7 @@ def test_stopping_ends_the_request_and_keeps_the_text(tab: Tab, gateway: Gateway
     assert "stopped by you" in tab.page.inner_text(".stats")
     assert tab.page.inner_text("#status") == "Stopped."
     assert tab.focused == "input"
-    for _ in range(100):
-        if gateway.triton.num_lost > num_lost:
-            break
-        tab.page.wait_for_timeout(50)
-    assert gateway.triton.num_lost == num_lost + 1
+    wait_until(lambda: gateway.triton.num_lost > num_lost)
 
 
 def test_statistics_are_those_of_the_usage(tab: Tab, gateway: Gateway) -> None:

@@ -15,6 +15,7 @@ from fake_triton import Call, answer
 from inflight.cli.bench.serving.targets.grpc import GrpcTarget
 from inflight.cli.bench.serving.targets.target import Arrival, Prompt
 from inflight_client import AsyncClient, InvalidRequest
+from waiting import PATIENCE_S
 
 
 def target(url: str, model: str, is_chat: bool = False) -> GrpcTarget:
@@ -57,7 +58,7 @@ def test_responses_have_their_tokens_and_the_request_an_exact_length(is_chat: bo
 def test_closing_the_generator_cancels_the_request() -> None:
     def script(call: Call) -> Iterator[Any]:
         yield answer("a")
-        call.ended.wait(10)
+        call.ended.wait(2 * PATIENCE_S)
 
     async def first(url: str) -> None:
         found = target(url, "one")
@@ -68,7 +69,7 @@ def test_closing_the_generator_cancels_the_request() -> None:
 
     with fake_triton.serve(script) as server:
         asyncio.run(first(server.url))
-        assert server.calls[0].ended.wait(5)
+        assert server.calls[0].ended.wait(PATIENCE_S)
 
 
 def test_a_missing_model_is_named() -> None:

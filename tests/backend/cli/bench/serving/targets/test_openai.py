@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import ssl
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,6 +25,7 @@ from inflight_client import (
     TimedOut,
     Unavailable,
 )
+from waiting import PATIENCE_S
 
 
 def usage(prompt: int, completion: int) -> dict[str, Any]:
@@ -38,23 +40,43 @@ def chat(**delta: str) -> dict[str, Any]:
     return {"choices": [{"index": 0, "delta": delta}]}
 
 
-def ask(target: OpenAITarget, prompt: str = "Hi") -> list[Arrival]:
+def ask(
+    target: OpenAITarget, prompt: str = "Hi", taken: threading.Semaphore | None = None
+) -> list[Arrival]:
+    """taken: is told of each arrival."""
+
     async def run() -> list[Arrival]:
+        found = []
         try:
-            return [one async for one in target.send(Prompt(prompt, 8))]
+            async for one in target.send(Prompt(prompt, 8)):
+                found.append(one)
+                if taken is not None:
+                    taken.release()
         finally:
             await target.aclose()
+        return found
 
     return asyncio.run(run())
 
 
 def slowly(*events: bytes) -> fake_openai.Script:
-    """Parts that the client reads one by one."""
+    """Parts that the client may read one by one."""
 
     def script(body: dict[str, Any]) -> Iterator[bytes]:
         for one in events:
             time.sleep(0.02)
             yield one
+
+    return script
+
+
+def in_turn(taken: threading.Semaphore, *parts: bytes) -> fake_openai.Script:
+    """Parts of which each is sent once the client has taken the one before it."""
+
+    def script(body: dict[str, Any]) -> Iterator[bytes]:
+        for number, part in enumerate(parts):
+            assert not number or taken.acquire(timeout=PATIENCE_S)
+            yield part
 
     return script
 
@@ -70,15 +92,16 @@ def totals(arrivals: list[Arrival]) -> tuple[int, int, int]:
 
 def test_tokens_follow_from_the_usage_of_each_event() -> None:
     """An event may have several tokens, or none with text: half a character."""
-    script = slowly(
+    taken = threading.Semaphore(0)
+    script = in_turn(
+        taken,
         event(text("a", **usage(5, 1))),
         event(text("", **usage(5, 2))),
         event(text("bcd", **usage(5, 6))),
-        event({"choices": [], **usage(5, 6)}),
-        DONE,
+        event({"choices": [], **usage(5, 6)}) + DONE,
     )
     with fake_openai.serve(script) as server:
-        found = ask(OpenAITarget(server.url, "fake-1"))
+        found = ask(OpenAITarget(server.url, "fake-1"), taken=taken)
     assert [one.num_tokens for one in found if one.num_tokens] == [1, 1, 4]
     assert totals(found) == (6, 5, 6)
     assert [one.at for one in found] == sorted(one.at for one in found)
@@ -97,13 +120,15 @@ def test_without_usage_an_event_with_text_is_a_token_and_the_total_is_reported()
 
 
 def test_events_that_arrive_together_are_one_arrival() -> None:
-    def script(body: dict[str, Any]) -> Iterator[bytes]:
-        yield event(text("a")) + event(text("b"))[:9]
-        time.sleep(0.05)
-        yield event(text("b"))[9:] + event(text("c")).replace(b"\n", b"\r\n") + DONE
-
+    taken = threading.Semaphore(0)
+    script = in_turn(
+        taken,
+        event(text("a")) + event(text("b"))[:9],
+        event(text("b"))[9:] + event(text("c")).replace(b"\n", b"\r\n") + DONE,
+    )
     with fake_openai.serve(script) as server:
-        assert [one.num_tokens for one in ask(OpenAITarget(server.url, "m"))] == [1, 2]
+        found = ask(OpenAITarget(server.url, "m"), taken=taken)
+    assert [one.num_tokens for one in found] == [1, 2]
 
 
 @pytest.mark.parametrize("is_chat", [False, True])
@@ -153,12 +178,16 @@ def test_an_error_in_a_stream_and_a_stream_without_its_end_are_errors_of_the_ser
 
 
 def test_a_request_ends_with_its_timeout() -> None:
+    ended = threading.Event()
+
     def script(body: dict[str, Any]) -> Iterator[bytes]:
         yield event(text("a"))
-        time.sleep(1.0)
+        ended.wait(PATIENCE_S)
 
-    with fake_openai.serve(script) as server, pytest.raises(TimedOut, match=r"0\.2 s"):
-        ask(OpenAITarget(server.url, "m", timeout_s=0.2))
+    with fake_openai.serve(script) as server:
+        with pytest.raises(TimedOut, match=r"0\.2 s"):
+            ask(OpenAITarget(server.url, "m", timeout_s=0.2))
+        ended.set()
 
 
 def test_no_server_is_a_lost_connection() -> None:
