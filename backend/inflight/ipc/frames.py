@@ -17,7 +17,7 @@ from inflight.engine.metrics.snapshot import Metrics
 from inflight.engine.stats import Stats
 from inflight.errors import InflightError
 
-PROTOCOL = 7
+PROTOCOL = 8
 MAX_FRAME = 64 << 20
 _LENGTH = struct.Struct("<I")
 
@@ -39,14 +39,8 @@ class Loading(msgspec.Struct, tag="loading", frozen=True):
 
 
 class Welcome(msgspec.Struct, tag="welcome", frozen=True):
-    """The engine is ready.
+    """The engine is ready. device: where the model runs and, if on a CPU, why not on a GPU."""
 
-    front_id is unique among the engines of a model, which may replace each other; a front's
-    request ids, which are INT64, are front_id << 32 | n. device: where
-    the model runs and, if on a CPU, why not on a GPU.
-    """
-
-    front_id: int
     model_name: str
     vocab_size: int
     max_model_len: int
