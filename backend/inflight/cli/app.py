@@ -129,6 +129,31 @@ def gateway(
 
 
 @app.command()
+def openapi(
+    output: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write it there, not to stdout.")
+    ] = None,
+    with_keys: Annotated[
+        bool, typer.Option("--with-keys", help="As of a server with keys: with security schemes.")
+    ] = False,
+) -> None:
+    """Print the OpenAPI document of the gateway, as `GET /openapi.json` returns it."""
+    import json
+
+    from inflight.door.gateway.openapi.document import document
+    from inflight.errors import ConfigError
+
+    text = json.dumps(document(with_keys), indent=2, ensure_ascii=False)
+    if output is None:
+        typer.echo(text)
+        return
+    try:
+        output.write_text(f"{text}\n")
+    except OSError as error:
+        raise ConfigError(f"--output: {output} cannot be written ({error.strerror})") from None
+
+
+@app.command()
 @expand_groups
 def generate(
     prompt: Annotated[str, typer.Argument(help="The text to continue; - reads it from stdin.")],
