@@ -322,10 +322,10 @@ def demo(
 
 
 @app.command()
+@expand_groups
 def doctor(
-    http_port: Annotated[int, typer.Option(help="Port to check.")] = options.HTTP_PORT,
-    grpc_port: Annotated[int, typer.Option(help="Port to check.")] = options.GRPC_PORT,
-    metrics_port: Annotated[int, typer.Option(help="Port to check.")] = options.METRICS_PORT,
+    address: options.AddressOptions,
+    gateway_port: options.GatewayPort = options.GATEWAY_PORT,
     self_test: Annotated[
         bool, typer.Option("--self-test", help="Start a server on free ports and send it requests.")
     ] = False,
@@ -342,7 +342,7 @@ def doctor(
 
     if repository and not self_test:
         raise typer.BadParameter("--repository requires --self-test")
-    results = machine.examine((http_port, grpc_port, metrics_port))
+    results = machine.examine((*address.ports, gateway_port), address.host)
     if self_test and all(one.status != "broken" for one in results):
         with Console(stderr=True).status("") as status:
             results += server.examine(repository, lambda name: status.update(f"self-test: {name}"))
