@@ -24,6 +24,8 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import msgspec
+
 from inflight import config as settings
 from inflight import log
 from inflight.checkpoint.locate import locate
@@ -438,6 +440,9 @@ def load(
         default_max_tokens=config.default_max_tokens,
         has_tokenizer=tokenizer is not None,
         device=where,
+        special_tokens={text: id_ for id_, text in tokenizer.special_ids.items()}
+        if tokenizer
+        else {},
     )
 
 
@@ -501,7 +506,10 @@ def main(arguments: list[str]) -> None:
     with contextlib.suppress(AttributeError):  # glibc's: return what loading has freed
         ctypes.CDLL(None).malloc_trim(0)
     hub.broadcast(welcome)
-    logger.info("ready after %.1f s: %s", time.monotonic() - started, welcome)
+    shown = msgspec.structs.asdict(welcome)
+    del shown["special_tokens"]  # may be a thousand
+    properties = ", ".join(f"{name} {value}" for name, value in shown.items())
+    logger.info("ready after %.1f s: %s", time.monotonic() - started, properties)
     try:
         EngineProcess(hub, engine, engine.config.log_stats_interval_s, heartbeat.beat).run()
     except BaseException as error:  # logged, and the process exits: without its loop it would hang

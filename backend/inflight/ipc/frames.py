@@ -39,7 +39,10 @@ class Loading(msgspec.Struct, tag="loading", frozen=True):
 
 
 class Welcome(msgspec.Struct, tag="welcome", frozen=True):
-    """The engine is ready. device: where the model runs and, if on a CPU, why not on a GPU."""
+    """The engine is ready.
+
+    device: where the model runs and, if on a CPU, why not on a GPU. special_tokens: ids by text.
+    """
 
     model_name: str
     vocab_size: int
@@ -50,6 +53,7 @@ class Welcome(msgspec.Struct, tag="welcome", frozen=True):
     default_max_tokens: int
     has_tokenizer: bool
     device: str = ""
+    special_tokens: dict[str, int] = {}
 
 
 class LoadFailed(msgspec.Struct, tag="load_failed", frozen=True):

@@ -268,7 +268,7 @@ class EngineFront(ABC):
         if client is None:
             raise CapacityError("the engine is restarting; retry in a moment")
         welcome = client.welcome
-        limits = protocol.Limits(welcome.vocab_size, welcome.max_model_len)
+        limits = protocol.Limits(welcome.vocab_size, welcome.max_model_len, welcome.special_tokens)
         call = self.read(inputs, parameters, limits)
         generation = call.generation
         if not self._is_decoupled and call.answer.num_responses > 1:
