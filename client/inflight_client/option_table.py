@@ -132,6 +132,10 @@ class Options(TypedDict, total=False):
     best_of: int
     """Outputs to compute, of which the n with the highest log-probability per token are the answer.
     """
+    skip_special_tokens: bool
+    """False keeps the special tokens of an output in its text, but for the one that ends it."""
+    keep_special_tokens: Sequence[str]
+    """Special tokens of an output that stay in its text, such as `[TOOL_CALLS]`."""
     speculation: str
     """Draft tokens per step."""
     return_log_probs: bool
@@ -194,6 +198,8 @@ DATATYPES: dict[str, str] = {
     "cache_salt": "BYTES",
     "n": "INT32",
     "best_of": "INT32",
+    "skip_special_tokens": "BOOL",
+    "keep_special_tokens": "BYTES",
     "speculation": "BYTES",
     "return_log_probs": "BOOL",
     "return_timing": "BOOL",

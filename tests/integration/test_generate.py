@@ -107,7 +107,7 @@ def test_request_parameters_are_options_and_tensors_take_precedence(echo):
 
     assert num_tokens(max_tokens=2) == num_tokens(max_tokens="2", priority=1, user="me") == 2
     assert num_tokens(tensor("max_tokens", "INT32", 3), max_tokens=2) == 3
-    streamed = request("generate", text("word " * 200), parameters={"stream": True})
+    streamed = request("generate", text("word " * 4000), parameters={"stream": True})
     assert len(ask(echo.grpc, streamed)) > 1
     for body in (
         {"min_tokens": 1, "stop": "c", "logprobs": 0},
@@ -303,6 +303,23 @@ def test_the_detokenizer_takes_ids_by_themselves(echo):
     status, answer = post(echo.http, "detokenizer", "infer", body)
     assert status == 200
     assert json.loads(answer)["outputs"][0]["data"] == ["Grüße aus Köln 🎉"]
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ((), "one two three"),
+        ((tensor("skip_special_tokens", "BOOL", False),), "one two<|im_start|> three"),
+        ((tensor("keep_special_tokens", "BYTES", "<|im_start|>"),), "one two<|im_start|> three"),
+        ((tensor("keep_special_tokens", "BYTES", "<|im_end|>"),), "one two three"),
+    ],
+)
+def test_special_tokens_stay_in_the_text_on_request(echo, options, expected):
+    first, second, third = encoded(echo, text("one two three"))
+    ids = [first, second, 1, third]
+    prompt = tensor("prompt_token_ids", "INT32", ids, [len(ids)])
+    answers = list(Stream(echo.grpc, request("generate", prompt, STREAM, *options)))
+    assert "".join(answer["text_output"] for answer in answers) == expected
 
 
 def infer(server, model, *inputs):

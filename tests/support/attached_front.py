@@ -41,7 +41,7 @@ class Front:
             self.events.put(event)
 
     def submit(self, prompt: list[int], **params: object) -> int:
-        request_id = self.client.next_request_id()
+        request_id = self.client.new_request_id()
         self.client.submit(Request(request_id, prompt, SamplingParams(**params)))  # type: ignore[arg-type]
         return request_id
 
@@ -54,6 +54,16 @@ class Front:
             if event.request_id == request_id:
                 mine.append(event)
         return mine
+
+    def ends(self, count: int) -> dict[int, TokenEvent]:
+        """The next `count` last events, by request."""
+        found: dict[int, TokenEvent] = {}
+        while len(found) < count:
+            event = self.events.get(timeout=30)
+            assert event is not None, "the engine went away"
+            if event.is_last:
+                found[event.request_id] = event
+        return found
 
 
 def running_engines(model_directory: Path) -> list[int]:

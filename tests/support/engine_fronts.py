@@ -12,13 +12,13 @@ class FakeEngine:
     """Holds what was submitted and cancelled; `say` reports tokens."""
 
     def __init__(self, on_events: Any) -> None:
-        self.welcome = Welcome(1, "fake", 49152, 64, 8, 16, [2], 2048, True)
+        self.welcome = Welcome("fake", 49152, 64, 8, 16, [2], 2048, True)
         self.on_events = on_events
         self.submitted: list[Request] = []
         self.cancelled: list[int] = []
         self._num_ids = 0
 
-    def next_request_id(self) -> int:
+    def new_request_id(self) -> int:
         self._num_ids += 1
         return 1 << 32 | self._num_ids
 

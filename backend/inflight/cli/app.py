@@ -129,6 +129,31 @@ def gateway(
 
 
 @app.command()
+def openapi(
+    output: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write it there, not to stdout.")
+    ] = None,
+    with_keys: Annotated[
+        bool, typer.Option("--with-keys", help="As of a server with keys: with security schemes.")
+    ] = False,
+) -> None:
+    """Print the OpenAPI document of the gateway, as `GET /openapi.json` returns it."""
+    import json
+
+    from inflight.door.gateway.openapi.document import document
+    from inflight.errors import ConfigError
+
+    text = json.dumps(document(with_keys), indent=2, ensure_ascii=False)
+    if output is None:
+        typer.echo(text)
+        return
+    try:
+        output.write_text(f"{text}\n")
+    except OSError as error:
+        raise ConfigError(f"--output: {output} cannot be written ({error.strerror})") from None
+
+
+@app.command()
 @expand_groups
 def generate(
     prompt: Annotated[str, typer.Argument(help="The text to continue; - reads it from stdin.")],
@@ -297,10 +322,10 @@ def demo(
 
 
 @app.command()
+@expand_groups
 def doctor(
-    http_port: Annotated[int, typer.Option(help="Port to check.")] = options.HTTP_PORT,
-    grpc_port: Annotated[int, typer.Option(help="Port to check.")] = options.GRPC_PORT,
-    metrics_port: Annotated[int, typer.Option(help="Port to check.")] = options.METRICS_PORT,
+    address: options.AddressOptions,
+    gateway_port: options.GatewayPort = options.GATEWAY_PORT,
     self_test: Annotated[
         bool, typer.Option("--self-test", help="Start a server on free ports and send it requests.")
     ] = False,
@@ -317,7 +342,7 @@ def doctor(
 
     if repository and not self_test:
         raise typer.BadParameter("--repository requires --self-test")
-    results = machine.examine((http_port, grpc_port, metrics_port))
+    results = machine.examine((*address.ports, gateway_port), address.host)
     if self_test and all(one.status != "broken" for one in results):
         with Console(stderr=True).status("") as status:
             results += server.examine(repository, lambda name: status.update(f"self-test: {name}"))

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import itertools
 import logging
 import os
 import queue
+import secrets
 import socket
 import subprocess
 import threading
@@ -58,6 +58,7 @@ MAX_SOCKET_PATH = 107  # bytes, of Linux
 STATS_TIMEOUT_S = 10.0
 # Of engines that may be replaced, in turn.
 GENERATIONS = (1, 2)
+_MAX_REQUEST_ID = 2**63 - 1
 
 
 def socket_path(model_directory: Path, owner_pid: int, generation: int = 0) -> Path:
@@ -129,7 +130,6 @@ class EngineClient:
         self._on_events = on_events
         self._on_lost = on_lost
         self._on_delivered = on_delivered
-        self._counter = itertools.count(1)
         self._outbox: queue.SimpleQueue[Frame | None] = queue.SimpleQueue()
         self._stats: queue.SimpleQueue[Stats | None] = queue.SimpleQueue()  # None: it has exited
         self._stats_lock = threading.Lock()
@@ -143,9 +143,12 @@ class EngineClient:
             self.close()
             raise CapacityError(f"the engine cannot be attached to: {error}; retry later") from None
 
-    def next_request_id(self) -> int:
-        """An id no other request of this engine has."""
-        return self.welcome.front_id << 32 | next(self._counter)
+    def new_request_id(self) -> int:
+        """A random id, INT64 and never 0. Clients may send any id to the model `detokenizer`, which
+        acknowledges and cancels requests by their ids: so no client can guess another's. The engine
+        refuses an id that is in use.
+        """
+        return secrets.randbelow(_MAX_REQUEST_ID) + 1
 
     def submit(self, request: Request) -> None:
         self._outbox.put(Submit(request, time.monotonic()))

@@ -15,7 +15,6 @@ import logging
 import math
 import os
 import queue
-import secrets
 import signal
 import socket
 import sys
@@ -31,7 +30,7 @@ from inflight import config as settings
 from inflight import log
 from inflight.checkpoint.locate import locate
 from inflight.core.quarantine import Quarantine
-from inflight.core.request import TokenEvent
+from inflight.core.request import Request, TokenEvent
 from inflight.engine.engine import Engine
 from inflight.engine.stats import Stats
 from inflight.errors import EngineError, InflightError
@@ -59,6 +58,7 @@ from inflight.ipc.gpu.ledger import GpuLedger, Reservation
 from inflight.ipc.heartbeat import Heartbeat
 from inflight.ipc.owner import Owner
 from inflight.ipc.processes import Process, end_with
+from inflight.ipc.request_owners import RequestOwners
 from inflight.ipc.runtime_folder import gpu_folder, remove_folder_of
 from inflight.ipc.sockets.accepting import accept_connections
 from inflight.ipc.sockets.private_socket import listen
@@ -71,8 +71,6 @@ LAST_FRONT_GRACE_S = 3.0
 FIRST_FRONT_GRACE_S = 30.0
 # A peer that leaves this many frames unread is disconnected: they would fill our memory.
 MAX_OUTBOX = 100_000
-# Request ids are INT64, with 32 bits for the front's own number.
-MAX_FIRST_FRONT_ID = 1 << 30
 # Until the errors of the last step have reached the fronts of an engine that exits by itself.
 LAST_EVENTS_S = 1.0
 IDLE_POLL_S = 0.05
@@ -131,6 +129,9 @@ class Hub:
         path: of the socket.
         owner: the engine exits with it.
         exits_after_last_front: whether it also exits when no front is attached for a while.
+
+    Attributes:
+        requests: whose they are; changed only by the loop.
     """
 
     def __init__(self, path: Path, owner: Process, *, exits_after_last_front: bool = True) -> None:
@@ -139,13 +140,12 @@ class Hub:
         self._exits_after_last_front = exits_after_last_front
         self._lock = threading.Lock()
         self._peers: dict[int, Peer] = {}
-        # Random, to differ from those of an engine that this one replaces: detokenizers report
-        # deliveries to both.
-        self._next_number = secrets.randbelow(MAX_FIRST_FRONT_ID) + 1
+        self._next_number = 1
         self._greeting: Frame = Loading("starting", 0.0)
         self._without_front_since = time.monotonic()
         self._grace = FIRST_FRONT_GRACE_S
         self.inbox: queue.SimpleQueue[Command] = queue.SimpleQueue()
+        self.requests: RequestOwners[Peer] = RequestOwners()
         self._listener = listen(path, backlog=64)
         self._inode = path.stat().st_ino
         threading.Thread(
@@ -156,22 +156,12 @@ class Hub:
         ).start()
         threading.Thread(target=self._watch_fronts, name="watch", daemon=True).start()
 
-    def broadcast(self, frame: Loading | LoadFailed) -> None:
+    def broadcast(self, frame: Loading | LoadFailed | Welcome) -> None:
         """Send to all peers, and to those that attach later."""
         with self._lock:
             self._greeting = frame
             for peer in self._peers.values():
                 peer.send(frame)
-
-    def welcome(self, welcome: Welcome) -> None:
-        """Announce that the engine is ready, to each peer with its own front_id."""
-        with self._lock:
-            self._greeting = welcome
-            for peer in self._peers.values():
-                self._greet(peer)
-
-    def peer(self, number: int) -> Peer | None:
-        return self._peers.get(number)
 
     def has_peers(self) -> bool:
         return bool(self._peers)
@@ -192,12 +182,6 @@ class Hub:
         # Not sys.exit: the main thread may be inside a kernel or a load, which need not finish.
         os._exit(status)
 
-    def _greet(self, peer: Peer) -> None:
-        greeting = self._greeting
-        if isinstance(greeting, Welcome):
-            greeting = msgspec.structs.replace(greeting, front_id=peer.number)
-        peer.send(greeting)
-
     def _read(self, sock: socket.socket) -> None:
         connection = Connection(sock)
         peer = None
@@ -209,7 +193,7 @@ class Hub:
                 peer = Peer(connection, hello, self._next_number)
                 self._next_number += 1
                 self._peers[peer.number] = peer
-                self._greet(peer)
+                peer.send(self._greeting)
             while (frame := connection.receive()) is not None:
                 if isinstance(frame, Delivered):
                     self._pass_on(frame)
@@ -230,13 +214,13 @@ class Hub:
 
     def _pass_on(self, delivered: Delivered) -> None:
         # Forwarded here and not in the loop: a front should not wait for the end of a step.
-        by_front: dict[int, list[tuple[int, int]]] = {}
+        by_front: defaultdict[Peer, list[tuple[int, int]]] = defaultdict(list)
         for request_id, position in delivered.progress:
-            by_front.setdefault(request_id >> 32, []).append((request_id, position))
-        for number, progress in by_front.items():
-            front = self.peer(number)
+            front = self.requests.find(request_id)
             if front is not None:
-                front.send(Delivered(progress))
+                by_front[front].append((request_id, position))
+        for front, progress in by_front.items():
+            front.send(Delivered(progress))
 
     def _watch_fronts(self) -> None:
         while True:
@@ -355,13 +339,7 @@ class EngineProcess:
     def _apply(self, peer: Peer, frame: Frame | PeerClosed) -> None:
         match frame:
             case Submit(request, arrived):
-                try:
-                    ids = (request.request_id, *request.output_ids)
-                    if any(one >> 32 != peer.number for one in ids):
-                        raise EngineError("a front may only use its own request ids")
-                    self._engine.submit(request, arrived)
-                except InflightError as error:
-                    peer.send(StepEvents([TokenEvent.failed(request.request_id, error)]))
+                self._submit(peer, request, arrived)
             case Cancel(request_id):
                 self._publish(self._engine.cancel(request_id))
             case Delivered(progress):
@@ -375,20 +353,36 @@ class EngineProcess:
             case Refused(counts):
                 self._engine.recorder.refused_by_front(counts)
             case PeerClosed():
-                self._engine.cancel_front(peer.number)
+                for request_id in self._hub.requests.requests_of(peer):
+                    self._publish(self._engine.cancel(request_id))
             case _:
                 logger.warning(
                     "a peer sent a %s frame, which only the engine sends", type(frame).__name__
                 )
 
+    def _submit(self, peer: Peer, request: Request, arrived: float | None) -> None:
+        requests = self._hub.requests
+        try:
+            requests.add(peer, (request.request_id, *request.output_ids))
+        except EngineError as error:  # the request of that id goes on
+            peer.send(StepEvents([TokenEvent.failed(request.request_id, error)]))
+            return
+        try:
+            self._engine.submit(request, arrived)
+        except InflightError as error:
+            self._publish([TokenEvent.failed(request.request_id, error)])
+
     def _publish(self, events: list[TokenEvent]) -> None:
-        by_front: defaultdict[int, list[TokenEvent]] = defaultdict(list)
+        requests = self._hub.requests
+        by_front: defaultdict[Peer, list[TokenEvent]] = defaultdict(list)
         for event in events:
-            by_front[event.request_id >> 32].append(event)
-        for number, its_events in by_front.items():
-            peer = self._hub.peer(number)
-            if peer is not None:
-                peer.send(StepEvents(its_events))
+            front = requests.find(event.request_id)
+            if front is not None:
+                by_front[front].append(event)
+                if event.is_last:
+                    requests.ended(event)
+        for front, its_events in by_front.items():
+            front.send(StepEvents(its_events))
 
 
 @contextlib.contextmanager
@@ -453,7 +447,6 @@ def load(
         watts=_power_meter(config.device),
     )
     return engine, Welcome(
-        front_id=0,
         model_name=checkpoint.name,
         vocab_size=runner.vocab_size,
         max_model_len=max_model_len,
@@ -463,6 +456,9 @@ def load(
         default_max_tokens=config.default_max_tokens,
         has_tokenizer=tokenizer is not None,
         device=where,
+        special_tokens={text: id_ for id_, text in tokenizer.special_ids.items()}
+        if tokenizer
+        else {},
     )
 
 
@@ -525,8 +521,11 @@ def main(arguments: list[str]) -> None:
     gc.freeze()  # permanent objects: exclude them from garbage collection
     with contextlib.suppress(AttributeError):  # glibc's: return what loading has freed
         ctypes.CDLL(None).malloc_trim(0)
-    hub.welcome(welcome)
-    logger.info("ready after %.1f s: %s", time.monotonic() - started, welcome)
+    hub.broadcast(welcome)
+    shown = msgspec.structs.asdict(welcome)
+    del shown["special_tokens"]  # may be a thousand
+    properties = ", ".join(f"{name} {value}" for name, value in shown.items())
+    logger.info("ready after %.1f s: %s", time.monotonic() - started, properties)
     try:
         EngineProcess(hub, engine, engine.config.log_stats_interval_s, heartbeat.beat).run()
     except BaseException as error:  # logged, and the process exits: without its loop it would hang

@@ -17,7 +17,7 @@ from inflight.engine.metrics.snapshot import Metrics
 from inflight.engine.stats import Stats
 from inflight.errors import InflightError
 
-PROTOCOL = 7
+PROTOCOL = 8
 MAX_FRAME = 64 << 20
 _LENGTH = struct.Struct("<I")
 
@@ -41,12 +41,9 @@ class Loading(msgspec.Struct, tag="loading", frozen=True):
 class Welcome(msgspec.Struct, tag="welcome", frozen=True):
     """The engine is ready.
 
-    front_id is unique among the engines of a model, which may replace each other; a front's
-    request ids, which are INT64, are front_id << 32 | n. device: where
-    the model runs and, if on a CPU, why not on a GPU.
+    device: where the model runs and, if on a CPU, why not on a GPU. special_tokens: ids by text.
     """
 
-    front_id: int
     model_name: str
     vocab_size: int
     max_model_len: int
@@ -56,6 +53,7 @@ class Welcome(msgspec.Struct, tag="welcome", frozen=True):
     default_max_tokens: int
     has_tokenizer: bool
     device: str = ""
+    special_tokens: dict[str, int] = {}
 
 
 class LoadFailed(msgspec.Struct, tag="load_failed", frozen=True):

@@ -19,13 +19,16 @@ an output, the last one `final`, concatenate to the full decode:
 
 Three bytes of context suffice in UTF-8: a lead byte is never a continuation byte, so the bytes from
 the last lead byte on determine whether a character is incomplete.
+
+Special tokens have no text. Those that a client wants to keep are marked (`mark_kept`), and
+`delta_with_kept` puts their text between that of the other ids, which stays the same.
 """
 
 from __future__ import annotations
 
 import codecs
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 from inflight.errors import ConfigError
@@ -33,6 +36,13 @@ from inflight.text.tokenizer import Tokenizer
 
 # An incomplete UTF-8 character has at most three bytes.
 _MAX_PENDING = 3
+KEPT = 1 << 30
+"""Added to the id of a special token whose text is kept. All ids are smaller."""
+
+
+def mark_kept(ids: Iterable[int], kept: Collection[int]) -> list[int]:
+    """Ids with KEPT added to those in `kept`."""
+    return [id_ + KEPT if id_ in kept else id_ for id_ in ids]
 
 
 class Detokenizer:
@@ -84,6 +94,36 @@ class Detokenizer:
             text = text[1:]
         return text[:-trim] if trim > 0 else text
 
+    def delta_with_kept(
+        self, window: Iterable[int], new: Iterable[int], *, final: bool = False, trim: int = 0
+    ) -> str:
+        """As `delta`, with the text of special tokens that are marked.
+
+        Such a text does not interrupt a character: it precedes one that is incomplete there.
+
+        Args:
+            new: ids, with KEPT added to those of special tokens to keep.
+            trim: characters to remove from the end of the text of the other ids, with the special
+                tokens among and after them.
+        """
+        before = self.join(window)
+        pending = incomplete(before)
+        is_start = self._strips_space and not before
+        parts: list[tuple[bool, str]] = []
+        for is_kept, ids in itertools.groupby(new, lambda id_: id_ >= KEPT):
+            if is_kept:
+                parts += [(True, self._special.get(id_ - KEPT, "")) for id_ in ids]
+                continue
+            data = pending + self.join(ids)
+            text, consumed = codecs.utf_8_decode(data, "replace", False)
+            pending = data[consumed:]
+            if is_start and text:
+                text, is_start = text.removeprefix(" "), False
+            parts.append((False, text))
+        if final:
+            parts.append((False, codecs.utf_8_decode(pending, "replace", True)[0]))
+        return _trimmed(parts, trim)
+
     def window_for(self, ids: Sequence[int], start: int) -> list[int]:
         """The ids before position `start` that the next `delta` needs: at most three.
 
@@ -113,6 +153,19 @@ class Detokenizer:
         """The concatenated bytes of ids."""
         get = self._bytes.get
         return b"".join([get(id_, b"") for id_ in ids])
+
+
+def _trimmed(parts: list[tuple[bool, str]], trim: int) -> str:
+    """The parts of a text, each with whether it is a special token, without `trim` characters of
+    the others at the end."""
+    while parts and trim > 0:
+        is_kept, text = parts.pop()
+        if not is_kept:
+            rest = text[:-trim]
+            trim -= len(text) - len(rest)
+            if rest:
+                parts.append((False, rest))
+    return "".join(text for _, text in parts)
 
 
 def incomplete(data: bytes) -> bytes:

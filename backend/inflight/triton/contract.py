@@ -176,7 +176,12 @@ DESCRIPTION = Tensor(
     "bos_token, eos_token, chat_template, tool_chat_template (for chats with tools, if it is "
     "another one), and special_tokens, a list of texts. null is what the model does not have.",
 )
-DETOKENIZE_IDS = Tensor("detokenize_ids", "INT32", "A window of ids, then the new ones.", dims=-1)
+DETOKENIZE_IDS = Tensor(
+    "detokenize_ids",
+    "INT32",
+    "A window of ids, then the new ones. A special token whose text is kept has 2^30 added.",
+    dims=-1,
+)
 DETOKENIZE_STATE = Tensor(
     "detokenize_state",
     "INT64",

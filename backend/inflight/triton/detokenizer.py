@@ -20,7 +20,7 @@ import numpy as np
 import triton_python_backend_utils as pb_utils
 from inflight.errors import EngineError, InflightError, RequestError
 from inflight.ipc.engine_client import EngineClient, attach, engine_sockets
-from inflight.text.detokenize import Detokenizer
+from inflight.text.detokenize import KEPT, Detokenizer
 from inflight.triton import contract
 from inflight.triton.errors import DelayedErrors
 from inflight.triton.sibling import llm_directory, load_tokenizer
@@ -96,7 +96,7 @@ class DetokenizerFront:
         ids = _row(request, contract.DETOKENIZE_IDS)
         state = _row(request, contract.DETOKENIZE_STATE)
         size = contract.DETOKENIZE_STATE_SIZE
-        self._check_range(ids)
+        has_kept = self._check_range(ids)
         texts = []
         delivered = []
         first = 0
@@ -112,20 +112,28 @@ class DetokenizerFront:
                 raise RequestError("does not fit detokenize_ids", contract.DETOKENIZE_STATE.name)
             first += count
             new = own[width:]
-            texts.append(self._detokenizer.delta(own[:width], new, final=bool(final), trim=trim))
+            delta = self._detokenizer.delta_with_kept if has_kept else self._detokenizer.delta
+            texts.append(delta(own[:width], new, final=bool(final), trim=trim))
             if request_id:
                 delivered.append((request_id, position))
         return texts, delivered
 
-    def _check_range(self, ids: list[int]) -> None:
+    def _check_range(self, ids: list[int]) -> bool:
+        """Check that all are token ids; returns whether special tokens are marked as kept."""
         # The model's vocabulary may be larger than the tokenizer's, which skips unknown ids.
         highest = self._reports.vocab_size - 1
         if ids and not 0 <= min(ids) <= max(ids) <= highest:
-            wrong = min(ids) if min(ids) < 0 else max(ids)
+            plain = [id_ - KEPT if id_ >= KEPT else id_ for id_ in ids]
+            if 0 <= min(plain) <= max(plain) <= highest:
+                return True
+            wrong = next(
+                id_ for id_, one in zip(ids, plain, strict=True) if not 0 <= one <= highest
+            )
             raise RequestError(
                 f"{wrong} is not a token id of this model; allowed: 0 to {highest}",
                 contract.DETOKENIZE_IDS.name,
             )
+        return False
 
     def _poll_cancellation(self, request: Any, request_id: int) -> None:
         now = time.monotonic()

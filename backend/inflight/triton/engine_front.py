@@ -268,7 +268,7 @@ class EngineFront(ABC):
         if client is None:
             raise CapacityError("the engine is restarting; retry in a moment")
         welcome = client.welcome
-        limits = protocol.Limits(welcome.vocab_size, welcome.max_model_len)
+        limits = protocol.Limits(welcome.vocab_size, welcome.max_model_len, welcome.special_tokens)
         call = self.read(inputs, parameters, limits)
         generation = call.generation
         if not self._is_decoupled and call.builder.num_responses > 1:
@@ -291,7 +291,7 @@ class EngineFront(ABC):
         with self._lock:
             if self._client is not client:
                 raise CapacityError("the engine is restarting; retry in a moment")
-            writer.request_ids = [client.next_request_id() for _ in range(num_outputs)]
+            writer.request_ids = [client.new_request_id() for _ in range(num_outputs)]
             writer.cancel = functools.partial(self._forget, client, writer.request_ids)
             for request_id in writer.request_ids:
                 self._in_flight[request_id] = (response_queue, writer)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import msgspec
@@ -16,9 +16,17 @@ import numpy as np
 from inflight.config import MAX_DRAFTS
 from inflight.core.output_constraint import StructuredOutput
 from inflight.core.output_constraint import parse as parse_guide
-from inflight.core.request import AUTO_DRAFTS, Candidate, Request, TokenEvent, check_length
+from inflight.core.request import (
+    AUTO_DRAFTS,
+    Candidate,
+    FinishReason,
+    Request,
+    TokenEvent,
+    check_length,
+)
 from inflight.errors import KINDS, InflightError, RequestError, from_kind
 from inflight.sampling.params import MAX_TOKENS_LIMIT, SAMPLING_OPTIONS, SamplingParams
+from inflight.text.detokenize import mark_kept
 from inflight.triton import contract
 from inflight.triton.contract import Array
 from inflight.triton.dialects import request_parameters, sampling_parameters
@@ -45,6 +53,7 @@ class Limits(msgspec.Struct, frozen=True):
 
     vocab_size: int
     max_model_len: int
+    special_tokens: Mapping[str, int] = {}
 
 
 class OutputDelta(NamedTuple):
@@ -87,6 +96,7 @@ class Generation(msgspec.Struct, frozen=True):
         best_of: outputs to generate; the n with the highest mean logprob are returned. n for a beam
             search, which generates its outputs together.
         speculation, structured, return_timing: see Request.
+        kept: special tokens that stay in the text.
     """
 
     prompt_ids: list[int]
@@ -100,6 +110,7 @@ class Generation(msgspec.Struct, frozen=True):
     speculation: int | None = None
     structured: StructuredOutput | None = None
     return_timing: bool = False
+    kept: frozenset[int] = frozenset()
 
     def requests(self, request_ids: list[int]) -> list[Request]:
         """The engine's requests, one for each of `best_of` outputs.
@@ -207,6 +218,7 @@ def parse(inputs: Mapping[str, Array], parameters: Mapping[str, Any], limits: Li
         return_timing=options.return_timing,
         echo=echo,
         detokenized=prompt_tensor is not None,
+        kept=_kept(options, names, limits.special_tokens),
     )
 
 
@@ -251,10 +263,23 @@ def merge(earlier: TokenEvent, later: TokenEvent) -> TokenEvent:
     )
 
 
+def shown_ids(event: TokenEvent, kept: Collection[int]) -> list[int]:
+    """The new ids of an output, for `Detokenizer.delta_with_kept`.
+
+    Args:
+        kept: special tokens that stay in the text, but for the one that ends the output.
+    """
+    ids = mark_kept(event.token_ids, kept)
+    if ids and event.finish_reason is FinishReason.STOP:
+        ids[-1] = event.token_ids[-1]
+    return ids
+
+
 def outputs(
     parts: list[OutputDelta],
     num_input_tokens: int,
     prompt_candidates: list[list[Candidate]] | None = None,
+    kept: Collection[int] = (),
 ) -> dict[str, Array]:
     """The tensors of one response of the model `llm`.
 
@@ -262,6 +287,7 @@ def outputs(
         parts: of different outputs.
         num_input_tokens: tokens of the prompt.
         prompt_candidates: new prompt candidates (see `TokenEvent`); None for none.
+        kept: special tokens that stay in the text.
     """
     output_ids: list[int] = []
     detokenize_ids: list[int] = []
@@ -271,7 +297,7 @@ def outputs(
         # With echo the prompt is part of the text, so there is no context before it.
         window = [] if echo else event.window
         output_ids += new
-        detokenize_ids += window + new
+        detokenize_ids += window + (echo + shown_ids(event, kept) if kept else new)
         state += [len(window) + len(new), len(window), event.trim, int(event.is_last)]
         state += [event.request_id, event.position]
     events = [part.event for part in parts]
@@ -442,6 +468,22 @@ def _check_search(options: RequestOptions, names: dict[str, str], beam_width: in
             raise RequestError(
                 f"cannot be combined with beam_width {beam_width}: {reason}", names[name]
             )
+
+
+def _kept(
+    options: RequestOptions, names: dict[str, str], special_tokens: Mapping[str, int]
+) -> frozenset[int]:
+    """The special tokens that stay in the text."""
+    if not options.skip_special_tokens:
+        return frozenset(special_tokens.values())
+    for text in options.keep_special_tokens:
+        if text not in special_tokens:
+            raise RequestError(
+                f"{text!r} is not a special token of this model; allowed: special_tokens of the "
+                "description by the model tokenizer",
+                names["keep_special_tokens"],
+            )
+    return frozenset(special_tokens[text] for text in options.keep_special_tokens)
 
 
 def _echo(options: RequestOptions, values: dict[str, Any], names: dict[str, str]) -> bool:

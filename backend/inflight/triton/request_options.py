@@ -17,6 +17,7 @@ from inflight.sampling.params import SAMPLING_OPTIONS
 
 MAX_OUTPUTS = 64
 MAX_SALT_LENGTH = 256
+MAX_KEPT_TOKENS = 64
 
 
 class RequestOptions(msgspec.Struct, frozen=True):
@@ -99,6 +100,20 @@ class RequestOptions(msgspec.Struct, frozen=True):
             default="`n`",
         ),
     ] = None
+    skip_special_tokens: Annotated[
+        bool,
+        Option(
+            "False keeps the special tokens of an output in its text, but for the one that ends it."
+        ),
+    ] = True
+    keep_special_tokens: Annotated[
+        tuple[str, ...],
+        Option(
+            "Special tokens of an output that stay in its text, such as `[TOOL_CALLS]`.",
+            max_items=MAX_KEPT_TOKENS,
+            vllm=(),
+        ),
+    ] = ()
     speculation: Annotated[
         str | None,
         Option(

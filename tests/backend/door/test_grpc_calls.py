@@ -242,6 +242,23 @@ def test_tritons_own_errors_are_passed_on(door):
     assert refused(door.stub.ModelInfer, request("busy", PROMPT)) == expected
 
 
+def test_a_refusal_says_when_the_request_may_be_accepted(door):
+    """As the header Retry-After does over HTTP; not if the request itself is at fault."""
+
+    def retry_after(model, *inputs):
+        with pytest.raises(grpc.RpcError) as caught:
+            door.stub.ModelInfer(request(model, *inputs))
+        metadata = dict(caught.value.trailing_metadata())
+        assert metadata["x-request-id"]
+        return metadata.get("retry-after")
+
+    assert retry_after("busy", PROMPT) == "1"
+    assert retry_after("path", PROMPT) is None
+    assert retry_after("generate", PROMPT, PROMPT) is None
+    door.set_health(Health(is_live=True, is_ready=False, reason="the engine restarts"))
+    assert retry_after("generate", PROMPT) == "1"
+
+
 # ---------------------------------------------------------------- cancels, deadlines, slow peers
 
 

@@ -18,6 +18,7 @@ from tritonclient.grpc import service_pb2
 from grpc_guard import READY, SERVICE, Door, StandIn, opened
 from inflight.access.key import KeyLimits
 from inflight.door.grpc.routes import CLOSED
+from inflight_client import Client, Unavailable
 from keys import KeyDesk, desk
 from kserve import request, text
 from waiting import PATIENCE_S, wait_until
@@ -235,6 +236,22 @@ def test_each_request_of_a_stream_counts(keys: KeyDesk, door: Door) -> None:
     assert all(
         "requests_per_minute: the key has reached its limit of 3" in one for one in errors[3:]
     )
+
+
+def test_clients_read_when_a_limit_allows_the_next_request(keys: KeyDesk, door: Door) -> None:
+    secret = keys.issue(limits=KeyLimits(requests_per_minute=1))
+    assert infer(door, secret)[0] is CODE.OK
+    with pytest.raises(grpc.RpcError) as refused:
+        door.stub.ModelInfer(request("tokenizer", PROMPT), metadata=bearer(secret))
+    seconds = int(dict(refused.value.trailing_metadata())["retry-after"])
+    assert 1 <= seconds <= 60
+    with (
+        Client(door.address, api_key=secret, max_retries=0) as client,
+        pytest.raises(Unavailable, match=r"requests_per_minute: .* retry in \d+ s") as raised,
+    ):
+        client.generate("A prompt")
+    assert raised.value.retry_after is not None
+    assert 1 <= raised.value.retry_after <= seconds
 
 
 def test_limits_hold_for_all_workers_together(keys: KeyDesk, door: Door) -> None:

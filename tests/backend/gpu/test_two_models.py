@@ -109,7 +109,7 @@ class Engines:
         """The greedy continuation of a prompt."""
         client, events = self.clients[name], self._events[name]
         params = SamplingParams(max_tokens=16, temperature=0.0, ignore_eos=True)
-        request_id = client.next_request_id()
+        request_id = client.new_request_id()
         client.submit(Request(request_id, [5, 6, 7, 8], params))
         deadline = time.monotonic() + 60
         while True:

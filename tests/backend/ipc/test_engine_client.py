@@ -42,7 +42,7 @@ def test_a_lost_engine_leaves_no_thread() -> None:
     before = set(threading.enumerate())
     ours, engines = socket.socketpair()
     lost = threading.Event()
-    welcome = Welcome(1, "llm", 100, 64, 10, 16, [99], 8, has_tokenizer=False)
+    welcome = Welcome("llm", 100, 64, 10, 16, [99], 8, has_tokenizer=False)
     EngineClient(Connection(ours), welcome, lambda events: None, lost.set, lambda progress: None)
     assert len(set(threading.enumerate()) - before) == 2
     engines.close()

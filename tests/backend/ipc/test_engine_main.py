@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 import queue
@@ -31,6 +32,7 @@ from inflight.ipc.engine_main import LAST_FRONT_GRACE_S, Command, EngineProcess,
 from inflight.ipc.frames import PROTOCOL, Cancel, Connection, Hello
 from inflight.ipc.heartbeat import overdue_s
 from inflight.ipc.owner import Owner
+from inflight.ipc.request_owners import RequestOwners
 from inflight.sampling.params import SamplingParams
 from waiting import PATIENCE_S, wait_until
 
@@ -61,9 +63,8 @@ def test_the_loop_of_a_broken_engine_ends() -> None:
 
         def __init__(self) -> None:
             self.sent: list[object] = []
-
-        def peer(self, number: int) -> Listening:
-            return self
+            self.requests: RequestOwners[Listening] = RequestOwners()
+            self.requests.add(self, [1 << 32])
 
         def send(self, frame: object) -> None:
             self.sent.append(frame)
@@ -155,19 +156,29 @@ def test_a_request_is_answered(front: Front):
     assert events[-1].finish_reason == FinishReason.LENGTH
 
 
-def test_an_output_under_anothers_id_is_refused(front: Front) -> None:
-    first = front.client.next_request_id()
+def test_an_id_that_is_in_use_is_refused_and_its_request_goes_on(front: Front) -> None:
+    used = front.submit([1] * 20, max_tokens=8000, ignore_eos=True)
+    other = front.client.new_request_id()
     params = SamplingParams(max_tokens=3, beam_width=2)
-    foreign = (front.client.welcome.front_id + 1) << 32
-    front.client.submit(Request(first, [5], params, output_ids=(first, foreign)))
-    (event,) = front.finish(first)
-    assert event.error == "a front may only use its own request ids"
+    front.client.submit(Request(other, [5], params, output_ids=(other, used)))
+    ended = front.ends(2)
+    assert ended[other].error == "the request id is in use; send the request again with another one"
+    assert ended[used].finish_reason == FinishReason.LENGTH
+
+
+def test_nobody_can_guess_a_request_id(front: Front) -> None:
+    ids = [front.client.new_request_id() for _ in range(1000)]
+    assert all(0 < one < 2**63 for one in ids)
+    # Of 63 random bits each: all bits vary, and neighbours share no more than any two.
+    assert all(any(one >> bit & 1 for one in ids) for bit in range(63))
+    assert all(any(not one >> bit & 1 for one in ids) for bit in range(63))
+    differing = [(first ^ second).bit_count() for first, second in itertools.pairwise(ids)]
+    assert 29 < sum(differing) / len(differing) < 34
 
 
 def test_two_fronts_share_one_engine_and_get_their_own_events(front, model_directory):
     other = Front(model_directory)
     assert len(running_engines(model_directory)) == 1
-    assert other.client.welcome.front_id != front.client.welcome.front_id
     a, b = front.submit([1, 2], max_tokens=2), other.submit([3, 4], max_tokens=2)
     assert [i for e in front.finish(a) for i in e.token_ids] == [1, 2]
     assert [i for e in other.finish(b) for i in e.token_ids] == [3, 4]
@@ -201,8 +212,13 @@ def test_a_front_is_informed_of_deliveries_for_its_requests(front: Front, model_
     other = Front(model_directory)
     path = engine_client.socket_path(model_directory, os.getpid())
     detokenizer = engine_client.attach(path, "detokenizer")
-    mine, theirs = front.client.next_request_id(), other.client.next_request_id()
-    detokenizer.delivered([(theirs, 5), (mine, 7)])
+    mine, theirs = (
+        one.submit([1] * 20, max_tokens=8000, ignore_eos=True) for one in (front, other)
+    )
+    for one in (front, other):
+        assert one.events.get(timeout=PATIENCE_S) is not None
+    unknown = front.client.new_request_id()
+    detokenizer.delivered([(theirs, 5), (unknown, 6), (mine, 7)])
     assert front.delivered.get(timeout=PATIENCE_S) == (mine, 7)
     assert other.delivered.get(timeout=PATIENCE_S) == (theirs, 5)
     assert front.delivered.empty()
@@ -215,13 +231,7 @@ def test_a_draining_engine_refuses_the_new_and_finishes_the_old(front: Front):
     front.events.get(timeout=PATIENCE_S)
     front.client.drain()
     new = front.submit([5], max_tokens=1)
-    ended: list[TokenEvent] = []
-    while len(ended) < 2:
-        event = front.events.get(timeout=PATIENCE_S)
-        assert event is not None
-        if event.is_last:
-            ended.append(event)
-    found = {event.request_id: event for event in ended}
+    found = front.ends(2)
     assert found[new].error_kind == "capacity"
     assert found[old].finish_reason == FinishReason.LENGTH
 

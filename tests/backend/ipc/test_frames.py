@@ -22,7 +22,7 @@ from metric_snapshots import empty, observed, with_values
 FRAMES: list[frames.Frame] = [
     frames.Hello(frames.PROTOCOL, "front", 77),
     frames.Loading("weights", 0.5),
-    frames.Welcome(1, "smol", 49152, 2048, 100, 16, [2], 256, True),
+    frames.Welcome("smol", 49152, 2048, 100, 16, [2], 256, True),
     frames.LoadFailed("config", "model: /nope does not exist"),
     frames.Submit(
         Request(

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tokenizers import decoders
 
 from inflight.errors import ConfigError
-from inflight.text.detokenize import Detokenizer, incomplete
+from inflight.text.detokenize import Detokenizer, incomplete, mark_kept
 from inflight.text.tokenizer import Tokenizer
 from texts import TEXTS
 
@@ -214,6 +214,70 @@ def test_a_decoder_of_another_kind_is_refused_by_name(decoder: Any, name: str) -
         backend.decoder = decoder
     with pytest.raises(ConfigError, match=f"decoder {name} is not supported"):
         Detokenizer(Tokenizer(backend))
+
+
+# ---------------------------------------------------------------- special tokens that are kept
+
+
+@FAST
+@given(data=st.data())
+def test_kept_special_tokens_split_anywhere_and_change_no_other_text(
+    tokenizer: Tokenizer, data: st.DataObject
+) -> None:
+    detokenizer = detokenizer_of(tokenizer)
+    special = list(tokenizer.special_ids)
+    kept = data.draw(st.sets(st.sampled_from(special)))
+    prompt = data.draw(st.lists(_ids(tokenizer), max_size=4))
+    output = data.draw(st.lists(_ids(tokenizer) | st.sampled_from(special), max_size=20))
+    cuts = data.draw(st.lists(st.integers(0, len(output)), max_size=6).map(sorted))
+    marked = mark_kept(output, kept)
+    window = detokenizer.window_for(prompt, len(prompt))
+    once = detokenizer.delta_with_kept(window, marked, final=True)
+    parts = ""
+    for start, end in itertools.pairwise([0, *cuts, len(output)]):
+        context = [*prompt, *output[:start]]
+        parts += detokenizer.delta_with_kept(
+            detokenizer.window_for(context, len(context)), marked[start:end]
+        )
+    context = [*prompt, *output]
+    last = detokenizer.window_for(context, len(context))
+    parts += detokenizer.delta_with_kept(last, [], final=True)
+    assert parts == once
+    nothing_kept = detokenizer.delta_with_kept(window, output, final=True)
+    assert nothing_kept == detokenizer.delta(window, output, final=True)
+
+
+def test_kept_special_tokens_are_between_the_texts(smollm: Tokenizer) -> None:
+    detokenizer = detokenizer_of(smollm)
+    start, end = detokenizer.special_ids["<|im_start|>"], detokenizer.special_ids["<|im_end|>"]
+    for text in TEXTS:
+        ids = smollm.encode(text, add_special_tokens=False)
+        shown = mark_kept([start, *ids, end, *ids, start], {start})
+        expected = f"<|im_start|>{text}{text}<|im_start|>"
+        assert detokenizer.delta_with_kept([], shown, final=True) == expected
+
+
+def test_a_kept_special_token_does_not_break_a_character(smollm: Tokenizer) -> None:
+    detokenizer = detokenizer_of(smollm)
+    start = detokenizer.special_ids["<|im_start|>"]
+    first, *rest = smollm.encode("𠮷", add_special_tokens=False)
+    shown = mark_kept([first, start, *rest], {start})
+    assert detokenizer.delta_with_kept([], shown, final=True) == "<|im_start|>𠮷"
+
+
+@pytest.mark.parametrize(
+    ("trim", "text"),
+    [(0, "one<S> two<S>"), (1, "one<S> tw"), (4, "one<S>"), (5, "on"), (7, ""), (9, "")],
+)
+def test_a_trimmed_text_has_no_special_tokens_after_it(
+    smollm: Tokenizer, trim: int, text: str
+) -> None:
+    detokenizer = detokenizer_of(smollm)
+    start = detokenizer.special_ids["<|im_start|>"]
+    one, two = (smollm.encode(word, add_special_tokens=False) for word in ("one", " two"))
+    shown = mark_kept([*one, start, *two, start], {start})
+    found = detokenizer.delta_with_kept([], shown, final=True, trim=trim)
+    assert found == text.replace("<S>", "<|im_start|>")
 
 
 @functools.cache

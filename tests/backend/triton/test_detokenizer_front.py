@@ -71,9 +71,9 @@ def tokenizer():
     return load_tokenizer(REPOSITORY / "llm")
 
 
-def request(event, echo=()):
+def request(event, echo=(), kept=()):
     """As it arrives: a batch of one, because the model takes batches."""
-    arrays = protocol.outputs([protocol.OutputDelta(0, event, list(echo))], 3)
+    arrays = protocol.outputs([protocol.OutputDelta(0, event, list(echo))], 3, kept=kept)
     return pb_utils.InferenceRequest(
         {name: arrays[name][None] for name in ("detokenize_ids", "detokenize_state")}
     )
@@ -137,6 +137,16 @@ def test_ids_without_a_request_are_text_and_no_delivery(front, clients, tokenize
     assert texts_of(front.execute([alone, request(TokenEvent(7, [5], [], 1))]))[0] == "Grüße 🎉"
     assert clients[0].frames == [[(7, 1)]]
     assert clients[0].cancelled == []
+
+
+def test_special_tokens_that_are_marked_stay_in_the_text(front, clients, tokenizer):
+    wait_until(lambda: front._reports._clients)
+    start = next(id_ for id_, text in tokenizer.special_ids.items() if text == "<|im_start|>")
+    event = TokenEvent(7, [*tokenizer.encode("a"), start], [], 2)
+    (text,) = texts_of(front.execute([request(event, kept={start})]))
+    assert text == "a<|im_start|>"
+    assert texts_of(front.execute([request(event)])) == ["a"]
+    assert clients[0].frames == [[(7, 2)]] * 2
 
 
 def test_the_engine_hears_of_a_cancel(front, clients):
@@ -251,7 +261,7 @@ def test_closing_ends_the_attachment(clients):
                 },
                 f"detokenize_ids: {wrong} is not a token id of this model; allowed: 0 to 49151",
             )
-            for wrong in (-1, 2**31 - 1)
+            for wrong in (-1, 2**30 + 49152, 2**31 - 1)
         ),
         (
             {

@@ -28,7 +28,8 @@ class FakeEngine:
     """What attach_front returns."""
 
     def __init__(self, number, on_events, on_lost, on_delivered):
-        self.welcome = Welcome(number, "fake", 100, 64, 8, 16, [2], 16, True)
+        self.welcome = Welcome("fake", 100, 64, 8, 16, [2], 16, True)
+        self.number = number
         self.on_events = on_events
         self.on_lost = on_lost
         self.on_delivered = on_delivered
@@ -38,9 +39,9 @@ class FakeEngine:
         self.closed = False
         self.has_work = threading.Semaphore(0)
 
-    def next_request_id(self):
+    def new_request_id(self):
         self.num_ids += 1
-        return self.welcome.front_id << 32 | self.num_ids
+        return self.number << 32 | self.num_ids
 
     def submit(self, request):
         self.submitted.append(request)

@@ -517,6 +517,31 @@ def test_remaining_request_options_are_parsed():
     assert generation().speculation is None
 
 
+SPECIAL = {"<s>": 1, "[TOOL_CALLS]": 5}
+
+
+def kept(parameters=None, **inputs):
+    limits = protocol.Limits(100, 16, SPECIAL)
+    return parse({"input_ids": ints(1), **inputs}, parameters or {}, limits).kept
+
+
+def test_special_tokens_to_keep_are_named_or_all():
+    assert kept() == kept(skip_special_tokens=flags(True)) == frozenset()
+    assert kept(skip_special_tokens=flags(False)) == {1, 5}
+    assert kept(keep_special_tokens=strings("[TOOL_CALLS]")) == {5}
+    assert kept({"skip_special_tokens": False}) == {1, 5}
+    vllm = strings('{"skip_special_tokens": false}')
+    assert kept(sampling_parameters=vllm) == {1, 5}
+    assert kept(sampling_parameters=strings('{"skip_special_tokens": true}')) == frozenset()
+
+
+def test_a_token_that_is_not_special_cannot_be_kept():
+    with pytest.raises(RequestError, match=r"^keep_special_tokens: 'no' is not a special token of"):
+        kept(keep_special_tokens=strings("<s>", "no"))
+    message = refusal(keep_special_tokens=strings(*["<s>"] * 65))
+    assert message.startswith("keep_special_tokens: ") and "64" in message
+
+
 def test_a_beam_search_is_one_request_with_n_outputs():
     asked = generation(
         n=ints(2),

@@ -6,6 +6,7 @@ import msgspec
 import numpy as np
 
 from inflight.core.request import Candidate, FinishReason, RequestTiming, TokenEvent
+from inflight.text.detokenize import KEPT
 from inflight.triton.protocol import OutputDelta, merge, outputs
 from llm_tensors import flags, generation, ints, strings
 
@@ -86,6 +87,24 @@ def test_outputs_have_the_documented_tensors():
     assert arrays["num_input_tokens"].tolist() == [4]
     assert arrays["num_output_tokens"].tolist() == [2]
     assert arrays["cumulative_logprob"].tolist() == [-2.5]
+
+
+def shown(kept, reason=None, echo=()):
+    event = TokenEvent(5, [5, 7, 1], [5], 12, finish_reason=reason)
+    arrays = outputs([OutputDelta(0, event, list(echo))], 4, kept=kept)
+    assert arrays["output_ids"].tolist() == [*echo, 5, 7, 1]
+    return arrays["detokenize_ids"].tolist()
+
+
+def test_special_tokens_that_stay_in_the_text_are_marked_for_the_detokenizer():
+    assert shown(frozenset()) == [5, 5, 7, 1]
+    assert shown({5}) == [5, 5 + KEPT, 7, 1], "not in the window, which has no text"
+    assert shown({1, 5}, FinishReason.LENGTH) == [5, 5 + KEPT, 7, 1 + KEPT]
+    assert shown({1, 5}, echo=[1]) == [1, 5 + KEPT, 7, 1 + KEPT], "not in the prompt"
+
+
+def test_the_token_that_ends_an_output_is_not_in_its_text():
+    assert shown({1, 5}, FinishReason.STOP) == [5, 5 + KEPT, 7, 1]
 
 
 def test_an_echoed_prompt_leads_and_is_not_counted():

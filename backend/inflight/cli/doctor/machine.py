@@ -9,7 +9,7 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import msgspec
@@ -17,6 +17,7 @@ import msgspec
 from inflight import config
 from inflight.checkpoint.locate import locate
 from inflight.cli.doctor.check import Check
+from inflight.cli.options import HOST
 from inflight.deploy import installation, repository
 from inflight.deploy.checks.triton_version import TESTED, TritonVersion
 from inflight.deploy.ports import HeldPorts
@@ -53,11 +54,13 @@ if torch.cuda.is_available():
 """
 
 
-def examine(ports: tuple[int, int, int]) -> list[Check]:
+def examine(ports: Sequence[int], host: str = HOST) -> list[Check]:
     """All checks, in the order in which to fix problems.
 
     Args:
-        ports: HTTP, gRPC and metrics ports, which should be free.
+        ports: of HTTP, gRPC, Triton's metrics, the engines' metrics and the gateway, which should
+            be free.
+        host: on which a server would listen.
     """
     return [
         check_python(sys.version_info[:2]),
@@ -65,7 +68,7 @@ def examine(ports: tuple[int, int, int]) -> list[Check]:
         *check_triton(),
         _version_of("torch", "pip install torch"),
         check_model(),
-        check_ports(ports),
+        check_ports(ports, host),
         check_shm(_shm_bytes()),
         check_memory(_memory_bytes()),
         check_gpu(_gpu()),
@@ -158,12 +161,13 @@ def check_model() -> Check:
     return Check("model", "ok", f"{checkpoint.name} ({engine.model})")
 
 
-def check_ports(ports: tuple[int, int, int]) -> Check:
+def check_ports(ports: Sequence[int], host: str = HOST) -> Check:
+    """See `examine`; a port 0 is always free."""
     try:
-        HeldPorts("127.0.0.1", ports).release()
+        HeldPorts(host, ports).release()
     except ConfigError as error:
         return Check("ports", "note", "taken", str(error))
-    return Check("ports", "ok", f"{', '.join(map(str, ports))} are free")
+    return Check("ports", "ok", f"{', '.join(str(port) for port in ports if port)} are free")
 
 
 def check_shm(size: int) -> Check:

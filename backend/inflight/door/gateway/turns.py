@@ -22,6 +22,7 @@ from inflight.door.gateway.parsers import (
     Reasoning,
     detect,
     guide_for,
+    markers,
     opens_reasoning,
     parser_for,
     schemas_of,
@@ -84,6 +85,8 @@ class TurnPlan:
         tensors: of the tools and their guide.
         tool_format, reasoning_format, schemas, in_reasoning: see `parser_for`.
         max_calls: of each output.
+        special: markers of the formats that are special tokens of the model; the text of the
+            outputs has them.
     """
 
     tensors: dict[str, Any] = field(default_factory=dict)
@@ -92,6 +95,7 @@ class TurnPlan:
     schemas: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     in_reasoning: bool = False
     max_calls: int | None = None
+    special: tuple[str, ...] = ()
 
     @property
     def reasons(self) -> bool:
@@ -101,7 +105,11 @@ class TurnPlan:
     def turn(self) -> Turn:
         """For one output."""
         parser = parser_for(
-            self.tool_format, self.reasoning_format, self.schemas, self.in_reasoning
+            self.tool_format,
+            self.reasoning_format,
+            self.schemas,
+            self.in_reasoning,
+            self.special,
         )
         return Turn(parser, self.max_calls)
 
@@ -147,7 +155,13 @@ def plan_turns(
     in_reasoning = reasoning is not None and opens_reasoning(template, variables)
     if not has_tools:
         guide_for(formats.tools, tooling.tools, tooling.choice)  # checks them
-        return TurnPlan(reasoning_format=reasoning, in_reasoning=in_reasoning)
+        special = _special(description, Formats(None, reasoning))
+        return TurnPlan(
+            _kept(special),
+            reasoning_format=reasoning,
+            in_reasoning=in_reasoning,
+            special=special,
+        )
     guide = guide_for(
         formats.tools,
         tooling.tools,
@@ -169,13 +183,15 @@ def plan_turns(
             "tools",
         )
     is_single = not tooling.is_parallel or not isinstance(tooling.choice, str)
+    special = _special(description, Formats(tool_format, reasoning))
     return TurnPlan(
-        _tool_tensors(tooling.tools, guide),
+        _tool_tensors(tooling.tools, guide) | _kept(special),
         tool_format,
         reasoning,
         schemas_of(tooling.tools),
         in_reasoning,
         1 if is_single else None,
+        special,
     )
 
 
@@ -185,6 +201,15 @@ def _tool_tensors(tools: Sequence[Mapping[str, Any]], guide: Guide | None) -> di
         tensors["guided_decoding_guide_type"] = guide.guide_type
         tensors["guided_decoding_guide"] = guide.guide
     return tensors
+
+
+def _special(description: Description, formats: Formats) -> tuple[str, ...]:
+    """The markers of formats that are special tokens of a model."""
+    return tuple(one for one in markers(formats) if one in description.special_tokens)
+
+
+def _kept(special: tuple[str, ...]) -> dict[str, Any]:
+    return {"keep_special_tokens": list(special)} if special else {}
 
 
 @functools.lru_cache(maxsize=64)

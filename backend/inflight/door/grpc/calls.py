@@ -17,6 +17,7 @@ import grpc
 from inflight.access.key import Key
 from inflight.door.grpc import status
 from inflight.door.grpc.status import Code, Refused, Status
+from inflight.door.http.refusal import RETRY_AFTER_S
 from inflight.door.limits import Limits
 from inflight.door.tracing import RequestSpan
 from inflight.ipc.metrics.request_counts import RequestCounts
@@ -99,7 +100,8 @@ class Call:
 
     async def run(self, work: Coroutine[Any, Any, None]) -> None:
         """Run the call's handler; an exception becomes the call's status."""
-        self.context.set_trailing_metadata((("x-request-id", self.request_id),))
+        request_id = ("x-request-id", self.request_id)
+        self.context.set_trailing_metadata((request_id,))
         try:
             await work
             self.code = Code.OK
@@ -121,7 +123,7 @@ class Call:
         self.code = why.code
         if self._headers is not None:
             await asyncio.wait([self._headers])
-        await self.context.abort(why.code, why.text)
+        await self.context.abort(why.code, why.text, (request_id, *why.metadata))
 
 
 class Calls:
@@ -177,6 +179,7 @@ class Calls:
                 Code.RESOURCE_EXHAUSTED,
                 f"stream: the key has {allowed} open streams; allowed: {allowed}; close some, or "
                 "send several requests on one",
+                RETRY_AFTER_S,
             )
         self._num_streams[key] += 1
         try:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import grpc
 
 from inflight.door import shared_memory
+from inflight.door.http.refusal import RETRY_AFTER_S
 from inflight.door.versions import without_versions
 from inflight.errors import (
     CapacityError,
@@ -42,7 +43,6 @@ _OF_KEYS = {
     Unauthenticated: Code.UNAUTHENTICATED,
     NotPermitted: Code.PERMISSION_DENIED,
     UnknownModel: Code.NOT_FOUND,
-    LimitExceeded: Code.RESOURCE_EXHAUSTED,
 }
 
 
@@ -52,10 +52,19 @@ class Status:
 
     Attributes:
         text: one sentence: what is wrong, where, what is allowed.
+        wait_s: seconds until a limit of the client's key allows its request; 0 without a limit.
     """
 
     code: grpc.StatusCode
     text: str
+    wait_s: int = 0
+
+    @property
+    def metadata(self) -> tuple[tuple[str, str], ...]:
+        """Trailing metadata: `retry-after` in seconds, as over HTTP, if the same request may be
+        accepted later."""
+        seconds = RETRY_AFTER_S if self.code is Code.UNAVAILABLE else self.wait_s
+        return (("retry-after", str(seconds)),) if seconds else ()
 
 
 class Refused(InflightError):
@@ -63,15 +72,17 @@ class Refused(InflightError):
 
     kind = "refused"
 
-    def __init__(self, code: grpc.StatusCode, text: str) -> None:
+    def __init__(self, code: grpc.StatusCode, text: str, wait_s: int = 0) -> None:
         super().__init__(text)
-        self.status = Status(code, text)
+        self.status = Status(code, text, wait_s)
 
 
 def of(error: Exception) -> Status:
     """The status of an error raised by the door or by the call to Triton."""
     if isinstance(error, Refused):
         return error.status
+    if isinstance(error, LimitExceeded):
+        return Status(Code.RESOURCE_EXHAUSTED, str(error), error.retry_after_s)
     for kind, code in _OF_KEYS.items():
         if isinstance(error, kind):
             return Status(code, str(error))

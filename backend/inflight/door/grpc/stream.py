@@ -18,6 +18,7 @@ from inflight.door.grpc.gate import Gate
 from inflight.door.grpc.health import Probes
 from inflight.door.grpc.status import Code, Refused, Status
 from inflight.door.grpc.upstream import Upstream, passed_on
+from inflight.door.http.refusal import RETRY_AFTER_S
 from inflight.door.limits import Limits
 from inflight.door.versions import resolve
 from inflight.errors import InflightError
@@ -153,6 +154,7 @@ class Stream:
                         Code.RESOURCE_EXHAUSTED,
                         f"request: the stream has {MAX_IN_FLIGHT} in flight; allowed: "
                         f"{MAX_IN_FLIGHT}",
+                        RETRY_AFTER_S,
                     )
                 request = checks.infer_request(data, self._limits)
                 if call.span is not None:

@@ -74,9 +74,10 @@ class CompletionResponseBuilder:
         return self._builder.responses(texts, arrays)
 
     def _text(self, event: TokenEvent) -> str:
-        new = self._detokenizer.delta(
-            event.window, event.token_ids, final=event.is_last, trim=event.trim
-        )
+        kept = self._generation.kept
+        ids = protocol.shown_ids(event, kept) if kept else event.token_ids
+        delta = self._detokenizer.delta_with_kept if kept else self._detokenizer.delta
+        new = delta(event.window, ids, final=event.is_last, trim=event.trim)
         if not self._prefix or event.request_id in self._begun:
             return new
         self._begun.add(event.request_id)

@@ -205,7 +205,6 @@ KEYS: dict[str, Key] = {
 
 IGNORED: dict[str, tuple[Any, ...]] = {
     "detokenize": (True, None),
-    "skip_special_tokens": (True, None),
     "spaces_between_special_tokens": (True, None),
     "include_stop_str_in_output": (False, None),
     "truncate_prompt_tokens": (None,),

@@ -36,9 +36,18 @@ def test_dockers_shared_memory_is_too_small() -> None:
 
 def test_a_taken_port_is_a_note_with_the_flag_to_use() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
-        check = doctor.check_ports((taken.getsockname()[1], 0, 0))
-    assert check.status == "note"
-    assert "--http-port" in check.mend
+        port = taken.getsockname()[1]
+        for place, flag in (
+            (0, "--http-port"),
+            (3, "--engine-metrics-port"),
+            (4, "--gateway-port"),
+        ):
+            ports = [0] * 5
+            ports[place] = port
+            check = doctor.check_ports(ports)
+            assert check.status == "note"
+            assert f"127.0.0.1:{port} cannot be used" in check.mend
+            assert f"{flag} 0" in check.mend
 
 
 def test_little_memory_is_a_note() -> None:
@@ -89,7 +98,7 @@ def test_a_stub_for_another_python_is_broken(
 
 
 def test_this_machine_is_examined_to_the_end() -> None:
-    checks = doctor.examine((0, 0, 0))
+    checks = doctor.examine((0, 0, 0, 0, 0))
     assert len({check.name for check in checks}) == len(checks) >= 10
     assert [check.name for check in checks if check.status == "broken"] == []
     assert all(check.mend for check in checks if check.status != "ok")

@@ -76,7 +76,9 @@ def check_item(rest: Any, index: int, item: dict[str, Any]) -> None:
         kind = "response.output_text" if item["type"] == "message" else "response.reasoning_text"
         begun = next(rest)
         assert begun["type"] == "response.content_part.added"
-        assert begun["part"] == {**part, "text": ""}
+        assert begun["part"] == part | {
+            name: type(part[name])() for name in ("text", "logprobs") if name in part
+        }
         assert (begun["item_id"], begun["content_index"]) == (item["id"], 0)
     whole = ""
     while (event := next(rest))["type"] == f"{kind}.delta":
@@ -161,6 +163,67 @@ def test_a_stream_agrees_with_the_whole_response(gateway: Gateway) -> None:
         return {name: response[name] for name in response if name not in own} | {"output": items}
 
     assert comparable(whole) == comparable(streamed)
+
+
+LOGPROBS = {"include": ["message.output_text.logprobs"]}
+
+
+def token(text: str, logprob: float) -> dict[str, Any]:
+    """Of one token, among the two most probable ones."""
+    return {
+        "5": {"logprob": logprob, "rank": 2, "decoded_token": text},
+        "6": {"logprob": -0.5, "rank": 1, "decoded_token": "x"},
+        "7": {"logprob": -9.0, "rank": 3, "decoded_token": "y"},
+    }
+
+
+def entry(text: str, logprob: float, **others: Any) -> dict[str, Any]:
+    return {"token": text, "logprob": logprob, "bytes": list(text.encode()), **others}
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 100])
+def test_logprobs_are_those_of_the_tokens_of_the_texts(gateway: Gateway, size: int) -> None:
+    """Those of reasoning, of calls and of markers are left out, however tokens are sent."""
+    tokens = ["<think>", "one", "</think>", "\ufffd", "\ufffd", " bc", "<", " d"]
+    tokens += ["<tool_call>", '\n{"name": "add", ', '"arguments": {}}\n</tool_call>', "end", "</s>"]
+    texts = [*tokens[:3], "", "é", *tokens[5:-1], ""]
+    numbered = [token(text, -1.0 - number) for number, text in enumerate(tokens)]
+    deltas = []
+    for at in range(0, len(tokens), size):
+        found = json.dumps(numbered[at : at + size])
+        deltas.append(delta("".join(texts[at : at + size]), logprobs=found))
+    deltas[-1]["finish_reason"] = "stop"
+    gateway.triton.plays(*deltas)
+    events = stream(gateway, model="thinker", tools=[TOOL], top_logprobs=2, **LOGPROBS)
+    assert gateway.triton.sent["num_logprobs"] == 2
+    response = check_order(events)
+    _, first, _, last = response["output"]
+    (part,) = first["content"]
+    assert part["text"] == "é bc< d"
+    top = [entry("x", -0.5)]
+    expected = [
+        entry(tokens[place], -1.0 - place, top_logprobs=[*top, entry(tokens[place], -1.0 - place)])
+        for place in (3, 4, 5, 6, 7)
+    ]
+    assert part["logprobs"] == expected
+    assert [one["token"] for one in last["content"][0]["logprobs"]] == ["end", "</s>"]
+    kinds = ("response.output_text.delta", "response.output_text.done")
+    sent, done = ([one for one in events if one["type"] == kind] for kind in kinds)
+    assert [one["logprobs"] for one in done] == [part["logprobs"], last["content"][0]["logprobs"]]
+    own = [one for one in sent if one["output_index"] == 1]
+    assert [found for one in own for found in one["logprobs"]] == expected
+    assert response["top_logprobs"] == 2
+
+
+def test_the_whole_response_has_the_logprobs(gateway: Gateway) -> None:
+    report = json.dumps([token("a", -1.0), token("b", -2.0)])
+    gateway.triton.plays(delta("ab", logprobs=report), end())
+    (part,) = create(gateway, **LOGPROBS)["output"][0]["content"]
+    assert gateway.triton.sent["num_logprobs"] == 0
+    assert part["logprobs"] == [
+        entry("a", -1.0, top_logprobs=[]),
+        entry("b", -2.0, top_logprobs=[]),
+    ]
 
 
 def test_an_output_of_nothing_has_no_items(gateway: Gateway) -> None:
@@ -346,7 +409,6 @@ BROKEN = {"type": "function_call", "call_id": "1", "name": "add", "arguments": "
         ({"prompt": {"id": "x"}}, "prompt"),
         ({"truncation": "auto"}, "truncation"),
         ({"top_logprobs": 2}, "top_logprobs"),
-        ({"include": ["message.output_text.logprobs"]}, "include"),
         ({"n": 2}, "n"),
         ({"max_tokens": 2}, "max_tokens"),
         ({"max_output_tokens": 0}, "max_output_tokens"),
@@ -392,6 +454,9 @@ def test_errors_of_triton_name_the_fields(gateway: Gateway) -> None:
     gateway.triton.refusal = (400, "in ensemble 'chat', max_tokens: 0; allowed: 1")
     _, error = gateway.error("responses", input="Hello")
     assert error["param"] == "max_output_tokens"
+    gateway.triton.refusal = (400, "in ensemble 'chat', num_logprobs: 21; allowed: 0 to 20")
+    _, error = gateway.error("responses", input="Hello", top_logprobs=21, **LOGPROBS)
+    assert error["param"] == "top_logprobs"
     gateway.triton.plays()
 
 

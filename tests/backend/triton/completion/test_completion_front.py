@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -80,6 +81,19 @@ def test_a_stop_string_is_trimmed(fronts, smollm):
     ids = smollm.encode(" wide world")
     engine.say(ids, position=2, trim=6, finish_reason=FinishReason.STOP)
     assert texts(sender) == [" wide"]
+
+
+@pytest.mark.parametrize("dialect", ["native", "vllm"])
+def test_special_tokens_stay_in_the_text_on_request(fronts, smollm, dialect):
+    front, engine = fronts(dialect=dialect)
+    special = {text: id_ for id_, text in smollm.special_ids.items()}
+    engine.welcome = msgspec.structs.replace(engine.welcome, special_tokens=special)
+    options = {"sampling_parameters": strings('{"skip_special_tokens": false}')}
+    for given, expected in ((options, [" wide<|im_start|>"]), ({}, [" wide"])):
+        sender, _ = ask(front, **given)
+        ids = [*smollm.encode(" wide"), special["<|im_start|>"], special["<|im_end|>"]]
+        engine.say(ids, position=3, finish_reason=FinishReason.STOP)
+        assert [one.removeprefix(PROMPT) for one in texts(sender)] == expected
 
 
 def test_echo_puts_the_prompts_text_first_and_once(fronts, smollm):

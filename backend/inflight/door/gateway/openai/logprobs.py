@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from inflight.door.gateway import logprobs
+from inflight.door.gateway.generation import Delta
 from inflight.door.gateway.logprobs import Candidate, Place, chosen, most_probable
 
 
@@ -16,6 +18,32 @@ def chat_logprobs(places: Sequence[Place | None], num_top: int) -> list[dict[str
         for one in places
         if one is not None
     ]
+
+
+def by_token(delta: Delta, num_top: int) -> list[tuple[Delta, list[dict[str, Any]]]]:
+    """A delta as one for each of its tokens, and the log-probabilities of the token.
+
+    A character that consists of several tokens is in the delta of the next token.
+    """
+    places = [one for one in logprobs.read(delta.logprobs) if one is not None]
+    if not places:
+        return [(delta, [])]
+    found = []
+    rest = delta.text_output
+    length = 0  # at most, of the text of the tokens whose text was not found
+    for place in places:
+        text = chosen(place).text
+        length += len(text)
+        start = rest.find(text, 0, length)
+        end = start + len(text) if start >= 0 else 0
+        length = 0 if end else length
+        part = Delta(rest[:end], delta.index, num_output_tokens=1)
+        rest = rest[end:]
+        found.append((part, chat_logprobs([place], num_top)))
+    last = found[-1][0]
+    last.text_output += rest
+    last.finish_reason = delta.finish_reason
+    return found
 
 
 def _entry(one: Candidate) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 from inflight.door.gateway.parsers.formats.registry import find_format
 from inflight.door.gateway.parsers.formats.tool_format import Read
@@ -23,6 +23,7 @@ def parser_for(
     reasoning_format: str | None,
     tool_names: Collection[str],
     in_reasoning: bool = False,
+    special: Sequence[str] = (),
 ) -> OutputParser:
     """The parser of an output.
 
@@ -33,6 +34,7 @@ def parser_for(
             schema of its parameters (`schemas_of`), it also tells formats without types those of
             the values.
         in_reasoning: the prompt ends inside of the reasoning (`opens_reasoning`).
+        special: markers that are special tokens, which content and reasoning never contain.
 
     Raises:
         ConfigError: a format is unknown.
@@ -46,7 +48,8 @@ def parser_for(
         schemas = dict(tool_names)
     else:
         schemas = {name: {} for name in tool_names}
-    return _Parser(read, schemas, reasoning_format is not None, in_reasoning)
+    steps = _read_output(read, schemas, reasoning_format is not None, in_reasoning)
+    return _Parser(steps, Writer(special))
 
 
 class _Plain:
@@ -60,12 +63,10 @@ class _Plain:
 class _Parser:
     """Runs the generator of a format over the parts of an output."""
 
-    def __init__(
-        self, read: Read, schemas: Schemas, has_reasoning: bool, in_reasoning: bool
-    ) -> None:
+    def __init__(self, read_all: Callable[[Reader, Writer], Steps[None]], writer: Writer) -> None:
         self._reader = Reader()
-        self._writer = Writer()
-        self._steps = self._run(read, schemas, has_reasoning, in_reasoning)
+        self._writer = writer
+        self._steps = read_all(self._reader, writer)
 
     def feed(self, text: str) -> list[Piece]:
         self._reader.append(text)
@@ -74,14 +75,22 @@ class _Parser:
 
     def finish(self) -> list[Piece]:
         self._reader.ended = True
-        return self.feed("")
+        next(self._steps, None)
+        self._writer.end_text()
+        return self._writer.drain()
 
-    def _run(
-        self, read: Read, schemas: Schemas, has_reasoning: bool, in_reasoning: bool
-    ) -> Steps[None]:
+
+def _read_output(
+    read: Read, schemas: Schemas, has_reasoning: bool, in_reasoning: bool
+) -> Callable[[Reader, Writer], Steps[None]]:
+    """Reads the reasoning, if there is any, and then the rest."""
+
+    def read_all(reader: Reader, writer: Writer) -> Steps[None]:
         if has_reasoning:
-            yield from read_reasoning(self._reader, self._writer, in_reasoning)
-        yield from read(self._reader, self._writer, schemas)
+            yield from read_reasoning(reader, writer, in_reasoning)
+        yield from read(reader, writer, schemas)
+
+    return read_all
 
 
 def _read_text(reader: Reader, writer: Writer, schemas: Schemas) -> Steps[None]:

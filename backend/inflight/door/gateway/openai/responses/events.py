@@ -64,6 +64,9 @@ class ResponseEvents:
     def _of_change(self, change: Change) -> list[bytes]:
         block = change.block
         if isinstance(change, Grown):
+            if change.logprobs:
+                members = {"delta": change.text, "logprobs": change.logprobs}
+                return [self._event(f"{_TEXTS[block.kind]}.delta", {**_place(block), **members})]
             number = self._num_events
             self._num_events += 1
             return [b'%s%d,"delta":%s}\n\n' % (self._delta_head, number, _encode(change.text))]
@@ -74,7 +77,7 @@ class ResponseEvents:
     def _begin_item(self, block: Block) -> list[bytes]:
         place = _place(block)
         kind = f"{_TEXTS[block.kind]}.delta"
-        members = {"type": kind, **place, **_logprobs(block)}
+        members = {"type": kind, **place, **_logprobs(block, [])}
         self._delta_head = b"event: %s\ndata: %s" % (
             kind.encode(),
             _encode(members)[:-1] + b',"sequence_number":',
@@ -82,7 +85,7 @@ class ResponseEvents:
         added = {"output_index": block.index, "item": item_of(block, is_new=True)}
         parts = [self._event("response.output_item.added", added)]
         if block.kind is not Kind.CALL:
-            part = {**place, "part": part_of(block, "")}
+            part = {**place, "part": part_of(block, is_new=True)}
             parts.append(self._event("response.content_part.added", part))
         return parts
 
@@ -95,8 +98,8 @@ class ResponseEvents:
             parts = [self._event(kind, members)]
         else:
             parts = [
-                self._event(kind, {**place, "text": text, **_logprobs(block)}),
-                self._event("response.content_part.done", {**place, "part": part_of(block, text)}),
+                self._event(kind, {**place, "text": text, **_logprobs(block, block.logprobs)}),
+                self._event("response.content_part.done", {**place, "part": part_of(block)}),
             ]
         return [*parts, self._event("response.output_item.done", done)]
 
@@ -111,5 +114,5 @@ def _place(block: Block) -> dict[str, Any]:
     return place if block.kind is Kind.CALL else {**place, "content_index": 0}
 
 
-def _logprobs(block: Block) -> dict[str, Any]:
-    return {"logprobs": []} if block.kind is Kind.TEXT else {}
+def _logprobs(block: Block, found: list[dict[str, Any]]) -> dict[str, Any]:
+    return {"logprobs": found} if block.kind is Kind.TEXT else {}

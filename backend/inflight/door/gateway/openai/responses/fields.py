@@ -21,6 +21,7 @@ from inflight.door.gateway.openai.conversation import (
 from inflight.door.gateway.openai.fields import (
     FIELDS_OF_TENSORS,
     Fields,
+    Int32,
     JsonSchema,
     ResponseFormat,
 )
@@ -35,6 +36,7 @@ NAMING = Naming(
     | {
         "messages": "input",
         "max_tokens": "max_output_tokens",
+        "num_logprobs": "top_logprobs",
         "guided_decoding_guide": "text.format",
         "guided_decoding_guide_type": "text.format",
     },
@@ -60,7 +62,6 @@ _UNSUPPORTED: dict[str, tuple[tuple[Any, ...], str]] = {
     "background": ((None, False), "is not supported; omit it"),
     "prompt": ((None,), "is not supported; use instructions and input"),
     "truncation": ((None, "disabled"), "is not supported; allowed: disabled"),
-    "top_logprobs": ((None, 0), "is not supported; use /v1/chat/completions"),
     "n": ((None, 1), "is not supported; use /v1/chat/completions"),
     "max_tool_calls": ((None,), "is not supported; omit it"),
     "max_tokens": ((None,), "is not supported; use max_output_tokens"),
@@ -110,7 +111,7 @@ class ResponsesRequest(Fields, kw_only=True):
     background: bool | None = None
     prompt: Any = None
     truncation: str | None = None
-    top_logprobs: int | None = None
+    top_logprobs: Int32 | None = None
     max_tool_calls: int | None = None
 
     def check(self) -> None:
@@ -118,8 +119,18 @@ class ResponsesRequest(Fields, kw_only=True):
         for name, (allowed, what) in _UNSUPPORTED.items():
             if getattr(self, name) not in allowed:
                 raise Problem(f"{name}: {what}", param=name, code="not_supported")
-        if _LOGPROBS in (self.include or ()):
-            raise not_supported("include", _LOGPROBS, "other values")
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """How many of the most probable tokens are reported at each place of the text; None for no
+        report. Raises Problem."""
+        if _LOGPROBS not in (self.include or ()):
+            if self.top_logprobs:
+                raise Problem(
+                    f'top_logprobs: allowed only with include ["{_LOGPROBS}"]', param="top_logprobs"
+                )
+            return None
+        return self.top_logprobs or 0
 
     def options(self) -> Fields:
         """All but the input, tools and their choice, as a chat has them."""

@@ -33,7 +33,7 @@ class Response:
 
     def __init__(self, asked: ResponsesRequest, model: str, plan: TurnPlan) -> None:
         self._turn = plan.turn()
-        self.blocks = Blocks(self._turn)
+        self.blocks = Blocks(self._turn, num_logprobs=asked.num_logprobs)
         self.usage = Usage()
         self._head = {
             "id": f"resp_{secrets.token_hex(24)}",
@@ -107,11 +107,13 @@ def id_of(block: Block) -> str:
     return f"{_PREFIXES[block.kind]}_{block.key}"
 
 
-def part_of(block: Block, text: str) -> dict[str, Any]:
-    """The content of a message or of reasoning."""
+def part_of(block: Block, *, is_new: bool = False) -> dict[str, Any]:
+    """The content of a message or of reasoning; is_new: without what it consists of."""
+    text = "" if is_new else block.text
     if block.kind is Kind.REASONING:
         return {"type": "reasoning_text", "text": text}
-    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+    logprobs = [] if is_new else block.logprobs
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}
 
 
 def item_of(block: Block, *, is_new: bool = False) -> dict[str, Any]:
@@ -120,12 +122,12 @@ def item_of(block: Block, *, is_new: bool = False) -> dict[str, Any]:
     Args:
         is_new: without what it consists of.
     """
-    text = "" if is_new else block.text
-    content = [] if is_new else [part_of(block, text)]
+    content = [] if is_new else [part_of(block)]
     status = COMPLETED if block.is_complete else INCOMPLETE
     head = {"id": id_of(block), "status": IN_PROGRESS if is_new else status}
     if block.kind is Kind.CALL:
-        call = {"call_id": f"call_{block.key}", "name": block.name, "arguments": text}
+        arguments = "" if is_new else block.text
+        call = {"call_id": f"call_{block.key}", "name": block.name, "arguments": arguments}
         return {**head, "type": "function_call", **call}
     if block.kind is Kind.REASONING:
         return {**head, "type": "reasoning", "summary": [], "content": content}
@@ -160,7 +162,7 @@ def _echo(asked: ResponsesRequest, model: str) -> dict[str, Any]:
         "text": shown,
         "tool_choice": AUTO if asked.tool_choice is None else asked.tool_choice,
         "tools": asked.tools or [],
-        "top_logprobs": 0,
+        "top_logprobs": asked.top_logprobs or 0,
         "top_p": 1.0 if asked.top_p is None else asked.top_p,
         "truncation": "disabled",
         "user": asked.user,

@@ -30,7 +30,10 @@ class Responses:
         served = await gateway.find(request, asked.model)
         conversation = asked.asked(served.description)
         max_tokens = -1 if asked.max_output_tokens is None else asked.max_output_tokens
+        num_logprobs = asked.num_logprobs
         call, plan = conversation.call(served, asked.options(), max_tokens, NAMING)
+        if num_logprobs is not None:
+            call.tensors["num_logprobs"] = num_logprobs
         stream = await gateway.generate(request, served, [call])
         response = Response(asked, served.id, plan)
         if asked.stream:

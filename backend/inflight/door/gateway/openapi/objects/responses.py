@@ -6,6 +6,8 @@ from typing import Any, Literal
 
 import msgspec
 
+from inflight.door.gateway.openapi.objects.completions import ChatTokenLogprob
+
 Status = Literal["in_progress", "completed", "incomplete", "failed"]
 
 
@@ -40,7 +42,7 @@ class ResponseUsage(msgspec.Struct):
 class OutputText(msgspec.Struct, tag_field="type", tag="output_text"):
     text: str
     annotations: list[Any]
-    logprobs: list[Any]
+    logprobs: list[ChatTokenLogprob]
 
 
 class ReasoningText(msgspec.Struct, tag_field="type", tag="reasoning_text"):

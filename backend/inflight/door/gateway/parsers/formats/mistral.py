@@ -3,9 +3,8 @@
     [TOOL_CALLS] [{"name": "f", "arguments": {...}, "id": "..."}]      tokenizers up to version 7
     [TOOL_CALLS]f[ARGS]{...}[TOOL_CALLS]g[ARGS]{...}                   from version 11 on
 
-A [CALL_ID] may precede [ARGS], and [ARGS] may be absent. All three are special tokens, and dropped
-from the text of an output by default: calls of known functions at the start of an output count
-without them.
+A [CALL_ID] may precede [ARGS], and [ARGS] may be absent. All three are special tokens, which a text
+may lack: calls of known functions at the start of an output count without them.
 
 https://github.com/mistralai/mistral-common
 """

@@ -1,9 +1,8 @@
 """[f(city="Paris", days=3), g()], of Llama 4, Llama 3.2 and others.
 
-Calls of known functions at the start of an output, or after <|python_start|>, a special token that
-is dropped from the text of an output by default. Values are Python literals, converted to JSON. A
-call begins with its first parameter or its closing parenthesis; positional arguments are not
-supported.
+Calls of known functions at the start of an output, or after <|python_start|>. Values are Python
+literals, converted to JSON. A call begins with its first parameter or its closing parenthesis;
+positional arguments are not supported.
 
 https://www.llama.com/docs/model-cards-and-prompt-formats/llama4
 """

@@ -43,7 +43,7 @@ class ToolFormat:
         templates: a chat template that contains all texts of one of these uses the format.
         syntax: how guided calls are written; None if they are written in the format `json`.
         markers: texts that are tokens of their own in the models that use the format. Where they
-            are special tokens, the text of an output lacks them by default.
+            are special tokens, the text of an output has them on request alone.
     """
 
     name: str
