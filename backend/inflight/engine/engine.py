@@ -196,11 +196,6 @@ class Engine:
         ]
         return self._timings.attach(events)
 
-    def cancel_front(self, number: int) -> None:
-        """Cancel all requests of a front that disconnected."""
-        for request_id in [key for key in self._groups if key >> 32 == number]:
-            self.cancel(request_id)
-
     def delivered(self, progress: Iterable[tuple[int, int]]) -> None:
         """A detokenizer delivered text up to (request_id, position) each."""
         now = self._clock()

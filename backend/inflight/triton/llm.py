@@ -25,9 +25,11 @@ class LlmResponseBuilder:
     ) -> list[Mapping[str, Array]]:
         # One output carries the prompt's logprobs, and it may not be among the best.
         prompt_candidates = [one for event in events for one in event.prompt_candidates]
-        asked = self._generation
-        parts = asked.answer([self._delta(event, request_ids) for event in events])
-        found = protocol.outputs(parts, len(asked.prompt_ids), prompt_candidates, asked.kept)
+        generation = self._generation
+        parts = generation.answer([self._delta(event, request_ids) for event in events])
+        found = protocol.outputs(
+            parts, len(generation.prompt_ids), prompt_candidates, generation.kept
+        )
         return [found]
 
     def _delta(self, event: TokenEvent, request_ids: list[int]) -> protocol.OutputDelta:

@@ -270,15 +270,17 @@ def test_a_search_is_cancelled_by_any_of_its_outputs(
     without_leak(engine)
 
 
-def test_beam_searches_of_a_disconnected_front_are_cancelled(
+def test_a_beam_search_is_cancelled_once_by_the_ids_of_its_outputs(
     checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = make_engine(checkpoint, "cpu", monkeypatch)
-    engine.submit(search(4, first_id=3 << 32))
+    cancelled = search(4, first_id=700)
+    engine.submit(cancelled)
     engine.submit(search(0))
     for _ in range(4):
         engine.step()
-    engine.cancel_front(3)
+    events = [event for output_id in cancelled.output_ids for event in engine.cancel(output_id)]
+    assert [event.request_id for event in events] == [*cancelled.output_ids]
     assert list(run(engine)) == [0]
     without_leak(engine)
 

@@ -226,15 +226,6 @@ def test_a_direct_request_needs_no_acknowledgement():
     assert engine.stats().num_running == 1
 
 
-def test_only_requests_of_a_disconnected_front_are_cancelled():
-    engine = make_engine()
-    engine.submit(request(1 << 32 | 1, [1], max_tokens=60))
-    engine.submit(request(2 << 32 | 1, [1], max_tokens=60))
-    engine.step()
-    engine.cancel_front(1)
-    assert engine.stats().num_running == 1
-
-
 # ---------------------------------------------------------------- drafts
 
 

@@ -88,7 +88,7 @@ class CountRequest(msgspec.Struct, kw_only=True):
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
 
-    def conversation(self, description: Description) -> Conversation:
+    def to_conversation(self, description: Description) -> Conversation:
         """The request, in no wire format. Raises Problem."""
         is_on = None
         if self.thinking is not None:

@@ -24,7 +24,7 @@ class Messages:
         gateway = self._gateway
         fields = await gateway.read_fields(request, MessagesRequest, parse)
         served = await gateway.find(request, fields.model)
-        conversation = fields.conversation(served.description)
+        conversation = fields.to_conversation(served.description)
         call, plan = conversation.call(served, fields.options(), fields.max_tokens, NAMING)
         stream = await gateway.generate(request, served, [call])
         response = MessageResponse(served.id, plan, fields.shows_reasoning)
@@ -37,6 +37,6 @@ class Messages:
         gateway = self._gateway
         fields = await gateway.read_fields(request, CountRequest, parse)
         served = await gateway.find(request, fields.model)
-        conversation = fields.conversation(served.description)
+        conversation = fields.to_conversation(served.description)
         await gateway.admit(request, chat_model(served))
         return json_response({"input_tokens": await conversation.count_tokens(served, NAMING)})

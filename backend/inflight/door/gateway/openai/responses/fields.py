@@ -140,8 +140,8 @@ class ResponsesRequest(Fields, kw_only=True):
         schema = JsonSchema(wanted.schema) if wanted.type == "json_schema" else None
         return msgspec.structs.replace(self, response_format=ResponseFormat(wanted.type, schema))
 
-    def asked(self, description: Description) -> Conversation:
-        """What the model is asked. Raises Problem."""
+    def to_conversation(self, description: Description) -> Conversation:
+        """The request, in no wire format. Raises Problem."""
         effort = self.reasoning.effort if self.reasoning is not None else None
         variables = reasoning_variables(description, False if effort == NONE else None, effort)
         return Conversation(messages_of(self.instructions, self.input), self._tooling(), variables)

@@ -31,16 +31,16 @@ class Response:
         usage: of the tokens.
     """
 
-    def __init__(self, asked: ResponsesRequest, model: str, plan: TurnPlan) -> None:
+    def __init__(self, fields: ResponsesRequest, model: str, plan: TurnPlan) -> None:
         self._turn = plan.turn()
-        self.blocks = Blocks(self._turn, num_logprobs=asked.num_logprobs)
+        self.blocks = Blocks(self._turn, num_logprobs=fields.num_logprobs)
         self.usage = Usage()
         self._head = {
             "id": f"resp_{secrets.token_hex(24)}",
             "object": "response",
             "created_at": int(time.time()),
         }
-        self._tail = _echo(asked, model)
+        self._tail = _echo(fields, model)
 
     @property
     def status(self) -> str:
@@ -134,9 +134,9 @@ def item_of(block: Block, *, is_new: bool = False) -> dict[str, Any]:
     return {**head, "type": "message", "role": "assistant", "content": content}
 
 
-def _echo(asked: ResponsesRequest, model: str) -> dict[str, Any]:
+def _echo(fields: ResponsesRequest, model: str) -> dict[str, Any]:
     """What a response shows of its request."""
-    text, reasoning = asked.text, asked.reasoning
+    text, reasoning = fields.text, fields.reasoning
     shown: dict[str, Any] = {"format": {"type": "text"}}
     if text is not None and text.format is not None:
         given = msgspec.to_builtins(text.format)
@@ -145,12 +145,12 @@ def _echo(asked: ResponsesRequest, model: str) -> dict[str, Any]:
         shown["verbosity"] = text.verbosity
     return {
         "background": False,
-        "instructions": asked.instructions,
-        "max_output_tokens": asked.max_output_tokens,
+        "instructions": fields.instructions,
+        "max_output_tokens": fields.max_output_tokens,
         "max_tool_calls": None,
-        "metadata": asked.metadata or {},
+        "metadata": fields.metadata or {},
         "model": model,
-        "parallel_tool_calls": asked.parallel_tool_calls is not False,
+        "parallel_tool_calls": fields.parallel_tool_calls is not False,
         "previous_response_id": None,
         "reasoning": {
             "effort": reasoning.effort if reasoning is not None else None,
@@ -158,12 +158,12 @@ def _echo(asked: ResponsesRequest, model: str) -> dict[str, Any]:
         },
         "service_tier": "default",
         "store": False,
-        "temperature": 1.0 if asked.temperature is None else asked.temperature,
+        "temperature": 1.0 if fields.temperature is None else fields.temperature,
         "text": shown,
-        "tool_choice": AUTO if asked.tool_choice is None else asked.tool_choice,
-        "tools": asked.tools or [],
-        "top_logprobs": asked.top_logprobs or 0,
-        "top_p": 1.0 if asked.top_p is None else asked.top_p,
+        "tool_choice": AUTO if fields.tool_choice is None else fields.tool_choice,
+        "tools": fields.tools or [],
+        "top_logprobs": fields.top_logprobs or 0,
+        "top_p": 1.0 if fields.top_p is None else fields.top_p,
         "truncation": "disabled",
-        "user": asked.user,
+        "user": fields.user,
     }

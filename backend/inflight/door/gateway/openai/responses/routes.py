@@ -25,18 +25,18 @@ class Responses:
     async def create(self, request: Request) -> HttpResponse:
         """Raises Problem, Refusal, InflightError."""
         gateway = self._gateway
-        asked = await gateway.read_fields(request, ResponsesRequest, parse)
-        asked.check()
-        served = await gateway.find(request, asked.model)
-        conversation = asked.asked(served.description)
-        max_tokens = -1 if asked.max_output_tokens is None else asked.max_output_tokens
-        num_logprobs = asked.num_logprobs
-        call, plan = conversation.call(served, asked.options(), max_tokens, NAMING)
+        fields = await gateway.read_fields(request, ResponsesRequest, parse)
+        fields.check()
+        served = await gateway.find(request, fields.model)
+        conversation = fields.to_conversation(served.description)
+        max_tokens = -1 if fields.max_output_tokens is None else fields.max_output_tokens
+        num_logprobs = fields.num_logprobs
+        call, plan = conversation.call(served, fields.options(), max_tokens, NAMING)
         if num_logprobs is not None:
             call.tensors["num_logprobs"] = num_logprobs
         stream = await gateway.generate(request, served, [call])
-        response = Response(asked, served.id, plan)
-        if asked.stream:
+        response = Response(fields, served.id, plan)
+        if fields.stream:
             return StreamedReply(stream, ResponseEvents(response), gateway.busy_poll)
         return WholeReply(stream, ResponseResult(response), gateway.busy_poll)
 
