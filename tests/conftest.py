@@ -12,6 +12,7 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
+import hypothesis
 import pytest
 from hypothesis import settings
 from xdist.scheduler import LoadFileScheduling
@@ -32,6 +33,11 @@ os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 # jsonschema would compile 38 grammars with it at import, in each process, for formats that no test
 # checks. It comes with cyclonedx-bom.
 sys.modules["rfc3987_syntax"] = None  # type: ignore[assignment]
+# An example takes as long as the machine pleases.
+hypothesis.settings.register_profile(
+    "any machine", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+)
+hypothesis.settings.load_profile("any machine")
 # Of several processes that run tests, each has its share of the cores.
 _num_processes = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
 if _num_processes > 1:

@@ -132,8 +132,17 @@ def test_a_tritonserver_that_aborts_while_it_starts_is_started_again(
     tmp_path: Path, times: int
 ) -> None:
     """Twice at most; then the start fails with the reason."""
-    process = launch(tmp_path, "echo", prepare=without_chat)
-    serving = Serving(process, "", "", tmp_path / "models", tmp_path / "shown", tmp_path / "log")
+    for number in range(3):
+        (tmp_path / str(number)).mkdir()
+        if abort_while_it_starts(tmp_path / str(number), times):
+            return
+    raise AssertionError("it was ready before each abort")
+
+
+def abort_while_it_starts(folder: Path, times: int) -> bool:
+    """Check a start with so many aborts; false if a busy machine has missed the time for one."""
+    process = launch(folder, "echo", prepare=without_chat)
+    serving = Serving(process, "", "", folder / "models", folder / "shown", folder / "log")
     aborted: set[int] = set()
     regions: set[Path] = set()
     deadline = time.monotonic() + START_S
@@ -147,10 +156,12 @@ def test_a_tritonserver_that_aborts_while_it_starts_is_started_again(
                 # Its child that becomes a stub looks like it until then.
                 is_it = psutil.Process(pid).ppid() == process.pid
                 if is_it and pid not in aborted and len(aborted) < times and found:
-                    folder = folder_of(process.pid)
+                    runtime_folder = folder_of(process.pid)
                     aborted.add(pid)
                     os.kill(pid, signal.SIGABRT)
             time.sleep(0.05)  # a look at all processes takes as long
+        if len(aborted) < times and process.poll() is None:
+            return False
         assert len(aborted) == times
         if times == 1:
             assert "READY" in serving.shown.read_text()
@@ -162,7 +173,8 @@ def test_a_tritonserver_that_aborts_while_it_starts_is_started_again(
             process.wait()
     if times > 1:
         assert "error: tritonserver was killed by SIGABRT" in serving.shown.read_text()
-    assert_nothing_is_left([], regions, folder)
+    assert_nothing_is_left([], regions, runtime_folder)
+    return True
 
 
 @pytest.mark.usefixtures("_slow_steps")

@@ -33,7 +33,9 @@ def inflight(*arguments: str) -> tuple[int, Any]:
     return done.returncode, json.loads(done.stdout)
 
 
+@pytest.mark.alone
 def test_the_self_test_passes() -> None:
+    """Within its limit of a minute, of which it takes some seconds."""
     status, checks = inflight("doctor", "--self-test")
     names = [check["name"] for check in checks]
     assert [check for check in checks if check["status"] == "broken"] == []

@@ -88,7 +88,9 @@ def test_a_file_cut_anywhere_in_its_header_is_refused(small: Checkpoint, tmp_pat
 
 @given(st.data())
 @settings(
-    max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=150,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 def test_a_damaged_header_is_read_or_refused_but_never_crashes(
     small: Checkpoint, tmp_path: Path, data: st.DataObject

@@ -53,7 +53,9 @@ def fixed(vocabulary: Vocabulary, smollm: Tokenizer) -> Fixed:
 @pytest.mark.parametrize(("kind", "guide"), GRAMMARS)
 @given(data=st.data())
 @settings(
-    max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=40,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 def test_rolled_back_is_never_taken(fixed: Fixed, kind: Kind, guide: str, data: Any) -> None:
     """advance, rollback, advance: the masks are those of a matcher that went there straight."""

@@ -81,7 +81,9 @@ def test_llama3_s_prompts_are_those_of_transformers(
 
 @pytest.mark.parametrize("name", ["smollm", "llama3"])
 @settings(
-    max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=150,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 @given(data=st.data())
 def test_no_message_can_write_a_special_token(

@@ -242,7 +242,9 @@ def markers_of(tokenizer: Tokenizer, ids: list[int]) -> list[int]:
 @pytest.mark.parametrize("style", TEMPLATES)
 @pytest.mark.parametrize("place", PLACES)
 @settings(
-    max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=15,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 @given(data=st.data())
 def test_no_string_of_a_request_becomes_a_special_token(

@@ -18,7 +18,9 @@ from inflight.text.tokenizer import Tokenizer
 from texts import TEXTS
 
 FAST = settings(
-    max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=200,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 
 
