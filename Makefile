@@ -68,16 +68,26 @@ sbom: $(VENV)/.dev
 	$(BIN)/cyclonedx-py environment --pyproject pyproject.toml --output-reproducible \
 	    --output-file dist/sbom.json $(SBOM_OF)/bin/python
 
-# With an environment of its own: these clients' dependencies are not those of the server.
+# With an environment of its own: these clients' dependencies are not those of the server. To write
+# the results to docs/reference/compatibility.md: make compat COMPAT_OPTIONS=--write
 COMPAT = .venv-compat
+COMPAT_OPTIONS =
 compat: $(VENV)/.dev $(COMPAT)/.installed
-	$(RUN) INFLIGHT=$(BIN)/inflight $(COMPAT)/bin/python -m pytest -c tests/compat/pytest.ini \
-	    --rootdir tests/compat --confcutdir tests/compat tests/compat
+	$(RUN) INFLIGHT=$(BIN)/inflight $(COMPAT)/bin/python tests/compat/clients.py clients \
+	    $(COMPAT_OPTIONS)
+	$(RUN) $(BIN)/python tests/compat/clients.py suite $(COMPAT_OPTIONS)
 
-$(COMPAT)/.installed: tests/compat/requirements.txt $(VENV)/.python
+# uv finds versions that agree in seconds; pip gives up. torch comes before, as for the server: pip
+# knows where this machine has a build for CPUs.
+COMPAT_REQUIREMENTS = tests/compat/requirements.txt tests/compat/requirements-vllm.txt
+$(COMPAT)/.installed: $(COMPAT_REQUIREMENTS) $(VENV)/.dev
 	$(RUN) $(BIN)/python -m venv $(COMPAT)
 	$(RUN) $(COMPAT)/bin/python -m pip --disable-pip-version-check install --quiet \
+	    -c constraints.txt torch
+	$(RUN) $(BIN)/uv pip install --quiet --python $(COMPAT)/bin/python \
 	    -r tests/compat/requirements.txt
+	$(RUN) $(BIN)/uv pip install --quiet --python $(COMPAT)/bin/python \
+	    --no-deps -r tests/compat/requirements-vllm.txt
 	@touch $@
 
 # Memory errors, then races in shared memory. API errors are not reported: the bindings look up entry

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import signal
 import subprocess
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 
@@ -15,17 +18,70 @@ START_S = 120.0
 MODEL = "SmolLM2-135M-Instruct"
 
 
+@dataclass(frozen=True)
+class Server:
+    """Addresses of `inflight serve`.
+
+    Attributes:
+        http, grpc: host:port of the models.
+        url: of the gateway, without /v1.
+    """
+
+    http: str
+    grpc: str
+    url: str
+
+
 @pytest.fixture(scope="session")
-def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """Of the gateway, without /v1. INFLIGHT is the path of the command."""
-    folder = tmp_path_factory.mktemp("server")
+def native(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """With the gateway, and a model that answers /infer."""
+    with _serve(tmp_path_factory.mktemp("native"), "--unary", "--gateway-port", "0") as found:
+        yield found
+
+
+@pytest.fixture(scope="session")
+def vllm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    options = ("--layout", "vllm", "--no-gateway")
+    with _serve(tmp_path_factory.mktemp("vllm"), *options) as found:
+        yield found
+
+
+@pytest.fixture(scope="session")
+def tensorrtllm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    options = ("--layout", "tensorrtllm", "--no-gateway")
+    with _serve(tmp_path_factory.mktemp("tensorrtllm"), *options) as found:
+        yield found
+
+
+@pytest.fixture(scope="session")
+def url(native: Server) -> str:
+    """Of the gateway, without /v1."""
+    return native.url
+
+
+@pytest.fixture(scope="session")
+def model() -> str:
+    return MODEL
+
+
+@pytest.fixture(scope="session")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The model's tokenizer as a Hugging Face folder."""
+    folder = tmp_path_factory.mktemp("tokenizer") / "tokenizer"
+    subprocess.run([os.environ["INFLIGHT"], "tokenizer", "export", str(folder)], check=True)
+    return folder
+
+
+@contextlib.contextmanager
+def _serve(folder: Path, *options: str) -> Iterator[Server]:
+    """Run the command in the variable INFLIGHT, on free ports."""
     shown = folder / "shown"
-    ports = ("http", "grpc", "metrics", "engine-metrics", "gateway")
     with open(shown, "wb") as output:
         process = subprocess.Popen(
             [
                 *(os.environ["INFLIGHT"], "serve", "--log-file", str(folder / "log")),
-                *(word for port in ports for word in (f"--{port}-port", "0")),
+                *("--http-port", "0", "--grpc-port", "0", "--metrics-port", "0"),
+                *("--engine-metrics-port", "0", *options),
             ],
             stdout=output,
             stderr=output,
@@ -37,9 +93,7 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
             assert process.poll() is None and time.monotonic() < deadline, shown.read_text()
             time.sleep(0.1)
         time.sleep(0.1)
-        match = re.search(r"OpenAI\s+(http://\S+)/v1", shown.read_text())
-        assert match is not None
-        yield match[1]
+        yield Server(*(_address(kind, shown.read_text()) for kind in ("HTTP", "gRPC", "OpenAI")))
     finally:
         process.send_signal(signal.SIGTERM)
         try:
@@ -49,6 +103,10 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
             process.wait()
 
 
-@pytest.fixture(scope="session")
-def model() -> str:
-    return MODEL
+def _address(kind: str, shown: str) -> str:
+    """From the table that `serve` prints; empty if it does not serve this."""
+    pattern = (
+        r"OpenAI\s+(http://\S+)/v1" if kind == "OpenAI" else rf"{kind}\s+(?:http://)?(\S+:\d+)"
+    )
+    match = re.search(pattern, shown)
+    return "" if match is None else match[1]

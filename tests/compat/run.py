@@ -3,16 +3,17 @@
     python tests/compat/run.py --checkout DIR [--checkout DIR ...] [--write]
 
 DIR is a checkout of triton-inference-server/vllm_backend, or of tensorrtllm_backend at a version
-that has inflight_batcher_llm/client (0.19 or earlier). The scripts run in a copy. Some of them have
-the address localhost:8001 and the model vllm_opt fixed: those need that port. It ends with a table
-of clients, layouts and results, which --write writes to docs/reference/compatibility.md; status 1
-if one failed.
+that has inflight_batcher_llm/client (0.19 or earlier). The scripts run in a copy. Those of
+vllm_backend have the addresses localhost:8001 and localhost:8002 and the model vllm_opt fixed, so
+these ports must be free. It ends with a table of clients, layouts and results, which --write writes
+to docs/reference/compatibility.md; status 1 if one failed.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import json
 import shutil
 import socket
 import subprocess
@@ -24,37 +25,17 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 
+import compatibility_page
+import tiny
+from compatibility_page import Row
 from failpoint import failpoint
-from supervised import Serving, serve
+from inflight.checkpoint.locate import locate
+from inflight.text.tokenizer import export
+from supervised import SMOLLM2, Serving, serve
 
-PAGE = Path(__file__).parents[2] / "docs" / "reference" / "compatibility.md"
-HEADER = """# Compatibility
-
-Unmodified clients and tests of vllm_backend and of tensorrtllm_backend 0.19, run by
-`tests/compat/run.py --write` against `inflight serve`: with the small model in layout vllm, and the
-echo engine in layout tensorrtllm.
-"""
-FOOTER = """The clients of pytriton 0.7 run as tests: DecoupledModelClient in
-`tests/integration/test_layout_vllm.py`; ModelClient, AsyncioModelClient and FuturesModelClient in
-`tests/integration/test_unary.py`.
-
-Not run: accuracy_test.py (needs vLLM itself); vllm_backend_test.py, vllm_metrics_test.py and the
-rest of additional_outputs_test.py and enabled_stream_test.py (expect outputs of OPT-125m, or the
-text of an error); request_cancellation_test.py (reads vLLM's log); check_health_test.py (lists the
-model repository, which `inflight serve` restricts); the tests of LoRA and of several GPUs; and
-end_to_end_test.py (needs a data set).
-"""
-PORT = 8001
-TIMEOUT_S = 300
+PORT, METRICS_PORT = 8001, 8002
+TIMEOUT_S = 600
 IDS = [504, 3575, 282, 905, 600, 700, 800, 900]
-# Of 1458 combinations of its flags. Not return_finish_reason, nor return_logprobs with logprobs:
-# they expect 16 tokens, as OPT-125m gives, and the small model ends earlier.
-COMBINATIONS = (
-    "True-True-None-2-True-None",
-    "True-True-True-None-True-False",
-    "None-None-None-None-None-None",
-    "False-False-False-0-False-False",
-)
 
 
 @dataclass(frozen=True)
@@ -66,16 +47,36 @@ class Script:
         file: in the checkout.
         arguments: @grpc@ is the server's address.
         expected: text of its output if it passes, besides the exit status 0.
-        needs_port: whether it has the address and the model of the server fixed.
         is_pytest: run it by pytest.
+        lacking: for the table.
     """
 
     name: str
     file: str
     arguments: tuple[str, ...] = ()
     expected: str = ""
-    needs_port: bool = False
     is_pytest: bool = False
+    lacking: str = ""
+
+
+@dataclass(frozen=True)
+class Suite:
+    """Scripts that share a server.
+
+    Attributes:
+        title: the layout and options, for the table.
+        layout, unary: of the model repository.
+        device: `cpu` runs the small model, `random` one of random weights, `echo` repeats prompts.
+        options: of `inflight serve`.
+        scripts: in this order.
+    """
+
+    title: str
+    layout: str
+    device: str
+    scripts: tuple[Script, ...]
+    options: tuple[str, ...] = ()
+    unary: bool = False
 
 
 _SAMPLE = ("-u", "@grpc@", "-m", "vllm_opt", "--input-prompts", "prompts.txt")
@@ -88,17 +89,37 @@ VLLM = (
         "PASS: vLLM example",
     ),
     Script(
-        "additional_outputs_test.py, 8 combinations of flags",
-        "ci/L0_additional_outputs_vllm/additional_outputs_test.py",
-        ("-k", " or ".join(COMBINATIONS)),
-        needs_port=True,
-        is_pytest=True,
-    ),
-    Script(
         "enabled_stream_test.py, several prompts",
         "ci/L0_backend_vllm/enabled_stream/enabled_stream_test.py",
         ("VLLMTritonStreamTest.test_vllm_model_enabled_stream",),
-        needs_port=True,
+    ),
+    Script(
+        "vllm_metrics_test.py, no metrics unless enabled",
+        "ci/L0_backend_vllm/metrics_test/vllm_metrics_test.py",
+        ("VLLMTritonMetricsTest.test_vllm_metrics_disabled",),
+    ),
+)
+GUARDED = (
+    Script(
+        "check_health_test.py, test_vllm_is_healthy",
+        "ci/L0_check_health_vllm/check_health_test.py",
+        ("-k", "test_vllm_is_healthy"),
+        is_pytest=True,
+        lacking="needs `--grpc-guard`: tritonserver's own index is restricted with model control",
+    ),
+)
+ENDLESS = (
+    Script(
+        "vllm_metrics_test.py, test_vllm_metrics",
+        "ci/L0_backend_vllm/metrics_test/vllm_metrics_test.py",
+        ("VLLMTritonMetricsTest.test_vllm_metrics",),
+        lacking="expects the counts of OPT-125m's tokenizer: run with one that gives the same",
+    ),
+    Script(
+        "additional_outputs_test.py, 1458 combinations of flags",
+        "ci/L0_additional_outputs_vllm/additional_outputs_test.py",
+        expected="1458 passed",
+        is_pytest=True,
     ),
 )
 
@@ -166,67 +187,141 @@ TENSORRTLLM = (
 UNARY = (Script("inflight_batcher_llm_client.py, unary", _IDS_CLIENT, _IDS),)
 
 
+SUITES = {
+    "vllm_backend": (
+        Suite("vllm", "vllm", "cpu", VLLM, ("--metrics-port", str(METRICS_PORT))),
+        Suite("vllm --grpc-guard", "vllm", "cpu", GUARDED, ("--grpc-guard",)),
+        # The endpoint that is as of the scrape: Triton's is a second old.
+        Suite(
+            "vllm --metrics-compat vllm",
+            "vllm",
+            "random",
+            ENDLESS,
+            ("--metrics-compat", "vllm", "--engine-metrics-port", str(METRICS_PORT)),
+        ),
+    ),
+    "tensorrtllm_backend": (
+        Suite("tensorrtllm", "tensorrtllm", "echo", TENSORRTLLM),
+        Suite("tensorrtllm --unary", "tensorrtllm", "echo", UNARY, unary=True),
+    ),
+}
+_OPT = "expects the text of OPT-125m"
+_LOADS = "loads models over gRPC, which is closed; `inflight model` loads and unloads them"
+NOT_RUN = {
+    "vllm_backend": {
+        "accuracy_test.py": "compares with vLLM itself",
+        "check_health_test.py, test_vllm_not_healthy": "replaces a method of vLLM's engine",
+        "enabled_stream_test.py, exclude_input_in_output_default": _OPT,
+        "enabled_stream_test.py, exclude_input_in_output_false": "expects vLLM's text of an error",
+        "multi_lora_test.py": "LoRA is not supported",
+        "request_cancellation_test.py": "expects lines in vLLM's log",
+        "vllm_backend_test.py, test_exclude_input_in_output (3 tests)": _OPT,
+        "vllm_backend_test.py, the other 3 tests": _LOADS,
+        "vllm_metrics_test.py, test_custom_sampling_params": "`vllm:request_params_n` is missing",
+        "vllm_metrics_test.py, test_vllm_metrics_refused": "metrics cannot be switched off",
+        "vllm_multi_gpu_test.py": "needs several GPUs",
+    },
+    "tensorrtllm_backend": {
+        "e2e_grpc_speculative_decoding_client.py": "draft tokens of the client are not supported",
+        "end_to_end_test.py": "needs a data set",
+    },
+}
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--checkout", type=Path, action="append", required=True)
     parser.add_argument("--write", action="store_true")
     arguments = parser.parse_args()
-    results: list[tuple[str, str, str]] = []
+    rows: list[Row] = []
     for checkout in arguments.checkout:
-        for layout, scripts, unary in _suites(checkout):
-            results += _run_suite(checkout, layout, scripts, unary)
-    rows = [("Client", "Layout", "Result"), ("---", "---", "---"), *results]
-    table = "".join(f"| {' | '.join(row)} |\n" for row in rows)
-    print(f"\n{table}")
+        backend = _backend(checkout)
+        version = _version(checkout)
+        for suite in SUITES[backend]:
+            rows += [
+                Row(f"{backend}: {script.name}", version, suite.title, result, script.lacking)
+                for script, result in _run_suite(checkout, suite)
+            ]
+        rows += [
+            Row(f"{backend}: {name}", version, SUITES[backend][0].title, f"not run: {reason}")
+            for name, reason in NOT_RUN[backend].items()
+        ]
+    print(f"\n{compatibility_page.table(rows)}")
     if arguments.write:
-        PAGE.write_text(f"{HEADER}\n{table}\n{FOOTER}")
-    return int(any(result.startswith("failed") for _, _, result in results))
+        compatibility_page.write("scripts", rows)
+    return int(any(row.result.startswith("failed") for row in rows))
 
 
-def _suites(checkout: Path) -> list[tuple[str, tuple[Script, ...], bool]]:
-    if (checkout / VLLM[0].file).is_file():
-        return [("vllm", VLLM, False)]
-    if (checkout / _END_TO_END).is_file():
-        return [("tensorrtllm", TENSORRTLLM, False), ("tensorrtllm", UNARY, True)]
-    raise SystemExit(f"{checkout}: has no clients of vllm_backend or tensorrtllm_backend")
+def _backend(checkout: Path) -> str:
+    for backend, suites in SUITES.items():
+        if (checkout / suites[0].scripts[0].file).is_file():
+            return backend
+    raise SystemExit(f"{checkout}: has no clients of {' or '.join(SUITES)}")
 
 
-def _run_suite(
-    checkout: Path, layout: str, scripts: tuple[Script, ...], unary: bool
-) -> list[tuple[str, str, str]]:
-    title = f"{layout} --unary" if unary else layout
+def _version(checkout: Path) -> str:
+    """The commit and its date."""
+    command = ["git", "-C", str(checkout), "log", "-1", "--format=%h, %cs"]
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+
+
+def _run_suite(checkout: Path, suite: Suite) -> list[tuple[Script, str]]:
+    """Each script and its result."""
     with (
         tempfile.TemporaryDirectory(prefix="compat-") as folder,
-        _server(Path(folder, "server"), layout, unary) as serving,
+        _server(Path(folder, "server"), suite) as serving,
     ):
         copy = Path(folder, "checkout")
         shutil.copytree(checkout, copy, ignore=shutil.ignore_patterns(".git"))
-        return [(one.name, title, _run(one, copy, serving)) for one in scripts]
+        return [(one, _run(one, copy, serving)) for one in suite.scripts]
 
 
 @contextlib.contextmanager
-def _server(folder: Path, layout: str, unary: bool) -> Iterator[Serving]:
+def _server(folder: Path, suite: Suite) -> Iterator[Serving]:
     def prepare(models: Path) -> None:
-        if layout == "vllm":
+        if suite.layout == "vllm":
             (models / "vllm_model").rename(models / "vllm_opt")
-        for path in models.glob("*/config.pbtxt") if unary else ():
+        for path in models.glob("*/config.pbtxt") if suite.unary else ():
             path.write_text(path.read_text().replace("decoupled: true", "decoupled: false"))
 
     folder.mkdir()
-    port = str(PORT) if layout == "vllm" and _is_free(PORT) else "0"
-    device = "cpu" if layout == "vllm" else "echo"
-    options = ("--grpc-port", port)
+    options = suite.options
+    if suite.layout == "vllm":
+        _check_free(PORT, METRICS_PORT)
+        options = (*options, "--grpc-port", str(PORT))
+    is_echo = suite.device == "echo"
+    is_random = suite.device == "random"
+    model = str(_random_model(folder / "checkpoint")) if is_random else SMOLLM2
+    chosen = {"prepare": prepare, "layout": suite.layout, "model": model}
     # Slower than the clients that cancel.
     with (
-        failpoint("slow", 5) if device == "echo" else contextlib.nullcontext(),
-        serve(folder, device, *options, prepare=prepare, layout=layout) as serving,
+        failpoint("slow", 5) if is_echo else contextlib.nullcontext(),
+        serve(folder, "echo" if is_echo else "cpu", *options, **chosen) as serving,
     ):
         yield serving
 
 
+def _random_model(folder: Path) -> Path:
+    """A model that does not end, and SmolLM2's tokenizer with a token before texts, as OPT's."""
+    tiny.write_llama(folder, vocab_size=49_152, max_position_embeddings=2048)
+    export(locate(SMOLLM2), folder / "tokenizer")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (folder / "tokenizer" / name).rename(folder / name)
+    path = folder / "tokenizer.json"
+    tokenizer = json.loads(path.read_text("utf-8"))
+    bos = "<|im_start|>"
+    before = {"SpecialToken": {"id": bos, "type_id": 0}}
+    tokenizer["post_processor"] = {
+        "type": "TemplateProcessing",
+        "single": [before, {"Sequence": {"id": "A", "type_id": 0}}],
+        "pair": [{"Sequence": {"id": one, "type_id": 0}} for one in "AB"],
+        "special_tokens": {bos: {"id": bos, "ids": [1], "tokens": [bos]}},
+    }
+    path.write_text(json.dumps(tokenizer), "utf-8")
+    return folder
+
+
 def _run(script: Script, checkout: Path, serving: Serving) -> str:
-    if script.needs_port and not serving.grpc.endswith(f":{PORT}"):
-        return f"not run: port {PORT} is in use"
     path = checkout / script.file
     for name, ids in (("input.csv", IDS), ("output.csv", IDS + IDS)):
         (path.parent / name).write_text(",".join(map(str, ids)))
@@ -252,13 +347,14 @@ def _run(script: Script, checkout: Path, serving: Serving) -> str:
     return f"failed: status {done.returncode}"
 
 
-def _is_free(port: int) -> bool:
-    with socket.socket() as probe:
-        try:
-            probe.bind(("127.0.0.1", port))
-        except OSError:
-            return False
-        return True
+def _check_free(*ports: int) -> None:
+    for port in ports:
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind(("127.0.0.1", port))
+            except OSError:
+                raise SystemExit(f"port {port} is in use; the scripts have it fixed") from None
 
 
 if __name__ == "__main__":

@@ -24,7 +24,17 @@ def add(a: int) -> int:
     return a + 1
 
 
-@pytest.fixture(scope="module", params=[False, True], ids=["chat", "responses"])
+def on(route: str) -> pytest.MarkDecorator:
+    return pytest.mark.client("LangChain", route, package="langchain-openai")
+
+
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(False, marks=on("/v1/chat/completions"), id="chat"),
+        pytest.param(True, marks=on("/v1/responses"), id="responses"),
+    ],
+)
 def chat(request: Any, url: str, model: str) -> ChatOpenAI:
     return ChatOpenAI(
         base_url=f"{url}/v1",

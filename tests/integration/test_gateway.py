@@ -52,6 +52,7 @@ def test_the_model_has_its_own_name(client: OpenAI) -> None:
     assert client.models.retrieve("generate").id == MODEL
 
 
+@pytest.mark.client("openai-python", "/v1/chat/completions", package="openai")
 def test_a_chat_streams_what_it_answers_whole(client: OpenAI) -> None:
     # The helper for streams raises an error at an output that max_tokens cuts off.
     fields = {"model": MODEL, "messages": HELLO, "stop": "!", "temperature": 0}
@@ -70,6 +71,7 @@ def test_a_chat_streams_what_it_answers_whole(client: OpenAI) -> None:
     assert details is not None and details.cached_tokens is not None and details.cached_tokens > 0
 
 
+@pytest.mark.client("openai-python", "/v1/chat/completions", package="openai")
 def test_several_choices_stream(client: OpenAI) -> None:
     with client.chat.completions.stream(
         model=MODEL,
@@ -84,6 +86,7 @@ def test_several_choices_stream(client: OpenAI) -> None:
     assert len({choice.message.content for choice in final.choices}) > 1
 
 
+@pytest.mark.client("openai-python", "/v1/chat/completions", package="openai")
 def test_a_schema_is_parsed(client: OpenAI) -> None:
     messages = [{"role": "user", "content": "Name a city and its population, as JSON."}]
     found = client.chat.completions.parse(
@@ -99,6 +102,7 @@ def test_a_schema_that_is_cut_off_is_not_called_complete(client: OpenAI) -> None
         )
 
 
+@pytest.mark.client("openai-python", "/v1/chat/completions", package="openai")
 def test_a_required_call_is_one_of_the_function(client: OpenAI) -> None:
     tool = {
         "type": "function",
@@ -140,6 +144,7 @@ def test_a_prompt_is_scored_as_lm_eval_does(client: OpenAI) -> None:
     assert values[-2] == max(top[-2].values())  # " Paris"
 
 
+@pytest.mark.client("openai-python", "/v1/completions", package="openai")
 def test_token_ids_are_a_prompt(client: OpenAI, url: str) -> None:
     def complete(prompt: str | list[int]) -> str:
         found = client.completions.create(model=MODEL, prompt=prompt, max_tokens=4, temperature=0)

@@ -55,6 +55,7 @@ def claude(gateway: Serving) -> Iterator[Anthropic]:
         yield found
 
 
+@pytest.mark.client("openai-python", "/v1/responses", package="openai")
 def test_a_response_streams_what_it_answers_whole(client: OpenAI) -> None:
     fields: Any = {"model": MODEL, "input": "Say hello.", "temperature": 0}
     whole = client.responses.create(**fields)
@@ -81,11 +82,13 @@ def test_a_response_that_is_cut_off_is_incomplete(client: OpenAI) -> None:
     assert found.usage is not None and found.usage.output_tokens == 4
 
 
+@pytest.mark.client("openai-python", "/v1/responses", package="openai")
 def test_a_response_is_parsed(client: OpenAI) -> None:
     found = client.responses.parse(model=MODEL, input=QUESTION, text_format=City, temperature=0)
     assert isinstance(found.output_parsed, City)
 
 
+@pytest.mark.client("openai-python", "/v1/responses", package="openai")
 def test_a_call_and_its_result_are_a_conversation(client: OpenAI) -> None:
     tool: Any = {"type": "function", "name": "add", "parameters": SCHEMA, "strict": True}
     items: list[Any] = [{"role": "user", "content": "Add one."}]
@@ -113,6 +116,7 @@ def test_responses_are_not_stored(client: OpenAI) -> None:
         client.responses.retrieve("resp_1")
 
 
+@pytest.mark.client("anthropic-sdk-python", "/v1/messages", package="anthropic")
 def test_a_message_streams_what_it_answers_whole(claude: Anthropic) -> None:
     # More than the context has, as coding agents send it.
     fields: Any = {"model": MODEL, "messages": HELLO, "max_tokens": 20_000, "extra_body": GREEDY}
@@ -131,6 +135,7 @@ def test_a_message_streams_what_it_answers_whole(claude: Anthropic) -> None:
     assert cached[1] > 0
 
 
+@pytest.mark.client("anthropic-sdk-python", "/v1/messages", package="anthropic")
 def test_counted_tokens_are_those_of_the_message(claude: Anthropic) -> None:
     fields: Any = {"model": MODEL, "system": "Be kind.", "messages": HELLO}
     counted = claude.messages.count_tokens(**fields).input_tokens
@@ -146,6 +151,7 @@ def test_a_stop_sequence_is_reported(claude: Anthropic) -> None:
     assert "!" not in found.content[0].text
 
 
+@pytest.mark.client("anthropic-sdk-python", "/v1/messages", package="anthropic")
 def test_a_tool_is_used_and_its_result_understood(claude: Anthropic) -> None:
     tool: Any = {"name": "add", "description": "Adds.", "input_schema": SCHEMA}
     messages: list[Any] = [{"role": "user", "content": "Add one."}]
@@ -166,6 +172,7 @@ def test_a_tool_is_used_and_its_result_understood(claude: Anthropic) -> None:
     assert answer.content[0].type == "text"
 
 
+@pytest.mark.client("anthropic-sdk-python", "/v1/messages", package="anthropic")
 def test_a_message_is_parsed(claude: Anthropic) -> None:
     question: Any = [{"role": "user", "content": QUESTION}]
     found = claude.messages.parse(

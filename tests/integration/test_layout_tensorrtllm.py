@@ -94,25 +94,34 @@ def test_a_client_of_the_whole_pipeline(server, model):
     assert "".join(part["text_output"] for part in parts) == PROMPT
 
 
+@pytest.mark.client(
+    "Triton's OpenAI frontend, requests of its converter for other backends",
+    "tensorrtllm",
+    version="2.73.0dev, 2026-08-19",
+    lacking="chats without a stream need `exclude_input_in_output` true in config.pbtxt; "
+    "the frontend has no log-probabilities here",
+)
 @pytest.mark.parametrize("model", TEXT_MODELS)
-def test_tritons_openai_frontend(server, model):
-    """The inputs that its converter for all backends but vLLM sends."""
+@pytest.mark.parametrize("stream", [True, False])
+def test_tritons_openai_frontend(server, model, stream):
     inputs = (
-        ("stream", "BOOL", True),
+        ("stream", "BOOL", stream),
         ("top_p", "FP32", 1.0),
         ("frequency_penalty", "FP32", 0.0),
         ("presence_penalty", "FP32", 0.0),
         ("temperature", "FP32", 0.7),
         ("seed", "UINT64", 3),
-        ("stop_words", "BYTES", ["\n\n"]),
+        ("stop_words", "BYTES", ["zzz", "\n\n"]),
         ("return_num_input_tokens", "BOOL", True),
         ("return_num_output_tokens", "BOOL", True),
-        NO_PROMPT,
     )
-    parts = ask(server.grpc, text_request(model, *inputs))
-    assert all(isinstance(part["text_output"], str) for part in parts)
+    # Completions have it; chats do not.
+    parts = ask(server.grpc, text_request(model, *inputs, NO_PROMPT))
+    assert "".join(part["text_output"] for part in parts) == PROMPT
     assert {part["num_input_tokens"][0] for part in parts} == {8}
     assert sum(part["num_output_tokens"][0] for part in parts) == 9  # with the end of the text
+    chats = ask(server.grpc, text_request(model, *inputs))
+    assert "".join(part["text_output"] for part in chats) == (PROMPT if stream else 2 * PROMPT)
 
 
 def test_several_sequences_are_responses_with_an_index(server):
@@ -267,3 +276,10 @@ def test_a_model_answers_greedily_unless_top_k_or_top_p_is_set(tmp_path_factory)
         )
         (answer,) = ask(model.grpc, beams)
         assert len(answer["text_output"]) == 2
+        # As Triton's OpenAI frontend asks for the arguments of a function.
+        guided = (
+            ("guided_decoding_guide_type", "BYTES", "json_schema"),
+            ("guided_decoding_guide", "BYTES", json.dumps({"enum": ["red", "green"]})),
+        )
+        (answer,) = ask(model.grpc, text_request("ensemble", *guided, NO_PROMPT))
+        assert json.loads(answer["text_output"]) in ("red", "green")

@@ -135,20 +135,38 @@ def test_n_outputs_are_elements_of_each_response(server):
     assert parts[-1]["finish_reason"] == answer["finish_reason"] == ["length", "length"]
 
 
-def test_tritons_openai_frontend(server):
-    """What its converter for vLLM sends: the fields of the request that are not null, as JSON."""
-    chat = {"frequency_penalty": 0.0, "presence_penalty": 0.0, "logprobs": False, "n": 1}
-    chat |= {"stop": ["\n\n"], "temperature": 0.7, "top_p": 1.0, "seed": 3, "max_tokens": 16}
-    parts = complete(
-        server,
-        flag("stream"),
+@pytest.mark.client(
+    "Triton's OpenAI frontend, requests of its converter for vLLM",
+    "vllm",
+    version="2.73.0dev, 2026-08-19",
+    lacking="its embeddings; log-probabilities, which it requests of a backend named `vllm` alone",
+)
+@pytest.mark.parametrize(
+    ("options", "num_tokens"),
+    [
+        ({}, 16),
+        ({"stop": ["\n\n"], "seed": 3, "temperature": 0.7}, 16),
+        ({"stop": "zzz", "seed": -1, "min_tokens": 4, "ignore_eos": True, "max_tokens": 6}, 6),
+        ({"logprobs": 1}, 16),
+    ],
+)
+def test_tritons_openai_frontend(server, options, num_tokens):
+    """All tensors, always, and as JSON those fields of its request that are not null."""
+    fields = {"frequency_penalty": 0, "presence_penalty": 0, "ignore_eos": False, "n": 1}
+    fields |= {"temperature": 0.0, "top_p": 1, "max_tokens": 16, **options}
+    tensors = [
+        flag("return_logprobs", "logprobs" in options),
         flag("exclude_input_in_output"),
+        sampling(**fields),
         flag("return_num_input_tokens"),
         flag("return_num_output_tokens"),
-        sampling(**chat),
-    )
-    assert sum(part["num_output_tokens"] for part in parts) == 16
-    assert PROMPT.startswith("".join(part["text_output"] for part in parts))
+    ]
+    answer = whole(server, *tensors, flag("stream", False))
+    parts = complete(server, *tensors, flag("stream"))
+    for found in ([answer], parts):
+        assert sum(part["num_output_tokens"] for part in found) == num_tokens
+        assert PROMPT.startswith("".join(part["text_output"] for part in found))
+        assert all(("logprobs" in part) == ("logprobs" in options) for part in found)
 
 
 @pytest.mark.parametrize(
@@ -194,6 +212,7 @@ def test_the_final_flag_comes_alone(server):
     assert not responses[1].get_response().outputs
 
 
+@pytest.mark.client("pytriton, DecoupledModelClient", "vllm", package="nvidia-pytriton")
 def test_pytritons_decoupled_client_gets_all_of_the_text(server):
     with DecoupledModelClient(f"grpc://{server.grpc}", MODEL) as client:
         found = client.infer_sample(
@@ -223,6 +242,14 @@ def test_a_closed_connection_ends_in_the_engine(server, route):
     server.wait_until_running()
     connection.close()
     server.wait_until_idle(LEAVES_S)
+
+
+def test_a_health_check_finds_the_model_in_the_index(server):
+    """As check_health_test.py of vLLM's backend asks; the door for gRPC has the index."""
+    with triton.InferenceServerClient(server.grpc) as client:
+        assert client.is_model_ready(MODEL)
+        found = [(one.name, one.state) for one in client.get_model_repository_index().models]
+    assert found == [(MODEL, "READY")]
 
 
 def test_parallel_streams_do_not_mix(server):
@@ -256,7 +283,11 @@ def test_a_model_answers_as_in_vllms_backend(tmp_path_factory):
         best = [next(one for one in token.values() if one["rank"] == 1) for token in tokens]
         assert "".join(one["decoded_token"] for one in best) == streamed
         assert whole(model, sampling(**options), prompt=prompt)["text_output"] == prompt + streamed
-        choices = json.dumps({"choice": ["Positive", "Negative"], "json": None, "regex": None})
+        # All fields of vLLM's class, as Triton's OpenAI frontend sends them.
+        unset = dict.fromkeys(("json", "regex", "grammar", "json_object", "whitespace_pattern"))
+        unset |= {"structural_tag": None, "_backend": None, "_backend_was_auto": False}
+        unset |= {"disable_any_whitespace": False, "disable_additional_properties": False}
+        choices = json.dumps({"choice": ["Positive", "Negative"], **unset})
         for key in ("structured_outputs", "guided_decoding"):
             options = sampling(**{"temperature": 0, key: choices})
             answer = whole(model, options, flag("exclude_input_in_output"), prompt=prompt)

@@ -16,7 +16,8 @@ class NativeResponseBuilder:
     num_responses = 1
 
     def responses(self, texts: list[str], arrays: Mapping[str, Array]) -> list[Mapping[str, Array]]:
-        return [{**arrays, TEXT_OUTPUT.name: strings(texts)}]
+        # The text comes first: clients of /infer take the first output for it.
+        return [{TEXT_OUTPUT.name: strings(texts), **arrays}]
 
 
 class Native:

@@ -134,6 +134,14 @@ def _logprobs(key: str, value: Any) -> int | None:
     return _integer(key, value)
 
 
+def _seed(key: str, value: Any) -> int | None:
+    """vLLM's -1 is no seed. Others may be negative, too: OpenAI's are signed."""
+    seed = _integer(key, value)
+    if seed == -1:
+        return None
+    return seed % 2**64 if -(2**63) <= seed < 0 else seed
+
+
 def _parsed(value: Any) -> Any:
     """A list or an object may be JSON text: a request parameter has no other way to hold one."""
     if isinstance(value, str):
@@ -184,6 +192,7 @@ _READERS: dict[tuple[type, bool], Callable[[str, Any], Any]] = {
 # Keys whose vLLM values have another type than the option.
 _READERS_BY_KEY: dict[str, Callable[[str, Any], Any]] = {
     "logprobs": _logprobs,
+    "seed": _seed,
 }
 
 

@@ -37,6 +37,14 @@ def test_vllm_names_become_ours():
     }
 
 
+@pytest.mark.parametrize(
+    ("seed", "expected"), [(-1, {}), ("-1", {}), (-2, {"seed": 2**64 - 2}), (0, {"seed": 0})]
+)
+def test_seeds_may_be_negative(seed: int | str, expected: dict[str, int]) -> None:
+    """vLLM's -1 is no seed; Triton's OpenAI frontend passes OpenAI's signed seeds on."""
+    assert sampling_parameters.parse(json.dumps({"seed": seed})) == expected
+
+
 def test_rarer_names_are_vllms_or_llama_cpps() -> None:
     text = json.dumps(
         {
