@@ -12,18 +12,18 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
-import hypothesis
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 from xdist.scheduler import LoadFileScheduling
 
 ROOT = Path(__file__).parents[1]
 INTEGRATION = ROOT / "tests" / "integration"
 
 # The gate's result depends on the code alone: its examples are the same each time. `make test-long`
-# draws new ones.
-settings.register_profile("gate", derandomize=True, deadline=None)
-settings.register_profile("search", max_examples=1000, deadline=None)
+# draws new ones. An example may take as long as a busy machine needs.
+PATIENT = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("gate", PATIENT, derandomize=True)
+settings.register_profile("search", PATIENT, max_examples=1000)
 settings.load_profile("gate")
 
 collect_ignore = ["compat"]  # make compat
@@ -33,11 +33,6 @@ os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 # jsonschema would compile 38 grammars with it at import, in each process, for formats that no test
 # checks. It comes with cyclonedx-bom.
 sys.modules["rfc3987_syntax"] = None  # type: ignore[assignment]
-# An example takes as long as the machine pleases.
-hypothesis.settings.register_profile(
-    "any machine", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
-)
-hypothesis.settings.load_profile("any machine")
 # Of several processes that run tests, each has its share of the cores.
 _num_processes = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
 if _num_processes > 1:

@@ -8,6 +8,15 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 
 
+def test_the_reliability_page_has_a_row_for_each_bad_input() -> None:
+    page = (ROOT / "docs" / "reliability.md").read_text().partition("## Faults")[0]
+    found: set[int] = set()
+    for numbers in re.findall(r"^\| (\d[^|]*) \|", page, re.MULTILINE):
+        for first, last in re.findall(r"(\d+)(?:(?: to |-)(\d+))?", numbers):
+            found |= set(range(int(first), int(last or first) + 1))
+    assert sorted(set(range(1, 108)) - found) == []
+
+
 def test_every_test_that_the_reliability_page_names_exists() -> None:
     page = (ROOT / "docs" / "reliability.md").read_text()
     paths = list((ROOT / "tests").rglob("test_*.py"))

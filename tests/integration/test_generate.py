@@ -107,7 +107,9 @@ def test_request_parameters_are_options_and_tensors_take_precedence(echo):
 
     assert num_tokens(max_tokens=2) == num_tokens(max_tokens="2", priority=1, user="me") == 2
     assert num_tokens(tensor("max_tokens", "INT32", 3), max_tokens=2) == 3
-    streamed = request("generate", text("word " * 4000), parameters={"stream": True})
+    # Many tokens: those that wait for the sender are one response.
+    long = {"stream": True, "max_tokens": 4000}
+    streamed = request("generate", text("word " * 4000), parameters=long)
     assert len(ask(echo.grpc, streamed)) > 1
     for body in (
         {"min_tokens": 1, "stop": "c", "logprobs": 0},
@@ -320,6 +322,15 @@ def test_special_tokens_stay_in_the_text_on_request(echo, options, expected):
     prompt = tensor("prompt_token_ids", "INT32", ids, [len(ids)])
     answers = list(Stream(echo.grpc, request("generate", prompt, STREAM, *options)))
     assert "".join(answer["text_output"] for answer in answers) == expected
+
+
+def test_special_tokens_of_a_chat_stay_in_the_text_on_request(echo):
+    messages = json.dumps([{"role": "user", "content": "Hello"}])
+    fields = {"messages": messages, "ignore_eos": True, "max_tokens": 40}
+    kept = ["<|im_start|>"]
+    found = generate(echo.http, "chat", **fields, keep_special_tokens=kept)["text_output"]
+    assert "<|im_start|>user\nHello\n" in found
+    assert found.replace(*kept, "") == generate(echo.http, "chat", **fields)["text_output"]
 
 
 def infer(server, model, *inputs):

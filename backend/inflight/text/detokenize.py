@@ -36,8 +36,8 @@ from inflight.text.tokenizer import Tokenizer
 
 # An incomplete UTF-8 character has at most three bytes.
 _MAX_PENDING = 3
-KEPT = 1 << 30
-"""Added to the id of a special token whose text is kept. All ids are smaller."""
+KEPT = -(1 << 31)
+"""Added to the id of a special token whose text is kept, which is then negative, and INT32."""
 
 
 def mark_kept(ids: Iterable[int], kept: Collection[int]) -> list[int]:
@@ -110,7 +110,7 @@ class Detokenizer:
         pending = incomplete(before)
         is_start = self._strips_space and not before
         parts: list[tuple[bool, str]] = []
-        for is_kept, ids in itertools.groupby(new, lambda id_: id_ >= KEPT):
+        for is_kept, ids in itertools.groupby(new, lambda id_: id_ < 0):
             if is_kept:
                 parts += [(True, self._special.get(id_ - KEPT, "")) for id_ in ids]
                 continue

@@ -179,7 +179,7 @@ DESCRIPTION = Tensor(
 DETOKENIZE_IDS = Tensor(
     "detokenize_ids",
     "INT32",
-    "A window of ids, then the new ones. A special token whose text is kept has 2^30 added.",
+    "A window of ids, then the new ones. A special token whose text is kept has 2^31 subtracted.",
     dims=-1,
 )
 DETOKENIZE_STATE = Tensor(

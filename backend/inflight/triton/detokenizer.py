@@ -123,7 +123,7 @@ class DetokenizerFront:
         # The model's vocabulary may be larger than the tokenizer's, which skips unknown ids.
         highest = self._reports.vocab_size - 1
         if ids and not 0 <= min(ids) <= max(ids) <= highest:
-            plain = [id_ - KEPT if id_ >= KEPT else id_ for id_ in ids]
+            plain = [id_ - KEPT if id_ < 0 else id_ for id_ in ids]
             if 0 <= min(plain) <= max(plain) <= highest:
                 return True
             wrong = next(

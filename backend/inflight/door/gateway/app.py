@@ -15,7 +15,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from inflight.access.admission import Admission
 from inflight.door.gateway.anthropic import errors as anthropic_errors
 from inflight.door.gateway.anthropic.messages import Messages
-from inflight.door.gateway.gateway import TOO_DEEP, Gateway
+from inflight.door.gateway.gateway import Gateway
 from inflight.door.gateway.openai import errors
 from inflight.door.gateway.openai.chat import Chat
 from inflight.door.gateway.openai.closed import EMBEDDINGS, ClosedRoutes
@@ -25,7 +25,7 @@ from inflight.door.gateway.openai.responses.routes import Responses
 from inflight.door.gateway.openai.tokens import TokenRoutes
 from inflight.door.gateway.openapi.route import OpenApi
 from inflight.door.gateway.page.page import Page
-from inflight.door.gateway.problem import Problem, of_refusal, of_request
+from inflight.door.gateway.problem import TOO_DEEP, Problem, of_refusal, of_request
 from inflight.door.gateway.server import ServerRoutes
 from inflight.door.http.gate import Gate
 from inflight.door.http.middleware import Paths, RequestMiddleware

@@ -11,7 +11,7 @@ from starlette.requests import Request
 
 from inflight.door.gateway.directory import Directory, ServedModel
 from inflight.door.gateway.generation import Call, Generation, MergedGenerations, Stream
-from inflight.door.gateway.problem import Problem
+from inflight.door.gateway.problem import TOO_DEEP, Problem
 from inflight.door.gateway.triton import Triton
 from inflight.door.http.body import BodyReader, checked
 from inflight.door.http.busy_poll import BusyPoll
@@ -30,7 +30,6 @@ Parse = Callable[[bytes, type[F], bool], tuple[F, list[str]]]
 logger = logging.getLogger(__name__)
 
 _TYPES = ("", "application/json", "application/x-www-form-urlencoded")
-TOO_DEEP = "body: is nested too deeply"
 
 
 @dataclass(frozen=True, slots=True)

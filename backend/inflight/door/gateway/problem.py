@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from inflight.door.http.refusal import RETRY_AFTER_S, Refusal, from_triton
 from inflight.errors import RequestError
 
+TOO_DEEP = "body: is nested too deeply"
+
 CONTEXT_LENGTH = "context_length_exceeded"
 MODEL_NOT_FOUND = "model_not_found"
 

@@ -155,13 +155,7 @@ def plan_turns(
     in_reasoning = reasoning is not None and opens_reasoning(template, variables)
     if not has_tools:
         guide_for(formats.tools, tooling.tools, tooling.choice)  # checks them
-        special = _special(description, Formats(None, reasoning))
-        return TurnPlan(
-            _kept(special),
-            reasoning_format=reasoning,
-            in_reasoning=in_reasoning,
-            special=special,
-        )
+        return _without_tools(description, reasoning, in_reasoning)
     guide = guide_for(
         formats.tools,
         tooling.tools,
@@ -201,6 +195,13 @@ def _tool_tensors(tools: Sequence[Mapping[str, Any]], guide: Guide | None) -> di
         tensors["guided_decoding_guide_type"] = guide.guide_type
         tensors["guided_decoding_guide"] = guide.guide
     return tensors
+
+
+def _without_tools(description: Description, reasoning: str | None, in_reasoning: bool) -> TurnPlan:
+    special = _special(description, Formats(None, reasoning))
+    return TurnPlan(
+        _kept(special), reasoning_format=reasoning, in_reasoning=in_reasoning, special=special
+    )
 
 
 def _special(description: Description, formats: Formats) -> tuple[str, ...]:

@@ -34,6 +34,7 @@ NAMING = Naming(
         "guided_decoding_guide_type": "output_config.format",
     },
     (
+        (r"^stop\b", "stop_sequences"),
         (r"^response_format\.json_schema", "output_config.format"),
         (r"^response_format", "output_config.format"),
         (r"^(tools\[\d+\])\.function\.parameters", r"\1.input_schema"),

@@ -120,10 +120,7 @@ def _shape(chat: ChatRequest, model: str, plan: TurnPlan) -> Shape:
 
 
 def _tensors(chat: ChatRequest) -> dict[str, Any]:
-    try:
-        messages = bytes(chat.messages).decode()
-    except UnicodeDecodeError:
-        raise Problem("messages: are not valid UTF-8", param="messages") from None
+    messages = bytes(chat.messages).decode()
     if not messages.startswith("["):
         raise Problem("messages: is not an array; allowed: an array of messages", param="messages")
     max_tokens = chat.max_completion_tokens

@@ -6,10 +6,11 @@ import re
 from collections.abc import Collection, Mapping
 from typing import Annotated, Any, TypeVar
 
+import jiter
 import msgspec
 from msgspec import Meta, Raw
 
-from inflight.door.gateway.problem import Problem
+from inflight.door.gateway.problem import TOO_DEEP, Problem
 from inflight.errors import did_you_mean
 
 Int32 = Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)]
@@ -194,6 +195,7 @@ def parse(
     """
     if not body:
         raise Problem("body: is empty; allowed: a JSON object")
+    _check_json(body)
     try:
         given = msgspec.json.decode(body, type=dict[str, Raw])
         unknown = _check_names(given, kind, is_strict, hints)
@@ -202,6 +204,18 @@ def parse(
         raise _invalid(error) from None
     except ValueError as error:  # msgspec's are, and that of integers with thousands of digits
         raise Problem(f"body: is not valid JSON ({error})") from None
+
+
+def _check_json(body: bytes) -> None:
+    """Refuse what parsers read differently: keys that occur twice, and invalid UTF-8 anywhere.
+    Raises Problem."""
+    try:
+        jiter.from_json(body, allow_inf_nan=False, catch_duplicate_keys=True, cache_mode="keys")
+    except ValueError as error:
+        what = str(error)
+        if "recursion" in what:
+            raise Problem(TOO_DEEP) from None
+        raise Problem(f"body: is not valid JSON ({what[:200]})") from None
 
 
 def _check_names(
@@ -255,8 +269,8 @@ def tensors_of(fields: Fields, max_tokens: int | None) -> dict[str, Any]:
         tensors["max_tokens"] = max_tokens
     if fields.seed is not None:
         tensors["seed"] = _seed(fields.seed)
-    if fields.stop:
-        tensors["stop_words"] = [fields.stop] if isinstance(fields.stop, str) else fields.stop
+    if fields.stop is not None and (words := _stop_words(fields.stop)):
+        tensors["stop_words"] = words
     for name in ("stop_token_ids", "bad_words", "dry_sequence_breakers"):
         if tensors.get(name) == []:
             del tensors[name]
@@ -283,6 +297,13 @@ def names_of(fields: Fields, logprobs: str) -> dict[str, str]:
     guide = "response_format" if fields.structured_outputs is None else "structured_outputs"
     guides = dict.fromkeys(("guided_decoding_guide", "guided_decoding_guide_type"), guide)
     return FIELDS_OF_TENSORS | guides | {"num_logprobs": logprobs}
+
+
+def _stop_words(stop: str | list[str]) -> list[str]:
+    words = [stop] if isinstance(stop, str) else stop
+    if "" in words:  # Triton's models take one for none
+        raise Problem("stop: has an empty string; allowed: one character or more", param="stop")
+    return words
 
 
 def _seed(seed: int) -> int:

@@ -1,6 +1,6 @@
 """{"name": "f", "parameters": {...}}, of Llama 3.1 and 3.2; several are separated by semicolons.
 
-<|python_tag|> may precede a call: a call of a known function at the start of an output counts
+<|python_tag|> may precede a call. A call of a known function at the start of an output counts
 without it.
 
 https://www.llama.com/docs/model-cards-and-prompt-formats/llama3_1
