@@ -18,7 +18,7 @@ USES_THE_DATE = {
     "door/gateway/directory.py",
     "door/gateway/openai/chunks.py",
     "door/gateway/openai/responses/result.py",
-    "door/http/framed.py",
+    "door/http/middleware.py",
     "engine/metrics/recorder.py",
     "log.py",
     "text/jinja_sandbox.py",

@@ -285,9 +285,14 @@ def events(body: bytes) -> list[Any]:
 
 @contextlib.contextmanager
 def a_gateway(
-    folder: Path, *options: str, models: list[str] = MODELS, is_supervised: bool = True
+    folder: Path,
+    *options: str,
+    models: list[str] = MODELS,
+    is_supervised: bool = True,
+    limits: dict[str, Any] = LIMITS,
 ) -> Iterator[Gateway]:
     """Args:
+    limits: of the gateway, for its clients.
     is_supervised: it reads the health file; otherwise it asks Triton.
     """
     triton = ScriptedTriton()
@@ -299,7 +304,7 @@ def a_gateway(
     process = subprocess.Popen(
         [
             *(sys.executable, "-m", "inflight.door.gateway_door"),
-            *("--listen", f"127.0.0.1:{port}", "--limits", json.dumps(LIMITS)),
+            *("--listen", f"127.0.0.1:{port}", "--limits", json.dumps(limits)),
             *("--upstream", f"127.0.0.1:{triton.server_address[1]}"),
             *(("--health", str(health)) if is_supervised else ()),
             *(option.format(triton=triton.server_address[1]) for option in options),

@@ -522,10 +522,7 @@ def main(arguments: list[str]) -> None:
     with contextlib.suppress(AttributeError):  # glibc's: return what loading has freed
         ctypes.CDLL(None).malloc_trim(0)
     hub.broadcast(welcome)
-    shown = msgspec.structs.asdict(welcome)
-    del shown["special_tokens"]  # may be a thousand
-    properties = ", ".join(f"{name} {value}" for name, value in shown.items())
-    logger.info("ready after %.1f s: %s", time.monotonic() - started, properties)
+    logger.info("ready after %.1f s: %s", time.monotonic() - started, _described(welcome))
     try:
         EngineProcess(hub, engine, engine.config.log_stats_interval_s, heartbeat.beat).run()
     except BaseException as error:  # logged, and the process exits: without its loop it would hang
@@ -533,6 +530,12 @@ def main(arguments: list[str]) -> None:
         report.write(error)
         hub.finish(LAST_EVENTS_S)
         hub.exit(1)
+
+
+def _described(welcome: Welcome) -> str:
+    shown = msgspec.structs.asdict(welcome)
+    del shown["special_tokens"]  # may be a thousand
+    return ", ".join(f"{name} {value}" for name, value in shown.items())
 
 
 def _linger_and_exit(hub: Hub) -> None:

@@ -5,6 +5,7 @@ The numbers are those of a catalogue of bad inputs for LLM servers.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import socket
@@ -16,7 +17,9 @@ from typing import Any
 import pytest
 
 from bad_http import RAW
-from gateway import Gateway, delta, end
+from gateway import Gateway, a_gateway, delta, end
+from http_door import IMPATIENT, receive
+from waiting import PATIENCE_S
 
 HELLO = b'[{"role": "user", "content": "x"}]'
 # route -> fields of a request that is served
@@ -33,41 +36,32 @@ PATHS = (
     (b"/v2/", b"/v1/"),
     (b"/v2", b"/v1/models"),
 )
-DEADLINE_S = 20.0
+
+
+@pytest.fixture(scope="module")
+def impatient(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateway]:
+    """A gateway that soon gives up slow clients."""
+    with a_gateway(tmp_path_factory.mktemp("impatient"), limits=IMPATIENT) as running:
+        yield running
 
 
 def connect(gateway: Gateway) -> socket.socket:
-    return socket.create_connection(("127.0.0.1", gateway.port), timeout=DEADLINE_S)
+    return socket.create_connection(("127.0.0.1", gateway.port), timeout=PATIENCE_S)
 
 
 def reply_to(gateway: Gateway, request: bytes) -> bytes:
-    """Up to the end of the connection, or of the head and one body."""
+    """Up to the end of the connection, or of one answer."""
     with connect(gateway) as connection:
         sender = threading.Thread(target=_send, args=(connection, request), daemon=True)
         sender.start()
-        found = b""
-        while part := _receive(connection):
-            found += part
-            top, separator, body = found.partition(b"\r\n\r\n")
-            length = re.search(rb"content-length: (\d+)", top.lower())
-            if separator and length and len(body) >= int(length[1]):
-                break
-    sender.join(DEADLINE_S)
+        found = receive(connection, 1, has_body=not request.startswith(b"HEAD "))
+    sender.join(PATIENCE_S)
     return found
 
 
 def _send(connection: socket.socket, request: bytes) -> None:
-    try:
+    with contextlib.suppress(OSError):  # it is refused while it comes
         connection.sendall(request)
-    except OSError:
-        """It is refused while it comes."""
-
-
-def _receive(connection: socket.socket) -> bytes:
-    try:
-        return connection.recv(1 << 16)
-    except ConnectionResetError:
-        return b""
 
 
 def check_served(gateway: Gateway) -> None:
@@ -182,8 +176,8 @@ def test_08_a_flood_of_one_byte_chunks_is_refused(gateway: Gateway) -> None:
     ],
     ids=["head", "body"],
 )
-def test_13_a_slow_request_gets_408(gateway: Gateway, sent: bytes) -> None:
-    assert reply_to(gateway, sent).startswith(b"HTTP/1.1 408 ")
+def test_13_a_slow_request_gets_408(impatient: Gateway, sent: bytes) -> None:
+    assert reply_to(impatient, sent).startswith(b"HTTP/1.1 408 ")
 
 
 def test_18_pipelined_requests_are_answered_in_order(gateway: Gateway) -> None:
@@ -241,15 +235,15 @@ class Endless:
             self.left.set()
 
 
-def test_102_a_client_that_does_not_read_is_cut_off(gateway: Gateway) -> None:
+def test_102_a_client_that_does_not_read_is_cut_off(impatient: Gateway) -> None:
     script = Endless()
-    gateway.triton.plays()
-    gateway.triton.script = script  # type: ignore[assignment]
+    impatient.triton.plays()
+    impatient.triton.script = script  # type: ignore[assignment]
     body = b'{"model": "llm", "prompt": "x", "stream": true}'
     head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body)
-    with connect(gateway) as connection:
+    with connect(impatient) as connection:
         connection.sendall(head + body)
         started = time.monotonic()
-        assert script.left.wait(DEADLINE_S), "Triton still generates"
+        assert script.left.wait(PATIENCE_S), "Triton still generates"
         assert time.monotonic() - started > 0.5, "a slow client has some time"
-    check_served(gateway)
+    check_served(impatient)
