@@ -160,7 +160,11 @@ GRPC = {
     "79-n-negative": ("generate", [PROMPT, grpc("n", values=-1)], "n: -1 is out of range"),
     "79-n-many": ("generate", [PROMPT, grpc("n", values=10**9)], "n: 1000000000 is out of range"),
     "79-best-of": ("generate", [PROMPT, params(best_of=0)], "best_of: 0 is out of range"),
-    "80-negative": ("generate", [PROMPT, params(seed=-1)], "seed: -1 is out of range"),
+    "80-negative": (
+        "generate",
+        [PROMPT, params(seed=-(2**63) - 1)],
+        "seed: -9223372036854775809 is out of range",
+    ),
     "80-2-64": ("generate", [PROMPT, params(seed=2**64)], "seed: 18446744073709551616 is out of"),
     "80-1.5": ("generate", [PROMPT, params(seed=1.5)], "seed is 1.5; allowed: an integer"),
     "81-logit-bias": ("generate", [PROMPT, params(logit_bias={"abc": 1})], "logit_bias"),
