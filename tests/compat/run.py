@@ -94,6 +94,11 @@ VLLM = (
         ("VLLMTritonStreamTest.test_vllm_model_enabled_stream",),
     ),
     Script(
+        "enabled_stream_test.py, exclude_input_in_output_false",
+        "ci/L0_backend_vllm/enabled_stream/enabled_stream_test.py",
+        ("VLLMTritonStreamTest.test_vllm_model_enabled_stream_exclude_input_in_output_false",),
+    ),
+    Script(
         "vllm_metrics_test.py, no metrics unless enabled",
         "ci/L0_backend_vllm/metrics_test/vllm_metrics_test.py",
         ("VLLMTritonMetricsTest.test_vllm_metrics_disabled",),
@@ -212,7 +217,6 @@ NOT_RUN = {
         "accuracy_test.py": "compares with vLLM itself",
         "check_health_test.py, test_vllm_not_healthy": "replaces a method of vLLM's engine",
         "enabled_stream_test.py, exclude_input_in_output_default": _OPT,
-        "enabled_stream_test.py, exclude_input_in_output_false": "expects vLLM's text of an error",
         "multi_lora_test.py": "LoRA is not supported",
         "request_cancellation_test.py": "expects lines in vLLM's log",
         "vllm_backend_test.py, test_exclude_input_in_output (3 tests)": _OPT,

@@ -88,7 +88,9 @@ def test_the_prompt_can_be_excluded(server):
 
 
 def test_a_stream_with_the_prompt_is_refused(server):
-    with pytest.raises(Refused, match="exclude_input_in_output: false cannot be combined"):
+    with pytest.raises(
+        Refused, match="When streaming, `exclude_input_in_output` = False is not allowed"
+    ):
         complete(server, flag("stream"), flag("exclude_input_in_output", False))
 
 

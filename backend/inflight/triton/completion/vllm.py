@@ -20,6 +20,8 @@ MAX_TOKENS = 16
 _DEFAULTS: Mapping[str, Any] = {"max_tokens": MAX_TOKENS, "temperature": 1.0}
 
 _ECHO = "exclude_input_in_output"
+# In the words of vLLM's backend, whose clients compare them.
+_ECHO_IN_STREAM = f"Error generating stream: When streaming, `{_ECHO}` = False is not allowed."
 _OPTIONAL = {
     "return_finish_reason": "finish_reason",
     "return_cumulative_logprob": "cumulative_logprob",
@@ -107,11 +109,7 @@ class Vllm:
         stream = bool(contract.read_flag("stream", inputs))
         exclude = contract.read_flag(_ECHO, inputs)
         if stream and exclude is False:
-            raise RequestError(
-                "false cannot be combined with stream: a stream has only new text; "
-                "allowed: true, or stream false",
-                _ECHO,
-            )
+            raise RequestError(_ECHO_IN_STREAM)
         passed = {"stream": np.array([stream]), _ECHO: np.array([bool(exclude or stream)])}
         sampling = sampling_parameters.PARAM
         if sampling in inputs:

@@ -61,7 +61,9 @@ def test_the_prompt_precedes_the_output_unless_it_is_excluded(stream, exclude, e
 
 def test_what_is_not_supported_is_refused_by_name():
     stream = {"stream": flags(True), "exclude_input_in_output": flags(False)}
-    assert refusal(**stream).startswith("exclude_input_in_output: false cannot be combined")
+    assert refusal(**stream) == (
+        "Error generating stream: When streaming, `exclude_input_in_output` = False is not allowed."
+    )
     assert refusal(image=strings("x")) == (
         "image: is not supported: only text is supported; omit it"
     )
