@@ -69,7 +69,9 @@ def usage(serving: Serving) -> dict[str, Usage]:
     for process in [serving.process, *serving.children()]:
         with contextlib.suppress(psutil.NoSuchProcess), process.oneshot():
             held = Usage(process.memory_info().rss, process.num_fds(), process.num_threads())
-            found[f"{_role(process.cmdline())} {process.pid}"] = held
+            words = process.cmdline()
+            if words:  # for a moment after its exec, it has none
+                found[f"{_role(words)} {process.pid}"] = held
     return found
 
 

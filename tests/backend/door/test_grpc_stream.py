@@ -51,7 +51,7 @@ class Context:
         await self.reads.acquire()
         self.responses.append(data)
 
-    async def abort(self, code: Any, details: str) -> None:
+    async def abort(self, code: Any, details: str, trailing_metadata: Any = ()) -> None:
         self.status = (code, details)
 
 
