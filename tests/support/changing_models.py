@@ -18,7 +18,7 @@ from waiting import wait_until
 STREAMS = 4
 # Of an engine without a model: each response of a stream costs the test's cores a millisecond.
 STEP_MS = 50
-NUM_TOKENS = 40
+NUM_TOKENS = 24
 
 
 def change(serving: Serving, message: control.Request) -> Models:
@@ -93,7 +93,7 @@ class Streams:
 
 EXACT = ("processes", "regions", "files")
 _SETTLED = 3
-_PAUSE_S = 0.5
+_PAUSE_S = 0.25
 
 
 def footprint(serving: Serving) -> dict[str, int]:

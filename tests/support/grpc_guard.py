@@ -96,13 +96,16 @@ class StandIn:
 
     Attributes:
         received: method, message and metadata of each request.
-        cancelled: set when a client's call has ended before its time.
+        cancelled: set when a client's call has ended, before its time or not.
+        num_streams: that are open.
         release: lets requests of `wait` finish.
     """
 
     def __init__(self, address: str = "127.0.0.1:0") -> None:
         self.received: list[tuple[str, bytes, dict[str, str]]] = []
         self.cancelled = threading.Event()
+        self.num_streams = 0
+        self._lock = threading.Lock()
         self.release = threading.Event()
         self.num_sent = 0
         self.address = address
@@ -124,6 +127,11 @@ class StandIn:
         self.stop()
         self._pool.shutdown()
 
+    def _stream_ended(self) -> None:
+        with self._lock:
+            self.num_streams -= 1
+        self.cancelled.set()
+
     def unary(self, method: str, data: bytes, context: Any) -> bytes:
         self.received.append((method, data, dict(context.invocation_metadata())))
         message = service_pb2.ModelInferRequest.FromString(data)
@@ -137,7 +145,9 @@ class StandIn:
         return data
 
     def stream(self, method: str, requests: Iterator[bytes], context: Any) -> Iterator[bytes]:
-        context.add_callback(self.cancelled.set)
+        with self._lock:
+            self.num_streams += 1
+        context.add_callback(self._stream_ended)
         for data in requests:
             self.received.append((method, data, dict(context.invocation_metadata())))
             message = service_pb2.ModelInferRequest.FromString(data)
