@@ -41,8 +41,8 @@ if _num_processes > 1:
 
 
 def pytest_xdist_auto_num_workers() -> int:
-    """One process more than cores, up to five: about one of them waits for a server at a time. With a
-    further one, the cores are never idle and everything takes a tenth longer."""
+    """One process more than cores, up to five: about one of them waits for a server at a time. A
+    further one takes as much from the others as it adds."""
     return min(os.cpu_count() or 1, 4) + 1
 
 

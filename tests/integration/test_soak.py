@@ -134,6 +134,7 @@ MAX_BYTES_PER_REQUEST = 1024.0
 LEAKED_BYTES_PER_REQUEST = 4096
 # The door keeps a connection to Triton for each client at a time, and rarely all are busy at once.
 MAX_MORE = CLIENTS
+MAX_ROUNDS = 3
 SETTLES_S = 60.0
 SANDBOXES = ("encoding_server ", "jinja_sandbox ")
 
@@ -186,9 +187,11 @@ def soak(serving: Serving, num_first: int, number: int) -> tuple[Load, list[dict
     load = Load(serving)
     load.run(num_first)
     before, regions = usage(serving), serving.regions()
-    samples = load.run(number)
-    if leaks(samples):  # on a busy machine, the queues of a process may grow late; a leak goes on
+    # On a busy machine, the queues of a process may grow late; a leak goes on.
+    for _ in range(MAX_ROUNDS):
         samples = load.run(number)
+        if not leaks(samples):
+            break
     assert leaks(samples) == {}
     assert left_behind(serving, before) == []
     assert serving.regions() == regions and len(regions) == 4
