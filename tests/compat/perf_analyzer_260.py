@@ -34,6 +34,9 @@ def folder() -> Path:
     if not HOME.exists():
         is_old = tuple(map(int, platform.libc_ver()[1].split("."))) < NEEDED
         if is_old and not (shutil.which("apt-get") and Path(KEYRING).exists()):
+            # NVIDIA builds the program for glibc 2.38 alone, and without Debian's packages there is
+            # no other one to run it with. tests/integration/test_perf_analyzer.py runs the
+            # perf_analyzer of nvidia-pytriton with the same model.
             pytest.skip("perf_analyzer 2.60 needs glibc 2.38 or Debian")
         partial = HOME.with_name("perf_analyzer.partial")
         shutil.rmtree(partial, ignore_errors=True)
@@ -64,6 +67,7 @@ def _fetch_libraries(home: Path) -> None:
     sites = _run("apt-get", "indextargets", "--format", "$(SITE) $(SUITE) $(ORIGIN)")
     found = re.search(r"^(\S+) \w+ Debian$", sites, re.MULTILINE)  # neither updates nor security
     if found is None:
+        # As above: nothing else has a glibc for it.
         pytest.skip("perf_analyzer 2.60 needs glibc 2.38 or the package lists of Debian")
     state = home / "apt"
     for name in ("lists/partial", "archives/partial"):

@@ -17,8 +17,8 @@ QUESTIONS = [
     {"question": "The sky on a clear day is", "choices": ["blue", "wooden", "seven"]},
 ]
 TASKS = {
-    "likeliest": """
-task: likeliest
+    "most_probable": """
+task: most_probable
 dataset_path: json
 dataset_kwargs: {data_files: {test: DATA}}
 test_split: test
@@ -72,10 +72,10 @@ def run(tasks: Path, task: str, model: str, arguments: str, *further: str) -> di
 
 
 @pytest.mark.client("lm-eval, local-completions", "/v1/completions", package="lm-eval")
-def test_the_likeliest_answer_is_found(url: str, model: str, tasks: Path) -> None:
+def test_the_most_probable_answer_is_found(url: str, model: str, tasks: Path) -> None:
     """With the server's tokenizer, over /tokenizer_info and /tokenize."""
     arguments = f"model={model},base_url={url}/v1/completions,num_concurrent=2"
-    found = run(tasks, "likeliest", "local-completions", arguments, "--batch_size", "2")
+    found = run(tasks, "most_probable", "local-completions", arguments, "--batch_size", "2")
     assert found["acc,none"] == 1.0
     for sample in found["samples"]:
         assert all(float(one[0][0]) < 0 for one in sample["resps"])

@@ -43,7 +43,9 @@ def chat(**delta: str) -> dict[str, Any]:
 def ask(
     target: OpenAITarget, prompt: str = "Hi", taken: threading.Semaphore | None = None
 ) -> list[Arrival]:
-    """taken: is told of each arrival."""
+    """Args:
+    taken: released once for each arrival.
+    """
 
     async def run() -> list[Arrival]:
         found = []
