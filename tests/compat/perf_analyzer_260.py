@@ -34,9 +34,9 @@ def folder() -> Path:
     if not HOME.exists():
         is_old = tuple(map(int, platform.libc_ver()[1].split("."))) < NEEDED
         if is_old and not (shutil.which("apt-get") and Path(KEYRING).exists()):
-            # NVIDIA builds the program for glibc 2.38 alone, and without Debian's packages there is
-            # no other one to run it with. tests/integration/test_perf_analyzer.py runs the
-            # perf_analyzer of nvidia-pytriton with the same model.
+            # NVIDIA builds the program for glibc 2.38 alone, and only Debian's packages bring that
+            # to an older system. tests/integration/test_perf_analyzer.py runs version 2.44, which
+            # needs glibc 2.31.
             pytest.skip("perf_analyzer 2.60 needs glibc 2.38 or Debian")
         partial = HOME.with_name("perf_analyzer.partial")
         shutil.rmtree(partial, ignore_errors=True)
