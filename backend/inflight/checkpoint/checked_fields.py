@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,11 @@ class CheckedFields:
         value = self._raw.get(key)
         return default if value is None else value
 
+    def with_defaults(self, defaults: Mapping[str, Any]) -> CheckedFields:
+        """The same with other values of absent keys."""
+        missing = {key: value for key, value in defaults.items() if key not in self._raw}
+        return CheckedFields(self._raw | missing, self.where) if missing else self
+
     def text(self, key: str) -> str:
         value = self.get(key)
         if value is None:
@@ -56,6 +62,13 @@ class CheckedFields:
         if not allowed or not math.isfinite(value) or value < low:
             raise self.error(f"{key}: {value!r}; allowed: a finite number above 0")
         return float(value)
+
+    def positive_numbers(self, key: str) -> list[float]:
+        values = self.get(key)
+        if not isinstance(values, list) or not values:
+            raise self.error(f"{key}: {values!r}; allowed: a list of finite numbers above 0")
+        each = (CheckedFields({key: value}, self.where) for value in values)
+        return [value.number(key) for value in each]
 
     def flag(self, key: str, default: bool = False) -> bool:
         value = self.get(key, default)

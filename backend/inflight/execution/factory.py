@@ -15,13 +15,14 @@ import msgspec
 
 from inflight.checkpoint import manifest
 from inflight.checkpoint.locate import Checkpoint
-from inflight.config import GPU_BLOCK_SIZES, GPU_CAPABILITY, GPU_HEAD_DIMS, EngineConfig
+from inflight.config import GPU_BLOCK_SIZES, GPU_CAPABILITY, EngineConfig
 from inflight.errors import ConfigError
 from inflight.execution.drafters.registry import find_method
 from inflight.execution.echo_runner import EchoRunner
 from inflight.execution.runner import Runner
 from inflight.kv.budget import gpu_budget_bytes
 from inflight.kv.gpu import CurrentGpu, Gpu
+from inflight.models.gpu_support import gpu_obstacle
 from inflight.models.registry import read_spec
 from inflight.models.spec import ModelSpec
 
@@ -70,10 +71,8 @@ def _gpu_obstacle(config: EngineConfig, checkpoint: Checkpoint) -> str | None:
         return f"dtype is {config.dtype}, and GPUs support bfloat16 only"
     if config.block_size not in GPU_BLOCK_SIZES:
         return f"block_size is {config.block_size}, and GPUs support {GPU_BLOCK_SIZES}"
-    for attention in read_spec(checkpoint).attentions:
-        if attention.head_dim not in GPU_HEAD_DIMS:
-            return f"head_dim {attention.head_dim} is not supported on GPUs"
-    return None
+    spec = read_spec(checkpoint)
+    return gpu_obstacle(spec, spec.max_model_len(config))
 
 
 _NO_COMPILER = "the kernel compiler is missing; run in the repository: pip install -e '.[cuda]'"

@@ -14,8 +14,21 @@ from inflight.checkpoint.locate import Checkpoint
 from inflight.kv.cache import KVCache
 from inflight.models.layers.linear import CpuWeight
 from inflight.models.layers.rope import inverse_frequencies
-from inflight.models.loader import CpuPlacement, LayerWeights, ModelWeights, Progress, load_weights
-from inflight.models.spec import AttentionSpec, ModelSpec, RopeSpec
+from inflight.models.loader import (
+    CpuPlacement,
+    LayerWeights,
+    ModelWeights,
+    NormWeights,
+    Progress,
+    load_weights,
+)
+from inflight.models.spec import (
+    AttentionSpec,
+    MlpSpec,
+    ModelSpec,
+    QueryScaling,
+    RopeSpec,
+)
 from inflight_kernels.torch_ops import transformer as ops
 
 
@@ -83,29 +96,39 @@ class Decoder:
             Logits [s, vocab_size] float32.
         """
         spec, weights = self.spec, self.weights
-        eps, last = spec.norm_eps, (num_layers or spec.num_layers) - 1
+        last = (num_layers or spec.num_layers) - 1
         aux_layers = self._aux_layers if num_layers is None else ()
         # After its keys and values, the last layer is computed only for these rows.
         kept = None if spec.num_layers in aux_layers else sample_rows
         ropes = self._ropes.at(positions)
-        x = ops.embedding(token_ids, weights.embedding)
-        residual: Tensor | None = None
+        # The stream is x + residual: x is what the last sublayer adds to it.
+        x, residual = self._embed(token_ids), None
         aux: dict[int, Tensor] = {}
         layers = zip(spec.layers, weights.layers, cache.layers, strict=True)
         for index, (layer, own, (k_cache, v_cache)) in enumerate(islice(layers, last + 1)):
-            x, residual = ops.rms_norm(x, own.attention_norm, eps, residual)
+            attention = layer.attention
+            x, residual = self._enter(x, residual, own.attention_norm)
             if index in aux_layers:
                 aux[index] = residual
-            q, k, v = project(x, layer.attention, own, eps, *ropes[layer.attention.rope])
+            q, k, v = self._project(x, attention, own, positions, *ropes[attention.rope])
             ops.write_kv(k, v, k_cache, v_cache, slot_mapping)
             if index == last and kept is not None and not len(kept):
                 break
-            visible = plan.within(layer.attention.window)
-            x = ops.attend(q, k_cache, v_cache, visible, layer.attention.scale)
+            visible = plan.within(attention.window)
+            attended = ops.attend(
+                q, k_cache, v_cache, visible, attention.scale, attention.score_cap
+            )
             if index == last and kept is not None:
-                x, residual = x.index_select(0, kept), residual.index_select(0, kept)
-            x, residual = ops.rms_norm(own.out(x), own.mlp_norm, eps, residual)
-            x = own.down(ops.silu_mul(own.gate_up(x)))
+                attended, residual = (rows.index_select(0, kept) for rows in (attended, residual))
+                x = x.index_select(0, kept) if layer.parallel else x
+            added = self._leave(own.out(attended), own.attention_post_norm)
+            if layer.parallel:
+                x = added + _mlp(x, layer.mlp, own)
+            else:
+                added = _scaled(added, layer.residual_scale)
+                x, residual = self._enter(added, residual, own.mlp_norm)
+                x = self._leave(_mlp(x, layer.mlp, own), own.mlp_post_norm)
+            x = _scaled(x, layer.residual_scale)
         assert residual is not None
         if kept is None:
             aux[spec.num_layers] = x + residual
@@ -114,8 +137,99 @@ class Decoder:
             self.features = torch.cat([aux[layer] for layer in aux_layers], -1)
         if not len(sample_rows):
             return torch.empty(0, spec.vocab_size)
-        x, _ = ops.rms_norm(x, weights.norm, eps, residual)
-        return weights.head(x).float()
+        x, _ = self._enter(x, residual, weights.norm)
+        return self._logits(x)
+
+    def _embed(self, token_ids: Tensor) -> Tensor:
+        x = ops.embedding(token_ids, self.weights.embedding)
+        if self.spec.embedding_scale == 1.0:
+            return x
+        return x * torch.tensor(self.spec.embedding_scale, dtype=x.dtype)
+
+    def _logits(self, x: Tensor) -> Tensor:
+        logits = _scaled(self.weights.head(x).float(), self.spec.logit_scale)
+        return ops.soft_cap(logits, self.spec.logit_cap) if self.spec.logit_cap else logits
+
+    def _enter(
+        self, x: Tensor, residual: Tensor | None, norm: NormWeights | None
+    ) -> tuple[Tensor, Tensor]:
+        """The input of a sublayer and the residual stream, x + residual."""
+        if norm is None:
+            total = x if residual is None else x + residual
+            return total, total
+        return self._norm(x, norm, residual)
+
+    def _leave(self, x: Tensor, norm: NormWeights | None) -> Tensor:
+        """What a sublayer with the output x adds to the residual stream."""
+        return x if norm is None else self._norm(x, norm)[0]
+
+    def _norm(
+        self, x: Tensor, norm: NormWeights, residual: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        eps = self.spec.norm_eps
+        if self.spec.norm == "layer":
+            return ops.layer_norm(x, norm.weight, norm.bias, eps, residual)
+        return ops.rms_norm(x, norm.weight, eps, residual)
+
+    def _project(
+        self,
+        x: Tensor,
+        attention: AttentionSpec,
+        weights: LayerWeights[CpuWeight],
+        positions: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Input [T, hidden_size] -> q [T, H, D], k and v [T, G, D], q and k rotated."""
+        heads = weights.qkv(x).view(len(x), -1, attention.head_dim)
+        num_heads, num_qk = attention.num_heads, attention.num_heads + attention.num_kv_heads
+        qk, v = heads[:, :num_qk], heads[:, num_qk:]
+        if attention.norm_after_rope:
+            qk = self._qk_norm(ops.rotary(qk, cos, sin), attention, weights)
+        else:
+            qk = ops.rotary(self._qk_norm(qk, attention, weights), cos, sin)
+        q = qk[:, :num_heads]
+        if attention.query_scaling is not None:
+            q = q * _query_scales(attention.query_scaling, positions, q.dtype)
+        return q, qk[:, num_heads:], v
+
+    def _qk_norm(
+        self, qk: Tensor, attention: AttentionSpec, weights: LayerWeights[CpuWeight]
+    ) -> Tensor:
+        """The norms of q [T, H, D] and k [T, G, D], which are concatenated."""
+        if weights.q_norm is None or weights.k_norm is None:
+            return qk
+        parts = torch.split(qk, [attention.num_heads, attention.num_kv_heads], 1)
+        normed = []
+        for part, norm in zip(parts, (weights.q_norm, weights.k_norm), strict=True):
+            rows = part.flatten(1) if attention.qk_norm == "full" else part
+            normed.append(self._norm(rows, norm)[0].view(part.shape))
+        return torch.cat(normed, 1)
+
+
+def _mlp(x: Tensor, mlp: MlpSpec, weights: LayerWeights[CpuWeight]) -> Tensor:
+    return weights.down(_activate(weights.gate_up(x), mlp))
+
+
+def _activate(x: Tensor, mlp: MlpSpec) -> Tensor:
+    """gate | up or up [T, ...] -> [T, width]."""
+    if mlp.activation == "relu2":
+        assert not mlp.gated
+        return ops.relu2(x)
+    if mlp.activation == "silu":
+        assert mlp.gated
+        return ops.silu_mul(x)
+    return ops.gelu_tanh_mul(x) if mlp.gated else ops.gelu_tanh(x)
+
+
+def _scaled(x: Tensor, scale: float) -> Tensor:
+    return x if scale == 1.0 else x * scale
+
+
+def _query_scales(scaling: QueryScaling, positions: Tensor, dtype: torch.dtype) -> Tensor:
+    """[T, 1, 1] for positions [T]."""
+    steps = torch.floor(positions / scaling.length)
+    return (1 + scaling.beta * torch.log1p(steps)).to(dtype)[:, None, None]
 
 
 class RotaryTables:
@@ -140,23 +254,3 @@ class RotaryTables:
             rope: (cos.index_select(0, positions), sin.index_select(0, positions))
             for rope, (cos, sin) in self._tables.items()
         }
-
-
-def project(
-    x: Tensor,
-    attention: AttentionSpec,
-    weights: LayerWeights[CpuWeight],
-    eps: float,
-    cos: Tensor,
-    sin: Tensor,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Normed hidden states [T, hidden_size] -> q [T, H, D], k and v [T, G, D], q and k rotated."""
-    heads = weights.qkv(x).view(len(x), -1, attention.head_dim)
-    num_heads, num_qk = attention.num_heads, attention.num_heads + attention.num_kv_heads
-    qk, v = heads[:, :num_qk], heads[:, num_qk:]
-    if weights.q_norm is not None and weights.k_norm is not None:
-        q, _ = ops.rms_norm(qk[:, :num_heads], weights.q_norm, eps)
-        k, _ = ops.rms_norm(qk[:, num_heads:], weights.k_norm, eps)
-        qk = torch.cat((q, k), 1)
-    qk = ops.rotary(qk, cos, sin)
-    return qk[:, :num_heads], qk[:, num_heads:], v

@@ -15,14 +15,21 @@ import torch
 from torch import Tensor
 
 from inflight.checkpoint.locate import Checkpoint
-from inflight.config import GPU_HEAD_DIMS, Dtype
+from inflight.config import Dtype
 from inflight.errors import ConfigError
 from inflight.kv.cache import KVCache
 from inflight.models.cuda_placement import CudaPlacement
+from inflight.models.gpu_support import gpu_obstacle
 from inflight.models.layers.attention import Attention, ForwardInputs, RotaryTables
 from inflight.models.layers.linear import INVARIANT_ROWS, CudaWeight
 from inflight.models.layers.residual import Residual, WideResidual
-from inflight.models.loader import LayerWeights, ModelWeights, Progress, load_weights
+from inflight.models.loader import (
+    LayerWeights,
+    ModelWeights,
+    NormWeights,
+    Progress,
+    load_weights,
+)
 from inflight.models.spec import ModelSpec
 from inflight_kernels.ops.embedding import embedding
 from inflight_kernels.ops.rope import PagedKV, QkNorm
@@ -64,28 +71,36 @@ class DecoderSettings:
         return _DTYPE_NAMES[self.dtype]
 
 
-def check_head_dims(spec: ModelSpec, path: Path) -> None:
-    """Check that the kernels support the model's heads.
+def check_supported(spec: ModelSpec, path: Path, max_len: int) -> None:
+    """Check that the kernels support a model.
+
+    Args:
+        spec: of the model.
+        path: of its checkpoint, for the error.
+        max_len: maximum sequence length.
 
     Raises:
-        ConfigError: they do not; the message states what is allowed.
+        ConfigError: they do not.
     """
-    for one in spec.attentions:
-        if one.head_dim not in GPU_HEAD_DIMS:
-            raise ConfigError(
-                f"{path}: head_dim {one.head_dim} is not supported on GPUs; allowed: "
-                f"{', '.join(map(str, GPU_HEAD_DIMS))}"
-            )
+    obstacle = gpu_obstacle(spec, max_len)
+    if obstacle is not None:
+        raise ConfigError(f"{path}: {obstacle}; use device: cpu")
 
 
 def _residual_kind(spec: ModelSpec) -> type[Residual]:
     return WideResidual if spec.hidden_size <= _MAX_WIDE_HIDDEN_SIZE else Residual
 
 
+def _weight(norm: NormWeights | None) -> Tensor:
+    # `check_supported` has refused models without these norms.
+    assert norm is not None
+    return norm.weight
+
+
 def _qk_norm(own: LayerWeights[CudaWeight], eps: float) -> QkNorm | None:
     if own.q_norm is None or own.k_norm is None:
         return None
-    return QkNorm(own.q_norm, own.k_norm, eps)
+    return QkNorm(own.q_norm.weight, own.k_norm.weight, eps)
 
 
 class Buffers:
@@ -141,7 +156,7 @@ class Decoder:
         settings: DecoderSettings,
         progress: Progress,
     ) -> None:
-        check_head_dims(spec, checkpoint.path)
+        check_supported(spec, checkpoint.path, settings.max_len)
         self.spec = spec
         self.settings = settings
         self.features: Tensor | None = None
@@ -221,7 +236,7 @@ class Decoder:
         ]
         layers = zip(weights.layers, self._attention_of, self._qk_norms, cache.layers, strict=True)
         for index, (own, which, qk_norm, pair) in enumerate(islice(layers, last + 1)):
-            residual.norm(own.attention_norm, eps, normed)
+            residual.norm(_weight(own.attention_norm), eps, normed)
             for aux in aux_layers.get(index, ()):
                 aux[:num_tokens].copy_(residual.hidden[:num_tokens])
             own.qkv.product(buffers.normed, buffers.qkv, num_tokens)
@@ -240,9 +255,9 @@ class Decoder:
 
         last_normed = self._last_normed[:num_rows]
         if num_kept == num_rows:
-            residual.norm(weights.norm, eps, last_normed)
+            residual.norm(weights.norm.weight, eps, last_normed)
         else:
-            residual.norm(weights.norm, eps, normed)
+            residual.norm(weights.norm.weight, eps, normed)
             embedding(inputs.sample_rows[:num_rows], normed, out=last_normed, pdl=True)
         for aux in aux_layers.get(spec.num_layers, ()):
             aux[:num_tokens].copy_(residual.hidden[:num_tokens])
@@ -259,6 +274,7 @@ class Decoder:
         """The rest of a layer after attention; `attended` is an entire buffer."""
         buffers = self._buffers
         residual.add(attended, own.out, num_tokens)
-        residual.norm(own.mlp_norm, self.spec.norm_eps, buffers.normed[:num_tokens])
+        norm = _weight(own.mlp_norm)
+        residual.norm(norm, self.spec.norm_eps, buffers.normed[:num_tokens])
         own.gate_up.gated(buffers.normed, buffers.gate_up, buffers.gated, num_tokens)
         residual.add(buffers.gated, own.down, num_tokens)

@@ -14,7 +14,7 @@ from inflight.models.cuda_placement import CudaPlacement
 from inflight.models.decoder_cuda import (
     Buffers,
     DecoderSettings,
-    check_head_dims,
+    check_supported,
 )
 from inflight.models.eagle3 import UNDRAFTABLE, HeadWeights, load_head
 from inflight.models.eagle3_spec import Eagle3Spec
@@ -57,7 +57,7 @@ class Head:
         progress: Progress,
     ) -> None:
         layer = spec.layer
-        check_head_dims(layer, checkpoint.path)
+        check_supported(layer, checkpoint.path, settings.max_len)
         self.spec = spec
         device = settings.device
         placement = CudaPlacement(settings.dtype, device, settings.batch_invariant)

@@ -61,7 +61,8 @@ def read_eagle3_spec(checkpoint: Checkpoint, target: ModelSpec) -> Eagle3Spec:
         raise raw.error(
             f"the architecture {raw.get('model_type')!r} is not supported; allowed: llama"
         )
-    model = spec_of(all_families()["llama"], of_config(raw))
+    llama = all_families()["llama"]
+    model = spec_of(llama, of_config(raw, llama))
     for field in ("attention_bias", "mlp_bias"):
         if raw.flag(field):
             raise raw.error(f"{field}: true is not supported; allowed: false")

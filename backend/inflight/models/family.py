@@ -7,11 +7,18 @@ names of its tensors. Each family is a module of `families` with a constant FAMI
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from inflight.checkpoint.checked_fields import CheckedFields
-from inflight.models.spec import AttentionSpec, LayerSpec, MlpSpec, ModelSpec, RopeSpec
+from inflight.models.spec import (
+    Activation,
+    AttentionSpec,
+    LayerSpec,
+    MlpSpec,
+    ModelSpec,
+    RopeSpec,
+)
 
 Format = Literal["gguf", "huggingface"]
 
@@ -31,7 +38,25 @@ TENSORS: Mapping[str, Slot] = {
     "up": ("mlp.up_proj", "ffn_up"),
     "down": ("mlp.down_proj", "ffn_down"),
 }
-"""The tensors of a layer with Llama's names, which most families use."""
+"""The tensors of a layer with Llama's names, which most families use. Slots of the same name are
+parts of one fused tensor, in this order."""
+
+SANDWICH: Mapping[str, Slot] = {
+    **TENSORS,
+    "attention_post_norm": ("post_attention_layernorm", "post_attention_norm"),
+    "mlp_norm": ("pre_feedforward_layernorm", "ffn_norm"),
+    "mlp_post_norm": ("post_feedforward_layernorm", "post_ffw_norm"),
+}
+"""The same with norms of the outputs, as Gemma 2 names them."""
+
+_ACTIVATIONS: Mapping[str, Activation] = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "gelu_new": "gelu_tanh",
+    "relu2": "relu2",
+}
+"""Activations by config.json's `hidden_act`."""
 
 _GGUF_KEYS = {
     "hidden_size": "embedding_length",
@@ -41,8 +66,16 @@ _GGUF_KEYS = {
     "num_key_value_heads": "attention.head_count_kv",
     "head_dim": "attention.key_length",
     "rms_norm_eps": "attention.layer_norm_rms_epsilon",
+    "layer_norm_eps": "attention.layer_norm_epsilon",
     "max_position_embeddings": "context_length",
     "sliding_window": "attention.sliding_window",
+    "attn_logit_softcapping": "attn_logit_softcapping",
+    "final_logit_softcapping": "final_logit_softcapping",
+    "embedding_multiplier": "embedding_scale",
+    "residual_multiplier": "residual_scale",
+    "attention_multiplier": "attention.scale",
+    "logits_scaling": "logit_scale",
+    "logit_scale": "logit_scale",
 }
 
 
@@ -53,21 +86,25 @@ class Settings:
     Attributes:
         fields: as the checkpoint names them.
         format: of the checkpoint.
-        rope: the rotary embedding.
+        rope: the rotary embedding; that of full attention, if there are two.
+        sliding_rope: the rotary embedding of layers with a sliding window.
         vocab_size: of embedding and head.
         tie_word_embeddings: whether the head is the embedding.
         eos_token_ids, bos_token_id: see ModelSpec.
         tensors: tensor names of a GGUF file, whose settings do not mention biases.
+        slots: the family's names of a layer's tensors.
     """
 
     fields: CheckedFields
     format: Format
     rope: RopeSpec
+    sliding_rope: RopeSpec
     vocab_size: int
     tie_word_embeddings: bool
     eos_token_ids: tuple[int, ...] = ()
     bos_token_id: int | None = None
     tensors: Collection[str] = ()
+    slots: Mapping[str, Slot] = field(default_factory=lambda: TENSORS)
 
     def key(self, name: str) -> str:
         """The checkpoint's key for config.json's `name`."""
@@ -75,6 +112,9 @@ class Settings:
 
     def count(self, name: str, default: int | None = None) -> int:
         return self.fields.count(self.key(name), default)
+
+    def number(self, name: str, default: float | None = None) -> float:
+        return self.fields.number(self.key(name), default)
 
     @property
     def num_layers(self) -> int:
@@ -93,7 +133,7 @@ class Settings:
             slot: one of these projections, see TENSORS.
         """
         if self.format == "gguf":
-            return f"blk.0.{TENSORS[slot][1]}.bias" in self.tensors
+            return f"blk.0.{self.slots[slot][1]}.bias" in self.tensors
         return self.fields.flag(flag)
 
     def attention(self, **variants: Any) -> AttentionSpec:
@@ -107,8 +147,30 @@ class Settings:
             **variants,
         )
 
-    def mlp(self, **variants: Any) -> MlpSpec:
-        return MlpSpec(self.count("intermediate_size"), **variants)
+    def sliding(self, attention: AttentionSpec, window: int) -> AttentionSpec:
+        """The same attention in a layer with a sliding window, which may have its own RoPE."""
+        return replace(attention, window=window, rope=self.sliding_rope)
+
+    def mlp(
+        self, activation: Activation = "silu", aliases: Collection[str] = (), **variants: Any
+    ) -> MlpSpec:
+        """The feed-forward part of all layers.
+
+        Args:
+            activation: the family's; config.json names it as well.
+            aliases: further names of it in the family's files.
+            variants: the family's own.
+
+        Raises:
+            ConfigError: config.json names another one.
+        """
+        # Gemma has both keys, of which the first takes precedence.
+        keys = [key for key in ("hidden_activation", "hidden_act") if self.fields.get(key)]
+        named = self.fields.get(keys[0]) if keys else None
+        allowed = [name for name in _ACTIVATIONS if _ACTIVATIONS[name] == activation]
+        if named is not None and named not in (*allowed, *aliases):
+            raise self.fields.error(f"{keys[0]}: {named!r}; allowed: {' or '.join(allowed)}")
+        return MlpSpec(self.count("intermediate_size"), activation=activation, **variants)
 
     def window(self, default: int | None = None) -> int:
         """The sliding window; 0 for none, or for one as long as the context.
@@ -140,12 +202,12 @@ class Settings:
             )
         return [known[kind] for kind in listed]
 
-    def model(self, family: str, layers: tuple[LayerSpec, ...]) -> ModelSpec:
-        eps = self.fields.number(
-            self.key("rms_norm_eps"), 1e-6 if self.format == "huggingface" else None
-        )
+    def model(self, family: Family, layers: tuple[LayerSpec, ...]) -> ModelSpec:
+        """The model of these layers, with what the family says of it as a whole."""
+        eps = self.number(family.norm_eps, 1e-6 if self.format == "huggingface" else None)
         return ModelSpec(
-            family=family,
+            **family.model(self),
+            family=family.name,
             vocab_size=self.vocab_size,
             hidden_size=self.count("hidden_size"),
             layers=layers,
@@ -164,11 +226,14 @@ class Family:
     Attributes:
         name: of the family.
         layers: creates the layers from a checkpoint's settings.
+        model: further arguments of `ModelSpec`.
+        norm_eps: config.json's key of the norms' epsilon.
+        defaults: values of keys that config.json may leave out, where they differ from Llama's.
         model_types: `model_type` in config.json.
         gguf_architectures: `general.architecture` in GGUF files.
         tensors: names of a layer's tensors.
-        rope_pairs: formats in which q and k are ordered for RoPE of adjacent pairs; `rotary` and
-            the kernels rotate halves. No file states this.
+        rope_pairs: formats in which RoPE rotates adjacent columns of q and k; `rotary` and the
+            kernels rotate halves. No file states this.
         zero_centered_norms: formats that store the weights of norms minus one.
     """
 
@@ -176,6 +241,9 @@ class Family:
     layers: Callable[[Settings], list[LayerSpec]]
     model_types: tuple[str, ...] = ()
     gguf_architectures: tuple[str, ...] = ()
+    model: Callable[[Settings], dict[str, Any]] = lambda settings: {}
+    norm_eps: str = "rms_norm_eps"
+    defaults: Mapping[str, Any] = field(default_factory=dict)
     tensors: Mapping[str, Slot] = field(default_factory=lambda: TENSORS)
     rope_pairs: tuple[Format, ...] = ()
     zero_centered_norms: tuple[Format, ...] = ()

@@ -1,22 +1,24 @@
 """Loads a checkpoint's tensors as a model's weights, on its device and in its layout.
 
-The result is the same for every format: q | k | v and gate | up fused, rotated dimensions in
-halves, norms' weights in float32 and ready to multiply with, all others in the dtype of the
-activations.
+The result is the same for every format: q | k | v and gate | up fused, the columns of heads in the
+order of `rope_order`, norms' weights in float32 and ready to multiply with, all others in the dtype
+of the activations.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
 from inflight.checkpoint.locate import Checkpoint
+from inflight.models.layers.rope import rope_order
 from inflight.models.quantization.unquantized import CpuLinear
 from inflight.models.registry import family_of
 from inflight.models.spec import ModelSpec
@@ -69,17 +71,36 @@ class CpuPlacement:
 
 
 @dataclass(frozen=True, slots=True)
-class LayerWeights(Generic[L]):
-    """One layer's weights; norms, in float32, are None if its spec does not have them."""
+class NormWeights:
+    """Of one norm, in float32.
 
-    attention_norm: Tensor
+    Attributes:
+        weight: multiplies the normed values.
+        bias: is added to them; None for zero.
+    """
+
+    weight: Tensor
+    bias: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class LayerWeights(Generic[L]):
+    """One layer's weights; norms are None if its spec does not have them.
+
+    Attributes:
+        gate_up: gate | up, or up alone if there is no gate.
+    """
+
+    attention_norm: NormWeights | None
     qkv: L
-    q_norm: Tensor | None
-    k_norm: Tensor | None
+    q_norm: NormWeights | None
+    k_norm: NormWeights | None
     out: L
-    mlp_norm: Tensor
+    attention_post_norm: NormWeights | None
+    mlp_norm: NormWeights | None
     gate_up: L
     down: L
+    mlp_post_norm: NormWeights | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +109,7 @@ class ModelWeights(Generic[L]):
 
     embedding: Tensor
     layers: list[LayerWeights[L]]
-    norm: Tensor
+    norm: NormWeights
     head: L
 
 
@@ -112,17 +133,13 @@ def load_weights(
         ConfigError: the weights are corrupt or do not match the spec.
     """
     stored = open_weights(checkpoint, spec, weight_shapes(spec), device)
-
-    offset = _norm_offset(checkpoint, spec)
-
-    def load_layer(index: int) -> LayerWeights[L]:
-        return _load_layer(stored, spec, index, placement, offset)
+    reader = _LayerReader(checkpoint, spec, stored, placement)
 
     layers: list[LayerWeights[L]] = []
     # Reading is bound by dequantisation in numpy, one core per tensor.
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
         embedding = pool.submit(lambda: placement.table(stored.read("model.embed_tokens.weight")))
-        for done in pool.map(load_layer, range(spec.num_layers)):
+        for done in pool.map(reader.layer, range(spec.num_layers)):
             layers.append(done)
             progress("weights", len(layers) / (spec.num_layers + 1))
         table = embedding.result()
@@ -130,7 +147,7 @@ def load_weights(
         head = placement.tied(table)
     else:
         head = placement.linear([stored.read("lm_head.weight")], [])
-    norm = placement.norm(stored.read("model.norm.weight"), offset)
+    norm = reader.norm("model.norm", has_bias=spec.norm_bias)
     progress("weights", 1.0)
     return ModelWeights(embedding=table, layers=layers, norm=norm, head=head)
 
@@ -141,75 +158,144 @@ def weight_shapes(spec: ModelSpec) -> dict[str, Shape]:
         "model.embed_tokens.weight": (spec.vocab_size, spec.hidden_size),
         "model.norm.weight": (spec.hidden_size,),
     }
+    if spec.norm_bias:
+        shapes["model.norm.bias"] = (spec.hidden_size,)
     if not spec.tie_word_embeddings:
         shapes["lm_head.weight"] = (spec.vocab_size, spec.hidden_size)
     for index in range(spec.num_layers):
         for slot, (shape, bias) in _slots(spec, index).items():
-            shapes[_name(spec, index, slot, "weight")] = shape
+            name = _name(spec, index, slot)
+            first, *others = shape
+            if f"{name}.weight" in shapes:  # fused with the slots before
+                first += shapes[f"{name}.weight"][0]
+            shapes[f"{name}.weight"] = (first, *others)
             if bias:
-                shapes[_name(spec, index, slot, "bias")] = shape[:1]
+                shapes[f"{name}.bias"] = (first,)
     return shapes
 
 
 def _slots(spec: ModelSpec, index: int) -> dict[str, tuple[Shape, bool]]:
     """The tensors of a layer: shape, and whether it has a bias."""
-    attention, mlp, hidden = spec.layers[index].attention, spec.layers[index].mlp, spec.hidden_size
+    layer, hidden = spec.layers[index], spec.hidden_size
+    attention, mlp = layer.attention, layer.mlp
+    norm = ((hidden,), spec.norm_bias)
     slots: dict[str, tuple[Shape, bool]] = {
-        "attention_norm": ((hidden,), False),
-        "mlp_norm": ((hidden,), False),
         "q": ((attention.q_width, hidden), attention.qkv_bias),
         "k": ((attention.kv_width, hidden), attention.qkv_bias),
         "v": ((attention.kv_width, hidden), attention.qkv_bias),
         "out": ((hidden, attention.q_width), attention.out_bias),
-        "gate": ((mlp.width, hidden), mlp.bias),
         "up": ((mlp.width, hidden), mlp.bias),
         "down": ((hidden, mlp.width), mlp.bias),
     }
+    if mlp.gated:
+        # Before up, as in fused tensors.
+        slots = {"gate": slots["up"], **slots}
+    if layer.pre_norms:
+        slots["attention_norm"] = norm
+        if not layer.parallel:
+            slots["mlp_norm"] = norm
+    if layer.post_norms:
+        slots |= dict.fromkeys(("attention_post_norm", "mlp_post_norm"), norm)
     if attention.qk_norm:
-        slots |= dict.fromkeys(("q_norm", "k_norm"), ((attention.head_dim,), False))
+        slots["q_norm"] = (attention.qk_norm_shape(attention.num_heads), False)
+        slots["k_norm"] = (attention.qk_norm_shape(attention.num_kv_heads), False)
     return slots
 
 
-def _name(spec: ModelSpec, index: int, slot: str, kind: str) -> str:
-    return f"model.layers.{index}.{family_of(spec).tensors[slot][0]}.{kind}"
+def _name(spec: ModelSpec, index: int, slot: str) -> str:
+    """Of a slot's tensors, without suffix."""
+    return f"model.layers.{index}.{family_of(spec).tensors[slot][0]}"
 
 
-def _norm_offset(checkpoint: Checkpoint, spec: ModelSpec) -> float:
-    """What to add to the weights of norms."""
-    centered = checkpoint.format in family_of(spec).zero_centered_norms
-    return 1.0 if centered and not checkpoint.random_weights else 0.0
+class _LayerReader(Generic[L]):
+    """Reads the layers of a checkpoint, from several threads.
 
+    Args:
+        checkpoint: where they are.
+        spec: of the model.
+        stored: its tensors.
+        placement: where they are put.
+    """
 
-def _load_layer(
-    stored: Weights,
-    spec: ModelSpec,
-    index: int,
-    placement: WeightPlacement[L],
-    norm_offset: float,
-) -> LayerWeights[L]:
-    slots = _slots(spec, index)
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        spec: ModelSpec,
+        stored: Weights,
+        placement: WeightPlacement[L],
+    ) -> None:
+        self._spec = spec
+        self._stored = stored
+        self._placement = placement
+        family = family_of(spec)
+        is_stored = not checkpoint.random_weights
+        centered = is_stored and checkpoint.format in family.zero_centered_norms
+        self._norm_offset = 1.0 if centered else 0.0
+        self._adjacent = is_stored and checkpoint.format in family.rope_pairs
 
-    def norm(slot: str) -> Tensor | None:
-        if slot not in slots:
-            return None
-        return placement.norm(stored.read(_name(spec, index, slot, "weight")), norm_offset)
+    def layer(self, index: int) -> LayerWeights[L]:
+        slots = _slots(self._spec, index)
 
-    def linear(*names: str) -> L:
-        biases = [name for name in names if slots[name][1]]
-        return placement.linear(
-            [stored.read(_name(spec, index, name, "weight")) for name in names],
-            [stored.read(_name(spec, index, name, "bias")) for name in biases],
+        def norm(slot: str) -> NormWeights | None:
+            if slot not in slots:
+                return None
+            name, (_, has_bias) = _name(self._spec, index, slot), slots[slot]
+            return self.norm(name, has_bias, self._order(index, slot))
+
+        def linear(*names: str) -> L:
+            present = [name for name in names if name in slots]
+            biases = [name for name in present if slots[name][1]]
+            return self._placement.linear(
+                self._parts(index, present, "weight"), self._parts(index, biases, "bias")
+            )
+
+        return LayerWeights(
+            attention_norm=norm("attention_norm"),
+            qkv=linear("q", "k", "v"),
+            q_norm=norm("q_norm"),
+            k_norm=norm("k_norm"),
+            out=linear("out"),
+            attention_post_norm=norm("attention_post_norm"),
+            mlp_norm=norm("mlp_norm"),
+            gate_up=linear("gate", "up"),
+            down=linear("down"),
+            mlp_post_norm=norm("mlp_post_norm"),
         )
 
-    attention_norm, mlp_norm = norm("attention_norm"), norm("mlp_norm")
-    assert attention_norm is not None and mlp_norm is not None
-    return LayerWeights(
-        attention_norm=attention_norm,
-        qkv=linear("q", "k", "v"),
-        q_norm=norm("q_norm"),
-        k_norm=norm("k_norm"),
-        out=linear("out"),
-        mlp_norm=mlp_norm,
-        gate_up=linear("gate", "up"),
-        down=linear("down"),
-    )
+    def norm(self, name: str, has_bias: bool, order: Tensor | None = None) -> NormWeights:
+        """Read a norm: its tensors' name without suffix, and the order of its columns."""
+        weight = self._stored.read(f"{name}.weight")
+        weight = _in_order(weight.flatten(), order).view(weight.shape)
+        bias = self._stored.read(f"{name}.bias") if has_bias else None
+        return NormWeights(
+            self._placement.norm(weight, self._norm_offset),
+            None if bias is None else self._placement.norm(bias),
+        )
+
+    def _parts(self, index: int, names: Sequence[str], kind: str) -> list[Tensor]:
+        """The tensors of slots, of which neighbours may be stored as one."""
+        slots = _slots(self._spec, index)
+        parts: list[Tensor] = []
+        for name, fused in groupby(names, lambda slot: _name(self._spec, index, slot)):
+            members = list(fused)
+            rows = [slots[slot][0][0] for slot in members]
+            stored = torch.split(self._stored.read(f"{name}.{kind}"), rows)
+            for slot, part in zip(members, stored, strict=True):
+                parts.append(_in_order(part, self._order(index, slot)))
+        return parts
+
+    def _order(self, index: int, slot: str) -> Tensor | None:
+        """The order [D] of the columns of each head in a slot; None for that of the file."""
+        if slot not in ("q", "k", "q_norm", "k_norm"):
+            return None
+        attention = self._spec.layers[index].attention
+        columns = rope_order(attention.rope, attention.head_dim, self._adjacent)
+        return None if columns is None else torch.tensor(columns)
+
+
+def _in_order(stored: Tensor, order: Tensor | None) -> Tensor:
+    """Rows [heads * D, ...] with those of each head in this order [D]."""
+    if order is None or stored.is_meta:
+        return stored
+    heads = stored.view(-1, len(order), *stored.shape[1:])
+    return heads.index_select(1, order.to(stored.device)).view(stored.shape)

@@ -12,7 +12,7 @@ from inflight.checkpoint.locate import Checkpoint
 from inflight.errors import ConfigError
 from inflight.models import families, settings
 from inflight.models.family import Family, Settings
-from inflight.models.spec import ModelSpec
+from inflight.models.spec import AttentionSpec, ModelSpec
 
 
 @cache
@@ -37,12 +37,12 @@ def read_spec(checkpoint: Checkpoint) -> ModelSpec:
         file = GgufFile(checkpoint.path)
         name = file.metadata.get("general.architecture")
         family = _find(name, {a: f for f in _families() for a in f.gguf_architectures}, file.path)
-        return spec_of(family, settings.of_gguf(file))
+        return spec_of(family, settings.of_gguf(file, family))
     fields = read_json(checkpoint.path / "config.json")
     family = _find(
         fields.text("model_type"), {t: f for f in _families() for t in f.model_types}, fields.where
     )
-    return spec_of(family, settings.of_folder(checkpoint.path))
+    return spec_of(family, settings.of_folder(checkpoint.path, family))
 
 
 def spec_of(family: Family, found: Settings) -> ModelSpec:
@@ -51,22 +51,33 @@ def spec_of(family: Family, found: Settings) -> ModelSpec:
     Raises:
         ConfigError: the settings are inconsistent or not supported.
     """
-    spec = found.model(family.name, tuple(family.layers(found)))
+    spec = found.model(family, tuple(family.layers(found)))
     for attention in spec.attentions:
         if attention.num_heads % attention.num_kv_heads:
             raise found.fields.error(
                 f"{attention.num_heads} attention heads cannot share {attention.num_kv_heads} "
                 "key-value heads evenly"
             )
-        head_dim, divisors = attention.head_dim, attention.rope.divisors
-        if head_dim % 2:
-            raise found.fields.error(f"head_dim: {head_dim} is odd; RoPE needs an even one")
-        if divisors is not None and len(divisors) != head_dim // 2:
-            raise found.fields.error(
-                f"rope_freqs.weight has {len(divisors)} values for {head_dim // 2} frequencies"
-            )
+        _check_rope(attention, found)
     # A special token id outside the vocabulary is harmless: it can never be sampled.
     return spec
+
+
+def _check_rope(attention: AttentionSpec, found: Settings) -> None:
+    rope, head_dim = attention.rope, attention.head_dim
+    if head_dim % 2:
+        raise found.fields.error(f"head_dim: {head_dim} is odd; RoPE needs an even one")
+    rotated = rope.rotary_dim or head_dim
+    if rotated % 2 or rotated > head_dim:
+        raise found.fields.error(
+            f"RoPE rotates {rotated} of {head_dim} columns of a head; allowed: an even number of "
+            f"at most {head_dim}"
+        )
+    for divisors in (rope.divisors, rope.long_divisors):
+        if divisors is not None and len(divisors) != rotated // 2:
+            raise found.fields.error(
+                f"RoPE has {len(divisors)} scaling factors for {rotated // 2} frequencies"
+            )
 
 
 def _families() -> list[Family]:

@@ -11,7 +11,10 @@ from inflight.config import Dtype, EngineConfig
 from inflight.errors import ConfigError
 from inflight.kv.layout import KVGroup, KVLayout
 
-RopeType = Literal["default", "linear", "dynamic", "yarn", "llama3"]
+RopeType = Literal["none", "default", "linear", "dynamic", "yarn", "llama3", "longrope"]
+NormKind = Literal["rms", "layer"]
+QkNormKind = Literal["head", "heads", "full"]
+Activation = Literal["silu", "gelu_tanh", "relu2"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,16 +23,18 @@ class RopeSpec:
 
     Attributes:
         theta: base of the geometric series of wavelengths.
-        type: scaling method for long contexts.
+        type: scaling method for long contexts; "none" rotates nothing.
+        rotary_dim: leading columns of a head that are rotated; 0 for all.
         factor: scaling factor of the context length.
-        original_max_position: the trained context length (dynamic, yarn, llama3).
+        original_max_position: the trained context length (dynamic, yarn, llama3, longrope).
         low_freq_factor, high_freq_factor: llama3: frequencies with wavelengths above original / low
             are divided by the factor, those below original / high are kept, others interpolated.
-        attention_factor: yarn: multiplies cos and sin; None derives it from the factor.
+        attention_factor: yarn, longrope: multiplies cos and sin; None derives it from the factor.
         beta_fast, beta_slow: yarn: rotations over the trained context between which to interpolate.
         mscale, mscale_all_dim: yarn: modify the derived attention factor if both are set.
         truncate: yarn: round the bounds of the interpolation to integer columns.
         divisors: one per frequency, if the checkpoint has them (GGUF's rope_freqs).
+        long_divisors: longrope: those of engines whose sequences may exceed the trained context.
     """
 
     theta: float = 10000.0
@@ -45,6 +50,8 @@ class RopeSpec:
     mscale_all_dim: float = 0.0
     truncate: bool = True
     divisors: tuple[float, ...] | None = None
+    long_divisors: tuple[float, ...] | None = None
+    rotary_dim: int = 0
 
     def max_context(self, trained: int) -> int:
         """The context length with this scaling, for a trained context length."""
@@ -56,6 +63,19 @@ class RopeSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class QueryScaling:
+    """Scaling of queries by position, q *= 1 + beta * ln(1 + floor(position / length)).
+
+    Attributes:
+        beta: see above.
+        length: the trained context length, within which nothing is scaled.
+    """
+
+    beta: float
+    length: int
+
+
+@dataclass(frozen=True, slots=True)
 class AttentionSpec:
     """Grouped-query attention of one layer (arXiv:2305.13245).
 
@@ -64,7 +84,12 @@ class AttentionSpec:
         rope: of queries and keys.
         window: tokens that a query attends to, its own included; 0 for all previous ones.
         qkv_bias, out_bias: whether those projections have a bias.
-        qk_norm: whether each head of q and k has an RMSNorm before RoPE.
+        qk_norm: norm of q and k: of each head with weights [D] ("head") or [H, D] and [G, D]
+            ("heads"), or of all heads at once with weights [H * D] and [G * D] ("full").
+        norm_after_rope: whether qk_norm follows RoPE instead of preceding it.
+        softmax_scale: of the scores; None for D ** -0.5.
+        score_cap: scores become score_cap * tanh(score / score_cap); 0 for no cap.
+        query_scaling: of queries, after RoPE.
     """
 
     num_heads: int
@@ -74,7 +99,11 @@ class AttentionSpec:
     window: int = 0
     qkv_bias: bool = False
     out_bias: bool = False
-    qk_norm: bool = False
+    qk_norm: QkNormKind | None = None
+    norm_after_rope: bool = False
+    softmax_scale: float | None = None
+    score_cap: float = 0.0
+    query_scaling: QueryScaling | None = None
 
     @property
     def q_width(self) -> int:
@@ -87,28 +116,56 @@ class AttentionSpec:
     @property
     def scale(self) -> float:
         """Of attention scores, before the softmax."""
-        return float(self.head_dim**-0.5)
+        return float(self.head_dim**-0.5) if self.softmax_scale is None else self.softmax_scale
+
+    def qk_norm_shape(self, num_heads: int) -> tuple[int, ...]:
+        """Of the weight of qk_norm for so many heads."""
+        shapes: dict[QkNormKind, tuple[int, ...]] = {
+            "head": (self.head_dim,),
+            "heads": (num_heads, self.head_dim),
+            "full": (num_heads * self.head_dim,),
+        }
+        assert self.qk_norm is not None
+        return shapes[self.qk_norm]
 
 
 @dataclass(frozen=True, slots=True)
 class MlpSpec:
-    """SwiGLU (arXiv:2002.05202): down(silu(gate(x)) * up(x)).
+    """Feed-forward part of one layer: down(act(gate(x)) * up(x)), as SwiGLU (arXiv:2002.05202), or
+    without a gate down(act(up(x))).
 
     Attributes:
         width: of gate and up.
-        bias: whether all three have one.
+        bias: whether all of them have one.
+        activation: act.
+        gated: whether there is a gate.
     """
 
     width: int
     bias: bool = False
+    activation: Activation = "silu"
+    gated: bool = True
 
 
 @dataclass(frozen=True, slots=True)
 class LayerSpec:
-    """One decoder layer: x += attention(norm(x)); x += mlp(norm(x))."""
+    """One decoder layer.
+
+    By default x += attention(norm(x)); x += mlp(norm(x)).
+
+    Attributes:
+        pre_norms: whether attention and mlp have a norm of their input.
+        post_norms: whether they have a norm of their output, before it is added to x.
+        parallel: x += attention(norm(x)) + mlp(norm(x)), with one norm for both.
+        residual_scale: multiplies what is added to x.
+    """
 
     attention: AttentionSpec
     mlp: MlpSpec
+    pre_norms: bool = True
+    post_norms: bool = False
+    parallel: bool = False
+    residual_scale: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,10 +174,15 @@ class ModelSpec:
 
     Attributes:
         family: name of its family (see `registry`).
-        norm_eps: added to the mean square in each RMSNorm.
+        norm_eps: added to the mean square, or the variance, in each norm.
         max_position_embeddings: the context length that the checkpoint states.
         eos_token_ids: each of them ends a sequence.
         bos_token_id: begins a sequence; None if the model has none.
+        norm: kind of all norms, RMSNorm (arXiv:1910.07467) or LayerNorm (arXiv:1607.06450).
+        norm_bias: whether the norms of the residual stream have a bias.
+        embedding_scale: multiplies embeddings, rounded to the dtype of the activations.
+        logit_scale: multiplies logits.
+        logit_cap: logits become logit_cap * tanh(logit / logit_cap), after the scale; 0 for no cap.
     """
 
     family: str
@@ -132,6 +194,11 @@ class ModelSpec:
     tie_word_embeddings: bool = False
     eos_token_ids: tuple[int, ...] = ()
     bos_token_id: int | None = None
+    norm: NormKind = "rms"
+    norm_bias: bool = False
+    embedding_scale: float = 1.0
+    logit_scale: float = 1.0
+    logit_cap: float = 0.0
 
     @property
     def num_layers(self) -> int:
@@ -155,7 +222,7 @@ class ModelSpec:
         for layer in self.layers:
             attention = layer.attention
             heads = 2 * (attention.q_width + attention.kv_width)
-            total += self.hidden_size * (heads + 3 * layer.mlp.width)
+            total += self.hidden_size * (heads + (2 + layer.mlp.gated) * layer.mlp.width)
         return total // len(self.layers)
 
     @property

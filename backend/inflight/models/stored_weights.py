@@ -19,7 +19,6 @@ from inflight.checkpoint.gguf import GgufFile, GgufTensor
 from inflight.checkpoint.locate import Checkpoint
 from inflight.checkpoint.safetensors import StoredTensor
 from inflight.errors import ConfigError
-from inflight.models.family import Family
 from inflight.models.registry import family_of
 from inflight.models.spec import ModelSpec
 
@@ -34,8 +33,10 @@ _ROWS_AT_ONCE = 16  # rows per group in gguf's code
 _GGUF_NAMES = {
     "token_embd.weight": "model.embed_tokens.weight",
     "output_norm.weight": "model.norm.weight",
+    "output_norm.bias": "model.norm.bias",
     "output.weight": "lm_head.weight",
 }
+_GGUF_SETTINGS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 _GGUF_LAYER = re.compile(r"blk\.(\d{1,6})\.(\w+)\.(weight|bias)")
 
 
@@ -135,7 +136,7 @@ class RandomWeights:
         shape = self.shapes[name]
         if name.endswith(".bias"):
             return torch.zeros(shape, device=self._device)
-        if len(shape) == 1:
+        if len(shape) == 1 or "norm" in name:
             return torch.ones(shape, device=self._device)
         # Seeded by name, so that the weights do not depend on the order or threads of reading.
         generator = torch.Generator(self._device).manual_seed(zlib.crc32(name.encode()))
@@ -165,40 +166,24 @@ class StoredWeights:
 
 
 class _GgufWeights:
-    """The tensors of a GGUF file under Hugging Face names, q and k reordered for `rotary`."""
+    """The tensors of a GGUF file under Hugging Face names."""
 
     def __init__(self, path: Path, spec: ModelSpec) -> None:
-        family = family_of(spec)
         self._path = path
-        self._spec = spec
         self._stored: dict[str, GgufTensor] = {}
-        self._pairs: dict[str, int] = {}  # tensors to put in order, and how many heads they have
-        names = {gguf_name: slot for slot, (_, gguf_name) in family.tensors.items()}
+        names = {gguf_name: name for name, gguf_name in family_of(spec).tensors.values()}
         for gguf_name, tensor in GgufFile(path).tensors.items():
-            if gguf_name == "rope_freqs.weight":  # part of the settings
+            if gguf_name in _GGUF_SETTINGS:
                 continue
             name = _GGUF_NAMES.get(gguf_name, gguf_name)
             match = _GGUF_LAYER.fullmatch(gguf_name)
             if match and match[2] in names:
-                slot, layer = names[match[2]], int(match[1])
-                name = f"model.layers.{layer}.{family.tensors[slot][0]}.{match[3]}"
-                self._note_pairs(family, slot, layer, name)
+                name = f"model.layers.{int(match[1])}.{names[match[2]]}.{match[3]}"
             self._stored[name] = tensor
         self.shapes = {name: tensor.shape for name, tensor in self._stored.items()}
 
-    def _note_pairs(self, family: Family, slot: str, layer: int, name: str) -> None:
-        if "gguf" not in family.rope_pairs or layer >= self._spec.num_layers:
-            return
-        attention = self._spec.layers[layer].attention
-        heads = {"q": attention.num_heads, "k": attention.num_kv_heads, "q_norm": 1, "k_norm": 1}
-        if slot in heads:
-            self._pairs[name] = heads[slot]
-
     def read(self, name: str) -> Tensor:
-        values = self._dequantize(name)
-        if name in self._pairs:
-            values = _halves_from_pairs(values, self._pairs[name])
-        return torch.from_numpy(values)
+        return torch.from_numpy(self._dequantize(name))
 
     def _dequantize(self, name: str) -> npt.NDArray[np.float32]:
         stored = self._stored[name]
@@ -219,10 +204,3 @@ class _GgufWeights:
         if not flat.flags.writeable:
             flat = flat.copy()
         return np.asarray(flat, np.float32).reshape(stored.shape)
-
-
-def _halves_from_pairs(values: npt.NDArray[np.float32], heads: int) -> npt.NDArray[np.float32]:
-    """Reorder a head's rows to 0, 2, 4 ... 1, 3, 5 ...: GGUF rotates adjacent pairs, `rotary`
-    halves."""
-    pairs = values.reshape(heads, values.shape[0] // heads // 2, 2, *values.shape[1:])
-    return np.ascontiguousarray(pairs.swapaxes(1, 2)).reshape(values.shape)

@@ -103,6 +103,29 @@ def rms_norm(
     return normed.to(x.dtype), total
 
 
+def layer_norm(
+    x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, residual: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Layer norm (arXiv:1607.06450) of x + residual, and that sum.
+
+    Args:
+        x: [..., hidden].
+        weight: [hidden] float32, or of more dimensions of x.
+        bias: as weight; None for zero.
+        eps: added to the variance.
+        residual: as x, of its type or a wider one; None for zero.
+
+    Returns:
+        (normed, sum), each [..., hidden]: of x's type, and of the residual's.
+    """
+    total = x if residual is None else x + residual
+    wide = torch.promote_types(total.dtype, torch.float32)
+    normed = F.layer_norm(total.to(wide), (total.shape[-1],), eps=eps) * weight.to(wide)
+    if bias is not None:
+        normed = normed + bias.to(wide)
+    return normed.to(x.dtype), total
+
+
 def silu_mul(x: Tensor) -> Tensor:
     """SwiGLU (arXiv:2002.05202): x [n, 2 * width] = gate | up -> silu(gate) * up."""
     gate, up = x.chunk(2, -1)
@@ -114,6 +137,21 @@ def gelu_tanh_mul(x: Tensor) -> Tensor:
     the Gemma families use: x [n, 2 * width] = gate | up -> gelu_tanh(gate) * up."""
     gate, up = x.chunk(2, -1)
     return F.gelu(gate, approximate="tanh").mul_(up)
+
+
+def gelu_tanh(x: Tensor) -> Tensor:
+    """GELU (arXiv:1606.08415) in its tanh approximation."""
+    return F.gelu(x, approximate="tanh")
+
+
+def relu2(x: Tensor) -> Tensor:
+    """Squared ReLU (arXiv:2109.08668)."""
+    return F.relu(x).square_()
+
+
+def soft_cap(x: Tensor, cap: float) -> Tensor:
+    """cap * tanh(x / cap)"""
+    return torch.tanh(x / cap).mul_(cap)
 
 
 # ---------------------------------------------------------------- rotary embedding
@@ -129,14 +167,14 @@ def rotary_tables(
     """Tables of `rotary`, both [num_positions, D] for D/2 inverse frequencies.
 
     The angle of columns i and i + D/2 is position * inverse_frequencies[i]. The first half of the
-    sine table is negated, for the minus sign of the rotation.
+    sine table is negated, for the minus sign of the rotation. Columns of frequency 0 are neither
+    rotated nor multiplied by the attention factor.
     """
-    angles = torch.outer(
-        torch.arange(num_positions, dtype=torch.float32, device=device),
-        torch.from_numpy(inverse_frequencies).to(device),
-    )
-    cos = angles.cos() * attention_factor
-    sin = angles.sin() * attention_factor
+    frequencies = torch.from_numpy(inverse_frequencies).to(device)
+    positions = torch.arange(num_positions, dtype=torch.float32, device=device)
+    angles = torch.outer(positions, frequencies)
+    factors = torch.where(frequencies > 0, attention_factor, 1.0)
+    cos, sin = angles.cos() * factors, angles.sin() * factors
     return torch.cat((cos, cos), -1).to(dtype), torch.cat((-sin, sin), -1).to(dtype)
 
 
@@ -322,49 +360,90 @@ def _decode_group(
 
 
 def attend(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, plan: AttentionPlan, scale: float
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    plan: AttentionPlan,
+    scale: float,
+    cap: float = 0.0,
 ) -> Tensor:
-    """Causal attention of q [T, H, D] over a layer's cache as planned -> [T, H * D]."""
+    """Causal attention of q [T, H, D] over a layer's cache as planned -> [T, H * D].
+
+    Scores become cap * tanh(score / cap) if there is a cap.
+    """
     num_tokens, num_heads, head_dim = q.shape
     if len(plan.groups) == 1 and plan.groups[0].rows is None:
-        return _attend_decode(q, k_cache, v_cache, plan.groups[0], scale)
+        return _attend_decode(q, k_cache, v_cache, plan.groups[0], scale, cap)
     out = q.new_empty(num_tokens, num_heads * head_dim)
     for group in plan.groups:
         assert group.rows is not None
-        values = _attend_decode(q.index_select(0, group.rows), k_cache, v_cache, group, scale)
+        rows = q.index_select(0, group.rows)
+        values = _attend_decode(rows, k_cache, v_cache, group, scale, cap)
         out.index_copy_(0, group.rows, values)
     for piece in plan.pieces:
         k = _gather(k_cache, piece.blocks, 1, piece.kv_len)
         v = _gather(v_cache, piece.blocks, 1, piece.kv_len)
-        values = F.scaled_dot_product_attention(
-            q[piece.start : piece.end].transpose(0, 1).unsqueeze(0),
-            k,
-            v,
-            attn_mask=piece.mask,
-            is_causal=piece.mask is None,
-            scale=scale,
-            enable_gqa=True,
-        )
+        rows = q[piece.start : piece.end].transpose(0, 1).unsqueeze(0)
+        if cap:
+            values = _capped_attention(rows, k, v, piece.mask, scale, cap)
+        else:
+            values = F.scaled_dot_product_attention(
+                rows,
+                k,
+                v,
+                attn_mask=piece.mask,
+                is_causal=piece.mask is None,
+                scale=scale,
+                enable_gqa=True,
+            )
         out[piece.start : piece.end] = values[0].transpose(0, 1).flatten(1)
     return out
 
 
 def _attend_decode(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, group: _DecodeGroup, scale: float
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, group: _DecodeGroup, scale: float, cap: float
 ) -> Tensor:
     num_rows, num_heads, head_dim = q.shape
     num_kv_heads = k_cache.shape[-2]
     k = _gather(k_cache, group.blocks, num_rows, group.kv_len)
     v = _gather(v_cache, group.blocks, num_rows, group.kv_len)
     # The query heads of one KV head take the place of a longer chunk's queries.
-    values = F.scaled_dot_product_attention(
-        q.reshape(num_rows, num_kv_heads, num_heads // num_kv_heads, head_dim),
-        k,
-        v,
-        attn_mask=group.mask,
-        scale=scale,
-    )
+    queries = q.reshape(num_rows, num_kv_heads, num_heads // num_kv_heads, head_dim)
+    if cap:
+        visible = None if group.mask is None else group.mask == 0
+        values = _capped_attention(queries, k, v, visible, scale, cap, is_causal=False)
+    else:
+        values = F.scaled_dot_product_attention(queries, k, v, attn_mask=group.mask, scale=scale)
     return values.reshape(num_rows, num_heads * head_dim)
+
+
+def _capped_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    visible: Tensor | None,
+    scale: float,
+    cap: float,
+    is_causal: bool = True,
+) -> Tensor:
+    """Attention with capped scores, for which torch has no fused one.
+
+    Args:
+        q: [n, H, T, D].
+        k, v: [n, G, K, D].
+        visible: [..., T, K], the keys that a query attends to; None for all of them, or with
+            is_causal for those up to its own.
+        scale, cap: of the scores.
+        is_causal: see visible.
+    """
+    if q.shape[1] != k.shape[1]:
+        k, v = (kv.repeat_interleave(q.shape[1] // kv.shape[1], 1) for kv in (k, v))
+    scores = soft_cap(q.float() @ k.float().transpose(-1, -2) * scale, cap)
+    if visible is None and is_causal:
+        visible = torch.ones(scores.shape[-2:], dtype=torch.bool).tril_()
+    if visible is not None:
+        scores = scores.masked_fill_(~visible, float("-inf"))
+    return scores.softmax(-1).to(v.dtype) @ v
 
 
 def _gather(cache: Tensor, blocks: Tensor, num_rows: int, kv_len: int) -> Tensor:

@@ -97,5 +97,5 @@ def test_the_head_s_dimension_needs_a_kernel(rig: Rig, tmp_path: Path) -> None:
     )
     target = read_spec(Checkpoint(rig.folder / "target", "huggingface"))
     assert target.layers[0].attention.head_dim == 64
-    with pytest.raises(ConfigError, match="head_dim 32 is not supported on GPUs"):
+    with pytest.raises(ConfigError, match=r"head_dim 32 \(allowed: .*\) is not supported on GPUs"):
         rig.make_engine({"method": "eagle3", "model": str(head.path)})

@@ -186,7 +186,7 @@ def test_features_of_the_last_layer_have_all_rows(
     assert gated == [17, 17]
     assert model.features is not None and model.features.shape == (17, 2 * 64)
     # Norm and head of what came after the last layer are the logits.
-    normed, _ = decoder_cpu.ops.rms_norm(model.features[:, 64:], model.weights.norm, 1e-5)
+    normed, _ = decoder_cpu.ops.rms_norm(model.features[:, 64:], model.weights.norm.weight, 1e-5)
     expected = model.weights.head(normed)
     torch.testing.assert_close(expected, whole, atol=1e-5, rtol=1e-5)
 

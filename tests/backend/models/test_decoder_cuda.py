@@ -101,7 +101,7 @@ def test_features_of_the_last_layer_have_all_rows(
     assert model.features is not None
     # Norm and head of what came after the last layer are the logits.
     after = model.features[:NUM_TOKENS, model.spec.hidden_size :]
-    normed = torch.nn.functional.rms_norm(after, after.shape[1:], model.weights.norm, 1e-5)
+    normed = torch.nn.functional.rms_norm(after, after.shape[1:], model.weights.norm.weight, 1e-5)
     torch.testing.assert_close(normed @ model.weights.head.weight.t(), whole, atol=1e-5, rtol=1e-5)
 
 

@@ -36,7 +36,9 @@ def test_norms_are_float32_and_other_weights_are_not(tmp_path: Path) -> None:
         checkpoint, read_spec(checkpoint), CpuPlacement(torch.bfloat16), lambda *_: None
     )
     layer = weights.layers[0]
-    assert {weights.norm.dtype, layer.attention_norm.dtype, layer.mlp_norm.dtype} == {torch.float32}
+    assert layer.attention_norm is not None and layer.mlp_norm is not None
+    norms = (weights.norm, layer.attention_norm, layer.mlp_norm)
+    assert {norm.weight.dtype for norm in norms} == {torch.float32}
     product = layer.qkv(torch.zeros(1, 64, dtype=torch.bfloat16))
     assert weights.embedding.dtype == product.dtype == torch.bfloat16
 
@@ -52,8 +54,11 @@ def test_one_is_added_in_float32(tmp_path: Path) -> None:
     assert family_of(spec).zero_centered_norms
     weights = load_weights(checkpoint, spec, CpuPlacement(torch.bfloat16), lambda *_: None)
     found = [weights.norm]
-    found += [norm for layer in weights.layers for norm in (layer.attention_norm, layer.mlp_norm)]
-    assert all(torch.equal(norm, torch.full_like(norm, 1 + 2.0**-10)) for norm in found)
+    for layer in weights.layers:
+        found += [norm for norm in (layer.attention_norm, layer.mlp_norm) if norm is not None]
+    assert len(found) == len(norms_of(stored))
+    for norm in found:
+        assert torch.equal(norm.weight, torch.full_like(norm.weight, 1 + 2.0**-10))
 
 
 def test_logits_are_those_of_weights_that_are_stored_whole(

@@ -9,7 +9,7 @@ from inflight.models.spec import LayerSpec
 
 def layers(settings: Settings) -> list[LayerSpec]:
     bias = settings.has_bias("attention_bias", "q")
-    attention = settings.attention(qk_norm=True, qkv_bias=bias, out_bias=bias)
+    attention = settings.attention(qk_norm="head", qkv_bias=bias, out_bias=bias)
     return windowed_layers(settings, attention)
 
 

@@ -88,7 +88,11 @@ class Attention:
     ) -> None:
         heads = (spec.num_heads, spec.num_kv_heads, spec.head_dim)
         self._params = AttentionParams(
-            *heads, scale=spec.scale, window=spec.window, batch_invariant=batch_invariant
+            *heads,
+            scale=spec.scale,
+            window=spec.window,
+            soft_cap=spec.score_cap,
+            batch_invariant=batch_invariant,
         )
         self._cos, self._sin = tables
         size = attention.workspace_size(

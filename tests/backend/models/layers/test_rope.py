@@ -10,8 +10,9 @@ import torch
 from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from inflight.models.layers.rope import inverse_frequencies
+from inflight.models.layers.rope import inverse_frequencies, rope_order
 from inflight.models.spec import RopeSpec
+from inflight_kernels.torch_ops.transformer import rotary_tables
 
 
 def expected(
@@ -93,3 +94,48 @@ def test_divisors_of_a_checkpoint_divide() -> None:
     frequencies, _ = inverse_frequencies(RopeSpec(divisors=divisors), 32, 64)
     plain, _ = inverse_frequencies(RopeSpec(), 32, 64)
     np.testing.assert_allclose(frequencies * np.array(divisors), plain, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("rotary_dim", "adjacent", "order"),
+    [
+        (0, False, None),
+        (0, True, [0, 2, 4, 6, 1, 3, 5, 7]),
+        (4, False, [0, 1, 4, 5, 2, 3, 6, 7]),
+        (4, True, [0, 2, 4, 5, 1, 3, 6, 7]),
+    ],
+)
+def test_columns_are_ordered_so_that_each_is_rotated_with_the_one_half_a_head_further(
+    rotary_dim: int, adjacent: bool, order: list[int] | None
+) -> None:
+    assert rope_order(RopeSpec(rotary_dim=rotary_dim), 8, adjacent) == order
+
+
+def test_columns_beyond_the_rotated_ones_are_neither_rotated_nor_scaled() -> None:
+    rope = RopeSpec(1e4, "yarn", 4.0, 64, attention_factor=1.25, rotary_dim=16)
+    frequencies, factor = inverse_frequencies(rope, 32, 64)
+    cos, sin = rotary_tables(frequencies, 5, factor)
+    untouched = [*range(8, 16), *range(24, 32)]
+    assert (cos[:, untouched] == 1).all() and (sin[:, untouched] == 0).all()
+    assert (cos[0, :8] == 1.25).all()
+
+
+def test_no_rope_rotates_nothing() -> None:
+    frequencies, factor = inverse_frequencies(RopeSpec(type="none"), 16, 64)
+    assert not frequencies.any() and factor == 1.0
+
+
+@pytest.mark.parametrize(("max_len", "divisor"), [(64, 2.0), (65, 8.0)])
+def test_longrope_depends_on_the_maximum_length(max_len: int, divisor: float) -> None:
+    rope = RopeSpec(
+        1e4,
+        "longrope",
+        4.0,
+        64,
+        divisors=(2.0,) * 8,
+        long_divisors=(8.0,) * 8,
+    )
+    plain, _ = inverse_frequencies(RopeSpec(1e4), 16, max_len)
+    frequencies, factor = inverse_frequencies(rope, 16, max_len)
+    np.testing.assert_array_equal(frequencies, plain / np.float32(divisor))
+    assert factor == pytest.approx((1 + np.log(4.0) / np.log(64)) ** 0.5)
