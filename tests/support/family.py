@@ -9,10 +9,11 @@ from __future__ import annotations
 import itertools
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import gguf
 import numpy as np
+import pytest
 import torch
 import transformers
 from torch import Tensor
@@ -43,7 +44,12 @@ SHAPE: dict[str, Any] = {
 }
 
 
-def make(config: transformers.PretrainedConfig, seed: int = 0, deviation: float = 0.2) -> Any:
+def make(
+    config: transformers.PretrainedConfig,
+    seed: int = 0,
+    deviation: float = 0.2,
+    norm_mean: float = 1.0,
+) -> Any:
     """A model of transformers with random weights of this standard deviation, in float32."""
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
     random = torch.Generator().manual_seed(seed)
@@ -51,7 +57,7 @@ def make(config: transformers.PretrainedConfig, seed: int = 0, deviation: float 
         for name, parameter in model.named_parameters():
             values = torch.randn(parameter.shape, generator=random)
             is_norm = "norm" in name and name.endswith("weight")
-            parameter.copy_(1 + 0.1 * values if is_norm else deviation * values)
+            parameter.copy_(norm_mean + 0.1 * values if is_norm else deviation * values)
     return model.eval().float()
 
 
@@ -75,7 +81,12 @@ def write_folder(model: Any, folder: Path, old_spelling: bool = False) -> Checkp
         path = folder / "config.json"
         settings = json.loads(path.read_text())
         rope = settings.pop("rope_parameters")
+        if "sliding_attention" in rope:
+            settings["rope_local_base_freq"] = rope["sliding_attention"]["rope_theta"]
+            rope = rope["full_attention"]
         settings["rope_theta"] = rope.pop("rope_theta")
+        if "partial_rotary_factor" in rope:
+            settings["partial_rotary_factor"] = rope.pop("partial_rotary_factor")
         if rope["rope_type"] != "default":
             settings["rope_scaling"] = rope
         settings.pop("layer_types", None)
@@ -88,11 +99,13 @@ def write_gguf(
     path: Path,
     architecture: str,
     kind: gguf.GGMLQuantizationType = gguf.GGMLQuantizationType.F32,
+    extra: dict[str, np.ndarray] | None = None,
     **metadata: Any,
 ) -> Checkpoint:
-    """The same weights as a GGUF file."""
-    settings = model.config.to_dict()
-    settings["rope_theta"] = settings["rope_parameters"]["rope_theta"]
+    """The same weights as a GGUF file, with further tensors and keys."""
+    settings = {"rms_norm_eps": 1e-5} | model.config.to_dict()
+    rope = settings["rope_parameters"]
+    settings["rope_theta"] = rope.get("full_attention", rope)["rope_theta"]
     weights = {
         name: tensor.contiguous()
         for name, tensor in model.state_dict().items()
@@ -101,8 +114,16 @@ def write_gguf(
     heads = settings["num_attention_heads"]
     settings.setdefault("head_dim", settings["hidden_size"] // heads)
     changes = {key: settings[key] for key in (*SHAPE, "rope_theta")}
+    if "rms_norm_eps" not in model.config.to_dict():
+        metadata |= {"attention.layer_norm_rms_epsilon": None, "attention.layer_norm_epsilon": 1e-5}
     return tiny_gguf.write_gguf(
-        path, kind, weights=weights, architecture=architecture, metadata=metadata, **changes
+        path,
+        kind,
+        weights=weights,
+        extra=extra,
+        architecture=architecture,
+        metadata=metadata,
+        **changes,
     )
 
 
@@ -122,12 +143,12 @@ MIXED: list[list[Span]] = [
 
 @torch.inference_mode()
 def our_logits(
-    checkpoint: Checkpoint, texts: list[list[int]], steps: list[list[Span]]
+    checkpoint: Checkpoint, texts: list[list[int]], steps: list[list[Span]], max_len: int = 64
 ) -> list[Tensor]:
     """[T, vocab_size] of each text by our decoder on the CPU, computed in these steps over a paged
     cache whose blocks are in no order."""
     spec = read_spec(checkpoint)
-    model = Decoder(checkpoint, spec, torch.float32, 64, lambda what, fraction: None)
+    model = Decoder(checkpoint, spec, torch.float32, max_len, lambda what, fraction: None)
     blocks = -(-max(map(len, texts)) // BLOCK_SIZE)
     cache = tiny.make_cache(spec, len(texts) * blocks, BLOCK_SIZE)
     order = np.random.default_rng(0).permutation(len(texts) * blocks)
@@ -156,8 +177,77 @@ def our_logits(
     return found
 
 
-def check(checkpoint: Checkpoint, model: Any, steps: list[list[Span]] = MIXED) -> None:
+def check(
+    checkpoint: Checkpoint, model: Any, steps: list[list[Span]] = MIXED, max_len: int = 64
+) -> None:
     """Our logits are those of transformers."""
     texts = [tokens(seed=1), tokens(seed=2)]
-    for ours, text in zip(our_logits(checkpoint, texts, steps), texts, strict=True):
-        torch.testing.assert_close(ours, reference_logits(model, text), rtol=2e-4, atol=2e-4)
+    for ours, text in zip(our_logits(checkpoint, texts, steps, max_len), texts, strict=True):
+        reference = reference_logits(model, text)
+        # Relative to their spread, since logits may be scaled down.
+        spread = min(1.0, float(reference.std()))
+        torch.testing.assert_close(ours, reference, rtol=2e-4, atol=2e-4 * spread)
+
+
+class Suite:
+    """What every family must show. A test class of a family derives from it.
+
+    Attributes:
+        config: transformers' class of settings.
+        variants: changes of SHAPE, by the name of the case; None leaves a key to its default.
+        architecture: of GGUF files.
+        norm_mean: mean of the norms' weights.
+    """
+
+    config: type[transformers.PretrainedConfig]
+    variants: ClassVar[dict[str, dict[str, Any]]] = {"default": {}}
+    architecture: str
+    norm_mean = 1.0
+
+    def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
+        if "changes" in metafunc.fixturenames:
+            metafunc.parametrize("changes", self.variants.values(), ids=list(self.variants))
+
+    def metadata(self, config: Any) -> dict[str, Any]:
+        """Keys of a GGUF file beyond Llama's, as llama.cpp's converter writes them."""
+        return {}
+
+    def extra(self, config: Any) -> dict[str, np.ndarray]:
+        """Further tensors of a GGUF file."""
+        return {}
+
+    def make(self, changes: dict[str, Any]) -> Any:
+        settings = {key: value for key, value in (SHAPE | changes).items() if value is not None}
+        return make(self.config(**settings), norm_mean=self.norm_mean)
+
+    @pytest.mark.parametrize(
+        "steps", [AT_ONCE, TOKEN_BY_TOKEN, MIXED], ids=["once", "tokens", "mixed"]
+    )
+    def test_logits_equal_those_of_transformers(
+        self, tmp_path: Path, changes: dict[str, Any], steps: list[list[Span]]
+    ) -> None:
+        model = self.make(changes)
+        check(write_folder(model, tmp_path), model, steps)
+
+    def test_the_old_spelling_of_the_settings_means_the_same(
+        self, tmp_path: Path, changes: dict[str, Any]
+    ) -> None:
+        model = self.make(changes)
+        check(write_folder(model, tmp_path, old_spelling=True), model)
+
+    @pytest.mark.parametrize("kind", ["F32", "Q8_0"])
+    def test_logits_of_a_gguf_file_equal_those_of_transformers(
+        self, tmp_path: Path, changes: dict[str, Any], kind: str
+    ) -> None:
+        model = self.make(changes)
+        type_ = gguf.GGMLQuantizationType[kind]
+        model.load_state_dict(tiny_gguf.rounded(model.state_dict(), type_))
+        checkpoint = write_gguf(
+            model,
+            tmp_path / "x.gguf",
+            self.architecture,
+            type_,
+            self.extra(model.config),
+            **self.metadata(model.config),
+        )
+        check(checkpoint, model)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -12,31 +13,23 @@ import torch
 import tiny
 from inflight.checkpoint.locate import Checkpoint
 
-_NAMES = {
-    "input_layernorm": "attn_norm",
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "self_attn.q_norm": "attn_q_norm",
-    "self_attn.k_norm": "attn_k_norm",
-    "post_attention_layernorm": "ffn_norm",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-}
-_TOP_NAMES = {
-    "model.embed_tokens.weight": "token_embd.weight",
-    "model.norm.weight": "output_norm.weight",
-    "lm_head.weight": "output.weight",
-}
+_ORDERED = ("llama", "granite", "smollm3", "mistral3")
+"""Architectures whose converter orders q and k for a rotation of neighbours."""
+_ONE_ADDED = ("gemma", "gemma2", "gemma3", "nemotron")
+"""Architectures whose converter adds one to the weights of norms."""
 
 
-def gguf_name(name: str) -> str:
-    if name in _TOP_NAMES:
-        return _TOP_NAMES[name]
-    _, _, layer, *module, kind = name.split(".")
-    return f"blk.{layer}.{_NAMES['.'.join(module)]}.{kind}"
+@functools.cache
+def _names(architecture: str) -> gguf.TensorNameMap:
+    (arch,) = (kind for kind, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
+    return gguf.get_tensor_name_map(arch, 16)
+
+
+def gguf_name(name: str, architecture: str = "llama") -> str:
+    """A tensor's name, by the map of llama.cpp's converter."""
+    found = _names(architecture).get_name(name, try_suffixes=(".weight", ".bias"))
+    assert found is not None, name
+    return found
 
 
 def pairs_from_halves(values: np.ndarray, heads: int) -> np.ndarray:
@@ -71,10 +64,7 @@ def write_gguf(
     architecture: str = "llama",
     **changes: Any,
 ) -> Checkpoint:
-    """Write a file; `metadata` adds or replaces keys of the architecture (None leaves one out).
-
-    Only Llama's converter orders q and k for a rotation of neighbours.
-    """
+    """Write a file; `metadata` adds or replaces keys of the architecture (None leaves one out)."""
     settings = tiny.SETTINGS | changes
     if weights is None:
         weights = tiny.random_weights(settings)
@@ -111,12 +101,15 @@ def write_gguf(
     for name, tensor in weights.items():
         values = tensor.numpy()
         for letter, count in heads.items():
-            if architecture == "llama" and f".{letter}_proj." in name:
+            if architecture in _ORDERED and f".{letter}_proj." in name:
                 values = pairs_from_halves(values, count)
+        if architecture in _ONE_ADDED and name.endswith("norm.weight"):
+            values = values + 1
+        stored = gguf_name(name, architecture)
         if quantised(name, kind):
-            writer.add_tensor(gguf_name(name), gguf.quantize(values, kind), raw_dtype=kind)
+            writer.add_tensor(stored, gguf.quantize(values, kind), raw_dtype=kind)
         else:
-            writer.add_tensor(gguf_name(name), values)
+            writer.add_tensor(stored, values)
     for name, values in (extra or {}).items():
         writer.add_tensor(name, values)
     writer.write_header_to_file()
