@@ -43,6 +43,8 @@ SHAPE: dict[str, Any] = {
     "eos_token_id": 2,
 }
 
+ABSENT = object()
+
 
 def make(
     config: transformers.PretrainedConfig,
@@ -194,7 +196,7 @@ class Suite:
 
     Attributes:
         config: transformers' class of settings.
-        variants: changes of SHAPE, by the name of the case; None leaves a key to its default.
+        variants: changes of SHAPE, by the name of the case; ABSENT leaves a key out.
         architecture: of GGUF files.
         norm_mean: mean of the norms' weights.
     """
@@ -217,7 +219,8 @@ class Suite:
         return {}
 
     def make(self, changes: dict[str, Any]) -> Any:
-        settings = {key: value for key, value in (SHAPE | changes).items() if value is not None}
+        settings = SHAPE | {"pad_token_id": 0} | changes
+        settings = {key: value for key, value in settings.items() if value is not ABSENT}
         return make(self.config(**settings), norm_mean=self.norm_mean)
 
     @pytest.mark.parametrize(

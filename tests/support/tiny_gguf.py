@@ -85,6 +85,8 @@ def write_gguf(
     for key, value in keys.items():
         if isinstance(value, str):
             writer.add_string(f"{architecture}.{key}", value)
+        elif isinstance(value, bool):
+            writer.add_bool(f"{architecture}.{key}", value)
         elif isinstance(value, float):
             writer.add_float32(f"{architecture}.{key}", value)
         elif isinstance(value, list):

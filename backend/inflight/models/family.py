@@ -67,6 +67,8 @@ _GGUF_KEYS = {
     "head_dim": "attention.key_length",
     "rms_norm_eps": "attention.layer_norm_rms_epsilon",
     "layer_norm_eps": "attention.layer_norm_epsilon",
+    "norm_epsilon": "attention.layer_norm_epsilon",
+    "norm_eps": "attention.layer_norm_epsilon",
     "max_position_embeddings": "context_length",
     "sliding_window": "attention.sliding_window",
     "attn_logit_softcapping": "attn_logit_softcapping",
@@ -136,6 +138,12 @@ class Settings:
             return f"blk.0.{self.slots[slot][1]}.bias" in self.tensors
         return self.fields.flag(flag)
 
+    def has_tensor(self, flag: str, slot: str) -> bool:
+        """Whether layers have a norm: a flag in config.json, the tensors in a GGUF file."""
+        if self.format == "gguf":
+            return f"blk.0.{self.slots[slot][1]}.weight" in self.tensors
+        return self.fields.flag(flag)
+
     def attention(self, **variants: Any) -> AttentionSpec:
         """The attention that the settings describe, with the family's own variants."""
         num_heads = self.count("num_attention_heads")
@@ -188,8 +196,13 @@ class Settings:
         return window if window < self.max_position_embeddings else 0
 
     def layer_types(self, is_sliding: Callable[[int], bool]) -> list[bool]:
-        """Whether each layer has the sliding window: listed in config.json, else by the family's
-        rule."""
+        """Whether each layer has the sliding window: as listed in the checkpoint, else by the
+        family's rule."""
+        if self.format == "gguf":
+            pattern = self.fields.get("attention.sliding_window_pattern")
+            if isinstance(pattern, list) and len(pattern) == self.num_layers:
+                return [bool(is_windowed) for is_windowed in pattern]
+            return [is_sliding(index) for index in range(self.num_layers)]
         listed = self.fields.get("layer_types")
         if listed is None:
             return [is_sliding(index) for index in range(self.num_layers)]

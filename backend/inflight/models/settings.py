@@ -87,6 +87,8 @@ def _ropes_of_huggingface(fields: CheckedFields) -> tuple[RopeSpec, RopeSpec]:
 def _rope_of_huggingface(fields: CheckedFields, found: dict[str, Any]) -> RopeSpec:
     rope = CheckedFields(found, f"{fields.where}: rope_scaling")
     kind = rope.get("rope_type") or rope.get("type") or "default"
+    if kind == "yarn" and "long_factor" in rope:
+        kind = "longrope"  # as old files of Phi 3 call it
     parse = _SCALING.get(kind)
     if parse is None:
         allowed = ", ".join(name for name in _SCALING if name != "su")
@@ -108,6 +110,11 @@ def _linear(spec: RopeSpec, rope: CheckedFields, fields: CheckedFields) -> RopeS
 
 
 def _dynamic(spec: RopeSpec, rope: CheckedFields, fields: CheckedFields) -> RopeSpec:
+    alpha = rope.get("alpha")
+    if alpha:
+        # Hunyuan: NTK-aware scaling of the base by a constant.
+        dim = fields.count("head_dim")
+        return replace(spec, theta=spec.theta * rope.number("alpha") ** (dim / (dim - 2)))
     trained = _max_position(fields)
     return replace(
         spec, type="dynamic", factor=rope.number("factor"), original_max_position=trained
@@ -196,6 +203,9 @@ def of_gguf(file: GgufFile, family: Family) -> Settings:
         for key, value in file.metadata.items()
         if key.startswith(prefix)
     }
+    pattern = own.get("attention.sliding_window_pattern")
+    if isinstance(pattern, GgufArray):
+        own["attention.sliding_window_pattern"] = file.items(pattern)
     fields = CheckedFields(own, f"{file.path}: {prefix.removesuffix('.')}")
     if fields.get("expert_count"):
         raise fields.error("expert_count: mixtures of experts are not supported")
@@ -264,6 +274,8 @@ def _rope_of_gguf(fields: CheckedFields, file: GgufFile, max_position_embeddings
         # llama.cpp derives the attention factor and multiplies it by this.
         extra = fields.number("rope.scaling.attn_factor", 1.0)
         derived = 0.1 * math.log(factor) + 1.0 if factor > 1.0 else 1.0
+        if "rope.scaling.yarn_log_multiplier" in fields:
+            derived = 1.0  # mscale and mscale_all_dim cancel out
         return RopeSpec(
             theta,
             "yarn",
