@@ -18,6 +18,7 @@ import torch
 import transformers
 from torch import Tensor
 
+import family_engine
 import tiny
 import tiny_gguf
 from inflight.checkpoint.locate import Checkpoint
@@ -149,13 +150,31 @@ def our_logits(
 ) -> list[Tensor]:
     """[T, vocab_size] of each text by our decoder on the CPU, computed in these steps over a paged
     cache whose blocks are in no order."""
+    model = _decoder(checkpoint, max_len)
+    return _compute(model, texts, steps)
+
+
+@torch.inference_mode()
+def our_features(checkpoint: Checkpoint, text: list[int], layers: tuple[int, ...]) -> Tensor:
+    """[T, len(layers) * hidden_size], the inputs of these layers."""
+    model = _decoder(checkpoint, max_len=64)
+    model.set_aux_layers(layers)
+    _compute(model, [text], [[(0, 0, len(text))]])
+    assert model.features is not None
+    return model.features
+
+
+def _decoder(checkpoint: Checkpoint, max_len: int) -> Decoder:
     spec = read_spec(checkpoint)
-    model = Decoder(checkpoint, spec, torch.float32, max_len, lambda what, fraction: None)
+    return Decoder(checkpoint, spec, torch.float32, max_len, lambda what, fraction: None)
+
+
+def _compute(model: Decoder, texts: list[list[int]], steps: list[list[Span]]) -> list[Tensor]:
     blocks = -(-max(map(len, texts)) // BLOCK_SIZE)
-    cache = tiny.make_cache(spec, len(texts) * blocks, BLOCK_SIZE)
+    cache = tiny.make_cache(model.spec, len(texts) * blocks, BLOCK_SIZE)
     order = np.random.default_rng(0).permutation(len(texts) * blocks)
     tables = order.reshape(len(texts), blocks)
-    found = [torch.full((len(text), spec.vocab_size), torch.nan) for text in texts]
+    found = [torch.full((len(text), model.spec.vocab_size), torch.nan) for text in texts]
     for spans in steps:
         owners = np.concatenate([np.full(end - start, text) for text, start, end in spans])
         positions = np.concatenate([np.arange(start, end) for _, start, end in spans])
@@ -254,3 +273,45 @@ class Suite:
             **self.metadata(model.config),
         )
         check(checkpoint, model)
+
+    @pytest.mark.parametrize("method", ["self", "eagle3"])
+    def test_greedy_texts_and_prompt_logprobs_equal_those_of_transformers(
+        self, tmp_path: Path, changes: dict[str, Any], method: str
+    ) -> None:
+        """With drafts, a prefix cache and prompts in chunks."""
+        model = self.make(changes)
+        num_layers = model.config.num_hidden_layers
+        if method == "self":
+            speculation = family_engine.self_drafting(num_layers)
+        else:
+            speculation = family_engine.eagle3(tmp_path / "head", model.config.to_dict())
+        checkpoint = write_folder(model, tmp_path / "model")
+        engine = family_engine.make_engine(checkpoint, speculation)
+        family_engine.check_texts(engine, model, model.config.vocab_size)
+        drafted = engine.stats()
+        assert drafted.num_drafted_tokens > 0
+        if method == "self":
+            assert drafted.num_accepted_tokens == drafted.num_drafted_tokens
+
+    def test_features_of_layers_equal_those_of_transformers(
+        self, tmp_path: Path, changes: dict[str, Any]
+    ) -> None:
+        """What a head of EAGLE-3 reads."""
+        model = self.make(changes)
+        checkpoint = write_folder(model, tmp_path)
+        layers = (0, 1, model.config.num_hidden_layers - 1)
+        ours = our_features(checkpoint, tokens(), layers)
+        with torch.inference_mode():
+            states = model(torch.tensor([tokens()]), output_hidden_states=True).hidden_states
+        expected = torch.cat([states[layer][0] for layer in layers], -1)
+        torch.testing.assert_close(ours, expected, rtol=2e-4, atol=2e-4)
+
+    def test_a_constrained_text_matches_its_constraint(
+        self, tmp_path: Path, changes: dict[str, Any]
+    ) -> None:
+        model = self.make(changes | {"vocab_size": family_engine.VOCAB_SIZE})
+        checkpoint = write_folder(model, tmp_path / "model")
+        tokenizer = family_engine.tokenizer(tmp_path / "tokenizer")
+        speculation = family_engine.self_drafting(model.config.num_hidden_layers)
+        engine = family_engine.make_engine(checkpoint, speculation, tokenizer)
+        family_engine.check_constrained_text(engine, tokenizer)
