@@ -31,7 +31,7 @@ COLUMNS = {
     "Speculation, prefix cache, prompt logprobs": (
         "test_greedy_texts_and_prompt_logprobs_equal_those_of_transformers"
     ),
-    "EAGLE-3 features": "test_features_of_layers_equal_those_of_transformers",
+    "EAGLE-3": "test_an_eagle3_head_leaves_no_trace_in_greedy_texts",
     "Structured output": "test_a_constrained_text_matches_its_constraint",
 }
 """The test of each column, on a CPU."""

@@ -19,9 +19,12 @@ import transformers
 from torch import Tensor
 
 import family_engine
+import family_gpu
 import tiny
 import tiny_gguf
 from inflight.checkpoint.locate import Checkpoint
+from inflight.errors import ConfigError
+from inflight.models import gpu_support
 from inflight.models.decoder_cpu import Decoder
 from inflight.models.registry import read_spec
 from inflight_kernels.torch_ops.transformer import AttentionPlan
@@ -218,16 +221,21 @@ class Suite:
         variants: changes of SHAPE, by the name of the case; ABSENT leaves a key out.
         architecture: of GGUF files.
         norm_mean: mean of the norms' weights.
+        on_gpu: whether there are kernels for all variants.
     """
 
     config: type[transformers.PretrainedConfig]
     variants: ClassVar[dict[str, dict[str, Any]]] = {"default": {}}
     architecture: str
     norm_mean = 1.0
+    on_gpu = True
 
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
         if "changes" in metafunc.fixturenames:
             metafunc.parametrize("changes", self.variants.values(), ids=list(self.variants))
+        if "changes_of_first" in metafunc.fixturenames:
+            name, changes = next(iter(self.variants.items()))
+            metafunc.parametrize("changes_of_first", [changes], ids=[name])
 
     def metadata(self, config: Any) -> dict[str, Any]:
         """Keys of a GGUF file beyond Llama's, as llama.cpp's converter writes them."""
@@ -274,24 +282,40 @@ class Suite:
         )
         check(checkpoint, model)
 
-    @pytest.mark.parametrize("method", ["self", "eagle3"])
+    def test_the_decoder_of_gpus_computes_the_same(
+        self, tmp_path: Path, changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """With the kernels' definitions in the kernels' place; or else it refuses the model."""
+        family_gpu.install(monkeypatch)
+        model = self.make(changes)
+        checkpoint = write_folder(model, tmp_path)
+        if gpu_support.gpu_obstacle(read_spec(checkpoint), family_gpu.MAX_LEN):
+            assert not self.on_gpu
+            with pytest.raises(ConfigError, match="not supported on GPUs; use device: cpu"):
+                family_gpu.decoder(checkpoint)
+        else:
+            family_gpu.check(family_gpu.decoder(checkpoint), model)
+
     def test_greedy_texts_and_prompt_logprobs_equal_those_of_transformers(
-        self, tmp_path: Path, changes: dict[str, Any], method: str
+        self, tmp_path: Path, changes: dict[str, Any]
     ) -> None:
         """With drafts, a prefix cache and prompts in chunks."""
         model = self.make(changes)
-        num_layers = model.config.num_hidden_layers
-        if method == "self":
-            speculation = family_engine.self_drafting(num_layers)
-        else:
-            speculation = family_engine.eagle3(tmp_path / "head", model.config.to_dict())
+        speculation = family_engine.self_drafting(model.config.num_hidden_layers)
+        engine = family_engine.make_engine(write_folder(model, tmp_path), speculation)
+        family_engine.check_texts(engine, model, model.config.vocab_size)
+        stats = engine.stats()
+        assert stats.num_accepted_tokens == stats.num_drafted_tokens > 0
+
+    def test_an_eagle3_head_leaves_no_trace_in_greedy_texts(
+        self, tmp_path: Path, changes_of_first: dict[str, Any]
+    ) -> None:
+        model = self.make(changes_of_first)
+        speculation = family_engine.eagle3(tmp_path / "head", model.config.to_dict())
         checkpoint = write_folder(model, tmp_path / "model")
         engine = family_engine.make_engine(checkpoint, speculation)
         family_engine.check_texts(engine, model, model.config.vocab_size)
-        drafted = engine.stats()
-        assert drafted.num_drafted_tokens > 0
-        if method == "self":
-            assert drafted.num_accepted_tokens == drafted.num_drafted_tokens
+        assert engine.stats().num_drafted_tokens > 0
 
     def test_features_of_layers_equal_those_of_transformers(
         self, tmp_path: Path, changes: dict[str, Any]
@@ -307,9 +331,9 @@ class Suite:
         torch.testing.assert_close(ours, expected, rtol=2e-4, atol=2e-4)
 
     def test_a_constrained_text_matches_its_constraint(
-        self, tmp_path: Path, changes: dict[str, Any]
+        self, tmp_path: Path, changes_of_first: dict[str, Any]
     ) -> None:
-        model = self.make(changes | {"vocab_size": family_engine.VOCAB_SIZE})
+        model = self.make(changes_of_first | {"vocab_size": family_engine.VOCAB_SIZE})
         checkpoint = write_folder(model, tmp_path / "model")
         tokenizer = family_engine.tokenizer(tmp_path / "tokenizer")
         speculation = family_engine.self_drafting(model.config.num_hidden_layers)

@@ -28,6 +28,7 @@ from inflight_kernels.ops import drafting, sampling
 from inflight_kernels.ops.attention_operands import AttentionParams
 from inflight_kernels.ops.batch_state import BatchState, Step
 from inflight_kernels.ops.drafting import DraftLimits, DraftPass
+from inflight_kernels.ops.residual_norm import Addend, Affine, NormParams
 from inflight_kernels.ops.rope import PagedKV, QkNorm
 from inflight_kernels.torch_ops import transformer
 
@@ -60,6 +61,10 @@ def install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sampling, "mark_prompt_tokens", mark_prompt_tokens)
     for model in (decoder_cuda, residual, eagle3_cuda):
         monkeypatch.setattr(model, "embedding", embedding)
+    monkeypatch.setattr(decoder_cuda, "_ACTIVATIONS", _ACTIVATIONS)
+    for op in (norm_columns, scale_cap):
+        monkeypatch.setattr(decoder_cuda, op.__name__, op)
+    monkeypatch.setattr(residual, "add_norm", add_norm)
     for model in (residual, eagle3_cuda):
         monkeypatch.setattr(model, "rms_norm", rms_norm)
     monkeypatch.setattr(cuda_placement, "CudaLinear", HostLinear)
@@ -376,6 +381,53 @@ def rms_norm(
         total.copy_(found)
 
 
+def add_norm(
+    addend: Addend,
+    total: Tensor,
+    params: NormParams,
+    *,
+    out: Tensor,
+    norm: Affine | None,
+    is_new: bool = False,
+    pdl: bool = False,
+) -> None:
+    def normed(values: Tensor, affine: Affine | None) -> Tensor:
+        if affine is None:
+            return values
+        if params.centered:
+            return transformer.layer_norm(values, affine.weight, affine.bias, params.eps)[0]
+        return transformer.rms_norm(values, affine.weight, params.eps)[0]
+
+    added = addend.scale * normed(addend.x, addend.norm)
+    total.copy_(added if is_new else total + added)
+    out.copy_(normed(total, norm))
+
+
+def norm_columns(x: Tensor, first: int, weight: Tensor, eps: float, *, pdl: bool = False) -> None:
+    columns = x[:, first : first + len(weight)]
+    columns.copy_(transformer.rms_norm(columns, weight, eps)[0])
+
+
+def scale_cap(x: Tensor, scale: float, cap: float, *, pdl: bool = False) -> None:
+    x.mul_(scale)
+    if cap:
+        x.copy_(transformer.soft_cap(x, cap))
+
+
+def _activation(definition: Callable[[Tensor], Tensor]) -> Callable[..., None]:
+    def activate(x: Tensor, *, out: Tensor, pdl: bool) -> None:
+        out.copy_(definition(x))
+
+    return activate
+
+
+_ACTIVATIONS = {
+    ("gelu_tanh", True): _activation(transformer.gelu_tanh_mul),
+    ("gelu_tanh", False): _activation(transformer.gelu_tanh),
+    ("relu2", False): _activation(transformer.relu2),
+}
+
+
 class HostLinear:
     """Satisfies `CudaWeight`."""
 
@@ -504,6 +556,18 @@ def attend(
             cache.index_select(0, blocks).flatten(0, 1)[:length].transpose(0, 1)
             for cache in (kv.k_cache, kv.v_cache)
         )
+        if metadata.spec.soft_cap:
+            found = transformer.capped_attention(
+                q[first:end].transpose(0, 1)[None],
+                keys[None],
+                values[None],
+                mask,
+                metadata.spec.scale,
+                metadata.spec.soft_cap,
+                is_causal=False,
+            )
+            out[first:end] = found[0].transpose(0, 1).reshape(end - first, -1)
+            continue
         # As a batch of one: torch has no fused attention for less than four dimensions.
         found = torch.nn.functional.scaled_dot_product_attention(
             q[first:end].transpose(0, 1)[None],

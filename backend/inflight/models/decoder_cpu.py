@@ -13,17 +13,18 @@ from torch import Tensor
 from inflight.checkpoint.locate import Checkpoint
 from inflight.kv.cache import KVCache
 from inflight.models.layers.linear import CpuWeight
+from inflight.models.layers.norm import NormWeights
 from inflight.models.layers.rope import inverse_frequencies
 from inflight.models.loader import (
     CpuPlacement,
     LayerWeights,
     ModelWeights,
-    NormWeights,
     Progress,
     load_weights,
 )
 from inflight.models.spec import (
     AttentionSpec,
+    LayerSpec,
     MlpSpec,
     ModelSpec,
     QueryScaling,
@@ -121,14 +122,7 @@ class Decoder:
             if index == last and kept is not None:
                 attended, residual = (rows.index_select(0, kept) for rows in (attended, residual))
                 x = x.index_select(0, kept) if layer.parallel else x
-            added = self._leave(own.out(attended), own.attention_post_norm)
-            if layer.parallel:
-                x = added + _mlp(x, layer.mlp, own)
-            else:
-                added = _scaled(added, layer.residual_scale)
-                x, residual = self._enter(added, residual, own.mlp_norm)
-                x = self._leave(_mlp(x, layer.mlp, own), own.mlp_post_norm)
-            x = _scaled(x, layer.residual_scale)
+            x, residual = self._end_block(layer, own, attended, x, residual)
         assert residual is not None
         if kept is None:
             aux[spec.num_layers] = x + residual
@@ -139,6 +133,26 @@ class Decoder:
             return torch.empty(0, spec.vocab_size)
         x, _ = self._enter(x, residual, weights.norm)
         return self._logits(x)
+
+    def _end_block(
+        self,
+        layer: LayerSpec,
+        weights: LayerWeights[CpuWeight],
+        attended: Tensor,
+        x: Tensor,
+        residual: Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        """The rest of a layer after attention; x is the norm that attention and MLP share if they
+        run in parallel. Returns what the layer adds to the stream, and the stream.
+        """
+        added = self._leave(weights.out(attended), weights.attention_post_norm)
+        if layer.parallel:
+            added = added + _mlp(x, layer.mlp, weights)
+            return _scaled(added, layer.residual_scale), residual
+        added = _scaled(added, layer.residual_scale)
+        x, residual = self._enter(added, residual, weights.mlp_norm)
+        added = self._leave(_mlp(x, layer.mlp, weights), weights.mlp_post_norm)
+        return _scaled(added, layer.residual_scale), residual
 
     def _embed(self, token_ids: Tensor) -> Tensor:
         x = ops.embedding(token_ids, self.weights.embedding)

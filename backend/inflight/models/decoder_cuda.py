@@ -7,6 +7,7 @@ graph. After the last layer's attention only the rows that need logits are compu
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -22,27 +23,21 @@ from inflight.models.cuda_placement import CudaPlacement
 from inflight.models.gpu_support import gpu_obstacle
 from inflight.models.layers.attention import Attention, ForwardInputs, RotaryTables
 from inflight.models.layers.linear import INVARIANT_ROWS, CudaWeight
-from inflight.models.layers.residual import Residual, WideResidual
+from inflight.models.layers.residual import ResidualStream, residual_stream
 from inflight.models.loader import (
     LayerWeights,
     ModelWeights,
-    NormWeights,
     Progress,
     load_weights,
 )
-from inflight.models.spec import ModelSpec
+from inflight.models.spec import Activation, AttentionSpec, LayerSpec, MlpSpec, ModelSpec
+from inflight_kernels.ops import activation
 from inflight_kernels.ops.embedding import embedding
+from inflight_kernels.ops.logits import scale_cap
+from inflight_kernels.ops.residual_norm import norm_columns
 from inflight_kernels.ops.rope import PagedKV, QkNorm
 
 _DTYPE_NAMES: dict[torch.dtype, Dtype] = {torch.bfloat16: "bfloat16", torch.float32: "float32"}
-
-_MAX_WIDE_HIDDEN_SIZE = 2048
-"""Up to this width the residual stream is kept in float32. A small model's logits are close
-together, and rounding the stream changes them most: the error of SmolLM2's logits (hidden size 576)
-has a standard deviation of 0.13 with this rounding and 0.08 without (emulated). Decode launches the
-same number of kernels either way; prefill moves 6 bytes more per value of the stream, twice a
-layer.
-"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,20 +82,21 @@ def check_supported(spec: ModelSpec, path: Path, max_len: int) -> None:
         raise ConfigError(f"{path}: {obstacle}; use device: cpu")
 
 
-def _residual_kind(spec: ModelSpec) -> type[Residual]:
-    return WideResidual if spec.hidden_size <= _MAX_WIDE_HIDDEN_SIZE else Residual
-
-
-def _weight(norm: NormWeights | None) -> Tensor:
-    # `check_supported` has refused models without these norms.
-    assert norm is not None
-    return norm.weight
-
-
-def _qk_norm(own: LayerWeights[CudaWeight], eps: float) -> QkNorm | None:
+def _qk_norm(own: LayerWeights[CudaWeight], spec: ModelSpec, index: int) -> QkNorm | None:
+    """The norm that the RoPE kernels apply to each head; None without it."""
     if own.q_norm is None or own.k_norm is None:
         return None
-    return QkNorm(own.q_norm.weight, own.k_norm.weight, eps)
+    if spec.layers[index].attention.qk_norm != "head":
+        return None
+    return QkNorm(own.q_norm.weight, own.k_norm.weight, spec.norm_eps)
+
+
+_ACTIVATIONS: dict[tuple[Activation, bool], Callable[..., None]] = {
+    ("gelu_tanh", True): activation.gelu_tanh_mul,
+    ("gelu_tanh", False): activation.gelu_tanh,
+    ("relu2", False): activation.relu2,
+}
+"""Kernels by activation, and whether there is a gate, apart from the fused one."""
 
 
 class Buffers:
@@ -119,7 +115,7 @@ class Buffers:
         self.normed = self.new(spec.hidden_size)
         self.qkv = self.new(layer.attention.q_width + 2 * layer.attention.kv_width)
         self.attended = self.new(layer.attention.q_width)
-        self.gate_up = self.new(2 * layer.mlp.width)
+        self.gate_up = self.new((1 + layer.mlp.gated) * layer.mlp.width)
         self.gated = self.new(layer.mlp.width)
 
     def new(self, width: int, dtype: torch.dtype | None = None) -> Tensor:
@@ -187,9 +183,11 @@ class Decoder:
         ]
         # By layer; a pass does not hash specs.
         self._attention_of = [spec.attentions.index(layer.attention) for layer in spec.layers]
-        self._qk_norms = [_qk_norm(own, spec.norm_eps) for own in self.weights.layers]
+        self._qk_norms = [
+            _qk_norm(own, spec, index) for index, own in enumerate(self.weights.layers)
+        ]
         self._residual, self._last = (
-            _residual_kind(spec)(count, spec.hidden_size, dtype, device)
+            residual_stream(spec, count, dtype, device)
             for count in (len(self._buffers.normed), rows)
         )
 
@@ -223,12 +221,12 @@ class Decoder:
             num_layers: run only so many layers, then the final norm and the head; None for all.
         """
         spec, weights, buffers = self.spec, self.weights, self._buffers
-        eps, last = spec.norm_eps, (num_layers or spec.num_layers) - 1
+        last = (num_layers or spec.num_layers) - 1
         aux_layers = self._aux_layers if num_layers is None else {}
         # After its keys and values, the last layer is computed only for these rows.
         num_kept = num_tokens if spec.num_layers in aux_layers else num_rows
         normed, qkv = buffers.normed[:num_tokens], buffers.qkv[:num_tokens]
-        residual, attended = self._residual, buffers.attended
+        residual, attended, x = self._residual, buffers.attended, buffers.normed
 
         residual.begin(inputs.token_ids[:num_tokens], weights.embedding)
         passes = [
@@ -236,10 +234,11 @@ class Decoder:
         ]
         layers = zip(weights.layers, self._attention_of, self._qk_norms, cache.layers, strict=True)
         for index, (own, which, qk_norm, pair) in enumerate(islice(layers, last + 1)):
-            residual.norm(_weight(own.attention_norm), eps, normed)
+            residual.norm(own.attention_norm, normed)
             for aux in aux_layers.get(index, ()):
                 aux[:num_tokens].copy_(residual.hidden[:num_tokens])
             own.qkv.product(buffers.normed, buffers.qkv, num_tokens)
+            self._norm_whole_rows(own, spec.layers[index].attention, qkv)
             kv = PagedKV(*pair)
             if index == last and not num_kept:
                 passes[which].write(qkv, kv, qk_norm)
@@ -251,30 +250,75 @@ class Decoder:
                 residual, attended = self._last, self._last_attended
                 residual.take(kept, self._residual, num_tokens)
                 embedding(kept, buffers.attended[:num_tokens], out=attended[:num_kept], pdl=True)
-            self._end_block(own, attended, residual, num_left)
+                if spec.layers[index].parallel:
+                    x = self._last_normed
+                    embedding(kept, normed, out=x[:num_kept], pdl=True)
+            self._end_block(own, spec.layers[index], attended, x, residual, num_left)
 
-        last_normed = self._last_normed[:num_rows]
+        self._score(inputs, residual, num_kept, num_rows, aux_layers.get(spec.num_layers, ()))
+
+    def _score(
+        self,
+        inputs: ForwardInputs,
+        residual: ResidualStream,
+        num_kept: int,
+        num_rows: int,
+        features: Sequence[Tensor],
+    ) -> None:
+        """Logits of the sampled rows, after the last layer was computed for num_kept rows, and the
+        layer's output as features."""
+        spec, weights = self.spec, self.weights
+        normed, last_normed = self._buffers.normed[:num_kept], self._last_normed[:num_rows]
         if num_kept == num_rows:
-            residual.norm(weights.norm.weight, eps, last_normed)
+            residual.norm(weights.norm, last_normed)
         else:
-            residual.norm(weights.norm.weight, eps, normed)
+            residual.norm(weights.norm, normed)
             embedding(inputs.sample_rows[:num_rows], normed, out=last_normed, pdl=True)
-        for aux in aux_layers.get(spec.num_layers, ()):
-            aux[:num_tokens].copy_(residual.hidden[:num_tokens])
+        for aux in features:
+            aux[:num_kept].copy_(residual.hidden[:num_kept])
         if num_rows:
             weights.head.product(self._last_normed, self.logits, num_rows)
+            if spec.logit_scale != 1.0 or spec.logit_cap:
+                scale_cap(self.logits[:num_rows], spec.logit_scale, spec.logit_cap, pdl=True)
+
+    def _norm_whole_rows(
+        self, own: LayerWeights[CudaWeight], attention: AttentionSpec, qkv: Tensor
+    ) -> None:
+        """The norm of all heads of q, and of k, at once, in place; the RoPE kernels have none."""
+        if attention.qk_norm == "full" and own.q_norm is not None and own.k_norm is not None:
+            eps, first_k = self.spec.norm_eps, attention.q_width
+            norm_columns(qkv, 0, own.q_norm.weight, eps, pdl=True)
+            norm_columns(qkv, first_k, own.k_norm.weight, eps, pdl=True)
 
     def _end_block(
         self,
         own: LayerWeights[CudaWeight],
+        layer: LayerSpec,
         attended: Tensor,
-        residual: Residual,
+        x: Tensor,
+        residual: ResidualStream,
         num_tokens: int,
     ) -> None:
-        """The rest of a layer after attention; `attended` is an entire buffer."""
+        """The rest of a layer after attention; `attended` and x are entire buffers, x the norm that
+        attention and MLP share if they run in parallel."""
+        buffers, scale = self._buffers, layer.residual_scale
+        residual.add(attended, own.out, num_tokens, own.attention_post_norm, scale)
+        if layer.parallel:
+            self._activate(own, layer.mlp, x, num_tokens)
+            residual.add_parallel(buffers.gated, own.down, num_tokens)
+            return
+        residual.norm(own.mlp_norm, buffers.normed[:num_tokens])
+        self._activate(own, layer.mlp, buffers.normed, num_tokens)
+        residual.add(buffers.gated, own.down, num_tokens, own.mlp_post_norm, scale)
+
+    def _activate(
+        self, own: LayerWeights[CudaWeight], mlp: MlpSpec, x: Tensor, num_tokens: int
+    ) -> None:
+        """The first linear layer of an MLP and its activation: x -> gated; entire buffers."""
         buffers = self._buffers
-        residual.add(attended, own.out, num_tokens)
-        norm = _weight(own.mlp_norm)
-        residual.norm(norm, self.spec.norm_eps, buffers.normed[:num_tokens])
-        own.gate_up.gated(buffers.normed, buffers.gate_up, buffers.gated, num_tokens)
-        residual.add(buffers.gated, own.down, num_tokens)
+        if mlp.gated and mlp.activation == "silu":
+            own.gate_up.gated(x, buffers.gate_up, buffers.gated, num_tokens)
+            return
+        own.gate_up.product(x, buffers.gate_up, num_tokens)
+        activate = _ACTIVATIONS[mlp.activation, mlp.gated]
+        activate(buffers.gate_up[:num_tokens], out=buffers.gated[:num_tokens], pdl=True)

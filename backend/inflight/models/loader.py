@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from inflight.checkpoint.locate import Checkpoint
+from inflight.models.layers.norm import NormWeights
 from inflight.models.layers.rope import rope_order
 from inflight.models.quantization.unquantized import CpuLinear
 from inflight.models.registry import family_of
@@ -68,19 +69,6 @@ class CpuPlacement:
 
     def _joined(self, stored: list[Tensor]) -> Tensor:
         return torch.cat([self.table(part) for part in stored])
-
-
-@dataclass(frozen=True, slots=True)
-class NormWeights:
-    """Of one norm, in float32.
-
-    Attributes:
-        weight: multiplies the normed values.
-        bias: is added to them; None for zero.
-    """
-
-    weight: Tensor
-    bias: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)

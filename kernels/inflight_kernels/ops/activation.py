@@ -1,4 +1,4 @@
-"""Gated activation of an MLP. Shapes: n rows of `width` values."""
+"""Activations of an MLP. Shapes: n rows of `width` values."""
 
 from __future__ import annotations
 
@@ -39,6 +39,48 @@ def gelu_tanh_mul(x: Tensor, *, out: Tensor, pdl: bool = False) -> None:
     _activate_mul("gelu_tanh_mul", x, out, pdl)
 
 
+def gelu_tanh(x: Tensor, *, out: Tensor, pdl: bool = False) -> None:
+    """GELU (arXiv:1606.08415) in its tanh approximation -> out.
+
+    Args:
+        x: [n, width].
+        out: [n, width]; may be x.
+        pdl: see `Kernel`.
+
+    Raises:
+        ValueError: wrong shape or type of an operand.
+    """
+    _activate("gelu_tanh", x, out, pdl)
+
+
+def relu2(x: Tensor, *, out: Tensor, pdl: bool = False) -> None:
+    """Squared ReLU (arXiv:2109.08668) -> out.
+
+    Args:
+        x: [n, width].
+        out: [n, width]; may be x.
+        pdl: see `Kernel`.
+
+    Raises:
+        ValueError: wrong shape or type of an operand.
+    """
+    _activate("relu2", x, out, pdl)
+
+
+def _activate(name: str, x: Tensor, out: Tensor, pdl: bool) -> None:
+    storage = name_of(STORAGE_TYPES, "x", x)
+    check("x", x, out.shape, x.dtype)
+    check("out", out, x.shape, x.dtype)
+    num_rows, width = x.shape
+    total = num_rows * vectors_in("width", width, x.dtype)
+    if total >= 2**31:
+        raise ValueError(f"out has {total} vectors of 16 bytes; at most 2**31 - 1 in a launch")
+    if total:
+        kernel("activation", f"{name}<{storage}>")(
+            -(-total // _THREADS), _THREADS, x, out, total, pdl=pdl
+        )
+
+
 def _activate_mul(name: str, x: Tensor, out: Tensor, pdl: bool) -> None:
     storage = name_of(STORAGE_TYPES, "x", x)
     num_rows, width = out.shape
@@ -59,7 +101,7 @@ def instantiations() -> list[Instantiation]:
     """All kernels of this module."""
     names = (
         f"{name}<{storage}>"
-        for name in ("silu_mul", "gelu_tanh_mul")
+        for name in ("silu_mul", "gelu_tanh_mul", "gelu_tanh", "relu2")
         for storage in STORAGE_TYPES.values()
     )
     return [("activation", tuple(names), ())]

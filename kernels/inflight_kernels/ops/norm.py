@@ -59,7 +59,7 @@ def rms_norm(
         if num_rows and _same_memory(total, out):
             raise ValueError("total and out must not share memory")
     vectors = vectors_in("hidden", hidden, x.dtype)
-    per_thread, threads = _block(vectors, hidden, sum_type)
+    per_thread, threads = block_of(vectors, hidden, sum_type)
     if not num_rows:
         return
     kernel("norm", _name(storage, STORAGE_TYPES[sum_type], per_thread, residual is not None))(
@@ -85,7 +85,7 @@ def _name(storage: str, sum_type: str, per_thread: int, adds: bool) -> str:
     return f"rms_norm<{storage}, {sum_type}, {per_thread}, {'true' if adds else 'false'}>"
 
 
-def _block(vectors: int, hidden: int, sum_type: torch.dtype) -> tuple[int, int]:
+def block_of(vectors: int, hidden: int, sum_type: torch.dtype) -> tuple[int, int]:
     """(vectors per thread, threads) for a row, with as many threads as are useful."""
     if hidden * sum_type.itemsize <= MAX_HIDDEN_BYTES:
         for per_thread in _VECTORS_PER_THREAD:

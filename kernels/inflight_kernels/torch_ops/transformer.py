@@ -385,7 +385,7 @@ def attend(
         v = _gather(v_cache, piece.blocks, 1, piece.kv_len)
         rows = q[piece.start : piece.end].transpose(0, 1).unsqueeze(0)
         if cap:
-            values = _capped_attention(rows, k, v, piece.mask, scale, cap)
+            values = capped_attention(rows, k, v, piece.mask, scale, cap)
         else:
             values = F.scaled_dot_product_attention(
                 rows,
@@ -411,13 +411,13 @@ def _attend_decode(
     queries = q.reshape(num_rows, num_kv_heads, num_heads // num_kv_heads, head_dim)
     if cap:
         visible = None if group.mask is None else group.mask == 0
-        values = _capped_attention(queries, k, v, visible, scale, cap, is_causal=False)
+        values = capped_attention(queries, k, v, visible, scale, cap, is_causal=False)
     else:
         values = F.scaled_dot_product_attention(queries, k, v, attn_mask=group.mask, scale=scale)
     return values.reshape(num_rows, num_heads * head_dim)
 
 
-def _capped_attention(
+def capped_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,

@@ -24,7 +24,7 @@ from inflight.engine.engine import Engine
 from inflight.execution import factory as runners
 from inflight.execution.cuda_runner import CudaRunner
 from inflight.execution.graph_buckets import StepSize
-from inflight.models import decoder_cuda
+from inflight.models.layers import residual
 from inflight.sampling.params import SamplingParams
 from poisoned_memory import poison_memory, poison_steps
 
@@ -196,7 +196,7 @@ def test_the_gpu_runner_matches_the_cpu_runner(
     host_kernels.install(monkeypatch)
     poison_steps(monkeypatch, generator)
     if seed % 2:  # the residual stream is as narrow as a large model's
-        monkeypatch.setattr(decoder_cuda, "_MAX_WIDE_HIDDEN_SIZE", 0)
+        monkeypatch.setattr(residual, "_MAX_WIDE_HIDDEN_SIZE", 0)
     for cuda_graphs in (True, False):
         engine = rig.make_engine(drafter, cuda_graphs=cuda_graphs, **settings)
         assert isinstance(engine.runner, CudaRunner)

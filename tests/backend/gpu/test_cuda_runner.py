@@ -23,7 +23,7 @@ from inflight.execution import factory as runners
 from inflight.execution.device_batch import DeviceBatch
 from inflight.execution.drafters.drafter import DeviceDrafter
 from inflight.kv.budget import GPU_OVERHEAD_BYTES
-from inflight.models import decoder_cuda
+from inflight.models.layers import residual
 from inflight.sampling.params import SamplingParams
 from inflight_kernels.ops.linear import gemm
 from inflight_kernels.runtime import launch
@@ -145,7 +145,7 @@ def test_a_bfloat16_residual_stream_gives_the_same_tokens(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """As models have it that are wider than any of these tests."""
-    monkeypatch.setattr(decoder_cuda, "_MAX_WIDE_HIDDEN_SIZE", 0)
+    monkeypatch.setattr(residual, "_MAX_WIDE_HIDDEN_SIZE", 0)
     engine = make_engine(checkpoint, **settings)
     inputs = prompts(24)
     check(teacher, inputs, generate(engine, requests(inputs)))

@@ -9,7 +9,7 @@ import torch
 
 import tiny
 from inflight.checkpoint.locate import Checkpoint
-from inflight.models import decoder_cuda
+from inflight.models.layers import residual
 from mixed_step import EVERY_ROW, SAMPLED, make_model, run
 
 pytestmark = pytest.mark.gpu
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.gpu
 
 @pytest.fixture(autouse=True, params=[0, 2048], ids=["residual in bfloat16", "in float32"])
 def _residual(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
-    monkeypatch.setattr(decoder_cuda, "_MAX_WIDE_HIDDEN_SIZE", request.param)
+    monkeypatch.setattr(residual, "_MAX_WIDE_HIDDEN_SIZE", request.param)
 
 
 sampled_rows = pytest.mark.parametrize("sampled", SAMPLED, ids=str)

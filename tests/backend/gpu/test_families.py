@@ -8,7 +8,30 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from transformers import LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
+from transformers import (
+    Cohere2Config,
+    CohereConfig,
+    Ernie4_5Config,
+    Exaone4Config,
+    Gemma2Config,
+    Gemma3TextConfig,
+    GemmaConfig,
+    Glm4Config,
+    GraniteConfig,
+    LlamaConfig,
+    Ministral3Config,
+    MistralConfig,
+    NemotronConfig,
+    Olmo2Config,
+    Olmo3Config,
+    Phi3Config,
+    Qwen2Config,
+    Qwen3Config,
+    SeedOssConfig,
+    SmolLM3Config,
+    StableLmConfig,
+    Starcoder2Config,
+)
 
 import family
 from inflight.checkpoint.locate import Checkpoint
@@ -16,6 +39,7 @@ from inflight.config import EngineConfig
 from inflight.core.request import Request
 from inflight.engine.engine import Engine, generate
 from inflight.execution import factory as runners
+from inflight.models import gpu_support
 from inflight.sampling.params import SamplingParams
 from mixed_step import CHUNKS, EVERY_ROW, make_model, run
 
@@ -27,6 +51,22 @@ UPPER_WINDOW = WINDOW | {"use_sliding_window": True, "max_window_layers": 2}
 # Qwen 2 has no head_dim of its own.
 QWEN2 = {key: value for key, value in SHAPE.items() if key != "head_dim"}
 
+TIED = {"tie_word_embeddings": True}
+NO_RMS = {key: value for key, value in SHAPE.items() if key != "rms_norm_eps"}
+NO_RMS_HEADS = {key: value for key, value in NO_RMS.items() if key != "head_dim"}
+PAD = {"pad_token_id": 0}
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 1e6,
+    "factor": 4.0,
+    "original_max_position_embeddings": 64,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "llama_4_scaling_beta": 0.1,
+}
+CAPS = {"attn_logit_softcapping": 20.0, "final_logit_softcapping": 10.0}
+ZERO_CENTERED = ("gemma", "gemma2", "gemma3", "nemotron")
+
 CONFIGS = {
     "llama": LlamaConfig(**SHAPE),
     "mistral": MistralConfig(**SHAPE, sliding_window=None),
@@ -35,7 +75,37 @@ CONFIGS = {
     "qwen2, window": Qwen2Config(**QWEN2, **UPPER_WINDOW),
     "qwen3": Qwen3Config(**SHAPE),
     "qwen3, window": Qwen3Config(**SHAPE, **UPPER_WINDOW),
+    "cohere": CohereConfig(**NO_RMS | TIED),
+    "cohere2": Cohere2Config(**NO_RMS | TIED, **WINDOW),
+    "ernie4_5": Ernie4_5Config(**SHAPE, use_bias=True),
+    "exaone4": Exaone4Config(**SHAPE, **WINDOW),
+    "gemma": GemmaConfig(**SHAPE | TIED),
+    "gemma2": Gemma2Config(**SHAPE | TIED, **WINDOW, **CAPS, query_pre_attn_scalar=64),
+    "gemma3": Gemma3TextConfig(**SHAPE | TIED, **WINDOW, query_pre_attn_scalar=64),
+    "glm4": Glm4Config(**SHAPE | PAD),
+    "granite": GraniteConfig(
+        **SHAPE,
+        embedding_multiplier=12.0,
+        residual_multiplier=0.22,
+        attention_multiplier=0.0625,
+        logits_scaling=4.0,
+    ),
+    "ministral3": Ministral3Config(**SHAPE | {"max_position_embeddings": 64}, rope_parameters=YARN),
+    "nemotron": NemotronConfig(**NO_RMS),
+    "olmo2": Olmo2Config(**SHAPE),
+    "olmo3": Olmo3Config(**SHAPE, **WINDOW),
+    "phi3": Phi3Config(**QWEN2 | PAD, **WINDOW),
+    "seed_oss": SeedOssConfig(**SHAPE | PAD),
+    "smollm3": SmolLM3Config(**SHAPE | PAD),
+    "stablelm": StableLmConfig(**NO_RMS_HEADS, use_qkv_bias=True),
+    "stablelm, parallel": StableLmConfig(**NO_RMS_HEADS, use_parallel_residual=True),
+    "starcoder2": Starcoder2Config(**NO_RMS_HEADS | TIED, **WINDOW),
 }
+
+
+@pytest.fixture(autouse=True)
+def _kernels_that_have_not_run_yet(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_support, "_REFUSES_UNTESTED", False)
 
 
 @pytest.fixture(scope="module", params=CONFIGS, ids=str)
@@ -44,12 +114,13 @@ def made(
 ) -> tuple[Checkpoint, Any]:
     """A checkpoint in bfloat16, and the same weights in float64."""
     config: transformers.PretrainedConfig = CONFIGS[request.param]
-    model = family.make(config, deviation=0.1).bfloat16()
+    norm_mean = 0.0 if request.param in ZERO_CENTERED else 1.0
+    model = family.make(config, deviation=0.1, norm_mean=norm_mean).bfloat16()
     with torch.no_grad():
         # Scores of a deviation of 1 or 2: where attention is all but a choice of one key, the
         # rounding of bfloat16 may choose another one.
         for name, parameter in model.named_parameters():
-            if "q_proj" in name or "k_proj" in name:
+            if "q_proj" in name or "k_proj" in name or "qkv_proj" in name:
                 parameter *= 0.25
     folder: Path = tmp_path_factory.mktemp("model")
     checkpoint = family.write_folder(model, folder)

@@ -12,9 +12,8 @@ import torch
 import host_kernels
 import tiny
 from inflight.checkpoint.locate import Checkpoint
-from inflight.models import decoder_cuda
 from inflight.models.decoder_cuda import Decoder
-from inflight.models.layers import attention
+from inflight.models.layers import attention, residual
 from mixed_step import EVERY_ROW, NUM_TOKENS, SAMPLED, make_model, run
 
 sampled_rows = pytest.mark.parametrize("sampled", SAMPLED, ids=str)
@@ -35,7 +34,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
 def model(
     checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> Decoder:
-    monkeypatch.setattr(decoder_cuda, "_MAX_WIDE_HIDDEN_SIZE", request.param)
+    monkeypatch.setattr(residual, "_MAX_WIDE_HIDDEN_SIZE", request.param)
     return make_model(checkpoint, torch.float32, torch.device("cpu"))
 
 
@@ -109,7 +108,7 @@ def test_features_of_the_last_layer_have_all_rows(
 def test_the_residual_of_a_small_model_is_in_float32(
     checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch, most: int
 ) -> None:
-    monkeypatch.setattr(decoder_cuda, "_MAX_WIDE_HIDDEN_SIZE", most)
+    monkeypatch.setattr(residual, "_MAX_WIDE_HIDDEN_SIZE", most)
     model = make_model(checkpoint, torch.bfloat16, torch.device("cpu"))
     wide = model.spec.hidden_size <= most
     assert model._residual.hidden.dtype == (torch.float32 if wide else torch.bfloat16)
@@ -134,7 +133,7 @@ def test_a_residual_in_float32_brings_logits_nearer_to_those_in_float32(
     exact, _ = run(make_model(checkpoint, torch.float32, cpu), EVERY_ROW)
     errors = []
     for most in (0, 2048):
-        monkeypatch.setattr(decoder_cuda, "_MAX_WIDE_HIDDEN_SIZE", most)
+        monkeypatch.setattr(residual, "_MAX_WIDE_HIDDEN_SIZE", most)
         logits, _ = run(make_model(checkpoint, torch.bfloat16, cpu), EVERY_ROW)
         errors.append(float((logits - exact).std() / exact.std()))
     rounded, kept = errors

@@ -1,4 +1,4 @@
-"""The gates of SwiGLU and GeGLU against the reference in float64."""
+"""Activations of an MLP against the reference in float64."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from guarded import ROUNDING, Guarded, relative_error
-from inflight_kernels.ops.activation import gelu_tanh_mul, silu_mul
+from inflight_kernels.ops.activation import gelu_tanh, gelu_tanh_mul, relu2, silu_mul
 from inflight_kernels.torch_ops import transformer
 
 pytestmark = pytest.mark.gpu
@@ -51,3 +51,24 @@ def test_nan_is_preserved(op: Op, reference: Reference) -> None:
     out = torch.empty(1, 8, device="cuda")
     op(x, out=out)
     assert out[0].isnan().nonzero().flatten().tolist() == [1, 2]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("width", [8, 1536, 12288])
+@pytest.mark.parametrize("rows", [1, 7, 300])
+@pytest.mark.parametrize(
+    ("op", "reference"),
+    [
+        pytest.param(gelu_tanh, transformer.gelu_tanh, id="gelu_tanh"),
+        pytest.param(relu2, transformer.relu2, id="relu2"),
+    ],
+)
+def test_an_activation_without_a_gate_is_that_of_the_reference(
+    op: Op, reference: Reference, dtype: torch.dtype, width: int, rows: int
+) -> None:
+    x = (torch.randn(rows, width, device="cuda") * 4).to(dtype)
+    out = Guarded(rows, width, dtype=dtype)
+    op(x, out=out.tensor)
+    assert relative_error(out.check(), reference(x.double())) < ROUNDING[dtype]
+    op(x, out=x)
+    assert torch.equal(x, out.tensor)

@@ -21,6 +21,7 @@ class TestCohere(family.Suite):
         },
     }
     architecture = "command-r"
+    on_gpu = False
 
     def metadata(self, config: Any) -> dict[str, Any]:
         return {"logit_scale": config.logit_scale}

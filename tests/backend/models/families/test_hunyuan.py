@@ -19,6 +19,7 @@ class TestHunYuan(family.Suite):
         "biased": {"attention_bias": True},
     }
     architecture = "hunyuan-dense"
+    on_gpu = False
 
     def metadata(self, config: Any) -> dict[str, Any]:
         if "alpha" not in config.rope_parameters:

@@ -29,6 +29,7 @@ class TestMinistral3(family.Suite):
         "window": {"rope_parameters": YARN, "sliding_window": family.WINDOW},
     }
     architecture = "mistral3"
+    on_gpu = False
 
     def metadata(self, config: Any) -> dict[str, Any]:
         return {
