@@ -13,6 +13,7 @@ from inflight.errors import ConfigError
 from inflight.models import families, settings
 from inflight.models.family import Family, Settings
 from inflight.models.refusals.architectures import refuse_folder, refuse_gguf
+from inflight.models.refusals.config_keys import check_keys
 from inflight.models.refusals.quantization import refuse_quantized
 from inflight.models.spec import AttentionSpec, ModelSpec
 
@@ -49,7 +50,9 @@ def read_spec(checkpoint: Checkpoint) -> ModelSpec:
         refuse_quantized(fields, checkpoint.path)
         family = _find(fields.text("model_type"), model_types, fields.where)
         found = settings.of_folder(checkpoint.path, family)
-    return spec_of(family, found)
+    spec = spec_of(family, found)
+    check_keys(found.fields, family)
+    return spec
 
 
 def spec_of(family: Family, found: Settings) -> ModelSpec:
