@@ -14,7 +14,7 @@ from inflight.errors import ConfigError
 
 
 class CheckedFields:
-    """Settings by name. null counts as absent.
+    """Settings by name. null counts as absent. Which of them are read is recorded.
 
     Args:
         raw: the settings.
@@ -24,15 +24,26 @@ class CheckedFields:
     def __init__(self, raw: dict[str, Any], where: str) -> None:
         self.where = where
         self._raw = raw
+        self._read: set[str] = set()
 
     def error(self, what: str) -> ConfigError:
         return ConfigError(f"{self.where}: {what}")
 
     def __contains__(self, key: str) -> bool:
         """Whether the key is present, even if null."""
+        self._read.add(key)
         return key in self._raw
 
+    def keys_read(self) -> frozenset[str]:
+        """The keys that were asked for, whether or not they are present."""
+        return frozenset(self._read)
+
+    def unread(self) -> dict[str, Any]:
+        """The settings that nobody has asked for."""
+        return {key: value for key, value in self._raw.items() if key not in self._read}
+
     def get(self, key: str, default: Any = None) -> Any:
+        self._read.add(key)
         value = self._raw.get(key)
         return default if value is None else value
 

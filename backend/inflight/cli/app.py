@@ -46,7 +46,9 @@ app = typer.Typer(
 )
 repo = typer.Typer(no_args_is_help=True, help="Model repositories.")
 tokenizer = typer.Typer(no_args_is_help=True, help="The tokenizer of a served model.")
-model_commands = typer.Typer(no_args_is_help=True, help="The models of a running server.")
+model_commands = typer.Typer(
+    no_args_is_help=True, help="Checkpoints, and the models of a running server."
+)
 bench = typer.Typer(no_args_is_help=True, help="Measurements of an engine or a running server.")
 app.add_typer(repo, name="repo")
 app.add_typer(tokenizer, name="tokenizer")
@@ -109,6 +111,10 @@ def serve(
         otlp_endpoint=telemetry.otlp_endpoint,
     )
     with serving.repositories(models, _settings(models.set_)) as found:
+        if server.dry_run:
+            from inflight.cli.inspection import command
+
+            raise typer.Exit(0 if command.dry_run(found, chosen.controlled) else EXIT_FAILED)
         status = serving.run(Supervisor(found, chosen), verbose=telemetry.verbose)
     raise typer.Exit(status)
 
@@ -394,6 +400,18 @@ def tokenizer_export(
         model = config.load(repository.shipped()[0] / "llm" / "1" / "engine.json").model
     export(locate(model), directory)
     typer.echo(f"wrote {directory}")
+
+
+@model_commands.command("show")
+def model_show(
+    checkpoint: options.Checkpoint,
+    set_: options.Settings = None,
+    json_: options.ModelJson = False,
+) -> None:
+    """Show what is understood of a checkpoint, and the memory that it takes here; loads nothing."""
+    from inflight.cli.inspection import command
+
+    command.show(checkpoint, _settings(set_), as_json=json_)
 
 
 @model_commands.command("load")

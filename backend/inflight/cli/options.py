@@ -24,6 +24,13 @@ Model = Annotated[
     str,
     typer.Option(help="A .gguf file, a Hugging Face folder, package:NAME, or a name; see `pull`."),
 ]
+Checkpoint = Annotated[
+    str,
+    typer.Argument(
+        metavar="MODEL",
+        help="A .gguf file, a Hugging Face folder, package:NAME, or a name; see `pull`.",
+    ),
+]
 Settings = Annotated[
     list[str] | None,
     typer.Option(
@@ -290,6 +297,10 @@ class ServerOptions:
             show_default=False,
         ),
     ] = None
+    dry_run: Annotated[
+        bool,
+        typer.Option("--dry-run", help="Only show the models and whether they can be served."),
+    ] = False
     model_control: Annotated[
         bool, typer.Option("--model-control", help="Let `inflight model` load and unload models.")
     ] = False

@@ -248,6 +248,8 @@ class Family:
         rope_pairs: formats in which RoPE rotates adjacent columns of q and k; `rotary` and the
             kernels rotate halves. No file states this.
         zero_centered_norms: formats that store the weights of norms minus one.
+        ignored_keys: settings that change nothing in this family and that it does not read; others
+            are refused (see `refusals.config_keys`).
     """
 
     name: str
@@ -260,3 +262,4 @@ class Family:
     tensors: Mapping[str, Slot] = field(default_factory=lambda: TENSORS)
     rope_pairs: tuple[Format, ...] = ()
     zero_centered_norms: tuple[Format, ...] = ()
+    ignored_keys: frozenset[str] = frozenset()

@@ -12,6 +12,9 @@ from inflight.checkpoint.locate import Checkpoint
 from inflight.errors import ConfigError
 from inflight.models import families, settings
 from inflight.models.family import Family, Settings
+from inflight.models.refusals.architectures import refuse_folder, refuse_gguf
+from inflight.models.refusals.config_keys import check_keys
+from inflight.models.refusals.quantization import refuse_quantized
 from inflight.models.spec import AttentionSpec, ModelSpec
 
 
@@ -36,13 +39,20 @@ def read_spec(checkpoint: Checkpoint) -> ModelSpec:
     if checkpoint.format == "gguf":
         file = GgufFile(checkpoint.path)
         name = file.metadata.get("general.architecture")
-        family = _find(name, {a: f for f in _families() for a in f.gguf_architectures}, file.path)
-        return spec_of(family, settings.of_gguf(file, family))
-    fields = read_json(checkpoint.path / "config.json")
-    family = _find(
-        fields.text("model_type"), {t: f for f in _families() for t in f.model_types}, fields.where
-    )
-    return spec_of(family, settings.of_folder(checkpoint.path, family))
+        architectures = {a: f for f in _families() for a in f.gguf_architectures}
+        refuse_gguf(file, architectures)
+        family = _find(name, architectures, file.path)
+        found = settings.of_gguf(file, family)
+    else:
+        fields = read_json(checkpoint.path / "config.json")
+        model_types = {t: f for f in _families() for t in f.model_types}
+        refuse_folder(fields, model_types)
+        refuse_quantized(fields, checkpoint.path)
+        family = _find(fields.text("model_type"), model_types, fields.where)
+        found = settings.of_folder(checkpoint.path, family)
+    spec = spec_of(family, found)
+    check_keys(found.fields, family)
+    return spec
 
 
 def spec_of(family: Family, found: Settings) -> ModelSpec:

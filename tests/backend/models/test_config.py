@@ -87,10 +87,7 @@ def test_yarn_is_read_from_old_and_new_settings(tmp_path: Path, beside: bool) ->
     [
         ({"model_type": None}, "model_type is missing"),
         ({"model_type": 7}, "model_type: 7 is not a string"),
-        (
-            {"model_type": "mamba"},
-            "'mamba' is not supported; allowed: ",
-        ),
+        ({"model_type": "unheard_of"}, "'unheard_of' is not supported; allowed: cohere, "),
         ({"architectures": ["LlamaForSequenceClassification"]}, "architectures"),
         ({"quantization_config": {"quant_method": "awq"}}, "quantization_config"),
         (

@@ -1,0 +1,129 @@
+"""A summary as a table on a terminal, and as plain lines elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from inflight.cli.inspection.memory_plan import MemoryPlan, size
+from inflight.cli.inspection.summary import Attention, NamedToken, Summary
+
+_UNITS = ((1_000_000_000, "billion"), (1_000_000, "million"))
+
+
+def write(summary: Summary, console: Console | None = None) -> None:
+    """Print a summary."""
+    console = console or Console(highlight=False)
+    rows = [row for row in _rows(summary) if row[1]]
+    if not console.is_terminal:
+        for name, value in rows:
+            console.print(Text(f"{name}: {value}"), soft_wrap=True)
+        return
+    table = Table(box=None, pad_edge=False, show_header=False)
+    table.add_column(style="bold")
+    table.add_column(overflow="fold")
+    for name, value in rows:
+        table.add_row(Text(name), Text(value))
+    console.print(table)
+
+
+def _rows(one: Summary) -> list[tuple[str, str]]:
+    widths = "/".join(map(str, one.mlp_widths))
+    tied = "the embedding" if one.tied else "weights of its own"
+    scaled = f", {one.max_context} with RoPE's scaling"
+    return [
+        ("model", one.name),
+        ("path", one.path),
+        ("format", _format(one)),
+        ("family", one.family),
+        ("parameters", _count(one.num_parameters)),
+        ("layers", f"{one.num_layers}, hidden size {one.hidden_size}, MLP width {widths}"),
+        *(("attention", _attention(attention)) for attention in one.attention),
+        ("vocabulary", f"{one.vocab_size} tokens; output layer: {tied}"),
+        (
+            "context",
+            f"{one.trained_context} tokens"
+            + (scaled if one.max_context != one.trained_context else ""),
+        ),
+        ("KV per token", _by_dtype(one.kv_bytes_per_token)),
+        ("tokenizer", one.tokenizer or "none: served with token ids only"),
+        ("chat template", one.chat_template or "none: chat is not available"),
+        ("BOS token", _token(one.bos) if one.bos is not None else "none"),
+        ("stop tokens", ", ".join(map(_token, one.stop_tokens)) or "none"),
+        ("CPU", _obstacle(one.obstacles["cpu"])),
+        ("GPU", _obstacle(one.obstacles["gpu"])),
+        *_memory_rows(one.memory),
+    ]
+
+
+def _memory_rows(plan: MemoryPlan) -> list[tuple[str, str]]:
+    parts = f"weights {size(plan.weight_bytes)} ({plan.dtype}), KV cache {size(plan.kv_bytes)}"
+    if plan.overhead_bytes:
+        parts += f", kernels and graphs {size(plan.overhead_bytes)}"
+    there = ""
+    if plan.machine_bytes is not None:
+        what = "of the GPU's" if plan.on_gpu else "available"
+        there = f", {what} {size(plan.machine_bytes)}"
+    full = plan.num_full_sequences
+    holds = f"{full} sequence{'s' if full != 1 else ''} of {plan.max_model_len} tokens"
+    if not full:
+        setting = "gpu_memory_utilization" if plan.on_gpu else "kv_cache_memory_bytes"
+        holds = f"less than one sequence of {plan.max_model_len} tokens (raise {setting})"
+    return [
+        ("runs here on", plan.device),
+        ("memory", f"{size(plan.total_bytes)}{there}: {parts}"),
+        (
+            "KV cache",
+            f"{plan.num_tokens} tokens in {plan.num_blocks} blocks: {holds}; "
+            f"at most {plan.max_num_seqs} sequences in a step",
+        ),
+    ]
+
+
+def _format(one: Summary) -> str:
+    name = {"gguf": "GGUF file", "huggingface": "Hugging Face folder"}[one.format]
+    if not one.stored_types:
+        return f"{name}, random weights"
+    types = ", ".join(f"{count} {kind}" for kind, count in one.stored_types.items())
+    return f"{name}, {size(one.file_bytes)}; tensors: {types}"
+
+
+def _attention(one: Attention) -> str:
+    window = f"window {one.window}" if one.window else "no window"
+    return (
+        f"{one.num_layers} layers: {one.num_heads} heads, {one.num_kv_heads} of keys and values, "
+        f"head_dim {one.head_dim}, {window}, {_rope(one.rope)}"
+    )
+
+
+def _rope(rope: dict[str, Any]) -> str:
+    if not rope:
+        return "no RoPE"
+    shown = {
+        key: f"for {len(value)} frequencies" if isinstance(value, list) else value
+        for key, value in rope.items()
+        if key != "type"
+    }
+    others = "".join(f", {key} {value}" for key, value in shown.items())
+    return f"RoPE {rope.get('type', 'default')}{others}"
+
+
+def _count(number: int) -> str:
+    unit, letter = next((one for one in _UNITS if number >= one[0]), (1, ""))
+    return f"{number:,}" + (f" ({number / unit:.1f} {letter})" if letter else "")
+
+
+def _by_dtype(bytes_by_dtype: Mapping[str, int]) -> str:
+    return ", ".join(f"{value:,} bytes in {dtype}" for dtype, value in bytes_by_dtype.items())
+
+
+def _token(token: NamedToken) -> str:
+    return f"{token.id} {token.text!r}" if token.text is not None else str(token.id)
+
+
+def _obstacle(obstacle: str | None) -> str:
+    return "supported" if obstacle is None else obstacle

@@ -1,0 +1,140 @@
+"""How an engine would use the memory of this machine, by the same rules as at its start."""
+
+from __future__ import annotations
+
+import math
+
+import msgspec
+
+from inflight.checkpoint.locate import Checkpoint
+from inflight.config import EngineConfig
+from inflight.deploy.checks.device import check_device
+from inflight.errors import ConfigError
+from inflight.execution import factory
+from inflight.execution.drafters.registry import find_drafter
+from inflight.kv.budget import GPU_OVERHEAD_BYTES, gpu_pool_bytes, num_kv_blocks
+from inflight.models.spec import ModelSpec
+from inflight.supervision.host_memory import HostMemory
+
+_ITEM_BYTES = {"float32": 4, "bfloat16": 2}
+
+
+class MemoryPlan(msgspec.Struct, frozen=True, kw_only=True):
+    """The memory of one engine.
+
+    Attributes:
+        device: what the model would run on; if a CPU, why not a GPU.
+        on_gpu: whether it is a GPU.
+        dtype: of weights and KV cache.
+        weight_bytes: of the weights, without those of a drafter.
+        overhead_bytes: of a GPU's context, kernels and graphs.
+        block_size: tokens per KV block.
+        num_blocks: KV blocks in the pool.
+        kv_bytes: of the pool, with the KV of a drafter.
+        num_tokens: that the pool holds.
+        max_model_len: prompt and output of a request together, in tokens.
+        num_full_sequences: sequences of max_model_len tokens that the pool holds at once.
+        max_num_seqs: sequences in one step, at most.
+        machine_bytes: of the GPU's memory, or of the host memory that is available now; None if
+            the system does not report it.
+    """
+
+    device: str
+    on_gpu: bool
+    dtype: str
+    weight_bytes: int
+    overhead_bytes: int
+    block_size: int
+    num_blocks: int
+    kv_bytes: int
+    num_tokens: int
+    max_model_len: int
+    num_full_sequences: int
+    max_num_seqs: int
+    machine_bytes: int | None
+
+    @property
+    def total_bytes(self) -> int:
+        return self.weight_bytes + self.kv_bytes + self.overhead_bytes
+
+
+def plan_memory(
+    config: EngineConfig, checkpoint: Checkpoint, spec: ModelSpec, num_parameters: int
+) -> MemoryPlan:
+    """The plan for an engine with these settings.
+
+    Args:
+        config: the engine's settings; `auto` is resolved for this machine.
+        checkpoint: the model's files.
+        spec: of the model.
+        num_parameters: of the model.
+
+    Raises:
+        ConfigError: the engine cannot run on its device, or not even one KV block fits.
+    """
+    check_device(config)
+    max_model_len = spec.max_model_len(config)
+    config, where = factory.resolve_device(config, checkpoint)
+    source = find_drafter(config, checkpoint, spec)
+    block_bytes = spec.kv_layout(config.dtype).block_bytes(config.block_size)
+    if source is not None:
+        block_bytes += source.block_bytes(config, config.dtype)
+    gpu = factory.gpu_of(config)
+    if gpu is not None:
+        weight_bytes = _ITEM_BYTES[config.dtype] * spec.matrix_elements  # as before a start
+        sizes = (gpu.total_bytes, weight_bytes, block_bytes, max_model_len)
+        num_blocks = num_kv_blocks(config, block_bytes, gpu_pool_bytes(config, *sizes))
+        machine_bytes: int | None = gpu.total_bytes
+    elif config.device == "cuda":
+        raise ConfigError("device: is cuda, but torch finds no GPU; allowed here: auto, cpu")
+    else:
+        computes = config.device != "echo"
+        weight_bytes = _ITEM_BYTES[config.dtype] * num_parameters if computes else 0
+        num_blocks = num_kv_blocks(config, block_bytes)
+        machine_bytes = _available_bytes()
+    return MemoryPlan(
+        device=where,
+        on_gpu=gpu is not None,
+        dtype=config.dtype,
+        weight_bytes=weight_bytes,
+        overhead_bytes=GPU_OVERHEAD_BYTES if gpu is not None else 0,
+        block_size=config.block_size,
+        num_blocks=num_blocks,
+        kv_bytes=num_blocks * block_bytes,
+        num_tokens=num_blocks * config.block_size,
+        max_model_len=max_model_len,
+        num_full_sequences=num_blocks // math.ceil(max_model_len / config.block_size),
+        max_num_seqs=config.max_num_seqs,
+        machine_bytes=machine_bytes,
+    )
+
+
+def shortage(plans: list[MemoryPlan]) -> str:
+    """Why engines with these plans do not fit into this machine together; empty if they do."""
+    for on_gpu in (False, True):
+        chosen = [plan for plan in plans if plan.on_gpu is on_gpu]
+        known = [plan.machine_bytes for plan in chosen if plan.machine_bytes is not None]
+        needed = sum(plan.total_bytes for plan in chosen)
+        if known and needed > min(known):
+            place = "the GPU has" if on_gpu else "the host has available"
+            setting = "gpu_memory_utilization" if on_gpu else "kv_cache_memory_bytes"
+            return (
+                f"memory: {size(needed)} are needed, and {place} {size(min(known))}; lower "
+                f"{setting}, or choose a smaller model or another machine"
+            )
+    return ""
+
+
+def size(num_bytes: int) -> str:
+    """A number of bytes, such as `1.5 GiB`."""
+    if num_bytes < 1 << 20:
+        return f"{num_bytes / (1 << 10):.1f} KiB"
+    if num_bytes < 1 << 30:
+        return f"{num_bytes / (1 << 20):.0f} MiB"
+    return f"{num_bytes / (1 << 30):.2f} GiB"
+
+
+def _available_bytes() -> int | None:
+    memory = HostMemory(0)
+    memory.poll()
+    return memory.available_bytes

@@ -1,0 +1,233 @@
+"""What is understood of a checkpoint: its model, its tokenizer, and where it can run."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from inflight.checkpoint import safetensors
+from inflight.checkpoint.gguf import GgufFile
+from inflight.checkpoint.locate import Checkpoint
+from inflight.cli.inspection.memory_plan import MemoryPlan, plan_memory
+from inflight.config import EngineConfig
+from inflight.models.gpu_support import gpu_obstacle
+from inflight.models.loader import weight_shapes
+from inflight.models.registry import read_spec
+from inflight.models.spec import ModelSpec, RopeSpec
+from inflight.models.stored_weights import open_weights
+from inflight.text.tokenizer import Tokenizer
+
+
+class NamedToken(msgspec.Struct, frozen=True):
+    """A token id and its text; None if the tokenizer does not have it."""
+
+    id: int
+    text: str | None
+
+
+class Attention(msgspec.Struct, frozen=True, kw_only=True):
+    """Attention that some layers have in common.
+
+    Attributes:
+        num_layers: how many.
+        num_heads, num_kv_heads, head_dim: of queries, of keys and values, and their width.
+        window: tokens that a query attends to; 0 for all.
+        rope: the parameters of RoPE that differ from their defaults, and theta.
+    """
+
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    window: int
+    rope: dict[str, Any]
+
+
+class Summary(msgspec.Struct, frozen=True, kw_only=True):
+    """A checkpoint.
+
+    Attributes:
+        name, path, format: of the checkpoint; the format is gguf or huggingface.
+        file_bytes: of its weights' files.
+        stored_types: number of tensors by type, such as BF16 or Q4_K; empty for random weights.
+        family: that reads it.
+        num_parameters: of the model; tied ones count once.
+        num_layers, hidden_size, vocab_size: of the model.
+        mlp_widths: the distinct ones of its layers.
+        attention: the distinct ones of its layers.
+        tied: whether the output layer is the embedding.
+        trained_context: the context length that the checkpoint states.
+        max_context: with RoPE's scaling, in tokens.
+        kv_bytes_per_token: by dtype of the KV cache.
+        tokenizer: its kind; None if there is none.
+        chat_template: where it is; None if there is none.
+        bos: begins a sequence; None if the model has none.
+        stop_tokens: each of them ends an output.
+        obstacles: by device, why the model cannot run there; None if it can.
+        memory: of an engine on this machine.
+    """
+
+    name: str
+    path: str
+    format: str
+    file_bytes: int
+    stored_types: dict[str, int]
+    family: str
+    num_parameters: int
+    num_layers: int
+    hidden_size: int
+    vocab_size: int
+    mlp_widths: list[int]
+    attention: list[Attention]
+    tied: bool
+    trained_context: int
+    max_context: int
+    kv_bytes_per_token: dict[str, int]
+    tokenizer: str | None
+    chat_template: str | None
+    bos: NamedToken | None
+    stop_tokens: list[NamedToken]
+    obstacles: dict[str, str | None]
+    memory: MemoryPlan
+
+
+def summarize(config: EngineConfig, checkpoint: Checkpoint) -> Summary:
+    """Read all of a checkpoint but its weights.
+
+    Args:
+        config: settings of the engine that would run it.
+        checkpoint: the model's files.
+
+    Raises:
+        ConfigError: it cannot be loaded with these settings, with the reason.
+    """
+    checkpoint = dataclasses.replace(checkpoint, random_weights=config.random_weights)
+    spec = read_spec(checkpoint)
+    shapes = weight_shapes(spec)
+    reads_weights = config.device != "echo" and not config.random_weights
+    if reads_weights:
+        open_weights(checkpoint, spec, shapes)  # raises if tensors are missing
+    num_parameters = sum(math.prod(shape) for shape in shapes.values())
+    tokenizer = Tokenizer.load_if_present(checkpoint)
+    ends = {*spec.eos_token_ids, *(tokenizer.eos_ids if tokenizer is not None else ())}
+    texts = _texts(tokenizer, {*ends, spec.bos_token_id})
+    return Summary(
+        name=checkpoint.name,
+        path=str(checkpoint.path),
+        format=checkpoint.format,
+        file_bytes=_file_bytes(checkpoint) if reads_weights else 0,
+        stored_types=_stored_types(checkpoint) if reads_weights else {},
+        family=spec.family,
+        num_parameters=num_parameters,
+        num_layers=spec.num_layers,
+        hidden_size=spec.hidden_size,
+        vocab_size=spec.vocab_size,
+        mlp_widths=list(dict.fromkeys(layer.mlp.width for layer in spec.layers)),
+        attention=_attention(spec),
+        tied=spec.tie_word_embeddings,
+        trained_context=spec.max_position_embeddings,
+        max_context=spec.max_context,
+        kv_bytes_per_token={
+            "float32": spec.kv_layout("float32").block_bytes(1),
+            "bfloat16": spec.kv_layout("bfloat16").block_bytes(1),
+        },
+        tokenizer=None if tokenizer is None else _tokenizer_kind(checkpoint, tokenizer),
+        chat_template=_template_place(checkpoint, tokenizer),
+        bos=_named(spec.bos_token_id, texts),
+        stop_tokens=[NamedToken(id_, texts.get(id_)) for id_ in sorted(ends)],
+        obstacles={"cpu": None, "gpu": gpu_obstacle(spec, spec.max_model_len(config))},
+        memory=plan_memory(config, checkpoint, spec, num_parameters),
+    )
+
+
+def _attention(spec: ModelSpec) -> list[Attention]:
+    return [
+        Attention(
+            num_layers=count,
+            num_heads=attention.num_heads,
+            num_kv_heads=attention.num_kv_heads,
+            head_dim=attention.head_dim,
+            window=attention.window,
+            rope=_settings_of(attention.rope),
+        )
+        for attention, count in Counter(layer.attention for layer in spec.layers).items()
+    ]
+
+
+def _settings_of(rope: RopeSpec) -> dict[str, Any]:
+    """Those that differ from their defaults; none for layers without RoPE."""
+    if rope.type == "none":
+        return {}
+    found = {
+        field.name: getattr(rope, field.name)
+        for field in dataclasses.fields(rope)
+        if field.name in ("type", "theta") or getattr(rope, field.name) != field.default
+    }
+    return {key: list(value) if isinstance(value, tuple) else value for key, value in found.items()}
+
+
+def _files(checkpoint: Checkpoint) -> list[Path]:
+    if checkpoint.format == "gguf":
+        return [checkpoint.path]
+    return sorted(checkpoint.path.glob("*.safetensors"))
+
+
+def _file_bytes(checkpoint: Checkpoint) -> int:
+    return sum(path.stat().st_size for path in _files(checkpoint))
+
+
+def _stored_types(checkpoint: Checkpoint) -> dict[str, int]:
+    if checkpoint.format == "gguf":
+        types = [tensor.type.name for tensor in GgufFile(checkpoint.path).tensors.values()]
+    else:
+        types = [tensor.dtype for tensor in safetensors.read_folder(checkpoint.path).values()]
+    return dict(Counter(types).most_common())
+
+
+class _Model(msgspec.Struct):
+    type: str | None = None
+
+
+class _TokenizerFile(msgspec.Struct):
+    """The part of a tokenizer.json that says what it is."""
+
+    model: _Model
+
+
+def _tokenizer_kind(checkpoint: Checkpoint, tokenizer: Tokenizer) -> str:
+    decoder = str((tokenizer.decoder or {}).get("type") or "no decoder")
+    if checkpoint.format == "gguf":
+        metadata = GgufFile(checkpoint.path).metadata
+        keys = ("tokenizer.ggml.model", "tokenizer.ggml.pre")
+        return ", ".join(str(metadata[key]) for key in keys if key in metadata)
+    try:
+        text = (checkpoint.path / "tokenizer.json").read_bytes()
+        kind = msgspec.json.decode(text, type=_TokenizerFile).model.type
+    except (OSError, msgspec.DecodeError):  # the tokenizer was read before
+        kind = None
+    return f"{kind or 'unknown'}, {decoder}"
+
+
+def _template_place(checkpoint: Checkpoint, tokenizer: Tokenizer | None) -> str | None:
+    if tokenizer is None or tokenizer.chat_template is None:
+        return None
+    key = "tokenizer.chat_template"
+    if checkpoint.format == "gguf":
+        return key if key in GgufFile(checkpoint.path).metadata else "built in"
+    is_file = (checkpoint.path / "chat_template.jinja").is_file()
+    return "chat_template.jinja" if is_file else "tokenizer_config.json"
+
+
+def _texts(tokenizer: Tokenizer | None, ids: set[int | None]) -> dict[int, str]:
+    if tokenizer is None:
+        return {}
+    return {id_: text for text, id_ in tokenizer.vocabulary().items() if id_ in ids}
+
+
+def _named(token_id: int | None, texts: dict[int, str]) -> NamedToken | None:
+    return None if token_id is None else NamedToken(token_id, texts.get(token_id))

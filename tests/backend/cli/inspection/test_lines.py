@@ -1,0 +1,58 @@
+"""A summary is a table on a terminal, and plain lines elsewhere."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+
+import msgspec
+import pytest
+from rich.console import Console
+
+import tiny
+from inflight.cli.inspection import lines
+from inflight.cli.inspection.summary import Summary, summarize
+from inflight.config import EngineConfig
+
+
+@pytest.fixture
+def summary(tmp_path: Path) -> Summary:
+    checkpoint = tiny.write_llama(tmp_path / "[bold]")
+    return summarize(EngineConfig(model=str(checkpoint.path), num_blocks=64), checkpoint)
+
+
+def shown(summary: Summary, *, is_terminal: bool) -> str:
+    output = io.StringIO()
+    console = Console(file=output, force_terminal=is_terminal, width=400, color_system=None)
+    lines.write(summary, console)
+    return output.getvalue()
+
+
+def test_brackets_in_a_name_are_no_markup(summary: Summary) -> None:
+    assert shown(summary, is_terminal=False).startswith("model: [bold]\n")
+
+
+def test_a_terminal_shows_the_same_facts_in_columns(summary: Summary) -> None:
+    plain = [line.split(": ", 1) for line in shown(summary, is_terminal=False).splitlines()]
+    table = [line.rstrip() for line in shown(summary, is_terminal=True).splitlines()]
+    width = max(len(name) for name, _ in plain) + 1
+    assert table == [f"{name:<{width}} {value}".rstrip() for name, value in plain]
+
+
+def test_counts_and_scaling_are_readable(summary: Summary) -> None:
+    linear = {"type": "linear", "theta": 1e4, "factor": 4.0, "divisors": [1.0] * 8}
+    attention = msgspec.structs.replace(summary.attention[0], window=64, rope=linear)
+    without = msgspec.structs.replace(attention, rope={})
+    changed = msgspec.structs.replace(
+        summary,
+        num_parameters=8_030_261_248,
+        max_context=1024,
+        attention=[attention, without],
+        stored_types={},
+    )
+    text = shown(changed, is_terminal=False)
+    assert "parameters: 8,030,261,248 (8.0 billion)\n" in text
+    assert "context: 256 tokens, 1024 with RoPE's scaling\n" in text
+    assert "window 64, RoPE linear, theta 10000.0, factor 4.0, divisors for 8 frequencies\n" in text
+    assert "window 64, no RoPE\n" in text
+    assert "format: Hugging Face folder, random weights\n" in text

@@ -1,0 +1,96 @@
+"""The plan is what an engine does at its start."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import pytest
+
+import tiny
+from inflight.cli.inspection.memory_plan import MemoryPlan, plan_memory, shortage, size
+from inflight.config import EngineConfig
+from inflight.errors import ConfigError
+from inflight.execution import factory
+from inflight.models.registry import read_spec
+
+NUM_PARAMETERS = 1000
+GIB = 1 << 30
+
+
+class FakeGpu:
+    uuid = "GPU-0"
+    name = "a GPU"
+    total_bytes = 8 * GIB
+
+    def free_bytes(self) -> int:
+        return self.total_bytes
+
+
+def config(path: Path, **settings: object) -> EngineConfig:
+    return msgspec.convert({"model": str(path), "device": "cpu"} | settings, EngineConfig)
+
+
+def plan(path: Path, **settings: object) -> MemoryPlan:
+    checkpoint = tiny.write_llama(path)
+    return plan_memory(config(path, **settings), checkpoint, read_spec(checkpoint), NUM_PARAMETERS)
+
+
+def test_a_plan_for_a_cpu_has_the_pool_of_its_engine(tmp_path: Path) -> None:
+    found = plan(tmp_path, kv_cache_memory_bytes=1 << 20, block_size=4)
+    runner = tiny.make_runner(
+        tiny.write_llama(tmp_path), kv_cache_memory_bytes=1 << 20, num_blocks=None
+    )
+    assert found.num_blocks == runner.num_blocks
+    assert found.num_tokens == 4 * runner.num_blocks
+    assert found.weight_bytes == 4 * NUM_PARAMETERS  # float32
+    assert found.max_model_len == 256
+    assert found.num_full_sequences == runner.num_blocks // 64
+
+
+def test_a_drafters_kv_counts(tmp_path: Path) -> None:
+    tiny.write_llama(tmp_path / "draft", num_hidden_layers=1)
+    drafter = {"method": "draft_model", "model": str(tmp_path / "draft")}
+    settings = {"kv_cache_memory_bytes": 1 << 20, "block_size": 4}
+    alone = plan(tmp_path / "x", **settings)
+    assert plan(tmp_path / "x", **settings, speculative_config=drafter).num_blocks == (
+        alone.num_blocks * 2 // 3
+    )
+
+
+def test_a_plan_for_a_gpu_is_the_budget_that_an_engine_reserves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def resolved(found: EngineConfig, checkpoint: object) -> factory.ResolvedDevice:
+        return factory.ResolvedDevice(msgspec.structs.replace(found, device="cuda"), "GPU")
+
+    monkeypatch.setattr(factory, "resolve_device", resolved)
+    monkeypatch.setattr(factory, "gpu_of", lambda found: FakeGpu())
+    found = plan(tmp_path, device="auto")
+    on_gpu = config(tmp_path, device="cuda")
+    checkpoint = tiny.write_llama(tmp_path)
+    assert found.on_gpu and found.dtype == "bfloat16"
+    assert found.total_bytes == factory.expected_budget_bytes(on_gpu, checkpoint, 8 * GIB)
+    assert found.num_full_sequences == found.max_num_seqs == 256
+
+
+def test_settings_that_the_model_does_not_allow_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="max_model_len: 257"):
+        plan(tmp_path, max_model_len=257)
+    with pytest.raises(ConfigError, match="one block of this model takes"):
+        plan(tmp_path, kv_cache_memory_bytes=1)
+
+
+def test_engines_must_fit_into_the_machine_together(tmp_path: Path) -> None:
+    found = plan(tmp_path, num_blocks=16)
+    one = msgspec.structs.replace(found, weight_bytes=3 * GIB, kv_bytes=GIB, machine_bytes=7 * GIB)
+    assert shortage([one]) == ""
+    assert "8.00 GiB are needed, and the host has available 7.00 GiB" in shortage([one, one])
+    gpu = msgspec.structs.replace(one, on_gpu=True)
+    assert shortage([one, gpu]) == ""
+    assert "the GPU has 7.00 GiB; lower gpu_memory_utilization" in shortage([gpu, gpu])
+    assert shortage([msgspec.structs.replace(one, machine_bytes=None)] * 9) == ""
+
+
+def test_sizes_are_short() -> None:
+    assert [size(one) for one in (1536, 5 << 20, 3 << 29)] == ["1.5 KiB", "5 MiB", "1.50 GiB"]
