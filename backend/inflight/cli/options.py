@@ -39,6 +39,9 @@ Unary = Annotated[
     typer.Option("--unary", help="One response per request, for /infer and unary gRPC."),
 ]
 Ensemble = Annotated[str, typer.Option(help="Name of the ensemble.")]
+ChatEnsemble = Annotated[
+    str, typer.Option(help="Name of the ensemble, or its prefix: one for one_chat.")
+]
 ModelName = Annotated[
     str,
     typer.Argument(
@@ -144,7 +147,7 @@ class GenerateConnection(ConnectionOptions):
 class ChatConnection(ConnectionOptions):
     """Of `chat`."""
 
-    model: Ensemble = "chat"
+    model: ChatEnsemble = "chat"
 
 
 # Of `serve`
