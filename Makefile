@@ -32,6 +32,7 @@ RUN = env -u PYTHONPATH -u PYTHONHOME -u PYTHONDONTWRITEBYTECODE
 WITHOUT_GPU = --ignore=tests/backend/gpu --ignore=tests/kernels/gpu
 # The files with such tests: to collect all others takes longer than most of these tests.
 ALONE = $$(grep -rl --include='test_*.py' --exclude-dir=gpu 'mark\.alone' tests | sort)
+WITH_GEMMA = $$(grep -rl --include='test_*.py' 'mark\.gemma' tests | sort)
 PYTEST = $(RUN) $(BIN)/python -m pytest
 GEMMA = $(VENV)/models/gemma-3-270m-q4_k_m.gguf
 
@@ -51,7 +52,7 @@ gemma: $(VENV)/.serve $(GEMMA)
 	@echo "serve it: $(BIN)/inflight serve $(GEMMA)"
 
 test-gemma: $(VENV)/.dev $(GEMMA)
-	$(PYTEST) -m "gemma and not gpu"
+	$(PYTEST) -m "gemma and not gpu" $(WITH_GEMMA)
 
 check: $(VENV)/.dev
 	$(BIN)/ruff check
