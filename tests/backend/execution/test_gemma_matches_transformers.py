@@ -14,7 +14,7 @@ import torch
 import transformers
 
 import gemma
-import result
+import long_results
 from gguf_transformers import quick_reader
 from inflight.checkpoint.locate import Checkpoint
 from inflight.config import EngineConfig
@@ -36,7 +36,6 @@ QUESTION = {"role": "user", "content": "What is the capital of France?"}
 # The last one is longer than the window of the sliding layers.
 LONG = " ".join([*(sentence for group in SENTENCES.values() for sentence in group), *PROMPTS])
 TEXTS = [*PROMPTS[:14], LONG]
-RESULT = result.ROOT / "benchmarks" / "results" / "gemma-3-270m-agreement.json"
 
 pytestmark = [pytest.mark.gemma, pytest.mark.timeout(600)]
 
@@ -91,6 +90,6 @@ def test_sixteen_prompts_side_by_side(
     rows = [agreement(reference, one, outputs[i]) for i, one in enumerate(prompts)]
     assert all(row["output_tokens"] == OUTPUT_LEN for row in rows)
     assert all(row["largest_miss"] < TIE for row in rows), rows
-    versions = {"torch": torch.__version__, "transformers": transformers.__version__}
-    facts = {"model": checkpoint.path.name, "peer": versions}
-    result.write(RESULT, "greedy tokens of Gemma 3 270M, against transformers", rows, **facts)
+    peer = f"transformers {transformers.__version__}, torch {torch.__version__}, float32"
+    benchmark = "greedy tokens of Gemma 3 270M"
+    long_results.write("gemma-3-270m", benchmark, rows, model=checkpoint.path.name, peer=peer)
