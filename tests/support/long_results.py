@@ -10,8 +10,8 @@ import result
 _FOLDER = result.ROOT / "benchmarks" / "results" / "long"
 
 
-def write(name: str, benchmark: str, rows: list[dict[str, Any]]) -> None:
-    result.write(_FOLDER / f"{name}.json", benchmark, rows)
+def write(name: str, benchmark: str, rows: list[dict[str, Any]], **facts: Any) -> None:
+    result.write(_FOLDER / f"{name}.json", benchmark, rows, **facts)
 
 
 def collected(name: str, benchmark: str) -> Iterator[list[dict[str, Any]]]:

@@ -103,11 +103,12 @@ def sentencepiece_pieces() -> tuple[list[str], list[float], list[int]]:
     return tokens, scores, types
 
 
-def sentencepiece_gguf(path: Path, **changes: object) -> Path:
+def sentencepiece_gguf(path: Path, architecture: str = "llama", **changes: object) -> Path:
     """`sentencepiece_pieces` as a GGUF file without tensors.
 
     Args:
         path: of the file.
+        architecture: general.architecture.
         changes: key without `tokenizer.ggml.` -> another value; None leaves the key out.
     """
     tokens, scores, types = sentencepiece_pieces()
@@ -123,12 +124,13 @@ def sentencepiece_gguf(path: Path, **changes: object) -> Path:
         "add_space_prefix": True,
     }
     metadata.update(changes)
-    return write_gguf(path, {f"tokenizer.ggml.{key}": value for key, value in metadata.items()})
+    keys = {f"tokenizer.ggml.{key}": value for key, value in metadata.items()}
+    return write_gguf(path, keys, architecture)
 
 
-def write_gguf(path: Path, metadata: dict[str, object]) -> Path:
+def write_gguf(path: Path, metadata: dict[str, object], architecture: str = "llama") -> Path:
     """A GGUF file that has metadata and no tensors."""
-    writer = gguf.GGUFWriter(path, "llama")
+    writer = gguf.GGUFWriter(path, architecture)
     for key, value in metadata.items():
         if isinstance(value, bool):
             writer.add_bool(key, value)

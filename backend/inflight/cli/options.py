@@ -46,6 +46,9 @@ Unary = Annotated[
     typer.Option("--unary", help="One response per request, for /infer and unary gRPC."),
 ]
 Ensemble = Annotated[str, typer.Option(help="Name of the ensemble.")]
+ChatEnsemble = Annotated[
+    str, typer.Option(help="Name of the ensemble, or its prefix: one for one_chat.")
+]
 ModelName = Annotated[
     str,
     typer.Argument(
@@ -151,7 +154,7 @@ class GenerateConnection(ConnectionOptions):
 class ChatConnection(ConnectionOptions):
     """Of `chat`."""
 
-    model: Ensemble = "chat"
+    model: ChatEnsemble = "chat"
 
 
 # Of `serve`

@@ -153,6 +153,7 @@ def _path_of(model: str, checkpoint: Checkpoint) -> str:
 
 
 def _left_out(checkpoint: Checkpoint, layout: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    from inflight.text.chat_format import builtin_templates
     from inflight.text.tokenizer import Tokenizer  # as above
 
     tokenizer = Tokenizer.load_if_present(checkpoint)
@@ -167,6 +168,12 @@ def _left_out(checkpoint: Checkpoint, layout: str) -> tuple[tuple[str, ...], tup
     if tokenizer.chat_template is None:
         return _NEED_CHAT_TEMPLATE, (
             f"{checkpoint.path} has no chat template: chat is not available",
+        )
+    built_in = builtin_templates.name_of(tokenizer.chat_template)
+    if built_in is not None:
+        return (), (
+            f"{checkpoint.path} has no chat template: chats have the form of {built_in}, for which "
+            "a base model was not trained",
         )
     return (), ()
 

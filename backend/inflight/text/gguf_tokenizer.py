@@ -15,6 +15,7 @@ import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
 
 from inflight.errors import ConfigError
+from inflight.text.chat_format import builtin_templates, named_templates, stop_tokens
 
 # tokenizer.ggml.token_type
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = 1, 2, 3, 4, 5, 6
@@ -31,10 +32,16 @@ _TEKKEN = (
     rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*|"
     rf"\p{{N}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_SPACES}"
 )
+_GPT4O = (
+    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+{_CONTRACTIONS}?|"
+    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*{_CONTRACTIONS}?|"
+    rf"\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_SPACES}"
+)
+_SEED = _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}\r\n]+|" + _SPACES
 # For files without tokenizer.ggml.pre, from older converters.
 _UNNAMED = (r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", r"[0-9][0-9][0-9]")
 
-KNOWN_PATTERNS = frozenset({_GPT2, _LLAMA3, _QWEN2, _TEKKEN, *_UNNAMED})
+KNOWN_PATTERNS = frozenset({_GPT2, _LLAMA3, _QWEN2, _TEKKEN, _GPT4O, _SEED, *_UNNAMED})
 """Regular expressions whose time was measured to be linear in the text."""
 
 
@@ -65,6 +72,14 @@ def _tekken() -> pre_tokenizers.PreTokenizer:
     return _split(_TEKKEN)
 
 
+def _gpt4o() -> pre_tokenizers.PreTokenizer:
+    return _split(_GPT4O)
+
+
+def _seed() -> pre_tokenizers.PreTokenizer:
+    return _split(_SEED)
+
+
 def _unnamed() -> pre_tokenizers.PreTokenizer:
     return _split(*_UNNAMED)
 
@@ -72,15 +87,25 @@ def _unnamed() -> pre_tokenizers.PreTokenizer:
 _PRE_TOKENIZERS: dict[str, Callable[[], pre_tokenizers.PreTokenizer]] = {
     "default": _unnamed,
     "gpt-2": _gpt2,
+    "olmo": _gpt2,
+    "exaone4": _gpt2,
     "smollm": _digits_apart,
     "starcoder": _digits_apart,
     "refact": _digits_apart,
     "command-r": _digits_apart,
+    "exaone": _digits_apart,
     "llama-bpe": _llama3,
     "llama3": _llama3,
     "llama-v3": _llama3,
+    "dbrx": _llama3,
+    "smaug-bpe": _llama3,
+    "glm4": _llama3,
+    "chatglm-bpe": _llama3,
     "qwen2": _qwen2,
     "deepseek-r1-qwen": _qwen2,
+    "stablelm2": _qwen2,
+    "gpt-4o": _gpt4o,
+    "seed-coder": _seed,
     "tekken": _tekken,
 }
 # A pre-token that is in the vocabulary is one token, whatever the merges.
@@ -88,8 +113,8 @@ _IGNORES_MERGES = {"llama-bpe", "llama3", "llama-v3", "tekken"}
 _BEGINS_WITH_BOS = {"llama-bpe", "llama3", "llama-v3", "tekken"}
 _NORMALIZES = {"qwen2", "deepseek-r1-qwen"}
 _MODELS = ("gpt2", "llama")
-# Control tokens that end a turn, for older files without tokenizer.ggml.eot_token_id.
-_TURN_ENDS = ("<|eot_id|>", "<|im_end|>", "<end_of_turn>", "<|end|>", "<|return|>")
+# Phi-3's tokens swallow the white space after them, but for these.
+_KEEP_SPACE = ("<unk>", "<s>", "<|endoftext|>")
 
 
 def read(path: Path) -> dict[str, Any]:
@@ -130,7 +155,8 @@ def write_folder(path: Path, metadata: dict[str, Any], folder: Path) -> None:
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from None
     tokens = metadata["tokenizer.ggml.tokens"]
-    eos_ids = _eos_ids(metadata)
+    special = _special(metadata)
+    eos_ids = _eos_ids(metadata, special)
     backend.save(str(folder / "tokenizer.json"))
     texts = {
         name: tokens[id_]
@@ -149,7 +175,7 @@ def write_folder(path: Path, metadata: dict[str, Any], folder: Path) -> None:
             **texts,
             "clean_up_tokenization_spaces": False,
             "model_max_length": _number(metadata, "context_length"),
-            "chat_template": _chat_template(metadata),
+            "chat_template": _chat_template(metadata, special),
         },
     )
     eos = eos_ids[0] if len(eos_ids) == 1 else list(eos_ids)
@@ -158,16 +184,12 @@ def write_folder(path: Path, metadata: dict[str, Any], folder: Path) -> None:
     _write_json(folder / "generation_config.json", ends)
 
 
-def _chat_template(metadata: dict[str, Any]) -> Any:
-    """The template, or several under names."""
-    default = metadata.get("tokenizer.chat_template")
-    for_tools = metadata.get("tokenizer.chat_template.tool_use")
-    if for_tools is None:
-        return default
-    return [
-        {"name": "default", "template": default},
-        {"name": "tool_use", "template": for_tools},
-    ]
+def _chat_template(metadata: dict[str, Any], special: dict[str, int]) -> Any:
+    """The template, or several under names; a built-in one if the file has none."""
+    templates = named_templates.of_gguf(metadata)
+    if not templates:
+        return builtin_templates.find(metadata.get("general.architecture"), special)
+    return named_templates.in_config(templates)
 
 
 def build(metadata: dict[str, Any]) -> tokenizers.Tokenizer:
@@ -195,14 +217,7 @@ def build(metadata: dict[str, Any]) -> tokenizers.Tokenizer:
         )
     make = _byte_level if kind == "gpt2" else _sentencepiece
     backend, begins = make(metadata, vocabulary, types)
-    special = (_CONTROL, _UNKNOWN) if kind == "llama" else (_CONTROL,)
-    backend.add_tokens(
-        [
-            AddedToken(token, normalized=False, special=type_ in special)
-            for token, type_ in zip(tokens, types, strict=True)
-            if token and type_ in (*special, _USER_DEFINED)
-        ]
-    )
+    backend.add_tokens(_added_tokens(metadata, types))
     # The file's setting takes precedence.
     begins = bool(metadata.get("tokenizer.ggml.add_bos_token", begins))
     ends = bool(metadata.get("tokenizer.ggml.add_eos_token", False))
@@ -220,6 +235,26 @@ def build(metadata: dict[str, Any]) -> tokenizers.Tokenizer:
             single=single, special_tokens=[part for part in around if part]
         )
     return backend
+
+
+def _added_tokens(metadata: dict[str, Any], types: list[int]) -> list[AddedToken]:
+    """The tokens that are found in a text before anything else."""
+    is_sentencepiece = metadata["tokenizer.ggml.model"] == "llama"
+    special = (_CONTROL, _UNKNOWN) if is_sentencepiece else (_CONTROL,)
+    is_phi3 = is_sentencepiece and metadata.get("general.architecture") == "phi3"
+    # Gemma's runs of spaces are found where U+2581 stands for a space. With a prefix space, the
+    # library would add it to them, too.
+    has_prefix = bool(metadata.get("tokenizer.ggml.add_space_prefix", True))
+    return [
+        AddedToken(
+            token,
+            normalized=is_sentencepiece and not has_prefix and type_ == _USER_DEFINED,
+            special=type_ in special,
+            rstrip=is_phi3 and token not in _KEEP_SPACE,
+        )
+        for token, type_ in zip(metadata["tokenizer.ggml.tokens"], types, strict=True)
+        if token and type_ in (*special, _USER_DEFINED)
+    ]
 
 
 def _byte_level(
@@ -313,14 +348,17 @@ def _token_id(metadata: dict[str, Any], name: str) -> int | None:
     return id_ if isinstance(id_, int) and id_ < len(metadata["tokenizer.ggml.tokens"]) else None
 
 
-def _eos_ids(metadata: dict[str, Any]) -> tuple[int, ...]:
+def _special(metadata: dict[str, Any]) -> dict[str, int]:
+    """Text -> id of the tokens that may delimit turns."""
     tokens = metadata["tokenizer.ggml.tokens"]
     types = metadata.get("tokenizer.ggml.token_type") or []
-    ids = [_token_id(metadata, "eos"), _token_id(metadata, "eot"), _token_id(metadata, "eom")]
-    if ids[1] is None:
-        control = {tokens[i]: i for i, type_ in enumerate(types) if type_ == _CONTROL}
-        ids += [control.get(text) for text in _TURN_ENDS]
-    return tuple(dict.fromkeys(id_ for id_ in ids if id_ is not None))
+    return {tokens[i]: i for i, type_ in enumerate(types) if type_ in (_CONTROL, _USER_DEFINED)}
+
+
+def _eos_ids(metadata: dict[str, Any], special: dict[str, int]) -> tuple[int, ...]:
+    named = (_token_id(metadata, name) for name in ("eos", "eot", "eom"))
+    found = stop_tokens.in_vocabulary(special, _token_id(metadata, "unknown"))
+    return tuple(dict.fromkeys(id_ for id_ in (*named, *found) if id_ is not None))
 
 
 def _number(metadata: dict[str, Any], key: str) -> Any:

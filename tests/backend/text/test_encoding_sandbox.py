@@ -17,6 +17,7 @@ from tokenizers import AddedToken, Regex, models, normalizers, pre_tokenizers, p
 from inflight.checkpoint.locate import locate
 from inflight.errors import ConfigError, RequestError
 from inflight.text import tokenizer as tokenizer_module
+from inflight.text.chat_format import named_templates
 from inflight.text.tokenizer import MAX_CHARACTERS_HERE, Tokenizer
 from texts import TEXTS
 from vocabularies import byte_level, byte_level_folder
@@ -233,12 +234,18 @@ def test_a_file_that_is_too_large_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = byte_level_folder(tmp_path)
-    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+    large, small = tokenizer_module.MAX_FILE_BYTES, named_templates.MAX_FILE_BYTES
+    limits = {
+        "tokenizer.json": large,
+        "tokenizer_config.json": large,
+        "chat_template.jinja": small,
+    }
+    for name, limit in limits.items():
         (folder / name).touch()
         size = (folder / name).stat().st_size
         with open(folder / name, "r+b") as file:
-            file.truncate(tokenizer_module.MAX_FILE_BYTES + 1)  # a hole, which takes no space
-        with pytest.raises(ConfigError, match=r"bytes, which is too much; allowed: 134217728"):
+            file.truncate(limit + 1)  # a hole, which takes no space
+        with pytest.raises(ConfigError, match=rf"bytes, which is too much; allowed: {limit}"):
             Tokenizer.load(locate(str(folder)))
         with open(folder / name, "r+b") as file:
             file.truncate(size)

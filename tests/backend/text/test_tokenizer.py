@@ -152,6 +152,8 @@ class TestFolder:
         assert _load(tmp_path).eos_ids == (eot,)
         (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, 8]}))
         assert _load(tmp_path).eos_ids == (7, 8, eot)
+        (tmp_path / "config.json").write_text(json.dumps({"text_config": {"eos_token_id": [9]}}))
+        assert _load(tmp_path).eos_ids == (7, 8, 9, eot)
 
     def test_padding_and_truncation_are_off(self, tmp_path: Path) -> None:
         backend = tokenizers.Tokenizer.from_str(byte_level().to_str())
@@ -197,6 +199,13 @@ class TestByteLevelGguf:
             ("tekken", "HTMLParser 12/\n", ["HTMLParser", " ", "1", "2", "/\n"]),
             ("tekken", "fooBar it's", ["foo", "Bar", " it", "'s"]),
             ("default", "a+b 1234", ["a", "+", "b", " ", "123", "4"]),
+            ("olmo", "I'M 123", ["I", "'", "M", " 123"]),
+            ("command-r", "x 12", ["x", " ", "1", "2"]),
+            ("dbrx", "I'M 12345\n\n x", ["I", "'M", " ", "123", "45", "\n\n", " x"]),
+            ("glm4", "a.b!!\n 1234", ["a", ".b", "!!\n", " ", "123", "4"]),
+            ("gpt-4o", "fooBar it's 1234/\n", ["foo", "Bar", " it's", " ", "123", "4", "/\n"]),
+            ("gpt-4o", "HTMLParser's", ["HTMLParser's"]),
+            ("seed-coder", "a 12!!\n\nb", ["a", " ", "1", "2", "!!", "\n\n", "b"]),
         ],
     )
     def test_each_pre_tokenizer_splits_as_its_model_s(
@@ -236,6 +245,7 @@ class TestByteLevelGguf:
                 "tokenizer.ggml.pre: 'klingon' is not supported; allowed: default,",
             ),
             ({"model": "t5"}, "tokenizer.ggml.model: 't5' is not supported; allowed: gpt2, llama"),
+            ({"model": "gemma4"}, "tokenizer.ggml.model: 'gemma4' is not supported"),
             ({"model": None}, "tokenizer.ggml.model: None is not supported"),
             ({"tokens": []}, "tokenizer.ggml.tokens is missing or empty"),
             ({"token_type": [1]}, "tokenizer.ggml.token_type has 1 entries for "),
@@ -278,6 +288,25 @@ class TestSentencePieceGguf:
     ) -> None:
         ids = plain(sentencepiece, "a𠮷")
         assert [id_ - 3 for id_ in ids[-4:]] == list("𠮷".encode())
+
+    def test_user_defined_runs_of_spaces_are_one_token(self, tmp_path: Path) -> None:
+        """As SentencePiece finds Gemma's: where a space is U+2581, before any merge."""
+        tokenizer = _load(_gemma_like(tmp_path))
+        ids = tokenizer.vocabulary()
+        two, three = ids["  "], ids["   "]
+        assert plain(tokenizer, "a  b") == [ids["a"], two, ids["b"]]
+        assert plain(tokenizer, " " * 5) == [three, two]
+        assert plain(tokenizer, "\u2581 ") == [two]
+        assert plain(tokenizer, "   \n\n") == [three, ids["\n\n"]]
+        assert tokenizer.encode_pieces(["a  b"]) == plain(tokenizer, "a  b")
+
+    def test_phi_3_s_tokens_take_the_white_space_behind_them(self, tmp_path: Path) -> None:
+        path = _with_tokens(tmp_path, "phi3", {"<|user|>": 3, "<|endoftext|>": 3})
+        tokenizer = _load(path)
+        user, end = (tokenizer.vocabulary()[text] for text in ("<|user|>", "<|endoftext|>"))
+        assert plain(tokenizer, "<|user|>\n a") == [user, *plain(tokenizer, "a")]
+        assert plain(tokenizer, "<|endoftext|>\n") == [end, *plain(tokenizer, "\n")]
+        assert tokenizer.encode_pieces([user, "\na"]) == [user, *plain(tokenizer, "a")]
 
 
 class TestCache:
@@ -404,6 +433,23 @@ def test_a_gguf_file_may_have_a_template_for_tools(tmp_path: Path) -> None:
     assert (found.chat_template, found.tool_chat_template) == ("a", "b")
 
 
+def test_an_end_of_turn_is_found_by_its_text_in_a_gguf_file(tmp_path: Path) -> None:
+    tokenizer = _load(_gemma_like(tmp_path))
+    end = tokenizer.vocabulary()["<end_of_turn>"]
+    assert tokenizer.eos_ids == (2, end)  # the file names 2 alone
+    assert end in tokenizer.markers.values()
+
+
+def test_a_gguf_file_without_a_template_has_its_family_s(tmp_path: Path) -> None:
+    path = _gemma_like(tmp_path)
+    template = _load(path).chat_template
+    assert template is not None and "<start_of_turn>" in template
+    write_folder(path, read(path) | {"tokenizer.chat_template": "own"}, tmp_path)
+    assert _load(tmp_path).chat_template == "own"
+    other = _with_tokens(tmp_path / "other", "llama", {"<start_of_turn>": 3, "<end_of_turn>": 3})
+    assert _load(other).chat_template is None
+
+
 def test_a_file_that_is_no_gguf_file_is_named(tmp_path: Path) -> None:
     path = tmp_path / "model.gguf"
     path.write_bytes(b"not a model")
@@ -423,6 +469,25 @@ def test_a_gguf_file_without_a_tokenizer_is_a_model_of_ids(tmp_path: Path) -> No
 def test_the_decoder_is_reported_as_in_the_file(llama3: Tokenizer) -> None:
     assert llama3.decoder is not None
     assert llama3.decoder["type"] == type(library_decoders.ByteLevel()).__name__
+
+
+def _gemma_like(folder: Path) -> Path:
+    more = {"<start_of_turn>": 3, "<end_of_turn>": 3, "  ": 4, "   ": 4, "\n\n": 4}
+    return _with_tokens(folder, "gemma3", more, add_space_prefix=False)
+
+
+def _with_tokens(folder: Path, architecture: str, more: dict[str, int], **changes: object) -> Path:
+    """The SentencePiece GGUF file with further tokens: text -> type."""
+    folder.mkdir(exist_ok=True)
+    tokens, scores, types = sentencepiece_pieces()
+    return sentencepiece_gguf(
+        folder / "model.gguf",
+        architecture,
+        tokens=[*tokens, *more],
+        scores=[*scores, *([0.0] * len(more))],
+        token_type=[*types, *more.values()],
+        **changes,
+    )
 
 
 def _load(path: Path) -> Tokenizer:

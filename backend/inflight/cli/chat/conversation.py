@@ -44,7 +44,7 @@ class Conversation:
 
     Args:
         connect: a client of a chat model, by its name; the conversation closes it.
-        model: to begin with.
+        model: to begin with, by its name or its prefix.
         options: of each request.
         system: the system message, if any.
     """
@@ -87,7 +87,7 @@ class Conversation:
             self._client.close()
 
     def _run(self) -> bool:
-        self._check_ready()
+        self._select_first()
         accept_any_bytes()
         with contextlib.suppress(ImportError):
             import readline  # noqa: F401  - adds editing and history to input()
@@ -111,13 +111,26 @@ class Conversation:
             else:
                 self._console.print(f"{text} is not a command; /help lists them")
 
-    def _check_ready(self) -> None:
-        client = self._client
-        if not client.is_model_ready(self._chat_model):
+    def _select_first(self) -> None:
+        """Raises ClientError: the model is not ready."""
+        name = self._ready_model(self._chat_model)
+        if name is None:
             raise Unavailable(
-                f"model {self._chat_model!r} is not ready at {client.url}: not on the server, or "
-                "still loading; select another with --model"
+                f"model {self._chat_model!r} is not ready at {self._client.url}: not on the "
+                "server, or still loading; select another with --model"
             )
+        if name != self._chat_model:
+            self._select(name)
+
+    def _ready_model(self, name: str) -> str | None:
+        """The chat model of a name or a prefix; None if there is none, or it is not ready."""
+        names = (name, f"{name}_{CHAT}")
+        return next((one for one in names if self._client.is_model_ready(one)), None)
+
+    def _select(self, name: str) -> None:
+        self._client.close()
+        self._chat_model = name
+        self._client = self._connect(name)
 
     def _read(self) -> tuple[str, bool]:
         """The next message, and whether it was in triple quotes, in which commands are text."""
@@ -148,17 +161,15 @@ class Conversation:
                 self._console.print(f"{'*' if one == self._chat_model else ' '} {one}")
             return
         try:
-            found = [one for one in (name, f"{name}_{CHAT}") if client.is_model_ready(one)]
+            found = self._ready_model(name)
         except ClientError as error:
             self._console.print(f"error: {error}")
             return
-        if not found:
+        if found is None:
             self._console.print(f"model {name} is not ready; /model lists the models")
             return
-        client.close()
-        self._chat_model = found[0]
-        self._client = self._connect(found[0])
-        self._console.print(f"model {found[0]}")
+        self._select(found)
+        self._console.print(f"model {found}")
 
     def _turn(self, text: str) -> None:
         answer = self._reply([*self._messages, _message("user", text)])

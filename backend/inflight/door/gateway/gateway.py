@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from starlette.requests import Request
 
 from inflight.door.gateway.directory import Directory, ServedModel
 from inflight.door.gateway.generation import Call, Generation, MergedGenerations, Stream
+from inflight.door.gateway.parsers import unread_variables
 from inflight.door.gateway.problem import TOO_DEEP, Problem
 from inflight.door.gateway.triton import Triton
 from inflight.door.http.body import BodyReader, checked
@@ -52,7 +53,7 @@ class Gateway:
     Args:
         tritons: at least one.
         busy_poll: see `BusyPoll`.
-        ignored: counts fields of requests that are not known.
+        ignored: counts fields of requests that are not known, and variables that no template reads.
         tracing: of inference requests; None for no spans.
 
     Attributes:
@@ -91,11 +92,35 @@ class Gateway:
         """
         is_strict = self.policy.is_strict
         fields, unknown = await self.read(request, lambda body: parse(body, kind, is_strict))
-        if unknown:
-            logger.debug("ignored %d unknown fields", len(unknown))
-            if self._ignored is not None:
-                self._ignored.add(len(unknown))
+        self._ignore(len(unknown))
         return fields
+
+    def check_variables(self, served: ServedModel, variables: Mapping[str, Any] | None) -> None:
+        """Treat variables that a model's chat templates do not read as unknown fields.
+
+        Args:
+            variables: chat_template_kwargs of the request.
+
+        Raises:
+            Problem: there is one, and such fields are refused.
+        """
+        found = served.description
+        templates = (found.chat_template or "") + (found.tool_chat_template or "")
+        unread = unread_variables(templates, variables or {})
+        if unread and self.policy.is_strict:
+            name = unread[0][:64] if unread[0].isprintable() else "..."
+            raise Problem(
+                f"chat_template_kwargs: the chat template of {served.id} does not read {name!r}; "
+                "omit it",
+                param="chat_template_kwargs",
+            )
+        self._ignore(len(unread))
+
+    def _ignore(self, count: int) -> None:
+        if count:
+            logger.debug("ignored %d unknown fields", count)
+            if self._ignored is not None:
+                self._ignored.add(count)
 
     async def find(self, request: Request, name: str) -> ServedModel:
         """A model that the key of a request allows. Raises Problem."""

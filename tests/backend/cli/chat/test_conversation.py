@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,9 @@ def hello(call: Call) -> Iterator[Any]:
     yield answer("Hello", "stop", num_output=1)
 
 
-def chat(inflight: Run, stdin: str, *models: str) -> tuple[list[tuple[str, str]], str]:
+def chat(
+    inflight: Run, stdin: str, *models: str, options: Sequence[str] = ()
+) -> tuple[list[tuple[str, str]], str]:
     """Model and last message of each request, and what the command says; the server has `models`,
     as far as commands on this machine know."""
     with fake_triton.serve(hello) as server:
@@ -36,7 +38,7 @@ def chat(inflight: Run, stdin: str, *models: str) -> tuple[list[tuple[str, str]]
             endpoints = {"grpc": server.url}
             found = Health(is_live=True, is_ready=True, models=list(models), endpoints=endpoints)
             health.write(folder_of(os.getpid()) / health.HEALTH_FILE, found)
-        status, _, err = inflight("chat", "--url", server.url, stdin=stdin)
+        status, _, err = inflight("chat", "--url", server.url, *options, stdin=stdin)
         assert status == 0
         sent = [
             (call.request.model_name, json.loads(call.input("messages")[2][4:])[-1]["content"])
@@ -77,6 +79,7 @@ def test_another_model_goes_on_with_the_conversation(inflight: Run) -> None:
 def test_the_prefix_of_a_model_is_enough(inflight: Run) -> None:
     assert "nope" in fake_triton.MISSING and "nope_chat" not in fake_triton.MISSING
     assert chat(inflight, "/model nope\na\n")[0] == [("nope_chat", "a")]
+    assert chat(inflight, "a\n", options=("--model", "nope"))[0] == [("nope_chat", "a")]
 
 
 def test_a_model_that_is_not_ready_changes_nothing(

@@ -216,9 +216,25 @@ def test_strict_params_refuse_unknown_fields(tmp_path: Path) -> None:
         status, error = gateway.error(tempratur=1)
         assert (status, error["param"]) == (400, "tempratur")
         assert "did you mean 'temperature'" in error["message"]
+        _check_strict_variables(gateway)
         for method, text in (("GET", b"inflight_server_ready 1\n"), ("HEAD", b"")):
             status, _, body = gateway.ask(method, "/metrics")
             assert (status, body) == (200, text)
+
+
+def _check_strict_variables(gateway: Gateway) -> None:
+    """A variable that the model's chat template does not read is an unknown field, too."""
+    chat = "/v1/chat/completions"
+    cases = ((chat, "think_llm", 200), (chat, "llm", 400), ("/tokenize", "llm", 400))
+    for path, model, status in cases:
+        body = {"model": model, "messages": [{"role": "user", "content": "Hi"}]}
+        body["chat_template_kwargs"] = {"enable_thinking": False}
+        found, _, answer = gateway.ask("POST", path, body)
+        assert found == status, answer
+        if status == 400:
+            error = json.loads(answer)["error"]
+            assert error["param"] == "chat_template_kwargs"
+            assert "org/tiny-chat does not read 'enable_thinking'" in error["message"]
 
 
 def test_a_server_elsewhere_is_asked_for_its_models(tmp_path: Path) -> None:

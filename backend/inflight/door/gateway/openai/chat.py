@@ -80,6 +80,7 @@ class Chat:
         chat = await gateway.read_fields(request, ChatRequest, parse)
         served = await gateway.find(request, chat.model)
         model = chat_model(served)
+        gateway.check_variables(served, chat.chat_template_kwargs)
         tensors = _tensors(chat)
         plan = plan_turns(
             served.description,

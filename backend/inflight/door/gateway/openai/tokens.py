@@ -64,6 +64,7 @@ class TokenRoutes:
                 inputs.append(flag("add_special_tokens", fields.add_special_tokens))
         else:
             chat_model(served)
+            self._gateway.check_variables(served, fields.chat_template_kwargs)
             role, inputs = "chat_tokenizer", _chat_inputs(fields)
         values = await self._infer(served, role, inputs, "input_ids")
         tokens: list[int] = values

@@ -17,6 +17,7 @@ from inflight.door.gateway.parsers.detection import (
     markers,
     opens_reasoning,
     reasoning_switches,
+    unread_variables,
 )
 from inflight.door.gateway.parsers.formats.registry import FORMATS
 from inflight.door.gateway.parsers.guides import Guide, guide_for
@@ -49,4 +50,5 @@ __all__ = [
     "plain",
     "reasoning_switches",
     "schemas_of",
+    "unread_variables",
 ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -96,6 +96,11 @@ def opens_reasoning(chat_template: str, variables: Mapping[str, Any] | None = No
 def reasoning_switches(chat_template: str) -> list[str]:
     """The variables of a chat template that switch reasoning on and off."""
     return [name for name in _SWITCHES if re.search(rf"(?<![.\w]){name}\b", chat_template)]
+
+
+def unread_variables(chat_template: str, names: Iterable[str]) -> list[str]:
+    """Those of the names that occur nowhere in a chat template: they have no effect on it."""
+    return [name for name in names if not re.search(rf"(?<!\w){re.escape(name)}\b", chat_template)]
 
 
 def _holds(condition: str, variables: Mapping[str, Any]) -> bool:

@@ -5,7 +5,17 @@ from typing import Any
 import jinja2
 import pytest
 
-from inflight.door.gateway.parsers import FORMATS, Formats, detect, markers, opens_reasoning
+from family_chats import GRANITE as GRANITE33
+from family_chats import SMOLLM3
+from inflight.door.gateway.parsers import (
+    FORMATS,
+    Formats,
+    detect,
+    markers,
+    opens_reasoning,
+    reasoning_switches,
+    unread_variables,
+)
 from model_outputs import WRITERS
 
 # The parts of published templates that show a format.
@@ -101,6 +111,18 @@ def test_markers_are_those_that_models_write() -> None:
     assert set(WRITERS) == set(FORMATS)
 
 
+@pytest.mark.parametrize(
+    ("template", "switches"),
+    [(QWEN3, ["enable_thinking"]), (SMOLLM3, ["enable_thinking"]), (GRANITE33, ["thinking"])],
+)
+def test_the_switch_of_reasoning_is_a_variable_of_the_template(
+    template: str, switches: list[str]
+) -> None:
+    assert reasoning_switches(template) == switches
+    names = ["thinking", "enable_thinking", "no.name(", "add_generation_prompt"]
+    assert unread_variables(template, names) == [name for name in names[:3] if name not in switches]
+
+
 @pytest.mark.parametrize("template", [QWEN25, QWEN3, QWEN3_THINKING, QWEN35, R1, V31])
 @pytest.mark.parametrize(
     "variables",
@@ -121,6 +143,12 @@ def test_the_prompt_opens_reasoning_where_rendering_shows_it(
     )
     is_open = prompt.rfind("<think>") > prompt.rfind("</think>")
     assert opens_reasoning(template, variables) == is_open
+
+
+def test_the_prompts_of_smollm3_and_granite_do_not_open_reasoning() -> None:
+    for template, switch in ((SMOLLM3, "enable_thinking"), (GRANITE33, "thinking")):
+        for is_on in (True, False):
+            assert not opens_reasoning(template, {switch: is_on})
 
 
 def test_a_template_without_a_generation_prompt_opens_nothing() -> None:
