@@ -265,7 +265,7 @@ def _open(checkpoint: Checkpoint, spec: Eagle3Spec, device: torch.device | str) 
         if name in absent and not may_be_absent:
             absent.remove(name)
     expected = {name: shape for name, shape in shapes.items() if name not in absent}
-    check_shapes(checkpoint.path, stored.shapes, expected)
+    check_shapes(f"{checkpoint.path}: EAGLE-3 head", stored.shapes, expected)
     return stored
 
 

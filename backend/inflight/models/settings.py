@@ -89,7 +89,7 @@ def _rope_of_huggingface(fields: CheckedFields, found: dict[str, Any]) -> RopeSp
     kind = rope.get("rope_type") or rope.get("type") or "default"
     if kind == "yarn" and "long_factor" in rope:
         kind = "longrope"  # as old files of Phi 3 call it
-    parse = _SCALING.get(kind)
+    parse = _SCALING.get(kind) if isinstance(kind, str) else None
     if parse is None:
         allowed = ", ".join(name for name in _SCALING if name != "su")
         raise rope.error(f"rope_type: {kind!r}; allowed: {allowed}")

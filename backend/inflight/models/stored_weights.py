@@ -81,12 +81,12 @@ def open_weights(
             {name: stored[name] for name in stored if not name.endswith(".rotary_emb.inv_freq")}
         )
     ignored = {"lm_head.weight"} if spec.tie_word_embeddings else set()
-    check_shapes(checkpoint.path, weights.shapes, expected, ignored)
+    check_shapes(f"{checkpoint.path}: {spec.family}", weights.shapes, expected, ignored)
     return weights
 
 
 def check_shapes(
-    path: Path,
+    where: str,
     found: Mapping[str, Shape],
     expected: Mapping[str, Shape],
     ignored: Collection[str] = (),
@@ -94,7 +94,7 @@ def check_shapes(
     """Compare the tensors of a checkpoint with those that a model needs.
 
     Args:
-        path: of the checkpoint, for the error.
+        where: the checkpoint and the kind of model, for the error.
         found: name -> shape of the tensors in it.
         expected: name -> shape of the tensors needed.
         ignored: names that may be present but are not needed.
@@ -102,14 +102,14 @@ def check_shapes(
     Raises:
         ConfigError: missing or unexpected tensors, or wrong shapes, by name.
     """
-    _refuse(path, "missing tensors", [name for name in expected if name not in found])
+    _refuse(where, "missing tensors", [name for name in expected if name not in found])
     _refuse(
-        path,
+        where,
         "unexpected tensors for this architecture",
         [name for name in found if name not in expected and name not in ignored],
     )
     _refuse(
-        path,
+        where,
         "tensors whose shape does not match the config",
         [
             f"{name} {list(found[name])}, expected {list(shape)}"
@@ -119,10 +119,10 @@ def check_shapes(
     )
 
 
-def _refuse(path: Path, what: str, names: list[str]) -> None:
+def _refuse(where: str, what: str, names: list[str]) -> None:
     if names:
         more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-        raise ConfigError(f"{path}: {what}: {', '.join(names[:3])}{more}")
+        raise ConfigError(f"{where}: {what}: {', '.join(names[:3])}{more}")
 
 
 class RandomWeights:

@@ -107,6 +107,16 @@ def test_yarn_is_read_from_old_and_new_settings(tmp_path: Path, beside: bool) ->
         ({"partial_rotary_factor": 0.2}, "RoPE rotates 3 of 16 columns"),
         ({"partial_rotary_factor": 1.5}, "RoPE rotates 24 of 16 columns"),
         ({"rope_scaling": {"rope_type": "ntk", "factor": 4.0}}, "'ntk'; allowed"),
+        ({"rope_scaling": {"rope_type": [1]}}, "rope_type: [1]; allowed"),
+        ({"model_type": "smollm3", "no_rope_layers": 1}, "no_rope_layers: 1; allowed: 0 or 1"),
+        (
+            {
+                "model_type": "exaone4",
+                "sliding_window": 8,
+                "sliding_window_pattern": [1],
+            },
+            "sliding_window_pattern: [1]; allowed",
+        ),
         (
             {"rope_scaling": {"rope_type": "longrope", "short_factor": [1.0]}},
             "long_factor: None; allowed: a list",

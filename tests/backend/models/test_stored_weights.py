@@ -214,7 +214,7 @@ def test_missing_tensors_are_named(tmp_path: Path) -> None:
             del weights[f"model.layers.{layer}.self_attn.{name}_proj.weight"]
     with pytest.raises(ConfigError) as caught:
         open_all(tiny.write_llama(tmp_path, weights))
-    assert "missing tensors: model.layers.0.self_attn.q_proj.weight" in str(caught.value)
+    assert "llama: missing tensors: model.layers.0.self_attn.q_proj.weight" in str(caught.value)
     assert "and 1 more" in str(caught.value)
 
 

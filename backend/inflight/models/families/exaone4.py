@@ -29,9 +29,11 @@ def _has_window(settings: Settings) -> bool:
 
 def _is_sliding(settings: Settings, index: int) -> bool:
     pattern = settings.fields.get("sliding_window_pattern", 4)
+    if not _has_window(settings) or not pattern:
+        return False
     if isinstance(pattern, str):  # such as LLLG, local and global
         return pattern[index % len(pattern)] == "L"
-    return bool(_has_window(settings) and pattern) and (index + 1) % pattern != 0
+    return (index + 1) % settings.fields.count("sliding_window_pattern", 4) != 0
 
 
 FAMILY = Family(

@@ -34,7 +34,8 @@ def _has_rope(settings: Settings) -> list[bool]:
     if listed is None:
         interval = settings.fields.count("no_rope_layer_interval", 4)
         return [(index + 1) % interval != 0 for index in range(settings.num_layers)]
-    if len(listed) != settings.num_layers or not all(flag in (0, 1) for flag in listed):
+    whole = isinstance(listed, list) and len(listed) == settings.num_layers
+    if not whole or not all(flag in (0, 1) for flag in listed):
         raise settings.fields.error(
             f"no_rope_layers: {listed!r}; allowed: 0 or 1 for each of {settings.num_layers} layers"
         )
