@@ -258,7 +258,6 @@ def test_a_drain_finishes_streams_and_leaves_nothing(tmp_path: Path) -> None:
     assert not [path for path in regions if path.exists()]
 
 
-@pytest.mark.alone
 @pytest.mark.parametrize("stops_engine", [False, True])
 def test_nothing_outlives_a_supervisor_that_is_killed(tmp_path: Path, stops_engine: bool) -> None:
     with serve(tmp_path, "echo") as server:
