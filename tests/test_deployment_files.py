@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import json
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -100,19 +99,28 @@ def flags(command: str) -> set[str]:
     }
 
 
-def commands() -> Iterator[tuple[str, list[str]]]:
-    """Where `inflight serve` is run, with its arguments."""
-    for name in VALUES:
-        yield name, pod(name)["containers"][0]["args"]
-    for path in DOCKERFILES:
-        entry = re.search(r"^ENTRYPOINT (\[.*\])$", path.read_text(), re.MULTILINE)
-        command = re.search(r"^CMD (\[.*\])$", path.read_text(), re.MULTILINE)
+# Where `inflight serve` is run: by the chart with these values, or in these files.
+COMMANDS = [*VALUES, *(path.name for path in DOCKERFILES), "compose", "kserve"]
+
+
+def arguments_of(where: str) -> list[str]:
+    """The arguments of `inflight serve` in one of COMMANDS."""
+    found: list[str]
+    if where in VALUES:
+        found = pod(where)["containers"][0]["args"]
+    elif where == "compose":
+        found = yaml.safe_load(COMPOSE.read_text())["services"]["inflight"]["command"]
+    elif where == "kserve":
+        found = runtime()["args"]
+    else:
+        (text,) = (path.read_text() for path in DOCKERFILES if path.name == where)
+        entry = re.search(r"^ENTRYPOINT (\[.*\])$", text, re.MULTILINE)
+        command = re.search(r"^CMD (\[.*\])$", text, re.MULTILINE)
         assert entry and command
         program, serve, *arguments = json.loads(entry[1])
         assert (program, serve) == ("inflight", "serve")
-        yield path.name, arguments + json.loads(command[1])
-    yield "compose", yaml.safe_load(COMPOSE.read_text())["services"]["inflight"]["command"]
-    yield "kserve", runtime()["args"]
+        found = arguments + json.loads(command[1])
+    return found
 
 
 def runtime() -> dict[str, Any]:
@@ -169,10 +177,10 @@ def test_wrong_values_are_refused(values: dict[str, Any]) -> None:
 
 def test_every_flag_exists() -> None:
     known = flags("serve")
-    found = list(commands())
-    assert len(found) == len(VALUES) + len(DOCKERFILES) + 2
-    for where, arguments in found:
-        named = [word.partition("=")[0] for word in arguments if word.startswith("--")]
+    assert len(set(COMMANDS)) == len(VALUES) + len(DOCKERFILES) + 2
+    for where in COMMANDS:
+        words = [word for word in arguments_of(where) if word.startswith("--")]
+        named = [word.partition("=")[0] for word in words]
         assert set(named) <= known, where
     pull = pod("full")["initContainers"][0]
     assert pull["command"] == ["inflight", "pull", "acme/tiny-GGUF"]
@@ -205,8 +213,7 @@ def test_other_grace_periods_cover_the_drain() -> None:
     assert predictor["terminationGracePeriodSeconds"] == drain_s(runtime()["args"]) + GRACE_S
     for path in DOCKERFILES:
         found = re.search(r"--stop-timeout (\d+)", path.read_text())
-        arguments = dict(commands())[path.name]
-        assert found and int(found[1]) == drain_s(arguments) + GRACE_S
+        assert found and int(found[1]) == drain_s(arguments_of(path.name)) + GRACE_S
 
 
 @pytest.mark.parametrize("name", VALUES)
@@ -247,7 +254,7 @@ def test_compose_publishes_the_ports_of_clients() -> None:
     assert published_ports == [f"127.0.0.1:{port}:{port}" for port in (HTTP, GRPC, GATEWAY)]
 
 
-@pytest.mark.parametrize("where", [*dict(commands())])
+@pytest.mark.parametrize("where", COMMANDS)
 def test_no_two_ports_are_the_same(where: str) -> None:
     ports = {
         "http": HTTP,
@@ -256,7 +263,7 @@ def test_no_two_ports_are_the_same(where: str) -> None:
         "engine-metrics": ENGINE_METRICS,
         "gateway": GATEWAY,
     }
-    text = " ".join(dict(commands())[where])
+    text = " ".join(arguments_of(where))
     for name in ports:
         found = re.search(rf"--{name}-port[ =](\d+)", text)
         if found is not None:

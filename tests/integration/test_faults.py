@@ -26,6 +26,7 @@ from inflight.ipc.runtime_folder import folder_of
 from kserve import Refused, Stream, request, tensor, text
 from shifted_clock import ShiftedClock
 from supervised import START_S, Serving, launch, serve, without_chat
+from waiting import wait_until_ended
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(240)]
 
@@ -78,8 +79,7 @@ def endless(ensemble: str = "generate") -> object:
 def assert_nothing_is_left(
     children: list[psutil.Process], regions: set[Path], folder: Path
 ) -> None:
-    _, alive = psutil.wait_procs(children, timeout=60)
-    assert alive == []
+    wait_until_ended(children)
     assert not folder.exists()
     assert not [region for region in regions if region.exists()]
 

@@ -7,16 +7,19 @@ import contextlib
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import openai
 import psutil
 import pytest
-from openai import AsyncOpenAI, OpenAI
 from pydantic import BaseModel
 
 import supervised
 from supervised import Serving
 from waiting import wait_until
+
+if TYPE_CHECKING:
+    # Imported by the tests that need it: each process that collects these would take a second.
+    from openai import OpenAI
 
 pytestmark = pytest.mark.integration
 
@@ -42,6 +45,8 @@ def url(serving: Serving) -> str:
 
 @pytest.fixture(scope="module")
 def client(url: str) -> Iterator[OpenAI]:
+    from openai import OpenAI
+
     with OpenAI(base_url=url, api_key="none", max_retries=0, timeout=120) as found:
         yield found
 
@@ -96,6 +101,8 @@ def test_a_schema_is_parsed(client: OpenAI) -> None:
 
 
 def test_a_schema_that_is_cut_off_is_not_called_complete(client: OpenAI) -> None:
+    import openai
+
     with pytest.raises(openai.LengthFinishReasonError):
         client.chat.completions.parse(
             model=MODEL, messages=HELLO, response_format=City, max_tokens=3
@@ -159,6 +166,8 @@ def test_token_ids_are_a_prompt(client: OpenAI, url: str) -> None:
 
 
 def test_errors_are_those_of_the_client(client: OpenAI) -> None:
+    import openai
+
     with pytest.raises(openai.NotFoundError) as unknown:
         client.completions.create(model="none", prompt="x")
     assert unknown.value.code == "model_not_found"
@@ -172,6 +181,8 @@ def test_errors_are_those_of_the_client(client: OpenAI) -> None:
 
 
 def test_a_client_that_leaves_frees_the_engine(serving: Serving, url: str) -> None:
+    from openai import AsyncOpenAI
+
     async def leave() -> None:
         async with AsyncOpenAI(base_url=url, api_key="none", max_retries=0) as client:
             stream = await client.completions.create(
@@ -216,6 +227,8 @@ def test_a_worker_that_dies_is_replaced(serving: Serving, client: OpenAI) -> Non
 
 
 def test_keys_are_not_needed_without_a_file_of_them(url: str) -> None:
+    from openai import OpenAI
+
     with OpenAI(base_url=url, api_key="whatever", max_retries=0) as client:
         assert client.models.list().data
 

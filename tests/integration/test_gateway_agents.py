@@ -5,17 +5,18 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import anthropic
-import openai
 import pytest
-from anthropic import Anthropic, AsyncAnthropic
-from openai import OpenAI
 from pydantic import BaseModel
 
 from supervised import Serving
 from waiting import wait_until
+
+if TYPE_CHECKING:
+    # Imported by the tests that need them: each process that collects these would take a second.
+    from anthropic import Anthropic
+    from openai import OpenAI
 
 pytestmark = pytest.mark.integration
 
@@ -38,6 +39,8 @@ class City(BaseModel):
 
 @pytest.fixture(scope="module")
 def client(gateway: Serving) -> Iterator[OpenAI]:
+    from openai import OpenAI
+
     url = f"http://{gateway.gateway}/v1"
     with OpenAI(base_url=url, api_key="none", max_retries=0, timeout=120) as found:
         yield found
@@ -51,6 +54,8 @@ def root(gateway: Serving) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def claude(gateway: Serving) -> Iterator[Anthropic]:
+    from anthropic import Anthropic
+
     with Anthropic(**root(gateway)) as found:
         yield found
 
@@ -106,6 +111,8 @@ def test_a_call_and_its_result_are_a_conversation(client: OpenAI) -> None:
 
 
 def test_responses_are_not_stored(client: OpenAI) -> None:
+    import openai
+
     with pytest.raises(openai.BadRequestError) as refused:
         client.responses.create(model=MODEL, input="x", store=True)
     assert refused.value.param == "store"
@@ -191,6 +198,8 @@ def test_a_prefilled_answer_is_continued(claude: Anthropic) -> None:
 
 
 def test_errors_are_those_of_the_client(claude: Anthropic) -> None:
+    import anthropic
+
     with pytest.raises(anthropic.NotFoundError) as unknown:
         claude.messages.create(model="none", messages=HELLO, max_tokens=4)
     assert unknown.value.type == "not_found_error"
@@ -204,6 +213,8 @@ def test_errors_are_those_of_the_client(claude: Anthropic) -> None:
 
 
 def test_a_client_that_leaves_frees_the_engine(gateway: Serving) -> None:
+    from anthropic import AsyncAnthropic
+
     story: Any = [{"role": "user", "content": "Tell me a very long story about 1000 rivers."}]
 
     async def leave() -> None:

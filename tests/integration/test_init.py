@@ -13,6 +13,7 @@ import psutil
 import pytest
 
 from supervised import serve
+from waiting import wait_until_ended
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(180)]
 
@@ -48,8 +49,7 @@ def test_as_pid_1_it_serves_reaps_and_stops_in_order(
         children, regions = serving.children(), regions | serving.regions()
         first.send_signal(signal.SIGTERM)
         assert serving.process.wait(60) == 0
-    _, alive = psutil.wait_procs(children, timeout=60)
-    assert alive == []
+    wait_until_ended(children)
     assert not [path for path in regions if path.exists()]
     assert not list((tmp_path / "run").glob("*/*")), "no folder of a server"
 

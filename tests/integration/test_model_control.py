@@ -39,6 +39,7 @@ from inflight.ipc.control import LoadModel, UnloadModel
 from inflight.ipc.runtime_folder import folder_of
 from kserve import Refused, Stream, ask, post, request, tensor, text
 from supervised import Serving, serve, without_chat
+from waiting import wait_until_ended
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
 
@@ -333,8 +334,7 @@ def test_a_server_stops_while_a_model_loads(tmp_path: Path) -> None:
         assert server.process.wait(60) == 0
         thread.join(60)
         assert not thread.is_alive() and len(errors) == 1
-    _, alive = psutil.wait_procs(children, timeout=60)
-    assert alive == []
+    wait_until_ended(children)
 
 
 STORM_THREADS = 4

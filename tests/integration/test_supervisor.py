@@ -14,13 +14,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
 import long_results
 from inflight.supervision.keeper import STABLE_S
 from kserve import Refused, Stream, ask, generate, request, tensor, text
 from supervised import Serving, serve
+from waiting import wait_until_ended
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(240)]
 
@@ -254,12 +254,10 @@ def test_a_drain_finishes_streams_and_leaves_nothing(tmp_path: Path) -> None:
         assert first < 500 and first + rest == 500
         assert server.process.wait(60) == 0
         idle.hang_up()
-    _, alive = psutil.wait_procs(children, timeout=60)
-    assert alive == []
+    wait_until_ended(children)
     assert not [path for path in regions if path.exists()]
 
 
-@pytest.mark.alone
 @pytest.mark.parametrize("stops_engine", [False, True])
 def test_nothing_outlives_a_supervisor_that_is_killed(tmp_path: Path, stops_engine: bool) -> None:
     with serve(tmp_path, "echo") as server:
@@ -269,5 +267,4 @@ def test_nothing_outlives_a_supervisor_that_is_killed(tmp_path: Path, stops_engi
             os.kill(server.pid_of("engine"), signal.SIGSTOP)
         server.process.kill()
         server.process.wait()
-        _, alive = psutil.wait_procs(children, timeout=60)
-        assert alive == []
+        wait_until_ended(children)

@@ -24,6 +24,8 @@ if {hanging_stub!r}:
 
     stub = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)", {region!r}])
     print("stub", stub.pid, flush=True)
+    if {ends_stub!r}:
+        signal.signal(signal.SIGTERM, lambda *_: (stub.kill(), stub.wait()))
 
 
 class Handler(http.server.BaseHTTPRequestHandler):
@@ -54,6 +56,7 @@ def install(
     status: int | None = None,
     stubborn: bool = False,
     hanging_stub: bool = False,
+    ends_stub: bool = False,
     region: str = "",
 ) -> Path:
     """Lay out an installation under `root`; the path of its server.
@@ -63,6 +66,7 @@ def install(
         status: it exits with this at once; None to serve.
         stubborn: it does not end at SIGTERM, as tritonserver with an idle stream open.
         hanging_stub: it has a child that does not notice when it ends.
+        ends_stub: at SIGTERM it ends that child and goes on, as tritonserver for up to a second.
         region: an argument of that child.
     """
     server = root / "bin" / "tritonserver"
@@ -76,6 +80,7 @@ def install(
             status=status,
             stubborn=stubborn,
             hanging_stub=hanging_stub,
+            ends_stub=ends_stub,
             region=region,
         )
     )

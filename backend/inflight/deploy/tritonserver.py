@@ -42,7 +42,7 @@ DEFAULT_DRAIN_S = 30.0
 
 # Tokens that the engine has sent still pass the front, the detokenizer and the network.
 SETTLE_S = 0.7
-# An idle tritonserver ends within 2 s; one with an open idle gRPC stream never does.
+# An idle tritonserver ends its stubs within 2 s; with an open idle gRPC stream it never exits.
 TRITON_EXIT_S = 4.0
 CHILDREN_EXIT_S = 5.0
 KILLED_EXIT_S = 1.0
@@ -462,19 +462,26 @@ class Server:
 
     def end(self) -> None:
         """End tritonserver and its engines in order, without waiting for requests."""
-        process = self._running()
-        self.stubs()
+        stubs = self.stubs()
         if self.is_running():
-            process.send_signal(signal.SIGTERM)
-            # Only clients with an open stream but no request can delay it now.
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(TRITON_EXIT_S)
+            self._running().send_signal(signal.SIGTERM)
+            self._wait_until_unloaded(stubs)
         self._end(CHILDREN_EXIT_S)
 
     def kill(self) -> None:
         """End tritonserver, its stubs and its engines immediately, if they run."""
         if self._process is not None:
             self._end(0.0)
+
+    def _wait_until_unloaded(self, stubs: list[Process]) -> None:
+        """Wait until tritonserver, which was told to stop, has exited or has ended all its stubs, for
+        at most TRITON_EXIT_S. It ends them once no request is in flight, looks once a second whether
+        that is done, and then has nothing left to do but to close idle connections."""
+        deadline = time.monotonic() + TRITON_EXIT_S
+        while self.is_running() and time.monotonic() < deadline:
+            if stubs and not any(stub.is_running() for stub in stubs):
+                return
+            time.sleep(0.05)
 
     def _end(self, patience_s: float) -> None:
         process = self._running()

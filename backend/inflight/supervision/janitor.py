@@ -19,6 +19,7 @@ from inflight.ipc.shared_memory import stubs_of
 
 # The stubs have so long to exit by themselves, which removes their shared memory, too.
 GRACE_S = 3.0
+POLL_S = 0.1
 
 
 def start(folder: Path) -> subprocess.Popen[bytes]:
@@ -37,8 +38,12 @@ def main(folder: Path) -> None:
         sys.stdin.buffer.read()
     # A supervisor that stops in order leaves neither. Of one that was killed, an engine or another
     # server may have removed the folder by now.
-    if folder.exists() or stubs_of(int(folder.name)):
-        time.sleep(GRACE_S)
+    pid = int(folder.name)
+    if folder.exists() or stubs_of(pid):
+        deadline = time.monotonic() + GRACE_S
+        time.sleep(POLL_S)  # the kernel kills the others just after it has closed the pipe
+        while stubs_of(pid) and time.monotonic() < deadline:
+            time.sleep(POLL_S)
         clean_up(folder)
 
 

@@ -128,6 +128,15 @@ def test_a_server_that_does_not_end_at_sigterm_is_ended(make: Callable[..., Serv
     assert not is_running(pid)
 
 
+def test_a_server_without_stubs_is_not_awaited(
+    make: Callable[..., Server], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tritonserver, "TRITON_EXIT_S", 600.0)
+    with make(hanging_stub=True, ends_stub=True) as server:
+        pid = server.pid
+    assert not is_running(pid)
+
+
 def test_a_stub_that_hangs_does_not_outlive_its_server(
     make: Callable[..., Server], monkeypatch: pytest.MonkeyPatch
 ) -> None:

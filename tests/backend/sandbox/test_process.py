@@ -14,6 +14,7 @@ import pytest
 from inflight.errors import EngineError
 from inflight.sandbox.messages import Limits
 from inflight.sandbox.process import LimitExceeded, SandboxLost, SandboxProcess
+from waiting import wait_until_ended
 
 pytestmark = pytest.mark.alone
 
@@ -146,5 +147,4 @@ def test_all_end_with_their_owner() -> None:
         processes = [psutil.Process(int(pid)) for pid in owner.stdout.readline().split()]
         assert all(process.is_running() for process in processes)
         owner.kill()
-    _, alive = psutil.wait_procs(processes, timeout=10)
-    assert not alive
+    wait_until_ended(processes)
