@@ -202,6 +202,8 @@ class Settings:
             pattern = self.fields.get("attention.sliding_window_pattern")
             if isinstance(pattern, list) and len(pattern) == self.num_layers:
                 return [bool(is_windowed) for is_windowed in pattern]
+            if isinstance(pattern, int) and pattern > 0:  # every so many layers there is a full one
+                return [(index + 1) % pattern != 0 for index in range(self.num_layers)]
             return [is_sliding(index) for index in range(self.num_layers)]
         listed = self.fields.get("layer_types")
         if listed is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any, ClassVar
 
 from transformers import Gemma3TextConfig
@@ -34,3 +35,16 @@ class TestGemma3(family.Suite):
             "rope.scaling.type": "linear",
             "rope.scaling.factor": 8.0,
         }
+
+
+def test_a_gguf_file_may_state_its_pattern_and_theta(tmp_path: Path) -> None:
+    suite = TestGemma3()
+    ropes = ROPES | {"sliding_attention": {"rope_type": "default", "rope_theta": 500.0}}
+    changes = suite.variants["scaled"] | {"sliding_window_pattern": 3, "rope_parameters": ropes}
+    model = suite.make(changes)
+    metadata = suite.metadata(model.config) | {
+        "attention.sliding_window_pattern": 3,
+        "rope.freq_base_swa": 500.0,
+    }
+    checkpoint = family.write_gguf(model, tmp_path / "x.gguf", "gemma3", **metadata)
+    family.check(checkpoint, model)
