@@ -195,6 +195,12 @@ class Settings:
         window = self.fields.count(key, window)
         return window if window < self.max_position_embeddings else 0
 
+    def cap(self, name: str, default: float) -> float:
+        """A cap of scores or logits; 0 for none, which config.json states as null."""
+        key = self.key(name)
+        is_off = key in self.fields and self.fields.get(key) is None
+        return 0.0 if is_off else self.number(name, default)
+
     def layer_types(self, is_sliding: Callable[[int], bool]) -> list[bool]:
         """Whether each layer has the sliding window: as listed in the checkpoint, else by the
         family's rule."""
@@ -210,7 +216,7 @@ class Settings:
             return [is_sliding(index) for index in range(self.num_layers)]
         known = {"full_attention": False, "sliding_attention": True}
         whole = isinstance(listed, list) and len(listed) == self.num_layers
-        if not whole or not all(kind in known for kind in listed):
+        if not whole or not all(isinstance(kind, str) and kind in known for kind in listed):
             raise self.fields.error(
                 f"layer_types: {listed!r}; allowed: {' or '.join(known)} for each of "
                 f"{self.num_layers} layers"

@@ -16,7 +16,7 @@ def layers(settings: Settings) -> list[LayerSpec]:
         qkv_bias=bias,
         out_bias=bias,
         softmax_scale=softmax_scale(settings, (46,)),
-        score_cap=settings.number("attn_logit_softcapping", 50.0),
+        score_cap=settings.cap("attn_logit_softcapping", 50.0),
     )
     sliding = settings.sliding(full, settings.window(default=4096))
     mlp = settings.mlp("gelu_tanh")
@@ -40,7 +40,7 @@ def softmax_scale(settings: Settings, num_layers_of_27b: tuple[int, ...]) -> flo
 def model(settings: Settings) -> dict[str, Any]:
     return {
         "embedding_scale": settings.count("hidden_size") ** 0.5,
-        "logit_cap": settings.number("final_logit_softcapping", 30.0),
+        "logit_cap": settings.cap("final_logit_softcapping", 30.0),
     }
 
 
