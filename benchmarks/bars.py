@@ -85,7 +85,9 @@ def compare(row: Mapping[str, Any], bars: Bars) -> dict[str, Any]:
 
 def cells(row: Mapping[str, Any]) -> dict[str, str]:
     """A row of `compare` as table cells; unknown values are empty."""
-    found = show.cells(row)
+    if "refused" in row:  # it has a metric, but no value of it
+        return {**show.cells({**row, row["metric"]: 0}), "value": "refused"} | _roofline(row)
+    found = show.cells(row) | _roofline(row)
     for name in _FIGURES:
         found[name] = tables.number(row[name]) if name in row else ""
     found["of peer"] = f"{row['of_peer']:.2f} x" if "of_peer" in row else ""
@@ -93,6 +95,13 @@ def cells(row: Mapping[str, Any]) -> dict[str, str]:
     if "must" in row:
         found["verdict"] = verdict(row)
     return found
+
+
+def _roofline(row: Mapping[str, Any]) -> dict[str, str]:
+    if "roofline" not in row:
+        return {}
+    share = f"{row['of_roofline']:.0%}" if "of_roofline" in row else ""
+    return {"roofline": tables.number(row["roofline"]), "of roofline": share}
 
 
 def verdict(row: Mapping[str, Any]) -> str:

@@ -64,9 +64,10 @@ def mode(report: Report) -> list[str]:
     return [word for word in words if word]
 
 
-def default_path(report: Report) -> Path:
-    """results/engine-h200.json for an `NVIDIA H200`."""
-    words = ["engine", report.device.removeprefix("NVIDIA "), *mode(report)]
+def default_path(report: Report, shape: str = "") -> Path:
+    """results/engine-h200.json for an `NVIDIA H200`; a shape's name, if any, follows."""
+    words = ["engine", report.device.removeprefix("NVIDIA "), *([shape] if shape else [])]
+    words += mode(report)
     name = "-".join(words).lower().replace(" ", "-")
     return result.ROOT / "benchmarks/results" / f"{name}.json"
 
@@ -76,11 +77,17 @@ def settings(report: Report) -> dict[str, Any]:
     return {**report.settings, "model": Path(report.settings["model"]).name}
 
 
-def write(path: Path, report: Report, peer: str) -> None:
-    """Write the measurements; `peer` describes the column of that name."""
+def write(path: Path, report: Report, peer: str, shape: str = "", **more: Any) -> None:
+    """Write the measurements.
+
+    Args:
+        peer: describes the column of that name.
+        shape: name of the model's shape, if it is not this script's own.
+        more: further facts.
+    """
     result.write(
         path,
-        ", ".join(["engine", *mode(report)]),
+        ", ".join(["engine", *([shape] if shape else []), *mode(report)]),
         report.rows,
         workload="Requests x input/output tokens, random ids, greedy, no prefix cache, in process",
         machine=machine(report.device),
@@ -89,6 +96,7 @@ def write(path: Path, report: Report, peer: str) -> None:
         start=report.start,
         facts=report.facts,
         peer=peer,
+        **more,
     )
 
 

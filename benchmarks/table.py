@@ -26,7 +26,7 @@ def table(result: dict[str, Any]) -> str:
     if "workload" in result:
         lines += [result["workload"] + ".", ""]
     lines += [f"Commit {result['commit']}; {machine}; {versions}.", ""]
-    if "facts" in result:
+    if result.get("facts"):
         lines += ["; ".join(show.facts(result["facts"], result["start"])) + ".", ""]
     lines.append("| " + " | ".join(columns) + " |")
     lines.append("|---" + "|---:" * (len(columns) - 1) + "|")

@@ -6,6 +6,8 @@ too small for that, its row has `cold: false`. A replay is timed with events and
 number of launches, so gaps between kernels on the device count, but host time does not. Reported
 are the median, minimum and maximum over the replays. The ceilings, a large copy and a large GEMM,
 are measured in the same process.
+
+    PYTHONPATH=benchmarks python benchmarks/kernels/timing.py    prints the GPU and its ceilings
 """
 
 from __future__ import annotations
@@ -153,3 +155,17 @@ def report(kind: str, rows: Iterable[dict[str, Any]], path: Path | None) -> None
         found.append(row)
     if path is not None:
         result.write(path, f"kernels, {kind}", found, machine=machine())
+
+
+def main() -> None:
+    """Print a JSON object of the GPU and its ceilings; null without a GPU."""
+    found = None
+    if torch.cuda.is_available():
+        rows = [copy_ceiling(), gemm_ceiling()]
+        _, memory_bytes = torch.cuda.mem_get_info()
+        found = {**machine(), "memory_bytes": memory_bytes, "rows": rows}
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,109 @@
+"""The rates that a GPU's memory and tensor cores allow a row of `inflight bench engine`.
+
+A step multiplies all its tokens by the layers' weights, and those whose logits are needed by the
+head; in attention, each token reads the keys and values of its context. Either part takes the
+longer of its bytes at the speed of a copy and its FLOPs at the speed of a large GEMM, and one
+follows the other. All prompts come first, in steps of `batched_tokens`; each further step decodes
+one token of every sequence. Everything else (norms, sampling, gaps between kernels) takes no time.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from inflight.cli.bench.engine import MAX_NUM_BATCHED_TOKENS
+from inflight.cli.bench.rows import Row
+from inflight.models.spec import AttentionSpec, ModelSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Ceilings:
+    """What a GPU reaches on large operands.
+
+    Attributes:
+        bytes_per_s: of a pass over memory, read and written bytes together.
+        flops_per_s: of a large square GEMM.
+    """
+
+    bytes_per_s: float
+    flops_per_s: float
+
+    def seconds(self, num_bytes: float, flops: float) -> float:
+        return max(num_bytes / self.bytes_per_s, flops / self.flops_per_s)
+
+
+@dataclass(frozen=True, slots=True)
+class Roofline:
+    """The roofline of one model on one GPU.
+
+    Attributes:
+        item_bytes: of an element of weights, keys and values.
+        batched_tokens: of a step, at most.
+    """
+
+    spec: ModelSpec
+    ceilings: Ceilings
+    item_bytes: int = 2
+    batched_tokens: int = MAX_NUM_BATCHED_TOKENS
+
+    def rate(self, row: Row) -> float:
+        """In the row's metric: tokens per second of the output, or of the prompts."""
+        length = row.input_len if row.metric == "prompt_tok_s" else row.output_len
+        return row.num_requests * length / self.seconds(row)
+
+    def seconds(self, row: Row) -> float:
+        """From the first prompt to the last token."""
+        num_prompt_tokens = row.num_requests * row.input_len
+        num_prompt_steps = -(-num_prompt_tokens // self.batched_tokens)
+        prompts = self._products(num_prompt_steps, num_prompt_tokens, row.num_requests)
+        num_steps = row.output_len - 1  # the last prompt step chooses the first token
+        num_tokens = num_steps * row.num_requests
+        decode = self._products(num_steps, num_tokens, num_tokens)
+        return prompts + decode + self._prompt_attention(row) + self._decode_attention(row)
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of weights that a step reads: of the embedding it needs a few rows only."""
+        return (self._layer_elements + self._head_elements) * self.item_bytes
+
+    @property
+    def _layer_elements(self) -> int:
+        return self.spec.num_layers * self.spec.matrix_elements_per_layer
+
+    @property
+    def _head_elements(self) -> int:
+        return self.spec.vocab_size * self.spec.hidden_size
+
+    def _products(self, num_steps: int, num_tokens: int, num_logits: int) -> float:
+        flops = 2 * (self._layer_elements * num_tokens + self._head_elements * num_logits)
+        return self.ceilings.seconds(num_steps * self.weight_bytes, flops)
+
+    def _prompt_attention(self, row: Row) -> float:
+        """Keys and values are written once; that they are read in tiles is left out."""
+        num_bytes = flops = 0
+        for attention in self._attentions():
+            num_keys = _num_keys(attention, 1, row.input_len)
+            flops += 4 * attention.q_width * num_keys
+            num_bytes += 2 * attention.kv_width * row.input_len * self.item_bytes
+        return self.ceilings.seconds(row.num_requests * num_bytes, row.num_requests * flops)
+
+    def _decode_attention(self, row: Row) -> float:
+        num_bytes = flops = 0
+        for attention in self._attentions():
+            num_keys = _num_keys(attention, row.input_len + 1, row.input_len + row.output_len - 1)
+            flops += 4 * attention.q_width * num_keys
+            num_bytes += 2 * attention.kv_width * num_keys * self.item_bytes
+        return self.ceilings.seconds(row.num_requests * num_bytes, row.num_requests * flops)
+
+    def _attentions(self) -> list[AttentionSpec]:
+        return [layer.attention for layer in self.spec.layers]
+
+
+def _num_keys(attention: AttentionSpec, first: int, last: int) -> int:
+    """Keys that the queries of a sequence attend to, from the `first` to the `last` token,
+    counted from 1."""
+    window = attention.window or last
+    within = min(last, window)
+    # Up to `within`, a query attends to all tokens so far; beyond it, to `window`.
+    rising = range(first, within + 1)
+    return sum(rising) + window * max(0, last - max(first - 1, within))

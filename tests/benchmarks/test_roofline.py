@@ -1,0 +1,68 @@
+"""The arithmetic of rooflines, on a model that is small enough to count by hand."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from inflight.cli.bench.rows import Row
+from inflight.models.spec import AttentionSpec, LayerSpec, MlpSpec, ModelSpec, RopeSpec
+from roofline import Ceilings, Roofline
+
+BYTES = Ceilings(bytes_per_s=1, flops_per_s=math.inf)
+FLOPS = Ceilings(bytes_per_s=math.inf, flops_per_s=1)
+# Three prompts of five tokens in two steps of at most eight, then three steps of three sequences.
+ROW = Row("row", 3, 5, 4)
+LAYERS, HEAD = 2 * 8 * (2 * (8 + 4) + 3 * 6), 10 * 8
+
+
+def model(window: int = 0, tied: bool = False) -> ModelSpec:
+    attention = AttentionSpec(num_heads=4, num_kv_heads=2, head_dim=2, rope=RopeSpec())
+    windowed = AttentionSpec(4, 2, 2, RopeSpec(), window)
+    layers = (LayerSpec(attention, MlpSpec(6)), LayerSpec(windowed, MlpSpec(6)))
+    return ModelSpec("tiny", 10, 8, layers, 1e-6, 32, tie_word_embeddings=tied)
+
+
+def seconds(ceilings: Ceilings, window: int = 0, row: Row = ROW) -> float:
+    return Roofline(model(window), ceilings, batched_tokens=8).seconds(row)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_step_reads_the_layers_and_the_head(tied: bool):
+    assert Roofline(model(tied=tied), BYTES).weight_bytes == 2 * (LAYERS + HEAD)
+    assert Roofline(model(tied=tied), BYTES, item_bytes=4).weight_bytes == 4 * (LAYERS + HEAD)
+
+
+def test_bytes_are_those_of_weights_in_each_step_and_of_keys_and_values():
+    weights = (2 + 3) * 2 * (LAYERS + HEAD)
+    token = 2 * 4 * 2  # key and value of a token in a layer
+    written, read = 5 * token, (6 + 7 + 8) * token
+    assert seconds(BYTES) == weights + 3 * 2 * (written + read)
+
+
+def test_flops_are_those_of_the_products_and_of_causal_attention():
+    products = 2 * (LAYERS * 15 + HEAD * 3) + 2 * (LAYERS + HEAD) * 9
+    prompts, decode = 4 * 8 * (1 + 2 + 3 + 4 + 5), 4 * 8 * (6 + 7 + 8)
+    assert seconds(FLOPS) == products + 3 * 2 * (prompts + decode)
+
+
+@pytest.mark.parametrize("window", [1, 3, 5, 6, 7, 8, 20])
+def test_a_window_bounds_the_keys_of_its_layer_alone(window: int):
+    lost = [length - min(length, window) for length in range(1, 9)]
+    assert seconds(FLOPS) - seconds(FLOPS, window) == 3 * 4 * 8 * sum(lost)
+    assert seconds(BYTES) - seconds(BYTES, window) == 3 * 2 * 4 * 2 * sum(lost[5:])
+
+
+def test_each_part_takes_the_longer_of_its_bytes_and_flops():
+    prompt = Row("row", 1, 1, 1)  # per token, weights have as many FLOPs as bytes, attention more
+    assert seconds(Ceilings(1, 1), row=prompt) == 2 * (LAYERS + HEAD) + 2 * 4 * 8
+    slow_memory = seconds(Ceilings(0.25, 1), row=prompt)
+    assert slow_memory == 4 * (2 * (LAYERS + HEAD) + 2 * 2 * 4 * 2)
+
+
+def test_the_rate_is_in_the_metric_of_the_row():
+    roofline = Roofline(model(), BYTES, batched_tokens=8)
+    assert roofline.rate(ROW) == 3 * 4 / roofline.seconds(ROW)
+    prompts = Row("prefill", 3, 5, 1)
+    assert roofline.rate(prompts) == 3 * 5 / roofline.seconds(prompts)
