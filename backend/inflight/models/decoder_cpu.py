@@ -227,13 +227,9 @@ def _mlp(x: Tensor, mlp: MlpSpec, weights: LayerWeights[CpuWeight]) -> Tensor:
 
 def _activate(x: Tensor, mlp: MlpSpec) -> Tensor:
     """gate | up or up [T, ...] -> [T, width]."""
-    if mlp.activation == "relu2":
-        assert not mlp.gated
-        return ops.relu2(x)
-    if mlp.activation == "silu":
-        assert mlp.gated
-        return ops.silu_mul(x)
-    return ops.gelu_tanh_mul(x) if mlp.gated else ops.gelu_tanh(x)
+    if mlp.gated:
+        return ops.silu_mul(x) if mlp.activation == "silu" else ops.gelu_tanh_mul(x)
+    return ops.relu2(x) if mlp.activation == "relu2" else ops.gelu_tanh(x)
 
 
 def _scaled(x: Tensor, scale: float) -> Tensor:

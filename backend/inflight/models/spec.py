@@ -137,7 +137,7 @@ class MlpSpec:
     Attributes:
         width: of gate and up.
         bias: whether all of them have one.
-        activation: act.
+        activation: act: silu or gelu_tanh with a gate, gelu_tanh or relu2 without.
         gated: whether there is a gate.
     """
 

@@ -8,10 +8,18 @@ from typing import Any
 import pytest
 import torch
 
-from inflight_kernels.ops.activation import gelu_tanh_mul, silu_mul
+from inflight_kernels.ops.activation import gelu_tanh, gelu_tanh_mul, relu2, silu_mul
 from inflight_kernels.ops.cache import clear_slots, copy_blocks
 from inflight_kernels.ops.embedding import embedding
-from inflight_kernels.ops.norm import MAX_HIDDEN_BYTES, _block, rms_norm
+from inflight_kernels.ops.logits import scale_cap
+from inflight_kernels.ops.norm import MAX_HIDDEN_BYTES, block_of, rms_norm
+from inflight_kernels.ops.residual_norm import (
+    Addend,
+    Affine,
+    NormParams,
+    add_norm,
+    norm_columns,
+)
 from inflight_kernels.ops.rope import PagedKV, QkNorm, RopeInputs, _group, _threads, rope_write_kv
 from inflight_kernels.runtime import launch
 from inflight_kernels.runtime.compile import CompileError
@@ -173,6 +181,11 @@ def test_rope_refuses_what_its_kernel_would_read_wrongly(
         lambda x, ids: rms_norm(x, x[0], 1e-5, out=x),
         lambda x, ids: silu_mul(x, out=x[:, :16].contiguous()),
         lambda x, ids: gelu_tanh_mul(x, out=x[:, :16].contiguous()),
+        lambda x, ids: gelu_tanh(x, out=x),
+        lambda x, ids: relu2(x, out=x),
+        lambda x, ids: add_norm(Addend(x), x, NormParams(1e-5), out=x, norm=Affine(x[0])),
+        lambda x, ids: norm_columns(x, 0, x[0], 1e-5),
+        lambda x, ids: scale_cap(x, 0.5, 30.0),
         lambda x, ids: embedding(ids, x, out=x),
         lambda x, ids: copy_blocks(x.view(2, 1, 1, 32), ids, ids),
         lambda x, ids: clear_slots(x.view(2, 1, 1, 32), ids),
@@ -182,6 +195,11 @@ def test_rope_refuses_what_its_kernel_would_read_wrongly(
         "rms_norm",
         "silu_mul",
         "gelu_tanh_mul",
+        "gelu_tanh",
+        "relu2",
+        "add_norm",
+        "norm_columns",
+        "scale_cap",
         "embedding",
         "copy_blocks",
         "clear_slots",
@@ -193,6 +211,33 @@ def test_a_tensor_on_the_cpu_never_reaches_a_kernel(call: Any) -> None:
         call(torch.zeros(2, 32), torch.zeros(2, dtype=torch.int64))
 
 
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda x: add_norm(Addend(x), x.half(), NormParams(1e-5), out=x, norm=None), "total is"),
+        (
+            lambda x: add_norm(Addend(x, Affine(x[0, :16])), x, NormParams(1e-5), out=x, norm=None),
+            r"addend.norm.weight .*\[32\]",
+        ),
+        (
+            lambda x: add_norm(
+                Addend(x), x, NormParams(1e-5), out=x, norm=Affine(x[0], x[0].half())
+            ),
+            "norm.bias is",
+        ),
+        (lambda x: norm_columns(x, 20, x[0, :16], 1e-5), "columns 20 to 36 of 32"),
+        (lambda x: scale_cap(x.half(), 1.0, 0.0), "x is torch.float16"),
+    ],
+    ids=["total", "norm of the addend", "bias", "columns", "logits"],
+)
+def test_operands_of_the_residual_stream_are_checked(
+    call: Any, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("inflight_kernels.runtime.launch.check_memory", lambda *args, **options: 0)
+    with pytest.raises(ValueError, match=message):
+        call(torch.zeros(2, 32))
+
+
 # ---------------------------------------------------------------- grids
 
 
@@ -202,7 +247,7 @@ def test_a_tensor_on_the_cpu_never_reaches_a_kernel(call: Any) -> None:
     + [(count, torch.float32) for count in (1, 31, 72, 512, 513, 1024, 1792, 2048)],
 )
 def test_a_norms_block_covers_its_row_once(vectors: int, sum_type: torch.dtype) -> None:
-    per_thread, threads = _block(vectors, vectors * 8, sum_type)
+    per_thread, threads = block_of(vectors, vectors * 8, sum_type)
     assert threads % 32 == 0 and threads <= 512
     assert per_thread * threads >= vectors
     assert per_thread == 1 or per_thread // 2 * 512 < vectors
@@ -212,7 +257,7 @@ def test_a_norms_block_covers_its_row_once(vectors: int, sum_type: torch.dtype) 
 @pytest.mark.parametrize(("sum_type", "vectors"), [(torch.bfloat16, 4097), (torch.float32, 2049)])
 def test_a_row_that_no_block_holds_is_refused(sum_type: torch.dtype, vectors: int) -> None:
     with pytest.raises(ValueError, match=str(MAX_HIDDEN_BYTES)):
-        _block(vectors, vectors * 8, sum_type)
+        block_of(vectors, vectors * 8, sum_type)
 
 
 @pytest.mark.parametrize("tokens", [1, 511, 512, 8192])
