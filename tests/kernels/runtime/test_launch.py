@@ -11,7 +11,7 @@ import torch
 from inflight_kernels.ops.activation import gelu_tanh_mul, silu_mul
 from inflight_kernels.ops.cache import clear_slots, copy_blocks
 from inflight_kernels.ops.embedding import embedding
-from inflight_kernels.ops.norm import MAX_HIDDEN_BYTES, _block, rms_norm
+from inflight_kernels.ops.norm import MAX_HIDDEN_BYTES, block_of, rms_norm
 from inflight_kernels.ops.rope import PagedKV, QkNorm, RopeInputs, _group, _threads, rope_write_kv
 from inflight_kernels.runtime import launch
 from inflight_kernels.runtime.compile import CompileError
@@ -202,7 +202,7 @@ def test_a_tensor_on_the_cpu_never_reaches_a_kernel(call: Any) -> None:
     + [(count, torch.float32) for count in (1, 31, 72, 512, 513, 1024, 1792, 2048)],
 )
 def test_a_norms_block_covers_its_row_once(vectors: int, sum_type: torch.dtype) -> None:
-    per_thread, threads = _block(vectors, vectors * 8, sum_type)
+    per_thread, threads = block_of(vectors, vectors * 8, sum_type)
     assert threads % 32 == 0 and threads <= 512
     assert per_thread * threads >= vectors
     assert per_thread == 1 or per_thread // 2 * 512 < vectors
@@ -212,7 +212,7 @@ def test_a_norms_block_covers_its_row_once(vectors: int, sum_type: torch.dtype) 
 @pytest.mark.parametrize(("sum_type", "vectors"), [(torch.bfloat16, 4097), (torch.float32, 2049)])
 def test_a_row_that_no_block_holds_is_refused(sum_type: torch.dtype, vectors: int) -> None:
     with pytest.raises(ValueError, match=str(MAX_HIDDEN_BYTES)):
-        _block(vectors, vectors * 8, sum_type)
+        block_of(vectors, vectors * 8, sum_type)
 
 
 @pytest.mark.parametrize("tokens", [1, 511, 512, 8192])
