@@ -15,7 +15,7 @@ import msgspec
 
 from inflight.checkpoint import manifest
 from inflight.checkpoint.locate import Checkpoint
-from inflight.config import GPU_BLOCK_SIZES, GPU_CAPABILITY, EngineConfig
+from inflight.config import GPU_BLOCK_SIZES, EngineConfig
 from inflight.errors import ConfigError
 from inflight.execution.drafters.registry import find_method
 from inflight.execution.echo_runner import EchoRunner
@@ -25,6 +25,7 @@ from inflight.kv.gpu import CurrentGpu, Gpu
 from inflight.models.gpu_support import gpu_obstacle
 from inflight.models.registry import read_spec
 from inflight.models.spec import ModelSpec
+from inflight_kernels.runtime import architectures
 
 Progress = Callable[[str, float], None]
 
@@ -62,9 +63,11 @@ def _gpu_obstacle(config: EngineConfig, checkpoint: Checkpoint) -> str | None:
     if not torch.cuda.is_available():
         return "torch finds no GPU"
     capability = torch.cuda.get_device_capability()
-    if capability < GPU_CAPABILITY:
-        needed = ".".join(map(str, GPU_CAPABILITY))
-        return f"the GPU has compute capability {'.'.join(map(str, capability))}, not {needed}"
+    if architectures.architecture(capability) is None:
+        has = ".".join(map(str, capability))
+        return (
+            f"the GPU has compute capability {has}; the kernels support {architectures.SUPPORTED}"
+        )
     if not _has_compiler():
         return _NO_COMPILER
     if config.dtype not in ("auto", "bfloat16"):

@@ -393,7 +393,9 @@ def test_a_device_that_is_named_is_taken(tiny_llama: Checkpoint, device: Any, wh
     [
         ((9, 0), 64, {}, None),
         ((8, 0), 128, {"dtype": "bfloat16", "block_size": 64}, None),
-        ((7, 5), 64, {}, "the GPU has compute capability 7.5, not 8.0"),
+        ((12, 0), 128, {}, None),
+        ((7, 5), 64, {}, "the GPU has compute capability 7.5; the kernels support 8.x to 12.x"),
+        ((13, 0), 64, {}, "the GPU has compute capability 13.0; the kernels support 8.x to 12.x"),
         ((9, 0), 16, {}, r"head_dim 16 (allowed: 64, 96, 128, 256) is not supported on GPUs"),
         ((9, 0), 64, {"dtype": "float32"}, "dtype is float32, and GPUs support bfloat16 only"),
         ((9, 0), 64, {"block_size": 8}, "block_size is 8, and GPUs support (16, 32, 64)"),
