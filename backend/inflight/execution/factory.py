@@ -62,12 +62,9 @@ def _gpu_obstacle(config: EngineConfig, checkpoint: Checkpoint) -> str | None:
 
     if not torch.cuda.is_available():
         return "torch finds no GPU"
-    capability = torch.cuda.get_device_capability()
-    if architectures.architecture(capability) is None:
-        has = ".".join(map(str, capability))
-        return (
-            f"the GPU has compute capability {has}; the kernels support {architectures.SUPPORTED}"
-        )
+    obstacle = _capability_obstacle()
+    if obstacle is not None:
+        return obstacle
     if not _has_compiler():
         return _NO_COMPILER
     if config.dtype not in ("auto", "bfloat16"):
@@ -76,6 +73,19 @@ def _gpu_obstacle(config: EngineConfig, checkpoint: Checkpoint) -> str | None:
         return f"block_size is {config.block_size}, and GPUs support {GPU_BLOCK_SIZES}"
     spec = read_spec(checkpoint)
     return gpu_obstacle(spec, spec.max_model_len(config))
+
+
+def _capability_obstacle() -> str | None:
+    """Why the kernels do not run on torch's GPU; None if they do, and if there is no GPU."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return None
+    capability = torch.cuda.get_device_capability()
+    if architectures.architecture(capability) is not None:
+        return None
+    has, supported = ".".join(map(str, capability)), architectures.SUPPORTED
+    return f"the GPU has compute capability {has}; the kernels support {supported}"
 
 
 _NO_COMPILER = "the kernel compiler is missing; run in the repository: pip install -e '.[cuda]'"
@@ -152,6 +162,9 @@ def build(
     if config.device == "cuda":
         if not _has_compiler():
             raise ConfigError(f"device: {_NO_COMPILER}")
+        obstacle = _capability_obstacle()
+        if obstacle is not None:
+            raise ConfigError(f"device: {obstacle}; set it to cpu, or use another GPU")
         from inflight.execution.cuda_runner import CudaRunner
 
         return CudaRunner(config, checkpoint, spec, progress), spec

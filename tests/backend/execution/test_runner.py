@@ -417,6 +417,20 @@ def test_auto_is_the_gpu_unless_something_is_in_its_way(
     assert where == (f"CPU: {obstacle}" if obstacle else "GPU")
 
 
+@pytest.mark.parametrize("capability", [(7, 5), (13, 0)])
+def test_a_gpu_that_the_kernels_do_not_support_is_refused(
+    tiny_llama: Checkpoint, monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int]
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    config = EngineConfig(model=str(tiny_llama.path), device="cuda")
+    version = ".".join(map(str, capability))
+    with pytest.raises(
+        ConfigError, match=rf"device: .* {version}; .* 8\.x to 12\.x; set it to cpu"
+    ):
+        build(config, tiny_llama, lambda what, fraction: None)
+
+
 def test_a_gpu_without_the_kernels_compiler_says_what_to_install(
     tiny_llama: Checkpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
