@@ -39,7 +39,6 @@ _DEFAULTS: dict[Device, dict[str, int | str]] = {
 }
 
 # Supported by the kernels.
-GPU_CAPABILITY = (8, 0)  # at least: Ampere
 GPU_BLOCK_SIZES = (16, 32, 64)
 GPU_HEAD_DIMS = (64, 96, 128, 256)
 

@@ -27,18 +27,23 @@ _MEMORY = 139 << 30  # bytes, of an H200
 
 @contextmanager
 def recording(
-    monkeypatch: pytest.MonkeyPatch, *, hopper: bool = True, num_multiprocessors: int = 132
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    hopper: bool = True,
+    num_multiprocessors: int = 132,
+    shared_kib: int = 228,
 ) -> Iterator[Launched]:
     """Record the launches of an absent GPU.
 
     Args:
         hopper: whether it is one.
         num_multiprocessors: that it has.
+        shared_kib: shared memory of each of them.
     """
     gpu = {
         "is_hopper": lambda: hopper,
         "num_multiprocessors": lambda: num_multiprocessors,
-        "_shared_bytes": lambda: 228 << 10,
+        "_shared_bytes": lambda: shared_kib << 10,
     }
     for module in (attention_layers, attention_operands, gemm, skinny_gemm, unquantized_cuda):
         for name, place in gpu.items():

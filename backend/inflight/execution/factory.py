@@ -15,7 +15,7 @@ import msgspec
 
 from inflight.checkpoint import manifest
 from inflight.checkpoint.locate import Checkpoint
-from inflight.config import GPU_BLOCK_SIZES, GPU_CAPABILITY, EngineConfig
+from inflight.config import GPU_BLOCK_SIZES, EngineConfig
 from inflight.errors import ConfigError
 from inflight.execution.drafters.registry import find_method
 from inflight.execution.echo_runner import EchoRunner
@@ -25,6 +25,7 @@ from inflight.kv.gpu import CurrentGpu, Gpu
 from inflight.models.gpu_support import gpu_obstacle
 from inflight.models.registry import read_spec
 from inflight.models.spec import ModelSpec
+from inflight_kernels.runtime import architectures
 
 Progress = Callable[[str, float], None]
 
@@ -61,10 +62,9 @@ def _gpu_obstacle(config: EngineConfig, checkpoint: Checkpoint) -> str | None:
 
     if not torch.cuda.is_available():
         return "torch finds no GPU"
-    capability = torch.cuda.get_device_capability()
-    if capability < GPU_CAPABILITY:
-        needed = ".".join(map(str, GPU_CAPABILITY))
-        return f"the GPU has compute capability {'.'.join(map(str, capability))}, not {needed}"
+    obstacle = _capability_obstacle()
+    if obstacle is not None:
+        return obstacle
     if not _has_compiler():
         return _NO_COMPILER
     if config.dtype not in ("auto", "bfloat16"):
@@ -73,6 +73,19 @@ def _gpu_obstacle(config: EngineConfig, checkpoint: Checkpoint) -> str | None:
         return f"block_size is {config.block_size}, and GPUs support {GPU_BLOCK_SIZES}"
     spec = read_spec(checkpoint)
     return gpu_obstacle(spec, spec.max_model_len(config))
+
+
+def _capability_obstacle() -> str | None:
+    """Why the kernels do not run on torch's GPU; None if they do, and if there is no GPU."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return None
+    capability = torch.cuda.get_device_capability()
+    if architectures.architecture(capability) is not None:
+        return None
+    has, supported = ".".join(map(str, capability)), architectures.SUPPORTED
+    return f"the GPU has compute capability {has}; the kernels support {supported}"
 
 
 _NO_COMPILER = "the kernel compiler is missing; run in the repository: pip install -e '.[cuda]'"
@@ -149,6 +162,9 @@ def build(
     if config.device == "cuda":
         if not _has_compiler():
             raise ConfigError(f"device: {_NO_COMPILER}")
+        obstacle = _capability_obstacle()
+        if obstacle is not None:
+            raise ConfigError(f"device: {obstacle}; set it to cpu, or use another GPU")
         from inflight.execution.cuda_runner import CudaRunner
 
         return CudaRunner(config, checkpoint, spec, progress), spec

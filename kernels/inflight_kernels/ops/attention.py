@@ -20,12 +20,14 @@ from torch import Tensor
 
 from inflight_kernels.ops.attention_dispatch import (
     HEAD_DIMS,
+    HEADS_HEAD_DIMS,
     HOPPER_HEAD_DIMS,
+    AnyShape,
     HeadsShape,
     HopperShape,
     Part,
     Shape,
-    heads_shape,
+    candidates,
     max_workspace_bytes,
     shapes,
 )
@@ -240,7 +242,7 @@ def prefers_rope_attend(num_tokens: int, num_heads: int, num_kv_heads: int, head
 def rotates(num_heads: int, num_kv_heads: int, head_dim: int) -> bool:
     """Whether `rope_attend` supports such heads."""
     check_heads(num_heads, num_kv_heads, head_dim)
-    few, _, _ = shapes(head_dim)
+    few, _, _ = shapes(head_dim, current_gpu().shared_bytes)
     return few.rotates and num_heads // num_kv_heads < few.rows
 
 
@@ -249,26 +251,28 @@ def instantiations() -> list[Instantiation]:
     found: dict[str, dict[str, None]] = {}
     for dtype in _STORAGE_TYPES:
         for head_dim in HEAD_DIMS:
-            for hopper in (False, True):
-                for stem, name in _kernels_for(head_dim, dtype, hopper):
-                    found.setdefault(stem, {})[name] = None
+            for stem, name in _kernels_for(head_dim, dtype):
+                found.setdefault(stem, {})[name] = None
     return [(stem, tuple(names), ()) for stem, names in found.items()]
 
 
-def _kernels_for(head_dim: int, dtype: torch.dtype, hopper: bool) -> list[tuple[str, str]]:
-    """Stem and name of the kernels for heads of such a width, whatever their number."""
+def _kernels_for(head_dim: int, dtype: torch.dtype) -> list[tuple[str, str]]:
+    """Stem and name of the kernels for heads of such a width, whatever their number and the GPU."""
+    few, some, many = candidates(head_dim)
+    shapes_of_any: list[AnyShape] = [*few, *some, *many]
+    if head_dim in HEADS_HEAD_DIMS:
+        shapes_of_any.append(HeadsShape(head_dim))
+    if head_dim in HOPPER_HEAD_DIMS:
+        shapes_of_any.append(HopperShape(head_dim))
     storage = _STORAGE_TYPES[dtype]
-    few, some, many = shapes(head_dim)
-    found = [("attention_plan", "plan"), *(("attention", one.name(storage)) for one in (few, some))]
-    heads = heads_shape(HeadsShape.heads, 1, head_dim)
-    if heads is not None:
-        found.append((heads.stem, heads.name(storage)))
-    if few.rotates:
-        found += [("attention", few.rotating_name(storage, norms)) for norms in (False, True)]
-    if hopper and head_dim in HOPPER_HEAD_DIMS:
-        found.append(("attention_hopper", HopperShape(head_dim).name(storage)))
-    else:
-        found.append(("attention", many.name(storage)))
+    found = [("attention_plan", "plan")]
+    found += [(shape.stem, shape.name(storage)) for shape in shapes_of_any]
+    found += [
+        ("attention", shape.rotating_name(storage, norms))
+        for shape in few
+        if shape.rotates
+        for norms in (False, True)
+    ]
     return found
 
 

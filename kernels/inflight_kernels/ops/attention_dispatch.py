@@ -2,8 +2,8 @@
 a pure function of what the host knows about the step.
 
 On Hopper, chunks with many rows have their own kernel (attention_hopper.cu) for heads of 64 or 128
-values; on any GPU, few rows of many sequences have one (attention_heads.cu); attention.cu handles
-everything else.
+values; on GPUs with enough shared memory, few rows of many sequences have one (attention_heads.cu);
+attention.cu handles everything else.
 """
 
 from __future__ import annotations
@@ -77,8 +77,13 @@ class Shape:
         return f"rope_attend<{self.type(storage)}, {'true' if norms else 'false'}>"
 
 
+Candidates = tuple[Shape, ...]
+"""Shapes for the same steps, the preferred one first."""
+
 # Tiles per warp in shared memory: as many as allow two blocks per multiprocessor.
 _HEADS_STAGES = {64: 6, 96: 4, 128: 3}
+HEADS_HEAD_DIMS = tuple(_HEADS_STAGES)
+"""Head dims with a kernel for few rows of many sequences."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,27 +136,59 @@ class HopperShape:
         return f"attend<attention::HopperShape<{storage}, {self.head_dim}>>"
 
 
-def shapes(head_dim: int) -> tuple[Shape, Shape, Shape]:
-    """Shapes for few, some and many rows per chunk.
+def candidates(head_dim: int) -> tuple[Candidates, Candidates, Candidates]:
+    """Shapes for few, some and many rows per chunk, the preferred one of each first. The last one
+    fits in 100 KiB, the shared memory per multiprocessor of compute capability 8.6, 8.9 and 12.x.
 
     With 16 rows the kernel is bound by reading the cache: the warps split the keys of a tile, and
     as many tiles as fit are in flight. With more rows, each warp has its own rows.
     """
     if head_dim == 256:
-        some = Shape(head_dim, 4, 1, 1, 32, 2, 2)
-        return Shape(head_dim, 1, 4, 1, 64, 2, 2), some, some
-    return (
-        Shape(head_dim, 1, 4, 1, 64, 3, 3),
-        Shape(head_dim, 4, 1, 1, 64, 2, 2),
-        Shape(head_dim, 4, 1, 2, 64, 2, 2),
+        # The sums take as much room as the tiles, so that fewer keys need fewer warps.
+        some_of_256 = (Shape(head_dim, 4, 1, 1, 32, 2, 2), Shape(head_dim, 2, 1, 1, 32, 2, 2))
+        few_of_256 = (Shape(head_dim, 1, 4, 1, 64, 2, 2), Shape(head_dim, 1, 2, 1, 32, 2, 2))
+        return few_of_256, some_of_256, some_of_256
+    few = Shape(head_dim, 1, 4, 1, 64, 3, 3)
+    some = Shape(head_dim, 4, 1, 1, 64, 2, 2)
+    many = Shape(head_dim, 4, 1, 2, 64, 2, 2)
+    if head_dim == 128:
+        return (few, Shape(head_dim, 1, 4, 1, 64, 2, 3)), (some,), (many, some)
+    return (few,), (some,), (many,)
+
+
+@functools.cache
+def shapes(head_dim: int, shared_bytes: int) -> tuple[Shape, Shape, Shape]:
+    """Shapes for few, some and many rows per chunk: the first of the candidates that fit.
+
+    Args:
+        head_dim: D.
+        shared_bytes: shared memory per multiprocessor.
+    """
+    few, some, many = (
+        next(shape for shape in found if _fits(shape, shared_bytes))
+        for found in candidates(head_dim)
     )
+    return few, some, many
 
 
-def heads_shape(num_kv_heads: int, group: int, head_dim: int) -> HeadsShape | None:
-    """Shape for few rows of each of many sequences; None if not supported for such heads."""
-    if head_dim not in _HEADS_STAGES or num_kv_heads % HeadsShape.heads or group > HeadsShape.rows:
+def heads_shape(
+    num_kv_heads: int, group: int, head_dim: int, shared_bytes: int
+) -> HeadsShape | None:
+    """Shape for few rows of each of many sequences; None if not supported for such heads, or if
+    multiprocessors have too little shared memory."""
+    if (
+        head_dim not in HEADS_HEAD_DIMS
+        or num_kv_heads % HeadsShape.heads
+        or group > HeadsShape.rows
+    ):
         return None
-    return HeadsShape(head_dim)
+    shape = HeadsShape(head_dim)
+    return shape if _fits(shape, shared_bytes) else None
+
+
+def _fits(shape: AnyShape, shared_bytes: int) -> bool:
+    """Whether a multiprocessor with so much shared memory has room for a block."""
+    return shape.shared_bytes + _RESERVED_SHARED <= shared_bytes
 
 
 def _prefers_heads_kernel(units: int, num_blocks: int) -> bool:
@@ -226,8 +263,8 @@ def parts(
         gpu: the device.
         batch_invariant: see `plan`.
     """
-    for_few: tuple[AnyShape, ...] = (shapes(head_dim)[0],)
-    heads = heads_shape(num_kv_heads, group, head_dim)
+    for_few: tuple[AnyShape, ...] = (shapes(head_dim, gpu.shared_bytes)[0],)
+    heads = heads_shape(num_kv_heads, group, head_dim, gpu.shared_bytes)
     if heads is not None:
         for_few += (heads,)
     chosen = _choose_shapes(
@@ -259,7 +296,7 @@ def parts(
 def _num_blocks(shape: AnyShape, gpu: Gpu) -> int:
     """Blocks that run concurrently."""
     fit = gpu.shared_bytes // (shape.shared_bytes + _RESERVED_SHARED)
-    return gpu.num_multiprocessors * max(1, min(fit, shape.max_blocks))
+    return gpu.num_multiprocessors * min(fit, shape.max_blocks)
 
 
 def _choose_shapes(
@@ -277,12 +314,12 @@ def _choose_shapes(
         rows: maximum rows of a chunk.
         num_chunks, num_kv_heads, group, head_dim, gpu, batch_invariant: see `parts`.
     """
-    few_anywhere, some, many_anywhere = shapes(head_dim)
+    few_anywhere, some, many_anywhere = shapes(head_dim, gpu.shared_bytes)
     few: AnyShape = few_anywhere
     many: AnyShape = many_anywhere
     if gpu.is_hopper and head_dim in HOPPER_HEAD_DIMS:
         many = HopperShape(head_dim)
-    heads = heads_shape(num_kv_heads, group, head_dim)
+    heads = heads_shape(num_kv_heads, group, head_dim, gpu.shared_bytes)
     if heads is not None and not heads.rows < rows <= few.rows:
         units = num_chunks * num_kv_heads // heads.heads
         if _prefers_heads_kernel(units, _num_blocks(heads, gpu)):
@@ -316,7 +353,7 @@ def max_workspace_bytes(
     """
     if max_q_len is None:
         max_q_len = _NO_LIMIT
-    few, some, _ = shapes(head_dim)
+    few, some, _ = shapes(head_dim, gpu.shared_bytes)
     lengths = {min(max_q_len, max(1, shape.rows // group)) for shape in (few, some)}
     return max(
         parts(

@@ -22,8 +22,7 @@ from cuda.bindings import nvrtc
 from cuda.core import Program, ProgramOptions
 from cuda.pathfinder import find_nvidia_header_directory
 
-ARCHITECTURES = ("sm_80", "sm_90a")
-"""Architectures that kernels are compiled for: Ampere and later, and Hopper-specific."""
+from inflight_kernels.runtime.architectures import ARCHITECTURES
 
 Instantiation = tuple[str, tuple[str, ...], tuple[tuple[str, str], ...]]
 """Kernels of a module of ops: stem, names and defines of `cubin`."""
@@ -56,7 +55,7 @@ class Cubin:
 
 def architectures(stem: str) -> tuple[str, ...]:
     """Architectures of <stem>.cu: sources named *_hopper.cu are for Hopper only."""
-    return ("sm_90a",) if stem.endswith("_hopper") else ARCHITECTURES
+    return ("sm_90a",) if stem.endswith("_hopper") else tuple(ARCHITECTURES.values())
 
 
 def source_of(stem: str) -> Path:

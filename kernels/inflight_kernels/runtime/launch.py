@@ -16,6 +16,8 @@ from cuda.bindings import driver
 from cuda.core import LEGACY_DEFAULT_STREAM, Device, LaunchConfig, ObjectCode, Stream, launch
 from torch import Tensor
 
+from inflight_kernels.runtime import architectures
+from inflight_kernels.runtime.architectures import Capability
 from inflight_kernels.runtime.compile import cubin, precompile
 from inflight_kernels.runtime.recording import cleared_by_recordings, launched
 
@@ -128,13 +130,13 @@ def precompile_kernels(kernels: Iterable[tuple[str, str]]) -> None:
 
 def supports_pdl() -> bool:
     """Whether the current device supports programmatic dependent launch (Hopper and later)."""
-    return _architecture() != "sm_80"
+    return architectures.launches_dependents(_capability())
 
 
 @functools.cache
 def is_hopper() -> bool:
     """Whether there is a current device that runs code for sm_90a."""
-    return torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+    return torch.cuda.is_available() and architectures.has_wgmma(_capability())
 
 
 @functools.cache
@@ -145,14 +147,19 @@ def num_multiprocessors() -> int:
 
 @functools.cache
 def _architecture() -> str:
-    major, minor = torch.cuda.get_device_capability()
-    if major < 8:
+    major, minor = _capability()
+    found = architectures.architecture((major, minor))
+    if found is None:
         raise RuntimeError(
-            f"compute capability {major}.{minor} is not supported; the kernels require 8.0 "
-            "(Ampere) or later"
+            f"the GPU has compute capability {major}.{minor}; the kernels support "
+            f"{architectures.SUPPORTED}. Use another GPU, or the CPU"
         )
-    # Code for 8.0 runs on all of 8.x, code for 9.0a only on 9.0.
-    return {8: "sm_80", 9: "sm_90a"}.get(major, f"sm_{major}{minor}")
+    return found
+
+
+@functools.cache
+def _capability() -> Capability:
+    return torch.cuda.get_device_capability()
 
 
 # ---------------------------------------------------------------- operands

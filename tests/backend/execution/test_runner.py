@@ -393,7 +393,9 @@ def test_a_device_that_is_named_is_taken(tiny_llama: Checkpoint, device: Any, wh
     [
         ((9, 0), 64, {}, None),
         ((8, 0), 128, {"dtype": "bfloat16", "block_size": 64}, None),
-        ((7, 5), 64, {}, "the GPU has compute capability 7.5, not 8.0"),
+        ((12, 0), 128, {}, None),
+        ((7, 5), 64, {}, "the GPU has compute capability 7.5; the kernels support 8.x to 12.x"),
+        ((13, 0), 64, {}, "the GPU has compute capability 13.0; the kernels support 8.x to 12.x"),
         ((9, 0), 16, {}, r"head_dim 16 (allowed: 64, 96, 128, 256) is not supported on GPUs"),
         ((9, 0), 64, {"dtype": "float32"}, "dtype is float32, and GPUs support bfloat16 only"),
         ((9, 0), 64, {"block_size": 8}, "block_size is 8, and GPUs support (16, 32, 64)"),
@@ -413,6 +415,20 @@ def test_auto_is_the_gpu_unless_something_is_in_its_way(
     placed, where = resolve_device(EngineConfig(model=".", device="auto", **settings), checkpoint)
     assert placed.device == ("cpu" if obstacle else "cuda")
     assert where == (f"CPU: {obstacle}" if obstacle else "GPU")
+
+
+@pytest.mark.parametrize("capability", [(7, 5), (13, 0)])
+def test_a_gpu_that_the_kernels_do_not_support_is_refused(
+    tiny_llama: Checkpoint, monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int]
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    config = EngineConfig(model=str(tiny_llama.path), device="cuda")
+    version = ".".join(map(str, capability))
+    with pytest.raises(
+        ConfigError, match=rf"device: .* {version}; .* 8\.x to 12\.x; set it to cpu"
+    ):
+        build(config, tiny_llama, lambda what, fraction: None)
 
 
 def test_a_gpu_without_the_kernels_compiler_says_what_to_install(

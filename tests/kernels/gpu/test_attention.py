@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from attention_steps import BOUND, DTYPES, STEPS, Step, error, make_step
+from inflight_kernels.ops import attention_operands
 from inflight_kernels.ops.attention import attend, plan
 from inflight_kernels.ops.attention_dispatch import HEAD_DIMS
 from inflight_kernels.ops.attention_operands import AttentionParams
@@ -22,6 +23,19 @@ pytestmark = pytest.mark.gpu
 def test_attention_is_right_for_every_head_dim(step, head_dim, dtype):
     made = make_step(*STEPS[step], head_dim=head_dim, dtype=dtype)
     assert error(made.run(), made.definition()) < BOUND[dtype]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+@pytest.mark.parametrize("step", STEPS)
+def test_attention_is_right_in_100_kib_of_shared_memory(step, head_dim, dtype, monkeypatch):
+    """With the kernels of GPUs that have no more, which run on all others too."""
+    monkeypatch.setattr(attention_operands, "_shared_bytes", lambda: 100 << 10)
+    monkeypatch.setattr(attention_operands, "is_hopper", lambda: False)
+    made = make_step(*STEPS[step], head_dim=head_dim, dtype=dtype)
+    assert error(made.run(), made.definition()) < BOUND[dtype]
+    invariant = made.run(batch_invariant=True)
+    assert error(invariant, made.definition()) < BOUND[dtype]
 
 
 @pytest.mark.parametrize("heads", [(4, 4), (8, 2), (32, 8), (28, 4), (9, 3), (16, 1), (71, 1)])

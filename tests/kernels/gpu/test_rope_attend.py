@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from attention_steps import BOUND, DTYPES, STEPS, Step, error, make_step
+from inflight_kernels.ops import attention_operands
 from inflight_kernels.ops.attention import plan, rope_attend, rotates
 from inflight_kernels.ops.linear import skinny_gemm
 from inflight_kernels.ops.rope import QkNorm, RopeInputs, rope_write_kv
@@ -116,6 +117,18 @@ def test_a_projection_is_rotated_written_and_attended_in_one(
     # Rounded once more where the compiler joins other products and sums.
     assert error(k_cache.nan_to_num(0.0), made.step.k_cache.nan_to_num(0.0).double()) < 1e-4
     assert error(out, made.step.definition()) < BOUND[dtype]
+
+
+@pytest.mark.parametrize("normed", [False, True], ids=["plain", "normed"])
+@pytest.mark.parametrize("step", DECODES)
+def test_a_projection_is_attended_in_100_kib_of_shared_memory(step, normed, monkeypatch):
+    """With the kernel of GPUs that have no more, which runs on all others too."""
+    monkeypatch.setattr(attention_operands, "_shared_bytes", lambda: 100 << 10)
+    monkeypatch.setattr(attention_operands, "is_hopper", lambda: False)
+    made = make_projection(*STEPS[step], normed=normed)
+    out = made.run()
+    made.rotate(made.step.q)
+    assert error(out, made.step.definition()) < BOUND[torch.bfloat16]
 
 
 @pytest.mark.parametrize("block_size", [16, 32, 64])

@@ -23,6 +23,8 @@ from inflight_kernels.ops.attention_dispatch import (
 
 H200 = Gpu(132, 228 * 1024, is_hopper=True)
 A100 = Gpu(108, 164 * 1024, is_hopper=False)
+B200 = Gpu(148, 228 * 1024, is_hopper=False)
+L40S = Gpu(142, 100 * 1024, is_hopper=False)
 
 
 # ---------------------------------------------------------------- the plan
@@ -176,7 +178,9 @@ STEPS = {
 
 
 @pytest.mark.parametrize("group", [1, 4, 7])
-@pytest.mark.parametrize(("device", "head_dim"), [(H200, 128), (H200, 256), (A100, 128)])
+@pytest.mark.parametrize(
+    ("device", "head_dim"), [(H200, 128), (H200, 256), (A100, 128), (L40S, 256)]
+)
 @pytest.mark.parametrize("step", STEPS)
 def test_each_row_meets_each_key_that_it_sees_exactly_once(step, device, head_dim, group):
     q_lens, kv_lens, window = STEPS[step]
@@ -364,7 +368,8 @@ def test_hopper_has_its_own_kernel_for_many_rows():
         return [part.shape.stem for part in parts(9, 2056, 2048, 8, 4, head_dim, device)]
 
     assert stems(128, H200) == stems(64, H200) == ["attention", "attention_hopper"]
-    assert stems(256, H200) == stems(96, H200) == stems(128, A100) == ["attention", "attention"]
+    assert stems(256, H200) == stems(96, H200) == ["attention", "attention"]
+    assert stems(128, A100) == stems(128, B200) == stems(128, L40S) == ["attention", "attention"]
 
 
 def test_parts_are_consecutive_and_aligned():
@@ -391,7 +396,7 @@ def end_of_parts(num_chunks, num_tokens, q_len, heads, device):
 
 @pytest.mark.parametrize("group", [1, 2, 3, 4, 8, 9, 32, 128])
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
-@pytest.mark.parametrize("device", [H200, A100], ids=["H200", "A100"])
+@pytest.mark.parametrize("device", [H200, A100, L40S], ids=["H200", "A100", "L40S"])
 @pytest.mark.parametrize("most", [1, 2, 8, 100, 150, 192, 256, 700])
 def test_a_workspace_for_the_largest_step_serves_all_smaller_ones(most, device, head_dim, group):
     """Whichever kernel they have: with 128 chunks it is one that needs more room than with 192, and

@@ -18,6 +18,8 @@ from inflight_kernels.ops.attention_dispatch import (
     HeadsShape,
     HopperShape,
     Shape,
+    candidates,
+    heads_shape,
     shapes,
 )
 
@@ -25,16 +27,30 @@ LANES = np.arange(32)
 
 all_shapes = pytest.mark.parametrize(
     "shape",
-    [shape for head_dim in HEAD_DIMS for shape in dict.fromkeys(shapes(head_dim))],
-    ids=lambda shape: f"d{shape.head_dim}-r{shape.rows}",
+    [
+        shape
+        for head_dim in HEAD_DIMS
+        for shape in dict.fromkeys(itertools.chain(*candidates(head_dim)))
+    ],
+    ids=lambda shape: f"d{shape.head_dim}-r{shape.rows}-k{shape.keys}-s{shape.stages}",
 )
 
 
-@all_shapes
-def test_a_block_fits_on_ampere_and_hopper(shape):
-    assert shape.shared_bytes <= 163 * 1024
-    if shape.head_dim <= 128:
-        assert 2 * (shape.shared_bytes + 1024) <= 228 * 1024
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+def test_a_block_fits_on_ampere_and_hopper(head_dim):
+    for shape in shapes(head_dim, 164 * 1024):
+        assert shape.shared_bytes <= 163 * 1024
+        if head_dim <= 128:
+            assert 2 * (shape.shared_bytes + 1024) <= 228 * 1024
+    assert shapes(head_dim, 164 * 1024) == shapes(head_dim, 228 * 1024)
+
+
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+def test_a_block_fits_on_ada_and_small_blackwells(head_dim):
+    few, some, many = shapes(head_dim, 100 * 1024)
+    assert max(shape.shared_bytes for shape in (few, some, many)) <= 99 * 1024
+    assert few.rows == 16 < some.rows <= many.rows, "as on other GPUs"
+    assert heads_shape(HeadsShape.heads, 1, head_dim, 100 * 1024) is None
 
 
 @pytest.mark.parametrize("head_dim", [64, 96, 128])
@@ -225,14 +241,26 @@ def test_the_rows_that_a_lane_masks_are_those_it_holds():
 
 def test_every_shape_of_every_type_is_instantiated():
     counts = {stem: len(set(names)) for stem, names, _ in instantiations()}
-    rotating = 2 * 2 * 3  # with and without norms, heads of 64, 96 and 128
+    rotating = 2 * 2 * 4  # with and without norms, heads of 64, 96 and 128, which have two
     anywhere = 2 * (3 * 3 + 2) + rotating
+    for_small_memories = 2 * (1 + 2)  # heads of 128 and 256
     assert counts == {
-        "attention": anywhere,
+        "attention": anywhere + for_small_memories,
         "attention_heads": 2 * 3,
         "attention_hopper": 2 * 2,
         "attention_plan": 1,
     }
+
+
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+@pytest.mark.parametrize("shared_kib", [100, 164, 228])
+def test_whatever_a_gpu_takes_is_instantiated(shared_kib, head_dim):
+    compiled = {name for _, names, _ in instantiations() for name in names}
+    few, some, many = shapes(head_dim, shared_kib << 10)
+    for storage in ("__nv_bfloat16", "__half"):
+        assert {shape.name(storage) for shape in (few, some, many)} <= compiled
+        if few.rotates:
+            assert {few.rotating_name(storage, norms) for norms in (False, True)} <= compiled
 
 
 # ---------------------------------------------------------------- tiles on Hopper

@@ -15,8 +15,8 @@ import pytest
 
 from inflight_kernels import ops
 from inflight_kernels.runtime import compile as compiler
+from inflight_kernels.runtime.architectures import ARCHITECTURES
 from inflight_kernels.runtime.compile import (
-    ARCHITECTURES,
     CompileError,
     Cubin,
     Instantiation,
@@ -25,6 +25,9 @@ from inflight_kernels.runtime.compile import (
 )
 
 SOURCES = sorted(path.stem for path in compiler._CSRC.rglob("*.cu"))
+
+# Architectures by what `make test` compiles for them (see `_sampled`).
+ALL_SOURCES, WITHOUT_PDL, ONE_OF_EACH = "sm_90a", "sm_80", "sm_120"
 
 
 def _instantiations() -> list[Instantiation]:
@@ -53,26 +56,33 @@ def _template(stem: str, name: str) -> tuple[str, str, bool, bool]:
 
 
 def _sampled(arch: str) -> list[tuple[str, ...]]:
-    """The names of each of KERNELS that `make test` compiles. For the latest architecture: all of
-    models, and the last of each other template, in float16 or float32. For an earlier one, whose
-    sources lack only Hopper's instructions: the first and the last of each template of models."""
+    """The names of each of KERNELS that `make test` compiles.
+
+    For Hopper: all of models, and the last of each other template, in float16 or float32. For
+    Ampere, whose sources lack only Hopper's instructions: the first and the last of each template
+    of models. For Blackwell, whose sources lack only wgmma: one of each file, for one architecture.
+    """
     groups: dict[tuple[str, str, bool, bool], list[str]] = {}
     for stem, names, _ in KERNELS:
         for name in names:
             groups.setdefault(_template(stem, name), []).append(name)
     wanted: set[tuple[str, str]] = set()
     for (stem, _, of_models, _), names in groups.items():
-        if arch != ARCHITECTURES[-1]:
-            chosen = [names[0], names[-1]] if of_models else []
-        else:
+        if arch == ALL_SOURCES:
             chosen = names if of_models else names[-1:]
+        elif arch == WITHOUT_PDL:
+            chosen = [names[0], names[-1]] if of_models else []
+        elif arch == ONE_OF_EACH and of_models and stem not in {stem for stem, _ in wanted}:
+            chosen = names[:1]
+        else:
+            chosen = []
         wanted.update((stem, name) for name in chosen)
     return [tuple(name for name in names if (stem, name) in wanted) for stem, names, _ in KERNELS]
 
 
 def _cases() -> Iterator[Any]:
     """(instantiation, architecture) of `make test`; of a long run, those with more names."""
-    sampled = {arch: _sampled(arch) for arch in ARCHITECTURES}
+    sampled = {arch: _sampled(arch) for arch in ARCHITECTURES.values()}
     for i, (stem, names, defines) in enumerate(KERNELS):
         for arch in architectures(stem):
             some = sampled[arch][i]
@@ -123,14 +133,15 @@ def test_the_sample_has_all_kernels_of_models_and_all_templates() -> None:
             for (stem, _, _), names in zip(KERNELS, _sampled(arch), strict=True)
             for name in names
         }
-        for arch in ARCHITECTURES
+        for arch in ARCHITECTURES.values()
     }
-    assert of_models < sampled[ARCHITECTURES[-1]] <= every
+    assert of_models < sampled[ALL_SOURCES] <= every
     templates = {_template(stem, name) for stem, name in every}
-    assert {_template(stem, name) for stem, name in sampled[ARCHITECTURES[-1]]} == templates
+    assert {_template(stem, name) for stem, name in sampled[ALL_SOURCES]} == templates
     templates = {_template(stem, name) for stem, name in of_models}
-    for arch in ARCHITECTURES:
+    for arch in (ALL_SOURCES, WITHOUT_PDL):
         assert {_template(stem, name) for stem, name in sampled[arch] & of_models} == templates
+    assert {stem for stem, _ in sampled[ONE_OF_EACH] & of_models} == set(SOURCES)
 
 
 def test_every_source_belongs_to_a_module_of_ops() -> None:

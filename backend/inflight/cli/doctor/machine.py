@@ -22,6 +22,7 @@ from inflight.deploy import installation, repository
 from inflight.deploy.checks.triton_version import TESTED, TritonVersion
 from inflight.deploy.ports import HeldPorts
 from inflight.errors import ConfigError
+from inflight_kernels.runtime import architectures
 
 SUPPORTED_PYTHON = ((3, 11), (3, 12))
 # Docker's default is 64 MB; each instance of a Python model takes 1 MB initially and more with long
@@ -195,11 +196,10 @@ def check_gpu(found: GpuFacts) -> Check:
     if not found.name:
         return Check("GPU", "note", "none found by torch", "engines run on the CPU")
     shown = f"{found.name}, {found.memory_bytes / (1 << 30):.0f} GiB"
-    if found.capability < config.GPU_CAPABILITY:
+    if architectures.architecture(found.capability) is None:
         capability = ".".join(map(str, found.capability))
-        return Check(
-            "GPU", "note", f"{shown}, compute capability {capability}", "the kernels require 8.0"
-        )
+        mend = f"engines run on the CPU: the kernels support {architectures.SUPPORTED}"
+        return Check("GPU", "note", f"{shown}, compute capability {capability}", mend)
     if not found.has_kernels:
         mend = "to use it, in the repository: pip install -e '.[cuda]'"
         return Check("GPU", "note", f"{shown}; the kernel compiler is missing", mend)

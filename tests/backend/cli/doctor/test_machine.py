@@ -112,4 +112,6 @@ def test_a_gpu_is_optional_and_missing_parts_are_reported() -> None:
     without = doctor.check_gpu(doctor.GpuFacts("H200", 140 << 30, (9, 0)))
     assert "pip install -e '.[cuda]'" in without.mend
     old = doctor.check_gpu(doctor.GpuFacts("T4", 15 << 30, (7, 5), has_kernels=True))
-    assert "7.5" in old.found
+    assert "7.5" in old.found and "8.x to 12.x" in old.mend
+    new = doctor.GpuFacts("B200", 178 << 30, (10, 0), has_kernels=True)
+    assert doctor.check_gpu(new).status == "ok"
