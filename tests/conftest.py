@@ -66,23 +66,36 @@ class ByFile(LoadFileScheduling):  # type: ignore[misc]
 
     def _split_scope(self, nodeid: str) -> str:
         file: str = super()._split_scope(nodeid)
-        return next((name for name, files in _files_with_servers() if file in files), file)
+        return "|".join(_servers_of(file)) or file
 
 
 @functools.cache
-def _files_with_servers() -> list[tuple[str, frozenset[str]]]:
-    texts = {
-        str(path.relative_to(ROOT)): path.read_text() for path in INTEGRATION.glob("test_*.py")
-    }
-    found = []
-    for fixtures in ("cpu|echo", "gateway"):
-        uses = re.compile(rf"^(?: {{4}})?def \w+\((?:[^)]*\s)?(?:{fixtures})\b", re.MULTILINE)
-        found.append((fixtures, frozenset(file for file in texts if uses.search(texts[file]))))
-    return found
+def _servers_of(file: str) -> tuple[str, ...]:
+    """The fixtures of servers of the session that the files of its process share with it."""
+    path = ROOT / file
+    text = path.read_text() if path.parent == INTEGRATION else ""
+    for fixtures in (("cpu", "echo"), ("gateway",)):
+        names = "|".join(fixtures)
+        if re.search(rf"^(?: {{4}})?def \w+\((?:[^)]*\s)?(?:{names})\b", text, re.MULTILINE):
+            return fixtures
+    return ()
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> ByFile:
     return ByFile(config, log)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> Iterator[None]:
+    """One of several processes ends the servers of the session after the last file that uses them,
+    not with the session: idle, they take a few percent of a core."""
+    yield
+    if nextitem is None or "PYTEST_XDIST_WORKER" not in os.environ:
+        return
+    servers, others = (_servers_of(one.nodeid.partition("::")[0]) for one in (item, nextitem))
+    for name in servers if servers != others else ():
+        for fixture in item.session._fixturemanager.getfixturedefs(name, item) or ():
+            fixture.finish(item._request)  # type: ignore[attr-defined]
 
 
 @pytest.hookimpl(wrapper=True)

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 import long_results
+from failpoint import failpoint
 from inflight.supervision.keeper import STABLE_S
 from kserve import Refused, Stream, ask, generate, request, tensor, text
 from supervised import Serving, serve
@@ -25,6 +26,7 @@ from waiting import wait_until_ended
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(240)]
 
 STREAMS = 32
+STEP_MS = 4
 LONG_PROMPT = "The prefix cache has whole blocks only, so this prompt is longer. " * 4
 # Until streams have ended: of a server that dies, and of one that stops, which takes a while to be
 # noticed.
@@ -241,7 +243,8 @@ def test_random_kills_are_repaired_without_a_hand(tmp_path: Path) -> None:
 
 
 def test_a_drain_finishes_streams_and_leaves_nothing(tmp_path: Path) -> None:
-    with serve(tmp_path, "echo") as server:
+    # On a busy machine, the reader would get all of a faster engine's tokens at once.
+    with failpoint("slow", STEP_MS), serve(tmp_path, "echo", "--drain", "60") as server:
         regions = server.regions()
         idle = Stream(server.grpc, request("generate", text("x"), tensor("max_tokens", "INT32", 1)))
         idle.next()

@@ -474,9 +474,12 @@ class Server:
             self._end(0.0)
 
     def _wait_until_unloaded(self, stubs: list[Process]) -> None:
-        """Wait until tritonserver, which was told to stop, has exited or has ended all its stubs, for
-        at most TRITON_EXIT_S. It ends them once no request is in flight, looks once a second whether
-        that is done, and then has nothing left to do but to close idle connections."""
+        """Wait until tritonserver, which was told to stop, has exited or has ended all its stubs,
+        for at most TRITON_EXIT_S.
+
+        It ends them once no request is in flight, checks once a second whether they have ended, and
+        then only closes idle connections.
+        """
         deadline = time.monotonic() + TRITON_EXIT_S
         while self.is_running() and time.monotonic() < deadline:
             if stubs and not any(stub.is_running() for stub in stubs):

@@ -66,10 +66,14 @@ class ServiceChild:
             self._process.kill()
             self._process.wait()
 
-    def close(self) -> None:
-        """End it in order; kill it if that takes too long."""
+    def terminate(self) -> None:
+        """Have it end in order; `wait_or_kill` waits for that."""
         if self._process is not None:
             self._process.terminate()
+
+    def wait_or_kill(self) -> None:
+        """Wait until it has ended; kill it if that takes too long."""
+        if self._process is not None:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(EXIT_S)
             self.kill()
@@ -77,3 +81,11 @@ class ServiceChild:
     def _options_of_start(self) -> Sequence[str]:
         """Further arguments that may differ from start to start."""
         return ()
+
+
+def close_all(children: Sequence[ServiceChild]) -> None:
+    """End them in order, side by side; kill those that take too long."""
+    for child in children:
+        child.terminate()
+    for child in children:
+        child.wait_or_kill()

@@ -24,12 +24,7 @@ from inflight.deploy.log_files import cap_log, default_log_file
 from inflight.deploy.metrics import MetricsServer
 from inflight.deploy.model_group import ALL_MODELS
 from inflight.deploy.ports import HeldPorts
-from inflight.deploy.tritonserver import (
-    POLL_S,
-    Endpoints,
-    OnProgress,
-    Server,
-)
+from inflight.deploy.tritonserver import Endpoints, OnProgress, Server
 from inflight.engine.metrics.families import COMPAT_VARIABLE, parse_compat
 from inflight.errors import EngineError
 from inflight.ipc import health
@@ -50,13 +45,14 @@ from inflight.supervision.models.model_control import ModelControl
 from inflight.supervision.options import ServeOptions
 from inflight.supervision.orphans import reap_orphans
 from inflight.supervision.server_metrics import ServerMetrics
-from inflight.supervision.service_child import ServiceChild
+from inflight.supervision.service_child import ServiceChild, close_all
 from inflight.supervision.triton_child import TritonChild
 
 logger = logging.getLogger("inflight.supervisor")
 
 MAX_START_RETRIES = 2
 HEALTH_INTERVAL_S = 0.5
+START_POLL_S = 0.02  # the users of a server wait for its start
 # Requests in flight have ended by then, or their time is over.
 DOOR_DRAIN_S = 1.0
 LOOPBACK = "127.0.0.1"
@@ -169,11 +165,12 @@ class Supervisor:
         for keeper in self._keepers:
             keeper.start()
         self._set_models(self._wait_until_loaded(on_progress))
+        self._triton.probe_now()
         for door in self._doors:
             door.wait_until_it_listens()
         while not self._is_up:
             self.poll()
-            time.sleep(POLL_S)
+            time.sleep(START_POLL_S)
         self.poll()
         if self._fleet is not None and self.options.controlled is not None:
             control = ModelControl(self._catalog, self._fleet, self._folder, self._server.drain_s)
@@ -241,13 +238,11 @@ class Supervisor:
         self._main.close()
         self._write_health()
         num_cut = self._server.drain(on_waiting, self._write_health)
-        for door in self._doors:
-            door.close()
+        close_all(self._doors)
         self._triton.close()
         self._server.end()
         self._engines.end_all()
-        for accountant in self._accountants:  # after the last report of usage
-            accountant.close()
+        close_all(self._accountants)  # after the last report of usage
         self._leave()
         return num_cut
 

@@ -57,7 +57,8 @@ class TritonChild:
         self._lock = threading.Lock()  # held while `_watched` is replaced
         self._is_ready = False
         self._answered_at: float | None = None  # None until it was ready once
-        self._closing = threading.Event()
+        self._probes_now = threading.Event()
+        self._is_closed = False
         threading.Thread(target=self._probe, name="probe", daemon=True).start()
 
     @property
@@ -130,10 +131,19 @@ class TritonChild:
 
     def close(self) -> None:
         """Stop probing."""
-        self._closing.set()
+        self._is_closed = True
+        self._probes_now.set()
+
+    def probe_now(self) -> None:
+        """Do not wait for the next probe; it is made on another thread."""
+        self._probes_now.set()
 
     def _probe(self) -> None:
-        while not self._closing.wait(PROBE_INTERVAL_S):
+        while True:
+            self._probes_now.wait(PROBE_INTERVAL_S)
+            self._probes_now.clear()
+            if self._is_closed:
+                return
             if not self.server.is_running():
                 continue
             status = self.server.probe()

@@ -80,6 +80,15 @@ def child(server: FakeServer) -> Iterator[TritonChild]:
     found.close()
 
 
+def test_a_probe_need_not_be_awaited(server: FakeServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("inflight.supervision.triton_child.PROBE_INTERVAL_S", 600.0)
+    child = TritonChild(server, Owner(os.getpid(), is_supervisor=True))
+    assert not child.is_ready
+    child.probe_now()
+    wait_until(lambda: child.is_ready)
+    child.close()
+
+
 def test_a_stub_that_exits_is_a_problem(server: FakeServer, child: TritonChild) -> None:
     assert child.problem() == ""
     server.end_stub("llm")
