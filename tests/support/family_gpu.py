@@ -25,7 +25,6 @@ TEXTS = [
 def install(monkeypatch: pytest.MonkeyPatch) -> None:
     """Definitions of kernels take heads of any width."""
     host_kernels.install(monkeypatch)
-    monkeypatch.setattr(gpu_support, "_REFUSES_UNTESTED", False)
     monkeypatch.setattr(gpu_support, "GPU_HEAD_DIMS", (16, 32))
     monkeypatch.setattr(attention_operands, "check_heads", lambda *heads: None)
 

@@ -39,7 +39,6 @@ from inflight.config import EngineConfig
 from inflight.core.request import Request
 from inflight.engine.engine import Engine, generate
 from inflight.execution import factory as runners
-from inflight.models import gpu_support
 from inflight.sampling.params import SamplingParams
 from mixed_step import CHUNKS, EVERY_ROW, make_model, run
 
@@ -90,7 +89,9 @@ CONFIGS = {
         attention_multiplier=0.0625,
         logits_scaling=4.0,
     ),
-    "ministral3": Ministral3Config(**SHAPE | {"max_position_embeddings": 512}, rope_parameters=YARN),
+    "ministral3": Ministral3Config(
+        **SHAPE | {"max_position_embeddings": 512}, rope_parameters=YARN
+    ),
     "nemotron": NemotronConfig(**NO_RMS),
     "olmo2": Olmo2Config(**SHAPE),
     "olmo3": Olmo3Config(**SHAPE, **WINDOW),
@@ -101,11 +102,6 @@ CONFIGS = {
     "stablelm, parallel": StableLmConfig(**NO_RMS_HEADS, use_parallel_residual=True),
     "starcoder2": Starcoder2Config(**NO_RMS_HEADS | TIED, **WINDOW),
 }
-
-
-@pytest.fixture(autouse=True)
-def _kernels_that_have_not_run_yet(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu_support, "_REFUSES_UNTESTED", False)
 
 
 @pytest.fixture(scope="module", params=CONFIGS, ids=str)
