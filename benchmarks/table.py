@@ -45,7 +45,8 @@ def cells(benchmark: str, row: dict[str, Any]) -> dict[str, str]:
 
 
 def main() -> None:
-    results = [json.loads(path.read_text()) for path in sorted(HERE.glob("results/*.json"))]
+    found = [json.loads(path.read_text()) for path in sorted(HERE.glob("results/*.json"))]
+    results = [result for result in found if "rows" in result]  # reports of load tests have none
     readme = HERE / "README.md"
     before, rest = readme.read_text().split(BEGIN)
     after = rest.split(END)[1]
