@@ -49,6 +49,7 @@ class Script:
         expected: text of its output if it passes, besides the exit status 0.
         is_pytest: run it by pytest.
         lacking: for the table.
+        log: the file beside it in which it looks for the server's log.
     """
 
     name: str
@@ -57,6 +58,7 @@ class Script:
     expected: str = ""
     is_pytest: bool = False
     lacking: str = ""
+    log: str = ""
 
 
 @dataclass(frozen=True)
@@ -81,6 +83,11 @@ class Suite:
 
 _SAMPLE = ("-u", "@grpc@", "-m", "vllm_opt", "--input-prompts", "prompts.txt")
 VLLM = (
+    Script(
+        "request_cancellation_test.py",
+        "ci/L0_backend_vllm/request_cancellation/request_cancellation_test.py",
+        log="request_cancellation_server.log",
+    ),
     Script("samples/client.py", "samples/client.py", _SAMPLE, "PASS: vLLM example"),
     Script(
         "samples/client.py, streaming",
@@ -218,7 +225,6 @@ NOT_RUN = {
         "check_health_test.py, test_vllm_not_healthy": "replaces a method of vLLM's engine",
         "enabled_stream_test.py, exclude_input_in_output_default": _OPT,
         "multi_lora_test.py": "LoRA is not supported",
-        "request_cancellation_test.py": "expects lines in vLLM's log",
         "vllm_backend_test.py, test_exclude_input_in_output (3 tests)": _OPT,
         "vllm_backend_test.py, the other 3 tests": _LOADS,
         "vllm_metrics_test.py, test_custom_sampling_params": "`vllm:request_params_n` is missing",
@@ -329,6 +335,8 @@ def _run(script: Script, checkout: Path, serving: Serving) -> str:
     path = checkout / script.file
     for name, ids in (("input.csv", IDS), ("output.csv", IDS + IDS)):
         (path.parent / name).write_text(",".join(map(str, ids)))
+    if script.log:
+        (path.parent / script.log).symlink_to(serving.log)
     runner = ["-m", "pytest", "-q", "-p", "no:cacheprovider"] if script.is_pytest else []
     arguments = [one.replace("@grpc@", serving.grpc) for one in script.arguments]
     try:

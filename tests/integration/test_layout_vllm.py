@@ -12,6 +12,7 @@ from pytriton.client import DecoupledModelClient
 from failpoint import failpoint
 from kserve import Refused, Stream, ask, request, tensor, text
 from supervised import serve
+from waiting import wait_until
 
 pytestmark = [
     pytest.mark.integration,
@@ -234,6 +235,17 @@ def test_a_cancelled_call_ends_in_the_engine(server, stream, how):
     server.wait_until_running()
     getattr(call, how)()
     server.wait_until_idle(LEAVES_S)
+
+
+def test_a_cancelled_request_is_logged_as_by_vllm_s_backend(server):
+    """Its request_cancellation_test.py looks for these lines."""
+    message = request(MODEL, text(PROMPT), sampling(**ENDLESS))
+    message.id = "a-request"
+    call = Stream(server.grpc, message)
+    server.wait_until_running()
+    call.cancel()
+    for line in ("[vllm] Cancelling the request", "[vllm] Successfully cancelled the request"):
+        wait_until(lambda line=line: f"{line} a-request" in server.log.read_text())
 
 
 @pytest.mark.parametrize("route", ["generate", "generate_stream"])

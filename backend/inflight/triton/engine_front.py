@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import triton_python_backend_utils as pb_utils
-from inflight.core.request import TokenEvent
+from inflight.core.request import FinishReason, TokenEvent
 from inflight.errors import (
     CapacityError,
     ConfigError,
@@ -104,6 +104,7 @@ class ResponseWriter:
         account: on which it runs; empty if the server has no keys.
         ticket: of the door that passed it; empty without a door.
         deadline: in time.monotonic(), of a request whose client's disconnect cannot be noticed.
+        log_prefix: of the log lines of a cancellation by the client; empty for none.
     """
 
     def __init__(
@@ -126,8 +127,12 @@ class ResponseWriter:
         self.account = ""
         self.ticket = ""
         self.deadline = math.inf
+        self.log_prefix = ""
+        self._is_cancellation_logged = False
 
     def send(self, events: list[TokenEvent], is_final: bool) -> None:
+        if self._is_cancellation_logged and events[-1].finish_reason == FinishReason.CANCELLED:
+            logger.info("%s Successfully cancelled the request %s", self.log_prefix, self.name)
         flags = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL if is_final else 0
         error = events[0].error
         if error is not None:
@@ -167,7 +172,11 @@ class ResponseWriter:
             self._sender.send(pb_utils.InferenceResponse(error=error), flags=final)
 
     def is_cancelled(self) -> bool:
-        return bool(self._sender.is_cancelled())
+        is_cancelled = bool(self._sender.is_cancelled())
+        if is_cancelled and self.log_prefix and not self._is_cancellation_logged:
+            self._is_cancellation_logged = True
+            logger.info("%s Cancelling the request %s", self.log_prefix, self.name)
+        return is_cancelled
 
 
 class EngineFront(ABC):
@@ -181,6 +190,9 @@ class EngineFront(ABC):
     Raises:
         InflightError: the engine cannot load, with the reason.
     """
+
+    cancel_log_prefix = ""
+    """See `ResponseWriter`."""
 
     def __init__(self, directory: Path, parameters: Mapping[str, str]) -> None:
         self._directory = directory
@@ -281,6 +293,7 @@ class EngineFront(ABC):
             generation = generation.of_tenant(tenant_of(account))
         writer = ResponseWriter(sender, requested_outputs, call, self._empty_final)
         writer.account, writer.ticket, writer.name = account, ticket, request.request_id()
+        writer.log_prefix = self.cancel_log_prefix
         num_outputs = generation.best_of
         watched = generation.detokenized and generation.stream and num_outputs == 1
         response_queue = self._senders.response_queue(

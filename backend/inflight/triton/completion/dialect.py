@@ -52,7 +52,14 @@ class Translation:
 
 
 class Dialect(Protocol):
-    """The interface of another server's model."""
+    """The interface of another server's model.
+
+    Attributes:
+        cancel_log_prefix: of log lines of requests that clients cancel, if that server writes them;
+            empty if not.
+    """
+
+    cancel_log_prefix: str
 
     def read(
         self, inputs: Mapping[str, Array], parameters: Mapping[str, Any], tokenizer: Tokenizer

@@ -105,6 +105,7 @@ class CompletionFront(EngineFront):
                 f"allowed: {', '.join(DIALECTS)}{did_you_mean(name, DIALECTS)}"
             )
         self._dialect = DIALECTS[name](parameters)
+        self.cancel_log_prefix = self._dialect.cancel_log_prefix
         self._max_bytes = max_prompt_bytes(parameters)
         self._tokenizer = load_tokenizer(llm)
         self._detokenizer = Detokenizer(self._tokenizer)

@@ -23,6 +23,7 @@ class NativeResponseBuilder:
 class Native:
     """Requests and responses as those of `generate`."""
 
+    cancel_log_prefix = ""
     contract = MODELS["generate"]
 
     def read(

@@ -74,6 +74,8 @@ class TensorrtLlm:
         ConfigError: it is not a flag.
     """
 
+    cancel_log_prefix = ""
+
     def __init__(self, parameters: Mapping[str, str]) -> None:
         self._excludes_input = options.excludes_input(parameters)
 

@@ -79,6 +79,7 @@ class Vllm:
     """Options come from `sampling_parameters`, or without it from the request parameters. Without a
     stream the prompt precedes the output unless it is excluded; with one it cannot."""
 
+    cancel_log_prefix = "[vllm]"
     contract = Contract(
         (
             contract.TEXT_INPUT,
