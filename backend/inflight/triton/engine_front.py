@@ -172,11 +172,13 @@ class ResponseWriter:
             self._sender.send(pb_utils.InferenceResponse(error=error), flags=final)
 
     def is_cancelled(self) -> bool:
-        is_cancelled = bool(self._sender.is_cancelled())
-        if is_cancelled and self.log_prefix and not self._is_cancellation_logged:
+        return bool(self._sender.is_cancelled())
+
+    def log_cancellation(self) -> None:
+        """The client cancelled the request, or left: whoever notices it first says so."""
+        if self.log_prefix and not self._is_cancellation_logged:
             self._is_cancellation_logged = True
             logger.info("%s Cancelling the request %s", self.log_prefix, self.name)
-        return is_cancelled
 
 
 class EngineFront(ABC):
@@ -335,6 +337,7 @@ class EngineFront(ABC):
         client = self._client
         for request_id, (_, writer) in list(self._in_flight.items()):
             if writer.ticket in tickets and client is not None:
+                writer.log_cancellation()
                 client.cancel(request_id)
 
     def _refuse(self, sender: Any, requested_outputs: frozenset[str], error: InflightError) -> None:
@@ -385,6 +388,7 @@ class EngineFront(ABC):
             if response_queue.lock.acquire(blocking=False):
                 try:
                     if not response_queue.closed and writer.is_cancelled():
+                        writer.log_cancellation()
                         client.cancel(request_id)
                 finally:
                     response_queue.lock.release()
