@@ -119,7 +119,7 @@ class Residual:
         linear.add(x, self.hidden, num_tokens)
 
     def add_parallel(self, x: Tensor, linear: CudaWeight, num_tokens: int) -> None:
-        raise NotImplementedError
+        linear.add(x, self.hidden, num_tokens)
 
 
 class WideResidual(Residual):
@@ -157,6 +157,9 @@ class WideResidual(Residual):
         scale: float = 1.0,
     ) -> None:
         linear.product(x, self._addend, num_tokens)
+
+    def add_parallel(self, x: Tensor, linear: CudaWeight, num_tokens: int) -> None:
+        linear.add(x, self._addend, num_tokens)
 
 
 class NormedResidual(WideResidual):
@@ -203,9 +206,6 @@ class NormedResidual(WideResidual):
     ) -> None:
         super().add(x, linear, num_tokens)
         self._norm, self._scale = norm, scale
-
-    def add_parallel(self, x: Tensor, linear: CudaWeight, num_tokens: int) -> None:
-        linear.add(x, self._addend, num_tokens)
 
 
 def _affine(norm: NormWeights | None) -> Affine | None:
