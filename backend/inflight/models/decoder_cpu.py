@@ -5,6 +5,7 @@ The forward pass in terms of `torch_ops.transformer`.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import islice
 
 import torch
@@ -23,6 +24,7 @@ from inflight.models.loader import (
     load_weights,
 )
 from inflight.models.spec import (
+    Activation,
     AttentionSpec,
     LayerSpec,
     MlpSpec,
@@ -221,15 +223,19 @@ class Decoder:
         return torch.cat(normed, 1)
 
 
+# Looked up in `ops` at each call, so that tests can replace them.
+_ACTIVATIONS: dict[tuple[Activation, bool], Callable[[Tensor], Tensor]] = {
+    ("silu", True): lambda gate_up: ops.silu_mul(gate_up),
+    ("gelu_tanh", True): lambda gate_up: ops.gelu_tanh_mul(gate_up),
+    ("gelu_tanh", False): lambda up: ops.gelu_tanh(up),
+    ("relu2", False): lambda up: ops.relu2(up),
+}
+"""By activation, and whether there is a gate."""
+
+
 def _mlp(x: Tensor, mlp: MlpSpec, weights: LayerWeights[CpuWeight]) -> Tensor:
-    return weights.down(_activate(weights.gate_up(x), mlp))
-
-
-def _activate(x: Tensor, mlp: MlpSpec) -> Tensor:
-    """gate | up or up [T, ...] -> [T, width]."""
-    if mlp.gated:
-        return ops.silu_mul(x) if mlp.activation == "silu" else ops.gelu_tanh_mul(x)
-    return ops.relu2(x) if mlp.activation == "relu2" else ops.gelu_tanh(x)
+    activate = _ACTIVATIONS[mlp.activation, mlp.gated]
+    return weights.down(activate(weights.gate_up(x)))
 
 
 def _scaled(x: Tensor, scale: float) -> Tensor:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from inflight.models.families import gemma
 from inflight.models.family import SANDWICH, Family, Settings
 from inflight.models.spec import LayerSpec
 
@@ -38,10 +39,7 @@ def softmax_scale(settings: Settings, num_layers_of_27b: tuple[int, ...]) -> flo
 
 
 def model(settings: Settings) -> dict[str, Any]:
-    return {
-        "embedding_scale": settings.count("hidden_size") ** 0.5,
-        "logit_cap": settings.cap("final_logit_softcapping", 30.0),
-    }
+    return {**gemma.model(settings), "logit_cap": settings.cap("final_logit_softcapping", 30.0)}
 
 
 FAMILY = Family(

@@ -5,8 +5,8 @@ sliding window with its own RoPE in five of six layers.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
+from inflight.models.families.gemma import model
 from inflight.models.families.gemma2 import softmax_scale
 from inflight.models.family import SANDWICH, Family, Settings
 from inflight.models.spec import LayerSpec, RopeSpec
@@ -33,10 +33,6 @@ def _sliding_theta(settings: Settings) -> float:
     if settings.sliding_rope is not settings.rope:
         return settings.sliding_rope.theta
     return settings.fields.number("rope_local_base_freq", 10000.0)
-
-
-def model(settings: Settings) -> dict[str, Any]:
-    return {"embedding_scale": settings.count("hidden_size") ** 0.5}
 
 
 FAMILY = Family(
