@@ -21,7 +21,7 @@ def silu_mul(x: Tensor, *, out: Tensor, pdl: bool = False) -> None:
     Raises:
         ValueError: wrong shape or type of an operand.
     """
-    _activate_mul("silu_mul", x, out, pdl)
+    _activate("silu_mul", x, out, pdl, gated=True)
 
 
 def gelu_tanh_mul(x: Tensor, *, out: Tensor, pdl: bool = False) -> None:
@@ -36,7 +36,7 @@ def gelu_tanh_mul(x: Tensor, *, out: Tensor, pdl: bool = False) -> None:
     Raises:
         ValueError: wrong shape or type of an operand.
     """
-    _activate_mul("gelu_tanh_mul", x, out, pdl)
+    _activate("gelu_tanh_mul", x, out, pdl, gated=True)
 
 
 def gelu_tanh(x: Tensor, *, out: Tensor, pdl: bool = False) -> None:
@@ -67,34 +67,20 @@ def relu2(x: Tensor, *, out: Tensor, pdl: bool = False) -> None:
     _activate("relu2", x, out, pdl)
 
 
-def _activate(name: str, x: Tensor, out: Tensor, pdl: bool) -> None:
-    storage = name_of(STORAGE_TYPES, "x", x)
-    check("x", x, out.shape, x.dtype)
-    check("out", out, x.shape, x.dtype)
-    num_rows, width = x.shape
-    total = num_rows * vectors_in("width", width, x.dtype)
-    if total >= 2**31:
-        raise ValueError(f"out has {total} vectors of 16 bytes; at most 2**31 - 1 in a launch")
-    if total:
-        kernel("activation", f"{name}<{storage}>")(
-            -(-total // _THREADS), _THREADS, x, out, total, pdl=pdl
-        )
-
-
-def _activate_mul(name: str, x: Tensor, out: Tensor, pdl: bool) -> None:
+def _activate(name: str, x: Tensor, out: Tensor, pdl: bool, *, gated: bool = False) -> None:
     storage = name_of(STORAGE_TYPES, "x", x)
     num_rows, width = out.shape
-    check("x", x, (num_rows, 2 * width), x.dtype)
+    check("x", x, (num_rows, 2 * width if gated else width), x.dtype)
     check("out", out, (num_rows, width), x.dtype)
     vectors = vectors_in("width", width, x.dtype)
     total = num_rows * vectors
     if total >= 2**31:
         raise ValueError(f"out has {total} vectors of 16 bytes; at most 2**31 - 1 in a launch")
-    if not total:
-        return
-    kernel("activation", f"{name}<{storage}>")(
-        -(-total // _THREADS), _THREADS, x, out, total, vectors, pdl=pdl
-    )
+    if total:
+        row = (vectors,) if gated else ()
+        kernel("activation", f"{name}<{storage}>")(
+            -(-total // _THREADS), _THREADS, x, out, total, *row, pdl=pdl
+        )
 
 
 def instantiations() -> list[Instantiation]:
