@@ -249,8 +249,9 @@ def test_the_engines_error_takes_precedence_over_the_log(
     server = make(lines=("failed to load 'llm' version 1: Internal: no engine",))
     add_model_with_engine(server)
     server.start()
+    # `wait_ready` attaches to engines until the server is ready, which this one is at once.
+    monkeypatch.setattr(server, "is_ready", lambda: "llm" in server._failures)
     server.wait_ready(WAIT_S)
-    wait_until(lambda: "llm" in server._failures)
     server.kill()
     assert str(server._why_it_ended()) == "model llm: model: /nowhere does not exist"
 
