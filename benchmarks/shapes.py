@@ -189,7 +189,7 @@ class Benchmark:
         self._end(kv, wanted.peer, path)
 
     def _refuse(self, gpu: Gpu, shape: Shape, names: str, obstacle: str) -> None:
-        """What can be said of a shape without running it."""
+        """Report a refused shape: roofline and KV cache capacity follow from the shape alone."""
         print(f"{shape.name}: not measured: {obstacle}")
         chosen, _ = select(shape.select(names))
         raw = engine_settings(str(shape.folder), "cuda", chosen, {})

@@ -474,11 +474,10 @@ class Server:
             self._end(0.0)
 
     def _wait_until_unloaded(self, stubs: list[Process]) -> None:
-        """Wait until tritonserver, which was told to stop, has exited or has ended all its stubs,
-        for at most TRITON_EXIT_S.
+        """After SIGTERM, wait up to TRITON_EXIT_S for tritonserver or for all its stubs to exit.
 
-        It ends them once no request is in flight, checks once a second whether they have ended, and
-        then only closes idle connections.
+        Triton ends its stubs once no request is in flight, and polls them once a second. After that
+        it only closes idle connections, so it need not be waited for.
         """
         deadline = time.monotonic() + TRITON_EXIT_S
         while self.is_running() and time.monotonic() < deadline:
