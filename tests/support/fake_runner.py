@@ -7,8 +7,10 @@ import zlib
 from collections.abc import Callable, Iterable
 
 from inflight.core.batch import Batch, Chunk, CompletedStep, StepOutput
+from inflight.core.kernel_blocks import KernelBlocks
 from inflight.core.request import Candidate
 from inflight.core.sequence import Sequence
+from inflight.kv.layout import KVTables
 from inflight.scheduling.draft_budget import StepCosts
 
 
@@ -21,6 +23,7 @@ class CountingRunner:
     def __init__(self, num_blocks: int = 64, block_size: int = 4, vocab_size: int = 100) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
+        self.kv_tables = KVTables.single(block_size)
         self.vocab_size = vocab_size
         self.max_rows = 1 << 20
         self.steps_ahead = 0
@@ -102,10 +105,16 @@ class PagedRunner:
     """
 
     def __init__(
-        self, num_blocks: int = 64, block_size: int = 4, steps_ahead: int = 0, vocab_size: int = 3
+        self,
+        num_blocks: int = 64,
+        block_size: int = 4,
+        steps_ahead: int = 0,
+        vocab_size: int = 3,
+        kv_tables: KVTables | None = None,
     ) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
+        self.kv_tables = kv_tables or KVTables.single(block_size)
         self.vocab_size = vocab_size
         self.max_rows = 1 << 20
         self.steps_ahead = steps_ahead
@@ -121,7 +130,9 @@ class PagedRunner:
         self.num_taken = 0
         self.written: set[int] = set()
         self.named = NAMED
-        self._tokens: dict[int, tuple[int, int]] = {}  # slot -> position, token
+        # By slot: table, position, token; and the digest of all tokens up to it. Layers of all
+        # tables share the memory of a block, so that here they share its slots.
+        self._tokens: dict[int, tuple[int, int, int]] = {}
         self._digests: dict[int, int] = {}
         # Of each sequence, as of its latest chunk: generation, all tokens with the one chosen.
         self._known: dict[Sequence, tuple[int, list[int]]] = {}
@@ -143,28 +154,10 @@ class PagedRunner:
         self.written = {target for _, target in batch.copies}
         self._copy(batch.copies)
         rows = [self._rows_of(chunk) for chunk in batch.chunks]
-        slots = [
-            self._slots_of(chunk, own.end) for chunk, own in zip(batch.chunks, rows, strict=True)
-        ]
-        written: set[int] = set()
-        for chunk_slots, own in zip(slots, rows, strict=True):
-            for position in range(own.start, own.end):
-                assert chunk_slots[position] not in written, "one slot, two writers"
-                written.add(chunk_slots[position])
-                self.written.add(chunk_slots[position] // self.block_size)
-                self._tokens[chunk_slots[position]] = (position, own.ids[position])
-        for chunk_slots, own in zip(slots, rows, strict=True):
-            seen = [self._tokens[slot] for slot in chunk_slots]
-            assert [position for position, _ in seen] == list(range(own.end)), "wrong positions"
-            history = bytes(token for _, token in seen)
-            for position in range(own.start, own.end):
-                self._digests[chunk_slots[position]] = zlib.crc32(history[: position + 1])
+        for table in range(len(self.kv_tables.tables)):
+            self._write_and_read(batch, rows, table)
         output = StepOutput([], [])
-        for index, (chunk, chunk_slots, own) in enumerate(
-            zip(batch.chunks, slots, rows, strict=True)
-        ):
-            expected = [zlib.crc32(bytes(own.ids[: i + 1])) for i in range(own.end)]
-            assert [self._digests[slot] for slot in chunk_slots] == expected, "read another's KV"
+        for index, (chunk, own) in enumerate(zip(batch.chunks, rows, strict=True)):
             chosen = own.choose(self.vocab_size) if chunk.samples else []
             self._known[chunk.sequence] = (chunk.generation, own.ids[: own.known] + chosen)
             output.token_ids.append(chosen)
@@ -184,15 +177,42 @@ class PagedRunner:
                 output.errors[index] = "numerical: poisoned"
         return output
 
+    def _write_and_read(self, batch: Batch, rows: list[_Rows], table: int) -> None:
+        """Compute all chunks in the layers of one table."""
+        size, first_kept = self.block_size, self.kv_tables.tables[table].first_kept
+        slots = [
+            self._slots_of(chunk, own.end, table)
+            for chunk, own in zip(batch.chunks, rows, strict=True)
+        ]
+        written: set[int] = set()
+        for chunk_slots, own in zip(slots, rows, strict=True):
+            for position in range(own.start, own.end):
+                slot = chunk_slots[position]
+                assert slot not in written, "one slot, two writers"
+                written.add(slot)
+                self.written.add(slot // size % self.num_blocks)
+                self._tokens[slot] = (table, position, own.ids[position])
+                self._digests[slot] = zlib.crc32(bytes(own.ids[: position + 1]))
+        for chunk_slots, own in zip(slots, rows, strict=True):
+            for position in range(first_kept(own.start), own.end):
+                slot = chunk_slots[position]
+                assert self._tokens[slot] == (table, position, own.ids[position]), "not its token"
+                digest = zlib.crc32(bytes(own.ids[: position + 1]))
+                assert self._digests[slot] == digest, "read another's KV"
+
     def _copy(self, copies: Iterable[tuple[int, int]]) -> None:
+        most = max(table.kernel_blocks for table in self.kv_tables.tables)
+        split = KernelBlocks(most, self.num_blocks)
         size = self.block_size
-        for source, target in copies:
-            for offset in range(size):
-                self._tokens.pop(target * size + offset, None)
-                self._digests.pop(target * size + offset, None)
-                if source * size + offset in self._tokens:
-                    self._tokens[target * size + offset] = self._tokens[source * size + offset]
-                    self._digests[target * size + offset] = self._digests[source * size + offset]
+        for pair in copies:
+            for source, target in zip(*(split.ids([block]) for block in pair), strict=True):
+                for offset in range(size):
+                    old, new = source * size + offset, target * size + offset
+                    self._tokens.pop(new, None)
+                    self._digests.pop(new, None)
+                    if old in self._tokens:
+                        self._tokens[new] = self._tokens[old]
+                        self._digests[new] = self._digests[old]
 
     def _rows_of(self, chunk: Chunk) -> _Rows:
         """What a chunk computes: the host's tokens or the device's, then what is drafted."""
@@ -210,8 +230,9 @@ class PagedRunner:
         drafts = self.draft(ids, chunk.num_drafts)[: chunk.num_drafts]
         return _Rows(len(ids) - length, len(ids), ids + drafts)
 
-    def _slots_of(self, chunk: Chunk, end: int) -> list[int]:
-        size, blocks = self.block_size, chunk.sequence.blocks
+    def _slots_of(self, chunk: Chunk, end: int, table: int) -> list[int]:
+        size, count = self.block_size, self.kv_tables.tables[table].kernel_blocks
+        blocks = KernelBlocks(count, self.num_blocks).ids(chunk.sequence.tables[table])
         return [blocks[p // size] * size + p % size for p in range(end)]
 
 

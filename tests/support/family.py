@@ -25,7 +25,7 @@ import tiny_gguf
 from inflight.checkpoint.locate import Checkpoint
 from inflight.errors import ConfigError
 from inflight.models import gpu_support
-from inflight.models.decoder_cpu import Decoder
+from inflight.models.decoder_cpu import Decoder, TableInputs
 from inflight.models.registry import read_spec
 from inflight_kernels.torch_ops.transformer import AttentionPlan
 
@@ -183,16 +183,16 @@ def _compute(model: Decoder, texts: list[list[int]], steps: list[list[Span]]) ->
         positions = np.concatenate([np.arange(start, end) for _, start, end in spans])
         slots = tables[owners, positions // BLOCK_SIZE] * BLOCK_SIZE + positions % BLOCK_SIZE
         starts = np.cumsum([0, *[end - start for _, start, end in spans]])
+        plan = AttentionPlan(
+            tables[[text for text, _, _ in spans]],
+            starts,
+            np.array([end for _, _, end in spans]),
+            BLOCK_SIZE,
+        )
         logits = model.forward(
             torch.tensor([texts[owner][at] for owner, at in zip(owners, positions, strict=True)]),
             torch.from_numpy(positions),
-            torch.from_numpy(slots),
-            AttentionPlan(
-                tables[[text for text, _, _ in spans]],
-                starts,
-                np.array([end for _, _, end in spans]),
-                BLOCK_SIZE,
-            ),
+            [TableInputs(torch.from_numpy(slots), plan)],
             torch.arange(len(positions)),
             cache,
         )

@@ -22,6 +22,7 @@ from torch import Tensor
 from host_sampling import count_output_tokens, mark_prompt_tokens, sample, top_logprobs
 from inflight.execution import cuda_runner, device_batch, device_steps
 from inflight.execution.drafters import device_passes
+from inflight.kv.layout import KVTable
 from inflight.models import cuda_placement, decoder_cuda, eagle3_cuda
 from inflight.models.layers import attention, residual
 from inflight_kernels.ops import drafting, sampling
@@ -171,9 +172,10 @@ def begin_step(
 ) -> None:
     own_chunks, _, own_tokens, own_rows = step.header.tolist()
     state.seq_lens[own_chunks:num_chunks] = 0
+    for table in state.by_table:
+        table.slot_mapping[own_tokens:num_tokens] = -1
     state.token_ids[own_tokens:num_tokens] = 0
     state.positions[own_tokens:num_tokens] = 0
-    state.slot_mapping[own_tokens:num_tokens] = -1
     state.sample_rows[own_rows:num_rows] = torch.arange(own_rows, max(own_rows, num_rows))
     state.sample_positions[own_rows:num_rows] = 0
     state.tail_starts[own_rows:num_rows] = state.tail_lengths[own_rows:num_rows] = 0
@@ -188,14 +190,16 @@ def begin_step(
             if token < 0:
                 draft = int(state.drafts[slot, i - 1]) if i else int(state.last_tokens[slot])
                 token = max(draft, 0)
-            block = int(state.tables[slot, (start + i) // block_size])
-            assert block >= 0, "a block that the sequence has not"
             state.token_ids[first + i] = token
             state.positions[first + i] = start + i
-            state.slot_mapping[first + i] = block * block_size + (start + i) % block_size
+            for table in state.by_table:
+                block = int(table.tables[slot, (start + i) // block_size])
+                assert block >= 0, "a block that the sequence has not"
+                table.slot_mapping[first + i] = block * block_size + (start + i) % block_size
         end = start + end_token - first
         blocks = -(-end // block_size)
-        state.step_tables[chunk, :blocks] = state.tables[slot, :blocks]
+        for table in state.by_table:
+            table.step_tables[chunk, :blocks] = table.tables[slot, :blocks]
         state.seq_lens[chunk] = end
         first_row, end_row = step.row_start[chunk : chunk + 2].tolist()
         for i in range(end_row - first_row):
@@ -485,8 +489,14 @@ class HostAttentionMetadata:
                 if first == end:
                     assert length == 0, "keys of no sequence"
                     continue
-                blocks = table[: -(-length // block_size)].long()
-                self._chunks.append((first, end, length, blocks, self._mask(end - first, length)))
+                # As the kernels do, whole tiles before the window of the first row are not read.
+                own = KVTable(window=self.spec.window)
+                skipped = own.first_kept(length - (end - first))
+                blocks = table[skipped // block_size : -(-length // block_size)].long()
+                mask = self._mask(end - first, length)
+                if mask is not None:
+                    mask = mask[:, skipped:]
+                self._chunks.append((first, end, length - skipped, blocks, mask))
         return self._chunks
 
     def _mask(self, q_len: int, length: int) -> Tensor | None:

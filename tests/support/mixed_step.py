@@ -10,7 +10,7 @@ from torch import Tensor
 import tiny
 from inflight.checkpoint.locate import Checkpoint
 from inflight.models.decoder_cuda import Decoder, DecoderSettings
-from inflight.models.layers.attention import ForwardInputs
+from inflight.models.layers.attention import ForwardInputs, TableInputs
 from inflight.models.registry import read_spec
 
 # The beginning of one text, all of one, one token of another.
@@ -61,9 +61,13 @@ def _rows(sampled: list[int], device: torch.device) -> ForwardInputs:
     return ForwardInputs(
         token_ids=ints([(7 * chunk + 11 * position) % 160 for chunk, position in places]),
         positions=ints([position for _, position in places]),
-        slot_mapping=ints([_BLOCK_SIZE * chunk + position for chunk, position in places]),
         query_start=ints([0, *itertools.accumulate(lengths)], torch.int32),
         seq_lens=ints([end for _, end in CHUNKS], torch.int32),
-        tables=ints(list(range(len(CHUNKS))), torch.int32).view(-1, _BLOCKS_EACH),
+        tables=(
+            TableInputs(
+                ints([_BLOCK_SIZE * chunk + position for chunk, position in places]),
+                ints(list(range(len(CHUNKS))), torch.int32).view(-1, _BLOCKS_EACH),
+            ),
+        ),
         sample_rows=ints([*sampled, *[0] * (_MAX_ROWS - len(sampled))]),
     )

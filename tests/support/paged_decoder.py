@@ -9,7 +9,7 @@ import torch
 
 import tiny
 from inflight.checkpoint.locate import Checkpoint
-from inflight.models.decoder_cpu import Decoder
+from inflight.models.decoder_cpu import Decoder, TableInputs
 from inflight.models.registry import read_spec
 from inflight_kernels.torch_ops.transformer import AttentionPlan
 
@@ -52,8 +52,7 @@ class Paged:
             logits = self.model.forward(
                 torch.tensor(ids),
                 torch.tensor(positions),
-                torch.tensor(slots),
-                plan,
+                [TableInputs(torch.tensor(slots), plan)],
                 torch.arange(len(ids)) if sampled is None else torch.tensor(sampled).long(),
                 self.cache,
                 num_layers,

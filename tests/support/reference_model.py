@@ -7,7 +7,7 @@ from torch import Tensor
 
 import tiny
 from inflight.checkpoint.locate import Checkpoint
-from inflight.models.decoder_cpu import Decoder
+from inflight.models.decoder_cpu import Decoder, TableInputs
 from inflight.models.registry import read_spec
 from inflight_kernels.torch_ops import transformer as ops
 
@@ -42,7 +42,8 @@ class Teacher:
             _BLOCK_SIZE,
             torch.float32,
         )
-        found: Tensor = self._model.forward(torch.tensor(token_ids), rows, rows, plan, rows, cache)
+        tables = [TableInputs(rows, plan)]
+        found: Tensor = self._model.forward(torch.tensor(token_ids), rows, tables, rows, cache)
         return found
 
     def gaps(self, prompt: list[int], output: list[int]) -> list[float]:

@@ -188,8 +188,14 @@ def make_sequence(
 ) -> Sequence:
     """A sequence that owns these blocks."""
     sequence = Sequence(Request(0, prompt, params or SamplingParams()), 1 << 20, **fields)
-    sequence.blocks = blocks
+    own(sequence, blocks)
     return sequence
+
+
+def own(sequence: Sequence, blocks: list[int]) -> None:
+    """Make these the blocks of a sequence."""
+    sequence.tables, sequence.first_blocks = [blocks], [0]
+    sequence.capacity = 16 * len(blocks)  # of the largest blocks in tests
 
 
 def next_chunk(sequence: Sequence, most: int = 1 << 20) -> Chunk:

@@ -9,6 +9,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from inflight.core.kernel_blocks import KernelBlocks
 from inflight.core.request import Candidate
 from inflight.core.sequence import Sequence
 
@@ -60,26 +61,38 @@ class Chunk(msgspec.Struct, frozen=True, gc=False):
 
 
 @dataclass(frozen=True, slots=True)
+class TableArrays:
+    """The block tables of a batch's sequences, in kernel blocks. T tokens, n chunks, B blocks in
+    the longest table.
+
+    Attributes:
+        slot_mapping: [T] int64, block * block_size + offset where each token's KV goes.
+        block_tables: [n, B] int64, padded with 0.
+    """
+
+    slot_mapping: npt.NDArray[np.int64]
+    block_tables: npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
 class BatchArrays:
-    """A batch as flat arrays. T tokens, n chunks, B blocks in the longest table.
+    """A batch as flat arrays. T tokens, n chunks.
 
     Attributes:
         token_ids: [T] int64.
         positions: [T] int64, position of each token in its sequence.
-        slot_mapping: [T] int64, block * block_size + offset where each token's KV goes.
+        tables: by KV table (see `kv.layout`).
         query_start: [n + 1] int64; chunk i has rows query_start[i]:query_start[i + 1].
         seq_lens: [n] int64, tokens in the KV cache after this step (chunk.end).
-        block_tables: [n, B] int64, padded with 0.
         sample_rows: [s] int64, rows that need logits, in chunk order: the last ones of each chunk.
             One for each score; then, with `samples`, one for each draft and the last one.
     """
 
     token_ids: npt.NDArray[np.int64]
     positions: npt.NDArray[np.int64]
-    slot_mapping: npt.NDArray[np.int64]
+    tables: tuple[TableArrays, ...]
     query_start: npt.NDArray[np.int64]
     seq_lens: npt.NDArray[np.int64]
-    block_tables: npt.NDArray[np.int64]
     sample_rows: npt.NDArray[np.int64]
 
 
@@ -94,12 +107,18 @@ class Batch:
     def num_tokens(self) -> int:
         return sum(chunk.length for chunk in self.chunks)
 
-    def arrays(self, block_size: int, drafts: list[list[int]] | None = None) -> BatchArrays:
+    def arrays(
+        self,
+        block_size: int,
+        drafts: list[list[int]] | None = None,
+        kernel_blocks: tuple[KernelBlocks, ...] = (KernelBlocks(),),
+    ) -> BatchArrays:
         """The batch as flat arrays; all its tokens must be committed.
 
         Args:
-            block_size: tokens per block.
+            block_size: tokens per kernel block.
             drafts: for each chunk at most num_drafts tokens at its end; None for no drafts.
+            kernel_blocks: by KV table, how its blocks are split.
 
         Raises:
             ValueError: a chunk's token is not committed yet.
@@ -121,14 +140,12 @@ class Batch:
         )
         token_ids = np.fromiter(chain.from_iterable(known), np.int64, num_tokens)
 
-        tables = [chunk.sequence.blocks for chunk in self.chunks]
-        widths = _int64([len(table) for table in tables])
-        block_tables = np.zeros((num_chunks, max(widths, default=0)), np.int64)
-        filled = np.arange(block_tables.shape[1]) < widths[:, np.newaxis]
-        block_tables[filled] = np.fromiter(chain.from_iterable(tables), np.int64, int(widths.sum()))
         rows = np.repeat(np.arange(num_chunks), lengths)
-        slot_mapping = block_tables[rows, positions // block_size] * block_size
-        slot_mapping += positions % block_size
+        tables = []
+        for index, split in enumerate(kernel_blocks):
+            block_tables = _padded([split.ids(one.sequence.tables[index]) for one in self.chunks])
+            slot_mapping = block_tables[rows, positions // block_size] * block_size
+            tables.append(TableArrays(slot_mapping + positions % block_size, block_tables))
         samples = _int64([chunk.samples for chunk in self.chunks])
         num_wanted = samples * (1 + num_drafts)
         num_wanted += _int64([chunk.num_scores for chunk in self.chunks])
@@ -139,10 +156,9 @@ class Batch:
         return BatchArrays(
             token_ids=token_ids,
             positions=positions,
-            slot_mapping=slot_mapping,
+            tables=tuple(tables),
             query_start=query_start,
             seq_lens=starts + lengths,
-            block_tables=block_tables,
             sample_rows=sample_rows,
         )
 
@@ -201,3 +217,12 @@ class CompletedStep:
 
 def _int64(values: list[int] | list[bool]) -> npt.NDArray[np.int64]:
     return np.array(values, np.int64)
+
+
+def _padded(tables: list[list[int]]) -> npt.NDArray[np.int64]:
+    """[n, B] of n block tables of different lengths, padded with 0."""
+    widths = _int64([len(table) for table in tables])
+    padded = np.zeros((len(tables), max(widths, default=0)), np.int64)
+    filled = np.arange(padded.shape[1]) < widths[:, np.newaxis]
+    padded[filled] = np.fromiter(chain.from_iterable(tables), np.int64, int(widths.sum()))
+    return padded

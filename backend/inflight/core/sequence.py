@@ -80,16 +80,19 @@ class Sequence(SequenceGroup):
     step. Steps run in scheduling order, so anything scheduled counts as computed for later steps.
     Draft tokens count as accepted until their step is committed, which undoes the rejected ones.
 
-    Invariants: KV of tokens [0, num_computed) is in `blocks` once the scheduled steps have run; a
-    running sequence in decode has num_computed == num_tokens - 1; `blocks[i]` has the tokens from
-    i*block_size on.
+    Invariants: KV of tokens [0, num_computed) is in its blocks once the scheduled steps have run,
+    except for what no sliding window reaches any more; a running sequence in decode has
+    num_computed == num_tokens - 1; `tables[t][i]` has the tokens from i * span on, where span is
+    the number of tokens in a block of that table (see `kv.layout`).
 
     Attributes:
         token_ids: prompt and committed output.
         num_in_flight: maximum number of tokens in flight after them.
         num_computed: tokens whose KV is in the pool, or will be before a later step runs.
         generation: how often it has lost its blocks; steps of earlier generations are stale.
-        blocks: the block table: ids into the pool.
+        tables: its block tables: ids into the pool. Entries before first_blocks are arbitrary.
+        first_blocks: by table, index of the first block that it still owns.
+        capacity: tokens that its tables have blocks for, the freed ones included.
         block_hashes: chained hashes of the full blocks of `token_ids`, as far as computed.
         max_tokens: maximum output tokens, with the engine's default and the context's limit.
         max_length: maximum tokens of prompt and output.
@@ -113,8 +116,9 @@ class Sequence(SequenceGroup):
     __slots__ = (
         "beam_of",
         "block_hashes",
-        "blocks",
+        "capacity",
         "eos_token_ids",
+        "first_blocks",
         "generation",
         "grammar",
         "is_complete",
@@ -130,6 +134,7 @@ class Sequence(SequenceGroup):
         "num_in_flight",
         "num_scored",
         "seed",
+        "tables",
         "token_ids",
     )
 
@@ -161,7 +166,9 @@ class Sequence(SequenceGroup):
         self.num_in_flight = 0
         self.num_computed = 0
         self.generation = 0
-        self.blocks: list[int] = []
+        self.tables: list[list[int]] = []
+        self.first_blocks: list[int] = []
+        self.capacity = 0
         self.block_hashes: list[bytes] = []
         self.num_drafts = 0
         self.num_drafted = 0
@@ -200,7 +207,8 @@ class Sequence(SequenceGroup):
         other.request_id = request_id
         other.logit_adjustments = self.logit_adjustments.fork()
         other.token_ids = self.token_ids.copy()
-        other.blocks = self.blocks.copy()
+        other.tables = [table.copy() for table in self.tables]
+        other.first_blocks = self.first_blocks.copy()
         other.block_hashes = self.block_hashes.copy()
         return other
 
@@ -209,5 +217,5 @@ class Sequence(SequenceGroup):
             f"Sequence({self.request_id}, {self.status.value}, "
             f"{self.num_prompt_tokens}+{self.num_output_tokens} tokens, "
             f"{self.num_in_flight} in flight, "
-            f"{self.num_computed} computed, {len(self.blocks)} blocks)"
+            f"{self.num_computed} computed, blocks for {self.capacity})"
         )

@@ -17,6 +17,7 @@ from inflight.core.sequence import Sequence
 from inflight.engine.beam_search import num_candidates_needed
 from inflight.engine.output import StopConditions, bad_word_ids
 from inflight.errors import RequestError
+from inflight.kv.layout import KVTables
 from inflight.sampling.params import DRY_SEQUENCE_BREAKERS, MAX_LOGPROBS, WHOLE_CONTEXT
 from inflight.text.detokenize import Detokenizer
 from inflight.text.dry_breakers import DryBreakers
@@ -29,12 +30,12 @@ class PoolLimits:
 
     Attributes:
         num_blocks: KV blocks in the pool.
-        block_size: tokens per block.
+        kv_tables: the block tables of each sequence.
         max_num_seqs: maximum running sequences.
     """
 
     num_blocks: int
-    block_size: int
+    kv_tables: KVTables
     max_num_seqs: int
 
     def check(self, sequence: Sequence) -> None:
@@ -44,7 +45,7 @@ class PoolLimits:
             RequestError: it could not.
         """
         prompt, output = sequence.num_prompt_tokens, sequence.max_tokens
-        limit = self.num_blocks * self.block_size
+        limit = self.kv_tables.max_tokens(self.num_blocks)
         if prompt + output > limit:
             fits = (
                 f"with this prompt, max_tokens of at most {limit - prompt} fits"
@@ -60,12 +61,20 @@ class PoolLimits:
 
     def clipped_max_tokens(self, wanted: int, num_prompt_tokens: int, width: int) -> int:
         """A number of output tokens, limited to the capacity of a small pool."""
-        shared = num_prompt_tokens // self.block_size  # by all beams, at least
-        limit = (shared + (self.num_blocks - shared) // width) * self.block_size
+        limit = self._max_beam_tokens(self._num_shared_blocks(num_prompt_tokens), width)
         return max(1, min(wanted, limit - num_prompt_tokens))
 
+    def _num_shared_blocks(self, num_prompt_tokens: int) -> int:
+        """Blocks of a prompt that all beams share, at least: those of all tables that are full."""
+        unit = max(self.kv_tables.spans)
+        return self.kv_tables.num_blocks(num_prompt_tokens // unit * unit)
+
+    def _max_beam_tokens(self, num_shared: int, width: int) -> int:
+        """Tokens of each beam, at most, if the beams share so many blocks."""
+        return self.kv_tables.max_tokens(num_shared + (self.num_blocks - num_shared) // width)
+
     def _check_beams(self, sequence: Sequence) -> None:
-        width, size = sequence.width, self.block_size
+        width = sequence.width
         if width > self.max_num_seqs:
             raise RequestError(
                 f"{width} beams run as {width} sequences; allowed: up to max_num_seqs, "
@@ -74,10 +83,10 @@ class PoolLimits:
             )
         # In the worst case they share only the full blocks of their prompt.
         prompt, num_blocks = sequence.num_prompt_tokens, self.num_blocks
-        shared = prompt // size
-        needed = shared + width * (-(-(sequence.max_length - 1) // size) - shared)
+        shared = self._num_shared_blocks(prompt)
+        needed = shared + width * (self.kv_tables.num_blocks(sequence.max_length - 1) - shared)
         if needed > num_blocks:
-            most = (shared + (num_blocks - shared) // width) * size - prompt + 1
+            most = self._max_beam_tokens(shared, width) - prompt + 1
             raise RequestError(
                 f"{width} beams, a prompt of {prompt} tokens and max_tokens of "
                 f"{sequence.max_tokens} need {needed} blocks of KV cache, and the whole cache has "

@@ -79,7 +79,7 @@ class Engine:
         detokenizer = Detokenizer(tokenizer) if tokenizer else None
         self.scheduler = make_scheduler(config, runner)
         self.admission = Admission(
-            PoolLimits(runner.num_blocks, runner.block_size, self.scheduler.max_num_seqs),
+            PoolLimits(runner.num_blocks, runner.kv_tables, self.scheduler.max_num_seqs),
             runner.vocab_size,
             max_model_len,
             config.default_max_tokens,

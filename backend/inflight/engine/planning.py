@@ -21,6 +21,7 @@ def make_scheduler(config: EngineConfig, runner: Runner) -> Scheduler:
         enable_prefix_caching=config.enable_prefix_caching,
         max_draft_tokens=config.max_draft_tokens,
         max_rows=runner.max_rows,
+        kv_tables=runner.kv_tables,
     )
 
 

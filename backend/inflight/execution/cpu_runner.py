@@ -19,16 +19,19 @@ from inflight.core.batch import (
     Chunk,
     CompletedStep,
     StepOutput,
+    TableArrays,
 )
 from inflight.core.request import Request
 from inflight.core.sequence import Sequence
 from inflight.execution.drafters.drafter import Drafter, Target
+from inflight.execution.drafters.drafter_spec import kv_layout
 from inflight.execution.drafters.registry import find_drafter
 from inflight.execution.grammar_masks import GrammarMasks
 from inflight.execution.sampler import LogitsRow, sample
 from inflight.kv.budget import num_kv_blocks
 from inflight.kv.cache import KVCache
-from inflight.models.decoder_cpu import Decoder
+from inflight.kv.layout import KVTables
+from inflight.models.decoder_cpu import Decoder, TableInputs
 from inflight.models.spec import ModelSpec
 from inflight.sampling.params import SamplingParams
 from inflight.scheduling.draft_budget import StepCosts
@@ -68,11 +71,12 @@ class CpuRunner:
         if config.num_threads is not None:
             torch.set_num_threads(config.num_threads)
         source = find_drafter(config, checkpoint, spec)
-        layout = spec.kv_layout(config.dtype)
+        layout = kv_layout(spec, source, config.dtype)
         drafter_bytes = 0 if source is None else source.block_bytes(config, config.dtype)
         block_bytes = layout.block_bytes(config.block_size) + drafter_bytes
         self.num_blocks = num_kv_blocks(config, block_bytes)
         self.block_size = config.block_size
+        self.kv_tables = KVTables(layout.tables, config.block_size)
         self.vocab_size = spec.vocab_size
         self.max_rows = _MAX_ROWS
         self.steps_ahead = 0
@@ -107,15 +111,16 @@ class CpuRunner:
         output = StepOutput([[] for _ in batch.chunks], [[] for _ in batch.chunks])
         if batch.copies:
             sources, targets = torch.tensor(batch.copies).unbind(1)
-            for data in self._kv_data():
-                ops.copy_blocks(data, sources, targets)
+            for cache in self._caches:
+                for data in cache.data:
+                    ops.copy_blocks(data, sources, targets)
         if not batch.chunks:
             return output
         self._clear_tails(batch)
         drafts: list[list[int]] = [[] for _ in batch.chunks]
         if self.drafter is not None:
             drafts = self.drafter.propose(batch.chunks)
-        arrays = batch.arrays(self.block_size, drafts)
+        arrays = batch.arrays(self.block_size, drafts, self._cache.kernel_blocks)
         self._refuse_unknown_tokens(arrays, output)
         masks = GrammarMasks(batch, drafts)  # computed in parallel with the forward pass
         logits = self._forward(arrays)
@@ -128,39 +133,54 @@ class CpuRunner:
 
     def _forward(self, arrays: BatchArrays) -> Tensor:
         """Logits of the rows that sample a token, or score a prompt token."""
-        plan = ops.AttentionPlan(
-            arrays.block_tables, arrays.query_start, arrays.seq_lens, self.block_size, self._dtype
-        )
+        tables = [
+            TableInputs(
+                torch.from_numpy(table.slot_mapping),
+                ops.AttentionPlan(
+                    table.block_tables,
+                    arrays.query_start,
+                    arrays.seq_lens,
+                    self.block_size,
+                    self._dtype,
+                ),
+            )
+            for table in arrays.tables
+        ]
         return self._model.forward(
             torch.from_numpy(arrays.token_ids),
             torch.from_numpy(arrays.positions),
-            torch.from_numpy(arrays.slot_mapping),
-            plan,
+            tables,
             torch.from_numpy(arrays.sample_rows),
             self._cache,
         )
 
-    def _kv_data(self) -> list[Tensor]:
-        """The memory of all caches."""
-        return [data for cache in self._caches for data in cache.data]
-
     def _clear_tails(self, batch: Batch) -> None:
         """Zero the slots past a sequence's end in blocks new to it: they may hold stale NaNs."""
         copied = {target for _, target in batch.copies}
+        for index, split in enumerate(self._cache.kernel_blocks):
+            targets = {*split.ids(list(copied))}
+            slots: list[int] = []
+            for chunk in batch.chunks:
+                slots += self._tail(chunk, split.ids(chunk.sequence.tables[index]), targets)
+            if not slots:
+                continue
+            for cache in self._caches:
+                for view in cache.views[index]:
+                    ops.clear_slots(view, torch.tensor(slots))
+
+    def _tail(self, chunk: Chunk, blocks: list[int], copied: set[int]) -> list[int]:
+        """The slots past a chunk's tokens in kernel blocks that are new to its sequence."""
         size = self.block_size
         slots: list[int] = []
-        for chunk in batch.chunks:
-            # A drafter fills the slots of drafts one by one.
-            begin = chunk.end - chunk.num_drafts
-            while begin < chunk.end or begin % size:
-                index, offset = divmod(begin, size)
-                block = chunk.sequence.blocks[index]
-                if chunk.start <= index * size or block in copied:
-                    slots.extend(range(block * size + offset, (block + 1) * size))
-                begin += size - offset
-        if slots:
-            for data in self._kv_data():
-                ops.clear_slots(data, torch.tensor(slots))
+        # A drafter fills the slots of drafts one by one.
+        begin = chunk.end - chunk.num_drafts
+        while begin < chunk.end or begin % size:
+            index, offset = divmod(begin, size)
+            block = blocks[index]
+            if chunk.start <= index * size or block in copied:
+                slots.extend(range(block * size + offset, (block + 1) * size))
+            begin += size - offset
+        return slots
 
     def _refuse_unknown_tokens(self, arrays: BatchArrays, output: StepOutput) -> None:
         ids = arrays.token_ids
@@ -237,7 +257,8 @@ class CpuRunner:
         count = min(max_drafts, self.num_blocks * self.block_size - 2)
         if count < 1:
             return 0.0
-        sequence.blocks = list(range(-(-(2 + count) // self.block_size)))
+        blocks = list(range(-(-(2 + count) // self.block_size)))
+        sequence.tables = [blocks for _ in self._cache.kernel_blocks]
         self._run(Batch([Chunk(sequence, 0, 1, True)]))
         sequence.token_ids.append(0)
         times = []
@@ -251,13 +272,13 @@ class CpuRunner:
     @torch.inference_mode()
     def _seconds(self, num_tokens: int) -> float:
         """Time of a step, the minimum of a few runs."""
+        table = TableArrays(np.arange(num_tokens), np.zeros((1, 1), np.int64))
         arrays = BatchArrays(
             token_ids=np.zeros(num_tokens, np.int64),
             positions=np.arange(num_tokens),
-            slot_mapping=np.arange(num_tokens),
+            tables=(table,) * len(self._cache.kernel_blocks),
             query_start=np.array([0, num_tokens]),
             seq_lens=np.array([num_tokens]),
-            block_tables=np.zeros((1, 1), np.int64),
             sample_rows=np.arange(num_tokens),
         )
         times = []

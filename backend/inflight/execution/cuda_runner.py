@@ -25,7 +25,7 @@ from inflight.execution.cuda_graph import capture_graph
 from inflight.execution.device_batch import DeviceBatch, SamplerStages, SubmittedStep
 from inflight.execution.device_steps import DeviceSteps
 from inflight.execution.drafters.drafter import DeviceDrafter, Drafter
-from inflight.execution.drafters.drafter_spec import DrafterSpec
+from inflight.execution.drafters.drafter_spec import DrafterSpec, kv_layout
 from inflight.execution.drafters.registry import find_drafter
 from inflight.execution.grammar_masks import GrammarMasks
 from inflight.execution.graph_buckets import (
@@ -37,6 +37,7 @@ from inflight.execution.graph_buckets import (
 from inflight.execution.launch_recording import find_kernels
 from inflight.execution.top_logprobs import TopLogprobs
 from inflight.kv.budget import gpu_budget_bytes, gpu_pool_bytes, num_kv_blocks
+from inflight.kv.layout import KVTables
 from inflight.models.decoder_cuda import DecoderSettings
 from inflight.models.spec import ModelSpec
 from inflight.scheduling.draft_budget import StepCosts
@@ -210,12 +211,15 @@ class CudaRunner:
         """Allocate the KV pool, and the drafter's caches."""
         kv_dtype = self._settings.kv_dtype
         used = self._allocated_bytes() - self._allocated_before
-        block_bytes = spec.kv_layout(kv_dtype).block_bytes(config.block_size)
+        layout = kv_layout(spec, source, kv_dtype)
+        self.kv_tables = KVTables(layout.tables, config.block_size)
+        block_bytes = layout.block_bytes(config.block_size)
         if source is not None:
             used += source.scratch_bytes(config, spec, kv_dtype)
             block_bytes += source.block_bytes(config, kv_dtype)
         _, total = torch.cuda.mem_get_info(self._device)
-        sizes = (total, used, block_bytes, spec.max_model_len(config))
+        max_blocks = self.kv_tables.num_blocks(spec.max_model_len(config))
+        sizes = (total, used, block_bytes, max_blocks)
         self.num_blocks = num_kv_blocks(config, block_bytes, gpu_pool_bytes(config, *sizes))
         self.gpu_budget_bytes = gpu_budget_bytes(config, *sizes)
         self._steps.allocate(self.num_blocks)
@@ -232,7 +236,7 @@ class CudaRunner:
         The largest one proves that its memory is available.
         """
         self._empty_step()
-        limit = min(config.max_num_batched_tokens, self.num_blocks * self.block_size)
+        limit = min(config.max_num_batched_tokens, self.kv_tables.max_tokens(self.num_blocks))
         for chunks in self._warm_up_counts(config):
             for q_len in (*_WARM_UP_LENGTHS, limit // chunks):
                 if 0 < chunks * q_len <= limit:
@@ -270,7 +274,8 @@ class CudaRunner:
         """Submit a step without chunks, which reads and writes no block."""
         batch = self._steps.batch
         batch.step.buffer.zero_()
-        batch.state.slot_mapping.fill_(-1)
+        for table in batch.state.by_table:
+            table.slot_mapping.fill_(-1)
 
     def _capture_graphs(
         self, config: EngineConfig, pool: Any, progress: Callable[[str, float], None]
@@ -279,7 +284,8 @@ class CudaRunner:
 
         Graphs share one memory pool: only one of them runs at a time.
         """
-        most_tokens = min(config.max_num_batched_tokens, self.num_blocks * self.block_size)
+        capacity = self.kv_tables.max_tokens(self.num_blocks)
+        most_tokens = min(config.max_num_batched_tokens, capacity)
         sizes = capture_sizes(
             config.max_num_seqs,
             self._max_rows,

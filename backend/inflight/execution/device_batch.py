@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from inflight.core.batch import Batch, Chunk
+from inflight.core.kernel_blocks import KernelBlocks
 from inflight.core.sequence import Sequence
 from inflight.execution.grammar_masks import GrammarMasks
 from inflight.execution.graph_buckets import StepSize
@@ -77,14 +78,15 @@ class SamplerStages(enum.Flag):
 
 @dataclass(slots=True)
 class _Resident:
-    """A sequence with a slot, and how much of its block table is on the device."""
+    """A sequence with a slot, and how much of its block tables is on the device."""
 
     sequence: Sequence
     generation: int
     slot: int
     stages: SamplerStages
     is_plain: bool  # no optional sampler stages and no logit adjustments
-    num_blocks: int = 0
+    num_blocks: list[int]  # by table, on the device
+    capacity: int = 0  # tokens that they hold
 
     @property
     def is_stale(self) -> bool:
@@ -138,6 +140,7 @@ class BatchLimits:
         max_rows: rows of logits in a step: one for each sequence, draft and score.
         max_drafts: of a sequence.
         history_length: tokens per sequence kept on the device; 0 for none.
+        num_tables: block tables of a sequence.
     """
 
     max_num_seqs: int
@@ -146,6 +149,7 @@ class BatchLimits:
     max_rows: int
     max_drafts: int = 0
     history_length: int = 0
+    num_tables: int = 1
 
 
 class DeviceBatch:
@@ -159,6 +163,7 @@ class DeviceBatch:
     Attributes:
         step, state: inputs of the kernels (see `inflight_kernels.ops.batch_state`).
         counts, prompt, masks: see `ops.sampling.PenaltyState` and `TokenMasks`; a row per slot.
+        kernel_blocks: by block table, how its blocks are split; set once the pool's size is known.
     """
 
     def __init__(self, limits: BatchLimits, vocab_size: int, device: torch.device) -> None:
@@ -175,7 +180,9 @@ class DeviceBatch:
             device,
             limits.max_drafts,
             limits.history_length,
+            limits.num_tables,
         )
+        self.kernel_blocks = (KernelBlocks(),) * limits.num_tables
         words = sampling.prompt_words(vocab_size)
         self.counts = torch.zeros(max_num_seqs, vocab_size, dtype=torch.int16, device=device)
         self.prompt = torch.zeros(max_num_seqs, words, dtype=torch.int32, device=device)
@@ -230,7 +237,7 @@ class DeviceBatch:
         self.step.buffer[:end].copy_(pinned[:end], non_blocking=True)
         places, blocks, slots, row_params, bias_ids, biases, history_places, history = views[:8]
         ban_rows, ban_ids = views[8:]
-        batch_state.write_tables(places, blocks, self.state.tables)
+        batch_state.write_tables(places, blocks, self.state.all_tables)
         batch_state.write_row_params(
             slots, row_params.view(-1, _ROW_PARAMS_WORDS), self.state.row_params
         )
@@ -324,14 +331,13 @@ class DeviceBatch:
         slots, sample_slots, starts = rows.slots, rows.sample_slots, rows.starts
         lengths, tokens = rows.lengths, rows.tokens
         row_start, bias_starts = rows.row_start, rows.bias_starts
-        width = self.state.tables.shape[1]
         for index, chunk in enumerate(batch.chunks):
             sequence, num_drafts = chunk.sequence, chunk.num_drafts
             resident = self._residents.get(sequence.request_id)
             if resident is None or resident.is_stale or resident.sequence is not sequence:
                 resident = self._admit(sequence, changes)
-            if len(sequence.blocks) > resident.num_blocks:
-                changes.add_blocks(resident, width)
+            if sequence.capacity > resident.capacity:
+                self._add_blocks(resident, changes)
             if sequence.num_drafts > changes.num_drafts:
                 changes.num_drafts = sequence.num_drafts
             slots.append(resident.slot)
@@ -446,6 +452,7 @@ class DeviceBatch:
             self._free.pop(),
             stages,
             is_plain=stages is SamplerStages.NONE and sequence.logit_adjustments.is_noop,
+            num_blocks=[0] * len(self.kernel_blocks),
         )
         self._residents[sequence.request_id] = resident
         changes.slots.append(resident.slot)
@@ -462,6 +469,25 @@ class DeviceBatch:
             mask = allowed_mask(params.allowed_token_ids, self._vocab_size)
             self.masks[resident.slot].copy_(torch.from_numpy(mask))
         return resident
+
+    def _add_blocks(self, resident: _Resident, changes: _Changes) -> None:
+        """Queue the new entries of a sequence's block tables for upload."""
+        sequence, width = resident.sequence, self.state.tables.shape[1]
+        for index, (table, split) in enumerate(
+            zip(sequence.tables, self.kernel_blocks, strict=True)
+        ):
+            first = (index * self._num_slots + resident.slot) * width
+            begin = resident.num_blocks[index] * split.count
+            # The last block may reach beyond the longest sequence.
+            new = split.ids(table[resident.num_blocks[index] :])[: width - begin]
+            end = begin + len(new)
+            changes.places += range(first + begin, first + end)
+            changes.blocks += new
+            resident.num_blocks[index] = len(table)
+            if end < width:  # stale entries of an earlier sequence follow
+                changes.places.append(first + end)
+                changes.blocks.append(END_OF_TABLE)
+        resident.capacity = sequence.capacity
 
     def _count(self, sequence: Sequence, slot: int) -> None:
         """Initialise a slot's token counts from the prompt and the output so far."""
@@ -549,16 +575,6 @@ class _Changes:
         banned = [token_id for token_id in adjustment.token_ids if token_id < vocab_size]
         self.ban_rows += [row] * len(banned)
         self.ban_ids += banned
-
-    def add_blocks(self, resident: _Resident, table_width: int) -> None:
-        blocks = resident.sequence.blocks
-        first = resident.slot * table_width
-        self.places += range(first + resident.num_blocks, first + len(blocks))
-        self.blocks += blocks[resident.num_blocks :]
-        resident.num_blocks = len(blocks)
-        if len(blocks) < table_width:  # stale entries of an earlier sequence follow
-            self.places.append(first + len(blocks))
-            self.blocks.append(END_OF_TABLE)
 
 
 def allowed_mask(token_ids: Iterable[int], vocab_size: int) -> _Ints:

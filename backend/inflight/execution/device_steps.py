@@ -10,12 +10,12 @@ from inflight.checkpoint.locate import Checkpoint
 from inflight.config import EngineConfig
 from inflight.execution.device_batch import BatchLimits, DeviceBatch, SamplerStages, SubmittedStep
 from inflight.execution.drafters.drafter import DeviceDrafter, DeviceTarget
-from inflight.execution.drafters.drafter_spec import DrafterSpec
+from inflight.execution.drafters.drafter_spec import DrafterSpec, kv_layout
 from inflight.execution.graph_buckets import StepSize
 from inflight.execution.top_logprobs import TopLogprobs
 from inflight.kv.cache import KVCache
 from inflight.models.decoder_cuda import Decoder, DecoderSettings
-from inflight.models.layers.attention import ForwardInputs
+from inflight.models.layers.attention import ForwardInputs, TableInputs
 from inflight.models.spec import ModelSpec
 from inflight.sampling.logit_adjustments import BANNED
 from inflight_kernels.ops import batch_state, sampling
@@ -61,6 +61,7 @@ class DeviceSteps:
         speculation = config.speculative_config
         max_drafts = speculation.num_speculative_tokens if speculation else 0
         self.model = Decoder(checkpoint, spec, settings, progress)
+        self._kv_layout = kv_layout(spec, source, settings.kv_dtype)
         limits = BatchLimits(
             config.max_num_seqs,
             config.max_num_batched_tokens,
@@ -68,16 +69,16 @@ class DeviceSteps:
             max_rows,
             max_drafts,
             settings.max_len if source is not None and source.method.needs_history else 0,
+            len(self._kv_layout.tables),
         )
         self.batch = DeviceBatch(limits, spec.vocab_size, device)
         step, state = self.batch.step, self.batch.state
         self._rows = ForwardInputs(
             state.token_ids,
             state.positions,
-            state.slot_mapping,
             step.query_start,
             state.seq_lens,
-            state.step_tables,
+            tuple(TableInputs(one.slot_mapping, one.step_tables) for one in state.by_table),
             state.sample_rows,
         )
         self._workspace = sampling.Workspace(max_rows, spec.vocab_size, device)
@@ -108,8 +109,9 @@ class DeviceSteps:
         num_scratch, block_size = 0, self._config.block_size
         if self._source is not None and self._source.method.shares_target_kv:
             num_scratch = self._config.max_num_seqs
-        layout = self.model.spec.kv_layout(self._settings.kv_dtype)
-        self._cache = KVCache(layout, num_blocks + num_scratch, block_size, self._settings.device)
+        num_all, device = num_blocks + num_scratch, self._settings.device
+        self._cache = KVCache(self._kv_layout, num_all, block_size, device)
+        self.batch.kernel_blocks = self._cache.kernel_blocks
         self.caches = list(self._cache.data)
         if self.drafter is not None:
             self.drafter.allocate(self._cache, num_blocks)

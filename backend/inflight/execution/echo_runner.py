@@ -5,7 +5,9 @@ from __future__ import annotations
 from inflight.config import EngineConfig
 from inflight.core.batch import Batch, CompletedStep, StepOutput
 from inflight.core.sequence import Sequence
+from inflight.execution.drafters.drafter_spec import kv_layout
 from inflight.kv.budget import num_kv_blocks
+from inflight.kv.layout import KVTables
 from inflight.models.spec import ModelSpec
 from inflight.scheduling.draft_budget import StepCosts
 
@@ -17,9 +19,10 @@ class EchoRunner:
     """
 
     def __init__(self, config: EngineConfig, spec: ModelSpec) -> None:
-        layout = spec.kv_layout(config.dtype)
+        layout = kv_layout(spec, None, config.dtype)
         self.num_blocks = num_kv_blocks(config, layout.block_bytes(config.block_size))
         self.block_size = config.block_size
+        self.kv_tables = KVTables(layout.tables, config.block_size)
         self.vocab_size = spec.vocab_size
         self.max_rows = config.max_num_batched_tokens
         self.steps_ahead = 0

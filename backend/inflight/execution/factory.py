@@ -17,11 +17,13 @@ from inflight.checkpoint import manifest
 from inflight.checkpoint.locate import Checkpoint
 from inflight.config import GPU_BLOCK_SIZES, EngineConfig
 from inflight.errors import ConfigError
-from inflight.execution.drafters.registry import find_method
+from inflight.execution.drafters.drafter_spec import kv_layout
+from inflight.execution.drafters.registry import find_drafter, find_method
 from inflight.execution.echo_runner import EchoRunner
 from inflight.execution.runner import Runner
 from inflight.kv.budget import gpu_budget_bytes
 from inflight.kv.gpu import CurrentGpu, Gpu
+from inflight.kv.layout import KVTables
 from inflight.models.gpu_support import gpu_obstacle
 from inflight.models.registry import read_spec
 from inflight.models.spec import ModelSpec
@@ -121,10 +123,10 @@ def expected_budget_bytes(config: EngineConfig, checkpoint: Checkpoint, total_by
     """
     spec = read_spec(checkpoint)
     weight_bytes = 2 * spec.matrix_elements  # bfloat16
-    block_bytes = spec.kv_layout("bfloat16").block_bytes(config.block_size)
-    return gpu_budget_bytes(
-        config, total_bytes, weight_bytes, block_bytes, spec.max_model_len(config)
-    )
+    layout = kv_layout(spec, find_drafter(config, checkpoint, spec), "bfloat16")
+    block_bytes = layout.block_bytes(config.block_size)
+    max_blocks = KVTables(layout.tables, config.block_size).num_blocks(spec.max_model_len(config))
+    return gpu_budget_bytes(config, total_bytes, weight_bytes, block_bytes, max_blocks)
 
 
 def _prepare_openmp() -> None:

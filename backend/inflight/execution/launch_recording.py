@@ -89,7 +89,8 @@ def _run(steps: DeviceSteps, config: EngineConfig, settings: DecoderSettings) ->
     """Launch what steps of any size may launch, the sampler first: it takes longest to compile."""
     every = SamplerStages(sum(need.value for need in SamplerStages))
     sequence = Sequence(Request(0, [0], SamplingParams(repetition_penalty=1.1)), 1)
-    sequence.blocks = [0]
+    sequence.tables = [[0] for _ in steps.batch.kernel_blocks]
+    sequence.capacity = 1
     batch, drafter = Batch([Chunk(sequence, 0, 1, True)], [(0, 0)]), steps.drafter
     sent = steps.batch.send(batch, StepSize(1, 1, 1, 1), *steps.caches)
     steps.sample(replace(sent, stages=every))

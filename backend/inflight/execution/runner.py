@@ -6,6 +6,7 @@ from typing import Protocol
 
 from inflight.core.batch import Batch, StepOutput
 from inflight.core.sequence import Sequence
+from inflight.kv.layout import KVTables
 from inflight.scheduling.draft_budget import StepCosts
 
 
@@ -25,7 +26,8 @@ class Runner(Protocol):
 
     Attributes:
         num_blocks: KV blocks in its pool.
-        block_size: tokens per block.
+        block_size: tokens per kernel block.
+        kv_tables: the block tables of each sequence.
         vocab_size: token ids are below it.
         max_rows: rows of logits in a step: one per sequence and one per draft; prompts whose
             logprobs are requested share the rest.
@@ -38,6 +40,7 @@ class Runner(Protocol):
 
     num_blocks: int
     block_size: int
+    kv_tables: KVTables
     vocab_size: int
     max_rows: int
     steps_ahead: int

@@ -89,6 +89,10 @@ class BlockPool:
             found.append(block)
         return found
 
+    def is_cached(self, key: bytes) -> bool:
+        """Whether a block with this hash is in the prefix map."""
+        return key in self._by_hash
+
     def acquire(self, hashes: Sequence[bytes]) -> list[int]:
         """`lookup`, and raise the reference counts of the blocks found."""
         blocks = self.lookup(hashes)

@@ -1,8 +1,11 @@
 """Block tables: which KV blocks hold a sequence's tokens, and who shares them.
 
 On admission a sequence gets blocks for all its known tokens, shared ones for a cached prefix; from
-then on its table grows with it. The tables take free blocks only: when there are none, the
-scheduler decides which sequence is preempted.
+then on its tables grow with it, and blocks that no sliding window reaches any more are freed. The
+tables take free blocks only: when there are none, the scheduler decides which sequence is
+preempted.
+
+A prefix is cached if all its blocks are, but for those that no window reaches from its end on.
 """
 
 from __future__ import annotations
@@ -11,17 +14,25 @@ from collections.abc import Iterable
 
 from inflight.core.sequence import Sequence, SequenceGroup
 from inflight.kv.block_pool import BlockPool, block_hash, root_hash
+from inflight.kv.layout import KVTables
 
 Copy = tuple[int, int]
 """(source, target): blocks to copy before a step."""
 
+Place = tuple[Sequence, int, int]
+"""(beam, table, index): an entry of a block table, which may be the next one."""
+
+_FREED = 0
+"""Entry of a block table for a block that is not needed: any id, for it is never read."""
+
 
 class BlockTables:
-    """Fills and empties `Sequence.blocks`.
+    """Fills and empties `Sequence.tables`.
 
     Args:
         pool: the source of blocks.
         enable_prefix_caching: whether blocks of common prefixes are reused.
+        kv_tables: the block tables of each sequence; None for one that keeps all tokens.
 
     Attributes:
         pool: the pool.
@@ -29,10 +40,17 @@ class BlockTables:
             grow. Otherwise a newly admitted sequence would be preempted in the next step.
     """
 
-    def __init__(self, pool: BlockPool, enable_prefix_caching: bool) -> None:
+    def __init__(
+        self, pool: BlockPool, enable_prefix_caching: bool, kv_tables: KVTables | None = None
+    ) -> None:
+        kv_tables = kv_tables or KVTables.single(pool.block_size)
         self.pool = pool
         self.num_reserved = 0
         self._enable_prefix_caching = enable_prefix_caching
+        self._tables, self._spans = kv_tables.tables, kv_tables.spans
+        self._frees_windows = any(table.window for table in self._tables)
+        # A cached prefix ends with a block in each table.
+        self._unit = max(self._spans)
 
     def admit(self, group: SequenceGroup) -> list[Copy] | None:
         """Give the members of a group blocks for all known tokens.
@@ -57,149 +75,244 @@ class BlockTables:
             self.release(sequence)
 
     def release(self, sequence: Sequence) -> None:
-        """Empty one table. The tokens stay and are recomputed if needed."""
-        self.pool.release(sequence.blocks)
-        sequence.blocks = []
+        """Empty a sequence's tables. The tokens stay and are recomputed if needed."""
+        for first, table in zip(sequence.first_blocks, sequence.tables, strict=True):
+            self.pool.release(table[first:])
+        self._set(sequence, [[] for _ in self._tables])
         sequence.num_computed = 0
         sequence.num_in_flight = 0
         sequence.generation += 1
 
+    def share(self, fork: Sequence) -> None:
+        """Count the blocks of a fork, which shares them with its original."""
+        for first, table in zip(fork.first_blocks, fork.tables, strict=True):
+            self.pool.share(table[first:])
+
     def num_reserved_for(self, group: SequenceGroup) -> int:
         """Blocks that admissions reserve for an admitted group."""
         if group.width > 1:
-            return group.width
-        return self._may_grow(group.members[0])
+            return group.width * len(self._tables)
+        return self._may_grow(group.members[0]) * len(self._tables)
+
+    def num_to_append(self, sequence: Sequence) -> int:
+        """Blocks that `append` takes."""
+        return sum(
+            len(table) * span <= sequence.capacity
+            for table, span in zip(sequence.tables, self._spans, strict=True)
+        )
 
     def append(self, sequence: Sequence) -> None:
-        """Append a free block to a table whose last one is full.
+        """Append a free block to each table that is full.
 
         The last block of a decoding sequence is never shared: `admit` shares full blocks only, and
         only full blocks are registered. So a decode step never needs copy-on-write.
         """
-        sequence.blocks.append(self.pool.allocate())
-        self.num_reserved -= not self._may_grow(sequence)
+        for table, span in zip(sequence.tables, self._spans, strict=True):
+            if len(table) * span <= sequence.capacity:
+                table.append(self.pool.allocate())
+        self._set_capacity(sequence)
+        if not self._may_grow(sequence):
+            self.num_reserved -= len(self._tables)
 
     def reserve_for_drafts(self, sequence: Sequence, wanted: int) -> int:
         """Allocate blocks for up to `wanted` drafts after the next token; returns how many fit.
 
         Drafts take free blocks only: they never preempt another sequence.
         """
-        blocks, size = sequence.blocks, self.pool.block_size
         start = sequence.num_computed
-        while start + wanted >= len(blocks) * size and self.pool.num_free > self.num_reserved:
+        while start + wanted >= sequence.capacity:
+            if self.pool.num_free < self.num_reserved + self.num_to_append(sequence):
+                break
             self.append(sequence)
-        return min(wanted, len(blocks) * size - 1 - start)
+        return min(wanted, sequence.capacity - 1 - start)
 
-    def beams_needing_blocks(self, beams: Iterable[Sequence]) -> list[tuple[Sequence, int]]:
-        """Beams that need their own block for their next token, with its index in the table.
+    def beams_needing_blocks(self, beams: Iterable[Sequence]) -> list[Place]:
+        """Where beams need blocks of their own for their next tokens.
 
         Either a new block, or a copy of a shared one, which the first of its sharers keeps.
         """
         writers: set[int] = set()
         others = []
         for beam in beams:
-            place = beam.num_computed // self.pool.block_size
-            if place < len(beam.blocks) and beam.blocks[place] not in writers:
-                writers.add(beam.blocks[place])
-            else:
-                others.append((beam, place))
+            for table, span in enumerate(self._spans):
+                blocks, index = beam.tables[table], beam.num_computed // span
+                if index < len(blocks) and blocks[index] not in writers:
+                    writers.add(blocks[index])
+                else:
+                    others.append((beam, table, index))
         return others
 
-    def copy_on_write(self, places: list[tuple[Sequence, int]]) -> list[Copy]:
-        """Give each of these beams its own block at that index; enough blocks must be free.
+    def copy_on_write(self, places: list[Place]) -> list[Copy]:
+        """Give each of these beams its own block at that place; enough blocks must be free.
 
         Returns:
             The copies to make before the step writes.
         """
         pool, copies = self.pool, []
-        for beam, place in places:
-            block = pool.allocate()
-            if place == len(beam.blocks):
-                beam.blocks.append(block)
+        for beam, table, index in places:
+            blocks, block = beam.tables[table], pool.allocate()
+            if index == len(blocks):
+                blocks.append(block)
+                self._set_capacity(beam)
             else:
-                copies.append((beam.blocks[place], block))
-                pool.release([beam.blocks[place]])
-                beam.blocks[place] = block
+                copies.append((blocks[index], block))
+                pool.release([blocks[index]])
+                blocks[index] = block
         return copies
 
-    def register_prefix(self, sequence: Sequence, start: int, end: int) -> None:
-        """Register the full blocks that a committed chunk filled with tokens [start, end)."""
-        if not self._enable_prefix_caching:
-            return
-        size = self.pool.block_size
-        hashes = self._hashes_of(sequence, end)
-        for index in range(start // size, end // size):
-            self.pool.register(sequence.blocks[index], hashes[index])
+    def commit(self, sequence: Sequence, start: int, end: int) -> None:
+        """Take note that tokens [start, end) are computed and final: register the blocks that they
+        have filled in the prefix cache, and free those that no later query reads.
+        """
+        if self._enable_prefix_caching:
+            hashes = self._hashes_of(sequence, end)
+            for table, span in enumerate(self._spans):
+                first, last = start // span, end // span
+                keys = self._keys(table, hashes, first, last)
+                for block, key in zip(sequence.tables[table][first:last], keys, strict=True):
+                    self.pool.register(block, key)
+        if self._frees_windows:
+            self._free_outside_windows(sequence, end)
+
+    def _free_outside_windows(self, sequence: Sequence, position: int) -> None:
+        """Free the blocks that no query from `position` on reads; their entries stay."""
+        for index, (table, span) in enumerate(zip(self._tables, self._spans, strict=True)):
+            first, kept = sequence.first_blocks[index], table.first_kept(position) // span
+            if kept > first:
+                self.pool.release(sequence.tables[index][first:kept])
+                sequence.first_blocks[index] = kept
 
     def _admit(self, sequence: Sequence) -> list[Copy] | None:
-        pool = self.pool
-        num_tokens = len(sequence.token_ids)
+        pool, num_tokens = self.pool, len(sequence.token_ids)
         hashes = self._hashes_of(sequence, num_tokens) if self._enable_prefix_caching else []
         if sequence.num_scored < sequence.num_prompt_tokens:
             # Positions whose logprobs are requested must be computed, with their whole block.
             hashes = hashes[: (sequence.num_scored - 1) // pool.block_size]
-        cached = pool.lookup(hashes)
+        num_cached = self._num_cached_tokens(hashes)
         # The last token is always computed: its logits give the next one.
-        computed = min(len(cached) * pool.block_size, num_tokens - 1)
-        num_shared = computed // pool.block_size
-        num_new = -(-num_tokens // pool.block_size) - num_shared
-        revived = sum(pool.ref_count(block) == 0 for block in cached)
-        if revived + num_new + self.num_reserved > pool.num_free:
+        computed = min(num_cached, num_tokens - 1)
+        firsts, chains, counts = [], [], []
+        for index, (table, span) in enumerate(zip(self._tables, self._spans, strict=True)):
+            firsts.append(table.first_kept(computed) // span)
+            chains.append(self._keys(index, hashes, firsts[-1], num_cached // span))
+            counts.append(-(-num_tokens // span) - computed // span)
+        revived = sum(pool.ref_count(block) == 0 for keys in chains for block in pool.lookup(keys))
+        if revived + sum(counts) + self.num_reserved > pool.num_free:
             return None
 
-        copies = []
-        sequence.blocks = pool.acquire(hashes)
-        new = [pool.allocate() for _ in range(num_new)]
-        if len(cached) > num_shared:
-            # Everything is cached: the last token would be written to a shared block, so copy it.
-            copies.append((sequence.blocks.pop(), new[0]))
-        sequence.blocks += new
+        copies, tables = [], []
+        for first, keys, num_new, span in zip(firsts, chains, counts, self._spans, strict=True):
+            blocks = pool.acquire(keys)
+            new = [pool.allocate() for _ in range(num_new)]
+            if num_cached > computed // span * span:
+                # Everything is cached: the last token would be written to a shared block, so copy
+                # it.
+                copies.append((blocks.pop(), new[0]))
+            tables.append([_FREED] * first + blocks + new)
+        self._set(sequence, tables, firsts)
         sequence.num_computed = computed
         return copies
+
+    def _num_cached_tokens(self, hashes: list[bytes]) -> int:
+        """Tokens of the longest cached prefix of a chain of hashes."""
+        size, unit = self.pool.block_size, self._unit
+        end = len(hashes) * size // unit * unit
+        for index, (table, span) in enumerate(zip(self._tables, self._spans, strict=True)):
+            if table.window:
+                end = self._num_cached_in_window(index, hashes, end)
+            else:
+                keys = self._keys(index, hashes, 0, end // span)
+                end = len(self.pool.lookup(keys)) * span // unit * unit
+        return end
+
+    def _num_cached_in_window(self, index: int, hashes: list[bytes], end: int) -> int:
+        """The longest prefix of up to `end` tokens at whose end a window is cached, in tokens."""
+        table, span = self._tables[index], self._spans[index]
+        while end:
+            # All that its last token reads, as that may be computed again.
+            first, block = table.first_kept(end - 1) // span, end // span
+            keys = self._keys(index, hashes, first, block)
+            while keys and self.pool.is_cached(keys[-1]):
+                keys.pop()
+                block -= 1
+            if not keys:
+                break
+            end = (block - 1) * span // self._unit * self._unit
+        return end
 
     def _admit_beams(self, beams: tuple[Sequence, ...]) -> bool:
         """As `_admit`, for all beams of a search: one with a prompt, or several of equal length.
 
         Common full blocks are taken once, whether or not the prefix cache still has them. So a
         search needs no more blocks than before its preemption, except for partial blocks that its
-        beams still shared.
+        beams still shared. Where windows free blocks, the prefix cache is not used: beams would
+        have to find the same part of their common prefix in it.
         """
-        pool, size = self.pool, self.pool.block_size
+        pool, unit = self.pool, self._unit
         num_tokens = len(beams[0].token_ids)
-        num_full = (num_tokens - 1) // size  # blocks without the last token
-        chains = [self._hashes_of(beam, num_tokens)[:num_full] for beam in beams]
-        known = [pool.lookup(chain) if self._enable_prefix_caching else [] for chain in chains]
-        # For each beam, the earlier one with the longest common prefix, and its length in blocks.
+        most = (num_tokens - 1) // unit * unit  # full blocks without the last token
+        num_hashes = most // pool.block_size
+        chains = [self._hashes_of(beam, num_tokens)[:num_hashes] for beam in beams]
+        is_cached = self._enable_prefix_caching and not self._frees_windows
+        cached = [self._num_cached_tokens(chain) if is_cached else 0 for chain in chains]
+        # For each beam, the earlier one with the longest common prefix, and its length in tokens.
         common = [
             _longest_common_prefix(chains[:index], chain) for index, chain in enumerate(chains)
         ]
-        revived = {block for blocks in known for block in blocks if not pool.ref_count(block)}
+        shared = [
+            (other, max(tokens, count * pool.block_size // unit * unit))
+            for tokens, (other, count) in zip(cached, common, strict=True)
+        ]
+        found = [
+            self._keys(0, chain, 0, tokens // unit)
+            for chain, tokens in zip(chains, cached, strict=True)
+        ]
+        revived = {
+            block for keys in found for block in pool.lookup(keys) if not pool.ref_count(block)
+        }
         num_new = sum(
-            -(-num_tokens // size) - max(len(blocks), count)
-            for blocks, (_, count) in zip(known, common, strict=True)
+            -(-num_tokens // span) - tokens // span for _, tokens in shared for span in self._spans
         )
         if len(revived) + num_new + self.num_reserved > pool.num_free:
             return False
 
-        for beam, chain in zip(beams, chains, strict=True):
-            if self._enable_prefix_caching:
-                beam.blocks = pool.acquire(chain)
-        for beam, (other, count) in zip(beams, common, strict=True):
-            if count > len(beam.blocks):
-                more = beams[other].blocks[len(beam.blocks) : count]
+        for beam, keys in zip(beams, found, strict=True):
+            self._set(beam, [pool.acquire(keys)] if is_cached else [[] for _ in self._tables])
+        for beam, (other, tokens) in zip(beams, shared, strict=True):
+            for index, (table, span) in enumerate(zip(beam.tables, self._spans, strict=True)):
+                more = beams[other].tables[index][len(table) : tokens // span]
                 pool.share(more)
-                beam.blocks += more
-            beam.num_computed = len(beam.blocks) * size
-            while len(beam.blocks) * size < num_tokens:
-                beam.blocks.append(pool.allocate())
+                table += more
+                while len(table) * span < num_tokens:
+                    table.append(pool.allocate())
+            self._set_capacity(beam)
+            beam.num_computed = tokens
         return True
+
+    def _set(
+        self, sequence: Sequence, tables: list[list[int]], firsts: list[int] | None = None
+    ) -> None:
+        sequence.tables = tables
+        sequence.first_blocks = firsts or [0] * len(tables)
+        self._set_capacity(sequence)
+
+    def _set_capacity(self, sequence: Sequence) -> None:
+        sequence.capacity = min(
+            len(table) * span for table, span in zip(sequence.tables, self._spans, strict=True)
+        )
 
     def _may_grow(self, sequence: Sequence) -> bool:
         """Whether it may need more blocks; its last token's KV is never computed."""
-        return len(sequence.blocks) * self.pool.block_size < sequence.max_length - 1
+        return sequence.capacity < sequence.max_length - 1
+
+    def _keys(self, table: int, hashes: list[bytes], first: int, end: int) -> list[bytes]:
+        """Keys of blocks [first, end) of a table in the prefix cache."""
+        count = self._tables[table].kernel_blocks
+        keys = hashes[first * count + count - 1 : end * count : count]
+        return [key + bytes([table]) for key in keys] if table else keys
 
     def _hashes_of(self, sequence: Sequence, num_tokens: int) -> list[bytes]:
-        """Hashes of at least the full blocks in the first `num_tokens`, each computed once."""
+        """Hashes of at least the full kernel blocks in the first tokens, each computed once."""
         size = self.pool.block_size
         hashes = sequence.block_hashes
         for start in range(len(hashes) * size, num_tokens - size + 1, size):

@@ -42,7 +42,7 @@ def num_kv_blocks(
 
 
 def gpu_pool_bytes(
-    config: EngineConfig, total_bytes: int, weight_bytes: int, block_bytes: int, max_model_len: int
+    config: EngineConfig, total_bytes: int, weight_bytes: int, block_bytes: int, max_blocks: int
 ) -> int:
     """Memory that the budget leaves for the KV pool on a GPU; negative if the weights exceed it.
 
@@ -51,25 +51,24 @@ def gpu_pool_bytes(
         total_bytes: of the GPU.
         weight_bytes: of everything allocated before the pool.
         block_bytes: bytes of one block.
-        max_model_len: tokens of a sequence, at most.
+        max_blocks: blocks of a sequence, at most.
     """
     share = config.gpu_memory_utilization or DEFAULT_UTILIZATION
     left = int(total_bytes * share) - weight_bytes - GPU_OVERHEAD_BYTES
     if config.gpu_memory_utilization is not None:
         return left
     # More blocks would hold no running sequence, and would keep memory from other engines.
-    useful = config.max_num_seqs * -(-max_model_len // config.block_size)
-    return min(left, useful * block_bytes)
+    return min(left, config.max_num_seqs * max_blocks * block_bytes)
 
 
 def gpu_budget_bytes(
-    config: EngineConfig, total_bytes: int, weight_bytes: int, block_bytes: int, max_model_len: int
+    config: EngineConfig, total_bytes: int, weight_bytes: int, block_bytes: int, max_blocks: int
 ) -> int:
     """The engine's budget: weights, KV pool and overhead. For the arguments see `gpu_pool_bytes`.
 
     Raises:
         ConfigError: not even one block fits.
     """
-    left = gpu_pool_bytes(config, total_bytes, weight_bytes, block_bytes, max_model_len)
+    left = gpu_pool_bytes(config, total_bytes, weight_bytes, block_bytes, max_blocks)
     num_blocks = num_kv_blocks(config, block_bytes, left)
     return weight_bytes + num_blocks * block_bytes + GPU_OVERHEAD_BYTES

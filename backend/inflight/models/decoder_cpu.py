@@ -5,8 +5,9 @@ The forward pass in terms of `torch_ops.transformer`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import islice
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -33,6 +34,18 @@ from inflight.models.spec import (
     RopeSpec,
 )
 from inflight_kernels.torch_ops import transformer as ops
+
+
+class TableInputs(NamedTuple):
+    """Where the T tokens of a step, and those before them, are in the layers of one block table.
+
+    Attributes:
+        slot_mapping: [T] int64.
+        plan: of attention.
+    """
+
+    slot_mapping: Tensor
+    plan: ops.AttentionPlan
 
 
 class Decoder:
@@ -80,8 +93,7 @@ class Decoder:
         self,
         token_ids: Tensor,
         positions: Tensor,
-        slot_mapping: Tensor,
-        plan: ops.AttentionPlan,
+        tables: Sequence[TableInputs],
         sample_rows: Tensor,
         cache: KVCache,
         num_layers: int | None = None,
@@ -89,8 +101,8 @@ class Decoder:
         """Run T tokens: write their keys and values into the cache and compute logits.
 
         Args:
-            token_ids, positions, slot_mapping: [T] int64.
-            plan: attention plan.
+            token_ids, positions: [T] int64.
+            tables: by block table of the cache.
             sample_rows: [s] int64, the rows that need logits.
             cache: of all layers; updated in place.
             num_layers: run only so many layers, then the final norm and the head; None for all.
@@ -107,17 +119,17 @@ class Decoder:
         # The stream is x + residual: x is what the last sublayer adds to it.
         x, residual = self._embed(token_ids), None
         aux: dict[int, Tensor] = {}
-        layers = zip(spec.layers, weights.layers, cache.layers, strict=True)
-        for index, (layer, own, (k_cache, v_cache)) in enumerate(islice(layers, last + 1)):
-            attention = layer.attention
+        layers = zip(spec.layers, weights.layers, cache.layers, cache.table_of, strict=True)
+        for index, (layer, own, (k_cache, v_cache), which) in enumerate(islice(layers, last + 1)):
+            attention, table = layer.attention, tables[which]
             x, residual = self._enter(x, residual, own.attention_norm)
             if index in aux_layers:
                 aux[index] = residual
             q, k, v = self._project(x, attention, own, positions, *ropes[attention.rope])
-            ops.write_kv(k, v, k_cache, v_cache, slot_mapping)
+            ops.write_kv(k, v, k_cache, v_cache, table.slot_mapping)
             if index == last and kept is not None and not len(kept):
                 break
-            visible = plan.within(attention.window)
+            visible = table.plan.within(attention.window)
             attended = ops.attend(
                 q, k_cache, v_cache, visible, attention.scale, attention.score_cap
             )

@@ -183,6 +183,10 @@ class Decoder:
         ]
         # By layer; a pass does not hash specs.
         self._attention_of = [spec.attentions.index(layer.attention) for layer in spec.layers]
+        # By attention spec: its layers have the same window, and so the same block table.
+        self._first_layer_of = [
+            self._attention_of.index(index) for index in range(len(spec.attentions))
+        ]
         self._qk_norms = [
             _qk_norm(own, spec, index) for index, own in enumerate(self.weights.layers)
         ]
@@ -230,7 +234,8 @@ class Decoder:
 
         residual.begin(inputs.token_ids[:num_tokens], weights.embedding)
         passes = [
-            shared.begin(inputs, num_tokens, num_chunks, max_q_len) for shared in self._attentions
+            shared.begin(inputs, num_tokens, num_chunks, max_q_len, cache.table_of[first])
+            for shared, first in zip(self._attentions, self._first_layer_of, strict=True)
         ]
         layers = zip(weights.layers, self._attention_of, self._qk_norms, cache.layers, strict=True)
         for index, (own, which, qk_norm, pair) in enumerate(islice(layers, last + 1)):

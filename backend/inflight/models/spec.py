@@ -246,8 +246,8 @@ class ModelSpec:
             )
         return config.max_model_len
 
-    def kv_layout(self, dtype: Dtype) -> KVLayout:
-        """Its KV cache layout in this dtype."""
+    def kv_layout(self, dtype: Dtype, *, frees_windows: bool = False) -> KVLayout:
+        """Its KV cache layout in this dtype (see `KVLayout`)."""
         members: dict[tuple[int, int, int], list[int]] = {}
         for index, layer in enumerate(self.layers):
             attention = layer.attention
@@ -259,4 +259,5 @@ class ModelSpec:
                 for (heads, head_dim, window), layers in members.items()
             ),
             dtype,
+            frees_windows,
         )

@@ -39,6 +39,7 @@ from inflight.core.sequence import Sequence, SequenceGroup, Status
 from inflight.errors import CapacityError, EngineError
 from inflight.kv.block_pool import BlockPool
 from inflight.kv.block_tables import BlockTables, Copy
+from inflight.kv.layout import KVTables
 
 
 class Scheduler:
@@ -50,7 +51,7 @@ class Scheduler:
 
     Args:
         num_blocks: KV blocks in the pool.
-        block_size: tokens per block.
+        block_size: tokens per kernel block.
         max_num_seqs: maximum running sequences.
         max_num_batched_tokens: maximum tokens in a step; also limits the running sequences.
         max_prefill_chunk: maximum tokens of one prompt in a step; None for the whole budget.
@@ -60,6 +61,7 @@ class Scheduler:
         max_rows: maximum rows of logits in a step; None for no limit. A prompt with requested
             logprobs takes one for each token, but never another sequence's: the remaining rows are
             assigned in order of admission, at least one each.
+        kv_tables: the block tables of each sequence; None for one that keeps all tokens.
 
     Attributes:
         max_num_seqs: maximum running sequences.
@@ -82,13 +84,14 @@ class Scheduler:
         enable_prefix_caching: bool = True,
         max_draft_tokens: int = 256,
         max_rows: int | None = None,
+        kv_tables: KVTables | None = None,
     ) -> None:
         self.num_preemptions = 0
         self.num_prompt_tokens = 0
         self.num_cached_tokens = 0
         self.lacks_blocks = False
         self._pool = BlockPool(num_blocks, block_size)
-        self._tables = BlockTables(self._pool, enable_prefix_caching)
+        self._tables = BlockTables(self._pool, enable_prefix_caching, kv_tables)
         self._max_num_batched_tokens = max_num_batched_tokens
         # Every running sequence may need a token in the same step.
         self.max_num_seqs = min(max_num_seqs, max_num_batched_tokens)
@@ -176,7 +179,6 @@ class Scheduler:
             The sequences that still have prompt to compute, and the number of drafts planned.
         """
         prefills: list[Sequence] = []
-        size = self._pool.block_size
         # Every running sequence's own token takes precedence.
         drafts_left = min(
             self._max_draft_tokens, self._max_num_batched_tokens - self._num_batch_slots
@@ -198,7 +200,7 @@ class Scheduler:
                 sequence.needs_committed_tokens or num_tokens >= sequence.max_length
             ):
                 continue  # must be committed first
-            elif start < len(sequence.blocks) * size or self._grow(sequence):
+            elif start < sequence.capacity or self._grow(sequence):
                 drafts = 0
                 if sequence.num_drafts:
                     drafts = self._num_drafts_that_fit(sequence, drafts_left - num_drafted)
@@ -307,7 +309,7 @@ class Scheduler:
                 if scores:
                     committed.append(Committed(sequence, [], [], none, scores))
             if end % size < length:  # most steps of most sequences fill no block
-                self._tables.register_prefix(sequence, end - length, end)
+                self._tables.commit(sequence, end - length, end)
         return committed
 
     def branch(
@@ -329,7 +331,7 @@ class Scheduler:
         for beam, _, _ in continuations:
             if beam in taken:  # a further continuation: fork before its token is appended
                 beam = beam.fork(next(self._fork_ids))
-                self._pool.share(beam.blocks)
+                self._tables.share(beam)
             taken.add(beam)
             beams.append(beam)
         for beam, (_, token_id, logprob) in zip(beams, continuations, strict=True):
@@ -433,8 +435,8 @@ class Scheduler:
         return num_rejected
 
     def _grow(self, sequence: Sequence) -> bool:
-        """Append a block to a decoding sequence whose last one is full; False if preempted."""
-        if not self._free_blocks(1, sequence):
+        """Append blocks to a decoding sequence whose last ones are full; False if preempted."""
+        if not self._free_blocks(self._tables.num_to_append(sequence), sequence):
             return False
         self._tables.append(sequence)
         return True

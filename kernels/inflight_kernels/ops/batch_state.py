@@ -106,20 +106,36 @@ class Step:
         self.tokens = parts["tokens"]
 
 
+@dataclass(frozen=True, slots=True)
+class TableState:
+    """Block tables on the device.
+
+    Attributes:
+        tables: [slots, B] int32, of the sequences.
+        step_tables: [N, B] int32, of the step's chunks.
+        slot_mapping: [T] int64, of the step.
+    """
+
+    tables: Tensor
+    step_tables: Tensor
+    slot_mapping: Tensor
+
+
 class BatchState:
     """State of the running sequences on the device, and the inputs of a step's kernels.
 
     Attributes:
-        tables: [slots, B] int32, block tables.
+        by_table: one TableState or more: layers may differ in the tokens that they keep.
+        tables, step_tables, slot_mapping: those of the first.
+        all_tables: [num_tables * slots, B] int32, of all sequences and tables.
         last_tokens: [slots] int64, the last sampled token.
         last_positions: [slots] int32, its position.
         drafts: [slots, K] int32, the draft tokens after it; negative for none.
         row_params: [slots, ROW_PARAMS words] int32, sampling parameters.
         history: [slots, length] int32, tokens of the sequences up to the last one; None if no
             drafter needs it.
-        token_ids, positions, slot_mapping: [T] int64, of the step.
+        token_ids, positions: [T] int64, of the step.
         seq_lens: [N] int32, tokens in the KV cache after the step; 0 past the chunks.
-        step_tables: [N, B] int32, of the step's chunks.
         sample_rows: [N] int64, the tokens whose next token is sampled or given.
         step_row_params: [N, ROW_PARAMS words] int32, of these rows; defaults if given.
         sample_positions: [N] int64, positions of the tokens sampled or given.
@@ -138,12 +154,20 @@ class BatchState:
         device: torch.device | str,
         num_drafts: int = 0,
         history_length: int = 0,
+        num_tables: int = 1,
     ) -> None:
         def empty(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)
 
         rows, tokens, words = layout.max_rows, layout.max_tokens, ROW_PARAMS.itemsize // 4
-        self.tables = empty(num_slots, table_width, dtype=torch.int32)
+        self.all_tables = empty(num_tables * num_slots, table_width, dtype=torch.int32)
+        self.by_table = [
+            TableState(tables, empty(rows, table_width, dtype=torch.int32), empty(tokens))
+            for tables in self.all_tables.view(num_tables, num_slots, table_width)
+        ]
+        self.tables = self.by_table[0].tables
+        self.step_tables = self.by_table[0].step_tables
+        self.slot_mapping = self.by_table[0].slot_mapping
         self.last_tokens = empty(num_slots)
         self.last_positions = empty(num_slots, dtype=torch.int32)
         self.drafts = empty(num_slots, num_drafts, dtype=torch.int32).fill_(-1)
@@ -153,9 +177,7 @@ class BatchState:
             self.history = empty(num_slots, history_length, dtype=torch.int32)
         self.token_ids = empty(tokens)
         self.positions = empty(tokens)
-        self.slot_mapping = empty(tokens)
         self.seq_lens = empty(rows, dtype=torch.int32)
-        self.step_tables = empty(rows, table_width, dtype=torch.int32)
         self.sample_rows = empty(rows)
         self.step_row_params = empty(rows, words, dtype=torch.int32)
         self.sample_positions = empty(rows)
@@ -251,6 +273,21 @@ def begin_step(
         raise ValueError(f"block_size is {block_size}; it must be a power of two")
     if not num_chunks:
         return
+    # A further launch for each further table repeats what does not depend on it.
+    for table in state.by_table:
+        _begin_step(step, state, table, num_chunks, block_size, num_tokens, num_rows, pdl)
+
+
+def _begin_step(
+    step: Step,
+    state: BatchState,
+    table: TableState,
+    num_chunks: int,
+    block_size: int,
+    num_tokens: int,
+    num_rows: int,
+    pdl: bool,
+) -> None:
     kernel("batch_state", "begin_step")(
         num_chunks,
         _THREADS,
@@ -261,8 +298,8 @@ def begin_step(
         step.row_start,
         step.given,
         step.tokens,
-        state.tables,
-        state.tables.shape[1],
+        table.tables,
+        table.tables.shape[1],
         block_size.bit_length() - 1,
         state.last_tokens,
         state.last_positions,
@@ -273,9 +310,9 @@ def begin_step(
         num_rows,
         state.token_ids,
         state.positions,
-        state.slot_mapping,
+        table.slot_mapping,
         state.seq_lens,
-        state.step_tables,
+        table.step_tables,
         state.sample_rows,
         state.step_row_params,
         state.sample_positions,

@@ -16,7 +16,7 @@ from tiny import chunk
 
 def sequence(token_ids: list[int], blocks: list[int]) -> Sequence:
     one = Sequence(Request(1, token_ids, SamplingParams()), max_tokens=1)
-    one.blocks = blocks
+    one.tables = [blocks]
     return one
 
 
@@ -26,10 +26,10 @@ def test_a_prompt_and_a_decode_step_side_by_side() -> None:
     arrays = Batch([chunk(prompt, 1, 3), chunk(decode, 2, 1)]).arrays(block_size=2)
     assert arrays.token_ids.tolist() == [11, 12, 13, 22]
     assert arrays.positions.tolist() == [1, 2, 3, 2]
-    assert arrays.slot_mapping.tolist() == [7, 2, 3, 4]
+    assert arrays.tables[0].slot_mapping.tolist() == [7, 2, 3, 4]
     assert arrays.query_start.tolist() == [0, 3, 4]
     assert arrays.seq_lens.tolist() == [4, 3]
-    assert arrays.block_tables.tolist() == [[3, 1, 7], [5, 2, 0]]
+    assert arrays.tables[0].block_tables.tolist() == [[3, 1, 7], [5, 2, 0]]
     assert arrays.sample_rows.tolist() == [3], "the prompt is not read to its end"
 
 
@@ -46,7 +46,7 @@ def test_rows_of_scores_come_before_the_last_one() -> None:
 def test_a_batch_without_chunks_has_empty_arrays() -> None:
     arrays = Batch([]).arrays(block_size=4)
     assert arrays.query_start.tolist() == [0]
-    assert arrays.block_tables.shape == (0, 0)
+    assert arrays.tables[0].block_tables.shape == (0, 0)
     assert len(arrays.token_ids) == len(arrays.sample_rows) == len(arrays.seq_lens) == 0
 
 
@@ -82,9 +82,9 @@ def test_the_arrays_agree_with_the_chunks(data: st.DataObject, block_size: int) 
         for position in range(one.start, one.end):
             assert arrays.token_ids[row] == one.sequence.token_ids[position]
             assert arrays.positions[row] == position
-            block, offset = divmod(int(arrays.slot_mapping[row]), block_size)
-            assert block == one.sequence.blocks[position // block_size]
-            assert block == arrays.block_tables[index, position // block_size]
+            block, offset = divmod(int(arrays.tables[0].slot_mapping[row]), block_size)
+            assert block == one.sequence.tables[0][position // block_size]
+            assert block == arrays.tables[0].block_tables[index, position // block_size]
             assert offset == position % block_size
             row += 1
         if one.samples:
@@ -93,5 +93,10 @@ def test_the_arrays_agree_with_the_chunks(data: st.DataObject, block_size: int) 
     assert arrays.sample_rows.tolist() == sampled
     assert all(
         array.dtype == np.int64
-        for array in (arrays.token_ids, arrays.positions, arrays.slot_mapping, arrays.sample_rows)
+        for array in (
+            arrays.token_ids,
+            arrays.positions,
+            arrays.tables[0].slot_mapping,
+            arrays.sample_rows,
+        )
     )

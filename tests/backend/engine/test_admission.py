@@ -7,12 +7,13 @@ import pytest
 from inflight.core.request import Request
 from inflight.engine.admission import Admission, PoolLimits
 from inflight.errors import RequestError
+from inflight.kv.layout import KVTables
 from inflight.sampling.params import SamplingParams
 from scheduling import beam_search, prompt, sequence
 
 
 def test_a_request_beyond_the_pool_is_refused_with_what_fits() -> None:
-    limits = PoolLimits(num_blocks=4, block_size=4, max_num_seqs=4)
+    limits = PoolLimits(4, KVTables.single(4), max_num_seqs=4)
     with pytest.raises(RequestError, match=r"prompt of 10 tokens and max_tokens of 7 .* at most 6"):
         limits.check(sequence(1, prompt(10), max_tokens=7))
     with pytest.raises(RequestError, match="a prompt of at most 15 fits"):
@@ -37,7 +38,7 @@ def test_a_request_beyond_the_pool_is_refused_with_what_fits() -> None:
 def test_a_search_that_could_not_run_alone_is_refused(
     num_blocks: int, max_num_seqs: int, max_tokens: int, message: str
 ) -> None:
-    limits = PoolLimits(num_blocks, 4, max_num_seqs)
+    limits = PoolLimits(num_blocks, KVTables.single(4), max_num_seqs)
     group = beam_search(1, [0] * 8, max_tokens, beam_width=3)
     with pytest.raises(RequestError, match=message):
         limits.check(group.members[0])
@@ -45,7 +46,7 @@ def test_a_search_that_could_not_run_alone_is_refused(
 
 def test_the_largest_search_that_fits_is_accepted() -> None:
     group = beam_search(1, [0] * 8, 13, beam_width=3)
-    PoolLimits(num_blocks=11, block_size=4, max_num_seqs=3).check(group.members[0])
+    PoolLimits(11, KVTables.single(4), max_num_seqs=3).check(group.members[0])
 
 
 @pytest.mark.parametrize(
@@ -63,26 +64,26 @@ def test_the_largest_search_that_fits_is_accepted() -> None:
 def test_the_length_is_the_requests_or_the_default_within_the_context(
     max_tokens: int | None, min_tokens: int, expected: int
 ) -> None:
-    admission = Admission(PoolLimits(99, 4, 4), 100, 64, 16, [2])
+    admission = Admission(PoolLimits(99, KVTables.single(4), 4), 100, 64, 16, [2])
     params = SamplingParams(max_tokens=max_tokens, min_tokens=min_tokens)
     assert admission.sequence(Request(1, [1] * 10, params)).max_tokens == expected
 
 
 @pytest.mark.parametrize("min_tokens", [55, 2**31 - 1])
 def test_a_minimum_beyond_the_context_is_refused(min_tokens: int) -> None:
-    admission = Admission(PoolLimits(99, 4, 4), 100, 64, 16, [2])
+    admission = Admission(PoolLimits(99, KVTables.single(4), 4), 100, 64, 16, [2])
     with pytest.raises(RequestError, match=r"min_tokens: .* allowed: up to 54"):
         admission.sequence(Request(1, [1] * 10, SamplingParams(min_tokens=min_tokens)))
 
 
 def test_a_prompt_without_tokens_is_refused() -> None:
-    admission = Admission(PoolLimits(99, 4, 4), 100, 64, 16, [2])
+    admission = Admission(PoolLimits(99, KVTables.single(4), 4), 100, 64, 16, [2])
     with pytest.raises(RequestError, match="input_ids: the prompt has no tokens"):
         admission.sequence(Request(1, [], SamplingParams()))
 
 
 def test_the_whole_context_is_limited_to_a_small_pool() -> None:
-    admission = Admission(PoolLimits(4, 8, 4), 100, 64, 16, [2])
+    admission = Admission(PoolLimits(4, KVTables.single(8), 4), 100, 64, 16, [2])
     made = admission.sequence(Request(1, [1] * 10, SamplingParams(max_tokens=-1)))
     assert made.max_tokens == 4 * 8 - 10
     with pytest.raises(RequestError, match="whole cache has 32"):
@@ -90,7 +91,7 @@ def test_the_whole_context_is_limited_to_a_small_pool() -> None:
 
 
 def test_stop_tokens_end_a_request_beside_the_model_s_own() -> None:
-    admission = Admission(PoolLimits(99, 4, 4), 100, 64, 16, [2])
+    admission = Admission(PoolLimits(99, KVTables.single(4), 4), 100, 64, 16, [2])
     params = SamplingParams(end_id=9, stop_token_ids=(7, 8, 7))
     assert admission.sequence(Request(1, [1], params)).eos_token_ids == frozenset({2, 7, 8, 9})
     with pytest.raises(RequestError, match="stop_token_ids: 100 is not in the vocabulary"):
@@ -98,6 +99,6 @@ def test_stop_tokens_end_a_request_beside_the_model_s_own() -> None:
 
 
 def test_a_request_keeps_its_own_seed_and_end_id() -> None:
-    admission = Admission(PoolLimits(99, 4, 4), 100, 64, 16, [2])
+    admission = Admission(PoolLimits(99, KVTables.single(4), 4), 100, 64, 16, [2])
     made = admission.sequence(Request(1, [1], SamplingParams(seed=7, end_id=9)))
     assert (made.seed, made.eos_token_ids) == (7, frozenset({2, 9}))

@@ -99,7 +99,7 @@ def test_steps_with_short_prompts_are_replayed(
 
     def make_sequence(index: int) -> Sequence:
         sequence = Sequence(Request(index, prompts[index], greedy), 1 << 20)
-        sequence.blocks = list(range(16 * index, 16 * index + 16))
+        tiny.own(sequence, list(range(16 * index, 16 * index + 16)))
         return sequence
 
     sequences = [make_sequence(index) for index in range(len(prompts))]

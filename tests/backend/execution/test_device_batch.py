@@ -17,6 +17,7 @@ import torch
 
 from inflight.config import EngineConfig, SpeculativeConfig
 from inflight.core.batch import Batch, Chunk, StepOutput
+from inflight.core.kernel_blocks import KernelBlocks
 from inflight.core.request import Request
 from inflight.core.sequence import Sequence
 from inflight.engine.engine import Engine, generate
@@ -28,6 +29,7 @@ from inflight.execution.device_batch import (
     SubmittedStep,
 )
 from inflight.execution.graph_buckets import StepSize
+from inflight.kv.layout import KVTable, KVTables
 from inflight.sampling.params import SamplingParams
 from inflight.scheduling.draft_budget import StepCosts
 from inflight_kernels.ops import sampling
@@ -37,6 +39,10 @@ BLOCK_SIZE = 4
 VOCAB_SIZE = 100
 MAX_LEN = 64
 MAX_DRAFTS = 4
+
+# The last block of the first table may reach beyond the longest sequence.
+WINDOWED = (KVTable(kernel_blocks=3), KVTable(window=6, tile_tokens=2))
+WIDE = (KVTable(), KVTable(window=20, tile_tokens=2))
 
 
 @pytest.fixture(autouse=True)
@@ -62,8 +68,11 @@ class CheckingRunner:
     are handed out as late as a GPU's.
     """
 
-    def __init__(self, num_blocks: int, max_num_seqs: int, steps_ahead: int) -> None:
+    def __init__(
+        self, num_blocks: int, max_num_seqs: int, steps_ahead: int, tables: tuple[KVTable, ...]
+    ) -> None:
         self.num_blocks = num_blocks
+        self.kv_tables = KVTables(tables, BLOCK_SIZE)
         self.block_size = BLOCK_SIZE
         self.vocab_size = VOCAB_SIZE
         self.max_rows = max_num_seqs + MAX_DRAFTS * max_num_seqs
@@ -77,9 +86,14 @@ class CheckingRunner:
             self.max_rows,
             max_drafts=MAX_DRAFTS,
             history_length=MAX_LEN,
+            num_tables=len(tables),
         )
         self.device = DeviceBatch(limits, VOCAB_SIZE, torch.device("cpu"))
-        self.cache = torch.full((num_blocks, BLOCK_SIZE), -1)  # the token that was written
+        splits = [KernelBlocks(table.kernel_blocks, num_blocks) for table in tables]
+        self.device.kernel_blocks = tuple(splits)
+        # The token that was written, by the number of the kernel block in its block.
+        most = max(split.count for split in splits)
+        self.caches = torch.full((most, num_blocks, BLOCK_SIZE), -1)
         self.num_from_device = 0
         self.num_accepted = 0
         self.num_scored = 0
@@ -94,7 +108,7 @@ class CheckingRunner:
         bucket = StepSize(
             num_tokens + 9, min(num_chunks + 2, len(step.slots)), size.num_rows + 1, 64
         )
-        sent = self.device.send(batch, size, self.cache, bucket=bucket)
+        sent = self.device.send(batch, size, *self.caches, bucket=bucket)
         assert sent.size == size
         assert [num_chunks, num_tokens, size.num_rows] == step.header[[0, 2, 3]].tolist()
         assert size.num_rows == sent.row_start[-1]
@@ -123,14 +137,13 @@ class CheckingRunner:
             first_draft = len(tokens) - len(drafts)
             assert tokens[first_draft:] == [FROM_DEVICE] * len(drafts)
             tokens[first_draft:] = [max(draft, 0) for draft in drafts]
-            for position, token in enumerate(tokens, start):
-                block = int(state.tables[slot, position // BLOCK_SIZE])
-                self.cache[block, position % BLOCK_SIZE] = token
-            end = start + len(tokens)
-            seen = state.tables[slot, : -(-end // BLOCK_SIZE)].long()
-            history = self.cache[seen].flatten()[:end].tolist()
-            known = chunk.sequence.token_ids[: end - len(drafts)]
-            assert history[: len(known)] == known, "the cache holds what the sequence is"
+            known = chunk.sequence.token_ids[: start + len(tokens) - len(drafts)]
+            for index in reversed(range(len(self.kv_tables.tables))):
+                history = self._write_and_read(index, slot, start, tokens)
+                first = self.kv_tables.tables[index].first_kept(start)
+                seen = history[first : len(known)]
+                assert seen == known[first:], "the cache holds what the sequence is"
+            # Of the first table, which keeps all tokens.
             self._check_row_params(slot, chunk)
             assert int(step.sample_slots[i]) == (slot if chunk.samples else -1)
             if chunk.samples:
@@ -138,6 +151,16 @@ class CheckingRunner:
             else:
                 state.results[sent.ring_index][3, i] = 0
         return Step(self.device, batch, sent)
+
+    def _write_and_read(self, index: int, slot: int, start: int, tokens: list[int]) -> list[int]:
+        """Write a chunk's tokens where a table says; all of the sequence that it has then."""
+        cache = self.caches.flatten(0, 1)
+        table = self.device.state.by_table[index].tables[slot].tolist()
+        for position, token in enumerate(tokens, start):
+            cache[table[position // BLOCK_SIZE], position % BLOCK_SIZE] = token
+        end = start + len(tokens)
+        found: list[int] = cache[table[: -(-end // BLOCK_SIZE)]].flatten()[:end].tolist()
+        return found
 
     def _check_scores(self, sent: SubmittedStep, chunk: Chunk, rows: range) -> None:
         """The first rows are of tokens that have a next one, in the prompt."""
@@ -209,13 +232,19 @@ def make_engine(steps_ahead: int, **changes: object) -> Engine:
         "enable_prefix_caching": False,
     }
     settings |= changes
+    tables = settings.pop("tables", (KVTable(),))
     if "drafts" in settings:
         drafts = settings.pop("drafts")
         settings["speculative_config"] = SpeculativeConfig(
             num_speculative_tokens=MAX_DRAFTS, default=drafts
         )  # type: ignore[arg-type]
     config = EngineConfig(model=".", block_size=BLOCK_SIZE, max_num_batched_tokens=64, **settings)  # type: ignore[arg-type]
-    runner = CheckingRunner(settings["num_blocks"], settings["max_num_seqs"], steps_ahead)  # type: ignore[arg-type]
+    runner = CheckingRunner(
+        settings["num_blocks"],  # type: ignore[arg-type]
+        settings["max_num_seqs"],  # type: ignore[arg-type]
+        steps_ahead,
+        tables,  # type: ignore[arg-type]
+    )
     return Engine(config, runner, MAX_LEN, eos_token_ids=[7])
 
 
@@ -249,6 +278,11 @@ def with_scores(request: Request) -> Request:
             {"drafts": 2, "num_blocks": 20, "enable_prefix_caching": True}, id="drafts, preemption"
         ),
         pytest.param({"drafts": "auto", "max_draft_tokens": 7}, id="drafts as they pay"),
+        pytest.param({"tables": WIDE, "num_blocks": 30}, id="windows, preemption"),
+        pytest.param(
+            {"tables": WINDOWED, "drafts": 3, "enable_prefix_caching": True},
+            id="windows, prefixes, drafts",
+        ),
     ],
 )
 def test_each_step_arrives_as_it_was_meant(steps_ahead: int, settings: dict[str, object]) -> None:
@@ -282,14 +316,14 @@ def test_banned_tokens_are_listed_by_row() -> None:
     for request in requests(3, min_tokens=1):
         engine.submit(request)
     batch = engine.scheduler.schedule()
-    sent = device.send(batch, StepSize.of(batch), engine.runner.cache)  # type: ignore[attr-defined]
+    sent = device.send(batch, StepSize.of(batch), *engine.runner.caches)  # type: ignore[attr-defined]
     bias = sent.logit_bias
     assert bias is not None
     assert device.step.bias_starts[:4].tolist() == [0, 2, 4, 6]
     assert [set(pair) for pair in bias.token_ids.view(3, 2).tolist()] == [{7, 11}] * 3
     assert bias.biases.tolist() == [-math.inf] * 6
     later = engine.scheduler.schedule()
-    assert device.send(later, StepSize.of(later), engine.runner.cache).logit_bias is None  # type: ignore[attr-defined]
+    assert device.send(later, StepSize.of(later), *engine.runner.caches).logit_bias is None  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("bucket", [0, 7, 40])
@@ -310,7 +344,7 @@ def test_any_number_of_tokens_may_be_banned() -> None:
     for request in requests(2, min_tokens=1):
         engine.submit(request)
     batch = engine.scheduler.schedule()
-    sent = device.send(batch, StepSize.of(batch), engine.runner.cache)  # type: ignore[attr-defined]
+    sent = device.send(batch, StepSize.of(batch), *engine.runner.caches)  # type: ignore[attr-defined]
     assert sent.logit_bias is not None
     assert set(sent.logit_bias.token_ids.tolist()) == engine.eos_token_ids
 
@@ -343,7 +377,7 @@ def test_a_step_lists_the_sampler_stages_that_it_needs(
     engine.submit(request)
     batch = engine.scheduler.schedule()
     device = engine.runner.device  # type: ignore[attr-defined]
-    sent = device.send(batch, StepSize.of(batch), engine.runner.cache)  # type: ignore[attr-defined]
+    sent = device.send(batch, StepSize.of(batch), *engine.runner.caches)  # type: ignore[attr-defined]
     assert sent.stages == stages
     assert noted == (list(request.prompt_ids) if stages & SamplerStages.PENALTIES else [])
     slot = int(device.step.slots[0])
@@ -366,7 +400,7 @@ def test_host_drafts_are_sent_with_the_mask_after_each() -> None:
     assert chunk.num_drafts == 3
     chosen = chunk.sequence.token_ids[-1]
     device = engine.runner.device  # type: ignore[attr-defined]
-    sent = device.send(batch, StepSize.of(batch), engine.runner.cache, drafts=[[1, 3, 2]])  # type: ignore[attr-defined]
+    sent = device.send(batch, StepSize.of(batch), *engine.runner.caches, drafts=[[1, 3, 2]])  # type: ignore[attr-defined]
     assert device.step.tokens[:4].tolist() == [chosen, 1, 3, 2]
     starts = device.step.bias_starts[:5].tolist()
     banned = [set(sent.logit_bias.token_ids[a:b].tolist()) for a, b in itertools.pairwise(starts)]
@@ -390,7 +424,7 @@ def test_masks_are_at_their_rows_indices() -> None:
     num_drafts = batch.chunks[1].num_drafts
     assert num_drafts > 0
     drafts = [[], [5] * num_drafts, []]
-    sent = device.send(batch, StepSize.of(batch), engine.runner.cache, drafts=drafts)  # type: ignore[attr-defined]
+    sent = device.send(batch, StepSize.of(batch), *engine.runner.caches, drafts=drafts)  # type: ignore[attr-defined]
     assert sent.stages == SamplerStages.MASKS
 
     class Masks:
@@ -410,7 +444,7 @@ def test_adjustments_apply_to_the_row_after_the_prompt() -> None:
     engine = make_engine(0, max_prefill_chunk=4)
     (request,) = requests(1, num_prompt_logprobs=3, num_logprobs=1, logit_bias=((9, 1.5),))
     engine.submit(msgspec.structs.replace(request, prompt_ids=[1, 2, 3, 4, 5, 6, 7]))
-    device, cache = engine.runner.device, engine.runner.cache  # type: ignore[attr-defined]
+    device, cache = engine.runner.device, engine.runner.caches  # type: ignore[attr-defined]
     inner = engine.scheduler.schedule()
     inner.chunks[0].sequence.grammar = object()
     last = engine.scheduler.schedule()

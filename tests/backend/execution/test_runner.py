@@ -138,7 +138,7 @@ def test_a_recomputed_sequence_samples_the_same_tokens(runner: Runner) -> None:
     sequence = tiny.make_sequence(PROMPT, list(range(20)), params, seed=5)
     tiny.generate(runner, [sequence], 6)
     sequence.num_computed = 0
-    sequence.blocks = list(range(30, 50))
+    tiny.own(sequence, list(range(30, 50)))
     tiny.generate(runner, [sequence], 6)
     assert sequence.token_ids[len(PROMPT) :] == whole
 

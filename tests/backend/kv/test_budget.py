@@ -20,7 +20,7 @@ LAYOUT = KVLayout((KVGroup((0, 1), 2, 16, 16),), "float32")
 BLOCK_BYTES = 2 * 2 * 2 * 16 * 16 * 4  # k and v, layers, heads, head_dim, tokens, bytes
 GPU_BYTES = 80 << 30
 WEIGHT_BYTES = 16 << 30
-MAX_LEN = 8192
+MAX_BLOCKS = 512
 
 
 def test_a_block_holds_keys_and_values_of_all_layers() -> None:
@@ -49,7 +49,7 @@ def config_of(**settings: Any) -> EngineConfig:
 
 
 def budget(block_bytes: int, **settings: Any) -> int:
-    return gpu_budget_bytes(config_of(**settings), GPU_BYTES, WEIGHT_BYTES, block_bytes, MAX_LEN)
+    return gpu_budget_bytes(config_of(**settings), GPU_BYTES, WEIGHT_BYTES, block_bytes, MAX_BLOCKS)
 
 
 def test_an_explicit_share_is_the_budget_of_the_whole_engine() -> None:
@@ -58,7 +58,11 @@ def test_an_explicit_share_is_the_budget_of_the_whole_engine() -> None:
         found = budget(BLOCK_BYTES, gpu_memory_utilization=share)
         assert 0 <= GPU_BYTES * share - found <= BLOCK_BYTES
         pool = gpu_pool_bytes(
-            config_of(gpu_memory_utilization=share), GPU_BYTES, WEIGHT_BYTES, BLOCK_BYTES, MAX_LEN
+            config_of(gpu_memory_utilization=share),
+            GPU_BYTES,
+            WEIGHT_BYTES,
+            BLOCK_BYTES,
+            MAX_BLOCKS,
         )
         assert pool == int(GPU_BYTES * share) - WEIGHT_BYTES - GPU_OVERHEAD_BYTES
 
@@ -68,7 +72,7 @@ def test_by_default_room_for_a_small_engine_is_left() -> None:
 
 
 def test_by_default_no_block_is_reserved_that_no_sequence_can_use() -> None:
-    blocks = 4 * MAX_LEN // 16
+    blocks = 4 * MAX_BLOCKS
     expected = WEIGHT_BYTES + GPU_OVERHEAD_BYTES + blocks * BLOCK_BYTES
     assert budget(BLOCK_BYTES, max_num_seqs=4) == expected
     assert budget(BLOCK_BYTES, max_num_seqs=4, gpu_memory_utilization=0.9) > expected

@@ -53,6 +53,41 @@ def test_the_pool_has_the_bytes_that_the_layout_counts() -> None:
     )
 
 
+def test_layers_of_several_tables_share_the_memory_of_a_block_and_of_no_other() -> None:
+    shape = {"num_kv_heads": 2, "k_dim": 4, "v_dim": 4}
+    groups = (KVGroup((0, 1, 3, 4, 5), **shape, window=8), KVGroup((2, 6), **shape))
+    shared = KVLayout(groups, "float32", frees_windows=True)
+    cache = KVCache(shared, 5, 4)
+    assert sum(data.nbytes for data in cache.data) == 5 * shared.block_bytes(4)
+    assert [split.count for split in cache.kernel_blocks] == [2, 1]
+    assert cache.table_of == [1, 1, 0, 1, 1, 1, 0]
+    for layer, (keys, values) in enumerate(cache.layers):
+        split = cache.kernel_blocks[cache.table_of[layer]]
+        for block in range(5):
+            for data in cache.data:
+                data.zero_()
+            ids = split.ids([block])
+            keys[ids] = 1
+            values[ids] = 1
+            for data in cache.data:
+                assert data[:, block].count_nonzero() == len(ids) * keys[0].numel()
+                assert data.count_nonzero() == data[:, block].count_nonzero()
+    # No two layers of one table share anything.
+    for index, split in enumerate(cache.kernel_blocks):
+        for data in cache.data:
+            data.zero_()
+        own = [
+            pair for pair, table in zip(cache.layers, cache.table_of, strict=True) if table == index
+        ]
+        for keys, values in own:
+            for part in (keys, values):
+                assert not part[split.ids([*range(5)])].any()
+                part.fill_(1)
+        assert sum(int(view.count_nonzero()) for view in cache.views[index]) == sum(
+            part.numel() for pair in own for part in pair
+        )
+
+
 def test_unused_blocks_use_no_memory() -> None:
     process = psutil.Process()
     before = process.memory_info().rss

@@ -16,6 +16,7 @@ from eagle3_reference import Head
 from inflight.checkpoint.locate import Checkpoint
 from inflight.errors import ConfigError
 from inflight.models.decoder_cpu import Decoder as Target
+from inflight.models.decoder_cpu import TableInputs
 from inflight.models.eagle3 import UNDRAFTABLE
 from inflight.models.eagle3 import Head as Model
 from inflight.models.eagle3_spec import read_eagle3_spec
@@ -134,7 +135,8 @@ def test_features_are_the_inputs_of_layers(target: Target, target_checkpoint: Ch
         plan = AttentionPlan(np.array([[0, 1]]), np.array([0, 6]), np.array([6]), 4)
         cache = tiny.make_cache(target.spec, 2, 4)
         with torch.inference_mode():
-            target.forward(torch.tensor(tokens), rows, rows, plan, rows[:0], cache)
+            tables = [TableInputs(rows, plan)]
+            target.forward(torch.tensor(tokens), rows, tables, rows[:0], cache)
         expected = torch.cat([states[tap][0] for tap in (6, 0, 3)], -1)
         torch.testing.assert_close(target.features, expected, rtol=1e-4, atol=1e-4)
     finally:

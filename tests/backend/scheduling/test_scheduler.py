@@ -232,9 +232,9 @@ def test_a_prompt_that_is_cached_whole_writes_into_a_copy(fake: PagedRunner) -> 
     plan.add(two)
     batch = plan.schedule()
     assert lengths(batch) == {1: 1, 2: 1}
-    assert batch.copies == [(one.blocks[1], two.blocks[1])]
-    assert one.blocks[0] == two.blocks[0]
-    assert one.blocks[1] != two.blocks[1]
+    assert batch.copies == [(one.tables[0][1], two.tables[0][1])]
+    assert one.tables[0][0] == two.tables[0][0]
+    assert one.tables[0][1] != two.tables[0][1]
     plan.commit(batch, fake.launch(batch).result())
     run_all(plan, fake)
     assert one.token_ids == two.token_ids
@@ -284,7 +284,7 @@ def test_a_preempted_sequence_heads_the_queue_and_sits_out_the_step(fake: PagedR
         batch = step(plan, fake)
     assert 2 not in lengths(batch)
     assert next(iter(plan.waiting)) is crowd[2]
-    assert crowd[2].blocks == []
+    assert crowd[2].tables[0] == []
     assert crowd[2].num_output_tokens > 0, "its tokens are kept"
 
 
@@ -298,7 +298,7 @@ def test_a_preempted_sequence_sits_out_the_step_even_if_it_would_fit(fake: Paged
         batch = step(plan, fake)
     assert lengths(batch) == {1: 1}
     assert len(step(plan, fake).chunks) == 2
-    assert twin.blocks[:4] == one.blocks[:4]
+    assert twin.tables[0][:4] == one.tables[0][:4]
     run_all(plan, fake)
     assert one.token_ids == twin.token_ids == prompt(8) + alone(prompt(8), 20)
 

@@ -38,10 +38,10 @@ def test_beams_share_blocks_until_they_write(fake: PagedRunner) -> None:
     plan.add(group)
     search_step(plan, fake, group)
     assert plan.num_free_blocks == 13
-    assert [beam.blocks for beam in list(group.members)] == [group.members[0].blocks] * 3
+    assert [beam.tables[0] for beam in list(group.members)] == [group.members[0].tables[0]] * 3
     batch = search_step(plan, fake, group)
     assert len(batch.copies) == 2, "one of three writes in place"
-    assert {source for source, _ in batch.copies} == {batch.chunks[0].sequence.blocks[2]}
+    assert {source for source, _ in batch.copies} == {batch.chunks[0].sequence.tables[0][2]}
 
 
 @pytest.mark.parametrize("enable_prefix_caching", [True, False])

@@ -22,6 +22,7 @@ from inflight.core.sequence import Sequence, SequenceGroup, Status
 from inflight.engine.admission import PoolLimits
 from inflight.engine.beam_search import BeamGroup
 from inflight.errors import RequestError
+from inflight.kv.layout import KVTable, KVTables
 from inflight.sampling.params import SamplingParams
 from inflight.scheduling.scheduler import Scheduler
 from scheduling import (
@@ -45,6 +46,34 @@ def guess(token_ids: list[int], count: int) -> list[int]:
         right = next_token([*token_ids, *drafts], 3)
         drafts.append(right if luck > 2 else (right + 1) % 3)
     return drafts
+
+
+# Of two tables, one has blocks as those of the kernels.
+COUNTS = st.sampled_from([(1, 1), (2, 1), (3, 1), (1, 2)])
+TILES = st.sampled_from([1, 2, 4])
+TABLES = st.one_of(
+    st.just((KVTable(),)),
+    st.builds(
+        lambda window, tile_tokens: (KVTable((), window, 1, tile_tokens),),
+        st.integers(1, 7),
+        TILES,
+    ),
+    st.builds(
+        lambda counts, window, tile_tokens: (
+            KVTable((), 0, counts[0]),
+            KVTable((), window, counts[1], tile_tokens),
+        ),
+        COUNTS,
+        st.integers(1, 7),
+        TILES,
+    ),
+)
+
+
+def owned_by(one: Sequence) -> list[int]:
+    """Its blocks in all tables."""
+    places = zip(one.first_blocks, one.tables, strict=True)
+    return [block for first, table in places for block in table[first:]]
 
 
 PROMPTS = st.lists(st.integers(0, 1), min_size=1, max_size=14)
@@ -74,14 +103,20 @@ class EngineMachine(RuleBasedStateMachine):
         max_draft_tokens=st.integers(1, 8),
         steps_ahead=st.sampled_from([0, 1, 1, 2]),
         spare_rows=st.integers(0, 6),
+        tables=TABLES,
     )
-    def start(self, steps_ahead: int, spare_rows: int, **config: int) -> None:
+    def start(
+        self, steps_ahead: int, spare_rows: int, tables: tuple[KVTable, ...], **config: int
+    ) -> None:
         self.config = config
+        self.kv_tables = KVTables(tables, config["block_size"])
         self.max_rows = config["max_num_seqs"] + config["max_draft_tokens"] + spare_rows
-        self.plan = Scheduler(max_rows=self.max_rows, **config)
-        self.limits = PoolLimits(config["num_blocks"], config["block_size"], self.plan.max_num_seqs)
+        self.plan = Scheduler(max_rows=self.max_rows, kv_tables=self.kv_tables, **config)
+        self.limits = PoolLimits(config["num_blocks"], self.kv_tables, self.plan.max_num_seqs)
         self.pool = self.plan._pool
-        self.fake = PagedRunner(config["num_blocks"], config["block_size"], steps_ahead)
+        self.fake = PagedRunner(
+            config["num_blocks"], config["block_size"], steps_ahead, kv_tables=self.kv_tables
+        )
         self.fake.draft = guess
         self.in_flight: deque[tuple[Batch, LateStep, set[int]]] = deque()  # with blocks written
         self.num_added = 0
@@ -103,15 +138,15 @@ class EngineMachine(RuleBasedStateMachine):
         group = beam_search(
             self.num_added, prompt_ids, max_tokens, stops, beam_width=beam_width, **params
         )
-        size, num_blocks = self.config["block_size"], self.config["num_blocks"]
+        num_blocks, unit = self.config["num_blocks"], max(self.kv_tables.spans)
         length = len(prompt_ids) + max_tokens
-        common = len(prompt_ids) // size
-        needed = common + beam_width * (-(-(length - 1) // size) - common)
+        common = self.kv_tables.num_blocks(len(prompt_ids) // unit * unit)
+        needed = common + beam_width * (self.kv_tables.num_blocks(length - 1) - common)
         seats = min(self.config["max_num_seqs"], self.config["max_num_batched_tokens"])
         try:
             self.limits.check(group.members[0])
         except RequestError:
-            assert beam_width > seats or needed > num_blocks or length > num_blocks * size
+            assert beam_width > seats or needed > num_blocks or self._limit() < length
         else:
             assert beam_width <= seats and needed <= num_blocks
             self.plan.add(group)
@@ -144,11 +179,10 @@ class EngineMachine(RuleBasedStateMachine):
         one = Sequence(request, max_tokens, eos_token_ids=ends)
         one.needs_committed_tokens = needs_committed_tokens
         one.num_drafts = num_drafts
-        limit = self.config["num_blocks"] * self.config["block_size"]
         try:
             self.limits.check(one)
         except RequestError:
-            assert len(prompt_ids) + max_tokens > limit
+            assert len(prompt_ids) + max_tokens > self._limit()
         else:
             self.plan.add(one)
             self.alive[one.request_id] = one
@@ -271,11 +305,20 @@ class EngineMachine(RuleBasedStateMachine):
                 self.plan.finish(one)
                 del self.alive[one.request_id]
 
+    def _limit(self) -> int:
+        """The longest sequence for which there is a block in each table."""
+        lengths = range(self.config["num_blocks"] * max(self.kv_tables.spans) + 1)
+        num_blocks = self.config["num_blocks"]
+        return max(n for n in lengths if self.kv_tables.num_blocks(n) <= num_blocks)
+
     def _blocks_of(self, chunk: Chunk) -> list[int]:
         """The blocks that a chunk may write to."""
-        size = self.config["block_size"]
         first = min(chunk.start, len(chunk.sequence.token_ids) - 1)
-        return chunk.sequence.blocks[first // size : (chunk.end - 1) // size + 1]
+        return [
+            block
+            for table, span in zip(chunk.sequence.tables, self.kv_tables.spans, strict=True)
+            for block in table[first // span : (chunk.end - 1) // span + 1]
+        ]
 
     def _in_flight_of(self, one: Sequence) -> list[Chunk]:
         return [
@@ -328,7 +371,7 @@ class EngineMachine(RuleBasedStateMachine):
             assert rows_of(chunk) <= chunk.length
             for block in self._blocks_of(chunk):
                 # A beam may compute for all of its search what they have lost together.
-                owners = [each for each in one.group.members if block in each.blocks]
+                owners = [each for each in one.group.members if block in owned_by(each)]
                 if one.beam_of is not None and not chunk.samples:
                     assert self.pool._hashes[block] is None, "a write that others see"
                     assert self.pool.ref_count(block) == len(owners)
@@ -346,7 +389,7 @@ class EngineMachine(RuleBasedStateMachine):
         owners = [0] * self.config["num_blocks"]
         for one in self.plan.running:
             for each in one.members:
-                for block in each.blocks:
+                for block in owned_by(each):
                     owners[block] += 1
         assert owners == [self.pool.ref_count(block) for block in range(len(owners))]
         tables = self.plan._tables
@@ -354,7 +397,7 @@ class EngineMachine(RuleBasedStateMachine):
         assert self.plan._num_batch_slots == sum(one.width for one in self.plan.running)
         for one in [*self.plan.waiting, *self.plan.suspended]:
             for each in one.members:
-                assert each.blocks == [] and each.num_computed == 0
+                assert owned_by(each) == [] and each.num_computed == each.capacity == 0
         places = [*self.plan.running, *self.plan.waiting, *self.plan.suspended]
         assert {one.request_id: one for one in places} == self.alive
         assert len(places) == len(self.alive)
@@ -399,12 +442,18 @@ class SearchMachine(EngineMachine):
         max_draft_tokens=st.integers(1, 8),
         steps_ahead=st.sampled_from([0, 1, 1, 2]),
         spare_rows=st.integers(0, 6),
+        tables=TABLES,
         prompts=st.lists(PROMPTS, min_size=2, max_size=4),
     )
     def start(
-        self, steps_ahead: int, spare_rows: int, prompts: list[list[int]], **config: int
+        self,
+        steps_ahead: int,
+        spare_rows: int,
+        tables: tuple[KVTable, ...],
+        prompts: list[list[int]],
+        **config: int,
     ) -> None:
-        super().start(steps_ahead, spare_rows, **config)
+        super().start(steps_ahead, spare_rows, tables, **config)
         for index, prompt_ids in enumerate(prompts):
             self.add_a_search(prompt_ids, 8, 2 + index % 2, index % 2 == 0, early_stopping=False)
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import msgspec
 
 from inflight.checkpoint.locate import Checkpoint
@@ -11,8 +9,10 @@ from inflight.config import EngineConfig
 from inflight.deploy.checks.device import check_device
 from inflight.errors import ConfigError
 from inflight.execution import factory
+from inflight.execution.drafters.drafter_spec import kv_layout
 from inflight.execution.drafters.registry import find_drafter
 from inflight.kv.budget import GPU_OVERHEAD_BYTES, gpu_pool_bytes, num_kv_blocks
+from inflight.kv.layout import KVTables
 from inflight.models.spec import ModelSpec
 from inflight.supervision.host_memory import HostMemory
 
@@ -31,9 +31,10 @@ class MemoryPlan(msgspec.Struct, frozen=True, kw_only=True):
         block_size: tokens per KV block.
         num_blocks: KV blocks in the pool.
         kv_bytes: of the pool, with the KV of a drafter.
-        num_tokens: that the pool holds.
+        num_tokens: of the longest sequence that the pool holds.
         max_model_len: prompt and output of a request together, in tokens.
-        num_full_sequences: sequences of max_model_len tokens that the pool holds at once.
+        num_full_sequences: sequences of max_model_len tokens that the pool holds at once; blocks
+            that no sliding window reaches are freed.
         max_num_seqs: sequences in one step, at most.
         machine_bytes: of the GPU's memory, or of the host memory that is available now; None if
             the system does not report it.
@@ -76,13 +77,15 @@ def plan_memory(
     max_model_len = spec.max_model_len(config)
     config, where = factory.resolve_device(config, checkpoint)
     source = find_drafter(config, checkpoint, spec)
-    block_bytes = spec.kv_layout(config.dtype).block_bytes(config.block_size)
+    layout = kv_layout(spec, source, config.dtype)
+    tables = KVTables(layout.tables, config.block_size)
+    block_bytes = layout.block_bytes(config.block_size)
     if source is not None:
         block_bytes += source.block_bytes(config, config.dtype)
     gpu = factory.gpu_of(config)
     if gpu is not None:
         weight_bytes = _ITEM_BYTES[config.dtype] * spec.matrix_elements  # as before a start
-        sizes = (gpu.total_bytes, weight_bytes, block_bytes, max_model_len)
+        sizes = (gpu.total_bytes, weight_bytes, block_bytes, tables.num_blocks(max_model_len))
         num_blocks = num_kv_blocks(config, block_bytes, gpu_pool_bytes(config, *sizes))
         machine_bytes: int | None = gpu.total_bytes
     elif config.device == "cuda":
@@ -101,12 +104,18 @@ def plan_memory(
         block_size=config.block_size,
         num_blocks=num_blocks,
         kv_bytes=num_blocks * block_bytes,
-        num_tokens=num_blocks * config.block_size,
+        num_tokens=tables.max_tokens(num_blocks),
         max_model_len=max_model_len,
-        num_full_sequences=num_blocks // math.ceil(max_model_len / config.block_size),
+        num_full_sequences=_num_sequences(tables, num_blocks, max_model_len),
         max_num_seqs=config.max_num_seqs,
         machine_bytes=machine_bytes,
     )
+
+
+def _num_sequences(tables: KVTables, num_blocks: int, num_tokens: int) -> int:
+    """Sequences of so many tokens that a pool holds: all but one decode, the last is admitted."""
+    free = num_blocks - tables.num_blocks(num_tokens)
+    return 0 if free < 0 else 1 + free // tables.num_kept_blocks(num_tokens)
 
 
 def shortage(plans: list[MemoryPlan]) -> str:

@@ -16,7 +16,7 @@ from inflight.execution.cuda_graph import capture_graph
 from inflight.execution.device_batch import DeviceBatch
 from inflight.execution.drafters.drafter import DeviceDrafter, DeviceTarget
 from inflight.kv.cache import KVCache
-from inflight.models.layers.attention import ForwardInputs
+from inflight.models.layers.attention import ForwardInputs, TableInputs
 from inflight_kernels.ops import drafting, sampling
 from inflight_kernels.ops.drafting import DraftLimits, DraftPass
 
@@ -84,10 +84,10 @@ class PassDrafter(DeviceDrafter):
         self._inputs = ForwardInputs(
             token_ids=taken.token_ids,
             positions=taken.positions,
-            slot_mapping=taken.slot_mapping,
             query_start=taken.query_start,
             seq_lens=taken.seq_lens,
-            tables=target.batch.state.step_tables,
+            # Drafters with KV need all tokens of a sequence: there is one table (see `kv_layout`).
+            tables=(TableInputs(taken.slot_mapping, target.batch.state.step_tables),),
             sample_rows=taken.rows,
         )
 

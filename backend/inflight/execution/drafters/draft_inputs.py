@@ -71,7 +71,7 @@ class DraftInputs:
             offset: in tokens.
             cache: to which the rows are written.
         """
-        tables = [chunk.sequence.blocks for chunk in chunks]
+        tables = [chunk.sequence.tables[0] for chunk in chunks]
         block_tables = np.zeros((len(chunks), max(map(len, tables))), np.int64)
         for row, table in zip(block_tables, tables, strict=True):
             row[: len(table)] = table

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from inflight.checkpoint.locate import Checkpoint
 from inflight.config import Dtype, EngineConfig, SpeculativeConfig
 from inflight.execution.drafters.drafter import DeviceDrafter, DeviceTarget, Drafter, Target
+from inflight.kv.layout import KVLayout
 from inflight.models.spec import ModelSpec
 
 
@@ -32,7 +33,7 @@ class DrafterSpec:
         """GPU memory for drafts past the end of a sequence's block table: one scratch block each,
         after the pool's blocks in the cache that the drafter writes to.
         """
-        if not self.method.needs_scratch_blocks:
+        if not self.method.writes_kv:
             return 0
         layout = (self.model or model).kv_layout(kv_dtype)
         return config.max_num_seqs * layout.block_bytes(config.block_size)
@@ -42,6 +43,16 @@ class DrafterSpec:
         if self.model is None:
             return 0
         return self.model.kv_layout(kv_dtype).block_bytes(config.block_size)
+
+
+def kv_layout(model: ModelSpec, drafter: DrafterSpec | None, dtype: Dtype) -> KVLayout:
+    """The layout of a model's KV cache.
+
+    Blocks that no sliding window reaches any more are freed, unless a drafter writes KV: the blocks
+    of its own cache are those of the model's sequences, and its layers may attend to all tokens.
+    """
+    keeps_all = drafter is not None and drafter.method.writes_kv
+    return model.kv_layout(dtype, frees_windows=not keeps_all)
 
 
 def _read_nothing(spec: DrafterSpec, checkpoint: Checkpoint, model: ModelSpec) -> DrafterSpec:
@@ -62,7 +73,8 @@ class DraftMethod:
         requires_model: it has weights of its own: requires the setting `model`.
         requires_num_layers: it is the target's first layers: requires the setting `num_layers`.
         needs_history: on a GPU it reads the tokens of its sequences.
-        needs_scratch_blocks: on a GPU it writes KV where sequences may have no block.
+        writes_kv: its layers write KV for the drafts, on a GPU also where sequences may have no
+            block.
         shares_target_kv: this KV is in the target's cache.
         load_on_host: with a GPU, load the drafter of sequences that need committed tokens; None if
             they cannot have drafts.
@@ -74,6 +86,6 @@ class DraftMethod:
     requires_model: bool = False
     requires_num_layers: bool = False
     needs_history: bool = False
-    needs_scratch_blocks: bool = False
+    writes_kv: bool = False
     shares_target_kv: bool = False
     load_on_host: Callable[[DrafterSpec], Drafter] | None = None

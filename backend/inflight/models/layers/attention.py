@@ -19,23 +19,35 @@ from inflight_kernels.torch_ops.transformer import rotary_tables
 
 
 @dataclass(frozen=True, slots=True)
+class TableInputs:
+    """Where the tokens of a pass, and those before them, are in the layers of one block table.
+
+    Attributes:
+        slot_mapping: [T] int64.
+        block_tables: [n, B] int32.
+    """
+
+    slot_mapping: Tensor
+    block_tables: Tensor
+
+
+@dataclass(frozen=True, slots=True)
 class ForwardInputs:
     """Input buffers of a forward pass, which uses their first elements.
 
     Attributes:
-        token_ids, positions, slot_mapping: [T] int64.
+        token_ids, positions: [T] int64.
         query_start: [n + 1] int32; chunk i has tokens query_start[i]:query_start[i + 1].
         seq_lens: [n] int32, tokens in the KV cache after the pass.
-        tables: [n, B] int32, block tables.
+        tables: by block table of the cache.
         sample_rows: [s] int64, the tokens that need logits.
     """
 
     token_ids: Tensor
     positions: Tensor
-    slot_mapping: Tensor
     query_start: Tensor
     seq_lens: Tensor
-    tables: Tensor
+    tables: tuple[TableInputs, ...]
     sample_rows: Tensor
 
 
@@ -101,15 +113,20 @@ class Attention:
         self._workspace = torch.zeros(size, dtype=torch.uint8, device=self._cos.device)
 
     def begin(
-        self, rows: ForwardInputs, num_tokens: int, num_chunks: int, max_q_len: int
+        self,
+        rows: ForwardInputs,
+        num_tokens: int,
+        num_chunks: int,
+        max_q_len: int,
+        table_index: int = 0,
     ) -> AttentionPass:
-        """Launch the planning of a pass, which all its layers use."""
-        params = self._params
+        """Launch the planning of a pass, which all its layers use; they share that block table."""
+        params, table = self._params, rows.tables[table_index]
         metadata = AttentionMetadata(
             params,
             rows.query_start[: num_chunks + 1],
             rows.seq_lens[:num_chunks],
-            rows.tables[:num_chunks],
+            table.block_tables[:num_chunks],
             num_tokens,
             self._workspace,
             max_q_len,
@@ -125,7 +142,7 @@ class Attention:
                 num_tokens, params.num_heads, params.num_kv_heads, params.head_dim
             )
         )
-        positions, slot_mapping = rows.positions[:num_tokens], rows.slot_mapping[:num_tokens]
+        positions, slot_mapping = rows.positions[:num_tokens], table.slot_mapping[:num_tokens]
         inputs = RopeInputs(positions, slot_mapping, self._cos, self._sin)
         return AttentionPass(metadata, inputs, rotates)
 

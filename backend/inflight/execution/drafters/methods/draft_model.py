@@ -20,7 +20,7 @@ from inflight.execution.drafters.drafter import DeviceDrafter, DeviceTarget, Tar
 from inflight.execution.drafters.drafter_spec import DrafterSpec, DraftMethod
 from inflight.execution.sampler import LogitsRow, sample
 from inflight.kv.cache import KVCache
-from inflight.models.decoder_cpu import Decoder
+from inflight.models.decoder_cpu import Decoder, TableInputs
 from inflight.models.registry import read_spec
 from inflight.models.spec import ModelSpec
 from inflight.text.tokenizer import Tokenizer
@@ -82,8 +82,7 @@ class ModelDrafter:
             logits = self._model.forward(
                 rows.token_ids,
                 rows.positions,
-                rows.slot_mapping,
-                rows.plan,
+                [TableInputs(rows.slot_mapping, rows.plan)],
                 torch.arange(len(active)),
                 self._cache,
                 self._num_layers,
@@ -103,13 +102,12 @@ class ModelDrafter:
             arrays.token_ids,
             arrays.positions,
             arrays.query_start,
-            arrays.block_tables,
+            arrays.tables[0].block_tables,
             self._cache.block_size,
             self._cache.dtype,
         )
-        self._model.forward(
-            rows.token_ids, rows.positions, rows.slot_mapping, rows.plan, _NO_ROWS, self._cache
-        )
+        tables = [TableInputs(rows.slot_mapping, rows.plan)]
+        self._model.forward(rows.token_ids, rows.positions, tables, _NO_ROWS, self._cache)
 
     def forget(self, sequence: Sequence) -> None:
         """Nothing to drop: its state is in the blocks."""
@@ -213,5 +211,5 @@ METHOD = DraftMethod(
     load_on_device=_load_on_device,
     read=_read,
     requires_model=True,
-    needs_scratch_blocks=True,
+    writes_kv=True,
 )

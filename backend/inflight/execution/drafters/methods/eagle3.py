@@ -153,7 +153,7 @@ class Eagle3Drafter:
             np.array(tokens, np.int64),
             arrays.positions[kept],
             np.array([0, *accumulate(lengths)]),
-            arrays.block_tables[chunks],
+            arrays.tables[0].block_tables[chunks],
             self._cache.block_size,
             self._cache.dtype,
         )
@@ -260,5 +260,5 @@ METHOD = DraftMethod(
     read=_read,
     requires_model=True,
     needs_history=True,
-    needs_scratch_blocks=True,
+    writes_kv=True,
 )

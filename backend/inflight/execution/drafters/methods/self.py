@@ -25,6 +25,6 @@ METHOD = DraftMethod(
     load=_load,
     load_on_device=_load_on_device,
     requires_num_layers=True,
-    needs_scratch_blocks=True,
+    writes_kv=True,
     shares_target_kv=True,
 )
