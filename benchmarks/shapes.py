@@ -35,6 +35,7 @@ from inflight.cli.bench.show import Show
 from inflight.cli.bench.tables import Tables
 from inflight.errors import ConfigError
 from inflight.kv.budget import gpu_pool_bytes
+from inflight.kv.layout import KVTables
 from inflight.models.gpu_support import gpu_obstacle
 from inflight.models.registry import read_spec
 from inflight.models.spec import ModelSpec
@@ -179,7 +180,7 @@ class Benchmark:
             ]
             report = replace(measured, rows=found)
             kv = KVCapacity(
-                spec.kv_layout(_dtype(report)),
+                spec.kv_layout(_dtype(report), frees_windows=True),
                 report.facts["num_blocks"],
                 report.facts["block_size"],
             )
@@ -194,11 +195,13 @@ class Benchmark:
         chosen, _ = select(shape.select(names))
         raw = engine_settings(str(shape.folder), "cuda", chosen, {})
         spec, config = shape.spec, settings.parse(raw, "settings")
-        layout = spec.kv_layout("bfloat16")
+        layout = spec.kv_layout("bfloat16", frees_windows=True)
         block_bytes = layout.block_bytes(config.block_size)
-        max_len = spec.max_model_len(config)
+        max_blocks = KVTables(layout.tables, config.block_size).num_blocks(
+            spec.max_model_len(config)
+        )
         weight_bytes = 2 * spec.matrix_elements
-        pool_bytes = gpu_pool_bytes(config, gpu.memory_bytes, weight_bytes, block_bytes, max_len)
+        pool_bytes = gpu_pool_bytes(config, gpu.memory_bytes, weight_bytes, block_bytes, max_blocks)
         kv = KVCapacity(layout, max(0, pool_bytes) // block_bytes, config.block_size)
         rows = [
             {

@@ -164,7 +164,8 @@ def test_a_shape_that_gpus_refuse_is_reported_after_another_that_failed(
     assert all(row["refused"] == "windows" for row in found["rows"])
     # 23.5 GB of weights a step, and some KV, at 4 TB/s.
     assert 1e3 / found["rows"][0]["roofline"] == pytest.approx(23.53e9 / 4e12 * 1e3, rel=0.01)
-    assert found["kv_cache"]["sequences"] == 35
+    assert found["kv_cache"]["sequences"] == 126
+    assert found["kv_cache"]["sequences_without_freed_windows"] == 35
     assert "| bs64 | 64 x 16/256 | none | refused |" in table.table(found)
 
 
