@@ -8,6 +8,7 @@ data.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,10 +22,13 @@ from inflight.checkpoint.gguf import check_overlap
 from inflight.errors import ConfigError
 
 _ALIGNMENT = 8  # bytes
-# Supported dtypes of weights -> bytes per element.
-_ITEM_BYTES = {"F32": 4, "F16": 2, "BF16": 2}
-# Supported dtypes of id and bit tables.
-_TABLE_BYTES = {"I64": 8, "I32": 4, "BOOL": 1}
+WEIGHTS = ("F32", "F16", "BF16")
+"""Dtypes of weights."""
+TABLES = ("I64", "I32", "BOOL")
+"""Dtypes of id and bit tables."""
+QUANTIZED = ("F8_E4M3", "I8")
+"""Dtypes of quantised weights."""
+_ITEM_BYTES = {"F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "BOOL": 1, "F8_E4M3": 1, "I8": 1}
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +37,7 @@ class StoredTensor:
 
     Attributes:
         shape: of the tensor.
-        dtype: "F32", "F16" or "BF16"; for tables also "I64", "I32" or "BOOL".
+        dtype: one of WEIGHTS, TABLES and QUANTIZED.
     """
 
     shape: tuple[int, ...]
@@ -48,12 +52,12 @@ class StoredTensor:
         return tensor.clone() if tensor.data_ptr() % _ALIGNMENT else tensor
 
 
-def read_folder(folder: Path, tables: bool = False) -> dict[str, StoredTensor]:
+def read_folder(folder: Path, dtypes: Sequence[str] = WEIGHTS) -> dict[str, StoredTensor]:
     """All tensors of a Hugging Face folder: one model.safetensors, or the shards of its index.
 
     Args:
         folder: of the checkpoint.
-        tables: whether id and bit tables are allowed beside the weights.
+        dtypes: the allowed ones.
 
     Raises:
         ConfigError: no such file, a corrupt one, a shard outside the folder, or an index that does
@@ -61,12 +65,12 @@ def read_folder(folder: Path, tables: bool = False) -> dict[str, StoredTensor]:
     """
     index = folder / shards.INDEX_NAME
     if not index.is_file():
-        return read_file(shards.single_path(folder), tables)
+        return read_file(shards.single_path(folder), dtypes)
     weight_map = shards.read_index(index)
     tensors: dict[str, StoredTensor] = {}
     for shard in sorted(set(weight_map.values())):
         path = shards.shard_path(folder, shard)
-        for name, tensor in read_file(path, tables).items():
+        for name, tensor in read_file(path, dtypes).items():
             if weight_map.get(name) != shard:
                 raise ConfigError(
                     f"{path}: tensor {name!r} is not in this shard according to "
@@ -82,18 +86,18 @@ def read_folder(folder: Path, tables: bool = False) -> dict[str, StoredTensor]:
     return tensors
 
 
-def read_file(path: Path, tables: bool = False) -> dict[str, StoredTensor]:
+def read_file(path: Path, dtypes: Sequence[str] = WEIGHTS) -> dict[str, StoredTensor]:
     """The tensors of one file, by name.
 
     Args:
         path: of the file.
-        tables: see `read_folder`.
+        dtypes: the allowed ones.
 
     Raises:
         ConfigError: the header is invalid or does not match the file.
     """
     try:
-        _check_header(path, tables)
+        _check_header(path, dtypes)
         file: Any = safe_open(path, framework="pt")
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read ({error.strerror or error})") from None
@@ -106,7 +110,7 @@ def read_file(path: Path, tables: bool = False) -> dict[str, StoredTensor]:
     return tensors
 
 
-def _check_header(path: Path, tables: bool) -> None:
+def _check_header(path: Path, dtypes: Sequence[str]) -> None:
     """Validate the header's entries: format, supported dtypes, and the size of the file.
 
     Raises:
@@ -114,22 +118,20 @@ def _check_header(path: Path, tables: bool) -> None:
         OSError: the file cannot be read.
     """
     header, data_bytes = shards.read_header(path)
-    item_bytes = _ITEM_BYTES | (_TABLE_BYTES if tables else {})
     spans = []
     for name, raw in header.items():
         if name == "__metadata__":
             continue
         dtype, shape, begin, end = _entry(path, raw, name)
-        if dtype not in item_bytes:
+        if dtype not in dtypes:
             raise ConfigError(
-                f"{path}: the tensor {name!r} has the type {dtype}; allowed: "
-                f"{', '.join(item_bytes)}"
+                f"{path}: the tensor {name!r} has the type {dtype}; allowed: {', '.join(dtypes)}"
             )
         if end > data_bytes:
             raise shards.broken(
                 path, f"tensor {name!r} extends beyond the end of the file: truncated"
             )
-        if end - begin != math.prod(shape) * item_bytes[dtype]:
+        if end - begin != math.prod(shape) * _ITEM_BYTES[dtype]:
             raise shards.broken(
                 path, f"the tensor {name!r} of shape {shape} has {end - begin} bytes"
             )

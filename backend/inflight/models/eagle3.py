@@ -47,6 +47,7 @@ from inflight_kernels.torch_ops import transformer as ops
 UNDRAFTABLE = -1e6
 """Logit of a token outside the draft vocabulary: finite for the sampler, and never sampled."""
 
+_DTYPES = (*safetensors.WEIGHTS, *safetensors.TABLES)
 _OPTIONAL = ("embed_tokens.weight", "lm_head.weight", "d2t", "t2d")
 
 
@@ -249,7 +250,7 @@ def _open(checkpoint: Checkpoint, spec: Eagle3Spec, device: torch.device | str) 
     stored = StoredWeights(
         {
             _plain_name(name): tensor
-            for name, tensor in safetensors.read_folder(checkpoint.path, tables=True).items()
+            for name, tensor in safetensors.read_folder(checkpoint.path, _DTYPES).items()
             if not name.endswith(".rotary_emb.inv_freq")
         }
     )

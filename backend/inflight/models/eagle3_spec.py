@@ -51,16 +51,7 @@ def read_eagle3_spec(checkpoint: Checkpoint, target: ModelSpec) -> Eagle3Spec:
     outer = read_json(path)
     nested = outer.get("transformer_layer_config")
     raw = CheckedFields(nested, f"{path}: transformer_layer_config") if nested else outer
-    names = outer.get("architectures") or []
-    kind = outer.get("speculators_model_type", "eagle3")
-    if kind != "eagle3" or (names and not any("eagle3" in str(name).lower() for name in names)):
-        raise outer.error(
-            f"{names or kind} is not an EAGLE-3 head; allowed: LlamaForCausalLMEagle3"
-        )
-    if raw.get("model_type", "llama") != "llama":
-        raise raw.error(
-            f"the architecture {raw.get('model_type')!r} is not supported; allowed: llama"
-        )
+    _check_kind(outer, raw)
     llama = all_families()["llama"]
     model = spec_of(llama, of_config(raw, llama))
     for field in ("attention_bias", "mlp_bias"):
@@ -89,6 +80,26 @@ def read_eagle3_spec(checkpoint: Checkpoint, target: ModelSpec) -> Eagle3Spec:
         aux_layers=_aux_layers(outer, target.num_layers),
         norm_before_residual=outer.flag("norm_before_residual", nested is not None),
     )
+
+
+def _check_kind(outer: CheckedFields, raw: CheckedFields) -> None:
+    """Check that it is an EAGLE-3 head of the Llama architecture, and not quantised."""
+    names = outer.get("architectures") or []
+    kind = outer.get("speculators_model_type", "eagle3")
+    if kind != "eagle3" or (names and not any("eagle3" in str(name).lower() for name in names)):
+        raise outer.error(
+            f"{names or kind} is not an EAGLE-3 head; allowed: LlamaForCausalLMEagle3"
+        )
+    for fields in (outer, raw):
+        if fields.get("quantization_config"):
+            raise fields.error(
+                "quantization_config: quantised EAGLE-3 heads are not supported; use the "
+                "unquantised head"
+            )
+    if raw.get("model_type", "llama") != "llama":
+        raise raw.error(
+            f"the architecture {raw.get('model_type')!r} is not supported; allowed: llama"
+        )
 
 
 def _aux_layers(raw: CheckedFields, num_layers: int) -> tuple[int, ...]:

@@ -12,9 +12,9 @@ from inflight.checkpoint.locate import Checkpoint
 from inflight.errors import ConfigError
 from inflight.models import families, settings
 from inflight.models.family import Family, Settings
+from inflight.models.quantization.recognition import read_format
 from inflight.models.refusals.architectures import refuse_folder, refuse_gguf
 from inflight.models.refusals.config_keys import check_keys
-from inflight.models.refusals.quantization import refuse_quantized
 from inflight.models.spec import AttentionSpec, ModelSpec
 
 
@@ -47,7 +47,7 @@ def read_spec(checkpoint: Checkpoint) -> ModelSpec:
         fields = read_json(checkpoint.path / "config.json")
         model_types = {t: f for f in _families() for t in f.model_types}
         refuse_folder(fields, model_types)
-        refuse_quantized(fields, checkpoint.path)
+        read_format(fields, checkpoint.path)  # refuses those that are not supported
         family = _find(fields.text("model_type"), model_types, fields.where)
         found = settings.of_folder(checkpoint.path, family)
     spec = spec_of(family, found)

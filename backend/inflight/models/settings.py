@@ -49,11 +49,6 @@ def of_config(
         ConfigError: as `of_folder`.
     """
     fields = fields.with_defaults(family.defaults)
-    if fields.get("quantization_config"):
-        raise fields.error(
-            "quantization_config: quantised Hugging Face checkpoints are not supported; "
-            "use the unquantised one, or a GGUF file"
-        )
     rope, sliding_rope = _ropes_of_huggingface(fields)
     return Settings(
         fields=fields,

@@ -15,10 +15,13 @@ import torch
 from torch import Tensor
 
 from inflight.checkpoint import safetensors
+from inflight.checkpoint.checked_fields import read_json
 from inflight.checkpoint.gguf import GgufFile, GgufTensor
 from inflight.checkpoint.locate import Checkpoint
 from inflight.checkpoint.safetensors import StoredTensor
 from inflight.errors import ConfigError
+from inflight.models.quantization.dequantized import DequantizedWeights
+from inflight.models.quantization.recognition import read_format
 from inflight.models.registry import family_of
 from inflight.models.spec import ModelSpec
 
@@ -75,14 +78,19 @@ def open_weights(
     if checkpoint.format == "gguf":
         weights = _GgufWeights(checkpoint.path, spec)
     else:
-        stored = safetensors.read_folder(checkpoint.path)
-        # Old checkpoints contain the rotary frequencies, which follow from the config.
-        weights = StoredWeights(
-            {name: stored[name] for name in stored if not name.endswith(".rotary_emb.inv_freq")}
-        )
+        weights = _folder_weights(checkpoint.path)
     ignored = {"lm_head.weight"} if spec.tie_word_embeddings else set()
     check_shapes(f"{checkpoint.path}: {spec.family}", weights.shapes, expected, ignored)
     return weights
+
+
+def _folder_weights(path: Path) -> Weights:
+    found = read_format(read_json(path / "config.json"), path)
+    dtypes = safetensors.WEIGHTS if found is None else safetensors.WEIGHTS + safetensors.QUANTIZED
+    stored = safetensors.read_folder(path, dtypes)
+    # Old checkpoints contain the rotary frequencies, which follow from the config.
+    kept = {name: stored[name] for name in stored if not name.endswith(".rotary_emb.inv_freq")}
+    return StoredWeights(kept) if found is None else DequantizedWeights(kept, found, path)
 
 
 def check_shapes(

@@ -175,6 +175,7 @@ def test_an_eagle3_head_always_has_one_layer(tmp_path: Path) -> None:
     [
         ({"architectures": ["LlamaForCausalLM"]}, "is not an EAGLE-3 head"),
         ({"speculators_model_type": "eagle"}, "is not an EAGLE-3 head"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "quantised EAGLE-3 heads are not"),
         ({"vocab_size": 150}, "vocab_size: 150; it must equal that of the model, 160"),
         ({"target_hidden_size": 32}, "trained for hidden_size 32; the model has 64"),
         ({"draft_vocab_size": 161}, "draft_vocab_size: 161; allowed: up to vocab_size"),

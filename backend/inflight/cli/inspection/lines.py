@@ -39,6 +39,10 @@ def _rows(one: Summary) -> list[tuple[str, str]]:
         ("model", one.name),
         ("path", one.path),
         ("format", _format(one)),
+        (
+            "quantisation",
+            f"{one.quantization}; dequantised when loaded" if one.quantization else "",
+        ),
         ("family", one.family),
         ("parameters", _count(one.num_parameters)),
         ("layers", f"{one.num_layers}, hidden size {one.hidden_size}, MLP width {widths}"),

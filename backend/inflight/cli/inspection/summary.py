@@ -11,12 +11,14 @@ from typing import Any
 import msgspec
 
 from inflight.checkpoint import safetensors
+from inflight.checkpoint.checked_fields import read_json
 from inflight.checkpoint.gguf import GgufFile
 from inflight.checkpoint.locate import Checkpoint
 from inflight.cli.inspection.memory_plan import MemoryPlan, plan_memory
 from inflight.config import EngineConfig
 from inflight.models.gpu_support import gpu_obstacle
 from inflight.models.loader import weight_shapes
+from inflight.models.quantization.recognition import read_format
 from inflight.models.registry import read_spec
 from inflight.models.spec import ModelSpec, RopeSpec
 from inflight.models.stored_weights import open_weights
@@ -55,6 +57,8 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
         name, path, format: of the checkpoint; the format is gguf or huggingface.
         file_bytes: of its weights' files.
         stored_types: number of tensors by type, such as BF16 or Q4_K; empty for random weights.
+        quantization: the format of a folder's quantised weights; None if they are not. They are
+            dequantised when loaded.
         family: that reads it.
         num_parameters: of the model; tied ones count once.
         num_layers, hidden_size, vocab_size: of the model.
@@ -77,6 +81,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     format: str
     file_bytes: int
     stored_types: dict[str, int]
+    quantization: str | None
     family: str
     num_parameters: int
     num_layers: int
@@ -122,6 +127,7 @@ def summarize(config: EngineConfig, checkpoint: Checkpoint) -> Summary:
         format=checkpoint.format,
         file_bytes=_file_bytes(checkpoint) if reads_weights else 0,
         stored_types=_stored_types(checkpoint) if reads_weights else {},
+        quantization=_quantization(checkpoint),
         family=spec.family,
         num_parameters=num_parameters,
         num_layers=spec.num_layers,
@@ -181,11 +187,22 @@ def _file_bytes(checkpoint: Checkpoint) -> int:
     return sum(path.stat().st_size for path in _files(checkpoint))
 
 
+def _quantization(checkpoint: Checkpoint) -> str | None:
+    if checkpoint.format == "gguf":
+        return None
+    found = read_format(read_json(checkpoint.path / "config.json"), checkpoint.path)
+    return None if found is None else found.name
+
+
 def _stored_types(checkpoint: Checkpoint) -> dict[str, int]:
     if checkpoint.format == "gguf":
         types = [tensor.type.name for tensor in GgufFile(checkpoint.path).tensors.values()]
     else:
-        types = [tensor.dtype for tensor in safetensors.read_folder(checkpoint.path).values()]
+        # Which types are allowed was checked when the weights were opened.
+        stored = safetensors.read_folder(
+            checkpoint.path, safetensors.WEIGHTS + safetensors.QUANTIZED
+        )
+        types = [tensor.dtype for tensor in stored.values()]
     return dict(Counter(types).most_common())
 
 

@@ -40,9 +40,10 @@ _LENGTHS = (
     "max_sequence_length model_max_length seq_length seq_len n_ctx original_vocab_size "
     "org_vocab_size"
 )
-# Of which a family or the kind of RoPE reads those that matter.
+# Of which a family, the kind of RoPE or the format of the weights reads those that matter.
 _READ_IF_NEEDED = (
-    "vocab_size hidden_act hidden_activation rope_theta rope_scaling rope_parameters head_dim "
+    "quantization quantization_config vocab_size hidden_act hidden_activation rope_theta "
+    "rope_scaling rope_parameters head_dim "
     "rms_norm_eps original_max_position_embeddings max_position_embeddings use_sliding_window"
 )
 _GGUF = (

@@ -49,10 +49,13 @@ def test_counts_and_scaling_are_readable(summary: Summary) -> None:
         max_context=1024,
         attention=[attention, without],
         stored_types={},
+        quantization="FP8, blocks of 128x128",
     )
+    assert "quantisation" not in shown(summary, is_terminal=False)
     text = shown(changed, is_terminal=False)
     assert "parameters: 8,030,261,248 (8.0 billion)\n" in text
     assert "context: 256 tokens, 1024 with RoPE's scaling\n" in text
     assert "window 64, RoPE linear, theta 10000.0, factor 4.0, divisors for 8 frequencies\n" in text
     assert "window 64, no RoPE\n" in text
     assert "format: Hugging Face folder, random weights\n" in text
+    assert "quantisation: FP8, blocks of 128x128; dequantised when loaded\n" in text
