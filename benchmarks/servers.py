@@ -17,7 +17,8 @@ from typing import Any, Literal
 
 from inflight.deploy import repository
 from inflight.deploy.ports import HeldPorts
-from inflight.deploy.tritonserver import Endpoints, Server
+from inflight.deploy.tritonserver.endpoints import Endpoints
+from inflight.deploy.tritonserver.server import Server
 from inflight.ipc import health
 from inflight.ipc.health import Health
 

@@ -35,7 +35,7 @@ import engine as alone
 import result
 import servers
 from inflight.deploy import repository
-from inflight.deploy.tritonserver import Server
+from inflight.deploy.tritonserver.server import Server
 from inflight.errors import InflightError
 from inflight.ipc import engine_client
 

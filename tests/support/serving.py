@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from inflight.deploy import repository
-from inflight.deploy.tritonserver import Server
+from inflight.deploy.tritonserver.server import Server
 from inflight.engine.stats import Stats
 from inflight.ipc import engine_client
 from inflight.ipc.engine_client import EngineClient

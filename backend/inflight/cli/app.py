@@ -300,7 +300,7 @@ def demo(
     from inflight.cli.chat.answer import Answer, write_stdout
     from inflight.cli.display import Display
     from inflight.deploy import repository
-    from inflight.deploy.tritonserver import Server
+    from inflight.deploy.tritonserver.server import Server
     from inflight_client import Client
 
     display = Display()

@@ -11,7 +11,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from inflight.access.options import AccessOptions
-from inflight.deploy.tritonserver import Endpoints
+from inflight.deploy.tritonserver.endpoints import Endpoints
 from inflight.ipc.frames import Loading
 from inflight.ipc.health import Health
 

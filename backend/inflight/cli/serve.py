@@ -24,7 +24,7 @@ from inflight.cli.options import AccessFiles, ServedModels
 from inflight.deploy import repository
 from inflight.deploy.model_group import ALL_MODELS
 from inflight.deploy.ports import is_loopback
-from inflight.deploy.tritonserver import POLL_S
+from inflight.deploy.tritonserver.server import POLL_S
 from inflight.supervision.notify import notify
 from inflight.supervision.orphans import adopt_orphans, kill_children
 from inflight.supervision.supervisor import Supervisor

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
 
-from inflight.deploy.tritonserver import POLL_S
+from inflight.deploy.tritonserver.server import POLL_S
 from inflight.errors import EngineError
 from inflight.ipc import health
 from inflight.ipc.health import UNKNOWN, Health

@@ -8,7 +8,8 @@ from pathlib import Path
 
 from inflight.access.options import AccessOptions
 from inflight.deploy.ports import is_loopback
-from inflight.deploy.tritonserver import DEFAULT_DRAIN_S, DEFAULT_HOST
+from inflight.deploy.tritonserver.endpoints import DEFAULT_HOST
+from inflight.deploy.tritonserver.server import DEFAULT_DRAIN_S
 from inflight.engine.metrics.families import parse_compat
 from inflight.errors import ConfigError
 

@@ -24,7 +24,8 @@ from inflight.deploy.log_files import cap_log, default_log_file
 from inflight.deploy.metrics import MetricsServer
 from inflight.deploy.model_group import ALL_MODELS
 from inflight.deploy.ports import HeldPorts
-from inflight.deploy.tritonserver import Endpoints, OnProgress, Server
+from inflight.deploy.tritonserver.endpoints import Endpoints
+from inflight.deploy.tritonserver.server import OnProgress, Server
 from inflight.engine.metrics.families import COMPAT_VARIABLE, parse_compat
 from inflight.errors import EngineError
 from inflight.ipc import health

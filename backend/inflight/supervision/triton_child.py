@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from inflight.deploy.tritonserver import Server
+from inflight.deploy.tritonserver.server import Server
 from inflight.ipc.heartbeat import overdue_s
 from inflight.ipc.owner import Owner
 from inflight.ipc.processes import Process, how_it_exited
@@ -146,7 +146,7 @@ class TritonChild:
                 return
             if not self.server.is_running():
                 continue
-            status = self.server.probe()
+            status = self.server.api.probe()
             if self._answered_at is None:
                 self.server.stubs()  # it remembers them, for when tritonserver is killed
             if not status:

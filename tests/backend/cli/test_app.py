@@ -400,14 +400,14 @@ def test_a_document_that_cannot_be_written_is_one_line(inflight: Run, tmp_path: 
 
 def test_the_defaults_are_those_of_the_server() -> None:
     """They are repeated so that --help need not import it."""
-    from inflight.deploy import tritonserver
+    from inflight.deploy.tritonserver import endpoints, server
     from inflight.supervision.options import DEFAULT_GATEWAY_PORT
 
     ports = options.HTTP_PORT, options.GRPC_PORT, options.METRICS_PORT
-    assert ports == tritonserver.DEFAULT_PORTS
+    assert ports == endpoints.DEFAULT_PORTS
     assert options.GATEWAY_PORT == DEFAULT_GATEWAY_PORT
-    assert options.HOST == tritonserver.DEFAULT_HOST
-    assert options.DRAIN_S == tritonserver.DEFAULT_DRAIN_S
+    assert options.HOST == endpoints.DEFAULT_HOST
+    assert options.DRAIN_S == server.DEFAULT_DRAIN_S
 
 
 @pytest.mark.alone

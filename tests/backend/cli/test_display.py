@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 
 from inflight.cli.display import Display
-from inflight.deploy.tritonserver import Endpoints
+from inflight.deploy.tritonserver.endpoints import Endpoints
 from inflight.ipc.frames import Loading
 from inflight.ipc.health import Health
 

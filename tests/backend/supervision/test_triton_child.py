@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from inflight.deploy.tritonserver import Server
+from inflight.deploy.tritonserver.server import Server
 from inflight.ipc.owner import Owner
 from inflight.ipc.processes import Process
 from inflight.supervision.triton_child import TritonChild
@@ -52,6 +52,10 @@ class FakeServer(Server):
 
     def is_running(self) -> bool:
         return True
+
+    @property
+    def api(self) -> FakeServer:
+        return self
 
     def probe(self) -> int:
         return 200

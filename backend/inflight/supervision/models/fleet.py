@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 
 from inflight.deploy.model_group import ModelGroup
-from inflight.deploy.tritonserver import Server
+from inflight.deploy.tritonserver.server import Server
 from inflight.ipc.processes import Process
 from inflight.supervision.engine_set import EngineSet
 from inflight.supervision.engines import EngineChild
@@ -78,7 +78,7 @@ class ServerFleet:
         return self._triton.changing(models)
 
     def load_model(self, name: str, config: str) -> None:
-        self._server.load_model(name, config)
+        self._server.api.load_model(name, config)
 
     def unload_models(self, names: Sequence[str], timeout_s: float) -> None:
-        self._server.unload_models(names, timeout_s)
+        self._server.api.unload_models(names, timeout_s)

@@ -16,8 +16,10 @@ from typing import Any
 import pytest
 
 import fake_tritonserver
-from inflight.deploy import installation, tritonserver
-from inflight.deploy.tritonserver import Server, load_failures
+from inflight.deploy import installation
+from inflight.deploy.tritonserver import server as running
+from inflight.deploy.tritonserver import stubs
+from inflight.deploy.tritonserver.server import Server
 from inflight.errors import CapacityError, ConfigError, EngineError
 from inflight.ipc import engine_client, shared_memory
 
@@ -28,8 +30,8 @@ FREE = (0, 0, 0)
 @pytest.fixture
 def make(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Server]:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(tritonserver, "TRITON_EXIT_S", 0.5)
-    monkeypatch.setattr(tritonserver, "SETTLE_S", 0.05)
+    monkeypatch.setattr(running, "TRITON_EXIT_S", 0.5)
+    monkeypatch.setattr(running, "SETTLE_S", 0.05)
 
     def build(*, drain_s: float = 5.0, **behaviour: Any) -> Server:
         program = fake_tritonserver.install(tmp_path / "triton", **behaviour)
@@ -131,7 +133,7 @@ def test_a_server_that_does_not_end_at_sigterm_is_ended(make: Callable[..., Serv
 def test_a_server_without_stubs_is_not_awaited(
     make: Callable[..., Server], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tritonserver, "TRITON_EXIT_S", 600.0)
+    monkeypatch.setattr(running, "TRITON_EXIT_S", 600.0)
     with make(hanging_stub=True, ends_stub=True) as server:
         pid = server.pid
     assert not is_running(pid)
@@ -140,7 +142,7 @@ def test_a_server_without_stubs_is_not_awaited(
 def test_a_stub_that_hangs_does_not_outlive_its_server(
     make: Callable[..., Server], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tritonserver, "CHILDREN_EXIT_S", 0.2)
+    monkeypatch.setattr(running, "CHILDREN_EXIT_S", 0.2)
     started = make(hanging_stub=True)
     started.start()
     started.wait_ready(WAIT_S)
@@ -158,8 +160,8 @@ def test_the_shared_memory_of_a_stub_does_not_stay(
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
 ) -> None:
-    monkeypatch.setattr(tritonserver, "CHILDREN_EXIT_S", 0.1)
-    monkeypatch.setattr(tritonserver, "KILLED_EXIT_S", 0.1)
+    monkeypatch.setattr(running, "CHILDREN_EXIT_S", 0.1)
+    monkeypatch.setattr(stubs, "KILLED_EXIT_S", 0.1)
     monkeypatch.setattr(shared_memory, "FOLDER", tmp_path)
     started = make(hanging_stub=True)
     own = tmp_path / f"{started.region_prefix}1"
@@ -291,7 +293,8 @@ def test_a_server_does_not_outlive_the_process_that_started_it(
 ) -> None:
     make()  # lays out the installation and sets the environment
     code = (
-        "import time; from pathlib import Path; from inflight.deploy.tritonserver import Server\n"
+        "import time; from pathlib import Path\n"
+        "from inflight.deploy.tritonserver.server import Server\n"
         f"server = Server([Path({str(tmp_path / 'repository')!r})], ports=(0, 0, 0),"
         f" log_file=Path({str(tmp_path / 'log')!r}))\n"
         "server.start(); server.wait_ready(); print(server.pid, flush=True); time.sleep(600)"
@@ -322,7 +325,7 @@ def test_serve_ends_well_at_a_signal(
 
 def test_a_second_signal_stops_at_once(make: Callable[..., Server], tmp_path: Path) -> None:
     make(stubborn=True)
-    process = _serve(tmp_path, patch="tritonserver.TRITON_EXIT_S = 60")
+    process = _serve(tmp_path, patch="server.TRITON_EXIT_S = 60")
     wait_until(lambda: "READY" in (tmp_path / "shown").read_text())
     process.send_signal(signal.SIGINT)
     wait_until(lambda: "stopping" in (tmp_path / "shown").read_text())
@@ -357,20 +360,10 @@ def test_verbose_shows_what_tritonserver_prints(
     assert "a line of the log" in (tmp_path / "shown").read_text()
 
 
-def test_load_failures_omit_consequential_errors() -> None:
-    log = (
-        "failed to load 'a' version 1: Invalid argument: ConfigError: no model\\n\\nAt: x\n"
-        "failed to load 'a' version 1: Invalid argument: ConfigError: no model\\n\\nAt: x\n"
-        "Invalid argument: ensemble 'e' depends on 'a' which has no loaded version.\n"
-        "failed to load 'b'\n"
-    )
-    assert load_failures(log) == ["model a: no model"]
-
-
 def _serve(tmp_path: Path, patch: str = "", arguments: str = "") -> subprocess.Popen[bytes]:
     code = (
         "import sys; from pathlib import Path; from inflight.cli import serve\n"
-        "from inflight.deploy import tritonserver\n"
+        "from inflight.deploy.tritonserver import server\n"
         f"{patch}\n"
         "from inflight.supervision.options import ServeOptions\n"
         "from inflight.supervision.supervisor import Supervisor\n"

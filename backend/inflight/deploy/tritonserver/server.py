@@ -2,42 +2,37 @@
 
 from __future__ import annotations
 
-import contextlib
-import http.client
 import os
-import re
 import secrets
 import signal
-import socket
-import struct
 import subprocess
-import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import BinaryIO
-
-import msgspec
 
 from inflight import log
 from inflight.deploy import installation
 from inflight.deploy.file_limit import raise_file_limit
 from inflight.deploy.log_files import default_log_file
 from inflight.deploy.ports import HeldPorts
+from inflight.deploy.tritonserver.api import TritonApi
+from inflight.deploy.tritonserver.command import Command
+from inflight.deploy.tritonserver.endpoints import DEFAULT_HOST, DEFAULT_PORTS, Endpoints
+from inflight.deploy.tritonserver.engines import attach_all, end_engine, num_in_flight
+from inflight.deploy.tritonserver.failures import NO_SHARED_MEMORY, load_failures
+from inflight.deploy.tritonserver.stubs import Stubs
 from inflight.errors import CapacityError, ConfigError, EngineError, InflightError
 from inflight.ipc import engine_client
 from inflight.ipc.frames import Loading
 from inflight.ipc.owner import SUPERVISOR, Owner
 from inflight.ipc.processes import Process, how_it_exited
 from inflight.ipc.runtime_folder import remove_folder_of
-from inflight.ipc.shared_memory import region_prefix, regions_of, remove_regions
+from inflight.ipc.shared_memory import region_prefix, remove_regions
 from inflight.sandbox.process import start_process
 
-DEFAULT_HOST = "127.0.0.1"
-DEFAULT_PORTS = (8000, 8001, 8002)
 DEFAULT_DRAIN_S = 30.0
 
 # Tokens that the engine has sent still pass the front, the detokenizer and the network.
@@ -45,56 +40,9 @@ SETTLE_S = 0.7
 # An idle tritonserver ends its stubs within 2 s; with an open idle gRPC stream it never exits.
 TRITON_EXIT_S = 4.0
 CHILDREN_EXIT_S = 5.0
-KILLED_EXIT_S = 1.0
 POLL_S = 0.1
-_UNLOADED = "UNAVAILABLE"
-# Of Triton's answers; a load or unload answers when it is done.
-ASK_S = 5.0
-CONTROL_S = 300.0
-
-# Stack of each thread of tritonserver. Its HTTP server (2.51) reads a body with a form content
-# type, as from curl -d, onto the stack: with the usual 8 MB, a body of 5 MB crashed the server.
-# Only used pages take memory.
-STACK_BYTES = 128 << 20
-
-# Instead of a preexec_fn, which is not safe in a process with threads. PR_SET_PDEATHSIG is 1: the
-# kernel kills tritonserver when the thread that started it ends for any reason.
-_LAUNCHER = """\
-import ctypes, os, resource, signal, sys
-ctypes.CDLL(None).prctl(1, signal.SIGKILL)
-if os.getppid() != int(sys.argv[1]):
-    sys.exit("the starting process has exited")
-soft, hard = resource.getrlimit(resource.RLIMIT_STACK)
-wanted = int(sys.argv[2])
-if hard != resource.RLIM_INFINITY:
-    wanted = min(wanted, hard)
-if soft != resource.RLIM_INFINITY and soft < wanted:
-    resource.setrlimit(resource.RLIMIT_STACK, (wanted, hard))
-os.execv(sys.argv[3], sys.argv[3:])
-"""
-
-_KINDS = ("http", "grpc", "metrics")
-_ADMIN_HEADER = "inflight-admin"
-
 
 OnProgress = Callable[[str, Loading], None]
-
-
-@dataclass(frozen=True, slots=True)
-class Endpoints:
-    """Addresses of a server, each as host:port.
-
-    Attributes:
-        metrics: of tritonserver's own, which shows the engines as well.
-        engine_metrics: of the supervisor's; empty without one.
-        gateway: of OpenAI's API; empty without one.
-    """
-
-    http: str
-    grpc: str
-    metrics: str
-    engine_metrics: str = ""
-    gateway: str = ""
 
 
 class Server:
@@ -147,7 +95,7 @@ class Server:
         self._process: subprocess.Popen[bytes] | None = None
         self._log_begin = 0  # of what this tritonserver has logged
         self._failures: dict[str, InflightError] = {}
-        self._regions_of: dict[Process, list[Path]] = {}  # shared memory by stub
+        self._stubs = Stubs()
         self.region_prefix = f"{region_prefix(os.getpid())}{secrets.token_hex(4)}_"
 
     def __enter__(self) -> Server:
@@ -177,6 +125,11 @@ class Server:
         )
 
     @property
+    def api(self) -> TritonApi:
+        """Triton's own API."""
+        return TritonApi(self._hosts[0], self._ports[0], self._admin_key)
+
+    @property
     def log_file(self) -> Path:
         return self._log_file or default_log_file(self._ports[0])
 
@@ -203,6 +156,9 @@ class Server:
     def engine_socket(self, model: Path) -> Path:
         """The socket of a model's engine."""
         return engine_client.socket_path(model, self._owner.pid if self._owner else self.pid)
+
+    def _sockets(self) -> dict[str, Path]:
+        return {model.name: self.engine_socket(model) for model in self.models_with_engine}
 
     def check_repositories(self) -> None:
         """Raises ConfigError: a repository is missing or empty."""
@@ -233,11 +189,7 @@ class Server:
         with self.open_log(anew=self._owner is None and self._process is None) as output:
             self._log_begin = output.tell()
             self._process = start_process(
-                [
-                    *(sys.executable, "-I", "-S", "-c", _LAUNCHER),
-                    *(str(os.getpid()), str(STACK_BYTES), str(found.server)),
-                    *self._arguments(backends),
-                ],
+                self._command().line(found.server, backends),
                 env=self._environment(found, backends),
                 stdin=subprocess.DEVNULL,
                 stdout=output,
@@ -283,12 +235,7 @@ class Server:
 
     def is_ready(self) -> bool:
         """Whether tritonserver responds and all its models are loaded."""
-        return self.probe() == 200
-
-    def probe(self) -> int:
-        """The status of tritonserver's own readiness; 0 if it does not answer."""
-        status, _ = self._ask("GET", "/v2/health/ready")
-        return status
+        return self.api.probe() == 200
 
     def is_running(self) -> bool:
         return self._process is not None and self._process.poll() is None
@@ -311,14 +258,8 @@ class Server:
             self._held_ports = None
 
     def stubs(self) -> list[Process]:
-        """The processes of the models. They are remembered, for when tritonserver has exited: then
-        they are no longer its children, and one that hangs would keep its memory forever."""
-        found = Process.children_of(self.pid)
-        for stub in found:
-            regions = regions_of(stub)
-            if regions or stub not in self._regions_of:  # none are seen before its exec
-                self._regions_of[stub] = regions
-        return found
+        """The processes of the models; they are remembered (see `Stubs`)."""
+        return self._stubs.find(self.pid)
 
     def exit_status(self) -> int | None:
         """Of tritonserver, negative for a signal; None while it runs."""
@@ -331,82 +272,21 @@ class Server:
                 if log.seek(0, os.SEEK_END) < self._log_begin:
                     self._log_begin = 0  # it was capped
                 log.seek(self._log_begin)
-                return _NO_SHARED_MEMORY.search(log.read()) is not None
+                return NO_SHARED_MEMORY.search(log.read()) is not None
         except OSError:
             return False
 
     def models(self) -> list[str]:
         """Names of the models that are ready."""
-        return sorted(self._index(b'{"ready": true}'))
-
-    def load_model(self, name: str, config: str | None = None) -> None:
-        """Load a model; returns once it is ready.
-
-        Args:
-            config: in place of its config.pbtxt, as JSON; a loaded model is replaced if it differs.
-
-        Raises:
-            EngineError: it cannot be loaded, with Triton's reason. One that was loaded before still
-                is.
-        """
-        parameters = {"parameters": {"config": config}} if config is not None else {}
-        self._control(f"{name}/load", msgspec.json.encode(parameters))
-
-    def unload_models(self, names: Sequence[str], timeout_s: float) -> None:
-        """Unload models; returns once their requests and their stubs have ended.
-
-        Triton takes a second to end a stub, so they end side by side.
-
-        Args:
-            names: in an order in which no model is needed by a later one.
-
-        Raises:
-            EngineError: Triton refuses, or it takes too long. The others are unloaded.
-        """
-        problems, waiting = [], []
-        for name in names:
-            try:
-                self._control(f"{name}/unload", b"{}")
-                waiting.append(name)
-            except EngineError as error:
-                problems.append(f"model {name}: {error}")
-        deadline = time.monotonic() + timeout_s
-        while waiting and time.monotonic() <= deadline:
-            states = self._index(b"{}")
-            waiting = [one for one in waiting if states.get(one, _UNLOADED) != _UNLOADED]
-            time.sleep(POLL_S if waiting else 0.0)
-        problems += [f"model {name} was not unloaded within {timeout_s:g} s" for name in waiting]
-        if problems:
-            raise EngineError("; ".join(problems))
+        return self.api.models()
 
     def forget_stubs(self) -> list[Process]:
         """The remembered stubs that have exited; they are forgotten."""
-        ended = [stub for stub in self._regions_of if not stub.is_running()]
-        for stub in ended:
-            for region in self._regions_of.pop(stub):
-                region.unlink(missing_ok=True)
-        return ended
-
-    def _index(self, body: bytes) -> dict[str, str]:
-        """States of Triton's models, by name; empty if it does not answer."""
-        status, answer = self._ask("POST", "/v2/repository/index", body)
-        if status != 200:
-            return {}
-        return {one["name"]: one.get("state", "") for one in msgspec.json.decode(answer)}
-
-    def _control(self, path: str, body: bytes) -> None:
-        status, answer = self._ask("POST", f"/v2/repository/models/{path}", body, CONTROL_S)
-        if status == 200:
-            return
-        if not status:
-            raise EngineError("tritonserver did not answer; see its log")
-        text = str(msgspec.json.decode(answer).get("error", ""))
-        reasons = load_failures(text)
-        raise EngineError("; ".join(reasons) or text)
+        return self._stubs.forget_ended()
 
     def devices(self) -> dict[str, str]:
         """Description of the device of each model with an engine, by model name."""
-        engines = self._attach_engines()
+        engines = attach_all(self._sockets())
         for engine in engines.values():
             engine.close()
         return {name: engine.welcome.device for name, engine in engines.items()}
@@ -429,13 +309,13 @@ class Server:
             The number of requests still in flight at the end.
         """
         deadline = time.monotonic() + self.drain_s
-        engines = list(self._attach_engines().values())
+        engines = list(attach_all(self._sockets()).values())
         for engine in engines:
             engine.drain()
         before, now = -1, 0
         try:
             while engines and self.is_running():
-                now = sum(_num_in_flight(engine) for engine in engines)
+                now = sum(num_in_flight(engine) for engine in engines)
                 if now != before:
                     on_waiting(now)
                 if now == 0 or time.monotonic() > deadline:
@@ -488,19 +368,14 @@ class Server:
     def _end(self, patience_s: float) -> None:
         process = self._running()
         self.stubs()
-        stubs = list(self._regions_of)
-        self._regions_of = {}
         if process.poll() is None:
             process.kill()
         process.wait()
         if self._owner is None:
             for model in self.models_with_engine:
-                _end_engine(self.engine_socket(model))
+                end_engine(self.engine_socket(model))
         # The stubs detect that their server has exited, remove their shared memory and exit.
-        _wait_for(stubs, patience_s)
-        for stub in stubs:
-            stub.kill()  # hung: it would keep its memory forever
-        _wait_for(stubs, KILLED_EXIT_S)
+        self._stubs.end(patience_s)
         remove_regions(self.region_prefix)
         if self._owner is None:
             remove_folder_of(process.pid)
@@ -528,34 +403,16 @@ class Server:
                 "file with --log-file, or another folder for all logs with XDG_STATE_HOME"
             ) from None
 
-    def _arguments(self, backends: Path) -> Iterator[str]:
-        for path in self.repositories:
-            yield f"--model-repository={path}"
-        yield f"--backend-directory={backends}"
-        yield f"--backend-config=python,shm-region-prefix-name={self.region_prefix}"
-        for kind, host, port in zip(_KINDS, self._hosts, self._ports, strict=True):
-            yield f"--{kind}-address={host}"
-            yield f"--{kind}-port={port}"
-        # What no client of an LLM needs and every client could harm the server with: regions of
-        # shared memory, log settings, traces, loading and unloading.
-        closed = "shared-memory,model-repository,logging,trace"
-        yield f"--http-restricted-api={closed}:{_ADMIN_HEADER}={self._admin_key}"
-        yield f"--grpc-restricted-protocol={closed}:{_ADMIN_HEADER}={self._admin_key}"
-        yield "--allow-gpu-metrics=false"
-        if self._controls_models:
-            yield "--model-control-mode=explicit"
-            # Else the server would not be ready while one of its models loads, or cannot load.
-            # Without that, it answers once the models of its start are loaded.
-            yield "--strict-readiness=false"
-            for name in self.loaded if self.loaded is not None else ["*"]:
-                yield f"--load-model={name}"
-        else:
-            yield "--model-control-mode=none"
-        # The config.pbtxt files are complete; auto-completion would start every stub twice.
-        yield "--disable-auto-complete-config"
-        yield "--log-format=ISO8601"
-        # No --grpc-max-connection-age: it would abort healthy streams that run longer. Its purpose,
-        # exiting while idle streams are open, is handled by `stop`.
+    def _command(self) -> Command:
+        return Command(
+            self.repositories,
+            self._hosts,
+            self._ports,
+            self.region_prefix,
+            self._admin_key,
+            self._controls_models,
+            self.loaded,
+        )
 
     def _environment(self, found: installation.Installation, backends: Path) -> dict[str, str]:
         variables = installation.environment(found, backends)
@@ -587,28 +444,6 @@ class Server:
                 engine.close()
             return
 
-    def _attach_engines(self) -> dict[str, engine_client.EngineClient]:
-        engines = {}
-        for model in self.models_with_engine:
-            with contextlib.suppress(InflightError):  # not running: nothing in flight
-                path = self.engine_socket(model)
-                engine = engine_client.attach(path, "observer", on_loading=_refuse)
-                engines[model.name] = engine
-        return engines
-
-    def _ask(
-        self, method: str, path: str, body: bytes | None = None, timeout_s: float = ASK_S
-    ) -> tuple[int, bytes]:
-        connection = http.client.HTTPConnection(self._hosts[0], self._ports[0], timeout=timeout_s)
-        try:
-            connection.request(method, path, body, {_ADMIN_HEADER: self._admin_key})
-            response = connection.getresponse()
-            return response.status, response.read()
-        except (OSError, http.client.HTTPException):
-            return 0, b""
-        finally:
-            connection.close()
-
     def _why_it_ended(self) -> InflightError:
         for name, error in self._failures.items():
             return ConfigError(f"model {name}: {error}")
@@ -621,56 +456,3 @@ class Server:
     def how_it_ended(self) -> str:
         """A message with its exit status, or the signal that ended it."""
         return f"tritonserver {how_it_exited(self._running().returncode)}"
-
-
-_NO_SHARED_MEMORY = re.compile(rb"shared memory key [^\n]* No space left on device")
-
-
-def load_failures(log: str) -> list[str]:
-    """The reasons why models failed to load, one line each, from tritonserver's log.
-
-    A model that failed only because another one did is omitted.
-    """
-    reasons: dict[str, None] = {}
-    pattern = r"failed to load '([^']+)' version \d+: (?:[A-Z][a-z]+(?: [a-z]+)*: )?(.+)"
-    for model, reason in re.findall(pattern, log):
-        # The rest is a traceback; it stays in the log.
-        text = reason.split("\\n")[0].rstrip('" ')
-        text = re.sub(r"^(?:\w+\.)*\w*(?:Error|Exception): ", "", text)
-        reasons[f"model {model}: {text}"] = None
-    pattern = (
-        r"(?:Poll failed for model directory|failed to start|failed to poll model"
-        r"|ensemble \S+ contains models that are not available) .+"
-    )
-    for text in re.findall(pattern, log):
-        reasons[text.split("\\n")[0].rstrip('" ')] = None
-    return list(reasons)
-
-
-def _refuse(loading: Loading) -> None:
-    raise CapacityError("the engine is loading")
-
-
-def _num_in_flight(engine: engine_client.EngineClient) -> int:
-    stats = engine.stats()
-    return stats.num_running + stats.num_waiting + stats.num_suspended
-
-
-def _end_engine(path: Path) -> None:
-    """Terminate the engine that listens at `path`, which would otherwise wait for new fronts."""
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
-        try:
-            sock.connect(str(path))
-            credentials = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
-            pid, user, _ = struct.unpack("3i", credentials)
-            if user == os.getuid():
-                os.kill(pid, signal.SIGTERM)
-        except OSError:
-            pass  # already exited
-
-
-def _wait_for(processes: list[Process], seconds: float) -> None:
-    """Wait until all of them have exited, for at most `seconds`."""
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline and any(one.is_running() for one in processes):
-        time.sleep(0.05)
