@@ -161,8 +161,8 @@ class BlockTables:
         return copies
 
     def commit(self, sequence: Sequence, start: int, end: int) -> None:
-        """Take note that tokens [start, end) are computed and final: register the blocks that they
-        have filled in the prefix cache, and free those that no later query reads.
+        """Account for committed tokens [start, end): register the blocks that they fill in the
+        prefix cache, and free those that no later query reads.
         """
         if self._enable_prefix_caching:
             hashes = self._hashes_of(sequence, end)

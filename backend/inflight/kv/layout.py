@@ -1,11 +1,11 @@
-"""Layout of the KV cache: the shapes of keys and values by layer, and who keeps which tokens.
+"""Layout of the KV cache: the shapes of keys and values by layer, and the tokens that are kept.
 
 Layers with a sliding window need only the last tokens of a sequence. So a sequence has up to two
 block tables: one of the layers that attend to all tokens, and one of those with a window, whose
-blocks are freed once the window has passed them. Both take blocks from one pool, whichever needs
-them, so a block of either has the same bytes: with five windowed layers for each other one, a block
-holds 16 tokens of the windowed layers, or 80 tokens of the others (compare the hybrid KV cache
-manager of vLLM, and Jenga, arXiv:2503.18292). To the kernels those are five blocks of 16 tokens.
+blocks are freed once the window has passed them. Both take blocks from one pool, so a block has the
+same bytes in either: with five windowed layers for each other one, a block holds 16 tokens of the
+windowed layers, or 80 tokens of the others (compare the hybrid KV cache manager of vLLM, and Jenga,
+arXiv:2503.18292). To the kernels the latter are five blocks of 16 tokens.
 """
 
 from __future__ import annotations

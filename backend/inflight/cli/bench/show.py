@@ -70,7 +70,9 @@ class Show:
 
 def facts(found: Mapping[str, Any], start: Mapping[str, float]) -> list[str]:
     """The engine's facts, one line each."""
-    lines = [f"KV cache: {found['num_blocks']:,} blocks of {found['block_size']} tokens"]
+    # By block table; older results have one for all.
+    tokens = " or ".join(map(str, found.get("block_tokens", [found["block_size"]])))
+    lines = [f"KV cache: {found['num_blocks']:,} blocks of {tokens} tokens"]
     if "in_use" in found:
         lines.append(f"GPU memory: {found['in_use']:.1%} in use, {found['free_gib']} GiB free")
     phases = ", ".join(f"{what} {seconds:.2f}" for what, seconds in start.items())

@@ -91,7 +91,11 @@ def build(config: EngineConfig) -> Started:
     # Not earlier: `factory.build` sets the variables that OpenMP reads when torch is imported.
     import torch
 
-    facts: dict[str, Any] = {"num_blocks": runner.num_blocks, "block_size": runner.block_size}
+    facts: dict[str, Any] = {
+        "num_blocks": runner.num_blocks,
+        "block_size": runner.block_size,
+        "block_tokens": list(runner.kv_tables.spans),
+    }
     device = "cpu"
     if config.device == "cuda":
         device = torch.cuda.get_device_name()

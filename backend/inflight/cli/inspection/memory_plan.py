@@ -28,7 +28,7 @@ class MemoryPlan(msgspec.Struct, frozen=True, kw_only=True):
         dtype: of weights and KV cache.
         weight_bytes: of the weights, without those of a drafter.
         overhead_bytes: of a GPU's context, kernels and graphs.
-        block_size: tokens per KV block.
+        block_size: tokens per kernel block.
         num_blocks: KV blocks in the pool.
         kv_bytes: of the pool, with the KV of a drafter.
         num_tokens: of the longest sequence that the pool holds.

@@ -58,7 +58,7 @@ class Recorder:
 
     Args:
         max_num_seqs: sequences that can run at a time.
-        block_size: tokens per KV block.
+        block_size: tokens per kernel block.
         enable_prefix_caching: whether prompts are looked up in the prefix cache.
     """
 

@@ -45,7 +45,7 @@ class StoredFormat:
     """How the quantised weights of a folder are stored: 8 bits a value, times a scale.
 
     Attributes:
-        name: for people, such as FP8.
+        name: for messages, such as FP8.
         dtypes: of the quantised weights: FP8, INT8 or both.
         block: rows and columns with a scale in common; None for one scale of each tensor or of each
             row, which the shape of the scales tells.

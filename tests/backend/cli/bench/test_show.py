@@ -65,6 +65,13 @@ def test_columns_that_nothing_fills_are_left_out():
     assert "spread" not in file.getvalue()
 
 
+def test_blocks_of_several_tables_differ_in_length():
+    file = io.StringIO()
+    facts = {"num_blocks": 70, "block_size": 16, "block_tokens": [80, 16]}
+    Show(Console(file=file, width=200)).report(Report("cpu", {}, {}, {}, facts, [ROW]))
+    assert "70 blocks of 80 or 16 tokens" in file.getvalue()
+
+
 def test_a_caller_may_add_columns():
     file = io.StringIO()
     Show(Console(file=file, width=200)).report(REPORT, lambda row: {**cells(row), "note": "slow"})
