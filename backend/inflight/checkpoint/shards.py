@@ -51,6 +51,14 @@ def _names_in(path: Path) -> set[str]:
     return set(header)
 
 
+def weight_files(folder: Path) -> list[Path]:
+    """The files of a folder's weights. Raises ConfigError: there are none, or a bad index."""
+    index = folder / INDEX_NAME
+    if not index.is_file():
+        return [single_path(folder)]
+    return [shard_path(folder, shard) for shard in sorted(set(read_index(index).values()))]
+
+
 def single_path(folder: Path) -> Path:
     """The only file of weights. Raises ConfigError: it does not exist."""
     single = folder / SINGLE_NAME

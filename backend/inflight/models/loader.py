@@ -162,6 +162,17 @@ def weight_shapes(spec: ModelSpec) -> dict[str, Shape]:
     return shapes
 
 
+def linear_names(spec: ModelSpec) -> set[str]:
+    """Names of the weights of all linear layers but the output layer, as a folder stores them."""
+    linear = ("q", "k", "v", "out", "gate", "up", "down")
+    return {
+        f"{_name(spec, index, slot)}.weight"
+        for index in range(spec.num_layers)
+        for slot in _slots(spec, index)
+        if slot in linear
+    }
+
+
 def _slots(spec: ModelSpec, index: int) -> dict[str, tuple[Shape, bool]]:
     """The tensors of a layer: shape, and whether it has a bias."""
     layer, hidden = spec.layers[index], spec.hidden_size

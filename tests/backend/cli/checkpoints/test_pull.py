@@ -15,7 +15,7 @@ import hub
 import tiny
 from hub import COMMIT, Hub
 from inflight.checkpoint.locate import locate
-from inflight.cli.pull import check_space
+from inflight.cli.checkpoints.pull import check_space
 from inflight.deploy import repository
 from inflight.errors import CapacityError
 

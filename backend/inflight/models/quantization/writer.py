@@ -1,0 +1,148 @@
+"""Writes a Hugging Face folder with linear layers of 8 bits, in the format of compressed-tensors.
+
+One scale for each output channel, from its largest weight; activations are quantised by the engine
+that runs it, per token. Embeddings, the output layer, norms and biases stay as they are.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from inflight.checkpoint import safetensors, shards
+from inflight.errors import ConfigError
+from inflight.models.quantization.recognition import FP8, INT8
+
+KINDS = {"fp8": FP8, "int8": INT8}
+"""Names of the formats -> dtype of the weights."""
+_DTYPES = {FP8: torch.float8_e4m3fn, INT8: torch.int8}
+_LARGEST = {FP8: 448.0, INT8: 127.0}
+_SMALLEST_SCALE = 1e-12  # of a row of zeros
+_WEIGHT_FILES = ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.pth", "*.gguf")
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """What was written.
+
+    Attributes:
+        num_quantized, num_tensors: of the weights: those that were quantised, and all.
+        bytes_before, bytes_after: of the files with weights.
+    """
+
+    num_quantized: int
+    num_tensors: int
+    bytes_before: int
+    bytes_after: int
+
+
+def quantize_folder(
+    source: Path,
+    target: Path,
+    names: Collection[str],
+    kind: str,
+    progress: Callable[[float], None] = lambda fraction: None,
+) -> Written:
+    """Quantise the linear layers of a folder, one file of weights at a time.
+
+    Args:
+        source: a folder with weights of 16 or 32 bits.
+        target: must not exist; it appears once everything is written.
+        names: of the weights to quantise.
+        kind: one of KINDS.
+        progress: called with the fraction of the files that is written.
+
+    Raises:
+        ConfigError: target exists or cannot be written; the source is corrupt.
+    """
+    if target.exists():
+        raise ConfigError(f"{target} exists; choose another folder")
+    partial = target.with_name(f"{target.name}.partial")
+    try:
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+        written = _write(source, partial, names, KINDS[kind], progress)
+        partial.rename(target)
+    except OSError as error:
+        raise ConfigError(f"{target} cannot be written ({error.strerror})") from None
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    return written
+
+
+def quantize(weight: Tensor, dtype: str) -> tuple[Tensor, Tensor]:
+    """A weight [n, k] in 8 bits, and its scales [n, 1] in float32.
+
+    Args:
+        dtype: FP8 or INT8.
+    """
+    wide, largest = weight.to(torch.float32), _LARGEST[dtype]
+    scale = wide.abs().amax(1, keepdim=True).clamp_(min=_SMALLEST_SCALE) / largest
+    values = wide / scale
+    if dtype == INT8:
+        values = values.round_()
+    return values.clamp_(-largest, largest).to(_DTYPES[dtype]), scale
+
+
+def _write(
+    source: Path,
+    target: Path,
+    names: Collection[str],
+    dtype: str,
+    progress: Callable[[float], None],
+) -> Written:
+    files = shards.weight_files(source)
+    weight_map: dict[str, str] = {}
+    num_quantized = before = after = num_bytes = 0
+    for done, path in enumerate(files, 1):
+        tensors: dict[str, Tensor] = {}
+        for name, stored in safetensors.read_file(path).items():
+            tensor = stored.read()
+            if name in names:
+                tensor, tensors[f"{name}_scale"] = quantize(tensor, dtype)
+                num_quantized += 1
+            tensors[name] = tensor
+        save_file(tensors, target / path.name, {"format": "pt"})
+        weight_map |= dict.fromkeys(tensors, path.name)
+        num_bytes += sum(tensor.nbytes for tensor in tensors.values())
+        before += path.stat().st_size
+        after += (target / path.name).stat().st_size
+        progress(done / len(files))
+    if len(files) > 1:
+        index = {"metadata": {"total_size": num_bytes}, "weight_map": weight_map}
+        (target / shards.INDEX_NAME).write_text(json.dumps(index, indent=2))
+    for path in sorted(source.iterdir()):
+        if path.is_file() and not any(path.match(pattern) for pattern in _WEIGHT_FILES):
+            shutil.copyfile(path, target / path.name)
+    config = json.loads((source / "config.json").read_text())
+    config["quantization_config"] = _config(dtype)
+    (target / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    return Written(num_quantized, len(weight_map) - num_quantized, before, after)
+
+
+def _config(dtype: str) -> dict[str, Any]:
+    """The quantization_config of compressed-tensors."""
+    kind = "float" if dtype == FP8 else "int"
+    common = {"num_bits": 8, "type": kind, "symmetric": True, "group_size": None}
+    group = {
+        "targets": ["Linear"],
+        "weights": common | {"strategy": "channel", "dynamic": False},
+        "input_activations": common | {"strategy": "token", "dynamic": True},
+        "output_activations": None,
+    }
+    return {
+        "quant_method": "compressed-tensors",
+        "format": f"{kind}-quantized",
+        "quantization_status": "compressed",
+        "config_groups": {"group_0": group},
+        "ignore": ["lm_head"],
+        "kv_cache_scheme": None,
+    }

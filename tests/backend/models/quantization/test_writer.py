@@ -1,0 +1,114 @@
+"""Folders with weights of 8 bits are written in a form that others read, too."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, CompressedTensorsConfig, Phi3Config, Qwen3Config
+
+import family
+import tiny
+from inflight.checkpoint import safetensors
+from inflight.checkpoint.locate import Checkpoint
+from inflight.errors import ConfigError
+from inflight.models.loader import linear_names, weight_shapes
+from inflight.models.quantization import writer
+from inflight.models.quantization.recognition import FP8, INT8
+from inflight.models.quantization.writer import quantize, quantize_folder
+from inflight.models.registry import read_spec
+from inflight.models.stored_weights import Weights, open_weights
+
+MODELS = {
+    "qwen3": Qwen3Config(**family.SHAPE),
+    "phi3, fused and tied": Phi3Config(
+        **family.SHAPE | {"head_dim": 16, "tie_word_embeddings": True}, pad_token_id=0
+    ),
+}
+
+
+def opened(folder: Path) -> Weights:
+    checkpoint = Checkpoint(folder, "huggingface")
+    spec = read_spec(checkpoint)
+    return open_weights(checkpoint, spec, weight_shapes(spec))
+
+
+@pytest.mark.parametrize("kind", ["fp8", "int8"])
+@pytest.mark.parametrize("config", MODELS.values(), ids=list(MODELS))
+def test_transformers_reads_the_same_weights(tmp_path: Path, config: Any, kind: str) -> None:
+    source, target = tmp_path / "in", tmp_path / "out"
+    checkpoint = family.write_folder(family.make(config), source)
+    names = linear_names(read_spec(checkpoint))
+    written = quantize_folder(source, target, names, kind)
+    assert written.num_quantized == len(names)
+    assert written.bytes_after < 0.6 * written.bytes_before
+    ours = opened(target)
+    as_read = CompressedTensorsConfig(dequantize=True)
+    with pytest.warns(UserWarning, match="loading attributes"):
+        theirs = AutoModelForCausalLM.from_pretrained(
+            target, dtype=torch.float32, quantization_config=as_read
+        ).state_dict()
+    before = opened(source)
+    assert written.num_tensors == len(before.shapes)
+    for name in before.shapes:
+        torch.testing.assert_close(ours.read(name), theirs[name], rtol=1e-6, atol=0)
+        assert torch.equal(ours.read(name), before.read(name)) == (name not in names)
+
+
+@pytest.mark.parametrize(("dtype", "most"), [(FP8, 1 / 16), (INT8, 1 / 254)])
+def test_a_weight_is_off_by_half_a_step(dtype: str, most: float) -> None:
+    weight = torch.randn(40, 64, generator=torch.Generator().manual_seed(0))
+    weight[3] = 0.0
+    values, scale = quantize(weight.bfloat16(), dtype)
+    found = values.float() * scale
+    exact = weight.bfloat16().float()
+    # FP8 has steps in proportion to a value, INT8 to the largest of its row.
+    largest = exact.abs() if dtype == FP8 else exact.abs().amax(1, keepdim=True)
+    assert ((found - exact).abs() <= most * largest + 1e-4).all()
+    assert not found[3].any()
+    assert torch.equal(found.abs().amax(1), exact.abs().amax(1)) or dtype == FP8
+
+
+def test_shards_keep_their_names_and_other_files_are_copied(tmp_path: Path) -> None:
+    source, target = tmp_path / "in", tmp_path / "out"
+    checkpoint = tiny.write_llama(source, shards=3)
+    (source / "tokenizer_config.json").write_text("{}")
+    (source / "pytorch_model.bin").write_text("not needed")
+    (source / "folder").mkdir()
+    fractions: list[float] = []
+    names = linear_names(read_spec(checkpoint))
+    quantize_folder(source, target, names, "fp8", fractions.append)
+    assert fractions == pytest.approx([1 / 3, 2 / 3, 1.0])
+    kept = {path.name for path in source.iterdir()} - {"pytorch_model.bin", "folder"}
+    assert {path.name for path in target.iterdir()} == kept
+    index = json.loads((target / "model.safetensors.index.json").read_text())
+    stored = safetensors.read_folder(target, safetensors.WEIGHTS + safetensors.QUANTIZED)
+    assert index["weight_map"].keys() == stored.keys()
+    assert set(opened(target).shapes) == set(opened(source).shapes)
+
+
+def test_a_folder_that_exists_is_not_written_to(tmp_path: Path) -> None:
+    checkpoint = tiny.write_llama(tmp_path / "in")
+    (tmp_path / "out").mkdir()
+    with pytest.raises(ConfigError, match=r"out exists; choose another folder"):
+        quantize_folder(checkpoint.path, tmp_path / "out", [], "fp8")
+
+
+def test_a_failure_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    checkpoint = tiny.write_llama(tmp_path / "in", shards=2)
+    calls = []
+
+    def save_file(*args: object) -> None:
+        calls.append(args)
+        if len(calls) == 2:
+            raise OSError(28, "No space left on device")
+        original(*args)
+
+    original = writer.save_file
+    monkeypatch.setattr(writer, "save_file", save_file)
+    with pytest.raises(ConfigError, match=r"out cannot be written \(No space left on device\)"):
+        quantize_folder(checkpoint.path, tmp_path / "out", [], "fp8")
+    assert [path.name for path in tmp_path.iterdir()] == ["in"]
