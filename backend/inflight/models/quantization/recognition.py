@@ -19,7 +19,6 @@ _METHODS: dict[str, tuple[str, tuple[str, ...]]] = {
     "eetq": ("EETQ", ()),
     "exl2": ("EXL2", ("bits",)),
     "exl3": ("EXL3", ("bits",)),
-    "fbgemm_fp8": ("FP8 of FBGEMM", ()),
     "fp8": ("FP8", ("activation_scheme", "weight_block_size")),
     "gptq": ("GPTQ", ("bits", "group_size")),
     "higgs": ("HIGGS", ("bits",)),
@@ -92,7 +91,12 @@ def read_format(fields: CheckedFields, folder: Path) -> StoredFormat | None:
 
 def _supported(config: dict[str, Any]) -> StoredFormat | None:
     """The format that a quantization_config describes; None if it is not supported."""
-    readers = {"fp8": _fp8, "modelopt": _modelopt, "compressed-tensors": _compressed_tensors}
+    readers = {
+        "compressed-tensors": _compressed_tensors,
+        "fbgemm_fp8": _fbgemm,
+        "fp8": _fp8,
+        "modelopt": _modelopt,
+    }
     reader = readers.get(str(config.get("quant_method")))
     return None if reader is None else reader(config)
 
@@ -107,6 +111,11 @@ def _fp8(config: dict[str, Any]) -> StoredFormat | None:
     if block is None:
         return None
     return StoredFormat(f"FP8, blocks of {block[0]}x{block[1]}", frozenset({FP8}), block)
+
+
+def _fbgemm(config: dict[str, Any]) -> StoredFormat:
+    """Of Llama 3.1 405B, with a scale for each row."""
+    return StoredFormat("FP8 (FBGEMM)", frozenset({FP8}))
 
 
 def _modelopt(config: dict[str, Any]) -> StoredFormat | None:
@@ -189,6 +198,6 @@ def _refusal(
     return place.error(
         f"{key}: {model_type} with weights in the format {name} is not supported; allowed: "
         "unquantised weights (BF16, F16, F32), FP8 (e4m3) and INT8 with one scale for each tensor, "
-        "row or block (fp8, compressed-tensors, ModelOpt), and GGUF files in any of their formats; "
-        "use the model that was quantised, or a GGUF file of it, such as Q4_K_M or Q8_0"
+        "row or block (fp8, FBGEMM, compressed-tensors, ModelOpt), and GGUF files in any of their "
+        "formats; use the model that was quantised, or a GGUF file of it, such as Q4_K_M or Q8_0"
     )

@@ -21,6 +21,8 @@ from inflight.config import EngineConfig
 from inflight.errors import ConfigError
 from inflight.models.loader import weight_shapes
 from inflight.models.quantization.dequantized import dequantize
+from inflight.models.quantization.recognition import FP8 as FP8_DTYPE
+from inflight.models.quantization.writer import quantize
 from inflight.models.registry import read_spec
 from inflight.models.stored_weights import Weights, open_weights
 
@@ -157,6 +159,7 @@ def write(
 
 
 FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic"}
+SCALE = "weight_scale"
 BLOCKS = FP8 | {"weight_block_size": [128, 128]}
 
 
@@ -175,6 +178,17 @@ def test_blocks_of_128_may_be_smaller_at_the_end(tmp_path: Path) -> None:
         else:
             assert torch.equal(found, weight)
     family.check(Checkpoint(tmp_path, "huggingface"), model)
+
+
+def test_fbgemm_has_a_scale_for_each_row(tmp_path: Path) -> None:
+    config = {"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0}
+    model = qwen3()
+    tensors = write(model, tmp_path, config, lambda weight: quantize(weight, FP8_DTYPE), SCALE)
+    assert tensors["model.layers.0.mlp.down_proj.weight_scale"].shape == (64, 1)
+    weights, before = opened(tmp_path), model.state_dict()
+    for name in before:
+        step = before[name].abs() / 16 + 1e-4
+        assert ((weights.read(name) - before[name]).abs() <= step).all()
 
 
 def test_scales_of_activations_and_of_the_kv_cache_are_not_needed(tmp_path: Path) -> None:

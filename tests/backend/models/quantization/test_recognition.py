@@ -37,7 +37,6 @@ def refusal(folder: Path, **settings: Any) -> str:
         ({"quant_method": "fp8", "fmt": "e5m2"}, "FP8"),
         (BLOCK_FP8 | {"weight_block_size": [128]}, "FP8 (weight_block_size [128])"),
         (BLOCK_FP8 | {"weight_block_size": [128, 0]}, "FP8 (weight_block_size [128, 0])"),
-        ({"quant_method": "fbgemm_fp8"}, "FP8 of FBGEMM"),
         (
             {"quant_method": "compressed-tensors", "format": "pack-quantized"},
             "compressed-tensors (format pack-quantized)",
@@ -95,6 +94,10 @@ def compressed(*weights: dict[str, Any], **settings: Any) -> dict[str, Any]:
         (
             {"quant_method": "modelopt", "quant_algo": "FP8"},
             StoredFormat("FP8 (ModelOpt)", frozenset({FP8})),
+        ),
+        (
+            {"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0},
+            StoredFormat("FP8 (FBGEMM)", frozenset({FP8})),
         ),
         (compressed(), StoredFormat("FP8 (compressed-tensors)", frozenset({FP8}))),
         (
