@@ -20,7 +20,14 @@ ROOT = HERE.parent
 PAGE = ROOT / "docs/growth.md"
 BEGIN, END = "<!-- table: begin -->\n", "<!-- table: end -->"
 
-LIMITS = {"option": 3, "setting": 2, "op": 4, "family": 1, "drafting method": 1}
+LIMITS = {
+    "option": 3,
+    "setting": 2,
+    "op": 4,
+    "family": 1,
+    "drafting method": 1,
+    "weight format": 1,
+}
 """Maximum number of files per addition."""
 
 
