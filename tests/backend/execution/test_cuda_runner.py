@@ -42,6 +42,8 @@ from inflight_kernels.runtime.recording import Launched
 from inflight_kernels.runtime.recording import launched as recorded
 
 Ahead = list[tuple[str, str]]
+
+SHAPES = Path(__file__).parents[3] / "benchmarks/models"
 Record = Callable[..., tuple[Launched, Ahead]]
 
 
@@ -200,6 +202,27 @@ def test_whatever_a_config_allows_starts_and_runs(
         runner.launch(Batch([tiny.next_chunk(sequence) for sequence in sequences]))
         for sequence in sequences:
             sequence.generation += 1  # it has gone
+    assert set(launched) <= set(ahead)
+
+
+def test_gemma_3_12b_starts_and_runs_with_two_block_tables_on_an_h200(record: Record) -> None:
+    launched, ahead = record()
+    config = EngineConfig(
+        model=str(SHAPES / "gemma-3-12b"), device="cuda", random_weights=True, max_model_len=8192
+    )
+    runner, spec = runners.build(config, locate(config.model), lambda what, fraction: None)
+    assert runner.kv_tables.spans == (80, 16)
+    layout = spec.kv_layout("bfloat16", frees_windows=True)
+    assert runner.num_blocks * layout.block_bytes(16) > 90 << 30
+    # All sequences that decode at 8,192 tokens, and one that is admitted.
+    kept = runner.kv_tables.num_kept_blocks(8192)
+    assert runner.num_blocks - runner.kv_tables.num_blocks(8192) > 110 * kept
+    for length in (1, 17, 500, 3000):
+        sequence = Sequence(Request(0, [5] * length, SamplingParams()), 100)
+        sequence.tables = [list(range(103)), list(range(200, 712))]
+        sequence.capacity = 8192
+        runner.launch(Batch([tiny.next_chunk(sequence)]))
+        sequence.generation += 1
     assert set(launched) <= set(ahead)
 
 
