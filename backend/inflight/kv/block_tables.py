@@ -96,6 +96,8 @@ class BlockTables:
 
     def num_to_append(self, sequence: Sequence) -> int:
         """Blocks that `append` takes."""
+        if len(self._spans) == 1:
+            return 1
         return sum(
             len(table) * span <= sequence.capacity
             for table, span in zip(sequence.tables, self._spans, strict=True)
@@ -107,10 +109,12 @@ class BlockTables:
         The last block of a decoding sequence is never shared: `admit` shares full blocks only, and
         only full blocks are registered. So a decode step never needs copy-on-write.
         """
+        former, ends = sequence.capacity, []
         for table, span in zip(sequence.tables, self._spans, strict=True):
-            if len(table) * span <= sequence.capacity:
+            if len(table) * span <= former:
                 table.append(self.pool.allocate())
-        self._set_capacity(sequence)
+            ends.append(len(table) * span)
+        sequence.capacity = min(ends)
         if not self._may_grow(sequence):
             self.num_reserved -= len(self._tables)
 
