@@ -77,13 +77,16 @@ def _memory_rows(plan: MemoryPlan) -> list[tuple[str, str]]:
     if not full:
         setting = "gpu_memory_utilization" if plan.on_gpu else "kv_cache_memory_bytes"
         holds = f"less than one sequence of {plan.max_model_len} tokens (raise {setting})"
+    # Where windows are freed, several sequences may hold more tokens than one is admitted with.
+    blocks = f"{plan.num_tokens} tokens in {plan.num_blocks} blocks"
+    if plan.frees_windows:
+        blocks = f"{plan.num_blocks} blocks, freed outside sliding windows"
     return [
         ("runs here on", plan.device),
         ("memory", f"{size(plan.total_bytes)}{there}: {parts}"),
         (
             "KV cache",
-            f"{plan.num_tokens} tokens in {plan.num_blocks} blocks: {holds}; "
-            f"at most {plan.max_num_seqs} sequences in a step",
+            f"{blocks}: {holds}; at most {plan.max_num_seqs} sequences in a step",
         ),
     ]
 

@@ -32,6 +32,7 @@ class MemoryPlan(msgspec.Struct, frozen=True, kw_only=True):
         num_blocks: KV blocks in the pool.
         kv_bytes: of the pool, with the KV of a drafter.
         num_tokens: of the longest sequence that the pool holds.
+        frees_windows: whether blocks outside sliding windows are freed.
         max_model_len: prompt and output of a request together, in tokens.
         num_full_sequences: sequences of max_model_len tokens that the pool holds at once; blocks
             that no sliding window reaches are freed.
@@ -49,6 +50,7 @@ class MemoryPlan(msgspec.Struct, frozen=True, kw_only=True):
     num_blocks: int
     kv_bytes: int
     num_tokens: int
+    frees_windows: bool
     max_model_len: int
     num_full_sequences: int
     max_num_seqs: int
@@ -105,6 +107,7 @@ def plan_memory(
         num_blocks=num_blocks,
         kv_bytes=num_blocks * block_bytes,
         num_tokens=tables.max_tokens(num_blocks),
+        frees_windows=any(table.window for table in tables.tables),
         max_model_len=max_model_len,
         num_full_sequences=_num_sequences(tables, num_blocks, max_model_len),
         max_num_seqs=config.max_num_seqs,

@@ -59,3 +59,13 @@ def test_counts_and_scaling_are_readable(summary: Summary) -> None:
     assert "window 64, no RoPE\n" in text
     assert "format: Hugging Face folder, random weights\n" in text
     assert "quantisation: FP8, blocks of 128x128; dequantised when loaded\n" in text
+
+
+def test_blocks_that_windows_free_are_not_counted_in_tokens(summary: Summary) -> None:
+    plan = msgspec.structs.replace(summary.memory, num_blocks=70, num_tokens=900)
+    changed = msgspec.structs.replace(summary, memory=plan)
+    assert "KV cache: 900 tokens in 70 blocks: " in shown(changed, is_terminal=False)
+    freed = msgspec.structs.replace(plan, frees_windows=True)
+    changed = msgspec.structs.replace(summary, memory=freed)
+    text = shown(changed, is_terminal=False)
+    assert "KV cache: 70 blocks, freed outside sliding windows: " in text
