@@ -2,44 +2,32 @@
 
 from __future__ import annotations
 
-import random
 from typing import Any
 
 import pytest
-import torch
-from transformers import Gemma3TextConfig, MistralConfig, Qwen2Config
 
-import family
 import family_gpu
 from inflight.checkpoint.locate import Checkpoint
-from inflight.config import EngineConfig, SpeculativeConfig
+from inflight.config import SpeculativeConfig
 from inflight.core.request import Request
-from inflight.core.sequence import Sequence
-from inflight.engine.engine import Engine, generate
-from inflight.execution import cpu_runner, cuda_runner, device_steps, factory
-from inflight.execution.cuda_runner import CudaRunner
+from inflight.engine.engine import generate
 from inflight.kv.layout import KVTables
 from inflight.models.registry import read_spec
-from inflight.sampling.params import SamplingParams
-
-MAX_LEN = 256
-MODELS: dict[str, Any] = {
-    "5 of 6 layers": Gemma3TextConfig(
-        **family.SHAPE | {"num_hidden_layers": 6}, sliding_window=family.WINDOW, pad_token_id=0
-    ),
-    "1 of 4 layers": Qwen2Config(
-        **family.SHAPE, sliding_window=family.WINDOW, use_sliding_window=True, max_window_layers=3
-    ),
-    "all layers": MistralConfig(**family.SHAPE, sliding_window=family.WINDOW),
-}
+from windowed import (
+    LENGTHS,
+    MAX_LEN,
+    MODELS,
+    keep_all,
+    make_engine,
+    requests,
+    run_poisoned,
+    write_model,
+)
 
 
 @pytest.fixture(scope="module", params=list(MODELS))
 def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    config = MODELS[request.param]
-    norm_mean = 0.0 if isinstance(config, Gemma3TextConfig) else 1.0
-    model = family.make(config, norm_mean=norm_mean)
-    return family.write_folder(model, tmp_path_factory.mktemp("model"))
+    return write_model(tmp_path_factory.mktemp("model"), request.param)
 
 
 @pytest.fixture(params=["cpu", "gpu"])
@@ -49,62 +37,6 @@ def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> s
         family_gpu.install(monkeypatch)
     name: str = request.param
     return name
-
-
-def make_engine(checkpoint: Checkpoint, device: str, **changes: Any) -> Engine:
-    settings: dict[str, Any] = {
-        "num_threads": 1,
-        "block_size": 16 if device == "gpu" else 4,
-        "num_blocks": 400,
-        "max_num_seqs": 6,
-        "max_num_batched_tokens": 64,
-        "max_model_len": MAX_LEN,
-        "enable_prefix_caching": False,
-    }
-    config = EngineConfig(
-        model=str(checkpoint.path),
-        device="cuda" if device == "gpu" else "cpu",
-        **settings | changes,
-    )
-    spec = read_spec(checkpoint)
-    if device == "gpu":
-        runner: Any = CudaRunner(config, checkpoint, spec, lambda what, done: None)
-    else:
-        runner, _ = factory.build(config, checkpoint, lambda what, done: None)
-    return Engine(config, runner, MAX_LEN, eos_token_ids=())
-
-
-def keep_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Engines that are made from now on free no blocks."""
-    for module in (cpu_runner, cuda_runner, device_steps):
-        monkeypatch.setattr(module, "kv_layout", lambda spec, drafter, dtype: spec.kv_layout(dtype))
-
-
-def requests(lengths: tuple[int, ...], first_id: int = 0, **params: Any) -> list[Request]:
-    generator = random.Random(1)
-    text = [generator.randrange(3, 160) for _ in range(MAX_LEN)]
-    # Every other prompt has the same beginning.
-    prompts = [text[:length] if i % 2 else text[-length:] for i, length in enumerate(lengths)]
-    greedy = {"temperature": 0.0, "ignore_eos": True, "max_tokens": 30}
-    return [
-        Request(first_id + i, prompt, SamplingParams(**greedy | params))
-        for i, prompt in enumerate(prompts)
-    ]
-
-
-LENGTHS = (220, 200, 140, 150, 30, 1)
-
-
-@torch.inference_mode()
-def poison_free_blocks(engine: Engine) -> None:
-    """NaN in all blocks that nobody owns: whoever reads one fails."""
-    runner: Any = engine.runner
-    pool = engine.scheduler._pool
-    free = [block for block in range(pool.num_blocks) if not pool.ref_count(block)]
-    caches = runner._caches if hasattr(runner, "_caches") else [runner._steps._cache]
-    for cache in caches:
-        for data in cache.data:
-            data[..., torch.tensor(free), :, :, :] = torch.nan
 
 
 @pytest.mark.parametrize(
@@ -121,17 +53,7 @@ def poison_free_blocks(engine: Engine) -> None:
 def test_texts_are_the_same_and_freed_blocks_are_never_read(
     checkpoint: Checkpoint, device: str, changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    freeing = make_engine(checkpoint, device, **changes)
-    for request in requests(LENGTHS):
-        freeing.submit(request)
-    texts: dict[int, list[int]] = {request.request_id: [] for request in requests(LENGTHS)}
-    num_freed = 0
-    while freeing.has_work:
-        for event in freeing.step():
-            assert event.error is None
-            texts[event.request_id] += event.token_ids
-        num_freed = max([num_freed, *map(sum, (one.first_blocks for one in _running(freeing)))])
-        poison_free_blocks(freeing)
+    texts, num_freed = run_poisoned(make_engine(checkpoint, device, **changes))
     assert num_freed > 0
     keep_all(monkeypatch)
     assert texts == generate(make_engine(checkpoint, device, **changes), requests(LENGTHS))
@@ -201,7 +123,3 @@ def test_beams_share_and_free_blocks_too(
     assert engine.scheduler.num_free_blocks == 260
     keep_all(monkeypatch)
     assert found == generate(make_engine(checkpoint, device), wanted)
-
-
-def _running(engine: Engine) -> list[Sequence]:
-    return [one for group in engine.scheduler.running for one in group.members]
