@@ -33,3 +33,14 @@ def test_texts_are_the_same_and_freed_blocks_are_never_read(
     assert num_freed > 0
     keep_all(monkeypatch)
     assert texts == generate(make_engine(checkpoint, "gpu", **changes), requests(LENGTHS))
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_attention_that_rotates_its_own_keys_reads_no_freed_block(
+    tmp_path: Path, head_dim: int
+) -> None:
+    """Decode steps that are not batch-invariant: NaN would end a request with an error."""
+    shape = {"hidden_size": 4 * head_dim, "intermediate_size": 512, "head_dim": head_dim}
+    checkpoint = write_model(tmp_path, "5 of 6 layers", **shape)
+    _, num_freed = run_poisoned(make_engine(checkpoint, "gpu"))
+    assert num_freed > 0
