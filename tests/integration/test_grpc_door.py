@@ -290,13 +290,15 @@ def test_case_100_a_lost_client_reaches_the_engine(cpu, cpu_door, how):
 
 
 def test_case_102_a_slow_reader_is_cut_off_and_others_are_served(echo, door):
-    """A client's window takes a few megabytes: requests are sent until it is full."""
+    """A client's window takes a few megabytes: requests are sent until it is full. Of tokens with
+    64 characters, it needs few."""
+    message = request("generate", text("=" * 64), STREAM, IGNORE_EOS, max_tokens(2000))
     requests = queue.Queue()
     call = door.stub.ModelStreamInfer(iter(requests.get, None))
 
     def is_passed_on():
         before = echo.stats().num_prompt_tokens
-        requests.put(ENDLESS)
+        requests.put(message)
         deadline = time.monotonic() + 10.0
         while time.monotonic() < deadline:
             if echo.stats().num_prompt_tokens > before:
@@ -305,7 +307,7 @@ def test_case_102_a_slow_reader_is_cut_off_and_others_are_served(echo, door):
         return False
 
     for _ in range(64):
-        requests.put(ENDLESS)
+        requests.put(message)
     started = time.monotonic()
     while is_passed_on():
         assert time.monotonic() - started < 200
