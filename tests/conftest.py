@@ -18,6 +18,8 @@ from xdist.scheduler import LoadFileScheduling
 
 ROOT = Path(__file__).parents[1]
 INTEGRATION = ROOT / "tests" / "integration"
+# By far the longest of those without servers: a minute of one core, which compiles all kernels.
+LONGEST = ROOT / "tests" / "kernels" / "runtime" / "test_compile.py"
 
 # The gate's result depends on the code alone: its examples are the same each time. `make test-long`
 # draws new ones. An example may take as long as a busy machine needs.
@@ -47,7 +49,9 @@ def pytest_xdist_auto_num_workers() -> int:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Spread the files of integration tests, which mostly wait, evenly over the others."""
+    """Spread the files of integration tests, which mostly wait, evenly over the others, of which
+    the longest one is the first: at the end, its process would run alone."""
+    items.sort(key=lambda item: item.path != LONGEST)
     files: dict[bool, dict[Path, list[pytest.Item]]] = {True: {}, False: {}}
     for item in items:
         is_integration = item.path.is_relative_to(INTEGRATION)
