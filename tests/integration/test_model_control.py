@@ -166,14 +166,16 @@ def test_a_model_is_replaced_under_its_own_streams(serving: Serving, ensemble: s
 
 
 def test_a_model_finishes_its_streams_when_it_is_unloaded(serving: Serving) -> None:
+    # It takes longer than the unload to begin.
+    num_tokens_wanted = 2 * NUM_TOKENS
     inputs = [tensor("stream", "BOOL", True), tensor("ignore_eos", "BOOL", True)]
-    inputs.append(tensor("max_tokens", "INT32", NUM_TOKENS))
+    inputs.append(tensor("max_tokens", "INT32", num_tokens_wanted))
     busy = Stream(serving.grpc, request("two_generate", text("word " * 50), *inputs))
     num_tokens = busy.next()["num_output_tokens"]
     unloading = threading.Thread(target=change, args=(serving, UnloadModel("two_llm")))
     unloading.start()
     num_tokens += sum(response["num_output_tokens"] for response in busy)
-    assert num_tokens == NUM_TOKENS
+    assert num_tokens == num_tokens_wanted
     unloading.join()
     with pytest.raises(Refused, match=r"unknown model|not found|no available versions"):
         answer(serving, "two_generate")

@@ -18,7 +18,7 @@ from waiting import wait_until
 STREAMS = 4
 # Of an engine without a model: each response of a stream costs the test's cores a millisecond.
 STEP_MS = 50
-NUM_TOKENS = 24
+NUM_TOKENS = 12
 
 
 def change(serving: Serving, message: control.Request) -> Models:
