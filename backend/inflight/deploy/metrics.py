@@ -15,6 +15,8 @@ from inflight.ipc.metrics.source import ModelMetrics
 
 PATH = "/metrics"
 READ_TIMEOUT_S = 5.0
+# How often its thread looks whether to stop; socketserver's half a second would delay each stop.
+STOP_POLL_S = 0.1
 _TOTAL = "_total"
 
 
@@ -108,7 +110,7 @@ class MetricsServer:
         host, port = self._server.server_address[:2]
         self.address = str(host), int(port)
         self._thread = threading.Thread(
-            target=self._server.serve_forever, name="metrics", daemon=True
+            target=self._server.serve_forever, args=(STOP_POLL_S,), name="metrics", daemon=True
         )
         self._thread.start()
 
