@@ -77,7 +77,7 @@ def well_behaved(call: Call) -> Iterator[Any]:
 def address() -> Iterator[str]:
     Stub.replies, Stub.num_scrapes = {}, 0
     with ThreadingHTTPServer(("127.0.0.1", 0), Stub) as server:
-        thread = threading.Thread(target=server.serve_forever)
+        thread = threading.Thread(target=server.serve_forever, args=(0.02,))
         thread.start()
         yield f"127.0.0.1:{server.server_address[1]}"
         server.shutdown()
