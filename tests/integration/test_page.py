@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from chromium import Tab, a_browser
-from supervised import Serving, serve
+from supervised import Serving
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser
@@ -25,16 +25,9 @@ def browser() -> Iterator[Browser]:
         yield found
 
 
-@pytest.fixture(scope="module")
-def serving(browser: Browser, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
-    """Not started if there is no browser."""
-    with serve(tmp_path_factory.mktemp("page"), "cpu", "--gateway-port", "0") as found:
-        yield found
-
-
 @pytest.fixture
-def tab(browser: Browser, serving: Serving) -> Iterator[Tab]:
-    match = re.search(r"^chat\s+(http://\S+)$", serving.shown.read_text(), re.MULTILINE)
+def tab(browser: Browser, gateway: Serving) -> Iterator[Tab]:
+    match = re.search(r"^chat\s+(http://\S+)$", gateway.shown.read_text(), re.MULTILINE)
     assert match is not None
     found = Tab(browser, match[1])
     found.wait_until_usable()
@@ -82,13 +75,13 @@ def test_a_seed_gives_the_same_answer_again(tab: Tab) -> None:
     assert tab.answer() != first
 
 
-def test_escape_ends_the_request_in_the_engine(tab: Tab, serving: Serving) -> None:
+def test_escape_ends_the_request_in_the_engine(tab: Tab, gateway: Serving) -> None:
     tab.send("Count from 1 to 1000, one number per line, and leave none out.")
     tab.page.wait_for_selector(".assistant > .text > *")
     tab.press("Escape")
     tab.wait_until_complete()
     assert "stopped by you" in stats_of(tab)
-    serving.wait_until(lambda: serving.stats().num_running == 0)
+    gateway.wait_until(lambda: gateway.stats().num_running == 0)
 
 
 def test_what_the_server_refuses_is_shown_with_its_reason(tab: Tab) -> None:
