@@ -252,14 +252,21 @@ def read_prompt_error(array: Array) -> InflightError:
 
 
 def merge(earlier: TokenEvent, later: TokenEvent) -> TokenEvent:
-    """Merge two consecutive events of one request."""
+    """Merge two consecutive events of one request; `earlier` must not be used any more.
+
+    Its lists are extended: new ones for each event would take quadratic time for an output that is
+    not streamed.
+    """
+    earlier.token_ids.extend(later.token_ids)
+    earlier.candidates.extend(later.candidates)
+    earlier.prompt_candidates.extend(later.prompt_candidates)
     return msgspec.structs.replace(
         later,
-        token_ids=earlier.token_ids + later.token_ids,
+        token_ids=earlier.token_ids,
         window=earlier.window,
         num_cached_tokens=earlier.num_cached_tokens,
-        candidates=earlier.candidates + later.candidates,
-        prompt_candidates=earlier.prompt_candidates + later.prompt_candidates,
+        candidates=earlier.candidates,
+        prompt_candidates=earlier.prompt_candidates,
     )
 
 

@@ -21,16 +21,16 @@ def test_a_merged_event_equals_that_of_a_single_step():
 
 def test_a_merged_event_has_the_candidates_of_both():
     one, two = [[Candidate(1, -0.5, 1, "a")]], [[Candidate(2, -0.25, 1, "b")]]
-    first = TokenEvent(5, [1], [], 1, candidates=one)
-    assert merge(first, TokenEvent(5, [2], [1], 2, candidates=two)).candidates == one + two
+    first, both = TokenEvent(5, [1], [], 1, candidates=one), one + two
+    assert merge(first, TokenEvent(5, [2], [1], 2, candidates=two)).candidates == both
 
 
 def test_a_merged_event_has_the_logprobs_of_the_whole_prompt():
     one, two = [[], [Candidate(1, -0.5, 1, "a")]], [[Candidate(2, -0.25, 1, "b")]]
-    first = TokenEvent(5, [], [9], prompt_candidates=one)
+    first, both = TokenEvent(5, [], [9], prompt_candidates=one), one + two
     last = TokenEvent(5, [2], [9], 1, prompt_candidates=two)
     merged = merge(first, last)
-    assert merged.prompt_candidates == one + two
+    assert merged.prompt_candidates == both
     assert (merged.token_ids, merged.window, merged.position) == ([2], [9], 1)
 
 
