@@ -205,8 +205,9 @@ class BlockTables:
             return None
 
         copies, tables = [], []
-        for first, keys, num_new, span in zip(firsts, chains, counts, self._spans, strict=True):
-            blocks = pool.acquire(keys)
+        # Of all tables first: a new block may evict any that nobody owns.
+        acquired = [pool.acquire(keys) for keys in chains]
+        for first, blocks, num_new, span in zip(firsts, acquired, counts, self._spans, strict=True):
             new = [pool.allocate() for _ in range(num_new)]
             if num_cached > computed // span * span:
                 # Everything is cached: the last token would be written to a shared block, so copy

@@ -251,6 +251,22 @@ def test_a_prefix_whose_window_was_evicted_is_found_up_to_an_earlier_window() ->
     assert tables._num_cached_tokens(first.block_hashes) == 0
 
 
+def test_new_blocks_of_one_table_do_not_evict_the_prefix_in_another() -> None:
+    tables = make_tables(num_blocks=30, tables=WINDOWED)
+    first = admitted(tables, 1, prompt(24))
+    compute(tables, first)
+    tables.free(first)
+    other = admitted(tables, 2, prompt(60, start=7))  # released later, so evicted later
+    compute(tables, other)
+    tables.free(other)
+    longer = admitted(tables, 3, [*prompt(24), *prompt(60, start=99)])
+    assert longer.num_computed == 24
+    assert [len(table) for table in longer.tables] == [11, 21]
+    owned = longer.tables[0] + longer.tables[1][longer.first_blocks[1] :]
+    assert len(set(owned)) == len(owned)
+    assert all(tables.pool.ref_count(block) == 1 for block in owned)
+
+
 def test_where_all_is_cached_the_last_token_is_computed_in_a_copy_of_each_table() -> None:
     tables = make_tables(num_blocks=20, tables=WINDOWED)
     first = admitted(tables, 1, prompt(16))

@@ -460,3 +460,36 @@ class SearchMachine(EngineMachine):
 
 SearchMachine.TestCase.settings = settings(max_examples=80, stateful_step_count=30, deadline=None)
 TestRandomSearches = SearchMachine.TestCase
+
+
+class CacheMachine(EngineMachine):
+    """Prompts that begin like others, with windows, and room for some of them in the cache."""
+
+    @initialize(
+        num_blocks=st.integers(20, 50),
+        max_num_seqs=st.integers(1, 3),
+        max_num_batched_tokens=st.integers(8, 40),
+        steps_ahead=st.sampled_from([0, 1]),
+        tables=st.sampled_from(
+            [
+                (KVTable(kernel_blocks=2), KVTable((), 5, 1, 2)),
+                (KVTable(), KVTable((), 3, 1, 1)),
+                (KVTable((), 6, 1, 4),),
+            ]
+        ),
+        common=st.lists(st.integers(0, 1), min_size=8, max_size=16),
+    )
+    def start(
+        self, steps_ahead: int, tables: tuple[KVTable, ...], common: list[int], **config: int
+    ) -> None:
+        more = {"block_size": 1, "max_prefill_chunk": None, "max_draft_tokens": 2}
+        super().start(steps_ahead, 4, tables, enable_prefix_caching=True, **more, **config)
+        self.common = common
+
+    @rule(end=st.lists(st.integers(0, 1), max_size=14), length=st.integers(4, 16))
+    def add_a_similar_prompt(self, end: list[int], length: int) -> None:
+        self.add([*self.common[:length], *end], 2, "")
+
+
+CacheMachine.TestCase.settings = settings(max_examples=80, stateful_step_count=30, deadline=None)
+TestRandomPrefixes = CacheMachine.TestCase
