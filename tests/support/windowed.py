@@ -93,7 +93,7 @@ LENGTHS = (220, 200, 140, 150, 30, 1)
 
 @torch.inference_mode()
 def poison_free_blocks(engine: Engine) -> None:
-    """NaN in all blocks that nobody owns: whoever reads one fails."""
+    """NaN in all blocks without an owner: a request that reads one fails."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     runner: Any = engine.runner

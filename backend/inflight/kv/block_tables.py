@@ -205,7 +205,7 @@ class BlockTables:
             return None
 
         copies, tables = [], []
-        # Of all tables first: a new block may evict any that nobody owns.
+        # Of all tables first: a new block may evict any without an owner.
         acquired = [pool.acquire(keys) for keys in chains]
         for first, blocks, num_new, span in zip(firsts, acquired, counts, self._spans, strict=True):
             new = [pool.allocate() for _ in range(num_new)]
