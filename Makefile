@@ -66,7 +66,7 @@ generate: $(VENV)/.dev
 # Without torch, whose builds for CPUs and for CUDA have different hashes. Packages that only torch
 # needs come with it. The versions are the same for Python 3.11 and 3.12.
 lock: $(VENV)/.dev
-	$(BIN)/uv pip compile pyproject.toml --extra triton --extra cuda --extra otel \
+	$(BIN)/uv --system-certs pip compile pyproject.toml --extra triton --extra cuda --extra otel \
 	    --constraint constraints.txt --override .ci/without-torch --generate-hashes \
 	    --python-version 3.11 --python-platform x86_64-manylinux_2_35 \
 	    --default-index https://pypi.org/simple --no-annotate \
@@ -88,16 +88,16 @@ compat: $(VENV)/.dev $(COMPAT)/.installed
 	    $(COMPAT_OPTIONS)
 	$(RUN) $(BIN)/python tests/compat/clients.py suite $(COMPAT_OPTIONS)
 
-# uv finds versions that agree in seconds; pip gives up. torch comes before, as for the server: pip
-# knows where this machine has a build for CPUs.
+# uv finds versions that agree in seconds; pip gives up. It trusts the system's certificates, as pip
+# does. torch comes before, as for the server: pip knows where this machine has a build for CPUs.
 COMPAT_REQUIREMENTS = tests/compat/requirements.txt tests/compat/requirements-vllm.txt
 $(COMPAT)/.installed: $(COMPAT_REQUIREMENTS) $(VENV)/.dev
 	$(RUN) $(BIN)/python -m venv $(COMPAT)
 	$(RUN) $(COMPAT)/bin/python -m pip --disable-pip-version-check install --quiet \
 	    -c constraints.txt torch
-	$(RUN) $(BIN)/uv pip install --quiet --python $(COMPAT)/bin/python \
+	$(RUN) $(BIN)/uv --system-certs pip install --quiet --python $(COMPAT)/bin/python \
 	    -r tests/compat/requirements.txt
-	$(RUN) $(BIN)/uv pip install --quiet --python $(COMPAT)/bin/python \
+	$(RUN) $(BIN)/uv --system-certs pip install --quiet --python $(COMPAT)/bin/python \
 	    --no-deps -r tests/compat/requirements-vllm.txt
 	@touch $@
 
