@@ -47,6 +47,10 @@ class KVCapacity:
     block_size: int
 
     @property
+    def tables(self) -> KVTables:
+        return KVTables(self.layout.tables, self.block_size)
+
+    @property
     def bytes_per_token(self) -> int:
         """Of a token in all layers, if none of them frees it."""
         return replace(self.layout, frees_windows=False).block_bytes(1)
@@ -57,7 +61,7 @@ class KVCapacity:
 
     @property
     def frees_windows(self) -> bool:
-        return any(table.window for table in self.layout.tables)
+        return self.tables.frees_windows
 
     def without_freed_windows(self) -> KVCapacity:
         """The same memory for blocks that are all kept."""
@@ -66,10 +70,8 @@ class KVCapacity:
         return KVCapacity(layout, num_blocks, self.block_size)
 
     def sequences(self, num_tokens: int) -> int:
-        """Sequences of so many tokens: all but the one that was admitted last decode."""
-        tables = KVTables(self.layout.tables, self.block_size)
-        free = self.num_blocks - tables.num_blocks(num_tokens)
-        return 0 if free < 0 else 1 + free // tables.num_kept_blocks(num_tokens)
+        """Sequences of so many tokens (see `KVTables.max_sequences`)."""
+        return self.tables.max_sequences(self.num_blocks, num_tokens)
 
     def report(self, num_tokens: int) -> dict[str, Any]:
         """Fields of a result."""
@@ -108,7 +110,7 @@ def measure(spec: ModelSpec, kv: KVCapacity, num_tokens: int) -> dict[str, Any]:
         max_model_len=num_tokens,
     )
     runner = EchoRunner(config, spec)
-    runner.kv_tables = KVTables(kv.layout.tables, kv.block_size)
+    runner.kv_tables = kv.tables
     engine = Engine(config, runner, num_tokens, eos_token_ids=())
     params = SamplingParams(max_tokens=NUM_OUTPUT, ignore_eos=True)
     num_prompt = num_tokens - NUM_OUTPUT

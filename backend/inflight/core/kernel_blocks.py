@@ -23,3 +23,7 @@ class KernelBlocks:
             return blocks
         offsets = range(0, self.count * self.stride, self.stride)
         return [block + offset for block in blocks for offset in offsets]
+
+    def id_at(self, blocks: list[int], index: int) -> int:
+        """The id of one of them, counted from the first token on."""
+        return blocks[index // self.count] + index % self.count * self.stride

@@ -142,9 +142,10 @@ class CpuRunner:
                     arrays.seq_lens,
                     self.block_size,
                     self._dtype,
+                    kept.window,
                 ),
             )
-            for table in arrays.tables
+            for table, kept in zip(arrays.tables, self.kv_tables.tables, strict=True)
         ]
         return self._model.forward(
             torch.from_numpy(arrays.token_ids),
@@ -161,22 +162,23 @@ class CpuRunner:
             targets = {*split.ids(list(copied))}
             slots: list[int] = []
             for chunk in batch.chunks:
-                slots += self._tail(chunk, split.ids(chunk.sequence.tables[index]), targets)
+                slots += self._tail(chunk, index, targets)
             if not slots:
                 continue
             for cache in self._caches:
                 for view in cache.views[index]:
                     ops.clear_slots(view, torch.tensor(slots))
 
-    def _tail(self, chunk: Chunk, blocks: list[int], copied: set[int]) -> list[int]:
+    def _tail(self, chunk: Chunk, table: int, copied: set[int]) -> list[int]:
         """The slots past a chunk's tokens in kernel blocks that are new to its sequence."""
-        size = self.block_size
+        size, split = self.block_size, self._cache.kernel_blocks[table]
+        blocks = chunk.sequence.tables[table]
         slots: list[int] = []
         # A drafter fills the slots of drafts one by one.
         begin = chunk.end - chunk.num_drafts
         while begin < chunk.end or begin % size:
             index, offset = divmod(begin, size)
-            block = blocks[index]
+            block = split.id_at(blocks, index)
             if chunk.start <= index * size or block in copied:
                 slots.extend(range(block * size + offset, (block + 1) * size))
             begin += size - offset

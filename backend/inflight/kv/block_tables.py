@@ -48,7 +48,7 @@ class BlockTables:
         self.num_reserved = 0
         self._enable_prefix_caching = enable_prefix_caching
         self._tables, self._spans = kv_tables.tables, kv_tables.spans
-        self._frees_windows = any(table.window for table in self._tables)
+        self._frees_windows = kv_tables.frees_windows
         # A cached prefix ends with a block in each table.
         self._unit = max(self._spans)
 

@@ -98,6 +98,11 @@ class KVTables:
         """Tokens of a block, by table."""
         return tuple(table.kernel_blocks * self.block_size for table in self.tables)
 
+    @property
+    def frees_windows(self) -> bool:
+        """Whether blocks of a table are freed once no window reaches them."""
+        return any(table.window for table in self.tables)
+
     def num_blocks(self, num_tokens: int) -> int:
         """Blocks of so many tokens, none of which is freed: those of a sequence when admitted."""
         return sum(-(-num_tokens // span) for span in self.spans)
@@ -108,6 +113,11 @@ class KVTables:
             -(-num_tokens // span) - table.first_kept(num_tokens - 1) // span
             for table, span in zip(self.tables, self.spans, strict=True)
         )
+
+    def max_sequences(self, num_blocks: int, num_tokens: int) -> int:
+        """Sequences of so many tokens in a pool: all decode but the one that is admitted last."""
+        free = num_blocks - self.num_blocks(num_tokens)
+        return 0 if free < 0 else 1 + free // self.num_kept_blocks(num_tokens)
 
     def max_tokens(self, num_blocks: int) -> int:
         """Tokens of the longest sequence that so many blocks hold when it is admitted."""

@@ -15,13 +15,12 @@ import torch
 from torch import Tensor
 
 from inflight.checkpoint import safetensors
-from inflight.checkpoint.checked_fields import read_json
 from inflight.checkpoint.gguf import GgufFile, GgufTensor
 from inflight.checkpoint.locate import Checkpoint
 from inflight.checkpoint.safetensors import StoredTensor
 from inflight.errors import ConfigError
 from inflight.models.quantization.dequantized import DequantizedWeights
-from inflight.models.quantization.recognition import read_format
+from inflight.models.quantization.recognition import format_of
 from inflight.models.registry import family_of
 from inflight.models.spec import ModelSpec
 
@@ -85,7 +84,7 @@ def open_weights(
 
 
 def _folder_weights(path: Path) -> Weights:
-    found = read_format(read_json(path / "config.json"), path)
+    found = format_of(path)
     dtypes = safetensors.WEIGHTS if found is None else safetensors.WEIGHTS + safetensors.QUANTIZED
     stored = safetensors.read_folder(path, dtypes)
     # Old checkpoints contain the rotary frequencies, which follow from the config.

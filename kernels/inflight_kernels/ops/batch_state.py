@@ -145,7 +145,7 @@ class BatchState:
         results: [ring, RESULT_ROWS, N] int32 in pinned host memory.
     """
 
-    def __init__(
+    def __init__(  # the sizes of its buffers
         self,
         layout: StepLayout,
         num_slots: int,

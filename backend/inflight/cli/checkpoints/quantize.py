@@ -10,11 +10,10 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from inflight.checkpoint.checked_fields import read_json
 from inflight.checkpoint.locate import locate
 from inflight.errors import ConfigError
 from inflight.models.loader import linear_names
-from inflight.models.quantization.recognition import read_format
+from inflight.models.quantization.recognition import format_of
 from inflight.models.quantization.writer import KINDS, quantize_folder
 from inflight.models.registry import read_spec
 
@@ -40,7 +39,7 @@ def run(model: str, target: Path, kind: str, *, as_json: bool) -> None:
             f"{checkpoint.path} is a GGUF file; quantize the Hugging Face folder of the model"
         )
     spec = read_spec(checkpoint)
-    found = read_format(read_json(checkpoint.path / "config.json"), checkpoint.path)
+    found = format_of(checkpoint.path)
     if found is not None:
         raise ConfigError(
             f"{checkpoint.path} is quantised already ({found.name}); quantize the model with 16 "

@@ -107,18 +107,12 @@ def plan_memory(
         num_blocks=num_blocks,
         kv_bytes=num_blocks * block_bytes,
         num_tokens=tables.max_tokens(num_blocks),
-        frees_windows=any(table.window for table in tables.tables),
+        frees_windows=tables.frees_windows,
         max_model_len=max_model_len,
-        num_full_sequences=_num_sequences(tables, num_blocks, max_model_len),
+        num_full_sequences=tables.max_sequences(num_blocks, max_model_len),
         max_num_seqs=config.max_num_seqs,
         machine_bytes=machine_bytes,
     )
-
-
-def _num_sequences(tables: KVTables, num_blocks: int, num_tokens: int) -> int:
-    """Sequences of so many tokens that a pool holds: all but one decode, the last is admitted."""
-    free = num_blocks - tables.num_blocks(num_tokens)
-    return 0 if free < 0 else 1 + free // tables.num_kept_blocks(num_tokens)
 
 
 def shortage(plans: list[MemoryPlan]) -> str:

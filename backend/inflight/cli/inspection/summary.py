@@ -11,14 +11,13 @@ from typing import Any
 import msgspec
 
 from inflight.checkpoint import safetensors
-from inflight.checkpoint.checked_fields import read_json
 from inflight.checkpoint.gguf import GgufFile
 from inflight.checkpoint.locate import Checkpoint
 from inflight.cli.inspection.memory_plan import MemoryPlan, plan_memory
 from inflight.config import EngineConfig
 from inflight.models.gpu_support import gpu_obstacle
 from inflight.models.loader import weight_shapes
-from inflight.models.quantization.recognition import read_format
+from inflight.models.quantization.recognition import format_of
 from inflight.models.registry import read_spec
 from inflight.models.spec import ModelSpec, RopeSpec
 from inflight.models.stored_weights import open_weights
@@ -190,7 +189,7 @@ def _file_bytes(checkpoint: Checkpoint) -> int:
 def _quantization(checkpoint: Checkpoint) -> str | None:
     if checkpoint.format == "gguf":
         return None
-    found = read_format(read_json(checkpoint.path / "config.json"), checkpoint.path)
+    found = format_of(checkpoint.path)
     return None if found is None else found.name
 
 

@@ -89,6 +89,11 @@ def read_format(fields: CheckedFields, folder: Path) -> StoredFormat | None:
     return None
 
 
+def format_of(folder: Path) -> StoredFormat | None:
+    """`read_format` of a folder with a config.json."""
+    return read_format(read_json(folder / "config.json"), folder)
+
+
 def _supported(config: dict[str, Any]) -> StoredFormat | None:
     """The format that a quantization_config describes; None if it is not supported."""
     readers = {
