@@ -25,13 +25,15 @@ from inflight.execution.drafters import device_passes
 from inflight.kv.layout import KVTable
 from inflight.models import cuda_placement, decoder_cuda, eagle3_cuda
 from inflight.models.layers import attention, residual
+from inflight.models.quantization.scaled_cuda import QuantizedInputs
 from inflight_kernels.ops import drafting, sampling
 from inflight_kernels.ops.attention_operands import AttentionParams
 from inflight_kernels.ops.batch_state import BatchState, Step
 from inflight_kernels.ops.drafting import DraftLimits, DraftPass
 from inflight_kernels.ops.residual_norm import Addend, Affine, NormParams
 from inflight_kernels.ops.rope import PagedKV, QkNorm
-from inflight_kernels.torch_ops import transformer
+from inflight_kernels.ops.scaled_rows import ScaledRows
+from inflight_kernels.torch_ops import quantization, transformer
 
 # Words of a row's parameters.
 _SLOT, _TYPICAL_P, _TOP_N_SIGMA, _EPSILON_CUTOFF, _XTC_PROBABILITY = (
@@ -375,12 +377,17 @@ def rms_norm(
     eps: float,
     residual: Tensor | None = None,
     *,
-    out: Tensor,
+    out: Tensor | ScaledRows,
     total: Tensor | None = None,
     pdl: bool = False,
 ) -> None:
     normed, found = transformer.rms_norm(x, weight, eps, residual)
-    out.copy_(normed)
+    if isinstance(out, ScaledRows):
+        values, scales = quantization.quantize_rows(normed, out.values.dtype)
+        out.values.copy_(values)
+        out.scales.copy_(scales)
+    else:
+        out.copy_(normed)
     if total is not None:
         total.copy_(found)
 
@@ -439,6 +446,9 @@ class HostLinear:
         self.weight = weight
         self._bias = bias
 
+    def input_rows(self, num_tokens: int) -> None:
+        return None
+
     def product(self, x: Tensor, out: Tensor, num_tokens: int) -> None:
         kind = out.dtype  # logits in float32 are not rounded on their way
         product = transformer.linear(x[:num_tokens].to(kind), self.weight.to(kind), self._bias)
@@ -450,6 +460,35 @@ class HostLinear:
     def gated(self, x: Tensor, gate_up: Tensor, out: Tensor, num_tokens: int) -> None:
         both = transformer.linear(x[:num_tokens], self.weight, self._bias)
         out[:num_tokens] = transformer.silu_mul(both)
+
+
+class HostScaledLinear:
+    """Satisfies `CudaWeight`, of a quantised weight."""
+
+    def __init__(
+        self, weight: ScaledRows, bias: Tensor | None, inputs: QuantizedInputs, invariant: bool
+    ) -> None:
+        self.weight = weight
+        self._bias = bias
+        self._inputs = inputs
+
+    def input_rows(self, num_tokens: int) -> ScaledRows:
+        return self._inputs.rows(num_tokens, self.weight.values.shape[1])
+
+    def product(self, x: Tensor | ScaledRows, out: Tensor, num_tokens: int) -> None:
+        out[:num_tokens] = self._product(x, num_tokens)
+
+    def add(self, x: Tensor | ScaledRows, total: Tensor, num_tokens: int) -> None:
+        total[:num_tokens] += self._product(x, num_tokens)
+
+    def gated(self, x: Tensor | ScaledRows, gate_up: Tensor, out: Tensor, num_tokens: int) -> None:
+        out[:num_tokens] = transformer.silu_mul(self._product(x, num_tokens))
+
+    def _product(self, x: Tensor | ScaledRows, num_tokens: int) -> Tensor:
+        if isinstance(x, Tensor):
+            return quantization.quantized_linear(x[:num_tokens], *self.weight, self._bias)
+        wide, weight = (quantization.dequantize_rows(*rows) for rows in (x, self.weight))
+        return transformer.linear(wide, weight, self._bias)
 
 
 def workspace_size(*shape: int, batch_invariant: bool) -> int:

@@ -23,6 +23,7 @@ from inflight.models.cuda_placement import CudaPlacement
 from inflight.models.gpu_support import gpu_obstacle
 from inflight.models.layers.attention import Attention, ForwardInputs, RotaryTables
 from inflight.models.layers.linear import INVARIANT_ROWS, CudaWeight
+from inflight.models.layers.norm import NormWeights
 from inflight.models.layers.residual import ResidualStream, residual_stream
 from inflight.models.loader import (
     LayerWeights,
@@ -33,6 +34,7 @@ from inflight.models.loader import (
 from inflight.models.spec import Activation, AttentionSpec, LayerSpec, MlpSpec, ModelSpec
 from inflight_kernels.ops import activation
 from inflight_kernels.ops.embedding import embedding
+from inflight_kernels.ops.linear.operands import Operand
 from inflight_kernels.ops.logits import scale_cap
 from inflight_kernels.ops.residual_norm import norm_columns
 from inflight_kernels.ops.rope import PagedKV, QkNorm
@@ -230,7 +232,7 @@ class Decoder:
         # After its keys and values, the last layer is computed only for these rows.
         num_kept = num_tokens if spec.num_layers in aux_layers else num_rows
         normed, qkv = buffers.normed[:num_tokens], buffers.qkv[:num_tokens]
-        residual, attended, x = self._residual, buffers.attended, buffers.normed
+        residual, attended = self._residual, buffers.attended
 
         residual.begin(inputs.token_ids[:num_tokens], weights.embedding)
         passes = [
@@ -239,10 +241,10 @@ class Decoder:
         ]
         layers = zip(weights.layers, self._attention_of, self._qk_norms, cache.layers, strict=True)
         for index, (own, which, qk_norm, pair) in enumerate(islice(layers, last + 1)):
-            residual.norm(own.attention_norm, normed)
+            x = self._norm(residual, own.attention_norm, own.qkv, num_tokens)
             for aux in aux_layers.get(index, ()):
                 aux[:num_tokens].copy_(residual.hidden[:num_tokens])
-            own.qkv.product(buffers.normed, buffers.qkv, num_tokens)
+            own.qkv.product(x, buffers.qkv, num_tokens)
             self._norm_whole_rows(own, spec.layers[index].attention, qkv)
             kv = PagedKV(*pair)
             if index == last and not num_kept:
@@ -286,6 +288,20 @@ class Decoder:
             if spec.logit_scale != 1.0 or spec.logit_cap:
                 scale_cap(self.logits[:num_rows], spec.logit_scale, spec.logit_cap, pdl=True)
 
+    def _norm(
+        self,
+        residual: ResidualStream,
+        norm: NormWeights | None,
+        linear: CudaWeight,
+        num_tokens: int,
+    ) -> Operand:
+        """The norm of the stream as input of a linear layer: quantised if that saves a kernel, or
+        the entire buffer `normed`."""
+        rows = linear.input_rows(num_tokens) if residual.quantizes else None
+        out = self._buffers.normed
+        residual.norm(norm, out[:num_tokens] if rows is None else rows)
+        return out if rows is None else rows
+
     def _norm_whole_rows(
         self, own: LayerWeights[CudaWeight], attention: AttentionSpec, qkv: Tensor
     ) -> None:
@@ -300,7 +316,7 @@ class Decoder:
         own: LayerWeights[CudaWeight],
         layer: LayerSpec,
         attended: Tensor,
-        x: Tensor,
+        x: Operand,
         residual: ResidualStream,
         num_tokens: int,
     ) -> None:
@@ -312,12 +328,12 @@ class Decoder:
             self._activate(own, layer.mlp, x, num_tokens)
             residual.add_parallel(buffers.gated, own.down, num_tokens)
             return
-        residual.norm(own.mlp_norm, buffers.normed[:num_tokens])
-        self._activate(own, layer.mlp, buffers.normed, num_tokens)
+        x = self._norm(residual, own.mlp_norm, own.gate_up, num_tokens)
+        self._activate(own, layer.mlp, x, num_tokens)
         residual.add(buffers.gated, own.down, num_tokens, own.mlp_post_norm, scale)
 
     def _activate(
-        self, own: LayerWeights[CudaWeight], mlp: MlpSpec, x: Tensor, num_tokens: int
+        self, own: LayerWeights[CudaWeight], mlp: MlpSpec, x: Operand, num_tokens: int
     ) -> None:
         """The first linear layer of an MLP and its activation: x -> gated; entire buffers."""
         buffers = self._buffers

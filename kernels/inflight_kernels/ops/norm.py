@@ -5,11 +5,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from inflight_kernels.ops.scaled_rows import ScaledRows
 from inflight_kernels.runtime.compile import Instantiation
 from inflight_kernels.runtime.launch import STORAGE_TYPES, check, kernel, name_of, vectors_in
 
 _MAX_THREADS = 512
 _VECTORS_PER_THREAD = (1, 2, 4, 8)
+
+_QUANTIZED_TYPES = {torch.bfloat16: STORAGE_TYPES[torch.bfloat16]}
+"""Types of x whose norm can be quantised."""
 
 MAX_HIDDEN_BYTES = 16 * _MAX_THREADS * _VECTORS_PER_THREAD[-1]
 """A row is kept in the registers of one block: 16384 float32 values, or 32768 of 16 bits."""
@@ -21,7 +25,7 @@ def rms_norm(
     eps: float,
     residual: Tensor | None = None,
     *,
-    out: Tensor,
+    out: Tensor | ScaledRows,
     total: Tensor | None = None,
     pdl: bool = False,
 ) -> None:
@@ -35,7 +39,8 @@ def rms_norm(
         eps: added to the mean square.
         residual: [n, hidden], of the total's type; None for zero: then total is None, or x in
             float32.
-        out: [n, hidden]; may alias x or, if of the same type, residual.
+        out: [n, hidden]; may alias x or, if of the same type, residual. If it is to be quantised, x
+            is bfloat16.
         total: [n, hidden], of x's type or float32; may alias residual or, if of the same type, x,
             but not out.
         pdl: see `Kernel`; the preceding kernel must not write `weight`, which is read early.
@@ -47,7 +52,13 @@ def rms_norm(
     num_rows, hidden = x.shape
     check("x", x, (num_rows, hidden), x.dtype)
     check("weight", weight, (hidden,), torch.float32)
-    check("out", out, (num_rows, hidden), x.dtype)
+    if isinstance(out, ScaledRows):
+        name_of(_QUANTIZED_TYPES, "x", x)
+        out.check("out", num_rows, hidden)
+        outputs: tuple[Tensor, ...] = tuple(out)
+    else:
+        check("out", out, (num_rows, hidden), x.dtype)
+        outputs = (out,)
     widens = total is not None and total.dtype != x.dtype
     sum_type = torch.float32 if widens else x.dtype
     if (residual is None) != (total is None) and not (widens and residual is None):
@@ -56,20 +67,21 @@ def rms_norm(
         check("residual", residual, (num_rows, hidden), sum_type)
     if total is not None:
         check("total", total, (num_rows, hidden), sum_type)
-        if num_rows and _same_memory(total, out):
+        if num_rows and _same_memory(total, outputs[0]):
             raise ValueError("total and out must not share memory")
     vectors = vectors_in("hidden", hidden, x.dtype)
     per_thread, threads = block_of(vectors, hidden, sum_type)
     if not num_rows:
         return
-    kernel("norm", _name(storage, STORAGE_TYPES[sum_type], per_thread, residual is not None))(
+    name = _name(storage, STORAGE_TYPES[sum_type], per_thread, residual is not None)
+    kernel("norm", f"scaled_{name}" if isinstance(out, ScaledRows) else name)(
         num_rows,
         threads,
         x,
         x if residual is None else residual,
         weight,
-        out if total is None else total,
-        out,
+        outputs[0] if total is None else total,
+        *outputs,
         hidden,
         eps,
         pdl=pdl,
@@ -110,4 +122,9 @@ def instantiations() -> list[Instantiation]:
         for per_thread in _VECTORS_PER_THREAD[: None if sum_type == storage else -1]
         for adds in (True, False)
     )
-    return [("norm", names, ())]
+    quantized = tuple(
+        f"scaled_{name}"
+        for name in names
+        if name.startswith(tuple(f"rms_norm<{storage}," for storage in _QUANTIZED_TYPES.values()))
+    )
+    return [("norm", names + quantized, ())]

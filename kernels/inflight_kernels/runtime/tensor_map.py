@@ -25,12 +25,15 @@ def matrix_map(matrix: Tensor, box: tuple[int, int], l2_sector: L2Sector) -> obj
     """A tensor map of a matrix, to be passed to a kernel by value.
 
     Args:
-        matrix: [rows, columns] of 16-bit values on a GPU; each row contiguous, rows may be strided.
-        box: rows and columns per copy. 64 columns are 128 bytes, swizzled in chunks of 16.
+        matrix: [rows, columns] of 8- or 16-bit values on a GPU; each row contiguous, rows may be
+            strided.
+        box: rows and columns per copy. 128 bytes of columns are swizzled in chunks of 16.
         l2_sector: bytes that a read promotes to the L2 cache.
     """
     rows, columns = matrix.shape
-    return _encode(matrix.data_ptr(), rows, columns, matrix.stride(0), box, l2_sector)
+    itemsize = matrix.itemsize
+    address, stride = matrix.data_ptr(), matrix.stride(0)
+    return _encode(address, rows, columns, stride, box, l2_sector, itemsize)
 
 
 @cleared_by_recordings
@@ -42,29 +45,32 @@ def _encode(
     row_stride: int,
     box: tuple[int, int],
     l2_sector: L2Sector,
+    itemsize: int,
 ) -> object:
     if launched() is not None:
         return None
-    matrix = _Matrix(address, (rows, columns), row_stride)
+    matrix = _Matrix(address, (rows, columns), row_stride, itemsize)
     return StridedMemoryView.from_any_interface(matrix, stream_ptr=-1).as_tensor_map(
         box,
-        data_type=np.uint16,
+        data_type=np.dtype(f"u{itemsize}"),
         swizzle=SWIZZLE_128B,
         l2_promotion=L2_PROMOTIONS[l2_sector],
     )
 
 
 class _Matrix:
-    """16-bit values in device memory, for the CUDA array interface.
+    """Values in device memory, for the CUDA array interface.
 
     A tensor map created from a tensor would keep its memory alive in the cache of maps.
     """
 
-    def __init__(self, address: int, shape: tuple[int, int], row_stride: int) -> None:
+    def __init__(
+        self, address: int, shape: tuple[int, int], row_stride: int, itemsize: int
+    ) -> None:
         self.__cuda_array_interface__: dict[str, Any] = {
             "version": 3,
             "shape": shape,
-            "strides": (2 * row_stride, 2),
-            "typestr": "<u2",
+            "strides": (itemsize * row_stride, itemsize),
+            "typestr": f"<u{itemsize}",
             "data": (address, False),
         }

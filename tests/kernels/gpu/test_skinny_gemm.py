@@ -10,6 +10,7 @@ import torch.nn.functional as F
 
 from guarded import ROUNDING, Guarded, relative_error
 from inflight_kernels.ops.linear import skinny_gemm
+from inflight_kernels.ops.linear.operands import STAGE_DEPTH_BYTES
 from inflight_kernels.ops.linear.skinny_gemm import MAX_TOKENS, Plan, linear, plan
 from inflight_kernels.runtime.launch import num_multiprocessors
 from inflight_kernels.torch_ops import transformer
@@ -45,8 +46,9 @@ def _float32_error(cut: Plan, k: int) -> float:
     result at most. A chain has k / 16 additions, or half of them in each block of a pair. The sum
     of both is rounded: 16 half units are plenty for it.
     """
-    steps = math.ceil(k / skinny_gemm._DEPTH / (2 if cut.pair else 1))
-    return (steps * skinny_gemm._DEPTH // 16 + 16) * 2.0**-24
+    depth = STAGE_DEPTH_BYTES // 2
+    steps = math.ceil(k / depth / (2 if cut.pair else 1))
+    return (steps * depth // 16 + 16) * 2.0**-24
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -3,14 +3,18 @@ a module of `quantization`.
 
 Shapes: T valid tokens, in buffers with more rows; weights [n, k] as in checkpoints. On a GPU the
 methods take entire buffers because batch-invariant mode computes tiles of a fixed size, padding
-rows included.
+rows included; an x that is quantised already has its T rows alone.
 """
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from torch import Tensor
+
+if TYPE_CHECKING:  # where there is no GPU, what the kernels import need not be installed
+    from inflight_kernels.ops.linear.operands import Operand
+    from inflight_kernels.ops.scaled_rows import ScaledRows
 
 INVARIANT_ROWS = 128
 """Rows of a batch-invariant tile. Buffers have a multiple of it."""
@@ -26,11 +30,17 @@ class CpuWeight(Protocol):
 class CudaWeight(Protocol):
     """A weight on a GPU, with the three forms of a linear layer in a transformer."""
 
-    def product(self, x: Tensor, out: Tensor, num_tokens: int) -> None:
+    def input_rows(self, num_tokens: int) -> ScaledRows | None:
+        """Memory for x, quantised as this weight multiplies it; None if it takes x as it is.
+
+        It is overwritten by the next call, of any weight, and by products with x in 16 bits.
+        """
+
+    def product(self, x: Operand, out: Tensor, num_tokens: int) -> None:
         """out = x @ weight.T + bias, out in float32 or in x's dtype."""
 
-    def add(self, x: Tensor, total: Tensor, num_tokens: int) -> None:
+    def add(self, x: Operand, total: Tensor, num_tokens: int) -> None:
         """total += x @ weight.T + bias"""
 
-    def gated(self, x: Tensor, gate_up: Tensor, out: Tensor, num_tokens: int) -> None:
+    def gated(self, x: Operand, gate_up: Tensor, out: Tensor, num_tokens: int) -> None:
         """out = silu(gate) * up, where gate | up = x @ weight.T + bias; gate_up is scratch."""

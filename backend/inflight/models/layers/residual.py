@@ -15,6 +15,7 @@ from inflight.models.layers.linear import CudaWeight
 from inflight.models.layers.norm import NormWeights
 from inflight.models.spec import ModelSpec
 from inflight_kernels.ops.embedding import embedding
+from inflight_kernels.ops.linear.operands import Operand, values_of
 from inflight_kernels.ops.norm import rms_norm
 from inflight_kernels.ops.residual_norm import Addend, Affine, NormParams, add_norm
 
@@ -32,9 +33,11 @@ class ResidualStream(Protocol):
 
     Attributes:
         hidden: [num_rows, hidden_size], complete after a norm.
+        quantizes: whether `norm` can quantise its output.
     """
 
     hidden: Tensor
+    quantizes: bool
 
     def begin(self, token_ids: Tensor, table: Tensor) -> None:
         """Initialise with the embeddings of tokens [T]."""
@@ -42,12 +45,13 @@ class ResidualStream(Protocol):
     def take(self, rows: Tensor, whole: ResidualStream, num_tokens: int) -> None:
         """Initialise with rows [n] of another stream of T tokens, after a norm."""
 
-    def norm(self, norm: NormWeights | None, out: Tensor) -> None:
-        """The norm of the first rows into out [T, hidden_size]; without one, these rows."""
+    def norm(self, norm: NormWeights | None, out: Operand) -> None:
+        """The norm of the first rows into out [T, hidden_size], which may be quantised if it
+        `quantizes`; without a norm, these rows."""
 
     def add(
         self,
-        x: Tensor,
+        x: Operand,
         linear: CudaWeight,
         num_tokens: int,
         norm: NormWeights | None = None,
@@ -63,7 +67,7 @@ class ResidualStream(Protocol):
             scale: of what is added.
         """
 
-    def add_parallel(self, x: Tensor, linear: CudaWeight, num_tokens: int) -> None:
+    def add_parallel(self, x: Operand, linear: CudaWeight, num_tokens: int) -> None:
         """Add linear(x) to what the preceding `add` adds, before its scale."""
 
 
@@ -92,6 +96,8 @@ class Residual:
         device: the GPU.
     """
 
+    quantizes = True
+
     def __init__(
         self, spec: ModelSpec, num_rows: int, dtype: torch.dtype, device: torch.device
     ) -> None:
@@ -104,13 +110,14 @@ class Residual:
     def take(self, rows: Tensor, whole: ResidualStream, num_tokens: int) -> None:
         embedding(rows, whole.hidden[:num_tokens], out=self.hidden[: len(rows)], pdl=True)
 
-    def norm(self, norm: NormWeights | None, out: Tensor) -> None:
+    def norm(self, norm: NormWeights | None, out: Operand) -> None:
         assert norm is not None
-        rms_norm(self.hidden[: len(out)], norm.weight, self._eps, out=out, pdl=True)
+        rows = self.hidden[: len(values_of(out))]
+        rms_norm(rows, norm.weight, self._eps, out=out, pdl=True)
 
     def add(
         self,
-        x: Tensor,
+        x: Operand,
         linear: CudaWeight,
         num_tokens: int,
         norm: NormWeights | None = None,
@@ -118,7 +125,7 @@ class Residual:
     ) -> None:
         linear.add(x, self.hidden, num_tokens)
 
-    def add_parallel(self, x: Tensor, linear: CudaWeight, num_tokens: int) -> None:
+    def add_parallel(self, x: Operand, linear: CudaWeight, num_tokens: int) -> None:
         linear.add(x, self.hidden, num_tokens)
 
 
@@ -140,17 +147,18 @@ class WideResidual(Residual):
         embedding(token_ids, table, out=self._addend[: len(token_ids)], pdl=True)
         self._is_new = True
 
-    def norm(self, norm: NormWeights | None, out: Tensor) -> None:
+    def norm(self, norm: NormWeights | None, out: Operand) -> None:
         assert norm is not None
-        total = self.hidden[: len(out)]
+        num_tokens = len(values_of(out))
+        total = self.hidden[:num_tokens]
         residual = None if self._is_new else total
-        addend = self._addend[: len(out)]
+        addend = self._addend[:num_tokens]
         rms_norm(addend, norm.weight, self._eps, residual, out=out, total=total, pdl=True)
         self._is_new = False
 
     def add(
         self,
-        x: Tensor,
+        x: Operand,
         linear: CudaWeight,
         num_tokens: int,
         norm: NormWeights | None = None,
@@ -158,7 +166,7 @@ class WideResidual(Residual):
     ) -> None:
         linear.product(x, self._addend, num_tokens)
 
-    def add_parallel(self, x: Tensor, linear: CudaWeight, num_tokens: int) -> None:
+    def add_parallel(self, x: Operand, linear: CudaWeight, num_tokens: int) -> None:
         linear.add(x, self._addend, num_tokens)
 
 
@@ -167,6 +175,8 @@ class NormedResidual(WideResidual):
 
     Args: as above.
     """
+
+    quantizes = False
 
     def __init__(
         self, spec: ModelSpec, num_rows: int, dtype: torch.dtype, device: torch.device
@@ -182,7 +192,8 @@ class NormedResidual(WideResidual):
         super().begin(token_ids, table)
         self._norm, self._scale = None, self._embedding_scale
 
-    def norm(self, norm: NormWeights | None, out: Tensor) -> None:
+    def norm(self, norm: NormWeights | None, out: Operand) -> None:
+        assert isinstance(out, Tensor), "its norms are not quantised"
         addend = Addend(self._addend[: len(out)], _affine(self._norm), self._scale)
         total = self.hidden[: len(out)]
         add_norm(
@@ -198,7 +209,7 @@ class NormedResidual(WideResidual):
 
     def add(
         self,
-        x: Tensor,
+        x: Operand,
         linear: CudaWeight,
         num_tokens: int,
         norm: NormWeights | None = None,

@@ -12,6 +12,7 @@ from torch import Tensor
 from inflight.models.layers.linear import INVARIANT_ROWS
 from inflight_kernels.ops.activation import silu_mul
 from inflight_kernels.ops.linear import gemm, skinny_gemm
+from inflight_kernels.ops.linear.operands import Operand
 
 
 class CudaLinear:
@@ -28,7 +29,11 @@ class CudaLinear:
         self._bias = bias
         self._batch_invariant = batch_invariant
 
-    def product(self, x: Tensor, out: Tensor, num_tokens: int) -> None:
+    def input_rows(self, num_tokens: int) -> None:
+        return None
+
+    def product(self, x: Operand, out: Tensor, num_tokens: int) -> None:
+        assert isinstance(x, Tensor), "quantised inputs are for quantised weights"
         weight, bias = self.weight, self._bias
         widens = out.dtype != x.dtype
         n, k = weight.shape
@@ -46,7 +51,8 @@ class CudaLinear:
                 else:
                     torch.addmm(bias, x[rows], weight.t(), out=out[rows])
 
-    def add(self, x: Tensor, total: Tensor, num_tokens: int) -> None:
+    def add(self, x: Operand, total: Tensor, num_tokens: int) -> None:
+        assert isinstance(x, Tensor), "quantised inputs are for quantised weights"
         weight, bias = self.weight, self._bias
         if self._uses_skinny_gemm(num_tokens):
             target = total[:num_tokens]
@@ -57,7 +63,8 @@ class CudaLinear:
             if bias is not None:
                 total[rows].add_(bias)
 
-    def gated(self, x: Tensor, gate_up: Tensor, out: Tensor, num_tokens: int) -> None:
+    def gated(self, x: Operand, gate_up: Tensor, out: Tensor, num_tokens: int) -> None:
+        assert isinstance(x, Tensor), "quantised inputs are for quantised weights"
         n, k = self.weight.shape
         taken, target = x[:num_tokens], out[:num_tokens]
         if self._uses_skinny_gemm(num_tokens):

@@ -1,16 +1,16 @@
 // RMSNorm with fused residual addition, in one pass over memory.
-#include "common.cuh"
+#include "eight_bit.cuh"
 
 // One block per row of `hidden` values, covered by blockDim.x * VECTORS 16-byte vectors of T. The
 // residual and `total` are in R, which is T or float. A row is kept in registers between its sum of
 // squares and its scaling. If types are equal, `total` and `out` may alias `x` or `residual`: a
 // thread writes only what it has read itself.
 //
-// ADD: there is a residual. Without one `total` is written only if it is x in another type.
-template <typename T, typename R, int VECTORS, bool ADD>
-__global__ void __launch_bounds__(512)
-    rms_norm(const T* x, const R* residual, const float* weight, R* total, T* out, int hidden,
-             float eps) {
+// ADD: there is a residual. Without one `total` is written only if it is x in another type. Out: T,
+// or E4m3 with a scale for each row.
+template <typename T, typename R, typename Out, int VECTORS, bool ADD>
+__device__ __forceinline__ void norm_row(const T* x, const R* residual, const float* weight,
+                                         R* total, Out* out, float* scales, int hidden, float eps) {
     constexpr int N = VECTOR<T>, M = VECTOR<R>;
     constexpr int PARTS = N / M;  // vectors of R with the values of one of T
     static_assert(PARTS * M == N, "R has at least the size of T");
@@ -71,19 +71,64 @@ __global__ void __launch_bounds__(512)
     }
     const float scale = rsqrtf(block_sum(squares, partial) / hidden + eps);
 
+    // Values of a vector, normed.
+    const auto normed = [&](int i, int column, float(&a)[N]) {
+        float(&w)[N] = weights[EARLY ? i : 0];
+        if (!EARLY) load_floats(weight + column, w);
 #pragma unroll
-    for (int i = 0; i < VECTORS; i++) {
-        const int column = (i * blockDim.x + threadIdx.x) * N;
-        if (column < hidden) {
-            float a[N];
-            float(&w)[N] = weights[EARLY ? i : 0];
-            if (!EARLY) load_floats(weight + column, w);
+        for (int part = 0; part < PARTS; part++)
+            unpack<R>(sums[i][part], *reinterpret_cast<float(*)[M]>(a + part * M));
 #pragma unroll
-            for (int part = 0; part < PARTS; part++)
-                unpack<R>(sums[i][part], *reinterpret_cast<float(*)[M]>(a + part * M));
+        for (int j = 0; j < N; j++) a[j] *= scale * w[j];
+    };
+    if constexpr (SAME<Out, T>) {
 #pragma unroll
-            for (int j = 0; j < N; j++) a[j] *= scale * w[j];
-            store_vector(out + row + column, pack<T>(a));
+        for (int i = 0; i < VECTORS; i++) {
+            const int column = (i * blockDim.x + threadIdx.x) * N;
+            if (column < hidden) {
+                float a[N];
+                normed(i, column, a);
+                store_vector(out + row + column, pack<T>(a));
+            }
+        }
+    } else {
+        __shared__ unsigned maxima[32];
+        unsigned largest = 0;
+#pragma unroll
+        for (int i = 0; i < VECTORS; i++) {
+            const int column = (i * blockDim.x + threadIdx.x) * N;
+            if (column < hidden) {
+                float a[N];
+                normed(i, column, a);
+#pragma unroll
+                for (int j = 0; j < N; j++) largest = max(largest, magnitude(a[j]));
+            }
+        }
+        const RowScale quantized(block_max(largest, maxima));
+        if (threadIdx.x == 0) scales[blockIdx.x] = quantized.scale;
+#pragma unroll
+        for (int i = 0; i < VECTORS; i++) {
+            const int column = (i * blockDim.x + threadIdx.x) * N;
+            if (column < hidden) {
+                float a[N];
+                normed(i, column, a);
+                store_e4m3<T>(out + row + column, quantized, a);
+            }
         }
     }
+}
+
+template <typename T, typename R, int VECTORS, bool ADD>
+__global__ void __launch_bounds__(512)
+    rms_norm(const T* x, const R* residual, const float* weight, R* total, T* out, int hidden,
+             float eps) {
+    norm_row<T, R, T, VECTORS, ADD>(x, residual, weight, total, out, nullptr, hidden, eps);
+}
+
+// The same, quantised by rows.
+template <typename T, typename R, int VECTORS, bool ADD>
+__global__ void __launch_bounds__(512)
+    scaled_rms_norm(const T* x, const R* residual, const float* weight, R* total, E4m3* out,
+                    float* scales, int hidden, float eps) {
+    norm_row<T, R, E4m3, VECTORS, ADD>(x, residual, weight, total, out, scales, hidden, eps);
 }

@@ -11,7 +11,6 @@ namespace gemm {
 
 constexpr int GROUPS = 2;            // consumer warpgroups
 constexpr int TOKENS = GROUPS * 64;  // of a tile
-constexpr int DEPTH = 64;            // columns per stage
 constexpr int TILES_AT_ONCE = 8;     // along the tokens, that are iterated over together
 
 // Registers per producer and consumer thread, of 65536 per multiprocessor.
@@ -136,24 +135,43 @@ __device__ inline float silu_mul(float gate, float up) {
     return __fdividef(gate, 1.0f + __expf(-gate)) * up;
 }
 
-// out[m, n'] = epilogue(x[m, k] @ weight[n, k]^T), n' and k multiples of 8.
-// Epilogue: + bias; if GATED, with a weight of gate | up: silu(gate) * up, n' = n / 2; + residual.
-// bias and residual may be null; out may alias the residual. SHARE_WEIGHT: the blocks of a cluster
-// have the same rows, otherwise the same tokens. Boxes of maps: [TOKENS, DEPTH] of x, half as many
-// rows if shared, and [ROWS / 2, DEPTH] of weight.
-// Threads: GROUPS + 1 warpgroups. Dynamic shared memory:
-// 1024 + STAGES * ((TOKENS + ROWS) * DEPTH * 2 + 16) bytes.
-template <typename T, typename Out, int ROWS, int STAGES, bool GATED, bool SHARE_WEIGHT>
-__global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(128 * (GROUPS + 1), 1)
-    gemm(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap weight,
-         const T* bias, const T* residual, Out* out, int m, int n, int k) {
+// Multiply sums by the scales of this thread's two tokens and of their rows. Columns past the end
+// are not stored: their loads need no branches, which would make each wait for the one before.
+template <int PARTS>
+__device__ void apply_scales(float* acc, const float (&token_scale)[2], const float* row_scales,
+                             int column, int width) {
+    const int first = column + 2 * (threadIdx.x % 4);
+#pragma unroll
+    for (int j = 0; j < PARTS; j++) {
+        const int at = min(first + 8 * j, width - 2);
+        const float2 rows = __ldg(reinterpret_cast<const float2*>(row_scales + at));
+        acc[4 * j] *= token_scale[0] * rows.x;
+        acc[4 * j + 1] *= token_scale[0] * rows.y;
+        acc[4 * j + 2] *= token_scale[1] * rows.x;
+        acc[4 * j + 3] *= token_scale[1] * rows.y;
+    }
+}
+
+__device__ inline void prefetch_l2(const void* address) {
+    asm volatile("prefetch.global.L2 [%0];" ::"l"(address));
+}
+
+// See gemm. In: type of x and weight. The scales are null unless SCALED.
+template <typename In, typename T, typename Out, int ROWS, int STAGES, bool GATED,
+          bool SHARE_WEIGHT>
+__device__ __forceinline__ void mainloop(const TensorMap& x, const TensorMap& weight,
+                                         const float* token_scales, const float* row_scales,
+                                         const T* bias, const T* residual, Out* out, int m, int n,
+                                         int k) {
+    constexpr bool SCALED = sizeof(In) == 1;
+    constexpr int DEPTH = STAGE_DEPTH<In>;
     constexpr int STAGE = (TOKENS + ROWS) * DEPTH;
     constexpr int HALF = ROWS / 2;                // rows per box
     constexpr int COLUMNS = GATED ? HALF : ROWS;  // of out, in a tile
     constexpr int PARTS = ROWS / 8;
 
     extern __shared__ char memory[];
-    T* const ring = reinterpret_cast<T*>(memory + (-shared_address(memory) & 1023));
+    In* const ring = reinterpret_cast<In*>(memory + (-shared_address(memory) & 1023));
     Barrier* const full = reinterpret_cast<Barrier*>(ring + STAGES * STAGE);
     Barrier* const empty = full + STAGES;
 
@@ -184,7 +202,7 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(128 * (GROUPS + 1), 
             prefetch_tensor_map(&weight);
             prefetch_tensor_map(&x);
             const auto copy_weight = [&](int slot, const Place& place, int step) {
-                T* const target = ring + slot * STAGE + TOKENS * DEPTH;
+                In* const target = ring + slot * STAGE + TOKENS * DEPTH;
                 const int next = GATED ? width : HALF;  // from one box to the next
                 if (SHARE_WEIGHT) {
                     tma_load_multicast(target + rank * HALF * DEPTH, &weight,
@@ -197,7 +215,7 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(128 * (GROUPS + 1), 
                 }
             };
             const auto copy_x = [&](int slot, const Place& place, int step) {
-                T* const target = ring + slot * STAGE;
+                In* const target = ring + slot * STAGE;
                 if (SHARE_WEIGHT)
                     tma_load(target, &x, (2 * place.tokens + rank) * TOKENS, step * DEPTH,
                              full + slot);
@@ -210,7 +228,7 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(128 * (GROUPS + 1), 
             const Place first = find(first_tile, token_tiles, row_tiles);
             const int ahead = min(STAGES, steps);
             for (int s = 0; s < ahead; s++) {
-                arrive_expect_tx(full + s, STAGE * sizeof(T));
+                arrive_expect_tx(full + s, STAGE * sizeof(In));
                 copy_weight(s, first, s);
             }
             pdl_wait();
@@ -220,7 +238,7 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(128 * (GROUPS + 1), 
                 const Place place = find(tile, token_tiles, row_tiles);
                 for (; step < steps; step++) {
                     barrier_wait(empty + slot, parity ^ 1);
-                    arrive_expect_tx(full + slot, STAGE * sizeof(T));
+                    arrive_expect_tx(full + slot, STAGE * sizeof(In));
                     copy_weight(slot, place, step);
                     copy_x(slot, place, step);
                     if (++slot == STAGES) {
@@ -250,34 +268,70 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(128 * (GROUPS + 1), 
         int slot = 0, parity = 0;
         for (int tile = first_tile; tile < tiles; tile += clusters) {
             const Place place = find(tile, token_tiles, row_tiles);
-            float acc[ROWS / 2];
-            int before = 0;
-            for (int step = 0; step < steps; step++) {
-                barrier_wait(full + slot, parity);
-                const int offset = slot * (STAGE * 2 / 16);
-                wgmma_fence();
-#pragma unroll
-                for (int d = 0; d < DEPTH / 16; d++)
-                    wgmma<T, ROWS>(acc, tokens + offset + 2 * d, rows + offset + 2 * d,
-                                      step != 0 || d != 0);
-                wgmma_commit();
-                if (step != 0) {
-                    wgmma_wait<1>();
-                    release(before);
-                }
-                before = slot;
-                if (++slot == STAGES) {
-                    slot = 0;
-                    parity ^= 1;
-                }
-            }
-            wgmma_wait<0>();
-            fence_operand(acc);
-            release(before);
-
             const int token = (SHARE_WEIGHT ? 2 * place.tokens + rank : place.tokens) * TOKENS +
                               warp * 16 + lane / 4;
             const int column = (SHARE_WEIGHT ? place.rows : 2 * place.rows + rank) * COLUMNS;
+            float token_scale[2] = {};
+            if constexpr (SCALED) {
+#pragma unroll
+                for (int i = 0; i < 2; i++)
+                    token_scale[i] = load_l2(token_scales + min(token + 8 * i, m - 1));
+                // 128 bytes each, of the rows that are needed in the end.
+                if (lane < (COLUMNS + 31) / 32) {
+                    const int row = min(column + 32 * lane, width - 1);
+                    prefetch_l2(row_scales + row);
+                    if (GATED) prefetch_l2(row_scales + width + row);
+                }
+            }
+            float acc[ROWS / 2], promoted[SCALED ? ROWS / 2 : 1] = {};
+            // The product of a range of columns -> acc.
+            const auto multiply = [&](int first_step, int last_step) {
+                int before = 0;
+                for (int step = first_step; step < last_step; step++) {
+                    barrier_wait(full + slot, parity);
+                    const int offset = slot * (STAGE * static_cast<int>(sizeof(In)) / 16);
+                    wgmma_fence();
+#pragma unroll
+                    for (int d = 0; d < 4; d++)
+                        wgmma<In, ROWS>(acc, tokens + offset + 2 * d, rows + offset + 2 * d,
+                                        step != first_step || d != 0);
+                    wgmma_commit();
+                    if (step != first_step) {
+                        wgmma_wait<1>();
+                        release(before);
+                    }
+                    before = slot;
+                    if (++slot == STAGES) {
+                        slot = 0;
+                        parity ^= 1;
+                    }
+                }
+                wgmma_wait<0>();
+                fence_operand(acc);
+                release(before);
+            };
+            if constexpr (SCALED) {
+#pragma unroll
+                for (int i = 0; i < ROWS / 2; i++) acc[i] = 0.0f;
+                fence_operand(acc);
+                for (int step = 0; step < steps; step += PROMOTED_STAGES) {
+                    multiply(step, min(step + PROMOTED_STAGES, steps));
+#pragma unroll
+                    for (int i = 0; i < ROWS / 2; i++) promoted[i] += acc[i];
+                }
+#pragma unroll
+                for (int i = 0; i < ROWS / 2; i++) acc[i] = promoted[i];
+            } else {
+                multiply(0, steps);
+            }
+
+            if constexpr (SCALED) {
+                constexpr int EACH = GATED ? PARTS / 2 : PARTS;
+                apply_scales<EACH>(acc, token_scale, row_scales, column, width);
+                if constexpr (GATED)
+                    apply_scales<EACH>(acc + ROWS / 4, token_scale, row_scales + width, column,
+                                       width);
+            }
             if constexpr (GATED) {
                 if (bias) {
                     add_bias<T, PARTS / 2>(acc, bias, column, width);
@@ -294,6 +348,32 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(128 * (GROUPS + 1), 
             }
         }
     }
+}
+
+// out[m, n'] = epilogue(x[m, k] @ weight[n, k]^T), n' and k multiples of 8.
+// Epilogue: + bias; if GATED, with a weight of gate | up: silu(gate) * up, n' = n / 2; + residual.
+// bias and residual may be null; out may alias the residual. SHARE_WEIGHT: the blocks of a cluster
+// have the same rows, otherwise the same tokens. Boxes of maps, of 128 bytes a row: TOKENS rows of
+// x, half as many if shared, and ROWS / 2 of weight.
+// Threads: GROUPS + 1 warpgroups. Dynamic shared memory:
+// 1024 + STAGES * ((TOKENS + ROWS) * 128 + 16) bytes.
+template <typename T, typename Out, int ROWS, int STAGES, bool GATED, bool SHARE_WEIGHT>
+__global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(128 * (GROUPS + 1), 1)
+    gemm(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap weight,
+         const T* bias, const T* residual, Out* out, int m, int n, int k) {
+    mainloop<T, T, Out, ROWS, STAGES, GATED, SHARE_WEIGHT>(x, weight, nullptr, nullptr, bias,
+                                                           residual, out, m, n, k);
+}
+
+// The same of 8-bit values In, with scales of x's rows [m] and of the weight's [n]; k is a multiple
+// of 16.
+template <typename In, typename T, int ROWS, int STAGES, bool GATED, bool SHARE_WEIGHT>
+__global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(128 * (GROUPS + 1), 1)
+    scaled_gemm(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap weight,
+                const float* token_scales, const float* row_scales, const T* bias,
+                const T* residual, T* out, int m, int n, int k) {
+    mainloop<In, T, T, ROWS, STAGES, GATED, SHARE_WEIGHT>(x, weight, token_scales, row_scales, bias,
+                                                          residual, out, m, n, k);
 }
 
 }  // namespace gemm

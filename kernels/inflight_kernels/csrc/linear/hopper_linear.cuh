@@ -2,7 +2,16 @@
 // sm_90a only.
 #pragma once
 
-#include "common.cuh"
+#include "eight_bit.cuh"
+
+// Columns of a stage: 128 bytes, the width of a swizzled row in shared memory.
+template <typename T>
+constexpr int STAGE_DEPTH = 128 / static_cast<int>(sizeof(T));
+
+// The tensor cores accumulate products of 8 bits with some 14 bits of mantissa. After so many
+// stages, 512 columns, sums are added to others in float32 (DeepSeek-V3, arXiv:2412.19437, 3.3.2,
+// adds them every 128 columns).
+constexpr int PROMOTED_STAGES = 4;
 
 // CUtensorMap: the layout of a matrix in memory, and the box of a copy.
 struct alignas(64) TensorMap {
@@ -79,8 +88,8 @@ __device__ void fence_operand(float (&acc)[N]) {
 // Required before products, with all of their registers fenced.
 __device__ inline void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 
-// Descriptor of a matrix in shared memory with rows of 64 16-bit values, swizzled in atoms of 8
-// rows, 1024 bytes. Add 2 for the next 16 columns.
+// Descriptor of a matrix in shared memory with rows of 128 bytes, swizzled in atoms of 8 rows, 1024
+// bytes. Add 2 for the next 32 bytes of each row.
 __device__ inline unsigned long long smem_descriptor(const void* shared) {
     constexpr unsigned long long SWIZZLE_128B = 1ull << 62, NEXT_UNIT = 1024 / 16;
     return SWIZZLE_128B | NEXT_UNIT << 32 | 1ull << 16 | (shared_address(shared) & 0x3ffff) >> 4;
@@ -96,9 +105,9 @@ __device__ inline void wgmma_wait() {
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
 }
 
-// acc[64 x N] = a[64 x 16] @ b[N x 16]^T, or += if `add`. Thread t of the warpgroup holds,
-// with w = t / 32, g = t % 32 / 4 and q = t % 4, of columns 8j + 2q and 8j + 2q + 1: in acc[4j] and
-// acc[4j + 1] row 16w + g, in acc[4j + 2] and acc[4j + 3] row 16w + g + 8.
+// acc[64 x N] = a[64 x 32 bytes] @ b[N x 32 bytes]^T, or += if `add`. Thread t of the warpgroup
+// holds, with w = t / 32, g = t % 32 / 4 and q = t % 4, of columns 8j + 2q and 8j + 2q + 1: in
+// acc[4j] and acc[4j + 1] row 16w + g, in acc[4j + 2] and acc[4j + 3] row 16w + g + 8.
 template <typename T, int N>
 __device__ void wgmma(float (&acc)[N / 2], unsigned long long a, unsigned long long b,
                          bool add);
@@ -141,19 +150,20 @@ __device__ void wgmma(float (&acc)[N / 2], unsigned long long a, unsigned long l
 #define PRODUCT_TO_128 PRODUCT_TO_120 ", %120, %121, %122, %123, %124, %125, %126, %127"
 
 // HALF = N / 2; A, B and ADD are HALF, HALF + 1 and HALF + 2.
-#define PRODUCT_MULTIPLY_AS(T, TYPE, N, HALF, A, B, ADD)                                  \
-    template <>                                                                           \
-    __device__ inline void wgmma<T, N>(float(&acc)[HALF], unsigned long long a,        \
-                                          unsigned long long b, bool add) {               \
-        asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, %" #ADD ", 0;\n"               \
-                     "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE " {" \
-                     PRODUCT_TO_##HALF "}, %" #A ", %" #B ", add, 1, 1, 0, 0;\n}"         \
-                     : PRODUCT_ACC_TO_##HALF                                              \
-                     : "l"(a), "l"(b), "r"(static_cast<int>(add)));                       \
+#define PRODUCT_MULTIPLY_AS(T, K, TYPE, FLAGS, N, HALF, A, B, ADD)                         \
+    template <>                                                                            \
+    __device__ inline void wgmma<T, N>(float(&acc)[HALF], unsigned long long a,            \
+                                       unsigned long long b, bool add) {                   \
+        asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, %" #ADD ", 0;\n"                \
+                     "wgmma.mma_async.sync.aligned.m64n" #N K ".f32." TYPE "." TYPE " {"   \
+                     PRODUCT_TO_##HALF "}, %" #A ", %" #B ", add, " FLAGS ";\n}"           \
+                     : PRODUCT_ACC_TO_##HALF                                               \
+                     : "l"(a), "l"(b), "r"(static_cast<int>(add)));                        \
     }
-#define PRODUCT_MULTIPLY(N, HALF, A, B, ADD)                                \
-    PRODUCT_MULTIPLY_AS(__nv_bfloat16, "bf16", N, HALF, A, B, ADD)          \
-    PRODUCT_MULTIPLY_AS(__half, "f16", N, HALF, A, B, ADD)
+#define PRODUCT_MULTIPLY(N, HALF, A, B, ADD)                                              \
+    PRODUCT_MULTIPLY_AS(__nv_bfloat16, "k16", "bf16", "1, 1, 0, 0", N, HALF, A, B, ADD)   \
+    PRODUCT_MULTIPLY_AS(__half, "k16", "f16", "1, 1, 0, 0", N, HALF, A, B, ADD)           \
+    PRODUCT_MULTIPLY_AS(E4m3, "k32", "e4m3", "1, 1", N, HALF, A, B, ADD)
 
 PRODUCT_MULTIPLY(32, 16, 16, 17, 18)
 PRODUCT_MULTIPLY(48, 24, 24, 25, 26)
@@ -163,6 +173,8 @@ PRODUCT_MULTIPLY(96, 48, 48, 49, 50)
 PRODUCT_MULTIPLY(112, 56, 56, 57, 58)
 PRODUCT_MULTIPLY(128, 64, 64, 65, 66)
 PRODUCT_MULTIPLY(144, 72, 72, 73, 74)
+PRODUCT_MULTIPLY(160, 80, 80, 81, 82)
+PRODUCT_MULTIPLY(192, 96, 96, 97, 98)
 PRODUCT_MULTIPLY(224, 112, 112, 113, 114)
 PRODUCT_MULTIPLY(256, 128, 128, 129, 130)
 #undef PRODUCT_MULTIPLY

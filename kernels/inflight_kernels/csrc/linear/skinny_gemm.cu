@@ -9,7 +9,6 @@
 
 constexpr int WARPS = 4;    // consumers
 constexpr int TOKENS = 64;  // of a tile
-constexpr int DEPTH = 64;   // columns per stage
 
 template <typename Out>
 __device__ Out narrow(float value);
@@ -32,17 +31,21 @@ __device__ void store_pair(Out* to, float a, float b) {
     }
 }
 
-// See skinny_gemm. PAIR: by pairs of blocks.
-template <typename T, typename Out, int ROWS, int STAGES, bool GATED, bool PAIR>
-__device__ void mainloop(const TensorMap& x, const TensorMap& weight, const T* bias,
-                               const T* residual, Out* out, int m, int n, int k) {
+// See skinny_gemm. In: type of x and weight; the scales are null unless it has 8 bits. PAIR: by
+// pairs of blocks.
+template <typename In, typename T, typename Out, int ROWS, int STAGES, bool GATED, bool PAIR>
+__device__ void mainloop(const TensorMap& x, const TensorMap& weight, const float* token_scales,
+                         const float* row_scales, const T* bias, const T* residual, Out* out, int m,
+                         int n, int k) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
+    constexpr bool SCALED = sizeof(In) == 1;
+    constexpr int DEPTH = STAGE_DEPTH<In>;
     constexpr int HALF = ROWS / 2, COLUMNS = GATED ? HALF : ROWS;  // of out, in a tile
     constexpr int SUMS = PAIR ? ROWS / 4 : ROWS / 2;               // per thread, after the exchange
     constexpr int STAGE = (ROWS + TOKENS) * DEPTH;
 
     extern __shared__ char memory[];
-    T* const ring = reinterpret_cast<T*>(memory + (-shared_address(memory) & 1023));
+    In* const ring = reinterpret_cast<In*>(memory + (-shared_address(memory) & 1023));
     float4* const sent = reinterpret_cast<float4*>(ring + STAGES * STAGE);
     Barrier* const full = reinterpret_cast<Barrier*>(sent + (PAIR ? SUMS / 4 * WARPS * 32 : 0));
     Barrier* const empty = full + STAGES;
@@ -64,9 +67,9 @@ __device__ void mainloop(const TensorMap& x, const TensorMap& weight, const T* b
     const int ahead = min(count, STAGES);
     int tile = first_tile, step = first;
     const auto copy_weight = [&](int slot) {
-        T* const to = ring + slot * STAGE;
+        In* const to = ring + slot * STAGE;
         const int row = tile * COLUMNS;
-        arrive_expect_tx(full + slot, (ROWS + box) * DEPTH * sizeof(T));
+        arrive_expect_tx(full + slot, (ROWS + box) * DEPTH * sizeof(In));
         tma_load_evict_first(to, &weight, row, step * DEPTH, full + slot);
         // The halves are adjacent, or gate and up.
         tma_load_evict_first(to + HALF * DEPTH, &weight, row + (GATED ? width : HALF), step * DEPTH,
@@ -88,10 +91,10 @@ __device__ void mainloop(const TensorMap& x, const TensorMap& weight, const T* b
         for (int s = 0; s < ahead; s++) copy_weight(s);
     } else if (warp < WARPS) {
         // Padding tokens are multiplied as well: zeros, which take the least power.
-        const int vectors = (TOKENS - box) * DEPTH / VECTOR<T>;
+        const int vectors = (TOKENS - box) * DEPTH / VECTOR<In>;
         for (int s = 0; s < STAGES; s++)
             for (int i = threadIdx.x; i < vectors; i += WARPS * 32)
-                store_vector(ring + s * STAGE + (ROWS + box) * DEPTH + i * VECTOR<T>,
+                store_vector(ring + s * STAGE + (ROWS + box) * DEPTH + i * VECTOR<In>,
                              make_uint4(0, 0, 0, 0));
         fence_async_proxy();
     }
@@ -122,38 +125,70 @@ __device__ void mainloop(const TensorMap& x, const TensorMap& weight, const T* b
 
     pdl_wait();
     const unsigned long long rows = smem_descriptor(ring), tokens = smem_descriptor(ring + ROWS * DEPTH);
+    // Of this thread's two tokens.
+    float token_scale[2] = {};
+    if constexpr (SCALED)
+#pragma unroll
+        for (int i = 0; i < 2; i++)
+            token_scale[i] = load_l2(token_scales + min(warp * 16 + lane / 4 + 8 * i, m - 1));
     int slot = 0, parity = 0;
     for (; tile < tiles; tile += next_tile) {
-        float acc[ROWS / 2];
+        float acc[ROWS / 2], promoted[SCALED ? ROWS / 2 : 1] = {};
 #pragma unroll
         for (int i = 0; i < ROWS / 2; i++) acc[i] = 0.0f;
         fence_operand(acc);
-        // A stage is released while the next one is being multiplied, so that there is no bubble.
-        int before = slot;
-        const auto release = [&] {
-            if (lane == 0) arrive(empty + before);
-        };
-        for (step = first; step < last; step++) {
-            barrier_wait(full + slot, parity);
-            const int offset = slot * (STAGE * sizeof(T) / 16);
-            wgmma_fence();
+        // Scales of this thread's columns, loaded while the product is computed.
+        float scales[SCALED ? ROWS / 4 : 1];
+        if constexpr (SCALED) {
 #pragma unroll
-            for (int d = 0; d < DEPTH / 16; d++)
-                wgmma<T, ROWS>(acc, tokens + offset + 2 * d, rows + offset + 2 * d, true);
-            wgmma_commit();
-            if (step != first) {
-                wgmma_wait<1>();
-                release();
-            }
-            before = slot;
-            if (++slot == STAGES) {
-                slot = 0;
-                parity ^= 1;
+            for (int i = 0; i < ROWS / 4; i++) {
+                const int row = i / 2 * 8 + lane % 4 * 2 + i % 2;
+                const int column = tile * COLUMNS + (GATED ? row % HALF : row);
+                scales[i] = __ldg(row_scales + min(column, width - 1) + (row / COLUMNS) * width);
             }
         }
-        wgmma_wait<0>();
-        fence_operand(acc);
-        if (first < last) release();
+        // The product of a range of columns -> acc. A stage is released while the next one is being
+        // multiplied, so that there is no bubble.
+        const auto multiply = [&](int first_step, int last_step) {
+            int before = slot;
+            const auto release = [&] {
+                if (lane == 0) arrive(empty + before);
+            };
+            for (step = first_step; step < last_step; step++) {
+                barrier_wait(full + slot, parity);
+                const int offset = slot * (STAGE * sizeof(In) / 16);
+                wgmma_fence();
+#pragma unroll
+                for (int d = 0; d < 4; d++)
+                    wgmma<In, ROWS>(acc, tokens + offset + 2 * d, rows + offset + 2 * d,
+                                    !SCALED || step != first_step || d != 0);
+                wgmma_commit();
+                if (step != first_step) {
+                    wgmma_wait<1>();
+                    release();
+                }
+                before = slot;
+                if (++slot == STAGES) {
+                    slot = 0;
+                    parity ^= 1;
+                }
+            }
+            wgmma_wait<0>();
+            fence_operand(acc);
+            if (first_step < last_step) release();
+        };
+        if constexpr (SCALED) {
+            for (int from = first; from < last; from += PROMOTED_STAGES) {
+                multiply(from, min(from + PROMOTED_STAGES, last));
+#pragma unroll
+                for (int i = 0; i < ROWS / 2; i++) promoted[i] += acc[i];
+            }
+#pragma unroll
+            for (int i = 0; i < ROWS / 2; i++)
+                acc[i] = promoted[i] * scales[i / 4 * 2 + i % 2] * token_scale[i % 4 / 2];
+        } else {
+            multiply(first, last);
+        }
 
         // A thread has two tokens. In a pair, each block keeps one and sends the other.
         float sums[SUMS];
@@ -229,13 +264,26 @@ __device__ void mainloop(const TensorMap& x, const TensorMap& weight, const T* b
 // Epilogue: + bias; if GATED, with a weight of gate | up: silu(gate) * up, n' = n / 2; + residual
 // (bias and residual may be null; out may alias the residual). A tile has ROWS rows of the weight,
 // half of them gate and half up if GATED; block b computes tiles b, b + blocks and so on.
-// Boxes of the maps: [m rounded up to 8, DEPTH] of x, [ROWS / 2, DEPTH] of weight. Dynamic shared
-// memory: 1024 + STAGES * ((ROWS + TOKENS) * DEPTH * 2 + 16) bytes.
+// Boxes of the maps, of 128 bytes a row: m rows of x, rounded up to 8, and ROWS / 2 of weight.
+// Dynamic shared memory: 1024 + STAGES * ((ROWS + TOKENS) * 128 + 16) bytes.
 template <typename T, typename Out, int ROWS, int STAGES, bool GATED>
 __global__ void __launch_bounds__((WARPS + 1) * 32, 1)
     skinny_gemm(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap weight,
                 const T* bias, const T* residual, Out* out, int m, int n, int k) {
-    mainloop<T, Out, ROWS, STAGES, GATED, false>(x, weight, bias, residual, out, m, n, k);
+    mainloop<T, T, Out, ROWS, STAGES, GATED, false>(x, weight, nullptr, nullptr, bias, residual,
+                                                    out, m, n, k);
+}
+
+// The same of 8-bit values In, with scales of x's rows [m] and of the weight's [n]; k is a multiple
+// of 16.
+template <typename In, typename T, int ROWS, int STAGES, bool GATED>
+__global__ void __launch_bounds__((WARPS + 1) * 32, 1)
+    scaled_skinny_gemm(const __grid_constant__ TensorMap x,
+                       const __grid_constant__ TensorMap weight, const float* token_scales,
+                       const float* row_scales, const T* bias, const T* residual, T* out, int m,
+                       int n, int k) {
+    mainloop<In, T, T, ROWS, STAGES, GATED, false>(x, weight, token_scales, row_scales, bias,
+                                                   residual, out, m, n, k);
 }
 
 #if __CUDA_ARCH__ >= 900
@@ -244,11 +292,22 @@ __global__ void __launch_bounds__((WARPS + 1) * 32, 1)
 #define CLUSTERS_OF_TWO
 #endif
 
-// The same with a cluster of two blocks per tile, and ROWS * 128 bytes more of shared memory. There
-// is one cluster for each tile.
+// Both with a cluster of two blocks per tile, and ROWS * 128 bytes more of shared memory. There is
+// one cluster for each tile.
 template <typename T, typename Out, int ROWS, int STAGES, bool GATED>
 __global__ void CLUSTERS_OF_TWO __launch_bounds__((WARPS + 1) * 32, 1)
     skinny_gemm_pairs(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap weight,
                       const T* bias, const T* residual, Out* out, int m, int n, int k) {
-    mainloop<T, Out, ROWS, STAGES, GATED, true>(x, weight, bias, residual, out, m, n, k);
+    mainloop<T, T, Out, ROWS, STAGES, GATED, true>(x, weight, nullptr, nullptr, bias, residual,
+                                                   out, m, n, k);
+}
+
+template <typename In, typename T, int ROWS, int STAGES, bool GATED>
+__global__ void CLUSTERS_OF_TWO __launch_bounds__((WARPS + 1) * 32, 1)
+    scaled_skinny_gemm_pairs(const __grid_constant__ TensorMap x,
+                             const __grid_constant__ TensorMap weight, const float* token_scales,
+                             const float* row_scales, const T* bias, const T* residual, T* out,
+                             int m, int n, int k) {
+    mainloop<In, T, T, ROWS, STAGES, GATED, true>(x, weight, token_scales, row_scales, bias,
+                                                  residual, out, m, n, k);
 }

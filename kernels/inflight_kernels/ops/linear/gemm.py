@@ -14,19 +14,22 @@ from torch import Tensor
 
 from inflight_kernels.ops.linear.operands import (
     MAX_SHARED_BYTES,
+    SCALED_OUT_TYPES,
+    STAGE_DEPTH_BYTES,
     STORAGE_TYPES,
+    Operand,
     check_linear_operands,
+    values_of,
 )
 from inflight_kernels.runtime.compile import Instantiation
 from inflight_kernels.runtime.launch import is_hopper, kernel, num_multiprocessors
 from inflight_kernels.runtime.tensor_map import matrix_map
 
 MIN_TOKENS = 65
-"""Minimum tokens for `linear`; for fewer, see `inflight_kernels.ops.linear.skinny_gemm`."""
+"""Below, `inflight_kernels.ops.linear.skinny_gemm` is faster."""
 
 # As in gemm_hopper.cu.
 _TOKENS = 128
-_DEPTH = 64
 _THREADS = 3 * 128
 
 
@@ -45,7 +48,7 @@ class Shape:
     @property
     def step_bytes(self) -> int:
         """Shared memory of a pipeline stage, with its barriers."""
-        return (_TOKENS + self.rows) * _DEPTH * 2 + 16
+        return (_TOKENS + self.rows) * STAGE_DEPTH_BYTES + 16
 
     @property
     def stages(self) -> int:
@@ -61,6 +64,14 @@ class Shape:
 # Shapes that the kernel is compiled for.
 _PLAIN = (Shape(256, True), Shape(256, False))
 _GATED = (Shape(256, True), Shape(224, True), Shape(224, False))
+# Of 8 bits, gated or not. Their sums take twice the registers, which bounds the rows; as there is
+# no other kernel for them, some shapes suit few tokens.
+_SCALED = (
+    *(Shape(rows, True) for rows in (192, 160, 128, 96, 64)),
+    *(Shape(rows, False) for rows in (128, 96, 64)),
+)
+# What a tile of 8 bits costs before and after its products, as so many more rows of 4096 columns.
+_SCALED_OVERHEAD = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +100,7 @@ class Plan:
 
 
 @functools.lru_cache(maxsize=4096)
-def plan(m: int, n: int, gated: bool, num_multiprocessors: int) -> Plan:
+def plan(m: int, n: int, gated: bool, num_multiprocessors: int, scaled: bool = False) -> Plan:
     """The shape with the least work for the busiest multiprocessor, then with the fewest tiles.
 
     Args:
@@ -97,8 +108,12 @@ def plan(m: int, n: int, gated: bool, num_multiprocessors: int) -> Plan:
         n: rows of the weight.
         gated: whether the weight is gate | up.
         num_multiprocessors: of the device.
+        scaled: whether x and the weight are quantised.
     """
-    plans = (_cut(m, n, gated, shape, num_multiprocessors) for shape in _shapes(gated))
+    shapes = _SCALED if scaled else _shapes(gated)
+    plans = (_cut(m, n, gated, shape, num_multiprocessors) for shape in shapes)
+    if scaled:
+        return min(plans, key=lambda found: found.rounds * (found.shape.rows + _SCALED_OVERHEAD))
     return min(plans, key=lambda found: (found.work, found.tiles))
 
 
@@ -149,8 +164,8 @@ def prefers(m: int, n: int, k: int, gated: bool, float32_out: bool) -> bool:
 
 
 def linear(
-    x: Tensor,
-    weight: Tensor,
+    x: Operand,
+    weight: Operand,
     bias: Tensor | None = None,
     residual: Tensor | None = None,
     *,
@@ -161,11 +176,13 @@ def linear(
     """x @ weight.T + bias, gated or not, + residual -> out, accumulated in float32.
 
     Args:
-        x: [m, k], bfloat16 or float16; the stride of rows is a multiple of 8 values.
-        weight: [n, k]; n, half of it when gated, and k are multiples of 8.
+        x: [m, k], bfloat16, float16 or quantised; the stride of rows is a multiple of 8 values.
+        weight: [n, k], quantised if x is; n, half of it when gated, and k are multiples of 8, or k
+            of 16 if it is quantised.
         bias: [n].
         residual: [m, n], or [m, n / 2] when gated; may be out.
-        out: of the residual's shape; of x's type or float32, float32 only when not gated.
+        out: of the residual's shape; of x's type or float32, float32 only when not gated;
+            bfloat16 if x is quantised, as bias and residual then are.
         gated: the weight is gate | up, and out is silu(gate) * up (arXiv:2002.05202).
         pdl: see `Kernel`. The first stages of the weights are read during the preceding kernel.
 
@@ -173,20 +190,22 @@ def linear(
         ValueError: wrong shape, type or alignment of an operand.
         RuntimeError: not a Hopper GPU.
     """
-    m, n, k, storage, out_type = check_linear_operands(
+    m, n, k, storage, out_type, scales, depth = check_linear_operands(
         x, weight, bias, residual, out, gated=gated, whole_vectors=True
     )
     if not m or not n:
         return
     if not is_hopper():
         raise RuntimeError("this kernel requires a Hopper GPU; see `prefers`")
-    cut = plan(m, n, gated, num_multiprocessors())
+    cut = plan(m, n, gated, num_multiprocessors(), bool(scales))
     shape = cut.shape
-    kernel("gemm_hopper", _name(shape, storage, out_type, gated))(
+    name = (_scaled_name if scales else _name)(shape, storage, out_type, gated)
+    kernel("gemm_hopper", name)(
         2 * cut.clusters,
         _THREADS,
-        matrix_map(x, (_TOKENS if shape.share_weight else _TOKENS // 2, _DEPTH), 256),
-        matrix_map(weight, (shape.rows // 2, _DEPTH), 256),
+        matrix_map(values_of(x), (_TOKENS if shape.share_weight else _TOKENS // 2, depth), 256),
+        matrix_map(values_of(weight), (shape.rows // 2, depth), 256),
+        *scales,
         0 if bias is None else bias,
         0 if residual is None else residual,
         out,
@@ -203,12 +222,23 @@ def _name(shape: Shape, storage: str, out_type: str, gated: bool) -> str:
     return f"gemm::gemm<{storage}, {out_type}, {shape.rows}, {shape.stages}, {flags}>"
 
 
+def _scaled_name(shape: Shape, storage: str, out_type: str, gated: bool) -> str:
+    flags = ", ".join(str(flag).lower() for flag in (gated, shape.share_weight))
+    return f"gemm::scaled_gemm<E4m3, {storage}, {shape.rows}, {shape.stages}, {flags}>"
+
+
 def instantiations() -> list[Instantiation]:
     """All kernels of this module."""
-    return [
+    plain: list[Instantiation] = [
         ("gemm_hopper", (_name(shape, storage, out_type, gated),), ())
         for storage in STORAGE_TYPES.values()
         for gated in (False, True)
         for shape in _shapes(gated)
         for out_type in ((storage,) if gated else (storage, "float"))
+    ]
+    return plain + [
+        ("gemm_hopper", (_scaled_name(shape, storage, storage, gated),), ())
+        for storage in SCALED_OUT_TYPES.values()
+        for gated in (False, True)
+        for shape in _SCALED
     ]

@@ -10,15 +10,25 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from inflight_kernels.ops.scaled_rows import ScaledRows
 from inflight_kernels.runtime.launch import check, check_memory, name_of
 
 STORAGE_TYPES = {torch.bfloat16: "__nv_bfloat16", torch.float16: "__half"}
-"""Types of x and the weight: torch dtype -> C++ type."""
+"""Types of x and the weight, unless they are quantised: torch dtype -> C++ type."""
+
+SCALED_OUT_TYPES = {torch.bfloat16: "__nv_bfloat16"}
+"""Types of bias, residual and out of a product of quantised matrices."""
 
 OUT_TYPES = {**STORAGE_TYPES, torch.float32: "float"}
 
 MAX_SHARED_BYTES = 227 * 1024
 """Shared memory per block on Hopper."""
+
+STAGE_DEPTH_BYTES = 128
+"""Bytes of each row in a pipeline stage."""
+
+Operand = Tensor | ScaledRows
+"""x or a weight; both are quantised, or none of them."""
 
 
 class LinearOperands(NamedTuple):
@@ -26,8 +36,10 @@ class LinearOperands(NamedTuple):
 
     Attributes:
         m, n, k: see above.
-        storage: type of x and the weight.
+        storage: type of x and the weight, or if they are quantised, of the others.
         out_type: of out.
+        scales: of x's rows and of the weight's; empty if they are not quantised.
+        depth: columns in a pipeline stage.
     """
 
     m: int
@@ -35,11 +47,18 @@ class LinearOperands(NamedTuple):
     k: int
     storage: str
     out_type: str
+    scales: tuple[Tensor, ...]
+    depth: int
+
+
+def values_of(matrix: Operand) -> Tensor:
+    """The values of a matrix, without scales."""
+    return matrix.values if isinstance(matrix, ScaledRows) else matrix
 
 
 def check_linear_operands(
-    x: Tensor,
-    weight: Tensor,
+    x: Operand,
+    weight: Operand,
     bias: Tensor | None,
     residual: Tensor | None,
     out: Tensor,
@@ -52,10 +71,11 @@ def check_linear_operands(
 
     Args:
         x: [m, k]; the stride of rows is a multiple of 8 values.
-        weight: [n, k], k a multiple of 8.
+        weight: [n, k], k a multiple of 8, or of 16 if it is quantised; x is, too, if it is.
         bias: [n].
         residual: [m, n], or [m, n / 2] when gated.
-        out: of the residual's shape; of x's type or float32, float32 only when not gated.
+        out: of the residual's shape; of x's type or float32, float32 only when not gated;
+            bfloat16 if x is quantised, as bias and residual then are.
         gated: whether the weight is gate | up.
         whole_vectors: whether rows of out are read and written in vectors of 8 values.
         max_tokens: maximum m; None for no limit.
@@ -63,33 +83,53 @@ def check_linear_operands(
     Raises:
         ValueError: an operand is invalid; with what is required.
     """
-    storage = name_of(STORAGE_TYPES, "x", x)
-    if x.dim() != 2 or weight.dim() != 2 or x.shape[1] != weight.shape[1]:
+    if isinstance(x, ScaledRows) != isinstance(weight, ScaledRows):
+        raise ValueError("x and weight must both be quantised, or none of them")
+    values, rows = values_of(x), values_of(weight)
+    if values.dim() != 2 or rows.dim() != 2 or values.shape[1] != rows.shape[1]:
         raise ValueError(
-            f"x is {list(x.shape)} and weight {list(weight.shape)}; they must be [m, k] and [n, k]"
+            f"x is {list(values.shape)} and weight {list(rows.shape)}; they must be [m, k] and "
+            "[n, k]"
         )
-    (m, k), n = x.shape, weight.shape[0]
+    (m, k), n = values.shape, rows.shape[0]
     width = n // 2 if gated else n
+    unit = 16 // rows.itemsize
     if max_tokens is not None and m > max_tokens:
         raise ValueError(f"x has {m} rows; allowed: up to {max_tokens}")
-    if k % 8 or k == 0 or (gated and n % 2):
-        raise ValueError(f"weight is [{n}, {k}]; k must be a multiple of 8, and n even when gated")
+    if k % unit or k == 0 or (gated and n % 2):
+        raise ValueError(
+            f"weight is [{n}, {k}]; k must be a multiple of {unit}, and n even when gated"
+        )
     if whole_vectors and width % 8:
         raise ValueError(
             f"weight is [{n}, {k}]; n, or half of it when gated, must be a multiple of 8"
         )
-    if gated and out.dtype != x.dtype:
-        raise ValueError(f"out is {out.dtype}; if gated, it must be {x.dtype} like x")
-    out_dtype = x.dtype if out.dtype == x.dtype else torch.float32
-    check("weight", weight, (n, k), x.dtype)
+    scales: tuple[Tensor, ...] = ()
+    if isinstance(x, ScaledRows) and isinstance(weight, ScaledRows):
+        storage, dtype = name_of(SCALED_OUT_TYPES, "out", out), out.dtype
+        x.check("x", m, k)
+        weight.check("weight", n, k)
+        scales = (x.scales, weight.scales)
+    else:
+        storage, dtype = name_of(STORAGE_TYPES, "x", values), values.dtype
+        check("weight", rows, (n, k), dtype)
+        _check_rows("x", values)
+    if gated and out.dtype != dtype:
+        raise ValueError(f"out is {out.dtype}; if gated, it must be {dtype} like x")
+    out_dtype = dtype if out.dtype == dtype else torch.float32
     check("out", out, (m, width), out_dtype, vectors=whole_vectors)
     if bias is not None:
-        check("bias", bias, (n,), x.dtype, vectors=whole_vectors)
+        check("bias", bias, (n,), dtype, vectors=whole_vectors)
     if residual is not None:
-        check("residual", residual, (m, width), x.dtype, vectors=whole_vectors)
-    check_memory("x", x)
-    if x.stride(1) != 1 or x.stride(0) % 8:
+        check("residual", residual, (m, width), dtype, vectors=whole_vectors)
+    depth = STAGE_DEPTH_BYTES // rows.itemsize
+    return LinearOperands(m, n, k, storage, OUT_TYPES[out_dtype], scales, depth)
+
+
+def _check_rows(name: str, matrix: Tensor) -> None:
+    check_memory(name, matrix)
+    if matrix.stride(1) != 1 or matrix.stride(0) % 8:
         raise ValueError(
-            f"x has strides {x.stride()}; rows must be contiguous, their stride a multiple of 8"
+            f"{name} has strides {matrix.stride()}; rows must be contiguous, their stride a "
+            "multiple of 8"
         )
-    return LinearOperands(m, n, k, storage, OUT_TYPES[out_dtype])

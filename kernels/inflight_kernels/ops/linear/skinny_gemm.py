@@ -14,8 +14,12 @@ from torch import Tensor
 
 from inflight_kernels.ops.linear.operands import (
     MAX_SHARED_BYTES,
+    SCALED_OUT_TYPES,
+    STAGE_DEPTH_BYTES,
     STORAGE_TYPES,
+    Operand,
     check_linear_operands,
+    values_of,
 )
 from inflight_kernels.runtime.compile import Instantiation
 from inflight_kernels.runtime.launch import is_hopper, kernel, num_multiprocessors
@@ -26,7 +30,6 @@ MAX_TOKENS = 64
 # As in skinny_gemm.cu.
 _THREADS = 160
 _TOKENS = 64
-_DEPTH = 64
 
 # Tile rows that the kernel is compiled for, for a pair of blocks and for one.
 _PAIR_ROWS = (32, 48, 64, 80, 96, 112, 128)
@@ -65,7 +68,7 @@ class Plan:
 
     @property
     def _step_bytes(self) -> int:
-        return (self.rows + _TOKENS) * _DEPTH * 2 + 16
+        return (self.rows + _TOKENS) * STAGE_DEPTH_BYTES + 16
 
     @property
     def _other_bytes(self) -> int:
@@ -103,8 +106,8 @@ def prefers(m: int, n: int, k: int) -> bool:
 
 
 def linear(
-    x: Tensor,
-    weight: Tensor,
+    x: Operand,
+    weight: Operand,
     bias: Tensor | None = None,
     residual: Tensor | None = None,
     *,
@@ -116,10 +119,11 @@ def linear(
 
     Args:
         x: [m, k], m <= MAX_TOKENS; the stride of rows is a multiple of 8 values.
-        weight: [n, k], k a multiple of 8.
+        weight: [n, k], k a multiple of 8, or of 16 if it is quantised; x is, too, if it is.
         bias: [n].
         residual: [m, n], or [m, n / 2] when gated; may be out.
-        out: of the residual's shape; of x's type or float32, float32 only when not gated.
+        out: of the residual's shape; of x's type or float32, float32 only when not gated;
+            bfloat16 if x is quantised, as bias and residual then are.
         gated: the weight is gate | up, and out is silu(gate) * up (arXiv:2002.05202).
         pdl: see `Kernel`. The first stages of the weights are read during the preceding kernel,
             which must not write them.
@@ -128,7 +132,7 @@ def linear(
         ValueError: wrong shape, type or alignment of an operand.
         RuntimeError: not a Hopper GPU.
     """
-    m, n, k, storage, out_type = check_linear_operands(
+    m, n, k, storage, out_type, scales, depth = check_linear_operands(
         x, weight, bias, residual, out, gated=gated, whole_vectors=False, max_tokens=MAX_TOKENS
     )
     if not m or not n:
@@ -136,11 +140,16 @@ def linear(
     if not is_hopper():
         raise RuntimeError("this kernel requires a Hopper GPU; see `prefers`")
     cut = plan(n, num_multiprocessors())
-    kernel("skinny_gemm", _name(cut.rows, cut.pair, storage, out_type, gated))(
+    if scales:
+        name = _scaled_name(cut.rows, cut.pair, storage, gated)
+    else:
+        name = _name(cut.rows, cut.pair, storage, out_type, gated)
+    kernel("skinny_gemm", name)(
         cut.blocks,
         _THREADS,
-        matrix_map(x, (-(-m // 8) * 8, _DEPTH), 128),
-        matrix_map(weight, (cut.rows // 2, _DEPTH), 128),
+        matrix_map(values_of(x), (-(-m // 8) * 8, depth), 128),
+        matrix_map(values_of(weight), (cut.rows // 2, depth), 128),
+        *scales,
         0 if bias is None else bias,
         0 if residual is None else residual,
         out,
@@ -158,18 +167,26 @@ def _name(rows: int, pair: bool, storage: str, out_type: str, gated: bool) -> st
     return f"{kind}<{storage}, {out_type}, {rows}, {stages}, {flag}>"
 
 
+def _scaled_name(rows: int, pair: bool, storage: str, gated: bool) -> str:
+    stages, flag = Plan(rows, pair, 0, 0).stages, "true" if gated else "false"
+    kind = "scaled_skinny_gemm_pairs" if pair else "scaled_skinny_gemm"
+    return f"{kind}<E4m3, {storage}, {rows}, {stages}, {flag}>"
+
+
 def instantiations() -> list[Instantiation]:
     """All kernels of this module."""
     shapes = [(rows, True) for rows in _PAIR_ROWS] + [(rows, False) for rows in _BLOCK_ROWS]
-    return [
-        (
-            "skinny_gemm",
-            tuple(
-                _name(rows, pair, storage, out_type, gated)
-                for out_type, gated in ((storage, False), (storage, True), ("float", False))
-            ),
-            (),
+    plain = [
+        tuple(
+            _name(rows, pair, storage, out_type, gated)
+            for out_type, gated in ((storage, False), (storage, True), ("float", False))
         )
         for storage in STORAGE_TYPES.values()
         for rows, pair in shapes
     ]
+    scaled = [
+        tuple(_scaled_name(rows, pair, storage, gated) for gated in (False, True))
+        for storage in SCALED_OUT_TYPES.values()
+        for rows, pair in shapes
+    ]
+    return [("skinny_gemm", names, ()) for names in plain + scaled]

@@ -88,7 +88,7 @@ def test_utilization_is_a_fraction(m: int) -> None:
         assert 0 < utilization(m, n, gated, HOPPER) <= 1
 
 
-@pytest.mark.parametrize("shape", gemm._GATED + gemm._PLAIN, ids=str)
+@pytest.mark.parametrize("shape", gemm._GATED + gemm._PLAIN + gemm._SCALED, ids=str)
 def test_a_shape_suits_the_hardware(shape: gemm.Shape) -> None:
     assert shape.shared_bytes <= operands.MAX_SHARED_BYTES
     assert shape.stages >= 4, "too few steps to hide the latency of memory"
@@ -108,7 +108,7 @@ def test_every_kernel_of_a_plan_is_compiled(layer: str, m: int) -> None:
 
 
 def test_constants_are_the_same_on_both_sides() -> None:
-    assert CONSTANTS["DEPTH"] == gemm._DEPTH
+    assert f"STAGE_DEPTH = {operands.STAGE_DEPTH_BYTES} / " in HEADER
     assert CONSTANTS["GROUPS"] * 64 == gemm._TOKENS
     assert (CONSTANTS["GROUPS"] + 1) * 128 == gemm._THREADS
 

@@ -41,7 +41,8 @@ def examine(gated: bool = False, **changes: Any) -> LinearOperands:
 
 @pytest.mark.parametrize("gated", [False, True])
 def test_operands_that_fit_are_described(gated: bool) -> None:
-    assert examine(gated) == LinearOperands(M, N, K, "__nv_bfloat16", "__nv_bfloat16")
+    bf16 = "__nv_bfloat16"
+    assert examine(gated) == LinearOperands(M, N, K, bf16, bf16, scales=(), depth=64)
     assert examine(gated, bias=None, residual=None) == examine(gated)
 
 
@@ -49,7 +50,7 @@ def test_types_are_those_of_the_operands() -> None:
     half = torch.float16
     shapes = {"x": (M, K), "weight": (N, K), "bias": (N,), "residual": (M, N), "out": (M, N)}
     operands = {name: zeros(*shape, dtype=half) for name, shape in shapes.items()}
-    assert examine(**operands)[3:] == ("__half", "__half")
+    assert examine(**operands)[3:5] == ("__half", "__half")
     assert examine(out=zeros(M, N, dtype=torch.float32)).out_type == "float"
 
 

@@ -1,0 +1,87 @@
+"""Linear weights of 8-bit floats with a scale for each row, on a Hopper GPU.
+
+Activations are quantised to the same type, by the token. Shapes are those of `layers.linear`: T
+valid tokens, in buffers with more rows.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from inflight_kernels.ops.linear import gemm, skinny_gemm
+from inflight_kernels.ops.linear.operands import Operand
+from inflight_kernels.ops.scaled_rows import MAX_WIDTH, VALUES, ScaledRows, quantize_rows
+from inflight_kernels.runtime.launch import is_hopper
+
+
+class QuantizedInputs:
+    """Memory for the quantised inputs of one linear layer at a time.
+
+    Args:
+        num_rows: maximum T.
+        width: maximum k.
+        device: the GPU.
+    """
+
+    def __init__(self, num_rows: int, width: int, device: torch.device) -> None:
+        self._values = torch.zeros(num_rows * width, dtype=torch.uint8, device=device)
+        self._scales = torch.zeros(num_rows, device=device)
+
+    def rows(self, num_tokens: int, width: int) -> ScaledRows:
+        """[num_tokens, width], overwritten by the next caller."""
+        values = self._values[: num_tokens * width].view(VALUES).view(num_tokens, width)
+        return ScaledRows(values, self._scales[:num_tokens])
+
+
+class CudaScaledLinear:
+    """A quantised weight on a GPU.
+
+    Args:
+        weight: [n, k]; see `can_multiply`.
+        bias: [n] bfloat16, or None.
+        inputs: for at least k columns.
+        batch_invariant: use one kernel for any number of tokens; it adds up each token's products
+            in the same order.
+    """
+
+    def __init__(
+        self,
+        weight: ScaledRows,
+        bias: Tensor | None,
+        inputs: QuantizedInputs,
+        batch_invariant: bool,
+    ) -> None:
+        self.weight = weight
+        self._bias = bias
+        self._inputs = inputs
+        self._batch_invariant = batch_invariant
+
+    def input_rows(self, num_tokens: int) -> ScaledRows:
+        return self._inputs.rows(num_tokens, self.weight.values.shape[1])
+
+    def product(self, x: Operand, out: Tensor, num_tokens: int) -> None:
+        self._multiply(x, None, out[:num_tokens], gated=False)
+
+    def add(self, x: Operand, total: Tensor, num_tokens: int) -> None:
+        target = total[:num_tokens]
+        self._multiply(x, target, target, gated=False)
+
+    def gated(self, x: Operand, gate_up: Tensor, out: Tensor, num_tokens: int) -> None:
+        self._multiply(x, None, out[:num_tokens], gated=True)
+
+    def _multiply(self, x: Operand, residual: Tensor | None, out: Tensor, *, gated: bool) -> None:
+        num_tokens = len(out)
+        if isinstance(x, Tensor):
+            rows = self.input_rows(num_tokens)
+            quantize_rows(x[:num_tokens], out=rows, pdl=True)
+        else:
+            rows = x
+        few = num_tokens <= skinny_gemm.MAX_TOKENS and not self._batch_invariant
+        linear = skinny_gemm.linear if few else gemm.linear
+        linear(rows, self.weight, self._bias, residual, out=out, gated=gated, pdl=True)
+
+
+def can_multiply(n: int, k: int) -> bool:
+    """Whether the current device has kernels for a quantised weight [n, k]."""
+    return n % 16 == 0 and k % 16 == 0 and k <= MAX_WIDTH and is_hopper()

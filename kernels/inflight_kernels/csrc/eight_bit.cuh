@@ -1,0 +1,67 @@
+// 8-bit values with a scale for each row. Scales are in float.
+#pragma once
+
+#include "common.cuh"
+
+// A float with 4 bits of exponent and 3 of mantissa, up to 448.
+struct E4m3 {
+    unsigned char bits;
+};
+
+constexpr float LARGEST_E4M3 = 448.0f;
+constexpr float SMALLEST_AMAX = 1e-12f;  // rows of zeros have a scale as well
+
+// Four values in a word, rounded to nearest even; larger ones become the largest. sm_89 and later.
+__device__ inline unsigned pack_e4m3(const float* values) {
+    unsigned word = 0;
+#if __CUDA_ARCH__ >= 890
+    unsigned short low, high;
+    asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(low) : "f"(values[1]), "f"(values[0]));
+    asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(high) : "f"(values[3]), "f"(values[2]));
+    word = low | static_cast<unsigned>(high) << 16;
+#else
+    __trap();
+#endif
+    return word;
+}
+
+// The magnitude of a value as bits, which compare as magnitudes do; NaN is above infinity.
+__device__ inline unsigned magnitude(float value) { return __float_as_uint(value) & 0x7fffffffu; }
+
+// How a row is quantised: its values times `inverse`, and `scale` to get them back.
+struct RowScale {
+    float scale, inverse;
+
+    // Of a row whose largest magnitude has these bits. If that is infinite or NaN the scale is NaN,
+    // so that products with the row are NaN.
+    __device__ explicit RowScale(unsigned largest) {
+        const bool finite = largest < 0x7f800000u;
+        const float amax = fmaxf(__uint_as_float(largest), SMALLEST_AMAX);
+        scale = finite ? amax / LARGEST_E4M3 : __uint_as_float(0x7fffffffu);
+        inverse = finite ? LARGEST_E4M3 / amax : 0.0f;
+    }
+};
+
+// Maximum over the block, whose size is a multiple of 32; returned to every thread. One barrier;
+// `partial` must not be reused before another one.
+__device__ inline unsigned block_max(unsigned value, unsigned (&partial)[32]) {
+#if __CUDA_ARCH__ >= 800
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, num_warps = blockDim.x / 32;
+    value = __reduce_max_sync(FULL_WARP, value);
+    if (lane == 0) partial[warp] = value;
+    __syncthreads();
+    return __reduce_max_sync(FULL_WARP, lane < num_warps ? partial[lane] : 0u);
+#else
+    return value;
+#endif
+}
+
+// Quantise and store the values of a 16-byte vector of T.
+template <typename T>
+__device__ void store_e4m3(E4m3* address, const RowScale& scale, const float (&values)[VECTOR<T>]) {
+    static_assert(VECTOR<T> == 8, "16-bit values");
+    float scaled[8];
+#pragma unroll
+    for (int j = 0; j < 8; j++) scaled[j] = values[j] * scale.inverse;
+    *reinterpret_cast<uint2*>(address) = make_uint2(pack_e4m3(scaled), pack_e4m3(scaled + 4));
+}

@@ -1,0 +1,37 @@
+// Quantises activations by rows, for products of 8-bit values. sm_89 and later.
+#include "eight_bit.cuh"
+
+// One block per row of `width` values, which is kept in registers: blockDim.x * VECTORS 16-byte
+// vectors of T. Rows of x are `stride` values apart, those of `values` are contiguous.
+template <typename T, int VECTORS>
+__global__ void __launch_bounds__(512)
+    quantize_rows(const T* x, E4m3* values, float* scales, int width, int stride) {
+    constexpr int N = VECTOR<T>;
+    __shared__ unsigned partial[32];
+    const T* const row = x + static_cast<long long>(blockIdx.x) * stride;
+
+    pdl_wait();
+    pdl_launch_dependents();
+    uint4 raw[VECTORS];
+    unsigned largest = 0;
+#pragma unroll
+    for (int i = 0; i < VECTORS; i++) {
+        const int column = (i * blockDim.x + threadIdx.x) * N;
+        if (column >= width) continue;
+        raw[i] = load_vector(row + column);
+        float a[N];
+        unpack<T>(raw[i], a);
+#pragma unroll
+        for (int j = 0; j < N; j++) largest = max(largest, magnitude(a[j]));
+    }
+    const RowScale scale(block_max(largest, partial));
+    if (threadIdx.x == 0) scales[blockIdx.x] = scale.scale;
+#pragma unroll
+    for (int i = 0; i < VECTORS; i++) {
+        const int column = (i * blockDim.x + threadIdx.x) * N;
+        if (column >= width) continue;
+        float a[N];
+        unpack<T>(raw[i], a);
+        store_e4m3<T>(values + static_cast<long long>(blockIdx.x) * width + column, scale, a);
+    }
+}

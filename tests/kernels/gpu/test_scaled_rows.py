@@ -1,0 +1,124 @@
+"""Quantisation by rows, alone and after a norm, against the reference in torch."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from inflight_kernels.ops.norm import rms_norm
+from inflight_kernels.ops.scaled_rows import MAX_WIDTH, VALUES, ScaledRows, quantize_rows
+from inflight_kernels.torch_ops import quantization, transformer
+
+pytestmark = pytest.mark.gpu
+
+DTYPE = torch.bfloat16
+EPS = 1e-5
+WIDTHS = [16, 64, 576, 4096, 4112, 14336, MAX_WIDTH]
+# Of values: half of the distance of neighbours, 1/8 of their magnitude at most, plus the error of
+# multiplying by the inverse.
+STEP = 1 / 16 + 1e-6
+SMALLEST = 2.0**-10  # half of the smallest value
+
+
+def _random(*shape: int, scale: float = 1.0) -> torch.Tensor:
+    return (torch.randn(*shape, device="cuda") * scale).to(DTYPE)
+
+
+def _check(out: ScaledRows, exact: torch.Tensor, tolerance: float) -> None:
+    """Each value is the nearest one, and the largest of a row has the largest."""
+    amax = exact.abs().amax(1)
+    torch.testing.assert_close(
+        out.scales.double(), amax / 448.0, rtol=tolerance + 1e-6, atol=1e-12 / 448
+    )
+    quotients = exact / out.scales.double()[:, None]
+    error = (out.values.double() - quotients).abs()
+    assert (error <= quotients.abs() * (STEP + tolerance) + SMALLEST).all()
+    assert (out.values.double().abs().amax(1)[amax > 1e-9] >= 448 * (1 - tolerance)).all()
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("rows", [1, 3, 257])
+def test_rows_are_quantised_by_their_largest_magnitude(rows: int, width: int) -> None:
+    x = _random(rows, width) * torch.logspace(-6, 3, rows, device="cuda", dtype=DTYPE)[:, None]
+    out = ScaledRows.empty(rows, width, "cuda")
+    quantize_rows(x, out=out)
+    _check(out, x.double(), 0.0)
+    values, scales = quantization.quantize_rows(x, VALUES)
+    torch.testing.assert_close(out.scales, scales, rtol=1e-6, atol=0)
+    same = (out.values.float() == values.float()).double().mean()
+    assert same > 0.999, "values differ from the reference in more than ties"
+
+
+def test_a_row_of_zeros_stays_zero() -> None:
+    out = ScaledRows.empty(2, 64, "cuda")
+    quantize_rows(torch.zeros(2, 64, dtype=DTYPE, device="cuda"), out=out)
+    assert not out.values.float().any()
+    assert out.scales.isfinite().all()
+
+
+@pytest.mark.parametrize("broken", [torch.nan, torch.inf, -torch.inf])
+def test_a_broken_row_has_a_scale_of_nan_and_breaks_no_other(broken: float) -> None:
+    x = _random(3, 4096)
+    clean = ScaledRows.empty(3, 4096, "cuda")
+    quantize_rows(x, out=clean)
+    x[1, 77] = broken
+    out = ScaledRows.empty(3, 4096, "cuda")
+    quantize_rows(x, out=out)
+    assert out.scales[1].isnan()
+    for row in (0, 2):
+        assert torch.equal(out.values[row].view(torch.uint8), clean.values[row].view(torch.uint8))
+        assert out.scales[row] == clean.scales[row]
+
+
+def test_rows_of_x_can_be_strided() -> None:
+    wide = torch.full((5, 3 * 576), torch.nan, dtype=DTYPE, device="cuda")
+    x = wide[:, 576:1152]
+    x.copy_(_random(5, 576))
+    out = ScaledRows.empty(5, 576, "cuda")
+    quantize_rows(x, out=out)
+    _check(out, x.double(), 0.0)
+
+
+def test_operands_that_do_not_fit_are_refused_by_name() -> None:
+    out = ScaledRows.empty(2, 64, "cuda")
+    with pytest.raises(ValueError, match="x is"):
+        quantize_rows(torch.zeros(2, 64, device="cuda"), out=out)
+    with pytest.raises(ValueError, match="multiples of 16 up to"):
+        quantize_rows(_random(2, 24), out=out)
+    with pytest.raises(ValueError, match=r"out\.values"):
+        quantize_rows(_random(2, 128), out=out)
+
+
+# ---------------------------------------------------------------- after a norm
+
+
+@pytest.mark.parametrize("sum_type", [DTYPE, torch.float32])
+@pytest.mark.parametrize("hidden", [64, 576, 2048, 4096, 8192])
+@pytest.mark.parametrize("rows", [1, 3, 257])
+def test_a_norm_is_quantised_without_rounding_in_between(
+    rows: int, hidden: int, sum_type: torch.dtype
+) -> None:
+    x, residual = _random(rows, hidden), _random(rows, hidden, scale=10.0).to(sum_type)
+    weight = torch.randn(hidden, device="cuda")
+    total = torch.empty(rows, hidden, dtype=sum_type, device="cuda")
+    out = ScaledRows.empty(rows, hidden, "cuda")
+    rms_norm(x, weight, EPS, residual, out=out, total=total)
+    assert torch.equal(total, (x.float() + residual.float()).to(sum_type))
+    expected, _ = transformer.rms_norm(total.double(), weight.double(), EPS)
+    _check(out, expected, 1e-5)
+
+
+def test_a_norm_without_a_residual_is_quantised() -> None:
+    x, weight = _random(7, 4096, scale=3.0), torch.randn(4096, device="cuda")
+    out = ScaledRows.empty(7, 4096, "cuda")
+    rms_norm(x, weight, EPS, out=out)
+    expected, _ = transformer.rms_norm(x.double(), weight.double(), EPS)
+    _check(out, expected, 1e-5)
+
+
+def test_the_norm_of_a_broken_row_has_a_scale_of_nan() -> None:
+    x, weight = _random(3, 4096), torch.ones(4096, device="cuda")
+    x[1, 5] = torch.nan
+    out = ScaledRows.empty(3, 4096, "cuda")
+    rms_norm(x, weight, EPS, out=out)
+    assert out.scales.isnan().tolist() == [False, True, False]
