@@ -23,6 +23,7 @@ logger = logging.getLogger(__name__)
 
 Device = Literal["auto", "cpu", "cuda", "echo"]
 Dtype = Literal["auto", "float32", "bfloat16"]
+Quantization = Literal["auto", "none", "fp8", "int8"]
 
 # Values of 0 and "auto", by device.
 _CPU_DEFAULTS: dict[str, int | str] = {
@@ -169,6 +170,14 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     dtype: Annotated[
         Dtype,
         Setting("Of weights, activations and KV cache. GPUs support bfloat16 only."),
+    ] = "auto"
+    quantization: Annotated[
+        Quantization,
+        Setting(
+            "Of linear layers, the output layer excepted. `fp8` and `int8` quantise weights of 16 "
+            "or 32 bits when they are loaded, with a scale for each output channel, and "
+            "activations per token; `none` dequantises; `auto` is as the checkpoint stores them."
+        ),
     ] = "auto"
     num_threads: Annotated[
         Count | None, Setting("CPU threads of the engine.", default="all cores")

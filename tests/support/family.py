@@ -23,6 +23,7 @@ import family_gpu
 import tiny
 import tiny_gguf
 from inflight.checkpoint.locate import Checkpoint
+from inflight.config import Quantization
 from inflight.errors import ConfigError
 from inflight.models import gpu_support
 from inflight.models.decoder_cpu import Decoder, TableInputs
@@ -149,11 +150,15 @@ MIXED: list[list[Span]] = [
 
 @torch.inference_mode()
 def our_logits(
-    checkpoint: Checkpoint, texts: list[list[int]], steps: list[list[Span]], max_len: int = 64
+    checkpoint: Checkpoint,
+    texts: list[list[int]],
+    steps: list[list[Span]],
+    max_len: int = 64,
+    quantization: Quantization = "auto",
 ) -> list[Tensor]:
     """[T, vocab_size] of each text by our decoder on the CPU, computed in these steps over a paged
     cache whose blocks are in no order."""
-    model = _decoder(checkpoint, max_len)
+    model = _decoder(checkpoint, max_len, quantization)
     return _compute(model, texts, steps)
 
 
@@ -167,9 +172,11 @@ def our_features(checkpoint: Checkpoint, text: list[int], layers: tuple[int, ...
     return model.features
 
 
-def _decoder(checkpoint: Checkpoint, max_len: int) -> Decoder:
+def _decoder(checkpoint: Checkpoint, max_len: int, quantization: Quantization = "auto") -> Decoder:
     spec = read_spec(checkpoint)
-    return Decoder(checkpoint, spec, torch.float32, max_len, lambda what, fraction: None)
+    return Decoder(
+        checkpoint, spec, torch.float32, max_len, lambda what, fraction: None, quantization
+    )
 
 
 def _compute(model: Decoder, texts: list[list[int]], steps: list[list[Span]]) -> list[Tensor]:
@@ -202,11 +209,16 @@ def _compute(model: Decoder, texts: list[list[int]], steps: list[list[Span]]) ->
 
 
 def check(
-    checkpoint: Checkpoint, model: Any, steps: list[list[Span]] = MIXED, max_len: int = 64
+    checkpoint: Checkpoint,
+    model: Any,
+    steps: list[list[Span]] = MIXED,
+    max_len: int = 64,
+    quantization: Quantization = "auto",
 ) -> None:
     """Our logits are those of transformers."""
     texts = [tokens(seed=1), tokens(seed=2)]
-    for ours, text in zip(our_logits(checkpoint, texts, steps, max_len), texts, strict=True):
+    found = our_logits(checkpoint, texts, steps, max_len, quantization)
+    for ours, text in zip(found, texts, strict=True):
         reference = reference_logits(model, text)
         # Relative to their spread, since logits may be scaled down.
         spread = min(1.0, float(reference.std()))

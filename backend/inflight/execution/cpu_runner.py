@@ -86,7 +86,7 @@ class CpuRunner:
         self._dtype = _DTYPES[config.dtype]
         self._cache = KVCache(layout, self.num_blocks, self.block_size)
         max_len = spec.max_model_len(config)
-        self._model = Decoder(checkpoint, spec, self._dtype, max_len, progress)
+        self._model = Decoder(checkpoint, spec, self._dtype, max_len, progress, config.quantization)
         self.drafter: Drafter | None = None
         self._caches = [self._cache]
         if source is not None:

@@ -69,6 +69,20 @@ def _max_rows(config: EngineConfig) -> int:
     return min(config.max_num_seqs + config.max_draft_tokens, config.max_num_batched_tokens)
 
 
+def _decoder_settings(
+    config: EngineConfig, spec: ModelSpec, device: torch.device
+) -> DecoderSettings:
+    return DecoderSettings(
+        _DTYPE,
+        device,
+        spec.max_model_len(config),
+        config.max_num_batched_tokens,
+        _max_rows(config),
+        config.batch_invariant,
+        config.quantization,
+    )
+
+
 class CudaRunner:
     """One model on one GPU with its KV pool (see `runner.Runner`).
 
@@ -95,14 +109,7 @@ class CudaRunner:
         self.max_rows = self._max_rows = _max_rows(config)
         source = find_drafter(config, checkpoint, spec)
         self._device = torch.device("cuda", torch.cuda.current_device())
-        self._settings = DecoderSettings(
-            _DTYPE,
-            self._device,
-            spec.max_model_len(config),
-            config.max_num_batched_tokens,
-            self._max_rows,
-            config.batch_invariant,
-        )
+        self._settings = _decoder_settings(config, spec, self._device)
         # First, so that everything slow below overlaps with compilation.
         precompile_kernels(find_kernels(config, checkpoint, spec, source, self._settings))
         self._allocated_before = self._allocated_bytes()  # other engines of this process

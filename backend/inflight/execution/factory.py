@@ -25,6 +25,7 @@ from inflight.kv.budget import gpu_budget_bytes
 from inflight.kv.gpu import CurrentGpu, Gpu
 from inflight.kv.layout import KVTables
 from inflight.models.gpu_support import gpu_obstacle
+from inflight.models.quantization.choice import linear_format
 from inflight.models.registry import read_spec
 from inflight.models.spec import ModelSpec
 from inflight_kernels.runtime import architectures
@@ -122,11 +123,22 @@ def expected_budget_bytes(config: EngineConfig, checkpoint: Checkpoint, total_by
         ConfigError: the checkpoint is corrupt or not supported, or the budget is too small.
     """
     spec = read_spec(checkpoint)
-    weight_bytes = 2 * spec.matrix_elements  # bfloat16
+    weight_bytes = gpu_weight_bytes(config, checkpoint, spec)
     layout = kv_layout(spec, find_drafter(config, checkpoint, spec), "bfloat16")
     block_bytes = layout.block_bytes(config.block_size)
     max_blocks = KVTables(layout.tables, config.block_size).num_blocks(spec.max_model_len(config))
     return gpu_budget_bytes(config, total_bytes, weight_bytes, block_bytes, max_blocks)
+
+
+def gpu_weight_bytes(config: EngineConfig, checkpoint: Checkpoint, spec: ModelSpec) -> int:
+    """Of a model's weight matrices on a GPU: bfloat16, or 8 bits in quantised linear layers.
+
+    Raises:
+        ConfigError: the setting `quantization` does not suit the checkpoint.
+    """
+    checkpoint = dataclasses.replace(checkpoint, random_weights=config.random_weights)
+    num_quantized = linear_format(checkpoint, spec, config.quantization).num_values
+    return 2 * spec.matrix_elements - num_quantized
 
 
 def _prepare_openmp() -> None:
@@ -160,6 +172,7 @@ def build(
     if config.device == "echo":
         progress("weights", 1.0)
         return EchoRunner(config, spec), spec
+    linear_format(checkpoint, spec, config.quantization)  # refuses what cannot be combined
     _prepare_openmp()
     if config.device == "cuda":
         if not _has_compiler():

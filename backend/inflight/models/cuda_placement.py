@@ -3,9 +3,12 @@ which it imports, need not be installed."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
+from inflight.models.quantization.matrix import Matrix, dequantized
 from inflight.models.quantization.unquantized_cuda import CudaLinear
 
 
@@ -29,14 +32,15 @@ class CudaPlacement:
     def norm(self, stored: Tensor, offset: float = 0.0) -> Tensor:
         return stored.to(self._device, torch.float32, copy=True).add_(offset)
 
-    def linear(self, weights: list[Tensor], biases: list[Tensor]) -> CudaLinear:
+    def linear(self, weights: Sequence[Matrix], biases: Sequence[Tensor]) -> CudaLinear:
         bias = self._joined(biases) if biases else None
-        return CudaLinear(self._joined(weights), bias, self._batch_invariant)
+        parts = [dequantized(part) for part in weights]
+        return CudaLinear(self._joined(parts), bias, self._batch_invariant)
 
     def tied(self, table: Tensor) -> CudaLinear:
         return CudaLinear(table, None, self._batch_invariant)
 
-    def _joined(self, stored: list[Tensor]) -> Tensor:
+    def _joined(self, stored: Sequence[Tensor]) -> Tensor:
         if len(stored) == 1:
             return self.table(stored[0])
         rows = sum(len(part) for part in stored)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from inflight.checkpoint.locate import Checkpoint
+from inflight.config import Quantization
 from inflight.kv.cache import KVCache
 from inflight.models.layers.linear import CpuWeight
 from inflight.models.layers.norm import NormWeights
@@ -57,6 +58,7 @@ class Decoder:
         dtype: of weights and activations.
         max_len: maximum sequence length; the size of the rotary tables.
         progress: called with ("weights", fraction) as layers are loaded.
+        quantization: of linear layers, as in settings.
 
     Attributes:
         weights: of the model.
@@ -74,13 +76,14 @@ class Decoder:
         dtype: torch.dtype,
         max_len: int,
         progress: Progress,
+        quantization: Quantization = "auto",
     ) -> None:
         self.spec = spec
         self.features: Tensor | None = None
         self._aux_layers: tuple[int, ...] = ()
         self._ropes = RotaryTables(spec, max_len, dtype)
         self.weights: ModelWeights[CpuWeight] = load_weights(
-            checkpoint, spec, CpuPlacement(dtype), progress
+            checkpoint, spec, CpuPlacement(dtype, quantization), progress
         )
 
     def set_aux_layers(self, layers: tuple[int, ...]) -> None:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from inflight.checkpoint.locate import Checkpoint
-from inflight.config import Dtype
+from inflight.config import Dtype, Quantization
 from inflight.errors import ConfigError
 from inflight.kv.cache import KVCache
 from inflight.models.cuda_placement import CudaPlacement
@@ -53,6 +53,7 @@ class DecoderSettings:
         max_tokens: maximum T.
         max_rows: maximum n and s.
         batch_invariant: results for a token do not depend on the other tokens of its step.
+        quantization: of linear layers, as in settings.
     """
 
     dtype: torch.dtype
@@ -61,6 +62,7 @@ class DecoderSettings:
     max_tokens: int
     max_rows: int
     batch_invariant: bool = False
+    quantization: Quantization = "auto"
 
     @property
     def kv_dtype(self) -> Dtype:

@@ -2,7 +2,7 @@
 
 The result is the same for every format: q | k | v and gate | up fused, the columns of heads in the
 order of `rope_order`, norms' weights in float32 and ready to multiply with, all others in the dtype
-of the activations.
+of the activations, or in 8 bits with a scale for each row.
 """
 
 from __future__ import annotations
@@ -18,8 +18,12 @@ import torch
 from torch import Tensor
 
 from inflight.checkpoint.locate import Checkpoint
+from inflight.config import Quantization
+from inflight.models.layers.linear import CpuWeight
 from inflight.models.layers.norm import NormWeights
 from inflight.models.layers.rope import rope_order
+from inflight.models.quantization.matrix import Matrix, QuantizedMatrix, in_one_format
+from inflight.models.quantization.quantized import CpuQuantizedLinear
 from inflight.models.quantization.unquantized import CpuLinear
 from inflight.models.registry import family_of
 from inflight.models.spec import ModelSpec
@@ -29,6 +33,7 @@ Progress = Callable[[str, float], None]
 
 L = TypeVar("L", covariant=True)
 """The weight of a linear layer on some device: `CpuWeight` or `CudaWeight`."""
+M = TypeVar("M", Tensor, Matrix)
 
 
 class WeightPlacement(Protocol[L]):
@@ -40,18 +45,27 @@ class WeightPlacement(Protocol[L]):
     def norm(self, stored: Tensor, offset: float = 0.0) -> Tensor:
         """The weight of a norm plus an offset, in float32."""
 
-    def linear(self, weights: list[Tensor], biases: list[Tensor]) -> L:
-        """Several linear layers fused into one, concatenated along rows; biases may be absent."""
+    def linear(self, weights: Sequence[Matrix], biases: Sequence[Tensor]) -> L:
+        """Several linear layers fused into one, concatenated along rows; biases may be absent.
+
+        Parts may be quantised, and differ in that: `matrix.in_one_format`.
+        """
 
     def tied(self, table: Tensor) -> L:
-        """The linear layer with a table as its weight."""
+        """The linear layer with a placed table as its weight, never quantised: an output layer."""
 
 
 class CpuPlacement:
-    """In host memory."""
+    """In host memory.
 
-    def __init__(self, dtype: torch.dtype) -> None:
+    Args:
+        dtype: of weights that are not quantised, and of activations.
+        quantization: of linear layers, as in settings.
+    """
+
+    def __init__(self, dtype: torch.dtype, quantization: Quantization = "auto") -> None:
         self._dtype = dtype
+        self._quantization = quantization
 
     def table(self, stored: Tensor) -> Tensor:
         # A copy even if the dtype is the same: the weights must not depend on the mapped file.
@@ -61,13 +75,17 @@ class CpuPlacement:
         # In place: a sum on the meta device would import torch's compiler, which takes seconds.
         return stored.to(torch.float32, copy=True).add_(offset)
 
-    def linear(self, weights: list[Tensor], biases: list[Tensor]) -> CpuLinear:
-        return CpuLinear(self._joined(weights), self._joined(biases) if biases else None)
+    def linear(self, weights: Sequence[Matrix], biases: Sequence[Tensor]) -> CpuWeight:
+        bias = self._joined(biases) if biases else None
+        parts = in_one_format(weights, self._quantization)
+        if isinstance(parts, QuantizedMatrix):
+            return CpuQuantizedLinear(parts, bias)
+        return CpuLinear(self._joined(parts), bias)
 
     def tied(self, table: Tensor) -> CpuLinear:
         return CpuLinear(table, None)
 
-    def _joined(self, stored: list[Tensor]) -> Tensor:
+    def _joined(self, stored: Sequence[Tensor]) -> Tensor:
         return torch.cat([self.table(part) for part in stored])
 
 
@@ -134,7 +152,7 @@ def load_weights(
     if spec.tie_word_embeddings:
         head = placement.tied(table)
     else:
-        head = placement.linear([stored.read("lm_head.weight")], [])
+        head = placement.tied(placement.table(stored.read("lm_head.weight")))
     norm = reader.norm("model.norm", has_bias=spec.norm_bias)
     progress("weights", 1.0)
     return ModelWeights(embedding=table, layers=layers, norm=norm, head=head)
@@ -245,7 +263,8 @@ class _LayerReader(Generic[L]):
             present = [name for name in names if name in slots]
             biases = [name for name in present if slots[name][1]]
             return self._placement.linear(
-                self._parts(index, present, "weight"), self._parts(index, biases, "bias")
+                self._parts(index, present, "weight", self._stored.read_matrix),
+                self._parts(index, biases, "bias", self._stored.read),
             )
 
         return LayerWeights(
@@ -271,15 +290,16 @@ class _LayerReader(Generic[L]):
             None if bias is None else self._placement.norm(bias),
         )
 
-    def _parts(self, index: int, names: Sequence[str], kind: str) -> list[Tensor]:
+    def _parts(
+        self, index: int, names: Sequence[str], kind: str, read: Callable[[str], M]
+    ) -> list[M]:
         """The tensors of slots, of which neighbours may be stored as one."""
         slots = _slots(self._spec, index)
-        parts: list[Tensor] = []
+        parts: list[M] = []
         for name, fused in groupby(names, lambda slot: _name(self._spec, index, slot)):
             members = list(fused)
             rows = [slots[slot][0][0] for slot in members]
-            stored = torch.split(self._stored.read(f"{name}.{kind}"), rows)
-            for slot, part in zip(members, stored, strict=True):
+            for slot, part in zip(members, _split(read(f"{name}.{kind}"), rows), strict=True):
                 parts.append(_in_order(part, self._order(index, slot)))
         return parts
 
@@ -292,9 +312,20 @@ class _LayerReader(Generic[L]):
         return None if columns is None else torch.tensor(columns)
 
 
-def _in_order(stored: Tensor, order: Tensor | None) -> Tensor:
+def _split(stored: M, rows: list[int]) -> Sequence[M]:
+    """Consecutive parts with so many rows each."""
+    if isinstance(stored, QuantizedMatrix):
+        return stored.split(rows)
+    return torch.split(stored, rows)
+
+
+def _in_order(stored: M, order: Tensor | None) -> M:
     """Rows [heads * D, ...] with those of each head in this order [D]."""
-    if order is None or stored.is_meta:
+    if order is None:
         return stored
-    heads = stored.view(-1, len(order), *stored.shape[1:])
+    if isinstance(stored, QuantizedMatrix):
+        return QuantizedMatrix(_in_order(stored.values, order), _in_order(stored.scales, order))
+    if stored.is_meta:
+        return stored
+    heads = stored.reshape(-1, len(order), *stored.shape[1:])
     return heads.index_select(1, order.to(stored.device)).view(stored.shape)

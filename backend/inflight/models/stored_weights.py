@@ -19,7 +19,8 @@ from inflight.checkpoint.gguf import GgufFile, GgufTensor
 from inflight.checkpoint.locate import Checkpoint
 from inflight.checkpoint.safetensors import StoredTensor
 from inflight.errors import ConfigError
-from inflight.models.quantization.dequantized import DequantizedWeights
+from inflight.models.quantization.folder import QuantizedWeights
+from inflight.models.quantization.matrix import Matrix
 from inflight.models.quantization.recognition import format_of
 from inflight.models.registry import family_of
 from inflight.models.spec import ModelSpec
@@ -50,6 +51,9 @@ class Weights(Protocol):
     def read(self, name: str) -> Tensor:
         """In its stored dtype (float32 if quantised). May alias the file: do not write to it."""
 
+    def read_matrix(self, name: str) -> Matrix:
+        """As `read`, but a weight that the linear layers can use as it is stays quantised."""
+
 
 def open_weights(
     checkpoint: Checkpoint,
@@ -63,14 +67,14 @@ def open_weights(
         checkpoint: where.
         spec: its model.
         expected: name -> shape of every tensor that the model will read.
-        device: where weights are drawn, if they are. On torch's meta device nothing is opened or
-            read: weights have shapes alone.
+        device: where weights are drawn, if they are. On torch's meta device weights have shapes
+            alone, and no tensor is read.
 
     Raises:
         ConfigError: a damaged file; missing or unexpected tensors, or shapes that differ, by name.
     """
     if torch.device(device).type == "meta":
-        return EmptyWeights(expected)
+        return EmptyWeights(expected, _quantized_weights(checkpoint))
     if checkpoint.random_weights:
         return RandomWeights(expected, device)
     weights: Weights
@@ -83,13 +87,23 @@ def open_weights(
     return weights
 
 
-def _folder_weights(path: Path) -> Weights:
+def _quantized_weights(checkpoint: Checkpoint) -> QuantizedWeights | None:
+    """Those of a folder with quantised weights."""
+    if checkpoint.random_weights or checkpoint.format == "gguf":
+        return None
+    if format_of(checkpoint.path) is None:
+        return None
+    found = _folder_weights(checkpoint.path)
+    return found if isinstance(found, QuantizedWeights) else None
+
+
+def _folder_weights(path: Path) -> StoredWeights | QuantizedWeights:
     found = format_of(path)
     dtypes = safetensors.WEIGHTS if found is None else safetensors.WEIGHTS + safetensors.QUANTIZED
     stored = safetensors.read_folder(path, dtypes)
     # Old checkpoints contain the rotary frequencies, which follow from the config.
     kept = {name: stored[name] for name in stored if not name.endswith(".rotary_emb.inv_freq")}
-    return StoredWeights(kept) if found is None else DequantizedWeights(kept, found, path)
+    return StoredWeights(kept) if found is None else QuantizedWeights(kept, found, path)
 
 
 def check_shapes(
@@ -150,15 +164,29 @@ class RandomWeights:
         drawn = torch.empty(shape, dtype=torch.bfloat16, device=self._device)
         return drawn.normal_(0.0, 0.02, generator=generator)
 
+    def read_matrix(self, name: str) -> Matrix:
+        return self.read(name)
+
 
 class EmptyWeights:
-    """Tensors on torch's meta device: shapes without memory."""
+    """Tensors on torch's meta device: shapes without memory.
 
-    def __init__(self, shapes: Mapping[str, Shape]) -> None:
+    Args:
+        shapes: by name.
+        quantized: the weights of a folder whose formats they have; None if they are not quantised.
+    """
+
+    def __init__(
+        self, shapes: Mapping[str, Shape], quantized: QuantizedWeights | None = None
+    ) -> None:
         self.shapes = dict(shapes)
+        self._quantized = quantized
 
     def read(self, name: str) -> Tensor:
         return torch.empty(self.shapes[name], device="meta")
+
+    def read_matrix(self, name: str) -> Matrix:
+        return self.read(name) if self._quantized is None else self._quantized.shaped_matrix(name)
 
 
 class StoredWeights:
@@ -170,6 +198,9 @@ class StoredWeights:
 
     def read(self, name: str) -> Tensor:
         return self._stored[name].read()
+
+    def read_matrix(self, name: str) -> Matrix:
+        return self.read(name)
 
 
 class _GgufWeights:
@@ -191,6 +222,9 @@ class _GgufWeights:
 
     def read(self, name: str) -> Tensor:
         return torch.from_numpy(self._dequantize(name))
+
+    def read_matrix(self, name: str) -> Matrix:
+        return self.read(name)
 
     def _dequantize(self, name: str) -> npt.NDArray[np.float32]:
         stored = self._stored[name]

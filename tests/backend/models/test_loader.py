@@ -3,14 +3,25 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
+from itertools import chain
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import Glm4Config, Qwen3Config
 
+import family
 import tiny
+from inflight.checkpoint.locate import Checkpoint
 from inflight.models import registry
-from inflight.models.loader import CpuPlacement, load_weights
+from inflight.models.layers.linear import CpuWeight
+from inflight.models.loader import CpuPlacement, linear_names, load_weights
+from inflight.models.quantization.matrix import DTYPES, Matrix, QuantizedMatrix, quantize
+from inflight.models.quantization.unquantized import CpuLinear
+from inflight.models.quantization.writer import quantize_folder
 from inflight.models.registry import family_of, read_spec
 from paged_decoder import Paged, blocks_for, load
 
@@ -73,3 +84,75 @@ def test_logits_are_those_of_weights_that_are_stored_whole(
     request.getfixturevalue("zero_centered")
     (logits,) = Paged(load(tiny.write_llama(tmp_path / "centered", centered))).run(step)
     torch.testing.assert_close(logits, expected, atol=1e-5, rtol=1e-5)
+
+
+# ---------------------------------------------------------------- quantised weights
+
+
+class RecordingPlacement(CpuPlacement):
+    """Keeps the parts of linear layers with what becomes of them, and weights of output layers."""
+
+    def __init__(self) -> None:
+        super().__init__(torch.float32)
+        self.layers: list[tuple[Sequence[Matrix], CpuWeight]] = []
+        self.heads: list[Tensor] = []
+
+    def linear(self, weights: Sequence[Matrix], biases: Sequence[Tensor]) -> CpuWeight:
+        layer = super().linear(weights, biases)
+        self.layers.append((weights, layer))
+        return layer
+
+    def tied(self, table: Tensor) -> CpuLinear:
+        self.heads.append(table)
+        return super().tied(table)
+
+
+def placed(folder: Path) -> RecordingPlacement:
+    placement, checkpoint = RecordingPlacement(), Checkpoint(folder, "huggingface")
+    load_weights(checkpoint, read_spec(checkpoint), placement, lambda *_: None)
+    return placement
+
+
+def rows(values: Tensor, scales: Tensor) -> list[tuple[bytes, float]]:
+    """Each row of a matrix, bit for bit, with its scale."""
+    stored = values.contiguous().view(torch.uint8).numpy()
+    return [
+        (row.tobytes(), scale) for row, scale in zip(stored, scales.flatten().tolist(), strict=True)
+    ]
+
+
+@pytest.mark.parametrize("kind", ["fp8", "int8"])
+def test_stored_rows_are_placed_bit_for_bit_in_the_order_of_rope(tmp_path: Path, kind: str) -> None:
+    """GLM-4 stores gate | up as one, and rotates adjacent columns of q and k together."""
+    model = family.make(Glm4Config(**family.SHAPE, pad_token_id=0, attention_bias=True))
+    names = linear_names(read_spec(family.write_folder(model, tmp_path / "in")))
+    quantize_folder(tmp_path / "in", tmp_path / "out", names, kind)
+    stored = load_file(tmp_path / "out/model.safetensors")
+    expected = {name: rows(stored[name], stored[f"{name}_scale"]) for name in names}
+    found = [
+        rows(part.values, part.scales)
+        for parts, _ in placed(tmp_path / "out").layers
+        for part in parts
+        if isinstance(part, QuantizedMatrix)
+    ]
+    assert sorted(chain(*found)) == sorted(chain(*expected.values()))
+    attention = "model.layers.0.self_attn"
+    assert expected[f"{attention}.v_proj.weight"] in found
+    assert expected[f"{attention}.q_proj.weight"] not in found
+    assert sorted(expected[f"{attention}.q_proj.weight"]) in map(sorted, found)
+
+
+def test_parts_that_differ_in_format_are_dequantised_as_is_an_output_layer(tmp_path: Path) -> None:
+    model = family.make(Qwen3Config(**family.SHAPE))
+    names = linear_names(read_spec(family.write_folder(model, tmp_path / "in")))
+    plain = "model.layers.1.self_attn.k_proj.weight"
+    quantize_folder(tmp_path / "in", tmp_path / "out", {*names, "lm_head.weight"} - {plain}, "fp8")
+    placement = placed(tmp_path / "out")
+    unquantised = [parts for parts, layer in placement.layers if isinstance(layer, CpuLinear)]
+    assert len(placement.layers) == 4 * 4 and len(unquantised) == 1
+    q, k, v = unquantised[0]
+    assert isinstance(q, QuantizedMatrix) and isinstance(v, QuantizedMatrix)
+    before = load_file(tmp_path / "in/model.safetensors")
+    assert isinstance(k, Tensor) and torch.equal(k, before[plain])
+    (head,) = placement.heads
+    assert torch.equal(head, quantize(before["lm_head.weight"], DTYPES["fp8"]).dequantized())

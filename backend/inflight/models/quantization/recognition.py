@@ -48,11 +48,19 @@ class StoredFormat:
         dtypes: of the quantised weights: FP8, INT8 or both.
         block: rows and columns with a scale in common; None for one scale of each tensor or of each
             row, which the shape of the scales tells.
+        weight_only: whether activations are meant to keep their 16 or 32 bits, of some layers at
+            least.
     """
 
     name: str
     dtypes: frozenset[str]
     block: tuple[int, int] | None = None
+    weight_only: bool = False
+
+    @property
+    def is_executable(self) -> bool:
+        """Whether there are products of 8-bit values for it; if not, it is dequantised."""
+        return self.block is None and not self.weight_only
 
 
 def read_format(fields: CheckedFields, folder: Path) -> StoredFormat | None:
@@ -143,15 +151,19 @@ def _compressed_tensors(config: dict[str, Any]) -> StoredFormat | None:
         return None
     dtypes: set[str] = set()
     blocks = set()
+    weight_only = False
     for group in groups.values():
         found = _compressed_group(group, str(config.get("format")))
         if found is None:
             return None
         dtypes |= found.dtypes
         blocks.add(found.block)
+        weight_only = weight_only or found.weight_only
     if len(blocks) > 1:
         return None
-    return StoredFormat(f"{_kinds(dtypes)} (compressed-tensors)", frozenset(dtypes), *blocks)
+    (block,) = blocks
+    name = f"{_kinds(dtypes)} (compressed-tensors)"
+    return StoredFormat(name, frozenset(dtypes), block, weight_only)
 
 
 def _compressed_group(group: Any, default_format: str) -> StoredFormat | None:
@@ -174,7 +186,11 @@ def _compressed_group(group: Any, default_format: str) -> StoredFormat | None:
     block = _block(weights.get("block_structure")) if strategy == "block" else None
     if strategy == "block" and block is None:
         return None
-    return StoredFormat(_kinds({dtype}), frozenset({dtype}), block)
+    activations = group.get("input_activations")
+    weight_only = not isinstance(activations, dict) or (
+        (activations.get("num_bits"), activations.get("type")) != (8, weights["type"])
+    )
+    return StoredFormat(_kinds({dtype}), frozenset({dtype}), block, weight_only)
 
 
 def _kinds(dtypes: set[str]) -> str:

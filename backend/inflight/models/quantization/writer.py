@@ -13,19 +13,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
 from inflight.checkpoint import safetensors, shards
 from inflight.errors import ConfigError
-from inflight.models.quantization.recognition import FP8, INT8
+from inflight.models.quantization.matrix import DTYPES, quantize
 
-KINDS = {"fp8": FP8, "int8": INT8}
-"""Names of the formats -> dtype of the weights."""
-_DTYPES = {FP8: torch.float8_e4m3fn, INT8: torch.int8}
-_LARGEST = {FP8: 448.0, INT8: 127.0}
-_SMALLEST_SCALE = 1e-12  # of a row of zeros
+KINDS = tuple(DTYPES)
+"""Names of the formats."""
 _WEIGHT_FILES = ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.pth", "*.gguf")
 
 
@@ -69,7 +65,7 @@ def quantize_folder(
     try:
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
-        written = _write(source, partial, names, KINDS[kind], progress)
+        written = _write(source, partial, names, kind, progress)
         partial.rename(target)
     except OSError as error:
         raise ConfigError(f"{target} cannot be written ({error.strerror})") from None
@@ -78,25 +74,11 @@ def quantize_folder(
     return written
 
 
-def quantize(weight: Tensor, dtype: str) -> tuple[Tensor, Tensor]:
-    """A weight [n, k] in 8 bits, and its scales [n, 1] in float32.
-
-    Args:
-        dtype: FP8 or INT8.
-    """
-    wide, largest = weight.to(torch.float32), _LARGEST[dtype]
-    scale = wide.abs().amax(1, keepdim=True).clamp_(min=_SMALLEST_SCALE) / largest
-    values = wide / scale
-    if dtype == INT8:
-        values = values.round_()
-    return values.clamp_(-largest, largest).to(_DTYPES[dtype]), scale
-
-
 def _write(
     source: Path,
     target: Path,
     names: Collection[str],
-    dtype: str,
+    kind: str,
     progress: Callable[[float], None],
 ) -> Written:
     files = shards.weight_files(source)
@@ -107,7 +89,8 @@ def _write(
         for name, stored in safetensors.read_file(path).items():
             tensor = stored.read()
             if name in names:
-                tensor, tensors[f"{name}_scale"] = quantize(tensor, dtype)
+                quantized = quantize(tensor, DTYPES[kind])
+                tensor, tensors[f"{name}_scale"] = quantized.values, quantized.scales[:, None]
                 num_quantized += 1
             tensors[name] = tensor
         save_file(tensors, target / path.name, {"format": "pt"})
@@ -123,15 +106,15 @@ def _write(
         if path.is_file() and not any(path.match(pattern) for pattern in _WEIGHT_FILES):
             shutil.copyfile(path, target / path.name)
     config = json.loads((source / "config.json").read_text())
-    config["quantization_config"] = _config(dtype)
+    config["quantization_config"] = _config(kind)
     (target / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     return Written(num_quantized, len(weight_map) - num_quantized, before, after)
 
 
-def _config(dtype: str) -> dict[str, Any]:
+def _config(kind: str) -> dict[str, Any]:
     """The quantization_config of compressed-tensors."""
-    kind = "float" if dtype == FP8 else "int"
-    common = {"num_bits": 8, "type": kind, "symmetric": True, "group_size": None}
+    type_ = "float" if kind == "fp8" else "int"
+    common = {"num_bits": 8, "type": type_, "symmetric": True, "group_size": None}
     group = {
         "targets": ["Linear"],
         "weights": common | {"strategy": "channel", "dynamic": False},
@@ -140,7 +123,7 @@ def _config(dtype: str) -> dict[str, Any]:
     }
     return {
         "quant_method": "compressed-tensors",
-        "format": f"{kind}-quantized",
+        "format": f"{type_}-quantized",
         "quantization_status": "compressed",
         "config_groups": {"group_0": group},
         "ignore": ["lm_head"],

@@ -75,10 +75,15 @@ def test_unquantised_folders_pass(tmp_path: Path) -> None:
 def compressed(*weights: dict[str, Any], **settings: Any) -> dict[str, Any]:
     """A config of compressed-tensors with a group for each of these weights."""
     plain = {"num_bits": 8, "type": "float", "strategy": "channel", "symmetric": True}
-    groups = {
-        f"group_{i}": {"targets": ["Linear"], "weights": plain | one}
-        for i, one in enumerate(weights or ({},))
-    }
+    groups = {}
+    for index, one in enumerate(weights or ({},)):
+        found = plain | one
+        activations = {"num_bits": 8, "type": found["type"], "strategy": "token", "dynamic": True}
+        groups[f"group_{index}"] = {
+            "targets": ["Linear"],
+            "weights": found,
+            "input_activations": activations,
+        }
     found = {"quant_method": "compressed-tensors", "format": "float-quantized"}
     return found | {"config_groups": groups} | settings
 
@@ -119,6 +124,22 @@ def test_formats_of_8_bits_are_recognised(
 ) -> None:
     fields = CheckedFields({"model_type": "llama", "quantization_config": config}, "config.json")
     assert read_format(fields, tmp_path) == expected
+
+
+@pytest.mark.parametrize(
+    "activations",
+    [None, {"num_bits": 4, "type": "float"}, {"num_bits": 8, "type": "int"}],
+    ids=["16 bits", "4 bits", "another type"],
+)
+def test_activations_of_other_types_are_not_quantised(
+    tmp_path: Path, activations: dict[str, Any] | None
+) -> None:
+    """If that holds for one of the groups, it does for all."""
+    config = compressed({}, {"strategy": "tensor"})
+    config["config_groups"]["group_1"]["input_activations"] = activations
+    fields = CheckedFields({"model_type": "llama", "quantization_config": config}, "config.json")
+    found = read_format(fields, tmp_path)
+    assert found is not None and found.weight_only and not found.is_executable
 
 
 def test_modelopts_own_file_is_read(tmp_path: Path) -> None:

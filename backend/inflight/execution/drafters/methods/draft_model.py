@@ -141,7 +141,8 @@ class DeviceModelPasses:
             self._model = DeviceDecoder(
                 spec.checkpoint,
                 spec.model,
-                target.settings,
+                # The setting is the target's; a draft model runs as its checkpoint stores it.
+                replace(target.settings, quantization="auto"),
                 lambda what, fraction: target.progress("drafter", fraction),
             )
 

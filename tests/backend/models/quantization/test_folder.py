@@ -1,4 +1,4 @@
-"""Folders with weights of 8 bits load, and compute what their dequantised weights do."""
+"""Folders with weights of 8 bits load; dequantised, they compute what transformers does."""
 
 from __future__ import annotations
 
@@ -20,9 +20,8 @@ from inflight.cli.inspection.summary import summarize
 from inflight.config import EngineConfig
 from inflight.errors import ConfigError
 from inflight.models.loader import weight_shapes
-from inflight.models.quantization.dequantized import dequantize
-from inflight.models.quantization.recognition import FP8 as FP8_DTYPE
-from inflight.models.quantization.writer import quantize
+from inflight.models.quantization.folder import dequantize
+from inflight.models.quantization.matrix import DTYPES, QuantizedMatrix, quantize
 from inflight.models.registry import read_spec
 from inflight.models.stored_weights import Weights, open_weights
 
@@ -116,7 +115,7 @@ def test_logits_equal_those_of_the_weights_that_the_reference_dequantises(
     changed = [name for name in before if not torch.equal(before[name], model.state_dict()[name])]
     assert len(changed) == len([name for name in before if LINEAR.fullmatch(name)])
     checkpoint = Checkpoint(tmp_path, "huggingface")
-    family.check(checkpoint, model)
+    family.check(checkpoint, model, quantization="none" if strategy != "block" else "auto")
     types = summarize(EngineConfig(model=str(tmp_path), device="cpu"), checkpoint)
     assert types.stored_types[stored] == len(changed)
     assert types.quantization is not None and "(compressed-tensors)" in types.quantization
@@ -128,6 +127,11 @@ def test_logits_equal_those_of_the_weights_that_the_reference_dequantises(
 def by_tensor(weight: Tensor) -> tuple[Tensor, Tensor]:
     scale = weight.abs().max() / 448
     return (weight / scale).to(torch.float8_e4m3fn), scale
+
+
+def by_row(weight: Tensor) -> tuple[Tensor, Tensor]:
+    matrix = quantize(weight, DTYPES["fp8"])
+    return matrix.values, matrix.scales[:, None]
 
 
 def by_block(weight: Tensor, size: int = 128) -> tuple[Tensor, Tensor]:
@@ -183,7 +187,7 @@ def test_blocks_of_128_may_be_smaller_at_the_end(tmp_path: Path) -> None:
 def test_fbgemm_has_a_scale_for_each_row(tmp_path: Path) -> None:
     config = {"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0}
     model = qwen3()
-    tensors = write(model, tmp_path, config, lambda weight: quantize(weight, FP8_DTYPE), SCALE)
+    tensors = write(model, tmp_path, config, by_row, SCALE)
     assert tensors["model.layers.0.mlp.down_proj.weight_scale"].shape == (64, 1)
     weights, before = opened(tmp_path), model.state_dict()
     for name in before:
@@ -223,6 +227,39 @@ def test_layers_may_keep_16_bits(tmp_path: Path) -> None:
     weights = opened(tmp_path)
     assert weights.read(f"{plain}.weight").dtype == torch.bfloat16
     assert weights.read("model.layers.1.self_attn.k_proj.weight").dtype == torch.float32
+
+
+@pytest.mark.parametrize("quantize", [by_tensor, by_row])
+def test_a_matrix_is_handed_on_as_it_is_stored(tmp_path: Path, quantize: Quantize) -> None:
+    tensors = write(qwen3(), tmp_path, FP8, quantize, SCALE)
+    weights = opened(tmp_path)
+    for name, stored in tensors.items():
+        if name.endswith(SCALE):
+            continue
+        found = weights.read_matrix(name)
+        if not LINEAR.fullmatch(name):
+            assert isinstance(found, Tensor) and torch.equal(found, stored)
+            continue
+        assert isinstance(found, QuantizedMatrix)
+        assert torch.equal(found.values.view(torch.uint8), stored.view(torch.uint8))
+        scales = tensors[name.removesuffix("weight") + SCALE]
+        assert torch.equal(found.scales, scales.flatten().expand(len(stored)))
+        assert torch.equal(found.dequantized(), weights.read(name))
+
+
+def test_matrices_without_memory_have_the_formats_of_the_folder(tmp_path: Path) -> None:
+    write(qwen3(), tmp_path, FP8, by_row, SCALE)
+    checkpoint = Checkpoint(tmp_path, "huggingface")
+    spec = read_spec(checkpoint)
+    weights = open_weights(checkpoint, spec, weight_shapes(spec), "meta")
+    stored = opened(tmp_path)
+    for name in weights.shapes:
+        found, expected = weights.read_matrix(name), stored.read_matrix(name)
+        assert type(found) is type(expected) and found.shape == expected.shape
+        if isinstance(found, QuantizedMatrix):
+            assert found.values.is_meta and found.scales.is_meta
+            assert isinstance(expected, QuantizedMatrix)
+            assert (found.dtype, found.scales.shape) == (expected.dtype, expected.scales.shape)
 
 
 @pytest.mark.parametrize("shape", [(), (1,), (1, 1), (3,), (3, 1)])

@@ -1,8 +1,9 @@
-"""Weights of a quantised Hugging Face folder, dequantised as they are read.
+"""Weights of a quantised Hugging Face folder.
 
 A quantised weight `x.weight` [n, k] has its scales beside it, in `x.weight_scale` or
 `x.weight_scale_inv`, by which it is multiplied despite the latter's name. Scales of activations and
-of the KV cache are not needed, since both keep their 16 or 32 bits.
+of the KV cache are not needed: activations are quantised by their own magnitude, if at all, and the
+cache keeps its 16 or 32 bits.
 """
 
 from __future__ import annotations
@@ -15,7 +16,10 @@ from torch import Tensor
 
 from inflight.checkpoint.safetensors import StoredTensor
 from inflight.errors import ConfigError
-from inflight.models.quantization.recognition import StoredFormat
+from inflight.models.quantization.matrix import Matrix, QuantizedMatrix
+from inflight.models.quantization.recognition import FP8, INT8, StoredFormat
+
+_TORCH_DTYPES = {FP8: torch.float8_e4m3fn, INT8: torch.int8}
 
 _SCALES = ("weight_scale", "weight_scale_inv")
 # Of activations, as quantised products need them, and of keys and values.
@@ -25,8 +29,8 @@ _UNUSED = (
 )
 
 
-class DequantizedWeights:
-    """Tensors of safetensors files under their stored names, in float32 if they are quantised.
+class QuantizedWeights:
+    """Tensors of safetensors files under their stored names, some of them quantised.
 
     Args:
         stored: by name.
@@ -45,6 +49,7 @@ class DequantizedWeights:
         self._stored = stored
         self._path = path
         self._scales: dict[str, StoredTensor] = {}
+        self._found = found
         self._block = found.block
         for name, tensor in stored.items():
             if tensor.dtype in ("F32", "F16", "BF16"):
@@ -73,10 +78,36 @@ class DequantizedWeights:
         values, scale = self._stored[name].read(), self._scales.get(name)
         if scale is None:
             return values
+        return dequantize(values, self._factors(name, scale), self._block)
+
+    def read_matrix(self, name: str) -> Matrix:
+        """The weight of a linear layer as it is stored; with scales of blocks, or if activations
+        keep their bits, as `read`.
+
+        Raises:
+            ConfigError: a scale is not a finite number.
+        """
+        scale = self._scales.get(name)
+        if scale is None or not self._found.is_executable:
+            return self.read(name)
+        values, factors = self._stored[name].read(), self._factors(name, scale)
+        return QuantizedMatrix(values, factors.flatten().expand(len(values)).contiguous())
+
+    def shaped_matrix(self, name: str) -> Matrix:
+        """`read_matrix` on the meta device."""
+        shape, scale = self._stored[name].shape, self._scales.get(name)
+        if scale is None or not self._found.is_executable:
+            return torch.empty(shape, device="meta")
+        dtype = _TORCH_DTYPES[self._stored[name].dtype]
+        return QuantizedMatrix(
+            torch.empty(shape, dtype=dtype, device="meta"), torch.empty(shape[0], device="meta")
+        )
+
+    def _factors(self, name: str, scale: StoredTensor) -> Tensor:
         factors = scale.read().to(torch.float32)
         if not factors.isfinite().all():
             raise ConfigError(f"{self._path}: scales of {name!r} are not finite")
-        return dequantize(values, factors, self._block)
+        return factors
 
     def _find_scale(self, name: str, tensor: StoredTensor) -> StoredTensor:
         module = name.removesuffix("weight")

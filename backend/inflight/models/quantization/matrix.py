@@ -1,0 +1,109 @@
+"""Weight matrices of 8 bits with a scale for each row, and what becomes of a fused layer's parts.
+
+A matrix is [n, k] as in checkpoints, so a row is an output channel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+from inflight.config import Quantization
+from inflight_kernels.torch_ops.quantization import dequantize_rows, quantize_rows
+
+DTYPES: dict[str, torch.dtype] = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
+"""Types of values, by the name of the format in settings."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class QuantizedMatrix:
+    """A matrix of 8-bit values; the matrix itself is values * scales, row by row.
+
+    Attributes:
+        values: [n, k] float8_e4m3fn or int8.
+        scales: [n] float32.
+    """
+
+    values: Tensor
+    scales: Tensor
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the values."""
+        return self.values.dtype
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.values.shape
+
+    def dequantized(self) -> Tensor:
+        """[n, k] float32."""
+        return dequantize_rows(self.values, self.scales)
+
+    def split(self, rows: list[int]) -> list[QuantizedMatrix]:
+        """Consecutive parts with so many rows each; views."""
+        parts = zip(torch.split(self.values, rows), torch.split(self.scales, rows), strict=True)
+        return [QuantizedMatrix(values, scales) for values, scales in parts]
+
+
+Matrix: TypeAlias = Tensor | QuantizedMatrix
+"""A weight as a checkpoint has it: 16 or 32 bits a value, or 8 bits and scales."""
+
+
+def quantize(weight: Tensor, dtype: torch.dtype) -> QuantizedMatrix:
+    """Quantise a weight [n, k] by rows (see `quantize_rows`); on the meta device, its shapes.
+
+    Args:
+        weight: of any float type.
+        dtype: of the values, one of DTYPES.
+    """
+    if weight.is_meta:  # torch would import its compiler to compute there, which takes seconds
+        scales = torch.empty(len(weight), device="meta")
+        return QuantizedMatrix(torch.empty(weight.shape, dtype=dtype, device="meta"), scales)
+    return QuantizedMatrix(*quantize_rows(weight, dtype))
+
+
+def dequantized(matrix: Matrix) -> Tensor:
+    """[n, k]: in float32 if it is quantised, otherwise the tensor itself."""
+    return matrix.dequantized() if isinstance(matrix, QuantizedMatrix) else matrix
+
+
+def in_one_format(
+    parts: Sequence[Matrix], quantization: Quantization
+) -> QuantizedMatrix | list[Tensor]:
+    """The parts of a fused linear layer in the format in which it runs.
+
+    Args:
+        parts: one or more, of the same width.
+        quantization: `none` dequantises all of them, `auto` those that differ in format; `fp8` and
+            `int8` quantise those that are not quantised.
+
+    Returns:
+        All parts as one matrix with 8-bit values, concatenated along rows; or the parts, each in
+        16 or 32 bits.
+    """
+    wanted = DTYPES.get(quantization)
+    if wanted is not None:
+        parts = [part if _has_dtype(part, wanted) else _requantized(part, wanted) for part in parts]
+    quantised = [part for part in parts if isinstance(part, QuantizedMatrix)]
+    same = len(quantised) == len(parts) and len({part.dtype for part in quantised}) == 1
+    if quantization == "none" or not same:
+        return [dequantized(part) for part in parts]
+    if len(quantised) == 1:
+        return quantised[0]
+    return QuantizedMatrix(
+        torch.cat([part.values for part in quantised]),
+        torch.cat([part.scales for part in quantised]),
+    )
+
+
+def _has_dtype(part: Matrix, dtype: torch.dtype) -> bool:
+    return isinstance(part, QuantizedMatrix) and part.dtype == dtype
+
+
+def _requantized(part: Matrix, dtype: torch.dtype) -> QuantizedMatrix:
+    return quantize(dequantized(part), dtype)

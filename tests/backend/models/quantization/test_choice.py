@@ -1,0 +1,101 @@
+"""The format of linear layers follows from the checkpoint and the setting."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+import tiny
+import tiny_gguf
+from inflight.checkpoint.locate import Checkpoint
+from inflight.config import EngineConfig, Quantization
+from inflight.errors import ConfigError
+from inflight.execution import factory
+from inflight.models.loader import linear_names
+from inflight.models.quantization.choice import LinearFormat, linear_format
+from inflight.models.quantization.writer import quantize_folder
+from inflight.models.registry import read_spec
+
+UNQUANTISED = LinearFormat("none", 0)
+
+
+def written(folder: Path, kind: str) -> Checkpoint:
+    """A checkpoint with linear layers in this format; `none` for 32 bits."""
+    checkpoint = tiny.write_llama(folder / "in")
+    if kind == "none":
+        return checkpoint
+    names = linear_names(read_spec(checkpoint))
+    quantize_folder(checkpoint.path, folder / kind, names, kind)
+    return Checkpoint(folder / kind, "huggingface")
+
+
+@pytest.mark.parametrize(
+    ("stored", "setting", "expected"),
+    [
+        ("none", "auto", "none"),
+        ("none", "none", "none"),
+        ("none", "fp8", "fp8"),
+        ("none", "int8", "int8"),
+        ("fp8", "auto", "fp8"),
+        ("fp8", "none", "none"),
+        ("fp8", "fp8", "fp8"),
+        ("int8", "auto", "int8"),
+        ("int8", "int8", "int8"),
+    ],
+)
+def test_the_setting_precedes_the_checkpoint(
+    tmp_path: Path, stored: str, setting: Quantization, expected: str
+) -> None:
+    checkpoint = written(tmp_path, stored)
+    spec = read_spec(checkpoint)
+    elements = spec.num_layers * spec.matrix_elements_per_layer
+    count = 0 if expected == "none" else elements
+    assert linear_format(checkpoint, spec, setting) == LinearFormat(expected, count)
+
+
+@pytest.mark.parametrize(("stored", "setting"), [("fp8", "int8"), ("int8", "fp8")])
+def test_other_values_of_8_bits_are_refused_before_anything_is_loaded(
+    tmp_path: Path, stored: str, setting: Quantization
+) -> None:
+    checkpoint = written(tmp_path, stored)
+    config = EngineConfig(model=str(checkpoint.path), quantization=setting)
+    message = (
+        f"quantization: {setting} is not supported for {checkpoint.path}, whose weights are "
+        f"quantised already: {stored.upper()} (compressed-tensors); allowed for it: auto, none, "
+        f"{stored}; for {setting}, use the model with weights of 16 bits"
+    )
+    loaded: list[str] = []
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        factory.build(config, checkpoint, lambda what, fraction: loaded.append(what))
+    assert "weights" not in loaded
+
+
+def test_weights_that_are_drawn_are_not_quantised_already(tmp_path: Path) -> None:
+    checkpoint = dataclasses.replace(written(tmp_path, "int8"), random_weights=True)
+    spec = read_spec(checkpoint)
+    assert linear_format(checkpoint, spec, "auto") == UNQUANTISED
+    assert linear_format(checkpoint, spec, "fp8").name == "fp8"
+
+
+def test_what_has_no_products_is_dequantised(tmp_path: Path) -> None:
+    """Formats with 16 bits for activations."""
+    checkpoint = written(tmp_path, "int8")
+    path = checkpoint.path / "config.json"
+    settings = json.loads(path.read_text())
+    (group,) = settings["quantization_config"]["config_groups"].values()
+    group["input_activations"] = None
+    path.write_text(json.dumps(settings))
+    spec = read_spec(checkpoint)
+    assert linear_format(checkpoint, spec, "auto") == UNQUANTISED
+    assert linear_format(checkpoint, spec, "int8").name == "int8"
+
+
+def test_a_gguf_file_is_quantised_only_by_the_setting(tmp_path: Path) -> None:
+    checkpoint = tiny_gguf.write_gguf(tmp_path / "x.gguf")
+    spec = read_spec(checkpoint)
+    assert linear_format(checkpoint, spec, "auto") == UNQUANTISED
+    assert linear_format(checkpoint, spec, "int8").name == "int8"

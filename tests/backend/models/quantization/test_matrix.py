@@ -1,0 +1,106 @@
+"""Parts of fused layers get one format, and what is quantised already stays as it is."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from inflight.config import Quantization
+from inflight.models.quantization.matrix import (
+    DTYPES,
+    Matrix,
+    QuantizedMatrix,
+    dequantized,
+    in_one_format,
+    quantize,
+)
+
+FP8, INT8 = DTYPES["fp8"], DTYPES["int8"]
+
+
+def drawn(rows: int, seed: int = 0) -> Tensor:
+    return torch.randn(rows, 32, generator=torch.Generator().manual_seed(seed))
+
+
+def same(one: QuantizedMatrix, other: QuantizedMatrix) -> bool:
+    """Bit for bit."""
+    return (
+        one.dtype == other.dtype
+        and torch.equal(one.values.view(torch.uint8), other.values.view(torch.uint8))
+        and torch.equal(one.scales, other.scales)
+    )
+
+
+@pytest.mark.parametrize(
+    ("dtype", "quantization"), [(FP8, "auto"), (FP8, "fp8"), (INT8, "auto"), (INT8, "int8")]
+)
+def test_parts_of_one_format_are_joined_bit_for_bit(
+    dtype: torch.dtype, quantization: Quantization
+) -> None:
+    whole = quantize(drawn(20), dtype)
+    parts = whole.split([7, 3, 10])
+    assert [part.shape for part in parts] == [(7, 32), (3, 32), (10, 32)]
+    joined = in_one_format(parts, quantization)
+    assert isinstance(joined, QuantizedMatrix) and same(joined, whole)
+
+
+@pytest.mark.parametrize(
+    ("parts", "quantization"),
+    [
+        ((quantize(drawn(4), FP8), drawn(6)), "auto"),
+        ((quantize(drawn(4), FP8), quantize(drawn(6), INT8)), "auto"),
+        ((drawn(4), drawn(6)), "auto"),
+        ((quantize(drawn(4), FP8), quantize(drawn(6), FP8)), "none"),
+    ],
+    ids=["one part is not quantised", "two formats", "none is quantised", "the setting"],
+)
+def test_parts_that_differ_are_dequantised(
+    parts: tuple[Matrix, ...], quantization: Quantization
+) -> None:
+    found = in_one_format(parts, quantization)
+    assert isinstance(found, list)
+    for part, given in zip(found, parts, strict=True):
+        expected = given.dequantized() if isinstance(given, QuantizedMatrix) else given
+        assert torch.equal(part, expected)
+
+
+@pytest.mark.parametrize("kind", ["fp8", "int8"])
+def test_the_setting_quantises_the_parts_that_are_not(kind: Quantization) -> None:
+    plain, stored = drawn(4).bfloat16(), quantize(drawn(6, seed=1), DTYPES[kind])
+    found = in_one_format([plain, stored], kind)
+    assert isinstance(found, QuantizedMatrix)
+    assert all(
+        same(part, expected)
+        for part, expected in zip(
+            found.split([4, 6]), (quantize(plain, DTYPES[kind]), stored), strict=True
+        )
+    )
+
+
+@pytest.mark.parametrize(("dtype", "most"), [(FP8, 1 / 16), (INT8, 1 / 254)])
+def test_a_weight_is_off_by_half_a_step(dtype: torch.dtype, most: float) -> None:
+    weight = torch.randn(40, 64, generator=torch.Generator().manual_seed(0))
+    weight[3] = 0.0
+    found = quantize(weight.bfloat16(), dtype).dequantized()
+    exact = weight.bfloat16().float()
+    # FP8 has steps in proportion to a value, INT8 to the largest of its row.
+    largest = exact.abs() if dtype == FP8 else exact.abs().amax(1, keepdim=True)
+    assert ((found - exact).abs() <= most * largest + 1e-4).all()
+    assert not found[3].any()
+    assert torch.equal(found.abs().amax(1), exact.abs().amax(1)) or dtype == FP8
+
+
+@pytest.mark.parametrize("dtype", [FP8, INT8])
+def test_a_matrix_is_its_values_times_the_scale_of_their_row(dtype: torch.dtype) -> None:
+    weight = drawn(8)
+    matrix = quantize(weight, dtype)
+    assert torch.equal(matrix.dequantized(), matrix.values.float() * matrix.scales[:, None])
+    assert dequantized(weight) is weight
+    assert (matrix.dequantized() - weight).abs().max() < weight.abs().max() / 16
+
+
+def test_without_memory_a_matrix_has_shapes_alone() -> None:
+    matrix = quantize(torch.empty(6, 32, device="meta"), FP8)
+    assert matrix.values.is_meta and matrix.scales.is_meta
+    assert (matrix.shape, matrix.dtype, matrix.scales.shape) == ((6, 32), FP8, (6,))

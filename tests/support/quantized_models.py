@@ -1,0 +1,36 @@
+"""Models of transformers with quantised linear layers, as a reference: weights and activations are
+rounded to 8 bits and back, and products are in float32."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+import torch
+from torch import Tensor
+
+LARGEST = {"fp8": 448.0, "int8": 127.0}
+
+
+def rounded(x: Tensor, kind: str) -> Tensor:
+    """x [..., k] with each row rounded to 8 bits, times its scale."""
+    scales = x.abs().amax(-1, keepdim=True) / LARGEST[kind]
+    values = x / scales
+    return scales * (values.to(torch.float8_e4m3fn).float() if kind == "fp8" else values.round())
+
+
+@torch.no_grad()
+def round_weights(model: Any, names: Collection[str], kind: str) -> None:
+    """Round these weights of a model, in place."""
+    for name, parameter in model.named_parameters():
+        if name in names:
+            parameter.copy_(rounded(parameter, kind))
+
+
+def round_activations(model: Any, names: Collection[str], kind: str) -> None:
+    """Round the inputs of the modules with these weights from now on, token by token."""
+    for name, module in model.named_modules():
+        if f"{name}.weight" in names:
+            module.register_forward_pre_hook(
+                lambda _, inputs: (rounded(inputs[0], kind), *inputs[1:])
+            )
