@@ -71,6 +71,9 @@ def install(monkeypatch: pytest.MonkeyPatch) -> None:
     for model in (residual, eagle3_cuda):
         monkeypatch.setattr(model, "rms_norm", rms_norm)
     monkeypatch.setattr(cuda_placement, "CudaLinear", HostLinear)
+    monkeypatch.setattr(cuda_placement, "CudaScaledLinear", HostScaledLinear)
+    monkeypatch.setattr(cuda_placement, "can_multiply", lambda n, k: True)
+    monkeypatch.setattr(decoder_cuda, "is_hopper", lambda: True)
     monkeypatch.setattr(attention, "rope_write_kv", rope_write_kv)
     monkeypatch.setattr(attention, "AttentionMetadata", HostAttentionMetadata)
     monkeypatch.setattr(attention, "RopeInputs", HostRopeInputs)

@@ -9,6 +9,7 @@ from torch import Tensor
 
 import tiny
 from inflight.checkpoint.locate import Checkpoint
+from inflight.config import Quantization
 from inflight.models.decoder_cuda import Decoder, DecoderSettings
 from inflight.models.layers.attention import ForwardInputs, TableInputs
 from inflight.models.registry import read_spec
@@ -27,9 +28,15 @@ _MAX_ROWS = 32
 
 
 def make_model(
-    checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, batch_invariant: bool = False
+    checkpoint: Checkpoint,
+    dtype: torch.dtype,
+    device: torch.device,
+    batch_invariant: bool = False,
+    quantization: Quantization = "auto",
 ) -> Decoder:
-    settings = DecoderSettings(dtype, device, 64, _MAX_TOKENS, _MAX_ROWS, batch_invariant)
+    settings = DecoderSettings(
+        dtype, device, 64, _MAX_TOKENS, _MAX_ROWS, batch_invariant, quantization
+    )
     return Decoder(checkpoint, read_spec(checkpoint), settings, lambda what, done: None)
 
 

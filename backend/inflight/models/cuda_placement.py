@@ -8,8 +8,21 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from inflight.models.quantization.matrix import Matrix, dequantized
+from inflight.config import Quantization
+from inflight.models.layers.linear import CudaWeight
+from inflight.models.quantization.matrix import (
+    Matrix,
+    QuantizedMatrix,
+    dequantized,
+    in_one_format,
+)
+from inflight.models.quantization.scaled_cuda import (
+    CudaScaledLinear,
+    QuantizedInputs,
+    can_multiply,
+)
 from inflight.models.quantization.unquantized_cuda import CudaLinear
+from inflight_kernels.ops.scaled_rows import VALUES, ScaledRows
 
 
 class CudaPlacement:
@@ -19,12 +32,23 @@ class CudaPlacement:
         dtype: of weights and activations.
         device: the GPU.
         batch_invariant: see `CudaLinear`.
+        quantization: of linear layers, as in settings.
+        inputs: of linear layers in FP8; None dequantises all weights.
     """
 
-    def __init__(self, dtype: torch.dtype, device: torch.device, batch_invariant: bool) -> None:
+    def __init__(
+        self,
+        dtype: torch.dtype,
+        device: torch.device,
+        batch_invariant: bool,
+        quantization: Quantization = "auto",
+        inputs: QuantizedInputs | None = None,
+    ) -> None:
         self._dtype = dtype
         self._device = device
         self._batch_invariant = batch_invariant
+        self._quantization = quantization
+        self._inputs = inputs
 
     def table(self, stored: Tensor) -> Tensor:
         return stored.to(self._device, self._dtype)
@@ -32,10 +56,17 @@ class CudaPlacement:
     def norm(self, stored: Tensor, offset: float = 0.0) -> Tensor:
         return stored.to(self._device, torch.float32, copy=True).add_(offset)
 
-    def linear(self, weights: Sequence[Matrix], biases: Sequence[Tensor]) -> CudaLinear:
+    def linear(self, weights: Sequence[Matrix], biases: Sequence[Tensor]) -> CudaWeight:
         bias = self._joined(biases) if biases else None
-        parts = [dequantized(part) for part in weights]
-        return CudaLinear(self._joined(parts), bias, self._batch_invariant)
+        num_rows, (_, width) = sum(part.shape[0] for part in weights), weights[0].shape
+        if self._inputs is not None and can_multiply(num_rows, width):
+            moved = [_moved(part, self._device) for part in weights]
+            parts = in_one_format(moved, self._quantization)
+            if isinstance(parts, QuantizedMatrix) and parts.dtype == VALUES:
+                rows = ScaledRows(parts.values, parts.scales)
+                return CudaScaledLinear(rows, bias, self._inputs, self._batch_invariant)
+        tensors = [dequantized(part) for part in weights]
+        return CudaLinear(self._joined(tensors), bias, self._batch_invariant)
 
     def tied(self, table: Tensor) -> CudaLinear:
         return CudaLinear(table, None, self._batch_invariant)
@@ -50,3 +81,10 @@ class CudaPlacement:
             whole[first : first + len(part)].copy_(part)
             first += len(part)
         return whole
+
+
+def _moved(part: Matrix, device: torch.device) -> Matrix:
+    """On a device, where it is quantised much faster."""
+    if isinstance(part, QuantizedMatrix):
+        return QuantizedMatrix(part.values.to(device), part.scales.to(device))
+    return part.to(device)

@@ -31,6 +31,8 @@ from inflight.models.loader import (
     Progress,
     load_weights,
 )
+from inflight.models.quantization.choice import linear_format
+from inflight.models.quantization.scaled_cuda import QuantizedInputs
 from inflight.models.spec import Activation, AttentionSpec, LayerSpec, MlpSpec, ModelSpec
 from inflight_kernels.ops import activation
 from inflight_kernels.ops.embedding import embedding
@@ -38,6 +40,7 @@ from inflight_kernels.ops.linear.operands import Operand
 from inflight_kernels.ops.logits import scale_cap
 from inflight_kernels.ops.residual_norm import norm_columns
 from inflight_kernels.ops.rope import PagedKV, QkNorm
+from inflight_kernels.runtime.launch import is_hopper
 
 _DTYPE_NAMES: dict[torch.dtype, Dtype] = {torch.bfloat16: "bfloat16", torch.float32: "float32"}
 
@@ -103,6 +106,32 @@ _ACTIVATIONS: dict[tuple[Activation, bool], Callable[..., None]] = {
 """Kernels by activation, and whether there is a gate, apart from the fused one."""
 
 
+def _quantized_inputs(
+    checkpoint: Checkpoint, spec: ModelSpec, settings: DecoderSettings
+) -> QuantizedInputs | None:
+    """Memory for inputs of linear layers in FP8; None if all are computed in 16 bits, as those of
+    INT8 are, and on GPUs other than Hopper's."""
+    wanted, hopper = settings.quantization, is_hopper()
+    if wanted == "int8" or (wanted == "fp8" and not hopper):
+        where = "GPUs" if wanted == "int8" else "this GPU, but on those of compute capability 9.0"
+        allowed = "auto, none, fp8" if hopper else "auto, none"
+        raise ConfigError(
+            f"quantization: {wanted} is not supported on {where}; allowed: {allowed}; or use "
+            "device: cpu"
+        )
+    if "fp8" not in linear_format(checkpoint, spec, wanted).name or not hopper:
+        return None
+    width = max(
+        spec.hidden_size,
+        *(max(layer.attention.q_width, layer.mlp.width) for layer in spec.layers),
+    )
+    return QuantizedInputs(_whole_tiles(settings.max_tokens), width, settings.device)
+
+
+def _whole_tiles(num_rows: int) -> int:
+    return -(-num_rows // INVARIANT_ROWS) * INVARIANT_ROWS
+
+
 class Buffers:
     """Activation buffers shared by all layers, [rows, width] each.
 
@@ -113,7 +142,7 @@ class Buffers:
     """
 
     def __init__(self, spec: ModelSpec, num_rows: int, settings: DecoderSettings) -> None:
-        self._num_rows = -(-num_rows // INVARIANT_ROWS) * INVARIANT_ROWS
+        self._num_rows = _whole_tiles(num_rows)
         self._settings = settings
         layer = spec.layers[0]
         self.normed = self.new(spec.hidden_size)
@@ -162,13 +191,19 @@ class Decoder:
         self.features: Tensor | None = None
         self._aux_layers: dict[int, list[Tensor]] = {}
         dtype, device = settings.dtype, settings.device
-        placement = CudaPlacement(dtype, device, settings.batch_invariant)
+        placement = CudaPlacement(
+            dtype,
+            device,
+            settings.batch_invariant,
+            settings.quantization,
+            _quantized_inputs(checkpoint, spec, settings),
+        )
         self.weights: ModelWeights[CudaWeight] = load_weights(
             checkpoint, spec, placement, progress, device
         )
         self._buffers = Buffers(spec, settings.max_tokens, settings)
         # Buffers of the last layer, which is computed only for the sampled rows.
-        rows = -(-settings.max_rows // INVARIANT_ROWS) * INVARIANT_ROWS
+        rows = _whole_tiles(settings.max_rows)
         self._last_attended = self._buffers.attended.new_zeros(
             rows, self._buffers.attended.shape[1]
         )

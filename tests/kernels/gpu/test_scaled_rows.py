@@ -46,7 +46,7 @@ def test_rows_are_quantised_by_their_largest_magnitude(rows: int, width: int) ->
     values, scales = quantization.quantize_rows(x, VALUES)
     torch.testing.assert_close(out.scales, scales, rtol=1e-6, atol=0)
     same = (out.values.float() == values.float()).double().mean()
-    assert same > 0.999, "values differ from the reference in more than ties"
+    assert same > 0.998, "values differ from the reference in more than ties"
 
 
 def test_a_row_of_zeros_stays_zero() -> None:

@@ -1,0 +1,117 @@
+"""Linear layers in FP8 on a GPU, against transformers in float64 with rounded values."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import (
+    CohereConfig,
+    Gemma3TextConfig,
+    LlamaConfig,
+    NemotronConfig,
+    Phi3Config,
+    Qwen2Config,
+)
+
+import family
+import quantized_models
+from inflight.checkpoint.locate import Checkpoint
+from inflight.config import EngineConfig
+from inflight.core.request import Request
+from inflight.engine.engine import Engine, generate
+from inflight.execution import factory as runners
+from inflight.models.loader import linear_names
+from inflight.models.registry import read_spec
+from inflight.sampling.params import SamplingParams
+from mixed_step import CHUNKS, EVERY_ROW, SAMPLED, make_model, run
+
+pytestmark = pytest.mark.gpu
+
+SHAPE = family.SHAPE | {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64}
+PLAIN = {key: value for key, value in SHAPE.items() if key != "head_dim"}
+NO_RMS = {key: value for key, value in SHAPE.items() if key != "rms_norm_eps"}
+TIED = {"tie_word_embeddings": True}
+CONFIGS: dict[str, Any] = {
+    "llama": LlamaConfig(**SHAPE),
+    "qwen2, biased": Qwen2Config(**PLAIN),
+    "phi3, fused": Phi3Config(**PLAIN | {"pad_token_id": 0}),
+    "gemma3, norms after layers": Gemma3TextConfig(**SHAPE | TIED, query_pre_attn_scalar=64),
+    "cohere, parallel": CohereConfig(**NO_RMS | TIED),
+    "nemotron, without a gate": NemotronConfig(**NO_RMS),
+}
+CUDA = torch.device("cuda")
+
+
+def _made(config: Any, folder: Path) -> tuple[Checkpoint, Any]:
+    model = family.make(config, deviation=0.1).bfloat16()
+    with torch.no_grad():  # as in test_families.py
+        for name, parameter in model.named_parameters():
+            if "q_proj" in name or "k_proj" in name or "qkv_proj" in name:
+                parameter *= 0.25
+    return family.write_folder(model, folder), model.double()
+
+
+def _reference(model: Any) -> torch.Tensor:
+    """Logits of the chunks without a history of noise."""
+    texts = (
+        [(7 * chunk + 11 * position) % 160 for position in range(end)]
+        for chunk, (_, end) in enumerate(CHUNKS[:2])
+    )
+    return torch.cat([family.reference_logits(model, text) for text in texts])
+
+
+@pytest.mark.parametrize("batch_invariant", [False, True])
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=list(CONFIGS))
+def test_logits_are_those_of_transformers_with_rounded_values(
+    tmp_path: Path, config: Any, batch_invariant: bool
+) -> None:
+    checkpoint, model = _made(config, tmp_path)
+    names = linear_names(read_spec(checkpoint))
+    exact = _reference(model)
+    quantized_models.round_weights(model, names, "fp8")
+    quantized_models.round_activations(model, names, "fp8")
+    expected = _reference(model)
+
+    decoder = make_model(checkpoint, torch.bfloat16, CUDA, batch_invariant, "fp8")
+    logits, _ = run(decoder, EVERY_ROW)
+    found = logits[: len(expected)].double().cpu()
+    # bfloat16 rounds on the way, and may round values of 8 bits to their other neighbours.
+    assert (found - expected).norm() < 0.6 * (exact - expected).norm()
+
+
+@pytest.mark.parametrize("sampled", SAMPLED, ids=str)
+def test_the_rows_of_a_step_are_independent_of_each_other(
+    tmp_path: Path, sampled: list[int]
+) -> None:
+    """With batch_invariant bit by bit, though the last layer has fewer rows."""
+    checkpoint, _ = _made(CONFIGS["llama"], tmp_path)
+    decoder = make_model(checkpoint, torch.bfloat16, CUDA, True, "fp8")
+    whole, whole_cache = run(decoder, EVERY_ROW)
+    logits, cache = run(decoder, sampled)
+    assert torch.equal(cache, whole_cache)
+    assert torch.equal(logits, whole[sampled])
+
+
+@pytest.mark.parametrize("config", ["llama", "gemma3, norms after layers"])
+def test_texts_of_a_batch_are_those_of_single_requests(tmp_path: Path, config: str) -> None:
+    checkpoint, _ = _made(CONFIGS[config], tmp_path)
+    settings = EngineConfig(
+        model=str(checkpoint.path),
+        device="cuda",
+        num_blocks=256,
+        max_num_seqs=8,
+        max_model_len=128,
+        quantization="fp8",
+        batch_invariant=True,
+    )
+    runner, spec = runners.build(settings, checkpoint, lambda what, done: None)
+    engine = Engine(settings, runner, spec.max_model_len(settings), ())
+    params = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=24)
+    prompts = [family.tokens(5 + 3 * index, seed=index) for index in range(7)]
+    together = generate(engine, [Request(i, prompt, params) for i, prompt in enumerate(prompts)])
+    for i, prompt in enumerate(prompts):
+        alone = generate(engine, [Request(100 + i, prompt, params)])
+        assert alone[100 + i] == together[i]

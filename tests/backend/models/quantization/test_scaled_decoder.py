@@ -1,0 +1,103 @@
+"""The decoder of GPUs with linear layers in FP8, on the kernels' definitions."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import Gemma3TextConfig, Glm4Config, LlamaConfig, Phi3Config
+
+import family
+import family_gpu
+import mixed_step
+import quantized_models
+from inflight.checkpoint.locate import Checkpoint
+from inflight.errors import ConfigError
+from inflight.models import decoder_cuda
+from inflight.models.decoder_cuda import Decoder
+from inflight.models.loader import linear_names
+from inflight.models.quantization.writer import quantize_folder
+from inflight.models.registry import read_spec
+
+SHAPE = family.SHAPE | {"pad_token_id": 0}
+CONFIGS: dict[str, Any] = {
+    "llama": LlamaConfig(**SHAPE),
+    "phi3, fused": Phi3Config(**SHAPE | {"head_dim": 16}),
+    "glm4, norms after layers": Glm4Config(**SHAPE, attention_bias=True),
+    "gemma3, tied": Gemma3TextConfig(
+        **SHAPE | {"tie_word_embeddings": True}, query_pre_attn_scalar=16
+    ),
+}
+
+
+@pytest.fixture(autouse=True)
+def _definitions(monkeypatch: pytest.MonkeyPatch) -> None:
+    family_gpu.install(monkeypatch)
+
+
+def decoder(checkpoint: Checkpoint, **settings: Any) -> Decoder:
+    return mixed_step.make_model(checkpoint, torch.float32, torch.device("cpu"), **settings)
+
+
+def logits(ours: Decoder) -> Tensor:
+    """Of the texts without a history of noise."""
+    found, _ = mixed_step.run(ours, mixed_step.EVERY_ROW)
+    return found[: sum(len(text) for text in family_gpu.TEXTS)]
+
+
+def reference(model: Any) -> Tensor:
+    return torch.cat([family.reference_logits(model, text) for text in family_gpu.TEXTS])
+
+
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=list(CONFIGS))
+def test_logits_equal_those_of_transformers_with_rounded_values(
+    tmp_path: Path, config: Any
+) -> None:
+    model = family.make(config, deviation=0.05)
+    source, written = tmp_path / "in", tmp_path / "out"
+    checkpoint = family.write_folder(model, source)
+    names = linear_names(read_spec(checkpoint))
+    quantize_folder(source, written, names, "fp8")
+    quantized = Checkpoint(written, "huggingface")
+    quantized_models.round_weights(model, names, "fp8")
+    weights_only = reference(model)
+    quantized_models.round_activations(model, names, "fp8")
+    expected = reference(model)
+
+    found = logits(decoder(quantized))
+    assert (found - expected).norm() < 0.2 * (weights_only - expected).norm()
+    assert torch.equal(logits(decoder(checkpoint, quantization="fp8")), found)
+    exact = logits(decoder(quantized, quantization="none"))
+    torch.testing.assert_close(exact, weights_only, rtol=1e-3, atol=1e-3)
+
+
+def test_matrices_of_other_gpus_are_dequantised(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, written = tmp_path / "in", tmp_path / "out"
+    model = family.make(CONFIGS["llama"], deviation=0.05)
+    names = linear_names(read_spec(family.write_folder(model, source)))
+    quantize_folder(source, written, names, "fp8")
+    quantized = Checkpoint(written, "huggingface")
+    exact = logits(decoder(quantized, quantization="none"))
+    monkeypatch.setattr(decoder_cuda, "is_hopper", lambda: False)
+    assert torch.equal(logits(decoder(quantized)), exact)
+    with pytest.raises(ConfigError, match=r"fp8 is not supported on this GPU.*allowed: auto, none"):
+        decoder(Checkpoint(source, "huggingface"), quantization="fp8")
+
+
+def test_int8_is_computed_in_16_bits_and_refused_when_asked_for(tmp_path: Path) -> None:
+    source, written = tmp_path / "in", tmp_path / "out"
+    model = family.make(CONFIGS["llama"], deviation=0.05)
+    names = linear_names(read_spec(family.write_folder(model, source)))
+    quantize_folder(source, written, names, "int8")
+    quantized = Checkpoint(written, "huggingface")
+    exact = logits(decoder(quantized, quantization="none"))
+    assert torch.equal(logits(decoder(quantized)), exact)
+    with pytest.raises(
+        ConfigError, match=r"int8 is not supported on GPUs.*allowed: auto, none, fp8"
+    ):
+        decoder(Checkpoint(source, "huggingface"), quantization="int8")
