@@ -78,8 +78,11 @@ def test_logits_are_those_of_transformers_with_rounded_values(
     decoder = make_model(checkpoint, torch.bfloat16, CUDA, batch_invariant, "fp8")
     logits, _ = run(decoder, EVERY_ROW)
     found = logits[: len(expected)].double().cpu()
-    # bfloat16 rounds on the way, and may round values of 8 bits to their other neighbours.
-    assert (found - expected).norm() < 0.6 * (exact - expected).norm()
+    # bfloat16 rounds on the way, which turns values of 8 bits into their neighbours: the errors
+    # differ from the reference's, but are as large.
+    ratio = float((found - exact).norm() / (expected - exact).norm())
+    assert 0.75 < ratio < 1.3, ratio
+    assert (found - expected).norm() < (exact - expected).norm(), "no closer than without rounding"
 
 
 @pytest.mark.parametrize("sampled", SAMPLED, ids=str)

@@ -18,7 +18,7 @@ FEW, MANY = [1, 2, 8, 9, 33, 64], [65, 100, 128, 129, 256, 300, 700]
 SHAPES = [(6144, 4096), (4096, 14336), (576, 1536), (1008, 1296), (16, 16)]
 ERROR = 4e-3
 """Bound of `relative_error`: 2.5e-3 for the rounding to bfloat16, and the rest for the tensor
-cores, which cut sums of up to 512 columns off at 14 bits or so."""
+cores, which cut sums of up to 256 columns off at 14 bits or so."""
 
 
 def _linear(

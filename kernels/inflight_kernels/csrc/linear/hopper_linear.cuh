@@ -9,9 +9,9 @@ template <typename T>
 constexpr int STAGE_DEPTH = 128 / static_cast<int>(sizeof(T));
 
 // The tensor cores accumulate products of 8 bits with some 14 bits of mantissa. After so many
-// stages, 512 columns, sums are added to others in float32 (DeepSeek-V3, arXiv:2412.19437, 3.3.2,
+// stages, 256 columns, sums are added to others in float32 (DeepSeek-V3, arXiv:2412.19437, 3.3.2,
 // adds them every 128 columns).
-constexpr int PROMOTED_STAGES = 4;
+constexpr int PROMOTED_STAGES = 2;
 
 // CUtensorMap: the layout of a matrix in memory, and the box of a copy.
 struct alignas(64) TensorMap {
