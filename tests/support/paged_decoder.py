@@ -9,6 +9,7 @@ import torch
 
 import tiny
 from inflight.checkpoint.locate import Checkpoint
+from inflight.config import KVDtype
 from inflight.models.decoder_cpu import Decoder, TableInputs
 from inflight.models.registry import read_spec
 from inflight_kernels.torch_ops.transformer import AttentionPlan
@@ -23,10 +24,15 @@ def load(checkpoint: Checkpoint, max_len: int = 64, dtype: torch.dtype = torch.f
 class Paged:
     """A model with a cache; `run` computes some tokens of some sequences and scores every row."""
 
-    def __init__(self, model: Decoder, dtype: torch.dtype = torch.float32) -> None:
+    def __init__(
+        self,
+        model: Decoder,
+        dtype: torch.dtype = torch.float32,
+        kv_dtype: KVDtype | None = None,
+    ) -> None:
         self.model = model
         self.dtype = dtype
-        self.cache = tiny.make_cache(model.spec, 64, BLOCK_SIZE, dtype)
+        self.cache = tiny.make_cache(model.spec, 64, BLOCK_SIZE, dtype, kv_dtype=kv_dtype)
 
     def run(
         self,

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save_file
 
 from inflight.checkpoint.locate import Checkpoint
-from inflight.config import Dtype, EngineConfig
+from inflight.config import Dtype, EngineConfig, KVDtype
 from inflight.core.batch import Batch, Chunk, StepOutput
 from inflight.core.request import Request
 from inflight.core.sequence import Sequence
@@ -115,9 +115,10 @@ def make_cache(
     block_size: int,
     dtype: torch.dtype = torch.float32,
     device: torch.device | None = None,
+    kv_dtype: KVDtype | None = None,
 ) -> KVCache:
-    """A KV cache of a model."""
-    return KVCache(spec.kv_layout(_DTYPE_NAMES[dtype]), num_blocks, block_size, device)
+    """A KV cache of a model; kv_dtype overrides dtype."""
+    return KVCache(spec.kv_layout(kv_dtype or _DTYPE_NAMES[dtype]), num_blocks, block_size, device)
 
 
 def random_head(

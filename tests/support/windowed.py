@@ -102,7 +102,9 @@ def poison_free_blocks(engine: Engine) -> None:
     caches = runner._caches if hasattr(runner, "_caches") else [runner._steps._cache]
     for cache in caches:
         for data in cache.data:
-            data[..., torch.tensor(free, device=data.device), :, :, :] = torch.nan
+            # In 8 bits, the scales are NaN then.
+            poison = torch.nan if data.is_floating_point() else 255
+            data[..., torch.tensor(free, device=data.device), :, :, :] = poison
     if torch.cuda.is_available():
         torch.cuda.synchronize()
 

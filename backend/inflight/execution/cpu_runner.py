@@ -71,8 +71,8 @@ class CpuRunner:
         if config.num_threads is not None:
             torch.set_num_threads(config.num_threads)
         source = find_drafter(config, checkpoint, spec)
-        layout = kv_layout(spec, source, config.dtype)
-        drafter_bytes = 0 if source is None else source.block_bytes(config, config.dtype)
+        layout = kv_layout(spec, source, config.kv_dtype)
+        drafter_bytes = 0 if source is None else source.block_bytes(config, config.kv_dtype)
         block_bytes = layout.block_bytes(config.block_size) + drafter_bytes
         self.num_blocks = num_kv_blocks(config, block_bytes)
         self.block_size = config.block_size
@@ -166,8 +166,7 @@ class CpuRunner:
             if not slots:
                 continue
             for cache in self._caches:
-                for view in cache.views[index]:
-                    ops.clear_slots(view, torch.tensor(slots))
+                cache.clear_slots(index, torch.tensor(slots))
 
     def _tail(self, chunk: Chunk, table: int, copied: set[int]) -> list[int]:
         """The slots past a chunk's tokens in kernel blocks that are new to its sequence."""

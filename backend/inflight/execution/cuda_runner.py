@@ -80,6 +80,7 @@ def _decoder_settings(
         _max_rows(config),
         config.batch_invariant,
         config.quantization,
+        config.kv_cache_dtype,
     )
 
 

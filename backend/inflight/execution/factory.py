@@ -72,6 +72,8 @@ def _gpu_obstacle(config: EngineConfig, checkpoint: Checkpoint) -> str | None:
         return _NO_COMPILER
     if config.dtype not in ("auto", "bfloat16"):
         return f"dtype is {config.dtype}, and GPUs support bfloat16 only"
+    if config.kv_cache_dtype != "auto":
+        return f"kv_cache_dtype is {config.kv_cache_dtype}, which GPUs do not support"
     if config.block_size not in GPU_BLOCK_SIZES:
         return f"block_size is {config.block_size}, and GPUs support {GPU_BLOCK_SIZES}"
     spec = read_spec(checkpoint)
@@ -124,7 +126,7 @@ def expected_budget_bytes(config: EngineConfig, checkpoint: Checkpoint, total_by
     """
     spec = read_spec(checkpoint)
     weight_bytes = gpu_weight_bytes(config, checkpoint, spec)
-    layout = kv_layout(spec, find_drafter(config, checkpoint, spec), "bfloat16")
+    layout = kv_layout(spec, find_drafter(config, checkpoint, spec), config.kv_dtype)
     block_bytes = layout.block_bytes(config.block_size)
     max_blocks = KVTables(layout.tables, config.block_size).num_blocks(spec.max_model_len(config))
     return gpu_budget_bytes(config, total_bytes, weight_bytes, block_bytes, max_blocks)

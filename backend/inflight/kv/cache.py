@@ -8,10 +8,18 @@ from torch import Tensor
 
 from inflight.errors import ConfigError
 from inflight.kv.layout import KVGroup, KVLayout
+from inflight_kernels.torch_ops import kv_quantization, transformer
+from inflight_kernels.torch_ops.kv_quantization import SCALE_TYPE, KVMemory
 
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-_NUMPY_DTYPES = {torch.float32: np.float32, torch.bfloat16: np.uint16}
+_DTYPES = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "fp8": torch.float8_e4m3fn,
+    "int8": torch.int8,
+}
+_NUMPY_DTYPES = {torch.float32: np.float32, torch.bfloat16: np.uint16, torch.uint8: np.uint8}
 _Shape = tuple[int, ...]
+_Pair = tuple[KVMemory, KVMemory]
 
 
 class KVCache:
@@ -22,19 +30,23 @@ class KVCache:
     i of a table with c kernel blocks in a block has slots i * c to (i + 1) * c of each block, so
     that kernel block k of block b has the id k * num_blocks + b.
 
+    In 8 bits, blocks are bytes: those of the values, then their scales
+    (`torch_ops.kv_quantization`). `dim` below is then two more than the values of a head.
+
     Attributes:
         data: the allocations, each [..., num_blocks, block_size, num_kv_heads, dim]: per group
             [layers, 2, ...], keys then values; if keys and values differ in width, [layers, ...]
             for the keys and another for the values. With several tables one for the keys and one
             for the values of all layers, [slots, ...].
-        layers: (keys, values) of each layer, [num_kernel_blocks, block_size, num_kv_heads, dim];
-            views into data.
+        layers: (keys, values) of each layer, [num_kernel_blocks, block_size, num_kv_heads,
+            values of a head]; views into data.
         table_of: by layer, the index of its block table.
         views: by table, the memory of its layers, each [..., num_kernel_blocks, block_size,
             num_kv_heads, dim]; views into data.
         kernel_blocks: by table, how its blocks are split.
         block_size: tokens per kernel block.
         dtype: of keys and values.
+        is_quantized: whether they have 8 bits.
     """
 
     def __init__(
@@ -51,10 +63,11 @@ class KVCache:
         """
         self.block_size = block_size
         self.dtype = _DTYPES[layout.dtype]
+        self.is_quantized = self.dtype.itemsize == 1
         self.data: list[Tensor] = []
         self.kernel_blocks = layout.kernel_blocks(num_blocks)
         self.table_of = [0] * layout.num_layers
-        found: dict[int, tuple[Tensor, Tensor]] = {}
+        found: dict[int, _Pair] = {}
         try:
             if layout.is_shared:
                 self.views = []
@@ -70,34 +83,53 @@ class KVCache:
             ) from None
         self.layers = [found[index] for index in range(layout.num_layers)]
 
+    def clear_slots(self, table: int, slots: Tensor) -> None:
+        """Zero slots [n] of a block table's layers, on the CPU (see `transformer.clear_slots`)."""
+        clear = kv_quantization.clear_slots if self.is_quantized else transformer.clear_slots
+        for view in self.views[table]:
+            clear(view, slots)
+
     def _zeros(self, shape: _Shape, device: torch.device | None) -> Tensor:
+        """Zeros [..., dim] of the cache's type, or the bytes [..., dim + 2] of such blocks."""
+        dtype = self.dtype
+        if self.is_quantized:
+            shape, dtype = (*shape[:-1], shape[-1] + SCALE_TYPE.itemsize), torch.uint8
         if device is None:
-            return _lazy_zeros(shape, self.dtype)
-        return torch.zeros(shape, dtype=self.dtype, device=device)
+            return _lazy_zeros(shape, dtype)
+        return torch.zeros(shape, dtype=dtype, device=device)
+
+    def _pair(self, keys: Tensor, values: Tensor) -> _Pair:
+        """Views of a layer's blocks."""
+        if not self.is_quantized:
+            return keys, values
+        dtype = self.dtype
+        return kv_quantization.of_blocks(keys, dtype), kv_quantization.of_blocks(values, dtype)
 
     def _allocate(
         self, group: KVGroup, blocks: _Shape, device: torch.device | None
-    ) -> dict[int, tuple[Tensor, Tensor]]:
+    ) -> dict[int, _Pair]:
         layers, heads = len(group.layers), group.num_kv_heads
         if group.k_dim == group.v_dim:
             pairs = self._zeros((layers, 2, *blocks, heads, group.k_dim), device)
             self.data.append(pairs)
-            return {
-                layer: (pair[0], pair[1]) for layer, pair in zip(group.layers, pairs, strict=True)
-            }
-        keys = self._zeros((layers, *blocks, heads, group.k_dim), device)
-        values = self._zeros((layers, *blocks, heads, group.v_dim), device)
-        self.data += [keys, values]
-        return dict(zip(group.layers, zip(keys, values, strict=True), strict=True))
+            keys, values = pairs.unbind(1)
+        else:
+            keys = self._zeros((layers, *blocks, heads, group.k_dim), device)
+            values = self._zeros((layers, *blocks, heads, group.v_dim), device)
+            self.data += [keys, values]
+        return {
+            layer: self._pair(*pair)
+            for layer, *pair in zip(group.layers, keys, values, strict=True)
+        }
 
     def _share(
         self, layout: KVLayout, blocks: _Shape, device: torch.device | None
-    ) -> dict[int, tuple[Tensor, Tensor]]:
+    ) -> dict[int, _Pair]:
         """Allocate slots that the layers of all tables use; groups do not differ in shape."""
         group = layout.groups[0]
         widths = ((group.num_kv_heads, width) for width in (group.k_dim, group.v_dim))
         self.data = [self._zeros((layout.num_slots, *blocks, *width), device) for width in widths]
-        found: dict[int, tuple[Tensor, Tensor]] = {}
+        found: dict[int, _Pair] = {}
         for index, table in enumerate(layout.tables):
             # [layers, kernel blocks, ...]: the slots of a layer are adjacent.
             num_kernel_blocks = table.kernel_blocks * blocks[0]
@@ -108,7 +140,7 @@ class KVCache:
             self.views.append([keys, values])
             for layer, pair in zip(table.layers, zip(keys, values, strict=True), strict=True):
                 self.table_of[layer] = index
-                found[layer] = pair
+                found[layer] = self._pair(*pair)
         return found
 
 

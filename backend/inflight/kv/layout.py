@@ -14,10 +14,13 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from inflight.config import Dtype
+from inflight.config import KVDtype
 from inflight.core.kernel_blocks import KernelBlocks
 
-_ITEM_BYTES: dict[str, int] = {"float32": 4, "bfloat16": 2}
+_ITEM_BYTES: dict[str, int] = {"float32": 4, "bfloat16": 2, "fp8": 1, "int8": 1}
+
+# With 8 bits, a block of keys or values ends with its scales: one per token and head.
+_SCALE_BYTES: dict[str, int] = {"fp8": 2, "int8": 2}
 
 TILE_TOKENS = 128
 """Kernels read the keys of a window from a multiple of this on: whole tiles, then mask."""
@@ -40,10 +43,10 @@ class KVGroup:
     v_dim: int
     window: int = 0
 
-    @property
-    def values_per_layer(self) -> int:
-        """Elements of a token's key and value in one layer."""
-        return self.num_kv_heads * (self.k_dim + self.v_dim)
+    def token_bytes(self, dtype: KVDtype) -> int:
+        """Bytes of a token's key and value in one layer, scales included."""
+        values, scales = self.k_dim + self.v_dim, 2 * _SCALE_BYTES.get(dtype, 0)
+        return self.num_kv_heads * (values * _ITEM_BYTES[dtype] + scales)
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,13 +134,14 @@ class KVLayout:
 
     Attributes:
         groups: each layer is in exactly one.
-        dtype: of keys and values.
+        dtype: of keys and values; `fp8` and `int8` with a scale per token and head
+            (`torch_ops.kv_quantization`).
         frees_windows: whether blocks are freed once no window reaches them. Where the groups differ
             in shape, they are kept all the same.
     """
 
     groups: tuple[KVGroup, ...]
-    dtype: Dtype
+    dtype: KVDtype
     frees_windows: bool = False
 
     @property
@@ -179,10 +183,12 @@ class KVLayout:
     def block_bytes(self, block_size: int) -> int:
         """Bytes of one block of the pool, with kernel blocks of block_size tokens."""
         if self.is_shared:
-            values = self.num_slots * self.groups[0].values_per_layer
+            token_bytes = self.num_slots * self.groups[0].token_bytes(self.dtype)
         else:
-            values = sum(len(group.layers) * group.values_per_layer for group in self.groups)
-        return values * block_size * _ITEM_BYTES[self.dtype]
+            token_bytes = sum(
+                len(group.layers) * group.token_bytes(self.dtype) for group in self.groups
+            )
+        return token_bytes * block_size
 
 
 def _layers_of(groups: Sequence[KVGroup]) -> tuple[int, ...]:

@@ -61,6 +61,7 @@ class Decoder:
         quantization: of linear layers, as in settings.
 
     Attributes:
+        dtype: of weights and activations.
         weights: of the model.
         features: [T, len(aux_layers) * hidden_size], of the last step; None without auxiliary
             layers.
@@ -79,6 +80,7 @@ class Decoder:
         quantization: Quantization = "auto",
     ) -> None:
         self.spec = spec
+        self.dtype = dtype
         self.features: Tensor | None = None
         self._aux_layers: tuple[int, ...] = ()
         self._ropes = RotaryTables(spec, max_len, dtype)

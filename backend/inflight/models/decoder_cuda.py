@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from inflight.checkpoint.locate import Checkpoint
-from inflight.config import Dtype, Quantization
+from inflight.config import Dtype, KVDtype, Quantization
 from inflight.errors import ConfigError
 from inflight.kv.cache import KVCache
 from inflight.models.cuda_placement import CudaPlacement
@@ -57,6 +57,7 @@ class DecoderSettings:
         max_rows: maximum n and s.
         batch_invariant: results for a token do not depend on the other tokens of its step.
         quantization: of linear layers, as in settings.
+        kv_cache_dtype: of keys and values; `auto` for `dtype`.
     """
 
     dtype: torch.dtype
@@ -66,11 +67,12 @@ class DecoderSettings:
     max_rows: int
     batch_invariant: bool = False
     quantization: Quantization = "auto"
+    kv_cache_dtype: KVDtype = "auto"
 
     @property
-    def kv_dtype(self) -> Dtype:
+    def kv_dtype(self) -> KVDtype:
         """Of keys and values, as settings name it."""
-        return _DTYPE_NAMES[self.dtype]
+        return _DTYPE_NAMES[self.dtype] if self.kv_cache_dtype == "auto" else self.kv_cache_dtype
 
 
 def check_supported(spec: ModelSpec, path: Path, max_len: int) -> None:

@@ -90,6 +90,9 @@ class Head:
         max_len: maximum sequence length.
         progress: called with ("weights", fraction).
 
+    Attributes:
+        spec, dtype: as given.
+
     Raises:
         ConfigError: the weights are corrupt or do not match the spec.
     """
@@ -104,6 +107,7 @@ class Head:
         progress: Progress,
     ) -> None:
         self.spec = spec
+        self.dtype = dtype
         self._attention = spec.layer.layers[0].attention
         self._ropes = RotaryTables(spec.layer, max_len, dtype)
         self._weights: HeadWeights[CpuWeight] = load_head(

@@ -7,7 +7,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from inflight.config import Dtype, EngineConfig
+from inflight.config import EngineConfig, KVDtype
 from inflight.errors import ConfigError
 from inflight.kv.layout import KVGroup, KVLayout
 
@@ -246,7 +246,7 @@ class ModelSpec:
             )
         return config.max_model_len
 
-    def kv_layout(self, dtype: Dtype, *, frees_windows: bool = False) -> KVLayout:
+    def kv_layout(self, dtype: KVDtype, *, frees_windows: bool = False) -> KVLayout:
         """Its KV cache layout in this dtype (see `KVLayout`)."""
         members: dict[tuple[int, int, int], list[int]] = {}
         for index, layer in enumerate(self.layers):

@@ -157,10 +157,11 @@ def attend(
         plan(metadata, pdl=pdl)
     base = metadata.workspace.data_ptr()
     for part in metadata.parts:
-        caches: tuple[object, ...] = (kv.k_cache, kv.v_cache)
+        k_cache, v_cache = kv.floats()
+        caches: tuple[object, ...] = (k_cache, v_cache)
         last: object = history_ready
         if isinstance(part.shape, HopperShape):
-            caches = (_tensor_map(kv.k_cache), _tensor_map(kv.v_cache), kv.v_cache)
+            caches = (_tensor_map(k_cache), _tensor_map(v_cache), v_cache)
             last = Int64(base + part.queue)
         kernel(part.shape.stem, part.shape.name(storage))(
             part.num_shares,
@@ -217,8 +218,7 @@ def rope_attend(
         part.num_shares,
         shape.threads,
         qkv,
-        kv.k_cache,
-        kv.v_cache,
+        *kv.floats(),
         *_arguments(part, qkv, kv, metadata, out),
         history_ready,
         rope.slot_mapping,
@@ -331,13 +331,14 @@ def _arguments(
 ) -> tuple[object, ...]:
     """A kernel's arguments from `out` to `slots`."""
     spec, base = metadata.spec, metadata.workspace.data_ptr()
+    k_cache, _ = kv.floats()
     return (
         out,
         metadata.block_tables,
         Int64(q.stride(0)),
-        Int64(kv.k_cache.stride(0)),
+        Int64(k_cache.stride(0)),
         metadata.block_tables.shape[1],
-        kv.k_cache.shape[1].bit_length() - 1,
+        k_cache.shape[1].bit_length() - 1,
         spec.num_heads,
         spec.num_kv_heads,
         float(spec.scale),
@@ -423,11 +424,12 @@ def _check_queries(q: Tensor, metadata: AttentionMetadata) -> None:
 
 def _check_caches(kv: PagedKV, spec: AttentionParams, dtype: torch.dtype) -> None:
     num_kv_heads, head_dim = spec.num_kv_heads, spec.head_dim
-    shape, block_stride = kv.k_cache.shape, kv.k_cache.stride(0)
+    k_cache, v_cache = kv.floats()
+    shape, block_stride = k_cache.shape, k_cache.stride(0)
     if shape[1] not in BLOCK_SIZES:
         raise ValueError(f"block_size is {shape[1]}; allowed: {', '.join(map(str, BLOCK_SIZES))}")
     strides = (block_stride, num_kv_heads * head_dim, head_dim, 1)
-    for name, cache in (("k_cache", kv.k_cache), ("v_cache", kv.v_cache)):
+    for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
         if (
             cache.dtype != dtype
             or cache.shape != shape

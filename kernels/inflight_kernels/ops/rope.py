@@ -20,6 +20,7 @@ from inflight_kernels.runtime.launch import (
     kernel,
     name_of,
 )
+from inflight_kernels.torch_ops.kv_quantization import KVMemory, QuantizedKV
 
 HEAD_DIMS = (32, 48, 64, 80, 96, 112, 128, 160, 192, 256)
 """Head dims that tests compile; others work too if half a head is a multiple of a vector."""
@@ -41,8 +42,19 @@ class PagedKV:
         k_cache, v_cache: [num_blocks, block_size, G, D], of equal layout; blocks may be strided.
     """
 
-    k_cache: Tensor
-    v_cache: Tensor
+    k_cache: KVMemory
+    v_cache: KVMemory
+
+    def floats(self) -> tuple[Tensor, Tensor]:
+        """Both caches, of a layer whose keys and values do not have 8 bits.
+
+        Raises:
+            ValueError: they have.
+        """
+        k_cache, v_cache = self.k_cache, self.v_cache
+        if isinstance(k_cache, QuantizedKV) or isinstance(v_cache, QuantizedKV):
+            raise ValueError("keys and values of 8 bits; kernels need those of 16 or 32 bits")
+        return k_cache, v_cache
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +149,7 @@ def rope_write_kv(
     """
     storage = name_of(STORAGE_TYPES, "qkv", qkv)
     num_tokens, num_heads, head_dim = q_out.shape
-    k_cache = kv.k_cache
+    k_cache, v_cache = kv.floats()
     num_kv_heads = k_cache.shape[2]
     all_heads = num_heads + 2 * num_kv_heads
     _check_operands(qkv, rope, kv, q_out, qk_norm)
@@ -152,7 +164,7 @@ def rope_write_kv(
         q_out,
         Int64(q_out.stride(0)),
         k_cache,
-        kv.v_cache,
+        v_cache,
         Int64(k_cache.stride(0)),
         Int64(k_cache.stride(1)),
         Int64(k_cache.stride(2)),
@@ -192,7 +204,7 @@ def _check_operands(
 
 
 def _check_caches(kv: PagedKV, head_dim: int, dtype: torch.dtype) -> None:
-    k_cache, v_cache = kv.k_cache, kv.v_cache
+    k_cache, v_cache = kv.floats()
     num_blocks, block_size, num_kv_heads, _ = k_cache.shape
     shape = (num_blocks, block_size, num_kv_heads, head_dim)
     check_rows("k_cache", k_cache, shape, dtype)

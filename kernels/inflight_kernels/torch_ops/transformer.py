@@ -1,8 +1,9 @@
 """Transformer ops in torch: the reference implementation, and the one for `device: cpu`.
 
 Shapes: T tokens in the step, H query heads, G KV heads (H is a multiple of G), D head_dim, V
-vocabulary, n rows. A layer's KV cache is [num_blocks, block_size, G, D]; slot s is block
-s // block_size, offset s % block_size. Independent of sequences and requests.
+vocabulary, n rows. A layer's KV cache is [num_blocks, block_size, G, D], in floats or in 8 bits
+(`torch_ops.kv_quantization`); slot s is block s // block_size, offset s % block_size. Independent
+of sequences and requests.
 
 The ops of sampling are in `torch_ops.sampling`.
 """
@@ -17,6 +18,9 @@ import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from inflight_kernels.torch_ops import kv_quantization
+from inflight_kernels.torch_ops.kv_quantization import KVMemory, QuantizedKV
 
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
@@ -192,14 +196,20 @@ def rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 # ---------------------------------------------------------------- paged KV cache
 
 
-def write_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
+def write_kv(
+    k: Tensor, v: Tensor, k_cache: KVMemory, v_cache: KVMemory, slot_mapping: Tensor
+) -> None:
     """Write k and v [T, G, D] into slots [T] of a layer's cache, in place."""
-    k_cache.flatten(0, 1).index_copy_(0, slot_mapping, k)
-    v_cache.flatten(0, 1).index_copy_(0, slot_mapping, v)
+    for rows, cache in ((k, k_cache), (v, v_cache)):
+        if isinstance(cache, QuantizedKV):
+            kv_quantization.write(rows, cache, slot_mapping)
+        else:
+            cache.flatten(0, 1).index_copy_(0, slot_mapping, rows)
 
 
 def copy_blocks(caches: Tensor, sources: Tensor, targets: Tensor) -> None:
-    """Copy blocks [n] to blocks [n] in caches [..., num_blocks, block_size, G, D], in place.
+    """Copy blocks [n] to blocks [n] in caches [..., num_blocks, block_size, G, D] of any type, in
+    place.
 
     All sources are read before any target is written.
     """
@@ -361,8 +371,8 @@ def _decode_group(
 
 def attend(
     q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
+    k_cache: KVMemory,
+    v_cache: KVMemory,
     plan: AttentionPlan,
     scale: float,
     cap: float = 0.0,
@@ -381,8 +391,8 @@ def attend(
         values = _attend_decode(rows, k_cache, v_cache, group, scale, cap)
         out.index_copy_(0, group.rows, values)
     for piece in plan.pieces:
-        k = _gather(k_cache, piece.blocks, 1, piece.kv_len)
-        v = _gather(v_cache, piece.blocks, 1, piece.kv_len)
+        k = _gather(k_cache, piece.blocks, 1, piece.kv_len, q.dtype)
+        v = _gather(v_cache, piece.blocks, 1, piece.kv_len, q.dtype)
         rows = q[piece.start : piece.end].transpose(0, 1).unsqueeze(0)
         if cap:
             values = capped_attention(rows, k, v, piece.mask, scale, cap)
@@ -401,12 +411,12 @@ def attend(
 
 
 def _attend_decode(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, group: _DecodeGroup, scale: float, cap: float
+    q: Tensor, k_cache: KVMemory, v_cache: KVMemory, group: _DecodeGroup, scale: float, cap: float
 ) -> Tensor:
     num_rows, num_heads, head_dim = q.shape
     num_kv_heads = k_cache.shape[-2]
-    k = _gather(k_cache, group.blocks, num_rows, group.kv_len)
-    v = _gather(v_cache, group.blocks, num_rows, group.kv_len)
+    k = _gather(k_cache, group.blocks, num_rows, group.kv_len, q.dtype)
+    v = _gather(v_cache, group.blocks, num_rows, group.kv_len, q.dtype)
     # The query heads of one KV head take the place of a longer chunk's queries.
     queries = q.reshape(num_rows, num_kv_heads, num_heads // num_kv_heads, head_dim)
     if cap:
@@ -446,17 +456,22 @@ def capped_attention(
     return scores.softmax(-1).to(v.dtype) @ v
 
 
-def _gather(cache: Tensor, blocks: Tensor, num_rows: int, kv_len: int) -> Tensor:
-    """Gather the blocks of num_rows sequences -> [num_rows, G, kv_len, D]."""
-    pages = cache.index_select(0, blocks)
+def _gather(
+    cache: KVMemory, blocks: Tensor, num_rows: int, kv_len: int, dtype: torch.dtype
+) -> Tensor:
+    """Gather the blocks of num_rows sequences -> [num_rows, G, kv_len, D]; from 8 bits in dtype."""
+    if isinstance(cache, QuantizedKV):
+        pages = kv_quantization.read_blocks(cache, blocks, dtype)
+    else:
+        pages = cache.index_select(0, blocks)
     pages = pages.view(num_rows, -1, cache.shape[-2], cache.shape[-1])
     return pages[:, :kv_len].transpose(1, 2)
 
 
 def paged_attention(
     q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
+    k_cache: KVMemory,
+    v_cache: KVMemory,
     block_tables: Tensor,
     query_start: Tensor,
     seq_lens: Tensor,
@@ -467,7 +482,8 @@ def paged_attention(
 
     Args:
         q: [T, H, D].
-        k_cache, v_cache: [num_blocks, block_size, G, D]; already with the chunks' own keys.
+        k_cache, v_cache: [num_blocks, block_size, G, D], floats or 8 bits; already with the chunks'
+            own keys.
         block_tables: [n, B] int64.
         query_start: [n + 1] int64; chunk i has rows query_start[i]:query_start[i + 1].
         seq_lens: [n] int64, keys of chunk i, its own rows included.

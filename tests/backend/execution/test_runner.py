@@ -192,14 +192,14 @@ def test_penalties_stop_repetition(runner: Runner) -> None:
 # ---------------------------------------------------------------- failures
 
 
-@pytest.fixture(scope="module")
-def fragile(tmp_path_factory: pytest.TempPathFactory) -> Runner:
+@pytest.fixture(scope="module", params=["auto", "fp8", "int8"])
+def fragile(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Runner:
     """A model that has no number for token 77, and infinity for 78."""
     weights = tiny.random_weights(tiny.SETTINGS)
     weights["model.embed_tokens.weight"][77] = float("nan")
     weights["model.embed_tokens.weight"][78] = float("inf")
     folder: Path = tmp_path_factory.mktemp("fragile")
-    return tiny.make_runner(tiny.write_llama(folder, weights))
+    return tiny.make_runner(tiny.write_llama(folder, weights), kv_cache_dtype=request.param)
 
 
 @pytest.mark.parametrize("bad", [77, 78])

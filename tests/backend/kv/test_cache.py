@@ -6,10 +6,11 @@ import psutil
 import pytest
 import torch
 
-from inflight.config import Dtype
+from inflight.config import Dtype, KVDtype
 from inflight.errors import ConfigError
 from inflight.kv.cache import KVCache
 from inflight.kv.layout import KVGroup, KVLayout
+from inflight_kernels.torch_ops.kv_quantization import QuantizedKV
 
 
 def layout(dtype: Dtype = "float32") -> KVLayout:
@@ -45,12 +46,51 @@ def test_layers_of_other_shapes_have_memory_of_their_own() -> None:
     assert cache.data[0][1, 0].all() and not cache.data[0][0].any()
 
 
-def test_the_pool_has_the_bytes_that_the_layout_counts() -> None:
+@pytest.mark.parametrize("dtype", ["bfloat16", "fp8", "int8"])
+def test_the_pool_has_the_bytes_that_the_layout_counts(dtype: KVDtype) -> None:
     groups = (KVGroup((0, 2), 2, 16, 16), KVGroup((1,), 1, 24, 8))
-    cache = KVCache(KVLayout(groups, "bfloat16"), 7, 4)
-    assert sum(data.nbytes for data in cache.data) == 7 * KVLayout(groups, "bfloat16").block_bytes(
-        4
-    )
+    cache = KVCache(KVLayout(groups, dtype), 7, 4)
+    assert sum(data.nbytes for data in cache.data) == 7 * KVLayout(groups, dtype).block_bytes(4)
+
+
+@pytest.mark.parametrize("dtype", ["fp8", "int8"])
+@pytest.mark.parametrize("block_size", [16, 32, 64])
+def test_blocks_of_8_bits_are_multiples_of_16_bytes_with_their_scales_inside(
+    dtype: KVDtype, block_size: int
+) -> None:
+    """As the kernels load them, whatever the heads."""
+    for heads, width in ((1, 64), (3, 64), (8, 128), (5, 96)):
+        cache = KVCache(KVLayout((KVGroup((0, 1), heads, width, width),), dtype), 3, block_size)
+        for pair in cache.layers:
+            for memory in pair:
+                assert isinstance(memory, QuantizedKV)
+                values, scales = memory.values, memory.scales
+                assert values.stride() == (values.stride(0), heads * width, width, 1)
+                assert values.stride(0) % 16 == values.data_ptr() % 16 == 0
+                begin = scales.data_ptr() - values.data_ptr()
+                assert begin == block_size * heads * width and begin % 16 == 0
+                assert begin + heads * block_size * 2 == values.stride(0) == scales.stride(0) * 2
+                assert scales.stride()[1:] == (block_size, 1)
+
+
+@pytest.mark.parametrize("dtype", ["fp8", "int8"])
+def test_tables_of_8_bits_share_blocks_as_others_do(dtype: KVDtype) -> None:
+    shape = {"num_kv_heads": 2, "k_dim": 4, "v_dim": 4}
+    groups = (KVGroup((0, 1, 3, 4, 5), **shape, window=8), KVGroup((2, 6), **shape))
+    shared = KVLayout(groups, dtype, frees_windows=True)
+    cache = KVCache(shared, 5, 4)
+    assert sum(data.nbytes for data in cache.data) == 5 * shared.block_bytes(4)
+    for layer, pair in enumerate(cache.layers):
+        split = cache.kernel_blocks[cache.table_of[layer]]
+        ids = split.ids([3])
+        for memory in pair:
+            assert isinstance(memory, QuantizedKV)
+            memory.values.view(torch.uint8)[ids] = 1
+            memory.scales[ids] = 1
+        for data in cache.data:
+            assert data[:, 3].any() and not data[:, [0, 1, 2, 4]].any()
+        cache.clear_slots(cache.table_of[layer], torch.tensor(ids)[:, None] * 4 + torch.arange(4))
+        assert not any(data.any() for data in cache.data)
 
 
 def test_layers_of_several_tables_share_the_memory_of_a_block_and_of_no_other() -> None:

@@ -66,6 +66,8 @@ def _rows(one: Summary) -> list[tuple[str, str]]:
 
 def _memory_rows(plan: MemoryPlan) -> list[tuple[str, str]]:
     parts = f"weights {size(plan.weight_bytes)} ({plan.dtype}), KV cache {size(plan.kv_bytes)}"
+    if plan.kv_dtype != plan.dtype:
+        parts += f" ({plan.kv_dtype})"
     if plan.overhead_bytes:
         parts += f", kernels and graphs {size(plan.overhead_bytes)}"
     there = ""

@@ -25,7 +25,8 @@ class MemoryPlan(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         device: what the model would run on; if a CPU, why not a GPU.
         on_gpu: whether it is a GPU.
-        dtype: of weights and KV cache.
+        dtype: of weights and activations.
+        kv_dtype: of keys and values.
         weight_bytes: of the weights, without those of a drafter.
         overhead_bytes: of a GPU's context, kernels and graphs.
         block_size: tokens per kernel block.
@@ -44,6 +45,7 @@ class MemoryPlan(msgspec.Struct, frozen=True, kw_only=True):
     device: str
     on_gpu: bool
     dtype: str
+    kv_dtype: str
     weight_bytes: int
     overhead_bytes: int
     block_size: int
@@ -79,11 +81,11 @@ def plan_memory(
     max_model_len = spec.max_model_len(config)
     config, where = factory.resolve_device(config, checkpoint)
     source = find_drafter(config, checkpoint, spec)
-    layout = kv_layout(spec, source, config.dtype)
+    layout = kv_layout(spec, source, config.kv_dtype)
     tables = KVTables(layout.tables, config.block_size)
     block_bytes = layout.block_bytes(config.block_size)
     if source is not None:
-        block_bytes += source.block_bytes(config, config.dtype)
+        block_bytes += source.block_bytes(config, config.kv_dtype)
     gpu = factory.gpu_of(config)
     if gpu is not None:
         weight_bytes = _ITEM_BYTES[config.dtype] * spec.matrix_elements  # as before a start
@@ -101,6 +103,7 @@ def plan_memory(
         device=where,
         on_gpu=gpu is not None,
         dtype=config.dtype,
+        kv_dtype=config.kv_dtype,
         weight_bytes=weight_bytes,
         overhead_bytes=GPU_OVERHEAD_BYTES if gpu is not None else 0,
         block_size=config.block_size,

@@ -14,7 +14,7 @@ from inflight.checkpoint import safetensors
 from inflight.checkpoint.gguf import GgufFile
 from inflight.checkpoint.locate import Checkpoint
 from inflight.cli.inspection.memory_plan import MemoryPlan, plan_memory
-from inflight.config import EngineConfig
+from inflight.config import EngineConfig, KVDtype
 from inflight.models.gpu_support import gpu_obstacle
 from inflight.models.loader import weight_shapes
 from inflight.models.quantization.recognition import format_of
@@ -22,6 +22,8 @@ from inflight.models.registry import read_spec
 from inflight.models.spec import ModelSpec, RopeSpec
 from inflight.models.stored_weights import open_weights
 from inflight.text.tokenizer import Tokenizer
+
+_KV_DTYPES: tuple[KVDtype, ...] = ("float32", "bfloat16", "fp8", "int8")
 
 
 class NamedToken(msgspec.Struct, frozen=True):
@@ -137,10 +139,7 @@ def summarize(config: EngineConfig, checkpoint: Checkpoint) -> Summary:
         tied=spec.tie_word_embeddings,
         trained_context=spec.max_position_embeddings,
         max_context=spec.max_context,
-        kv_bytes_per_token={
-            "float32": spec.kv_layout("float32").block_bytes(1),
-            "bfloat16": spec.kv_layout("bfloat16").block_bytes(1),
-        },
+        kv_bytes_per_token={dtype: spec.kv_layout(dtype).block_bytes(1) for dtype in _KV_DTYPES},
         tokenizer=None if tokenizer is None else _tokenizer_kind(checkpoint, tokenizer),
         chat_template=_template_place(checkpoint, tokenizer),
         bos=_named(spec.bos_token_id, texts),

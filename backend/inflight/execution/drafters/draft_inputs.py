@@ -61,7 +61,12 @@ class DraftInputs:
 
     @classmethod
     def one_each(
-        cls, chunks: list[Chunk], tokens: list[int], offset: int, cache: KVCache
+        cls,
+        chunks: list[Chunk],
+        tokens: list[int],
+        offset: int,
+        cache: KVCache,
+        dtype: torch.dtype,
     ) -> DraftInputs:
         """One token of each chunk's sequence, `offset` positions after the chunk's first.
 
@@ -70,6 +75,7 @@ class DraftInputs:
             tokens: n.
             offset: in tokens.
             cache: to which the rows are written.
+            dtype: of activations.
         """
         tables = [chunk.sequence.tables[0] for chunk in chunks]
         block_tables = np.zeros((len(chunks), max(map(len, tables))), np.int64)
@@ -78,6 +84,5 @@ class DraftInputs:
         positions = np.array([chunk.start + offset for chunk in chunks], np.int64)
         token_ids = np.array(tokens, np.int64)
         query_start = np.arange(len(chunks) + 1)
-        return cls.of(
-            token_ids, positions, query_start, block_tables, cache.block_size, cache.dtype
-        )
+        block_size = cache.block_size
+        return cls.of(token_ids, positions, query_start, block_tables, block_size, dtype)

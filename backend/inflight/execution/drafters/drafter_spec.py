@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from inflight.checkpoint.locate import Checkpoint
-from inflight.config import Dtype, EngineConfig, SpeculativeConfig
+from inflight.config import EngineConfig, KVDtype, SpeculativeConfig
 from inflight.execution.drafters.drafter import DeviceDrafter, DeviceTarget, Drafter, Target
 from inflight.kv.layout import KVLayout
 from inflight.models.spec import ModelSpec
@@ -29,7 +29,7 @@ class DrafterSpec:
     checkpoint: Checkpoint | None = None
     model: ModelSpec | None = None
 
-    def scratch_bytes(self, config: EngineConfig, model: ModelSpec, kv_dtype: Dtype) -> int:
+    def scratch_bytes(self, config: EngineConfig, model: ModelSpec, kv_dtype: KVDtype) -> int:
         """GPU memory for drafts past the end of a sequence's block table: one scratch block each,
         after the pool's blocks in the cache that the drafter writes to.
         """
@@ -38,14 +38,14 @@ class DrafterSpec:
         layout = (self.model or model).kv_layout(kv_dtype)
         return config.max_num_seqs * layout.block_bytes(config.block_size)
 
-    def block_bytes(self, config: EngineConfig, kv_dtype: Dtype) -> int:
+    def block_bytes(self, config: EngineConfig, kv_dtype: KVDtype) -> int:
         """Bytes of its own KV cache per block of the model's."""
         if self.model is None:
             return 0
         return self.model.kv_layout(kv_dtype).block_bytes(config.block_size)
 
 
-def kv_layout(model: ModelSpec, drafter: DrafterSpec | None, dtype: Dtype) -> KVLayout:
+def kv_layout(model: ModelSpec, drafter: DrafterSpec | None, dtype: KVDtype) -> KVLayout:
     """The layout of a model's KV cache.
 
     Blocks that no sliding window reaches any more are freed, unless a drafter writes KV: the blocks

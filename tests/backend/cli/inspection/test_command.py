@@ -40,13 +40,24 @@ def test_a_gguf_file_is_shown_in_full(inflight: Run) -> None:
         "window": 0,
         "rope": {"theta": 100_000.0, "type": "default"},
     }
-    assert found["kv_bytes_per_token"] == {"float32": 46_080, "bfloat16": 23_040}
+    assert found["kv_bytes_per_token"] == {
+        "float32": 46_080,
+        "bfloat16": 23_040,
+        "fp8": 11_880,
+        "int8": 11_880,
+    }
     assert found["bos"] == {"id": 1, "text": "<|im_start|>"}
     assert found["stop_tokens"] == [{"id": 2, "text": "<|im_end|>"}]
     assert found["tokenizer"] == "gpt2, smollm"
     assert found["chat_template"] == "tokenizer.chat_template"
     assert found["obstacles"] == {"cpu": None, "gpu": None}
     assert found["memory"]["num_tokens"] == 64 * 16
+
+
+def test_the_memory_of_a_kv_cache_of_8_bits_is_shown(inflight: Run) -> None:
+    memory = shown_as_json(inflight, DEMO, "--set", "kv_cache_dtype=int8")["memory"]
+    assert (memory["dtype"], memory["kv_dtype"]) == ("float32", "int8")
+    assert memory["kv_bytes"] == 64 * 16 * 11_880
 
 
 def test_a_folder_is_shown_in_full(inflight: Run, tmp_path: Path) -> None:

@@ -66,7 +66,7 @@ class ModelDrafter:
             target.max_len,
             lambda what, fraction: target.progress("drafter", fraction),
         )
-        layout = own.kv_layout(target.config.dtype)
+        layout = own.kv_layout(target.config.kv_dtype)
         return cls(model, KVCache(layout, target.num_blocks, target.config.block_size))
 
     def propose(self, chunks: list[Chunk]) -> list[list[int]]:
@@ -78,7 +78,7 @@ class ModelDrafter:
                 drafts[i][-1] if depth else chunk.sequence.token_ids[chunk.start]
                 for i, chunk in zip(wanted, active, strict=True)
             ]
-            rows = DraftInputs.one_each(active, tokens, depth, self._cache)
+            rows = DraftInputs.one_each(active, tokens, depth, self._cache, self._model.dtype)
             logits = self._model.forward(
                 rows.token_ids,
                 rows.positions,
@@ -104,7 +104,7 @@ class ModelDrafter:
             arrays.query_start,
             arrays.tables[0].block_tables,
             self._cache.block_size,
-            self._cache.dtype,
+            self._model.dtype,
         )
         tables = [TableInputs(rows.slot_mapping, rows.plan)]
         self._model.forward(rows.token_ids, rows.positions, tables, _NO_ROWS, self._cache)

@@ -93,7 +93,7 @@ class Eagle3Drafter:
             target.max_len,
             lambda what, fraction: target.progress("drafter", fraction),
         )
-        layout = head.layer.kv_layout(target.config.dtype)
+        layout = head.layer.kv_layout(target.config.kv_dtype)
         cache = KVCache(layout, target.num_blocks, target.config.block_size)
         return cls(model, cache, target.model)
 
@@ -114,7 +114,9 @@ class Eagle3Drafter:
             states = torch.stack([hidden[i] for i in wanted])
             if depth:
                 tokens = [drafts[i][-1] for i in wanted]
-                rows = DraftInputs.one_each(active, tokens, depth - 1, self._cache)
+                rows = DraftInputs.one_each(
+                    active, tokens, depth - 1, self._cache, self._model.dtype
+                )
                 states = self._run(rows, states)
                 hidden |= zip(wanted, states, strict=True)
             asked = [
@@ -155,7 +157,7 @@ class Eagle3Drafter:
             np.array([0, *accumulate(lengths)]),
             arrays.tables[0].block_tables[chunks],
             self._cache.block_size,
-            self._cache.dtype,
+            self._model.dtype,
         )
         states = self._run(rows, self._model.fuse(features[kept]))
         for index, end in zip(chunks, accumulate(lengths), strict=True):

@@ -1,0 +1,130 @@
+"""Keys and values in 8 bits: one byte per value, and one float16 scale per head of a token.
+
+A scale is computed from the vector that it belongs to, so that nothing is calibrated, nothing is
+clipped, and a token's bytes do not depend on the other tokens of its step. Shapes: T tokens, G KV
+heads, D values per head.
+
+A block of keys, or of values, starts with its bytes [block_size, G, D]; the scales
+[G, block_size] follow. So the values of a token are where they are without quantisation, and
+whatever moves a block moves its scales. Scales have two bytes, for the least memory and because
+those of 8 tokens of a head are then one 16-byte load of attention; and tokens are innermost, as
+attention reads one head of consecutive tokens.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+SCALE_TYPE = torch.float16
+
+_LARGEST = {torch.float8_e4m3fn: 448.0, torch.int8: 127.0}
+"""The largest magnitude of each type of bytes."""
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizedKV:
+    """The keys, or the values, of a layer in 8 bits.
+
+    Attributes:
+        values: [num_blocks, block_size, G, D] float8_e4m3fn or int8; blocks may be strided.
+        scales: [num_blocks, G, block_size] float16; multiplied with the values of their head.
+    """
+
+    values: Tensor
+    scales: Tensor
+
+    @property
+    def shape(self) -> torch.Size:
+        """[num_blocks, block_size, G, D]."""
+        return self.values.shape
+
+
+KVMemory = Tensor | QuantizedKV
+"""The keys, or the values, of a layer: [num_blocks, block_size, G, D] floats, or 8 bits."""
+
+
+def quantize(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Quantise vectors [..., D] of floats to float8_e4m3fn or int8.
+
+    The scale is the largest magnitude divided by the type's largest number, rounded up to float16:
+    rounded to nearest, it could clip. A vector that is not finite, or too large for float16, gets a
+    scale that is not finite either, and zero bytes, so that it is NaN again when dequantised.
+
+    Returns:
+        The bytes [..., D] and the scales [...] float16. A zero vector has the scale 0.
+    """
+    largest = _LARGEST[dtype]
+    wide = x.float()
+    scales = _rounded_up(wide.abs().amax(-1) / largest)
+    scaled = wide * (1.0 / scales.float()).unsqueeze(-1)
+    scaled = scaled.nan_to_num_(0.0).clamp_(-largest, largest)
+    return (scaled if dtype.is_floating_point else scaled.round_()).to(dtype), scales
+
+
+def dequantize(values: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
+    """The numbers [..., D] of bytes [..., D] with scales [...], in this dtype of floats."""
+    return values.float().mul_(scales.unsqueeze(-1)).to(dtype)
+
+
+def write(x: Tensor, memory: QuantizedKV, slots: Tensor) -> None:
+    """Quantise x [T, G, D] into slots [T] of a layer's memory, in place."""
+    values, scales = quantize(x, memory.values.dtype)
+    block_size = memory.values.shape[1]
+    blocks, offsets = slots // block_size, slots % block_size
+    memory.values.view(torch.uint8)[blocks, offsets] = values.view(torch.uint8)
+    memory.scales[blocks, :, offsets] = scales
+
+
+def read_blocks(memory: QuantizedKV, blocks: Tensor, dtype: torch.dtype) -> Tensor:
+    """Dequantise blocks [n] -> [n, block_size, G, D]."""
+    values = memory.values.view(torch.uint8).index_select(0, blocks).view(memory.values.dtype)
+    scales = memory.scales.index_select(0, blocks).transpose(1, 2)
+    return dequantize(values, scales, dtype)
+
+
+def of_blocks(data: Tensor, dtype: torch.dtype) -> QuantizedKV:
+    """Views of a layer's blocks.
+
+    Args:
+        data: [num_blocks, block_size, G, D + 2] uint8, with contiguous blocks. Only the size of a
+            block is meant by the last three dimensions: it has the layout of this module.
+        dtype: of the values.
+    """
+    return QuantizedKV(_bytes_of(data).view(dtype), _scales_of(data))
+
+
+def clear_slots(data: Tensor, slots: Tensor) -> None:
+    """Zero slots [n] in blocks [..., num_blocks, block_size, G, D + 2], in place: bytes and scales
+    (see `transformer.clear_slots`).
+    """
+    block_size = data.shape[-3]
+    blocks, offsets = slots // block_size, slots % block_size
+    _bytes_of(data)[..., blocks, offsets, :, :] = 0
+    _scales_of(data)[..., blocks, :, offsets] = 0.0
+
+
+def _bytes_of(data: Tensor) -> Tensor:
+    """The bytes of the values [..., num_blocks, block_size, G, D] of blocks."""
+    *shape, width = data.shape
+    head_dim = width - SCALE_TYPE.itemsize
+    return data.flatten(-3)[..., : math.prod(shape[-2:]) * head_dim].view(*shape, head_dim)
+
+
+def _scales_of(data: Tensor) -> Tensor:
+    """The scales [..., num_blocks, G, block_size] of blocks."""
+    block_size, num_heads, width = data.shape[-3:]
+    num_values = block_size * num_heads * (width - SCALE_TYPE.itemsize)
+    scales = data.flatten(-3)[..., num_values:].view(SCALE_TYPE)
+    return scales.view(*data.shape[:-3], num_heads, block_size)
+
+
+def _rounded_up(x: Tensor) -> Tensor:
+    """Numbers >= 0 in float16, none of them smaller; infinite past its range."""
+    nearest = x.to(SCALE_TYPE)
+    # The bits of the next number, subnormal ones and infinity included.
+    following = (nearest.view(torch.int16) + 1).view(SCALE_TYPE)
+    return torch.where(nearest.float() < x, following, nearest)
