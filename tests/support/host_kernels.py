@@ -452,6 +452,9 @@ class HostLinear:
     def input_rows(self, num_tokens: int) -> None:
         return None
 
+    def norms(self, num_tokens: int) -> bool:
+        return False
+
     def product(self, x: Tensor, out: Tensor, num_tokens: int) -> None:
         kind = out.dtype  # logits in float32 are not rounded on their way
         product = transformer.linear(x[:num_tokens].to(kind), self.weight.to(kind), self._bias)
@@ -477,6 +480,9 @@ class HostScaledLinear:
 
     def input_rows(self, num_tokens: int) -> ScaledRows:
         return self._inputs.rows(num_tokens, self.weight.values.shape[1])
+
+    def norms(self, num_tokens: int) -> bool:
+        return False
 
     def product(self, x: Tensor | ScaledRows, out: Tensor, num_tokens: int) -> None:
         out[:num_tokens] = self._product(x, num_tokens)

@@ -36,7 +36,7 @@ from inflight.models.quantization.scaled_cuda import QuantizedInputs
 from inflight.models.spec import Activation, AttentionSpec, LayerSpec, MlpSpec, ModelSpec
 from inflight_kernels.ops import activation
 from inflight_kernels.ops.embedding import embedding
-from inflight_kernels.ops.linear.operands import Operand
+from inflight_kernels.ops.linear.operands import Input
 from inflight_kernels.ops.logits import scale_cap
 from inflight_kernels.ops.residual_norm import norm_columns
 from inflight_kernels.ops.rope import PagedKV, QkNorm
@@ -333,9 +333,13 @@ class Decoder:
         norm: NormWeights | None,
         linear: CudaWeight,
         num_tokens: int,
-    ) -> Operand:
-        """The norm of the stream as input of a linear layer: quantised if that saves a kernel, or
-        the entire buffer `normed`."""
+    ) -> Input:
+        """The norm of the stream as input of a linear layer: computed or quantised on the way if
+        that saves a kernel, or the entire buffer `normed`."""
+        if linear.norms(num_tokens):
+            normed = residual.normed(norm, num_tokens)
+            if normed is not None:
+                return normed
         rows = linear.input_rows(num_tokens) if residual.quantizes else None
         out = self._buffers.normed
         residual.norm(norm, out[:num_tokens] if rows is None else rows)
@@ -355,7 +359,7 @@ class Decoder:
         own: LayerWeights[CudaWeight],
         layer: LayerSpec,
         attended: Tensor,
-        x: Operand,
+        x: Input,
         residual: ResidualStream,
         num_tokens: int,
     ) -> None:
@@ -372,7 +376,7 @@ class Decoder:
         residual.add(buffers.gated, own.down, num_tokens, own.mlp_post_norm, scale)
 
     def _activate(
-        self, own: LayerWeights[CudaWeight], mlp: MlpSpec, x: Operand, num_tokens: int
+        self, own: LayerWeights[CudaWeight], mlp: MlpSpec, x: Input, num_tokens: int
     ) -> None:
         """The first linear layer of an MLP and its activation: x -> gated; entire buffers."""
         buffers = self._buffers

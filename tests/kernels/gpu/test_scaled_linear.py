@@ -9,11 +9,15 @@ import torch.nn.functional as F
 from guarded import Guarded, relative_error
 from inflight_kernels.ops.linear import gemm, skinny_gemm
 from inflight_kernels.ops.linear.gemm import Plan
+from inflight_kernels.ops.linear.operands import NormedRows
+from inflight_kernels.ops.norm import rms_norm
 from inflight_kernels.ops.scaled_rows import VALUES, ScaledRows, quantize_rows
+from inflight_kernels.torch_ops import transformer
 
 pytestmark = pytest.mark.gpu
 
 DTYPE = torch.bfloat16
+EPS = 1e-5
 FEW, MANY = [1, 2, 8, 9, 33, 64], [65, 100, 128, 129, 256, 300, 700]
 SHAPES = [(6144, 4096), (4096, 14336), (576, 1536), (1008, 1296), (16, 16)]
 ERROR = 4e-3
@@ -212,6 +216,113 @@ def test_a_chain_with_dependent_launches_replays_from_a_graph(tokens: int) -> No
         assert torch.equal(states[-1], expected)
 
 
+# ---------------------------------------------------------------- quantised on the way
+
+
+def _normed(x: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
+    return x.double() if weight is None else transformer.rms_norm(x.double(), weight, EPS)[0]
+
+
+def _rounded(x: torch.Tensor) -> torch.Tensor:
+    """As `quantize_rows` rounds, in float64."""
+    scales = x.abs().amax(1, keepdim=True) / 448
+    return (x / scales).float().to(VALUES).double() * scales
+
+
+@pytest.mark.parametrize("norm", [False, True])
+@pytest.mark.parametrize(
+    ("n", "k", "gated"),
+    [
+        (6144, 4096, False),
+        (4096, 14336, False),
+        (28672, 4096, True),
+        (576, 1536, False),
+        (3072, 576, True),
+        (1008, 1296, False),
+        (16, 16, False),
+    ],
+)
+@pytest.mark.parametrize("tokens", range(1, skinny_gemm.MAX_QUANTIZED_TOKENS + 1))
+def test_x_is_normed_and_quantised_on_the_way(
+    n: int, k: int, gated: bool, tokens: int, norm: bool
+) -> None:
+    x, weight = _random(tokens, k, scale=3.0), _quantized(n, k, scale=k**-0.5)
+    factors = torch.randn(k, device="cuda") if norm else None
+    rows = NormedRows(x, factors, EPS) if factors is not None else x
+    width = n // 2 if gated else n
+    bias, residual = _random(n), _random(tokens, width)
+    out = Guarded(tokens, width, dtype=DTYPE)
+    skinny_gemm.quantizing_linear(rows, weight, bias, residual, out=out.tensor, gated=gated)
+    exact = _normed(x, None if factors is None else factors.double())
+    expected = _rounded(exact) @ _wide(weight).T + bias.double()
+    if gated:
+        gate, up = expected.chunk(2, -1)
+        expected = F.silu(gate) * up
+    # A few values are ties, or nearly, and rounded the other way.
+    assert relative_error(out.check(), expected + residual.double()) < 2 * ERROR
+    skinny_gemm.quantizing_linear(rows, weight, bias, residual, out=residual, gated=gated)
+    assert torch.equal(residual, out.tensor), "the result may lie where the residual was"
+
+
+@pytest.mark.parametrize("norm", [False, True])
+def test_quantising_on_the_way_gives_what_two_kernels_give(norm: bool) -> None:
+    x, weight = _random(3, 4096), _quantized(4096, 4096)
+    factors = torch.randn(4096, device="cuda")
+    rows = ScaledRows.empty(3, 4096, "cuda")
+    if norm:
+        rms_norm(x, factors, EPS, out=rows)
+    else:
+        quantize_rows(x, out=rows)
+    expected, out = (torch.empty(3, 4096, dtype=DTYPE, device="cuda") for _ in range(2))
+    skinny_gemm.linear(rows, weight, out=expected)
+    given = NormedRows(x, factors, EPS) if norm else x
+    skinny_gemm.quantizing_linear(given, weight, out=out)
+    assert relative_error(out, expected.double()) < ERROR
+    for _ in range(10):
+        again = torch.full_like(out, torch.nan)
+        skinny_gemm.quantizing_linear(given, weight, out=again)
+        assert torch.equal(again, out)
+
+
+def test_a_broken_row_breaks_no_other_on_the_way() -> None:
+    x, weight = _random(3, 1024), _quantized(512, 1024)
+    clean, dirty = (torch.empty(3, 512, dtype=DTYPE, device="cuda") for _ in range(2))
+    skinny_gemm.quantizing_linear(x, weight, out=clean)
+    x[1, 9] = torch.inf
+    skinny_gemm.quantizing_linear(x, weight, out=dirty)
+    assert dirty[1].isnan().all()
+    assert torch.equal(dirty[::2], clean[::2])
+
+
+@pytest.mark.parametrize("tokens", [1, 4])
+def test_a_chain_that_quantises_on_the_way_replays_from_a_graph(tokens: int) -> None:
+    size = 2048
+    weights = [_quantized(size, size, scale=size**-0.5) for _ in range(6)]
+    norm = torch.rand(size, device="cuda") + 0.5
+    states = [_random(tokens, size), *(_random(tokens, size) for _ in weights)]
+
+    def chain(pdl: bool) -> None:
+        for i, weight in enumerate(weights):
+            x = NormedRows(states[i], norm, EPS) if i % 2 else states[i]
+            skinny_gemm.quantizing_linear(x, weight, out=states[i + 1], pdl=pdl)
+
+    chain(pdl=False)
+    expected = states[-1].clone()
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        chain(pdl=True)
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        chain(pdl=True)
+    for _ in range(20):
+        for state in states[1:]:
+            state.fill_(torch.nan)
+        graph.replay()
+        assert torch.equal(states[-1], expected)
+
+
 def test_operands_that_do_not_fit_are_refused_by_name() -> None:
     x, weight = _quantized(65, 64), _quantized(32, 64)
     out = torch.empty(65, 32, dtype=DTYPE, device="cuda")
@@ -221,6 +332,8 @@ def test_operands_that_do_not_fit_are_refused_by_name() -> None:
         gemm.linear(_narrow(x), _narrow(weight), out=out)
     with pytest.raises(ValueError, match="out is"):
         gemm.linear(x, weight, out=out.float())
+    with pytest.raises(ValueError, match="up to 4 rows"):
+        skinny_gemm.quantizing_linear(_random(5, 64), weight, out=out[:5])
     with pytest.raises(ValueError, match=r"weight\.scales"):
         gemm.linear(x, weight._replace(scales=weight.scales[:8]), out=out)
 

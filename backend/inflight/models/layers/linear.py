@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Protocol
 from torch import Tensor
 
 if TYPE_CHECKING:  # where there is no GPU, what the kernels import need not be installed
-    from inflight_kernels.ops.linear.operands import Operand
+    from inflight_kernels.ops.linear.operands import Input
     from inflight_kernels.ops.scaled_rows import ScaledRows
 
 INVARIANT_ROWS = 128
@@ -36,11 +36,14 @@ class CudaWeight(Protocol):
         It is overwritten by the next call, of any weight, and by products with x in 16 bits.
         """
 
-    def product(self, x: Operand, out: Tensor, num_tokens: int) -> None:
+    def norms(self, num_tokens: int) -> bool:
+        """Whether it computes the norm of so many rows on the way, and so takes x as NormedRows."""
+
+    def product(self, x: Input, out: Tensor, num_tokens: int) -> None:
         """out = x @ weight.T + bias, out in float32 or in x's dtype."""
 
-    def add(self, x: Operand, total: Tensor, num_tokens: int) -> None:
+    def add(self, x: Input, total: Tensor, num_tokens: int) -> None:
         """total += x @ weight.T + bias"""
 
-    def gated(self, x: Operand, gate_up: Tensor, out: Tensor, num_tokens: int) -> None:
+    def gated(self, x: Input, gate_up: Tensor, out: Tensor, num_tokens: int) -> None:
         """out = silu(gate) * up, where gate | up = x @ weight.T + bias; gate_up is scratch."""

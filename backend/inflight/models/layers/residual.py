@@ -15,7 +15,7 @@ from inflight.models.layers.linear import CudaWeight
 from inflight.models.layers.norm import NormWeights
 from inflight.models.spec import ModelSpec
 from inflight_kernels.ops.embedding import embedding
-from inflight_kernels.ops.linear.operands import Operand, values_of
+from inflight_kernels.ops.linear.operands import NormedRows, Operand, values_of
 from inflight_kernels.ops.norm import rms_norm
 from inflight_kernels.ops.residual_norm import Addend, Affine, NormParams, add_norm
 
@@ -48,6 +48,10 @@ class ResidualStream(Protocol):
     def norm(self, norm: NormWeights | None, out: Operand) -> None:
         """The norm of the first rows into out [T, hidden_size], which may be quantised if it
         `quantizes`; without a norm, these rows."""
+
+    def normed(self, norm: NormWeights | None, num_tokens: int) -> NormedRows | None:
+        """The norm of the first rows, to be computed by a linear layer, instead of `norm`; None if
+        it is not of rows of `hidden` as they are."""
 
     def add(
         self,
@@ -115,6 +119,10 @@ class Residual:
         rows = self.hidden[: len(values_of(out))]
         rms_norm(rows, norm.weight, self._eps, out=out, pdl=True)
 
+    def normed(self, norm: NormWeights | None, num_tokens: int) -> NormedRows | None:
+        assert norm is not None
+        return NormedRows(self.hidden[:num_tokens], norm.weight, self._eps)
+
     def add(
         self,
         x: Operand,
@@ -155,6 +163,9 @@ class WideResidual(Residual):
         addend = self._addend[:num_tokens]
         rms_norm(addend, norm.weight, self._eps, residual, out=out, total=total, pdl=True)
         self._is_new = False
+
+    def normed(self, norm: NormWeights | None, num_tokens: int) -> NormedRows | None:
+        return None
 
     def add(
         self,

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from inflight_kernels.ops.linear import gemm, skinny_gemm
-from inflight_kernels.ops.linear.operands import Operand
+from inflight_kernels.ops.linear.operands import Input, NormedRows
 from inflight_kernels.ops.scaled_rows import MAX_WIDTH, VALUES, ScaledRows, quantize_rows
 from inflight_kernels.runtime.launch import is_hopper
 
@@ -60,21 +60,33 @@ class CudaScaledLinear:
     def input_rows(self, num_tokens: int) -> ScaledRows:
         return self._inputs.rows(num_tokens, self.weight.values.shape[1])
 
-    def product(self, x: Operand, out: Tensor, num_tokens: int) -> None:
+    def norms(self, num_tokens: int) -> bool:
+        n, k = self.weight.values.shape
+        return not self._batch_invariant and skinny_gemm.can_quantize(num_tokens, n, k)
+
+    def product(self, x: Input, out: Tensor, num_tokens: int) -> None:
         self._multiply(x, None, out[:num_tokens], gated=False)
 
-    def add(self, x: Operand, total: Tensor, num_tokens: int) -> None:
+    def add(self, x: Input, total: Tensor, num_tokens: int) -> None:
         target = total[:num_tokens]
         self._multiply(x, target, target, gated=False)
 
-    def gated(self, x: Operand, gate_up: Tensor, out: Tensor, num_tokens: int) -> None:
+    def gated(self, x: Input, gate_up: Tensor, out: Tensor, num_tokens: int) -> None:
         self._multiply(x, None, out[:num_tokens], gated=True)
 
-    def _multiply(self, x: Operand, residual: Tensor | None, out: Tensor, *, gated: bool) -> None:
+    def _multiply(self, x: Input, residual: Tensor | None, out: Tensor, *, gated: bool) -> None:
         num_tokens = len(out)
         if isinstance(x, Tensor):
+            x = x[:num_tokens]
+        if not isinstance(x, ScaledRows) and self.norms(num_tokens):
+            skinny_gemm.quantizing_linear(
+                x, self.weight, self._bias, residual, out=out, gated=gated, pdl=True
+            )
+            return
+        assert not isinstance(x, NormedRows), "only few tokens are normed on the way"
+        if isinstance(x, Tensor):
             rows = self.input_rows(num_tokens)
-            quantize_rows(x[:num_tokens], out=rows, pdl=True)
+            quantize_rows(x, out=rows, pdl=True)
         else:
             rows = x
         few = num_tokens <= skinny_gemm.MAX_TOKENS and not self._batch_invariant

@@ -12,7 +12,7 @@ from torch import Tensor
 from inflight.models.layers.linear import INVARIANT_ROWS
 from inflight_kernels.ops.activation import silu_mul
 from inflight_kernels.ops.linear import gemm, skinny_gemm
-from inflight_kernels.ops.linear.operands import Operand
+from inflight_kernels.ops.linear.operands import Input
 
 
 class CudaLinear:
@@ -32,7 +32,10 @@ class CudaLinear:
     def input_rows(self, num_tokens: int) -> None:
         return None
 
-    def product(self, x: Operand, out: Tensor, num_tokens: int) -> None:
+    def norms(self, num_tokens: int) -> bool:
+        return False
+
+    def product(self, x: Input, out: Tensor, num_tokens: int) -> None:
         assert isinstance(x, Tensor), "quantised inputs are for quantised weights"
         weight, bias = self.weight, self._bias
         widens = out.dtype != x.dtype
@@ -51,7 +54,7 @@ class CudaLinear:
                 else:
                     torch.addmm(bias, x[rows], weight.t(), out=out[rows])
 
-    def add(self, x: Operand, total: Tensor, num_tokens: int) -> None:
+    def add(self, x: Input, total: Tensor, num_tokens: int) -> None:
         assert isinstance(x, Tensor), "quantised inputs are for quantised weights"
         weight, bias = self.weight, self._bias
         if self._uses_skinny_gemm(num_tokens):
@@ -63,7 +66,7 @@ class CudaLinear:
             if bias is not None:
                 total[rows].add_(bias)
 
-    def gated(self, x: Operand, gate_up: Tensor, out: Tensor, num_tokens: int) -> None:
+    def gated(self, x: Input, gate_up: Tensor, out: Tensor, num_tokens: int) -> None:
         assert isinstance(x, Tensor), "quantised inputs are for quantised weights"
         n, k = self.weight.shape
         taken, target = x[:num_tokens], out[:num_tokens]

@@ -89,10 +89,12 @@ __device__ void fence_operand(float (&acc)[N]) {
 __device__ inline void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 
 // Descriptor of a matrix in shared memory with rows of 128 bytes, swizzled in atoms of 8 rows, 1024
-// bytes. Add 2 for the next 32 bytes of each row.
-__device__ inline unsigned long long smem_descriptor(const void* shared) {
-    constexpr unsigned long long SWIZZLE_128B = 1ull << 62, NEXT_UNIT = 1024 / 16;
-    return SWIZZLE_128B | NEXT_UNIT << 32 | 1ull << 16 | (shared_address(shared) & 0x3ffff) >> 4;
+// bytes; `next` is from one atom to the next one, 0 to repeat the first. Add 2 for the next 32 bytes
+// of each row.
+__device__ inline unsigned long long smem_descriptor(const void* shared, int next = 1024) {
+    constexpr unsigned long long SWIZZLE_128B = 1ull << 62;
+    return SWIZZLE_128B | static_cast<unsigned long long>(next / 16) << 32 | 1ull << 16 |
+           (shared_address(shared) & 0x3ffff) >> 4;
 }
 
 __device__ inline void wgmma_commit() {

@@ -31,24 +31,136 @@ __device__ void store_pair(Out* to, float a, float b) {
     }
 }
 
-// See skinny_gemm. In: type of x and weight; the scales are null unless it has 8 bits. PAIR: by
-// pairs of blocks.
-template <typename In, typename T, typename Out, int ROWS, int STAGES, bool GATED, bool PAIR>
-__device__ void mainloop(const TensorMap& x, const TensorMap& weight, const float* token_scales,
-                         const float* row_scales, const T* bias, const T* residual, Out* out, int m,
-                         int n, int k) {
+// x of a product: a map of it, and of 8-bit values the scale of each row; or, to be quantised by
+// each block, rows of 16 bits, up to MAX_QUANTIZED of them, `stride` values apart.
+template <typename T>
+struct Input {
+    const TensorMap* map;
+    const float* scales;
+    const T* rows;
+    int stride;
+    const float* norm;  // the norm's weight, if x is their norm, otherwise null
+    float eps;          // of the norm
+};
+
+constexpr int MAX_QUANTIZED = 8;  // a swizzled atom of rows
+
+// Steps of which a block multiplies x.
+template <bool PAIR>
+__device__ int quantized_steps(int k) {
+    const int steps = (k + STAGE_DEPTH<E4m3> - 1) / STAGE_DEPTH<E4m3>;
+    return PAIR ? (steps + 1) / 2 : steps;
+}
+
+// Barrier of the consumers.
+__device__ inline void sync_consumers() {
+    asm volatile("bar.sync 1, %0;" ::"n"(WARPS * 32) : "memory");
+}
+
+// Quantise columns of x's rows -> `to`, an atom for each stage; the norm and the scale of a row take
+// all of its columns. Called by the consumers; `partial` has a value for each of their warps and row.
+// Returns the scale of the row `token`, if there is one.
+template <typename T>
+__device__ float quantize_input(const Input<T>& x, E4m3* to, float2* partial, int m, int k,
+                                int first_step, int last_step, int token) {
+    constexpr int N = VECTOR<T>, THREADS = WARPS * 32, AT_ONCE = 4, DEPTH = STAGE_DEPTH<E4m3>;
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    const auto load = [&](const uint4& raw, int column, float(&a)[N], float& squares) {
+        unpack<T>(raw, a);
+        if (!x.norm) return;
+        float w[N];
+        load_floats(x.norm + column, w);
+#pragma unroll
+        for (int j = 0; j < N; j++) {
+            squares += a[j] * a[j];
+            a[j] *= w[j];
+        }
+    };
+    for (int t = 0; t < m; t++) {
+        const T* const row = x.rows + t * x.stride;
+        float squares = 0.0f;
+        unsigned largest = 0;
+        for (int from = threadIdx.x * N; from < k; from += AT_ONCE * THREADS * N) {
+            uint4 raw[AT_ONCE];
+#pragma unroll
+            for (int i = 0; i < AT_ONCE; i++) {
+                const int column = from + i * THREADS * N;
+                raw[i] = column < k ? load_vector(row + column) : make_uint4(0, 0, 0, 0);
+            }
+#pragma unroll
+            for (int i = 0; i < AT_ONCE; i++) {
+                float a[N];
+                load(raw[i], min(from + i * THREADS * N, k - N), a, squares);
+#pragma unroll
+                for (int j = 0; j < N; j++) largest = max(largest, magnitude(a[j]));
+            }
+        }
+        squares = warp_sum(squares);
+        largest = __reduce_max_sync(FULL_WARP, largest);
+        if (lane == 0)
+            partial[t * WARPS + warp] = make_float2(squares, __uint_as_float(largest));
+    }
+    sync_consumers();
+
+    float found = 0.0f;
+    for (int t = 0; t < m; t++) {
+        float squares = 0.0f;
+        unsigned largest = 0;
+#pragma unroll
+        for (int w = 0; w < WARPS; w++) {
+            squares += partial[t * WARPS + w].x;
+            largest = max(largest, __float_as_uint(partial[t * WARPS + w].y));
+        }
+        const RowScale scale(largest);
+        if (t == token)
+            found = x.norm ? scale.scale * rsqrtf(squares / k + x.eps) : scale.scale;
+        const T* const row = x.rows + t * x.stride;
+        constexpr int CHUNKS = DEPTH / 16;  // of 16 bytes, swizzled in an atom's row
+        for (int i = threadIdx.x; i < (last_step - first_step) * CHUNKS; i += THREADS) {
+            const int step = i / CHUNKS, chunk = i % CHUNKS;
+            const int column = (first_step + step) * DEPTH + chunk * 16;
+            unsigned words[4] = {};
+            if (column < k) {
+                float a[2 * N], unused = 0.0f;
+#pragma unroll
+                for (int half = 0; half < 2; half++)
+                    load(load_vector(row + column + half * N), column + half * N,
+                         *reinterpret_cast<float(*)[N]>(a + half * N), unused);
+#pragma unroll
+                for (int j = 0; j < 2 * N; j++) a[j] *= scale.inverse;
+#pragma unroll
+                for (int j = 0; j < 4; j++) words[j] = pack_e4m3(a + 4 * j);
+            }
+            store_vector(to + step * MAX_QUANTIZED * DEPTH + t * DEPTH + (chunk ^ t) * 16,
+                         make_uint4(words[0], words[1], words[2], words[3]));
+        }
+    }
+    fence_async_proxy();
+    sync_consumers();
+    return found;
+}
+
+// See skinny_gemm. In: type of the weight, and of x unless it is QUANTIZED here; row_scales is null
+// unless it has 8 bits. PAIR: by pairs of blocks.
+template <typename In, typename T, typename Out, int ROWS, int STAGES, bool GATED, bool PAIR,
+          bool QUANTIZED = false>
+__device__ void mainloop(const Input<T>& x, const TensorMap& weight, const float* row_scales,
+                         const T* bias, const T* residual, Out* out, int m, int n, int k) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
     constexpr bool SCALED = sizeof(In) == 1;
     constexpr int DEPTH = STAGE_DEPTH<In>;
     constexpr int HALF = ROWS / 2, COLUMNS = GATED ? HALF : ROWS;  // of out, in a tile
     constexpr int SUMS = PAIR ? ROWS / 4 : ROWS / 2;               // per thread, after the exchange
-    constexpr int STAGE = (ROWS + TOKENS) * DEPTH;
+    constexpr int STAGE = (ROWS + (QUANTIZED ? 0 : TOKENS)) * DEPTH;
 
     extern __shared__ char memory[];
     In* const ring = reinterpret_cast<In*>(memory + (-shared_address(memory) & 1023));
-    float4* const sent = reinterpret_cast<float4*>(ring + STAGES * STAGE);
+    In* const quantized = ring + STAGES * STAGE;  // x of all steps, if it is
+    float4* const sent = reinterpret_cast<float4*>(
+        quantized + (QUANTIZED ? quantized_steps<PAIR>(k) * MAX_QUANTIZED * DEPTH : 0));
     Barrier* const full = reinterpret_cast<Barrier*>(sent + (PAIR ? SUMS / 4 * WARPS * 32 : 0));
     Barrier* const empty = full + STAGES;
+    float2* const partial = reinterpret_cast<float2*>(empty + STAGES);
 
     // Immediately: a small kernel fits alongside, and the next one of this kind takes over each
     // multiprocessor as it becomes free, with its weights in flight.
@@ -60,7 +172,7 @@ __device__ void mainloop(const TensorMap& x, const TensorMap& weight, const floa
     const int first_tile = PAIR ? blockIdx.x / 2 : blockIdx.x, next_tile = PAIR ? tiles : gridDim.x;
     const int steps = (k + DEPTH - 1) / DEPTH;
     const int first = PAIR ? rank * steps / 2 : 0, last = PAIR ? (rank + 1) * steps / 2 : steps;
-    const int box = (m + 7) / 8 * 8;  // tokens that are copied
+    const int box = QUANTIZED ? 0 : (m + 7) / 8 * 8;  // tokens that are copied
 
     // State of the producer thread: stages of all of its tiles, and the next one.
     const int count = (tiles - first_tile + next_tile - 1) / next_tile * (last - first);
@@ -81,7 +193,7 @@ __device__ void mainloop(const TensorMap& x, const TensorMap& weight, const floa
     };
     if (warp == WARPS && lane == 0) {
         prefetch_tensor_map(&weight);
-        prefetch_tensor_map(&x);
+        if (!QUANTIZED) prefetch_tensor_map(x.map);
         for (int s = 0; s < STAGES; s++) {
             init_barrier(full + s, 1);
             init_barrier(empty + s, WARPS);
@@ -89,7 +201,7 @@ __device__ void mainloop(const TensorMap& x, const TensorMap& weight, const floa
         fence_barrier_init();
         // No kernel writes weights: they may be fetched before the preceding kernel has ended.
         for (int s = 0; s < ahead; s++) copy_weight(s);
-    } else if (warp < WARPS) {
+    } else if (!QUANTIZED && warp < WARPS) {
         // Padding tokens are multiplied as well: zeros, which take the least power.
         const int vectors = (TOKENS - box) * DEPTH / VECTOR<In>;
         for (int s = 0; s < STAGES; s++)
@@ -106,9 +218,10 @@ __device__ void mainloop(const TensorMap& x, const TensorMap& weight, const floa
     if (warp == WARPS) {
         if (lane != 0) return;
         const auto copy_x = [&](int slot, int at) {
-            tma_load(ring + slot * STAGE + ROWS * DEPTH, &x, 0, at * DEPTH, full + slot);
+            if (!QUANTIZED)
+                tma_load(ring + slot * STAGE + ROWS * DEPTH, x.map, 0, at * DEPTH, full + slot);
         };
-        pdl_wait();
+        if (!QUANTIZED) pdl_wait();
         for (int s = 0; s < ahead; s++) copy_x(s, first + s % (last - first));
         for (int s = ahead, slot = 0, parity = 0; s < count; s++) {
             barrier_wait(empty + slot, parity);
@@ -124,13 +237,20 @@ __device__ void mainloop(const TensorMap& x, const TensorMap& weight, const floa
     }
 
     pdl_wait();
-    const unsigned long long rows = smem_descriptor(ring), tokens = smem_descriptor(ring + ROWS * DEPTH);
+    // Of quantised tokens there is one atom, which is repeated up to 64 tokens.
+    const unsigned long long rows = smem_descriptor(ring);
+    const unsigned long long tokens =
+        QUANTIZED ? smem_descriptor(quantized, 0) : smem_descriptor(ring + ROWS * DEPTH);
     // Of this thread's two tokens.
     float token_scale[2] = {};
-    if constexpr (SCALED)
+    if constexpr (QUANTIZED) {
+        token_scale[0] =
+            quantize_input(x, quantized, partial, m, k, first, last, warp * 16 + lane / 4);
+    } else if constexpr (SCALED) {
 #pragma unroll
         for (int i = 0; i < 2; i++)
-            token_scale[i] = load_l2(token_scales + min(warp * 16 + lane / 4 + 8 * i, m - 1));
+            token_scale[i] = load_l2(x.scales + min(warp * 16 + lane / 4 + 8 * i, m - 1));
+    }
     int slot = 0, parity = 0;
     for (; tile < tiles; tile += next_tile) {
         float acc[ROWS / 2], promoted[SCALED ? ROWS / 2 : 1] = {};
@@ -157,10 +277,12 @@ __device__ void mainloop(const TensorMap& x, const TensorMap& weight, const floa
             for (step = first_step; step < last_step; step++) {
                 barrier_wait(full + slot, parity);
                 const int offset = slot * (STAGE * sizeof(In) / 16);
+                const int token_offset =
+                    QUANTIZED ? (step - first) * (MAX_QUANTIZED * DEPTH / 16) : offset;
                 wgmma_fence();
 #pragma unroll
                 for (int d = 0; d < 4; d++)
-                    wgmma<In, ROWS>(acc, tokens + offset + 2 * d, rows + offset + 2 * d,
+                    wgmma<In, ROWS>(acc, tokens + token_offset + 2 * d, rows + offset + 2 * d,
                                     !SCALED || step != first_step || d != 0);
                 wgmma_commit();
                 if (step != first_step) {
@@ -270,8 +392,9 @@ template <typename T, typename Out, int ROWS, int STAGES, bool GATED>
 __global__ void __launch_bounds__((WARPS + 1) * 32, 1)
     skinny_gemm(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap weight,
                 const T* bias, const T* residual, Out* out, int m, int n, int k) {
-    mainloop<T, T, Out, ROWS, STAGES, GATED, false>(x, weight, nullptr, nullptr, bias, residual,
-                                                    out, m, n, k);
+    const Input<T> input = {&x};
+    mainloop<T, T, Out, ROWS, STAGES, GATED, false>(input, weight, nullptr, bias, residual, out, m,
+                                                    n, k);
 }
 
 // The same of 8-bit values In, with scales of x's rows [m] and of the weight's [n]; k is a multiple
@@ -282,8 +405,23 @@ __global__ void __launch_bounds__((WARPS + 1) * 32, 1)
                        const __grid_constant__ TensorMap weight, const float* token_scales,
                        const float* row_scales, const T* bias, const T* residual, T* out, int m,
                        int n, int k) {
-    mainloop<In, T, T, ROWS, STAGES, GATED, false>(x, weight, token_scales, row_scales, bias,
-                                                   residual, out, m, n, k);
+    const Input<T> input = {&x, token_scales};
+    mainloop<In, T, T, ROWS, STAGES, GATED, false>(input, weight, row_scales, bias, residual, out,
+                                                   m, n, k);
+}
+
+// The same of up to MAX_QUANTIZED rows of x in T, or of their norm if there is its weight: each
+// block quantises them by itself while its first stages of the weight are read, which saves the
+// kernels before it. Dynamic shared memory: 1024 + STAGES * (ROWS * 128 + 16) bytes, 1024 for each
+// 128 columns of x that a block multiplies, and 256.
+template <typename In, typename T, int ROWS, int STAGES, bool GATED>
+__global__ void __launch_bounds__((WARPS + 1) * 32, 1)
+    quantizing_skinny_gemm(const T* x, int stride, const float* norm, float eps,
+                           const __grid_constant__ TensorMap weight, const float* row_scales,
+                           const T* bias, const T* residual, T* out, int m, int n, int k) {
+    const Input<T> input = {nullptr, nullptr, x, stride, norm, eps};
+    mainloop<In, T, T, ROWS, STAGES, GATED, false, true>(input, weight, row_scales, bias, residual,
+                                                         out, m, n, k);
 }
 
 #if __CUDA_ARCH__ >= 900
@@ -292,14 +430,15 @@ __global__ void __launch_bounds__((WARPS + 1) * 32, 1)
 #define CLUSTERS_OF_TWO
 #endif
 
-// Both with a cluster of two blocks per tile, and ROWS * 128 bytes more of shared memory. There is
+// All with a cluster of two blocks per tile, and ROWS * 128 bytes more of shared memory. There is
 // one cluster for each tile.
 template <typename T, typename Out, int ROWS, int STAGES, bool GATED>
 __global__ void CLUSTERS_OF_TWO __launch_bounds__((WARPS + 1) * 32, 1)
     skinny_gemm_pairs(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap weight,
                       const T* bias, const T* residual, Out* out, int m, int n, int k) {
-    mainloop<T, T, Out, ROWS, STAGES, GATED, true>(x, weight, nullptr, nullptr, bias, residual,
-                                                   out, m, n, k);
+    const Input<T> input = {&x};
+    mainloop<T, T, Out, ROWS, STAGES, GATED, true>(input, weight, nullptr, bias, residual, out, m,
+                                                   n, k);
 }
 
 template <typename In, typename T, int ROWS, int STAGES, bool GATED>
@@ -308,6 +447,17 @@ __global__ void CLUSTERS_OF_TWO __launch_bounds__((WARPS + 1) * 32, 1)
                              const __grid_constant__ TensorMap weight, const float* token_scales,
                              const float* row_scales, const T* bias, const T* residual, T* out,
                              int m, int n, int k) {
-    mainloop<In, T, T, ROWS, STAGES, GATED, true>(x, weight, token_scales, row_scales, bias,
-                                                  residual, out, m, n, k);
+    const Input<T> input = {&x, token_scales};
+    mainloop<In, T, T, ROWS, STAGES, GATED, true>(input, weight, row_scales, bias, residual, out, m,
+                                                  n, k);
+}
+
+template <typename In, typename T, int ROWS, int STAGES, bool GATED>
+__global__ void CLUSTERS_OF_TWO __launch_bounds__((WARPS + 1) * 32, 1)
+    quantizing_skinny_gemm_pairs(const T* x, int stride, const float* norm, float eps,
+                                 const __grid_constant__ TensorMap weight, const float* row_scales,
+                                 const T* bias, const T* residual, T* out, int m, int n, int k) {
+    const Input<T> input = {nullptr, nullptr, x, stride, norm, eps};
+    mainloop<In, T, T, ROWS, STAGES, GATED, true, true>(input, weight, row_scales, bias, residual,
+                                                        out, m, n, k);
 }

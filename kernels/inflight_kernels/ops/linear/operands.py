@@ -31,6 +31,24 @@ Operand = Tensor | ScaledRows
 """x or a weight; both are quantised, or none of them."""
 
 
+class NormedRows(NamedTuple):
+    """x as the root-mean-square norm of some rows, computed by the kernel that multiplies it.
+
+    Attributes:
+        rows: [m, k] bfloat16.
+        weight: [k] float32, of the norm.
+        eps: of the norm.
+    """
+
+    rows: Tensor
+    weight: Tensor
+    eps: float
+
+
+Input = Operand | NormedRows
+"""x of some kernel."""
+
+
 class LinearOperands(NamedTuple):
     """Validated operands.
 
@@ -114,16 +132,67 @@ def check_linear_operands(
         storage, dtype = name_of(STORAGE_TYPES, "x", values), values.dtype
         check("weight", rows, (n, k), dtype)
         _check_rows("x", values)
+    out_dtype = _check_outputs(bias, residual, out, (m, n), dtype, gated, whole_vectors)
+    depth = STAGE_DEPTH_BYTES // rows.itemsize
+    return LinearOperands(m, n, k, storage, OUT_TYPES[out_dtype], scales, depth)
+
+
+def check_quantizing_operands(
+    x: Tensor | NormedRows,
+    weight: ScaledRows,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    out: Tensor,
+    *,
+    gated: bool,
+) -> LinearOperands:
+    """Validate the operands of a kernel that quantises x itself.
+
+    Args:
+        x: [m, k] bfloat16; the stride of rows is a multiple of 8 values.
+        weight: [n, k], k a multiple of 16.
+        bias, residual, out: as in `check_linear_operands`, bfloat16.
+        gated: whether the weight is gate | up.
+
+    Raises:
+        ValueError: an operand is invalid; with what is required.
+    """
+    rows = x.rows if isinstance(x, NormedRows) else x
+    storage = name_of(SCALED_OUT_TYPES, "x", rows)
+    (m, k), n = rows.shape, len(weight.values)
+    if k % 16 or k == 0 or (gated and n % 2):
+        raise ValueError(f"weight is [{n}, {k}]; k must be a multiple of 16, and n even when gated")
+    weight.check("weight", n, k)
+    _check_rows("x", rows)
+    if isinstance(x, NormedRows):
+        check("the norm's weight", x.weight, (k,), torch.float32)
+    out_dtype = _check_outputs(bias, residual, out, (m, n), rows.dtype, gated, False)
+    if out_dtype != rows.dtype:
+        raise ValueError(f"out is {out.dtype}; expected {rows.dtype}")
+    return LinearOperands(m, n, k, storage, storage, (weight.scales,), STAGE_DEPTH_BYTES)
+
+
+def _check_outputs(
+    bias: Tensor | None,
+    residual: Tensor | None,
+    out: Tensor,
+    shape: tuple[int, int],
+    dtype: torch.dtype,
+    gated: bool,
+    vectors: bool,
+) -> torch.dtype:
+    """Check bias, residual and out, of which only the latter may be float32; returns its type."""
+    m, n = shape
+    width = n // 2 if gated else n
     if gated and out.dtype != dtype:
         raise ValueError(f"out is {out.dtype}; if gated, it must be {dtype} like x")
     out_dtype = dtype if out.dtype == dtype else torch.float32
-    check("out", out, (m, width), out_dtype, vectors=whole_vectors)
+    check("out", out, (m, width), out_dtype, vectors=vectors)
     if bias is not None:
-        check("bias", bias, (n,), dtype, vectors=whole_vectors)
+        check("bias", bias, (n,), dtype, vectors=vectors)
     if residual is not None:
-        check("residual", residual, (m, width), dtype, vectors=whole_vectors)
-    depth = STAGE_DEPTH_BYTES // rows.itemsize
-    return LinearOperands(m, n, k, storage, OUT_TYPES[out_dtype], scales, depth)
+        check("residual", residual, (m, width), dtype, vectors=vectors)
+    return out_dtype
 
 
 def _check_rows(name: str, matrix: Tensor) -> None:

@@ -17,19 +17,30 @@ from inflight_kernels.ops.linear.operands import (
     SCALED_OUT_TYPES,
     STAGE_DEPTH_BYTES,
     STORAGE_TYPES,
+    NormedRows,
     Operand,
     check_linear_operands,
+    check_quantizing_operands,
     values_of,
 )
+from inflight_kernels.ops.scaled_rows import ScaledRows
 from inflight_kernels.runtime.compile import Instantiation
 from inflight_kernels.runtime.launch import is_hopper, kernel, num_multiprocessors
 from inflight_kernels.runtime.tensor_map import matrix_map
 
 MAX_TOKENS = 64
 
+MAX_QUANTIZED_TOKENS = 4
+"""For `quantizing_linear`: each block reads all of x, which with more tokens takes longer than a
+kernel of its own."""
+
 # As in skinny_gemm.cu.
 _THREADS = 160
 _TOKENS = 64
+
+# Shared memory of `quantizing_linear` for x, in pipeline steps, and for sums over its rows.
+_QUANTIZED_STEPS = 64
+_QUANTIZED_BYTES = _QUANTIZED_STEPS * 8 * STAGE_DEPTH_BYTES + 256
 
 # Tile rows that the kernel is compiled for, for a pair of blocks and for one.
 _PAIR_ROWS = (32, 48, 64, 80, 96, 112, 128)
@@ -65,6 +76,18 @@ class Plan:
     def shared_bytes(self) -> int:
         """Dynamic shared memory of a block."""
         return self._other_bytes + self.stages * self._step_bytes
+
+    @property
+    def quantizing_stages(self) -> int:
+        """Pipeline stages of `quantizing_linear`."""
+        free = MAX_SHARED_BYTES - self._other_bytes - _QUANTIZED_BYTES
+        return free // (self.rows * STAGE_DEPTH_BYTES + 16)
+
+    @property
+    def quantizing_shared_bytes(self) -> int:
+        """Dynamic shared memory of a block of `quantizing_linear`."""
+        stages = self.quantizing_stages * (self.rows * STAGE_DEPTH_BYTES + 16)
+        return self._other_bytes + _QUANTIZED_BYTES + stages
 
     @property
     def _step_bytes(self) -> int:
@@ -161,6 +184,68 @@ def linear(
     )
 
 
+def can_quantize(m: int, n: int, k: int) -> bool:
+    """Whether `quantizing_linear` supports a product of this shape, on this device."""
+    if not 1 <= m <= MAX_QUANTIZED_TOKENS or k % 16 or not is_hopper():
+        return False
+    steps = -(-k // STAGE_DEPTH_BYTES)
+    return (-(-steps // 2) if plan(n, num_multiprocessors()).pair else steps) <= _QUANTIZED_STEPS
+
+
+def quantizing_linear(
+    x: Tensor | NormedRows,
+    weight: ScaledRows,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+    *,
+    out: Tensor,
+    gated: bool = False,
+    pdl: bool = False,
+) -> None:
+    """`linear` with x quantised by rows on the way, after a norm if that is x.
+
+    Each block quantises x for itself while its first weights are read. That saves the launches of
+    a norm and of a quantisation, which with few tokens take longer than their work.
+
+    Args:
+        x: [m, k] bfloat16; see `can_quantize`.
+        weight, bias, residual, out, gated, pdl: as in `linear`.
+
+    Raises:
+        ValueError: wrong shape, type or alignment of an operand.
+        RuntimeError: not a Hopper GPU.
+    """
+    m, n, k, storage, *_ = check_quantizing_operands(x, weight, bias, residual, out, gated=gated)
+    if not m or not n:
+        return
+    if not is_hopper():
+        raise RuntimeError("this kernel requires a Hopper GPU; see `can_quantize`")
+    if not can_quantize(m, n, k):
+        raise ValueError(
+            f"x is [{m}, {k}]; allowed: up to {MAX_QUANTIZED_TOKENS} rows; see `can_quantize`"
+        )
+    rows, norm, eps = x if isinstance(x, NormedRows) else (x, 0, 0.0)
+    cut = plan(n, num_multiprocessors())
+    kernel("skinny_gemm", _quantizing_name(cut.rows, cut.pair, storage, gated))(
+        cut.blocks,
+        _THREADS,
+        rows,
+        rows.stride(0),
+        norm,
+        eps,
+        matrix_map(weight.values, (cut.rows // 2, STAGE_DEPTH_BYTES), 128),
+        weight.scales,
+        0 if bias is None else bias,
+        0 if residual is None else residual,
+        out,
+        m,
+        n,
+        k,
+        shared=cut.quantizing_shared_bytes,
+        pdl=pdl,
+    )
+
+
 def _name(rows: int, pair: bool, storage: str, out_type: str, gated: bool) -> str:
     stages, flag = Plan(rows, pair, 0, 0).stages, "true" if gated else "false"
     kind = "skinny_gemm_pairs" if pair else "skinny_gemm"
@@ -170,6 +255,12 @@ def _name(rows: int, pair: bool, storage: str, out_type: str, gated: bool) -> st
 def _scaled_name(rows: int, pair: bool, storage: str, gated: bool) -> str:
     stages, flag = Plan(rows, pair, 0, 0).stages, "true" if gated else "false"
     kind = "scaled_skinny_gemm_pairs" if pair else "scaled_skinny_gemm"
+    return f"{kind}<E4m3, {storage}, {rows}, {stages}, {flag}>"
+
+
+def _quantizing_name(rows: int, pair: bool, storage: str, gated: bool) -> str:
+    stages, flag = Plan(rows, pair, 0, 0).quantizing_stages, "true" if gated else "false"
+    kind = "quantizing_skinny_gemm_pairs" if pair else "quantizing_skinny_gemm"
     return f"{kind}<E4m3, {storage}, {rows}, {stages}, {flag}>"
 
 
@@ -185,7 +276,11 @@ def instantiations() -> list[Instantiation]:
         for rows, pair in shapes
     ]
     scaled = [
-        tuple(_scaled_name(rows, pair, storage, gated) for gated in (False, True))
+        tuple(
+            name(rows, pair, storage, gated)
+            for name in (_scaled_name, _quantizing_name)
+            for gated in (False, True)
+        )
         for storage in SCALED_OUT_TYPES.values()
         for rows, pair in shapes
     ]
