@@ -27,6 +27,7 @@ import result
 from inflight.cli.bench.engine import Report
 from inflight.cli.bench.show import Show
 from inflight.errors import ConfigError
+from inflight.models.quantization.choice import UNQUANTISED
 
 MODEL = result.ROOT / "benchmarks/models/llama-3.1-8b"
 BARS = MODEL / "bars-h200.json"
@@ -56,12 +57,17 @@ def machine(device: str) -> dict[str, Any]:
     return result.cpu() if device == "cpu" else result.gpu()
 
 
+def quantization(report: Report) -> str:
+    """The format of the linear layers, by the setting or the checkpoint."""
+    return next((str(row["quant"]) for row in report.rows), UNQUANTISED)
+
+
 def mode(report: Report) -> list[str]:
-    """Settings that differ from the defaults, in words."""
-    words = [str(report.settings.get("quantization") or "")]
+    """How the engine ran that differs from the defaults, in words."""
+    words = [] if quantization(report) == UNQUANTISED else [quantization(report)]
     if report.settings.get("batch_invariant"):
         words.append("batch invariant")
-    return [word for word in words if word]
+    return words
 
 
 def default_path(report: Report, shape: str = "") -> Path:

@@ -29,7 +29,7 @@ import bars
 import engine
 from inflight import config as settings
 from inflight.checkpoint.locate import locate
-from inflight.cli.bench.engine import UNQUANTISED, Report, engine_settings
+from inflight.cli.bench.engine import Report, engine_settings
 from inflight.cli.bench.rows import START, Row, select
 from inflight.cli.bench.show import Show
 from inflight.cli.bench.tables import Tables
@@ -37,6 +37,7 @@ from inflight.errors import ConfigError
 from inflight.kv.budget import gpu_pool_bytes
 from inflight.kv.layout import KVTables
 from inflight.models.gpu_support import gpu_obstacle
+from inflight.models.quantization.choice import UNQUANTISED
 from inflight.models.registry import read_spec
 from inflight.models.spec import ModelSpec
 from kv_capacity import KVCapacity
@@ -223,7 +224,7 @@ class Benchmark:
 
     def _roofline(self, spec: ModelSpec, report: Report) -> Roofline | None:
         """None for quantised weights: their products have a ceiling of their own."""
-        if self._ceilings is None or report.settings.get("quantization"):
+        if self._ceilings is None or engine.quantization(report) != UNQUANTISED:
             return None
         item_bytes = {"float32": 4, "bfloat16": 2}[_dtype(report)]
         return Roofline(spec, self._ceilings, item_bytes, report.settings["max_num_batched_tokens"])

@@ -25,7 +25,7 @@ from inflight.kv.budget import gpu_budget_bytes
 from inflight.kv.gpu import CurrentGpu, Gpu
 from inflight.kv.layout import KVTables
 from inflight.models.gpu_support import gpu_obstacle
-from inflight.models.quantization.choice import linear_format
+from inflight.models.quantization.choice import linear_format, num_quantized
 from inflight.models.registry import read_spec
 from inflight.models.spec import ModelSpec
 from inflight_kernels.runtime import architectures
@@ -139,8 +139,7 @@ def gpu_weight_bytes(config: EngineConfig, checkpoint: Checkpoint, spec: ModelSp
         ConfigError: the setting `quantization` does not suit the checkpoint.
     """
     checkpoint = dataclasses.replace(checkpoint, random_weights=config.random_weights)
-    num_quantized = linear_format(checkpoint, spec, config.quantization).num_values
-    return 2 * spec.matrix_elements - num_quantized
+    return 2 * spec.matrix_elements - num_quantized(checkpoint, spec, config.quantization)
 
 
 def _prepare_openmp() -> None:
@@ -171,10 +170,10 @@ def build(
     if not config.random_weights:
         manifest.check(checkpoint, progress)
     checkpoint = dataclasses.replace(checkpoint, random_weights=config.random_weights)
+    linear_format(checkpoint, config.quantization)  # refuses what cannot be combined
     if config.device == "echo":
         progress("weights", 1.0)
         return EchoRunner(config, spec), spec
-    linear_format(checkpoint, spec, config.quantization)  # refuses what cannot be combined
     _prepare_openmp()
     if config.device == "cuda":
         if not _has_compiler():

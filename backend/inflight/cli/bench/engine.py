@@ -19,10 +19,10 @@ from inflight.cli.bench import start as starting
 from inflight.cli.bench.rows import START, Row
 from inflight.engine.engine import Engine, generate
 from inflight.errors import ConfigError
+from inflight.models.quantization.choice import linear_format
 
 MAX_NUM_BATCHED_TOKENS = 8192
 MIN_SEQS, MAX_SEQS = 256, 1024
-UNQUANTISED = "none"
 # Enough to compile everything that is compiled on first use, and to raise the clocks.
 _WARM_UP_TOKENS = 16384
 _WARM_UP_OUTPUT = 4
@@ -108,7 +108,8 @@ def run(
         InflightError: a request failed.
     """
     config = settings.parse(raw, "settings")
-    quant = str(raw.get("quantization") or UNQUANTISED)
+    checkpoint = dataclasses.replace(locate(config.model), random_weights=config.random_weights)
+    quant = linear_format(checkpoint, config.quantization)
     found: list[dict[str, Any]] = []
     if start:  # first: afterwards this process holds the GPU's memory
         on_progress("starting an engine in a new process, cold and warm")

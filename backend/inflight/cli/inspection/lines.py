@@ -11,6 +11,7 @@ from rich.text import Text
 
 from inflight.cli.inspection.memory_plan import MemoryPlan, size
 from inflight.cli.inspection.summary import Attention, NamedToken, Summary
+from inflight.models.quantization.choice import UNQUANTISED
 
 _UNITS = ((1_000_000_000, "billion"), (1_000_000, "million"))
 
@@ -39,13 +40,11 @@ def _rows(one: Summary) -> list[tuple[str, str]]:
         ("model", one.name),
         ("path", one.path),
         ("format", _format(one)),
-        (
-            "quantisation",
-            f"{one.quantization}; dequantised when loaded" if one.quantization else "",
-        ),
+        ("quantisation", one.quantization or ""),
         ("family", one.family),
         ("parameters", _count(one.num_parameters)),
         ("layers", f"{one.num_layers}, hidden size {one.hidden_size}, MLP width {widths}"),
+        ("linear layers", _linear_layers(one)),
         *(("attention", _attention(attention)) for attention in one.attention),
         ("vocabulary", f"{one.vocab_size} tokens; output layer: {tied}"),
         (
@@ -99,6 +98,23 @@ def _format(one: Summary) -> str:
         return f"{name}, random weights"
     types = ", ".join(f"{count} {kind}" for kind, count in one.stored_types.items())
     return f"{name}, {size(one.file_bytes)}; tensors: {types}"
+
+
+def _linear_layers(one: Summary) -> str:
+    """Empty for an engine that computes nothing."""
+    linear = one.linear_layers
+    if not linear.bits:
+        return ""
+    if linear.format != UNQUANTISED:
+        name = " and ".join(one.upper() for one in linear.format.split(" and "))
+        how = f"{name}, activations quantised per token"
+    else:
+        is_stored_quantised = one.stored_types.keys() - {"F32", "F16", "BF16"}
+        how = "dequantised" if is_stored_quantised else "not quantised"
+    sizes = ", ".join(
+        f"{size(value)} on a {device.upper()}" for device, value in linear.weight_bytes.items()
+    )
+    return f"{how}; {linear.bits} bits a value; weights of the model {sizes}"
 
 
 def _attention(one: Attention) -> str:

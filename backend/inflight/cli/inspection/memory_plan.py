@@ -13,6 +13,7 @@ from inflight.execution.drafters.drafter_spec import kv_layout
 from inflight.execution.drafters.registry import find_drafter
 from inflight.kv.budget import GPU_OVERHEAD_BYTES, gpu_pool_bytes, num_kv_blocks
 from inflight.kv.layout import KVTables
+from inflight.models.quantization.choice import num_quantized
 from inflight.models.spec import ModelSpec
 from inflight.supervision.host_memory import HostMemory
 
@@ -88,15 +89,17 @@ def plan_memory(
         block_bytes += source.block_bytes(config, config.kv_dtype)
     gpu = factory.gpu_of(config)
     if gpu is not None:
-        weight_bytes = _ITEM_BYTES[config.dtype] * spec.matrix_elements  # as before a start
+        weight_bytes = factory.gpu_weight_bytes(config, checkpoint, spec)  # as before a start
         sizes = (gpu.total_bytes, weight_bytes, block_bytes, tables.num_blocks(max_model_len))
         num_blocks = num_kv_blocks(config, block_bytes, gpu_pool_bytes(config, *sizes))
         machine_bytes: int | None = gpu.total_bytes
     elif config.device == "cuda":
         raise ConfigError("device: is cuda, but torch finds no GPU; allowed here: auto, cpu")
     else:
-        computes = config.device != "echo"
-        weight_bytes = _ITEM_BYTES[config.dtype] * num_parameters if computes else 0
+        weight_bytes = 0
+        if config.device != "echo":
+            in_8_bits = num_quantized(checkpoint, spec, config.quantization)
+            weight_bytes = host_weight_bytes(config.dtype, num_parameters, in_8_bits)
         num_blocks = num_kv_blocks(config, block_bytes)
         machine_bytes = _available_bytes()
     return MemoryPlan(
@@ -116,6 +119,12 @@ def plan_memory(
         max_num_seqs=config.max_num_seqs,
         machine_bytes=machine_bytes,
     )
+
+
+def host_weight_bytes(dtype: str, num_parameters: int, num_in_8_bits: int) -> int:
+    """Of a model on a CPU, where values of 8 bits are kept in float32."""
+    item_bytes = _ITEM_BYTES[dtype]
+    return item_bytes * num_parameters + (_ITEM_BYTES["float32"] - item_bytes) * num_in_8_bits
 
 
 def shortage(plans: list[MemoryPlan]) -> str:

@@ -13,10 +13,12 @@ import msgspec
 from inflight.checkpoint import safetensors
 from inflight.checkpoint.gguf import GgufFile
 from inflight.checkpoint.locate import Checkpoint
-from inflight.cli.inspection.memory_plan import MemoryPlan, plan_memory
+from inflight.cli.inspection.memory_plan import MemoryPlan, host_weight_bytes, plan_memory
 from inflight.config import EngineConfig, KVDtype
+from inflight.execution import factory
 from inflight.models.gpu_support import gpu_obstacle
 from inflight.models.loader import weight_shapes
+from inflight.models.quantization.choice import linear_format, num_quantized
 from inflight.models.quantization.recognition import format_of
 from inflight.models.registry import read_spec
 from inflight.models.spec import ModelSpec, RopeSpec
@@ -51,6 +53,22 @@ class Attention(msgspec.Struct, frozen=True, kw_only=True):
     rope: dict[str, Any]
 
 
+class LinearLayers(msgspec.Struct, frozen=True, kw_only=True):
+    """How a model's linear layers run, the output layer excepted.
+
+    Attributes:
+        format: fp8, int8 or both, with activations of the same type; none for the dtype of
+            activations.
+        bits: of a value of their weights.
+        weight_bytes: of all weights of the model, by device. A GPU has 1 byte for a value of 8
+            bits, a CPU 4.
+    """
+
+    format: str
+    bits: int
+    weight_bytes: dict[str, int]
+
+
 class Summary(msgspec.Struct, frozen=True, kw_only=True):
     """A checkpoint.
 
@@ -58,8 +76,8 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
         name, path, format: of the checkpoint; the format is gguf or huggingface.
         file_bytes: of its weights' files.
         stored_types: number of tensors by type, such as BF16 or Q4_K; empty for random weights.
-        quantization: the format of a folder's quantised weights; None if they are not. They are
-            dequantised when loaded.
+        quantization: the format of a folder's quantised weights; None if they are not.
+        linear_layers: how they run.
         family: that reads it.
         num_parameters: of the model; tied ones count once.
         num_layers, hidden_size, vocab_size: of the model.
@@ -83,6 +101,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     file_bytes: int
     stored_types: dict[str, int]
     quantization: str | None
+    linear_layers: LinearLayers
     family: str
     num_parameters: int
     num_layers: int
@@ -122,6 +141,7 @@ def summarize(config: EngineConfig, checkpoint: Checkpoint) -> Summary:
     tokenizer = Tokenizer.load_if_present(checkpoint)
     ends = {*spec.eos_token_ids, *(tokenizer.eos_ids if tokenizer is not None else ())}
     texts = _texts(tokenizer, {*ends, spec.bos_token_id})
+    memory = plan_memory(config, checkpoint, spec, num_parameters)
     return Summary(
         name=checkpoint.name,
         path=str(checkpoint.path),
@@ -129,6 +149,7 @@ def summarize(config: EngineConfig, checkpoint: Checkpoint) -> Summary:
         file_bytes=_file_bytes(checkpoint) if reads_weights else 0,
         stored_types=_stored_types(checkpoint) if reads_weights else {},
         quantization=_quantization(checkpoint),
+        linear_layers=_linear_layers(config, checkpoint, spec, num_parameters, memory),
         family=spec.family,
         num_parameters=num_parameters,
         num_layers=spec.num_layers,
@@ -145,7 +166,7 @@ def summarize(config: EngineConfig, checkpoint: Checkpoint) -> Summary:
         bos=_named(spec.bos_token_id, texts),
         stop_tokens=[NamedToken(id_, texts.get(id_)) for id_ in sorted(ends)],
         obstacles={"cpu": None, "gpu": gpu_obstacle(spec, spec.max_model_len(config))},
-        memory=plan_memory(config, checkpoint, spec, num_parameters),
+        memory=memory,
     )
 
 
@@ -190,6 +211,28 @@ def _quantization(checkpoint: Checkpoint) -> str | None:
         return None
     found = format_of(checkpoint.path)
     return None if found is None else found.name
+
+
+def _linear_layers(
+    config: EngineConfig,
+    checkpoint: Checkpoint,
+    spec: ModelSpec,
+    num_parameters: int,
+    memory: MemoryPlan,
+) -> LinearLayers:
+    found = linear_format(checkpoint, config.quantization)
+    if config.device == "echo":  # computes nothing, and the folder may have no weights
+        return LinearLayers(format=found, bits=0, weight_bytes={})
+    in_8_bits = num_quantized(checkpoint, spec, config.quantization)
+    on_cpu = "float32" if memory.on_gpu else memory.dtype
+    return LinearLayers(
+        format=found,
+        bits=8 if in_8_bits else {"float32": 32, "bfloat16": 16}[memory.dtype],
+        weight_bytes={
+            "cpu": host_weight_bytes(on_cpu, num_parameters, in_8_bits),
+            "gpu": factory.gpu_weight_bytes(config, checkpoint, spec),
+        },
+    )
 
 
 def _stored_types(checkpoint: Checkpoint) -> dict[str, int]:

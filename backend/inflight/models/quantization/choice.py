@@ -6,7 +6,6 @@ Importing this module does not import torch.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
 from inflight.checkpoint.locate import Checkpoint
 from inflight.config import Quantization
@@ -18,24 +17,31 @@ UNQUANTISED = "none"
 _NAMES = {FP8: "fp8", INT8: "int8"}
 
 
-@dataclass(frozen=True, slots=True)
-class LinearFormat:
-    """The format of a model's linear layers, the output layer excepted.
+def linear_format(checkpoint: Checkpoint, quantization: Quantization) -> str:
+    """The format of linear layers, the output layer excepted: fp8, int8, both, or UNQUANTISED for
+    16 or 32 bits.
 
-    Attributes:
-        name: fp8, int8 or both; none for 16 or 32 bits a value.
-        num_values: of weights that have 8 bits each; parts of fused layers that differ in format
-            are counted although they are dequantised.
+    Args:
+        checkpoint: the model's files.
+        quantization: the setting.
+
+    Raises:
+        ConfigError: the checkpoint is quantised to other values of 8 bits than those of the
+            setting.
     """
+    stored = _stored_format(checkpoint)
+    if quantization in _NAMES.values():
+        _check_same(checkpoint, stored, quantization)
+        return quantization
+    if quantization == "none" or stored is None or not stored.is_executable:
+        return UNQUANTISED
+    return " and ".join(_NAMES[dtype] for dtype in sorted(stored.dtypes))
 
-    name: str
-    num_values: int
 
+def num_quantized(checkpoint: Checkpoint, spec: ModelSpec, quantization: Quantization) -> int:
+    """How many values of a model's weights have 8 bits.
 
-def linear_format(
-    checkpoint: Checkpoint, spec: ModelSpec, quantization: Quantization
-) -> LinearFormat:
-    """The format with a setting.
+    Parts of fused layers that differ in format are counted although they are dequantised.
 
     Args:
         checkpoint: the model's files.
@@ -43,17 +49,27 @@ def linear_format(
         quantization: the setting.
 
     Raises:
-        ConfigError: the checkpoint is quantised to other values of 8 bits than those of the
-            setting.
+        ConfigError: see `linear_format`; or the files are corrupt.
     """
-    is_folder = checkpoint.format != "gguf" and not checkpoint.random_weights
-    stored = format_of(checkpoint.path) if is_folder else None
-    if quantization in ("fp8", "int8"):
-        _check_same(checkpoint, stored, quantization)
-        return LinearFormat(quantization, spec.num_layers * spec.matrix_elements_per_layer)
-    if quantization == "none" or stored is None or not stored.is_executable:
-        return LinearFormat(UNQUANTISED, 0)
-    return LinearFormat(_name(stored), _num_quantized(checkpoint, stored))
+    name = linear_format(checkpoint, quantization)
+    if name == UNQUANTISED:
+        return 0
+    if name == quantization:
+        return spec.num_layers * spec.matrix_elements_per_layer
+    from inflight.checkpoint import safetensors
+
+    tensors = safetensors.read_folder(checkpoint.path, safetensors.WEIGHTS + safetensors.QUANTIZED)
+    return sum(
+        math.prod(tensor.shape)
+        for name, tensor in tensors.items()
+        if tensor.dtype in safetensors.QUANTIZED and name.startswith("model.layers.")
+    )
+
+
+def _stored_format(checkpoint: Checkpoint) -> StoredFormat | None:
+    if checkpoint.format == "gguf" or checkpoint.random_weights:
+        return None
+    return format_of(checkpoint.path)
 
 
 def _check_same(
@@ -67,20 +83,3 @@ def _check_same(
             f"are quantised already: {stored.name}; allowed for it: {', '.join(allowed)}; for "
             f"{quantization}, use the model with weights of 16 bits"
         )
-
-
-def _name(stored: StoredFormat) -> str:
-    return " and ".join(_NAMES[dtype] for dtype in sorted(stored.dtypes))
-
-
-def _num_quantized(checkpoint: Checkpoint, stored: StoredFormat) -> int:
-    """Values of 8 bits in the layers; a format may leave some of them in 16 bits."""
-    from inflight.checkpoint import safetensors
-
-    dtypes = safetensors.WEIGHTS + safetensors.QUANTIZED
-    tensors = safetensors.read_folder(checkpoint.path, dtypes)
-    return sum(
-        math.prod(tensor.shape)
-        for name, tensor in tensors.items()
-        if tensor.dtype in stored.dtypes and name.startswith("model.layers.")
-    )

@@ -49,6 +49,16 @@ def test_rows_and_the_start_are_measured(bench: Run):
     assert report["settings"]["enable_prefix_caching"] is False
 
 
+@pytest.mark.parametrize("setting", ["none", "int8"])
+def test_rows_name_the_format_of_linear_layers(bench: Run, setting: str):
+    status, out, _ = bench(
+        "--rows", "1x5/4", "--runs", "1", "--json", "--set", f"quantization={setting}"
+    )
+    assert status == 0
+    (row,) = json.loads(out.splitlines()[-1])["rows"]
+    assert row["quant"] == setting
+
+
 def test_rows_scale_and_are_shown_in_lines(bench: Run):
     status, out, _ = bench("--rows", "chat256", "--scale", "0.02", "--runs", "1")
     assert status == 0

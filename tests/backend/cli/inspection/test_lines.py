@@ -11,8 +11,10 @@ from rich.console import Console
 
 import tiny
 from inflight.cli.inspection import lines
+from inflight.cli.inspection.memory_plan import size
 from inflight.cli.inspection.summary import Summary, summarize
-from inflight.config import EngineConfig
+from inflight.config import EngineConfig, Quantization
+from inflight.models.registry import read_spec
 
 
 @pytest.fixture
@@ -58,7 +60,32 @@ def test_counts_and_scaling_are_readable(summary: Summary) -> None:
     assert "window 64, RoPE linear, theta 10000.0, factor 4.0, divisors for 8 frequencies\n" in text
     assert "window 64, no RoPE\n" in text
     assert "format: Hugging Face folder, random weights\n" in text
-    assert "quantisation: FP8, blocks of 128x128; dequantised when loaded\n" in text
+    assert "quantisation: FP8, blocks of 128x128\n" in text
+    changed = msgspec.structs.replace(summary, stored_types={"F32": 1, "F8_E4M3": 2})
+    text = shown(changed, is_terminal=False)
+    assert "linear layers: dequantised; 32 bits a value; " in text
+
+
+@pytest.mark.parametrize(
+    ("setting", "expected"),
+    [
+        ("none", "not quantised; 32 bits a value"),
+        ("int8", "INT8, activations quantised per token; 8 bits a value"),
+    ],
+)
+def test_the_format_of_linear_layers_is_told(
+    tmp_path: Path, setting: Quantization, expected: str
+) -> None:
+    checkpoint = tiny.write_llama(tmp_path)
+    spec = read_spec(checkpoint)
+    config = EngineConfig(model=str(checkpoint.path), num_blocks=64, quantization=setting)
+    found = summarize(config, checkpoint)
+    on_cpu, on_gpu = 4 * found.num_parameters, 2 * spec.matrix_elements
+    if setting != "none":
+        on_gpu -= spec.num_layers * spec.matrix_elements_per_layer
+    assert found.memory.weight_bytes == on_cpu
+    sizes = f"weights of the model {size(on_cpu)} on a CPU, {size(on_gpu)} on a GPU"
+    assert f"linear layers: {expected}; {sizes}\n" in shown(found, is_terminal=False)
 
 
 def test_blocks_that_windows_free_are_not_counted_in_tokens(summary: Summary) -> None:

@@ -48,6 +48,15 @@ def test_a_plan_for_a_cpu_has_the_pool_of_its_engine(tmp_path: Path) -> None:
     assert found.num_full_sequences == runner.num_blocks // 64
 
 
+def test_quantised_values_take_4_bytes_on_a_cpu(tmp_path: Path) -> None:
+    settings = {"num_blocks": 64, "dtype": "bfloat16"}
+    assert plan(tmp_path, **settings).weight_bytes == 2 * NUM_PARAMETERS
+    spec = read_spec(tiny.write_llama(tmp_path))
+    quantised = spec.num_layers * spec.matrix_elements_per_layer
+    found = plan(tmp_path, **settings, quantization="int8").weight_bytes
+    assert found == 2 * NUM_PARAMETERS + 2 * quantised
+
+
 def test_a_drafters_kv_counts(tmp_path: Path) -> None:
     tiny.write_llama(tmp_path / "draft", num_hidden_layers=1)
     drafter = {"method": "draft_model", "model": str(tmp_path / "draft")}
@@ -58,17 +67,21 @@ def test_a_drafters_kv_counts(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.parametrize("quantization", ["none", "fp8"])
 def test_a_plan_for_a_gpu_is_the_budget_that_an_engine_reserves(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quantization: str
 ) -> None:
     def resolved(found: EngineConfig, checkpoint: object) -> factory.ResolvedDevice:
         return factory.ResolvedDevice(msgspec.structs.replace(found, device="cuda"), "GPU")
 
     monkeypatch.setattr(factory, "resolve_device", resolved)
     monkeypatch.setattr(factory, "gpu_of", lambda found: FakeGpu())
-    found = plan(tmp_path, device="auto")
-    on_gpu = config(tmp_path, device="cuda")
+    found = plan(tmp_path, device="auto", quantization=quantization)
+    on_gpu = config(tmp_path, device="cuda", quantization=quantization)
     checkpoint = tiny.write_llama(tmp_path)
+    spec = read_spec(checkpoint)
+    in_8_bits = {"none": 0, "fp8": spec.num_layers * spec.matrix_elements_per_layer}[quantization]
+    assert found.weight_bytes == 2 * (spec.matrix_elements - in_8_bits) + in_8_bits
     assert found.on_gpu and found.dtype == "bfloat16"
     assert found.total_bytes == factory.expected_budget_bytes(on_gpu, checkpoint, 8 * GIB)
     assert found.num_full_sequences == found.max_num_seqs == 256

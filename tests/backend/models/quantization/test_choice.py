@@ -16,11 +16,9 @@ from inflight.config import EngineConfig, Quantization
 from inflight.errors import ConfigError
 from inflight.execution import factory
 from inflight.models.loader import linear_names
-from inflight.models.quantization.choice import LinearFormat, linear_format
+from inflight.models.quantization.choice import linear_format, num_quantized
 from inflight.models.quantization.writer import quantize_folder
 from inflight.models.registry import read_spec
-
-UNQUANTISED = LinearFormat("none", 0)
 
 
 def written(folder: Path, kind: str) -> Checkpoint:
@@ -53,8 +51,8 @@ def test_the_setting_precedes_the_checkpoint(
     checkpoint = written(tmp_path, stored)
     spec = read_spec(checkpoint)
     elements = spec.num_layers * spec.matrix_elements_per_layer
-    count = 0 if expected == "none" else elements
-    assert linear_format(checkpoint, spec, setting) == LinearFormat(expected, count)
+    assert linear_format(checkpoint, setting) == expected
+    assert num_quantized(checkpoint, spec, setting) == (0 if expected == "none" else elements)
 
 
 @pytest.mark.parametrize(("stored", "setting"), [("fp8", "int8"), ("int8", "fp8")])
@@ -74,11 +72,19 @@ def test_other_values_of_8_bits_are_refused_before_anything_is_loaded(
     assert "weights" not in loaded
 
 
+def test_layers_that_keep_their_bits_do_not_count(tmp_path: Path) -> None:
+    checkpoint = tiny.write_llama(tmp_path / "in")
+    spec = read_spec(checkpoint)
+    names = {name for name in linear_names(spec) if ".mlp." in name}
+    quantize_folder(checkpoint.path, tmp_path / "out", names, "fp8")
+    found = num_quantized(Checkpoint(tmp_path / "out", "huggingface"), spec, "auto")
+    assert found == sum(3 * spec.hidden_size * layer.mlp.width for layer in spec.layers)
+
+
 def test_weights_that_are_drawn_are_not_quantised_already(tmp_path: Path) -> None:
     checkpoint = dataclasses.replace(written(tmp_path, "int8"), random_weights=True)
-    spec = read_spec(checkpoint)
-    assert linear_format(checkpoint, spec, "auto") == UNQUANTISED
-    assert linear_format(checkpoint, spec, "fp8").name == "fp8"
+    assert linear_format(checkpoint, "auto") == "none"
+    assert linear_format(checkpoint, "fp8") == "fp8"
 
 
 def test_what_has_no_products_is_dequantised(tmp_path: Path) -> None:
@@ -89,13 +95,11 @@ def test_what_has_no_products_is_dequantised(tmp_path: Path) -> None:
     (group,) = settings["quantization_config"]["config_groups"].values()
     group["input_activations"] = None
     path.write_text(json.dumps(settings))
-    spec = read_spec(checkpoint)
-    assert linear_format(checkpoint, spec, "auto") == UNQUANTISED
-    assert linear_format(checkpoint, spec, "int8").name == "int8"
+    assert linear_format(checkpoint, "auto") == "none"
+    assert linear_format(checkpoint, "int8") == "int8"
 
 
 def test_a_gguf_file_is_quantised_only_by_the_setting(tmp_path: Path) -> None:
     checkpoint = tiny_gguf.write_gguf(tmp_path / "x.gguf")
-    spec = read_spec(checkpoint)
-    assert linear_format(checkpoint, spec, "auto") == UNQUANTISED
-    assert linear_format(checkpoint, spec, "int8").name == "int8"
+    assert linear_format(checkpoint, "auto") == "none"
+    assert linear_format(checkpoint, "int8") == "int8"
