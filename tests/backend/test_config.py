@@ -53,6 +53,7 @@ def test_each_setting_is_taken_over() -> None:
         "device": "echo",
         "dtype": "bfloat16",
         "kv_cache_dtype": "int8",
+        "quantization": "int8",
         "num_threads": 3,
         "block_size": 8,
         "kv_cache_memory_bytes": 1000,

