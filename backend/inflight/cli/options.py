@@ -357,7 +357,10 @@ class BenchOptions:
         typer.Option(help="bs1, bs64, chat256, ..., start, all, or REQUESTSxINPUT/OUTPUT; by ','."),
     ] = "all"
     device: Annotated[str, typer.Option(help="auto, cuda or cpu.")] = "auto"
-    scale: Annotated[float, typer.Option(help="Factor for the rows' requests and lengths.")] = 1
+    scale: Annotated[
+        float,
+        typer.Option(help="Factor for the rows' requests and lengths; of --poisson, lengths."),
+    ] = 1
     runs: Annotated[int | None, typer.Option(help="Runs per row; the best one counts.")] = None
     set_: Settings = None
     profile: Annotated[
@@ -368,6 +371,37 @@ class BenchOptions:
         bool,
         typer.Option("--json", help="JSON on stdout: results so far, per row and at the end."),
     ] = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PoissonOptions:
+    """The open loop of `bench engine --poisson`."""
+
+    poisson: Annotated[
+        bool,
+        typer.Option("--poisson", help="Instead of rows: latencies over the rate of arrivals."),
+    ] = False
+    rate: Annotated[
+        str,
+        typer.Option(
+            metavar="RATE,...",
+            help="Requests per second; auto or auto:FIRST searches the highest within the SLO.",
+        ),
+    ] = "auto"
+    lengths: Annotated[
+        str, typer.Option(help="Of requests: chat, rag, agents, or a file of JSON lines.")
+    ] = "chat"
+    requests: Annotated[
+        int, typer.Option(min=1, help="Measured requests of a rate, or fewer in --duration.")
+    ] = 1000
+    duration: Annotated[float, typer.Option(min=0.1, help="Measured seconds of a rate.")] = 40.0
+    ramp: Annotated[
+        float, typer.Option(min=0.01, help="Seconds before the requests that are measured.")
+    ] = 10.0
+    slo_ttft_ms: Annotated[float, typer.Option(help="Bound on a request's TTFT.")] = 500.0
+    slo_tpot_ms: Annotated[float, typer.Option(help="Bound on a request's TPOT.")] = 30.0
+    seed: Annotated[int, typer.Option(help="Of lengths and arrival times.")] = 0
+    html: Annotated[Path | None, typer.Option(help="Write a page of HTML with charts.")] = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -410,9 +444,19 @@ class LoadOptions:
     rate: Annotated[
         str | None,
         typer.Option(
-            metavar="RATE,...", help="Instead: requests per second, at random times (Poisson)."
+            metavar="RATE,...",
+            help="Instead: requests per second, at random times (Poisson). auto or auto:FIRST: the "
+            "highest rate whose 99th percentiles are within --slo.",
         ),
     ] = None
+    ramp: Annotated[
+        float,
+        typer.Option(
+            min=0.0,
+            help="With --rate: seconds before the requests that are measured; it then goes on "
+            "sending until they have ended.",
+        ),
+    ] = 0.0
     requests: Annotated[int | None, typer.Option(min=1, help="Requests per level.")] = None
     duration: Annotated[
         float | None,
@@ -434,6 +478,7 @@ class LoadOptions:
         str | None,
         typer.Option(help="Instead: chat, rag, agents, or a file of JSON lines."),
     ] = None
+    scale: Annotated[float, typer.Option(help="Factor for the lengths.")] = 1.0
     shared_prefix: Annotated[
         int, typer.Option(min=0, help="Tokens that all prompts have in common.")
     ] = 0
@@ -446,7 +491,8 @@ class LoadOptions:
     slo: Annotated[
         str | None,
         typer.Option(
-            metavar="ttft=MS,itl=MS", help="Bounds of a good request: ttft, itl, gap, e2e."
+            metavar="ttft=MS,tpot=MS",
+            help="Bounds of a good request: ttft, tpot (or itl), gap, e2e.",
         ),
     ] = None
     cost: Annotated[

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import itertools
 import random
 import secrets
 from collections.abc import Callable, Coroutine
@@ -15,15 +14,17 @@ from inflight.cli.bench.serving.plan import RATE, Plan
 from inflight.cli.bench.serving.results.figures import level as level_of
 from inflight.cli.bench.serving.results.measured import Measured
 from inflight.cli.bench.serving.results.report import Level
+from inflight.cli.bench.serving.search import RateSearch
 from inflight.cli.bench.serving.show import Refresh, Show
 from inflight.cli.bench.serving.stopping import unless_stopped
 from inflight.cli.bench.serving.targets.target import Prompt, Target
 from inflight.cli.bench.serving.workload import prompts
-from inflight.cli.bench.serving.workload.arrivals import poisson
-from inflight.cli.bench.serving.workload.lengths import Drawn, Listed, Normal, draw_fitting
+from inflight.cli.bench.serving.workload.lengths import Drawn, Listed, Normal
 from inflight.cli.bench.serving.workload.prompts import PromptMaker
 from inflight.errors import ConfigError
 
+FIRST_RATE = 1.0
+"""Where a search for the highest rate begins unless the user says so."""
 _REFRESH_S = 0.25
 
 
@@ -65,10 +66,19 @@ class Runner:
             _check_inputs(self._plan, self._maker.min_tokens)
         self._prompts("")()  # an error of the lengths is raised here, not in a task of a level
         await self._warm_up()
+        if self._plan.is_search:
+            await self._search()
+            return
         for value in self._plan.levels:
             if self._stop.is_set():
                 break
             await self._level(value)
+
+    async def _search(self) -> None:
+        search = RateSearch(self._plan.levels[0] if self._plan.levels else FIRST_RATE)
+        while not self._stop.is_set() and (rate := search.next()) is not None:
+            await self._level(rate)
+            search.tried(rate, bool(self.levels[-1].meets_slo))
 
     async def _count(self, prompt: str) -> int:
         found = 0
@@ -91,11 +101,12 @@ class Runner:
         plan = self._plan
         name = f"{plan.kind} {value:g}"
         generator = self._generator(name, plan.limit)
-        running = (
-            generator.open(poisson(value, f"{plan.seed} {name} arrivals"))
-            if plan.kind == RATE
-            else generator.closed(int(value))
-        )
+        if plan.kind != RATE:
+            running = generator.closed(int(value))
+        elif plan.limit.ramp_s:
+            running = generator.steady(plan.arrivals(value), plan.window(value), plan.patience_s)
+        else:
+            running = generator.open(plan.arrivals(value))
         gc.collect()
         gc.freeze()  # a collection in the middle of a level would delay it
         with self._show.running(name, plan.limit) as refresh:
@@ -125,13 +136,10 @@ class Runner:
 
     def _prompts(self, name: str) -> Callable[[], Prompt]:
         """Makes the prompts of a level; the same level has the same lengths in each run."""
-        source = random.Random(f"{self._plan.seed} {name} lengths")
-        indexes = itertools.count()
+        shapes = self._plan.shapes(name)
 
         def make() -> Prompt:
-            shape = draw_fitting(
-                self._plan.lengths, source, next(indexes), self._plan.max_model_len
-            )
+            shape = next(shapes)
             text = shape.prompt
             if not text:
                 assert self._maker is not None

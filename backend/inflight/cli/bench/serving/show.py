@@ -13,11 +13,15 @@ from inflight.cli.bench.serving import load
 from inflight.cli.bench.serving.lag import WARN_ABOVE_MS
 from inflight.cli.bench.serving.load import Limit
 from inflight.cli.bench.serving.results.comparison import Difference
-from inflight.cli.bench.serving.results.report import Level, Report, Summary
+from inflight.cli.bench.serving.results.records import OVERDUE
+from inflight.cli.bench.serving.results.report import Level, Report, Summary, highest
 from inflight.cli.bench.tables import Tables
 
 Refresh = Callable[[load.Progress], None]
 
+# Of 299 requests, the slowest is above the true 99th percentile in 95 of 100 samples (0.99^299 is
+# 0.05). Of 1,000, the 98.4th and the 99.6th percentile enclose the true 99th in 95 of 100.
+MIN_REQUESTS_FOR_P99 = 299
 # In a shorter window, filling and draining the server weighs too much.
 MIN_REQUESTS_IN_WINDOW = 3
 TITLES = {
@@ -83,34 +87,54 @@ class Show:
             self.warning(text)
 
     def report(self, report: Report) -> None:
-        self._tables.line(f"{report.server['model']} at {report.server['url']}")
+        url = report.server.get("url") or report.server["endpoint"]
+        self._tables.line(f"{report.server['model']} at {url}")
         self._tables.line("; ".join(f"{name} {text}" for name, text in report.workload.items()))
         rows = [row for level in report.levels for row in latency_rows(level)]
         self._tables.table("", [throughput_row(level) for level in report.levels], num_left=1)
         self._tables.line("")
         self._tables.table("latency in ms", rows)
+        for text in conclusion(report):
+            self._tables.line(text)
 
     def comparison(self, differences: Sequence[Difference]) -> None:
         self._tables.table("", [difference_row(one) for one in differences])
 
 
+def conclusion(report: Report) -> list[str]:
+    """Of an open loop with an SLO: the highest rate that meets it; at most one line."""
+    if not report.slo or not any(level.kind == "rate" for level in report.levels):
+        return []
+    rule = f"p99 of {report.slo.replace(',', ' and ')} ms"
+    best = highest(report.levels)
+    if best is None:
+        return [f"no rate meets {rule}"]
+    return [
+        f"highest rate that meets {rule}: {best.value:g}/s, with a goodput of "
+        f"{best.goodput_per_s:,.2f}/s and {best.throughput.output_tokens_per_s:,.1f} output tok/s"
+    ]
+
+
 def warnings(level: Level) -> list[str]:
     """What makes the figures of a level doubtful."""
-    found = []
     client = level.client
+    found = _steady_warnings(level) if level.ramp_s else []
     if client.lag_ms.p99 > WARN_ABOVE_MS:
         found.append(
             f"{level.name}: the load generator's event loop was late by {client.lag_ms.p99:.1f} ms "
             f"(p99) with {client.cpu_share:.0%} of a core, so latencies are too high by about as "
             "much; run it on another machine, or with less load"
         )
+    late = client.num_late
     if client.late_ms is not None and client.late_ms.p99 > WARN_ABOVE_MS:
         found.append(
-            f"{level.name}: requests were sent {client.late_ms.p99:.1f} ms late (p99), so arrivals "
-            "are less random than they should be"
+            f"{level.name}: requests were sent {client.late_ms.p99:.1f} ms late (p99), {late} of "
+            f"{client.late_ms.count} by more than {WARN_ABOVE_MS:g} ms, so arrivals are less "
+            "random than they should be; the wait is part of the latencies"
         )
     e2e = level.latency_ms.get("e2e")
-    if e2e is not None and e2e.p50 > level.window_s * 1e3 / MIN_REQUESTS_IN_WINDOW:
+    shortest_ms = 0 if level.ramp_s else level.window_s * 1e3 / MIN_REQUESTS_IN_WINDOW
+    if shortest_ms and e2e is not None and e2e.p50 > shortest_ms:
         found.append(
             f"{level.name}: a request takes {e2e.p50 / 1e3:,.1f} s (p50) and the measured time is "
             f"only {level.window_s:,.1f} s, so filling and draining the server lower the rates; "
@@ -120,6 +144,22 @@ def warnings(level: Level) -> list[str]:
         example = level.error_examples.get(kind, "")
         hint = "; set --max-model-len" if "maximum context length" in example else ""
         found.append(f"{level.name}: {count} x {kind}: {example}{hint}")
+    return found
+
+
+def _steady_warnings(level: Level) -> list[str]:
+    found = []
+    if level.num_requests < MIN_REQUESTS_FOR_P99:
+        found.append(
+            f"{level.name}: {level.num_requests} measured requests are few for a 99th percentile; "
+            f"with {MIN_REQUESTS_FOR_P99} and more, the largest latency is a bound on it (95 %)"
+        )
+    num_overdue = level.errors.get(OVERDUE, 0)
+    if num_overdue:
+        found.append(
+            f"{level.name}: latencies of {num_overdue} requests are lower bounds, as these were "
+            "given up; at this rate the queue may grow without end"
+        )
     return found
 
 
@@ -137,10 +177,15 @@ def throughput_row(level: Level) -> dict[str, str]:
     if level.goodput_per_s is not None and level.slo_share is not None:
         row["goodput/s"] = f"{level.goodput_per_s:,.2f}"
         row["in SLO"] = f"{level.slo_share:.1%}"
+    if level.meets_slo is not None:
+        row["p99 in SLO"] = "yes" if level.meets_slo else "no"
+    if level.client.late_ms is not None:
+        row["sent late"] = f"{level.client.num_late:,}"
     if level.cost is not None:
         row["cost/M out"] = f"{level.cost['output']:,.2f}"
         row["cost/M all"] = f"{level.cost['total']:,.2f}"
-    return {**row, "lag ms": f"{level.client.lag_ms.p99:.1f}"}
+    has_lag = level.client.lag_ms.count > 0  # an engine in this process has no event loop
+    return {**row, "lag ms": f"{level.client.lag_ms.p99:.1f}" if has_lag else ""}
 
 
 def latency_rows(level: Level) -> list[dict[str, str]]:
@@ -182,14 +227,14 @@ def _limit(limit: Limit) -> str:
         parts.append(f"{limit.duration_s:g} s")
     if limit.num_requests is not None:
         parts.append(f"{limit.num_requests} requests")
-    return " or ".join(parts)
+    return " or ".join(parts) + (f" after {limit.ramp_s:g} s" if limit.ramp_s else "")
 
 
 def _fraction(progress: load.Progress, limit: Limit) -> float:
     found = 0.0
     if limit.duration_s is not None:
-        found = progress.elapsed_s / limit.duration_s
-    if limit.num_requests is not None:
+        found = progress.elapsed_s / (limit.ramp_s + limit.duration_s)
+    if limit.num_requests is not None and not limit.ramp_s:
         ended = progress.num_sent - progress.num_in_flight
         found = max(found, ended / limit.num_requests)
     return min(1.0, found)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import math
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -11,7 +12,8 @@ import pytest
 from fake_target import FakeTarget
 from inflight.cli.bench.serving.load import Limit, LoadGenerator
 from inflight.cli.bench.serving.results.measured import Measured
-from inflight.cli.bench.serving.results.records import UNFINISHED
+from inflight.cli.bench.serving.results.records import OVERDUE, UNFINISHED
+from inflight.cli.bench.serving.results.window import Window
 from inflight.cli.bench.serving.targets.target import Prompt
 from inflight_client import ServerError, Unavailable
 
@@ -146,3 +148,41 @@ def test_a_bug_in_a_target_ends_the_run() -> None:
     with pytest.raises(ExceptionGroup) as caught:
         generate(target, Limit(5), concurrency=2)
     assert caught.group_contains(ValueError, match="a bug")
+
+
+def steady(target: FakeTarget, window: Window, patience_s: float = math.inf) -> Measured:
+    """A request every 10 ms."""
+
+    async def run() -> Measured:
+        generator = LoadGenerator(
+            target, lambda: Prompt("prompt", OUTPUT_LEN), Limit(ramp_s=0.1), asyncio.Event()
+        )
+        return await generator.steady(every(0.01), window, lambda num_tokens: patience_s)
+
+    return asyncio.run(run())
+
+
+def test_a_steady_loop_sends_until_the_requests_of_its_window_have_ended() -> None:
+    """None is answered before 40 are in flight, 10 of them measured."""
+    target = FakeTarget(held_until=40)
+    found = steady(target, Window(0.095, 0.195))
+    chosen = found.chosen()
+    assert len(chosen) == 10
+    assert [one.error for one in chosen] == [""] * 10
+    assert len(found.records) >= 40
+    assert found.window_s == pytest.approx(0.1)
+    # Those that were still running were cancelled.
+    assert target.num_in_flight == 0
+
+
+def test_requests_of_the_window_that_have_missed_the_slo_are_given_up() -> None:
+    found = steady(FakeTarget(ttft_s=300.0), Window(0.095, 0.195), patience_s=0.05)
+    assert [one.error for one in found.chosen()] == [OVERDUE] * 10
+    assert "could no longer meet the SLO" in found.examples[OVERDUE]
+
+
+def test_latencies_of_an_open_loop_begin_when_a_request_is_due() -> None:
+    found = generate(FakeTarget(), Limit(5), arrivals=every(0.005))
+    for index, one in enumerate(found.records, 1):
+        assert one.began - found.started == pytest.approx(index * 0.005, abs=1e-6)
+        assert one.began <= one.sent

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from typing import Any
 
 import pytest
@@ -48,11 +49,43 @@ def test_rates_may_be_fractions() -> None:
         ({"lengths": "chat", "input_tokens": "5"}, "mutually exclusive"),
         ({"input_tokens": "x"}, "--input-tokens: 'x'"),
         ({"slo": "x=1"}, "--slo"),
+        ({"rate": "auto"}, "--rate auto: .*; give --slo"),
+        ({"rate": "auto:0", "slo": "ttft=5"}, "--rate: '0' is not valid"),
+        ({"rate": "autom", "slo": "ttft=5"}, "--rate: 'autom' .* or auto or auto:FIRST"),
+        ({"ramp": 1.0}, "--ramp: a closed loop"),
+        ({"scale": 0.0}, "--scale: 0 is not valid"),
     ],
 )
 def test_wrong_options_are_named(options: dict[str, Any], error: str) -> None:
     with pytest.raises(ConfigError, match=error):
         plan(LoadOptions(**options))
+
+
+def test_a_search_may_have_a_first_rate() -> None:
+    found = plan(LoadOptions(rate="auto", slo="ttft=5"))
+    assert (found.kind, found.is_search, found.levels) == ("rate", True, ())
+    assert plan(LoadOptions(rate="auto:2.5", slo="ttft=5")).levels == (2.5,)
+    assert not plan(LoadOptions(rate="2.5")).is_search
+
+
+def test_a_ramp_is_part_of_the_limit_and_of_the_workload() -> None:
+    found = plan(LoadOptions(rate="10", ramp=5.0, requests=100))
+    assert found.limit == Limit(100, None, 5.0)
+    assert "first 5 s" in found.workload()["not measured"]
+    window = found.window(10.0)
+    assert window.from_s == 5.0
+    times = itertools.takewhile(lambda at: at < window.until_s, found.arrivals(10.0))
+    assert sum(window.has(at) for at in times) == 100
+
+
+def test_lengths_are_scaled() -> None:
+    small, large = (plan(LoadOptions(lengths="chat", scale=scale)) for scale in (0.1, 1.0))
+    assert small.lengths_name == "chat x 0.1"
+    pairs = list(itertools.islice(zip(small.shapes("a"), large.shapes("a"), strict=True), 200))
+    for one, ten in pairs:
+        assert one.input_len == pytest.approx(ten.input_len / 10, abs=1)
+        assert one.output_len == pytest.approx(ten.output_len / 10, abs=1)
+        assert min(one.input_len, one.output_len) >= 1
 
 
 def test_a_target_has_the_defaults_of_its_endpoint() -> None:

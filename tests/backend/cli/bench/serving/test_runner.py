@@ -81,6 +81,14 @@ def test_rates_are_open_loops() -> None:
     assert target.max_in_flight > 10
 
 
+def test_a_search_ends_when_no_rate_misses_the_slo() -> None:
+    found = run(
+        FakeTarget(), rate="auto:20", slo="e2e=60000", requests=5, ramp=0.05, output_tokens="1"
+    )
+    assert [one.value for one in found] == [20, 40, 80, 160, 320, 640, 1280]
+    assert all(one.meets_slo and one.num_completed == 5 for one in found)
+
+
 def test_prompts_of_a_file_are_sent_as_they_are(tmp_path: Path) -> None:
     path = tmp_path / "prompts.jsonl"
     path.write_text(

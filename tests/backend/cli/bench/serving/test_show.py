@@ -6,7 +6,7 @@ import io
 
 from rich.console import Console
 
-from bench_reports import measured, random_level, record, report
+from bench_reports import measured, random_level, record, report, steady_level
 from inflight.cli.bench.serving.load import Limit, Progress
 from inflight.cli.bench.serving.results.comparison import compare
 from inflight.cli.bench.serving.results.figures import level
@@ -36,6 +36,32 @@ def test_a_level_is_a_row_of_throughput_and_its_metrics_are_rows_of_latency() ->
         line for line in lines if line.split()[2:] == ["mean", "p50", "p90", "p95", "p99", "max"]
     ]
     assert "\x1b" not in results.getvalue()
+
+
+def test_the_highest_rate_that_meets_the_slo_is_named() -> None:
+    slo = parse("ttft=500,tpot=30")
+    levels = [steady_level(rate, ttft_s, slo) for rate, ttft_s in ((2, 0.1), (8, 0.6), (4, 0.4))]
+    shown, _, results = show()
+    shown.report(report(*levels, slo=str(slo)))
+    text = results.getvalue()
+    assert text.splitlines()[-1] == (
+        "highest rate that meets p99 of ttft=500 and tpot=30 ms: 4/s, with a goodput of 4.00/s "
+        "and 8.0 output tok/s"
+    )
+    rows = {line.split()[1]: line for line in text.splitlines() if line.startswith("rate ")}
+    assert len(rows) == 3
+    (head,) = [line for line in text.splitlines() if "p99 in SLO" in line]
+    assert "sent late" in head
+    shown, _, results = show()
+    shown.report(report(levels[1], slo=str(slo)))
+    assert results.getvalue().splitlines()[-1] == "no rate meets p99 of ttft=500 and tpot=30 ms"
+
+
+def test_few_requests_for_a_99th_percentile_are_a_warning() -> None:
+    slo = parse("ttft=500")
+    (text,) = warnings(steady_level(4, 0.1, slo, num_requests=298))
+    assert "298 measured requests are few for a 99th percentile; with 299 and more" in text
+    assert warnings(steady_level(4, 0.1, slo, num_requests=299)) == []
 
 
 def test_a_late_event_loop_is_a_warning() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from inflight.cli.bench.serving.page import scale
 from inflight.cli.bench.serving.page.chart import Chart, Point, Series
@@ -14,15 +14,72 @@ _LATENCIES = {
     "e2e": "Time to the last token",
 }
 _PERCENTILES = ("p50", "p90", "p99")
+_STEADY_PERCENTILES = ("p50", "p95", "p99")
+_TPOT = "tpot"
+_TITLES = {**_LATENCIES, _TPOT: "Time per output token of a request"}
 _LOAD_LABELS = {"concurrency": "requests in flight", "rate": "requests per second"}
 
 
-def of_run(levels: Sequence[Level]) -> list[Chart]:
-    """Latency over load, throughput over latency, distributions; none without a result."""
+def of_run(levels: Sequence[Level], bounds: Mapping[str, float] | None = None) -> list[Chart]:
+    """Latency over load, throughput over latency, distributions; none without a result. Of open
+    loops in a steady state: latencies and goodput over the rate.
+
+    Args:
+        bounds: the SLO, in milliseconds by latency.
+    """
+    if levels and all(level.ramp_s for level in levels):
+        return _of_rates(sorted(levels, key=lambda level: level.value), bounds or {})
     return [
         *(chart for name in ("ttft", "itl") for chart in _over_load(levels, name)),
         *(chart for name in ("itl", "ttft") for chart in _throughput(levels, name)),
         *(chart for name in _LATENCIES for chart in _distribution(_by_level(levels, name), name)),
+    ]
+
+
+def _of_rates(levels: Sequence[Level], bounds: Mapping[str, float]) -> list[Chart]:
+    names = ("ttft", _TPOT, "itl", "e2e")
+    return [
+        *(
+            chart
+            for name in names
+            for chart in _over_load(levels, name, _STEADY_PERCENTILES, bounds.get(name))
+        ),
+        *_goodput(levels),
+        *_output(levels),
+    ]
+
+
+def _goodput(levels: Sequence[Level]) -> list[Chart]:
+    """Requests per second that meet the SLO, beside those that arrive."""
+    found = [(level, level.goodput_per_s) for level in levels if level.goodput_per_s is not None]
+    if not found:
+        return []
+    good = [Point(level.value, value, f"{level.name}: {value:,.2f}/s") for level, value in found]
+    all_ = [Point(level.value, level.value) for level, _ in found]
+    return [
+        Chart(
+            "Goodput over load",
+            _load_label(levels),
+            "requests/s within the SLO",
+            scale.levels([point.x for point in good]),
+            scale.linear(point.y for point in (*good, *all_)),
+            [Series("goodput", good), Series("all", all_)],
+        )
+    ]
+
+
+def _output(levels: Sequence[Level]) -> list[Chart]:
+    rates = [(level, level.throughput.output_tokens_per_s) for level in levels]
+    points = [Point(one.value, rate, f"{one.name}: {rate:,.1f} tokens/s") for one, rate in rates]
+    return [
+        Chart(
+            "Output over load",
+            _load_label(levels),
+            "output tokens/s",
+            scale.levels([point.x for point in points]),
+            scale.linear(point.y for point in points),
+            [Series("output", points)],
+        )
     ]
 
 
@@ -41,7 +98,12 @@ def of_two_runs(before: Sequence[Level], after: Sequence[Level]) -> list[Chart]:
     return found
 
 
-def _over_load(levels: Sequence[Level], name: str) -> list[Chart]:
+def _over_load(
+    levels: Sequence[Level],
+    name: str,
+    percentiles: Sequence[str] = _PERCENTILES,
+    bound: float | None = None,
+) -> list[Chart]:
     shown = [level for level in levels if name in level.latency_ms]
     if not shown:
         return []
@@ -50,11 +112,14 @@ def _over_load(levels: Sequence[Level], name: str) -> list[Chart]:
             percentile,
             [_point(level, getattr(level.latency_ms[name], percentile)) for level in shown],
         )
-        for percentile in _PERCENTILES
+        for percentile in percentiles
     ]
+    if bound is not None:
+        ends = {min(level.value for level in shown), max(level.value for level in shown)}
+        series.append(Series(f"SLO {bound:g} ms", [Point(x, bound) for x in sorted(ends)]))
     return [
         Chart(
-            f"{_LATENCIES[name]} over load",
+            f"{_TITLES[name]} over load",
             _load_label(shown),
             "ms",
             scale.levels([level.value for level in shown]),

@@ -8,9 +8,11 @@ from xml.sax.saxutils import escape
 
 from inflight.cli.bench.serving.page import chart, charts
 from inflight.cli.bench.serving.page.chart import Chart
+from inflight.cli.bench.serving.results import slo as slo_
 from inflight.cli.bench.serving.results.comparison import Difference
 from inflight.cli.bench.serving.results.report import Report
 from inflight.cli.bench.serving.show import (
+    conclusion,
     difference_row,
     latency_rows,
     throughput_row,
@@ -46,7 +48,8 @@ _METHOD = (
     "token. A response with k tokens after a gap g counts as k intervals of g / k in ITL; `gap` is "
     "the undivided time between responses. TPOT is the time after the first response, divided by "
     "the tokens after it. Percentiles are interpolated linearly. Rates are over the measured "
-    "window: the given duration, or the time up to the last response."
+    "window: the given duration, or the time up to the last response. Latencies of an open loop "
+    "count from the time at which a request was due."
 )
 
 
@@ -69,12 +72,21 @@ def of_run(report: Report) -> str:
             *(f'<p class="warning">{escape(text)}</p>' for text in notes),
             "<h2>Throughput</h2>",
             _table([throughput_row(level) for level in report.levels]),
-            _charts(charts.of_run(report.levels)),
+            *(f"<p>{escape(text)}</p>" for text in conclusion(report)),
+            _charts(charts.of_run(report.levels, _bounds(report.slo))),
             "<h2>Latency, in milliseconds</h2>",
             _table([row for level in report.levels for row in latency_rows(level)], "two"),
             f'<p class="note">{escape(_METHOD)}</p>',
         ],
     )
+
+
+def _bounds(slo: str) -> dict[str, float]:
+    """By latency; a bound on `itl` is one on the TPOT of requests."""
+    found = dict(slo_.parse(slo).bounds) if slo else {}
+    if "itl" in found:
+        found.setdefault("tpot", found.pop("itl"))
+    return found
 
 
 def of_comparison(before: Report, after: Report, differences: Sequence[Difference]) -> str:

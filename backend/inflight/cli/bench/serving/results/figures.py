@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
+from inflight.cli.bench.serving.lag import WARN_ABOVE_MS
 from inflight.cli.bench.serving.results.measured import Measured
 from inflight.cli.bench.serving.results.records import (
+    OVERDUE,
     UNFINISHED,
     Record,
     RequestTimes,
@@ -66,18 +69,22 @@ def level(
         kind, value: of the load; see Level.
         cost_per_hour: of the server, in any currency.
     """
-    times = [times_of(record, measured.started) for record in measured.records]
+    records = measured.chosen()
+    times = [times_of(record, measured.started) for record in records]
     completed = [one for one in times if not one.error]
-    done = [record for record in measured.records if not record.error]
-    samples = _samples(done, completed)
+    done = [record for record in records if record.error in ("", OVERDUE)]
+    samples = _samples(done, [one for one in times if one.error in ("", OVERDUE)])
     window_s = measured.window_s or 1e-9
     throughput = _throughput(measured, window_s)
     met = [slo.is_met(one) for one in times if one.error != UNFINISHED] if slo else []
-    in_window = [
-        slo is not None and slo.is_met(one) and one.sent_s + one.e2e_ms / 1e3 <= window_s + 1e-6
+    good = [
+        slo is not None
+        and slo.is_met(one)
+        # In a steady state, as many end outside the window as do in it that began outside.
+        and (measured.window or one.sent_s + one.e2e_ms / 1e3 <= window_s + 1e-6)
         for one in times
     ]
-    num_responses = sum(len(record.arrivals) for record in done)
+    num_responses = sum(len(record.arrivals) for record in records if not record.error)
     return Level(
         kind=kind,
         value=value,
@@ -98,13 +105,15 @@ def level(
         ),
         input_tokens=summary([one.input_tokens for one in completed]),
         output_tokens=summary([one.output_tokens for one in completed]),
-        goodput_per_s=round(sum(in_window) / window_s, 4) if slo else None,
+        goodput_per_s=round(sum(map(bool, good)) / window_s, 4) if slo else None,
         slo_share=round(sum(met) / max(1, len(met)), 4) if slo else None,
         cost=_cost(throughput, cost_per_hour),
         cdf_ms={name: cdf(*sample) for name, sample in samples.items() if sample[0]},
         tokens_each_s=_tokens_each_s(measured, window_s),
         client=_client_load(measured),
         requests=times,
+        ramp_s=measured.from_s,
+        meets_slo=slo.is_met_at_p99(times) if slo and not measured.is_interrupted else None,
     )
 
 
@@ -132,14 +141,15 @@ def cdf(values: Sequence[float], weights: Sequence[float] | None = None) -> list
 
 def _throughput(measured: Measured, window_s: float) -> Throughput:
     """Tokens count when they arrive, prompts when they are answered with the first token."""
-    end = measured.started + window_s + 1e-6
+    begin = measured.started + measured.from_s
+    end = begin + window_s + 1e-6
     num_requests, num_input, num_output = 0, 0, 0.0
     for record in measured.records:
         arrivals = record.settled()
-        num_output += sum(count for at, count in arrivals if at <= end)
-        if arrivals and arrivals[0][0] <= end:
+        num_output += sum(count for at, count in arrivals if begin <= at <= end)
+        if arrivals and begin <= arrivals[0][0] <= end:
             num_input += record.num_input_tokens
-        num_requests += not record.error and record.ended <= end
+        num_requests += not record.error and begin <= record.ended <= end
     return Throughput(
         requests_per_s=round(num_requests / window_s, 4),
         output_tokens_per_s=round(num_output / window_s, 2),
@@ -152,8 +162,8 @@ def _tokens_each_s(measured: Measured, window_s: float) -> list[int]:
     found = [0.0] * int(window_s)
     for record in measured.records:
         for at, count in record.settled():
-            second = int(at - measured.started)
-            if second < len(found):
+            second = math.floor(at - measured.started - measured.from_s)
+            if 0 <= second < len(found):
                 found[second] += count
     return [round(count) for count in found]
 
@@ -171,4 +181,5 @@ def _client_load(measured: Measured) -> ClientLoad:
         lag_ms=summary([lag * 1e3 for lag in measured.lags_s]) or nothing,
         cpu_share=round(measured.cpu_s / (measured.elapsed_s or 1e-9), 4),
         late_ms=summary([late * 1e3 for late in measured.late_s]),
+        num_late=sum(late * 1e3 > WARN_ABOVE_MS for late in measured.late_s),
     )

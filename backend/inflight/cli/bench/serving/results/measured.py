@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from inflight.cli.bench.serving.results.records import Record
+from inflight.cli.bench.serving.results.window import Window
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,6 +21,7 @@ class Measured:
         elapsed_s: wall time in which it was used.
         examples: kind of error -> message of the first.
         is_interrupted: `stop` was set before the level's end.
+        window: which requests are measured, if not all of them.
     """
 
     records: list[Record]
@@ -31,3 +33,13 @@ class Measured:
     elapsed_s: float
     examples: dict[str, str]
     is_interrupted: bool
+    window: Window | None = None
+
+    @property
+    def from_s(self) -> float:
+        """Start of the measured window, in seconds from `started`."""
+        return self.window.from_s if self.window else 0.0
+
+    def chosen(self) -> list[Record]:
+        """The requests that are measured."""
+        return [one for one in self.records if one.is_measured]

@@ -8,16 +8,24 @@ the same time, so:
   are a metric of their own, since they are the pauses that a reader sees.
 - TPOT is the time from the first response to the last one, divided by the tokens after the first
   response. It equals the request's mean ITL.
+
+Latencies of an open loop count from the time at which a request was due. Counted from the time at
+which it was sent, they would lack the wait that a busy load generator adds, and that users feel
+(coordinated omission; Tene, 2013).
 """
 
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 UNFINISHED = "Unfinished"
 """The error of a request that was in flight when the run was interrupted."""
+OVERDUE = "Overdue"
+"""The error of a measured request that was given up: it could no longer meet the SLO. Its latencies
+are those until then, and so lower bounds."""
 
 
 @dataclass(slots=True)
@@ -31,6 +39,9 @@ class Record:
         num_input_tokens: as the server reports.
         num_output_tokens: as the server reports for the whole output; 0 if it does not.
         error: kind of its failure; "" if there is none.
+        due: when an open loop was to send it; None in a closed loop.
+        give_up: when it has missed the SLO whatever happens, so that nobody waits for it.
+        is_measured: it is due in the window of its level, if that has one.
     """
 
     sent: float
@@ -39,6 +50,14 @@ class Record:
     num_input_tokens: int = 0
     num_output_tokens: int = 0
     error: str = ""
+    due: float | None = None
+    give_up: float = math.inf
+    is_measured: bool = True
+
+    @property
+    def began(self) -> float:
+        """When its latencies begin."""
+        return self.sent if self.due is None else self.due
 
     def settled(self) -> list[tuple[float, float]]:
         """(time, tokens) of each response. If the server reports only the total, it is spread
@@ -55,10 +74,11 @@ class RequestTimes:
     """Latencies of one request, in milliseconds.
 
     Attributes:
-        sent_s: seconds since the start of the level.
+        sent_s: seconds from the start of the level until it was sent; in an open loop, until it was
+            due. Its latencies count from there.
         input_tokens: of the prompt.
         output_tokens: received.
-        ttft_ms: time to first token; None without a token.
+        ttft_ms: time to first token; None without a token, unless it was given up.
         tpot_ms: time per output token after the first response; None if there is only one response.
         gap_ms: the longest gap between two responses; None likewise.
         e2e_ms: until the end of the stream.
@@ -83,14 +103,17 @@ def times_of(record: Record, started: float) -> RequestTimes:
     arrivals = record.settled()
     gaps = gaps_of(arrivals)
     rest = sum(count for _, count in arrivals[1:])
+    first = arrivals[0][0] if arrivals else None
+    if first is None and record.error == OVERDUE:
+        first = record.ended
     return RequestTimes(
-        sent_s=round(record.sent - started, 6),
+        sent_s=round(record.began - started, 6),
         input_tokens=record.num_input_tokens,
         output_tokens=round(sum(count for _, count in arrivals)),
-        ttft_ms=_ms(arrivals[0][0] - record.sent) if arrivals else None,
+        ttft_ms=None if first is None else _ms(first - record.began),
         tpot_ms=_ms((arrivals[-1][0] - arrivals[0][0]) / rest) if rest else None,
         gap_ms=_ms(max(gap for gap, _ in gaps)) if gaps else None,
-        e2e_ms=_ms(record.ended - record.sent),
+        e2e_ms=_ms(record.ended - record.began),
         error=record.error,
     )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -34,11 +35,13 @@ class ClientLoad:
         lag_ms: by how much its event loop was late, sampled throughout.
         cpu_share: CPU time of its process per second.
         late_ms: by how much requests of an open loop were sent late; None for a closed loop.
+        num_late: those that were sent more than 5 ms late, of all requests of the level.
     """
 
     lag_ms: Summary
     cpu_share: float
     late_ms: Summary | None
+    num_late: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +78,10 @@ class Level:
         cdf_ms: metric -> 101 quantiles, 0 to 100 %.
         tokens_each_s: output tokens received in each full second of the window.
         client: see ClientLoad.
-        requests: all of them, in the order of sending.
+        requests: the measured ones, in the order of sending.
+        ramp_s: seconds before the window; if it is above 0, the requests that were due in the
+            window are measured, and others before and after it are only load.
+        meets_slo: whether the 99th percentiles are within the SLO; None without one.
     """
 
     kind: str
@@ -98,6 +104,8 @@ class Level:
     tokens_each_s: list[int]
     client: ClientLoad
     requests: list[RequestTimes]
+    ramp_s: float = 0.0
+    meets_slo: bool | None = None
 
     @property
     def name(self) -> str:
@@ -135,6 +143,12 @@ class Report:
     slo: str
     levels: list[Level]
     format: str = FORMAT
+
+
+def highest(levels: Sequence[Level]) -> Level | None:
+    """The open loop with the highest rate that meets the SLO; None if none does."""
+    met = [level for level in levels if level.kind == "rate" and level.meets_slo]
+    return max(met, key=lambda level: level.value, default=None)
 
 
 def write(report: Report, path: Path) -> None:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+
+import numpy as np
 
 from inflight.cli.bench.serving.results.records import RequestTimes
 from inflight.errors import ConfigError, did_you_mean
@@ -25,6 +28,27 @@ class Slo:
             return False
         found = ((getattr(times, _FIELDS[name]), bound) for name, bound in self.bounds)
         return all(value is None or value <= bound for value, bound in found)
+
+    def is_met_at_p99(self, times: Sequence[RequestTimes]) -> bool:
+        """Whether no request failed and the 99th percentile of each bounded latency is within its
+        bound, as MLPerf's server scenarios have it."""
+        if not times or any(one.error for one in times):
+            return False
+        for name, bound in self.bounds:
+            found = (getattr(one, _FIELDS[name]) for one in times)
+            values = [value for value in found if value is not None]
+            if values and np.percentile(values, 99) > bound:
+                return False
+        return True
+
+    def patience_s(self, num_tokens: int) -> float:
+        """Seconds after which a request of so many output tokens has missed a bound if it has not
+        ended; infinite if no bound implies one."""
+        bounds = dict(self.bounds)
+        per_token = min(bounds.get("tpot", math.inf), bounds.get("itl", math.inf))
+        after_first = per_token * (num_tokens - 1) if num_tokens > 1 else 0.0
+        whole = bounds.get("ttft", math.inf) + after_first
+        return min(bounds.get("e2e", math.inf), whole) / 1e3
 
     def __str__(self) -> str:
         return ",".join(f"{name}={bound:g}" for name, bound in self.bounds)

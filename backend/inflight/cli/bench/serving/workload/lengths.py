@@ -33,6 +33,8 @@ class Distribution(Protocol):
         """A number of tokens, at least 1."""
         ...
 
+    def scaled(self, factor: float) -> Distribution: ...
+
 
 @dataclass(frozen=True, slots=True)
 class Normal:
@@ -43,6 +45,9 @@ class Normal:
 
     def draw(self, source: random.Random) -> int:
         return max(1, round(source.gauss(self.mean, self.deviation)))
+
+    def scaled(self, factor: float) -> Normal:
+        return Normal(max(1.0, self.mean * factor), self.deviation * factor)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,10 +65,17 @@ class LogNormal:
             if value <= self.high:
                 return max(1, round(value))
 
+    def scaled(self, factor: float) -> LogNormal:
+        return LogNormal(self.mu + math.log(factor), self.sigma, max(1, round(self.high * factor)))
+
 
 class Lengths(Protocol):
     def draw(self, source: random.Random, index: int) -> Shape:
         """Of request `index` of a level of load."""
+        ...
+
+    def scaled(self, factor: float) -> Lengths:
+        """All lengths times a factor, at least 1; given prompts stay as they are."""
         ...
 
 
@@ -77,6 +89,9 @@ class Drawn:
     def draw(self, source: random.Random, index: int) -> Shape:
         return Shape(self.inputs.draw(source), self.outputs.draw(source))
 
+    def scaled(self, factor: float) -> Drawn:
+        return Drawn(self.inputs.scaled(factor), self.outputs.scaled(factor))
+
 
 @dataclass(frozen=True, slots=True)
 class Listed:
@@ -86,6 +101,18 @@ class Listed:
 
     def draw(self, source: random.Random, index: int) -> Shape:
         return self.shapes[index % len(self.shapes)]
+
+    def scaled(self, factor: float) -> Listed:
+        return Listed(
+            tuple(
+                Shape(
+                    one.input_len if one.prompt else max(1, round(one.input_len * factor)),
+                    max(1, round(one.output_len * factor)),
+                    one.prompt,
+                )
+                for one in self.shapes
+            )
+        )
 
 
 # Maximum-likelihood fits (mean and standard deviation of the logarithm), cut at the trace's 99th

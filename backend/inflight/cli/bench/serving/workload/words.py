@@ -25,4 +25,11 @@ bill message analysis benefit forward lawyer section glass skill sister professo
 compare authority design sort knowledge station strategy truth song example environment leg dark
 various rather laugh guess executive prove entire rock forget
 """
-WORDS = tuple(_TEXT.split())
+# Consonants and vowels in turn, so that vocabularies made of syllables have them, too.
+_SYLLABLES = """
+make take give like live move come some same safe save wide wave vote tone rate ride rise rose sale
+sure tape base bike bone cake cave code core date dose fate file fine five gate gene hide hire hole
+hope joke lake lane late mile mine mode more nine none nose note pace pile pine pole pure rare rice
+rope sofa solo tale tire tube vice wage wake wife wine wire wise zone zero tomato potato banana
+"""
+WORDS = tuple((_TEXT + _SYLLABLES).split())

@@ -8,7 +8,7 @@ from html.parser import HTMLParser
 
 import pytest
 
-from bench_reports import measured, random_level, record, report
+from bench_reports import measured, random_level, record, report, steady_level
 from inflight.cli.bench.serving.page import document
 from inflight.cli.bench.serving.results.comparison import compare
 from inflight.cli.bench.serving.results.figures import level
@@ -110,3 +110,21 @@ def test_doubtful_figures_are_marked() -> None:
     text = "".join(page.texts)
     assert "event loop was late by 9.0 ms" in text
     assert "rate 3/s: 1 x Unavailable: what Unavailable says" in text
+
+
+def test_rates_with_an_slo_are_charts_of_latency_and_goodput_over_the_rate() -> None:
+    slo = parse("ttft=500,tpot=30")
+    levels = [steady_level(rate, ttft_s, slo) for rate, ttft_s in ((8, 0.9), (2, 0.1), (4, 0.3))]
+    page = document.of_run(report(*levels, slo=str(slo)))
+    found = Checked(page)
+    titles = [value for name, value in found.attributes if name == "aria-label"]
+    assert titles == [
+        "Time to first token over load",
+        "Time per output token of a request over load",
+        "Inter-token latency over load",
+        "Time to the last token over load",
+        "Goodput over load",
+        "Output over load",
+    ]
+    assert {"p50", "p95", "p99", "SLO 500 ms", "SLO 30 ms", "goodput"} <= set(found.texts)
+    assert "highest rate that meets p99 of ttft=500 and tpot=30 ms: 4/s" in page

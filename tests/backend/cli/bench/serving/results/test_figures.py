@@ -7,8 +7,9 @@ import pytest
 
 from bench_reports import measured, record
 from inflight.cli.bench.serving.results.figures import cdf, level, summary
-from inflight.cli.bench.serving.results.records import UNFINISHED
+from inflight.cli.bench.serving.results.records import OVERDUE, UNFINISHED
 from inflight.cli.bench.serving.results.slo import parse
+from inflight.cli.bench.serving.results.window import Window
 
 
 def test_a_summary_agrees_with_numpy() -> None:
@@ -114,3 +115,71 @@ def test_the_load_of_the_client_is_reported() -> None:
     found = level("rate", 1, measured(record(0.0, (1.0, 1)), lag_ms=7.5), None, None)
     assert found.client.lag_ms.p99 == 7.5
     assert found.client.cpu_share == 0.25
+
+
+def test_latencies_of_an_open_loop_count_from_the_due_time() -> None:
+    """Sent 2 s late, the request still made its user wait for 2.5 s."""
+    found = level("rate", 1, measured(record(3.0, (3.5, 1), (3.6, 1), due=1.0)), None, None)
+    assert found.requests[0].sent_s == 1.0
+    assert found.latency_ms["ttft"].p50 == 2500.0
+    assert found.latency_ms["e2e"].p50 == pytest.approx(2600.0)
+    assert found.latency_ms["tpot"].p50 == pytest.approx(100.0)
+
+
+def test_requests_due_outside_the_window_are_load_and_not_measured() -> None:
+    records = (
+        record(0.5, (1.0, 1), (2.5, 3), due=0.5),  # before; its last tokens arrive in the window
+        record(2.0, (2.5, 1), (3.5, 1), due=2.0),
+        record(3.9, (4.5, 1), (5.0, 7), due=3.9),  # ends after the window
+        record(4.1, (4.2, 1), due=4.1),  # after
+    )
+    slo = parse("ttft=550,tpot=1000")
+    found = level("rate", 1, measured(*records, window=Window(2.0, 4.0)), slo, None)
+    assert (found.num_requests, found.num_completed, found.ramp_s) == (2, 2, 2.0)
+    assert [one.sent_s for one in found.requests] == [2.0, 3.9]
+    # Tokens in the window, whosever: 3 + 1 + 1.
+    assert found.throughput.output_tokens_per_s == 5 / 2
+    assert found.tokens_each_s == [4, 1]
+    # Of the requests that were due in the window, with the end of one outside; 600 ms is too late.
+    assert (found.goodput_per_s, found.slo_share) == (1 / 2, 1 / 2)
+    assert found.meets_slo is False
+
+
+def test_latencies_of_a_request_that_was_given_up_are_lower_bounds() -> None:
+    waiting = record(2.0, error=OVERDUE, due=2.0)
+    waiting.ended = 9.0
+    slow = record(2.5, (3.0, 1), (8.5, 1), error=OVERDUE, due=2.5)
+    run = measured(waiting, slow, window=Window(1.0, 3.0))
+    found = level("rate", 1, run, parse("ttft=500,tpot=100"), None)
+    assert (found.num_completed, found.errors) == (0, {OVERDUE: 2})
+    assert found.latency_ms["ttft"].max == 7000.0
+    assert found.latency_ms["tpot"].p50 == 5500.0
+    assert (found.goodput_per_s, found.meets_slo) == (0.0, False)
+
+
+def test_percentiles_of_a_level_agree_with_numpy() -> None:
+    source = np.random.default_rng(3)
+    records = []
+    for due in np.cumsum(source.exponential(0.01, 1000)):
+        gaps = source.lognormal(-3, 1, 5)
+        times = due + np.cumsum(gaps)
+        records.append(record(due, *((at, 1) for at in times), due=float(due)))
+    found = level("rate", 100, measured(*records), None, None)
+    samples = {
+        "ttft": [one.arrivals[0][0] - one.began for one in records],
+        "tpot": [(one.arrivals[-1][0] - one.arrivals[0][0]) / 4 for one in records],
+        "itl": np.concatenate([np.diff([at for at, _ in one.arrivals]) for one in records]),
+        "e2e": [one.ended - one.began for one in records],
+    }
+    for name, sample in samples.items():
+        summary_ = found.latency_ms[name]
+        assert [summary_.p50, summary_.p95, summary_.p99] == pytest.approx(
+            list(np.percentile(np.asarray(sample) * 1e3, (50, 95, 99))), abs=1e-3
+        )
+
+
+def test_late_requests_are_counted() -> None:
+    late_s = [0.0, 0.004, 0.006, 0.2]
+    client = level("rate", 1, measured(record(0.0), late_s=late_s), None, None).client
+    assert client.late_ms is not None
+    assert (client.num_late, client.late_ms.count, client.late_ms.max) == (2, 4, 200.0)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
 from bench_reports import record
-from inflight.cli.bench.serving.results.records import times_of
+from inflight.cli.bench.serving.results.records import RequestTimes, times_of
 from inflight.cli.bench.serving.results.slo import Slo, parse
 from inflight.errors import ConfigError
 
@@ -38,6 +40,37 @@ def test_a_failed_request_meets_no_bound() -> None:
 def test_an_output_of_one_response_meets_bounds_on_itl() -> None:
     short = times_of(record(0.0, (0.1, 3)), started=0.0)
     assert parse("itl=1,gap=1").is_met(short)
+
+
+def times(*ttfts_ms: float, error: str = "") -> list[RequestTimes]:
+    return [
+        times_of(record(0.0, (ttft / 1e3, 1), (ttft / 1e3 + 0.02, 1), error=error), started=0.0)
+        for ttft in ttfts_ms
+    ]
+
+
+def test_the_99th_percentile_decides_about_a_level() -> None:
+    """One of 101 requests may be slow, two may not."""
+    slo = parse("ttft=500,tpot=30")
+    assert slo.is_met_at_p99(times(*[100] * 100, 9000))
+    assert not slo.is_met_at_p99(times(*[100] * 99, 9000, 9000))
+    assert not slo.is_met_at_p99(times(*[501] * 100))
+    assert not parse("tpot=19").is_met_at_p99(times(*[100] * 100))
+
+
+def test_a_failed_request_and_a_level_without_requests_miss_the_slo() -> None:
+    slo = parse("ttft=500")
+    assert not slo.is_met_at_p99([*times(*[100] * 1000), *times(100, error="Unavailable")])
+    assert not slo.is_met_at_p99([])
+
+
+def test_a_request_is_given_up_when_it_has_missed_a_bound() -> None:
+    assert parse("ttft=500,tpot=30").patience_s(11) == pytest.approx(0.8)
+    assert parse("ttft=500,itl=30").patience_s(1) == 0.5
+    assert parse("ttft=500,tpot=30,e2e=600").patience_s(11) == 0.6
+    # Its first token may have come in time, and the others may take forever.
+    assert parse("ttft=500").patience_s(11) == math.inf
+    assert parse("tpot=30").patience_s(11) == math.inf
 
 
 def test_it_reads_as_given() -> None:
