@@ -462,8 +462,16 @@ def model_list(port: options.ServerPort = None, json_: options.ModelJson = False
 
 @bench.command("engine")
 @expand_groups
-def bench_engine(chosen: options.BenchOptions) -> None:
+def bench_engine(chosen: options.BenchOptions, open_loop: options.PoissonOptions) -> None:
     """Benchmark the engine in this process: throughput, latency, startup; or profile a step."""
+    if open_loop.poisson:
+        if chosen.profile is not None or chosen.runs is not None:
+            raise typer.BadParameter("--profile and --runs are for rows, not for --poisson")
+        from inflight.cli.bench.poisson import command as poisson
+
+        raise typer.Exit(poisson.run(chosen, open_loop, _settings(chosen.set_)))
+    if open_loop != options.PoissonOptions():
+        raise typer.BadParameter("an option of an open loop is given without --poisson; add it")
     from inflight.cli.bench import command
 
     command.run(chosen, _settings(chosen.set_))

@@ -1,0 +1,1 @@
+"""Open loops on the engine in this process: `inflight bench engine --poisson`."""
