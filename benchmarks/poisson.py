@@ -34,7 +34,7 @@ import serving
 from inflight.checkpoint.locate import locate
 from inflight.cli.bench.poisson.command import engine_settings
 from inflight.cli.bench.serving.results import report as reports
-from inflight.cli.bench.serving.results.records import OVERDUE
+from inflight.cli.bench.serving.results.records import GIVEN_UP
 from inflight.cli.bench.serving.results.report import Level, Report, highest
 from inflight.deploy import repository
 
@@ -104,8 +104,8 @@ def row(name: str, level: Level) -> dict[str, Any]:
             if summary is not None:
                 found[f"{latency}_{percentile}"] = round(getattr(summary, percentile), 2)
     found["sent_late"] = level.client.num_late
-    found["overdue"] = level.errors.get(OVERDUE, 0)
-    found["failed"] = level.num_failed - found["overdue"]
+    found["given_up"] = level.errors.get(GIVEN_UP, 0)
+    found["failed"] = level.num_failed - found["given_up"]
     return found
 
 

@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterable
 import numpy as np
 
 from inflight.cli.bench.poisson.sender import OpenLoop, Sender
-from inflight.cli.bench.serving.load import OVERDUE_TEXT, Progress
+from inflight.cli.bench.serving.load import GIVEN_UP_TEXT, Progress
 from inflight.cli.bench.serving.results.measured import Measured
-from inflight.cli.bench.serving.results.records import OVERDUE, UNFINISHED, Record
+from inflight.cli.bench.serving.results.records import GIVEN_UP, UNFINISHED, Record
 from inflight.cli.bench.serving.results.window import CoolDown, Window
 from inflight.cli.bench.serving.workload.lengths import Shape
 from inflight.core.request import Request, TokenEvent
@@ -139,8 +139,8 @@ class EngineLoad:
             self._engine.step()
         for record in measured.chosen():
             if record.error == UNFINISHED:
-                record.error = OVERDUE
-                self._examples[OVERDUE] = OVERDUE_TEXT
+                record.error = GIVEN_UP
+                self._examples[GIVEN_UP] = GIVEN_UP_TEXT
 
     def _request(self, shape: Shape) -> Request:
         prompt = self._random.integers(self._engine.runner.vocab_size, size=shape.input_len)

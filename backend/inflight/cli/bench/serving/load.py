@@ -18,13 +18,13 @@ from typing import Any
 
 from inflight.cli.bench.serving.lag import LagMeter
 from inflight.cli.bench.serving.results.measured import Measured
-from inflight.cli.bench.serving.results.records import OVERDUE, UNFINISHED, Record
+from inflight.cli.bench.serving.results.records import GIVEN_UP, UNFINISHED, Record
 from inflight.cli.bench.serving.results.window import CoolDown, Window
 from inflight.cli.bench.serving.stopping import unless_stopped
 from inflight.cli.bench.serving.targets.target import Prompt, Target
 from inflight_client import ClientError
 
-OVERDUE_TEXT = "not ended when it could no longer meet the SLO, and given up then"
+GIVEN_UP_TEXT = "not ended when it could no longer meet the SLO, and given up then"
 _POLL_S = 0.01
 
 
@@ -170,8 +170,8 @@ class LoadGenerator:
                     task.cancel()
             for record in self._records:
                 if record.is_measured and record.error == UNFINISHED:
-                    record.error = OVERDUE
-                    self._examples[OVERDUE] = OVERDUE_TEXT
+                    record.error = GIVEN_UP
+                    self._examples[GIVEN_UP] = GIVEN_UP_TEXT
             return True
 
         return await self._measure(run)

@@ -13,7 +13,7 @@ from inflight.cli.bench.serving import load
 from inflight.cli.bench.serving.lag import WARN_ABOVE_MS
 from inflight.cli.bench.serving.load import Limit
 from inflight.cli.bench.serving.results.comparison import Difference
-from inflight.cli.bench.serving.results.records import OVERDUE
+from inflight.cli.bench.serving.results.records import GIVEN_UP
 from inflight.cli.bench.serving.results.report import Level, Report, Summary, highest
 from inflight.cli.bench.tables import Tables
 
@@ -154,10 +154,10 @@ def _steady_warnings(level: Level) -> list[str]:
             f"{level.name}: {level.num_requests} measured requests are few for a 99th percentile; "
             f"with {MIN_REQUESTS_FOR_P99} and more, the largest latency is a bound on it (95 %)"
         )
-    num_overdue = level.errors.get(OVERDUE, 0)
-    if num_overdue:
+    num_given_up = level.errors.get(GIVEN_UP, 0)
+    if num_given_up:
         found.append(
-            f"{level.name}: latencies of {num_overdue} requests are lower bounds, as these were "
+            f"{level.name}: latencies of {num_given_up} requests are lower bounds, as these were "
             "given up; at this rate the queue may grow without end"
         )
     return found

@@ -16,7 +16,7 @@ from inflight.cli.bench.poisson.engine_load import EngineLoad
 from inflight.cli.bench.poisson.sender import Due, OpenLoop
 from inflight.cli.bench.serving.results.figures import level
 from inflight.cli.bench.serving.results.measured import Measured
-from inflight.cli.bench.serving.results.records import OVERDUE, times_of
+from inflight.cli.bench.serving.results.records import GIVEN_UP, times_of
 from inflight.cli.bench.serving.results.report import Level
 from inflight.cli.bench.serving.results.slo import Slo, parse
 from inflight.cli.bench.serving.results.window import Window
@@ -97,7 +97,7 @@ def test_an_engine_slower_than_the_rate_does_not_meet_the_slo() -> None:
     engine = make_engine(HeldRunner(lambda: time.sleep(0.005)), max_num_seqs=1)
     found = figures(run(engine, every(0.005), Window(0.1, 0.6), slo), slo)
     assert found.meets_slo is False
-    assert found.errors[OVERDUE] > 0
+    assert found.errors[GIVEN_UP] > 0
     # Those that were given up had waited for 180 ms.
     assert found.latency_ms["ttft"].p99 > 180.0
     assert found.goodput_per_s is not None and found.goodput_per_s < 100.0

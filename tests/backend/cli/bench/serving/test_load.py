@@ -12,7 +12,7 @@ import pytest
 from fake_target import FakeTarget
 from inflight.cli.bench.serving.load import Limit, LoadGenerator
 from inflight.cli.bench.serving.results.measured import Measured
-from inflight.cli.bench.serving.results.records import OVERDUE, UNFINISHED
+from inflight.cli.bench.serving.results.records import GIVEN_UP, UNFINISHED
 from inflight.cli.bench.serving.results.window import Window
 from inflight.cli.bench.serving.targets.target import Prompt
 from inflight_client import ServerError, Unavailable
@@ -177,8 +177,8 @@ def test_a_steady_loop_sends_until_the_requests_of_its_window_have_ended() -> No
 
 def test_requests_of_the_window_that_have_missed_the_slo_are_given_up() -> None:
     found = steady(FakeTarget(ttft_s=300.0), Window(0.095, 0.195), patience_s=0.05)
-    assert [one.error for one in found.chosen()] == [OVERDUE] * 10
-    assert "could no longer meet the SLO" in found.examples[OVERDUE]
+    assert [one.error for one in found.chosen()] == [GIVEN_UP] * 10
+    assert "could no longer meet the SLO" in found.examples[GIVEN_UP]
 
 
 def test_latencies_of_an_open_loop_begin_when_a_request_is_due() -> None:

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from inflight.cli.bench.serving.lag import WARN_ABOVE_MS
 from inflight.cli.bench.serving.results.measured import Measured
 from inflight.cli.bench.serving.results.records import (
-    OVERDUE,
+    GIVEN_UP,
     UNFINISHED,
     Record,
     RequestTimes,
@@ -72,8 +72,8 @@ def level(
     records = measured.chosen()
     times = [times_of(record, measured.started) for record in records]
     completed = [one for one in times if not one.error]
-    done = [record for record in records if record.error in ("", OVERDUE)]
-    samples = _samples(done, [one for one in times if one.error in ("", OVERDUE)])
+    done = [record for record in records if record.error in ("", GIVEN_UP)]
+    samples = _samples(done, [one for one in times if one.error in ("", GIVEN_UP)])
     window_s = measured.window_s or 1e-9
     throughput = _throughput(measured, window_s)
     met = [slo.is_met(one) for one in times if one.error != UNFINISHED] if slo else []

@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 
 UNFINISHED = "Unfinished"
 """The error of a request that was in flight when the run was interrupted."""
-OVERDUE = "Overdue"
+GIVEN_UP = "GivenUp"
 """The error of a measured request that was given up: it could no longer meet the SLO. Its latencies
 are those until then, and so lower bounds."""
 
@@ -104,7 +104,7 @@ def times_of(record: Record, started: float) -> RequestTimes:
     gaps = gaps_of(arrivals)
     rest = sum(count for _, count in arrivals[1:])
     first = arrivals[0][0] if arrivals else None
-    if first is None and record.error == OVERDUE:
+    if first is None and record.error == GIVEN_UP:
         first = record.ended
     return RequestTimes(
         sent_s=round(record.began - started, 6),

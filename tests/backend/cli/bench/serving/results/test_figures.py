@@ -7,7 +7,7 @@ import pytest
 
 from bench_reports import measured, record
 from inflight.cli.bench.serving.results.figures import cdf, level, summary
-from inflight.cli.bench.serving.results.records import OVERDUE, UNFINISHED
+from inflight.cli.bench.serving.results.records import GIVEN_UP, UNFINISHED
 from inflight.cli.bench.serving.results.slo import parse
 from inflight.cli.bench.serving.results.window import Window
 
@@ -146,12 +146,12 @@ def test_requests_due_outside_the_window_are_load_and_not_measured() -> None:
 
 
 def test_latencies_of_a_request_that_was_given_up_are_lower_bounds() -> None:
-    waiting = record(2.0, error=OVERDUE, due=2.0)
+    waiting = record(2.0, error=GIVEN_UP, due=2.0)
     waiting.ended = 9.0
-    slow = record(2.5, (3.0, 1), (8.5, 1), error=OVERDUE, due=2.5)
+    slow = record(2.5, (3.0, 1), (8.5, 1), error=GIVEN_UP, due=2.5)
     run = measured(waiting, slow, window=Window(1.0, 3.0))
     found = level("rate", 1, run, parse("ttft=500,tpot=100"), None)
-    assert (found.num_completed, found.errors) == (0, {OVERDUE: 2})
+    assert (found.num_completed, found.errors) == (0, {GIVEN_UP: 2})
     assert found.latency_ms["ttft"].max == 7000.0
     assert found.latency_ms["tpot"].p50 == 5500.0
     assert (found.goodput_per_s, found.meets_slo) == (0.0, False)
