@@ -14,6 +14,8 @@ import tokenizers
 
 import table
 from inflight.checkpoint.locate import locate
+from inflight.cli.bench.serving.workload.prompts import MIN_WORDS
+from inflight.cli.bench.serving.workload.words import WORDS
 from inflight.models.registry import read_spec
 from inflight.text.tokenizer import Tokenizer
 
@@ -44,6 +46,14 @@ def test_words_of_the_synthetic_tokenizer_are_one_token_each(vocab_size: int):
     ids = tokenizer.encode("".join(prompt)).ids
     assert len(ids) == len(prompt)
     assert tokenizer.decode(ids) == "".join(prompt)
+
+
+def test_the_synthetic_tokenizer_has_enough_english_words_for_load_tests():
+    made, _ = serving.make_tokenizer(128_256)
+    tokenizer = tokenizers.Tokenizer.from_str(json.dumps(made))
+    single = [word for word in WORDS if len(tokenizer.encode(f" {word}").ids) == 1]
+    assert len(single) >= MIN_WORDS
+    assert len(set(WORDS)) == len(WORDS)
 
 
 def test_a_vocabulary_too_small_for_words_is_refused():

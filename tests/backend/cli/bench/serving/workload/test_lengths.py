@@ -102,3 +102,14 @@ def test_lengths_are_drawn_until_they_fit_the_context() -> None:
     assert all(one.input_len + one.output_len <= 2048 for one in found)
     with pytest.raises(ConfigError, match="--max-model-len"):
         lengths.draw_fitting(Drawn(Normal(100), Normal(100)), source, 0, 128)
+
+
+def test_scaled_lengths_keep_their_spread_and_their_prompts() -> None:
+    found = LogNormal(6.0, 0.5, 1000).scaled(0.1)
+    values = [found.draw(random.Random(index)) for index in range(2000)]
+    assert statistics.median(values) == pytest.approx(40, rel=0.05)  # exp(6) is 403
+    assert max(values) <= 100
+    assert Normal(512, 64).scaled(0.5) == Normal(256, 32)
+    assert Normal(2).scaled(0.1) == Normal(1)
+    listed = lengths.Listed((Shape(100, 7), Shape(0, 30, "a prompt")))
+    assert listed.scaled(0.1) == lengths.Listed((Shape(10, 1), Shape(0, 3, "a prompt")))
