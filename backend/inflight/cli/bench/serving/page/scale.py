@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 _STEPS = (1.0, 2.0, 5.0, 10.0)
 _MAX_TICKS = 6
+# Of ticks of levels, as a share of the axis: labels take as much.
+_MIN_DISTANCE = 0.08
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,11 +56,16 @@ def logarithmic(values: Sequence[float]) -> Scale:
 
 
 def levels(values: Sequence[float]) -> Scale:
-    """For levels of load: a tick at each; by logarithm if they span a factor of 8."""
+    """For levels of load: a tick at each, unless it is close to the one before; by logarithm if
+    they span a factor of 8."""
     low, high = min(values), max(values)
-    if high >= 8 * low:
-        return Scale(low, high, True, tuple(values))
-    return Scale(0.0, high, False, (0.0, *values))
+    is_log = high >= 8 * low
+    found = Scale(low if is_log else 0.0, high, is_log, ())
+    ticks = [found.low]
+    for value in sorted(values):
+        if found.place(value) - found.place(ticks[-1]) >= _MIN_DISTANCE:
+            ticks.append(value)
+    return replace(found, ticks=tuple(ticks))
 
 
 def _round_up(value: float) -> float:

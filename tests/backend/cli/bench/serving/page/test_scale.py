@@ -38,3 +38,8 @@ def test_levels_have_a_tick_each() -> None:
     assert levels([1, 4, 16]).is_log and levels([1, 4, 16]).ticks == (1, 4, 16)
     assert levels([2, 4]).ticks == (0.0, 2, 4)
     assert levels([3]).place(3) == 1
+
+
+def test_levels_that_are_close_to_each_other_share_a_tick() -> None:
+    assert levels([4, 4.76, 4.97, 5.19, 5.66, 8]).ticks == (0.0, 4, 4.76, 5.66, 8)
+    assert levels([64, 60, 1, 4]).ticks == (1, 4, 60)
