@@ -113,6 +113,6 @@ class Sender:
             is_measured=self._loop.window.has(planned.due_s),
         )
         self.late_s.append(max(0.0, now - due))
-        self.num_sent += 1
         self._inbox.append((record, request))
+        self.num_sent += 1
         self._has_mail.set()

@@ -24,7 +24,7 @@ from inflight.cli.bench.serving.stopping import unless_stopped
 from inflight.cli.bench.serving.targets.target import Prompt, Target
 from inflight_client import ClientError
 
-GIVEN_UP_TEXT = "not ended when it could no longer meet the SLO, and given up then"
+GIVEN_UP_TEXT = "cancelled when it could no longer meet the SLO; its latencies are those until then"
 _POLL_S = 0.01
 
 

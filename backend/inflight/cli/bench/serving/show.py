@@ -13,7 +13,6 @@ from inflight.cli.bench.serving import load
 from inflight.cli.bench.serving.lag import WARN_ABOVE_MS
 from inflight.cli.bench.serving.load import Limit
 from inflight.cli.bench.serving.results.comparison import Difference
-from inflight.cli.bench.serving.results.records import GIVEN_UP
 from inflight.cli.bench.serving.results.report import Level, Report, Summary, highest
 from inflight.cli.bench.tables import Tables
 
@@ -148,19 +147,12 @@ def warnings(level: Level) -> list[str]:
 
 
 def _steady_warnings(level: Level) -> list[str]:
-    found = []
-    if level.num_requests < MIN_REQUESTS_FOR_P99:
-        found.append(
-            f"{level.name}: {level.num_requests} measured requests are few for a 99th percentile; "
-            f"with {MIN_REQUESTS_FOR_P99} and more, the largest latency is a bound on it (95 %)"
-        )
-    num_given_up = level.errors.get(GIVEN_UP, 0)
-    if num_given_up:
-        found.append(
-            f"{level.name}: latencies of {num_given_up} requests are lower bounds, as these were "
-            "given up; at this rate the queue may grow without end"
-        )
-    return found
+    if level.num_requests >= MIN_REQUESTS_FOR_P99:
+        return []
+    return [
+        f"{level.name}: {level.num_requests} measured requests are few for a 99th percentile; "
+        f"with {MIN_REQUESTS_FOR_P99} and more, the largest latency is a bound on it (95 %)"
+    ]
 
 
 def throughput_row(level: Level) -> dict[str, str]:

@@ -144,7 +144,7 @@ def test_a_burst_warms_up_and_tells_how_many_requests_a_second_are_possible() ->
 def test_progress_is_reported_while_a_loop_runs() -> None:
     found = []
     engine = make_engine(CountingRunner(num_blocks=512))
-    loop = OpenLoop(every(0.01), Window(0.1, 1.0), LENIENT.patience_s)
+    loop = OpenLoop(every(0.01), Window(0.1, 0.6), LENIENT.patience_s)
     EngineLoad(engine).run(loop, found.append)
     assert found
     assert [one.num_sent for one in found] == sorted(one.num_sent for one in found)

@@ -24,8 +24,8 @@ from dataclasses import dataclass, field
 UNFINISHED = "Unfinished"
 """The error of a request that was in flight when the run was interrupted."""
 GIVEN_UP = "GivenUp"
-"""The error of a measured request that was given up: it could no longer meet the SLO. Its latencies
-are those until then, and so lower bounds."""
+"""The error of a measured request that could no longer meet the SLO and was cancelled. Its
+latencies are those until then; at least one of them is above its bound."""
 
 
 @dataclass(slots=True)
@@ -104,14 +104,16 @@ def times_of(record: Record, started: float) -> RequestTimes:
     gaps = gaps_of(arrivals)
     rest = sum(count for _, count in arrivals[1:])
     first = arrivals[0][0] if arrivals else None
-    if first is None and record.error == GIVEN_UP:
-        first = record.ended
+    last = arrivals[-1][0] if arrivals else None
+    if record.error == GIVEN_UP:
+        first, last = record.ended if first is None else first, record.ended
+        rest = rest or float(bool(arrivals))  # the next token is what it waited for
     return RequestTimes(
         sent_s=round(record.began - started, 6),
         input_tokens=record.num_input_tokens,
         output_tokens=round(sum(count for _, count in arrivals)),
         ttft_ms=None if first is None else _ms(first - record.began),
-        tpot_ms=_ms((arrivals[-1][0] - arrivals[0][0]) / rest) if rest else None,
+        tpot_ms=_ms((last - first) / rest) if rest and first is not None and last else None,
         gap_ms=_ms(max(gap for gap, _ in gaps)) if gaps else None,
         e2e_ms=_ms(record.ended - record.began),
         error=record.error,

@@ -145,15 +145,17 @@ def test_requests_due_outside_the_window_are_load_and_not_measured() -> None:
     assert found.meets_slo is False
 
 
-def test_latencies_of_a_request_that_was_given_up_are_lower_bounds() -> None:
+def test_latencies_of_a_request_that_was_given_up_are_those_until_then() -> None:
     waiting = record(2.0, error=GIVEN_UP, due=2.0)
-    waiting.ended = 9.0
-    slow = record(2.5, (3.0, 1), (8.5, 1), error=GIVEN_UP, due=2.5)
-    run = measured(waiting, slow, window=Window(1.0, 3.0))
+    slow = record(2.5, (3.0, 1), (3.5, 1), error=GIVEN_UP, due=2.5)
+    begun = record(2.5, (4.0, 1), error=GIVEN_UP, due=2.5)
+    for one in (waiting, slow, begun):
+        one.ended = 9.0
+    run = measured(waiting, slow, begun, window=Window(1.0, 3.0))
     found = level("rate", 1, run, parse("ttft=500,tpot=100"), None)
-    assert (found.num_completed, found.errors) == (0, {GIVEN_UP: 2})
-    assert found.latency_ms["ttft"].max == 7000.0
-    assert found.latency_ms["tpot"].p50 == 5500.0
+    assert (found.num_completed, found.errors) == (0, {GIVEN_UP: 3})
+    assert [one.ttft_ms for one in found.requests] == [7000.0, 500.0, 1500.0]
+    assert [one.tpot_ms for one in found.requests] == [None, 6000.0, 5000.0]
     assert (found.goodput_per_s, found.meets_slo) == (0.0, False)
 
 

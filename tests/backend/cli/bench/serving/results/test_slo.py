@@ -7,7 +7,7 @@ import math
 import pytest
 
 from bench_reports import record
-from inflight.cli.bench.serving.results.records import RequestTimes, times_of
+from inflight.cli.bench.serving.results.records import GIVEN_UP, RequestTimes, times_of
 from inflight.cli.bench.serving.results.slo import Slo, parse
 from inflight.errors import ConfigError
 
@@ -56,6 +56,16 @@ def test_the_99th_percentile_decides_about_a_level() -> None:
     assert not slo.is_met_at_p99(times(*[100] * 99, 9000, 9000))
     assert not slo.is_met_at_p99(times(*[501] * 100))
     assert not parse("tpot=19").is_met_at_p99(times(*[100] * 100))
+
+
+def test_one_request_that_was_given_up_in_101_does_not_decide() -> None:
+    slo = parse("ttft=500,tpot=30")
+    given_up = record(0.0, (0.1, 1), error=GIVEN_UP)
+    given_up.ended = 90.0
+    missed = times_of(given_up, started=0.0)
+    assert not slo.is_met(missed)
+    assert slo.is_met_at_p99([*times(*[100] * 100), missed])
+    assert not slo.is_met_at_p99([*times(*[100] * 50), missed, missed])
 
 
 def test_a_failed_request_and_a_level_without_requests_miss_the_slo() -> None:
