@@ -133,13 +133,17 @@ def expected_budget_bytes(config: EngineConfig, checkpoint: Checkpoint, total_by
 
 
 def gpu_weight_bytes(config: EngineConfig, checkpoint: Checkpoint, spec: ModelSpec) -> int:
-    """Of a model's weight matrices on a GPU: bfloat16, or 8 bits in quantised linear layers.
+    """Of a model's weight matrices on a GPU: bfloat16, or 8 bits in linear layers of FP8, which
+    run as such on Hopper; INT8 is dequantised.
 
     Raises:
         ConfigError: the setting `quantization` does not suit the checkpoint.
     """
     checkpoint = dataclasses.replace(checkpoint, random_weights=config.random_weights)
-    return 2 * spec.matrix_elements - num_quantized(checkpoint, spec, config.quantization)
+    in_8_bits = 0
+    if linear_format(checkpoint, config.quantization) == "fp8":
+        in_8_bits = num_quantized(checkpoint, spec, config.quantization)
+    return 2 * spec.matrix_elements - in_8_bits
 
 
 def _prepare_openmp() -> None:

@@ -121,7 +121,7 @@ def _quantized_inputs(
             f"quantization: {wanted} is not supported on {where}; allowed: {allowed}; or use "
             "device: cpu"
         )
-    if "fp8" not in linear_format(checkpoint, spec, wanted).name or not hopper:
+    if "fp8" not in linear_format(checkpoint, wanted) or not hopper:
         return None
     width = max(
         spec.hidden_size,
