@@ -230,6 +230,24 @@ def row(model: str, variant: Variant, found: Comparison) -> dict[str, Any]:
     return values
 
 
+def write(path: Path, rows: list[dict[str, Any]], count: int, length: int) -> None:
+    """Write the result of contexts of so many tokens each."""
+    digest = hashlib.sha256(prose().encode()).hexdigest()
+    result.write(
+        path,
+        "quality",
+        rows,
+        versions={"python": platform.python_version(), "torch": torch.__version__},
+        workload=(
+            f"{count} contexts of {length} tokens each, teacher-forced on the CPU in float32; "
+            "text: pydoc_data.topics of this Python, sorted by name (SHA-256 "
+            f"{digest[:16]}). The reference, none, has the weights of the file dequantised to "
+            "float32; KL(reference || variant) in nats"
+        ),
+        threads=torch.get_num_threads(),
+    )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("models", nargs="*", default=MODELS, metavar="MODEL")
@@ -237,7 +255,7 @@ def main() -> None:
     parser.add_argument("--context", type=int, default=1024, help="tokens of each")
     parser.add_argument("--json", type=Path, default=RESULT)
     options = parser.parse_args()
-    commit = result.commit()  # before the result changes a tracked file
+    result.commit()  # before the run: it is cached, and edits during the run do not count
     rows: list[dict[str, Any]] = []
     for model in options.models:
         for one in measure(
@@ -249,21 +267,8 @@ def main() -> None:
         ):
             print(one, flush=True)
             rows.append(one)
-    digest = hashlib.sha256(prose().encode()).hexdigest()
-    result.write(
-        options.json,
-        "quality",
-        rows,
-        commit=commit,
-        versions={"python": platform.python_version(), "torch": torch.__version__},
-        workload=(
-            f"{options.contexts} contexts of {options.context} tokens each, teacher-forced on the "
-            "CPU in float32; text: pydoc_data.topics of this Python, sorted by name "
-            f"(SHA-256 {digest[:16]}). The reference, none, has the weights of the file "
-            "dequantised to float32; KL(reference || variant) in nats"
-        ),
-        threads=torch.get_num_threads(),
-    )
+        # After each model, so that an interrupted run leaves results.
+        write(options.json, rows, options.contexts, options.context)
     sys.exit(any(str(one.get("gate")).startswith("missed") for one in rows))
 
 
