@@ -25,6 +25,7 @@ from inflight.cli.bench.serving.results.figures import level as level_of
 from inflight.cli.bench.serving.results.report import Level, Report
 from inflight.cli.bench.serving.search import RateSearch
 from inflight.cli.bench.serving.show import Show
+from inflight.cli.bench.serving.workload.lengths import Listed
 from inflight.cli.bench.start import Started
 from inflight.cli.options import BenchOptions, LoadOptions, PoissonOptions
 from inflight.errors import ConfigError
@@ -47,10 +48,16 @@ def run(options: BenchOptions, open_loop: PoissonOptions, changes: dict[str, Any
         Exit status: 130 after Ctrl-C, which reports the rates that are complete.
 
     Raises:
-        ConfigError: an option is not valid, or the model or a setting is not supported.
+        ConfigError: an option or a file of lengths is not valid, or the model or a setting is not
+            supported.
         InflightError: a request of the warm-up failed.
     """
     chosen = plan(_load(options, open_loop))
+    if isinstance(chosen.lengths, Listed) and any(one.prompt for one in chosen.lengths.shapes):
+        raise ConfigError(
+            f"--lengths: {open_loop.lengths} has prompts, but an engine without a tokenizer needs "
+            "their lengths; give input_tokens in each line"
+        )
     html = open_loop.html
     if html is not None and not html.absolute().parent.is_dir():
         raise ConfigError(f"--html: the folder of {html} does not exist; create it first")

@@ -73,6 +73,18 @@ def test_wrong_options_are_named(bench: Run, arguments: list[str], error: str) -
     assert error in " ".join(err.split())
 
 
+def test_lengths_may_come_from_a_file_that_has_no_prompts(bench: Run, tmp_path: Path) -> None:
+    path = tmp_path / "lengths.jsonl"
+    path.write_text('{"input_tokens": 200, "output_tokens": 100}\n')
+    status, out, _ = bench("--rate", "100", "--requests", "5", "--lengths", str(path))
+    assert status == 0
+    assert "10/5" in out  # scaled
+    path.write_text('{"prompt": "one", "output_tokens": 100}\n')
+    status, _, err = bench("--rate", "100", "--lengths", str(path))
+    assert status == 1
+    assert "lengths.jsonl has prompts" in err and "give input_tokens" in err
+
+
 def test_options_of_an_open_loop_need_it(inflight: Run) -> None:
     status, _, err = inflight("bench", "engine", "--model", "m", "--rate", "5")
     assert status == 2
