@@ -22,8 +22,7 @@ from inflight_kernels.ops.attention_dispatch import (
     heads_shape,
     shapes,
 )
-
-LANES = np.arange(32)
+from mma_fragments import LANES, accumulators, banks, ldmatrix, left, right, transposed
 
 all_shapes = pytest.mark.parametrize(
     "shape",
@@ -83,11 +82,6 @@ def test_a_tile_is_copied_once_each_warp_from_whole_pages(shape: Shape):
         assert copy_keys == shape.keys // shape.warps_n
 
 
-def banks(addresses, width):
-    """Banks of 4 bytes that lanes touch, `width` bytes each."""
-    return np.concatenate([(addresses + offset) // 4 % 32 for offset in range(0, width, 4)])
-
-
 @all_shapes
 def test_shared_memory_has_no_bank_conflicts(shape: Shape):
     pitch = (shape.head_dim + 8) * 2
@@ -99,46 +93,6 @@ def test_shared_memory_has_no_bank_conflicts(shape: Shape):
 
 
 # ---------------------------------------------------------------- matrix fragments
-
-
-def ldmatrix(tile, rows, columns, transposed=False):
-    """[32, 4, 2]: what each lane gets of four 8x8 matrices, whose rows start at (rows, columns)."""
-    out = np.empty((32, 4, 2), tile.dtype)
-    for matrix in range(4):
-        source = slice(8 * matrix, 8 * matrix + 8)
-        values = np.stack(
-            [tile[r, c : c + 8] for r, c in zip(rows[source], columns[source], strict=True)]
-        )
-        if transposed:
-            values = values.T
-        for element in range(2):
-            out[:, matrix, element] = values[LANES // 4, 2 * (LANES % 4) + element]
-    return out
-
-
-def left(fragment):
-    """[16, 16] from the registers a0..a3 of all lanes, as mma.m16n8k16 reads them."""
-    matrix = np.full((16, 16), np.nan)
-    for register, element in itertools.product(range(4), range(2)):
-        row = LANES // 4 + register % 2 * 8
-        matrix[row, 2 * (LANES % 4) + element + register // 2 * 8] = fragment[:, register, element]
-    return matrix
-
-
-def right(fragment):
-    """[16, 8] from b0, b1."""
-    matrix = np.full((16, 8), np.nan)
-    for register, element in itertools.product(range(2), range(2)):
-        matrix[2 * (LANES % 4) + element + register * 8, LANES // 4] = fragment[
-            :, register, element
-        ]
-    return matrix
-
-
-def accumulators(matrix):
-    """[32, 4] of a [16, 8] result."""
-    element = np.arange(4)
-    return matrix[(LANES // 4)[:, None] + element // 2 * 8, 2 * (LANES % 4)[:, None] + element % 2]
 
 
 def test_fragments_multiply_queries_keys_and_values():
@@ -176,14 +130,6 @@ def test_fragments_multiply_queries_keys_and_values():
     expected = expected @ values
     for n in range(8):
         np.testing.assert_allclose(sums[n], accumulators(expected[:, 8 * n : 8 * n + 8]))
-
-
-def transposed(word):
-    """movmatrix: 8x8, two elements a lane, as ldmatrix lays them."""
-    matrix = np.empty((8, 8), word.dtype)
-    for element in range(2):
-        matrix[LANES // 4, 2 * (LANES % 4) + element] = word[:, element]
-    return matrix[2 * (LANES % 4)[:, None] + np.arange(2), (LANES // 4)[:, None]]
 
 
 def test_transposed_is_that():
