@@ -306,10 +306,6 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
             )
         if self.device == "cuda" and self.dtype != "bfloat16":
             raise ConfigError(f"dtype: {self.dtype} is not supported on GPUs; allowed: bfloat16")
-        if self.device == "cuda" and self.kv_cache_dtype != "auto":
-            raise ConfigError(
-                f"kv_cache_dtype: {self.kv_cache_dtype} is not supported on GPUs; allowed: auto"
-            )
         if self.device == "cuda" and self.block_size not in GPU_BLOCK_SIZES:
             raise ConfigError(
                 f"block_size: {self.block_size} is not supported on GPUs; allowed: "

@@ -146,10 +146,6 @@ def test_each_setting_is_taken_over() -> None:
             {"model": "m", "kv_cache_dtype": "int4"},
             "here: kv_cache_dtype: 'int4' is unknown; allowed: auto, fp8, int8; .*mean 'int8'",
         ),
-        (
-            {"model": "m", "device": "cuda", "kv_cache_dtype": "fp8"},
-            "here: kv_cache_dtype: fp8 is not supported on GPUs; allowed: auto",
-        ),
         ({"model": "m", "dtype": "float23"}, "allowed: auto, float32, bfloat16.*mean 'float32'"),
         (
             {"model": "m", "max_num_seqs": 20, "max_num_batched_tokens": 19},

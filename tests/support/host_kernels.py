@@ -33,7 +33,8 @@ from inflight_kernels.ops.drafting import DraftLimits, DraftPass
 from inflight_kernels.ops.residual_norm import Addend, Affine, NormParams
 from inflight_kernels.ops.rope import PagedKV, QkNorm
 from inflight_kernels.ops.scaled_rows import ScaledRows
-from inflight_kernels.torch_ops import quantization, transformer
+from inflight_kernels.torch_ops import kv_quantization, quantization, transformer
+from inflight_kernels.torch_ops.kv_quantization import KVMemory, QuantizedKV
 
 # Words of a row's parameters.
 _SLOT, _TYPICAL_P, _TOP_N_SIGMA, _EPSILON_CUTOFF, _XTC_PROBABILITY = (
@@ -500,7 +501,7 @@ class HostScaledLinear:
         return transformer.linear(wide, weight, self._bias)
 
 
-def workspace_size(*shape: int, batch_invariant: bool) -> int:
+def workspace_size(*shape: int, batch_invariant: bool, kv_dtype: torch.dtype | None) -> int:
     return 16
 
 
@@ -605,13 +606,19 @@ def rope_write_kv(
     q_out.copy_(qk[:, :num_heads])
 
 
+def _read(cache: KVMemory, blocks: Tensor, dtype: torch.dtype) -> Tensor:
+    if isinstance(cache, QuantizedKV):
+        return kv_quantization.read_blocks(cache, blocks, dtype)
+    return cache.index_select(0, blocks)
+
+
 def attend(
     q: Tensor, kv: PagedKV, metadata: HostAttentionMetadata, out: Tensor, **settings: object
 ) -> None:
     out.fill_(float("nan"))  # rows of no chunk stay as they were: whatever that is
     for first, end, length, blocks, mask in metadata.chunks(kv.k_cache.shape[1]):
         keys, values = (
-            cache.index_select(0, blocks).flatten(0, 1)[:length].transpose(0, 1)
+            _read(cache, blocks, q.dtype).flatten(0, 1)[:length].transpose(0, 1)
             for cache in (kv.k_cache, kv.v_cache)
         )
         if metadata.spec.soft_cap:

@@ -72,8 +72,6 @@ def _gpu_obstacle(config: EngineConfig, checkpoint: Checkpoint) -> str | None:
         return _NO_COMPILER
     if config.dtype not in ("auto", "bfloat16"):
         return f"dtype is {config.dtype}, and GPUs support bfloat16 only"
-    if config.kv_cache_dtype != "auto":
-        return f"kv_cache_dtype is {config.kv_cache_dtype}, which GPUs do not support"
     if config.block_size not in GPU_BLOCK_SIZES:
         return f"block_size is {config.block_size}, and GPUs support {GPU_BLOCK_SIZES}"
     spec = read_spec(checkpoint)

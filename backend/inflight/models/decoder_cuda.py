@@ -74,6 +74,11 @@ class DecoderSettings:
         """Of keys and values, as settings name it."""
         return _DTYPE_NAMES[self.dtype] if self.kv_cache_dtype == "auto" else self.kv_cache_dtype
 
+    @property
+    def quantized_kv(self) -> torch.dtype | None:
+        """Of keys and values of 8 bits; None if they are in `dtype`."""
+        return {"fp8": torch.float8_e4m3fn, "int8": torch.int8}.get(self.kv_dtype)
+
 
 def check_supported(spec: ModelSpec, path: Path, max_len: int) -> None:
     """Check that the kernels support a model.
@@ -219,6 +224,7 @@ class Decoder:
                 max_tokens=settings.max_tokens,
                 max_rows=settings.max_rows,
                 batch_invariant=settings.batch_invariant,
+                kv_dtype=settings.quantized_kv,
             )
             for one in spec.attentions
         ]

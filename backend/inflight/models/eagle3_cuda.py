@@ -81,6 +81,7 @@ class Head:
             max_tokens=settings.max_tokens,
             max_rows=settings.max_rows,
             batch_invariant=settings.batch_invariant,
+            kv_dtype=settings.quantized_kv,
         )
 
     def fuse(self, features: Tensor, num_tokens: int) -> None:

@@ -12,6 +12,7 @@ attention_dispatch.py decides which kernel handles which chunks.
 from __future__ import annotations
 
 import functools
+import itertools
 
 import torch
 from cuda.core import TensorMapDescriptor
@@ -37,10 +38,19 @@ from inflight_kernels.ops.attention_operands import (
     AttentionParams,
     check_heads,
     current_gpu,
+    heads_of,
 )
 from inflight_kernels.ops.rope import PagedKV, QkNorm, RopeInputs, check_rows, norm_arguments
 from inflight_kernels.runtime.compile import Instantiation
-from inflight_kernels.runtime.launch import Int64, check, check_memory, kernel, name_of
+from inflight_kernels.runtime.launch import (
+    BYTE_TYPES,
+    VECTOR_BYTES,
+    Int64,
+    check,
+    check_memory,
+    kernel,
+    name_of,
+)
 from inflight_kernels.runtime.recording import cleared_by_recordings, launched
 from inflight_kernels.runtime.tensor_map import L2_PROMOTIONS, SWIZZLE_128B
 
@@ -60,6 +70,7 @@ def workspace_size(
     head_dim: int,
     max_q_len: int | None = None,
     batch_invariant: bool = False,
+    kv_dtype: torch.dtype | None = None,
 ) -> int:
     """Workspace bytes that suffice for `plan` and `attend` on the current device, for all steps up
     to these sizes.
@@ -69,20 +80,13 @@ def workspace_size(
         num_tokens: maximum T.
         num_heads, num_kv_heads, head_dim: H, G and D.
         max_q_len: maximum `AttentionMetadata.max_q_len`; None if unbounded.
-        batch_invariant: see `AttentionParams`.
+        batch_invariant, kv_dtype: see `AttentionParams`.
     """
-    check_heads(num_heads, num_kv_heads, head_dim)
+    heads = heads_of(num_heads, num_kv_heads, head_dim, kv_dtype)
     if not num_chunks:
         return 0
     return max_workspace_bytes(
-        num_chunks,
-        num_tokens,
-        max_q_len,
-        num_kv_heads,
-        num_heads // num_kv_heads,
-        head_dim,
-        current_gpu(),
-        batch_invariant,
+        num_chunks, num_tokens, max_q_len, heads, current_gpu(), batch_invariant
     )
 
 
@@ -157,7 +161,7 @@ def attend(
         plan(metadata, pdl=pdl)
     base = metadata.workspace.data_ptr()
     for part in metadata.parts:
-        k_cache, v_cache = kv.floats()
+        k_cache, v_cache = kv.values
         caches: tuple[object, ...] = (k_cache, v_cache)
         last: object = history_ready
         if isinstance(part.shape, HopperShape):
@@ -198,8 +202,8 @@ def rope_attend(
         pdl: see `Kernel`.
 
     Raises:
-        ValueError: as `attend`; heads not supported according to `rotates`; or so many chunks that
-            `attend` uses another kernel.
+        ValueError: as `attend`; heads not supported according to `rotates`; a cache of 8 bits; or
+            so many chunks that `attend` uses another kernel.
     """
     spec, num_tokens = metadata.spec, len(qkv)
     width = (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim
@@ -218,7 +222,7 @@ def rope_attend(
         part.num_shares,
         shape.threads,
         qkv,
-        *kv.floats(),
+        *kv.values,
         *_arguments(part, qkv, kv, metadata, out),
         history_ready,
         rope.slot_mapping,
@@ -260,8 +264,11 @@ def _kernels_for(head_dim: int, dtype: torch.dtype) -> list[tuple[str, str]]:
     """Stem and name of the kernels for heads of such a width, whatever their number and the GPU."""
     few, some, many = candidates(head_dim)
     shapes_of_any: list[AnyShape] = [*few, *some, *many]
+    cached_types = ("", *BYTE_TYPES.values()) if dtype == torch.bfloat16 else ("",)
+    for cached in cached_types[1:]:
+        shapes_of_any += itertools.chain(*candidates(head_dim, cached))
     if head_dim in HEADS_HEAD_DIMS:
-        shapes_of_any.append(HeadsShape(head_dim))
+        shapes_of_any += [HeadsShape(head_dim, cached) for cached in cached_types]
     if head_dim in HOPPER_HEAD_DIMS:
         shapes_of_any.append(HopperShape(head_dim))
     storage = _STORAGE_TYPES[dtype]
@@ -331,7 +338,7 @@ def _arguments(
 ) -> tuple[object, ...]:
     """A kernel's arguments from `out` to `slots`."""
     spec, base = metadata.spec, metadata.workspace.data_ptr()
-    k_cache, _ = kv.floats()
+    k_cache, _ = kv.values
     return (
         out,
         metadata.block_tables,
@@ -363,6 +370,8 @@ def _only_part(metadata: AttentionMetadata) -> tuple[Part, Shape] | None:
             f"{spec.num_heads} query heads for {spec.num_kv_heads} KV heads of {spec.head_dim} "
             "values: rope_attend supports up to 15 per KV head, of up to 128 values"
         )
+    if spec.kv_dtype is not None:
+        raise ValueError(f"a cache of {spec.kv_dtype}: rope_attend needs one of q's type")
     if num_chunks != metadata.num_tokens:
         raise ValueError(
             f"{metadata.num_tokens} tokens in {num_chunks} chunks: rope_attend needs one per chunk"
@@ -401,6 +410,7 @@ def _check_layer(
             "history_ready requires a planned step: without one the plan itself is not ready"
         )
     _check_caches(kv, spec, q.dtype)
+    kv.check_scales(q.dtype)
     rows = (metadata.num_tokens, spec.num_heads, spec.head_dim)
     check("out", out.view(rows), rows, q.dtype)
     return storage
@@ -424,7 +434,9 @@ def _check_queries(q: Tensor, metadata: AttentionMetadata) -> None:
 
 def _check_caches(kv: PagedKV, spec: AttentionParams, dtype: torch.dtype) -> None:
     num_kv_heads, head_dim = spec.num_kv_heads, spec.head_dim
-    k_cache, v_cache = kv.floats()
+    k_cache, v_cache = kv.values
+    if spec.kv_dtype is not None:
+        dtype = spec.kv_dtype
     shape, block_stride = k_cache.shape, k_cache.stride(0)
     if shape[1] not in BLOCK_SIZES:
         raise ValueError(f"block_size is {shape[1]}; allowed: {', '.join(map(str, BLOCK_SIZES))}")
@@ -435,7 +447,7 @@ def _check_caches(kv: PagedKV, spec: AttentionParams, dtype: torch.dtype) -> Non
             or cache.shape != shape
             or shape[2:] != (num_kv_heads, head_dim)
             or cache.stride() != strides
-            or block_stride % 8
+            or block_stride * dtype.itemsize % VECTOR_BYTES
         ):
             raise ValueError(
                 f"{name} is {tuple(cache.shape)} of {cache.dtype} with strides {cache.stride()}; "

@@ -3,13 +3,13 @@ a pure function of what the host knows about the step.
 
 On Hopper, chunks with many rows have their own kernel (attention_hopper.cu) for heads of 64 or 128
 values; on GPUs with enough shared memory, few rows of many sequences have one (attention_heads.cu);
-attention.cu handles everything else.
+attention.cu handles everything else. The first has no variant for caches of 8 bits.
 """
 
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 HEAD_DIMS = (64, 96, 128, 256)
@@ -37,6 +37,7 @@ class Shape:
     keys: int
     stages: int
     max_blocks: int  # per multiprocessor, limited by registers
+    cached: str = ""  # type of a cache of 8 bits
 
     stem = "attention"
     heads = 1  # KV heads per unit
@@ -55,17 +56,21 @@ class Shape:
         states = self.warps_n * self.rows * 8
         in_registers = self.fragments == 1 and self.head_dim <= 128
         queries = 0 if in_registers else self.rows * row
-        return queries + self.stages * 2 * self.keys * row + states
+        tiles = self.stages * 2 * self.keys * _row_bytes(self.head_dim, self.cached)
+        if self.cached:  # a tile is too small for the sums
+            sums = self.warps_n * self.rows * row * 2
+            tiles = tiles + sums if in_registers else max(tiles, sums)
+        return queries + tiles + states
 
     @property
     def rotates(self) -> bool:
         """Whether `rope_attend` supports it: one warp holds the queries and the keys it copied."""
-        return self.warps_m == self.fragments == 1 and self.head_dim <= 128
+        return self.warps_m == self.fragments == 1 and self.head_dim <= 128 and not self.cached
 
     def type(self, storage: str) -> str:
         return (
             f"attention::Shape<{storage}, {self.head_dim}, {self.warps_m}, {self.warps_n}, "
-            f"{self.fragments}, {self.keys}, {self.stages}>"
+            f"{self.fragments}, {self.keys}, {self.stages}{_last_argument(self.cached)}>"
         )
 
     def name(self, storage: str) -> str:
@@ -91,6 +96,7 @@ class HeadsShape:
     """Tile shape for attention_heads.cu: one warp per KV head of a unit."""
 
     head_dim: int
+    cached: str = ""  # as of a Shape
 
     stem = "attention_heads"
     heads = 4
@@ -105,11 +111,13 @@ class HeadsShape:
 
     @property
     def shared_bytes(self) -> int:
-        return self.heads * self.stages * 2 * self.keys * (self.head_dim + 8) * 2
+        row = _row_bytes(self.head_dim, self.cached)
+        return self.heads * self.stages * 2 * self.keys * row
 
     def name(self, storage: str) -> str:
         """The kernel's name expression."""
-        shape = f"{storage}, {self.head_dim}, {self.heads}, {self.stages}"
+        last = _last_argument(self.cached)
+        shape = f"{storage}, {self.head_dim}, {self.heads}, {self.stages}{last}"
         return f"attend_heads<attention::HeadsShape<{shape}>>"
 
 
@@ -136,9 +144,40 @@ class HopperShape:
         return f"attend<attention::HopperShape<{storage}, {self.head_dim}>>"
 
 
-def candidates(head_dim: int) -> tuple[Candidates, Candidates, Candidates]:
+def _row_bytes(head_dim: int, cached: str) -> int:
+    """Shared memory of a key, or of a value, of one head; in 8 bits with its scale."""
+    return head_dim + 16 + 2 if cached else (head_dim + 8) * 2
+
+
+def _last_argument(cached: str) -> str:
+    """The last template argument of a shape."""
+    return f", {cached}" if cached else ""
+
+
+def candidates(head_dim: int, cached: str = "") -> tuple[Candidates, Candidates, Candidates]:
     """Shapes for few, some and many rows per chunk, the preferred one of each first. The last one
     fits in 100 KiB, the shared memory per multiprocessor of compute capability 8.6, 8.9 and 12.x.
+
+    Args:
+        head_dim: D.
+        cached: the C++ type of a cache of 8 bits; "" for one of q's type.
+    """
+    found = _candidates(head_dim)
+    if not cached:
+        return found
+    # Of these, registers allow three blocks only for narrow heads.
+    most = 3 if head_dim == 64 else 2
+    few, some, many = (
+        tuple(
+            replace(shape, cached=cached, max_blocks=min(shape.max_blocks, most)) for shape in each
+        )
+        for each in found
+    )
+    return few, some, many
+
+
+def _candidates(head_dim: int) -> tuple[Candidates, Candidates, Candidates]:
+    """The same for a cache of q's type.
 
     With 16 rows the kernel is bound by reading the cache: the warps split the keys of a tile, and
     as many tiles as fit are in flight. With more rows, each warp has its own rows.
@@ -157,32 +196,47 @@ def candidates(head_dim: int) -> tuple[Candidates, Candidates, Candidates]:
 
 
 @functools.cache
-def shapes(head_dim: int, shared_bytes: int) -> tuple[Shape, Shape, Shape]:
+def shapes(head_dim: int, shared_bytes: int, cached: str = "") -> tuple[Shape, Shape, Shape]:
     """Shapes for few, some and many rows per chunk: the first of the candidates that fit.
 
     Args:
         head_dim: D.
         shared_bytes: shared memory per multiprocessor.
+        cached: see `candidates`.
     """
     few, some, many = (
         next(shape for shape in found if _fits(shape, shared_bytes))
-        for found in candidates(head_dim)
+        for found in candidates(head_dim, cached)
     )
     return few, some, many
 
 
-def heads_shape(
-    num_kv_heads: int, group: int, head_dim: int, shared_bytes: int
-) -> HeadsShape | None:
+class Heads(NamedTuple):
+    """The heads of a layer, and their cache.
+
+    Attributes:
+        num_kv_heads: G.
+        group: H / G.
+        head_dim: D.
+        cached: see `candidates`.
+    """
+
+    num_kv_heads: int
+    group: int
+    head_dim: int
+    cached: str = ""
+
+
+def heads_shape(heads: Heads, shared_bytes: int) -> HeadsShape | None:
     """Shape for few rows of each of many sequences; None if not supported for such heads, or if
     multiprocessors have too little shared memory."""
     if (
-        head_dim not in HEADS_HEAD_DIMS
-        or num_kv_heads % HeadsShape.heads
-        or group > HeadsShape.rows
+        heads.head_dim not in HEADS_HEAD_DIMS
+        or heads.num_kv_heads % HeadsShape.heads
+        or heads.group > HeadsShape.rows
     ):
         return None
-    shape = HeadsShape(head_dim)
+    shape = HeadsShape(heads.head_dim, heads.cached)
     return shape if _fits(shape, shared_bytes) else None
 
 
@@ -245,9 +299,7 @@ def parts(
     num_chunks: int,
     num_tokens: int,
     max_q_len: int,
-    num_kv_heads: int,
-    group: int,
-    head_dim: int,
+    heads: Heads,
     gpu: Gpu,
     batch_invariant: bool = False,
 ) -> tuple[Part, ...]:
@@ -257,26 +309,22 @@ def parts(
         num_chunks: n.
         num_tokens: T.
         max_q_len: maximum tokens of a chunk.
-        num_kv_heads: G.
-        group: H / G.
-        head_dim: D.
+        heads: of the layers.
         gpu: the device.
         batch_invariant: see `plan`.
     """
-    for_few: tuple[AnyShape, ...] = (shapes(head_dim, gpu.shared_bytes)[0],)
-    heads = heads_shape(num_kv_heads, group, head_dim, gpu.shared_bytes)
-    if heads is not None:
-        for_few += (heads,)
-    chosen = _choose_shapes(
-        num_chunks, max_q_len * group, num_kv_heads, group, head_dim, gpu, batch_invariant
-    )
+    for_few: tuple[AnyShape, ...] = (shapes(heads.head_dim, gpu.shared_bytes, heads.cached)[0],)
+    of_heads = heads_shape(heads, gpu.shared_bytes)
+    if of_heads is not None:
+        for_few += (of_heads,)
+    chosen = _choose_shapes(num_chunks, max_q_len * heads.group, heads, gpu, batch_invariant)
     found: list[Part] = []
     for shape, min_rows, max_rows in chosen:
         # The kernel for few rows depends on the number of chunks. The workspace fits any of them,
         # so that fewer chunks never need more.
         any_of = for_few if shape in for_few else (shape,)
         most_shares = max(_num_blocks(one, gpu) for one in any_of)
-        num_items = num_chunks + num_tokens * group // min(one.rows for one in any_of)
+        num_items = num_chunks + num_tokens * heads.group // min(one.rows for one in any_of)
         slot_rows = max(2 * _num_blocks(one, gpu) * one.heads * one.rows for one in any_of)
         sizes = (
             _ARRIVALS * most_shares * 4,
@@ -284,7 +332,7 @@ def parts(
             most_shares * _SHARE_BYTES,
             (num_chunks + 1) * 4,
             num_items * _ITEM_BYTES,
-            slot_rows * (head_dim + 2) * 4,
+            slot_rows * (heads.head_dim + 2) * 4,
         )
         places = [found[-1].end if found else 0]
         for size in sizes:
@@ -302,9 +350,7 @@ def _num_blocks(shape: AnyShape, gpu: Gpu) -> int:
 def _choose_shapes(
     num_chunks: int,
     rows: int,
-    num_kv_heads: int,
-    group: int,
-    head_dim: int,
+    heads: Heads,
     gpu: Gpu,
     batch_invariant: bool,
 ) -> list[tuple[AnyShape, int, int]]:
@@ -312,18 +358,19 @@ def _choose_shapes(
 
     Args:
         rows: maximum rows of a chunk.
-        num_chunks, num_kv_heads, group, head_dim, gpu, batch_invariant: see `parts`.
+        num_chunks, heads, gpu, batch_invariant: see `parts`.
     """
-    few_anywhere, some, many_anywhere = shapes(head_dim, gpu.shared_bytes)
+    few_anywhere, some, many_anywhere = shapes(heads.head_dim, gpu.shared_bytes, heads.cached)
     few: AnyShape = few_anywhere
     many: AnyShape = many_anywhere
-    if gpu.is_hopper and head_dim in HOPPER_HEAD_DIMS:
-        many = HopperShape(head_dim)
-    heads = heads_shape(num_kv_heads, group, head_dim, gpu.shared_bytes)
-    if heads is not None and not heads.rows < rows <= few.rows:
-        units = num_chunks * num_kv_heads // heads.heads
-        if _prefers_heads_kernel(units, _num_blocks(heads, gpu)):
-            few = heads
+    # Its operands in shared memory are what TMA has copied, so not bytes.
+    if gpu.is_hopper and heads.head_dim in HOPPER_HEAD_DIMS and not heads.cached:
+        many = HopperShape(heads.head_dim)
+    of_heads = heads_shape(heads, gpu.shared_bytes)
+    if of_heads is not None and not of_heads.rows < rows <= few.rows:
+        units = num_chunks * heads.num_kv_heads // of_heads.heads
+        if _prefers_heads_kernel(units, _num_blocks(of_heads, gpu)):
+            few = of_heads
     if batch_invariant:  # one kernel for all
         return [(some, 0, _NO_LIMIT)]
     if rows <= few.rows:
@@ -339,9 +386,7 @@ def max_workspace_bytes(
     num_chunks: int,
     num_tokens: int,
     max_q_len: int | None,
-    num_kv_heads: int,
-    group: int,
-    head_dim: int,
+    heads: Heads,
     gpu: Gpu,
     batch_invariant: bool = False,
 ) -> int:
@@ -353,16 +398,14 @@ def max_workspace_bytes(
     """
     if max_q_len is None:
         max_q_len = _NO_LIMIT
-    few, some, _ = shapes(head_dim, gpu.shared_bytes)
-    lengths = {min(max_q_len, max(1, shape.rows // group)) for shape in (few, some)}
+    few, some, _ = shapes(heads.head_dim, gpu.shared_bytes, heads.cached)
+    lengths = {min(max_q_len, max(1, shape.rows // heads.group)) for shape in (few, some)}
     return max(
         parts(
             num_chunks,
             min(num_tokens, num_chunks * q_len),
             q_len,
-            num_kv_heads,
-            group,
-            head_dim,
+            heads,
             gpu,
             batch_invariant,
         )[-1].end

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from inflight_kernels.ops.attention_dispatch import HEAD_DIMS, Gpu, Part, parts
-from inflight_kernels.runtime.launch import check, is_hopper, num_multiprocessors
+from inflight_kernels.ops.attention_dispatch import HEAD_DIMS, Gpu, Heads, Part, parts
+from inflight_kernels.runtime.launch import BYTE_TYPES, check, is_hopper, num_multiprocessors
 
 BLOCK_SIZES = (16, 32, 64)
 
@@ -41,6 +41,7 @@ class AttentionParams:
         soft_cap: scores become soft_cap * tanh(score / soft_cap); 0 for no cap.
         batch_invariant: results are bitwise independent of how a sequence is split into chunks and
             of the rest of the step. Slower: no row's keys are split across blocks.
+        kv_dtype: of a cache of 8 bits, float8_e4m3fn or int8; None for one of q's type.
 
     Raises:
         ValueError: heads not supported, or a number out of range.
@@ -53,9 +54,10 @@ class AttentionParams:
     window: int = 0
     soft_cap: float = 0.0
     batch_invariant: bool = False
+    kv_dtype: torch.dtype | None = None
 
     def __post_init__(self) -> None:
-        check_heads(self.num_heads, self.num_kv_heads, self.head_dim)
+        _ = self.heads  # of a type that there is
         if not self.scale > 0.0 or self.window < 0 or self.soft_cap < 0.0:
             raise ValueError(
                 f"scale {self.scale}, window {self.window}, soft_cap {self.soft_cap}: the first "
@@ -66,6 +68,11 @@ class AttentionParams:
     def group(self) -> int:
         """Query heads of a KV head: H / G."""
         return self.num_heads // self.num_kv_heads
+
+    @property
+    def heads(self) -> Heads:
+        """What the dispatch knows of them."""
+        return heads_of(self.num_heads, self.num_kv_heads, self.head_dim, self.kv_dtype)
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,9 +119,7 @@ class AttentionMetadata:
                 num_chunks,
                 self.num_tokens,
                 self.longest,
-                spec.num_kv_heads,
-                spec.group,
-                spec.head_dim,
+                spec.heads,
                 current_gpu(),
                 spec.batch_invariant,
             )
@@ -131,6 +136,23 @@ class AttentionMetadata:
         if self.max_q_len is not None:
             return self.max_q_len
         return self.num_tokens - len(self.seq_lens) + 1
+
+
+def heads_of(
+    num_heads: int, num_kv_heads: int, head_dim: int, kv_dtype: torch.dtype | None
+) -> Heads:
+    """Heads for the dispatch.
+
+    Raises:
+        ValueError: there is no kernel for such heads, or for a cache of this type.
+    """
+    check_heads(num_heads, num_kv_heads, head_dim)
+    if kv_dtype is not None and kv_dtype not in BYTE_TYPES:
+        raise ValueError(
+            f"kv_dtype is {kv_dtype}; allowed: {', '.join(map(str, BYTE_TYPES))}, None"
+        )
+    cached = "" if kv_dtype is None else BYTE_TYPES[kv_dtype]
+    return Heads(num_kv_heads, num_heads // num_kv_heads, head_dim, cached)
 
 
 def check_heads(num_heads: int, num_kv_heads: int, head_dim: int) -> None:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from inflight_kernels.runtime.compile import Instantiation
 from inflight_kernels.runtime.launch import (
+    BYTE_TYPES,
     STORAGE_TYPES,
     VECTOR_BYTES,
     Int64,
@@ -20,7 +21,7 @@ from inflight_kernels.runtime.launch import (
     kernel,
     name_of,
 )
-from inflight_kernels.torch_ops.kv_quantization import KVMemory, QuantizedKV
+from inflight_kernels.torch_ops.kv_quantization import SCALE_TYPE, KVMemory, QuantizedKV
 
 HEAD_DIMS = (32, 48, 64, 80, 96, 112, 128, 160, 192, 256)
 """Head dims that tests compile; others work too if half a head is a multiple of a vector."""
@@ -39,22 +40,58 @@ class PagedKV:
     """The KV cache of one layer, in blocks.
 
     Attributes:
-        k_cache, v_cache: [num_blocks, block_size, G, D], of equal layout; blocks may be strided.
+        k_cache, v_cache: [num_blocks, block_size, G, D], of equal layout; blocks may be strided. In
+            8 bits, keys are quantised before they are rounded to the type of activations.
     """
 
     k_cache: KVMemory
     v_cache: KVMemory
 
-    def floats(self) -> tuple[Tensor, Tensor]:
-        """Both caches, of a layer whose keys and values do not have 8 bits.
+    @property
+    def values(self) -> tuple[Tensor, Tensor]:
+        """The caches without scales."""
+        k_cache, v_cache = (
+            cache.values if isinstance(cache, QuantizedKV) else cache
+            for cache in (self.k_cache, self.v_cache)
+        )
+        return k_cache, v_cache
+
+    def check_scales(self, dtype: torch.dtype) -> None:
+        """Check that caches of 8 bits have scales where the kernels expect them: at the end of
+        each block (see `torch_ops.kv_quantization`).
+
+        Args:
+            dtype: of activations.
 
         Raises:
-            ValueError: they have.
+            ValueError: they do not, only one of the caches has 8 bits, or the activations are not
+                in bfloat16, the only type with kernels for them.
         """
-        k_cache, v_cache = self.k_cache, self.v_cache
-        if isinstance(k_cache, QuantizedKV) or isinstance(v_cache, QuantizedKV):
-            raise ValueError("keys and values of 8 bits; kernels need those of 16 or 32 bits")
-        return k_cache, v_cache
+        for name, cache in (("k_cache", self.k_cache), ("v_cache", self.v_cache)):
+            values = cache.values if isinstance(cache, QuantizedKV) else cache
+            if isinstance(cache, QuantizedKV) != (values.dtype in BYTE_TYPES):
+                raise ValueError(f"{name} is of {values.dtype}: scales belong to caches of 8 bits")
+            if not isinstance(cache, QuantizedKV):
+                continue
+            if dtype != torch.bfloat16:
+                raise ValueError(
+                    f"{name} is of {values.dtype}, activations of {dtype}; expected bfloat16"
+                )
+            _, block_size, num_heads, head_dim = values.shape
+            begin = values.data_ptr() + block_size * num_heads * head_dim
+            expected = (values.stride(0) // SCALE_TYPE.itemsize, block_size, 1)
+            scales = cache.scales
+            if (
+                scales.dtype != SCALE_TYPE
+                or scales.stride() != expected
+                or (scales.data_ptr() != begin and values.device.type != "meta")
+                or values.stride(1) != num_heads * head_dim
+            ):
+                raise ValueError(
+                    f"the scales of {name} are {scales.dtype} {list(scales.shape)}, strides "
+                    f"{scales.stride()}; expected {SCALE_TYPE} at the end of each block "
+                    "(kv_quantization.of_blocks)"
+                )
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,14 +186,15 @@ def rope_write_kv(
     """
     storage = name_of(STORAGE_TYPES, "qkv", qkv)
     num_tokens, num_heads, head_dim = q_out.shape
-    k_cache, v_cache = kv.floats()
+    k_cache, v_cache = kv.values
     num_kv_heads = k_cache.shape[2]
     all_heads = num_heads + 2 * num_kv_heads
     _check_operands(qkv, rope, kv, q_out, qk_norm)
     group = _group(head_dim, qkv.dtype)
     if not num_tokens:
         return
-    kernel("rope", _name(storage, head_dim, qk_norm is not None))(
+    cached = BYTE_TYPES.get(k_cache.dtype, storage)
+    kernel("rope", _name(storage, cached, head_dim, qk_norm is not None))(
         num_tokens,
         _threads(num_tokens, all_heads, group),
         qkv,
@@ -165,9 +203,7 @@ def rope_write_kv(
         Int64(q_out.stride(0)),
         k_cache,
         v_cache,
-        Int64(k_cache.stride(0)),
-        Int64(k_cache.stride(1)),
-        Int64(k_cache.stride(2)),
+        *map(Int64, k_cache.stride()[:3]),
         k_cache.shape[1],
         rope.slot_mapping,
         rope.positions,
@@ -198,15 +234,18 @@ def _check_operands(
     if q_out.stride(1) != head_dim:
         raise ValueError(f"heads of q_out have stride {q_out.stride(1)}; expected {head_dim}")
     _check_caches(kv, head_dim, qkv.dtype)
+    kv.check_scales(qkv.dtype)
     rope.check_fits(num_tokens, head_dim)
     if qk_norm is not None:
         qk_norm.check_fits(head_dim)
 
 
 def _check_caches(kv: PagedKV, head_dim: int, dtype: torch.dtype) -> None:
-    k_cache, v_cache = kv.floats()
+    k_cache, v_cache = kv.values
     num_blocks, block_size, num_kv_heads, _ = k_cache.shape
     shape = (num_blocks, block_size, num_kv_heads, head_dim)
+    if k_cache.dtype in BYTE_TYPES:
+        dtype = k_cache.dtype
     check_rows("k_cache", k_cache, shape, dtype)
     check_rows("v_cache", v_cache, shape, dtype)
     if k_cache.stride() != v_cache.stride():
@@ -248,16 +287,18 @@ def check_rows(name: str, tensor: Tensor, shape: tuple[int, ...], dtype: torch.d
     check_memory(name, tensor)
 
 
-def _name(storage: str, head_dim: int, norms: bool) -> str:
-    return f"rope_write_kv<{storage}, {head_dim}, {'true' if norms else 'false'}>"
+def _name(storage: str, cached: str, head_dim: int, norms: bool) -> str:
+    return f"rope_write_kv<{storage}, {cached}, {head_dim}, {'true' if norms else 'false'}>"
 
 
 def instantiations() -> list[Instantiation]:
     """All kernels of this module, for HEAD_DIMS."""
     found: list[Instantiation] = []
     for dtype, storage in STORAGE_TYPES.items():
+        byte_types = tuple(BYTE_TYPES.values()) if dtype == torch.bfloat16 else ()
         names = tuple(
-            _name(storage, head_dim, norms)
+            _name(storage, cached, head_dim, norms)
+            for cached in (storage, *byte_types)
             for head_dim in HEAD_DIMS
             if head_dim % (2 * VECTOR_BYTES // dtype.itemsize) == 0
             for norms in (True, False)

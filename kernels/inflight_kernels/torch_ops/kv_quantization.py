@@ -94,7 +94,13 @@ def of_blocks(data: Tensor, dtype: torch.dtype) -> QuantizedKV:
             block is meant by the last three dimensions: it has the layout of this module.
         dtype: of the values.
     """
-    return QuantizedKV(_bytes_of(data).view(dtype), _scales_of(data))
+    values, scales = _bytes_of(data).view(dtype), _scales_of(data)
+    # Of a single block a view need not keep the stride, which kernels ask for.
+    stride = data.stride(0)
+    return QuantizedKV(
+        values.as_strided(values.shape, (stride, *values.stride()[1:])),
+        scales.as_strided(scales.shape, (stride // SCALE_TYPE.itemsize, *scales.stride()[1:])),
+    )
 
 
 def clear_slots(data: Tensor, slots: Tensor) -> None:

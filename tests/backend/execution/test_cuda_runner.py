@@ -226,6 +226,46 @@ def test_gemma_3_12b_starts_and_runs_with_two_block_tables_on_an_h200(record: Re
     assert set(launched) <= set(ahead)
 
 
+@pytest.mark.parametrize(("kv_dtype", "cached"), [("fp8", "Fp8"), ("int8", "Int8")])
+@pytest.mark.parametrize("model", ["gemma-3-12b", "llama-3.1-8b"])
+def test_a_kv_cache_of_8_bits_has_kernels_and_twice_the_room(
+    record: Record, model: str, kv_dtype: Any, cached: str
+) -> None:
+    launched, ahead = record()
+    config = EngineConfig(
+        model=str(SHAPES / model),
+        device="cuda",
+        random_weights=True,
+        max_model_len=8192,
+        kv_cache_dtype=kv_dtype,
+        gpu_memory_utilization=0.9,
+    )
+    runner, spec = runners.build(config, locate(config.model), lambda what, fraction: None)
+    frees_windows = len(runner.kv_tables.tables) > 1
+    layout = spec.kv_layout(kv_dtype, frees_windows=frees_windows)
+    wider = spec.kv_layout("bfloat16", frees_windows=frees_windows)
+    assert runner.num_blocks * layout.block_bytes(16) > 80 << 30
+    assert 1.93 < wider.block_bytes(16) / layout.block_bytes(16) < 2
+    for chunks in (1, 2, 200):  # of one token, the first of them with a shared block that is copied
+        rows = [tiny.make_sequence([5, 6], [1 + i]) for i in range(chunks)]
+        for row in rows:
+            row.tables = [[1 + row.request_id] for _ in runner.kv_tables.tables]
+            row.num_computed = 1
+        runner.launch(Batch([tiny.next_chunk(row) for row in rows], [(0, 1)]))
+    for length in (17, 500, 3000):
+        sequence = Sequence(Request(0, [5] * length, SamplingParams()), 100)
+        sequence.tables = [list(range(200)), list(range(200, 712))][: len(runner.kv_tables.tables)]
+        sequence.capacity = 8192
+        runner.launch(Batch([tiny.next_chunk(sequence)]))
+        sequence.generation += 1
+    assert set(launched) <= set(ahead)
+    users = {"attention", "attention_heads", "attention_hopper", "rope"}
+    found = {(stem, name) for stem, name in launched if stem in users and name != "plan"}
+    assert {stem for stem, _ in found} <= {"attention", "attention_heads", "rope"}
+    assert len(found) > 2 and all(cached in name for _, name in found)
+    assert not any("rope_attend" in name for _, name in found)
+
+
 def test_steps_of_one_token_leave_no_room_for_drafts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

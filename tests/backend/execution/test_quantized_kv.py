@@ -10,13 +10,16 @@ from typing import Any
 import pytest
 import torch
 
+import family_gpu
 import tiny
 from inflight.checkpoint.locate import Checkpoint, locate
 from inflight.config import EngineConfig, KVDtype, SpeculativeConfig
 from inflight.core.request import Request
 from inflight.engine.engine import Engine, generate
 from inflight.errors import ConfigError
+from inflight.execution.cuda_runner import CudaRunner
 from inflight.execution.factory import build
+from inflight.models.registry import read_spec
 from inflight.sampling.params import SamplingParams
 from inflight.text.tokenizer import Tokenizer
 from paged_decoder import Paged, blocks_for, load
@@ -137,16 +140,61 @@ def test_beams_copy_blocks_with_their_scales(tiny_llama: Checkpoint, kv_dtype: s
 
 
 @each_dtype
+@pytest.mark.parametrize("device", ["cpu", "gpu"])
 @pytest.mark.parametrize("changes", [{}, {"max_prefill_chunk": 50}], ids=["plain", "chunks"])
 def test_freed_blocks_are_never_read(
-    tmp_path: Path, kv_dtype: str, changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
+    kv_dtype: str,
+    device: str,
+    changes: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """On a CPU, and with the runner of GPUs and the kernels' definitions in the kernels' place."""
+    if device == "gpu":
+        family_gpu.install(monkeypatch)
     checkpoint = write_model(tmp_path, "5 of 6 layers")
     changes = {"kv_cache_dtype": kv_dtype} | changes
-    texts, num_freed = run_poisoned(windowed_engine(checkpoint, "cpu", **changes))
+    texts, num_freed = run_poisoned(windowed_engine(checkpoint, device, **changes))
     assert num_freed > 0
     keep_all(monkeypatch)
-    assert texts == generate(windowed_engine(checkpoint, "cpu", **changes), requests(LENGTHS))
+    assert texts == generate(windowed_engine(checkpoint, device, **changes), requests(LENGTHS))
+    if device == "gpu":
+        assert texts == generate(windowed_engine(checkpoint, "cpu", **changes), requests(LENGTHS))
+
+
+@each_dtype
+@pytest.mark.parametrize("beam_width", [1, 2])
+def test_the_runner_of_gpus_writes_the_same_texts(
+    tiny_llama: Checkpoint, kv_dtype: str, beam_width: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With few blocks, shared prefixes and drafts by the model's first layer."""
+    self_drafts = SpeculativeConfig(method="self", num_layers=1, default=3)
+    changes: dict[str, Any] = {
+        "block_size": 16,
+        "num_blocks": 14,
+        "enable_prefix_caching": True,
+        "speculative_config": self_drafts if beam_width == 1 else None,
+    }
+    params: dict[str, Any] = {"beam_width": beam_width} if beam_width > 1 else {}
+
+    def wanted() -> list[Request]:
+        return [
+            Request(
+                beam_width * i,
+                one.prompt_ids,
+                one.params,
+                output_ids=tuple(range(beam_width * i, beam_width * (i + 1))),
+            )
+            for i, one in enumerate(asked(**params))
+        ]
+
+    expected = generate(make_engine(tiny_llama, kv_dtype, **changes), wanted())
+    family_gpu.install(monkeypatch)
+    config = EngineConfig(
+        model=str(tiny_llama.path), device="cuda", kv_cache_dtype=kv_dtype, **changes
+    )
+    runner = CudaRunner(config, tiny_llama, read_spec(tiny_llama), lambda what, done: None)
+    assert generate(Engine(config, runner, 256, eos_token_ids=()), wanted()) == expected
 
 
 @each_dtype

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -15,6 +15,7 @@ from inflight_kernels.ops.attention import attend, workspace_size
 from inflight_kernels.ops.attention_operands import AttentionMetadata, AttentionParams
 from inflight_kernels.ops.rope import PagedKV
 from inflight_kernels.runtime.recording import Launched, record_launches
+from inflight_kernels.torch_ops.kv_quantization import QuantizedKV, of_blocks
 
 HEADS = (8, 2, 128)
 
@@ -118,3 +119,38 @@ def test_scales_and_caches_that_kernels_cannot_take_are_refused(launched: Launch
     with pytest.raises(ValueError, match="history_ready"):
         Step([1]).run(size, history_ready=True)
     assert not launched
+
+
+def test_caches_of_8_bits_that_kernels_cannot_take_are_refused(launched: Launched) -> None:
+    def run(kv: PagedKV, q_type: torch.dtype = torch.bfloat16, **spec: Any) -> None:
+        params = AttentionParams(*HEADS, scale=1.0, **spec)
+        size = workspace_size(1, 1, *HEADS, kv_dtype=params.kv_dtype)
+        lengths = torch.zeros(4, dtype=torch.int32, device="meta")
+        workspace = torch.empty(size, dtype=torch.uint8, device="meta")
+        metadata = AttentionMetadata(
+            params, lengths[:2], lengths[:1], lengths[None], 1, workspace, max_q_len=1
+        )
+        q = torch.zeros(1, HEADS[0], HEADS[2], dtype=q_type, device="meta")
+        attend(q, kv, metadata, torch.empty_like(q))
+
+    def memory(block_size: int = 16) -> QuantizedKV:
+        shape = (4, block_size, HEADS[1], HEADS[2] + 2)
+        data = torch.zeros(shape, dtype=torch.uint8, device="meta")
+        return of_blocks(data, torch.float8_e4m3fn)
+
+    right, dtype = PagedKV(memory(), memory()), torch.float8_e4m3fn
+    apart = replace(memory(), scales=torch.zeros(4, 2, 16, dtype=torch.float16, device="meta"))
+    for kv, options, message in (
+        (right, {}, "k_cache is .* of torch.float8_e4m3fn"),
+        (right, {"kv_dtype": torch.int8}, "both caches must have the same layout, torch.int8"),
+        (right, {"kv_dtype": torch.uint8}, "kv_dtype is torch.uint8; allowed: torch.float8_e4m3fn"),
+        (right, {"kv_dtype": dtype, "q_type": torch.float16}, "expected bfloat16"),
+        (PagedKV(memory(), memory(32)), {"kv_dtype": dtype}, "v_cache is"),
+        (PagedKV(memory(), memory().values), {"kv_dtype": dtype}, "v_cache .*: scales belong"),
+        (PagedKV(apart, memory()), {"kv_dtype": dtype}, "at the end of each block"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            run(kv, **options)  # type: ignore[arg-type]
+    assert not launched
+    run(right, kv_dtype=dtype)
+    assert launched

@@ -16,6 +16,7 @@ import pytest
 from inflight_kernels.ops.attention_dispatch import (
     HEAD_DIMS,
     Gpu,
+    Heads,
     HopperShape,
     max_workspace_bytes,
     parts,
@@ -188,7 +189,7 @@ def test_each_row_meets_each_key_that_it_sees_exactly_once(step, device, head_di
     num_kv_heads = 4
     met = [np.zeros((q * group, k), np.int32) for q, k in zip(q_lens, kv_lens, strict=True)]
     heads = (num_kv_heads, group, head_dim)
-    for part in parts(len(q_lens), sum(q_lens), max(q_lens), *heads, device):
+    for part in parts(len(q_lens), sum(q_lens), max(q_lens), Heads(*heads), device):
         shape = part.shape
         num_places = num_kv_heads // shape.heads
         items = plan_items(q_lens, kv_lens, group, part, window)
@@ -295,7 +296,7 @@ QUEUES = {
 def test_whole_units_are_taken_where_that_is_not_slower_than_shares(step):
     q_lens, kv_lens = QUEUES[step]
     num_kv_heads, num_blocks, cut = 8, 132, 6
-    (part, *_) = reversed(parts(len(q_lens), sum(q_lens), max(q_lens), 8, 4, 128, H200))
+    (part, *_) = reversed(parts(len(q_lens), sum(q_lens), max(q_lens), Heads(8, 4, 128), H200))
     tiles = [tiles for *_, tiles in plan_items(q_lens, kv_lens, 4, part, 1 << 30)]
     heads = heads_at_once(tiles, num_kv_heads, num_blocks)
     blocks = [0] * num_blocks
@@ -333,7 +334,7 @@ def test_rows_are_divided_by_the_group_through_a_product(group):
 
 def test_small_steps_use_one_launch_and_mixed_ones_two():
     def rows(*args):
-        return [part.shape.rows for part in parts(*args, 8, 4, 128, H200)]
+        return [part.shape.rows for part in parts(*args, Heads(8, 4, 128), H200)]
 
     assert rows(64, 64, 1) == [16]
     assert rows(8, 40, 5) == [64]
@@ -357,7 +358,7 @@ def test_small_steps_use_one_launch_and_mixed_ones_two():
     ],
 )
 def test_many_sequences_have_a_warp_for_each_head(num_chunks, max_q_len, heads, rows):
-    found = parts(num_chunks, num_chunks + max_q_len - 1, max_q_len, *heads, H200)
+    found = parts(num_chunks, num_chunks + max_q_len - 1, max_q_len, Heads(*heads), H200)
     assert [part.shape.rows for part in found] == rows
     assert found[0].max_rows >= rows[0] and found[-1].max_rows > 1 << 30
     assert [part.min_rows for part in found] == [0, *rows[:-1]]
@@ -365,15 +366,22 @@ def test_many_sequences_have_a_warp_for_each_head(num_chunks, max_q_len, heads, 
 
 def test_hopper_has_its_own_kernel_for_many_rows():
     def stems(head_dim, device):
-        return [part.shape.stem for part in parts(9, 2056, 2048, 8, 4, head_dim, device)]
+        return [part.shape.stem for part in parts(9, 2056, 2048, Heads(8, 4, head_dim), device)]
 
     assert stems(128, H200) == stems(64, H200) == ["attention", "attention_hopper"]
     assert stems(256, H200) == stems(96, H200) == ["attention", "attention"]
     assert stems(128, A100) == stems(128, B200) == stems(128, L40S) == ["attention", "attention"]
 
 
+def test_no_step_with_a_cache_of_8_bits_takes_the_kernel_that_reads_none():
+    for head_dim in (64, 128):
+        found = parts(9, 2056, 2048, Heads(8, 4, head_dim, "Int8"), H200)
+        assert [part.shape.stem for part in found] == ["attention", "attention"]
+        assert all(part.shape.cached == "Int8" for part in found)
+
+
 def test_parts_are_consecutive_and_aligned():
-    for part in (found := parts(9, 2056, 2048, 8, 4, 128, H200)):
+    for part in (found := parts(9, 2056, 2048, Heads(8, 4, 128), H200)):
         places = [
             part.arrivals,
             part.queue,
@@ -391,7 +399,7 @@ def test_parts_are_consecutive_and_aligned():
 @functools.cache
 def end_of_parts(num_chunks, num_tokens, q_len, heads, device):
     """Most steps recur: smaller ones are those of several largest ones."""
-    return parts(num_chunks, num_tokens, q_len, *heads, device)[-1].end
+    return parts(num_chunks, num_tokens, q_len, heads, device)[-1].end
 
 
 @pytest.mark.parametrize("group", [1, 2, 3, 4, 8, 9, 32, 128])
@@ -401,10 +409,20 @@ def end_of_parts(num_chunks, num_tokens, q_len, heads, device):
 def test_a_workspace_for_the_largest_step_serves_all_smaller_ones(most, device, head_dim, group):
     """Whichever kernel they have: with 128 chunks it is one that needs more room than with 192, and
     one chunk of 16 tokens goes to one that needs more than the one for 1000."""
-    heads = (8, group, head_dim)
+    check_workspaces(most, device, Heads(8, group, head_dim))
+
+
+@pytest.mark.parametrize("group", [1, 4, 9])
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+@pytest.mark.parametrize("device", [H200, A100, L40S], ids=["H200", "A100", "L40S"])
+def test_a_workspace_for_a_cache_of_8_bits_serves_all_steps(device, head_dim, group):
+    check_workspaces(192, device, Heads(8, group, head_dim, "Fp8"))
+
+
+def check_workspaces(most, device, heads):
     counts = sorted({*range(1, min(most, 20)), *range(20, most, 37), 128, 192, most})
     for max_tokens in (most, most + 1, most + 300, 1024):
-        room = max_workspace_bytes(most, max_tokens, None, *heads, device)
+        room = max_workspace_bytes(most, max_tokens, None, heads, device)
         for num_chunks in (count for count in counts if count <= min(most, max_tokens)):
             # A captured step may get a larger max_q_len than it has room for.
             for q_len in (1, 2, 3, 4, 5, 8, 15, 16, 17, 21, 22, 32, 63, 64, 65, max_tokens):

@@ -15,6 +15,7 @@ from inflight_kernels.ops.attention import instantiations
 from inflight_kernels.ops.attention_dispatch import (
     HEAD_DIMS,
     HOPPER_HEAD_DIMS,
+    Heads,
     HeadsShape,
     HopperShape,
     Shape,
@@ -22,6 +23,7 @@ from inflight_kernels.ops.attention_dispatch import (
     heads_shape,
     shapes,
 )
+from inflight_kernels.runtime.launch import BYTE_TYPES
 from mma_fragments import LANES, accumulators, banks, ldmatrix, left, right, transposed
 
 all_shapes = pytest.mark.parametrize(
@@ -49,7 +51,7 @@ def test_a_block_fits_on_ada_and_small_blackwells(head_dim):
     few, some, many = shapes(head_dim, 100 * 1024)
     assert max(shape.shared_bytes for shape in (few, some, many)) <= 99 * 1024
     assert few.rows == 16 < some.rows <= many.rows, "as on other GPUs"
-    assert heads_shape(HeadsShape.heads, 1, head_dim, 100 * 1024) is None
+    assert heads_shape(Heads(HeadsShape.heads, 1, head_dim), 100 * 1024) is None
 
 
 @pytest.mark.parametrize("head_dim", [64, 96, 128])
@@ -188,11 +190,12 @@ def test_the_rows_that_a_lane_masks_are_those_it_holds():
 def test_every_shape_of_every_type_is_instantiated():
     counts = {stem: len(set(names)) for stem, names, _ in instantiations()}
     rotating = 2 * 2 * 4  # with and without norms, heads of 64, 96 and 128, which have two
-    anywhere = 2 * (3 * 3 + 2) + rotating
-    for_small_memories = 2 * (1 + 2)  # heads of 128 and 256
+    anywhere = 3 * 3 + 2
+    for_small_memories = 1 + 2  # heads of 128 and 256
+    types = 2 + 2  # with a cache of 8 bits, in bfloat16 only
     assert counts == {
-        "attention": anywhere + for_small_memories,
-        "attention_heads": 2 * 3,
+        "attention": types * (anywhere + for_small_memories) + rotating,
+        "attention_heads": types * 3,
         "attention_hopper": 2 * 2,
         "attention_plan": 1,
     }
@@ -205,6 +208,9 @@ def test_whatever_a_gpu_takes_is_instantiated(shared_kib, head_dim):
     few, some, many = shapes(head_dim, shared_kib << 10)
     for storage in ("__nv_bfloat16", "__half"):
         assert {shape.name(storage) for shape in (few, some, many)} <= compiled
+    for cached in BYTE_TYPES.values():
+        of_bytes = shapes(head_dim, shared_kib << 10, cached)
+        assert {shape.name("__nv_bfloat16") for shape in of_bytes} <= compiled
         if few.rotates:
             assert {few.rotating_name(storage, norms) for norms in (False, True)} <= compiled
 

@@ -164,6 +164,10 @@ def _rope_write_kv(**changes: torch.Tensor) -> None:
         ({"positions": torch.zeros(4, dtype=torch.int64)}, r"slot_mapping .*\[4\]"),
         ({"cos": torch.zeros(10, 32), "sin": torch.zeros(10, 32)}, "tables of 32 values; qkv has"),
         ({"k_weight": torch.zeros(32)}, r"k_weight .*\[64\]"),
+        (
+            {name: torch.zeros(5, 16, 2, 64, dtype=torch.int8) for name in ("k_cache", "v_cache")},
+            "k_cache is of torch.int8: scales belong to caches of 8 bits",
+        ),
     ],
 )
 def test_rope_refuses_what_its_kernel_would_read_wrongly(

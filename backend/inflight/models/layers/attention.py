@@ -87,6 +87,7 @@ class Attention:
         max_tokens: maximum T.
         max_rows: maximum n.
         batch_invariant: results for a token do not depend on the other tokens of its step.
+        kv_dtype: of a KV cache of 8 bits; None for one in the activations' type.
     """
 
     def __init__(
@@ -97,6 +98,7 @@ class Attention:
         max_tokens: int,
         max_rows: int,
         batch_invariant: bool,
+        kv_dtype: torch.dtype | None,
     ) -> None:
         heads = (spec.num_heads, spec.num_kv_heads, spec.head_dim)
         self._params = AttentionParams(
@@ -105,10 +107,11 @@ class Attention:
             window=spec.window,
             soft_cap=spec.score_cap,
             batch_invariant=batch_invariant,
+            kv_dtype=kv_dtype,
         )
         self._cos, self._sin = tables
         size = attention.workspace_size(
-            max_rows, max_tokens, *heads, batch_invariant=batch_invariant
+            max_rows, max_tokens, *heads, batch_invariant=batch_invariant, kv_dtype=kv_dtype
         )
         self._workspace = torch.zeros(size, dtype=torch.uint8, device=self._cos.device)
 
@@ -138,6 +141,7 @@ class Attention:
             num_tokens == num_chunks
             and max_q_len == 1
             and not params.batch_invariant
+            and params.kv_dtype is None
             and attention.prefers_rope_attend(
                 num_tokens, params.num_heads, params.num_kv_heads, params.head_dim
             )

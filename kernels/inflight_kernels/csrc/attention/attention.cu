@@ -59,7 +59,9 @@ __device__ __forceinline__ void mainloop(const Arguments<typename S::Element>& a
     // next unit may be arriving.
     const auto finish = [&] {
         const int last = stage == 0 ? S::STAGES - 1 : stage - 1;
-        float* const sums = reinterpret_cast<float*>(tiles + (CROSSES_UNITS ? 2 * last * S::TILE : 0));
+        float* const sums = reinterpret_cast<float*>(
+            tiles + (S::SUMS_APART ? 2 * S::STAGES * S::TILE
+                                   : (CROSSES_UNITS ? 2 * last * S::TILE : 0)));
         __syncthreads();  // all warps are done with the tile
         store_state<S>(sums, states, state, done.num_rows, warp_m, warp_n);
         __syncthreads();
@@ -160,6 +162,7 @@ __device__ __forceinline__ void mainloop(const Arguments<typename S::Element>& a
                 source.place(args, unit, rows, keys, values);
             Scores<S> scores;
             mma_qk<S>(scores, rows, queries, keys, warp_m, warp_n);
+            if constexpr (S::QUANTIZED) apply_scales<S>(scores, keys, warp_n);
             float scale = args.scale;
             if (args.soft_cap > 0.0f) {
                 cap_scores<S>(scores, scale, args.soft_cap);
@@ -169,6 +172,7 @@ __device__ __forceinline__ void mainloop(const Arguments<typename S::Element>& a
             if (first_key + S::KEYS - 1 > lowest || first_key <= highest - args.window)
                 mask_scores<S>(scores, args, unit, warp_m, first_key + warp_n * S::WARP_KEYS);
             softmax_step<S>(state, scores, scale);
+            if constexpr (S::QUANTIZED) apply_scales<S>(scores, values, warp_n);
             mma_pv<S>(state, scores, values, warp_n);
             ++tile;
         }
@@ -185,7 +189,8 @@ __device__ __forceinline__ void mainloop(const Arguments<typename S::Element>& a
 // window and number of shares = blocks.
 //
 //   q [T, H, D], rows q_stride elements apart; out [T, H, D]
-//   k_cache, v_cache [num_blocks, block_size, G, D], blocks block_stride elements apart
+//   k_cache, v_cache [num_blocks, block_size, G, D], blocks block_stride elements apart; of bytes,
+//                    with scales at the end of each block, if S::QUANTIZED
 //   block_tables [n, table_stride]
 //   slots 2 * gridDim.x * ROWS * (D + 2) floats of scratch
 //   history_ready   everything except q, and the keys and values of the tokens in q, was written

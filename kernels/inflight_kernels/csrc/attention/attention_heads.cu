@@ -15,9 +15,12 @@ namespace attention {
 
 // Tile shape of a block of threads.
 //   STAGES tiles of each warp are in shared memory.
-template <typename Element_, int HEAD_DIM_, int HEADS_, int STAGES_>
+//   Cached is the type of the cache: Element, or a byte of kv_quantization.cuh.
+template <typename Element_, int HEAD_DIM_, int HEADS_, int STAGES_, typename Cached_ = Element_>
 struct HeadsShape {
     using Element = Element_;
+    using Cached = Cached_;
+    static constexpr bool QUANTIZED = !SAME<Cached, Element>;
     static constexpr int HEAD_DIM = HEAD_DIM_;
     static constexpr int HEADS = HEADS_;  // KV heads per unit, and warps
     static constexpr int STAGES = STAGES_;
@@ -30,7 +33,8 @@ struct HeadsShape {
 
     static constexpr int CHUNKS = HEAD_DIM / 8;
     static constexpr int PITCH = HEAD_DIM + 8;
-    static constexpr int TILE = KEYS * PITCH;  // of keys, or of values, of one head
+    // Of keys, or of values, of one head.
+    static constexpr int TILE = QUANTIZED ? byte_tile_elements(KEYS, HEAD_DIM) : KEYS * PITCH;
 
     __device__ __forceinline__ static int first_key() { return 0; }
     __device__ __forceinline__ static int kv_head(const Unit& unit) {
@@ -89,13 +93,32 @@ template <class S>
 __device__ __forceinline__ void mma_kq(float (&scores)[4], const HeadRow<S>& row,
                                        const typename S::Element* keys) {
     const int lane = threadIdx.x % 32;
-    const unsigned base = ptx::shared_address(keys + lane % 16 * S::PITCH + lane / 16 * 8);
     float parts[2][4] = {};
+    if constexpr (S::QUANTIZED) {
+        const unsigned base =
+            ptx::shared_address(keys) + lane % 16 * byte_pitch(S::HEAD_DIM) + lane / 16 * 16;
 #pragma unroll
-    for (int step = 0; step < S::HEAD_DIM / 16; ++step) {
-        unsigned a[4];
-        ptx::load_matrices(a, base + step * 32);
-        ptx::mma<typename S::Element>(parts[step % 2], a, row.words[step][0], row.words[step][1]);
+        for (int step = 0; step < S::HEAD_DIM / 16; step += 2) {
+            unsigned bytes[4];
+            ptx::load_matrices(bytes, base + step * 16);
+#pragma unroll
+            for (int i = 0; i < 2; ++i) {
+                unsigned a[4];
+                S::Cached::decode(bytes[2 * i], a[0], a[2]);
+                S::Cached::decode(bytes[2 * i + 1], a[1], a[3]);
+                const unsigned(&words)[2] = row.words[step + i];
+                ptx::mma<typename S::Element>(parts[i], a, words[0], words[1]);
+            }
+        }
+    } else {
+        const unsigned base = ptx::shared_address(keys + lane % 16 * S::PITCH + lane / 16 * 8);
+#pragma unroll
+        for (int step = 0; step < S::HEAD_DIM / 16; ++step) {
+            unsigned a[4];
+            ptx::load_matrices(a, base + step * 32);
+            ptx::mma<typename S::Element>(parts[step % 2], a, row.words[step][0],
+                                          row.words[step][1]);
+        }
     }
 #pragma unroll
     for (int e = 0; e < 4; ++e) scores[e] = parts[0][e] + parts[1][e];
@@ -107,15 +130,46 @@ __device__ __forceinline__ void mma_vp(HeadState<S>& state, const float (&weight
                                        const typename S::Element* values) {
     using T = typename S::Element;
     const int lane = threadIdx.x % 32;
-    const int key = lane / 16 * 8 + lane % 8;
-    const unsigned base = ptx::shared_address(values + key * S::PITCH + lane / 8 % 2 * 8);
     const unsigned b0 = ptx::transposed(ptx::pack<T>(weights[0], weights[1]));
     const unsigned b1 = ptx::transposed(ptx::pack<T>(weights[2], weights[3]));
+    if constexpr (S::QUANTIZED) {
+        const unsigned bytes_base =
+            ptx::shared_address(values) + lane % 16 * byte_pitch(S::HEAD_DIM) + lane / 16 * 16;
+#pragma unroll
+        for (int column = 0; column < S::HEAD_DIM / 16; column += 2) {
+            unsigned bytes[4];
+            ptx::load_matrices_transposed(bytes, bytes_base + column * 16);
+#pragma unroll
+            for (int i = 0; i < 2; ++i) {
+                unsigned a[4];
+                S::Cached::decode(bytes[2 * i], a[0], a[1]);
+                S::Cached::decode(bytes[2 * i + 1], a[2], a[3]);
+                ptx::mma<T>(state.sums[column + i], a, b0, b1);
+            }
+        }
+        return;
+    }
+    const int key = lane / 16 * 8 + lane % 8;
+    const unsigned base = ptx::shared_address(values + key * S::PITCH + lane / 8 % 2 * 8);
 #pragma unroll
     for (int column = 0; column < S::HEAD_DIM / 16; ++column) {
         unsigned a[4];
         ptx::load_matrices_transposed(a, base + column * 32);
         ptx::mma<T>(state.sums[column], a, b0, b1);
+    }
+}
+
+// Multiplies by the scales of a tile of bytes: scores by those of their keys, or weights by those
+// of their values.
+template <class S>
+__device__ __forceinline__ void apply_scales(float (&scores)[4],
+                                             const typename S::Element* tile) {
+    const __half* const scales = scales_of<S>(tile) + threadIdx.x % 32 / 4;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+        const float scale = __half2float(scales[half * 8]);
+        scores[2 * half] *= scale;
+        scores[2 * half + 1] *= scale;
     }
 }
 
@@ -171,6 +225,23 @@ __device__ __forceinline__ void write_rows(const Arguments<typename S::Element>&
         inverse[r] = total > 0.0f ? 1.0f / total : 0.0f;  // zero for a row without keys
     }
     const bool exists = lane / 4 < unit.num_rows;
+    if constexpr (S::QUANTIZED) {
+        // Of each 16 columns, the first half of the registers has the even ones.
+        uint2* const pairs =
+            reinterpret_cast<uint2*>(out_row<S>(args, unit, exists ? lane / 4 : 0)) + lane % 4;
+#pragma unroll
+        for (int column = 0; column < S::HEAD_DIM / 16; ++column) {
+            const float* const sums = state.sums[column];
+            const unsigned even =
+                ptx::transposed(ptx::pack<T>(sums[0] * inverse[0], sums[1] * inverse[1]));
+            const unsigned odd =
+                ptx::transposed(ptx::pack<T>(sums[2] * inverse[0], sums[3] * inverse[1]));
+            if (exists)
+                pairs[column * 4] = make_uint2(__byte_perm(even, odd, 0x5410),
+                                               __byte_perm(even, odd, 0x7632));
+        }
+        return;
+    }
     unsigned* const out =
         reinterpret_cast<unsigned*>(out_row<S>(args, unit, exists ? lane / 4 : 0)) + lane % 4;
 #pragma unroll
@@ -199,12 +270,14 @@ __device__ __forceinline__ void leave_rows(const Arguments<typename S::Element>&
         const int row = lane % 4 * 2 + r;
         if (row < unit.num_rows) {
             if (lane < 4) *slots.state(slot, row) = make_float2(state.max[r], total);
-            float* const sums = slots.row(slot, row) + lane / 4;
+            // Columns lane / 4 and lane / 4 + 8 of each 16, or 2 * (lane / 4) and the next one.
+            constexpr int LANE_STEP = S::QUANTIZED ? 2 : 1, HALF_STEP = S::QUANTIZED ? 1 : 8;
+            float* const sums = slots.row(slot, row) + lane / 4 * LANE_STEP;
 #pragma unroll
             for (int column = 0; column < S::HEAD_DIM / 16; ++column)
 #pragma unroll
                 for (int half = 0; half < 2; ++half)
-                    sums[column * 16 + half * 8] = state.sums[column][2 * half + r];
+                    sums[column * 16 + half * HALF_STEP] = state.sums[column][2 * half + r];
         }
     }
     const Blocks blocks(unit, share);
@@ -302,6 +375,7 @@ __global__ void __launch_bounds__(S::THREADS, 8 / S::HEADS)
             stage = stage + 1 == S::STAGES ? 0 : stage + 1;
             float scores[4];
             mma_kq(scores, row, keys);
+            if constexpr (S::QUANTIZED) apply_scales<S>(scores, keys);
             float factor = args.scale;
             if (args.soft_cap > 0.0f) {
                 const SoftCap cap(factor, args.soft_cap);
@@ -313,6 +387,7 @@ __global__ void __launch_bounds__(S::THREADS, 8 / S::HEADS)
             if (first_key + S::KEYS - 1 > lowest || first_key <= highest - args.window)
                 mask_scores<S>(scores, args, unit, first_key);
             softmax_step(state, scores, factor);
+            if constexpr (S::QUANTIZED) apply_scales<S>(scores, keys + S::TILE);
             mma_vp(state, scores, keys + S::TILE);
         }
         const bool is_over = work.left == 0;

@@ -33,9 +33,9 @@ __device__ __forceinline__ int count_arrival(int* counter) {
     return before;
 }
 
-// The same, predicated on `wanted`, without a branch.
-__device__ __forceinline__ void copy_async_if(bool wanted, unsigned target, const void* source,
-                                              bool valid) {
+// Copies `bytes` of 16, the others become zero; predicated on `wanted`, without a branch.
+__device__ __forceinline__ void copy_part_async_if(bool wanted, unsigned target, const void* source,
+                                                   int bytes) {
     asm volatile(
         "{\n"
         ".reg .pred wanted;\n"
@@ -43,9 +43,15 @@ __device__ __forceinline__ void copy_async_if(bool wanted, unsigned target, cons
         "@wanted cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;\n"
         "}"
         :
-        : "r"(target), "l"(__cvta_generic_to_global(source)), "r"(valid ? 16 : 0),
+        : "r"(target), "l"(__cvta_generic_to_global(source)), "r"(bytes),
           "r"(static_cast<int>(wanted))
         : "memory");
+}
+
+// The same of 16 bytes, or zeros if not `valid`.
+__device__ __forceinline__ void copy_async_if(bool wanted, unsigned target, const void* source,
+                                              bool valid) {
+    copy_part_async_if(wanted, target, source, valid ? 16 : 0);
 }
 
 // Loads another block's data, bypassing L1; if not `wanted`, `other` in the first element and

@@ -4,6 +4,7 @@
 #pragma once
 
 
+#include "attention/attention_bytes.cuh"
 #include "attention/attention_ptx.cuh"
 #include "attention/attention_units.cuh"
 #include "common.cuh"
@@ -13,10 +14,13 @@ namespace attention {
 // Tile shape of a block of threads.
 //   WARPS_M x WARPS_N warps; each has FRAGMENTS * 16 rows and KEYS / WARPS_N of the keys.
 //   STAGES tiles of keys and values are in shared memory.
+//   Cached is the type of the cache: Element, or a byte of kv_quantization.cuh.
 template <typename Element_, int HEAD_DIM_, int WARPS_M_, int WARPS_N_, int FRAGMENTS_, int KEYS_,
-          int STAGES_>
+          int STAGES_, typename Cached_ = Element_>
 struct Shape {
     using Element = Element_;
+    using Cached = Cached_;
+    static constexpr bool QUANTIZED = !SAME<Cached, Element>;
     static constexpr int HEAD_DIM = HEAD_DIM_;
     static constexpr int WARPS_M = WARPS_M_;
     static constexpr int WARPS_N = WARPS_N_;
@@ -39,11 +43,20 @@ struct Shape {
     static constexpr int CHUNKS = HEAD_DIM / 8;  // of 16 bytes, in a row
     // 8 elements of padding put the 8 rows of an ldmatrix into different banks, for each HEAD_DIM.
     static constexpr int PITCH = HEAD_DIM + 8;
-    static constexpr int TILE = KEYS * PITCH;
+    static constexpr int TILE = QUANTIZED ? byte_tile_elements(KEYS, HEAD_DIM) : KEYS * PITCH;
     static constexpr int FLOAT_PITCH = HEAD_DIM + 8;
 
+    // The sums of all warps reuse the memory of the tiles. Those of bytes are too small: then the
+    // sums have memory of their own, or, if it is all in use, at least as much as they need.
+    static constexpr int SUMS_BYTES = WARPS_N * ROWS * FLOAT_PITCH * 4;
+    static constexpr int STAGE_BYTES = 2 * TILE * 2;
+    static constexpr bool SUMS_APART = QUANTIZED && QUERIES_IN_REGISTERS;
+
     static constexpr int QUERY_BYTES = QUERIES_IN_REGISTERS ? 0 : ROWS * PITCH * 2;
-    static constexpr int TILE_BYTES = STAGES * 2 * TILE * 2;
+    static constexpr int TILE_BYTES =
+        SUMS_APART ? STAGES * STAGE_BYTES + SUMS_BYTES
+                   : (STAGES * STAGE_BYTES > SUMS_BYTES || !QUANTIZED ? STAGES * STAGE_BYTES
+                                                                      : SUMS_BYTES);
     static constexpr int STATE_BYTES = WARPS_N * ROWS * 8;
     static constexpr int SHARED_BYTES = QUERY_BYTES + TILE_BYTES + STATE_BYTES;
 
@@ -51,11 +64,10 @@ struct Shape {
     static_assert(WARP_KEYS % 16 == 0, "a fragment of probabilities has 16 keys");
     static_assert(COPY_KEYS <= 16, "16 consecutive keys are always in one block of the cache");
     static_assert(COPY_KEYS * CHUNKS % 32 == 0, "each lane copies the same number of chunks");
-    // The sums of all warps reuse the memory of the tiles.
-    static constexpr int SUMS_BYTES = WARPS_N * ROWS * FLOAT_PITCH * 4;
     static_assert(SUMS_BYTES <= TILE_BYTES, "no room for the sums");
     // If one stage holds the sums, the others may already receive the next unit's tiles.
-    static constexpr bool CROSSES_UNITS = QUERIES_IN_REGISTERS && SUMS_BYTES <= TILE_BYTES / STAGES;
+    static constexpr bool CROSSES_UNITS =
+        QUERIES_IN_REGISTERS && (SUMS_APART || SUMS_BYTES <= TILE_BYTES / STAGES);
 
     // The part of a tile that this warp copies: its keys from here on, of this head.
     __device__ __forceinline__ static int first_key() { return threadIdx.x / 32 * COPY_KEYS; }
@@ -116,6 +128,10 @@ template <class S>
 __device__ __forceinline__ void load_tile(typename S::Element* keys,
                                           const Arguments<typename S::Element>& args, int kv_head,
                                           int kv_end, int tile, int page, int begin, int end) {
+    if constexpr (S::QUANTIZED) {
+        load_byte_tile<S>(keys, args, kv_head, kv_end, tile, page, begin, end);
+        return;
+    }
     const int lane = threadIdx.x % 32;
     const int row_stride = args.num_kv_heads * S::HEAD_DIM;
     const int first_row = S::first_key();
@@ -153,6 +169,17 @@ __device__ __forceinline__ void load_query_fragment(unsigned (&fragment)[4],
                                                     const typename S::Element* queries, int rows,
                                                     int step) {
     const int lane = threadIdx.x % 32;
+    if constexpr (S::QUANTIZED) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const typename S::Element* const row = queries + (rows + half * 8 + lane / 4) * S::PITCH;
+            const QueryWords words(
+                *reinterpret_cast<const uint2*>(row + step * 16 + lane % 4 * 4));
+            fragment[half] = words.even;
+            fragment[2 + half] = words.odd;
+        }
+        return;
+    }
     const int row = rows + lane % 16;
     const int column = step * 16 + lane / 16 * 8;
     ptx::load_matrices(fragment, ptx::shared_address(queries + row * S::PITCH + column));
@@ -181,7 +208,11 @@ struct HeadRow {
         for (int step = 0; step < STEPS; ++step) words[step][0] = words[step][1] = 0;
     }
     __device__ __forceinline__ void load(const typename S::Element* row) {
-        load_from(reinterpret_cast<const unsigned*>(row) + threadIdx.x % 4,
+        if constexpr (S::QUANTIZED)
+            load_permuted(reinterpret_cast<const uint2*>(row) + threadIdx.x % 4,
+                          typename IndicesUpTo<STEPS>::type());
+        else
+            load_from(reinterpret_cast<const unsigned*>(row) + threadIdx.x % 4,
                   typename IndicesUpTo<STEPS>::type());
     }
 
@@ -191,6 +222,10 @@ struct HeadRow {
                                               Indices<STEP...>) {
         ((words[STEP][0] = load_l2<STEP * 32>(first)), ...);
         ((words[STEP][1] = load_l2<STEP * 32 + 16>(first)), ...);
+    }
+    template <int... STEP>
+    __device__ __forceinline__ void load_permuted(const uint2* first, Indices<STEP...>) {
+        ((QueryWords(load_l2<STEP * 32>(first)).get(words[STEP])), ...);
     }
 };
 
@@ -216,11 +251,90 @@ __device__ __forceinline__ void load_queries(HeadRow<S> (&rows)[2],
 
 // ---------------------------------------------------------------- arithmetic
 
+// Fragment `step` of this warp's queries, from registers or from shared memory.
+template <class S>
+__device__ __forceinline__ void get_query_fragment(unsigned (&fragment)[4],
+                                                   const HeadRow<S> (&rows)[2],
+                                                   const typename S::Element* queries, int first,
+                                                   int step) {
+    if (!S::QUERIES_IN_REGISTERS) {
+        load_query_fragment<S>(fragment, queries, first, step);
+        return;
+    }
+#pragma unroll
+    for (int i = 0; i < 4; ++i) fragment[i] = rows[i % 2].words[step][i / 2];
+}
+
+// `mma_qk` of bytes: 32 columns at a time.
+template <class S>
+__device__ __forceinline__ void mma_qk_bytes(Scores<S>& scores, const HeadRow<S> (&rows)[2],
+                                             const typename S::Element* queries,
+                                             const typename S::Element* keys, int warp_m,
+                                             int warp_n) {
+    const int lane = threadIdx.x % 32;
+    // Matrices of 8 keys and 16 columns, in the order keys 0-7 | columns 0-15, 0-7 | 16-31,
+    // 8-15 | 0-15, 8-15 | 16-31.
+    const int key = warp_n * S::WARP_KEYS + lane / 16 * 8 + lane % 8;
+    const unsigned base =
+        ptx::shared_address(keys) + key * byte_pitch(S::HEAD_DIM) + lane / 8 % 2 * 16;
+#pragma unroll
+    for (int f = 0; f < S::FRAGMENTS; ++f)
+#pragma unroll
+        for (int n = 0; n < S::WARP_KEYS / 8; ++n)
+#pragma unroll
+            for (int e = 0; e < 4; ++e) scores[f][n][e] = 0.0f;
+#pragma unroll
+    for (int step = 0; step < S::HEAD_DIM / 16; step += 2) {
+        unsigned a[S::FRAGMENTS][2][4];
+#pragma unroll
+        for (int f = 0; f < S::FRAGMENTS; ++f)
+#pragma unroll
+            for (int i = 0; i < 2; ++i)
+                get_query_fragment<S>(a[f][i], rows, queries, warp_m * S::WARP_ROWS + f * 16,
+                                      step + i);
+#pragma unroll
+        for (int n = 0; n < S::WARP_KEYS / 16; ++n) {
+            unsigned bytes[4];
+            ptx::load_matrices(bytes, base + n * 16 * byte_pitch(S::HEAD_DIM) + step * 16);
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                unsigned even, odd;
+                S::Cached::decode(bytes[i], even, odd);
+#pragma unroll
+                for (int f = 0; f < S::FRAGMENTS; ++f)
+                    ptx::mma<typename S::Element>(scores[f][2 * n + i / 2], a[f][i % 2], even, odd);
+            }
+        }
+    }
+}
+
+// Multiplies by the scales of a tile of bytes: scores by those of their keys, or weights by those
+// of their values.
+template <class S>
+__device__ __forceinline__ void apply_scales(Scores<S>& scores, const typename S::Element* tile,
+                                             int warp_n) {
+    const __half2* const scales =
+        reinterpret_cast<const __half2*>(scales_of<S>(tile) + warp_n * S::WARP_KEYS) +
+        threadIdx.x % 4;
+#pragma unroll
+    for (int n = 0; n < S::WARP_KEYS / 8; ++n) {
+        const float2 scale = __half22float2(scales[n * 4]);
+#pragma unroll
+        for (int f = 0; f < S::FRAGMENTS; ++f)
+#pragma unroll
+            for (int e = 0; e < 4; ++e) scores[f][n][e] *= e % 2 == 0 ? scale.x : scale.y;
+    }
+}
+
 // scores = queries @ keys^T.
 template <class S>
 __device__ __forceinline__ void mma_qk(Scores<S>& scores, const HeadRow<S> (&rows)[2],
                                        const typename S::Element* queries,
                                        const typename S::Element* keys, int warp_m, int warp_n) {
+    if constexpr (S::QUANTIZED) {
+        mma_qk_bytes<S>(scores, rows, queries, keys, warp_m, warp_n);
+        return;
+    }
     const int lane = threadIdx.x % 32;
     // Matrices in the order keys 0-7 | columns 0-7, 0-7 | 8-15, 8-15 | 0-7, 8-15 | 8-15.
     const int key = warp_n * S::WARP_KEYS + lane / 16 * 8 + lane % 8;
@@ -333,9 +447,13 @@ __device__ __forceinline__ void mma_pv(State<S>& state, const Scores<S>& weights
                                        const typename S::Element* values, int warp_n) {
     using T = typename S::Element;
     const int lane = threadIdx.x % 32;
-    // Matrices in the order keys 0-7 | columns 0-7, 8-15 | 0-7, 0-7 | 8-15, 8-15 | 8-15.
+    // Matrices in the order keys 0-7 | columns 0-7, 8-15 | 0-7, 0-7 | 8-15, 8-15 | 8-15; of bytes,
+    // twice as many columns.
     const int key = warp_n * S::WARP_KEYS + lane % 16;
-    const unsigned base = ptx::shared_address(values + key * S::PITCH + lane / 16 * 8);
+    const unsigned base =
+        S::QUANTIZED
+            ? ptx::shared_address(values) + key * byte_pitch(S::HEAD_DIM) + lane / 16 * 16
+            : ptx::shared_address(values + key * S::PITCH + lane / 16 * 8);
 #pragma unroll
     for (int n = 0; n < S::WARP_KEYS / 16; ++n) {
         unsigned a[S::FRAGMENTS][4];
@@ -345,6 +463,27 @@ __device__ __forceinline__ void mma_pv(State<S>& state, const Scores<S>& weights
             a[f][1] = ptx::pack<T>(weights[f][2 * n][2], weights[f][2 * n][3]);
             a[f][2] = ptx::pack<T>(weights[f][2 * n + 1][0], weights[f][2 * n + 1][1]);
             a[f][3] = ptx::pack<T>(weights[f][2 * n + 1][2], weights[f][2 * n + 1][3]);
+        }
+        if constexpr (S::QUANTIZED) {
+#pragma unroll
+            for (int column = 0; column < S::HEAD_DIM / 16; column += 2) {
+                unsigned bytes[4];
+                ptx::load_matrices_transposed(
+                    bytes, base + n * 16 * byte_pitch(S::HEAD_DIM) + column * 16);
+#pragma unroll
+                for (int i = 0; i < 2; ++i) {
+                    unsigned even[2], odd[2];
+                    S::Cached::decode(bytes[2 * i], even[0], odd[0]);
+                    S::Cached::decode(bytes[2 * i + 1], even[1], odd[1]);
+#pragma unroll
+                    for (int f = 0; f < S::FRAGMENTS; ++f) {
+                        float(&sums)[S::HEAD_DIM / 8][4] = state.sums[f];
+                        ptx::mma<T>(sums[2 * (column + i)], a[f], even[0], even[1]);
+                        ptx::mma<T>(sums[2 * (column + i) + 1], a[f], odd[0], odd[1]);
+                    }
+                }
+            }
+            continue;
         }
 #pragma unroll
         for (int column = 0; column < S::HEAD_DIM / 16; ++column) {
@@ -375,6 +514,17 @@ __device__ __forceinline__ void store_state(float* sums, float2* states, const S
             const float total = sum_of_quad(state.total[f][half]);
             if (unit_row >= num_rows) continue;
             if (lane % 4 == 0) states[row] = make_float2(state.max[f][half], total);
+            if constexpr (S::QUANTIZED) {
+                // Even columns of each 16 are in one fragment, odd ones in the next.
+#pragma unroll
+                for (int n = 0; n < S::HEAD_DIM / 8; n += 2) {
+                    const float* const even = state.sums[f][n] + 2 * half;
+                    const float* const odd = state.sums[f][n + 1] + 2 * half;
+                    *reinterpret_cast<float4*>(sums + row * S::FLOAT_PITCH + n * 8 + lane % 4 * 4) =
+                        make_float4(even[0], odd[0], even[1], odd[1]);
+                }
+                continue;
+            }
 #pragma unroll
             for (int n = 0; n < S::HEAD_DIM / 8; ++n)
                 *reinterpret_cast<float2*>(sums + row * S::FLOAT_PITCH + n * 8 + lane % 4 * 2) =

@@ -55,7 +55,8 @@ struct Queue {
     int heads_at_once;
 };
 
-// Arguments of `attend`; the same for each block.
+// Arguments of `attend`; the same for each block. If the cache has 8 bits, k_cache and v_cache are
+// read as bytes, and block_stride is in bytes.
 template <typename T>
 struct Arguments {
     const T* q;

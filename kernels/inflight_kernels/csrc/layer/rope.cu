@@ -1,8 +1,38 @@
 // Fused per-head norm, RoPE and KV cache write, between the qkv projection and attention.
 #include "common.cuh"
+#include "kv_quantization.cuh"
 
 __device__ constexpr int power_of_two_from(int n) {
     return n <= 1 ? 1 : 2 * power_of_two_from((n + 1) / 2);
+}
+
+// The largest magnitude in two vectors of each of WIDTH lanes; NaN if there is one, as among bit
+// patterns it is the largest. All lanes of the warp must call it.
+template <int WIDTH, int N>
+__device__ float largest_of(const float (&a)[N], const float (&b)[N]) {
+    unsigned largest = 0;
+#pragma unroll
+    for (int j = 0; j < N; j++) {
+        largest = max(largest, __float_as_uint(a[j]) & 0x7fffffffu);
+        largest = max(largest, __float_as_uint(b[j]) & 0x7fffffffu);
+    }
+#pragma unroll
+    for (int distance = WIDTH / 2; distance > 0; distance /= 2)
+        largest = max(largest, __shfl_xor_sync(FULL_WARP, largest, distance));
+    return __uint_as_float(largest);
+}
+
+// Writes values, multiplied by the inverse of their scale, as bytes; zeros if that is 0.
+template <typename C, int N>
+__device__ void store_bytes(C* target, const float (&values)[N], float inverse) {
+#pragma unroll
+    for (int j = 0; j < N; j += 4) {
+        unsigned word = 0;
+#pragma unroll
+        for (int i = 0; i < 4; i++)
+            word |= C::encode(inverse > 0.0f ? values[j + i] * inverse : 0.0f) << 8 * i;
+        reinterpret_cast<unsigned*>(target)[j / 4] = word;
+    }
 }
 
 // One block per token. A row of qkv is num_heads heads of q, then num_kv_heads of k and of v.
@@ -12,10 +42,13 @@ __device__ constexpr int power_of_two_from(int n) {
 // heads of a thread. cos and sin are rows of D per position; the second half of `sin` has the
 // positive sign. Negative slots are not written. `history_ready`: slots and positions are
 // (common.cuh), and the next kernel has much to do before its wait.
-template <typename T, int D, bool NORM>
+//
+// C is the type of the cache: T, or a byte of kv_quantization.cuh, whose strides are in bytes. The
+// lanes of a head then share their largest magnitude, and the first one writes the scale.
+template <typename T, typename C, int D, bool NORM>
 __global__ void __launch_bounds__(512)
-    rope_write_kv(const T* qkv, long long qkv_stride, T* q_out, long long q_stride, T* k_cache,
-                  T* v_cache, long long block_stride, long long slot_stride, long long head_stride,
+    rope_write_kv(const T* qkv, long long qkv_stride, T* q_out, long long q_stride, C* k_cache,
+                  C* v_cache, long long block_stride, long long slot_stride, long long head_stride,
                   int block_size, const long long* slots, const long long* positions,
                   const float* cos, const float* sin, const float* q_weight,
                   const float* k_weight, float eps, int num_heads, int num_kv_heads, bool history_ready) {
@@ -84,8 +117,8 @@ __global__ void __launch_bounds__(512)
                 for (int j = 0; j < N; j++) b[j] *= scale * w[j];
             }
         }
-        if (!mine) continue;
-        if (rotated) {
+        if (SAME<T, C> && !mine) continue;
+        if (rotated && (SAME<T, C> || mine)) {
 #pragma unroll
             for (int j = 0; j < N; j++) {
                 const float turned = a[j] * c[j] - b[j] * s[j];
@@ -93,17 +126,40 @@ __global__ void __launch_bounds__(512)
                 a[j] = turned;
             }
         }
-        T* target;
-        if (head < num_heads) {
-            target = q_out + token * q_stride + head * D;
-        } else if (place < 0) {
-            continue;
-        } else if (rotated) {
-            target = k_cache + place + (head - num_heads) * head_stride;
+        if constexpr (SAME<T, C>) {
+            T* target;
+            if (head < num_heads) {
+                target = q_out + token * q_stride + head * D;
+            } else if (place < 0) {
+                continue;
+            } else if (rotated) {
+                target = k_cache + place + (head - num_heads) * head_stride;
+            } else {
+                target = v_cache + place + (head - num_heads - num_kv_heads) * head_stride;
+            }
+            store_vector(target + column, pack<T>(a));
+            store_vector(target + column + HALF, pack<T>(b));
         } else {
-            target = v_cache + place + (head - num_heads - num_kv_heads) * head_stride;
+            const __half scale = scale_of<C>(largest_of<GROUP>(a, b));
+            if (!mine) continue;
+            if (head < num_heads) {
+                T* const target = q_out + token * q_stride + head * D + column;
+                store_vector(target, pack<T>(a));
+                store_vector(target + HALF, pack<T>(b));
+                continue;
+            }
+            if (place < 0) continue;
+            const int kv_head = head - num_heads - (rotated ? 0 : num_kv_heads);
+            C* const cache = rotated ? k_cache : v_cache;
+            C* const target = cache + place + kv_head * head_stride + column;
+            const float inverse = inverse_of(scale);
+            store_bytes(target, a, inverse);
+            store_bytes(target + HALF, b, inverse);
+            if (lane > 0) continue;
+            const int block = static_cast<int>(slot) / block_size;
+            __half* const scales = reinterpret_cast<__half*>(
+                cache + block * block_stride + scales_offset(block_size, num_kv_heads, D));
+            scales[kv_head * block_size + static_cast<int>(slot) % block_size] = scale;
         }
-        store_vector(target + column, pack<T>(a));
-        store_vector(target + column + HALF, pack<T>(b));
     }
 }

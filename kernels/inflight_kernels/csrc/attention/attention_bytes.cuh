@@ -1,0 +1,97 @@
+// Tiles of a cache of 8 bits (kv_quantization.cuh), as copied and as operands of mma.
+//
+// A matrix of ldmatrix, 8 rows of 16 bytes, gives a lane the 4 bytes (lane / 4, 4 * (lane % 4)) and
+// the next ones; transposed, the bytes 2 * (lane / 4) and the next one of rows 2 * (lane % 4) and
+// the next one. `decode` returns bytes 0 and 2 of a word, and bytes 1 and 3, as two registers of an
+// operand. Thus of each 16 columns, the products of a score are added in another order than the
+// columns', for which queries are permuted; and the sums of even columns are in the registers that
+// the first 8 columns have otherwise, those of odd columns in the others.
+#pragma once
+
+#include "attention/attention_ptx.cuh"
+#include "attention/attention_units.cuh"
+#include "common.cuh"
+#include "kv_quantization.cuh"
+
+namespace attention {
+
+// Bytes from row to row of a tile: 16 more than a head, which puts the 8 rows of an ldmatrix into
+// different banks, for each head dim.
+__device__ constexpr int byte_pitch(int head_dim) { return head_dim + 16; }
+
+// The size of a tile and the scales after it, in elements of 2 bytes.
+__device__ constexpr int byte_tile_elements(int keys, int head_dim) {
+    return keys * (byte_pitch(head_dim) + 2) / 2;
+}
+
+// A lane's four queries of each 16 columns, 4 * (lane % 4) and the next ones, as an operand whose
+// other side is decoded bytes.
+struct QueryWords {
+    unsigned even, odd;
+
+    __device__ __forceinline__ explicit QueryWords(uint2 four)
+        : even(__byte_perm(four.x, four.y, 0x5410)), odd(__byte_perm(four.x, four.y, 0x7632)) {}
+
+    __device__ __forceinline__ void get(unsigned (&words)[2]) const {
+        words[0] = even;
+        words[1] = odd;
+    }
+};
+
+// The scales of a tile, in shared memory.
+template <class S>
+__device__ __forceinline__ const __half* scales_of(const typename S::Element* tile) {
+    return reinterpret_cast<const __half*>(reinterpret_cast<const unsigned char*>(tile) +
+                                           S::KEYS * byte_pitch(S::HEAD_DIM));
+}
+
+// Copies this warp's part of a tile of keys and values, restricted to the keys [begin, end), with
+// their scales. Rows and scales past the sequence become zero: their weight is 0, but the cache may
+// contain NaN there.
+template <class S>
+__device__ __forceinline__ void load_byte_tile(typename S::Element* keys,
+                                               const Arguments<typename S::Element>& args,
+                                               int kv_head, int kv_end, int tile, int page,
+                                               int begin, int end) {
+    constexpr int CHUNKS = S::HEAD_DIM / 16;
+    constexpr int SCALE_CHUNKS = S::COPY_KEYS / 8;  // of 16 bytes, of keys and of values each
+    static_assert(S::COPY_KEYS * CHUNKS % 32 == 0, "each lane copies the same number of chunks");
+    static_assert(S::COPY_KEYS % 8 == 0, "whole chunks of scales");
+    const int lane = threadIdx.x % 32;
+    const int row_stride = args.num_kv_heads * S::HEAD_DIM;
+    const int first_row = S::first_key();
+    const int first_key = tile * S::KEYS + first_row;
+    const int offset = first_key & ((1 << args.block_shift) - 1);  // in the block
+    const long long block = page * args.block_stride;
+    const unsigned char* const k_block = reinterpret_cast<const unsigned char*>(args.k_cache) + block;
+    const unsigned char* const v_block = reinterpret_cast<const unsigned char*>(args.v_cache) + block;
+    const long long origin = static_cast<long long>(offset) * row_stride + kv_head * S::HEAD_DIM;
+    const unsigned target = ptx::shared_address(keys);
+#pragma unroll
+    for (int i = 0; i < S::COPY_KEYS * CHUNKS / 32; ++i) {
+        const int row = (i * 32 + lane) / CHUNKS;
+        const int chunk = (i * 32 + lane) % CHUNKS;
+        const int key = first_key + row;
+        const bool copied = key >= begin && key < end;
+        const bool valid = key < kv_end;
+        const unsigned place =
+            target + (first_row + row) * byte_pitch(S::HEAD_DIM) + chunk * 16;
+        const long long source = origin + static_cast<long long>(row) * row_stride + chunk * 16;
+        ptx::copy_async_if(copied, place, k_block + source, valid);
+        ptx::copy_async_if(copied, place + S::TILE * 2, v_block + source, valid);
+    }
+    // Scales of 8 keys are copied with the last of them, so once.
+    const int row = lane % SCALE_CHUNKS * 8;
+    const int key = first_key + row;
+    const bool copied = lane < 2 * SCALE_CHUNKS && key + 7 >= begin && key + 7 < end;
+    const bool of_values = lane / SCALE_CHUNKS % 2 == 1;
+    const unsigned place = target + (of_values ? S::TILE * 2 : 0) +
+                           S::KEYS * byte_pitch(S::HEAD_DIM) + (first_row + row) * 2;
+    const long long scales =
+        scales_offset(1 << args.block_shift, args.num_kv_heads, S::HEAD_DIM) +
+        (static_cast<long long>(kv_head) << args.block_shift) * 2 + (offset + row) * 2;
+    ptx::copy_part_async_if(copied, place, (of_values ? v_block : k_block) + scales,
+                            min(max(kv_end - key, 0), 8) * 2);
+}
+
+}  // namespace attention

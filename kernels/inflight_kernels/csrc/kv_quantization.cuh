@@ -1,0 +1,92 @@
+// Keys and values of 8 bits; torch_ops/kv_quantization.py defines their layout and rounding.
+//
+// A byte is encoded from a float and decoded to bfloat16, both exactly as on any other GPU: e4m3
+// by integer operations, since conversion instructions need compute capability 8.9.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+// Two bfloat16, the first in the lower half.
+__device__ __forceinline__ __nv_bfloat162 as_pair(unsigned word) {
+    return *reinterpret_cast<const __nv_bfloat162*>(&word);
+}
+
+__device__ __forceinline__ unsigned as_word(const __nv_bfloat162& pair) {
+    return *reinterpret_cast<const unsigned*>(&pair);
+}
+
+struct Fp8 {  // e4m3
+    static constexpr float LARGEST = 448.0f;
+    unsigned char bits;
+
+    // Rounds to nearest even; |x| is at most LARGEST, apart from rounding errors.
+    static __device__ __forceinline__ unsigned encode(float x) {
+        const unsigned all = __float_as_uint(x);
+        const unsigned magnitude = all & 0x7fffffffu;
+        // Normal numbers lose 20 bits of mantissa, and have the exponent's bias 7 instead of 127.
+        const unsigned rounded = (magnitude + 0x7ffffu + (magnitude >> 20 & 1)) >> 20;
+        const unsigned normal = min(rounded - (120u << 3), 0x7eu);
+        // Below 2^-6 they are multiples of 2^-9.
+        const unsigned subnormal = __float2uint_rn(__uint_as_float(magnitude) * 512.0f);
+        return (magnitude < 0x3c800000u ? subnormal : normal) | (all >> 24 & 0x80u);
+    }
+
+    // Bytes 0 and 2, and bytes 1 and 3 of a word, as pairs of bfloat16.
+    static __device__ __forceinline__ void decode(unsigned word, unsigned& even, unsigned& odd) {
+        even = widen(word << 8);
+        odd = widen(word);
+    }
+
+   private:
+    // The upper byte of each half. Its exponent becomes the lower bits of bfloat16's, whose bias is
+    // larger by 120.
+    static __device__ __forceinline__ unsigned widen(unsigned word) {
+        const unsigned bits = (word & 0x80008000u) | (word >> 4 & 0x07f007f0u);
+        const __nv_bfloat162 rebias = as_pair(0x7b807b80u);  // 2^120, twice
+        return as_word(__hmul2(as_pair(bits), rebias));
+    }
+};
+
+struct Int8 {
+    static constexpr float LARGEST = 127.0f;
+    signed char bits;
+
+    // Rounds to nearest even; |x| is at most LARGEST, apart from rounding errors.
+    static __device__ __forceinline__ unsigned encode(float x) {
+        return static_cast<unsigned>(__float2int_rn(x)) & 0xffu;
+    }
+
+    // See Fp8.
+    static __device__ __forceinline__ void decode(unsigned word, unsigned& even, unsigned& odd) {
+        even = widen(word);
+        odd = widen(word >> 8);
+    }
+
+   private:
+    // The lower byte of each half. From 128 on, bfloat16 counts in ones: 128 plus the lower 7 bits,
+    // minus 128, or 256 for a negative number.
+    static __device__ __forceinline__ unsigned widen(unsigned word) {
+        const unsigned number = (word & 0x007f007fu) | 0x43004300u;
+        const unsigned offset = (word & 0x00800080u) | 0x43004300u;
+        return as_word(__hsub2(as_pair(number), as_pair(offset)));
+    }
+};
+
+// The scale of a vector with this largest magnitude, rounded up so that nothing is clipped. Not
+// finite if the magnitude is not, or too large.
+template <typename Byte>
+__device__ __forceinline__ __half scale_of(float largest) {
+    return __float2half_ru(largest / Byte::LARGEST);
+}
+
+// Multiplies a vector to be encoded: the inverse of its scale; 0 if that is 0 or not finite.
+__device__ __forceinline__ float inverse_of(__half scale) {
+    const float wide = __half2float(scale);
+    return wide > 0.0f && wide < 65536.0f ? 1.0f / wide : 0.0f;
+}
+
+// Where the scales [num_kv_heads, block_size] of a block begin, in bytes from its begin.
+__device__ __forceinline__ long long scales_offset(int block_size, int num_kv_heads, int head_dim) {
+    return static_cast<long long>(block_size) * num_kv_heads * head_dim;
+}

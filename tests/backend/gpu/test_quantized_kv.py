@@ -1,0 +1,102 @@
+"""On a GPU, a KV cache of 8 bits: texts do not depend on how they came about, and logits are those
+of the CPU."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from inflight.checkpoint.locate import Checkpoint
+from inflight.engine.engine import generate
+from windowed import LENGTHS, keep_all, make_engine, requests, run_poisoned, write_model
+
+pytestmark = pytest.mark.gpu
+
+each_dtype = pytest.mark.parametrize("kv_dtype", ["fp8", "int8"])
+
+
+def model(folder: Path, head_dim: int, name: str = "5 of 6 layers") -> Checkpoint:
+    shape = {"hidden_size": 4 * head_dim, "intermediate_size": 512, "head_dim": head_dim}
+    return write_model(folder, name, **shape)
+
+
+@each_dtype
+@pytest.mark.parametrize("head_dim", [64, 96, 128, 256])
+@pytest.mark.parametrize("cuda_graphs", [True, False])
+def test_freed_blocks_are_never_read(
+    tmp_path: Path,
+    kv_dtype: str,
+    head_dim: int,
+    cuda_graphs: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    checkpoint = model(tmp_path, head_dim)
+    changes: dict[str, Any] = {
+        "kv_cache_dtype": kv_dtype,
+        "cuda_graphs": cuda_graphs,
+        "batch_invariant": True,
+    }
+    texts, num_freed = run_poisoned(make_engine(checkpoint, "gpu", **changes))
+    assert num_freed > 0
+    keep_all(monkeypatch)
+    assert texts == generate(make_engine(checkpoint, "gpu", **changes), requests(LENGTHS))
+
+
+@each_dtype
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"max_prefill_chunk": 50},
+        {"num_blocks": 60},
+        {"enable_prefix_caching": True, "max_num_seqs": 2},
+        {"max_num_seqs": 1},
+    ],
+    ids=["chunks", "preempted", "prefix cache", "alone"],
+)
+def test_texts_do_not_depend_on_the_batch(
+    tmp_path: Path, kv_dtype: str, changes: dict[str, Any]
+) -> None:
+    checkpoint = model(tmp_path, 128, "all layers")
+    settings: dict[str, Any] = {"kv_cache_dtype": kv_dtype, "batch_invariant": True}
+    expected = generate(make_engine(checkpoint, "gpu", **settings), requests(LENGTHS))
+    found = generate(make_engine(checkpoint, "gpu", **settings | changes), requests(LENGTHS))
+    assert found == expected
+
+
+@each_dtype
+def test_a_poisoned_pool_of_steps_that_are_not_batch_invariant_reads_no_freed_block(
+    tmp_path: Path, kv_dtype: str
+) -> None:
+    """NaN would end a request with an error."""
+    _, num_freed = run_poisoned(
+        make_engine(model(tmp_path, 128), "gpu", kv_cache_dtype=kv_dtype, cuda_graphs=False)
+    )
+    assert num_freed > 0
+
+
+@each_dtype
+def test_log_probabilities_are_those_of_the_cpu(tmp_path: Path, kv_dtype: str) -> None:
+    """Of the first tokens, before texts part where two are about as likely."""
+    checkpoint = model(tmp_path, 64, "all layers")
+    wanted = requests(LENGTHS, max_tokens=1)
+    found: dict[str, list[float]] = {}
+    for device in ("gpu", "cpu"):
+        engine = make_engine(
+            checkpoint,
+            device,
+            kv_cache_dtype=kv_dtype,
+            dtype="bfloat16",
+            block_size=16,
+        )
+        for request in wanted:
+            engine.submit(request)
+        logprobs: dict[int, float] = {}
+        while engine.has_work:
+            for event in engine.step():
+                assert event.error is None
+                logprobs[event.request_id] = event.cumulative_logprob
+        found[device] = [logprobs[request.request_id] for request in wanted]
+    assert torch.allclose(torch.tensor(found["gpu"]), torch.tensor(found["cpu"]), atol=0.1)

@@ -1,0 +1,371 @@
+"""Keys and values of 8 bits: written as by the definition, and attended to as if dequantised."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from attention_steps import BOUND, STEPS, Step, error, make_step
+from guarded import ROUNDING, Guarded, relative_error
+from inflight_kernels.ops import attention_operands, cache
+from inflight_kernels.ops.attention import attend, plan, workspace_size
+from inflight_kernels.ops.attention_dispatch import HEAD_DIMS
+from inflight_kernels.ops.attention_operands import AttentionMetadata, AttentionParams
+from inflight_kernels.ops.rope import PagedKV, QkNorm, RopeInputs, rope_write_kv
+from inflight_kernels.torch_ops import kv_quantization, transformer
+from inflight_kernels.torch_ops.kv_quantization import QuantizedKV, dequantize, quantize
+
+pytestmark = pytest.mark.gpu
+
+DTYPES = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
+each_type = pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
+EPS = 1e-6
+NUM_POSITIONS = 5000
+
+
+def blocks(num_blocks: int, block_size: int, heads: int, head_dim: int) -> Tensor:
+    """Memory whose scales are NaN, and whose bytes are NaN in e4m3."""
+    shape = (num_blocks, block_size, heads, head_dim + 2)
+    return torch.full(shape, 255, dtype=torch.uint8, device="cuda")
+
+
+def read(memory: QuantizedKV, dtype: torch.dtype = torch.float64) -> Tensor:
+    """All blocks, dequantised."""
+    every = torch.arange(len(memory.values), device="cuda")
+    return kv_quantization.read_blocks(memory, every, dtype)
+
+
+# ---------------------------------------------------------------- attention
+
+
+@dataclass
+class QuantizedStep:
+    """A step whose cache is quantised.
+
+    Attributes:
+        plain: the same, with a cache of the dequantised values.
+        memories: keys and values.
+    """
+
+    plain: Step
+    memories: tuple[QuantizedKV, QuantizedKV]
+
+    def run(
+        self, workspace: Tensor | None = None, history_ready: bool = False, **spec: Any
+    ) -> Tensor:
+        plain, out = self.plain, self.plain.out()
+        params = AttentionParams(
+            *plain.heads,
+            scale=plain.scale,
+            kv_dtype=self.memories[0].values.dtype,
+            **spec,
+        )
+        metadata = AttentionMetadata(
+            params,
+            plain.query_start,
+            plain.seq_lens,
+            plain.block_tables,
+            len(plain.q),
+            self.workspace(**spec) if workspace is None else workspace,
+            planned=workspace is not None,
+        )
+        if workspace is not None and not history_ready:
+            plan(metadata)
+        attend(plain.q, PagedKV(*self.memories), metadata, out, history_ready=history_ready)
+        return out
+
+    def workspace(self, batch_invariant: bool = False, **_: Any) -> Tensor:
+        size = workspace_size(
+            len(self.plain.seq_lens),
+            len(self.plain.q),
+            *self.plain.heads,
+            batch_invariant=batch_invariant,
+            kv_dtype=self.memories[0].values.dtype,
+        )
+        return torch.full((size,), 0xFF, dtype=torch.uint8, device="cuda")
+
+
+def quantized(plain: Step, dtype: torch.dtype) -> QuantizedStep:
+    """The step with its cache quantised; NaN stays where nothing is to be read."""
+    memories, floats = [], []
+    for kept in (plain.k_cache, plain.v_cache):
+        num_blocks, block_size, heads, head_dim = kept.shape
+        memory = kv_quantization.of_blocks(blocks(num_blocks, block_size, heads, head_dim), dtype)
+        rows = kept.flatten(0, 1)
+        slots = (~rows.isnan().any(-1).any(-1)).nonzero()[:, 0]
+        # Of different sizes, so that each needs its own scale.
+        sizes = torch.rand(len(slots), heads, 1, device="cuda") * 3 + 0.1
+        kv_quantization.write(rows[slots] * sizes, memory, slots)
+        memories.append(memory)
+        floats.append(read(memory))
+    return QuantizedStep(
+        replace(plain, k_cache=floats[0], v_cache=floats[1]), (memories[0], memories[1])
+    )
+
+
+@each_type
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+@pytest.mark.parametrize("step", STEPS)
+def test_attention_is_that_of_the_dequantised_values(
+    step: str, head_dim: int, dtype: torch.dtype
+) -> None:
+    made = quantized(make_step(*STEPS[step], head_dim=head_dim), dtype)
+    expected = made.plain.definition()
+    assert error(made.run(), expected) < BOUND[torch.bfloat16]
+    assert error(made.run(batch_invariant=True), expected) < BOUND[torch.bfloat16]
+
+
+@each_type
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+@pytest.mark.parametrize("step", STEPS)
+def test_attention_is_right_in_100_kib_of_shared_memory(
+    step: str, head_dim: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attention_operands, "_shared_bytes", lambda: 100 << 10)
+    monkeypatch.setattr(attention_operands, "is_hopper", lambda: False)
+    made = quantized(make_step(*STEPS[step], head_dim=head_dim), dtype)
+    assert error(made.run(), made.plain.definition()) < BOUND[torch.bfloat16]
+
+
+@each_type
+@pytest.mark.parametrize("heads", [(4, 4), (8, 2), (32, 8), (28, 4), (9, 3), (16, 1), (71, 1)])
+@pytest.mark.parametrize("step", ["decode", "decode, many", "verify", "mixed"])
+def test_any_number_of_query_heads_may_share_a_kv_head(
+    step: str, heads: tuple[int, int], dtype: torch.dtype
+) -> None:
+    made = quantized(make_step(*STEPS[step], num_heads=heads[0], num_kv_heads=heads[1]), dtype)
+    assert error(made.run(), made.plain.definition()) < BOUND[torch.bfloat16]
+
+
+@each_type
+@pytest.mark.parametrize("block_size", [32, 64])
+@pytest.mark.parametrize("step", STEPS)
+def test_any_block_size(step: str, block_size: int, dtype: torch.dtype) -> None:
+    """With heads that have a kernel for many sequences, too."""
+    made = quantized(
+        make_step(*STEPS[step], block_size=block_size, num_heads=32, num_kv_heads=8), dtype
+    )
+    assert error(made.run(), made.plain.definition()) < BOUND[torch.bfloat16]
+
+
+@each_type
+@pytest.mark.parametrize("step", STEPS)
+def test_windows_and_soft_caps(step: str, dtype: torch.dtype) -> None:
+    made = quantized(make_step(*STEPS[step]), dtype)
+    for window in (1, 63, 1000):
+        out = made.run(window=window)
+        assert error(out, made.plain.definition(window=window)) < BOUND[torch.bfloat16]
+    made.plain.scale = 1.0
+    expected = made.plain.definition(soft_cap=30.0)
+    assert error(made.run(soft_cap=30.0), expected) < 2 * BOUND[torch.bfloat16]
+
+
+@each_type
+@pytest.mark.parametrize("step", ["decode", "decode, hundred", "mixed", "decode, many"])
+def test_a_plan_is_valid_for_all_layers_with_ready_history(step: str, dtype: torch.dtype) -> None:
+    made = quantized(make_step(*STEPS[step], num_heads=32, num_kv_heads=8), dtype)
+    workspace = made.workspace()
+    first = made.run(workspace)
+    assert error(first, made.plain.definition()) < BOUND[torch.bfloat16]
+    for _ in range(5):
+        assert torch.equal(made.run(workspace, history_ready=True), first)
+
+
+@each_type
+@pytest.mark.parametrize("step", ["decode", "decode, many", "prefill"])
+def test_a_value_that_is_not_finite_stays_visible_and_hurts_no_other_chunk(
+    step: str, dtype: torch.dtype
+) -> None:
+    made = quantized(make_step(*STEPS[step], num_heads=32, num_kv_heads=8), dtype)
+    healthy = made.run()
+    for memory in made.memories:
+        damaged = memory.scales.clone()
+        block = int(made.plain.block_tables[1, 0])
+        memory.scales[block, :, 0] = torch.nan
+        out = made.run()
+        rows = slice(*made.plain.query_start[1:3].tolist())
+        assert out[rows].isnan().all()
+        assert torch.equal(out[: rows.start], healthy[: rows.start])
+        assert torch.equal(out[rows.stop :], healthy[rows.stop :])
+        memory.scales.copy_(damaged)
+
+
+# ---------------------------------------------------------------- writing
+
+SHAPES = [(32, 8, 128), (9, 3, 64), (4, 1, 256), (6, 2, 80), (5, 5, 96), (7, 1, 112), (3, 1, 48)]
+
+
+@dataclass
+class Written:
+    """Operands of a step of RoPE, and memory for its keys and values."""
+
+    qkv: Tensor
+    rope: RopeInputs
+    data: Tensor
+    kv: PagedKV
+    heads: tuple[int, int, int]
+
+    def run(self, q_out: Tensor, qk_norm: QkNorm | None = None) -> None:
+        rope_write_kv(self.qkv, self.rope, self.kv, q_out=q_out, qk_norm=qk_norm)
+
+    def expected(self, qk_norm: QkNorm | None) -> tuple[Tensor, Tensor, Tensor]:
+        num_heads, num_kv_heads, head_dim = self.heads
+        rows = self.qkv.double().view(len(self.qkv), -1, head_dim)
+        q, k, v = rows.split([num_heads, num_kv_heads, num_kv_heads], 1)
+        if qk_norm is not None:
+            q, _ = transformer.rms_norm(q, qk_norm.q_weight.double(), EPS)
+            k, _ = transformer.rms_norm(k, qk_norm.k_weight.double(), EPS)
+        cos, sin = (table[self.rope.positions].double() for table in (self.rope.cos, self.rope.sin))
+        return transformer.rotary(q, cos, sin), transformer.rotary(k, cos, sin), v
+
+
+def make_written(
+    tokens: int, heads: tuple[int, int, int], dtype: torch.dtype, block_size: int = 16
+) -> Written:
+    num_heads, num_kv_heads, head_dim = heads
+    frequencies = (1e4 ** -(np.arange(0, head_dim, 2) / head_dim)).astype(np.float32)
+    cos, sin = transformer.rotary_tables(frequencies, NUM_POSITIONS)
+    num_blocks = tokens // block_size + 9
+    memory = blocks(2 * num_blocks, block_size, num_kv_heads, head_dim)
+    data = memory.view(2, num_blocks, *memory.shape[1:])
+    rope = RopeInputs(
+        torch.randint(0, NUM_POSITIONS, (tokens,), device="cuda"),
+        torch.randperm(num_blocks * block_size, device="cuda")[:tokens],
+        cos.cuda(),
+        sin.cuda(),
+    )
+    kv = PagedKV(*(kv_quantization.of_blocks(one, dtype) for one in data))
+    qkv = torch.randn(tokens, (num_heads + 2 * num_kv_heads) * head_dim, device="cuda")
+    return Written(qkv.bfloat16(), rope, data, kv, heads)
+
+
+def rows_of(memory: Any, slots: Tensor) -> tuple[Tensor, Tensor]:
+    """The bytes [n, G, D] and scales [n, G] of slots, once nothing else was written."""
+    assert isinstance(memory, QuantizedKV)
+    values = memory.values.view(torch.uint8).flatten(0, 1)
+    scales = memory.scales.transpose(1, 2).flatten(0, 1)
+    others = torch.ones(len(values), dtype=torch.bool, device="cuda")
+    others[slots] = False
+    assert (values[others] == 255).all() and scales[others].isnan().all()
+    return values[slots].view(memory.values.dtype), scales[slots]
+
+
+@each_type
+@pytest.mark.parametrize("heads", SHAPES, ids=str)
+@pytest.mark.parametrize("tokens", [1, 37, 700])
+@pytest.mark.parametrize("normed", [False, True], ids=["plain", "normed"])
+def test_a_step_is_written_as_by_the_definition(
+    dtype: torch.dtype, heads: tuple[int, int, int], tokens: int, normed: bool
+) -> None:
+    step = make_written(tokens, heads, dtype)
+    qk_norm = None
+    if normed:
+        weights = [torch.randn(heads[2], device="cuda") for _ in range(2)]
+        qk_norm = QkNorm(weights[0], weights[1], EPS)
+    q_out = Guarded(tokens, heads[0], heads[2], dtype=torch.bfloat16)
+    step.run(q_out.tensor, qk_norm)
+    q, k, v = step.expected(qk_norm)
+    assert relative_error(q_out.check(), q) < ROUNDING[torch.bfloat16]
+    slots = step.rope.slot_mapping
+    # Values are only copied: the same bits. Keys are rotated in float32: now and then one rounds
+    # to the other neighbour, or a scale does.
+    values, scales = rows_of(step.kv.v_cache, slots)
+    expected, expected_scales = quantize(v, dtype)
+    assert torch.equal(scales, expected_scales)
+    assert torch.equal(values.view(torch.uint8), expected.view(torch.uint8))
+    keys, scales = rows_of(step.kv.k_cache, slots)
+    expected, expected_scales = quantize(k, dtype)
+    assert relative_error(scales, expected_scales.double()) < 1e-4
+    same = keys.view(torch.uint8) == expected.view(torch.uint8)
+    assert float(same.float().mean()) > 0.99
+    found = dequantize(keys, scales, torch.float64)
+    steps = scales.double().unsqueeze(-1) * (1 if dtype == torch.int8 else 32)
+    assert ((found - k).abs() <= 0.51 * steps).all()
+
+
+@each_type
+@pytest.mark.parametrize("block_size", [16, 32, 64])
+def test_scales_are_in_their_block_whatever_its_size(dtype: torch.dtype, block_size: int) -> None:
+    step = make_written(100, (4, 2, 64), dtype, block_size)
+    step.run(torch.empty(100, 4, 64, dtype=torch.bfloat16, device="cuda"))
+    _, _, v = step.expected(None)
+    values, scales = rows_of(step.kv.v_cache, step.rope.slot_mapping)
+    expected, expected_scales = quantize(v, dtype)
+    assert torch.equal(scales, expected_scales)
+    assert torch.equal(values.view(torch.uint8), expected.view(torch.uint8))
+
+
+@each_type
+def test_zeros_numbers_out_of_range_and_negative_slots(dtype: torch.dtype) -> None:
+    step = make_written(6, (4, 2, 64), dtype)
+    rows = step.qkv.view(6, 8, 64)
+    rows[0, 4:] = 0.0
+    rows[1, 4:, 3] = torch.nan
+    rows[2, 6:, 5] = -torch.inf
+    rows[3, 6:, 63] = 3e9  # its scale exceeds float16
+    rows[4] *= 1e-6
+    step.rope.slot_mapping[5] = -1
+    step.run(torch.empty(6, 4, 64, dtype=torch.bfloat16, device="cuda"))
+    slots = step.rope.slot_mapping[:5]
+    for memory in (step.kv.k_cache, step.kv.v_cache):
+        values, scales = rows_of(memory, slots)
+        found = dequantize(values, scales, torch.float32)
+        assert not found[0].any() and not scales[0].any()
+        assert found[1].isnan().all()
+        assert found[4].isfinite().all()
+        assert not values.float().isnan().any()
+    assert found[2].isnan().all() and found[3].isnan().all()
+    expected, _ = quantize(rows[4, 6:], dtype)
+    assert torch.equal(values[4].view(torch.uint8), expected.view(torch.uint8))
+
+
+@each_type
+def test_blocks_are_copied_with_their_scales(dtype: torch.dtype) -> None:
+    step = make_written(64, (4, 2, 64), dtype)
+    step.run(torch.empty(64, 4, 64, dtype=torch.bfloat16, device="cuda"))
+    before = step.data.clone()
+    sources = torch.tensor([0, 3, 1], device="cuda")
+    targets = torch.tensor([5, 1, 3], device="cuda")
+    cache.copy_blocks(step.data, sources, targets)
+    assert torch.equal(step.data[:, targets], before[:, sources])
+    others = [0, 2, 4, 6, 7]
+    assert torch.equal(step.data[:, others], before[:, others])
+
+
+@each_type
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_a_step_attends_to_what_it_has_written(dtype: torch.dtype, head_dim: int) -> None:
+    """RoPE, the write and attention of a prompt in two chunks, and of the prompt as a whole."""
+    tokens, heads = 150, (8, 2, head_dim)
+    step = make_written(tokens, heads, dtype)
+    num_blocks = -(-tokens // 16)
+    table = torch.randperm(num_blocks, device="cuda").int()[None]
+    places = torch.arange(tokens, device="cuda")
+    step.rope.slot_mapping.copy_(table[0].long()[places // 16] * 16 + places % 16)
+    step.rope.positions.copy_(places)
+    q = torch.empty(tokens, 8, head_dim, dtype=torch.bfloat16, device="cuda")
+    step.run(q)
+    outs = []
+    for cuts in ((0, tokens), (0, 70, tokens)):
+        parts = []
+        for begin, end in itertools.pairwise(cuts):
+            made = Step(
+                q[begin:end],
+                read(step.kv.k_cache),  # type: ignore[arg-type]
+                read(step.kv.v_cache),  # type: ignore[arg-type]
+                table,
+                torch.tensor([0, end - begin], dtype=torch.int32, device="cuda"),
+                torch.tensor([end], dtype=torch.int32, device="cuda"),
+                head_dim**-0.5,
+            )
+            both = QuantizedStep(made, (step.kv.k_cache, step.kv.v_cache))  # type: ignore[arg-type]
+            parts.append(both.run(batch_invariant=True))
+            assert error(parts[-1], made.definition()) < BOUND[torch.bfloat16]
+        outs.append(torch.cat(parts))
+    assert torch.equal(*outs)
