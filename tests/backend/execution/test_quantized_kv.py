@@ -95,6 +95,23 @@ def test_texts_are_those_of_requests_that_run_alone(
     assert (stats.num_cached_tokens > 0) == ("enable_prefix_caching" in changes)
 
 
+def drafter_settings(method: str, folder: Path) -> SpeculativeConfig:
+    """Of a drafter with 3 drafts in each step; its weights are written to the folder."""
+    settings: dict[str, Any] = {"method": method, "num_speculative_tokens": 3, "default": 3}
+    if method == "self":
+        settings["num_layers"] = 1
+    elif method == "draft_model":
+        settings["model"] = str(tiny.write_llama(folder / "small", num_hidden_layers=1).path)
+    elif method == "eagle3":
+        head = tiny.write_eagle3(
+            folder / "head",
+            tiny.random_head(tiny.SETTINGS, 60, num_taps=2),
+            eagle_config={"eagle_aux_hidden_state_layer_ids": [0, 1]},
+        )
+        settings["model"] = str(head.path)
+    return SpeculativeConfig(**settings)
+
+
 @each_dtype
 @pytest.mark.parametrize("method", ["ngram", "self", "draft_model", "eagle3"])
 def test_drafts_change_no_text_and_the_drafters_cache_has_8_bits_too(
@@ -104,19 +121,8 @@ def test_drafts_change_no_text_and_the_drafters_cache_has_8_bits_too(
     kv_dtype: str,
     method: str,
 ) -> None:
-    settings: dict[str, Any] = {"method": method, "num_speculative_tokens": 3, "default": 3}
-    if method == "self":
-        settings["num_layers"] = 1
-    elif method == "draft_model":
-        settings["model"] = str(tiny.write_llama(tmp_path / "small", num_hidden_layers=1).path)
-    elif method == "eagle3":
-        head = tiny.write_eagle3(
-            tmp_path / "head",
-            tiny.random_head(tiny.SETTINGS, 60, num_taps=2),
-            eagle_config={"eagle_aux_hidden_state_layer_ids": [0, 1]},
-        )
-        settings["model"] = str(head.path)
-    engine = make_engine(tiny_llama, kv_dtype, speculative_config=SpeculativeConfig(**settings))
+    speculation = drafter_settings(method, tmp_path)
+    engine = make_engine(tiny_llama, kv_dtype, speculative_config=speculation)
     assert generate(engine, asked()) == alone(kv_dtype)
     assert engine.stats().num_drafted_tokens > 0
     runner: Any = engine.runner
@@ -162,18 +168,30 @@ def test_freed_blocks_are_never_read(
         assert texts == generate(windowed_engine(checkpoint, "cpu", **changes), requests(LENGTHS))
 
 
-@each_dtype
-@pytest.mark.parametrize("beam_width", [1, 2])
+@pytest.mark.parametrize(
+    ("kv_dtype", "method", "beam_width"),
+    [
+        ("fp8", None, 2),
+        ("int8", None, 2),
+        ("fp8", "self", 1),
+        ("int8", "draft_model", 1),
+        ("fp8", "eagle3", 1),
+    ],
+)
 def test_the_runner_of_gpus_writes_the_same_texts(
-    tiny_llama: Checkpoint, kv_dtype: str, beam_width: int, monkeypatch: pytest.MonkeyPatch
+    tiny_llama: Checkpoint,
+    tmp_path: Path,
+    kv_dtype: Any,
+    method: str | None,
+    beam_width: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """With few blocks, shared prefixes and drafts by the model's first layer."""
-    self_drafts = SpeculativeConfig(method="self", num_layers=1, default=3)
+    """With few blocks, shared prefixes and drafts, and the kernels' definitions in their place."""
     changes: dict[str, Any] = {
         "block_size": 16,
         "num_blocks": 14,
         "enable_prefix_caching": True,
-        "speculative_config": self_drafts if beam_width == 1 else None,
+        "speculative_config": None if method is None else drafter_settings(method, tmp_path),
     }
     params: dict[str, Any] = {"beam_width": beam_width} if beam_width > 1 else {}
 
