@@ -50,11 +50,11 @@ class PagedKV:
     @property
     def values(self) -> tuple[Tensor, Tensor]:
         """The caches without scales."""
-        k_cache, v_cache = (
-            cache.values if isinstance(cache, QuantizedKV) else cache
-            for cache in (self.k_cache, self.v_cache)
+        k_cache, v_cache = self.k_cache, self.v_cache
+        return (
+            k_cache.values if isinstance(k_cache, QuantizedKV) else k_cache,
+            v_cache.values if isinstance(v_cache, QuantizedKV) else v_cache,
         )
-        return k_cache, v_cache
 
     def check_scales(self, dtype: torch.dtype) -> None:
         """Check that caches of 8 bits have scales where the kernels expect them: at the end of
