@@ -63,8 +63,9 @@ __device__ __forceinline__ void load_byte_tile(typename S::Element* keys,
     const int first_key = tile * S::KEYS + first_row;
     const int offset = first_key & ((1 << args.block_shift) - 1);  // in the block
     const long long block = page * args.block_stride;
-    const unsigned char* const k_block = reinterpret_cast<const unsigned char*>(args.k_cache) + block;
-    const unsigned char* const v_block = reinterpret_cast<const unsigned char*>(args.v_cache) + block;
+    using Bytes = const unsigned char*;
+    const Bytes k_block = reinterpret_cast<Bytes>(args.k_cache) + block;
+    const Bytes v_block = reinterpret_cast<Bytes>(args.v_cache) + block;
     const long long origin = static_cast<long long>(offset) * row_stride + kv_head * S::HEAD_DIM;
     const unsigned target = ptx::shared_address(keys);
 #pragma unroll

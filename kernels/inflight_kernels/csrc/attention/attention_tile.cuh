@@ -172,9 +172,9 @@ __device__ __forceinline__ void load_query_fragment(unsigned (&fragment)[4],
     if constexpr (S::QUANTIZED) {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-            const typename S::Element* const row = queries + (rows + half * 8 + lane / 4) * S::PITCH;
+            const int offset = (rows + half * 8 + lane / 4) * S::PITCH;
             const QueryWords words(
-                *reinterpret_cast<const uint2*>(row + step * 16 + lane % 4 * 4));
+                *reinterpret_cast<const uint2*>(queries + offset + step * 16 + lane % 4 * 4));
             fragment[half] = words.even;
             fragment[2 + half] = words.odd;
         }
