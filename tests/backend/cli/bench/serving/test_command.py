@@ -15,10 +15,14 @@ import pytest
 
 import fake_openai
 import fake_triton
-from bench_reports import random_level, report
+from bench_reports import measured, random_level, record, report
 from fake_openai import DONE, event
 from fake_triton import Call, answer
-from inflight.cli.bench.serving.results.report import read, write
+from inflight.cli.bench.serving.command import exit_status
+from inflight.cli.bench.serving.results import figures
+from inflight.cli.bench.serving.results.records import GIVEN_UP, Record
+from inflight.cli.bench.serving.results.report import Level, read, write
+from inflight.cli.bench.serving.results.slo import parse
 
 COMMAND = [sys.executable, "-m", "inflight.cli.app", "bench", "serve"]
 
@@ -45,6 +49,15 @@ def openai(body: dict[str, Any]) -> Iterator[bytes]:
         usage = {"prompt_tokens": words(body["prompt"]), "completion_tokens": index + 1}
         yield event({"choices": [{"text": "a"}], "usage": usage})
     yield DONE
+
+
+def test_a_level_without_an_answer_is_a_failure_and_one_beyond_the_slo_is_not() -> None:
+    def of(*records: Record) -> Level:
+        return figures.level("rate", 1, measured(*records), parse("ttft=500"), None)
+
+    good, given_up = of(record(0.0, (0.1, 1))), of(record(0.0, error=GIVEN_UP))
+    assert exit_status([good, given_up]) == 0
+    assert exit_status([good, of(record(0.0, error="Unavailable"))]) == 1
 
 
 def test_a_run_over_grpc_writes_a_table_json_and_a_page(tmp_path: Path) -> None:
