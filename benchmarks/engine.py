@@ -6,8 +6,8 @@ That command does the measuring; backend/inflight/cli/bench/engine.py describes 
 script compares its rows with the figures of --bars (see bars.py). Without --model, it uses the
 shape of Llama-3.1-8B with random weights, and the bars of an H200, which include vLLM's figures.
 The result is written to results/engine-GPU.json, with quantisation to
-results/engine-GPU-QUANTISATION.json, and with `--set batch_invariant=true` to
-results/engine-GPU-batch-invariant.json. With --profile DIR nothing is timed, and all output goes
+results/engine-GPU-QUANTISATION.json, with a KV cache of 8 bits to results/engine-GPU-...-KV.json,
+and with `--set batch_invariant=true` to results/engine-GPU-batch-invariant.json. With --profile DIR nothing is timed, and all output goes
 to DIR.
 """
 
@@ -65,6 +65,9 @@ def quantization(report: Report) -> str:
 def mode(report: Report) -> list[str]:
     """How the engine ran that differs from the defaults, in words."""
     words = [] if quantization(report) == UNQUANTISED else [quantization(report)]
+    cached = report.settings.get("kv_cache_dtype", "auto")
+    if cached != "auto":
+        words.append(f"{cached} kv")
     if report.settings.get("batch_invariant"):
         words.append("batch invariant")
     return words

@@ -59,7 +59,9 @@ def quantize(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """
     largest = _LARGEST[dtype]
     wide = x.float()
-    scales = _rounded_up(wide.abs().amax(-1) / largest)
+    amax = wide.abs().amax(-1)
+    # By a tensor: torch multiplies by the inverse of a number on GPUs, which rounds twice.
+    scales = _rounded_up(amax / torch.full_like(amax, largest))
     scaled = wide * (1.0 / scales.float()).unsqueeze(-1)
     scaled = scaled.nan_to_num_(0.0).clamp_(-largest, largest)
     return (scaled if dtype.is_floating_point else scaled.round_()).to(dtype), scales

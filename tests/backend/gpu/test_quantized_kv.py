@@ -99,4 +99,7 @@ def test_log_probabilities_are_those_of_the_cpu(tmp_path: Path, kv_dtype: str) -
                 assert event.error is None
                 logprobs[event.request_id] = event.cumulative_logprob
         found[device] = [logprobs[request.request_id] for request in wanted]
-    assert torch.allclose(torch.tensor(found["gpu"]), torch.tensor(found["cpu"]), atol=0.1)
+    # bfloat16 rounds differently on each device, and bytes with it: by up to 1/16 in e4m3.
+    tolerance = {"fp8": 0.5, "int8": 0.1}[kv_dtype]
+    for ours, cpu in zip(found["gpu"], found["cpu"], strict=True):
+        assert abs(ours - cpu) < tolerance, found
