@@ -87,6 +87,7 @@ Candidates = tuple[Shape, ...]
 
 # Tiles per warp in shared memory: as many as allow two blocks per multiprocessor.
 _HEADS_STAGES = {64: 6, 96: 4, 128: 3}
+_HEADS_STAGES_OF_BYTES = {64: 10, 96: 7, 128: 6}
 HEADS_HEAD_DIMS = tuple(_HEADS_STAGES)
 """Head dims with a kernel for few rows of many sequences."""
 
@@ -107,7 +108,7 @@ class HeadsShape:
 
     @property
     def stages(self) -> int:
-        return _HEADS_STAGES[self.head_dim]
+        return (_HEADS_STAGES_OF_BYTES if self.cached else _HEADS_STAGES)[self.head_dim]
 
     @property
     def shared_bytes(self) -> int:
