@@ -7,8 +7,8 @@ script compares its rows with the figures of --bars (see bars.py). Without --mod
 shape of Llama-3.1-8B with random weights, and the bars of an H200, which include vLLM's figures.
 The result is written to results/engine-GPU.json, with quantisation to
 results/engine-GPU-QUANTISATION.json, with a KV cache of 8 bits to results/engine-GPU-...-KV.json,
-and with `--set batch_invariant=true` to results/engine-GPU-batch-invariant.json. With --profile DIR nothing is timed, and all output goes
-to DIR.
+and with `--set batch_invariant=true` to results/engine-GPU-batch-invariant.json. With --profile DIR
+nothing is timed, and all output goes to DIR.
 """
 
 from __future__ import annotations
