@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from inflight.checkpoint.locate import Checkpoint
 from inflight.engine.engine import generate
