@@ -22,7 +22,7 @@ import torch
 
 from inflight_kernels.ops.activation import silu_mul
 from inflight_kernels.ops.linear import gemm, skinny_gemm
-from inflight_kernels.ops.scaled_rows import ScaledRows, quantize_rows
+from inflight_kernels.ops.linear.scaled_rows import ScaledRows, quantize_rows
 
 DTYPE = torch.bfloat16
 TOKENS = (1, 16, 64, 128, 256, 512, 2048, 8192)

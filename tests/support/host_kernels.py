@@ -30,9 +30,9 @@ from inflight_kernels.ops import drafting, sampling
 from inflight_kernels.ops.attention_operands import AttentionParams
 from inflight_kernels.ops.batch_state import BatchState, Step
 from inflight_kernels.ops.drafting import DraftLimits, DraftPass
+from inflight_kernels.ops.linear.scaled_rows import ScaledRows
 from inflight_kernels.ops.residual_norm import Addend, Affine, NormParams
 from inflight_kernels.ops.rope import PagedKV, QkNorm
-from inflight_kernels.ops.scaled_rows import ScaledRows
 from inflight_kernels.torch_ops import kv_quantization, quantization, transformer
 from inflight_kernels.torch_ops.kv_quantization import KVMemory, QuantizedKV
 

@@ -22,7 +22,7 @@ from inflight.models.quantization.scaled_cuda import (
     can_multiply,
 )
 from inflight.models.quantization.unquantized_cuda import CudaLinear
-from inflight_kernels.ops.scaled_rows import VALUES, ScaledRows
+from inflight_kernels.ops.linear.scaled_rows import VALUES, ScaledRows
 
 
 class CudaPlacement:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from inflight_kernels.ops.scaled_rows import ScaledRows
+from inflight_kernels.ops.linear.scaled_rows import ScaledRows
 from inflight_kernels.runtime.compile import Instantiation
 from inflight_kernels.runtime.launch import STORAGE_TYPES, check, kernel, name_of, vectors_in
 
@@ -52,29 +52,23 @@ def rms_norm(
     num_rows, hidden = x.shape
     check("x", x, (num_rows, hidden), x.dtype)
     check("weight", weight, (hidden,), torch.float32)
-    if isinstance(out, ScaledRows):
-        name_of(_QUANTIZED_TYPES, "x", x)
-        out.check("out", num_rows, hidden)
-        outputs: tuple[Tensor, ...] = tuple(out)
-    else:
-        check("out", out, (num_rows, hidden), x.dtype)
-        outputs = (out,)
+    outputs = _check_out(x, out)
     widens = total is not None and total.dtype != x.dtype
     sum_type = torch.float32 if widens else x.dtype
     if (residual is None) != (total is None) and not (widens and residual is None):
         raise ValueError("residual and total must be given together")
-    if residual is not None:
-        check("residual", residual, (num_rows, hidden), sum_type)
-    if total is not None:
-        check("total", total, (num_rows, hidden), sum_type)
-        if num_rows and _same_memory(total, outputs[0]):
-            raise ValueError("total and out must not share memory")
+    for which, tensor in (("residual", residual), ("total", total)):
+        if tensor is not None:
+            check(which, tensor, (num_rows, hidden), sum_type)
+    if total is not None and num_rows and _same_memory(total, outputs[0]):
+        raise ValueError("total and out must not share memory")
     vectors = vectors_in("hidden", hidden, x.dtype)
     per_thread, threads = block_of(vectors, hidden, sum_type)
     if not num_rows:
         return
+    prefix = "scaled_" if isinstance(out, ScaledRows) else ""
     name = _name(storage, STORAGE_TYPES[sum_type], per_thread, residual is not None)
-    kernel("norm", f"scaled_{name}" if isinstance(out, ScaledRows) else name)(
+    kernel("norm", prefix + name)(
         num_rows,
         threads,
         x,
@@ -86,6 +80,16 @@ def rms_norm(
         eps,
         pdl=pdl,
     )
+
+
+def _check_out(x: Tensor, out: Tensor | ScaledRows) -> tuple[Tensor, ...]:
+    """The tensors of out, checked."""
+    if isinstance(out, ScaledRows):
+        name_of(_QUANTIZED_TYPES, "x", x)
+        out.check("out", *x.shape)
+        return tuple(out)
+    check("out", out, tuple(x.shape), x.dtype)
+    return (out,)
 
 
 def _same_memory(a: Tensor, b: Tensor) -> bool:

@@ -10,8 +10,8 @@ from guarded import Guarded, relative_error
 from inflight_kernels.ops.linear import gemm, skinny_gemm
 from inflight_kernels.ops.linear.gemm import Plan
 from inflight_kernels.ops.linear.operands import NormedRows
+from inflight_kernels.ops.linear.scaled_rows import VALUES, ScaledRows, quantize_rows
 from inflight_kernels.ops.norm import rms_norm
-from inflight_kernels.ops.scaled_rows import VALUES, ScaledRows, quantize_rows
 from inflight_kernels.torch_ops import transformer
 
 pytestmark = pytest.mark.gpu

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from inflight_kernels.ops.linear.scaled_rows import MAX_WIDTH, VALUES, ScaledRows, quantize_rows
 from inflight_kernels.ops.norm import rms_norm
-from inflight_kernels.ops.scaled_rows import MAX_WIDTH, VALUES, ScaledRows, quantize_rows
 from inflight_kernels.torch_ops import quantization, transformer
 
 pytestmark = pytest.mark.gpu

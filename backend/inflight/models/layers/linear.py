@@ -14,7 +14,7 @@ from torch import Tensor
 
 if TYPE_CHECKING:  # where there is no GPU, what the kernels import need not be installed
     from inflight_kernels.ops.linear.operands import Input
-    from inflight_kernels.ops.scaled_rows import ScaledRows
+    from inflight_kernels.ops.linear.scaled_rows import ScaledRows
 
 INVARIANT_ROWS = 128
 """Rows of a batch-invariant tile. Buffers have a multiple of it."""

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from inflight_kernels.ops.linear import gemm, skinny_gemm
-from inflight_kernels.ops.linear.operands import Input, NormedRows
-from inflight_kernels.ops.scaled_rows import MAX_WIDTH, VALUES, ScaledRows, quantize_rows
+from inflight_kernels.ops.linear.operands import Input
+from inflight_kernels.ops.linear.scaled_rows import MAX_WIDTH, VALUES, ScaledRows, quantize_rows
 from inflight_kernels.runtime.launch import is_hopper
 
 
@@ -83,11 +83,11 @@ class CudaScaledLinear:
                 x, self.weight, self._bias, residual, out=out, gated=gated, pdl=True
             )
             return
-        assert not isinstance(x, NormedRows), "only few tokens are normed on the way"
         if isinstance(x, Tensor):
             rows = self.input_rows(num_tokens)
             quantize_rows(x, out=rows, pdl=True)
         else:
+            assert isinstance(x, ScaledRows), "only few tokens are normed on the way"
             rows = x
         few = num_tokens <= skinny_gemm.MAX_TOKENS and not self._batch_invariant
         linear = skinny_gemm.linear if few else gemm.linear

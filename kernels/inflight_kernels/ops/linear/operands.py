@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from inflight_kernels.ops.scaled_rows import ScaledRows
+from inflight_kernels.ops.linear.scaled_rows import ScaledRows
 from inflight_kernels.runtime.launch import check, check_memory, name_of
 
 STORAGE_TYPES = {torch.bfloat16: "__nv_bfloat16", torch.float16: "__half"}
@@ -110,15 +110,10 @@ def check_linear_operands(
             "[n, k]"
         )
     (m, k), n = values.shape, rows.shape[0]
-    width = n // 2 if gated else n
-    unit = 16 // rows.itemsize
     if max_tokens is not None and m > max_tokens:
         raise ValueError(f"x has {m} rows; allowed: up to {max_tokens}")
-    if k % unit or k == 0 or (gated and n % 2):
-        raise ValueError(
-            f"weight is [{n}, {k}]; k must be a multiple of {unit}, and n even when gated"
-        )
-    if whole_vectors and width % 8:
+    _check_weight_shape(n, k, 16 // rows.itemsize, gated)
+    if whole_vectors and (n // 2 if gated else n) % 8:
         raise ValueError(
             f"weight is [{n}, {k}]; n, or half of it when gated, must be a multiple of 8"
         )
@@ -160,8 +155,7 @@ def check_quantizing_operands(
     rows = x.rows if isinstance(x, NormedRows) else x
     storage = name_of(SCALED_OUT_TYPES, "x", rows)
     (m, k), n = rows.shape, len(weight.values)
-    if k % 16 or k == 0 or (gated and n % 2):
-        raise ValueError(f"weight is [{n}, {k}]; k must be a multiple of 16, and n even when gated")
+    _check_weight_shape(n, k, 16, gated)
     weight.check("weight", n, k)
     _check_rows("x", rows)
     if isinstance(x, NormedRows):
@@ -170,6 +164,13 @@ def check_quantizing_operands(
     if out_dtype != rows.dtype:
         raise ValueError(f"out is {out.dtype}; expected {rows.dtype}")
     return LinearOperands(m, n, k, storage, storage, (weight.scales,), STAGE_DEPTH_BYTES)
+
+
+def _check_weight_shape(n: int, k: int, unit: int, gated: bool) -> None:
+    if k % unit or k == 0 or (gated and n % 2):
+        raise ValueError(
+            f"weight is [{n}, {k}]; k must be a multiple of {unit}, and n even when gated"
+        )
 
 
 def _check_outputs(

@@ -23,7 +23,7 @@ from inflight_kernels.ops.linear.operands import (
     check_quantizing_operands,
     values_of,
 )
-from inflight_kernels.ops.scaled_rows import ScaledRows
+from inflight_kernels.ops.linear.scaled_rows import ScaledRows
 from inflight_kernels.runtime.compile import Instantiation
 from inflight_kernels.runtime.launch import is_hopper, kernel, num_multiprocessors
 from inflight_kernels.runtime.tensor_map import matrix_map
