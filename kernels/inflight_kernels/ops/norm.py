@@ -50,9 +50,7 @@ def rms_norm(
     """
     storage = name_of(STORAGE_TYPES, "x", x)
     num_rows, hidden = x.shape
-    check("x", x, (num_rows, hidden), x.dtype)
-    check("weight", weight, (hidden,), torch.float32)
-    outputs = _check_out(x, out)
+    outputs = _check_rows(x, weight, out)
     widens = total is not None and total.dtype != x.dtype
     sum_type = torch.float32 if widens else x.dtype
     if (residual is None) != (total is None) and not (widens and residual is None):
@@ -66,9 +64,8 @@ def rms_norm(
     per_thread, threads = block_of(vectors, hidden, sum_type)
     if not num_rows:
         return
-    prefix = "scaled_" if isinstance(out, ScaledRows) else ""
     name = _name(storage, STORAGE_TYPES[sum_type], per_thread, residual is not None)
-    kernel("norm", prefix + name)(
+    kernel("norm", f"scaled_{name}" if isinstance(out, ScaledRows) else name)(
         num_rows,
         threads,
         x,
@@ -82,8 +79,10 @@ def rms_norm(
     )
 
 
-def _check_out(x: Tensor, out: Tensor | ScaledRows) -> tuple[Tensor, ...]:
-    """The tensors of out, checked."""
+def _check_rows(x: Tensor, weight: Tensor, out: Tensor | ScaledRows) -> tuple[Tensor, ...]:
+    """Check these operands; returns the tensors of out."""
+    check("x", x, tuple(x.shape), x.dtype)
+    check("weight", weight, tuple(x.shape[1:]), torch.float32)
     if isinstance(out, ScaledRows):
         name_of(_QUANTIZED_TYPES, "x", x)
         out.check("out", *x.shape)
