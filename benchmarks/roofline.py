@@ -39,12 +39,19 @@ class Roofline:
     Attributes:
         item_bytes: of an element of weights, keys and values.
         batched_tokens: of a step, at most.
+        linear_flops_per_s: of a large GEMM in the format of the layers' weights; None for that of
+            the ceilings.
+        linear_bytes, kv_bytes: of an element of the layers' weights, and of keys and values without
+            their scales; None for item_bytes.
     """
 
     spec: ModelSpec
     ceilings: Ceilings
     item_bytes: int = 2
     batched_tokens: int = MAX_NUM_BATCHED_TOKENS
+    linear_flops_per_s: float | None = None
+    linear_bytes: int | None = None
+    kv_bytes: int | None = None
 
     def rate(self, row: Row) -> float:
         """In the row's metric: tokens per second of the output, or of the prompts."""
@@ -64,7 +71,8 @@ class Roofline:
     @property
     def weight_bytes(self) -> int:
         """Bytes of weights that a step reads: of the embedding it needs a few rows only."""
-        return (self._layer_elements + self._head_elements) * self.item_bytes
+        linear_bytes = self.linear_bytes or self.item_bytes
+        return self._layer_elements * linear_bytes + self._head_elements * self.item_bytes
 
     @property
     def _layer_elements(self) -> int:
@@ -75,7 +83,10 @@ class Roofline:
         return self.spec.vocab_size * self.spec.hidden_size
 
     def _products(self, num_steps: int, num_tokens: int, num_logits: int) -> float:
-        flops = 2 * (self._layer_elements * num_tokens + self._head_elements * num_logits)
+        layers: float = self._layer_elements * num_tokens
+        if self.linear_flops_per_s is not None:  # as FLOPs of the ceilings that take as long
+            layers *= self.ceilings.flops_per_s / self.linear_flops_per_s
+        flops = 2 * (layers + self._head_elements * num_logits)
         return self.ceilings.seconds(num_steps * self.weight_bytes, flops)
 
     def _prompt_attention(self, row: Row) -> float:
@@ -84,7 +95,7 @@ class Roofline:
         for attention in self._attentions():
             num_keys = _num_keys(attention, 1, row.input_len)
             flops += 4 * attention.q_width * num_keys
-            num_bytes += 2 * attention.kv_width * row.input_len * self.item_bytes
+            num_bytes += 2 * attention.kv_width * row.input_len * self._kv_bytes
         return self.ceilings.seconds(row.num_requests * num_bytes, row.num_requests * flops)
 
     def _decode_attention(self, row: Row) -> float:
@@ -92,8 +103,12 @@ class Roofline:
         for attention in self._attentions():
             num_keys = _num_keys(attention, row.input_len + 1, row.input_len + row.output_len - 1)
             flops += 4 * attention.q_width * num_keys
-            num_bytes += 2 * attention.kv_width * num_keys * self.item_bytes
+            num_bytes += 2 * attention.kv_width * num_keys * self._kv_bytes
         return self.ceilings.seconds(row.num_requests * num_bytes, row.num_requests * flops)
+
+    @property
+    def _kv_bytes(self) -> int:
+        return self.kv_bytes or self.item_bytes
 
     def _attentions(self) -> list[AttentionSpec]:
         return [layer.attention for layer in self.spec.layers]

@@ -6,7 +6,11 @@ import math
 
 import pytest
 
-from inflight.cli.bench.rows import Row
+import bars
+import engine
+from inflight.checkpoint.locate import Checkpoint
+from inflight.cli.bench.rows import ROWS, Row
+from inflight.models.registry import read_spec
 from inflight.models.spec import AttentionSpec, LayerSpec, MlpSpec, ModelSpec, RopeSpec
 from roofline import Ceilings, Roofline
 
@@ -66,3 +70,24 @@ def test_the_rate_is_in_the_metric_of_the_row():
     assert roofline.rate(ROW) == 3 * 4 / roofline.seconds(ROW)
     prompts = Row("prefill", 3, 5, 1)
     assert roofline.rate(prompts) == 3 * 5 / roofline.seconds(prompts)
+
+
+def test_layers_and_the_cache_may_have_another_format():
+    eighths = Roofline(model(), BYTES, batched_tokens=8, linear_bytes=1, kv_bytes=1)
+    assert eighths.weight_bytes == LAYERS + 2 * HEAD
+    token = 2 * 4  # key and value of a token in a layer
+    assert eighths.seconds(ROW) == 5 * (LAYERS + 2 * HEAD) + 3 * 2 * (5 + 6 + 7 + 8) * token
+    twice = Roofline(model(), FLOPS, batched_tokens=8, linear_flops_per_s=2)
+    saved = LAYERS * (15 + 9)  # half of two for each element and token
+    assert seconds(FLOPS) - twice.seconds(ROW) == saved
+
+
+@pytest.mark.parametrize("row", ["bs1", "chat256", "prefill", "long"])
+def test_limits_of_fp8_are_rooflines(row: str):
+    """At the speeds of a copy, of cuBLAS in bfloat16 and of torch._scaled_mm on an H200."""
+    spec = read_spec(Checkpoint(engine.MODEL, "huggingface", random_weights=True))
+    ceilings = Ceilings(4.24e12, 684e12)
+    fp8 = Roofline(spec, ceilings, linear_flops_per_s=1327e12, linear_bytes=1, kv_bytes=1)
+    (wanted,) = (one for one in ROWS if one.name == row)
+    limit = bars.load(engine.BARS).of(row, "fp8").limit
+    assert fp8.rate(wanted) == pytest.approx(limit, rel=1e-3)
