@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from graph_replay import check_replays
 from guarded import Guarded, relative_error
 from inflight_kernels.ops.linear import gemm, skinny_gemm
 from inflight_kernels.ops.linear.gemm import Plan
@@ -199,21 +200,7 @@ def test_a_chain_with_dependent_launches_replays_from_a_graph(tokens: int) -> No
             quantize_rows(states[i], out=rows, pdl=pdl)
             _linear(rows, weight, out=states[i + 1], pdl=pdl)
 
-    chain(pdl=False)
-    expected = states[-1].clone()
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        chain(pdl=True)
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        chain(pdl=True)
-    for _ in range(20):
-        for state in states[1:]:
-            state.fill_(torch.nan)
-        graph.replay()
-        assert torch.equal(states[-1], expected)
+    check_replays(chain, states)
 
 
 # ---------------------------------------------------------------- quantised on the way
@@ -306,21 +293,7 @@ def test_a_chain_that_quantises_on_the_way_replays_from_a_graph(tokens: int) -> 
             x = NormedRows(states[i], norm, EPS) if i % 2 else states[i]
             skinny_gemm.quantizing_linear(x, weight, out=states[i + 1], pdl=pdl)
 
-    chain(pdl=False)
-    expected = states[-1].clone()
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        chain(pdl=True)
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        chain(pdl=True)
-    for _ in range(20):
-        for state in states[1:]:
-            state.fill_(torch.nan)
-        graph.replay()
-        assert torch.equal(states[-1], expected)
+    check_replays(chain, states)
 
 
 def test_operands_that_do_not_fit_are_refused_by_name() -> None:

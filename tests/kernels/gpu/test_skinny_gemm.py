@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from graph_replay import check_replays
 from guarded import ROUNDING, Guarded, relative_error
 from inflight_kernels.ops.linear import skinny_gemm
 from inflight_kernels.ops.linear.operands import STAGE_DEPTH_BYTES
@@ -170,21 +171,7 @@ def test_a_chain_with_dependent_launches_replays_from_a_graph(tokens: int) -> No
         for i, weight in enumerate(weights):
             linear(states[i], weight, out=states[i + 1], pdl=pdl)
 
-    chain(pdl=False)
-    expected = states[-1].clone()
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        chain(pdl=True)
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        chain(pdl=True)
-    for _ in range(20):
-        for state in states[1:]:
-            state.fill_(torch.nan)
-        graph.replay()
-        assert torch.equal(states[-1], expected)
+    check_replays(chain, states)
 
 
 def test_operands_that_do_not_fit_are_refused_by_name() -> None:
