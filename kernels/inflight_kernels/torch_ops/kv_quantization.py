@@ -21,8 +21,8 @@ from torch import Tensor
 
 SCALE_TYPE = torch.float16
 
-_LARGEST = {torch.float8_e4m3fn: 448.0, torch.int8: 127.0}
-"""The largest magnitude of each type of bytes."""
+LARGEST = {torch.float8_e4m3fn: 448.0, torch.int8: 127.0}
+"""The largest magnitude of each type of bytes; -128 is not used."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +57,7 @@ def quantize(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     Returns:
         The bytes [..., D] and the scales [...] float16. A zero vector has the scale 0.
     """
-    largest = _LARGEST[dtype]
+    largest = LARGEST[dtype]
     wide = x.float()
     amax = wide.abs().amax(-1)
     # By a tensor: torch multiplies by the inverse of a number on GPUs, which rounds twice.

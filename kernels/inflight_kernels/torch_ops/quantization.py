@@ -9,10 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from inflight_kernels.torch_ops.kv_quantization import LARGEST
 from inflight_kernels.torch_ops.transformer import linear
-
-LARGEST = {torch.float8_e4m3fn: 448.0, torch.int8: 127.0}
-"""The largest value of each type; -128 is not used."""
 
 _SMALLEST_AMAX = 1e-12  # rows of zeros have a scale too, and their quotients are not NaN
 

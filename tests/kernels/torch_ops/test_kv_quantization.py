@@ -50,7 +50,7 @@ def test_no_vector_is_clipped_whatever_its_size(dtype: torch.dtype, exponent: in
     # A step of int8, or of e4m3's numbers from 256 on; half of it is the largest error.
     steps = scales.float().unsqueeze(-1) * (1 if dtype == torch.int8 else 32)
     assert ((got - x).abs() <= 0.5001 * steps).all()
-    largest = kv_quantization._LARGEST[dtype]
+    largest = kv_quantization.LARGEST[dtype]
     assert (scales.double() * largest >= x.double().abs().amax(-1)).all()
     # And not more than float16's precision above, where it has all of it.
     normal = scales.double() > 2.0**-14

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from inflight_kernels.torch_ops.kv_quantization import LARGEST
 from inflight_kernels.torch_ops.quantization import (
-    LARGEST,
     dequantize_rows,
     quantize_rows,
     quantized_linear,
