@@ -1,4 +1,5 @@
-"""Paged attention at the shape of an 8B Llama: 32 query heads, 8 KV heads of 128, bfloat16.
+"""Paged attention at the shape of an 8B Llama: 32 query heads, 8 KV heads of 128, bfloat16, of KV
+caches in bfloat16 and in 8 bits.
 
     PYTHONPATH=benchmarks python benchmarks/kernels/bench_attention.py [--peers | --in-layers]
         [--json rows.json]
@@ -19,6 +20,7 @@ import functools
 import importlib
 import random
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,17 +31,36 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from inflight_kernels.ops.attention import attend, plan, rope_attend, workspace_size
-from inflight_kernels.ops.attention_operands import AttentionMetadata, AttentionParams
+from inflight_kernels.ops.attention import (
+    attend,
+    plan,
+    reads_dequantized,
+    rope_attend,
+    workspace_size,
+)
+from inflight_kernels.ops.attention_operands import (
+    DEQUANTIZED_BLOCK,
+    AttentionMetadata,
+    AttentionParams,
+    DequantizedKV,
+)
 from inflight_kernels.ops.linear import skinny_gemm
 from inflight_kernels.ops.norm import rms_norm
 from inflight_kernels.ops.rope import PagedKV, RopeInputs, rope_write_kv
+from inflight_kernels.torch_ops import kv_quantization
+from inflight_kernels.torch_ops.kv_quantization import KVMemory
 from inflight_kernels.torch_ops.transformer import rotary_tables
 
 NUM_HEADS, NUM_KV_HEADS, HEAD_DIM = 32, 8, 128
 DTYPE = torch.bfloat16
 SCALE = HEAD_DIM**-0.5
 SPEC = AttentionParams(NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, scale=SCALE)
+# By name; None for the type of q.
+CACHES = {
+    "inflight": None,
+    "inflight fp8 kv": torch.float8_e4m3fn,
+    "inflight int8 kv": torch.int8,
+}
 Call = Callable[[], object]
 
 
@@ -74,14 +95,25 @@ PREFILL = {"8 x 1024": [1024] * 8, "4 x 4096": [4096] * 4, "1 x 16384": [16384]}
 
 
 class Inputs:
-    """A step: q_lens new tokens of sequences of length kv_lens, with blocks in random order."""
+    """A step: q_lens new tokens of sequences of length kv_lens, with blocks in random order.
 
-    def __init__(self, q_lens: list[int], kv_lens: list[int], block_size: int) -> None:
+    Args:
+        q_lens, kv_lens, block_size: of the step.
+        kv_dtype: of a cache of 8 bits; None for one of q's type.
+    """
+
+    def __init__(
+        self,
+        q_lens: list[int],
+        kv_lens: list[int],
+        block_size: int,
+        kv_dtype: torch.dtype | None = None,
+    ) -> None:
         self.kv_lens = kv_lens
         self.block_size = block_size
         needed = [-(-kv_len // block_size) for kv_len in kv_lens]
         shape = (sum(needed), block_size, NUM_KV_HEADS, HEAD_DIM)
-        self.k_cache, self.v_cache = (torch.randn(shape, device="cuda").to(DTYPE) for _ in "kv")
+        self.k_cache, self.v_cache = (_cache(shape, kv_dtype) for _ in "kv")
         self.indices = torch.randperm(sum(needed), device="cuda").int()
         self.block_tables = torch.zeros(len(kv_lens), max(needed), dtype=torch.int32, device="cuda")
         for i, blocks in enumerate(self.indices.split(needed)):
@@ -93,13 +125,24 @@ class Inputs:
         self.seq_lens = torch.tensor(kv_lens, dtype=torch.int32, device="cuda")
         self.max_q_len = max(q_lens)
         self.out = torch.empty_like(self.q)
+        params = replace(SPEC, kv_dtype=kv_dtype)
         size = workspace_size(
-            len(kv_lens), len(self.q), NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, self.max_q_len
+            len(kv_lens),
+            len(self.q),
+            NUM_HEADS,
+            NUM_KV_HEADS,
+            HEAD_DIM,
+            self.max_q_len,
+            kv_dtype=kv_dtype,
         )
         workspace = torch.zeros(size, dtype=torch.uint8, device="cuda")
         self.kv = PagedKV(self.k_cache, self.v_cache)
+        dequantized = None
+        if reads_dequantized(params) and self.max_q_len > 1:
+            keys = sum(-(-kv_len // DEQUANTIZED_BLOCK) * DEQUANTIZED_BLOCK for kv_len in kv_lens)
+            dequantized = DequantizedKV.empty(keys, len(kv_lens), params, self.q.device)
         self.metadata = AttentionMetadata(
-            SPEC,
+            params,
             self.query_start,
             self.seq_lens,
             self.block_tables,
@@ -107,7 +150,22 @@ class Inputs:
             workspace,
             self.max_q_len,
             planned=True,
+            dequantized=dequantized,
         )
+
+
+def _cache(shape: tuple[int, ...], kv_dtype: torch.dtype | None) -> KVMemory:
+    """Keys, or values, of a layer."""
+    if kv_dtype is None:
+        return torch.randn(shape, device="cuda").to(DTYPE)
+    num_blocks, block_size, num_heads, head_dim = shape
+    data = torch.empty(num_blocks, block_size, num_heads, head_dim + 2, dtype=torch.uint8)
+    memory = kv_quantization.of_blocks(data.cuda(), kv_dtype)
+    # In parts, as numbers in float32 take four times the memory.
+    for slots in torch.arange(num_blocks * block_size, device="cuda").split(1 << 16):
+        x = torch.randn(len(slots), num_heads, head_dim, device="cuda")
+        kv_quantization.write(x, memory, slots)
+    return memory
 
 
 def _starts(lengths: list[int]) -> Tensor:
@@ -269,7 +327,7 @@ def rows(with_peers: bool, block_sizes: Sequence[int]) -> Iterator[dict[str, Any
     for block_size in block_sizes:
         for name, kv_lens in DECODE.items():
             q_lens = [1] * len(kv_lens)
-            num_bytes = sum(kv_lens) * NUM_KV_HEADS * HEAD_DIM * 2 * DTYPE.itemsize
+            num_bytes = 2 * sum(kv_lens) * NUM_KV_HEADS * vector_bytes(None)
             yield from compare(f"decode {name}", q_lens, kv_lens, block_size, with_peers, num_bytes)
         for name, kv_lens in PREFILL.items():
             pairs = sum(n * (n + 1) // 2 for n in kv_lens)
@@ -290,7 +348,9 @@ def compare(
     flops: int = 0,
 ) -> Iterator[dict[str, Any]]:
     decode = not flops
-    makers: dict[str, Callable[[Inputs], Call]] = {"inflight": lambda inputs: ours(inputs)[0]}
+    makers: dict[str, Callable[[Inputs], Call]] = {
+        name: lambda inputs: ours(inputs)[0] for name in CACHES
+    }
     if with_peers:
         makers["flashinfer"] = lambda inputs: flashinfer(inputs, decode)
         if block_size == 16 and len(set(kv_lens)) == 1:
@@ -298,11 +358,14 @@ def compare(
             makers["sdpa cudnn"] = lambda inputs: sdpa(inputs, SDPBackend.CUDNN_ATTENTION)
     for peer, maker in makers.items():
         row: dict[str, Any] = {"op": name, "block_size": block_size, "by": peer}
-        make = functools.partial(_make, maker, q_lens, kv_lens, block_size)
+        kv_dtype = CACHES.get(peer)
+        make = functools.partial(_make, maker, q_lens, kv_lens, block_size, kv_dtype)
+        if decode:
+            num_bytes = 2 * sum(kv_lens) * NUM_KV_HEADS * vector_bytes(kv_dtype)
         try:
             found = timing.measure(make, num_bytes)
         except (ImportError, RuntimeError) as error:  # not installed, or not supported
-            if peer == "inflight":
+            if peer in CACHES:
                 raise
             yield {**row, "failed": str(error).splitlines()[0][:200]}
             continue
@@ -313,10 +376,21 @@ def compare(
     yield {"op": f"plan of {name}", "block_size": block_size, "by": "inflight", **found.row()}
 
 
+def vector_bytes(kv_dtype: torch.dtype | None) -> int:
+    """Of a key, or of a value, of a head, in the cache."""
+    if kv_dtype is None:
+        return HEAD_DIM * DTYPE.itemsize
+    return HEAD_DIM * kv_dtype.itemsize + kv_quantization.SCALE_TYPE.itemsize
+
+
 def _make(
-    maker: Callable[[Inputs], Call], q_lens: list[int], kv_lens: list[int], block_size: int
+    maker: Callable[[Inputs], Call],
+    q_lens: list[int],
+    kv_lens: list[int],
+    block_size: int,
+    kv_dtype: torch.dtype | None = None,
 ) -> Call:
-    return maker(Inputs(q_lens, kv_lens, block_size))
+    return maker(Inputs(q_lens, kv_lens, block_size, kv_dtype))
 
 
 def main() -> None:

@@ -78,7 +78,13 @@ def install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention, "rope_write_kv", rope_write_kv)
     monkeypatch.setattr(attention, "AttentionMetadata", HostAttentionMetadata)
     monkeypatch.setattr(attention, "RopeInputs", HostRopeInputs)
-    kernels = _Ops(workspace_size, plan, attend, prefers_rope_attend=lambda *shape: False)
+    kernels = _Ops(
+        workspace_size,
+        plan,
+        attend,
+        prefers_rope_attend=lambda *shape: False,
+        reads_dequantized=lambda params: False,
+    )
     monkeypatch.setattr(attention, "attention", kernels)
 
 
@@ -520,6 +526,7 @@ class HostAttentionMetadata:
         block_tables: Tensor,
         *settings: object,
         planned: bool,
+        dequantized: None,
     ) -> None:
         self.spec = spec
         self.query_start = query_start

@@ -10,6 +10,7 @@ from torch import Tensor
 import tiny
 from inflight.checkpoint.locate import Checkpoint
 from inflight.config import Quantization
+from inflight.core.step_size import StepSize
 from inflight.models.decoder_cuda import Decoder, DecoderSettings
 from inflight.models.layers.attention import ForwardInputs, TableInputs
 from inflight.models.registry import read_spec
@@ -50,7 +51,8 @@ def run(model: Decoder, sampled: list[int], num_layers: int | None = None) -> tu
         data.copy_(earlier.view(data.shape))
     model.logits.fill_(torch.nan)
     rows = _rows(sampled, device)
-    model.forward(rows, NUM_TOKENS, len(CHUNKS), len(sampled), 13, cache, num_layers)
+    size = StepSize(NUM_TOKENS, len(CHUNKS), len(sampled), 13)
+    model.forward(rows, size, cache, num_layers)
     return model.logits[: len(sampled)].clone(), torch.cat([data.flatten() for data in cache.data])
 
 

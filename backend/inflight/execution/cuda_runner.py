@@ -20,6 +20,7 @@ from inflight.config import EngineConfig
 from inflight.core.batch import NO_ALLOWED_TOKENS, NOT_FINITE, Batch, StepOutput
 from inflight.core.request import Candidate
 from inflight.core.sequence import Sequence
+from inflight.core.step_size import StepSize
 from inflight.errors import ConfigError
 from inflight.execution.cuda_graph import capture_graph
 from inflight.execution.device_batch import DeviceBatch, SamplerStages, SubmittedStep
@@ -29,8 +30,8 @@ from inflight.execution.drafters.drafter_spec import DrafterSpec, kv_layout
 from inflight.execution.drafters.registry import find_drafter
 from inflight.execution.grammar_masks import GrammarMasks
 from inflight.execution.graph_buckets import (
-    StepSize,
     capture_sizes,
+    prompt_key_counts,
     row_counts,
     verification_sizes,
 )
@@ -247,8 +248,10 @@ class CudaRunner:
         limit = min(config.max_num_batched_tokens, self.kv_tables.max_tokens(self.num_blocks))
         for chunks in self._warm_up_counts(config):
             for q_len in (*_WARM_UP_LENGTHS, limit // chunks):
-                if 0 < chunks * q_len <= limit:
-                    size = StepSize(chunks * q_len, chunks, chunks, q_len)
+                if not 0 < chunks * q_len <= limit:
+                    continue
+                for prompt_keys in prompt_key_counts(self._steps.model.settings.quantized_kv):
+                    size = StepSize(chunks * q_len, chunks, chunks, q_len, prompt_keys)
                     self._steps.forward(size)
                     if self.drafter is not None:
                         self._steps.update_drafter(size)

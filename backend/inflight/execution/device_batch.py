@@ -21,8 +21,8 @@ from torch import Tensor
 from inflight.core.batch import Batch, Chunk
 from inflight.core.kernel_blocks import KernelBlocks
 from inflight.core.sequence import Sequence
+from inflight.core.step_size import StepSize
 from inflight.execution.grammar_masks import GrammarMasks
-from inflight.execution.graph_buckets import StepSize
 from inflight.sampling.logit_adjustments import Adjustment
 from inflight.sampling.params import SamplingParams
 from inflight_kernels.ops import batch_state, cache, sampling

@@ -8,10 +8,10 @@ import torch
 
 from inflight.checkpoint.locate import Checkpoint
 from inflight.config import EngineConfig
+from inflight.core.step_size import StepSize
 from inflight.execution.device_batch import BatchLimits, DeviceBatch, SamplerStages, SubmittedStep
 from inflight.execution.drafters.drafter import DeviceDrafter, DeviceTarget
 from inflight.execution.drafters.drafter_spec import DrafterSpec, kv_layout
-from inflight.execution.graph_buckets import StepSize
 from inflight.execution.top_logprobs import TopLogprobs
 from inflight.kv.cache import KVCache
 from inflight.models.decoder_cuda import Decoder, DecoderSettings
@@ -120,19 +120,18 @@ class DeviceSteps:
     def forward(self, size: StepSize) -> None:
         """Launch a step's kernels up to the logits."""
         step, state = self.batch.step, self.batch.state
-        num_tokens, num_chunks, num_rows = size.num_tokens, size.num_chunks, size.num_rows
         block_size = self._config.block_size
-        batch_state.begin_step(step, state, num_chunks, block_size, num_tokens, num_rows)
-        self.model.forward(
-            self._rows, num_tokens, num_chunks, num_rows, size.max_q_len, self._cache
+        batch_state.begin_step(
+            step, state, size.num_chunks, block_size, size.num_tokens, size.num_rows
         )
+        self.model.forward(self._rows, size, self._cache)
         if self.drafter is not None:
-            self.drafter.forward(num_tokens, num_chunks, size.max_q_len)
+            self.drafter.forward(size)
 
     def update_drafter(self, size: StepSize) -> None:
         """Launch the drafter's work after a step's tokens are sampled."""
         assert self.drafter is not None
-        self.drafter.update(size.num_tokens, size.num_chunks, size.max_q_len)
+        self.drafter.update(size)
 
     def sample(self, sent: SubmittedStep) -> None:
         """Launch the sampler, without the stages that no row needs; hence it is not in a graph."""

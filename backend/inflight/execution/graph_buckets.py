@@ -1,10 +1,10 @@
-"""Step sizes, and the sizes for which CUDA graphs are captured."""
+"""The sizes of steps for which CUDA graphs are captured."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import torch
 
-from inflight.core.batch import Batch
+from inflight.core.step_size import StepSize
 
 # A step is padded to the next size. Padding is costliest with few rows; many rows cost by the tile
 # of 64.
@@ -17,46 +17,6 @@ _MANY_ROW_STEP = 64
 # a layer takes an H200 longer than its launches take the host, some 200 us.
 _PROMPT_TOKENS = (16, *range(32, 257, 32), 320, 384, 448, 512)
 _LAUNCH_BOUND = 6e10
-
-
-@dataclass(frozen=True, slots=True)
-class StepSize:
-    """The size of a step, or the capacity of a captured one.
-
-    Attributes:
-        num_tokens: T.
-        num_chunks: n.
-        num_rows: rows of logits, at least one per chunk. If equal to num_tokens, row i is token
-            i's.
-        max_q_len: tokens of the longest chunk.
-    """
-
-    num_tokens: int
-    num_chunks: int
-    num_rows: int
-    max_q_len: int
-
-    @classmethod
-    def of(cls, batch: Batch) -> StepSize:
-        num_tokens = num_rows = max_q_len = 0
-        for chunk in batch.chunks:
-            length, num_scores = chunk.length, chunk.num_scores
-            num_tokens += length
-            max_q_len = max(max_q_len, length)
-            num_rows += num_scores
-            if chunk.samples or not num_scores:
-                num_rows += 1 + chunk.num_drafts
-        return cls(num_tokens, len(batch.chunks), num_rows, max_q_len)
-
-    def fits(self, step: StepSize) -> bool:
-        """Whether a step fits when padded with tokens, rows and chunks."""
-        return (
-            (step.num_rows == step.num_tokens or self.num_rows < self.num_tokens)
-            and step.num_tokens <= self.num_tokens
-            and step.num_chunks <= self.num_chunks
-            and step.num_rows <= self.num_rows
-            and step.max_q_len <= self.max_q_len
-        )
 
 
 def capture_sizes(
@@ -98,3 +58,12 @@ def row_counts(most: int) -> list[int]:
     counts += range(_ROW_STEP, min(most, _MANY_ROWS), _ROW_STEP)
     counts += range(_MANY_ROWS, most, _MANY_ROW_STEP)
     return [*counts, most]
+
+
+def prompt_key_counts(quantized_kv: torch.dtype | None) -> tuple[int | None, ...]:
+    """Values of `StepSize.prompt_keys` with which steps of equal size launch different kernels.
+
+    Args:
+        quantized_kv: of a KV cache of 8 bits.
+    """
+    return (0,) if quantized_kv is None else (0, None)

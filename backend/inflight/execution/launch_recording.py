@@ -14,11 +14,12 @@ from inflight.config import EngineConfig
 from inflight.core.batch import Batch, Chunk
 from inflight.core.request import Request
 from inflight.core.sequence import Sequence
+from inflight.core.step_size import StepSize
 from inflight.errors import ConfigError
 from inflight.execution.device_batch import SamplerStages
 from inflight.execution.device_steps import DeviceSteps
 from inflight.execution.drafters.drafter_spec import DrafterSpec
-from inflight.execution.graph_buckets import StepSize, capture_sizes, row_counts
+from inflight.execution.graph_buckets import capture_sizes, prompt_key_counts, row_counts
 from inflight.models.decoder_cuda import DecoderSettings
 from inflight.models.spec import ModelSpec
 from inflight.sampling.params import SamplingParams
@@ -117,7 +118,8 @@ def _sizes(config: EngineConfig, settings: DecoderSettings, spec: ModelSpec) -> 
         limit = most_tokens // chunks
         # Twice as many rows at a time meet every kernel: each is for a 4-fold range of them.
         for q_len in (*(1 << power for power in range(limit.bit_length())), limit):
-            yield StepSize(chunks * q_len, chunks, chunks, q_len)
+            for prompt_keys in prompt_key_counts(settings.quantized_kv):
+                yield StepSize(chunks * q_len, chunks, chunks, q_len, prompt_keys)
     full = {*range(_TILE_TOKENS, most_tokens, _TILE_TOKENS), most_tokens}
     # A token more than a tile holds leaves another one nearly empty, which is cuBLAS's work.
     for num_tokens in sorted(full | {min(_TILE_TOKENS + 1, most_tokens)}):

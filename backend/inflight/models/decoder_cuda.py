@@ -17,6 +17,7 @@ from torch import Tensor
 
 from inflight.checkpoint.locate import Checkpoint
 from inflight.config import Dtype, KVDtype, Quantization
+from inflight.core.step_size import StepSize
 from inflight.errors import ConfigError
 from inflight.kv.cache import KVCache
 from inflight.models.cuda_placement import CudaPlacement
@@ -223,6 +224,7 @@ class Decoder:
                 tables.of(one.rope),
                 max_tokens=settings.max_tokens,
                 max_rows=settings.max_rows,
+                max_len=settings.max_len,
                 batch_invariant=settings.batch_invariant,
                 kv_dtype=settings.quantized_kv,
             )
@@ -255,10 +257,7 @@ class Decoder:
     def forward(
         self,
         inputs: ForwardInputs,
-        num_tokens: int,
-        num_chunks: int,
-        num_rows: int,
-        max_q_len: int,
+        size: StepSize,
         cache: KVCache,
         num_layers: int | None = None,
     ) -> None:
@@ -266,12 +265,12 @@ class Decoder:
 
         Args:
             inputs: of the step.
-            num_tokens, num_chunks, num_rows: T, n, s; s = T for logits of every token.
-            max_q_len: maximum tokens of a chunk.
+            size: of the step, T, n and s; s = T for logits of every token.
             cache: of all layers; updated in place.
             num_layers: run only so many layers, then the final norm and the head; None for all.
         """
         spec, weights, buffers = self.spec, self.weights, self._buffers
+        num_tokens, num_rows = size.num_tokens, size.num_rows
         last = (num_layers or spec.num_layers) - 1
         aux_layers = self._aux_layers if num_layers is None else {}
         # After its keys and values, the last layer is computed only for these rows.
@@ -281,7 +280,7 @@ class Decoder:
 
         residual.begin(inputs.token_ids[:num_tokens], weights.embedding)
         passes = [
-            shared.begin(inputs, num_tokens, num_chunks, max_q_len, cache.table_of[first])
+            shared.begin(inputs, size, cache.table_of[first])
             for shared, first in zip(self._attentions, self._first_layer_of, strict=True)
         ]
         layers = zip(weights.layers, self._attention_of, self._qk_norms, cache.layers, strict=True)

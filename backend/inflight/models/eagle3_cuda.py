@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from inflight.checkpoint.locate import Checkpoint
+from inflight.core.step_size import StepSize
 from inflight.kv.cache import KVCache
 from inflight.models.cuda_placement import CudaPlacement
 from inflight.models.decoder_cuda import (
@@ -80,6 +81,7 @@ class Head:
             RotaryTables(layer, settings.max_len, device).of(attention.rope),
             max_tokens=settings.max_tokens,
             max_rows=settings.max_rows,
+            max_len=settings.max_len,
             batch_invariant=settings.batch_invariant,
             kv_dtype=settings.quantized_kv,
         )
@@ -96,9 +98,7 @@ class Head:
         self,
         inputs: ForwardInputs,
         hidden: Tensor,
-        num_tokens: int,
-        num_chunks: int,
-        max_q_len: int,
+        size: StepSize,
         cache: KVCache,
     ) -> None:
         """Run T positions; writes their keys and values into the head's cache.
@@ -107,18 +107,17 @@ class Head:
             inputs: of the pass; token_ids are those after each position.
             hidden: from `fuse`, or the output for the previous positions; replaced in place by the
                 output.
-            num_tokens: T.
-            num_chunks: n.
-            max_q_len: maximum tokens of a chunk.
+            size: of the pass.
             cache: of one layer; updated in place.
         """
         weights, buffers, eps = self._weights, self._buffers, self.spec.layer.norm_eps
+        num_tokens = size.num_tokens
         taken, normed = hidden[:num_tokens], buffers.normed[:num_tokens]
         embedded, qkv = self._embedded[:num_tokens], buffers.qkv[:num_tokens]
         (pair,) = cache.layers
 
         embedding(inputs.token_ids[:num_tokens], weights.embedding, out=embedded, pdl=True)
-        attention = self._attention.begin(inputs, num_tokens, num_chunks, max_q_len)
+        attention = self._attention.begin(inputs, size)
         rms_norm(embedded, weights.embedding_norm, eps, out=embedded, pdl=True)
         rms_norm(taken, weights.hidden_norm, eps, out=normed, pdl=True)
         weights.embedding_qkv.product(self._embedded, buffers.qkv, num_tokens)

@@ -29,13 +29,16 @@ from inflight_kernels.ops.attention_dispatch import (
     Part,
     Shape,
     candidates,
+    has_hopper_shape,
     max_workspace_bytes,
     shapes,
 )
 from inflight_kernels.ops.attention_operands import (
     BLOCK_SIZES,
+    DEQUANTIZED_BLOCK,
     AttentionMetadata,
     AttentionParams,
+    DequantizedKV,
     check_heads,
     current_gpu,
     heads_of,
@@ -58,6 +61,10 @@ _STORAGE_TYPES = {torch.bfloat16: "__nv_bfloat16", torch.float16: "__half"}
 
 _PLAN_THREADS = 1024
 _NO_WINDOW = 1 << 30
+_DEQUANTIZE_THREADS = 256
+# Of a multiprocessor; with the other dimensions of the grid, two waves.
+_DEQUANTIZING_BLOCKS = 2
+_KEYS_AT_ONCE = 16
 # See `prefers_rope_attend`.
 _MAX_ROPE_TOKENS = 2
 
@@ -121,6 +128,8 @@ def plan(metadata: AttentionMetadata, *, pdl: bool = False) -> None:
             spec.batch_invariant,
             pdl=pdl,
         )
+        if isinstance(part.shape, HopperShape) and metadata.dequantized is not None:
+            _plan_dequantization(metadata, metadata.dequantized, part, pdl)
 
 
 def attend(
@@ -159,21 +168,17 @@ def attend(
     storage = _check_layer(q, kv, metadata, out, history_ready)
     if not metadata.planned:
         plan(metadata, pdl=pdl)
-    base = metadata.workspace.data_ptr()
     for part in metadata.parts:
-        k_cache, v_cache = kv.values
-        caches: tuple[object, ...] = (k_cache, v_cache)
-        last: object = history_ready
         if isinstance(part.shape, HopperShape):
-            caches = (_tensor_map(k_cache), _tensor_map(v_cache), v_cache)
-            last = Int64(base + part.queue)
+            _attend_on_hopper(part, part.shape.name(storage), q, kv, metadata, out, pdl)
+            continue
         kernel(part.shape.stem, part.shape.name(storage))(
             part.num_shares,
             part.shape.threads,
             q,
-            *caches,
-            *_arguments(part, q, kv, metadata, out),
-            last,
+            *kv.values,
+            *_arguments(part, q, kv, metadata, metadata.block_tables, out),
+            history_ready,
             shared=part.shape.shared_bytes,
             pdl=pdl,
         )
@@ -223,7 +228,7 @@ def rope_attend(
         shape.threads,
         qkv,
         *kv.values,
-        *_arguments(part, qkv, kv, metadata, out),
+        *_arguments(part, qkv, kv, metadata, metadata.block_tables, out),
         history_ready,
         rope.slot_mapping,
         rope.positions,
@@ -233,6 +238,13 @@ def rope_attend(
         shared=shape.shared_bytes,
         pdl=pdl,
     )
+
+
+def reads_dequantized(spec: AttentionParams) -> bool:
+    """Whether chunks with many rows have a kernel on the current device for which a cache of 8
+    bits must be dequantised (see `AttentionMetadata`)."""
+    hopper = has_hopper_shape(spec.heads, current_gpu())
+    return hopper and spec.kv_dtype is not None and not spec.batch_invariant
 
 
 def prefers_rope_attend(num_tokens: int, num_heads: int, num_kv_heads: int, head_dim: int) -> bool:
@@ -269,10 +281,12 @@ def _kernels_for(head_dim: int, dtype: torch.dtype) -> list[tuple[str, str]]:
         shapes_of_any += itertools.chain(*candidates(head_dim, cached))
     if head_dim in HEADS_HEAD_DIMS:
         shapes_of_any += [HeadsShape(head_dim, cached) for cached in cached_types]
+    storage = _STORAGE_TYPES[dtype]
+    found = [("attention_plan", "plan"), ("attention_plan", "plan_dequantization")]
     if head_dim in HOPPER_HEAD_DIMS:
         shapes_of_any.append(HopperShape(head_dim))
-    storage = _STORAGE_TYPES[dtype]
-    found = [("attention_plan", "plan")]
+        byte_types = BYTE_TYPES if dtype == torch.bfloat16 else ()
+        found += [("attention_dequantize", _dequantize_name(head_dim, one)) for one in byte_types]
     found += [(shape.stem, shape.name(storage)) for shape in shapes_of_any]
     found += [
         ("attention", shape.rotating_name(storage, norms))
@@ -283,7 +297,86 @@ def _kernels_for(head_dim: int, dtype: torch.dtype) -> list[tuple[str, str]]:
     return found
 
 
-# ---------------------------------------------------------------- tensor maps for TMA
+# ---------------------------------------------------------------- Hopper
+
+
+def _attend_on_hopper(
+    part: Part,
+    name: str,
+    q: Tensor,
+    kv: PagedKV,
+    metadata: AttentionMetadata,
+    out: Tensor,
+    pdl: bool,
+) -> None:
+    """Launch the kernel for chunks with many rows, of a cache in q's type or a copy of it."""
+    block_tables = metadata.block_tables
+    if metadata.dequantized is not None and metadata.spec.kv_dtype is not None:
+        _dequantize(kv, metadata, metadata.dequantized, pdl)
+        kv, block_tables = PagedKV(*metadata.dequantized.blocks), metadata.dequantized.tables
+    k_cache, v_cache = kv.values
+    kernel(part.shape.stem, name)(
+        part.num_shares,
+        part.shape.threads,
+        q,
+        _tensor_map(k_cache),
+        _tensor_map(v_cache),
+        v_cache,
+        *_arguments(part, q, kv, metadata, block_tables, out),
+        Int64(metadata.workspace.data_ptr() + part.queue),
+        shared=part.shape.shared_bytes,
+        pdl=pdl,
+    )
+
+
+def _plan_dequantization(
+    metadata: AttentionMetadata, memory: DequantizedKV, part: Part, pdl: bool
+) -> None:
+    spec, num_blocks = metadata.spec, memory.blocks.shape[1]
+    kernel("attention_plan", "plan_dequantization")(
+        1,
+        _PLAN_THREADS,
+        metadata.query_start,
+        metadata.seq_lens,
+        len(metadata.seq_lens),
+        spec.group,
+        part.shape.keys,
+        spec.window or _NO_WINDOW,
+        part.min_rows,
+        num_blocks,
+        memory.tables,
+        num_blocks,
+        memory.sources,
+        memory.sources[num_blocks],
+        pdl=pdl,
+    )
+
+
+def _dequantize(kv: PagedKV, metadata: AttentionMetadata, memory: DequantizedKV, pdl: bool) -> None:
+    """Copy the keys and values of the chunks that `plan` has listed."""
+    k_cache, v_cache = kv.values
+    num_blocks = memory.blocks.shape[1]
+    blocks = min(num_blocks, _DEQUANTIZING_BLOCKS * current_gpu().num_multiprocessors)
+    kernel("attention_dequantize", _dequantize_name(metadata.spec.head_dim, k_cache.dtype))(
+        (blocks, DEQUANTIZED_BLOCK // _KEYS_AT_ONCE, 2),
+        _DEQUANTIZE_THREADS,
+        k_cache,
+        v_cache,
+        *memory.blocks,
+        metadata.block_tables,
+        metadata.seq_lens,
+        Int64(k_cache.stride(0)),
+        metadata.block_tables.shape[1],
+        k_cache.shape[1].bit_length() - 1,
+        metadata.spec.num_kv_heads,
+        memory.sources,
+        memory.sources[num_blocks],
+        pdl=pdl,
+    )
+
+
+def _dequantize_name(head_dim: int, dtype: torch.dtype) -> str:
+    return f"dequantize_prompts<{BYTE_TYPES[dtype]}, {head_dim}>"
 
 
 class _Memory:
@@ -334,17 +427,22 @@ def _encode(
 
 
 def _arguments(
-    part: Part, q: Tensor, kv: PagedKV, metadata: AttentionMetadata, out: Tensor
+    part: Part,
+    q: Tensor,
+    kv: PagedKV,
+    metadata: AttentionMetadata,
+    block_tables: Tensor,
+    out: Tensor,
 ) -> tuple[object, ...]:
     """A kernel's arguments from `out` to `slots`."""
     spec, base = metadata.spec, metadata.workspace.data_ptr()
     k_cache, _ = kv.values
     return (
         out,
-        metadata.block_tables,
+        block_tables,
         Int64(q.stride(0)),
         Int64(k_cache.stride(0)),
-        metadata.block_tables.shape[1],
+        block_tables.shape[1],
         k_cache.shape[1].bit_length() - 1,
         spec.num_heads,
         spec.num_kv_heads,

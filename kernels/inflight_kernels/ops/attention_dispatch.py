@@ -3,7 +3,8 @@ a pure function of what the host knows about the step.
 
 On Hopper, chunks with many rows have their own kernel (attention_hopper.cu) for heads of 64 or 128
 values; on GPUs with enough shared memory, few rows of many sequences have one (attention_heads.cu);
-attention.cu handles everything else. The first has no variant for caches of 8 bits.
+attention.cu handles everything else. The first does not read caches of 8 bits: it is for keys and
+values that were dequantised (attention_dequantize.cu).
 """
 
 from __future__ import annotations
@@ -241,6 +242,11 @@ def heads_shape(heads: Heads, shared_bytes: int) -> HeadsShape | None:
     return shape if _fits(shape, shared_bytes) else None
 
 
+def has_hopper_shape(heads: Heads, gpu: Gpu) -> bool:
+    """Whether chunks with many rows have a kernel of their own, for caches of q's type."""
+    return gpu.is_hopper and heads.head_dim in HOPPER_HEAD_DIMS
+
+
 def _fits(shape: AnyShape, shared_bytes: int) -> bool:
     """Whether a multiprocessor with so much shared memory has room for a block."""
     return shape.shared_bytes + _RESERVED_SHARED <= shared_bytes
@@ -303,6 +309,7 @@ def parts(
     heads: Heads,
     gpu: Gpu,
     batch_invariant: bool = False,
+    dequantizes: bool = False,
 ) -> tuple[Part, ...]:
     """The launches of a step, a pure function of what the host knows about it.
 
@@ -313,12 +320,14 @@ def parts(
         heads: of the layers.
         gpu: the device.
         batch_invariant: see `plan`.
+        dequantizes: chunks with many rows may read a copy of a cache of 8 bits in q's type.
     """
     for_few: tuple[AnyShape, ...] = (shapes(heads.head_dim, gpu.shared_bytes, heads.cached)[0],)
     of_heads = heads_shape(heads, gpu.shared_bytes)
     if of_heads is not None:
         for_few += (of_heads,)
-    chosen = _choose_shapes(num_chunks, max_q_len * heads.group, heads, gpu, batch_invariant)
+    rows = max_q_len * heads.group
+    chosen = _choose_shapes(num_chunks, rows, heads, gpu, batch_invariant, dequantizes)
     found: list[Part] = []
     for shape, min_rows, max_rows in chosen:
         # The kernel for few rows depends on the number of chunks. The workspace fits any of them,
@@ -354,18 +363,19 @@ def _choose_shapes(
     heads: Heads,
     gpu: Gpu,
     batch_invariant: bool,
+    dequantizes: bool,
 ) -> list[tuple[AnyShape, int, int]]:
     """Shapes of a step's launches, each with min_rows and max_rows (see `Part`).
 
     Args:
         rows: maximum rows of a chunk.
-        num_chunks, heads, gpu, batch_invariant: see `parts`.
+        num_chunks, heads, gpu, batch_invariant, dequantizes: see `parts`.
     """
     few_anywhere, some, many_anywhere = shapes(heads.head_dim, gpu.shared_bytes, heads.cached)
     few: AnyShape = few_anywhere
     many: AnyShape = many_anywhere
     # Its operands in shared memory are what TMA has copied, so not bytes.
-    if gpu.is_hopper and heads.head_dim in HOPPER_HEAD_DIMS and not heads.cached:
+    if has_hopper_shape(heads, gpu) and (dequantizes or not heads.cached):
         many = HopperShape(heads.head_dim)
     of_heads = heads_shape(heads, gpu.shared_bytes)
     if of_heads is not None and not of_heads.rows < rows <= few.rows:
@@ -409,6 +419,8 @@ def max_workspace_bytes(
             heads,
             gpu,
             batch_invariant,
+            dequantizes,
         )[-1].end
         for q_len in (*lengths, max_q_len)
+        for dequantizes in ({False, bool(heads.cached)})
     )

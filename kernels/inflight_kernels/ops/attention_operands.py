@@ -17,6 +17,9 @@ from inflight_kernels.runtime.launch import BYTE_TYPES, check, is_hopper, num_mu
 
 BLOCK_SIZES = (16, 32, 64)
 
+DEQUANTIZED_BLOCK = 64
+"""Block size of a `DequantizedKV`."""
+
 
 @functools.cache
 def _shared_bytes() -> int:
@@ -76,6 +79,59 @@ class AttentionParams:
 
 
 @dataclass(frozen=True, slots=True)
+class DequantizedKV:
+    """Memory for the keys and values of prompts in bfloat16: before the attention of a layer, those
+    of a step are copied there from its cache of 8 bits.
+
+    Attributes:
+        blocks: [2, num_blocks, DEQUANTIZED_BLOCK, G, D], keys and values.
+        tables: [n or more, num_blocks] int32, the block tables of a step.
+        sources: [num_blocks + 1, 2] int32; the sequence and the first key of each block of a step,
+            and in the last row the number of its blocks.
+    """
+
+    blocks: Tensor
+    tables: Tensor
+    sources: Tensor
+
+    @classmethod
+    def empty(
+        cls,
+        num_keys: int,
+        max_chunks: int,
+        spec: AttentionParams,
+        device: torch.device,
+    ) -> DequantizedKV:
+        """For steps of up to so many chunks and keys, in whole blocks of each chunk."""
+        num_blocks = -(-num_keys // DEQUANTIZED_BLOCK)
+        block = (DEQUANTIZED_BLOCK, spec.num_kv_heads, spec.head_dim)
+        return cls(
+            torch.empty(2, num_blocks, *block, dtype=torch.bfloat16, device=device),
+            torch.empty(max_chunks, num_blocks, dtype=torch.int32, device=device),
+            torch.empty(num_blocks + 1, 2, dtype=torch.int32, device=device),
+        )
+
+    @property
+    def num_keys(self) -> int:
+        """For which there is memory."""
+        return self.blocks.shape[1] * DEQUANTIZED_BLOCK
+
+    def check_fits(self, spec: AttentionParams, num_chunks: int) -> None:
+        """Check the memory for a step of so many chunks.
+
+        Raises:
+            ValueError: it has the wrong shape, type or layout.
+        """
+        num_blocks = self.blocks.shape[1]
+        heads = (spec.num_kv_heads, spec.head_dim)
+        shape = (2, num_blocks, DEQUANTIZED_BLOCK, *heads)
+        check("dequantized.blocks", self.blocks, shape, torch.bfloat16)
+        check("dequantized.sources", self.sources, (num_blocks + 1, 2), torch.int32)
+        tables = self.tables[:num_chunks]
+        check("dequantized.tables", tables, (num_chunks, num_blocks), torch.int32, False)
+
+
+@dataclass(frozen=True, slots=True)
 class AttentionMetadata:
     """The chunks of a step for all layers of one spec, validated.
 
@@ -89,6 +145,9 @@ class AttentionMetadata:
             steps must not share it.
         max_q_len: maximum tokens of a chunk; None if unknown and each has at least one.
         planned: `attention.plan` is called before the layers; otherwise each plans by itself.
+        dequantized: memory for the keys of all chunks of more than one token, rounded up to
+            DEQUANTIZED_BLOCK for each. With it, chunks with many rows have a faster kernel if
+            `attention.reads_dequantized`. It is overwritten by each layer.
         parts: the launches of a layer, with the places of their plans; empty if there is nothing
             to compute.
 
@@ -104,6 +163,7 @@ class AttentionMetadata:
     workspace: Tensor
     max_q_len: int | None = None
     planned: bool = False
+    dequantized: DequantizedKV | None = None
     parts: tuple[Part, ...] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -113,6 +173,8 @@ class AttentionMetadata:
         tables = (num_chunks, self.block_tables.shape[-1])
         check("block_tables", self.block_tables, tables, torch.int32, False)
         check("workspace", self.workspace, (self.workspace.numel(),), torch.uint8)
+        if self.dequantized is not None:
+            self.dequantized.check_fits(spec, num_chunks)
         found: tuple[Part, ...] = ()
         if num_chunks and self.num_tokens:
             found = parts(
@@ -122,6 +184,7 @@ class AttentionMetadata:
                 spec.heads,
                 current_gpu(),
                 spec.batch_invariant,
+                self.dequantized is not None,
             )
             if self.workspace.numel() < found[-1].end:
                 raise ValueError(

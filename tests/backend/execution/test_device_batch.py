@@ -20,6 +20,7 @@ from inflight.core.batch import Batch, Chunk, StepOutput
 from inflight.core.kernel_blocks import KernelBlocks
 from inflight.core.request import Request
 from inflight.core.sequence import Sequence
+from inflight.core.step_size import StepSize
 from inflight.engine.engine import Engine, generate
 from inflight.execution import device_batch
 from inflight.execution.device_batch import (
@@ -28,7 +29,6 @@ from inflight.execution.device_batch import (
     SamplerStages,
     SubmittedStep,
 )
-from inflight.execution.graph_buckets import StepSize
 from inflight.kv.layout import KVTable, KVTables
 from inflight.sampling.params import SamplingParams
 from inflight.scheduling.draft_budget import StepCosts

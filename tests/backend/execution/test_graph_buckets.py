@@ -6,9 +6,8 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
-import tiny
-from inflight.core.batch import Batch, Chunk
-from inflight.execution.graph_buckets import StepSize, capture_sizes, row_counts
+from inflight.core.step_size import StepSize
+from inflight.execution.graph_buckets import capture_sizes, row_counts
 
 MAX_NUM_SEQS, MAX_DRAFTS = 64, 5
 MAX_ROWS = MAX_NUM_SEQS + 100
@@ -20,11 +19,6 @@ def bucket_for(step: StepSize) -> StepSize | None:
     return next((size for size in SIZES if size.fits(step)), None)
 
 
-def chunk(length: int, samples: bool = True, num_drafts: int = 0, num_scores: int = 0) -> Chunk:
-    sequence = tiny.make_sequence([3] * 600, list(range(40)))
-    return Chunk(sequence, 0, length, samples, 0, num_drafts, num_scores)
-
-
 @pytest.mark.parametrize("most", [1, 2, 3, 7, 8, 9, 24, 100, 256, 300, 1024])
 def test_each_decode_step_has_a_size_that_is_little_larger(most: int) -> None:
     counts = row_counts(most)
@@ -33,21 +27,6 @@ def test_each_decode_step_has_a_size_that_is_little_larger(most: int) -> None:
     for rows in range(1, most + 1):
         count = next(count for count in counts if count >= rows)
         assert count - rows < (8 if count <= 256 else 64)
-
-
-@pytest.mark.parametrize(
-    ("chunks", "expected"),
-    [
-        pytest.param([chunk(1), chunk(1)], StepSize(2, 2, 2, 1), id="decode"),
-        pytest.param([chunk(6, num_drafts=5), chunk(1)], StepSize(7, 2, 7, 6), id="drafts"),
-        pytest.param([chunk(100), chunk(1)], StepSize(101, 2, 2, 100), id="prompt"),
-        pytest.param([chunk(9, num_scores=8)], StepSize(9, 1, 9, 9), id="scores"),
-        pytest.param([chunk(9, False, 0, 9)], StepSize(9, 1, 9, 9), id="scores alone"),
-        pytest.param([chunk(9, False)], StepSize(9, 1, 1, 9), id="part of a prompt"),
-    ],
-)
-def test_the_size_of_a_batch(chunks: list[Chunk], expected: StepSize) -> None:
-    assert StepSize.of(Batch(chunks)) == expected
 
 
 def test_steps_of_a_token_each_are_recorded_as_such() -> None:

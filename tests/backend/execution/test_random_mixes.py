@@ -20,10 +20,10 @@ from inflight.checkpoint.locate import Checkpoint
 from inflight.config import EngineConfig
 from inflight.core.batch import Batch
 from inflight.core.request import Candidate, Request
+from inflight.core.step_size import StepSize
 from inflight.engine.engine import Engine
 from inflight.execution import factory as runners
 from inflight.execution.cuda_runner import CudaRunner
-from inflight.execution.graph_buckets import StepSize
 from inflight.models.layers import residual
 from inflight.sampling.params import SamplingParams
 from poisoned_memory import poison_memory, poison_steps

@@ -16,8 +16,13 @@ from guarded import ROUNDING, Guarded, relative_error
 from inflight_kernels.ops import attention_operands, cache
 from inflight_kernels.ops.attention import attend, plan, workspace_size
 from inflight_kernels.ops.attention_dispatch import HEAD_DIMS
-from inflight_kernels.ops.attention_operands import AttentionMetadata, AttentionParams
+from inflight_kernels.ops.attention_operands import (
+    AttentionMetadata,
+    AttentionParams,
+    DequantizedKV,
+)
 from inflight_kernels.ops.rope import PagedKV, QkNorm, RopeInputs, rope_write_kv
+from inflight_kernels.runtime.launch import is_hopper
 from inflight_kernels.torch_ops import kv_quantization, transformer
 from inflight_kernels.torch_ops.kv_quantization import QuantizedKV, dequantize, quantize
 
@@ -57,7 +62,12 @@ class QuantizedStep:
     memories: tuple[QuantizedKV, QuantizedKV]
 
     def run(
-        self, workspace: Tensor | None = None, history_ready: bool = False, **spec: Any
+        self,
+        workspace: Tensor | None = None,
+        history_ready: bool = False,
+        dequantized: DequantizedKV | None = None,
+        pdl: bool = False,
+        **spec: Any,
     ) -> Tensor:
         plain, out = self.plain, self.plain.out()
         params = AttentionParams(
@@ -74,11 +84,29 @@ class QuantizedStep:
             len(plain.q),
             self.workspace(**spec) if workspace is None else workspace,
             planned=workspace is not None,
+            dequantized=dequantized,
         )
         if workspace is not None and not history_ready:
-            plan(metadata)
-        attend(plain.q, PagedKV(*self.memories), metadata, out, history_ready=history_ready)
+            plan(metadata, pdl=pdl)
+        kv = PagedKV(*self.memories)
+        attend(plain.q, kv, metadata, out, history_ready=history_ready, pdl=pdl)
         return out
+
+    def dequantized(self, spare_keys: int = 0) -> DequantizedKV:
+        """Memory for the prompts of the step, with NaN and blocks that do not exist in it."""
+        q_lens = self.plain.query_start.diff().tolist()
+        kv_lens = self.plain.seq_lens.tolist()
+        num_keys = sum(
+            -(-keys // 64) * 64 for rows, keys in zip(q_lens, kv_lens, strict=True) if rows > 1
+        )
+        params = AttentionParams(*self.plain.heads, scale=self.plain.scale)
+        memory = DequantizedKV.empty(
+            num_keys + spare_keys, len(kv_lens), params, torch.device("cuda")
+        )
+        memory.blocks.fill_(torch.nan)
+        memory.tables.fill_(10**8)
+        memory.sources.fill_(-1)
+        return memory
 
     def workspace(self, batch_invariant: bool = False, **_: Any) -> Tensor:
         size = workspace_size(
@@ -175,6 +203,85 @@ def test_a_plan_is_valid_for_all_layers_with_ready_history(step: str, dtype: tor
     assert error(first, made.plain.definition()) < BOUND[torch.bfloat16]
     for _ in range(5):
         assert torch.equal(made.run(workspace, history_ready=True), first)
+
+
+# ---------------------------------------------------------------- prompts, dequantised
+
+PROMPTS = [step for step in STEPS if not step.startswith(("decode", "verify"))]
+
+
+@each_type
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("block_size", [16, 32, 64])
+@pytest.mark.parametrize("step", STEPS)
+def test_prompts_may_be_dequantised_first(
+    step: str, block_size: int, head_dim: int, dtype: torch.dtype
+) -> None:
+    shape = {"num_heads": 32, "num_kv_heads": 8, "head_dim": head_dim, "block_size": block_size}
+    made = quantized(make_step(*STEPS[step], **shape), dtype)
+    memory = made.dequantized()
+    out = made.run(dequantized=memory)
+    assert error(out, made.plain.definition()) < BOUND[torch.bfloat16]
+    was_used = int(memory.sources[-1, 0]) >= 0
+    assert was_used == (is_hopper() and not step.startswith("decode"))
+
+
+@each_type
+@pytest.mark.parametrize("heads", [(4, 4), (28, 4), (9, 3), (16, 1), (71, 1)])
+@pytest.mark.parametrize("step", ["mixed", "prefill"])
+def test_dequantised_prompts_of_any_heads(
+    step: str, heads: tuple[int, int], dtype: torch.dtype
+) -> None:
+    made = quantized(make_step(*STEPS[step], num_heads=heads[0], num_kv_heads=heads[1]), dtype)
+    out = made.run(dequantized=made.dequantized(spare_keys=1000))
+    assert error(out, made.plain.definition()) < BOUND[torch.bfloat16]
+
+
+@each_type
+@pytest.mark.parametrize("step", PROMPTS)
+def test_dequantised_prompts_with_windows_and_soft_caps(step: str, dtype: torch.dtype) -> None:
+    made = quantized(make_step(*STEPS[step]), dtype)
+    for window in (1, 63, 1000):
+        out = made.run(window=window, dequantized=made.dequantized())
+        assert error(out, made.plain.definition(window=window)) < BOUND[torch.bfloat16]
+    made.plain.scale = 1.0
+    expected = made.plain.definition(soft_cap=30.0)
+    out = made.run(soft_cap=30.0, dequantized=made.dequantized())
+    assert error(out, expected) < 2 * BOUND[torch.bfloat16]
+
+
+@each_type
+def test_prompts_are_dequantised_as_by_the_definition(dtype: torch.dtype) -> None:
+    made = quantized(make_step(*STEPS["mixed"], num_heads=32, num_kv_heads=8), dtype)
+    memory = made.dequantized()
+    made.run(dequantized=memory)
+    if not is_hopper():
+        assert memory.sources.eq(-1).all(), "other GPUs attend to bytes"
+        return
+    starts = made.plain.query_start.tolist()
+    for i, kv_len in enumerate(made.plain.seq_lens.tolist()):
+        if (starts[i + 1] - starts[i]) * 4 <= 16:
+            continue
+        blocks = made.plain.block_tables[i, : -(-kv_len // 16)].long()
+        places = memory.tables[i, : -(-kv_len // 64)].long()
+        for memory_of, copies in zip(made.memories, memory.blocks, strict=True):
+            expected = kv_quantization.read_blocks(memory_of, blocks, torch.bfloat16)
+            found = copies[places].flatten(0, 1)[:kv_len]
+            assert torch.equal(found, expected.flatten(0, 1)[:kv_len])
+
+
+@each_type
+def test_layers_share_the_memory_of_prompts(dtype: torch.dtype) -> None:
+    """A launch may begin before the preceding one has ended, which reads what it overwrites."""
+    plain = make_step(*STEPS["prefill"], num_heads=32, num_kv_heads=8)
+    layers = [quantized(plain, dtype), quantized(plain, dtype)]
+    memory, workspace = layers[0].dequantized(), layers[0].workspace()
+    expected = [layer.run(dequantized=layer.dequantized()) for layer in layers]
+    layers[0].run(workspace, dequantized=memory, pdl=True)
+    for _ in range(20):
+        for one, wanted in zip(layers, expected, strict=True):
+            out = one.run(workspace, history_ready=True, dequantized=memory, pdl=True)
+            assert torch.equal(out, wanted)
 
 
 @each_type

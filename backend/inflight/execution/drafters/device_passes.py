@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from inflight.core.step_size import StepSize
 from inflight.execution.cuda_graph import capture_graph
 from inflight.execution.device_batch import DeviceBatch
 from inflight.execution.drafters.drafter import DeviceDrafter, DeviceTarget
@@ -40,10 +41,10 @@ class PassModel(Protocol):
     def allocate(self, cache: KVCache, num_blocks: int) -> None:
         """See `DeviceDrafter`."""
 
-    def forward(self, num_tokens: int, num_chunks: int, max_q_len: int) -> None:
+    def forward(self, size: StepSize) -> None:
         """See `DeviceDrafter`."""
 
-    def update(self, num_tokens: int, num_chunks: int, max_q_len: int) -> None:
+    def update(self, size: StepSize) -> None:
         """See `DeviceDrafter`."""
 
     def compute(

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from inflight.config import EngineConfig
 from inflight.core.batch import Batch, BatchArrays, Chunk, StepOutput
 from inflight.core.sequence import Sequence
+from inflight.core.step_size import StepSize
 
 if TYPE_CHECKING:
     import torch
@@ -126,10 +127,10 @@ class DeviceDrafter:
             ConfigError: out of memory.
         """
 
-    def forward(self, num_tokens: int, num_chunks: int, max_q_len: int) -> None:
+    def forward(self, size: StepSize) -> None:
         """Launch its part of a step's forward pass, after the model's."""
 
-    def update(self, num_tokens: int, num_chunks: int, max_q_len: int) -> None:
+    def update(self, size: StepSize) -> None:
         """Launch its work after the step's tokens are sampled."""
 
     def draft(self, batch: DeviceBatch, num_chunks: int, num_drafts: int) -> None:

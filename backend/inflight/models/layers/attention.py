@@ -10,12 +10,21 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from inflight.core.step_size import StepSize
 from inflight.models.layers.rope import inverse_frequencies
 from inflight.models.spec import AttentionSpec, ModelSpec, RopeSpec
 from inflight_kernels.ops import attention
-from inflight_kernels.ops.attention_operands import AttentionMetadata, AttentionParams
+from inflight_kernels.ops.attention_operands import (
+    AttentionMetadata,
+    AttentionParams,
+    DequantizedKV,
+)
 from inflight_kernels.ops.rope import PagedKV, QkNorm, RopeInputs, rope_write_kv
 from inflight_kernels.torch_ops.transformer import rotary_tables
+
+# Keys of prompts that are dequantised at once, in full steps: more than a step's own tokens, as
+# earlier chunks and cached prefixes count too. A step with more of them has a slower kernel.
+_DEQUANTIZED_STEPS = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +95,7 @@ class Attention:
         tables: cos and sin of their rotary embedding.
         max_tokens: maximum T.
         max_rows: maximum n.
+        max_len: maximum sequence length.
         batch_invariant: results for a token do not depend on the other tokens of its step.
         kv_dtype: of a KV cache of 8 bits; None for one in the activations' type.
     """
@@ -97,6 +107,7 @@ class Attention:
         *,
         max_tokens: int,
         max_rows: int,
+        max_len: int,
         batch_invariant: bool,
         kv_dtype: torch.dtype | None,
     ) -> None:
@@ -114,17 +125,20 @@ class Attention:
             max_rows, max_tokens, *heads, batch_invariant=batch_invariant, kv_dtype=kv_dtype
         )
         self._workspace = torch.zeros(size, dtype=torch.uint8, device=self._cos.device)
+        self._dequantized: DequantizedKV | None = None
+        if attention.reads_dequantized(self._params):
+            most_keys = max(max_len, _DEQUANTIZED_STEPS * max_tokens)
+            self._dequantized = DequantizedKV.empty(
+                most_keys, max_rows, self._params, self._cos.device
+            )
 
-    def begin(
-        self,
-        rows: ForwardInputs,
-        num_tokens: int,
-        num_chunks: int,
-        max_q_len: int,
-        table_index: int = 0,
-    ) -> AttentionPass:
+    def begin(self, rows: ForwardInputs, size: StepSize, table_index: int = 0) -> AttentionPass:
         """Launch the planning of a pass, which all its layers use; they share that block table."""
         params, table = self._params, rows.tables[table_index]
+        num_tokens, num_chunks, max_q_len = size.num_tokens, size.num_chunks, size.max_q_len
+        dequantized, keys = self._dequantized, size.prompt_keys
+        if dequantized is not None and (keys is None or keys > dequantized.num_keys):
+            dequantized = None
         metadata = AttentionMetadata(
             params,
             rows.query_start[: num_chunks + 1],
@@ -134,6 +148,7 @@ class Attention:
             self._workspace,
             max_q_len,
             planned=True,
+            dequantized=dequantized,
         )
         attention.plan(metadata, pdl=True)
         # Pure decode: RoPE is fused into attention, and q is not written separately.

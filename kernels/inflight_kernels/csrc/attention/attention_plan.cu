@@ -333,3 +333,51 @@ extern "C" __global__ void __launch_bounds__(PLAN_THREADS, 1)
         shares[share] = {begin, end, k, num_tiles, 0, 0, 0, 0, items[k]};
     }
 }
+
+// Lists the blocks that attention_dequantize.cu fills, with the keys of each chunk of more than
+// min_rows rows in consecutive ones, from the first tile of keys on that a row attends to. One block
+// of PLAN_THREADS threads.
+//
+//   query_start [n + 1], seq_lens [n], unit_keys, window, min_rows   as of `plan`
+//   tables [n, table_stride]   block tables of the filled blocks; entries of other keys are not
+//                              written
+//   sources [num_blocks], num_sources [1]   there must be enough blocks: further ones are left out
+extern "C" __global__ void __launch_bounds__(PLAN_THREADS, 1)
+    plan_dequantization(const int* query_start, const int* seq_lens, int n, int group,
+                        int unit_keys, int window, int min_rows, int num_blocks, int* tables,
+                        int table_stride, attention::Source* sources, int* num_sources) {
+    using namespace attention;
+    __shared__ int begins[PLAN_THREADS], firsts[PLAN_THREADS];
+    pdl_wait();
+    pdl_launch_dependents();
+    const int thread = threadIdx.x;
+    int filled = 0;
+#pragma unroll 1
+    for (int base = 0; base < n; base += PLAN_THREADS) {
+        const int i = base + thread;
+        int first = 0, count = 0;
+        if (i < n) {
+            const int query_len = query_start[i + 1] - query_start[i], kv_len = seq_lens[i];
+            const int lowest = max(0, kv_len - query_len - window + 1);
+            first = lowest / unit_keys * unit_keys / DEQUANTIZED_BLOCK;
+            if (query_len * group > min_rows)
+                count = (kv_len + DEQUANTIZED_BLOCK - 1) / DEQUANTIZED_BLOCK - first;
+        }
+        int total;
+        begins[thread] = scan<PLAN_THREADS>(count, total) - count;
+        firsts[thread] = first;
+        __syncthreads();
+#pragma unroll 1
+        for (int k = thread; k < min(total, num_blocks - filled); k += PLAN_THREADS) {
+            // Chunks without blocks begin where the next one does: the last of them has blocks.
+            const int chunk =
+                last_at_most(k, min(PLAN_THREADS, n - base), [&](int i) { return begins[i]; });
+            const int block = firsts[chunk] + k - begins[chunk];
+            sources[filled + k] = {base + chunk, block * DEQUANTIZED_BLOCK};
+            tables[static_cast<long long>(base + chunk) * table_stride + block] = filled + k;
+        }
+        filled = min(filled + total, num_blocks);
+        __syncthreads();
+    }
+    if (thread == 0) *num_sources = filled;
+}

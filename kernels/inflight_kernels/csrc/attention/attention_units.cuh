@@ -55,6 +55,15 @@ struct Queue {
     int heads_at_once;
 };
 
+// Keys and values of prompts are dequantised into blocks of so many keys, for attention_hopper.cu.
+constexpr int DEQUANTIZED_BLOCK = 64;
+
+// Where such a block is read from.
+struct Source {
+    int sequence;
+    int first_key;
+};
+
 // Arguments of `attend`; the same for each block. If the cache has 8 bits, k_cache and v_cache are
 // read as bytes, and block_stride is in bytes.
 template <typename T>

@@ -14,6 +14,7 @@ import torch
 from inflight.checkpoint.locate import Checkpoint
 from inflight.core.batch import Batch, BatchArrays, Chunk, StepOutput
 from inflight.core.sequence import Sequence
+from inflight.core.step_size import StepSize
 from inflight.errors import ConfigError
 from inflight.execution.drafters.draft_inputs import DraftInputs
 from inflight.execution.drafters.drafter import DeviceDrafter, DeviceTarget, Target
@@ -156,20 +157,19 @@ class DeviceModelPasses:
             self._cache = KVCache(layout, with_scratch, size, device)
             self.caches = [self._cache]
 
-    def forward(self, num_tokens: int, num_chunks: int, max_q_len: int) -> None:
+    def forward(self, size: StepSize) -> None:
         if self._own is not None:
             assert self._cache is not None
-            rows = self._target.rows
-            self._model.forward(rows, num_tokens, num_chunks, 0, max_q_len, self._cache)
+            self._model.forward(self._target.rows, replace(size, num_rows=0), self._cache)
 
-    def update(self, num_tokens: int, num_chunks: int, max_q_len: int) -> None:
+    def update(self, size: StepSize) -> None:
         """Nothing to do: `forward` computed everything."""
 
     def compute(
         self, inputs: ForwardInputs, sources: Tensor, num_rows: int, is_first: bool
     ) -> Tensor:
         assert self._cache is not None
-        self._model.forward(inputs, num_rows, num_rows, num_rows, 1, self._cache, self._num_layers)
+        self._model.forward(inputs, StepSize.decode(num_rows), self._cache, self._num_layers)
         return self._model.logits[:num_rows]
 
 

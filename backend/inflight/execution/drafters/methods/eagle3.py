@@ -19,6 +19,7 @@ from torch import Tensor
 from inflight.checkpoint.locate import Checkpoint
 from inflight.core.batch import Batch, BatchArrays, Chunk, StepOutput
 from inflight.core.sequence import Sequence
+from inflight.core.step_size import StepSize
 from inflight.execution.drafters.draft_inputs import DraftInputs
 from inflight.execution.drafters.drafter import DeviceDrafter, DeviceTarget, Target
 from inflight.execution.drafters.drafter_spec import DrafterSpec, DraftMethod
@@ -212,18 +213,19 @@ class DeviceHeadPasses:
         self._cache = KVCache(layout, with_scratch, size, device)
         self.caches = [self._cache]
 
-    def forward(self, num_tokens: int, num_chunks: int, max_q_len: int) -> None:
+    def forward(self, size: StepSize) -> None:
         """Nothing to do: the head needs the sampled tokens; see `update`."""
 
-    def update(self, num_tokens: int, num_chunks: int, max_q_len: int) -> None:
+    def update(self, size: StepSize) -> None:
         from inflight_kernels.ops import drafting
 
         batch, features, rows = self._target.batch, self._target.model.features, self._update_inputs
         assert self._cache is not None and features is not None
-        drafting.next_tokens(batch.step, batch.state, rows.token_ids, num_chunks, num_tokens)
+        next_ids, num_tokens = rows.token_ids, size.num_tokens
+        drafting.next_tokens(batch.step, batch.state, next_ids, size.num_chunks, num_tokens)
         head = self._head
         head.fuse(features, num_tokens)
-        head.forward(rows, head.hidden, num_tokens, num_chunks, max_q_len, self._cache)
+        head.forward(rows, head.hidden, size, self._cache)
 
     def compute(
         self, inputs: ForwardInputs, sources: Tensor, num_rows: int, is_first: bool
@@ -233,7 +235,7 @@ class DeviceHeadPasses:
         if is_first:
             head.take(sources)
         else:
-            head.forward(inputs, head.drafted, num_rows, num_rows, 1, self._cache)
+            head.forward(inputs, head.drafted, StepSize.decode(num_rows), self._cache)
         head.score(num_rows)
         return head.logits[:num_rows]
 
