@@ -243,8 +243,8 @@ def rope_attend(
 def reads_dequantized(spec: AttentionParams) -> bool:
     """Whether chunks with many rows have a kernel on the current device for which a cache of 8
     bits must be dequantised (see `AttentionMetadata`)."""
-    hopper = has_hopper_shape(spec.heads, current_gpu())
-    return hopper and spec.kv_dtype is not None and not spec.batch_invariant
+    dequantizes = spec.kv_dtype is not None and not spec.batch_invariant
+    return dequantizes and has_hopper_shape(spec.heads, current_gpu())
 
 
 def prefers_rope_attend(num_tokens: int, num_heads: int, num_kv_heads: int, head_dim: int) -> bool:

@@ -86,9 +86,9 @@ class Shape:
 Candidates = tuple[Shape, ...]
 """Shapes for the same steps, the preferred one first."""
 
-# Tiles per warp in shared memory: as many as allow two blocks per multiprocessor.
+# Tiles per warp in shared memory: as many as allow two blocks per multiprocessor, of bytes three.
 _HEADS_STAGES = {64: 6, 96: 4, 128: 3}
-_HEADS_STAGES_OF_BYTES = {64: 10, 96: 7, 128: 6}
+_HEADS_STAGES_OF_BYTES = {64: 7, 96: 5, 128: 4}
 HEADS_HEAD_DIMS = tuple(_HEADS_STAGES)
 """Head dims with a kernel for few rows of many sequences."""
 
@@ -102,10 +102,13 @@ class HeadsShape:
 
     stem = "attention_heads"
     heads = 4
-    max_blocks = 2
     rows = 8  # per KV head
     keys = 16
     threads = 32 * heads
+
+    @property
+    def max_blocks(self) -> int:
+        return 3 if self.cached else 2
 
     @property
     def stages(self) -> int:
@@ -243,8 +246,13 @@ def heads_shape(heads: Heads, shared_bytes: int) -> HeadsShape | None:
 
 
 def has_hopper_shape(heads: Heads, gpu: Gpu) -> bool:
-    """Whether chunks with many rows have a kernel of their own, for caches of q's type."""
-    return gpu.is_hopper and heads.head_dim in HOPPER_HEAD_DIMS
+    """Whether chunks with many rows have a kernel of their own, for caches of q's type.
+
+    For one of 8 bits, only if a token alone has few rows, as only prompts are dequantised.
+    """
+    few, _, _ = shapes(heads.head_dim, gpu.shared_bytes, heads.cached)
+    is_narrow = not heads.cached or heads.group <= few.rows
+    return gpu.is_hopper and heads.head_dim in HOPPER_HEAD_DIMS and is_narrow
 
 
 def _fits(shape: AnyShape, shared_bytes: int) -> bool:
@@ -252,9 +260,12 @@ def _fits(shape: AnyShape, shared_bytes: int) -> bool:
     return shape.shared_bytes + _RESERVED_SHARED <= shared_bytes
 
 
-def _prefers_heads_kernel(units: int, num_blocks: int) -> bool:
+def _prefers_heads_kernel(units: int, num_blocks: int, cached: str) -> bool:
     """Whether a `HeadsShape` is faster, measured on an H200 (benchmarks/notes.md): if each block
-    has one unit, or there are so many units that few are split."""
+    has one unit, or there are so many units that few are split. Of bytes, whose tiles bound a warp
+    by latencies, it has more warps, which outweighs that units are split."""
+    if cached:
+        return units >= num_blocks / 16
     return 0.9 * num_blocks <= units <= num_blocks or units >= 1.5 * num_blocks
 
 
@@ -380,7 +391,7 @@ def _choose_shapes(
     of_heads = heads_shape(heads, gpu.shared_bytes)
     if of_heads is not None and not of_heads.rows < rows <= few.rows:
         units = num_chunks * heads.num_kv_heads // of_heads.heads
-        if _prefers_heads_kernel(units, _num_blocks(of_heads, gpu)):
+        if _prefers_heads_kernel(units, _num_blocks(of_heads, gpu), heads.cached):
             few = of_heads
     if batch_invariant:  # one kernel for all
         return [(some, 0, _NO_LIMIT)]

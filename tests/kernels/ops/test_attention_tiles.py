@@ -197,7 +197,8 @@ def test_every_shape_of_every_type_is_instantiated():
         "attention": types * (anywhere + for_small_memories) + rotating,
         "attention_heads": types * 3,
         "attention_hopper": 2 * 2,
-        "attention_plan": 1,
+        "attention_dequantize": 2 * 2,  # types of 8 bits, heads with a kernel for Hopper
+        "attention_plan": 2,
     }
 
 

@@ -23,6 +23,9 @@ struct HeadsShape {
     static constexpr bool QUANTIZED = !SAME<Cached, Element>;
     static constexpr int HEAD_DIM = HEAD_DIM_;
     static constexpr int HEADS = HEADS_;  // KV heads per unit, and warps
+    // Per multiprocessor. Bytes take a warp as long as twice as many bytes of elements, so that more
+    // warps are needed to read them as fast.
+    static constexpr int BLOCKS = (QUANTIZED ? 12 : 8) / HEADS;
     static constexpr int STAGES = STAGES_;
 
     static constexpr int THREADS = 32 * HEADS;
@@ -300,7 +303,7 @@ __device__ __forceinline__ void leave_rows(const Arguments<typename S::Element>&
 //   arguments as of `attend` in attention.cu, except
 //   slots 2 * gridDim.x * HEADS * ROWS * (D + 2) floats of scratch
 template <class S>
-__global__ void __launch_bounds__(S::THREADS, 8 / S::HEADS)
+__global__ void __launch_bounds__(S::THREADS, S::BLOCKS)
     attend_heads(const typename S::Element* q, const typename S::Element* k_cache,
                  const typename S::Element* v_cache, typename S::Element* out,
                  const int* block_tables, long long q_stride, long long block_stride,

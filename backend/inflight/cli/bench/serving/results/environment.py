@@ -8,7 +8,7 @@ import shlex
 import subprocess
 from collections.abc import Sequence
 from datetime import UTC, datetime
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 # Their values do not belong into a report; the environment can hold them.
@@ -40,8 +40,15 @@ def commit() -> str:
     """Of the checkout that runs, or the version of the installed package."""
     # Installed, it may lie in the checkout of another project, which does not track it.
     if _git("ls-files", "--error-unmatch", Path(__file__).name):
-        return _git("describe", "--always", "--dirty") or version(_PACKAGE)
-    return version(_PACKAGE)
+        return _git("describe", "--always", "--dirty") or _version()
+    return _version()
+
+
+def _version() -> str:
+    try:
+        return version(_PACKAGE)
+    except PackageNotFoundError:  # run from the sources, by PYTHONPATH
+        return "not installed"
 
 
 def _git(*arguments: str) -> str:
@@ -66,7 +73,7 @@ def machine() -> dict[str, str]:
 
 def versions() -> dict[str, str]:
     return {
-        "inflight": version(_PACKAGE),
+        "inflight": _version(),
         "python": platform.python_version(),
         "system": f"{platform.system()} {platform.release()}",
     }
