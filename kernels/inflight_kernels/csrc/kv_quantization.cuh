@@ -86,6 +86,16 @@ __device__ __forceinline__ float inverse_of(__half scale) {
     return wide > 0.0f && wide < 65536.0f ? 1.0f / wide : 0.0f;
 }
 
+// Four values, multiplied by the inverse of their scale, as the bytes of a word; zeros if that is 0.
+template <typename Byte>
+__device__ __forceinline__ unsigned encode_word(const float* values, float inverse) {
+    unsigned word = 0;
+#pragma unroll
+    for (int i = 0; i < 4; i++)
+        word |= Byte::encode(inverse > 0.0f ? values[i] * inverse : 0.0f) << 8 * i;
+    return word;
+}
+
 // Where the scales [num_kv_heads, block_size] of a block begin, in bytes from its begin.
 __device__ __forceinline__ long long scales_offset(int block_size, int num_kv_heads, int head_dim) {
     return static_cast<long long>(block_size) * num_kv_heads * head_dim;

@@ -26,13 +26,8 @@ __device__ float largest_of(const float (&a)[N], const float (&b)[N]) {
 template <typename C, int N>
 __device__ void store_bytes(C* target, const float (&values)[N], float inverse) {
 #pragma unroll
-    for (int j = 0; j < N; j += 4) {
-        unsigned word = 0;
-#pragma unroll
-        for (int i = 0; i < 4; i++)
-            word |= C::encode(inverse > 0.0f ? values[j + i] * inverse : 0.0f) << 8 * i;
-        reinterpret_cast<unsigned*>(target)[j / 4] = word;
-    }
+    for (int j = 0; j < N; j += 4)
+        reinterpret_cast<unsigned*>(target)[j / 4] = encode_word<C>(values + j, inverse);
 }
 
 // One block per token. A row of qkv is num_heads heads of q, then num_kv_heads of k and of v.
