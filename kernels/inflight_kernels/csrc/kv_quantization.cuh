@@ -73,6 +73,16 @@ struct Int8 {
     }
 };
 
+// x * a + y * b and x * a - y * b, rounded alike in each kernel. A compiler may fuse either product,
+// but a key's bytes must not depend on the kernel that rotates it.
+__device__ __forceinline__ float sum_of_products(float x, float a, float y, float b) {
+    return __fmaf_rn(x, a, __fmul_rn(y, b));
+}
+
+__device__ __forceinline__ float difference_of_products(float x, float a, float y, float b) {
+    return __fmaf_rn(x, a, -__fmul_rn(y, b));
+}
+
 // The scale of a vector with this largest magnitude, rounded up so that nothing is clipped. Not
 // finite if the magnitude is not, or too large.
 template <typename Byte>
@@ -86,7 +96,7 @@ __device__ __forceinline__ float inverse_of(__half scale) {
     return wide > 0.0f && wide < 65536.0f ? 1.0f / wide : 0.0f;
 }
 
-// Four values, multiplied by the inverse of their scale, as the bytes of a word; zeros if that is 0.
+// Four values, multiplied by the inverse of their scale, as bytes of a word; zeros if that is 0.
 template <typename Byte>
 __device__ __forceinline__ unsigned encode_word(const float* values, float inverse) {
     unsigned word = 0;

@@ -99,7 +99,9 @@ __global__ void __launch_bounds__(512)
         if (NORM) {
             float squares = 0.0f;
 #pragma unroll
-            for (int j = 0; j < N; j++) squares += a[j] * a[j] + b[j] * b[j];
+            for (int j = 0; j < N; j++)
+                squares += SAME<T, C> ? a[j] * a[j] + b[j] * b[j]
+                                      : sum_of_products(a[j], a[j], b[j], b[j]);
             const float scale = rsqrtf(warp_sum<GROUP>(squares) / D + eps);
             if (mine && rotated) {
                 const float* weight = (head < num_heads ? q_weight : k_weight) + column;
@@ -116,8 +118,11 @@ __global__ void __launch_bounds__(512)
         if (rotated && (SAME<T, C> || mine)) {
 #pragma unroll
             for (int j = 0; j < N; j++) {
-                const float turned = a[j] * c[j] - b[j] * s[j];
-                b[j] = b[j] * c[j] + a[j] * s[j];
+                const float turned = SAME<T, C>
+                                         ? a[j] * c[j] - b[j] * s[j]
+                                         : difference_of_products(a[j], c[j], b[j], s[j]);
+                b[j] = SAME<T, C> ? b[j] * c[j] + a[j] * s[j]
+                                  : sum_of_products(b[j], c[j], a[j], s[j]);
                 a[j] = turned;
             }
         }
