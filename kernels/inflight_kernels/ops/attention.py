@@ -23,6 +23,7 @@ from inflight_kernels.ops.attention_dispatch import (
     HEAD_DIMS,
     HEADS_HEAD_DIMS,
     HOPPER_HEAD_DIMS,
+    MAX_ROPE_CHUNKS,
     AnyShape,
     HeadsShape,
     HopperShape,
@@ -39,7 +40,6 @@ from inflight_kernels.ops.attention_operands import (
     AttentionMetadata,
     AttentionParams,
     DequantizedKV,
-    check_heads,
     current_gpu,
     heads_of,
 )
@@ -65,8 +65,6 @@ _DEQUANTIZE_THREADS = 256
 # Of a multiprocessor; with the other dimensions of the grid, two waves.
 _DEQUANTIZING_BLOCKS = 2
 _KEYS_AT_ONCE = 16
-# See `prefers_rope_attend`.
-_MAX_ROPE_TOKENS = 2
 
 
 def workspace_size(
@@ -207,8 +205,8 @@ def rope_attend(
         pdl: see `Kernel`.
 
     Raises:
-        ValueError: as `attend`; heads not supported according to `rotates`; a cache of 8 bits; or
-            so many chunks that `attend` uses another kernel.
+        ValueError: as `attend`; heads not supported according to `rotates`; or so many chunks that
+            `attend` uses another kernel.
     """
     spec, num_tokens = metadata.spec, len(qkv)
     width = (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim
@@ -247,19 +245,29 @@ def reads_dequantized(spec: AttentionParams) -> bool:
     return dequantizes and has_hopper_shape(spec.heads, current_gpu())
 
 
-def prefers_rope_attend(num_tokens: int, num_heads: int, num_kv_heads: int, head_dim: int) -> bool:
+def prefers_rope_attend(
+    num_tokens: int,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    kv_dtype: torch.dtype | None = None,
+) -> bool:
     """Whether `rope_attend` supports such heads and is faster than `rope_write_kv` and `attend`.
 
-    For a step with so many chunks of one token; measured on an H200 (benchmarks/notes.md).
+    For a step with so many chunks of one token; measured on an H200 (benchmarks/notes.md), but for
+    caches of 8 bits.
     """
-    return num_tokens <= _MAX_ROPE_TOKENS and rotates(num_heads, num_kv_heads, head_dim)
+    few = num_tokens <= MAX_ROPE_CHUNKS
+    return few and rotates(num_heads, num_kv_heads, head_dim, kv_dtype)
 
 
-def rotates(num_heads: int, num_kv_heads: int, head_dim: int) -> bool:
-    """Whether `rope_attend` supports such heads."""
-    check_heads(num_heads, num_kv_heads, head_dim)
-    few, _, _ = shapes(head_dim, current_gpu().shared_bytes)
-    return few.rotates and num_heads // num_kv_heads < few.rows
+def rotates(
+    num_heads: int, num_kv_heads: int, head_dim: int, kv_dtype: torch.dtype | None = None
+) -> bool:
+    """Whether `rope_attend` supports such heads, with a cache of this type (`AttentionParams`)."""
+    heads = heads_of(num_heads, num_kv_heads, head_dim, kv_dtype)
+    few, _, _ = shapes(head_dim, current_gpu().shared_bytes, heads.cached)
+    return few.rotates and heads.group < few.rows
 
 
 def instantiations() -> list[Instantiation]:
@@ -290,8 +298,8 @@ def _kernels_for(head_dim: int, dtype: torch.dtype) -> list[tuple[str, str]]:
     found += [(shape.stem, shape.name(storage)) for shape in shapes_of_any]
     found += [
         ("attention", shape.rotating_name(storage, norms))
-        for shape in few
-        if shape.rotates
+        for shape in shapes_of_any
+        if isinstance(shape, Shape) and shape.rotates
         for norms in (False, True)
     ]
     return found
@@ -463,13 +471,11 @@ def _only_part(metadata: AttentionMetadata) -> tuple[Part, Shape] | None:
         ValueError: `rope_attend` does not support the step.
     """
     spec, num_chunks = metadata.spec, len(metadata.seq_lens)
-    if not rotates(spec.num_heads, spec.num_kv_heads, spec.head_dim):
+    if not rotates(spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.kv_dtype):
         raise ValueError(
             f"{spec.num_heads} query heads for {spec.num_kv_heads} KV heads of {spec.head_dim} "
             "values: rope_attend supports up to 15 per KV head, of up to 128 values"
         )
-    if spec.kv_dtype is not None:
-        raise ValueError(f"a cache of {spec.kv_dtype}: rope_attend needs one of q's type")
     if num_chunks != metadata.num_tokens:
         raise ValueError(
             f"{metadata.num_tokens} tokens in {num_chunks} chunks: rope_attend needs one per chunk"

@@ -17,6 +17,10 @@ HEAD_DIMS = (64, 96, 128, 256)
 HOPPER_HEAD_DIMS = (64, 128)
 """Head dims with a Hopper-only kernel."""
 
+MAX_ROPE_CHUNKS = 2
+"""With up to so many chunks, of a token each, `attention.rope_attend` is preferred where it is
+supported."""
+
 _NO_LIMIT = 2**31 - 1
 # Shared memory that the driver reserves per block.
 _RESERVED_SHARED = 1024
@@ -66,7 +70,7 @@ class Shape:
     @property
     def rotates(self) -> bool:
         """Whether `rope_attend` supports it: one warp holds the queries and the keys it copied."""
-        return self.warps_m == self.fragments == 1 and self.head_dim <= 128 and not self.cached
+        return self.warps_m == self.fragments == 1 and self.head_dim <= 128
 
     def type(self, storage: str) -> str:
         return (
@@ -389,7 +393,8 @@ def _choose_shapes(
     if has_hopper_shape(heads, gpu) and (dequantizes or not heads.cached):
         many = HopperShape(heads.head_dim)
     of_heads = heads_shape(heads, gpu.shared_bytes)
-    if of_heads is not None and not of_heads.rows < rows <= few.rows:
+    may_rotate = num_chunks <= MAX_ROPE_CHUNKS
+    if of_heads is not None and not may_rotate and not of_heads.rows < rows <= few.rows:
         units = num_chunks * heads.num_kv_heads // of_heads.heads
         if _prefers_heads_kernel(units, _num_blocks(of_heads, gpu), heads.cached):
             few = of_heads

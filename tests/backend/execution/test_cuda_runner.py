@@ -266,7 +266,8 @@ def test_a_kv_cache_of_8_bits_has_kernels_and_twice_the_room(
     has_hopper_kernel = model == "llama-3.1-8b"
     assert ("attention_dequantize" in stems) == ("attention_hopper" in stems) == has_hopper_kernel
     assert len(found) > 2 and all(cached in name for _, name in found)
-    assert not any("rope_attend" in name for _, name in found)
+    # Gemma's heads have 256 values.
+    assert any("rope_attend" in name for _, name in found) == (model == "llama-3.1-8b")
 
 
 def test_steps_of_one_token_leave_no_room_for_drafts(

@@ -262,6 +262,80 @@ def test_fragments_multiply_keys_and_queries_turned_round() -> None:
     np.testing.assert_allclose(left_behind, expected)
 
 
+# ---------------------------------------------------------------- the token's key
+
+ROTATED_DIMS = [head_dim for head_dim in HEAD_DIMS if head_dim <= 128]
+
+
+def held(row):  # type: ignore[no-untyped-def]
+    """[D / 16, 2, 4, 2]: by step, half and lane of four, the two columns in a word of a HeadRow."""
+    return row.reshape(-1, 4, 2, 2).transpose(0, 3, 1, 2)
+
+
+def test_a_lane_has_the_columns_of_its_query_words() -> None:
+    rows = np.arange(8 * 128).reshape(8, 128)
+    for step in range(8):
+        words = query_words(rows, ROW, step)
+        for half in range(2):
+            assert (words[:, half] == held(rows[0])[step, half, COLUMN] + 128 * ROW[:, None]).all()
+
+
+def unpack_four(words):  # type: ignore[no-untyped-def]
+    """[4, 4]: the four columns of a lane in order, from its words [2, 4, 2]."""
+    even, odd = words
+    return np.stack([even[:, 0], odd[:, 0], even[:, 1], odd[:, 1]], axis=1)
+
+
+@pytest.mark.parametrize("head_dim", ROTATED_DIMS)
+def test_a_key_is_rotated_by_the_lanes_that_have_its_pairs(head_dim: int) -> None:
+    """As `Rotated` of attention_source.cuh does, which stores it for all lanes to quantise."""
+    rng = np.random.default_rng(1)
+    row, weight, cos, sin = rng.random((4, head_dim))
+    half_dim, half_steps = head_dim // 2, head_dim // 32
+    columns = 4 * np.arange(4)[:, None] + np.arange(4)  # of the first 16, by lane of four
+    stored = np.full(head_dim, np.nan)
+    for step in range(half_steps):
+        first = step * 16 + columns
+        a = unpack_four(held(row)[step]) * weight[first]
+        b = unpack_four(held(row)[step + half_steps]) * weight[half_dim + first]
+        stored[first] = a * cos[first] - b * sin[first]
+        stored[half_dim + first] = b * cos[first] + a * sin[first]
+    (x, y), c, s = np.split(row * weight, 2), cos[:half_dim], sin[:half_dim]
+    np.testing.assert_array_equal(stored, np.concatenate([x * c - y * s, y * c + x * s]))
+
+
+@pytest.mark.parametrize("head_dim", ROTATED_DIMS)
+def test_both_kernels_that_rotate_keys_add_squares_in_the_same_order(head_dim: int) -> None:
+    """In float32, so that another order gives another sum for some of the rows."""
+    rng = np.random.default_rng(1)
+    rows = rng.standard_normal((500, head_dim)).astype(np.float32)
+    half_dim, half_steps = head_dim // 2, head_dim // 32
+    pairs = rows[:, :half_dim] ** 2 + rows[:, half_dim:] ** 2
+
+    lanes = 1 << (head_dim // 16 - 1).bit_length()  # rope.cu: `GROUP`, and `warp_sum` of it
+    sums = np.zeros((len(rows), lanes), np.float32)
+    for column in range(8):
+        sums[:, : head_dim // 16] += pairs[:, column::8]
+    distance = lanes // 2
+    while distance:
+        sums = sums + sums[:, np.arange(lanes) ^ distance]
+        distance //= 2
+
+    words = np.stack([held(row) for row in np.concatenate([pairs, pairs], axis=1)])
+    found = np.zeros((len(rows), half_steps, 4), np.float32)  # attention, by lane of four
+    for turn in range(2):
+        if turn:
+            found = found[:, :, np.arange(4) ^ 1]
+        for element, half in itertools.product(range(2), range(2)):
+            found = found + words[:, :half_steps, half, :, element]
+    for distance in (2, 1):
+        for step in range(distance):
+            if step + distance < half_steps:
+                found[:, step] += found[:, step + distance]
+    np.testing.assert_array_equal(found[:, 0, 1] + found[:, 0, 3], sums[:, 0])
+    assert (sums[:, 0] != pairs.sum(1, dtype=np.float32)).any()
+
+
 # ---------------------------------------------------------------- bytes
 
 

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 import recorded_launches
-from inflight_kernels.ops.attention import attend, workspace_size
+from inflight_kernels.ops.attention import attend, rope_attend, workspace_size
 from inflight_kernels.ops.attention_operands import AttentionMetadata, AttentionParams
-from inflight_kernels.ops.rope import PagedKV
+from inflight_kernels.ops.rope import PagedKV, RopeInputs
 from inflight_kernels.runtime.recording import Launched, record_launches
 from inflight_kernels.torch_ops.kv_quantization import QuantizedKV, of_blocks
 
@@ -154,3 +154,39 @@ def test_caches_of_8_bits_that_kernels_cannot_take_are_refused(launched: Launche
     assert not launched
     run(right, kv_dtype=dtype)
     assert launched
+
+
+@pytest.mark.parametrize(("dtype", "cached"), [(torch.float8_e4m3fn, "Fp8"), (torch.int8, "Int8")])
+def test_a_projection_goes_into_a_cache_of_8_bits_unless_it_is_in_float16(
+    launched: Launched, dtype: torch.dtype, cached: str
+) -> None:
+    num_heads, num_kv_heads, head_dim = HEADS
+    params = AttentionParams(*HEADS, scale=1.0, kv_dtype=dtype)
+    lengths = torch.zeros(4, dtype=torch.int32, device="meta")
+    places = torch.zeros(1, dtype=torch.int64, device="meta")
+    tables = torch.zeros(2, 16, head_dim, device="meta")
+    data = torch.zeros(2, 4, 16, num_kv_heads, head_dim + 2, dtype=torch.uint8, device="meta")
+
+    def run(q_type: torch.dtype) -> None:
+        size = workspace_size(1, 1, *HEADS, kv_dtype=dtype)
+        workspace = torch.empty(size, dtype=torch.uint8, device="meta")
+        metadata = AttentionMetadata(
+            params, lengths[:2], lengths[:1], lengths[None], 1, workspace, max_q_len=1
+        )
+        width = (num_heads + 2 * num_kv_heads) * head_dim
+        rope_attend(
+            torch.zeros(1, width, dtype=q_type, device="meta"),
+            RopeInputs(places, places, tables[0], tables[1]),
+            PagedKV(*(of_blocks(one, dtype) for one in data)),
+            metadata,
+            torch.zeros(1, num_heads, head_dim, dtype=q_type, device="meta"),
+        )
+
+    with pytest.raises(ValueError, match="float16; expected bfloat16"):
+        run(torch.float16)
+    assert not launched
+    run(torch.bfloat16)
+    assert [name for _, name in launched] == [
+        "plan",
+        f"rope_attend<attention::Shape<__nv_bfloat16, 128, 1, 4, 1, 64, 3, {cached}>, false>",
+    ]

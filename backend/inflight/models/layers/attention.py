@@ -156,9 +156,12 @@ class Attention:
             num_tokens == num_chunks
             and max_q_len == 1
             and not params.batch_invariant
-            and params.kv_dtype is None
             and attention.prefers_rope_attend(
-                num_tokens, params.num_heads, params.num_kv_heads, params.head_dim
+                num_tokens,
+                params.num_heads,
+                params.num_kv_heads,
+                params.head_dim,
+                params.kv_dtype,
             )
         )
         positions, slot_mapping = rows.positions[:num_tokens], table.slot_mapping[:num_tokens]

@@ -45,6 +45,39 @@ __device__ __forceinline__ const __half* scales_of(const typename S::Element* ti
                                            S::KEYS * byte_pitch(S::HEAD_DIM));
 }
 
+template <class S>
+__device__ __forceinline__ __half* scales_of(typename S::Element* tile) {
+    return reinterpret_cast<__half*>(reinterpret_cast<unsigned char*>(tile) +
+                                     S::KEYS * byte_pitch(S::HEAD_DIM));
+}
+
+// A key, or a value, of one head as bytes: four columns of it in each of the first HEAD_DIM / 4
+// lanes.
+template <class S>
+struct ByteRow {
+    static constexpr int LANES = S::HEAD_DIM / 4;
+    static_assert(LANES <= 32, "a row is the work of one warp");
+
+    unsigned word;
+    __half scale;
+
+    // Quantises as rope.cu does. All lanes of the warp must call it, with zeros past the head.
+    __device__ __forceinline__ explicit ByteRow(const float (&four)[4]) {
+        unsigned largest = 0;  // as bits, which compare as magnitudes do, and NaN is the largest
+#pragma unroll
+        for (int i = 0; i < 4; ++i) largest = max(largest, __float_as_uint(four[i]) & 0x7fffffffu);
+        largest = __reduce_max_sync(FULL_WARP, largest);
+        scale = scale_of<typename S::Cached>(__uint_as_float(largest));
+        word = encode_word<typename S::Cached>(four, inverse_of(scale));
+    }
+
+    __device__ __forceinline__ void store(void* bytes, __half* scale_place) const {
+        const int lane = threadIdx.x % 32;
+        if (lane < LANES) reinterpret_cast<unsigned*>(bytes)[lane] = word;
+        if (lane == 0) *scale_place = scale;
+    }
+};
+
 // Copies this warp's part of a tile of keys and values, restricted to the keys [begin, end), with
 // their scales. Rows and scales past the sequence become zero: their weight is 0, but the cache may
 // contain NaN there.

@@ -38,7 +38,7 @@ struct Projection {
 // The rows of a qkv projection, one token per chunk: q is normed and rotated while it is loaded
 // into registers. The token's key is processed as an additional row of q, and then written to its
 // tile and to the cache.
-template <class S, bool NORM>
+template <class S, bool NORM, bool QUANTIZED = S::QUANTIZED>
 struct Rotated {
     using T = typename S::Element;
     static constexpr bool ROTATES = true;
@@ -175,6 +175,191 @@ struct Rotated {
                 low = ptx::pack<T>(a.x * c.x - b.x * s.x, a.y * c.y - b.y * s.y);
                 high = ptx::pack<T>(b.x * c.x + a.x * s.x, b.y * c.y + a.y * s.y);
             }
+    }
+};
+
+// The same for a cache of 8 bits, with the bytes and scales that rope.cu writes. Keys are quantised
+// before they are rounded to T, and by all lanes instead of the four that rotate one: they pass
+// through shared memory, where cosines, sines and weights are as well. In registers, these would be
+// kept throughout the main loop.
+template <class S, bool NORM>
+struct Rotated<S, NORM, true> {
+    using T = typename S::Element;
+    static constexpr bool ROTATES = true;
+    static constexpr int HALF = S::HEAD_DIM / 2;
+    static constexpr int HALF_STEPS = S::HEAD_DIM / 32;
+    // A warp's floats in the memory of the sums, which is free until a unit is finished.
+    static constexpr int COS = 0, SIN = HALF, Q_WEIGHT = 2 * HALF, K_WEIGHT = 4 * HALF,
+                         KEY = 6 * HALF, FLOATS = 8 * HALF;
+    static_assert(S::PRIVATE && S::QUERIES_IN_REGISTERS, "a warp puts a key where it reads it");
+    static_assert(S::SUMS_APART && S::WARPS * FLOATS * 4 <= S::SUMS_BYTES, "no room for floats");
+
+    const Projection<T>& projection;
+    bool has_key;  // this warp has the token's key in one of its tiles
+    long long slot;
+    uint2 value;  // four columns of the token's value; zeros in lanes past the head
+
+    __device__ __forceinline__ explicit Rotated(const Projection<T>& all) : projection(all) {}
+
+    // Copies everything that the projection does not write; awaited together with the first tile.
+    __device__ __forceinline__ void prepare(const Arguments<T>&, const Unit& unit, bool has_new) {
+        has_key = has_new;
+        const int token = unit.item.query_start;
+        slot = load_l2(projection.slots + token);
+        const long long place = load_l2(projection.positions + token) * S::HEAD_DIM;
+        copy<HALF>(COS, projection.cos + place);
+        copy<HALF>(SIN, projection.sin + place + HALF);
+        if constexpr (NORM) {
+            copy<S::HEAD_DIM>(Q_WEIGHT, projection.q_weight);
+            copy<S::HEAD_DIM>(K_WEIGHT, projection.k_weight);
+        }
+    }
+
+    __device__ __forceinline__ const T* key_row(const Arguments<T>& args, const Unit& unit) const {
+        return !has_key ? nullptr
+                        : args.q + unit.item.query_start * args.q_stride +
+                              (args.num_heads + unit.head) * S::HEAD_DIM;
+    }
+
+    __device__ __forceinline__ void load(const Arguments<T>& args, const Unit& unit) {
+        const int lane = threadIdx.x % 32;
+        value = make_uint2(0, 0);
+        if (has_key && lane < ByteRow<S>::LANES)
+            value = load_l2(reinterpret_cast<const uint2*>(key_row(args, unit) +
+                                                           args.num_kv_heads * S::HEAD_DIM) +
+                            lane);
+    }
+
+    __device__ __forceinline__ void rotate(const Unit& unit, HeadRow<S> (&rows)[2]) const {
+        rotate(unit, rows[0], threadIdx.x % 32 / 4);
+        if (unit.num_rows >= 8) rotate(unit, rows[1], threadIdx.x % 32 / 4 + 8);
+    }
+
+    // Quantises the key and the value into the tile, where only this warp reads them, and the
+    // cache.
+    __device__ __forceinline__ void place(const Arguments<T>& args, const Unit& unit,
+                                          const HeadRow<S> (&)[2], T* keys, T* values) const {
+        if (!has_key) return;
+        const int lane = threadIdx.x % 32;
+        const int row = (unit.item.kv_len - 1) % S::KEYS;
+        const int offset = static_cast<int>(slot) & ((1 << args.block_shift) - 1);
+        const long long block = (static_cast<int>(slot) >> args.block_shift) * args.block_stride;
+        const long long to = block + (offset * args.num_kv_heads + unit.head) * S::HEAD_DIM;
+        const long long scale_to =
+            block + scales_offset(1 << args.block_shift, args.num_kv_heads, S::HEAD_DIM) +
+            ((unit.head << args.block_shift) + offset) * 2;
+        __syncwarp();  // the key is written
+        float four[4] = {};
+        if (lane < ByteRow<S>::LANES) load_floats(own() + KEY + lane * 4, four);
+        // Not unrolled: instruction fetches are noticeable.
+#pragma unroll 1
+        for (int i = 0; i < 2; ++i) {
+            T* const tile = i == 0 ? keys : values;
+            const ByteRow<S> bytes(four);
+            bytes.store(reinterpret_cast<unsigned char*>(tile) + row * byte_pitch(S::HEAD_DIM),
+                        scales_of<S>(tile) + row);
+            if (slot >= 0) {
+                T* const cache = i == 0 ? projection.k_cache : projection.v_cache;
+                unsigned char* const begin = reinterpret_cast<unsigned char*>(cache);
+                bytes.store(begin + to, reinterpret_cast<__half*>(begin + scale_to));
+            }
+            Word<T>::unpack(value.x, four);
+            Word<T>::unpack(value.y, four + 2);
+        }
+        __syncwarp();
+    }
+
+   private:
+    __device__ __forceinline__ static float* own() {
+        extern __shared__ __align__(16) unsigned char memory[];
+        return reinterpret_cast<float*>(memory + S::QUERY_BYTES + S::STAGES * S::STAGE_BYTES) +
+               threadIdx.x / 32 * FLOATS;
+    }
+
+    template <int COUNT>
+    __device__ __forceinline__ static void copy(int place, const float* from) {
+        const int first = threadIdx.x % 32 * 4;
+        ptx::copy_async_if(first < COUNT, ptx::shared_address(own() + place + first), from + first,
+                           true);
+    }
+
+    // The lane's columns of 16, 4 * (lane % 4) and the next ones; see QueryWords.
+    __device__ __forceinline__ static void unpack_four(const unsigned (&words)[2],
+                                                       float (&four)[4]) {
+        const float2 even = ptx::unpack<T>(words[0]), odd = ptx::unpack<T>(words[1]);
+        four[0] = even.x;
+        four[1] = odd.x;
+        four[2] = even.y;
+        four[3] = odd.y;
+    }
+
+    __device__ __forceinline__ static void pack_four(const float (&four)[4],
+                                                     unsigned (&words)[2]) {
+        words[0] = ptx::pack<T>(four[0], four[2]);
+        words[1] = ptx::pack<T>(four[1], four[3]);
+    }
+
+    // Norms and rotates a row of the unit, or the key behind them.
+    __device__ __forceinline__ void rotate(const Unit& unit, HeadRow<S>& row, int index) const {
+        float* const floats = own() + threadIdx.x % 4 * 4;
+        const float* const weight = floats + (index < unit.num_rows ? Q_WEIGHT : K_WEIGHT);
+        const bool is_key = has_key && index == unit.num_rows;
+        float scale = 1.0f;
+        if (NORM) scale = rsqrtf(sum_of_squares(row) / S::HEAD_DIM + projection.eps);
+#pragma unroll
+        for (int step = 0; step < HALF_STEPS; ++step) {
+            float a[4], b[4], c[4], s[4];
+            unpack_four(row.words[step], a);
+            unpack_four(row.words[step + HALF_STEPS], b);
+            load_floats(floats + COS + step * 16, c);
+            load_floats(floats + SIN + step * 16, s);
+            if (NORM) {
+                float w[4], v[4];
+                load_floats(weight + step * 16, w);
+                load_floats(weight + HALF + step * 16, v);
+#pragma unroll
+                for (int i = 0; i < 4; ++i) {
+                    a[i] *= scale * w[i];
+                    b[i] *= scale * v[i];
+                }
+            }
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                const float turned = difference_of_products(a[i], c[i], b[i], s[i]);
+                b[i] = sum_of_products(b[i], c[i], a[i], s[i]);
+                a[i] = turned;
+            }
+            pack_four(a, row.words[step]);
+            pack_four(b, row.words[step + HALF_STEPS]);
+            if (!is_key) continue;
+            store_vector(floats + KEY + step * 16, pack<float>(a));
+            store_vector(floats + KEY + HALF + step * 16, pack<float>(b));
+        }
+    }
+
+    // In the order of rope.cu: there, a lane adds the squares of 8 columns of the first half and of
+    // those across from them, and the lanes are then reduced. Here, two lanes have these columns;
+    // the second one continues the sums of the first.
+    __device__ __forceinline__ static float sum_of_squares(const HeadRow<S>& row) {
+        float sums[HALF_STEPS];
+#pragma unroll
+        for (int turn = 0; turn < 2; ++turn)
+#pragma unroll
+            for (int step = 0; step < HALF_STEPS; ++step) {
+                float a[4], b[4];
+                unpack_four(row.words[step], a);
+                unpack_four(row.words[step + HALF_STEPS], b);
+                float sum = turn == 0 ? 0.0f : __shfl_xor_sync(FULL_WARP, sums[step], 1);
+#pragma unroll
+                for (int i = 0; i < 4; ++i) sum += sum_of_products(a[i], a[i], b[i], b[i]);
+                sums[step] = sum;
+            }
+#pragma unroll
+        for (int distance = 2; distance > 0; distance /= 2)
+#pragma unroll
+            for (int step = 0; step < distance; ++step)
+                if (step + distance < HALF_STEPS) sums[step] += sums[step + distance];
+        return __shfl_sync(FULL_WARP, sums[0], 1, 4) + __shfl_sync(FULL_WARP, sums[0], 3, 4);
     }
 };
 
