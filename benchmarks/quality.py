@@ -1,13 +1,19 @@
-"""How much quantised linear layers change what a model predicts.
+"""How much quantised linear layers and 8-bit KV caches change what a model predicts.
 
-    python benchmarks/quality.py [--contexts 20] [--context 1024] [--json FILE] [MODEL ...]
+    python benchmarks/quality.py
+    python benchmarks/quality.py --variants none kv-int8 kv-fp8 --context 4096 8192
 
 Each text is computed by the engine's decoder on the CPU: once with the weights as they are stored,
-dequantised to float32, and once by each variant, over the same tokens (teacher-forced). Compared
-are the distributions of every next token: mean KL(reference || variant) in nats, how often the most
-probable token is the same, and perplexity. The text is the documentation of Python's language that
-`pydoc_data.topics` holds, a part of every installation of Python; contexts follow each other in it
-without overlap.
+dequantised to float32, and a KV cache in float32, and once by each variant, over the same tokens
+(teacher-forced). A variant has linear layers, or a KV cache (`kv-`), of another type; all else is
+the reference's. Compared are the distributions of every next token: mean KL(reference || variant)
+in nats, how often the most probable token is the same, and perplexity; KL and the most probable
+token also over the tokens of the last quarter of their context alone. The text is the
+documentation of Python's language that `pydoc_data.topics` holds, a part of every installation of
+Python; contexts follow each other in it without overlap.
+
+Rows replace those of the same model, variant and length of context in the result file, and leave
+the others as they are: each names its commit. `--context` and `--variants` thus measure parts.
 
 Exits with 1 if a variant misses its gate.
 """
@@ -16,6 +22,7 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import json
 import math
 import platform
 import sys
@@ -23,7 +30,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from pydoc_data.topics import topics
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -31,7 +38,7 @@ from torch import Tensor
 
 import result
 from inflight.checkpoint.locate import Checkpoint, locate
-from inflight.config import Quantization
+from inflight.config import KVDtype, Quantization
 from inflight.kv.cache import KVCache
 from inflight.models.decoder_cpu import Decoder, TableInputs
 from inflight.models.registry import read_spec
@@ -55,48 +62,47 @@ class Gate:
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """One way to run a model. Further ways, such as the format of the KV cache, are fields here and
-    arguments of the decoder and the cache in `TextDecoder`.
+    """One way to run a model.
 
     Attributes:
         name: of the row.
         quantization: of linear layers.
+        kv_cache_dtype: of keys and values; activations are in float32 in any case.
         gate: None for the reference.
     """
 
     name: str
-    quantization: Quantization
+    quantization: Quantization = "none"
+    kv_cache_dtype: KVDtype = "float32"
     gate: Gate | None = None
 
 
-REFERENCE = Variant("none", "none")
-VARIANTS = (
-    Variant("int8", "int8", Gate(max_kl=0.003, min_same_top_1=0.99)),
-    Variant("fp8", "fp8", Gate(max_kl=0.015, min_same_top_1=0.97)),
+REFERENCE = Variant("none")
+LINEAR = (
+    Variant("int8", quantization="int8", gate=Gate(max_kl=0.003, min_same_top_1=0.99)),
+    Variant("fp8", quantization="fp8", gate=Gate(max_kl=0.015, min_same_top_1=0.97)),
 )
+KV = (
+    Variant("kv-int8", kv_cache_dtype="int8", gate=Gate(max_kl=0.005, min_same_top_1=0.985)),
+    Variant("kv-fp8", kv_cache_dtype="fp8", gate=Gate(max_kl=0.005, min_same_top_1=0.985)),
+)
+VARIANTS = (*LINEAR, *KV)
 
 
 class TextDecoder:
     """A model with a KV cache for one text, on the CPU.
 
     Args:
-        checkpoint: of the model.
-        variant: how it runs.
+        model: with float32 activations; decoders may share it.
+        kv_cache_dtype: of keys and values.
         max_len: tokens of a text, at most.
     """
 
-    def __init__(self, checkpoint: Checkpoint, variant: Variant, max_len: int) -> None:
-        spec = read_spec(checkpoint)
-        self._model = Decoder(
-            checkpoint,
-            spec,
-            torch.float32,
-            max_len,
-            lambda what, fraction: None,
-            variant.quantization,
-        )
+    def __init__(self, model: Decoder, kv_cache_dtype: KVDtype, max_len: int) -> None:
+        self._model = model
         num_blocks = -(-max_len // BLOCK_SIZE)
-        self._cache = KVCache(spec.kv_layout("float32"), num_blocks, BLOCK_SIZE)
+        layout = model.spec.kv_layout(kv_cache_dtype)
+        self._cache = KVCache(layout, num_blocks, BLOCK_SIZE)
         self._blocks = np.arange(num_blocks)[None]
 
     @torch.inference_mode()
@@ -122,6 +128,24 @@ class TextDecoder:
         return logits.log_softmax(-1)
 
 
+def load(checkpoint: Checkpoint, variants: Sequence[Variant], max_len: int) -> list[TextDecoder]:
+    """A decoder for each variant; those with the same linear layers share them.
+
+    Args:
+        checkpoint: of the model.
+        variants: how it runs.
+        max_len: tokens of a text, at most.
+    """
+    spec = read_spec(checkpoint)
+    models = {
+        quantization: Decoder(
+            checkpoint, spec, torch.float32, max_len, lambda what, fraction: None, quantization
+        )
+        for quantization in {one.quantization for one in variants}
+    }
+    return [TextDecoder(models[one.quantization], one.kv_cache_dtype, max_len) for one in variants]
+
+
 class Comparison:
     """Sums over predicted tokens.
 
@@ -133,12 +157,13 @@ class Comparison:
         self.num_tokens = 0
         self._kl = self._num_same = self._nll = 0.0
 
-    def add(self, reference: Tensor, found: Tensor, targets: Tensor) -> None:
-        """Compare log-probabilities [T, vocab_size] of the tokens `targets` [T] int64."""
-        self.num_tokens += len(targets)
-        self._kl += float((reference.exp() * (reference - found)).sum(-1).double().sum())
-        self._num_same += float((reference.argmax(-1) == found.argmax(-1)).sum())
-        self._nll -= float(found.gather(1, targets[:, None]).double().sum())
+    def add(self, tokens: Tensor) -> None:
+        """Add what `differences` has found for T tokens, [3, T]."""
+        kl, num_same, nll = tokens.double().sum(1).tolist()
+        self.num_tokens += tokens.shape[1]
+        self._kl += kl
+        self._num_same += num_same
+        self._nll += nll
 
     @property
     def mean_kl(self) -> float:
@@ -157,28 +182,56 @@ class Comparison:
         return self.mean_kl <= gate.max_kl and self.same_top_1 >= gate.min_same_top_1
 
 
+class Compared(NamedTuple):
+    """A variant's predictions.
+
+    Attributes:
+        whole: all of them.
+        last_quarter: those of tokens in the last quarter of their text.
+    """
+
+    whole: Comparison
+    last_quarter: Comparison
+
+
+def differences(reference: Tensor, found: Tensor, targets: Tensor) -> Tensor:
+    """By token, of log-probabilities [T, vocab_size] for the tokens `targets` [T] int64.
+
+    Returns:
+        [3, T] float32: KL(reference || found) in nats, 1 if the most probable token is the same,
+        and -log of the target's probability.
+    """
+    kl = (reference.exp() * (reference - found)).sum(-1)
+    same = (reference.argmax(-1) == found.argmax(-1)).float()
+    return torch.stack([kl, same, -found.gather(1, targets[:, None]).squeeze(1)])
+
+
 def compare(
     decoders: Sequence[TextDecoder],
     texts: Sequence[list[int]],
-    progress: Callable[[int], None] = lambda done: None,
-) -> list[Comparison]:
+    progress: Callable[[int, int], None] = lambda done, count: None,
+) -> list[Compared]:
     """Compare decoders, the first of which is the reference, on texts.
 
     Args:
         decoders: of texts of this length.
         texts: token ids; the first one of each is given, all others are predicted.
-        progress: called with the number of texts that are done.
+        progress: called with the number of texts that are done, and of all.
     """
-    found = [Comparison() for _ in decoders]
+    found = [Compared(Comparison(), Comparison()) for _ in decoders]
     for done, text in enumerate(texts, 1):
+        last_quarter = len(text) * 3 // 4
         for start in range(0, len(text) - 1, STEP):
             targets = torch.tensor(text[start + 1 : start + 1 + STEP])
             inputs = text[start : start + len(targets)]
             reference = decoders[0].logprobs(inputs, start)
             for decoder, comparison in zip(decoders, found, strict=True):
                 own = reference if decoder is decoders[0] else decoder.logprobs(inputs, start)
-                comparison.add(reference, own, targets)
-        progress(done)
+                tokens = differences(reference, own, targets)
+                comparison.whole.add(tokens)
+                # The first of these tokens is the one after `start`.
+                comparison.last_quarter.add(tokens[:, max(0, last_quarter - start - 1) :])
+        progress(done, len(texts))
     return found
 
 
@@ -198,78 +251,137 @@ def contexts(text: str, tokenizer: Tokenizer, count: int, length: int) -> list[l
     return [before + ids[first : first + own] for first in range(0, count * own, own)]
 
 
+def num_contexts(tokens: int, length: int) -> int:
+    """Contexts of so many tokens in which at least so many are predicted."""
+    return -(-tokens // (length - 1))
+
+
 def measure(
     model: str,
     variants: Sequence[Variant],
-    count: int,
+    tokens: int,
     length: int,
-    progress: Callable[[int], None] = lambda done: None,
+    progress: Callable[[int, int], None] = lambda done, count: None,
 ) -> Iterator[dict[str, Any]]:
-    """Rows of the reference and of these variants, for contexts of so many tokens."""
+    """Rows of these variants.
+
+    Args:
+        model: path or name.
+        variants: the reference may be among them.
+        tokens: to predict, at least.
+        length: tokens of a context.
+        progress: called with the number of contexts that are done, and of all.
+
+    Raises:
+        SystemExit: the model does not take such contexts.
+    """
     checkpoint = locate(model)
-    texts = contexts(prose(), Tokenizer.load(checkpoint), count, length)
-    every = (REFERENCE, *variants)
-    decoders = [TextDecoder(checkpoint, variant, length) for variant in every]
+    longest = read_spec(checkpoint).max_position_embeddings
+    if length > longest:
+        raise SystemExit(
+            f"--context {length}: {checkpoint.name} takes at most {longest} tokens; "
+            "choose shorter contexts"
+        )
+    texts = contexts(prose(), Tokenizer.load(checkpoint), num_contexts(tokens, length), length)
+    others = [variant for variant in variants if variant != REFERENCE]
+    every = (REFERENCE, *others)
+    decoders = load(checkpoint, every, length)
     for variant, found in zip(every, compare(decoders, texts, progress), strict=True):
-        yield row(checkpoint.name, variant, found)
+        if variant in variants:
+            yield row(checkpoint.name, variant, length, found)
 
 
-def row(model: str, variant: Variant, found: Comparison) -> dict[str, Any]:
-    """One row of the result."""
+def row(model: str, variant: Variant, length: int, found: Compared) -> dict[str, Any]:
+    """One row of the result, for contexts of so many tokens."""
+    whole, last_quarter = found
     values: dict[str, Any] = {
         "row": f"{model}, {variant.name}",
-        "tokens": found.num_tokens,
-        "mean_kl": round(found.mean_kl, 6),
-        "same_top_1": f"{100 * found.same_top_1:.2f} %",
-        "perplexity": round(found.perplexity, 4),
+        "variant": variant.name,
+        "context": length,
+        "tokens": whole.num_tokens,
+        "mean_kl": round(whole.mean_kl, 6),
+        "same_top_1": f"{100 * whole.same_top_1:.2f} %",
+        "perplexity": round(whole.perplexity, 4),
+        "last_quarter_kl": round(last_quarter.mean_kl, 6),
+        "last_quarter_same_top_1": f"{100 * last_quarter.same_top_1:.2f} %",
     }
     if variant.gate is not None:
         gate = variant.gate
-        passed = "passed" if found.passes(gate) else "missed"
+        passed = "passed" if whole.passes(gate) else "missed"
         values["gate"] = f"{passed}: {gate.max_kl}, {100 * gate.min_same_top_1:g} %"
-    return values
+    return values | {"commit": result.commit()}
 
 
-def write(path: Path, rows: list[dict[str, Any]], count: int, length: int) -> None:
-    """Write the result of contexts of so many tokens each."""
+def conditions(tokens: int) -> dict[str, Any]:
+    """What all rows of a result file have in common; of each, so many tokens are predicted."""
     digest = hashlib.sha256(prose().encode()).hexdigest()
-    result.write(
-        path,
-        "quality",
-        rows,
-        versions={"python": platform.python_version(), "torch": torch.__version__},
-        workload=(
-            f"{count} contexts of {length} tokens each, teacher-forced on the CPU in float32; "
-            "text: pydoc_data.topics of this Python, sorted by name (SHA-256 "
-            f"{digest[:16]}). The reference, none, has the weights of the file dequantised to "
-            "float32; KL(reference || variant) in nats"
+    return {
+        "machine": result.cpu(),
+        "versions": {"python": platform.python_version(), "torch": torch.__version__},
+        "workload": (
+            f"at least {tokens:,} predicted tokens, in consecutive contexts of the given length, "
+            "teacher-forced on the CPU in float32; text: pydoc_data.topics of this Python, "
+            f"sorted by name (SHA-256 {digest[:16]}). The reference, none, has the weights of the "
+            "file dequantised to float32 and a KV cache in float32; int8 and fp8 are of linear "
+            "layers, kv-int8 and kv-fp8 of the KV cache; KL(reference || variant) in nats"
         ),
-        threads=torch.get_num_threads(),
+        "threads": torch.get_num_threads(),
+    }
+
+
+def known_rows(path: Path, tokens: int) -> list[dict[str, Any]]:
+    """Rows of a result file; none if there is no such file.
+
+    Raises:
+        SystemExit: they were measured under other conditions.
+    """
+    if not path.exists():
+        return []
+    known = json.loads(path.read_text())
+    others = [name for name, value in conditions(tokens).items() if known.get(name) != value]
+    if others:
+        raise SystemExit(
+            f"{path}: its rows were measured under other conditions ({', '.join(others)}); "
+            "write to another file with --json"
+        )
+    rows: list[dict[str, Any]] = known["rows"]
+    return rows
+
+
+def write(path: Path, rows: list[dict[str, Any]], tokens: int) -> None:
+    """Add rows to a result file, where they replace those of the same name and length."""
+    merged = {(one["row"], one["context"]): one for one in (*known_rows(path, tokens), *rows)}
+    by_model = sorted(
+        merged.values(), key=lambda one: (one["row"].removesuffix(one["variant"]), one["context"])
     )
+    result.write(path, "quality", by_model, **conditions(tokens))
+
+
+def show_progress(done: int, count: int) -> None:
+    print(f"{done} of {count} contexts", file=sys.stderr)
 
 
 def main() -> None:
+    names = [variant.name for variant in (REFERENCE, *VARIANTS)]
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("models", nargs="*", default=MODELS, metavar="MODEL")
-    parser.add_argument("--contexts", type=int, default=20, help="number of texts")
-    parser.add_argument("--context", type=int, default=1024, help="tokens of each")
+    parser.add_argument("--tokens", type=int, default=20_000, help="predicted, at least")
+    parser.add_argument("--context", type=int, nargs="+", default=[1024], help="tokens of each")
+    parser.add_argument("--variants", nargs="+", default=names, choices=names, help="of the rows")
     parser.add_argument("--json", type=Path, default=RESULT)
     options = parser.parse_args()
     result.commit()  # before the run: it is cached, and edits during the run do not count
-    rows: list[dict[str, Any]] = []
+    known_rows(options.json, options.tokens)
+    variants = [one for one in (REFERENCE, *VARIANTS) if one.name in options.variants]
+    missed = False
     for model in options.models:
-        for one in measure(
-            model,
-            VARIANTS,
-            options.contexts,
-            options.context,
-            lambda done: print(f"{done} of {options.contexts} contexts", file=sys.stderr),
-        ):
-            print(one, flush=True)
-            rows.append(one)
-        # After each model, so that an interrupted run leaves results.
-        write(options.json, rows, options.contexts, options.context)
-    sys.exit(any(str(one.get("gate")).startswith("missed") for one in rows))
+        for length in options.context:
+            rows = list(measure(model, variants, options.tokens, length, show_progress))
+            print(*rows, sep="\n", flush=True)
+            # After each length, so that an interrupted run leaves results.
+            write(options.json, rows, options.tokens)
+            missed |= any(str(one.get("gate")).startswith("missed") for one in rows)
+    sys.exit(missed)
 
 
 if __name__ == "__main__":

