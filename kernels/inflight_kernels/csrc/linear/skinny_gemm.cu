@@ -140,6 +140,93 @@ __device__ float quantize_input(const Input<T>& x, E4m3* to, float2* partial, in
     return found;
 }
 
+__device__ inline float silu_mul(float gate, float up) {
+    return __fdividef(gate, 1.0f + __expf(-gate)) * up;
+}
+
+constexpr int FEW = 8;  // tokens: those of the first warp's first fragments
+
+// What follows the sums of a tile for up to FEW tokens. All consumers share the columns of the tile,
+// or in a pair of blocks of its half: each is code for one output. Unrolled over the sums of a
+// thread it would be fetched for longer than it runs, as a kernel's instructions come from memory.
+template <typename T, typename Out, int ROWS, bool GATED, bool PAIR, bool SCALED>
+struct FewTokens {
+    static constexpr int COLUMNS = GATED ? ROWS / 2 : ROWS;
+    static constexpr int OWN = PAIR ? COLUMNS / 2 : COLUMNS;  // columns of this block
+    static constexpr int PARTS = GATED ? 2 : 1;
+
+    const float* row_scales;
+    const T* bias;
+    const T* residual;
+    Out* out;
+    int m, width;
+    float* sums;  // [FEW][ROWS], and of a pair as many of the other block, in shared memory
+
+    // Loaded while the product is computed: what the first output of this thread needs.
+    float scales[PARTS], added;
+
+    __device__ static int column_of(int tile, int rank, int i) {
+        return tile * COLUMNS + rank * OWN + i % OWN;
+    }
+
+    __device__ float scale_of(int column, int part) const {
+        return SCALED ? __ldg(row_scales + min(column, width - 1) + part * width) : 1.0f;
+    }
+
+    __device__ float residual_of(int token, int column) const {
+        if (!residual || token >= m || column >= width) return 0.0f;
+        return static_cast<float>(residual[static_cast<long long>(token) * width + column]);
+    }
+
+    __device__ void begin(int tile, int rank) {
+        const int column = column_of(tile, rank, threadIdx.x);
+#pragma unroll
+        for (int part = 0; part < PARTS; part++) scales[part] = scale_of(column, part);
+        added = residual_of(threadIdx.x / OWN, column);
+    }
+
+    // The sums of a token of the first warp -> shared memory, in a pair that of the block whose
+    // columns they are.
+    __device__ void put(const float (&acc)[ROWS / 2], int rank) {
+        if (threadIdx.x >= 32) return;
+        const int lane = threadIdx.x, token = lane / 4;
+        if (token >= m) return;
+#pragma unroll
+        for (int j = 0; j < ROWS / 8; j++) {
+            const int row = 8 * j + lane % 4 * 2;
+            const float2 both = make_float2(acc[4 * j], acc[4 * j + 1]);
+            float* const to = sums + token * ROWS + row;
+            if constexpr (PAIR) {
+                if (row % COLUMNS / OWN != rank) {
+                    send(reinterpret_cast<float2*>(to + FEW * ROWS), 1 - rank, both);
+                    continue;
+                }
+            }
+            *reinterpret_cast<float2*>(to) = both;
+        }
+    }
+
+    __device__ void finish(int tile, int rank) {
+#pragma unroll 1
+        for (int i = threadIdx.x; i < m * OWN; i += WARPS * 32) {
+            const int token = i / OWN, column = column_of(tile, rank, i);
+            if (column >= width) continue;
+            float value[PARTS];
+#pragma unroll
+            for (int part = 0; part < PARTS; part++) {
+                const float* const sum = sums + token * ROWS + part * COLUMNS + rank * OWN + i % OWN;
+                const bool is_first = i == threadIdx.x;
+                value[part] = PAIR ? sum[0] + sum[FEW * ROWS] : sum[0];
+                if (SCALED) value[part] *= is_first ? scales[part] : scale_of(column, part);
+                if (bias) value[part] += static_cast<float>(bias[column + part * width]);
+            }
+            float result = GATED ? silu_mul(value[0], value[PARTS - 1]) : value[0];
+            if (residual) result += i == threadIdx.x ? added : residual_of(token, column);
+            out[static_cast<long long>(token) * width + column] = narrow<Out>(result);
+        }
+    }
+};
+
 // See skinny_gemm. In: type of the weight, and of x unless it is QUANTIZED here; row_scales is null
 // unless it has 8 bits. PAIR: by pairs of blocks.
 template <typename In, typename T, typename Out, int ROWS, int STAGES, bool GATED, bool PAIR,
@@ -158,7 +245,7 @@ __device__ void mainloop(const Input<T>& x, const TensorMap& weight, const float
     In* const quantized = ring + STAGES * STAGE;  // x of all steps, if it is
     float4* const sent = reinterpret_cast<float4*>(
         quantized + (QUANTIZED ? quantized_steps<PAIR>(k) * MAX_QUANTIZED * DEPTH : 0));
-    Barrier* const full = reinterpret_cast<Barrier*>(sent + (PAIR ? SUMS / 4 * WARPS * 32 : 0));
+    Barrier* const full = reinterpret_cast<Barrier*>(sent + ROWS * (PAIR ? 8 : 2));
     Barrier* const empty = full + STAGES;
     float2* const partial = reinterpret_cast<float2*>(empty + STAGES);
 
@@ -251,15 +338,19 @@ __device__ void mainloop(const Input<T>& x, const TensorMap& weight, const float
         for (int i = 0; i < 2; i++)
             token_scale[i] = load_l2(x.scales + min(warp * 16 + lane / 4 + 8 * i, m - 1));
     }
+    FewTokens<T, Out, ROWS, GATED, PAIR, SCALED> few{
+        row_scales, bias, residual, out, m, width, reinterpret_cast<float*>(sent)};
+    const bool is_few = QUANTIZED || m <= FEW;
     int slot = 0, parity = 0;
     for (; tile < tiles; tile += next_tile) {
+        if (is_few) few.begin(tile, rank);
         float acc[ROWS / 2], promoted[SCALED ? ROWS / 2 : 1] = {};
 #pragma unroll
         for (int i = 0; i < ROWS / 2; i++) acc[i] = 0.0f;
         fence_operand(acc);
         // Scales of this thread's columns, loaded while the product is computed.
         float scales[SCALED ? ROWS / 4 : 1];
-        if constexpr (SCALED) {
+        if (SCALED && !is_few) {
 #pragma unroll
             for (int i = 0; i < ROWS / 4; i++) {
                 const int row = i / 2 * 8 + lane % 4 * 2 + i % 2;
@@ -306,10 +397,23 @@ __device__ void mainloop(const Input<T>& x, const TensorMap& weight, const float
                 for (int i = 0; i < ROWS / 2; i++) promoted[i] += acc[i];
             }
 #pragma unroll
-            for (int i = 0; i < ROWS / 2; i++)
-                acc[i] = promoted[i] * scales[i / 4 * 2 + i % 2] * token_scale[i % 4 / 2];
+            for (int i = 0; i < ROWS / 2; i++) acc[i] = promoted[i] * token_scale[i % 4 / 2];
         } else {
             multiply(first, last);
+        }
+        if (is_few) {
+            if (!PAIR) sync_consumers();  // the sums of the tile before have been read
+            few.put(acc, rank);
+            if (PAIR)
+                cluster_sync_release();
+            else
+                sync_consumers();
+            few.finish(tile, rank);
+            continue;
+        }
+        if constexpr (SCALED) {
+#pragma unroll
+            for (int i = 0; i < ROWS / 2; i++) acc[i] *= scales[i / 4 * 2 + i % 2];
         }
 
         // A thread has two tokens. In a pair, each block keeps one and sends the other.
@@ -359,7 +463,7 @@ __device__ void mainloop(const Input<T>& x, const TensorMap& weight, const float
             if (GATED) {
                 float up = sums[SUMS - OUTS + i];
                 if (bias) up += static_cast<float>(bias[column + width]);
-                sums[i] = sums[i] / (1.0f + __expf(-sums[i])) * up;
+                sums[i] = silu_mul(sums[i], up);
             }
             if (residual)
                 sums[i] += static_cast<float>(

@@ -42,6 +42,17 @@ __device__ inline void send(float4* place, int rank, const float4& value) {
         : "memory");
 }
 
+__device__ inline void send(float2* place, int rank, const float2& value) {
+    asm volatile(
+        "{\n"
+        ".reg .b32 there;\n"
+        "mapa.shared::cluster.u32 there, %0, %1;\n"
+        "st.shared::cluster.v2.f32 [there], {%2, %3};\n"
+        "}" ::"r"(shared_address(place)),
+        "r"(rank), "f"(value.x), "f"(value.y)
+        : "memory");
+}
+
 // Barrier of all running threads of the cluster; their writes are visible afterwards.
 __device__ inline void cluster_sync_release() {
     asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;" ::: "memory");

@@ -95,7 +95,8 @@ class Plan:
 
     @property
     def _other_bytes(self) -> int:
-        return 1024 + (self.rows * 128 if self.pair else 0)  # partial sums of the other block
+        # Sums of a pair's other block, or of few tokens.
+        return 1024 + self.rows * (128 if self.pair else 32)
 
 
 @functools.lru_cache(maxsize=4096)
