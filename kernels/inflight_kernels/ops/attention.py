@@ -254,8 +254,7 @@ def prefers_rope_attend(
 ) -> bool:
     """Whether `rope_attend` supports such heads and is faster than `rope_write_kv` and `attend`.
 
-    For a step with so many chunks of one token; measured on an H200 (benchmarks/notes.md), but for
-    caches of 8 bits.
+    For a step with so many chunks of one token; measured on an H200 (benchmarks/notes.md).
     """
     few = num_tokens <= MAX_ROPE_CHUNKS
     return few and rotates(num_heads, num_kv_heads, head_dim, kv_dtype)
