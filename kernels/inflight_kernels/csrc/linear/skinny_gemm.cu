@@ -8,6 +8,7 @@
 #include "linear/skinny_gemm.cuh"
 
 constexpr int WARPS = 4;    // consumers
+constexpr int HELPERS = 4;  // more warps that quantise x, where that is done here, and exit
 constexpr int TOKENS = 64;  // of a tile
 
 template <typename Out>
@@ -57,14 +58,25 @@ __device__ inline void sync_consumers() {
     asm volatile("bar.sync 1, %0;" ::"n"(WARPS * 32) : "memory");
 }
 
+// Barrier of the consumers and the helpers.
+__device__ inline void sync_quantizers() {
+    asm volatile("bar.sync 2, %0;" ::"n"((WARPS + HELPERS) * 32) : "memory");
+}
+
+__device__ inline void prefetch_l2(const void* address) {
+    asm volatile("prefetch.global.L2 [%0];" ::"l"(address));
+}
+
 // Quantise columns of x's rows -> `to`, an atom for each stage; the norm and the scale of a row take
-// all of its columns. Called by the consumers; `partial` has a value for each of their warps and row.
-// Returns the scale of the row `token`, if there is one.
-template <typename T>
+// all of its columns. Called by the consumers and the helpers, numbered by `thread`; `partial` has a
+// value for each of their warps and row. AT_ONCE vectors of each thread are read at once. Returns
+// the scale of the row `token`, if there is one.
+template <int AT_ONCE, typename T>
 __device__ float quantize_input(const Input<T>& x, E4m3* to, float2* partial, int m, int k,
-                                int first_step, int last_step, int token) {
-    constexpr int N = VECTOR<T>, THREADS = WARPS * 32, AT_ONCE = 4, DEPTH = STAGE_DEPTH<E4m3>;
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+                                int first_step, int last_step, int thread, int token) {
+    constexpr int N = VECTOR<T>, ALL = WARPS + HELPERS, THREADS = ALL * 32;
+    constexpr int DEPTH = STAGE_DEPTH<E4m3>;
+    const int lane = thread % 32, warp = thread / 32;
     const auto load = [&](const uint4& raw, int column, float(&a)[N], float& squares) {
         unpack<T>(raw, a);
         if (!x.norm) return;
@@ -80,7 +92,7 @@ __device__ float quantize_input(const Input<T>& x, E4m3* to, float2* partial, in
         const T* const row = x.rows + t * x.stride;
         float squares = 0.0f;
         unsigned largest = 0;
-        for (int from = threadIdx.x * N; from < k; from += AT_ONCE * THREADS * N) {
+        for (int from = thread * N; from < k; from += AT_ONCE * THREADS * N) {
             uint4 raw[AT_ONCE];
 #pragma unroll
             for (int i = 0; i < AT_ONCE; i++) {
@@ -98,25 +110,25 @@ __device__ float quantize_input(const Input<T>& x, E4m3* to, float2* partial, in
         squares = warp_sum(squares);
         largest = __reduce_max_sync(FULL_WARP, largest);
         if (lane == 0)
-            partial[t * WARPS + warp] = make_float2(squares, __uint_as_float(largest));
+            partial[t * ALL + warp] = make_float2(squares, __uint_as_float(largest));
     }
-    sync_consumers();
+    sync_quantizers();
 
     float found = 0.0f;
     for (int t = 0; t < m; t++) {
         float squares = 0.0f;
         unsigned largest = 0;
 #pragma unroll
-        for (int w = 0; w < WARPS; w++) {
-            squares += partial[t * WARPS + w].x;
-            largest = max(largest, __float_as_uint(partial[t * WARPS + w].y));
+        for (int w = 0; w < ALL; w++) {
+            squares += partial[t * ALL + w].x;
+            largest = max(largest, __float_as_uint(partial[t * ALL + w].y));
         }
         const RowScale scale(largest);
         if (t == token)
             found = x.norm ? scale.scale * rsqrtf(squares / k + x.eps) : scale.scale;
         const T* const row = x.rows + t * x.stride;
         constexpr int CHUNKS = DEPTH / 16;  // of 16 bytes, swizzled in an atom's row
-        for (int i = threadIdx.x; i < (last_step - first_step) * CHUNKS; i += THREADS) {
+        for (int i = thread; i < (last_step - first_step) * CHUNKS; i += THREADS) {
             const int step = i / CHUNKS, chunk = i % CHUNKS;
             const int column = (first_step + step) * DEPTH + chunk * 16;
             unsigned words[4] = {};
@@ -136,7 +148,7 @@ __device__ float quantize_input(const Input<T>& x, E4m3* to, float2* partial, in
         }
     }
     fence_async_proxy();
-    sync_consumers();
+    sync_quantizers();
     return found;
 }
 
@@ -144,11 +156,12 @@ __device__ inline float silu_mul(float gate, float up) {
     return __fdividef(gate, 1.0f + __expf(-gate)) * up;
 }
 
-constexpr int FEW = 8;  // tokens: those of the first warp's first fragments
+constexpr int FEW = 8;  // tokens that are all in the first warp, in the even pairs of its sums
 
-// What follows the sums of a tile for up to FEW tokens. All consumers share the columns of the tile,
-// or in a pair of blocks of its half: each is code for one output. Unrolled over the sums of a
-// thread it would be fetched for longer than it runs, as a kernel's instructions come from memory.
+// The epilogue for up to FEW tokens: a loop over the outputs, whose sums pass through shared memory,
+// so that all consumers take part. Unrolled over a thread's sums in registers, it takes longer: a
+// launch fetches its instructions anew, and with few tokens that is most of the time after the last
+// weights have arrived. In a pair, each block has half of the tile's columns.
 template <typename T, typename Out, int ROWS, bool GATED, bool PAIR, bool SCALED>
 struct FewTokens {
     static constexpr int COLUMNS = GATED ? ROWS / 2 : ROWS;
@@ -160,9 +173,9 @@ struct FewTokens {
     const T* residual;
     Out* out;
     int m, width;
-    float* sums;  // [FEW][ROWS], and of a pair as many of the other block, in shared memory
+    float* sums;  // [FEW][ROWS] in shared memory; behind them in a pair those of the other block
 
-    // Loaded while the product is computed: what the first output of this thread needs.
+    // Of this thread's first output, loaded while the product is computed.
     float scales[PARTS], added;
 
     __device__ static int column_of(int tile, int rank, int i) {
@@ -185,8 +198,7 @@ struct FewTokens {
         added = residual_of(threadIdx.x / OWN, column);
     }
 
-    // The sums of a token of the first warp -> shared memory, in a pair that of the block whose
-    // columns they are.
+    // Writes the sums to shared memory, in a pair to that of the block that has their columns.
     __device__ void put(const float (&acc)[ROWS / 2], int rank) {
         if (threadIdx.x >= 32) return;
         const int lane = threadIdx.x, token = lane / 4;
@@ -323,6 +335,8 @@ __device__ void mainloop(const Input<T>& x, const TensorMap& weight, const float
         return;
     }
 
+    const int thread = warp < WARPS ? threadIdx.x : threadIdx.x - 32;  // without the producer
+    if (QUANTIZED && x.norm && thread * 32 < k) prefetch_l2(x.norm + thread * 32);
     pdl_wait();
     // Of quantised tokens there is one atom, which is repeated up to 64 tokens.
     const unsigned long long rows = smem_descriptor(ring);
@@ -331,8 +345,9 @@ __device__ void mainloop(const Input<T>& x, const TensorMap& weight, const float
     // Of this thread's two tokens.
     float token_scale[2] = {};
     if constexpr (QUANTIZED) {
-        token_scale[0] =
-            quantize_input(x, quantized, partial, m, k, first, last, warp * 16 + lane / 4);
+        token_scale[0] = quantize_input<PAIR ? 4 : 2>(x, quantized, partial, m, k, first, last,
+                                                      thread, warp * 16 + lane / 4);
+        if (warp > WARPS) return;
     } else if constexpr (SCALED) {
 #pragma unroll
         for (int i = 0; i < 2; i++)
@@ -491,7 +506,7 @@ __device__ void mainloop(const Input<T>& x, const TensorMap& weight, const float
 // (bias and residual may be null; out may alias the residual). A tile has ROWS rows of the weight,
 // half of them gate and half up if GATED; block b computes tiles b, b + blocks and so on.
 // Boxes of the maps, of 128 bytes a row: m rows of x, rounded up to 8, and ROWS / 2 of weight.
-// Dynamic shared memory: 1024 + STAGES * ((ROWS + TOKENS) * 128 + 16) bytes.
+// Dynamic shared memory: 1024 + ROWS * 32 + STAGES * ((ROWS + TOKENS) * 128 + 16) bytes.
 template <typename T, typename Out, int ROWS, int STAGES, bool GATED>
 __global__ void __launch_bounds__((WARPS + 1) * 32, 1)
     skinny_gemm(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap weight,
@@ -516,10 +531,10 @@ __global__ void __launch_bounds__((WARPS + 1) * 32, 1)
 
 // The same of up to MAX_QUANTIZED rows of x in T, or of their norm if there is its weight: each
 // block quantises them by itself while its first stages of the weight are read, which saves the
-// kernels before it. Dynamic shared memory: 1024 + STAGES * (ROWS * 128 + 16) bytes, 1024 for each
-// 128 columns of x that a block multiplies, and 256.
+// kernels before it. Threads: 32 * HELPERS more. Dynamic shared memory: 1024 + ROWS * 32 + STAGES *
+// (ROWS * 128 + 16) bytes, 1024 for each 128 columns of x that a block multiplies, and 512.
 template <typename In, typename T, int ROWS, int STAGES, bool GATED>
-__global__ void __launch_bounds__((WARPS + 1) * 32, 1)
+__global__ void __launch_bounds__((WARPS + 1 + HELPERS) * 32, 1)
     quantizing_skinny_gemm(const T* x, int stride, const float* norm, float eps,
                            const __grid_constant__ TensorMap weight, const float* row_scales,
                            const T* bias, const T* residual, T* out, int m, int n, int k) {
@@ -534,8 +549,8 @@ __global__ void __launch_bounds__((WARPS + 1) * 32, 1)
 #define CLUSTERS_OF_TWO
 #endif
 
-// All with a cluster of two blocks per tile, and ROWS * 128 bytes more of shared memory. There is
-// one cluster for each tile.
+// All with a cluster of two blocks per tile, and ROWS * 128 instead of ROWS * 32 bytes of shared
+// memory. There is one cluster for each tile.
 template <typename T, typename Out, int ROWS, int STAGES, bool GATED>
 __global__ void CLUSTERS_OF_TWO __launch_bounds__((WARPS + 1) * 32, 1)
     skinny_gemm_pairs(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap weight,
@@ -557,7 +572,7 @@ __global__ void CLUSTERS_OF_TWO __launch_bounds__((WARPS + 1) * 32, 1)
 }
 
 template <typename In, typename T, int ROWS, int STAGES, bool GATED>
-__global__ void CLUSTERS_OF_TWO __launch_bounds__((WARPS + 1) * 32, 1)
+__global__ void CLUSTERS_OF_TWO __launch_bounds__((WARPS + 1 + HELPERS) * 32, 1)
     quantizing_skinny_gemm_pairs(const T* x, int stride, const float* norm, float eps,
                                  const __grid_constant__ TensorMap weight, const float* row_scales,
                                  const T* bias, const T* residual, T* out, int m, int n, int k) {

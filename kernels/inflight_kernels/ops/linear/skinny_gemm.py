@@ -36,11 +36,12 @@ kernel of its own."""
 
 # As in skinny_gemm.cu.
 _THREADS = 160
+_QUANTIZING_THREADS = 288
 _TOKENS = 64
 
 # Shared memory of `quantizing_linear` for x, in pipeline steps, and for sums over its rows.
 _QUANTIZED_STEPS = 64
-_QUANTIZED_BYTES = _QUANTIZED_STEPS * 8 * STAGE_DEPTH_BYTES + 256
+_QUANTIZED_BYTES = _QUANTIZED_STEPS * 8 * STAGE_DEPTH_BYTES + 512
 
 # Tile rows that the kernel is compiled for, for a pair of blocks and for one.
 _PAIR_ROWS = (32, 48, 64, 80, 96, 112, 128)
@@ -229,7 +230,7 @@ def quantizing_linear(
     cut = plan(n, num_multiprocessors())
     kernel("skinny_gemm", _quantizing_name(cut.rows, cut.pair, storage, gated))(
         cut.blocks,
-        _THREADS,
+        _QUANTIZING_THREADS,
         rows,
         rows.stride(0),
         norm,
