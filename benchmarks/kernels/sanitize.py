@@ -55,7 +55,7 @@ FIRST = 100_000
 
 JOBS = (
     Job("memcheck", "attention", ("attention", "rope_attend"), 50),
-    Job("memcheck", "products", ("skinny_gemm", "gemm"), 20),
+    Job("memcheck", "products", ("skinny_gemm", "gemm", "weight_only"), 20),
     Job("memcheck", "sampling", ("sampling", "logit_adjustments"), 40),
     Job("memcheck", "other kernels", SMALL, 20),
     Job("racecheck", "attention, few rows", ("attention",), only="head_dim[decode-128-torch.bf"),
@@ -64,6 +64,7 @@ JOBS = (
     Job("racecheck", "attention, prompts", ("attention",), only="head_dim[mixed-128-torch.bf"),
     Job("racecheck", "products of few tokens", ("skinny_gemm",), FIRST),
     Job("racecheck", "products of many tokens", ("gemm",), FIRST),
+    Job("racecheck", "products of weights of 8 bits", ("weight_only",), FIRST),
     Job(
         "racecheck",
         "sampling",

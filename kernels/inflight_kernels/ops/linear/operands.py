@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from inflight_kernels.ops.linear.scaled_rows import ScaledRows
-from inflight_kernels.runtime.launch import check, check_memory, name_of
+from inflight_kernels.runtime.launch import BYTE_TYPES, check, check_memory, name_of
 
 STORAGE_TYPES = {torch.bfloat16: "__nv_bfloat16", torch.float16: "__half"}
 """Types of x and the weight, unless they are quantised: torch dtype -> C++ type."""
@@ -164,6 +164,84 @@ def check_quantizing_operands(
     if out_dtype != rows.dtype:
         raise ValueError(f"out is {out.dtype}; expected {rows.dtype}")
     return LinearOperands(m, n, k, storage, storage, (weight.scales,), STAGE_DEPTH_BYTES)
+
+
+class WeightOnlyOperands(NamedTuple):
+    """Validated operands of a product of which only the weight is quantised.
+
+    Attributes:
+        m, n, k: see above.
+        storage: type of all operands but the weight.
+    """
+
+    m: int
+    n: int
+    k: int
+    storage: str
+
+
+def check_weight_only_operands(
+    x: Tensor,
+    weight: ScaledRows,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    out: Tensor,
+    *,
+    gated: bool,
+    max_tokens: int,
+) -> WeightOnlyOperands:
+    """Validate the operands of a kernel that takes x as it is and a quantised weight.
+
+    Args:
+        x: [m, k]; the stride of rows is a multiple of 8 values.
+        weight: [n, k], k a multiple of 16.
+        bias, residual, out: as in `check_linear_operands`, of x's type.
+        gated: whether the weight is gate | up.
+        max_tokens: maximum m.
+
+    Raises:
+        ValueError: an operand is invalid; with what is required.
+    """
+    storage, shape = name_of(STORAGE_TYPES, "x", x), weight.values.shape
+    if x.dim() != 2 or len(shape) != 2 or x.shape[1] != shape[1]:
+        raise ValueError(
+            f"x is {list(x.shape)} and weight {list(shape)}; they must be [m, k] and [n, k]"
+        )
+    (m, k), n = x.shape, shape[0]
+    if m > max_tokens:
+        raise ValueError(f"x has {m} rows; allowed: up to {max_tokens}")
+    _check_weight_shape(n, k, 16, gated)
+    _check_bytes(weight, n, k)
+    _check_rows("x", x)
+    if _check_outputs(bias, residual, out, (m, n), x.dtype, gated, False) != x.dtype:
+        raise ValueError(f"out is {out.dtype}; it must be {x.dtype} like x")
+    return WeightOnlyOperands(m, n, k, storage)
+
+
+def check_dequantized(weight: ScaledRows, out: Tensor) -> tuple[int, int, str]:
+    """Validate a quantised matrix [n, k] and the memory for it in 16 bits.
+
+    Args:
+        weight: [n, k], k a multiple of 16.
+        out: [n, k].
+
+    Returns:
+        (n, k, type of out).
+
+    Raises:
+        ValueError: an operand is invalid; with what is required.
+    """
+    storage, (n, k) = name_of(STORAGE_TYPES, "out", out), weight.values.shape
+    _check_weight_shape(n, k, 16, False)
+    _check_bytes(weight, n, k)
+    check("out", out, (n, k), out.dtype)
+    return n, k, storage
+
+
+def _check_bytes(weight: ScaledRows, n: int, k: int) -> None:
+    name_of(BYTE_TYPES, "weight.values", weight.values)
+    check("weight.values", weight.values, (n, k), weight.values.dtype)
+    check("weight.scales", weight.scales, (n,), torch.float32, vectors=False)
 
 
 def _check_weight_shape(n: int, k: int, unit: int, gated: bool) -> None:

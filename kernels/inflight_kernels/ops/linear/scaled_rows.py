@@ -35,7 +35,7 @@ class ScaledRows(NamedTuple):
     """A quantised matrix: row i is scales[i] * values[i].
 
     Attributes:
-        values: [n, width] of VALUES, contiguous.
+        values: [n, width] of VALUES, contiguous; where x is not quantised, also int8.
         scales: [n] float32.
     """
 
