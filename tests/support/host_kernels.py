@@ -25,7 +25,9 @@ from inflight.execution.drafters import device_passes
 from inflight.kv.layout import KVTable
 from inflight.models import cuda_placement, decoder_cuda, eagle3_cuda
 from inflight.models.layers import attention, residual
+from inflight.models.quantization.matrix import QuantizedMatrix
 from inflight.models.quantization.scaled_cuda import QuantizedInputs
+from inflight.models.quantization.weight_only_cuda import DequantizedWeight
 from inflight_kernels.ops import drafting, sampling
 from inflight_kernels.ops.attention_operands import AttentionParams
 from inflight_kernels.ops.batch_state import BatchState, Step
@@ -73,6 +75,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(model, "rms_norm", rms_norm)
     monkeypatch.setattr(cuda_placement, "CudaLinear", HostLinear)
     monkeypatch.setattr(cuda_placement, "CudaScaledLinear", HostScaledLinear)
+    monkeypatch.setattr(cuda_placement, "CudaWeightOnlyLinear", HostWeightOnlyLinear)
     monkeypatch.setattr(cuda_placement, "can_multiply", lambda n, k: True)
     monkeypatch.setattr(decoder_cuda, "is_hopper", lambda: True)
     monkeypatch.setattr(attention, "rope_write_kv", rope_write_kv)
@@ -505,6 +508,20 @@ class HostScaledLinear:
             return quantization.quantized_linear(x[:num_tokens], *self.weight, self._bias)
         wide, weight = (quantization.dequantize_rows(*rows) for rows in (x, self.weight))
         return transformer.linear(wide, weight, self._bias)
+
+
+class HostWeightOnlyLinear(HostLinear):
+    """Of a quantised weight and x as it is."""
+
+    def __init__(
+        self,
+        weight: QuantizedMatrix,
+        bias: Tensor | None,
+        memory: DequantizedWeight,
+        batch_invariant: bool,
+    ) -> None:
+        assert memory.matrix(*weight.shape).shape == weight.shape
+        super().__init__(weight.dequantized(), bias, batch_invariant)
 
 
 def workspace_size(*shape: int, batch_invariant: bool, kv_dtype: torch.dtype | None) -> int:

@@ -3,7 +3,9 @@ rounded to 8 bits and back, and products are in float32."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Collection
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -34,3 +36,12 @@ def round_activations(model: Any, names: Collection[str], kind: str) -> None:
             module.register_forward_pre_hook(
                 lambda _, inputs: (rounded(inputs[0], kind), *inputs[1:])
             )
+
+
+def keep_activations(folder: Path) -> None:
+    """Declare that activations of a folder in compressed-tensors' format are not quantised."""
+    path = folder / "config.json"
+    settings = json.loads(path.read_text())
+    for group in settings["quantization_config"]["config_groups"].values():
+        group["input_activations"] = None
+    path.write_text(json.dumps(settings))

@@ -15,10 +15,11 @@ import torch
 import host_kernels
 from inflight.execution import cuda_runner
 from inflight.execution.drafters import device_passes
+from inflight.models import decoder_cuda
 from inflight.models.layers import attention as attention_layers
-from inflight.models.quantization import unquantized_cuda
+from inflight.models.quantization import scaled_cuda, unquantized_cuda
 from inflight_kernels.ops import attention_operands
-from inflight_kernels.ops.linear import gemm, skinny_gemm
+from inflight_kernels.ops.linear import gemm, skinny_gemm, weight_only
 from inflight_kernels.runtime.recording import Launched, record_launches
 
 _META = torch.device("meta")
@@ -45,7 +46,11 @@ def recording(
         "num_multiprocessors": lambda: num_multiprocessors,
         "_shared_bytes": lambda: shared_kib << 10,
     }
-    for module in (attention_layers, attention_operands, gemm, skinny_gemm, unquantized_cuda):
+    modules = (
+        *(attention_layers, attention_operands, decoder_cuda, scaled_cuda, unquantized_cuda),
+        *(gemm, skinny_gemm, weight_only),
+    )
+    for module in modules:
         for name, place in gpu.items():
             if hasattr(module, name):
                 monkeypatch.setattr(module, name, place)

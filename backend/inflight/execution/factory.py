@@ -25,7 +25,12 @@ from inflight.kv.budget import gpu_budget_bytes
 from inflight.kv.gpu import CurrentGpu, Gpu
 from inflight.kv.layout import KVTables
 from inflight.models.gpu_support import gpu_obstacle
-from inflight.models.quantization.choice import linear_format, num_quantized
+from inflight.models.quantization.choice import (
+    GpuFormat,
+    gpu_format,
+    linear_format,
+    num_quantized_on_gpu,
+)
 from inflight.models.registry import read_spec
 from inflight.models.spec import ModelSpec
 from inflight_kernels.runtime import architectures
@@ -131,17 +136,31 @@ def expected_budget_bytes(config: EngineConfig, checkpoint: Checkpoint, total_by
 
 
 def gpu_weight_bytes(config: EngineConfig, checkpoint: Checkpoint, spec: ModelSpec) -> int:
-    """Of a model's weight matrices on a GPU: bfloat16, or 8 bits in linear layers of FP8, which
-    run as such on Hopper; INT8 is dequantised.
+    """Of a model's weight matrices on a GPU: bfloat16, or 8 bits in linear layers that keep them.
+    Those whose activations have 16 bits need the largest of them in bfloat16 as well.
 
     Raises:
         ConfigError: the setting `quantization` does not suit the checkpoint.
     """
     checkpoint = dataclasses.replace(checkpoint, random_weights=config.random_weights)
-    in_8_bits = 0
-    if linear_format(checkpoint, config.quantization) == "fp8":
-        in_8_bits = num_quantized(checkpoint, spec, config.quantization)
-    return 2 * spec.matrix_elements - in_8_bits
+    found = gpu_linear_format(config, checkpoint)
+    in_8_bits = num_quantized_on_gpu(checkpoint, spec, config.quantization, found)
+    dequantized = 2 * spec.largest_matrix_elements if found.weight_only else 0
+    return 2 * spec.matrix_elements - in_8_bits + dequantized
+
+
+def gpu_linear_format(config: EngineConfig, checkpoint: Checkpoint) -> GpuFormat:
+    """How linear layers run on torch's GPU; on a Hopper GPU if there is none.
+
+    Raises:
+        ConfigError: the setting `quantization` does not suit the checkpoint.
+    """
+    import torch
+
+    hopper = not torch.cuda.is_available() or architectures.has_wgmma(
+        torch.cuda.get_device_capability()
+    )
+    return gpu_format(checkpoint, config.quantization, hopper)
 
 
 def _prepare_openmp() -> None:

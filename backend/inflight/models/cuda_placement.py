@@ -22,6 +22,11 @@ from inflight.models.quantization.scaled_cuda import (
     can_multiply,
 )
 from inflight.models.quantization.unquantized_cuda import CudaLinear
+from inflight.models.quantization.weight_only_cuda import (
+    CudaWeightOnlyLinear,
+    DequantizedWeight,
+    can_widen,
+)
 from inflight_kernels.ops.linear.scaled_rows import VALUES, ScaledRows
 
 
@@ -33,7 +38,8 @@ class CudaPlacement:
         device: the GPU.
         batch_invariant: see `CudaLinear`.
         quantization: of linear layers, as in settings.
-        inputs: of linear layers in FP8; None dequantises all weights.
+        memory: of linear layers with weights of 8 bits: for their inputs in 8 bits, or for a
+            dequantised weight if inputs keep 16; None dequantises all weights at once.
     """
 
     def __init__(
@@ -42,13 +48,13 @@ class CudaPlacement:
         device: torch.device,
         batch_invariant: bool,
         quantization: Quantization = "auto",
-        inputs: QuantizedInputs | None = None,
+        memory: QuantizedInputs | DequantizedWeight | None = None,
     ) -> None:
         self._dtype = dtype
         self._device = device
         self._batch_invariant = batch_invariant
         self._quantization = quantization
-        self._inputs = inputs
+        self._memory = memory
 
     def table(self, stored: Tensor) -> Tensor:
         return stored.to(self._device, self._dtype)
@@ -59,14 +65,22 @@ class CudaPlacement:
     def linear(self, weights: Sequence[Matrix], biases: Sequence[Tensor]) -> CudaWeight:
         bias = self._joined(biases) if biases else None
         num_rows, (_, width) = sum(part.shape[0] for part in weights), weights[0].shape
-        if self._inputs is not None and can_multiply(num_rows, width):
-            moved = [_moved(part, self._device) for part in weights]
-            parts = in_one_format(moved, self._quantization)
+        memory = self._memory
+        if isinstance(memory, QuantizedInputs) and can_multiply(num_rows, width):
+            parts = self._quantized(weights)
             if isinstance(parts, QuantizedMatrix) and parts.dtype == VALUES:
                 rows = ScaledRows(parts.values, parts.scales)
-                return CudaScaledLinear(rows, bias, self._inputs, self._batch_invariant)
+                return CudaScaledLinear(rows, bias, memory, self._batch_invariant)
+        elif isinstance(memory, DequantizedWeight) and can_widen(width):
+            parts = self._quantized(weights)
+            if isinstance(parts, QuantizedMatrix):
+                return CudaWeightOnlyLinear(parts, bias, memory, self._batch_invariant)
         tensors = [dequantized(part) for part in weights]
         return CudaLinear(self._joined(tensors), bias, self._batch_invariant)
+
+    def _quantized(self, weights: Sequence[Matrix]) -> QuantizedMatrix | list[Tensor]:
+        moved = [_moved(part, self._device) for part in weights]
+        return in_one_format(moved, self._quantization)
 
     def tied(self, table: Tensor) -> CudaLinear:
         return CudaLinear(table, None, self._batch_invariant)

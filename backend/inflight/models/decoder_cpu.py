@@ -25,6 +25,7 @@ from inflight.models.loader import (
     Progress,
     load_weights,
 )
+from inflight.models.quantization.choice import UNQUANTISED, linear_format
 from inflight.models.spec import (
     Activation,
     AttentionSpec,
@@ -84,6 +85,8 @@ class Decoder:
         self.features: Tensor | None = None
         self._aux_layers: tuple[int, ...] = ()
         self._ropes = RotaryTables(spec, max_len, dtype)
+        if linear_format(checkpoint, quantization) == UNQUANTISED:
+            quantization = "none"
         self.weights: ModelWeights[CpuWeight] = load_weights(
             checkpoint, spec, CpuPlacement(dtype, quantization), progress
         )

@@ -32,8 +32,9 @@ from inflight.models.loader import (
     Progress,
     load_weights,
 )
-from inflight.models.quantization.choice import linear_format
+from inflight.models.quantization.choice import gpu_format
 from inflight.models.quantization.scaled_cuda import QuantizedInputs
+from inflight.models.quantization.weight_only_cuda import DequantizedWeight
 from inflight.models.spec import Activation, AttentionSpec, LayerSpec, MlpSpec, ModelSpec
 from inflight_kernels.ops import activation
 from inflight_kernels.ops.embedding import embedding
@@ -114,21 +115,21 @@ _ACTIVATIONS: dict[tuple[Activation, bool], Callable[..., None]] = {
 """Kernels by activation, and whether there is a gate, apart from the fused one."""
 
 
-def _quantized_inputs(
+def _quantized_memory(
     checkpoint: Checkpoint, spec: ModelSpec, settings: DecoderSettings
-) -> QuantizedInputs | None:
-    """Memory for inputs of linear layers in FP8; None if all are computed in 16 bits, as those of
-    INT8 are, and on GPUs other than Hopper's."""
-    wanted, hopper = settings.quantization, is_hopper()
-    if wanted == "int8" or (wanted == "fp8" and not hopper):
-        where = "GPUs" if wanted == "int8" else "this GPU, but on those of compute capability 9.0"
-        allowed = "auto, none, fp8" if hopper else "auto, none"
+) -> QuantizedInputs | DequantizedWeight | None:
+    """Memory of linear layers whose weights keep 8 bits; see `CudaPlacement`."""
+    hopper = is_hopper()
+    if settings.quantization == "int8" and hopper:
         raise ConfigError(
-            f"quantization: {wanted} is not supported on {where}; allowed: {allowed}; or use "
-            "device: cpu"
+            "quantization: int8 is not supported on GPUs of compute capability 9.0; allowed: auto, "
+            "none, fp8; or use device: cpu"
         )
-    if "fp8" not in linear_format(checkpoint, wanted) or not hopper:
+    found = gpu_format(checkpoint, settings.quantization, hopper)
+    if not found.dtypes:
         return None
+    if found.weight_only:
+        return DequantizedWeight(spec.largest_matrix_elements, settings.dtype, settings.device)
     width = max(
         spec.hidden_size,
         *(max(layer.attention.q_width, layer.mlp.width) for layer in spec.layers),
@@ -204,7 +205,7 @@ class Decoder:
             device,
             settings.batch_invariant,
             settings.quantization,
-            _quantized_inputs(checkpoint, spec, settings),
+            _quantized_memory(checkpoint, spec, settings),
         )
         self.weights: ModelWeights[CudaWeight] = load_weights(
             checkpoint, spec, placement, progress, device

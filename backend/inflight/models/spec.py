@@ -216,6 +216,17 @@ class ModelSpec:
         return self.num_layers * self.matrix_elements_per_layer + embeddings
 
     @property
+    def largest_matrix_elements(self) -> int:
+        """Of the largest weight of a linear layer, with those that it is fused with."""
+        return self.hidden_size * max(
+            max(
+                layer.attention.q_width + 2 * layer.attention.kv_width,
+                (1 + layer.mlp.gated) * layer.mlp.width,
+            )
+            for layer in self.layers
+        )
+
+    @property
     def matrix_elements_per_layer(self) -> int:
         """Mean number of elements of a layer's weight matrices."""
         total = 0

@@ -1,4 +1,4 @@
-"""Linear layers in FP8 on a GPU, against transformers in float64 with rounded values."""
+"""Linear layers of 8 bits on a GPU, against transformers in float64 with rounded values."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from transformers import (
     CohereConfig,
     Gemma3TextConfig,
@@ -18,12 +19,16 @@ from transformers import (
 
 import family
 import quantized_models
+from guarded import relative_error
 from inflight.checkpoint.locate import Checkpoint
 from inflight.config import EngineConfig
 from inflight.core.request import Request
 from inflight.engine.engine import Engine, generate
 from inflight.execution import factory as runners
 from inflight.models.loader import linear_names
+from inflight.models.quantization.matrix import DTYPES, quantize
+from inflight.models.quantization.weight_only_cuda import CudaWeightOnlyLinear, DequantizedWeight
+from inflight.models.quantization.writer import quantize_folder
 from inflight.models.registry import read_spec
 from inflight.sampling.params import SamplingParams
 from mixed_step import CHUNKS, EVERY_ROW, SAMPLED, make_model, run
@@ -83,6 +88,65 @@ def test_logits_are_those_of_transformers_with_rounded_values(
     ratio = float((found - exact).norm() / (expected - exact).norm())
     assert 0.75 < ratio < 1.3, ratio
     assert (found - expected).norm() < (exact - expected).norm(), "no closer than without rounding"
+
+
+def _weight_only(config: Any, folder: Path, kind: str) -> tuple[Checkpoint, Any]:
+    """A folder with weights of 8 bits for activations of 16, and the model with its values."""
+    checkpoint, model = _made(config, folder / "in")
+    names = linear_names(read_spec(checkpoint))
+    quantize_folder(checkpoint.path, folder / "out", names, kind)
+    quantized_models.keep_activations(folder / "out")
+    quantized_models.round_weights(model, names, kind)
+    return Checkpoint(folder / "out", "huggingface"), model
+
+
+@pytest.mark.parametrize("batch_invariant", [False, True])
+@pytest.mark.parametrize("kind", ["fp8", "int8"])
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=list(CONFIGS))
+def test_weights_alone_are_as_exact_as_dequantised_ones(
+    tmp_path: Path, config: Any, kind: str, batch_invariant: bool
+) -> None:
+    checkpoint, model = _weight_only(config, tmp_path, kind)
+    expected = _reference(model)
+    errors = []
+    for quantization in ("auto", "none"):
+        decoder = make_model(checkpoint, torch.bfloat16, CUDA, batch_invariant, quantization)
+        kept = isinstance(decoder.weights.layers[0].down, CudaWeightOnlyLinear)
+        assert kept == (quantization == "auto")
+        logits, _ = run(decoder, EVERY_ROW)
+        errors.append((logits[: len(expected)].double().cpu() - expected).norm())
+    assert errors[0] < 1.3 * errors[1], errors
+
+
+@pytest.mark.parametrize("batch_invariant", [False, True])
+@pytest.mark.parametrize("kind", ["fp8", "int8"])
+@pytest.mark.parametrize("num_tokens", [1, 64, 65, 128, 129, 300])
+def test_layers_that_share_memory_agree_with_float64_for_any_number_of_tokens(
+    num_tokens: int, kind: str, batch_invariant: bool
+) -> None:
+    torch.manual_seed(0)
+    n, k, dtype = 4096, 2048, torch.bfloat16
+    memory = DequantizedWeight(n * k, dtype, CUDA)
+    weights = [quantize(torch.randn(n, k, device=CUDA) * k**-0.5, DTYPES[kind]) for _ in range(2)]
+    bias = torch.randn(n, device=CUDA).to(dtype)
+    layers = [CudaWeightOnlyLinear(one, bias, memory, batch_invariant) for one in weights]
+    x = torch.randn(384, k, device=CUDA).to(dtype)
+    totals = [torch.randn(384, n, device=CUDA).to(dtype) for _ in layers]
+    outs = [torch.zeros(384, n, device=CUDA, dtype=dtype) for _ in layers]
+    gated = [torch.zeros(384, n // 2, device=CUDA, dtype=dtype) for _ in layers]
+    before = [total.clone() for total in totals]
+    for layer, total, out, half in zip(layers, totals, outs, gated, strict=True):
+        layer.gated(x, out, half, num_tokens)
+        layer.product(x, out, num_tokens)
+        layer.add(x, total, num_tokens)
+    for i, weight in enumerate(weights):
+        exact = x[:num_tokens].double() @ weight.dequantized().double().T + bias.double()
+        gate, up = exact.chunk(2, -1)
+        both = exact + before[i][:num_tokens].double()
+        # A dequantised weight is rounded, and so may be what is between two kernels.
+        assert relative_error(outs[i][:num_tokens], exact) < 6e-3
+        assert relative_error(totals[i][:num_tokens], both) < 6e-3
+        assert relative_error(gated[i][:num_tokens], F.silu(gate) * up) < 1e-2
 
 
 @pytest.mark.parametrize("sampled", SAMPLED, ids=str)

@@ -107,7 +107,8 @@ def _linear_layers(one: Summary) -> str:
         return ""
     if linear.format != UNQUANTISED:
         name = " and ".join(one.upper() for one in linear.format.split(" and "))
-        how = f"{name}, activations quantised per token"
+        kept = "activations in 16 bits" if linear.weight_only else "activations quantised per token"
+        how = f"{name}, {kept}"
     else:
         is_stored_quantised = one.stored_types.keys() - {"F32", "F16", "BF16"}
         how = "dequantised" if is_stored_quantised else "not quantised"

@@ -18,7 +18,7 @@ from inflight.config import EngineConfig, KVDtype
 from inflight.execution import factory
 from inflight.models.gpu_support import gpu_obstacle
 from inflight.models.loader import weight_shapes
-from inflight.models.quantization.choice import linear_format, num_quantized
+from inflight.models.quantization.choice import UNQUANTISED, linear_format, num_quantized
 from inflight.models.quantization.recognition import format_of
 from inflight.models.registry import read_spec
 from inflight.models.spec import ModelSpec, RopeSpec
@@ -57,14 +57,16 @@ class LinearLayers(msgspec.Struct, frozen=True, kw_only=True):
     """How a model's linear layers run, the output layer excepted.
 
     Attributes:
-        format: fp8, int8 or both, with activations of the same type; none for the dtype of
-            activations.
+        format: fp8, int8 or both; none for the dtype of activations.
+        weight_only: whether activations keep 16 bits where weights have 8; otherwise both are of
+            the same type.
         bits: of a value of their weights.
         weight_bytes: of all weights of the model, by device. A GPU has 1 byte for a value of 8
             bits, a CPU 4.
     """
 
     format: str
+    weight_only: bool
     bits: int
     weight_bytes: dict[str, int]
 
@@ -220,14 +222,18 @@ def _linear_layers(
     num_parameters: int,
     memory: MemoryPlan,
 ) -> LinearLayers:
-    found = linear_format(checkpoint, config.quantization)
+    found, weight_only = linear_format(checkpoint, config.quantization), False
     if config.device == "echo":  # computes nothing, and the folder may have no weights
-        return LinearLayers(format=found, bits=0, weight_bytes={})
+        return LinearLayers(format=found, weight_only=False, bits=0, weight_bytes={})
     in_8_bits = num_quantized(checkpoint, spec, config.quantization)
     on_cpu = "float32" if memory.on_gpu else memory.dtype
+    if memory.on_gpu:
+        on_gpu = factory.gpu_linear_format(config, checkpoint)
+        found, weight_only = on_gpu.name, on_gpu.weight_only
     return LinearLayers(
         format=found,
-        bits=8 if in_8_bits else {"float32": 32, "bfloat16": 16}[memory.dtype],
+        weight_only=weight_only,
+        bits=8 if found != UNQUANTISED else {"float32": 32, "bfloat16": 16}[memory.dtype],
         weight_bytes={
             "cpu": host_weight_bytes(on_cpu, num_parameters, in_8_bits),
             "gpu": factory.gpu_weight_bytes(config, checkpoint, spec),

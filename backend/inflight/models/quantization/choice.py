@@ -6,6 +6,7 @@ Importing this module does not import torch.
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 from inflight.checkpoint.locate import Checkpoint
 from inflight.config import Quantization
@@ -17,9 +18,52 @@ UNQUANTISED = "none"
 _NAMES = {FP8: "fp8", INT8: "int8"}
 
 
+@dataclass(frozen=True, slots=True)
+class GpuFormat:
+    """How linear layers run on a GPU, the output layer excepted.
+
+    Attributes:
+        dtypes: types of the weights that keep 8 bits, FP8 or INT8; the others are dequantised.
+        weight_only: whether activations keep 16 bits.
+    """
+
+    dtypes: frozenset[str] = frozenset()
+    weight_only: bool = False
+
+    @property
+    def name(self) -> str:
+        """As of `linear_format`."""
+        return " and ".join(_NAMES[dtype] for dtype in sorted(self.dtypes)) or UNQUANTISED
+
+
+def gpu_format(checkpoint: Checkpoint, quantization: Quantization, is_hopper: bool) -> GpuFormat:
+    """How linear layers run on a GPU.
+
+    Only Hopper's kernels multiply values of 8 bits with each other, and only e4m3.
+
+    Args:
+        checkpoint: the model's files.
+        quantization: the setting.
+        is_hopper: whether the GPU is one.
+
+    Raises:
+        ConfigError: see `linear_format`.
+    """
+    stored = _stored_format(checkpoint)
+    if linear_format(checkpoint, quantization) == quantization != "none":
+        dtypes = frozenset(dtype for dtype, name in _NAMES.items() if name == quantization)
+        weight_only = not is_hopper
+    elif quantization == "auto" and stored is not None and stored.block is None:
+        dtypes, weight_only = stored.dtypes, stored.weight_only or not is_hopper
+    else:
+        return GpuFormat()
+    dtypes = dtypes if weight_only else dtypes & {FP8}
+    return GpuFormat(dtypes, weight_only and bool(dtypes))
+
+
 def linear_format(checkpoint: Checkpoint, quantization: Quantization) -> str:
-    """The format of linear layers, the output layer excepted: fp8, int8, both, or UNQUANTISED for
-    16 or 32 bits.
+    """The format of linear layers on a CPU, the output layer excepted: fp8, int8, both, or
+    UNQUANTISED for 16 or 32 bits.
 
     Args:
         checkpoint: the model's files.
@@ -39,7 +83,7 @@ def linear_format(checkpoint: Checkpoint, quantization: Quantization) -> str:
 
 
 def num_quantized(checkpoint: Checkpoint, spec: ModelSpec, quantization: Quantization) -> int:
-    """How many values of a model's weights have 8 bits.
+    """How many values of a model's weights have 8 bits on a CPU.
 
     Parts of fused layers that differ in format are counted although they are dequantised.
 
@@ -56,13 +100,29 @@ def num_quantized(checkpoint: Checkpoint, spec: ModelSpec, quantization: Quantiz
         return 0
     if name == quantization:
         return spec.num_layers * spec.matrix_elements_per_layer
+    return _num_stored(checkpoint, frozenset(_NAMES))
+
+
+def num_quantized_on_gpu(
+    checkpoint: Checkpoint, spec: ModelSpec, quantization: Quantization, found: GpuFormat
+) -> int:
+    """`num_quantized` on a GPU, where linear layers run in the format `found`."""
+    if not found.dtypes:
+        return 0
+    if quantization != "auto":
+        return spec.num_layers * spec.matrix_elements_per_layer
+    return _num_stored(checkpoint, found.dtypes)
+
+
+def _num_stored(checkpoint: Checkpoint, dtypes: frozenset[str]) -> int:
+    """Values of the layers' tensors of these types."""
     from inflight.checkpoint import safetensors
 
     tensors = safetensors.read_folder(checkpoint.path, safetensors.WEIGHTS + safetensors.QUANTIZED)
     return sum(
         math.prod(tensor.shape)
         for name, tensor in tensors.items()
-        if tensor.dtype in safetensors.QUANTIZED and name.startswith("model.layers.")
+        if tensor.dtype in dtypes and name.startswith("model.layers.")
     )
 
 

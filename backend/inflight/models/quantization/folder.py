@@ -81,14 +81,13 @@ class QuantizedWeights:
         return dequantize(values, self._factors(name, scale), self._block)
 
     def read_matrix(self, name: str) -> Matrix:
-        """The weight of a linear layer as it is stored; with scales of blocks, or if activations
-        keep their bits, as `read`.
+        """The weight of a linear layer as it is stored; with scales of blocks, as `read`.
 
         Raises:
             ConfigError: a scale is not a finite number.
         """
         scale = self._scales.get(name)
-        if scale is None or not self._found.is_executable:
+        if scale is None or self._block is not None:
             return self.read(name)
         values, factors = self._stored[name].read(), self._factors(name, scale)
         return QuantizedMatrix(values, factors.flatten().expand(len(values)).contiguous())
@@ -96,7 +95,7 @@ class QuantizedWeights:
     def shaped_matrix(self, name: str) -> Matrix:
         """`read_matrix` on the meta device."""
         shape, scale = self._stored[name].shape, self._scales.get(name)
-        if scale is None or not self._found.is_executable:
+        if scale is None or self._block is not None:
             return torch.empty(shape, device="meta")
         dtype = _TORCH_DTYPES[self._stored[name].dtype]
         return QuantizedMatrix(

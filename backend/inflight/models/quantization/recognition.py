@@ -59,7 +59,7 @@ class StoredFormat:
 
     @property
     def is_executable(self) -> bool:
-        """Whether there are products of 8-bit values for it; if not, it is dequantised."""
+        """Whether there are products for it of weights and activations of 8 bits each."""
         return self.block is None and not self.weight_only
 
 

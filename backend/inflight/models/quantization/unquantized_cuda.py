@@ -22,12 +22,22 @@ class CudaLinear:
         weight: [n, k].
         bias: [n], or None.
         batch_invariant: use one kernel and one tile size for any number of tokens.
+        is_constant: whether no kernel writes the weight. If one does, no product begins before it
+            has ended.
     """
 
-    def __init__(self, weight: Tensor, bias: Tensor | None, batch_invariant: bool) -> None:
+    def __init__(
+        self,
+        weight: Tensor,
+        bias: Tensor | None,
+        batch_invariant: bool,
+        *,
+        is_constant: bool = True,
+    ) -> None:
         self.weight = weight
         self._bias = bias
         self._batch_invariant = batch_invariant
+        self._is_constant = is_constant
 
     def input_rows(self, num_tokens: int) -> None:
         return None
@@ -42,9 +52,10 @@ class CudaLinear:
         n, k = weight.shape
         if self._uses_skinny_gemm(num_tokens):
             taken, target = x[:num_tokens], out[:num_tokens]
-            skinny_gemm.linear(taken, weight, bias, out=target, pdl=True)
+            skinny_gemm.linear(taken, weight, bias, out=target, pdl=self._is_constant)
         elif not self._batch_invariant and gemm.prefers(num_tokens, n, k, False, widens):
-            gemm.linear(x[:num_tokens], weight, bias, out=out[:num_tokens], pdl=True)
+            taken, target = x[:num_tokens], out[:num_tokens]
+            gemm.linear(taken, weight, bias, out=target, pdl=self._is_constant)
         else:
             for rows in self._tiles(x, num_tokens):
                 if widens:
@@ -59,7 +70,8 @@ class CudaLinear:
         weight, bias = self.weight, self._bias
         if self._uses_skinny_gemm(num_tokens):
             target = total[:num_tokens]
-            skinny_gemm.linear(x[:num_tokens], weight, bias, target, out=target, pdl=True)
+            taken, pdl = x[:num_tokens], self._is_constant
+            skinny_gemm.linear(taken, weight, bias, target, out=target, pdl=pdl)
             return
         for rows in self._tiles(x, num_tokens):
             total[rows].addmm_(x[rows], weight.t())
@@ -68,12 +80,12 @@ class CudaLinear:
 
     def gated(self, x: Input, gate_up: Tensor, out: Tensor, num_tokens: int) -> None:
         assert isinstance(x, Tensor), "quantised inputs are for quantised weights"
-        n, k = self.weight.shape
+        (n, k), pdl = self.weight.shape, self._is_constant
         taken, target = x[:num_tokens], out[:num_tokens]
         if self._uses_skinny_gemm(num_tokens):
-            skinny_gemm.linear(taken, self.weight, self._bias, out=target, gated=True, pdl=True)
+            skinny_gemm.linear(taken, self.weight, self._bias, out=target, gated=True, pdl=pdl)
         elif not self._batch_invariant and gemm.prefers(num_tokens, n, k, True, False):
-            gemm.linear(taken, self.weight, self._bias, out=target, gated=True, pdl=True)
+            gemm.linear(taken, self.weight, self._bias, out=target, gated=True, pdl=pdl)
         else:
             self.product(x, gate_up, num_tokens)
             silu_mul(gate_up[:num_tokens], out=target, pdl=True)

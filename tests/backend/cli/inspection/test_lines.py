@@ -12,7 +12,7 @@ from rich.console import Console
 import tiny
 from inflight.cli.inspection import lines
 from inflight.cli.inspection.memory_plan import size
-from inflight.cli.inspection.summary import Summary, summarize
+from inflight.cli.inspection.summary import LinearLayers, Summary, summarize
 from inflight.config import EngineConfig, Quantization
 from inflight.models.registry import read_spec
 
@@ -87,6 +87,12 @@ def test_the_format_of_linear_layers_is_told(
     assert found.memory.weight_bytes == on_cpu
     sizes = f"weights of the model {size(on_cpu)} on a CPU, {size(on_gpu)} on a GPU"
     assert f"linear layers: {expected}; {sizes}\n" in shown(found, is_terminal=False)
+
+
+def test_weights_alone_in_8_bits_are_told(summary: Summary) -> None:
+    layers = LinearLayers(format="int8", weight_only=True, bits=8, weight_bytes={"gpu": 1 << 30})
+    text = shown(msgspec.structs.replace(summary, linear_layers=layers), is_terminal=False)
+    assert "linear layers: INT8, activations in 16 bits; 8 bits a value; " in text
 
 
 def test_blocks_that_windows_free_are_not_counted_in_tokens(summary: Summary) -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+import torch
 
 import tiny
 from inflight.cli.inspection.memory_plan import MemoryPlan, plan_memory, shortage, size
@@ -85,6 +86,22 @@ def test_a_plan_for_a_gpu_is_the_budget_that_an_engine_reserves(
     assert found.on_gpu and found.dtype == "bfloat16"
     assert found.total_bytes == factory.expected_budget_bytes(on_gpu, checkpoint, 8 * GIB)
     assert found.num_full_sequences == found.max_num_seqs == 256
+
+
+@pytest.mark.parametrize(("quantization", "in_8_bits"), [("none", 0), ("int8", 1), ("fp8", 1)])
+def test_gpus_that_dequantise_need_memory_for_one_matrix(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quantization: str, in_8_bits: int
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 6))
+    checkpoint = tiny.write_llama(tmp_path)
+    spec = read_spec(checkpoint)
+    mlp, attention = spec.layers[0].mlp, spec.layers[0].attention
+    rows = max(2 * mlp.width, attention.q_width + 2 * attention.kv_width)
+    saved = spec.num_layers * spec.matrix_elements_per_layer - 2 * rows * spec.hidden_size
+    on_gpu = config(tmp_path, device="cuda", quantization=quantization)
+    found = factory.gpu_weight_bytes(on_gpu, checkpoint, spec)
+    assert found == 2 * spec.matrix_elements - in_8_bits * saved
 
 
 def test_settings_that_the_model_does_not_allow_are_refused(tmp_path: Path) -> None:

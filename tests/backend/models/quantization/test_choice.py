@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import re
 from pathlib import Path
 
 import pytest
 
+import quantized_models
 import tiny
 import tiny_gguf
 from inflight.checkpoint.locate import Checkpoint
@@ -16,7 +16,14 @@ from inflight.config import EngineConfig, Quantization
 from inflight.errors import ConfigError
 from inflight.execution import factory
 from inflight.models.loader import linear_names
-from inflight.models.quantization.choice import linear_format, num_quantized
+from inflight.models.quantization.choice import (
+    GpuFormat,
+    gpu_format,
+    linear_format,
+    num_quantized,
+    num_quantized_on_gpu,
+)
+from inflight.models.quantization.recognition import INT8
 from inflight.models.quantization.writer import quantize_folder
 from inflight.models.registry import read_spec
 
@@ -87,16 +94,45 @@ def test_weights_that_are_drawn_are_not_quantised_already(tmp_path: Path) -> Non
     assert linear_format(checkpoint, "fp8") == "fp8"
 
 
-def test_what_has_no_products_is_dequantised(tmp_path: Path) -> None:
-    """Formats with 16 bits for activations."""
+def test_activations_of_16_bits_are_for_gpus(tmp_path: Path) -> None:
+    """CPUs dequantise such formats."""
     checkpoint = written(tmp_path, "int8")
-    path = checkpoint.path / "config.json"
-    settings = json.loads(path.read_text())
-    (group,) = settings["quantization_config"]["config_groups"].values()
-    group["input_activations"] = None
-    path.write_text(json.dumps(settings))
+    spec = read_spec(checkpoint)
+    quantized_models.keep_activations(checkpoint.path)
     assert linear_format(checkpoint, "auto") == "none"
+    assert num_quantized(checkpoint, spec, "auto") == 0
     assert linear_format(checkpoint, "int8") == "int8"
+    elements = spec.num_layers * spec.matrix_elements_per_layer
+    for hopper in (True, False):
+        found = gpu_format(checkpoint, "auto", hopper)
+        assert found == GpuFormat(frozenset({INT8}), weight_only=True)
+        assert num_quantized_on_gpu(checkpoint, spec, "auto", found) == elements
+        assert gpu_format(checkpoint, "none", hopper) == GpuFormat()
+
+
+@pytest.mark.parametrize(
+    ("stored", "setting", "on_hopper", "on_others"),
+    [
+        ("none", "auto", "none", "none"),
+        ("none", "fp8", "fp8", "fp8"),
+        ("fp8", "auto", "fp8", "fp8"),
+        ("fp8", "none", "none", "none"),
+        ("int8", "auto", "none", "int8"),
+        ("none", "int8", "none", "int8"),
+    ],
+)
+def test_gpus_differ_in_what_keeps_8_bits(
+    tmp_path: Path, stored: str, setting: Quantization, on_hopper: str, on_others: str
+) -> None:
+    checkpoint = written(tmp_path, stored)
+    spec = read_spec(checkpoint)
+    elements = spec.num_layers * spec.matrix_elements_per_layer
+    for hopper, expected in ((True, on_hopper), (False, on_others)):
+        found = gpu_format(checkpoint, setting, hopper)
+        assert found.name == expected
+        assert found.weight_only == (not hopper and expected != "none")
+        count = num_quantized_on_gpu(checkpoint, spec, setting, found)
+        assert count == (0 if expected == "none" else elements)
 
 
 def test_a_gguf_file_is_quantised_only_by_the_setting(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The decoder of GPUs with linear layers in FP8, on the kernels' definitions."""
+"""The decoder of GPUs with linear layers of 8 bits, on the kernels' definitions."""
 
 from __future__ import annotations
 
@@ -12,9 +12,11 @@ from transformers import Gemma3TextConfig, Glm4Config, LlamaConfig, Phi3Config
 
 import family
 import family_gpu
+import host_kernels
 import mixed_step
 import quantized_models
 from inflight.checkpoint.locate import Checkpoint
+from inflight.config import Quantization
 from inflight.errors import ConfigError
 from inflight.models import decoder_cuda
 from inflight.models.decoder_cuda import Decoder
@@ -74,22 +76,48 @@ def test_logits_equal_those_of_transformers_with_rounded_values(
     torch.testing.assert_close(exact, weights_only, rtol=1e-3, atol=1e-3)
 
 
-def test_matrices_of_other_gpus_are_dequantised(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("kind", ["fp8", "int8"])
+def test_other_gpus_quantise_weights_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: Quantization
 ) -> None:
     source, written = tmp_path / "in", tmp_path / "out"
     model = family.make(CONFIGS["llama"], deviation=0.05)
     names = linear_names(read_spec(family.write_folder(model, source)))
-    quantize_folder(source, written, names, "fp8")
+    quantize_folder(source, written, names, kind)
     quantized = Checkpoint(written, "huggingface")
-    exact = logits(decoder(quantized, quantization="none"))
     monkeypatch.setattr(decoder_cuda, "is_hopper", lambda: False)
-    assert torch.equal(logits(decoder(quantized)), exact)
-    with pytest.raises(ConfigError, match=r"fp8 is not supported on this GPU.*allowed: auto, none"):
-        decoder(Checkpoint(source, "huggingface"), quantization="fp8")
+    exact = decoder(quantized, quantization="none")
+    for ours in (
+        decoder(quantized),
+        decoder(quantized, quantization=kind),
+        decoder(Checkpoint(source, "huggingface"), quantization=kind),
+    ):
+        layer = ours.weights.layers[0]
+        assert isinstance(layer.down, host_kernels.HostWeightOnlyLinear)
+        assert torch.equal(logits(ours), logits(exact))
+    assert type(exact.weights.layers[0].down) is host_kernels.HostLinear
 
 
-def test_int8_is_computed_in_16_bits_and_refused_when_asked_for(tmp_path: Path) -> None:
+@pytest.mark.parametrize("hopper", [True, False])
+@pytest.mark.parametrize("kind", ["fp8", "int8"])
+def test_formats_for_activations_of_16_bits_keep_their_weights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, hopper: bool
+) -> None:
+    source, written = tmp_path / "in", tmp_path / "out"
+    model = family.make(CONFIGS["phi3, fused"], deviation=0.05)
+    names = linear_names(read_spec(family.write_folder(model, source)))
+    quantize_folder(source, written, names, kind)
+    quantized_models.keep_activations(written)
+    quantized = Checkpoint(written, "huggingface")
+    monkeypatch.setattr(decoder_cuda, "is_hopper", lambda: hopper)
+    ours = decoder(quantized)
+    for layer in ours.weights.layers:
+        for one in (layer.qkv, layer.out, layer.gate_up, layer.down):
+            assert isinstance(one, host_kernels.HostWeightOnlyLinear)
+    assert torch.equal(logits(ours), logits(decoder(quantized, quantization="none")))
+
+
+def test_int8_is_computed_in_16_bits_by_hopper_and_refused_when_asked_for(tmp_path: Path) -> None:
     source, written = tmp_path / "in", tmp_path / "out"
     model = family.make(CONFIGS["llama"], deviation=0.05)
     names = linear_names(read_spec(family.write_folder(model, source)))
@@ -98,6 +126,6 @@ def test_int8_is_computed_in_16_bits_and_refused_when_asked_for(tmp_path: Path) 
     exact = logits(decoder(quantized, quantization="none"))
     assert torch.equal(logits(decoder(quantized)), exact)
     with pytest.raises(
-        ConfigError, match=r"int8 is not supported on GPUs.*allowed: auto, none, fp8"
+        ConfigError, match=r"int8 is not supported on GPUs of comp.*allowed: auto, none, fp8"
     ):
         decoder(Checkpoint(source, "huggingface"), quantization="int8")
