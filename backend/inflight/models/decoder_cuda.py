@@ -119,13 +119,7 @@ def _quantized_memory(
     checkpoint: Checkpoint, spec: ModelSpec, settings: DecoderSettings
 ) -> QuantizedInputs | DequantizedWeight | None:
     """Memory of linear layers whose weights keep 8 bits; see `CudaPlacement`."""
-    hopper = is_hopper()
-    if settings.quantization == "int8" and hopper:
-        raise ConfigError(
-            "quantization: int8 is not supported on GPUs of compute capability 9.0; allowed: auto, "
-            "none, fp8; or use device: cpu"
-        )
-    found = gpu_format(checkpoint, settings.quantization, hopper)
+    found = gpu_format(checkpoint, settings.quantization, is_hopper())
     if not found.dtypes:
         return None
     if found.weight_only:

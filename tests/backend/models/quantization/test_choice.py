@@ -117,8 +117,8 @@ def test_activations_of_16_bits_are_for_gpus(tmp_path: Path) -> None:
         ("none", "fp8", "fp8", "fp8"),
         ("fp8", "auto", "fp8", "fp8"),
         ("fp8", "none", "none", "none"),
-        ("int8", "auto", "none", "int8"),
-        ("none", "int8", "none", "int8"),
+        ("int8", "auto", "int8", "int8"),
+        ("none", "int8", "int8", "int8"),
     ],
 )
 def test_gpus_differ_in_what_keeps_8_bits(
@@ -130,7 +130,7 @@ def test_gpus_differ_in_what_keeps_8_bits(
     for hopper, expected in ((True, on_hopper), (False, on_others)):
         found = gpu_format(checkpoint, setting, hopper)
         assert found.name == expected
-        assert found.weight_only == (not hopper and expected != "none")
+        assert found.weight_only == (expected != "none" and (not hopper or expected == "int8"))
         count = num_quantized_on_gpu(checkpoint, spec, setting, found)
         assert count == (0 if expected == "none" else elements)
 

@@ -17,7 +17,6 @@ import mixed_step
 import quantized_models
 from inflight.checkpoint.locate import Checkpoint
 from inflight.config import Quantization
-from inflight.errors import ConfigError
 from inflight.models import decoder_cuda
 from inflight.models.decoder_cuda import Decoder
 from inflight.models.loader import linear_names
@@ -76,16 +75,16 @@ def test_logits_equal_those_of_transformers_with_rounded_values(
     torch.testing.assert_close(exact, weights_only, rtol=1e-3, atol=1e-3)
 
 
-@pytest.mark.parametrize("kind", ["fp8", "int8"])
-def test_other_gpus_quantise_weights_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: Quantization
+@pytest.mark.parametrize(("kind", "hopper"), [("fp8", False), ("int8", False), ("int8", True)])
+def test_only_fp8_on_hopper_quantises_more_than_weights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: Quantization, hopper: bool
 ) -> None:
     source, written = tmp_path / "in", tmp_path / "out"
     model = family.make(CONFIGS["llama"], deviation=0.05)
     names = linear_names(read_spec(family.write_folder(model, source)))
     quantize_folder(source, written, names, kind)
     quantized = Checkpoint(written, "huggingface")
-    monkeypatch.setattr(decoder_cuda, "is_hopper", lambda: False)
+    monkeypatch.setattr(decoder_cuda, "is_hopper", lambda: hopper)
     exact = decoder(quantized, quantization="none")
     for ours in (
         decoder(quantized),
@@ -115,17 +114,3 @@ def test_formats_for_activations_of_16_bits_keep_their_weights(
         for one in (layer.qkv, layer.out, layer.gate_up, layer.down):
             assert isinstance(one, host_kernels.HostWeightOnlyLinear)
     assert torch.equal(logits(ours), logits(decoder(quantized, quantization="none")))
-
-
-def test_int8_is_computed_in_16_bits_by_hopper_and_refused_when_asked_for(tmp_path: Path) -> None:
-    source, written = tmp_path / "in", tmp_path / "out"
-    model = family.make(CONFIGS["llama"], deviation=0.05)
-    names = linear_names(read_spec(family.write_folder(model, source)))
-    quantize_folder(source, written, names, "int8")
-    quantized = Checkpoint(written, "huggingface")
-    exact = logits(decoder(quantized, quantization="none"))
-    assert torch.equal(logits(decoder(quantized)), exact)
-    with pytest.raises(
-        ConfigError, match=r"int8 is not supported on GPUs of comp.*allowed: auto, none, fp8"
-    ):
-        decoder(Checkpoint(source, "huggingface"), quantization="int8")
