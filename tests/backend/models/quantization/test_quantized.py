@@ -89,6 +89,21 @@ def test_logits_equal_those_of_transformers_with_rounded_values(
     assert torch.equal(logits(written, kind), found), "a checkpoint that is quantised already"
 
 
+@pytest.mark.parametrize("kind", ["fp8", "int8"])
+def test_formats_for_activations_of_16_bits_are_dequantised(
+    tmp_path: Path, kind: Quantization
+) -> None:
+    model = family.make(MODELS["phi3, fused"], deviation=0.05)
+    names = linear_names(read_spec(family.write_folder(model, tmp_path / "in")))
+    quantize_folder(tmp_path / "in", tmp_path / "out", names, kind)
+    both = logits(tmp_path / "out", "auto")
+    quantized_models.keep_activations(tmp_path / "out")
+    found = logits(tmp_path / "out", "auto")
+    assert torch.equal(found, logits(tmp_path / "out", "none"))
+    assert torch.equal(both, logits(tmp_path / "out", kind)), "the setting quantises them"
+    assert not torch.equal(found, both)
+
+
 def texts_of(checkpoint: Checkpoint, speculation: SpeculativeConfig | None) -> Any:
     """Greedy texts of prompts with a common beginning: all at once, then each alone."""
     config = EngineConfig(
