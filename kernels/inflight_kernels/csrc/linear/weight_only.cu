@@ -146,9 +146,10 @@ struct Stage {
 // (bias and residual may be null; out may alias the residual). Block b computes ROWS rows of the
 // weight from b * ROWS on, or half as many of gate and of up. WARPS warps share the columns; their
 // sums are added in order.
-// Dynamic shared memory: WARPS * STAGES * Stage::BYTES.
+// Dynamic shared memory: WARPS * STAGES * Stage::BYTES. Tiles of 8 warps leave room for three blocks
+// on a multiprocessor of Hopper, and need few registers.
 template <typename Byte, typename T, int ROWS, int TOKENS, int WARPS, int STAGES>
-__global__ void __launch_bounds__(WARPS * 32, 1)
+__global__ void __launch_bounds__(WARPS * 32, WARPS == 8 ? 3 : 1)
     weight_only_gemm(const T* x, int stride, const Byte* weight, const float* scales, const T* bias,
                      const T* residual, T* out, int m, int n, int k, bool gated) {
 #if __CUDA_ARCH__ >= 800
