@@ -2,8 +2,9 @@
 //
 // For few tokens a kernel streams the weight once. Each warp of a block has columns of its own, and
 // a ring of stages in shared memory that it fills with cp.async: no barrier until the warps add up
-// their sums. Bytes become 16-bit values in registers, exactly, as the left operand of mma.m16n8k16,
-// whose 16 rows are rows of the weight; the 8 columns are tokens, of which few are padding then.
+// their sums. Bytes become 16-bit values in registers, exactly, as the left operand of
+// mma.m16n8k16, whose 16 rows are rows of the weight; the 8 columns are tokens, of which few are
+// padding then.
 //
 // Of each 64 columns a lane has 16 consecutive ones, of the weight and of x: a product does not
 // depend on the order of columns, as long as both operands have the same.
@@ -15,7 +16,7 @@
 
 constexpr int DEPTH = 64;  // columns of a stage
 
-// Bytes as pairs of T: bytes 0 and 2 of a word, and bytes 1 and 3. FACTOR times a pair is the value.
+// Bytes as pairs of T: bytes 0 and 2 of a word, and bytes 1 and 3. FACTOR times that is the value.
 template <typename Byte, typename T>
 struct Widened {  // bfloat16
     static constexpr float FACTOR = 1.0f;
@@ -80,8 +81,8 @@ __device__ __forceinline__ __nv_bfloat16 narrow<__nv_bfloat16>(float value) {
     return __float2bfloat16_rn(value);
 }
 
-// Layout of shared memory: for each warp STAGES stages, each of ROWS * DEPTH bytes of the weight and
-// TOKENS * DEPTH values of x. Afterwards, sums of each warp [TOKENS, PITCH].
+// Layout of shared memory: for each warp STAGES stages, each of ROWS * DEPTH bytes of the weight
+// and TOKENS * DEPTH values of x. Afterwards, sums of each warp [TOKENS, PITCH].
 template <typename Byte, typename T, int ROWS, int TOKENS>
 struct Stage {
     static constexpr int WEIGHT_BYTES = ROWS * DEPTH;
@@ -110,7 +111,8 @@ struct Stage {
 #pragma unroll
             for (int j = 0; j < TOKENS / 8; j++) {
                 const int chunk = (2 * place + half) ^ (group & 1);
-                const uint4 x = load_shared(stage + WEIGHT_BYTES + (8 * j + group) * 128 + chunk * 16);
+                const uint4 x =
+                    load_shared(stage + WEIGHT_BYTES + (8 * j + group) * 128 + chunk * 16);
 #pragma unroll
                 for (int step = 0; step < 2; step++) {
                     // In the order of decoded bytes.
@@ -146,8 +148,8 @@ struct Stage {
 // (bias and residual may be null; out may alias the residual). Block b computes ROWS rows of the
 // weight from b * ROWS on, or half as many of gate and of up. WARPS warps share the columns; their
 // sums are added in order.
-// Dynamic shared memory: WARPS * STAGES * Stage::BYTES. Tiles of 8 warps leave room for three blocks
-// on a multiprocessor of Hopper, and need few registers.
+// Dynamic shared memory: WARPS * STAGES * Stage::BYTES. With 8 warps that is little enough for
+// three blocks on a multiprocessor of Hopper, and so should registers be.
 template <typename Byte, typename T, int ROWS, int TOKENS, int WARPS, int STAGES>
 __global__ void __launch_bounds__(WARPS * 32, WARPS == 8 ? 3 : 1)
     weight_only_gemm(const T* x, int stride, const Byte* weight, const float* scales, const T* bias,
