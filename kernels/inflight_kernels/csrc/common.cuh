@@ -89,6 +89,18 @@ __device__ uint4 pack(const float (&values)[VECTOR<T>]) {
                       Word<T>::pack(values + 2 * size), Word<T>::pack(values + 3 * size));
 }
 
+// A single value, rounded to nearest even.
+template <typename T>
+__device__ T narrow(float value);
+template <>
+__device__ inline float narrow<float>(float value) { return value; }
+template <>
+__device__ inline __half narrow<__half>(float value) { return __float2half_rn(value); }
+template <>
+__device__ inline __nv_bfloat16 narrow<__nv_bfloat16>(float value) {
+    return __float2bfloat16_rn(value);
+}
+
 // Pointers to 16-byte vectors are not marked __restrict__ const: the compiler would then assume
 // the data constant during the whole kernel and might move a load before pdl_wait().
 template <typename T>

@@ -131,10 +131,6 @@ __device__ void add_bias(float* acc, const T* bias, int column, int width) {
     }
 }
 
-__device__ inline float silu_mul(float gate, float up) {
-    return __fdividef(gate, 1.0f + __expf(-gate)) * up;
-}
-
 // Multiply sums by the scales of this thread's two tokens and of their rows. Columns past the end
 // are not stored: their loads need no branches, which would make each wait for the one before.
 template <int PARTS>
@@ -150,10 +146,6 @@ __device__ void apply_scales(float* acc, const float (&token_scale)[2], const fl
         acc[4 * j + 2] *= token_scale[1] * rows.x;
         acc[4 * j + 3] *= token_scale[1] * rows.y;
     }
-}
-
-__device__ inline void prefetch_l2(const void* address) {
-    asm volatile("prefetch.global.L2 [%0];" ::"l"(address));
 }
 
 // See gemm. In: type of x and weight. The scales are null unless SCALED.

@@ -22,6 +22,15 @@ __device__ inline unsigned shared_address(const void* pointer) {
     return static_cast<unsigned>(__cvta_generic_to_shared(pointer));
 }
 
+__device__ inline void prefetch_l2(const void* address) {
+    asm volatile("prefetch.global.L2 [%0];" ::"l"(address));
+}
+
+// The gate of an MLP (arXiv:2002.05202).
+__device__ inline float silu_mul(float gate, float up) {
+    return __fdividef(gate, 1.0f + __expf(-gate)) * up;
+}
+
 // ---------------------------------------------------------------- barriers in shared memory
 
 typedef unsigned long long Barrier;

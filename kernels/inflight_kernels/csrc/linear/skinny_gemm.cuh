@@ -1,13 +1,23 @@
-// Copies of weights that are used once, and cluster operations for two blocks. sm_90a only.
+// Shared by the parts of skinny_gemm.cu: its warps, copies of weights that are used once, and cluster
+// operations for two blocks. sm_90a only.
 #pragma once
 
 #include "linear/hopper_linear.cuh"
+
+constexpr int WARPS = 4;    // consumers
+constexpr int HELPERS = 4;  // more warps that quantise x, where that is done here, and exit
+constexpr int TOKENS = 64;  // of a tile
 
 // ---------------------------------------------------------------- barriers in shared memory
 
 __device__ inline void arrive(Barrier* barrier) {
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(barrier))
                  : "memory");
+}
+
+// Barrier of the consumers.
+__device__ inline void sync_consumers() {
+    asm volatile("bar.sync 1, %0;" ::"n"(WARPS * 32) : "memory");
 }
 
 // Make this thread's writes to shared memory visible to TMA copies and wgmma.

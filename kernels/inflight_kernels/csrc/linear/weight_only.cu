@@ -72,15 +72,6 @@ __device__ __forceinline__ uint4 load_shared(unsigned address) {
 template <typename T>
 __device__ __forceinline__ float wide(T value) { return static_cast<float>(value); }
 
-template <typename T>
-__device__ __forceinline__ T narrow(float value);
-template <>
-__device__ __forceinline__ __half narrow<__half>(float value) { return __float2half_rn(value); }
-template <>
-__device__ __forceinline__ __nv_bfloat16 narrow<__nv_bfloat16>(float value) {
-    return __float2bfloat16_rn(value);
-}
-
 // Layout of shared memory: for each warp STAGES stages, each of ROWS * DEPTH bytes of the weight
 // and TOKENS * DEPTH values of x. Afterwards, sums of each warp [TOKENS, PITCH].
 template <typename Byte, typename T, int ROWS, int TOKENS>

@@ -1,0 +1,116 @@
+// x of a linear layer for few tokens, and its quantisation by the block that multiplies it. sm_90a
+// only.
+#pragma once
+
+#include "linear/skinny_gemm.cuh"
+
+// x of a product: a map of it, and of 8-bit values the scale of each row; or, to be quantised by
+// each block, rows of 16 bits, up to MAX_QUANTIZED of them, `stride` values apart.
+template <typename T>
+struct Input {
+    const TensorMap* map;
+    const float* scales;
+    const T* rows;
+    int stride;
+    const float* norm;  // the norm's weight, if x is their norm, otherwise null
+    float eps;          // of the norm
+};
+
+constexpr int MAX_QUANTIZED = 8;  // a swizzled atom of rows
+
+// Steps of which a block multiplies x.
+template <bool PAIR>
+__device__ int quantized_steps(int k) {
+    const int steps = (k + STAGE_DEPTH<E4m3> - 1) / STAGE_DEPTH<E4m3>;
+    return PAIR ? (steps + 1) / 2 : steps;
+}
+
+// Barrier of the consumers and the helpers.
+__device__ inline void sync_quantizers() {
+    asm volatile("bar.sync 2, %0;" ::"n"((WARPS + HELPERS) * 32) : "memory");
+}
+
+// Quantise columns of x's rows -> `to`, an atom for each stage; the norm and the scale of a row take
+// all of its columns. Called by the consumers and the helpers, numbered by `thread`; `partial` has a
+// value for each of their warps and row. AT_ONCE vectors of each thread are read at once. Returns
+// the scale of the row `token`, if there is one.
+template <int AT_ONCE, typename T>
+__device__ float quantize_input(const Input<T>& x, E4m3* to, float2* partial, int m, int k,
+                                int first_step, int last_step, int thread, int token) {
+    constexpr int N = VECTOR<T>, ALL = WARPS + HELPERS, THREADS = ALL * 32;
+    constexpr int DEPTH = STAGE_DEPTH<E4m3>;
+    const int lane = thread % 32, warp = thread / 32;
+    const auto load = [&](const uint4& raw, int column, float(&a)[N], float& squares) {
+        unpack<T>(raw, a);
+        if (!x.norm) return;
+        float w[N];
+        load_floats(x.norm + column, w);
+#pragma unroll
+        for (int j = 0; j < N; j++) {
+            squares += a[j] * a[j];
+            a[j] *= w[j];
+        }
+    };
+    for (int t = 0; t < m; t++) {
+        const T* const row = x.rows + t * x.stride;
+        float squares = 0.0f;
+        unsigned largest = 0;
+        for (int from = thread * N; from < k; from += AT_ONCE * THREADS * N) {
+            uint4 raw[AT_ONCE];
+#pragma unroll
+            for (int i = 0; i < AT_ONCE; i++) {
+                const int column = from + i * THREADS * N;
+                raw[i] = column < k ? load_vector(row + column) : make_uint4(0, 0, 0, 0);
+            }
+#pragma unroll
+            for (int i = 0; i < AT_ONCE; i++) {
+                float a[N];
+                load(raw[i], min(from + i * THREADS * N, k - N), a, squares);
+#pragma unroll
+                for (int j = 0; j < N; j++) largest = max(largest, magnitude(a[j]));
+            }
+        }
+        squares = warp_sum(squares);
+        largest = __reduce_max_sync(FULL_WARP, largest);
+        if (lane == 0)
+            partial[t * ALL + warp] = make_float2(squares, __uint_as_float(largest));
+    }
+    sync_quantizers();
+
+    float found = 0.0f;
+    for (int t = 0; t < m; t++) {
+        float squares = 0.0f;
+        unsigned largest = 0;
+#pragma unroll
+        for (int w = 0; w < ALL; w++) {
+            squares += partial[t * ALL + w].x;
+            largest = max(largest, __float_as_uint(partial[t * ALL + w].y));
+        }
+        const RowScale scale(largest);
+        if (t == token)
+            found = x.norm ? scale.scale * rsqrtf(squares / k + x.eps) : scale.scale;
+        const T* const row = x.rows + t * x.stride;
+        constexpr int CHUNKS = DEPTH / 16;  // of 16 bytes, swizzled in an atom's row
+        for (int i = thread; i < (last_step - first_step) * CHUNKS; i += THREADS) {
+            const int step = i / CHUNKS, chunk = i % CHUNKS;
+            const int column = (first_step + step) * DEPTH + chunk * 16;
+            unsigned words[4] = {};
+            if (column < k) {
+                float a[2 * N], unused = 0.0f;
+#pragma unroll
+                for (int half = 0; half < 2; half++)
+                    load(load_vector(row + column + half * N), column + half * N,
+                         *reinterpret_cast<float(*)[N]>(a + half * N), unused);
+#pragma unroll
+                for (int j = 0; j < 2 * N; j++) a[j] *= scale.inverse;
+#pragma unroll
+                for (int j = 0; j < 4; j++) words[j] = pack_e4m3(a + 4 * j);
+            }
+            store_vector(to + step * MAX_QUANTIZED * DEPTH + t * DEPTH + (chunk ^ t) * 16,
+                         make_uint4(words[0], words[1], words[2], words[3]));
+        }
+    }
+    fence_async_proxy();
+    sync_quantizers();
+    return found;
+}
