@@ -192,7 +192,7 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
         Setting(
             "Of linear layers, the output layer excepted. `fp8` and `int8` quantise weights of 16 "
             "or 32 bits when they are loaded, with a scale for each output channel, and "
-            "activations per token, which keep 16 bits on GPUs, but for `fp8` on Hopper; `none` "
+            "activations per token, which on GPUs other than Hopper's keep 16 bits; `none` "
             "dequantises; `auto` is as the checkpoint stores them."
         ),
     ] = "auto"

@@ -489,7 +489,8 @@ class HostScaledLinear:
         self._inputs = inputs
 
     def input_rows(self, num_tokens: int) -> ScaledRows:
-        return self._inputs.rows(num_tokens, self.weight.values.shape[1])
+        values = self.weight.values
+        return self._inputs.rows(num_tokens, values.shape[1], values.dtype)
 
     def norms(self, num_tokens: int) -> bool:
         return False

@@ -27,7 +27,7 @@ from inflight.models.quantization.weight_only_cuda import (
     DequantizedWeight,
     can_widen,
 )
-from inflight_kernels.ops.linear.scaled_rows import VALUES, ScaledRows
+from inflight_kernels.ops.linear.scaled_rows import ScaledRows
 
 
 class CudaPlacement:
@@ -68,7 +68,7 @@ class CudaPlacement:
         memory = self._memory
         if isinstance(memory, QuantizedInputs) and can_multiply(num_rows, width):
             parts = self._quantized(weights)
-            if isinstance(parts, QuantizedMatrix) and parts.dtype == VALUES:
+            if isinstance(parts, QuantizedMatrix):
                 rows = ScaledRows(parts.values, parts.scales)
                 return CudaScaledLinear(rows, bias, memory, self._batch_invariant)
         elif isinstance(memory, DequantizedWeight) and can_widen(width):

@@ -2,17 +2,23 @@
 #pragma once
 
 #include "common.cuh"
+#include "kv_quantization.cuh"  // Int8
 
 // A float with 4 bits of exponent and 3 of mantissa, up to 448.
 struct E4m3 {
+    static constexpr float LARGEST = 448.0f;
     unsigned char bits;
 };
 
-constexpr float LARGEST_E4M3 = 448.0f;
 constexpr float SMALLEST_AMAX = 1e-12f;  // rows of zeros have a scale as well
 
-// Four values in a word, rounded to nearest even; larger ones become the largest. sm_89 and later.
-__device__ inline unsigned pack_e4m3(const float* values) {
+// Four values in a word, rounded to nearest even. Value: E4m3 or Int8.
+template <typename Value>
+__device__ unsigned pack_bytes(const float* values);
+
+// Larger values become the largest. sm_89 and later.
+template <>
+__device__ inline unsigned pack_bytes<E4m3>(const float* values) {
     unsigned word = 0;
 #if __CUDA_ARCH__ >= 890
     unsigned short low, high;
@@ -25,10 +31,17 @@ __device__ inline unsigned pack_e4m3(const float* values) {
     return word;
 }
 
+template <>
+__device__ inline unsigned pack_bytes<Int8>(const float* values) {
+    return Int8::encode(values[0]) | Int8::encode(values[1]) << 8 | Int8::encode(values[2]) << 16 |
+           Int8::encode(values[3]) << 24;
+}
+
 // The magnitude of a value as bits, which compare as magnitudes do; NaN is above infinity.
 __device__ inline unsigned magnitude(float value) { return __float_as_uint(value) & 0x7fffffffu; }
 
-// How a row is quantised: its values times `inverse`, and `scale` to get them back.
+// How a row is quantised to Value: its values times `inverse`, and `scale` to get them back.
+template <typename Value>
 struct RowScale {
     float scale, inverse;
 
@@ -37,8 +50,8 @@ struct RowScale {
     __device__ explicit RowScale(unsigned largest) {
         const bool finite = largest < 0x7f800000u;
         const float amax = fmaxf(__uint_as_float(largest), SMALLEST_AMAX);
-        scale = finite ? amax / LARGEST_E4M3 : __uint_as_float(0x7fffffffu);
-        inverse = finite ? LARGEST_E4M3 / amax : 0.0f;
+        scale = finite ? amax / Value::LARGEST : __uint_as_float(0x7fffffffu);
+        inverse = finite ? Value::LARGEST / amax : 0.0f;
     }
 };
 
@@ -57,11 +70,13 @@ __device__ inline unsigned block_max(unsigned value, unsigned (&partial)[32]) {
 }
 
 // Quantise and store the values of a 16-byte vector of T.
-template <typename T>
-__device__ void store_e4m3(E4m3* address, const RowScale& scale, const float (&values)[VECTOR<T>]) {
+template <typename T, typename Value>
+__device__ void store_bytes(Value* address, const RowScale<Value>& scale,
+                            const float (&values)[VECTOR<T>]) {
     static_assert(VECTOR<T> == 8, "16-bit values");
     float scaled[8];
 #pragma unroll
     for (int j = 0; j < 8; j++) scaled[j] = values[j] * scale.inverse;
-    *reinterpret_cast<uint2*>(address) = make_uint2(pack_e4m3(scaled), pack_e4m3(scaled + 4));
+    *reinterpret_cast<uint2*>(address) =
+        make_uint2(pack_bytes<Value>(scaled), pack_bytes<Value>(scaled + 4));
 }

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from inflight_kernels.ops.linear.scaled_rows import ScaledRows
+from inflight_kernels.ops.linear.scaled_rows import VALUE_TYPES, ScaledRows
 from inflight_kernels.runtime.compile import Instantiation
 from inflight_kernels.runtime.launch import STORAGE_TYPES, check, kernel, name_of, vectors_in
 
@@ -50,7 +50,7 @@ def rms_norm(
     """
     storage = name_of(STORAGE_TYPES, "x", x)
     num_rows, hidden = x.shape
-    outputs = _check_rows(x, weight, out)
+    outputs, value_type = _check_rows(x, weight, out)
     widens = total is not None and total.dtype != x.dtype
     sum_type = torch.float32 if widens else x.dtype
     if (residual is None) != (total is None) and not (widens and residual is None):
@@ -65,7 +65,7 @@ def rms_norm(
     if not num_rows:
         return
     name = _name(storage, STORAGE_TYPES[sum_type], per_thread, residual is not None)
-    kernel("norm", f"scaled_{name}" if isinstance(out, ScaledRows) else name)(
+    kernel("norm", _scaled_name(value_type, name) if value_type else name)(
         num_rows,
         threads,
         x,
@@ -79,16 +79,19 @@ def rms_norm(
     )
 
 
-def _check_rows(x: Tensor, weight: Tensor, out: Tensor | ScaledRows) -> tuple[Tensor, ...]:
-    """Check these operands; returns the tensors of out."""
+def _check_rows(
+    x: Tensor, weight: Tensor, out: Tensor | ScaledRows
+) -> tuple[tuple[Tensor, ...], str]:
+    """Check these operands; returns the tensors of out, and the C++ type of its values if it is to
+    be quantised."""
     check("x", x, tuple(x.shape), x.dtype)
     check("weight", weight, tuple(x.shape[1:]), torch.float32)
     if isinstance(out, ScaledRows):
         name_of(_QUANTIZED_TYPES, "x", x)
-        out.check("out", *x.shape)
-        return tuple(out)
+        value_type = out.check("out", *x.shape)
+        return tuple(out), value_type
     check("out", out, tuple(x.shape), x.dtype)
-    return (out,)
+    return (out,), ""
 
 
 def _same_memory(a: Tensor, b: Tensor) -> bool:
@@ -98,6 +101,10 @@ def _same_memory(a: Tensor, b: Tensor) -> bool:
 
 def _name(storage: str, sum_type: str, per_thread: int, adds: bool) -> str:
     return f"rms_norm<{storage}, {sum_type}, {per_thread}, {'true' if adds else 'false'}>"
+
+
+def _scaled_name(value_type: str, name: str) -> str:
+    return f"scaled_{name.replace('<', f'<{value_type}, ', 1)}"
 
 
 def block_of(vectors: int, hidden: int, sum_type: torch.dtype) -> tuple[int, int]:
@@ -126,7 +133,8 @@ def instantiations() -> list[Instantiation]:
         for adds in (True, False)
     )
     quantized = tuple(
-        f"scaled_{name}"
+        _scaled_name(value_type, name)
+        for value_type in VALUE_TYPES.values()
         for name in names
         if name.startswith(tuple(f"rms_norm<{storage}," for storage in _QUANTIZED_TYPES.values()))
     )

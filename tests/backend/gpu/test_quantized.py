@@ -21,7 +21,7 @@ import family
 import quantized_models
 from guarded import relative_error
 from inflight.checkpoint.locate import Checkpoint
-from inflight.config import EngineConfig
+from inflight.config import EngineConfig, Quantization
 from inflight.core.request import Request
 from inflight.engine.engine import Engine, generate
 from inflight.execution import factory as runners
@@ -69,18 +69,19 @@ def _reference(model: Any) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("batch_invariant", [False, True])
+@pytest.mark.parametrize("kind", ["fp8", "int8"])
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=list(CONFIGS))
 def test_logits_are_those_of_transformers_with_rounded_values(
-    tmp_path: Path, config: Any, batch_invariant: bool
+    tmp_path: Path, config: Any, kind: Quantization, batch_invariant: bool
 ) -> None:
     checkpoint, model = _made(config, tmp_path)
     names = linear_names(read_spec(checkpoint))
     exact = _reference(model)
-    quantized_models.round_weights(model, names, "fp8")
-    quantized_models.round_activations(model, names, "fp8")
+    quantized_models.round_weights(model, names, kind)
+    quantized_models.round_activations(model, names, kind)
     expected = _reference(model)
 
-    decoder = make_model(checkpoint, torch.bfloat16, CUDA, batch_invariant, "fp8")
+    decoder = make_model(checkpoint, torch.bfloat16, CUDA, batch_invariant, kind)
     logits, _ = run(decoder, EVERY_ROW)
     found = logits[: len(expected)].double().cpu()
     # bfloat16 rounds on the way, which turns values of 8 bits into their neighbours: the errors

@@ -11,19 +11,26 @@ from guarded import Guarded, relative_error
 from inflight_kernels.ops.linear import gemm, skinny_gemm
 from inflight_kernels.ops.linear.gemm import Plan
 from inflight_kernels.ops.linear.operands import NormedRows
-from inflight_kernels.ops.linear.scaled_rows import VALUES, ScaledRows, quantize_rows
+from inflight_kernels.ops.linear.scaled_rows import VALUE_TYPES, ScaledRows, quantize_rows
 from inflight_kernels.ops.norm import rms_norm
 from inflight_kernels.torch_ops import transformer
+from inflight_kernels.torch_ops.kv_quantization import LARGEST
 
 pytestmark = pytest.mark.gpu
 
 DTYPE = torch.bfloat16
+VALUES = torch.float8_e4m3fn  # of quantised operands; see _each_type
 EPS = 1e-5
 FEW, MANY = [1, 2, 8, 9, 33, 64], [65, 100, 128, 129, 256, 300, 700]
 SHAPES = [(6144, 4096), (4096, 14336), (576, 1536), (1008, 1296), (16, 16)]
 ERROR = 4e-3
 """Bound of `relative_error`: 2.5e-3 for the rounding to bfloat16, and the rest for the tensor
-cores, which cut sums of up to 256 columns off at 14 bits or so."""
+cores, which cut sums of up to 256 columns of FP8 off at 14 bits or so."""
+
+
+@pytest.fixture(autouse=True, params=VALUE_TYPES, ids=["fp8", "int8"])
+def _each_type(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(globals(), "VALUES", request.param)
 
 
 def _linear(
@@ -48,7 +55,7 @@ def _random(*shape: int, scale: float = 1.0) -> torch.Tensor:
 def _quantized(rows: int, width: int, scale: float = 1.0) -> ScaledRows:
     """Rows of different magnitudes."""
     factors = torch.linspace(0.5, 2, rows, device="cuda", dtype=DTYPE)[:, None]
-    out = ScaledRows.empty(rows, width, "cuda")
+    out = ScaledRows.empty(rows, width, "cuda", VALUES)
     quantize_rows(_random(rows, width, scale=scale) * factors, out=out)
     return out
 
@@ -193,7 +200,7 @@ def test_a_chain_with_dependent_launches_replays_from_a_graph(tokens: int) -> No
     size = 2048
     weights = [_quantized(size, size, scale=size**-0.5) for _ in range(4)]
     states = [_random(tokens, size), *(_random(tokens, size) for _ in weights)]
-    rows = ScaledRows.empty(tokens, size, "cuda")
+    rows = ScaledRows.empty(tokens, size, "cuda", VALUES)
 
     def chain(pdl: bool) -> None:
         for i, weight in enumerate(weights):
@@ -212,8 +219,10 @@ def _normed(x: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
 
 def _rounded(x: torch.Tensor) -> torch.Tensor:
     """As `quantize_rows` rounds, in float64."""
-    scales = x.abs().amax(1, keepdim=True) / 448
-    return (x / scales).float().to(VALUES).double() * scales
+    scales = x.abs().amax(1, keepdim=True) / LARGEST[VALUES]
+    quotients = (x / scales).float()
+    values = quotients if VALUES.is_floating_point else quotients.round()
+    return values.to(VALUES).double() * scales
 
 
 @pytest.mark.parametrize("norm", [False, True])
@@ -255,7 +264,7 @@ def test_x_is_normed_and_quantised_on_the_way(
 def test_quantising_on_the_way_gives_what_two_kernels_give(norm: bool) -> None:
     x, weight = _random(3, 4096), _quantized(4096, 4096)
     factors = torch.randn(4096, device="cuda")
-    rows = ScaledRows.empty(3, 4096, "cuda")
+    rows = ScaledRows.empty(3, 4096, "cuda", VALUES)
     if norm:
         rms_norm(x, factors, EPS, out=rows)
     else:

@@ -39,8 +39,7 @@ class GpuFormat:
 def gpu_format(checkpoint: Checkpoint, quantization: Quantization, is_hopper: bool) -> GpuFormat:
     """How linear layers run on a GPU.
 
-    Only Hopper's kernels multiply values of 8 bits with each other, and only e4m3. If a checkpoint
-    has both types, they dequantise INT8.
+    Only Hopper's kernels multiply values of 8 bits with each other.
 
     Args:
         checkpoint: the model's files.
@@ -53,14 +52,12 @@ def gpu_format(checkpoint: Checkpoint, quantization: Quantization, is_hopper: bo
     stored = _stored_format(checkpoint)
     if linear_format(checkpoint, quantization) == quantization != "none":
         dtypes = frozenset(dtype for dtype, name in _NAMES.items() if name == quantization)
-        weight_only = not is_hopper or FP8 not in dtypes
+        weight_only = not is_hopper
     elif quantization == "auto" and stored is not None and stored.block is None:
-        dtypes = stored.dtypes
-        weight_only = stored.weight_only or not is_hopper or FP8 not in dtypes
+        dtypes, weight_only = stored.dtypes, stored.weight_only or not is_hopper
     else:
         return GpuFormat()
-    dtypes = dtypes if weight_only else dtypes & {FP8}
-    return GpuFormat(dtypes, weight_only and bool(dtypes))
+    return GpuFormat(dtypes, weight_only)
 
 
 def linear_format(checkpoint: Checkpoint, quantization: Quantization) -> str:

@@ -1,4 +1,4 @@
-"""Linear weights of 8-bit floats with a scale for each row, on a Hopper GPU.
+"""Linear weights of 8 bits, FP8 or INT8, with a scale for each row, on a Hopper GPU.
 
 Activations are quantised to the same type, by the token. Shapes are those of `layers.linear`: T
 valid tokens, in buffers with more rows.
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from inflight_kernels.ops.linear import gemm, skinny_gemm
 from inflight_kernels.ops.linear.operands import Input
-from inflight_kernels.ops.linear.scaled_rows import MAX_WIDTH, VALUES, ScaledRows, quantize_rows
+from inflight_kernels.ops.linear.scaled_rows import MAX_WIDTH, ScaledRows, quantize_rows
 from inflight_kernels.runtime.launch import is_hopper
 
 
@@ -28,9 +28,9 @@ class QuantizedInputs:
         self._values = torch.zeros(num_rows * width, dtype=torch.uint8, device=device)
         self._scales = torch.zeros(num_rows, device=device)
 
-    def rows(self, num_tokens: int, width: int) -> ScaledRows:
-        """[num_tokens, width], overwritten by the next caller."""
-        values = self._values[: num_tokens * width].view(VALUES).view(num_tokens, width)
+    def rows(self, num_tokens: int, width: int, dtype: torch.dtype) -> ScaledRows:
+        """[num_tokens, width] with values of this type, overwritten by the next caller."""
+        values = self._values[: num_tokens * width].view(dtype).view(num_tokens, width)
         return ScaledRows(values, self._scales[:num_tokens])
 
 
@@ -58,7 +58,8 @@ class CudaScaledLinear:
         self._batch_invariant = batch_invariant
 
     def input_rows(self, num_tokens: int) -> ScaledRows:
-        return self._inputs.rows(num_tokens, self.weight.values.shape[1])
+        values = self.weight.values
+        return self._inputs.rows(num_tokens, values.shape[1], values.dtype)
 
     def norms(self, num_tokens: int) -> bool:
         n, k = self.weight.values.shape

@@ -7,7 +7,7 @@
 // thread writes only what it has read itself.
 //
 // ADD: there is a residual. Without one `total` is written only if it is x in another type. Out: T,
-// or E4m3 with a scale for each row.
+// or E4m3 or Int8 with a scale for each row.
 template <typename T, typename R, typename Out, int VECTORS, bool ADD>
 __device__ __forceinline__ void norm_row(const T* x, const R* residual, const float* weight,
                                          R* total, Out* out, float* scales, int hidden, float eps) {
@@ -104,7 +104,7 @@ __device__ __forceinline__ void norm_row(const T* x, const R* residual, const fl
                 for (int j = 0; j < N; j++) largest = max(largest, magnitude(a[j]));
             }
         }
-        const RowScale quantized(block_max(largest, maxima));
+        const RowScale<Out> quantized(block_max(largest, maxima));
         if (threadIdx.x == 0) scales[blockIdx.x] = quantized.scale;
 #pragma unroll
         for (int i = 0; i < VECTORS; i++) {
@@ -112,7 +112,7 @@ __device__ __forceinline__ void norm_row(const T* x, const R* residual, const fl
             if (column < hidden) {
                 float a[N];
                 normed(i, column, a);
-                store_e4m3<T>(out + row + column, quantized, a);
+                store_bytes<T>(out + row + column, quantized, a);
             }
         }
     }
@@ -126,9 +126,9 @@ __global__ void __launch_bounds__(512)
 }
 
 // The same, quantised by rows.
-template <typename T, typename R, int VECTORS, bool ADD>
+template <typename Value, typename T, typename R, int VECTORS, bool ADD>
 __global__ void __launch_bounds__(512)
-    scaled_rms_norm(const T* x, const R* residual, const float* weight, R* total, E4m3* out,
+    scaled_rms_norm(const T* x, const R* residual, const float* weight, R* total, Value* out,
                     float* scales, int hidden, float eps) {
-    norm_row<T, R, E4m3, VECTORS, ADD>(x, residual, weight, total, out, scales, hidden, eps);
+    norm_row<T, R, Value, VECTORS, ADD>(x, residual, weight, total, out, scales, hidden, eps);
 }

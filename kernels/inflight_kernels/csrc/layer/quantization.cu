@@ -1,11 +1,11 @@
-// Quantises activations by rows, for products of 8-bit values. sm_89 and later.
+// Quantises activations by rows, for products of 8-bit values. E4m3: sm_89 and later.
 #include "eight_bit.cuh"
 
 // One block per row of `width` values, which is kept in registers: blockDim.x * VECTORS 16-byte
 // vectors of T. Rows of x are `stride` values apart, those of `values` are contiguous.
-template <typename T, int VECTORS>
+template <typename Value, typename T, int VECTORS>
 __global__ void __launch_bounds__(512)
-    quantize_rows(const T* x, E4m3* values, float* scales, int width, int stride) {
+    quantize_rows(const T* x, Value* values, float* scales, int width, int stride) {
     constexpr int N = VECTOR<T>;
     __shared__ unsigned partial[32];
     const T* const row = x + static_cast<long long>(blockIdx.x) * stride;
@@ -24,7 +24,7 @@ __global__ void __launch_bounds__(512)
 #pragma unroll
         for (int j = 0; j < N; j++) largest = max(largest, magnitude(a[j]));
     }
-    const RowScale scale(block_max(largest, partial));
+    const RowScale<Value> scale(block_max(largest, partial));
     if (threadIdx.x == 0) scales[blockIdx.x] = scale.scale;
 #pragma unroll
     for (int i = 0; i < VECTORS; i++) {
@@ -32,6 +32,6 @@ __global__ void __launch_bounds__(512)
         if (column >= width) continue;
         float a[N];
         unpack<T>(raw[i], a);
-        store_e4m3<T>(values + static_cast<long long>(blockIdx.x) * width + column, scale, a);
+        store_bytes<T>(values + static_cast<long long>(blockIdx.x) * width + column, scale, a);
     }
 }

@@ -275,7 +275,9 @@ __device__ __forceinline__ void mainloop(const TensorMap& x, const TensorMap& we
                     if (GATED) prefetch_l2(row_scales + width + row);
                 }
             }
-            float acc[ROWS / 2], promoted[SCALED ? ROWS / 2 : 1] = {};
+            Sum<In> acc[ROWS / 2];
+            float promoted[SCALED ? ROWS / 2 : 1] = {};
+            float(*found)[ROWS / 2];  // either of them
             // The product of a range of columns -> acc.
             const auto multiply = [&](int first_step, int last_step) {
                 int before = 0;
@@ -304,39 +306,41 @@ __device__ __forceinline__ void mainloop(const TensorMap& x, const TensorMap& we
             };
             if constexpr (SCALED) {
 #pragma unroll
-                for (int i = 0; i < ROWS / 2; i++) acc[i] = 0.0f;
+                for (int i = 0; i < ROWS / 2; i++) acc[i] = 0;
                 fence_operand(acc);
                 for (int step = 0; step < steps; step += PROMOTED_STAGES) {
                     multiply(step, min(step + PROMOTED_STAGES, steps));
 #pragma unroll
-                    for (int i = 0; i < ROWS / 2; i++) promoted[i] += acc[i];
+                    for (int i = 0; i < ROWS / 2; i++)
+                        promoted[i] += static_cast<float>(acc[i]);
                 }
-#pragma unroll
-                for (int i = 0; i < ROWS / 2; i++) acc[i] = promoted[i];
+                found = &promoted;
             } else {
                 multiply(0, steps);
+                found = &acc;
             }
+            float(&sums)[ROWS / 2] = *found;
 
             if constexpr (SCALED) {
                 constexpr int EACH = GATED ? PARTS / 2 : PARTS;
-                apply_scales<EACH>(acc, token_scale, row_scales, column, width);
+                apply_scales<EACH>(sums, token_scale, row_scales, column, width);
                 if constexpr (GATED)
-                    apply_scales<EACH>(acc + ROWS / 4, token_scale, row_scales + width, column,
+                    apply_scales<EACH>(sums + ROWS / 4, token_scale, row_scales + width, column,
                                        width);
             }
             if constexpr (GATED) {
                 if (bias) {
-                    add_bias<T, PARTS / 2>(acc, bias, column, width);
-                    add_bias<T, PARTS / 2>(acc + ROWS / 4, bias + width, column, width);
+                    add_bias<T, PARTS / 2>(sums, bias, column, width);
+                    add_bias<T, PARTS / 2>(sums + ROWS / 4, bias + width, column, width);
                 }
                 float product[ROWS / 4];
 #pragma unroll
                 for (int i = 0; i < ROWS / 4; i++)
-                    product[i] = silu_mul(acc[i], acc[i + ROWS / 4]);
+                    product[i] = silu_mul(sums[i], sums[i + ROWS / 4]);
                 store<T, Out, PARTS / 2>(product, token, column, m, width, residual, out);
             } else {
-                if (bias) add_bias<T, PARTS>(acc, bias, column, width);
-                store<T, Out, PARTS>(acc, token, column, m, width, residual, out);
+                if (bias) add_bias<T, PARTS>(sums, bias, column, width);
+                store<T, Out, PARTS>(sums, token, column, m, width, residual, out);
             }
         }
     }

@@ -8,9 +8,9 @@
 template <typename T>
 constexpr int STAGE_DEPTH = 128 / static_cast<int>(sizeof(T));
 
-// The tensor cores accumulate products of 8 bits with some 14 bits of mantissa. After so many
-// stages, 256 columns, sums are added to others in float32 (DeepSeek-V3, arXiv:2412.19437, 3.3.2,
-// adds them every 128 columns).
+// The tensor cores accumulate products of e4m3 with some 14 bits of mantissa. After so many stages,
+// 256 columns, sums are added to others in float32 (DeepSeek-V3, arXiv:2412.19437, 3.3.2, adds them
+// every 128 columns). Those of int8 are integers, which float32 has exactly: below 2^24.
 constexpr int PROMOTED_STAGES = 2;
 
 // CUtensorMap: the layout of a matrix in memory, and the box of a copy.
@@ -87,11 +87,29 @@ __device__ inline void tma_load(void* shared, const TensorMap* map, int row, int
 
 // ---------------------------------------------------------------- wgmma
 
+// What the tensor cores accumulate products of T in.
+template <typename T>
+struct Accumulator {
+    using type = float;
+};
+template <>
+struct Accumulator<Int8> {
+    using type = int;
+};
+template <typename T>
+using Sum = typename Accumulator<T>::type;
+
 // Keep the compiler from moving accesses to the registers of a product across this point.
 template <int N>
 __device__ void fence_operand(float (&acc)[N]) {
 #pragma unroll
     for (int i = 0; i < N; i++) asm volatile("" : "+f"(acc[i])::"memory");
+}
+
+template <int N>
+__device__ void fence_operand(int (&acc)[N]) {
+#pragma unroll
+    for (int i = 0; i < N; i++) asm volatile("" : "+r"(acc[i])::"memory");
 }
 
 // Required before products, with all of their registers fenced.
@@ -120,29 +138,28 @@ __device__ inline void wgmma_wait() {
 // holds, with w = t / 32, g = t % 32 / 4 and q = t % 4, of columns 8j + 2q and 8j + 2q + 1: in
 // acc[4j] and acc[4j + 1] row 16w + g, in acc[4j + 2] and acc[4j + 3] row 16w + g + 8.
 template <typename T, int N>
-__device__ void wgmma(float (&acc)[N / 2], unsigned long long a, unsigned long long b,
-                         bool add);
+__device__ void wgmma(Sum<T> (&acc)[N / 2], unsigned long long a, unsigned long long b, bool add);
 
-// The operands %0 to %<n - 1>, and the accumulators bound to them.
-#define PRODUCT_ACC_8(i)                                                                  \
-    "+f"(acc[i]), "+f"(acc[i + 1]), "+f"(acc[i + 2]), "+f"(acc[i + 3]), "+f"(acc[i + 4]), \
-        "+f"(acc[i + 5]), "+f"(acc[i + 6]), "+f"(acc[i + 7])
-#define PRODUCT_ACC_TO_8 PRODUCT_ACC_8(0)
-#define PRODUCT_ACC_TO_16 PRODUCT_ACC_TO_8, PRODUCT_ACC_8(8)
-#define PRODUCT_ACC_TO_24 PRODUCT_ACC_TO_16, PRODUCT_ACC_8(16)
-#define PRODUCT_ACC_TO_32 PRODUCT_ACC_TO_24, PRODUCT_ACC_8(24)
-#define PRODUCT_ACC_TO_40 PRODUCT_ACC_TO_32, PRODUCT_ACC_8(32)
-#define PRODUCT_ACC_TO_48 PRODUCT_ACC_TO_40, PRODUCT_ACC_8(40)
-#define PRODUCT_ACC_TO_56 PRODUCT_ACC_TO_48, PRODUCT_ACC_8(48)
-#define PRODUCT_ACC_TO_64 PRODUCT_ACC_TO_56, PRODUCT_ACC_8(56)
-#define PRODUCT_ACC_TO_72 PRODUCT_ACC_TO_64, PRODUCT_ACC_8(64)
-#define PRODUCT_ACC_TO_80 PRODUCT_ACC_TO_72, PRODUCT_ACC_8(72)
-#define PRODUCT_ACC_TO_88 PRODUCT_ACC_TO_80, PRODUCT_ACC_8(80)
-#define PRODUCT_ACC_TO_96 PRODUCT_ACC_TO_88, PRODUCT_ACC_8(88)
-#define PRODUCT_ACC_TO_104 PRODUCT_ACC_TO_96, PRODUCT_ACC_8(96)
-#define PRODUCT_ACC_TO_112 PRODUCT_ACC_TO_104, PRODUCT_ACC_8(104)
-#define PRODUCT_ACC_TO_120 PRODUCT_ACC_TO_112, PRODUCT_ACC_8(112)
-#define PRODUCT_ACC_TO_128 PRODUCT_ACC_TO_120, PRODUCT_ACC_8(120)
+// The operands %0 to %<n - 1>, and the accumulators bound to them: C is "+f" or "+r".
+#define PRODUCT_ACC_8(C, i)                                                   \
+    C(acc[i]), C(acc[i + 1]), C(acc[i + 2]), C(acc[i + 3]), C(acc[i + 4]), \
+        C(acc[i + 5]), C(acc[i + 6]), C(acc[i + 7])
+#define PRODUCT_ACC_TO_8(C) PRODUCT_ACC_8(C, 0)
+#define PRODUCT_ACC_TO_16(C) PRODUCT_ACC_TO_8(C), PRODUCT_ACC_8(C, 8)
+#define PRODUCT_ACC_TO_24(C) PRODUCT_ACC_TO_16(C), PRODUCT_ACC_8(C, 16)
+#define PRODUCT_ACC_TO_32(C) PRODUCT_ACC_TO_24(C), PRODUCT_ACC_8(C, 24)
+#define PRODUCT_ACC_TO_40(C) PRODUCT_ACC_TO_32(C), PRODUCT_ACC_8(C, 32)
+#define PRODUCT_ACC_TO_48(C) PRODUCT_ACC_TO_40(C), PRODUCT_ACC_8(C, 40)
+#define PRODUCT_ACC_TO_56(C) PRODUCT_ACC_TO_48(C), PRODUCT_ACC_8(C, 48)
+#define PRODUCT_ACC_TO_64(C) PRODUCT_ACC_TO_56(C), PRODUCT_ACC_8(C, 56)
+#define PRODUCT_ACC_TO_72(C) PRODUCT_ACC_TO_64(C), PRODUCT_ACC_8(C, 64)
+#define PRODUCT_ACC_TO_80(C) PRODUCT_ACC_TO_72(C), PRODUCT_ACC_8(C, 72)
+#define PRODUCT_ACC_TO_88(C) PRODUCT_ACC_TO_80(C), PRODUCT_ACC_8(C, 80)
+#define PRODUCT_ACC_TO_96(C) PRODUCT_ACC_TO_88(C), PRODUCT_ACC_8(C, 88)
+#define PRODUCT_ACC_TO_104(C) PRODUCT_ACC_TO_96(C), PRODUCT_ACC_8(C, 96)
+#define PRODUCT_ACC_TO_112(C) PRODUCT_ACC_TO_104(C), PRODUCT_ACC_8(C, 104)
+#define PRODUCT_ACC_TO_120(C) PRODUCT_ACC_TO_112(C), PRODUCT_ACC_8(C, 112)
+#define PRODUCT_ACC_TO_128(C) PRODUCT_ACC_TO_120(C), PRODUCT_ACC_8(C, 120)
 #define PRODUCT_TO_8 "%0, %1, %2, %3, %4, %5, %6, %7"
 #define PRODUCT_TO_16 PRODUCT_TO_8 ", %8, %9, %10, %11, %12, %13, %14, %15"
 #define PRODUCT_TO_24 PRODUCT_TO_16 ", %16, %17, %18, %19, %20, %21, %22, %23"
@@ -160,21 +177,23 @@ __device__ void wgmma(float (&acc)[N / 2], unsigned long long a, unsigned long l
 #define PRODUCT_TO_120 PRODUCT_TO_112 ", %112, %113, %114, %115, %116, %117, %118, %119"
 #define PRODUCT_TO_128 PRODUCT_TO_120 ", %120, %121, %122, %123, %124, %125, %126, %127"
 
-// HALF = N / 2; A, B and ADD are HALF, HALF + 1 and HALF + 2.
-#define PRODUCT_MULTIPLY_AS(T, K, TYPE, FLAGS, N, HALF, A, B, ADD)                         \
-    template <>                                                                            \
-    __device__ inline void wgmma<T, N>(float(&acc)[HALF], unsigned long long a,            \
-                                       unsigned long long b, bool add) {                   \
-        asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, %" #ADD ", 0;\n"                \
-                     "wgmma.mma_async.sync.aligned.m64n" #N K ".f32." TYPE "." TYPE " {"   \
-                     PRODUCT_TO_##HALF "}, %" #A ", %" #B ", add, " FLAGS ";\n}"           \
-                     : PRODUCT_ACC_TO_##HALF                                               \
-                     : "l"(a), "l"(b), "r"(static_cast<int>(add)));                        \
+// HALF = N / 2; A, B and ADD are HALF, HALF + 1 and HALF + 2. Integers take no flags.
+#define PRODUCT_MULTIPLY_AS(T, K, SUM, C, TYPE, FLAGS, N, HALF, A, B, ADD)                   \
+    template <>                                                                              \
+    __device__ inline void wgmma<T, N>(Sum<T>(&acc)[HALF], unsigned long long a,             \
+                                       unsigned long long b, bool add) {                     \
+        asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, %" #ADD ", 0;\n"                  \
+                     "wgmma.mma_async.sync.aligned.m64n" #N K "." SUM "." TYPE "." TYPE " {" \
+                     PRODUCT_TO_##HALF "}, %" #A ", %" #B ", add" FLAGS ";\n}"               \
+                     : PRODUCT_ACC_TO_##HALF(C)                                              \
+                     : "l"(a), "l"(b), "r"(static_cast<int>(add)));                          \
     }
-#define PRODUCT_MULTIPLY(N, HALF, A, B, ADD)                                              \
-    PRODUCT_MULTIPLY_AS(__nv_bfloat16, "k16", "bf16", "1, 1, 0, 0", N, HALF, A, B, ADD)   \
-    PRODUCT_MULTIPLY_AS(__half, "k16", "f16", "1, 1, 0, 0", N, HALF, A, B, ADD)           \
-    PRODUCT_MULTIPLY_AS(E4m3, "k32", "e4m3", "1, 1", N, HALF, A, B, ADD)
+#define PRODUCT_MULTIPLY(N, HALF, A, B, ADD)                                                       \
+    PRODUCT_MULTIPLY_AS(__nv_bfloat16, "k16", "f32", "+f", "bf16", ", 1, 1, 0, 0", N, HALF, A, B,  \
+                        ADD)                                                                       \
+    PRODUCT_MULTIPLY_AS(__half, "k16", "f32", "+f", "f16", ", 1, 1, 0, 0", N, HALF, A, B, ADD)     \
+    PRODUCT_MULTIPLY_AS(E4m3, "k32", "f32", "+f", "e4m3", ", 1, 1", N, HALF, A, B, ADD)            \
+    PRODUCT_MULTIPLY_AS(Int8, "k32", "s32", "+r", "s8", "", N, HALF, A, B, ADD)
 
 PRODUCT_MULTIPLY(32, 16, 16, 17, 18)
 PRODUCT_MULTIPLY(48, 24, 24, 25, 26)

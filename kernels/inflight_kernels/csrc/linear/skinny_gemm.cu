@@ -138,9 +138,10 @@ __device__ void mainloop(const Input<T>& x, const TensorMap& weight, const float
     int slot = 0, parity = 0;
     for (; tile < tiles; tile += next_tile) {
         if (is_few) few.begin(tile, rank);
-        float acc[ROWS / 2], promoted[SCALED ? ROWS / 2 : 1] = {};
+        Sum<In> acc[ROWS / 2];
+        float whole[ROWS / 2], promoted[SCALED ? ROWS / 2 : 1] = {};
 #pragma unroll
-        for (int i = 0; i < ROWS / 2; i++) acc[i] = 0.0f;
+        for (int i = 0; i < ROWS / 2; i++) acc[i] = 0;
         fence_operand(acc);
         // Scales of this thread's columns, loaded while the product is computed.
         float scales[SCALED ? ROWS / 4 : 1];
@@ -188,16 +189,18 @@ __device__ void mainloop(const Input<T>& x, const TensorMap& weight, const float
             for (int from = first; from < last; from += PROMOTED_STAGES) {
                 multiply(from, min(from + PROMOTED_STAGES, last));
 #pragma unroll
-                for (int i = 0; i < ROWS / 2; i++) promoted[i] += acc[i];
+                for (int i = 0; i < ROWS / 2; i++) promoted[i] += static_cast<float>(acc[i]);
             }
 #pragma unroll
-            for (int i = 0; i < ROWS / 2; i++) acc[i] = promoted[i] * token_scale[i % 4 / 2];
+            for (int i = 0; i < ROWS / 2; i++) whole[i] = promoted[i] * token_scale[i % 4 / 2];
         } else {
             multiply(first, last);
+#pragma unroll
+            for (int i = 0; i < ROWS / 2; i++) whole[i] = acc[i];
         }
         if (is_few) {
             if (!PAIR) sync_consumers();  // the sums of the tile before have been read
-            few.put(acc, rank);
+            few.put(whole, rank);
             if (PAIR)
                 cluster_sync_release();
             else
@@ -207,7 +210,7 @@ __device__ void mainloop(const Input<T>& x, const TensorMap& weight, const float
         }
         if constexpr (SCALED) {
 #pragma unroll
-            for (int i = 0; i < ROWS / 2; i++) acc[i] *= scales[i / 4 * 2 + i % 2];
+            for (int i = 0; i < ROWS / 2; i++) whole[i] *= scales[i / 4 * 2 + i % 2];
         }
 
         // A thread has two tokens. In a pair, each block keeps one and sends the other.
@@ -217,14 +220,14 @@ __device__ void mainloop(const Input<T>& x, const TensorMap& weight, const float
             for (int i = 0; i < SUMS; i += 4) {
                 const int at = 2 * i;
                 const bool keeps = rank == 0;
-                sums[i] = keeps ? acc[at] : acc[at + 2];
-                sums[i + 1] = keeps ? acc[at + 1] : acc[at + 3];
-                sums[i + 2] = keeps ? acc[at + 4] : acc[at + 6];
-                sums[i + 3] = keeps ? acc[at + 5] : acc[at + 7];
+                sums[i] = keeps ? whole[at] : whole[at + 2];
+                sums[i + 1] = keeps ? whole[at + 1] : whole[at + 3];
+                sums[i + 2] = keeps ? whole[at + 4] : whole[at + 6];
+                sums[i + 3] = keeps ? whole[at + 5] : whole[at + 7];
                 send(sent + i / 4 * WARPS * 32 + threadIdx.x, 1 - rank,
-                     make_float4(keeps ? acc[at + 2] : acc[at], keeps ? acc[at + 3] : acc[at + 1],
-                                 keeps ? acc[at + 6] : acc[at + 4],
-                                 keeps ? acc[at + 7] : acc[at + 5]));
+                     make_float4(keeps ? whole[at + 2] : whole[at], keeps ? whole[at + 3] : whole[at + 1],
+                                 keeps ? whole[at + 6] : whole[at + 4],
+                                 keeps ? whole[at + 7] : whole[at + 5]));
             }
             cluster_sync_release();
 #pragma unroll
@@ -237,7 +240,7 @@ __device__ void mainloop(const Input<T>& x, const TensorMap& weight, const float
             }
         } else {
 #pragma unroll
-            for (int i = 0; i < SUMS; i++) sums[i] = acc[i];
+            for (int i = 0; i < SUMS; i++) sums[i] = whole[i];
         }
 
         constexpr int OUTS = GATED ? SUMS / 2 : SUMS;

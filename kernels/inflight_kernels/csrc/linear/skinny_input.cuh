@@ -18,7 +18,7 @@ struct Input {
 
 constexpr int MAX_QUANTIZED = 8;  // a swizzled atom of rows
 
-// Steps of which a block multiplies x.
+// Steps of which a block multiplies x, of any type of 8 bits.
 template <bool PAIR>
 __device__ int quantized_steps(int k) {
     const int steps = (k + STAGE_DEPTH<E4m3> - 1) / STAGE_DEPTH<E4m3>;
@@ -34,11 +34,11 @@ __device__ inline void sync_quantizers() {
 // all of its columns. Called by the consumers and the helpers, numbered by `thread`; `partial` has a
 // value for each of their warps and row. AT_ONCE vectors of each thread are read at once. Returns
 // the scale of the row `token`, if there is one.
-template <int AT_ONCE, typename T>
-__device__ float quantize_input(const Input<T>& x, E4m3* to, float2* partial, int m, int k,
+template <int AT_ONCE, typename T, typename Value>
+__device__ float quantize_input(const Input<T>& x, Value* to, float2* partial, int m, int k,
                                 int first_step, int last_step, int thread, int token) {
     constexpr int N = VECTOR<T>, ALL = WARPS + HELPERS, THREADS = ALL * 32;
-    constexpr int DEPTH = STAGE_DEPTH<E4m3>;
+    constexpr int DEPTH = STAGE_DEPTH<Value>;
     const int lane = thread % 32, warp = thread / 32;
     const auto load = [&](const uint4& raw, int column, float(&a)[N], float& squares) {
         unpack<T>(raw, a);
@@ -86,7 +86,7 @@ __device__ float quantize_input(const Input<T>& x, E4m3* to, float2* partial, in
             squares += partial[t * ALL + w].x;
             largest = max(largest, __float_as_uint(partial[t * ALL + w].y));
         }
-        const RowScale scale(largest);
+        const RowScale<Value> scale(largest);
         if (t == token)
             found = x.norm ? scale.scale * rsqrtf(squares / k + x.eps) : scale.scale;
         const T* const row = x.rows + t * x.stride;
@@ -104,7 +104,7 @@ __device__ float quantize_input(const Input<T>& x, E4m3* to, float2* partial, in
 #pragma unroll
                 for (int j = 0; j < 2 * N; j++) a[j] *= scale.inverse;
 #pragma unroll
-                for (int j = 0; j < 4; j++) words[j] = pack_e4m3(a + 4 * j);
+                for (int j = 0; j < 4; j++) words[j] = pack_bytes<Value>(a + 4 * j);
             }
             store_vector(to + step * MAX_QUANTIZED * DEPTH + t * DEPTH + (chunk ^ t) * 16,
                          make_uint4(words[0], words[1], words[2], words[3]));

@@ -21,6 +21,7 @@ from inflight_kernels.ops.linear.operands import (
     check_linear_operands,
     values_of,
 )
+from inflight_kernels.ops.linear.scaled_rows import VALUE_TYPES
 from inflight_kernels.runtime.compile import Instantiation
 from inflight_kernels.runtime.launch import is_hopper, kernel, num_multiprocessors
 from inflight_kernels.runtime.tensor_map import matrix_map
@@ -190,7 +191,7 @@ def linear(
         ValueError: wrong shape, type or alignment of an operand.
         RuntimeError: not a Hopper GPU.
     """
-    m, n, k, storage, out_type, scales, depth = check_linear_operands(
+    m, n, k, storage, out_type, value_type, scales, depth = check_linear_operands(
         x, weight, bias, residual, out, gated=gated, whole_vectors=True
     )
     if not m or not n:
@@ -199,7 +200,10 @@ def linear(
         raise RuntimeError("this kernel requires a Hopper GPU; see `prefers`")
     cut = plan(m, n, gated, num_multiprocessors(), bool(scales))
     shape = cut.shape
-    name = (_scaled_name if scales else _name)(shape, storage, out_type, gated)
+    if scales:
+        name = _scaled_name(shape, value_type, storage, gated)
+    else:
+        name = _name(shape, storage, out_type, gated)
     kernel("gemm_hopper", name)(
         2 * cut.clusters,
         _THREADS,
@@ -222,9 +226,9 @@ def _name(shape: Shape, storage: str, out_type: str, gated: bool) -> str:
     return f"gemm::gemm<{storage}, {out_type}, {shape.rows}, {shape.stages}, {flags}>"
 
 
-def _scaled_name(shape: Shape, storage: str, out_type: str, gated: bool) -> str:
+def _scaled_name(shape: Shape, value_type: str, storage: str, gated: bool) -> str:
     flags = ", ".join(str(flag).lower() for flag in (gated, shape.share_weight))
-    return f"gemm::scaled_gemm<E4m3, {storage}, {shape.rows}, {shape.stages}, {flags}>"
+    return f"gemm::scaled_gemm<{value_type}, {storage}, {shape.rows}, {shape.stages}, {flags}>"
 
 
 def instantiations() -> list[Instantiation]:
@@ -237,7 +241,8 @@ def instantiations() -> list[Instantiation]:
         for out_type in ((storage,) if gated else (storage, "float"))
     ]
     return plain + [
-        ("gemm_hopper", (_scaled_name(shape, storage, storage, gated),), ())
+        ("gemm_hopper", (_scaled_name(shape, value_type, storage, gated),), ())
+        for value_type in VALUE_TYPES.values()
         for storage in SCALED_OUT_TYPES.values()
         for gated in (False, True)
         for shape in _SCALED

@@ -56,6 +56,8 @@ class LinearOperands(NamedTuple):
         m, n, k: see above.
         storage: type of x and the weight, or if they are quantised, of the others.
         out_type: of out.
+        value_type: of the weight, and of x unless the kernel quantises it; empty if they are not
+            quantised.
         scales: of x's rows and of the weight's; empty if they are not quantised.
         depth: columns in a pipeline stage.
     """
@@ -65,6 +67,7 @@ class LinearOperands(NamedTuple):
     k: int
     storage: str
     out_type: str
+    value_type: str
     scales: tuple[Tensor, ...]
     depth: int
 
@@ -117,11 +120,17 @@ def check_linear_operands(
         raise ValueError(
             f"weight is [{n}, {k}]; n, or half of it when gated, must be a multiple of 8"
         )
+    value_type = ""
     scales: tuple[Tensor, ...] = ()
     if isinstance(x, ScaledRows) and isinstance(weight, ScaledRows):
         storage, dtype = name_of(SCALED_OUT_TYPES, "out", out), out.dtype
         x.check("x", m, k)
-        weight.check("weight", n, k)
+        value_type = weight.check("weight", n, k)
+        if x.values.dtype != weight.values.dtype:
+            raise ValueError(
+                f"x.values is {x.values.dtype} and weight.values {weight.values.dtype}; they must "
+                "have the same type"
+            )
         scales = (x.scales, weight.scales)
     else:
         storage, dtype = name_of(STORAGE_TYPES, "x", values), values.dtype
@@ -129,7 +138,7 @@ def check_linear_operands(
         _check_rows("x", values)
     out_dtype = _check_outputs(bias, residual, out, (m, n), dtype, gated, whole_vectors)
     depth = STAGE_DEPTH_BYTES // rows.itemsize
-    return LinearOperands(m, n, k, storage, OUT_TYPES[out_dtype], scales, depth)
+    return LinearOperands(m, n, k, storage, OUT_TYPES[out_dtype], value_type, scales, depth)
 
 
 def check_quantizing_operands(
@@ -156,14 +165,16 @@ def check_quantizing_operands(
     storage = name_of(SCALED_OUT_TYPES, "x", rows)
     (m, k), n = rows.shape, len(weight.values)
     _check_weight_shape(n, k, 16, gated)
-    weight.check("weight", n, k)
+    value_type = weight.check("weight", n, k)
     _check_rows("x", rows)
     if isinstance(x, NormedRows):
         check("the norm's weight", x.weight, (k,), torch.float32)
     out_dtype = _check_outputs(bias, residual, out, (m, n), rows.dtype, gated, False)
     if out_dtype != rows.dtype:
         raise ValueError(f"out is {out.dtype}; expected {rows.dtype}")
-    return LinearOperands(m, n, k, storage, storage, (weight.scales,), STAGE_DEPTH_BYTES)
+    return LinearOperands(
+        m, n, k, storage, storage, value_type, (weight.scales,), STAGE_DEPTH_BYTES
+    )
 
 
 class WeightOnlyOperands(NamedTuple):

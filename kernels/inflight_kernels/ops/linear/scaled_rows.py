@@ -19,8 +19,9 @@ from inflight_kernels.runtime.launch import (
     vectors_in,
 )
 
-VALUES = torch.float8_e4m3fn
-"""Type of the values; GPUs of compute capability 8.9 and later can convert to it."""
+VALUE_TYPES = {torch.float8_e4m3fn: "E4m3", torch.int8: "Int8"}
+"""Types of values: torch dtype -> C++ type. GPUs of compute capability 8.9 and later can convert to
+float8_e4m3fn, all to int8."""
 
 _MAX_THREADS = 512
 _VECTORS_PER_THREAD = (1, 2, 4, 8)
@@ -35,7 +36,7 @@ class ScaledRows(NamedTuple):
     """A quantised matrix: row i is scales[i] * values[i].
 
     Attributes:
-        values: [n, width] of VALUES, contiguous; where x is not quantised, also int8.
+        values: [n, width] of one of VALUE_TYPES, contiguous.
         scales: [n] float32.
     """
 
@@ -43,23 +44,31 @@ class ScaledRows(NamedTuple):
     scales: Tensor
 
     @classmethod
-    def empty(cls, num_rows: int, width: int, device: torch.device | str) -> ScaledRows:
-        """A matrix of zeros."""
-        values = torch.zeros(num_rows, width, dtype=torch.uint8, device=device).view(VALUES)
+    def empty(
+        cls,
+        num_rows: int,
+        width: int,
+        device: torch.device | str,
+        dtype: torch.dtype = torch.float8_e4m3fn,
+    ) -> ScaledRows:
+        """A matrix of zeros with values of this type."""
+        values = torch.zeros(num_rows, width, dtype=torch.uint8, device=device).view(dtype)
         return cls(values, torch.zeros(num_rows, device=device))
 
     def first(self, num_rows: int) -> ScaledRows:
         """The first rows."""
         return ScaledRows(self.values[:num_rows], self.scales[:num_rows])
 
-    def check(self, name: str, num_rows: int, width: int) -> None:
-        """Check it as an operand of a kernel.
+    def check(self, name: str, num_rows: int, width: int) -> str:
+        """Check it as an operand of a kernel; returns the C++ type of its values.
 
         Raises:
             ValueError: with the name of the operand, what it is and what is expected.
         """
-        check(f"{name}.values", self.values, (num_rows, width), VALUES)
+        value_type = name_of(VALUE_TYPES, f"{name}.values", self.values)
+        check(f"{name}.values", self.values, (num_rows, width), self.values.dtype)
         check(f"{name}.scales", self.scales, (num_rows,), torch.float32, vectors=False)
+        return value_type
 
 
 def quantize_rows(x: Tensor, *, out: ScaledRows, pdl: bool = False) -> None:
@@ -70,7 +79,7 @@ def quantize_rows(x: Tensor, *, out: ScaledRows, pdl: bool = False) -> None:
     Args:
         x: [n, width] of 16-bit floats, width <= MAX_WIDTH and a multiple of 16; rows may be strided
             by a multiple of 8 values.
-        out: [n, width].
+        out: [n, width]; the type of its values is that to which x is quantised.
         pdl: see `Kernel`.
 
     Raises:
@@ -88,24 +97,25 @@ def quantize_rows(x: Tensor, *, out: ScaledRows, pdl: bool = False) -> None:
         raise ValueError(
             f"x has strides {x.stride()}; rows must be contiguous, their stride a multiple of 8"
         )
-    out.check("out", num_rows, width)
+    value_type = out.check("out", num_rows, width)
     if not num_rows:
         return
     per_thread = next(count for count in _VECTORS_PER_THREAD if vectors <= count * _MAX_THREADS)
     threads = -(-vectors // (32 * per_thread)) * 32
-    kernel("quantization", _name(storage, per_thread))(
+    kernel("quantization", _name(value_type, storage, per_thread))(
         num_rows, threads, x, out.values, out.scales, width, x.stride(0), pdl=pdl
     )
 
 
-def _name(storage: str, per_thread: int) -> str:
-    return f"quantize_rows<{storage}, {per_thread}>"
+def _name(value_type: str, storage: str, per_thread: int) -> str:
+    return f"quantize_rows<{value_type}, {storage}, {per_thread}>"
 
 
 def instantiations() -> list[Instantiation]:
     """All kernels of this module."""
     names = tuple(
-        _name(storage, per_thread)
+        _name(value_type, storage, per_thread)
+        for value_type in VALUE_TYPES.values()
         for storage in _TYPES.values()
         for per_thread in _VECTORS_PER_THREAD
     )

@@ -23,7 +23,7 @@ from inflight_kernels.ops.linear.operands import (
     check_quantizing_operands,
     values_of,
 )
-from inflight_kernels.ops.linear.scaled_rows import ScaledRows
+from inflight_kernels.ops.linear.scaled_rows import VALUE_TYPES, ScaledRows
 from inflight_kernels.runtime.compile import Instantiation
 from inflight_kernels.runtime.launch import is_hopper, kernel, num_multiprocessors
 from inflight_kernels.runtime.tensor_map import matrix_map
@@ -157,7 +157,7 @@ def linear(
         ValueError: wrong shape, type or alignment of an operand.
         RuntimeError: not a Hopper GPU.
     """
-    m, n, k, storage, out_type, scales, depth = check_linear_operands(
+    m, n, k, storage, out_type, value_type, scales, depth = check_linear_operands(
         x, weight, bias, residual, out, gated=gated, whole_vectors=False, max_tokens=MAX_TOKENS
     )
     if not m or not n:
@@ -166,7 +166,7 @@ def linear(
         raise RuntimeError("this kernel requires a Hopper GPU; see `prefers`")
     cut = plan(n, num_multiprocessors())
     if scales:
-        name = _scaled_name(cut.rows, cut.pair, storage, gated)
+        name = _scaled_name(cut.rows, cut.pair, (value_type, storage), gated)
     else:
         name = _name(cut.rows, cut.pair, storage, out_type, gated)
     kernel("skinny_gemm", name)(
@@ -217,7 +217,9 @@ def quantizing_linear(
         ValueError: wrong shape, type or alignment of an operand.
         RuntimeError: not a Hopper GPU.
     """
-    m, n, k, storage, *_ = check_quantizing_operands(x, weight, bias, residual, out, gated=gated)
+    m, n, k, storage, _, value_type, *_ = check_quantizing_operands(
+        x, weight, bias, residual, out, gated=gated
+    )
     if not m or not n:
         return
     if not is_hopper():
@@ -228,7 +230,8 @@ def quantizing_linear(
         )
     rows, norm, eps = x if isinstance(x, NormedRows) else (x, 0, 0.0)
     cut = plan(n, num_multiprocessors())
-    kernel("skinny_gemm", _quantizing_name(cut.rows, cut.pair, storage, gated))(
+    name = _quantizing_name(cut.rows, cut.pair, (value_type, storage), gated)
+    kernel("skinny_gemm", name)(
         cut.blocks,
         _QUANTIZING_THREADS,
         rows,
@@ -254,16 +257,16 @@ def _name(rows: int, pair: bool, storage: str, out_type: str, gated: bool) -> st
     return f"{kind}<{storage}, {out_type}, {rows}, {stages}, {flag}>"
 
 
-def _scaled_name(rows: int, pair: bool, storage: str, gated: bool) -> str:
+def _scaled_name(rows: int, pair: bool, types: tuple[str, str], gated: bool) -> str:
     stages, flag = Plan(rows, pair, 0, 0).stages, "true" if gated else "false"
     kind = "scaled_skinny_gemm_pairs" if pair else "scaled_skinny_gemm"
-    return f"{kind}<E4m3, {storage}, {rows}, {stages}, {flag}>"
+    return f"{kind}<{', '.join(types)}, {rows}, {stages}, {flag}>"
 
 
-def _quantizing_name(rows: int, pair: bool, storage: str, gated: bool) -> str:
+def _quantizing_name(rows: int, pair: bool, types: tuple[str, str], gated: bool) -> str:
     stages, flag = Plan(rows, pair, 0, 0).quantizing_stages, "true" if gated else "false"
     kind = "quantizing_skinny_gemm_pairs" if pair else "quantizing_skinny_gemm"
-    return f"{kind}<E4m3, {storage}, {rows}, {stages}, {flag}>"
+    return f"{kind}<{', '.join(types)}, {rows}, {stages}, {flag}>"
 
 
 def instantiations() -> list[Instantiation]:
@@ -279,10 +282,11 @@ def instantiations() -> list[Instantiation]:
     ]
     scaled = [
         tuple(
-            name(rows, pair, storage, gated)
+            name(rows, pair, (value_type, storage), gated)
             for name in (_scaled_name, _quantizing_name)
             for gated in (False, True)
         )
+        for value_type in VALUE_TYPES.values()
         for storage in SCALED_OUT_TYPES.values()
         for rows, pair in shapes
     ]

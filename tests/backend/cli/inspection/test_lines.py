@@ -84,8 +84,6 @@ def test_the_format_of_linear_layers_is_told(
     on_cpu, on_gpu = 4 * found.num_parameters, 2 * spec.matrix_elements
     if setting != "none":
         on_gpu -= spec.num_layers * spec.matrix_elements_per_layer
-    if setting == "int8":  # of weights alone, which long steps dequantise one by one
-        on_gpu += 2 * spec.largest_matrix_elements
     assert found.memory.weight_bytes == on_cpu
     sizes = f"weights of the model {size(on_cpu)} on a CPU, {size(on_gpu)} on a GPU"
     assert f"linear layers: {expected}; {sizes}\n" in shown(found, is_terminal=False)

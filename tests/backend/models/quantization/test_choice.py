@@ -130,7 +130,7 @@ def test_gpus_differ_in_what_keeps_8_bits(
     for hopper, expected in ((True, on_hopper), (False, on_others)):
         found = gpu_format(checkpoint, setting, hopper)
         assert found.name == expected
-        assert found.weight_only == (expected != "none" and (not hopper or expected == "int8"))
+        assert found.weight_only == (expected != "none" and not hopper)
         count = num_quantized_on_gpu(checkpoint, spec, setting, found)
         assert count == (0 if expected == "none" else elements)
 

@@ -53,38 +53,42 @@ def reference(model: Any) -> Tensor:
     return torch.cat([family.reference_logits(model, text) for text in family_gpu.TEXTS])
 
 
+@pytest.mark.parametrize("kind", ["fp8", "int8"])
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=list(CONFIGS))
 def test_logits_equal_those_of_transformers_with_rounded_values(
-    tmp_path: Path, config: Any
+    tmp_path: Path, config: Any, kind: Quantization
 ) -> None:
     model = family.make(config, deviation=0.05)
     source, written = tmp_path / "in", tmp_path / "out"
     checkpoint = family.write_folder(model, source)
     names = linear_names(read_spec(checkpoint))
-    quantize_folder(source, written, names, "fp8")
+    quantize_folder(source, written, names, kind)
     quantized = Checkpoint(written, "huggingface")
-    quantized_models.round_weights(model, names, "fp8")
+    quantized_models.round_weights(model, names, kind)
     weights_only = reference(model)
-    quantized_models.round_activations(model, names, "fp8")
+    quantized_models.round_activations(model, names, kind)
     expected = reference(model)
 
     found = logits(decoder(quantized))
-    assert (found - expected).norm() < 0.2 * (weights_only - expected).norm()
-    assert torch.equal(logits(decoder(checkpoint, quantization="fp8")), found)
+    errors = (found - expected).norm(dim=1)
+    # A value half way between two may be rounded the other way, which the tokens after it see.
+    assert errors.median() < 1e-3, errors
+    assert errors.norm() < 0.4 * (weights_only - expected).norm(), errors
+    assert torch.equal(logits(decoder(checkpoint, quantization=kind)), found)
     exact = logits(decoder(quantized, quantization="none"))
     torch.testing.assert_close(exact, weights_only, rtol=1e-3, atol=1e-3)
 
 
-@pytest.mark.parametrize(("kind", "hopper"), [("fp8", False), ("int8", False), ("int8", True)])
-def test_only_fp8_on_hopper_quantises_more_than_weights(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: Quantization, hopper: bool
+@pytest.mark.parametrize("kind", ["fp8", "int8"])
+def test_other_gpus_quantise_weights_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: Quantization
 ) -> None:
     source, written = tmp_path / "in", tmp_path / "out"
     model = family.make(CONFIGS["llama"], deviation=0.05)
     names = linear_names(read_spec(family.write_folder(model, source)))
     quantize_folder(source, written, names, kind)
     quantized = Checkpoint(written, "huggingface")
-    monkeypatch.setattr(decoder_cuda, "is_hopper", lambda: hopper)
+    monkeypatch.setattr(decoder_cuda, "is_hopper", lambda: False)
     exact = decoder(quantized, quantization="none")
     for ours in (
         decoder(quantized),

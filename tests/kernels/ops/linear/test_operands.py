@@ -10,6 +10,7 @@ from torch import Tensor
 
 from inflight_kernels.ops.linear import operands
 from inflight_kernels.ops.linear.operands import LinearOperands, check_linear_operands
+from inflight_kernels.ops.linear.scaled_rows import ScaledRows
 from inflight_kernels.runtime import launch
 
 M, N, K = 5, 48, 64
@@ -42,7 +43,8 @@ def examine(gated: bool = False, **changes: Any) -> LinearOperands:
 @pytest.mark.parametrize("gated", [False, True])
 def test_operands_that_fit_are_described(gated: bool) -> None:
     bf16 = "__nv_bfloat16"
-    assert examine(gated) == LinearOperands(M, N, K, bf16, bf16, scales=(), depth=64)
+    expected = LinearOperands(M, N, K, bf16, bf16, value_type="", scales=(), depth=64)
+    assert examine(gated) == expected
     assert examine(gated, bias=None, residual=None) == examine(gated)
 
 
@@ -52,6 +54,17 @@ def test_types_are_those_of_the_operands() -> None:
     operands = {name: zeros(*shape, dtype=half) for name, shape in shapes.items()}
     assert examine(**operands)[3:5] == ("__half", "__half")
     assert examine(out=zeros(M, N, dtype=torch.float32)).out_type == "float"
+
+
+def test_quantised_operands_have_values_of_one_type() -> None:
+    def rows(count: int, dtype: torch.dtype) -> ScaledRows:
+        return ScaledRows.empty(count, K, "cpu", dtype)
+
+    fp8, int8 = torch.float8_e4m3fn, torch.int8
+    assert examine(x=rows(M, fp8), weight=rows(N, fp8)).value_type == "E4m3"
+    assert examine(x=rows(M, int8), weight=rows(N, int8)).value_type == "Int8"
+    with pytest.raises(ValueError, match="must have the same type"):
+        examine(x=rows(M, int8), weight=rows(N, fp8))
 
 
 def test_rows_of_x_may_be_strided() -> None:

@@ -61,11 +61,14 @@ def test_a_multiprocessor_has_one_block_with_all_its_memory(n: int) -> None:
 
 
 def test_constants_are_the_same_on_both_sides() -> None:
-    source = (Path(skinny_gemm.__file__).parents[2] / "csrc/linear/skinny_gemm.cu").read_text()
-    found = dict(re.findall(r"constexpr int (\w+) = (\d+);", source))
-    assert (int(found["WARPS"]) + 1) * 32 == skinny_gemm._THREADS
-    assert int(found["TOKENS"]) == skinny_gemm._TOKENS == MAX_TOKENS
-    header = (Path(skinny_gemm.__file__).parents[2] / "csrc/linear/hopper_linear.cuh").read_text()
+    sources = Path(skinny_gemm.__file__).parents[2] / "csrc/linear"
+    source = (sources / "skinny_gemm.cuh").read_text() + (sources / "skinny_input.cuh").read_text()
+    found = {name: int(value) for name, value in re.findall(r"int (\w+) = (\d+);", source)}
+    assert (found["WARPS"] + 1) * 32 == skinny_gemm._THREADS
+    assert skinny_gemm._THREADS + found["HELPERS"] * 32 == skinny_gemm._QUANTIZING_THREADS
+    assert found["TOKENS"] == skinny_gemm._TOKENS == MAX_TOKENS
+    assert found["MAX_QUANTIZED"] >= skinny_gemm.MAX_QUANTIZED_TOKENS
+    header = (sources / "hopper_linear.cuh").read_text()
     assert f"STAGE_DEPTH = {operands.STAGE_DEPTH_BYTES} / " in header
 
 
