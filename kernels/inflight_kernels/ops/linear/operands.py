@@ -107,14 +107,7 @@ def check_linear_operands(
     if isinstance(x, ScaledRows) != isinstance(weight, ScaledRows):
         raise ValueError("x and weight must both be quantised, or none of them")
     values, rows = values_of(x), values_of(weight)
-    if values.dim() != 2 or rows.dim() != 2 or values.shape[1] != rows.shape[1]:
-        raise ValueError(
-            f"x is {list(values.shape)} and weight {list(rows.shape)}; they must be [m, k] and "
-            "[n, k]"
-        )
-    (m, k), n = values.shape, rows.shape[0]
-    if max_tokens is not None and m > max_tokens:
-        raise ValueError(f"x has {m} rows; allowed: up to {max_tokens}")
+    m, n, k = _check_shapes(values, rows, max_tokens)
     _check_weight_shape(n, k, 16 // rows.itemsize, gated)
     if whole_vectors and (n // 2 if gated else n) % 8:
         raise ValueError(
@@ -124,14 +117,7 @@ def check_linear_operands(
     scales: tuple[Tensor, ...] = ()
     if isinstance(x, ScaledRows) and isinstance(weight, ScaledRows):
         storage, dtype = name_of(SCALED_OUT_TYPES, "out", out), out.dtype
-        x.check("x", m, k)
-        value_type = weight.check("weight", n, k)
-        if x.values.dtype != weight.values.dtype:
-            raise ValueError(
-                f"x.values is {x.values.dtype} and weight.values {weight.values.dtype}; they must "
-                "have the same type"
-            )
-        scales = (x.scales, weight.scales)
+        value_type, scales = _check_scaled(x, weight), (x.scales, weight.scales)
     else:
         storage, dtype = name_of(STORAGE_TYPES, "x", values), values.dtype
         check("weight", rows, (n, k), dtype)
@@ -213,14 +199,8 @@ def check_weight_only_operands(
     Raises:
         ValueError: an operand is invalid; with what is required.
     """
-    storage, shape = name_of(STORAGE_TYPES, "x", x), weight.values.shape
-    if x.dim() != 2 or len(shape) != 2 or x.shape[1] != shape[1]:
-        raise ValueError(
-            f"x is {list(x.shape)} and weight {list(shape)}; they must be [m, k] and [n, k]"
-        )
-    (m, k), n = x.shape, shape[0]
-    if m > max_tokens:
-        raise ValueError(f"x has {m} rows; allowed: up to {max_tokens}")
+    storage = name_of(STORAGE_TYPES, "x", x)
+    m, n, k = _check_shapes(x, weight.values, max_tokens)
     _check_weight_shape(n, k, 16, gated)
     _check_bytes(weight, n, k)
     _check_rows("x", x)
@@ -247,6 +227,30 @@ def check_dequantized(weight: ScaledRows, out: Tensor) -> tuple[int, int, str]:
     _check_bytes(weight, n, k)
     check("out", out, (n, k), out.dtype)
     return n, k, storage
+
+
+def _check_shapes(x: Tensor, weight: Tensor, max_tokens: int | None) -> tuple[int, int, int]:
+    """Returns (m, n, k)."""
+    if x.dim() != 2 or weight.dim() != 2 or x.shape[1] != weight.shape[1]:
+        raise ValueError(
+            f"x is {list(x.shape)} and weight {list(weight.shape)}; they must be [m, k] and [n, k]"
+        )
+    (m, k), n = x.shape, weight.shape[0]
+    if max_tokens is not None and m > max_tokens:
+        raise ValueError(f"x has {m} rows; allowed: up to {max_tokens}")
+    return m, n, k
+
+
+def _check_scaled(x: ScaledRows, weight: ScaledRows) -> str:
+    """Returns the C++ type of their values."""
+    x.check("x", *x.values.shape)
+    value_type = weight.check("weight", *weight.values.shape)
+    if x.values.dtype != weight.values.dtype:
+        raise ValueError(
+            f"x.values is {x.values.dtype} and weight.values {weight.values.dtype}; they must "
+            "have the same type"
+        )
+    return value_type
 
 
 def _check_bytes(weight: ScaledRows, n: int, k: int) -> None:
