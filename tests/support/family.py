@@ -351,3 +351,25 @@ class Suite:
         speculation = family_engine.self_drafting(model.config.num_hidden_layers)
         engine = family_engine.make_engine(checkpoint, speculation, tokenizer)
         family_engine.check_constrained_text(engine, tokenizer)
+
+    @pytest.mark.parametrize("kind", ["fp8", "int8"])
+    def test_drafts_and_constraints_work_with_layers_and_keys_of_8_bits(
+        self, tmp_path: Path, changes_of_first: dict[str, Any], kind: str
+    ) -> None:
+        model = self.make(changes_of_first | {"vocab_size": family_engine.VOCAB_SIZE})
+        checkpoint = write_folder(model, tmp_path / "model")
+        tokenizer = family_engine.tokenizer(tmp_path / "tokenizer")
+        plain, drafting = (
+            family_engine.make_engine(
+                checkpoint, speculation, tokenizer, quantization=kind, kv_cache_dtype=kind
+            )
+            for speculation in (
+                None,
+                family_engine.self_drafting(model.config.num_hidden_layers),
+            )
+        )
+        texts = family_engine.greedy_texts(drafting, model.config.vocab_size)
+        assert drafting.stats().num_accepted_tokens > 0
+        # In a step of another size a value may be rounded the other way.
+        family_engine.check_greedy(plain, model.config.vocab_size, texts, tolerance=0.05)
+        family_engine.check_constrained_text(drafting, tokenizer)

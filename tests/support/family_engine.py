@@ -31,6 +31,7 @@ def make_engine(
     checkpoint: Checkpoint,
     speculation: SpeculativeConfig | None,
     tokenizer: Tokenizer | None = None,
+    **settings: Any,
 ) -> Engine:
     """With small blocks, prompts in chunks and a prefix cache."""
     config = EngineConfig(
@@ -43,6 +44,7 @@ def make_engine(
         max_model_len=64,
         enable_prefix_caching=True,
         speculative_config=speculation,
+        **settings,
     )
     runner, spec = factory.build(config, checkpoint, lambda what, fraction: None)
     eos_token_ids = tokenizer.eos_ids if tokenizer else ()
@@ -74,15 +76,48 @@ def run(engine: Engine, requests: list[Request]) -> dict[int, list[TokenEvent]]:
     return events
 
 
-def check_texts(engine: Engine, model: Any, vocab_size: int) -> None:
-    """Greedy texts and logprobs of prompts are those of transformers, also of prompts in the prefix
-    cache."""
+def _prompts(vocab_size: int) -> list[list[int]]:
+    """Every other one begins as another one does."""
     generator = random.Random(1)
     common = [generator.randrange(3, vocab_size) for _ in range(12)]
-    prompts = [
+    return [
         common[: 12 * (index % 2)] + [generator.randrange(3, vocab_size) for _ in range(length)]
         for index, length in enumerate((1, 5, 20, 9))
     ]
+
+
+def greedy_texts(engine: Engine, vocab_size: int) -> list[list[int]]:
+    """Of these prompts, at the same time."""
+    params = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=NUM_OUTPUT)
+    requests = [Request(i, prompt, params) for i, prompt in enumerate(_prompts(vocab_size))]
+    return [
+        [token_id for event in events for token_id in event.token_ids]
+        for events in run(engine, requests).values()
+    ]
+
+
+def check_greedy(engine: Engine, vocab_size: int, texts: list[list[int]], tolerance: float) -> None:
+    """Each token of texts after these prompts is the most probable one, up to a difference of
+    logprobs."""
+    params = SamplingParams(temperature=0.0, max_tokens=1, num_prompt_logprobs=1)
+    prompts = _prompts(vocab_size)
+    requests = [
+        Request(1000 + i, prompt + text, params)
+        for i, (prompt, text) in enumerate(zip(prompts, texts, strict=True))
+    ]
+    for events, prompt, text in zip(run(engine, requests).values(), prompts, texts, strict=True):
+        assert len(text) == NUM_OUTPUT
+        scored = [one for event in events for one in event.prompt_candidates]
+        assert len(scored) == len(prompt) + NUM_OUTPUT
+        for candidates in scored[len(prompt) :]:
+            best = max(one.logprob for one in candidates)
+            assert candidates[0].logprob >= best - tolerance
+
+
+def check_texts(engine: Engine, model: Any, vocab_size: int) -> None:
+    """Greedy texts and logprobs of prompts are those of transformers, also of prompts in the prefix
+    cache."""
+    prompts = _prompts(vocab_size)
     # The first time the prompts are scored, the second time they are in the cache.
     for first_id, number in ((0, 1), (100, None)):
         params = SamplingParams(
