@@ -2,23 +2,17 @@
 #pragma once
 
 #include "common.cuh"
-#include "kv_quantization.cuh"  // Int8
-
-// A float with 4 bits of exponent and 3 of mantissa, up to 448.
-struct E4m3 {
-    static constexpr float LARGEST = 448.0f;
-    unsigned char bits;
-};
+#include "kv_quantization.cuh"
 
 constexpr float SMALLEST_AMAX = 1e-12f;  // rows of zeros have a scale as well
 
-// Four values in a word, rounded to nearest even. Value: E4m3 or Int8.
+// Four values in a word, rounded to nearest even. Value: Fp8 or Int8.
 template <typename Value>
 __device__ unsigned pack_bytes(const float* values);
 
 // Larger values become the largest. sm_89 and later.
 template <>
-__device__ inline unsigned pack_bytes<E4m3>(const float* values) {
+__device__ inline unsigned pack_bytes<Fp8>(const float* values) {
     unsigned word = 0;
 #if __CUDA_ARCH__ >= 890
     unsigned short low, high;

@@ -5,9 +5,16 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from inflight_kernels.ops.linear.scaled_rows import VALUE_TYPES, ScaledRows
+from inflight_kernels.ops.linear.scaled_rows import ScaledRows
 from inflight_kernels.runtime.compile import Instantiation
-from inflight_kernels.runtime.launch import STORAGE_TYPES, check, kernel, name_of, vectors_in
+from inflight_kernels.runtime.launch import (
+    BYTE_TYPES,
+    STORAGE_TYPES,
+    check,
+    kernel,
+    name_of,
+    vectors_in,
+)
 
 _MAX_THREADS = 512
 _VECTORS_PER_THREAD = (1, 2, 4, 8)
@@ -134,7 +141,7 @@ def instantiations() -> list[Instantiation]:
     )
     quantized = tuple(
         _scaled_name(value_type, name)
-        for value_type in VALUE_TYPES.values()
+        for value_type in BYTE_TYPES.values()
         for name in names
         if name.startswith(tuple(f"rms_norm<{storage}," for storage in _QUANTIZED_TYPES.values()))
     )

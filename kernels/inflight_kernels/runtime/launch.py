@@ -172,7 +172,7 @@ STORAGE_TYPES = {
 """Types of values in memory: torch dtype -> C++ type. Kernels compute in float32."""
 
 BYTE_TYPES = {torch.float8_e4m3fn: "Fp8", torch.int8: "Int8"}
-"""Types of keys and values of 8 bits (kv_quantization.cuh): torch dtype -> C++ type."""
+"""Types of 8 bits (kv_quantization.cuh): torch dtype -> C++ type."""
 
 ID_TYPES = {torch.int32: "int", torch.int64: "long long"}
 """Types of token ids, blocks and slots."""

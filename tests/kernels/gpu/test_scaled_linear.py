@@ -11,8 +11,9 @@ from guarded import Guarded, relative_error
 from inflight_kernels.ops.linear import gemm, skinny_gemm
 from inflight_kernels.ops.linear.gemm import Plan
 from inflight_kernels.ops.linear.operands import NormedRows
-from inflight_kernels.ops.linear.scaled_rows import VALUE_TYPES, ScaledRows, quantize_rows
+from inflight_kernels.ops.linear.scaled_rows import ScaledRows, quantize_rows
 from inflight_kernels.ops.norm import rms_norm
+from inflight_kernels.runtime.launch import BYTE_TYPES
 from inflight_kernels.torch_ops import transformer
 from inflight_kernels.torch_ops.kv_quantization import LARGEST
 
@@ -28,7 +29,7 @@ ERROR = 4e-3
 cores, which cut sums of up to 256 columns of FP8 off at 14 bits or so."""
 
 
-@pytest.fixture(autouse=True, params=VALUE_TYPES, ids=["fp8", "int8"])
+@pytest.fixture(autouse=True, params=BYTE_TYPES, ids=["fp8", "int8"])
 def _each_type(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(globals(), "VALUES", request.param)
 

@@ -7,11 +7,11 @@ import torch
 
 from inflight_kernels.ops.linear.scaled_rows import (
     MAX_WIDTH,
-    VALUE_TYPES,
     ScaledRows,
     quantize_rows,
 )
 from inflight_kernels.ops.norm import rms_norm
+from inflight_kernels.runtime.launch import BYTE_TYPES
 from inflight_kernels.torch_ops import quantization, transformer
 from inflight_kernels.torch_ops.kv_quantization import LARGEST
 
@@ -26,7 +26,7 @@ WIDTHS = [16, 64, 576, 4096, 4112, 14336, MAX_WIDTH]
 STEPS = {torch.float8_e4m3fn: (1 / 16 + 1e-6, 2.0**-10), torch.int8: (1e-6, 0.5)}
 
 
-@pytest.fixture(autouse=True, params=VALUE_TYPES, ids=["fp8", "int8"])
+@pytest.fixture(autouse=True, params=BYTE_TYPES, ids=["fp8", "int8"])
 def _each_type(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(globals(), "VALUES", request.param)
 

@@ -50,14 +50,13 @@ def gpu_format(checkpoint: Checkpoint, quantization: Quantization, is_hopper: bo
         ConfigError: see `linear_format`.
     """
     stored = _stored_format(checkpoint)
-    if linear_format(checkpoint, quantization) == quantization != "none":
+    if quantization in _NAMES.values():
+        _check_same(checkpoint, stored, quantization)
         dtypes = frozenset(dtype for dtype, name in _NAMES.items() if name == quantization)
-        weight_only = not is_hopper
-    elif quantization == "auto" and stored is not None and stored.block is None:
-        dtypes, weight_only = stored.dtypes, stored.weight_only or not is_hopper
-    else:
+        return GpuFormat(dtypes, weight_only=not is_hopper)
+    if quantization == "none" or stored is None or stored.block is not None:
         return GpuFormat()
-    return GpuFormat(dtypes, weight_only)
+    return GpuFormat(stored.dtypes, stored.weight_only or not is_hopper)
 
 
 def linear_format(checkpoint: Checkpoint, quantization: Quantization) -> str:

@@ -7,7 +7,7 @@
 // thread writes only what it has read itself.
 //
 // ADD: there is a residual. Without one `total` is written only if it is x in another type. Out: T,
-// or E4m3 or Int8 with a scale for each row.
+// or Fp8 or Int8 with a scale for each row.
 template <typename T, typename R, typename Out, int VECTORS, bool ADD>
 __device__ __forceinline__ void norm_row(const T* x, const R* residual, const float* weight,
                                          R* total, Out* out, float* scales, int hidden, float eps) {

@@ -1,4 +1,4 @@
-// Quantises activations by rows, for products of 8-bit values. E4m3: sm_89 and later.
+// Quantises activations by rows, for products of 8-bit values. Fp8: sm_89 and later.
 #include "eight_bit.cuh"
 
 // One block per row of `width` values, which is kept in registers: blockDim.x * VECTORS 16-byte

@@ -192,7 +192,7 @@ __device__ void wgmma(Sum<T> (&acc)[N / 2], unsigned long long a, unsigned long 
     PRODUCT_MULTIPLY_AS(__nv_bfloat16, "k16", "f32", "+f", "bf16", ", 1, 1, 0, 0", N, HALF, A, B,  \
                         ADD)                                                                       \
     PRODUCT_MULTIPLY_AS(__half, "k16", "f32", "+f", "f16", ", 1, 1, 0, 0", N, HALF, A, B, ADD)     \
-    PRODUCT_MULTIPLY_AS(E4m3, "k32", "f32", "+f", "e4m3", ", 1, 1", N, HALF, A, B, ADD)            \
+    PRODUCT_MULTIPLY_AS(Fp8, "k32", "f32", "+f", "e4m3", ", 1, 1", N, HALF, A, B, ADD)            \
     PRODUCT_MULTIPLY_AS(Int8, "k32", "s32", "+r", "s8", "", N, HALF, A, B, ADD)
 
 PRODUCT_MULTIPLY(32, 16, 16, 17, 18)

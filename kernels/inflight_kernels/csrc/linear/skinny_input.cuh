@@ -21,7 +21,7 @@ constexpr int MAX_QUANTIZED = 8;  // a swizzled atom of rows
 // Steps of which a block multiplies x, of any type of 8 bits.
 template <bool PAIR>
 __device__ int quantized_steps(int k) {
-    const int steps = (k + STAGE_DEPTH<E4m3> - 1) / STAGE_DEPTH<E4m3>;
+    const int steps = (k + STAGE_DEPTH<Fp8> - 1) / STAGE_DEPTH<Fp8>;
     return PAIR ? (steps + 1) / 2 : steps;
 }
 

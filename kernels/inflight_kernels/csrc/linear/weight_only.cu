@@ -68,10 +68,6 @@ __device__ __forceinline__ uint4 load_shared(unsigned address) {
     return value;
 }
 
-// A value of T as float.
-template <typename T>
-__device__ __forceinline__ float wide(T value) { return static_cast<float>(value); }
-
 // Layout of shared memory: for each warp STAGES stages, each of ROWS * DEPTH bytes of the weight
 // and TOKENS * DEPTH values of x. Afterwards, sums of each warp [TOKENS, PITCH].
 template <typename Byte, typename T, int ROWS, int TOKENS>
@@ -224,13 +220,13 @@ __global__ void __launch_bounds__(WARPS * 32, WARPS == 8 ? 3 : 1)
             for (int w = 0; w < WARPS; w++)
                 sum += partial[(w * TOKENS + t) * S::PITCH + tile_row];
             sum *= Widened<Byte, T>::FACTOR * scales[weight_row];
-            return bias ? sum + wide(bias[weight_row]) : sum;
+            return bias ? sum + static_cast<float>(bias[weight_row]) : sum;
         };
         float value = sum_of(column, first + column);
         if (gated)
             value = value / (1.0f + __expf(-value)) * sum_of(HALF + column, second + column);
         const long long place = static_cast<long long>(t) * width + first + column;
-        if (residual) value += wide(residual[place]);
+        if (residual) value += static_cast<float>(residual[place]);
         out[place] = narrow<T>(value);
     }
 #endif

@@ -21,9 +21,8 @@ from inflight_kernels.ops.linear.operands import (
     check_linear_operands,
     values_of,
 )
-from inflight_kernels.ops.linear.scaled_rows import VALUE_TYPES
 from inflight_kernels.runtime.compile import Instantiation
-from inflight_kernels.runtime.launch import is_hopper, kernel, num_multiprocessors
+from inflight_kernels.runtime.launch import BYTE_TYPES, is_hopper, kernel, num_multiprocessors
 from inflight_kernels.runtime.tensor_map import matrix_map
 
 MIN_TOKENS = 65
@@ -242,7 +241,7 @@ def instantiations() -> list[Instantiation]:
     ]
     return plain + [
         ("gemm_hopper", (_scaled_name(shape, value_type, storage, gated),), ())
-        for value_type in VALUE_TYPES.values()
+        for value_type in BYTE_TYPES.values()
         for storage in SCALED_OUT_TYPES.values()
         for gated in (False, True)
         for shape in _SCALED

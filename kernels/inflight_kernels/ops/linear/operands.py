@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from inflight_kernels.ops.linear.scaled_rows import ScaledRows
-from inflight_kernels.runtime.launch import BYTE_TYPES, check, check_memory, name_of
+from inflight_kernels.runtime.launch import check, check_memory, name_of
 
 STORAGE_TYPES = {torch.bfloat16: "__nv_bfloat16", torch.float16: "__half"}
 """Types of x and the weight, unless they are quantised: torch dtype -> C++ type."""
@@ -202,7 +202,7 @@ def check_weight_only_operands(
     storage = name_of(STORAGE_TYPES, "x", x)
     m, n, k = _check_shapes(x, weight.values, max_tokens)
     _check_weight_shape(n, k, 16, gated)
-    _check_bytes(weight, n, k)
+    weight.check("weight", n, k)
     _check_rows("x", x)
     if _check_outputs(bias, residual, out, (m, n), x.dtype, gated, False) != x.dtype:
         raise ValueError(f"out is {out.dtype}; it must be {x.dtype} like x")
@@ -224,7 +224,7 @@ def check_dequantized(weight: ScaledRows, out: Tensor) -> tuple[int, int, str]:
     """
     storage, (n, k) = name_of(STORAGE_TYPES, "out", out), weight.values.shape
     _check_weight_shape(n, k, 16, False)
-    _check_bytes(weight, n, k)
+    weight.check("weight", n, k)
     check("out", out, (n, k), out.dtype)
     return n, k, storage
 
@@ -251,12 +251,6 @@ def _check_scaled(x: ScaledRows, weight: ScaledRows) -> str:
             "have the same type"
         )
     return value_type
-
-
-def _check_bytes(weight: ScaledRows, n: int, k: int) -> None:
-    name_of(BYTE_TYPES, "weight.values", weight.values)
-    check("weight.values", weight.values, (n, k), weight.values.dtype)
-    check("weight.scales", weight.scales, (n,), torch.float32, vectors=False)
 
 
 def _check_weight_shape(n: int, k: int, unit: int, gated: bool) -> None:

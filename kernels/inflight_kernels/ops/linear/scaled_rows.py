@@ -10,6 +10,7 @@ from torch import Tensor
 
 from inflight_kernels.runtime.compile import Instantiation
 from inflight_kernels.runtime.launch import (
+    BYTE_TYPES,
     STORAGE_TYPES,
     VECTOR_BYTES,
     check,
@@ -18,10 +19,6 @@ from inflight_kernels.runtime.launch import (
     name_of,
     vectors_in,
 )
-
-VALUE_TYPES = {torch.float8_e4m3fn: "E4m3", torch.int8: "Int8"}
-"""Types of values: torch dtype -> C++ type. GPUs of compute capability 8.9 and later can convert to
-float8_e4m3fn, all to int8."""
 
 _MAX_THREADS = 512
 _VECTORS_PER_THREAD = (1, 2, 4, 8)
@@ -36,7 +33,7 @@ class ScaledRows(NamedTuple):
     """A quantised matrix: row i is scales[i] * values[i].
 
     Attributes:
-        values: [n, width] of one of VALUE_TYPES, contiguous.
+        values: [n, width] of one of BYTE_TYPES, contiguous.
         scales: [n] float32.
     """
 
@@ -65,7 +62,7 @@ class ScaledRows(NamedTuple):
         Raises:
             ValueError: with the name of the operand, what it is and what is expected.
         """
-        value_type = name_of(VALUE_TYPES, f"{name}.values", self.values)
+        value_type = name_of(BYTE_TYPES, f"{name}.values", self.values)
         check(f"{name}.values", self.values, (num_rows, width), self.values.dtype)
         check(f"{name}.scales", self.scales, (num_rows,), torch.float32, vectors=False)
         return value_type
@@ -115,7 +112,7 @@ def instantiations() -> list[Instantiation]:
     """All kernels of this module."""
     names = tuple(
         _name(value_type, storage, per_thread)
-        for value_type in VALUE_TYPES.values()
+        for value_type in BYTE_TYPES.values()
         for storage in _TYPES.values()
         for per_thread in _VECTORS_PER_THREAD
     )

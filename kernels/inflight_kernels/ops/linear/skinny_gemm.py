@@ -23,9 +23,9 @@ from inflight_kernels.ops.linear.operands import (
     check_quantizing_operands,
     values_of,
 )
-from inflight_kernels.ops.linear.scaled_rows import VALUE_TYPES, ScaledRows
+from inflight_kernels.ops.linear.scaled_rows import ScaledRows
 from inflight_kernels.runtime.compile import Instantiation
-from inflight_kernels.runtime.launch import is_hopper, kernel, num_multiprocessors
+from inflight_kernels.runtime.launch import BYTE_TYPES, is_hopper, kernel, num_multiprocessors
 from inflight_kernels.runtime.tensor_map import matrix_map
 
 MAX_TOKENS = 64
@@ -286,7 +286,7 @@ def instantiations() -> list[Instantiation]:
             for name in (_scaled_name, _quantizing_name)
             for gated in (False, True)
         )
-        for value_type in VALUE_TYPES.values()
+        for value_type in BYTE_TYPES.values()
         for storage in SCALED_OUT_TYPES.values()
         for rows, pair in shapes
     ]

@@ -61,7 +61,7 @@ def test_quantised_operands_have_values_of_one_type() -> None:
         return ScaledRows.empty(count, K, "cpu", dtype)
 
     fp8, int8 = torch.float8_e4m3fn, torch.int8
-    assert examine(x=rows(M, fp8), weight=rows(N, fp8)).value_type == "E4m3"
+    assert examine(x=rows(M, fp8), weight=rows(N, fp8)).value_type == "Fp8"
     assert examine(x=rows(M, int8), weight=rows(N, int8)).value_type == "Int8"
     with pytest.raises(ValueError, match="must have the same type"):
         examine(x=rows(M, int8), weight=rows(N, fp8))
