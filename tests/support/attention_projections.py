@@ -10,7 +10,8 @@ from torch import Tensor
 
 from attention_steps import Step, make_step
 from inflight_kernels.ops.attention import rope_attend
-from inflight_kernels.ops.rope import QkNorm, RopeInputs, rope_write_kv
+from inflight_kernels.ops.attention_operands import AttentionMetadata
+from inflight_kernels.ops.rope import PagedKV, QkNorm, RopeInputs, rope_write_kv
 from inflight_kernels.torch_ops import transformer
 
 
@@ -30,10 +31,13 @@ class Projection:
     def rope(self) -> RopeInputs:
         return RopeInputs(self.positions, self.slots, self.cos, self.sin)
 
-    def rotate(self, q_out: Tensor, **options) -> None:
-        rope_write_kv(
-            self.qkv, self.rope, self.step.kv, q_out=q_out, qk_norm=self.qk_norm, **options
-        )
+    def rotate(self, q_out: Tensor, kv: PagedKV | None = None, **options) -> None:
+        """Without attention; `kv` is the step's by default."""
+        kv = self.step.kv if kv is None else kv
+        rope_write_kv(self.qkv, self.rope, kv, q_out=q_out, qk_norm=self.qk_norm, **options)
+
+    def attend(self, kv: PagedKV, metadata: AttentionMetadata, out: Tensor, **options) -> None:
+        rope_attend(self.qkv, self.rope, kv, metadata, out, qk_norm=self.qk_norm, **options)
 
     def run(
         self,
@@ -48,16 +52,7 @@ class Projection:
         step = self.step
         out = step.out() if out is None else out
         metadata = step.metadata(workspace, 1, **options)
-        rope_attend(
-            self.qkv,
-            self.rope,
-            step.kv,
-            metadata,
-            out,
-            qk_norm=self.qk_norm,
-            history_ready=history_ready,
-            pdl=pdl,
-        )
+        self.attend(step.kv, metadata, out, history_ready=history_ready, pdl=pdl)
         return out
 
 
