@@ -38,7 +38,7 @@ LAYERS = {
     "down": (4096, 14336, False, True),
 }
 
-Call = Callable[[], object]
+Call = Callable[..., object]
 
 
 def _random(rows: int, width: int) -> torch.Tensor:
@@ -54,31 +54,23 @@ def _out(m: int, layer: str) -> torch.Tensor:
     return torch.zeros(m, n // 2 if gated else n, dtype=DTYPE, device="cuda")
 
 
+def _fused(linear: Call, x: torch.Tensor | ScaledRows, weight: ScaledRows, layer: str) -> Call:
+    """A product with what follows it in the layer."""
+    _, _, gated, added = LAYERS[layer]
+    out = _out(len(x.values if isinstance(x, ScaledRows) else x), layer)
+    residual = out if added else None
+    return lambda: linear(x, weight, residual=residual, out=out, gated=gated, pdl=True)
+
+
 def ours(m: int, layer: str, byte: torch.dtype) -> Callable[[], Call]:
-    n, k, gated, added = LAYERS[layer]
-
-    def make() -> Call:
-        x, weight, out = _random(m, k), _quantized(n, k, byte), _out(m, layer)
-        residual = out if added else None
-        return lambda: weight_only.linear(
-            x, weight, residual=residual, out=out, gated=gated, pdl=True
-        )
-
-    return make
+    n, k, _, _ = LAYERS[layer]
+    return lambda: _fused(weight_only.linear, _random(m, k), _quantized(n, k, byte), layer)
 
 
 def w8a8(m: int, layer: str) -> Callable[[], Call]:
-    n, k, gated, added = LAYERS[layer]
-
-    def make() -> Call:
-        x, weight = (_quantized(rows, k, torch.float8_e4m3fn) for rows in (m, n))
-        out = _out(m, layer)
-        residual = out if added else None
-        return lambda: skinny_gemm.linear(
-            x, weight, residual=residual, out=out, gated=gated, pdl=True
-        )
-
-    return make
+    n, k, _, _ = LAYERS[layer]
+    byte = torch.float8_e4m3fn
+    return lambda: _fused(skinny_gemm.linear, _quantized(m, k, byte), _quantized(n, k, byte), layer)
 
 
 def cublas(m: int, layer: str) -> Callable[[], Call]:
