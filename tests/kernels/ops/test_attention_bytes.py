@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import numpy as np
 import pytest
@@ -134,7 +135,7 @@ def test_reading_a_tile_has_no_bank_conflicts(head_dim: int) -> None:
 # ---------------------------------------------------------------- matrix fragments
 
 
-def ldmatrix(tile, rows, columns, transposed=False):  # type: ignore[no-untyped-def]
+def ldmatrix(tile: Any, rows: Any, columns: Any, transposed: bool = False) -> Any:
     """[32, 4, 4]: the bytes that each lane gets of four matrices of 8 rows and 16 bytes."""
     out = np.empty((32, 4, 4), tile.dtype)
     for matrix in range(4):
@@ -150,12 +151,12 @@ def ldmatrix(tile, rows, columns, transposed=False):  # type: ignore[no-untyped-
     return out
 
 
-def decode(word):  # type: ignore[no-untyped-def]
+def decode(word: Any) -> Any:
     """Bytes 0 and 2, and bytes 1 and 3, of words [32, 4]."""
     return word[:, [0, 2]], word[:, [1, 3]]
 
 
-def query_words(queries, rows, step):  # type: ignore[no-untyped-def]
+def query_words(queries: Any, rows: Any, step: Any) -> Any:
     """[32, 2, 2]: QueryWords of a row of each lane."""
     four = np.stack([queries[rows, step * 16 + 4 * COLUMN + e] for e in range(4)], axis=1)
     low, high = (
@@ -167,7 +168,7 @@ def query_words(queries, rows, step):  # type: ignore[no-untyped-def]
     return np.stack([even, odd], axis=1)
 
 
-def query_fragment(queries, step):  # type: ignore[no-untyped-def]
+def query_fragment(queries: Any, step: Any) -> Any:
     """The left operand of 16 rows: registers by half of the rows, then by word."""
     halves = [query_words(queries, ROW + 8 * half, step) for half in range(2)]
     return np.stack([halves[i % 2][:, i // 2] for i in range(4)], axis=1)
@@ -267,7 +268,7 @@ def test_fragments_multiply_keys_and_queries_turned_round() -> None:
 ROTATED_DIMS = [head_dim for head_dim in HEAD_DIMS if head_dim <= 128]
 
 
-def held(row):  # type: ignore[no-untyped-def]
+def held(row: Any) -> Any:
     """[D / 16, 2, 4, 2]: by step, half and lane of four, the two columns in a word of a HeadRow."""
     return row.reshape(-1, 4, 2, 2).transpose(0, 3, 1, 2)
 
@@ -280,7 +281,7 @@ def test_a_lane_has_the_columns_of_its_query_words() -> None:
             assert (words[:, half] == held(rows[0])[step, half, COLUMN] + 128 * ROW[:, None]).all()
 
 
-def unpack_four(words):  # type: ignore[no-untyped-def]
+def unpack_four(words: Any) -> Any:
     """[4, 4]: the four columns of a lane in order, from its words [2, 4, 2]."""
     even, odd = words
     return np.stack([even[:, 0], odd[:, 0], even[:, 1], odd[:, 1]], axis=1)
@@ -339,7 +340,7 @@ def test_both_kernels_that_rotate_keys_add_squares_in_the_same_order(head_dim: i
 # ---------------------------------------------------------------- bytes
 
 
-def bfloat16(bits):  # type: ignore[no-untyped-def]
+def bfloat16(bits: Any) -> Any:
     return (bits.astype(np.uint32) << np.uint32(16)).view(np.float32)
 
 

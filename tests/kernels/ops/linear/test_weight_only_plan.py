@@ -52,7 +52,7 @@ def test_the_kernel_has_stages_of_as_many_columns() -> None:
 # ---------------------------------------------------------------- index maps
 
 
-def copy_weight(tile: Tile, weight):  # type: ignore[no-untyped-def]
+def copy_weight(tile: Tile, weight: Any) -> Any:
     """A stage of [rows, 64] bytes, as the lanes of a warp copy it."""
     memory = np.full(tile.rows * 64, -1)
     for i in range(tile.rows // 8):
@@ -64,7 +64,7 @@ def copy_weight(tile: Tile, weight):  # type: ignore[no-untyped-def]
     return memory
 
 
-def copy_x(tile: Tile, x):  # type: ignore[no-untyped-def]
+def copy_x(tile: Tile, x: Any) -> Any:
     """A stage of [tokens, 64] values."""
     memory = np.full(tile.tokens * 64, -1)
     token, chunk = LANES // 8, LANES % 8
