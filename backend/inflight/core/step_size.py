@@ -21,7 +21,7 @@ class StepSize:
             i's.
         max_q_len: tokens of the longest chunk.
         prompt_keys: at least the keys of all chunks with more than one token, in whole blocks of
-            64 for each; None if unknown, as in a captured step.
+            64 for each; None if unknown: a captured step then takes any number of them.
     """
 
     num_tokens: int
@@ -57,4 +57,10 @@ class StepSize:
             and step.num_chunks <= self.num_chunks
             and step.num_rows <= self.num_rows
             and step.max_q_len <= self.max_q_len
+            and self._has_keys_for(step)
         )
+
+    def _has_keys_for(self, step: StepSize) -> bool:
+        if self.prompt_keys is None:
+            return True
+        return step.prompt_keys is not None and step.prompt_keys <= self.prompt_keys

@@ -303,6 +303,7 @@ class CudaRunner:
             self._max_drafts,
             most_tokens,
             self._steps.model.spec.matrix_elements_per_layer,
+            self._settings.max_prompt_keys,
         )
         found: dict[StepSize, _Graph] = {}
         for count, size in enumerate(sorted(sizes, key=lambda size: -size.num_tokens), 1):

@@ -14,13 +14,23 @@ _MANY_ROWS = 256
 _MANY_ROW_STEP = 64
 
 # Tokens of captured steps with prompts, and the limit of tokens times weights per layer: beyond it,
-# a layer takes an H200 longer than its launches take the host, some 200 us.
-_PROMPT_TOKENS = (16, *range(32, 257, 32), 320, 384, 448, 512)
-_LAUNCH_BOUND = 6e10
+# a layer takes an H200 longer than its launches take the host. These take 0.35 ms, and 0.6 ms while
+# other threads of the engine's process read requests and write events; as many products of e4m3 as
+# the limit says take 0.75 ms.
+_PROMPT_TOKENS = (16, *range(32, 257, 32), 320, 384, 448, 512, *range(640, 2049, 128))
+_LAUNCH_BOUND = 4.5e11
+
+# Up to so many tokens, dequantising the keys of prompts costs more than it saves.
+_FEW_PROMPT_TOKENS = 512
 
 
 def capture_sizes(
-    max_num_seqs: int, max_rows: int, max_drafts: int, max_tokens: int, layer_weights: int
+    max_num_seqs: int,
+    max_rows: int,
+    max_drafts: int,
+    max_tokens: int,
+    layer_weights: int,
+    max_prompt_keys: int | None = None,
 ) -> list[StepSize]:
     """Sizes of the graphs to capture: a step runs in the first one that it fits.
 
@@ -30,6 +40,7 @@ def capture_sizes(
         max_drafts: drafts of a chunk; 0 without a drafter.
         max_tokens: T at most.
         layer_weights: weights of a layer of the model.
+        max_prompt_keys: of steps whose prompts are dequantised; None if they never are.
     """
     most_tokens = min(max_tokens, int(_LAUNCH_BOUND / layer_weights))
     sizes = [StepSize(rows, rows, rows, 1) for rows in row_counts(max_num_seqs)]
@@ -37,10 +48,11 @@ def capture_sizes(
     for tokens in _PROMPT_TOKENS:
         if tokens <= most_tokens:
             # One prompt alone, and prompts mixed with decoding sequences.
-            sizes.append(StepSize(tokens, 1, 1, tokens))
+            keys = None if tokens <= _FEW_PROMPT_TOKENS else max_prompt_keys
+            sizes.append(StepSize(tokens, 1, 1, tokens, keys))
             if max_num_seqs > 1:
                 num_chunks, num_rows = min(tokens, max_num_seqs), min(tokens - 1, max_rows)
-                sizes.append(StepSize(tokens, num_chunks, num_rows, tokens))
+                sizes.append(StepSize(tokens, num_chunks, num_rows, tokens, keys))
     return sizes
 
 

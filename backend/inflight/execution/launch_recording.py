@@ -111,7 +111,8 @@ def _sizes(config: EngineConfig, settings: DecoderSettings, spec: ModelSpec) -> 
     max_rows, speculation = settings.max_rows, config.speculative_config
     max_drafts = speculation.num_speculative_tokens if speculation else 0
     layer_weights = spec.matrix_elements_per_layer
-    yield from capture_sizes(most, max_rows, max_drafts, most_tokens, layer_weights)
+    limits = (most, max_rows, max_drafts, most_tokens)
+    yield from capture_sizes(*limits, layer_weights, settings.max_prompt_keys)
     for chunks in _few(most):
         yield StepSize(chunks, chunks, chunks, 1)
     for chunks in sorted({1, min(2, most), most}):

@@ -22,7 +22,12 @@ from inflight.errors import ConfigError
 from inflight.kv.cache import KVCache
 from inflight.models.cuda_placement import CudaPlacement
 from inflight.models.gpu_support import gpu_obstacle
-from inflight.models.layers.attention import Attention, ForwardInputs, RotaryTables
+from inflight.models.layers.attention import (
+    Attention,
+    ForwardInputs,
+    RotaryTables,
+    max_dequantized_keys,
+)
 from inflight.models.layers.linear import INVARIANT_ROWS, CudaWeight
 from inflight.models.layers.norm import NormWeights
 from inflight.models.layers.residual import ResidualStream, residual_stream
@@ -80,6 +85,13 @@ class DecoderSettings:
     def quantized_kv(self) -> torch.dtype | None:
         """Of keys and values of 8 bits; None if they are in `dtype`."""
         return {"fp8": torch.float8_e4m3fn, "int8": torch.int8}.get(self.kv_dtype)
+
+    @property
+    def max_prompt_keys(self) -> int | None:
+        """Keys of prompts that a step dequantises at most; None without a KV cache of 8 bits."""
+        if self.quantized_kv is None:
+            return None
+        return max_dequantized_keys(self.max_len, self.max_tokens)
 
 
 def check_supported(spec: ModelSpec, path: Path, max_len: int) -> None:

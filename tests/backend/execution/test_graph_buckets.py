@@ -47,19 +47,31 @@ def test_steps_that_verify_drafts_are_recorded_as_such(
     assert bucket.max_q_len == 1 + MAX_DRAFTS
 
 
-@given(st.integers(1, 512))
-def test_a_short_prompt_alone_has_a_size_for_itself(length: int) -> None:
+@given(st.integers(1, 2048))
+def test_a_prompt_alone_has_a_size_for_itself(length: int) -> None:
     bucket = bucket_for(StepSize(length, 1, 1, length))
     assert bucket is not None
-    assert bucket.num_tokens - length < (64 if length > 256 else 32)
+    assert bucket.num_tokens - length < (128 if length > 512 else 64 if length > 256 else 32)
     if length > 1:
         assert bucket.num_chunks == bucket.num_rows == 1
 
 
-@given(st.integers(0, MAX_NUM_SEQS - 1), st.integers(20, 512))
-def test_a_short_prompt_among_others_finds_room(others: int, length: int) -> None:
+@given(st.integers(0, MAX_NUM_SEQS - 1), st.integers(20, 2048))
+def test_a_prompt_among_others_finds_room(others: int, length: int) -> None:
     step = StepSize(others + length, others + 1, others + 1, length)
-    assert (bucket_for(step) is not None) == (others + length <= 512)
+    assert (bucket_for(step) is not None) == (others + length <= 2048)
+
+
+@given(st.integers(1, 2048), st.integers(0, 40_000))
+def test_a_size_without_room_for_the_keys_of_prompts_is_not_taken(length: int, keys: int) -> None:
+    sizes = capture_sizes(MAX_NUM_SEQS, MAX_ROWS, 0, 8192, SMALL_LAYER, max_prompt_keys=32_768)
+    step = StepSize(length, 1, 1, length, keys)
+    bucket = next((size for size in sizes if size.fits(step)), None)
+    assert (bucket is not None) == (length <= 512 or keys <= 32_768)
+    if length > 512 and bucket is not None:
+        assert bucket.prompt_keys == 32_768, "its prompts are dequantised"
+    unknown = StepSize(length, 1, 1, length)
+    assert any(size.fits(unknown) for size in sizes) == (length <= 512)
 
 
 @given(st.integers(1, 600), st.integers(1, MAX_NUM_SEQS), st.integers(1, 160), st.integers(1, 600))
@@ -73,7 +85,7 @@ def test_rows_are_taken_for_tokens_only_where_each_has_one(
 
 
 def test_larger_requests_find_no_room() -> None:
-    assert bucket_for(StepSize(513, 1, 1, 513)) is None
+    assert bucket_for(StepSize(2049, 1, 1, 2049)) is None
     assert bucket_for(StepSize(200, MAX_NUM_SEQS + 1, MAX_NUM_SEQS + 1, 100)) is None
     assert bucket_for(StepSize(200, 1, 200, 200)) is None, "each token has a score"
 
@@ -88,5 +100,5 @@ def test_no_size_is_larger_than_a_step_can_be() -> None:
 
 
 def test_no_graph_is_captured_if_the_gpu_is_slower_than_the_launches() -> None:
-    sizes = capture_sizes(8, 8, 0, 8192, LAYER_OF_8B)
-    assert max(size.num_tokens for size in sizes) == 256
+    sizes = capture_sizes(8, 8, 0, 8192, 2 * LAYER_OF_8B)
+    assert max(size.num_tokens for size in sizes) == 1024

@@ -4,12 +4,16 @@ of the CPU."""
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from inflight.checkpoint.locate import Checkpoint
+from inflight.core.step_size import StepSize
 from inflight.engine.engine import generate
+from inflight.execution import cuda_runner
+from inflight.execution.cuda_graph import capture_graph
 from windowed import LENGTHS, keep_all, make_engine, requests, run_poisoned, write_model
 
 pytestmark = pytest.mark.gpu
@@ -63,6 +67,38 @@ def test_texts_do_not_depend_on_the_batch(
     expected = generate(make_engine(checkpoint, "gpu", **settings), requests(LENGTHS))
     found = generate(make_engine(checkpoint, "gpu", **settings | changes), requests(LENGTHS))
     assert found == expected
+
+
+@pytest.mark.parametrize("kv_dtype", ["auto", "fp8", "int8"])
+def test_captured_steps_with_prompts_have_the_texts_of_launched_ones(
+    tmp_path: Path, kv_dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All prompts are in the first step, of which more tokens are captured than dequantise none."""
+    checkpoint = model(tmp_path, 128, "all layers")
+    replayed: list[StepSize] = []
+
+    def counted(pool: Any, launch: Any, size: StepSize) -> Any:
+        graph = capture_graph(pool, launch, size)
+
+        def replay() -> None:
+            replayed.append(size)
+            graph.replay()
+
+        return SimpleNamespace(replay=replay)
+
+    monkeypatch.setattr(cuda_runner, "capture_graph", counted)
+    settings: dict[str, Any] = {
+        "kv_cache_dtype": kv_dtype,
+        "batch_invariant": True,
+        "max_num_batched_tokens": 1024,
+    }
+    expected = generate(
+        make_engine(checkpoint, "gpu", cuda_graphs=False, **settings), requests(LENGTHS)
+    )
+    assert not replayed
+    assert generate(make_engine(checkpoint, "gpu", **settings), requests(LENGTHS)) == expected
+    assert replayed[0].num_tokens >= sum(LENGTHS) > 512
+    assert (replayed[0].prompt_keys is None) == (kv_dtype == "auto")
 
 
 @each_dtype

@@ -27,6 +27,16 @@ from inflight_kernels.torch_ops.transformer import rotary_tables
 _DEQUANTIZED_STEPS = 4
 
 
+def max_dequantized_keys(max_len: int, max_tokens: int) -> int:
+    """Keys of prompts that a step dequantises at most, where a KV cache of 8 bits is dequantised.
+
+    Args:
+        max_len: maximum sequence length.
+        max_tokens: maximum T.
+    """
+    return max(max_len, _DEQUANTIZED_STEPS * max_tokens)
+
+
 @dataclass(frozen=True, slots=True)
 class TableInputs:
     """Where the tokens of a pass, and those before them, are in the layers of one block table.
@@ -127,7 +137,7 @@ class Attention:
         self._workspace = torch.zeros(size, dtype=torch.uint8, device=self._cos.device)
         self._dequantized: DequantizedKV | None = None
         if attention.reads_dequantized(self._params):
-            most_keys = max(max_len, _DEQUANTIZED_STEPS * max_tokens)
+            most_keys = max_dequantized_keys(max_len, max_tokens)
             self._dequantized = DequantizedKV.empty(
                 most_keys, max_rows, self._params, self._cos.device
             )
