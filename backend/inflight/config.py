@@ -228,8 +228,8 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     cuda_graphs: Annotated[
         bool,
         Setting(
-            "Capture CUDA graphs of decode steps and short prompts at the start; without them "
-            "every step pays its kernel launches."
+            "Capture CUDA graphs of decode steps, and of steps with prompts of up to 2,048 tokens, "
+            "at the start; without them every step pays its kernel launches."
         ),
     ] = True
     batch_invariant: Annotated[
