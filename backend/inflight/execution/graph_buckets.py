@@ -20,7 +20,8 @@ _MANY_ROW_STEP = 64
 _PROMPT_TOKENS = (16, *range(32, 257, 32), 320, 384, 448, 512, *range(640, 2049, 128))
 _LAUNCH_BOUND = 4.5e11
 
-# Up to so many tokens, dequantising the keys of prompts costs more than it saves.
+# Captured steps of up to so many tokens attend to the bytes of an 8-bit KV cache: dequantising the
+# keys of prompts is expected to cost such steps more than it saves. Not measured at other limits.
 _FEW_PROMPT_TOKENS = 512
 
 
