@@ -1,0 +1,97 @@
+"""Routing and the sum of experts, against definitions token by token in float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from inflight_kernels.torch_ops.moe import route, sum_of_experts
+
+NUM_EXPERTS, WIDTH = 16, 24
+
+
+def _logits(routing: str, num_tokens: int = 40) -> Tensor:
+    random = torch.Generator().manual_seed(3)
+    logits = torch.randn(num_tokens, NUM_EXPERTS, generator=random)
+    if routing == "all to one":
+        logits[:, 5] += 20
+    if routing == "Zipf":
+        logits += 4 * torch.arange(1, NUM_EXPERTS + 1).log().neg()
+    return logits
+
+
+@pytest.mark.parametrize("routing", ["spread", "Zipf", "all to one"])
+@pytest.mark.parametrize("top_k", [1, 3, NUM_EXPERTS])
+@pytest.mark.parametrize("renormalize", [True, False])
+def test_experts_and_weights_are_those_of_the_definition(
+    routing: str, top_k: int, renormalize: bool
+) -> None:
+    logits = _logits(routing)
+    experts, weights = route(logits, top_k, renormalize)
+    for row, own, own_weights in zip(logits.double(), experts.tolist(), weights, strict=True):
+        ranked = sorted(range(NUM_EXPERTS), key=lambda index: (-row[index].item(), index))
+        assert own == ranked[:top_k]
+        expected = row.softmax(-1)[own]
+        if renormalize:
+            expected = expected / expected.sum()
+        torch.testing.assert_close(own_weights.double(), expected, rtol=1e-5, atol=1e-7)
+
+
+def test_of_equal_scores_the_lower_expert_is_chosen() -> None:
+    logits = torch.zeros(3, 64)
+    logits[1, 40] = 1
+    experts, weights = route(logits, 4, renormalize=True)
+    assert experts.tolist() == [[0, 1, 2, 3], [40, 0, 1, 2], [0, 1, 2, 3]]
+    torch.testing.assert_close(weights[0], torch.full((4,), 0.25))
+
+
+@pytest.mark.parametrize("routing", ["spread", "Zipf", "all to one"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_sum_is_that_of_the_definition(routing: str, dtype: torch.dtype) -> None:
+    x, matrices = _operands(dtype)
+    experts, weights = route(_logits(routing), 3, renormalize=True)
+    found = sum_of_experts(x, experts, weights, lambda index, rows: rows @ matrices[index])
+    outputs = torch.einsum("tn,tknm->tkm", x.double(), matrices.double()[experts])
+    expected = (outputs * weights.double()[..., None]).sum(1)
+    assert found.dtype == dtype
+    tolerance = 1e-5 if dtype == torch.float32 else 2e-2
+    torch.testing.assert_close(found.double(), expected, rtol=tolerance, atol=tolerance)
+
+
+def test_a_result_does_not_depend_on_the_other_tokens() -> None:
+    x, matrices = _operands(torch.float32)
+    experts, weights = route(_logits("spread"), 3, renormalize=False)
+
+    def run(index: int, rows: Tensor) -> Tensor:
+        # Row by row: what is tested is the order of sums, not the product.
+        return torch.stack([row @ matrices[index] for row in rows])
+
+    together = sum_of_experts(x, experts, weights, run)
+    for token in range(len(x)):
+        one = slice(token, token + 1)
+        alone = sum_of_experts(x[one], experts[one], weights[one], run)
+        assert torch.equal(together[one], alone)
+
+
+def test_an_expert_runs_once_with_all_of_its_tokens() -> None:
+    x, matrices = _operands(torch.float32)
+    experts, weights = route(_logits("all to one"), 2, renormalize=True)
+    calls: dict[int, int] = {}
+
+    def run(index: int, rows: Tensor) -> Tensor:
+        assert index not in calls
+        calls[index] = len(rows)
+        return rows @ matrices[index]
+
+    sum_of_experts(x, experts, weights, run)
+    assert calls[5] == len(x)
+    assert calls == {index: (experts == index).sum().item() for index in calls}
+    assert sum(calls.values()) == experts.numel()
+
+
+def _operands(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    random = torch.Generator().manual_seed(4)
+    x = torch.randn(40, WIDTH, generator=random).to(dtype)
+    matrices = torch.randn(NUM_EXPERTS, WIDTH, WIDTH, generator=random) / WIDTH**0.5
+    return x, matrices.to(dtype)
