@@ -10,10 +10,11 @@ import gguf
 import numpy as np
 import torch
 
+import experts
 import tiny
 from inflight.checkpoint.locate import Checkpoint
 
-_ORDERED = ("llama", "granite", "smollm3", "mistral3")
+_ORDERED = ("llama", "granite", "granitemoe", "smollm3", "mistral3")
 """Architectures whose converter orders q and k for a rotation of neighbours."""
 _ONE_ADDED = ("gemma", "gemma2", "gemma3", "nemotron")
 """Architectures whose converter adds one to the weights of norms."""
@@ -27,6 +28,8 @@ def _names(architecture: str) -> gguf.TensorNameMap:
 
 def gguf_name(name: str, architecture: str = "llama") -> str:
     """A tensor's name, by the map of llama.cpp's converter."""
+    if name.startswith("blk."):
+        return name
     found = _names(architecture).get_name(name, try_suffixes=(".weight", ".bias"))
     assert found is not None, name
     return found
@@ -39,8 +42,9 @@ def pairs_from_halves(values: np.ndarray, heads: int) -> np.ndarray:
 
 
 def quantised(name: str, kind: gguf.GGMLQuantizationType) -> bool:
-    """As in real files: matrices are, norms and biases stay float32."""
-    return name.endswith(".weight") and "norm" not in name and kind.name != "F32"
+    """As in real files: matrices are, norms, biases and routers stay float32."""
+    is_matrix = name.endswith(".weight") or ".experts." in name
+    return is_matrix and "norm" not in name and not experts.is_router(name) and kind.name != "F32"
 
 
 def rounded(
@@ -100,7 +104,7 @@ def write_gguf(
     writer.add_uint32("tokenizer.ggml.eos_token_id", settings["eos_token_id"])
     writer.add_uint32("tokenizer.ggml.eot_token_id", 3)
     heads = {"q": settings["num_attention_heads"], "k": settings["num_key_value_heads"]}
-    for name, tensor in weights.items():
+    for name, tensor in experts.stacked(weights).items():
         values = tensor.numpy()
         for letter, count in heads.items():
             if architecture in _ORDERED and f".{letter}_proj." in name:

@@ -51,6 +51,11 @@ class StoredTensor:
         # The format does not promise aligned data.
         return tensor.clone() if tensor.data_ptr() % _ALIGNMENT else tensor
 
+    def read_part(self, index: int) -> Tensor:
+        """A copy of one of the tensors along the first dimension. Thread-safe."""
+        part: Tensor = self._file.get_slice(self._name)[index]
+        return part
+
 
 def read_folder(folder: Path, dtypes: Sequence[str] = WEIGHTS) -> dict[str, StoredTensor]:
     """All tensors of a Hugging Face folder: one model.safetensors, or the shards of its index.

@@ -82,6 +82,9 @@ class CudaPlacement:
         moved = [_moved(part, self._device) for part in weights]
         return in_one_format(moved, self._quantization)
 
+    def router(self, stored: Tensor) -> Tensor:
+        return self.norm(stored)
+
     def tied(self, table: Tensor) -> CudaLinear:
         return CudaLinear(table, None, self._batch_invariant)
 

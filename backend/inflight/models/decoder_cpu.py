@@ -21,7 +21,9 @@ from inflight.models.layers.rope import inverse_frequencies
 from inflight.models.loader import (
     CpuPlacement,
     LayerWeights,
+    MlpWeights,
     ModelWeights,
+    MoeWeights,
     Progress,
     load_weights,
 )
@@ -32,9 +34,11 @@ from inflight.models.spec import (
     LayerSpec,
     MlpSpec,
     ModelSpec,
+    MoeSpec,
     QueryScaling,
     RopeSpec,
 )
+from inflight_kernels.torch_ops import moe as moe_ops
 from inflight_kernels.torch_ops import transformer as ops
 
 
@@ -169,11 +173,11 @@ class Decoder:
         """
         added = self._leave(weights.out(attended), weights.attention_post_norm)
         if layer.parallel:
-            added = added + _mlp(x, layer.mlp, weights)
+            added = added + _feed_forward(x, layer.mlp, weights.mlp)
             return _scaled(added, layer.residual_scale), residual
         added = _scaled(added, layer.residual_scale)
         x, residual = self._enter(added, residual, weights.mlp_norm)
-        added = self._leave(_mlp(x, layer.mlp, weights), weights.mlp_post_norm)
+        added = self._leave(_feed_forward(x, layer.mlp, weights.mlp), weights.mlp_post_norm)
         return _scaled(added, layer.residual_scale), residual
 
     def _embed(self, token_ids: Tensor) -> Tensor:
@@ -253,9 +257,33 @@ _ACTIVATIONS: dict[tuple[Activation, bool], Callable[[Tensor], Tensor]] = {
 """By activation, and whether there is a gate."""
 
 
-def _mlp(x: Tensor, mlp: MlpSpec, weights: LayerWeights[CpuWeight]) -> Tensor:
+def _feed_forward(
+    x: Tensor, spec: MlpSpec | MoeSpec, weights: MlpWeights[CpuWeight] | MoeWeights[CpuWeight]
+) -> Tensor:
+    if isinstance(spec, MlpSpec):
+        assert isinstance(weights, MlpWeights)
+        return _mlp(x, spec, weights)
+    assert isinstance(weights, MoeWeights)
+    return _moe(x, spec, weights)
+
+
+def _mlp(x: Tensor, mlp: MlpSpec, weights: MlpWeights[CpuWeight]) -> Tensor:
     activate = _ACTIVATIONS[mlp.activation, mlp.gated]
     return weights.down(activate(weights.gate_up(x)))
+
+
+def _moe(x: Tensor, moe: MoeSpec, weights: MoeWeights[CpuWeight]) -> Tensor:
+    logits = ops.linear(x.float(), weights.router)
+    experts, scores = moe_ops.route(logits, moe.top_k, moe.renormalize)
+    out = moe_ops.sum_of_experts(
+        x, experts, scores, lambda index, rows: _mlp(rows, moe.expert, weights.experts[index])
+    )
+    if moe.shared is None or weights.shared is None:
+        return out
+    shared = _mlp(x, moe.shared, weights.shared)
+    if weights.shared_gate is not None:
+        shared = shared * ops.linear(x.float(), weights.shared_gate).sigmoid().to(x.dtype)
+    return out + shared
 
 
 def _scaled(x: Tensor, scale: float) -> Tensor:

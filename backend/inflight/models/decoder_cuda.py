@@ -138,7 +138,7 @@ def _quantized_memory(
         return DequantizedWeight(spec.largest_matrix_elements, settings.dtype, settings.device)
     width = max(
         spec.hidden_size,
-        *(max(layer.attention.q_width, layer.mlp.width) for layer in spec.layers),
+        *(max(layer.attention.q_width, layer.dense_mlp.width) for layer in spec.layers),
     )
     return QuantizedInputs(_whole_tiles(settings.max_tokens), width, settings.device)
 
@@ -163,8 +163,8 @@ class Buffers:
         self.normed = self.new(spec.hidden_size)
         self.qkv = self.new(layer.attention.q_width + 2 * layer.attention.kv_width)
         self.attended = self.new(layer.attention.q_width)
-        self.gate_up = self.new((1 + layer.mlp.gated) * layer.mlp.width)
-        self.gated = self.new(layer.mlp.width)
+        self.gate_up = self.new((1 + layer.dense_mlp.gated) * layer.dense_mlp.width)
+        self.gated = self.new(layer.dense_mlp.width)
 
     def new(self, width: int, dtype: torch.dtype | None = None) -> Tensor:
         settings = self._settings
@@ -380,12 +380,12 @@ class Decoder:
         buffers, scale = self._buffers, layer.residual_scale
         residual.add(attended, own.out, num_tokens, own.attention_post_norm, scale)
         if layer.parallel:
-            self._activate(own, layer.mlp, x, num_tokens)
-            residual.add_parallel(buffers.gated, own.down, num_tokens)
+            self._activate(own, layer.dense_mlp, x, num_tokens)
+            residual.add_parallel(buffers.gated, own.dense_mlp.down, num_tokens)
             return
-        x = self._norm(residual, own.mlp_norm, own.gate_up, num_tokens)
-        self._activate(own, layer.mlp, x, num_tokens)
-        residual.add(buffers.gated, own.down, num_tokens, own.mlp_post_norm, scale)
+        x = self._norm(residual, own.mlp_norm, own.dense_mlp.gate_up, num_tokens)
+        self._activate(own, layer.dense_mlp, x, num_tokens)
+        residual.add(buffers.gated, own.dense_mlp.down, num_tokens, own.mlp_post_norm, scale)
 
     def _activate(
         self, own: LayerWeights[CudaWeight], mlp: MlpSpec, x: Input, num_tokens: int
@@ -393,8 +393,8 @@ class Decoder:
         """The first linear layer of an MLP and its activation: x -> gated; entire buffers."""
         buffers = self._buffers
         if mlp.gated and mlp.activation == "silu":
-            own.gate_up.gated(x, buffers.gate_up, buffers.gated, num_tokens)
+            own.dense_mlp.gate_up.gated(x, buffers.gate_up, buffers.gated, num_tokens)
             return
-        own.gate_up.product(x, buffers.gate_up, num_tokens)
+        own.dense_mlp.gate_up.product(x, buffers.gate_up, num_tokens)
         activate = _ACTIVATIONS[mlp.activation, mlp.gated]
         activate(buffers.gate_up[:num_tokens], out=buffers.gated[:num_tokens], pdl=True)

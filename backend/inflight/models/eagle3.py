@@ -221,7 +221,7 @@ def load_head(
 def head_shapes(spec: Eagle3Spec) -> dict[str, Shape]:
     """Shapes of all tensors that a head may have, by name; `_OPTIONAL` may be absent."""
     layer, reduced = spec.layer, spec.draft_vocab_size
-    hidden, inner, vocab = layer.hidden_size, layer.layers[0].mlp.width, layer.vocab_size
+    hidden, inner, vocab = layer.hidden_size, layer.layers[0].dense_mlp.width, layer.vocab_size
     q_width, kv_width = layer.layers[0].attention.q_width, layer.layers[0].attention.kv_width
     attention, mlp = "midlayer.self_attn", "midlayer.mlp"
     return {

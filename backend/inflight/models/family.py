@@ -17,6 +17,7 @@ from inflight.models.spec import (
     LayerSpec,
     MlpSpec,
     ModelSpec,
+    MoeSpec,
     RopeSpec,
 )
 
@@ -49,6 +50,16 @@ SANDWICH: Mapping[str, Slot] = {
 }
 """The same with norms of the outputs, as Gemma 2 names them."""
 
+EXPERTS: Mapping[str, Slot] = {
+    **TENSORS,
+    "router": ("mlp.gate", "ffn_gate_inp"),
+    "expert_gate": ("mlp.experts.{}.gate_proj", "ffn_gate_exps"),
+    "expert_up": ("mlp.experts.{}.up_proj", "ffn_up_exps"),
+    "expert_down": ("mlp.experts.{}.down_proj", "ffn_down_exps"),
+}
+"""The same with experts, as Qwen 3 names them: {} is an expert's number. A folder's tensor that
+stacks matrices is named as if they were apart, with the number at its end."""
+
 _ACTIVATIONS: Mapping[str, Activation] = {
     "silu": "silu",
     "swish": "silu",
@@ -64,6 +75,13 @@ _GGUF_KEYS = {
     "num_hidden_layers": "block_count",
     "num_attention_heads": "attention.head_count",
     "num_key_value_heads": "attention.head_count_kv",
+    "moe_intermediate_size": "expert_feed_forward_length",
+    "shared_expert_intermediate_size": "expert_shared_feed_forward_length",
+    "shared_intermediate_size": "expert_shared_feed_forward_length",
+    "num_experts": "expert_count",
+    "num_local_experts": "expert_count",
+    "num_experts_per_tok": "expert_used_count",
+    "norm_topk_prob": "expert_weights_norm",
     "head_dim": "attention.key_length",
     "rms_norm_eps": "attention.layer_norm_rms_epsilon",
     "layer_norm_eps": "attention.layer_norm_epsilon",
@@ -160,13 +178,18 @@ class Settings:
         return replace(attention, window=window, rope=self.sliding_rope)
 
     def mlp(
-        self, activation: Activation = "silu", aliases: Collection[str] = (), **variants: Any
+        self,
+        activation: Activation = "silu",
+        aliases: Collection[str] = (),
+        width: str = "intermediate_size",
+        **variants: Any,
     ) -> MlpSpec:
-        """The feed-forward part of all layers.
+        """The feed-forward part of all layers, or one of their experts.
 
         Args:
             activation: the family's; config.json names it as well.
             aliases: further names of it in the family's files.
+            width: config.json's key of the width.
             variants: the family's own.
 
         Raises:
@@ -178,7 +201,34 @@ class Settings:
         allowed = [name for name in _ACTIVATIONS if _ACTIVATIONS[name] == activation]
         if named is not None and named not in (*allowed, *aliases):
             raise self.fields.error(f"{keys[0]}: {named!r}; allowed: {' or '.join(allowed)}")
-        return MlpSpec(self.count("intermediate_size"), activation=activation, **variants)
+        return MlpSpec(self.count(width), activation=activation, **variants)
+
+    def moe(self, expert: MlpSpec, renormalize: bool, **variants: Any) -> MoeSpec:
+        """The mixture of experts that the settings describe, with the family's own variants.
+
+        Raises:
+            ConfigError: more experts per token than there are.
+        """
+        # Files written since transformers 5 have the second name for most families.
+        named = self.key("num_experts") in self.fields
+        num_experts = self.count("num_experts" if named else "num_local_experts")
+        top_k = self.count("num_experts_per_tok")
+        if top_k > num_experts:
+            raise self.fields.error(
+                f"{self.key('num_experts_per_tok')}: {top_k}; allowed: up to the number of "
+                f"experts, {num_experts}"
+            )
+        return MoeSpec(expert, num_experts, top_k, renormalize, **variants)
+
+    def renormalizes(self, in_gguf: bool) -> bool:
+        """Whether weights of a token's experts sum to 1: norm_topk_prob.
+
+        Args:
+            in_gguf: the family's value, which its GGUF files do not state.
+        """
+        return self.fields.flag(
+            self.key("norm_topk_prob"), in_gguf if self.format == "gguf" else False
+        )
 
     def window(self, default: int | None = None) -> int:
         """The sliding window; 0 for none, or for one as long as the context.

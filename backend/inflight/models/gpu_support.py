@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from inflight.config import GPU_HEAD_DIMS
-from inflight.models.spec import LayerSpec, ModelSpec
+from inflight.models.spec import LayerSpec, ModelSpec, MoeSpec
 
 
 def gpu_obstacle(spec: ModelSpec, max_len: int | None = None) -> str | None:
@@ -35,5 +35,6 @@ def _obstacles(layer: LayerSpec, max_len: int) -> list[tuple[bool, str]]:
             "queries is",
         ),
         (attention.qk_norm == "heads", "a norm of q and k with weights for each head is"),
+        (isinstance(layer.mlp, MoeSpec), "a mixture of experts is"),
         (attention.norm_after_rope, "a norm of q and k after RoPE is"),
     ]

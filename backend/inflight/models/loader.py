@@ -8,7 +8,7 @@ of the activations, or in 8 bits with a scale for each row.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import groupby
@@ -26,8 +26,9 @@ from inflight.models.quantization.matrix import Matrix, QuantizedMatrix, in_one_
 from inflight.models.quantization.quantized import CpuQuantizedLinear
 from inflight.models.quantization.unquantized import CpuLinear
 from inflight.models.registry import family_of
-from inflight.models.spec import ModelSpec
+from inflight.models.spec import MlpSpec, ModelSpec, MoeSpec
 from inflight.models.stored_weights import Shape, Weights, open_weights
+from inflight_kernels.torch_ops.transformer import pack
 
 Progress = Callable[[str, float], None]
 
@@ -50,6 +51,9 @@ class WeightPlacement(Protocol[L]):
 
         Parts may be quantised, and differ in that: `matrix.in_one_format`.
         """
+
+    def router(self, stored: Tensor) -> Tensor:
+        """A weight that scores experts, in float32: never quantised."""
 
     def tied(self, table: Tensor) -> L:
         """The linear layer with a placed table as its weight, never quantised: an output layer."""
@@ -82,6 +86,9 @@ class CpuPlacement:
             return CpuQuantizedLinear(parts, bias)
         return CpuLinear(self._joined(parts), bias)
 
+    def router(self, stored: Tensor) -> Tensor:
+        return pack(stored.to(torch.float32, copy=True))
+
     def tied(self, table: Tensor) -> CpuLinear:
         return CpuLinear(table, None)
 
@@ -90,12 +97,37 @@ class CpuPlacement:
 
 
 @dataclass(frozen=True, slots=True)
-class LayerWeights(Generic[L]):
-    """One layer's weights; norms are None if its spec does not have them.
+class MlpWeights(Generic[L]):
+    """Weights of a feed-forward part, or of one expert.
 
     Attributes:
         gate_up: gate | up, or up alone if there is no gate.
     """
+
+    gate_up: L
+    down: L
+
+
+@dataclass(frozen=True, slots=True)
+class MoeWeights(Generic[L]):
+    """Weights of a mixture of experts.
+
+    Attributes:
+        router: [E, hidden_size] float32, as its placement keeps it.
+        experts: E of them.
+        shared: the expert of all tokens, if there is one.
+        shared_gate: [1, hidden_size] float32, as the router; None if the shared expert has none.
+    """
+
+    router: Tensor
+    experts: list[MlpWeights[L]]
+    shared: MlpWeights[L] | None
+    shared_gate: Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class LayerWeights(Generic[L]):
+    """One layer's weights; norms are None if its spec does not have them."""
 
     attention_norm: NormWeights | None
     qkv: L
@@ -104,9 +136,14 @@ class LayerWeights(Generic[L]):
     out: L
     attention_post_norm: NormWeights | None
     mlp_norm: NormWeights | None
-    gate_up: L
-    down: L
+    mlp: MlpWeights[L] | MoeWeights[L]
     mlp_post_norm: NormWeights | None
+
+    @property
+    def dense_mlp(self) -> MlpWeights[L]:
+        """See `LayerSpec.dense_mlp`."""
+        assert isinstance(self.mlp, MlpWeights)
+        return self.mlp
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,31 +219,37 @@ def weight_shapes(spec: ModelSpec) -> dict[str, Shape]:
 
 def linear_names(spec: ModelSpec) -> set[str]:
     """Names of the weights of all linear layers but the output layer, as a folder stores them."""
-    linear = ("q", "k", "v", "out", "gate", "up", "down")
     return {
         f"{_name(spec, index, slot)}.weight"
         for index in range(spec.num_layers)
         for slot in _slots(spec, index)
-        if slot in linear
+        if slot.partition(".")[0] in _LINEAR
     }
+
+
+_LINEAR = frozenset(
+    {"q", "k", "v", "out"}
+    | {
+        f"{prefix}{part}"
+        for prefix in ("", "expert_", "shared_")
+        for part in ("gate", "up", "down")
+    }
+)
+"""Slots of linear layers. Those of expert N end with .N."""
 
 
 def _slots(spec: ModelSpec, index: int) -> dict[str, tuple[Shape, bool]]:
     """The tensors of a layer: shape, and whether it has a bias."""
     layer, hidden = spec.layers[index], spec.hidden_size
-    attention, mlp = layer.attention, layer.mlp
+    attention = layer.attention
     norm = ((hidden,), spec.norm_bias)
     slots: dict[str, tuple[Shape, bool]] = {
         "q": ((attention.q_width, hidden), attention.qkv_bias),
         "k": ((attention.kv_width, hidden), attention.qkv_bias),
         "v": ((attention.kv_width, hidden), attention.qkv_bias),
         "out": ((hidden, attention.q_width), attention.out_bias),
-        "up": ((mlp.width, hidden), mlp.bias),
-        "down": ((hidden, mlp.width), mlp.bias),
+        **_slots_of_mlp(layer.mlp, hidden),
     }
-    if mlp.gated:
-        # Before up, as in fused tensors.
-        slots = {"gate": slots["up"], **slots}
     if layer.pre_norms:
         slots["attention_norm"] = norm
         if not layer.parallel:
@@ -219,9 +262,31 @@ def _slots(spec: ModelSpec, index: int) -> dict[str, tuple[Shape, bool]]:
     return slots
 
 
+def _slots_of_mlp(mlp: MlpSpec | MoeSpec, hidden: int) -> dict[str, tuple[Shape, bool]]:
+    if isinstance(mlp, MlpSpec):
+        up = ((mlp.width, hidden), mlp.bias)
+        # Gate before up, as in fused tensors.
+        return {
+            **({"gate": up} if mlp.gated else {}),
+            "up": up,
+            "down": ((hidden, mlp.width), mlp.bias),
+        }
+    slots: dict[str, tuple[Shape, bool]] = {"router": ((mlp.num_experts, hidden), False)}
+    expert = _slots_of_mlp(mlp.expert, hidden)
+    for index in range(mlp.num_experts):
+        slots |= {f"expert_{slot}.{index}": shape for slot, shape in expert.items()}
+    if mlp.shared is not None:
+        shared = _slots_of_mlp(mlp.shared, hidden)
+        slots |= {f"shared_{slot}": shape for slot, shape in shared.items()}
+    if mlp.shared_gate:
+        slots["shared_score"] = ((1, hidden), False)
+    return slots
+
+
 def _name(spec: ModelSpec, index: int, slot: str) -> str:
     """Of a slot's tensors, without suffix."""
-    return f"model.layers.{index}.{family_of(spec).tensors[slot][0]}"
+    slot, _, expert = slot.partition(".")
+    return f"model.layers.{index}.{family_of(spec).tensors[slot][0].format(expert)}"
 
 
 class _LayerReader(Generic[L]):
@@ -263,10 +328,27 @@ class _LayerReader(Generic[L]):
             present = [name for name in names if name in slots]
             biases = [name for name in present if slots[name][1]]
             return self._placement.linear(
-                self._parts(index, present, "weight", self._stored.read_matrix),
-                self._parts(index, biases, "bias", self._stored.read),
+                self._parts(index, slots, present, "weight", self._stored.read_matrix),
+                self._parts(index, slots, biases, "bias", self._stored.read),
             )
 
+        def router(slot: str) -> Tensor:
+            name = _name(self._spec, index, slot)
+            return self._placement.router(self._stored.read(f"{name}.weight"))
+
+        def mlp(prefix: str = "", suffix: str = "") -> MlpWeights[L]:
+            gate, up, down = (f"{prefix}{part}{suffix}" for part in ("gate", "up", "down"))
+            return MlpWeights(gate_up=linear(gate, up), down=linear(down))
+
+        def moe(spec: MoeSpec) -> MoeWeights[L]:
+            return MoeWeights(
+                router=router("router"),
+                experts=[mlp("expert_", f".{expert}") for expert in range(spec.num_experts)],
+                shared=None if spec.shared is None else mlp("shared_"),
+                shared_gate=router("shared_score") if spec.shared_gate else None,
+            )
+
+        spec = self._spec.layers[index].mlp
         return LayerWeights(
             attention_norm=norm("attention_norm"),
             qkv=linear("q", "k", "v"),
@@ -275,8 +357,7 @@ class _LayerReader(Generic[L]):
             out=linear("out"),
             attention_post_norm=norm("attention_post_norm"),
             mlp_norm=norm("mlp_norm"),
-            gate_up=linear("gate", "up"),
-            down=linear("down"),
+            mlp=mlp() if isinstance(spec, MlpSpec) else moe(spec),
             mlp_post_norm=norm("mlp_post_norm"),
         )
 
@@ -291,10 +372,14 @@ class _LayerReader(Generic[L]):
         )
 
     def _parts(
-        self, index: int, names: Sequence[str], kind: str, read: Callable[[str], M]
+        self,
+        index: int,
+        slots: Mapping[str, tuple[Shape, bool]],
+        names: Sequence[str],
+        kind: str,
+        read: Callable[[str], M],
     ) -> list[M]:
         """The tensors of slots, of which neighbours may be stored as one."""
-        slots = _slots(self._spec, index)
         parts: list[M] = []
         for name, fused in groupby(names, lambda slot: _name(self._spec, index, slot)):
             members = list(fused)

@@ -38,9 +38,9 @@ def read_spec(checkpoint: Checkpoint) -> ModelSpec:
     """
     if checkpoint.format == "gguf":
         file = GgufFile(checkpoint.path)
-        name = file.metadata.get("general.architecture")
+        name = _gguf_architecture(file)
         architectures = {a: f for f in _families() for a in f.gguf_architectures}
-        refuse_gguf(file, architectures)
+        refuse_gguf(file, name, architectures)
         family = _find(name, architectures, file.path)
         found = settings.of_gguf(file, family)
     else:
@@ -88,6 +88,12 @@ def _check_rope(attention: AttentionSpec, found: Settings) -> None:
             raise found.fields.error(
                 f"RoPE has {len(divisors)} scaling factors for {rotated // 2} frequencies"
             )
+
+
+def _gguf_architecture(file: GgufFile) -> str:
+    """`general.architecture`; llama.cpp gives Mixtral that of Llama."""
+    name = str(file.metadata.get("general.architecture"))
+    return "mixtral" if name == "llama" and file.metadata.get("llama.expert_count") else name
 
 
 def _families() -> list[Family]:

@@ -202,8 +202,11 @@ def of_gguf(file: GgufFile, family: Family) -> Settings:
     if isinstance(pattern, GgufArray):
         own["attention.sliding_window_pattern"] = file.items(pattern)
     fields = CheckedFields(own, f"{file.path}: {prefix.removesuffix('.')}")
-    if fields.get("expert_count"):
-        raise fields.error("expert_count: mixtures of experts are not supported")
+    if fields.get("expert_count") and "router" not in family.tensors:
+        raise fields.error(
+            f"expert_count: {fields.get('expert_count')}: mixtures of experts are not supported "
+            f"for the family {family.name}; allowed: 0"
+        )
     num_heads = fields.count("attention.head_count")
     head_dim = fields.count("attention.key_length", fields.count("embedding_length") // num_heads)
     if fields.count("attention.value_length", head_dim) != head_dim:

@@ -146,6 +146,48 @@ class MlpSpec:
     activation: Activation = "silu"
     gated: bool = True
 
+    def matrix_elements(self, hidden_size: int) -> int:
+        return (2 + self.gated) * self.width * hidden_size
+
+    def largest_matrix_elements(self, hidden_size: int) -> int:
+        """Of gate and up together, which are fused."""
+        return (1 + self.gated) * self.width * hidden_size
+
+
+@dataclass(frozen=True, slots=True)
+class MoeSpec:
+    """Mixture of experts in place of one layer's feed-forward part (arXiv:1701.06538): the sum of
+    the outputs of the top_k experts that the router scores highest, each times its softmax score.
+
+    Attributes:
+        expert: each expert.
+        num_experts: E.
+        top_k: experts per token.
+        renormalize: whether the scores of a token's experts are divided by their sum, which is the
+            same as a softmax over these experts alone.
+        shared: an expert of all tokens, whose output is added; None if there is none.
+        shared_gate: whether the output of the shared expert is multiplied by a sigmoid gate.
+    """
+
+    expert: MlpSpec
+    num_experts: int
+    top_k: int
+    renormalize: bool
+    shared: MlpSpec | None = None
+    shared_gate: bool = False
+
+    def matrix_elements(self, hidden_size: int) -> int:
+        """Of all experts and the router."""
+        shared = 0 if self.shared is None else self.shared.matrix_elements(hidden_size)
+        gates = self.num_experts + self.shared_gate
+        experts = self.num_experts * self.expert.matrix_elements(hidden_size)
+        return experts + shared + gates * hidden_size
+
+    def largest_matrix_elements(self, hidden_size: int) -> int:
+        """Of gate and up of the widest expert."""
+        widths = [self.expert] if self.shared is None else [self.expert, self.shared]
+        return max(mlp.largest_matrix_elements(hidden_size) for mlp in widths)
+
 
 @dataclass(frozen=True, slots=True)
 class LayerSpec:
@@ -161,11 +203,17 @@ class LayerSpec:
     """
 
     attention: AttentionSpec
-    mlp: MlpSpec
+    mlp: MlpSpec | MoeSpec
     pre_norms: bool = True
     post_norms: bool = False
     parallel: bool = False
     residual_scale: float = 1.0
+
+    @property
+    def dense_mlp(self) -> MlpSpec:
+        """The feed-forward part of a layer that is known not to be a mixture of experts."""
+        assert isinstance(self.mlp, MlpSpec)
+        return self.mlp
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,10 +266,11 @@ class ModelSpec:
     @property
     def largest_matrix_elements(self) -> int:
         """Of the largest weight of a linear layer, with those that it is fused with."""
-        return self.hidden_size * max(
+        hidden = self.hidden_size
+        return max(
             max(
-                layer.attention.q_width + 2 * layer.attention.kv_width,
-                (1 + layer.mlp.gated) * layer.mlp.width,
+                hidden * (layer.attention.q_width + 2 * layer.attention.kv_width),
+                layer.mlp.largest_matrix_elements(hidden),
             )
             for layer in self.layers
         )
@@ -233,7 +282,7 @@ class ModelSpec:
         for layer in self.layers:
             attention = layer.attention
             heads = 2 * (attention.q_width + attention.kv_width)
-            total += self.hidden_size * (heads + (2 + layer.mlp.gated) * layer.mlp.width)
+            total += self.hidden_size * heads + layer.mlp.matrix_elements(self.hidden_size)
         return total // len(self.layers)
 
     @property

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import zlib
 from collections.abc import Callable, Collection, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
 
@@ -190,44 +191,83 @@ class EmptyWeights:
 
 
 class StoredWeights:
-    """Tensors of safetensors files, under their stored names."""
+    """Tensors of safetensors files, under their stored names.
+
+    Stacked matrices NAME.weight [E, n, k] are E tensors, NAME.N.weight [n, k].
+    """
 
     def __init__(self, stored: Mapping[str, StoredTensor]) -> None:
-        self._stored = stored
-        self.shapes = {name: tensor.shape for name, tensor in stored.items()}
+        self._stored: dict[str, tuple[StoredTensor, int | None]] = {}
+        self.shapes: dict[str, Shape] = {}
+        for name, tensor in stored.items():
+            if len(tensor.shape) != 3:
+                self._stored[name] = tensor, None
+                self.shapes[name] = tensor.shape
+                continue
+            for index in range(tensor.shape[0]):
+                part = _name_in_stack(name, index)
+                self._stored[part] = tensor, index
+                self.shapes[part] = tensor.shape[1:]
 
     def read(self, name: str) -> Tensor:
-        return self._stored[name].read()
+        tensor, index = self._stored[name]
+        return tensor.read() if index is None else tensor.read_part(index)
 
     def read_matrix(self, name: str) -> Matrix:
         return self.read(name)
+
+
+def _name_in_stack(name: str, index: int) -> str:
+    """Of one of the matrices that a tensor stacks."""
+    stem, dot, suffix = name.rpartition(".")
+    return f"{stem}.{index}{dot}{suffix}"
 
 
 class _GgufWeights:
-    """The tensors of a GGUF file under Hugging Face names."""
+    """The tensors of a GGUF file under Hugging Face names.
+
+    It stacks the matrices of experts, which are tensors of their own here. Tensors that are one in
+    a folder are joined.
+    """
 
     def __init__(self, path: Path, spec: ModelSpec) -> None:
         self._path = path
-        self._stored: dict[str, GgufTensor] = {}
-        names = {gguf_name: name for name, gguf_name in family_of(spec).tensors.values()}
+        parts: dict[str, list[tuple[int, GgufTensor]]] = {}
+        slots = family_of(spec).tensors.values()
+        names = {gguf_name: (at, name) for at, (name, gguf_name) in enumerate(slots)}
         for gguf_name, tensor in GgufFile(path).tensors.items():
             if gguf_name in _GGUF_SETTINGS:
                 continue
-            name = _GGUF_NAMES.get(gguf_name, gguf_name)
             match = _GGUF_LAYER.fullmatch(gguf_name)
-            if match and match[2] in names:
-                name = f"model.layers.{int(match[1])}.{names[match[2]]}.{match[3]}"
-            self._stored[name] = tensor
-        self.shapes = {name: tensor.shape for name, tensor in self._stored.items()}
+            if not match or match[2] not in names:
+                parts[_GGUF_NAMES.get(gguf_name, gguf_name)] = [(0, tensor)]
+                continue
+            if match[2] == "ffn_gate_inp_shexp" and len(tensor.shape) == 1:
+                # Converters write this matrix of one row in either way.
+                tensor = replace(tensor, shape=(1, *tensor.shape))
+            at, own_name = names[match[2]]
+            name = f"model.layers.{int(match[1])}.{own_name}.{match[3]}"
+            if "{}" not in own_name or len(tensor.shape) != 3:
+                parts.setdefault(name, []).append((at, tensor))
+                continue
+            for expert, matrix in enumerate(_unstacked(tensor)):
+                parts.setdefault(name.format(expert), []).append((at, matrix))
+        # In the order of the family's slots.
+        self._stored = {
+            name: [tensor for _, tensor in sorted(found, key=lambda part: part[0])]
+            for name, found in parts.items()
+        }
+        self.shapes = {name: _joined_shape(found) for name, found in self._stored.items()}
 
     def read(self, name: str) -> Tensor:
-        return torch.from_numpy(self._dequantize(name))
+        values = [self._dequantize(name, part) for part in self._stored[name]]
+        joined = values[0] if len(values) == 1 else np.concatenate(values)
+        return torch.from_numpy(joined.reshape(self.shapes[name]))
 
     def read_matrix(self, name: str) -> Matrix:
         return self.read(name)
 
-    def _dequantize(self, name: str) -> npt.NDArray[np.float32]:
-        stored = self._stored[name]
+    def _dequantize(self, name: str, stored: GgufTensor) -> npt.NDArray[np.float32]:
         _, block_bytes = gguf.GGML_QUANT_SIZES[stored.type]
         # One flat run of blocks, split into rows such that gguf's groups have the desired size.
         row_bytes = block_bytes * (_BLOCKS_AT_ONCE // _ROWS_AT_ONCE)
@@ -245,3 +285,18 @@ class _GgufWeights:
         if not flat.flags.writeable:
             flat = flat.copy()
         return np.asarray(flat, np.float32).reshape(stored.shape)
+
+
+def _unstacked(stack: GgufTensor) -> list[GgufTensor]:
+    """The matrices of a stack [E, n, k]."""
+    rows = stack.data.reshape(stack.shape[0], -1)
+    return [GgufTensor(stack.shape[1:], stack.type, row) for row in rows]
+
+
+def _joined_shape(parts: list[GgufTensor]) -> Shape:
+    """Of tensors with equal columns, one below the other."""
+    first, *others = (part.shape for part in parts)
+    if any(other[1:] != first[1:] for other in others):
+        return first  # which is not the expected one
+    rows = first[0] + sum(other[0] for other in others) if others else first[0]
+    return (rows, *first[1:])

@@ -112,7 +112,7 @@ def test_weights_alone_are_as_exact_as_dequantised_ones(
     errors = []
     for quantization in ("auto", "none"):
         decoder = make_model(checkpoint, torch.bfloat16, CUDA, batch_invariant, quantization)
-        kept = isinstance(decoder.weights.layers[0].down, CudaWeightOnlyLinear)
+        kept = isinstance(decoder.weights.layers[0].dense_mlp.down, CudaWeightOnlyLinear)
         assert kept == (quantization == "auto")
         logits, _ = run(decoder, EVERY_ROW)
         errors.append((logits[: len(expected)].double().cpu() - expected).norm())

@@ -11,16 +11,18 @@ import numpy as np
 import pytest
 import torch
 from gguf import GGMLQuantizationType as Kind
+from safetensors.torch import save_file
 
 import tiny
 import tiny_gguf
 from inflight.checkpoint.locate import Checkpoint
+from inflight.checkpoint.safetensors import read_folder
 from inflight.errors import ConfigError
 from inflight.models.layers.rope import inverse_frequencies
 from inflight.models.loader import weight_shapes
 from inflight.models.registry import read_spec
 from inflight.models.spec import RopeSpec
-from inflight.models.stored_weights import Weights, open_weights
+from inflight.models.stored_weights import StoredWeights, Weights, open_weights
 
 
 def open_all(checkpoint: Checkpoint) -> Weights:
@@ -170,10 +172,18 @@ def test_a_gguf_file_is_read_in_full(tmp_path: Path) -> None:
     assert not config.layers[0].attention.qkv_bias
 
 
+def test_experts_in_a_family_of_dense_models_are_refused(tmp_path: Path) -> None:
+    checkpoint = tiny_gguf.write_gguf(
+        tmp_path / "x.gguf", architecture="qwen2", metadata={"expert_count": 8}
+    )
+    with pytest.raises(ConfigError, match=r"expert_count: 8: mixtures of .* qwen2; allowed: 0"):
+        read_spec(checkpoint)
+
+
 @pytest.mark.parametrize(
     ("metadata", "named"),
     [
-        ({"expert_count": 8}, "expert_count"),
+        ({"expert_count": 8}, "expert_used_count"),
         ({"rope.dimension_count": 7}, "RoPE rotates 7 of 16 columns"),
         ({"attention.value_length": 32}, "attention.value_length"),
         ({"attention.head_count_kv": [2, 1]}, "attention.head_count_kv: varies by layer"),
@@ -261,3 +271,16 @@ def test_weights_stay_when_their_file_goes(tmp_path: Path) -> None:
     (text,) = tiny.generate(runner, [tiny.make_sequence([5, 9, 77], list(range(12)))], 10)
     fresh = tiny.make_runner(tiny.write_llama(tmp_path / "again"))
     assert text == tiny.generate(fresh, [tiny.make_sequence([5, 9, 77], list(range(12)))], 10)[0]
+
+
+def test_stacked_matrices_are_tensors_of_their_own(tmp_path: Path) -> None:
+    stack = torch.randn(3, 4, 5)
+    save_file(
+        {"a.experts.weight": stack, "b.weight": torch.zeros(4, 5)}, tmp_path / "model.safetensors"
+    )
+    stored = StoredWeights(read_folder(tmp_path))
+    assert stored.shapes == {f"a.experts.{i}.weight": (4, 5) for i in range(3)} | {
+        "b.weight": (4, 5)
+    }
+    for index in range(3):
+        assert torch.equal(stored.read(f"a.experts.{index}.weight"), stack[index])

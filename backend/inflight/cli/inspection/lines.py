@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from inflight.cli.inspection.memory_plan import MemoryPlan, size
-from inflight.cli.inspection.summary import Attention, NamedToken, Summary
+from inflight.cli.inspection.summary import Attention, Experts, NamedToken, Summary
 from inflight.models.quantization.choice import UNQUANTISED
 
 _UNITS = ((1_000_000_000, "billion"), (1_000_000, "million"))
@@ -33,7 +33,7 @@ def write(summary: Summary, console: Console | None = None) -> None:
 
 
 def _rows(one: Summary) -> list[tuple[str, str]]:
-    widths = "/".join(map(str, one.mlp_widths))
+    widths = f", MLP width {'/'.join(map(str, one.mlp_widths))}" if one.mlp_widths else ""
     tied = "the embedding" if one.tied else "weights of its own"
     scaled = f", {one.max_context} with RoPE's scaling"
     return [
@@ -43,7 +43,8 @@ def _rows(one: Summary) -> list[tuple[str, str]]:
         ("quantisation", one.quantization or ""),
         ("family", one.family),
         ("parameters", _count(one.num_parameters)),
-        ("layers", f"{one.num_layers}, hidden size {one.hidden_size}, MLP width {widths}"),
+        ("layers", f"{one.num_layers}, hidden size {one.hidden_size}{widths}"),
+        *(("experts", _experts(experts)) for experts in one.experts),
         ("linear layers", _linear_layers(one)),
         *(("attention", _attention(attention)) for attention in one.attention),
         ("vocabulary", f"{one.vocab_size} tokens; output layer: {tied}"),
@@ -61,6 +62,14 @@ def _rows(one: Summary) -> list[tuple[str, str]]:
         ("GPU", _obstacle(one.obstacles["gpu"])),
         *_memory_rows(one.memory),
     ]
+
+
+def _experts(one: Experts) -> str:
+    shared = f", and one of width {one.shared_width} for all tokens" if one.shared_width else ""
+    return (
+        f"{one.num_experts} of width {one.width}, {one.top_k} per token{shared}, in "
+        f"{one.num_layers} layers"
+    )
 
 
 def _memory_rows(plan: MemoryPlan) -> list[tuple[str, str]]:

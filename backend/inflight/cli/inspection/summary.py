@@ -21,7 +21,7 @@ from inflight.models.loader import weight_shapes
 from inflight.models.quantization.choice import UNQUANTISED, linear_format, num_quantized
 from inflight.models.quantization.recognition import format_of
 from inflight.models.registry import read_spec
-from inflight.models.spec import ModelSpec, RopeSpec
+from inflight.models.spec import MlpSpec, ModelSpec, MoeSpec, RopeSpec
 from inflight.models.stored_weights import open_weights
 from inflight.text.tokenizer import Tokenizer
 
@@ -71,6 +71,22 @@ class LinearLayers(msgspec.Struct, frozen=True, kw_only=True):
     weight_bytes: dict[str, int]
 
 
+class Experts(msgspec.Struct, frozen=True, kw_only=True):
+    """Mixtures of experts of one kind.
+
+    Attributes:
+        num_layers: that have one.
+        num_experts, top_k: experts of a layer, and those that a token uses.
+        width, shared_width: of each expert, and of the one that all tokens use; 0 without one.
+    """
+
+    num_layers: int
+    num_experts: int
+    top_k: int
+    width: int
+    shared_width: int
+
+
 class Summary(msgspec.Struct, frozen=True, kw_only=True):
     """A checkpoint.
 
@@ -83,7 +99,8 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
         family: that reads it.
         num_parameters: of the model; tied ones count once.
         num_layers, hidden_size, vocab_size: of the model.
-        mlp_widths: the distinct ones of its layers.
+        mlp_widths: the distinct ones of its dense layers.
+        experts: the distinct mixtures of experts of its layers.
         attention: the distinct ones of its layers.
         tied: whether the output layer is the embedding.
         trained_context: the context length that the checkpoint states.
@@ -110,6 +127,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     hidden_size: int
     vocab_size: int
     mlp_widths: list[int]
+    experts: list[Experts]
     attention: list[Attention]
     tied: bool
     trained_context: int
@@ -144,6 +162,7 @@ def summarize(config: EngineConfig, checkpoint: Checkpoint) -> Summary:
     ends = {*spec.eos_token_ids, *(tokenizer.eos_ids if tokenizer is not None else ())}
     texts = _texts(tokenizer, {*ends, spec.bos_token_id})
     memory = plan_memory(config, checkpoint, spec, num_parameters)
+    mlps = [layer.mlp for layer in spec.layers]
     return Summary(
         name=checkpoint.name,
         path=str(checkpoint.path),
@@ -157,7 +176,8 @@ def summarize(config: EngineConfig, checkpoint: Checkpoint) -> Summary:
         num_layers=spec.num_layers,
         hidden_size=spec.hidden_size,
         vocab_size=spec.vocab_size,
-        mlp_widths=list(dict.fromkeys(layer.mlp.width for layer in spec.layers)),
+        mlp_widths=list(dict.fromkeys(mlp.width for mlp in mlps if isinstance(mlp, MlpSpec))),
+        experts=_experts(spec),
         attention=_attention(spec),
         tied=spec.tie_word_embeddings,
         trained_context=spec.max_position_embeddings,
@@ -170,6 +190,21 @@ def summarize(config: EngineConfig, checkpoint: Checkpoint) -> Summary:
         obstacles={"cpu": None, "gpu": gpu_obstacle(spec, spec.max_model_len(config))},
         memory=memory,
     )
+
+
+def _experts(spec: ModelSpec) -> list[Experts]:
+    counts = Counter(layer.mlp for layer in spec.layers)
+    return [
+        Experts(
+            num_layers=count,
+            num_experts=moe.num_experts,
+            top_k=moe.top_k,
+            width=moe.expert.width,
+            shared_width=0 if moe.shared is None else moe.shared.width,
+        )
+        for moe, count in counts.items()
+        if isinstance(moe, MoeSpec)
+    ]
 
 
 def _attention(spec: ModelSpec) -> list[Attention]:

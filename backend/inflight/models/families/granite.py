@@ -7,17 +7,20 @@ from __future__ import annotations
 from typing import Any
 
 from inflight.models.family import Family, Settings
-from inflight.models.spec import LayerSpec
+from inflight.models.spec import AttentionSpec, LayerSpec
+
+
+def attention(settings: Settings) -> AttentionSpec:
+    bias = settings.has_bias("attention_bias", "q")
+    return settings.attention(
+        qkv_bias=bias, out_bias=bias, softmax_scale=settings.number("attention_multiplier", 1.0)
+    )
 
 
 def layers(settings: Settings) -> list[LayerSpec]:
-    bias = settings.has_bias("attention_bias", "q")
-    attention = settings.attention(
-        qkv_bias=bias, out_bias=bias, softmax_scale=settings.number("attention_multiplier", 1.0)
-    )
     mlp = settings.mlp(bias=settings.has_bias("mlp_bias", "gate"))
     scale = settings.number("residual_multiplier", 1.0)
-    return [LayerSpec(attention, mlp, residual_scale=scale)] * settings.num_layers
+    return [LayerSpec(attention(settings), mlp, residual_scale=scale)] * settings.num_layers
 
 
 def model(settings: Settings) -> dict[str, Any]:

@@ -87,6 +87,12 @@ def _write(
     for done, path in enumerate(files, 1):
         tensors: dict[str, Tensor] = {}
         for name, stored in safetensors.read_file(path).items():
+            if len(stored.shape) == 3:
+                raise ConfigError(
+                    f"{path}: {name} stacks the matrices of experts, of which the format has no "
+                    f"quantised form; use the setting quantization: {kind} instead, which "
+                    "quantises them when the model is loaded"
+                )
             tensor = stored.read()
             if name in names:
                 quantized = quantize(tensor, DTYPES[kind])

@@ -15,7 +15,7 @@ from inflight.checkpoint.checked_fields import CheckedFields
 from inflight.checkpoint.gguf import GgufFile
 from inflight.errors import ConfigError
 
-_EXPERTS = "it is a mixture of experts, and only dense models are supported"
+_EXPERTS = "it is a mixture of experts of a kind that is not supported"
 _RECURRENT = (
     "it has recurrent layers (a state-space model, linear attention or convolutions), which need a "
     "state per sequence and not only a KV cache"
@@ -45,12 +45,10 @@ class _Row:
 
 
 _ROWS = (
-    _Row(_EXPERTS, "mixtral", ("mistral",)),
-    _Row(_EXPERTS, "qwen2_moe qwen2moe", ("qwen2",)),
-    _Row(_EXPERTS, "qwen3_moe qwen3moe grovemoe", ("qwen3",)),
-    _Row(_EXPERTS, "olmoe flex_olmo", ("olmo2", "llama")),
-    _Row(_EXPERTS, "granitemoe granitemoeshared granitemoe_swa", ("granite", "llama")),
-    _Row(_EXPERTS, "gpt_oss gpt-oss", ("qwen3",)),
+    _Row(_EXPERTS, "grovemoe", ("qwen3_moe", "qwen3moe", "qwen3")),
+    _Row(_EXPERTS, "flex_olmo", ("olmoe", "olmo2", "llama")),
+    _Row(_EXPERTS, "granitemoe_swa", ("granitemoe", "granite", "llama")),
+    _Row(_EXPERTS, "gpt_oss gpt-oss", ("qwen3_moe", "qwen3moe", "qwen3")),
     # DeepSeek's distilled models are Qwen 2 and Llama.
     _Row(
         f"{_EXPERTS}, and it has latent attention (MLA)",
@@ -59,7 +57,7 @@ _ROWS = (
         ("qwen2", "llama"),
     ),
     _Row(_EXPERTS, "deepseek dots1", ("qwen2", "llama")),
-    _Row(_EXPERTS, "glm4_moe glm4moe", ("glm4", "qwen3")),
+    _Row(_EXPERTS, "glm4_moe glm4moe", ("qwen3_moe", "qwen3moe", "glm4")),
     _Row(_EXPERTS, "phimoe", ("phi3", "llama")),
     _Row(_EXPERTS, "llama4_text"),
     _Row(_EXPERTS, "cohere2_moe", ("cohere2", "llama")),
@@ -158,30 +156,23 @@ def refuse_folder(fields: CheckedFields, supported: Collection[str]) -> None:
         raise _refusal(f"{fields.where}: model_type", name, row, supported)
 
 
-def refuse_gguf(file: GgufFile, supported: Collection[str]) -> None:
+def refuse_gguf(file: GgufFile, name: str, supported: Collection[str]) -> None:
     """Refuse a GGUF file whose architecture is known and not supported.
 
     Args:
         file: the GGUF file.
+        name: of its architecture.
         supported: `general.architecture` of all families.
 
     Raises:
         ConfigError: as `refuse_folder`.
     """
-    name = str(file.metadata.get("general.architecture"))
     where = f"{file.path}: general.architecture"
     if name not in supported:
         fields = CheckedFields(_without_prefix(file.metadata, name), where)
         row = _BY_NAME.get(name) or _row_of_signs(_GGUF_SIGNS, fields)
         if row is not None:
             raise _refusal(where, name, row, supported)
-    # Mixtral's files have the architecture llama.
-    elif file.metadata.get(f"{name}.expert_count"):
-        raise ConfigError(
-            f"{file.path}: {name}.expert_count: {file.metadata[f'{name}.expert_count']}: "
-            f"mixtures of experts, such as Mixtral, are not supported; allowed: dense models of "
-            f"the architecture {name!r}"
-        )
 
 
 def _refuse_task(fields: CheckedFields) -> None:

@@ -78,6 +78,8 @@ _ROPE_KEYS = frozenset(_ROPE.split())
 _NEUTRAL: Mapping[str, Any] = {
     "embedding_multiplier": 1,
     "embedding_scale": 1,
+    "expert_gating_func": 1,  # softmax
+    "expert_weights_scale": 1,
     "full_attn_mod": 1,
     "interpolate_factor": 1,
     "is_causal": True,

@@ -10,7 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import GraniteMoeSharedConfig
 
+import family
 import small_checkpoint
 import tiny
 from inflight.models.loader import linear_names
@@ -105,11 +107,11 @@ def test_plain_lines_name_each_fact(inflight: Run, tmp_path: Path) -> None:
 
 
 def test_a_checkpoint_that_cannot_be_loaded_is_refused(inflight: Run, tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text('{"model_type": "mixtral"}')
+    (tmp_path / "config.json").write_text('{"model_type": "jamba"}')
     status, out, err = inflight("model", "show", str(tmp_path))
     assert (status, out) == (1, "")
     assert err.startswith(
-        f"error: {tmp_path / 'config.json'}: model_type: the architecture 'mixtral'"
+        f"error: {tmp_path / 'config.json'}: model_type: the architecture 'jamba'"
     )
 
 
@@ -120,6 +122,23 @@ def test_a_format_that_the_weights_do_not_have_is_refused(inflight: Run, tmp_pat
     status, _, err = inflight("model", "show", str(tmp_path / "int8"), "--set", "quantization=fp8")
     assert status == 1
     assert "quantization: fp8 is not supported for" in err and "allowed for it: auto, none" in err
+
+
+def test_experts_are_described(inflight: Run, tmp_path: Path) -> None:
+    experts = {"num_local_experts": 8, "num_experts_per_tok": 3, "shared_intermediate_size": 32}
+    shape = {"pad_token_id": 0, **family.SHAPE, "head_dim": 64}
+    config = GraniteMoeSharedConfig(**shape, **experts)
+    family.write_folder(family.make(config), tmp_path / "in")
+    status, out, _ = inflight("model", "show", str(tmp_path / "in"))
+    assert status == 0
+    assert "layers: 4, hidden size 64\n" in out
+    assert "experts: 8 of width 96, 3 per token, and one of width 32 for all tokens, in 4 la" in out
+    assert "GPU: a mixture of experts is not supported on GPUs" in out
+
+    status, _, err = inflight("quantize", str(tmp_path / "in"), str(tmp_path / "out"))
+    assert status == 1 and "input_linear.weight stacks the matrices of experts" in err
+    assert "use the setting quantization: fp8 instead" in err
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_missing_tensor_is_found_in_the_header(inflight: Run, tmp_path: Path) -> None:

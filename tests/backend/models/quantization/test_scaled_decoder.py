@@ -96,9 +96,9 @@ def test_other_gpus_quantise_weights_alone(
         decoder(Checkpoint(source, "huggingface"), quantization=kind),
     ):
         layer = ours.weights.layers[0]
-        assert isinstance(layer.down, host_kernels.HostWeightOnlyLinear)
+        assert isinstance(layer.dense_mlp.down, host_kernels.HostWeightOnlyLinear)
         assert torch.equal(logits(ours), logits(exact))
-    assert type(exact.weights.layers[0].down) is host_kernels.HostLinear
+    assert type(exact.weights.layers[0].dense_mlp.down) is host_kernels.HostLinear
 
 
 @pytest.mark.parametrize("hopper", [True, False])
@@ -115,6 +115,6 @@ def test_formats_for_activations_of_16_bits_keep_their_weights(
     monkeypatch.setattr(decoder_cuda, "is_hopper", lambda: hopper)
     ours = decoder(quantized)
     for layer in ours.weights.layers:
-        for one in (layer.qkv, layer.out, layer.gate_up, layer.down):
+        for one in (layer.qkv, layer.out, layer.dense_mlp.gate_up, layer.dense_mlp.down):
             assert isinstance(one, host_kernels.HostWeightOnlyLinear)
     assert torch.equal(logits(ours), logits(decoder(quantized, quantization="none")))
