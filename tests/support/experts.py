@@ -15,6 +15,10 @@ _SLOTS = {
     "block_sparse_moe.experts.gate_up_proj": ("ffn_gate_exps", "ffn_up_exps"),
     "block_sparse_moe.experts.down_proj": ("ffn_down_exps",),
     "mlp.gate.weight": ("ffn_gate_inp",),
+    "mlp.gate.e_score_correction_bias": ("exp_probs_b.bias",),
+    "mlp.shared_experts.gate_proj.weight": ("ffn_gate_shexp",),
+    "mlp.shared_experts.up_proj.weight": ("ffn_up_shexp",),
+    "mlp.shared_experts.down_proj.weight": ("ffn_down_shexp",),
     "block_sparse_moe.router.weight": ("ffn_gate_inp",),
     "mlp.shared_expert.gate_proj.weight": ("ffn_gate_shexp",),
     "mlp.shared_expert.up_proj.weight": ("ffn_up_shexp",),
@@ -40,8 +44,9 @@ def stacked(weights: dict[str, Tensor]) -> dict[str, Tensor]:
         if not match or not parts:
             found[name] = tensor
             continue
-        for part, rows in zip(parts, torch.chunk(tensor, len(parts), dim=-2), strict=True):
+        chunks = [tensor] if len(parts) == 1 else torch.chunk(tensor, len(parts), dim=-2)
+        for part, rows in zip(parts, chunks, strict=True):
+            suffix = "" if "." in part else ".weight"
             # The converter squeezes a matrix of one row.
-            values = rows.contiguous().squeeze()
-            found[f"blk.{match[1]}.{part}.weight"] = values
+            found[f"blk.{match[1]}.{part}{suffix}"] = rows.contiguous().squeeze()
     return found

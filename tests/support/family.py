@@ -65,6 +65,9 @@ def make(
             values = torch.randn(parameter.shape, generator=random)
             is_norm = "norm" in name and name.endswith("weight")
             parameter.copy_(norm_mean + 0.1 * values if is_norm else deviation * values)
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.copy_(deviation * torch.randn(buffer.shape, generator=random))
     return model.eval().float()
 
 

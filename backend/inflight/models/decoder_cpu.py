@@ -274,7 +274,15 @@ def _mlp(x: Tensor, mlp: MlpSpec, weights: MlpWeights[CpuWeight]) -> Tensor:
 
 def _moe(x: Tensor, moe: MoeSpec, weights: MoeWeights[CpuWeight]) -> Tensor:
     logits = ops.linear(x.float(), weights.router)
-    experts, scores = moe_ops.route(logits, moe.top_k, moe.renormalize)
+    routing = moe_ops.Routing(
+        moe.top_k,
+        moe.renormalize,
+        moe.score,
+        moe.num_groups,
+        moe.top_groups,
+        moe.routing_scale,
+    )
+    experts, scores = moe_ops.route(logits, routing, weights.select_bias)
     out = moe_ops.sum_of_experts(
         x, experts, scores, lambda index, rows: _mlp(rows, moe.expert, weights.experts[index])
     )

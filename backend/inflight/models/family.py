@@ -60,6 +60,9 @@ EXPERTS: Mapping[str, Slot] = {
 """The same with experts, as Qwen 3 names them: {} is an expert's number. A folder's tensor that
 stacks matrices is named as if they were apart, with the number at its end."""
 
+WHOLE_TENSORS = frozenset({"select_bias"})
+"""Slots of a single tensor, whose names include the suffix if there is one."""
+
 _ACTIVATIONS: Mapping[str, Activation] = {
     "silu": "silu",
     "swish": "silu",
@@ -81,7 +84,14 @@ _GGUF_KEYS = {
     "num_experts": "expert_count",
     "num_local_experts": "expert_count",
     "num_experts_per_tok": "expert_used_count",
+    "n_routed_experts": "expert_count",
+    "n_shared_experts": "expert_shared_count",
+    "n_group": "expert_group_count",
+    "topk_group": "expert_group_used_count",
+    "first_k_dense_replace": "leading_dense_block_count",
+    "num_nextn_predict_layers": "nextn_predict_layers",
     "norm_topk_prob": "expert_weights_norm",
+    "routed_scaling_factor": "expert_weights_scale",
     "head_dim": "attention.key_length",
     "rms_norm_eps": "attention.layer_norm_rms_epsilon",
     "layer_norm_eps": "attention.layer_norm_epsilon",
@@ -113,6 +123,7 @@ class Settings:
         eos_token_ids, bos_token_id: see ModelSpec.
         tensors: tensor names of a GGUF file, whose settings do not mention biases.
         slots: the family's names of a layer's tensors.
+        has_nextn: whether the family's checkpoints have layers that predict further tokens.
     """
 
     fields: CheckedFields
@@ -125,6 +136,7 @@ class Settings:
     bos_token_id: int | None = None
     tensors: Collection[str] = ()
     slots: Mapping[str, Slot] = field(default_factory=lambda: TENSORS)
+    has_nextn: bool = False
 
     def key(self, name: str) -> str:
         """The checkpoint's key for config.json's `name`."""
@@ -138,7 +150,18 @@ class Settings:
 
     @property
     def num_layers(self) -> int:
-        return self.count("num_hidden_layers")
+        stored = self.count("num_hidden_layers")
+        # block_count includes them, num_hidden_layers does not.
+        return stored - self.num_nextn_layers if self.format == "gguf" else stored
+
+    @property
+    def num_nextn_layers(self) -> int:
+        """See ModelSpec; 0 in families that have none."""
+        return self.count_or_zero("num_nextn_predict_layers") if self.has_nextn else 0
+
+    def count_or_zero(self, name: str) -> int:
+        """As `count`; 0 if it is 0 or absent."""
+        return self.count(name) if self.fields.get(self.key(name)) else 0
 
     @property
     def max_position_embeddings(self) -> int:
@@ -207,18 +230,25 @@ class Settings:
         """The mixture of experts that the settings describe, with the family's own variants.
 
         Raises:
-            ConfigError: more experts per token than there are.
+            ConfigError: more experts per token than there are, or groups that do not divide them.
         """
         # Files written since transformers 5 have the second name for most families.
-        named = self.key("num_experts") in self.fields
-        num_experts = self.count("num_experts" if named else "num_local_experts")
+        names = ("num_experts", "n_routed_experts")
+        named = [name for name in names if self.key(name) in self.fields]
+        num_experts = self.count(named[0] if named else "num_local_experts")
         top_k = self.count("num_experts_per_tok")
         if top_k > num_experts:
             raise self.fields.error(
                 f"{self.key('num_experts_per_tok')}: {top_k}; allowed: up to the number of "
                 f"experts, {num_experts}"
             )
-        return MoeSpec(expert, num_experts, top_k, renormalize, **variants)
+        moe = MoeSpec(expert, num_experts, top_k, renormalize, **variants)
+        if num_experts % moe.num_groups or top_k > num_experts // moe.num_groups * moe.top_groups:
+            raise self.fields.error(
+                f"{moe.top_groups} of {moe.num_groups} groups of {num_experts} experts; allowed: "
+                f"groups of equal size, so many that {top_k} experts can be chosen"
+            )
+        return moe
 
     def renormalizes(self, in_gguf: bool) -> bool:
         """Whether weights of a token's experts sum to 1: norm_topk_prob.
@@ -278,6 +308,7 @@ class Settings:
         eps = self.number(family.norm_eps, 1e-6 if self.format == "huggingface" else None)
         return ModelSpec(
             **family.model(self),
+            num_nextn_layers=self.num_nextn_layers,
             family=family.name,
             vocab_size=self.vocab_size,
             hidden_size=self.count("hidden_size"),
@@ -305,6 +336,8 @@ class Family:
         tensors: names of a layer's tensors.
         rope_pairs: formats in which RoPE rotates adjacent columns of q and k; `rotary` and the
             kernels rotate halves. No file states this.
+        has_nextn: whether its checkpoints have layers that predict further tokens, which are not
+            loaded.
         zero_centered_norms: formats that store the weights of norms minus one.
         ignored_keys: settings that change nothing in this family and that it does not read; others
             are refused (see `refusals.config_keys`).
@@ -320,4 +353,5 @@ class Family:
     tensors: Mapping[str, Slot] = field(default_factory=lambda: TENSORS)
     rope_pairs: tuple[Format, ...] = ()
     zero_centered_norms: tuple[Format, ...] = ()
+    has_nextn: bool = False
     ignored_keys: frozenset[str] = frozenset()

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from inflight.checkpoint.locate import Checkpoint
 from inflight.config import Quantization
+from inflight.models.family import WHOLE_TENSORS
 from inflight.models.layers.linear import CpuWeight
 from inflight.models.layers.norm import NormWeights
 from inflight.models.layers.rope import rope_order
@@ -44,7 +45,7 @@ class WeightPlacement(Protocol[L]):
         """An embedding table, layout unchanged."""
 
     def norm(self, stored: Tensor, offset: float = 0.0) -> Tensor:
-        """The weight of a norm plus an offset, in float32."""
+        """The weight of a norm, or another vector, plus an offset, in float32."""
 
     def linear(self, weights: Sequence[Matrix], biases: Sequence[Tensor]) -> L:
         """Several linear layers fused into one, concatenated along rows; biases may be absent.
@@ -114,12 +115,14 @@ class MoeWeights(Generic[L]):
 
     Attributes:
         router: [E, hidden_size] float32, as its placement keeps it.
+        select_bias: [E] float32; None without one.
         experts: E of them.
         shared: the expert of all tokens, if there is one.
         shared_gate: [1, hidden_size] float32, as the router; None if the shared expert has none.
     """
 
     router: Tensor
+    select_bias: Tensor | None
     experts: list[MlpWeights[L]]
     shared: MlpWeights[L] | None
     shared_gate: Tensor | None
@@ -208,6 +211,9 @@ def weight_shapes(spec: ModelSpec) -> dict[str, Shape]:
     for index in range(spec.num_layers):
         for slot, (shape, bias) in _slots(spec, index).items():
             name = _name(spec, index, slot)
+            if slot in WHOLE_TENSORS:
+                shapes[name] = shape
+                continue
             first, *others = shape
             if f"{name}.weight" in shapes:  # fused with the slots before
                 first += shapes[f"{name}.weight"][0]
@@ -272,6 +278,8 @@ def _slots_of_mlp(mlp: MlpSpec | MoeSpec, hidden: int) -> dict[str, tuple[Shape,
             "down": ((hidden, mlp.width), mlp.bias),
         }
     slots: dict[str, tuple[Shape, bool]] = {"router": ((mlp.num_experts, hidden), False)}
+    if mlp.select_bias:
+        slots["select_bias"] = ((mlp.num_experts,), False)
     expert = _slots_of_mlp(mlp.expert, hidden)
     for index in range(mlp.num_experts):
         slots |= {f"expert_{slot}.{index}": shape for slot, shape in expert.items()}
@@ -284,7 +292,7 @@ def _slots_of_mlp(mlp: MlpSpec | MoeSpec, hidden: int) -> dict[str, tuple[Shape,
 
 
 def _name(spec: ModelSpec, index: int, slot: str) -> str:
-    """Of a slot's tensors, without suffix."""
+    """Of a slot's tensors, without suffix unless it is one of WHOLE_TENSORS."""
     slot, _, expert = slot.partition(".")
     return f"model.layers.{index}.{family_of(spec).tensors[slot][0].format(expert)}"
 
@@ -336,6 +344,9 @@ class _LayerReader(Generic[L]):
             name = _name(self._spec, index, slot)
             return self._placement.router(self._stored.read(f"{name}.weight"))
 
+        def whole(slot: str) -> Tensor:
+            return self._placement.norm(self._stored.read(_name(self._spec, index, slot)))
+
         def mlp(prefix: str = "", suffix: str = "") -> MlpWeights[L]:
             gate, up, down = (f"{prefix}{part}{suffix}" for part in ("gate", "up", "down"))
             return MlpWeights(gate_up=linear(gate, up), down=linear(down))
@@ -343,6 +354,7 @@ class _LayerReader(Generic[L]):
         def moe(spec: MoeSpec) -> MoeWeights[L]:
             return MoeWeights(
                 router=router("router"),
+                select_bias=whole("select_bias") if spec.select_bias else None,
                 experts=[mlp("expert_", f".{expert}") for expert in range(spec.num_experts)],
                 shared=None if spec.shared is None else mlp("shared_"),
                 shared_gate=router("shared_score") if spec.shared_gate else None,

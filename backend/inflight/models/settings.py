@@ -60,6 +60,7 @@ def of_config(
         eos_token_ids=eos_token_ids,
         bos_token_id=next(iter(fields.token_ids("bos_token_id")), None),
         slots=family.tensors,
+        has_nextn=family.has_nextn,
     )
 
 
@@ -236,6 +237,7 @@ def of_gguf(file: GgufFile, family: Family) -> Settings:
         bos_token_id=next(iter(tokenizer.token_ids("tokenizer.ggml.bos_token_id")), None),
         tensors=file.tensors.keys(),
         slots=family.tensors,
+        has_nextn=family.has_nextn,
     )
 
 

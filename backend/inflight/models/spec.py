@@ -157,14 +157,20 @@ class MlpSpec:
 @dataclass(frozen=True, slots=True)
 class MoeSpec:
     """Mixture of experts in place of one layer's feed-forward part (arXiv:1701.06538): the sum of
-    the outputs of the top_k experts that the router scores highest, each times its softmax score.
+    the outputs of the top_k experts that the router scores highest, each times its score.
+
+    `torch_ops.moe` defines routing.
 
     Attributes:
         expert: each expert.
         num_experts: E.
         top_k: experts per token.
-        renormalize: whether the scores of a token's experts are divided by their sum, which is the
-            same as a softmax over these experts alone.
+        renormalize: whether the scores of a token's experts are divided by their sum; those of a
+            softmax are then a softmax over these experts alone.
+        score: of an expert, from the router's logit.
+        select_bias: whether experts are chosen by score plus a bias.
+        num_groups, top_groups: into which experts are divided, and those that a token's are in.
+        routing_scale: multiplies scores in the sum.
         shared: an expert of all tokens, whose output is added; None if there is none.
         shared_gate: whether the output of the shared expert is multiplied by a sigmoid gate.
     """
@@ -173,6 +179,11 @@ class MoeSpec:
     num_experts: int
     top_k: int
     renormalize: bool
+    score: Literal["softmax", "sigmoid"] = "softmax"
+    select_bias: bool = False
+    num_groups: int = 1
+    top_groups: int = 1
+    routing_scale: float = 1.0
     shared: MlpSpec | None = None
     shared_gate: bool = False
 
@@ -230,6 +241,8 @@ class ModelSpec:
         norm_bias: whether the norms of the residual stream have a bias.
         embedding_scale: multiplies embeddings, rounded to the dtype of the activations.
         logit_scale: multiplies logits.
+        num_nextn_layers: layers stored behind the others that predict further tokens. They are not
+            loaded.
         logit_cap: logits become logit_cap * tanh(logit / logit_cap), after the scale; 0 for no cap.
     """
 
@@ -247,6 +260,7 @@ class ModelSpec:
     embedding_scale: float = 1.0
     logit_scale: float = 1.0
     logit_cap: float = 0.0
+    num_nextn_layers: int = 0
 
     @property
     def num_layers(self) -> int:

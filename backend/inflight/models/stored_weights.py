@@ -20,6 +20,7 @@ from inflight.checkpoint.gguf import GgufFile, GgufTensor
 from inflight.checkpoint.locate import Checkpoint
 from inflight.checkpoint.safetensors import StoredTensor
 from inflight.errors import ConfigError
+from inflight.models.family import WHOLE_TENSORS
 from inflight.models.quantization.folder import QuantizedWeights
 from inflight.models.quantization.matrix import Matrix
 from inflight.models.quantization.recognition import format_of
@@ -84,6 +85,9 @@ def open_weights(
     else:
         weights = _folder_weights(checkpoint.path)
     ignored = {"lm_head.weight"} if spec.tie_word_embeddings else set()
+    further = range(spec.num_layers, spec.num_layers + spec.num_nextn_layers)
+    prefixes = tuple(f"{stem}.{index}." for index in further for stem in ("model.layers", "blk"))
+    ignored |= {name for name in weights.shapes if prefixes and name.startswith(prefixes)}
     check_shapes(f"{checkpoint.path}: {spec.family}", weights.shapes, expected, ignored)
     return weights
 
@@ -235,10 +239,19 @@ class _GgufWeights:
         parts: dict[str, list[tuple[int, GgufTensor]]] = {}
         slots = family_of(spec).tensors.values()
         names = {gguf_name: (at, name) for at, (name, gguf_name) in enumerate(slots)}
+        whole = {
+            gguf_name: name
+            for slot, (name, gguf_name) in family_of(spec).tensors.items()
+            if slot in WHOLE_TENSORS
+        }
         for gguf_name, tensor in GgufFile(path).tensors.items():
             if gguf_name in _GGUF_SETTINGS:
                 continue
             match = _GGUF_LAYER.fullmatch(gguf_name)
+            if match and f"{match[2]}.{match[3]}" in whole:
+                own_name = whole[f"{match[2]}.{match[3]}"]
+                parts[f"model.layers.{int(match[1])}.{own_name}"] = [(0, tensor)]
+                continue
             if not match or match[2] not in names:
                 parts[_GGUF_NAMES.get(gguf_name, gguf_name)] = [(0, tensor)]
                 continue

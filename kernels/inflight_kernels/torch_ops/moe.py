@@ -6,29 +6,74 @@ Shapes: T tokens in the step, E experts, k experts per token, n columns.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
 
+Score = Literal["softmax", "sigmoid"]
 
-def route(logits: Tensor, top_k: int, renormalize: bool) -> tuple[Tensor, Tensor]:
-    """Choose each token's experts by their softmax score (arXiv:1701.06538).
+
+@dataclass(frozen=True, slots=True)
+class Routing:
+    """How a router chooses experts (arXiv:1701.06538), optionally from a few groups of them, as
+    DeepSeek V3 does (arXiv:2412.19437).
+
+    Attributes:
+        top_k: k.
+        renormalize: whether the weights of a token's experts are divided by their sum.
+        score: of an expert, from its logit.
+        num_groups: into which the experts are divided evenly.
+        top_groups: groups that a token's experts are in: those with the highest sums of their two
+            best scores.
+        scale: multiplies weights.
+    """
+
+    top_k: int
+    renormalize: bool
+    score: Score = "softmax"
+    num_groups: int = 1
+    top_groups: int = 1
+    scale: float = 1.0
+
+
+def route(
+    logits: Tensor, routing: Routing, select_bias: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Choose each token's experts.
 
     Args:
         logits: [T, E] float32, of the router.
-        top_k: k.
-        renormalize: whether a token's weights sum to 1.
+        routing: how.
+        select_bias: [E] float32, added to scores when experts are chosen, but not to weights.
 
     Returns:
         Experts [T, k] int64, the highest score first and of equal ones the lower number; their
         weights [T, k] float32.
     """
-    # topk leaves the order of equal scores open.
-    experts = logits.sort(dim=-1, descending=True, stable=True).indices[:, :top_k]
-    weights = logits.softmax(-1).gather(1, experts)
-    if renormalize:
-        weights = weights / weights.sum(-1, keepdim=True)
-    return experts, weights
+    scores = logits.softmax(-1) if routing.score == "softmax" else logits.sigmoid()
+    # Of softmax the logits have the same order, and are distinct where scores are rounded to 0.
+    ranks = logits if routing.score == "softmax" else scores
+    if select_bias is not None:
+        ranks = scores + select_bias
+    if routing.top_groups < routing.num_groups:
+        grouped = ranks.view(len(ranks), routing.num_groups, -1)
+        groups = grouped.sort(dim=-1, descending=True).values[..., :2].sum(-1)
+        chosen = _highest(groups, routing.top_groups)
+        is_chosen = torch.zeros_like(groups, dtype=torch.bool).scatter(1, chosen, True)
+        ranks = grouped.masked_fill(~is_chosen[..., None], -torch.inf).flatten(1)
+    experts = _highest(ranks, routing.top_k)
+    weights = scores.gather(1, experts)
+    if routing.renormalize:
+        # Sigmoids can all be 0.
+        weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+    return experts, weights * routing.scale
+
+
+def _highest(scores: Tensor, count: int) -> Tensor:
+    """The columns of the highest scores, in order; topk leaves that of equal ones open."""
+    return scores.sort(dim=-1, descending=True, stable=True).indices[:, :count]
 
 
 def sum_of_experts(

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from inflight_kernels.torch_ops.moe import route, sum_of_experts
+from inflight_kernels.torch_ops.moe import Routing, Score, route, sum_of_experts
 
 NUM_EXPERTS, WIDTH = 16, 24
 
@@ -28,7 +28,7 @@ def test_experts_and_weights_are_those_of_the_definition(
     routing: str, top_k: int, renormalize: bool
 ) -> None:
     logits = _logits(routing)
-    experts, weights = route(logits, top_k, renormalize)
+    experts, weights = route(logits, Routing(top_k, renormalize))
     for row, own, own_weights in zip(logits.double(), experts.tolist(), weights, strict=True):
         ranked = sorted(range(NUM_EXPERTS), key=lambda index: (-row[index].item(), index))
         assert own == ranked[:top_k]
@@ -41,16 +41,43 @@ def test_experts_and_weights_are_those_of_the_definition(
 def test_of_equal_scores_the_lower_expert_is_chosen() -> None:
     logits = torch.zeros(3, 64)
     logits[1, 40] = 1
-    experts, weights = route(logits, 4, renormalize=True)
+    experts, weights = route(logits, Routing(4, renormalize=True))
     assert experts.tolist() == [[0, 1, 2, 3], [40, 0, 1, 2], [0, 1, 2, 3]]
     torch.testing.assert_close(weights[0], torch.full((4,), 0.25))
+
+
+@pytest.mark.parametrize("score", ["softmax", "sigmoid"])
+@pytest.mark.parametrize(("num_groups", "top_groups"), [(1, 1), (4, 1), (4, 2), (4, 4)])
+def test_experts_come_from_the_groups_with_the_best_two(
+    score: Score, num_groups: int, top_groups: int
+) -> None:
+    logits = _logits("spread")
+    bias = torch.randn(NUM_EXPERTS, generator=torch.Generator().manual_seed(5))
+    routing = Routing(3, True, score, num_groups, top_groups, scale=2.5)
+    experts, weights = route(logits, routing, bias)
+    size = NUM_EXPERTS // num_groups
+    for row, own, own_weights in zip(logits.double(), experts.tolist(), weights, strict=True):
+        scores = row.softmax(-1) if score == "softmax" else row.sigmoid()
+        ranks = (scores + bias.double()).tolist()
+        groups = [ranks[start : start + size] for start in range(0, NUM_EXPERTS, size)]
+        best = sorted(range(num_groups), key=lambda at: -sum(sorted(groups[at])[-2:]))[:top_groups]
+        allowed = [index for index in range(NUM_EXPERTS) if index // size in best]
+        assert own == sorted(allowed, key=lambda index: -ranks[index])[:3]
+        expected = 2.5 * scores[own] / scores[own].sum()
+        torch.testing.assert_close(own_weights.double(), expected, rtol=1e-5, atol=1e-7)
+
+
+def test_sigmoids_that_are_all_zero_weigh_nothing() -> None:
+    logits = torch.full((1, NUM_EXPERTS), -200.0)
+    _, weights = route(logits, Routing(2, True, "sigmoid"))
+    assert weights.tolist() == [[0.0, 0.0]]
 
 
 @pytest.mark.parametrize("routing", ["spread", "Zipf", "all to one"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_sum_is_that_of_the_definition(routing: str, dtype: torch.dtype) -> None:
     x, matrices = _operands(dtype)
-    experts, weights = route(_logits(routing), 3, renormalize=True)
+    experts, weights = route(_logits(routing), Routing(3, renormalize=True))
     found = sum_of_experts(x, experts, weights, lambda index, rows: rows @ matrices[index])
     outputs = torch.einsum("tn,tknm->tkm", x.double(), matrices.double()[experts])
     expected = (outputs * weights.double()[..., None]).sum(1)
@@ -61,7 +88,7 @@ def test_the_sum_is_that_of_the_definition(routing: str, dtype: torch.dtype) -> 
 
 def test_a_result_does_not_depend_on_the_other_tokens() -> None:
     x, matrices = _operands(torch.float32)
-    experts, weights = route(_logits("spread"), 3, renormalize=False)
+    experts, weights = route(_logits("spread"), Routing(3, renormalize=False))
 
     def run(index: int, rows: Tensor) -> Tensor:
         # Row by row: what is tested is the order of sums, not the product.
@@ -76,7 +103,7 @@ def test_a_result_does_not_depend_on_the_other_tokens() -> None:
 
 def test_an_expert_runs_once_with_all_of_its_tokens() -> None:
     x, matrices = _operands(torch.float32)
-    experts, weights = route(_logits("all to one"), 2, renormalize=True)
+    experts, weights = route(_logits("all to one"), Routing(2, renormalize=True))
     calls: dict[int, int] = {}
 
     def run(index: int, rows: Tensor) -> Tensor:

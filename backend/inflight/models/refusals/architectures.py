@@ -57,7 +57,6 @@ _ROWS = (
         ("qwen2", "llama"),
     ),
     _Row(_EXPERTS, "deepseek dots1", ("qwen2", "llama")),
-    _Row(_EXPERTS, "glm4_moe glm4moe", ("qwen3_moe", "qwen3moe", "glm4")),
     _Row(_EXPERTS, "phimoe", ("phi3", "llama")),
     _Row(_EXPERTS, "llama4_text"),
     _Row(_EXPERTS, "cohere2_moe", ("cohere2", "llama")),
