@@ -647,7 +647,7 @@ def attend(
             for cache in (kv.k_cache, kv.v_cache)
         )
         if metadata.spec.soft_cap:
-            found = transformer.capped_attention(
+            found = transformer.unfused_attention(
                 q[first:end].transpose(0, 1)[None],
                 keys[None],
                 values[None],

@@ -43,20 +43,27 @@ def pairs_from_halves(values: np.ndarray, heads: int) -> np.ndarray:
 
 def quantised(name: str, kind: gguf.GGMLQuantizationType) -> bool:
     """As in real files: matrices are, norms, biases and routers stay float32."""
-    is_matrix = name.endswith(".weight") or ".experts." in name
-    return is_matrix and "norm" not in name and not experts.is_router(name) and kind.name != "F32"
+    is_matrix = name.endswith(".weight") or experts.is_stack(name)
+    is_small = "norm" in name or "sinks" in name or experts.is_router(name)
+    return is_matrix and not is_small and kind.name != "F32"
 
 
 def rounded(
     weights: dict[str, torch.Tensor], kind: gguf.GGMLQuantizationType
 ) -> dict[str, torch.Tensor]:
     """What is left of the weights after quantising them."""
-    return {
-        name: torch.from_numpy(gguf.dequantize(gguf.quantize(tensor.numpy(), kind), kind).copy())
-        if quantised(name, kind)
-        else tensor
-        for name, tensor in weights.items()
-    }
+
+    def rows_rounded(tensor: torch.Tensor) -> torch.Tensor:
+        values = gguf.quantize(np.ascontiguousarray(tensor.numpy()), kind)
+        return torch.from_numpy(gguf.dequantize(values, kind).copy())
+
+    transposed = experts.are_transposed(weights)
+    found = dict(weights)
+    for name, tensor in weights.items():
+        if quantised(name, kind):
+            is_turned = transposed and experts.is_stack(name)
+            found[name] = rows_rounded(tensor.mT).mT if is_turned else rows_rounded(tensor)
+    return found
 
 
 def write_gguf(

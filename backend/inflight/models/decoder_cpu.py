@@ -143,7 +143,7 @@ class Decoder:
                 break
             visible = table.plan.within(attention.window)
             attended = ops.attend(
-                q, k_cache, v_cache, visible, attention.scale, attention.score_cap
+                q, k_cache, v_cache, visible, attention.scale, attention.score_cap, own.sinks
             )
             if index == last and kept is not None:
                 attended, residual = (rows.index_select(0, kept) for rows in (attended, residual))
@@ -251,6 +251,7 @@ class Decoder:
 _ACTIVATIONS: dict[tuple[Activation, bool], Callable[[Tensor], Tensor]] = {
     ("silu", True): lambda gate_up: ops.silu_mul(gate_up),
     ("gelu_tanh", True): lambda gate_up: ops.gelu_tanh_mul(gate_up),
+    ("clamped_swiglu", True): lambda gate_up: ops.clamped_swiglu(gate_up),
     ("gelu_tanh", False): lambda up: ops.gelu_tanh(up),
     ("relu2", False): lambda up: ops.relu2(up),
 }
@@ -273,7 +274,7 @@ def _mlp(x: Tensor, mlp: MlpSpec, weights: MlpWeights[CpuWeight]) -> Tensor:
 
 
 def _moe(x: Tensor, moe: MoeSpec, weights: MoeWeights[CpuWeight]) -> Tensor:
-    logits = ops.linear(x.float(), weights.router)
+    logits = ops.linear(x.float(), weights.router, weights.router_bias)
     routing = moe_ops.Routing(
         moe.top_k,
         moe.renormalize,

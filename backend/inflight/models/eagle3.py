@@ -34,7 +34,7 @@ from inflight.models.decoder_cpu import RotaryTables
 from inflight.models.eagle3_spec import Eagle3Spec
 from inflight.models.layers.linear import CpuWeight
 from inflight.models.loader import CpuPlacement, L, ModelWeights, Progress, WeightPlacement
-from inflight.models.stored_weights import (
+from inflight.models.stored.weights import (
     EmptyWeights,
     RandomWeights,
     Shape,

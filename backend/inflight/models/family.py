@@ -60,7 +60,7 @@ EXPERTS: Mapping[str, Slot] = {
 """The same with experts, as Qwen 3 names them: {} is an expert's number. A folder's tensor that
 stacks matrices is named as if they were apart, with the number at its end."""
 
-WHOLE_TENSORS = frozenset({"select_bias"})
+WHOLE_TENSORS = frozenset({"select_bias", "sinks"})
 """Slots of a single tensor, whose names include the suffix if there is one."""
 
 _ACTIVATIONS: Mapping[str, Activation] = {
@@ -334,6 +334,8 @@ class Family:
         model_types: `model_type` in config.json.
         gguf_architectures: `general.architecture` in GGUF files.
         tensors: names of a layer's tensors.
+        transposed_experts: formats that stack the matrices of experts transposed, with the rows of
+            gate and up in turn, as gpt-oss.
         rope_pairs: formats in which RoPE rotates adjacent columns of q and k; `rotary` and the
             kernels rotate halves. No file states this.
         has_nextn: whether its checkpoints have layers that predict further tokens, which are not
@@ -351,6 +353,7 @@ class Family:
     norm_eps: str = "rms_norm_eps"
     defaults: Mapping[str, Any] = field(default_factory=dict)
     tensors: Mapping[str, Slot] = field(default_factory=lambda: TENSORS)
+    transposed_experts: tuple[Format, ...] = ()
     rope_pairs: tuple[Format, ...] = ()
     zero_centered_norms: tuple[Format, ...] = ()
     has_nextn: bool = False

@@ -35,6 +35,7 @@ def _obstacles(layer: LayerSpec, max_len: int) -> list[tuple[bool, str]]:
             "queries is",
         ),
         (attention.qk_norm == "heads", "a norm of q and k with weights for each head is"),
+        (attention.sinks, "attention with sinks is"),
         (isinstance(layer.mlp, MoeSpec), "a mixture of experts is"),
         (attention.norm_after_rope, "a norm of q and k after RoPE is"),
     ]

@@ -28,7 +28,7 @@ from inflight.models.quantization.quantized import CpuQuantizedLinear
 from inflight.models.quantization.unquantized import CpuLinear
 from inflight.models.registry import family_of
 from inflight.models.spec import MlpSpec, ModelSpec, MoeSpec
-from inflight.models.stored_weights import Shape, Weights, open_weights
+from inflight.models.stored.weights import Shape, Weights, open_weights
 from inflight_kernels.torch_ops.transformer import pack
 
 Progress = Callable[[str, float], None]
@@ -115,6 +115,7 @@ class MoeWeights(Generic[L]):
 
     Attributes:
         router: [E, hidden_size] float32, as its placement keeps it.
+        router_bias: [E] float32; None without one.
         select_bias: [E] float32; None without one.
         experts: E of them.
         shared: the expert of all tokens, if there is one.
@@ -122,6 +123,7 @@ class MoeWeights(Generic[L]):
     """
 
     router: Tensor
+    router_bias: Tensor | None
     select_bias: Tensor | None
     experts: list[MlpWeights[L]]
     shared: MlpWeights[L] | None
@@ -130,12 +132,17 @@ class MoeWeights(Generic[L]):
 
 @dataclass(frozen=True, slots=True)
 class LayerWeights(Generic[L]):
-    """One layer's weights; norms are None if its spec does not have them."""
+    """One layer's weights; norms are None if its spec does not have them.
+
+    Attributes:
+        sinks: [H] float32; None without sinks.
+    """
 
     attention_norm: NormWeights | None
     qkv: L
     q_norm: NormWeights | None
     k_norm: NormWeights | None
+    sinks: Tensor | None
     out: L
     attention_post_norm: NormWeights | None
     mlp_norm: NormWeights | None
@@ -254,6 +261,7 @@ def _slots(spec: ModelSpec, index: int) -> dict[str, tuple[Shape, bool]]:
         "k": ((attention.kv_width, hidden), attention.qkv_bias),
         "v": ((attention.kv_width, hidden), attention.qkv_bias),
         "out": ((hidden, attention.q_width), attention.out_bias),
+        **({"sinks": ((attention.num_heads,), False)} if attention.sinks else {}),
         **_slots_of_mlp(layer.mlp, hidden),
     }
     if layer.pre_norms:
@@ -277,7 +285,7 @@ def _slots_of_mlp(mlp: MlpSpec | MoeSpec, hidden: int) -> dict[str, tuple[Shape,
             "up": up,
             "down": ((hidden, mlp.width), mlp.bias),
         }
-    slots: dict[str, tuple[Shape, bool]] = {"router": ((mlp.num_experts, hidden), False)}
+    slots: dict[str, tuple[Shape, bool]] = {"router": ((mlp.num_experts, hidden), mlp.router_bias)}
     if mlp.select_bias:
         slots["select_bias"] = ((mlp.num_experts,), False)
     expert = _slots_of_mlp(mlp.expert, hidden)
@@ -344,8 +352,12 @@ class _LayerReader(Generic[L]):
             name = _name(self._spec, index, slot)
             return self._placement.router(self._stored.read(f"{name}.weight"))
 
-        def whole(slot: str) -> Tensor:
-            return self._placement.norm(self._stored.read(_name(self._spec, index, slot)))
+        def vector(slot: str, suffix: str = "") -> Tensor | None:
+            has_suffix = slots[slot][1] if slot in slots and suffix else slot in slots
+            if not has_suffix:
+                return None
+            name = _name(self._spec, index, slot)
+            return self._placement.norm(self._stored.read(f"{name}{suffix}"))
 
         def mlp(prefix: str = "", suffix: str = "") -> MlpWeights[L]:
             gate, up, down = (f"{prefix}{part}{suffix}" for part in ("gate", "up", "down"))
@@ -354,7 +366,8 @@ class _LayerReader(Generic[L]):
         def moe(spec: MoeSpec) -> MoeWeights[L]:
             return MoeWeights(
                 router=router("router"),
-                select_bias=whole("select_bias") if spec.select_bias else None,
+                router_bias=vector("router", ".bias"),
+                select_bias=vector("select_bias"),
                 experts=[mlp("expert_", f".{expert}") for expert in range(spec.num_experts)],
                 shared=None if spec.shared is None else mlp("shared_"),
                 shared_gate=router("shared_score") if spec.shared_gate else None,
@@ -366,6 +379,7 @@ class _LayerReader(Generic[L]):
             qkv=linear("q", "k", "v"),
             q_norm=norm("q_norm"),
             k_norm=norm("k_norm"),
+            sinks=vector("sinks"),
             out=linear("out"),
             attention_post_norm=norm("attention_post_norm"),
             mlp_norm=norm("mlp_norm"),

@@ -14,7 +14,7 @@ from inflight.kv.layout import KVGroup, KVLayout
 RopeType = Literal["none", "default", "linear", "dynamic", "yarn", "llama3", "longrope"]
 NormKind = Literal["rms", "layer"]
 QkNormKind = Literal["head", "heads", "full"]
-Activation = Literal["silu", "gelu_tanh", "relu2"]
+Activation = Literal["silu", "gelu_tanh", "relu2", "clamped_swiglu"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +90,7 @@ class AttentionSpec:
         softmax_scale: of the scores; None for D ** -0.5.
         score_cap: scores become score_cap * tanh(score / score_cap); 0 for no cap.
         query_scaling: of queries, after RoPE.
+        sinks: whether each head has a score that takes part in the softmax, without a value.
     """
 
     num_heads: int
@@ -104,6 +105,7 @@ class AttentionSpec:
     softmax_scale: float | None = None
     score_cap: float = 0.0
     query_scaling: QueryScaling | None = None
+    sinks: bool = False
 
     @property
     def q_width(self) -> int:
@@ -137,7 +139,8 @@ class MlpSpec:
     Attributes:
         width: of gate and up.
         bias: whether all of them have one.
-        activation: act: silu or gelu_tanh with a gate, gelu_tanh or relu2 without.
+        activation: act: silu or gelu_tanh with a gate, gelu_tanh or relu2 without; or both act and
+            gate of gpt-oss.
         gated: whether there is a gate.
     """
 
@@ -168,6 +171,7 @@ class MoeSpec:
         renormalize: whether the scores of a token's experts are divided by their sum; those of a
             softmax are then a softmax over these experts alone.
         score: of an expert, from the router's logit.
+        router_bias: whether the router has one.
         select_bias: whether experts are chosen by score plus a bias.
         num_groups, top_groups: into which experts are divided, and those that a token's are in.
         routing_scale: multiplies scores in the sum.
@@ -180,6 +184,7 @@ class MoeSpec:
     top_k: int
     renormalize: bool
     score: Literal["softmax", "sigmoid"] = "softmax"
+    router_bias: bool = False
     select_bias: bool = False
     num_groups: int = 1
     top_groups: int = 1

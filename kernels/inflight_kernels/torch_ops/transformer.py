@@ -143,6 +143,14 @@ def gelu_tanh_mul(x: Tensor) -> Tensor:
     return F.gelu(gate, approximate="tanh").mul_(up)
 
 
+def clamped_swiglu(x: Tensor) -> Tensor:
+    """The gate of gpt-oss (arXiv:2508.10925): x [n, 2 * width] = gate | up -> (up + 1) * gate *
+    sigmoid(1.702 * gate), with gate at most 7 and up in -7 to 7."""
+    gate, up = x.chunk(2, -1)
+    gate, up = gate.clamp(max=7.0), up.clamp(-7.0, 7.0)
+    return (gate * torch.sigmoid(gate * 1.702)).mul_(up + 1)
+
+
 def gelu_tanh(x: Tensor) -> Tensor:
     """GELU (arXiv:1606.08415) in its tanh approximation."""
     return F.gelu(x, approximate="tanh")
@@ -376,26 +384,29 @@ def attend(
     plan: AttentionPlan,
     scale: float,
     cap: float = 0.0,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Causal attention of q [T, H, D] over a layer's cache as planned -> [T, H * D].
 
-    Scores become cap * tanh(score / cap) if there is a cap.
+    Scores become cap * tanh(score / cap) if there is a cap. Sinks [H] float32 are the scores of a
+    further key of each head, whose value is 0 (arXiv:2309.17453).
     """
     num_tokens, num_heads, head_dim = q.shape
     if len(plan.groups) == 1 and plan.groups[0].rows is None:
-        return _attend_decode(q, k_cache, v_cache, plan.groups[0], scale, cap)
+        return _attend_decode(q, k_cache, v_cache, plan.groups[0], scale, cap, sinks)
     out = q.new_empty(num_tokens, num_heads * head_dim)
     for group in plan.groups:
         assert group.rows is not None
         rows = q.index_select(0, group.rows)
-        values = _attend_decode(rows, k_cache, v_cache, group, scale, cap)
+        values = _attend_decode(rows, k_cache, v_cache, group, scale, cap, sinks)
         out.index_copy_(0, group.rows, values)
     for piece in plan.pieces:
         k = _gather(k_cache, piece.blocks, 1, piece.kv_len, q.dtype)
         v = _gather(v_cache, piece.blocks, 1, piece.kv_len, q.dtype)
         rows = q[piece.start : piece.end].transpose(0, 1).unsqueeze(0)
-        if cap:
-            values = capped_attention(rows, k, v, piece.mask, scale, cap)
+        if cap or sinks is not None:
+            rows_sinks = None if sinks is None else sinks[:, None, None]
+            values = unfused_attention(rows, k, v, piece.mask, scale, cap, rows_sinks)
         else:
             values = F.scaled_dot_product_attention(
                 rows,
@@ -411,7 +422,13 @@ def attend(
 
 
 def _attend_decode(
-    q: Tensor, k_cache: KVMemory, v_cache: KVMemory, group: _DecodeGroup, scale: float, cap: float
+    q: Tensor,
+    k_cache: KVMemory,
+    v_cache: KVMemory,
+    group: _DecodeGroup,
+    scale: float,
+    cap: float,
+    sinks: Tensor | None,
 ) -> Tensor:
     num_rows, num_heads, head_dim = q.shape
     num_kv_heads = k_cache.shape[-2]
@@ -419,41 +436,48 @@ def _attend_decode(
     v = _gather(v_cache, group.blocks, num_rows, group.kv_len, q.dtype)
     # The query heads of one KV head take the place of a longer chunk's queries.
     queries = q.reshape(num_rows, num_kv_heads, num_heads // num_kv_heads, head_dim)
-    if cap:
+    if cap or sinks is not None:
         visible = None if group.mask is None else group.mask == 0
-        values = capped_attention(queries, k, v, visible, scale, cap, is_causal=False)
+        own_sinks = None if sinks is None else sinks.view(num_kv_heads, -1, 1)
+        values = unfused_attention(queries, k, v, visible, scale, cap, own_sinks, is_causal=False)
     else:
         values = F.scaled_dot_product_attention(queries, k, v, attn_mask=group.mask, scale=scale)
     return values.reshape(num_rows, num_heads * head_dim)
 
 
-def capped_attention(
+def unfused_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
     visible: Tensor | None,
     scale: float,
     cap: float,
+    sinks: Tensor | None = None,
     is_causal: bool = True,
 ) -> Tensor:
-    """Attention with capped scores, for which torch has no fused one.
+    """Attention with capped scores or sinks, for which torch has no fused one.
 
     Args:
         q: [n, H, T, D].
         k, v: [n, G, K, D].
         visible: [..., T, K], the keys that a query attends to; None for all of them, or with
             is_causal for those up to its own.
-        scale, cap: of the scores.
+        scale, cap: of the scores; no cap if it is 0.
+        sinks: scores of a further key whose value is 0, broadcast to [n, H, T, 1].
         is_causal: see visible.
     """
     if q.shape[1] != k.shape[1]:
         k, v = (kv.repeat_interleave(q.shape[1] // kv.shape[1], 1) for kv in (k, v))
-    scores = soft_cap(q.float() @ k.float().transpose(-1, -2) * scale, cap)
+    scores = q.float() @ k.float().transpose(-1, -2) * scale
+    if cap:
+        scores = soft_cap(scores, cap)
     if visible is None and is_causal:
         visible = torch.ones(scores.shape[-2:], dtype=torch.bool).tril_()
     if visible is not None:
         scores = scores.masked_fill_(~visible, float("-inf"))
-    return scores.softmax(-1).to(v.dtype) @ v
+    if sinks is not None:
+        scores = torch.cat([scores, sinks.expand(*scores.shape[:-1], 1)], -1)
+    return scores.softmax(-1)[..., : k.shape[-2]].to(v.dtype) @ v
 
 
 def _gather(

@@ -22,7 +22,7 @@ from inflight.models.quantization.choice import UNQUANTISED, linear_format, num_
 from inflight.models.quantization.recognition import format_of
 from inflight.models.registry import read_spec
 from inflight.models.spec import MlpSpec, ModelSpec, MoeSpec, RopeSpec
-from inflight.models.stored_weights import open_weights
+from inflight.models.stored.weights import open_weights
 from inflight.text.tokenizer import Tokenizer
 
 _KV_DTYPES: tuple[KVDtype, ...] = ("float32", "bfloat16", "fp8", "int8")

@@ -48,7 +48,6 @@ _ROWS = (
     _Row(_EXPERTS, "grovemoe", ("qwen3_moe", "qwen3moe", "qwen3")),
     _Row(_EXPERTS, "flex_olmo", ("olmoe", "olmo2", "llama")),
     _Row(_EXPERTS, "granitemoe_swa", ("granitemoe", "granite", "llama")),
-    _Row(_EXPERTS, "gpt_oss gpt-oss", ("qwen3_moe", "qwen3moe", "qwen3")),
     # DeepSeek's distilled models are Qwen 2 and Llama.
     _Row(
         f"{_EXPERTS}, and it has latent attention (MLA)",

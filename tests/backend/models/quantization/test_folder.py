@@ -23,7 +23,7 @@ from inflight.models.loader import weight_shapes
 from inflight.models.quantization.folder import dequantize
 from inflight.models.quantization.matrix import DTYPES, QuantizedMatrix, quantize
 from inflight.models.registry import read_spec
-from inflight.models.stored_weights import Weights, open_weights
+from inflight.models.stored.weights import Weights, open_weights
 
 LINEAR = re.compile(r"model\.layers\.\d+\..*proj\.weight")
 Quantize = Callable[[Tensor], tuple[Tensor, Tensor]]

@@ -19,7 +19,7 @@ from inflight.models.loader import linear_names, weight_shapes
 from inflight.models.quantization import writer
 from inflight.models.quantization.writer import quantize_folder
 from inflight.models.registry import read_spec
-from inflight.models.stored_weights import Weights, open_weights
+from inflight.models.stored.weights import Weights, open_weights
 
 MODELS = {
     "qwen3": Qwen3Config(**family.SHAPE),

@@ -28,7 +28,7 @@ def refusal(**settings: Any) -> str:
     [
         ("phimoe", "a mixture of experts", "llama"),
         ("grovemoe", "a mixture of experts", "qwen3"),
-        ("gpt_oss", "a mixture of experts", "qwen3"),
+        ("exaone_moe", "a mixture of experts", "qwen3"),
         ("deepseek_v3", "latent attention", "qwen2"),
         ("granitemoe_swa", "a mixture of experts", "llama"),
         ("jamba", "recurrent layers", "llama"),

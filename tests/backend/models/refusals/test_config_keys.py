@@ -21,8 +21,7 @@ from inflight.models.registry import all_families, read_spec
 MODEL_TYPES = sorted({name for family in all_families().values() for name in family.model_types})
 
 OF_FILES = {"glm4_moe": {"head_dim": 128}}
-"""What published files state, of settings whose defaults make no model: half of a head of 42 columns
-cannot be rotated."""
+"""Settings of published files whose defaults make no model: half of 42 columns is odd."""
 
 
 def read(folder: Path, settings: dict[str, Any]) -> None:

@@ -22,7 +22,7 @@ from inflight.models.layers.rope import inverse_frequencies
 from inflight.models.loader import weight_shapes
 from inflight.models.registry import read_spec
 from inflight.models.spec import RopeSpec
-from inflight.models.stored_weights import StoredWeights, Weights, open_weights
+from inflight.models.stored.weights import StoredWeights, Weights, open_weights
 
 
 def open_all(checkpoint: Checkpoint) -> Weights:
