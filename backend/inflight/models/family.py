@@ -60,6 +60,9 @@ EXPERTS: Mapping[str, Slot] = {
 """The same with experts, as Qwen 3 names them: {} is an expert's number. A folder's tensor that
 stacks matrices is named as if they were apart, with the number at its end."""
 
+MAX_EXPERTS = 4096
+"""Of a layer: several times those of published models, and few enough to name each in a refusal."""
+
 WHOLE_TENSORS = frozenset({"select_bias", "sinks"})
 """Slots of a single tensor, whose names include the suffix if there is one."""
 
@@ -230,12 +233,15 @@ class Settings:
         """The mixture of experts that the settings describe, with the family's own variants.
 
         Raises:
-            ConfigError: more experts per token than there are, or groups that do not divide them.
+            ConfigError: more than MAX_EXPERTS, more per token than there are, or groups that do not
+                divide them.
         """
         # Files written since transformers 5 have the second name for most families.
         names = ("num_experts", "n_routed_experts")
         named = [name for name in names if self.key(name) in self.fields]
         num_experts = self.count(named[0] if named else "num_local_experts")
+        if num_experts > MAX_EXPERTS:
+            raise self.fields.error(f"{num_experts} experts; allowed: up to {MAX_EXPERTS}")
         top_k = self.count("num_experts_per_tok")
         if top_k > num_experts:
             raise self.fields.error(

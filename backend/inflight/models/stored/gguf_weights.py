@@ -16,6 +16,7 @@ from inflight.checkpoint.gguf import GgufFile, GgufTensor
 from inflight.errors import ConfigError
 from inflight.models.family import WHOLE_TENSORS, Family
 from inflight.models.quantization.matrix import Matrix
+from inflight.models.stored.stack import is_stack
 
 Shape = tuple[int, ...]
 
@@ -67,7 +68,8 @@ class GgufWeights:
                 tensor = replace(tensor, shape=(1, *tensor.shape))
             at, own_name = names[match[2]]
             name = f"model.layers.{int(match[1])}.{own_name}.{match[3]}"
-            if "{}" not in own_name or len(tensor.shape) != (2 if match[3] == "bias" else 3):
+            num_dims = 2 if match[3] == "bias" else 3
+            if "{}" not in own_name or not is_stack(tensor.shape, num_dims):
                 parts.setdefault(name, []).append((at, tensor))
                 continue
             for expert, matrix in enumerate(_unstacked(tensor)):

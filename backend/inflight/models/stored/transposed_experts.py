@@ -10,6 +10,7 @@ from torch import Tensor
 
 from inflight.checkpoint.safetensors import StoredTensor
 from inflight.models.quantization.matrix import Matrix
+from inflight.models.stored.stack import is_stack
 
 _STACK = re.compile(r"(.+\.experts\.(gate_up|down)_proj)(_bias)?")
 
@@ -29,7 +30,7 @@ class TransposedExperts:
         self.shapes: dict[str, tuple[int, ...]] = {}
         for name, tensor in stored.items():
             stack = _STACK.fullmatch(name)
-            if stack is None or len(tensor.shape) != (2 if stack[3] else 3):
+            if stack is None or not is_stack(tensor.shape, 2 if stack[3] else 3):
                 self._stored[name] = tensor, None, False
                 self.shapes[name] = tensor.shape
                 continue

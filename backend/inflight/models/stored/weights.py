@@ -21,6 +21,7 @@ from inflight.models.quantization.recognition import format_of
 from inflight.models.registry import family_of
 from inflight.models.spec import ModelSpec
 from inflight.models.stored.gguf_weights import GgufWeights
+from inflight.models.stored.stack import is_stack
 from inflight.models.stored.transposed_experts import TransposedExperts
 
 Progress = Callable[[str, float], None]
@@ -190,7 +191,7 @@ class StoredWeights:
         self._stored: dict[str, tuple[StoredTensor, int | None]] = {}
         self.shapes: dict[str, Shape] = {}
         for name, tensor in stored.items():
-            if len(tensor.shape) != 3:
+            if not is_stack(tensor.shape, 3):
                 self._stored[name] = tensor, None
                 self.shapes[name] = tensor.shape
                 continue

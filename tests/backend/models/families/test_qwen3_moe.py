@@ -85,6 +85,7 @@ def test_both_names_of_the_number_of_experts_mean_the_same(tmp_path: Path) -> No
     [
         ({"num_experts_per_tok": 9}, "num_experts_per_tok: 9; allowed: up to the number of exp"),
         ({"mlp_only_layers": "all"}, "mlp_only_layers: 'all'; allowed: a list of layers"),
+        ({"num_local_experts": 2**31 - 1}, "2147483647 experts; allowed: up to 4096"),
         ({"hidden_act": "gelu"}, "hidden_act: 'gelu'; allowed: silu"),
         ({"moe_intermediate_size": 16}, "tensors whose shape does not match the config"),
         ({"num_local_experts": 7}, r"unexpected tensors .*experts\.7\."),

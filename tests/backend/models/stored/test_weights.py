@@ -284,3 +284,10 @@ def test_stacked_matrices_are_tensors_of_their_own(tmp_path: Path) -> None:
     }
     for index in range(3):
         assert torch.equal(stored.read(f"a.experts.{index}.weight"), stack[index])
+
+
+@pytest.mark.parametrize("shape", [(5000, 1, 1), (0, 4, 5), (3, 0, 5)])
+def test_a_stack_that_no_model_has_keeps_its_name(tmp_path: Path, shape: tuple[int, ...]) -> None:
+    """So that it is refused under this name, and costs no memory for each matrix."""
+    save_file({"a.experts.weight": torch.zeros(shape)}, tmp_path / "model.safetensors")
+    assert StoredWeights(read_folder(tmp_path)).shapes == {"a.experts.weight": shape}
