@@ -19,6 +19,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import host_experts
 from host_sampling import count_output_tokens, mark_prompt_tokens, sample, top_logprobs
 from inflight.execution import cuda_runner, device_batch, device_steps
 from inflight.execution.drafters import device_passes
@@ -89,6 +90,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> None:
         reads_dequantized=lambda params: False,
     )
     monkeypatch.setattr(attention, "attention", kernels)
+    host_experts.install(monkeypatch, HostLinear)
 
 
 class _Ops:

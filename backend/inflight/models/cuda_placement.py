@@ -3,13 +3,15 @@ which it imports, need not be installed."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 
 from inflight.config import Quantization
+from inflight.models.layers.experts import CudaExperts, alternating
 from inflight.models.layers.linear import CudaWeight
+from inflight.models.loader import ExpertParts
 from inflight.models.quantization.matrix import (
     Matrix,
     QuantizedMatrix,
@@ -27,6 +29,7 @@ from inflight.models.quantization.weight_only_cuda import (
     DequantizedWeight,
     can_widen,
 )
+from inflight_kernels.ops.linear.operands import Operand, values_of
 from inflight_kernels.ops.linear.scaled_rows import ScaledRows
 
 
@@ -82,6 +85,35 @@ class CudaPlacement:
         moved = [_moved(part, self._device) for part in weights]
         return in_one_format(moved, self._quantization)
 
+    def experts(self, count: int, parts: Iterator[ExpertParts]) -> CudaExperts:
+        gate_up, down = _Stack(count), _Stack(count)
+        gate_up_bias, down_bias = _Stack(count), _Stack(count)
+        for expert in parts:
+            gate_up.append(self._expert_matrix(expert.gate_up, gate_up, alternates=True))
+            down.append(self._expert_matrix(expert.down, down, alternates=False))
+            if expert.gate_up_biases:
+                gate_up_bias.append(alternating(self._joined(expert.gate_up_biases)))
+                down_bias.append(self._joined(expert.down_biases))
+        return CudaExperts(gate_up.whole, down.whole, gate_up_bias.vectors, down_bias.vectors)
+
+    def _expert_matrix(
+        self, weights: Sequence[Matrix], stack: _Stack, *, alternates: bool
+    ) -> Operand:
+        """A layer of an expert, in the format of the experts before."""
+        num_rows, (_, width) = sum(part.shape[0] for part in weights), weights[0].shape
+        quantises = isinstance(self._memory, QuantizedInputs) and can_multiply(num_rows, width)
+        if quantises and stack.format is not self._dtype:
+            wanted = self._quantization if stack.format is None else _NAMES[stack.format]
+            parts = in_one_format([_moved(part, self._device) for part in weights], wanted)
+            if isinstance(parts, QuantizedMatrix):
+                values, scales = parts.values, parts.scales
+                if alternates:  # not every type of 8 bits can be reordered as such
+                    values = alternating(values.view(torch.uint8)).view(values.dtype)
+                    scales = alternating(scales)
+                return ScaledRows(values, scales)
+        whole = self._joined([dequantized(part) for part in weights])
+        return alternating(whole) if alternates else whole
+
     def router(self, stored: Tensor) -> Tensor:
         return self.norm(stored)
 
@@ -98,6 +130,52 @@ class CudaPlacement:
             whole[first : first + len(part)].copy_(part)
             first += len(part)
         return whole
+
+
+_NAMES: dict[torch.dtype, Quantization] = {torch.float8_e4m3fn: "fp8", torch.int8: "int8"}
+
+
+class _Stack:
+    """Equal tensors of so many experts, copied one by one into one tensor."""
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+        self._length = 0
+        self._whole: Operand | None = None
+
+    @property
+    def format(self) -> torch.dtype | None:
+        """Of the values; None without any yet."""
+        return None if self._whole is None else values_of(self._whole).dtype
+
+    @property
+    def whole(self) -> Operand:
+        """[count, n, k], of quantised ones with scales [count * n]."""
+        assert self._whole is not None, "a mixture has experts"
+        return self._whole
+
+    @property
+    def vectors(self) -> Tensor | None:
+        """[count, n]; None if nothing was appended."""
+        return None if self._whole is None else values_of(self._whole)
+
+    def append(self, part: Operand) -> None:
+        """The next expert's."""
+        values, index = values_of(part), self._length
+        if self._whole is None:
+            self._whole = values.new_empty(self._count, *values.shape)
+            if isinstance(part, ScaledRows):
+                scales = part.scales.new_empty(self._count * len(values))
+                self._whole = ScaledRows(self._whole, scales)
+        if isinstance(self._whole, ScaledRows) and isinstance(part, ScaledRows):
+            self._whole.scales[index * len(values) :][: len(values)].copy_(part.scales)
+        # Copies bytes: not every type of 8 bits has a copy of its own everywhere.
+        _bytes(values_of(self._whole)[index]).copy_(_bytes(values))
+        self._length += 1
+
+
+def _bytes(values: Tensor) -> Tensor:
+    return values.view(torch.uint8) if values.itemsize == 1 else values
 
 
 def _moved(part: Matrix, device: torch.device) -> Matrix:

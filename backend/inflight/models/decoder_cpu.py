@@ -19,6 +19,7 @@ from inflight.models.layers.linear import CpuWeight
 from inflight.models.layers.norm import NormWeights
 from inflight.models.layers.rope import inverse_frequencies
 from inflight.models.loader import (
+    CpuExperts,
     CpuPlacement,
     LayerWeights,
     MlpWeights,
@@ -91,7 +92,7 @@ class Decoder:
         self._ropes = RotaryTables(spec, max_len, dtype)
         if linear_format(checkpoint, quantization) == UNQUANTISED:
             quantization = "none"
-        self.weights: ModelWeights[CpuWeight] = load_weights(
+        self.weights: ModelWeights[CpuWeight, CpuExperts] = load_weights(
             checkpoint, spec, CpuPlacement(dtype, quantization), progress
         )
 
@@ -163,7 +164,7 @@ class Decoder:
     def _end_block(
         self,
         layer: LayerSpec,
-        weights: LayerWeights[CpuWeight],
+        weights: LayerWeights[CpuWeight, CpuExperts],
         attended: Tensor,
         x: Tensor,
         residual: Tensor,
@@ -215,7 +216,7 @@ class Decoder:
         self,
         x: Tensor,
         attention: AttentionSpec,
-        weights: LayerWeights[CpuWeight],
+        weights: LayerWeights[CpuWeight, CpuExperts],
         positions: Tensor,
         cos: Tensor,
         sin: Tensor,
@@ -234,7 +235,7 @@ class Decoder:
         return q, qk[:, num_heads:], v
 
     def _qk_norm(
-        self, qk: Tensor, attention: AttentionSpec, weights: LayerWeights[CpuWeight]
+        self, qk: Tensor, attention: AttentionSpec, weights: LayerWeights[CpuWeight, CpuExperts]
     ) -> Tensor:
         """The norms of q [T, H, D] and k [T, G, D], which are concatenated."""
         if weights.q_norm is None or weights.k_norm is None:
@@ -259,7 +260,9 @@ _ACTIVATIONS: dict[tuple[Activation, bool], Callable[[Tensor], Tensor]] = {
 
 
 def _feed_forward(
-    x: Tensor, spec: MlpSpec | MoeSpec, weights: MlpWeights[CpuWeight] | MoeWeights[CpuWeight]
+    x: Tensor,
+    spec: MlpSpec | MoeSpec,
+    weights: MlpWeights[CpuWeight] | MoeWeights[CpuWeight, CpuExperts],
 ) -> Tensor:
     if isinstance(spec, MlpSpec):
         assert isinstance(weights, MlpWeights)
@@ -273,7 +276,7 @@ def _mlp(x: Tensor, mlp: MlpSpec, weights: MlpWeights[CpuWeight]) -> Tensor:
     return weights.down(activate(weights.gate_up(x)))
 
 
-def _moe(x: Tensor, moe: MoeSpec, weights: MoeWeights[CpuWeight]) -> Tensor:
+def _moe(x: Tensor, moe: MoeSpec, weights: MoeWeights[CpuWeight, CpuExperts]) -> Tensor:
     logits = ops.linear(x.float(), weights.router, weights.router_bias)
     routing = moe_ops.Routing(
         moe.top_k,

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,29 +22,38 @@ from inflight.core.step_size import StepSize
 from inflight.errors import ConfigError
 from inflight.kv.cache import KVCache
 from inflight.models.cuda_placement import CudaPlacement
-from inflight.models.gpu_support import gpu_obstacle
+from inflight.models.gpu_support import gpu_obstacle, has_experts
 from inflight.models.layers.attention import (
     Attention,
     ForwardInputs,
     RotaryTables,
     max_dequantized_keys,
 )
-from inflight.models.layers.linear import INVARIANT_ROWS, CudaWeight
+from inflight.models.layers.experts import (
+    CudaExperts,
+    CudaMoe,
+    MoeMemory,
+    SharedExpert,
+    whole_tiles,
+)
+from inflight.models.layers.linear import CudaWeight
 from inflight.models.layers.norm import NormWeights
 from inflight.models.layers.residual import ResidualStream, residual_stream
 from inflight.models.loader import (
     LayerWeights,
+    MlpWeights,
     ModelWeights,
+    MoeWeights,
     Progress,
     load_weights,
 )
 from inflight.models.quantization.choice import gpu_format
 from inflight.models.quantization.scaled_cuda import QuantizedInputs
 from inflight.models.quantization.weight_only_cuda import DequantizedWeight
-from inflight.models.spec import Activation, AttentionSpec, LayerSpec, MlpSpec, ModelSpec
+from inflight.models.spec import Activation, AttentionSpec, MlpSpec, ModelSpec, MoeSpec
 from inflight_kernels.ops import activation
 from inflight_kernels.ops.embedding import embedding
-from inflight_kernels.ops.linear.operands import Input
+from inflight_kernels.ops.linear.operands import Input, NormedRows
 from inflight_kernels.ops.logits import scale_cap
 from inflight_kernels.ops.residual_norm import norm_columns
 from inflight_kernels.ops.rope import PagedKV, QkNorm
@@ -106,11 +116,15 @@ def check_supported(spec: ModelSpec, path: Path, max_len: int) -> None:
         ConfigError: they do not.
     """
     obstacle = gpu_obstacle(spec, max_len)
+    if obstacle is None and not is_hopper() and any(map(has_experts, spec.layers)):
+        obstacle = "a mixture of experts is not supported on this GPU (allowed: Hopper)"
     if obstacle is not None:
         raise ConfigError(f"{path}: {obstacle}; use device: cpu")
 
 
-def _qk_norm(own: LayerWeights[CudaWeight], spec: ModelSpec, index: int) -> QkNorm | None:
+def _qk_norm(
+    own: LayerWeights[CudaWeight, CudaExperts], spec: ModelSpec, index: int
+) -> QkNorm | None:
     """The norm that the RoPE kernels apply to each head; None without it."""
     if own.q_norm is None or own.k_norm is None:
         return None
@@ -138,38 +152,58 @@ def _quantized_memory(
         return DequantizedWeight(spec.largest_matrix_elements, settings.dtype, settings.device)
     width = max(
         spec.hidden_size,
-        *(max(layer.attention.q_width, layer.dense_mlp.width) for layer in spec.layers),
+        *(layer.attention.q_width for layer in spec.layers),
+        *(mlp.width for mlp in _dense_mlps(spec)),
     )
-    return QuantizedInputs(_whole_tiles(settings.max_tokens), width, settings.device)
+    return QuantizedInputs(whole_tiles(settings.max_tokens), width, settings.device)
 
 
-def _whole_tiles(num_rows: int) -> int:
-    return -(-num_rows // INVARIANT_ROWS) * INVARIANT_ROWS
+def _dense_mlps(spec: ModelSpec) -> list[MlpSpec]:
+    """Those of layers, and the experts of all tokens."""
+    mlps = [
+        layer.mlp.shared if isinstance(layer.mlp, MoeSpec) else layer.mlp for layer in spec.layers
+    ]
+    return [mlp for mlp in dict.fromkeys(mlps) if mlp is not None]
+
+
+class MlpBuffers(NamedTuple):
+    """Of one shape of feed-forward parts.
+
+    Attributes:
+        gate_up: gate | up, or up alone if there is no gate.
+        gated: after the activation.
+    """
+
+    gate_up: Tensor
+    gated: Tensor
 
 
 class Buffers:
     """Activation buffers shared by all layers, [rows, width] each.
 
     Args:
-        spec: of the model, whose layers are of one shape.
+        spec: of the model, whose layers' attention is of one shape.
         num_rows: maximum number of tokens; rounded up to a multiple of INVARIANT_ROWS.
         settings: of the model.
     """
 
     def __init__(self, spec: ModelSpec, num_rows: int, settings: DecoderSettings) -> None:
-        self._num_rows = _whole_tiles(num_rows)
+        self.num_rows = whole_tiles(num_rows)
         self._settings = settings
         layer = spec.layers[0]
         self.normed = self.new(spec.hidden_size)
         self.qkv = self.new(layer.attention.q_width + 2 * layer.attention.kv_width)
         self.attended = self.new(layer.attention.q_width)
-        self.gate_up = self.new((1 + layer.dense_mlp.gated) * layer.dense_mlp.width)
-        self.gated = self.new(layer.dense_mlp.width)
+        self.mlp = {
+            mlp: MlpBuffers(self.new((1 + mlp.gated) * mlp.width), self.new(mlp.width))
+            for mlp in dict.fromkeys(layer.mlp for layer in spec.layers)
+            if isinstance(mlp, MlpSpec)
+        }
 
     def new(self, width: int, dtype: torch.dtype | None = None) -> Tensor:
         settings = self._settings
         return torch.zeros(
-            self._num_rows, width, dtype=dtype or settings.dtype, device=settings.device
+            self.num_rows, width, dtype=dtype or settings.dtype, device=settings.device
         )
 
 
@@ -213,12 +247,13 @@ class Decoder:
             settings.quantization,
             _quantized_memory(checkpoint, spec, settings),
         )
-        self.weights: ModelWeights[CudaWeight] = load_weights(
+        self.weights: ModelWeights[CudaWeight, CudaExperts] = load_weights(
             checkpoint, spec, placement, progress, device
         )
         self._buffers = Buffers(spec, settings.max_tokens, settings)
+        self._moes = self._mixtures()
         # Buffers of the last layer, which is computed only for the sampled rows.
-        rows = _whole_tiles(settings.max_rows)
+        rows = whole_tiles(settings.max_rows)
         self._last_attended = self._buffers.attended.new_zeros(
             rows, self._buffers.attended.shape[1]
         )
@@ -250,6 +285,39 @@ class Decoder:
             residual_stream(spec, count, dtype, device)
             for count in (len(self._buffers.normed), rows)
         )
+
+    def _mixtures(self) -> list[CudaMoe | None]:
+        """By layer; None for those with a dense feed-forward part."""
+        spec, settings = self.spec, self.settings
+        memories: dict[tuple[MoeSpec, torch.dtype], MoeMemory] = {}
+        found: list[CudaMoe | None] = []
+        for layer, own in zip(spec.layers, self.weights.layers, strict=True):
+            if not (isinstance(layer.mlp, MoeSpec) and isinstance(own.mlp, MoeWeights)):
+                found.append(None)
+                continue
+            weights, dtype, rows = own.mlp, own.mlp.experts.values_dtype, self._buffers.num_rows
+            memory = memories.get((layer.mlp, dtype))
+            if memory is None:
+                memory = MoeMemory(
+                    layer.mlp, spec.hidden_size, rows, settings.dtype, dtype, settings.device
+                )
+                memories[layer.mlp, dtype] = memory
+            shared = weights.shared
+            found.append(
+                CudaMoe(
+                    layer.mlp,
+                    weights.router,
+                    weights.router_bias,
+                    weights.select_bias,
+                    weights.experts,
+                    None
+                    if shared is None
+                    else SharedExpert(shared.gate_up, shared.down, weights.shared_gate),
+                    memory,
+                    settings.batch_invariant,
+                )
+            )
+        return found
 
     def set_aux_layers(self, layers: tuple[int, ...]) -> None:
         """Keep the input hidden states of these layers, concatenated, in `features`; num_layers
@@ -311,7 +379,7 @@ class Decoder:
                 if spec.layers[index].parallel:
                     x = self._last_normed
                     embedding(kept, normed, out=x[:num_kept], pdl=True)
-            self._end_block(own, spec.layers[index], attended, x, residual, num_left)
+            self._end_block(index, attended, x, residual, num_left)
 
         self._score(inputs, residual, num_kept, num_rows, aux_layers.get(spec.num_layers, ()))
 
@@ -358,7 +426,7 @@ class Decoder:
         return out if rows is None else rows
 
     def _norm_whole_rows(
-        self, own: LayerWeights[CudaWeight], attention: AttentionSpec, qkv: Tensor
+        self, own: LayerWeights[CudaWeight, CudaExperts], attention: AttentionSpec, qkv: Tensor
     ) -> None:
         """The norm of all heads of q, and of k, at once, in place; the RoPE kernels have none."""
         if attention.qk_norm == "full" and own.q_norm is not None and own.k_norm is not None:
@@ -368,8 +436,7 @@ class Decoder:
 
     def _end_block(
         self,
-        own: LayerWeights[CudaWeight],
-        layer: LayerSpec,
+        index: int,
         attended: Tensor,
         x: Input,
         residual: ResidualStream,
@@ -377,24 +444,32 @@ class Decoder:
     ) -> None:
         """The rest of a layer after attention; `attended` and x are entire buffers, x the norm that
         attention and MLP share if they run in parallel."""
-        buffers, scale = self._buffers, layer.residual_scale
+        own, layer, mixture = self.weights.layers[index], self.spec.layers[index], self._moes[index]
+        scale = layer.residual_scale
         residual.add(attended, own.out, num_tokens, own.attention_post_norm, scale)
-        if layer.parallel:
-            self._activate(own, layer.dense_mlp, x, num_tokens)
-            residual.add_parallel(buffers.gated, own.dense_mlp.down, num_tokens)
+        if mixture is not None:
+            x = self._norm(residual, own.mlp_norm, mixture, num_tokens)
+            assert not isinstance(x, NormedRows), "a mixture takes the norm itself"
+            residual.add(x, mixture, num_tokens, own.mlp_post_norm, scale)
             return
-        x = self._norm(residual, own.mlp_norm, own.dense_mlp.gate_up, num_tokens)
-        self._activate(own, layer.dense_mlp, x, num_tokens)
-        residual.add(buffers.gated, own.dense_mlp.down, num_tokens, own.mlp_post_norm, scale)
+        mlp, weights = layer.dense_mlp, own.dense_mlp
+        gated = self._buffers.mlp[mlp].gated
+        if layer.parallel:
+            self._activate(weights, mlp, x, num_tokens)
+            residual.add_parallel(gated, weights.down, num_tokens)
+            return
+        x = self._norm(residual, own.mlp_norm, weights.gate_up, num_tokens)
+        self._activate(weights, mlp, x, num_tokens)
+        residual.add(gated, weights.down, num_tokens, own.mlp_post_norm, scale)
 
     def _activate(
-        self, own: LayerWeights[CudaWeight], mlp: MlpSpec, x: Input, num_tokens: int
+        self, weights: MlpWeights[CudaWeight], mlp: MlpSpec, x: Input, num_tokens: int
     ) -> None:
         """The first linear layer of an MLP and its activation: x -> gated; entire buffers."""
-        buffers = self._buffers
+        gate_up, gated = self._buffers.mlp[mlp]
         if mlp.gated and mlp.activation == "silu":
-            own.dense_mlp.gate_up.gated(x, buffers.gate_up, buffers.gated, num_tokens)
+            weights.gate_up.gated(x, gate_up, gated, num_tokens)
             return
-        own.dense_mlp.gate_up.product(x, buffers.gate_up, num_tokens)
+        weights.gate_up.product(x, gate_up, num_tokens)
         activate = _ACTIVATIONS[mlp.activation, mlp.gated]
-        activate(buffers.gate_up[:num_tokens], out=buffers.gated[:num_tokens], pdl=True)
+        activate(gate_up[:num_tokens], out=gated[:num_tokens], pdl=True)

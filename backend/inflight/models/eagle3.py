@@ -33,7 +33,15 @@ from inflight.kv.cache import KVCache
 from inflight.models.decoder_cpu import RotaryTables
 from inflight.models.eagle3_spec import Eagle3Spec
 from inflight.models.layers.linear import CpuWeight
-from inflight.models.loader import CpuPlacement, L, ModelWeights, Progress, WeightPlacement
+from inflight.models.loader import (
+    CpuExperts,
+    CpuPlacement,
+    L,
+    ModelWeights,
+    Progress,
+    WeightPlacement,
+    X,
+)
 from inflight.models.stored.weights import (
     EmptyWeights,
     RandomWeights,
@@ -101,7 +109,7 @@ class Head:
         self,
         checkpoint: Checkpoint,
         spec: Eagle3Spec,
-        target: ModelWeights[CpuWeight],
+        target: ModelWeights[CpuWeight, CpuExperts],
         dtype: torch.dtype,
         max_len: int,
         progress: Progress,
@@ -171,8 +179,8 @@ class Head:
 def load_head(
     checkpoint: Checkpoint,
     spec: Eagle3Spec,
-    target: ModelWeights[L],
-    placement: WeightPlacement[L],
+    target: ModelWeights[L, X],
+    placement: WeightPlacement[L, X],
     device: torch.device | str = "cpu",
 ) -> HeadWeights[L]:
     """Load all weights of a head.

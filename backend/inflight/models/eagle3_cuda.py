@@ -20,6 +20,7 @@ from inflight.models.decoder_cuda import (
 from inflight.models.eagle3 import UNDRAFTABLE, HeadWeights, load_head
 from inflight.models.eagle3_spec import Eagle3Spec
 from inflight.models.layers.attention import Attention, ForwardInputs, RotaryTables
+from inflight.models.layers.experts import CudaExperts
 from inflight.models.layers.linear import INVARIANT_ROWS, CudaWeight
 from inflight.models.loader import ModelWeights, Progress
 from inflight_kernels.ops.embedding import embedding
@@ -52,7 +53,7 @@ class Head:
         self,
         checkpoint: Checkpoint,
         spec: Eagle3Spec,
-        target: ModelWeights[CudaWeight],
+        target: ModelWeights[CudaWeight, CudaExperts],
         settings: DecoderSettings,
         max_chunks: int,
         progress: Progress,
@@ -114,6 +115,7 @@ class Head:
         num_tokens = size.num_tokens
         taken, normed = hidden[:num_tokens], buffers.normed[:num_tokens]
         embedded, qkv = self._embedded[:num_tokens], buffers.qkv[:num_tokens]
+        gate_up, gated = buffers.mlp[self.spec.layer.layers[0].dense_mlp]
         (pair,) = cache.layers
 
         embedding(inputs.token_ids[:num_tokens], weights.embedding, out=embedded, pdl=True)
@@ -127,8 +129,8 @@ class Head:
         attention.layer(qkv, PagedKV(*pair), buffers.attended[:num_tokens], None)
         weights.out.add(buffers.attended, hidden, num_tokens)
         rms_norm(taken, weights.mlp_norm, eps, out=normed, pdl=True)
-        weights.gate_up.gated(buffers.normed, buffers.gate_up, buffers.gated, num_tokens)
-        weights.down.add(buffers.gated, hidden, num_tokens)
+        weights.gate_up.gated(buffers.normed, gate_up, gated, num_tokens)
+        weights.down.add(gated, hidden, num_tokens)
 
     def score(self, num_rows: int) -> None:
         """Compute `logits` from the first rows of `drafted`."""

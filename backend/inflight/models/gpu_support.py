@@ -36,6 +36,42 @@ def _obstacles(layer: LayerSpec, max_len: int) -> list[tuple[bool, str]]:
         ),
         (attention.qk_norm == "heads", "a norm of q and k with weights for each head is"),
         (attention.sinks, "attention with sinks is"),
-        (isinstance(layer.mlp, MoeSpec), "a mixture of experts is"),
+        *(_moe_obstacles(layer.mlp) if isinstance(layer.mlp, MoeSpec) else ()),
         (attention.norm_after_rope, "a norm of q and k after RoPE is"),
     ]
+
+
+MAX_EXPERTS, MAX_TOP_K, MAX_EXPERT_GROUPS = 512, 31, 32
+"""Of routing, as the kernels have them."""
+
+_EXPERT_WIDTHS = 16
+"""Products take multiples of it, 8 bits ones included."""
+
+
+def _moe_obstacles(moe: MoeSpec) -> list[tuple[bool, str]]:
+    shared, width = moe.shared, moe.expert.width
+    return [
+        (moe.num_experts > MAX_EXPERTS, f"more than {MAX_EXPERTS} experts are"),
+        (moe.top_k > MAX_TOP_K, f"more than {MAX_TOP_K} experts per token are"),
+        (
+            moe.num_groups > MAX_EXPERT_GROUPS,
+            f"more than {MAX_EXPERT_GROUPS} groups of experts are",
+        ),
+        (
+            width % _EXPERT_WIDTHS != 0,
+            f"a width of {width} of experts (allowed: multiples of {_EXPERT_WIDTHS}) is",
+        ),
+        (
+            not moe.expert.gated or moe.expert.activation not in ("silu", "clamped_swiglu"),
+            f"{moe.expert.activation} in experts is",
+        ),
+        (
+            shared is not None and (shared.activation != "silu" or not shared.gated),
+            "a shared expert with another gate than silu is",
+        ),
+    ]
+
+
+def has_experts(layer: LayerSpec) -> bool:
+    """Whether a layer's feed-forward part is a mixture of experts."""
+    return isinstance(layer.mlp, MoeSpec)

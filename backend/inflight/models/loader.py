@@ -8,11 +8,11 @@ of the activations, or in 8 bits with a scale for each row.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, Protocol, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
@@ -35,10 +35,28 @@ Progress = Callable[[str, float], None]
 
 L = TypeVar("L", covariant=True)
 """The weight of a linear layer on some device: `CpuWeight` or `CudaWeight`."""
+X = TypeVar("X", covariant=True)
+"""The experts of a layer on some device: `CpuExperts` or `CudaExperts`."""
 M = TypeVar("M", Tensor, Matrix)
 
 
-class WeightPlacement(Protocol[L]):
+@dataclass(frozen=True, slots=True)
+class ExpertParts:
+    """Stored weights of one expert.
+
+    Attributes:
+        gate_up: gate and up, or up alone if there is no gate.
+        down: the other one.
+        gate_up_biases, down_biases: of these layers; empty without biases.
+    """
+
+    gate_up: Sequence[Matrix]
+    down: Sequence[Matrix]
+    gate_up_biases: Sequence[Tensor]
+    down_biases: Sequence[Tensor]
+
+
+class WeightPlacement(Protocol[L, X]):
     """Where weights are kept, and in which layout. Results do not alias the file."""
 
     def table(self, stored: Tensor) -> Tensor:
@@ -52,6 +70,9 @@ class WeightPlacement(Protocol[L]):
 
         Parts may be quantised, and differ in that: `matrix.in_one_format`.
         """
+
+    def experts(self, count: int, parts: Iterator[ExpertParts]) -> X:
+        """All experts of a layer, so many, each of which is read when it is asked for."""
 
     def router(self, stored: Tensor) -> Tensor:
         """A weight that scores experts, in float32: never quantised."""
@@ -87,6 +108,15 @@ class CpuPlacement:
             return CpuQuantizedLinear(parts, bias)
         return CpuLinear(self._joined(parts), bias)
 
+    def experts(self, count: int, parts: Iterator[ExpertParts]) -> CpuExperts:
+        return [
+            MlpWeights(
+                self.linear(expert.gate_up, expert.gate_up_biases),
+                self.linear(expert.down, expert.down_biases),
+            )
+            for expert in parts
+        ]
+
     def router(self, stored: Tensor) -> Tensor:
         return pack(stored.to(torch.float32, copy=True))
 
@@ -109,15 +139,19 @@ class MlpWeights(Generic[L]):
     down: L
 
 
+CpuExperts: TypeAlias = list[MlpWeights[CpuWeight]]
+"""The experts of a layer in host memory, one by one."""
+
+
 @dataclass(frozen=True, slots=True)
-class MoeWeights(Generic[L]):
+class MoeWeights(Generic[L, X]):
     """Weights of a mixture of experts.
 
     Attributes:
         router: [E, hidden_size] float32, as its placement keeps it.
         router_bias: [E] float32; None without one.
         select_bias: [E] float32; None without one.
-        experts: E of them.
+        experts: E of them, as their placement keeps them.
         shared: the expert of all tokens, if there is one.
         shared_gate: [1, hidden_size] float32, as the router; None if the shared expert has none.
     """
@@ -125,13 +159,13 @@ class MoeWeights(Generic[L]):
     router: Tensor
     router_bias: Tensor | None
     select_bias: Tensor | None
-    experts: list[MlpWeights[L]]
+    experts: X
     shared: MlpWeights[L] | None
     shared_gate: Tensor | None
 
 
 @dataclass(frozen=True, slots=True)
-class LayerWeights(Generic[L]):
+class LayerWeights(Generic[L, X]):
     """One layer's weights; norms are None if its spec does not have them.
 
     Attributes:
@@ -146,7 +180,7 @@ class LayerWeights(Generic[L]):
     out: L
     attention_post_norm: NormWeights | None
     mlp_norm: NormWeights | None
-    mlp: MlpWeights[L] | MoeWeights[L]
+    mlp: MlpWeights[L] | MoeWeights[L, X]
     mlp_post_norm: NormWeights | None
 
     @property
@@ -157,11 +191,11 @@ class LayerWeights(Generic[L]):
 
 
 @dataclass(frozen=True, slots=True)
-class ModelWeights(Generic[L]):
+class ModelWeights(Generic[L, X]):
     """All weights of a model, placed for its decoder."""
 
     embedding: Tensor
-    layers: list[LayerWeights[L]]
+    layers: list[LayerWeights[L, X]]
     norm: NormWeights
     head: L
 
@@ -169,10 +203,10 @@ class ModelWeights(Generic[L]):
 def load_weights(
     checkpoint: Checkpoint,
     spec: ModelSpec,
-    placement: WeightPlacement[L],
+    placement: WeightPlacement[L, X],
     progress: Progress,
     device: torch.device | str = "cpu",
-) -> ModelWeights[L]:
+) -> ModelWeights[L, X]:
     """Read all weights of a model.
 
     Args:
@@ -188,7 +222,7 @@ def load_weights(
     stored = open_weights(checkpoint, spec, weight_shapes(spec), device)
     reader = _LayerReader(checkpoint, spec, stored, placement)
 
-    layers: list[LayerWeights[L]] = []
+    layers: list[LayerWeights[L, X]] = []
     # Reading is bound by dequantisation in numpy, one core per tensor.
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
         embedding = pool.submit(lambda: placement.table(stored.read("model.embed_tokens.weight")))
@@ -305,7 +339,7 @@ def _name(spec: ModelSpec, index: int, slot: str) -> str:
     return f"model.layers.{index}.{family_of(spec).tensors[slot][0].format(expert)}"
 
 
-class _LayerReader(Generic[L]):
+class _LayerReader(Generic[L, X]):
     """Reads the layers of a checkpoint, from several threads.
 
     Args:
@@ -320,7 +354,7 @@ class _LayerReader(Generic[L]):
         checkpoint: Checkpoint,
         spec: ModelSpec,
         stored: Weights,
-        placement: WeightPlacement[L],
+        placement: WeightPlacement[L, X],
     ) -> None:
         self._spec = spec
         self._stored = stored
@@ -331,7 +365,7 @@ class _LayerReader(Generic[L]):
         self._norm_offset = 1.0 if centered else 0.0
         self._adjacent = is_stored and checkpoint.format in family.rope_pairs
 
-    def layer(self, index: int) -> LayerWeights[L]:
+    def layer(self, index: int) -> LayerWeights[L, X]:
         slots = _slots(self._spec, index)
 
         def norm(slot: str) -> NormWeights | None:
@@ -340,13 +374,16 @@ class _LayerReader(Generic[L]):
             name, (_, has_bias) = _name(self._spec, index, slot), slots[slot]
             return self.norm(name, has_bias, self._order(index, slot))
 
-        def linear(*names: str) -> L:
+        def stored(*names: str) -> tuple[list[Matrix], list[Tensor]]:
             present = [name for name in names if name in slots]
             biases = [name for name in present if slots[name][1]]
-            return self._placement.linear(
+            return (
                 self._parts(index, slots, present, "weight", self._stored.read_matrix),
                 self._parts(index, slots, biases, "bias", self._stored.read),
             )
+
+        def linear(*names: str) -> L:
+            return self._placement.linear(*stored(*names))
 
         def router(slot: str) -> Tensor:
             name = _name(self._spec, index, slot)
@@ -359,16 +396,23 @@ class _LayerReader(Generic[L]):
             name = _name(self._spec, index, slot)
             return self._placement.norm(self._stored.read(f"{name}{suffix}"))
 
-        def mlp(prefix: str = "", suffix: str = "") -> MlpWeights[L]:
-            gate, up, down = (f"{prefix}{part}{suffix}" for part in ("gate", "up", "down"))
+        def mlp(prefix: str = "") -> MlpWeights[L]:
+            gate, up, down = (f"{prefix}{part}" for part in ("gate", "up", "down"))
             return MlpWeights(gate_up=linear(gate, up), down=linear(down))
 
-        def moe(spec: MoeSpec) -> MoeWeights[L]:
+        def expert(number: int) -> ExpertParts:
+            gate, up, down = (f"expert_{part}.{number}" for part in ("gate", "up", "down"))
+            (first, first_biases), (last, last_biases) = stored(gate, up), stored(down)
+            return ExpertParts(first, last, first_biases, last_biases)
+
+        def moe(spec: MoeSpec) -> MoeWeights[L, X]:
             return MoeWeights(
                 router=router("router"),
                 router_bias=vector("router", ".bias"),
                 select_bias=vector("select_bias"),
-                experts=[mlp("expert_", f".{expert}") for expert in range(spec.num_experts)],
+                experts=self._placement.experts(
+                    spec.num_experts, map(expert, range(spec.num_experts))
+                ),
                 shared=None if spec.shared is None else mlp("shared_"),
                 shared_gate=router("shared_score") if spec.shared_gate else None,
             )

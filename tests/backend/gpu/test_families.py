@@ -17,16 +17,23 @@ from transformers import (
     Gemma3TextConfig,
     GemmaConfig,
     Glm4Config,
+    Glm4MoeConfig,
     GraniteConfig,
+    GraniteMoeConfig,
+    GraniteMoeSharedConfig,
     LlamaConfig,
     Ministral3Config,
     MistralConfig,
+    MixtralConfig,
     NemotronConfig,
     Olmo2Config,
     Olmo3Config,
+    OlmoeConfig,
     Phi3Config,
     Qwen2Config,
+    Qwen2MoeConfig,
     Qwen3Config,
+    Qwen3MoeConfig,
     SeedOssConfig,
     SmolLM3Config,
     StableLmConfig,
@@ -64,6 +71,21 @@ YARN = {
     "llama_4_scaling_beta": 0.1,
 }
 CAPS = {"attn_logit_softcapping": 20.0, "final_logit_softcapping": 10.0}
+EXPERTS = {"num_experts": 16, "num_experts_per_tok": 4, "moe_intermediate_size": 128}
+SHARED = {"shared_expert_intermediate_size": 192, "decoder_sparse_step": 2}
+GROUPS = {
+    "n_routed_experts": 16,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 96,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+    "n_group": 4,
+    "topk_group": 2,
+    "routed_scaling_factor": 1.8,
+    "use_qk_norm": True,
+}
+LOCAL = {"num_local_experts": 8, "num_experts_per_tok": 2}
+
 ZERO_CENTERED = ("gemma", "gemma2", "gemma3", "nemotron")
 
 CONFIGS = {
@@ -101,14 +123,26 @@ CONFIGS = {
     "stablelm": StableLmConfig(**NO_RMS_HEADS, use_qkv_bias=True),
     "stablelm, parallel": StableLmConfig(**NO_RMS_HEADS, use_parallel_residual=True),
     "starcoder2": Starcoder2Config(**NO_RMS_HEADS | TIED, **WINDOW),
+    "mixtral": MixtralConfig(**SHAPE | LOCAL, sliding_window=None),
+    "qwen2_moe": Qwen2MoeConfig(**QWEN2 | EXPERTS | SHARED),
+    "qwen3_moe": Qwen3MoeConfig(**SHAPE | EXPERTS | PAD, norm_topk_prob=True),
+    "olmoe": OlmoeConfig(**QWEN2 | {"num_experts": 8, "num_experts_per_tok": 2}),
+    "granite_moe": GraniteMoeConfig(**QWEN2 | LOCAL | PAD),
+    "granite_moe, shared": GraniteMoeSharedConfig(
+        **QWEN2 | LOCAL | PAD, shared_intermediate_size=160
+    ),
+    "glm4_moe": Glm4MoeConfig(**SHAPE | GROUPS | PAD),
 }
+MIXTURES = {name for name, config in CONFIGS.items() if hasattr(config, "num_experts_per_tok")}
+"""Where values that are rounded the other way may choose another expert."""
 
 
 @pytest.fixture(scope="module", params=CONFIGS, ids=str)
 def made(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> tuple[Checkpoint, Any]:
-    """A checkpoint in bfloat16, and the same weights in float64."""
+) -> tuple[Checkpoint, Any, float]:
+    """A checkpoint in bfloat16, the same weights in float64, and the share of tokens whose logits
+    must agree."""
     config: transformers.PretrainedConfig = CONFIGS[request.param]
     norm_mean = 0.0 if request.param in ZERO_CENTERED else 1.0
     model = family.make(config, deviation=0.1, norm_mean=norm_mean).bfloat16()
@@ -120,14 +154,14 @@ def made(
                 parameter *= 0.25
     folder: Path = tmp_path_factory.mktemp("model")
     checkpoint = family.write_folder(model, folder)
-    return checkpoint, model.double()
+    return checkpoint, model.double(), 0.9 if request.param in MIXTURES else 1.0
 
 
 @pytest.mark.parametrize("batch_invariant", [False, True])
 def test_logits_of_chunks_are_those_of_transformers(
-    made: tuple[Checkpoint, Any], batch_invariant: bool
+    made: tuple[Checkpoint, Any, float], batch_invariant: bool
 ) -> None:
-    checkpoint, model = made
+    checkpoint, model, share = made
     decoder = make_model(checkpoint, torch.bfloat16, torch.device("cuda"), batch_invariant)
     logits, _ = run(decoder, EVERY_ROW)
     first = 0
@@ -136,16 +170,17 @@ def test_logits_of_chunks_are_those_of_transformers(
         expected = family.reference_logits(model, tokens)
         ours = logits[first : first + end].double().cpu()
         # bfloat16 rounds what goes through 4 layers; logits have a deviation of 1.6 or so.
-        torch.testing.assert_close(ours, expected, atol=0.15, rtol=0.03)
+        agree = torch.isclose(ours, expected, atol=0.15, rtol=0.03).all(1)
+        assert agree.double().mean() >= share
         first += end
 
 
 @pytest.mark.parametrize("num_prompts", [1, 2, 7])
 def test_decoding_keeps_to_the_most_probable_tokens(
-    made: tuple[Checkpoint, Any], num_prompts: int
+    made: tuple[Checkpoint, Any, float], num_prompts: int
 ) -> None:
     """One and two sequences take the kernel that rotates by itself, more of them the other one."""
-    checkpoint, model = made
+    checkpoint, model, share = made
     config = EngineConfig(
         model=str(checkpoint.path), device="cuda", num_blocks=256, max_num_seqs=8, max_model_len=128
     )
@@ -159,4 +194,4 @@ def test_decoding_keeps_to_the_most_probable_tokens(
         logits = family.reference_logits(model, text)[len(prompt) - 1 : -1]
         chosen = logits.gather(1, torch.tensor(outputs[index])[:, None]).squeeze(1)
         gaps = logits.amax(1) - chosen
-        assert gaps.max() < 0.3, gaps
+        assert gaps.quantile(share) < 0.3, gaps

@@ -141,6 +141,7 @@ template <typename T, int N>
 __device__ void wgmma(Sum<T> (&acc)[N / 2], unsigned long long a, unsigned long long b, bool add);
 
 // The operands %0 to %<n - 1>, and the accumulators bound to them: C is "+f" or "+r".
+#define PRODUCT_ACC_TO_4(C) C(acc[0]), C(acc[1]), C(acc[2]), C(acc[3])
 #define PRODUCT_ACC_8(C, i)                                                   \
     C(acc[i]), C(acc[i + 1]), C(acc[i + 2]), C(acc[i + 3]), C(acc[i + 4]), \
         C(acc[i + 5]), C(acc[i + 6]), C(acc[i + 7])
@@ -160,6 +161,7 @@ __device__ void wgmma(Sum<T> (&acc)[N / 2], unsigned long long a, unsigned long 
 #define PRODUCT_ACC_TO_112(C) PRODUCT_ACC_TO_104(C), PRODUCT_ACC_8(C, 104)
 #define PRODUCT_ACC_TO_120(C) PRODUCT_ACC_TO_112(C), PRODUCT_ACC_8(C, 112)
 #define PRODUCT_ACC_TO_128(C) PRODUCT_ACC_TO_120(C), PRODUCT_ACC_8(C, 120)
+#define PRODUCT_TO_4 "%0, %1, %2, %3"
 #define PRODUCT_TO_8 "%0, %1, %2, %3, %4, %5, %6, %7"
 #define PRODUCT_TO_16 PRODUCT_TO_8 ", %8, %9, %10, %11, %12, %13, %14, %15"
 #define PRODUCT_TO_24 PRODUCT_TO_16 ", %16, %17, %18, %19, %20, %21, %22, %23"
@@ -195,6 +197,8 @@ __device__ void wgmma(Sum<T> (&acc)[N / 2], unsigned long long a, unsigned long 
     PRODUCT_MULTIPLY_AS(Fp8, "k32", "f32", "+f", "e4m3", ", 1, 1", N, HALF, A, B, ADD)            \
     PRODUCT_MULTIPLY_AS(Int8, "k32", "s32", "+r", "s8", "", N, HALF, A, B, ADD)
 
+PRODUCT_MULTIPLY(8, 4, 4, 5, 6)
+PRODUCT_MULTIPLY(16, 8, 8, 9, 10)
 PRODUCT_MULTIPLY(32, 16, 16, 17, 18)
 PRODUCT_MULTIPLY(48, 24, 24, 25, 26)
 PRODUCT_MULTIPLY(64, 32, 32, 33, 34)

@@ -35,7 +35,7 @@ class TestGlm4Moe(family.Suite):
         "groups": EXPERTS | {"n_group": 4, "topk_group": 2, "first_k_dense_replace": 0},
     }
     architecture = "glm4moe"
-    on_gpu = False
+    on_gpu = True
 
     def metadata(self, config: Any) -> dict[str, Any]:
         return {

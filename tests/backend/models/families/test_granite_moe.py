@@ -23,7 +23,7 @@ class TestGraniteMoe(family.Suite):
     config = GraniteMoeConfig
     variants: ClassVar = {"scaled": SCALED}
     architecture = "granitemoe"
-    on_gpu = False
+    on_gpu = True
 
     def metadata(self, config: Any) -> dict[str, Any]:
         return {

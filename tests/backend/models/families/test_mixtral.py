@@ -20,7 +20,7 @@ class TestMixtral(family.Suite):
         "window": EXPERTS | {"sliding_window": family.WINDOW},
     }
     architecture = "llama"
-    on_gpu = False
+    on_gpu = True
 
     def metadata(self, config: Any) -> dict[str, Any]:
         found = {

@@ -25,7 +25,7 @@ class TestQwen2Moe(family.Suite):
         | {"use_sliding_window": True, "sliding_window": family.WINDOW, "max_window_layers": 3},
     }
     architecture = "qwen2moe"
-    on_gpu = False
+    on_gpu = True
 
     def metadata(self, config: Any) -> dict[str, Any]:
         found = {

@@ -29,7 +29,7 @@ class TestQwen3Moe(family.Suite):
         "biased": EXPERTS | {"attention_bias": True, "tie_word_embeddings": True},
     }
     architecture = "qwen3moe"
-    on_gpu = False
+    on_gpu = True
 
     def metadata(self, config: Any) -> dict[str, Any]:
         # llama.cpp's converter does not write expert_weights_norm; without it, they are normalised.

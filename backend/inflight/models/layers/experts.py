@@ -1,0 +1,262 @@
+"""A mixture of experts on a GPU.
+
+Shapes: T valid tokens, in buffers with more rows; E experts, k experts per token, d columns of the
+residual stream, w of an expert's inner layer.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from inflight.models.layers.linear import INVARIANT_ROWS, CudaWeight
+from inflight.models.quantization.unquantized_cuda import CudaLinear
+from inflight.models.spec import Activation, MoeSpec
+from inflight_kernels.ops import moe
+from inflight_kernels.ops.linear.operands import Input, Operand
+from inflight_kernels.ops.linear.scaled_rows import ScaledRows, quantize_rows
+from inflight_kernels.torch_ops.moe import Routing
+
+GATES: dict[Activation, int] = {"silu": moe.SILU, "clamped_swiglu": moe.CLAMPED}
+"""Gates of experts that products compute."""
+
+_MAX_ROUTER_PARTS = 3
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CudaExperts:
+    """Weights of all experts of a layer, as `moe.product` takes them.
+
+    Attributes:
+        gate_up: [E, 2 * w, d], rows of gate and up by turns.
+        down: [E, d, w].
+        gate_up_bias, down_bias: [E, 2 * w] and [E, d]; None without biases.
+    """
+
+    gate_up: Operand
+    down: Operand
+    gate_up_bias: Tensor | None
+    down_bias: Tensor | None
+
+    @property
+    def values_dtype(self) -> torch.dtype:
+        """Of the weights."""
+        return (
+            self.gate_up.values.dtype
+            if isinstance(self.gate_up, ScaledRows)
+            else self.gate_up.dtype
+        )
+
+
+def router_parts(weight: Tensor, dtype: torch.dtype) -> Tensor:
+    """A router's weight [n, d] in float32 as a sum of matrices in `dtype`, one below the other.
+
+    A weight that was stored in bfloat16 is one of them, and three have all 24 bits of float32. A
+    product of bfloat16 with each, in float32, is as exact as one with the weight.
+
+    Returns:
+        [parts * n, d].
+    """
+    parts = [weight.to(dtype)]
+    if weight.is_meta:
+        return parts[0]
+    rest = weight - parts[0].float()
+    while len(parts) < _MAX_ROUTER_PARTS and rest.any():
+        parts.append(rest.to(dtype))
+        rest = rest - parts[-1].float()
+    return torch.cat(parts)
+
+
+def alternating(gate_up: Tensor) -> Tensor:
+    """Rows of gate above those of up [2 * w, ...] -> by turns, as `moe.product` takes them."""
+    count = len(gate_up) // (2 * moe.GATE_ROWS)
+    parts = gate_up.view(2, count, moe.GATE_ROWS, *gate_up.shape[1:])
+    return parts.transpose(0, 1).reshape(gate_up.shape)
+
+
+class MoeMemory:
+    """Memory of the mixtures of experts of one model, shared by its layers.
+
+    Args:
+        moe_spec: of its layers.
+        hidden_size: d.
+        num_rows: maximum T.
+        dtype: of activations.
+        weights: of the experts' weights.
+        device: the GPU.
+    """
+
+    def __init__(
+        self,
+        moe_spec: MoeSpec,
+        hidden_size: int,
+        num_rows: int,
+        dtype: torch.dtype,
+        weights: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        width, top_k = moe_spec.expert.width, moe_spec.top_k
+
+        def rows(count: int, columns: int) -> Tensor:
+            return torch.zeros(count, columns, dtype=dtype, device=device)
+
+        columns = _MAX_ROUTER_PARTS * (moe_spec.num_experts + moe_spec.shared_gate)
+        self._logits = torch.zeros(num_rows * columns, device=device)
+        self.routed = moe.Routed(num_rows, moe_spec.num_experts, top_k, device)
+        self.inner = rows(num_rows * top_k, width)
+        # Rows of x by expert, then those of the experts' outputs.
+        self.outer = rows(num_rows * top_k, hidden_size)
+        self.x: ScaledRows | None = None
+        self.gathered: Operand = self.outer
+        self.inner_quantized: ScaledRows | None = None
+        if weights.itemsize == 1:
+            self.x = ScaledRows.empty(num_rows, hidden_size, device, weights)
+            self.gathered = ScaledRows.empty(num_rows * top_k, hidden_size, device, weights)
+            self.inner_quantized = ScaledRows.empty(num_rows * top_k, width, device, weights)
+        shared = moe_spec.shared
+        self.shared_gate_up = rows(num_rows if shared else 0, 2 * shared.width if shared else 0)
+        self.shared_gated = rows(num_rows if shared else 0, shared.width if shared else 0)
+        self.shared = rows(num_rows if shared else 0, hidden_size)
+        self._num_rows = num_rows
+
+    def logits(self, columns: int) -> Tensor:
+        """[num_rows, columns] float32."""
+        return self._logits[: self._num_rows * columns].view(self._num_rows, columns)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SharedExpert:
+    """The expert of all tokens.
+
+    Attributes:
+        gate_up, down: its layers.
+        gate: [1, d] float32, of its output; None without one.
+    """
+
+    gate_up: CudaWeight
+    down: CudaWeight
+    gate: Tensor | None
+
+
+class CudaMoe:
+    """A mixture of experts as the linear layer that ends a sublayer: from the norm of the residual
+    stream to what is added to it.
+
+    Args:
+        moe_spec: of the layer.
+        router: [E, d] float32.
+        router_bias, select_bias: [E] float32; None without them.
+        experts: of the layer.
+        shared: the expert of all tokens, if there is one.
+        memory: for the layer's experts and tokens.
+        batch_invariant: see `CudaLinear`.
+    """
+
+    def __init__(
+        self,
+        moe_spec: MoeSpec,
+        router: Tensor,
+        router_bias: Tensor | None,
+        select_bias: Tensor | None,
+        experts: CudaExperts,
+        shared: SharedExpert | None,
+        memory: MoeMemory,
+        batch_invariant: bool,
+    ) -> None:
+        gate = None if shared is None else shared.gate
+        rows = router if gate is None else torch.cat([router, gate])
+        parts = router_parts(rows, memory.outer.dtype)
+        self._scores = CudaLinear(parts, None, batch_invariant)
+        self._router = moe.Router(
+            Routing(
+                moe_spec.top_k,
+                moe_spec.renormalize,
+                moe_spec.score,
+                moe_spec.num_groups,
+                moe_spec.top_groups,
+                moe_spec.routing_scale,
+            ),
+            moe_spec.num_experts,
+            len(parts) // len(rows),
+            router_bias,
+            select_bias,
+            gate is not None,
+        )
+        self._gate = GATES[moe_spec.expert.activation]
+        self._experts = experts
+        self._shared = shared
+        self._memory = memory
+
+    def input_rows(self, num_tokens: int) -> None:
+        return None
+
+    def norms(self, num_tokens: int) -> bool:
+        return False
+
+    def product(self, x: Input, out: Tensor, num_tokens: int) -> None:
+        self._run(x, out[:num_tokens], adds=False)
+
+    def add(self, x: Input, total: Tensor, num_tokens: int) -> None:
+        self._run(x, total[:num_tokens], adds=True)
+
+    def gated(self, x: Input, gate_up: Tensor, out: Tensor, num_tokens: int) -> None:
+        raise NotImplementedError("a mixture of experts has gates of its own")
+
+    def _run(self, x: Input, total: Tensor, *, adds: bool) -> None:
+        assert isinstance(x, Tensor), "experts quantise their input themselves, for the router"
+        memory, experts, num_tokens = self._memory, self._experts, len(total)
+        logits = memory.logits(self._router.columns)
+        self._scores.product(x, logits, num_tokens)
+        shared = self._run_shared(x, num_tokens)
+        tile = moe.tile_of(
+            num_tokens, self._router.num_experts, memory.routed.top_k, experts.values_dtype
+        )
+        moe.route(logits[:num_tokens], self._router, memory.routed, tile=tile, pdl=True)
+        rows: Operand = x[:num_tokens]
+        if memory.x is not None:
+            quantized = memory.x.first(num_tokens)
+            quantize_rows(x[:num_tokens], out=quantized, pdl=True)
+            rows = quantized
+        if num_tokens > 1:
+            moe.gather(rows, memory.routed, num_tokens=num_tokens, out=memory.gathered, pdl=True)
+            rows = memory.gathered
+        self._multiply(
+            rows, experts.gate_up, experts.gate_up_bias, memory.inner, num_tokens, self._gate
+        )
+        inner: Operand = memory.inner
+        if memory.inner_quantized is not None:
+            num_rows = num_tokens * memory.routed.top_k
+            quantize_rows(
+                memory.inner[:num_rows], out=memory.inner_quantized.first(num_rows), pdl=True
+            )
+            inner = memory.inner_quantized
+        self._multiply(inner, experts.down, experts.down_bias, memory.outer, num_tokens, moe.PLAIN)
+        moe.sum_of_experts(memory.outer, memory.routed, shared, total=total, adds=adds, pdl=True)
+
+    def _multiply(
+        self,
+        x: Operand,
+        weight: Operand,
+        bias: Tensor | None,
+        out: Tensor,
+        num_tokens: int,
+        gate: int,
+    ) -> None:
+        routed = self._memory.routed
+        moe.product(x, weight, bias, routed, num_tokens=num_tokens, out=out, gate=gate, pdl=True)
+
+    def _run_shared(self, x: Tensor, num_tokens: int) -> Tensor | None:
+        """[T, d] of the shared expert."""
+        if self._shared is None:
+            return None
+        memory = self._memory
+        self._shared.gate_up.gated(x, memory.shared_gate_up, memory.shared_gated, num_tokens)
+        self._shared.down.product(memory.shared_gated, memory.shared, num_tokens)
+        return memory.shared[:num_tokens]
+
+
+def whole_tiles(num_rows: int) -> int:
+    """Rows of a buffer for so many tokens: a multiple of INVARIANT_ROWS."""
+    return -(-num_rows // INVARIANT_ROWS) * INVARIANT_ROWS

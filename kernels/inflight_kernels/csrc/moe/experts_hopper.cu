@@ -1,0 +1,306 @@
+// Products of rows, sorted by expert, with the weight of their expert, with Hopper's wgmma and TMA.
+//
+// A tile is up to TOKENS rows of one expert by ROWS rows of its weight. The weight is on the side of
+// wgmma that has 64 rows, so that an expert with few rows wastes no products. In a block, a
+// producer warp keeps a ring of stages in shared memory full, across the ends of tiles, and GROUPS
+// consumer warpgroups multiply from it, 64 rows of the weight each. Blocks iterate over the list of
+// tiles: a skewed routing makes the list longer, not a block's share. In a PAIR, a cluster of two
+// blocks has the same rows of x, of which each block loads half and multicasts it to both.
+#include "linear/gemm_hopper.cuh"
+#include "moe/tile.cuh"
+
+namespace experts {
+
+using namespace gemm;  // cluster operations
+
+constexpr int PRODUCER_REGISTERS = 40, CONSUMER_REGISTERS = 232;
+
+// What becomes of the rows of a weight: as they are, or 8 rows of gate and 8 of up by turns.
+constexpr int PLAIN = 0, SILU = 1, CLAMPED = 2;
+
+// Rows of x whose sums pass through shared memory at once, and columns of a consumer's sums there.
+template <int TOKENS>
+constexpr int CHUNK = TOKENS < 64 ? TOKENS : 64;
+template <int GATE>
+constexpr int GROUP_COLUMNS = GATE == PLAIN ? 64 : 32;
+
+// The gate of gpt-oss (arXiv:2508.10925).
+__device__ inline float clamped_swiglu(float gate, float up) {
+    gate = fminf(gate, 7.0f);
+    up = fminf(fmaxf(up, -7.0f), 7.0f);
+    return __fdividef(gate, 1.0f + __expf(-1.702f * gate)) * (up + 1.0f);
+}
+
+template <int GATE>
+__device__ float gate_of(float gate, float up) {
+    return GATE == CLAMPED ? clamped_swiglu(gate, up) : silu_mul(gate, up);
+}
+
+// Store 8 x 8 matrices of 16 bits transposed. Lane l has, of each, row l / 4 and columns l % 4 * 2
+// and the next; `row` is where lane l % 8 has a row of the result, of matrix l / 8.
+__device__ inline void store_transposed(void* row, unsigned matrix) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x1.trans.shared.b16 [%0], {%1};" ::"r"(
+                     shared_address(row)),
+                 "r"(matrix)
+                 : "memory");
+}
+
+__device__ inline void store_transposed(void* row, unsigned first, unsigned second) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [%0], {%1, %2};" ::"r"(
+                     shared_address(row)),
+                 "r"(first), "r"(second)
+                 : "memory");
+}
+
+__device__ inline void sync_group(int group) {
+    asm volatile("bar.sync %0, 128;" ::"r"(1 + group) : "memory");
+}
+
+struct Operands {
+    const float* row_scales;    // of x's rows, or null
+    const float* weight_scales; // [num_experts * n], or null
+    const void* bias;           // [num_experts * n], or null
+    const Tile* tiles;
+    const int* num_tiles;
+    int n, k;      // of an expert's weight
+    int first_row; // rows of x: -1 as in tiles, otherwise this one for all tiles
+    int is_history;  // whether the plan is history, see pdl_launch_dependents
+};
+
+// In: type of x and weight.
+template <typename In, typename T, int TOKENS, int ROWS, int GROUPS, int STAGES, int GATE, bool PAIR>
+__device__ __forceinline__ void mainloop(const TensorMap& x, const TensorMap& weight,
+                                         const Operands& at, T* out) {
+    constexpr bool SCALED = sizeof(In) == 1;
+    constexpr int DEPTH = STAGE_DEPTH<In>;
+    constexpr int STAGE = (TOKENS + ROWS) * DEPTH;
+    constexpr int COLUMNS = GROUP_COLUMNS<GATE>, STRIDE = COLUMNS + 8, PARTS = TOKENS / 8;
+    constexpr int SHARES = PAIR ? 2 : 1;
+
+    extern __shared__ char memory[];
+    In* const ring = reinterpret_cast<In*>(memory + (-shared_address(memory) & 1023));
+    T* const staging = reinterpret_cast<T*>(ring + STAGES * STAGE);
+    Barrier* const full = reinterpret_cast<Barrier*>(staging + GROUPS * CHUNK<TOKENS> * STRIDE);
+    Barrier* const empty = full + STAGES;
+
+    const int rank = PAIR ? rank_in_cluster() : 0;
+    // Read from a lane, so that the compiler knows that warps do not diverge.
+    const int lane = threadIdx.x % 32, warp = __shfl_sync(FULL_WARP, threadIdx.x / 32, 0);
+    if (threadIdx.x == 0) {
+        for (int s = 0; s < STAGES; s++) {
+            init_barrier(full + s, 1);
+            init_barrier(empty + s, SHARES * GROUPS * 4);
+        }
+        fence_barrier_init();
+    }
+    if (PAIR)
+        cluster_sync();
+    else
+        __syncthreads();
+
+    const int steps = (at.k + DEPTH - 1) / DEPTH;
+    const int row_tiles = (at.n + SHARES * ROWS - 1) / (SHARES * ROWS);
+    const int first_unit = blockIdx.x / SHARES, next_unit = gridDim.x / SHARES;
+
+    if (warp >= GROUPS * 4) {
+        if (GROUPS > 1) warpgroup_reg_dealloc<PRODUCER_REGISTERS>();
+        if (warp != GROUPS * 4 || lane != 0) return;
+        prefetch_tensor_map(&weight);
+        prefetch_tensor_map(&x);
+        if (!at.is_history) pdl_wait();
+        const int units = load_l2(at.num_tiles) * row_tiles;
+        const auto copy_weight = [&](int slot, const Tile& tile, int unit, int step) {
+            const int row = (unit % row_tiles * SHARES + rank) * ROWS;
+            tma_load(ring + slot * STAGE, &weight, tile.expert * at.n + row, step * DEPTH,
+                     full + slot);
+        };
+        const auto copy_x = [&](int slot, const Tile& tile, int step) {
+            In* const target = ring + slot * STAGE + ROWS * DEPTH;
+            const int row = at.first_row < 0 ? tile.first : at.first_row;
+            if constexpr (PAIR)
+                tma_load_multicast(target + rank * (TOKENS / 2) * DEPTH, &x,
+                                   row + rank * (TOKENS / 2), step * DEPTH, full + slot);
+            else
+                tma_load(target, &x, row, step * DEPTH, full + slot);
+        };
+        int slot = 0, parity = 0, step = 0;
+        Tile tile = {};
+        if (first_unit < units) {
+            tile = load_l2(at.tiles + first_unit / row_tiles);
+            // No kernel writes weights: they may be fetched before the preceding kernel has ended.
+            const int ahead = min(STAGES, steps);
+            for (int s = 0; s < ahead; s++) {
+                arrive_expect_tx(full + s, STAGE * static_cast<int>(sizeof(In)));
+                copy_weight(s, tile, first_unit, s);
+            }
+            if (at.is_history) pdl_wait();
+            pdl_launch_dependents();
+            for (int s = 0; s < ahead; s++) copy_x(s, tile, s);
+            slot = ahead % STAGES;
+            parity = ahead / STAGES;
+            step = ahead;
+        }
+        for (int unit = first_unit; unit < units; unit += next_unit, step = 0) {
+            Tile next = {};
+            if (unit + next_unit < units) next = load_l2(at.tiles + (unit + next_unit) / row_tiles);
+            for (; step < steps; step++) {
+                barrier_wait(empty + slot, parity ^ 1);
+                arrive_expect_tx(full + slot, STAGE * static_cast<int>(sizeof(In)));
+                copy_weight(slot, tile, unit, step);
+                copy_x(slot, tile, step);
+                if (++slot == STAGES) {
+                    slot = 0;
+                    parity ^= 1;
+                }
+            }
+            tile = next;
+        }
+        // A block must not exit before the other one has arrived at its barriers.
+        for (int s = 0; PAIR && s < STAGES; s++) {
+            barrier_wait(empty + slot, parity ^ 1);
+            if (++slot == STAGES) {
+                slot = 0;
+                parity ^= 1;
+            }
+        }
+        return;
+    }
+
+    if (GROUPS > 1) warpgroup_reg_alloc<CONSUMER_REGISTERS>();
+    pdl_wait();
+    const int group = warp / 4, g = lane / 4, q = lane % 4, thread = threadIdx.x % 128;
+    const int units = load_l2(at.num_tiles) * row_tiles;
+    const int width = GATE == PLAIN ? at.n : at.n / 2;  // of out
+    const unsigned long long rows = smem_descriptor(ring + group * 64 * DEPTH);
+    const unsigned long long tokens = smem_descriptor(ring + ROWS * DEPTH);
+    T* const staged = staging + group * CHUNK<TOKENS> * STRIDE;
+    const auto release = [&](int slot) {
+        if constexpr (PAIR) {
+            if (lane < 2) arrive_at(empty + slot, lane);
+        } else {
+            if (lane == 0) arrive_at(empty + slot, 0);
+        }
+    };
+    int slot = 0, parity = 0;
+    for (int unit = first_unit; unit < units; unit += next_unit) {
+        const Tile tile = load_l2(at.tiles + unit / row_tiles);
+        const int tile_row = (unit % row_tiles * SHARES + rank) * ROWS;
+        // Of this thread's two rows.
+        const int row = tile_row + group * 64 + warp % 4 * 16 + g;
+        float added[2] = {}, scale[2] = {};
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+            const int place = tile.expert * at.n + min(row + 8 * i, at.n - 1);
+            if (at.bias) added[i] = static_cast<float>(static_cast<const T*>(at.bias)[place]);
+            if (SCALED) scale[i] = __ldg(at.weight_scales + place);
+        }
+        Sum<In> acc[TOKENS / 2];
+        float promoted[SCALED ? TOKENS / 2 : 1] = {};
+        float(*found)[TOKENS / 2];  // either of them
+        // The product of a range of columns -> acc.
+        const auto multiply = [&](int first_step, int last_step) {
+            int before = 0;
+            for (int step = first_step; step < last_step; step++) {
+                barrier_wait(full + slot, parity);
+                const int offset = slot * (STAGE * static_cast<int>(sizeof(In)) / 16);
+                wgmma_fence();
+#pragma unroll
+                for (int d = 0; d < 4; d++)
+                    wgmma<In, TOKENS>(acc, rows + offset + 2 * d, tokens + offset + 2 * d,
+                                      step != first_step || d != 0);
+                wgmma_commit();
+                if (step != first_step) {
+                    wgmma_wait<1>();
+                    release(before);
+                }
+                before = slot;
+                if (++slot == STAGES) {
+                    slot = 0;
+                    parity ^= 1;
+                }
+            }
+            wgmma_wait<0>();
+            fence_operand(acc);
+            release(before);
+        };
+        if constexpr (SCALED) {
+#pragma unroll
+            for (int i = 0; i < TOKENS / 2; i++) acc[i] = 0;
+            fence_operand(acc);
+            for (int step = 0; step < steps; step += PROMOTED_STAGES) {
+                multiply(step, min(step + PROMOTED_STAGES, steps));
+#pragma unroll
+                for (int i = 0; i < TOKENS / 2; i++) promoted[i] += static_cast<float>(acc[i]);
+            }
+            found = &promoted;
+        } else {
+            multiply(0, steps);
+            found = &acc;
+        }
+        float(&sums)[TOKENS / 2] = *found;
+
+        const int first_column = (GATE == PLAIN ? tile_row : tile_row / 2) + group * COLUMNS;
+        // Of a tile with fewer than 64 rows, the others are those of the next one.
+        constexpr int VALID = ROWS >= 64 ? COLUMNS : (GATE == PLAIN ? ROWS : ROWS / 2);
+#pragma unroll
+        for (int from = 0; from < TOKENS; from += CHUNK<TOKENS>) {
+            if (from >= tile.count) continue;
+#pragma unroll
+            for (int j = from / 8; j < (from + CHUNK<TOKENS>) / 8; j++) {
+                float* const v = sums + 4 * j;  // both tokens of one row, then of the other one
+                if constexpr (SCALED) {
+#pragma unroll
+                    for (int i = 0; i < 2; i++) {
+                        const int token = min(8 * j + 2 * q + i, tile.count - 1);
+                        const int place = at.first_row < 0 ? tile.first + token : at.first_row;
+                        const float factor = load_l2(at.row_scales + place);
+                        v[i] *= factor * scale[0];
+                        v[2 + i] *= factor * scale[1];
+                    }
+                }
+#pragma unroll
+                for (int i = 0; i < 4; i++) v[i] += added[i / 2];
+                T* const place = staged + (8 * j - from + lane % 8) * STRIDE;
+                if constexpr (GATE == PLAIN) {
+                    store_transposed(place + warp % 4 * 16 + lane / 8 % 2 * 8, Word<T>::pack(v),
+                                     Word<T>::pack(v + 2));
+                } else {
+                    const float gated[2] = {gate_of<GATE>(v[0], v[2]), gate_of<GATE>(v[1], v[3])};
+                    store_transposed(place + warp % 4 * 8, Word<T>::pack(gated));
+                }
+            }
+            sync_group(group);
+            constexpr int VECTORS = COLUMNS / 8;
+            for (int i = thread; i < CHUNK<TOKENS> * VECTORS; i += 128) {
+                const int token = i / VECTORS, column = i % VECTORS * 8;
+                if (from + token < tile.count && column < VALID && first_column + column < width)
+                    store_vector(out + static_cast<long long>(tile.first + from + token) * width +
+                                     first_column + column,
+                                 load_vector(staged + token * STRIDE + column));
+            }
+            sync_group(group);
+        }
+    }
+}
+
+}  // namespace experts
+
+// out[rows, n'] = epilogue(x[rows, k] @ weight[expert of the row, n, k]^T), k a multiple of 8.
+// Epilogue: + bias; GATE as above, n' = n / 2 with one, a multiple of 8. Boxes of the maps, of 128
+// bytes a row: TOKENS rows of x, half as many of a PAIR, and ROWS of all weights, [experts * n, k].
+// Threads: GROUPS + 1 warpgroups. Dynamic shared memory: 1024 + STAGES * ((TOKENS + ROWS) * 128 + 16)
+// + GROUPS * CHUNK * (GROUP_COLUMNS + 8) * 2 bytes.
+#define EXPERTS_KERNEL(NAME, CLUSTER, PAIR)                                                        \
+    template <typename In, typename T, int TOKENS, int ROWS, int GROUPS, int STAGES, int GATE>     \
+    __global__ void CLUSTER __launch_bounds__(128 * (GROUPS + 1), 1)                               \
+        NAME(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap weight,        \
+             const float* row_scales, const float* weight_scales, const T* bias,                   \
+             const Tile* tiles, const int* num_tiles, T* out, int n, int k, int first_row,         \
+             int is_history) {                                                                     \
+        const experts::Operands at = {row_scales, weight_scales, bias,      tiles,     num_tiles,  \
+                                      n,          k,             first_row, is_history};           \
+        experts::mainloop<In, T, TOKENS, ROWS, GROUPS, STAGES, GATE, PAIR>(x, weight, at, out);    \
+    }
+EXPERTS_KERNEL(experts_product, , false)
+EXPERTS_KERNEL(experts_product_pairs, __cluster_dims__(2, 1, 1), true)
+#undef EXPERTS_KERNEL

@@ -1,0 +1,286 @@
+// The experts of each token, and the plan of the experts' products.
+//
+// Rows of the products are sorted by expert, then by token. Ranks are counted in bit masks of
+// tokens, so that nothing depends on the order in which blocks run.
+#include "common.cuh"
+#include "moe/tile.cuh"
+
+constexpr int BLOCK_TOKENS = 32;  // bits of a mask
+// As torch_ops.moe.Routing has them.
+constexpr int SIGMOID = 1, RENORMALIZE = 2;
+
+constexpr float LOWEST = -3.402823466e38f;
+
+// Floats in the order of these keys, none of which is 0. NaN has a place as well.
+__device__ inline unsigned key_of(float value) {
+    const unsigned bits = __float_as_uint(value + 0.0f);  // of -0 the key of 0
+    return max(bits & 0x80000000u ? ~bits : bits | 0x80000000u, 1u);
+}
+
+// The lowest `index` of the lanes with the highest key; all lanes have the result.
+__device__ inline int first_of_highest(unsigned key, int index) {
+#if __CUDA_ARCH__ >= 800
+    const unsigned highest = __reduce_max_sync(FULL_WARP, key);
+    return __reduce_min_sync(FULL_WARP, key == highest ? index : 0x7fffffff);
+#else
+    return 0;
+#endif
+}
+
+// Which groups a token's experts are in: those with the highest sums of their two highest ranks, as
+// bits. `ranks` [num_experts] in shared memory.
+__device__ inline unsigned chosen_groups(const float* ranks, int num_experts, int num_groups,
+                                         int top_groups) {
+    const int lane = threadIdx.x % 32, size = num_experts / num_groups;
+    unsigned key = 0;
+    if (lane < num_groups) {
+        float first = LOWEST, second = LOWEST;
+        for (int i = 0; i < size; i++) {
+            const float rank = ranks[lane * size + i];
+            second = fmaxf(second, fminf(first, rank));
+            first = fmaxf(first, rank);
+        }
+        key = key_of(size > 1 ? first + second : first);
+    }
+    unsigned chosen = 0;
+    for (int i = 0; i < top_groups; i++) {
+        const int group = first_of_highest(key, lane);
+        chosen |= 1u << group;
+        if (lane == group) key = 0;
+    }
+    return chosen;
+}
+
+// A token's experts, by one warp: lane r has the r-th expert and its weight.
+template <int PER_LANE>
+__device__ int choose(const float* logits, const RouterParams& router, float* ranks, float& weight) {
+    const int lane = threadIdx.x % 32, num_experts = router.num_experts;
+    float score[PER_LANE], rank[PER_LANE], largest = LOWEST;
+#pragma unroll
+    for (int i = 0; i < PER_LANE; i++) {
+        const int expert = lane + 32 * i;
+        score[i] = router.bias && expert < num_experts ? router.bias[expert] : 0.0f;
+    }
+#pragma unroll 1
+    for (int part = 0; part < router.parts; part++) {
+        float more[PER_LANE];  // all loads before the first use
+#pragma unroll
+        for (int i = 0; i < PER_LANE; i++) {
+            const int expert = lane + 32 * i;
+            more[i] = expert < num_experts ? load_l2(logits + part * router.rows + expert) : LOWEST;
+        }
+#pragma unroll
+        for (int i = 0; i < PER_LANE; i++) score[i] += more[i];
+    }
+#pragma unroll
+    for (int i = 0; i < PER_LANE; i++) {
+        rank[i] = score[i];
+        largest = fmaxf(largest, score[i]);
+    }
+    if (router.flags & SIGMOID) {
+#pragma unroll
+        for (int i = 0; i < PER_LANE; i++) rank[i] = score[i] = 1.0f / (1.0f + expf(-score[i]));
+    } else {
+        largest = warp_max(largest);
+        float sum = 0.0f;
+#pragma unroll
+        for (int i = 0; i < PER_LANE; i++) {
+            score[i] = expf(score[i] - largest);
+            sum += score[i];
+        }
+        sum = warp_sum(sum);
+#pragma unroll
+        for (int i = 0; i < PER_LANE; i++) score[i] /= sum;
+    }
+    unsigned key[PER_LANE];
+#pragma unroll
+    for (int i = 0; i < PER_LANE; i++) {
+        const int expert = lane + 32 * i;
+        if (router.select_bias && expert < num_experts)
+            rank[i] = score[i] + router.select_bias[expert];
+        key[i] = expert < num_experts ? key_of(rank[i]) : 0;
+    }
+    if (router.top_groups < router.num_groups) {
+#pragma unroll
+        for (int i = 0; i < PER_LANE; i++)
+            if (lane + 32 * i < num_experts) ranks[lane + 32 * i] = rank[i];
+        __syncwarp();
+        const unsigned chosen =
+            chosen_groups(ranks, num_experts, router.num_groups, router.top_groups);
+        const int size = num_experts / router.num_groups;
+#pragma unroll
+        for (int i = 0; i < PER_LANE; i++)
+            if (!(chosen >> min((lane + 32 * i) / size, 31) & 1)) key[i] = 0;
+        __syncwarp();
+    }
+
+    int own = 0;
+    weight = 0.0f;
+#pragma unroll 1
+    for (int r = 0; r < router.top_k; r++) {
+        unsigned highest = 0;
+        int index = 0x7ffffffe;
+#pragma unroll
+        for (int i = 0; i < PER_LANE; i++)
+            if (key[i] > highest) {
+                highest = key[i];
+                index = lane + 32 * i;
+            }
+        const int expert = first_of_highest(highest, index);
+        float found = 0.0f;
+#pragma unroll
+        for (int i = 0; i < PER_LANE; i++)
+            if (expert == lane + 32 * i) {
+                found = score[i];
+                key[i] = 0;
+            }
+        found = __shfl_sync(FULL_WARP, found, expert % 32);
+        if (lane == r) {
+            own = expert;
+            weight = found;
+        }
+    }
+    if (router.flags & RENORMALIZE) weight /= warp_sum(weight) + 1e-20f;
+    weight *= router.scale;
+    return own;
+}
+
+// Plan from the number of rows of each expert in each block of tokens: by one block of threads. If
+// there is one block of tokens, these numbers are those of bits in `masks`. `shared` has an int for
+// each thread, and two for each expert: the first of these become the first row of each expert.
+__device__ inline int* make_plan(const Plan& plan, const unsigned* masks, int num_experts,
+                                 int num_blocks, int* shared) {
+    const int padded = (num_experts + 31) / 32 * 32, slices = blockDim.x / padded;
+    const int expert = threadIdx.x % padded, slice = threadIdx.x / padded;
+    const bool active = slice < slices && expert < num_experts;
+    const int each = (num_blocks + slices - 1) / slices;
+    const int first = min(slice * each, num_blocks), last = min(first + each, num_blocks);
+    int* const partial = shared;  // [slices][padded]
+    int* const row_of = shared + blockDim.x;
+    int* const tile_of = row_of + padded;
+
+    int sum = 0;
+    if (active && num_blocks == 1) {
+        sum = slice == 0 ? __popc(masks[expert]) : 0;
+    } else if (active) {
+#pragma unroll 4
+        for (int b = first; b < last; b++) sum += load_l2(plan.starts + b * num_experts + expert);
+    }
+    if (slice < slices) partial[slice * padded + expert] = sum;
+    __syncthreads();
+    int before = 0, total = 0;  // rows of this expert in the slices before, and in all
+    if (active) {
+        for (int s = 0; s < slices; s++) {
+            const int rows = partial[s * padded + expert];
+            if (s < slice) before += rows;
+            total += rows;
+        }
+    }
+    if (slice == 0) row_of[expert] = active ? total : 0;
+    __syncthreads();
+    if (threadIdx.x < 32) {
+        int rows_before = 0, tiles_before = 0;
+        for (int e = threadIdx.x; e < padded; e += 32) {
+            const int own_rows = row_of[e], own_tiles = (own_rows + plan.tile - 1) / plan.tile;
+            int rows = own_rows, tiles = own_tiles;
+#pragma unroll
+            for (int distance = 1; distance < 32; distance *= 2) {
+                const int more_rows = __shfl_up_sync(FULL_WARP, rows, distance);
+                const int more_tiles = __shfl_up_sync(FULL_WARP, tiles, distance);
+                if (threadIdx.x >= distance) {
+                    rows += more_rows;
+                    tiles += more_tiles;
+                }
+            }
+            row_of[e] = rows_before + rows - own_rows;
+            tile_of[e] = tiles_before + tiles - own_tiles;
+            rows_before += __shfl_sync(FULL_WARP, rows, 31);
+            tiles_before += __shfl_sync(FULL_WARP, tiles, 31);
+        }
+        if (threadIdx.x == 0) *plan.num_tiles = tiles_before;
+    }
+    __syncthreads();
+    if (!active) return row_of;
+    if (num_blocks > 1) {
+        int row = row_of[expert] + before;
+#pragma unroll 1
+        for (int b = first; b < last; b++) {
+            int* const place = plan.starts + b * num_experts + expert;
+            const int rows = load_l2(place);
+            *place = row;
+            row += rows;
+        }
+    }
+#pragma unroll 1
+    for (int i = slice; i * plan.tile < total; i += slices)
+        plan.tiles[tile_of[expert] + i] = {expert, row_of[expert] + i * plan.tile,
+                                           min(plan.tile, total - i * plan.tile), 0};
+    return row_of;
+}
+
+// Choose the experts of each token and plan their products; see ops/moe.py. A block has
+// BLOCK_TOKENS tokens, a warp for each or fewer, and at least as many threads as experts. The block
+// that ends last makes the plan; `arrived` is 0 before and after.
+// Dynamic shared memory: ints, 3 * padded + blockDim.x + BLOCK_TOKENS * top_k, and padded floats for
+// each warp with groups, where padded is num_experts rounded up to 32.
+template <int PER_LANE>
+__global__ void __launch_bounds__(1024)
+    route(const float* logits, int stride, int parts, int rows, const float* bias,
+          const float* select_bias, int shared_gate, int num_tokens, int num_experts, int top_k,
+          int flags, int num_groups, int top_groups, float scale, int* experts, float* weights,
+          int* positions, int* starts, Tile* tiles, int* num_tiles, int tile, unsigned* arrived) {
+    const RouterParams router = {bias,  select_bias, num_experts, top_k,      parts,       rows,
+                                 stride, flags,       num_groups,  top_groups, shared_gate, scale};
+    const Plan plan = {tiles, num_tiles, starts, tile};
+    extern __shared__ int memory[];
+    const int padded = (num_experts + 31) / 32 * 32;
+    unsigned* const masks = reinterpret_cast<unsigned*>(memory);  // of tokens, by expert
+    int* const chosen = memory + padded;
+    int* const scratch = chosen + BLOCK_TOKENS * router.top_k;
+    float* const ranks = reinterpret_cast<float*>(scratch + blockDim.x + 2 * padded);
+    __shared__ bool is_last;
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, num_warps = blockDim.x / 32;
+    const int first = blockIdx.x * BLOCK_TOKENS, count = min(BLOCK_TOKENS, num_tokens - first);
+    for (int e = threadIdx.x; e < padded; e += blockDim.x) masks[e] = 0;
+    pdl_wait();
+    // After the wait: what this kernel writes is history for all kernels after the next one.
+    pdl_launch_dependents();
+    __syncthreads();
+    for (int t = warp; t < count; t += num_warps) {
+        const float* const own = logits + static_cast<long long>(first + t) * stride;
+        float weight;
+        const int expert = choose<PER_LANE>(own, router, ranks + warp * padded, weight);
+        float* const to = weights + static_cast<long long>(first + t) * (top_k + 1);
+        if (lane < top_k) {
+            atomicOr(masks + expert, 1u << t);
+            chosen[t * top_k + lane] = expert;
+            to[lane] = weight;
+        }
+        if (lane == 0) {  // of the shared expert
+            float gate = 0.0f;
+            if (shared_gate)
+                for (int part = 0; part < parts; part++)
+                    gate += load_l2(own + part * rows + num_experts);
+            to[top_k] = shared_gate ? 1.0f / (1.0f + expf(-gate)) : 1.0f;
+        }
+    }
+    __syncthreads();
+    const int* start_of = nullptr;
+    if (gridDim.x == 1) start_of = make_plan(plan, masks, num_experts, 1, scratch);
+    for (int i = threadIdx.x; i < count * top_k; i += blockDim.x) {
+        const int expert = chosen[i], rank = __popc(masks[expert] & ((1u << i / top_k) - 1));
+        experts[first * top_k + i] = expert;
+        positions[first * top_k + i] = start_of ? start_of[expert] + rank : rank;
+    }
+    if (gridDim.x == 1) return;
+    for (int e = threadIdx.x; e < num_experts; e += blockDim.x)
+        starts[blockIdx.x * num_experts + e] = __popc(masks[e]);
+    __threadfence();
+    __syncthreads();
+    if (threadIdx.x == 0) is_last = atomicAdd(arrived, 1u) == gridDim.x - 1;
+    __syncthreads();
+    if (!is_last) return;
+    __threadfence();
+    if (threadIdx.x == 0) *arrived = 0;
+    make_plan(plan, masks, num_experts, gridDim.x, scratch);
+}

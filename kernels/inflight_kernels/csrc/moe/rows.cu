@@ -1,0 +1,82 @@
+// Rows of tokens for their experts, and sums of what the experts compute.
+#include "common.cuh"
+
+constexpr int MAX_TOP_K = 32;
+
+// Copies each token's row to the places of its experts. With more than one block of `block_tokens`
+// tokens, `positions` are ranks among the rows of the same expert and block: `starts` are added.
+// `scales` of rows may be null. One block of threads per token.
+__global__ void __launch_bounds__(256)
+    gather_rows(const uint4* x, int stride, const float* scales, const int* experts,
+                const int* starts, int* positions, uint4* out, float* out_scales, int vectors,
+                int num_experts, int top_k, int block_tokens, int num_tokens) {
+    __shared__ int places[MAX_TOP_K];
+    pdl_wait();
+    // After the wait: the plan is history for the products.
+    pdl_launch_dependents();
+    const int token = blockIdx.x;
+    if (threadIdx.x < top_k) {
+        const int pair = token * top_k + threadIdx.x;
+        int place = load_l2(positions + pair);
+        if (num_tokens > block_tokens) {
+            place += load_l2(starts + token / block_tokens * num_experts + load_l2(experts + pair));
+            positions[pair] = place;
+        }
+        places[threadIdx.x] = place;
+        if (scales) out_scales[place] = load_l2(scales + token);
+    }
+    __syncthreads();
+    for (int i = threadIdx.x; i < vectors; i += blockDim.x) {
+        const uint4 values = x[static_cast<long long>(token) * stride + i];
+        for (int r = 0; r < top_k; r++)
+            out[static_cast<long long>(places[r]) * vectors + i] = values;
+    }
+}
+
+// total[t] = (ADD: total[t]) + sum over r of weights[t, r] * rows[positions[t, r]], in this order,
+// + weights[t, top_k] * shared[t] unless that is null. One block of threads per token.
+template <typename T, bool ADD>
+__global__ void __launch_bounds__(256)
+    sum_of_experts(const T* rows, const int* positions, const float* weights, const T* shared,
+                   T* total, int width, int top_k) {
+    constexpr int N = VECTOR<T>, AT_ONCE = 8;
+    pdl_launch_dependents();
+    pdl_wait();
+    __shared__ long long places[MAX_TOP_K];
+    __shared__ float factors[MAX_TOP_K + 1];
+    const int token = blockIdx.x;
+    if (threadIdx.x <= top_k) {
+        factors[threadIdx.x] = load_l2(weights + token * (top_k + 1) + threadIdx.x);
+        if (threadIdx.x < top_k)
+            places[threadIdx.x] =
+                static_cast<long long>(load_l2(positions + token * top_k + threadIdx.x)) * width;
+    }
+    __syncthreads();
+    const long long row = static_cast<long long>(token) * width;
+    for (int column = threadIdx.x * N; column < width; column += blockDim.x * N) {
+        float sum[N] = {};
+        if (ADD) unpack<T>(load_vector(total + row + column), sum);
+        for (int from = 0; from < top_k; from += AT_ONCE) {
+            uint4 raw[AT_ONCE];
+#pragma unroll
+            for (int i = 0; i < AT_ONCE; i++)
+                if (from + i < top_k) raw[i] = load_vector(rows + places[from + i] + column);
+#pragma unroll
+            for (int i = 0; i < AT_ONCE; i++) {
+                if (from + i >= top_k) continue;
+                float values[N];
+                unpack<T>(raw[i], values);
+                const float factor = factors[from + i];
+#pragma unroll
+                for (int j = 0; j < N; j++) sum[j] += factor * values[j];
+            }
+        }
+        if (shared) {
+            float values[N];
+            unpack<T>(load_vector(shared + row + column), values);
+#pragma unroll
+            for (int j = 0; j < N; j++) sum[j] += factors[top_k] * values[j];
+        }
+        store_vector(total + row + column, pack<T>(sum));
+    }
+}

@@ -1,0 +1,312 @@
+"""Mixtures of experts on a GPU against their definition in torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor
+
+from guarded import ROUNDING, Guarded, relative_error
+from inflight_kernels.ops import moe
+from inflight_kernels.ops.linear.scaled_rows import ScaledRows
+from inflight_kernels.ops.moe import Routed, Router, gather, product, route, sum_of_experts, tile_of
+from inflight_kernels.torch_ops import moe as definition
+from inflight_kernels.torch_ops.moe import Routing
+from inflight_kernels.torch_ops.quantization import dequantize_rows, quantize_rows
+from inflight_kernels.torch_ops.transformer import clamped_swiglu, silu_mul
+
+pytestmark = pytest.mark.gpu
+
+TOKENS = [1, 2, 7, 31, 32, 33, 64, 100, 256, 1000]
+EXPERTS = [(8, 2), (16, 1), (60, 4), (128, 8), (256, 8)]
+ROUTINGS = {
+    "softmax": Routing(0, renormalize=False),
+    "renormalized": Routing(0, renormalize=True, scale=1.5),
+    "sigmoid": Routing(0, renormalize=True, score="sigmoid", scale=2.5),
+    "groups": Routing(0, renormalize=True, score="sigmoid", num_groups=4, top_groups=2),
+}
+
+
+def _routing(name: str, top_k: int) -> Routing:
+    one = ROUTINGS[name]
+    return Routing(top_k, one.renormalize, one.score, one.num_groups, one.top_groups, one.scale)
+
+
+def _logits(tokens: int, experts: int, kind: str) -> Tensor:
+    """Spread evenly, by Zipf's law, or with the same experts for all tokens."""
+    logits = torch.randn(tokens, experts, device="cuda")
+    if kind == "zipf":
+        logits -= 2 * torch.arange(1, experts + 1, device="cuda").log()
+    elif kind == "same":
+        logits = logits * 1e-3 + torch.linspace(3, 0, experts, device="cuda")
+    return logits.contiguous()
+
+
+def _route(
+    logits: Tensor, router: Router, tile: int, memory: Routed | None = None
+) -> tuple[Routed, Tensor]:
+    """Routed tokens with complete positions, and these [T, k]."""
+    num_tokens, top_k = len(logits), router.routing.top_k
+    routed = memory or Routed(num_tokens, router.num_experts, top_k, "cuda")
+    route(logits, router, routed, tile=tile)
+    rows = torch.zeros(num_tokens, 8, dtype=torch.bfloat16, device="cuda")
+    gather(rows, routed, num_tokens=num_tokens, out=rows.new_zeros(num_tokens * top_k, 8))
+    return routed, routed.positions[: num_tokens * top_k].view(num_tokens, top_k)
+
+
+@pytest.mark.parametrize("kind", ["spread", "zipf", "same"])
+@pytest.mark.parametrize("name", ROUTINGS)
+@pytest.mark.parametrize(("experts", "top_k"), EXPERTS)
+@pytest.mark.parametrize("tokens", TOKENS)
+def test_experts_and_weights_are_those_of_the_definition(
+    tokens: int, experts: int, top_k: int, name: str, kind: str
+) -> None:
+    logits = _logits(tokens, experts, kind)
+    bias = torch.randn(experts, device="cuda") * 0.1 if name == "groups" else None
+    routing = _routing(name, top_k)
+    routed, _ = _route(logits, Router(routing, experts, select_bias=bias), 16)
+    wanted, weights = definition.route(logits.double(), routing, bias)
+    found = routed.experts.view(tokens, top_k).long()
+    same = (found == wanted).all(1)
+    # Scores that float64 tells apart can be equal in float32.
+    assert same.float().mean() > 0.99
+    torch.testing.assert_close(
+        routed.weights[:, :top_k][same], weights[same].float(), rtol=2e-5, atol=1e-7
+    )
+    assert (routed.weights[:, top_k] == 1).all()
+
+
+def test_of_equal_scores_the_lower_number_is_first() -> None:
+    logits = torch.zeros(3, 70, device="cuda")
+    logits[1, [9, 40]] = 1.0
+    logits[2, 3] = -0.0
+    routed, _ = _route(logits, Router(Routing(4, renormalize=True), 70), 8)
+    assert routed.experts.view(3, 4).tolist() == [[0, 1, 2, 3], [9, 40, 0, 1], [0, 1, 2, 3]]
+
+
+def test_logits_that_are_not_numbers_still_choose_distinct_experts() -> None:
+    logits = torch.full((40, 64), float("nan"), device="cuda")
+    logits[1] = float("inf")
+    logits[2] = float("-inf")
+    routed, positions = _route(logits, Router(Routing(8, renormalize=True), 64), 8)
+    for row in routed.experts.view(40, 8).tolist():
+        assert len(set(row)) == 8
+        assert 0 <= min(row) <= max(row) < 64
+    assert sorted(positions.flatten().tolist()) == list(range(320))
+
+
+def test_parts_biases_and_a_shared_gate_are_part_of_the_logits() -> None:
+    tokens, experts, routing = 50, 60, Routing(4, renormalize=False)
+    parts = torch.randn(tokens, 3, experts + 1, device="cuda")
+    bias = torch.randn(experts, device="cuda")
+    router = Router(routing, experts, parts=3, bias=bias, shared_gate=True)
+    routed, _ = _route(parts.flatten(1), router, 8)
+    total = parts.double().sum(1)
+    wanted, weights = definition.route(total[:, :-1] + bias, routing)
+    assert (routed.experts.view(tokens, 4) == wanted).all()
+    torch.testing.assert_close(routed.weights[:, :4], weights.float(), rtol=2e-5, atol=1e-7)
+    torch.testing.assert_close(routed.weights[:, 4], total[:, -1].sigmoid().float())
+
+
+@pytest.mark.parametrize("kind", ["spread", "zipf", "same"])
+@pytest.mark.parametrize(("experts", "top_k"), EXPERTS)
+@pytest.mark.parametrize("tokens", [*TOKENS, 8192])
+def test_rows_are_sorted_by_expert_and_token_and_tiles_cover_them(
+    tokens: int, experts: int, top_k: int, kind: str
+) -> None:
+    logits = _logits(tokens, experts, kind)
+    memory = Routed(tokens, experts, top_k, "cuda")
+    for tile in (8, 64, 256):  # with the same memory: a plan leaves nothing behind
+        routed, positions = _route(
+            logits, Router(Routing(top_k, renormalize=True), experts), tile, memory
+        )
+        chosen = routed.experts.long()
+        order = chosen.sort(stable=True).indices
+        wanted = torch.empty_like(order)
+        wanted[order] = torch.arange(len(order), device="cuda")
+        assert (positions.flatten() == wanted).all()
+        found = routed.tiles.view(-1, 4)[: int(routed.num_tiles)].tolist()
+        first = 0
+        expected = []
+        for expert, count in enumerate(chosen.bincount(minlength=experts).tolist()):
+            for at in range(0, count, tile):
+                expected.append([expert, first + at, min(tile, count - at), 0])
+            first += count
+        assert found == expected
+        assert int(routed.arrived) == 0
+
+
+@dataclass
+class Experts:
+    """Weights of experts, and their definition."""
+
+    gate_up: Tensor  # [E, 2 * w, d], gate above up
+    down: Tensor  # [E, d, w]
+    gate: int = moe.SILU
+
+    def of(self, expert: int, rows: Tensor) -> Tensor:
+        inner = rows.double() @ self.gate_up[expert].double().t()
+        gated = silu_mul(inner) if self.gate == moe.SILU else clamped_swiglu(inner)
+        return gated.to(torch.bfloat16).double() @ self.down[expert].double().t()
+
+
+def _alternating(gate_up: Tensor) -> Tensor:
+    """[E, 2 * w, ...] of gate above up -> as products take it."""
+    experts, rows = gate_up.shape[:2]
+    parts = gate_up.view(experts, 2, rows // 16, 8, *gate_up.shape[2:])
+    return parts.transpose(1, 2).reshape(gate_up.shape).contiguous()
+
+
+def _experts(experts: int, width: int, hidden: int, gate: int = moe.SILU) -> Experts:
+    gate_up = torch.randn(experts, 2 * width, hidden, device="cuda") * hidden**-0.5
+    down = torch.randn(experts, hidden, width, device="cuda") * width**-0.5
+    return Experts(gate_up.bfloat16(), down.bfloat16(), gate)
+
+
+def _run(x: Tensor, logits: Tensor, weights: Experts, top_k: int) -> Tensor:
+    """All kernels, as a layer runs them."""
+    (tokens, hidden), (experts, rows, _) = x.shape, weights.gate_up.shape
+    routed = Routed(tokens, experts, top_k, "cuda")
+    tile = tile_of(tokens, experts, top_k, x.dtype)
+    route(logits, Router(Routing(top_k, renormalize=True), experts), routed, tile=tile, pdl=True)
+    gathered = x
+    if tokens > 1:
+        gathered = Guarded(tokens * top_k, hidden, dtype=x.dtype).tensor
+        gather(x, routed, num_tokens=tokens, out=gathered, pdl=True)
+    inner = Guarded(tokens * top_k, rows // 2, dtype=x.dtype)
+    product(
+        gathered,
+        _alternating(weights.gate_up),
+        None,
+        routed,
+        num_tokens=tokens,
+        out=inner.tensor,
+        gate=weights.gate,
+        pdl=True,
+    )
+    outer = Guarded(tokens * top_k, hidden, dtype=x.dtype)
+    # A single token's experts have a row each now.
+    product(inner.tensor, weights.down, None, routed, num_tokens=tokens, out=outer.tensor, pdl=True)
+    inner.check()
+    total = Guarded(tokens, hidden, dtype=x.dtype)
+    sum_of_experts(outer.check(), routed, total=total.tensor, pdl=True)
+    return total.check()
+
+
+@pytest.mark.parametrize("kind", ["spread", "zipf", "same"])
+@pytest.mark.parametrize(
+    ("experts", "top_k", "width", "hidden"),
+    [(8, 2, 256, 512), (16, 1, 96, 200), (60, 4, 72, 136), (128, 8, 768, 2048), (32, 4, 360, 360)],
+)
+@pytest.mark.parametrize("tokens", [*TOKENS, 4096])
+def test_a_layer_is_that_of_the_definition(
+    tokens: int, experts: int, top_k: int, width: int, hidden: int, kind: str
+) -> None:
+    x = torch.randn(tokens, hidden, device="cuda").bfloat16()
+    logits = _logits(tokens, experts, kind)
+    weights = _experts(experts, width, hidden)
+    found = _run(x, logits, weights, top_k)
+    chosen, scores = definition.route(logits, Routing(top_k, renormalize=True))
+    expected = torch.zeros(tokens, hidden, dtype=torch.float64, device="cuda")
+    for expert in range(experts):
+        at, rank = (chosen == expert).nonzero(as_tuple=True)
+        if len(at):
+            outputs = weights.of(expert, x[at]).to(x.dtype).double()
+            expected.index_add_(0, at, outputs * scores[at, rank, None])
+    assert relative_error(found, expected) < 4 * ROUNDING[torch.bfloat16]
+
+
+@pytest.mark.parametrize("gate", [moe.PLAIN, moe.SILU, moe.CLAMPED])
+@pytest.mark.parametrize("tokens", [1, 5, 40, 300, 2000])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn, torch.int8])
+def test_a_product_applies_scales_bias_and_gate(dtype: torch.dtype, tokens: int, gate: int) -> None:
+    experts, top_k, n, k = 16, 2, 416, 272
+    x = torch.randn(tokens, k, device="cuda").bfloat16()
+    weight = (torch.randn(experts, n, k, device="cuda") * 2 * k**-0.5).bfloat16()
+    bias = torch.randn(experts, n, device="cuda").bfloat16()
+    routed = Routed(tokens, experts, top_k, "cuda")
+    router = Router(Routing(top_k, renormalize=True), experts)
+    logits = _logits(tokens, experts, "spread")
+    route(logits, router, routed, tile=tile_of(tokens, experts, top_k, dtype))
+    stored = weight if gate == moe.PLAIN else _alternating(weight)
+    stored_bias = bias if gate == moe.PLAIN else _alternating(bias[..., None])[..., 0].contiguous()
+    exact_x, exact_weight = x.double(), weight.double()
+    many = tokens * top_k
+    if dtype == torch.bfloat16:
+        gathered = torch.zeros(many, k, dtype=dtype, device="cuda")
+        operands = x, stored
+    else:
+        rows, matrix = (ScaledRows(*quantize_rows(part, dtype)) for part in (x, stored.view(-1, k)))
+        exact_x = dequantize_rows(*rows).double()
+        exact_weight = dequantize_rows(*quantize_rows(weight.view(-1, k), dtype)).double()
+        exact_weight = exact_weight.view(experts, n, k)
+        gathered = ScaledRows.empty(many, k, "cuda", dtype)
+        operands = rows, ScaledRows(matrix.values.view(experts, n, k), matrix.scales)
+    gather(operands[0], routed, num_tokens=tokens, out=gathered)
+    out = Guarded(many, n if gate == moe.PLAIN else n // 2, dtype=torch.bfloat16)
+    product(
+        operands[0] if tokens == 1 else gathered,
+        operands[1],
+        stored_bias,
+        routed,
+        num_tokens=tokens,
+        out=out.tensor,
+        gate=gate,
+    )
+    found = out.check()[routed.positions.long()]
+    chosen = routed.experts.long()
+    token = torch.arange(many, device="cuda") // top_k
+    expected = torch.empty(many, n, dtype=torch.float64, device="cuda")
+    for expert in range(experts):
+        at = (chosen == expert).nonzero()[:, 0]
+        expected[at] = exact_x[token[at]] @ exact_weight[expert].t() + bias[expert].double()
+    if gate != moe.PLAIN:
+        expected = silu_mul(expected) if gate == moe.SILU else clamped_swiglu(expected)
+    bound = 2 * ROUNDING[torch.bfloat16] if dtype != torch.float8_e4m3fn else 1e-2
+    assert relative_error(found, expected) < bound
+
+
+def test_a_token_has_the_same_result_alone_and_among_others() -> None:
+    experts, top_k, hidden = 32, 4, 512
+    weights = _experts(experts, 384, hidden)
+    x = torch.randn(1000, hidden, device="cuda").bfloat16()
+    logits = _logits(1000, experts, "zipf")
+    whole = _run(x, logits, weights, top_k)
+    for first, last in ((0, 1), (3, 5), (100, 164), (500, 756)):
+        part = _run(x[first:last].contiguous(), logits[first:last].contiguous(), weights, top_k)
+        assert (part == whole[first:last]).all()
+
+
+def test_a_shared_expert_and_what_was_before_are_added() -> None:
+    tokens, top_k, hidden = 20, 3, 264
+    routed = Routed(tokens, 8, top_k, "cuda")
+    parts = torch.randn(tokens, 9, device="cuda")
+    route(parts, Router(Routing(top_k, renormalize=False), 8, shared_gate=True), routed, tile=8)
+    rows = torch.randn(tokens * top_k, hidden, device="cuda").bfloat16()
+    gather(rows[:tokens], routed, num_tokens=tokens, out=torch.empty_like(rows))
+    shared = torch.randn(tokens, hidden, device="cuda").bfloat16()
+    before = torch.randn(tokens, hidden, device="cuda").bfloat16()
+    total = Guarded(tokens, hidden, dtype=torch.bfloat16)
+    total.tensor.copy_(before)
+    sum_of_experts(rows, routed, shared, total=total.tensor, adds=True)
+    each = rows.double()[routed.positions.long()].view(tokens, top_k, hidden)
+    expected = (each * routed.weights[:, :top_k, None]).sum(1)
+    expected += before.double() + shared.double() * routed.weights[:, top_k:]
+    assert relative_error(total.check(), expected) < ROUNDING[torch.bfloat16]
+
+
+def test_operands_of_wrong_shapes_are_refused() -> None:
+    routed = Routed(4, 8, 2, "cuda")
+    router = Router(Routing(2, renormalize=True), 8)
+    with pytest.raises(ValueError, match="expected 8 columns"):
+        route(torch.zeros(4, 9, device="cuda"), router, routed, tile=8)
+    with pytest.raises(ValueError, match="the memory is for 4"):
+        route(torch.zeros(5, 8, device="cuda"), router, routed, tile=8)
+    x = torch.zeros(4, 64, dtype=torch.bfloat16, device="cuda")
+    with pytest.raises(ValueError, match="2 times as many"):
+        gather(x, routed, num_tokens=4, out=x)
+    weight = torch.zeros(8, 32, 64, dtype=torch.bfloat16, device="cuda")
+    with pytest.raises(ValueError, match="expected 8"):
+        product(x, weight, None, routed, num_tokens=4, out=x.new_zeros(8, 32))
