@@ -5,6 +5,9 @@ head; in attention, each token reads the keys and values of its context. Either 
 longer of its bytes at the speed of a copy and its FLOPs at the speed of a large GEMM, and one
 follows the other. All prompts come first, in steps of `batched_tokens`; each further step decodes
 one token of every sequence. Everything else (norms, sampling, gaps between kernels) takes no time.
+
+Of a mixture of experts, a step reads those that some token has: of E experts with k per token,
+E * (1 - (1 - k / E) ** T) for T tokens that are spread evenly. Each token is multiplied by its own.
 """
 
 from __future__ import annotations
@@ -13,7 +16,7 @@ from dataclasses import dataclass
 
 from inflight.cli.bench.engine import MAX_NUM_BATCHED_TOKENS
 from inflight.cli.bench.rows import Row
-from inflight.models.spec import AttentionSpec, ModelSpec
+from inflight.models.spec import AttentionSpec, LayerSpec, ModelSpec, MoeSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,24 +73,38 @@ class Roofline:
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of weights that a step reads: of the embedding it needs a few rows only."""
-        linear_bytes = self.linear_bytes or self.item_bytes
-        return self._layer_elements * linear_bytes + self._head_elements * self.item_bytes
+        """Bytes of weights that a large step reads: of the embedding it needs a few rows only."""
+        return self._weight_bytes(self.batched_tokens)
 
-    @property
-    def _layer_elements(self) -> int:
-        return self.spec.num_layers * self.spec.matrix_elements_per_layer
+    def _weight_bytes(self, num_tokens: float) -> int:
+        """Of a step of so many tokens."""
+        linear_bytes = self.linear_bytes or self.item_bytes
+        elements = round(sum(self._elements(layer, num_tokens) for layer in self.spec.layers))
+        return elements * linear_bytes + self._head_elements * self.item_bytes
+
+    def _elements(self, layer: LayerSpec, num_tokens: float) -> float:
+        """Of a layer's weight matrices that so many tokens are multiplied by, between them."""
+        hidden, mlp = self.spec.hidden_size, layer.mlp
+        elements = 2 * hidden * (layer.attention.q_width + layer.attention.kv_width)
+        total = float(elements + mlp.matrix_elements(hidden))
+        if isinstance(mlp, MoeSpec):
+            left = mlp.num_experts * (1 - mlp.top_k / mlp.num_experts) ** num_tokens
+            total -= left * mlp.expert.matrix_elements(hidden)
+        return total
 
     @property
     def _head_elements(self) -> int:
         return self.spec.vocab_size * self.spec.hidden_size
 
     def _products(self, num_steps: int, num_tokens: int, num_logits: int) -> float:
-        layers: float = self._layer_elements * num_tokens
+        layers = num_tokens * sum(self._elements(layer, 1) for layer in self.spec.layers)
         if self.linear_flops_per_s is not None:  # as FLOPs of the ceilings that take as long
             layers *= self.ceilings.flops_per_s / self.linear_flops_per_s
         flops = 2 * (layers + self._head_elements * num_logits)
-        return self.ceilings.seconds(num_steps * self.weight_bytes, flops)
+        if not num_steps:
+            return 0.0
+        num_bytes = num_steps * self._weight_bytes(num_tokens / num_steps)
+        return self.ceilings.seconds(num_bytes, flops)
 
     def _prompt_attention(self, row: Row) -> float:
         """Keys and values are written once; that they are read in tiles is left out."""

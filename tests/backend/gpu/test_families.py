@@ -154,6 +154,8 @@ def made(
                 parameter *= 0.25
     folder: Path = tmp_path_factory.mktemp("model")
     checkpoint = family.write_folder(model, folder)
+    if request.param in MIXTURES:
+        model.set_experts_implementation("eager")  # the default has no float64
     return checkpoint, model.double(), 0.9 if request.param in MIXTURES else 1.0
 
 

@@ -188,6 +188,7 @@ class CudaMoe:
         self._experts = experts
         self._shared = shared
         self._memory = memory
+        self.routed = memory.routed
 
     def input_rows(self, num_tokens: int) -> None:
         return None
