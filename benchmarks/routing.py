@@ -1,10 +1,14 @@
 """A mixture of experts with evenly spread and with skewed routing, random weights.
 
-    python benchmarks/routing.py MODEL [--rows ROWS] [--result FILE] [--set NAME=VALUE ...]
+    python benchmarks/routing.py MODEL [--rows ROWS] [--kinds KIND ...] [--result FILE]
+        [--set NAME=VALUE ...]
 
-Skewed routing follows Zipf's law: expert n, counted from 1, has a bias of -log(n) on its logit. Both
-engines run in one process each, one after the other. `busiest` is the share of all rows of the last
-layer's experts that the busiest one had in the last step, `distinct` how many experts had any.
+Of random weights, hidden states have so much in common that some experts are chosen far more often
+than others. So the logits of routers are computed, and then replaced with a table's: `even` has
+normal ones, independent of each other; `zipf` subtracts log(n) from those of expert n, counted from
+1. `drawn` has those of the random weights. The replacement is one more launch in each layer. Each
+kind runs in a process of its own. Of the last layer in the last step, `busiest` is the share of all
+rows of experts that the busiest one had, and `distinct` how many experts had any.
 """
 
 from __future__ import annotations
@@ -13,6 +17,7 @@ import argparse
 import json
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,23 +27,42 @@ import result
 from inflight.cli.bench import engine as bench
 from inflight.cli.bench.rows import select
 from inflight.models import decoder_cuda
+from inflight.models.layers import experts
 from inflight.models.layers.experts import CudaMoe
-from inflight.models.spec import MoeSpec
+from inflight.models.quantization.unquantized_cuda import CudaLinear
+from inflight_kernels.ops.linear.operands import Input
 
-KINDS = ("spread", "zipf")
+KINDS = ("even", "zipf", "drawn")
+
+
+class TableRouter(CudaLinear):
+    """A router's weight, whose logits are then replaced."""
+
+    def __init__(self, kind: str, weight: Tensor, *args: Any) -> None:
+        super().__init__(weight, *args)
+        shape = bench.MAX_NUM_BATCHED_TOKENS, len(weight)
+        self._table = torch.randn(shape, device=weight.device)
+        if kind == "zipf":
+            self._table -= torch.arange(1, len(weight) + 1, device=weight.device).log()
+        self._table.neg_()
+
+    def product(self, x: Input, out: Tensor, num_tokens: int) -> None:
+        super().product(x, out, num_tokens)
+        if not out.is_meta:  # a copy would be a node of another kind in a graph
+            torch.neg(self._table[:num_tokens], out=out[:num_tokens])
 
 
 def measure(kind: str, model: str, rows: str, changes: dict[str, Any]) -> list[dict[str, Any]]:
     """The rows of an engine with this routing."""
     made: list[CudaMoe] = []
 
-    def mixture(spec: MoeSpec, router: Any, bias: Any, *others: Any) -> CudaMoe:
-        if kind == "zipf":
-            bias = -torch.arange(1, spec.num_experts + 1, device=router.device).float().log()
-        made.append(CudaMoe(spec, router, bias, *others))
+    def mixture(*args: Any) -> CudaMoe:
+        made.append(CudaMoe(*args))
         return made[-1]
 
     decoder_cuda.CudaMoe = mixture  # type: ignore[assignment, misc]
+    if kind != "drawn":
+        experts.CudaLinear = partial(TableRouter, kind)  # type: ignore[assignment, misc]
     chosen, _ = select(rows)
     settings = bench.engine_settings(model, "cuda", chosen, changes)
     found = []
@@ -67,20 +91,21 @@ def main() -> None:
     parser.add_argument("--rows", default="chat256")
     parser.add_argument("--result", type=Path)
     parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE")
-    parser.add_argument("--kind", choices=KINDS, help=argparse.SUPPRESS)
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS)
+    parser.add_argument("--only", choices=KINDS, help=argparse.SUPPRESS)
     args = parser.parse_args()
-    if args.kind:
+    if args.only:
         changes = dict(one.split("=", 1) for one in args.set)
-        print(json.dumps(measure(args.kind, args.model, args.rows, changes)))
+        print(json.dumps(measure(args.only, args.model, args.rows, changes)))
         return
     rows = []
-    for kind in KINDS:
+    for kind in args.kinds:
         done = subprocess.run(
-            [sys.executable, *sys.argv, "--kind", kind], stdout=subprocess.PIPE, check=True
+            [sys.executable, *sys.argv, "--only", kind], stdout=subprocess.PIPE, check=True
         )
-        rows += json.loads(done.stdout.splitlines()[-1])
-        for row in rows[-1:]:
+        for row in json.loads(done.stdout.splitlines()[-1]):
             print(json.dumps(row), flush=True)
+            rows.append(row)
     if args.result is not None:
         result.write(args.result, "routing", rows, machine={"gpu": torch.cuda.get_device_name()})
 

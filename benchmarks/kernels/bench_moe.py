@@ -74,7 +74,6 @@ class Layer:
         self.routed = moe.Routed(tokens, experts, top_k, "cuda")
         self.tile = moe.tile_of(tokens, experts, top_k, dtype)
         self.x = torch.randn(tokens, hidden, device="cuda").bfloat16()
-        self.quantized = _rows(tokens, hidden, dtype)
         self.gathered = _rows(tokens * top_k, hidden, dtype)
         self.inner = torch.zeros(tokens * top_k, width, device="cuda", dtype=torch.bfloat16)
         self.inner_quantized = _rows(tokens * top_k, width, dtype)
@@ -90,17 +89,14 @@ class Layer:
     def plan(self) -> None:
         """Routing and gathering, which begins with what `route` leaves."""
         self.route()
-        x: Operand = self.x
-        if isinstance(self.quantized, ScaledRows):
-            quantize_rows(self.x, out=self.quantized, pdl=True)
-            x = self.quantized
-        if self.tokens > 1:
-            moe.gather(x, self.routed, num_tokens=self.tokens, out=self.gathered, pdl=True)
+        if self._gathers():
+            moe.gather(self.x, self.routed, num_tokens=self.tokens, out=self.gathered, pdl=True)
+
+    def _gathers(self) -> bool:
+        return self.tokens > 1 or isinstance(self.gathered, ScaledRows)
 
     def up(self) -> None:
-        x: Operand = self.gathered
-        if self.tokens == 1:
-            x = self.quantized if isinstance(self.quantized, ScaledRows) else self.x
+        x = self.gathered if self._gathers() else self.x
         self._product(x, self.gate_up, self.inner, self.gate)
 
     def finish(self) -> None:

@@ -44,18 +44,15 @@ def route(logits: Tensor, router: Router, routed: Routed, *, tile: int, pdl: boo
     routed.weights[: len(logits), -1] = total[:, -1].sigmoid() if router.shared_gate else 1.0
 
 
-def gather(x: Operand, routed: Routed, *, num_tokens: int, out: Operand, pdl: bool = False) -> None:
+def gather(x: Tensor, routed: Routed, *, num_tokens: int, out: Operand, pdl: bool = False) -> None:
     places = routed.positions[: num_tokens * routed.top_k].long()
-    for taken, target in zip(_tensors(x), _tensors(out), strict=True):
-        repeated = taken[:num_tokens].repeat_interleave(routed.top_k, 0)
-        target[places] = repeated
-
-
-def _tensors(rows: Operand) -> list[Tensor]:
-    """Whose rows can be indexed."""
-    if isinstance(rows, ScaledRows):
-        return [rows.values.view(torch.uint8), rows.scales]
-    return [rows]
+    repeated = x[:num_tokens].repeat_interleave(routed.top_k, 0)
+    if isinstance(out, ScaledRows):
+        values, scales = quantization.quantize_rows(repeated, out.values.dtype)
+        out.values.view(torch.uint8)[places] = values.view(torch.uint8)
+        out.scales[places] = scales
+    else:
+        out[places] = repeated
 
 
 def product(

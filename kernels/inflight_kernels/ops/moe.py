@@ -3,9 +3,9 @@
 Shapes: T tokens, E experts, k experts per token, d columns of x, w of an expert's inner layer.
 
 `route` chooses experts and plans the products; `gather` copies each token's row to the rows of its
-experts, sorted by expert; `product` multiplies them; `sum_of_experts` adds up what each token's
-experts computed. None of them reads anything back to the host, and nothing depends on the order in
-which blocks run, so a token's result does not depend on the other tokens.
+experts, sorted by expert, quantised or not; `product` multiplies them; `sum_of_experts` adds up what
+each token's experts computed. None of them reads anything back to the host, and nothing depends on
+the order in which blocks run, so a token's result does not depend on the other tokens.
 """
 
 from __future__ import annotations
@@ -23,12 +23,16 @@ from inflight_kernels.ops.linear.operands import (
     Operand,
     values_of,
 )
+from inflight_kernels.ops.linear.operands import (
+    STORAGE_TYPES as LINEAR_TYPES,
+)
 from inflight_kernels.ops.linear.scaled_rows import ScaledRows
 from inflight_kernels.runtime.compile import Instantiation
 from inflight_kernels.runtime.launch import (
     BYTE_TYPES,
     STORAGE_TYPES,
     check,
+    check_memory,
     is_hopper,
     kernel,
     name_of,
@@ -39,12 +43,13 @@ from inflight_kernels.runtime.tensor_map import matrix_map
 from inflight_kernels.torch_ops.moe import Routing
 
 # As in route.cu and rows.cu.
-_BLOCK_TOKENS = 32
+_BLOCK_TOKENS = 64
 MAX_TOP_K = 31
 MAX_EXPERTS = 512
 MAX_GROUPS = 32
 _SIGMOID, _RENORMALIZE = 1, 2
 _ROW_THREADS = 256
+_MAX_THREADS = 1024
 
 GATE_ROWS = 8
 """Rows of gate and up alternate in a fused weight."""
@@ -159,8 +164,8 @@ def route(logits: Tensor, router: Router, routed: Routed, *, tile: int, pdl: boo
     if not num_tokens:
         return
     padded = -(-num_experts // 32) * 32
-    threads = max(padded, 32 * min(num_tokens, _BLOCK_TOKENS))
-    words = 3 * padded + threads + _BLOCK_TOKENS * routing.top_k
+    threads = max(padded, min(32 * num_tokens, _MAX_THREADS))
+    words = 4 * padded + threads + _BLOCK_TOKENS * routing.top_k
     if routing.top_groups < routing.num_groups:
         words += threads // 32 * padded
     kernel("route", f"route<{_per_lane(num_experts)}>")(
@@ -200,42 +205,46 @@ def _per_lane(num_experts: int) -> int:
     return next(count for count in _PER_LANE if num_experts <= 32 * count)
 
 
-def gather(x: Operand, routed: Routed, *, num_tokens: int, out: Operand, pdl: bool = False) -> None:
-    """Copy each token's row to the rows of its experts.
+def gather(x: Tensor, routed: Routed, *, num_tokens: int, out: Operand, pdl: bool = False) -> None:
+    """Copy each token's row to the rows of its experts, or quantise it on the way.
 
     Args:
-        x: [T, d]; quantised or not.
+        x: [T or more, d] of 16 bits.
         routed: from `route` of the same tokens.
         num_tokens: T.
-        out: [T * k or more, d] of the same type.
+        out: [T * k or more, d] of x's type, or quantised.
         pdl: see `Kernel`.
 
     Raises:
         ValueError: wrong shape or type of an operand.
     """
-    rows, target = values_of(x), values_of(out)
-    width, top_k = rows.shape[1], routed.top_k
-    if len(rows) < num_tokens or len(target) < num_tokens * top_k or target.shape[1] != width:
+    target, (_, width), top_k = values_of(out), x.shape, routed.top_k
+    if len(x) < num_tokens or len(target) < num_tokens * top_k or target.shape[1] != width:
         raise ValueError(
-            f"x is {list(rows.shape)} and out {list(target.shape)}; expected {num_tokens} rows and "
+            f"x is {list(x.shape)} and out {list(target.shape)}; expected {num_tokens} rows and "
             f"{top_k} times as many, equally wide"
         )
-    if rows.dtype != target.dtype:
-        raise ValueError(f"out is {target.dtype}; it must be {rows.dtype} like x")
-    vectors = vectors_in("d", width, rows.dtype)
-    stride = vectors_in("the stride of x", rows.stride(0), rows.dtype)
+    storage = name_of(LINEAR_TYPES, "x", x)
+    check_memory("x", x)
+    vectors = vectors_in("d", width, x.dtype)
+    stride = vectors_in("the stride of x", x.stride(0), x.dtype)
+    targets: tuple[Tensor, ...]
+    if isinstance(out, ScaledRows):
+        value_type = out.check("out", len(target), width)
+        name, targets = _quantize_name(value_type, storage), (target, out.scales)
+    else:
+        check("out", target, (len(target), width), x.dtype)
+        name, targets = "gather_rows", (target,)
     if num_tokens:
-        kernel("rows", "gather_rows")(
+        kernel("rows", name)(
             num_tokens,
             min(_ROW_THREADS, -(-vectors // 32) * 32),
-            rows,
+            x,
             stride,
-            x.scales if isinstance(x, ScaledRows) else 0,
             routed.experts,
             routed.starts,
             routed.positions,
-            target,
-            out.scales if isinstance(out, ScaledRows) else 0,
+            *targets,
             vectors,
             routed.num_experts,
             top_k,
@@ -243,6 +252,10 @@ def gather(x: Operand, routed: Routed, *, num_tokens: int, out: Operand, pdl: bo
             num_tokens,
             pdl=pdl,
         )
+
+
+def _quantize_name(value_type: str, storage: str) -> str:
+    return f"quantize_gathered_rows<{value_type}, {storage}>"
 
 
 # ---------------------------------------------------------------- products
@@ -495,8 +508,13 @@ def instantiations() -> list[Instantiation]:
         for storage in STORAGE_TYPES.values()
         for adds in ("false", "true")
     )
+    quantized = tuple(
+        _quantize_name(value, storage)
+        for value in BYTE_TYPES.values()
+        for storage in LINEAR_TYPES.values()
+    )
     return [
         ("route", tuple(f"route<{count}>" for count in _PER_LANE), ()),
-        ("rows", ("gather_rows", *sums), ()),
+        ("rows", ("gather_rows", *quantized, *sums), ()),
         *(("experts_hopper", names, ()) for names in products),
     ]

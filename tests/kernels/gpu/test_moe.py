@@ -19,7 +19,7 @@ from inflight_kernels.torch_ops.transformer import clamped_swiglu, silu_mul
 
 pytestmark = pytest.mark.gpu
 
-TOKENS = [1, 2, 7, 31, 32, 33, 64, 100, 256, 1000]
+TOKENS = [1, 2, 7, 33, 63, 64, 65, 130, 256, 1000]
 EXPERTS = [(8, 2), (16, 1), (60, 4), (128, 8), (256, 8)]
 ROUTINGS = {
     "softmax": Routing(0, renormalize=False),
@@ -234,21 +234,20 @@ def test_a_product_applies_scales_bias_and_gate(dtype: torch.dtype, tokens: int,
     stored_bias = bias if gate == moe.PLAIN else _alternating(bias[..., None])[..., 0].contiguous()
     exact_x, exact_weight = x.double(), weight.double()
     many = tokens * top_k
-    if dtype == torch.bfloat16:
-        gathered = torch.zeros(many, k, dtype=dtype, device="cuda")
-        operands = x, stored
-    else:
-        rows, matrix = (ScaledRows(*quantize_rows(part, dtype)) for part in (x, stored.view(-1, k)))
-        exact_x = dequantize_rows(*rows).double()
+    operand: Tensor | ScaledRows = stored
+    gathered: Tensor | ScaledRows = torch.zeros(many, k, dtype=x.dtype, device="cuda")
+    if dtype != torch.bfloat16:
+        matrix = ScaledRows(*quantize_rows(stored.view(-1, k), dtype))
+        exact_x = dequantize_rows(*quantize_rows(x, dtype)).double()
         exact_weight = dequantize_rows(*quantize_rows(weight.view(-1, k), dtype)).double()
         exact_weight = exact_weight.view(experts, n, k)
         gathered = ScaledRows.empty(many, k, "cuda", dtype)
-        operands = rows, ScaledRows(matrix.values.view(experts, n, k), matrix.scales)
-    gather(operands[0], routed, num_tokens=tokens, out=gathered)
+        operand = ScaledRows(matrix.values.view(experts, n, k), matrix.scales)
+    gather(x, routed, num_tokens=tokens, out=gathered)
     out = Guarded(many, n if gate == moe.PLAIN else n // 2, dtype=torch.bfloat16)
     product(
-        operands[0] if tokens == 1 else gathered,
-        operands[1],
+        x if tokens == 1 and dtype == x.dtype else gathered,
+        operand,
         stored_bias,
         routed,
         num_tokens=tokens,

@@ -108,11 +108,9 @@ class MoeMemory:
         self.inner = rows(num_rows * top_k, width)
         # Rows of x by expert, then those of the experts' outputs.
         self.outer = rows(num_rows * top_k, hidden_size)
-        self.x: ScaledRows | None = None
         self.gathered: Operand = self.outer
         self.inner_quantized: ScaledRows | None = None
         if weights.itemsize == 1:
-            self.x = ScaledRows.empty(num_rows, hidden_size, device, weights)
             self.gathered = ScaledRows.empty(num_rows * top_k, hidden_size, device, weights)
             self.inner_quantized = ScaledRows.empty(num_rows * top_k, width, device, weights)
         shared = moe_spec.shared
@@ -216,12 +214,8 @@ class CudaMoe:
         )
         moe.route(logits[:num_tokens], self._router, memory.routed, tile=tile, pdl=True)
         rows: Operand = x[:num_tokens]
-        if memory.x is not None:
-            quantized = memory.x.first(num_tokens)
-            quantize_rows(x[:num_tokens], out=quantized, pdl=True)
-            rows = quantized
-        if num_tokens > 1:
-            moe.gather(rows, memory.routed, num_tokens=num_tokens, out=memory.gathered, pdl=True)
+        if num_tokens > 1 or isinstance(memory.gathered, ScaledRows):
+            moe.gather(x, memory.routed, num_tokens=num_tokens, out=memory.gathered, pdl=True)
             rows = memory.gathered
         self._multiply(
             rows, experts.gate_up, experts.gate_up_bias, memory.inner, num_tokens, self._gate

@@ -56,6 +56,39 @@ __device__ inline void sync_group(int group) {
     asm volatile("bar.sync %0, 128;" ::"r"(1 + group) : "memory");
 }
 
+// The product of a range of columns with the first PART rows of x -> acc. A stage is released while
+// the next one is being multiplied.
+template <typename In, int PART, int STAGE, int STAGES, int SUMS, class Release>
+__device__ __forceinline__ void multiply_rows(Sum<In> (&acc)[SUMS], unsigned long long rows,
+                                              unsigned long long tokens, Barrier* full, int& slot,
+                                              int& parity, int first_step, int last_step,
+                                              const Release& release) {
+    Sum<In>(&own)[PART / 2] = *reinterpret_cast<Sum<In>(*)[PART / 2]>(&acc);
+    int before = 0;
+    for (int step = first_step; step < last_step; step++) {
+        barrier_wait(full + slot, parity);
+        const int offset = slot * (STAGE * static_cast<int>(sizeof(In)) / 16);
+        wgmma_fence();
+#pragma unroll
+        for (int d = 0; d < 4; d++)
+            wgmma<In, PART>(own, rows + offset + 2 * d, tokens + offset + 2 * d,
+                            step != first_step || d != 0);
+        wgmma_commit();
+        if (step != first_step) {
+            wgmma_wait<1>();
+            release(before);
+        }
+        before = slot;
+        if (++slot == STAGES) {
+            slot = 0;
+            parity ^= 1;
+        }
+    }
+    wgmma_wait<0>();
+    fence_operand(own);
+    release(before);
+}
+
 struct Operands {
     const float* row_scales;    // of x's rows, or null
     const float* weight_scales; // [num_experts * n], or null
@@ -74,7 +107,7 @@ __device__ __forceinline__ void mainloop(const TensorMap& x, const TensorMap& we
     constexpr bool SCALED = sizeof(In) == 1;
     constexpr int DEPTH = STAGE_DEPTH<In>;
     constexpr int STAGE = (TOKENS + ROWS) * DEPTH;
-    constexpr int COLUMNS = GROUP_COLUMNS<GATE>, STRIDE = COLUMNS + 8, PARTS = TOKENS / 8;
+    constexpr int COLUMNS = GROUP_COLUMNS<GATE>, STRIDE = COLUMNS + 8;
     constexpr int SHARES = PAIR ? 2 : 1;
 
     extern __shared__ char memory[];
@@ -197,31 +230,18 @@ __device__ __forceinline__ void mainloop(const TensorMap& x, const TensorMap& we
         Sum<In> acc[TOKENS / 2];
         float promoted[SCALED ? TOKENS / 2 : 1] = {};
         float(*found)[TOKENS / 2];  // either of them
-        // The product of a range of columns -> acc.
+        // The last tile of an expert may have few rows.
         const auto multiply = [&](int first_step, int last_step) {
-            int before = 0;
-            for (int step = first_step; step < last_step; step++) {
-                barrier_wait(full + slot, parity);
-                const int offset = slot * (STAGE * static_cast<int>(sizeof(In)) / 16);
-                wgmma_fence();
-#pragma unroll
-                for (int d = 0; d < 4; d++)
-                    wgmma<In, TOKENS>(acc, rows + offset + 2 * d, tokens + offset + 2 * d,
-                                      step != first_step || d != 0);
-                wgmma_commit();
-                if (step != first_step) {
-                    wgmma_wait<1>();
-                    release(before);
-                }
-                before = slot;
-                if (++slot == STAGES) {
-                    slot = 0;
-                    parity ^= 1;
-                }
-            }
-            wgmma_wait<0>();
-            fence_operand(acc);
-            release(before);
+            constexpr int SOME = TOKENS > 64 ? 64 : TOKENS, MORE = TOKENS > 128 ? 128 : TOKENS;
+            if (SOME < MORE && tile.count <= SOME)
+                multiply_rows<In, SOME, STAGE, STAGES>(acc, rows, tokens, full, slot, parity,
+                                                       first_step, last_step, release);
+            else if (MORE < TOKENS && tile.count <= MORE)
+                multiply_rows<In, MORE, STAGE, STAGES>(acc, rows, tokens, full, slot, parity,
+                                                       first_step, last_step, release);
+            else
+                multiply_rows<In, TOKENS, STAGE, STAGES>(acc, rows, tokens, full, slot, parity,
+                                                         first_step, last_step, release);
         };
         if constexpr (SCALED) {
 #pragma unroll

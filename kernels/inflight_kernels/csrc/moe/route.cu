@@ -5,7 +5,9 @@
 #include "common.cuh"
 #include "moe/tile.cuh"
 
-constexpr int BLOCK_TOKENS = 32;  // bits of a mask
+constexpr int BLOCK_TOKENS = 64;  // bits of a mask
+
+typedef unsigned long long Mask;
 // As torch_ops.moe.Routing has them.
 constexpr int SIGMOID = 1, RENORMALIZE = 2;
 
@@ -148,7 +150,7 @@ __device__ int choose(const float* logits, const RouterParams& router, float* ra
 // Plan from the number of rows of each expert in each block of tokens: by one block of threads. If
 // there is one block of tokens, these numbers are those of bits in `masks`. `shared` has an int for
 // each thread, and two for each expert: the first of these become the first row of each expert.
-__device__ inline int* make_plan(const Plan& plan, const unsigned* masks, int num_experts,
+__device__ inline int* make_plan(const Plan& plan, const Mask* masks, int num_experts,
                                  int num_blocks, int* shared) {
     const int padded = (num_experts + 31) / 32 * 32, slices = blockDim.x / padded;
     const int expert = threadIdx.x % padded, slice = threadIdx.x / padded;
@@ -161,7 +163,7 @@ __device__ inline int* make_plan(const Plan& plan, const unsigned* masks, int nu
 
     int sum = 0;
     if (active && num_blocks == 1) {
-        sum = slice == 0 ? __popc(masks[expert]) : 0;
+        sum = slice == 0 ? __popcll(masks[expert]) : 0;
     } else if (active) {
 #pragma unroll 4
         for (int b = first; b < last; b++) sum += load_l2(plan.starts + b * num_experts + expert);
@@ -219,9 +221,9 @@ __device__ inline int* make_plan(const Plan& plan, const unsigned* masks, int nu
 }
 
 // Choose the experts of each token and plan their products; see ops/moe.py. A block has
-// BLOCK_TOKENS tokens, a warp for each or fewer, and at least as many threads as experts. The block
+// BLOCK_TOKENS tokens, a warp for one or more, and at least as many threads as experts. The block
 // that ends last makes the plan; `arrived` is 0 before and after.
-// Dynamic shared memory: ints, 3 * padded + blockDim.x + BLOCK_TOKENS * top_k, and padded floats for
+// Dynamic shared memory: ints, 4 * padded + blockDim.x + BLOCK_TOKENS * top_k, and padded floats for
 // each warp with groups, where padded is num_experts rounded up to 32.
 template <int PER_LANE>
 __global__ void __launch_bounds__(1024)
@@ -232,10 +234,10 @@ __global__ void __launch_bounds__(1024)
     const RouterParams router = {bias,  select_bias, num_experts, top_k,      parts,       rows,
                                  stride, flags,       num_groups,  top_groups, shared_gate, scale};
     const Plan plan = {tiles, num_tiles, starts, tile};
-    extern __shared__ int memory[];
+    extern __shared__ __align__(8) int memory[];
     const int padded = (num_experts + 31) / 32 * 32;
-    unsigned* const masks = reinterpret_cast<unsigned*>(memory);  // of tokens, by expert
-    int* const chosen = memory + padded;
+    Mask* const masks = reinterpret_cast<Mask*>(memory);  // of tokens, by expert
+    int* const chosen = memory + 2 * padded;
     int* const scratch = chosen + BLOCK_TOKENS * router.top_k;
     float* const ranks = reinterpret_cast<float*>(scratch + blockDim.x + 2 * padded);
     __shared__ bool is_last;
@@ -252,7 +254,7 @@ __global__ void __launch_bounds__(1024)
         const int expert = choose<PER_LANE>(own, router, ranks + warp * padded, weight);
         float* const to = weights + static_cast<long long>(first + t) * (top_k + 1);
         if (lane < top_k) {
-            atomicOr(masks + expert, 1u << t);
+            atomicOr(masks + expert, 1ull << t);
             chosen[t * top_k + lane] = expert;
             to[lane] = weight;
         }
@@ -268,13 +270,13 @@ __global__ void __launch_bounds__(1024)
     const int* start_of = nullptr;
     if (gridDim.x == 1) start_of = make_plan(plan, masks, num_experts, 1, scratch);
     for (int i = threadIdx.x; i < count * top_k; i += blockDim.x) {
-        const int expert = chosen[i], rank = __popc(masks[expert] & ((1u << i / top_k) - 1));
+        const int expert = chosen[i], rank = __popcll(masks[expert] & ((1ull << i / top_k) - 1));
         experts[first * top_k + i] = expert;
         positions[first * top_k + i] = start_of ? start_of[expert] + rank : rank;
     }
     if (gridDim.x == 1) return;
     for (int e = threadIdx.x; e < num_experts; e += blockDim.x)
-        starts[blockIdx.x * num_experts + e] = __popc(masks[e]);
+        starts[blockIdx.x * num_experts + e] = __popcll(masks[e]);
     __threadfence();
     __syncthreads();
     if (threadIdx.x == 0) is_last = atomicAdd(arrived, 1u) == gridDim.x - 1;
