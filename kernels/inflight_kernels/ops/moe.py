@@ -2,10 +2,10 @@
 
 Shapes: T tokens, E experts, k experts per token, d columns of x, w of an expert's inner layer.
 
-`route` chooses experts and plans the products; `gather` copies each token's row to the rows of its
-experts, sorted by expert, quantised or not; `product` multiplies them; `sum_of_experts` adds up what
-each token's experts computed. None of them reads anything back to the host, and nothing depends on
-the order in which blocks run, so a token's result does not depend on the other tokens.
+`route` chooses experts and plans the products; `gather` copies each token's row, quantised or not,
+to the rows of its experts, sorted by expert; `product` multiplies them; `sum_of_experts` adds up
+what each token's experts computed. None of them reads anything back to the host, and nothing
+depends on the order in which blocks run, so a token's result does not depend on the other tokens.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from inflight_kernels.runtime.tensor_map import matrix_map
 from inflight_kernels.torch_ops.moe import Routing
 
 # As in route.cu and rows.cu.
-_BLOCK_TOKENS = 64
+_MAX_BLOCK_TOKENS = 64
 MAX_TOP_K = 31
 MAX_EXPERTS = 512
 MAX_GROUPS = 32
@@ -118,7 +118,8 @@ class Routed:
         def ints(count: int) -> Tensor:
             return torch.zeros(count, dtype=torch.int32, device=device)
 
-        pairs, blocks = max_tokens * top_k, -(-max_tokens // _BLOCK_TOKENS)
+        pairs = max_tokens * top_k
+        blocks = max(-(-count // _block_tokens(count)) for count in (max_tokens, _FEW))
         self.max_tokens, self.num_experts, self.top_k = max_tokens, num_experts, top_k
         self.experts, self.positions = ints(pairs), ints(pairs)
         self.weights = torch.zeros(max_tokens, top_k + 1, device=device)
@@ -163,13 +164,14 @@ def route(logits: Tensor, router: Router, routed: Routed, *, tile: int, pdl: boo
             check(name, bias, (num_experts,), torch.float32, vectors=False)
     if not num_tokens:
         return
+    block_tokens = _block_tokens(num_tokens)
     padded = -(-num_experts // 32) * 32
-    threads = max(padded, min(32 * num_tokens, _MAX_THREADS))
-    words = 4 * padded + threads + _BLOCK_TOKENS * routing.top_k
+    threads = max(padded, min(32 * min(num_tokens, block_tokens), _MAX_THREADS))
+    words = 4 * padded + threads + block_tokens * routing.top_k
     if routing.top_groups < routing.num_groups:
         words += threads // 32 * padded
     kernel("route", f"route<{_per_lane(num_experts)}>")(
-        -(-num_tokens // _BLOCK_TOKENS),
+        -(-num_tokens // block_tokens),
         threads,
         logits,
         logits.stride(0),
@@ -192,10 +194,20 @@ def route(logits: Tensor, router: Router, routed: Routed, *, tile: int, pdl: boo
         routed.tiles,
         routed.num_tiles,
         tile,
+        block_tokens,
         routed.arrived,
         shared=4 * words,
         pdl=pdl,
     )
+
+
+_FEW = 512
+
+
+def _block_tokens(num_tokens: int) -> int:
+    """Tokens of a block of `route`: few, one for each of 8 warps, are routed sooner, but many
+    blocks take longer to plan."""
+    return 8 if num_tokens <= _FEW else _MAX_BLOCK_TOKENS
 
 
 _PER_LANE = (1, 2, 4, 8, 16)
@@ -248,7 +260,7 @@ def gather(x: Tensor, routed: Routed, *, num_tokens: int, out: Operand, pdl: boo
             vectors,
             routed.num_experts,
             top_k,
-            _BLOCK_TOKENS,
+            _block_tokens(num_tokens),
             num_tokens,
             pdl=pdl,
         )
@@ -259,6 +271,10 @@ def _quantize_name(value_type: str, storage: str) -> str:
 
 
 # ---------------------------------------------------------------- products
+
+
+_CHUNK = 64
+"""Rows of x that are copied at once, as in experts_hopper.cu."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -298,12 +314,15 @@ class Shape:
 
     @property
     def _other_bytes(self) -> int:
-        # Sums of up to 64 tokens on their way out, 64 columns of each group.
-        return 1024 + self.groups * min(self.tokens, 64) * (64 + 8) * 2
+        # Sums of a chunk on their way out, 64 columns of each group.
+        return 1024 + self.groups * min(self.tokens, _CHUNK) * (64 + 8) * 2
 
 
 _FEW_TOKENS = (8, 16, 32, 64)
 _FEW_ROWS = (64, 48)
+_SHORT_BYTES = 1024
+"""Rows of a weight up to which a consumer takes longer for what follows a product than for the
+product, so that two of them share a tile."""
 _SOME = Shape(128, 128, 2)
 _MANY = Shape(256, 128, 2, pair=True)
 # Sums of 8 bits take twice the registers.
@@ -331,20 +350,29 @@ def _many(itemsize: int) -> Shape:
 
 @functools.lru_cache(maxsize=4096)
 def shape_of(
-    tile: int, n: int, num_tokens: int, num_experts: int, top_k: int, itemsize: int, num_sms: int
+    tile: int,
+    n: int,
+    k: int,
+    num_tokens: int,
+    num_experts: int,
+    top_k: int,
+    itemsize: int,
+    num_sms: int,
 ) -> Shape:
     """The shape of a product's tiles.
 
     Args:
         tile: from `tile_of`.
-        n: rows of an expert's weight.
-        num_tokens, num_experts, top_k: T, E and k.
+        n, k: rows and columns of an expert's weight.
+        num_tokens, num_experts, top_k: T, E and experts per token.
         itemsize: of the weight.
         num_sms: multiprocessors of the device.
     """
     if tile > _FEW_TOKENS[-1]:
         many = _many(itemsize)
         return many if tile == many.tokens else _SOME
+    if k * itemsize <= _SHORT_BYTES and num_tokens > 1:
+        return Shape(tile, 128, 2)
     # Distinct experts of so many tokens.
     experts = num_experts * (1 - (1 - top_k / num_experts) ** num_tokens)
 
@@ -415,7 +443,7 @@ def product(
         raise RuntimeError("this kernel requires a Hopper GPU")
     tile = tile_of(num_tokens, num_experts, routed.top_k, matrix.dtype)
     sms = num_multiprocessors()
-    cut = shape_of(tile, n, num_tokens, num_experts, routed.top_k, matrix.itemsize, sms)
+    cut = shape_of(tile, n, k, num_tokens, num_experts, routed.top_k, matrix.itemsize, sms)
     shares = 2 if cut.pair else 1
     units = min(num_experts, num_rows) + num_rows // cut.tokens
     units *= -(-n // (cut.rows * shares))
@@ -423,7 +451,7 @@ def product(
     kernel("experts_hopper", _name(cut, value_type, gate))(
         min(units, sms // shares) * shares,
         cut.threads,
-        matrix_map(rows, (cut.tokens // shares, depth), 128),
+        matrix_map(rows, (min(cut.tokens, _CHUNK) // shares, depth), 128),
         matrix_map(matrix.view(num_experts * n, k), (cut.rows, depth), 128),
         x.scales if isinstance(x, ScaledRows) else 0,
         weight.scales if isinstance(weight, ScaledRows) else 0,
@@ -498,6 +526,7 @@ def instantiations() -> list[Instantiation]:
     """All kernels of this module."""
     values = [STORAGE_TYPES[torch.bfloat16], *BYTE_TYPES.values()]
     few = [Shape(tokens, rows) for tokens in _FEW_TOKENS for rows in _FEW_ROWS]
+    few += [Shape(tokens, 128, 2) for tokens in _FEW_TOKENS]
     products = [
         tuple(_name(cut, value, gate) for gate in (PLAIN, SILU, CLAMPED))
         for value in values

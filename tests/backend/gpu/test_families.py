@@ -134,7 +134,8 @@ CONFIGS = {
     "glm4_moe": Glm4MoeConfig(**SHAPE | GROUPS | PAD),
 }
 MIXTURES = {name for name, config in CONFIGS.items() if hasattr(config, "num_experts_per_tok")}
-"""Where values that are rounded the other way may choose another expert."""
+"""Where values that are rounded the other way may choose another expert, which changes this token and
+all after it. Of transformers' own logits in bfloat16, 45 to 100 % agree with those in float64."""
 
 
 @pytest.fixture(scope="module", params=CONFIGS, ids=str)
@@ -156,7 +157,7 @@ def made(
     checkpoint = family.write_folder(model, folder)
     if request.param in MIXTURES:
         model.set_experts_implementation("eager")  # the default has no float64
-    return checkpoint, model.double(), 0.75 if request.param in MIXTURES else 1.0
+    return checkpoint, model.double(), 0.4 if request.param in MIXTURES else 1.0
 
 
 @pytest.mark.parametrize("batch_invariant", [False, True])
@@ -197,4 +198,4 @@ def test_decoding_keeps_to_the_most_probable_tokens(
         logits = family.reference_logits(model, text)[len(prompt) - 1 : -1]
         chosen = logits.gather(1, torch.tensor(outputs[index])[:, None]).squeeze(1)
         gaps = logits.amax(1) - chosen
-        assert gaps.quantile(share) < 0.3, gaps
+        assert gaps.quantile(0.75 if share < 1 else 1.0) < 0.3, gaps

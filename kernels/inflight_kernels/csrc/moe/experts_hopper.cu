@@ -18,7 +18,9 @@ constexpr int PRODUCER_REGISTERS = 40, CONSUMER_REGISTERS = 232;
 // What becomes of the rows of a weight: as they are, or 8 rows of gate and 8 of up by turns.
 constexpr int PLAIN = 0, SILU = 1, CLAMPED = 2;
 
-// Rows of x whose sums pass through shared memory at once, and columns of a consumer's sums there.
+// Rows of x that are copied at once, by both blocks of a pair, and whose sums pass through shared
+// memory at once; and columns of a consumer's sums there. Of a tile with fewer rows, only the chunks
+// that have some are copied and multiplied.
 template <int TOKENS>
 constexpr int CHUNK = TOKENS < 64 ? TOKENS : 64;
 template <int GATE>
@@ -108,7 +110,7 @@ __device__ __forceinline__ void mainloop(const TensorMap& x, const TensorMap& we
     constexpr int DEPTH = STAGE_DEPTH<In>;
     constexpr int STAGE = (TOKENS + ROWS) * DEPTH;
     constexpr int COLUMNS = GROUP_COLUMNS<GATE>, STRIDE = COLUMNS + 8;
-    constexpr int SHARES = PAIR ? 2 : 1;
+    constexpr int SHARES = PAIR ? 2 : 1, BOX = CHUNK<TOKENS> / SHARES;
 
     extern __shared__ char memory[];
     In* const ring = reinterpret_cast<In*>(memory + (-shared_address(memory) & 1023));
@@ -148,13 +150,20 @@ __device__ __forceinline__ void mainloop(const TensorMap& x, const TensorMap& we
                      full + slot);
         };
         const auto copy_x = [&](int slot, const Tile& tile, int step) {
-            In* const target = ring + slot * STAGE + ROWS * DEPTH;
-            const int row = at.first_row < 0 ? tile.first : at.first_row;
-            if constexpr (PAIR)
-                tma_load_multicast(target + rank * (TOKENS / 2) * DEPTH, &x,
-                                   row + rank * (TOKENS / 2), step * DEPTH, full + slot);
-            else
-                tma_load(target, &x, row, step * DEPTH, full + slot);
+            In* const target = ring + slot * STAGE + (ROWS + rank * BOX) * DEPTH;
+            const int row = (at.first_row < 0 ? tile.first : at.first_row) + rank * BOX;
+            for (int from = 0; from < tile.count; from += CHUNK<TOKENS>) {
+                if constexpr (PAIR)
+                    tma_load_multicast(target + from * DEPTH, &x, row + from, step * DEPTH,
+                                       full + slot);
+                else
+                    tma_load(target + from * DEPTH, &x, row + from, step * DEPTH, full + slot);
+            }
+        };
+        const auto expect = [&](int slot, const Tile& tile) {
+            const int chunks = (tile.count + CHUNK<TOKENS> - 1) / CHUNK<TOKENS>;
+            arrive_expect_tx(full + slot, (ROWS + chunks * CHUNK<TOKENS>)*DEPTH *
+                                              static_cast<int>(sizeof(In)));
         };
         int slot = 0, parity = 0, step = 0;
         Tile tile = {};
@@ -163,7 +172,7 @@ __device__ __forceinline__ void mainloop(const TensorMap& x, const TensorMap& we
             // No kernel writes weights: they may be fetched before the preceding kernel has ended.
             const int ahead = min(STAGES, steps);
             for (int s = 0; s < ahead; s++) {
-                arrive_expect_tx(full + s, STAGE * static_cast<int>(sizeof(In)));
+                expect(s, tile);
                 copy_weight(s, tile, first_unit, s);
             }
             if (at.is_history) pdl_wait();
@@ -178,7 +187,7 @@ __device__ __forceinline__ void mainloop(const TensorMap& x, const TensorMap& we
             if (unit + next_unit < units) next = load_l2(at.tiles + (unit + next_unit) / row_tiles);
             for (; step < steps; step++) {
                 barrier_wait(empty + slot, parity ^ 1);
-                arrive_expect_tx(full + slot, STAGE * static_cast<int>(sizeof(In)));
+                expect(slot, tile);
                 copy_weight(slot, tile, unit, step);
                 copy_x(slot, tile, step);
                 if (++slot == STAGES) {
@@ -232,13 +241,17 @@ __device__ __forceinline__ void mainloop(const TensorMap& x, const TensorMap& we
         float(*found)[TOKENS / 2];  // either of them
         // The last tile of an expert may have few rows.
         const auto multiply = [&](int first_step, int last_step) {
-            constexpr int SOME = TOKENS > 64 ? 64 : TOKENS, MORE = TOKENS > 128 ? 128 : TOKENS;
-            if (SOME < MORE && tile.count <= SOME)
-                multiply_rows<In, SOME, STAGE, STAGES>(acc, rows, tokens, full, slot, parity,
-                                                       first_step, last_step, release);
-            else if (MORE < TOKENS && tile.count <= MORE)
-                multiply_rows<In, MORE, STAGE, STAGES>(acc, rows, tokens, full, slot, parity,
-                                                       first_step, last_step, release);
+            constexpr int ONE = CHUNK<TOKENS>, TWO = TOKENS > 64 ? 128 : TOKENS,
+                          THREE = TOKENS > 128 ? 192 : TOKENS;
+            if (ONE < TWO && tile.count <= ONE)
+                multiply_rows<In, ONE, STAGE, STAGES>(acc, rows, tokens, full, slot, parity,
+                                                      first_step, last_step, release);
+            else if (TWO < THREE && tile.count <= TWO)
+                multiply_rows<In, TWO, STAGE, STAGES>(acc, rows, tokens, full, slot, parity,
+                                                      first_step, last_step, release);
+            else if (THREE < TOKENS && tile.count <= THREE)
+                multiply_rows<In, THREE, STAGE, STAGES>(acc, rows, tokens, full, slot, parity,
+                                                        first_step, last_step, release);
             else
                 multiply_rows<In, TOKENS, STAGE, STAGES>(acc, rows, tokens, full, slot, parity,
                                                          first_step, last_step, release);
@@ -307,7 +320,7 @@ __device__ __forceinline__ void mainloop(const TensorMap& x, const TensorMap& we
 
 // out[rows, n'] = epilogue(x[rows, k] @ weight[expert of the row, n, k]^T), k a multiple of 8.
 // Epilogue: + bias; GATE as above, n' = n / 2 with one, a multiple of 8. Boxes of the maps, of 128
-// bytes a row: TOKENS rows of x, half as many of a PAIR, and ROWS of all weights, [experts * n, k].
+// bytes a row: CHUNK rows of x, half as many of a PAIR, and ROWS of all weights, [experts * n, k].
 // Threads: GROUPS + 1 warpgroups. Dynamic shared memory: 1024 + STAGES * ((TOKENS + ROWS) * 128 + 16)
 // + GROUPS * CHUNK * (GROUP_COLUMNS + 8) * 2 bytes.
 #define EXPERTS_KERNEL(NAME, CLUSTER, PAIR)                                                        \

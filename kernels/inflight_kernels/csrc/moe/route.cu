@@ -5,9 +5,7 @@
 #include "common.cuh"
 #include "moe/tile.cuh"
 
-constexpr int BLOCK_TOKENS = 64;  // bits of a mask
-
-typedef unsigned long long Mask;
+typedef unsigned long long Mask;  // of the tokens of a block
 // As torch_ops.moe.Routing has them.
 constexpr int SIGMOID = 1, RENORMALIZE = 2;
 
@@ -220,17 +218,18 @@ __device__ inline int* make_plan(const Plan& plan, const Mask* masks, int num_ex
     return row_of;
 }
 
-// Choose the experts of each token and plan their products; see ops/moe.py. A block has
-// BLOCK_TOKENS tokens, a warp for one or more, and at least as many threads as experts. The block
+// Choose the experts of each token and plan their products; see ops/moe.py. A block has up to
+// `block_tokens` tokens, 64 at most, a warp for one or more, and at least as many threads as experts. The block
 // that ends last makes the plan; `arrived` is 0 before and after.
-// Dynamic shared memory: ints, 4 * padded + blockDim.x + BLOCK_TOKENS * top_k, and padded floats for
+// Dynamic shared memory: ints, 4 * padded + blockDim.x + block_tokens * top_k, and padded floats for
 // each warp with groups, where padded is num_experts rounded up to 32.
 template <int PER_LANE>
 __global__ void __launch_bounds__(1024)
     route(const float* logits, int stride, int parts, int rows, const float* bias,
           const float* select_bias, int shared_gate, int num_tokens, int num_experts, int top_k,
           int flags, int num_groups, int top_groups, float scale, int* experts, float* weights,
-          int* positions, int* starts, Tile* tiles, int* num_tiles, int tile, unsigned* arrived) {
+          int* positions, int* starts, Tile* tiles, int* num_tiles, int tile, int block_tokens,
+          unsigned* arrived) {
     const RouterParams router = {bias,  select_bias, num_experts, top_k,      parts,       rows,
                                  stride, flags,       num_groups,  top_groups, shared_gate, scale};
     const Plan plan = {tiles, num_tiles, starts, tile};
@@ -238,11 +237,11 @@ __global__ void __launch_bounds__(1024)
     const int padded = (num_experts + 31) / 32 * 32;
     Mask* const masks = reinterpret_cast<Mask*>(memory);  // of tokens, by expert
     int* const chosen = memory + 2 * padded;
-    int* const scratch = chosen + BLOCK_TOKENS * router.top_k;
+    int* const scratch = chosen + block_tokens * top_k;
     float* const ranks = reinterpret_cast<float*>(scratch + blockDim.x + 2 * padded);
     __shared__ bool is_last;
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, num_warps = blockDim.x / 32;
-    const int first = blockIdx.x * BLOCK_TOKENS, count = min(BLOCK_TOKENS, num_tokens - first);
+    const int first = blockIdx.x * block_tokens, count = min(block_tokens, num_tokens - first);
     for (int e = threadIdx.x; e < padded; e += blockDim.x) masks[e] = 0;
     pdl_wait();
     // After the wait: what this kernel writes is history for all kernels after the next one.
