@@ -134,8 +134,8 @@ CONFIGS = {
     "glm4_moe": Glm4MoeConfig(**SHAPE | GROUPS | PAD),
 }
 MIXTURES = {name for name, config in CONFIGS.items() if hasattr(config, "num_experts_per_tok")}
-"""Where values that are rounded the other way may choose another expert, which changes this token and
-all after it. Of transformers' own logits in bfloat16, 45 to 100 % agree with those in float64."""
+"""Where values that are rounded the other way may choose another expert, which changes this token
+and all after it. Of transformers' own logits in bfloat16, 45 to 100 % agree with those in float64."""
 
 
 @pytest.fixture(scope="module", params=CONFIGS, ids=str)

@@ -111,6 +111,7 @@ __device__ __forceinline__ void mainloop(const TensorMap& x, const TensorMap& we
     constexpr int STAGE = (TOKENS + ROWS) * DEPTH;
     constexpr int COLUMNS = GROUP_COLUMNS<GATE>, STRIDE = COLUMNS + 8;
     constexpr int SHARES = PAIR ? 2 : 1, BOX = CHUNK<TOKENS> / SHARES;
+    constexpr int CHUNKS = TOKENS / CHUNK<TOKENS>;  // of a full tile
 
     extern __shared__ char memory[];
     In* const ring = reinterpret_cast<In*>(memory + (-shared_address(memory) & 1023));
@@ -152,16 +153,21 @@ __device__ __forceinline__ void mainloop(const TensorMap& x, const TensorMap& we
         const auto copy_x = [&](int slot, const Tile& tile, int step) {
             In* const target = ring + slot * STAGE + (ROWS + rank * BOX) * DEPTH;
             const int row = (at.first_row < 0 ? tile.first : at.first_row) + rank * BOX;
-            for (int from = 0; from < tile.count; from += CHUNK<TOKENS>) {
-                if constexpr (PAIR)
-                    tma_load_multicast(target + from * DEPTH, &x, row + from, step * DEPTH,
-                                       full + slot);
-                else
-                    tma_load(target + from * DEPTH, &x, row + from, step * DEPTH, full + slot);
+            if constexpr (CHUNKS == 1) {
+                tma_load(target, &x, row, step * DEPTH, full + slot);
+            } else {
+                for (int from = 0; from < tile.count; from += CHUNK<TOKENS>) {
+                    if constexpr (PAIR)
+                        tma_load_multicast(target + from * DEPTH, &x, row + from, step * DEPTH,
+                                           full + slot);
+                    else
+                        tma_load(target + from * DEPTH, &x, row + from, step * DEPTH, full + slot);
+                }
             }
         };
         const auto expect = [&](int slot, const Tile& tile) {
-            const int chunks = (tile.count + CHUNK<TOKENS> - 1) / CHUNK<TOKENS>;
+            const int chunks =
+                CHUNKS == 1 ? 1 : (tile.count + CHUNK<TOKENS> - 1) / CHUNK<TOKENS>;
             arrive_expect_tx(full + slot, (ROWS + chunks * CHUNK<TOKENS>)*DEPTH *
                                               static_cast<int>(sizeof(In)));
         };
