@@ -23,17 +23,17 @@ import timing
 import torch
 from torch import Tensor
 
-from inflight_kernels.ops import moe
 from inflight_kernels.ops.linear.operands import Operand
 from inflight_kernels.ops.linear.scaled_rows import ScaledRows, quantize_rows
+from inflight_kernels.ops.moe import products, routing, rows
 from inflight_kernels.torch_ops.moe import Routing
 
 TOKENS = (1, 8, 64, 256, 1024, 8192)
 # name: (experts, per token, width, hidden size, gate)
 MODELS = {
-    "qwen3-30b-a3b": (128, 8, 768, 2048, moe.SILU),
-    "mixtral-8x7b": (8, 2, 14336, 4096, moe.SILU),
-    "gpt-oss-20b": (32, 4, 2880, 2880, moe.CLAMPED),
+    "qwen3-30b-a3b": (128, 8, 768, 2048, products.SILU),
+    "mixtral-8x7b": (8, 2, 14336, 4096, products.SILU),
+    "gpt-oss-20b": (32, 4, 2880, 2880, products.CLAMPED),
 }
 
 Call = Callable[[], object]
@@ -70,9 +70,9 @@ class Layer:
         self.logits = torch.randn(tokens, experts, device="cuda")
         if self.zipf:
             self.logits -= torch.arange(1, experts + 1, device="cuda").log()
-        self.router = moe.Router(Routing(top_k, renormalize=True), experts)
-        self.routed = moe.Routed(tokens, experts, top_k, "cuda")
-        self.tile = moe.tile_of(tokens, experts, top_k, dtype)
+        self.router = routing.Router(Routing(top_k, renormalize=True), experts)
+        self.routed = routing.Routed(tokens, experts, top_k, "cuda")
+        self.tile = products.tile_of(tokens, experts, top_k, dtype)
         self.x = torch.randn(tokens, hidden, device="cuda").bfloat16()
         self.gathered = _rows(tokens * top_k, hidden, dtype)
         self.inner = torch.zeros(tokens * top_k, width, device="cuda", dtype=torch.bfloat16)
@@ -84,13 +84,13 @@ class Layer:
         self.layer()
 
     def route(self) -> None:
-        moe.route(self.logits, self.router, self.routed, tile=self.tile, pdl=True)
+        routing.route(self.logits, self.router, self.routed, tile=self.tile, pdl=True)
 
     def plan(self) -> None:
         """Routing and gathering, which begins with what `route` leaves."""
         self.route()
         if self._gathers():
-            moe.gather(self.x, self.routed, num_tokens=self.tokens, out=self.gathered, pdl=True)
+            rows.gather(self.x, self.routed, num_tokens=self.tokens, out=self.gathered, pdl=True)
 
     def _gathers(self) -> bool:
         return self.tokens > 1 or isinstance(self.gathered, ScaledRows)
@@ -104,10 +104,10 @@ class Layer:
         if isinstance(self.inner_quantized, ScaledRows):
             quantize_rows(self.inner, out=self.inner_quantized, pdl=True)
             x = self.inner_quantized
-        self._product(x, self.down, self.outer, moe.PLAIN)
+        self._product(x, self.down, self.outer, products.PLAIN)
 
     def sum(self) -> None:
-        moe.sum_of_experts(self.outer, self.routed, total=self.total, pdl=True)
+        rows.sum_of_experts(self.outer, self.routed, total=self.total, pdl=True)
 
     def layer(self) -> None:
         self.plan()
@@ -116,7 +116,7 @@ class Layer:
         self.sum()
 
     def _product(self, x: Operand, weight: Operand, out: Tensor, gate: int) -> None:
-        moe.product(
+        products.product(
             x, weight, None, self.routed, num_tokens=self.tokens, out=out, gate=gate, pdl=True
         )
 
@@ -190,8 +190,8 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument("--zipf", action="store_true", help="skewed routing")
     args = parser.parse_args()
-    rows = _measure(tuple(args.tokens), args.models, args.zipf)
-    timing.report("mixtures of experts", rows, args.json)
+    found = _measure(tuple(args.tokens), args.models, args.zipf)
+    timing.report("mixtures of experts", found, args.json)
 
 
 if __name__ == "__main__":

@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 
 from inflight.models.layers import experts
-from inflight_kernels.ops import moe
 from inflight_kernels.ops.linear.operands import Operand, values_of
 from inflight_kernels.ops.linear.scaled_rows import ScaledRows
-from inflight_kernels.ops.moe import Routed, Router
+from inflight_kernels.ops.moe import products, routing, rows
+from inflight_kernels.ops.moe.routing import Routed, Router
 from inflight_kernels.torch_ops import moe as definition
 from inflight_kernels.torch_ops import quantization, transformer
 
@@ -21,17 +21,19 @@ def install(monkeypatch: pytest.MonkeyPatch, linear: type) -> None:
     Args:
         linear: in the place of `CudaLinear`.
     """
-    for op in (route, gather, product, sum_of_experts):
-        monkeypatch.setattr(moe, op.__name__, op)
+    monkeypatch.setattr(routing, "route", route)
+    monkeypatch.setattr(products, "product", product)
+    for op in (gather, sum_of_experts):
+        monkeypatch.setattr(rows, op.__name__, op)
     monkeypatch.setattr(experts, "quantize_rows", quantize_rows)
     monkeypatch.setattr(experts, "CudaLinear", linear)
 
 
 def route(logits: Tensor, router: Router, routed: Routed, *, tile: int, pdl: bool = False) -> None:
     assert logits.shape[1] == router.columns
-    assert tile == moe.tile_of(
+    assert tile == products.tile_of(
         len(logits), router.num_experts, router.routing.top_k, torch.bfloat16
-    ) or tile == moe.tile_of(len(logits), router.num_experts, router.routing.top_k, torch.int8)
+    ) or tile == products.tile_of(len(logits), router.num_experts, router.routing.top_k, torch.int8)
     total = logits.view(len(logits), router.parts, -1).sum(1)
     scores = total[:, : router.num_experts]
     if router.bias is not None:
@@ -63,23 +65,23 @@ def product(
     *,
     num_tokens: int,
     out: Tensor,
-    gate: int = moe.PLAIN,
+    gate: int = products.PLAIN,
     pdl: bool = False,
 ) -> None:
     num_experts, n, _ = values_of(weight).shape
     num_rows = num_tokens * routed.top_k
-    rows, matrices = _exact(x)[:num_rows], _exact(weight)
-    if num_tokens == 1 and len(rows) == 1:
-        rows = rows.expand(num_rows, -1)
+    taken, matrices = _exact(x)[:num_rows], _exact(weight)
+    if num_tokens == 1 and len(taken) == 1:
+        taken = taken.expand(num_rows, -1)
     chosen = routed.experts[:num_rows].sort().values
     for expert in range(num_experts):
         of_expert = (chosen == expert).nonzero()[:, 0]
         added = None if bias is None else bias[expert]
-        sums = transformer.linear(rows[of_expert], matrices[expert], added)
-        if gate != moe.PLAIN:
-            halves = sums.view(len(sums), n // (2 * moe.GATE_ROWS), 2, moe.GATE_ROWS)
+        sums = transformer.linear(taken[of_expert], matrices[expert], added)
+        if gate != products.PLAIN:
+            halves = sums.view(len(sums), n // (2 * products.GATE_ROWS), 2, products.GATE_ROWS)
             sums = halves.transpose(1, 2).reshape(len(sums), n)
-            kind = transformer.silu_mul if gate == moe.SILU else transformer.clamped_swiglu
+            kind = transformer.silu_mul if gate == products.SILU else transformer.clamped_swiglu
             sums = kind(sums)
         out[of_expert] = sums
 

@@ -53,7 +53,7 @@ from inflight.models.quantization.weight_only_cuda import DequantizedWeight
 from inflight.models.spec import Activation, AttentionSpec, MlpSpec, ModelSpec, MoeSpec
 from inflight_kernels.ops import activation
 from inflight_kernels.ops.embedding import embedding
-from inflight_kernels.ops.linear.operands import Input, NormedRows
+from inflight_kernels.ops.linear.operands import Input
 from inflight_kernels.ops.logits import scale_cap
 from inflight_kernels.ops.residual_norm import norm_columns
 from inflight_kernels.ops.rope import PagedKV, QkNorm
@@ -449,7 +449,9 @@ class Decoder:
         residual.add(attended, own.out, num_tokens, own.attention_post_norm, scale)
         if mixture is not None:
             x = self._norm(residual, own.mlp_norm, mixture, num_tokens)
-            assert not isinstance(x, NormedRows), "a mixture takes the norm itself"
+            assert isinstance(x, Tensor), (
+                "a mixture takes norms that are neither fused nor quantised"
+            )
             residual.add(x, mixture, num_tokens, own.mlp_post_norm, scale)
             return
         mlp, weights = layer.dense_mlp, own.dense_mlp

@@ -374,48 +374,8 @@ class _LayerReader(Generic[L, X]):
             name, (_, has_bias) = _name(self._spec, index, slot), slots[slot]
             return self.norm(name, has_bias, self._order(index, slot))
 
-        def stored(*names: str) -> tuple[list[Matrix], list[Tensor]]:
-            present = [name for name in names if name in slots]
-            biases = [name for name in present if slots[name][1]]
-            return (
-                self._parts(index, slots, present, "weight", self._stored.read_matrix),
-                self._parts(index, slots, biases, "bias", self._stored.read),
-            )
-
         def linear(*names: str) -> L:
-            return self._placement.linear(*stored(*names))
-
-        def router(slot: str) -> Tensor:
-            name = _name(self._spec, index, slot)
-            return self._placement.router(self._stored.read(f"{name}.weight"))
-
-        def vector(slot: str, suffix: str = "") -> Tensor | None:
-            has_suffix = slots[slot][1] if slot in slots and suffix else slot in slots
-            if not has_suffix:
-                return None
-            name = _name(self._spec, index, slot)
-            return self._placement.norm(self._stored.read(f"{name}{suffix}"))
-
-        def mlp(prefix: str = "") -> MlpWeights[L]:
-            gate, up, down = (f"{prefix}{part}" for part in ("gate", "up", "down"))
-            return MlpWeights(gate_up=linear(gate, up), down=linear(down))
-
-        def expert(number: int) -> ExpertParts:
-            gate, up, down = (f"expert_{part}.{number}" for part in ("gate", "up", "down"))
-            (first, first_biases), (last, last_biases) = stored(gate, up), stored(down)
-            return ExpertParts(first, last, first_biases, last_biases)
-
-        def moe(spec: MoeSpec) -> MoeWeights[L, X]:
-            return MoeWeights(
-                router=router("router"),
-                router_bias=vector("router", ".bias"),
-                select_bias=vector("select_bias"),
-                experts=self._placement.experts(
-                    spec.num_experts, map(expert, range(spec.num_experts))
-                ),
-                shared=None if spec.shared is None else mlp("shared_"),
-                shared_gate=router("shared_score") if spec.shared_gate else None,
-            )
+            return self._placement.linear(*self._fused(index, slots, names))
 
         spec = self._spec.layers[index].mlp
         return LayerWeights(
@@ -423,12 +383,57 @@ class _LayerReader(Generic[L, X]):
             qkv=linear("q", "k", "v"),
             q_norm=norm("q_norm"),
             k_norm=norm("k_norm"),
-            sinks=vector("sinks"),
+            sinks=self._vector(index, "sinks") if "sinks" in slots else None,
             out=linear("out"),
             attention_post_norm=norm("attention_post_norm"),
             mlp_norm=norm("mlp_norm"),
-            mlp=mlp() if isinstance(spec, MlpSpec) else moe(spec),
+            mlp=self._moe(index, slots, spec)
+            if isinstance(spec, MoeSpec)
+            else MlpWeights(linear("gate", "up"), linear("down")),
             mlp_post_norm=norm("mlp_post_norm"),
+        )
+
+    def _moe(
+        self, index: int, slots: Mapping[str, tuple[Shape, bool]], spec: MoeSpec
+    ) -> MoeWeights[L, X]:
+        def router(slot: str) -> Tensor:
+            name = _name(self._spec, index, slot)
+            return self._placement.router(self._stored.read(f"{name}.weight"))
+
+        def expert(number: int) -> ExpertParts:
+            gate, up, down = (f"expert_{part}.{number}" for part in ("gate", "up", "down"))
+            first, first_biases = self._fused(index, slots, (gate, up))
+            last, last_biases = self._fused(index, slots, (down,))
+            return ExpertParts(first, last, first_biases, last_biases)
+
+        def shared(*names: str) -> L:
+            return self._placement.linear(*self._fused(index, slots, names))
+
+        return MoeWeights(
+            router=router("router"),
+            router_bias=self._vector(index, "router", ".bias") if spec.router_bias else None,
+            select_bias=self._vector(index, "select_bias") if spec.select_bias else None,
+            experts=self._placement.experts(spec.num_experts, map(expert, range(spec.num_experts))),
+            shared=None
+            if spec.shared is None
+            else MlpWeights(shared("shared_gate", "shared_up"), shared("shared_down")),
+            shared_gate=router("shared_score") if spec.shared_gate else None,
+        )
+
+    def _vector(self, index: int, slot: str, suffix: str = "") -> Tensor:
+        """A tensor in float32."""
+        name = _name(self._spec, index, slot)
+        return self._placement.norm(self._stored.read(f"{name}{suffix}"))
+
+    def _fused(
+        self, index: int, slots: Mapping[str, tuple[Shape, bool]], names: Sequence[str]
+    ) -> tuple[list[Matrix], list[Tensor]]:
+        """Weights and biases of the linear layers that a fused one consists of."""
+        present = [name for name in names if name in slots]
+        biases = [name for name in present if slots[name][1]]
+        return (
+            self._parts(index, slots, present, "weight", self._stored.read_matrix),
+            self._parts(index, slots, biases, "bias", self._stored.read),
         )
 
     def norm(self, name: str, has_bias: bool, order: Tensor | None = None) -> NormWeights:

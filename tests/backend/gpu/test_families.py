@@ -135,7 +135,8 @@ CONFIGS = {
 }
 MIXTURES = {name for name, config in CONFIGS.items() if hasattr(config, "num_experts_per_tok")}
 """Where values that are rounded the other way may choose another expert, which changes this token
-and all after it. Of transformers' own logits in bfloat16, 45 to 100 % agree with those in float64."""
+and all after it. Of transformers' own logits in bfloat16, 45 to 100 % agree with float64's.
+"""
 
 
 @pytest.fixture(scope="module", params=CONFIGS, ids=str)

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from guarded import ROUNDING, Guarded, relative_error
-from inflight_kernels.ops import moe
 from inflight_kernels.ops.linear.scaled_rows import ScaledRows
-from inflight_kernels.ops.moe import Routed, Router, gather, product, route, sum_of_experts, tile_of
+from inflight_kernels.ops.moe.products import CLAMPED, PLAIN, SILU, product, tile_of
+from inflight_kernels.ops.moe.routing import Routed, Router, route
+from inflight_kernels.ops.moe.rows import gather, sum_of_experts
 from inflight_kernels.torch_ops import moe as definition
 from inflight_kernels.torch_ops.moe import Routing
 from inflight_kernels.torch_ops.quantization import dequantize_rows, quantize_rows
@@ -144,11 +145,11 @@ class Experts:
 
     gate_up: Tensor  # [E, 2 * w, d], gate above up
     down: Tensor  # [E, d, w]
-    gate: int = moe.SILU
+    gate: int = SILU
 
     def of(self, expert: int, rows: Tensor) -> Tensor:
         inner = rows.double() @ self.gate_up[expert].double().t()
-        gated = silu_mul(inner) if self.gate == moe.SILU else clamped_swiglu(inner)
+        gated = silu_mul(inner) if self.gate == SILU else clamped_swiglu(inner)
         return gated.to(torch.bfloat16).double() @ self.down[expert].double().t()
 
 
@@ -159,7 +160,7 @@ def _alternating(gate_up: Tensor) -> Tensor:
     return parts.transpose(1, 2).reshape(gate_up.shape).contiguous()
 
 
-def _experts(experts: int, width: int, hidden: int, gate: int = moe.SILU) -> Experts:
+def _experts(experts: int, width: int, hidden: int, gate: int = SILU) -> Experts:
     gate_up = torch.randn(experts, 2 * width, hidden, device="cuda") * hidden**-0.5
     down = torch.randn(experts, hidden, width, device="cuda") * width**-0.5
     return Experts(gate_up.bfloat16(), down.bfloat16(), gate)
@@ -218,7 +219,7 @@ def test_a_layer_is_that_of_the_definition(
     assert relative_error(found, expected) < 4 * ROUNDING[torch.bfloat16]
 
 
-@pytest.mark.parametrize("gate", [moe.PLAIN, moe.SILU, moe.CLAMPED])
+@pytest.mark.parametrize("gate", [PLAIN, SILU, CLAMPED])
 @pytest.mark.parametrize("tokens", [1, 5, 40, 300, 2000])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn, torch.int8])
 def test_a_product_applies_scales_bias_and_gate(dtype: torch.dtype, tokens: int, gate: int) -> None:
@@ -230,8 +231,8 @@ def test_a_product_applies_scales_bias_and_gate(dtype: torch.dtype, tokens: int,
     router = Router(Routing(top_k, renormalize=True), experts)
     logits = _logits(tokens, experts, "spread")
     route(logits, router, routed, tile=tile_of(tokens, experts, top_k, dtype))
-    stored = weight if gate == moe.PLAIN else _alternating(weight)
-    stored_bias = bias if gate == moe.PLAIN else _alternating(bias[..., None])[..., 0].contiguous()
+    stored = weight if gate == PLAIN else _alternating(weight)
+    stored_bias = bias if gate == PLAIN else _alternating(bias[..., None])[..., 0].contiguous()
     exact_x, exact_weight = x.double(), weight.double()
     many = tokens * top_k
     operand: Tensor | ScaledRows = stored
@@ -244,7 +245,7 @@ def test_a_product_applies_scales_bias_and_gate(dtype: torch.dtype, tokens: int,
         gathered = ScaledRows.empty(many, k, "cuda", dtype)
         operand = ScaledRows(matrix.values.view(experts, n, k), matrix.scales)
     gather(x, routed, num_tokens=tokens, out=gathered)
-    out = Guarded(many, n if gate == moe.PLAIN else n // 2, dtype=torch.bfloat16)
+    out = Guarded(many, n if gate == PLAIN else n // 2, dtype=torch.bfloat16)
     product(
         x if tokens == 1 and dtype == x.dtype else gathered,
         operand,
@@ -261,8 +262,8 @@ def test_a_product_applies_scales_bias_and_gate(dtype: torch.dtype, tokens: int,
     for expert in range(experts):
         at = (chosen == expert).nonzero()[:, 0]
         expected[at] = exact_x[token[at]] @ exact_weight[expert].t() + bias[expert].double()
-    if gate != moe.PLAIN:
-        expected = silu_mul(expected) if gate == moe.SILU else clamped_swiglu(expected)
+    if gate != PLAIN:
+        expected = silu_mul(expected) if gate == SILU else clamped_swiglu(expected)
     bound = 2 * ROUNDING[torch.bfloat16] if dtype != torch.float8_e4m3fn else 1e-2
     assert relative_error(found, expected) < bound
 

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from inflight.models import gpu_support
-from inflight_kernels.ops import moe
 from inflight_kernels.ops.linear.operands import MAX_SHARED_BYTES
-from inflight_kernels.ops.moe import instantiations, shape_of, tile_of
+from inflight_kernels.ops.moe import routing
+from inflight_kernels.ops.moe.products import instantiations, shape_of, tile_of
 
 H200 = 132
 LAYERS = [(128, 8, 1536), (8, 2, 28672), (32, 4, 5760), (64, 6, 2816), (16, 1, 512)]
@@ -47,6 +47,6 @@ def test_few_rows_of_the_weight_keep_all_multiprocessors_busy() -> None:
 
 
 def test_gpu_support_states_the_limits_of_the_kernels() -> None:
-    assert gpu_support.MAX_EXPERTS == moe.MAX_EXPERTS
-    assert gpu_support.MAX_TOP_K == moe.MAX_TOP_K
-    assert gpu_support.MAX_EXPERT_GROUPS == moe.MAX_GROUPS
+    assert gpu_support.MAX_EXPERTS == routing.MAX_EXPERTS
+    assert gpu_support.MAX_TOP_K == routing.MAX_TOP_K
+    assert gpu_support.MAX_EXPERT_GROUPS == routing.MAX_GROUPS

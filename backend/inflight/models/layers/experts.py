@@ -14,12 +14,12 @@ from torch import Tensor
 from inflight.models.layers.linear import INVARIANT_ROWS, CudaWeight
 from inflight.models.quantization.unquantized_cuda import CudaLinear
 from inflight.models.spec import Activation, MoeSpec
-from inflight_kernels.ops import moe
 from inflight_kernels.ops.linear.operands import Input, Operand
 from inflight_kernels.ops.linear.scaled_rows import ScaledRows, quantize_rows
+from inflight_kernels.ops.moe import products, routing, rows
 from inflight_kernels.torch_ops.moe import Routing
 
-GATES: dict[Activation, int] = {"silu": moe.SILU, "clamped_swiglu": moe.CLAMPED}
+GATES: dict[Activation, int] = {"silu": products.SILU, "clamped_swiglu": products.CLAMPED}
 """Gates of experts that products compute."""
 
 _MAX_ROUTER_PARTS = 3
@@ -27,7 +27,7 @@ _MAX_ROUTER_PARTS = 3
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CudaExperts:
-    """Weights of all experts of a layer, as `moe.product` takes them.
+    """Weights of all experts of a layer, as `products.product` takes them.
 
     Attributes:
         gate_up: [E, 2 * w, d], rows of gate and up by turns.
@@ -70,9 +70,9 @@ def router_parts(weight: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def alternating(gate_up: Tensor) -> Tensor:
-    """Rows of gate above those of up [2 * w, ...] -> by turns, as `moe.product` takes them."""
-    count = len(gate_up) // (2 * moe.GATE_ROWS)
-    parts = gate_up.view(2, count, moe.GATE_ROWS, *gate_up.shape[1:])
+    """Rows of gate above those of up [2 * w, ...] -> by turns, as `products.product` takes them."""
+    count = len(gate_up) // (2 * products.GATE_ROWS)
+    parts = gate_up.view(2, count, products.GATE_ROWS, *gate_up.shape[1:])
     return parts.transpose(0, 1).reshape(gate_up.shape)
 
 
@@ -99,24 +99,24 @@ class MoeMemory:
     ) -> None:
         width, top_k = moe_spec.expert.width, moe_spec.top_k
 
-        def rows(count: int, columns: int) -> Tensor:
+        def buffer(count: int, columns: int) -> Tensor:
             return torch.zeros(count, columns, dtype=dtype, device=device)
 
         columns = _MAX_ROUTER_PARTS * (moe_spec.num_experts + moe_spec.shared_gate)
         self._logits = torch.zeros(num_rows * columns, device=device)
-        self.routed = moe.Routed(num_rows, moe_spec.num_experts, top_k, device)
-        self.inner = rows(num_rows * top_k, width)
+        self.routed = routing.Routed(num_rows, moe_spec.num_experts, top_k, device)
+        self.inner = buffer(num_rows * top_k, width)
         # Rows of x by expert, then those of the experts' outputs.
-        self.outer = rows(num_rows * top_k, hidden_size)
+        self.outer = buffer(num_rows * top_k, hidden_size)
         self.gathered: Operand = self.outer
         self.inner_quantized: ScaledRows | None = None
         if weights.itemsize == 1:
             self.gathered = ScaledRows.empty(num_rows * top_k, hidden_size, device, weights)
             self.inner_quantized = ScaledRows.empty(num_rows * top_k, width, device, weights)
         shared = moe_spec.shared
-        self.shared_gate_up = rows(num_rows if shared else 0, 2 * shared.width if shared else 0)
-        self.shared_gated = rows(num_rows if shared else 0, shared.width if shared else 0)
-        self.shared = rows(num_rows if shared else 0, hidden_size)
+        self.shared_gate_up = buffer(num_rows if shared else 0, 2 * shared.width if shared else 0)
+        self.shared_gated = buffer(num_rows if shared else 0, shared.width if shared else 0)
+        self.shared = buffer(num_rows if shared else 0, hidden_size)
         self._num_rows = num_rows
 
     def logits(self, columns: int) -> Tensor:
@@ -150,6 +150,9 @@ class CudaMoe:
         shared: the expert of all tokens, if there is one.
         memory: for the layer's experts and tokens.
         batch_invariant: see `CudaLinear`.
+
+    Attributes:
+        routed: of the step, shared with other layers.
     """
 
     def __init__(
@@ -164,10 +167,10 @@ class CudaMoe:
         batch_invariant: bool,
     ) -> None:
         gate = None if shared is None else shared.gate
-        rows = router if gate is None else torch.cat([router, gate])
-        parts = router_parts(rows, memory.outer.dtype)
+        scored = router if gate is None else torch.cat([router, gate])
+        parts = router_parts(scored, memory.outer.dtype)
         self._scores = CudaLinear(parts, None, batch_invariant)
-        self._router = moe.Router(
+        self._router = routing.Router(
             Routing(
                 moe_spec.top_k,
                 moe_spec.renormalize,
@@ -177,7 +180,7 @@ class CudaMoe:
                 moe_spec.routing_scale,
             ),
             moe_spec.num_experts,
-            len(parts) // len(rows),
+            len(parts) // len(scored),
             router_bias,
             select_bias,
             gate is not None,
@@ -209,16 +212,16 @@ class CudaMoe:
         logits = memory.logits(self._router.columns)
         self._scores.product(x, logits, num_tokens)
         shared = self._run_shared(x, num_tokens)
-        tile = moe.tile_of(
+        tile = products.tile_of(
             num_tokens, self._router.num_experts, memory.routed.top_k, experts.values_dtype
         )
-        moe.route(logits[:num_tokens], self._router, memory.routed, tile=tile, pdl=True)
-        rows: Operand = x[:num_tokens]
+        routing.route(logits[:num_tokens], self._router, memory.routed, tile=tile, pdl=True)
+        taken: Operand = x[:num_tokens]
         if num_tokens > 1 or isinstance(memory.gathered, ScaledRows):
-            moe.gather(x, memory.routed, num_tokens=num_tokens, out=memory.gathered, pdl=True)
-            rows = memory.gathered
+            rows.gather(x, memory.routed, num_tokens=num_tokens, out=memory.gathered, pdl=True)
+            taken = memory.gathered
         self._multiply(
-            rows, experts.gate_up, experts.gate_up_bias, memory.inner, num_tokens, self._gate
+            taken, experts.gate_up, experts.gate_up_bias, memory.inner, num_tokens, self._gate
         )
         inner: Operand = memory.inner
         if memory.inner_quantized is not None:
@@ -227,8 +230,10 @@ class CudaMoe:
                 memory.inner[:num_rows], out=memory.inner_quantized.first(num_rows), pdl=True
             )
             inner = memory.inner_quantized
-        self._multiply(inner, experts.down, experts.down_bias, memory.outer, num_tokens, moe.PLAIN)
-        moe.sum_of_experts(memory.outer, memory.routed, shared, total=total, adds=adds, pdl=True)
+        self._multiply(
+            inner, experts.down, experts.down_bias, memory.outer, num_tokens, products.PLAIN
+        )
+        rows.sum_of_experts(memory.outer, memory.routed, shared, total=total, adds=adds, pdl=True)
 
     def _multiply(
         self,
@@ -240,7 +245,9 @@ class CudaMoe:
         gate: int,
     ) -> None:
         routed = self._memory.routed
-        moe.product(x, weight, bias, routed, num_tokens=num_tokens, out=out, gate=gate, pdl=True)
+        products.product(
+            x, weight, bias, routed, num_tokens=num_tokens, out=out, gate=gate, pdl=True
+        )
 
     def _run_shared(self, x: Tensor, num_tokens: int) -> Tensor | None:
         """[T, d] of the shared expert."""

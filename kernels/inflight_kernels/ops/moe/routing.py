@@ -1,0 +1,197 @@
+"""Routing: the experts of each token, and the plan of the experts' products.
+
+Shapes: T tokens, E experts, k experts per token.
+
+Nothing is read back to the host, and nothing depends on the order in which blocks run.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from inflight_kernels.runtime.compile import Instantiation
+from inflight_kernels.runtime.launch import check, kernel
+from inflight_kernels.torch_ops.moe import Routing
+
+MAX_TOP_K = 31
+MAX_EXPERTS = 512
+MAX_GROUPS = 32
+
+# As in route.cu.
+_SIGMOID, _RENORMALIZE = 1, 2
+_MAX_BLOCK_TOKENS = 64
+_MAX_THREADS = 1024
+
+MIN_TILE = 8
+"""Rows of an expert that are multiplied at once, at least."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Router:
+    """How experts are chosen from the router's logits.
+
+    Attributes:
+        routing: see there.
+        num_experts: E.
+        parts: logits are the sums of so many products, each with E columns or, with a shared gate,
+            E + 1.
+        bias: [E] float32, added to logits.
+        select_bias: [E] float32, added to scores when experts are chosen.
+        shared_gate: whether the last column is the gate of the shared expert.
+    """
+
+    routing: Routing
+    num_experts: int
+    parts: int = 1
+    bias: Tensor | None = None
+    select_bias: Tensor | None = None
+    shared_gate: bool = False
+
+    @property
+    def columns(self) -> int:
+        """Of the logits."""
+        return self.parts * (self.num_experts + self.shared_gate)
+
+    def obstacle(self) -> str | None:
+        """Why the kernels do not support it; None if they do."""
+        routing = self.routing
+        if self.num_experts > MAX_EXPERTS:
+            return f"{self.num_experts} experts (allowed: up to {MAX_EXPERTS})"
+        if routing.top_k > MAX_TOP_K:
+            return f"{routing.top_k} experts per token (allowed: up to {MAX_TOP_K})"
+        if routing.num_groups > MAX_GROUPS:
+            return f"{routing.num_groups} groups of experts (allowed: up to {MAX_GROUPS})"
+        return None
+
+
+class Routed:
+    """Where the experts of a step's tokens and the plan of their products are kept.
+
+    Args:
+        max_tokens: maximum T.
+        num_experts: E.
+        top_k: k.
+        device: the GPU.
+
+    Attributes:
+        experts: [max_tokens * k] int32, of each token in turn, the highest score first.
+        weights: [max_tokens, k + 1] float32, of each token's experts and of the shared one.
+        positions: [max_tokens * k] int32, their rows in products; complete after `gather`.
+    """
+
+    def __init__(
+        self, max_tokens: int, num_experts: int, top_k: int, device: torch.device | str
+    ) -> None:
+        def ints(count: int) -> Tensor:
+            return torch.zeros(count, dtype=torch.int32, device=device)
+
+        pairs = max_tokens * top_k
+        blocks = max(-(-count // block_tokens(count)) for count in (max_tokens, _FEW_TOKENS))
+        self.max_tokens, self.num_experts, self.top_k = max_tokens, num_experts, top_k
+        self.experts, self.positions = ints(pairs), ints(pairs)
+        self.weights = torch.zeros(max_tokens, top_k + 1, device=device)
+        self.starts = ints(blocks * num_experts)
+        self.tiles = ints(4 * (min(num_experts, pairs) + pairs // MIN_TILE))
+        self.num_tiles, self.arrived = ints(1), ints(1)
+
+
+_FEW_TOKENS = 512
+
+
+def block_tokens(num_tokens: int) -> int:
+    """Tokens of a block of `route`: few, one for each of 8 warps, are routed sooner, but many
+    blocks take longer to plan."""
+    return 8 if num_tokens <= _FEW_TOKENS else _MAX_BLOCK_TOKENS
+
+
+def route(logits: Tensor, router: Router, routed: Routed, *, tile: int, pdl: bool = False) -> None:
+    """Choose each token's experts, as `torch_ops.moe.route` does, and plan the products.
+
+    Args:
+        logits: [T, router.columns] float32, rows may be strided.
+        router: how.
+        routed: for at least T tokens; overwritten.
+        tile: rows of an expert that are multiplied at once; see `tile_of`.
+        pdl: see `Kernel`.
+
+    Raises:
+        ValueError: wrong shape or type of an operand, or a router that is not supported.
+    """
+    num_tokens, routing, num_experts = len(logits), router.routing, router.num_experts
+    _check_operands(logits, router, routed)
+    if not num_tokens:
+        return
+    per_block = block_tokens(num_tokens)
+    padded = -(-num_experts // 32) * 32
+    threads = max(padded, min(32 * min(num_tokens, per_block), _MAX_THREADS))
+    words = 4 * padded + threads + per_block * routing.top_k
+    if routing.top_groups < routing.num_groups:
+        words += threads // 32 * padded
+    kernel("route", f"route<{_per_lane(num_experts)}>")(
+        -(-num_tokens // per_block),
+        threads,
+        logits,
+        logits.stride(0),
+        router.parts,
+        num_experts + router.shared_gate,
+        0 if router.bias is None else router.bias,
+        0 if router.select_bias is None else router.select_bias,
+        int(router.shared_gate),
+        num_tokens,
+        num_experts,
+        routing.top_k,
+        _SIGMOID * (routing.score == "sigmoid") | _RENORMALIZE * routing.renormalize,
+        routing.num_groups,
+        routing.top_groups,
+        routing.scale,
+        routed.experts,
+        routed.weights,
+        routed.positions,
+        routed.starts,
+        routed.tiles,
+        routed.num_tiles,
+        tile,
+        per_block,
+        routed.arrived,
+        shared=4 * words,
+        pdl=pdl,
+    )
+
+
+def _check_operands(logits: Tensor, router: Router, routed: Routed) -> None:
+    num_tokens, columns = logits.shape
+    routing, num_experts = router.routing, router.num_experts
+    obstacle = router.obstacle()
+    if obstacle is not None:
+        raise ValueError(f"{obstacle} is not supported")
+    if columns != router.columns or logits.dtype != torch.float32 or logits.stride(1) != 1:
+        raise ValueError(
+            f"logits are {logits.dtype} {list(logits.shape)}; expected {router.columns} columns of "
+            "float32, contiguous"
+        )
+    if num_tokens > routed.max_tokens or (num_experts, routing.top_k) != (
+        routed.num_experts,
+        routed.top_k,
+    ):
+        raise ValueError(
+            f"{num_tokens} tokens with {routing.top_k} of {num_experts} experts; the memory is for "
+            f"{routed.max_tokens} with {routed.top_k} of {routed.num_experts}"
+        )
+    for name, bias in (("bias", router.bias), ("select_bias", router.select_bias)):
+        if bias is not None:
+            check(name, bias, (num_experts,), torch.float32, vectors=False)
+
+
+_PER_LANE = (1, 2, 4, 8, 16)
+
+
+def _per_lane(num_experts: int) -> int:
+    return next(count for count in _PER_LANE if num_experts <= 32 * count)
+
+
+def instantiations() -> list[Instantiation]:
+    """All kernels of this module."""
+    return [("route", tuple(f"route<{count}>" for count in _PER_LANE), ())]
