@@ -329,17 +329,26 @@ __device__ __forceinline__ void mainloop(const TensorMap& x, const TensorMap& we
 // bytes a row: CHUNK rows of x, half as many of a PAIR, and ROWS of all weights, [experts * n, k].
 // Threads: GROUPS + 1 warpgroups. Dynamic shared memory: 1024 + STAGES * ((TOKENS + ROWS) * 128 + 16)
 // + GROUPS * CHUNK * (GROUP_COLUMNS + 8) * 2 bytes.
-#define EXPERTS_KERNEL(NAME, CLUSTER, PAIR)                                                        \
-    template <typename In, typename T, int TOKENS, int ROWS, int GROUPS, int STAGES, int GATE>     \
-    __global__ void CLUSTER __launch_bounds__(128 * (GROUPS + 1), 1)                               \
-        NAME(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap weight,        \
-             const float* row_scales, const float* weight_scales, const T* bias,                   \
-             const Tile* tiles, const int* num_tiles, T* out, int n, int k, int first_row,         \
-             int is_history) {                                                                     \
-        const experts::Operands at = {row_scales, weight_scales, bias,      tiles,     num_tiles,  \
-                                      n,          k,             first_row, is_history};           \
-        experts::mainloop<In, T, TOKENS, ROWS, GROUPS, STAGES, GATE, PAIR>(x, weight, at, out);    \
-    }
-EXPERTS_KERNEL(experts_product, , false)
-EXPERTS_KERNEL(experts_product_pairs, __cluster_dims__(2, 1, 1), true)
-#undef EXPERTS_KERNEL
+template <typename In, typename T, int TOKENS, int ROWS, int GROUPS, int STAGES, int GATE>
+__global__ void __launch_bounds__(128 * (GROUPS + 1), 1)
+    experts_product(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap weight,
+                    const float* row_scales, const float* weight_scales, const T* bias,
+                    const Tile* tiles, const int* num_tiles, T* out, int n, int k, int first_row,
+                    int is_history) {
+    const experts::Operands at = {row_scales, weight_scales, bias,      tiles,     num_tiles,
+                                  n,          k,             first_row, is_history};
+    experts::mainloop<In, T, TOKENS, ROWS, GROUPS, STAGES, GATE, false>(x, weight, at, out);
+}
+
+// The same with a cluster of two blocks per tile of x.
+template <typename In, typename T, int TOKENS, int ROWS, int GROUPS, int STAGES, int GATE>
+__global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(128 * (GROUPS + 1), 1)
+    experts_product_pairs(const __grid_constant__ TensorMap x,
+                          const __grid_constant__ TensorMap weight, const float* row_scales,
+                          const float* weight_scales, const T* bias, const Tile* tiles,
+                          const int* num_tiles, T* out, int n, int k, int first_row,
+                          int is_history) {
+    const experts::Operands at = {row_scales, weight_scales, bias,      tiles,     num_tiles,
+                                  n,          k,             first_row, is_history};
+    experts::mainloop<In, T, TOKENS, ROWS, GROUPS, STAGES, GATE, true>(x, weight, at, out);
+}
