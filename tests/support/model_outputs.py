@@ -163,7 +163,16 @@ def qwen3_coder(calls: Sequence[tuple[str, Any]]) -> str:
     )
 
 
+def harmony(calls: Sequence[tuple[str, Any]]) -> str:
+    return "<|start|>assistant".join(
+        f"<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>"
+        f"{json.dumps(args)}<|call|>"
+        for name, args in calls
+    )
+
+
 WRITERS: dict[str, Write] = {
+    "harmony": harmony,
     "hermes": hermes,
     "llama3_json": llama3_json,
     "json": json_list,

@@ -169,7 +169,9 @@ def plan_turns(
             "cannot be combined with tools that constrain the output; omit one of them",
             "response_format",
         )
-    tool_format = formats.tools if guide is None else guide.tool_format
+    tool_format = formats.tools
+    if guide is not None:
+        tool_format, reasoning = guide.tool_format, guide.reasoning_format
     if tool_format is None:
         raise RequestError(
             "are not supported by the chat template of this model; allowed: a tool_choice of "

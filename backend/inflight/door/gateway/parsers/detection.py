@@ -10,8 +10,8 @@ from typing import Any
 from inflight.door.gateway.parsers import reasoning
 from inflight.door.gateway.parsers.formats.registry import FORMATS, find_format
 
-# Of formats that are not supported, some with Hermes's tags: GLM 4.5, gpt-oss, Hunyuan.
-_OTHER_FORMATS = ("<arg_key>", "<|channel|>", "<tool_calls>")
+# Of formats that are not supported, some with Hermes's tags: GLM 4.5, Hunyuan.
+_OTHER_FORMATS = ("<arg_key>", "<tool_calls>")
 
 _BLOCK = re.compile(r"\{[{%]-?(.*?)-?[%}]\}", re.DOTALL)
 _CONDITION = re.compile(r"\s*(if|elif|else|endif)\b(.*)", re.DOTALL)
@@ -48,16 +48,23 @@ def detect(chat_template: str) -> Formats:
             ),
             None,
         )
-    is_reasoning = "<|channel|>" not in chat_template and reasoning.CLOSE in chat_template
-    return Formats(tools, reasoning.FORMAT if is_reasoning else None)
+    if tools is not None and FORMATS[tools].is_whole:
+        return Formats(tools, tools)
+    return Formats(tools, reasoning.FORMAT if reasoning.CLOSE in chat_template else None)
 
 
 def markers(formats: Formats) -> tuple[str, ...]:
     """The markers of a model's formats. Calls and reasoning are only found where the text of an
     output contains them, even if they are special tokens."""
     tools = () if formats.tools is None else find_format(formats.tools).markers
-    tags = () if formats.reasoning is None else (reasoning.OPEN, reasoning.CLOSE)
-    return (*tools, *tags)
+    if formats.reasoning is None:
+        return tools
+    tags = (
+        (reasoning.OPEN, reasoning.CLOSE)
+        if formats.reasoning == reasoning.FORMAT
+        else find_format(formats.reasoning).markers
+    )
+    return tuple(dict.fromkeys((*tools, *tags)))
 
 
 def opens_reasoning(chat_template: str, variables: Mapping[str, Any] | None = None) -> bool:

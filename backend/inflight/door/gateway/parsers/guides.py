@@ -32,11 +32,13 @@ class Guide:
         guide_type: for guided_decoding_guide_type.
         guide: for guided_decoding_guide.
         tool_format: the format of calls in such an output.
+        reasoning_format: of the reasoning before them; None if there cannot be any.
     """
 
     guide_type: Kind
     guide: str
     tool_format: str
+    reasoning_format: str | None = None
 
 
 def guide_for(
@@ -61,7 +63,8 @@ def guide_for(
         tools: OpenAI's tool objects.
         choice: OpenAI's tool_choice.
         parallel: OpenAI's parallel_tool_calls: whether there may be several calls.
-        reasoning_format, in_reasoning: as for `parser_for`. Reasoning may precede the calls.
+        reasoning_format, in_reasoning: as for `parser_for`. Reasoning may precede the calls, if
+            its format is "think".
 
     Returns:
         None if there is nothing to enforce, or if it cannot be.
@@ -86,7 +89,9 @@ def guide_for(
         check_schema(found[i], f"tools[{i}]")
     rules = _Rules(syntax, [found[i] for i in called], parallel and name is None)
     start = rules.free() if is_free else rules.calls()
-    if reasoning_format is not None and (in_reasoning or not is_free):
+    if reasoning_format != reasoning.FORMAT:
+        reasoning_format = None
+    elif in_reasoning or not is_free:
         start = f"{rules.reasoning(in_reasoning)} {start}"
     guide = rules.grammar(start)
     if len(guide.encode()) > MAX_GUIDE_BYTES:
@@ -94,7 +99,7 @@ def guide_for(
             f"their schemas have more than {MAX_GUIDE_BYTES} bytes; allowed: {MAX_GUIDE_BYTES}",
             "tools",
         )
-    return Guide("ebnf_grammar", guide, tool_format)
+    return Guide("ebnf_grammar", guide, tool_format, reasoning_format)
 
 
 def _chosen(choice: ToolChoice, tools: Sequence[Tool]) -> str | None:

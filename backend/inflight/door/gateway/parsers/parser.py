@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 
-from inflight.door.gateway.parsers.formats.registry import find_format
+from inflight.door.gateway.parsers.formats.registry import FORMATS, find_format
 from inflight.door.gateway.parsers.formats.tool_format import Read
 from inflight.door.gateway.parsers.pieces import OutputParser, Piece, Text
 from inflight.door.gateway.parsers.reader import Reader, Steps
 from inflight.door.gateway.parsers.reasoning import check_reasoning_format, read_reasoning
 from inflight.door.gateway.parsers.tools import Schemas
 from inflight.door.gateway.parsers.writer import Writer
+
+_WHOLE = tuple(one for one in FORMATS.values() if one.is_whole)
 
 
 def plain() -> OutputParser:
@@ -29,7 +31,7 @@ def parser_for(
 
     Args:
         tool_format: a name in FORMATS; None if the request offers no tools.
-        reasoning_format: "think", or None.
+        reasoning_format: "think", the name of a format that covers whole outputs, or None.
         tool_names: of the functions that the request offers. As a mapping from each name to the
             schema of its parameters (`schemas_of`), it also tells formats without types those of
             the values.
@@ -39,17 +41,24 @@ def parser_for(
     Raises:
         ConfigError: a format is unknown.
     """
+    whole = next((one for one in _WHOLE if one.name in (tool_format, reasoning_format)), None)
+    if whole is not None:
+        offered = () if tool_format is None else tool_names
+        steps = _read_output(whole.read, _schemas(offered), False, False)
+        return _Parser(steps, Writer(whole.markers))
     if reasoning_format is not None:
         check_reasoning_format(reasoning_format)
     if tool_format is None and reasoning_format is None:
         return plain()
     read = _read_text if tool_format is None else find_format(tool_format).read
-    if isinstance(tool_names, Mapping):
-        schemas = dict(tool_names)
-    else:
-        schemas = {name: {} for name in tool_names}
-    steps = _read_output(read, schemas, reasoning_format is not None, in_reasoning)
+    steps = _read_output(read, _schemas(tool_names), reasoning_format is not None, in_reasoning)
     return _Parser(steps, Writer(special))
+
+
+def _schemas(tool_names: Collection[str]) -> Schemas:
+    if isinstance(tool_names, Mapping):
+        return dict(tool_names)
+    return {name: {} for name in tool_names}
 
 
 class _Plain:

@@ -85,7 +85,6 @@ V31 = """{%- if not add_generation_prompt is defined %}{%- endif %}
         (GLM, None),
         (HUNYUAN, None),
         (SEED, None),
-        (HARMONY, None),
         (QWEN25, None),
         ("", None),
     ],
@@ -99,13 +98,20 @@ def test_templates_with_tags_are_of_models_that_reason(template: str) -> None:
     assert detect(HERMES + template) == Formats("hermes", "think")
 
 
+def test_harmony_is_the_format_of_calls_and_of_reasoning() -> None:
+    assert detect(HARMONY) == detect(HARMONY + HERMES) == Formats("harmony", "harmony")
+    assert not opens_reasoning(HARMONY)
+
+
 def test_markers_are_those_that_models_write() -> None:
     assert markers(Formats(None, None)) == ()
     assert markers(Formats("mistral", "think")) == (
         *("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"),
         *("<think>", "</think>"),
     )
-    for name in ("hermes", "deepseek_v3", "deepseek_v31", "mistral", "qwen3_coder"):
+    assert markers(Formats(None, "harmony")) == markers(Formats("harmony", "harmony"))
+    assert len({*markers(Formats("harmony", "harmony"))}) == len(FORMATS["harmony"].markers)
+    for name in ("harmony", "hermes", "deepseek_v3", "deepseek_v31", "mistral", "qwen3_coder"):
         written = WRITERS[name]([("now", {}), ("now", {})])
         assert any(marker in written for marker in markers(Formats(name, None)))
     assert set(WRITERS) == set(FORMATS)

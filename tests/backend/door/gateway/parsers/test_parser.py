@@ -24,6 +24,7 @@ CALLS: list[tuple[str, Any]] = [
     ("get_weather", {"where": {"a": [1, 2.5e-3, None, True, {}], "": []}, "city": ""}),
 ]
 BROKEN = {
+    "harmony": model_outputs.harmony([("now", {})]).replace("{}", '{"a": tru}') + "end",
     "hermes": '<tool_call>\n{"name": "now", "arguments": {"a": tru}}\n</tool_call> end',
     "llama3_json": '{"name": "now", "parameters": {"a": ]}}',
     "json": '[{"name": "now", "arguments": {"a" 1}}]',
@@ -34,6 +35,7 @@ BROKEN = {
     "qwen3_coder": "<function=now>\n<parameter=a>\n1\n</parameter>\noops</tool_call> end",
 }
 TEXTS = {
+    "harmony": " to=now or <| a <|chan",
     "hermes": "a <tool_call> b <tool_call>\n{} c <tool_cal",
     "llama3_json": ' {"answer": {"name": "now"}} <|python_ta',
     "json": '[{"name": "someone", "arguments": {}}]',
@@ -90,6 +92,7 @@ FRAGMENTS = st.sampled_from(
         *"<>[]{}()\"'\\:,;=` \n\ta1.-",
         *("<tool_call>", "</tool_call>", "<function=", "<parameter=", "</parameter>"),
         *("</function>", "</function>\n</tool_call>", "<think>", "</think>", "[TOOL_CALLS]"),
+        *("<|channel|>", "<|message|>", "<|end|>", "<|start|>", "analysis", " to=functions."),
         *("[ARGS]", "[CALL_ID]", "<|python_tag|>", "<|python_start|>", "<|python_end|>"),
         *("<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>"),  # noqa: RUF001
         *("<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>", "```", "json"),  # noqa: RUF001
@@ -114,7 +117,7 @@ def test_any_text_splits_anywhere(
     found = output(whole)
     assert joined(pieces(parser(name, reasoning, in_reasoning), parts)) == joined(whole)
     assert joined(pieces(parser(name, reasoning, in_reasoning), text)) == joined(whole)
-    if not found.calls and reasoning is None:
+    if not found.calls and reasoning is None and not FORMATS[name].is_whole:
         assert found.text == text
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from inflight.door.gateway.parsers.formats import (
     deepseek,
+    harmony,
     hermes,
     json_list,
     llama3_json,
@@ -17,6 +18,7 @@ from inflight.errors import ConfigError, did_you_mean
 # Templates are compared in this order: those of Qwen 3 Coder contain Hermes's markers, too, and
 # those of Llama 4 the tag of Llama 3.1.
 _FORMATS = (
+    harmony.FORMAT,
     deepseek.V3,
     deepseek.V31,
     qwen3_coder.FORMAT,

@@ -44,6 +44,8 @@ class ToolFormat:
         syntax: how guided calls are written; None if they are written in the format `json`.
         markers: texts that are tokens of their own in the models that use the format. Where they
             are special tokens, the text of an output has them on request alone.
+        is_whole: it covers the whole output: reasoning, too, whose format has the same name, and
+            which `read` finds without any schemas. Content never has its markers.
     """
 
     name: str
@@ -51,3 +53,4 @@ class ToolFormat:
     templates: tuple[tuple[str, ...], ...] = ()
     syntax: CallSyntax | None = None
     markers: tuple[str, ...] = ()
+    is_whole: bool = False
