@@ -219,6 +219,66 @@ OLMO2 = (
     "{% if loop.last and add_generation_prompt %}{{ '<|assistant|>\n' }}{% endif %}{% endfor %}"
 )
 
+# Of gpt-oss, without the types of parameters and the tools of its own. Reasoning is only written
+# before a call that no answer follows.
+GPT_OSS = r"""
+{{- '<|start|>system<|message|>Reasoning: ' }}
+{{- (reasoning_effort if reasoning_effort is defined else 'medium') + '<|end|>' }}
+{%- set developer = messages[0].content if messages[0].role == 'system' else '' %}
+{%- if developer or tools %}
+    {{- '<|start|>developer<|message|>' + developer }}
+    {%- for tool in tools or [] %}
+        {{- '\n// ' + tool.function.description + '\ntype ' + tool.function.name }}
+    {%- endfor %}
+    {{- '<|end|>' }}
+{%- endif %}
+{%- set messages = messages[1:] if messages[0].role == 'system' else messages %}
+{%- set last = namespace(name=none, answered=false) %}
+{%- for message in messages %}
+    {%- if message.role == 'assistant' %}
+        {%- if '<|channel|>analysis<|message|>' in message.content %}
+            {{- raise_exception('You have passed a message containing <|channel|> tags') }}
+        {%- endif %}
+        {%- if 'tool_calls' in message %}
+            {%- set last.answered = false %}
+            {%- for later in messages[loop.index:] %}
+                {%- if later.role == 'assistant' and 'tool_calls' not in later %}
+                    {%- set last.answered = true %}
+                {%- endif %}
+            {%- endfor %}
+            {%- set call = message.tool_calls[0].function %}
+            {%- if message.content and message.thinking %}
+                {{- raise_exception('Cannot pass both content and thinking') }}
+            {%- elif message.content and not last.answered %}
+                {{- '<|start|>assistant<|channel|>analysis<|message|>' + message.content }}
+                {{- '<|end|>' }}
+            {%- elif message.thinking and not last.answered %}
+                {{- '<|start|>assistant<|channel|>analysis<|message|>' + message.thinking }}
+                {{- '<|end|>' }}
+            {%- endif %}
+            {{- '<|start|>assistant to=functions.' + call.name }}
+            {{- '<|channel|>commentary json<|message|>' + call.arguments | tojson + '<|call|>' }}
+            {%- set last.name = call.name %}
+        {%- elif loop.last and not add_generation_prompt %}
+            {{- '<|start|>assistant<|channel|>final<|message|>' + message.content }}
+            {{- '<|return|>' }}
+        {%- else %}
+            {{- '<|start|>assistant<|channel|>final<|message|>' + message.content + '<|end|>' }}
+            {%- set last.name = none %}
+        {%- endif %}
+    {%- elif message.role == 'tool' %}
+        {%- if last.name is none %}
+            {{- raise_exception('there was no previous assistant message with a tool call!') }}
+        {%- endif %}
+        {{- '<|start|>functions.' + last.name + ' to=assistant<|channel|>commentary<|message|>' }}
+        {{- message.content | tojson + '<|end|>' }}
+    {%- else %}
+        {{- '<|start|>user<|message|>' + message.content + '<|end|>' }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|start|>assistant' }}{% endif %}
+"""
+
 
 @dataclass(frozen=True)
 class Family:
@@ -245,6 +305,7 @@ _PHI3 = ("<|endoftext|>", "<|system|>", "<|user|>", "<|assistant|>", "<|end|>")
 _GLM4 = ("<|endoftext|>", "[gMASK]", "<sop>", "<|system|>", "<|user|>", "<|assistant|>")
 _COHERE = ("<BOS_TOKEN>", "<|START_OF_TURN_TOKEN|>", "<|END_OF_TURN_TOKEN|>", "<|USER_TOKEN|>")
 _GRANITE = ("<|end_of_text|>", "<|start_of_role|>", "<|end_of_role|>", "<|tool_call|>")
+_HARMONY = ("<|start|>", "<|channel|>", "<|constrain|>", "<|message|>", "<|end|>", "<|call|>")
 _THINK = ("<think>", "</think>")
 
 FAMILIES = {
@@ -280,6 +341,13 @@ FAMILIES = {
     ),
     "olmo2": Family(
         OLMO2, ("<|endoftext|>",), "<|endoftext|>", "<|endoftext|>", ("<|endoftext|>",)
+    ),
+    "gpt-oss": Family(
+        GPT_OSS,
+        (*_HARMONY, "<|return|>", "<|endoftext|>"),
+        None,
+        "<|return|>",
+        ("<|return|>", "<|call|>"),
     ),
     "qwen3": Family(
         HERMES,

@@ -27,6 +27,7 @@ from weakref import WeakKeyDictionary
 import msgspec
 
 from inflight.errors import RequestError
+from inflight.text.chat_format import harmony
 from inflight.text.markers import END_TAG, HarmlessWords, MarkerEscaper, with_strings
 from inflight.text.template import Conversation, Rendering, render_each
 from inflight.text.tokenizer import Tokenizer
@@ -62,7 +63,9 @@ def encode_chat(
         )
     if continue_final_message:
         _check_continuation(conversation)
-    if "tool_calls" not in template:
+    if harmony.is_written_by(template):
+        conversation = harmony.fitted(conversation, keep_last=continue_final_message)
+    elif "tool_calls" not in template:
         conversation = _with_contents(conversation)
     escaper = _escaper_of(tokenizer)
     words = HarmlessWords(escaper.harmless_words(template))

@@ -25,7 +25,7 @@ from inflight.triton.protocol import shown_ids
 from model_outputs import SCHEMAS, Output, joined, output
 
 # Special tokens of the tokenizers of these models, or of their GGUF files.
-NAMES = ("mistral", "llama3_json", "pythonic", "deepseek_v3", "deepseek_v31")
+NAMES = ("mistral", "llama3_json", "pythonic", "deepseek_v3", "deepseek_v31", "harmony")
 SPECIAL = sorted({one for name in NAMES for one in markers(Formats(name, None))})
 END = "<|im_end|>"
 TOOLS = [
@@ -34,6 +34,7 @@ TOOLS = [
 ]
 CALLS: list[tuple[str, Any]] = [("get_weather", {"city": "Köln 😀", "days": -3}), ("now", {})]
 WRITTEN = {
+    "harmony": [model_outputs.harmony(CALLS)],
     "mistral": [model_outputs.mistral(CALLS), model_outputs.mistral_list(CALLS)],
     "llama3_json": [f"<|python_tag|>{model_outputs.llama3_json(CALLS)}"],
     "pythonic": [f"<|python_start|>{model_outputs.pythonic(CALLS)}<|python_end|>"],
@@ -100,7 +101,8 @@ def test_calls_are_found_anywhere_however_tokens_arrive(name: str, before: str) 
         whole = answer(name, ids, [len(ids)])
         found = output(whole)
         assert [(call, json.loads(arguments)) for call, arguments in found.calls] == CALLS
-        assert found.text == before.rstrip()
+        is_whole = FORMATS[name].is_whole
+        assert found.text == (before if is_whole else before.rstrip())
         for size in range(1, 6):
             assert joined(answer(name, ids, [size])) == joined(whole)
 
@@ -121,7 +123,38 @@ def test_tags_of_reasoning_that_are_special_tokens_are_kept_without_tools() -> N
     assert plan_turns(description, Tooling()).tensors == {"keep_special_tokens": tags}
 
 
+def test_reasoning_and_content_in_messages_are_found_with_and_without_tools() -> None:
+    described = Description(
+        model="m", chat_template="".join(FORMATS["harmony"].templates[0]), special_tokens=SPECIAL
+    )
+    kept = list(FORMATS["harmony"].markers)
+    for tools in (Tooling(TOOLS), Tooling()):
+        chosen = plan_turns(described, tools)
+        assert chosen.reasons
+        assert chosen.tensors["keep_special_tokens"] == kept
+        turn = chosen.turn()
+        text = (
+            "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>final<|message|>"
+        )
+        found = turn.feed(Delta(f"{text}Yes.", finish_reason="stop", num_output_tokens=9))
+        assert output(found) == Output("Yes.", (), "Hm.")
+        assert turn.finish_reason == "stop"
+
+
+def test_a_guided_output_of_a_model_that_writes_messages_has_none() -> None:
+    described = Description(
+        model="m", chat_template="".join(FORMATS["harmony"].templates[0]), special_tokens=SPECIAL
+    )
+    chosen = plan_turns(described, Tooling(TOOLS, "required"))
+    assert (chosen.tool_format, chosen.reasoning_format) == ("json", None)
+    assert "<think>" not in chosen.tensors["guided_decoding_guide"]
+    assert "keep_special_tokens" not in chosen.tensors
+    found = chosen.turn().feed(Delta(model_outputs.json_list(CALLS), finish_reason="stop"))
+    assert [(call, json.loads(arguments)) for call, arguments in output(found).calls] == CALLS
+
+
 STRAY = {
+    "harmony": "a<|end|>b<|message|> c<|constrain|>json",
     "mistral": "a[ARGS]b[CALL_ID] [TOOL_CALLS] c",
     "llama3_json": "<|python_tag|>print(1)",
     "pythonic": "a<|python_end|> b <|python_start|>1",
@@ -184,5 +217,6 @@ def test_any_output_splits_anywhere_and_shows_no_special_token(
     found = output(whole)
     assert not any(text in show(found) for text in tokenizer().special_ids.values())
     assert joined(answer(name, ids, sizes, has_reasoning=has_reasoning)) == joined(whole)
-    if not found.calls and not has_reasoning:
+    # Words of headers are not content.
+    if not found.calls and not has_reasoning and name != "harmony":
         assert found.text == detokenizer().decode(ids)

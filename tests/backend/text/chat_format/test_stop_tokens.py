@@ -19,7 +19,10 @@ IDS = {"<eos>": 1, "<end_of_turn>": 106, "<|im_end|>": 7, "<|endoftext|>": 0}
         # GLM-4 ends a turn with the next one's beginning, as no other family with <|user|>.
         (("<|user|>", "<|observation|>", "<|assistant|>"), {"<|user|>", "<|observation|>"}),
         # gpt-oss ends a message with <|end|>, and goes on.
-        (("<|end|>", "<|return|>", "<|call|>", "<|start|>"), {"<|return|>", "<|call|>"}),
+        (
+            ("<|endoftext|>", "<|return|>", "<|start|>", "<|end|>", "<|call|>"),
+            {"<|endoftext|>", "<|return|>", "<|call|>"},
+        ),
         (("</s>", "[INST]", "[/INST]"), set()),
     ],
 )

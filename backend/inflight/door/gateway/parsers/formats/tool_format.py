@@ -38,7 +38,7 @@ class ToolFormat:
     """A format of tool calls.
 
     Attributes:
-        name: as in vLLM, where it has the format.
+        name: as in vLLM for most of those that it has.
         read: its parser.
         templates: a chat template that contains all texts of one of these uses the format.
         syntax: how guided calls are written; None if they are written in the format `json`.
