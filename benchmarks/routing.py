@@ -27,9 +27,8 @@ from torch import Tensor
 import result
 from inflight.cli.bench import engine as bench
 from inflight.cli.bench.rows import select
-from inflight.models import decoder_cuda
-from inflight.models.layers import experts
-from inflight.models.layers.experts import CudaMoe
+from inflight.models import decoder_cuda, experts_cuda
+from inflight.models.experts_cuda import CudaMoe
 from inflight.models.quantization.unquantized_cuda import CudaLinear
 from inflight_kernels.ops.linear.operands import Input
 
@@ -63,7 +62,7 @@ def measure(kind: str, model: str, rows: str, changes: dict[str, Any]) -> list[d
 
     decoder_cuda.CudaMoe = mixture  # type: ignore[assignment, misc]
     if kind != "drawn":
-        experts.CudaLinear = partial(TableRouter, kind)  # type: ignore[assignment, misc]
+        experts_cuda.CudaLinear = partial(TableRouter, kind)  # type: ignore[assignment, misc]
     chosen, _ = select(rows)
     settings = bench.engine_settings(model, "cuda", chosen, changes)
     found = []

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from inflight.models.layers import experts
+from inflight.models import experts_cuda
 from inflight_kernels.ops.linear.operands import Operand, values_of
 from inflight_kernels.ops.linear.scaled_rows import ScaledRows
 from inflight_kernels.ops.moe import products, routing, rows
@@ -25,8 +25,8 @@ def install(monkeypatch: pytest.MonkeyPatch, linear: type) -> None:
     monkeypatch.setattr(products, "product", product)
     for op in (gather, sum_of_experts):
         monkeypatch.setattr(rows, op.__name__, op)
-    monkeypatch.setattr(experts, "quantize_rows", quantize_rows)
-    monkeypatch.setattr(experts, "CudaLinear", linear)
+    monkeypatch.setattr(experts_cuda, "quantize_rows", quantize_rows)
+    monkeypatch.setattr(experts_cuda, "CudaLinear", linear)
 
 
 def route(logits: Tensor, router: Router, routed: Routed, *, tile: int, pdl: bool = False) -> None:

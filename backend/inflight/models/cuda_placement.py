@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from inflight.config import Quantization
-from inflight.models.layers.experts import CudaExperts, alternating
+from inflight.models.experts_cuda import CudaExperts, alternating
 from inflight.models.layers.linear import CudaWeight
 from inflight.models.loader import ExpertParts
 from inflight.models.quantization.matrix import (

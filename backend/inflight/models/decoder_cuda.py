@@ -22,6 +22,12 @@ from inflight.core.step_size import StepSize
 from inflight.errors import ConfigError
 from inflight.kv.cache import KVCache
 from inflight.models.cuda_placement import CudaPlacement
+from inflight.models.experts_cuda import (
+    CudaExperts,
+    CudaMoe,
+    MoeMemory,
+    SharedExpert,
+)
 from inflight.models.gpu_support import gpu_obstacle, has_experts
 from inflight.models.layers.attention import (
     Attention,
@@ -29,14 +35,7 @@ from inflight.models.layers.attention import (
     RotaryTables,
     max_dequantized_keys,
 )
-from inflight.models.layers.experts import (
-    CudaExperts,
-    CudaMoe,
-    MoeMemory,
-    SharedExpert,
-    whole_tiles,
-)
-from inflight.models.layers.linear import CudaWeight
+from inflight.models.layers.linear import CudaWeight, whole_tiles
 from inflight.models.layers.norm import NormWeights
 from inflight.models.layers.residual import ResidualStream, residual_stream
 from inflight.models.loader import (

@@ -19,8 +19,8 @@ from inflight.models.decoder_cuda import (
 )
 from inflight.models.eagle3 import UNDRAFTABLE, HeadWeights, load_head
 from inflight.models.eagle3_spec import Eagle3Spec
+from inflight.models.experts_cuda import CudaExperts
 from inflight.models.layers.attention import Attention, ForwardInputs, RotaryTables
-from inflight.models.layers.experts import CudaExperts
 from inflight.models.layers.linear import INVARIANT_ROWS, CudaWeight
 from inflight.models.loader import ModelWeights, Progress
 from inflight_kernels.ops.embedding import embedding

@@ -20,6 +20,11 @@ INVARIANT_ROWS = 128
 """Rows of a batch-invariant tile. Buffers have a multiple of it."""
 
 
+def whole_tiles(num_rows: int) -> int:
+    """Rows of a buffer for so many tokens: a multiple of INVARIANT_ROWS."""
+    return -(-num_rows // INVARIANT_ROWS) * INVARIANT_ROWS
+
+
 class CpuWeight(Protocol):
     """A weight on the CPU."""
 

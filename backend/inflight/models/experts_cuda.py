@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from inflight.models.layers.linear import INVARIANT_ROWS, CudaWeight
+from inflight.models.layers.linear import CudaWeight
 from inflight.models.quantization.unquantized_cuda import CudaLinear
 from inflight.models.spec import Activation, MoeSpec
 from inflight_kernels.ops.linear.operands import Input, Operand
@@ -257,8 +257,3 @@ class CudaMoe:
         self._shared.gate_up.gated(x, memory.shared_gate_up, memory.shared_gated, num_tokens)
         self._shared.down.product(memory.shared_gated, memory.shared, num_tokens)
         return memory.shared[:num_tokens]
-
-
-def whole_tiles(num_rows: int) -> int:
-    """Rows of a buffer for so many tokens: a multiple of INVARIANT_ROWS."""
-    return -(-num_rows // INVARIANT_ROWS) * INVARIANT_ROWS
